@@ -1,0 +1,22 @@
+"""Errors that a user can mend: one sentence on standard error and exit status 2, never a traceback."""
+
+import contextlib
+import sys
+from collections.abc import Iterator
+
+
+class UserError(Exception):
+    """One sentence that says what was wrong, where, and what to do."""
+
+
+@contextlib.contextmanager
+def sentences() -> Iterator[None]:
+    """End the program with the sentence and status 2 when a `UserError` comes up, quietly with 130 after Ctrl-C."""
+    try:
+        yield
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("stopped.", file=sys.stderr)
+        sys.exit(130)
