@@ -1,0 +1,143 @@
+"""What generate.py does: load a checkpoint, then hand text to one function and notes about it to another."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from data.tokenizer import Tokenizer, load_tokenizer
+from errors import UserError
+from generation.checkpoints import eos_ids
+from generation.device import bytes_per_step, choose_device, choose_dtype, hold_weights_in
+from generation.generate import Generation, check_prompts, generate
+from generation.prompts import prompt_ids
+from generation.settings import Settings
+from generation.stream import TextStream
+from model.config import ModelConfig
+from model.decoder import Decoder
+from model.pretrained import load_config, load_pretrained
+
+
+def run(
+    settings: Settings,
+    checkpoint: Path,
+    prompts: Sequence[str],
+    write: Callable[[str], object],
+    note: Callable[[str], object],
+) -> None:
+    """Continue the prompts as the settings ask: texts to `write`, piece by piece, and lines about them to `note`."""
+    config = load_config(checkpoint)
+    tokenizer = load_tokenizer_of(checkpoint, config)
+    prompts = [prompt_ids(tokenizer, prompt) for prompt in prompts]
+    check_prompts(prompts, config.max_position_embeddings)  # before the weights are read, which may take long
+    ends = eos_ids(checkpoint, tokenizer.eos_id)
+    decoder = load_decoder(checkpoint, settings)
+    dtype = str(decoder.compute_dtype).removeprefix("torch.")
+    note(f"{checkpoint} on {next(decoder.parameters()).device} in {dtype}")
+
+    texts = [(prompt, number) for prompt in prompts for number in range(settings.samples)]
+    transcript = Transcript(len(texts), write, note)
+    results = []
+    for first in range(0, len(texts), settings.batch_size):
+        batch = texts[first : first + settings.batch_size]
+        results.append(generate_batch(batch, first, transcript, decoder, tokenizer, ends, settings))
+    note(speed(results, bytes_per_step(decoder)))
+
+
+def generate_batch(
+    batch: list[tuple[list[int], int]],
+    first: int,
+    transcript: "Transcript",
+    decoder: Decoder,
+    tokenizer: Tokenizer,
+    ends: frozenset[int],
+    settings: Settings,
+) -> Generation:
+    """Generate (prompt, sample number) pairs at once and hand their text to the transcript, from text `first` on."""
+    streams = [
+        TextStream(tokenizer, prompt, settings.stop, lambda text, row=row: transcript.write(first + row, text))
+        for row, (prompt, _) in enumerate(batch)
+    ]
+
+    def end(row: int, ending: str) -> None:
+        streams[row].close()
+        transcript.end(first + row, ending)
+
+    return generate(
+        decoder,
+        [prompt for prompt, _ in batch],
+        max_new_tokens=settings.max_new_tokens,
+        sampling=settings.sampling,
+        seed=settings.seed,
+        sample_numbers=[number for _, number in batch],
+        eos_ids=ends,
+        vocabulary=tokenizer.vocab_size,
+        on_token=lambda row, token: streams[row].push(token),
+        on_end=end,
+    )
+
+
+class Transcript:
+    """Texts written one after another with a blank line between: the first unfinished one streams, later ones wait."""
+
+    def __init__(self, count: int, write: Callable[[str], object], note: Callable[[str], object]) -> None:
+        self._write, self._note = write, note
+        self._waiting = [""] * count
+        self._endings: list[str | None] = [None] * count
+        self._current = 0
+        self._announce()
+
+    def write(self, text: int, piece: str) -> None:
+        """Take the next piece of a text."""
+        if text == self._current:
+            self._write(piece)
+        else:
+            self._waiting[text] += piece
+
+    def end(self, text: int, ending: str) -> None:
+        """Take the end of a text; goes on to the next ones as far as they have ended too."""
+        self._endings[text] = ending
+        while self._current < len(self._endings) and self._endings[self._current] is not None:
+            self._write("\n")
+            if self._endings[self._current] == "context":
+                self._note("the text ends here because the model's context is full")
+            self._current += 1
+            if self._current < len(self._endings):
+                self._write("\n")
+                self._announce()
+                self._write(self._waiting[self._current])
+
+    def _announce(self) -> None:
+        if len(self._endings) > 1:
+            self._note(f"{self._current + 1} of {len(self._endings)}")
+
+
+def load_tokenizer_of(checkpoint: Path, config: ModelConfig) -> Tokenizer:
+    """The tokenizer in a checkpoint, after checking that the model has an embedding for each of its tokens."""
+    tokenizer = load_tokenizer(checkpoint)
+    if tokenizer.vocab_size > config.vocab_size:
+        raise UserError(
+            f"The tokenizer in {checkpoint} has {tokenizer.vocab_size} tokens and the model only {config.vocab_size}; "
+            f"put the tokenizer there that the model was trained with."
+        )
+    return tokenizer
+
+
+def load_decoder(checkpoint: Path, settings: Settings) -> Decoder:
+    """The model on its device, its weights in the dtype that it computes in."""
+    device = choose_device(settings.device)
+    decoder = load_pretrained(checkpoint, device=device).eval()
+    hold_weights_in(decoder, choose_dtype(settings.dtype, device, next(decoder.parameters()).dtype))
+    return decoder
+
+
+def speed(results: list[Generation], step_bytes: int) -> str:
+    """Tokens per second, and beside decoding its physical limit: the rate at which the weights were read."""
+    prefill = sum(result.prefill_seconds for result in results)
+    line = f"prefill {(tokens := sum(r.prompt_tokens for r in results))} tokens, {tokens / prefill:,.0f} tokens/s"
+    steps, seconds = sum(r.steps for r in results), sum(r.decode_seconds for r in results)
+    if not steps:
+        return line
+    tokens = sum(len(row) for result in results for row in result.tokens) - sum(len(r.tokens) for r in results)
+    return (
+        f"{line}; decode {tokens} tokens, {tokens / seconds:,.0f} tokens/s; "
+        f"{step_bytes / 1e6:,.1f} MB of weights a step, read at {step_bytes * steps / seconds / 1e9:,.2f} GB/s"
+    )

@@ -1,0 +1,82 @@
+"""What generate.py writes where: texts in their order, notes beside them, faults before the weights are read."""
+
+import pytest
+
+from errors import UserError
+from generation import session
+from generation.settings import Sampling, Settings
+from model.pretrained import save_pretrained
+
+GREEDY = Sampling(temperature=0)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory, decoder, tokenizer):
+    directory = tmp_path_factory.mktemp("model")
+    save_pretrained(decoder, directory, bos_token_id=tokenizer.bos_id, eos_token_id=tokenizer.eos_id)
+    tokenizer.save(directory)
+    return directory
+
+
+def output(checkpoint, prompts=("x",), **settings) -> tuple[str, list[str]]:
+    """All that a session writes, and its notes."""
+    written, notes = [], []
+    session.run(Settings(**settings), checkpoint, prompts, written.append, notes.append)
+    return "".join(written), notes
+
+
+def test_texts_come_in_order_with_a_blank_line_between_and_equal_each_alone(checkpoint):
+    prompts = ("def add", "x", "def add_b(x, y):")
+    alone = [output(checkpoint, [prompt], max_new_tokens=9)[0] for prompt in prompts]
+    together, notes = output(checkpoint, prompts, max_new_tokens=9)
+    assert together == "\n".join(alone)
+    assert all(text.startswith(prompt) and text.endswith("\n") for text, prompt in zip(alone, prompts, strict=True))
+    assert [note for note in notes if " of " in note and "weights" not in note] == ["1 of 3", "2 of 3", "3 of 3"]
+    assert output(checkpoint, prompts, max_new_tokens=9, batch_size=2)[0] == together
+
+
+def test_samples_of_a_prompt_differ_and_do_not_depend_on_what_else_is_asked(checkpoint):
+    first, _ = output(checkpoint, max_new_tokens=9)
+    both, _ = output(checkpoint, samples=2, max_new_tokens=9)
+    others, _ = output(checkpoint, ["def", "x"], samples=2, max_new_tokens=9, batch_size=3)
+    assert both.startswith(first + "\n") and both != first + "\n" + first
+    assert others.startswith("def") and others.endswith("\n\n" + both)
+
+
+def test_a_text_streams_as_its_tokens_come_and_ends_before_a_stop_string(checkpoint):
+    pieces = []
+    session.run(Settings(max_new_tokens=20, sampling=GREEDY), checkpoint, ["def"], pieces.append, lambda line: None)
+    text = "".join(pieces)
+    assert sum(map(bool, pieces)) > 10
+    stop = text[12:15]
+    assert output(checkpoint, ["def"], max_new_tokens=20, sampling=GREEDY, stop=(stop, "not there"))[0] == (
+        text[: text.index(stop, 3)] + "\n"
+    )
+
+
+def test_notes_say_checkpoint_device_dtype_and_speed_beside_the_rate_of_reading_weights(checkpoint):
+    _, notes = output(checkpoint, max_new_tokens=5, device="cpu")
+    assert notes[0] == f"{checkpoint} on cpu in float32"
+    for part in ("prefill 2 tokens, ", "decode 4 tokens, ", "MB of weights a step, read at ", "GB/s"):
+        assert part in notes[-1]
+    _, notes = output(checkpoint, max_new_tokens=1, device="cpu", dtype="bfloat16")
+    assert notes[0].endswith("in bfloat16") and "decode" not in notes[-1]
+
+
+def test_a_text_that_fills_the_context_says_so_in_one_note(checkpoint):
+    _, notes = output(checkpoint, max_new_tokens=500, sampling=Sampling(temperature=3.0))
+    assert [note for note in notes if "context is full" in note] == notes[1:2]
+
+
+def test_faults_are_found_before_the_weights_are_read(checkpoint, monkeypatch, tokenizer, tmp_path):
+    monkeypatch.setattr(session, "load_pretrained", lambda *_, **__: pytest.fail("the weights were read"))
+    with pytest.raises(UserError, match="context ends at"):
+        output(checkpoint, ["☺" * 60])
+    (tmp_path / "config.json").write_bytes((checkpoint / "config.json").read_bytes())
+    with pytest.raises(UserError, match="no tokenizer"):
+        output(tmp_path)
+    config = (checkpoint / "config.json").read_text("utf-8")
+    (tmp_path / "config.json").write_text(config.replace("320", "299"), "utf-8")
+    tokenizer.save(tmp_path)
+    with pytest.raises(UserError, match="has 300 tokens and the model only 299"):
+        output(tmp_path)
