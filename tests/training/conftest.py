@@ -1,0 +1,68 @@
+"""A small text and small settings, so that a whole run takes seconds."""
+
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+WORDS = "the quick brown fox jumps over a lazy dog while seven wizards mix potions beneath an old stone bridge".split()
+
+
+@pytest.fixture(scope="session")
+def text_folder(tmp_path_factory) -> Path:
+    """A folder of 60 small documents, with a structure that a model can learn."""
+    folder = tmp_path_factory.mktemp("text")
+    random_words = random.Random(0)
+    for number in range(60):
+        lines = [" ".join(random_words.choices(WORDS, k=8)) + f", {number} times.\n" for _ in range(30)]
+        (folder / f"{number:02}.txt").write_text("".join(lines), encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory) -> Path:
+    """One cache for all tests, so that the tokenizer is trained once."""
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture
+def flags(text_folder, cache) -> list[str]:
+    """Flags of a run that takes well under a second."""
+    return [
+        *("--data", str(text_folder), "--cache", str(cache), "--vocab-size", "400", "--hidden-size", "32"),
+        *("--intermediate-size", "48", "--num-hidden-layers", "2", "--num-attention-heads", "2"),
+        *("--num-key-value-heads", "1", "--max-position-embeddings", "32", "--sequence-length", "32"),
+        *("--batch-size", "8", "--steps", "40", "--evaluate-every", "10", "--warmup-steps", "5"),
+        *("--learning-rate", "3e-3", "--dtype", "float32", "--device", "cpu"),
+    ]
+
+
+@pytest.fixture
+def settings(flags):
+    """The same as settings."""
+    from training.settings import parse
+
+    return parse(flags, "test").settings
+
+
+@pytest.fixture(scope="session")
+def train_script():
+    """Run train.py in a process of its own; returns what subprocess.run returns."""
+
+    def run(*arguments: str, cwd: Path, **options) -> subprocess.CompletedProcess:
+        return subprocess.run(
+            [sys.executable, str(ROOT / "train.py"), *arguments],
+            cwd=cwd,
+            capture_output=True,
+            text=True,
+            encoding="utf-8",
+            timeout=120,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            **options,
+        )
+
+    return run

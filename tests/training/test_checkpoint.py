@@ -1,0 +1,125 @@
+"""Saving that can be cut anywhere, and what readers then find."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from errors import UserError
+from training import checkpoint
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def save(target: Path, content: str) -> None:
+    def write(directory: Path) -> None:
+        (directory / "weights").write_text(content)
+        (directory / "state.json").write_text("{}")
+
+    checkpoint.replace_directory(target, write)
+
+
+def found(run: Path) -> str:
+    return (checkpoint.find_last(run) / "weights").read_text()
+
+
+class Cut(BaseException):
+    """The end of the process, as far as the files are concerned."""
+
+
+def cut_rmtree(path: Path, **_: object) -> None:
+    if path.exists():
+        raise Cut
+
+
+def test_saving_leaves_one_whole_directory(tmp_path):
+    for content in ("first", "second", "third"):
+        save(tmp_path / "last", content)
+        assert found(tmp_path) == content
+        assert [path.name for path in tmp_path.iterdir()] == ["last"]
+
+
+@pytest.mark.parametrize("renames_done", [0, 1, 2])
+def test_a_save_cut_at_any_rename_leaves_a_whole_checkpoint_and_the_next_save_works(
+    tmp_path, monkeypatch, renames_done
+):
+    save(tmp_path / "last", "before")
+    rename, calls = Path.rename, []
+
+    def cut_rename(path: Path, target: Path) -> Path:
+        if len(calls) == renames_done:
+            raise Cut
+        calls.append(target)
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", cut_rename)
+    if renames_done == 2:  # both done: cut while the old directory is deleted
+        monkeypatch.setattr(shutil, "rmtree", cut_rmtree)
+    with pytest.raises(Cut):
+        save(tmp_path / "last", "after")
+    monkeypatch.undo()
+    assert found(tmp_path) == ("before" if renames_done == 0 else "after")
+    save(tmp_path / "last", "later")
+    assert found(tmp_path) == "later"
+    assert [path.name for path in tmp_path.iterdir()] == ["last"]
+
+
+def test_a_save_cut_while_writing_keeps_the_one_before(tmp_path):
+    save(tmp_path / "last", "before")
+
+    def write(directory: Path) -> None:
+        (directory / "weights").write_text("half")
+        raise Cut
+
+    with pytest.raises(Cut):
+        checkpoint.replace_directory(tmp_path / "last", write)
+    assert found(tmp_path) == "before"
+
+
+def test_the_old_directory_is_found_when_the_new_one_is_not_whole(tmp_path):
+    save(tmp_path / "last", "before")
+    (tmp_path / "last").rename(tmp_path / "last.old")
+    (tmp_path / "last.new").mkdir()
+    assert found(tmp_path) == "before"
+    save(tmp_path / "last", "after")
+    assert found(tmp_path) == "after"
+
+
+def test_a_folder_without_any_whole_checkpoint_is_one_sentence(tmp_path):
+    (tmp_path / "last").mkdir()
+    with pytest.raises(UserError, match="no whole last/ to go on from"):
+        checkpoint.find_last(tmp_path)
+
+
+FULL_DISK = """
+import resource, sys
+sys.path.insert(0, {root!r})
+from pathlib import Path
+import torch
+from safetensors.torch import save_file
+from errors import sentences
+from training import checkpoint
+
+def write(directory):
+    save_file({{"weight": torch.randn(250_000)}}, directory / "model.safetensors")  # 1 MB
+    (directory / "state.json").write_text("{{}}")
+
+resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, 500_000))  # the disk takes half of it
+with sentences():
+    checkpoint.replace_directory(Path({target!r}), write)
+"""
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no limit on the size of a file to simulate a full disk with")
+def test_a_full_disk_is_one_sentence_and_the_last_whole_checkpoint_stays(tmp_path):
+    save(tmp_path / "last", "before")
+    code = FULL_DISK.format(root=str(ROOT), target=str(tmp_path / "last"))
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, encoding="utf-8")
+    assert out.returncode == 2, out.stderr
+    assert "could not be saved" in out.stderr and "still holds the save before" in out.stderr
+    assert len(out.stderr.strip().splitlines()) == 1
+    assert found(tmp_path) == "before"
+    assert [path.name for path in tmp_path.iterdir()] == ["last"]

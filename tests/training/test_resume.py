@@ -1,0 +1,230 @@
+"""A run that was stopped and resumed is, bit for bit, the run that was not."""
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from errors import UserError
+from training import checkpoint, metrics
+from training.loop import train
+from training.settings import parse
+
+ROOT = Path(__file__).parent.parent.parent
+TIMES = ("seconds",)
+
+
+def losses(run: Path) -> list[dict]:
+    return [{key: value for key, value in line.items() if key not in TIMES} for line in metrics.read(run)]
+
+
+def assert_equal_runs(found: Path, expected: Path) -> None:
+    """Weights, moments, random state and every logged number are bit-identical."""
+    for file in ("model.safetensors", "training_state.safetensors"):
+        left, right = load_file(found / "last" / file), load_file(expected / "last" / file)
+        assert left.keys() == right.keys()
+        for name in left:
+            assert torch.equal(left[name], right[name]), name
+    assert losses(found) == losses(expected)
+    states = [json.loads((run / "last" / "state.json").read_text()) for run in (found, expected)]
+    for state in states:
+        del state["seconds"]
+    assert states[0] == states[1]
+
+
+def stop_at(monkeypatch, step: int, number: int = signal.SIGTERM) -> None:
+    """Send this process a signal while it logs the step."""
+    write = metrics.Metrics.write
+
+    def write_and_signal(self, at: int, **values: float) -> None:
+        write(self, at, **values)
+        if at == step and "loss" in values:
+            signal.raise_signal(number)
+
+    monkeypatch.setattr(metrics.Metrics, "write", write_and_signal)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_40_steps_equal_20_and_20_resumed(flags, tmp_path, monkeypatch, capsys, dtype, number):
+    if (dtype, number) == ("float32", signal.SIGTERM):
+        pytest.skip("the other three combinations say it")
+    settings = parse([*flags, "--dtype", dtype], "test").settings
+    assert train(settings, tmp_path / "straight") == 0
+    stop_at(monkeypatch, 20, number)
+    assert train(settings, tmp_path / "resumed") == number
+    monkeypatch.undo()
+    assert f"--resume {tmp_path / 'resumed'}" in capsys.readouterr().out
+    assert checkpoint.read_state(tmp_path / "resumed" / "last").step == 20
+    assert train(settings, tmp_path / "resumed", resume=True) == 0
+    assert_equal_runs(tmp_path / "resumed", tmp_path / "straight")
+
+
+def test_a_run_stopped_between_evaluations_loses_no_step(flags, tmp_path, monkeypatch):
+    settings = parse(flags, "test").settings
+    train(settings, tmp_path / "straight")
+    for step in (3, 17, 31):
+        stop_at(monkeypatch, step)
+        assert train(settings, tmp_path / "resumed", resume=step != 3) == signal.SIGTERM
+        monkeypatch.undo()
+        assert checkpoint.read_state(tmp_path / "resumed" / "last").step == step
+    train(settings, tmp_path / "resumed", resume=True)
+    assert_equal_runs(tmp_path / "resumed", tmp_path / "straight")
+
+
+@pytest.fixture(scope="module")
+def straight_run(tmp_path_factory, text_folder, cache) -> tuple[Path, list[str]]:
+    """A finished run in a process of its own, with many saves to be killed in, and its flags."""
+    folder = tmp_path_factory.mktemp("straight")
+    flags = [
+        *("--data", str(text_folder), "--cache", str(cache), "--vocab-size", "400", "--hidden-size", "32"),
+        *("--intermediate-size", "48", "--num-hidden-layers", "2", "--num-attention-heads", "2"),
+        *("--num-key-value-heads", "1", "--max-position-embeddings", "32", "--sequence-length", "32"),
+        *("--batch-size", "8", "--steps", "60", "--evaluate-every", "4", "--dtype", "float32", "--device", "cpu"),
+    ]
+    run_script(folder, flags, "straight").communicate(timeout=120)
+    return folder / "straight", flags
+
+
+def run_script(folder: Path, flags: list[str], name: str, resume: bool = False) -> subprocess.Popen:
+    """Start train.py in a process of its own."""
+    chosen = ["--resume", name] if resume else [*flags, "--out", name]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [sys.executable, str(ROOT / "train.py"), *chosen],
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+    )
+
+
+def kill_and_resume(folder: Path, straight: Path, flags: list[str], kills: int, seed: int) -> None:
+    """Kill -9 a run at random moments while it trains and saves, resume it each time, and compare it at the end."""
+    delays, alive = random.Random(seed), 0
+    started = False
+    for _ in range(kills):
+        process = run_script(folder, flags, "killed", resume=started)
+        wait_for_first_step(process, folder / "killed")
+        time.sleep(delays.uniform(0, 0.8))
+        alive += process.poll() is None
+        process.kill()
+        process.communicate()
+        started = any(checkpoint.is_whole(path) for path in checkpoint.candidates(folder / "killed" / "last"))
+        if not started:
+            shutil.rmtree(folder / "killed", ignore_errors=True)
+        elif checkpoint.read_state(checkpoint.find_last(folder / "killed")).step == 60:
+            break
+    assert alive > 0, "no kill met a running process"
+    process = run_script(folder, flags, "killed", resume=started)
+    error = process.communicate(timeout=120)[1].decode()
+    assert process.returncode == 0 or "is finished" in error, error
+    assert_equal_runs(folder / "killed", straight)
+
+
+def wait_for_first_step(process: subprocess.Popen, run: Path) -> None:
+    """Wait until the process writes into the run folder (the imports before that take seconds)."""
+    settings = run / "settings.toml"
+    before = settings.stat().st_mtime_ns if settings.exists() else 0
+    while process.poll() is None and not (settings.exists() and settings.stat().st_mtime_ns > before):
+        time.sleep(0.005)
+
+
+def test_a_run_killed_at_random_moments_ends_like_one_that_was_not(straight_run, tmp_path):
+    kill_and_resume(tmp_path, *straight_run, kills=3, seed=1)
+
+
+@pytest.mark.slow
+def test_a_run_killed_100_times_ends_like_one_that_was_not(straight_run, tmp_path):
+    kills = 0
+    while kills < 100:
+        folder = tmp_path / str(kills)
+        folder.mkdir()
+        kill_and_resume(folder, *straight_run, kills=5, seed=kills)
+        kills += 5
+
+
+@pytest.mark.parametrize("cut", ["between the renames", "before the old one is deleted"])
+def test_a_kill_between_the_renames_loses_nothing(straight_run, tmp_path, cut):
+    straight, flags = straight_run
+    code = f"""
+import sys, os, signal
+sys.path.insert(0, {str(ROOT)!r})
+from pathlib import Path
+from training import checkpoint
+rename = Path.rename
+def rename_and_die(path, target):
+    result = rename(path, target)
+    if path.name == {"last" if cut == "between the renames" else "last.new"!r} and target.parent.name == "killed":
+        if checkpoint.read_state(checkpoint.find_last(Path("killed"))).step >= 20:
+            os.kill(os.getpid(), signal.SIGKILL if hasattr(signal, "SIGKILL") else signal.SIGTERM)
+    return result
+Path.rename = rename_and_die
+sys.argv = ["train.py", *{[*flags, "--out", "killed"]!r}]
+import train
+train.main()
+"""
+    process = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, timeout=120)
+    assert process.returncode not in (0, 1, 2), process.stderr.decode()
+    names = {path.name for path in (tmp_path / "killed").iterdir()}
+    assert ("last" in names) == (cut != "between the renames") and "last.old" in names
+    out = run_script(tmp_path, flags, "killed", resume=True)
+    error = out.communicate(timeout=120)[1].decode()
+    assert out.returncode == 0, error
+    assert_equal_runs(tmp_path / "killed", straight)
+
+
+@pytest.fixture
+def stopped_run(flags, tmp_path, monkeypatch) -> Path:
+    stop_at(monkeypatch, 5)
+    train(parse(flags, "test").settings, tmp_path / "run")
+    monkeypatch.undo()
+    return tmp_path / "run"
+
+
+def test_a_resume_with_other_text_or_shape_says_what_differs(flags, stopped_run, tmp_path):
+    (tmp_path / "other").mkdir()
+    for number in range(60):
+        (tmp_path / "other" / f"{number}.txt").write_text(f"something else number {number}\n" * 40)
+    for change, sentence in (
+        (("--data", str(tmp_path / "other")), "the text differs"),
+        (("--hidden-size", "64"), "shape differs .*hidden_size: 32 -> 64"),
+        (("--norm", "layer"), "shape differs .*norm: rms -> layer"),
+    ):
+        settings = parse(["--resume", str(stopped_run), *change], "test").settings
+        with pytest.raises(UserError, match=sentence):
+            train(settings, stopped_run, resume=True)
+    assert checkpoint.read_state(stopped_run / "last").step == 5
+
+
+def test_other_changes_are_allowed_and_said(stopped_run, capsys):
+    settings = parse(["--resume", str(stopped_run), "--learning-rate", "0.001", "--steps", "8"], "test").settings
+    assert train(settings, stopped_run, resume=True) == 0
+    out = capsys.readouterr().out
+    assert "learning_rate: 0.003 -> 0.001" in out and "steps: 40 -> 8" in out
+    assert checkpoint.read_state(stopped_run / "last").step == 8
+
+
+def test_a_finished_run_says_so_instead_of_starting_again(stopped_run):
+    settings = parse(["--resume", str(stopped_run)], "test").settings
+    train(settings, stopped_run, resume=True)
+    with pytest.raises(UserError, match=r"is finished: it has done its 40 steps"):
+        train(settings, stopped_run, resume=True)
+
+
+def test_damaged_weights_are_refused(stopped_run):
+    path = stopped_run / "last" / "model.safetensors"
+    damaged = bytearray(path.read_bytes())
+    damaged[-1] ^= 1
+    path.write_bytes(damaged)
+    with pytest.raises(UserError, match="its hash differs"):
+        train(parse(["--resume", str(stopped_run)], "test").settings, stopped_run, resume=True)

@@ -1,0 +1,100 @@
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from errors import UserError
+from training import settings as settings_file
+from training.settings import CONFIGS, Settings
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def parse(*flags: str) -> Settings:
+    return settings_file.parse(list(flags), "test").settings
+
+
+def test_help_answers_without_importing_torch():
+    code = (
+        "import sys; sys.argv[1:] = ['--help']\ntry: import train; train.main()\nfinally: print('torch' in sys.modules)"
+    )
+    out = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, encoding="utf-8")
+    assert out.stdout.rstrip().endswith("False") and "--learning-rate" in out.stdout
+
+
+def test_the_flags_that_people_reach_for_are_short():
+    settings = parse(
+        *"--config small --norm layer --steps 7 --seed 3 --out here --data a.txt b.txt --device cpu".split(),
+        *"--dtype float32 --batch-size 4 --sequence-length 64 --learning-rate 1e-4 --compile".split(),
+    )
+    assert settings.model.norm == "layer" and settings.model.hidden_size == 512
+    assert settings.optimizer.steps == 7 and settings.optimizer.learning_rate == 1e-4
+    assert settings.run.seed == 3 and settings.run.out == "here"
+    assert settings.data.data == ("a.txt", "b.txt") and settings.data.batch_size == 4
+    assert settings.machine.device == "cpu" and settings.machine.dtype == "float32" and settings.machine.compile
+
+
+def test_a_flag_overrides_the_file_and_the_file_the_default(tmp_path):
+    (tmp_path / "mine.toml").write_text("[optimizer]\nsteps = 5\nlearning_rate = 0.5\n")
+    settings = parse("--config", str(tmp_path / "mine.toml"), "--steps", "6")
+    assert settings.optimizer.steps == 6 and settings.optimizer.learning_rate == 0.5
+    assert settings.optimizer.beta1 == Settings().optimizer.beta1
+
+
+@pytest.mark.parametrize("config", sorted(path.stem for path in CONFIGS.glob("*.toml")))
+def test_every_config_survives_saving_and_loading(config, tmp_path):
+    settings = parse("--config", config)
+    settings_file.save(settings, tmp_path / "settings.toml")
+    assert settings_file.load(tmp_path / "settings.toml") == settings
+
+
+def test_every_field_has_a_sentence():
+    for table in dataclasses.fields(Settings):
+        if table.name == "model":
+            continue  # the model's own tests look at ModelConfig
+        source = Path(settings_file.__file__).read_text(encoding="utf-8")
+        body = source.split(f"class {table.type.__name__}")[1].split("\n@dataclass")[0]
+        for field in dataclasses.fields(table.type):
+            after = body.split(f"\n    {field.name}: ")[1].split("\n", 1)[1].lstrip()
+            assert after.startswith('"""'), f"{table.name}.{field.name} has no sentence"
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        ("[optimizer]\nlearning_rat = 1\n", "Did you mean learning_rate?"),
+        ("[optimiser]\nsteps = 1\n", "Did you mean optimizer?"),
+        ("steps = 1\n", "is not one of the tables"),
+        ("[optimizer\n", "not a readable TOML file"),
+    ],
+)
+def test_a_wrong_name_in_a_file_is_refused_with_the_nearest_right_one(tmp_path, content, sentence):
+    (tmp_path / "bad.toml").write_text(content)
+    with pytest.raises(UserError, match=sentence):
+        parse("--config", str(tmp_path / "bad.toml"))
+
+
+def test_an_unknown_flag_ends_with_status_2_and_the_nearest_right_one(capsys):
+    with pytest.raises(SystemExit) as ended:
+        parse("--learning-rat", "1")
+    assert ended.value.code == 2 and "--learning-rate" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (("--config", "tinny"), "Did you mean tiny?"),
+        (("--resume", "nowhere"), "does not exist"),
+        (("--sequence-length", "100000"), "longer than the model's context"),
+        (("--num-attention-heads", "3"), "divisible|divide|multiple"),
+        (("--steps", "0"), "at least 1"),
+        (("--validation-fraction", "1.5"), "between 0 and 1"),
+        (("--learning-rate", "-1"), "greater than 0"),
+    ],
+)
+def test_a_value_that_cannot_work_is_one_sentence(flags, sentence):
+    with pytest.raises(UserError, match=sentence) as error:
+        parse(*flags)
+    assert "\n" not in str(error.value)

@@ -1,0 +1,67 @@
+"""What a run would need, without training: parameters, tokens, FLOPs and memory.
+
+Activations are not guessed by a formula: the forward pass runs on fake tensors, which have shapes and no numbers, and
+what autograd would keep for the backward pass is added up.
+"""
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from model.config import ModelConfig, flops_per_token, num_parameters
+from model.decoder import Decoder
+from training.settings import Settings
+
+
+def estimate(settings: Settings) -> str:
+    """A few lines for people; memory is that of one process, without the allocator's own losses."""
+    model, data, steps = settings.model, settings.data, settings.optimizer.steps
+    parameters, inner = num_parameters(model), num_parameters(model, embedding=False)
+    sequences = data.micro_batch_size or data.batch_size
+    tokens = steps * data.batch_size * data.sequence_length
+    flops = flops_per_token(model, data.sequence_length)
+    dtype = torch.bfloat16 if settings.machine.dtype == "auto" else getattr(torch, settings.machine.dtype)
+    kept = activation_bytes(
+        model, sequences, data.sequence_length, dtype, checkpointing=settings.machine.activation_checkpointing
+    )
+    weights, moments = 4 * parameters, 8 * parameters  # float32, and two moments of AdamW
+    lines = {
+        "model": f"{parameters:,} parameters, {parameters - inner:,} of them embeddings; {model.norm} norm",
+        "training": f"{tokens:,} tokens in {steps:,} steps of {data.batch_size} sequences of {data.sequence_length}",
+        "compute": f"{flops * tokens:.2e} FLOPs, {flops / 1e6:,.1f} million a token",
+        "memory": f"{size(2 * weights + moments + kept)}: weights {size(weights)}, gradients {size(weights)}, "
+        f"moments {size(moments)}, activations {size(kept)} for {sequences} sequences in {str(dtype)[6:]}",
+        "disk": f"{size(weights + moments)} in last/, {size(weights)} in best/, twice that while saving",
+    }
+    return "\n".join(f"{name:9} {line}" for name, line in lines.items())
+
+
+def activation_bytes(
+    config: ModelConfig, sequences: int, length: int, dtype: torch.dtype, *, checkpointing: bool
+) -> int:
+    """Bytes that the forward pass keeps for the backward pass, in plain PyTorch."""
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if not isinstance(tensor, torch.nn.Parameter):
+            kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
+        return tensor
+
+    def forward_bytes() -> int:
+        kept.clear()
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            model(tokens, tokens)
+        return sum(storage.nbytes() for storage in kept.values())
+
+    with FakeTensorMode():
+        model = Decoder(config, seed=None, compute_dtype=dtype)
+        tokens = torch.zeros(sequences, length, dtype=torch.int64)
+        whole = forward_bytes()
+        model.activation_checkpointing = checkpointing
+        inputs = forward_bytes()
+    # With checkpointing only the layers' inputs are kept, and one layer at a time is recomputed.
+    return inputs + (whole - inputs) // config.num_hidden_layers
+
+
+def size(count: float) -> str:
+    """Bytes for people."""
+    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.0f} MB"

@@ -1,0 +1,65 @@
+"""The loss on a whole validation set, every token counted, in the three units that people compare."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from model.decoder import Decoder
+from training.processes import Processes
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Sums over a text, and what follows from them."""
+
+    nats: float
+    """Negative log-likelihood of the whole text, nats."""
+    tokens: int
+    """Tokens predicted, those that begin and end documents included."""
+    text_bytes: int
+    """Length of the text in UTF-8."""
+
+    @property
+    def loss(self) -> float:
+        """Nats per token."""
+        return self.nats / self.tokens
+
+    @property
+    def perplexity(self) -> float:
+        """e to the loss."""
+        return math.exp(min(self.loss, 700))
+
+    @property
+    def bits_per_byte(self) -> float:
+        """Bits per byte of text: unlike the others, it compares models with different tokenizers."""
+        return self.nats / math.log(2) / self.text_bytes
+
+    def __str__(self) -> str:
+        return (
+            f"{self.loss:.4f} nats per token, perplexity {self.perplexity:.2f}, "
+            f"{self.bits_per_byte:.4f} bits per byte ({self.tokens:,} tokens, {self.text_bytes:,} bytes)"
+        )
+
+
+@torch.no_grad()
+def evaluate(
+    model: Decoder,
+    windows: Iterable[tuple[np.ndarray, np.ndarray]],
+    text_bytes: int,
+    device: torch.device,
+    processes: Processes | None = None,
+) -> Evaluation:
+    """Sum the loss over `windows` of (inputs, targets), int64 (B, T); processes take turns at the windows."""
+    processes = processes or Processes()
+    nats, tokens = 0.0, 0
+    for i, (inputs, targets) in enumerate(windows):
+        if i % processes.count != processes.rank:
+            continue
+        losses = model(torch.from_numpy(inputs).to(device), torch.from_numpy(targets).to(device))
+        nats += losses.sum().item()
+        tokens += int((targets >= 0).sum())
+    nats, tokens = processes.sum([nats, tokens], device)
+    return Evaluation(nats, int(tokens), text_bytes)

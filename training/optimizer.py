@@ -1,0 +1,55 @@
+"""AdamW over named parameters, weight decay on matrices alone.
+
+Which parameters decay is decided by their shape: gains and biases are vectors, and decaying those towards zero would
+switch channels off. Embeddings are matrices and decay.
+"""
+
+import torch
+from torch import nn
+
+from errors import UserError
+from training.settings import OptimizerSettings
+
+
+def choose_trained(model: nn.Module, train_only: str) -> None:
+    """Freeze all but the parameters of the norms when `train_only` is "norms"."""
+    if train_only == "all":
+        return
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("norm" in name)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise UserError("--train-only norms: this model's norms have no parameters; train all of it.")
+
+
+def build(model: nn.Module, settings: OptimizerSettings, device: torch.device) -> torch.optim.AdamW:
+    """AdamW (Loshchilov and Hutter 2019, algorithm 2), one fused kernel over all parameters where the device has it."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": settings.weight_decay},
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=settings.learning_rate,
+        betas=(settings.beta1, settings.beta2),
+        fused=device.type in ("cuda", "cpu", "mps"),
+    )
+
+
+def state_tensors(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, torch.Tensor]:
+    """The optimizer's state as one flat mapping `moment.parameter` -> tensor, for a safetensors file."""
+    return {
+        f"{moment}.{name}": value
+        for name, parameter in model.named_parameters()
+        for moment, value in optimizer.state.get(parameter, {}).items()
+    }
+
+
+def load_state_tensors(optimizer: torch.optim.Optimizer, model: nn.Module, tensors: dict[str, torch.Tensor]) -> None:
+    """Put back what `state_tensors` gave."""
+    parameters = dict(model.named_parameters())
+    for key, value in tensors.items():
+        moment, name = key.split(".", 1)
+        parameter = parameters[name]
+        device = "cpu" if moment == "step" and not optimizer.defaults["fused"] else parameter.device
+        optimizer.state[parameter][moment] = value.to(device)

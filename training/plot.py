@@ -1,0 +1,76 @@
+"""The picture of one or more runs: training loss, validation loss, and the rate of bits per byte they end at.
+
+`python -m training.plot runs/tiny-rms runs/tiny-layer --out norms.png` draws several runs in one picture.
+"""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from errors import UserError, sentences
+from training import metrics
+
+# Distinguishable without colour vision (Okabe and Ito 2008), and drawn with different lines besides.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")
+DASHES = ("-", "--", "-.", ":")
+
+
+def draw(runs: list[Path], path: Path) -> None:
+    """Draw the loss curves of `runs` into the PNG file `path`."""
+    from matplotlib.figure import Figure  # half a second: only where a picture is drawn
+
+    figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
+    axes = figure.add_subplot()
+    for i, run in enumerate(runs):
+        lines = metrics.read(run)
+        training = [(line["step"], line["loss"]) for line in lines if isinstance(line.get("loss"), float)]
+        validation = [(line["step"], line["validation_loss"]) for line in lines if "validation_loss" in line]
+        colour, dash = COLOURS[i % len(COLOURS)], DASHES[i % len(DASHES)]
+        if training:
+            axes.plot(*zip(*smooth(training), strict=True), color=colour, alpha=0.45, linewidth=1, linestyle=dash)
+        if validation:
+            bits = [line["bits_per_byte"] for line in lines if "bits_per_byte" in line][-1]
+            label = f"{run.name}: {validation[-1][1]:.3f} nats per token, {bits:.3f} bits per byte"
+            axes.plot(*zip(*validation, strict=True), "o", color=colour, linestyle=dash, markersize=4, label=label)
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss (nats per token)")
+    axes.set_title("thin: training, smoothed     dots: validation", fontsize=9, loc="left")
+    axes.grid(alpha=0.25)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(frameon=False)
+    top = max((line["loss"] for run in runs for line in metrics.read(run)[20:21] if "loss" in line), default=None)
+    if top is not None:
+        axes.set_ylim(top=top)  # the first steps fall off a cliff and would flatten all the rest
+    figure.savefig(path)
+
+
+def smooth(points: list[tuple[int, float]], keep: float = 0.95) -> list[tuple[int, float]]:
+    """Exponential moving average with its start corrected (Kingma and Ba 2015, section 3)."""
+    average, weight, out = 0.0, 0.0, []
+    for step, value in points:
+        average = keep * average + (1 - keep) * value
+        weight = keep * weight + (1 - keep)
+        out.append((step, average / weight))
+    return out
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Draw the loss curves of runs into one picture."""
+
+    runs: Annotated[tuple[Path, ...], tyro.conf.Positional]
+    """Run folders."""
+    out: Path = Path("loss.png")
+    """The picture to write."""
+
+
+if __name__ == "__main__":
+    with sentences():
+        arguments = tyro.cli(Arguments, args=sys.argv[1:])
+        for run in arguments.runs:
+            if not metrics.read(run):
+                raise UserError(f"{run} has no metrics.jsonl with measurements in it; give the folder of a run.")
+        draw(list(arguments.runs), arguments.out)

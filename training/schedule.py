@@ -1,0 +1,23 @@
+"""The learning rate as a function of the step: nothing is remembered, so a resumed run continues exactly."""
+
+import math
+
+from training.settings import OptimizerSettings
+
+
+def learning_rate(step: int, steps: int, settings: OptimizerSettings) -> float:
+    """Learning rate of step 0 <= step < steps: linear warm-up, then a schedule that ends at the final rate.
+
+    cosine: half a cosine from the end of the warm-up on (Loshchilov and Hutter 2017, SGDR, equation 5).
+    wsd: constant, then linear over the last `decay_fraction` of the steps (Hu et al. 2024, MiniCPM, section 4).
+    """
+    warmup = min(settings.warmup_steps, steps)
+    if step < warmup:
+        return settings.learning_rate * (step + 1) / warmup
+    decay_start = warmup
+    if settings.schedule == "wsd":
+        decay_start = max(warmup, steps - round(settings.decay_fraction * steps))
+    progress = max(0, step + 1 - decay_start) / max(1, steps - decay_start)  # 0 before the decay, 1 at the last step
+    remaining = 1 - progress if settings.schedule == "wsd" else (1 + math.cos(math.pi * progress)) / 2
+    final = settings.final_learning_rate
+    return settings.learning_rate * (final + (1 - final) * remaining)

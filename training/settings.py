@@ -1,0 +1,282 @@
+"""Every setting of a training run: one dataclass tree, one sentence a field, TOML files and command-line flags alike.
+
+Values come from, each overriding the one before: the defaults here, the TOML file (`--config`), the shape of the
+checkpoint that `--init-from` names, the flags. This module deliberately imports no torch: `--help` answers at once.
+"""
+
+import dataclasses
+import difflib
+import tomllib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import tomli_w
+import tyro
+
+from errors import UserError
+from model.config import ModelConfig
+
+CONFIGS = Path(__file__).parent.parent / "configs"
+
+
+@dataclass(frozen=True)
+class Actions:
+    """What to do. These choose the settings or the deed and are not part of a run's settings."""
+
+    config: str = "tiny"
+    """TOML file with settings: a path, or the name of a file in configs/ (tiny, small, 124m, 1b)."""
+    resume: str | None = None
+    """Go on with this run folder (runs/NAME) exactly where it stopped; its own settings are used."""
+    eval_only: bool = False
+    """Only evaluate the weights of --init-from on all of --data: nats per token, perplexity, bits per byte."""
+    dry_run: bool = False
+    """Only print parameters, tokens, FLOPs and a memory estimate."""
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """The run itself: its folder, its seed, what it starts from and when it is looked at."""
+
+    out: str | None = None
+    """Folder of the run; without it runs/CONFIG-NORM, with a number appended when that exists."""
+    seed: int = 1
+    """Seed of the initial weights, of the order of the batches and of the samples of text."""
+    init_from: str | None = None
+    """Start from the weights of this run folder or checkpoint directory (fresh optimizer; --norm may differ)."""
+    train_only: Literal["all", "norms"] = "all"
+    """Which parameters learn: all of them, or only the gains and biases of the norms."""
+    evaluate_every: int = 500
+    """Steps between evaluations on the validation set; each also saves the run, samples text and redraws loss.png."""
+    sample_prompt: str = ""
+    """Prompt of the sample of text printed at evaluations; empty: the model starts a document of its own."""
+    tensorboard: bool = False
+    """Also write TensorBoard events into the run folder (needs `pip install tensorboard`)."""
+
+
+@dataclass(frozen=True)
+class DataSettings:
+    """The text and how it becomes batches."""
+
+    data: tuple[str, ...] = ("python",)
+    """Files, folders or globs of .txt .md .py .jsonl .jsonl.gz .parquet, or names: python (this interpreter's own
+    library), shakespeare, tinystories (the last two are downloaded)."""
+    text_field: str = "text"
+    """Field of jsonl and parquet rows that holds the text."""
+    tokenizer: str | None = None
+    """A tokenizer.model, tokenizer.json or a directory with one; without it one is learned from the text."""
+    validation_fraction: float = 0.05
+    """Share of the text, by whole documents, that is kept for validation (at most 4 MB)."""
+    cache: str = ".cache"
+    """Folder for trained tokenizers and prepared tokens."""
+    sequence_length: int = 256
+    """Tokens per sequence."""
+    batch_size: int = 16
+    """Sequences per step, over all processes and micro-batches."""
+    micro_batch_size: int | None = None
+    """Sequences that one process works on at once; smaller needs less memory and changes nothing else."""
+
+
+@dataclass(frozen=True)
+class OptimizerSettings:
+    """AdamW and the schedule of its learning rate."""
+
+    steps: int = 1000
+    """Number of optimizer steps."""
+    max_minutes: float | None = None
+    """Shorten the run to fit this many minutes of training if its first steps show that the machine needs longer."""
+    learning_rate: float = 3e-3
+    """Peak learning rate."""
+    schedule: Literal["cosine", "wsd"] = "wsd"
+    """After the warm-up: half a cosine, or constant and then a linear decay (warmup-stable-decay)."""
+    warmup_steps: int = 50
+    """Steps of linear warm-up."""
+    decay_fraction: float = 0.5
+    """Share of the steps that wsd spends decaying."""
+    final_learning_rate: float = 0.0
+    """Learning rate at the last step, as a fraction of the peak."""
+    weight_decay: float = 0.1
+    """Decoupled weight decay of matrices; gains and biases have none."""
+    beta1: float = 0.9
+    """Decay of AdamW's first moment."""
+    beta2: float = 0.95
+    """Decay of AdamW's second moment."""
+    clip: float = 1.0
+    """Largest norm of the whole gradient; larger ones are scaled down to it."""
+
+
+@dataclass(frozen=True)
+class MachineSettings:
+    """Where and in which precision it runs."""
+
+    device: str = "auto"
+    """auto (CUDA, else MPS, else CPU) or a torch device such as cuda:1."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Dtype of the activations; weights stay float32. auto: bfloat16 where the device is fast at it."""
+    compile: bool = False
+    """Compile the model with torch.compile (pays after some minutes of training)."""
+    activation_checkpointing: bool = False
+    """Recompute each layer's activations in the backward pass: less memory, about a third more time."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The whole tree, as saved in a run folder's settings.toml."""
+
+    run: RunSettings = field(default_factory=RunSettings)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataSettings = field(default_factory=DataSettings)
+    optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
+    machine: MachineSettings = field(default_factory=MachineSettings)
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+@dataclass(frozen=True)
+class Command:
+    """A parsed command line."""
+
+    actions: Actions = field(default_factory=Actions)
+    settings: Settings = field(default_factory=Settings)
+
+
+def check(settings: Settings) -> None:
+    """Raise `UserError` for values that no run can use."""
+    data, optimizer, run = settings.data, settings.optimizer, settings.run
+    at_least_one = {
+        "--sequence-length": data.sequence_length,
+        "--batch-size": data.batch_size,
+        "--micro-batch-size": data.micro_batch_size or 1,
+        "--steps": optimizer.steps,
+        "--evaluate-every": run.evaluate_every,
+    }
+    for flag, value in at_least_one.items():
+        if value < 1:
+            raise UserError(f"{flag} is {value} and must be at least 1.")
+    if data.sequence_length > settings.model.max_position_embeddings:
+        raise UserError(
+            f"--sequence-length {data.sequence_length} is longer than the model's context of "
+            f"{settings.model.max_position_embeddings} tokens; shorten it or raise --max-position-embeddings."
+        )
+    if not 0 < data.validation_fraction < 1:
+        raise UserError(f"--validation-fraction is {data.validation_fraction} and must lie between 0 and 1.")
+    if not 0 <= optimizer.decay_fraction <= 1:
+        raise UserError(f"--decay-fraction is {optimizer.decay_fraction} and must lie between 0 and 1.")
+    for flag, value in {
+        "--learning-rate": optimizer.learning_rate,
+        "--clip": optimizer.clip,
+        "--max-minutes": optimizer.max_minutes,
+    }.items():
+        if value is not None and not value > 0:
+            raise UserError(f"{flag} is {value} and must be greater than 0.")
+
+
+def parse(arguments: list[str], description: str) -> Command:
+    """Read the command line; unknown flags and bad values end the program with status 2 and the nearest right name."""
+    chosen, _ = tyro.cli(Chosen, args=arguments, return_unknown_args=True, add_help=False)
+    if chosen.resume is not None:
+        settings = load(Path(chosen.resume) / "settings.toml")
+    else:
+        settings = load(config_path(chosen.config))
+        if chosen.init_from is not None:
+            settings = with_shape_of(settings, chosen.init_from)
+    return tyro.cli(
+        Command,
+        args=arguments,
+        default=Command(Actions(), settings),
+        description=description,
+        config=(tyro.conf.OmitArgPrefixes,),
+    )
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The flags that decide where the defaults of all the others come from."""
+
+    config: str = "tiny"
+    resume: str | None = None
+    init_from: str | None = None
+
+
+def with_shape_of(settings: Settings, checkpoint: str) -> Settings:
+    """Settings with the shape of a checkpoint (directory or run folder), and sequences no longer than it takes."""
+    from generation.checkpoints import find_checkpoint  # these two import torch
+    from model.pretrained import load_config
+
+    model = load_config(find_checkpoint(Path(checkpoint)))
+    length = min(settings.data.sequence_length, model.max_position_embeddings)
+    return dataclasses.replace(settings, model=model, data=dataclasses.replace(settings.data, sequence_length=length))
+
+
+def config_path(name: str) -> Path:
+    """The TOML file that `--config NAME` means: a path, or a name in configs/."""
+    for path in (Path(name), CONFIGS / f"{name}.toml"):
+        if path.is_file():
+            return path
+    known = sorted(path.stem for path in CONFIGS.glob("*.toml"))
+    raise UserError(f"--config {name} is neither a file nor one of {', '.join(known)}.{nearest(name, known)}")
+
+
+def load(path: Path) -> Settings:
+    """Read a TOML file; tables and keys are the names in this module, unknown ones are refused."""
+    try:
+        with path.open("rb") as file:
+            tables = tomllib.load(file)
+    except FileNotFoundError:
+        raise UserError(f"{path} does not exist; a run folder holds settings.toml, last/ and best/.") from None
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise UserError(f"{path} is not a readable TOML file: {error}.") from None
+    arguments, nested = [], {}
+    types = {f.name: f.type for f in dataclasses.fields(Settings)}
+    for table, values in tables.items():
+        if table not in types or not isinstance(values, dict):
+            raise UserError(f"{path}: [{table}] is not one of the tables {', '.join(types)}.{nearest(table, types)}")
+        keys = {f.name for f in dataclasses.fields(types[table])}
+        for key, value in values.items():
+            if key not in keys:
+                raise UserError(f"{path}: unknown key {key} in [{table}].{nearest(key, keys)}")
+            if isinstance(value, dict):
+                nested[key] = value  # rope_scaling, which is no flag
+            else:
+                arguments += as_flags(key, value)
+    settings = tyro.cli(Settings, args=arguments, config=(tyro.conf.OmitArgPrefixes,), prog=str(path))
+    return dataclasses.replace(settings, model=dataclasses.replace(settings.model, **nested)) if nested else settings
+
+
+def as_flags(key: str, value: object) -> list[str]:
+    """A TOML value as the flags that would set it, so that one parser checks both."""
+    flag = "--" + key.replace("_", "-")
+    if isinstance(value, bool):
+        return [flag if value else flag.replace("--", "--no-", 1)]
+    return [flag, *map(str, value)] if isinstance(value, list) else [flag, str(value)]
+
+
+def save(settings: Settings, path: Path) -> None:
+    """Write settings as TOML, without the fields that are None."""
+    tables = {
+        table: {
+            key: list(value) if isinstance(value, tuple) else value
+            for key, value in values.items()
+            if value is not None
+        }
+        for table, values in dataclasses.asdict(settings).items()
+    }
+    path.write_text(tomli_w.dumps(tables), encoding="utf-8")
+
+
+def differences(before: Settings, after: Settings) -> list[str]:
+    """The fields in which two settings differ, as `key: before -> after`."""
+    old, new = dataclasses.asdict(before), dataclasses.asdict(after)
+    return [
+        f"{key}: {old[table][key]} -> {value}"
+        for table, values in new.items()
+        for key, value in values.items()
+        if old[table][key] != value
+    ]
+
+
+def nearest(name: str, known) -> str:
+    """` Did you mean X?`, or nothing when no known name is close."""
+    close = difflib.get_close_matches(name, known, n=1)
+    return f" Did you mean {close[0]}?" if close else ""

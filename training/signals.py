@@ -1,0 +1,26 @@
+"""Ctrl-C and SIGTERM ask a run to stop after the step it is in; a second Ctrl-C stops it at once."""
+
+import signal
+from types import FrameType
+
+
+class StopSignals:
+    """Context in which the first SIGINT or SIGTERM only sets `received`."""
+
+    def __init__(self) -> None:
+        self.received = 0
+        """Number of the signal, 0 while there was none."""
+
+    def __enter__(self) -> "StopSignals":
+        self.before = {number: signal.signal(number, self.receive) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+    def receive(self, number: int, _: FrameType | None) -> None:
+        """Remember the signal; a second one raises KeyboardInterrupt."""
+        if self.received:
+            raise KeyboardInterrupt
+        self.received = number
