@@ -1,0 +1,233 @@
+"""The functions of `reference.py` for a CPU, each as one autograd function of few passes over memory.
+
+On a CPU a small model spends its time moving data: every operation reads and writes whole tensors, and autograd keeps
+float32 copies of what the specification upcasts. Here each function keeps only what its backward pass needs, in the
+activations' dtype, and writes in place where it owns the memory. Both norms are one source. docs/findings.md has the
+measurements, of the formulations that were slower too.
+"""
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.nn import functional as F
+
+from kernels import reference
+
+# Rows of logits at once: 256 rows of a few thousand float32 columns stay in the cache between the passes over them.
+CHUNK = 256
+
+
+class Norm(torch.autograd.Function):
+    """See `norm`. s (..., D); the result is the normalized s alone."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, s: Tensor, weight: Tensor, bias: Tensor | None, kind: str, eps: float) -> Tensor:
+        """Statistics and affine in float32 on one copy of the rows."""
+        rows = s.to(torch.float32, copy=True)
+        if kind == "layer":
+            mean = rows.mean(-1, keepdim=True)
+            rows.sub_(mean)
+        else:
+            mean = torch.zeros_like(rows[..., :1])
+        rstd = torch.linalg.vector_norm(rows, dim=-1, keepdim=True).square_().div_(rows.shape[-1]).add_(eps).rsqrt_()
+        rows.mul_(rstd).mul_(weight)
+        if bias is not None:
+            rows.add_(bias)
+        ctx.save_for_backward(s, weight, bias, mean, rstd)
+        ctx.kind = kind
+        return rows.to(s.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """torch's LayerNorm kernel, for both kinds.
+
+        With xhat = (s - mean) rstd and h = grad * weight it computes ds = rstd (h - mean(h) - xhat mean(h xhat)),
+        dweight = sum(grad xhat) and dbias = sum(grad) for whatever mean and rstd it is given. RMSNorm has mean 0 and
+        no term mean(h), which is added back. The kernel sums over tokens in the dtype it is given: hence float32.
+        """
+        s, weight, bias, mean, rstd = ctx.saved_tensors
+        width, grad = s.shape[-1], grad.float()
+        wanted = ctx.needs_input_grad[:3]
+        ds, dweight, dbias = torch.ops.aten.native_layer_norm_backward(
+            grad, s.float(), [width], mean, rstd, weight, bias, (True, wanted[1], wanted[2])
+        )
+        if ctx.kind == "rms":
+            ds.add_((grad @ weight)[..., None].mul_(rstd).div_(width))
+        return ds.to(s.dtype), dweight, dbias, None, None
+
+
+def norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    *,
+    kind: str,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    """As `reference.norm`. Float32 gains only: others go to the reference."""
+    if weight is None or weight.dtype != torch.float32:
+        return reference.norm(x, weight, bias, residual, kind=kind, eps=eps)
+    s = x if residual is None else (x + residual).to(residual.dtype)  # torch adds bfloat16 in float32, rounding once
+    y = Norm.apply(s, weight, bias, kind, eps)
+    return y.to(x.dtype), s
+
+
+class Rotary(torch.autograd.Function):
+    """Turn the pairs (i, i + d/2) of each head of x (B, T, N, d) by float32 angles cos, sin (T or B, T; 1, d/2)."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """(a, b) -> (a cos - b sin, b cos + a sin) in float32, rounded once."""
+        ctx.save_for_backward(cos, sin)
+        return turn(x, cos, sin)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None, None]:
+        """Turn back: the transpose of a rotation is the rotation by the opposite angle."""
+        cos, sin = ctx.saved_tensors
+        return turn(grad, cos, -sin), None, None
+
+
+def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the pairs (i, i + d/2) in the last dimension."""
+    a, b = x.float().chunk(2, dim=-1)
+    out = torch.empty(x.shape, dtype=torch.float32)
+    out_a, out_b = out.chunk(2, dim=-1)
+    torch.mul(a, cos, out=out_a).addcmul_(b, sin, value=-1)
+    torch.mul(b, cos, out=out_b).addcmul_(a, sin)
+    return out.to(x.dtype)
+
+
+def rotary(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    q_norm_weight: Tensor | None = None,
+    k_norm_weight: Tensor | None = None,
+    eps: float = 1e-6,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `reference.rotary`, which does it when there are per-head norms."""
+    if q_norm_weight is not None:
+        return reference.rotary(qkv, cos, sin, num_heads, num_kv_heads, q_norm_weight, k_norm_weight, eps)
+    heads = qkv.unflatten(-1, (num_heads + 2 * num_kv_heads, -1))  # (B, T, H + 2K, d)
+    qk, v = heads.split((num_heads + num_kv_heads, num_kv_heads), dim=-2)
+    q, k = Rotary.apply(qk, cos.unsqueeze(-2), sin.unsqueeze(-2)).split((num_heads, num_kv_heads), dim=-2)
+    return q, k, v
+
+
+class CausalAttention(torch.autograd.Function):
+    """See `causal_attention`. q (B, H, T, d), k and v (B, K, T, d)."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Plain products; the query heads of a group are rows of one product, so keys are never repeated."""
+        batch, heads, length, width = q.shape
+        groups = heads // k.shape[1]
+        q = q.reshape(-1, groups * length, width)  # (B K, G T, d)
+        k, v = k.reshape(-1, length, width), v.reshape(-1, length, width)  # (B K, T, d)
+        scores = torch.bmm(q, k.transpose(1, 2)).mul_(width**-0.5)  # (B K, G T, T)
+        future = torch.full((length, length), float("-inf"), dtype=q.dtype).triu_(1)
+        p = torch.softmax(scores.view(-1, length, length).add_(future).view_as(scores), -1)  # float32 inside
+        ctx.save_for_backward(q, k, v, p)
+        return torch.bmm(p, v).view(batch, heads, length, width)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """dS = P (dP - sum(dP P)), the sums over a group's query heads inside the products."""
+        q, k, v, p = ctx.saved_tensors
+        batch, heads, length, width = grad.shape
+        grad = grad.reshape(q.shape)
+        dv = torch.bmm(p.transpose(1, 2), grad)
+        ds = torch._softmax_backward_data(torch.bmm(grad, v.transpose(1, 2)), p, -1, p.dtype).mul_(width**-0.5)
+        dq, dk = torch.bmm(ds, k), torch.bmm(ds.transpose(1, 2), q)
+        shape = (batch, -1, length, width)
+        return dq.view(batch, heads, length, width), dk.view(shape), dv.view(shape)
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """As `reference.causal_attention`, faster for short sequences of wide heads in bfloat16.
+
+    torch's fused kernel takes 2 to 4 times as long there. The price is one rounding more: scores are bfloat16 before
+    the float32 softmax (relative error of the output 3.3e-3 instead of 2.0e-3 on normal inputs).
+    """
+    if q.dtype != torch.bfloat16 or q.shape[2] > 512 or q.shape[3] < 64:
+        return reference.causal_attention(q, k, v)
+    return CausalAttention.apply(q, k, v)
+
+
+class SwiGLU(torch.autograd.Function):
+    """silu(gate) * up of packed (..., 2F), of which only `packed` itself is kept."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, packed: Tensor) -> Tensor:
+        """(..., 2F) -> (..., F)."""
+        ctx.save_for_backward(packed)
+        gate, up = packed.chunk(2, dim=-1)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad: Tensor) -> Tensor:
+        """Both halves into one packed gradient."""
+        (packed,) = ctx.saved_tensors
+        gate, up = packed.chunk(2, dim=-1)
+        out = torch.empty_like(packed)
+        dgate, dup = out.chunk(2, dim=-1)
+        torch.mul(F.silu(gate), grad, out=dup)
+        dgate.copy_(torch.ops.aten.silu_backward(grad * up, gate))
+        return out
+
+
+def swiglu_mlp(x: Tensor, gate_up_weight: Tensor, down_weight: Tensor) -> Tensor:
+    """As `reference.swiglu_mlp`, with silu rounded to x's dtype before the product with up."""
+    hidden = SwiGLU.apply(F.linear(x, gate_up_weight.to(x.dtype)))
+    return F.linear(hidden, down_weight.to(x.dtype))
+
+
+class LinearCrossEntropy(torch.autograd.Function):
+    """See `linear_cross_entropy`. x and weight of one dtype."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, keep: bool) -> Tensor:
+        """Loss of each token, chunk by chunk; with `keep` also softmax - onehot, rounded as a gradient would be."""
+        counted = targets != ignore_index
+        target = targets.masked_fill(~counted, 0)[:, None]
+        loss = torch.empty(len(x), dtype=torch.float32)
+        delta = torch.empty(len(x), len(weight), dtype=x.dtype) if keep else None
+        minus_one = torch.full((CHUNK, 1), -1.0)
+        for start in range(0, len(x), CHUNK):
+            rows = slice(start, start + CHUNK)
+            logits = (x[rows] @ weight.t()).float()
+            largest = logits.amax(-1, keepdim=True)
+            chosen = logits.gather(1, target[rows]).sub_(largest)
+            p = logits.sub_(largest).exp_()
+            total = p.sum(-1, keepdim=True)
+            loss[rows] = (total.log() - chosen)[:, 0]
+            if keep:
+                p.div_(total).scatter_add_(1, target[rows], minus_one[: len(p)])  # in float32, before the rounding
+                delta[rows] = p
+        if keep:
+            ctx.save_for_backward(x, weight, delta, counted)
+        return loss.masked_fill_(~counted, 0.0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """The loss's gradient scales whole rows, which commutes with both products: it goes to the narrow side."""
+        x, weight, delta, counted = ctx.saved_tensors
+        grad = (grad * counted)[:, None]
+        dx = (delta @ weight).mul_(grad) if ctx.needs_input_grad[0] else None
+        dweight = delta.t() @ (x * grad).to(x.dtype) if ctx.needs_input_grad[1] else None
+        return dx, dweight, None, None, None
+
+
+def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int = -100) -> Tensor:
+    """As `reference.linear_cross_entropy`; the float32 logits never exist whole."""
+    keep = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    return LinearCrossEntropy.apply(x, weight.to(x.dtype), targets, ignore_index, keep)

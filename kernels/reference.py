@@ -1,0 +1,103 @@
+"""The specification: each function in a few lines of plain PyTorch, differentiated by autograd.
+
+Statistics, sines and the loss are float32 whatever comes in, and each result is rounded once, when it leaves.
+Speed is not the aim here; a faster version of a function must agree with the one on this page.
+Shapes: B batch, T tokens, D hidden size, H query heads, K key/value heads, d head size, F MLP size, V vocabulary.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+def norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    *,
+    kind: str,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    """Normalize the rows of `x`, or of `x + residual`; return the rows for the next block and the residual stream.
+
+    kind "rms":   y = g s / sqrt(mean(s^2) + eps) + b        (Zhang and Sennrich 2019, equation 4, eps inside the root)
+    kind "layer": y = g (s - mean(s)) / sqrt(var(s) + eps) + b, the variance over D    (Ba et al. 2016, equation 4)
+
+    x, residual (..., D); weight g and bias b (D,) or None, of any float dtype. s is `x` itself without a residual, else
+    the sum, added in float32 and rounded to the residual's dtype: what is normalized is what the next block adds to.
+    Returns y in x's dtype and s.
+    """
+    s = x if residual is None else (x.float() + residual.float()).to(residual.dtype)
+    y = s.float()
+    if kind == "layer":
+        y = y - y.mean(-1, keepdim=True)  # LayerNorm is RMSNorm of the centred row: one code path for both arms
+    elif kind != "rms":
+        raise ValueError(f"norm kind {kind!r} is neither 'rms' nor 'layer'")
+    y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
+    if weight is not None:
+        y = y * weight.float()
+    if bias is not None:
+        y = y + bias.float()
+    return y.to(x.dtype), s
+
+
+def rotary(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    q_norm_weight: Tensor | None = None,
+    k_norm_weight: Tensor | None = None,
+    eps: float = 1e-6,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Split packed rows into q, k and v, and turn q and k by their positions (Su et al. 2021, equation 34).
+
+    Element i of a head and element i + d/2 are one pair (the half-split convention), turned by the angle of column i:
+    (a, b) -> (a cos - b sin, b cos + a sin). With the two weights (d,), q and k first go through RMSNorm per head.
+
+    qkv (B, T, (H + 2K) d), in this order; cos, sin float32 (T, d/2), or (B, T, d/2) when positions differ by row.
+    Returns q (B, T, H, d), k (B, T, K, d) and v (B, T, K, d), a view of qkv, in qkv's dtype.
+    """
+    heads = qkv.unflatten(-1, (num_heads + 2 * num_kv_heads, -1))  # (B, T, H + 2K, d)
+    q, k, v = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=-2)
+    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)  # one angle for all heads
+
+    def turn(x: Tensor, weight: Tensor | None) -> Tensor:
+        x = x.float()
+        if weight is not None:
+            x, _ = norm(x, weight, kind="rms", eps=eps)
+        a, b = x.chunk(2, dim=-1)
+        return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(qkv.dtype)
+
+    return turn(q, q_norm_weight), turn(k, k_norm_weight), v
+
+
+def swiglu_mlp(x: Tensor, gate_up_weight: Tensor, down_weight: Tensor) -> Tensor:
+    """The gated MLP W_down (silu(W_gate x) * W_up x) (Shazeer 2020, equation 6).
+
+    x (..., D); gate_up_weight (2F, D), the rows of the gate and then those of up; down_weight (D, F). Matrix products
+    run in x's dtype, silu and the product with up in float32. Returns (..., D) in x's dtype.
+    """
+    gate, up = F.linear(x, gate_up_weight.to(x.dtype)).chunk(2, dim=-1)  # (..., F) each
+    hidden = (F.silu(gate.float()) * up.float()).to(x.dtype)
+    return F.linear(hidden, down_weight.to(x.dtype))
+
+
+def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int = -100) -> Tensor:
+    """The loss -log softmax(W x)[target] of each token, in nats; 0 where the target is `ignore_index`.
+
+    x (N, D); weight (V, D); targets (N,) int64. The product runs in x's dtype, the softmax in
+    float32. Returns (N,) float32.
+    """
+    logits = F.linear(x, weight.to(x.dtype)).float()  # (N, V)
+    return F.cross_entropy(logits, targets, ignore_index=ignore_index, reduction="none")
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """softmax(q k^T / sqrt(d)) v where each position sees itself and those before it (Vaswani et al. 2017, equation 1).
+
+    q (B, H, T, d); k and v (B, K, T, d), each shared by H/K neighbouring query heads. Returns (B, H, T, d).
+    """
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
