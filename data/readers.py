@@ -1,0 +1,135 @@
+"""How one file is read: a function per format, each a generator of documents, each document an iterable of strings.
+
+Nothing here holds more than a block, a row or a small batch of rows. What cannot be read is a sentence with the file,
+the row or byte where it went wrong, and what to do.
+"""
+
+import codecs
+import gzip
+import json
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+from errors import UserError
+
+BLOCK = 1 << 20  # bytes read at a time
+ROWS = 128  # parquet rows decoded at a time: few, because a row may be a whole book
+
+Documents = Iterator[Iterable[str]]
+
+
+def read_text(path: Path, field: str) -> Documents:
+    """One document, the whole file."""
+    yield _blocks(path)
+
+
+def _blocks(path: Path) -> Iterator[str]:
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    offset = 0  # of the first byte not yet decoded
+    with open(path, "rb") as file:
+        while True:
+            block = file.read(BLOCK)
+            pending = len(decoder.getstate()[0])
+            try:
+                text = decoder.decode(block, final=not block)
+            except UnicodeDecodeError as error:
+                raise _not_utf8(path, offset - pending + error.start) from error
+            offset += len(block)
+            yield text
+            if not block:
+                return
+
+
+def read_source(path: Path, field: str) -> Documents:
+    """One file of the standard library. The few that another encoding declares (PEP 263) are left out."""
+    try:
+        yield [path.read_bytes().decode("utf-8")]
+    except UnicodeDecodeError:
+        return
+
+
+def read_topics(path: Path, field: str) -> Documents:
+    """The language reference as `help()` shows it: one document per topic."""
+    from pydoc_data.topics import topics
+
+    yield from ([topics[name]] for name in sorted(topics))
+
+
+def read_jsonl(path: Path, field: str) -> Documents:
+    """One document per line, an object whose `field` is the text; blank lines are passed over."""
+    offset = 0
+    try:
+        with gzip.open(path, "rb") if path.suffix.lower() == ".gz" else open(path, "rb") as lines:
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    yield [_json_text(path, number, line, offset, field)]
+                offset += len(line)
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise UserError(f"{path} is not a whole gzip file ({error}); fetch or compress it again.") from error
+
+
+def _json_text(path: Path, number: int, line: bytes, offset: int, field: str) -> str:
+    where = f"{path}, line {number}"
+    try:
+        row = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise _not_utf8(path, offset + error.start) from error
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{where} is not JSON ({error}); a .jsonl file holds one JSON object a line.") from error
+    if not isinstance(row, dict):
+        raise UserError(f"{where} holds no JSON object; a .jsonl file holds one JSON object a line.")
+    text = _string(where, row.get(field), field, row)
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise UserError(f"{where}: character {error.start} of {field!r} is half a surrogate pair; mend it.") from error
+    return text
+
+
+def read_parquet(path: Path, field: str) -> Documents:
+    """One document per row, the string in the column `field`; rows are decoded a few at a time."""
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError as error:
+        raise UserError(f"reading {path} needs pyarrow: pip install pyarrow.") from error
+    try:
+        # Without these two settings the whole column is read ahead into memory.
+        with parquet.ParquetFile(path, pre_buffer=False, buffer_size=BLOCK) as file:
+            if field not in file.schema_arrow.names:
+                raise _no_field(str(path), field, file.schema_arrow.names)
+            number = 0
+            for rows in file.iter_batches(batch_size=ROWS, columns=[field], use_threads=False):
+                for text in rows.column(0).to_pylist():
+                    number += 1
+                    yield [_string(f"{path}, row {number}", text, field, {field: text})]
+    except (pyarrow.ArrowException, OSError) as error:
+        said = str(error).split("\n")[0].rstrip(".")
+        raise UserError(f"{path} is not a readable parquet file ({said}); fetch or write it again.") from error
+
+
+def _string(where: str, text: object, field: str, row: dict[str, object]) -> str:
+    if field not in row:
+        raise _no_field(where, field, row)
+    if not isinstance(text, str):
+        raise UserError(f"{where}: {field!r} is {type(text).__name__}, not text; name another field with --text-field.")
+    return text
+
+
+def _no_field(where: str, field: str, present: Iterable[str]) -> UserError:
+    names = ", ".join(list(present)[:8]) or "none"
+    return UserError(f"{where} has no field {field!r}; name one with --text-field (there are: {names}).")
+
+
+def _not_utf8(path: Path, offset: int) -> UserError:
+    return UserError(f"{path} is not UTF-8 text at byte {offset}; convert the file to UTF-8 or leave it out.")
+
+
+READERS: dict[str, Callable[[Path, str], Documents]] = {
+    "text": read_text,
+    "jsonl": read_jsonl,
+    "parquet": read_parquet,
+    "source": read_source,
+    "topics": read_topics,
+}

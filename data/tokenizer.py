@@ -1,0 +1,277 @@
+"""Text <-> ids: a SentencePiece model (trained here, or given) or a `tokenizer.json`, behind the same few methods.
+
+`encode` is plain: no BOS or EOS is added and special tokens in the text are text. The round trip is exact for any
+Unicode scalar text with one exception: U+2581 comes back as a space, because SentencePiece writes a space so.
+"""
+
+import functools
+import hashlib
+import io
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import sentencepiece
+import tokenizers
+
+from data.tokenizer_json import Inexpressible, tokenizer_json
+from errors import UserError
+
+# What travels with a tokenizer that was given as a folder.
+FILES = (
+    "tokenizer.model",
+    "sentencepiece.model",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "vocab.json",
+    "merges.txt",
+)
+
+TRAINER = dict(
+    model_type="bpe",
+    byte_fallback=True,  # a character without a piece becomes its UTF-8 bytes: nothing is ever unknown
+    character_coverage=0.9995,  # the rarest characters are left to the bytes
+    normalization_rule_name="identity",
+    add_dummy_prefix=False,
+    remove_extra_whitespaces=False,
+    allow_whitespace_only_pieces=True,  # indentation: one id for a run of spaces
+    split_by_unicode_script=False,  # pieces such as "(self" and "):": 7 % more bytes per token on Python sources
+    max_sentence_length=1 << 16,  # bytes; longer lines would be left out, so they are cut
+    unk_id=0,
+    bos_id=1,
+    eos_id=2,
+    pad_id=-1,
+    minloglevel=2,
+)
+
+
+class SentencePieceTokenizer:
+    """A SentencePiece model. `bos_id` is the model's own unless the folder's configuration says that none is added."""
+
+    def __init__(self, model: bytes, *, add_bos: bool = True, folder: Path | None = None):
+        self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
+        self._model = model
+        self._folder = folder  # where companion files are, if it came with any
+        self.vocab_size = self._processor.vocab_size()
+        self.bos_id = self._processor.bos_id() if add_bos and self._processor.bos_id() >= 0 else None
+        self.eos_id = self._processor.eos_id()
+        if self.eos_id < 0:
+            raise UserError("the tokenizer.model has no end-of-sequence token (eos_id); give one that has.")
+        self.hash = _hash(model, self.bos_id, self.eos_id)
+
+    def encode(self, text: str) -> list[int]:
+        return self._processor.encode(text, out_type=int)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Encode many texts on all cores; the interpreter's lock is free meanwhile."""
+        return self._processor.encode(list(texts), out_type=int, num_threads=os.cpu_count() or 1)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text of ids; BOS, EOS and ids past the vocabulary give nothing, bytes that are no character U+FFFD."""
+        return self._processor.decode([int(i) for i in ids if 0 <= i < self.vocab_size])
+
+    def save(self, directory: str | Path) -> None:
+        """Write what `AutoTokenizer` opens with the same ids, or copy the files that the tokenizer came with.
+
+        A model that no `tokenizer.json` expresses is written as `sentencepiece.model` instead of `tokenizer.model`:
+        `AutoTokenizer` refuses that folder, while from a bare `tokenizer.model` it would guess, with other ids.
+        """
+        directory = Path(directory)
+        if self._folder is not None:
+            _copy(self._folder, directory)
+            return
+        piece = self._processor.id_to_piece
+        config = {
+            "tokenizer_class": "PreTrainedTokenizerFast",  # with LlamaTokenizer the ids are others, silently
+            "add_bos_token": self.bos_id is not None,
+            "add_eos_token": False,
+            "bos_token": piece(self.bos_id) if self.bos_id is not None else None,
+            "eos_token": piece(self.eos_id),
+            "unk_token": piece(self._processor.unk_id()),
+            "split_special_tokens": True,  # "</s>" in a text is four characters
+            "clean_up_tokenization_spaces": False,
+        }
+        try:
+            (directory / "tokenizer.json").write_text(self._tokenizer_json, encoding="utf-8")
+            (directory / "tokenizer.model").write_bytes(self._model)
+        except Inexpressible:
+            config["tokenizer_class"] = "SentencePieceProcessor"
+            (directory / "sentencepiece.model").write_bytes(self._model)
+        (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+    @functools.cached_property
+    def _tokenizer_json(self) -> str:
+        return tokenizer_json(self._model, self.bos_id)
+
+
+class JsonTokenizer:
+    """A `tokenizer.json` with the `tokenizer_config.json` beside it, as the ecosystem keeps them."""
+
+    def __init__(self, path: Path):
+        folder = path.parent
+        self._content = path.read_bytes()
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_buffer(self._content)
+        except Exception as error:  # the library raises plain Exception
+            raise UserError(f"{path} is not a tokenizer that the tokenizers library reads ({error}).") from error
+        self._tokenizer.encode_special_tokens = True
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._folder = folder
+        self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+        config = _read_json(folder / "tokenizer_config.json")
+        self.bos_id = self._find_bos(config)
+        self.eos_id = self._find_eos(config, _read_json(folder / "generation_config.json"))
+        self.hash = _hash(self._content, self.bos_id, self.eos_id)
+
+    def encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Encode many texts on all cores."""
+        return [one.ids for one in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text of ids; special tokens and ids past the vocabulary give nothing."""
+        return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
+
+    def save(self, directory: str | Path) -> None:
+        """Copy the files that the tokenizer came with."""
+        _copy(self._folder, Path(directory))
+        (Path(directory) / "tokenizer.json").write_bytes(self._content)
+
+    def _find_bos(self, config: dict) -> int | None:
+        """The configuration decides; where it is silent, whatever the post-processor puts in front of a text."""
+        if "add_bos_token" in config:
+            return self._id(config.get("bos_token")) if config["add_bos_token"] else None
+        plain, full = self.encode("a"), self._tokenizer.encode("a").ids
+        return full[0] if full[: len(plain)] != plain else None
+
+    def _find_eos(self, config: dict, generation: dict) -> int:
+        ids = generation.get("eos_token_id")
+        for eos in (self._id(config.get("eos_token")), *(ids if isinstance(ids, list) else [ids])):
+            if eos is not None:
+                return eos
+        raise UserError(
+            f"the tokenizer in {self._folder} names no end-of-sequence token; "
+            f'its tokenizer_config.json needs an "eos_token" that the vocabulary holds.'
+        )
+
+    def _id(self, token: str | dict | None) -> int | None:
+        token = token.get("content") if isinstance(token, dict) else token
+        return self._tokenizer.token_to_id(token) if token else None
+
+
+Tokenizer = SentencePieceTokenizer | JsonTokenizer
+
+
+def load_tokenizer(path: str | Path) -> Tokenizer:
+    """Open a SentencePiece model, a `tokenizer.json`, or a folder (a checkpoint, say) that holds either.
+
+    A folder's `tokenizer.model` is taken unless its `tokenizer.json` knows more tokens or it is no SentencePiece model.
+    """
+    path = Path(path).expanduser()
+    if path.is_file():
+        return JsonTokenizer(path) if path.suffix == ".json" else _load_model(path, {}, None)
+    model, json_file = path / "tokenizer.model", path / "tokenizer.json"
+    if not model.is_file():
+        model = path / "sentencepiece.model"
+    if not path.is_dir() or not (model.is_file() or json_file.is_file()):
+        raise UserError(
+            f"no tokenizer at {path}; give a tokenizer.model, a tokenizer.json, or a folder with one of them."
+        )
+    if model.is_file():
+        try:
+            companions = path if json_file.is_file() else None
+            found = _load_model(model, _read_json(path / "tokenizer_config.json"), companions)
+            if companions is None or found.vocab_size >= JsonTokenizer(json_file).vocab_size:
+                return found
+        except UserError:
+            if not json_file.is_file():
+                raise
+    return JsonTokenizer(json_file)
+
+
+def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
+    """Raise `UserError` unless a model with `vocab_size` rows of embeddings has one for every id of the tokenizer."""
+    if tokenizer.vocab_size > vocab_size:
+        raise UserError(
+            f"the tokenizer has {tokenizer.vocab_size:,} ids but the model only {vocab_size:,}; "
+            f"set the model's vocab_size to {tokenizer.vocab_size} or more, or give the tokenizer that belongs to it."
+        )
+
+
+def train_tokenizer(documents: Iterable[str], vocab_size: int, path: str | Path) -> SentencePieceTokenizer:
+    """Train a byte-pair encoding of exactly `vocab_size` pieces on the documents and write it to the file `path`.
+
+    The same documents in the same order give the same file. Pieces hold neither newline nor tab: those are bytes.
+    """
+    written = io.BytesIO()
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=_lines(documents), model_writer=written, vocab_size=vocab_size, **TRAINER
+        )
+    except (RuntimeError, ValueError, OSError) as error:
+        raise _training_failed(error, vocab_size) from error
+    Path(path).write_bytes(written.getvalue())
+    return SentencePieceTokenizer(written.getvalue())
+
+
+def _lines(documents: Iterable[str]) -> Iterator[str]:
+    """What the trainer takes whole: no newline, no tab and no NUL (it leaves such lines out), not too long."""
+    longest = TRAINER["max_sentence_length"] // 4  # a character has at most 4 bytes
+    for document in documents:
+        for line in re.split("[\n\t\0]+", document):
+            yield from (line[start : start + longest] for start in range(0, len(line), longest))
+
+
+def _training_failed(error: Exception, vocab_size: int) -> UserError:
+    said = str(error)
+    if most := re.search(r"Vocabulary size too high .*?<= (\d+)", said):
+        return UserError(
+            f"the text is too small for a vocabulary of {vocab_size:,}; "
+            f"the largest that it can fill is {most[1]}: set vocab_size to that or less, or give more text."
+        )
+    if least := re.search(r"smaller than required_chars\. \d+ vs (\d+)", said):
+        return UserError(
+            f"a vocabulary of {vocab_size:,} has no room for the characters of this text; "
+            f"set vocab_size to {least[1]} or more."
+        )
+    return UserError(f"no tokenizer could be trained on this text ({said}); give more text.")
+
+
+def _load_model(path: Path, config: dict, folder: Path | None) -> SentencePieceTokenizer:
+    model = path.read_bytes()
+    try:
+        if not model:  # which the library would take for "none given"
+            raise RuntimeError("empty")
+        return SentencePieceTokenizer(model, add_bos=config.get("add_bos_token", True), folder=folder)
+    except RuntimeError as error:
+        raise UserError(f"{path} is not a SentencePiece model; give a tokenizer.model or tokenizer.json.") from error
+
+
+def _read_json(path: Path) -> dict:
+    if not path.is_file():
+        return {}
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{path} is not JSON ({error}); fetch it again.") from error
+
+
+def _copy(source: Path, directory: Path) -> None:
+    for name in FILES:
+        if (source / name).is_file() and source.resolve() != directory.resolve():
+            shutil.copyfile(source / name, directory / name)
+
+
+def _hash(content: bytes, bos_id: int | None, eos_id: int) -> str:
+    """BOS and EOS belong to the hash: they are in the token stream."""
+    return hashlib.blake2b(content + f"{bos_id},{eos_id}".encode(), digest_size=16).hexdigest()

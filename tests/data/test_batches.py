@@ -1,0 +1,93 @@
+"""The order in which batches take a token stream, and the windows of an evaluation."""
+
+import numpy as np
+import pytest
+
+from data.tokens import batch, validation_windows
+from errors import UserError
+
+STREAM = np.arange(1003, dtype=np.uint16)  # a token is its own place, so that a window tells where it was taken
+T, B = 10, 7
+
+
+def rows(step: int, **changes) -> tuple[np.ndarray, np.ndarray]:
+    arguments = dict(seed=5, step=step, batch_size=B, sequence_length=T) | changes
+    return batch(STREAM, **arguments)
+
+
+def test_targets_are_the_inputs_one_further():
+    for step in range(40):
+        inputs, targets = rows(step)
+        assert inputs.shape == targets.shape == (B, T)
+        assert inputs.dtype == targets.dtype == np.int64
+        assert np.array_equal(targets, (inputs + 1) % len(STREAM))
+        assert np.array_equal(inputs[:, 1:], targets[:, :-1])
+
+
+def test_an_epoch_takes_every_window_once_in_another_order_each_time():
+    windows = len(STREAM) // T
+    starts = np.concatenate([rows(step)[0][:, 0] for step in range(-(-3 * windows // B))])[: 3 * windows]
+    epochs = starts.reshape(3, windows)
+    for one in epochs:
+        assert len({int(start) % T for start in one if start >= T}) <= 2, "one grid, but for the window that wraps"
+        gaps = np.diff(np.sort(one))
+        assert (gaps[1:-1] == T).all(), "no window twice and none left out"
+    assert len({tuple(one - one.min()) for one in epochs}) == 3
+    assert len({int(np.sort(one)[1] % T) for one in epochs}) > 1, "the offset changes with the epoch"
+
+
+def test_the_last_window_runs_over_the_end_into_the_start():
+    seen = [row for step in range(300) for row in rows(step)[0] if row[0] > row[-1]]
+    assert seen and all(set(row) <= set(range(len(STREAM))) for row in seen)
+
+
+def test_a_batch_depends_on_nothing_but_its_arguments():
+    later = rows(123)
+    [rows(step) for step in (9, 0, 500, 2)]
+    assert np.array_equal(rows(123)[0], later[0])
+    assert not np.array_equal(rows(124)[0], later[0])
+    assert not np.array_equal(rows(123, seed=6)[0], later[0])
+    wider = batch(STREAM.astype(np.uint32), seed=5, step=123, batch_size=B, sequence_length=T)
+    assert np.array_equal(wider[0], later[0])
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 6])
+def test_the_shares_of_all_processes_are_the_batch_of_one(world_size):
+    for step in (0, 15, 16, 17, 200):  # 16 and 17 lie across the end of an epoch
+        whole = rows(step, batch_size=6)
+        shares = [rows(step, batch_size=6, rank=rank, world_size=world_size) for rank in range(world_size)]
+        for side in (0, 1):
+            assert np.array_equal(np.concatenate([share[side] for share in shares]), whole[side])
+
+
+def test_a_text_too_small_for_a_batch_says_what_is_there_and_what_is_needed():
+    with pytest.raises(UserError) as caught:
+        batch(STREAM[:69], seed=0, step=0, batch_size=B, sequence_length=T)
+    assert "69" in str(caught.value) and "70" in str(caught.value)
+    batch(STREAM[:70], seed=0, step=3, batch_size=B, sequence_length=T)
+
+
+def test_processes_that_do_not_divide_the_batch_are_refused():
+    with pytest.raises(UserError, match="2 processes"):
+        rows(0, rank=0, world_size=2)
+
+
+def test_a_billion_tokens_need_little_memory_for_their_order():
+    tokens = np.lib.stride_tricks.as_strided(np.arange(1, dtype=np.uint16), (10**9,), (0,))  # 2 bytes, repeated
+    inputs, _ = batch(tokens, seed=0, step=10**6, batch_size=32, sequence_length=256)
+    assert inputs.shape == (32, 256)
+
+
+@pytest.mark.parametrize("length", [2, 10, 11, 70, 71, 72, 500, 1003])
+def test_evaluation_predicts_every_token_but_the_first_once(length):
+    stream, expected, counted = STREAM[:length], 1, 0
+    for inputs, targets in validation_windows(stream, T, B):
+        assert inputs.shape == targets.shape == (B, T)
+        assert inputs.dtype == targets.dtype == np.int64
+        kept = targets != -100
+        assert np.array_equal(targets[kept], np.arange(expected, expected + kept.sum()))
+        assert np.array_equal(inputs[kept] + 1, targets[kept]) and not inputs[~kept].any()
+        expected += int(kept.sum())
+        counted += int(kept.sum())
+        assert kept.any()
+    assert counted == length - 1

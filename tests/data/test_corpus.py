@@ -1,0 +1,207 @@
+"""Where text comes from: names, files, folders, patterns, formats, and what a user reads when something is wrong."""
+
+import gzip
+import itertools
+import json
+import sysconfig
+from pathlib import Path
+
+import pyarrow
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pyarrow import parquet
+
+from data import corpus
+from data.corpus import fingerprint, resolve, stream
+from errors import UserError
+
+
+def documents(*sources: str | Path, field: str = "text") -> list[str]:
+    found: list[str] = []
+    for text, first in stream(resolve([str(source) for source in sources], field)):
+        assert text, "no piece is empty"
+        if first:
+            found.append(text)
+        else:
+            found[-1] += text
+    return found
+
+
+def sentence(*sources: str | Path, field: str = "text") -> str:
+    """What a user reads: one line that ends with a full stop."""
+    with pytest.raises(UserError) as caught:
+        documents(*sources, field=field)
+    said = str(caught.value)
+    assert "\n" not in said and said.endswith((".", "?")), said
+    return said
+
+
+def write_jsonl(path: Path, rows: list[object]) -> Path:
+    content = "".join(json.dumps(row) + "\n" for row in rows).encode("utf-8")
+    path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
+    return path
+
+
+def test_the_default_corpus_is_the_standard_library_and_its_prose_without_tests_and_tables(library_text):
+    names = [file.path for file in resolve(["python"])]
+    root = Path(sysconfig.get_path("stdlib"))
+    inside = {part for path in names for part in path.relative_to(root).parts[:-1]}
+    assert not inside & {"test", "tests", "idlelib", "tkinter", "lib2to3", "distutils", "site-packages", "__pycache__"}
+    kept = {path.relative_to(root).as_posix() for path in names}
+    assert {"argparse.py", "json/decoder.py", "encodings/utf_8.py", "encodings/idna.py"} <= kept
+    assert not kept & {"encodings/cp037.py", "encodings/mac_arabic.py", "encodings/koi8_r.py"}
+    assert any("The `with` statement" in text or 'The "with" statement' in text for text in library_text), "prose"
+    assert 5e6 < sum(len(text) for text in library_text) < 20e6
+
+
+def test_an_interpreter_without_sources_asks_for_data(tmp_path, monkeypatch):
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path / "python311.zip"))
+    assert "--data" in sentence("python")
+
+
+def test_sources_that_another_encoding_declares_are_left_out_of_the_default_corpus(tmp_path, monkeypatch):
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+    (tmp_path / "old.py").write_bytes("# coding: latin-1\n# é".encode("latin-1"))
+    (tmp_path / "new.py").write_text("print('é')", encoding="utf-8")
+    assert documents("python") == ["print('é')"]
+
+
+def test_text_is_passed_on_exactly_as_it_stands(tmp_path):
+    text = "\ufeffa\r\nb\tc\0d  \n\n  e▁😀\u2028\x85"
+    (tmp_path / "a.txt").write_bytes(text.encode("utf-8"))
+    assert documents(tmp_path / "a.txt") == [text]
+
+
+def test_a_row_is_a_document_in_jsonl_gzip_and_parquet(tmp_path):
+    texts = ["one\ntwo", "", "drei ä", " "]
+    rows = [{"text": text, "n": 1} for text in texts]
+    write_jsonl(tmp_path / "a.jsonl", rows)
+    write_jsonl(tmp_path / "b.jsonl.gz", rows)
+    parquet.write_table(pyarrow.table({"text": texts, "n": [1, 2, 3, 4]}), tmp_path / "c.parquet")
+    for name in ("a.jsonl", "b.jsonl.gz", "c.parquet"):
+        assert documents(tmp_path / name) == ["one\ntwo", "drei ä", " "], name
+
+
+def test_the_text_field_can_have_another_name(tmp_path):
+    write_jsonl(tmp_path / "a.jsonl", [{"story": "x"}])
+    parquet.write_table(pyarrow.table({"story": ["y"]}), tmp_path / "b.parquet")
+    assert documents(tmp_path / "a.jsonl", tmp_path / "b.parquet", field="story") == ["x", "y"]
+
+
+def test_folders_and_patterns_are_sorted_and_take_only_text(tmp_path):
+    (tmp_path / "b" / ".git").mkdir(parents=True)
+    for name in ("b/2.md", "b/1.TXT", "a.py", "b/.git/config.txt", ".hidden.txt", "b/picture.png"):
+        (tmp_path / name).write_text(name, encoding="utf-8")
+    assert documents(tmp_path) == ["a.py", "b/1.TXT", "b/2.md"]
+    assert documents(tmp_path / "**" / "*") == ["a.py", "b/1.TXT", "b/2.md"]
+    assert documents(tmp_path / "b" / "*.md", tmp_path / "a.py") == ["b/2.md", "a.py"]
+
+
+def test_a_file_whose_name_looks_like_a_pattern_is_that_file(tmp_path):
+    (tmp_path / "a[1].txt").write_text("bracket", encoding="utf-8")
+    assert documents(tmp_path / "a[1].txt") == ["bracket"]
+
+
+def test_empty_files_in_a_folder_are_no_documents(tmp_path):
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "full.txt").write_text("x", encoding="utf-8")
+    assert documents(tmp_path) == ["x"]
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    blocks=st.lists(st.text(st.sampled_from("ab é\n\t\r"), max_size=60), max_size=12),
+    piece=st.integers(1, 12),
+    longest=st.integers(12, 40),
+)
+def test_pieces_are_the_text_and_end_at_line_ends(blocks, piece, longest):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(corpus, "PIECE", piece)
+        patch.setattr(corpus, "LONGEST_LINE", longest)
+        pieces = list(corpus._pieces(blocks))
+    assert "".join(pieces) == "".join(blocks)
+    assert all(pieces)
+    assert all(len(one) <= longest for one in pieces)
+    for one, following in itertools.pairwise(pieces):
+        at_line_start = one.endswith("\n") and not following[0].isspace()
+        assert at_line_start or len(one) == longest, "another cut only inside what is too long"
+
+
+def test_a_file_of_many_blocks_is_one_document_with_characters_across_blocks(tmp_path, monkeypatch):
+    monkeypatch.setattr("data.readers.BLOCK", 7)
+    text = "Übermäßig 😀 größer\n" * 50
+    (tmp_path / "a.txt").write_text(text, encoding="utf-8", newline="")
+    assert documents(tmp_path / "a.txt") == [text]
+
+
+def test_the_fingerprint_changes_with_a_file_its_time_and_the_field(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text("one", encoding="utf-8")
+    seen = {fingerprint(resolve([str(path)])), fingerprint(resolve([str(path)], "other"))}
+    path.write_text("three", encoding="utf-8")
+    seen.add(fingerprint(resolve([str(path)])))
+    assert len(seen) == 3
+
+
+@pytest.mark.parametrize("block", [1 << 20, 3])
+def test_bytes_that_are_not_utf8_are_named_with_their_place(tmp_path, monkeypatch, block):
+    monkeypatch.setattr("data.readers.BLOCK", block)
+    (tmp_path / "a.txt").write_bytes("äöü".encode() + b"abc\xff")
+    said = sentence(tmp_path / "a.txt")
+    assert "a.txt" in said and "byte 9" in said and "UTF-8" in said
+    (tmp_path / "b.txt").write_bytes("ab😀".encode()[:-1])
+    assert "byte 2" in sentence(tmp_path / "b.txt"), "a character cut off by the end of the file"
+
+
+def test_bad_rows_of_jsonl_are_named(tmp_path):
+    path = tmp_path / "a.jsonl"
+    good = b'{"text": "good"}\n'
+    for line, words in [
+        (b'{"text": "x"', ["line 2", "JSON"]),
+        (b'["text"]', ["line 2", "object"]),
+        (b'{"body": "x", "id": 1}', ["line 2", "'text'", "--text-field", "body, id"]),
+        (b'{"text": null}', ["line 2", "'text'", "NoneType"]),
+        (b'{"text": "\\ud800"}', ["line 2", "surrogate"]),
+        (b'{"text": "\xff"}', ["byte 27", "UTF-8"]),
+        (b"[" * 100_000, ["line 2", "JSON"]),
+    ]:
+        path.write_bytes(good + line + b"\n")
+        said = sentence(path)
+        assert all(word in said for word in ["a.jsonl", *words]), said
+
+
+def test_unreadable_parquet_and_gzip_files_are_named(tmp_path):
+    (tmp_path / "a.parquet").write_bytes(b"PAR1 this is none")
+    assert "a.parquet" in sentence(tmp_path / "a.parquet")
+    parquet.write_table(pyarrow.table({"body": ["x"]}), tmp_path / "b.parquet")
+    assert "body" in sentence(tmp_path / "b.parquet") and "--text-field" in sentence(tmp_path / "b.parquet")
+    parquet.write_table(pyarrow.table({"text": ["x", None]}), tmp_path / "c.parquet")
+    assert "row 2" in sentence(tmp_path / "c.parquet")
+    parquet.write_table(pyarrow.table({"text": [1, 2]}), tmp_path / "d.parquet")
+    assert "row 1" in sentence(tmp_path / "d.parquet")
+    whole = write_jsonl(tmp_path / "e.jsonl.gz", [{"text": str(i) * 50} for i in range(1000)]).read_bytes()
+    (tmp_path / "e.jsonl.gz").write_bytes(whole[: len(whole) // 2])
+    assert "e.jsonl.gz" in sentence(tmp_path / "e.jsonl.gz")
+    (tmp_path / "f.jsonl.gz").write_bytes(b"not gzip at all")
+    assert "gzip" in sentence(tmp_path / "f.jsonl.gz")
+
+
+def test_sources_that_are_not_there_or_hold_nothing_are_named(tmp_path):
+    assert '"shakespeare"' in sentence("shakespear")
+    assert "no file" in sentence(tmp_path / "missing.txt")
+    assert "matches no file" in sentence(tmp_path / "*.txt")
+    assert "holds no file" in sentence(tmp_path)
+    (tmp_path / "a.docx").write_bytes(b"x")
+    assert ".parquet" in sentence(tmp_path / "a.docx")
+    (tmp_path / "empty.txt").touch()
+    assert "empty" in sentence(tmp_path / "empty.txt")
+    assert "no text" in sentence()
+
+
+def test_a_name_wins_over_a_folder_and_a_path_is_the_folder(tmp_path, monkeypatch):
+    (tmp_path / "python").mkdir()
+    (tmp_path / "python" / "own.txt").write_text("own", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    assert len(resolve(["python"])) > 100
+    assert documents("./python") == ["own"]

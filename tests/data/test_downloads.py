@@ -1,0 +1,115 @@
+"""The corpora that have names, from a server of the test's own that speaks as much of the hub's language as needed."""
+
+import http.server
+import io
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+from data.corpus import DOWNLOADS
+
+ROOT = Path(__file__).parents[2]
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+def content(path: str) -> bytes:
+    """A parquet file whose one row says which file it is."""
+    written = io.BytesIO()
+    parquet.write_table(pyarrow.table({"text": [f"the text of {path}"]}), written)
+    return written.getvalue()
+
+
+class Hub(http.server.BaseHTTPRequestHandler):
+    """Answers /datasets/REPOSITORY/resolve/REVISION/FILE for the files in `self.server.files`, else 404."""
+
+    def do_HEAD(self) -> None:
+        self._answer(body=False)
+
+    def do_GET(self) -> None:
+        self._answer(body=True)
+
+    def _answer(self, body: bool) -> None:
+        self.server.asked.append((self.command, self.path))
+        found = self.server.files.get(self.path)
+        self.send_response(200 if found else 404)
+        if found:
+            self.send_header("X-Repo-Commit", COMMIT)
+            self.send_header("ETag", f'"{abs(hash(self.path)):040x}"')
+        else:
+            self.send_header("X-Error-Code", "EntryNotFound")
+        self.send_header("Content-Length", str(len(found or b"")))
+        self.end_headers()
+        if body and found:
+            self.wfile.write(found)
+
+    def log_message(self, *arguments) -> None:
+        pass
+
+
+@pytest.fixture
+def hub() -> Iterator[http.server.ThreadingHTTPServer]:
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    server.asked = []
+    server.files = {
+        f"/datasets/{wanted.repository}/resolve/{wanted.revision.replace('/', '%2F')}/{file}": content(file)
+        for wanted in DOWNLOADS.values()
+        for file in wanted.files
+    }
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+def read(name: str, home: Path, port: int) -> subprocess.CompletedProcess:
+    """Read a named corpus in a new process (the hub's library reads its environment once) without pauses to retry."""
+    code = (
+        "import sys, time; time.sleep = lambda seconds: None\n"
+        "from data.corpus import resolve, stream; from errors import sentences\n"
+        "with sentences():\n    print(*(text for text, _ in stream(resolve([sys.argv[1]]))), sep='\\n')"
+    )
+    environment = {
+        key: value for key, value in os.environ.items() if not key.upper().startswith(("HF_", "HUGGINGFACE"))
+    }
+    environment |= {"HF_HOME": str(home), "HF_ENDPOINT": f"http://127.0.0.1:{port}", "NO_PROXY": "127.0.0.1"}
+    return subprocess.run(
+        [sys.executable, "-c", code, name], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60
+    )
+
+
+@pytest.mark.parametrize("name", DOWNLOADS)
+def test_a_named_corpus_is_downloaded_once_into_the_ordinary_cache(tmp_path, hub, name):
+    expected = [f"the text of {file}" for file in DOWNLOADS[name].files]
+    first = read(name, tmp_path, hub.server_port)
+    assert first.stdout.splitlines() == expected, first.stderr
+    assert len([path for command, path in hub.asked if command == "GET" and path in hub.files]) == len(expected)
+    hub.asked.clear()
+    again = read(name, tmp_path, hub.server_port)
+    assert again.stdout.splitlines() == expected
+    assert not [path for _, path in hub.asked if path in hub.files], "what the cache holds needs no network"
+    assert list((tmp_path / "hub").glob("datasets--*")), "where every other program looks"
+
+
+def said(result: subprocess.CompletedProcess) -> str:
+    assert result.returncode == 2 and not result.stdout
+    assert len(result.stderr.splitlines()) == 1 and result.stderr.startswith("error: "), result.stderr
+    return result.stderr
+
+
+def test_a_server_out_of_reach_gives_one_sentence(tmp_path):
+    sentence = said(read("shakespeare", tmp_path, 9))  # the port of "discard": nobody listens
+    assert "default/train/0000.parquet" in sentence and "karpathy/tiny_shakespeare" in sentence
+    assert "check the connection" in sentence and "--data" in sentence
+
+
+def test_a_file_that_is_gone_gives_one_sentence(tmp_path, hub):
+    hub.files.clear()
+    sentence = said(read("tinystories", tmp_path, hub.server_port))
+    assert "404" in sentence and "train-00000-of-00004" in sentence

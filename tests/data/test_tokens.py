@@ -1,0 +1,316 @@
+"""From text to token streams: what they hold, and what the cache keeps through kills, changes and company."""
+
+import lzma
+import os
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data import cache, corpus, packing, tokens
+from data.tokens import TokenizedCorpus, prepare, tokenize
+from errors import UserError
+
+ROOT = Path(__file__).parents[2]
+
+
+def write_corpus(folder: Path, documents: int = 60, seed: int = 0) -> list[str]:
+    """A folder of small documents of random words; copies and a document of several pieces among them."""
+    generator = random.Random(seed)
+    words = ["".join(generator.choices("etaoin shrdlué😀\n", k=generator.randint(1, 7))) for _ in range(400)]
+    texts = [" ".join(generator.choices(words, k=generator.randint(5, 300))) for _ in range(documents)]
+    folder.mkdir(parents=True, exist_ok=True)
+    for i, text in enumerate([*texts, texts[3]]):
+        (folder / f"{i:03}.txt").write_bytes(text.encode("utf-8"))
+    return texts
+
+
+def documents_of(stream: np.ndarray, tokenizer) -> list[str]:
+    """Decode a token stream; its BOS and EOS must stand where they should."""
+    ids = stream.tolist()
+    if tokenizer.bos_id is None:
+        assert ids[0] == ids[-1] == tokenizer.eos_id
+        ids = ids[1:]
+    found, one = [], []
+    for i in ids:
+        if i == tokenizer.eos_id:
+            if tokenizer.bos_id is not None:
+                assert one.pop(0) == tokenizer.bos_id
+            found.append(tokenizer.decode(one))
+            one = []
+        else:
+            one.append(i)
+    assert not one, "the stream ends with EOS"
+    return found
+
+
+def assert_equal(one: TokenizedCorpus, other: TokenizedCorpus) -> None:
+    assert np.array_equal(one.train, other.train) and np.array_equal(one.validation, other.validation)
+    assert one.description == other.description and one.tokenizer.hash == other.tokenizer.hash
+
+
+def leftovers(folder: Path) -> list[Path]:
+    return list(folder.rglob(cache.TEMPORARY + "*"))
+
+
+def test_the_streams_are_the_documents_between_bos_and_eos(tmp_path):
+    texts = write_corpus(tmp_path / "text")
+    corpus = prepare([str(tmp_path / "text")], vocab_size=400, cache_dir=tmp_path / "cache")
+    train, validation = (documents_of(stream, corpus.tokenizer) for stream in (corpus.train, corpus.validation))
+    assert [text for text in texts if text in set(train)] == train, "in order"
+    assert sorted(train + validation) == sorted(texts)
+    assert corpus.train.dtype == np.uint16 and not corpus.divided
+    assert (corpus.documents, corpus.copies, corpus.validation_documents) == (60, 1, len(validation))
+    assert corpus.bytes == sum(len(text.encode()) for text in texts)
+    assert corpus.validation_bytes == sum(len(text.encode()) for text in validation)
+    assert "\n" not in corpus.description and corpus.text_hash[:12] in corpus.description
+
+
+def test_a_tokenizer_without_bos_puts_one_eos_in_front(tmp_path, qwen_folder):
+    texts = write_corpus(tmp_path / "text")
+    corpus = prepare([str(tmp_path / "text")], tokenizer=str(qwen_folder), cache_dir=tmp_path / "cache")
+    assert corpus.train.dtype == np.uint32, "151,665 ids"
+    found = [text for stream in (corpus.train, corpus.validation) for text in documents_of(stream, corpus.tokenizer)]
+    assert sorted(found) == sorted(texts)
+
+
+@pytest.mark.parametrize("name", ["ours", "llama", "qwen"])
+def test_a_document_in_pieces_gets_the_ids_of_the_whole(tmp_path, monkeypatch, request, name):
+    tokenizer = request.getfixturevalue(name)
+    lines = [line for line in Path(corpus.__file__).read_text(encoding="utf-8").split("\n") for _ in range(3)]
+    random.Random(0).shuffle(lines)
+    text = "\n".join(lines)
+    (tmp_path / "a.txt").write_bytes(text.encode("utf-8"))
+    (tmp_path / "b.txt").write_bytes(b" short")
+    monkeypatch.setattr(corpus, "PIECE", 200)
+    monkeypatch.setattr(packing, "AT_ONCE", 1000)
+    stream, size = tokenize([str(tmp_path)], tokenizer)
+    begin = [tokenizer.eos_id] if tokenizer.bos_id is None else [tokenizer.bos_id]
+    between = [tokenizer.eos_id] + ([] if tokenizer.bos_id is None else [tokenizer.bos_id])
+    expected = begin + tokenizer.encode(text) + between + tokenizer.encode(" short") + [tokenizer.eos_id]
+    assert stream.tolist() == expected
+    assert size == len(text.encode("utf-8")) + 6
+
+
+def test_tokenize_keeps_copies_and_refuses_nothing_at_all(tmp_path, ours):
+    texts = write_corpus(tmp_path / "text")
+    stream, size = tokenize([str(tmp_path / "text")], ours)
+    assert documents_of(stream, ours) == [*texts, texts[3]]
+    assert size == sum(len(text.encode()) for text in [*texts, texts[3]])
+    (tmp_path / "blank.jsonl").write_text("\n\n")
+    with pytest.raises(UserError, match="no text"):
+        tokenize([str(tmp_path / "blank.jsonl")], ours)
+
+
+def test_the_tokenizer_is_trained_on_training_documents_alone(tmp_path, monkeypatch):
+    texts = write_corpus(tmp_path / "text")
+    seen: list[str] = []
+    train = tokens.train_tokenizer
+    monkeypatch.setattr(tokens, "train_tokenizer", lambda documents, *rest: train(watched(documents), *rest))
+
+    def watched(documents):
+        for text in documents:
+            seen.append(text)
+            yield text
+
+    corpus = prepare([str(tmp_path / "text")], vocab_size=400, cache_dir=tmp_path / "cache", validation_fraction=0.3)
+    assert set(seen) == set(documents_of(corpus.train, corpus.tokenizer))
+    assert len(seen) < len(texts)
+
+
+def test_the_tokenizer_of_a_large_text_is_trained_on_a_sample_from_all_of_it(tmp_path, monkeypatch):
+    texts = write_corpus(tmp_path / "text", documents=200)
+    seen: list[str] = []
+    monkeypatch.setattr(tokens, "TOKENIZER_BYTES", sum(len(text.encode()) for text in texts) // 5)
+    train = tokens.train_tokenizer
+
+    def watched(documents, *rest):
+        seen.extend(documents)
+        return train(seen, *rest)
+
+    monkeypatch.setattr(tokens, "train_tokenizer", watched)
+    prepare([str(tmp_path / "text")], vocab_size=400, cache_dir=tmp_path / "cache")
+    assert 25 < len(seen) < 50
+    places = [texts.index(text) for text in seen]
+    assert min(places) < 40 and max(places) > 160
+
+
+def test_a_second_run_reads_no_text(tmp_path, monkeypatch):
+    write_corpus(tmp_path / "text")
+    arguments = dict(vocab_size=400, cache_dir=tmp_path / "cache")
+    first = prepare([str(tmp_path / "text")], **arguments)
+    monkeypatch.setattr(corpus, "READERS", {})
+    assert_equal(prepare([str(tmp_path / "text")], **arguments), first)
+
+
+def test_other_text_another_vocabulary_and_another_fraction_are_prepared_anew(tmp_path):
+    write_corpus(tmp_path / "text")
+    path, arguments = [str(tmp_path / "text")], dict(vocab_size=400, cache_dir=tmp_path / "cache")
+    first = prepare(path, **arguments)
+    assert prepare(path, **arguments | {"vocab_size": 410}).tokenizer.vocab_size == 410
+    assert len(prepare(path, **arguments, validation_fraction=0.3).validation) > 2 * len(first.validation)
+    (tmp_path / "text" / "new.txt").write_text("something new", encoding="utf-8")
+    assert prepare(path, **arguments).text_hash != first.text_hash
+    (tmp_path / "text" / "new.txt").unlink()
+    assert_equal(prepare(path, **arguments), first)
+
+
+def test_the_same_text_in_another_place_is_found_by_its_hash(tmp_path, monkeypatch):
+    write_corpus(tmp_path / "one")
+    write_corpus(tmp_path / "two")
+    arguments = dict(vocab_size=400, cache_dir=tmp_path / "cache")
+    first = prepare([str(tmp_path / "one")], **arguments)
+    monkeypatch.setattr(tokens, "pack", None)  # nothing may be tokenized again
+    monkeypatch.setattr(tokens, "train_tokenizer", None)
+    assert_equal(prepare([str(tmp_path / "two")], **arguments), first)
+
+
+@pytest.mark.parametrize("damage", ["shorter", "missing", "meta"])
+def test_damaged_files_of_the_cache_are_made_anew(tmp_path, damage):
+    write_corpus(tmp_path / "text")
+    arguments = dict(vocab_size=400, cache_dir=tmp_path / "cache")
+    first = prepare([str(tmp_path / "text")], **arguments)
+    expected = first.train[:].copy()
+    (folder,) = (tmp_path / "cache" / "tokens").iterdir()
+    if damage == "shorter":
+        (folder / "train.bin").write_bytes((folder / "train.bin").read_bytes()[:-2])
+    else:
+        (folder / ("validation.bin" if damage == "missing" else "meta.json")).unlink()
+    assert np.array_equal(prepare([str(tmp_path / "text")], **arguments).train, expected)
+
+
+def test_an_exception_in_the_middle_leaves_nothing(tmp_path, monkeypatch):
+    write_corpus(tmp_path / "text")
+    arguments = dict(vocab_size=400, cache_dir=tmp_path / "cache")
+    add, calls = packing.TokenStream.add, iter(range(10**6))
+
+    def failing(self, ids, first):
+        if next(calls) == 30:
+            raise OSError(28, "No space left on device")
+        add(self, ids, first)
+
+    monkeypatch.setattr(packing.TokenStream, "add", failing)
+    with pytest.raises(UserError, match="No space left on device"):
+        prepare([str(tmp_path / "text")], **arguments)
+    assert not list((tmp_path / "cache" / "tokens").iterdir())
+    corpus = prepare([str(tmp_path / "text")], **arguments)
+    assert len(documents_of(corpus.train, corpus.tokenizer)) > 30
+
+
+def test_text_that_changes_while_it_is_read_is_not_kept(tmp_path, monkeypatch):
+    write_corpus(tmp_path / "text")
+    build = tokens._build
+
+    def changed_meanwhile(*arguments):
+        build(*arguments)
+        (tmp_path / "text" / "000.txt").write_text("changed", encoding="utf-8")
+
+    monkeypatch.setattr(tokens, "_build", changed_meanwhile)
+    with pytest.raises(UserError, match="changed while"):
+        prepare([str(tmp_path / "text")], vocab_size=400, cache_dir=tmp_path / "cache")
+    assert not list((tmp_path / "cache" / "tokens").iterdir())
+    assert not (tmp_path / "cache" / "sources").exists()
+
+
+def test_abandoned_temporary_folders_are_removed_and_fresh_ones_left_alone(tmp_path):
+    write_corpus(tmp_path / "text")
+    for name in ("old", "fresh"):
+        folder = tmp_path / "cache" / "tokens" / (cache.TEMPORARY + name)
+        folder.mkdir(parents=True)
+        (folder / "train.bin").write_bytes(b"half")
+        if name == "old":
+            for path in (folder / "train.bin", folder):
+                os.utime(path, (time.time() - 2 * cache.ABANDONED,) * 2)
+    prepare([str(tmp_path / "text")], vocab_size=400, cache_dir=tmp_path / "cache")
+    assert [path.name for path in leftovers(tmp_path / "cache")] == [cache.TEMPORARY + "fresh"]
+
+
+def start(tmp_path: Path, cache_dir: str) -> subprocess.Popen:
+    code = (
+        "import sys; from data.tokens import prepare; print('ready', flush=True);"
+        "prepare([sys.argv[1]], vocab_size=400, cache_dir=sys.argv[2]); assert 'torch' not in sys.modules"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "text"), str(tmp_path / cache_dir)]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+
+
+def test_a_killed_preparation_leaves_nothing_that_is_taken_for_whole(tmp_path):
+    write_corpus(tmp_path / "text", documents=300)
+    expected = prepare([str(tmp_path / "text")], vocab_size=400, cache_dir=tmp_path / "untouched")
+    whole = start(tmp_path, "other")
+    whole.stdout.readline()
+    ready = time.perf_counter()
+    assert whole.wait() == 0
+    length = time.perf_counter() - ready
+    for _ in range(4):
+        process = start(tmp_path, "cache")
+        process.stdout.readline()
+        time.sleep(random.uniform(0, length))
+        process.kill()
+        process.wait()
+        for folder in (tmp_path / "cache" / "tokens").glob("[!.]*"):
+            assert {path.name for path in folder.iterdir()} == {"train.bin", "validation.bin", "meta.json"}
+    assert_equal(prepare([str(tmp_path / "text")], vocab_size=400, cache_dir=tmp_path / "cache"), expected)
+
+
+def test_two_preparations_at_once_both_succeed(tmp_path):
+    write_corpus(tmp_path / "text", documents=300)
+    processes = [start(tmp_path, "cache") for _ in range(2)]
+    for process in processes:
+        process.communicate()
+        assert process.returncode == 0
+    assert not leftovers(tmp_path / "cache")
+    expected = prepare([str(tmp_path / "text")], vocab_size=400, cache_dir=tmp_path / "alone")
+    assert_equal(prepare([str(tmp_path / "text")], vocab_size=400, cache_dir=tmp_path / "cache"), expected)
+
+
+def test_a_text_of_one_document_says_so_and_has_both_streams(tmp_path):
+    (tmp_path / "one.txt").write_text("a line or two\n" * 500, encoding="utf-8", newline="")
+    corpus = prepare([str(tmp_path / "one.txt")], vocab_size=286, cache_dir=tmp_path / "cache")
+    assert corpus.divided and "end of the longest document" in corpus.description
+    (head,), (tail,) = (documents_of(stream, corpus.tokenizer) for stream in (corpus.train, corpus.validation))
+    assert head + tail == "a line or two\n" * 500 and head.endswith("\n")
+
+
+def test_texts_too_small_are_refused_in_a_sentence(tmp_path, tokenizer_file):
+    (tmp_path / "one.txt").write_text("x", encoding="utf-8")
+    with pytest.raises(UserError, match="too short to train"):
+        prepare([str(tmp_path / "one.txt")], tokenizer=tokenizer_file, cache_dir=tmp_path / "cache")
+    (tmp_path / "two.txt").write_text("too little to learn four thousand pieces from\n" * 9, encoding="utf-8")
+    with pytest.raises(UserError, match="too small for a vocabulary of 4,096"):
+        prepare([str(tmp_path / "two.txt")], cache_dir=tmp_path / "cache")
+    (tmp_path / "blank.jsonl").write_text("\n")
+    with pytest.raises(UserError, match="no text"):
+        prepare([str(tmp_path / "blank.jsonl")], cache_dir=tmp_path / "cache")
+    assert not leftovers(tmp_path / "cache")
+
+
+def test_a_cache_that_cannot_be_written_is_named(tmp_path):
+    write_corpus(tmp_path / "text")
+    (tmp_path / "cache").write_text("a file, not a folder")
+    with pytest.raises(UserError, match="cache"):
+        prepare([str(tmp_path / "text")], vocab_size=400, cache_dir=tmp_path / "cache")
+
+
+def test_u2581_is_counted(tmp_path):
+    write_corpus(tmp_path / "text")
+    (tmp_path / "text" / "underscores.txt").write_text("a▁b▁c", encoding="utf-8")
+    corpus = prepare([str(tmp_path / "text")], vocab_size=400, cache_dir=tmp_path / "cache")
+    assert corpus.underscores_2581 == 2 and "2 characters U+2581" in corpus.description
+
+
+def test_bits_per_byte_of_xz_are_those_of_the_program(tmp_path):
+    write_corpus(tmp_path / "text", documents=300)
+    corpus = prepare([str(tmp_path / "text")], vocab_size=400, cache_dir=tmp_path / "cache", validation_fraction=0.4)
+    text = "".join(documents_of(corpus.validation, corpus.tokenizer)).encode("utf-8")
+    expected = 8 * len(lzma.compress(text, preset=9 | lzma.PRESET_EXTREME)) / len(text)
+    assert corpus.xz_bits_per_byte == pytest.approx(expected, rel=2e-3)
+
+
+def test_the_room_imports_no_torch():
+    code = "import sys, data.tokens, data.tokenizer; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
