@@ -1,0 +1,77 @@
+"""Grouped-query attention with rotary positions, and its masks. Queries, keys and values are one packed matrix."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import kernels
+from model.cache import KeyValueCache
+from model.config import ModelConfig
+from model.linear import Linear
+
+
+class Attention(nn.Module):
+    """Causal self-attention; H query heads share K key/value heads (Ainslie et al. 2023)."""
+
+    def __init__(self, config: ModelConfig, index: int):
+        super().__init__()
+        self.index, self.eps = index, config.norm_eps
+        self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
+        width = config.resolved_head_dim
+        rows = (self.heads + 2 * self.kv_heads) * width  # of q, then of k, then of v
+        self.qkv_proj = Linear(config.hidden_size, rows, bias=config.attention_bias)
+        self.q_norm = HeadNorm(width) if config.qk_norm else None
+        self.k_norm = HeadNorm(width) if config.qk_norm else None
+        self.o_proj = Linear(self.heads * width, config.hidden_size)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: KeyValueCache | None) -> Tensor:
+        """The branch's output (B, T, D) for normalized x (B, T, D); appends to the cache when there is one."""
+        norms = (None, None) if self.q_norm is None else (self.q_norm.weight, self.k_norm.weight)
+        q, k, v = kernels.rotary(self.qkv_proj(x), cos, sin, self.heads, self.kv_heads, *norms, eps=self.eps)
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, T, d) and twice (B, K, T, d)
+        if cache is not None:
+            k, v = cache.update(self.index, k, v)  # (B, K, S, d), S columns so far
+        return self.o_proj(attend(q, k, v, mask).transpose(1, 2).flatten(2))
+
+
+class HeadNorm(nn.Module):
+    """The gain (d,) of the RMSNorm that all heads of q, or of k, share; it stays RMS whatever `norm` is."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width))
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """softmax(q k^T / sqrt(d)) v with q (B, H, T, d), k and v (B, K, S, d), mask (B or 1, 1, T, S), True is visible.
+
+    Without a mask it is plain causal attention (T = S), or one query that sees every column (T = 1).
+    """
+    batch, heads, length, width = q.shape
+    groups = heads // k.shape[1]
+    if mask is None and length > 1:
+        return kernels.causal_attention(q, k, v)
+    # Query heads of one group become more query rows of their key/value head: nothing is repeated in memory, and the
+    # fused attention kernels take it (with a mask or for one query, enable_gqa sends many of them to a slow path).
+    q = q.reshape(batch, -1, groups * length, width)
+    mask = None if mask is None else mask.repeat(1, 1, groups, 1)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).reshape(batch, heads, length, width)
+
+
+def attention_mask(start: int, length: int, padding: Tensor | None, device: torch.device) -> Tensor | None:
+    """What queries in columns start .. start + length see; None where `attend` needs no mask.
+
+    padding 0      padding 2      rows are queries, columns keys, # is visible: every earlier column
+    # . . .        # . . .        that is no padding, and always oneself, so that a padded query has
+    # # . .        . # . .        something to see and its softmax no 0/0; nobody sees padding.
+    # # # .        . . # .
+    # # # #        . . # #
+    """
+    if padding is None and (start == 0 or length == 1):
+        return None
+    keys = torch.arange(start + length, device=device)
+    queries = keys[start:, None]
+    mask = (keys <= queries)[None, None]  # (1, 1, T, S)
+    if padding is not None:
+        mask = mask & ((keys >= padding[:, None, None, None]) | (keys == queries))  # (B, 1, T, S)
+    return mask

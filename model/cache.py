@@ -1,0 +1,41 @@
+"""Keys and values of the tokens so far, so that each new token costs one step instead of the whole text again."""
+
+import torch
+from torch import Tensor
+
+from model.config import ModelConfig
+
+
+class KeyValueCache:
+    """Keys and values of every layer, allocated once for `max_length` columns; `length` of them are filled."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        batch_size: int,
+        max_length: int,
+        *,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+    ):
+        shape = (config.num_hidden_layers, batch_size, config.num_key_value_heads, max_length, config.resolved_head_dim)
+        self.keys = torch.empty(shape, device=device, dtype=dtype)
+        self.values = torch.empty(shape, device=device, dtype=dtype)
+        self.length = 0
+
+    @property
+    def max_length(self) -> int:
+        """Columns there is room for."""
+        return self.keys.shape[3]
+
+    def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Append k and v (B, K, T, d) of one layer; return views (B, K, length + T, d) of all its columns.
+
+        `length` stays: the decoder advances it once, after the last layer.
+        """
+        end = self.length + k.shape[2]
+        if end > self.max_length:
+            raise ValueError(f"the cache has room for {self.max_length} tokens, and {end} were given")
+        self.keys[layer, :, :, self.length : end] = k
+        self.values[layer, :, :, self.length : end] = v
+        return self.keys[layer, :, :, :end], self.values[layer, :, :, :end]

@@ -1,0 +1,261 @@
+"""config.json <-> ModelConfig: which family of the ecosystem a model is written as, and which models can be read.
+
+A model is written as a family only when that family computes exactly the same function, else as `model_type: prenorm`,
+which the ecosystem refuses instead of computing something else. Reading refuses likewise what this decoder cannot
+represent. Imports no torch.
+"""
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from errors import UserError
+from model.config import LLAMA3_ROPE_KEYS, ModelConfig
+
+
+@dataclass(frozen=True)
+class Family:
+    """How one model_type spells our configuration."""
+
+    architecture: str
+    """The class that transformers opens it with."""
+    norm: Literal["rms", "layer"]
+    """Its norm."""
+    qkv_bias: str | bool
+    """The key that says whether q, k and v have biases, or a constant where there is no such key."""
+    output_bias: bool = False
+    """Whether that key gives o_proj a bias too: written as zeros, and read only when it is zeros."""
+    qk_norm: bool = False
+    """Whether each head of q and k has an RMSNorm."""
+    eps: str = "rms_norm_eps"
+    """Its key for norm_eps."""
+    heads: Literal["any", "divide", "fill"] = "any"
+    """Heads it accepts: any head_dim; any as long as the heads divide hidden_size; or just hidden_size / heads."""
+    constants: tuple[tuple[str, object], ...] = ()
+    """Its own keys that are always written with these values."""
+    written: bool = True
+    """Whether models are written as this family, or only read."""
+    defaults: tuple[tuple[str, object], ...] = ()
+    """What a key means in this family when config.json lacks it, where that differs from the usual."""
+
+
+# ONE table decides how a model is written and which are read. What qwen2 and mistral could express beyond the first
+# three is not worth it: a config of qwen2 makes transformers pick a tokenizer that gives our files other ids.
+FAMILIES = {
+    "llama": Family(
+        "LlamaForCausalLM",
+        "rms",
+        "attention_bias",
+        output_bias=True,
+        heads="divide",
+        constants=(("mlp_bias", False),),
+    ),
+    "qwen3": Family("Qwen3ForCausalLM", "rms", "attention_bias", output_bias=True, qk_norm=True),
+    "stablelm": Family(
+        "StableLmForCausalLM",
+        "layer",
+        "use_qkv_bias",
+        eps="layer_norm_eps",
+        heads="fill",
+        constants=(("partial_rotary_factor", 1.0), ("use_parallel_residual", False), ("qk_layernorm", False)),
+        defaults=(("partial_rotary_factor", 0.25), ("layer_norm_eps", 1e-5)),
+    ),
+    "qwen2": Family("Qwen2ForCausalLM", "rms", qkv_bias=True, written=False),
+    "mistral": Family("MistralForCausalLM", "rms", qkv_bias=False, written=False, defaults=(("sliding_window", 4096),)),
+}
+SHAPE = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+
+# What a key must be for the model to be the function that the decoder computes; a missing key is the first value.
+ONLY = {
+    "hidden_act": ("silu", "swish"),
+    "mlp_bias": (False, None),
+    "use_parallel_residual": (False, None),
+    "qk_layernorm": (False, None),
+    "quantization_config": (None,),
+    "partial_rotary_factor": (1.0, None),
+}
+KINDS = {
+    "rope_scaling": dict,
+    "rope_parameters": dict,
+    "prenorm": dict,
+    "layer_types": list,
+    "sliding_window": int,
+    "max_window_layers": int,
+}
+
+
+def family_of(config: ModelConfig) -> str:
+    """The model_type that a model is written as."""
+    whole = config.hidden_size % config.num_attention_heads == 0
+    heads_fit = {
+        "any": True,
+        "divide": whole,
+        "fill": config.resolved_head_dim * config.num_attention_heads == config.hidden_size,
+    }
+    for model_type, family in FAMILIES.items():
+        same = family.norm == config.norm and family.qk_norm == config.qk_norm
+        if family.written and same and heads_fit[family.heads]:
+            return model_type
+    return "prenorm"
+
+
+def to_json(config: ModelConfig, *, dtype: str, bos_token_id: int | None, eos_token_id: int | None) -> dict:
+    """The contents of config.json, readable by transformers 4 (`rope_theta`, `torch_dtype`) and 5 alike."""
+    model_type = family_of(config)
+    common = {
+        "model_type": model_type,
+        "bos_token_id": bos_token_id,  # null rather than left out: families have defaults of their own
+        "eos_token_id": eos_token_id,
+        "dtype": dtype,
+        "torch_dtype": dtype,
+    }
+    if model_type == "prenorm":
+        return {"architectures": ["PrenormForCausalLM"], **common, **dataclasses.asdict(config)}
+    family = FAMILIES[model_type]
+    rope = {"rope_type": "default", **(config.rope_scaling or {}), "rope_theta": config.rope_theta}
+    fields = {
+        "architectures": [family.architecture],
+        **common,
+        **{key: getattr(config, key) for key in SHAPE},
+        "num_key_value_heads": config.num_key_value_heads,
+        "head_dim": config.resolved_head_dim,
+        "hidden_act": "silu",
+        "max_position_embeddings": config.max_position_embeddings,
+        family.eps: config.norm_eps,
+        "rope_theta": config.rope_theta,
+        "rope_scaling": config.rope_scaling,
+        "rope_parameters": rope,
+        "tie_word_embeddings": config.tie_word_embeddings,
+        "initializer_range": config.initializer_range,
+        "attention_dropout": 0.0,
+        **dict(family.constants),
+    }
+    if isinstance(family.qkv_bias, str):
+        fields[family.qkv_bias] = config.attention_bias
+    if not config.norm_bias:
+        fields["prenorm"] = {"norm_bias": False}  # ours: families with norm biases get zeros, and reading drops them
+    return fields
+
+
+def read_json(directory: Path) -> dict:
+    """The contents of a directory's config.json."""
+    path = Path(directory) / "config.json"
+    if not Path(directory).is_dir():
+        raise UserError(f"{directory} is not a directory; name one that holds config.json and *.safetensors.")
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{directory} has no config.json, so it is not a model's directory.") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} is not readable JSON ({error}); fetch or save the checkpoint again.") from None
+    if not isinstance(fields, dict):
+        raise UserError(f"{path} holds no JSON object; fetch or save the checkpoint again.")
+    return fields
+
+
+def load_config(directory: Path | str) -> ModelConfig:
+    """The configuration of a directory that we or the ecosystem wrote; `UserError` for what cannot be represented."""
+    fields, path = read_json(Path(directory)), Path(directory) / "config.json"
+    try:
+        return from_json(fields)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
+
+
+def from_json(fields: dict) -> ModelConfig:
+    """The configuration that the contents of a config.json describe."""
+    model_type = fields.get("model_type")
+    if model_type == "prenorm":
+        names = [field.name for field in dataclasses.fields(ModelConfig)]
+        require(fields, names)
+        return ModelConfig(**{name: fields[name] for name in names})
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        known = ", ".join([*FAMILIES, "prenorm"])
+        raise UserError(f"model_type {model_type!r} is not one of those that can be read: {known}.")
+    for key, kind in KINDS.items():
+        if not isinstance(fields.get(key), kind | None):
+            raise UserError(f"{key} is {fields[key]!r} and must be of type {kind.__name__}, or null.")
+    family = FAMILIES[model_type]
+    fields = dict(family.defaults) | fields
+    # LLaMA's first models had no grouped queries, so a missing num_key_value_heads means all heads there
+    require(fields, SHAPE if model_type == "llama" else (*SHAPE, "num_key_value_heads"))
+    require(fields, ("max_position_embeddings", *(("head_dim",) if model_type == "qwen3" else ())))
+    rope = rope_of(fields)
+    refuse(fields | {"partial_rotary_factor": rope.get("partial_rotary_factor")})
+    heads = fields["num_attention_heads"]
+    qkv_bias = fields.get(family.qkv_bias, False) if isinstance(family.qkv_bias, str) else family.qkv_bias
+    config = ModelConfig(
+        **{key: fields[key] for key in SHAPE},
+        num_key_value_heads=fields.get("num_key_value_heads") or heads,
+        head_dim=head_dim_of(fields),
+        max_position_embeddings=fields["max_position_embeddings"],
+        rope_theta=rope["rope_theta"],
+        rope_scaling=None
+        if rope["rope_type"] == "default"
+        else {k: rope.get(k) for k in ("rope_type", *LLAMA3_ROPE_KEYS)},
+        norm=family.norm,
+        norm_bias=(fields.get("prenorm") or {}).get("norm_bias", True),
+        norm_eps=fields.get(family.eps, 1e-6),
+        attention_bias=bool(qkv_bias),
+        qk_norm=family.qk_norm,
+        tie_word_embeddings=bool(fields.get("tie_word_embeddings", False)),
+        initializer_range=fields.get("initializer_range", 0.02),
+    )
+    if family.heads == "fill" and config.head_dim is not None:
+        raise UserError(
+            f"head_dim {config.head_dim} is not hidden_size / num_attention_heads, and {model_type} ignores it."
+        )
+    refuse_windows(fields, config)
+    return config
+
+
+def require(fields: dict, names) -> None:
+    """Raise `UserError` when config.json lacks one of `names`."""
+    missing = [name for name in names if name not in fields]
+    if missing:
+        raise UserError(f"{', '.join(missing)} is missing.")
+
+
+def head_dim_of(fields: dict) -> int | None:
+    """head_dim, None where it is what hidden_size and heads give anyway."""
+    head_dim, hidden, heads = fields.get("head_dim"), fields["hidden_size"], fields["num_attention_heads"]
+    implied = all(type(n) is int and n > 0 for n in (head_dim, hidden, heads)) and head_dim * heads == hidden
+    return None if implied else head_dim
+
+
+def rope_of(fields: dict) -> dict:
+    """The rotary parameters, wherever this version of config.json keeps them, with what it leaves out filled in."""
+    rope = dict(fields.get("rope_scaling") or fields.get("rope_parameters") or {})
+    rope["rope_type"] = rope.get("rope_type") or rope.get("type") or "default"
+    rope["rope_theta"] = rope.get("rope_theta") or fields.get("rope_theta") or 10000.0
+    rope.setdefault("partial_rotary_factor", fields.get("partial_rotary_factor"))
+    rope.setdefault("original_max_position_embeddings", fields.get("max_position_embeddings"))
+    if rope["rope_type"] not in ("default", "llama3") or any(isinstance(value, dict) for value in rope.values()):
+        raise UserError(
+            f"rotary positions of type {rope['rope_type']!r} ({rope}) are not known here; default and llama3 are."
+        )
+    return rope
+
+
+def refuse(fields: dict) -> None:
+    """Raise `UserError` for a model that computes what the decoder does not."""
+    for key, allowed in ONLY.items():
+        value = fields.get(key, allowed[0])
+        if value not in allowed:
+            raise UserError(f"{key} is {value!r}, which this decoder cannot represent; it needs {allowed[0]!r}.")
+
+
+def refuse_windows(fields: dict, config: ModelConfig) -> None:
+    """Raise `UserError` for attention that sees less than the whole context."""
+    window = fields.get("sliding_window")
+    layer_types = fields.get("layer_types") or []
+    if fields["model_type"] in ("qwen2", "qwen3"):
+        slides = bool(fields.get("use_sliding_window")) and window is not None
+        slides = slides and (fields.get("max_window_layers") or 0) < config.num_hidden_layers
+    else:
+        slides = window is not None
+    slides = slides and window < config.max_position_embeddings  # one as wide as the context hides nothing
+    if slides or any(kind != "full_attention" for kind in layer_types):
+        raise UserError(f"its attention sees a sliding window of {window} tokens, which this decoder cannot represent.")

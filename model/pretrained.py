@@ -1,0 +1,263 @@
+"""A directory on disk <-> a Decoder: weights in *.safetensors under the ecosystem's names, and their config.json.
+
+Nothing is ever unpickled. Writing is not atomic: whoever calls writes into a fresh directory and renames it.
+"""
+
+import contextlib
+import functools
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from errors import UserError
+from model.config import ModelConfig
+from model.decoder import Decoder
+from model.families import FAMILIES, family_of, load_config, read_json, to_json
+
+__all__ = ["WeightReport", "load_config", "load_pretrained", "load_weights", "plain_tensors", "save_pretrained"]
+
+# Our packed matrix -> the ecosystem's, in the order of the rows. All other names are the same, after "model.".
+PACKED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+def plain_names(name: str) -> list[str]:
+    """The ecosystem's names of one of our parameters, in the order of the rows."""
+    name = name if name.startswith("lm_head.") else f"model.{name}"
+    for packed, parts in PACKED.items():
+        if f".{packed}." in name:
+            return [name.replace(f".{packed}.", f".{part}.") for part in parts]
+    return [name]
+
+
+def plain_tensors(parameters: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
+    """Our parameters under the ecosystem's names, packed ones as views of their rows.
+
+    Views go both ways: read them to write a file, copy a file's tensors into them to load it.
+    """
+    q, kv = (n * config.resolved_head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
+    rows = {3: (q, kv, kv), 2: (config.intermediate_size,) * 2}
+    plain = {}
+    for name, tensor in parameters.items():
+        names = plain_names(name)
+        parts = tensor.split(rows[len(names)]) if len(names) > 1 else [tensor]
+        plain.update(zip(names, parts, strict=True))
+    return plain
+
+
+def zero_tensors(model_type: str, config: ModelConfig) -> dict[str, torch.Size]:
+    """Tensors that a family has and our model has not: zeros make the two the same function."""
+    layers = [f"model.layers.{index}" for index in range(config.num_hidden_layers)]
+    names = []
+    if model_type != "prenorm" and FAMILIES[model_type].output_bias and config.attention_bias:
+        names += [f"{layer}.self_attn.o_proj.bias" for layer in layers]
+    if model_type == "stablelm" and not config.norm_bias:
+        names += [
+            f"{layer}.{norm}.bias" for layer in layers for norm in ("input_layernorm", "post_attention_layernorm")
+        ]
+        names += ["model.norm.bias"]
+    return dict.fromkeys(names, torch.Size([config.hidden_size]))
+
+
+def save_pretrained(
+    decoder: Decoder,
+    directory: Path | str,
+    *,
+    bos_token_id: int | None = None,
+    eos_token_id: int | None = None,
+) -> None:
+    """Write config.json, generation_config.json and model.safetensors (the weights as they are) into `directory`.
+
+    Raises `OSError` when a file cannot be written, a full disk included; what is there then is not a whole checkpoint.
+    """
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    ids = {"bos_token_id": bos_token_id, "eos_token_id": eos_token_id}
+    dtype = decoder.embed_tokens.weight.dtype
+    write_json(directory / "config.json", to_json(decoder.config, dtype=str(dtype).removeprefix("torch."), **ids))
+    write_json(directory / "generation_config.json", {key: value for key, value in ids.items() if value is not None})
+    tensors = plain_tensors(decoder.state_dict(), decoder.config)
+    for name, shape in zero_tensors(family_of(decoder.config), decoder.config).items():
+        tensors[name] = torch.zeros(shape, dtype=dtype)
+    path = directory / "model.safetensors"
+    try:
+        save_file({name: tensor.cpu() for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(f"{path} could not be written: {error}") from None
+
+
+def write_json(path: Path, fields: dict) -> None:
+    """Write a JSON file as the ecosystem does: indented, UTF-8."""
+    path.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+
+
+def load_pretrained(
+    directory: Path | str, *, device: torch.device | str = "cpu", compute_dtype: torch.dtype = torch.float32
+) -> Decoder:
+    """The decoder of a directory, each weight in the dtype of its file; activations in `compute_dtype`.
+
+    Reads llama, qwen2, qwen3, mistral, stablelm and prenorm, sharded or not. `decoder.float()` gives master weights to
+    train on, and `decoder.to(dtype)` saves a cast per product when only generating.
+    """
+    config = load_config(directory)
+    with torch.device("meta"):  # shapes without memory
+        decoder = Decoder(config, seed=None, compute_dtype=compute_dtype)
+    with stored_weights(directory, config) as stored:
+        expected = plain_tensors(decoder.state_dict(), config)
+        check_match({name: tensor.shape for name, tensor in expected.items()}, stored, directory)
+        state = {}
+        for name, parameter in decoder.state_dict().items():
+            dtype = functools.reduce(torch.promote_types, (stored[plain].dtype for plain in plain_names(name)))
+            state[name] = torch.empty(parameter.shape, dtype=dtype, device=device)
+        for name, view in plain_tensors(state, config).items():
+            view.copy_(stored[name].read())
+    decoder.load_state_dict(state, assign=True)
+    return decoder.to(device)
+
+
+@dataclass(frozen=True)
+class WeightReport:
+    """What became of the tensors when weights were loaded into a decoder with another norm; names as on disk."""
+
+    kept: list[str]
+    """Loaded."""
+    new: list[str]
+    """Not in the checkpoint: they keep their initial values."""
+    dropped: list[str]
+    """In the checkpoint, without a place in the decoder."""
+
+
+@torch.no_grad()
+def load_weights(decoder: Decoder, directory: Path | str) -> WeightReport:
+    """Copy a directory's weights into a decoder whose norm may differ; all other tensors must match.
+
+    Gains that both norms have are kept. The decoder keeps its dtypes, so master weights stay float32.
+    """
+    config = load_config(directory)
+    for key in ("num_attention_heads", "num_key_value_heads"):  # heads of other widths can have the same shapes
+        ours, theirs = getattr(decoder.config, key), getattr(config, key)
+        if ours != theirs:
+            raise UserError(f"{directory} has {key} {theirs}, and the model to fill has {ours}; make them equal.")
+    with stored_weights(directory, config) as stored:
+        views = plain_tensors(decoder.state_dict(), decoder.config)
+        new = [name for name in views if name not in stored and is_norm(name)]
+        dropped = [name for name in stored if name not in views and is_norm(name)]
+        expected = {name: view.shape for name, view in views.items() if name not in new}
+        check_match(expected, {name: tensor for name, tensor in stored.items() if name not in dropped}, directory)
+        for name in expected:
+            views[name].copy_(stored[name].read())
+    return WeightReport(kept=list(expected), new=new, dropped=dropped)
+
+
+def is_norm(name: str) -> bool:
+    """Whether a tensor on disk belongs to a norm that `ModelConfig.norm` chooses (those of q and k do not)."""
+    return name.split(".")[-2] in ("input_layernorm", "post_attention_layernorm", "norm")
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in a safetensors file, not yet read."""
+
+    file: safe_open
+    name: str
+    shape: torch.Size
+    dtype: torch.dtype
+
+    def read(self) -> Tensor:
+        """The tensor, in memory."""
+        return self.file.get_tensor(self.name)
+
+
+@contextlib.contextmanager
+def stored_weights(directory: Path | str, config: ModelConfig) -> Iterator[dict[str, StoredTensor]]:
+    """The tensors of a directory that mean something to our model: without zeros, copies and tables."""
+    stored = {}
+    with contextlib.ExitStack() as stack:
+        for path in weight_files(Path(directory)):
+            try:
+                file = stack.enter_context(safe_open(path, framework="pt"))
+                for name in file.keys():  # noqa: SIM118 - a safe_open is no mapping
+                    part = file.get_slice(name)
+                    dtype, shape = DTYPES.get(part.get_dtype()), torch.Size(part.get_shape())
+                    if dtype is None:
+                        raise UserError(
+                            f"{path}: {name} has type {part.get_dtype()}, not a float: quantized weights are not read."
+                        )
+                    stored[name] = StoredTensor(file, name, shape, dtype)
+            except (OSError, SafetensorError) as error:
+                raise UserError(f"{path} is not a whole safetensors file ({error}); fetch or save it again.") from None
+        yield without_redundant(stored, directory, config)
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """The safetensors files of a directory: one, or the shards that its index names."""
+    single, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
+    if single.is_file():
+        return [single]
+    if not index.is_file():
+        if any(directory.glob("*.bin")) or any(directory.glob("*.pt*")):
+            raise UserError(
+                f"{directory} has pickled weights only, which can run code; convert them to safetensors first."
+            )
+        raise UserError(f"{directory} has no model.safetensors; fetch or save the checkpoint again.")
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (OSError, ValueError, KeyError, AttributeError, TypeError):
+        raise UserError(f"{index} is not a readable index of shards; fetch or save the checkpoint again.") from None
+    missing = [name for name in names if not (directory / name).is_file()]
+    if missing:
+        raise UserError(f"{directory} lacks {listed(missing)}; fetch the checkpoint again.")
+    return [directory / name for name in names]
+
+
+def without_redundant(
+    stored: dict[str, StoredTensor], directory: Path | str, config: ModelConfig
+) -> dict[str, StoredTensor]:
+    """Leave out what our model has no tensor for because it changes nothing, having looked that it changes nothing."""
+    zeros = zero_tensors(read_json(Path(directory))["model_type"], config)
+    shapes = {name: tensor for name, tensor in stored.items() if name in zeros}
+    check_match(zeros, shapes, directory)
+    for name in zeros:
+        if stored[name].read().any():
+            raise UserError(f"{directory}: {name} is not zero, and this decoder has no such bias.")
+    head, embedding = stored.get("lm_head.weight"), stored.get("model.embed_tokens.weight")
+    copies = set()
+    if config.tie_word_embeddings and head is not None:
+        if embedding is None or head.shape != embedding.shape or not head.read().equal(embedding.read()):
+            raise UserError(
+                f"{directory} says tie_word_embeddings but has another lm_head; set it to false in config.json."
+            )
+        copies.add("lm_head.weight")
+    return {
+        name: tensor
+        for name, tensor in stored.items()
+        if name not in zeros
+        and name not in copies
+        and not name.endswith("rotary_emb.inv_freq")  # a table, in old files
+    }
+
+
+def check_match(expected: Mapping[str, torch.Size], stored: Mapping[str, StoredTensor], directory: Path | str) -> None:
+    """Raise one `UserError` that lists missing and unexpected tensors and those of another shape."""
+    missing = [name for name in expected if name not in stored]
+    unexpected = [name for name in stored if name not in expected]
+    wrong = [
+        f"{name} is {tuple(stored[name].shape)} instead of {tuple(shape)}"
+        for name, shape in expected.items()
+        if name in stored and stored[name].shape != shape
+    ]
+    complaints = {"missing": missing, "unexpected": unexpected, "of another shape": wrong}
+    found = "; ".join(f"{what}: {listed(names)}" for what, names in complaints.items() if names)
+    if found:
+        raise UserError(f"{directory} does not hold the tensors of the model that config.json describes; {found}.")
+
+
+def listed(names: list[str], most: int = 8) -> str:
+    """Names, the first few of many."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

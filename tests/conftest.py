@@ -1,0 +1,98 @@
+"""Shared by several rooms: relative error, and real trained weights as a directory that the project opens."""
+
+import json
+import os
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+
+def read_llama2c(path: Path) -> tuple[dict, dict[str, np.ndarray]]:
+    """Read a llama2.c model file: the fields of a config.json, and float32 tensors under the ecosystem's names."""
+    content = path.read_bytes()
+    hidden, ffn, layers, heads, kv_heads, vocab, context = struct.unpack("<7i", content[:28])
+    values, position = np.frombuffer(content, dtype="<f4", offset=28), 0
+    width, kv_rows = hidden // heads, kv_heads * (hidden // heads)
+
+    def take(*shape: int) -> np.ndarray:
+        nonlocal position
+        position += int(np.prod(shape))
+        return values[position - int(np.prod(shape)) : position].reshape(shape)
+
+    def half_split(rows: np.ndarray) -> np.ndarray:
+        """Rows of a head from pairs (2i, 2i + 1) to pairs (i, i + d/2)."""
+        return rows.reshape(-1, width // 2, 2, hidden).swapaxes(1, 2).reshape(-1, hidden)
+
+    tensors = {"model.embed_tokens.weight": take(vocab, hidden)}
+    stacked = {
+        "input_layernorm": (hidden,),
+        "self_attn.q_proj": (hidden, hidden),
+        "self_attn.k_proj": (kv_rows, hidden),
+        "self_attn.v_proj": (kv_rows, hidden),
+        "self_attn.o_proj": (hidden, hidden),
+        "post_attention_layernorm": (hidden,),
+        "mlp.gate_proj": (ffn, hidden),
+        "mlp.down_proj": (hidden, ffn),
+        "mlp.up_proj": (ffn, hidden),
+    }
+    for name, shape in stacked.items():
+        for index, tensor in enumerate(take(layers, *shape)):
+            turned = name in ("self_attn.q_proj", "self_attn.k_proj")
+            tensors[f"model.layers.{index}.{name}.weight"] = half_split(tensor) if turned else tensor
+    tensors["model.norm.weight"] = take(hidden)
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": ffn,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "max_position_embeddings": context,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": True,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    return config, tensors
+
+
+@pytest.fixture(scope="session")
+def stories260k_source() -> Path:
+    """The folder with stories260K.bin, tok512.model and what they must give."""
+    shared = os.environ.get("PRENORM_SHARED")
+    if shared is None:
+        pytest.skip("needs the real weights under $PRENORM_SHARED/data/stories260K, which is not set")
+    return Path(shared) / "data" / "stories260K"
+
+
+@pytest.fixture(scope="session")
+def stories260k_directory(stories260k_source: Path, tmp_path_factory) -> Path:
+    """The real trained 260K model as a llama directory with its SentencePiece tokenizer."""
+    from safetensors.numpy import save_file
+
+    directory = tmp_path_factory.mktemp("stories260K")
+    config, tensors = read_llama2c(stories260k_source / "stories260K.bin")
+    (directory / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    contiguous = {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
+    save_file(contiguous, directory / "model.safetensors", metadata={"format": "pt"})
+    shutil.copy(stories260k_source / "tok512.model", directory / "tokenizer.model")
+    return directory
+
+
+@pytest.fixture
+def relative() -> Callable[[torch.Tensor, torch.Tensor], float]:
+    """Relative L2 error of a tensor against what it should be."""
+
+    def error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+        assert actual.shape == expected.shape and torch.isfinite(actual).all()
+        return ((actual.double() - expected.double()).norm() / expected.double().norm()).item()
+
+    return error

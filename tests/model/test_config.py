@@ -1,0 +1,106 @@
+"""ModelConfig: what it refuses, and the arithmetic that must hold without building a model."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from errors import UserError
+from model.config import ModelConfig, flops_per_token, num_parameters
+from model.decoder import Decoder
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+
+
+def test_configuration_and_families_import_no_torch():
+    code = "import sys, model.config, model.families; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_defaults_make_a_model_of_four_million_parameters():
+    assert num_parameters(ModelConfig()) == 4_000_000
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"hidden_size": 50}, "hidden_size 50 is not a multiple of num_attention_heads 6; use 60"),
+        ({"num_key_value_heads": 4}, "use one of 1, 2, 3, 6 key/value heads"),
+        ({"head_dim": 7}, "heads are 7 wide"),
+        ({"hidden_size": 18}, "heads are 3 wide"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
+        ({"vocab_size": -1}, "vocab_size is -1"),
+        ({"head_dim": 0}, "head_dim is 0"),
+        ({"hidden_size": "64"}, "hidden_size is '64'"),
+        ({"num_attention_heads": True}, "num_attention_heads is True"),
+        ({"norm": "batch"}, "norm is 'batch' and must be rms or layer"),
+        ({"norm_eps": 0.0}, "norm_eps is 0.0"),
+        ({"rope_theta": float("inf")}, "rope_theta is inf"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "'yarn' is not known here"),
+        ({"rope_scaling": {**LLAMA3, "factor": None}}, "factor None"),
+        ({"rope_scaling": {**LLAMA3, "high_freq_factor": 1.0}}, "high_freq_factor above"),
+    ],
+)
+def test_a_shape_that_cannot_work_is_one_sentence_with_the_mend(make_config, changes, words):
+    with pytest.raises(UserError, match=words):
+        make_config(**changes)
+
+
+def test_the_width_that_a_refusal_suggests_works(make_config):
+    make_config(hidden_size=60)
+
+
+def test_a_configuration_goes_through_json_unchanged(make_config):
+    config = make_config(rope_scaling=LLAMA3, head_dim=4)
+    assert ModelConfig(**json.loads(json.dumps(dataclasses.asdict(config)))) == config
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"norm": "layer"},
+        {"norm": "layer", "norm_bias": False},
+        {"norm_bias": False},
+        {"attention_bias": True, "qk_norm": True},
+        {"tie_word_embeddings": False, "head_dim": 10},
+    ],
+)
+@pytest.mark.parametrize("embedding", [True, False])
+def test_parameters_counted_by_arithmetic_are_those_of_the_module(make_config, changes, embedding):
+    config = make_config(**changes)
+    assert num_parameters(config, embedding) == Decoder(config, seed=None).num_parameters(embedding)
+
+
+def test_all_parameters_of_the_module_are_counted(make_config):
+    decoder = Decoder(make_config(tie_word_embeddings=False), seed=None)
+    assert decoder.num_parameters() == sum(parameter.numel() for parameter in decoder.parameters())
+    vocabulary = 2 * decoder.config.vocab_size * decoder.config.hidden_size
+    assert decoder.num_parameters(embedding=False) == decoder.num_parameters() - vocabulary
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_flops_per_token_are_three_times_the_forward_products_that_torch_counts(make_config, tied):
+    from torch.utils.flop_counter import FlopCounterMode
+
+    config = make_config(tie_word_embeddings=tied)
+    length = 16
+    decoder, tokens = Decoder(config), torch.zeros(1, length, dtype=torch.int64)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        decoder(tokens, torch.zeros_like(tokens))
+    counts = {str(op): flops for op, flops in counter.get_flop_counts()["Global"].items()}
+    attention = sum(flops for op, flops in counts.items() if "attention" in op)
+    products = sum(flops for op, flops in counts.items() if "attention" not in op)
+    heads = config.num_attention_heads * config.resolved_head_dim
+    exact_attention = 4 * config.num_hidden_layers * heads * length * length  # q k^T and p v, without causality
+    assert attention in (0, exact_attention)  # fused kernels for a CPU are not all counted
+    assert flops_per_token(config, length) * length == 3 * (products + exact_attention)

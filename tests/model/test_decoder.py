@@ -1,0 +1,264 @@
+"""The decoder as a whole: against a plain second implementation, in time, in batches, compiled and checkpointed.
+
+Tolerances between two float32 orders of the same sums, through three layers: 2e-6, as against transformers.
+"""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from model.attention import attention_mask
+from model.cache import KeyValueCache
+
+FLOAT32 = 2e-6
+VARIANTS = {
+    "rms": {},
+    "layer": {"norm": "layer"},
+    "layer without bias, untied": {"norm": "layer", "norm_bias": False, "tie_word_embeddings": False},
+    "biases and qk norm": {"attention_bias": True, "qk_norm": True},
+    "one kv head, wide heads": {"num_key_value_heads": 1, "head_dim": 20},
+    "no grouping": {"num_key_value_heads": 6},
+}
+
+
+@pytest.fixture(params=VARIANTS.values(), ids=VARIANTS.keys())
+def decoder(request, make_decoder):
+    """A decoder of each variant."""
+    return make_decoder(**request.param).eval()
+
+
+def plain_logits(decoder, tokens):
+    """The same model, written again in float64 with loops, complex rotations and explicit repetition of keys."""
+    config, weights = decoder.config, {name: p.detach().double() for name, p in decoder.named_parameters()}
+    heads, kv_heads, width = config.num_attention_heads, config.num_key_value_heads, config.resolved_head_dim
+    length = len(tokens)
+
+    def norm(x, name):
+        if config.norm == "layer":
+            x = x - x.mean(-1, keepdim=True)
+        x = x / ((x**2).mean(-1, keepdim=True) + config.norm_eps).sqrt()
+        return x * weights[f"{name}.weight"] + weights.get(f"{name}.bias", 0)
+
+    def rotate(x):  # (T, heads, d)
+        half = width // 2
+        angle = torch.arange(length)[:, None] * config.rope_theta ** (-torch.arange(half).double() / half)
+        z = torch.complex(x[..., :half], x[..., half:]) * torch.exp(1j * angle)[:, None]
+        return torch.cat((z.real, z.imag), -1)
+
+    def head_norm(x, name):
+        if not config.qk_norm:
+            return x
+        return x / ((x**2).mean(-1, keepdim=True) + config.norm_eps).sqrt() * weights[f"{name}.weight"]
+
+    def attention(x, name):
+        qkv = x @ weights[f"{name}.qkv_proj.weight"].T + weights.get(f"{name}.qkv_proj.bias", 0)
+        q, k, v = qkv.split((heads * width, kv_heads * width, kv_heads * width), -1)
+        q = rotate(head_norm(q.reshape(length, heads, width), f"{name}.q_norm"))
+        k = rotate(head_norm(k.reshape(length, kv_heads, width), f"{name}.k_norm"))
+        v = v.reshape(length, kv_heads, width)
+        outputs = torch.empty(length, heads, width, dtype=torch.float64)
+        for head in range(heads):
+            group = head // (heads // kv_heads)
+            for t in range(length):
+                probabilities = torch.softmax(k[: t + 1, group] @ q[t, head] / width**0.5, 0)
+                outputs[t, head] = probabilities @ v[: t + 1, group]
+        return outputs.flatten(1) @ weights[f"{name}.o_proj.weight"].T
+
+    def mlp(x, name):
+        gate, up = (x @ weights[f"{name}.gate_up_proj.weight"].T).chunk(2, -1)
+        return (gate * torch.sigmoid(gate) * up) @ weights[f"{name}.down_proj.weight"].T
+
+    x = weights["embed_tokens.weight"][tokens]
+    for i in range(config.num_hidden_layers):
+        x = x + attention(norm(x, f"layers.{i}.input_layernorm"), f"layers.{i}.self_attn")
+        x = x + mlp(norm(x, f"layers.{i}.post_attention_layernorm"), f"layers.{i}.mlp")
+    return norm(x, "norm") @ weights.get("lm_head.weight", weights["embed_tokens.weight"]).T
+
+
+@torch.no_grad()
+def test_logits_equal_those_of_a_plain_float64_implementation(decoder, tokens, relative):
+    logits = decoder(tokens)
+    assert logits.dtype == torch.float32
+    for row, ids in zip(logits, tokens, strict=True):
+        assert relative(row, plain_logits(decoder, ids)) < FLOAT32
+
+
+@torch.no_grad()
+def test_losses_are_those_of_the_logits_and_zero_where_ignored(decoder, tokens, relative):
+    targets = tokens.roll(-1, 1)
+    targets[:, -1] = -100
+    losses = decoder(tokens, targets)
+    logits = decoder(tokens)
+    expected = F.cross_entropy(logits.transpose(1, 2), targets, reduction="none", ignore_index=-100)
+    assert losses.shape == tokens.shape and losses.dtype == torch.float32
+    assert (losses[:, -1] == 0).all()
+    assert relative(losses, expected) < FLOAT32
+
+
+@torch.no_grad()
+def test_a_change_at_one_position_alters_no_output_before_it(decoder, tokens):
+    before = decoder(tokens)
+    for position in (1, 10, 23):
+        changed = tokens.clone()
+        changed[:, position] = (changed[:, position] + 1) % 97
+        after = decoder(changed)
+        assert torch.equal(after[:, :position], before[:, :position])
+        assert (after[:, position:] != before[:, position:]).any(-1).all()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("steps", [[24], [1] * 24, [8] + [1] * 16, [5, 9, 1, 8, 1]])
+def test_a_cache_changes_nothing(decoder, tokens, relative, steps):
+    cache = KeyValueCache(decoder.config, 2, 24)
+    for tensor in (cache.keys, cache.values):
+        tensor.fill_(float("nan"))  # columns not filled yet must not be looked at
+    pieces = [decoder(piece, cache=cache) for piece in tokens.split(steps, 1)]
+    assert cache.length == 24
+    assert relative(torch.cat(pieces, 1), decoder(tokens)) < FLOAT32
+
+
+@torch.no_grad()
+def test_a_padded_batch_equals_each_row_alone(decoder, tokens, relative):
+    """Lengths 24, 17 and 1, prefilled at once and continued by five more tokens each."""
+    rows = [tokens[0], tokens[1, :17], tokens[0, 3:4]]
+    padding = torch.tensor([24 - len(row) for row in rows])
+    batch = torch.stack([F.pad(row, (24 - len(row), 0), value=7) for row in rows])
+    more = tokens.new_tensor([[5, 6, 7, 8, 9], [1, 2, 3, 4, 5], [50, 60, 70, 80, 90]])
+    cache = KeyValueCache(decoder.config, 3, 29)
+    logits = [decoder(batch, cache=cache, padding=padding)]
+    logits += [decoder(piece, cache=cache, padding=padding) for piece in more.split((1, 2, 2), 1)]
+    logits = torch.cat(logits, 1)
+    assert torch.isfinite(logits).all()
+    for row, out, pad, rest in zip(rows, logits, padding, more, strict=True):
+        alone = decoder(torch.cat((row, rest))[None])[0]
+        assert relative(out[pad:], alone) < FLOAT32
+
+
+def test_masks_are_as_drawn_in_their_docstring():
+    def drawn(mask):
+        return ["".join("#" if seen else "." for seen in row) for row in mask]
+
+    cpu = torch.device("cpu")
+    masks = attention_mask(0, 4, torch.tensor([0, 2]), cpu)[:, 0]
+    assert drawn(masks[0]) == ["#...", "##..", "###.", "####"]
+    assert drawn(masks[1]) == ["#...", ".#..", "..#.", "..##"]
+    assert drawn(attention_mask(3, 2, None, cpu)[0, 0]) == ["####.", "#####"]
+    assert attention_mask(0, 4, None, cpu) is None and attention_mask(3, 1, None, cpu) is None
+
+
+@torch.no_grad()
+def test_what_stands_in_the_padding_does_not_matter(decoder, tokens):
+    padding = torch.tensor([0, 7])
+    other = tokens.clone()
+    other[1, :7] = 3
+    assert torch.equal(decoder(tokens, padding=padding)[1, 7:], decoder(other, padding=padding)[1, 7:])
+
+
+@torch.no_grad()
+def test_the_last_logits_alone_equal_the_last_of_all(decoder, tokens, relative):
+    last = decoder(tokens, last_only=True)
+    assert last.shape == (2, 1, 97)
+    assert relative(last, decoder(tokens)[:, -1:]) < FLOAT32
+
+
+def test_gradients_reach_every_parameter_and_equal_finite_differences(decoder, tokens):
+    """Along a random direction, a central difference of float32 losses: good to 1 percent."""
+    targets, weights = tokens.roll(-1, 1), torch.rand(2, 24, generator=torch.Generator().manual_seed(2))
+    (decoder(tokens, targets) * weights).sum().backward()
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in decoder.named_parameters():
+        assert parameter.grad is not None and parameter.grad.abs().max() > 0, name
+    direction = [torch.randn(p.shape, generator=generator) * p.detach().std() for p in decoder.parameters()]
+    slope = sum((p.grad.double() * d).sum() for p, d in zip(decoder.parameters(), direction, strict=True)).item()
+    values, step = [], 1e-3
+    with torch.no_grad():
+        for sign in (1, -2):
+            for parameter, d in zip(decoder.parameters(), direction, strict=True):
+                parameter += sign * step * d
+            values.append((decoder(tokens, targets).double() * weights).sum().item())
+    assert (values[0] - values[1]) / (2 * step) == pytest.approx(slope, rel=0.01, abs=0.05)
+
+
+def test_activation_checkpointing_gives_the_same_gradients_bit_for_bit(decoder, tokens):
+    targets, upstream = tokens.roll(-1, 1), torch.rand(2, 24)
+    gradients = []
+    for decoder.activation_checkpointing in (False, True):
+        decoder.zero_grad()
+        decoder(tokens, targets).backward(upstream)
+        gradients.append([parameter.grad.clone() for parameter in decoder.parameters()])
+    for plain, recomputed in zip(*gradients, strict=True):
+        assert torch.equal(plain, recomputed)
+
+
+def test_activation_checkpointing_keeps_fewer_activations(make_decoder, tokens):
+    def kept(decoder):
+        sizes = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: (sizes.append(t.numel()), t)[1], lambda t: t):
+            decoder(tokens, tokens)
+        return sum(sizes)
+
+    decoder = make_decoder(num_hidden_layers=8)
+    everything = kept(decoder)
+    decoder.activation_checkpointing = True
+    assert kept(decoder) < everything / 2
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_the_whole_forward_is_one_graph_for_the_compiler(make_decoder, tokens, relative, backend):
+    torch._dynamo.reset()
+    decoder = make_decoder(norm="layer", qk_norm=True, num_hidden_layers=2)
+    targets = tokens.roll(-1, 1)
+    compiled = torch.compile(decoder, backend=backend, fullgraph=True)
+    assert relative(compiled(tokens, targets), decoder(tokens, targets)) < FLOAT32
+    upstream = torch.rand(2, 24)
+    gradients = []
+    for function in (compiled, decoder):
+        decoder.zero_grad()
+        function(tokens, targets).backward(upstream)
+        gradients.append(torch.cat([parameter.grad.flatten() for parameter in decoder.parameters()]))
+    assert relative(*gradients) < FLOAT32
+
+
+@pytest.mark.slow
+def test_inductor_compiles_the_whole_forward_and_agrees(make_decoder, tokens, relative):
+    """Run with `python -m pytest -m slow`; needs a C++ compiler and about a minute."""
+    torch._dynamo.reset()
+    decoder = make_decoder()
+    compiled = torch.compile(decoder, fullgraph=True)
+    assert relative(compiled(tokens, tokens.roll(-1, 1)), decoder(tokens, tokens.roll(-1, 1))) < FLOAT32
+
+
+def test_activations_have_the_compute_dtype_and_master_weights_stay_float32(make_decoder, tokens, relative):
+    """About 25 roundings to bfloat16 of 1.66e-3 each, independent and of equal weight, are 8e-3: twice that."""
+    decoder = make_decoder()
+    expected = decoder(tokens).detach()
+    decoder.compute_dtype = torch.bfloat16
+    seen = []
+    decoder.layers[1].register_forward_hook(lambda module, inputs, outputs: seen.extend(x.dtype for x in outputs))
+    logits = decoder(tokens)
+    assert seen == [torch.bfloat16, torch.bfloat16]
+    assert logits.dtype == torch.float32
+    assert 1e-4 < relative(logits, expected) < 1.6e-2
+    decoder(tokens, tokens).mean().backward()
+    assert {p.dtype for p in decoder.parameters()} == {p.grad.dtype for p in decoder.parameters()} == {torch.float32}
+
+
+def test_more_tokens_than_the_context_or_the_cache_holds_are_an_error(make_decoder, tokens):
+    decoder = make_decoder(max_position_embeddings=24)
+    cache = KeyValueCache(decoder.config, 2, 20)
+    with pytest.raises(ValueError, match="25 tokens exceed the context of 24"):
+        decoder(torch.cat((tokens, tokens[:, :1]), 1))
+    with pytest.raises(ValueError, match="the cache has room for 20 tokens, and 24 were given"):
+        decoder(tokens, cache=cache)
+
+
+def test_a_cache_takes_the_memory_it_says(make_config):
+    cache = KeyValueCache(make_config(), 3, 10, dtype=torch.bfloat16)
+    assert cache.keys.shape == cache.values.shape == (3, 3, 2, 10, 8)  # L, B, K, S, d
+    assert cache.keys.dtype == torch.bfloat16
+    assert (cache.max_length, cache.length) == (10, 0)
+
+
+def test_a_tied_head_is_the_embedding_matrix(make_decoder):
+    assert "lm_head.weight" not in make_decoder().state_dict()
+    assert "lm_head.weight" in make_decoder(tie_word_embeddings=False).state_dict()

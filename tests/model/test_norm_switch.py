@@ -1,0 +1,97 @@
+"""The norm switch changes the norm and nothing else."""
+
+import pytest
+import torch
+
+from model.config import ModelConfig
+from model.decoder import Decoder
+from model.norm import NORMS, Norm
+
+
+def arms(make_config, **changes):
+    return {
+        name: Decoder(make_config(**changes), seed=3)
+        for name, changes in {
+            "rms": {"norm": "rms", **changes},
+            "layer": {"norm": "layer", **changes},
+            "layer without bias": {"norm": "layer", "norm_bias": False, **changes},
+        }.items()
+    }
+
+
+@pytest.mark.parametrize("changes", [{}, {"attention_bias": True, "qk_norm": True, "tie_word_embeddings": False}])
+def test_every_shared_parameter_starts_bit_equal_and_the_rest_belongs_to_norms(make_config, changes):
+    states = {name: decoder.state_dict() for name, decoder in arms(make_config, **changes).items()}
+    for state in states.values():
+        for name in state.keys() & states["rms"].keys():
+            assert torch.equal(state[name], states["rms"][name])
+    norms = [f"layers.{i}.{norm}" for i in range(3) for norm in ("input_layernorm", "post_attention_layernorm")]
+    biases = {f"{norm}.bias" for norm in [*norms, "norm"]}
+    assert states["layer without bias"].keys() == states["rms"].keys()
+    assert states["layer"].keys() - states["rms"].keys() == biases
+    assert not states["rms"].keys() - states["layer"].keys()
+
+
+def test_arms_differ_in_what_they_compute(make_config, tokens):
+    rms, layer, _ = (decoder(tokens) for decoder in arms(make_config, initializer_range=0.2).values())
+    assert (rms - layer).norm() / layer.norm() > 0.01
+
+
+def test_on_rows_of_zero_mean_the_arms_agree(make_config, relative):
+    x = torch.randn(4, 48)
+    x -= x.mean(-1, keepdim=True)
+    outputs = []
+    for name in NORMS:
+        norm = Norm(make_config(norm=name))
+        with torch.no_grad():
+            norm.weight.copy_(torch.linspace(0.5, 2, 48))
+            if norm.bias is not None:
+                norm.bias.zero_()
+        outputs.append(norm(x)[0])
+    for output in outputs[1:]:
+        assert relative(output, outputs[0]) < 1e-6
+
+
+def test_making_a_decoder_draws_nothing_from_the_global_generator(make_config):
+    torch.manual_seed(1)
+    expected = torch.rand(3)
+    torch.manual_seed(1)
+    Decoder(make_config(norm="layer"))
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_each_parameter_is_independent_of_the_others(make_config):
+    """More layers, another vocabulary or more options leave layer 0 as it was, but for the scale of its outputs."""
+    first = Decoder(make_config(), seed=3).state_dict()
+    other = make_config(num_hidden_layers=12, vocab_size=50, attention_bias=True, qk_norm=True, norm="layer")
+    second = Decoder(other, seed=3).state_dict()
+    for name in [name for name in first if name.startswith("layers.0.")]:
+        if name.endswith(("o_proj.weight", "down_proj.weight")):  # 1/sqrt(2 L): from 3 to 12 layers a factor 1/2
+            torch.testing.assert_close(second[name], first[name] / 2, rtol=1e-6, atol=0)
+        else:
+            assert torch.equal(second[name], first[name])
+
+
+def test_parameters_of_one_shape_and_of_other_seeds_differ(make_config):
+    config = make_config()
+    state, other = Decoder(config, seed=3).state_dict(), Decoder(config, seed=4).state_dict()
+    name = "layers.{}.mlp.gate_up_proj.weight"
+    drawn = [state[name.format(0)], state[name.format(1)], other[name.format(0)]]
+    for i, a in enumerate(drawn):
+        for b in drawn[i + 1 :]:
+            assert abs(torch.corrcoef(torch.stack((a.flatten(), b.flatten())))[0, 1]) < 0.05  # 7680 values: 4.4 sigma
+
+
+def test_initial_weights_are_normal_with_the_documented_deviation():
+    """A sample's standard deviation scatters by 1/sqrt(2n), its mean by std/sqrt(n): five of those."""
+    config = ModelConfig(num_hidden_layers=8, attention_bias=True, qk_norm=True, norm="layer", initializer_range=0.03)
+    for name, parameter in Decoder(config, seed=9).named_parameters():
+        if parameter.ndim == 1:
+            assert (parameter == (0 if name.endswith("bias") else 1)).all()
+            continue
+        expected = 0.03 / 4 if name.endswith(("o_proj.weight", "down_proj.weight")) else 0.03
+        count = parameter.numel()
+        assert abs(parameter.std().item() / expected - 1) < 5 / (2 * count) ** 0.5
+        assert abs(parameter.mean().item()) < 5 * expected / count**0.5
+        kurtosis = ((parameter / parameter.std()) ** 4).mean().item()
+        assert abs(kurtosis - 3) < 5 * (24 / count) ** 0.5

@@ -1,0 +1,72 @@
+"""Real trained weights: logits, continuations and losses of the 260K TinyStories model.
+
+The expected figures come from another implementation and are written with five or six decimals. Tolerance: half a unit
+of the last decimal plus float32 noise of logits of about 10 through five layers (2e-6 relative, 2e-5 absolute).
+"""
+
+import json
+
+import pytest
+import torch
+
+from model.cache import KeyValueCache
+from model.pretrained import load_pretrained
+
+LOGIT, LOSS = 3e-5, 3e-6
+
+
+@pytest.fixture(scope="module")
+def golden(stories260k_source):
+    """What the model must give."""
+    return json.loads((stories260k_source / "golden.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def decoder(stories260k_directory):
+    """The model, through its ecosystem directory."""
+    return load_pretrained(stories260k_directory).eval()
+
+
+@pytest.mark.parametrize("prompt", ["from_BOS", "from_prompt"])
+@torch.no_grad()
+def test_logits_after_a_prompt_are_the_known_ones(decoder, golden, prompt):
+    known = golden[prompt]
+    logits = decoder(torch.tensor([known["prompt_ids"]]))[0]
+    expected = torch.tensor(known["last_prompt_logits_first8"])
+    torch.testing.assert_close(logits[-1, :8], expected, rtol=0, atol=LOGIT)
+    values, ids = logits[-1].topk(5)
+    assert ids.tolist() == [token for token, _ in known["last_prompt_top5"]]
+    expected = torch.tensor([value for _, value in known["last_prompt_top5"]])
+    torch.testing.assert_close(values, expected, rtol=0, atol=LOGIT)
+
+
+@pytest.mark.parametrize("prompt", ["from_BOS", "from_prompt"])
+@torch.no_grad()
+def test_logits_of_the_whole_prompt_have_the_known_mean_and_deviation(decoder, golden, prompt):
+    known = golden[prompt]
+    logits = decoder(torch.tensor([known["prompt_ids"]]))
+    found = {"mean": logits.mean().item(), "std": logits.std().item()}
+    assert found == {
+        "mean": pytest.approx(known["logits_mean"], abs=LOGIT),
+        "std": pytest.approx(known["logits_std"], abs=LOGIT),
+    }
+
+
+@pytest.mark.parametrize("prompt", ["from_BOS", "from_prompt"])
+@torch.no_grad()
+def test_losses_of_the_greedy_continuation_are_the_known_ones(decoder, golden, prompt):
+    ids = torch.tensor([golden[prompt]["greedy_ids"]])
+    loss = decoder(ids[:, :-1], ids[:, 1:]).mean().item()
+    assert loss == pytest.approx(golden[prompt]["mean_nll_of_greedy_ids"], abs=LOSS)
+
+
+@pytest.mark.parametrize("prompt", ["from_BOS", "from_prompt"])
+@torch.no_grad()
+def test_greedy_continuations_are_the_known_ones(decoder, golden, prompt):
+    known = golden[prompt]
+    ids, cache = list(known["prompt_ids"]), KeyValueCache(decoder.config, 1, 256)
+    step = torch.tensor([ids])
+    while len(ids) < len(known["greedy_ids"]):
+        ids.append(decoder(step, cache=cache, last_only=True)[0, -1].argmax().item())
+        step = torch.tensor([[ids[-1]]])
+    assert ids == known["greedy_ids"]

@@ -1,0 +1,186 @@
+"""Our directories opened by transformers, and theirs by us: equal logits in float32.
+
+Tolerance: two orders of the same float32 sums through three layers, relative L2 of at most 2e-6.
+"""
+
+import json
+
+import pytest
+import torch
+
+from model.pretrained import load_config, load_pretrained, save_pretrained
+
+transformers = pytest.importorskip("transformers", reason="compares with transformers, which is not installed")
+
+LOGITS = 2e-6
+WRITTEN = {
+    "rms": ("LlamaForCausalLM", {}),
+    "rms, norm_bias off": ("LlamaForCausalLM", {"norm_bias": False}),
+    "rms with qkv bias": ("LlamaForCausalLM", {"attention_bias": True}),
+    "rms with wide heads": ("LlamaForCausalLM", {"head_dim": 20}),
+    "no grouping": ("LlamaForCausalLM", {"num_key_value_heads": 6}),
+    "qk norm": ("Qwen3ForCausalLM", {"qk_norm": True}),
+    "qk norm with qkv bias": ("Qwen3ForCausalLM", {"qk_norm": True, "attention_bias": True}),
+    "qk norm with odd heads": ("Qwen3ForCausalLM", {"qk_norm": True, "hidden_size": 50, "head_dim": 6}),
+    "layer": ("StableLmForCausalLM", {"norm": "layer", "norm_eps": 1e-3}),
+    "layer without bias": ("StableLmForCausalLM", {"norm": "layer", "norm_bias": False}),
+    "layer with qkv bias": ("StableLmForCausalLM", {"norm": "layer", "attention_bias": True, "rope_theta": 500.0}),
+}
+NO_FAMILY = {
+    "layer with qk norm": {"norm": "layer", "qk_norm": True},
+    "layer with wide heads": {"norm": "layer", "head_dim": 20},
+    "rms with heads that do not divide": {"hidden_size": 50, "head_dim": 6},
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+
+
+def theirs(directory):
+    """transformers' model of a directory; every tensor must have found its place."""
+    model, report = transformers.AutoModelForCausalLM.from_pretrained(directory, output_loading_info=True)
+    assert not any(report.values()), report
+    return model.eval()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize(("architecture", "changes"), WRITTEN.values(), ids=WRITTEN.keys())
+def test_what_we_write_gives_equal_logits_there_and_is_bit_equal_here(
+    make_decoder, tokens, relative, tmp_path, architecture, changes, tied
+):
+    decoder = make_decoder(tie_word_embeddings=tied, **changes)
+    save_pretrained(decoder, tmp_path)
+    model = theirs(tmp_path)
+    assert type(model).__name__ == architecture
+    assert relative(decoder(tokens), model(tokens).logits) <= LOGITS
+    again = load_pretrained(tmp_path)
+    assert again.config == decoder.config
+    assert again.state_dict().keys() == decoder.state_dict().keys()
+    assert all(torch.equal(tensor, decoder.state_dict()[name]) for name, tensor in again.state_dict().items())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("changes", [{}, {"qk_norm": True}, {"norm": "layer"}], ids=["llama", "qwen3", "stablelm"])
+def test_llama3_rope_scaling_is_the_same_function_in_every_family(make_decoder, relative, tmp_path, changes):
+    decoder = make_decoder(rope_scaling=LLAMA3, max_position_embeddings=256, rope_theta=50000.0, **changes)
+    save_pretrained(decoder, tmp_path)
+    tokens = torch.randint(0, 97, (1, 256), generator=torch.Generator().manual_seed(4))
+    logits = decoder(tokens)
+    assert relative(logits, theirs(tmp_path)(tokens).logits) <= LOGITS
+    assert load_config(tmp_path) == decoder.config
+    plain = make_decoder(max_position_embeddings=256, rope_theta=50000.0, **changes)
+    assert relative(plain(tokens), logits) > 1e-3
+
+
+@pytest.mark.parametrize("changes", NO_FAMILY.values(), ids=NO_FAMILY.keys())
+def test_what_no_family_computes_is_refused_there_and_bit_equal_here(make_decoder, tokens, tmp_path, changes):
+    decoder = make_decoder(**changes)
+    save_pretrained(decoder, tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "prenorm"
+    with pytest.raises(ValueError, match="prenorm"):
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    again = load_pretrained(tmp_path)
+    assert again.config == decoder.config
+    assert torch.equal(again(tokens), decoder(tokens))
+
+
+def test_bos_and_eos_ids_are_carried_and_null_where_there_are_none(make_decoder, tmp_path):
+    save_pretrained(make_decoder(), tmp_path / "with", bos_token_id=3, eos_token_id=4)
+    save_pretrained(make_decoder(norm="layer"), tmp_path / "without")
+    for name, ids in {"with": (3, 4), "without": (None, None)}.items():
+        model = theirs(tmp_path / name)
+        for config in (model.config, model.generation_config):
+            assert (config.bos_token_id, config.eos_token_id) == ids
+
+
+def test_opening_ours_there_logs_no_warning(make_decoder, tmp_path, caplog):
+    transformers.utils.logging.enable_propagation()
+    try:
+        for name, (_, changes) in WRITTEN.items():
+            save_pretrained(make_decoder(rope_scaling=LLAMA3, **changes), tmp_path / name)
+            theirs(tmp_path / name)
+    finally:
+        transformers.utils.logging.disable_propagation()
+    assert [record.message for record in caplog.records if record.levelname != "INFO"] == []
+
+
+FIELDS = dict(
+    vocab_size=97,
+    hidden_size=48,
+    intermediate_size=80,
+    num_hidden_layers=3,
+    num_attention_heads=6,
+    num_key_value_heads=2,
+    max_position_embeddings=64,
+)
+FOREIGN = {
+    "llama": ("Llama", {}),
+    "llama, scaled rope": ("Llama", {"rope_parameters": {**LLAMA3, "rope_theta": 500.0}}),
+    "llama, own head_dim": ("Llama", {"head_dim": 20}),
+    "qwen2": ("Qwen2", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
+    "qwen3": ("Qwen3", {"head_dim": 16}),
+    "mistral": ("Mistral", {"sliding_window": None}),
+    "stablelm": ("StableLm", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 1.0}}),
+    "stablelm, qkv bias": (
+        "StableLm",
+        {"use_qkv_bias": True, "layer_norm_eps": 1e-3, "partial_rotary_factor": 1.0},
+    ),
+}
+
+
+def foreign(family: str, changes: dict):
+    """A random model of transformers, with gains and biases away from their initial values."""
+    config = getattr(transformers, f"{family}Config")(**FIELDS, **changes)
+    model = getattr(transformers, f"{family}ForCausalLM")(config)
+    generator = torch.Generator().manual_seed(8)
+    for parameter in model.parameters():
+        drawn = torch.randn(parameter.shape, generator=generator)
+        parameter.data = drawn * (0.3 if parameter.ndim == 1 else 0.12) + (0.6 if parameter.ndim == 1 else 0.01)
+    return model.eval()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize(("family", "changes"), FOREIGN.values(), ids=FOREIGN.keys())
+def test_what_transformers_saves_gives_equal_logits_here(tokens, relative, tmp_path, family, changes, tied):
+    model = foreign(family, {"tie_word_embeddings": tied, **changes})
+    model.save_pretrained(tmp_path)
+    assert relative(load_pretrained(tmp_path)(tokens), model(tokens).logits) <= LOGITS
+
+
+@torch.no_grad()
+def test_a_checkpoint_in_shards_opens(tokens, relative, tmp_path):
+    model = foreign("Qwen2", {})
+    model.save_pretrained(tmp_path, max_shard_size="40KB")
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 3
+    assert relative(load_pretrained(tmp_path)(tokens), model(tokens).logits) <= LOGITS
+
+
+@torch.no_grad()
+def test_a_configuration_as_transformers_4_wrote_it_opens(tokens, relative, tmp_path):
+    model = foreign("Llama", {"rope_parameters": {**LLAMA3, "rope_theta": 500.0}})
+    model.save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    fields = json.loads(path.read_text())
+    fields["rope_theta"] = fields["rope_parameters"].pop("rope_theta")
+    fields["rope_scaling"] = fields.pop("rope_parameters")
+    for key in ("dtype", "head_dim", "tie_word_embeddings"):
+        fields.pop(key, None)
+    path.write_text(json.dumps(fields | {"torch_dtype": "float32"}))
+    assert relative(load_pretrained(tmp_path)(tokens), model(tokens).logits) <= LOGITS
+
+
+@torch.no_grad()
+def test_half_precision_files_keep_their_dtype_and_are_equal_once_widened(tokens, relative, tmp_path):
+    model = foreign("Llama", {}).to(torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    decoder = load_pretrained(tmp_path)
+    assert {parameter.dtype for parameter in decoder.parameters()} == {torch.bfloat16}
+    wide = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    assert relative(decoder(tokens), wide(tokens).logits) <= LOGITS
+    assert {parameter.dtype for parameter in decoder.float().parameters()} == {torch.float32}
