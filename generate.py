@@ -8,9 +8,9 @@ from pathlib import Path
 import tyro
 
 from errors import UserError, sentences
-from generation.checkpoints import find_checkpoint, newest_run
 from generation.prompts import read_prompts
 from generation.settings import Settings
+from model.checkpoints import find_checkpoint, newest_run
 
 
 def main() -> None:
@@ -36,7 +36,7 @@ def write(text: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if error.errno in (errno.EPIPE, errno.EINVAL):  # Windows says EINVAL
             sys.exit(0)
-        raise UserError(f"Standard output cannot be written ({error.strerror}); send the text elsewhere.") from None
+        raise UserError(f"standard output cannot be written ({error.strerror}); send the text elsewhere.") from None
 
 
 def note(line: str) -> None:

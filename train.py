@@ -19,10 +19,12 @@ python train.py --resume runs/tiny-rms          go on with a stopped run"""
 
 def main() -> int:
     """Do what the command line says; returns the exit status."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(encoding="utf-8", errors="replace")  # samples hold any character, consoles may not
     command = settings_file.parse(sys.argv[1:], DESCRIPTION)
-    from training import deeds  # imports torch, which --help does not wait for
+    from training import commands  # imports torch, which --help does not wait for
 
-    return deeds.do(command)
+    return commands.run(command)
 
 
 if __name__ == "__main__":

@@ -52,11 +52,12 @@ def write_json(place: Path, content: dict) -> None:
 
 
 def read_json(place: Path) -> dict | None:
-    """The content, or None where there is no such file or it is not JSON."""
+    """The content, or None where there is no such file or it holds no JSON object."""
     try:
-        return json.loads(place.read_text(encoding="utf-8"))
+        content = json.loads(place.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
+    return content if isinstance(content, dict) else None
 
 
 def _remove_abandoned(folder: Path) -> None:

@@ -87,7 +87,7 @@ def resolve(sources: Iterable[str], text_field: str = "text") -> list[TextFile]:
     """
     files = []
     for source in sources:
-        path = Path(source).expanduser()
+        path = Path(os.path.expanduser(source))  # leaves a ~user that there is not as it is, for the sentence below
         if source == "python":
             files += _standard_library()
         elif source in DOWNLOADS:

@@ -101,9 +101,15 @@ def read_parquet(path: Path, field: str) -> Documents:
                 raise _no_field(str(path), field, file.schema_arrow.names)
             number = 0
             for rows in file.iter_batches(batch_size=ROWS, columns=[field], use_threads=False):
-                for text in rows.column(0).to_pylist():
+                for value in rows.column(0):
                     number += 1
-                    yield [_string(f"{path}, row {number}", text, field, {field: text})]
+                    where = f"{path}, row {number}"
+                    try:
+                        text = value.as_py()
+                    except UnicodeDecodeError as error:  # parquet says UTF-8, and not every writer looks
+                        fault = f"{where}: {field!r} is not UTF-8 text at byte {error.start}"
+                        raise UserError(f"{fault}; convert it to UTF-8 or leave the row out.") from error
+                    yield [_string(where, text, field, {field: text})]
     except (pyarrow.ArrowException, OSError) as error:
         said = str(error).split("\n")[0].rstrip(".")
         raise UserError(f"{path} is not a readable parquet file ({said}); fetch or write it again.") from error

@@ -175,9 +175,10 @@ Tokenizer = SentencePieceTokenizer | JsonTokenizer
 def load_tokenizer(path: str | Path) -> Tokenizer:
     """Open a SentencePiece model, a `tokenizer.json`, or a folder (a checkpoint, say) that holds either.
 
-    A folder's `tokenizer.model` is taken unless its `tokenizer.json` knows more tokens or it is no SentencePiece model.
+    A folder's `tokenizer.model` (or `sentencepiece.model`, see `save`) is taken unless its `tokenizer.json` knows more
+    tokens or it is no SentencePiece model.
     """
-    path = Path(path).expanduser()
+    path = Path(os.path.expanduser(path))  # unlike Path's own it leaves a ~user that there is not as it is
     if path.is_file():
         return JsonTokenizer(path) if path.suffix == ".json" else _load_model(path, {}, None)
     model, json_file = path / "tokenizer.model", path / "tokenizer.json"
@@ -204,7 +205,8 @@ def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
     if tokenizer.vocab_size > vocab_size:
         raise UserError(
             f"the tokenizer has {tokenizer.vocab_size:,} ids but the model only {vocab_size:,}; "
-            f"set the model's vocab_size to {tokenizer.vocab_size} or more, or give the tokenizer that belongs to it."
+            f"a trained model needs the tokenizer that it was trained with, "
+            f"and a new one a vocab_size of {tokenizer.vocab_size} or more."
         )
 
 

@@ -11,7 +11,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import numpy as np
@@ -70,6 +70,10 @@ class TokenizedCorpus:
         return "; ".join(parts)
 
 
+# What meta.json says: all but the streams themselves and the tokenizer, and how long the streams are.
+FACTS = {field.name for field in fields(TokenizedCorpus)} - {"train", "validation", "tokenizer"} | {"tokens"}
+
+
 def prepare(
     sources: list[str],
     *,
@@ -101,14 +105,19 @@ def tokenize(sources: list[str], tokenizer: Tokenizer, text_field: str = "text")
 
     The stream is (tokens,) uint16 or uint32, memory-mapped to a temporary file that goes away with it.
     """
-    files = resolve(sources, text_field)
-    with tempfile.TemporaryFile() as file:
-        target = TokenStream(file, tokenizer)
-        watch = _Watch()
-        pack(watch((text, first, TRAIN) for text, first in stream(files)), [target], tokenizer)
-        if not target.tokens:
-            raise UserError(f"there is no text in {', '.join(sources)}; give some that holds text.")
-        return np.memmap(file, target.dtype, mode="r"), watch.bytes[TRAIN]
+    files, watch = resolve(sources, text_field), _Watch()
+    try:
+        with tempfile.TemporaryFile() as file:
+            target = TokenStream(file, tokenizer)
+            pack(watch((text, first, TRAIN) for text, first in stream(files)), [target], tokenizer)
+            if not target.tokens:
+                raise UserError(f"there is no text in {', '.join(sources)}; give some that holds text.")
+            return np.memmap(file, target.dtype, mode="r"), watch.bytes[TRAIN]
+    except OSError as error:
+        raise UserError(
+            f"the text's ids cannot be kept in a temporary file ({error.strerror or error}); "
+            f"make room there or name another folder in the environment variable TMPDIR."
+        ) from error
 
 
 def _prepare(
@@ -175,9 +184,9 @@ def _build(folder: Path, files: list[TextFile], division: Split, tokenizer: Toke
 
 
 def _open(folder: Path, tokenizer: Tokenizer) -> TokenizedCorpus | None:
-    """What the folder holds, or None where it is not there or its files have not the sizes that it says."""
+    """What the folder holds, or None where it is not there, its facts are others, or its files have other sizes."""
     facts = cache.read_json(folder / "meta.json")
-    if facts is None:
+    if facts is None or facts.keys() != FACTS:
         return None
     paths, dtype = [folder / "train.bin", folder / "validation.bin"], token_dtype(tokenizer)
     for path, tokens in zip(paths, facts.pop("tokens"), strict=True):

@@ -1,27 +1,14 @@
-"""Where a model generates and in which dtype its weights are read: decoding is bound by reading them."""
+"""In which dtype and by how many threads a model's weights are read: decoding is bound by reading them."""
 
 import contextlib
 from collections.abc import Iterator
 
 import torch
 
-from errors import UserError
 from model.decoder import Decoder
+from model.device import fast_at_bfloat16
 
 ONE_THREAD_BELOW = 8_000_000  # multiply-adds in a decoding step, about a millisecond of one core
-
-
-def choose_device(name: str) -> torch.device:
-    """The device that a `--device` value means; `auto` is CUDA, else MPS, else the CPU."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        reason = str(error).splitlines()[0]
-        raise UserError(f"--device {name} cannot be used here ({reason}); --device auto takes what there is.") from None
-    return device
 
 
 def choose_dtype(name: str, device: torch.device, stored: torch.dtype) -> torch.dtype:
@@ -32,10 +19,10 @@ def choose_dtype(name: str, device: torch.device, stored: torch.dtype) -> torch.
     """
     if name != "auto":
         return getattr(torch, name)
+    fast = fast_at_bfloat16(device)
     if device.type == "cuda":
-        return torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else torch.float16
-    native = device.type == "cpu" and (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
-    return torch.bfloat16 if native and stored == torch.bfloat16 else torch.float32
+        return torch.bfloat16 if fast else torch.float16
+    return torch.bfloat16 if fast and stored == torch.bfloat16 else torch.float32
 
 
 def hold_weights_in(decoder: Decoder, dtype: torch.dtype) -> None:

@@ -124,7 +124,7 @@ def next_tokens(
         chosen = sample(logits, sampling, generators, None if seen is None else seen[:, :vocabulary])  # (B,)
         values = chosen.tolist()  # the one wait for the device in a step
         if min(values) < 0:
-            raise UserError("The model's logits are not finite; the weights are damaged, or --dtype float32 is needed.")
+            raise UserError("the model's logits are not finite; the weights are damaged, or --dtype float32 is needed.")
         yield values
         tokens = chosen[:, None]
         if seen is not None:
@@ -155,7 +155,7 @@ def complete(
         max_new_tokens=max_new_tokens,
         sampling=Sampling(temperature=temperature, top_k=top_k),
         seed=seed,
-        eos_ids=() if tokenizer.eos_id is None else (tokenizer.eos_id,),
+        eos_ids=(tokenizer.eos_id,),
         vocabulary=tokenizer.vocab_size,
     )
     return tokenizer.decode(ids + result.tokens[0])
@@ -165,7 +165,7 @@ def check_prompts(prompts: Sequence[Sequence[int]], limit: int) -> None:
     """Raise `UserError` for a prompt that leaves no room for one new token."""
     for number, prompt in enumerate(prompts, 1):
         if len(prompt) >= limit:
-            which = f"Prompt {number} has" if len(prompts) > 1 else "The prompt has"
+            which = f"prompt {number} has" if len(prompts) > 1 else "the prompt has"
             raise UserError(
                 f"{which} {len(prompt)} tokens and the model's context ends at {limit}; "
                 f"shorten it to at most {limit - 1} tokens."

@@ -17,6 +17,16 @@ def read_prompts(prompts: Sequence[str], prompt_file: Path | None) -> list[str]:
     return prompts or [standard_input()]
 
 
+def check_unicode(flag: str, text: str) -> None:
+    """Raise `UserError` for bytes that were no UTF-8 on the command line: Python hands them on as half surrogates."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise UserError(
+            f"{flag} {text!r} is not UTF-8 text at character {error.start}; convert it, or put it in a UTF-8 file."
+        ) from None
+
+
 def lines_of(path: Path) -> list[str]:
     """The lines of a file that are not blank. Only line breaks end one: U+2028 and form feeds belong to a prompt."""
     try:
@@ -39,7 +49,7 @@ def standard_input() -> str:
     try:
         text = sys.stdin.buffer.read().decode("utf-8")
     except UnicodeDecodeError as error:
-        raise UserError(f"Standard input is not UTF-8 ({error}); convert it, or use --prompt.") from None
+        raise UserError(f"standard input is not UTF-8 ({error}); convert it, or use --prompt.") from None
     return text.removesuffix("\n").removesuffix("\r")
 
 
@@ -51,6 +61,4 @@ def prompt_ids(tokenizer: "Tokenizer", prompt: str) -> list[int]:
     ids = tokenizer.encode(prompt)
     if tokenizer.bos_id is not None:
         return [tokenizer.bos_id, *ids]
-    if not ids and tokenizer.eos_id is None:
-        raise UserError("This tokenizer has neither BOS nor EOS to start a text from; give a --prompt.")
     return ids or [tokenizer.eos_id]

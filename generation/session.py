@@ -1,18 +1,21 @@
 """What generate.py does: load a checkpoint, then hand text to one function and notes about it to another."""
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from data.tokenizer import Tokenizer, load_tokenizer
+import torch
+
+from data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from errors import UserError
-from generation.checkpoints import eos_ids
-from generation.device import bytes_per_step, choose_device, choose_dtype, hold_weights_in
+from generation.device import bytes_per_step, choose_dtype, hold_weights_in
 from generation.generate import Generation, check_prompts, generate
 from generation.prompts import prompt_ids
 from generation.settings import Settings
 from generation.stream import TextStream
-from model.config import ModelConfig
+from model.checkpoints import eos_ids
 from model.decoder import Decoder
+from model.device import choose_device
 from model.pretrained import load_config, load_pretrained
 
 
@@ -25,11 +28,13 @@ def run(
 ) -> None:
     """Continue the prompts as the settings ask: texts to `write`, piece by piece, and lines about them to `note`."""
     config = load_config(checkpoint)
-    tokenizer = load_tokenizer_of(checkpoint, config)
+    tokenizer = load_tokenizer(checkpoint)
+    check_vocabulary(tokenizer, config.vocab_size)
     prompts = [prompt_ids(tokenizer, prompt) for prompt in prompts]
     check_prompts(prompts, config.max_position_embeddings)  # before the weights are read, which may take long
     ends = eos_ids(checkpoint, tokenizer.eos_id)
-    decoder = load_decoder(checkpoint, settings)
+    with memory_of(settings):
+        decoder = load_decoder(checkpoint, settings)
     dtype = str(decoder.compute_dtype).removeprefix("torch.")
     note(f"{checkpoint} on {next(decoder.parameters()).device} in {dtype}")
 
@@ -38,7 +43,8 @@ def run(
     results = []
     for first in range(0, len(texts), settings.batch_size):
         batch = texts[first : first + settings.batch_size]
-        results.append(generate_batch(batch, first, transcript, decoder, tokenizer, ends, settings))
+        with memory_of(settings):
+            results.append(generate_batch(batch, first, transcript, decoder, tokenizer, ends, settings))
     note(speed(results, bytes_per_step(decoder)))
 
 
@@ -110,17 +116,6 @@ class Transcript:
             self._note(f"{self._current + 1} of {len(self._endings)}")
 
 
-def load_tokenizer_of(checkpoint: Path, config: ModelConfig) -> Tokenizer:
-    """The tokenizer in a checkpoint, after checking that the model has an embedding for each of its tokens."""
-    tokenizer = load_tokenizer(checkpoint)
-    if tokenizer.vocab_size > config.vocab_size:
-        raise UserError(
-            f"The tokenizer in {checkpoint} has {tokenizer.vocab_size} tokens and the model only {config.vocab_size}; "
-            f"put the tokenizer there that the model was trained with."
-        )
-    return tokenizer
-
-
 def load_decoder(checkpoint: Path, settings: Settings) -> Decoder:
     """The model on its device, its weights in the dtype that it computes in."""
     device = choose_device(settings.device)
@@ -129,15 +124,30 @@ def load_decoder(checkpoint: Path, settings: Settings) -> Decoder:
     return decoder
 
 
+@contextlib.contextmanager
+def memory_of(settings: Settings) -> Iterator[None]:
+    """Say in a sentence that the device's memory does not suffice."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise UserError(
+            f"the device's memory is too small; give a smaller --batch-size (it is {settings.batch_size}) "
+            f"or --max-new-tokens, or --device cpu."
+        ) from None
+
+
 def speed(results: list[Generation], step_bytes: int) -> str:
     """Tokens per second, and beside decoding its physical limit: the rate at which the weights were read."""
+    prompts = sum(result.prompt_tokens for result in results)
     prefill = sum(result.prefill_seconds for result in results)
-    line = f"prefill {(tokens := sum(r.prompt_tokens for r in results))} tokens, {tokens / prefill:,.0f} tokens/s"
-    steps, seconds = sum(r.steps for r in results), sum(r.decode_seconds for r in results)
+    line = f"prefill {prompts} tokens, {prompts / prefill:,.0f} tokens/s"
+    steps = sum(result.steps for result in results)
     if not steps:
         return line
-    tokens = sum(len(row) for result in results for row in result.tokens) - sum(len(r.tokens) for r in results)
+    seconds = sum(result.decode_seconds for result in results)
+    # The prefill gave each row its first token; a row that ended with that one may have none.
+    decoded = sum(max(len(row) - 1, 0) for result in results for row in result.tokens)
     return (
-        f"{line}; decode {tokens} tokens, {tokens / seconds:,.0f} tokens/s; "
+        f"{line}; decode {decoded} tokens, {decoded / seconds:,.0f} tokens/s; "
         f"{step_bytes / 1e6:,.1f} MB of weights a step, read at {step_bytes * steps / seconds / 1e9:,.2f} GB/s"
     )

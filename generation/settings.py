@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 import tyro
 
 from errors import UserError
+from generation.prompts import check_unicode
 
 
 @dataclass(frozen=True)
@@ -84,5 +85,8 @@ class Settings:
         }.items():
             if value < 1:
                 raise UserError(f"{flag} is {value} and must be at least 1.")
+        for flag, texts in {"--prompt": self.prompt, "--stop": self.stop}.items():
+            for text in texts:
+                check_unicode(flag, text)
         if "" in self.stop:
             raise UserError("--stop is empty and would end every text at once; give the string to stop before.")

@@ -4,6 +4,9 @@ On a CPU a small model spends its time moving data: every operation reads and wr
 float32 copies of what the specification upcasts. Here each function keeps only what its backward pass needs, in the
 activations' dtype, and writes in place where it owns the memory. Both norms are one source. docs/findings.md has the
 measurements, of the formulations that were slower too.
+
+The backward passes call a few of torch's own kernels (torch.ops.aten, torch._softmax_backward_data). They are no public
+interface, but stable in the versions that requirements.txt allows (below torch 2.14), and tests/kernels would notice.
 """
 
 import torch
@@ -29,6 +32,7 @@ class Norm(torch.autograd.Function):
             rows.sub_(mean)
         else:
             mean = torch.zeros_like(rows[..., :1])
+        # The norm's square and not square().mean(): one fused pass over the row instead of two.
         rstd = torch.linalg.vector_norm(rows, dim=-1, keepdim=True).square_().div_(rows.shape[-1]).add_(eps).rsqrt_()
         rows.mul_(rstd).mul_(weight)
         if bias is not None:
@@ -121,7 +125,7 @@ def rotary(
 
 
 class CausalAttention(torch.autograd.Function):
-    """See `causal_attention`. q (B, H, T, d), k and v (B, K, T, d)."""
+    """See `attention`, without a mask. q (B, H, T, d), k and v (B, K, T, d)."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -150,15 +154,15 @@ class CausalAttention(torch.autograd.Function):
         return dq.view(batch, heads, length, width), dk.view(shape), dv.view(shape)
 
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """As `reference.causal_attention`, faster for short sequences of wide heads in bfloat16.
+def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+    """As `reference.attention`, faster for short sequences of wide heads in bfloat16 without a mask.
 
     torch's fused kernel takes 2 to 4 times as long there. The price is one rounding more: scores are bfloat16 before
     the float32 softmax (relative error of the output 3.3e-3 instead of 2.0e-3 on normal inputs).
     """
-    if q.dtype != torch.bfloat16 or q.shape[2] > 512 or q.shape[3] < 64:
-        return reference.causal_attention(q, k, v)
-    return CausalAttention.apply(q, k, v)
+    if mask is None and q.dtype == torch.bfloat16 and 1 < q.shape[2] <= 512 and q.shape[3] >= 64:
+        return CausalAttention.apply(q, k, v)
+    return reference.attention(q, k, v, mask)
 
 
 class SwiGLU(torch.autograd.Function):

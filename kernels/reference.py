@@ -26,14 +26,12 @@ def norm(
 
     x, residual (..., D); weight g and bias b (D,) or None, of any float dtype. s is `x` itself without a residual, else
     the sum, added in float32 and rounded to the residual's dtype: what is normalized is what the next block adds to.
-    Returns y in x's dtype and s.
+    Returns y in x's dtype and s. `kernels.norm` refuses other kinds.
     """
     s = x if residual is None else (x.float() + residual.float()).to(residual.dtype)
     y = s.float()
     if kind == "layer":
         y = y - y.mean(-1, keepdim=True)  # LayerNorm is RMSNorm of the centred row: one code path for both arms
-    elif kind != "rms":
-        raise ValueError(f"norm kind {kind!r} is neither 'rms' nor 'layer'")
     y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
     if weight is not None:
         y = y * weight.float()
@@ -95,9 +93,19 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, ignore_inde
     return F.cross_entropy(logits, targets, ignore_index=ignore_index, reduction="none")
 
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """softmax(q k^T / sqrt(d)) v where each position sees itself and those before it (Vaswani et al. 2017, equation 1).
+def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+    """softmax(q k^T / sqrt(d)) v (Vaswani et al. 2017, equation 1), each key/value head shared by H/K query heads.
 
-    q (B, H, T, d); k and v (B, K, T, d), each shared by H/K neighbouring query heads. Returns (B, H, T, d).
+    q (B, H, T, d); k and v (B, K, S, d); mask bool (B or 1, 1, T, S), True where a query sees a column. Without a mask
+    each position sees itself and those before it (T = S), or a single query sees every column (T = 1).
+    Returns (B, H, T, d).
     """
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+    batch, heads, length, width = q.shape
+    groups = heads // k.shape[1]
+    if mask is None and length > 1:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=groups > 1)
+    # Query heads of one group become more query rows of their key/value head: nothing is repeated in memory, and the
+    # fused attention kernels take it (with a mask or for one query, enable_gqa sends many of them to a slow path).
+    q = q.reshape(batch, -1, groups * length, width)
+    mask = None if mask is None else mask.repeat(1, 1, groups, 1)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).reshape(batch, heads, length, width)

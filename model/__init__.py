@@ -1,1 +1,4 @@
-"""The decoder: its configuration, its modules, its directory on disk. Knows `kernels`, no text and no training."""
+"""The decoder: its configuration, its modules, its directory on disk and the device that it is on.
+
+Knows `kernels`, no text and no training.
+"""

@@ -2,7 +2,6 @@
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 import kernels
 from model.cache import KeyValueCache
@@ -31,7 +30,7 @@ class Attention(nn.Module):
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, T, d) and twice (B, K, T, d)
         if cache is not None:
             k, v = cache.update(self.index, k, v)  # (B, K, S, d), S columns so far
-        return self.o_proj(attend(q, k, v, mask).transpose(1, 2).flatten(2))
+        return self.o_proj(kernels.attention(q, k, v, mask).transpose(1, 2).flatten(2))
 
 
 class HeadNorm(nn.Module):
@@ -42,24 +41,8 @@ class HeadNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(width))
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """softmax(q k^T / sqrt(d)) v with q (B, H, T, d), k and v (B, K, S, d), mask (B or 1, 1, T, S), True is visible.
-
-    Without a mask it is plain causal attention (T = S), or one query that sees every column (T = 1).
-    """
-    batch, heads, length, width = q.shape
-    groups = heads // k.shape[1]
-    if mask is None and length > 1:
-        return kernels.causal_attention(q, k, v)
-    # Query heads of one group become more query rows of their key/value head: nothing is repeated in memory, and the
-    # fused attention kernels take it (with a mask or for one query, enable_gqa sends many of them to a slow path).
-    q = q.reshape(batch, -1, groups * length, width)
-    mask = None if mask is None else mask.repeat(1, 1, groups, 1)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).reshape(batch, heads, length, width)
-
-
 def attention_mask(start: int, length: int, padding: Tensor | None, device: torch.device) -> Tensor | None:
-    """What queries in columns start .. start + length see; None where `attend` needs no mask.
+    """What queries in columns start .. start + length see; None where `kernels.attention` needs no mask.
 
     padding 0      padding 2      rows are queries, columns keys, # is visible: every earlier column
     # . . .        # . . .        that is no padding, and always oneself, so that a padded query has

@@ -11,6 +11,11 @@ import tyro
 
 from errors import UserError
 
+# The norm family: ONE table of what there is and what each learns. Its arithmetic is `kernels.norm` of the same name.
+NORMS = {
+    "rms": ("weight",),  # g x / sqrt(mean(x^2) + eps)
+    "layer": ("weight", "bias"),  # g (x - mean) / sqrt(var + eps) + b, the bias unless `norm_bias` is False
+}
 LLAMA3_ROPE_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
 
@@ -38,7 +43,7 @@ class ModelConfig:
     """Base of the rotary frequencies; longer contexts use larger ones."""
     rope_scaling: Annotated[dict | None, tyro.conf.Suppress] = None  # not a flag: it comes with loaded weights
     """Llama 3's stretching of the rotary frequencies, as checkpoints of that family carry it."""
-    norm: Literal["rms", "layer"] = "rms"
+    norm: Literal[*NORMS] = "rms"
     """The norm in front of every block and of the head: RMSNorm or LayerNorm. Nothing else changes with it."""
     norm_bias: bool = True
     """Whether LayerNorm has a bias beside its gain; RMSNorm has none either way."""
@@ -55,11 +60,18 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         check(self)
+        if self.head_dim is not None and self.head_dim * self.num_attention_heads == self.hidden_size:
+            object.__setattr__(self, "head_dim", None)  # one spelling, so that equal models have equal configurations
 
     @property
     def resolved_head_dim(self) -> int:
         """Width of a head."""
         return self.head_dim if self.head_dim is not None else self.hidden_size // self.num_attention_heads
+
+    @property
+    def norm_parameters(self) -> tuple[str, ...]:
+        """What each norm learns: vectors as wide as the residual stream."""
+        return tuple(name for name in NORMS[self.norm] if name != "bias" or self.norm_bias)
 
 
 def check(config: ModelConfig) -> None:
@@ -94,8 +106,8 @@ def check(config: ModelConfig) -> None:
     for name in ("norm_bias", "attention_bias", "qk_norm", "tie_word_embeddings"):
         if not isinstance(getattr(config, name), bool):
             raise UserError(f"{name} is {getattr(config, name)!r} and must be true or false.")
-    if config.norm not in ("rms", "layer"):
-        raise UserError(f"norm is {config.norm!r} and must be rms or layer.")
+    if config.norm not in [*NORMS]:  # a list, because a file may hold something that no dict can look up
+        raise UserError(f"norm is {config.norm!r} and must be {' or '.join(NORMS)}.")
     check_rope_scaling(config.rope_scaling)
 
 
@@ -117,7 +129,7 @@ def check_rope_scaling(scaling: dict | None) -> None:
 
 def num_parameters(config: ModelConfig, embedding: bool = True) -> int:
     """Number of parameters; `embedding` False leaves out the embedding and an untied head (Kaplan et al. 2020)."""
-    norm = config.hidden_size * (2 if config.norm == "layer" and config.norm_bias else 1)
+    norm = config.hidden_size * len(config.norm_parameters)
     head_dim = config.resolved_head_dim
     attention = 2 * head_dim if config.qk_norm else 0
     if config.attention_bias:

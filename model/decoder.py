@@ -59,7 +59,9 @@ class Decoder(nn.Module):
         self.config = config
         self.compute_dtype = compute_dtype
         self.activation_checkpointing = False
-        self.embed_tokens = Linear(config.hidden_size, config.vocab_size)  # weight (V, D): looked up, and the tied head
+        # A Linear with weight (V, D), whose rows are looked up: tied, it is the head too and is called as such. Torch's
+        # own Embedding would draw from the global generator.
+        self.embed_tokens = Linear(config.hidden_size, config.vocab_size)
         self.layers = nn.ModuleList(Layer(config, index) for index in range(config.num_hidden_layers))
         self.norm = Norm(config)
         self.lm_head = None if config.tie_word_embeddings else Linear(config.hidden_size, config.vocab_size)

@@ -189,7 +189,7 @@ def from_json(fields: dict) -> ModelConfig:
     config = ModelConfig(
         **{key: fields[key] for key in SHAPE},
         num_key_value_heads=fields.get("num_key_value_heads") or heads,
-        head_dim=head_dim_of(fields),
+        head_dim=fields.get("head_dim"),
         max_position_embeddings=fields["max_position_embeddings"],
         rope_theta=rope["rope_theta"],
         rope_scaling=None
@@ -216,13 +216,6 @@ def require(fields: dict, names) -> None:
     missing = [name for name in names if name not in fields]
     if missing:
         raise UserError(f"{', '.join(missing)} is missing.")
-
-
-def head_dim_of(fields: dict) -> int | None:
-    """head_dim, None where it is what hidden_size and heads give anyway."""
-    head_dim, hidden, heads = fields.get("head_dim"), fields["hidden_size"], fields["num_attention_heads"]
-    implied = all(type(n) is int and n > 0 for n in (head_dim, hidden, heads)) and head_dim * heads == hidden
-    return None if implied else head_dim
 
 
 def rope_of(fields: dict) -> dict:

@@ -1,6 +1,6 @@
-"""The norm family on one page, and the switch: `ModelConfig.norm` names a row of `NORMS`, and nothing else changes."""
+"""The norms that `ModelConfig.norm` switches, on one page: `NORMS` in model/config.py says what each learns."""
 
-from dataclasses import dataclass
+import re
 
 import torch
 from torch import Tensor, nn
@@ -8,21 +8,8 @@ from torch import Tensor, nn
 import kernels
 from model.config import ModelConfig
 
-
-@dataclass(frozen=True)
-class Kind:
-    """What a norm learns. Its arithmetic is `kernels.norm` with the same name."""
-
-    weight: bool
-    """It has a gain."""
-    bias: bool
-    """It has a bias, unless the configuration says `norm_bias` False."""
-
-
-NORMS = {
-    "rms": Kind(weight=True, bias=False),  # g x / sqrt(mean(x^2) + eps)
-    "layer": Kind(weight=True, bias=True),  # g (x - mean) / sqrt(var + eps) + b
-}
+# Two in each layer and one before the head; in files after "model.". The norms of q and k are not switched: no match.
+PARAMETER = re.compile(r"(model\.)?(layers\.\d+\.(input|post_attention)_layernorm|norm)\.(weight|bias)")
 
 
 class Norm(nn.Module):
@@ -31,11 +18,15 @@ class Norm(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.kind, self.eps = config.norm, config.norm_eps
-        learned = NORMS[config.norm]
-        has_bias = learned.bias and config.norm_bias
-        self.weight = nn.Parameter(torch.empty(config.hidden_size)) if learned.weight else None
-        self.bias = nn.Parameter(torch.empty(config.hidden_size)) if has_bias else None
+        for name in ("weight", "bias"):
+            learned = name in config.norm_parameters
+            self.register_parameter(name, nn.Parameter(torch.empty(config.hidden_size)) if learned else None)
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Add a block's output `x` to the residual stream and normalize the sum; both (B, T, D), both returned."""
         return kernels.norm(x, self.weight, self.bias, residual, kind=self.kind, eps=self.eps)
+
+
+def is_norm_parameter(name: str) -> bool:
+    """Whether a decoder's parameter, or a tensor on disk, belongs to a norm that the switch swaps."""
+    return PARAMETER.fullmatch(name) is not None

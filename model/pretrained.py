@@ -19,6 +19,7 @@ from errors import UserError
 from model.config import ModelConfig
 from model.decoder import Decoder
 from model.families import FAMILIES, family_of, load_config, read_json, to_json
+from model.norm import is_norm_parameter
 
 __all__ = ["WeightReport", "load_config", "load_pretrained", "load_weights", "plain_tensors", "save_pretrained"]
 
@@ -58,9 +59,8 @@ def zero_tensors(model_type: str, config: ModelConfig) -> dict[str, torch.Size]:
     if model_type != "prenorm" and FAMILIES[model_type].output_bias and config.attention_bias:
         names += [f"{layer}.self_attn.o_proj.bias" for layer in layers]
     if model_type == "stablelm" and not config.norm_bias:
-        names += [
-            f"{layer}.{norm}.bias" for layer in layers for norm in ("input_layernorm", "post_attention_layernorm")
-        ]
+        for layer in layers:
+            names += [f"{layer}.input_layernorm.bias", f"{layer}.post_attention_layernorm.bias"]
         names += ["model.norm.bias"]
     return dict.fromkeys(names, torch.Size([config.hidden_size]))
 
@@ -146,18 +146,13 @@ def load_weights(decoder: Decoder, directory: Path | str) -> WeightReport:
             raise UserError(f"{directory} has {key} {theirs}, and the model to fill has {ours}; make them equal.")
     with stored_weights(directory, config) as stored:
         views = plain_tensors(decoder.state_dict(), decoder.config)
-        new = [name for name in views if name not in stored and is_norm(name)]
-        dropped = [name for name in stored if name not in views and is_norm(name)]
+        new = [name for name in views if name not in stored and is_norm_parameter(name)]
+        dropped = [name for name in stored if name not in views and is_norm_parameter(name)]
         expected = {name: view.shape for name, view in views.items() if name not in new}
         check_match(expected, {name: tensor for name, tensor in stored.items() if name not in dropped}, directory)
         for name in expected:
             views[name].copy_(stored[name].read())
     return WeightReport(kept=list(expected), new=new, dropped=dropped)
-
-
-def is_norm(name: str) -> bool:
-    """Whether a tensor on disk belongs to a norm that `ModelConfig.norm` chooses (those of q and k do not)."""
-    return name.split(".")[-2] in ("input_layernorm", "post_attention_layernorm", "norm")
 
 
 @dataclass(frozen=True)

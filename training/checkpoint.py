@@ -52,9 +52,11 @@ class State:
     tokenizer_hash: str
     """Hash of the tokenizer."""
     settings_hash: str
-    """Hash of settings.toml."""
+    """Hash of all settings, for people who compare runs."""
     weights_hash: str = ""
     """Hash of model.safetensors; filled in on saving."""
+    training_state_hash: str = ""
+    """Hash of training_state.safetensors; filled in on saving, empty where there is none."""
     scaler: dict | None = None
     """State of the float16 gradient scaler."""
 
@@ -80,7 +82,8 @@ def save_last(run: Path, state: State, model: Decoder, optimizer: torch.optim.Op
             {key: value.detach().contiguous() for key, value in tensors.items()},
             directory / "training_state.safetensors",
         )
-        write_model(directory, state, model, tokenizer)
+        hashed = dataclasses.replace(state, training_state_hash=file_hash(directory / "training_state.safetensors"))
+        write_model(directory, hashed, model, tokenizer)
 
     replace_directory(run / "last", write)
 
@@ -100,27 +103,30 @@ def write_model(directory: Path, state: State, model: Decoder, tokenizer: Tokeni
 
 def replace_directory(target: Path, write: Callable[[Path], None]) -> None:
     """Replace the directory `target` by what `write` puts into an empty one; at no instant is there no whole one."""
-    new, old = target.with_name(target.name + ".new"), target.with_name(target.name + ".old")
-    settle(target)
+    new, old = candidates(target)[1:]
     try:
+        settle(target)
         new.mkdir(parents=True)
         write(new)
         bring_to_disk(new)
+        if target.exists():
+            target.rename(old)
+        new.rename(target)
+        bring_to_disk(target.parent, files=False)
     except (OSError, SafetensorError) as error:
+        if not target.exists() and old.exists():
+            old.rename(target)
         shutil.rmtree(new, ignore_errors=True)
-        kept = f"{target} still holds the save before" if target.exists() else "nothing had been saved before"
-        raise UserError(f"{target} could not be saved ({error}); {kept}. Make room and go on with --resume.") from error
-    if target.exists():
-        target.rename(old)
-    new.rename(target)
-    bring_to_disk(target.parent, files=False)
+        kept = "still holds the save before" if target.exists() else "had not been saved before"
+        raise UserError(f"{target} could not be saved ({error}) and {kept}; make room, then use --resume.") from error
     shutil.rmtree(old, ignore_errors=True)
 
 
 def settle(target: Path) -> None:
     """Undo or finish a save that was cut: afterwards only `target` is left, if any of the three was whole."""
     for candidate in candidates(target)[1:]:
-        if not target.exists() and is_whole(candidate):
+        if not is_whole(target) and is_whole(candidate):
+            shutil.rmtree(target, ignore_errors=True)
             candidate.rename(target)
         shutil.rmtree(candidate, ignore_errors=True)
 
@@ -154,16 +160,22 @@ def find_last(run: Path) -> Path:
     for candidate in candidates(run / "last"):
         if is_whole(candidate):
             return candidate
-    raise UserError(f"{run} has no whole last/ to go on from; give the folder of a run that has saved once.")
+    raise UserError(
+        f"{run} has no whole last/ to go on from: nothing had been saved there; delete it and start the run again."
+    )
 
 
 def read_state(directory: Path) -> State:
-    """Read state.json, after checking that the weights beside it are those that were saved with it."""
+    """Read state.json, after checking that the tensors beside it are those that were saved with it."""
     path = directory / "state.json"
     try:
         state = State(**json.loads(path.read_text(encoding="utf-8")))
-        if file_hash(directory / "model.safetensors") != state.weights_hash:
-            raise UserError(f"{directory}/model.safetensors is not the file that was saved there; its hash differs.")
+        for name, saved in (
+            ("model.safetensors", state.weights_hash),
+            ("training_state.safetensors", state.training_state_hash),
+        ):
+            if saved and file_hash(directory / name) != saved:
+                raise UserError(f"{directory / name} is not the file that was saved there: its hash differs.")
     except (OSError, ValueError, TypeError) as error:
         raise UserError(f"{path} is not a readable training state ({error}); the run cannot go on from it.") from None
     return state

@@ -29,7 +29,8 @@ def estimate(settings: Settings) -> str:
         "training": f"{tokens:,} tokens in {steps:,} steps of {data.batch_size} sequences of {data.sequence_length}",
         "compute": f"{flops * tokens:.2e} FLOPs, {flops / 1e6:,.1f} million a token",
         "memory": f"{size(2 * weights + moments + kept)}: weights {size(weights)}, gradients {size(weights)}, "
-        f"moments {size(moments)}, activations {size(kept)} for {sequences} sequences in {str(dtype)[6:]}",
+        f"moments {size(moments)}, activations {size(kept)} for {sequences} sequences in {str(dtype)[6:]} on a CPU "
+        "(a GPU in plain PyTorch keeps about twice as many)",
         "disk": f"{size(weights + moments)} in last/, {size(weights)} in best/, twice that while saving",
     }
     return "\n".join(f"{name:9} {line}" for name, line in lines.items())
@@ -38,19 +39,19 @@ def estimate(settings: Settings) -> str:
 def activation_bytes(
     config: ModelConfig, sequences: int, length: int, dtype: torch.dtype, *, checkpointing: bool
 ) -> int:
-    """Bytes that the forward pass keeps for the backward pass, in plain PyTorch."""
+    """Bytes that the forward pass keeps for the backward pass, with the functions that run on a CPU."""
     kept: dict[int, torch.UntypedStorage] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
-        if not isinstance(tensor, torch.nn.Parameter):
-            kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
+        kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
         return tensor
 
     def forward_bytes() -> int:
         kept.clear()
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             model(tokens, tokens)
-        return sum(storage.nbytes() for storage in kept.values())
+        weights = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
+        return sum(storage.nbytes() for key, storage in kept.items() if key not in weights)
 
     with FakeTensorMode():
         model = Decoder(config, seed=None, compute_dtype=dtype)

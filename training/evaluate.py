@@ -61,5 +61,5 @@ def evaluate(
         losses = model(torch.from_numpy(inputs).to(device), torch.from_numpy(targets).to(device))
         nats += losses.sum().item()
         tokens += int((targets >= 0).sum())
-    nats, tokens = processes.sum([nats, tokens], device)
+    nats, tokens = processes.sum(nats, tokens, device=device)
     return Evaluation(nats, int(tokens), text_bytes)

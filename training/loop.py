@@ -6,17 +6,21 @@ optimizer's moments and the number of the step: a resumed run continues exactly.
 
 import dataclasses
 import math
+import platform
+import shlex
 import statistics
 import time
 from pathlib import Path
 
+import torch
 from tqdm import tqdm
 
-from data import tokens as token_files
+from data.batches import batch, validation_windows
 from errors import UserError
 from generation.generate import complete
 from model.config import flops_per_token
-from training import checkpoint, machine, plot, processes
+from training import checkpoint, machine, plot
+from training import processes as process_group
 from training import settings as settings_file
 from training.evaluate import evaluate
 from training.metrics import Metrics
@@ -26,7 +30,8 @@ from training.setup import Session, set_up
 from training.signals import StopSignals
 from training.step import Diverged, backward, micro_batches, update
 
-STEPS_TO_TIME = 20  # after these a run with max_minutes knows how fast this machine is
+STEPS_TO_TIME = 40  # after these a run with max_minutes knows how fast this machine is; the first are slower
+SKIPS_TO_STOP = 100  # float16 updates skipped in a row: the scale has been halved to nothing, the gradient is broken
 SAMPLE_TOKENS = 64, 200  # length of the samples of text: at evaluations, and at the end
 
 
@@ -36,38 +41,55 @@ def train(settings: Settings, run: Path, *, resume: bool = False) -> int:
     Raises `UserError` for what a user can mend, with the last whole checkpoint still in place.
     """
     session = set_up(settings, run, resume=resume)
-    main = session.processes.is_main
-    log = open_run(session) if main else None
-    with StopSignals() as stop, progress_bar(session) as bar:
-        if due(session):
-            look(session, log, bar)  # the stop that this run goes on from came in place of this evaluation
-        while session.state.step < session.state.steps:
-            step(session, log, bar)
-            stopping = session.processes.sum([stop.received], session.device)[0]
-            looking = due(session) and (not stopping or session.state.step == session.state.steps)
-            if looking:
-                look(session, log, bar)
-            if main and (looking or stopping):
-                log.flush()
-                s = session
-                checkpoint.save_last(run, s.state, s.model, s.optimizer, s.corpus.tokenizer)
-            if stopping:
-                break
-    processes.finish(session.processes)
-    if main:
-        log.close()
-        farewell(session)
-    return 0 if session.state.step == session.state.steps else stop.received
+    processes, device = session.processes, session.device
+    try:
+        log = open_run(session) if processes.is_main else None
+        with StopSignals(heed_repeats=processes.count == 1) as stop, progress_bar(session) as bar:
+            if evaluation_due(session):
+                evaluate_and_save(session, log, bar)  # the stop that this run goes on from came in place of it
+            while session.state.step < session.state.steps:
+                step(session, log, bar)
+                stopped_by = int(processes.max(stop.received, device=device)[0])
+                finished = session.state.step == session.state.steps
+                if evaluation_due(session) and (finished or not stopped_by):
+                    evaluate_and_save(session, log, bar)
+                elif stopped_by:
+                    save(session, log)
+                if stopped_by:
+                    break
+        if log is not None:
+            log.close()
+            report_end(session)
+    except torch.OutOfMemoryError:
+        raise UserError(
+            f"{machine.device_name(device)} has too little memory for this; use a smaller --micro-batch-size "
+            f"(now {session.micro_batch}) or --activation-checkpointing."
+        ) from None
+    except OSError as error:
+        raise UserError(f"{run} cannot be written ({error}); make room there and go on with --resume {run}.") from error
+    process_group.finish(processes)
+    return 0 if session.state.step == session.state.steps else stopped_by
 
 
 def open_run(session: Session) -> Metrics:
-    """Make the run folder with its settings, and open its metrics."""
-    run, settings = session.run, session.settings
+    """Make the run folder with its settings, finish a save that was cut, and open the metrics."""
+    run, state, corpus = session.run, session.state, session.corpus
     run.mkdir(parents=True, exist_ok=True)
-    log = Metrics(run, after_step=session.state.step, tensorboard=settings.run.tensorboard)
-    settings_file.save(settings, run / "settings.toml")
+    for save_name in ("last", "best"):
+        checkpoint.settle(run / save_name)
+    settings_file.save(session.settings, run / "settings.toml")
+    facts = {
+        "text": f"{corpus.bytes:,} bytes of text, hash {corpus.text_hash}, Python {platform.python_version()}",
+        "machine": machine.device_name(session.device),
+    }
     print(f"run: {run} (loss.png, metrics.jsonl, settings.toml); Ctrl-C stops and saves")
-    return log
+    return Metrics(
+        run,
+        after_step=state.step,
+        evaluated_at=state.evaluated_at,
+        facts=facts,
+        tensorboard=session.settings.run.tensorboard,
+    )
 
 
 def progress_bar(session: Session) -> tqdm:
@@ -76,70 +98,80 @@ def progress_bar(session: Session) -> tqdm:
     return tqdm(total=state.steps, initial=state.step, unit="step", disable=silent, dynamic_ncols=True)
 
 
-def due(session: Session) -> bool:
-    """Whether the weights are to be evaluated after the step they have come to, and have not been."""
-    state, every = session.state, session.settings.run.evaluate_every
-    return state.step > state.evaluated_at and (state.step % every == 0 or state.step == state.steps)
-
-
 def step(session: Session, log: Metrics | None, bar: tqdm) -> None:
     """Take one optimizer step and write down what it measured."""
     began = time.perf_counter()
     state, settings, data = session.state, session.settings, session.settings.data
+    processes, device = session.processes, session.device
     rate = learning_rate(state.step, state.steps, settings.optimizer)
     for group in session.optimizer.param_groups:
-        group["lr"] = rate
-    batch = token_files.batch(
+        group["lr"] = rate * group["rate_factor"]
+    inputs, targets = batch(
         session.corpus.train,
         seed=settings.run.seed,
         step=state.step,
         batch_size=data.batch_size,
         sequence_length=data.sequence_length,
-        rank=session.processes.rank,
-        world_size=session.processes.count,
+        rank=processes.rank,
+        world_size=processes.count,
     )
-    batches = micro_batches(*batch, session.micro_batch, session.device)
-    loss = backward(session.forward, batches, session.scaler, session.processes, session.device)
+    predicted = processes.sum((targets >= 0).sum(), device=device)[0]
+    batches = micro_batches(inputs, targets, session.micro_batch, device)
+    loss = backward(session.forward, batches, predicted, session.scaler, processes, device)
     try:
         norm = update(session.model, session.optimizer, session.scaler, settings.optimizer.clip, loss)
     except Diverged as error:
-        raise UserError(
-            f"step {state.step + 1}: {error}. {session.run} keeps its last checkpoint; "
-            f"try a --learning-rate below {settings.optimizer.learning_rate:g}, or --dtype float32."
-        ) from None
+        raise diverged(session, state.step + 1, str(error)) from None
 
     seconds = time.perf_counter() - began
-    tokens = data.batch_size * data.sequence_length
+    session.recent_seconds.append(seconds)
     session.state = dataclasses.replace(
         state,
         step=state.step + 1,
-        tokens=state.tokens + tokens,
+        tokens=state.tokens + data.batch_size * data.sequence_length,
         seconds=state.seconds + seconds,
         scaler=session.scaler.state_dict() or None,
     )
-    session.recent_seconds.append(seconds)
     if session.state.step == STEPS_TO_TIME and settings.optimizer.max_minutes is not None:
         fit(session, bar)
+    count_skips(session, norm, bar)
     if log is not None:
         state = session.state
         log.write(
             state.step, loss=loss, learning_rate=rate, gradient_norm=norm, tokens=state.tokens, seconds=state.seconds
         )
-        if math.isinf(norm):
-            bar.write(f"step {state.step}: float16 overflow, update skipped; loss scale {session.scaler.get_scale():g}")
         show(session, bar, loss)
+
+
+def diverged(session: Session, step: int, what: str) -> UserError:
+    """The sentence for a loss, gradient or evaluation that is not finite."""
+    kept = "keeps its last save" if checkpoint.is_whole(session.run / "last") else "had not been saved yet"
+    return UserError(
+        f"step {step}: {what}; {session.run} {kept}. "
+        f"Try a --learning-rate below {session.settings.optimizer.learning_rate:g}, or --dtype float32."
+    )
+
+
+def count_skips(session: Session, norm: float, bar: tqdm) -> None:
+    """Say that float16 overflowed and an update was skipped; give up when that does not end."""
+    session.skipped = session.skipped + 1 if math.isinf(norm) else 0
+    if session.skipped:
+        scale = session.scaler.get_scale()
+        bar.write(f"step {session.state.step}: float16 overflow, update skipped; loss scale {scale:g}")
+    if session.skipped == SKIPS_TO_STOP:
+        raise diverged(session, session.state.step, f"the gradient has overflowed in {SKIPS_TO_STOP} steps in a row")
 
 
 def fit(session: Session, bar: tqdm) -> None:
     """Shorten the run if its steps, at the speed of the recent ones, would need more than `max_minutes`."""
-    seconds = statistics.median(session.recent_seconds) if session.processes.is_main else 0.0
-    seconds = session.processes.sum([seconds], session.device)[0]  # the main process decides for all
+    seconds = statistics.median(session.recent_seconds)
+    seconds = session.processes.max(seconds, device=session.device)[0]  # all processes decide alike
     minutes = session.settings.optimizer.max_minutes
     steps = max(2 * STEPS_TO_TIME, int(60 * minutes / seconds))
     if steps < session.state.steps:
         bar.write(
             f"{seconds:.2f} s a step is too slow for {session.state.steps} steps in {minutes:g} minutes of training: "
-            f"doing {steps} (--max-minutes lifts this)"
+            f"doing {steps} (--max-minutes None does them all)"
         )
         session.state = dataclasses.replace(session.state, steps=steps)
         bar.total = steps
@@ -159,31 +191,40 @@ def show(session: Session, bar: tqdm, loss: float) -> None:
     bar.update()
 
 
-def look(session: Session, log: Metrics | None, bar: tqdm) -> None:
-    """Evaluate; the main process reports, redraws the picture, samples text, and saves the best weights so far."""
+def evaluation_due(session: Session) -> bool:
+    """Whether the weights are to be evaluated after the step they have come to, and have not been."""
+    state, every = session.state, session.settings.run.evaluate_every
+    return state.step > state.evaluated_at and (state.step % every == 0 or state.step == state.steps)
+
+
+def evaluate_and_save(session: Session, log: Metrics | None, bar: tqdm) -> None:
+    """Evaluate; then the main process saves, reports, redraws the picture and samples text."""
     corpus, state = session.corpus, session.state
-    windows = token_files.validation_windows(
-        corpus.validation, session.settings.data.sequence_length, session.micro_batch
-    )
-    session.evaluation = evaluate(session.model, windows, corpus.validation_bytes, session.device, session.processes)
-    better = state.best_validation_loss is None or session.evaluation.loss < state.best_validation_loss
-    best = session.evaluation.loss if better else state.best_validation_loss
+    windows = validation_windows(corpus.validation, session.settings.data.sequence_length, session.micro_batch)
+    found = evaluate(session.model, windows, corpus.validation_bytes, session.device, session.processes)
+    session.evaluation = found
+    if not math.isfinite(found.loss):
+        raise diverged(session, state.step, f"the validation loss is {found.loss:g}")
+    better = state.best_validation_loss is None or found.loss < state.best_validation_loss
+    best = found.loss if better else state.best_validation_loss
     session.state = dataclasses.replace(state, best_validation_loss=best, evaluated_at=state.step)
     if log is None:
         return
-    log.write(
-        state.step,
-        validation_loss=session.evaluation.loss,
-        perplexity=session.evaluation.perplexity,
-        bits_per_byte=session.evaluation.bits_per_byte,
-    )
-    log.flush()
-    plot.draw([session.run], session.run / "loss.png")
-    bar.write(f"step {state.step}: validation {session.evaluation}")
-    if state.step < state.steps:
-        bar.write(sample(session, SAMPLE_TOKENS[0]))
+    log.write(state.step, validation_loss=found.loss, perplexity=found.perplexity, bits_per_byte=found.bits_per_byte)
     if better:
         checkpoint.save_best(session.run, session.state, session.model, corpus.tokenizer)
+    save(session, log)
+    plot.draw([session.run], session.run / "loss.png")
+    bar.write(f"step {state.step}: validation {found}")
+    if state.step < state.steps:
+        bar.write(sample(session, SAMPLE_TOKENS[0]))
+
+
+def save(session: Session, log: Metrics | None) -> None:
+    """Save all that a resumed run needs; the main process does."""
+    if log is not None:
+        checkpoint.save_last(session.run, session.state, session.model, session.optimizer, session.corpus.tokenizer)
+        log.flush()
 
 
 def sample(session: Session, length: int) -> str:
@@ -198,14 +239,14 @@ def sample(session: Session, length: int) -> str:
     return "  | " + text.replace("\n", "\n  | ")
 
 
-def farewell(session: Session) -> None:
+def report_end(session: Session) -> None:
     """Say how the run ended and what to type next."""
-    state, run = session.state, session.run
+    state, corpus, run = session.state, session.corpus, shlex.quote(str(session.run))
     if state.step < state.steps:
         print(f"stopped and saved at step {state.step} of {state.steps}; go on: python train.py --resume {run}")
         return
     print(f"\n{sample(session, SAMPLE_TOKENS[1])}\n")
     print(f"validation: {session.evaluation}")
-    print(f"xz -9e on the same text: {session.corpus.xz_bits_per_byte:.4f} bits per byte")
+    print(f"xz -9e on the same text: {corpus.xz_bits_per_byte:.4f} bits per byte; hash {corpus.text_hash}")
     print(f"{state.tokens:,} tokens in {state.seconds:.0f} s of training, {state.tokens / state.seconds:,.0f} tokens/s")
-    print(f'next: python generate.py {run} --prompt "def "')
+    print(f"next: python generate.py {run} --prompt {shlex.quote(session.settings.run.sample_prompt or 'def ')}")

@@ -1,25 +1,28 @@
 """The device, the dtype of the activations, and what is known of the device's speed."""
 
 import ctypes
+import importlib.util
+import re
 import shutil
 import sys
-import time
 
 import torch
 
-# Dense bfloat16 peak in TFLOP/s without sparsity, from the vendors' data sheets, by a word of the device's name.
+from model.device import fast_at_bfloat16
+
+# Dense bfloat16 peak in TFLOP/s without sparsity, from the vendors' data sheets, by the device's name as CUDA gives it.
 PEAK_TFLOPS = {
-    "B200": 2250,
-    "H200": 989,
-    "H100 PCIe": 756,
-    "H100": 989,
-    "A100": 312,
-    "L40S": 362,
-    "L4": 121,
-    "A10": 125,
-    "RTX 4090": 165,
-    "RTX 3090": 71,
-    "MI300X": 1307,
+    r"B200": 2250,
+    r"H200": 989,
+    r"H100 80GB": 989,
+    r"H100 PCIe": 756,
+    r"H100 NVL": 835,
+    r"A100": 312,
+    r"L40S": 362,
+    r"L4$": 121,
+    r"A10$": 125,
+    r"RTX 4090$": 165,
+    r"RTX 3090$": 71,
 }
 
 
@@ -27,22 +30,9 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
     """The dtype of the activations: what was asked for, or bfloat16 where this device is fast at it."""
     if name != "auto":
         return getattr(torch, name)
-    if device.type == "cuda":
-        return torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else torch.float16
-    if device.type == "cpu" and matmul_seconds(torch.float32) > 1.5 * matmul_seconds(torch.bfloat16):
+    if fast_at_bfloat16(device):
         return torch.bfloat16
-    return torch.float32
-
-
-def matmul_seconds(dtype: torch.dtype) -> float:
-    """Seconds of a 512-cubed matrix product on the CPU: asking the processor beats knowing every processor's flags."""
-    a = torch.ones(512, 512, dtype=dtype)
-    times = []
-    for _ in range(5):
-        start = time.perf_counter()
-        a @ a
-        times.append(time.perf_counter() - start)
-    return min(times)
+    return torch.float16 if device.type == "cuda" else torch.float32
 
 
 def device_name(device: torch.device) -> str:
@@ -57,7 +47,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
     if device.type != "cuda" or dtype == torch.float32:
         return None
     name = torch.cuda.get_device_name(device)
-    return next((tflops * 1e12 for word, tflops in PEAK_TFLOPS.items() if word in name), None)
+    return next((tflops * 1e12 for known, tflops in PEAK_TFLOPS.items() if re.search(rf"\b{known}", name)), None)
 
 
 def keep_freed_memory() -> None:
@@ -74,6 +64,9 @@ def keep_freed_memory() -> None:
         mallopt(m_trim_threshold, 2**31 - 1)
 
 
-def can_compile(device: torch.device) -> bool:
-    """Whether torch.compile finds what it needs: on a CPU, a C++ compiler."""
-    return device.type != "cpu" or any(map(shutil.which, ("g++", "clang++", "c++", "cl")))
+def why_not_compile(device: torch.device) -> str | None:
+    """What torch.compile lacks on this device, or None: a C++ compiler on a CPU, Triton elsewhere."""
+    if device.type == "cpu":
+        found = any(map(shutil.which, ("g++", "clang++", "c++", "cl")))
+        return None if found else "no C++ compiler found (install g++, clang++ or Visual C++)"
+    return None if importlib.util.find_spec("triton") else "Triton is not installed"

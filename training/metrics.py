@@ -9,15 +9,18 @@ import math
 from pathlib import Path
 
 from errors import UserError
+from training.settings import replace_text
 
 
 class Metrics:
     """Appends to `run/metrics.jsonl`, and to TensorBoard's events."""
 
-    def __init__(self, run: Path, *, after_step: int, tensorboard: bool) -> None:
+    def __init__(self, run: Path, *, after_step: int, evaluated_at: int, facts: dict, tensorboard: bool) -> None:
+        """Keep the lines of steps up to `after_step` and of evaluations up to `evaluated_at`; `facts` is line 0."""
         path = run / "metrics.jsonl"
-        kept = [line for line in read(run) if line["step"] <= after_step]
-        path.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+        kept = [line for line in read(run) if line["step"] <= (evaluated_at if is_evaluation(line) else after_step)]
+        lines = kept or [{"step": 0, **facts}]
+        replace_text(path, "".join(json.dumps(line) + "\n" for line in lines))
         self.file = path.open("a", encoding="utf-8")
         self.board = None
         if tensorboard:
@@ -36,7 +39,7 @@ class Metrics:
                 self.board.add_scalar(key, value, step)
 
     def flush(self) -> None:
-        """Bring the lines to the disk's owner, so that a kill loses none of them."""
+        """Hand the lines to the operating system, so that a kill loses none of them."""
         self.file.flush()
         if self.board is not None:
             self.board.flush()
@@ -54,4 +57,12 @@ def read(run: Path) -> list[dict]:
     if not path.exists():
         return []
     lines = path.read_text(encoding="utf-8").split("\n")[:-1]
-    return [json.loads(line) for line in lines]
+    try:
+        return [json.loads(line) for line in lines]
+    except ValueError as error:
+        raise UserError(f"{path} has a line that is not JSON ({error}); mend or delete that line.") from None
+
+
+def is_evaluation(line: dict) -> bool:
+    """Whether a line is of an evaluation rather than of a step."""
+    return "validation_loss" in line

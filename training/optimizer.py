@@ -1,13 +1,16 @@
-"""AdamW over named parameters, weight decay on matrices alone.
+"""AdamW over named parameters: weight decay on matrices alone, a learning rate of their own for embedding and head.
 
 Which parameters decay is decided by their shape: gains and biases are vectors, and decaying those towards zero would
-switch channels off. Embeddings are matrices and decay.
+switch channels off. Embeddings are matrices and decay. A row of the embedding, or of the head, learns only when its
+token comes up, so these two take a larger rate than the matrices that learn from every token (as in Yang et al. 2022,
+Tensor Programs V, table 3, where the rate of the embedding stays as wider matrices need smaller ones).
 """
 
 import torch
 from torch import nn
 
 from errors import UserError
+from model.norm import is_norm_parameter
 from training.settings import OptimizerSettings
 
 
@@ -16,17 +19,22 @@ def choose_trained(model: nn.Module, train_only: str) -> None:
     if train_only == "all":
         return
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_("norm" in name)
+        parameter.requires_grad_(is_norm_parameter(name))
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UserError("--train-only norms: this model's norms have no parameters; train all of it.")
 
 
 def build(model: nn.Module, settings: OptimizerSettings, device: torch.device) -> torch.optim.AdamW:
     """AdamW (Loshchilov and Hutter 2019, algorithm 2), one fused kernel over all parameters where the device has it."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    vectors = [p for p in trained.values() if p.ndim < 2]
+    vocabulary = [p for name, p in trained.items() if name.startswith(("embed_tokens.", "lm_head."))]
+    matrices = [p for name, p in trained.items() if p.ndim >= 2 and not name.startswith(("embed_tokens.", "lm_head."))]
+    decay = settings.weight_decay
     groups = [
-        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": settings.weight_decay},
-        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+        {"params": matrices, "weight_decay": decay, "rate_factor": 1.0},
+        {"params": vocabulary, "weight_decay": decay, "rate_factor": settings.embedding_rate_factor},
+        {"params": vectors, "weight_decay": 0.0, "rate_factor": 1.0},
     ]
     return torch.optim.AdamW(
         [group for group in groups if group["params"]],
@@ -52,4 +60,4 @@ def load_state_tensors(optimizer: torch.optim.Optimizer, model: nn.Module, tenso
         moment, name = key.split(".", 1)
         parameter = parameters[name]
         device = "cpu" if moment == "step" and not optimizer.defaults["fused"] else parameter.device
-        optimizer.state[parameter][moment] = value.to(device)
+        optimizer.state[parameter][moment] = value.to(device, copy=True)  # off the file's memory map

@@ -27,23 +27,26 @@ def draw(runs: list[Path], path: Path) -> None:
     for i, run in enumerate(runs):
         lines = metrics.read(run)
         training = [(line["step"], line["loss"]) for line in lines if isinstance(line.get("loss"), float)]
-        validation = [(line["step"], line["validation_loss"]) for line in lines if "validation_loss" in line]
+        evaluations = [line for line in lines if metrics.is_evaluation(line)]
+        validation = [(line["step"], line["validation_loss"]) for line in evaluations]
         colour, dash = COLOURS[i % len(COLOURS)], DASHES[i % len(DASHES)]
         if training:
             axes.plot(*zip(*smooth(training), strict=True), color=colour, alpha=0.45, linewidth=1, linestyle=dash)
         if validation:
-            bits = [line["bits_per_byte"] for line in lines if "bits_per_byte" in line][-1]
+            bits = evaluations[-1]["bits_per_byte"]
             label = f"{run.name}: {validation[-1][1]:.3f} nats per token, {bits:.3f} bits per byte"
             axes.plot(*zip(*validation, strict=True), "o", color=colour, linestyle=dash, markersize=4, label=label)
+    axes.set_yscale("log")  # the first steps fall off a cliff, and the last ones would be a flat line under it
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter("{x:g}")
     axes.set_xlabel("step")
     axes.set_ylabel("loss (nats per token)")
     axes.set_title("thin: training, smoothed     dots: validation", fontsize=9, loc="left")
     axes.grid(alpha=0.25)
     if axes.get_legend_handles_labels()[0]:
         axes.legend(frameon=False)
-    top = max((line["loss"] for run in runs for line in metrics.read(run)[20:21] if "loss" in line), default=None)
-    if top is not None:
-        axes.set_ylim(top=top)  # the first steps fall off a cliff and would flatten all the rest
+    texts = {line["text"] for run in runs for line in metrics.read(run)[:1] if "text" in line}
+    figure.supxlabel("; ".join(sorted(texts)), fontsize=6, color="0.4")
     figure.savefig(path)
 
 

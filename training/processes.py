@@ -6,11 +6,17 @@ barrier over them, and otherwise does nothing.
 
 import os
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+
+from errors import UserError
+
+# The others wait this long at most while the first process downloads and prepares a text.
+TIMEOUT = timedelta(hours=6)
 
 
 @dataclass(frozen=True)
@@ -31,18 +37,30 @@ class Processes:
         if self.count > 1:
             dist.barrier()
 
-    def sum(self, values: list[float], device: torch.device) -> list[float]:
-        """Sum each value over the processes (float64 where the device has it)."""
+    def sum(self, *values: float, device: torch.device) -> list[float]:
+        """Each value summed over the processes, in float64."""
+        return self.reduce(values, device, dist.ReduceOp.SUM)
+
+    def max(self, *values: float, device: torch.device) -> list[float]:
+        """The largest of each value over the processes."""
+        return self.reduce(values, device, dist.ReduceOp.MAX)
+
+    def reduce(self, values: tuple[float, ...], device: torch.device, operation: dist.ReduceOp) -> list[float]:
+        """Combine each value over the processes."""
         if self.count == 1:
-            return values
-        dtype = torch.float32 if device.type == "mps" else torch.float64
-        total = torch.tensor(values, dtype=dtype, device=device)
-        dist.all_reduce(total)
-        return total.tolist()
+            return list(values)
+        combined = torch.tensor(values, dtype=torch.float64, device=device)
+        dist.all_reduce(combined, operation)
+        return combined.tolist()
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """The model, its gradients averaged over the processes after each backward pass."""
-        return model if self.count == 1 else DistributedDataParallel(model)
+        return model if self.count == 1 else DistributedDataParallel(model, broadcast_buffers=False)
+
+
+def is_main() -> bool:
+    """Whether this is the main process, before any group exists."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def start(device_name: str) -> tuple[Processes, str]:
@@ -52,10 +70,16 @@ def start(device_name: str) -> tuple[Processes, str]:
         return Processes(), device_name
     processes = Processes(int(os.environ["RANK"]), count, int(os.environ["LOCAL_RANK"]))
     on_cuda = device_name == "cuda" or (device_name == "auto" and torch.cuda.is_available())
+    if on_cuda and processes.local_rank >= torch.cuda.device_count():
+        raise UserError(
+            f"there are {torch.cuda.device_count()} CUDA devices here and more processes; start one for each device."
+        )
+    if not on_cuda and device_name not in ("auto", "cpu"):
+        raise UserError(f"--device {device_name} cannot be shared by {count} processes; use cuda or cpu.")
+    device_name = f"cuda:{processes.local_rank}" if on_cuda else "cpu"
     if on_cuda:
-        device_name = f"cuda:{processes.local_rank}"
         torch.cuda.set_device(device_name)
-    dist.init_process_group("nccl" if on_cuda else "gloo")
+    dist.init_process_group("nccl" if on_cuda else "gloo", timeout=TIMEOUT)
     return processes, device_name
 
 

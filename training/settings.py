@@ -15,7 +15,9 @@ import tomli_w
 import tyro
 
 from errors import UserError
+from model.checkpoints import find_checkpoint
 from model.config import ModelConfig
+from model.families import load_config
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 
@@ -87,6 +89,8 @@ class OptimizerSettings:
     """Shorten the run to fit this many minutes of training if its first steps show that the machine needs longer."""
     learning_rate: float = 3e-3
     """Peak learning rate."""
+    embedding_rate_factor: float = 1.0
+    """The learning rate of the embedding and the head, as a multiple of that of the other parameters."""
     schedule: Literal["cosine", "wsd"] = "wsd"
     """After the warm-up: half a cosine, or constant and then a linear decay (warmup-stable-decay)."""
     warmup_steps: int = 50
@@ -144,7 +148,7 @@ class Command:
 def check(settings: Settings) -> None:
     """Raise `UserError` for values that no run can use."""
     data, optimizer, run = settings.data, settings.optimizer, settings.run
-    at_least_one = {
+    at_least_one: dict[str, int] = {
         "--sequence-length": data.sequence_length,
         "--batch-size": data.batch_size,
         "--micro-batch-size": data.micro_batch_size or 1,
@@ -159,28 +163,44 @@ def check(settings: Settings) -> None:
             f"--sequence-length {data.sequence_length} is longer than the model's context of "
             f"{settings.model.max_position_embeddings} tokens; shorten it or raise --max-position-embeddings."
         )
-    if not 0 < data.validation_fraction < 1:
-        raise UserError(f"--validation-fraction is {data.validation_fraction} and must lie between 0 and 1.")
-    if not 0 <= optimizer.decay_fraction <= 1:
-        raise UserError(f"--decay-fraction is {optimizer.decay_fraction} and must lie between 0 and 1.")
-    for flag, value in {
-        "--learning-rate": optimizer.learning_rate,
-        "--clip": optimizer.clip,
-        "--max-minutes": optimizer.max_minutes,
-    }.items():
-        if value is not None and not value > 0:
+    fractions = {
+        "--validation-fraction": data.validation_fraction,
+        "--decay-fraction": optimizer.decay_fraction,
+        "--final-learning-rate": optimizer.final_learning_rate,
+        "--beta1": optimizer.beta1,
+        "--beta2": optimizer.beta2,
+    }
+    for flag, value in fractions.items():
+        if not 0 <= value <= 1 or (value == 1 and flag.startswith("--beta")):
+            raise UserError(f"{flag} is {value} and must lie between 0 and 1.")
+    positive = {"--learning-rate": optimizer.learning_rate, "--clip": optimizer.clip}
+    for flag, value in (positive | {"--embedding-rate-factor": optimizer.embedding_rate_factor}).items():
+        if not 0 < value < float("inf"):
             raise UserError(f"{flag} is {value} and must be greater than 0.")
+    if optimizer.max_minutes is not None and not optimizer.max_minutes > 0:
+        raise UserError(f"--max-minutes is {optimizer.max_minutes} and must be greater than 0, or None for no limit.")
+    not_negative = {"--seed": run.seed, "--warmup-steps": optimizer.warmup_steps}
+    for flag, value in (not_negative | {"--weight-decay": optimizer.weight_decay}).items():
+        if not value >= 0:
+            raise UserError(f"{flag} is {value} and must not be negative.")
 
 
 def parse(arguments: list[str], description: str) -> Command:
-    """Read the command line; unknown flags and bad values end the program with status 2 and the nearest right name."""
+    """Read the command line; unknown flags and bad values end the program with status 2 and the nearest right name.
+
+    It is read twice: first for the few flags that decide where the defaults of all the others come from, then whole.
+    """
     chosen, _ = tyro.cli(Chosen, args=arguments, return_unknown_args=True, add_help=False)
     if chosen.resume is not None:
+        if any((chosen.config, chosen.init_from, chosen.out)):
+            raise UserError("--resume goes on with the settings of its run; leave out --config, --init-from and --out.")
         settings = load(Path(chosen.resume) / "settings.toml")
     else:
-        settings = load(config_path(chosen.config))
+        settings = load(config_path(chosen.config or "tiny"))
         if chosen.init_from is not None:
             settings = with_shape_of(settings, chosen.init_from)
+    if chosen.steps is not None:  # whoever asks for a number of steps gets that number, however long they take
+        settings = dataclasses.replace(settings, optimizer=dataclasses.replace(settings.optimizer, max_minutes=None))
     return tyro.cli(
         Command,
         args=arguments,
@@ -192,18 +212,17 @@ def parse(arguments: list[str], description: str) -> Command:
 
 @dataclass(frozen=True)
 class Chosen:
-    """The flags that decide where the defaults of all the others come from."""
+    """The flags that decide where the defaults of all the others come from; None where a flag is not there."""
 
-    config: str = "tiny"
+    config: str | None = None
     resume: str | None = None
     init_from: str | None = None
+    out: str | None = None
+    steps: int | None = None
 
 
 def with_shape_of(settings: Settings, checkpoint: str) -> Settings:
     """Settings with the shape of a checkpoint (directory or run folder), and sequences no longer than it takes."""
-    from generation.checkpoints import find_checkpoint  # these two import torch
-    from model.pretrained import load_config
-
     model = load_config(find_checkpoint(Path(checkpoint)))
     length = min(settings.data.sequence_length, model.max_position_embeddings)
     return dataclasses.replace(settings, model=model, data=dataclasses.replace(settings.data, sequence_length=length))
@@ -236,8 +255,8 @@ def load(path: Path) -> Settings:
         for key, value in values.items():
             if key not in keys:
                 raise UserError(f"{path}: unknown key {key} in [{table}].{nearest(key, keys)}")
-            if isinstance(value, dict):
-                nested[key] = value  # rope_scaling, which is no flag
+            if key == "rope_scaling":
+                nested[key] = value  # the one setting that is no flag
             else:
                 arguments += as_flags(key, value)
     settings = tyro.cli(Settings, args=arguments, config=(tyro.conf.OmitArgPrefixes,), prog=str(path))
@@ -249,7 +268,7 @@ def as_flags(key: str, value: object) -> list[str]:
     flag = "--" + key.replace("_", "-")
     if isinstance(value, bool):
         return [flag if value else flag.replace("--", "--no-", 1)]
-    return [flag, *map(str, value)] if isinstance(value, list) else [flag, str(value)]
+    return [flag, *map(str, value)] if isinstance(value, list) else [f"{flag}={value}"]
 
 
 def save(settings: Settings, path: Path) -> None:
@@ -262,7 +281,14 @@ def save(settings: Settings, path: Path) -> None:
         }
         for table, values in dataclasses.asdict(settings).items()
     }
-    path.write_text(tomli_w.dumps(tables), encoding="utf-8")
+    replace_text(path, tomli_w.dumps(tables))
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a file anew; whenever this is cut, the file is the old one or the new one, whole."""
+    new = path.with_name(path.name + ".new")
+    new.write_text(text, encoding="utf-8")
+    new.replace(path)
 
 
 def differences(before: Settings, after: Settings) -> list[str]:

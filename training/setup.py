@@ -1,6 +1,7 @@
 """Everything that stands before the first step: device, text, model, optimizer, and the state to go on from."""
 
 import dataclasses
+import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -9,14 +10,17 @@ from pathlib import Path
 import torch
 from torch import nn
 
+import kernels
 from data import tokens as token_files
+from data.tokenizer import check_vocabulary
 from data.tokens import TokenizedCorpus
 from errors import UserError
-from generation.checkpoints import find_checkpoint
-from generation.device import choose_device
 from model import pretrained
+from model.checkpoints import find_checkpoint
 from model.decoder import Decoder
-from training import checkpoint, machine, optimizer, processes
+from model.device import choose_device
+from training import checkpoint, machine, optimizer
+from training import processes as process_group
 from training import settings as settings_file
 from training.checkpoint import State
 from training.evaluate import Evaluation
@@ -43,29 +47,33 @@ class Session:
     state: State
     recent_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=15))
     """Seconds of the last steps."""
+    skipped: int = 0
+    """Updates that float16 has skipped in a row."""
     evaluation: Evaluation | None = None
     """The newest evaluation."""
 
     @property
     def micro_batch(self) -> int:
         """Sequences that go through the model at once."""
-        return self.settings.data.micro_batch_size or self.settings.data.batch_size
+        data = self.settings.data
+        return min(data.micro_batch_size or math.inf, data.batch_size // self.processes.count)
 
 
 def set_up(settings: Settings, run: Path, *, resume: bool) -> Session:
-    """Build a session for a fresh run, or for the checkpoint in `run` when resuming."""
-    ours, device_name = processes.start(settings.machine.device)
-    say = print if ours.is_main else lambda *_: None
+    """Build a session for a fresh run, or for the last checkpoint in `run` when resuming."""
+    processes, device_name = process_group.start(settings.machine.device)
     device = choose_device(device_name)
-    machine.keep_freed_memory()
     dtype = machine.choose_dtype(settings.machine.dtype, device)
     settings = dataclasses.replace(settings, machine=dataclasses.replace(settings.machine, dtype=str(dtype)[6:]))
-    if settings.data.batch_size % ours.count:
-        raise UserError(f"--batch-size {settings.data.batch_size} cannot be divided by {ours.count} processes.")
+    machine.keep_freed_memory()
+    torch.manual_seed(settings.run.seed)  # nothing draws from it today; a checkpoint has its state all the same
+    if settings.data.batch_size % processes.count:
+        raise UserError(f"--batch-size {settings.data.batch_size} cannot be divided by {processes.count} processes.")
+    say = print if processes.is_main else lambda _: None
 
-    torch.manual_seed(settings.run.seed)  # nothing draws from it today; a checkpoint has it all the same
-    corpus = prepare(settings, ours)
-    say(corpus.description)
+    before = checkpoint.find_last(run) if resume else None
+    corpus = prepare(settings, processes, before)
+    say(f"text: {corpus.description}")
     model = Decoder(settings.model, seed=settings.run.seed, compute_dtype=dtype).to(device)
     model.activation_checkpointing = settings.machine.activation_checkpointing
     if settings.run.init_from is not None and not resume:
@@ -73,7 +81,44 @@ def set_up(settings: Settings, run: Path, *, resume: bool) -> Session:
     optimizer.choose_trained(model, settings.run.train_only)
     adamw = optimizer.build(model, settings.optimizer, device)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
-    state = State(
+    state = fresh_state(settings, corpus)
+    if before is not None:
+        state = restore(before, state, run, settings, model, adamw, scaler, say)
+    say(
+        f"model: {model.num_parameters() / 1e6:.2f}M parameters, {settings.model.norm} norm; "
+        f"{machine.device_name(device)}, {settings.machine.dtype} activations, kernels: {kernels.describe(device)}"
+    )
+    forward = processes.wrap(compiled(model, settings, device, say))
+    return Session(settings, run, processes, device, dtype, corpus, model, forward, adamw, scaler, state)
+
+
+def prepare(settings: Settings, processes: Processes, before: Path | None) -> TokenizedCorpus:
+    """Text as tokens; the main process prepares them, and the others then find them prepared.
+
+    The tokenizer is that of the checkpoint to go on from, else the given one, else that of the weights to start from,
+    else one trained on the text.
+    """
+    if not processes.is_main:
+        processes.barrier()
+    data, weights = settings.data, settings.run.init_from
+    tokenizer = before or data.tokenizer or (find_checkpoint(Path(weights)) if weights else None)
+    corpus = token_files.prepare(
+        list(data.data),
+        text_field=data.text_field,
+        tokenizer=str(tokenizer) if tokenizer else None,
+        vocab_size=settings.model.vocab_size,
+        cache_dir=data.cache,
+        validation_fraction=data.validation_fraction,
+    )
+    if processes.is_main:
+        processes.barrier()
+    check_vocabulary(corpus.tokenizer, settings.model.vocab_size)
+    return corpus
+
+
+def fresh_state(settings: Settings, corpus: TokenizedCorpus) -> State:
+    """The state of a run before its first step."""
+    return State(
         step=0,
         steps=settings.optimizer.steps,
         tokens=0,
@@ -84,42 +129,6 @@ def set_up(settings: Settings, run: Path, *, resume: bool) -> Session:
         tokenizer_hash=corpus.tokenizer.hash,
         settings_hash=checkpoint.settings_hash(settings),
     )
-    if resume:
-        state = go_on(state, run, settings, model, adamw, scaler, say)
-    say(
-        f"model: {model.num_parameters() / 1e6:.2f}M parameters, {settings.model.norm} norm; "
-        f"{machine.device_name(device)}, {settings.machine.dtype} activations, kernels: plain PyTorch"
-    )
-    forward = ours.wrap(compiled(model, settings, device, say))
-    return Session(settings, run, ours, device, dtype, corpus, model, forward, adamw, scaler, state)
-
-
-def prepare(settings: Settings, ours: Processes) -> TokenizedCorpus:
-    """Text as tokens; the main process prepares them, and the others then find them prepared."""
-    if not ours.is_main:
-        ours.barrier()
-    data = settings.data
-    corpus = token_files.prepare(
-        list(data.data),
-        text_field=data.text_field,
-        tokenizer=data.tokenizer or tokenizer_beside(settings.run.init_from),
-        vocab_size=settings.model.vocab_size,
-        cache_dir=data.cache,
-        validation_fraction=data.validation_fraction,
-    )
-    if ours.is_main:
-        ours.barrier()
-    if corpus.tokenizer.vocab_size > settings.model.vocab_size:
-        raise UserError(
-            f"the tokenizer has {corpus.tokenizer.vocab_size} tokens and the model {settings.model.vocab_size}; "
-            f"use --vocab-size {corpus.tokenizer.vocab_size}."
-        )
-    return corpus
-
-
-def tokenizer_beside(checkpoint_path: str | None) -> str | None:
-    """The tokenizer that the weights of --init-from were trained with."""
-    return None if checkpoint_path is None else str(find_checkpoint(Path(checkpoint_path)))
 
 
 def start_from(model: Decoder, path: str, say: Callable[[str], None]) -> None:
@@ -132,7 +141,8 @@ def start_from(model: Decoder, path: str, say: Callable[[str], None]) -> None:
             say(f"  {len(names)} {what}: {', '.join(names)}")
 
 
-def go_on(
+def restore(
+    directory: Path,
     fresh: State,
     run: Path,
     settings: Settings,
@@ -141,8 +151,7 @@ def go_on(
     scaler: torch.amp.GradScaler,
     say: Callable[[str], None],
 ) -> State:
-    """Load the last checkpoint of a run, after checking that it is of this text, tokenizer and shape."""
-    directory = checkpoint.find_last(run)
+    """Load the checkpoint of a run, after checking that it is of this text, tokenizer and shape; returns its state."""
     saved = checkpoint.read_state(directory)
     before = settings_file.load(run / "settings.toml")
     wrong = [
@@ -153,13 +162,12 @@ def go_on(
         )
         if old != new
     ]
-    changed = settings_file.differences(before, settings)
-    shape = settings_file.differences(dataclasses.replace(settings, model=pretrained.load_config(directory)), settings)
+    as_saved = dataclasses.replace(settings, model=pretrained.load_config(directory))
+    shape = settings_file.differences(as_saved, settings)
     wrong += [f"the model's shape differs ({', '.join(shape)})"] if shape else []
     if wrong:
-        raise UserError(
-            f"{run} cannot go on: {'; '.join(wrong)}. Give it what it was started with, or start a new run."
-        )
+        raise UserError(f"{run} cannot go on: {'; '.join(wrong)}; give it what it was started with, or a new --out.")
+    changed = settings_file.differences(before, settings)
     if changed:
         say(f"changed since the run was started: {', '.join(changed)}")
     steps = saved.steps if settings.optimizer.steps == before.optimizer.steps else settings.optimizer.steps
@@ -176,7 +184,8 @@ def compiled(model: Decoder, settings: Settings, device: torch.device, say: Call
     """The model through torch.compile when asked for and possible, else as it is."""
     if not settings.machine.compile:
         return model
-    if not machine.can_compile(device):
-        say("--compile: no C++ compiler found, so the model runs eagerly (install g++, clang++ or Visual C++)")
+    lacking = machine.why_not_compile(device)
+    if lacking is not None:
+        say(f"--compile: {lacking}, so the model runs eagerly")
         return model
     return torch.compile(model, fullgraph=True)

@@ -1,4 +1,7 @@
-"""Ctrl-C and SIGTERM ask a run to stop after the step it is in; a second Ctrl-C stops it at once."""
+"""Ctrl-C and SIGTERM ask a run to stop after the step it is in; a second Ctrl-C stops it at once.
+
+With several processes repeats are ignored: the terminal signals each of them, and torchrun then does so again.
+"""
 
 import signal
 from types import FrameType
@@ -7,7 +10,8 @@ from types import FrameType
 class StopSignals:
     """Context in which the first SIGINT or SIGTERM only sets `received`."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, heed_repeats: bool) -> None:
+        self.heed_repeats = heed_repeats
         self.received = 0
         """Number of the signal, 0 while there was none."""
 
@@ -21,6 +25,6 @@ class StopSignals:
 
     def receive(self, number: int, _: FrameType | None) -> None:
         """Remember the signal; a second one raises KeyboardInterrupt."""
-        if self.received:
+        if self.received and self.heed_repeats:
             raise KeyboardInterrupt
         self.received = number

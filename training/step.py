@@ -32,21 +32,23 @@ def micro_batches(inputs: np.ndarray, targets: np.ndarray, size: int, device: to
 def backward(
     model: nn.Module,
     batches: MicroBatches,
+    predicted: float,
     scaler: torch.amp.GradScaler,
     processes: Processes,
     device: torch.device,
 ) -> float:
-    """Leave the gradient of the batch's mean loss (times the scaler's scale) in the parameters; returns that loss."""
-    predicted = sum(int((targets >= 0).sum()) for _, targets in batches)
-    predicted = max(1, processes.sum([predicted], device)[0])
+    """Leave the gradient of the batch's mean loss (times the scaler's scale) in the parameters; returns that loss.
+
+    predicted: the tokens that are predicted in the batches of all processes together.
+    """
     total = torch.zeros((), device=device)
     for i, (inputs, targets) in enumerate(batches):
         last = i == len(batches) - 1
         with contextlib.nullcontext() if last or processes.count == 1 else model.no_sync():
-            loss = model(inputs, targets).sum() / predicted
+            loss = model(inputs, targets).sum() / max(1, predicted)
             scaler.scale(loss * processes.count).backward()  # processes average their gradients, hence times count
         total += loss.detach()
-    return processes.sum([total.item()], device)[0]
+    return processes.sum(total.item(), device=device)[0]
 
 
 def update(

@@ -180,6 +180,10 @@ def test_unreadable_parquet_and_gzip_files_are_named(tmp_path):
     assert "row 2" in sentence(tmp_path / "c.parquet")
     parquet.write_table(pyarrow.table({"text": [1, 2]}), tmp_path / "d.parquet")
     assert "row 1" in sentence(tmp_path / "d.parquet")
+    bytes_as_text = pyarrow.array([b"good", b"ab\xff"], pyarrow.binary()).view(pyarrow.string())
+    parquet.write_table(pyarrow.table({"text": bytes_as_text}), tmp_path / "g.parquet")
+    said = sentence(tmp_path / "g.parquet")
+    assert "row 2" in said and "UTF-8" in said and "byte 2" in said
     whole = write_jsonl(tmp_path / "e.jsonl.gz", [{"text": str(i) * 50} for i in range(1000)]).read_bytes()
     (tmp_path / "e.jsonl.gz").write_bytes(whole[: len(whole) // 2])
     assert "e.jsonl.gz" in sentence(tmp_path / "e.jsonl.gz")
@@ -190,6 +194,7 @@ def test_unreadable_parquet_and_gzip_files_are_named(tmp_path):
 def test_sources_that_are_not_there_or_hold_nothing_are_named(tmp_path):
     assert '"shakespeare"' in sentence("shakespear")
     assert "no file" in sentence(tmp_path / "missing.txt")
+    assert "no file" in sentence("~nobody-of-this-name/x")
     assert "matches no file" in sentence(tmp_path / "*.txt")
     assert "holds no file" in sentence(tmp_path)
     (tmp_path / "a.docx").write_bytes(b"x")

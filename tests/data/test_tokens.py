@@ -1,5 +1,6 @@
 """From text to token streams: what they hold, and what the cache keeps through kills, changes and company."""
 
+import json
 import lzma
 import os
 import random
@@ -106,6 +107,18 @@ def test_tokenize_keeps_copies_and_refuses_nothing_at_all(tmp_path, ours):
         tokenize([str(tmp_path / "blank.jsonl")], ours)
 
 
+@pytest.mark.parametrize("fails", ["opening", "writing"])
+def test_a_temporary_file_that_cannot_be_had_or_filled_is_a_sentence(tmp_path, monkeypatch, ours, fails):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    write_corpus(tmp_path / "text")
+    place = (tokens.tempfile, "TemporaryFile") if fails == "opening" else (packing.TokenStream, "_write")
+    monkeypatch.setattr(*place, full)
+    with pytest.raises(UserError, match=r"temporary file \(No space left on device\); .*TMPDIR"):
+        tokenize([str(tmp_path / "text")], ours)
+
+
 def test_the_tokenizer_is_trained_on_training_documents_alone(tmp_path, monkeypatch):
     texts = write_corpus(tmp_path / "text")
     seen: list[str] = []
@@ -169,7 +182,7 @@ def test_the_same_text_in_another_place_is_found_by_its_hash(tmp_path, monkeypat
     assert_equal(prepare([str(tmp_path / "two")], **arguments), first)
 
 
-@pytest.mark.parametrize("damage", ["shorter", "missing", "meta"])
+@pytest.mark.parametrize("damage", ["shorter", "missing", "meta", "another key", "a key less", "no object", "seen"])
 def test_damaged_files_of_the_cache_are_made_anew(tmp_path, damage):
     write_corpus(tmp_path / "text")
     arguments = dict(vocab_size=400, cache_dir=tmp_path / "cache")
@@ -178,6 +191,17 @@ def test_damaged_files_of_the_cache_are_made_anew(tmp_path, damage):
     (folder,) = (tmp_path / "cache" / "tokens").iterdir()
     if damage == "shorter":
         (folder / "train.bin").write_bytes((folder / "train.bin").read_bytes()[:-2])
+    elif damage == "another key":
+        facts = json.loads((folder / "meta.json").read_text())
+        (folder / "meta.json").write_text(json.dumps(facts | {"unheard_of": 1}))
+    elif damage == "a key less":
+        facts = json.loads((folder / "meta.json").read_text())
+        (folder / "meta.json").write_text(json.dumps({key: facts[key] for key in facts if key != "copies"}))
+    elif damage == "no object":
+        (folder / "meta.json").write_text("[1]")
+    elif damage == "seen":
+        (seen,) = (tmp_path / "cache" / "sources").iterdir()
+        seen.write_text("[1]")
     else:
         (folder / ("validation.bin" if damage == "missing" else "meta.json")).unlink()
     assert np.array_equal(prepare([str(tmp_path / "text")], **arguments).train, expected)

@@ -84,9 +84,9 @@ def test_no_row_writes_past_the_context_and_the_text_says_why_it_ends(decoder):
 
 @pytest.mark.parametrize("extra", [0, 1, 50])
 def test_a_prompt_that_fills_the_context_is_a_sentence_with_both_lengths(decoder, extra):
-    with pytest.raises(UserError, match=rf"The prompt has {LIMIT + extra} tokens .* ends at {LIMIT}; shorten it to"):
+    with pytest.raises(UserError, match=rf"the prompt has {LIMIT + extra} tokens .* ends at {LIMIT}; shorten it to"):
         generate(decoder, [[1] * (LIMIT + extra)], max_new_tokens=1)
-    with pytest.raises(UserError, match="Prompt 2 has"):
+    with pytest.raises(UserError, match="prompt 2 has"):
         generate(decoder, [[1], [1] * (LIMIT + extra)], max_new_tokens=1)
 
 

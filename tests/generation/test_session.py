@@ -1,10 +1,15 @@
 """What generate.py writes where: texts in their order, notes beside them, faults before the weights are read."""
 
 import pytest
+import sentencepiece
+import torch
 
+from data.tokenizer import load_tokenizer
 from errors import UserError
 from generation import session
+from generation.generate import Generation
 from generation.settings import Sampling, Settings
+from model.checkpoints import find_checkpoint
 from model.pretrained import save_pretrained
 
 GREEDY = Sampling(temperature=0)
@@ -78,5 +83,44 @@ def test_faults_are_found_before_the_weights_are_read(checkpoint, monkeypatch, t
     config = (checkpoint / "config.json").read_text("utf-8")
     (tmp_path / "config.json").write_text(config.replace("320", "299"), "utf-8")
     tokenizer.save(tmp_path)
-    with pytest.raises(UserError, match="has 300 tokens and the model only 299"):
+    with pytest.raises(UserError, match="has 300 ids but the model only 299"):
         output(tmp_path)
+
+
+def test_the_tokens_of_decoding_are_those_after_each_rows_first_also_where_a_row_has_none():
+    result = Generation([[5, 6, 7], [], [5]], ["length", "end of text", "length"], 9, 4, 0.5, 2.0)
+    first_only = Generation([[], [4]], ["end of text"] * 2, 3, 0, 0.5, 0.0)
+    assert session.speed([result, first_only], 1_000_000) == (
+        "prefill 12 tokens, 12 tokens/s; decode 2 tokens, 1 tokens/s; 1.0 MB of weights a step, read at 0.00 GB/s"
+    )
+    assert session.speed([first_only], 1) == "prefill 3 tokens, 6 tokens/s"
+
+
+@pytest.mark.parametrize("place", ["load_pretrained", "generate"])
+def test_memory_that_does_not_suffice_is_a_sentence_with_the_flag(checkpoint, monkeypatch, place):
+    def fail(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    monkeypatch.setattr(session, place, fail)
+    with pytest.raises(UserError, match=r"smaller --batch-size \(it is 7\)"):
+        output(checkpoint, batch_size=7)
+
+
+@pytest.mark.parametrize("flag", ["prompt", "stop"])
+def test_prompts_and_stop_strings_that_were_no_utf8_are_a_sentence(flag):
+    with pytest.raises(UserError, match=rf"--{flag} 'ab\\udcff' is not UTF-8 text at character 2"):
+        Settings(**{flag: ("fine é☺", "ab\udcff")})
+
+
+def test_a_run_whose_tokenizer_no_tokenizer_json_expresses_can_be_generated_from(tmp_path, decoder):
+    lines = iter(["the quick brown fox", "jumps over the lazy dog", "and runs away"] * 50)
+    with open(tmp_path / "unigram.model", "wb") as file:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=lines, model_writer=file, vocab_size=32, model_type="unigram", minloglevel=2
+        )
+    best = tmp_path / "run" / "best"
+    save_pretrained(decoder, best)
+    load_tokenizer(tmp_path / "unigram.model").save(best)
+    assert (best / "sentencepiece.model").is_file() and not (best / "tokenizer.model").exists()
+    text, _ = output(find_checkpoint(tmp_path / "run"), ["the fox"], max_new_tokens=9)
+    assert text.startswith("the fox") and len(text) > len("the fox\n")

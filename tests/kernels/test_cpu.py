@@ -4,6 +4,8 @@ bfloat16 rounds with a relative error of 2^-9 uniformly distributed, 1.1e-3 in t
 the results of a few roundings; each tolerance below says how many roundings stand behind it.
 """
 
+import inspect
+
 import pytest
 import torch
 from torch import Tensor
@@ -96,16 +98,12 @@ def test_causal_attention_of_short_bfloat16_sequences(heads, kv_heads):
     inputs = [normal(2, n, 33, 64, dtype=torch.bfloat16) for n in (heads, kv_heads, kv_heads)]
     # scores, probabilities and outputs are rounded: a score of size 8 is off by 2^-9 of itself, and its exponential by
     # that much absolutely; torch's own fused kernel, which keeps scores in float32, is within 2.5e-3
-    compare(
-        lambda *x: (cpu.CausalAttention.apply(*x),), lambda *x: (reference.causal_attention(*x),), inputs, (6e-3, 1e-2)
-    )
+    compare(lambda *x: (cpu.CausalAttention.apply(*x),), lambda *x: (reference.attention(*x),), inputs, (6e-3, 1e-2))
 
 
 def test_causal_attention_in_float32_is_exact_to_rounding():
     inputs = [normal(2, n, 17, 8, dtype=torch.float32) for n in (4, 2, 2)]
-    compare(
-        lambda *x: (cpu.CausalAttention.apply(*x),), lambda *x: (reference.causal_attention(*x),), inputs, (1e-6, 2e-6)
-    )
+    compare(lambda *x: (cpu.CausalAttention.apply(*x),), lambda *x: (reference.attention(*x),), inputs, (1e-6, 2e-6))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -160,7 +158,7 @@ def test_inputs_and_upstream_gradients_are_never_written_to():
     qkv = normal(2, 8, 4 * 64, dtype=torch.bfloat16)
     cos = sin = torch.rand(8, 32)
     q, k, v = cpu.rotary(qkv, cos, sin, 2, 1)
-    out = cpu.causal_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
+    out = cpu.attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
     y, s = cpu.norm(out, torch.ones(64), residual=out, kind="layer", eps=1e-5)
     upstream = torch.randn_like(y)
     before = qkv.detach().clone(), upstream.clone(), out.detach().clone()
@@ -169,5 +167,16 @@ def test_inputs_and_upstream_gradients_are_never_written_to():
 
 
 def test_a_cpu_tensor_gets_the_cpu_functions():
-    assert kernels.implementation(torch.empty(1)) is cpu
-    assert kernels.implementation(torch.empty(1, device="meta")) is reference
+    assert kernels.implementation(torch.device("cpu")) is cpu
+    assert kernels.implementation(torch.device("meta")) is reference
+
+
+def test_what_runs_on_a_device_is_described_in_words():
+    assert kernels.describe(torch.device("cpu")) == "plain PyTorch with CPU functions"
+    assert kernels.describe(torch.device("cuda", 1)) == "plain PyTorch"
+
+
+def test_every_public_function_takes_the_arguments_of_its_specification():
+    for name in ("norm", "rotary", "attention", "swiglu_mlp", "linear_cross_entropy"):
+        expected = inspect.signature(getattr(reference, name))
+        assert inspect.signature(getattr(kernels, name)) == inspect.signature(getattr(cpu, name)) == expected

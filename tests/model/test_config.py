@@ -22,7 +22,7 @@ LLAMA3 = {
 
 
 def test_configuration_and_families_import_no_torch():
-    code = "import sys, model.config, model.families; sys.exit('torch' in sys.modules)"
+    code = "import sys, model.config, model.families, model.checkpoints; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
@@ -43,6 +43,7 @@ def test_defaults_make_a_model_of_four_million_parameters():
         ({"hidden_size": "64"}, "hidden_size is '64'"),
         ({"num_attention_heads": True}, "num_attention_heads is True"),
         ({"norm": "batch"}, "norm is 'batch' and must be rms or layer"),
+        ({"norm": ["rms"]}, "must be rms or layer"),
         ({"norm_eps": 0.0}, "norm_eps is 0.0"),
         ({"rope_theta": float("inf")}, "rope_theta is inf"),
         ({"rope_scaling": {"rope_type": "yarn"}}, "'yarn' is not known here"),
@@ -62,6 +63,12 @@ def test_the_width_that_a_refusal_suggests_works(make_config):
 def test_a_configuration_goes_through_json_unchanged(make_config):
     config = make_config(rope_scaling=LLAMA3, head_dim=4)
     assert ModelConfig(**json.loads(json.dumps(dataclasses.asdict(config)))) == config
+
+
+def test_a_head_dim_that_is_implied_makes_no_other_configuration(make_config):
+    assert make_config(head_dim=8) == make_config() and make_config(head_dim=8).head_dim is None
+    assert make_config(head_dim=8).resolved_head_dim == 8
+    assert make_config(head_dim=10) != make_config() and make_config(head_dim=10).head_dim == 10
 
 
 @pytest.mark.parametrize(

@@ -292,6 +292,23 @@ def test_missing_unexpected_and_misshapen_tensors_are_listed_and_long_lists_are_
     assert "of another shape: model.norm.weight is (7,) instead of (48,)." in sentence
 
 
+@pytest.mark.parametrize("name", ["stray", "model.layers.0.mlp.norm.weight"])
+def test_a_tensor_of_a_strange_name_is_unexpected_and_not_dropped_as_a_norm(make_decoder, saved, name):
+    directory = saved()
+    edit_weights(directory, lambda t: t.update({name: torch.zeros(2)}))
+    for load in (load_pretrained, lambda directory: load_weights(make_decoder(norm="layer"), directory)):
+        with pytest.raises(UserError, match=f"unexpected: {name}"):
+            load(directory)
+
+
+@pytest.mark.parametrize("norm", ["rms", "layer"])
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_a_configuration_with_an_implied_head_dim_comes_back_equal(make_config, tmp_path, norm, qk_norm):
+    config = make_config(head_dim=8, norm=norm, qk_norm=qk_norm)
+    save_pretrained(Decoder(config), tmp_path)
+    assert load_config(tmp_path) == config
+
+
 @pytest.mark.parametrize("kept", [0, 4, 200, 20_000, -1])
 def test_weights_that_are_cut_short_are_one_sentence(saved, kept):
     directory = saved()

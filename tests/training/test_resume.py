@@ -53,11 +53,11 @@ def stop_at(monkeypatch, step: int, number: int = signal.SIGTERM) -> None:
     monkeypatch.setattr(metrics.Metrics, "write", write_and_signal)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    ("dtype", "number"),
+    [("float32", signal.SIGINT), ("bfloat16", signal.SIGINT), ("bfloat16", signal.SIGTERM)],
+)
 def test_40_steps_equal_20_and_20_resumed(flags, tmp_path, monkeypatch, capsys, dtype, number):
-    if (dtype, number) == ("float32", signal.SIGTERM):
-        pytest.skip("the other three combinations say it")
     settings = parse([*flags, "--dtype", dtype], "test").settings
     assert train(settings, tmp_path / "straight") == 0
     stop_at(monkeypatch, 20, number)
@@ -199,6 +199,7 @@ def test_a_resume_with_other_text_or_shape_says_what_differs(flags, stopped_run,
         (("--data", str(tmp_path / "other")), "the text differs"),
         (("--hidden-size", "64"), "shape differs .*hidden_size: 32 -> 64"),
         (("--norm", "layer"), "shape differs .*norm: rms -> layer"),
+        (("--qk-norm",), "shape differs .*qk_norm: False -> True"),
     ):
         settings = parse(["--resume", str(stopped_run), *change], "test").settings
         with pytest.raises(UserError, match=sentence):
@@ -221,10 +222,62 @@ def test_a_finished_run_says_so_instead_of_starting_again(stopped_run):
         train(settings, stopped_run, resume=True)
 
 
-def test_damaged_weights_are_refused(stopped_run):
-    path = stopped_run / "last" / "model.safetensors"
+@pytest.mark.parametrize("name", ["model.safetensors", "training_state.safetensors"])
+def test_damaged_tensors_are_refused(stopped_run, name):
+    path = stopped_run / "last" / name
     damaged = bytearray(path.read_bytes())
     damaged[-1] ^= 1
     path.write_bytes(damaged)
     with pytest.raises(UserError, match="its hash differs"):
         train(parse(["--resume", str(stopped_run)], "test").settings, stopped_run, resume=True)
+
+
+def test_a_resumed_run_needs_neither_the_weights_it_started_from_nor_the_cache(flags, stopped_run, tmp_path, cache):
+    settings = parse([*flags, "--init-from", str(stopped_run), "--steps", "8", "--norm", "layer"], "test").settings
+    with pytest.MonkeyPatch.context() as patch:
+        stop_at(patch, 3)
+        train(settings, tmp_path / "second")
+    shutil.rmtree(stopped_run)
+    resumed = parse(["--resume", str(tmp_path / "second"), "--cache", str(tmp_path / "new cache")], "test").settings
+    assert train(resumed, tmp_path / "second", resume=True) == 0
+    assert checkpoint.read_state(tmp_path / "second" / "last").step == 8
+
+
+def test_an_evaluation_logged_twice_by_a_kill_is_cut(stopped_run):
+    lines = metrics.read(stopped_run)
+    with (stopped_run / "metrics.jsonl").open("a", encoding="utf-8") as file:
+        file.write(json.dumps({"step": 5, "validation_loss": 1.0, "perplexity": 2.0, "bits_per_byte": 1.0}) + "\n")
+        file.write('{"step": 6, "los')  # and a line that was never finished
+    log = metrics.Metrics(stopped_run, after_step=5, evaluated_at=0, facts={}, tensorboard=False)
+    log.close()
+    assert metrics.read(stopped_run) == lines
+
+
+def test_the_exit_status_tells_the_signal(straight_run, tmp_path):
+    if os.name == "nt":
+        pytest.skip("Windows ends a process without asking it")
+    process = run_script(tmp_path, [*straight_run[1], "--steps", "100000"], "run")
+    wait_for_first_step(process, tmp_path / "run")
+    time.sleep(0.3)
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGINT
+    assert checkpoint.find_last(tmp_path / "run").name == "last"
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no limit on the size of a file to simulate a full disk with")
+def test_a_disk_that_fills_up_during_a_run_costs_nothing_that_was_saved(stopped_run):
+    code = f"""
+import resource, sys
+sys.path.insert(0, {str(ROOT)!r})
+sys.argv = ["train.py", "--resume", {str(stopped_run)!r}]
+from errors import sentences
+import train
+resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))
+with sentences():
+    train.main()
+"""
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, encoding="utf-8", timeout=120)
+    assert out.returncode == 2, out.stderr
+    assert out.stderr.strip().splitlines()[-1].startswith("error: ") and "Traceback" not in out.stderr
+    assert checkpoint.read_state(stopped_run / "last").step == 5

@@ -76,6 +76,12 @@ def test_a_wrong_name_in_a_file_is_refused_with_the_nearest_right_one(tmp_path, 
         parse("--config", str(tmp_path / "bad.toml"))
 
 
+def test_a_value_that_looks_like_a_flag_survives_saving(tmp_path):
+    settings = parse("--sample-prompt=--help")
+    settings_file.save(settings, tmp_path / "settings.toml")
+    assert settings_file.load(tmp_path / "settings.toml").run.sample_prompt == "--help"
+
+
 def test_an_unknown_flag_ends_with_status_2_and_the_nearest_right_one(capsys):
     with pytest.raises(SystemExit) as ended:
         parse("--learning-rat", "1")
@@ -92,6 +98,10 @@ def test_an_unknown_flag_ends_with_status_2_and_the_nearest_right_one(capsys):
         (("--steps", "0"), "at least 1"),
         (("--validation-fraction", "1.5"), "between 0 and 1"),
         (("--learning-rate", "-1"), "greater than 0"),
+        (("--seed", "-1"), "must not be negative"),
+        (("--beta2", "1.0"), "between 0 and 1"),
+        (("--final-learning-rate", "nan"), "between 0 and 1"),
+        (("--resume", "runs/x", "--config", "small"), "leave out --config"),
     ],
 )
 def test_a_value_that_cannot_work_is_one_sentence(flags, sentence):

@@ -14,6 +14,7 @@ from training.step import Diverged, backward, micro_batches, update
 
 ROOT = Path(__file__).parent.parent.parent
 CPU = torch.device("cpu")
+NO_SCALER = torch.amp.GradScaler("cpu", enabled=False)
 CONFIG = ModelConfig(
     vocab_size=61,
     hidden_size=16,
@@ -32,10 +33,13 @@ def a_batch() -> tuple[np.ndarray, np.ndarray]:
     return inputs, targets
 
 
+def predicted() -> int:
+    return int((a_batch()[1] >= 0).sum())
+
+
 def gradients(size: int) -> tuple[float, dict[str, torch.Tensor]]:
     model = Decoder(CONFIG, seed=3)
-    scaler = torch.amp.GradScaler("cpu", enabled=False)
-    loss = backward(model, micro_batches(*a_batch(), size, CPU), scaler, Processes(), CPU)
+    loss = backward(model, micro_batches(*a_batch(), size, CPU), predicted(), NO_SCALER, Processes(), CPU)
     return loss, {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
@@ -67,7 +71,7 @@ def test_a_batch_without_any_predicted_token_gives_zero_gradients():
     model = Decoder(CONFIG, seed=3)
     inputs, targets = a_batch()
     batches = micro_batches(inputs, np.full_like(targets, -100), 4, CPU)
-    assert backward(model, batches, torch.amp.GradScaler("cpu", enabled=False), Processes(), CPU) == 0.0
+    assert backward(model, batches, 0, NO_SCALER, Processes(), CPU) == 0.0
     assert all(not parameter.grad.any() for parameter in model.parameters())
 
 
@@ -76,8 +80,8 @@ def test_clipping_scales_the_whole_gradient_to_the_limit():
         model = Decoder(CONFIG, seed=3)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         before = torch.cat([parameter.detach().flatten().clone() for parameter in model.parameters()])
-        loss = backward(model, micro_batches(*a_batch(), 8, CPU), torch.amp.GradScaler(enabled=False), Processes(), CPU)
-        norm = update(model, optimizer, torch.amp.GradScaler("cpu", enabled=False), clip, loss)
+        loss = backward(model, micro_batches(*a_batch(), 8, CPU), predicted(), NO_SCALER, Processes(), CPU)
+        norm = update(model, optimizer, NO_SCALER, clip, loss)
         moved = (torch.cat([parameter.detach().flatten() for parameter in model.parameters()]) - before).norm()
         assert moved.item() == pytest.approx(min(norm, clip), rel=1e-3)
 
@@ -85,12 +89,12 @@ def test_clipping_scales_the_whole_gradient_to_the_limit():
 def test_a_gradient_that_is_not_finite_is_named_and_leaves_the_weights_alone():
     model = Decoder(CONFIG, seed=3)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    loss = backward(model, micro_batches(*a_batch(), 8, CPU), torch.amp.GradScaler(enabled=False), Processes(), CPU)
+    loss = backward(model, micro_batches(*a_batch(), 8, CPU), predicted(), NO_SCALER, Processes(), CPU)
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     name, parameter = list(model.named_parameters())[3]
     parameter.grad.view(-1)[0] = float("inf")
     with pytest.raises(Diverged, match=f"inf in {name}"):
-        update(model, optimizer, torch.amp.GradScaler("cpu", enabled=False), 1.0, loss)
+        update(model, optimizer, NO_SCALER, 1.0, loss)
     assert all(torch.equal(before[name], parameter) for name, parameter in model.named_parameters())
 
 
@@ -106,7 +110,8 @@ inputs, targets = test_step.a_batch()
 half = slice(4 * ours.rank, 4 * ours.rank + 4)
 model = Decoder(test_step.CONFIG, seed=3)
 batches = micro_batches(inputs[half], targets[half], 2, test_step.CPU)
-loss = backward(ours.wrap(model), batches, torch.amp.GradScaler("cpu", enabled=False), ours, test_step.CPU)
+predicted = ours.sum((targets[half] >= 0).sum(), device=test_step.CPU)[0]
+loss = backward(ours.wrap(model), batches, predicted, test_step.NO_SCALER, ours, test_step.CPU)
 whole_loss, whole = test_step.gradients(8)
 assert abs(loss - whole_loss) < 1e-6 * whole_loss, (loss, whole_loss)
 test_step.assert_close({{name: p.grad for name, p in model.named_parameters()}}, whole, 5e-6)

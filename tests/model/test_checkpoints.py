@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from errors import UserError
-from generation.checkpoints import eos_ids, find_checkpoint, newest_run
+from model.checkpoints import eos_ids, find_checkpoint, newest_run
 
 
 def checkpoint(directory, **config):
@@ -71,7 +71,7 @@ DAMAGES = {
 @pytest.mark.parametrize("fault", DAMAGES)
 def test_a_damaged_save_is_passed_over_and_named_when_nothing_else_is_left(tmp_path, fault):
     DAMAGES[fault](checkpoint(tmp_path / "best"))
-    with pytest.raises(UserError, match=rf"No checkpoint in .* is whole \(best: {fault.strip()}"):
+    with pytest.raises(UserError, match=rf"no checkpoint in .* is whole \(best: {fault.strip()}"):
         find_checkpoint(tmp_path)
     whole = checkpoint(tmp_path / "last.old")
     assert find_checkpoint(tmp_path) == whole
@@ -81,6 +81,13 @@ def test_a_whole_sharded_checkpoint_is_whole(tmp_path):
     directory = checkpoint(tmp_path / "best")
     shard_missing(directory)
     save_file({"b": torch.zeros(1)}, directory / "model-00002-of-00002.safetensors")
+    assert find_checkpoint(tmp_path) == directory
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "sentencepiece.model"])
+def test_a_save_with_a_tokenizer_of_another_kind_is_whole(tmp_path, name):
+    directory = checkpoint(tmp_path / "best")
+    (directory / "tokenizer.model").rename(directory / name)
     assert find_checkpoint(tmp_path) == directory
 
 
@@ -97,7 +104,7 @@ def test_the_newest_run_is_the_one_that_saved_last_not_the_one_touched_last(tmp_
 
 def test_no_run_at_all_is_a_sentence_that_says_how_to_make_one(tmp_path):
     for folder in (tmp_path, tmp_path / "missing"):
-        with pytest.raises(UserError, match=r"There is no run in .* `python train.py`"):
+        with pytest.raises(UserError, match=r"there is no run in .* `python train.py`"):
             newest_run(folder)
 
 
@@ -113,7 +120,7 @@ def test_eos_ids_are_the_tokenizers_and_those_of_the_generation_config_or_else_o
     directory = checkpoint(tmp_path / "model", eos_token_id=7)
     assert eos_ids(directory, 2) == {2, 7}
     (directory / "generation_config.json").write_text('{"eos_token_id": [5, 6]}')
-    assert eos_ids(directory, None) == {5, 6}
+    assert eos_ids(directory, 5) == {5, 6}
     (directory / "generation_config.json").write_text("{}")
     assert eos_ids(directory, 7) == {7}
     (directory / "generation_config.json").write_text("{")

@@ -1,4 +1,4 @@
-"""`causal_attention` against a loop over positions in float64 with keys and values repeated explicitly.
+"""`attention` against a loop over positions in float64 with keys and values repeated explicitly.
 
 Tolerances: float32: 1e-6. In bfloat16 the output's rounding (1.66e-3), that of the probabilities (1.66e-3, averaged
 over the keys) and on a CPU that of the scores (relative 1.66e-3 of scores of a few units): 5e-3; gradients 1e-2.
@@ -29,7 +29,7 @@ def test_output_and_gradients_equal_the_float64_definition(kernel, draw, relativ
         y = function(*tensors)
         return y, torch.autograd.grad(y, tensors, upstream.to(y.dtype))
 
-    y, gradients = run(kernel.causal_attention, inputs)
+    y, gradients = run(kernel.attention, inputs)
     y64, gradients64 = run(definition, [tensor.double() for tensor in inputs])
     assert relative(y, y64) < out
     for ours, theirs in zip(gradients, gradients64, strict=True):
@@ -39,8 +39,32 @@ def test_output_and_gradients_equal_the_float64_definition(kernel, draw, relativ
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_nothing_after_a_position_reaches_it(kernel, draw, dtype):
     q, k, v = (draw(B, heads, T, D).to(dtype) for heads in (H, K, K))
-    before = kernel.causal_attention(q, k, v)
+    before = kernel.attention(q, k, v)
     k[:, :, 12:], v[:, :, 12:] = 100.0, -100.0
-    after = kernel.causal_attention(q, k, v)
+    after = kernel.attention(q, k, v)
     assert torch.equal(before[:, :, :12], after[:, :, :12])
     assert not torch.equal(before[:, :, 12:], after[:, :, 12:])
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 5e-3)])
+def test_a_query_sees_what_its_row_of_the_mask_says_and_a_single_one_without_mask_everything(
+    kernel, draw, relative, dtype, tolerance
+):
+    k, v = (draw(B, K, T, D).to(dtype) for _ in range(2))
+    for length, masked in ((5, True), (1, True), (1, False)):
+        q = draw(B, H, length, D).to(dtype)
+        mask = draw(B, 1, length, T) > 0 if masked else torch.ones(B, 1, length, T, dtype=torch.bool)
+        mask[..., 3] = True  # no row without anything to see
+        scores = q.double() @ k.double().repeat_interleave(H // K, dim=1).transpose(2, 3) / D**0.5
+        p = torch.softmax(scores.masked_fill(~mask, float("-inf")), -1)
+        expected = p @ v.double().repeat_interleave(H // K, dim=1)
+        assert relative(kernel.attention(q, k, v, mask if masked else None), expected) < tolerance
+
+
+def test_one_mask_serves_all_rows_of_a_batch(kernel, draw):
+    q, k, v = (draw(B, heads, T, D) for heads in (H, K, K))
+    mask = draw(1, 1, T, T) > -0.5
+    mask |= torch.eye(T, dtype=torch.bool)
+    together = kernel.attention(q, k, v, mask)
+    alone = [kernel.attention(*(x[row : row + 1] for x in (q, k, v)), mask) for row in range(B)]
+    torch.testing.assert_close(together, torch.cat(alone), rtol=1e-6, atol=1e-6)

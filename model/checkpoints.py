@@ -1,6 +1,7 @@
 """Which directory a RUN means: a checkpoint itself, the best whole one in a run folder, or the newest run there is.
 
-Reads names, JSON and the header of weight files only; `model.pretrained` loads them. Imports no torch.
+Reads names, JSON and the header of weight files only; `model.pretrained` and `data.tokenizer` load what they hold.
+Imports no torch.
 """
 
 import contextlib
@@ -26,7 +27,7 @@ def find_checkpoint(path: Path) -> Path:
         faults[save.name] = fault
     if faults:
         listed = "; ".join(f"{name}: {fault}" for name, fault in faults.items())
-        raise UserError(f"No checkpoint in the run folder {path} is whole ({listed}); train again or give another run.")
+        raise UserError(f"no checkpoint in the run folder {path} is whole ({listed}); train again or give another run.")
     expected = "a checkpoint (a directory with config.json) nor a run folder (one with best/ or last/)"
     if not path.exists():
         raise UserError(f"{path} does not exist; give {expected.replace(' nor ', ' or ')}.{hint(path)}")
@@ -38,7 +39,7 @@ def newest_run(folder: Path) -> Path:
     runs = runs_in(folder)
     if not runs:
         raise UserError(
-            f"There is no run in {folder}/ to take; train one with `python train.py`, or name a run or checkpoint."
+            f"there is no run in {folder}/ to take; train one with `python train.py`, or name a run or checkpoint."
         )
     return max(runs, key=saved_at)
 
@@ -98,10 +99,11 @@ def stated_size(file: Path) -> int:
 
 def has_tokenizer(directory: Path) -> bool:
     """Whether a tokenizer that `data.tokenizer` reads lies in the directory."""
-    return any((directory / name).is_file() for name in ("tokenizer.model", "tokenizer.json"))
+    names = ("tokenizer.model", "tokenizer.json", "sentencepiece.model")
+    return any((directory / name).is_file() for name in names)
 
 
-def eos_ids(directory: Path, tokenizer_eos: int | None) -> frozenset[int]:
+def eos_ids(directory: Path, tokenizer_eos: int) -> frozenset[int]:
     """Every id that ends a text: the tokenizer's, and those of generation_config.json or else config.json.
 
     Models tuned for chat list several, which their tokenizer's single EOS does not cover.
@@ -117,4 +119,4 @@ def eos_ids(directory: Path, tokenizer_eos: int | None) -> frozenset[int]:
         if stated is not None:
             ids.update(stated if isinstance(stated, list) else [stated])
             break
-    return frozenset(ids - {None})
+    return frozenset(ids)

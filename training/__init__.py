@@ -1,0 +1,1 @@
+"""One run: settings, loop, optimizer, state on disk, metrics, processes."""
