@@ -208,13 +208,10 @@ class LinearCrossEntropy(torch.autograd.Function):
         for start in range(0, len(x), CHUNK):
             rows = slice(start, start + CHUNK)
             logits = (x[rows] @ weight.t()).float()
-            largest = logits.amax(-1, keepdim=True)
-            chosen = logits.gather(1, target[rows]).sub_(largest)
-            p = logits.sub_(largest).exp_()
-            total = p.sum(-1, keepdim=True)
-            loss[rows] = (total.log() - chosen)[:, 0]
+            p = torch.softmax(logits, -1)  # one fused pass; the largest logit less the log of its share is logsumexp
+            loss[rows] = logits.amax(-1) - p.amax(-1).log_() - logits.gather(1, target[rows])[:, 0]
             if keep:
-                p.div_(total).scatter_add_(1, target[rows], minus_one[: len(p)])  # in float32, before the rounding
+                p.scatter_add_(1, target[rows], minus_one[: len(p)])  # in float32, before the rounding
                 delta[rows] = p
         if keep:
             ctx.save_for_backward(x, weight, delta, counted)

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import platform
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -19,10 +20,10 @@ from errors import UserError
 from model.decoder import Decoder
 from model.pretrained import load_pretrained
 from training import commands, loop, machine, metrics, optimizer, plot
-from training.estimate import activation_bytes
+from training.estimate import activation_bytes, estimate
 from training.evaluate import Evaluation, evaluate
 from training.loop import train
-from training.settings import load, parse
+from training.settings import config_path, load, parse
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -299,3 +300,9 @@ def test_two_processes_train_the_run_of_one(flags, tmp_path):
     assert out.stdout.count("next: ") == 1  # only one of them speaks
     one, two = ([line["loss"] for line in metrics.read(tmp_path / name) if "loss" in line] for name in ("one", "two"))
     assert two == pytest.approx(one, rel=1e-4)
+
+
+@pytest.mark.parametrize("config", ["tiny", "small", "124m", "1b"])
+def test_the_header_of_a_config_states_the_memory_that_a_dry_run_estimates(config):
+    header = re.search(r"# Memory: (\S+ [MG]B) on a CPU", config_path(config).read_text(encoding="utf-8"))[1]
+    assert f"memory    {header}:" in estimate(parse(["--config", config], "test").settings)
