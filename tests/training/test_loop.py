@@ -243,7 +243,9 @@ def test_the_estimate_counts_what_the_forward_pass_keeps(settings):
     }
     found = activation_bytes(settings.model, 8, 32, torch.float32, checkpointing=False)
     assert found == pytest.approx(sum(kept.values()), rel=0.02)
-    assert activation_bytes(settings.model, 8, 32, torch.float32, checkpointing=True) < 0.7 * found
+    deep = dataclasses.replace(settings.model, num_hidden_layers=8)
+    whole, checkpointed = (activation_bytes(deep, 8, 32, torch.float32, checkpointing=on) for on in (False, True))
+    assert checkpointed < 0.5 * whole  # the head, a layer, and the inputs of the others
 
 
 def test_cosine_runs_too(flags, tmp_path):

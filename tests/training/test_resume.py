@@ -21,6 +21,7 @@ from training.settings import parse
 
 ROOT = Path(__file__).parent.parent.parent
 TIMES = ("seconds",)
+ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}  # bits depend on the number of threads that share a sum
 
 
 def losses(run: Path) -> list[dict]:
@@ -98,11 +99,10 @@ def straight_run(tmp_path_factory, text_folder, cache) -> tuple[Path, list[str]]
 def run_script(folder: Path, flags: list[str], name: str, resume: bool = False) -> subprocess.Popen:
     """Start train.py in a process of its own."""
     chosen = ["--resume", name] if resume else [*flags, "--out", name]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
         [sys.executable, str(ROOT / "train.py"), *chosen],
         cwd=folder,
-        env=environment,
+        env=ONE_THREAD,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
     )
@@ -173,7 +173,9 @@ sys.argv = ["train.py", *{[*flags, "--out", "killed"]!r}]
 import train
 train.main()
 """
-    process = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, timeout=120)
+    process = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=ONE_THREAD, capture_output=True, timeout=120
+    )
     assert process.returncode not in (0, 1, 2), process.stderr.decode()
     names = {path.name for path in (tmp_path / "killed").iterdir()}
     assert ("last" in names) == (cut != "between the renames") and "last.old" in names
