@@ -223,8 +223,8 @@ def evaluate_and_save(session: Session, log: Metrics | None, bar: tqdm) -> None:
 def save(session: Session, log: Metrics | None) -> None:
     """Save all that a resumed run needs; the main process does."""
     if log is not None:
+        log.flush()  # first: a checkpoint must never be ahead of the lines that led to it
         checkpoint.save_last(session.run, session.state, session.model, session.optimizer, session.corpus.tokenizer)
-        log.flush()
 
 
 def sample(session: Session, length: int) -> str:
