@@ -1,6 +1,7 @@
 """Errors that a user can mend: one sentence on standard error and exit status 2, never a traceback."""
 
 import contextlib
+import os
 import sys
 from collections.abc import Iterator
 
@@ -17,6 +18,8 @@ def sentences() -> Iterator[None]:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+    except BrokenPipeError:  # the reader has gone (`| head`); the interpreter would complain once more as it ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except KeyboardInterrupt:
         print("stopped.", file=sys.stderr)
         sys.exit(130)

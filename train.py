@@ -10,11 +10,15 @@ from training import settings as settings_file
 
 DESCRIPTION = """Train a small LLaMA-style transformer on text, on whatever this machine has.
 
-python train.py --norm rms                      a few minutes on a laptop, on Python's own library
-python train.py --norm layer                    the same run with LayerNorm
-python train.py --data my/texts --steps 3000    your own text
-python train.py --config small --dry-run        what a larger model would need
-python train.py --resume runs/tiny-rms          go on with a stopped run"""
+python train.py --norm rms: a few minutes on a laptop, on Python's own library
+
+python train.py --norm layer: the same run with LayerNorm
+
+python train.py --data my/texts --steps 3000: your own text
+
+python train.py --config small --dry-run: what a larger model would need
+
+python train.py --resume runs/tiny-rms: go on with a stopped run"""
 
 
 def main() -> int:

@@ -239,7 +239,7 @@ def _training_failed(error: Exception, vocab_size: int) -> UserError:
     if most := re.search(r"Vocabulary size too high .*?<= (\d+)", said):
         return UserError(
             f"the text is too small for a vocabulary of {vocab_size:,}; "
-            f"the largest that it can fill is {most[1]}: set vocab_size to that or less, or give more text."
+            f"the largest that it can fill is {most[1]}: set --vocab-size to that or less, or give more text."
         )
     if least := re.search(r"smaller than required_chars\. \d+ vs (\d+)", said):
         return UserError(

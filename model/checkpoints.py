@@ -6,6 +6,7 @@ Imports no torch.
 
 import contextlib
 import json
+import sys
 from pathlib import Path
 
 from errors import UserError
@@ -23,6 +24,12 @@ def find_checkpoint(path: Path) -> Path:
     for save in saves(path):
         fault = why_not_whole(save)
         if fault is None:
+            if faults:
+                listed = "; ".join(f"{name}: {why}" for name, why in faults.items())
+                print(
+                    f"note: {save} is used, because something is wrong with what comes first ({listed})",
+                    file=sys.stderr,
+                )
             return save
         faults[save.name] = fault
     if faults:

@@ -77,3 +77,4 @@ if __name__ == "__main__":
             if not metrics.read(run):
                 raise UserError(f"{run} has no metrics.jsonl with measurements in it; give the folder of a run.")
         draw(list(arguments.runs), arguments.out)
+        print(f"written: {arguments.out}")
