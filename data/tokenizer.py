@@ -206,7 +206,7 @@ def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
         raise UserError(
             f"the tokenizer has {tokenizer.vocab_size:,} ids but the model only {vocab_size:,}; "
             f"a trained model needs the tokenizer that it was trained with, "
-            f"and a new one a vocab_size of {tokenizer.vocab_size} or more."
+            f"and a new one --vocab-size {tokenizer.vocab_size:,} or more."
         )
 
 
@@ -239,12 +239,12 @@ def _training_failed(error: Exception, vocab_size: int) -> UserError:
     if most := re.search(r"Vocabulary size too high .*?<= (\d+)", said):
         return UserError(
             f"the text is too small for a vocabulary of {vocab_size:,}; "
-            f"the largest that it can fill is {most[1]}: set --vocab-size to that or less, or give more text."
+            f"the largest that it can fill is {int(most[1]):,}: set --vocab-size to that or less, or give more text."
         )
     if least := re.search(r"smaller than required_chars\. \d+ vs (\d+)", said):
         return UserError(
             f"a vocabulary of {vocab_size:,} has no room for the characters of this text; "
-            f"set vocab_size to {least[1]} or more."
+            f"set --vocab-size to {int(least[1]):,} or more."
         )
     return UserError(f"no tokenizer could be trained on this text ({said}); give more text.")
 
@@ -263,9 +263,12 @@ def _read_json(path: Path) -> dict:
     if not path.is_file():
         return {}
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        fields = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise UserError(f"{path} is not JSON ({error}); fetch it again.") from error
+    if not isinstance(fields, dict):
+        raise UserError(f"{path} holds no JSON object; fetch it again.")
+    return fields
 
 
 def _copy(source: Path, directory: Path) -> None:

@@ -1,4 +1,4 @@
-"""From text to token streams on disk, through the cache, and the doors to what training reads from them.
+"""From text to token streams on disk, through the cache.
 
 The text is read three times (which documents, the tokenizer's sample, ids) and never held: memory does not grow with
 it. A second run with the same text and tokenizer reads no text at all.
@@ -18,14 +18,11 @@ import numpy as np
 from tqdm import tqdm
 
 from data import cache
-from data.batches import batch, validation_windows
 from data.corpus import TextFile, fingerprint, resolve, stream
 from data.packing import Piece, TokenStream, pack, token_dtype
 from data.split import TRAIN, VALIDATION, Split, by_side, scan, split
 from data.tokenizer import TRAINER, SentencePieceTokenizer, Tokenizer, load_tokenizer, train_tokenizer
 from errors import UserError
-
-__all__ = ["TokenizedCorpus", "batch", "prepare", "tokenize", "validation_windows"]
 
 VERSION = 1  # of the cache's files; raised when the same text and tokenizer would give others
 

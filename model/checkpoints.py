@@ -11,29 +11,27 @@ from pathlib import Path
 
 from errors import UserError
 
-# Best first. The .new and .old ones are what a save that was cut leaves behind.
-SAVES = tuple(name + suffix for name in ("best", "last") for suffix in ("", ".new", ".old"))
-
 
 def find_checkpoint(path: Path) -> Path:
     """The checkpoint directory that `path` means: itself, or in a run folder the best whole one."""
     path = Path(path)
     if (path / "config.json").is_file():
         return path
-    faults = {}
+    found, faults = None, {}
     for save in saves(path):
         fault = why_not_whole(save)
         if fault is None:
-            if faults:
-                listed = "; ".join(f"{name}: {why}" for name, why in faults.items())
-                print(
-                    f"note: {save} is used, because something is wrong with what comes first ({listed})",
-                    file=sys.stderr,
-                )
-            return save
+            found = save
+            break
         faults[save.name] = fault
+    listed = "; ".join(f"{name}: {fault}" for name, fault in faults.items())
+    if found is not None:
+        if faults:
+            print(
+                f"note: {found} is used, because something is wrong with what comes first ({listed})", file=sys.stderr
+            )
+        return found
     if faults:
-        listed = "; ".join(f"{name}: {fault}" for name, fault in faults.items())
         raise UserError(f"no checkpoint in the run folder {path} is whole ({listed}); train again or give another run.")
     expected = "a checkpoint (a directory with config.json) nor a run folder (one with best/ or last/)"
     if not path.exists():
@@ -67,7 +65,12 @@ def saved_at(run: Path) -> float:
 
 def saves(run: Path) -> list[Path]:
     """The saves in a run folder, best first; whole or not."""
-    return [run / name for name in SAVES if (run / name).is_dir()]
+    return [save for name in ("best", "last") for save in candidates(run / name) if save.is_dir()]
+
+
+def candidates(target: Path) -> list[Path]:
+    """The places where the save `target` may be, best first: a save that was cut leaves it as .new or .old."""
+    return [target.with_name(target.name + suffix) for suffix in ("", ".new", ".old")]
 
 
 def hint(path: Path) -> str:

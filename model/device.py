@@ -4,6 +4,8 @@ import torch
 
 from errors import UserError
 
+TYPES = ("cpu", "cuda", "mps")  # torch has others, such as meta, whose tensors hold no numbers
+
 
 def choose_device(name: str) -> torch.device:
     """The device that a `--device` value means; `auto` is CUDA, else MPS, else the CPU."""
@@ -11,8 +13,10 @@ def choose_device(name: str) -> torch.device:
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     try:
         device = torch.device(name)
+        if device.type not in TYPES:
+            raise UserError(f"--device {name} is of no type that models run on; use auto, cpu, cuda or mps.")
         torch.empty(1, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
+    except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
         raise UserError(f"--device {name} cannot be used here ({reason}); --device auto takes what there is.") from None
     return device

@@ -18,13 +18,15 @@ from torch import Tensor
 from errors import UserError
 from model.config import ModelConfig
 from model.decoder import Decoder
-from model.families import FAMILIES, family_of, load_config, read_json, to_json
+from model.families import FAMILIES, SHAPE, family_of, load_config, read_json, to_json
 from model.norm import is_norm_parameter
 
 __all__ = ["WeightReport", "load_config", "load_pretrained", "load_weights", "plain_tensors", "save_pretrained"]
 
 # Our packed matrix -> the ecosystem's, in the order of the rows. All other names are the same, after "model.".
 PACKED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+# What two models must agree in for the weights of one to be weights of the other, whatever their norms are.
+SAME = (*SHAPE, "num_key_value_heads", "resolved_head_dim", "attention_bias", "qk_norm", "tie_word_embeddings")
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -54,11 +56,13 @@ def plain_tensors(parameters: Mapping[str, Tensor], config: ModelConfig) -> dict
 
 def zero_tensors(model_type: str, config: ModelConfig) -> dict[str, torch.Size]:
     """Tensors that a family has and our model has not: zeros make the two the same function."""
+    if model_type == "prenorm":
+        return {}
+    family, names = FAMILIES[model_type], []
     layers = [f"model.layers.{index}" for index in range(config.num_hidden_layers)]
-    names = []
-    if model_type != "prenorm" and FAMILIES[model_type].output_bias and config.attention_bias:
+    if family.output_bias and config.attention_bias:
         names += [f"{layer}.self_attn.o_proj.bias" for layer in layers]
-    if model_type == "stablelm" and not config.norm_bias:
+    if family.norm == "layer" and not config.norm_bias:
         for layer in layers:
             names += [f"{layer}.input_layernorm.bias", f"{layer}.post_attention_layernorm.bias"]
         names += ["model.norm.bias"]
@@ -140,10 +144,7 @@ def load_weights(decoder: Decoder, directory: Path | str) -> WeightReport:
     Gains that both norms have are kept. The decoder keeps its dtypes, so master weights stay float32.
     """
     config = load_config(directory)
-    for key in ("num_attention_heads", "num_key_value_heads"):  # heads of other widths can have the same shapes
-        ours, theirs = getattr(decoder.config, key), getattr(config, key)
-        if ours != theirs:
-            raise UserError(f"{directory} has {key} {theirs}, and the model to fill has {ours}; make them equal.")
+    check_same_shape(config, decoder.config, directory)
     with stored_weights(directory, config) as stored:
         views = plain_tensors(decoder.state_dict(), decoder.config)
         new = [name for name in views if name not in stored and is_norm_parameter(name)]
@@ -236,6 +237,22 @@ def without_redundant(
         and name not in copies
         and not name.endswith("rotary_emb.inv_freq")  # a table, in old files
     }
+
+
+def check_same_shape(theirs: ModelConfig, ours: ModelConfig, directory: Path | str) -> None:
+    """Raise one `UserError` that lists the fields of a directory's model that the model to fill has otherwise.
+
+    Tensors alone would not tell: heads of other widths can have the same shapes.
+    """
+    different = [
+        f"{key.removeprefix('resolved_')} {getattr(theirs, key)} instead of {getattr(ours, key)}"
+        for key in SAME
+        if getattr(theirs, key) != getattr(ours, key)
+    ]
+    if different:
+        raise UserError(
+            f"{directory} is of another shape than the model to fill: {', '.join(different)}; make them equal."
+        )
 
 
 def check_match(expected: Mapping[str, torch.Size], stored: Mapping[str, StoredTensor], directory: Path | str) -> None:

@@ -1,4 +1,4 @@
-"""Shared by several rooms: relative error, and real trained weights as a directory that the project opens."""
+"""Shared by several rooms: the folder of test data, real trained weights as a directory, and relative error."""
 
 import json
 import os
@@ -10,6 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read where kernels are decorated: before any test imports them
 
 
 def read_llama2c(path: Path) -> tuple[dict, dict[str, np.ndarray]]:
@@ -65,25 +68,26 @@ def read_llama2c(path: Path) -> tuple[dict, dict[str, np.ndarray]]:
 
 
 @pytest.fixture(scope="session")
-def stories260k_source() -> Path:
-    """The folder with stories260K.bin, tok512.model and what they must give."""
-    shared = os.environ.get("PRENORM_SHARED")
-    if shared is None:
-        pytest.skip("needs the real weights under $PRENORM_SHARED/data/stories260K, which is not set")
-    return Path(shared) / "data" / "stories260K"
+def shared() -> Path:
+    """The folder of test data: real weights and tokenizers, and what they must give."""
+    if not os.environ.get("PRENORM_SHARED"):
+        pytest.skip(
+            "needs the test data, and the environment variable PRENORM_SHARED names no folder that has it in data/"
+        )
+    return Path(os.environ["PRENORM_SHARED"]) / "data"
 
 
 @pytest.fixture(scope="session")
-def stories260k_directory(stories260k_source: Path, tmp_path_factory) -> Path:
+def stories260k_directory(shared: Path, tmp_path_factory) -> Path:
     """The real trained 260K model as a llama directory with its SentencePiece tokenizer."""
     from safetensors.numpy import save_file
 
     directory = tmp_path_factory.mktemp("stories260K")
-    config, tensors = read_llama2c(stories260k_source / "stories260K.bin")
+    config, tensors = read_llama2c(shared / "stories260K" / "stories260K.bin")
     (directory / "config.json").write_text(json.dumps(config), encoding="utf-8")
     contiguous = {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
     save_file(contiguous, directory / "model.safetensors", metadata={"format": "pt"})
-    shutil.copy(stories260k_source / "tok512.model", directory / "tokenizer.model")
+    shutil.copy(shared / "stories260K" / "tok512.model", directory / "tokenizer.model")
     return directory
 
 

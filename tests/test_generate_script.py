@@ -113,7 +113,7 @@ def test_a_reader_that_leaves_early_ends_it_quietly(folder):
     assert "Traceback" not in stderr and "error" not in stderr.lower() and "tokens/s" not in stderr
 
 
-def test_the_trained_stories_model_prints_the_bytes_of_the_reference_program(stories260k_directory, tmp_path):
+def test_the_trained_stories_model_prints_the_bytes_of_the_reference_program(stories260k_directory, shared, tmp_path):
     result = generate(tmp_path, stories260k_directory, "--temperature", 0, "--device", "cpu")
-    expected = Path(os.environ["PRENORM_SHARED"], "data", "stories260K", "greedy_200_steps.txt")
+    expected = shared / "stories260K" / "greedy_200_steps.txt"
     assert result.returncode == 0 and result.stdout == expected.read_bytes()

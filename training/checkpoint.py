@@ -26,6 +26,7 @@ from safetensors.torch import save_file
 from data.tokenizer import Tokenizer
 from errors import UserError
 from model import pretrained
+from model.checkpoints import candidates
 from model.decoder import Decoder
 from training import optimizer as optimizers
 from training.settings import Settings
@@ -129,11 +130,6 @@ def settle(target: Path) -> None:
             shutil.rmtree(target, ignore_errors=True)
             candidate.rename(target)
         shutil.rmtree(candidate, ignore_errors=True)
-
-
-def candidates(target: Path) -> list[Path]:
-    """The places where `target` may be, best first."""
-    return [target, target.with_name(target.name + ".new"), target.with_name(target.name + ".old")]
 
 
 def is_whole(directory: Path) -> bool:

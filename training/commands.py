@@ -7,7 +7,6 @@ from data.batches import validation_windows
 from data.tokenizer import check_vocabulary, load_tokenizer
 from data.tokens import tokenize
 from errors import UserError
-from model.checkpoints import find_checkpoint
 from model.device import choose_device
 from model.pretrained import load_pretrained
 from training import machine, processes
@@ -70,7 +69,7 @@ def evaluate_checkpoint(settings: Settings) -> None:
     """Print the loss of the checkpoint --init-from on all of --data."""
     if settings.run.init_from is None:
         raise UserError("--eval-only needs --init-from: the run folder or checkpoint directory to evaluate.")
-    directory = find_checkpoint(Path(settings.run.init_from))
+    directory = Path(settings.run.init_from)
     device = choose_device(settings.machine.device)
     dtype = machine.choose_dtype(settings.machine.dtype, device)
     tokenizer = load_tokenizer(settings.data.tokenizer or directory)

@@ -68,6 +68,12 @@ def start(device_name: str) -> tuple[Processes, str]:
     count = int(os.environ.get("WORLD_SIZE", "1"))
     if count == 1:
         return Processes(), device_name
+    missing = [name for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing:
+        raise UserError(
+            f"the environment has WORLD_SIZE {count} and no {', '.join(missing)}; "
+            f"start several processes with torchrun, or unset WORLD_SIZE."
+        )
     processes = Processes(int(os.environ["RANK"]), count, int(os.environ["LOCAL_RANK"]))
     on_cuda = device_name == "cuda" or (device_name == "auto" and torch.cuda.is_available())
     if on_cuda and processes.local_rank >= torch.cuda.device_count():

@@ -15,6 +15,7 @@ import tomli_w
 import tyro
 
 from errors import UserError
+from generation.prompts import check_unicode
 from model.checkpoints import find_checkpoint
 from model.config import ModelConfig
 from model.families import load_config
@@ -183,14 +184,17 @@ def check(settings: Settings) -> None:
     for flag, value in (not_negative | {"--weight-decay": optimizer.weight_decay}).items():
         if not value >= 0:
             raise UserError(f"{flag} is {value} and must not be negative.")
+    check_unicode("--sample-prompt", run.sample_prompt)
 
 
 def parse(arguments: list[str], description: str) -> Command:
     """Read the command line; unknown flags and bad values end the program with status 2 and the nearest right name.
 
     It is read twice: first for the few flags that decide where the defaults of all the others come from, then whole.
+    What `init_from` names is looked for here and once: afterwards it is the checkpoint directory itself.
     """
     chosen, _ = tyro.cli(Chosen, args=arguments, return_unknown_args=True, add_help=False)
+    weights = None
     if chosen.resume is not None:
         if any((chosen.config, chosen.init_from, chosen.out)):
             raise UserError("--resume goes on with the settings of its run; leave out --config, --init-from and --out.")
@@ -198,16 +202,23 @@ def parse(arguments: list[str], description: str) -> Command:
     else:
         settings = load(config_path(chosen.config or "tiny"))
         if chosen.init_from is not None:
-            settings = with_shape_of(settings, chosen.init_from)
+            weights = find_checkpoint(Path(chosen.init_from))
+            settings = with_shape_of(settings, weights)
     if chosen.steps is not None:  # whoever asks for a number of steps gets that number, however long they take
         settings = dataclasses.replace(settings, optimizer=dataclasses.replace(settings.optimizer, max_minutes=None))
-    return tyro.cli(
+    command = tyro.cli(
         Command,
         args=arguments,
         default=Command(Actions(), settings),
         description=description,
         config=(tyro.conf.OmitArgPrefixes,),
     )
+    run = command.settings.run
+    if run.init_from is None or chosen.resume is not None:
+        return command
+    weights = weights or find_checkpoint(Path(run.init_from))  # without the flag it comes from the TOML file
+    run = dataclasses.replace(run, init_from=str(weights))
+    return dataclasses.replace(command, settings=dataclasses.replace(command.settings, run=run))
 
 
 @dataclass(frozen=True)
@@ -221,9 +232,9 @@ class Chosen:
     steps: int | None = None
 
 
-def with_shape_of(settings: Settings, checkpoint: str) -> Settings:
-    """Settings with the shape of a checkpoint (directory or run folder), and sequences no longer than it takes."""
-    model = load_config(find_checkpoint(Path(checkpoint)))
+def with_shape_of(settings: Settings, checkpoint: Path) -> Settings:
+    """Settings with the shape of a checkpoint directory, and sequences no longer than it takes."""
+    model = load_config(checkpoint)
     length = min(settings.data.sequence_length, model.max_position_embeddings)
     return dataclasses.replace(settings, model=model, data=dataclasses.replace(settings.data, sequence_length=length))
 

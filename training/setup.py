@@ -12,11 +12,10 @@ from torch import nn
 
 import kernels
 from data import tokens as token_files
-from data.tokenizer import check_vocabulary
+from data.tokenizer import check_vocabulary, load_tokenizer
 from data.tokens import TokenizedCorpus
 from errors import UserError
 from model import pretrained
-from model.checkpoints import find_checkpoint
 from model.decoder import Decoder
 from model.device import choose_device
 from training import checkpoint, machine, optimizer
@@ -100,8 +99,8 @@ def prepare(settings: Settings, processes: Processes, before: Path | None) -> To
     """
     if not processes.is_main:
         processes.barrier()
-    data, weights = settings.data, settings.run.init_from
-    tokenizer = before or data.tokenizer or (find_checkpoint(Path(weights)) if weights else None)
+    data = settings.data
+    tokenizer = before or data.tokenizer or settings.run.init_from
     corpus = token_files.prepare(
         list(data.data),
         text_field=data.text_field,
@@ -131,9 +130,8 @@ def fresh_state(settings: Settings, corpus: TokenizedCorpus) -> State:
     )
 
 
-def start_from(model: Decoder, path: str, say: Callable[[str], None]) -> None:
+def start_from(model: Decoder, directory: str, say: Callable[[str], None]) -> None:
     """Load the weights of --init-from and list what was not there or not used."""
-    directory = find_checkpoint(Path(path))
     report = pretrained.load_weights(model, directory)
     say(f"weights: {len(report.kept)} tensors kept from {directory}")
     for what, names in (("new", report.new), ("dropped", report.dropped)):
@@ -154,11 +152,14 @@ def restore(
     """Load the checkpoint of a run, after checking that it is of this text, tokenizer and shape; returns its state."""
     saved = checkpoint.read_state(directory)
     before = settings_file.load(run / "settings.toml")
+    given, tokenizer_hash = settings.data.tokenizer, fresh.tokenizer_hash
+    if given not in (None, before.data.tokenizer):  # the run's own need not be there any more: its saves hold it
+        tokenizer_hash = load_tokenizer(given).hash
     wrong = [
         f"the {what} differs (hash {old} then, {new} now)"
         for what, old, new in (
             ("text", saved.text_hash, fresh.text_hash),
-            ("tokenizer", saved.tokenizer_hash, fresh.tokenizer_hash),
+            ("tokenizer", saved.tokenizer_hash, tokenizer_hash),
         )
         if old != new
     ]

@@ -1,20 +1,12 @@
-"""What several tests of the data room need: a place for shared files, and small tokenizers of each kind."""
+"""What several tests of the data room need: the default corpus, and small tokenizers of each kind."""
 
 import gzip
-import os
 from pathlib import Path
 
 import pytest
 
 from data.corpus import resolve, stream
 from data.tokenizer import load_tokenizer, train_tokenizer
-
-
-@pytest.fixture(scope="session")
-def shared() -> Path:
-    if not os.environ.get("PRENORM_SHARED"):
-        pytest.skip("PRENORM_SHARED names no folder with the shared test data")
-    return Path(os.environ["PRENORM_SHARED"]) / "data"
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from data.tokens import batch, validation_windows
+from data.batches import batch, validation_windows
 from errors import UserError
 
 STREAM = np.arange(1003, dtype=np.uint16)  # a token is its own place, so that a window tells where it was taken

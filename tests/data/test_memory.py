@@ -8,12 +8,12 @@ import sys
 import time
 from pathlib import Path
 
+import pyarrow
 import pytest
+from pyarrow import parquet
 
 from data.packing import AT_ONCE
 
-pyarrow = pytest.importorskip("pyarrow")
-parquet = pytest.importorskip("pyarrow.parquet")
 # Not resource.getrusage: its peak counts the memory of the process that started this one, too.
 pytestmark = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from Linux's /proc")
 ROOT = Path(__file__).parents[2]

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import tokenizers
+import transformers
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -81,7 +82,7 @@ def test_a_text_too_small_for_the_vocabulary_says_how_large_it_can_be(tmp_path):
     assert train_tokenizer(["a small text, so small"], largest, tmp_path / "t.model").vocab_size == largest
     with pytest.raises(UserError):
         train_tokenizer(["a small text, so small"], largest + 1, tmp_path / "t.model")
-    with pytest.raises(UserError, match="no room"):
+    with pytest.raises(UserError, match=r"no room .*; set --vocab-size to \d+ or more"):
         train_tokenizer(["a small text, so small"], 100, tmp_path / "t.model")
     with pytest.raises(UserError, match="give more text"):
         train_tokenizer(["\n\n"], 4096, tmp_path / "t.model")
@@ -154,7 +155,6 @@ def test_one_pair_per_piece_is_enough_for_any_ranking_of_pieces(ranked, draw):
 
 @pytest.mark.parametrize("model_type", [None, "llama", "qwen3", "stablelm"])
 def test_autotokenizer_gives_the_same_ids_in_every_family(ours, saved, tmp_path, model_type):
-    transformers = pytest.importorskip("transformers")
     ours.save(tmp_path)
     if model_type:
         (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
@@ -214,7 +214,6 @@ def unigram_model(path: Path) -> Path:
 
 
 def test_a_model_that_no_tokenizer_json_expresses_is_refused_by_transformers(tmp_path):
-    transformers = pytest.importorskip("transformers")
     unigram = load_tokenizer(unigram_model(tmp_path / "unigram.model"))
     with pytest.raises(Inexpressible):
         tokenizer_json((tmp_path / "unigram.model").read_bytes(), 1)
@@ -303,9 +302,18 @@ def test_files_that_are_no_tokenizers_are_named(tmp_path):
             load_tokenizer(path)
 
 
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "generation_config.json"])
+@pytest.mark.parametrize(("content", "words"), [("[]", "holds no JSON object"), ("{", "is not JSON")])
+def test_a_configuration_that_is_no_json_object_is_named(saved, tmp_path, name, content, words):
+    folder = edited(saved, tmp_path / "broken")
+    (folder / name).write_text(content)
+    with pytest.raises(UserError, match=f"{name} {words}"):
+        load_tokenizer(folder)
+
+
 def test_a_vocabulary_that_does_not_fit_the_model_is_refused(ours):
     check_vocabulary(ours, 2000)
     check_vocabulary(ours, 2048)
-    advice = "trained model needs the tokenizer .* a new one a vocab_size of 2000 or more"
+    advice = "trained model needs the tokenizer .* a new one --vocab-size 2,000 or more"
     with pytest.raises(UserError, match=f"2,000 ids but the model only 1,999; .*{advice}"):
         check_vocabulary(ours, 1999)

@@ -1,8 +1,6 @@
 """A tiny random model, and tokenizers of each kind that a stream has to cope with."""
 
 import gzip
-import os
-from pathlib import Path
 
 import pytest
 import torch
@@ -37,13 +35,6 @@ def decoder() -> Decoder:
 def tokenizer(tmp_path_factory) -> Tokenizer:
     """One of ours: SentencePiece BPE with byte fallback."""
     return train_tokenizer(TEXT, 300, tmp_path_factory.mktemp("tokenizer") / "tokenizer.model")
-
-
-@pytest.fixture(scope="session")
-def shared() -> Path:
-    if "PRENORM_SHARED" not in os.environ:
-        pytest.skip("needs the folder of test data that PRENORM_SHARED names")
-    return Path(os.environ["PRENORM_SHARED"]) / "data"
 
 
 @pytest.fixture(scope="session")

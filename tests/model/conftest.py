@@ -1,12 +1,16 @@
-"""Small decoders with weights that exercise everything, and the error they are compared by."""
+"""Small decoders with weights that exercise everything, and directories of them to change."""
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from model.config import ModelConfig
 from model.decoder import Decoder
+from model.pretrained import save_pretrained
 
 SHAPE = dict(
     vocab_size=97,
@@ -29,6 +33,12 @@ def one_thread():
 
 
 @pytest.fixture
+def shape() -> dict[str, int]:
+    """The fields of a small configuration, under the ecosystem's names."""
+    return dict(SHAPE)
+
+
+@pytest.fixture
 def make_config() -> Callable[..., ModelConfig]:
     """A small configuration with the given fields changed."""
     return lambda **changes: ModelConfig(**(SHAPE | changes))
@@ -48,6 +58,42 @@ def make_decoder(make_config) -> Callable[..., Decoder]:
         return decoder
 
     return make
+
+
+@pytest.fixture
+def saved(make_decoder, tmp_path) -> Callable[..., Path]:
+    """Save a small decoder with the given changes and return its directory."""
+
+    def save(**changes) -> Path:
+        save_pretrained(make_decoder(**changes), tmp_path / "model")
+        return tmp_path / "model"
+
+    return save
+
+
+@pytest.fixture
+def edit_config() -> Callable[..., None]:
+    """Change fields of a directory's config.json."""
+
+    def edit(directory: Path, *, without: tuple[str, ...] = (), **changes) -> None:
+        path = directory / "config.json"
+        fields = json.loads(path.read_text()) | changes
+        path.write_text(json.dumps({key: value for key, value in fields.items() if key not in without}))
+
+    return edit
+
+
+@pytest.fixture
+def edit_weights() -> Callable[[Path, Callable], None]:
+    """Change the tensors of a directory's model.safetensors in place."""
+
+    def edit(directory: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+        path = directory / "model.safetensors"
+        tensors = load_file(path)
+        change(tensors)
+        save_file(tensors, path)
+
+    return edit
 
 
 @pytest.fixture

@@ -16,6 +16,12 @@ def test_a_device_that_is_not_here_is_a_sentence():
     assert choose_device("cpu") == CPU
 
 
+@pytest.mark.parametrize("name", ["meta", "xla", "hpu:1"])
+def test_a_device_of_a_type_that_models_do_not_run_on_is_a_sentence(name):
+    with pytest.raises(UserError, match=f"--device {name} is of no type that models run on; use auto, cpu, cuda"):
+        choose_device(name)
+
+
 @pytest.mark.parametrize(("cuda", "mps", "name"), [(True, True, "cuda"), (False, True, "mps"), (False, False, "cpu")])
 def test_auto_takes_cuda_before_mps_before_the_cpu(monkeypatch, cuda, mps, name):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)

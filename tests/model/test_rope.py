@@ -9,6 +9,8 @@ import math
 
 import pytest
 import torch
+import transformers
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from model.rope import Rope, frequencies
 
@@ -44,9 +46,6 @@ def test_left_padding_shifts_positions_and_its_own_columns_get_position_zero(mak
 
 def test_llama3_scaling_equals_that_of_transformers(make_config):
     """Tolerance: transformers computes float32 frequencies, in about four roundings of 6e-8."""
-    transformers = pytest.importorskip("transformers", reason="compares with transformers, which is not installed")
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
     scaling = {
         "rope_type": "llama3",
         "factor": 32.0,

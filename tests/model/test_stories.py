@@ -16,9 +16,9 @@ LOGIT, LOSS = 3e-5, 3e-6
 
 
 @pytest.fixture(scope="module")
-def golden(stories260k_source):
+def golden(shared):
     """What the model must give."""
-    return json.loads((stories260k_source / "golden.json").read_text())
+    return json.loads((shared / "stories260K" / "golden.json").read_text())
 
 
 @pytest.fixture(scope="module")

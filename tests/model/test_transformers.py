@@ -7,10 +7,9 @@ import json
 
 import pytest
 import torch
+import transformers
 
 from model.pretrained import load_config, load_pretrained, save_pretrained
-
-transformers = pytest.importorskip("transformers", reason="compares with transformers, which is not installed")
 
 LOGITS = 2e-6
 WRITTEN = {
@@ -109,15 +108,6 @@ def test_opening_ours_there_logs_no_warning(make_decoder, tmp_path, caplog):
     assert [record.message for record in caplog.records if record.levelname != "INFO"] == []
 
 
-FIELDS = dict(
-    vocab_size=97,
-    hidden_size=48,
-    intermediate_size=80,
-    num_hidden_layers=3,
-    num_attention_heads=6,
-    num_key_value_heads=2,
-    max_position_embeddings=64,
-)
 FOREIGN = {
     "llama": ("Llama", {}),
     "llama, scaled rope": ("Llama", {"rope_parameters": {**LLAMA3, "rope_theta": 500.0}}),
@@ -133,28 +123,33 @@ FOREIGN = {
 }
 
 
-def foreign(family: str, changes: dict):
+@pytest.fixture
+def foreign(shape):
     """A random model of transformers, with gains and biases away from their initial values."""
-    config = getattr(transformers, f"{family}Config")(**FIELDS, **changes)
-    model = getattr(transformers, f"{family}ForCausalLM")(config)
-    generator = torch.Generator().manual_seed(8)
-    for parameter in model.parameters():
-        drawn = torch.randn(parameter.shape, generator=generator)
-        parameter.data = drawn * (0.3 if parameter.ndim == 1 else 0.12) + (0.6 if parameter.ndim == 1 else 0.01)
-    return model.eval()
+
+    def make(family: str, changes: dict):
+        config = getattr(transformers, f"{family}Config")(**shape, **changes)
+        model = getattr(transformers, f"{family}ForCausalLM")(config)
+        generator = torch.Generator().manual_seed(8)
+        for parameter in model.parameters():
+            drawn = torch.randn(parameter.shape, generator=generator)
+            parameter.data = drawn * (0.3 if parameter.ndim == 1 else 0.12) + (0.6 if parameter.ndim == 1 else 0.01)
+        return model.eval()
+
+    return make
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize(("family", "changes"), FOREIGN.values(), ids=FOREIGN.keys())
-def test_what_transformers_saves_gives_equal_logits_here(tokens, relative, tmp_path, family, changes, tied):
+def test_what_transformers_saves_gives_equal_logits_here(foreign, tokens, relative, tmp_path, family, changes, tied):
     model = foreign(family, {"tie_word_embeddings": tied, **changes})
     model.save_pretrained(tmp_path)
     assert relative(load_pretrained(tmp_path)(tokens), model(tokens).logits) <= LOGITS
 
 
 @torch.no_grad()
-def test_a_checkpoint_in_shards_opens(tokens, relative, tmp_path):
+def test_a_checkpoint_in_shards_opens(foreign, tokens, relative, tmp_path):
     model = foreign("Qwen2", {})
     model.save_pretrained(tmp_path, max_shard_size="40KB")
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 3
@@ -162,7 +157,7 @@ def test_a_checkpoint_in_shards_opens(tokens, relative, tmp_path):
 
 
 @torch.no_grad()
-def test_a_configuration_as_transformers_4_wrote_it_opens(tokens, relative, tmp_path):
+def test_a_configuration_as_transformers_4_wrote_it_opens(foreign, tokens, relative, tmp_path):
     model = foreign("Llama", {"rope_parameters": {**LLAMA3, "rope_theta": 500.0}})
     model.save_pretrained(tmp_path)
     path = tmp_path / "config.json"
@@ -176,7 +171,7 @@ def test_a_configuration_as_transformers_4_wrote_it_opens(tokens, relative, tmp_
 
 
 @torch.no_grad()
-def test_half_precision_files_keep_their_dtype_and_are_equal_once_widened(tokens, relative, tmp_path):
+def test_half_precision_files_keep_their_dtype_and_are_equal_once_widened(foreign, tokens, relative, tmp_path):
     model = foreign("Llama", {}).to(torch.bfloat16)
     model.save_pretrained(tmp_path)
     decoder = load_pretrained(tmp_path)

@@ -49,6 +49,16 @@ def settings(flags):
     return parse(flags, "test").settings
 
 
+@pytest.fixture
+def run(flags, tmp_path) -> Path:
+    """A finished run."""
+    from training.loop import train
+    from training.settings import parse
+
+    train(parse([*flags, "--tensorboard"], "test").settings, tmp_path / "run")
+    return tmp_path / "run"
+
+
 @pytest.fixture(scope="session")
 def train_script():
     """Run train.py in a process of its own; returns what subprocess.run returns."""

@@ -1,4 +1,4 @@
-"""Saving that can be cut anywhere, and what readers then find."""
+"""Saving that can be cut anywhere, what readers then find, and what the ecosystem makes of it."""
 
 import os
 import shutil
@@ -7,9 +7,15 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+import transformers
 
+from data.tokenizer import load_tokenizer
 from errors import UserError
+from model.pretrained import load_pretrained
 from training import checkpoint
+from training.loop import train
+from training.settings import parse
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -123,3 +129,18 @@ def test_a_full_disk_is_one_sentence_and_the_last_whole_checkpoint_stays(tmp_pat
     assert len(out.stderr.strip().splitlines()) == 1
     assert found(tmp_path) == "before"
     assert [path.name for path in tmp_path.iterdir()] == ["last"]
+
+
+@pytest.mark.parametrize("norm", ["rms", "layer"])
+def test_the_last_checkpoint_opens_in_transformers_with_equal_logits_and_ids(flags, tmp_path, norm):
+    train(parse([*flags, "--norm", norm, "--steps", "12"], "test").settings, tmp_path / "run")
+    last = tmp_path / "run" / "last"
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(last, dtype=torch.float32)
+    tokenizer, our_tokenizer = transformers.AutoTokenizer.from_pretrained(last), load_tokenizer(last)
+    text = "the quick</s> brown fox,  7 wizards\n\tmix é potions 🦊"
+    ids = tokenizer(text)["input_ids"]
+    assert ids == [our_tokenizer.bos_id, *our_tokenizer.encode(text)]
+    tokens = torch.tensor([ids])[:, :32]
+    with torch.no_grad():
+        ours, expected = load_pretrained(last)(tokens), theirs(tokens).logits
+    assert (ours - expected).norm() / expected.norm() < 2e-6

@@ -212,6 +212,22 @@ def test_a_resume_with_other_text_or_shape_says_what_differs(flags, stopped_run,
     assert checkpoint.read_state(stopped_run / "last").step == 5
 
 
+def test_a_resume_with_another_tokenizer_says_so_and_with_the_same_elsewhere_goes_on(flags, stopped_run, tmp_path):
+    train(parse([*flags, "--steps", "1", "--vocab-size", "390"], "test").settings, tmp_path / "other")
+    for given in (tmp_path / "other" / "last", tmp_path / "other" / "last" / "tokenizer.model"):
+        settings = parse(["--resume", str(stopped_run), "--tokenizer", str(given)], "test").settings
+        with pytest.raises(UserError, match=r"the tokenizer differs \(hash \w+ then, \w+ now\)"):
+            train(settings, stopped_run, resume=True)
+    assert checkpoint.read_state(stopped_run / "last").step == 5
+    shutil.copytree(stopped_run / "last", tmp_path / "copy")
+    settings = parse(["--resume", str(stopped_run), "--tokenizer", str(tmp_path / "copy"), "--steps", "6"], "test")
+    assert train(settings.settings, stopped_run, resume=True) == 0
+    shutil.rmtree(tmp_path / "copy")  # which is now the run's own setting, and not needed to go on
+    settings = parse(["--resume", str(stopped_run), "--steps", "7"], "test").settings
+    assert train(settings, stopped_run, resume=True) == 0
+    assert checkpoint.read_state(stopped_run / "last").step == 7
+
+
 def test_other_changes_are_allowed_and_said(stopped_run, capsys):
     settings = parse(["--resume", str(stopped_run), "--learning-rate", "0.001", "--steps", "8"], "test").settings
     assert train(settings, stopped_run, resume=True) == 0
@@ -258,9 +274,8 @@ def test_an_evaluation_logged_twice_by_a_kill_is_cut(stopped_run):
     assert metrics.read(stopped_run) == lines
 
 
+@pytest.mark.skipif(os.name == "nt", reason="Windows ends a process without asking it")
 def test_the_exit_status_tells_the_signal(straight_run, tmp_path):
-    if os.name == "nt":
-        pytest.skip("Windows ends a process without asking it")
     process = run_script(tmp_path, [*straight_run[1], "--steps", "100000"], "run")
     wait_for_first_step(process, tmp_path / "run")
     time.sleep(0.3)

@@ -43,6 +43,14 @@ def test_a_flag_overrides_the_file_and_the_file_the_default(tmp_path):
     assert settings.optimizer.beta1 == Settings().optimizer.beta1
 
 
+def test_a_given_number_of_steps_is_done_however_long_it_takes(tmp_path):
+    (tmp_path / "short.toml").write_text("[optimizer]\nmax_minutes = 1.0\n")
+    config = ["--config", str(tmp_path / "short.toml")]
+    assert parse(*config).optimizer.max_minutes == 1.0
+    assert parse(*config, "--steps", "9").optimizer.max_minutes is None
+    assert parse(*config, "--steps", "9", "--max-minutes", "2").optimizer.max_minutes == 2.0
+
+
 @pytest.mark.parametrize("config", sorted(path.stem for path in CONFIGS.glob("*.toml")))
 def test_every_config_survives_saving_and_loading(config, tmp_path):
     settings = parse("--config", config)
@@ -102,6 +110,7 @@ def test_an_unknown_flag_ends_with_status_2_and_the_nearest_right_one(capsys):
         (("--beta2", "1.0"), "between 0 and 1"),
         (("--final-learning-rate", "nan"), "between 0 and 1"),
         (("--resume", "runs/x", "--config", "small"), "leave out --config"),
+        (("--sample-prompt", "ab\udcff"), r"--sample-prompt 'ab\\udcff' is not UTF-8 text at character 2"),
     ],
 )
 def test_a_value_that_cannot_work_is_one_sentence(flags, sentence):

@@ -1,0 +1,89 @@
+"""Weights for a decoder that is made already: its norm may be another, and nothing else."""
+
+import pytest
+import torch
+
+from errors import UserError
+from model.decoder import Decoder
+from model.pretrained import load_weights, plain_tensors
+
+NORMS = [f"model.layers.{i}.{norm}" for i in range(3) for norm in ("input_layernorm", "post_attention_layernorm")]
+BIASES = {f"{norm}.bias" for norm in [*NORMS, "model.norm"]}
+
+
+def test_weights_for_the_same_norm_are_all_kept(make_decoder, saved, tokens):
+    decoder = make_decoder(seed=1)
+    report = load_weights(decoder, saved())
+    assert (report.new, report.dropped) == ([], [])
+    assert set(report.kept) == set(plain_tensors(decoder.state_dict(), decoder.config))
+    assert torch.equal(decoder(tokens), make_decoder()(tokens))
+
+
+def test_from_rms_to_layer_gains_are_kept_and_biases_are_new(make_config, make_decoder, saved):
+    decoder, source = Decoder(make_config(norm="layer")), make_decoder()
+    report = load_weights(decoder, saved())
+    assert (set(report.new), report.dropped) == (BIASES, [])
+    for name, parameter in decoder.named_parameters():
+        if parameter.ndim == 1 and name.endswith("bias"):
+            assert (parameter == 0).all()
+        else:
+            assert torch.equal(parameter, source.state_dict()[name])
+
+
+@pytest.mark.parametrize("target", [{"norm": "rms"}, {"norm": "layer", "norm_bias": False}])
+def test_from_layer_biases_are_dropped_where_the_arm_has_none(make_config, make_decoder, saved, target):
+    decoder, source = Decoder(make_config(**target)), make_decoder(norm="layer")
+    report = load_weights(decoder, saved(norm="layer"))
+    assert (report.new, set(report.dropped)) == ([], BIASES)
+    assert all(torch.equal(parameter, source.state_dict()[name]) for name, parameter in decoder.named_parameters())
+
+
+def test_zero_biases_that_only_fill_a_family_are_neither_kept_nor_dropped(make_decoder, saved):
+    report = load_weights(make_decoder(seed=1), saved(norm="layer", norm_bias=False))
+    assert (report.new, report.dropped) == ([], [])
+
+
+def test_master_weights_stay_float32_when_the_checkpoint_is_half_precision(make_decoder, saved, edit_weights):
+    directory, decoder = saved(), make_decoder(seed=1)
+    edit_weights(directory, lambda t: t.update({name: tensor.bfloat16() for name, tensor in t.items()}))
+    load_weights(decoder, directory)
+    assert {parameter.dtype for parameter in decoder.parameters()} == {torch.float32}
+    assert torch.equal(decoder.norm.weight, make_decoder().norm.weight.bfloat16().float())
+
+
+def test_weights_of_another_shape_are_refused_and_nothing_is_loaded(make_decoder, saved):
+    directory, decoder = saved(), make_decoder(seed=1, vocab_size=100, intermediate_size=88)
+    before = decoder.norm.weight.clone()
+    sentence = "another shape than the model to fill: vocab_size 97 instead of 100, intermediate_size 80 instead of 88;"
+    with pytest.raises(UserError, match=sentence):
+        load_weights(decoder, directory)
+    assert torch.equal(decoder.norm.weight, before)
+
+
+def test_weights_with_other_heads_in_the_same_shapes_are_refused(make_decoder, saved):
+    directory = saved(num_attention_heads=6, num_key_value_heads=6)
+    sentence = "num_attention_heads 6 instead of 12, num_key_value_heads 6 instead of 12, head_dim 8 instead of 4;"
+    with pytest.raises(UserError, match=sentence):
+        load_weights(make_decoder(num_attention_heads=12, num_key_value_heads=12), directory)
+
+
+OTHERWISE = {
+    "hidden_size 48 instead of 96": {"hidden_size": 96, "head_dim": 8},
+    "num_hidden_layers 3 instead of 2": {"num_hidden_layers": 2},
+    "num_key_value_heads 2 instead of 3": {"num_key_value_heads": 3},
+    "head_dim 8 instead of 20": {"head_dim": 20},
+    "attention_bias False instead of True": {"attention_bias": True},
+    "qk_norm False instead of True": {"qk_norm": True},
+    "tie_word_embeddings True instead of False": {"tie_word_embeddings": False},
+}
+
+
+@pytest.mark.parametrize(("words", "changes"), OTHERWISE.items(), ids=OTHERWISE.keys())
+def test_a_field_that_decides_about_tensors_is_named_with_both_its_values(make_decoder, saved, words, changes):
+    with pytest.raises(UserError, match=f"than the model to fill: {words}; make them equal"):
+        load_weights(make_decoder(norm="layer", **changes), saved())
+
+
+def test_weights_may_be_of_a_model_with_other_positions(make_decoder, saved):
+    decoder = make_decoder(seed=1, max_position_embeddings=128, rope_theta=500.0, norm_eps=1e-6)
+    assert load_weights(decoder, saved()).new == []

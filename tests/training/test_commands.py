@@ -1,0 +1,40 @@
+"""What the command line does: where a run goes, what it says at its end, and what it never overwrites."""
+
+from training import commands
+
+
+def test_a_finished_run_is_never_overwritten(train_script, flags, run, tmp_path, monkeypatch):
+    out = train_script(*flags, "--out", str(run), cwd=tmp_path)
+    assert out.returncode == 2 and "never overwritten" in out.stderr and len(out.stderr.strip().splitlines()) == 1
+
+
+def test_two_runs_that_start_at_once_get_folders_of_their_own(settings, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    claimed = {commands.claim_folder(settings, "tiny") for _ in range(3)}
+    assert {path.name for path in claimed} == {"tiny-rms", "tiny-rms-2", "tiny-rms-3"}
+
+
+def test_a_run_that_cannot_start_leaves_no_folder(train_script, flags, tmp_path):
+    out = train_script(*flags, "--data", "nowhere.txt", cwd=tmp_path)
+    assert out.returncode == 2 and "nowhere.txt" in out.stderr
+    assert not list((tmp_path / "runs").iterdir())
+
+
+def test_the_script_ends_with_what_to_type_next_and_that_works(train_script, flags, tmp_path):
+    out = train_script(*flags, cwd=tmp_path)
+    assert out.returncode == 0, out.stderr
+    assert (tmp_path / "runs" / "tiny-rms" / "best" / "config.json").exists()
+    assert "bits per byte" in out.stdout and "xz -9e" in out.stdout
+    assert "next: python generate.py runs/tiny-rms --prompt" in out.stdout
+    again = train_script(*flags, "--steps", "2", cwd=tmp_path)
+    assert again.returncode == 0 and (tmp_path / "runs" / "tiny-rms-2").exists()
+    evaluated = train_script("--eval-only", "--init-from", "runs/tiny-rms", *flags[:4], cwd=tmp_path)
+    assert evaluated.returncode == 0, evaluated.stderr
+    assert "nats per token, perplexity" in evaluated.stdout
+
+
+def test_a_dry_run_trains_nothing_and_prints_what_the_run_would_need(train_script, tmp_path):
+    out = train_script("--config", "1b", "--dry-run", cwd=tmp_path)
+    assert out.returncode == 0, out.stderr
+    assert "1,235,814,400 parameters" in out.stdout and "FLOPs" in out.stdout and "GB" in out.stdout
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,30 @@
+"""Which parameters learn, and at which rate."""
+
+import dataclasses
+
+import torch
+from safetensors.torch import load_file
+
+from model.decoder import Decoder
+from training import optimizer
+from training.loop import train
+from training.settings import parse
+
+
+def test_norms_alone_learn_when_asked(flags, tmp_path):
+    train(parse([*flags, "--steps", "3", "--train-only", "norms"], "test").settings, tmp_path / "norms")
+    tensors = load_file(tmp_path / "norms" / "last" / "training_state.safetensors")
+    moved = {name.split(".", 1)[1] for name in tensors if name.startswith("exp_avg.")}
+    assert moved and all("norm" in name for name in moved)
+
+
+def test_embedding_and_head_can_learn_at_a_rate_of_their_own(settings):
+    model = Decoder(dataclasses.replace(settings.model, tie_word_embeddings=False))
+    groups = optimizer.build(
+        model, dataclasses.replace(settings.optimizer, embedding_rate_factor=5.0), torch.device("cpu")
+    ).param_groups
+    by_factor = {group["rate_factor"]: group for group in groups if group["weight_decay"]}
+    vocabulary = {id(model.embed_tokens.weight), id(model.lm_head.weight)}
+    assert {id(parameter) for parameter in by_factor[5.0]["params"]} == vocabulary
+    assert not vocabulary & {id(parameter) for parameter in by_factor[1.0]["params"]}
+    assert sum(len(group["params"]) for group in groups) == len(list(model.parameters()))

@@ -1,0 +1,38 @@
+"""One run in several processes."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from errors import UserError
+from training import metrics, processes
+from training.loop import train
+from training.settings import parse
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def test_two_processes_train_the_run_of_one(flags, tmp_path):
+    few = [*flags, "--steps", "10"]
+    train(parse(few, "test").settings, tmp_path / "one")
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    script = [str(ROOT / "train.py"), *few, "--out", "two"]
+    out = subprocess.run([*launch, *script], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert out.returncode == 0, out.stderr[-3000:]
+    assert out.stdout.count("next: ") == 1  # only one of them speaks
+    one, two = ([line["loss"] for line in metrics.read(tmp_path / name) if "loss" in line] for name in ("one", "two"))
+    assert two == pytest.approx(one, rel=1e-4)
+
+
+def test_a_process_of_many_that_does_not_know_its_place_is_a_sentence(monkeypatch):
+    names = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match=f"WORLD_SIZE 2 and no {', '.join(names)}; start .* with torchrun"):
+        processes.start("cpu")
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(UserError, match="WORLD_SIZE 2 and no LOCAL_RANK, "):
+        processes.start("cpu")
