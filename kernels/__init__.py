@@ -4,6 +4,7 @@ This is the one place that picks an implementation; callers never see which one 
 `kernels.reference` is the specification that every implementation is tested against.
 """
 
+import importlib.util
 from types import ModuleType
 
 import torch
@@ -11,19 +12,60 @@ from torch import Tensor
 
 from kernels import cpu, reference
 
-__all__ = ["attention", "describe", "linear_cross_entropy", "norm", "rotary", "swiglu_mlp"]
+if importlib.util.find_spec("triton"):  # Linux only
+    from kernels import decode, gpu
+else:
+    decode = gpu = None
+
+__all__ = ["attention", "describe", "linear_cross_entropy", "norm", "rotary", "swiglu_mlp", "use"]
 
 NORM_KINDS = ("rms", "layer")
+CHOICES = ("auto", "triton", "torch")
+
+_choice = "auto"
+
+
+def use(choice: str, device: torch.device) -> None:
+    """Choose the implementation for this process: `triton`, `torch`, or `auto`, Triton wherever a GPU can run it.
+
+    Raises ValueError, with a sentence that says why, where Triton cannot run on the device.
+    """
+    global _choice
+    if choice not in CHOICES:
+        raise ValueError(f"kernels {choice!r} are none of {', '.join(CHOICES)}")
+    reason = why_not_triton(device)
+    if choice == "triton" and reason is not None:
+        raise ValueError(f"the Triton kernels cannot run on {device.type}: {reason}")
+    _choice = choice
+
+
+def why_not_triton(device: torch.device) -> str | None:
+    """What the Triton kernels lack on a device, or None."""
+    if gpu is None:
+        return "Triton is not installed"
+    if device.type == "cuda" or (device.type == "cpu" and gpu.INTERPRETED):
+        return None
+    hint = " (or, slowly, in Triton's interpreter: TRITON_INTERPRET=1)" if device.type == "cpu" else ""
+    return f"they need an NVIDIA or AMD GPU{hint}"
 
 
 def implementation(device: torch.device) -> ModuleType:
-    """The module whose functions are fastest on a device; torch.compile fuses the specification itself."""
+    """The module whose functions run on a device, as `use` chose."""
+    if _choice == "triton" or (_choice == "auto" and gpu is not None and device.type == "cuda"):
+        return gpu
+    # torch.compile fuses the specification itself
     return cpu if device.type == "cpu" and not torch.compiler.is_compiling() else reference
 
 
 def describe(device: torch.device) -> str:
     """What runs on a device, in a few words, when it is not compiled."""
-    return {cpu: "plain PyTorch with CPU functions", reference: "plain PyTorch"}[implementation(device)]
+    chosen = implementation(device)
+    if chosen is gpu:
+        return "Triton, interpreted (slow)" if gpu.INTERPRETED else "Triton"
+    if chosen is cpu:
+        return "plain PyTorch with CPU functions"
+    lacking = why_not_triton(device)
+    return "plain PyTorch" if lacking is None or _choice == "torch" else f"plain PyTorch ({lacking})"
 
 
 def norm(

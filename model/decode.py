@@ -1,0 +1,92 @@
+"""Decoding with the fused kernels: one step of the whole decoder, on CUDA replayed as one graph.
+
+A replay costs the host one call instead of a hundred launches. Everything a step reads or writes stands at a fixed place:
+the tokens, the column, the cache and the logits.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import kernels
+from model.cache import KeyValueCache
+from model.decoder import Decoder
+
+MOST_TEXTS = 8  # more texts share a weight's reading better in an ordinary matrix product; the border is not measured
+
+
+class DecodeStep:
+    """The next token of every text in a cache."""
+
+    def __init__(self, decoder: Decoder, cache: KeyValueCache, padding: Tensor | None):
+        config, device, dtype = decoder.config, cache.keys.device, decoder.compute_dtype
+        batch, heads, head_dim = cache.keys.shape[1], config.num_attention_heads, config.resolved_head_dim
+        self.decoder, self.cache = decoder, cache
+        self.padding = None if padding is None else padding.clone()
+        self.tokens = torch.zeros(batch, dtype=torch.int64, device=device)
+        self.column = torch.zeros(1, dtype=torch.int64, device=device)
+        self.q = torch.empty(batch, heads, head_dim, device=device, dtype=dtype)
+        shapes = (batch, heads, kernels.decode.SPLITS, head_dim), (batch, heads, kernels.decode.SPLITS), (batch, heads, kernels.decode.SPLITS)
+        self.parts = tuple(torch.empty(shape, device=device) for shape in shapes)
+        self.hidden = torch.empty(batch, config.intermediate_size, device=device, dtype=dtype)
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.logits: Tensor | None = None
+
+    def __call__(self, tokens: Tensor, padding: Tensor | None) -> Tensor:
+        """Append tokens (B, 1) int64 to the cache; returns float32 logits (B, 1, V), valid until the next call."""
+        if self.cache.length >= self.cache.max_length:
+            raise ValueError(f"the cache has room for {self.cache.max_length} tokens, and it is full")
+        self.tokens.copy_(tokens[:, 0])
+        self.column.fill_(self.cache.length)
+        if padding is not None:
+            self.padding.copy_(padding)
+        if self.graph is not None:
+            self.graph.replay()
+        elif self.logits is None or self.column.device.type != "cuda":
+            self.logits = self.run()  # the first step compiles the kernels, which cannot be captured
+        else:
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph):
+                self.logits = self.run()
+            self.graph.replay()
+        self.cache.length += 1
+        return self.logits[:, None]
+
+    def run(self) -> Tensor:
+        """All launches of a step."""
+        decoder, cache = self.decoder, self.cache
+        s = F.embedding(self.tokens, decoder.embed_tokens.weight).to(decoder.compute_dtype)  # (B, D)
+        for index, layer in enumerate(decoder.layers):
+            attention, keys, values = layer.self_attn, cache.keys[index], cache.values[index]
+            gains = (None, None) if attention.q_norm is None else (attention.q_norm.weight, attention.k_norm.weight)
+            kernels.decode.qkv(
+                s,
+                arguments(layer.input_layernorm),
+                attention.qkv_proj.weight,
+                attention.qkv_proj.bias,
+                gains,
+                (decoder.rope.cos, decoder.rope.sin),
+                self.column,
+                self.padding,
+                self.q,
+                keys,
+                values,
+            )
+            kernels.decode.attention(self.q, keys, values, self.column, self.padding, self.parts)
+            kernels.decode.project(self.parts, attention.o_proj.weight, s)
+            kernels.decode.gate_up(s, arguments(layer.post_attention_layernorm), layer.mlp.gate_up_proj.weight, self.hidden)
+            kernels.decode.project(self.hidden, layer.mlp.down_proj.weight, s)
+        x, _ = decoder.norm(s)
+        head = decoder.embed_tokens if decoder.lm_head is None else decoder.lm_head
+        return head(x).float()
+
+
+def arguments(norm) -> tuple[str, Tensor | None, Tensor | None, float]:
+    """A `model.norm.Norm` as the kernels take it."""
+    return norm.kind, norm.weight, norm.bias, norm.eps
+
+
+def step_for(decoder: Decoder, cache: KeyValueCache, padding: Tensor | None) -> DecodeStep | None:
+    """The fused step where the Triton kernels run and the texts are few, else None: call the decoder itself."""
+    fused = kernels.gpu is not None and kernels.implementation(cache.keys.device) is kernels.gpu
+    return DecodeStep(decoder, cache, padding) if fused and cache.keys.shape[1] <= MOST_TEXTS else None
