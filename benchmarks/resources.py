@@ -7,12 +7,15 @@ device stands in for the GPU's, so that they compile and stop. `--targets sm_90`
 
 import argparse
 import json
+import os
 import re
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
+from multiprocessing import get_context
 from pathlib import Path
 
 import torch
@@ -49,7 +52,7 @@ class Resources:
     """Global loads in the code by their width in bytes, the copy engine's as 0."""
     stores: dict[int, int]
     float64: int
-    """Instructions on 64-bit floating point numbers."""
+    """Arithmetic instructions on 64-bit floating point numbers."""
 
 
 class Driver:
@@ -114,21 +117,19 @@ def launches() -> Iterator[tuple[str, Callable[[], object]]]:
         return lambda: norms.norm_forward(x, x, gain, bias, layer, 1e-5)
 
     for kind in ("rms", "layer"):
-        for width in (64, 256, 1024, 2048, 4096, 4104, 8192, 32768, 65536):
+        for width in (256, 1024, 4104, 32768, 65536):
             yield f"norm forward, {kind}, {width}", norm(width, kind, BFLOAT16, False)
-        for width in (64, 256, 1024, 2048, 4096, 4088, 8192, 16384):
+        for width in (256, 1024, 4088, 8192, 16384):
             yield f"norm backward, {kind}, {width}", norm(width, kind, BFLOAT16, True)
-        yield f"norm forward, {kind}, 4096, float32", norm(4096, kind, FLOAT32, False)
-        yield f"norm backward, {kind}, 4096, float32", norm(4096, kind, FLOAT32, True)
+    yield "norm forward, layer, 4096, float32", norm(4096, "layer", FLOAT32, False)
+    yield "norm backward, layer, 4096, float32", norm(4096, "layer", FLOAT32, True)
 
     packed, hidden = empty(40, 2 * 2824), empty(40, 2824)  # divisible by 8 and not by 16
     yield "swiglu forward", lambda: swiglu.swiglu_forward(packed)
     yield "swiglu backward", lambda: swiglu.swiglu_backward(hidden, packed)
     for rows in (32, 256):
-        for keep in (False, True):
-            x, weight = empty(rows, 512), empty(1024, 512)
-            name = f"swiglu in one kernel, {rows} rows{', kept' if keep else ''}"
-            yield name, lambda x=x, weight=weight, keep=keep: swiglu.swiglu_gate_up(x, weight, keep)
+        x, weight = empty(rows, 512), empty(1024, 512)
+        yield f"swiglu in one kernel, {rows} rows", lambda x=x, weight=weight: swiglu.swiglu_gate_up(x, weight, True)
 
     for width in (64, 128):
         angles, gain = empty(24, width // 2, dtype=FLOAT32), empty(width, dtype=FLOAT32)
@@ -151,15 +152,14 @@ def launches() -> Iterator[tuple[str, Callable[[], object]]]:
 
     s, table = empty(2, 2048), empty(64, 64, dtype=FLOAT32)
     column = padding = torch.zeros(2, dtype=torch.int64)
-    q, cache, gain = empty(2, 16, 128), empty(2, 8, 64, 128), empty(2048)
+    q, cache, gain = empty(2, 16, 128), empty(2, 8, 64, 128), empty(4096)
     parts = empty(2, 16, 4, 128, dtype=FLOAT32), empty(2, 16, 4, dtype=FLOAT32), empty(2, 16, 4, dtype=FLOAT32)
-    for kind in ("rms", "layer"):
-        given = kind, gain, gain if kind == "layer" else None, 1e-5
-        for gains in ((None, None), (gain, gain)):
-            name = f"decode qkv, {kind}{', normed heads' if gains[0] is not None else ''}"
-            a = s, given, empty(32 * 128, 2048), None, gains, (table, table), column, padding, q, cache, cache
-            yield name, lambda a=a: decode.qkv(*a)
-        yield f"decode gate_up, {kind}", lambda given=given: decode.gate_up(s, given, empty(8192, 2048), empty(2, 4096))
+    given = "layer", gain, gain, 1e-5
+    for gains in ((None, None), (gain, gain)):
+        name = f"decode qkv, layer{', normed heads' if gains[0] is not None else ''}"
+        a = s, given, empty(32 * 128, 2048), gain, gains, (table, table), column, padding, q, cache, cache
+        yield name, lambda a=a: decode.qkv(*a)
+    yield "decode gate_up, layer", lambda: decode.gate_up(s, given, empty(8192, 2048), empty(2, 4096))
     yield "decode attention", lambda: decode.attention(q, cache, cache, column, padding, parts)
     yield "decode project parts", lambda: decode.project(parts, empty(2048, 2048), s)
     yield "decode project", lambda: decode.project(empty(2, 4096), empty(2048, 4096), s)
@@ -176,7 +176,7 @@ def inspect(name: str, kernel_name: str, target: str, kernel: triton.compiler.Co
         found = re.findall(r"(?:global|buffer)_(load|store)_(dwordx\d|dword|ushort|short|ubyte|byte)", code)
         accesses = [(kind, widths[width]) for kind, width in found]
         spilled = field("vgpr_spill_count") + field("sgpr_spill_count")
-        float64 = len(re.findall(r"\bv_\w+_f64", code))
+        float64 = len(re.findall(r"\bv_(?:add|mul|fma|div|rcp|rsq|sqrt)\w*_f64", code))
         return Resources(
             **common, registers=field("vgpr_count"), spilled=spilled, float64=float64, **by_width(accesses)
         )
@@ -197,7 +197,7 @@ def inspect(name: str, kernel_name: str, target: str, kernel: triton.compiler.Co
         **common,
         registers=int(re.search(r"REG:(\d+)", code).group(1)),
         spilled=int(re.search(r"STACK:(\d+)", code).group(1)) + int(re.search(r"LOCAL:(\d+)", code).group(1)),
-        float64=len(re.findall(r"\b(?:DADD|DMUL|DFMA|F2F\.F64|F2F\.F32\.F64|I2F\.F64)\b", code)),
+        float64=len(re.findall(r"\b(?:DADD|DMUL|DFMA|DSETP|MUFU\.\w+64\w)\b", code)),
         **by_width(accesses),
     )
 
@@ -210,23 +210,26 @@ def by_width(accesses: list[tuple[str, int]]) -> dict[str, dict[int, int]]:
     return counts
 
 
-def measure(targets: list[str], float64_scalars: bool = False) -> list[Resources]:
-    """Compile every launch for every target; with float64_scalars as if a compiler had typed all numbers so."""
-    if gpu.INTERPRETED:
-        raise SystemExit("python -m benchmarks.resources compiles kernels: run it without TRITON_INTERPRET.")
-    recorder = Recorder()
+def pretend(name: str) -> Recorder:
+    """From here on, launches in this process compile for a target."""
+    target, properties = TARGETS[name]
+    launch.properties = lambda device: properties
+    driver.set_active(Driver(target, list(TARGETS).index(name)))
+    return Recorder()
+
+
+def measure(name: str, only: str, float64_scalars: bool) -> list[Resources]:
+    """Compile launches for a target; with float64_scalars as if a compiler had typed all numbers so."""
+    recorder = pretend(name)
     recorder.float64_scalars = float64_scalars
-    found = []
-    for index, name in enumerate(targets):
-        target, properties = TARGETS[name]
-        launch.properties = lambda device, properties=properties: properties
-        driver.set_active(Driver(target, index))
-        seen = set()
-        for label, call in launches():
-            for kernel_name, kernel in recorder.record(call):
-                if kernel.hash not in seen:
-                    seen.add(kernel.hash)
-                    found.append(inspect(label, kernel_name, name, kernel))
+    found, seen = [], set()
+    for label, call in launches():
+        if not re.search(only, label):
+            continue
+        for kernel_name, kernel in recorder.record(call):
+            if kernel.hash not in seen:
+                seen.add(kernel.hash)
+                found.append(inspect(label, kernel_name, name, kernel))
     return found
 
 
@@ -247,9 +250,16 @@ def main() -> None:
     """Print the table, then the same as JSON."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.resources", description=__doc__.split("\n\n")[0])
     parser.add_argument("--targets", nargs="+", choices=TARGETS, default=list(TARGETS), help="GPUs to compile for")
+    parser.add_argument("--only", default="", metavar="PATTERN", help="launches whose name matches")
     parser.add_argument("--float64-scalars", action="store_true", help="numbers typed float64, as by a compiler")
     arguments = parser.parse_args()
-    found = measure(arguments.targets, arguments.float64_scalars)
+    if gpu.INTERPRETED:
+        raise SystemExit("python -m benchmarks.resources compiles kernels: run it without TRITON_INTERPRET.")
+    # A process for each: what Triton keeps of a target is not meant to be changed.
+    with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as pool:
+        options = arguments.only, arguments.float64_scalars
+        parts = [pool.submit(measure, target, *options) for target in arguments.targets]
+        found = [one for part in parts for one in part.result()]
     print("Each cell: registers of a thread, bytes spilled, widths of global loads in bytes.\n")
     print(table(found))
     print(json.dumps([asdict(one) for one in found]))

@@ -17,6 +17,7 @@ from generation.prompts import prompt_ids
 from generation.sampling import generator_for, sample
 from generation.settings import Sampling
 from model.cache import KeyValueCache
+from model.decode import step_for
 from model.decoder import Decoder
 
 
@@ -114,13 +115,18 @@ def next_tokens(
     columns = min(tokens.shape[1] + room, limit)
     cache = KeyValueCache(decoder.config, len(prompts), columns, device=device, dtype=decoder.compute_dtype)
     seen = tokens_seen(prompts, decoder.config.vocab_size, device) if sampling.repetition_penalty != 1 else None
+    fused = step_for(decoder, cache, padding)
     for _ in range(room):
         if cache.length == limit:
             # The rows that go on have padding in front, else they would have ended here: give them those columns.
             unused = min(pad for pad, ending in zip(padding.tolist(), endings, strict=True) if ending is None)
             drop_columns(cache, unused)
             padding = (padding - unused).clamp(min=0)
-        logits = decoder(tokens, cache=cache, padding=padding, last_only=True)[:, -1, :vocabulary]  # (B, V)
+        if tokens.shape[1] == 1 and fused is not None:
+            logits = fused(tokens, padding)
+        else:
+            logits = decoder(tokens, cache=cache, padding=padding, last_only=True)
+        logits = logits[:, -1, :vocabulary]  # (B, V)
         chosen = sample(logits, sampling, generators, None if seen is None else seen[:, :vocabulary])  # (B,)
         values = chosen.tolist()  # the one wait for the device in a step
         if min(values) < 0:
@@ -143,8 +149,6 @@ def complete(
     tokenizer: Tokenizer,
     prompt: str = "",
     max_new_tokens: int = 200,
-    temperature: float = 0.8,
-    top_k: int = 0,
     seed: int = 0,
 ) -> str:
     """The prompt and its continuation as one text: a function of its arguments that leaves torch's global RNG alone."""
@@ -153,7 +157,6 @@ def complete(
         decoder,
         [ids],
         max_new_tokens=max_new_tokens,
-        sampling=Sampling(temperature=temperature, top_k=top_k),
         seed=seed,
         eos_ids=(tokenizer.eos_id,),
         vocabulary=tokenizer.vocab_size,

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+import kernels
 from data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from errors import UserError
 from generation.device import bytes_per_step, choose_dtype, hold_weights_in
@@ -15,7 +16,7 @@ from generation.settings import Settings
 from generation.stream import TextStream
 from model.checkpoints import eos_ids
 from model.decoder import Decoder
-from model.device import choose_device
+from model.device import choose_device, choose_kernels
 from model.pretrained import load_config, load_pretrained
 
 
@@ -36,7 +37,8 @@ def run(
     with memory_of(settings):
         decoder = load_decoder(checkpoint, settings)
     dtype = str(decoder.compute_dtype).removeprefix("torch.")
-    note(f"{checkpoint} on {next(decoder.parameters()).device} in {dtype}")
+    device = next(decoder.parameters()).device
+    note(f"{checkpoint} on {device} in {dtype}, kernels: {kernels.describe(device)}")
 
     texts = [(prompt, number) for prompt in prompts for number in range(settings.samples)]
     transcript = Transcript(len(texts), write, note)
@@ -119,6 +121,7 @@ class Transcript:
 def load_decoder(checkpoint: Path, settings: Settings) -> Decoder:
     """The model on its device, its weights in the dtype that it computes in."""
     device = choose_device(settings.device)
+    choose_kernels(settings.kernels, device)
     decoder = load_pretrained(checkpoint, device=device).eval()
     hold_weights_in(decoder, choose_dtype(settings.dtype, device, next(decoder.parameters()).dtype))
     return decoder

@@ -207,7 +207,7 @@ def gate_up_kernel(
 
 def block(width: int) -> int:
     """Elements of the row that a program multiplies at once."""
-    return min(1024, block_of(width))
+    return min(512, block_of(width))
 
 
 def qkv(

@@ -145,10 +145,10 @@ def backward_kernel(
         h = dy
         if weight_ptr is not None:
             h = dy * weight
-        dx = h - xhat * (tl.sum(h * xhat, 1, keep_dims=True) / width)
+        along = xhat * (tl.sum(h * xhat, 1, keep_dims=True) / width)
         if LAYER:
-            dx -= tl.sum(h, 1, keep_dims=True) / width
-        dx *= rstd
+            along += tl.sum(h, 1, keep_dims=True) / width
+        dx = (h - along) * rstd
         if ds_ptr is not None:
             dx += tl.load(ds_ptr + row * (ds_stride * UNIT) + column, mask=inside, other=0.0).to(tl.float32)
         tl.store(dx_ptr + row * width + column, dx.to(dx_ptr.dtype.element_ty), mask=inside)
@@ -255,9 +255,9 @@ def column_sum(x: Tensor) -> Tensor:
     return out
 
 
-def tile_rows(block: int) -> int:
-    """Rows in a tile: narrow ones share a program, wide ones have one of their own."""
-    return min(32, 4096 // block) if block <= 256 else 1
+def tile_rows(block: int, elements: int) -> int:
+    """Rows in a tile: narrow ones share a program, up to so many elements; wide ones have one of their own."""
+    return min(32, elements // block) if block <= 256 else 1
 
 
 def forward_fake(x, residual, weight, bias, layer, eps):
@@ -286,7 +286,7 @@ def norm_forward(x, residual, weight, bias, layer, eps):
     tensors = x, residual, weight, bias, y, s, mean, rstd
     sizes = *(stride // size for stride in strides), width // size, eps
     if block <= WHOLE_FORWARD:
-        tile = tile_rows(block)
+        tile = tile_rows(block, 4096)
         warps = min(max(block * tile // 1024, 1), launch.properties(x.device).max_warps)  # 32 elements a thread: four loads of 16 bytes
         forward_kernel[(triton.cdiv(rows, tile),)](
             *tensors, rows, *sizes, LAYER=layer, UNIT=size, ROWS=tile, BLOCK=block, num_warps=warps
@@ -328,8 +328,8 @@ def norm_backward(dy, ds, s, weight, mean, rstd, layer, for_weight, for_bias):
     if whole:
         backward_kernel[(programs,)](
             dy, ds, s, weight, mean, rstd, dx, dweight, dbias, rows, of_dy, of_ds, of_s, width // size,
-            LAYER=layer, UNIT=size, ROWS=tile_rows(block), BLOCK=block,
-            num_warps=min(max(block // 256, 4), launch.properties(s.device).max_warps),
+            LAYER=layer, UNIT=size, ROWS=tile_rows(block, 2048), BLOCK=block,
+            num_warps=min(max(block // 256, 4), 16),
         )  # fmt: skip
     else:
         options = {"LAYER": layer, "UNIT": size}

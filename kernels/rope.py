@@ -141,6 +141,11 @@ def geometry(num_heads: int, num_kv_heads: int, half: int) -> dict[str, int]:
     return {"H": num_heads, "K": num_kv_heads, "HALF": half, "HEADS": heads, "TOKENS": TILE // heads}
 
 
+def warps_of(half: int) -> int:
+    """Eight pairs for each thread: loads of 16 bytes, and few registers."""
+    return TILE * block_of(half) // (8 * 32)
+
+
 def rotary_forward_fake(qkv, cos, sin, num_heads, num_kv_heads, q_weight, k_weight, eps):
     """Shapes of `rotary_forward`."""
     return tuple(qkv.new_empty((*qkv.shape[:2], n, 2 * cos.shape[-1])) for n in (num_heads, num_kv_heads))
@@ -162,7 +167,7 @@ def rotary_forward(qkv, cos, sin, num_heads, num_kv_heads, q_weight, k_weight, e
         grid = triton.cdiv(tokens, sizes["TOKENS"]), (num_heads + num_kv_heads) // sizes["HEADS"]
         forward_kernel[grid](
             qkv, cos, sin, q_weight, k_weight, q, k, tokens, qkv.shape[1], stride // size, angle_stride // size, eps,
-            **sizes, UNIT=size, BLOCK=block_of(half), num_warps=4,
+            **sizes, UNIT=size, BLOCK=block_of(half), num_warps=warps_of(half),
         )  # fmt: skip
     return q, k
 
@@ -199,7 +204,7 @@ def rotary_backward(dq, dk, dv, qkv, cos, sin, q_weight, k_weight, eps):
         stride, angle_stride, *of_grads = (stride // size for stride in strides)
         backward_kernel[tiles, (num_heads + 2 * num_kv_heads) // heads](
             *grads, qkv, cos, sin, q_weight, k_weight, dqkv, *parts, tokens, length, stride, angle_stride, *of_grads, eps,
-            **sizes, UNIT=size, BLOCK=block_of(half), num_warps=4,
+            **sizes, UNIT=size, BLOCK=block_of(half), num_warps=warps_of(half),
         )  # fmt: skip
     return (dqkv, *map(column_sum, parts)) if normed else (dqkv, dq_weight, dk_weight)
 

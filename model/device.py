@@ -2,6 +2,7 @@
 
 import torch
 
+import kernels
 from errors import UserError
 
 TYPES = ("cpu", "cuda", "mps")  # torch has others, such as meta, whose tensors hold no numbers
@@ -20,6 +21,14 @@ def choose_device(name: str) -> torch.device:
         reason = str(error).splitlines()[0]
         raise UserError(f"--device {name} cannot be used here ({reason}); --device auto takes what there is.") from None
     return device
+
+
+def choose_kernels(name: str, device: torch.device) -> None:
+    """Set what a `--kernels` value means on a device, for this process."""
+    try:
+        kernels.use(name, device)
+    except ValueError as error:
+        raise UserError(f"{error}; use --kernels auto, which takes what can.") from None
 
 
 def fast_at_bfloat16(device: torch.device) -> bool:

@@ -7,7 +7,7 @@ from data.batches import validation_windows
 from data.tokenizer import check_vocabulary, load_tokenizer
 from data.tokens import tokenize
 from errors import UserError
-from model.device import choose_device
+from model.device import choose_device, choose_kernels
 from model.pretrained import load_pretrained
 from training import machine, processes
 from training.estimate import estimate
@@ -71,6 +71,7 @@ def evaluate_checkpoint(settings: Settings) -> None:
         raise UserError("--eval-only needs --init-from: the run folder or checkpoint directory to evaluate.")
     directory = Path(settings.run.init_from)
     device = choose_device(settings.machine.device)
+    choose_kernels(settings.machine.kernels, device)
     dtype = machine.choose_dtype(settings.machine.dtype, device)
     tokenizer = load_tokenizer(settings.data.tokenizer or directory)
     model = load_pretrained(directory, device=device, compute_dtype=dtype)

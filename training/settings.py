@@ -118,6 +118,8 @@ class MachineSettings:
     """auto (CUDA, else MPS, else CPU) or a torch device such as cuda:1."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Dtype of the activations; weights stay float32. auto: bfloat16 where the device is fast at it."""
+    kernels: Literal["auto", "triton", "torch"] = "auto"
+    """Fused Triton kernels or plain PyTorch. auto: Triton on an NVIDIA or AMD GPU."""
     compile: bool = False
     """Compile the model with torch.compile (pays after some minutes of training)."""
     activation_checkpointing: bool = False

@@ -17,7 +17,7 @@ from data.tokens import TokenizedCorpus
 from errors import UserError
 from model import pretrained
 from model.decoder import Decoder
-from model.device import choose_device
+from model.device import choose_device, choose_kernels
 from training import checkpoint, machine, optimizer
 from training import processes as process_group
 from training import settings as settings_file
@@ -62,6 +62,7 @@ def set_up(settings: Settings, run: Path, *, resume: bool) -> Session:
     """Build a session for a fresh run, or for the last checkpoint in `run` when resuming."""
     processes, device_name = process_group.start(settings.machine.device)
     device = choose_device(device_name)
+    choose_kernels(settings.machine.kernels, device)
     dtype = machine.choose_dtype(settings.machine.dtype, device)
     settings = dataclasses.replace(settings, machine=dataclasses.replace(settings.machine, dtype=str(dtype)[6:]))
     machine.keep_freed_memory()
