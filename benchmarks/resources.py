@@ -1,8 +1,8 @@
 """What the compiler makes of every Triton kernel for four GPUs, none of which needs to be there.
 
-`python -m benchmarks.resources` prints registers, spilled bytes and the width of memory accesses as a table, and as JSON
-in its last line. The launches are those of the functions that the model calls: a driver that knows a target and has no
-device stands in for the GPU's, so that they compile and stop. `--targets sm_90` picks some.
+`python -m benchmarks.resources` prints registers, spilled bytes and the width of memory accesses as a table, and as
+JSON in its last line. The launches are those of the functions that the model calls: a driver that names a GPU and has
+none stands in for the real one, so that they compile and stop.
 """
 
 import argparse
@@ -172,7 +172,16 @@ def inspect(name: str, kernel_name: str, target: str, kernel: triton.compiler.Co
     if "amdgcn" in kernel.asm:
         code = kernel.asm["amdgcn"]
         field = lambda key: int(re.search(rf"\.{key}:\s*(\d+)", code).group(1))  # noqa: E731
-        widths = {"dwordx4": 16, "dwordx2": 8, "dwordx3": 12, "dword": 4, "ushort": 2, "short": 2, "ubyte": 1, "byte": 1}
+        widths = {
+            "dwordx4": 16,
+            "dwordx2": 8,
+            "dwordx3": 12,
+            "dword": 4,
+            "ushort": 2,
+            "short": 2,
+            "ubyte": 1,
+            "byte": 1,
+        }
         found = re.findall(r"(?:global|buffer)_(load|store)_(dwordx\d|dword|ushort|short|ubyte|byte)", code)
         accesses = [(kind, widths[width]) for kind, width in found]
         spilled = field("vgpr_spill_count") + field("sgpr_spill_count")
@@ -192,7 +201,9 @@ def inspect(name: str, kernel_name: str, target: str, kernel: triton.compiler.Co
         width = next((int(bits) // 8 for bits in re.findall(r"\b(128|64)\b", modifiers)), 4)
         width = next((int(bits) // 8 for bits in re.findall(r"\b[US](16|8)\b", modifiers)), width)
         accesses.append(("store" if kind == "STG" else "load", width))
-    accesses += [("load", 0)] * len(re.findall(r"\bUTMALDG", code)) + [("store", 0)] * len(re.findall(r"\bUTMASTG", code))
+    accesses += [("load", 0)] * len(re.findall(r"\bUTMALDG", code)) + [("store", 0)] * len(
+        re.findall(r"\bUTMASTG", code)
+    )
     return Resources(
         **common,
         registers=int(re.search(r"REG:(\d+)", code).group(1)),

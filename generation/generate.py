@@ -149,6 +149,7 @@ def complete(
     tokenizer: Tokenizer,
     prompt: str = "",
     max_new_tokens: int = 200,
+    sampling: Sampling | None = None,
     seed: int = 0,
 ) -> str:
     """The prompt and its continuation as one text: a function of its arguments that leaves torch's global RNG alone."""
@@ -157,6 +158,7 @@ def complete(
         decoder,
         [ids],
         max_new_tokens=max_new_tokens,
+        sampling=sampling,
         seed=seed,
         eos_ids=(tokenizer.eos_id,),
         vocabulary=tokenizer.vocab_size,

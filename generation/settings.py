@@ -77,8 +77,8 @@ class Settings:
     """Dtype of weights and activations. auto: bfloat16 on CUDA; on a CPU with bfloat16 instructions what the checkpoint
     is stored in; else float32."""
     kernels: Literal["auto", "triton", "torch"] = "auto"
-    """Fused Triton kernels or plain PyTorch. auto: Triton on an NVIDIA or AMD GPU, where up to 8 texts at once decode by
-    kernels made for few of them, one CUDA graph a step."""
+    """Fused Triton kernels or plain PyTorch. auto: Triton on an NVIDIA or AMD GPU, where up to 8 texts at once decode
+    by kernels made for few of them, one CUDA graph a step."""
 
     def __post_init__(self) -> None:
         for flag, value in {

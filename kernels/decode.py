@@ -10,8 +10,8 @@ cache, silu and product, residual addition.
     4 gate_up      s -> norm -> W_gate, W_up -> silu and product
     5 project      -> W_down -> + s
 
-s (B, D) is the residual stream and is updated in place. All arithmetic is float32; weights may have any dtype. Positions
-are read from tensors on the device, so that one CUDA graph of a step serves every position.
+s (B, D) is the residual stream and is updated in place. All arithmetic is float32; weights may have any dtype.
+Positions are read from tensors on the device, so that one CUDA graph of a step serves every position.
 Nothing here is differentiable.
 """
 

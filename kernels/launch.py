@@ -1,7 +1,7 @@
 """What all Triton launches share: the operators that torch sees, rows with a stride, and launch geometry.
 
-Each kernel launch is an operator `torch.ops.prenorm.NAME` that returns new tensors and writes to nothing it is given, so
-that torch.compile takes it whole (fullgraph) and CUDA graphs capture it. Geometry is a closed formula of the shape:
+Each kernel launch is an operator `torch.ops.prenorm.NAME` that returns new tensors and writes to nothing it is given,
+so that torch.compile takes it whole (fullgraph) and CUDA graphs capture it. Geometry is a closed formula of the shape:
 nothing is autotuned, and no number of tokens reaches the compiler.
 """
 

@@ -127,12 +127,11 @@ def backward_kernel(
         target = token * ((H + 2 * K) * 2 * HALF) + packed_head
         store_halves(dqkv_ptr, target, HALF, inside, da, db)
     if q_weight_ptr is not None:
-        if turned:
-            gain_ptr = q_gain_ptr if of_q else k_gain_ptr
-            part = tl.program_id(0) * tl.where(of_q, q_tiles, k_tiles) + tile - first
-            offset = part * (2 * HALF) + tl.arange(0, BLOCK)
-            inside_head = tl.arange(0, BLOCK) < HALF
-            store_halves(gain_ptr, offset, HALF, inside_head, tl.sum(tl.sum(gain_a, 0), 0), tl.sum(tl.sum(gain_b, 0), 0))
+        gain_ptr = q_gain_ptr if of_q else k_gain_ptr
+        part = tl.program_id(0) * tl.where(of_q, q_tiles, k_tiles) + tile - first
+        offset = part * (2 * HALF) + tl.arange(0, BLOCK)
+        inside_head = (tl.arange(0, BLOCK) < HALF) & turned
+        store_halves(gain_ptr, offset, HALF, inside_head, tl.sum(tl.sum(gain_a, 0), 0), tl.sum(tl.sum(gain_b, 0), 0))
 
 
 def geometry(num_heads: int, num_kv_heads: int, half: int) -> dict[str, int]:
@@ -203,8 +202,8 @@ def rotary_backward(dq, dk, dv, qkv, cos, sin, q_weight, k_weight, eps):
     if tokens:
         stride, angle_stride, *of_grads = (stride // size for stride in strides)
         backward_kernel[tiles, (num_heads + 2 * num_kv_heads) // heads](
-            *grads, qkv, cos, sin, q_weight, k_weight, dqkv, *parts, tokens, length, stride, angle_stride, *of_grads, eps,
-            **sizes, UNIT=size, BLOCK=block_of(half), num_warps=warps_of(half),
+            *grads, qkv, cos, sin, q_weight, k_weight, dqkv, *parts, tokens, length, stride, angle_stride,
+            *of_grads, eps, **sizes, UNIT=size, BLOCK=block_of(half), num_warps=warps_of(half),
         )  # fmt: skip
     return (dqkv, *map(column_sum, parts)) if normed else (dqkv, dq_weight, dk_weight)
 

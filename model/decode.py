@@ -1,7 +1,7 @@
 """Decoding with the fused kernels: one step of the whole decoder, on CUDA replayed as one graph.
 
-A replay costs the host one call instead of a hundred launches. Everything a step reads or writes stands at a fixed place:
-the tokens, the column, the cache and the logits.
+A replay costs the host one call instead of a hundred launches. Everything a step reads or writes stands at a fixed
+place: the tokens, the column, the cache and the logits.
 """
 
 import torch
@@ -11,6 +11,7 @@ from torch.nn import functional as F
 import kernels
 from model.cache import KeyValueCache
 from model.decoder import Decoder
+from model.norm import Norm
 
 MOST_TEXTS = 8  # more texts share a weight's reading better in an ordinary matrix product; the border is not measured
 
@@ -26,8 +27,8 @@ class DecodeStep:
         self.tokens = torch.zeros(batch, dtype=torch.int64, device=device)
         self.column = torch.zeros(1, dtype=torch.int64, device=device)
         self.q = torch.empty(batch, heads, head_dim, device=device, dtype=dtype)
-        shapes = (batch, heads, kernels.decode.SPLITS, head_dim), (batch, heads, kernels.decode.SPLITS), (batch, heads, kernels.decode.SPLITS)
-        self.parts = tuple(torch.empty(shape, device=device) for shape in shapes)
+        splits = batch, heads, kernels.decode.SPLITS
+        self.parts = tuple(torch.empty(shape, device=device) for shape in ((*splits, head_dim), splits, splits))
         self.hidden = torch.empty(batch, config.intermediate_size, device=device, dtype=dtype)
         self.graph: torch.cuda.CUDAGraph | None = None
         self.logits: Tensor | None = None
@@ -74,15 +75,16 @@ class DecodeStep:
             )
             kernels.decode.attention(self.q, keys, values, self.column, self.padding, self.parts)
             kernels.decode.project(self.parts, attention.o_proj.weight, s)
-            kernels.decode.gate_up(s, arguments(layer.post_attention_layernorm), layer.mlp.gate_up_proj.weight, self.hidden)
-            kernels.decode.project(self.hidden, layer.mlp.down_proj.weight, s)
+            gate_up, down = layer.mlp.gate_up_proj.weight, layer.mlp.down_proj.weight
+            kernels.decode.gate_up(s, arguments(layer.post_attention_layernorm), gate_up, self.hidden)
+            kernels.decode.project(self.hidden, down, s)
         x, _ = decoder.norm(s)
         head = decoder.embed_tokens if decoder.lm_head is None else decoder.lm_head
         return head(x).float()
 
 
-def arguments(norm) -> tuple[str, Tensor | None, Tensor | None, float]:
-    """A `model.norm.Norm` as the kernels take it."""
+def arguments(norm: Norm) -> tuple[str, Tensor | None, Tensor | None, float]:
+    """A norm as the kernels take it."""
     return norm.kind, norm.weight, norm.bias, norm.eps
 
 

@@ -5,11 +5,13 @@ import json
 import pytest
 import torch
 
+import kernels
 from errors import UserError
 from generation.generate import complete, generate
 from generation.sampling import generator_for, sample
 from generation.settings import Sampling
 from model.config import ModelConfig
+from model.decode import DecodeStep
 from model.decoder import Decoder
 
 LIMIT = 48  # of the decoder in conftest.py
@@ -48,6 +50,25 @@ def test_a_batch_of_unequal_prompts_equals_each_prompt_alone(decoder, sampling):
         assert together.tokens == [result.tokens[0] for result in expected]
         assert together.endings == [result.endings[0] for result in expected]
     assert {"context"} <= set(together.endings) and len({tuple(row) for row in together.tokens}) == len(PROMPTS)
+
+
+@pytest.mark.skipif(kernels.gpu is None, reason="Triton is not installed")
+def test_the_kernels_for_decoding_give_the_same_tokens_to_the_end_of_the_context(monkeypatch):
+    shape = dict(vocab_size=64, hidden_size=16, intermediate_size=16, num_attention_heads=2, num_key_value_heads=1)
+    config = ModelConfig(**shape, num_hidden_layers=1, max_position_embeddings=14, initializer_range=0.5)
+    decoder, prompts, calls = Decoder(config, seed=3).eval(), [[1, 7, 9, 4, 5, 6, 8], [1]], []
+    step = DecodeStep.__call__
+    monkeypatch.setattr(DecodeStep, "__call__", lambda *arguments: calls.append(1) or step(*arguments))
+    options = dict(max_new_tokens=99, sampling=SAMPLED, seed=4)
+    expected = generate(decoder, prompts, **options)
+    assert not calls and expected.endings == ["context", "context"]
+    kernels.use("triton", torch.device("cpu"))
+    try:
+        found = generate(decoder, prompts, **options)  # the second text goes on where the first one ends
+    finally:
+        kernels.use("auto", torch.device("cpu"))
+    assert (found.tokens, found.endings) == (expected.tokens, expected.endings)
+    assert len(calls) == found.steps == 12 and len(set(found.tokens[1])) > 5
 
 
 def test_rows_that_ended_early_do_not_disturb_the_others(decoder):
@@ -137,11 +158,13 @@ def test_logits_that_are_not_finite_are_a_sentence():
 def test_complete_is_a_function_of_its_arguments_and_leaves_the_global_generator_alone(decoder, tokenizer):
     torch.manual_seed(11)
     before, threads = torch.get_rng_state(), torch.get_num_threads()
-    texts = [complete(decoder, tokenizer, "def ", 15, 0.9, 40, seed) for seed in (1, 1, 2)]
+    texts = [complete(decoder, tokenizer, "def ", 15, SAMPLED, seed) for seed in (1, 1, 2)]
     assert torch.equal(before, torch.get_rng_state()) and threads == torch.get_num_threads()
     assert texts[0] == texts[1] != texts[2]
     assert all(text.startswith("def ") for text in texts)
-    assert complete(decoder, tokenizer, "", 15, 0.0) == complete(decoder, tokenizer, max_new_tokens=15, temperature=0)
+    assert complete(decoder, tokenizer, "", 15, GREEDY) == complete(
+        decoder, tokenizer, max_new_tokens=15, sampling=GREEDY
+    )
 
 
 def test_training_goes_on_with_the_same_gradients_after_a_sample(decoder, tokenizer):
@@ -169,5 +192,5 @@ def test_the_trained_stories_model_writes_what_the_reference_program_writes(stor
         prompt, ids = golden[part]["prompt_ids"], golden[part]["greedy_ids"]
         result = generate(model, [prompt], max_new_tokens=len(ids) - len(prompt), sampling=GREEDY)
         assert prompt + result.tokens[0] == ids
-    text = complete(model, tokenizer, max_new_tokens=200, temperature=0) + "\n"
+    text = complete(model, tokenizer, max_new_tokens=200, sampling=GREEDY) + "\n"
     assert text.encode() == (shared / "stories260K" / "greedy_200_steps.txt").read_bytes()

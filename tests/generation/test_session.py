@@ -61,7 +61,7 @@ def test_a_text_streams_as_its_tokens_come_and_ends_before_a_stop_string(checkpo
 
 def test_notes_say_checkpoint_device_dtype_and_speed_beside_the_rate_of_reading_weights(checkpoint):
     _, notes = output(checkpoint, max_new_tokens=5, device="cpu")
-    assert notes[0] == f"{checkpoint} on cpu in float32"
+    assert notes[0] == f"{checkpoint} on cpu in float32, kernels: plain PyTorch with CPU functions"
     for part in ("prefill 2 tokens, ", "decode 4 tokens, ", "MB of weights a step, read at ", "GB/s"):
         assert part in notes[-1]
     _, notes = output(checkpoint, max_new_tokens=1, device="cpu", dtype="bfloat16")

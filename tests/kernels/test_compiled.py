@@ -17,8 +17,8 @@ from kernels import gpu
 pytestmark = pytest.mark.skipif(gpu is None, reason="Triton is not installed")
 
 SHARED_MEMORY = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024, "gfx942": 64 * 1024}
-# Registers of a thread at most: with so many, half of the GPU's threads still fit, but where a matrix product or a whole
-# normed head stands in registers.
+# Registers of a thread at most: with 80, three eighths of the threads that a multiprocessor can hold still fit. More
+# where a matrix product, a whole normed head or a wide row stands in registers.
 BUDGET = 80
 BUDGETS = {
     r"swiglu in one kernel, 32": 200,

@@ -390,7 +390,10 @@ def operators():
             ops.norm_backward,
             (x, x.clone(), x.clone(), gain, statistic, statistic.clone(), True, True, True),
         ),
-        "norm_backward of rms": (ops.norm_backward, (x, None, x.clone(), gain, statistic[:0], statistic, False, True, False)),
+        "norm_backward of rms": (
+            ops.norm_backward,
+            (x, None, x.clone(), gain, statistic[:0], statistic, False, True, False),
+        ),
         "swiglu_forward": (ops.swiglu_forward, (x,)),
         "swiglu_backward": (ops.swiglu_backward, (x[:, :8], x)),
         "swiglu_gate_up": (ops.swiglu_gate_up, (x, torch.randn(16, 16), True)),
@@ -445,10 +448,10 @@ def test_a_compiled_function_of_all_kernels_is_one_graph_with_equal_gradients(tr
 
 
 def test_triton_is_refused_in_one_sentence_where_it_cannot_run(monkeypatch):
-    with pytest.raises(ValueError, match="cannot run on mps: they need an NVIDIA or AMD GPU$"):
+    with pytest.raises(ValueError, match=r"cannot run on mps: they need an NVIDIA or AMD GPU$"):
         kernels.use("triton", torch.device("mps"))
     monkeypatch.setattr(gpu, "INTERPRETED", False)
-    with pytest.raises(ValueError, match="cannot run on cpu: .*TRITON_INTERPRET=1"):
+    with pytest.raises(ValueError, match=r"cannot run on cpu: .*TRITON_INTERPRET=1"):
         kernels.use("triton", CPU)
     monkeypatch.setattr(kernels, "gpu", None)
     with pytest.raises(ValueError, match="Triton is not installed"):

@@ -1,7 +1,7 @@
 """The Triton norms where the general tests do not go: sizes, strides, dtypes, statistics, and sums over rows.
 
-Tolerances: float32 results and gradients pass through a few roundings of 2^-24: 1e-6, and where a row's mean is far from
-its spread that times their ratio. Half precision adds one rounding (`rounding` in conftest.py). Sums over rows are
+Tolerances: float32 results and gradients pass through a few roundings of 2^-24: 1e-6, and where a row's mean is far
+from its spread that times their ratio. Half precision adds one rounding (`rounding` in conftest.py). Sums over rows are
 float32: 1e-6.
 """
 
@@ -11,9 +11,6 @@ import torch
 from kernels import gpu, launch, reference
 
 pytestmark = pytest.mark.skipif(gpu is None, reason="Triton is not installed")
-
-if gpu is not None:
-    from kernels import norms
 
 EPS = 1e-5
 
@@ -54,7 +51,7 @@ def reference64(x, weight, bias, residual, *, kind, eps):
     return (y if weight is None else y * weight) + (0 if bias is None else bias), s
 
 
-# Tiles of several rows, whole rows, two passes; sizes divisible by 16, by 8, by neither; rows fewer and more than programs
+# Tiles of several rows, whole rows, two passes; sizes divisible by 16, by 8, by neither; fewer and more than programs
 @pytest.mark.parametrize(
     ("rows", "width"),
     [
@@ -168,9 +165,7 @@ def test_a_gradient_that_two_norms_share_is_right_for_both_and_a_second_backward
 @pytest.mark.parametrize(
     ("rows", "width"), [*((rows, 64) for rows in (1, 2, 7, 8, 9, 131)), (1, 1024), (131, 1024), (2, 9000), (17, 9000)]
 )
-def test_sums_over_rows_are_right_for_fewer_and_more_rows_than_programs(
-    draw, relative, monkeypatch, rows, width
-):
+def test_sums_over_rows_are_right_for_fewer_and_more_rows_than_programs(draw, relative, monkeypatch, rows, width):
     assert launch.properties(torch.device("cpu")).multiprocessors == 4  # so at most 8 programs
     x, dy, weight, bias = draw(rows, width), draw(rows, width), draw(width, mean=1.0), draw(width)
     empty = torch.empty
@@ -213,7 +208,9 @@ def test_a_large_mean_costs_layernorm_no_more_digits_than_it_must(draw, relative
     assert naive > 1  # the mean of squares less the square of the mean would be lost altogether
     x = draw(3, width, mean=30.0, std=0.1, dtype=torch.bfloat16)
     y, _ = gpu.norm(x, weight, kind="layer", eps=EPS)
-    assert relative(y, reference64(x.double(), None, None, None, kind="layer", eps=EPS)[0]) < 2**-8  # few values, equal errors
+    assert (
+        relative(y, reference64(x.double(), None, None, None, kind="layer", eps=EPS)[0]) < 2**-8
+    )  # few values, equal errors
 
 
 @pytest.mark.parametrize("kind", ["rms", "layer"])

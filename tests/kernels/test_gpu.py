@@ -1,0 +1,194 @@
+"""What only a GPU shows: compiled values, repeatability, huge rows, CUDA graphs. `python -m pytest -m gpu`."""
+
+import pytest
+import torch
+
+import kernels
+from kernels import gpu, reference
+from model.cache import KeyValueCache
+from model.config import ModelConfig
+from model.decode import DecodeStep
+from model.decoder import Decoder
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available() or gpu is None, reason="needs a CUDA device and Triton"),
+]
+
+if gpu is not None:
+    from kernels import cross_entropy, swiglu
+
+GPU = torch.device("cuda")
+HALF = torch.bfloat16
+
+
+def normal(*shape, mean=0.3, std=1.0, dtype=torch.float32, seed=0):
+    generator = torch.Generator(GPU).manual_seed(seed + sum(shape))
+    return (torch.randn(shape, generator=generator, device=GPU) * std + mean).to(dtype)
+
+
+def gradients(function, inputs, upstream):
+    """Outputs and gradients of all inputs."""
+    inputs = [tensor.detach().requires_grad_() for tensor in inputs]
+    out = function(*inputs)
+    out = out if isinstance(out, tuple) else (out,)
+    upstream = [u.to(o.dtype) for u, o in zip(upstream, out, strict=True)]
+    return [o.detach() for o in out], torch.autograd.grad(out, inputs, upstream)
+
+
+def assert_close(function, exact, inputs, upstream, relative, tolerances):
+    """Outputs and gradients within tolerances of the same in float64; returns them."""
+    found = gradients(function, inputs, upstream)
+    expected = gradients(exact, [t.double() for t in inputs], [u.double() for u in upstream])
+    ours, theirs = [*found[0], *found[1]], [*expected[0], *expected[1]]
+    for i, (a, b, tolerance) in enumerate(zip(ours, theirs, tolerances, strict=True)):
+        assert relative(a, b) < tolerance, f"{i}: {relative(a, b):.2e}"
+    return ours
+
+
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+@pytest.mark.parametrize(
+    ("rows", "width"),
+    [*[(4099, 64), (4099, 1000), (2048, 1024), (4096, 4096), (1000, 4104)], *[(513, 8192), (300, 16384), (200, 65536)]],
+)
+def test_norms_are_within_one_rounding_of_float64(relative, kind, rows, width):
+    x, residual, dy, ds = (normal(rows, width, dtype=HALF, seed=i) for i in range(4))
+    residual = (x + residual).to(HALF) - x  # so that the sum is exact and float64 starts from the same
+    weight, bias = normal(width, mean=1.0), normal(width)
+
+    def ours(x, weight, bias, residual):
+        return gpu.norm(x, weight, bias, residual, kind=kind, eps=1e-5)
+
+    def exact(x, weight, bias, residual):
+        s = x + residual
+        c = s - s.mean(-1, keepdim=True) if kind == "layer" else s
+        return c / (c.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight + bias, s
+
+    one = 1.75e-3
+    inputs, upstream = (x, weight, bias, residual), (dy, ds)
+    first = assert_close(ours, exact, inputs, upstream, relative, (one, 1e-2, one, 1e-6, 1e-6, one))
+    for _ in range(20):
+        again = gradients(ours, inputs, upstream)
+        assert all(map(torch.equal, first, [*again[0], *again[1]]))
+    alone, _ = gpu.norm(x[7:8], weight, bias, residual[7:8], kind=kind, eps=1e-5)
+    assert torch.equal(alone, first[0][7:8])  # a row's result does not depend on the rows beside it
+
+
+@pytest.mark.parametrize("width", [8192, 16384, 32768, 65536, 131072])
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+def test_wide_float32_rows_keep_their_digits(relative, kind, width):
+    x, dy, weight = normal(64, width), normal(64, width, seed=1), normal(width, mean=1.0)
+    exact = lambda x, w: reference.norm(x, w, kind=kind, eps=1e-5)[0]  # noqa: E731
+    x64, w64 = x.double().requires_grad_(), weight.double().requires_grad_()
+    c = x64 - x64.mean(-1, keepdim=True) if kind == "layer" else x64
+    y64 = c / (c.square().mean(-1, keepdim=True) + 1e-5).sqrt() * w64
+    found = gradients(lambda x, w: gpu.norm(x, w, kind=kind, eps=1e-5)[0], (x, weight), (dy,))
+    expected = y64.detach(), *torch.autograd.grad(y64, (x64, w64), dy.double())
+    for ours, other in zip([*found[0], *found[1]], expected, strict=True):
+        assert relative(ours, other) < 1e-6
+    assert relative(exact(x, weight), y64.detach()) < 1e-6
+
+
+def test_tensors_of_more_than_2_to_the_31_elements_are_served(relative):
+    rows, width = 2**31 // 1024 + 3, 1024
+    x = torch.empty(rows, width, device=GPU, dtype=HALF).normal_()
+    y, _ = gpu.norm(x, kind="rms", eps=1e-5)
+    expected, _ = reference.norm(x[-4:], kind="rms", eps=1e-5)
+    assert relative(y[-4:], expected.double()) < 1.75e-3
+    hidden = swiglu.swiglu_forward(x)
+    gate, up = x[-4:].double().chunk(2, -1)
+    assert relative(hidden[-4:], gate * torch.sigmoid(gate) * up) < 1.8e-3
+
+
+@pytest.mark.parametrize("rows", [1, 63, 300, 4096])
+@pytest.mark.parametrize(("hidden_size", "width"), [(512, 1408), (1024, 2816), (72, 136)])
+def test_the_mlp_in_one_kernel_equals_float64(relative, rows, hidden_size, width):
+    x = normal(rows, hidden_size, dtype=HALF)
+    weight = normal(2 * width, hidden_size, mean=0.0, std=hidden_size**-0.5, dtype=HALF)
+    hidden, kept = swiglu.swiglu_gate_up(x, weight, True)
+    products = x.double() @ weight.double().T
+    gate, up = products.chunk(2, -1)
+    assert relative(kept, products) < 2e-3
+    assert relative(hidden, gate * torch.sigmoid(gate) * up) < 2e-3
+
+
+def test_the_loss_and_its_gradients_do_not_depend_on_chunks(relative, monkeypatch):
+    x, weight = normal(1500, 256, mean=0.05, dtype=HALF), normal(5003, 256, mean=0.0, std=0.1)
+    targets = torch.arange(1500, device=GPU) * 7 % 5003
+    targets[::5] = -100
+    upstream = normal(1500)
+    exact = lambda x, w: reference.linear_cross_entropy(x.double(), w.to(HALF).double(), targets)  # noqa: E731
+    for workspace in (2**30, 1):
+        monkeypatch.setattr(cross_entropy, "WORKSPACE", workspace)
+        assert_close(
+            lambda x, w: gpu.linear_cross_entropy(x, w, targets), exact, (x, weight), (upstream,), relative,
+            (2e-3, 5e-3, 5e-3),
+        )  # fmt: skip
+
+
+CONFIG = ModelConfig(
+    vocab_size=1000, hidden_size=256, intermediate_size=704, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, max_position_embeddings=256, qk_norm=True,
+)  # fmt: skip
+
+
+def test_a_whole_training_step_is_captured_as_a_graph_and_compiled_as_one(relative):
+    decoder = Decoder(CONFIG, seed=1, compute_dtype=HALF).to(GPU)
+    tokens = torch.randint(1000, (2, 65), device=GPU)
+    upstream = normal(2, 64)
+
+    def step(forward=decoder):
+        loss = forward(tokens[:, :-1], tokens[:, 1:])
+        loss.backward(upstream)
+        return loss
+
+    def grads():
+        found = [p.grad.clone() for p in decoder.parameters()]
+        decoder.zero_grad(set_to_none=True)
+        return found
+
+    expected = step(), grads()
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    decoder.zero_grad(set_to_none=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        loss = step()
+    for p in decoder.parameters():
+        p.grad.zero_()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(loss, expected[0])
+    for captured, eager in zip(grads(), expected[1], strict=True):
+        assert relative(captured, eager.double()) < 1e-6  # attention's backward pass may sum in another order
+
+    loss = step(torch.compile(decoder, fullgraph=True))
+    assert relative(loss, expected[0].double()) < 5e-3
+    for compiled, eager in zip(grads(), expected[1], strict=True):
+        assert relative(compiled, eager.double()) < 3e-2
+
+
+@pytest.mark.parametrize("lengths", [[37], [37, 5, 20]])
+@torch.inference_mode()
+def test_a_graph_of_the_decoding_step_gives_the_decoders_logits_at_every_position(relative, lengths):
+    decoder = Decoder(CONFIG, seed=1, compute_dtype=torch.float32).to(GPU).eval()
+    torch.backends.cuda.matmul.allow_tf32 = False
+    padding = torch.tensor([max(lengths) - n for n in lengths], device=GPU)
+    padding = padding if padding.any() else None
+    caches = [KeyValueCache(CONFIG, len(lengths), 200, device=GPU) for _ in range(2)]
+    prompt = torch.randint(1000, (len(lengths), max(lengths)), device=GPU)
+    for cache in caches:
+        decoder(prompt, cache=cache, padding=padding)
+    step = DecodeStep(decoder, caches[1], padding)
+    for _ in range(160):
+        token = torch.randint(1000, (len(lengths), 1), device=GPU)
+        expected = decoder(token, cache=caches[0], padding=padding)
+        assert relative(step(token, padding), expected.double()) < 2e-5
+    assert step.graph is not None
+
+
+def test_auto_takes_triton_here():
+    kernels.use("auto", GPU)
+    assert kernels.describe(GPU) == "Triton"
