@@ -1,0 +1,212 @@
+"""What `benchmarks.kernels` measures: shapes of each kernel, its peers, what it cannot do without, and goals.
+
+Bytes are what must be read and written once (docs/findings.md has the table); goals are shares of the copy rate.
+"""
+
+import importlib.util
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import kernels
+from kernels import reference
+
+
+@dataclass
+class Case:
+    """One kernel on one shape."""
+
+    name: str
+    make: Callable[[], tuple[Tensor, ...]]
+    """Fresh random inputs, all of which learn unless they are integers or tables."""
+    learn: int
+    """So many of the first inputs get gradients."""
+    peers: dict[str, Callable]
+    """What is compared, by name; `ours` is the first. Each takes the inputs and returns one tensor or a tuple."""
+    forward_bytes: float
+    backward_bytes: float
+    flops: float = 0.0
+    """Of forward and backward products together; where there are any, they are the limit and not the bytes."""
+    goal: tuple[float, float] | None = None
+    """Shares of the limit to reach forward and backward, where a goal is set."""
+
+
+def cases(device: torch.device) -> Iterator[Case]:
+    """All of them: large ones for a GPU, those of the default model for a CPU."""
+    large = device.type == "cuda"
+    dtype = torch.bfloat16
+    shapes = [(4096, 256), (2048, 512)]
+    if large:
+        shapes = [(8192, 4096), (16384, 8192), (8192, 16384), (65536, 1024), (4096, 65536), (8192, 4104)]
+    for rows, width in shapes:
+        for kind in ("rms", "layer"):
+            yield norm(device, kind, rows, width, dtype, residual=False)
+            if rows * width <= 2**25:
+                yield norm(device, kind, rows, width, dtype, residual=True)
+    for rows, hidden, width in (
+        ((8192, 4096, 14336), (8192, 1024, 2816), (256, 512, 1408)) if large else ((4096, 256, 704),)
+    ):
+        yield mlp(device, rows, hidden, width, dtype)
+    for tokens, heads, kv_heads, width in ((16384, 32, 8, 128), (16384, 16, 8, 64)) if large else ((4096, 4, 2, 64),):
+        for normed in (False, True):
+            yield rotary(device, tokens, heads, kv_heads, width, dtype, normed)
+    sizes = ((8192, 1024, 50304), (8192, 4096, 131072)) if large else ((4096, 256, 4096), (2048, 512, 6400))
+    for rows, hidden, vocabulary in sizes:
+        yield loss(device, rows, hidden, vocabulary, dtype)
+
+
+def of(module, function: str) -> Callable:
+    """A function of an implementation by name."""
+    return getattr(module, function)
+
+
+def liger(device: torch.device) -> bool:
+    """Whether Liger-Kernel is here to be compared with."""
+    return device.type == "cuda" and importlib.util.find_spec("liger_kernel") is not None
+
+
+def random(device: torch.device, *shape: int, dtype: torch.dtype, mean: float = 0.3, std: float = 1.0) -> Tensor:
+    """Normal numbers with a mean away from zero."""
+    return (torch.randn(shape, device=device) * std + mean).to(dtype)
+
+
+def norm(device, kind: str, rows: int, width: int, dtype: torch.dtype, residual: bool) -> Case:
+    """RMSNorm or LayerNorm, with float32 gains (the peers' in x's dtype), alone or after the residual addition."""
+
+    def make():
+        x = random(device, rows, width, dtype=dtype)
+        gain = random(device, width, dtype=torch.float32, mean=1.0, std=0.1)
+        return (x, gain, random(device, rows, width, dtype=dtype)) if residual else (x, gain)
+
+    def by(module):
+        def run(x, gain, stream=None):
+            y, s = of(module, "norm")(x, gain, None, stream, kind=kind, eps=1e-5)
+            return y if stream is None else (y, s)
+
+        return run
+
+    def torch_own(x, gain, stream=None):
+        s = x if stream is None else x + stream
+        if kind == "rms":
+            y = F.rms_norm(s, (width,), gain.to(dtype), 1e-5)
+        else:
+            y = F.layer_norm(s, (width,), gain.to(dtype), None, 1e-5)
+        return y if stream is None else (y, s)
+
+    peers = {"ours": by(kernels.implementation(device)), "specification, eager": by(reference)}
+    peers[f"F.{kind}_norm"] = torch_own
+    peers["torch.compile"] = torch.compile(by(reference))
+    if liger(device) and not residual:
+        from liger_kernel.ops.layer_norm import LigerLayerNormFunction
+        from liger_kernel.ops.rms_norm import LigerRMSNormFunction
+
+        def with_liger(x, gain):
+            if kind == "rms":
+                return LigerRMSNormFunction.apply(x, gain.to(dtype), 1e-5, 0.0, "llama", False)
+            return LigerLayerNormFunction.apply(x, gain.to(dtype), torch.zeros_like(gain, dtype=dtype), 1e-5)
+
+        peers["Liger"] = with_liger
+    elements, size = rows * width, torch.empty(0, dtype=dtype).element_size()
+    goal = (
+        ((0.93, 0.85 if kind == "rms" else 0.80) if width <= 8192 else (0.60, 0.60)) if width >= 2048 else (0.60, 0.60)
+    )
+    name = f"{kind} norm{' after addition' if residual else ''}, {rows} x {width}"
+    moved = (4, 4) if residual else (2, 3)
+    learn = 3 if residual else 2
+    return Case(name, make, learn, peers, moved[0] * size * elements, moved[1] * size * elements, goal=goal)
+
+
+def mlp(device, rows: int, hidden: int, width: int, dtype: torch.dtype) -> Case:
+    """The whole SwiGLU block, and on a GPU its first half as one kernel."""
+
+    def make():
+        std = hidden**-0.5
+        return (
+            random(device, rows, hidden, dtype=dtype),
+            random(device, 2 * width, hidden, dtype=dtype, mean=0.0, std=std),
+            random(device, hidden, width, dtype=dtype, mean=0.0, std=std),
+        )
+
+    peers = {
+        "ours": of(kernels.implementation(device), "swiglu_mlp"),
+        "specification, eager": reference.swiglu_mlp,
+        "torch.compile": torch.compile(reference.swiglu_mlp),
+    }
+    if device.type == "cuda" and kernels.gpu is not None:
+        from kernels import swiglu
+
+        def one_kernel(x, gate_up, down):
+            before = swiglu.WINS
+            swiglu.WINS = ((rows, hidden),)
+            try:
+                return swiglu.swiglu_mlp(x, gate_up, down)
+            finally:
+                swiglu.WINS = before
+
+        peers["ours, one kernel for gate and up"] = one_kernel
+    if liger(device):
+        from liger_kernel.ops.swiglu import LigerSiLUMulFunction
+
+        def with_liger(x, gate_up, down):
+            gate, up = F.linear(x, gate_up).chunk(2, -1)
+            return F.linear(LigerSiLUMulFunction.apply(gate, up), down)
+
+        peers["Liger"] = with_liger
+    name = f"SwiGLU MLP, {rows} x {hidden}, {width} wide"
+    return Case(name, make, 3, peers, 0, 0, flops=18.0 * rows * hidden * width)
+
+
+def rotary(device, tokens: int, heads: int, kv_heads: int, width: int, dtype: torch.dtype, normed: bool) -> Case:
+    """q and k turned, from the packed product, with or without the norm of each head."""
+    length = 1024 if tokens > 4096 else 256
+
+    def make():
+        angles = torch.rand(length, width // 2, device=device) * 100
+        qkv = random(device, tokens // length, length, (heads + 2 * kv_heads) * width, dtype=dtype)
+        gains = [random(device, width, dtype=torch.float32, mean=1.0, std=0.1) for _ in range(2 * normed)]
+        return qkv, *gains, angles.cos(), angles.sin()
+
+    def by(function):
+        def run(qkv, *rest):
+            gains = rest[:-2] if normed else (None, None)
+            return function(qkv, *rest[-2:], heads, kv_heads, *gains, 1e-6)
+
+        return run
+
+    peers = {
+        "ours": by(of(kernels.implementation(device), "rotary")),
+        "specification, eager": by(reference.rotary),
+        "torch.compile": torch.compile(by(reference.rotary)),
+    }
+    size = torch.empty(0, dtype=dtype).element_size()
+    turned, all_of_it = tokens * (heads + kv_heads) * width, tokens * (heads + 2 * kv_heads) * width
+    name = f"rotary{' with norms of heads' if normed else ''}, {tokens} tokens, {heads} + {kv_heads} heads of {width}"
+    backward = 2 * size * all_of_it + size * turned * normed
+    goal = (0.85, 0.85) if normed else (0.90, 0.90)
+    return Case(name, make, 1 + 2 * normed, peers, 2 * size * turned, backward, goal=goal)
+
+
+def loss(device, rows: int, hidden: int, vocabulary: int, dtype: torch.dtype) -> Case:
+    """The head's product and the cross-entropy."""
+
+    def make():
+        weight = random(device, vocabulary, hidden, dtype=dtype, mean=0.0, std=hidden**-0.5)
+        return random(device, rows, hidden, dtype=dtype), weight, torch.randint(vocabulary, (rows,), device=device)
+
+    peers = {
+        "ours": of(kernels.implementation(device), "linear_cross_entropy"),
+        "F.cross_entropy, whole logits": reference.linear_cross_entropy,
+        "torch.compile": torch.compile(reference.linear_cross_entropy),
+    }
+    if liger(device):
+        from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
+
+        def with_liger(x, weight, targets):
+            return LigerFusedLinearCrossEntropyFunction.apply(x, weight, targets)[0]  # the mean: gradients in forward
+
+        peers["Liger, mean"] = with_liger
+    name = f"head and loss, {rows} x {hidden}, vocabulary {vocabulary}"
+    return Case(name, make, 2, peers, 0, 0, flops=6.0 * rows * hidden * vocabulary, goal=(0.0, 1 / 1.2))

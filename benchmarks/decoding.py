@@ -1,0 +1,79 @@
+"""Decoding beside the time it takes to read the weights: `python -m benchmarks.decoding --config 1b`.
+
+The decoder called step by step, and the fused step (five launches a layer, on CUDA one graph), with random weights in
+bfloat16. Prints a table in Markdown and everything as JSON in its last line.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from pathlib import Path
+
+import torch
+
+import kernels
+from benchmarks.timing import copy_rate
+from generation.device import bytes_per_step, hold_weights_in
+from model.cache import KeyValueCache
+from model.decode import DecodeStep
+from model.decoder import Decoder
+from training import settings as settings_file
+from training.machine import device_name
+
+
+@torch.inference_mode()
+def main() -> None:
+    """Measure what was asked for."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.decoding", description=__doc__.split("\n\n")[0])
+    parser.add_argument("--config", default="1b", help="a name in configs/ (default: %(default)s)")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
+    parser.add_argument(
+        "--texts", type=int, nargs="+", default=[1, 4, 8, 16], help="texts at once (default: %(default)s)"
+    )
+    parser.add_argument("--columns", type=int, default=128, help="tokens in the cache before (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=64, help="steps to time (default: %(default)s)")
+    parser.add_argument("--out", type=Path, metavar="FILE.json", help="write the results there")
+    arguments = parser.parse_args()
+    device = torch.device(arguments.device)
+    config = settings_file.load(Path("configs") / f"{arguments.config}.toml").model
+    decoder = Decoder(config, seed=1).to(device).eval()
+    hold_weights_in(decoder, torch.bfloat16)
+    copy, weights = copy_rate(device), bytes_per_step(decoder)
+    rates = f"{weights / 1e6:,.0f} MB of weights a step, copy {copy / 1e9:,.0f} GB/s"
+    print(f"{arguments.config} on {device_name(device)}: {rates}")
+    print("\n| texts | step | ms | tokens/s | weights read at, of the copy rate |\n|---|---|---|---|---|")
+    rows = []
+    for texts in arguments.texts:
+        cache = KeyValueCache(
+            config, texts, arguments.columns + arguments.steps + 8, device=device, dtype=torch.bfloat16
+        )
+        cache.keys.normal_()
+        cache.values.normal_()
+        token = torch.ones(texts, 1, dtype=torch.int64, device=device)
+        steps = {"decoder": lambda token, cache=cache: decoder(token, cache=cache)}
+        if kernels.why_not_triton(device) is None:
+            fused = DecodeStep(decoder, cache, None)
+            steps["fused"] = lambda token, fused=fused: fused(token, None)
+        for name, step in steps.items():
+            cache.length = arguments.columns
+            for _ in range(4):
+                step(token)
+            seconds = []
+            for _ in range(arguments.steps):
+                start = time.perf_counter()
+                step(token)[0, 0, 0].item()
+                seconds.append(time.perf_counter() - start)
+            median = statistics.median(seconds)
+            share = weights / median / copy
+            print(f"| {texts} | {name} | {median * 1e3:.3f} | {texts / median:,.0f} | {share:.0%} |")
+            rows.append({"texts": texts, "step": name, "seconds": median, "share_of_copy_rate": share})
+    about = {"device": device_name(device), "torch": torch.__version__, "config": arguments.config}
+    line = json.dumps(about | {"weight_bytes": weights, "copy_bytes_per_second": copy, "steps": rows})
+    if arguments.out is not None:
+        arguments.out.write_text(line + "\n", encoding="utf-8")
+    print(line)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,135 @@
+"""A whole training step of each build of the model, side by side: `python -m benchmarks.training --config tiny`.
+
+Builds: the specification in plain PyTorch, our functions for the device, and torch.compile, each with both norms.
+They take turns in blocks of a few steps on random tokens. Prints a table in Markdown, and everything as JSON in its
+last line.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+import kernels
+from kernels import reference
+from model.config import flops_per_token
+from model.decoder import Decoder
+from training import machine, optimizer
+from training import settings as settings_file
+from training.processes import Processes
+from training.settings import Settings
+from training.step import backward, update
+
+IMPLEMENTATION = kernels.implementation
+
+
+def specification(device: torch.device) -> ModuleType:
+    """Stands in for `kernels.implementation`."""
+    return reference
+
+
+def use_specification(chosen: bool) -> None:
+    """Let the model run on the specification, or on what `kernels` would choose."""
+    kernels.implementation = specification if chosen else IMPLEMENTATION
+
+
+def builds(device: torch.device) -> dict[str, tuple[bool, str, bool]]:
+    """Name: whether the specification runs, `--kernels`, whether it is compiled."""
+    found = {"specification, eager": (True, "torch", False), "torch.compile": (True, "torch", True)}
+    if device.type == "cuda" and kernels.gpu is not None:
+        found |= {"Triton": (False, "triton", False), "Triton and torch.compile": (False, "triton", True)}
+    elif device.type == "cpu":
+        found |= {"CPU functions": (False, "torch", False)}
+    return found
+
+
+def stepper(settings: Settings, norm: str, build: tuple, device: torch.device) -> Callable[[], float]:
+    """A function that does one optimizer step and returns its seconds."""
+    specified, choice, compiled = build
+    fields = dict(vars(settings.model), norm=norm)
+    dtype = machine.choose_dtype("auto", device)
+    model = Decoder(type(settings.model)(**fields), seed=1, compute_dtype=dtype).to(device)
+    forward = torch.compile(model, fullgraph=True) if compiled else model
+    adamw = optimizer.build(model, settings.optimizer, device)
+    scaler = torch.amp.GradScaler(device.type, enabled=False)
+    data = settings.data
+    size = min(data.micro_batch_size or data.batch_size, data.batch_size)
+    shape = size, data.sequence_length + 1
+
+    def run() -> float:
+        tokens = torch.randint(settings.model.vocab_size, shape, device=device)
+        use_specification(specified)
+        kernels.use(choice, device)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        loss = backward(forward, [(tokens[:, :-1], tokens[:, 1:])], tokens[:, 1:].numel(), scaler, Processes(), device)
+        update(model, adamw, scaler, 1.0, loss)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter() - start
+
+    return run
+
+
+def main() -> None:
+    """Measure what was asked for."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.training", description=__doc__.split("\n\n")[0])
+    parser.add_argument("--config", default="tiny", help="a name in configs/ (default: %(default)s)")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
+    parser.add_argument("--blocks", type=int, default=8, help="turns of 5 steps each (default: %(default)s)")
+    parser.add_argument("--out", type=Path, metavar="FILE.json", help="write the results there")
+    arguments = parser.parse_args()
+    device = torch.device(arguments.device)
+    machine.keep_freed_memory()
+    settings = settings_file.load(Path("configs") / f"{arguments.config}.toml")
+    data = settings.data
+    size = min(data.micro_batch_size or data.batch_size, data.batch_size)
+    tokens = size * data.sequence_length
+    runs = {
+        (build, norm): stepper(settings, norm, how, device)
+        for build, how in builds(device).items()
+        for norm in ("rms", "layer")
+    }
+    seconds = {key: [] for key in runs}
+    peaks = {}
+    for key, run in runs.items():
+        for _ in range(3):
+            run()
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+            run()
+            peaks[key] = torch.cuda.max_memory_allocated(device)
+    for _ in range(arguments.blocks):
+        for key, run in runs.items():
+            seconds[key] += [run() for _ in range(5)]
+    use_specification(False)
+    flops = flops_per_token(settings.model, data.sequence_length) * tokens
+    peak = machine.peak_flops(device, machine.choose_dtype("auto", device))
+    print(f"{arguments.config}: steps of {tokens:,} tokens on {machine.device_name(device)}\n")
+    print(
+        "| build | norm | ms a step | tokens/s | of the specification's time | of peak FLOP/s |\n|---|---|---|---|---|---|"
+    )
+    rows = []
+    for (build, norm), found in seconds.items():
+        median = statistics.median(found)
+        base = seconds["specification, eager", norm]
+        ratio = statistics.median(a / b for a, b in zip(found, base, strict=True))
+        share = "" if peak is None else f"{flops / median / peak:.1%}"
+        print(f"| {build} | {norm} | {median * 1e3:,.1f} | {tokens / median:,.0f} | {ratio:.3f} | {share} |")
+        row = {"build": build, "norm": norm, "seconds": found, "ratio": ratio}
+        rows.append(row | {"peak_bytes": peaks.get((build, norm))})
+    about = {"device": machine.device_name(device), "torch": torch.__version__, "config": arguments.config}
+    line = json.dumps(about | {"tokens": tokens, "flops": flops, "builds": rows})
+    if arguments.out is not None:
+        arguments.out.write_text(line + "\n", encoding="utf-8")
+    print(line)
+
+
+if __name__ == "__main__":
+    main()
