@@ -112,9 +112,8 @@ def main() -> None:
     flops = flops_per_token(settings.model, data.sequence_length) * tokens
     peak = machine.peak_flops(device, machine.choose_dtype("auto", device))
     print(f"{arguments.config}: steps of {tokens:,} tokens on {machine.device_name(device)}\n")
-    print(
-        "| build | norm | ms a step | tokens/s | of the specification's time | of peak FLOP/s |\n|---|---|---|---|---|---|"
-    )
+    print("| build | norm | ms a step | tokens/s | of the specification's time | of peak FLOP/s |")
+    print("|---|---|---|---|---|---|")
     rows = []
     for (build, norm), found in seconds.items():
         median = statistics.median(found)

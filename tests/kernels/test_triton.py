@@ -329,10 +329,10 @@ def test_swiglu_reaches_rows_beyond_2_to_the_31_elements(far, draw):
 
     def run(inputs, outputs, rows):
         sizes = dict(UNIT=8, BLOCK=WIDTH // 2)
-        swiglu.forward_kernel[(1,)](inputs[0], outputs[1], WIDTH // 8, WIDTH // 16, **sizes)
-        swiglu.backward_kernel[(1,)](inputs[1], inputs[0], *outputs, WIDTH // 16, WIDTH // 8, WIDTH // 16, **sizes)
+        swiglu.forward_kernel[(1,)](inputs[0], outputs[2], WIDTH // 8, WIDTH // 16, **sizes)
+        swiglu.backward_kernel[(1,)](inputs[1], inputs[0], *outputs[:2], WIDTH // 16, WIDTH // 8, WIDTH // 16, **sizes)
 
-    assert_far_equals_near(far, run, [packed, hidden], [packed, hidden])
+    assert_far_equals_near(far, run, [packed, hidden], [packed, hidden, hidden])
 
 
 def test_rotary_positions_reach_rows_beyond_2_to_the_31_elements(far, draw):
