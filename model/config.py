@@ -11,11 +11,20 @@ import tyro
 
 from errors import UserError
 
-# The norm family: ONE table of what there is and what each learns. Its arithmetic is `kernels.norm` of the same name.
+# The norm family: ONE table of what there is and what each learns, the bias unless `norm_bias` is False. Models are
+# made of the first two, the others are there to be compared with. Their arithmetic is in model/norm.py.
 NORMS = {
     "rms": ("weight",),  # g x / sqrt(mean(x^2) + eps)
-    "layer": ("weight", "bias"),  # g (x - mean) / sqrt(var + eps) + b, the bias unless `norm_bias` is False
+    "layer": ("weight", "bias"),  # g (x - mean) / sqrt(var + eps) + b
+    "center": ("weight", "bias"),  # g (x - mean) + b: re-centering alone
+    "prms": ("weight",),  # rms whose statistic is that of the first sixteenth of the row
+    "l2": ("weight",),  # g x / (norm2(x) + eps)
+    "group": ("weight", "bias"),  # layer within each of `norm_groups` slices of the row
+    "batch": ("weight", "bias"),  # statistics over all tokens of a batch in training, running averages afterwards
+    "none": (),  # x
 }
+POSITIONS = {"pre": 2, "post": 2, "sandwich": 4}  # norms in a layer, by where they stand
+GATED, PLAIN = ("swiglu", "geglu", "reglu", "glu"), ("relu", "gelu")  # MLPs of three matrices, and of two
 LLAMA3_ROPE_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
 
@@ -44,7 +53,14 @@ class ModelConfig:
     rope_scaling: Annotated[dict | None, tyro.conf.Suppress] = None  # not a flag: it comes with loaded weights
     """Llama 3's stretching of the rotary frequencies, as checkpoints of that family carry it."""
     norm: Literal[*NORMS] = "rms"
-    """The norm in front of every block and of the head: RMSNorm or LayerNorm. Nothing else changes with it."""
+    """The norm around every block and before the head: RMSNorm or LayerNorm. Nothing else changes with it. The others
+    are for comparisons and slower: re-centering alone, RMS of a part of the row, L2, groups of channels, BatchNorm
+    (which looks at other tokens), and none."""
+    norm_position: Literal[*POSITIONS] = "pre"
+    """pre: before each block. post: after each addition, as in the Transformer of 2017, and none before the head.
+    sandwich: before each block and on its output."""
+    norm_groups: int = 8
+    """Slices of the row for the norm `group`."""
     norm_bias: bool = True
     """Whether LayerNorm has a bias beside its gain; RMSNorm has none either way."""
     norm_eps: float = 1e-5
@@ -57,6 +73,9 @@ class ModelConfig:
     """Whether the output head is the embedding matrix itself."""
     initializer_range: float = 0.02
     """Standard deviation of the initial weights; o_proj and down_proj start smaller by 1/sqrt(2 layers)."""
+    mlp: Literal[*GATED, *PLAIN] = "swiglu"
+    """Activation of the MLP: gated by silu, gelu, relu or sigmoid, or a plain MLP of relu or gelu, which is half as
+    wide again and so has as many parameters."""
 
     def __post_init__(self) -> None:
         check(self)
@@ -73,11 +92,16 @@ class ModelConfig:
         """What each norm learns: vectors as wide as the residual stream."""
         return tuple(name for name in NORMS[self.norm] if name != "bias" or self.norm_bias)
 
+    @property
+    def num_norms(self) -> int:
+        """Norms that `norm` is about: those of the layers, and one before the head unless they are `post`."""
+        return self.num_hidden_layers * POSITIONS[self.norm_position] + (self.norm_position != "post")
+
 
 def check(config: ModelConfig) -> None:
     """Raise `UserError` for shapes that cannot be built, with the mend."""
     whole = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-    for name in (*whole, "num_key_value_heads", "head_dim", "max_position_embeddings"):
+    for name in (*whole, "num_key_value_heads", "head_dim", "max_position_embeddings", "norm_groups"):
         value = getattr(config, name)
         if name == "head_dim" and value is None:
             continue
@@ -106,8 +130,14 @@ def check(config: ModelConfig) -> None:
     for name in ("norm_bias", "attention_bias", "qk_norm", "tie_word_embeddings"):
         if not isinstance(getattr(config, name), bool):
             raise UserError(f"{name} is {getattr(config, name)!r} and must be true or false.")
-    if config.norm not in [*NORMS]:  # a list, because a file may hold something that no dict can look up
-        raise UserError(f"norm is {config.norm!r} and must be {' or '.join(NORMS)}.")
+    for name, allowed in {"norm": [*NORMS], "norm_position": [*POSITIONS], "mlp": [*GATED, *PLAIN]}.items():
+        value = getattr(config, name)
+        if value not in allowed:  # lists, because a file may hold something that no dict can look up
+            raise UserError(f"{name} is {value!r} and must be {', '.join(allowed[:-1])} or {allowed[-1]}.")
+    if config.norm == "group" and config.hidden_size % config.norm_groups:
+        raise UserError(f"hidden_size {config.hidden_size} is not a multiple of norm_groups {config.norm_groups}.")
+    if config.mlp in PLAIN and config.intermediate_size % 2:
+        raise UserError(f"intermediate_size {config.intermediate_size} must be even for the plain MLP {config.mlp}.")
     check_rope_scaling(config.rope_scaling)
 
 
@@ -134,7 +164,7 @@ def num_parameters(config: ModelConfig, embedding: bool = True) -> int:
     attention = 2 * head_dim if config.qk_norm else 0
     if config.attention_bias:
         attention += (config.num_attention_heads + 2 * config.num_key_value_heads) * head_dim
-    total = config.num_hidden_layers * (layer_matrices(config) + attention + 2 * norm) + norm
+    total = config.num_hidden_layers * (layer_matrices(config) + attention) + config.num_norms * norm
     if embedding:
         total += config.vocab_size * config.hidden_size * (1 if config.tie_word_embeddings else 2)
     return total

@@ -90,5 +90,7 @@ def arguments(norm: Norm) -> tuple[str, Tensor | None, Tensor | None, float]:
 
 def step_for(decoder: Decoder, cache: KeyValueCache, padding: Tensor | None) -> DecodeStep | None:
     """The fused step where the Triton kernels run and the texts are few, else None: call the decoder itself."""
+    config = decoder.config
     fused = kernels.gpu is not None and kernels.implementation(cache.keys.device) is kernels.gpu
+    fused = fused and (config.norm_position, config.mlp) == ("pre", "swiglu") and config.norm in kernels.NORM_KINDS
     return DecodeStep(decoder, cache, padding) if fused and cache.keys.shape[1] <= MOST_TEXTS else None

@@ -16,9 +16,9 @@ from torch.utils.checkpoint import checkpoint
 import kernels
 from model.attention import Attention, attention_mask
 from model.cache import KeyValueCache
-from model.config import ModelConfig
+from model.config import PLAIN, ModelConfig
 from model.linear import Linear
-from model.mlp import MLP
+from model.mlp import MLP, PlainMLP
 from model.norm import Norm
 from model.rope import Rope
 
@@ -26,14 +26,20 @@ BRANCH_OUTPUTS = ("o_proj.weight", "down_proj.weight")  # what each layer adds t
 
 
 class Layer(nn.Module):
-    """Attention and MLP, each behind a norm. The residual addition belongs to the norm that comes next."""
+    """Attention and MLP, each behind a norm. The residual addition belongs to the norm that comes next.
+
+    With the norms after the additions (post) or on both sides of each block (sandwich) the order alone is another.
+    """
 
     def __init__(self, config: ModelConfig, index: int):
         super().__init__()
+        self.position = config.norm_position
         self.input_layernorm = Norm(config)
         self.self_attn = Attention(config, index)
         self.post_attention_layernorm = Norm(config)
-        self.mlp = MLP(config)
+        self.mlp = PlainMLP(config) if config.mlp in PLAIN else MLP(config)
+        if self.position == "sandwich":
+            self.attention_output_layernorm, self.mlp_output_layernorm = Norm(config), Norm(config)
 
     def forward(
         self,
@@ -43,12 +49,21 @@ class Layer(nn.Module):
         sin: Tensor,
         mask: Tensor | None,
         cache: KeyValueCache | None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor | None]:
         """Take and return the output of the last block (B, T, D) and the residual stream it is yet to be added to."""
+        if self.position == "post":  # the stream is normalized itself (Vaswani et al. 2017, section 3.1)
+            x, _ = self.input_layernorm(self.self_attn(x, cos, sin, mask, cache), x)
+            x, _ = self.post_attention_layernorm(self.mlp(x), x)
+            return x, None
         x, residual = self.input_layernorm(x, residual)
         x = self.self_attn(x, cos, sin, mask, cache)
+        if self.position == "sandwich":
+            x, _ = self.attention_output_layernorm(x)
         x, residual = self.post_attention_layernorm(x, residual)
-        return self.mlp(x), residual
+        x = self.mlp(x)
+        if self.position == "sandwich":
+            x, _ = self.mlp_output_layernorm(x)
+        return x, residual
 
 
 class Decoder(nn.Module):
@@ -63,7 +78,7 @@ class Decoder(nn.Module):
         # own Embedding would draw from the global generator.
         self.embed_tokens = Linear(config.hidden_size, config.vocab_size)
         self.layers = nn.ModuleList(Layer(config, index) for index in range(config.num_hidden_layers))
-        self.norm = Norm(config)
+        self.norm = None if config.norm_position == "post" else Norm(config)
         self.lm_head = None if config.tie_word_embeddings else Linear(config.hidden_size, config.vocab_size)
         self.rope = Rope(config)
         if seed is not None:
@@ -101,8 +116,9 @@ class Decoder(nn.Module):
         if cache is not None:
             cache.length += length
         if last_only:
-            x, residual = x[:, -1:], residual[:, -1:]
-        x, _ = self.norm(x, residual)
+            x, residual = x[:, -1:], None if residual is None else residual[:, -1:]
+        if self.norm is not None:
+            x, _ = self.norm(x, residual)
         head = self.embed_tokens if self.lm_head is None else self.lm_head
         if targets is None:
             return head(x).float()

@@ -11,6 +11,13 @@ from model.attention import attention_mask
 from model.cache import KeyValueCache
 
 FLOAT32 = 2e-6
+
+
+def tolerance(decoder):
+    """Twenty times as much where the statistic is that of three elements, which may all be small at once."""
+    return FLOAT32 * (20 if decoder.config.norm == "prms" else 1)
+
+
 VARIANTS = {
     "rms": {},
     "layer": {"norm": "layer"},
@@ -18,6 +25,10 @@ VARIANTS = {
     "biases and qk norm": {"attention_bias": True, "qk_norm": True},
     "one kv head, wide heads": {"num_key_value_heads": 1, "head_dim": 20},
     "no grouping": {"num_key_value_heads": 6},
+    "post": {"norm_position": "post", "norm": "layer"},
+    "sandwich": {"norm_position": "sandwich"},
+    **{norm: {"norm": norm} for norm in ("center", "prms", "l2", "group", "batch", "none")},
+    **{mlp: {"mlp": mlp} for mlp in ("geglu", "reglu", "glu", "relu", "gelu")},
 }
 
 
@@ -34,10 +45,22 @@ def plain_logits(decoder, tokens):
     length = len(tokens)
 
     def norm(x, name):
-        if config.norm == "layer":
+        eps = config.norm_eps
+        if config.norm in ("layer", "center"):
             x = x - x.mean(-1, keepdim=True)
-        x = x / ((x**2).mean(-1, keepdim=True) + config.norm_eps).sqrt()
-        return x * weights[f"{name}.weight"] + weights.get(f"{name}.bias", 0)
+        if config.norm in ("rms", "layer"):
+            x = x / ((x**2).mean(-1, keepdim=True) + eps).sqrt()
+        elif config.norm == "prms":  # the first 3 of 48
+            x = x / ((x[..., :3] ** 2).mean(-1, keepdim=True) + eps).sqrt()
+        elif config.norm == "l2":
+            x = x / ((x**2).sum(-1, keepdim=True).sqrt() + eps)
+        elif config.norm == "group":  # of 6
+            parts = [(p - p.mean(-1, keepdim=True)) for p in x.split(6, -1)]
+            x = torch.cat([p / ((p**2).mean(-1, keepdim=True) + eps).sqrt() for p in parts], -1)
+        elif config.norm == "batch":  # in evaluation
+            module = decoder.get_submodule(name)
+            x = (x - module.running_mean.double()) / (module.running_var.double() + eps).sqrt()
+        return x * weights.get(f"{name}.weight", 1) + weights.get(f"{name}.bias", 0)
 
     def rotate(x):  # (T, heads, d)
         half = width // 2
@@ -64,15 +87,34 @@ def plain_logits(decoder, tokens):
                 outputs[t, head] = probabilities @ v[: t + 1, group]
         return outputs.flatten(1) @ weights[f"{name}.o_proj.weight"].T
 
+    def activation(x):
+        normal_cdf = 0.5 * (1 + torch.erf(x / 2**0.5))
+        kinds = {"swiglu": x * torch.sigmoid(x), "glu": torch.sigmoid(x), "reglu": x * (x > 0), "geglu": x * normal_cdf}
+        return {**kinds, "relu": kinds["reglu"], "gelu": kinds["geglu"]}[config.mlp]
+
     def mlp(x, name):
-        gate, up = (x @ weights[f"{name}.gate_up_proj.weight"].T).chunk(2, -1)
-        return (gate * torch.sigmoid(gate) * up) @ weights[f"{name}.down_proj.weight"].T
+        if config.mlp in ("relu", "gelu"):
+            hidden = activation(x @ weights[f"{name}.up_proj.weight"].T)
+        else:
+            gate, up = (x @ weights[f"{name}.gate_up_proj.weight"].T).chunk(2, -1)
+            hidden = activation(gate) * up
+        return hidden @ weights[f"{name}.down_proj.weight"].T
 
     x = weights["embed_tokens.weight"][tokens]
     for i in range(config.num_hidden_layers):
-        x = x + attention(norm(x, f"layers.{i}.input_layernorm"), f"layers.{i}.self_attn")
-        x = x + mlp(norm(x, f"layers.{i}.post_attention_layernorm"), f"layers.{i}.mlp")
-    return norm(x, "norm") @ weights.get("lm_head.weight", weights["embed_tokens.weight"]).T
+        layer = f"layers.{i}"
+        if config.norm_position == "post":
+            x = norm(x + attention(x, f"{layer}.self_attn"), f"{layer}.input_layernorm")
+            x = norm(x + mlp(x, f"{layer}.mlp"), f"{layer}.post_attention_layernorm")
+            continue
+        after = {"pre": lambda y, name: y, "sandwich": norm}[config.norm_position]
+        y = attention(norm(x, f"{layer}.input_layernorm"), f"{layer}.self_attn")
+        x = x + after(y, f"{layer}.attention_output_layernorm")
+        y = mlp(norm(x, f"{layer}.post_attention_layernorm"), f"{layer}.mlp")
+        x = x + after(y, f"{layer}.mlp_output_layernorm")
+    if config.norm_position != "post":
+        x = norm(x, "norm")
+    return x @ weights.get("lm_head.weight", weights["embed_tokens.weight"]).T
 
 
 @torch.no_grad()
@@ -80,7 +122,7 @@ def test_logits_equal_those_of_a_plain_float64_implementation(decoder, tokens, r
     logits = decoder(tokens)
     assert logits.dtype == torch.float32
     for row, ids in zip(logits, tokens, strict=True):
-        assert relative(row, plain_logits(decoder, ids)) < FLOAT32
+        assert relative(row, plain_logits(decoder, ids)) < tolerance(decoder)
 
 
 @torch.no_grad()
@@ -92,7 +134,7 @@ def test_losses_are_those_of_the_logits_and_zero_where_ignored(decoder, tokens, 
     expected = F.cross_entropy(logits.transpose(1, 2), targets, reduction="none", ignore_index=-100)
     assert losses.shape == tokens.shape and losses.dtype == torch.float32
     assert (losses[:, -1] == 0).all()
-    assert relative(losses, expected) < FLOAT32
+    assert relative(losses, expected) < tolerance(decoder)
 
 
 @torch.no_grad()
@@ -114,7 +156,7 @@ def test_a_cache_changes_nothing(decoder, tokens, relative, steps):
         tensor.fill_(float("nan"))  # columns not filled yet must not be looked at
     pieces = [decoder(piece, cache=cache) for piece in tokens.split(steps, 1)]
     assert cache.length == 24
-    assert relative(torch.cat(pieces, 1), decoder(tokens)) < FLOAT32
+    assert relative(torch.cat(pieces, 1), decoder(tokens)) < tolerance(decoder)
 
 
 @torch.no_grad()
@@ -131,7 +173,7 @@ def test_a_padded_batch_equals_each_row_alone(decoder, tokens, relative):
     assert torch.isfinite(logits).all()
     for row, out, pad, rest in zip(rows, logits, padding, more, strict=True):
         alone = decoder(torch.cat((row, rest))[None])[0]
-        assert relative(out[pad:], alone) < FLOAT32
+        assert relative(out[pad:], alone) < tolerance(decoder)
 
 
 def test_masks_are_as_drawn_in_their_docstring():
@@ -158,11 +200,11 @@ def test_what_stands_in_the_padding_does_not_matter(decoder, tokens):
 def test_the_last_logits_alone_equal_the_last_of_all(decoder, tokens, relative):
     last = decoder(tokens, last_only=True)
     assert last.shape == (2, 1, 97)
-    assert relative(last, decoder(tokens)[:, -1:]) < FLOAT32
+    assert relative(last, decoder(tokens)[:, -1:]) < tolerance(decoder)
 
 
 def test_gradients_reach_every_parameter_and_equal_finite_differences(decoder, tokens):
-    """Along a random direction, a central difference of float32 losses: good to 1 percent."""
+    """Along a random direction, a central difference of float32 losses: good to 1 percent, and to 10 across kinks."""
     targets, weights = tokens.roll(-1, 1), torch.rand(2, 24, generator=torch.Generator().manual_seed(2))
     (decoder(tokens, targets) * weights).sum().backward()
     generator = torch.Generator().manual_seed(1)
@@ -170,13 +212,13 @@ def test_gradients_reach_every_parameter_and_equal_finite_differences(decoder, t
         assert parameter.grad is not None and parameter.grad.abs().max() > 0, name
     direction = [torch.randn(p.shape, generator=generator) * p.detach().std() for p in decoder.parameters()]
     slope = sum((p.grad.double() * d).sum() for p, d in zip(decoder.parameters(), direction, strict=True)).item()
-    values, step = [], 1e-3
+    values, step, percent = [], 1e-3, 10 if decoder.config.mlp in ("relu", "reglu") else 1
     with torch.no_grad():
         for sign in (1, -2):
             for parameter, d in zip(decoder.parameters(), direction, strict=True):
                 parameter += sign * step * d
             values.append((decoder(tokens, targets).double() * weights).sum().item())
-    assert (values[0] - values[1]) / (2 * step) == pytest.approx(slope, rel=0.01, abs=0.05)
+    assert (values[0] - values[1]) / (2 * step) == pytest.approx(slope, rel=percent / 100, abs=0.05)
 
 
 def test_activation_checkpointing_gives_the_same_gradients_bit_for_bit(decoder, tokens):
