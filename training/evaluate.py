@@ -55,11 +55,14 @@ def evaluate(
     """Sum the loss over `windows` of (inputs, targets), int64 (B, T); processes take turns at the windows."""
     processes = processes or Processes()
     nats, tokens = 0.0, 0
+    training = model.training
+    model.eval()  # BatchNorm, the one norm that cares
     for i, (inputs, targets) in enumerate(windows):
         if i % processes.count != processes.rank:
             continue
         losses = model(torch.from_numpy(inputs).to(device), torch.from_numpy(targets).to(device))
         nats += losses.sum().item()
         tokens += int((targets >= 0).sum())
+    model.train(training)
     nats, tokens = processes.sum(nats, tokens, device=device)
     return Evaluation(nats, int(tokens), text_bytes)

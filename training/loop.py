@@ -143,10 +143,10 @@ def step(session: Session, log: Metrics | None, bar: tqdm) -> None:
         show(session, bar, loss)
 
 
-def diverged(session: Session, step: int, what: str) -> UserError:
+def diverged(session: Session, step: int, what: str) -> Diverged:
     """The sentence for a loss, gradient or evaluation that is not finite."""
     kept = "keeps its last save" if checkpoint.is_whole(session.run / "last") else "had not been saved yet"
-    return UserError(
+    return Diverged(
         f"step {step}: {what}; {session.run} {kept}. "
         f"Try a --learning-rate below {session.settings.optimizer.learning_rate:g}, or --dtype float32."
     )
@@ -229,6 +229,7 @@ def save(session: Session, log: Metrics | None) -> None:
 
 def sample(session: Session, length: int) -> str:
     """A sample of text from the weights as they are, the same for the same seed and step."""
+    session.model.eval()
     text = complete(
         session.model,
         session.corpus.tokenizer,
@@ -236,6 +237,7 @@ def sample(session: Session, length: int) -> str:
         max_new_tokens=min(length, session.settings.model.max_position_embeddings - 1),
         seed=session.settings.run.seed + session.state.step,
     )
+    session.model.train()
     return "  | " + text.replace("\n", "\n  | ")
 
 

@@ -65,7 +65,7 @@ def test_notes_say_checkpoint_device_dtype_and_speed_beside_the_rate_of_reading_
     for part in ("prefill 2 tokens, ", "decode 4 tokens, ", "MB of weights a step, read at ", "GB/s"):
         assert part in notes[-1]
     _, notes = output(checkpoint, max_new_tokens=1, device="cpu", dtype="bfloat16")
-    assert notes[0].endswith("in bfloat16") and "decode" not in notes[-1]
+    assert notes[0].endswith("in bfloat16, kernels: plain PyTorch with CPU functions") and "decode" not in notes[-1]
 
 
 def test_a_text_that_fills_the_context_says_so_in_one_note(checkpoint):

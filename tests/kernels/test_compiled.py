@@ -26,7 +26,7 @@ BUDGETS = {
     r"norm backward, \w+, 256": 96,
     r"norm backward, \w+, 8192": 128,
     r"norm forward, \w+, 32768": 82,
-    r"rotary backward, .*normed": 121,
+    r"rotary backward, .*normed": 128,
     r"decode qkv, .*normed": 128,
     r"decode project parts": 96,
 }
