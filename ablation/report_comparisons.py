@@ -28,7 +28,7 @@ ALONE = {  # the end of a name of `ablation.demonstrations`: words, format
     "gradient_by_scale": ("weights before it 10 times as large: factor on their gradient", ".3f"),
     "cosine_with_input": ("cosine of output and input", ".6f"),
     "error_with_upcast": ("float16 rows of deviation 400: relative error with the float32 upcast", ".1e"),
-    "rows_lost_without_upcast": ("float16 rows of deviation 400: share lost without it", ".0%"),
+    "rows_lost_without_upcast": ("float16 rows of deviation 400: share lost without the upcast", ".1%"),
 }
 
 
@@ -126,8 +126,8 @@ def switched(results: dict) -> list[Block]:
     }
     words = (
         "At once: the norms are replaced and nothing is trained. Norms trained: then the gains of the norms are. All "
-        "trained: then every weight is. Layer: the control, which keeps LayerNorm and trains for as many steps. The mean "
-        "is over the seeds that did not diverge."
+        "trained: then every weight is. Layer: the control, which keeps LayerNorm and trains for as long. The mean is "
+        "over the seeds that did not diverge."
     )
     caption = "Validation loss after the switch minus that before, nats per token; below 0 it is better than before"
     return [table(caption, list(runs), columns), Text(words, "muted")] if runs else []
