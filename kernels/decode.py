@@ -91,15 +91,14 @@ def qkv_kernel(
         cos = tl.load(cos_ptr + position * HALF + pair, mask=real, other=0.0)
         sin = tl.load(sin_ptr + position * HALF + pair, mask=real, other=0.0)
         a, b = a * cos - b * sin, b * cos + a * sin
-    dtype = q_ptr.dtype.element_ty
-    if head < H:
-        out_ptr = q_ptr + (text * H + head) * (2 * HALF) + pair
-    else:
-        cache_ptr = key_ptr if head < H + K else value_ptr
-        out_ptr = cache_ptr + text * (cache_batch * UNIT) + place * (2 * HALF) + pair
-        out_ptr += (head - H) % K * (cache_head * UNIT)
-    tl.store(out_ptr, a.to(dtype), mask=real)
-    tl.store(out_ptr + HALF, b.to(dtype), mask=real)
+    a, b = a.to(q_ptr.dtype.element_ty), b.to(q_ptr.dtype.element_ty)
+    q_ptr += (text * H + head) * (2 * HALF)
+    tl.store(q_ptr + pair, a, mask=real & (head < H))
+    tl.store(q_ptr + pair + HALF, b, mask=real & (head < H))
+    cache_ptr = key_ptr if head < H + K else value_ptr
+    cache_ptr += text * (cache_batch * UNIT) + tl.abs(head - H) % K * (cache_head * UNIT) + place * (2 * HALF)
+    tl.store(cache_ptr + pair, a, mask=real & (head >= H))
+    tl.store(cache_ptr + pair + HALF, b, mask=real & (head >= H))
 
 
 @triton.jit(do_not_specialize=["cache_batch", "cache_head"])

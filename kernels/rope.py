@@ -94,7 +94,8 @@ def backward_kernel(
     of_q, turned = tile < q_tiles, tile < q_tiles + k_tiles
     first = tl.where(of_q, 0, tl.where(turned, q_tiles, q_tiles + k_tiles))
     head = (tile - first) * HEADS + tl.arange(0, HEADS)[None, :, None]
-    grad_ptr = dq_ptr if of_q else (dk_ptr if turned else dv_ptr)
+    grad_ptr = dk_ptr if turned else dv_ptr
+    grad_ptr = dq_ptr if of_q else grad_ptr
     batch_stride = tl.where(of_q, q_batch, tl.where(turned, k_batch, v_batch)) * UNIT
     token_stride = tl.where(of_q, q_token, tl.where(turned, k_token, v_token)) * UNIT
     head_stride = tl.where(of_q, q_head, tl.where(turned, k_head, v_head)) * UNIT
