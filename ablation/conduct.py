@@ -52,7 +52,7 @@ class Conduct:
 
     def save(self) -> None:
         """Write results.json, whole or not at all."""
-        settings_file.replace_text(self.folder / "results.json", json.dumps(finite(self.results), indent=1) + "\n")
+        settings_file.replace_text(self.folder / "results.json", json.dumps(finite(self.results)) + "\n")
 
 
 def finite(value):
@@ -286,7 +286,7 @@ def notes(results: dict) -> list[str]:
 
 def headline(results: dict) -> str:
     """The answer in a sentence, for the terminal."""
-    found = next((c for c in results["comparisons"] if c["baseline"].startswith("layer")), None)
+    found = next(iter(results["comparisons"]), None)
     if found is None:
         return "no comparison is finished yet"
     low, high = found["interval"]

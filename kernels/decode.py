@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.launch import block_of, unit
-from kernels.norms import with_part
+from kernels.norm_kernels import with_part
 
 SPLITS = 4  # ranges of columns that attention works on at once
 ROWS = 4  # of a weight matrix, in a program
