@@ -12,7 +12,7 @@ from typing import Annotated
 import tyro
 
 from ablation.plan import Plan, load_plan
-from errors import sentences
+from errors import UserError, sentences
 
 DESCRIPTION = """Compare norms, or other choices, over paired seeds, with intervals and a verdict.
 
@@ -47,8 +47,8 @@ class Command:
 
 def main() -> int:
     """Do what the command line says; returns the exit status."""
-    known = [argument for argument in sys.argv[1:2] if not argument.startswith("-")]
-    plan = load_plan(known[0]) if known else Plan()
+    file = sys.argv[1] if len(sys.argv) > 1 and not sys.argv[1].startswith("-") else None
+    plan = load_plan(file) if file is not None else Plan()
     command = tyro.cli(
         Command,
         default=Command(plan=plan),
@@ -56,6 +56,8 @@ def main() -> int:
         prog="ablate.py",
         config=(tyro.conf.OmitArgPrefixes,),
     )
+    if command.file != file:
+        raise UserError(f"the plan comes first: python ablate.py {command.file} ...")
     from ablation import conduct, preview  # import torch, which --help does not wait for
 
     folder = command.out or Path("runs") / f"ablation-{command.plan.name}"

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from ablation import statistics
 from errors import UserError, sentences
 
 CLAIMS = {
@@ -44,7 +45,7 @@ def comparison(results: dict, arm: str, baseline: str | None = None) -> dict | N
 
 
 def speed_claim(results: dict) -> Answer:
-    """C1: of the step of each build, LayerNorm's time over RMSNorm's."""
+    """C1: RMSNorm's time of a step over LayerNorm's, in each build; the verdict is that of the last, our own."""
     steps = [row for row in results.get("speed", []) if row["part"] == "step"]
     if not steps:
         return None
@@ -72,14 +73,16 @@ def centering_claim(results: dict) -> Answer:
     found = comparison(results, "center", "layer")
     if found is None:
         diverged = next((a for a in results.get("arms", []) if a["arm"] == "center" and a["n"] < a["of"]), None)
-        return (
-            None
-            if diverged is None
-            else (f"center diverged in {diverged['of'] - diverged['n']} of {diverged['of']}", HOLDS)
-        )
+        return diverged and (f"center diverged in {diverged['of'] - diverged['n']} of {diverged['of']} runs", HOLDS)
     far = 10 * results["bound"]
-    verdict = HOLDS if found["interval"][0] > far else NOT if found["interval"][1] < far else OPEN
-    return f"{difference(found)}; far: more than {far:g}", verdict
+    low, high = found["interval"]
+    verdict = HOLDS if low > far and found["verdict"] == "higher" else NOT if high < far else OPEN
+    return f"{difference(found)}; far: more than {far:g}{edge(found)}", OPEN if edge(found) else verdict
+
+
+def edge(found: dict) -> str:
+    """A warning where a rate was not chosen inside its valley."""
+    return "; its best rate is the largest or smallest that was tried" if found.get("at_edge") else ""
 
 
 def mean_claim(results: dict) -> Answer:
@@ -117,85 +120,100 @@ def size_claim(results: dict) -> Answer:
     return f"{words}; peak memory of a step lower by {saved:.2%}", HOLDS if saved > 0.01 else NOT
 
 
+def losses(results: dict, purpose: str = "final") -> dict[tuple, float | None]:
+    """Validation loss by (norm, position, gate, dtype, eps, learning rate, seed); None where a run diverged."""
+    fields = {a["arm"]: (a["norm"], a["position"], a["gate"], a["dtype"], a["eps"]) for a in results.get("arms", [])}
+    return {
+        (*fields[row["arm"]], row["learning_rate"], row["seed"]): row["validation_loss"]
+        for row in results.get("runs", [])
+        if row["purpose"] == purpose and row["arm"] in fields
+    }
+
+
+def shown(found: statistics.Paired) -> str:
+    """A mean with its interval."""
+    return f"{found.mean:+.4f} nats [{found.interval[0]:+.4f}, {found.interval[1]:+.4f}], {found.n} pairs"
+
+
 def precision_claim(results: dict) -> Answer:
-    """C6: what half precision costs each norm, beside float32."""
-    arms = {a["arm"]: a for a in results.get("arms", []) if a["mean"] is not None}
-    costs = {}
-    for label, arm in arms.items():
-        parts = label.split(", ")
-        if len(parts) > 1 and parts[1] in ("bfloat16", "float16"):
-            full = arms.get(", ".join([parts[0], "float32", *parts[2:]]))
-            if full is not None:
-                costs.setdefault(parts[1], {}).setdefault(parts[0], []).append(arm["mean"] - full["mean"])
-    if not costs:
+    """C6: what half precision costs LayerNorm, less what it costs RMSNorm, paired over eps and seeds."""
+    by_run = losses(results)
+    words, verdicts = [], []
+    for half in ("float16", "bfloat16"):
+        costs = {"rms": {}, "layer": {}}
+        for (norm, position, gate, dtype, eps, rate, seed), loss in by_run.items():
+            full = by_run.get((norm, position, gate, "float32", eps, rate, seed))
+            if dtype == half and norm in costs and None not in (loss, full):
+                costs[norm][position, gate, eps, seed] = loss - full
+        both = sorted(costs["rms"].keys() & costs["layer"].keys())
+        if len(both) < 2:
+            continue
+        found = statistics.paired(*([costs[n][key] for key in both] for n in ("layer", "rms")), results["bound"])
+        words.append(f"{half} costs layer more than rms by {shown(found)}")
+        same = found.p_equivalence < statistics.SIGNIFICANCE
+        verdicts.append(NOT if same or found.interval[1] < 0 else HOLDS if found.interval[0] > 0 else OPEN)
+    if not words:
         return None
-    words, gaps = [], []
-    for dtype, by_norm in costs.items():
-        means = {norm: sum(values) / len(values) for norm, values in by_norm.items()}
-        words += [f"{dtype} costs {norm} {mean:+.4f} nats" for norm, mean in means.items()]
-        if {"rms", "layer"} <= means.keys():
-            gaps.append(means["layer"] - means["rms"])
-    verdict = OPEN if not gaps else HOLDS if min(gaps) > results["bound"] else NOT
-    return "; ".join(words), verdict
+    return "; ".join(words), verdicts[0] if len(set(verdicts)) == 1 else OPEN
 
 
 def eps_claim(results: dict) -> Answer:
-    """C11: the spread over eps at float32."""
-    groups = {}
-    for arm in results.get("arms", []):
-        label, _, eps = arm["arm"].rpartition(", eps ")
-        if label and arm["mean"] is not None and "16" not in label:
-            groups.setdefault(label, []).append((eps, arm["mean"]))
-    spreads = {label: max(m for _, m in v) - min(m for _, m in v) for label, v in groups.items() if len(v) > 1}
-    if not spreads:
+    """C11: each eps less 1e-5 in float32, paired over norms and seeds."""
+    by_run = {key: loss for key, loss in losses(results).items() if key[3] == "float32"}
+    words, verdicts = [], []
+    for eps in sorted({key[4] for key in by_run} - {1e-5}):
+        pairs = [
+            (loss, by_run[(*key[:4], 1e-5, *key[5:])])
+            for key, loss in by_run.items()
+            if key[4] == eps and (*key[:4], 1e-5, *key[5:]) in by_run
+        ]
+        if len(pairs) < 2 or any(None in pair for pair in pairs):
+            continue
+        found = statistics.paired(*zip(*pairs, strict=True), results["bound"])
+        words.append(f"eps {eps:g} less 1e-05: {shown(found)}")
+        same = found.p_equivalence < statistics.SIGNIFICANCE
+        verdicts.append(HOLDS if same else NOT if found.p_value < statistics.SIGNIFICANCE else OPEN)
+    if not words:
         return None
-    words = "; ".join(f"{label}: losses within {spread:.4f} nats" for label, spread in spreads.items())
-    return words, HOLDS if max(spreads.values()) < results["bound"] else OPEN
+    return "; ".join(words), NOT if NOT in verdicts else OPEN if OPEN in verdicts else HOLDS
 
 
 def position_claim(results: dict) -> Answer:
-    """C10: the spread of the valley over its rates, and runs that diverged or spiked."""
-    by_position = {}
-    for valley in results.get("valleys", []):
-        position = next((p for p in ("pre", "post") if p in valley["arm"].split(", ")), None)
-        if position:
-            by_position.setdefault(position, []).append(valley)
-    if by_position.keys() != {"pre", "post"}:
+    """C10: the width of each valley, its highest less its lowest loss over the rates, paired over norms and seeds."""
+    widths, diverged, rates = {"pre": {}, "post": {}}, {"pre": 0, "post": 0}, {}
+    for (norm, position, *_, seed), loss in losses(results, "rate").items():
+        if position in widths:
+            diverged[position] += loss is None
+            rates.setdefault((position, norm, seed), []).append(loss)
+    for (position, norm, seed), values in rates.items():
+        whole = [loss for loss in values if loss is not None]
+        if len(whole) > 1:
+            widths[position][norm, seed] = max(whole) - min(whole)
+    both = sorted(widths["pre"].keys() & widths["post"].keys())
+    if len(both) < 2:
         return None
-    words, width, troubles = [], {}, {}
-    for position, found in by_position.items():
-        losses = [[loss for loss in v["losses"] if loss is not None] for v in found]
-        width[position] = max(max(values) - min(values) for values in losses if values)
-        troubles[position] = sum(v["diverged"] + v["spikes"] for v in found)
-        runs = sum(v["runs"] for v in found)
-        words.append(
-            f"{position}: losses over the rates within {width[position]:.3f} nats, "
-            f"{troubles[position]} spikes or divergences in {runs} runs"
-        )
-    steadier = width["pre"] < width["post"] and troubles["pre"] <= troubles["post"]
-    unsteadier = width["pre"] > width["post"] and troubles["pre"] >= troubles["post"]
-    return "; ".join(words), HOLDS if steadier else NOT if unsteadier else OPEN
+    found = statistics.paired(*([widths[p][key] for key in both] for p in ("post", "pre")), results["bound"])
+    words = f"the loss varies over the rates by {shown(found)} more with post than with pre; "
+    words += f"{diverged['post']} and {diverged['pre']} runs diverged"
+    if found.interval[0] > 0 and diverged["post"] >= diverged["pre"]:
+        return words, HOLDS
+    return words, NOT if found.interval[1] < 0 and diverged["post"] <= diverged["pre"] else OPEN
 
 
 def gate_claim(results: dict) -> Answer:
-    """C12: every other gate above SwiGLU, every plain MLP above every gate."""
+    """C12: SwiGLU below every other gate, and every gate below every plain MLP, by intervals that do not overlap."""
     found = {c["arm"]: c for c in results.get("comparisons", []) if c["baseline"].startswith("swiglu")}
     if not found:
         return None
-    means = {"swiglu": 0.0} | {arm: c["mean"] for arm, c in found.items()}
     words = ", ".join(f"{arm} {c['mean']:+.4f} ({c['verdict']})" for arm, c in found.items())
-    gated = [means[arm] for arm in means if arm not in ("relu", "gelu")]
-    plain = [means[arm] for arm in means if arm in ("relu", "gelu")]
-    best = all(c["interval"][0] > 0 for arm, c in found.items() if arm not in ("relu", "gelu"))
-    beaten = bool(plain) and max(gated) < min(plain)
-    verdict = (
-        HOLDS
-        if best and beaten
-        else NOT
-        if any(c["interval"][1] < 0 for c in found.values()) or (plain and not beaten)
-        else OPEN
-    )
-    return f"minus swiglu, nats: {words}", verdict
+    gates = [c for arm, c in found.items() if arm not in ("relu", "gelu")]
+    plain = [c for arm, c in found.items() if arm in ("relu", "gelu")]
+    best = all(c["verdict"] == "higher" for c in gates)
+    highest = max([0.0, *(c["interval"][1] for c in gates)])
+    beaten = bool(plain) and highest < min(c["interval"][0] for c in plain)
+    reversed_ = any(g["interval"][0] > p["interval"][1] for g in gates for p in plain)
+    wrong = reversed_ or any(c["verdict"] == "lower" for c in found.values())
+    return f"minus swiglu, nats: {words}", NOT if wrong else HOLDS if best and beaten else OPEN
 
 
 def batch_claim(results: dict) -> Answer:
@@ -203,23 +221,28 @@ def batch_claim(results: dict) -> Answer:
     found = comparison(results, "batch", "layer")
     if found is None:
         arm = next((a for a in results.get("arms", []) if a["arm"] == "batch" and a["n"] < a["of"]), None)
-        return None if arm is None else (f"diverged in {arm['of'] - arm['n']} of {arm['of']} runs", HOLDS)
-    words = f"{difference(found)}; in training its outputs depend on later tokens, which a test shows"
-    return words, HOLDS if found["interval"][0] > 0 else OPEN
+        return arm and (f"diverged in {arm['of'] - arm['n']} of {arm['of']} runs", HOLDS)
+    words = f"{difference(found)}; in training its outputs depend on later tokens, which a test shows{edge(found)}"
+    return words, HOLDS if found["verdict"] == "higher" and not edge(found) else OPEN
 
 
 def switch_claim(results: dict) -> Answer:
-    """C14: what the switch costs, and what is left of it after training."""
-    rows = [row for row in results.get("switched", []) if row["validation_loss"] is not None]
-    if not rows:
+    """C14: what the switch costs at once, by the interval over seeds, and what is left of it after training."""
+    costs: dict[str, list[float]] = {}
+    for row in results.get("switched", []):
+        if row["validation_loss"] is not None:
+            costs.setdefault(row["variant"], []).append(row["validation_loss"] - row["before"])
+    if not costs:
         return None
-    costs = {}
-    for row in rows:
-        costs.setdefault(row["variant"], []).append(row["validation_loss"] - row["before"])
-    words = "; ".join(f"{variant} {sum(c) / len(c):+.4f} nats ({len(c)} seeds)" for variant, c in costs.items())
-    at_once = sum(costs["rms at once"]) / len(costs["rms at once"]) if "rms at once" in costs else None
-    verdict = OPEN if at_once is None else HOLDS if at_once > results["bound"] else NOT
-    return words, verdict
+    means = {variant: statistics.mean_interval(values) for variant, values in costs.items()}
+    words = []
+    for variant, (mean, low, high) in means.items():
+        interval = "" if low is None else f" [{low:+.4f}, {high:+.4f}]"
+        words.append(f"{variant} {mean:+.4f} nats{interval}, {len(costs[variant])} seeds")
+    _, low, high = means.get("rms at once", (None, None, None))
+    bound = results["bound"]
+    verdict = OPEN if low is None else HOLDS if low > bound else NOT if high < bound else OPEN
+    return "; ".join(words), verdict
 
 
 def demonstrated(results: dict, number: str) -> Answer:
@@ -278,7 +301,13 @@ def main(arguments: list[str]) -> None:
     """Print one table from several results: for each claim the first that tested it."""
     if not arguments:
         raise UserError("python -m ablation.claims needs the results.json of one comparison or more.")
-    tables = [{row["id"]: row for row in claims(json.loads(Path(a).read_text(encoding="utf-8")))} for a in arguments]
+    tables = []
+    for argument in arguments:
+        try:
+            results = json.loads(Path(argument).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise UserError(f"{argument} is not a readable results.json ({error}).") from None
+        tables.append({row["id"]: row for row in claims(results)})
     print("| | claim | measured | verdict |\n|---|---|---|---|")
     for number in CLAIMS:
         row = next((t[number] for t in tables if t[number]["verdict"] != "not tested"), tables[0][number])

@@ -10,28 +10,25 @@ import math
 import os
 import platform
 import shutil
-import signal
 import sys
-import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from dataclasses import asdict, dataclass
-from multiprocessing import get_context
 from pathlib import Path
 
 import torch
 from tqdm import tqdm
 
 import kernels
-from ablation import demonstrations, report, speed, summary, switch, train
+from ablation import demonstrations, report, speed, summary, switch
 from ablation.claims import claims
-from ablation.plan import Plan, Run, arms_of, final_runs, rate_runs, settings_from, settings_of
+from ablation.plan import Plan, Run, arms_of, baseline_of, final_runs, rate_runs, settings_from, settings_of
+from ablation.processes import in_processes
 from errors import UserError
 from model.config import num_parameters
 from model.device import choose_device, choose_kernels
 from training import settings as settings_file
 from training.checkpoint import settings_hash
-from training.machine import choose_dtype, device_name
+from training.machine import choose_dtype, device_name, processor
 from training.settings import Settings
 
 
@@ -65,35 +62,38 @@ def finite(value):
 
 
 def begin(plan: Plan, folder: Path, device: str, jobs: int | None) -> Conduct:
-    """Read what is finished, or start anew; prints the plan."""
+    """Read what is finished, or start anew."""
     path = folder / "results.json"
-    results = {"plan": asdict(plan), "runs": [], "switched": [], "hours": 0.0}
+    results = {"plan": asdict(plan), "runs": [], "switched": []}
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"--out {folder} is a file; give a folder.")
     if path.exists():
         try:
             results = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+            before = results["plan"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
             raise UserError(f"{path} is not readable ({error}); mend or move it away.") from None
-        before = results["plan"]
-        changed = [
-            key for key in ("config", "steps", "bound") if before.get(key) != json.loads(json.dumps(asdict(plan)))[key]
-        ]
+        now = json.loads(json.dumps(asdict(plan)))
+        changed = [key for key in ("config", "steps", "bound") if before.get(key) != now[key]]
         if changed:
             raise UserError(f"{path} holds results with another {', '.join(changed)}; give another --out.")
         results["plan"] = asdict(plan)
-    folder.mkdir(parents=True, exist_ok=True)
     chosen = choose_device(device)
     choose_kernels("auto", chosen)
     if jobs is None:
-        jobs = torch.cuda.device_count() if device == "auto" and chosen.type == "cuda" else 1
-        jobs = os.cpu_count() or 1 if chosen.type == "cpu" else jobs
-    return Conduct(plan, folder, device, max(1, jobs), results)
+        several = torch.cuda.device_count() if device == "auto" else 1
+        jobs = os.cpu_count() or 1 if chosen.type == "cpu" else max(several, 1)
+    if jobs < 1:
+        raise UserError(f"--jobs is {jobs} and must be at least 1.")
+    return Conduct(plan, folder, device, jobs, results)
 
 
 def execute(conduct: Conduct, command: str) -> bool:
     """Everything that is still to do; False when a signal stopped it. Writes the report after each part."""
-    plan, started = conduct.plan, time.perf_counter()
+    plan = conduct.plan
     default = settings_from(plan.config).optimizer.learning_rate
     describe(conduct, command)
+    conduct.folder.mkdir(parents=True, exist_ok=True)
     parts: list[Callable[[], Iterable]] = []
     if len(plan.learning_rates) > 1:
         parts.append(lambda: rate_runs(plan))
@@ -115,7 +115,6 @@ def execute(conduct: Conduct, command: str) -> bool:
         arm = arms_of(plan)[0]
         settings = settings_of(plan, Run(arm, "final", 1, default))
         conduct.results |= speed.measure(settings, choose_device(conduct.device), blocks=30)
-    conduct.results["hours"] += (time.perf_counter() - started) / 3600
     summarize(conduct)
     return whole
 
@@ -126,20 +125,21 @@ def describe(conduct: Conduct, command: str) -> None:
     settings = settings_of(plan, Run(arms_of(plan)[0], "final", 1, 1e-3))
     config, data = settings.model, settings.data
     tokens = settings.optimizer.steps * data.batch_size * data.sequence_length
+    before = conduct.results.get("machine")
     conduct.results |= {
         "name": plan.name,
         "command": command,
         "bound": plan.bound,
         "metric": "validation loss, nats per token",
-        "baseline": "layer" if "layer" in plan.arms else arms_of(plan)[0].label,
+        "baseline": next((arm.label for arm in arms_of(plan) if baseline_of(arm, arms_of(plan)) is None), None),
         "machine": {
             "device": device_name(device),
-            "processor": platform.processor() or platform.machine(),
+            "processor": processor(),
             "processes": conduct.jobs,
             "threads": threads(conduct, device),
             "torch": torch.__version__,
             "python": platform.python_version(),
-            "system": platform.platform(),
+            "system": platform.system(),
             "kernels": kernels.describe(device),
             "dtype": str(choose_dtype(plan.dtypes[0], device)).removeprefix("torch."),
         },
@@ -151,6 +151,11 @@ def describe(conduct: Conduct, command: str) -> None:
             "tokens": tokens,
         },
     }
+    now = conduct.results["machine"]
+    changed = [key for key in ("processor", "torch", "kernels", "dtype") if before and before[key] != now[key]]
+    if conduct.rows and changed:
+        words = "; ".join(f"{key} {before[key]} then, {now[key]} now" for key in changed)
+        raise UserError(f"these results are of another machine ({words}); give another --out.")
 
 
 def threads(conduct: Conduct, device: torch.device) -> int | None:
@@ -171,7 +176,8 @@ def train_all(conduct: Conduct, runs: list[Run], bar: tqdm) -> bool:
             raise UserError(f"the finished run {run.key} had other settings; give another --out.")
         bar.update()
 
-    def finish(run: Run, settings: Settings, row: dict) -> None:
+    def finish(task: tuple[Run, Settings], row: dict) -> None:
+        run, settings = task
         text = row.pop("text")
         if conduct.results.setdefault("text", text) != text:
             raise UserError(
@@ -182,51 +188,25 @@ def train_all(conduct: Conduct, runs: list[Run], bar: tqdm) -> bool:
         known |= {"learning_rate": run.learning_rate, "settings_hash": settings_hash(settings)}
         conduct.rows.append(known | row)
         conduct.save()
-        if not (conduct.plan.switch and run.arm.norm == "layer" and run.purpose == "final"):
+        if not kept(conduct.plan, run):
             shutil.rmtree(conduct.folder / "runs" / run.key, ignore_errors=True)  # all its numbers are in the file
         bar.set_postfix_str(f"{run.key}: {row['validation_loss'] or float('nan'):.4f}")
         bar.update()
 
-    tasks = []
-    for number, (run, settings) in enumerate(todo):
-        name = f"cuda:{number % conduct.jobs}" if device.type == "cuda" and conduct.jobs > 1 else conduct.device
+    def start(task: tuple[Run, Settings], name: str) -> tuple:
+        run, settings = task
         settings = dataclasses.replace(settings, machine=dataclasses.replace(settings.machine, device=name))
-        keep = conduct.plan.switch and run.arm.norm == "layer" and run.purpose == "final"
-        tasks.append(
-            (run, todo[number][1], (settings, conduct.folder / "runs" / run.key, threads(conduct, device), keep))
-        )
-    return in_processes(conduct.jobs, tasks, finish)
+        return settings, conduct.folder / "runs" / run.key, threads(conduct, device), kept(conduct.plan, run)
+
+    names = [conduct.device] * conduct.jobs
+    if device.type == "cuda" and conduct.device == "auto":
+        names = [f"cuda:{number % torch.cuda.device_count()}" for number in range(conduct.jobs)]
+    return in_processes(names, todo, start, finish)
 
 
-def wait_for_steps() -> None:
-    """Ignore Ctrl-C in this process but for the steps of a run, which save and end."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-
-def in_processes(jobs: int, tasks: list[tuple], finish: Callable[[Run, Settings, dict], None]) -> bool:
-    """Call `train.carry_out` for every task, `jobs` at once; False when a signal stopped one."""
-    if not tasks:
-        return True
-    stopped, waiting = False, list(reversed(tasks))
-    with ProcessPoolExecutor(
-        min(jobs, len(tasks)), mp_context=get_context("spawn"), initializer=wait_for_steps
-    ) as pool:
-        running = {}
-        try:
-            while running or (waiting and not stopped):
-                while waiting and len(running) < jobs and not stopped:
-                    run, settings, arguments = waiting.pop()
-                    running[pool.submit(train.carry_out, *arguments)] = run, settings
-                for future in wait(running, return_when=FIRST_COMPLETED).done:
-                    run, settings = running.pop(future)
-                    row = future.result()
-                    if row is None:
-                        stopped = True
-                    else:
-                        finish(run, settings, row)
-        except KeyboardInterrupt:  # the processes have the signal too: they save and end
-            stopped = True
-    return not stopped
+def kept(plan: Plan, run: Run) -> bool:
+    """Whether the weights of a run are needed afterwards."""
+    return plan.switch and run.arm.norm == "layer" and run.purpose == "final"
 
 
 def switch_all(conduct: Conduct) -> bool:
@@ -261,8 +241,11 @@ def summarize(conduct: Conduct) -> None:
     """Work out everything that follows from the rows, and write results.json and both reports."""
     plan, results = conduct.plan, conduct.results
     configs = {arm.label: settings_of(plan, Run(arm, "final", 1, 1e-3)).model for arm in arms_of(plan)}
-    results["arms"] = summary.arms(plan, conduct.rows, configs)
-    results["comparisons"] = summary.comparisons(plan, conduct.rows)
+    default = settings_from(plan.config).optimizer.learning_rate
+    rates = summary.chosen_rates(plan, conduct.rows, default)
+    results["hours"] = sum(row["seconds"] for row in conduct.rows) / 3600
+    results["arms"] = summary.arms(plan, conduct.rows, rates, configs)
+    results["comparisons"] = summary.comparisons(plan, conduct.rows, rates)
     results["valleys"] = summary.valleys(plan, conduct.rows)
     results["demonstrations"] = demonstrations.all_of_them()
     results["claims"] = claims(results)

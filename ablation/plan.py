@@ -7,6 +7,7 @@ within a seed all arms share initial weights and batches. Rates are chosen on se
 import dataclasses
 import functools
 import itertools
+import math
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,10 +65,13 @@ class Plan:
         for name, least in {"seeds": 0, "rate_seeds": 1}.items():
             if getattr(self, name) < least:
                 raise UserError(f"--{name.replace('_', '-')} is {getattr(self, name)} and must be at least {least}.")
-        if not self.bound > 0:
+        if self.steps is not None and self.steps < 1:
+            raise UserError(f"--steps is {self.steps} and must be at least 1.")
+        if not 0 < self.bound < math.inf:
             raise UserError(f"--bound is {self.bound} and must be greater than 0.")
-        if any(not rate > 0 for rate in self.learning_rates):
-            raise UserError(f"--learning-rates {list(self.learning_rates)} must all be greater than 0.")
+        rates = self.learning_rates
+        if any(not 0 < rate < math.inf for rate in rates) or len(set(rates)) < len(rates):
+            raise UserError(f"--learning-rates {list(rates)} must be greater than 0 and each given once.")
         if self.switch and "layer" not in self.arms:
             raise UserError("--switch starts from LayerNorm: add layer to --arms.")
 
@@ -115,8 +119,16 @@ def arms_of(plan: Plan) -> list[Arm]:
 
 
 def baseline_of(arm: Arm, arms: list[Arm]) -> Arm | None:
-    """What an arm is compared with: LayerNorm in the same surroundings, or SwiGLU where all have one norm."""
-    field, value = ("norm", "layer") if len({a.norm for a in arms}) > 1 else ("gate", "swiglu")
+    """What an arm is compared with: the arm that differs in one choice, and there has LayerNorm, SwiGLU or the first.
+
+    That choice is the first of norm, gate, position, dtype and eps that there are several of.
+    """
+    fields = ("norm", "gate", "position", "dtype", "eps")
+    field = next((f for f in fields if len({getattr(a, f) for a in arms}) > 1), None)
+    if field is None:
+        return None
+    values = list(dict.fromkeys(getattr(a, field) for a in arms))
+    value = next((v for v in ("layer", "swiglu") if v in values), values[0])
     if getattr(arm, field) == value:
         return None
     wanted = dataclasses.replace(arm, label="", **{field: value})

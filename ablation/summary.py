@@ -26,13 +26,14 @@ def valleys(plan: Plan, runs: Sequence[dict]) -> list[dict]:
     found = []
     for arm in arms_of(plan):
         rows = rows_of(runs, arm, "rate")
-        rates = sorted({row["learning_rate"] for row in rows})
-        if len(rates) < 2:
+        rates = sorted(plan.learning_rates)
+        if len(rates) < 2 or not rows:
             continue
         losses = []
         for rate in rates:
             values = [row["validation_loss"] for row in rows if row["learning_rate"] == rate]
-            losses.append(None if None in values else sum(values) / len(values))
+            whole = len(values) == plan.rate_seeds and None not in values
+            losses.append(sum(values) / len(values) if whole else None)
         best, at_edge = statistics.vertex(rates, [float("nan") if loss is None else loss for loss in losses])
         diverged = sum(row["status"] == "diverged" for row in rows)
         spikes = sum(row["spikes"] for row in rows)
@@ -41,11 +42,23 @@ def valleys(plan: Plan, runs: Sequence[dict]) -> list[dict]:
     return found
 
 
-def arms(plan: Plan, runs: Sequence[dict], configs: dict) -> list[dict]:
+def finals(plan: Plan, runs: Sequence[dict], rates: dict[str, float]) -> dict[str, list[dict]]:
+    """The final rows of each arm: of the plan's seeds, at the arm's chosen rate. Others are of an earlier plan."""
+    return {
+        arm.label: [
+            row
+            for row in rows_of(runs, arm, "final")
+            if row["learning_rate"] == rates.get(arm.label) and row["seed"] <= plan.seeds
+        ]
+        for arm in arms_of(plan)
+    }
+
+
+def arms(plan: Plan, runs: Sequence[dict], rates: dict[str, float], configs: dict) -> list[dict]:
     """Mean and interval of each arm's final runs; no interval where one diverged."""
-    found = []
+    found, of_arm = [], finals(plan, runs, rates)
     for arm in arms_of(plan):
-        rows = rows_of(runs, arm, "final")
+        rows = of_arm[arm.label]
         if not rows:
             continue
         losses = [row["validation_loss"] for row in rows if row["status"] == "done"]
@@ -56,6 +69,7 @@ def arms(plan: Plan, runs: Sequence[dict], configs: dict) -> list[dict]:
         found.append(
             {
                 "arm": arm.label,
+                **{key: value for key, value in asdict(arm).items() if key != "label"},
                 "learning_rate": rows[0]["learning_rate"],
                 "n": len(losses),
                 "of": len(rows),
@@ -70,14 +84,15 @@ def arms(plan: Plan, runs: Sequence[dict], configs: dict) -> list[dict]:
     return found
 
 
-def comparisons(plan: Plan, runs: Sequence[dict]) -> list[dict]:
+def comparisons(plan: Plan, runs: Sequence[dict], rates: dict[str, float]) -> list[dict]:
     """Each arm's final runs less its baseline's, paired by seed, with Holm's correction over all of them."""
-    found, every = [], arms_of(plan)
+    found, every, of_arm = [], arms_of(plan), finals(plan, runs, rates)
+    edges = {valley["arm"] for valley in valleys(plan, runs) if valley["at_edge"]}
     for arm in every:
         base = baseline_of(arm, every)
         if base is None:
             continue
-        ours, theirs = ({row["seed"]: row for row in rows_of(runs, a, "final")} for a in (arm, base))
+        ours, theirs = ({row["seed"]: row for row in of_arm[a.label]} for a in (arm, base))
         pairs = [(ours[seed], theirs[seed]) for seed in sorted(ours.keys() & theirs.keys())]
         if len(pairs) < 2 or any(row["status"] == "diverged" for pair in pairs for row in pair):
             continue
@@ -95,6 +110,7 @@ def comparisons(plan: Plan, runs: Sequence[dict]) -> list[dict]:
             "baseline": base.label,
             **{key: list(value) if isinstance(value, tuple) else value for key, value in asdict(result).items()},
             "p_holm": p,
+            "at_edge": arm.label in edges or base.label in edges,
             "verdict": statistics.verdict(result, p),
             "bits_per_byte": {"mean": bits.mean, "interval": list(bits.interval)},
         }

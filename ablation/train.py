@@ -7,6 +7,7 @@ again, since its numbers are in results.json.
 import contextlib
 import hashlib
 import math
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -37,9 +38,12 @@ def carry_out(settings: Settings, folder: Path, threads: int | None = None, keep
 
     threads: of this process on a CPU; keep: leave the final weights in the folder.
     """
+    whole = next((path for path in checkpoint.candidates(folder / "last") if checkpoint.is_whole(path)), None)
+    if whole is not None and checkpoint.read_state(whole).step >= settings.optimizer.steps:
+        shutil.rmtree(folder)  # it was trained to its end, and its row was lost before it was written down
+        whole = None
     with quiet(folder, threads):
-        resume = any(checkpoint.is_whole(path) for path in checkpoint.candidates(folder / "last"))
-        session = set_up(settings, folder, resume=resume)
+        session = set_up(settings, folder, resume=whole is not None)
         row = {"hashes": {"shared_weights": shared_weights_hash(settings), "text": session.corpus.text_hash}}
         try:
             shares = steps(session, keep)
@@ -58,11 +62,15 @@ def carry_out(settings: Settings, folder: Path, threads: int | None = None, keep
 @contextlib.contextmanager
 def quiet(folder: Path, threads: int | None) -> Iterator[None]:
     """Make the folder; what a run prints goes into its log.txt."""
+    before = torch.get_num_threads()
     if threads is not None:
         torch.set_num_threads(threads)
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "log.txt").open("a", encoding="utf-8") as log, contextlib.redirect_stdout(log):
-        yield
+    try:
+        with (folder / "log.txt").open("a", encoding="utf-8") as log, contextlib.redirect_stdout(log):
+            yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def steps(session: Session, keep: bool) -> list[list[float]] | None:
@@ -70,20 +78,22 @@ def steps(session: Session, keep: bool) -> list[list[float]] | None:
     shares, saved = [], time.perf_counter()
     every = max(1, session.state.steps // PROBES)
     log = loop.open_run(session)
-    with StopSignals(heed_repeats=True) as stop, tqdm(disable=True) as bar:
-        while session.state.step < session.state.steps:
-            probed = session.state.step % every == every - 1
-            before = probes.copy_of_weights(session.model) if probed else None
-            loop.step(session, log, bar)
-            if before is not None:
-                shares.append([session.state.step, probes.update_share(session.model, before)])
-            last = keep and session.state.step == session.state.steps
-            if stop.received or last or time.perf_counter() - saved > SAVE_SECONDS:
-                loop.save(session, log)
-                saved = time.perf_counter()
-            if stop.received and session.state.step < session.state.steps:
-                return None
-    log.close()
+    try:
+        with StopSignals(heed_repeats=False) as stop, tqdm(disable=True) as bar:
+            while session.state.step < session.state.steps:
+                probed = session.state.step % every == every - 1
+                before = probes.copy_of_weights(session.model) if probed else None
+                loop.step(session, log, bar)
+                if before is not None:
+                    shares.append([session.state.step, probes.update_share(session.model, before)])
+                last = keep and session.state.step == session.state.steps
+                if stop.received or last or time.perf_counter() - saved > SAVE_SECONDS:
+                    loop.save(session, log)
+                    saved = time.perf_counter()
+                if stop.received and session.state.step < session.state.steps:
+                    return None
+    finally:
+        log.close()
     return shares
 
 

@@ -1,6 +1,6 @@
 """What `benchmarks.kernels` measures: shapes of each kernel, its peers, what it cannot do without, and goals.
 
-Bytes are what must be read and written once (docs/findings.md has the table); goals are shares of the copy rate.
+Bytes are what must be read and written once; goals are shares of the copy rate, or of the rate of products.
 """
 
 import importlib.util

@@ -14,10 +14,12 @@ import torch
 
 import kernels
 from benchmarks.timing import copy_rate
+from errors import sentences
 from generation.device import bytes_per_step, hold_weights_in
 from model.cache import KeyValueCache
 from model.decode import DecodeStep
 from model.decoder import Decoder
+from model.device import choose_device
 from training import settings as settings_file
 from training.machine import device_name
 
@@ -35,8 +37,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=64, help="steps to time (default: %(default)s)")
     parser.add_argument("--out", type=Path, metavar="FILE.json", help="write the results there")
     arguments = parser.parse_args()
-    device = torch.device(arguments.device)
-    config = settings_file.load(Path("configs") / f"{arguments.config}.toml").model
+    device = choose_device(arguments.device)
+    config = settings_file.load(settings_file.config_path(arguments.config)).model
     decoder = Decoder(config, seed=1).to(device).eval()
     hold_weights_in(decoder, torch.bfloat16)
     copy, weights = copy_rate(device), bytes_per_step(decoder)
@@ -76,4 +78,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with sentences():
+        main()

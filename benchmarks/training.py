@@ -16,9 +16,11 @@ from types import ModuleType
 import torch
 
 import kernels
+from errors import sentences
 from kernels import reference
 from model.config import flops_per_token
 from model.decoder import Decoder
+from model.device import choose_device
 from training import machine, optimizer
 from training import settings as settings_file
 from training.processes import Processes
@@ -85,9 +87,9 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=8, help="turns of 5 steps each (default: %(default)s)")
     parser.add_argument("--out", type=Path, metavar="FILE.json", help="write the results there")
     arguments = parser.parse_args()
-    device = torch.device(arguments.device)
+    device = choose_device(arguments.device)
     machine.keep_freed_memory()
-    settings = settings_file.load(Path("configs") / f"{arguments.config}.toml")
+    settings = settings_file.load(settings_file.config_path(arguments.config))
     data = settings.data
     size = min(data.micro_batch_size or data.batch_size, data.batch_size)
     tokens = size * data.sequence_length
@@ -131,4 +133,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with sentences():
+        main()

@@ -4,7 +4,10 @@ This is the one place that picks an implementation; callers never see which one 
 `kernels.reference` is the specification that every implementation is tested against.
 """
 
+import functools
 import importlib.util
+import os
+import shutil
 from types import ModuleType
 
 import torch
@@ -33,8 +36,7 @@ def use(choice: str, device: torch.device) -> None:
     global _choice
     if choice not in CHOICES:
         raise ValueError(f"kernels {choice!r} are none of {', '.join(CHOICES)}")
-    reason = why_not_triton(device)
-    if choice == "triton" and reason is not None:
+    if choice == "triton" and (reason := why_not_triton(device)) is not None:
         raise ValueError(f"the Triton kernels cannot run on {device.type}: {reason}")
     _choice = choice
 
@@ -43,15 +45,27 @@ def why_not_triton(device: torch.device) -> str | None:
     """What the Triton kernels lack on a device, or None."""
     if gpu is None:
         return "Triton is not installed"
-    if device.type == "cuda" or (device.type == "cpu" and gpu.INTERPRETED):
+    if device.type == "cpu" and gpu.INTERPRETED:
         return None
+    if device.type == "cuda":
+        return why_not_on_gpu(device)
     hint = " (or, slowly, in Triton's interpreter: TRITON_INTERPRET=1)" if device.type == "cpu" else ""
     return f"they need an NVIDIA or AMD GPU{hint}"
 
 
+@functools.cache
+def why_not_on_gpu(device: torch.device) -> str | None:
+    """What a GPU or its machine lacks: Triton needs compute capability 8.0, and compiles its launchers as it runs."""
+    if torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 0):
+        return "they need a GPU of compute capability 8.0 (Ampere) or newer"
+    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+        return "Triton finds no C compiler (install gcc or clang)"
+    return None
+
+
 def implementation(device: torch.device) -> ModuleType:
     """The module whose functions run on a device, as `use` chose."""
-    if _choice == "triton" or (_choice == "auto" and gpu is not None and device.type == "cuda"):
+    if _choice == "triton" or (_choice == "auto" and device.type == "cuda" and why_not_triton(device) is None):
         return gpu
     # torch.compile fuses the specification itself
     return cpu if device.type == "cpu" and not torch.compiler.is_compiling() else reference
@@ -64,8 +78,7 @@ def describe(device: torch.device) -> str:
         return "Triton, interpreted (slow)" if gpu.INTERPRETED else "Triton"
     if chosen is cpu:
         return "plain PyTorch with CPU functions"
-    lacking = why_not_triton(device)
-    return "plain PyTorch" if lacking is None or _choice == "torch" else f"plain PyTorch ({lacking})"
+    return "plain PyTorch" if _choice == "torch" else f"plain PyTorch ({why_not_triton(device)})"
 
 
 def norm(

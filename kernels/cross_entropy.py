@@ -68,7 +68,7 @@ def losses_of(logits: Tensor, targets: Tensor, ignore_index: int, replace: bool)
 def chunk_rows(rows: int, vocabulary: int, itemsize: int) -> int:
     """Tokens in a chunk: all where their logits fit into WORKSPACE, else what fits, in whole tiles of a product."""
     fitting = WORKSPACE // (vocabulary * itemsize)
-    return rows if rows <= fitting else max(fitting // 128 * 128, 128)
+    return max(rows, 1) if rows <= fitting else max(fitting // 128 * 128, 128)
 
 
 def loss_forward_fake(x, weight, targets, ignore_index, keep):

@@ -259,7 +259,7 @@ def project(x: Tensor | tuple[Tensor, ...], weight: Tensor, s: Tensor) -> None:
     parts = x if of_parts else (x, None, None)
     project_kernel[s.shape[0], triton.cdiv(rows, ROWS)](
         *parts, weight, s, rows, width // size, UNIT=size, WIDTH=x[0].shape[-1] if of_parts else 1,
-        SPLITS=SPLITS if of_parts else 0, ROWS=ROWS, BLOCK=min(block(width), 512) if of_parts else block(width),
+        SPLITS=SPLITS if of_parts else 0, ROWS=ROWS, BLOCK=block(width),
         num_warps=4,
     )  # fmt: skip
 

@@ -129,8 +129,7 @@ def norm_backward(dy, ds, s, weight, mean, rstd, layer, for_weight, for_bias):
                 dy, s, mean, rstd, dweight, dbias, rows, of_dy, of_s, width // size, **options, BLOCK=2048, num_warps=4
             )
     sums = [column_sum(part) for part in partials]
-    empty = partials.new_empty(0)
-    return dx, sums[0] if for_weight else empty, sums[-1] if for_bias else empty
+    return dx, *(sums[i] if wanted else partials.new_empty(0) for i, wanted in ((0, for_weight), (-1, for_bias)))
 
 
 class Norm(torch.autograd.Function):

@@ -161,7 +161,8 @@ def swiglu_gate_up(x, weight, keep):
     if unit(hidden_size, width) != 8:
         raise ValueError(f"the one-kernel MLP takes sizes divisible by 8, not hidden {hidden_size} and MLP {width}")
     tile = tile_of(x.device, rows)
-    triton.set_allocator(lambda size, alignment, stream: torch.empty(size, device=x.device, dtype=torch.int8))
+    device = x.device  # and not x itself, which the allocator would keep alive
+    triton.set_allocator(lambda size, alignment, stream: torch.empty(size, device=device, dtype=torch.int8))
     if rows:
         gate_up_kernel[(triton.cdiv(rows, tile["ROWS"]) * triton.cdiv(width, tile["COLUMNS"]),)](
             x, weight, hidden, gate_up if keep else None, rows, hidden_size // 8, width // 8,

@@ -30,7 +30,7 @@ LLAMA3_ROPE_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_m
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A pre-norm decoder: grouped-query attention with rotary positions, SwiGLU MLP, RMSNorm or LayerNorm."""
+    """A decoder: grouped-query attention with rotary positions; by default pre-norm, with RMSNorm and a SwiGLU MLP."""
 
     vocab_size: int = 4096
     """Number of tokens that the tokenizer knows."""

@@ -4,6 +4,8 @@ A replay costs the host one call instead of a hundred launches. Everything a ste
 place: the tokens, the column, the cache and the logits.
 """
 
+import contextlib
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -37,6 +39,14 @@ class DecodeStep:
         """Append tokens (B, 1) int64 to the cache; returns float32 logits (B, 1, V), valid until the next call."""
         if self.cache.length >= self.cache.max_length:
             raise ValueError(f"the cache has room for {self.cache.max_length} tokens, and it is full")
+        on_its_device = torch.cuda.device(self.tokens.device) if self.tokens.is_cuda else contextlib.nullcontext()
+        with on_its_device:  # where kernels are launched and graphs captured, whatever device is current outside
+            self.step(tokens, padding)
+        self.cache.length += 1
+        return self.logits[:, None]
+
+    def step(self, tokens: Tensor, padding: Tensor | None) -> None:
+        """Bring the inputs to their places and leave the logits in theirs."""
         self.tokens.copy_(tokens[:, 0])
         self.column.fill_(self.cache.length)
         if padding is not None:
@@ -50,8 +60,6 @@ class DecodeStep:
             with torch.cuda.graph(self.graph):
                 self.logits = self.run()
             self.graph.replay()
-        self.cache.length += 1
-        return self.logits[:, None]
 
     def run(self) -> Tensor:
         """All launches of a step."""

@@ -50,7 +50,7 @@ def identity(s: Tensor, eps: float, groups: int) -> Tensor:
     return s
 
 
-PLAIN = {"center": center, "prms": partial_rms, "l2": l2, "group": group, "none": identity}
+UNFUSED = {"center": center, "prms": partial_rms, "l2": l2, "group": group, "none": identity}
 
 
 class Norm(nn.Module):
@@ -71,7 +71,7 @@ class Norm(nn.Module):
         if self.kind in kernels.NORM_KINDS:
             return kernels.norm(x, self.weight, self.bias, residual, kind=self.kind, eps=self.eps)
         s = x if residual is None else (x.float() + residual.float()).to(residual.dtype)
-        y = self.over_the_batch(s) if self.kind == "batch" else PLAIN[self.kind](s.float(), self.eps, self.groups)
+        y = self.over_the_batch(s) if self.kind == "batch" else UNFUSED[self.kind](s.float(), self.eps, self.groups)
         if self.weight is not None:
             y = y * self.weight
         if self.bias is not None:

@@ -2,9 +2,11 @@
 
 import ctypes
 import importlib.util
+import platform
 import re
 import shutil
 import sys
+from pathlib import Path
 
 import torch
 
@@ -40,6 +42,15 @@ def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"CPU, {torch.get_num_threads()} threads" if device.type == "cpu" else device.type.upper()
+
+
+def processor() -> str:
+    """The processor's model, as the system names it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:

@@ -33,7 +33,12 @@ def test_each_arm_is_compared_with_layernorm_in_its_surroundings_or_with_swiglu(
     arms = arms_of(Plan(arms=("rms",), gates=("swiglu", "relu")))
     assert [baseline_of(arm, arms) for arm in arms] == [None, arms[0]]
     arms = arms_of(Plan(arms=("rms", "none")))
-    assert baseline_of(arms[0], arms) is None
+    assert [baseline_of(arm, arms) for arm in arms] == [None, arms[0]]
+    arms = arms_of(Plan(arms=("rms",), positions=("pre", "post"), epsilons=(1e-5, 1e-6)))
+    assert [base and base.label for base in (baseline_of(arm, arms) for arm in arms)] == [
+        *(None, None, "pre, eps 1e-05", "pre, eps 1e-06")
+    ]
+    assert baseline_of(arms_of(Plan(arms=("rms",)))[0], arms_of(Plan(arms=("rms",)))) is None
 
 
 def test_within_a_seed_runs_differ_by_their_arm_alone_and_rates_are_chosen_on_other_seeds():
@@ -70,7 +75,10 @@ def test_every_plan_that_comes_with_the_project_can_be_read(path):
         ({"seeds": -1}, "--seeds is -1"),
         ({"rate_seeds": 0}, "--rate-seeds is 0"),
         ({"bound": 0.0}, "--bound is 0.0"),
-        ({"learning_rates": (1e-3, -1.0)}, "must all be greater than 0"),
+        ({"bound": float("inf")}, "--bound is inf"),
+        ({"steps": 0}, "--steps is 0"),
+        ({"learning_rates": (1e-3, -1.0)}, "must be greater than 0"),
+        ({"learning_rates": (1e-3, 1e-3)}, "each given once"),
         ({"arms": ("rms",), "switch": True}, "add layer to --arms"),
     ],
 )
@@ -80,8 +88,8 @@ def test_a_plan_that_cannot_work_is_one_sentence(changes, words):
 
 
 def test_an_unknown_plan_or_key_names_the_nearest(tmp_path):
-    with pytest.raises(UserError, match="Did you mean norms"):
-        load_plan("norm")
+    with pytest.raises(UserError, match="Did you mean gates"):
+        load_plan("gate")
     (tmp_path / "plan.toml").write_text("seed = 3\n", encoding="utf-8")
     with pytest.raises(UserError, match="unknown key seed"):
         load_plan(str(tmp_path / "plan.toml"))

@@ -462,8 +462,22 @@ def test_triton_is_refused_in_one_sentence_where_it_cannot_run(monkeypatch):
     assert kernels.describe(torch.device("cuda")) == "plain PyTorch (Triton is not installed)"
 
 
+def test_a_gpu_is_asked_for_its_age_and_the_machine_for_a_compiler(monkeypatch):
+    cuda = torch.device("cuda", 1)
+    cases = ((7, 5), "gcc", "8.0"), ((9, 0), None, "C compiler"), ((9, 0), "gcc", None)
+    for capability, compiler, words in cases:
+        kernels.why_not_on_gpu.cache_clear()
+        monkeypatch.delenv("CC", raising=False)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        monkeypatch.setattr(kernels.shutil, "which", lambda name, found=compiler: found)
+        assert kernels.implementation(cuda) is (gpu if words is None else reference)
+        assert (words or "Triton") in kernels.describe(cuda)
+    kernels.why_not_on_gpu.cache_clear()
+
+
 def test_what_was_chosen_runs_and_is_described_in_words(triton, monkeypatch):
     cuda = torch.device("cuda", 1)
+    monkeypatch.setattr(kernels, "why_not_on_gpu", lambda device: None)
     assert kernels.implementation(CPU) is kernels.implementation(cuda) is gpu
     assert kernels.describe(CPU) == "Triton, interpreted (slow)"
     kernels.use("torch", cuda)

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from model.config import NORMS
-from model.norm import PLAIN, Norm
+from model.norm import UNFUSED, Norm
 
-OTHERS = [*PLAIN, "batch"]
+OTHERS = [*UNFUSED, "batch"]
 
 
 def made(make_config, norm, **changes):

@@ -6,7 +6,7 @@ import torch
 import kernels
 from model.config import NORMS, ModelConfig
 from model.decoder import Decoder
-from model.norm import PLAIN, Norm, is_norm_parameter
+from model.norm import UNFUSED, Norm, is_norm_parameter
 
 
 def arms(make_config, **changes):
@@ -99,7 +99,7 @@ def test_initial_weights_are_normal_with_the_documented_deviation():
 
 
 def test_every_norm_of_the_table_has_its_arithmetic():
-    assert set(NORMS) == {*kernels.NORM_KINDS, *PLAIN, "batch"}
+    assert set(NORMS) == {*kernels.NORM_KINDS, *UNFUSED, "batch"}
 
 
 @pytest.mark.parametrize("norm", NORMS)
