@@ -41,7 +41,7 @@ class Command:
     jobs: int | None = None
     """Runs at once: by default one for each GPU, and on a CPU one for each core."""
     dry_run: bool = False
-    """Print the plan and end."""
+    """Time a few steps, print the plan, and end."""
     plan: Annotated[Plan, tyro.conf.arg(name="")] = field(default_factory=Plan)
 
 

@@ -10,6 +10,7 @@ from ablation import train
 from training import checkpoint
 from training.settings import Settings
 from training.setup import set_up
+from training.step import Diverged
 
 SHARE = 8  # of the steps of a run, for getting used to the new norm
 RATE_FACTOR = 0.25  # of the run's peak: the schedule had come to its end
@@ -43,7 +44,10 @@ def carry_out(settings: Settings, base: Path, folder: Path, variant: str, thread
         return None if row is None else {"variant": variant, "steps": steps, **row}
     with train.quiet(folder, threads):
         session = set_up(settings, folder, resume=False)
-        return {"variant": variant, "steps": 0, "status": "done", **train.final(session)}
+        try:
+            return {"variant": variant, "steps": 0, "status": "done", **train.final(session)}
+        except Diverged:
+            return {"variant": variant, "steps": 0, "status": "diverged", "validation_loss": None}
 
 
 def base_of(folder: Path) -> Path:

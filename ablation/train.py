@@ -18,6 +18,7 @@ from tqdm import tqdm
 
 from ablation import probes
 from data.batches import validation_windows
+from errors import UserError
 from model.decoder import Decoder
 from model.norm import is_norm_parameter
 from training import checkpoint, loop, metrics
@@ -53,6 +54,10 @@ def carry_out(settings: Settings, folder: Path, threads: int | None = None, keep
         except Diverged as error:
             row |= {"status": "diverged", "validation_loss": None, "bits_per_byte": None, "why": str(error)}
             shares = []
+        except torch.OutOfMemoryError:
+            raise UserError("the device has too little memory for a run; use a smaller model or batch.") from None
+        except OSError as error:
+            raise UserError(f"{folder} cannot be written ({error}); make room there, then go on.") from None
         looked = row.setdefault("probes", {})
         curve, spikes, looked["gradient_norm"] = curves(folder)
         looked["update_share"] = shares

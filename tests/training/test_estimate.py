@@ -32,7 +32,7 @@ def test_the_estimate_counts_what_the_forward_pass_keeps(settings):
     assert checkpointed < 0.5 * whole  # the head, a layer, and the inputs of the others
 
 
-@pytest.mark.parametrize("config", ["tiny", "small", "124m", "1b"])
+@pytest.mark.parametrize("config", ["tiny", "small", "124m", "1b", "ablation"])
 def test_the_header_of_a_config_states_the_memory_that_a_dry_run_estimates(config):
     header = re.search(r"# Memory: (\S+ [MG]B) on a CPU", config_path(config).read_text(encoding="utf-8"))[1]
     assert f"memory    {header}:" in estimate(parse(["--config", config], "test").settings)
