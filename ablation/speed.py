@@ -9,13 +9,11 @@ import dataclasses
 import statistics as plain
 import time
 from collections.abc import Callable, Iterator
-from types import ModuleType
 
 import torch
 
 import kernels
 from ablation import statistics
-from kernels import reference
 from model.config import ModelConfig
 from model.decoder import Decoder
 from training import machine, optimizer
@@ -25,12 +23,6 @@ from training.step import backward, update
 
 BLOCK = 4  # calls in a row; their median is one block
 NORMS = ("rms", "layer")
-WHAT_KERNELS_CHOOSE = kernels.implementation
-
-
-def specification(device: torch.device) -> ModuleType:
-    """Stands in for `kernels.implementation` in the builds of the specification."""
-    return reference
 
 
 def builds(device: torch.device) -> dict[str, tuple[bool, bool]]:
@@ -46,7 +38,7 @@ def measure(settings: Settings, device: torch.device, blocks: int) -> dict:
     dtype = machine.choose_dtype(settings.machine.dtype, device)
     rows, shares, memory = [], {}, {}
     for build, (specified, compiled) in builds(device).items():
-        kernels.implementation = specification if specified else WHAT_KERNELS_CHOOSE
+        kernels.use("reference" if specified else "auto", device)
         try:
             calls = {norm: parts(settings, norm, device, dtype, compiled) for norm in NORMS}
             for part in next(iter(calls.values())):
@@ -63,7 +55,7 @@ def measure(settings: Settings, device: torch.device, blocks: int) -> dict:
                     norms = count * (of["norm forward"][norm] + of["norm backward"][norm])
                     shares[norm] = norms / of["step"][norm]
         finally:
-            kernels.implementation = WHAT_KERNELS_CHOOSE
+            kernels.use("auto", device)
     return {"speed": rows, "norm_share": shares, "memory": memory}
 
 

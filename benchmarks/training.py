@@ -11,13 +11,11 @@ import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
 import torch
 
 import kernels
 from errors import sentences
-from kernels import reference
 from model.config import flops_per_token
 from model.decoder import Decoder
 from model.device import choose_device
@@ -27,32 +25,20 @@ from training.processes import Processes
 from training.settings import Settings
 from training.step import backward, update
 
-IMPLEMENTATION = kernels.implementation
 
-
-def specification(device: torch.device) -> ModuleType:
-    """Stands in for `kernels.implementation`."""
-    return reference
-
-
-def use_specification(chosen: bool) -> None:
-    """Let the model run on the specification, or on what `kernels` would choose."""
-    kernels.implementation = specification if chosen else IMPLEMENTATION
-
-
-def builds(device: torch.device) -> dict[str, tuple[bool, str, bool]]:
-    """Name: whether the specification runs, `--kernels`, whether it is compiled."""
-    found = {"specification, eager": (True, "torch", False), "torch.compile": (True, "torch", True)}
+def builds(device: torch.device) -> dict[str, tuple[str, bool]]:
+    """Name: what `kernels.use` is told, and whether it is compiled."""
+    found = {"specification, eager": ("reference", False), "torch.compile": ("reference", True)}
     if device.type == "cuda" and kernels.gpu is not None:
-        found |= {"Triton": (False, "triton", False), "Triton and torch.compile": (False, "triton", True)}
+        found |= {"Triton": ("triton", False), "Triton and torch.compile": ("triton", True)}
     elif device.type == "cpu":
-        found |= {"CPU functions": (False, "torch", False)}
+        found |= {"CPU functions": ("torch", False)}
     return found
 
 
 def stepper(settings: Settings, norm: str, build: tuple, device: torch.device) -> Callable[[], float]:
     """A function that does one optimizer step and returns its seconds."""
-    specified, choice, compiled = build
+    choice, compiled = build
     fields = dict(vars(settings.model), norm=norm)
     dtype = machine.choose_dtype("auto", device)
     model = Decoder(type(settings.model)(**fields), seed=1, compute_dtype=dtype).to(device)
@@ -65,7 +51,6 @@ def stepper(settings: Settings, norm: str, build: tuple, device: torch.device) -
 
     def run() -> float:
         tokens = torch.randint(settings.model.vocab_size, shape, device=device)
-        use_specification(specified)
         kernels.use(choice, device)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
@@ -110,7 +95,7 @@ def main() -> None:
     for _ in range(arguments.blocks):
         for key, run in runs.items():
             seconds[key] += [run() for _ in range(5)]
-    use_specification(False)
+    kernels.use("auto", device)
     flops = flops_per_token(settings.model, data.sequence_length) * tokens
     peak = machine.peak_flops(device, machine.choose_dtype("auto", device))
     print(f"{arguments.config}: steps of {tokens:,} tokens on {machine.device_name(device)}\n")

@@ -23,7 +23,7 @@ else:
 __all__ = ["attention", "describe", "linear_cross_entropy", "norm", "rotary", "swiglu_mlp", "use"]
 
 NORM_KINDS = ("rms", "layer")
-CHOICES = ("auto", "triton", "torch")
+CHOICES = ("auto", "triton", "torch", "reference")
 
 _choice = "auto"
 
@@ -31,6 +31,7 @@ _choice = "auto"
 def use(choice: str, device: torch.device) -> None:
     """Choose the implementation for this process: `triton`, `torch`, or `auto`, Triton wherever a GPU can run it.
 
+    `reference` is the specification itself, for comparisons: `torch` is more than that on a CPU.
     Raises ValueError, with a sentence that says why, where Triton cannot run on the device.
     """
     global _choice
@@ -65,6 +66,8 @@ def why_not_on_gpu(device: torch.device) -> str | None:
 
 def implementation(device: torch.device) -> ModuleType:
     """The module whose functions run on a device, as `use` chose."""
+    if _choice == "reference":
+        return reference
     if _choice == "triton" or (_choice == "auto" and device.type == "cuda" and why_not_triton(device) is None):
         return gpu
     # torch.compile fuses the specification itself
@@ -78,7 +81,7 @@ def describe(device: torch.device) -> str:
         return "Triton, interpreted (slow)" if gpu.INTERPRETED else "Triton"
     if chosen is cpu:
         return "plain PyTorch with CPU functions"
-    return "plain PyTorch" if _choice == "torch" else f"plain PyTorch ({why_not_triton(device)})"
+    return "plain PyTorch" if _choice in ("torch", "reference") else f"plain PyTorch ({why_not_triton(device)})"
 
 
 def norm(

@@ -456,7 +456,7 @@ def test_triton_is_refused_in_one_sentence_where_it_cannot_run(monkeypatch):
     monkeypatch.setattr(kernels, "gpu", None)
     with pytest.raises(ValueError, match="Triton is not installed"):
         kernels.use("triton", torch.device("cuda"))
-    with pytest.raises(ValueError, match="'cuda' are none of auto, triton, torch"):
+    with pytest.raises(ValueError, match="'cuda' are none of auto, triton, torch, reference"):
         kernels.use("cuda", CPU)
     assert kernels.implementation(torch.device("cuda")) is reference
     assert kernels.describe(torch.device("cuda")) == "plain PyTorch (Triton is not installed)"
@@ -483,6 +483,8 @@ def test_what_was_chosen_runs_and_is_described_in_words(triton, monkeypatch):
     kernels.use("torch", cuda)
     assert kernels.implementation(cuda) is reference and kernels.describe(cuda) == "plain PyTorch"
     assert kernels.describe(CPU) == "plain PyTorch with CPU functions"
+    kernels.use("reference", cuda)
+    assert kernels.implementation(cuda) is kernels.implementation(CPU) is reference
     kernels.use("auto", cuda)
     assert kernels.implementation(cuda) is gpu and kernels.implementation(CPU) is kernels.cpu
     monkeypatch.setattr(gpu, "INTERPRETED", False)
