@@ -305,9 +305,9 @@ def main(arguments: list[str]) -> None:
     for argument in arguments:
         try:
             results = json.loads(Path(argument).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise UserError(f"{argument} is not a readable results.json ({error}).") from None
-        tables.append({row["id"]: row for row in claims(results)})
+            tables.append({row["id"]: row for row in claims(results)})
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{argument} is no results.json of this version ({error!r}).") from None
     print("| | claim | measured | verdict |\n|---|---|---|---|")
     for number in CLAIMS:
         row = next((t[number] for t in tables if t[number]["verdict"] != "not tested"), tables[0][number])

@@ -263,7 +263,9 @@ def notes(results: dict) -> list[str]:
         "Losses are of a held-out part of the same kind of text; they say nothing about other tasks.",
         "Times hold for this machine, these sizes and these builds.",
         "Rates were chosen from a few values on few seeds; an arm whose valley has its lowest point at the edge may do "
-        "better outside it.",
+        "better outside it."
+        if results["valleys"]
+        else "All arms ran at one learning rate, which was chosen for none of them.",
     ]
 
 

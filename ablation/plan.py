@@ -62,7 +62,7 @@ class Plan:
             values = getattr(self, name)
             if not values or len(set(values)) < len(values):
                 raise UserError(f"--{name} needs at least one value and each once, not {list(values)}.")
-        for name, least in {"seeds": 0, "rate_seeds": 1}.items():
+        for name, least in {"seeds": 2, "rate_seeds": 1}.items():
             if getattr(self, name) < least:
                 raise UserError(f"--{name.replace('_', '-')} is {getattr(self, name)} and must be at least {least}.")
         if self.steps is not None and self.steps < 1:

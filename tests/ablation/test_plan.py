@@ -72,7 +72,7 @@ def test_every_plan_that_comes_with_the_project_can_be_read(path):
     [
         ({"arms": ()}, "--arms needs at least one value"),
         ({"arms": ("rms", "rms")}, "each once"),
-        ({"seeds": -1}, "--seeds is -1"),
+        ({"seeds": 1}, "--seeds is 1 and must be at least 2"),
         ({"rate_seeds": 0}, "--rate-seeds is 0"),
         ({"bound": 0.0}, "--bound is 0.0"),
         ({"bound": float("inf")}, "--bound is inf"),

@@ -1,10 +1,14 @@
 """From rows to arms, valleys and comparisons, and the claims that follow."""
 
+import json
+from pathlib import Path
+
 import pytest
 
 from ablation import claims, summary
 from ablation.plan import Plan, Run, arms_of, settings_of
 
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 RATES = {"rms": 1e-3, "layer": 1e-3, "none": 1e-3}
 
 
@@ -59,6 +63,12 @@ def test_each_arms_rate_is_the_lowest_of_its_valley_and_diverged_rates_are_none(
 
 def verdicts(results):
     return {c["id"]: c["verdict"] for c in claims.claims(results)}
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("ablation-*/results.json")), ids=lambda path: path.parent.name)
+def test_claims_can_be_read_from_what_was_measured(path):
+    results = json.loads(path.read_text(encoding="utf-8"))
+    assert claims.claims(results) == results["claims"]
 
 
 def test_claims_that_were_not_tested_say_so():
