@@ -179,25 +179,33 @@ def eps_claim(results: dict) -> Answer:
 
 
 def position_claim(results: dict) -> Answer:
-    """C10: the width of each valley, its highest less its lowest loss over the rates, paired over norms and seeds."""
-    widths, diverged, rates = {"pre": {}, "post": {}}, {"pre": 0, "post": 0}, {}
-    for (norm, position, *_, seed), loss in losses(results, "rate").items():
-        if position in widths:
+    """C10: over the rates, how far the loss varies, and how far it rises from its lowest to that of the highest rate.
+
+    Paired over norms and seeds; it holds where both say so.
+    """
+    valleys, diverged = {}, {"pre": 0, "post": 0}
+    for (norm, position, *_, rate, seed), loss in losses(results, "rate").items():
+        if position in diverged:
             diverged[position] += loss is None
-            rates.setdefault((position, norm, seed), []).append(loss)
-    for (position, norm, seed), values in rates.items():
-        whole = [loss for loss in values if loss is not None]
-        if len(whole) > 1:
-            widths[position][norm, seed] = max(whole) - min(whole)
-    both = sorted(widths["pre"].keys() & widths["post"].keys())
+            valleys.setdefault((position, norm, seed), []).append((rate, loss))
+    width, rise = {"pre": {}, "post": {}}, {"pre": {}, "post": {}}
+    for (position, *key), points in valleys.items():
+        found = [loss for _, loss in sorted(points) if loss is not None]
+        if len(found) > 1:
+            width[position][*key] = max(found) - min(found)
+            rise[position][*key] = found[-1] - min(found)
+    both = sorted(width["pre"].keys() & width["post"].keys())
     if len(both) < 2:
         return None
-    found = statistics.paired(*([widths[p][key] for key in both] for p in ("post", "pre")), results["bound"])
-    words = f"the loss varies over the rates by {shown(found)} more with post than with pre; "
+    compared = [
+        statistics.paired(*([measure[p][key] for key in both] for p in ("post", "pre")), results["bound"])
+        for measure in (width, rise)
+    ]
+    words = f"post less pre: variation over the rates {shown(compared[0])}, rise to the highest {shown(compared[1])}; "
     words += f"{diverged['post']} and {diverged['pre']} runs diverged"
-    if found.interval[0] > 0 and diverged["post"] >= diverged["pre"]:
+    if all(c.interval[0] > 0 for c in compared) and diverged["post"] >= diverged["pre"]:
         return words, HOLDS
-    return words, NOT if found.interval[1] < 0 and diverged["post"] <= diverged["pre"] else OPEN
+    return words, NOT if all(c.interval[1] < 0 for c in compared) and diverged["post"] <= diverged["pre"] else OPEN
 
 
 def gate_claim(results: dict) -> Answer:
