@@ -121,8 +121,11 @@ def size_claim(results: dict) -> Answer:
 
 
 def losses(results: dict, purpose: str = "final") -> dict[tuple, float | None]:
-    """Validation loss by (norm, position, gate, dtype, eps, learning rate, seed); None where a run diverged."""
-    fields = {a["arm"]: (a["norm"], a["position"], a["gate"], a["dtype"], a["eps"]) for a in results.get("arms", [])}
+    """Validation loss by (norm, position, gate and start, dtype, eps, learning rate, seed); None: diverged."""
+    fields = {
+        a["arm"]: (a["norm"], a["position"], (a["gate"], a.get("initialization")), a["dtype"], a["eps"])
+        for a in results.get("arms", [])
+    }
     return {
         (*fields[row["arm"]], row["learning_rate"], row["seed"]): row["validation_loss"]
         for row in results.get("runs", [])

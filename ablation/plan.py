@@ -40,6 +40,8 @@ class Plan:
     """Dtypes of the activations."""
     epsilons: tuple[float, ...] = (1e-5,)
     """Values of the norm's eps."""
+    initializations: tuple[float, ...] = (1.0,)
+    """Initial weights, as multiples of the config's."""
     seeds: int = 5
     """Final runs of each arm, paired by seed."""
     learning_rates: tuple[float, ...] = ()
@@ -58,7 +60,7 @@ class Plan:
     """Also time both norms in interleaved blocks, apart from training."""
 
     def __post_init__(self) -> None:
-        for name in ("arms", "positions", "gates", "dtypes", "epsilons"):
+        for name in ("arms", "positions", "gates", "dtypes", "epsilons", "initializations"):
             values = getattr(self, name)
             if not values or len(set(values)) < len(values):
                 raise UserError(f"--{name} needs at least one value and each once, not {list(values)}.")
@@ -86,6 +88,7 @@ class Arm:
     gate: str
     dtype: str
     eps: float
+    initialization: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -106,13 +109,12 @@ class Run:
 
 def arms_of(plan: Plan) -> list[Arm]:
     """All arms; a label names what differs between them."""
-    choices = plan.arms, plan.positions, plan.gates, plan.dtypes, plan.epsilons
+    choices = plan.arms, plan.positions, plan.gates, plan.dtypes, plan.epsilons, plan.initializations
+    words = "{}", "{}", "{}", "{}", "eps {:g}", "start x {:g}"
     arms = []
     for values in itertools.product(*choices):
         named = [
-            f"eps {value:g}" if isinstance(value, float) else value
-            for value, among in zip(values, choices, strict=True)
-            if len(among) > 1
+            word.format(value) for word, value, among in zip(words, values, choices, strict=True) if len(among) > 1
         ]
         arms.append(Arm(", ".join(named) or values[0], *values))
     return arms
@@ -121,9 +123,9 @@ def arms_of(plan: Plan) -> list[Arm]:
 def baseline_of(arm: Arm, arms: list[Arm]) -> Arm | None:
     """What an arm is compared with: the arm that differs in one choice, and there has LayerNorm, SwiGLU or the first.
 
-    That choice is the first of norm, gate, position, dtype and eps that there are several of.
+    That choice is the first of norm, gate, position, dtype, eps and initialization that there are several of.
     """
-    fields = ("norm", "gate", "position", "dtype", "eps")
+    fields = ("norm", "gate", "position", "dtype", "eps", "initialization")
     field = next((f for f in fields if len({getattr(a, f) for a in arms}) > 1), None)
     if field is None:
         return None
@@ -146,7 +148,12 @@ def settings_of(plan: Plan, run: Run) -> Settings:
     settings = settings_from(plan.config)
     arm, steps = run.arm, plan.steps or settings.optimizer.steps
     model = dataclasses.replace(
-        settings.model, norm=arm.norm, norm_position=arm.position, mlp=arm.gate, norm_eps=arm.eps
+        settings.model,
+        norm=arm.norm,
+        norm_position=arm.position,
+        mlp=arm.gate,
+        norm_eps=arm.eps,
+        initializer_range=settings.model.initializer_range * arm.initialization,
     )
     optimizer = dataclasses.replace(
         settings.optimizer,

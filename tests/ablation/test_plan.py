@@ -19,6 +19,16 @@ def test_every_combination_is_an_arm_whose_label_names_what_differs():
     assert [arm.label for arm in arms_of(eps)][1:3] == ["float32, eps 1e-08", "bfloat16, eps 1e-05"]
 
 
+def test_initial_weights_can_be_scaled():
+    plan = Plan(arms=("rms",), initializations=(1.0, 4.0), seeds=2)
+    assert [arm.label for arm in arms_of(plan)] == ["start x 1", "start x 4"]
+    small, large = (
+        settings_of(plan, run).model for run in final_runs(plan, {a.label: 1e-3 for a in arms_of(plan)})[:2]
+    )
+    assert large.initializer_range == 4 * small.initializer_range
+    assert dataclasses.replace(large, initializer_range=small.initializer_range) == small
+
+
 def test_each_arm_is_compared_with_layernorm_in_its_surroundings_or_with_swiglu():
     arms = arms_of(Plan(arms=("rms", "layer", "none"), positions=("pre", "post")))
     found = {arm.label: baseline_of(arm, arms) for arm in arms}
