@@ -100,9 +100,8 @@ def mean_claim(results: dict) -> Answer:
         deep.setdefault(row["arm"], []).append(sum(values[len(values) // 2 :]) / len(values[len(values) // 2 :]))
     means = {arm: sum(values) / len(values) for arm, values in deep.items()}
     words = ", ".join(f"{arm} {value:.3f}" for arm, value in means.items())
-    return f"mean over deviation behind the first half: {words}; near: below 0.1", HOLDS if max(
-        means.values()
-    ) < 0.1 else NOT
+    verdict = HOLDS if max(means.values()) < 0.1 else NOT
+    return f"mean over deviation behind the first half: {words}; near: below 0.1", verdict
 
 
 def size_claim(results: dict) -> Answer:

@@ -70,9 +70,9 @@ def begin(plan: Plan, folder: Path, device: str, jobs: int | None) -> Conduct:
     if path.exists():
         try:
             results = json.loads(path.read_text(encoding="utf-8"))
-            before = results["plan"]
+            before, _, _ = dict(results["plan"]), list(results["runs"]), list(results["switched"])
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise UserError(f"{path} is not readable ({error}); mend or move it away.") from None
+            raise UserError(f"{path} is not readable ({error!r}); mend or move it away.") from None
         now = json.loads(json.dumps(asdict(plan)))
         changed = [key for key in ("config", "steps", "bound") if before.get(key) != now[key]]
         if changed:

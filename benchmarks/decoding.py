@@ -5,7 +5,6 @@ bfloat16. Prints a table in Markdown and everything as JSON in its last line.
 """
 
 import argparse
-import json
 import statistics
 import time
 from pathlib import Path
@@ -13,8 +12,9 @@ from pathlib import Path
 import torch
 
 import kernels
+from benchmarks.output import check_out, positive, write
 from benchmarks.timing import copy_rate
-from errors import sentences
+from errors import UserError, sentences
 from generation.device import bytes_per_step, hold_weights_in
 from model.cache import KeyValueCache
 from model.decode import DecodeStep
@@ -31,14 +31,20 @@ def main() -> None:
     parser.add_argument("--config", default="1b", help="a name in configs/ (default: %(default)s)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
     parser.add_argument(
-        "--texts", type=int, nargs="+", default=[1, 4, 8, 16], help="texts at once (default: %(default)s)"
+        "--texts", type=positive, nargs="+", default=[1, 4, 8, 16], help="texts at once (default: %(default)s)"
     )
-    parser.add_argument("--columns", type=int, default=128, help="tokens in the cache before (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=64, help="steps to time (default: %(default)s)")
+    parser.add_argument(
+        "--columns", type=positive, default=128, help="tokens in the cache before (default: %(default)s)"
+    )
+    parser.add_argument("--steps", type=positive, default=64, help="steps to time (default: %(default)s)")
     parser.add_argument("--out", type=Path, metavar="FILE.json", help="write the results there")
     arguments = parser.parse_args()
+    check_out(arguments.out)
     device = choose_device(arguments.device)
     config = settings_file.load(settings_file.config_path(arguments.config)).model
+    columns, limit = arguments.columns + arguments.steps + 8, config.max_position_embeddings
+    if columns > limit:
+        raise UserError(f"--columns, --steps and 8 more are {columns} and the context is {limit}; give fewer.")
     decoder = Decoder(config, seed=1).to(device).eval()
     hold_weights_in(decoder, torch.bfloat16)
     copy, weights = copy_rate(device), bytes_per_step(decoder)
@@ -47,9 +53,7 @@ def main() -> None:
     print("\n| texts | step | ms | tokens/s | weights read at, of the copy rate |\n|---|---|---|---|---|")
     rows = []
     for texts in arguments.texts:
-        cache = KeyValueCache(
-            config, texts, arguments.columns + arguments.steps + 8, device=device, dtype=torch.bfloat16
-        )
+        cache = KeyValueCache(config, texts, columns, device=device, dtype=torch.bfloat16)
         cache.keys.normal_()
         cache.values.normal_()
         token = torch.ones(texts, 1, dtype=torch.int64, device=device)
@@ -71,10 +75,7 @@ def main() -> None:
             print(f"| {texts} | {name} | {median * 1e3:.3f} | {texts / median:,.0f} | {share:.0%} |")
             rows.append({"texts": texts, "step": name, "seconds": median, "share_of_copy_rate": share})
     about = {"device": device_name(device), "torch": torch.__version__, "config": arguments.config}
-    line = json.dumps(about | {"weight_bytes": weights, "copy_bytes_per_second": copy, "steps": rows})
-    if arguments.out is not None:
-        arguments.out.write_text(line + "\n", encoding="utf-8")
-    print(line)
+    write(about | {"weight_bytes": weights, "copy_bytes_per_second": copy, "steps": rows}, arguments.out)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ file and draws a picture beside it.
 
 import argparse
 import gc
-import json
 import math
 import platform
 import re
@@ -20,8 +19,9 @@ from tqdm import tqdm
 
 import kernels
 from benchmarks.cases import Case, cases
+from benchmarks.output import check_out, pattern, positive, write
 from benchmarks.timing import BEYOND_CACHE, copy_rate, host_seconds, peak_bytes, product_rate, times
-from errors import sentences
+from errors import UserError, sentences
 from model.device import choose_device
 from training.machine import device_name, keep_freed_memory, processor
 
@@ -156,11 +156,14 @@ def draw(results: list[dict], path: Path, title: str) -> None:
 def main() -> None:
     """Measure what was asked for."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.kernels", description=__doc__.split("\n\n")[0])
-    parser.add_argument("--only", default="", metavar="PATTERN", help="cases whose name matches, such as 'rms norm'")
+    parser.add_argument(
+        "--only", type=pattern, default="", metavar="PATTERN", help="cases whose name matches, such as 'rms norm'"
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
-    parser.add_argument("--repeats", type=int, default=50, help="calls of each part (default: %(default)s)")
+    parser.add_argument("--repeats", type=positive, default=50, help="calls of each part (default: %(default)s)")
     parser.add_argument("--out", type=Path, metavar="FILE.json", help="write the results there, a picture beside it")
     arguments = parser.parse_args()
+    check_out(arguments.out)
     device = choose_device(arguments.device)
     keep_freed_memory()
     torch.manual_seed(0)
@@ -176,6 +179,8 @@ def main() -> None:
     }
     results = []
     chosen = [case for case in cases(device) if re.search(arguments.only, case.name)]
+    if not chosen:
+        raise UserError(f"no case matches --only {arguments.only!r}; without it all are measured.")
     for case in tqdm(chosen, unit="case"):
         found = measure(case, device, arguments.repeats)
         with tqdm.external_write_mode():
@@ -187,10 +192,8 @@ def main() -> None:
         results.append({"name": case.name, "goal": case.goal, "peers": found})
         torch.compiler.reset()
         gc.collect()
-    line = json.dumps({"machine": machine, "cases": results})
-    print(line)
+    write({"machine": machine, "cases": results}, arguments.out)
     if arguments.out is not None:
-        arguments.out.write_text(line + "\n", encoding="utf-8")
         draw(results, arguments.out.with_suffix(".png"), f"{machine['device']}, {machine['processor']}")
 
 

@@ -24,6 +24,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from benchmarks.output import pattern
 from kernels import cross_entropy, decode, gpu, launch, norms, rope, swiglu
 
 TARGETS = {
@@ -261,7 +262,7 @@ def main() -> None:
     """Print the table, then the same as JSON."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.resources", description=__doc__.split("\n\n")[0])
     parser.add_argument("--targets", nargs="+", choices=TARGETS, default=list(TARGETS), help="GPUs to compile for")
-    parser.add_argument("--only", default="", metavar="PATTERN", help="launches whose name matches")
+    parser.add_argument("--only", type=pattern, default="", metavar="PATTERN", help="launches whose name matches")
     parser.add_argument("--float64-scalars", action="store_true", help="numbers typed float64, as by a compiler")
     arguments = parser.parse_args()
     if gpu.INTERPRETED:

@@ -6,7 +6,6 @@ last line.
 """
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from pathlib import Path
 import torch
 
 import kernels
+from benchmarks.output import check_out, positive, write
 from errors import sentences
 from model.config import flops_per_token
 from model.decoder import Decoder
@@ -29,7 +29,7 @@ from training.step import backward, update
 def builds(device: torch.device) -> dict[str, tuple[str, bool]]:
     """Name: what `kernels.use` is told, and whether it is compiled."""
     found = {"specification, eager": ("reference", False), "torch.compile": ("reference", True)}
-    if device.type == "cuda" and kernels.gpu is not None:
+    if device.type == "cuda" and kernels.why_not_triton(device) is None:
         found |= {"Triton": ("triton", False), "Triton and torch.compile": ("triton", True)}
     elif device.type == "cpu":
         found |= {"CPU functions": ("torch", False)}
@@ -69,9 +69,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.training", description=__doc__.split("\n\n")[0])
     parser.add_argument("--config", default="tiny", help="a name in configs/ (default: %(default)s)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
-    parser.add_argument("--blocks", type=int, default=8, help="turns of 5 steps each (default: %(default)s)")
+    parser.add_argument("--blocks", type=positive, default=8, help="turns of 5 steps each (default: %(default)s)")
     parser.add_argument("--out", type=Path, metavar="FILE.json", help="write the results there")
     arguments = parser.parse_args()
+    check_out(arguments.out)
     device = choose_device(arguments.device)
     machine.keep_freed_memory()
     settings = settings_file.load(settings_file.config_path(arguments.config))
@@ -111,10 +112,7 @@ def main() -> None:
         row = {"build": build, "norm": norm, "seconds": found, "ratio": ratio}
         rows.append(row | {"peak_bytes": peaks.get((build, norm))})
     about = {"device": machine.device_name(device), "torch": torch.__version__, "config": arguments.config}
-    line = json.dumps(about | {"tokens": tokens, "flops": flops, "builds": rows})
-    if arguments.out is not None:
-        arguments.out.write_text(line + "\n", encoding="utf-8")
-    print(line)
+    write(about | {"tokens": tokens, "flops": flops, "builds": rows}, arguments.out)
 
 
 if __name__ == "__main__":

@@ -66,9 +66,8 @@ def norm_forward(x, residual, weight, bias, layer, eps):
     sizes = *(stride // size for stride in strides), width // size, eps
     if block <= WHOLE_FORWARD:
         tile = tile_rows(block, 4096)
-        warps = min(
-            max(block * tile // 1024, 1), launch.properties(x.device).max_warps
-        )  # 32 elements a thread: four loads of 16 bytes
+        most = launch.properties(x.device).max_warps
+        warps = min(max(block * tile // 1024, 1), most)  # 32 elements a thread: four loads of 16 bytes
         forward_kernel[(triton.cdiv(rows, tile),)](
             *tensors, rows, *sizes, LAYER=layer, UNIT=size, ROWS=tile, BLOCK=block, num_warps=warps
         )

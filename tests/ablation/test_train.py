@@ -224,11 +224,12 @@ def test_a_killed_comparison_keeps_what_is_finished(config, tmp_path):
 
 
 def test_results_that_cannot_be_compared_are_refused(config, tmp_path):
-    (tmp_path / "results.json").write_text("{", encoding="utf-8")
-    with pytest.raises(UserError, match="not readable"):
-        conduct.begin(Plan(config=str(config)), tmp_path, "cpu", 1)
+    for broken in ("{", "[]", '{"plan": {}}', '{"plan": 3, "runs": [], "switched": []}'):
+        (tmp_path / "results.json").write_text(broken, encoding="utf-8")
+        with pytest.raises(UserError, match="not readable"):
+            conduct.begin(Plan(config=str(config)), tmp_path, "cpu", 1)
     plan = Plan(config=str(config))
-    text = json.dumps({"plan": dataclasses.asdict(plan) | {"bound": 0.5}, "runs": []})
+    text = json.dumps({"plan": dataclasses.asdict(plan) | {"bound": 0.5}, "runs": [], "switched": []})
     (tmp_path / "results.json").write_text(text, encoding="utf-8")
     with pytest.raises(UserError, match="another bound"):
         conduct.begin(plan, tmp_path, "cpu", 1)
