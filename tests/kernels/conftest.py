@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+import kernels
 from kernels import cpu, gpu, reference
 
 if gpu is not None and gpu.INTERPRETED:
@@ -66,3 +67,12 @@ def draw():
         return (torch.randn(shape, generator=generator, dtype=torch.float64) * std + mean).to(dtype)
 
     return normal
+
+
+@pytest.fixture
+def triton():
+    """The Triton kernels are chosen."""
+
+    kernels.use("triton", torch.device("cpu"))
+    yield
+    kernels.use("auto", torch.device("cpu"))

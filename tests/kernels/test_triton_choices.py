@@ -1,0 +1,55 @@
+"""Which implementation runs, and how that is said."""
+
+import pytest
+import torch
+
+import kernels
+from kernels import gpu, reference
+
+pytestmark = pytest.mark.skipif(gpu is None, reason="Triton is not installed")
+
+CPU = torch.device("cpu")
+
+
+def test_triton_is_refused_in_one_sentence_where_it_cannot_run(monkeypatch):
+    with pytest.raises(ValueError, match=r"cannot run on mps: they need an NVIDIA or AMD GPU$"):
+        kernels.use("triton", torch.device("mps"))
+    monkeypatch.setattr(gpu, "INTERPRETED", False)
+    with pytest.raises(ValueError, match=r"cannot run on cpu: .*TRITON_INTERPRET=1"):
+        kernels.use("triton", CPU)
+    monkeypatch.setattr(kernels, "gpu", None)
+    with pytest.raises(ValueError, match="Triton is not installed"):
+        kernels.use("triton", torch.device("cuda"))
+    with pytest.raises(ValueError, match="'cuda' are none of auto, triton, torch, reference"):
+        kernels.use("cuda", CPU)
+    assert kernels.implementation(torch.device("cuda")) is reference
+    assert kernels.describe(torch.device("cuda")) == "plain PyTorch (Triton is not installed)"
+
+
+def test_a_gpu_is_asked_for_its_age_and_the_machine_for_a_compiler(monkeypatch):
+    cuda = torch.device("cuda", 1)
+    cases = ((7, 5), "gcc", "8.0"), ((9, 0), None, "C compiler"), ((9, 0), "gcc", None)
+    for capability, compiler, words in cases:
+        kernels.why_not_on_gpu.cache_clear()
+        monkeypatch.delenv("CC", raising=False)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        monkeypatch.setattr(kernels.shutil, "which", lambda name, found=compiler: found)
+        assert kernels.implementation(cuda) is (gpu if words is None else reference)
+        assert (words or "Triton") in kernels.describe(cuda)
+    kernels.why_not_on_gpu.cache_clear()
+
+
+def test_what_was_chosen_runs_and_is_described_in_words(triton, monkeypatch):
+    cuda = torch.device("cuda", 1)
+    monkeypatch.setattr(kernels, "why_not_on_gpu", lambda device: None)
+    assert kernels.implementation(CPU) is kernels.implementation(cuda) is gpu
+    assert kernels.describe(CPU) == "Triton, interpreted (slow)"
+    kernels.use("torch", cuda)
+    assert kernels.implementation(cuda) is reference and kernels.describe(cuda) == "plain PyTorch"
+    assert kernels.describe(CPU) == "plain PyTorch with CPU functions"
+    kernels.use("reference", cuda)
+    assert kernels.implementation(cuda) is kernels.implementation(CPU) is reference
+    kernels.use("auto", cuda)
+    assert kernels.implementation(cuda) is gpu and kernels.implementation(CPU) is kernels.cpu
+    monkeypatch.setattr(gpu, "INTERPRETED", False)
+    assert kernels.describe(cuda) == "Triton"

@@ -1,0 +1,163 @@
+"""Rows more than 2^31 elements from the beginning, without the memory: the last program of a huge launch."""
+
+import mmap
+import sys
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from kernels import gpu
+
+pytestmark = pytest.mark.skipif(gpu is None, reason="Triton is not installed")
+
+if gpu is not None:
+    from triton.runtime.interpreter import GridExecutor, InterpreterBuilder
+
+    from kernels import cross_entropy, norms, rope, swiglu
+
+
+@pytest.fixture
+def far(monkeypatch):
+    """Programs far out: a function that says where a launch's only program stands, and one that makes huge tensors.
+
+    The tensors take no memory but for the pages that are touched.
+    """
+    if sys.platform != "linux":
+        pytest.skip("needs memory that is mapped and not reserved")
+    program_id, offset = InterpreterBuilder.create_get_program_id, [0]
+
+    def shifted(self, axis):
+        handle = program_id(self, axis)
+        handle.data = handle.data + np.int32(offset[0] if axis == 0 else 0)
+        return handle
+
+    monkeypatch.setattr(InterpreterBuilder, "create_get_program_id", shifted)
+    monkeypatch.setattr(GridExecutor, "_restore_args_dev", lambda *_: None)  # copies tensors onto themselves
+
+    def huge(rows: int, last: torch.Tensor) -> torch.Tensor:
+        """A contiguous tensor of so many rows, with these as the last ones."""
+        count = rows * last[0].numel()
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000  # MAP_NORESERVE, which Python 3.11 does not name
+        memory = mmap.mmap(-1, count * last.element_size(), flags=flags)
+        tensor = torch.frombuffer(memory, dtype=last.dtype).view(rows, *last.shape[1:])
+        tensor[-len(last) :] = last
+        return tensor
+
+    def at(program: int) -> None:
+        offset[0] = program
+
+    return at, huge
+
+
+WIDTH = 1024
+FAR = 2**31 // WIDTH  # the row that begins 2^31 elements out
+
+
+def assert_far_equals_near(far, launch: Callable, inputs: list, outputs: list, tile: int = 1) -> None:
+    """A launch whose only program stands at the last rows of huge tensors gives what it gives on small ones.
+
+    launch(inputs, outputs, rows); each tensor has `tile` rows, or is None.
+    """
+    at, huge = far
+    rows = FAR // tile * tile + tile
+    nan = [None if t is None else torch.full_like(t, float("nan")) for t in outputs]
+    launch(inputs, nan, tile)
+    big = [[None if t is None else huge(rows, t) for t in group] for group in (inputs, outputs)]
+    at(FAR // tile)
+    launch(*big, rows)
+    for small, large in zip(nan, big[1], strict=True):
+        if small is not None:
+            assert small.isfinite().all() and torch.equal(large[-len(small) :], small)
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_norms_reach_rows_beyond_2_to_the_31_elements(far, draw, wide):
+    half = torch.bfloat16
+    x, residual, dy, ds = (draw(1, WIDTH, dtype=half) for _ in range(4))
+    weight, mean, rstd = draw(WIDTH), draw(1, 1).abs(), draw(1, 1).abs()
+    size = dict(LAYER=True, UNIT=8)
+    tile = {} if wide else {"ROWS": 1}
+    rows_of = (lambda rows: ()) if wide else (lambda rows: (rows,))
+    forward = norms.forward_wide_kernel if wide else norms.forward_kernel
+
+    def run_forward(inputs, outputs, rows):
+        forward[(1,)](
+            *inputs, weight, weight, *outputs, *rows_of(rows), WIDTH // 8, WIDTH // 8, WIDTH // 8, 1e-5,
+            **size, **tile, BLOCK=WIDTH,
+        )  # fmt: skip
+
+    assert_far_equals_near(far, run_forward, [x, residual], [x, x, mean, rstd])
+    far[0](0)
+
+    def run_backward(inputs, outputs, rows):
+        strides = [WIDTH // 8] * 3
+        common = inputs[0], inputs[1], inputs[2], weight, inputs[3], inputs[4], outputs[0]
+        if wide:
+            norms.backward_wide_kernel[(1,)](*common, *strides, WIDTH // 8, **size, BLOCK=WIDTH)
+            gains = inputs[0], inputs[2], inputs[3], inputs[4], outputs[1], outputs[2]
+            norms.gains_wide_kernel[(1,)](*gains, rows, *strides, **size, BLOCK=WIDTH)
+        else:
+            norms.backward_kernel[(1,)](
+                *common, outputs[1], outputs[2], rows, *strides, WIDTH // 8, **size, **tile, BLOCK=WIDTH
+            )
+
+    assert_far_equals_near(far, run_backward, [dy, ds, x, mean, rstd], [x, draw(1, WIDTH), draw(1, WIDTH)])
+
+
+def test_a_stride_of_2_to_the_27_elements_reaches_beyond_2_to_the_31(far, draw):
+    _, huge = far
+    rows = huge(33, draw(1, 2**27).bfloat16())[:, :8]
+    rows.copy_(draw(33, 8))
+    y = gpu.norm(rows, kind="rms", eps=1e-5)[0]
+    assert torch.equal(y, gpu.norm(rows.contiguous(), kind="rms", eps=1e-5)[0])
+
+
+def test_swiglu_reaches_rows_beyond_2_to_the_31_elements(far, draw):
+    packed, hidden = draw(1, WIDTH, dtype=torch.bfloat16), draw(1, WIDTH // 2, dtype=torch.bfloat16)
+
+    def run(inputs, outputs, rows):
+        sizes = dict(UNIT=8, BLOCK=WIDTH // 2)
+        swiglu.forward_kernel[(1,)](inputs[0], outputs[2], WIDTH // 8, WIDTH // 16, **sizes)
+        swiglu.backward_kernel[(1,)](inputs[1], inputs[0], *outputs[:2], WIDTH // 16, WIDTH // 8, WIDTH // 16, **sizes)
+
+    assert_far_equals_near(far, run, [packed, hidden], [packed, hidden, hidden])
+
+
+def test_rotary_positions_reach_rows_beyond_2_to_the_31_elements(far, draw):
+    tokens, half = 8, torch.bfloat16
+    qkv = draw(tokens, WIDTH, dtype=half)  # 8 heads of q, 4 of k and 4 of v, of 64 elements
+    q, k, angles, gain = draw(tokens, 512, dtype=half), draw(tokens, 256, dtype=half), draw(tokens, 32), draw(64)
+    sizes = dict(H=8, K=4, HALF=32, UNIT=8, TOKENS=tokens, HEADS=4, BLOCK=32)
+
+    def run_forward(inputs, outputs, rows):
+        rope.forward_kernel[(1, 3)](
+            inputs[0], angles, angles, gain, gain, *outputs, rows, tokens, WIDTH // 8, 0, 1e-5, **sizes
+        )
+
+    assert_far_equals_near(far, run_forward, [qkv], [q, k], tile=tokens)
+    far[0](0)
+
+    def run_backward(inputs, outputs, rows):
+        strides = [value for width in (512, 256, 256) for value in (tokens * width // 8, width // 8, 8)]
+        parts = torch.empty(rows // tokens * 2, 64)  # a part for each program, and two tiles of q
+        rope.backward_kernel[(1, 4)](
+            *inputs[1:], inputs[0], angles, angles, gain, gain, outputs[0], parts, parts,
+            rows, tokens, WIDTH // 8, 0, *strides, 1e-5, **sizes,
+        )  # fmt: skip
+
+    assert_far_equals_near(far, run_backward, [qkv, q, k, k], [qkv], tile=tokens)
+
+
+def test_the_loss_reaches_rows_beyond_2_to_the_31_elements(far, draw):
+    logits, target = draw(1, WIDTH, dtype=torch.bfloat16), torch.tensor([[77]])
+    loss = torch.zeros(1, 1)
+
+    def run(inputs, outputs, rows):
+        outputs[0][-1] = logits[0]  # replaced in place
+        cross_entropy.loss_kernel[(1,)](
+            outputs[0], inputs[0], outputs[1], WIDTH // 8, -100, UNIT=8, BLOCK=WIDTH, REPLACE=True
+        )
+
+    assert_far_equals_near(far, run, [target], [logits, loss])

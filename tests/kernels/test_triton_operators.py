@@ -1,0 +1,77 @@
+"""What torch makes of the Triton kernels: operators that keep their promises, and one graph for the compiler."""
+
+import pytest
+import torch
+
+import kernels
+from kernels import gpu
+
+pytestmark = pytest.mark.skipif(gpu is None, reason="Triton is not installed")
+
+
+def operators():
+    """Each operator with arguments that it takes."""
+    x, gain, targets = torch.randn(6, 16), torch.randn(16), torch.randint(0, 9, (6,))
+    qkv, angles = torch.randn(1, 6, 4 * 16), torch.randn(6, 8)
+    q, k = torch.randn(1, 6, 2, 16), torch.randn(1, 6, 1, 16)
+    ops = torch.ops.prenorm
+    statistic = torch.randn(6)
+    return {
+        "norm_forward": (ops.norm_forward, (x, x.clone(), gain, gain.clone(), True, 1e-5)),
+        "norm_forward of rms": (ops.norm_forward, (x, None, gain, None, False, 1e-5)),
+        "norm_backward": (
+            ops.norm_backward,
+            (x, x.clone(), x.clone(), gain, statistic, statistic.clone(), True, True, True),
+        ),
+        "norm_backward of rms": (
+            ops.norm_backward,
+            (x, None, x.clone(), gain, statistic[:0], statistic, False, True, False),
+        ),
+        "swiglu_forward": (ops.swiglu_forward, (x,)),
+        "swiglu_backward": (ops.swiglu_backward, (x[:, :8], x)),
+        "swiglu_gate_up": (ops.swiglu_gate_up, (x, torch.randn(16, 16), True)),
+        "rotary_forward": (ops.rotary_forward, (qkv, angles, angles.clone(), 2, 1, gain, gain.clone(), 1e-5)),
+        "rotary_backward": (
+            ops.rotary_backward,
+            (q, k, k.clone(), qkv, angles, angles.clone(), gain, gain.clone(), 1e-5),
+        ),
+        "loss_forward": (ops.loss_forward, (x, torch.randn(9, 16), targets, -100, True)),
+        "loss_backward": (
+            ops.loss_backward,
+            (statistic, x, torch.randn(9, 16), targets, torch.randn(6, 9), -100, True, True),
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", operators() if gpu is not None else ())
+def test_every_operator_keeps_its_promises_to_torch(name):
+    operator, arguments = operators()[name]
+    torch.library.opcheck(operator.default, arguments)
+
+
+def test_every_operator_is_checked():
+    registered = {name for name in dir(torch.ops.prenorm) if not name.startswith("_")} - {"name"}
+    assert {name.partition(" ")[0] for name in operators()} == registered
+
+
+def test_a_compiled_function_of_all_kernels_is_one_graph_with_equal_gradients(triton, draw):
+    angles = draw(7, 8)
+    cos, sin = angles.cos(), angles.sin()
+    targets = torch.arange(14) % 9
+
+    def model(x, gain, bias, qkv_weight, gate_up, down, head):
+        y, s = kernels.norm(x, gain, kind="rms", eps=1e-5)
+        q, k, v = kernels.rotary(y @ qkv_weight.T, cos, sin, 2, 1, gain[:16], gain[16:], 1e-5)
+        a = kernels.attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)).transpose(1, 2).flatten(2)
+        y, s = kernels.norm(a, gain, bias, s, kind="layer", eps=1e-5)
+        y, _ = kernels.norm(kernels.swiglu_mlp(y, gate_up, down), gain, None, s, kind="rms", eps=1e-5)
+        return kernels.linear_cross_entropy(y.flatten(0, 1), head, targets)
+
+    shapes = (2, 7, 32), (32,), (32,), (64, 32), (96, 32), (32, 48), (9, 32)
+    inputs = [draw(*shape).requires_grad_() for shape in shapes]
+    upstream = draw(14)
+    losses = []
+    for run in (model, torch.compile(model, fullgraph=True, backend="aot_eager")):
+        loss = run(*inputs)
+        losses.append((loss.detach(), *torch.autograd.grad(loss, inputs, upstream)))
+    assert all(map(torch.equal, *losses))
