@@ -12,7 +12,7 @@ from typing import Annotated
 import tyro
 
 from ablation.plan import Plan, load_plan
-from errors import UserError, sentences
+from errors import UserError, exit_on_user_error
 
 DESCRIPTION = """Compare norms, or other choices, over paired seeds, with intervals and a verdict.
 
@@ -75,5 +75,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    with sentences():
+    with exit_on_user_error():
         sys.exit(main())

@@ -11,7 +11,7 @@ class UserError(Exception):
 
 
 @contextlib.contextmanager
-def sentences() -> Iterator[None]:
+def exit_on_user_error() -> Iterator[None]:
     """End the program with the sentence and status 2 when a `UserError` comes up, quietly with 130 after Ctrl-C."""
     try:
         yield

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import tyro
 
-from errors import UserError, sentences
+from errors import UserError, exit_on_user_error
 from generation.prompts import read_prompts
 from generation.settings import Settings
-from model.checkpoints import find_checkpoint, newest_run
+from model.find_checkpoint import find_checkpoint, newest_run
 
 
 def main() -> None:
     """Read the command line, find what it names, and only then import what takes seconds, and generate."""
-    with sentences():
+    with exit_on_user_error():
         settings = tyro.cli(Settings, prog="generate.py")
         checkpoint = find_checkpoint(newest_run(Path("runs")) if settings.run is None else settings.run)
         prompts = read_prompts(settings.prompt, settings.prompt_file)

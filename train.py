@@ -5,7 +5,7 @@ Thin: reads the settings, chooses the deed, and leaves it to training/.
 
 import sys
 
-from errors import sentences
+from errors import exit_on_user_error
 from training import settings as settings_file
 
 DESCRIPTION = """Train a small LLaMA-style transformer on text, on whatever this machine has.
@@ -32,5 +32,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    with sentences():
+    with exit_on_user_error():
         sys.exit(main())

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ablation import statistics
-from errors import UserError, sentences
+from errors import UserError, exit_on_user_error
 
 CLAIMS = {
     "C1": "RMSNorm trains 7 to 15% faster than LayerNorm end to end",
@@ -325,5 +325,5 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    with sentences():
+    with exit_on_user_error():
         main(sys.argv[1:])

@@ -25,10 +25,9 @@ from ablation.plan import Plan, Run, arms_of, baseline_of, final_runs, rate_runs
 from ablation.processes import in_processes
 from errors import UserError
 from model.config import num_parameters
-from model.device import choose_device, choose_kernels
+from model.device import choose_device, choose_kernels, choose_training_dtype, device_name, processor
 from training import settings as settings_file
 from training.checkpoint import settings_hash
-from training.machine import choose_dtype, device_name, processor
 from training.settings import Settings
 
 
@@ -141,7 +140,7 @@ def describe(conduct: Conduct, command: str) -> None:
             "python": platform.python_version(),
             "system": platform.system(),
             "kernels": kernels.describe(device),
-            "dtype": str(choose_dtype(plan.dtypes[0], device)).removeprefix("torch."),
+            "dtype": str(choose_training_dtype(plan.dtypes[0], device)).removeprefix("torch."),
         },
         "shape": {
             "parameters": num_parameters(config),

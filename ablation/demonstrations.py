@@ -16,8 +16,8 @@ def all_of_them() -> dict[str, float]:
     x = torch.randn(ROWS, WIDTH, generator=generator) + 0.3
     found = {}
     for kind in kernels.NORM_KINDS:
-        y, _ = kernels.norm(x, torch.ones(WIDTH), kind=kind, eps=EPS)
-        scaled, _ = kernels.norm(10 * x, torch.ones(WIDTH), kind=kind, eps=EPS)
+        y, _ = kernels.normalize(x, torch.ones(WIDTH), kind=kind, eps=EPS)
+        scaled, _ = kernels.normalize(10 * x, torch.ones(WIDTH), kind=kind, eps=EPS)
         found[f"{kind}_change_by_scale"] = ((scaled - y).norm() / y.norm()).item()
         found[f"{kind}_cosine_with_input"] = torch.cosine_similarity(x, y, dim=-1).mean().item()
         found[f"{kind}_gradient_by_scale"] = gradient_by_scale(kind, generator)
@@ -32,7 +32,7 @@ def gradient_by_scale(kind: str, generator: torch.Generator) -> float:
     lengths = []
     for scale in (1.0, 10.0):
         scaled = (weight * scale).requires_grad_()
-        y, _ = kernels.norm(x @ scaled.T, torch.ones(WIDTH), kind=kind, eps=EPS)
+        y, _ = kernels.normalize(x @ scaled.T, torch.ones(WIDTH), kind=kind, eps=EPS)
         lengths.append(torch.autograd.grad(y, scaled, upstream)[0].norm())
     return (lengths[1] / lengths[0]).item()
 
@@ -42,7 +42,7 @@ def upcast(generator: torch.Generator) -> dict[str, float]:
     lost without the float32 upcast."""
     x = (torch.randn(ROWS, WIDTH, generator=generator) * 400).half()
     exact = x.double() / (x.double().square().mean(-1, keepdim=True) + EPS).sqrt()
-    ours, _ = kernels.norm(x, torch.ones(WIDTH), kind="rms", eps=EPS)
+    ours, _ = kernels.normalize(x, torch.ones(WIDTH), kind="rms", eps=EPS)
     without = x * torch.rsqrt((x * x).mean(-1, keepdim=True) + EPS)
     lost = ((without.double() - exact).norm(dim=-1) / exact.norm(dim=-1) > 0.1) | ~without.isfinite().all(-1)
     return {

@@ -16,7 +16,7 @@ from typing import Literal
 import tyro
 
 from errors import UserError
-from model.config import GATED, NORMS, PLAIN, POSITIONS
+from model.config import GATED, NORMS, PLACEMENTS, PLAIN
 from training import settings as settings_file
 from training.settings import Settings, nearest
 
@@ -32,7 +32,7 @@ class Plan:
     """Name of the comparison and of its folder."""
     arms: tuple[Literal[*NORMS], ...] = ("rms", "layer")
     """Norms to compare; each is compared with `layer` where that is among them."""
-    positions: tuple[Literal[*POSITIONS], ...] = ("pre",)
+    positions: tuple[Literal[*PLACEMENTS], ...] = ("pre",)
     """Where the norms stand."""
     gates: tuple[Literal[*GATED, *PLAIN], ...] = ("swiglu",)
     """Activations of the MLP, at equal numbers of parameters."""
@@ -150,7 +150,7 @@ def settings_of(plan: Plan, run: Run) -> Settings:
     model = dataclasses.replace(
         settings.model,
         norm=arm.norm,
-        norm_position=arm.position,
+        norm_placement=arm.position,
         mlp=arm.gate,
         norm_eps=arm.eps,
         initializer_range=settings.model.initializer_range * arm.initialization,

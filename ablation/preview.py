@@ -7,8 +7,7 @@ import torch
 from ablation import speed
 from ablation.conduct import Conduct, threads
 from ablation.plan import Run, arms_of, rate_runs, settings_of
-from model.device import choose_device
-from training.machine import choose_dtype
+from model.device import choose_device, choose_training_dtype
 
 
 def text(conduct: Conduct) -> str:
@@ -42,7 +41,7 @@ def seconds_of_a_run(conduct: Conduct) -> float:
     device = choose_device(conduct.device)
     arms = arms_of(conduct.plan)
     settings = settings_of(conduct.plan, Run(arms[0], "final", 1, 1e-3))
-    dtype = choose_dtype(arms[0].dtype, device)
+    dtype = choose_training_dtype(arms[0].dtype, device)
     before, share = torch.get_num_threads(), threads(conduct, device)
     torch.set_num_threads(share or before)
     step = speed.parts(settings, "rms", device, dtype, compiled=False)["step"]

@@ -16,7 +16,8 @@ import kernels
 from ablation import statistics
 from model.config import ModelConfig
 from model.decoder import Decoder
-from training import machine, optimizer
+from model.device import choose_training_dtype, why_not_compile
+from training import optimizer
 from training.processes import Processes
 from training.settings import Settings
 from training.step import backward, update
@@ -28,14 +29,14 @@ NORMS = ("rms", "layer")
 def builds(device: torch.device) -> dict[str, tuple[bool, bool]]:
     """Name: whether the specification runs, and whether it is compiled."""
     found = {"eager": (True, False)}
-    if machine.why_not_compile(device) is None:
+    if why_not_compile(device) is None:
         found["torch.compile"] = (True, True)
     return found | {kernels.describe(device): (False, False)}
 
 
 def measure(settings: Settings, device: torch.device, blocks: int) -> dict:
     """The tables `speed`, `norm_share` and `memory` of results.json."""
-    dtype = machine.choose_dtype(settings.machine.dtype, device)
+    dtype = choose_training_dtype(settings.machine.dtype, device)
     rows, shares, memory = [], {}, {}
     for build, (specified, compiled) in builds(device).items():
         kernels.use("reference" if specified else "auto", device)
@@ -77,7 +78,7 @@ def parts(
     upstream = torch.randn_like(x), torch.randn_like(x)
 
     def normalize(x, residual, weight, bias):
-        return kernels.norm(x, weight, bias, residual, kind=norm, eps=config.norm_eps)
+        return kernels.normalize(x, weight, bias, residual, kind=norm, eps=config.norm_eps)
 
     run = torch.compile(normalize, fullgraph=True) if compiled else normalize
     inputs = [tensor for tensor in (x, residual, weight, bias) if tensor is not None]

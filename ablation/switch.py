@@ -8,8 +8,8 @@ from pathlib import Path
 
 from ablation import train
 from training import checkpoint
+from training.session import set_up
 from training.settings import Settings
-from training.setup import set_up
 from training.step import Diverged
 
 SHARE = 8  # of the steps of a run, for getting used to the new norm
@@ -52,4 +52,4 @@ def carry_out(settings: Settings, base: Path, folder: Path, variant: str, thread
 
 def base_of(folder: Path) -> Path:
     """The checkpoint of a finished run."""
-    return next(path for path in checkpoint.candidates(folder / "last") if checkpoint.is_whole(path))
+    return next(path for path in checkpoint.candidates(folder / "last") if checkpoint.is_complete(path))

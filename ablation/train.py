@@ -23,8 +23,8 @@ from model.decoder import Decoder
 from model.norm import is_norm_parameter
 from training import checkpoint, loop, metrics
 from training.evaluate import evaluate
+from training.session import Session, set_up
 from training.settings import Settings
-from training.setup import Session, set_up
 from training.signals import StopSignals
 from training.step import Diverged
 
@@ -39,7 +39,7 @@ def carry_out(settings: Settings, folder: Path, threads: int | None = None, keep
 
     threads: of this process on a CPU; keep: leave the final weights in the folder.
     """
-    whole = next((path for path in checkpoint.candidates(folder / "last") if checkpoint.is_whole(path)), None)
+    whole = next((path for path in checkpoint.candidates(folder / "last") if checkpoint.is_complete(path)), None)
     if whole is not None and checkpoint.read_state(whole).step >= settings.optimizer.steps:
         shutil.rmtree(folder)  # it was trained to its end, and its row was lost before it was written down
         whole = None

@@ -83,7 +83,7 @@ def norm(device, kind: str, rows: int, width: int, dtype: torch.dtype, residual:
 
     def by(module):
         def run(x, gain, stream=None):
-            y, s = of(module, "norm")(x, gain, None, stream, kind=kind, eps=1e-5)
+            y, s = of(module, "normalize")(x, gain, None, stream, kind=kind, eps=1e-5)
             return y if stream is None else (y, s)
 
         return run

@@ -14,14 +14,13 @@ import torch
 import kernels
 from benchmarks.output import check_out, positive, write
 from benchmarks.timing import copy_rate
-from errors import UserError, sentences
-from generation.device import bytes_per_step, hold_weights_in
+from errors import UserError, exit_on_user_error
+from generation.weights import bytes_per_step, cast_weights
 from model.cache import KeyValueCache
-from model.decode import DecodeStep
 from model.decoder import Decoder
-from model.device import choose_device
+from model.device import choose_device, device_name
+from model.fused_decode import DecodeStep
 from training import settings as settings_file
-from training.machine import device_name
 
 
 @torch.inference_mode()
@@ -46,7 +45,7 @@ def main() -> None:
     if columns > limit:
         raise UserError(f"--columns, --steps and 8 more are {columns} and the context is {limit}; give fewer.")
     decoder = Decoder(config, seed=1).to(device).eval()
-    hold_weights_in(decoder, torch.bfloat16)
+    cast_weights(decoder, torch.bfloat16)
     copy, weights = copy_rate(device), bytes_per_step(decoder)
     rates = f"{weights / 1e6:,.0f} MB of weights a step, copy {copy / 1e9:,.0f} GB/s"
     print(f"{arguments.config} on {device_name(device)}: {rates}")
@@ -79,5 +78,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with sentences():
+    with exit_on_user_error():
         main()

@@ -21,9 +21,8 @@ import kernels
 from benchmarks.cases import Case, cases
 from benchmarks.output import check_out, pattern, positive, write
 from benchmarks.timing import BEYOND_CACHE, copy_rate, host_seconds, peak_bytes, product_rate, times
-from errors import UserError, sentences
-from model.device import choose_device
-from training.machine import device_name, keep_freed_memory, processor
+from errors import UserError, exit_on_user_error
+from model.device import choose_device, device_name, keep_freed_memory, processor
 
 PARTS = ("forward", "backward", "both")
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # Okabe and Ito 2008
@@ -198,5 +197,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with sentences():
+    with exit_on_user_error():
         main()

@@ -15,11 +15,11 @@ import torch
 
 import kernels
 from benchmarks.output import check_out, positive, write
-from errors import sentences
+from errors import exit_on_user_error
 from model.config import flops_per_token
 from model.decoder import Decoder
-from model.device import choose_device
-from training import machine, optimizer
+from model.device import choose_device, choose_training_dtype, device_name, keep_freed_memory, peak_flops
+from training import optimizer
 from training import settings as settings_file
 from training.processes import Processes
 from training.settings import Settings
@@ -40,7 +40,7 @@ def stepper(settings: Settings, norm: str, build: tuple, device: torch.device) -
     """A function that does one optimizer step and returns its seconds."""
     choice, compiled = build
     fields = dict(vars(settings.model), norm=norm)
-    dtype = machine.choose_dtype("auto", device)
+    dtype = choose_training_dtype("auto", device)
     model = Decoder(type(settings.model)(**fields), seed=1, compute_dtype=dtype).to(device)
     forward = torch.compile(model, fullgraph=True) if compiled else model
     adamw = optimizer.build(model, settings.optimizer, device)
@@ -74,7 +74,7 @@ def main() -> None:
     arguments = parser.parse_args()
     check_out(arguments.out)
     device = choose_device(arguments.device)
-    machine.keep_freed_memory()
+    keep_freed_memory()
     settings = settings_file.load(settings_file.config_path(arguments.config))
     data = settings.data
     size = min(data.micro_batch_size or data.batch_size, data.batch_size)
@@ -98,8 +98,8 @@ def main() -> None:
             seconds[key] += [run() for _ in range(5)]
     kernels.use("auto", device)
     flops = flops_per_token(settings.model, data.sequence_length) * tokens
-    peak = machine.peak_flops(device, machine.choose_dtype("auto", device))
-    print(f"{arguments.config}: steps of {tokens:,} tokens on {machine.device_name(device)}\n")
+    peak = peak_flops(device, choose_training_dtype("auto", device))
+    print(f"{arguments.config}: steps of {tokens:,} tokens on {device_name(device)}\n")
     print("| build | norm | ms a step | tokens/s | of the specification's time | of peak FLOP/s |")
     print("|---|---|---|---|---|---|")
     rows = []
@@ -111,10 +111,10 @@ def main() -> None:
         print(f"| {build} | {norm} | {median * 1e3:,.1f} | {tokens / median:,.0f} | {ratio:.3f} | {share} |")
         row = {"build": build, "norm": norm, "seconds": found, "ratio": ratio}
         rows.append(row | {"peak_bytes": peaks.get((build, norm))})
-    about = {"device": machine.device_name(device), "torch": torch.__version__, "config": arguments.config}
+    about = {"device": device_name(device), "torch": torch.__version__, "config": arguments.config}
     write(about | {"tokens": tokens, "flops": flops, "builds": rows}, arguments.out)
 
 
 if __name__ == "__main__":
-    with sentences():
+    with exit_on_user_error():
         main()

@@ -12,13 +12,13 @@ import torch
 
 from data.tokenizer import Tokenizer
 from errors import UserError
-from generation.device import threads_for
 from generation.prompts import prompt_ids
 from generation.sampling import generator_for, sample
 from generation.settings import Sampling
 from model.cache import KeyValueCache
-from model.decode import step_for
 from model.decoder import Decoder
+from model.device import threads_for
+from model.fused_decode import make_decode_step
 
 
 @dataclass
@@ -115,7 +115,7 @@ def next_tokens(
     columns = min(tokens.shape[1] + room, limit)
     cache = KeyValueCache(decoder.config, len(prompts), columns, device=device, dtype=decoder.compute_dtype)
     seen = tokens_seen(prompts, decoder.config.vocab_size, device) if sampling.repetition_penalty != 1 else None
-    fused = step_for(decoder, cache, padding)
+    fused = make_decode_step(decoder, cache, padding)
     for _ in range(room):
         if cache.length == limit:
             # The rows that go on have padding in front, else they would have ended here: give them those columns.

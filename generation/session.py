@@ -9,14 +9,14 @@ import torch
 import kernels
 from data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from errors import UserError
-from generation.device import bytes_per_step, choose_dtype, hold_weights_in
 from generation.generate import Generation, check_prompts, generate
 from generation.prompts import prompt_ids
 from generation.settings import Settings
 from generation.stream import TextStream
-from model.checkpoints import eos_ids
+from generation.weights import bytes_per_step, cast_weights
 from model.decoder import Decoder
-from model.device import choose_device, choose_kernels
+from model.device import choose_device, choose_inference_dtype, choose_kernels
+from model.find_checkpoint import eos_ids
 from model.pretrained import load_config, load_pretrained
 
 
@@ -123,7 +123,7 @@ def load_decoder(checkpoint: Path, settings: Settings) -> Decoder:
     device = choose_device(settings.device)
     choose_kernels(settings.kernels, device)
     decoder = load_pretrained(checkpoint, device=device).eval()
-    hold_weights_in(decoder, choose_dtype(settings.dtype, device, next(decoder.parameters()).dtype))
+    cast_weights(decoder, choose_inference_dtype(settings.dtype, device, next(decoder.parameters()).dtype))
     return decoder
 
 

@@ -20,7 +20,7 @@ if importlib.util.find_spec("triton"):  # Linux only
 else:
     decode = gpu = None
 
-__all__ = ["attention", "describe", "linear_cross_entropy", "norm", "rotary", "swiglu_mlp", "use"]
+__all__ = ["attention", "describe", "linear_cross_entropy", "normalize", "rotary", "swiglu_mlp", "use"]
 
 NORM_KINDS = ("rms", "layer")
 CHOICES = ("auto", "triton", "torch", "reference")
@@ -84,7 +84,7 @@ def describe(device: torch.device) -> str:
     return "plain PyTorch" if _choice in ("torch", "reference") else f"plain PyTorch ({why_not_triton(device)})"
 
 
-def norm(
+def normalize(
     x: Tensor,
     weight: Tensor | None = None,
     bias: Tensor | None = None,
@@ -93,10 +93,10 @@ def norm(
     kind: str,
     eps: float,
 ) -> tuple[Tensor, Tensor]:
-    """RMSNorm or LayerNorm of x, or of x + residual, and the residual stream; see `reference.norm`."""
+    """RMSNorm or LayerNorm of x, or of x + residual, and the residual stream; see `reference.normalize`."""
     if kind not in NORM_KINDS:  # here, for all implementations
         raise ValueError(f"norm kind {kind!r} is none of {', '.join(NORM_KINDS)}")
-    return implementation(x.device).norm(x, weight, bias, residual, kind=kind, eps=eps)
+    return implementation(x.device).normalize(x, weight, bias, residual, kind=kind, eps=eps)
 
 
 def rotary(

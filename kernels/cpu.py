@@ -61,7 +61,7 @@ class Norm(torch.autograd.Function):
         return ds.to(s.dtype), dweight, dbias, None, None
 
 
-def norm(
+def normalize(
     x: Tensor,
     weight: Tensor | None = None,
     bias: Tensor | None = None,
@@ -70,9 +70,9 @@ def norm(
     kind: str,
     eps: float,
 ) -> tuple[Tensor, Tensor]:
-    """As `reference.norm`. Float32 gains only: others go to the reference."""
+    """As `reference.normalize`. Float32 gains only: others go to the reference."""
     if weight is None or weight.dtype != torch.float32:
-        return reference.norm(x, weight, bias, residual, kind=kind, eps=eps)
+        return reference.normalize(x, weight, bias, residual, kind=kind, eps=eps)
     s = x if residual is None else (x + residual).to(residual.dtype)  # torch adds bfloat16 in float32, rounding once
     y = Norm.apply(s, weight, bias, kind, eps)
     return y.to(x.dtype), s

@@ -6,11 +6,11 @@ Attention is `reference.attention`: torch's fused kernels for it (FlashAttention
 import triton
 
 from kernels.cross_entropy import linear_cross_entropy
-from kernels.norms import norm
+from kernels.norms import normalize
 from kernels.reference import attention
 from kernels.rope import rotary
 from kernels.swiglu import swiglu_mlp
 
-__all__ = ["attention", "linear_cross_entropy", "norm", "rotary", "swiglu_mlp"]
+__all__ = ["attention", "linear_cross_entropy", "normalize", "rotary", "swiglu_mlp"]
 
 INTERPRETED = triton.knobs.runtime.interpret  # read when the kernels above were decorated

@@ -2,7 +2,7 @@
 
 Rows of up to 32,768 elements forward and 8,192 backward stay in registers; wider ones are read twice.
 
-Formulas: RMSNorm, Zhang and Sennrich 2019, equation 4; LayerNorm, Ba et al. 2016, equation 4; see `reference.norm`.
+Formulas: RMSNorm, Zhang and Sennrich 2019, equation 4; LayerNorm, Ba et al. 2016, equation 4 (`reference.normalize`).
 """
 
 import torch
@@ -173,7 +173,7 @@ class Norm(torch.autograd.Function):
         )
 
 
-def norm(
+def normalize(
     x: Tensor,
     weight: Tensor | None = None,
     bias: Tensor | None = None,
@@ -182,6 +182,6 @@ def norm(
     kind: str,
     eps: float,
 ) -> tuple[Tensor, Tensor]:
-    """As `reference.norm`, for rows of 2 to 131,072 elements."""
+    """As `reference.normalize`, for rows of 2 to 131,072 elements."""
     y, s = Norm.apply(x, residual, weight, bias, kind == "layer", eps)
     return y, x if residual is None else s

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 
-def norm(
+def normalize(
     x: Tensor,
     weight: Tensor | None = None,
     bias: Tensor | None = None,
@@ -65,7 +65,7 @@ def rotary(
     def turn(x: Tensor, weight: Tensor | None) -> Tensor:
         x = x.float()
         if weight is not None:
-            x, _ = norm(x, weight, kind="rms", eps=eps)
+            x, _ = normalize(x, weight, kind="rms", eps=eps)
         a, b = x.chunk(2, dim=-1)
         return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(qkv.dtype)
 

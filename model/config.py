@@ -23,7 +23,7 @@ NORMS = {
     "batch": ("weight", "bias"),  # statistics over all tokens of a batch in training, running averages afterwards
     "none": (),  # x
 }
-POSITIONS = {"pre": 2, "post": 2, "sandwich": 4}  # norms in a layer, by where they stand
+PLACEMENTS = {"pre": 2, "post": 2, "sandwich": 4}  # norms in a layer, by where they stand
 GATED, PLAIN = ("swiglu", "geglu", "reglu", "glu"), ("relu", "gelu")  # MLPs of three matrices, and of two
 LLAMA3_ROPE_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
@@ -56,7 +56,7 @@ class ModelConfig:
     """The norm around every block and before the head: RMSNorm or LayerNorm. Nothing else changes with it. The others
     are for comparisons and slower: re-centering alone, RMS of a part of the row, L2, groups of channels, BatchNorm
     (which looks at other tokens), and none."""
-    norm_position: Literal[*POSITIONS] = "pre"
+    norm_placement: Literal[*PLACEMENTS] = "pre"
     """pre: before each block. post: after each addition, as in the Transformer of 2017, and none before the head.
     sandwich: before each block and on its output."""
     norm_groups: int = 8
@@ -95,7 +95,7 @@ class ModelConfig:
     @property
     def num_norms(self) -> int:
         """Norms that `norm` is about: those of the layers, and one before the head unless they are `post`."""
-        return self.num_hidden_layers * POSITIONS[self.norm_position] + (self.norm_position != "post")
+        return self.num_hidden_layers * PLACEMENTS[self.norm_placement] + (self.norm_placement != "post")
 
 
 def check(config: ModelConfig) -> None:
@@ -130,7 +130,7 @@ def check(config: ModelConfig) -> None:
     for name in ("norm_bias", "attention_bias", "qk_norm", "tie_word_embeddings"):
         if not isinstance(getattr(config, name), bool):
             raise UserError(f"{name} is {getattr(config, name)!r} and must be true or false.")
-    for name, allowed in {"norm": [*NORMS], "norm_position": [*POSITIONS], "mlp": [*GATED, *PLAIN]}.items():
+    for name, allowed in {"norm": [*NORMS], "norm_placement": [*PLACEMENTS], "mlp": [*GATED, *PLAIN]}.items():
         value = getattr(config, name)
         if value not in allowed:  # lists, because a file may hold something that no dict can look up
             raise UserError(f"{name} is {value!r} and must be {', '.join(allowed[:-1])} or {allowed[-1]}.")

@@ -33,7 +33,7 @@ class Layer(nn.Module):
 
     def __init__(self, config: ModelConfig, index: int):
         super().__init__()
-        self.position = config.norm_position
+        self.position = config.norm_placement
         self.input_layernorm = Norm(config)
         self.self_attn = Attention(config, index)
         self.post_attention_layernorm = Norm(config)
@@ -78,7 +78,7 @@ class Decoder(nn.Module):
         # own Embedding would draw from the global generator.
         self.embed_tokens = Linear(config.hidden_size, config.vocab_size)
         self.layers = nn.ModuleList(Layer(config, index) for index in range(config.num_hidden_layers))
-        self.norm = None if config.norm_position == "post" else Norm(config)
+        self.norm = None if config.norm_placement == "post" else Norm(config)
         self.lm_head = None if config.tie_word_embeddings else Linear(config.hidden_size, config.vocab_size)
         self.rope = Rope(config)
         if seed is not None:

@@ -96,7 +96,7 @@ def family_of(config: ModelConfig) -> str:
     }
     for model_type, family in FAMILIES.items():
         same = family.norm == config.norm and family.qk_norm == config.qk_norm
-        same = same and (config.norm_position, config.mlp) == ("pre", "swiglu")
+        same = same and (config.norm_placement, config.mlp) == ("pre", "swiglu")
         if family.written and same and heads_fit[family.heads]:
             return model_type
     return "prenorm"

@@ -69,7 +69,7 @@ class Norm(nn.Module):
     def forward(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Add a block's output `x` to the residual stream and normalize the sum; both (B, T, D), both returned."""
         if self.kind in kernels.NORM_KINDS:
-            return kernels.norm(x, self.weight, self.bias, residual, kind=self.kind, eps=self.eps)
+            return kernels.normalize(x, self.weight, self.bias, residual, kind=self.kind, eps=self.eps)
         s = x if residual is None else (x.float() + residual.float()).to(residual.dtype)
         y = self.over_the_batch(s) if self.kind == "batch" else UNFUSED[self.kind](s.float(), self.eps, self.groups)
         if self.weight is not None:

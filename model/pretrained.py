@@ -28,7 +28,7 @@ PACKED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_pro
 # What two models must agree in for the weights of one to be weights of the other, whatever their norms are.
 SAME = (
     *(*SHAPE, "num_key_value_heads", "resolved_head_dim", "attention_bias", "qk_norm", "tie_word_embeddings"),
-    *("norm_position", "mlp"),
+    *("norm_placement", "mlp"),
 )
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 

@@ -26,8 +26,8 @@ from safetensors.torch import save_file
 from data.tokenizer import Tokenizer
 from errors import UserError
 from model import pretrained
-from model.checkpoints import candidates
 from model.decoder import Decoder
+from model.find_checkpoint import candidates
 from training import optimizer as optimizers
 from training.settings import Settings
 
@@ -106,14 +106,14 @@ def replace_directory(target: Path, write: Callable[[Path], None]) -> None:
     """Replace the directory `target` by what `write` puts into an empty one; at no instant is there no whole one."""
     new, old = candidates(target)[1:]
     try:
-        settle(target)
+        recover_interrupted_save(target)
         new.mkdir(parents=True)
         write(new)
-        bring_to_disk(new)
+        fsync_directory(new)
         if target.exists():
             target.rename(old)
         new.rename(target)
-        bring_to_disk(target.parent, files=False)
+        fsync_directory(target.parent, files=False)
     except (OSError, SafetensorError) as error:
         if not target.exists() and old.exists():
             old.rename(target)
@@ -123,21 +123,21 @@ def replace_directory(target: Path, write: Callable[[Path], None]) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def settle(target: Path) -> None:
+def recover_interrupted_save(target: Path) -> None:
     """Undo or finish a save that was cut: afterwards only `target` is left, if any of the three was whole."""
     for candidate in candidates(target)[1:]:
-        if not is_whole(target) and is_whole(candidate):
+        if not is_complete(target) and is_complete(candidate):
             shutil.rmtree(target, ignore_errors=True)
             candidate.rename(target)
         shutil.rmtree(candidate, ignore_errors=True)
 
 
-def is_whole(directory: Path) -> bool:
+def is_complete(directory: Path) -> bool:
     """Whether a save into this directory came to its end."""
     return (directory / "state.json").is_file()
 
 
-def bring_to_disk(directory: Path, files: bool = True) -> None:
+def fsync_directory(directory: Path, files: bool = True) -> None:
     """fsync a directory and, if `files`, the files in it (Windows cannot fsync a directory and needs no such thing)."""
     paths = [path for path in directory.iterdir() if path.is_file()] if files else []
     for path in paths:
@@ -154,7 +154,7 @@ def bring_to_disk(directory: Path, files: bool = True) -> None:
 def find_last(run: Path) -> Path:
     """The whole checkpoint that a run goes on from."""
     for candidate in candidates(run / "last"):
-        if is_whole(candidate):
+        if is_complete(candidate):
             return candidate
     raise UserError(
         f"{run} has no whole last/ to go on from: nothing had been saved there; delete it and start the run again."

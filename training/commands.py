@@ -7,9 +7,9 @@ from data.batches import validation_windows
 from data.tokenizer import check_vocabulary, load_tokenizer
 from data.tokens import tokenize
 from errors import UserError
-from model.device import choose_device, choose_kernels
+from model.device import choose_device, choose_kernels, choose_training_dtype
 from model.pretrained import load_pretrained
-from training import machine, processes
+from training import processes
 from training.estimate import estimate
 from training.evaluate import evaluate
 from training.loop import train
@@ -72,7 +72,7 @@ def evaluate_checkpoint(settings: Settings) -> None:
     directory = Path(settings.run.init_from)
     device = choose_device(settings.machine.device)
     choose_kernels(settings.machine.kernels, device)
-    dtype = machine.choose_dtype(settings.machine.dtype, device)
+    dtype = choose_training_dtype(settings.machine.dtype, device)
     tokenizer = load_tokenizer(settings.data.tokenizer or directory)
     model = load_pretrained(directory, device=device, compute_dtype=dtype)
     check_vocabulary(tokenizer, model.config.vocab_size)

@@ -19,14 +19,15 @@ from data.batches import batch, validation_windows
 from errors import UserError
 from generation.generate import complete
 from model.config import flops_per_token
-from training import checkpoint, machine, plot
+from model.device import device_name, peak_flops
+from training import checkpoint, plot
 from training import processes as process_group
 from training import settings as settings_file
 from training.evaluate import evaluate
 from training.metrics import Metrics
 from training.schedule import learning_rate
+from training.session import Session, set_up
 from training.settings import Settings
-from training.setup import Session, set_up
 from training.signals import StopSignals
 from training.step import Diverged, backward, micro_batches, update
 
@@ -62,7 +63,7 @@ def train(settings: Settings, run: Path, *, resume: bool = False) -> int:
             report_end(session)
     except torch.OutOfMemoryError:
         raise UserError(
-            f"{machine.device_name(device)} has too little memory for this; use a smaller --micro-batch-size "
+            f"{device_name(device)} has too little memory for this; use a smaller --micro-batch-size "
             f"(now {session.micro_batch}) or --activation-checkpointing."
         ) from None
     except OSError as error:
@@ -76,11 +77,11 @@ def open_run(session: Session) -> Metrics:
     run, state, corpus = session.run, session.state, session.corpus
     run.mkdir(parents=True, exist_ok=True)
     for save_name in ("last", "best"):
-        checkpoint.settle(run / save_name)
+        checkpoint.recover_interrupted_save(run / save_name)
     settings_file.save(session.settings, run / "settings.toml")
     facts = {
         "text": f"{corpus.bytes:,} bytes of text, hash {corpus.text_hash}, Python {platform.python_version()}",
-        "machine": machine.device_name(session.device),
+        "machine": device_name(session.device),
     }
     print(f"run: {run} (loss.png, metrics.jsonl, settings.toml); Ctrl-C stops and saves")
     return Metrics(
@@ -105,7 +106,7 @@ def step(session: Session, log: Metrics | None, bar: tqdm) -> None:
     processes, device = session.processes, session.device
     rate = learning_rate(state.step, state.steps, settings.optimizer)
     for group in session.optimizer.param_groups:
-        group["lr"] = rate * group["rate_factor"]
+        group["lr"] = rate * group["lr_multiplier"]
     inputs, targets = batch(
         session.corpus.train,
         seed=settings.run.seed,
@@ -145,7 +146,7 @@ def step(session: Session, log: Metrics | None, bar: tqdm) -> None:
 
 def diverged(session: Session, step: int, what: str) -> Diverged:
     """The sentence for a loss, gradient or evaluation that is not finite."""
-    kept = "keeps its last save" if checkpoint.is_whole(session.run / "last") else "had not been saved yet"
+    kept = "keeps its last save" if checkpoint.is_complete(session.run / "last") else "had not been saved yet"
     return Diverged(
         f"step {step}: {what}; {session.run} {kept}. "
         f"Try a --learning-rate below {session.settings.optimizer.learning_rate:g}, or --dtype float32."
@@ -183,7 +184,7 @@ def show(session: Session, bar: tqdm, loss: float) -> None:
     tokens = settings.data.batch_size * settings.data.sequence_length
     speed = tokens / statistics.median(session.recent_seconds)
     shown = {"loss": f"{loss:.3f}", "tok/s": f"{speed:,.0f}"}
-    peak = machine.peak_flops(session.device, session.dtype)
+    peak = peak_flops(session.device, session.dtype)
     if peak is not None:
         flops = flops_per_token(settings.model, settings.data.sequence_length)
         shown["MFU"] = f"{speed * flops / (peak * session.processes.count):.1%}"

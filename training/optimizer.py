@@ -14,7 +14,7 @@ from model.norm import is_norm_parameter
 from training.settings import OptimizerSettings
 
 
-def choose_trained(model: nn.Module, train_only: str) -> None:
+def freeze_parameters(model: nn.Module, train_only: str) -> None:
     """Freeze all but the parameters of the norms when `train_only` is "norms"."""
     if train_only == "all":
         return
@@ -32,9 +32,9 @@ def build(model: nn.Module, settings: OptimizerSettings, device: torch.device) -
     matrices = [p for name, p in trained.items() if p.ndim >= 2 and not name.startswith(("embed_tokens.", "lm_head."))]
     decay = settings.weight_decay
     groups = [
-        {"params": matrices, "weight_decay": decay, "rate_factor": 1.0},
-        {"params": vocabulary, "weight_decay": decay, "rate_factor": settings.embedding_rate_factor},
-        {"params": vectors, "weight_decay": 0.0, "rate_factor": 1.0},
+        {"params": matrices, "weight_decay": decay, "lr_multiplier": 1.0},
+        {"params": vocabulary, "weight_decay": decay, "lr_multiplier": settings.embedding_lr_multiplier},
+        {"params": vectors, "weight_decay": 0.0, "lr_multiplier": 1.0},
     ]
     return torch.optim.AdamW(
         [group for group in groups if group["params"]],

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import tyro
 
-from errors import UserError, sentences
+from errors import UserError, exit_on_user_error
 from training import metrics
 
 # Distinguishable without colour vision (Okabe and Ito 2008), and drawn with different lines besides.
@@ -71,7 +71,7 @@ class Arguments:
 
 
 if __name__ == "__main__":
-    with sentences():
+    with exit_on_user_error():
         arguments = tyro.cli(Arguments, args=sys.argv[1:])
         for run in arguments.runs:
             if not metrics.read(run):

@@ -16,9 +16,9 @@ import tyro
 
 from errors import UserError
 from generation.prompts import check_unicode
-from model.checkpoints import find_checkpoint
 from model.config import ModelConfig
 from model.families import load_config
+from model.find_checkpoint import find_checkpoint
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 
@@ -90,7 +90,7 @@ class OptimizerSettings:
     """Shorten the run to fit this many minutes of training if its first steps show that the machine needs longer."""
     learning_rate: float = 3e-3
     """Peak learning rate."""
-    embedding_rate_factor: float = 1.0
+    embedding_lr_multiplier: float = 1.0
     """The learning rate of the embedding and the head, as a multiple of that of the other parameters."""
     schedule: Literal["cosine", "wsd"] = "wsd"
     """After the warm-up: half a cosine, or constant and then a linear decay (warmup-stable-decay)."""
@@ -177,7 +177,7 @@ def check(settings: Settings) -> None:
         if not 0 <= value <= 1 or (value == 1 and flag.startswith("--beta")):
             raise UserError(f"{flag} is {value} and must lie between 0 and 1.")
     positive = {"--learning-rate": optimizer.learning_rate, "--clip": optimizer.clip}
-    for flag, value in (positive | {"--embedding-rate-factor": optimizer.embedding_rate_factor}).items():
+    for flag, value in (positive | {"--embedding-lr-multiplier": optimizer.embedding_lr_multiplier}).items():
         if not 0 < value < float("inf"):
             raise UserError(f"{flag} is {value} and must be greater than 0.")
     if optimizer.max_minutes is not None and not optimizer.max_minutes > 0:

@@ -147,7 +147,7 @@ def test_a_layernorm_run_is_switched_in_every_way_and_the_norms_alone_learn_wher
 
 
 def test_timing_gives_a_ratio_for_every_build_and_part(config, monkeypatch):
-    monkeypatch.setattr(speed.machine, "why_not_compile", lambda device: "not in a test")
+    monkeypatch.setattr(speed, "why_not_compile", lambda device: "not in a test")
     found = speed.measure(settings_for(config), torch.device("cpu"), blocks=6)
     assert {row["build"] for row in found["speed"]} == {"eager", "plain PyTorch with CPU functions"}
     assert [row["part"] for row in found["speed"][:5]] == [

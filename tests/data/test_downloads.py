@@ -72,8 +72,8 @@ def read(name: str, home: Path, port: int) -> subprocess.CompletedProcess:
     """Read a named corpus in a new process (the hub's library reads its environment once) without pauses to retry."""
     code = (
         "import sys, time; time.sleep = lambda seconds: None\n"
-        "from data.corpus import resolve, stream; from errors import sentences\n"
-        "with sentences():\n    print(*(text for text, _ in stream(resolve([sys.argv[1]]))), sep='\\n')"
+        "from data.corpus import resolve, stream; from errors import exit_on_user_error\n"
+        "with exit_on_user_error():\n    print(*(text for text, _ in stream(resolve([sys.argv[1]]))), sep='\\n')"
     )
     environment = {
         key: value for key, value in os.environ.items() if not key.upper().startswith(("HF_", "HUGGINGFACE"))

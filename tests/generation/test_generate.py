@@ -11,8 +11,8 @@ from generation.generate import complete, generate
 from generation.sampling import generator_for, sample
 from generation.settings import Sampling
 from model.config import ModelConfig
-from model.decode import DecodeStep
 from model.decoder import Decoder
+from model.fused_decode import DecodeStep
 
 LIMIT = 48  # of the decoder in conftest.py
 GREEDY = Sampling(temperature=0)

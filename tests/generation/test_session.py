@@ -9,7 +9,7 @@ from errors import UserError
 from generation import session
 from generation.generate import Generation
 from generation.settings import Sampling, Settings
-from model.checkpoints import find_checkpoint
+from model.find_checkpoint import find_checkpoint
 from model.pretrained import save_pretrained
 
 GREEDY = Sampling(temperature=0)

@@ -63,17 +63,19 @@ def test_norm(dtype, kind, bias, residual, shape):
     # in bfloat16: the sum with the residual, the output, and in the backward pass the two gradients' sum
     factor = 1 if dtype == torch.float32 else 2
     tolerances = factor * ONE_ROUNDING[dtype], factor * ONE_ROUNDING[dtype]
-    compare(apply(cpu.norm), apply(reference.norm), inputs, tolerances)
+    compare(apply(cpu.normalize), apply(reference.normalize), inputs, tolerances)
 
 
 @pytest.mark.parametrize("kind", ["rms", "layer"])
 def test_the_gradient_of_the_gain_is_summed_in_float32(kind):
     x, weight = normal(4096, 32, dtype=torch.bfloat16), normal(32, dtype=torch.float32, mean=1.0)
-    y, _ = cpu.norm(x, weight, kind=kind, eps=1e-5)
+    y, _ = cpu.normalize(x, weight, kind=kind, eps=1e-5)
     upstream = (torch.randn(y.shape) + 0.5).to(y.dtype)
     found = torch.autograd.grad(y, weight, upstream)[0]
     doubles = x.detach().double(), weight.detach().double().requires_grad_()
-    expected = torch.autograd.grad(reference.norm(*doubles, kind=kind, eps=1e-5)[0], doubles[1], upstream.double())[0]
+    expected = torch.autograd.grad(
+        reference.normalize(*doubles, kind=kind, eps=1e-5)[0], doubles[1], upstream.double()
+    )[0]
     assert relative_error(found, expected) < 1e-5  # 4096 float32 sums; in bfloat16 it is 5e-2
 
 
@@ -157,7 +159,7 @@ def test_frozen_inputs_get_no_gradient_and_change_none_of_the_others():
     upstream = torch.randn(40, 16) + 0.1
     gradients = []
     for gain in (torch.ones(16), torch.ones(16, requires_grad=True)):
-        y, _ = cpu.norm(x, gain, kind="rms", eps=1e-5)
+        y, _ = cpu.normalize(x, gain, kind="rms", eps=1e-5)
         gradients.append(torch.autograd.grad(y, x, upstream)[0])
     assert torch.equal(*gradients) and gradients[0].any()
 
@@ -167,7 +169,7 @@ def test_inputs_and_upstream_gradients_are_never_written_to():
     cos = sin = torch.rand(8, 32)
     q, k, v = cpu.rotary(qkv, cos, sin, 2, 1)
     out = cpu.attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
-    y, s = cpu.norm(out, torch.ones(64), residual=out, kind="layer", eps=1e-5)
+    y, s = cpu.normalize(out, torch.ones(64), residual=out, kind="layer", eps=1e-5)
     upstream = torch.randn_like(y)
     before = qkv.detach().clone(), upstream.clone(), out.detach().clone()
     torch.autograd.grad((y, s), qkv, (upstream, upstream))
@@ -180,7 +182,7 @@ def test_a_cpu_tensor_gets_the_cpu_functions():
 
 
 def test_every_public_function_takes_the_arguments_of_its_specification():
-    for name in ("norm", "rotary", "attention", "swiglu_mlp", "linear_cross_entropy"):
+    for name in ("normalize", "rotary", "attention", "swiglu_mlp", "linear_cross_entropy"):
         expected = inspect.signature(getattr(reference, name))
         assert inspect.signature(getattr(kernels, name)) == inspect.signature(getattr(cpu, name)) == expected
         assert kernels.gpu is None or inspect.signature(getattr(kernels.gpu, name)) == expected

@@ -7,8 +7,8 @@ import kernels
 from kernels import gpu, reference
 from model.cache import KeyValueCache
 from model.config import ModelConfig
-from model.decode import DecodeStep
 from model.decoder import Decoder
+from model.fused_decode import DecodeStep
 
 pytestmark = [
     pytest.mark.gpu,
@@ -57,7 +57,7 @@ def test_norms_are_within_one_rounding_of_float64(relative, kind, rows, width):
     weight, bias = normal(width, mean=1.0), normal(width)
 
     def ours(x, weight, bias, residual):
-        return gpu.norm(x, weight, bias, residual, kind=kind, eps=1e-5)
+        return gpu.normalize(x, weight, bias, residual, kind=kind, eps=1e-5)
 
     def exact(x, weight, bias, residual):
         s = x + residual
@@ -70,7 +70,7 @@ def test_norms_are_within_one_rounding_of_float64(relative, kind, rows, width):
     for _ in range(20):
         again = gradients(ours, inputs, upstream)
         assert all(map(torch.equal, first, [*again[0], *again[1]]))
-    alone, _ = gpu.norm(x[7:8], weight, bias, residual[7:8], kind=kind, eps=1e-5)
+    alone, _ = gpu.normalize(x[7:8], weight, bias, residual[7:8], kind=kind, eps=1e-5)
     assert torch.equal(alone, first[0][7:8])  # a row's result does not depend on the rows beside it
 
 
@@ -78,11 +78,11 @@ def test_norms_are_within_one_rounding_of_float64(relative, kind, rows, width):
 @pytest.mark.parametrize("kind", ["rms", "layer"])
 def test_wide_float32_rows_keep_their_digits(relative, kind, width):
     x, dy, weight = normal(64, width), normal(64, width, seed=1), normal(width, mean=1.0)
-    exact = lambda x, w: reference.norm(x, w, kind=kind, eps=1e-5)[0]  # noqa: E731
+    exact = lambda x, w: reference.normalize(x, w, kind=kind, eps=1e-5)[0]  # noqa: E731
     x64, w64 = x.double().requires_grad_(), weight.double().requires_grad_()
     c = x64 - x64.mean(-1, keepdim=True) if kind == "layer" else x64
     y64 = c / (c.square().mean(-1, keepdim=True) + 1e-5).sqrt() * w64
-    found = gradients(lambda x, w: gpu.norm(x, w, kind=kind, eps=1e-5)[0], (x, weight), (dy,))
+    found = gradients(lambda x, w: gpu.normalize(x, w, kind=kind, eps=1e-5)[0], (x, weight), (dy,))
     expected = y64.detach(), *torch.autograd.grad(y64, (x64, w64), dy.double())
     for ours, other in zip([*found[0], *found[1]], expected, strict=True):
         assert relative(ours, other) < 1e-6
@@ -92,8 +92,8 @@ def test_wide_float32_rows_keep_their_digits(relative, kind, width):
 def test_tensors_of_more_than_2_to_the_31_elements_are_served(relative):
     rows, width = 2**31 // 1024 + 3, 1024
     x = torch.empty(rows, width, device=GPU, dtype=HALF).normal_()
-    y, _ = gpu.norm(x, kind="rms", eps=1e-5)
-    expected, _ = reference.norm(x[-4:], kind="rms", eps=1e-5)
+    y, _ = gpu.normalize(x, kind="rms", eps=1e-5)
+    expected, _ = reference.normalize(x[-4:], kind="rms", eps=1e-5)
     assert relative(y[-4:], expected.double()) < 1.75e-3
     hidden = swiglu.swiglu_forward(x)
     gate, up = x[-4:].double().chunk(2, -1)

@@ -47,7 +47,7 @@ def test_output_and_all_gradients_equal_the_float64_definition(kernel, draw, rel
         s = x if residual is None else x + residual
         return definition(s, weight, bias, kind, EPS), s
 
-    y, s, gradients = run(lambda *a: kernel.norm(*a, kind=kind, eps=EPS), inputs)
+    y, s, gradients = run(lambda *a: kernel.normalize(*a, kind=kind, eps=EPS), inputs)
     y64, s64, gradients64 = run(expected, [tensor.double() for tensor in inputs])
     assert relative(y, y64) < FLOAT32
     assert relative(s, s64) < FLOAT32
@@ -57,7 +57,7 @@ def test_output_and_all_gradients_equal_the_float64_definition(kernel, draw, rel
 
 def test_rms_input_gradient_is_the_closed_formula_with_the_gain_inside_the_first_term_only(kernel, draw, relative):
     x, g, dy = draw(ROWS, WIDTH).requires_grad_(), draw(WIDTH, mean=1.0), draw(ROWS, WIDTH)
-    kernel.norm(x, g, kind="rms", eps=EPS)[0].backward(dy)
+    kernel.normalize(x, g, kind="rms", eps=EPS)[0].backward(dy)
     x64, g64, dy64 = x.detach().double(), g.double(), dy.double()
     r = ((x64**2).mean(-1, keepdim=True) + EPS).sqrt()
     coupling = (g64 * dy64 * x64).sum(-1, keepdim=True)  # every element of a row reaches every other
@@ -70,7 +70,7 @@ def test_rms_input_gradient_is_the_closed_formula_with_the_gain_inside_the_first
 @pytest.mark.parametrize("kind", ["rms", "layer"])
 def test_half_precision_output_is_rounded_once(kernel, draw, relative, kind, dtype):
     x, weight, bias = draw(512, WIDTH, dtype=dtype), draw(WIDTH, mean=1.0), draw(WIDTH)
-    y, s = kernel.norm(x, weight, bias, kind=kind, eps=EPS)
+    y, s = kernel.normalize(x, weight, bias, kind=kind, eps=EPS)
     assert y.dtype == dtype
     assert s is x
     assert relative(y, definition(x, weight, bias, kind, EPS)) < HALF[dtype]
@@ -80,7 +80,7 @@ def test_half_precision_output_is_rounded_once(kernel, draw, relative, kind, dty
 def test_the_residual_sum_is_rounded_once_and_what_is_normalized_is_the_rounded_sum(kernel, draw, relative, kind):
     x, residual = (draw(512, WIDTH, mean=mean, dtype=torch.bfloat16) for mean in (0.3, -2.0))
     weight = draw(WIDTH, mean=1.0)
-    y, s = kernel.norm(x, weight, None, residual, kind=kind, eps=EPS)
+    y, s = kernel.normalize(x, weight, None, residual, kind=kind, eps=EPS)
     assert torch.equal(s, (x.double() + residual.double()).bfloat16())
     exact = definition(s, weight, None, kind, EPS).bfloat16()
     # float32 statistics leave a few values on the other side of a rounding boundary, normalizing the exact sum many
@@ -92,7 +92,7 @@ def test_the_residual_sum_is_rounded_once_and_what_is_normalized_is_the_rounded_
 @pytest.mark.parametrize("residual_dtype", [torch.float32, torch.bfloat16])
 def test_output_has_the_dtype_of_x_and_the_stream_that_of_the_residual(kernel, draw, residual_dtype):
     x, residual = draw(4, 8, dtype=torch.bfloat16), draw(4, 8, dtype=residual_dtype)
-    y, s = kernel.norm(x, draw(8), None, residual, kind="rms", eps=EPS)
+    y, s = kernel.normalize(x, draw(8), None, residual, kind="rms", eps=EPS)
     assert y.dtype == torch.bfloat16
     assert s.dtype == residual_dtype
 
@@ -101,23 +101,23 @@ def test_rms_and_layer_agree_on_rows_of_zero_mean(kernel, draw, relative):
     x = draw(ROWS, WIDTH)
     x = x - x.mean(-1, keepdim=True)
     weight = draw(WIDTH, mean=1.0)
-    rms, layer = (kernel.norm(x, weight, kind=kind, eps=EPS)[0] for kind in ("rms", "layer"))
+    rms, layer = (kernel.normalize(x, weight, kind=kind, eps=EPS)[0] for kind in ("rms", "layer"))
     assert relative(rms, layer) < 1e-6
-    shifted, _ = kernel.norm(x + 1, weight, kind="rms", eps=EPS)
+    shifted, _ = kernel.normalize(x + 1, weight, kind="rms", eps=EPS)
     assert relative(shifted, layer) > 0.1
 
 
 @pytest.mark.parametrize("kind", ["rms", "layer"])
 def test_eps_stands_inside_the_root(kernel, kind):
     x = torch.tensor([[3e-4, -3e-4, 3e-4, -3e-4]])
-    y, _ = kernel.norm(x, torch.ones(4), kind=kind, eps=1e-6)
+    y, _ = kernel.normalize(x, torch.ones(4), kind=kind, eps=1e-6)
     torch.testing.assert_close(y, x / (9e-8 + 1e-6) ** 0.5, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("kind", ["rms", "layer"])
 def test_large_half_precision_values_do_not_overflow_in_their_squares(kernel, draw, relative, kind):
     x = draw(512, WIDTH, mean=100.0, std=3e4).clamp(-6e4, 6e4).half()
-    y, _ = kernel.norm(x, torch.ones(WIDTH), kind=kind, eps=EPS)
+    y, _ = kernel.normalize(x, torch.ones(WIDTH), kind=kind, eps=EPS)
     assert relative(y, definition(x, torch.ones(WIDTH), None, kind, EPS)) < HALF[torch.float16]
 
 
@@ -125,20 +125,22 @@ def test_large_half_precision_values_do_not_overflow_in_their_squares(kernel, dr
 def test_inputs_of_three_dimensions_that_are_not_contiguous_give_the_same(kernel, draw, relative, kind):
     x, weight = draw(5, 2 * WIDTH, 3).transpose(1, 2)[..., ::2], draw(WIDTH, mean=1.0)
     assert not x.is_contiguous()
-    assert relative(kernel.norm(x, weight, kind=kind, eps=EPS)[0], definition(x, weight, None, kind, EPS)) < FLOAT32
+    assert (
+        relative(kernel.normalize(x, weight, kind=kind, eps=EPS)[0], definition(x, weight, None, kind, EPS)) < FLOAT32
+    )
 
 
 def test_gains_may_be_missing_and_in_half_precision(kernel, draw, relative):
     x, weight = draw(ROWS, WIDTH), draw(WIDTH, mean=1.0, dtype=torch.bfloat16)
     for gain in (None, weight):
         expected = definition(x, torch.ones(WIDTH) if gain is None else gain, None, "rms", EPS)
-        assert relative(kernel.norm(x, gain, kind="rms", eps=EPS)[0], expected) < FLOAT32
+        assert relative(kernel.normalize(x, gain, kind="rms", eps=EPS)[0], expected) < FLOAT32
 
 
 def test_neither_inputs_nor_upstream_gradients_are_written_to(kernel, draw):
     x, residual, weight, dy = draw(4, 8), draw(4, 8), draw(8), draw(4, 8)
     before = [tensor.clone() for tensor in (x, residual, weight, dy)]
-    y, _ = kernel.norm(x.requires_grad_(), weight.requires_grad_(), None, residual, kind="layer", eps=EPS)
+    y, _ = kernel.normalize(x.requires_grad_(), weight.requires_grad_(), None, residual, kind="layer", eps=EPS)
     y.backward(dy)
     for tensor, copy in zip((x, residual, weight, dy), before, strict=True):
         assert torch.equal(tensor, copy)
@@ -147,4 +149,4 @@ def test_neither_inputs_nor_upstream_gradients_are_written_to(kernel, draw):
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_an_unknown_kind_is_an_error_whatever_runs(device):
     with pytest.raises(ValueError, match="'batch' is none of rms, layer"):
-        kernels.norm(torch.ones(1, 4, device=device), torch.ones(4, device=device), kind="batch", eps=EPS)
+        kernels.normalize(torch.ones(1, 4, device=device), torch.ones(4, device=device), kind="batch", eps=EPS)

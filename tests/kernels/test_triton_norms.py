@@ -29,7 +29,7 @@ def run(x, weight, bias, residual, dy, ds, kind, function):
 
 def compare(x, weight, bias, residual, dy, ds, kind, relative, rounding):
     """Everything within one rounding of float64, which starts from the rounded sum as the kernel does."""
-    y, s, gradients = run(x, weight, bias, residual, dy, ds, kind, gpu.norm)
+    y, s, gradients = run(x, weight, bias, residual, dy, ds, kind, gpu.normalize)
     doubles = [None if t is None else t.double() for t in (x, weight, bias, residual)]
     if residual is not None:
         assert torch.equal(s, (doubles[0] + doubles[3]).to(residual.dtype))
@@ -76,7 +76,7 @@ def test_dtypes_mix(draw, relative, rounding, dtype, residual_dtype, weight_dtyp
     x, dy = draw(40, 96, dtype=dtype), draw(40, 96, dtype=dtype)
     residual, ds = draw(40, 96, dtype=residual_dtype or dtype), draw(40, 96, dtype=residual_dtype or dtype)
     weight, bias = (draw(96, mean=1.0, dtype=weight_dtype or dtype) for _ in range(2))
-    y, s, gradients = run(x, weight, bias, residual, dy, ds, "layer", gpu.norm)
+    y, s, gradients = run(x, weight, bias, residual, dy, ds, "layer", gpu.normalize)
     assert (y.dtype, s.dtype) == (x.dtype, residual.dtype)
     assert [g.dtype for g in gradients] == [t.dtype for t in (x, weight, bias, residual)]
     s64 = s.double()
@@ -123,14 +123,14 @@ def test_rows_may_lie_anywhere_in_memory_and_nothing_around_them_is_touched(draw
     dy, residual = draw(*x.shape), draw(*x.shape)
     weight, bias = draw(96, mean=1.0), draw(96)
     for given in ((x, residual), (residual, x)):
-        y, s, gradients = run(given[0], weight, bias, given[1], dy, dy, "layer", gpu.norm)
+        y, s, gradients = run(given[0], weight, bias, given[1], dy, dy, "layer", gpu.normalize)
         contiguous = given[0].contiguous(), weight, bias, given[1].contiguous(), dy, dy
-        y2, s2, gradients2 = run(*contiguous, "layer", gpu.norm)
+        y2, s2, gradients2 = run(*contiguous, "layer", gpu.normalize)
         assert torch.equal(y, y2) and torch.equal(s, s2)
         assert all(map(torch.equal, gradients, gradients2))
     assert torch.equal(whole, before)
-    y, _, _ = run(x, weight, None, None, dy, dy, "rms", gpu.norm)
-    assert relative(y, reference.norm(x, weight, kind="rms", eps=EPS)[0].double()) < 1e-6
+    y, _, _ = run(x, weight, None, None, dy, dy, "rms", gpu.normalize)
+    assert relative(y, reference.normalize(x, weight, kind="rms", eps=EPS)[0].double()) < 1e-6
 
 
 @pytest.mark.parametrize("name", STRIDES)
@@ -139,8 +139,8 @@ def test_upstream_gradients_may_have_any_strides_and_stay_as_they_were(draw, nam
     ds = strided(name, draw, 20, 96)
     before = dy.clone(), ds.clone()
     x, residual, weight = draw(*dy.shape), draw(*dy.shape), draw(96, mean=1.0)
-    _, _, gradients = run(x, weight, None, residual, dy, ds, "layer", gpu.norm)
-    _, _, expected = run(x, weight, None, residual, dy.contiguous(), ds.contiguous(), "layer", gpu.norm)
+    _, _, gradients = run(x, weight, None, residual, dy, ds, "layer", gpu.normalize)
+    _, _, expected = run(x, weight, None, residual, dy.contiguous(), ds.contiguous(), "layer", gpu.normalize)
     assert all(map(torch.equal, gradients, expected))
     assert torch.equal(dy, before[0]) and torch.equal(ds, before[1])
 
@@ -153,7 +153,7 @@ def test_a_gradient_that_two_norms_share_is_right_for_both_and_a_second_backward
         b, _ = function(a + x, weight, None, s, kind="layer", eps=EPS)
         return a + b  # the same upstream gradient goes to both
 
-    out = twice(gpu.norm)
+    out = twice(gpu.normalize)
     first = torch.autograd.grad(out, (x, weight), dy, retain_graph=True)
     second = torch.autograd.grad(out, (x, weight), dy)
     assert all(map(torch.equal, first, second))
@@ -174,7 +174,7 @@ def test_sums_over_rows_are_right_for_fewer_and_more_rows_than_programs(draw, re
         return empty(*shape, **options).fill_(float("nan"))
 
     monkeypatch.setattr(torch, "empty", poisoned)  # a partial sum that nobody wrote shows
-    _, _, (_, dweight, dbias) = run(x, weight, bias, None, dy, dy, "layer", gpu.norm)
+    _, _, (_, dweight, dbias) = run(x, weight, bias, None, dy, dy, "layer", gpu.normalize)
     monkeypatch.undo()
     doubles = [t.double() for t in (x, weight, bias)]
     _, _, (_, dweight64, dbias64) = run(*doubles, None, dy.double(), None, "layer", reference64)
@@ -184,14 +184,14 @@ def test_sums_over_rows_are_right_for_fewer_and_more_rows_than_programs(draw, re
 def test_frozen_gains_and_no_rows_are_served(draw, relative):
     x, weight, dy = draw(20, 96).requires_grad_(), draw(96, mean=1.0), draw(20, 96)
     for frozen in (weight, None):
-        y, _ = gpu.norm(x, frozen, kind="rms", eps=EPS)
+        y, _ = gpu.normalize(x, frozen, kind="rms", eps=EPS)
         (dx,) = torch.autograd.grad(y, x, dy)
         x64 = x.detach().double().requires_grad_()
         y64, _ = reference64(x64, None if frozen is None else weight.double(), None, None, kind="rms", eps=EPS)
         assert relative(dx, torch.autograd.grad(y64, x64, dy.double())[0]) < 1e-6
     for width in (96, 40000):
         nothing, gain = torch.empty(0, width, requires_grad=True), torch.ones(width, requires_grad=True)
-        y, _ = gpu.norm(nothing, gain, kind="layer", eps=EPS)
+        y, _ = gpu.normalize(nothing, gain, kind="layer", eps=EPS)
         dx, dgain = torch.autograd.grad(y, (nothing, gain), torch.empty(0, width))
         assert y.shape == dx.shape == (0, width) and not dgain.any()
 
@@ -200,14 +200,14 @@ def test_frozen_gains_and_no_rows_are_served(draw, relative):
 def test_a_large_mean_costs_layernorm_no_more_digits_than_it_must(draw, relative, width):
     x, dy = draw(3, width, mean=1e4), draw(3, width)
     weight = torch.ones(width)
-    y, _, (dx, _) = run(x, weight, None, None, dy, dy, "layer", gpu.norm)
+    y, _, (dx, _) = run(x, weight, None, None, dy, dy, "layer", gpu.normalize)
     y64, _, (dx64, _) = run(x.double(), weight.double(), None, None, dy.double(), None, "layer", reference64)
     # x itself has 2^-24 of 1e4: 6e-4 of the spread, of which the mean takes the part that all elements share
     assert relative(y, y64) < 6e-4 and relative(dx, dx64) < 6e-4
     naive = (x.square().mean(-1) - x.mean(-1).square() - 1).abs().max()
     assert naive > 1  # the mean of squares less the square of the mean would be lost altogether
     x = draw(3, width, mean=30.0, std=0.1, dtype=torch.bfloat16)
-    y, _ = gpu.norm(x, weight, kind="layer", eps=EPS)
+    y, _ = gpu.normalize(x, weight, kind="layer", eps=EPS)
     assert (
         relative(y, reference64(x.double(), None, None, None, kind="layer", eps=EPS)[0]) < 2**-8
     )  # few values, equal errors
@@ -219,7 +219,7 @@ def test_zeros_tiny_and_huge_rows_are_those_of_the_specification(draw, kind, wid
     x = draw(5, width)
     x[0], x[1], x[2], x[3] = 0.0, x[1] * 1e-30, x[2] * 1e-3, x[3] * 1e15
     x[4] = 1e19 if kind == "rms" else x[4]  # whose squares overflow: torch gives 0 as well
-    y, _ = gpu.norm(x, kind=kind, eps=EPS)
-    expected, _ = reference.norm(x, kind=kind, eps=EPS)
+    y, _ = gpu.normalize(x, kind=kind, eps=EPS)
+    expected, _ = reference.normalize(x, kind=kind, eps=EPS)
     assert ((y - expected).norm(dim=-1) <= 1e-6 * expected.norm(dim=-1)).all()
     assert not y[0].any() and (kind == "layer" or not y[4].any()) and y[1:4].any(-1).all()

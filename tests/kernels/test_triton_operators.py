@@ -60,11 +60,11 @@ def test_a_compiled_function_of_all_kernels_is_one_graph_with_equal_gradients(tr
     targets = torch.arange(14) % 9
 
     def model(x, gain, bias, qkv_weight, gate_up, down, head):
-        y, s = kernels.norm(x, gain, kind="rms", eps=1e-5)
+        y, s = kernels.normalize(x, gain, kind="rms", eps=1e-5)
         q, k, v = kernels.rotary(y @ qkv_weight.T, cos, sin, 2, 1, gain[:16], gain[16:], 1e-5)
         a = kernels.attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)).transpose(1, 2).flatten(2)
-        y, s = kernels.norm(a, gain, bias, s, kind="layer", eps=1e-5)
-        y, _ = kernels.norm(kernels.swiglu_mlp(y, gate_up, down), gain, None, s, kind="rms", eps=1e-5)
+        y, s = kernels.normalize(a, gain, bias, s, kind="layer", eps=1e-5)
+        y, _ = kernels.normalize(kernels.swiglu_mlp(y, gate_up, down), gain, None, s, kind="rms", eps=1e-5)
         return kernels.linear_cross_entropy(y.flatten(0, 1), head, targets)
 
     shapes = (2, 7, 32), (32,), (32,), (64, 32), (96, 32), (32, 48), (9, 32)

@@ -22,7 +22,7 @@ LLAMA3 = {
 
 
 def test_configuration_and_families_import_no_torch():
-    code = "import sys, model.config, model.families, model.checkpoints; sys.exit('torch' in sys.modules)"
+    code = "import sys, model.config, model.families, model.find_checkpoint; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

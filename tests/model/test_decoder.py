@@ -25,8 +25,8 @@ VARIANTS = {
     "biases and qk norm": {"attention_bias": True, "qk_norm": True},
     "one kv head, wide heads": {"num_key_value_heads": 1, "head_dim": 20},
     "no grouping": {"num_key_value_heads": 6},
-    "post": {"norm_position": "post", "norm": "layer"},
-    "sandwich": {"norm_position": "sandwich"},
+    "post": {"norm_placement": "post", "norm": "layer"},
+    "sandwich": {"norm_placement": "sandwich"},
     **{norm: {"norm": norm} for norm in ("center", "prms", "l2", "group", "batch", "none")},
     **{mlp: {"mlp": mlp} for mlp in ("geglu", "reglu", "glu", "relu", "gelu")},
 }
@@ -103,16 +103,16 @@ def plain_logits(decoder, tokens):
     x = weights["embed_tokens.weight"][tokens]
     for i in range(config.num_hidden_layers):
         layer = f"layers.{i}"
-        if config.norm_position == "post":
+        if config.norm_placement == "post":
             x = norm(x + attention(x, f"{layer}.self_attn"), f"{layer}.input_layernorm")
             x = norm(x + mlp(x, f"{layer}.mlp"), f"{layer}.post_attention_layernorm")
             continue
-        after = {"pre": lambda y, name: y, "sandwich": norm}[config.norm_position]
+        after = {"pre": lambda y, name: y, "sandwich": norm}[config.norm_placement]
         y = attention(norm(x, f"{layer}.input_layernorm"), f"{layer}.self_attn")
         x = x + after(y, f"{layer}.attention_output_layernorm")
         y = mlp(norm(x, f"{layer}.post_attention_layernorm"), f"{layer}.mlp")
         x = x + after(y, f"{layer}.mlp_output_layernorm")
-    if config.norm_position != "post":
+    if config.norm_placement != "post":
         x = norm(x, "norm")
     return x @ weights.get("lm_head.weight", weights["embed_tokens.weight"]).T
 

@@ -4,7 +4,11 @@ import pytest
 import torch
 
 from errors import UserError
-from model.device import choose_device, fast_at_bfloat16
+from generation.generate import generate
+from model import device as device_module
+from model.config import ModelConfig
+from model.decoder import Decoder
+from model.device import choose_device, choose_inference_dtype, fast_at_bfloat16, peak_flops, threads_for
 
 CPU = torch.device("cpu")
 
@@ -48,3 +52,47 @@ def test_cuda_is_fast_at_bfloat16_from_compute_capability_8_on(monkeypatch, capa
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     assert fast_at_bfloat16(torch.device("cuda")) is fast
     assert fast_at_bfloat16(torch.device("mps")) is False
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_on_a_cpu_auto_takes_bfloat16_where_it_is_both_stored_and_native(monkeypatch, native):
+    monkeypatch.setattr(device_module, "fast_at_bfloat16", lambda _: native)
+    assert choose_inference_dtype("auto", CPU, torch.bfloat16) == (torch.bfloat16 if native else torch.float32)
+    assert choose_inference_dtype("auto", CPU, torch.float32) == torch.float32
+    assert choose_inference_dtype("float16", CPU, torch.float32) == torch.float16
+
+
+def test_on_cuda_auto_takes_bfloat16_from_compute_capability_8_on(monkeypatch):
+    for capability, dtype in (((7, 5), torch.float16), ((8, 0), torch.bfloat16), ((9, 0), torch.bfloat16)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, capability=capability: capability)
+        assert choose_inference_dtype("auto", torch.device("cuda"), torch.float32) == dtype
+
+
+def test_a_small_step_gets_one_thread_and_the_others_come_back_also_after_an_error():
+    before, threads = torch.get_num_threads(), []
+    torch.set_num_threads(2)
+    decoder = Decoder(ModelConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1))
+    with pytest.raises(KeyError), threads_for(decoder, 1):
+        assert torch.get_num_threads() == 1
+        raise KeyError
+    assert torch.get_num_threads() == 2
+    generate(decoder, [[1]], max_new_tokens=2, on_end=lambda *_: threads.append(torch.get_num_threads()))
+    assert threads == [1] and torch.get_num_threads() == 2
+    with threads_for(decoder, 10_000_000):
+        assert torch.get_num_threads() == 2
+    torch.set_num_threads(before)
+
+
+def test_the_peak_is_known_for_devices_in_the_table_alone(monkeypatch):
+    names = {
+        "NVIDIA H200": 989e12,
+        "NVIDIA L4": 121e12,
+        "NVIDIA L40": None,
+        "NVIDIA A10G": None,
+        "NVIDIA H100 PCIe": 756e12,
+    }
+    for name, peak in names.items():
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda _, name=name: name)
+        assert peak_flops(torch.device("cuda"), torch.bfloat16) == peak
+    assert peak_flops(torch.device("cuda"), torch.float32) is None
+    assert peak_flops(torch.device("cpu"), torch.bfloat16) is None

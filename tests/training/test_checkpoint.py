@@ -106,7 +106,7 @@ sys.path.insert(0, {root!r})
 from pathlib import Path
 import torch
 from safetensors.torch import save_file
-from errors import sentences
+from errors import exit_on_user_error
 from training import checkpoint
 
 def write(directory):
@@ -114,7 +114,7 @@ def write(directory):
     (directory / "state.json").write_text("{{}}")
 
 resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, 500_000))  # the disk takes half of it
-with sentences():
+with exit_on_user_error():
     checkpoint.replace_directory(Path({target!r}), write)
 """
 

@@ -21,9 +21,9 @@ def test_norms_alone_learn_when_asked(flags, tmp_path):
 def test_embedding_and_head_can_learn_at_a_rate_of_their_own(settings):
     model = Decoder(dataclasses.replace(settings.model, tie_word_embeddings=False))
     groups = optimizer.build(
-        model, dataclasses.replace(settings.optimizer, embedding_rate_factor=5.0), torch.device("cpu")
+        model, dataclasses.replace(settings.optimizer, embedding_lr_multiplier=5.0), torch.device("cpu")
     ).param_groups
-    by_factor = {group["rate_factor"]: group for group in groups if group["weight_decay"]}
+    by_factor = {group["lr_multiplier"]: group for group in groups if group["weight_decay"]}
     vocabulary = {id(model.embed_tokens.weight), id(model.lm_head.weight)}
     assert {id(parameter) for parameter in by_factor[5.0]["params"]} == vocabulary
     assert not vocabulary & {id(parameter) for parameter in by_factor[1.0]["params"]}

@@ -122,7 +122,7 @@ def kill_and_resume(folder: Path, straight: Path, flags: list[str], kills: int, 
         alive += process.poll() is None
         process.kill()
         process.communicate()
-        started = any(checkpoint.is_whole(path) for path in checkpoint.candidates(folder / "killed" / "last"))
+        started = any(checkpoint.is_complete(path) for path in checkpoint.candidates(folder / "killed" / "last"))
         if not started:
             shutil.rmtree(folder / "killed", ignore_errors=True)
         elif checkpoint.read_state(checkpoint.find_last(folder / "killed")).step == 60:
@@ -291,10 +291,10 @@ def test_a_disk_that_fills_up_during_a_run_costs_nothing_that_was_saved(stopped_
 import resource, sys
 sys.path.insert(0, {str(ROOT)!r})
 sys.argv = ["train.py", "--resume", {str(stopped_run)!r}]
-from errors import sentences
+from errors import exit_on_user_error
 import train
 resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))
-with sentences():
+with exit_on_user_error():
     train.main()
 """
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, encoding="utf-8", timeout=120)

@@ -8,7 +8,7 @@ import torch
 
 import kernels
 from model.cache import KeyValueCache
-from model.decode import MOST_TEXTS, DecodeStep, step_for
+from model.fused_decode import MAX_SEQUENCES, DecodeStep, make_decode_step
 
 pytestmark = pytest.mark.skipif(kernels.gpu is None, reason="Triton is not installed")
 
@@ -67,12 +67,12 @@ def test_it_is_taken_for_few_texts_where_triton_runs_and_a_full_cache_is_refused
     decoder = make_decoder().eval()
 
     def taken(texts):
-        return step_for(decoder, KeyValueCache(decoder.config, texts, 4), None) is not None
+        return make_decode_step(decoder, KeyValueCache(decoder.config, texts, 4), None) is not None
 
     assert not taken(1)
     kernels.use("triton", CPU)
     try:
-        assert taken(1) and taken(MOST_TEXTS) and not taken(MOST_TEXTS + 1)
+        assert taken(1) and taken(MAX_SEQUENCES) and not taken(MAX_SEQUENCES + 1)
     finally:
         kernels.use("auto", CPU)
     cache = KeyValueCache(decoder.config, 1, 4)

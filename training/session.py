@@ -17,8 +17,15 @@ from data.tokens import TokenizedCorpus
 from errors import UserError
 from model import pretrained
 from model.decoder import Decoder
-from model.device import choose_device, choose_kernels
-from training import checkpoint, machine, optimizer
+from model.device import (
+    choose_device,
+    choose_kernels,
+    choose_training_dtype,
+    device_name,
+    keep_freed_memory,
+    why_not_compile,
+)
+from training import checkpoint, optimizer
 from training import processes as process_group
 from training import settings as settings_file
 from training.checkpoint import State
@@ -60,12 +67,12 @@ class Session:
 
 def set_up(settings: Settings, run: Path, *, resume: bool) -> Session:
     """Build a session for a fresh run, or for the last checkpoint in `run` when resuming."""
-    processes, device_name = process_group.start(settings.machine.device)
-    device = choose_device(device_name)
+    processes, local_device = process_group.start(settings.machine.device)
+    device = choose_device(local_device)
     choose_kernels(settings.machine.kernels, device)
-    dtype = machine.choose_dtype(settings.machine.dtype, device)
+    dtype = choose_training_dtype(settings.machine.dtype, device)
     settings = dataclasses.replace(settings, machine=dataclasses.replace(settings.machine, dtype=str(dtype)[6:]))
-    machine.keep_freed_memory()
+    keep_freed_memory()
     torch.manual_seed(settings.run.seed)  # nothing draws from it today; a checkpoint has its state all the same
     if settings.data.batch_size % processes.count:
         raise UserError(f"--batch-size {settings.data.batch_size} cannot be divided by {processes.count} processes.")
@@ -78,7 +85,7 @@ def set_up(settings: Settings, run: Path, *, resume: bool) -> Session:
     model.activation_checkpointing = settings.machine.activation_checkpointing
     if settings.run.init_from is not None and not resume:
         start_from(model, settings.run.init_from, say)
-    optimizer.choose_trained(model, settings.run.train_only)
+    optimizer.freeze_parameters(model, settings.run.train_only)
     adamw = optimizer.build(model, settings.optimizer, device)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     state = fresh_state(settings, corpus)
@@ -86,7 +93,7 @@ def set_up(settings: Settings, run: Path, *, resume: bool) -> Session:
         state = restore(before, state, run, settings, model, adamw, scaler, say)
     say(
         f"model: {model.num_parameters() / 1e6:.2f}M parameters, {settings.model.norm} norm; "
-        f"{machine.device_name(device)}, {settings.machine.dtype} activations, kernels: {kernels.describe(device)}"
+        f"{device_name(device)}, {settings.machine.dtype} activations, kernels: {kernels.describe(device)}"
     )
     forward = processes.wrap(compiled(model, settings, device, say))
     return Session(settings, run, processes, device, dtype, corpus, model, forward, adamw, scaler, state)
@@ -186,7 +193,7 @@ def compiled(model: Decoder, settings: Settings, device: torch.device, say: Call
     """The model through torch.compile when asked for and possible, else as it is."""
     if not settings.machine.compile:
         return model
-    lacking = machine.why_not_compile(device)
+    lacking = why_not_compile(device)
     if lacking is not None:
         say(f"--compile: {lacking}, so the model runs eagerly")
         return model

@@ -15,7 +15,7 @@ from model.cache import KeyValueCache
 from model.decoder import Decoder
 from model.norm import Norm
 
-MOST_TEXTS = 8  # more texts share a weight's reading better in an ordinary matrix product; the border is not measured
+MAX_SEQUENCES = 8  # more texts share a weight's reading better in an ordinary matrix product; border not measured
 
 
 class DecodeStep:
@@ -96,9 +96,9 @@ def arguments(norm: Norm) -> tuple[str, Tensor | None, Tensor | None, float]:
     return norm.kind, norm.weight, norm.bias, norm.eps
 
 
-def step_for(decoder: Decoder, cache: KeyValueCache, padding: Tensor | None) -> DecodeStep | None:
+def make_decode_step(decoder: Decoder, cache: KeyValueCache, padding: Tensor | None) -> DecodeStep | None:
     """The fused step where the Triton kernels run and the texts are few, else None: call the decoder itself."""
     config = decoder.config
     fused = kernels.gpu is not None and kernels.implementation(cache.keys.device) is kernels.gpu
-    fused = fused and (config.norm_position, config.mlp) == ("pre", "swiglu") and config.norm in kernels.NORM_KINDS
-    return DecodeStep(decoder, cache, padding) if fused and cache.keys.shape[1] <= MOST_TEXTS else None
+    fused = fused and (config.norm_placement, config.mlp) == ("pre", "swiglu") and config.norm in kernels.NORM_KINDS
+    return DecodeStep(decoder, cache, padding) if fused and cache.keys.shape[1] <= MAX_SEQUENCES else None

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from errors import UserError
-from model.checkpoints import eos_ids, find_checkpoint, newest_run
+from model.find_checkpoint import eos_ids, find_checkpoint, newest_run
 
 
 def checkpoint(directory, **config):

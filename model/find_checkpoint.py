@@ -19,7 +19,7 @@ def find_checkpoint(path: Path) -> Path:
         return path
     found, faults = None, {}
     for save in saves(path):
-        fault = why_not_whole(save)
+        fault = find_damage(save)
         if fault is None:
             found = save
             break
@@ -79,7 +79,7 @@ def hint(path: Path) -> str:
     return f" There are: {', '.join(map(str, near))}." if near else ""
 
 
-def why_not_whole(directory: Path) -> str | None:
+def find_damage(directory: Path) -> str | None:
     """What a checkpoint lacks, or None: every file must be there, and the weights as long as their header says."""
     if not (directory / "config.json").is_file():
         return "no config.json"
