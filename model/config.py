@@ -11,17 +11,32 @@ import tyro
 
 from errors import UserError
 
-# The norm family: ONE table of what there is and what each learns, the bias unless `norm_bias` is False. Models are
-# made of the first two, the others are there to be compared with. Their arithmetic is in model/norm.py.
-NORMS = {
-    "rms": ("weight",),  # g x / sqrt(mean(x^2) + eps)
-    "layer": ("weight", "bias"),  # g (x - mean) / sqrt(var + eps) + b
-    "center": ("weight", "bias"),  # g (x - mean) + b: re-centering alone
-    "prms": ("weight",),  # rms whose statistic is that of the first sixteenth of the row
-    "l2": ("weight",),  # g x / (norm2(x) + eps)
-    "group": ("weight", "bias"),  # layer within each of `norm_groups` slices of the row
-    "batch": ("weight", "bias"),  # statistics over all tokens of a batch in training, running averages afterwards
-    "none": (),  # x
+
+@dataclass(frozen=True)
+class NormParameter:
+    """One learned parameter of a norm."""
+
+    name: str
+    """Its name in the module and, after the norm's own name, in files."""
+    initial: float
+    """The value that every element starts with."""
+    per_channel: bool = True
+    """Whether it has shape (D,), one element per channel of the residual stream, or is a scalar of shape ()."""
+
+
+# To add a norm: a row here with its learned parameters, and a function of the same name in model/norm.py.
+# Initialization, parameter counts, freezing, files and norm conversion follow from the row. `bias` is left out when
+# `norm_bias` is False.
+WEIGHT, BIAS = NormParameter("weight", initial=1.0), NormParameter("bias", initial=0.0)
+NORMS: dict[str, tuple[NormParameter, ...]] = {
+    "rms": (WEIGHT,),
+    "layer": (WEIGHT, BIAS),
+    "center": (WEIGHT, BIAS),
+    "prms": (WEIGHT,),
+    "l2": (WEIGHT,),
+    "group": (WEIGHT, BIAS),
+    "batch": (WEIGHT, BIAS),
+    "none": (),
 }
 PLACEMENTS = {"pre": 2, "post": 2, "sandwich": 4}  # norms in a layer, by where they stand
 GATED, PLAIN = ("swiglu", "geglu", "reglu", "glu"), ("relu", "gelu")  # MLPs of three matrices, and of two
@@ -53,9 +68,10 @@ class ModelConfig:
     rope_scaling: Annotated[dict | None, tyro.conf.Suppress] = None  # not a flag: it comes with loaded weights
     """Llama 3's stretching of the rotary frequencies, as checkpoints of that family carry it."""
     norm: Literal[*NORMS] = "rms"
-    """The norm around every block and before the head: RMSNorm or LayerNorm. Nothing else changes with it. The others
-    are for comparisons and slower: re-centering alone, RMS of a part of the row, L2, groups of channels, BatchNorm
-    (which looks at other tokens), and none."""
+    """The norm around every block and before the head; nothing else changes with it. rms: RMSNorm. layer: LayerNorm.
+    The others are for comparisons, and slower. center: x minus its mean. prms: RMSNorm whose mean square is that of
+    the first sixteenth of the channels. l2: x divided by its length. group: GroupNorm, LayerNorm within norm_groups
+    slices of the channels. batch: BatchNorm, which also sees other tokens, later ones among them. none: no norm."""
     norm_placement: Literal[*PLACEMENTS] = "pre"
     """pre: before each block. post: after each addition, as in the Transformer of 2017, and none before the head.
     sandwich: before each block and on its output."""
@@ -88,9 +104,9 @@ class ModelConfig:
         return self.head_dim if self.head_dim is not None else self.hidden_size // self.num_attention_heads
 
     @property
-    def norm_parameters(self) -> tuple[str, ...]:
-        """What each norm learns: vectors as wide as the residual stream."""
-        return tuple(name for name in NORMS[self.norm] if name != "bias" or self.norm_bias)
+    def norm_parameters(self) -> tuple[NormParameter, ...]:
+        """The learned parameters of each norm."""
+        return tuple(parameter for parameter in NORMS[self.norm] if parameter.name != "bias" or self.norm_bias)
 
     @property
     def num_norms(self) -> int:
@@ -159,15 +175,19 @@ def check_rope_scaling(scaling: dict | None) -> None:
 
 def num_parameters(config: ModelConfig, embedding: bool = True) -> int:
     """Number of parameters; `embedding` False leaves out the embedding and an untied head (Kaplan et al. 2020)."""
-    norm = config.hidden_size * len(config.norm_parameters)
     head_dim = config.resolved_head_dim
     attention = 2 * head_dim if config.qk_norm else 0
     if config.attention_bias:
         attention += (config.num_attention_heads + 2 * config.num_key_value_heads) * head_dim
-    total = config.num_hidden_layers * (layer_matrices(config) + attention) + config.num_norms * norm
+    total = config.num_hidden_layers * (layer_matrices(config) + attention) + num_norm_parameters(config)
     if embedding:
         total += config.vocab_size * config.hidden_size * (1 if config.tie_word_embeddings else 2)
     return total
+
+
+def num_norm_parameters(config: ModelConfig) -> int:
+    """Number of learned parameters in all norms that `norm` chooses, the norms of q and k not among them."""
+    return config.num_norms * sum(config.hidden_size if p.per_channel else 1 for p in config.norm_parameters)
 
 
 def layer_matrices(config: ModelConfig) -> int:

@@ -19,7 +19,7 @@ from model.cache import KeyValueCache
 from model.config import PLAIN, ModelConfig
 from model.linear import Linear
 from model.mlp import MLP, PlainMLP
-from model.norm import Norm
+from model.norm import Norm, is_norm_parameter
 from model.rope import Rope
 
 BRANCH_OUTPUTS = ("o_proj.weight", "down_proj.weight")  # what each layer adds to the residual stream
@@ -132,14 +132,18 @@ class Decoder(nn.Module):
 
 @torch.no_grad()
 def initialize(decoder: Decoder, seed: int) -> None:
-    """Fill every parameter: matrices normal, those that end a branch smaller, gains 1, biases 0.
+    """Fill every parameter: matrices normal, norms as their row in `NORMS` says, biases 0.
 
     The residual stream sums 2L branch outputs; dividing each by sqrt(2L) keeps its variance from growing with depth
     (Radford et al. 2019, section 2.3).
     """
     branch_scale = 1 / math.sqrt(2 * decoder.config.num_hidden_layers)
+    norm_initial = {parameter.name: parameter.initial for parameter in decoder.config.norm_parameters}
     for name, parameter in decoder.named_parameters():
-        if parameter.ndim < 2:
+        if is_norm_parameter(name):
+            parameter.fill_(norm_initial[name.rpartition(".")[2]])
+            continue
+        if parameter.ndim < 2:  # biases of q, k and v; weights of the norms of q and k
             parameter.fill_(0.0 if name.endswith("bias") else 1.0)
             continue
         scale = branch_scale if name.endswith(BRANCH_OUTPUTS) else 1.0

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from errors import UserError
-from model.config import ModelConfig, flops_per_token, num_parameters
+from model.config import NORMS, ModelConfig, flops_per_token, num_parameters
 from model.decoder import Decoder
 
 LLAMA3 = {
@@ -74,8 +74,7 @@ def test_a_head_dim_that_is_implied_makes_no_other_configuration(make_config):
 @pytest.mark.parametrize(
     "changes",
     [
-        {},
-        {"norm": "layer"},
+        *({"norm": norm} for norm in NORMS),
         {"norm": "layer", "norm_bias": False},
         {"norm_bias": False},
         {"attention_bias": True, "qk_norm": True},

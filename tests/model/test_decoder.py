@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from model.attention import attention_mask
 from model.cache import KeyValueCache
+from model.config import GATED, NORMS, PLAIN
 
 FLOAT32 = 2e-6
 
@@ -19,16 +20,14 @@ def tolerance(decoder):
 
 
 VARIANTS = {
-    "rms": {},
-    "layer": {"norm": "layer"},
     "layer without bias, untied": {"norm": "layer", "norm_bias": False, "tie_word_embeddings": False},
     "biases and qk norm": {"attention_bias": True, "qk_norm": True},
     "one kv head, wide heads": {"num_key_value_heads": 1, "head_dim": 20},
     "no grouping": {"num_key_value_heads": 6},
     "post": {"norm_placement": "post", "norm": "layer"},
     "sandwich": {"norm_placement": "sandwich"},
-    **{norm: {"norm": norm} for norm in ("center", "prms", "l2", "group", "batch", "none")},
-    **{mlp: {"mlp": mlp} for mlp in ("geglu", "reglu", "glu", "relu", "gelu")},
+    **{norm: {"norm": norm} for norm in NORMS},
+    **{mlp: {"mlp": mlp} for mlp in (*GATED, *PLAIN)},
 }
 
 
@@ -38,29 +37,15 @@ def decoder(request, make_decoder):
     return make_decoder(**request.param).eval()
 
 
-def plain_logits(decoder, tokens):
+def plain_logits(decoder, tokens, norm_formula):
     """The same model, written again in float64 with loops, complex rotations and explicit repetition of keys."""
-    config, weights = decoder.config, {name: p.detach().double() for name, p in decoder.named_parameters()}
+    config, weights = decoder.config, {name: t.detach().double() for name, t in decoder.state_dict().items()}
     heads, kv_heads, width = config.num_attention_heads, config.num_key_value_heads, config.resolved_head_dim
     length = len(tokens)
 
     def norm(x, name):
-        eps = config.norm_eps
-        if config.norm in ("layer", "center"):
-            x = x - x.mean(-1, keepdim=True)
-        if config.norm in ("rms", "layer"):
-            x = x / ((x**2).mean(-1, keepdim=True) + eps).sqrt()
-        elif config.norm == "prms":  # the first 3 of 48
-            x = x / ((x[..., :3] ** 2).mean(-1, keepdim=True) + eps).sqrt()
-        elif config.norm == "l2":
-            x = x / ((x**2).sum(-1, keepdim=True).sqrt() + eps)
-        elif config.norm == "group":  # of 6
-            parts = [(p - p.mean(-1, keepdim=True)) for p in x.split(6, -1)]
-            x = torch.cat([p / ((p**2).mean(-1, keepdim=True) + eps).sqrt() for p in parts], -1)
-        elif config.norm == "batch":  # in evaluation
-            module = decoder.get_submodule(name)
-            x = (x - module.running_mean.double()) / (module.running_var.double() + eps).sqrt()
-        return x * weights.get(f"{name}.weight", 1) + weights.get(f"{name}.bias", 0)
+        tensors = {key.removeprefix(f"{name}."): t for key, t in weights.items() if key.startswith(f"{name}.")}
+        return norm_formula(x, config, tensors)
 
     def rotate(x):  # (T, heads, d)
         half = width // 2
@@ -118,11 +103,11 @@ def plain_logits(decoder, tokens):
 
 
 @torch.no_grad()
-def test_logits_equal_those_of_a_plain_float64_implementation(decoder, tokens, relative):
+def test_logits_equal_those_of_a_plain_float64_implementation(decoder, tokens, relative, norm_formula):
     logits = decoder(tokens)
     assert logits.dtype == torch.float32
     for row, ids in zip(logits, tokens, strict=True):
-        assert relative(row, plain_logits(decoder, ids)) < tolerance(decoder)
+        assert relative(row, plain_logits(decoder, ids, norm_formula)) < tolerance(decoder)
 
 
 @torch.no_grad()

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 import kernels
-from model.config import NORMS, ModelConfig
+from model.config import ModelConfig
 from model.decoder import Decoder
-from model.norm import UNFUSED, Norm, is_norm_parameter
+from model.norm import Norm
 
 
 def arms(make_config, **changes):
@@ -96,18 +96,3 @@ def test_initial_weights_are_normal_with_the_documented_deviation():
         assert abs(parameter.mean().item()) < 5 * expected / count**0.5
         kurtosis = ((parameter / parameter.std()) ** 4).mean().item()
         assert abs(kurtosis - 3) < 5 * (24 / count) ** 0.5
-
-
-def test_every_norm_of_the_table_has_its_arithmetic():
-    assert set(NORMS) == {*kernels.NORM_KINDS, *UNFUSED, "batch"}
-
-
-@pytest.mark.parametrize("norm", NORMS)
-def test_norm_parameters_are_those_of_the_switched_norms_by_both_spellings(make_config, norm):
-    decoder = Decoder(make_config(norm=norm, qk_norm=True, attention_bias=True), seed=None)
-    switched = {id(p) for module in decoder.modules() if isinstance(module, Norm) for p in module.parameters()}
-    for name, parameter in decoder.named_parameters():
-        assert is_norm_parameter(name) == is_norm_parameter(f"model.{name}") == (id(parameter) in switched), name
-    assert len(switched) == 7 * len(NORMS[norm])
-    for name in ("", "norm", "norm.weight.x", "layers.0.mlp.norm.weight", "layers.x.input_layernorm.weight"):
-        assert not is_norm_parameter(name)

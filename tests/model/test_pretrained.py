@@ -1,10 +1,13 @@
 """Directories on disk: what is written, and that it comes back."""
 
+import json
+
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from errors import UserError
+from model.config import NORMS
 from model.pretrained import load_pretrained, plain_tensors, save_pretrained
 
 
@@ -35,6 +38,20 @@ def test_saving_again_into_the_same_directory_replaces_what_was_there(make_decod
     directory, other = saved(), make_decoder(seed=99)
     save_pretrained(other, directory)
     assert torch.equal(load_pretrained(directory)(tokens), other(tokens))
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@torch.no_grad()
+def test_a_model_with_any_norm_comes_back_bit_equal(make_decoder, tokens, tmp_path, norm):
+    decoder = make_decoder(norm=norm).eval()
+    save_pretrained(decoder, tmp_path)
+    model_type = {"rms": "llama", "layer": "stablelm"}.get(norm, "prenorm")
+    assert json.loads((tmp_path / "config.json").read_text())["model_type"] == model_type
+    again = load_pretrained(tmp_path).eval()
+    assert again.config == decoder.config
+    assert again.state_dict().keys() == decoder.state_dict().keys()
+    assert all(torch.equal(tensor, decoder.state_dict()[name]) for name, tensor in again.state_dict().items())
+    assert torch.equal(again(tokens), decoder(tokens))
 
 
 def test_a_file_that_cannot_be_written_is_an_os_error(make_decoder, tmp_path):

@@ -4,11 +4,13 @@ import pytest
 import torch
 
 from errors import UserError
+from model.config import NORMS
 from model.decoder import Decoder
+from model.norm import is_norm_parameter
 from model.pretrained import load_weights, plain_tensors
 
-NORMS = [f"model.layers.{i}.{norm}" for i in range(3) for norm in ("input_layernorm", "post_attention_layernorm")]
-BIASES = {f"{norm}.bias" for norm in [*NORMS, "model.norm"]}
+MODULES = [f"model.layers.{i}.{norm}" for i in range(3) for norm in ("input_layernorm", "post_attention_layernorm")]
+BIASES = {f"{module}.bias" for module in [*MODULES, "model.norm"]}
 
 
 def test_weights_for_the_same_norm_are_all_kept(make_decoder, saved, tokens):
@@ -17,6 +19,22 @@ def test_weights_for_the_same_norm_are_all_kept(make_decoder, saved, tokens):
     assert (report.new, report.dropped) == ([], [])
     assert set(report.kept) == set(plain_tensors(decoder.state_dict(), decoder.config))
     assert torch.equal(decoder(tokens), make_decoder()(tokens))
+
+
+@pytest.mark.parametrize("source", NORMS)
+@pytest.mark.parametrize("target", NORMS)
+def test_from_any_norm_to_any_other_the_report_names_what_is_new_and_dropped(
+    make_config, make_decoder, saved, source, target
+):
+    decoder, start = Decoder(make_config(norm=target)), Decoder(make_config(norm=target)).state_dict()
+    original, result = make_decoder(norm=source).state_dict(), decoder.state_dict()
+    report = load_weights(decoder, saved(norm=source))
+    new, dropped = result.keys() - original.keys(), original.keys() - result.keys()
+    assert all(is_norm_parameter(name) for name in new | dropped)
+    assert set(report.new) == {f"model.{name}" for name in new} and len(report.new) == len(new)
+    assert set(report.dropped) == {f"model.{name}" for name in dropped} and len(report.dropped) == len(dropped)
+    for name, tensor in result.items():
+        assert torch.equal(tensor, start[name] if name in new else original[name]), name
 
 
 def test_from_rms_to_layer_gains_are_kept_and_biases_are_new(make_config, make_decoder, saved):
