@@ -36,6 +36,7 @@ NORMS: dict[str, tuple[NormParameter, ...]] = {
     "l2": (WEIGHT,),
     "group": (WEIGHT, BIAS),
     "batch": (WEIGHT, BIAS),
+    "dyt": (NormParameter("alpha", initial=0.5, per_channel=False), WEIGHT, BIAS),
     "none": (),
 }
 PLACEMENTS = {"pre": 2, "post": 2, "sandwich": 4}  # norms in a layer, by where they stand
@@ -71,7 +72,8 @@ class ModelConfig:
     """The norm around every block and before the head; nothing else changes with it. rms: RMSNorm. layer: LayerNorm.
     The others are for comparisons, and slower. center: x minus its mean. prms: RMSNorm whose mean square is that of
     the first sixteenth of the channels. l2: x divided by its length. group: GroupNorm, LayerNorm within norm_groups
-    slices of the channels. batch: BatchNorm, which also sees other tokens, later ones among them. none: no norm."""
+    slices of the channels. batch: BatchNorm, which also sees other tokens, later ones among them. none: no norm.
+    dyt: DyT, tanh(alpha x) with a learned scalar alpha."""
     norm_placement: Literal[*PLACEMENTS] = "pre"
     """pre: before each block. post: after each addition, as in the Transformer of 2017, and none before the head.
     sandwich: before each block and on its output."""

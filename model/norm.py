@@ -107,6 +107,12 @@ def batch(norm: Norm, s: Tensor) -> Tensor:
 
 
 @unfused
+def dyt(norm: Norm, s: Tensor) -> Tensor:
+    """tanh(alpha s) with a learned scalar alpha, no statistics: Zhu et al. 2025 (arXiv 2503.10622)."""
+    return torch.tanh(norm.alpha * s)
+
+
+@unfused
 def none(norm: Norm, s: Tensor) -> Tensor:
     """No norm: the residual stream itself."""
     return s

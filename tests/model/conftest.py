@@ -83,6 +83,7 @@ NORM_FORMULAS = {
     "batch": lambda x, config, tensors: (
         (x - tensors["running_mean"]) / (tensors["running_var"] + config.norm_eps).sqrt()  # in evaluation
     ),
+    "dyt": lambda x, config, tensors: 1 - 2 / (1 + (2 * tensors["alpha"] * x).exp()),
     "none": lambda x, config, tensors: x,
 }
 

@@ -195,7 +195,10 @@ def test_gradients_reach_every_parameter_and_equal_finite_differences(decoder, t
     generator = torch.Generator().manual_seed(1)
     for name, parameter in decoder.named_parameters():
         assert parameter.grad is not None and parameter.grad.abs().max() > 0, name
-    direction = [torch.randn(p.shape, generator=generator) * p.detach().std() for p in decoder.parameters()]
+    scales = [p.detach().std() if p.ndim else 0.3 for p in decoder.parameters()]
+    direction = [
+        torch.randn(p.shape, generator=generator) * s for p, s in zip(decoder.parameters(), scales, strict=True)
+    ]
     slope = sum((p.grad.double() * d).sum() for p, d in zip(decoder.parameters(), direction, strict=True)).item()
     values, step, percent = [], 1e-3, 10 if decoder.config.mlp in ("relu", "reglu") else 1
     with torch.no_grad():

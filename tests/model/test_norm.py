@@ -101,6 +101,14 @@ def test_names_of_other_tensors_are_not_taken_for_norm_parameters():
         assert not is_norm_parameter(name)
 
 
+def test_dyt_starts_as_tanh_of_half_its_input_with_one_more_parameter_than_layer(make_config):
+    decoder = Decoder(make_config(norm="dyt"))
+    x = torch.linspace(-4, 4, 48)
+    assert torch.equal(decoder.norm(x)[0], torch.tanh(0.5 * x))
+    assert all(module.alpha.shape == () for module in decoder.modules() if isinstance(module, Norm))
+    assert num_norm_parameters(decoder.config) == num_norm_parameters(make_config(norm="layer")) + 7 == 7 * (48 * 2 + 1)
+
+
 def test_a_row_without_a_function_is_an_error_at_import():
     code = "import model.config; model.config.NORMS['absent'] = (); import model.norm"
     result = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
