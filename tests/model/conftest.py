@@ -1,4 +1,4 @@
-"""Small decoders with weights that exercise everything, and directories of them to change."""
+"""Small decoders with random parameters, a formula for every norm, and checkpoints to edit."""
 
 import json
 from collections.abc import Callable
@@ -25,7 +25,7 @@ SHAPE = dict(
 
 @pytest.fixture(scope="package", autouse=True)
 def one_thread():
-    """Models this small wait for their threads, much longer beside other programs than they compute."""
+    """Models this small would spend most of their time waiting for threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -34,7 +34,7 @@ def one_thread():
 
 @pytest.fixture
 def shape() -> dict[str, int]:
-    """The fields of a small configuration, under the ecosystem's names."""
+    """The fields of a small configuration, under Hugging Face's names."""
     return dict(SHAPE)
 
 

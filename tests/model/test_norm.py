@@ -120,11 +120,11 @@ def test_the_help_text_names_every_norm(capsys):
         tyro.cli(ModelConfig, args=["--help"])
     words = " ".join(capsys.readouterr().out.replace("│", " ").split())
     for norm in NORMS:
-        assert f"{norm}:" in words.replace(",", ":"), norm
+        assert f"{norm}:" in words, norm
 
 
 @pytest.mark.parametrize("norm", NORMS)
-def test_only_batchnorm_looks_at_other_tokens_and_only_in_training(make_decoder, norm):
+def test_only_batchnorm_depends_on_other_tokens_and_only_in_training(make_decoder, norm):
     decoder = make_decoder(norm=norm)
     tokens = torch.randint(97, (2, 12), generator=torch.Generator().manual_seed(1))
     changed = tokens.clone()
@@ -134,12 +134,12 @@ def test_only_batchnorm_looks_at_other_tokens_and_only_in_training(make_decoder,
         with torch.no_grad():
             return not torch.equal(decoder(tokens)[:, :7], decoder(changed)[:, :7])
 
-    assert decoder.training and leaks() == (norm == "batch")  # a token of the future alters the past: no language model
+    assert decoder.training and leaks() == (norm == "batch")  # later tokens change earlier outputs
     decoder.eval()
     assert not leaks()
 
 
-def test_batchnorm_keeps_running_averages_in_training_alone(make_norm, relative):
+def test_batchnorm_updates_running_averages_only_in_training(make_norm, relative):
     module, generator = make_norm("batch"), torch.Generator().manual_seed(3)
     x = torch.randn(4, 9, 48, generator=generator) * 2 + 1
     for _ in range(80):
@@ -157,7 +157,7 @@ def test_batchnorm_keeps_running_averages_in_training_alone(make_norm, relative)
     assert {"running_mean", "running_var"} <= module.state_dict().keys()
 
 
-def test_eps_outside_the_root_is_the_same_norm_to_rounding(relative):
+def test_eps_outside_the_root_gives_almost_the_same_norm(relative):
     x = torch.randn(50, 64, generator=torch.Generator().manual_seed(5), dtype=torch.float64) + 0.3
     rms = x.square().mean(-1, keepdim=True).sqrt()
     inside, outside = x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt(), x / (rms + 1e-6 / 2)

@@ -1,4 +1,4 @@
-"""Weights for a decoder that is made already: its norm may be another, and nothing else."""
+"""Loading weights into an existing decoder: its norm may differ, and nothing else."""
 
 import pytest
 import torch
@@ -7,23 +7,23 @@ from errors import UserError
 from model.config import NORMS
 from model.decoder import Decoder
 from model.norm import is_norm_parameter
-from model.pretrained import load_weights, plain_tensors
+from model.pretrained import load_weights, unpacked_tensors
 
 MODULES = [f"model.layers.{i}.{norm}" for i in range(3) for norm in ("input_layernorm", "post_attention_layernorm")]
 BIASES = {f"{module}.bias" for module in [*MODULES, "model.norm"]}
 
 
-def test_weights_for_the_same_norm_are_all_kept(make_decoder, saved, tokens):
+def test_between_equal_norms_all_weights_are_kept(make_decoder, saved, tokens):
     decoder = make_decoder(seed=1)
     report = load_weights(decoder, saved())
     assert (report.new, report.dropped) == ([], [])
-    assert set(report.kept) == set(plain_tensors(decoder.state_dict(), decoder.config))
+    assert set(report.kept) == set(unpacked_tensors(decoder.state_dict(), decoder.config))
     assert torch.equal(decoder(tokens), make_decoder()(tokens))
 
 
 @pytest.mark.parametrize("source", NORMS)
 @pytest.mark.parametrize("target", NORMS)
-def test_from_any_norm_to_any_other_the_report_names_what_is_new_and_dropped(
+def test_between_any_two_norms_the_report_names_new_and_dropped_parameters(
     make_config, make_decoder, saved, source, target
 ):
     decoder, start = Decoder(make_config(norm=target)), Decoder(make_config(norm=target)).state_dict()
@@ -37,7 +37,7 @@ def test_from_any_norm_to_any_other_the_report_names_what_is_new_and_dropped(
         assert torch.equal(tensor, start[name] if name in new else original[name]), name
 
 
-def test_from_rms_to_layer_gains_are_kept_and_biases_are_new(make_config, make_decoder, saved):
+def test_from_rms_to_layer_norm_weights_are_kept_and_biases_are_new(make_config, make_decoder, saved):
     decoder, source = Decoder(make_config(norm="layer")), make_decoder()
     report = load_weights(decoder, saved())
     assert (set(report.new), report.dropped) == (BIASES, [])
@@ -49,19 +49,19 @@ def test_from_rms_to_layer_gains_are_kept_and_biases_are_new(make_config, make_d
 
 
 @pytest.mark.parametrize("target", [{"norm": "rms"}, {"norm": "layer", "norm_bias": False}])
-def test_from_layer_biases_are_dropped_where_the_arm_has_none(make_config, make_decoder, saved, target):
+def test_from_layer_biases_are_dropped_where_the_target_has_none(make_config, make_decoder, saved, target):
     decoder, source = Decoder(make_config(**target)), make_decoder(norm="layer")
     report = load_weights(decoder, saved(norm="layer"))
     assert (report.new, set(report.dropped)) == ([], BIASES)
     assert all(torch.equal(parameter, source.state_dict()[name]) for name, parameter in decoder.named_parameters())
 
 
-def test_zero_biases_that_only_fill_a_family_are_neither_kept_nor_dropped(make_decoder, saved):
+def test_zero_biases_that_only_the_family_needs_are_neither_kept_nor_dropped(make_decoder, saved):
     report = load_weights(make_decoder(seed=1), saved(norm="layer", norm_bias=False))
     assert (report.new, report.dropped) == ([], [])
 
 
-def test_master_weights_stay_float32_when_the_checkpoint_is_half_precision(make_decoder, saved, edit_weights):
+def test_master_weights_stay_float32_when_the_checkpoint_is_bfloat16(make_decoder, saved, edit_weights):
     directory, decoder = saved(), make_decoder(seed=1)
     edit_weights(directory, lambda t: t.update({name: tensor.bfloat16() for name, tensor in t.items()}))
     load_weights(decoder, directory)
@@ -69,23 +69,23 @@ def test_master_weights_stay_float32_when_the_checkpoint_is_half_precision(make_
     assert torch.equal(decoder.norm.weight, make_decoder().norm.weight.bfloat16().float())
 
 
-def test_weights_of_another_shape_are_refused_and_nothing_is_loaded(make_decoder, saved):
+def test_weights_of_other_sizes_are_refused_and_nothing_is_loaded(make_decoder, saved):
     directory, decoder = saved(), make_decoder(seed=1, vocab_size=100, intermediate_size=88)
     before = decoder.norm.weight.clone()
-    sentence = "another shape than the model to fill: vocab_size 97 instead of 100, intermediate_size 80 instead of 88;"
-    with pytest.raises(UserError, match=sentence):
+    message = "do not fit this model: vocab_size 97 instead of 100, intermediate_size 80 instead of 88;"
+    with pytest.raises(UserError, match=message):
         load_weights(decoder, directory)
     assert torch.equal(decoder.norm.weight, before)
 
 
-def test_weights_with_other_heads_in_the_same_shapes_are_refused(make_decoder, saved):
+def test_weights_with_other_heads_but_equal_shapes_are_refused(make_decoder, saved):
     directory = saved(num_attention_heads=6, num_key_value_heads=6)
-    sentence = "num_attention_heads 6 instead of 12, num_key_value_heads 6 instead of 12, head_dim 8 instead of 4;"
-    with pytest.raises(UserError, match=sentence):
+    message = "num_attention_heads 6 instead of 12, num_key_value_heads 6 instead of 12, head_dim 8 instead of 4;"
+    with pytest.raises(UserError, match=message):
         load_weights(make_decoder(num_attention_heads=12, num_key_value_heads=12), directory)
 
 
-OTHERWISE = {
+DIFFERENCES = {
     "hidden_size 48 instead of 96": {"hidden_size": 96, "head_dim": 8},
     "num_hidden_layers 3 instead of 2": {"num_hidden_layers": 2},
     "num_key_value_heads 2 instead of 3": {"num_key_value_heads": 3},
@@ -96,12 +96,12 @@ OTHERWISE = {
 }
 
 
-@pytest.mark.parametrize(("words", "changes"), OTHERWISE.items(), ids=OTHERWISE.keys())
-def test_a_field_that_decides_about_tensors_is_named_with_both_its_values(make_decoder, saved, words, changes):
-    with pytest.raises(UserError, match=f"than the model to fill: {words}; make them equal"):
+@pytest.mark.parametrize(("words", "changes"), DIFFERENCES.items(), ids=DIFFERENCES.keys())
+def test_each_field_that_must_match_is_named_with_both_values(make_decoder, saved, words, changes):
+    with pytest.raises(UserError, match=f"do not fit this model: {words}; use the same values"):
         load_weights(make_decoder(norm="layer", **changes), saved())
 
 
-def test_weights_may_be_of_a_model_with_other_positions(make_decoder, saved):
+def test_context_rope_theta_and_norm_eps_may_differ(make_decoder, saved):
     decoder = make_decoder(seed=1, max_position_embeddings=128, rope_theta=500.0, norm_eps=1e-6)
     assert load_weights(decoder, saved()).new == []
