@@ -58,7 +58,7 @@ def choose_kernels(name: str, device: torch.device) -> None:
     try:
         kernels.use(name, device)
     except ValueError as error:
-        raise UserError(f"{error}; use --kernels auto, which chooses kernels that can.") from None
+        raise UserError(f"{error}; use --kernels auto.") from None
 
 
 def choose_training_dtype(name: str, device: torch.device) -> torch.dtype:
