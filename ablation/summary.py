@@ -5,7 +5,7 @@ from dataclasses import asdict
 
 from ablation import statistics
 from ablation.plan import Arm, Plan, arms_of, baseline_of
-from model.config import num_parameters
+from model.config import num_norm_parameters, num_parameters
 
 
 def rows_of(runs: Sequence[dict], arm: Arm, purpose: str) -> list[dict]:
@@ -77,7 +77,7 @@ def arms(plan: Plan, runs: Sequence[dict], rates: dict[str, float], configs: dic
                 "interval": [low, high] if whole and low is not None else None,
                 "bits_per_byte": sum(bits) / len(bits) if whole and bits else None,
                 "parameters": num_parameters(config),
-                "norm_parameters": config.num_norms * config.hidden_size * len(config.norm_parameters),
+                "norm_parameters": num_norm_parameters(config),
                 "spikes": sum(row["spikes"] for row in rows),
             }
         )

@@ -1,4 +1,4 @@
-"""The decoder: its configuration, its modules, its directory on disk and the device that it is on.
+"""The decoder: its configuration, its modules, its checkpoint directory on disk, and the device it runs on.
 
-Knows `kernels`, no text and no training.
+Imports `kernels`; knows nothing of text or training.
 """

@@ -1,7 +1,7 @@
-"""The shape of a decoder: one dataclass, checked when it is made, and what follows from it by arithmetic alone.
+"""The configuration of a decoder: one dataclass, validated on construction, and the counts that follow from it.
 
-Imports no torch, so that `--help` and `--dry-run` answer at once. The field names are those of the ecosystem's
-config.json, and the sentence under a field is its help text on the command line.
+Imports no torch, so that `--help` and `--dry-run` answer at once. Fields have the names of Hugging Face's config.json;
+the text under a field is its help on the command line.
 """
 
 from dataclasses import dataclass
@@ -11,20 +11,36 @@ import tyro
 
 from errors import UserError
 
-# The norm family: ONE table of what there is and what each learns, the bias unless `norm_bias` is False. Models are
-# made of the first two, the others are there to be compared with. Their arithmetic is in model/norm.py.
-NORMS = {
-    "rms": ("weight",),  # g x / sqrt(mean(x^2) + eps)
-    "layer": ("weight", "bias"),  # g (x - mean) / sqrt(var + eps) + b
-    "center": ("weight", "bias"),  # g (x - mean) + b: re-centering alone
-    "prms": ("weight",),  # rms whose statistic is that of the first sixteenth of the row
-    "l2": ("weight",),  # g x / (norm2(x) + eps)
-    "group": ("weight", "bias"),  # layer within each of `norm_groups` slices of the row
-    "batch": ("weight", "bias"),  # statistics over all tokens of a batch in training, running averages afterwards
-    "none": (),  # x
+
+@dataclass(frozen=True)
+class NormParameter:
+    """One learned parameter of a norm."""
+
+    name: str
+    """Its name in the module and, after the norm's own name, in files."""
+    initial: float
+    """The value that every element starts with."""
+    per_channel: bool = True
+    """Whether it has shape (D,), one element per channel of the residual stream, or is a scalar of shape ()."""
+
+
+# To add a norm: a row here with its learned parameters, and a function of the same name in model/norm.py.
+# Initialization, parameter counts, freezing, files and norm conversion follow from the row. `bias` is left out when
+# `norm_bias` is False.
+WEIGHT, BIAS = NormParameter("weight", initial=1.0), NormParameter("bias", initial=0.0)
+NORMS: dict[str, tuple[NormParameter, ...]] = {
+    "rms": (WEIGHT,),
+    "layer": (WEIGHT, BIAS),
+    "center": (WEIGHT, BIAS),
+    "prms": (WEIGHT,),
+    "l2": (WEIGHT,),
+    "group": (WEIGHT, BIAS),
+    "batch": (WEIGHT, BIAS),
+    "dyt": (NormParameter("alpha", initial=0.5, per_channel=False), WEIGHT, BIAS),
+    "none": (),
 }
-PLACEMENTS = {"pre": 2, "post": 2, "sandwich": 4}  # norms in a layer, by where they stand
-GATED, PLAIN = ("swiglu", "geglu", "reglu", "glu"), ("relu", "gelu")  # MLPs of three matrices, and of two
+PLACEMENTS = {"pre": 2, "post": 2, "sandwich": 4}  # placement of the norms: how many norms a layer has
+GATED, PLAIN = ("swiglu", "geglu", "reglu", "glu"), ("relu", "gelu")  # MLPs with three matrices, and with two
 LLAMA3_ROPE_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
 
@@ -33,54 +49,56 @@ class ModelConfig:
     """A decoder: grouped-query attention with rotary positions; by default pre-norm, with RMSNorm and a SwiGLU MLP."""
 
     vocab_size: int = 4096
-    """Number of tokens that the tokenizer knows."""
+    """Number of different tokens: rows of the embedding matrix, and logits per position."""
     hidden_size: int = 256
-    """Width of the residual stream."""
+    """Width of the residual stream, the vector that each token carries from layer to layer."""
     intermediate_size: int = 704
-    """Width of the MLP between its gate and its down projection; 8/3 of the hidden size is usual."""
+    """Width inside the MLP; about 8/3 of hidden_size is usual."""
     num_hidden_layers: int = 4
-    """Number of layers, each an attention block and an MLP."""
+    """Number of layers, each with an attention block and an MLP."""
     num_attention_heads: int = 4
     """Number of query heads."""
     num_key_value_heads: int = 2
-    """Number of key and value heads; each is shared by an equal number of query heads."""
+    """Number of key/value heads. Each is shared by an equal number of query heads; fewer make the KV cache smaller."""
     head_dim: int | None = None
-    """Width of a head; by default the hidden size divided by the number of query heads."""
+    """Width of a head; by default hidden_size / num_attention_heads."""
     max_position_embeddings: int = 1024
-    """Longest context in tokens: the length of the tables of rotary positions."""
+    """Longest context in tokens."""
     rope_theta: float = 10000.0
-    """Base of the rotary frequencies; longer contexts use larger ones."""
-    rope_scaling: Annotated[dict | None, tyro.conf.Suppress] = None  # not a flag: it comes with loaded weights
-    """Llama 3's stretching of the rotary frequencies, as checkpoints of that family carry it."""
+    """Base of the rotary frequencies; models with longer contexts use larger ones."""
+    rope_scaling: Annotated[dict | None, tyro.conf.Suppress] = None  # no flag: it comes with loaded weights
+    """Llama 3's scaling of the rotary frequencies for longer contexts, as its checkpoints define it."""
     norm: Literal[*NORMS] = "rms"
-    """The norm around every block and before the head: RMSNorm or LayerNorm. Nothing else changes with it. The others
-    are for comparisons and slower: re-centering alone, RMS of a part of the row, L2, groups of channels, BatchNorm
-    (which looks at other tokens), and none."""
+    """The norm around every block and before the head; nothing else changes with it. rms: RMSNorm. layer: LayerNorm.
+    The others are for comparisons, and slower. center: x minus its mean. prms: RMSNorm whose mean square is that of
+    the first sixteenth of the channels. l2: x divided by its length. group: GroupNorm, LayerNorm within norm_groups
+    slices of the channels. batch: BatchNorm, which also sees other tokens, later ones among them. none: no norm.
+    dyt: DyT, tanh(alpha x) with a learned scalar alpha."""
     norm_placement: Literal[*PLACEMENTS] = "pre"
-    """pre: before each block. post: after each addition, as in the Transformer of 2017, and none before the head.
-    sandwich: before each block and on its output."""
+    """Where the norms are. pre: before each block, and before the head. post: after each residual addition, as in the
+    original Transformer, and none before the head. sandwich: pre, and another norm on the output of each block."""
     norm_groups: int = 8
-    """Slices of the row for the norm `group`."""
+    """Number of slices of the channels for --norm group."""
     norm_bias: bool = True
-    """Whether LayerNorm has a bias beside its gain; RMSNorm has none either way."""
+    """Whether norms that have a bias, such as LayerNorm, learn it. RMSNorm has none either way."""
     norm_eps: float = 1e-5
-    """Added to the mean square (the variance for LayerNorm) inside the root."""
+    """Added to the mean square (LayerNorm: the variance) under the square root, so that nothing is divided by zero."""
     attention_bias: bool = False
-    """Whether the projections to queries, keys and values have biases, as in Qwen2."""
+    """Whether the query, key and value projections have biases, as in Qwen2."""
     qk_norm: bool = False
-    """Whether each head of the queries and keys goes through an RMSNorm of its own, as in Qwen3."""
+    """Whether the vector of each query head and key head goes through RMSNorm, as in Qwen3."""
     tie_word_embeddings: bool = True
-    """Whether the output head is the embedding matrix itself."""
+    """Whether the output head uses the embedding matrix, instead of a matrix of its own."""
     initializer_range: float = 0.02
-    """Standard deviation of the initial weights; o_proj and down_proj start smaller by 1/sqrt(2 layers)."""
+    """Standard deviation of the initial weights; o_proj and down_proj get 1/sqrt(2 num_hidden_layers) of it."""
     mlp: Literal[*GATED, *PLAIN] = "swiglu"
-    """Activation of the MLP: gated by silu, gelu, relu or sigmoid, or a plain MLP of relu or gelu, which is half as
-    wide again and so has as many parameters."""
+    """The MLP. swiglu, geglu, reglu, glu: gated, the gate's activation being silu, gelu, relu or sigmoid. relu, gelu:
+    not gated, with 3/2 of intermediate_size and so as many parameters."""
 
     def __post_init__(self) -> None:
         check(self)
         if self.head_dim is not None and self.head_dim * self.num_attention_heads == self.hidden_size:
-            object.__setattr__(self, "head_dim", None)  # one spelling, so that equal models have equal configurations
+            object.__setattr__(self, "head_dim", None)  # equal models must have equal configurations
 
     @property
     def resolved_head_dim(self) -> int:
@@ -88,25 +106,25 @@ class ModelConfig:
         return self.head_dim if self.head_dim is not None else self.hidden_size // self.num_attention_heads
 
     @property
-    def norm_parameters(self) -> tuple[str, ...]:
-        """What each norm learns: vectors as wide as the residual stream."""
-        return tuple(name for name in NORMS[self.norm] if name != "bias" or self.norm_bias)
+    def norm_parameters(self) -> tuple[NormParameter, ...]:
+        """The learned parameters of each norm."""
+        return tuple(parameter for parameter in NORMS[self.norm] if parameter.name != "bias" or self.norm_bias)
 
     @property
     def num_norms(self) -> int:
-        """Norms that `norm` is about: those of the layers, and one before the head unless they are `post`."""
+        """Number of norms that `norm` chooses: those of the layers, and one before the head unless placed `post`."""
         return self.num_hidden_layers * PLACEMENTS[self.norm_placement] + (self.norm_placement != "post")
 
 
 def check(config: ModelConfig) -> None:
-    """Raise `UserError` for shapes that cannot be built, with the mend."""
-    whole = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-    for name in (*whole, "num_key_value_heads", "head_dim", "max_position_embeddings", "norm_groups"):
+    """Raise `UserError`, which says how to fix it, for a configuration that no decoder can have."""
+    sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    for name in (*sizes, "num_key_value_heads", "head_dim", "max_position_embeddings", "norm_groups"):
         value = getattr(config, name)
         if name == "head_dim" and value is None:
             continue
         if type(value) is not int or value < 1:
-            raise UserError(f"{name} is {value!r} and must be a whole number of at least 1.")
+            raise UserError(f"{name} is {value!r} and must be an integer of at least 1.")
     for name in ("rope_theta", "norm_eps", "initializer_range"):
         value = getattr(config, name)
         if not isinstance(value, int | float) or not 0 < value < float("inf"):
@@ -120,35 +138,35 @@ def check(config: ModelConfig) -> None:
     if config.head_dim is None and config.hidden_size % heads:
         raise UserError(
             f"hidden_size {config.hidden_size} is not a multiple of num_attention_heads {heads}; "
-            f"use {config.hidden_size + -config.hidden_size % (2 * heads)}, other heads, or give head_dim."
+            f"use {config.hidden_size + -config.hidden_size % (2 * heads)}, another number of heads, or set head_dim."
         )
     if config.resolved_head_dim % 2:
         raise UserError(
-            f"heads are {config.resolved_head_dim} wide, but rotary positions turn pairs of elements; "
-            f"choose hidden_size, num_attention_heads or head_dim so that a head is even."
+            f"heads are {config.resolved_head_dim} wide, but rotary positions rotate pairs of elements; "
+            f"choose hidden_size, num_attention_heads or head_dim so that the width is even."
         )
     for name in ("norm_bias", "attention_bias", "qk_norm", "tie_word_embeddings"):
         if not isinstance(getattr(config, name), bool):
             raise UserError(f"{name} is {getattr(config, name)!r} and must be true or false.")
     for name, allowed in {"norm": [*NORMS], "norm_placement": [*PLACEMENTS], "mlp": [*GATED, *PLAIN]}.items():
         value = getattr(config, name)
-        if value not in allowed:  # lists, because a file may hold something that no dict can look up
+        if value not in allowed:  # allowed is a list: a value from a file may be unhashable
             raise UserError(f"{name} is {value!r} and must be {', '.join(allowed[:-1])} or {allowed[-1]}.")
     if config.norm == "group" and config.hidden_size % config.norm_groups:
         raise UserError(f"hidden_size {config.hidden_size} is not a multiple of norm_groups {config.norm_groups}.")
     if config.mlp in PLAIN and config.intermediate_size % 2:
-        raise UserError(f"intermediate_size {config.intermediate_size} must be even for the plain MLP {config.mlp}.")
+        raise UserError(f"intermediate_size {config.intermediate_size} must be even for --mlp {config.mlp}.")
     check_rope_scaling(config.rope_scaling)
 
 
 def check_rope_scaling(scaling: dict | None) -> None:
-    """Raise `UserError` unless `scaling` is None or whole and of Llama 3's type."""
+    """Raise `UserError` unless `scaling` is None or complete and of Llama 3's type."""
     if scaling is None:
         return
     if not isinstance(scaling, dict):
-        raise UserError(f"rope_scaling is {scaling!r} and must be a table of Llama 3's numbers.")
+        raise UserError(f"rope_scaling is {scaling!r} and must be a JSON object with Llama 3's keys.")
     if scaling.get("rope_type") != "llama3":
-        raise UserError(f"rope_scaling of type {scaling.get('rope_type')!r} is not known here; only llama3 is.")
+        raise UserError(f"rope_scaling of type {scaling.get('rope_type')!r} is not supported; only llama3 is.")
     for key in LLAMA3_ROPE_KEYS:
         value = scaling.get(key)
         if not isinstance(value, int | float) or value <= 0:
@@ -159,15 +177,19 @@ def check_rope_scaling(scaling: dict | None) -> None:
 
 def num_parameters(config: ModelConfig, embedding: bool = True) -> int:
     """Number of parameters; `embedding` False leaves out the embedding and an untied head (Kaplan et al. 2020)."""
-    norm = config.hidden_size * len(config.norm_parameters)
     head_dim = config.resolved_head_dim
     attention = 2 * head_dim if config.qk_norm else 0
     if config.attention_bias:
         attention += (config.num_attention_heads + 2 * config.num_key_value_heads) * head_dim
-    total = config.num_hidden_layers * (layer_matrices(config) + attention) + config.num_norms * norm
+    total = config.num_hidden_layers * (layer_matrices(config) + attention) + num_norm_parameters(config)
     if embedding:
         total += config.vocab_size * config.hidden_size * (1 if config.tie_word_embeddings else 2)
     return total
+
+
+def num_norm_parameters(config: ModelConfig) -> int:
+    """Number of learned parameters in all norms that `norm` chooses, the norms of q and k not among them."""
+    return config.num_norms * sum(config.hidden_size if p.per_channel else 1 for p in config.norm_parameters)
 
 
 def layer_matrices(config: ModelConfig) -> int:
@@ -179,8 +201,8 @@ def layer_matrices(config: ModelConfig) -> int:
 def flops_per_token(config: ModelConfig, sequence_length: int) -> int:
     """FLOPs of training on one token, forward and backward: 6 N + 12 L H d T (Chowdhery et al. 2022, appendix B).
 
-    N counts the weights of the matrix products, the head's among them and the embedding's lookup not; the second term
-    is attention over T tokens, without a discount for causality. Recomputed activations do not count.
+    N counts the weights of the matrix products: with the head, without the embedding, which is a lookup. The second
+    term is attention over T tokens as if it were not causal. Recomputed activations do not count.
     """
     products = config.num_hidden_layers * layer_matrices(config) + config.vocab_size * config.hidden_size
     heads = config.num_attention_heads * config.resolved_head_dim

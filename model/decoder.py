@@ -1,8 +1,23 @@
-"""The decoder: embedding, layers, final norm, head, and how their parameters start.
+"""The decoder: embedding, layers, final norm, head, and the initial values of their parameters.
 
-Training, sampling and files are elsewhere. Parameters are float32 master weights; activations and matrix products have
-`compute_dtype`. Parameters with the same name, shape and seed start bit-equal in any two decoders, so that what
-differs between two runs is the setting that differs.
+Comments give shapes in these letters:
+
+    B  sequences in the batch     H  query heads            F  intermediate_size, width inside the MLP
+    T  tokens in a sequence       K  key/value heads        V  vocab_size, number of different tokens
+    D  hidden_size                d  head_dim               L  layers
+
+A textbook writes a pre-norm layer as
+
+    x = x + attention(norm(x))
+    x = x + mlp(norm(x))
+
+`Layer` computes the same sums, but defers each addition to the norm that follows it: `x` is the output of the last
+block, `residual` is the residual stream without it, and `x, residual = norm(x, residual)` adds the two and normalizes
+the sum; the final norm does the last addition. Addition and norm are then one kernel, which reads and writes the
+residual stream once instead of twice.
+
+Parameters are float32 master weights; activations and matrix products have `compute_dtype`. Parameters with the same
+name, shape and seed start bit-equal in any two decoders, so that two runs differ only in the setting that differs.
 """
 
 import hashlib
@@ -19,26 +34,23 @@ from model.cache import KeyValueCache
 from model.config import PLAIN, ModelConfig
 from model.linear import Linear
 from model.mlp import MLP, PlainMLP
-from model.norm import Norm
+from model.norm import Norm, is_norm_parameter
 from model.rope import Rope
 
-BRANCH_OUTPUTS = ("o_proj.weight", "down_proj.weight")  # what each layer adds to the residual stream
+BLOCK_OUTPUTS = ("o_proj.weight", "down_proj.weight")  # the last matrix of each block
 
 
 class Layer(nn.Module):
-    """Attention and MLP, each behind a norm. The residual addition belongs to the norm that comes next.
-
-    With the norms after the additions (post) or on both sides of each block (sandwich) the order alone is another.
-    """
+    """Attention block and MLP block, with norms before, after or around them (`norm_placement`)."""
 
     def __init__(self, config: ModelConfig, index: int):
         super().__init__()
-        self.position = config.norm_placement
+        self.placement = config.norm_placement
         self.input_layernorm = Norm(config)
         self.self_attn = Attention(config, index)
         self.post_attention_layernorm = Norm(config)
         self.mlp = PlainMLP(config) if config.mlp in PLAIN else MLP(config)
-        if self.position == "sandwich":
+        if self.placement == "sandwich":
             self.attention_output_layernorm, self.mlp_output_layernorm = Norm(config), Norm(config)
 
     def forward(
@@ -50,32 +62,34 @@ class Layer(nn.Module):
         mask: Tensor | None,
         cache: KeyValueCache | None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Take and return the output of the last block (B, T, D) and the residual stream it is yet to be added to."""
-        if self.position == "post":  # the stream is normalized itself (Vaswani et al. 2017, section 3.1)
+        """Take and return the output of the last block and the residual stream without it, (B, T, D) each.
+
+        A `residual` of None stands for zeros: before the first layer, and always with `post`.
+        """
+        if self.placement == "post":  # x = norm(x + attention(x)); x = norm(x + mlp(x))  (Vaswani et al. 2017)
             x, _ = self.input_layernorm(self.self_attn(x, cos, sin, mask, cache), x)
             x, _ = self.post_attention_layernorm(self.mlp(x), x)
             return x, None
-        x, residual = self.input_layernorm(x, residual)
+        x, residual = self.input_layernorm(x, residual)  # residual += x; x = norm(residual)
         x = self.self_attn(x, cos, sin, mask, cache)
-        if self.position == "sandwich":
+        if self.placement == "sandwich":
             x, _ = self.attention_output_layernorm(x)
-        x, residual = self.post_attention_layernorm(x, residual)
+        x, residual = self.post_attention_layernorm(x, residual)  # residual += x; x = norm(residual)
         x = self.mlp(x)
-        if self.position == "sandwich":
+        if self.placement == "sandwich":
             x, _ = self.mlp_output_layernorm(x)
         return x, residual
 
 
 class Decoder(nn.Module):
-    """The language model. `seed` None leaves the parameters unfilled, for weights that are loaded."""
+    """The language model. With `seed` None the parameters are not initialized, because weights will be loaded."""
 
     def __init__(self, config: ModelConfig, *, seed: int | None = 0, compute_dtype: torch.dtype = torch.float32):
         super().__init__()
         self.config = config
         self.compute_dtype = compute_dtype
         self.activation_checkpointing = False
-        # A Linear with weight (V, D), whose rows are looked up: tied, it is the head too and is called as such. Torch's
-        # own Embedding would draw from the global generator.
+        # A Linear, since a tied embedding is also the head; torch's own Embedding would draw from the global generator.
         self.embed_tokens = Linear(config.hidden_size, config.vocab_size)
         self.layers = nn.ModuleList(Layer(config, index) for index in range(config.num_hidden_layers))
         self.norm = None if config.norm_placement == "post" else Norm(config)
@@ -93,12 +107,12 @@ class Decoder(nn.Module):
         padding: Tensor | None = None,
         last_only: bool = False,
     ) -> Tensor:
-        """Logits, or with targets the loss, of tokens (B, T) int64.
+        """Logits of tokens (B, T) int64: float32 (B, T, V), or (B, 1, V) of the last position with `last_only`.
 
-        targets (B, T) int64, -100 where there is nothing to predict: returns the loss of each token in nats, float32
-        (B, T), 0 where ignored. Without targets: returns float32 logits (B, T, V), or (B, 1, V) with `last_only`.
-        cache: the tokens stand in the columns after those it holds, and it grows by them.
-        padding (B,) int64: columns at the left of each row that hold no token; position = column - padding.
+        targets (B, T) int64, -100 to ignore a position: return the loss of each token instead, in nats, float32 (B, T),
+        0 where ignored.
+        cache: earlier keys and values of the same sequences; the tokens follow them and are appended.
+        padding (B,) int64: number of padding positions at the start of each sequence; its first token has position 0.
         """
         length = tokens.shape[1]
         start = 0 if cache is None else cache.length
@@ -132,22 +146,26 @@ class Decoder(nn.Module):
 
 @torch.no_grad()
 def initialize(decoder: Decoder, seed: int) -> None:
-    """Fill every parameter: matrices normal, those that end a branch smaller, gains 1, biases 0.
+    """Fill every parameter: matrices normal, norms as their row in `NORMS` says, biases 0.
 
-    The residual stream sums 2L branch outputs; dividing each by sqrt(2L) keeps its variance from growing with depth
-    (Radford et al. 2019, section 2.3).
+    The residual stream is the sum of 2L block outputs; dividing each by sqrt(2L) keeps its variance from growing with
+    depth (Radford et al. 2019, section 2.3).
     """
-    branch_scale = 1 / math.sqrt(2 * decoder.config.num_hidden_layers)
+    block_scale = 1 / math.sqrt(2 * decoder.config.num_hidden_layers)
+    norm_initial = {parameter.name: parameter.initial for parameter in decoder.config.norm_parameters}
     for name, parameter in decoder.named_parameters():
-        if parameter.ndim < 2:
+        if is_norm_parameter(name):
+            parameter.fill_(norm_initial[name.rpartition(".")[2]])
+            continue
+        if parameter.ndim < 2:  # biases of q, k and v; weights of the norms of q and k
             parameter.fill_(0.0 if name.endswith("bias") else 1.0)
             continue
-        scale = branch_scale if name.endswith(BRANCH_OUTPUTS) else 1.0
+        scale = block_scale if name.endswith(BLOCK_OUTPUTS) else 1.0
         drawn = torch.randn(parameter.shape, generator=generator_for(seed, name))
         parameter.copy_(drawn * (decoder.config.initializer_range * scale))
 
 
 def generator_for(seed: int, name: str) -> torch.Generator:
-    """A CPU generator that depends on the seed and the parameter's name alone, on no other parameter and no device."""
+    """A CPU generator that depends only on the seed and the parameter's name: not on other parameters or the device."""
     digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest, "little", signed=True))

@@ -1,6 +1,6 @@
-"""Device, dtype and threads: the only file that decides them, and what is known of a device.
+"""Device, kernels, dtype and threads: the only file that decides them, and what is known about a device.
 
-Every choice is a rule, not a timing: two runs on one machine never differ because it was busy when one of them began.
+Every choice is a rule and no measurement, so that two runs on one machine never differ because it was busy.
 """
 
 import contextlib
@@ -18,7 +18,11 @@ import torch
 import kernels
 from errors import UserError
 
-# Dense bfloat16 peak in TFLOP/s without sparsity, from the vendors' data sheets, by the device's name as CUDA gives it.
+DEVICE_TYPES = ("cpu", "cuda", "mps")  # torch has others, such as meta, whose tensors hold no numbers
+
+ONE_THREAD_BELOW = 8_000_000  # multiply-adds in a decoding step: about a millisecond of one core
+
+# Dense bfloat16 peak in TFLOP/s, without sparsity, from the vendors' data sheets; by device name as CUDA reports it.
 PEAK_TFLOPS = {
     r"B200": 2250,
     r"H200": 989,
@@ -33,51 +37,36 @@ PEAK_TFLOPS = {
     r"RTX 3090$": 71,
 }
 
-ONE_THREAD_BELOW = 8_000_000  # multiply-adds in a decoding step, about a millisecond of one core
-
-TYPES = ("cpu", "cuda", "mps")  # torch has others, such as meta, whose tensors hold no numbers
-
 
 def choose_device(name: str) -> torch.device:
-    """The device that a `--device` value means; `auto` is CUDA, else MPS, else the CPU."""
+    """The device that `--device name` means. `auto` is CUDA if there is one, else MPS, else the CPU."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     try:
         device = torch.device(name)
-        if device.type not in TYPES:
-            raise UserError(f"--device {name} is of no type that models run on; use auto, cpu, cuda or mps.")
+        if device.type not in DEVICE_TYPES:
+            raise UserError(f"--device {name}: models run on cpu, cuda or mps only; use one of these, or auto.")
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
-        raise UserError(f"--device {name} cannot be used here ({reason}); --device auto takes what there is.") from None
+        raise UserError(f"--device {name} cannot be used here ({reason}); use --device auto.") from None
     return device
 
 
 def choose_kernels(name: str, device: torch.device) -> None:
-    """Set what a `--kernels` value means on a device, for this process."""
+    """Use the kernels that `--kernels name` means on this device, for the whole process."""
     try:
         kernels.use(name, device)
     except ValueError as error:
-        raise UserError(f"{error}; use --kernels auto, which takes what can.") from None
-
-
-def fast_at_bfloat16(device: torch.device) -> bool:
-    """Whether the device multiplies bfloat16 matrices in instructions of its own.
-
-    CUDA from compute capability 8.0 on; a CPU with AVX-512-BF16 or AMX; MPS is taken not to. A rule and no measurement:
-    the dtype of a run must not depend on how busy the machine was when it began.
-    """
-    if device.type == "cuda":
-        return torch.cuda.get_device_capability(device) >= (8, 0)
-    if device.type == "cpu":
-        # Private to torch, hence the default: a version without them computes in float32, which is right everywhere.
-        questions = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
-        return any(getattr(torch.cpu, question, bool)() for question in questions)
-    return False
+        raise UserError(f"{error}; use --kernels auto.") from None
 
 
 def choose_training_dtype(name: str, device: torch.device) -> torch.dtype:
-    """The dtype of the activations: what was asked for, or bfloat16 where this device is fast at it."""
+    """The dtype of activations that `--dtype name` means in training; master weights are float32 in any case.
+
+    `auto` is bfloat16 where the device is fast at it. Where it is not, GPUs get float16 (with loss scaling) and all
+    other devices float32.
+    """
     if name != "auto":
         return getattr(torch, name)
     if fast_at_bfloat16(device):
@@ -86,10 +75,10 @@ def choose_training_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def choose_inference_dtype(name: str, device: torch.device, stored: torch.dtype) -> torch.dtype:
-    """The dtype that a `--dtype` value means for weights stored as `stored`.
+    """The dtype of weights and activations that `--dtype name` means in generation, for weights stored as `stored`.
 
-    On a CPU bfloat16 halves the bytes of a downloaded bfloat16 model at no loss, where the processor multiplies it
-    natively; a float32 checkpoint of ours is small, bound by the number of operations, and keeps its exact weights.
+    `auto` is bfloat16 on GPUs that are fast at it and float16 on others. On a CPU that is fast at it, bfloat16 weights
+    stay bfloat16: half the bytes to read. All others are float32, so that a float32 checkpoint keeps its exact weights.
     """
     if name != "auto":
         return getattr(torch, name)
@@ -99,42 +88,18 @@ def choose_inference_dtype(name: str, device: torch.device, stored: torch.dtype)
     return torch.bfloat16 if fast and stored == torch.bfloat16 else torch.float32
 
 
-def device_name(device: torch.device) -> str:
-    """A name for people: the GPU's model, or the number of threads on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"CPU, {torch.get_num_threads()} threads" if device.type == "cpu" else device.type.upper()
+def fast_at_bfloat16(device: torch.device) -> bool:
+    """Whether the device has instructions that multiply bfloat16 matrices.
 
-
-def processor() -> str:
-    """The processor's model, as the system names it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
-
-
-def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """FLOP/s that the device could do in this dtype at most, or None where that is not known."""
-    if device.type != "cuda" or dtype == torch.float32:
-        return None
-    name = torch.cuda.get_device_name(device)
-    return next((tflops * 1e12 for known, tflops in PEAK_TFLOPS.items() if re.search(rf"\b{known}", name)), None)
-
-
-def keep_freed_memory() -> None:
-    """Let glibc keep large freed blocks instead of giving them back to the kernel.
-
-    A training step frees and asks for the same large buffers again and again. By default each of them is a mapping of
-    its own that the kernel has to make and fill with zeros every time (a third of a step of the default run). Other
-    allocators (macOS, Windows, musl) are left as they are.
+    True for CUDA from compute capability 8.0 on and for CPUs with AVX-512-BF16 or AMX; False for MPS.
     """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform.startswith("linux") else None
-    if mallopt is not None:
-        m_trim_threshold, m_mmap_max = -1, -4  # from glibc's malloc.h
-        mallopt(m_mmap_max, 0)
-        mallopt(m_trim_threshold, 2**31 - 1)
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device) >= (8, 0)
+    if device.type == "cpu":
+        # Private functions of torch: a version that lacks them gets float32, which is correct everywhere.
+        checks = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+        return any(getattr(torch.cpu, check, bool)() for check in checks)
+    return False
 
 
 def why_not_compile(device: torch.device) -> str | None:
@@ -147,10 +112,10 @@ def why_not_compile(device: torch.device) -> str | None:
 
 @contextlib.contextmanager
 def threads_for(model: torch.nn.Module, rows: int) -> Iterator[None]:
-    """Use one thread on the CPU where a decoding step is so small that threads would wait for each other, not work.
+    """Use one CPU thread for decoding steps of `rows` sequences so small that threads mostly wait for each other.
 
-    On 2 cores beside other busy programs, two threads decoded 5 to 30 times slower than one, at 4 and 0.3 million
-    parameters.
+    On 2 cores beside other busy programs, two threads decoded 5 to 30 times slower than one, with models of 4 and 0.3
+    million parameters.
     """
     before = torch.get_num_threads()
     on_cpu = next(model.parameters()).device.type == "cpu"
@@ -160,3 +125,41 @@ def threads_for(model: torch.nn.Module, rows: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def keep_freed_memory() -> None:
+    """Let glibc keep large freed blocks instead of returning them to the operating system.
+
+    A training step frees and allocates the same large buffers again and again. By default each is a new mapping, which
+    the kernel has to create and fill with zeros every time: a third of the time of a step in the default run. Other
+    allocators (macOS, Windows, musl) are left as they are.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform.startswith("linux") else None
+    if mallopt is not None:
+        m_trim_threshold, m_mmap_max = -1, -4  # from glibc's malloc.h
+        mallopt(m_mmap_max, 0)
+        mallopt(m_trim_threshold, 2**31 - 1)
+
+
+def device_name(device: torch.device) -> str:
+    """A name to print: the GPU's model, or the number of threads on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"CPU, {torch.get_num_threads()} threads" if device.type == "cpu" else device.type.upper()
+
+
+def processor() -> str:
+    """The CPU's model, as the operating system names it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
+    """The device's peak FLOP/s in 16-bit matrix products, or None where it is not known."""
+    if device.type != "cuda" or dtype == torch.float32:
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((tflops * 1e12 for known, tflops in PEAK_TFLOPS.items() if re.search(rf"\b{known}", name)), None)

@@ -1,12 +1,13 @@
-"""config.json <-> ModelConfig: which family of the ecosystem a model is written as, and which models can be read.
+"""config.json <-> ModelConfig: which Hugging Face model_type a model is written as, and which models can be read.
 
-A model is written as a family only when that family computes exactly the same function, else as `model_type: prenorm`,
-which the ecosystem refuses instead of computing something else. Reading refuses likewise what this decoder cannot
-represent. Imports no torch.
+A model is written as a Hugging Face family only when that family computes exactly the same function. All others are
+written as `model_type: prenorm`, which transformers refuses instead of computing something else. Reading refuses what
+this decoder cannot represent. Imports no torch.
 """
 
 import dataclasses
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -17,32 +18,34 @@ from model.config import LLAMA3_ROPE_KEYS, ModelConfig
 
 @dataclass(frozen=True)
 class Family:
-    """How one model_type spells our configuration."""
+    """How one Hugging Face model_type expresses a `ModelConfig` in config.json."""
 
     architecture: str
-    """The class that transformers opens it with."""
+    """The class of transformers that loads it."""
     norm: Literal["rms", "layer"]
-    """Its norm."""
+    """The norm that it has."""
     qkv_bias: str | bool
-    """The key that says whether q, k and v have biases, or a constant where there is no such key."""
+    """The key that says whether q, k and v have biases; True or False where the family always or never has them."""
     output_bias: bool = False
-    """Whether that key gives o_proj a bias too: written as zeros, and read only when it is zeros."""
+    """Whether `qkv_bias` gives o_proj a bias too. This decoder has none: zeros are written, and required on reading."""
     qk_norm: bool = False
     """Whether each head of q and k has an RMSNorm."""
     eps: str = "rms_norm_eps"
-    """Its key for norm_eps."""
+    """The key of norm_eps."""
     heads: Literal["any", "divide", "fill"] = "any"
-    """Heads it accepts: any head_dim; any as long as the heads divide hidden_size; or just hidden_size / heads."""
+    """The heads that it allows. any: every number of heads of every head_dim. divide: every head_dim, but
+    num_attention_heads must divide hidden_size. fill: the query heads fill hidden_size, head_dim being
+    hidden_size / num_attention_heads."""
     constants: tuple[tuple[str, object], ...] = ()
-    """Its own keys that are always written with these values."""
+    """Keys of this family that are always written, with these values."""
     written: bool = True
-    """Whether models are written as this family, or only read."""
+    """Whether models are written as this family; if not, they are only read."""
     defaults: tuple[tuple[str, object], ...] = ()
-    """What a key means in this family when config.json lacks it, where that differs from the usual."""
+    """The meaning of a missing key, where it differs from that in other families."""
 
 
-# ONE table decides how a model is written and which are read. What qwen2 and mistral could express beyond the first
-# three is not worth it: a config of qwen2 makes transformers pick a tokenizer that gives our files other ids.
+# The only table that decides how models are written and which are read. Nothing is written as qwen2 or mistral: with
+# model_type qwen2, transformers would choose a tokenizer class that encodes with other token ids.
 FAMILIES = {
     "llama": Family(
         "LlamaForCausalLM",
@@ -65,10 +68,10 @@ FAMILIES = {
     "qwen2": Family("Qwen2ForCausalLM", "rms", qkv_bias=True, written=False),
     "mistral": Family("MistralForCausalLM", "rms", qkv_bias=False, written=False, defaults=(("sliding_window", 4096),)),
 }
-SHAPE = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+SHAPE_FIELDS = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
-# What a key must be for the model to be the function that the decoder computes; a missing key is the first value.
-ONLY = {
+# The values of config.json that this decoder can represent; the first is what a missing key means.
+REQUIRED_VALUES = {
     "hidden_act": ("silu", "swish"),
     "mlp_bias": (False, None),
     "use_parallel_residual": (False, None),
@@ -76,7 +79,7 @@ ONLY = {
     "quantization_config": (None,),
     "partial_rotary_factor": (1.0, None),
 }
-KINDS = {
+EXPECTED_TYPES = {  # or null
     "rope_scaling": dict,
     "rope_parameters": dict,
     "prenorm": dict,
@@ -86,28 +89,27 @@ KINDS = {
 }
 
 
-def family_of(config: ModelConfig) -> str:
+def choose_model_type(config: ModelConfig) -> str:
     """The model_type that a model is written as."""
-    whole = config.hidden_size % config.num_attention_heads == 0
-    heads_fit = {
+    heads_allowed = {
         "any": True,
-        "divide": whole,
+        "divide": config.hidden_size % config.num_attention_heads == 0,
         "fill": config.resolved_head_dim * config.num_attention_heads == config.hidden_size,
     }
     for model_type, family in FAMILIES.items():
         same = family.norm == config.norm and family.qk_norm == config.qk_norm
         same = same and (config.norm_placement, config.mlp) == ("pre", "swiglu")
-        if family.written and same and heads_fit[family.heads]:
+        if family.written and same and heads_allowed[family.heads]:
             return model_type
     return "prenorm"
 
 
 def to_json(config: ModelConfig, *, dtype: str, bos_token_id: int | None, eos_token_id: int | None) -> dict:
-    """The contents of config.json, readable by transformers 4 (`rope_theta`, `torch_dtype`) and 5 alike."""
-    model_type = family_of(config)
+    """The contents of config.json, readable by transformers 4 (`rope_theta`, `torch_dtype`) and 5."""
+    model_type = choose_model_type(config)
     common = {
         "model_type": model_type,
-        "bos_token_id": bos_token_id,  # null rather than left out: families have defaults of their own
+        "bos_token_id": bos_token_id,  # null where there is none: a missing key means a default
         "eos_token_id": eos_token_id,
         "dtype": dtype,
         "torch_dtype": dtype,
@@ -119,7 +121,7 @@ def to_json(config: ModelConfig, *, dtype: str, bos_token_id: int | None, eos_to
     fields = {
         "architectures": [family.architecture],
         **common,
-        **{key: getattr(config, key) for key in SHAPE},
+        **{key: getattr(config, key) for key in SHAPE_FIELDS},
         "num_key_value_heads": config.num_key_value_heads,
         "head_dim": config.resolved_head_dim,
         "hidden_act": "silu",
@@ -136,7 +138,7 @@ def to_json(config: ModelConfig, *, dtype: str, bos_token_id: int | None, eos_to
     if isinstance(family.qkv_bias, str):
         fields[family.qkv_bias] = config.attention_bias
     if not config.norm_bias:
-        fields["prenorm"] = {"norm_bias": False}  # ours: families with norm biases get zeros, and reading drops them
+        fields["prenorm"] = {"norm_bias": False}  # our own key: the zero biases in the file are dropped on reading
     return fields
 
 
@@ -144,20 +146,20 @@ def read_json(directory: Path) -> dict:
     """The contents of a directory's config.json."""
     path = Path(directory) / "config.json"
     if not Path(directory).is_dir():
-        raise UserError(f"{directory} is not a directory; name one that holds config.json and *.safetensors.")
+        raise UserError(f"{directory} is not a directory; give one that has config.json and *.safetensors.")
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise UserError(f"{directory} has no config.json, so it is not a model's directory.") from None
+        raise UserError(f"{directory} has no config.json; give the directory of a model.") from None
     except (OSError, ValueError) as error:
-        raise UserError(f"{path} is not readable JSON ({error}); fetch or save the checkpoint again.") from None
+        raise UserError(f"{path} is not readable JSON ({error}); download or save the checkpoint again.") from None
     if not isinstance(fields, dict):
-        raise UserError(f"{path} holds no JSON object; fetch or save the checkpoint again.")
+        raise UserError(f"{path} is not a JSON object; download or save the checkpoint again.")
     return fields
 
 
 def load_config(directory: Path | str) -> ModelConfig:
-    """The configuration of a directory that we or the ecosystem wrote; `UserError` for what cannot be represented."""
+    """The configuration of a model's directory, ours or Hugging Face's; `UserError` if it cannot be represented."""
     fields, path = read_json(Path(directory)), Path(directory) / "config.json"
     try:
         return from_json(fields)
@@ -170,25 +172,28 @@ def from_json(fields: dict) -> ModelConfig:
     model_type = fields.get("model_type")
     if model_type == "prenorm":
         names = [field.name for field in dataclasses.fields(ModelConfig)]
-        require(fields, names)
+        check_required_keys(fields, names)
         return ModelConfig(**{name: fields[name] for name in names})
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         known = ", ".join([*FAMILIES, "prenorm"])
-        raise UserError(f"model_type {model_type!r} is not one of those that can be read: {known}.")
-    for key, kind in KINDS.items():
-        if not isinstance(fields.get(key), kind | None):
-            raise UserError(f"{key} is {fields[key]!r} and must be of type {kind.__name__}, or null.")
+        raise UserError(f"model_type {model_type!r} cannot be read; supported are {known}.")
+    for key, expected in EXPECTED_TYPES.items():
+        if not isinstance(fields.get(key), expected | None):
+            raise UserError(f"{key} is {fields[key]!r} and must be of type {expected.__name__}, or null.")
     family = FAMILIES[model_type]
     fields = dict(family.defaults) | fields
-    # LLaMA's first models had no grouped queries, so a missing num_key_value_heads means all heads there
-    require(fields, SHAPE if model_type == "llama" else (*SHAPE, "num_key_value_heads"))
-    require(fields, ("max_position_embeddings", *(("head_dim",) if model_type == "qwen3" else ())))
-    rope = rope_of(fields)
-    refuse(fields | {"partial_rotary_factor": rope.get("partial_rotary_factor")})
+    required = [*SHAPE_FIELDS, "max_position_embeddings"]
+    if model_type != "llama":  # the first LLaMA had no grouped queries: there a missing key means as many as heads
+        required.append("num_key_value_heads")
+    if model_type == "qwen3":
+        required.append("head_dim")
+    check_required_keys(fields, required)
+    rope = read_rope(fields)
+    check_required_values(fields | {"partial_rotary_factor": rope.get("partial_rotary_factor")})
     heads = fields["num_attention_heads"]
     qkv_bias = fields.get(family.qkv_bias, False) if isinstance(family.qkv_bias, str) else family.qkv_bias
     config = ModelConfig(
-        **{key: fields[key] for key in SHAPE},
+        **{key: fields[key] for key in SHAPE_FIELDS},
         num_key_value_heads=fields.get("num_key_value_heads") or heads,
         head_dim=fields.get("head_dim"),
         max_position_embeddings=fields["max_position_embeddings"],
@@ -208,19 +213,19 @@ def from_json(fields: dict) -> ModelConfig:
         raise UserError(
             f"head_dim {config.head_dim} is not hidden_size / num_attention_heads, and {model_type} ignores it."
         )
-    refuse_windows(fields, config)
+    check_full_attention(fields, config)
     return config
 
 
-def require(fields: dict, names) -> None:
-    """Raise `UserError` when config.json lacks one of `names`."""
+def check_required_keys(fields: dict, names: Iterable[str]) -> None:
+    """Raise `UserError` when config.json lacks some of `names`."""
     missing = [name for name in names if name not in fields]
     if missing:
         raise UserError(f"{', '.join(missing)} is missing.")
 
 
-def rope_of(fields: dict) -> dict:
-    """The rotary parameters, wherever this version of config.json keeps them, with what it leaves out filled in."""
+def read_rope(fields: dict) -> dict:
+    """The rotary parameters from either of the keys that transformers 4 and 5 use, completed with defaults."""
     rope = dict(fields.get("rope_scaling") or fields.get("rope_parameters") or {})
     rope["rope_type"] = rope.get("rope_type") or rope.get("type") or "default"
     rope["rope_theta"] = rope.get("rope_theta") or fields.get("rope_theta") or 10000.0
@@ -228,21 +233,21 @@ def rope_of(fields: dict) -> dict:
     rope.setdefault("original_max_position_embeddings", fields.get("max_position_embeddings"))
     if rope["rope_type"] not in ("default", "llama3") or any(isinstance(value, dict) for value in rope.values()):
         raise UserError(
-            f"rotary positions of type {rope['rope_type']!r} ({rope}) are not known here; default and llama3 are."
+            f"rotary positions of type {rope['rope_type']!r} ({rope}) are not supported; default and llama3 are."
         )
     return rope
 
 
-def refuse(fields: dict) -> None:
-    """Raise `UserError` for a model that computes what the decoder does not."""
-    for key, allowed in ONLY.items():
+def check_required_values(fields: dict) -> None:
+    """Raise `UserError` for a model that computes another function than this decoder."""
+    for key, allowed in REQUIRED_VALUES.items():
         value = fields.get(key, allowed[0])
         if value not in allowed:
             raise UserError(f"{key} is {value!r}, which this decoder cannot represent; it needs {allowed[0]!r}.")
 
 
-def refuse_windows(fields: dict, config: ModelConfig) -> None:
-    """Raise `UserError` for attention that sees less than the whole context."""
+def check_full_attention(fields: dict, config: ModelConfig) -> None:
+    """Raise `UserError` for attention with a sliding window shorter than the context."""
     window = fields.get("sliding_window")
     layer_types = fields.get("layer_types") or []
     if fields["model_type"] in ("qwen2", "qwen3"):
@@ -250,6 +255,6 @@ def refuse_windows(fields: dict, config: ModelConfig) -> None:
         slides = slides and (fields.get("max_window_layers") or 0) < config.num_hidden_layers
     else:
         slides = window is not None
-    slides = slides and window < config.max_position_embeddings  # one as wide as the context hides nothing
+    slides = slides and window < config.max_position_embeddings
     if slides or any(kind != "full_attention" for kind in layer_types):
-        raise UserError(f"its attention sees a sliding window of {window} tokens, which this decoder cannot represent.")
+        raise UserError(f"attention has a sliding window of {window} tokens, which this decoder cannot represent.")

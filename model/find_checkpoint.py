@@ -1,6 +1,6 @@
-"""Which directory a RUN means: a checkpoint itself, the best whole one in a run folder, or the newest run there is.
+"""Which checkpoint directory a RUN argument means: itself, the best complete one in a run folder, or the newest run.
 
-Reads names, JSON and the header of weight files only; `model.pretrained` and `data.tokenizer` load what they hold.
+Reads only file names, JSON and the headers of weight files; `model.pretrained` and `data.tokenizer` load the rest.
 Imports no torch.
 """
 
@@ -13,74 +13,75 @@ from errors import UserError
 
 
 def find_checkpoint(path: Path) -> Path:
-    """The checkpoint directory that `path` means: itself, or in a run folder the best whole one."""
+    """The checkpoint directory that `path` means: itself, or in a run folder the best complete one.
+
+    Prints a note when a better one is damaged; raises `UserError` when there is none.
+    """
     path = Path(path)
     if (path / "config.json").is_file():
         return path
-    found, faults = None, {}
-    for save in saves(path):
-        fault = find_damage(save)
-        if fault is None:
-            found = save
-            break
-        faults[save.name] = fault
-    listed = "; ".join(f"{name}: {fault}" for name, fault in faults.items())
-    if found is not None:
-        if faults:
-            print(
-                f"note: {found} is used, because something is wrong with what comes first ({listed})", file=sys.stderr
-            )
-        return found
-    if faults:
-        raise UserError(f"no checkpoint in the run folder {path} is whole ({listed}); train again or give another run.")
-    expected = "a checkpoint (a directory with config.json) nor a run folder (one with best/ or last/)"
+    damaged = []
+    for checkpoint in checkpoints_in(path):
+        damage = find_damage(checkpoint)
+        if damage is None:
+            if damaged:
+                note = f"note: using {checkpoint}, because preferred checkpoints are damaged ({'; '.join(damaged)})"
+                print(note, file=sys.stderr)
+            return checkpoint
+        damaged.append(f"{checkpoint.name}: {damage}")
+    if damaged:
+        raise UserError(
+            f"no checkpoint in the run folder {path} is complete ({'; '.join(damaged)}); "
+            f"train again or give another run."
+        )
+    expected = "a checkpoint (a directory with config.json) {} a run folder (one with best/ or last/)"
     if not path.exists():
-        raise UserError(f"{path} does not exist; give {expected.replace(' nor ', ' or ')}.{hint(path)}")
-    raise UserError(f"{path} is neither {expected}.{hint(path)}")
+        raise UserError(f"{path} does not exist; give {expected.format('or')}.{suggest_runs(path)}")
+    raise UserError(f"{path} is neither {expected.format('nor')}.{suggest_runs(path)}")
 
 
 def newest_run(folder: Path) -> Path:
-    """The run folder in `folder` that saved last."""
+    """The run folder in `folder` whose newest checkpoint was saved last."""
     runs = runs_in(folder)
     if not runs:
         raise UserError(
-            f"there is no run in {folder}/ to take; train one with `python train.py`, or name a run or checkpoint."
+            f"there is no run in {folder}/; train one with `python train.py`, or give a run folder or a checkpoint."
         )
     return max(runs, key=saved_at)
 
 
 def runs_in(folder: Path) -> list[Path]:
     """The run folders in `folder`, by name."""
-    return sorted(run for run in folder.glob("*") if saves(run))
+    return sorted(run for run in folder.glob("*") if checkpoints_in(run))
 
 
 def saved_at(run: Path) -> float:
-    """When a run saved last, in seconds since 1970; a save that is renamed meanwhile does not count."""
+    """When a run last saved a checkpoint, in seconds since 1970; one that is renamed meanwhile is ignored."""
     times = [0.0]
-    for save in saves(run):
+    for checkpoint in checkpoints_in(run):
         with contextlib.suppress(FileNotFoundError):
-            times.append(save.stat().st_mtime)
+            times.append(checkpoint.stat().st_mtime)
     return max(times)
 
 
-def saves(run: Path) -> list[Path]:
-    """The saves in a run folder, best first; whole or not."""
-    return [save for name in ("best", "last") for save in candidates(run / name) if save.is_dir()]
+def checkpoints_in(run: Path) -> list[Path]:
+    """The checkpoints in a run folder, complete or not, in the order in which they are preferred."""
+    return [path for name in ("best", "last") for path in candidates(run / name) if path.is_dir()]
 
 
 def candidates(target: Path) -> list[Path]:
-    """The places where the save `target` may be, best first: a save that was cut leaves it as .new or .old."""
+    """The directories that may hold checkpoint `target`, in this order: an interrupted save leaves .new or .old."""
     return [target.with_name(target.name + suffix) for suffix in ("", ".new", ".old")]
 
 
-def hint(path: Path) -> str:
-    """` There are: runs/A, runs/B` for someone who mistyped a run."""
-    near = runs_in(path.parent) or runs_in(Path("runs"))
-    return f" There are: {', '.join(map(str, near))}." if near else ""
+def suggest_runs(path: Path) -> str:
+    """` Existing runs: runs/A, runs/B.`, for a mistyped run; empty where there are none."""
+    runs = runs_in(path.parent) or runs_in(Path("runs"))
+    return f" Existing runs: {', '.join(map(str, runs))}." if runs else ""
 
 
 def find_damage(directory: Path) -> str | None:
-    """What a checkpoint lacks, or None: every file must be there, and the weights as long as their header says."""
+    """What is missing from a checkpoint, or None: all files must exist, and weight files have their full length."""
     if not (directory / "config.json").is_file():
         return "no config.json"
     if not has_tokenizer(directory):
@@ -90,16 +91,16 @@ def find_damage(directory: Path) -> str | None:
     try:
         if index.is_file():
             files = [directory / name for name in set(json.loads(index.read_text("utf-8"))["weight_map"].values())]
-        cut = [file.name for file in files if file.stat().st_size != stated_size(file)]
+        truncated = [file.name for file in files if file.stat().st_size != expected_size(file)]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return f"unreadable weights, {error}"
     if not files:
         return "no model.safetensors"
-    return f"{cut[0]} is cut short" if cut else None
+    return f"{truncated[0]} is truncated" if truncated else None
 
 
-def stated_size(file: Path) -> int:
-    """Bytes that a safetensors file must have: 8 for the header's length, the header, and the last tensor's end."""
+def expected_size(file: Path) -> int:
+    """The size of a safetensors file in bytes: 8 for the length of the header, the header, and the tensors."""
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         header = json.loads(stream.read(length)) if length < file.stat().st_size else {}
@@ -108,25 +109,26 @@ def stated_size(file: Path) -> int:
 
 
 def has_tokenizer(directory: Path) -> bool:
-    """Whether a tokenizer that `data.tokenizer` reads lies in the directory."""
+    """Whether the directory has a tokenizer that `data.tokenizer` reads."""
     names = ("tokenizer.model", "tokenizer.json", "sentencepiece.model")
     return any((directory / name).is_file() for name in names)
 
 
 def eos_ids(directory: Path, tokenizer_eos: int) -> frozenset[int]:
-    """Every id that ends a text: the tokenizer's, and those of generation_config.json or else config.json.
+    """Every token id that ends a text: the tokenizer's EOS, and those of generation_config.json or else config.json.
 
-    Models tuned for chat list several, which their tokenizer's single EOS does not cover.
+    Chat models list several, while their tokenizer has only one EOS.
     """
     ids = {tokenizer_eos}
     for name in ("generation_config.json", "config.json"):
         try:
-            stated = json.loads((directory / name).read_text("utf-8")).get("eos_token_id")
+            eos = json.loads((directory / name).read_text("utf-8")).get("eos_token_id")
         except FileNotFoundError:
             continue
         except (OSError, ValueError, AttributeError) as error:
-            raise UserError(f"{directory / name} is not a readable JSON object ({error}); restore it.") from None
-        if stated is not None:
-            ids.update(stated if isinstance(stated, list) else [stated])
+            path = directory / name
+            raise UserError(f"{path} is not a readable JSON object ({error}); download or save it again.") from None
+        if eos is not None:
+            ids.update(eos if isinstance(eos, list) else [eos])
             break
     return frozenset(ids)

@@ -1,4 +1,4 @@
-"""A matrix whose master weights keep their dtype while the product runs in that of the activations."""
+"""A linear layer that casts its master weights to the dtype of the activations for each product."""
 
 import torch
 from torch import Tensor, nn
@@ -6,7 +6,7 @@ from torch.nn import functional as F
 
 
 class Linear(nn.Module):
-    """y = W x + b. Unlike torch's own it draws no random numbers: `model.decoder` fills every parameter by name."""
+    """y = W x + b. Unlike torch.nn.Linear it draws no random numbers: `model.decoder.initialize` fills it."""
 
     def __init__(self, in_features: int, out_features: int, bias: bool = False):
         super().__init__()

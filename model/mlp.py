@@ -1,4 +1,4 @@
-"""The MLP. Gate and up are one packed matrix, for one large product."""
+"""The MLP. The gate and up matrices are packed into one, for one large matrix product."""
 
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -7,21 +7,21 @@ import kernels
 from model.config import ModelConfig
 from model.linear import Linear
 
-# What the gate goes through before it multiplies (Shazeer 2020, equations 5 and 6), and the plain MLP's activation.
+# The activation of the gate (Shazeer 2020, equations 5 and 6), or of the plain MLP. swiglu's is inside its kernel.
 ACTIVATIONS = {"geglu": F.gelu, "reglu": F.relu, "glu": F.sigmoid, "relu": F.relu, "gelu": F.gelu}
 
 
 class MLP(nn.Module):
-    """SwiGLU, fused, without biases; the other gates, to be compared with, are plain PyTorch."""
+    """down(activation(gate(x)) * up(x)), without biases. SwiGLU is fused; the others are for comparisons."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.kind = config.mlp
-        self.gate_up_proj = Linear(config.hidden_size, 2 * config.intermediate_size)  # rows of gate, then of up
+        self.gate_up_proj = Linear(config.hidden_size, 2 * config.intermediate_size)  # rows of gate, then rows of up
         self.down_proj = Linear(config.intermediate_size, config.hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The branch's output (B, T, D) for normalized x (B, T, D)."""
+        """(B, T, D) -> (B, T, D)."""
         if self.kind == "swiglu":
             return kernels.swiglu_mlp(x, self.gate_up_proj.weight, self.down_proj.weight)
         gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
@@ -29,7 +29,7 @@ class MLP(nn.Module):
 
 
 class PlainMLP(nn.Module):
-    """Two matrices and an activation between them, half as wide again as a gated MLP: as many parameters."""
+    """down(activation(up(x))), 1.5 times as wide as a gated MLP and so with as many parameters."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -38,5 +38,5 @@ class PlainMLP(nn.Module):
         self.down_proj = Linear(config.intermediate_size * 3 // 2, config.hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The branch's output (B, T, D) for normalized x (B, T, D)."""
+        """(B, T, D) -> (B, T, D)."""
         return self.down_proj(self.activation(self.up_proj(x).float()).to(x.dtype))

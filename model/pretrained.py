@@ -1,6 +1,6 @@
-"""A directory on disk <-> a Decoder: weights in *.safetensors under the ecosystem's names, and their config.json.
+"""A directory on disk <-> a Decoder: weights in *.safetensors under Hugging Face's names, and config.json.
 
-Nothing is ever unpickled. Writing is not atomic: whoever calls writes into a fresh directory and renames it.
+Nothing is ever unpickled. Writing is not atomic: callers write into a new directory and rename it.
 """
 
 import contextlib
@@ -18,23 +18,23 @@ from torch import Tensor
 from errors import UserError
 from model.config import ModelConfig
 from model.decoder import Decoder
-from model.families import FAMILIES, SHAPE, family_of, load_config, read_json, to_json
+from model.families import FAMILIES, SHAPE_FIELDS, choose_model_type, load_config, read_json, to_json
 from model.norm import is_norm_parameter
 
-__all__ = ["WeightReport", "load_config", "load_pretrained", "load_weights", "plain_tensors", "save_pretrained"]
+__all__ = ["WeightReport", "load_config", "load_pretrained", "load_weights", "save_pretrained", "unpacked_tensors"]
 
-# Our packed matrix -> the ecosystem's, in the order of the rows. All other names are the same, after "model.".
+# Our packed matrix -> Hugging Face's, in the order of the rows. All other names are the same, after "model.".
 PACKED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-# What two models must agree in for the weights of one to be weights of the other, whatever their norms are.
-SAME = (
-    *(*SHAPE, "num_key_value_heads", "resolved_head_dim", "attention_bias", "qk_norm", "tie_word_embeddings"),
+# Fields that must be equal for the weights of one model to be loaded into another. `norm` need not be.
+FIELDS_THAT_MUST_MATCH = (
+    *(*SHAPE_FIELDS, "num_key_value_heads", "resolved_head_dim", "attention_bias", "qk_norm", "tie_word_embeddings"),
     *("norm_placement", "mlp"),
 )
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
-def plain_names(name: str) -> list[str]:
-    """The ecosystem's names of one of our parameters, in the order of the rows."""
+def unpacked_names(name: str) -> list[str]:
+    """Hugging Face's names for one of our parameters: several if it is packed, in the order of the rows."""
     name = name if name.startswith("lm_head.") else f"model.{name}"
     for packed, parts in PACKED.items():
         if f".{packed}." in name:
@@ -42,23 +42,23 @@ def plain_names(name: str) -> list[str]:
     return [name]
 
 
-def plain_tensors(parameters: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """Our parameters under the ecosystem's names, packed ones as views of their rows.
+def unpacked_tensors(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
+    """Our tensors under Hugging Face's names, packed ones as views of their rows.
 
-    Views go both ways: read them to write a file, copy a file's tensors into them to load it.
+    The views work both ways: saving reads them, loading copies a file's tensors into them.
     """
     q, kv = (n * config.resolved_head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
     rows = {3: (q, kv, kv), 2: (config.intermediate_size,) * 2}
-    plain = {}
-    for name, tensor in parameters.items():
-        names = plain_names(name)
+    unpacked = {}
+    for name, tensor in tensors.items():
+        names = unpacked_names(name)
         parts = tensor.split(rows[len(names)]) if len(names) > 1 else [tensor]
-        plain.update(zip(names, parts, strict=True))
-    return plain
+        unpacked.update(zip(names, parts, strict=True))
+    return unpacked
 
 
 def zero_tensors(model_type: str, config: ModelConfig) -> dict[str, torch.Size]:
-    """Tensors that a family has and our model has not: zeros make the two the same function."""
+    """Names and shapes of the biases that a family has and our model lacks: zeros in files, the same function."""
     if model_type == "prenorm":
         return {}
     family, names = FAMILIES[model_type], []
@@ -79,9 +79,9 @@ def save_pretrained(
     bos_token_id: int | None = None,
     eos_token_id: int | None = None,
 ) -> None:
-    """Write config.json, generation_config.json and model.safetensors (the weights as they are) into `directory`.
+    """Write config.json, generation_config.json and model.safetensors (weights in their own dtype) into `directory`.
 
-    Raises `OSError` when a file cannot be written, a full disk included; what is there then is not a whole checkpoint.
+    Raises `OSError` when a file cannot be written, for example on a full disk; the directory is then incomplete.
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
@@ -89,8 +89,8 @@ def save_pretrained(
     dtype = decoder.embed_tokens.weight.dtype
     write_json(directory / "config.json", to_json(decoder.config, dtype=str(dtype).removeprefix("torch."), **ids))
     write_json(directory / "generation_config.json", {key: value for key, value in ids.items() if value is not None})
-    tensors = plain_tensors(decoder.state_dict(), decoder.config)
-    for name, shape in zero_tensors(family_of(decoder.config), decoder.config).items():
+    tensors = unpacked_tensors(decoder.state_dict(), decoder.config)
+    for name, shape in zero_tensors(choose_model_type(decoder.config), decoder.config).items():
         tensors[name] = torch.zeros(shape, dtype=dtype)
     path = directory / "model.safetensors"
     try:
@@ -100,7 +100,7 @@ def save_pretrained(
 
 
 def write_json(path: Path, fields: dict) -> None:
-    """Write a JSON file as the ecosystem does: indented, UTF-8."""
+    """Write a JSON file as Hugging Face does: indented, UTF-8."""
     path.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
 
 
@@ -109,20 +109,20 @@ def load_pretrained(
 ) -> Decoder:
     """The decoder of a directory, each weight in the dtype of its file; activations in `compute_dtype`.
 
-    Reads llama, qwen2, qwen3, mistral, stablelm and prenorm, sharded or not. `decoder.float()` gives master weights to
-    train on, and `decoder.to(dtype)` saves a cast per product when only generating.
+    Reads llama, qwen2, qwen3, mistral, stablelm and prenorm, sharded or not. `decoder.float()` makes the float32 master
+    weights that training needs; for generation, `decoder.to(dtype)` saves the casts before each product.
     """
     config = load_config(directory)
     with torch.device("meta"):  # shapes without memory
         decoder = Decoder(config, seed=None, compute_dtype=compute_dtype)
     with stored_weights(directory, config) as stored:
-        expected = plain_tensors(decoder.state_dict(), config)
+        expected = unpacked_tensors(decoder.state_dict(), config)
         check_match({name: tensor.shape for name, tensor in expected.items()}, stored, directory)
         state = {}
         for name, parameter in decoder.state_dict().items():
-            dtype = functools.reduce(torch.promote_types, (stored[plain].dtype for plain in plain_names(name)))
+            dtype = functools.reduce(torch.promote_types, (stored[part].dtype for part in unpacked_names(name)))
             state[name] = torch.empty(parameter.shape, dtype=dtype, device=device)
-        for name, view in plain_tensors(state, config).items():
+        for name, view in unpacked_tensors(state, config).items():
             view.copy_(stored[name].read())
     decoder.load_state_dict(state, assign=True)
     return decoder.to(device)
@@ -130,26 +130,27 @@ def load_pretrained(
 
 @dataclass(frozen=True)
 class WeightReport:
-    """What became of the tensors when weights were loaded into a decoder with another norm; names as on disk."""
+    """Which tensors were loaded into a decoder whose norm may differ; names as in files."""
 
     kept: list[str]
-    """Loaded."""
+    """In the checkpoint and in the decoder: loaded."""
     new: list[str]
-    """Not in the checkpoint: they keep their initial values."""
+    """Only in the decoder: they keep their initial values."""
     dropped: list[str]
-    """In the checkpoint, without a place in the decoder."""
+    """Only in the checkpoint: ignored."""
 
 
 @torch.no_grad()
 def load_weights(decoder: Decoder, directory: Path | str) -> WeightReport:
     """Copy a directory's weights into a decoder whose norm may differ; all other tensors must match.
 
-    Gains that both norms have are kept. The decoder keeps its dtypes, so master weights stay float32.
+    Norm parameters that both norms have, such as `weight`, are loaded. The decoder keeps its dtypes, so master weights
+    stay float32.
     """
     config = load_config(directory)
-    check_same_shape(config, decoder.config, directory)
+    check_fields_match(config, decoder.config, directory)
     with stored_weights(directory, config) as stored:
-        views = plain_tensors(decoder.state_dict(), decoder.config)
+        views = unpacked_tensors(decoder.state_dict(), decoder.config)
         new = [name for name in views if name not in stored and is_norm_parameter(name)]
         dropped = [name for name in stored if name not in views and is_norm_parameter(name)]
         expected = {name: view.shape for name, view in views.items() if name not in new}
@@ -161,7 +162,7 @@ def load_weights(decoder: Decoder, directory: Path | str) -> WeightReport:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a safetensors file, not yet read."""
+    """A tensor in an open safetensors file."""
 
     file: safe_open
     name: str
@@ -169,19 +170,19 @@ class StoredTensor:
     dtype: torch.dtype
 
     def read(self) -> Tensor:
-        """The tensor, in memory."""
+        """Load the tensor into memory."""
         return self.file.get_tensor(self.name)
 
 
 @contextlib.contextmanager
 def stored_weights(directory: Path | str, config: ModelConfig) -> Iterator[dict[str, StoredTensor]]:
-    """The tensors of a directory that mean something to our model: without zeros, copies and tables."""
+    """The tensors of a directory that our model has parameters or buffers for; see `drop_redundant`."""
     stored = {}
     with contextlib.ExitStack() as stack:
         for path in weight_files(Path(directory)):
             try:
                 file = stack.enter_context(safe_open(path, framework="pt"))
-                for name in file.keys():  # noqa: SIM118 - a safe_open is no mapping
+                for name in file.keys():  # noqa: SIM118 - a safe_open is not a mapping
                     part = file.get_slice(name)
                     dtype, shape = DTYPES.get(part.get_dtype()), torch.Size(part.get_shape())
                     if dtype is None:
@@ -190,8 +191,10 @@ def stored_weights(directory: Path | str, config: ModelConfig) -> Iterator[dict[
                         )
                     stored[name] = StoredTensor(file, name, shape, dtype)
             except (OSError, SafetensorError) as error:
-                raise UserError(f"{path} is not a whole safetensors file ({error}); fetch or save it again.") from None
-        yield without_redundant(stored, directory, config)
+                raise UserError(
+                    f"{path} is not a complete safetensors file ({error}); download or save it again."
+                ) from None
+        yield drop_redundant(stored, directory, config)
 
 
 def weight_files(directory: Path) -> list[Path]:
@@ -202,23 +205,26 @@ def weight_files(directory: Path) -> list[Path]:
     if not index.is_file():
         if any(directory.glob("*.bin")) or any(directory.glob("*.pt*")):
             raise UserError(
-                f"{directory} has pickled weights only, which can run code; convert them to safetensors first."
+                f"{directory} has only pickled weights, which can run code; convert them to safetensors first."
             )
-        raise UserError(f"{directory} has no model.safetensors; fetch or save the checkpoint again.")
+        raise UserError(f"{directory} has no model.safetensors; download or save the checkpoint again.")
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
     except (OSError, ValueError, KeyError, AttributeError, TypeError):
-        raise UserError(f"{index} is not a readable index of shards; fetch or save the checkpoint again.") from None
+        raise UserError(f"{index} is not a readable index of shards; download or save the checkpoint again.") from None
     missing = [name for name in names if not (directory / name).is_file()]
     if missing:
-        raise UserError(f"{directory} lacks {listed(missing)}; fetch the checkpoint again.")
+        raise UserError(f"{directory} lacks {join_names(missing)}; download the checkpoint again.")
     return [directory / name for name in names]
 
 
-def without_redundant(
+def drop_redundant(
     stored: dict[str, StoredTensor], directory: Path | str, config: ModelConfig
 ) -> dict[str, StoredTensor]:
-    """Leave out what our model has no tensor for because it changes nothing, having looked that it changes nothing."""
+    """Drop what our model does not need: zero biases, a copy of a tied head, rotary tables of old files.
+
+    Raises `UserError` when such a bias is not zero or such a head is not a copy.
+    """
     zeros = zero_tensors(read_json(Path(directory))["model_type"], config)
     shapes = {name: tensor for name, tensor in stored.items() if name in zeros}
     check_match(zeros, shapes, directory)
@@ -226,40 +232,36 @@ def without_redundant(
         if stored[name].read().any():
             raise UserError(f"{directory}: {name} is not zero, and this decoder has no such bias.")
     head, embedding = stored.get("lm_head.weight"), stored.get("model.embed_tokens.weight")
-    copies = set()
+    dropped = {*zeros}
     if config.tie_word_embeddings and head is not None:
         if embedding is None or head.shape != embedding.shape or not head.read().equal(embedding.read()):
             raise UserError(
-                f"{directory} says tie_word_embeddings but has another lm_head; set it to false in config.json."
+                f"{directory} has tie_word_embeddings true but an lm_head that differs from the embedding; "
+                f"set it to false in config.json."
             )
-        copies.add("lm_head.weight")
-    return {
-        name: tensor
-        for name, tensor in stored.items()
-        if name not in zeros
-        and name not in copies
-        and not name.endswith("rotary_emb.inv_freq")  # a table, in old files
-    }
+        dropped.add("lm_head.weight")
+    dropped |= {name for name in stored if name.endswith("rotary_emb.inv_freq")}
+    return {name: tensor for name, tensor in stored.items() if name not in dropped}
 
 
-def check_same_shape(theirs: ModelConfig, ours: ModelConfig, directory: Path | str) -> None:
-    """Raise one `UserError` that lists the fields of a directory's model that the model to fill has otherwise.
+def check_fields_match(theirs: ModelConfig, ours: ModelConfig, directory: Path | str) -> None:
+    """Raise one `UserError` that lists all fields in which a directory's model differs from the model to load it into.
 
-    Tensors alone would not tell: heads of other widths can have the same shapes.
+    Comparing tensors would not be enough: other numbers of heads can give the same shapes.
     """
     different = [
         f"{key.removeprefix('resolved_')} {getattr(theirs, key)} instead of {getattr(ours, key)}"
-        for key in SAME
+        for key in FIELDS_THAT_MUST_MATCH
         if getattr(theirs, key) != getattr(ours, key)
     ]
     if different:
         raise UserError(
-            f"{directory} is of another shape than the model to fill: {', '.join(different)}; make them equal."
+            f"the weights of {directory} do not fit this model: {', '.join(different)}; use the same values."
         )
 
 
 def check_match(expected: Mapping[str, torch.Size], stored: Mapping[str, StoredTensor], directory: Path | str) -> None:
-    """Raise one `UserError` that lists missing and unexpected tensors and those of another shape."""
+    """Raise one `UserError` that lists missing and unexpected tensors and wrong shapes."""
     missing = [name for name in expected if name not in stored]
     unexpected = [name for name in stored if name not in expected]
     wrong = [
@@ -267,12 +269,12 @@ def check_match(expected: Mapping[str, torch.Size], stored: Mapping[str, StoredT
         for name, shape in expected.items()
         if name in stored and stored[name].shape != shape
     ]
-    complaints = {"missing": missing, "unexpected": unexpected, "of another shape": wrong}
-    found = "; ".join(f"{what}: {listed(names)}" for what, names in complaints.items() if names)
+    problems = {"missing": missing, "unexpected": unexpected, "wrong shape": wrong}
+    found = "; ".join(f"{problem}: {join_names(names)}" for problem, names in problems.items() if names)
     if found:
-        raise UserError(f"{directory} does not hold the tensors of the model that config.json describes; {found}.")
+        raise UserError(f"the tensors of {directory} are not those that its config.json describes; {found}.")
 
 
-def listed(names: list[str], most: int = 8) -> str:
-    """Names, the first few of many."""
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+def join_names(names: list[str], limit: int = 8) -> str:
+    """The first names, and how many more there are."""
+    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")

@@ -1,4 +1,4 @@
-"""Shared by several rooms: the folder of test data, real trained weights as a directory, and relative error."""
+"""Fixtures that several packages share: the test data, real trained weights as a checkpoint, and relative error."""
 
 import json
 import os
@@ -12,11 +12,11 @@ import pytest
 import torch
 
 if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # read where kernels are decorated: before any test imports them
+    os.environ["TRITON_INTERPRET"] = "1"  # must be set before any test imports the kernels
 
 
 def read_llama2c(path: Path) -> tuple[dict, dict[str, np.ndarray]]:
-    """Read a llama2.c model file: the fields of a config.json, and float32 tensors under the ecosystem's names."""
+    """Read a llama2.c model file: the fields of a config.json, and float32 tensors under Hugging Face's names."""
     content = path.read_bytes()
     hidden, ffn, layers, heads, kv_heads, vocab, context = struct.unpack("<7i", content[:28])
     values, position = np.frombuffer(content, dtype="<f4", offset=28), 0
@@ -28,7 +28,7 @@ def read_llama2c(path: Path) -> tuple[dict, dict[str, np.ndarray]]:
         return values[position - int(np.prod(shape)) : position].reshape(shape)
 
     def half_split(rows: np.ndarray) -> np.ndarray:
-        """Rows of a head from pairs (2i, 2i + 1) to pairs (i, i + d/2)."""
+        """Reorder the rows of each head from pairs (2i, 2i + 1) to pairs (i, i + d/2)."""
         return rows.reshape(-1, width // 2, 2, hidden).swapaxes(1, 2).reshape(-1, hidden)
 
     tensors = {"model.embed_tokens.weight": take(vocab, hidden)}
@@ -45,8 +45,8 @@ def read_llama2c(path: Path) -> tuple[dict, dict[str, np.ndarray]]:
     }
     for name, shape in stacked.items():
         for index, tensor in enumerate(take(layers, *shape)):
-            turned = name in ("self_attn.q_proj", "self_attn.k_proj")
-            tensors[f"model.layers.{index}.{name}.weight"] = half_split(tensor) if turned else tensor
+            rotated = name in ("self_attn.q_proj", "self_attn.k_proj")
+            tensors[f"model.layers.{index}.{name}.weight"] = half_split(tensor) if rotated else tensor
     tensors["model.norm.weight"] = take(hidden)
     config = {
         "architectures": ["LlamaForCausalLM"],
@@ -69,17 +69,15 @@ def read_llama2c(path: Path) -> tuple[dict, dict[str, np.ndarray]]:
 
 @pytest.fixture(scope="session")
 def shared() -> Path:
-    """The folder of test data: real weights and tokenizers, and what they must give."""
+    """The folder of test data: real weights and tokenizers, and the outputs expected of them."""
     if not os.environ.get("PRENORM_SHARED"):
-        pytest.skip(
-            "needs the test data, and the environment variable PRENORM_SHARED names no folder that has it in data/"
-        )
+        pytest.skip("needs the test data: set the environment variable PRENORM_SHARED to a folder that has it in data/")
     return Path(os.environ["PRENORM_SHARED"]) / "data"
 
 
 @pytest.fixture(scope="session")
 def stories260k_directory(shared: Path, tmp_path_factory) -> Path:
-    """The real trained 260K model as a llama directory with its SentencePiece tokenizer."""
+    """The real trained 260K model as a llama checkpoint with its SentencePiece tokenizer."""
     from safetensors.numpy import save_file
 
     directory = tmp_path_factory.mktemp("stories260K")
@@ -93,7 +91,7 @@ def stories260k_directory(shared: Path, tmp_path_factory) -> Path:
 
 @pytest.fixture
 def relative() -> Callable[[torch.Tensor, torch.Tensor], float]:
-    """Relative L2 error of a tensor against what it should be."""
+    """Relative L2 error of a tensor against its expected value."""
 
     def error(actual: torch.Tensor, expected: torch.Tensor) -> float:
         assert actual.shape == expected.shape and torch.isfinite(actual).all()

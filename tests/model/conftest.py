@@ -1,4 +1,4 @@
-"""Small decoders with weights that exercise everything, and directories of them to change."""
+"""Small decoders with random parameters, a formula for every norm, and checkpoints to edit."""
 
 import json
 from collections.abc import Callable
@@ -25,7 +25,7 @@ SHAPE = dict(
 
 @pytest.fixture(scope="package", autouse=True)
 def one_thread():
-    """Models this small wait for their threads, much longer beside other programs than they compute."""
+    """Models this small would spend most of their time waiting for threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -34,7 +34,7 @@ def one_thread():
 
 @pytest.fixture
 def shape() -> dict[str, int]:
-    """The fields of a small configuration, under the ecosystem's names."""
+    """The fields of a small configuration, under Hugging Face's names."""
     return dict(SHAPE)
 
 
@@ -46,18 +46,56 @@ def make_config() -> Callable[..., ModelConfig]:
 
 @pytest.fixture
 def make_decoder(make_config) -> Callable[..., Decoder]:
-    """A small decoder none of whose parameters is at its initial value: gains near 1, biases and weights off zero."""
+    """A small decoder with random parameters: vectors and scalars near 1, biases and matrices near 0."""
 
     def make(seed: int = 5, **changes) -> Decoder:
         decoder = Decoder(make_config(**changes), seed=None)
         generator = torch.Generator().manual_seed(seed)
         for name, parameter in decoder.named_parameters():
             drawn = torch.randn(parameter.shape, generator=generator)
-            gain = parameter.ndim == 1 and name.endswith("weight")
-            parameter.data = drawn * (0.3 if parameter.ndim == 1 else 0.12) + (1.0 if gain else 0.02)
+            near_one = parameter.ndim < 2 and not name.endswith("bias")
+            parameter.data = drawn * (0.3 if parameter.ndim < 2 else 0.12) + (1.0 if near_one else 0.02)
         return decoder
 
     return make
+
+
+def mean_square(x: torch.Tensor) -> torch.Tensor:
+    return (x**2).mean(-1, keepdim=True)
+
+
+def layer_norm(x: torch.Tensor, eps: float) -> torch.Tensor:
+    centered = x - x.mean(-1, keepdim=True)
+    return centered / (mean_square(centered) + eps).sqrt()
+
+
+# Each norm of float64 rows x, before weight and bias; a norm without a formula here fails its tests.
+NORM_FORMULAS = {
+    "rms": lambda x, config, tensors: x / (mean_square(x) + config.norm_eps).sqrt(),
+    "layer": lambda x, config, tensors: layer_norm(x, config.norm_eps),
+    "center": lambda x, config, tensors: x - x.mean(-1, keepdim=True),
+    "prms": lambda x, config, tensors: x / (mean_square(x[..., :3]) + config.norm_eps).sqrt(),  # 3 is 48 / 16
+    "l2": lambda x, config, tensors: x / ((x**2).sum(-1, keepdim=True).sqrt() + config.norm_eps),
+    "group": lambda x, config, tensors: torch.cat(
+        [layer_norm(slice, config.norm_eps) for slice in x.split(6, -1)],  # 6 is 48 / 8
+        dim=-1,
+    ),
+    "batch": lambda x, config, tensors: (
+        (x - tensors["running_mean"]) / (tensors["running_var"] + config.norm_eps).sqrt()  # in evaluation
+    ),
+    "dyt": lambda x, config, tensors: 1 - 2 / (1 + (2 * tensors["alpha"] * x).exp()),
+    "none": lambda x, config, tensors: x,
+}
+
+
+@pytest.fixture
+def norm_formula() -> Callable[..., torch.Tensor]:
+    """The configured norm of float64 rows (..., 48), from the norm's tensors by name: independent of model/norm.py."""
+
+    def norm(x: torch.Tensor, config: ModelConfig, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+        return NORM_FORMULAS[config.norm](x, config, tensors) * tensors.get("weight", 1) + tensors.get("bias", 0)
+
+    return norm
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""ModelConfig: what it refuses, and the arithmetic that must hold without building a model."""
+"""ModelConfig: which values it refuses, and counts that must equal those of the real modules."""
 
 import dataclasses
 import json
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from errors import UserError
-from model.config import ModelConfig, flops_per_token, num_parameters
+from model.config import NORMS, ModelConfig, flops_per_token, num_parameters
 from model.decoder import Decoder
 
 LLAMA3 = {
@@ -26,7 +26,7 @@ def test_configuration_and_families_import_no_torch():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_defaults_make_a_model_of_four_million_parameters():
+def test_the_default_model_has_four_million_parameters():
     assert num_parameters(ModelConfig()) == 4_000_000
 
 
@@ -46,26 +46,26 @@ def test_defaults_make_a_model_of_four_million_parameters():
         ({"norm": ["rms"]}, "must be rms, layer, "),
         ({"norm_eps": 0.0}, "norm_eps is 0.0"),
         ({"rope_theta": float("inf")}, "rope_theta is inf"),
-        ({"rope_scaling": {"rope_type": "yarn"}}, "'yarn' is not known here"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "'yarn' is not supported"),
         ({"rope_scaling": {**LLAMA3, "factor": None}}, "factor None"),
         ({"rope_scaling": {**LLAMA3, "high_freq_factor": 1.0}}, "high_freq_factor above"),
     ],
 )
-def test_a_shape_that_cannot_work_is_one_sentence_with_the_mend(make_config, changes, words):
+def test_an_impossible_configuration_is_an_error_that_says_how_to_fix_it(make_config, changes, words):
     with pytest.raises(UserError, match=words):
         make_config(**changes)
 
 
-def test_the_width_that_a_refusal_suggests_works(make_config):
+def test_the_hidden_size_that_an_error_suggests_is_accepted(make_config):
     make_config(hidden_size=60)
 
 
-def test_a_configuration_goes_through_json_unchanged(make_config):
+def test_a_configuration_survives_json_unchanged(make_config):
     config = make_config(rope_scaling=LLAMA3, head_dim=4)
     assert ModelConfig(**json.loads(json.dumps(dataclasses.asdict(config)))) == config
 
 
-def test_a_head_dim_that_is_implied_makes_no_other_configuration(make_config):
+def test_writing_the_default_head_dim_explicitly_gives_an_equal_configuration(make_config):
     assert make_config(head_dim=8) == make_config() and make_config(head_dim=8).head_dim is None
     assert make_config(head_dim=8).resolved_head_dim == 8
     assert make_config(head_dim=10) != make_config() and make_config(head_dim=10).head_dim == 10
@@ -74,8 +74,7 @@ def test_a_head_dim_that_is_implied_makes_no_other_configuration(make_config):
 @pytest.mark.parametrize(
     "changes",
     [
-        {},
-        {"norm": "layer"},
+        *({"norm": norm} for norm in NORMS),
         {"norm": "layer", "norm_bias": False},
         {"norm_bias": False},
         {"attention_bias": True, "qk_norm": True},
@@ -83,12 +82,12 @@ def test_a_head_dim_that_is_implied_makes_no_other_configuration(make_config):
     ],
 )
 @pytest.mark.parametrize("embedding", [True, False])
-def test_parameters_counted_by_arithmetic_are_those_of_the_module(make_config, changes, embedding):
+def test_num_parameters_of_a_configuration_equals_that_of_the_module(make_config, changes, embedding):
     config = make_config(**changes)
     assert num_parameters(config, embedding) == Decoder(config, seed=None).num_parameters(embedding)
 
 
-def test_all_parameters_of_the_module_are_counted(make_config):
+def test_num_parameters_of_a_module_counts_all_its_parameters(make_config):
     decoder = Decoder(make_config(tie_word_embeddings=False), seed=None)
     assert decoder.num_parameters() == sum(parameter.numel() for parameter in decoder.parameters())
     vocabulary = 2 * decoder.config.vocab_size * decoder.config.hidden_size

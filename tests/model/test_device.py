@@ -1,4 +1,4 @@
-"""Devices: what `auto` takes, and the rule for bfloat16, which is asked of the device and not measured."""
+"""Devices: what `auto` chooses, which devices are fast at bfloat16, the number of threads, and peak FLOP/s."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from model.device import choose_device, choose_inference_dtype, fast_at_bfloat16
 CPU = torch.device("cpu")
 
 
-def test_a_device_that_is_not_here_is_a_sentence():
+def test_a_device_that_this_machine_lacks_is_a_user_error():
     for name in ("cuda:99", "toaster"):
         with pytest.raises(UserError, match=f"--device {name} cannot be used here"):
             choose_device(name)
@@ -21,13 +21,13 @@ def test_a_device_that_is_not_here_is_a_sentence():
 
 
 @pytest.mark.parametrize("name", ["meta", "xla", "hpu:1"])
-def test_a_device_of_a_type_that_models_do_not_run_on_is_a_sentence(name):
-    with pytest.raises(UserError, match=f"--device {name} is of no type that models run on; use auto, cpu, cuda"):
+def test_a_type_of_device_that_models_cannot_run_on_is_a_user_error(name):
+    with pytest.raises(UserError, match=f"--device {name}: models run on cpu, cuda or mps only; use one of these"):
         choose_device(name)
 
 
 @pytest.mark.parametrize(("cuda", "mps", "name"), [(True, True, "cuda"), (False, True, "mps"), (False, False, "cpu")])
-def test_auto_takes_cuda_before_mps_before_the_cpu(monkeypatch, cuda, mps, name):
+def test_auto_chooses_cuda_before_mps_before_the_cpu(monkeypatch, cuda, mps, name):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: mps)
     monkeypatch.setattr(torch, "empty", lambda *_, **__: None)
@@ -41,7 +41,7 @@ def test_a_cpu_is_fast_at_bfloat16_with_either_kind_of_instruction(monkeypatch, 
     assert fast_at_bfloat16(CPU) is (avx512 or amx)
 
 
-def test_a_torch_that_does_not_say_is_not_fast_at_bfloat16(monkeypatch):
+def test_a_cpu_is_not_fast_at_bfloat16_where_torch_cannot_tell(monkeypatch):
     monkeypatch.delattr(torch.cpu, "_is_avx512_bf16_supported", raising=False)
     monkeypatch.delattr(torch.cpu, "_is_amx_tile_supported", raising=False)
     assert fast_at_bfloat16(CPU) is False
@@ -55,20 +55,20 @@ def test_cuda_is_fast_at_bfloat16_from_compute_capability_8_on(monkeypatch, capa
 
 
 @pytest.mark.parametrize("native", [True, False])
-def test_on_a_cpu_auto_takes_bfloat16_where_it_is_both_stored_and_native(monkeypatch, native):
+def test_auto_on_a_cpu_is_bfloat16_only_where_the_weights_are_and_the_cpu_is_fast_at_it(monkeypatch, native):
     monkeypatch.setattr(device_module, "fast_at_bfloat16", lambda _: native)
     assert choose_inference_dtype("auto", CPU, torch.bfloat16) == (torch.bfloat16 if native else torch.float32)
     assert choose_inference_dtype("auto", CPU, torch.float32) == torch.float32
     assert choose_inference_dtype("float16", CPU, torch.float32) == torch.float16
 
 
-def test_on_cuda_auto_takes_bfloat16_from_compute_capability_8_on(monkeypatch):
+def test_auto_on_cuda_is_bfloat16_from_compute_capability_8_on(monkeypatch):
     for capability, dtype in (((7, 5), torch.float16), ((8, 0), torch.bfloat16), ((9, 0), torch.bfloat16)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, capability=capability: capability)
         assert choose_inference_dtype("auto", torch.device("cuda"), torch.float32) == dtype
 
 
-def test_a_small_step_gets_one_thread_and_the_others_come_back_also_after_an_error():
+def test_a_small_step_uses_one_thread_and_the_number_is_restored_even_after_an_error():
     before, threads = torch.get_num_threads(), []
     torch.set_num_threads(2)
     decoder = Decoder(ModelConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1))
@@ -83,7 +83,7 @@ def test_a_small_step_gets_one_thread_and_the_others_come_back_also_after_an_err
     torch.set_num_threads(before)
 
 
-def test_the_peak_is_known_for_devices_in_the_table_alone(monkeypatch):
+def test_the_peak_is_known_only_for_devices_in_the_table(monkeypatch):
     names = {
         "NVIDIA H200": 989e12,
         "NVIDIA L4": 121e12,

@@ -1,4 +1,4 @@
-"""Which config.json can be read, and what is said of those that cannot."""
+"""Which config.json can be read, and the error for each that cannot."""
 
 import json
 
@@ -9,7 +9,7 @@ from model.decoder import Decoder
 from model.pretrained import load_config, save_pretrained
 
 REFUSED = {
-    "another model": ({"model_type": "gpt2"}, "model_type 'gpt2' is not one of those that can be read: llama"),
+    "another model": ({"model_type": "gpt2"}, "model_type 'gpt2' cannot be read; supported are llama"),
     "no model type": ({"model_type": None}, "model_type None"),
     "another activation": ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
     "biases in the MLP": ({"mlp_bias": True}, "mlp_bias is True"),
@@ -43,7 +43,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("changes", "words"), REFUSED.values(), ids=REFUSED.keys())
-def test_a_configuration_that_would_compute_something_else_is_refused(saved, changes, words, edit_config):
+def test_a_model_that_computes_another_function_is_refused(saved, changes, words, edit_config):
     directory = saved()
     edit_config(directory, without=("rope_scaling", "rope_parameters"))
     edit_config(directory, **changes)
@@ -64,7 +64,7 @@ def test_a_configuration_that_would_compute_something_else_is_refused(saved, cha
         ("stablelm", "partial_rotary_factor", "partial_rotary_factor is 0.25"),  # the family's default
     ],
 )
-def test_a_missing_key_is_never_guessed(saved, model_type, key, words, edit_config):
+def test_a_missing_key_is_an_error_or_the_default_of_the_family(saved, model_type, key, words, edit_config):
     directory = saved(max_position_embeddings=8192)
     edit_config(directory, without=(key,), model_type=model_type)
     with pytest.raises(UserError, match=words):
@@ -72,7 +72,7 @@ def test_a_missing_key_is_never_guessed(saved, model_type, key, words, edit_conf
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3", "mistral", "stablelm", "prenorm"])
-def test_any_value_of_any_key_is_read_or_refused_in_a_sentence(saved, model_type, edit_config):
+def test_every_value_of_every_key_is_read_or_a_one_line_user_error(saved, model_type, edit_config):
     directory = saved(norm="layer", qk_norm=True) if model_type == "prenorm" else saved()
     edit_config(directory, model_type=model_type, sliding_window=None, partial_rotary_factor=1.0)
     if model_type != "prenorm":
@@ -89,7 +89,7 @@ def test_any_value_of_any_key_is_read_or_refused_in_a_sentence(saved, model_type
             (directory / "config.json").write_text(original)
 
 
-def test_windows_that_hide_nothing_are_read(saved, edit_config):
+def test_sliding_windows_that_hide_no_token_are_accepted(saved, edit_config):
     directory = saved()
     edit_config(directory, model_type="mistral", sliding_window=64)
     load_config(directory)
@@ -105,7 +105,7 @@ def test_a_llama_without_num_key_value_heads_has_as_many_as_query_heads(saved, e
 
 @pytest.mark.parametrize("norm", ["rms", "layer"])
 @pytest.mark.parametrize("qk_norm", [False, True])
-def test_a_configuration_with_an_implied_head_dim_comes_back_equal(make_config, tmp_path, norm, qk_norm):
+def test_a_configuration_with_the_default_head_dim_is_read_back_equal(make_config, tmp_path, norm, qk_norm):
     config = make_config(head_dim=8, norm=norm, qk_norm=qk_norm)
     save_pretrained(Decoder(config), tmp_path)
     assert load_config(tmp_path) == config

@@ -1,34 +1,130 @@
-"""The norms that are there to be compared with: one token at a time, or, for BatchNorm, not."""
+"""Every norm of `NORMS`: its parameters, its values and gradients against a formula, its dtypes; and BatchNorm."""
+
+import subprocess
+import sys
 
 import pytest
 import torch
+import tyro
 
-from model.config import NORMS
-from model.norm import UNFUSED, Norm
-
-OTHERS = [*UNFUSED, "batch"]
-
-
-def made(make_config, norm, **changes):
-    """A norm with random gain and bias."""
-    module, generator = Norm(make_config(norm=norm, **changes)), torch.Generator().manual_seed(4)
-    for parameter in module.parameters():
-        parameter.data = torch.randn(parameter.shape, generator=generator) + 0.5
-    return module
+from model.config import NORMS, ModelConfig, num_norm_parameters
+from model.decoder import Decoder
+from model.norm import Norm, is_norm_parameter
 
 
-@pytest.mark.parametrize("norm", OTHERS)
-def test_the_stream_is_the_rounded_sum_and_the_output_has_the_dtype_of_x(make_config, norm):
+@pytest.fixture
+def make_norm(make_config):
+    """A norm with random parameters."""
+
+    def make(norm, **changes):
+        module, generator = Norm(make_config(norm=norm, **changes)), torch.Generator().manual_seed(4)
+        for parameter in module.parameters():
+            parameter.data = torch.randn(parameter.shape, generator=generator) + 0.5
+        return module
+
+    return make
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_values_and_gradients_equal_those_of_the_float64_formula(make_norm, make_config, norm_formula, relative, norm):
+    """Tolerance: rounding of float32, more where three elements alone give the statistic, which may all be small."""
+    module, generator = make_norm(norm).eval(), torch.Generator().manual_seed(6)
+    for buffer in module.buffers():
+        buffer.copy_(torch.rand(buffer.shape, generator=generator) + 0.5)
+    x, residual, dy, ds = (torch.randn(2, 9, 48, generator=generator) + 0.3 for _ in range(4))
+    x.requires_grad_(), residual.requires_grad_()
+    y, s = module(x, residual)
+    torch.autograd.backward((y, s), (dy, ds))
+
+    exact_x, exact_residual = (t.detach().double().requires_grad_() for t in (x, residual))
+    tensors = {name: t.detach().double().requires_grad_() for name, t in module.state_dict().items()}
+    exact_s = exact_x + exact_residual
+    exact_y = norm_formula(exact_s, make_config(norm=norm), tensors)
+    torch.autograd.backward((exact_y, exact_s), (dy.double(), ds.double()))
+
+    pairs = {
+        "y": (y, exact_y),
+        "s": (s, exact_s),
+        "x": (x.grad, exact_x.grad),
+        "residual": (residual.grad, exact_residual.grad),
+    }
+    pairs |= {name: (parameter.grad, tensors[name].grad) for name, parameter in module.named_parameters()}
+    errors = {name: relative(found.detach(), expected.detach()) for name, (found, expected) in pairs.items()}
+    assert max(errors.values()) < (1e-5 if norm == "prms" else 1e-6), errors
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("norm", NORMS)
+def test_the_output_has_the_dtype_of_x_and_the_stream_is_the_rounded_sum(make_norm, norm, dtype):
     generator = torch.Generator().manual_seed(2)
-    x, residual = (torch.randn(2, 3, 48, generator=generator).bfloat16() for _ in range(2))
-    y, s = made(make_config, norm)(x, residual)
-    assert y.dtype == torch.bfloat16 and torch.equal(s, x + residual)
-    alone, same = made(make_config, norm)(s)
-    assert torch.equal(alone, y) and same is s
+    x, residual = (torch.randn(2, 3, 48, generator=generator).to(dtype) for _ in range(2))
+    module = make_norm(norm)
+    y, s = module(x, residual)
+    assert y.dtype == dtype and torch.equal(s, x + residual)
+    y_of_sum, same = make_norm(norm)(s)
+    assert torch.equal(y_of_sum, y) and same is s
+    y, _ = module(x.requires_grad_(), residual)
+    y.float().sum().backward()
+    assert x.grad.dtype == dtype
+    assert {parameter.grad.dtype for parameter in module.parameters()} <= {torch.float32}
 
 
-@pytest.mark.parametrize("norm", [*NORMS])
-def test_only_batchnorm_looks_at_other_tokens_and_only_in_training(make_decoder, norm):
+@pytest.mark.parametrize("norm_bias", [True, False])
+@pytest.mark.parametrize("norm", NORMS)
+def test_a_norm_has_the_parameters_of_its_row_at_their_initial_values(make_config, norm, norm_bias):
+    row = {parameter.name: parameter for parameter in NORMS[norm] if norm_bias or parameter.name != "bias"}
+    decoder = Decoder(make_config(norm=norm, norm_bias=norm_bias, norm_placement="sandwich"), seed=3)
+    norms = [module for module in decoder.modules() if isinstance(module, Norm)]
+    assert len(norms) == decoder.config.num_norms == 3 * 4 + 1
+    for module in norms:
+        parameters = dict(module.named_parameters())
+        assert parameters.keys() == row.keys()
+        for name, parameter in parameters.items():
+            assert parameter.shape == ((48,) if row[name].per_channel else ())
+            assert (parameter == row[name].initial).all()
+
+
+@pytest.mark.parametrize("placement", ["pre", "post", "sandwich"])
+@pytest.mark.parametrize("norm", NORMS)
+def test_parameters_of_norms_are_counted_and_recognized_by_name(make_config, norm, placement):
+    config = make_config(norm=norm, norm_placement=placement, qk_norm=True, attention_bias=True)
+    decoder = Decoder(config, seed=None)
+    of_norms = {id(p) for module in decoder.modules() if isinstance(module, Norm) for p in module.parameters()}
+    for name, parameter in decoder.named_parameters():
+        assert is_norm_parameter(name) == is_norm_parameter(f"model.{name}") == (id(parameter) in of_norms), name
+    assert all(is_norm_parameter(name) for name, _ in decoder.named_buffers() if "norm" in name)
+    assert num_norm_parameters(config) == sum(p.numel() for p in decoder.parameters() if id(p) in of_norms)
+
+
+def test_names_of_other_tensors_are_not_taken_for_norm_parameters():
+    for name in ("", "norm", "norm.weight.x", "layers.0.mlp.norm.weight", "layers.x.input_layernorm.weight"):
+        assert not is_norm_parameter(name)
+
+
+def test_dyt_starts_as_tanh_of_half_its_input_with_one_more_parameter_than_layer(make_config):
+    decoder = Decoder(make_config(norm="dyt"))
+    x = torch.linspace(-4, 4, 48)
+    assert torch.equal(decoder.norm(x)[0], torch.tanh(0.5 * x))
+    assert all(module.alpha.shape == () for module in decoder.modules() if isinstance(module, Norm))
+    assert num_norm_parameters(decoder.config) == num_norm_parameters(make_config(norm="layer")) + 7 == 7 * (48 * 2 + 1)
+
+
+def test_a_row_without_a_function_is_an_error_at_import():
+    code = "import model.config; model.config.NORMS['absent'] = (); import model.norm"
+    result = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+    assert "has no attribute 'absent'" in result.stderr
+
+
+def test_the_help_text_names_every_norm(capsys):
+    with pytest.raises(SystemExit):
+        tyro.cli(ModelConfig, args=["--help"])
+    words = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    for norm in NORMS:
+        assert f"{norm}:" in words, norm
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_only_batchnorm_depends_on_other_tokens_and_only_in_training(make_decoder, norm):
     decoder = make_decoder(norm=norm)
     tokens = torch.randint(97, (2, 12), generator=torch.Generator().manual_seed(1))
     changed = tokens.clone()
@@ -38,13 +134,13 @@ def test_only_batchnorm_looks_at_other_tokens_and_only_in_training(make_decoder,
         with torch.no_grad():
             return not torch.equal(decoder(tokens)[:, :7], decoder(changed)[:, :7])
 
-    assert decoder.training and leaks() == (norm == "batch")  # a token of the future alters the past: no language model
+    assert decoder.training and leaks() == (norm == "batch")  # later tokens change earlier outputs
     decoder.eval()
     assert not leaks()
 
 
-def test_batchnorm_keeps_running_averages_in_training_alone(make_config, relative):
-    module, generator = made(make_config, "batch"), torch.Generator().manual_seed(3)
+def test_batchnorm_updates_running_averages_only_in_training(make_norm, relative):
+    module, generator = make_norm("batch"), torch.Generator().manual_seed(3)
     x = torch.randn(4, 9, 48, generator=generator) * 2 + 1
     for _ in range(80):
         y, _ = module(x)
@@ -61,7 +157,7 @@ def test_batchnorm_keeps_running_averages_in_training_alone(make_config, relativ
     assert {"running_mean", "running_var"} <= module.state_dict().keys()
 
 
-def test_eps_outside_the_root_is_the_same_norm_to_rounding(relative):
+def test_eps_outside_the_root_gives_almost_the_same_norm(relative):
     x = torch.randn(50, 64, generator=torch.Generator().manual_seed(5), dtype=torch.float64) + 0.3
     rms = x.square().mean(-1, keepdim=True).sqrt()
     inside, outside = x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt(), x / (rms + 1e-6 / 2)

@@ -1,15 +1,15 @@
-"""The norm switch changes the norm and nothing else."""
+"""`--norm` changes the norm and nothing else."""
 
 import pytest
 import torch
 
 import kernels
-from model.config import NORMS, ModelConfig
+from model.config import ModelConfig
 from model.decoder import Decoder
-from model.norm import UNFUSED, Norm, is_norm_parameter
+from model.norm import Norm
 
 
-def arms(make_config, **changes):
+def decoders(make_config, **changes):
     return {
         name: Decoder(make_config(**changes), seed=3)
         for name, changes in {
@@ -21,8 +21,8 @@ def arms(make_config, **changes):
 
 
 @pytest.mark.parametrize("changes", [{}, {"attention_bias": True, "qk_norm": True, "tie_word_embeddings": False}])
-def test_every_shared_parameter_starts_bit_equal_and_the_rest_belongs_to_norms(make_config, changes):
-    states = {name: decoder.state_dict() for name, decoder in arms(make_config, **changes).items()}
+def test_shared_parameters_start_bit_equal_and_all_others_are_biases_of_norms(make_config, changes):
+    states = {name: decoder.state_dict() for name, decoder in decoders(make_config, **changes).items()}
     for state in states.values():
         for name in state.keys() & states["rms"].keys():
             assert torch.equal(state[name], states["rms"][name])
@@ -33,12 +33,12 @@ def test_every_shared_parameter_starts_bit_equal_and_the_rest_belongs_to_norms(m
     assert not states["rms"].keys() - states["layer"].keys()
 
 
-def test_arms_differ_in_what_they_compute(make_config, tokens):
-    rms, layer, _ = (decoder(tokens) for decoder in arms(make_config, initializer_range=0.2).values())
+def test_decoders_with_different_norms_compute_different_functions(make_config, tokens):
+    rms, layer, _ = (decoder(tokens) for decoder in decoders(make_config, initializer_range=0.2).values())
     assert (rms - layer).norm() / layer.norm() > 0.01
 
 
-def test_on_rows_of_zero_mean_the_arms_agree(make_config, relative):
+def test_rms_and_layer_agree_on_rows_with_zero_mean(make_config, relative):
     x = torch.randn(4, 48)
     x -= x.mean(-1, keepdim=True)
     outputs = []
@@ -53,7 +53,7 @@ def test_on_rows_of_zero_mean_the_arms_agree(make_config, relative):
         assert relative(output, outputs[0]) < 1e-6
 
 
-def test_making_a_decoder_draws_nothing_from_the_global_generator(make_config):
+def test_making_a_decoder_does_not_advance_the_global_generator(make_config):
     torch.manual_seed(1)
     expected = torch.rand(3)
     torch.manual_seed(1)
@@ -61,8 +61,8 @@ def test_making_a_decoder_draws_nothing_from_the_global_generator(make_config):
     assert torch.equal(torch.rand(3), expected)
 
 
-def test_each_parameter_is_independent_of_the_others(make_config):
-    """More layers, another vocabulary or more options leave layer 0 as it was, but for the scale of its outputs."""
+def test_initial_values_do_not_depend_on_other_parameters(make_config):
+    """More layers, another vocabulary and more options do not change layer 0, except the scale of its outputs."""
     first = Decoder(make_config(), seed=3).state_dict()
     other = make_config(num_hidden_layers=12, vocab_size=50, attention_bias=True, qk_norm=True, norm="layer")
     second = Decoder(other, seed=3).state_dict()
@@ -73,7 +73,7 @@ def test_each_parameter_is_independent_of_the_others(make_config):
             assert torch.equal(second[name], first[name])
 
 
-def test_parameters_of_one_shape_and_of_other_seeds_differ(make_config):
+def test_initial_values_differ_between_layers_and_between_seeds(make_config):
     config = make_config()
     state, other = Decoder(config, seed=3).state_dict(), Decoder(config, seed=4).state_dict()
     name = "layers.{}.mlp.gate_up_proj.weight"
@@ -83,8 +83,8 @@ def test_parameters_of_one_shape_and_of_other_seeds_differ(make_config):
             assert abs(torch.corrcoef(torch.stack((a.flatten(), b.flatten())))[0, 1]) < 0.05  # 7680 values: 4.4 sigma
 
 
-def test_initial_weights_are_normal_with_the_documented_deviation():
-    """A sample's standard deviation scatters by 1/sqrt(2n), its mean by std/sqrt(n): five of those."""
+def test_initial_weights_are_normal_with_the_documented_standard_deviation():
+    """Tolerance: five standard errors, std/sqrt(2n) of the standard deviation and std/sqrt(n) of the mean."""
     config = ModelConfig(num_hidden_layers=8, attention_bias=True, qk_norm=True, norm="layer", initializer_range=0.03)
     for name, parameter in Decoder(config, seed=9).named_parameters():
         if parameter.ndim == 1:
@@ -96,18 +96,3 @@ def test_initial_weights_are_normal_with_the_documented_deviation():
         assert abs(parameter.mean().item()) < 5 * expected / count**0.5
         kurtosis = ((parameter / parameter.std()) ** 4).mean().item()
         assert abs(kurtosis - 3) < 5 * (24 / count) ** 0.5
-
-
-def test_every_norm_of_the_table_has_its_arithmetic():
-    assert set(NORMS) == {*kernels.NORM_KINDS, *UNFUSED, "batch"}
-
-
-@pytest.mark.parametrize("norm", NORMS)
-def test_norm_parameters_are_those_of_the_switched_norms_by_both_spellings(make_config, norm):
-    decoder = Decoder(make_config(norm=norm, qk_norm=True, attention_bias=True), seed=None)
-    switched = {id(p) for module in decoder.modules() if isinstance(module, Norm) for p in module.parameters()}
-    for name, parameter in decoder.named_parameters():
-        assert is_norm_parameter(name) == is_norm_parameter(f"model.{name}") == (id(parameter) in switched), name
-    assert len(switched) == 7 * len(NORMS[norm])
-    for name in ("", "norm", "norm.weight.x", "layers.0.mlp.norm.weight", "layers.x.input_layernorm.weight"):
-        assert not is_norm_parameter(name)

@@ -1,14 +1,17 @@
-"""Directories on disk: what is written, and that it comes back."""
+"""Checkpoint directories: what is written, and that it is read back exactly."""
+
+import json
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from errors import UserError
-from model.pretrained import load_pretrained, plain_tensors, save_pretrained
+from model.config import NORMS
+from model.pretrained import load_pretrained, save_pretrained, unpacked_tensors
 
 
-def test_packed_matrices_are_plain_on_disk_with_the_rows_in_order(make_decoder, saved):
+def test_packed_matrices_are_unpacked_in_files_with_their_rows_in_order(make_decoder, saved):
     decoder = make_decoder(attention_bias=True)
     tensors = load_file(saved(attention_bias=True) / "model.safetensors")
     attention, mlp = decoder.layers[1].self_attn, decoder.layers[1].mlp
@@ -23,18 +26,32 @@ def test_packed_matrices_are_plain_on_disk_with_the_rows_in_order(make_decoder, 
     assert "lm_head.weight" not in tensors
 
 
-def test_plain_tensors_are_views_that_write_through(make_decoder):
+def test_writing_to_unpacked_tensors_writes_to_the_packed_ones(make_decoder):
     decoder = make_decoder()
     with torch.no_grad():
-        for tensor in plain_tensors(decoder.state_dict(), decoder.config).values():
+        for tensor in unpacked_tensors(decoder.state_dict(), decoder.config).values():
             tensor.fill_(7)
     assert all((parameter == 7).all() for parameter in decoder.parameters())
 
 
-def test_saving_again_into_the_same_directory_replaces_what_was_there(make_decoder, saved, tokens):
+def test_saving_again_into_the_same_directory_replaces_the_weights(make_decoder, saved, tokens):
     directory, other = saved(), make_decoder(seed=99)
     save_pretrained(other, directory)
     assert torch.equal(load_pretrained(directory)(tokens), other(tokens))
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@torch.no_grad()
+def test_a_model_with_any_norm_is_read_back_bit_equal(make_decoder, tokens, tmp_path, norm):
+    decoder = make_decoder(norm=norm).eval()
+    save_pretrained(decoder, tmp_path)
+    model_type = {"rms": "llama", "layer": "stablelm"}.get(norm, "prenorm")
+    assert json.loads((tmp_path / "config.json").read_text())["model_type"] == model_type
+    again = load_pretrained(tmp_path).eval()
+    assert again.config == decoder.config
+    assert again.state_dict().keys() == decoder.state_dict().keys()
+    assert all(torch.equal(tensor, decoder.state_dict()[name]) for name, tensor in again.state_dict().items())
+    assert torch.equal(again(tokens), decoder(tokens))
 
 
 def test_a_file_that_cannot_be_written_is_an_os_error(make_decoder, tmp_path):
@@ -43,7 +60,7 @@ def test_a_file_that_cannot_be_written_is_an_os_error(make_decoder, tmp_path):
         save_pretrained(make_decoder(), tmp_path)
 
 
-def test_weights_of_different_precision_in_one_file_all_stay_exact(saved, edit_weights):
+def test_weights_of_different_dtypes_in_one_file_are_read_exactly(saved, edit_weights):
     directory = saved()
 
     def halve(tensors):
@@ -53,13 +70,13 @@ def test_weights_of_different_precision_in_one_file_all_stay_exact(saved, edit_w
 
     edit_weights(directory, halve)
     tensors, decoder = load_file(directory / "model.safetensors"), load_pretrained(directory)
-    for name, tensor in plain_tensors(decoder.state_dict(), decoder.config).items():
+    for name, tensor in unpacked_tensors(decoder.state_dict(), decoder.config).items():
         assert torch.equal(tensor.float(), tensors[name].float())
     assert decoder.layers[0].mlp.down_proj.weight.dtype == torch.bfloat16
     assert decoder.layers[0].self_attn.qkv_proj.weight.dtype == torch.float32
 
 
-def test_loaded_parameters_are_trained_by_the_gradients_of_those_that_were_saved(make_decoder, saved, tokens):
+def test_a_loaded_model_has_the_gradients_of_the_saved_one(make_decoder, saved, tokens):
     loaded, original = load_pretrained(saved()), make_decoder()
     upstream = torch.randn(tokens.shape, generator=torch.Generator().manual_seed(7))
     for decoder in (loaded, original):
@@ -69,16 +86,16 @@ def test_loaded_parameters_are_trained_by_the_gradients_of_those_that_were_saved
     assert all(torch.equal(parameter.grad, expected[name]) for name, parameter in loaded.named_parameters())
 
 
-def test_a_tied_checkpoint_that_also_holds_the_head_opens_when_the_two_are_equal(saved, edit_weights):
+def test_a_head_in_a_tied_checkpoint_must_equal_the_embedding(saved, edit_weights):
     directory = saved()
     edit_weights(directory, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
     assert load_pretrained(directory).lm_head is None
     edit_weights(directory, lambda t: t["lm_head.weight"].add_(1))
-    with pytest.raises(UserError, match="another lm_head"):
+    with pytest.raises(UserError, match="an lm_head that differs from the embedding"):
         load_pretrained(directory)
 
 
-def test_tables_of_rotary_frequencies_in_old_files_are_passed_over(saved, edit_weights):
+def test_tables_of_rotary_frequencies_in_old_files_are_ignored(saved, edit_weights):
     directory = saved()
     edit_weights(directory, lambda t: t.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}))
     load_pretrained(directory)

@@ -1,6 +1,6 @@
-"""Real trained weights: logits, continuations and losses of the 260K TinyStories model.
+"""Real trained weights: logits, greedy continuations and losses of the 260K TinyStories model.
 
-The expected figures come from another implementation and are written with five or six decimals. Tolerance: half a unit
+The expected numbers come from another implementation and have five or six decimals. Tolerance: half a unit
 of the last decimal plus float32 noise of logits of about 10 through five layers (2e-6 relative, 2e-5 absolute).
 """
 
@@ -17,19 +17,19 @@ LOGIT, LOSS = 3e-5, 3e-6
 
 @pytest.fixture(scope="module")
 def golden(shared):
-    """What the model must give."""
+    """The expected outputs."""
     return json.loads((shared / "stories260K" / "golden.json").read_text())
 
 
 @pytest.fixture(scope="module")
 def decoder(stories260k_directory):
-    """The model, through its ecosystem directory."""
+    """The model, loaded from a checkpoint in Hugging Face's format."""
     return load_pretrained(stories260k_directory).eval()
 
 
 @pytest.mark.parametrize("prompt", ["from_BOS", "from_prompt"])
 @torch.no_grad()
-def test_logits_after_a_prompt_are_the_known_ones(decoder, golden, prompt):
+def test_logits_after_a_prompt_are_as_expected(decoder, golden, prompt):
     known = golden[prompt]
     logits = decoder(torch.tensor([known["prompt_ids"]]))[0]
     expected = torch.tensor(known["last_prompt_logits_first8"])
@@ -42,7 +42,7 @@ def test_logits_after_a_prompt_are_the_known_ones(decoder, golden, prompt):
 
 @pytest.mark.parametrize("prompt", ["from_BOS", "from_prompt"])
 @torch.no_grad()
-def test_logits_of_the_whole_prompt_have_the_known_mean_and_deviation(decoder, golden, prompt):
+def test_logits_of_all_positions_have_the_expected_mean_and_standard_deviation(decoder, golden, prompt):
     known = golden[prompt]
     logits = decoder(torch.tensor([known["prompt_ids"]]))
     found = {"mean": logits.mean().item(), "std": logits.std().item()}
@@ -54,7 +54,7 @@ def test_logits_of_the_whole_prompt_have_the_known_mean_and_deviation(decoder, g
 
 @pytest.mark.parametrize("prompt", ["from_BOS", "from_prompt"])
 @torch.no_grad()
-def test_losses_of_the_greedy_continuation_are_the_known_ones(decoder, golden, prompt):
+def test_the_loss_of_the_greedy_continuation_is_as_expected(decoder, golden, prompt):
     ids = torch.tensor([golden[prompt]["greedy_ids"]])
     loss = decoder(ids[:, :-1], ids[:, 1:]).mean().item()
     assert loss == pytest.approx(golden[prompt]["mean_nll_of_greedy_ids"], abs=LOSS)
@@ -62,7 +62,7 @@ def test_losses_of_the_greedy_continuation_are_the_known_ones(decoder, golden, p
 
 @pytest.mark.parametrize("prompt", ["from_BOS", "from_prompt"])
 @torch.no_grad()
-def test_greedy_continuations_are_the_known_ones(decoder, golden, prompt):
+def test_greedy_continuations_are_as_expected(decoder, golden, prompt):
     known = golden[prompt]
     ids, cache = list(known["prompt_ids"]), KeyValueCache(decoder.config, 1, 256)
     step = torch.tensor([ids])

@@ -1,4 +1,4 @@
-"""Our directories opened by transformers, and theirs by us: equal logits in float32.
+"""Our checkpoints opened by transformers, and theirs opened by us: equal logits in float32.
 
 Tolerance: two orders of the same float32 sums through three layers, relative L2 of at most 2e-6.
 """
@@ -39,8 +39,8 @@ LLAMA3 = {
 }
 
 
-def theirs(directory):
-    """transformers' model of a directory; every tensor must have found its place."""
+def load_with_transformers(directory):
+    """The model that transformers loads from a directory, using every tensor and missing none."""
     model, report = transformers.AutoModelForCausalLM.from_pretrained(directory, output_loading_info=True)
     assert not any(report.values()), report
     return model.eval()
@@ -49,12 +49,12 @@ def theirs(directory):
 @torch.no_grad()
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize(("architecture", "changes"), WRITTEN.values(), ids=WRITTEN.keys())
-def test_what_we_write_gives_equal_logits_there_and_is_bit_equal_here(
+def test_a_saved_model_has_equal_logits_in_transformers_and_is_read_back_bit_equal(
     make_decoder, tokens, relative, tmp_path, architecture, changes, tied
 ):
     decoder = make_decoder(tie_word_embeddings=tied, **changes)
     save_pretrained(decoder, tmp_path)
-    model = theirs(tmp_path)
+    model = load_with_transformers(tmp_path)
     assert type(model).__name__ == architecture
     assert relative(decoder(tokens), model(tokens).logits) <= LOGITS
     again = load_pretrained(tmp_path)
@@ -65,19 +65,23 @@ def test_what_we_write_gives_equal_logits_there_and_is_bit_equal_here(
 
 @torch.no_grad()
 @pytest.mark.parametrize("changes", [{}, {"qk_norm": True}, {"norm": "layer"}], ids=["llama", "qwen3", "stablelm"])
-def test_llama3_rope_scaling_is_the_same_function_in_every_family(make_decoder, relative, tmp_path, changes):
+def test_llama3_rope_scaling_has_equal_logits_in_transformers_for_every_family(
+    make_decoder, relative, tmp_path, changes
+):
     decoder = make_decoder(rope_scaling=LLAMA3, max_position_embeddings=256, rope_theta=50000.0, **changes)
     save_pretrained(decoder, tmp_path)
     tokens = torch.randint(0, 97, (1, 256), generator=torch.Generator().manual_seed(4))
     logits = decoder(tokens)
-    assert relative(logits, theirs(tmp_path)(tokens).logits) <= LOGITS
+    assert relative(logits, load_with_transformers(tmp_path)(tokens).logits) <= LOGITS
     assert load_config(tmp_path) == decoder.config
     plain = make_decoder(max_position_embeddings=256, rope_theta=50000.0, **changes)
     assert relative(plain(tokens), logits) > 1e-3
 
 
 @pytest.mark.parametrize("changes", NO_FAMILY.values(), ids=NO_FAMILY.keys())
-def test_what_no_family_computes_is_refused_there_and_bit_equal_here(make_decoder, tokens, tmp_path, changes):
+def test_a_model_of_no_family_is_refused_by_transformers_and_read_back_bit_equal(
+    make_decoder, tokens, tmp_path, changes
+):
     decoder = make_decoder(**changes)
     save_pretrained(decoder, tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "prenorm"
@@ -88,21 +92,21 @@ def test_what_no_family_computes_is_refused_there_and_bit_equal_here(make_decode
     assert torch.equal(again(tokens), decoder(tokens))
 
 
-def test_bos_and_eos_ids_are_carried_and_null_where_there_are_none(make_decoder, tmp_path):
+def test_bos_and_eos_ids_are_written_and_null_where_there_are_none(make_decoder, tmp_path):
     save_pretrained(make_decoder(), tmp_path / "with", bos_token_id=3, eos_token_id=4)
     save_pretrained(make_decoder(norm="layer"), tmp_path / "without")
     for name, ids in {"with": (3, 4), "without": (None, None)}.items():
-        model = theirs(tmp_path / name)
+        model = load_with_transformers(tmp_path / name)
         for config in (model.config, model.generation_config):
             assert (config.bos_token_id, config.eos_token_id) == ids
 
 
-def test_opening_ours_there_logs_no_warning(make_decoder, tmp_path, caplog):
+def test_transformers_opens_our_checkpoints_without_a_warning(make_decoder, tmp_path, caplog):
     transformers.utils.logging.enable_propagation()
     try:
         for name, (_, changes) in WRITTEN.items():
             save_pretrained(make_decoder(rope_scaling=LLAMA3, **changes), tmp_path / name)
-            theirs(tmp_path / name)
+            load_with_transformers(tmp_path / name)
     finally:
         transformers.utils.logging.disable_propagation()
     assert [record.message for record in caplog.records if record.levelname != "INFO"] == []
@@ -125,7 +129,7 @@ FOREIGN = {
 
 @pytest.fixture
 def foreign(shape):
-    """A random model of transformers, with gains and biases away from their initial values."""
+    """A random model of transformers, with norm weights and biases away from their initial values."""
 
     def make(family: str, changes: dict):
         config = getattr(transformers, f"{family}Config")(**shape, **changes)
@@ -142,14 +146,16 @@ def foreign(shape):
 @torch.no_grad()
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize(("family", "changes"), FOREIGN.values(), ids=FOREIGN.keys())
-def test_what_transformers_saves_gives_equal_logits_here(foreign, tokens, relative, tmp_path, family, changes, tied):
+def test_a_model_saved_by_transformers_has_equal_logits_here(
+    foreign, tokens, relative, tmp_path, family, changes, tied
+):
     model = foreign(family, {"tie_word_embeddings": tied, **changes})
     model.save_pretrained(tmp_path)
     assert relative(load_pretrained(tmp_path)(tokens), model(tokens).logits) <= LOGITS
 
 
 @torch.no_grad()
-def test_a_checkpoint_in_shards_opens(foreign, tokens, relative, tmp_path):
+def test_a_sharded_checkpoint_has_equal_logits_here(foreign, tokens, relative, tmp_path):
     model = foreign("Qwen2", {})
     model.save_pretrained(tmp_path, max_shard_size="40KB")
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 3
@@ -157,7 +163,7 @@ def test_a_checkpoint_in_shards_opens(foreign, tokens, relative, tmp_path):
 
 
 @torch.no_grad()
-def test_a_configuration_as_transformers_4_wrote_it_opens(foreign, tokens, relative, tmp_path):
+def test_a_config_json_as_transformers_4_wrote_it_can_be_read(foreign, tokens, relative, tmp_path):
     model = foreign("Llama", {"rope_parameters": {**LLAMA3, "rope_theta": 500.0}})
     model.save_pretrained(tmp_path)
     path = tmp_path / "config.json"
@@ -171,7 +177,7 @@ def test_a_configuration_as_transformers_4_wrote_it_opens(foreign, tokens, relat
 
 
 @torch.no_grad()
-def test_half_precision_files_keep_their_dtype_and_are_equal_once_widened(foreign, tokens, relative, tmp_path):
+def test_bfloat16_weights_keep_their_dtype_and_give_equal_logits_in_float32(foreign, tokens, relative, tmp_path):
     model = foreign("Llama", {}).to(torch.bfloat16)
     model.save_pretrained(tmp_path)
     decoder = load_pretrained(tmp_path)

@@ -1,4 +1,4 @@
-"""Tensors and files that make no model of ours: each is refused in a sentence."""
+"""Tensors and files that cannot be loaded: each is a one-line error."""
 
 import json
 
@@ -16,7 +16,7 @@ def test_a_bias_on_the_attention_output_is_refused_unless_it_is_zero(saved, edit
         load_pretrained(directory)
 
 
-def test_missing_unexpected_and_misshapen_tensors_are_listed_and_long_lists_are_cut(saved, edit_weights):
+def test_missing_unexpected_and_wrongly_shaped_tensors_are_named_up_to_a_limit(saved, edit_weights):
     directory = saved()
 
     def damage(tensors):
@@ -28,14 +28,14 @@ def test_missing_unexpected_and_misshapen_tensors_are_listed_and_long_lists_are_
     edit_weights(directory, damage)
     with pytest.raises(UserError) as refusal:
         load_pretrained(directory)
-    sentence = str(refusal.value)
-    assert "missing: model.layers.0.input_layernorm.weight, " in sentence
-    assert "and 4 more; unexpected: model.extra; " in sentence
-    assert "of another shape: model.norm.weight is (7,) instead of (48,)." in sentence
+    message = str(refusal.value)
+    assert "missing: model.layers.0.input_layernorm.weight, " in message
+    assert "and 4 more; unexpected: model.extra; " in message
+    assert "wrong shape: model.norm.weight is (7,) instead of (48,)." in message
 
 
 @pytest.mark.parametrize("name", ["stray", "model.layers.0.mlp.norm.weight"])
-def test_a_tensor_of_a_strange_name_is_unexpected_and_not_dropped_as_a_norm(make_decoder, saved, name, edit_weights):
+def test_a_tensor_with_an_unknown_name_is_an_error_and_not_dropped_as_a_norm(make_decoder, saved, name, edit_weights):
     directory = saved()
     edit_weights(directory, lambda t: t.update({name: torch.zeros(2)}))
     for load in (load_pretrained, lambda directory: load_weights(make_decoder(norm="layer"), directory)):
@@ -44,11 +44,11 @@ def test_a_tensor_of_a_strange_name_is_unexpected_and_not_dropped_as_a_norm(make
 
 
 @pytest.mark.parametrize("kept", [0, 4, 200, 20_000, -1])
-def test_weights_that_are_cut_short_are_one_sentence(saved, kept):
+def test_truncated_weights_are_a_user_error(saved, kept):
     directory = saved()
     path = directory / "model.safetensors"
     path.write_bytes(path.read_bytes()[:kept])
-    with pytest.raises(UserError, match="is not a whole safetensors file"):
+    with pytest.raises(UserError, match="is not a complete safetensors file"):
         load_pretrained(directory)
 
 
@@ -59,14 +59,14 @@ def test_quantized_tensors_are_refused(saved, edit_weights):
         load_pretrained(directory)
 
 
-def test_pickled_weights_are_never_opened(saved):
+def test_pickled_weights_are_refused(saved):
     directory = saved()
     (directory / "model.safetensors").rename(directory / "pytorch_model.bin")
     with pytest.raises(UserError, match="convert them to safetensors"):
         load_pretrained(directory)
 
 
-def test_a_missing_or_broken_file_is_one_sentence(saved, tmp_path):
+def test_a_missing_or_broken_file_is_a_user_error(saved, tmp_path):
     directory = saved()
     (directory / "model.safetensors").unlink()
     with pytest.raises(UserError, match=r"has no model\.safetensors"):
@@ -80,7 +80,7 @@ def test_a_missing_or_broken_file_is_one_sentence(saved, tmp_path):
         load_pretrained(directory)
     for content, words in {
         "{": "is not readable JSON",
-        "[]": "holds no JSON object",
+        "[]": "is not a JSON object",
         "\udcff": "is not readable JSON",
     }.items():
         (directory / "config.json").write_bytes(content.encode("utf-8", "surrogateescape"))
