@@ -97,12 +97,14 @@ class Decoder(nn.Module):
 
         targets (B, T) int64, -100 where there is nothing to predict: returns the loss of each token in nats, float32
         (B, T), 0 where ignored. Without targets: returns float32 logits (B, T, V), or (B, 1, V) with `last_only`.
-        cache: the tokens stand in the columns after those it holds, and it grows by them.
-        padding (B,) int64: columns at the left of each row that hold no token; position = column - padding.
+        cache: the tokens take the cache positions after those that are filled.
+        padding (B,) int64: positions at the left of each sequence that hold no token. A token's rotary position is its
+        cache position minus the padding, and must be below max_position_embeddings.
         """
         length = tokens.shape[1]
         start = 0 if cache is None else cache.length
-        if start + length > self.config.max_position_embeddings:
+        # With padding, the positions are known on the device alone; Rope's indexing fails for those beyond its tables.
+        if padding is None and start + length > self.config.max_position_embeddings:
             raise ValueError(f"{start + length} tokens exceed the context of {self.config.max_position_embeddings}")
         cos, sin = self.rope(start, length, padding)
         mask = attention_mask(start, length, padding, tokens.device)
