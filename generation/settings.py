@@ -58,9 +58,9 @@ class Settings:
     """A run directory (runs/NAME: uses its best/ if there is one, else its last/), or a checkpoint directory with
     config.json and *.safetensors, such as a downloaded LLaMA or Qwen2 model. Default: the newest run in runs/."""
     prompt: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """Text to continue (--prompt=TEXT if it starts with a dash). Repeat the flag for several prompts. Default:
-    standard input is the prompt, minus one final line break; if that is a terminal or empty, the model starts a text of
-    its own."""
+    """Text to continue (--prompt=TEXT if it starts with a dash). Repeat the flag for several prompts. Default: standard
+    input is the prompt, minus one final line break; if that is a terminal or empty, the model starts a text of its
+    own."""
     prompt_file: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """UTF-8 text file with one prompt per line; blank lines are skipped."""
     max_new_tokens: int = 200
@@ -77,11 +77,11 @@ class Settings:
     device: str = "auto"
     """auto (CUDA if available, else MPS, else CPU), or a torch device such as cuda:1."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Dtype of weights and activations. auto: bfloat16 on CUDA (float16 on GPUs without fast bfloat16); bfloat16
-    for a bfloat16 checkpoint on a CPU with bfloat16 instructions; else float32."""
+    """Dtype of weights and activations. auto: bfloat16 on CUDA (float16 on GPUs without fast bfloat16); bfloat16 for a
+    bfloat16 checkpoint on a CPU with bfloat16 instructions; else float32."""
     kernels: Literal["auto", "triton", "torch"] = "auto"
-    """Fused Triton kernels or plain PyTorch. auto: Triton on an NVIDIA or AMD GPU. With Triton, up to 8 texts in
-    parallel decode with kernels made for small batches, replayed as one CUDA graph per step."""
+    """Fused Triton kernels or plain PyTorch. auto: Triton on an NVIDIA or AMD GPU. With Triton, up to 8 parallel texts
+    decode with kernels made for small batches, replayed as one CUDA graph per step."""
 
     def __post_init__(self) -> None:
         for flag, value in {

@@ -15,8 +15,8 @@ def cast_weights(decoder: Decoder, dtype: torch.dtype) -> None:
 def bytes_per_step(decoder: Decoder) -> int:
     """Bytes of weights that one decoding step reads, however many sequences are in the batch.
 
-    The head is a matrix product and reads its whole matrix. An untied embedding is not counted: a step looks up one row
-    per sequence.
+    The head's matrix product reads its whole matrix. An untied embedding is not counted: a step reads one row of it for
+    each sequence.
     """
     config = decoder.config
     total = sum(parameter.numel() * parameter.element_size() for parameter in decoder.parameters())

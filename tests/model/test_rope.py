@@ -44,6 +44,14 @@ def test_left_padding_shifts_positions_and_padding_gets_position_zero(make_confi
     assert torch.equal(cos[1], rope.cos[[0, 0, 0, 1]]) and torch.equal(sin[1], rope.sin[[0, 0, 0, 1]])
 
 
+def test_left_padding_allows_cache_positions_beyond_the_table_but_not_rotary_positions(make_config):
+    rope = Rope(make_config())  # 64 positions
+    cos, _ = rope(66, 1, torch.tensor([3, 66]))
+    assert torch.equal(cos[:, 0], rope.cos[[63, 0]])
+    with pytest.raises(IndexError):
+        rope(66, 1, torch.tensor([2, 66]))
+
+
 def test_llama3_scaling_equals_transformers(make_config):
     """Tolerance: transformers computes the frequencies in float32, with about four roundings of 6e-8."""
     scaling = {
