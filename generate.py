@@ -1,4 +1,4 @@
-"""Text from a trained model: `python generate.py [RUN] --prompt "def "`. See `python generate.py --help`."""
+"""Generate text with a trained model: `python generate.py [RUN] --prompt "def "`. See `python generate.py --help`."""
 
 import errno
 import os
@@ -14,33 +14,32 @@ from model.find_checkpoint import find_checkpoint, newest_run
 
 
 def main() -> None:
-    """Read the command line, find what it names, and only then import what takes seconds, and generate."""
+    """Parse the command line, find the checkpoint, read the prompts; then import torch, which is slow, and generate."""
     with exit_on_user_error():
         settings = tyro.cli(Settings, prog="generate.py")
         checkpoint = find_checkpoint(newest_run(Path("runs")) if settings.run is None else settings.run)
         prompts = read_prompts(settings.prompt, settings.prompt_file)
         from generation.session import run  # imports torch
 
-        # The same bytes on every system: Windows would write its own encoding and line ends.
+        # The same bytes on every system: Windows has other defaults for the encoding and line ends.
         sys.stdout.reconfigure(encoding="utf-8", errors="replace", newline="\n")
-        run(settings, checkpoint, prompts, write, note)
+        run(settings, checkpoint, prompts, write, log)
 
 
 def write(text: str) -> None:
-    """Write to standard output at once; ends the program quietly when its reader has gone (`| head`)."""
+    """Write to standard output and flush. Exits quietly if the reader has closed the pipe (`| head`)."""
     try:
         sys.stdout.write(text)
         sys.stdout.flush()
     except OSError as error:
-        # The interpreter flushes standard output once more as it ends, and would complain there.
+        # The interpreter flushes standard output again at exit and would print an error then.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if error.errno in (errno.EPIPE, errno.EINVAL):  # Windows says EINVAL
+        if error.errno in (errno.EPIPE, errno.EINVAL):  # EINVAL on Windows
             sys.exit(0)
-        raise UserError(f"standard output cannot be written ({error.strerror}); send the text elsewhere.") from None
+        raise UserError(f"cannot write to standard output ({error.strerror}); redirect it elsewhere.") from None
 
 
-def note(line: str) -> None:
-    """Write a line to standard error."""
+def log(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 

@@ -1,4 +1,4 @@
-"""From a prompt to text: prefill, decode, sampling, streaming. Knows the model and tokenizers, nothing of training.
+"""From a prompt to text: prefill, decoding, sampling, streaming. Depends on model/ and data/, not on training/.
 
-Nothing is imported here, so that `generation.settings` can be read without torch.
+Imports nothing here, so that `generation.settings` can be imported without torch.
 """

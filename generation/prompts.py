@@ -1,4 +1,4 @@
-"""Where prompts come from (flags, a file, standard input) and the token ids that they become. Imports no torch."""
+"""Reads prompts (flags, a file, standard input) and encodes them to token ids. Imports no torch."""
 
 import sys
 from collections.abc import Sequence
@@ -7,18 +7,18 @@ from typing import TYPE_CHECKING
 
 from errors import UserError
 
-if TYPE_CHECKING:  # its libraries would make `--help` wait
+if TYPE_CHECKING:  # importing the tokenizer libraries would slow down `--help`
     from data.tokenizer import Tokenizer
 
 
 def read_prompts(prompts: Sequence[str], prompt_file: Path | None) -> list[str]:
-    """The prompts of the command line and the file, else standard input as one, else one empty prompt."""
-    prompts = [*prompts, *(lines_of(prompt_file) if prompt_file is not None else ())]
-    return prompts or [standard_input()]
+    """The prompts of the command line, then those of the file. Without any: standard input as one prompt."""
+    prompts = [*prompts, *(read_prompt_file(prompt_file) if prompt_file is not None else ())]
+    return prompts or [read_standard_input()]
 
 
 def check_unicode(flag: str, text: str) -> None:
-    """Raise `UserError` for bytes that were no UTF-8 on the command line: Python hands them on as half surrogates."""
+    """Raise `UserError` if the flag's bytes were not UTF-8: Python replaces such bytes by lone surrogates."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -27,8 +27,8 @@ def check_unicode(flag: str, text: str) -> None:
         ) from None
 
 
-def lines_of(path: Path) -> list[str]:
-    """The lines of a file that are not blank. Only line breaks end one: U+2028 and form feeds belong to a prompt."""
+def read_prompt_file(path: Path) -> list[str]:
+    """The lines of a file that are not blank. Only \\n ends a line: U+2028 and form feeds are part of a prompt."""
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
@@ -36,15 +36,15 @@ def lines_of(path: Path) -> list[str]:
         raise UserError(f"--prompt-file {path} cannot be read ({reason}); give a UTF-8 text file.") from None
     lines = [line for line in text.split("\n") if line.strip()]
     if not lines:
-        raise UserError(f"--prompt-file {path} holds no prompt; write one in each line.")
+        raise UserError(f"--prompt-file {path} contains no prompt; write one prompt per line.")
     return lines
 
 
-def standard_input() -> str:
-    """All of standard input, less the one line break that `echo` and editors add; empty where a person would type."""
+def read_standard_input() -> str:
+    """All of standard input, minus the one line break that `echo` and editors append. Empty if it is a terminal."""
     if sys.stdin is None or sys.stdin.isatty():
         return ""
-    # Said before the wait: a program started with an open pipe that nobody writes to would seem to hang.
+    # Printed first: if standard input is a pipe that nobody writes to, the program would seem to hang.
     print("reading the prompt from standard input", file=sys.stderr, flush=True)
     try:
         text = sys.stdin.buffer.read().decode("utf-8")
@@ -53,10 +53,11 @@ def standard_input() -> str:
     return text.removesuffix("\n").removesuffix("\r")
 
 
-def prompt_ids(tokenizer: "Tokenizer", prompt: str) -> list[int]:
-    """The ids of a prompt as the model met the start of a document in training: BOS first, if its tokenizer adds one.
+def encode_prompt(tokenizer: "Tokenizer", prompt: str) -> list[int]:
+    """The prompt's token ids, starting as documents start in training: with BOS, if the tokenizer has one.
 
-    An empty prompt becomes BOS alone, or EOS for a tokenizer without: there the end of one text begins the next.
+    An empty prompt becomes BOS alone, or EOS for a tokenizer without BOS: there, the EOS of one document is what
+    precedes the next.
     """
     ids = tokenizer.encode(prompt)
     if tokenizer.bos_id is not None:

@@ -1,7 +1,7 @@
-"""From logits to the next token: filters as pure functions on (B, V) float32 logits, and the draw.
+"""From logits to the next token: filters as pure functions on (B, V) float32 logits, and sampling.
 
-A filtered token's logit is -inf. The filters apply in the order repetition penalty, temperature, top-k, top-p, min-p,
-as in transformers, so that the same numbers mean the same distribution there. Nothing here waits for the device.
+A filtered token's logit is -inf. The order is repetition penalty, temperature, top-k, top-p, min-p, as in transformers:
+the same settings give the same distribution there. Nothing here waits for the device.
 """
 
 import hashlib
@@ -13,20 +13,20 @@ from generation.settings import Sampling
 
 
 def penalize_repetition(logits: torch.Tensor, seen: torch.Tensor, penalty: float) -> torch.Tensor:
-    """Make tokens that were `seen` (B, V bool) less likely: Keskar et al. 2019 (CTRL), section 4.1.
+    """Make the `seen` tokens (B, V bool) less likely: Keskar et al. 2019 (CTRL), section 4.1.
 
-    The paper divides by the penalty, which would raise negative logits; those are multiplied instead.
+    The paper divides logits by the penalty. That would raise negative ones, so they are multiplied instead.
     """
     return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 
 def apply_temperature(logits: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Divide by the temperature, after a shift that softmax does not see: tiny temperatures do not overflow."""
+    """Divide by the temperature. Subtracting the maximum first leaves softmax unchanged and prevents overflow."""
     return (logits - logits.amax(-1, keepdim=True)) / temperature
 
 
 def keep_top_k(logits: torch.Tensor, k: int) -> torch.Tensor:
-    """Keep the k largest logits of each row (exactly k, also among equals)."""
+    """Keep the k largest logits of each row: exactly k, even if some are equal."""
     values, ids = logits.topk(min(k, logits.shape[-1]))
     return torch.full_like(logits, -math.inf).scatter_(-1, ids, values)
 
@@ -36,7 +36,7 @@ def keep_top_p(logits: torch.Tensor, p: float) -> torch.Tensor:
     values, ids = logits.sort(descending=True, stable=True)
     probabilities = values.softmax(-1)
     mass_before = probabilities.cumsum(-1) - probabilities
-    # The most likely token has exactly no mass before it, so at least one is always kept.
+    # The mass before the most likely token is exactly 0, so at least one token is always kept.
     return torch.full_like(logits, -math.inf).scatter_(-1, ids, values.masked_fill(mass_before >= p, -math.inf))
 
 
@@ -46,7 +46,7 @@ def keep_min_p(logits: torch.Tensor, p: float) -> torch.Tensor:
 
 
 def filter_logits(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """Temperature and the filters that are on, in their order; (B, V) float32 to the same."""
+    """Apply the temperature and the filters that are enabled, in order. (B, V) float32 to the same."""
     logits = apply_temperature(logits, sampling.temperature)
     if sampling.top_k > 0:
         logits = keep_top_k(logits, sampling.top_k)
@@ -58,34 +58,34 @@ def filter_logits(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
 
 
 def generator_for(seed: int, sample: int, device: torch.device) -> torch.Generator:
-    """A sequence's own generator, so that it draws the same numbers alone and in any batch; torch's global one rests.
+    """A random generator for one sequence, so that it samples the same tokens alone and in any batch.
 
-    Hashed, because neighbouring seeds would otherwise share samples (seed 1, sample 2 and seed 2, sample 1).
+    The seed is a hash of both numbers: their sum would be the same for seed 1, sample 2 and seed 2, sample 1.
     """
     digest = hashlib.blake2b(f"generation {seed} {sample}".encode(), digest_size=7).digest()
     return torch.Generator(device).manual_seed(int.from_bytes(digest, "big"))
 
 
 def draw(logits: torch.Tensor, generators: list[torch.Generator]) -> torch.Tensor:
-    """Draw from softmax(logits), a generator per row: argmax of p/e with e exponential, i.e. the Gumbel-max trick.
+    """Sample from softmax(logits), (B, V) to (B,) int64: argmax of p/e with e exponential (the Gumbel-max trick).
 
-    Unlike torch.multinomial this needs no host sync, and row b depends on generators[b] alone. (B, V) to (B,) int64.
+    Unlike torch.multinomial, this needs no host sync, and row b depends on generators[b] alone.
     """
     noise = torch.empty_like(logits)
     for row, generator in zip(noise, generators, strict=True):
         row.exponential_(generator=generator)
-    # e may round to 0, and -inf - log(0) would be NaN: a filtered token must stay at -inf.
+    # e may round to 0, and -inf - log(0) would be NaN; the clamp keeps a filtered token at -inf.
     return (logits - noise.clamp_min_(torch.finfo(noise.dtype).tiny).log_()).argmax(-1)
 
 
 def sample(
     logits: torch.Tensor, sampling: Sampling, generators: list[torch.Generator], seen: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The next token of each row, (B,) int64; -1 where the logits are not finite, which no sync has to look for.
+    """The next token of each row, (B,) int64. -1 for a row whose logits are not finite: checking needs no host sync.
 
-    `seen` (B, V bool) is needed for the repetition penalty alone, `generators` for temperatures above 0.
+    Only the repetition penalty needs `seen` (B, V bool); only temperatures above 0 need `generators`.
     """
-    finite = logits.amax(-1).isfinite()  # NaN and +inf spread through the maximum; single -inf are legitimate
+    finite = logits.amax(-1).isfinite()  # the maximum is NaN or inf if any logit is; single -inf are valid
     if seen is not None:
         logits = penalize_repetition(logits, seen, sampling.repetition_penalty)
     tokens = logits.argmax(-1) if sampling.temperature == 0 else draw(filter_logits(logits, sampling), generators)

@@ -1,7 +1,8 @@
-"""What generate.py does: load a checkpoint, then hand text to one function and notes about it to another."""
+"""What generate.py does: load a checkpoint, generate in batches, and print the texts in the order of the prompts."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -9,15 +10,27 @@ import torch
 import kernels
 from data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from errors import UserError
-from generation.generate import Generation, check_prompts, generate
-from generation.prompts import prompt_ids
+from generation.generate import FinishReason, Generation, check_prompts, generate
+from generation.prompts import encode_prompt
 from generation.settings import Settings
 from generation.stream import TextStream
 from generation.weights import bytes_per_step, cast_weights
+from model import find_checkpoint
 from model.decoder import Decoder
 from model.device import choose_device, choose_inference_dtype, choose_kernels
-from model.find_checkpoint import eos_ids
 from model.pretrained import load_config, load_pretrained
+
+
+@dataclass(frozen=True)
+class Request:
+    """One text to generate."""
+
+    index: int
+    """Its place in the output."""
+    prompt: list[int]
+    """Token ids."""
+    sample_number: int
+    """Which of the prompt's samples it is: 0, 1, ..."""
 
 
 def run(
@@ -25,101 +38,107 @@ def run(
     checkpoint: Path,
     prompts: Sequence[str],
     write: Callable[[str], object],
-    note: Callable[[str], object],
+    log: Callable[[str], object],
 ) -> None:
-    """Continue the prompts as the settings ask: texts to `write`, piece by piece, and lines about them to `note`."""
+    """Continue the prompts: `write` gets the texts bit by bit as they are generated, `log` lines about them."""
     config = load_config(checkpoint)
     tokenizer = load_tokenizer(checkpoint)
     check_vocabulary(tokenizer, config.vocab_size)
-    prompts = [prompt_ids(tokenizer, prompt) for prompt in prompts]
-    check_prompts(prompts, config.max_position_embeddings)  # before the weights are read, which may take long
-    ends = eos_ids(checkpoint, tokenizer.eos_id)
-    with memory_of(settings):
+    prompt_ids = [encode_prompt(tokenizer, prompt) for prompt in prompts]
+    check_prompts(prompt_ids, config.max_position_embeddings)  # before the weights are read, which may take long
+    eos_ids = find_checkpoint.eos_ids(checkpoint, tokenizer.eos_id)
+    with explain_out_of_memory(settings):
         decoder = load_decoder(checkpoint, settings)
     dtype = str(decoder.compute_dtype).removeprefix("torch.")
     device = next(decoder.parameters()).device
-    note(f"{checkpoint} on {device} in {dtype}, kernels: {kernels.describe(device)}")
+    log(f"{checkpoint} on {device} in {dtype}, kernels: {kernels.describe(device)}")
 
-    texts = [(prompt, number) for prompt in prompts for number in range(settings.samples)]
-    transcript = Transcript(len(texts), write, note)
+    samples = [(ids, number) for ids in prompt_ids for number in range(settings.samples)]
+    requests = [Request(index, ids, number) for index, (ids, number) in enumerate(samples)]
+    output = OrderedOutput(len(requests), write, log)
     results = []
-    for first in range(0, len(texts), settings.batch_size):
-        batch = texts[first : first + settings.batch_size]
-        with memory_of(settings):
-            results.append(generate_batch(batch, first, transcript, decoder, tokenizer, ends, settings))
-    note(speed(results, bytes_per_step(decoder)))
+    for start in range(0, len(requests), settings.batch_size):
+        batch = requests[start : start + settings.batch_size]
+        with explain_out_of_memory(settings):
+            results.append(generate_batch(decoder, tokenizer, batch, eos_ids, settings, output))
+    log(speed(results, bytes_per_step(decoder)))
 
 
 def generate_batch(
-    batch: list[tuple[list[int], int]],
-    first: int,
-    transcript: "Transcript",
     decoder: Decoder,
     tokenizer: Tokenizer,
-    ends: frozenset[int],
+    batch: Sequence[Request],
+    eos_ids: frozenset[int],
     settings: Settings,
+    output: "OrderedOutput",
 ) -> Generation:
-    """Generate (prompt, sample number) pairs at once and hand their text to the transcript, from text `first` on."""
-    streams = [
-        TextStream(tokenizer, prompt, settings.stop, lambda text, row=row: transcript.write(first + row, text))
-        for row, (prompt, _) in enumerate(batch)
-    ]
+    """Generate all requests of a batch at once; their text goes to the output as it is generated."""
+    streams = [TextStream(tokenizer, settings.stop) for _ in batch]
+    for request, stream in zip(batch, streams, strict=True):
+        output.write(request.index, stream.push_prompt(request.prompt))
 
-    def end(row: int, ending: str) -> None:
-        streams[row].close()
-        transcript.end(first + row, ending)
+    def on_token(i: int, token: int) -> bool:
+        output.write(batch[i].index, streams[i].push(token))
+        return streams[i].stopped
+
+    def on_finish(i: int, reason: FinishReason) -> None:
+        output.write(batch[i].index, streams[i].flush())
+        output.finish(batch[i].index, reason)
 
     return generate(
         decoder,
-        [prompt for prompt, _ in batch],
+        [request.prompt for request in batch],
         max_new_tokens=settings.max_new_tokens,
         sampling=settings.sampling,
         seed=settings.seed,
-        sample_numbers=[number for _, number in batch],
-        eos_ids=ends,
-        vocabulary=tokenizer.vocab_size,
-        on_token=lambda row, token: streams[row].push(token),
-        on_end=end,
+        sample_numbers=[request.sample_number for request in batch],
+        eos_ids=eos_ids,
+        vocab_size=tokenizer.vocab_size,
+        on_token=on_token,
+        on_finish=on_finish,
     )
 
 
-class Transcript:
-    """Texts written one after another with a blank line between: the first unfinished one streams, later ones wait."""
+class OrderedOutput:
+    """Prints several texts in order, with a blank line between them.
 
-    def __init__(self, count: int, write: Callable[[str], object], note: Callable[[str], object]) -> None:
-        self._write, self._note = write, note
+    The first unfinished text is printed as it is generated; the text of later ones is kept until it is their turn.
+    """
+
+    def __init__(self, count: int, write: Callable[[str], object], log: Callable[[str], object]) -> None:
+        self._write, self._log = write, log
         self._waiting = [""] * count
-        self._endings: list[str | None] = [None] * count
+        self._finish_reasons: list[FinishReason | None] = [None] * count
         self._current = 0
         self._announce()
 
-    def write(self, text: int, piece: str) -> None:
-        """Take the next piece of a text."""
-        if text == self._current:
-            self._write(piece)
+    def write(self, index: int, text: str) -> None:
+        """Add to the text with this index."""
+        if index == self._current:
+            self._write(text)
         else:
-            self._waiting[text] += piece
+            self._waiting[index] += text
 
-    def end(self, text: int, ending: str) -> None:
-        """Take the end of a text; goes on to the next ones as far as they have ended too."""
-        self._endings[text] = ending
-        while self._current < len(self._endings) and self._endings[self._current] is not None:
+    def finish(self, index: int, reason: FinishReason) -> None:
+        """Mark a text as complete. If it is the current one, print those after it, up to the next unfinished one."""
+        self._finish_reasons[index] = reason
+        while self._current < len(self._waiting) and self._finish_reasons[self._current] is not None:
             self._write("\n")
-            if self._endings[self._current] == "context":
-                self._note("the text ends here because the model's context is full")
+            if self._finish_reasons[self._current] == "context":
+                self._log("the text ends here because the model's context is full")
             self._current += 1
-            if self._current < len(self._endings):
+            if self._current < len(self._waiting):
                 self._write("\n")
                 self._announce()
                 self._write(self._waiting[self._current])
 
     def _announce(self) -> None:
-        if len(self._endings) > 1:
-            self._note(f"{self._current + 1} of {len(self._endings)}")
+        if len(self._waiting) > 1:
+            self._log(f"text {self._current + 1} of {len(self._waiting)}")
 
 
 def load_decoder(checkpoint: Path, settings: Settings) -> Decoder:
-    """The model on its device, its weights in the dtype that it computes in."""
+    """The model on its device, with its weights in the dtype it computes in."""
     device = choose_device(settings.device)
     choose_kernels(settings.kernels, device)
     decoder = load_pretrained(checkpoint, device=device).eval()
@@ -128,29 +147,29 @@ def load_decoder(checkpoint: Path, settings: Settings) -> Decoder:
 
 
 @contextlib.contextmanager
-def memory_of(settings: Settings) -> Iterator[None]:
-    """Say in a sentence that the device's memory does not suffice."""
+def explain_out_of_memory(settings: Settings) -> Iterator[None]:
+    """Turn torch's out-of-memory error into a `UserError` that names the flags that help."""
     try:
         yield
     except torch.OutOfMemoryError:
         raise UserError(
-            f"the device's memory is too small; give a smaller --batch-size (it is {settings.batch_size}) "
-            f"or --max-new-tokens, or --device cpu."
+            f"out of memory on the device; use a smaller --batch-size (now {settings.batch_size}), fewer "
+            f"--max-new-tokens (now {settings.max_new_tokens}), or --device cpu."
         ) from None
 
 
 def speed(results: list[Generation], step_bytes: int) -> str:
-    """Tokens per second, and beside decoding its physical limit: the rate at which the weights were read."""
-    prompts = sum(result.prompt_tokens for result in results)
-    prefill = sum(result.prefill_seconds for result in results)
-    line = f"prefill {prompts} tokens, {prompts / prefill:,.0f} tokens/s"
+    """Tokens per second, and for decoding the rate at which weights were read: memory bandwidth is its limit."""
+    prompt_tokens = sum(result.prompt_tokens for result in results)
+    prefill_seconds = sum(result.prefill_seconds for result in results)
+    line = f"prefill {prompt_tokens} tokens, {prompt_tokens / prefill_seconds:,.0f} tokens/s"
     steps = sum(result.steps for result in results)
     if not steps:
         return line
     seconds = sum(result.decode_seconds for result in results)
-    # The prefill gave each row its first token; a row that ended with that one may have none.
-    decoded = sum(max(len(row) - 1, 0) for result in results for row in result.tokens)
+    # The prefill computes the first token of each sequence. A sequence whose first token is EOS has none.
+    decoded = sum(max(len(tokens) - 1, 0) for result in results for tokens in result.tokens)
     return (
         f"{line}; decode {decoded} tokens, {decoded / seconds:,.0f} tokens/s; "
-        f"{step_bytes / 1e6:,.1f} MB of weights a step, read at {step_bytes * steps / seconds / 1e9:,.2f} GB/s"
+        f"{step_bytes / 1e6:,.1f} MB of weights per step, read at {step_bytes * steps / seconds / 1e9:,.2f} GB/s"
     )

@@ -1,98 +1,102 @@
-"""From token ids, one at a time, to text that can be printed at once: whole characters, and never past a stop string.
+"""Token ids in one at a time, printable text out: never part of a character, and nothing from a stop string on.
 
-The parts of a stream joined equal `tokenizer.decode` of all ids (up to the stop string). This is for tokenizers of the
-LLaMA and Qwen families, where a token's text depends on its neighbours in two ways alone: a character may be spread
-over several tokens as bytes, and the spaces in front of the whole text may be dropped.
+The texts of a stream joined equal `tokenizer.decode` of all ids (up to the stop string). This holds for tokenizers of
+the LLaMA and Qwen families. There, a token's text depends on its neighbours in two ways only: a character's bytes may
+be spread over several tokens, and spaces at the very start of the text may be dropped.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from data.tokenizer import Tokenizer
 
-REPLACEMENT = "\ufffd"  # what decoders write for bytes that are no character, or not yet
+REPLACEMENT = "\ufffd"  # what decoders return for bytes that are not, or not yet, a character
 
 
 class Detokenizer:
-    """Turns ids into text step by step, holding back a character until all its bytes are there."""
+    """Decodes ids incrementally; holds back a character until all its bytes have arrived."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._decode = tokenizer.decode
-        # Once text has begun, the ids at hand are decoded behind this ordinary token: cheap, and their leading spaces
-        # stay, as they would behind all the ids before them.
+        # Once the text has begun, new ids are decoded behind this ordinary token instead of behind all earlier ids:
+        # cheap, and their leading spaces are kept all the same.
         self._anchor = tokenizer.encode("a")
         self._context: list[int] = []
         self._pending: list[int] = []
-        self._shown = 0  # characters of decode(context + pending) that are out
+        self._returned = 0  # characters of decode(context + pending) that have been returned
 
     def push(self, ids: Sequence[int]) -> str:
-        """The text that is certain now and was not before."""
+        """The text that these ids complete."""
         self._pending += ids
         text = self._decode(self._context + self._pending)
-        # The bytes of an unfinished character are at most three, each shown as at most one replacement character.
-        undecided = min(len(text) - len(text.rstrip(REPLACEMENT)), 3)
-        end = max(self._shown, len(text) - undecided)
-        new, self._shown = text[self._shown : end], end
-        if not undecided and (self._context or text.strip()):
+        # An unfinished character has at most three bytes, each decoded to at most one replacement character.
+        incomplete = min(len(text) - len(text.rstrip(REPLACEMENT)), 3)
+        end = max(self._returned, len(text) - incomplete)
+        new, self._returned = text[self._returned : end], end
+        if not incomplete and (self._context or text.strip()):
             self._context, self._pending = self._anchor, []
-            self._shown = len(self._decode(self._anchor))
+            self._returned = len(self._decode(self._anchor))
         return new
 
     def flush(self) -> str:
-        """What was held back: the bytes of a character that never came to its end, as U+FFFD."""
+        """The text held back so far: bytes of a character that was never completed, as U+FFFD."""
         text = self._decode(self._context + self._pending)
-        new, self._shown = text[self._shown :], len(text)
+        new, self._returned = text[self._returned :], len(text)
         return new
 
 
 class StopStrings:
-    """Lets text through up to the first stop string, holding back what may be the beginning of one."""
+    """Passes text on up to the first stop string; holds back an end that may be the beginning of one."""
 
-    def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = stops
+    def __init__(self, stop: Sequence[str]) -> None:
+        self._stop = stop
         self._held = ""
-        self.met = False
+        self.found = False
 
     def push(self, text: str) -> str:
-        """The text that lies before any stop string for certain; sets `met` when one is complete."""
-        if self.met:
+        """The text that is certain to be before any stop string; sets `found` once one is complete."""
+        if self.found:
             return ""
         text = self._held + text
-        # The one that is complete first wins, and of several the longest: the same however the text was cut in pieces.
-        found = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
-        if found:
-            self.met, self._held = True, ""
-            return text[: min(found)[1]]
-        held = max((overlap(text, stop) for stop in self._stops), default=0)
+        # The stop string that is complete first wins, the longest if there are several: the same however text is split.
+        matches = [(start + len(stop), start) for stop in self._stop if (start := text.find(stop)) >= 0]
+        if matches:
+            self.found, self._held = True, ""
+            return text[: min(matches)[1]]
+        held = max((overlap(text, stop) for stop in self._stop), default=0)
         self._held = text[len(text) - held :]
         return text[: len(text) - held]
 
     def flush(self) -> str:
-        """What was held back and is no stop string after all."""
+        """The text held back so far, which turned out not to be a stop string."""
         text, self._held = self._held, ""
         return text
 
 
 def overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that is a beginning of `stop`."""
+    """Length of the longest suffix of `text` that is a proper prefix of `stop`."""
     return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
 
 
 class TextStream:
-    """One text on its way out: writes the prompt, then each token's text as soon as it is certain."""
+    """The text of one sequence, returned as soon as it is certain, up to the first stop string after the prompt."""
 
-    def __init__(
-        self, tokenizer: Tokenizer, prompt: Sequence[int], stops: Sequence[str], write: Callable[[str], object]
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str]) -> None:
         self._detokenizer = Detokenizer(tokenizer)
-        self._stops = StopStrings(stops)
-        self._write = write
-        write(self._detokenizer.push(prompt))  # not searched for stop strings: only what the model adds is
+        self._stop_strings = StopStrings(stop)
 
-    def push(self, token: int) -> bool:
-        """Take the next token; True when the text has met a stop string and wants no more."""
-        self._write(self._stops.push(self._detokenizer.push([token])))
-        return self._stops.met
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string was found."""
+        return self._stop_strings.found
 
-    def close(self) -> None:
-        """Write what is held back; nothing after a stop string."""
-        self._write(self._stops.push(self._detokenizer.flush()) + self._stops.flush())
+    def push_prompt(self, ids: Sequence[int]) -> str:
+        """The prompt's text. It is not searched for stop strings."""
+        return self._detokenizer.push(ids)
+
+    def push(self, token: int) -> str:
+        """The text that the next token completes."""
+        return self._stop_strings.push(self._detokenizer.push([token]))
+
+    def flush(self) -> str:
+        """The text held back so far, empty after a stop string."""
+        return self._stop_strings.push(self._detokenizer.flush()) + self._stop_strings.flush()

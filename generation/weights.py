@@ -1,4 +1,4 @@
-"""The weights of a model that only generates: kept in the dtype they are used in, and how much of them a step reads."""
+"""Weights for inference: stored in the dtype they are used in. Counts the bytes of them that a decoding step reads."""
 
 import torch
 
@@ -6,16 +6,17 @@ from model.decoder import Decoder
 
 
 def cast_weights(decoder: Decoder, dtype: torch.dtype) -> None:
-    """Compute in `dtype` and keep the matrices in it, so that no step casts them anew; gains and biases in float32."""
+    """Compute in `dtype` and store the matrices in it, so that no step casts them. Norm weights and biases: float32."""
     decoder.compute_dtype = dtype
     for parameter in decoder.parameters():
         parameter.data = parameter.data.to(dtype if parameter.ndim >= 2 else torch.float32)
 
 
 def bytes_per_step(decoder: Decoder) -> int:
-    """Bytes of weights that one decoding step has to read, however many sequences share it.
+    """Bytes of weights that one decoding step reads, however many sequences are in the batch.
 
-    An embedding of its own is looked up, not read; tied to the head it is read there.
+    The head's matrix product reads its whole matrix. An untied embedding is not counted: a step reads one row of it for
+    each sequence.
     """
     config = decoder.config
     total = sum(parameter.numel() * parameter.element_size() for parameter in decoder.parameters())

@@ -1,4 +1,4 @@
-"""Grouped-query attention with rotary positions, and its masks. Queries, keys and values are one packed matrix."""
+"""Grouped-query attention with rotary position embeddings, and its mask. One packed matrix gives q, k and v."""
 
 import torch
 from torch import Tensor, nn
@@ -16,38 +16,41 @@ class Attention(nn.Module):
         super().__init__()
         self.index, self.eps = index, config.norm_eps
         self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
-        width = config.resolved_head_dim
-        rows = (self.heads + 2 * self.kv_heads) * width  # of q, then of k, then of v
+        head_dim = config.resolved_head_dim
+        rows = (self.heads + 2 * self.kv_heads) * head_dim  # those of q, then k, then v
         self.qkv_proj = Linear(config.hidden_size, rows, bias=config.attention_bias)
-        self.q_norm = HeadNorm(width) if config.qk_norm else None
-        self.k_norm = HeadNorm(width) if config.qk_norm else None
-        self.o_proj = Linear(self.heads * width, config.hidden_size)
+        self.q_norm = HeadNorm(head_dim) if config.qk_norm else None
+        self.k_norm = HeadNorm(head_dim) if config.qk_norm else None
+        self.o_proj = Linear(self.heads * head_dim, config.hidden_size)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: KeyValueCache | None) -> Tensor:
-        """The branch's output (B, T, D) for normalized x (B, T, D); appends to the cache when there is one."""
+        """The attention output (B, T, D) of normalized x (B, T, D); appends k and v to the cache, if there is one."""
         norms = (None, None) if self.q_norm is None else (self.q_norm.weight, self.k_norm.weight)
         q, k, v = kernels.rotary(self.qkv_proj(x), cos, sin, self.heads, self.kv_heads, *norms, eps=self.eps)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, T, d) and twice (B, K, T, d)
         if cache is not None:
-            k, v = cache.update(self.index, k, v)  # (B, K, S, d), S columns so far
+            k, v = cache.update(self.index, k, v)  # (B, K, S, d), S positions so far
         return self.o_proj(kernels.attention(q, k, v, mask).transpose(1, 2).flatten(2))
 
 
 class HeadNorm(nn.Module):
-    """The gain (d,) of the RMSNorm that all heads of q, or of k, share; it stays RMS whatever `norm` is."""
+    """The weight (d,) of the RMSNorm that all heads of q (or of k) share. It is RMSNorm whatever `norm` is.
 
-    def __init__(self, width: int):
+    `kernels.rotary` applies it, together with the rotation.
+    """
+
+    def __init__(self, head_dim: int):
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(width))
+        self.weight = nn.Parameter(torch.empty(head_dim))
 
 
 def attention_mask(start: int, length: int, padding: Tensor | None, device: torch.device) -> Tensor | None:
-    """What queries in columns start .. start + length see; None where `kernels.attention` needs no mask.
+    """Which keys the queries at cache positions start .. start + length may attend to, or None if no mask is needed.
 
-    padding 0      padding 2      rows are queries, columns keys, # is visible: every earlier column
-    # . . .        # . . .        that is no padding, and always oneself, so that a padded query has
-    # # . .        . # . .        something to see and its softmax no 0/0; nobody sees padding.
-    # # # .        . . # .
+    padding 0      padding 2      rows: queries, columns: keys, both by cache position; #: visible.
+    # . . .        # . . .        A query sees every position up to its own that is not padding.
+    # # . .        . # . .        A padded position sees itself alone, so that its softmax is not 0/0;
+    # # # .        . . # .        no other position sees it.
     # # # #        . . # #
     """
     if padding is None and (start == 0 or length == 1):

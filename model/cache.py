@@ -1,4 +1,4 @@
-"""Keys and values of the tokens so far, so that each new token costs one step instead of the whole text again."""
+"""The key/value cache: a new token attends to the keys and values of earlier tokens without recomputing them."""
 
 import torch
 from torch import Tensor
@@ -7,7 +7,10 @@ from model.config import ModelConfig
 
 
 class KeyValueCache:
-    """Keys and values of every layer, allocated once for `max_length` columns; `length` of them are filled."""
+    """Keys and values of every layer, allocated once for `max_length` positions; the first `length` are filled.
+
+    Padding takes up cache positions too, so `max_length` may exceed the model's context although no sequence does.
+    """
 
     def __init__(
         self,
@@ -25,13 +28,12 @@ class KeyValueCache:
 
     @property
     def max_length(self) -> int:
-        """Columns there is room for."""
         return self.keys.shape[3]
 
     def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Append k and v (B, K, T, d) of one layer; return views (B, K, length + T, d) of all its columns.
+        """Append k and v (B, K, T, d) of one layer; return views (B, K, length + T, d) of all filled positions.
 
-        `length` stays: the decoder advances it once, after the last layer.
+        Does not change `length`: the decoder advances it once, after the last layer.
         """
         end = self.length + k.shape[2]
         if end > self.max_length:

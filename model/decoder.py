@@ -112,11 +112,13 @@ class Decoder(nn.Module):
         targets (B, T) int64, -100 to ignore a position: return the loss of each token instead, in nats, float32 (B, T),
         0 where ignored.
         cache: earlier keys and values of the same sequences; the tokens follow them and are appended.
-        padding (B,) int64: number of padding positions at the start of each sequence; its first token has position 0.
+        padding (B,) int64: number of padding positions at the start of each sequence. A token's rotary position is its
+        cache position minus the padding, and must be below max_position_embeddings.
         """
         length = tokens.shape[1]
         start = 0 if cache is None else cache.length
-        if start + length > self.config.max_position_embeddings:
+        # With padding, the positions are known on the device alone; Rope's indexing fails for those beyond its tables.
+        if padding is None and start + length > self.config.max_position_embeddings:
             raise ValueError(f"{start + length} tokens exceed the context of {self.config.max_position_embeddings}")
         cos, sin = self.rope(start, length, padding)
         mask = attention_mask(start, length, padding, tokens.device)

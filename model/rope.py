@@ -1,4 +1,4 @@
-"""Tables of the rotary positions: the cosine and sine of every angle, float32 whatever the model runs in."""
+"""Rotary position embeddings: tables of cosines and sines, float32 whatever dtype the model computes in."""
 
 import math
 
@@ -9,25 +9,27 @@ from model.config import ModelConfig
 
 
 def frequencies(config: ModelConfig) -> Tensor:
-    """Angle per position of each pair of elements, float64 (d/2,): theta^(-2i/d) (Su et al. 2021, section 3.2.2).
+    """Rotation per position of each pair of elements, in radians, float64 (d/2,): theta^(-2i/d).
+
+    Su et al. 2021, section 3.2.2.
 
     With Llama 3's scaling, wavelengths longer than the original context divided by `low_freq_factor` are stretched by
-    `factor`, those shorter than the context divided by `high_freq_factor` stay, and in between the two are blended
-    linearly in the number of turns that fit into the original context (Grattafiori et al. 2024, section 3.2).
+    `factor`, and those shorter than the context divided by `high_freq_factor` are unchanged. In between, the two are
+    blended linearly in the number of turns that fit into the original context (Grattafiori et al. 2024, section 3.2).
     """
     exponents = torch.arange(0, config.resolved_head_dim, 2, dtype=torch.float64, device="cpu")
-    turn = config.rope_theta ** -(exponents / config.resolved_head_dim)
+    frequency = config.rope_theta ** -(exponents / config.resolved_head_dim)
     if config.rope_scaling is None:
-        return turn
+        return frequency
     scaling = config.rope_scaling
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-    turns_in_context = scaling["original_max_position_embeddings"] * turn / (2 * math.pi)
-    kept = ((turns_in_context - low) / (high - low)).clamp(0, 1)
-    return turn * (kept + (1 - kept) / scaling["factor"])
+    turns_in_context = scaling["original_max_position_embeddings"] * frequency / (2 * math.pi)
+    unscaled = ((turns_in_context - low) / (high - low)).clamp(0, 1)
+    return frequency * (unscaled + (1 - unscaled) / scaling["factor"])
 
 
 class Rope(nn.Module):
-    """cos and sin of (position, pair), computed in float64 once and kept as float32 (max_position_embeddings, d/2)."""
+    """cos and sin of (position, pair): computed once in float64, kept as float32 (max_position_embeddings, d/2)."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -37,16 +39,19 @@ class Rope(nn.Module):
         self.register_buffer("sin", angles.sin().float(), persistent=False)
 
     def _apply(self, fn, recurse: bool = True):
-        """Follow the model to a device but never to a dtype: bf16 cannot tell positions above 256 apart."""
+        """Move with the model to a device but stay float32: bfloat16 cannot tell positions above 256 apart."""
         cos, sin = self.cos, self.sin
         super()._apply(fn, recurse)
         self.cos, self.sin = cos.to(self.cos.device), sin.to(self.sin.device)
         return self
 
     def forward(self, start: int, length: int, padding: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Rows of the tables for columns start .. start + length: (T, d/2), or (B, T, d/2) with left padding (B,)."""
+        """cos and sin at cache positions start .. start + length: (T, d/2), or (B, T, d/2) with left padding (B,).
+
+        A token's rotary position is its cache position minus its sequence's padding.
+        """
         if padding is None:
             return self.cos[start : start + length], self.sin[start : start + length]
-        columns = torch.arange(start, start + length, device=padding.device)
-        positions = (columns - padding[:, None]).clamp(min=0)  # (B, T); what a padded column gets is never seen
+        cache_positions = torch.arange(start, start + length, device=padding.device)
+        positions = (cache_positions - padding[:, None]).clamp(min=0)  # (B, T); padding gets any position
         return self.cos[positions], self.sin[positions]

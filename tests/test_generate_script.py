@@ -1,4 +1,4 @@
-"""`python generate.py` as a user runs it: what comes on which stream, and with which exit status."""
+"""`python generate.py` as a user runs it: standard output, standard error and exit status."""
 
 import os
 import shutil
@@ -41,18 +41,18 @@ def generate(folder, *args, prompt: str = "") -> subprocess.CompletedProcess:
     return subprocess.run(command(*args), cwd=folder, input=prompt.encode(), capture_output=True, timeout=120)
 
 
-def test_help_answers_in_a_second_without_torch_and_teaches(folder):
+def test_help_answers_within_a_second_without_importing_torch(folder):
     before = os.times()
     result = generate(folder, "--help")
     after = os.times()
     assert result.returncode == 0 and b"--repetition-penalty" in result.stdout and b"runs/NAME" in result.stdout
-    # The processor's seconds, which other programs do not stretch (Windows counts none for children).
+    # CPU time, which does not depend on other programs (on Windows, children count as 0).
     assert after.children_user + after.children_system - before.children_user - before.children_system < 1
     code = "import sys, generate; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=SCRIPT.parent).returncode == 0
 
 
-def test_a_prompt_on_standard_input_to_the_newest_run_gives_what_a_flag_and_a_named_run_give(folder):
+def test_standard_input_and_the_newest_run_are_the_default_prompt_and_run(folder):
     flags = ("--max-new-tokens", 12, "--seed", 7)
     piped = generate(folder, *flags, prompt="def é☺\n")
     named = generate(folder, "runs/other", *flags, "--prompt", "def é☺", prompt="something else")
@@ -66,7 +66,7 @@ def test_a_prompt_on_standard_input_to_the_newest_run_gives_what_a_flag_and_a_na
 
 
 @pytest.mark.parametrize(
-    ("args", "sentence"),
+    ("args", "message"),
     [
         (["--temperature", "-1"], "--temperature is -1.0"),
         (["--top-p", "0"], "--top-p is 0.0"),
@@ -79,27 +79,27 @@ def test_a_prompt_on_standard_input_to_the_newest_run_gives_what_a_flag_and_a_na
         (["--top-k", "many"], "--top-k"),
     ],
 )
-def test_a_bad_flag_or_value_names_it_with_status_2(folder, args, sentence):
+def test_a_wrong_flag_or_value_is_named_with_exit_status_2(folder, args, message):
     result = generate(folder, *args)
     assert result.returncode == 2 and result.stdout == b""
-    assert sentence in result.stderr.decode() and b"Traceback" not in result.stderr
+    assert message in result.stderr.decode() and b"Traceback" not in result.stderr
 
 
 @pytest.mark.parametrize(
-    ("args", "sentence"),
+    ("args", "message"),
     [
         (["runs"], "neither a checkpoint (a directory with config.json) nor a run folder"),
         (["runs/newest", "--prompt-file", "missing.txt"], "--prompt-file missing.txt cannot be read"),
     ],
 )
-def test_a_fault_in_what_is_given_is_one_line_with_status_2(folder, args, sentence):
+def test_a_wrong_path_is_a_one_line_error_with_exit_status_2(folder, args, message):
     result = generate(folder, *args)
     assert result.returncode == 2 and result.stdout == b""
     line = result.stderr.decode()
-    assert line.startswith("error: ") and sentence in line and line.count("\n") == 1
+    assert line.startswith("error: ") and message in line and line.count("\n") == 1
 
 
-def test_a_reader_that_leaves_early_ends_it_quietly(folder):
+def test_a_closed_pipe_ends_the_program_quietly(folder):
     process = subprocess.Popen(
         command("--prompt", "def", "--samples", 30, "--batch-size", 1),
         cwd=folder,

@@ -1,4 +1,4 @@
-"""A tiny random model, and tokenizers of each kind that a stream has to cope with."""
+"""A tiny random model, and a tokenizer of each kind that a stream must support."""
 
 import gzip
 
@@ -15,7 +15,7 @@ LIMIT = 48
 
 @pytest.fixture(scope="package", autouse=True)
 def one_thread():
-    """Models this small wait for their threads, much longer beside other programs than they compute."""
+    """Models this small spend more time on synchronizing threads than on computing."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -24,7 +24,7 @@ def one_thread():
 
 @pytest.fixture(scope="session")
 def decoder() -> Decoder:
-    """Random weights, large enough that the likeliest token changes from step to step."""
+    """Random weights, large enough that the most likely token changes from step to step."""
     shape = dict(
         vocab_size=320, hidden_size=32, intermediate_size=48, num_hidden_layers=2, max_position_embeddings=LIMIT
     )
@@ -33,19 +33,19 @@ def decoder() -> Decoder:
 
 @pytest.fixture(scope="session")
 def tokenizer(tmp_path_factory) -> Tokenizer:
-    """One of ours: SentencePiece BPE with byte fallback."""
+    """A tokenizer that this project trains: SentencePiece BPE with byte fallback."""
     return train_tokenizer(TEXT, 300, tmp_path_factory.mktemp("tokenizer") / "tokenizer.model")
 
 
 @pytest.fixture(scope="session")
 def stories_tokenizer(shared) -> Tokenizer:
-    """SentencePiece with byte fallback and a space in front of every text that decoding takes away again."""
+    """SentencePiece with byte fallback. Encoding puts a space in front of every text and decoding removes it."""
     return load_tokenizer(shared / "stories260K" / "tok512.model")
 
 
 @pytest.fixture(scope="session")
 def qwen_tokenizer(shared, tmp_path_factory) -> Tokenizer:
-    """Byte-level BPE: a token may hold parts of two characters."""
+    """Byte-level BPE: a token may contain parts of two characters."""
     directory = tmp_path_factory.mktemp("qwen2_5")
     packed = (shared / "qwen2_5" / "tokenizer.json.gz").read_bytes()
     (directory / "tokenizer.json").write_bytes(gzip.decompress(packed))

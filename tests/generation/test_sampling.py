@@ -1,4 +1,4 @@
-"""Each filter against its plain definition in Python loops and float64, and the draw against the distribution."""
+"""Each filter against a reference in Python loops and float64, and sampling against the expected distribution."""
 
 import math
 
@@ -31,7 +31,7 @@ def by_likelihood(row: list[float]) -> list[int]:
     return sorted(range(len(row)), key=lambda i: -row[i])
 
 
-def plain_top_p(row: list[float], p: float) -> set[int]:
+def reference_top_p(row: list[float], p: float) -> set[int]:
     """The smallest set of most likely tokens with mass p or more, found by trying every size."""
     probabilities, order = softmax(row), by_likelihood(row)
     for size in range(1, len(row) + 1):
@@ -40,7 +40,7 @@ def plain_top_p(row: list[float], p: float) -> set[int]:
     return set(order)
 
 
-def plain_min_p(row: list[float], p: float) -> set[int]:
+def reference_min_p(row: list[float], p: float) -> set[int]:
     probabilities = softmax(row)
     return {i for i, probability in enumerate(probabilities) if probability >= p * max(probabilities)}
 
@@ -61,53 +61,53 @@ def test_temperature_divides_the_logits(logits, temperature):
 
 
 @pytest.mark.parametrize("k", [1, 2, 7, VOCABULARY, VOCABULARY + 5])
-def test_top_k_keeps_the_k_most_likely_with_their_logits(logits, k):
+def test_top_k_keeps_the_k_most_likely_tokens_and_their_logits(logits, k):
     result = sampling.keep_top_k(logits, k)
     assert kept(result) == [set(by_likelihood(row)[:k]) for row in logits.tolist()]
     torch.testing.assert_close(result[result > -math.inf], logits[result > -math.inf], rtol=0, atol=0)
 
 
-def test_top_k_keeps_exactly_k_among_equals():
+def test_top_k_keeps_exactly_k_of_equal_logits():
     assert [len(ids) for ids in kept(sampling.keep_top_k(torch.ones(2, 9), 4))] == [4, 4]
 
 
 @pytest.mark.parametrize("p", [1e-6, 0.1, 0.5, 0.9, 0.999])
-def test_top_p_keeps_the_smallest_set_with_that_mass(logits, p):
+def test_top_p_keeps_the_smallest_set_with_that_probability(logits, p):
     result = sampling.keep_top_p(logits, p)
-    assert kept(result) == [plain_top_p(row, p) for row in logits.tolist()]
+    assert kept(result) == [reference_top_p(row, p) for row in logits.tolist()]
     torch.testing.assert_close(result[result > -math.inf], logits[result > -math.inf], rtol=0, atol=0)
 
 
-def test_top_p_of_a_mass_met_exactly_keeps_no_token_more():
+def test_top_p_keeps_no_more_tokens_when_their_probability_is_exactly_p():
     logits = torch.tensor([[0.5, 0.25, 0.125, 0.125]]).log()
     assert kept(sampling.keep_top_p(logits, 0.75)) == [{0, 1}]
 
 
 @pytest.mark.parametrize("p", [0.01, 0.1, 0.5, 1.0])
-def test_min_p_keeps_tokens_that_are_that_fraction_as_likely_as_the_best(logits, p):
-    assert kept(sampling.keep_min_p(logits, p)) == [plain_min_p(row, p) for row in logits.tolist()]
+def test_min_p_keeps_tokens_with_at_least_that_fraction_of_the_highest_probability(logits, p):
+    assert kept(sampling.keep_min_p(logits, p)) == [reference_min_p(row, p) for row in logits.tolist()]
 
 
-def test_filters_apply_as_temperature_then_top_k_then_top_p_then_min_p(logits):
+def test_filters_apply_in_the_order_temperature_top_k_top_p_min_p(logits):
     settings = Sampling(temperature=1.8, top_k=20, top_p=0.8, min_p=0.12)
     steps = []
     for row in logits.tolist():
         row = [x / settings.temperature for x in row]
         for keep in (
             lambda row: set(by_likelihood(row)[: settings.top_k]),
-            lambda row: plain_top_p(row, settings.top_p),
-            lambda row: plain_min_p(row, settings.min_p),
+            lambda row: reference_top_p(row, settings.top_p),
+            lambda row: reference_min_p(row, settings.min_p),
         ):
             ids = keep(row)
             row = [x if i in ids else -math.inf for i, x in enumerate(row)]
             steps.append(len(ids))
         assert kept(sampling.filter_logits(logits[len(steps) // 3 - 1][None], settings)) == [ids]
-    # The test sees the order only if each filter takes something away, in some row.
+    # The order matters only if each filter removes tokens in some row.
     assert max(steps[0::3]) < VOCABULARY and steps[0::3] != steps[1::3] and steps[1::3] != steps[2::3]
 
 
 @pytest.mark.parametrize("penalty", [1.0, 5.0])
-def test_temperature_0_takes_the_largest_logit_after_the_penalty(logits, penalty):
+def test_temperature_0_takes_the_largest_logit_after_the_repetition_penalty(logits, penalty):
     seen = torch.zeros(ROWS, VOCABULARY, dtype=torch.bool).scatter_(1, logits.argmax(-1, keepdim=True), True)
     settings = Sampling(temperature=0, repetition_penalty=penalty, top_k=3, top_p=0.5)
     expected = sampling.penalize_repetition(logits, seen, penalty).argmax(-1)
@@ -121,7 +121,7 @@ def test_a_tiny_temperature_takes_the_largest_logit_without_overflow(logits):
     assert drawn.tolist() == logits.argmax(-1).tolist()
 
 
-def test_draws_follow_the_softmax():
+def test_samples_follow_the_softmax():
     logits, draws = torch.tensor([[2.0, 1.0, 0.0, 1.5, -math.inf]]), 4000
     generator = sampling.generator_for(3, 0, torch.device("cpu"))
     counts = torch.zeros(5)
@@ -130,15 +130,15 @@ def test_draws_follow_the_softmax():
     expected = draws * logits.softmax(-1)[0]
     assert counts[4] == 0
     chi_square = ((counts - expected)[:4] ** 2 / expected[:4]).sum()
-    assert chi_square < 16.27  # 3 degrees of freedom, p = 0.001; the seed is fixed, so this does not flicker
+    assert chi_square < 16.27  # 3 degrees of freedom, p = 0.001; not flaky: the seed is fixed
 
 
-def test_a_filtered_token_is_never_drawn_even_where_the_noise_is_0(monkeypatch):
+def test_a_filtered_token_is_never_sampled_even_if_the_noise_is_0(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "exponential_", lambda self, generator: self.zero_())
     assert sampling.draw(torch.tensor([[-math.inf, 0.5, -math.inf]]), [torch.Generator()]).tolist() == [1]
 
 
-def test_a_row_draws_the_same_alone_and_in_a_batch(logits):
+def test_a_sequence_samples_the_same_tokens_alone_and_in_a_batch(logits):
     def draws(rows):
         generators = [sampling.generator_for(5, row, torch.device("cpu")) for row in rows]
         return torch.stack([sampling.draw(logits[rows], generators) for _ in range(10)], 1)
@@ -148,13 +148,13 @@ def test_a_row_draws_the_same_alone_and_in_a_batch(logits):
     assert len({tuple(row) for row in together.tolist()}) == ROWS
 
 
-def test_generators_of_neighbouring_seeds_and_samples_all_differ():
+def test_generators_of_nearby_seeds_and_sample_numbers_all_differ():
     pairs = [(seed, sample) for seed in range(-2, 9) for sample in range(9)]
     generators = [sampling.generator_for(*pair, torch.device("cpu")) for pair in pairs]
     assert len({torch.rand(1, generator=generator).item() for generator in generators}) == len(pairs)
 
 
-def test_rows_that_are_not_finite_become_minus_1_and_others_stay():
+def test_rows_with_logits_that_are_not_finite_give_minus_1_and_other_rows_a_token():
     logits = torch.tensor([[0.0, 1, 2], [0, math.nan, 2], [0, math.inf, 2], [-math.inf, 3, 2], [-math.inf] * 3])
     assert sampling.sample(logits, Sampling(temperature=0), []).tolist() == [2, -1, -1, 1, -1]
 
@@ -166,6 +166,6 @@ def test_rows_that_are_not_finite_become_minus_1_and_others_stay():
         *({"top_p": 1.1}, {"min_p": -0.1}, {"min_p": 2.0}, {"repetition_penalty": 0.0}),
     ],
 )
-def test_a_value_outside_its_range_is_a_sentence_that_names_the_flag(values):
+def test_a_value_outside_its_range_is_a_user_error_that_names_the_flag(values):
     with pytest.raises(UserError, match="--" + next(iter(values)).replace("_", "-")):
         Sampling(**values)

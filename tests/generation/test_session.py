@@ -1,4 +1,4 @@
-"""What generate.py writes where: texts in their order, notes beside them, faults before the weights are read."""
+"""What generate.py prints: texts in order, log lines, and errors before the weights are read."""
 
 import pytest
 import sentencepiece
@@ -24,23 +24,23 @@ def checkpoint(tmp_path_factory, decoder, tokenizer):
 
 
 def output(checkpoint, prompts=("x",), **settings) -> tuple[str, list[str]]:
-    """All that a session writes, and its notes."""
-    written, notes = [], []
-    session.run(Settings(**settings), checkpoint, prompts, written.append, notes.append)
-    return "".join(written), notes
+    """All text that `run` writes, and the lines it logs."""
+    written, lines = [], []
+    session.run(Settings(**settings), checkpoint, prompts, written.append, lines.append)
+    return "".join(written), lines
 
 
-def test_texts_come_in_order_with_a_blank_line_between_and_equal_each_alone(checkpoint):
+def test_texts_are_printed_in_order_with_blank_lines_between_and_equal_each_text_alone(checkpoint):
     prompts = ("def add", "x", "def add_b(x, y):")
     alone = [output(checkpoint, [prompt], max_new_tokens=9)[0] for prompt in prompts]
-    together, notes = output(checkpoint, prompts, max_new_tokens=9)
+    together, lines = output(checkpoint, prompts, max_new_tokens=9)
     assert together == "\n".join(alone)
     assert all(text.startswith(prompt) and text.endswith("\n") for text, prompt in zip(alone, prompts, strict=True))
-    assert [note for note in notes if " of " in note and "weights" not in note] == ["1 of 3", "2 of 3", "3 of 3"]
+    assert [line for line in lines if line.startswith("text ")] == [f"text {n} of 3" for n in (1, 2, 3)]
     assert output(checkpoint, prompts, max_new_tokens=9, batch_size=2)[0] == together
 
 
-def test_samples_of_a_prompt_differ_and_do_not_depend_on_what_else_is_asked(checkpoint):
+def test_samples_of_a_prompt_differ_and_do_not_depend_on_other_prompts_or_samples(checkpoint):
     first, _ = output(checkpoint, max_new_tokens=9)
     both, _ = output(checkpoint, samples=2, max_new_tokens=9)
     others, _ = output(checkpoint, ["def", "x"], samples=2, max_new_tokens=9, batch_size=3)
@@ -48,34 +48,34 @@ def test_samples_of_a_prompt_differ_and_do_not_depend_on_what_else_is_asked(chec
     assert others.startswith("def") and others.endswith("\n\n" + both)
 
 
-def test_a_text_streams_as_its_tokens_come_and_ends_before_a_stop_string(checkpoint):
-    pieces = []
-    session.run(Settings(max_new_tokens=20, sampling=GREEDY), checkpoint, ["def"], pieces.append, lambda line: None)
-    text = "".join(pieces)
-    assert sum(map(bool, pieces)) > 10
+def test_a_text_is_printed_as_it_is_generated_and_ends_before_a_stop_string(checkpoint):
+    writes = []
+    session.run(Settings(max_new_tokens=20, sampling=GREEDY), checkpoint, ["def"], writes.append, lambda line: None)
+    text = "".join(writes)
+    assert sum(map(bool, writes)) > 10
     stop = text[12:15]
     assert output(checkpoint, ["def"], max_new_tokens=20, sampling=GREEDY, stop=(stop, "not there"))[0] == (
         text[: text.index(stop, 3)] + "\n"
     )
 
 
-def test_notes_say_checkpoint_device_dtype_and_speed_beside_the_rate_of_reading_weights(checkpoint):
-    _, notes = output(checkpoint, max_new_tokens=5, device="cpu")
-    assert notes[0] == f"{checkpoint} on cpu in float32, kernels: plain PyTorch with CPU functions"
-    for part in ("prefill 2 tokens, ", "decode 4 tokens, ", "MB of weights a step, read at ", "GB/s"):
-        assert part in notes[-1]
-    _, notes = output(checkpoint, max_new_tokens=1, device="cpu", dtype="bfloat16")
-    assert notes[0].endswith("in bfloat16, kernels: plain PyTorch with CPU functions") and "decode" not in notes[-1]
+def test_the_log_says_checkpoint_device_dtype_speed_and_how_fast_weights_were_read(checkpoint):
+    _, lines = output(checkpoint, max_new_tokens=5, device="cpu")
+    assert lines[0] == f"{checkpoint} on cpu in float32, kernels: plain PyTorch with CPU functions"
+    for part in ("prefill 2 tokens, ", "decode 4 tokens, ", "MB of weights per step, read at ", "GB/s"):
+        assert part in lines[-1]
+    _, lines = output(checkpoint, max_new_tokens=1, device="cpu", dtype="bfloat16")
+    assert lines[0].endswith("in bfloat16, kernels: plain PyTorch with CPU functions") and "decode" not in lines[-1]
 
 
-def test_a_text_that_fills_the_context_says_so_in_one_note(checkpoint):
-    _, notes = output(checkpoint, max_new_tokens=500, sampling=Sampling(temperature=3.0))
-    assert [note for note in notes if "context is full" in note] == notes[1:2]
+def test_one_log_line_says_that_a_text_filled_the_context(checkpoint):
+    _, lines = output(checkpoint, max_new_tokens=500, sampling=Sampling(temperature=3.0))
+    assert [line for line in lines if "context is full" in line] == lines[1:2]
 
 
-def test_faults_are_found_before_the_weights_are_read(checkpoint, monkeypatch, tokenizer, tmp_path):
+def test_errors_are_found_before_the_weights_are_read(checkpoint, monkeypatch, tokenizer, tmp_path):
     monkeypatch.setattr(session, "load_pretrained", lambda *_, **__: pytest.fail("the weights were read"))
-    with pytest.raises(UserError, match="context ends at"):
+    with pytest.raises(UserError, match="context is 48 tokens"):
         output(checkpoint, ["☺" * 60])
     (tmp_path / "config.json").write_bytes((checkpoint / "config.json").read_bytes())
     with pytest.raises(UserError, match="no tokenizer"):
@@ -87,32 +87,32 @@ def test_faults_are_found_before_the_weights_are_read(checkpoint, monkeypatch, t
         output(tmp_path)
 
 
-def test_the_tokens_of_decoding_are_those_after_each_rows_first_also_where_a_row_has_none():
-    result = Generation([[5, 6, 7], [], [5]], ["length", "end of text", "length"], 9, 4, 0.5, 2.0)
-    first_only = Generation([[], [4]], ["end of text"] * 2, 3, 0, 0.5, 0.0)
+def test_decoded_tokens_exclude_the_first_of_each_sequence_which_the_prefill_computes():
+    result = Generation([[5, 6, 7], [], [5]], ["length", "eos", "length"], 9, 4, 0.5, 2.0)
+    first_only = Generation([[], [4]], ["eos"] * 2, 3, 0, 0.5, 0.0)
     assert session.speed([result, first_only], 1_000_000) == (
-        "prefill 12 tokens, 12 tokens/s; decode 2 tokens, 1 tokens/s; 1.0 MB of weights a step, read at 0.00 GB/s"
+        "prefill 12 tokens, 12 tokens/s; decode 2 tokens, 1 tokens/s; 1.0 MB of weights per step, read at 0.00 GB/s"
     )
     assert session.speed([first_only], 1) == "prefill 3 tokens, 6 tokens/s"
 
 
 @pytest.mark.parametrize("place", ["load_pretrained", "generate"])
-def test_memory_that_does_not_suffice_is_a_sentence_with_the_flag(checkpoint, monkeypatch, place):
+def test_out_of_memory_is_a_user_error_that_names_the_flag(checkpoint, monkeypatch, place):
     def fail(*_, **__):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
     monkeypatch.setattr(session, place, fail)
-    with pytest.raises(UserError, match=r"smaller --batch-size \(it is 7\)"):
+    with pytest.raises(UserError, match=r"smaller --batch-size \(now 7\)"):
         output(checkpoint, batch_size=7)
 
 
 @pytest.mark.parametrize("flag", ["prompt", "stop"])
-def test_prompts_and_stop_strings_that_were_no_utf8_are_a_sentence(flag):
+def test_prompts_and_stop_strings_that_are_not_utf8_are_a_user_error(flag):
     with pytest.raises(UserError, match=rf"--{flag} 'ab\\udcff' is not UTF-8 text at character 2"):
         Settings(**{flag: ("fine é☺", "ab\udcff")})
 
 
-def test_a_run_whose_tokenizer_no_tokenizer_json_expresses_can_be_generated_from(tmp_path, decoder):
+def test_a_run_whose_tokenizer_has_no_tokenizer_json_form_can_generate(tmp_path, decoder):
     lines = iter(["the quick brown fox", "jumps over the lazy dog", "and runs away"] * 50)
     with open(tmp_path / "unigram.model", "wb") as file:
         sentencepiece.SentencePieceTrainer.train(

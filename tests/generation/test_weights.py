@@ -1,4 +1,4 @@
-"""Weights kept in the dtype of the activations change nothing else, and what a step reads is counted."""
+"""Weights stored in the dtype of the activations change no result, and the bytes that a step reads are counted."""
 
 import torch
 
@@ -7,22 +7,22 @@ from model.config import ModelConfig
 from model.decoder import Decoder
 
 
-def test_matrices_held_in_bfloat16_give_what_matrices_cast_at_each_step_give():
+def test_matrices_stored_in_bfloat16_give_the_same_logits_as_matrices_cast_at_each_step():
     config = ModelConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, attention_bias=True, initializer_range=0.3)
     cast = Decoder(config, seed=2, compute_dtype=torch.bfloat16)
-    held = Decoder(config, seed=2)
+    stored = Decoder(config, seed=2)
     with torch.no_grad():
-        for decoder in (cast, held):
+        for decoder in (cast, stored):
             for index, parameter in enumerate(p for p in decoder.parameters() if p.ndim < 2):
                 parameter += torch.randn(len(parameter), generator=torch.Generator().manual_seed(index))
-    cast_weights(held, torch.bfloat16)
+    cast_weights(stored, torch.bfloat16)
     tokens = torch.tensor([[1, 5, 9, 33, 2]])
-    assert torch.equal(held(tokens), cast(tokens))
-    assert {p.dtype for p in held.parameters() if p.ndim == 2} == {torch.bfloat16}
-    assert {p.dtype for p in held.parameters() if p.ndim == 1} == {torch.float32}
+    assert torch.equal(stored(tokens), cast(tokens))
+    assert {p.dtype for p in stored.parameters() if p.ndim == 2} == {torch.bfloat16}
+    assert {p.dtype for p in stored.parameters() if p.ndim == 1} == {torch.float32}
 
 
-def test_bytes_per_step_leave_out_an_embedding_that_is_only_looked_up():
+def test_bytes_per_step_do_not_count_an_untied_embedding():
     shape = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1)
     tied = Decoder(ModelConfig(**shape))
     untied = Decoder(ModelConfig(**shape, tie_word_embeddings=False))

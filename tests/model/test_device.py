@@ -76,7 +76,7 @@ def test_a_small_step_uses_one_thread_and_the_number_is_restored_even_after_an_e
         assert torch.get_num_threads() == 1
         raise KeyError
     assert torch.get_num_threads() == 2
-    generate(decoder, [[1]], max_new_tokens=2, on_end=lambda *_: threads.append(torch.get_num_threads()))
+    generate(decoder, [[1]], max_new_tokens=2, on_finish=lambda *_: threads.append(torch.get_num_threads()))
     assert threads == [1] and torch.get_num_threads() == 2
     with threads_for(decoder, 10_000_000):
         assert torch.get_num_threads() == 2

@@ -1,6 +1,6 @@
-"""The fused decoding step against the decoder itself, in Triton's interpreter.
+"""The fused decoding step against `Decoder.forward`, in Triton's interpreter.
 
-Tolerances between two float32 orders of the same sums, through two layers: 2e-6, as between decoders.
+Tolerance: the two add the same float32 numbers in different orders, through two layers: 2e-6, as in test_decoder.py.
 """
 
 import pytest
@@ -23,7 +23,7 @@ VARIANTS = {
 
 
 def steps(decoder, count, lengths):
-    """Logits of `count` further tokens by the decoder and by the step, whose prompts end together."""
+    """Logits of `count` tokens after left-padded prompts of these lengths, from the fused step and from the decoder."""
     padding = torch.tensor([max(lengths) - length for length in lengths])
     padding = padding if padding.any() else None
     generator = torch.Generator().manual_seed(3)
@@ -31,20 +31,20 @@ def steps(decoder, count, lengths):
     caches = [KeyValueCache(decoder.config, len(lengths), max(lengths) + count) for _ in range(2)]
     found, expected = [], []
     for cache in caches:
-        cache.keys.fill_(float("nan"))  # what lies behind the last column must not matter
+        cache.keys.fill_(float("nan"))  # positions that are not filled must not be read
         decoder(tokens[:, : max(lengths)], cache=cache, padding=padding)
     step = DecodeStep(decoder, caches[1], padding)
-    for column in range(max(lengths), max(lengths) + count):
-        token = tokens[:, column : column + 1]
+    for position in range(max(lengths), max(lengths) + count):
+        token = tokens[:, position : position + 1]
         expected.append(decoder(token, cache=caches[0], padding=padding))
         found.append(step(token, padding).clone())
-        assert caches[0].length == caches[1].length == column + 1
+        assert caches[0].length == caches[1].length == position + 1
     return torch.cat(found, 1), torch.cat(expected, 1), caches
 
 
 @pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS.keys())
 @torch.inference_mode()
-def test_logits_and_cache_equal_those_of_the_decoder(make_decoder, relative, variant):
+def test_logits_and_cache_equal_the_decoders(make_decoder, relative, variant):
     decoder = make_decoder(num_hidden_layers=2, **variant).eval()
     found, expected, caches = steps(decoder, 2, [5, 2])
     assert relative(found, expected) < 2e-6
@@ -54,7 +54,7 @@ def test_logits_and_cache_equal_those_of_the_decoder(make_decoder, relative, var
 
 
 @torch.inference_mode()
-def test_texts_of_more_columns_than_all_ranges_together_and_of_one_column_are_right(make_decoder, relative):
+def test_prompts_of_one_token_and_of_more_tokens_than_one_pass_of_all_splits_are_right(make_decoder, relative):
     decoder = make_decoder(max_position_embeddings=200, num_hidden_layers=1).eval()
     found, expected, _ = steps(decoder, 1, [170, 33, 1])
     assert relative(found, expected) < 2e-6
@@ -63,16 +63,16 @@ def test_texts_of_more_columns_than_all_ranges_together_and_of_one_column_are_ri
 
 
 @torch.inference_mode()
-def test_it_is_taken_for_few_texts_where_triton_runs_and_a_full_cache_is_refused(make_decoder):
+def test_the_fused_step_is_used_with_triton_for_small_batches_and_refuses_a_full_cache(make_decoder):
     decoder = make_decoder().eval()
 
-    def taken(texts):
-        return make_decode_step(decoder, KeyValueCache(decoder.config, texts, 4), None) is not None
+    def used(batch_size):
+        return make_decode_step(decoder, KeyValueCache(decoder.config, batch_size, 4), None) is not None
 
-    assert not taken(1)
+    assert not used(1)
     kernels.use("triton", CPU)
     try:
-        assert taken(1) and taken(MAX_SEQUENCES) and not taken(MAX_SEQUENCES + 1)
+        assert used(1) and used(MAX_SEQUENCES) and not used(MAX_SEQUENCES + 1)
     finally:
         kernels.use("auto", CPU)
     cache = KeyValueCache(decoder.config, 1, 4)

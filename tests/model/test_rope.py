@@ -1,7 +1,7 @@
-"""The tables of rotary positions.
+"""The tables of rotary position embeddings.
 
-Tolerance: the angle is exact to float64, so an element is off by the rounding to float32 alone, at most 2^-25 = 3e-8,
-and 6e-8 leaves room for the float64 cosines themselves.
+Tolerance: angles are computed in float64, so the error of an element is its rounding to float32, at most 2^-25 = 3e-8.
+Twice that allows for errors of the float64 cosines.
 """
 
 import cmath
@@ -18,14 +18,14 @@ LONG = 131072
 
 
 @pytest.mark.parametrize("theta", [10000.0, 500000.0])
-def test_table_rows_are_complex_powers_at_every_position_up_to_131071(make_config, theta):
+def test_tables_equal_complex_powers_at_positions_up_to_131071(make_config, theta):
     config = make_config(max_position_embeddings=LONG, rope_theta=theta, head_dim=8)
     cos, sin = Rope(config)(0, LONG)
     for position in (0, 1, 2, 255, 257, 4095, 65537, LONG - 1):
         for pair in range(4):
-            turn = cmath.exp(1j * position / math.pow(theta, pair / 4))
-            assert abs(cos[position, pair].item() - turn.real) < 6e-8
-            assert abs(sin[position, pair].item() - turn.imag) < 6e-8
+            rotation = cmath.exp(1j * position / math.pow(theta, pair / 4))
+            assert abs(cos[position, pair].item() - rotation.real) < 6e-8
+            assert abs(sin[position, pair].item() - rotation.imag) < 6e-8
 
 
 def test_tables_stay_float32_when_the_model_changes_its_dtype(make_decoder):
@@ -37,15 +37,23 @@ def test_tables_stay_float32_when_the_model_changes_its_dtype(make_decoder):
     assert torch.equal(decoder.rope.cos, before)
 
 
-def test_left_padding_shifts_positions_and_its_own_columns_get_position_zero(make_config):
+def test_left_padding_shifts_positions_and_padding_gets_position_zero(make_config):
     rope = Rope(make_config())
     cos, sin = rope(2, 4, torch.tensor([0, 4]))
     assert torch.equal(cos[0], rope.cos[2:6]) and torch.equal(sin[0], rope.sin[2:6])
     assert torch.equal(cos[1], rope.cos[[0, 0, 0, 1]]) and torch.equal(sin[1], rope.sin[[0, 0, 0, 1]])
 
 
-def test_llama3_scaling_equals_that_of_transformers(make_config):
-    """Tolerance: transformers computes float32 frequencies, in about four roundings of 6e-8."""
+def test_left_padding_allows_cache_positions_beyond_the_table_but_not_rotary_positions(make_config):
+    rope = Rope(make_config())  # 64 positions
+    cos, _ = rope(66, 1, torch.tensor([3, 66]))
+    assert torch.equal(cos[:, 0], rope.cos[[63, 0]])
+    with pytest.raises(IndexError):
+        rope(66, 1, torch.tensor([2, 66]))
+
+
+def test_llama3_scaling_equals_transformers(make_config):
+    """Tolerance: transformers computes the frequencies in float32, with about four roundings of 6e-8."""
     scaling = {
         "rope_type": "llama3",
         "factor": 32.0,
@@ -53,16 +61,16 @@ def test_llama3_scaling_equals_that_of_transformers(make_config):
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
     }
-    theirs = transformers.LlamaConfig(
+    llama = transformers.LlamaConfig(
         hidden_size=2048,
         num_attention_heads=32,
         max_position_embeddings=LONG,
         rope_parameters={**scaling, "rope_theta": 500000.0},
     )
-    expected, factor = ROPE_INIT_FUNCTIONS["llama3"](theirs)
+    expected, factor = ROPE_INIT_FUNCTIONS["llama3"](llama)
     ours = frequencies(make_config(head_dim=64, rope_theta=500000.0, rope_scaling=scaling))
-    plain = frequencies(make_config(head_dim=64, rope_theta=500000.0))
+    unscaled = frequencies(make_config(head_dim=64, rope_theta=500000.0))
     assert factor == 1.0
     torch.testing.assert_close(ours, expected.double(), rtol=4e-7, atol=0)
-    kept, stretched = ours == plain, (ours / (plain / 32) - 1).abs() < 1e-9
-    assert kept.any() and stretched.any() and (~kept & ~stretched).any()  # all three branches were compared
+    same, stretched = ours == unscaled, (ours / (unscaled / 32) - 1).abs() < 1e-9
+    assert same.any() and stretched.any() and (~same & ~stretched).any()  # all three branches were compared
