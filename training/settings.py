@@ -50,8 +50,7 @@ class RunSettings:
     train_only: Literal["all", "norms"] = "all"
     """Which parameters learn: all, or only the weights and biases of the norms."""
     evaluate_every: int = 500
-    """Steps between evaluations on the validation set. Each one also saves the run, prints a text sample and draws
-    loss.png."""
+    """Steps between evaluations on the validation set; each also saves, prints a text sample and draws loss.png."""
     sample_prompt: str = ""
     """Prompt of the text samples that evaluations print; if empty, the model starts a new document."""
     tensorboard: bool = False
@@ -63,8 +62,8 @@ class DataSettings:
     """The text and how it becomes batches."""
 
     data: tuple[str, ...] = ("python",)
-    """Files, folders or globs of .txt .md .py .jsonl .jsonl.gz .parquet, or names: python (this interpreter's
-    standard library), shakespeare, tinystories (the last two are downloaded)."""
+    """Files, folders or globs of .txt .md .py .jsonl .jsonl.gz .parquet, or a known name:
+    python (the standard library of this interpreter), shakespeare, tinystories (these two are downloaded)."""
     text_field: str = "text"
     """Field of jsonl and parquet rows that contains the text."""
     tokenizer: str | None = None
@@ -78,8 +77,7 @@ class DataSettings:
     batch_size: int = 16
     """Sequences per optimizer step, over all processes and micro-batches."""
     micro_batch_size: int | None = None
-    """Sequences that go through the model at once, in each process; fewer need less memory, and their gradients are
-    accumulated. Default: all."""
+    """Sequences that go through the model at once; fewer need less memory (gradients accumulate). Default: all."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +87,7 @@ class OptimizerSettings:
     steps: int = 1000
     """Number of optimizer steps."""
     max_minutes: float | None = None
-    """Time limit: if the first 40 steps show that the run would take more minutes of training, it does fewer steps.
+    """Time limit: the run does fewer steps if the first 40 show that it would take longer.
     --steps lifts a limit that the TOML file sets. None: no limit."""
     learning_rate: float = 3e-3
     """Peak learning rate."""
@@ -120,8 +118,8 @@ class MachineSettings:
     device: str = "auto"
     """auto (CUDA, else MPS, else CPU) or a torch device such as cuda:1."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Dtype of the activations; weights stay float32. auto: bfloat16 if the device is fast at it, else float16 on CUDA
-    and float32 elsewhere."""
+    """Dtype of the activations; weights stay float32.
+    auto: bfloat16 if the device is fast at it, else float16 on CUDA and float32 elsewhere."""
     kernels: Literal["auto", "triton", "torch"] = "auto"
     """Fused Triton kernels or plain PyTorch. auto: Triton on an NVIDIA or AMD GPU."""
     compile: bool = False

@@ -38,7 +38,7 @@ def train_step(
 
     micro_batches: this process's inputs and targets, each int64 (b, T), on the host or the device; a target below 0
     is not predicted. The loss is the mean over the predicted tokens of all micro-batches of all processes, so every
-    token has the same weight, however the batch is cut.
+    token has the same weight, however the batch is split.
     Under float16 a gradient that overflows makes the scaler skip the update; the returned norm is then infinite.
     Any other loss or gradient that is not finite raises `Diverged` and leaves the weights as they were.
     """
