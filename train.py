@@ -1,31 +1,30 @@
 """Train a LLaMA-style decoder: `python train.py --norm rms`.
 
-Thin: reads the settings, chooses the deed, and leaves it to training/.
+Thin: reads the command line and hands it to training/.
 """
 
 import sys
 
 from errors import exit_on_user_error
-from training import settings as settings_file
+from training.settings import parse
 
-DESCRIPTION = """Train a small LLaMA-style transformer on text, on whatever this machine has.
+DESCRIPTION = """Train a small LLaMA-style transformer on text, on a GPU or a CPU.
 
-python train.py --norm rms: a few minutes on a laptop, on Python's own library
+python train.py --norm rms: train on Python's standard library; takes a few minutes on a laptop
 
 python train.py --norm layer: the same run with LayerNorm
 
-python train.py --data my/texts --steps 3000: your own text
+python train.py --data my/texts --steps 3000: train on your own text
 
-python train.py --config small --dry-run: what a larger model would need
+python train.py --config small --dry-run: print the memory and compute that a larger model would need
 
-python train.py --resume runs/tiny-rms: go on with a stopped run"""
+python train.py --resume runs/tiny-rms: resume a run that was stopped or killed"""
 
 
 def main() -> int:
-    """Do what the command line says; returns the exit status."""
     for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(encoding="utf-8", errors="replace")  # samples hold any character, consoles may not
-    command = settings_file.parse(sys.argv[1:], DESCRIPTION)
+        stream.reconfigure(encoding="utf-8", errors="replace")  # text samples have characters that some consoles lack
+    command = parse(sys.argv[1:], DESCRIPTION)
     from training import commands  # imports torch, which --help does not wait for
 
     return commands.run(command)

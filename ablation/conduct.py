@@ -26,9 +26,8 @@ from ablation.processes import in_processes
 from errors import UserError
 from model.config import num_parameters
 from model.device import choose_device, choose_kernels, choose_training_dtype, device_name, processor
-from training import settings as settings_file
 from training.checkpoint import settings_hash
-from training.settings import Settings
+from training.settings import Settings, replace_text
 
 
 @dataclass
@@ -48,7 +47,7 @@ class Conduct:
 
     def save(self) -> None:
         """Write results.json, whole or not at all."""
-        settings_file.replace_text(self.folder / "results.json", json.dumps(finite(self.results)) + "\n")
+        replace_text(self.folder / "results.json", json.dumps(finite(self.results)) + "\n")
 
 
 def finite(value):

@@ -17,10 +17,9 @@ import tyro
 
 from errors import UserError
 from model.config import GATED, NORMS, PLACEMENTS, PLAIN
-from training import settings as settings_file
-from training.settings import Settings, nearest
+from training.settings import CONFIGS, Settings, as_flags, config_path, load_settings, nearest
 
-PLANS = settings_file.CONFIGS / "ablations"
+PLANS = CONFIGS / "ablations"
 FIRST_RATE_SEED = 1001  # seeds for choosing rates begin here, those of the final runs at 1
 
 
@@ -140,7 +139,7 @@ def baseline_of(arm: Arm, arms: list[Arm]) -> Arm | None:
 @functools.cache
 def settings_from(config: str) -> Settings:
     """The settings of a configuration, read once."""
-    return settings_file.load(settings_file.config_path(config))
+    return load_settings(config_path(config))
 
 
 def settings_of(plan: Plan, run: Run) -> Settings:
@@ -203,5 +202,5 @@ def load_plan(name: str) -> Plan:
     for key in values:
         if key not in keys:
             raise UserError(f"{path}: unknown key {key}.{nearest(key, keys)}")
-    arguments = [flag for key, value in values.items() for flag in settings_file.as_flags(key, value)]
+    arguments = [flag for key, value in values.items() for flag in as_flags(key, value)]
     return tyro.cli(Plan, args=arguments, prog=str(path))

@@ -17,10 +17,10 @@ from ablation import statistics
 from model.config import ModelConfig
 from model.decoder import Decoder
 from model.device import choose_training_dtype, why_not_compile
-from training import optimizer
+from training.optimizer import build_optimizer
 from training.processes import Processes
 from training.settings import Settings
-from training.step import backward, update
+from training.step import train_step
 
 BLOCK = 4  # calls in a row; their median is one block
 NORMS = ("rms", "layer")
@@ -85,14 +85,13 @@ def parts(
 
     model = Decoder(config, seed=1, compute_dtype=dtype).to(device)
     forward = torch.compile(model, fullgraph=True) if compiled else model
-    adamw = optimizer.build(model, settings.optimizer, device)
+    adamw = build_optimizer(model, settings.optimizer, device)
     scaler = torch.amp.GradScaler(device.type, enabled=False)
     tokens = torch.randint(config.vocab_size, (shape[0], shape[1] + 1), device=device)
     batch = [(tokens[:, :-1], tokens[:, 1:])]
 
     def step():
-        loss = backward(forward, batch, tokens[:, 1:].numel(), scaler, Processes(), device)
-        update(model, adamw, scaler, 1.0, loss)
+        train_step(forward, batch, adamw, scaler, 1.0, Processes(), device)
 
     outputs = run(x, residual, weight, bias)
     return {

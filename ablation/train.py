@@ -14,16 +14,16 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from tqdm import tqdm
 
 from ablation import probes
 from data.batches import validation_windows
 from errors import UserError
 from model.decoder import Decoder
 from model.norm import is_norm_parameter
-from training import checkpoint, loop, metrics
+from training import checkpoint, metrics
 from training.evaluate import evaluate
-from training.session import Session, set_up
+from training.loop import log_step, save, train_steps
+from training.session import Session, open_run, set_up
 from training.settings import Settings
 from training.signals import StopSignals
 from training.step import Diverged
@@ -82,18 +82,18 @@ def steps(session: Session, keep: bool) -> list[list[float]] | None:
     """All steps; returns [step, share of the weights' length that it moved], or None when a signal came."""
     shares, saved = [], time.perf_counter()
     every = max(1, session.state.steps // PROBES)
-    log = loop.open_run(session)
+    log = open_run(session)
+    before = probes.copy_of_weights(session.model) if session.state.step % every == every - 1 else None
     try:
-        with StopSignals(heed_repeats=False) as stop, tqdm(disable=True) as bar:
-            while session.state.step < session.state.steps:
-                probed = session.state.step % every == every - 1
-                before = probes.copy_of_weights(session.model) if probed else None
-                loop.step(session, log, bar)
+        with StopSignals(second_signal_interrupts=False) as stop:
+            for result in train_steps(session):
+                log_step(log, result, session.state)
                 if before is not None:
-                    shares.append([session.state.step, probes.update_share(session.model, before)])
+                    shares.append([result.step, probes.update_share(session.model, before)])
+                before = probes.copy_of_weights(session.model) if result.step % every == every - 1 else None
                 last = keep and session.state.step == session.state.steps
                 if stop.received or last or time.perf_counter() - saved > SAVE_SECONDS:
-                    loop.save(session, log)
+                    save(session)
                     saved = time.perf_counter()
                 if stop.received and session.state.step < session.state.steps:
                     return None
@@ -105,11 +105,11 @@ def steps(session: Session, keep: bool) -> list[list[float]] | None:
 def final(session: Session) -> dict:
     """The whole validation set, every token counted, and a look at the streams of a few of its texts."""
     corpus, length = session.corpus, session.settings.data.sequence_length
-    windows = validation_windows(corpus.validation, length, session.micro_batch)
+    windows = validation_windows(corpus.validation, length, session.micro_batch_size)
     found = evaluate(session.model, windows, corpus.validation_bytes, session.device)
     if not math.isfinite(found.loss):
         raise Diverged(f"the validation loss is {found.loss:g}, not finite")
-    inputs, _ = next(iter(validation_windows(corpus.validation, length, session.micro_batch)))
+    inputs, _ = next(iter(validation_windows(corpus.validation, length, session.micro_batch_size)))
     looked = probes.of_streams(session.model, np.asarray(inputs), session.device)
     return {"validation_loss": found.loss, "bits_per_byte": found.bits_per_byte, "probes": looked}
 

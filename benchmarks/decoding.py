@@ -20,7 +20,7 @@ from model.cache import KeyValueCache
 from model.decoder import Decoder
 from model.device import choose_device, device_name
 from model.fused_decode import DecodeStep
-from training import settings as settings_file
+from training.settings import config_path, load_settings
 
 
 @torch.inference_mode()
@@ -40,7 +40,7 @@ def main() -> None:
     arguments = parser.parse_args()
     check_out(arguments.out)
     device = choose_device(arguments.device)
-    config = settings_file.load(settings_file.config_path(arguments.config)).model
+    config = load_settings(config_path(arguments.config)).model
     columns, limit = arguments.columns + arguments.steps + 8, config.max_position_embeddings
     if columns > limit:
         raise UserError(f"--columns, --steps and 8 more are {columns} and the context is {limit}; give fewer.")

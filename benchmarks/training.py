@@ -19,11 +19,10 @@ from errors import exit_on_user_error
 from model.config import flops_per_token
 from model.decoder import Decoder
 from model.device import choose_device, choose_training_dtype, device_name, keep_freed_memory, peak_flops
-from training import optimizer
-from training import settings as settings_file
+from training.optimizer import build_optimizer
 from training.processes import Processes
-from training.settings import Settings
-from training.step import backward, update
+from training.settings import Settings, config_path, load_settings
+from training.step import train_step
 
 
 def builds(device: torch.device) -> dict[str, tuple[str, bool]]:
@@ -43,7 +42,7 @@ def stepper(settings: Settings, norm: str, build: tuple, device: torch.device) -
     dtype = choose_training_dtype("auto", device)
     model = Decoder(type(settings.model)(**fields), seed=1, compute_dtype=dtype).to(device)
     forward = torch.compile(model, fullgraph=True) if compiled else model
-    adamw = optimizer.build(model, settings.optimizer, device)
+    adamw = build_optimizer(model, settings.optimizer, device)
     scaler = torch.amp.GradScaler(device.type, enabled=False)
     data = settings.data
     size = min(data.micro_batch_size or data.batch_size, data.batch_size)
@@ -55,8 +54,7 @@ def stepper(settings: Settings, norm: str, build: tuple, device: torch.device) -
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         start = time.perf_counter()
-        loss = backward(forward, [(tokens[:, :-1], tokens[:, 1:])], tokens[:, 1:].numel(), scaler, Processes(), device)
-        update(model, adamw, scaler, 1.0, loss)
+        train_step(forward, [(tokens[:, :-1], tokens[:, 1:])], adamw, scaler, 1.0, Processes(), device)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         return time.perf_counter() - start
@@ -75,7 +73,7 @@ def main() -> None:
     check_out(arguments.out)
     device = choose_device(arguments.device)
     keep_freed_memory()
-    settings = settings_file.load(settings_file.config_path(arguments.config))
+    settings = load_settings(config_path(arguments.config))
     data = settings.data
     size = min(data.micro_batch_size or data.batch_size, data.batch_size)
     tokens = size * data.sequence_length

@@ -1,1 +1,1 @@
-"""One run: settings, loop, optimizer, state on disk, metrics, processes."""
+"""One training run: settings, loop, optimizer, checkpoints, metrics, processes."""

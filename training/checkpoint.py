@@ -1,13 +1,14 @@
-"""The state of a run on disk: `last/` to go on from, `best/` to use, and a way of saving that can be cut anywhere.
+"""The state of a run on disk: `last/` to resume from, `best/` to use. A kill at any instant of a save loses neither.
 
-    last/    config.json model.safetensors generation_config.json tokenizer.* : what the ecosystem opens
-             training_state.safetensors : the optimizer's moments and the random state
-             state.json : step, tokens, hashes; written last, so a directory that has it is whole
+    last/    config.json model.safetensors generation_config.json tokenizer.* : what Hugging Face tools open
+             training_state.safetensors : the optimizer's moments
+             state.json : step, tokens, hashes; written last, so a directory that has it is complete
     best/    the same without training_state.safetensors
 
-Saving `last` writes `last.new`, brings it to the disk, renames `last` to `last.old` and `last.new` to `last`, and then
-deletes `last.old`. Wherever this is cut, one of the three is whole, and readers take the first of last, last.new,
-last.old that is. Nothing here is ever pickled.
+Saving `last` writes `last.new`, fsyncs it, renames `last` to `last.old` and `last.new` to `last`, and then deletes
+`last.old`. Wherever a save is interrupted, one of the three is complete, and readers take the first complete one of
+last, last.new, last.old. Nothing is pickled. There is no random state: nothing in training draws from torch's global
+generators.
 """
 
 import dataclasses
@@ -28,74 +29,71 @@ from errors import UserError
 from model import pretrained
 from model.decoder import Decoder
 from model.find_checkpoint import candidates
-from training import optimizer as optimizers
+from training.optimizer import load_optimizer_tensors, optimizer_tensors
 from training.settings import Settings
 
 
 @dataclass(frozen=True)
 class State:
-    """Where a run stands. Everything else that decides how it goes on is in settings.toml and the tensors."""
+    """The progress of a run. With settings.toml and the tensors, all that a resumed run needs."""
 
     step: int
-    """Optimizer steps done."""
+    """Optimizer steps done so far."""
     steps: int
-    """Optimizer steps in all, after any shortening to fit max_minutes."""
+    """Optimizer steps of the complete run, after any shortening to max_minutes."""
     tokens: int
-    """Tokens trained on."""
+    """Tokens trained on so far."""
     seconds: float
-    """Seconds of training so far, over all sessions."""
+    """Seconds of training so far, from the first start over all resumes."""
     best_validation_loss: float | None
     """Lowest validation loss so far, nats per token; None before the first evaluation."""
     evaluated_at: int
     """Step of the newest evaluation."""
     text_hash: str
-    """Hash of the text."""
+    """Hash of the text that it trains on."""
     tokenizer_hash: str
-    """Hash of the tokenizer."""
     settings_hash: str
-    """Hash of all settings, for people who compare runs."""
+    """Hash of all settings, to tell runs apart."""
     weights_hash: str = ""
     """Hash of model.safetensors; filled in on saving."""
     training_state_hash: str = ""
-    """Hash of training_state.safetensors; filled in on saving, empty where there is none."""
+    """Hash of training_state.safetensors; filled in on saving, empty in `best/`."""
     scaler: dict | None = None
-    """State of the float16 gradient scaler."""
+    """State of the float16 gradient scaler, None in other dtypes."""
 
 
 def settings_hash(settings: Settings) -> str:
-    """Hash of all settings but the folder's name."""
+    """Hash of all settings except the name of the run folder."""
     settings = dataclasses.replace(settings, run=dataclasses.replace(settings.run, out=None))
     return hashlib.blake2b(json.dumps(dataclasses.asdict(settings)).encode(), digest_size=16).hexdigest()
 
 
 def file_hash(path: Path) -> str:
-    """Hash of a file's bytes."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 
-def save_last(run: Path, state: State, model: Decoder, optimizer: torch.optim.Optimizer, tokenizer: Tokenizer) -> None:
-    """Save everything that `resume` needs as `run/last`."""
+def save_last(
+    run_dir: Path, state: State, model: Decoder, optimizer: torch.optim.Optimizer, tokenizer: Tokenizer
+) -> None:
+    """Save everything that resuming needs as `run_dir/last`."""
 
     def write(directory: Path) -> None:
-        tensors = optimizers.state_tensors(optimizer, model) | random_state()
-        save_file(
-            {key: value.detach().contiguous() for key, value in tensors.items()},
-            directory / "training_state.safetensors",
-        )
+        tensors = {key: value.detach().contiguous() for key, value in optimizer_tensors(optimizer, model).items()}
+        save_file(tensors, directory / "training_state.safetensors")
         hashed = dataclasses.replace(state, training_state_hash=file_hash(directory / "training_state.safetensors"))
         write_model(directory, hashed, model, tokenizer)
 
-    replace_directory(run / "last", write)
+    replace_directory(run_dir / "last", write)
 
 
-def save_best(run: Path, state: State, model: Decoder, tokenizer: Tokenizer) -> None:
-    """Save the model alone as `run/best`."""
-    replace_directory(run / "best", lambda directory: write_model(directory, state, model, tokenizer))
+def save_best(run_dir: Path, state: State, model: Decoder, tokenizer: Tokenizer) -> None:
+    """Save the model without optimizer state as `run_dir/best`."""
+    replace_directory(run_dir / "best", lambda directory: write_model(directory, state, model, tokenizer))
 
 
 def write_model(directory: Path, state: State, model: Decoder, tokenizer: Tokenizer) -> None:
-    """Write the model, its tokenizer, and last of all state.json."""
+    """Write the model, its tokenizer, and state.json last."""
     pretrained.save_pretrained(model, directory, bos_token_id=tokenizer.bos_id, eos_token_id=tokenizer.eos_id)
     tokenizer.save(directory)
     state = dataclasses.replace(state, weights_hash=file_hash(directory / "model.safetensors"))
@@ -103,7 +101,7 @@ def write_model(directory: Path, state: State, model: Decoder, tokenizer: Tokeni
 
 
 def replace_directory(target: Path, write: Callable[[Path], None]) -> None:
-    """Replace the directory `target` by what `write` puts into an empty one; at no instant is there no whole one."""
+    """Replace the directory `target` by what `write` puts into an empty one; at any instant a complete one exists."""
     new, old = candidates(target)[1:]
     try:
         recover_interrupted_save(target)
@@ -118,13 +116,15 @@ def replace_directory(target: Path, write: Callable[[Path], None]) -> None:
         if not target.exists() and old.exists():
             old.rename(target)
         shutil.rmtree(new, ignore_errors=True)
-        kept = "still holds the save before" if target.exists() else "had not been saved before"
-        raise UserError(f"{target} could not be saved ({error}) and {kept}; make room, then use --resume.") from error
+        kept = "the previous save is intact" if target.exists() else "there is no previous save"
+        raise UserError(
+            f"{target} could not be saved ({error}); {kept}. Free disk space, then use --resume."
+        ) from error
     shutil.rmtree(old, ignore_errors=True)
 
 
 def recover_interrupted_save(target: Path) -> None:
-    """Undo or finish a save that was cut: afterwards only `target` is left, if any of the three was whole."""
+    """Finish or undo an interrupted save: afterwards only `target` is left, if any of the three was complete."""
     for candidate in candidates(target)[1:]:
         if not is_complete(target) and is_complete(candidate):
             shutil.rmtree(target, ignore_errors=True)
@@ -133,12 +133,12 @@ def recover_interrupted_save(target: Path) -> None:
 
 
 def is_complete(directory: Path) -> bool:
-    """Whether a save into this directory came to its end."""
+    """Whether a save into this directory was finished."""
     return (directory / "state.json").is_file()
 
 
 def fsync_directory(directory: Path, files: bool = True) -> None:
-    """fsync a directory and, if `files`, the files in it (Windows cannot fsync a directory and needs no such thing)."""
+    """fsync a directory and, if `files`, the files in it (Windows can fsync only files)."""
     paths = [path for path in directory.iterdir() if path.is_file()] if files else []
     for path in paths:
         with path.open("rb+") as file:
@@ -151,13 +151,13 @@ def fsync_directory(directory: Path, files: bool = True) -> None:
             os.close(descriptor)
 
 
-def find_last(run: Path) -> Path:
-    """The whole checkpoint that a run goes on from."""
-    for candidate in candidates(run / "last"):
+def find_last(run_dir: Path) -> Path:
+    """The complete checkpoint that a run resumes from."""
+    for candidate in candidates(run_dir / "last"):
         if is_complete(candidate):
             return candidate
     raise UserError(
-        f"{run} has no whole last/ to go on from: nothing had been saved there; delete it and start the run again."
+        f"{run_dir} has no complete last/ to resume from: it ended before its first save; delete it and start again."
     )
 
 
@@ -173,33 +173,19 @@ def read_state(directory: Path) -> State:
             if saved and file_hash(directory / name) != saved:
                 raise UserError(f"{directory / name} is not the file that was saved there: its hash differs.")
     except (OSError, ValueError, TypeError) as error:
-        raise UserError(f"{path} is not a readable training state ({error}); the run cannot go on from it.") from None
+        raise UserError(f"{path} is not a readable training state ({error}); the run cannot be resumed.") from None
     return state
 
 
 def load_last(directory: Path, model: Decoder, optimizer: torch.optim.Optimizer) -> None:
-    """Put the weights, the optimizer's moments and the random state of a checkpoint back, bit for bit."""
+    """Load the weights and the optimizer's moments of a checkpoint, bit for bit."""
     pretrained.load_weights(model, directory)
     path = directory / "training_state.safetensors"
     try:
+        # Older versions also saved the state of torch's global generators as random.*, which nothing needs.
         with safe_open(path, framework="pt") as file:
-            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a mapping)
+            keys = [key for key in file.keys() if not key.startswith("random.")]  # noqa: SIM118 (not a mapping)
+            tensors = {key: file.get_tensor(key) for key in keys}
     except (OSError, SafetensorError) as error:
-        raise UserError(f"{path} cannot be read ({error}); the run cannot go on from it.") from None
-    restore_random_state({key: tensors.pop(key) for key in list(tensors) if key.startswith("random.")})
-    optimizers.load_state_tensors(optimizer, model, tensors)
-
-
-def random_state() -> dict[str, torch.Tensor]:
-    """The state of torch's global random generators."""
-    state = {"random.cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        state["random.cuda"] = torch.cuda.get_rng_state()
-    return state
-
-
-def restore_random_state(state: dict[str, torch.Tensor]) -> None:
-    """Put back what `random_state` gave, as far as this machine has the same devices."""
-    torch.set_rng_state(state["random.cpu"])
-    if "random.cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["random.cuda"])
+        raise UserError(f"{path} cannot be read ({error}); the run cannot be resumed.") from None
+    load_optimizer_tensors(optimizer, model, tensors)

@@ -1,4 +1,4 @@
-"""What `train.py` can be asked for: train, resume, evaluate, or estimate."""
+"""The actions of `train.py`: train, resume, evaluate, or estimate."""
 
 import sys
 from pathlib import Path
@@ -9,15 +9,15 @@ from data.tokens import tokenize
 from errors import UserError
 from model.device import choose_device, choose_kernels, choose_training_dtype
 from model.pretrained import load_pretrained
-from training import processes
 from training.estimate import estimate
 from training.evaluate import evaluate
 from training.loop import train
+from training.processes import is_main_process
 from training.settings import Command, Settings
 
 
 def run(command: Command) -> int:
-    """Do what the command line asks for; returns the exit status, 128 + the signal's number where one stopped it."""
+    """Run what the command line asks for; returns the exit status, 128 + the number of the signal that stopped it."""
     actions, settings = command.actions, command.settings
     if actions.dry_run:
         print(estimate(settings))
@@ -28,36 +28,37 @@ def run(command: Command) -> int:
     if actions.resume is not None:
         stopped_by = train(settings, Path(actions.resume), resume=True)
         return 128 + stopped_by if stopped_by else 0
-    folder = claim_folder(settings, Path(actions.config).stem)
+    run_dir = make_run_dir(settings, Path(actions.config).stem)
     try:
-        stopped_by = train(settings, folder)
+        stopped_by = train(settings, run_dir)
     finally:
-        if folder.is_dir() and not any(folder.iterdir()):
-            folder.rmdir()  # it came to nothing before the first file
+        if run_dir.is_dir() and not any(run_dir.iterdir()):
+            run_dir.rmdir()  # the run failed before it wrote its first file
     return 128 + stopped_by if stopped_by else 0
 
 
-def claim_folder(settings: Settings, config: str) -> Path:
-    """Make the folder of a new run: what `--out` says if nothing is there, else runs/CONFIG-NORM with a free number.
+def make_run_dir(settings: Settings, config: str) -> Path:
+    """Make the folder of a new run: `--out`, or runs/CONFIG-NORM with a number that is not taken.
 
-    Making it here keeps two runs that start at once apart. Of several processes only the main one writes.
+    Made before anything else, so that two runs that start at the same time get different folders. Only the main
+    process makes and uses it.
     """
-    if not processes.is_main():
+    if not is_main_process():
         return Path(settings.run.out or "runs")
     try:
         if settings.run.out is not None:
-            folder = Path(settings.run.out)
-            folder.mkdir(parents=True, exist_ok=True)
-            if any(folder.iterdir()):
+            run_dir = Path(settings.run.out)
+            run_dir.mkdir(parents=True, exist_ok=True)
+            if any(run_dir.iterdir()):
                 raise UserError(
-                    f"{folder} is not empty and is never overwritten; use another --out, or --resume {folder}."
+                    f"{run_dir} is not empty, and runs are never overwritten; use another --out, or --resume {run_dir}."
                 )
-            return folder
+            return run_dir
         for number in range(1, sys.maxsize):
-            folder = Path("runs") / (f"{config}-{settings.model.norm}" + (f"-{number}" if number > 1 else ""))
+            run_dir = Path("runs") / (f"{config}-{settings.model.norm}" + (f"-{number}" if number > 1 else ""))
             try:
-                folder.mkdir(parents=True)
-                return folder
+                run_dir.mkdir(parents=True)
+                return run_dir
             except FileExistsError:
                 continue
     except OSError as error:
@@ -66,7 +67,7 @@ def claim_folder(settings: Settings, config: str) -> Path:
 
 
 def evaluate_checkpoint(settings: Settings) -> None:
-    """Print the loss of the checkpoint --init-from on all of --data."""
+    """Print the loss of the checkpoint --init-from on all of --data (`--eval-only`)."""
     if settings.run.init_from is None:
         raise UserError("--eval-only needs --init-from: the run folder or checkpoint directory to evaluate.")
     directory = Path(settings.run.init_from)

@@ -1,7 +1,7 @@
-"""What a run would need, without training: parameters, tokens, FLOPs and memory.
+"""What a run would need, without training: parameters, tokens, FLOPs and memory (`--dry-run`).
 
-Activations are not guessed by a formula: the forward pass runs on fake tensors, which have shapes and no numbers, and
-what autograd would keep for the backward pass is added up.
+The memory of the activations comes from no formula: the forward pass runs on fake tensors, which have shapes but no
+values, and the sizes of the tensors that autograd would keep for the backward pass are added up.
 """
 
 import torch
@@ -13,7 +13,7 @@ from training.settings import Settings
 
 
 def estimate(settings: Settings) -> str:
-    """A few lines for people; memory is that of one process, without the allocator's own losses."""
+    """A few lines to print; memory is that of one process, without fragmentation in the allocator."""
     model, data, steps = settings.model, settings.data, settings.optimizer.steps
     parameters, inner = num_parameters(model), num_parameters(model, embedding=False)
     sequences = data.micro_batch_size or data.batch_size
@@ -27,11 +27,11 @@ def estimate(settings: Settings) -> str:
     lines = {
         "model": f"{parameters:,} parameters, {parameters - inner:,} of them embeddings; {model.norm} norm",
         "training": f"{tokens:,} tokens in {steps:,} steps of {data.batch_size} sequences of {data.sequence_length}",
-        "compute": f"{flops * tokens:.2e} FLOPs, {flops / 1e6:,.1f} million a token",
-        "memory": f"{size(2 * weights + moments + kept)}: weights {size(weights)}, gradients {size(weights)}, "
-        f"moments {size(moments)}, activations {size(kept)} for {sequences} sequences in {str(dtype)[6:]} on a CPU "
-        "(a GPU in plain PyTorch keeps about twice as many)",
-        "disk": f"{size(weights + moments)} in last/, {size(weights)} in best/, twice that while saving",
+        "compute": f"{flops * tokens:.2e} FLOPs, {flops / 1e6:,.1f} million per token",
+        "memory": f"{format_bytes(2 * weights + moments + kept)}: weights {format_bytes(weights)}, "
+        f"gradients {format_bytes(weights)}, moments {format_bytes(moments)}, activations {format_bytes(kept)} "
+        f"for {sequences} sequences in {str(dtype)[6:]} on a CPU (a GPU in plain PyTorch keeps about twice as many)",
+        "disk": f"{format_bytes(weights + moments)} in last/, {format_bytes(weights)} in best/, twice that in a save",
     }
     return "\n".join(f"{name:9} {line}" for name, line in lines.items())
 
@@ -39,7 +39,7 @@ def estimate(settings: Settings) -> str:
 def activation_bytes(
     config: ModelConfig, sequences: int, length: int, dtype: torch.dtype, *, checkpointing: bool
 ) -> int:
-    """Bytes that the forward pass keeps for the backward pass, with the functions that run on a CPU."""
+    """Bytes that the forward pass keeps for the backward pass, with the CPU versions of the functions."""
     kept: dict[int, torch.UntypedStorage] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -56,13 +56,12 @@ def activation_bytes(
     with FakeTensorMode():
         model = Decoder(config, seed=None, compute_dtype=dtype)
         tokens = torch.zeros(sequences, length, dtype=torch.int64)
-        whole = forward_bytes()
+        everything = forward_bytes()
         model.activation_checkpointing = checkpointing
         inputs = forward_bytes()
-    # With checkpointing only the layers' inputs are kept, and one layer at a time is recomputed.
-    return inputs + (whole - inputs) // config.num_hidden_layers
+    # With checkpointing only the layers' inputs are kept, and the backward pass recomputes one layer at a time.
+    return inputs + (everything - inputs) // config.num_hidden_layers
 
 
-def size(count: float) -> str:
-    """Bytes for people."""
+def format_bytes(count: float) -> str:
     return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.0f} MB"

@@ -1,4 +1,4 @@
-"""The loss on a whole validation set, every token counted, in the three units that people compare."""
+"""The loss on a whole validation set, over every token: in nats per token, as perplexity and in bits per byte."""
 
 import math
 from collections.abc import Iterable
@@ -13,14 +13,14 @@ from training.processes import Processes
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Sums over a text, and what follows from them."""
+    """The loss summed over a text, and the means that follow from it."""
 
     nats: float
     """Negative log-likelihood of the whole text, nats."""
     tokens: int
-    """Tokens predicted, those that begin and end documents included."""
+    """Tokens predicted, including those that begin and end documents."""
     text_bytes: int
-    """Length of the text in UTF-8."""
+    """Length of the text in bytes of UTF-8."""
 
     @property
     def loss(self) -> float:
@@ -29,7 +29,7 @@ class Evaluation:
 
     @property
     def perplexity(self) -> float:
-        """e to the loss."""
+        """e to the power of the loss."""
         return math.exp(min(self.loss, 700))
 
     @property
@@ -52,11 +52,11 @@ def evaluate(
     device: torch.device,
     processes: Processes | None = None,
 ) -> Evaluation:
-    """Sum the loss over `windows` of (inputs, targets), int64 (B, T); processes take turns at the windows."""
+    """Sum the loss over `windows` of (inputs, targets), int64 (B, T); the processes share the windows out."""
     processes = processes or Processes()
     nats, tokens = 0.0, 0
     training = model.training
-    model.eval()  # BatchNorm, the one norm that cares
+    model.eval()  # matters to BatchNorm, the one norm that keeps running statistics
     for i, (inputs, targets) in enumerate(windows):
         if i % processes.count != processes.rank:
             continue

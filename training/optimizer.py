@@ -1,9 +1,10 @@
-"""AdamW over named parameters: weight decay on matrices alone, a learning rate of their own for embedding and head.
+"""AdamW with weight decay on matrices only, and a separate learning rate for embedding and head.
 
-Which parameters decay is decided by their shape: gains and biases are vectors, and decaying those towards zero would
-switch channels off. Embeddings are matrices and decay. A row of the embedding, or of the head, learns only when its
-token comes up, so these two take a larger rate than the matrices that learn from every token (as in Yang et al. 2022,
-Tensor Programs V, table 3, where the rate of the embedding stays as wider matrices need smaller ones).
+The number of dimensions decides which parameters decay: norm weights and biases are vectors, and decaying those towards
+zero would switch channels off. Embeddings are matrices and decay. A row of the embedding, or of the head, learns only
+when its token occurs, so these two take a larger learning rate than the matrices that learn from every token (as in
+Yang et al. 2022, Tensor Programs V, table 3: the embedding keeps its learning rate where wider matrices need a smaller
+one).
 """
 
 import torch
@@ -15,17 +16,17 @@ from training.settings import OptimizerSettings
 
 
 def freeze_parameters(model: nn.Module, train_only: str) -> None:
-    """Freeze all but the parameters of the norms when `train_only` is "norms"."""
+    """Freeze all parameters but those of the norms when `train_only` is "norms"."""
     if train_only == "all":
         return
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(is_norm_parameter(name))
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise UserError("--train-only norms: this model's norms have no parameters; train all of it.")
+        raise UserError("--train-only norms: this model's norms have no parameters; use --train-only all.")
 
 
-def build(model: nn.Module, settings: OptimizerSettings, device: torch.device) -> torch.optim.AdamW:
-    """AdamW (Loshchilov and Hutter 2019, algorithm 2), one fused kernel over all parameters where the device has it."""
+def build_optimizer(model: nn.Module, settings: OptimizerSettings, device: torch.device) -> torch.optim.AdamW:
+    """AdamW (Loshchilov and Hutter 2019, algorithm 2), as one fused kernel over all parameters where torch has it."""
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     vectors = [p for p in trained.values() if p.ndim < 2]
     vocabulary = [p for name, p in trained.items() if name.startswith(("embed_tokens.", "lm_head."))]
@@ -44,8 +45,8 @@ def build(model: nn.Module, settings: OptimizerSettings, device: torch.device) -
     )
 
 
-def state_tensors(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, torch.Tensor]:
-    """The optimizer's state as one flat mapping `moment.parameter` -> tensor, for a safetensors file."""
+def optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, torch.Tensor]:
+    """The optimizer's state as a flat mapping `moment.parameter` -> tensor, for a safetensors file."""
     return {
         f"{moment}.{name}": value
         for name, parameter in model.named_parameters()
@@ -53,11 +54,15 @@ def state_tensors(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[st
     }
 
 
-def load_state_tensors(optimizer: torch.optim.Optimizer, model: nn.Module, tensors: dict[str, torch.Tensor]) -> None:
-    """Put back what `state_tensors` gave."""
+def load_optimizer_tensors(
+    optimizer: torch.optim.Optimizer, model: nn.Module, tensors: dict[str, torch.Tensor]
+) -> None:
+    """Put back what `optimizer_tensors` returned."""
     parameters = dict(model.named_parameters())
     for key, value in tensors.items():
         moment, name = key.split(".", 1)
+        if name not in parameters:
+            raise UserError(f"the saved optimizer has a parameter {name} that the model lacks; start a new run.")
         parameter = parameters[name]
         device = "cpu" if moment == "step" and not optimizer.defaults["fused"] else parameter.device
-        optimizer.state[parameter][moment] = value.to(device, copy=True)  # off the file's memory map
+        optimizer.state[parameter][moment] = value.to(device, copy=True)  # copy: the file is only memory-mapped

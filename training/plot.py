@@ -1,6 +1,6 @@
-"""The picture of one or more runs: training loss, validation loss, and the rate of bits per byte they end at.
+"""Loss curves of one or more runs: training loss, validation loss, and the final bits per byte in the legend.
 
-`python -m training.plot runs/tiny-rms runs/tiny-layer --out norms.png` draws several runs in one picture.
+`python -m training.plot runs/tiny-rms runs/tiny-layer --out norms.png` draws several runs into one plot.
 """
 
 import sys
@@ -13,14 +13,14 @@ import tyro
 from errors import UserError, exit_on_user_error
 from training import metrics
 
-# Distinguishable without colour vision (Okabe and Ito 2008), and drawn with different lines besides.
+# Distinguishable without colour vision (Okabe and Ito 2008); the line style differs as well.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")
 DASHES = ("-", "--", "-.", ":")
 
 
 def draw(runs: list[Path], path: Path) -> None:
     """Draw the loss curves of `runs` into the PNG file `path`."""
-    from matplotlib.figure import Figure  # half a second: only where a picture is drawn
+    from matplotlib.figure import Figure  # takes half a second to import: only when something is drawn
 
     figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
     axes = figure.add_subplot()
@@ -36,7 +36,7 @@ def draw(runs: list[Path], path: Path) -> None:
             bits = evaluations[-1]["bits_per_byte"]
             label = f"{run.name}: {validation[-1][1]:.3f} nats per token, {bits:.3f} bits per byte"
             axes.plot(*zip(*validation, strict=True), "o", color=colour, linestyle=dash, markersize=4, label=label)
-    axes.set_yscale("log")  # the first steps fall off a cliff, and the last ones would be a flat line under it
+    axes.set_yscale("log")  # else the steep first steps would press the rest of the curve into a flat line
     axes.yaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_minor_formatter("{x:g}")
     axes.set_xlabel("step")
@@ -51,7 +51,7 @@ def draw(runs: list[Path], path: Path) -> None:
 
 
 def smooth(points: list[tuple[int, float]], keep: float = 0.95) -> list[tuple[int, float]]:
-    """Exponential moving average with its start corrected (Kingma and Ba 2015, section 3)."""
+    """Exponential moving average with bias correction (Kingma and Ba 2015, section 3)."""
     average, weight, out = 0.0, 0.0, []
     for step, value in points:
         average = keep * average + (1 - keep) * value
@@ -62,12 +62,12 @@ def smooth(points: list[tuple[int, float]], keep: float = 0.95) -> list[tuple[in
 
 @dataclass(frozen=True)
 class Arguments:
-    """Draw the loss curves of runs into one picture."""
+    """Draw the loss curves of one or more runs into one plot."""
 
     runs: Annotated[tuple[Path, ...], tyro.conf.Positional]
-    """Run folders."""
+    """Run folders, such as runs/tiny-rms."""
     out: Path = Path("loss.png")
-    """The picture to write."""
+    """The PNG file to write."""
 
 
 if __name__ == "__main__":
@@ -75,6 +75,6 @@ if __name__ == "__main__":
         arguments = tyro.cli(Arguments, args=sys.argv[1:])
         for run in arguments.runs:
             if not metrics.read(run):
-                raise UserError(f"{run} has no metrics.jsonl with measurements in it; give the folder of a run.")
+                raise UserError(f"{run} has no metrics.jsonl with measurements; give the folder of a run.")
         draw(list(arguments.runs), arguments.out)
         print(f"written: {arguments.out}")

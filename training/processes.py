@@ -1,7 +1,7 @@
-"""One process or many: data parallel training under torchrun, and nothing at all when there is one process.
+"""Data-parallel training in several processes under torchrun.
 
-The process group exists only when torchrun started more than one process; every function here is then a sum or a
-barrier over them, and otherwise does nothing.
+The process group exists only when torchrun started more than one process. With a single one, sums and maxima return
+their arguments, and everything else here does nothing.
 """
 
 import os
@@ -15,25 +15,26 @@ from torch.nn.parallel import DistributedDataParallel
 
 from errors import UserError
 
-# The others wait this long at most while the first process downloads and prepares a text.
+# How long the other processes wait at most while the main one downloads and prepares the text.
 TIMEOUT = timedelta(hours=6)
 
 
 @dataclass(frozen=True)
 class Processes:
-    """This process among all."""
+    """This process's place among all of them."""
 
     rank: int = 0
     count: int = 1
     local_rank: int = 0
+    """Rank among the processes of this machine."""
 
     @property
     def is_main(self) -> bool:
-        """Whether this is the process that prints and saves."""
+        """Whether this is the process that prints and writes files."""
         return self.rank == 0
 
     def barrier(self) -> None:
-        """Wait until every process is here."""
+        """Wait until every process has called this."""
         if self.count > 1:
             dist.barrier()
 
@@ -42,11 +43,10 @@ class Processes:
         return self.reduce(values, device, dist.ReduceOp.SUM)
 
     def max(self, *values: float, device: torch.device) -> list[float]:
-        """The largest of each value over the processes."""
+        """The maximum of each value over the processes, in float64."""
         return self.reduce(values, device, dist.ReduceOp.MAX)
 
     def reduce(self, values: tuple[float, ...], device: torch.device, operation: dist.ReduceOp) -> list[float]:
-        """Combine each value over the processes."""
         if self.count == 1:
             return list(values)
         combined = torch.tensor(values, dtype=torch.float64, device=device)
@@ -54,31 +54,31 @@ class Processes:
         return combined.tolist()
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """The model, its gradients averaged over the processes after each backward pass."""
+        """The model, with gradients averaged over the processes in each backward pass."""
         return model if self.count == 1 else DistributedDataParallel(model, broadcast_buffers=False)
 
 
-def is_main() -> bool:
-    """Whether this is the main process, before any group exists."""
+def is_main_process() -> bool:
+    """Whether this is the main process, for use before `start_processes`."""
     return os.environ.get("RANK", "0") == "0"
 
 
-def start(device_name: str) -> tuple[Processes, str]:
-    """Join the process group if torchrun started several processes; returns also this process's device name."""
+def start_processes(device_name: str) -> tuple[Processes, str]:
+    """Join the process group if torchrun started several processes; also returns the device name of this process."""
     count = int(os.environ.get("WORLD_SIZE", "1"))
     if count == 1:
         return Processes(), device_name
     missing = [name for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
         raise UserError(
-            f"the environment has WORLD_SIZE {count} and no {', '.join(missing)}; "
+            f"the environment has WORLD_SIZE {count} but no {', '.join(missing)}; "
             f"start several processes with torchrun, or unset WORLD_SIZE."
         )
     processes = Processes(int(os.environ["RANK"]), count, int(os.environ["LOCAL_RANK"]))
     on_cuda = device_name == "cuda" or (device_name == "auto" and torch.cuda.is_available())
     if on_cuda and processes.local_rank >= torch.cuda.device_count():
         raise UserError(
-            f"there are {torch.cuda.device_count()} CUDA devices here and more processes; start one for each device."
+            f"more processes were started than the {torch.cuda.device_count()} CUDA devices here; start one per device."
         )
     if not on_cuda and device_name not in ("auto", "cpu"):
         raise UserError(f"--device {device_name} cannot be shared by {count} processes; use cuda or cpu.")
@@ -89,7 +89,6 @@ def start(device_name: str) -> tuple[Processes, str]:
     return processes, device_name
 
 
-def finish(processes: Processes) -> None:
-    """Leave the process group."""
+def finish_processes(processes: Processes) -> None:
     if processes.count > 1:
         dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""The learning rate as a function of the step: nothing is remembered, so a resumed run continues exactly."""
+"""The learning rate as a function of the step number alone, so that a resumed run continues exactly."""
 
 import math
 
@@ -6,9 +6,9 @@ from training.settings import OptimizerSettings
 
 
 def learning_rate(step: int, steps: int, settings: OptimizerSettings) -> float:
-    """Learning rate of step 0 <= step < steps: linear warm-up, then a schedule that ends at the final rate.
+    """Learning rate of step 0 <= step < steps: linear warm-up, then a decay to the final learning rate.
 
-    cosine: half a cosine from the end of the warm-up on (Loshchilov and Hutter 2017, SGDR, equation 5).
+    cosine: half a cosine after the warm-up (Loshchilov and Hutter 2017, SGDR, equation 5).
     wsd: constant, then linear over the last `decay_fraction` of the steps (Hu et al. 2024, MiniCPM, section 4).
     """
     warmup = min(settings.warmup_steps, steps)

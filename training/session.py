@@ -1,7 +1,8 @@
-"""Everything that stands before the first step: device, text, model, optimizer, and the state to go on from."""
+"""Everything a run needs before its first step: device, text, model, optimizer, and the state to resume from."""
 
 import dataclasses
 import math
+import platform
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 
 import kernels
-from data import tokens as token_files
+from data import tokens
 from data.tokenizer import check_vocabulary, load_tokenizer
 from data.tokens import TokenizedCorpus
 from errors import UserError
@@ -25,91 +26,120 @@ from model.device import (
     keep_freed_memory,
     why_not_compile,
 )
-from training import checkpoint, optimizer
-from training import processes as process_group
-from training import settings as settings_file
+from training import checkpoint
 from training.checkpoint import State
 from training.evaluate import Evaluation
-from training.processes import Processes
-from training.settings import Settings
+from training.metrics import Metrics
+from training.optimizer import build_optimizer, freeze_parameters
+from training.processes import Processes, start_processes
+from training.settings import Settings, changed_fields, load_settings, save_settings
 
 
 @dataclass
 class Session:
-    """What one process works with while a run trains."""
+    """What one process works with during a run."""
 
     settings: Settings
-    run: Path
+    run_dir: Path
     processes: Processes
     device: torch.device
     dtype: torch.dtype
+    """Dtype of the activations."""
     corpus: TokenizedCorpus
     model: Decoder
     """The weights: what is evaluated and saved."""
     forward: nn.Module
-    """The same weights, compiled or wrapped for several processes as the settings say: what is trained."""
+    """The same weights, compiled and wrapped for several processes as the settings say: what is trained."""
     optimizer: torch.optim.AdamW
     scaler: torch.amp.GradScaler
     state: State
     recent_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=15))
-    """Seconds of the last steps."""
-    skipped: int = 0
-    """Updates that float16 has skipped in a row."""
+    """Seconds of each of the last steps."""
+    skipped_updates: int = 0
+    """Updates in a row that float16 overflow has skipped."""
     evaluation: Evaluation | None = None
-    """The newest evaluation."""
+    """The newest evaluation of this session."""
 
     @property
-    def micro_batch(self) -> int:
+    def micro_batch_size(self) -> int:
         """Sequences that go through the model at once."""
         data = self.settings.data
         return min(data.micro_batch_size or math.inf, data.batch_size // self.processes.count)
 
 
-def set_up(settings: Settings, run: Path, *, resume: bool) -> Session:
-    """Build a session for a fresh run, or for the last checkpoint in `run` when resuming."""
-    processes, local_device = process_group.start(settings.machine.device)
+def set_up(settings: Settings, run_dir: Path, *, resume: bool, say: Callable[[str], None] = print) -> Session:
+    """Build the session of a new run, or of the last checkpoint in `run_dir` when resuming. Writes nothing there.
+
+    say: receives one line of text at a time, on the main process only.
+    """
+    processes, local_device = start_processes(settings.machine.device)
     device = choose_device(local_device)
     choose_kernels(settings.machine.kernels, device)
     dtype = choose_training_dtype(settings.machine.dtype, device)
     settings = dataclasses.replace(settings, machine=dataclasses.replace(settings.machine, dtype=str(dtype)[6:]))
     keep_freed_memory()
-    torch.manual_seed(settings.run.seed)  # nothing draws from it today; a checkpoint has its state all the same
     if settings.data.batch_size % processes.count:
         raise UserError(f"--batch-size {settings.data.batch_size} cannot be divided by {processes.count} processes.")
-    say = print if processes.is_main else lambda _: None
+    if not processes.is_main:
+        say = discard
 
-    before = checkpoint.find_last(run) if resume else None
-    corpus = prepare(settings, processes, before)
+    last = checkpoint.find_last(run_dir) if resume else None
+    corpus = prepare_corpus(settings, processes, last)
     say(f"text: {corpus.description}")
     model = Decoder(settings.model, seed=settings.run.seed, compute_dtype=dtype).to(device)
     model.activation_checkpointing = settings.machine.activation_checkpointing
     if settings.run.init_from is not None and not resume:
-        start_from(model, settings.run.init_from, say)
-    optimizer.freeze_parameters(model, settings.run.train_only)
-    adamw = optimizer.build(model, settings.optimizer, device)
+        load_initial_weights(model, settings.run.init_from, say)
+    freeze_parameters(model, settings.run.train_only)
+    optimizer = build_optimizer(model, settings.optimizer, device)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
-    state = fresh_state(settings, corpus)
-    if before is not None:
-        state = restore(before, state, run, settings, model, adamw, scaler, say)
+    state = initial_state(settings, corpus)
+    session = Session(settings, run_dir, processes, device, dtype, corpus, model, model, optimizer, scaler, state)
+    if last is not None:
+        restore(session, last, say)
     say(
         f"model: {model.num_parameters() / 1e6:.2f}M parameters, {settings.model.norm} norm; "
         f"{device_name(device)}, {settings.machine.dtype} activations, kernels: {kernels.describe(device)}"
     )
-    forward = processes.wrap(compiled(model, settings, device, say))
-    return Session(settings, run, processes, device, dtype, corpus, model, forward, adamw, scaler, state)
+    session.forward = processes.wrap(compile_if_asked(model, settings, device, say))
+    return session
 
 
-def prepare(settings: Settings, processes: Processes, before: Path | None) -> TokenizedCorpus:
-    """Text as tokens; the main process prepares them, and the others then find them prepared.
+def discard(_: str) -> None:
+    """A `say` that prints nothing."""
 
-    The tokenizer is that of the checkpoint to go on from, else the given one, else that of the weights to start from,
-    else one trained on the text.
+
+def open_run(session: Session) -> Metrics:
+    """Make the run folder, finish an interrupted save, write settings.toml, and open the metrics."""
+    run_dir, state, corpus = session.run_dir, session.state, session.corpus
+    run_dir.mkdir(parents=True, exist_ok=True)
+    for name in ("last", "best"):
+        checkpoint.recover_interrupted_save(run_dir / name)
+    save_settings(session.settings, run_dir / "settings.toml")
+    facts = {
+        "text": f"{corpus.bytes:,} bytes of text, hash {corpus.text_hash}, Python {platform.python_version()}",
+        "machine": device_name(session.device),
+    }
+    return Metrics(
+        run_dir,
+        after_step=state.step,
+        evaluated_at=state.evaluated_at,
+        facts=facts,
+        tensorboard=session.settings.run.tensorboard,
+    )
+
+
+def prepare_corpus(settings: Settings, processes: Processes, last: Path | None) -> TokenizedCorpus:
+    """The text as tokens; the main process prepares them while the others wait, then read the result.
+
+    The tokenizer is that of the checkpoint to resume from, else --tokenizer, else that of --init-from, else one
+    trained on the text.
     """
     if not processes.is_main:
         processes.barrier()
     data = settings.data
-    tokenizer = before or data.tokenizer or settings.run.init_from
-    corpus = token_files.prepare(
+    tokenizer = last or data.tokenizer or settings.run.init_from
+    corpus = tokens.prepare(
         list(data.data),
         text_field=data.text_field,
         tokenizer=str(tokenizer) if tokenizer else None,
@@ -123,7 +153,7 @@ def prepare(settings: Settings, processes: Processes, before: Path | None) -> To
     return corpus
 
 
-def fresh_state(settings: Settings, corpus: TokenizedCorpus) -> State:
+def initial_state(settings: Settings, corpus: TokenizedCorpus) -> State:
     """The state of a run before its first step."""
     return State(
         step=0,
@@ -138,8 +168,8 @@ def fresh_state(settings: Settings, corpus: TokenizedCorpus) -> State:
     )
 
 
-def start_from(model: Decoder, directory: str, say: Callable[[str], None]) -> None:
-    """Load the weights of --init-from and list what was not there or not used."""
+def load_initial_weights(model: Decoder, directory: str, say: Callable[[str], None]) -> None:
+    """Load the weights of --init-from, and list parameters it lacks and tensors that the model has no use for."""
     report = pretrained.load_weights(model, directory)
     say(f"weights: {len(report.kept)} tensors kept from {directory}")
     for what, names in (("new", report.new), ("dropped", report.dropped)):
@@ -147,54 +177,48 @@ def start_from(model: Decoder, directory: str, say: Callable[[str], None]) -> No
             say(f"  {len(names)} {what}: {', '.join(names)}")
 
 
-def restore(
-    directory: Path,
-    fresh: State,
-    run: Path,
-    settings: Settings,
-    model: Decoder,
-    adamw: torch.optim.AdamW,
-    scaler: torch.amp.GradScaler,
-    say: Callable[[str], None],
-) -> State:
-    """Load the checkpoint of a run, after checking that it is of this text, tokenizer and shape; returns its state."""
+def restore(session: Session, directory: Path, say: Callable[[str], None]) -> None:
+    """Continue from the checkpoint `directory`, after checking that it has this text, tokenizer and model shape."""
+    run_dir, settings = session.run_dir, session.settings
     saved = checkpoint.read_state(directory)
-    before = settings_file.load(run / "settings.toml")
-    given, tokenizer_hash = settings.data.tokenizer, fresh.tokenizer_hash
-    if given not in (None, before.data.tokenizer):  # the run's own need not be there any more: its saves hold it
+    before = load_settings(run_dir / "settings.toml")
+    given, tokenizer_hash = settings.data.tokenizer, session.state.tokenizer_hash
+    if given not in (None, before.data.tokenizer):  # the run's own may be gone: its checkpoints contain a copy
         tokenizer_hash = load_tokenizer(given).hash
-    wrong = [
+    problems = [
         f"the {what} differs (hash {old} then, {new} now)"
         for what, old, new in (
-            ("text", saved.text_hash, fresh.text_hash),
+            ("text", saved.text_hash, session.state.text_hash),
             ("tokenizer", saved.tokenizer_hash, tokenizer_hash),
         )
         if old != new
     ]
-    as_saved = dataclasses.replace(settings, model=pretrained.load_config(directory))
-    shape = settings_file.differences(as_saved, settings)
-    wrong += [f"the model's shape differs ({', '.join(shape)})"] if shape else []
-    if wrong:
-        raise UserError(f"{run} cannot go on: {'; '.join(wrong)}; give it what it was started with, or a new --out.")
-    changed = settings_file.differences(before, settings)
+    shape = changed_fields(dataclasses.replace(settings, model=pretrained.load_config(directory)), settings)
+    problems += [f"the model's shape differs ({', '.join(shape)})"] if shape else []
+    if problems:
+        raise UserError(
+            f"{run_dir} cannot be resumed: {'; '.join(problems)}; use what it was started with, or a new --out."
+        )
+    changed = changed_fields(before, settings)
     if changed:
         say(f"changed since the run was started: {', '.join(changed)}")
-    steps = saved.steps if settings.optimizer.steps == before.optimizer.steps else settings.optimizer.steps
+    same_steps = settings.optimizer.steps == before.optimizer.steps  # then a run that was shortened stays so
+    steps = saved.steps if same_steps else settings.optimizer.steps
     if saved.step >= steps:
-        raise UserError(f"{run} is finished: it has done its {saved.step} steps; go further with a larger --steps.")
-    checkpoint.load_last(directory, model, adamw)
-    if saved.scaler is not None and scaler.is_enabled():
-        scaler.load_state_dict(saved.scaler)
-    say(f"going on from {directory}, step {saved.step} of {steps}")
-    return dataclasses.replace(saved, steps=steps, settings_hash=fresh.settings_hash)
+        raise UserError(f"{run_dir} is finished: it has done its {saved.step} steps; for more, raise --steps.")
+    checkpoint.load_last(directory, session.model, session.optimizer)
+    if saved.scaler is not None and session.scaler.is_enabled():
+        session.scaler.load_state_dict(saved.scaler)
+    say(f"resuming from {directory}, step {saved.step} of {steps}")
+    session.state = dataclasses.replace(saved, steps=steps, settings_hash=session.state.settings_hash)
 
 
-def compiled(model: Decoder, settings: Settings, device: torch.device, say: Callable[[str], None]) -> nn.Module:
-    """The model through torch.compile when asked for and possible, else as it is."""
+def compile_if_asked(model: Decoder, settings: Settings, device: torch.device, say: Callable[[str], None]) -> nn.Module:
+    """The model through torch.compile if `--compile` asks for it and this machine can, else the model itself."""
     if not settings.machine.compile:
         return model
-    lacking = why_not_compile(device)
-    if lacking is not None:
-        say(f"--compile: {lacking}, so the model runs eagerly")
+    missing = why_not_compile(device)
+    if missing is not None:
+        say(f"--compile: {missing}, so the model runs eagerly")
         return model
     return torch.compile(model, fullgraph=True)

@@ -1,7 +1,7 @@
-"""Every setting of a training run: one dataclass tree, one sentence a field, TOML files and command-line flags alike.
+"""Every setting of a training run, as one tree of dataclasses that TOML files and command-line flags both fill.
 
-Values come from, each overriding the one before: the defaults here, the TOML file (`--config`), the shape of the
-checkpoint that `--init-from` names, the flags. This module deliberately imports no torch: `--help` answers at once.
+Each source overrides the one before: the defaults here, the TOML file (`--config`), the shape of the checkpoint
+(`--init-from`), the flags. This module imports no torch, so that `--help` answers at once.
 """
 
 import dataclasses
@@ -25,34 +25,34 @@ CONFIGS = Path(__file__).parent.parent / "configs"
 
 @dataclass(frozen=True)
 class Actions:
-    """What to do. These choose the settings or the deed and are not part of a run's settings."""
+    """What to do, and where the settings come from. These flags are not saved with the run."""
 
     config: str = "tiny"
-    """TOML file with settings: a path, or the name of a file in configs/ (tiny, small, 124m, 1b)."""
+    """TOML file with the settings: a path, or a name in configs/ (tiny, small, 124m, 1b). Flags override it."""
     resume: str | None = None
-    """Go on with this run folder (runs/NAME) exactly where it stopped; its own settings are used."""
+    """Resume this run folder (runs/NAME) exactly where it stopped, with its own settings and any flags given now."""
     eval_only: bool = False
-    """Only evaluate the weights of --init-from on all of --data: nats per token, perplexity, bits per byte."""
+    """Do not train; evaluate the weights of --init-from on all of --data: nats per token, perplexity, bits per byte."""
     dry_run: bool = False
-    """Only print parameters, tokens, FLOPs and a memory estimate."""
+    """Do not train; print the number of parameters, tokens and FLOPs, and an estimate of the memory."""
 
 
 @dataclass(frozen=True)
 class RunSettings:
-    """The run itself: its folder, its seed, what it starts from and when it is looked at."""
+    """The run itself: its folder, its seed, the weights it starts from, and how often it is evaluated."""
 
     out: str | None = None
-    """Folder of the run; without it runs/CONFIG-NORM, with a number appended when that exists."""
+    """Folder of the run, new or empty. Default: runs/CONFIG-NORM, with a number appended if that exists."""
     seed: int = 1
-    """Seed of the initial weights, of the order of the batches and of the samples of text."""
+    """Seed of the initial weights, the order of the batches and the text samples."""
     init_from: str | None = None
-    """Start from the weights of this run folder or checkpoint directory (fresh optimizer; --norm may differ)."""
+    """Start from the weights of this run folder or checkpoint directory, with a new optimizer; --norm may differ."""
     train_only: Literal["all", "norms"] = "all"
-    """Which parameters learn: all of them, or only the gains and biases of the norms."""
+    """Which parameters learn: all, or only the weights and biases of the norms."""
     evaluate_every: int = 500
-    """Steps between evaluations on the validation set; each also saves the run, samples text and redraws loss.png."""
+    """Steps between evaluations on the validation set; each also saves, prints a text sample and draws loss.png."""
     sample_prompt: str = ""
-    """Prompt of the sample of text printed at evaluations; empty: the model starts a document of its own."""
+    """Prompt of the text samples that evaluations print; if empty, the model starts a new document."""
     tensorboard: bool = False
     """Also write TensorBoard events into the run folder (needs `pip install tensorboard`)."""
 
@@ -62,22 +62,22 @@ class DataSettings:
     """The text and how it becomes batches."""
 
     data: tuple[str, ...] = ("python",)
-    """Files, folders or globs of .txt .md .py .jsonl .jsonl.gz .parquet, or names: python (this interpreter's own
-    library), shakespeare, tinystories (the last two are downloaded)."""
+    """Files, folders or globs of .txt .md .py .jsonl .jsonl.gz .parquet, or a known name:
+    python (the standard library of this interpreter), shakespeare, tinystories (these two are downloaded)."""
     text_field: str = "text"
-    """Field of jsonl and parquet rows that holds the text."""
+    """Field of jsonl and parquet rows that contains the text."""
     tokenizer: str | None = None
-    """A tokenizer.model, tokenizer.json or a directory with one; without it one is learned from the text."""
+    """A tokenizer.model, a tokenizer.json, or a directory with one. Default: train a tokenizer on the text."""
     validation_fraction: float = 0.05
-    """Share of the text, by whole documents, that is kept for validation (at most 4 MB)."""
+    """Fraction of the text, in complete documents, that is held out for validation (at most 4 MB)."""
     cache: str = ".cache"
-    """Folder for trained tokenizers and prepared tokens."""
+    """Folder where trained tokenizers and tokenized texts are cached."""
     sequence_length: int = 256
     """Tokens per sequence."""
     batch_size: int = 16
-    """Sequences per step, over all processes and micro-batches."""
+    """Sequences per optimizer step, over all processes and micro-batches."""
     micro_batch_size: int | None = None
-    """Sequences that one process works on at once; smaller needs less memory and changes nothing else."""
+    """Sequences that go through the model at once; fewer need less memory (gradients accumulate). Default: all."""
 
 
 @dataclass(frozen=True)
@@ -87,48 +87,50 @@ class OptimizerSettings:
     steps: int = 1000
     """Number of optimizer steps."""
     max_minutes: float | None = None
-    """Shorten the run to fit this many minutes of training if its first steps show that the machine needs longer."""
+    """Time limit: the run does fewer steps if the first 40 show that it would take longer.
+    --steps lifts a limit that the TOML file sets. None: no limit."""
     learning_rate: float = 3e-3
     """Peak learning rate."""
     embedding_lr_multiplier: float = 1.0
-    """The learning rate of the embedding and the head, as a multiple of that of the other parameters."""
+    """Learning rate of the embedding and the head, as a multiple of --learning-rate."""
     schedule: Literal["cosine", "wsd"] = "wsd"
-    """After the warm-up: half a cosine, or constant and then a linear decay (warmup-stable-decay)."""
+    """Learning rate after the warm-up: cosine decay, or constant and then a linear decay (warmup-stable-decay)."""
     warmup_steps: int = 50
     """Steps of linear warm-up."""
     decay_fraction: float = 0.5
-    """Share of the steps that wsd spends decaying."""
+    """Fraction of the steps that wsd spends in its decay, at the end."""
     final_learning_rate: float = 0.0
     """Learning rate at the last step, as a fraction of the peak."""
     weight_decay: float = 0.1
-    """Decoupled weight decay of matrices; gains and biases have none."""
+    """Decoupled weight decay of matrices; norm weights and biases have none."""
     beta1: float = 0.9
-    """Decay of AdamW's first moment."""
+    """AdamW: decay of the moving average of the gradient."""
     beta2: float = 0.95
-    """Decay of AdamW's second moment."""
+    """AdamW: decay of the moving average of the squared gradient."""
     clip: float = 1.0
-    """Largest norm of the whole gradient; larger ones are scaled down to it."""
+    """Maximum norm of the gradient of all parameters together; a larger gradient is scaled down to it."""
 
 
 @dataclass(frozen=True)
 class MachineSettings:
-    """Where and in which precision it runs."""
+    """Where the run computes, and in which precision."""
 
     device: str = "auto"
     """auto (CUDA, else MPS, else CPU) or a torch device such as cuda:1."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Dtype of the activations; weights stay float32. auto: bfloat16 where the device is fast at it."""
+    """Dtype of the activations; weights stay float32.
+    auto: bfloat16 if the device is fast at it, else float16 on CUDA and float32 elsewhere."""
     kernels: Literal["auto", "triton", "torch"] = "auto"
     """Fused Triton kernels or plain PyTorch. auto: Triton on an NVIDIA or AMD GPU."""
     compile: bool = False
-    """Compile the model with torch.compile (pays after some minutes of training)."""
+    """Compile the model with torch.compile: slow first step, faster training."""
     activation_checkpointing: bool = False
-    """Recompute each layer's activations in the backward pass: less memory, about a third more time."""
+    """Recompute the activations of each layer in the backward pass: less memory, about a third more time."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The whole tree, as saved in a run folder's settings.toml."""
+    """All settings of a run, as saved in settings.toml in its folder."""
 
     run: RunSettings = field(default_factory=RunSettings)
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -149,7 +151,7 @@ class Command:
 
 
 def check(settings: Settings) -> None:
-    """Raise `UserError` for values that no run can use."""
+    """Raise `UserError` for values that cannot work."""
     data, optimizer, run = settings.data, settings.optimizer, settings.run
     at_least_one: dict[str, int] = {
         "--sequence-length": data.sequence_length,
@@ -190,23 +192,23 @@ def check(settings: Settings) -> None:
 
 
 def parse(arguments: list[str], description: str) -> Command:
-    """Read the command line; unknown flags and bad values end the program with status 2 and the nearest right name.
+    """Read the command line; unknown flags and bad values end the program with status 2 and the nearest known name.
 
-    It is read twice: first for the few flags that decide where the defaults of all the others come from, then whole.
-    What `init_from` names is looked for here and once: afterwards it is the checkpoint directory itself.
+    It is read twice: first for the few flags that decide the defaults of all others, then for all flags.
+    `init_from` is resolved here, once: in the returned settings it is the checkpoint directory itself.
     """
-    chosen, _ = tyro.cli(Chosen, args=arguments, return_unknown_args=True, add_help=False)
+    sources, _ = tyro.cli(SourceFlags, args=arguments, return_unknown_args=True, add_help=False)
     weights = None
-    if chosen.resume is not None:
-        if any((chosen.config, chosen.init_from, chosen.out)):
-            raise UserError("--resume goes on with the settings of its run; leave out --config, --init-from and --out.")
-        settings = load(Path(chosen.resume) / "settings.toml")
+    if sources.resume is not None:
+        if any((sources.config, sources.init_from, sources.out)):
+            raise UserError("--resume uses the settings of the run itself; leave out --config, --init-from and --out.")
+        settings = load_settings(Path(sources.resume) / "settings.toml")
     else:
-        settings = load(config_path(chosen.config or "tiny"))
-        if chosen.init_from is not None:
-            weights = find_checkpoint(Path(chosen.init_from))
-            settings = with_shape_of(settings, weights)
-    if chosen.steps is not None:  # whoever asks for a number of steps gets that number, however long they take
+        settings = load_settings(config_path(sources.config or "tiny"))
+        if sources.init_from is not None:
+            weights = find_checkpoint(Path(sources.init_from))
+            settings = with_checkpoint_shape(settings, weights)
+    if sources.steps is not None:  # an explicit number of steps overrides the time limit of the TOML file
         settings = dataclasses.replace(settings, optimizer=dataclasses.replace(settings.optimizer, max_minutes=None))
     command = tyro.cli(
         Command,
@@ -216,16 +218,16 @@ def parse(arguments: list[str], description: str) -> Command:
         config=(tyro.conf.OmitArgPrefixes,),
     )
     run = command.settings.run
-    if run.init_from is None or chosen.resume is not None:
+    if run.init_from is None or sources.resume is not None:
         return command
-    weights = weights or find_checkpoint(Path(run.init_from))  # without the flag it comes from the TOML file
+    weights = weights or find_checkpoint(Path(run.init_from))  # without the flag, it comes from the TOML file
     run = dataclasses.replace(run, init_from=str(weights))
     return dataclasses.replace(command, settings=dataclasses.replace(command.settings, run=run))
 
 
 @dataclass(frozen=True)
-class Chosen:
-    """The flags that decide where the defaults of all the others come from; None where a flag is not there."""
+class SourceFlags:
+    """The flags that decide the defaults of all others; None for a flag that is not given."""
 
     config: str | None = None
     resume: str | None = None
@@ -234,15 +236,15 @@ class Chosen:
     steps: int | None = None
 
 
-def with_shape_of(settings: Settings, checkpoint: Path) -> Settings:
-    """Settings with the shape of a checkpoint directory, and sequences no longer than it takes."""
+def with_checkpoint_shape(settings: Settings, checkpoint: Path) -> Settings:
+    """The settings with the model shape of a checkpoint, and sequences no longer than its context."""
     model = load_config(checkpoint)
     length = min(settings.data.sequence_length, model.max_position_embeddings)
     return dataclasses.replace(settings, model=model, data=dataclasses.replace(settings.data, sequence_length=length))
 
 
 def config_path(name: str) -> Path:
-    """The TOML file that `--config NAME` means: a path, or a name in configs/."""
+    """The TOML file that `--config NAME` names: a path, or a name in configs/."""
     for path in (Path(name), CONFIGS / f"{name}.toml"):
         if path.is_file():
             return path
@@ -250,13 +252,13 @@ def config_path(name: str) -> Path:
     raise UserError(f"--config {name} is neither a file nor one of {', '.join(known)}.{nearest(name, known)}")
 
 
-def load(path: Path) -> Settings:
-    """Read a TOML file; tables and keys are the names in this module, unknown ones are refused."""
+def load_settings(path: Path) -> Settings:
+    """Read a TOML file; its tables and keys are the names in this module, and any other is refused."""
     try:
         with path.open("rb") as file:
             tables = tomllib.load(file)
     except FileNotFoundError:
-        raise UserError(f"{path} does not exist; a run folder holds settings.toml, last/ and best/.") from None
+        raise UserError(f"{path} does not exist; a run folder contains settings.toml, last/ and best/.") from None
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise UserError(f"{path} is not a readable TOML file: {error}.") from None
     arguments, nested = [], {}
@@ -269,7 +271,7 @@ def load(path: Path) -> Settings:
             if key not in keys:
                 raise UserError(f"{path}: unknown key {key} in [{table}].{nearest(key, keys)}")
             if key == "rope_scaling":
-                nested[key] = value  # the one setting that is no flag
+                nested[key] = value  # the only setting without a flag
             else:
                 arguments += as_flags(key, value)
     settings = tyro.cli(Settings, args=arguments, config=(tyro.conf.OmitArgPrefixes,), prog=str(path))
@@ -277,14 +279,14 @@ def load(path: Path) -> Settings:
 
 
 def as_flags(key: str, value: object) -> list[str]:
-    """A TOML value as the flags that would set it, so that one parser checks both."""
+    """A TOML value as the command-line flags that set it, so that one parser checks both."""
     flag = "--" + key.replace("_", "-")
     if isinstance(value, bool):
         return [flag if value else flag.replace("--", "--no-", 1)]
     return [flag, *map(str, value)] if isinstance(value, list) else [f"{flag}={value}"]
 
 
-def save(settings: Settings, path: Path) -> None:
+def save_settings(settings: Settings, path: Path) -> None:
     """Write settings as TOML, without the fields that are None."""
     tables = {
         table: {
@@ -298,13 +300,13 @@ def save(settings: Settings, path: Path) -> None:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a file anew; whenever this is cut, the file is the old one or the new one, whole."""
+    """Write a file atomically: after a kill at any instant it has either its old text or the new one."""
     new = path.with_name(path.name + ".new")
     new.write_text(text, encoding="utf-8")
     new.replace(path)
 
 
-def differences(before: Settings, after: Settings) -> list[str]:
+def changed_fields(before: Settings, after: Settings) -> list[str]:
     """The fields in which two settings differ, as `key: before -> after`."""
     old, new = dataclasses.asdict(before), dataclasses.asdict(after)
     return [
@@ -316,6 +318,6 @@ def differences(before: Settings, after: Settings) -> list[str]:
 
 
 def nearest(name: str, known) -> str:
-    """` Did you mean X?`, or nothing when no known name is close."""
+    """` Did you mean X?`, or an empty string when no known name is close."""
     close = difflib.get_close_matches(name, known, n=1)
     return f" Did you mean {close[0]}?" if close else ""

@@ -1,6 +1,6 @@
-"""Ctrl-C and SIGTERM ask a run to stop after the step it is in; a second Ctrl-C stops it at once.
+"""Ctrl-C and SIGTERM ask a run to stop after the current step; a second Ctrl-C stops it at once.
 
-With several processes repeats are ignored: the terminal signals each of them, and torchrun then does so again.
+With several processes a second signal is ignored: the terminal signals every process, and then torchrun does so again.
 """
 
 import signal
@@ -8,23 +8,25 @@ from types import FrameType
 
 
 class StopSignals:
-    """Context in which the first SIGINT or SIGTERM only sets `received`."""
+    """Context in which the first SIGINT or SIGTERM only sets `received`.
 
-    def __init__(self, *, heed_repeats: bool) -> None:
-        self.heed_repeats = heed_repeats
+    second_signal_interrupts: whether a second one raises KeyboardInterrupt; otherwise it is ignored.
+    """
+
+    def __init__(self, *, second_signal_interrupts: bool) -> None:
+        self.second_signal_interrupts = second_signal_interrupts
         self.received = 0
-        """Number of the signal, 0 while there was none."""
+        """Number of the newest signal, 0 before the first."""
 
     def __enter__(self) -> "StopSignals":
-        self.before = {number: signal.signal(number, self.receive) for number in (signal.SIGINT, signal.SIGTERM)}
+        self.previous = {number: signal.signal(number, self.receive) for number in (signal.SIGINT, signal.SIGTERM)}
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number, handler in self.before.items():
+        for number, handler in self.previous.items():
             signal.signal(number, handler)
 
     def receive(self, number: int, _: FrameType | None) -> None:
-        """Remember the signal; a second one raises KeyboardInterrupt."""
-        if self.received and self.heed_repeats:
+        if self.received and self.second_signal_interrupts:
             raise KeyboardInterrupt
         self.received = number

@@ -1,8 +1,4 @@
-"""One optimizer step: micro-batches, gradient, clipping, update.
-
-Every token of the whole batch weighs the same, however the batch is cut into micro-batches and processes: each part's
-summed loss is divided by the number of predicted tokens of all parts.
-"""
+"""One optimizer step on given micro-batches: forward, backward, clip, update."""
 
 import contextlib
 import math
@@ -17,48 +13,48 @@ from training.processes import Processes
 MicroBatches = list[tuple[torch.Tensor, torch.Tensor]]
 
 
-def micro_batches(inputs: np.ndarray, targets: np.ndarray, size: int, device: torch.device) -> MicroBatches:
-    """Cut a batch (B, T) into micro-batches of at most `size` sequences, on the device."""
-
-    def parts(array: np.ndarray) -> list[torch.Tensor]:
-        tensor = torch.from_numpy(array)
-        if device.type == "cuda":
-            return list(tensor.pin_memory().to(device, non_blocking=True).split(size))
-        return list(tensor.to(device).split(size))
-
-    return list(zip(parts(inputs), parts(targets), strict=True))
+class Diverged(UserError):
+    """The loss or the gradient is not finite."""
 
 
-def backward(
+def split_batch(inputs: np.ndarray, targets: np.ndarray, size: int, device: torch.device) -> MicroBatches:
+    """Cut a batch, int64 (B, T), into micro-batches of at most `size` sequences, still on the host."""
+    tensors = torch.from_numpy(inputs), torch.from_numpy(targets)
+    if device.type == "cuda":
+        tensors = tuple(tensor.pin_memory() for tensor in tensors)  # so that copying does not block the host
+    return list(zip(*(tensor.split(size) for tensor in tensors), strict=True))
+
+
+def train_step(
     model: nn.Module,
-    batches: MicroBatches,
-    predicted: float,
+    micro_batches: MicroBatches,
+    optimizer: torch.optim.Optimizer,
     scaler: torch.amp.GradScaler,
+    clip: float,
     processes: Processes,
     device: torch.device,
-) -> float:
-    """Leave the gradient of the batch's mean loss (times the scaler's scale) in the parameters; returns that loss.
+) -> tuple[float, float]:
+    """Take one optimizer step; returns the loss in nats per token and the gradient's norm before clipping.
 
-    predicted: the tokens that are predicted in the batches of all processes together.
+    micro_batches: this process's inputs and targets, each int64 (b, T), on the host or the device; a target below 0
+    is not predicted. The loss is the mean over the predicted tokens of all micro-batches of all processes, so every
+    token has the same weight, however the batch is split.
+    Under float16 a gradient that overflows makes the scaler skip the update; the returned norm is then infinite.
+    Any other loss or gradient that is not finite raises `Diverged` and leaves the weights as they were.
     """
+    predicted = sum(int((targets >= 0).sum()) for _, targets in micro_batches)
+    predicted = max(1, processes.sum(predicted, device=device)[0])
+
     total = torch.zeros((), device=device)
-    for i, (inputs, targets) in enumerate(batches):
-        last = i == len(batches) - 1
+    for i, micro_batch in enumerate(micro_batches):
+        inputs, targets = (tensor.to(device, non_blocking=device.type == "cuda") for tensor in micro_batch)
+        last = i == len(micro_batches) - 1  # only its backward pass exchanges gradients between processes
         with contextlib.nullcontext() if last or processes.count == 1 else model.no_sync():
-            loss = model(inputs, targets).sum() / max(1, predicted)
-            scaler.scale(loss * processes.count).backward()  # processes average their gradients, hence times count
+            loss = model(inputs, targets).sum() / predicted
+            scaler.scale(loss * processes.count).backward()  # DistributedDataParallel averages, we want the sum
         total += loss.detach()
-    return processes.sum(total.item(), device=device)[0]
+    loss = processes.sum(total.item(), device=device)[0]
 
-
-def update(
-    model: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, clip: float, loss: float
-) -> float:
-    """Clip the gradient and update the weights; returns the gradient's norm before clipping.
-
-    Infinite under float16 means that the scaler skipped this update. Otherwise a loss or gradient that is not finite
-    raises `Diverged`, and the weights are as they were before the step.
-    """
     scaler.unscale_(optimizer)
     trained = [parameter for parameter in model.parameters() if parameter.grad is not None]
     norm = nn.utils.get_total_norm([parameter.grad for parameter in trained])
@@ -69,19 +65,16 @@ def update(
     scaler.step(optimizer)
     scaler.update()
     optimizer.zero_grad(set_to_none=True)
-    return norm.item() if finite else math.inf
-
-
-class Diverged(UserError):
-    """The loss or the gradient is not finite."""
+    return loss, norm.item() if finite else math.inf
 
 
 def largest_gradient(model: nn.Module) -> str:
-    """The largest gradient of the step, as `value in parameter`; one that is not a number counts as the largest."""
+    """The largest gradient of the step, as `value in parameter`; NaN counts as the largest."""
     values = {
         name: parameter.grad.abs().max().item()
         for name, parameter in model.named_parameters()
         if parameter.grad is not None
     }
     name = max(values, key=lambda name: math.inf if math.isnan(values[name]) else values[name])
-    return f"{values[name]:.3g} in {name}"
+    # The names that DistributedDataParallel and torch.compile put before ours mean nothing to the reader.
+    return f"{values[name]:.3g} in {name.removeprefix('module.').removeprefix('_orig_mod.')}"

@@ -19,6 +19,7 @@ from ablation.plan import Plan, Run, arms_of, settings_of
 from errors import UserError
 from model.config import ModelConfig
 from model.decoder import Decoder
+from training import loop
 from training.settings import Settings
 
 ROOT = Path(__file__).parents[2]
@@ -88,15 +89,15 @@ def test_a_run_gives_loss_curves_probes_and_hashes_and_arms_of_a_seed_share_weig
 def test_a_stopped_run_goes_on_and_ends_bit_for_bit_as_one_that_was_not(config, tmp_path, monkeypatch):
     settings = settings_for(config)
     whole = train.carry_out(settings, tmp_path / "whole", threads=1)
-    step, calls = train.loop.step, []
+    step, calls = loop.train_step, []
 
     def interrupted(*arguments):
-        step(*arguments)
         calls.append(1)
         if len(calls) == 5:
             signal.raise_signal(signal.SIGINT)
+        return step(*arguments)
 
-    monkeypatch.setattr(train.loop, "step", interrupted)
+    monkeypatch.setattr(loop, "train_step", interrupted)
     assert train.carry_out(settings, tmp_path / "cut", threads=1) is None
     assert len(calls) == 5
     found = train.carry_out(settings, tmp_path / "cut", threads=1)
@@ -105,15 +106,8 @@ def test_a_stopped_run_goes_on_and_ends_bit_for_bit_as_one_that_was_not(config, 
 
 
 def test_a_run_that_diverges_is_a_row_and_no_error(config, tmp_path, monkeypatch):
-    backward = train.loop.backward
-    calls = []
-
-    def broken(*arguments):
-        calls.append(1)
-        loss = backward(*arguments)
-        return math.nan if len(calls) > 3 else loss
-
-    monkeypatch.setattr(train.loop, "backward", broken)
+    learning_rate = loop.learning_rate
+    monkeypatch.setattr(loop, "learning_rate", lambda step, *args: learning_rate(step, *args) if step < 2 else math.nan)
     row = train.carry_out(settings_for(config), tmp_path / "run")
     assert row["status"] == "diverged" and row["validation_loss"] is None and len(row["curve"]) == 3
 

@@ -1,4 +1,4 @@
-"""A small text and small settings, so that a whole run takes seconds."""
+"""A small text and small settings, so that a complete run takes seconds."""
 
 import os
 import random
@@ -14,7 +14,7 @@ WORDS = "the quick brown fox jumps over a lazy dog while seven wizards mix potio
 
 @pytest.fixture(scope="session")
 def text_folder(tmp_path_factory) -> Path:
-    """A folder of 60 small documents, with a structure that a model can learn."""
+    """A folder of 60 small documents, regular enough for a model to learn."""
     folder = tmp_path_factory.mktemp("text")
     random_words = random.Random(0)
     for number in range(60):
@@ -25,7 +25,7 @@ def text_folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def cache(tmp_path_factory) -> Path:
-    """One cache for all tests, so that the tokenizer is trained once."""
+    """One cache for all tests, so that the tokenizer is trained only once."""
     return tmp_path_factory.mktemp("cache")
 
 
@@ -43,7 +43,7 @@ def flags(text_folder, cache) -> list[str]:
 
 @pytest.fixture
 def settings(flags):
-    """The same as settings."""
+    """The settings that `flags` give."""
     from training.settings import parse
 
     return parse(flags, "test").settings
@@ -61,7 +61,7 @@ def run(flags, tmp_path) -> Path:
 
 @pytest.fixture(scope="session")
 def train_script():
-    """Run train.py in a process of its own; returns what subprocess.run returns."""
+    """A function that runs train.py in a subprocess and returns what subprocess.run returns."""
 
     def run(*arguments: str, cwd: Path, **options) -> subprocess.CompletedProcess:
         return subprocess.run(

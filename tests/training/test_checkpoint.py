@@ -1,4 +1,4 @@
-"""Saving that can be cut anywhere, what readers then find, and what the ecosystem makes of it."""
+"""Saves that are interrupted anywhere, what readers then find, and how transformers opens a checkpoint."""
 
 import os
 import shutil
@@ -32,16 +32,16 @@ def found(run: Path) -> str:
     return (checkpoint.find_last(run) / "weights").read_text()
 
 
-class Cut(BaseException):
-    """The end of the process, as far as the files are concerned."""
+class Killed(BaseException):
+    """Leaves the files as the end of the process would."""
 
 
-def cut_rmtree(path: Path, **_: object) -> None:
+def killed_rmtree(path: Path, **_: object) -> None:
     if path.exists():
-        raise Cut
+        raise Killed
 
 
-def test_saving_leaves_one_whole_directory(tmp_path):
+def test_saving_leaves_one_complete_directory(tmp_path):
     for content in ("first", "second", "third"):
         save(tmp_path / "last", content)
         assert found(tmp_path) == content
@@ -49,22 +49,22 @@ def test_saving_leaves_one_whole_directory(tmp_path):
 
 
 @pytest.mark.parametrize("renames_done", [0, 1, 2])
-def test_a_save_cut_at_any_rename_leaves_a_whole_checkpoint_and_the_next_save_works(
+def test_a_save_killed_at_any_rename_leaves_a_complete_checkpoint_and_the_next_save_works(
     tmp_path, monkeypatch, renames_done
 ):
     save(tmp_path / "last", "before")
     rename, calls = Path.rename, []
 
-    def cut_rename(path: Path, target: Path) -> Path:
+    def killed_rename(path: Path, target: Path) -> Path:
         if len(calls) == renames_done:
-            raise Cut
+            raise Killed
         calls.append(target)
         return rename(path, target)
 
-    monkeypatch.setattr(Path, "rename", cut_rename)
-    if renames_done == 2:  # both done: cut while the old directory is deleted
-        monkeypatch.setattr(shutil, "rmtree", cut_rmtree)
-    with pytest.raises(Cut):
+    monkeypatch.setattr(Path, "rename", killed_rename)
+    if renames_done == 2:  # both done: killed while the old directory is deleted
+        monkeypatch.setattr(shutil, "rmtree", killed_rmtree)
+    with pytest.raises(Killed):
         save(tmp_path / "last", "after")
     monkeypatch.undo()
     assert found(tmp_path) == ("before" if renames_done == 0 else "after")
@@ -73,19 +73,19 @@ def test_a_save_cut_at_any_rename_leaves_a_whole_checkpoint_and_the_next_save_wo
     assert [path.name for path in tmp_path.iterdir()] == ["last"]
 
 
-def test_a_save_cut_while_writing_keeps_the_one_before(tmp_path):
+def test_a_save_killed_while_writing_keeps_the_previous_save(tmp_path):
     save(tmp_path / "last", "before")
 
     def write(directory: Path) -> None:
         (directory / "weights").write_text("half")
-        raise Cut
+        raise Killed
 
-    with pytest.raises(Cut):
+    with pytest.raises(Killed):
         checkpoint.replace_directory(tmp_path / "last", write)
     assert found(tmp_path) == "before"
 
 
-def test_the_old_directory_is_found_when_the_new_one_is_not_whole(tmp_path):
+def test_the_old_directory_is_found_when_the_new_one_is_incomplete(tmp_path):
     save(tmp_path / "last", "before")
     (tmp_path / "last").rename(tmp_path / "last.old")
     (tmp_path / "last.new").mkdir()
@@ -94,9 +94,9 @@ def test_the_old_directory_is_found_when_the_new_one_is_not_whole(tmp_path):
     assert found(tmp_path) == "after"
 
 
-def test_a_folder_without_any_whole_checkpoint_is_one_sentence(tmp_path):
+def test_a_folder_without_a_complete_checkpoint_is_a_one_line_error(tmp_path):
     (tmp_path / "last").mkdir()
-    with pytest.raises(UserError, match="no whole last/ to go on from"):
+    with pytest.raises(UserError, match="no complete last/ to resume from"):
         checkpoint.find_last(tmp_path)
 
 
@@ -120,12 +120,12 @@ with exit_on_user_error():
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no limit on the size of a file to simulate a full disk with")
-def test_a_full_disk_is_one_sentence_and_the_last_whole_checkpoint_stays(tmp_path):
+def test_a_full_disk_is_a_one_line_error_and_the_last_complete_checkpoint_stays(tmp_path):
     save(tmp_path / "last", "before")
     code = FULL_DISK.format(root=str(ROOT), target=str(tmp_path / "last"))
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, encoding="utf-8")
     assert out.returncode == 2, out.stderr
-    assert "could not be saved" in out.stderr and "still holds the save before" in out.stderr
+    assert "could not be saved" in out.stderr and "the previous save is intact" in out.stderr
     assert len(out.stderr.strip().splitlines()) == 1
     assert found(tmp_path) == "before"
     assert [path.name for path in tmp_path.iterdir()] == ["last"]

@@ -1,17 +1,17 @@
-"""What the command line does: where a run goes, what it says at its end, and what it never overwrites."""
+"""The actions of train.py: where a run is written, what it prints at its end, and what is never overwritten."""
 
 from training import commands
 
 
-def test_a_finished_run_is_never_overwritten(train_script, flags, run, tmp_path, monkeypatch):
+def test_a_finished_run_is_never_overwritten(train_script, flags, run, tmp_path):
     out = train_script(*flags, "--out", str(run), cwd=tmp_path)
     assert out.returncode == 2 and "never overwritten" in out.stderr and len(out.stderr.strip().splitlines()) == 1
 
 
-def test_two_runs_that_start_at_once_get_folders_of_their_own(settings, tmp_path, monkeypatch):
+def test_two_runs_that_start_at_the_same_time_get_different_folders(settings, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    claimed = {commands.claim_folder(settings, "tiny") for _ in range(3)}
-    assert {path.name for path in claimed} == {"tiny-rms", "tiny-rms-2", "tiny-rms-3"}
+    folders = {commands.make_run_dir(settings, "tiny") for _ in range(3)}
+    assert {path.name for path in folders} == {"tiny-rms", "tiny-rms-2", "tiny-rms-3"}
 
 
 def test_a_run_that_cannot_start_leaves_no_folder(train_script, flags, tmp_path):
@@ -20,7 +20,7 @@ def test_a_run_that_cannot_start_leaves_no_folder(train_script, flags, tmp_path)
     assert not list((tmp_path / "runs").iterdir())
 
 
-def test_the_script_ends_with_what_to_type_next_and_that_works(train_script, flags, tmp_path):
+def test_a_finished_run_prints_the_next_command_and_its_checkpoint_can_be_evaluated(train_script, flags, tmp_path):
     out = train_script(*flags, cwd=tmp_path)
     assert out.returncode == 0, out.stderr
     assert (tmp_path / "runs" / "tiny-rms" / "best" / "config.json").exists()

@@ -1,4 +1,4 @@
-"""What a run would need, against what it does need."""
+"""The estimate of what a run needs, compared with what it does need."""
 
 import dataclasses
 import re
@@ -28,8 +28,8 @@ def test_the_estimate_counts_what_the_forward_pass_keeps(settings):
     found = activation_bytes(settings.model, 8, 32, torch.float32, checkpointing=False)
     assert found == pytest.approx(sum(kept.values()), rel=0.02)
     deep = dataclasses.replace(settings.model, num_hidden_layers=8)
-    whole, checkpointed = (activation_bytes(deep, 8, 32, torch.float32, checkpointing=on) for on in (False, True))
-    assert checkpointed < 0.5 * whole  # the head, a layer, and the inputs of the others
+    stored, checkpointed = (activation_bytes(deep, 8, 32, torch.float32, checkpointing=on) for on in (False, True))
+    assert checkpointed < 0.5 * stored  # the head, a layer, and the inputs of the others
 
 
 @pytest.mark.parametrize("config", ["tiny", "small", "124m", "1b", "ablation"])

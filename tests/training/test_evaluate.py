@@ -1,4 +1,4 @@
-"""The loss on a whole text."""
+"""The loss on a complete text."""
 
 import math
 

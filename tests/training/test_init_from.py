@@ -1,4 +1,4 @@
-"""Runs that start from given weights: what is kept of them, and what is said."""
+"""Runs that start from the weights of a checkpoint: what they keep, and what they print."""
 
 import dataclasses
 
@@ -7,10 +7,10 @@ import pytest
 from errors import UserError
 from training import metrics
 from training.loop import train
-from training.settings import RunSettings, load, parse, save
+from training.settings import RunSettings, load_settings, parse, save_settings
 
 
-def test_a_norm_can_be_swapped_on_the_way_in(flags, run, tmp_path, capsys):
+def test_a_run_can_start_from_the_weights_of_a_model_with_another_norm(flags, run, tmp_path, capsys):
     settings = parse([*flags, "--steps", "3", "--init-from", str(run), "--norm", "layer"], "test").settings
     train(settings, tmp_path / "swapped")
     out = capsys.readouterr().out
@@ -20,20 +20,20 @@ def test_a_norm_can_be_swapped_on_the_way_in(flags, run, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("how", ["flag", "file"])
-def test_that_another_save_is_used_is_said_once_and_its_directory_is_kept(flags, run, tmp_path, capfd, how):
+def test_falling_back_to_another_save_prints_one_note_and_the_settings_name_that_save(flags, run, tmp_path, capfd, how):
     (run / "best" / "model.safetensors").unlink()
     chosen = ["--init-from", str(run)]
     if how == "file":
-        first = load(run / "settings.toml")
-        save(dataclasses.replace(first, run=RunSettings(init_from=str(run))), tmp_path / "from.toml")
+        first = load_settings(run / "settings.toml")
+        save_settings(dataclasses.replace(first, run=RunSettings(init_from=str(run))), tmp_path / "from.toml")
         chosen = ["--config", str(tmp_path / "from.toml")]
     settings = parse([*flags, *chosen, "--steps", "1"], "test").settings
     assert settings.run.init_from == str(run / "last")
     train(settings, tmp_path / "second")
     assert capfd.readouterr().err.count("note: ") == 1
-    assert load(tmp_path / "second" / "settings.toml").run.init_from == str(run / "last")
+    assert load_settings(tmp_path / "second" / "settings.toml").run.init_from == str(run / "last")
 
 
-def test_weights_that_are_not_there_are_a_sentence_before_anything_is_done(flags, tmp_path):
+def test_missing_weights_are_a_one_line_error_before_the_run_starts(flags, tmp_path):
     with pytest.raises(UserError, match="nowhere does not exist; give a checkpoint"):
         parse([*flags, "--init-from", str(tmp_path / "nowhere")], "test")

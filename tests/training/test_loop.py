@@ -1,10 +1,12 @@
-"""What a run leaves behind, and what it says when it cannot go on."""
+"""The files that a run leaves, the steps it takes, and the errors that end it."""
 
 import dataclasses
 import json
 import math
 import platform
+import random
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -12,17 +14,19 @@ from safetensors.torch import load_file
 from errors import UserError
 from training import loop, metrics
 from training.evaluate import Evaluation
-from training.loop import train
-from training.settings import load, parse
+from training.loop import train, train_steps
+from training.session import set_up
+from training.settings import load_settings, parse
+from training.step import Diverged
 
 
-def test_a_run_leaves_settings_metrics_a_picture_and_two_checkpoints(run, settings):
+def test_a_run_leaves_settings_metrics_a_plot_and_two_checkpoints(run, settings):
     assert {path.name for path in run.iterdir() if not path.name.startswith("events.")} == {
         *("settings.toml", "metrics.jsonl", "loss.png", "last", "best")
     }
     assert any(path.name.startswith("events.") for path in run.iterdir())
     assert (run / "loss.png").read_bytes().startswith(b"\x89PNG")
-    saved = load(run / "settings.toml")
+    saved = load_settings(run / "settings.toml")
     assert dataclasses.replace(saved, run=settings.run) == settings
     assert metrics.read(run)[0]["text"].endswith(platform.python_version())
     lines = metrics.read(run)
@@ -36,7 +40,7 @@ def test_a_run_leaves_settings_metrics_a_picture_and_two_checkpoints(run, settin
 
 def test_the_model_learns(run):
     lines = metrics.read(run)
-    assert lines[1]["loss"] == pytest.approx(math.log(400), rel=0.02)  # a fresh model knows nothing
+    assert lines[1]["loss"] == pytest.approx(math.log(400), rel=0.02)  # an untrained model predicts every token alike
     last = next(line for line in reversed(lines) if "validation_loss" in line)
     assert last["validation_loss"] < 4.5
     assert last["perplexity"] == pytest.approx(math.exp(last["validation_loss"]))
@@ -51,13 +55,11 @@ def test_the_same_seed_gives_the_same_run_and_another_seed_another(flags, tmp_pa
 
 
 def test_micro_batches_change_nothing_but_rounding(flags, tmp_path):
-    for name, size in (("whole", "8"), ("cut", "2")):
+    for name, size in (("one", "8"), ("four", "2")):
         train(parse([*flags, "--steps", "10", "--micro-batch-size", size], "test").settings, tmp_path / name)
-    whole, cut = (
-        [line["loss"] for line in metrics.read(tmp_path / name) if "loss" in line] for name in ("whole", "cut")
-    )
-    # Adam divides by the gradient's size, so that the rounding of tiny gradients shows after some steps
-    assert cut == pytest.approx(whole, rel=1e-4)
+    one, four = ([line["loss"] for line in metrics.read(tmp_path / name) if "loss" in line] for name in ("one", "four"))
+    # Adam divides by the size of the gradient, so the rounding of tiny gradients shows after some steps
+    assert four == pytest.approx(one, rel=1e-4)
 
 
 def test_activation_checkpointing_changes_no_bit(flags, tmp_path):
@@ -74,12 +76,12 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_good_checkpo
     def poison(self, step: int, **values: float) -> None:
         write(self, step, **values)
         if step == 13:
-            settings_of_step.append(step)
+            poisoned.append(step)
 
-    settings_of_step = []
+    poisoned = []
     monkeypatch.setattr(metrics.Metrics, "write", poison)
-    rate = loop.learning_rate
-    monkeypatch.setattr(loop, "learning_rate", lambda *args: float("nan") if settings_of_step else rate(*args))
+    learning_rate = loop.learning_rate
+    monkeypatch.setattr(loop, "learning_rate", lambda *args: float("nan") if poisoned else learning_rate(*args))
     with pytest.raises(UserError, match=r"step 15: the loss is nan and the largest gradient nan in .*learning-rate"):
         train(parse(flags, "test").settings, tmp_path / "run")
     assert json.loads((tmp_path / "run" / "last" / "state.json").read_text())["step"] == 10
@@ -87,15 +89,15 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_good_checkpo
     assert all(tensor.isfinite().all() for tensor in weights.values())
 
 
-def test_a_slow_machine_does_fewer_steps_and_says_so(flags, tmp_path, capsys):
+def test_a_run_that_would_exceed_its_time_limit_takes_fewer_steps_and_says_so(flags, tmp_path, capsys):
     train(parse([*flags, "--steps", "100000", "--max-minutes", "1e-6"], "test").settings, tmp_path / "run")
-    assert "doing 80 (--max-minutes None does them all)" in capsys.readouterr().out
+    assert "training for 80 steps instead (--max-minutes None trains for all)" in capsys.readouterr().out
     lines = [line for line in metrics.read(tmp_path / "run") if "loss" in line]
     assert len(lines) == 80
     assert lines[-1]["learning_rate"] == 0  # the schedule was shortened with the run
 
 
-def test_float16_skips_steps_that_overflow_and_remembers_the_scale(flags, tmp_path, monkeypatch, capsys):
+def test_float16_skips_updates_that_overflow_and_saves_the_loss_scale(flags, tmp_path, monkeypatch, capsys):
     scaler = torch.amp.GradScaler
     monkeypatch.setattr(torch.amp, "GradScaler", lambda *args, **kwargs: scaler(*args, init_scale=2.0**30, **kwargs))
     train(parse([*flags, "--dtype", "float16", "--steps", "20"], "test").settings, tmp_path / "run")
@@ -105,6 +107,38 @@ def test_float16_skips_steps_that_overflow_and_remembers_the_scale(flags, tmp_pa
     assert any(line.get("gradient_norm") == "inf" for line in metrics.read(tmp_path / "run"))
 
 
+def test_float16_that_overflows_in_every_step_stops_the_run(flags, tmp_path, monkeypatch):
+    scaler = torch.amp.GradScaler
+    overflowing = {"init_scale": 2.0**60, "backoff_factor": 0.9999}
+    monkeypatch.setattr(torch.amp, "GradScaler", lambda *args, **kwargs: scaler(*args, **overflowing, **kwargs))
+    with pytest.raises(Diverged, match="step 100: the gradient has overflowed in 100 steps in a row"):
+        train(parse([*flags, "--dtype", "float16", "--steps", "200"], "test").settings, tmp_path / "run")
+
+
+def test_the_steps_report_what_the_run_logs_and_neither_print_nor_write(flags, tmp_path, capfd):
+    settings = parse([*flags, "--steps", "6"], "test").settings
+    train(settings, tmp_path / "run")
+    capfd.readouterr()
+    lines = []
+    session = set_up(settings, tmp_path / "steps", resume=False, say=lines.append)
+    for result, logged in zip(train_steps(session), metrics.read(tmp_path / "run")[1:7], strict=True):
+        assert result.step == session.state.step == logged["step"]
+        assert session.state.tokens == logged["tokens"] and session.state.seconds >= result.seconds > 0
+        for name in ("loss", "gradient_norm", "learning_rate"):
+            assert getattr(result, name) == logged[name]
+    assert session.state.step == 6
+    assert [line.split(":")[0] for line in lines] == ["text", "model"]
+    assert capfd.readouterr() == ("", "") and not (tmp_path / "steps").exists()
+
+
+def test_training_draws_nothing_from_the_global_random_generators(flags, tmp_path):
+    settings = parse([*flags, "--steps", "12"], "test").settings
+    before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1]
+    train(settings, tmp_path / "run")
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert random.getstate() == before[1] and np.array_equal(np.random.get_state()[1], before[2])
+
+
 def test_an_evaluation_that_is_not_finite_saves_nothing(flags, tmp_path, monkeypatch):
     monkeypatch.setattr(loop, "evaluate", lambda *_: Evaluation(math.nan, 10, 10))
     with pytest.raises(UserError, match=r"step 10: the validation loss is nan; .*had not been saved yet"):
@@ -112,7 +146,7 @@ def test_an_evaluation_that_is_not_finite_saves_nothing(flags, tmp_path, monkeyp
     assert not (tmp_path / "run" / "last").exists()
 
 
-def test_cosine_runs_too(flags, tmp_path):
+def test_a_run_can_use_the_cosine_schedule(flags, tmp_path):
     train(parse([*flags, "--schedule", "cosine", "--steps", "6"], "test").settings, tmp_path / "run")
-    rates = [line["learning_rate"] for line in metrics.read(tmp_path / "run") if "loss" in line]
-    assert rates[4] == pytest.approx(3e-3) and rates[5] == pytest.approx(0, abs=1e-12)
+    learning_rates = [line["learning_rate"] for line in metrics.read(tmp_path / "run") if "loss" in line]
+    assert learning_rates[4] == pytest.approx(3e-3) and learning_rates[5] == pytest.approx(0, abs=1e-12)

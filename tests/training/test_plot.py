@@ -1,9 +1,9 @@
-"""The picture of a run."""
+"""The loss curves of a run."""
 
 from training import plot
 
 
-def test_a_picture_is_drawn_of_a_run_with_numbers_that_are_not_finite(run, tmp_path):
+def test_a_run_with_a_loss_that_is_not_finite_can_be_plotted(run, tmp_path):
     with (run / "metrics.jsonl").open("a", encoding="utf-8") as file:
         file.write('{"step": 41, "loss": "nan"}\n')
     plot.draw([run, run], tmp_path / "two.png")

@@ -1,4 +1,4 @@
-"""One run in several processes."""
+"""One run in several processes under torchrun."""
 
 import subprocess
 import sys
@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from errors import UserError
-from training import metrics, processes
+from training import metrics
 from training.loop import train
+from training.processes import start_processes
 from training.settings import parse
 
 ROOT = Path(__file__).parent.parent.parent
@@ -21,18 +22,18 @@ def test_two_processes_train_the_run_of_one(flags, tmp_path):
     script = [str(ROOT / "train.py"), *few, "--out", "two"]
     out = subprocess.run([*launch, *script], cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert out.returncode == 0, out.stderr[-3000:]
-    assert out.stdout.count("next: ") == 1  # only one of them speaks
+    assert out.stdout.count("next: ") == 1  # only the main process prints
     one, two = ([line["loss"] for line in metrics.read(tmp_path / name) if "loss" in line] for name in ("one", "two"))
     assert two == pytest.approx(one, rel=1e-4)
 
 
-def test_a_process_of_many_that_does_not_know_its_place_is_a_sentence(monkeypatch):
+def test_a_world_size_without_the_variables_of_torchrun_is_a_one_line_error(monkeypatch):
     names = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     for name in names:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(UserError, match=f"WORLD_SIZE 2 and no {', '.join(names)}; start .* with torchrun"):
-        processes.start("cpu")
+    with pytest.raises(UserError, match=f"WORLD_SIZE 2 but no {', '.join(names)}; start .* with torchrun"):
+        start_processes("cpu")
     monkeypatch.setenv("RANK", "0")
-    with pytest.raises(UserError, match="WORLD_SIZE 2 and no LOCAL_RANK, "):
-        processes.start("cpu")
+    with pytest.raises(UserError, match="WORLD_SIZE 2 but no LOCAL_RANK, "):
+        start_processes("cpu")

@@ -1,4 +1,4 @@
-"""A run that was stopped and resumed is, bit for bit, the run that was not."""
+"""A run that was stopped or killed and then resumed equals, bit for bit, the run that was not."""
 
 import json
 import os
@@ -12,31 +12,34 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from errors import UserError
 from training import checkpoint, metrics
-from training.loop import train
-from training.settings import parse
+from training.loop import save, train, train_steps
+from training.optimizer import load_optimizer_tensors
+from training.session import set_up
+from training.settings import parse, save_settings
 
 ROOT = Path(__file__).parent.parent.parent
 TIMES = ("seconds",)
-ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}  # bits depend on the number of threads that share a sum
+ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}  # rounding depends on how many threads share a sum
 
 
-def losses(run: Path) -> list[dict]:
+def measurements(run: Path) -> list[dict]:
     return [{key: value for key, value in line.items() if key not in TIMES} for line in metrics.read(run)]
 
 
 def assert_equal_runs(found: Path, expected: Path) -> None:
-    """Weights, moments, random state and every logged number are bit-identical."""
+    """Weights, moments and every logged number are bit-identical."""
+    last = [checkpoint.find_last(run) for run in (found, expected)]  # a kill may have left it as last.new
     for file in ("model.safetensors", "training_state.safetensors"):
-        left, right = load_file(found / "last" / file), load_file(expected / "last" / file)
+        left, right = (load_file(directory / file) for directory in last)
         assert left.keys() == right.keys()
         for name in left:
             assert torch.equal(left[name], right[name]), name
-    assert losses(found) == losses(expected)
-    states = [json.loads((run / "last" / "state.json").read_text()) for run in (found, expected)]
+    assert measurements(found) == measurements(expected)
+    states = [json.loads((directory / "state.json").read_text()) for directory in last]
     for state in states:
         del state["seconds"]
     assert states[0] == states[1]
@@ -64,7 +67,7 @@ def test_40_steps_equal_20_and_20_resumed(flags, tmp_path, monkeypatch, capsys, 
     stop_at(monkeypatch, 20, number)
     assert train(settings, tmp_path / "resumed") == number
     monkeypatch.undo()
-    assert f"--resume {tmp_path / 'resumed'}" in capsys.readouterr().out
+    assert f"resume with: python train.py --resume {tmp_path / 'resumed'}" in capsys.readouterr().out
     assert checkpoint.read_state(tmp_path / "resumed" / "last").step == 20
     assert train(settings, tmp_path / "resumed", resume=True) == 0
     assert_equal_runs(tmp_path / "resumed", tmp_path / "straight")
@@ -82,9 +85,28 @@ def test_a_run_stopped_between_evaluations_loses_no_step(flags, tmp_path, monkey
     assert_equal_runs(tmp_path / "resumed", tmp_path / "straight")
 
 
+def test_a_caller_of_the_steps_can_stop_at_any_of_them_save_and_resume_bit_for_bit(flags, tmp_path):
+    settings = parse(flags, "test").settings
+    train(settings, tmp_path / "straight")
+    expected = [line["loss"] for line in metrics.read(tmp_path / "straight") if "loss" in line]
+    losses = []
+    for stop in (1, 18, 40):
+        session = set_up(settings, tmp_path / "steps", resume=stop > 1, say=lambda line: None)
+        for result in train_steps(session):
+            losses.append(result.loss)
+            if result.step == stop:
+                break
+        save(session)
+        save_settings(settings, tmp_path / "steps" / "settings.toml")
+    assert losses == expected
+    for file in ("model.safetensors", "training_state.safetensors"):
+        found, straight = (load_file(tmp_path / name / "last" / file) for name in ("steps", "straight"))
+        assert found.keys() == straight.keys() and all(torch.equal(found[name], straight[name]) for name in straight)
+
+
 @pytest.fixture(scope="module")
 def straight_run(tmp_path_factory, text_folder, cache) -> tuple[Path, list[str]]:
-    """A finished run in a process of its own, with many saves to be killed in, and its flags."""
+    """A run of train.py that was never stopped, with many saves, and its flags."""
     folder = tmp_path_factory.mktemp("straight")
     flags = [
         *("--data", str(text_folder), "--cache", str(cache), "--vocab-size", "400", "--hidden-size", "32"),
@@ -97,7 +119,7 @@ def straight_run(tmp_path_factory, text_folder, cache) -> tuple[Path, list[str]]
 
 
 def run_script(folder: Path, flags: list[str], name: str, resume: bool = False) -> subprocess.Popen:
-    """Start train.py in a process of its own."""
+    """Start train.py in a subprocess."""
     chosen = ["--resume", name] if resume else [*flags, "--out", name]
     return subprocess.Popen(
         [sys.executable, str(ROOT / "train.py"), *chosen],
@@ -109,9 +131,9 @@ def run_script(folder: Path, flags: list[str], name: str, resume: bool = False) 
 
 
 def kill_and_resume(folder: Path, straight: Path, flags: list[str], kills: int, seed: int) -> int:
-    """Kill -9 a run at random moments while it trains and saves, resume it each time, and compare it at the end.
+    """Kill -9 a run at random moments while it trains and saves, resume it each time, and compare its end.
 
-    Returns how many kills met a running process.
+    Returns how many kills hit a running process.
     """
     delays, alive = random.Random(seed), 0
     started = False
@@ -127,7 +149,7 @@ def kill_and_resume(folder: Path, straight: Path, flags: list[str], kills: int, 
             shutil.rmtree(folder / "killed", ignore_errors=True)
         elif checkpoint.read_state(checkpoint.find_last(folder / "killed")).step == 60:
             break
-    assert alive > 0, "no kill met a running process"
+    assert alive > 0, "no kill hit a running process"
     process = run_script(folder, flags, "killed", resume=started)
     error = process.communicate(timeout=120)[1].decode()
     assert process.returncode == 0 or "is finished" in error, error
@@ -143,12 +165,12 @@ def wait_for_first_step(process: subprocess.Popen, run: Path) -> None:
         time.sleep(0.005)
 
 
-def test_a_run_killed_at_random_moments_ends_like_one_that_was_not(straight_run, tmp_path):
+def test_a_run_killed_at_random_moments_ends_bit_for_bit_like_one_that_was_not(straight_run, tmp_path):
     kill_and_resume(tmp_path, *straight_run, kills=3, seed=1)
 
 
 @pytest.mark.slow
-def test_a_run_killed_100_times_ends_like_one_that_was_not(straight_run, tmp_path):
+def test_runs_killed_100_times_end_bit_for_bit_like_one_that_was_not(straight_run, tmp_path):
     kills = 0
     while kills < 100:
         folder = tmp_path / str(kills)
@@ -156,8 +178,8 @@ def test_a_run_killed_100_times_ends_like_one_that_was_not(straight_run, tmp_pat
         kills += kill_and_resume(folder, *straight_run, kills=5, seed=kills)
 
 
-@pytest.mark.parametrize("cut", ["between the renames", "before the old one is deleted"])
-def test_a_kill_between_the_renames_loses_nothing(straight_run, tmp_path, cut):
+@pytest.mark.parametrize("moment", ["between the renames", "before the old one is deleted"])
+def test_a_kill_between_the_renames_loses_nothing(straight_run, tmp_path, moment):
     straight, flags = straight_run
     code = f"""
 import sys, os, signal
@@ -167,7 +189,7 @@ from training import checkpoint
 rename = Path.rename
 def rename_and_die(path, target):
     result = rename(path, target)
-    if path.name == {"last" if cut == "between the renames" else "last.new"!r} and target.parent.name == "killed":
+    if path.name == {"last" if moment == "between the renames" else "last.new"!r} and target.parent.name == "killed":
         if checkpoint.read_state(checkpoint.find_last(Path("killed"))).step >= 20:
             os.kill(os.getpid(), signal.SIGKILL if hasattr(signal, "SIGKILL") else signal.SIGTERM)
     return result
@@ -181,7 +203,7 @@ train.main()
     )
     assert process.returncode not in (0, 1, 2), process.stderr.decode()
     names = {path.name for path in (tmp_path / "killed").iterdir()}
-    assert ("last" in names) == (cut != "between the renames") and "last.old" in names
+    assert ("last" in names) == (moment != "between the renames") and "last.old" in names
     out = run_script(tmp_path, flags, "killed", resume=True)
     error = out.communicate(timeout=120)[1].decode()
     assert out.returncode == 0, error
@@ -196,23 +218,23 @@ def stopped_run(flags, tmp_path, monkeypatch) -> Path:
     return tmp_path / "run"
 
 
-def test_a_resume_with_other_text_or_shape_says_what_differs(flags, stopped_run, tmp_path):
+def test_resuming_with_another_text_or_shape_says_what_differs(flags, stopped_run, tmp_path):
     (tmp_path / "other").mkdir()
     for number in range(60):
         (tmp_path / "other" / f"{number}.txt").write_text(f"something else number {number}\n" * 40)
-    for change, sentence in (
+    for change, message in (
         (("--data", str(tmp_path / "other")), "the text differs"),
         (("--hidden-size", "64"), "shape differs .*hidden_size: 32 -> 64"),
         (("--norm", "layer"), "shape differs .*norm: rms -> layer"),
         (("--qk-norm",), "shape differs .*qk_norm: False -> True"),
     ):
         settings = parse(["--resume", str(stopped_run), *change], "test").settings
-        with pytest.raises(UserError, match=sentence):
+        with pytest.raises(UserError, match=message):
             train(settings, stopped_run, resume=True)
     assert checkpoint.read_state(stopped_run / "last").step == 5
 
 
-def test_a_resume_with_another_tokenizer_says_so_and_with_the_same_elsewhere_goes_on(flags, stopped_run, tmp_path):
+def test_resuming_needs_the_same_tokenizer_but_not_from_the_same_place(flags, stopped_run, tmp_path):
     train(parse([*flags, "--steps", "1", "--vocab-size", "390"], "test").settings, tmp_path / "other")
     for given in (tmp_path / "other" / "last", tmp_path / "other" / "last" / "tokenizer.model"):
         settings = parse(["--resume", str(stopped_run), "--tokenizer", str(given)], "test").settings
@@ -222,13 +244,13 @@ def test_a_resume_with_another_tokenizer_says_so_and_with_the_same_elsewhere_goe
     shutil.copytree(stopped_run / "last", tmp_path / "copy")
     settings = parse(["--resume", str(stopped_run), "--tokenizer", str(tmp_path / "copy"), "--steps", "6"], "test")
     assert train(settings.settings, stopped_run, resume=True) == 0
-    shutil.rmtree(tmp_path / "copy")  # which is now the run's own setting, and not needed to go on
+    shutil.rmtree(tmp_path / "copy")  # settings.toml names it now, but resuming does not need it
     settings = parse(["--resume", str(stopped_run), "--steps", "7"], "test").settings
     assert train(settings, stopped_run, resume=True) == 0
     assert checkpoint.read_state(stopped_run / "last").step == 7
 
 
-def test_other_changes_are_allowed_and_said(stopped_run, capsys):
+def test_resuming_with_other_changes_is_allowed_and_lists_them(stopped_run, capsys):
     settings = parse(["--resume", str(stopped_run), "--learning-rate", "0.001", "--steps", "8"], "test").settings
     assert train(settings, stopped_run, resume=True) == 0
     out = capsys.readouterr().out
@@ -236,11 +258,34 @@ def test_other_changes_are_allowed_and_said(stopped_run, capsys):
     assert checkpoint.read_state(stopped_run / "last").step == 8
 
 
-def test_a_finished_run_says_so_instead_of_starting_again(stopped_run):
+def test_resuming_a_finished_run_says_that_it_is_finished(stopped_run):
     settings = parse(["--resume", str(stopped_run)], "test").settings
     train(settings, stopped_run, resume=True)
     with pytest.raises(UserError, match=r"is finished: it has done its 40 steps"):
         train(settings, stopped_run, resume=True)
+
+
+def test_a_checkpoint_of_an_older_version_with_random_state_resumes_bit_for_bit(flags, tmp_path, monkeypatch):
+    settings = parse(flags, "test").settings
+    train(settings, tmp_path / "straight")
+    stop_at(monkeypatch, 20)
+    train(settings, tmp_path / "resumed")
+    monkeypatch.undo()
+    last = tmp_path / "resumed" / "last"
+    tensors = load_file(last / "training_state.safetensors")
+    save_file(tensors | {"random.cpu": torch.get_rng_state()}, last / "training_state.safetensors")
+    state = json.loads((last / "state.json").read_text())
+    state["training_state_hash"] = checkpoint.file_hash(last / "training_state.safetensors")
+    (last / "state.json").write_text(json.dumps(state))
+    assert train(settings, tmp_path / "resumed", resume=True) == 0
+    assert_equal_runs(tmp_path / "resumed", tmp_path / "straight")
+
+
+def test_a_checkpoint_with_state_of_an_unknown_parameter_is_refused(stopped_run):
+    settings = parse(["--resume", str(stopped_run)], "test").settings
+    session = set_up(settings, stopped_run, resume=True, say=lambda line: None)
+    with pytest.raises(UserError, match="a parameter layer9 that the model lacks"):
+        load_optimizer_tensors(session.optimizer, session.model, {"exp_avg.layer9": torch.zeros(2)})
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "training_state.safetensors"])
@@ -264,7 +309,7 @@ def test_a_resumed_run_needs_neither_the_weights_it_started_from_nor_the_cache(f
     assert checkpoint.read_state(tmp_path / "second" / "last").step == 8
 
 
-def test_an_evaluation_logged_twice_by_a_kill_is_cut(stopped_run):
+def test_lines_after_the_checkpoint_are_removed_on_resume(stopped_run):
     lines = metrics.read(stopped_run)
     with (stopped_run / "metrics.jsonl").open("a", encoding="utf-8") as file:
         file.write(json.dumps({"step": 5, "validation_loss": 1.0, "perplexity": 2.0, "bits_per_byte": 1.0}) + "\n")
@@ -275,7 +320,7 @@ def test_an_evaluation_logged_twice_by_a_kill_is_cut(stopped_run):
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows ends a process without asking it")
-def test_the_exit_status_tells_the_signal(straight_run, tmp_path):
+def test_the_exit_status_is_128_plus_the_signal(straight_run, tmp_path):
     process = run_script(tmp_path, [*straight_run[1], "--steps", "100000"], "run")
     wait_for_first_step(process, tmp_path / "run")
     time.sleep(0.3)
@@ -286,7 +331,7 @@ def test_the_exit_status_tells_the_signal(straight_run, tmp_path):
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no limit on the size of a file to simulate a full disk with")
-def test_a_disk_that_fills_up_during_a_run_costs_nothing_that_was_saved(stopped_run):
+def test_a_disk_that_fills_up_during_a_run_leaves_the_last_save_intact(stopped_run):
     code = f"""
 import resource, sys
 sys.path.insert(0, {str(ROOT)!r})

@@ -1,4 +1,5 @@
 import dataclasses
+import inspect
 import subprocess
 import sys
 from pathlib import Path
@@ -6,14 +7,13 @@ from pathlib import Path
 import pytest
 
 from errors import UserError
-from training import settings as settings_file
-from training.settings import CONFIGS, Settings
+from training.settings import CONFIGS, Settings, load_settings, parse, save_settings
 
 ROOT = Path(__file__).parent.parent.parent
 
 
-def parse(*flags: str) -> Settings:
-    return settings_file.parse(list(flags), "test").settings
+def settings_from(*flags: str) -> Settings:
+    return parse(list(flags), "test").settings
 
 
 def test_help_answers_without_importing_torch():
@@ -24,8 +24,8 @@ def test_help_answers_without_importing_torch():
     assert out.stdout.rstrip().endswith("False") and "--learning-rate" in out.stdout
 
 
-def test_the_flags_that_people_reach_for_are_short():
-    settings = parse(
+def test_the_flags_have_the_names_of_the_fields_without_their_table():
+    settings = settings_from(
         *"--config small --norm layer --steps 7 --seed 3 --out here --data a.txt b.txt --device cpu".split(),
         *"--dtype float32 --batch-size 4 --sequence-length 64 --learning-rate 1e-4 --compile".split(),
     )
@@ -38,39 +38,38 @@ def test_the_flags_that_people_reach_for_are_short():
 
 def test_a_flag_overrides_the_file_and_the_file_the_default(tmp_path):
     (tmp_path / "mine.toml").write_text("[optimizer]\nsteps = 5\nlearning_rate = 0.5\n")
-    settings = parse("--config", str(tmp_path / "mine.toml"), "--steps", "6")
+    settings = settings_from("--config", str(tmp_path / "mine.toml"), "--steps", "6")
     assert settings.optimizer.steps == 6 and settings.optimizer.learning_rate == 0.5
     assert settings.optimizer.beta1 == Settings().optimizer.beta1
 
 
-def test_a_given_number_of_steps_is_done_however_long_it_takes(tmp_path):
+def test_an_explicit_number_of_steps_overrides_the_time_limit_of_the_file(tmp_path):
     (tmp_path / "short.toml").write_text("[optimizer]\nmax_minutes = 1.0\n")
     config = ["--config", str(tmp_path / "short.toml")]
-    assert parse(*config).optimizer.max_minutes == 1.0
-    assert parse(*config, "--steps", "9").optimizer.max_minutes is None
-    assert parse(*config, "--steps", "9", "--max-minutes", "2").optimizer.max_minutes == 2.0
+    assert settings_from(*config).optimizer.max_minutes == 1.0
+    assert settings_from(*config, "--steps", "9").optimizer.max_minutes is None
+    assert settings_from(*config, "--steps", "9", "--max-minutes", "2").optimizer.max_minutes == 2.0
 
 
 @pytest.mark.parametrize("config", sorted(path.stem for path in CONFIGS.glob("*.toml")))
 def test_every_config_survives_saving_and_loading(config, tmp_path):
-    settings = parse("--config", config)
-    settings_file.save(settings, tmp_path / "settings.toml")
-    assert settings_file.load(tmp_path / "settings.toml") == settings
+    settings = settings_from("--config", config)
+    save_settings(settings, tmp_path / "settings.toml")
+    assert load_settings(tmp_path / "settings.toml") == settings
 
 
-def test_every_field_has_a_sentence():
+def test_every_field_has_a_docstring_for_its_help():
     for table in dataclasses.fields(Settings):
         if table.name == "model":
-            continue  # the model's own tests look at ModelConfig
-        source = Path(settings_file.__file__).read_text(encoding="utf-8")
-        body = source.split(f"class {table.type.__name__}")[1].split("\n@dataclass")[0]
+            continue  # the model's own tests check ModelConfig
+        body = inspect.getsource(table.type)
         for field in dataclasses.fields(table.type):
             after = body.split(f"\n    {field.name}: ")[1].split("\n", 1)[1].lstrip()
-            assert after.startswith('"""'), f"{table.name}.{field.name} has no sentence"
+            assert after.startswith('"""'), f"{table.name}.{field.name} has no docstring"
 
 
 @pytest.mark.parametrize(
-    ("content", "sentence"),
+    ("content", "message"),
     [
         ("[optimizer]\nlearning_rat = 1\n", "Did you mean learning_rate?"),
         ("[optimiser]\nsteps = 1\n", "Did you mean optimizer?"),
@@ -78,26 +77,26 @@ def test_every_field_has_a_sentence():
         ("[optimizer\n", "not a readable TOML file"),
     ],
 )
-def test_a_wrong_name_in_a_file_is_refused_with_the_nearest_right_one(tmp_path, content, sentence):
+def test_an_unknown_name_in_a_file_is_refused_with_the_nearest_known_one(tmp_path, content, message):
     (tmp_path / "bad.toml").write_text(content)
-    with pytest.raises(UserError, match=sentence):
-        parse("--config", str(tmp_path / "bad.toml"))
+    with pytest.raises(UserError, match=message):
+        settings_from("--config", str(tmp_path / "bad.toml"))
 
 
 def test_a_value_that_looks_like_a_flag_survives_saving(tmp_path):
-    settings = parse("--sample-prompt=--help")
-    settings_file.save(settings, tmp_path / "settings.toml")
-    assert settings_file.load(tmp_path / "settings.toml").run.sample_prompt == "--help"
+    settings = settings_from("--sample-prompt=--help")
+    save_settings(settings, tmp_path / "settings.toml")
+    assert load_settings(tmp_path / "settings.toml").run.sample_prompt == "--help"
 
 
-def test_an_unknown_flag_ends_with_status_2_and_the_nearest_right_one(capsys):
+def test_an_unknown_flag_exits_with_status_2_and_the_nearest_known_one(capsys):
     with pytest.raises(SystemExit) as ended:
-        parse("--learning-rat", "1")
+        settings_from("--learning-rat", "1")
     assert ended.value.code == 2 and "--learning-rate" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("flags", "sentence"),
+    ("flags", "message"),
     [
         (("--config", "tinny"), "Did you mean tiny?"),
         (("--resume", "nowhere"), "does not exist"),
@@ -113,7 +112,7 @@ def test_an_unknown_flag_ends_with_status_2_and_the_nearest_right_one(capsys):
         (("--sample-prompt", "ab\udcff"), r"--sample-prompt 'ab\\udcff' is not UTF-8 text at character 2"),
     ],
 )
-def test_a_value_that_cannot_work_is_one_sentence(flags, sentence):
-    with pytest.raises(UserError, match=sentence) as error:
-        parse(*flags)
+def test_a_value_that_cannot_work_is_a_one_line_error(flags, message):
+    with pytest.raises(UserError, match=message) as error:
+        settings_from(*flags)
     assert "\n" not in str(error.value)

@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy
 from model.config import ModelConfig
 from model.decoder import Decoder
 from training.processes import Processes
-from training.step import Diverged, backward, micro_batches, update
+from training.step import Diverged, largest_gradient, split_batch, train_step
 
 ROOT = Path(__file__).parent.parent.parent
 CPU = torch.device("cpu")
@@ -26,6 +26,19 @@ CONFIG = ModelConfig(
 )
 
 
+class KeepsGradients(torch.optim.SGD):
+    """An optimizer that changes no weights and leaves the gradients for a test to read."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__(model.parameters())
+
+    def step(self) -> None:
+        pass
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        pass
+
+
 def a_batch() -> tuple[np.ndarray, np.ndarray]:
     random = np.random.default_rng(5)
     inputs, targets = random.integers(0, 61, (2, 8, 12))
@@ -33,13 +46,13 @@ def a_batch() -> tuple[np.ndarray, np.ndarray]:
     return inputs, targets
 
 
-def predicted() -> int:
-    return int((a_batch()[1] >= 0).sum())
+def step(model, micro_batches, optimizer, clip=float("inf"), scaler=NO_SCALER, processes=None) -> tuple[float, float]:
+    return train_step(model, micro_batches, optimizer, scaler, clip, processes or Processes(), CPU)
 
 
 def gradients(size: int) -> tuple[float, dict[str, torch.Tensor]]:
     model = Decoder(CONFIG, seed=3)
-    loss = backward(model, micro_batches(*a_batch(), size, CPU), predicted(), NO_SCALER, Processes(), CPU)
+    loss, _ = step(model, split_batch(*a_batch(), size, CPU), KeepsGradients(model))
     return loss, {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
@@ -51,10 +64,10 @@ def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
 
 def test_one_batch_of_8_equals_4_of_2_also_with_ignored_tokens():
     # float32 sums in another order: a few roundings of 6e-8 each, amplified by cancellation between tokens
-    whole_loss, whole = gradients(8)
-    cut_loss, cut = gradients(2)
-    assert cut_loss == pytest.approx(whole_loss, rel=1e-6)
-    assert_close(cut, whole, 5e-6)
+    loss_of_one, one = gradients(8)
+    loss_of_four, four = gradients(2)
+    assert loss_of_four == pytest.approx(loss_of_one, rel=1e-6)
+    assert_close(four, one, 5e-6)
 
 
 def test_the_gradient_is_that_of_the_mean_over_all_predicted_tokens():
@@ -70,52 +83,67 @@ def test_the_gradient_is_that_of_the_mean_over_all_predicted_tokens():
 def test_a_batch_without_any_predicted_token_gives_zero_gradients():
     model = Decoder(CONFIG, seed=3)
     inputs, targets = a_batch()
-    batches = micro_batches(inputs, np.full_like(targets, -100), 4, CPU)
-    assert backward(model, batches, 0, NO_SCALER, Processes(), CPU) == 0.0
+    micro_batches = split_batch(inputs, np.full_like(targets, -100), 4, CPU)
+    assert step(model, micro_batches, KeepsGradients(model)) == (0.0, 0.0)
     assert all(not parameter.grad.any() for parameter in model.parameters())
 
 
-def test_clipping_scales_the_whole_gradient_to_the_limit():
+def test_clipping_scales_the_gradient_of_all_parameters_to_the_limit():
     for clip in (0.01, 1e6):
         model = Decoder(CONFIG, seed=3)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         before = torch.cat([parameter.detach().flatten().clone() for parameter in model.parameters()])
-        loss = backward(model, micro_batches(*a_batch(), 8, CPU), predicted(), NO_SCALER, Processes(), CPU)
-        norm = update(model, optimizer, NO_SCALER, clip, loss)
+        _, norm = step(model, split_batch(*a_batch(), 8, CPU), optimizer, clip)
         moved = (torch.cat([parameter.detach().flatten() for parameter in model.parameters()]) - before).norm()
         assert moved.item() == pytest.approx(min(norm, clip), rel=1e-3)
+        assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_the_returned_norm_is_that_of_the_gradient_before_clipping():
+    _, found = gradients(8)
+    expected = torch.cat([gradient.flatten() for gradient in found.values()]).double().norm().item()
+    model = Decoder(CONFIG, seed=3)
+    _, norm = step(model, split_batch(*a_batch(), 8, CPU), torch.optim.SGD(model.parameters(), lr=1.0), clip=0.01)
+    assert norm == pytest.approx(expected, rel=1e-5)
 
 
 def test_a_gradient_that_is_not_finite_is_named_and_leaves_the_weights_alone():
     model = Decoder(CONFIG, seed=3)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    loss = backward(model, micro_batches(*a_batch(), 8, CPU), predicted(), NO_SCALER, Processes(), CPU)
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     name, parameter = list(model.named_parameters())[3]
-    parameter.grad.view(-1)[0] = float("inf")
-    with pytest.raises(Diverged, match=f"inf in {name}"):
-        update(model, optimizer, NO_SCALER, 1.0, loss)
+    parameter.register_hook(lambda gradient: torch.where(gradient == gradient.max(), torch.inf, gradient))
+    with pytest.raises(Diverged, match=f"inf in {name}$"):
+        step(model, split_batch(*a_batch(), 8, CPU), optimizer, clip=1.0)
     assert all(torch.equal(before[name], parameter) for name, parameter in model.named_parameters())
+
+
+def test_a_parameter_is_named_without_the_prefix_of_torch_compile():
+    model = Decoder(CONFIG, seed=3)
+    step(model, split_batch(*a_batch(), 8, CPU), KeepsGradients(model))
+    model.norm.weight.grad[2] = float("nan")
+    assert largest_gradient(model) == largest_gradient(torch.compile(model)) == "nan in norm.weight"
 
 
 TWO_PROCESSES = """
 import sys, numpy as np, torch
 sys.path.insert(0, {root!r}); sys.path.insert(0, {root!r} + "/tests/training")
 import test_step
-from training import processes
-from training.step import backward, micro_batches
+from training.processes import finish_processes, start_processes
+from training.step import split_batch
 from model.decoder import Decoder
-ours, _ = processes.start("cpu")
+processes, _ = start_processes("cpu")
 inputs, targets = test_step.a_batch()
-half = slice(4 * ours.rank, 4 * ours.rank + 4)
+half = slice(4 * processes.rank, 4 * processes.rank + 4)
 model = Decoder(test_step.CONFIG, seed=3)
-batches = micro_batches(inputs[half], targets[half], 2, test_step.CPU)
-predicted = ours.sum((targets[half] >= 0).sum(), device=test_step.CPU)[0]
-loss = backward(ours.wrap(model), batches, predicted, test_step.NO_SCALER, ours, test_step.CPU)
-whole_loss, whole = test_step.gradients(8)
-assert abs(loss - whole_loss) < 1e-6 * whole_loss, (loss, whole_loss)
-test_step.assert_close({{name: p.grad for name, p in model.named_parameters()}}, whole, 5e-6)
-processes.finish(ours)
+micro_batches = split_batch(inputs[half], targets[half], 2, test_step.CPU)
+wrapped = processes.wrap(model)
+loss, _ = test_step.step(wrapped, micro_batches, test_step.KeepsGradients(model), processes=processes)
+loss_of_one, expected = test_step.gradients(8)
+assert abs(loss - loss_of_one) < 1e-6 * loss_of_one, (loss, loss_of_one)
+test_step.assert_close({{name: p.grad for name, p in model.named_parameters()}}, expected, 5e-6)
+assert test_step.largest_gradient(wrapped) == test_step.largest_gradient(model)
+finish_processes(processes)
 print("equal", flush=True)
 """
 

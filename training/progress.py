@@ -1,0 +1,66 @@
+"""What a run prints: the progress bar, text samples, and the summary at its end."""
+
+import shlex
+import statistics
+
+from tqdm import tqdm
+
+from generation.generate import complete
+from model.config import flops_per_token
+from model.device import peak_flops
+from training.session import Session
+
+FINAL_SAMPLE_TOKENS = 200
+
+
+def progress_bar(session: Session) -> tqdm:
+    """The bar of steps, shown by the main process only."""
+    state, hidden = session.state, not session.processes.is_main
+    return tqdm(total=state.steps, initial=state.step, unit="step", disable=hidden, dynamic_ncols=True)
+
+
+def show_step(session: Session, bar: tqdm, loss: float) -> None:
+    """Advance the bar: loss, tokens per second, and the share of the device's peak FLOP/s (MFU) where it is known."""
+    if session.skipped_updates:
+        scale = session.scaler.get_scale()
+        bar.write(f"step {session.state.step}: float16 overflow, update skipped; loss scale {scale:g}")
+    settings = session.settings
+    tokens = settings.data.batch_size * settings.data.sequence_length
+    speed = tokens / statistics.median(session.recent_seconds)
+    shown = {"loss": f"{loss:.3f}", "tok/s": f"{speed:,.0f}"}
+    peak = peak_flops(session.device, session.dtype)
+    if peak is not None:
+        flops = flops_per_token(settings.model, settings.data.sequence_length)
+        shown["MFU"] = f"{speed * flops / (peak * session.processes.count):.1%}"
+    bar.set_postfix(shown, refresh=session.state.step == 1)
+    bar.update()
+
+
+def sample(session: Session, length: int) -> str:
+    """Text sampled from the current weights; the same seed and step give the same text."""
+    session.model.eval()
+    text = complete(
+        session.model,
+        session.corpus.tokenizer,
+        session.settings.run.sample_prompt,
+        max_new_tokens=min(length, session.settings.model.max_position_embeddings - 1),
+        seed=session.settings.run.seed + session.state.step,
+    )
+    session.model.train()
+    return "  | " + text.replace("\n", "\n  | ")
+
+
+def report_end(session: Session) -> None:
+    """Print how the run ended and which command to type next."""
+    state, corpus, run_dir = session.state, session.corpus, shlex.quote(str(session.run_dir))
+    if state.step < state.steps:
+        print(
+            f"stopped and saved at step {state.step} of {state.steps}; resume with: python train.py --resume {run_dir}"
+        )
+        return
+    print(f"\n{sample(session, FINAL_SAMPLE_TOKENS)}\n")
+    print(f"validation: {session.evaluation}")
+    print(f"xz -9e on the same text: {corpus.xz_bits_per_byte:.4f} bits per byte; hash {corpus.text_hash}")
+    print(f"{state.tokens:,} tokens in {state.seconds:.0f} s of training, {state.tokens / state.seconds:,.0f} tokens/s")
+    prompt = shlex.quote(session.settings.run.sample_prompt or "def ")
+    print(f"next: python generate.py {run_dir} --prompt {prompt}")
