@@ -47,7 +47,7 @@ class CorpusSplit:
 def hash_documents(
     documents: Iterable[Document], on_read: Callable[[int], object] = lambda size: None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The hash (uint64) and the length in bytes (uint64) of each document; `on_read` is told of each block's bytes."""
+    """The hash (uint64) and the length in bytes (uint64) of each document; `on_read` gets the size of each block."""
     hashes, lengths = array("Q"), array("Q")
     for document in documents:
         digest, length = hashlib.blake2b(digest_size=8), 0

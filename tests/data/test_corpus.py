@@ -17,13 +17,13 @@ def documents(*sources: str | Path, field: str = "text") -> list[str]:
     return ["".join(document) for document in read_documents(resolve([str(source) for source in sources], field))]
 
 
-def message(*sources: str | Path, field: str = "text") -> str:
+def error_message(*sources: str | Path, field: str = "text") -> str:
     """What a user reads: one line that ends with a full stop."""
     with pytest.raises(UserError) as caught:
         documents(*sources, field=field)
-    said = str(caught.value)
-    assert "\n" not in said and said.endswith((".", "?")), said
-    return said
+    message = str(caught.value)
+    assert "\n" not in message and message.endswith((".", "?")), message
+    return message
 
 
 def write_jsonl(path: Path, rows: list[object]) -> Path:
@@ -46,7 +46,7 @@ def test_the_default_corpus_is_the_standard_library_and_its_prose_without_tests_
 
 def test_an_interpreter_without_sources_asks_for_data(tmp_path, monkeypatch):
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path / "python311.zip"))
-    assert "--data" in message("python")
+    assert "--data" in error_message("python")
 
 
 def test_sources_that_another_encoding_declares_are_left_out_of_the_default_corpus(tmp_path, monkeypatch):
@@ -138,10 +138,10 @@ def test_the_fingerprint_changes_with_a_file_its_time_and_the_field(tmp_path):
 def test_bytes_that_are_not_utf8_are_named_with_their_place(tmp_path, monkeypatch, block):
     monkeypatch.setattr("data.readers.BLOCK", block)
     (tmp_path / "a.txt").write_bytes("äöü".encode() + b"abc\xff")
-    said = message(tmp_path / "a.txt")
-    assert "a.txt" in said and "byte 9" in said and "UTF-8" in said
+    message = error_message(tmp_path / "a.txt")
+    assert "a.txt" in message and "byte 9" in message and "UTF-8" in message
     (tmp_path / "b.txt").write_bytes("ab😀".encode()[:-1])
-    assert "byte 2" in message(tmp_path / "b.txt"), "a character cut off by the end of the file"
+    assert "byte 2" in error_message(tmp_path / "b.txt"), "a character cut off by the end of the file"
 
 
 def test_bad_rows_of_jsonl_are_named(tmp_path):
@@ -157,41 +157,41 @@ def test_bad_rows_of_jsonl_are_named(tmp_path):
         (b"[" * 100_000, ["line 2", "JSON"]),
     ]:
         path.write_bytes(good + line + b"\n")
-        said = message(path)
-        assert all(word in said for word in ["a.jsonl", *words]), said
+        message = error_message(path)
+        assert all(word in message for word in ["a.jsonl", *words]), message
 
 
 def test_unreadable_parquet_and_gzip_files_are_named(tmp_path):
     (tmp_path / "a.parquet").write_bytes(b"PAR1 this is none")
-    assert "a.parquet" in message(tmp_path / "a.parquet")
+    assert "a.parquet" in error_message(tmp_path / "a.parquet")
     parquet.write_table(pyarrow.table({"body": ["x"]}), tmp_path / "b.parquet")
-    assert "body" in message(tmp_path / "b.parquet") and "--text-field" in message(tmp_path / "b.parquet")
+    assert "body" in error_message(tmp_path / "b.parquet") and "--text-field" in error_message(tmp_path / "b.parquet")
     parquet.write_table(pyarrow.table({"text": ["x", None]}), tmp_path / "c.parquet")
-    assert "row 2" in message(tmp_path / "c.parquet")
+    assert "row 2" in error_message(tmp_path / "c.parquet")
     parquet.write_table(pyarrow.table({"text": [1, 2]}), tmp_path / "d.parquet")
-    assert "row 1" in message(tmp_path / "d.parquet")
+    assert "row 1" in error_message(tmp_path / "d.parquet")
     bytes_as_text = pyarrow.array([b"good", b"ab\xff"], pyarrow.binary()).view(pyarrow.string())
     parquet.write_table(pyarrow.table({"text": bytes_as_text}), tmp_path / "g.parquet")
-    said = message(tmp_path / "g.parquet")
-    assert "row 2" in said and "UTF-8" in said and "byte 2" in said
-    whole = write_jsonl(tmp_path / "e.jsonl.gz", [{"text": str(i) * 50} for i in range(1000)]).read_bytes()
-    (tmp_path / "e.jsonl.gz").write_bytes(whole[: len(whole) // 2])
-    assert "e.jsonl.gz" in message(tmp_path / "e.jsonl.gz")
+    message = error_message(tmp_path / "g.parquet")
+    assert "row 2" in message and "UTF-8" in message and "byte 2" in message
+    compressed = write_jsonl(tmp_path / "e.jsonl.gz", [{"text": str(i) * 50} for i in range(1000)]).read_bytes()
+    (tmp_path / "e.jsonl.gz").write_bytes(compressed[: len(compressed) // 2])
+    assert "e.jsonl.gz" in error_message(tmp_path / "e.jsonl.gz")
     (tmp_path / "f.jsonl.gz").write_bytes(b"not gzip at all")
-    assert "gzip" in message(tmp_path / "f.jsonl.gz")
+    assert "gzip" in error_message(tmp_path / "f.jsonl.gz")
 
 
 def test_sources_that_are_not_there_or_hold_nothing_are_named(tmp_path):
-    assert '"shakespeare"' in message("shakespear")
-    assert "no file" in message(tmp_path / "missing.txt")
-    assert "no file" in message("~nobody-of-this-name/x")
-    assert "matches no file" in message(tmp_path / "*.txt")
-    assert "holds no file" in message(tmp_path)
+    assert '"shakespeare"' in error_message("shakespear")
+    assert "no file" in error_message(tmp_path / "missing.txt")
+    assert "no file" in error_message("~nobody-of-this-name/x")
+    assert "matches no file" in error_message(tmp_path / "*.txt")
+    assert "holds no file" in error_message(tmp_path)
     (tmp_path / "a.docx").write_bytes(b"x")
-    assert ".parquet" in message(tmp_path / "a.docx")
+    assert ".parquet" in error_message(tmp_path / "a.docx")
     (tmp_path / "empty.txt").touch()
-    assert "empty" in message(tmp_path / "empty.txt")
-    assert "no text" in message()
+    assert "empty" in error_message(tmp_path / "empty.txt")
+    assert "no text" in error_message()
 
 
 def test_a_name_wins_over_a_folder_and_a_path_is_the_folder(tmp_path, monkeypatch):

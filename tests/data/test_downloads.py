@@ -97,19 +97,19 @@ def test_a_named_corpus_is_downloaded_once_into_the_hugging_face_cache(tmp_path,
     assert list((tmp_path / "hub").glob("datasets--*")), "where every other program looks"
 
 
-def said(result: subprocess.CompletedProcess) -> str:
+def error_message(result: subprocess.CompletedProcess) -> str:
     assert result.returncode == 2 and not result.stdout
     assert len(result.stderr.splitlines()) == 1 and result.stderr.startswith("error: "), result.stderr
     return result.stderr
 
 
 def test_an_unreachable_server_gives_a_one_line_error(tmp_path):
-    message = said(read("shakespeare", tmp_path, 9))  # the port of "discard": nobody listens
+    message = error_message(read("shakespeare", tmp_path, 9))  # the port of "discard": nobody listens
     assert "default/train/0000.parquet" in message and "karpathy/tiny_shakespeare" in message
     assert "check the connection" in message and "--data" in message
 
 
 def test_a_missing_file_gives_a_one_line_error(tmp_path, hub):
     hub.files.clear()
-    message = said(read("tinystories", tmp_path, hub.server_port))
+    message = error_message(read("tinystories", tmp_path, hub.server_port))
     assert "404" in message and "train-00000-of-00004" in message
