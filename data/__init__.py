@@ -1,5 +1,6 @@
-"""Text to tokens to batches. This room knows nothing of the model and never imports torch.
+"""Text to documents, chunks, tokens and batches. This package knows nothing of the model and never imports torch.
 
-corpus    where text comes from                      split     which documents are for training, which for validation
-tokenizer text <-> ids                               tokens    ids on disk, and the order in which batches take them
+corpus, readers   where text comes from               chunks, packing   documents to ids in a file
+split             training, validation, duplicates    tokens, cache     all of it, kept on disk between runs
+tokenizer         text <-> ids                        batches           the order in which batches take the ids
 """

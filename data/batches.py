@@ -5,9 +5,9 @@
                           [t4 t5 t6]t7                          targets one further; the last window
                                    [t7 t8 t9]t10                runs over the end into the start
 
-An epoch takes every window once, in an order drawn from (seed, epoch); its offset in [0, T) is drawn too, so documents
-fall differently into windows each time. Any step of any process can be computed at once, so a resumed run continues
-exactly, with any number of processes that divides the batch.
+An epoch takes every window once, in a random order given by (seed, epoch); its offset in [0, T) is random too, so each
+epoch divides documents into windows differently. Any step of any process can be computed at once, so a resumed run
+continues exactly, with any number of processes that divides the batch.
 """
 
 import functools
@@ -32,8 +32,8 @@ def batch(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Inputs and targets of one step, each int64 (batch_size / world_size, sequence_length).
 
-    batch_size counts the rows of all processes; process `rank` gets its share, and the shares in the order of ranks
-    are the rows that a single process would get. A pure function of its arguments.
+    batch_size counts the sequences of all processes; process `rank` gets its share, and the shares in the order of
+    ranks are the sequences that a single process would get. A pure function of its arguments.
     Raises `UserError` when the stream is shorter than one batch or the processes do not divide the batch.
     """
     if batch_size % world_size:
@@ -49,12 +49,12 @@ def batch(
     index = step * batch_size + rank * share + np.arange(share)  # of windows since the run began
     starts = np.empty(share, np.int64)
     for epoch in np.unique(index // windows):
-        rows = index // windows == epoch
+        in_epoch = index // windows == epoch
         offset, order = _epoch(seed, int(epoch), windows, sequence_length)
-        starts[rows] = offset + order[index[rows] % windows] * sequence_length
+        starts[in_epoch] = offset + order[index[in_epoch] % windows] * sequence_length
     positions = starts[:, None] + np.arange(sequence_length + 1)  # (B, T + 1)
-    taken = np.asarray(tokens[positions % len(tokens)], np.int64)
-    return taken[:, :-1].copy(), taken[:, 1:].copy()
+    ids = np.asarray(tokens[positions % len(tokens)], np.int64)
+    return ids[:, :-1].copy(), ids[:, 1:].copy()
 
 
 @functools.lru_cache(maxsize=2)  # a batch may end one epoch and begin the next
@@ -69,12 +69,12 @@ def validation_windows(
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yield inputs and targets, int64 (batch_size, sequence_length), that predict every token but the first once.
 
-    Windows follow each other without gap or overlap. All batches have one shape, so the last is filled up with
-    inputs 0 and targets -100, which no loss counts.
+    Windows follow each other without gap or overlap. All batches have one shape, so the last is padded with inputs 0
+    and targets -100, which no loss counts.
     """
     size = batch_size * sequence_length
     for start in range(0, len(tokens) - 1, size):
-        taken = np.asarray(tokens[start : start + size + 1], np.int64)
+        ids = np.asarray(tokens[start : start + size + 1], np.int64)
         inputs, targets = np.zeros(size, np.int64), np.full(size, IGNORE, np.int64)
-        inputs[: len(taken) - 1], targets[: len(taken) - 1] = taken[:-1], taken[1:]
+        inputs[: len(ids) - 1], targets[: len(ids) - 1] = ids[:-1], ids[1:]
         yield inputs.reshape(batch_size, sequence_length), targets.reshape(batch_size, sequence_length)

@@ -1,10 +1,11 @@
-"""How one file is read: a function per format, each a generator of documents, each document an iterable of strings.
+"""How one file is read: a function per format, each a generator of documents.
 
-Nothing here holds more than a block, a row or a small batch of rows. What cannot be read is a sentence with the file,
-the row or byte where it went wrong, and what to do.
+Nothing here holds more than a block, a row or a small batch of rows, however large a document is. Each error names the
+file, the row or byte, and what to do.
 """
 
 import codecs
+import contextlib
 import gzip
 import json
 import zlib
@@ -16,7 +17,17 @@ from errors import UserError
 BLOCK = 1 << 20  # bytes read at a time
 ROWS = 128  # parquet rows decoded at a time: few, because a row may be a whole book
 
-Documents = Iterator[Iterable[str]]
+Document = Iterable[str]  # its text in blocks, read from the file as one iterates: once, and only as far as needed
+Documents = Iterator[Document]
+
+
+@contextlib.contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Turn the operating system's errors into a `UserError` that names the file."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror or error}.") from error
 
 
 def read_text(path: Path, field: str) -> Documents:
@@ -27,7 +38,7 @@ def read_text(path: Path, field: str) -> Documents:
 def _blocks(path: Path) -> Iterator[str]:
     decoder = codecs.getincrementaldecoder("utf-8")()
     offset = 0  # of the first byte not yet decoded
-    with open(path, "rb") as file:
+    with reading(path), open(path, "rb") as file:
         while True:
             block = file.read(BLOCK)
             pending = len(decoder.getstate()[0])
@@ -43,10 +54,8 @@ def _blocks(path: Path) -> Iterator[str]:
 
 def read_source(path: Path, field: str) -> Documents:
     """One file of the standard library. The few that another encoding declares (PEP 263) are left out."""
-    try:
+    with contextlib.suppress(UnicodeDecodeError):
         yield [path.read_bytes().decode("utf-8")]
-    except UnicodeDecodeError:
-        return
 
 
 def read_topics(path: Path, field: str) -> Documents:
@@ -57,16 +66,17 @@ def read_topics(path: Path, field: str) -> Documents:
 
 
 def read_jsonl(path: Path, field: str) -> Documents:
-    """One document per line, an object whose `field` is the text; blank lines are passed over."""
+    """One document per line, an object whose `field` is the text; blank lines are skipped."""
+    open_file = gzip.open if path.suffix.lower() == ".gz" else open
     offset = 0
     try:
-        with gzip.open(path, "rb") if path.suffix.lower() == ".gz" else open(path, "rb") as lines:
+        with open_file(path, "rb") as lines:
             for number, line in enumerate(lines, 1):
                 if line.strip():
                     yield [_json_text(path, number, line, offset, field)]
                 offset += len(line)
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise UserError(f"{path} is not a whole gzip file ({error}); fetch or compress it again.") from error
+        raise UserError(f"{path} is not a complete gzip file ({error}); download or compress it again.") from error
 
 
 def _json_text(path: Path, number: int, line: bytes, offset: int, field: str) -> str:
@@ -83,7 +93,7 @@ def _json_text(path: Path, number: int, line: bytes, offset: int, field: str) ->
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise UserError(f"{where}: character {error.start} of {field!r} is half a surrogate pair; mend it.") from error
+        raise UserError(f"{where}: character {error.start} of {field!r} is half a surrogate pair; fix it.") from error
     return text
 
 
@@ -99,20 +109,18 @@ def read_parquet(path: Path, field: str) -> Documents:
         with parquet.ParquetFile(path, pre_buffer=False, buffer_size=BLOCK) as file:
             if field not in file.schema_arrow.names:
                 raise _no_field(str(path), field, file.schema_arrow.names)
-            number = 0
-            for rows in file.iter_batches(batch_size=ROWS, columns=[field], use_threads=False):
-                for value in rows.column(0):
-                    number += 1
-                    where = f"{path}, row {number}"
-                    try:
-                        text = value.as_py()
-                    except UnicodeDecodeError as error:  # parquet says UTF-8, and not every writer looks
-                        fault = f"{where}: {field!r} is not UTF-8 text at byte {error.start}"
-                        raise UserError(f"{fault}; convert it to UTF-8 or leave the row out.") from error
-                    yield [_string(where, text, field, {field: text})]
+            batches = file.iter_batches(batch_size=ROWS, columns=[field], use_threads=False)
+            for number, value in enumerate((value for rows in batches for value in rows.column(0)), 1):
+                where = f"{path}, row {number}"
+                try:
+                    text = value.as_py()
+                except UnicodeDecodeError as error:  # parquet says UTF-8, and not every writer checks
+                    problem = f"{where}: {field!r} is not UTF-8 text at byte {error.start}"
+                    raise UserError(f"{problem}; convert it to UTF-8 or leave the row out.") from error
+                yield [_string(where, text, field, {field: text})]
     except (pyarrow.ArrowException, OSError) as error:
-        said = str(error).split("\n")[0].rstrip(".")
-        raise UserError(f"{path} is not a readable parquet file ({said}); fetch or write it again.") from error
+        reason = str(error).split("\n")[0].rstrip(".")
+        raise UserError(f"{path} is not a readable parquet file ({reason}); download or write it again.") from error
 
 
 def _string(where: str, text: object, field: str, row: dict[str, object]) -> str:

@@ -1,7 +1,7 @@
 """Text <-> ids: a SentencePiece model (trained here, or given) or a `tokenizer.json`, behind the same few methods.
 
 `encode` is plain: no BOS or EOS is added and special tokens in the text are text. The round trip is exact for any
-Unicode scalar text with one exception: U+2581 comes back as a space, because SentencePiece writes a space so.
+Unicode scalar text with one exception: U+2581 comes back as a space, because SentencePiece encodes spaces as U+2581.
 """
 
 import functools
@@ -17,10 +17,10 @@ from pathlib import Path
 import sentencepiece
 import tokenizers
 
-from data.tokenizer_json import Inexpressible, tokenizer_json
+from data.tokenizer_json import UnsupportedTokenizer, tokenizer_json
 from errors import UserError
 
-# What travels with a tokenizer that was given as a folder.
+# The files of a tokenizer's folder that `save` copies.
 FILES = (
     "tokenizer.model",
     "sentencepiece.model",
@@ -34,9 +34,9 @@ FILES = (
     "merges.txt",
 )
 
-TRAINER = dict(
+TRAINER_OPTIONS = dict(
     model_type="bpe",
-    byte_fallback=True,  # a character without a piece becomes its UTF-8 bytes: nothing is ever unknown
+    byte_fallback=True,  # a character without a piece becomes its UTF-8 bytes, so no text is unknown
     character_coverage=0.9995,  # the rarest characters are left to the bytes
     normalization_rule_name="identity",
     add_dummy_prefix=False,
@@ -53,12 +53,12 @@ TRAINER = dict(
 
 
 class SentencePieceTokenizer:
-    """A SentencePiece model. `bos_id` is the model's own unless the folder's configuration says that none is added."""
+    """A SentencePiece model. `bos_id` is None where the folder's configuration says that no BOS is added."""
 
     def __init__(self, model: bytes, *, add_bos: bool = True, folder: Path | None = None):
         self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
         self._model = model
-        self._folder = folder  # where companion files are, if it came with any
+        self._folder = folder  # which `save` copies; None for a bare model
         self.vocab_size = self._processor.vocab_size()
         self.bos_id = self._processor.bos_id() if add_bos and self._processor.bos_id() >= 0 else None
         self.eos_id = self._processor.eos_id()
@@ -70,7 +70,7 @@ class SentencePieceTokenizer:
         return self._processor.encode(text, out_type=int)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Encode many texts on all cores; the interpreter's lock is free meanwhile."""
+        """Encode many texts on all cores, without holding the GIL."""
         return self._processor.encode(list(texts), out_type=int, num_threads=os.cpu_count() or 1)
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -78,10 +78,10 @@ class SentencePieceTokenizer:
         return self._processor.decode([int(i) for i in ids if 0 <= i < self.vocab_size])
 
     def save(self, directory: str | Path) -> None:
-        """Write what `AutoTokenizer` opens with the same ids, or copy the files that the tokenizer came with.
+        """Write files from which `AutoTokenizer` gives the same ids, or copy the files of the tokenizer's folder.
 
-        A model that no `tokenizer.json` expresses is written as `sentencepiece.model` instead of `tokenizer.model`:
-        `AutoTokenizer` refuses that folder, while from a bare `tokenizer.model` it would guess, with other ids.
+        A model without an equal `tokenizer.json` is written as `sentencepiece.model`, which `AutoTokenizer` refuses.
+        A bare `tokenizer.model` it would convert to a tokenizer that gives other ids.
         """
         directory = Path(directory)
         if self._folder is not None:
@@ -101,7 +101,7 @@ class SentencePieceTokenizer:
         try:
             (directory / "tokenizer.json").write_text(self._tokenizer_json, encoding="utf-8")
             (directory / "tokenizer.model").write_bytes(self._model)
-        except Inexpressible:
+        except UnsupportedTokenizer:
             config["tokenizer_class"] = "SentencePieceProcessor"
             (directory / "sentencepiece.model").write_bytes(self._model)
         (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
@@ -112,10 +112,10 @@ class SentencePieceTokenizer:
 
 
 class JsonTokenizer:
-    """A `tokenizer.json` with the `tokenizer_config.json` beside it, as the ecosystem keeps them."""
+    """A Hugging Face tokenizer: a `tokenizer.json` with the `tokenizer_config.json` in the same folder."""
 
     def __init__(self, path: Path):
-        folder = path.parent
+        self._folder = path.parent
         self._content = path.read_bytes()
         try:
             self._tokenizer = tokenizers.Tokenizer.from_buffer(self._content)
@@ -124,11 +124,10 @@ class JsonTokenizer:
         self._tokenizer.encode_special_tokens = True
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self._folder = folder
         self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
-        config = _read_json(folder / "tokenizer_config.json")
+        config = _read_json(self._folder / "tokenizer_config.json")
         self.bos_id = self._find_bos(config)
-        self.eos_id = self._find_eos(config, _read_json(folder / "generation_config.json"))
+        self.eos_id = self._find_eos(config, _read_json(self._folder / "generation_config.json"))
         self.hash = _hash(self._content, self.bos_id, self.eos_id)
 
     def encode(self, text: str) -> list[int]:
@@ -136,19 +135,18 @@ class JsonTokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Encode many texts on all cores."""
-        return [one.ids for one in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
+        return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of ids; special tokens and ids past the vocabulary give nothing."""
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
 
     def save(self, directory: str | Path) -> None:
-        """Copy the files that the tokenizer came with."""
         _copy(self._folder, Path(directory))
         (Path(directory) / "tokenizer.json").write_bytes(self._content)
 
     def _find_bos(self, config: dict) -> int | None:
-        """The configuration decides; where it is silent, whatever the post-processor puts in front of a text."""
+        """From the configuration or, if it does not say, what the post-processor puts in front of a text."""
         if "add_bos_token" in config:
             return self._id(config.get("bos_token")) if config["add_bos_token"] else None
         plain, full = self.encode("a"), self._tokenizer.encode("a").ids
@@ -175,10 +173,10 @@ Tokenizer = SentencePieceTokenizer | JsonTokenizer
 def load_tokenizer(path: str | Path) -> Tokenizer:
     """Open a SentencePiece model, a `tokenizer.json`, or a folder (a checkpoint, say) that holds either.
 
-    A folder's `tokenizer.model` (or `sentencepiece.model`, see `save`) is taken unless its `tokenizer.json` knows more
-    tokens or it is no SentencePiece model.
+    A folder's `tokenizer.model` (or `sentencepiece.model`, see `save`) is used unless its `tokenizer.json` has more
+    tokens or it is not a SentencePiece model.
     """
-    path = Path(os.path.expanduser(path))  # unlike Path's own it leaves a ~user that there is not as it is
+    path = Path(os.path.expanduser(path))  # unlike Path.expanduser it does not raise for an unknown ~user
     if path.is_file():
         return JsonTokenizer(path) if path.suffix == ".json" else _load_model(path, {}, None)
     model, json_file = path / "tokenizer.model", path / "tokenizer.json"
@@ -190,10 +188,10 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         )
     if model.is_file():
         try:
-            companions = path if json_file.is_file() else None
-            found = _load_model(model, _read_json(path / "tokenizer_config.json"), companions)
-            if companions is None or found.vocab_size >= JsonTokenizer(json_file).vocab_size:
-                return found
+            folder = path if json_file.is_file() else None
+            tokenizer = _load_model(model, _read_json(path / "tokenizer_config.json"), folder)
+            if folder is None or tokenizer.vocab_size >= JsonTokenizer(json_file).vocab_size:
+                return tokenizer
         except UserError:
             if not json_file.is_file():
                 raise
@@ -201,7 +199,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
 
 def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
-    """Raise `UserError` unless a model with `vocab_size` rows of embeddings has one for every id of the tokenizer."""
+    """Raise `UserError` unless a model with `vocab_size` embeddings has one for every id of the tokenizer."""
     if tokenizer.vocab_size > vocab_size:
         raise UserError(
             f"the tokenizer has {tokenizer.vocab_size:,} ids but the model only {vocab_size:,}; "
@@ -210,49 +208,49 @@ def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
         )
 
 
-def train_tokenizer(documents: Iterable[str], vocab_size: int, path: str | Path) -> SentencePieceTokenizer:
-    """Train a byte-pair encoding of exactly `vocab_size` pieces on the documents and write it to the file `path`.
+def train_tokenizer(texts: Iterable[str], vocab_size: int, path: str | Path) -> SentencePieceTokenizer:
+    """Train a byte-pair encoding of exactly `vocab_size` pieces on the texts and write it to the file `path`.
 
-    The same documents in the same order give the same file. Pieces hold neither newline nor tab: those are bytes.
+    The same texts in the same order give the same file. No piece contains a newline or a tab: those are bytes.
     """
-    written = io.BytesIO()
+    model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=_lines(documents), model_writer=written, vocab_size=vocab_size, **TRAINER
+            sentence_iterator=_lines(texts), model_writer=model, vocab_size=vocab_size, **TRAINER_OPTIONS
         )
     except (RuntimeError, ValueError, OSError) as error:
         raise _training_failed(error, vocab_size) from error
-    Path(path).write_bytes(written.getvalue())
-    return SentencePieceTokenizer(written.getvalue())
+    Path(path).write_bytes(model.getvalue())
+    return SentencePieceTokenizer(model.getvalue())
 
 
-def _lines(documents: Iterable[str]) -> Iterator[str]:
-    """What the trainer takes whole: no newline, no tab and no NUL (it leaves such lines out), not too long."""
-    longest = TRAINER["max_sentence_length"] // 4  # a character has at most 4 bytes
-    for document in documents:
-        for line in re.split("[\n\t\0]+", document):
-            yield from (line[start : start + longest] for start in range(0, len(line), longest))
+def _lines(texts: Iterable[str]) -> Iterator[str]:
+    """Lines that the trainer does not skip: without newline, tab and NUL, and not too long."""
+    max_length = TRAINER_OPTIONS["max_sentence_length"] // 4  # a character has at most 4 bytes
+    for text in texts:
+        for line in re.split("[\n\t\0]+", text):
+            yield from (line[start : start + max_length] for start in range(0, len(line), max_length))
 
 
 def _training_failed(error: Exception, vocab_size: int) -> UserError:
-    said = str(error)
-    if most := re.search(r"Vocabulary size too high .*?<= (\d+)", said):
+    reason = str(error)
+    if maximum := re.search(r"Vocabulary size too high .*?<= (\d+)", reason):
         return UserError(
             f"the text is too small for a vocabulary of {vocab_size:,}; "
-            f"the largest that it can fill is {int(most[1]):,}: set --vocab-size to that or less, or give more text."
+            f"the maximum for it is {int(maximum[1]):,}: set --vocab-size to that or less, or give more text."
         )
-    if least := re.search(r"smaller than required_chars\. \d+ vs (\d+)", said):
+    if minimum := re.search(r"smaller than required_chars\. \d+ vs (\d+)", reason):
         return UserError(
-            f"a vocabulary of {vocab_size:,} has no room for the characters of this text; "
-            f"set --vocab-size to {int(least[1]):,} or more."
+            f"a vocabulary of {vocab_size:,} is too small for the characters of this text; "
+            f"set --vocab-size to {int(minimum[1]):,} or more."
         )
-    return UserError(f"no tokenizer could be trained on this text ({said}); give more text.")
+    return UserError(f"no tokenizer could be trained on this text ({reason}); give more text.")
 
 
 def _load_model(path: Path, config: dict, folder: Path | None) -> SentencePieceTokenizer:
     model = path.read_bytes()
     try:
-        if not model:  # which the library would take for "none given"
+        if not model:  # the library takes empty bytes for "no model given"
             raise RuntimeError("empty")
         return SentencePieceTokenizer(model, add_bos=config.get("add_bos_token", True), folder=folder)
     except RuntimeError as error:
@@ -265,9 +263,9 @@ def _read_json(path: Path) -> dict:
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise UserError(f"{path} is not JSON ({error}); fetch it again.") from error
+        raise UserError(f"{path} is not JSON ({error}); download it again.") from error
     if not isinstance(fields, dict):
-        raise UserError(f"{path} holds no JSON object; fetch it again.")
+        raise UserError(f"{path} holds no JSON object; download it again.")
     return fields
 
 
@@ -278,5 +276,5 @@ def _copy(source: Path, directory: Path) -> None:
 
 
 def _hash(content: bytes, bos_id: int | None, eos_id: int) -> str:
-    """BOS and EOS belong to the hash: they are in the token stream."""
+    """BOS and EOS belong to the hash because they are in the token stream."""
     return hashlib.blake2b(content + f"{bos_id},{eos_id}".encode(), digest_size=16).hexdigest()

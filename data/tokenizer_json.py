@@ -23,13 +23,13 @@ NORMAL, UNKNOWN, CONTROL, BYTE = 1, 2, 3, 6  # types of pieces in SentencePiece'
 TYPE_BPE = 2
 
 
-class Inexpressible(Exception):
-    """The model does something that this construction cannot say."""
+class UnsupportedTokenizer(Exception):
+    """No `tokenizer.json` of this construction gives the same ids as the model."""
 
 
 @dataclass(frozen=True)
 class Model:
-    """What a SentencePiece model file says, as far as it matters here."""
+    """The part of a SentencePiece model file that decides the ids."""
 
     pieces: list[tuple[str, float, int]]  # (text, score, type), by id
     add_dummy_prefix: bool
@@ -37,7 +37,7 @@ class Model:
 
 
 def tokenizer_json(model: bytes, bos_id: int | None) -> str:
-    """The JSON text. BOS, if an id is given, is put in front by its post-processor. Raises `Inexpressible`."""
+    """The JSON text; its post-processor puts BOS in front if an id is given. Raises `UnsupportedTokenizer`."""
     parsed = read_model(model)
     vocabulary = {piece: i for i, (piece, _, _) in enumerate(parsed.pieces)}
     unknown = next(piece for piece, _, kind in parsed.pieces if kind == UNKNOWN)
@@ -56,7 +56,7 @@ def tokenizer_json(model: bytes, bos_id: int | None) -> str:
 
 
 def _normalizers(model: Model) -> list[normalizers.Normalizer]:
-    """What SentencePiece does to a text before it looks for pieces, in its order."""
+    """What SentencePiece does to a text before it merges pieces, in the same order."""
     steps = []
     if model.remove_extra_whitespaces:
         steps += [normalizers.Replace(Regex(r"\A +"), ""), normalizers.Replace(Regex(" +"), " ")]
@@ -72,9 +72,9 @@ def merges(model: Model) -> list[tuple[str, str]]:
     """For each piece of more than one character, best score first, the one pair that forms it."""
     scores = {piece: score for piece, score, kind in model.pieces if kind == NORMAL and len(piece) > 1}
     if len(set(scores.values())) < len(scores):
-        raise Inexpressible("two pieces have the same score")
+        raise UnsupportedTokenizer("two pieces have the same score")
     ranked = sorted(scores, key=scores.__getitem__, reverse=True)
-    rank = {piece: place for place, piece in enumerate(ranked)}
+    rank = {piece: i for i, piece in enumerate(ranked)}
     known = {piece for piece, _, kind in model.pieces if kind == NORMAL}
     pairs = ((piece, _last_merge(piece, rank)) for piece in ranked if set(piece) <= known)
     return [pair for _, pair in pairs if pair]
@@ -95,7 +95,7 @@ def _last_merge(piece: str, rank: dict[str, int]) -> tuple[str, str] | None:
 
 
 def read_model(model: bytes) -> Model:
-    """Read a SentencePiece model file. Raises `Inexpressible` unless it is a BPE of the plain kind with byte fallback.
+    """Read a SentencePiece model file. Raises `UnsupportedTokenizer` unless it is a plain BPE with byte fallback.
 
     The file is a protocol buffer; field numbers are those of `sentencepiece_model.proto`, and an absent field has the
     default given there.
@@ -111,7 +111,7 @@ def read_model(model: bytes) -> Model:
         elif number == 3:
             normalizer = dict(_fields(value))
         elif number == 5 and dict(_fields(value)).get(2):
-            raise Inexpressible("it changes text when decoding")
+            raise UnsupportedTokenizer("it changes text when decoding")
     kinds = {kind for _, _, kind in pieces}
     plain = {
         "it is not a byte-pair encoding": trainer.get(3, 1) == TYPE_BPE,
@@ -123,7 +123,7 @@ def read_model(model: bytes) -> Model:
     }
     for reason, holds in plain.items():
         if not holds:
-            raise Inexpressible(reason)
+            raise UnsupportedTokenizer(reason)
     return Model(pieces, bool(normalizer.get(3, 1)), bool(normalizer.get(4, 1)))
 
 

@@ -1,7 +1,7 @@
 """From text to token streams on disk, through the cache.
 
-The text is read three times (which documents, the tokenizer's sample, ids) and never held: memory does not grow with
-it. A second run with the same text and tokenizer reads no text at all.
+The text is read three times (to split it, to train a tokenizer, to write ids), always as a stream: memory does not
+grow with it. A second run with the same text and tokenizer reads no text at all.
 """
 
 import hashlib
@@ -10,7 +10,6 @@ import random
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -18,17 +17,18 @@ import numpy as np
 from tqdm import tqdm
 
 from data import cache
-from data.corpus import TextFile, fingerprint, resolve, stream
-from data.packing import Piece, TokenStream, pack, token_dtype
-from data.split import TRAIN, VALIDATION, Split, by_side, scan, split
-from data.tokenizer import TRAINER, SentencePieceTokenizer, Tokenizer, load_tokenizer, train_tokenizer
+from data.chunks import chunks
+from data.corpus import TextFile, fingerprint, read_documents, resolve
+from data.packing import TokenWriter, token_dtype
+from data.split import TRAIN, VALIDATION, CorpusSplit, hash_documents, kept_documents, split_corpus
+from data.tokenizer import TRAINER_OPTIONS, SentencePieceTokenizer, Tokenizer, load_tokenizer, train_tokenizer
 from errors import UserError
 
-VERSION = 1  # of the cache's files; raised when the same text and tokenizer would give others
+VERSION = 1  # of the cache's files; raised when the same text and tokenizer would give other files
 
 # Text to train a tokenizer on. Python sources: 3.47 bytes per token from 3 MB, 3.54 from 8 MB, in 3 s on two cores.
 TOKENIZER_BYTES = 10_000_000
-# Bytes of text below which no bar is shown: it would be over before it could be read.
+# Bytes of text below which no progress bar is shown: the work ends before a user could read it.
 SHOW_PROGRESS = 32_000_000
 
 
@@ -40,14 +40,14 @@ class TokenizedCorpus:
     validation: np.ndarray
     tokenizer: Tokenizer
     text_hash: str  # of the documents, in order
-    documents: int  # without copies
-    copies: int  # documents equal to an earlier one, dropped
+    documents: int  # without duplicates
+    duplicates: int  # documents equal to an earlier one, dropped
     validation_documents: int
-    divided: bool  # the validation text is the end of the longest document, for want of documents small enough
+    divided: bool  # the validation text is the end of the longest document: no document is small enough
     bytes: int  # of UTF-8 text, training and validation together
     validation_bytes: int
     xz_bits_per_byte: float  # what `xz -9e` makes of the validation text
-    underscores_2581: int  # characters U+2581 in the text, which SentencePiece cannot tell from spaces
+    u2581_count: int  # characters U+2581 in the text, which SentencePiece cannot tell from spaces
 
     @property
     def description(self) -> str:
@@ -55,20 +55,20 @@ class TokenizedCorpus:
         tokens = len(self.train) + len(self.validation)
         held_out = "the end of the longest document" if self.divided else f"{self.validation_documents:,} documents"
         parts = [
-            f"{self.documents:,} documents ({self.copies:,} copies dropped), {self.bytes / 1e6:.2f} MB, "
+            f"{self.documents:,} documents ({self.duplicates:,} duplicates dropped), {self.bytes / 1e6:.2f} MB, "
             f"hash {self.text_hash[:12]}",
             f"{len(self.train):,} tokens for training",
             f"{len(self.validation):,} for validation ({held_out}, {self.validation_bytes / 1e6:.2f} MB, "
             f"xz -9e: {self.xz_bits_per_byte:.3f} bits per byte)",
             f"{self.bytes / tokens:.2f} bytes per token, vocabulary {self.tokenizer.vocab_size:,}",
         ]
-        if self.underscores_2581 and isinstance(self.tokenizer, SentencePieceTokenizer):
-            parts.append(f"{self.underscores_2581:,} characters U+2581, which SentencePiece reads as spaces")
+        if self.u2581_count and isinstance(self.tokenizer, SentencePieceTokenizer):
+            parts.append(f"{self.u2581_count:,} characters U+2581, which SentencePiece reads as spaces")
         return "; ".join(parts)
 
 
-# What meta.json says: all but the streams themselves and the tokenizer, and how long the streams are.
-FACTS = {field.name for field in fields(TokenizedCorpus)} - {"train", "validation", "tokenizer"} | {"tokens"}
+# meta.json holds all but the streams and the tokenizer, and how long the streams are.
+META_KEYS = {field.name for field in fields(TokenizedCorpus)} - {"train", "validation", "tokenizer"} | {"tokens"}
 
 
 def prepare(
@@ -82,9 +82,9 @@ def prepare(
 ) -> TokenizedCorpus:
     """Text to token streams, from the cache where it has them.
 
-    sources: names, paths, folders and patterns (see `data.corpus.resolve`); text_field: of jsonl and parquet rows;
+    sources: names, paths, folders and patterns (see `data.corpus.resolve`); text_field: of JSONL and Parquet rows;
     tokenizer: a file or folder to load, or None to train a SentencePiece BPE of `vocab_size` pieces on the training
-    documents. Raises `UserError` for text, tokenizers and places that cannot be used.
+    documents. Raises `UserError` for text, tokenizers and cache folders that cannot be used.
     """
     given = load_tokenizer(tokenizer) if tokenizer else None
     files = resolve(sources, text_field)
@@ -92,158 +92,156 @@ def prepare(
         return _prepare(files, given, vocab_size, Path(cache_dir), validation_fraction)
     except OSError as error:
         raise UserError(
-            f"the prepared text cannot be kept in {cache_dir} ({error.strerror or error}); "
-            f"make room there or name another folder for the cache."
+            f"the prepared text cannot be written to {cache_dir} ({error.strerror or error}); "
+            f"free some disk space or name another folder for the cache."
         ) from error
 
 
 def tokenize(sources: list[str], tokenizer: Tokenizer, text_field: str = "text") -> tuple[np.ndarray, int]:
     """All documents of the sources as one token stream, and its bytes of UTF-8 text: for evaluation, without a split.
 
-    The stream is (tokens,) uint16 or uint32, memory-mapped to a temporary file that goes away with it.
+    The stream is (tokens,) uint16 or uint32, memory-mapped to a temporary file that is deleted with it.
     """
-    files, watch = resolve(sources, text_field), _Watch()
+    files, text_bytes = resolve(sources, text_field), 0
     try:
         with tempfile.TemporaryFile() as file:
-            target = TokenStream(file, tokenizer)
-            pack(watch((text, first, TRAIN) for text, first in stream(files)), [target], tokenizer)
-            if not target.tokens:
+            writer = TokenWriter(file, tokenizer)
+            for document in read_documents(files):
+                for number, chunk in enumerate(chunks(document)):
+                    writer.add(chunk, starts_document=number == 0)
+                    text_bytes += len(chunk.encode("utf-8"))
+            writer.finish()
+            if not writer.tokens:
                 raise UserError(f"there is no text in {', '.join(sources)}; give some that holds text.")
-            return np.memmap(file, target.dtype, mode="r"), watch.bytes[TRAIN]
+            return np.memmap(file, writer.dtype, mode="r"), text_bytes
     except OSError as error:
         raise UserError(
-            f"the text's ids cannot be kept in a temporary file ({error.strerror or error}); "
-            f"make room there or name another folder in the environment variable TMPDIR."
+            f"the text's ids cannot be written to a temporary file ({error.strerror or error}); "
+            f"free some disk space or name another folder in the environment variable TMPDIR."
         ) from error
 
 
 def _prepare(
-    files: list[TextFile], given: Tokenizer | None, vocab_size: int, folder: Path, fraction: float
+    files: list[TextFile], given: Tokenizer | None, vocab_size: int, cache_dir: Path, fraction: float
 ) -> TokenizedCorpus:
-    before = fingerprint(files)
-    seen = folder / "sources" / f"{before}.json"
-    text_hash = (cache.read_json(seen) or {}).get("text_hash")
+    files_hash = fingerprint(files)
+    hash_file = cache_dir / "sources" / f"{files_hash}.json"
+    text_hash = cache.read_json(hash_file).get("text_hash")
     if text_hash:
-        place = _tokenizer_place(folder, text_hash, fraction, vocab_size)
-        ready = given or (load_tokenizer(place) if place.is_dir() else None)
-        if ready and (corpus := _open(_tokens_place(folder, text_hash, fraction, ready), ready)):
+        folder = _tokenizer_folder(cache_dir, text_hash, fraction, vocab_size)
+        tokenizer = given or (load_tokenizer(folder) if folder.is_dir() else None)
+        if tokenizer and (corpus := _open(_tokens_folder(cache_dir, text_hash, fraction, tokenizer), tokenizer)):
             return corpus
 
-    division = split(*scan(_with_bar(files)), fraction)
-    ready = given or _trained(files, before, division, vocab_size, folder, fraction)
-    place = _tokens_place(folder, division.text_hash, fraction, ready)
-    if place.is_dir() and _open(place, ready) is None:
-        shutil.rmtree(place, ignore_errors=True)  # damaged from outside: what is put there is whole
-    if not place.is_dir():
-        with cache.whole_folder(place) as new:
-            _build(new, files, division, ready)
-            _check_unchanged(files, before)
-    cache.write_json(seen, {"text_hash": division.text_hash})
-    if corpus := _open(place, ready):
+    size = sum(file.path.stat().st_size for file in files)
+    plain = all(file.format == "text" for file in files)  # else the text is longer or shorter than the files
+    with _progress_bar("reading", size, total=size if plain else None) as bar:
+        hashes, lengths = hash_documents(read_documents(files), bar.update)
+    corpus_split = split_corpus(hashes, lengths, fraction)
+
+    tokenizer = given
+    if tokenizer is None:
+        folder = _tokenizer_folder(cache_dir, corpus_split.text_hash, fraction, vocab_size)
+        if not folder.is_dir():
+            with cache.atomic_folder(folder) as new:
+                _train_tokenizer(new, files, corpus_split, vocab_size)
+                _check_unchanged(files, files_hash)
+        tokenizer = load_tokenizer(folder)
+
+    folder = _tokens_folder(cache_dir, corpus_split.text_hash, fraction, tokenizer)
+    if folder.is_dir() and _open(folder, tokenizer) is None:
+        shutil.rmtree(folder, ignore_errors=True)  # damaged from outside, or written by another version
+    if not folder.is_dir():
+        with cache.atomic_folder(folder) as new:
+            _write_streams(new, files, corpus_split, tokenizer)
+            _check_unchanged(files, files_hash)
+    cache.write_json(hash_file, {"text_hash": corpus_split.text_hash})
+    if corpus := _open(folder, tokenizer):
         return corpus
-    raise UserError(f"the prepared text in {place} is damaged; delete that folder and run the same command again.")
+    raise UserError(f"the prepared text in {folder} is damaged; delete that folder and run the same command again.")
 
 
-def _trained(
-    files: list[TextFile], before: str, division: Split, vocab_size: int, folder: Path, fraction: float
-) -> Tokenizer:
-    place = _tokenizer_place(folder, division.text_hash, fraction, vocab_size)
-    if not place.is_dir():
-        print(f"training a tokenizer of {vocab_size:,} pieces (once, some seconds) ...", file=sys.stderr, flush=True)
-        share, chance = TOKENIZER_BYTES / division.bytes, random.Random(0)
-        training = (text for text, _, side in by_side(files, division) if side == TRAIN and chance.random() < share)
-        with cache.whole_folder(place) as new:
-            train_tokenizer(training, vocab_size, new / "tokenizer.model")
-            _check_unchanged(files, before)
-    return load_tokenizer(place)
+def _train_tokenizer(folder: Path, files: list[TextFile], corpus_split: CorpusSplit, vocab_size: int) -> None:
+    """Train on a random sample of the chunks for training, about `TOKENIZER_BYTES` of them."""
+    print(f"training a tokenizer of {vocab_size:,} pieces (once, some seconds) ...", file=sys.stderr, flush=True)
+    fraction, generator = TOKENIZER_BYTES / corpus_split.bytes, random.Random(0)
+    sample = (
+        chunk
+        for split, document in kept_documents(read_documents(files), corpus_split)
+        if split == TRAIN
+        for chunk in document
+        if generator.random() < fraction
+    )
+    train_tokenizer(sample, vocab_size, folder / "tokenizer.model")
 
 
-def _build(folder: Path, files: list[TextFile], division: Split, tokenizer: Tokenizer) -> None:
-    watch = _Watch(total=division.bytes)
-    with open(folder / "train.bin", "wb") as train, open(folder / "validation.bin", "wb") as validation:
-        streams = [TokenStream(train, tokenizer), TokenStream(validation, tokenizer)]
-        pack(watch(by_side(files, division)), streams, tokenizer)
-    if not all(watch.bytes):
-        raise UserError(f"the text is too short to train and to validate on (bytes: {division.bytes}); give more.")
-    facts = {
-        "tokens": [one.tokens for one in streams],
-        "text_hash": division.text_hash,
-        "documents": division.documents,
-        "copies": len(division.side) - division.documents,
-        "validation_documents": watch.documents[VALIDATION],
-        "divided": division.cut is not None,
-        "bytes": sum(watch.bytes),
-        "validation_bytes": watch.bytes[VALIDATION],
-        "xz_bits_per_byte": 8 * watch.xz_bytes() / watch.bytes[VALIDATION],
-        "underscores_2581": watch.underscores,
+def _write_streams(folder: Path, files: list[TextFile], corpus_split: CorpusSplit, tokenizer: Tokenizer) -> None:
+    """Write both token streams, and a meta.json that says what they are."""
+    u2581_count, validation_text = 0, bytearray()  # 8 MB at most, see `split_corpus`
+    with (
+        open(folder / "train.bin", "wb") as train_file,
+        open(folder / "validation.bin", "wb") as validation_file,
+        _progress_bar("tokenizing", corpus_split.bytes, total=corpus_split.bytes) as bar,
+    ):
+        writers = {TRAIN: TokenWriter(train_file, tokenizer), VALIDATION: TokenWriter(validation_file, tokenizer)}
+        for split, document in kept_documents(read_documents(files), corpus_split):
+            for number, chunk in enumerate(document):
+                writers[split].add(chunk, starts_document=number == 0)
+                u2581_count += chunk.count("\u2581")
+                encoded = chunk.encode("utf-8")
+                if split == VALIDATION:
+                    validation_text += encoded
+                bar.update(len(encoded))
+        for writer in writers.values():
+            writer.finish()
+    if not all(writer.tokens for writer in writers.values()):
+        raise UserError(f"the text is too short to train and to validate on (bytes: {corpus_split.bytes}); give more.")
+
+    # `xz -9e`, but with a dictionary of 16 MB, not 64: the text is shorter, and 64 would take 700 MB of memory.
+    filters = [{"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "dict_size": 1 << 24}]
+    meta = {
+        "tokens": [writer.tokens for writer in writers.values()],
+        "text_hash": corpus_split.text_hash,
+        "documents": corpus_split.documents,
+        "duplicates": len(corpus_split.splits) - corpus_split.documents,
+        "validation_documents": writers[VALIDATION].documents,
+        "divided": corpus_split.divided is not None,
+        "bytes": corpus_split.bytes,
+        "validation_bytes": len(validation_text),
+        "xz_bits_per_byte": 8 * len(lzma.compress(validation_text, filters=filters)) / len(validation_text),
+        "u2581_count": u2581_count,
     }
-    cache.write_json(folder / "meta.json", facts)
+    cache.write_json(folder / "meta.json", meta)
 
 
 def _open(folder: Path, tokenizer: Tokenizer) -> TokenizedCorpus | None:
-    """What the folder holds, or None where it is not there, its facts are others, or its files have other sizes."""
-    facts = cache.read_json(folder / "meta.json")
-    if facts is None or facts.keys() != FACTS:
+    """What the folder holds, or None where it is absent, its meta.json has other keys, or its files other sizes."""
+    meta = cache.read_json(folder / "meta.json")
+    if meta.keys() != META_KEYS:
         return None
     paths, dtype = [folder / "train.bin", folder / "validation.bin"], token_dtype(tokenizer)
-    for path, tokens in zip(paths, facts.pop("tokens"), strict=True):
+    for path, tokens in zip(paths, meta.pop("tokens"), strict=True):
         if not path.is_file() or path.stat().st_size != tokens * dtype.itemsize:
             return None
     train, validation = (np.memmap(path, dtype, mode="r") for path in paths)
-    return TokenizedCorpus(train=train, validation=validation, tokenizer=tokenizer, **facts)
+    return TokenizedCorpus(train=train, validation=validation, tokenizer=tokenizer, **meta)
 
 
-class _Watch:
-    """Lets pieces through and keeps count: bytes and documents by side, U+2581, and xz of the validation text."""
-
-    def __init__(self, total: int | None = None):
-        self.bytes, self.documents, self.underscores = [0, 0], [0, 0], 0
-        self._total = total
-        # `xz -9e`, but with a dictionary of 16 MB, not 64: the text is shorter, and 64 would take 700 MB of memory.
-        filters = [{"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "dict_size": 1 << 24}]
-        self._xz, self._xz_bytes = lzma.LZMACompressor(filters=filters), 0
-
-    def __call__(self, pieces: Iterable[Piece]) -> Iterator[Piece]:
-        with _bar("tokenizing", self._total, hide=(self._total or 0) < SHOW_PROGRESS) as bar:
-            for piece in pieces:
-                text, first, side = piece
-                encoded = text.encode("utf-8")
-                self.bytes[side] += len(encoded)
-                self.documents[side] += first
-                self.underscores += text.count("▁")
-                if side == VALIDATION:
-                    self._xz_bytes += len(self._xz.compress(encoded))
-                bar.update(len(encoded))
-                yield piece
-
-    def xz_bytes(self) -> int:
-        return self._xz_bytes + len(self._xz.flush())
+def _progress_bar(description: str, size: int, *, total: int | None) -> tqdm:
+    return tqdm(desc=description, total=total, unit="B", unit_scale=True, disable=size < SHOW_PROGRESS)
 
 
-def _with_bar(files: list[TextFile]) -> Iterator[tuple[str, bool]]:
-    size = sum(file.path.stat().st_size for file in files)
-    plain = all(file.format == "text" for file in files)  # else the text is longer or shorter than the files
-    with _bar("reading", size if plain else None, hide=size < SHOW_PROGRESS) as bar:
-        for text, first in stream(files):
-            bar.update(len(text.encode("utf-8")))
-            yield text, first
+def _check_unchanged(files: list[TextFile], files_hash: str) -> None:
+    if fingerprint(files) != files_hash:
+        raise UserError("the text changed while it was being read; run the same command again when nothing writes it.")
 
 
-def _bar(what: str, total: int | None, hide: bool) -> tqdm:
-    return tqdm(desc=what, total=total, unit="B", unit_scale=True, disable=hide)
+def _tokenizer_folder(cache_dir: Path, text_hash: str, fraction: float, vocab_size: int) -> Path:
+    return cache_dir / "tokenizers" / _key(VERSION, text_hash, fraction, vocab_size, sorted(TRAINER_OPTIONS.items()))
 
 
-def _check_unchanged(files: list[TextFile], before: str) -> None:
-    if fingerprint(files) != before:
-        raise UserError("the text changed while it was being read; run the same command again when it is at rest.")
-
-
-def _tokenizer_place(folder: Path, text_hash: str, fraction: float, vocab_size: int) -> Path:
-    return folder / "tokenizers" / _key(VERSION, text_hash, fraction, vocab_size, sorted(TRAINER.items()))
-
-
-def _tokens_place(folder: Path, text_hash: str, fraction: float, tokenizer: Tokenizer) -> Path:
-    return folder / "tokens" / _key(VERSION, text_hash, fraction, tokenizer.hash)
+def _tokens_folder(cache_dir: Path, text_hash: str, fraction: float, tokenizer: Tokenizer) -> Path:
+    return cache_dir / "tokens" / _key(VERSION, text_hash, fraction, tokenizer.hash)
 
 
 def _key(*parts: object) -> str:

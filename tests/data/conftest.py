@@ -1,24 +1,18 @@
-"""What several tests of the data room need: the default corpus, and small tokenizers of each kind."""
+"""What several tests of the data package need: the default corpus, and small tokenizers of each kind."""
 
 import gzip
 from pathlib import Path
 
 import pytest
 
-from data.corpus import resolve, stream
+from data.corpus import read_documents, resolve
 from data.tokenizer import load_tokenizer, train_tokenizer
 
 
 @pytest.fixture(scope="session")
 def library_text() -> list[str]:
     """Every document of the default corpus."""
-    documents: list[str] = []
-    for text, first in stream(resolve(["python"])):
-        if first:
-            documents.append(text)
-        else:
-            documents[-1] += text
-    return documents
+    return ["".join(document) for document in read_documents(resolve(["python"]))]
 
 
 @pytest.fixture(scope="session")

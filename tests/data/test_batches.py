@@ -6,7 +6,7 @@ import pytest
 from data.batches import batch, validation_windows
 from errors import UserError
 
-STREAM = np.arange(1003, dtype=np.uint16)  # a token is its own place, so that a window tells where it was taken
+STREAM = np.arange(1003, dtype=np.uint16)  # each token is its own position, so a window shows where it was taken
 T, B = 10, 7
 
 
@@ -28,12 +28,12 @@ def test_an_epoch_takes_every_window_once_in_another_order_each_time():
     windows = len(STREAM) // T
     starts = np.concatenate([rows(step)[0][:, 0] for step in range(-(-3 * windows // B))])[: 3 * windows]
     epochs = starts.reshape(3, windows)
-    for one in epochs:
-        assert len({int(start) % T for start in one if start >= T}) <= 2, "one grid, but for the window that wraps"
-        gaps = np.diff(np.sort(one))
+    for epoch in epochs:
+        assert len({int(start) % T for start in epoch if start >= T}) <= 2, "one grid, but for the window that wraps"
+        gaps = np.diff(np.sort(epoch))
         assert (gaps[1:-1] == T).all(), "no window twice and none left out"
-    assert len({tuple(one - one.min()) for one in epochs}) == 3
-    assert len({int(np.sort(one)[1] % T) for one in epochs}) > 1, "the offset changes with the epoch"
+    assert len({tuple(epoch - epoch.min()) for epoch in epochs}) == 3
+    assert len({int(np.sort(epoch)[1] % T) for epoch in epochs}) > 1, "the offset changes with the epoch"
 
 
 def test_the_last_window_runs_over_the_end_into_the_start():
@@ -54,10 +54,10 @@ def test_a_batch_depends_on_nothing_but_its_arguments():
 @pytest.mark.parametrize("world_size", [1, 2, 3, 6])
 def test_the_shares_of_all_processes_are_the_batch_of_one(world_size):
     for step in (0, 15, 16, 17, 200):  # 16 and 17 lie across the end of an epoch
-        whole = rows(step, batch_size=6)
+        batch_of_one = rows(step, batch_size=6)
         shares = [rows(step, batch_size=6, rank=rank, world_size=world_size) for rank in range(world_size)]
-        for side in (0, 1):
-            assert np.array_equal(np.concatenate([share[side] for share in shares]), whole[side])
+        for i in (0, 1):  # inputs, targets
+            assert np.array_equal(np.concatenate([share[i] for share in shares]), batch_of_one[i])
 
 
 def test_a_text_too_small_for_a_batch_says_what_is_there_and_what_is_needed():

@@ -1,40 +1,29 @@
 """Where text comes from: names, files, folders, patterns, formats, and what a user reads when something is wrong."""
 
 import gzip
-import itertools
 import json
 import sysconfig
 from pathlib import Path
 
 import pyarrow
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from pyarrow import parquet
 
-from data import corpus
-from data.corpus import fingerprint, resolve, stream
+from data.corpus import fingerprint, read_documents, resolve
 from errors import UserError
 
 
 def documents(*sources: str | Path, field: str = "text") -> list[str]:
-    found: list[str] = []
-    for text, first in stream(resolve([str(source) for source in sources], field)):
-        assert text, "no piece is empty"
-        if first:
-            found.append(text)
-        else:
-            found[-1] += text
-    return found
+    return ["".join(document) for document in read_documents(resolve([str(source) for source in sources], field))]
 
 
-def sentence(*sources: str | Path, field: str = "text") -> str:
+def error_message(*sources: str | Path, field: str = "text") -> str:
     """What a user reads: one line that ends with a full stop."""
     with pytest.raises(UserError) as caught:
         documents(*sources, field=field)
-    said = str(caught.value)
-    assert "\n" not in said and said.endswith((".", "?")), said
-    return said
+    message = str(caught.value)
+    assert "\n" not in message and message.endswith((".", "?")), message
+    return message
 
 
 def write_jsonl(path: Path, rows: list[object]) -> Path:
@@ -57,7 +46,7 @@ def test_the_default_corpus_is_the_standard_library_and_its_prose_without_tests_
 
 def test_an_interpreter_without_sources_asks_for_data(tmp_path, monkeypatch):
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path / "python311.zip"))
-    assert "--data" in sentence("python")
+    assert "--data" in error_message("python")
 
 
 def test_sources_that_another_encoding_declares_are_left_out_of_the_default_corpus(tmp_path, monkeypatch):
@@ -67,7 +56,7 @@ def test_sources_that_another_encoding_declares_are_left_out_of_the_default_corp
     assert documents("python") == ["print('é')"]
 
 
-def test_text_is_passed_on_exactly_as_it_stands(tmp_path):
+def test_text_is_never_changed(tmp_path):
     text = "\ufeffa\r\nb\tc\0d  \n\n  e▁😀\u2028\x85"
     (tmp_path / "a.txt").write_bytes(text.encode("utf-8"))
     assert documents(tmp_path / "a.txt") == [text]
@@ -109,30 +98,31 @@ def test_empty_files_in_a_folder_are_no_documents(tmp_path):
     assert documents(tmp_path) == ["x"]
 
 
-@settings(max_examples=300, deadline=None)
-@given(
-    blocks=st.lists(st.text(st.sampled_from("ab é\n\t\r"), max_size=60), max_size=12),
-    piece=st.integers(1, 12),
-    longest=st.integers(12, 40),
-)
-def test_pieces_are_the_text_and_end_at_line_ends(blocks, piece, longest):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(corpus, "PIECE", piece)
-        patch.setattr(corpus, "LONGEST_LINE", longest)
-        pieces = list(corpus._pieces(blocks))
-    assert "".join(pieces) == "".join(blocks)
-    assert all(pieces)
-    assert all(len(one) <= longest for one in pieces)
-    for one, following in itertools.pairwise(pieces):
-        at_line_start = one.endswith("\n") and not following[0].isspace()
-        assert at_line_start or len(one) == longest, "another cut only inside what is too long"
-
-
 def test_a_file_of_many_blocks_is_one_document_with_characters_across_blocks(tmp_path, monkeypatch):
     monkeypatch.setattr("data.readers.BLOCK", 7)
     text = "Übermäßig 😀 größer\n" * 50
     (tmp_path / "a.txt").write_text(text, encoding="utf-8", newline="")
     assert documents(tmp_path / "a.txt") == [text]
+
+
+def test_a_document_is_read_only_as_far_as_it_is_iterated(tmp_path, monkeypatch):
+    monkeypatch.setattr("data.readers.BLOCK", 5)
+    (tmp_path / "a.txt").write_bytes(b"first second \xff")
+    (tmp_path / "b.txt").write_bytes(b"other")
+    first, second = read_documents(resolve([str(tmp_path)]))
+    assert next(first) == "first" and next(second) == "other"
+    with pytest.raises(UserError, match="byte 13"):
+        list(first)
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path):
+    for name in ("a.txt", "a.jsonl"):
+        (tmp_path / name).write_text("text", encoding="utf-8")
+        files = resolve([str(tmp_path / name)])
+        (tmp_path / name).unlink()
+        for read in (fingerprint, lambda files: list(read_documents(files))):
+            with pytest.raises(UserError, match=rf"{name} cannot be read: No such file or directory\."):
+                read(files)
 
 
 def test_the_fingerprint_changes_with_a_file_its_time_and_the_field(tmp_path):
@@ -148,10 +138,10 @@ def test_the_fingerprint_changes_with_a_file_its_time_and_the_field(tmp_path):
 def test_bytes_that_are_not_utf8_are_named_with_their_place(tmp_path, monkeypatch, block):
     monkeypatch.setattr("data.readers.BLOCK", block)
     (tmp_path / "a.txt").write_bytes("äöü".encode() + b"abc\xff")
-    said = sentence(tmp_path / "a.txt")
-    assert "a.txt" in said and "byte 9" in said and "UTF-8" in said
+    message = error_message(tmp_path / "a.txt")
+    assert "a.txt" in message and "byte 9" in message and "UTF-8" in message
     (tmp_path / "b.txt").write_bytes("ab😀".encode()[:-1])
-    assert "byte 2" in sentence(tmp_path / "b.txt"), "a character cut off by the end of the file"
+    assert "byte 2" in error_message(tmp_path / "b.txt"), "a character cut off by the end of the file"
 
 
 def test_bad_rows_of_jsonl_are_named(tmp_path):
@@ -167,41 +157,41 @@ def test_bad_rows_of_jsonl_are_named(tmp_path):
         (b"[" * 100_000, ["line 2", "JSON"]),
     ]:
         path.write_bytes(good + line + b"\n")
-        said = sentence(path)
-        assert all(word in said for word in ["a.jsonl", *words]), said
+        message = error_message(path)
+        assert all(word in message for word in ["a.jsonl", *words]), message
 
 
 def test_unreadable_parquet_and_gzip_files_are_named(tmp_path):
     (tmp_path / "a.parquet").write_bytes(b"PAR1 this is none")
-    assert "a.parquet" in sentence(tmp_path / "a.parquet")
+    assert "a.parquet" in error_message(tmp_path / "a.parquet")
     parquet.write_table(pyarrow.table({"body": ["x"]}), tmp_path / "b.parquet")
-    assert "body" in sentence(tmp_path / "b.parquet") and "--text-field" in sentence(tmp_path / "b.parquet")
+    assert "body" in error_message(tmp_path / "b.parquet") and "--text-field" in error_message(tmp_path / "b.parquet")
     parquet.write_table(pyarrow.table({"text": ["x", None]}), tmp_path / "c.parquet")
-    assert "row 2" in sentence(tmp_path / "c.parquet")
+    assert "row 2" in error_message(tmp_path / "c.parquet")
     parquet.write_table(pyarrow.table({"text": [1, 2]}), tmp_path / "d.parquet")
-    assert "row 1" in sentence(tmp_path / "d.parquet")
+    assert "row 1" in error_message(tmp_path / "d.parquet")
     bytes_as_text = pyarrow.array([b"good", b"ab\xff"], pyarrow.binary()).view(pyarrow.string())
     parquet.write_table(pyarrow.table({"text": bytes_as_text}), tmp_path / "g.parquet")
-    said = sentence(tmp_path / "g.parquet")
-    assert "row 2" in said and "UTF-8" in said and "byte 2" in said
-    whole = write_jsonl(tmp_path / "e.jsonl.gz", [{"text": str(i) * 50} for i in range(1000)]).read_bytes()
-    (tmp_path / "e.jsonl.gz").write_bytes(whole[: len(whole) // 2])
-    assert "e.jsonl.gz" in sentence(tmp_path / "e.jsonl.gz")
+    message = error_message(tmp_path / "g.parquet")
+    assert "row 2" in message and "UTF-8" in message and "byte 2" in message
+    compressed = write_jsonl(tmp_path / "e.jsonl.gz", [{"text": str(i) * 50} for i in range(1000)]).read_bytes()
+    (tmp_path / "e.jsonl.gz").write_bytes(compressed[: len(compressed) // 2])
+    assert "e.jsonl.gz" in error_message(tmp_path / "e.jsonl.gz")
     (tmp_path / "f.jsonl.gz").write_bytes(b"not gzip at all")
-    assert "gzip" in sentence(tmp_path / "f.jsonl.gz")
+    assert "gzip" in error_message(tmp_path / "f.jsonl.gz")
 
 
 def test_sources_that_are_not_there_or_hold_nothing_are_named(tmp_path):
-    assert '"shakespeare"' in sentence("shakespear")
-    assert "no file" in sentence(tmp_path / "missing.txt")
-    assert "no file" in sentence("~nobody-of-this-name/x")
-    assert "matches no file" in sentence(tmp_path / "*.txt")
-    assert "holds no file" in sentence(tmp_path)
+    assert '"shakespeare"' in error_message("shakespear")
+    assert "no file" in error_message(tmp_path / "missing.txt")
+    assert "no file" in error_message("~nobody-of-this-name/x")
+    assert "matches no file" in error_message(tmp_path / "*.txt")
+    assert "holds no file" in error_message(tmp_path)
     (tmp_path / "a.docx").write_bytes(b"x")
-    assert ".parquet" in sentence(tmp_path / "a.docx")
+    assert ".parquet" in error_message(tmp_path / "a.docx")
     (tmp_path / "empty.txt").touch()
-    assert "empty" in sentence(tmp_path / "empty.txt")
-    assert "no text" in sentence()
+    assert "empty" in error_message(tmp_path / "empty.txt")
+    assert "no text" in error_message()
 
 
 def test_a_name_wins_over_a_folder_and_a_path_is_the_folder(tmp_path, monkeypatch):

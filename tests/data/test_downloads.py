@@ -1,4 +1,4 @@
-"""The corpora that have names, from a server of the test's own that speaks as much of the hub's language as needed."""
+"""The named corpora, downloaded from a local server that answers like the Hugging Face hub."""
 
 import http.server
 import io
@@ -58,9 +58,9 @@ def hub() -> Iterator[http.server.ThreadingHTTPServer]:
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     server.asked = []
     server.files = {
-        f"/datasets/{wanted.repository}/resolve/{wanted.revision.replace('/', '%2F')}/{file}": content(file)
-        for wanted in DOWNLOADS.values()
-        for file in wanted.files
+        f"/datasets/{dataset.repository}/resolve/{dataset.revision.replace('/', '%2F')}/{file}": content(file)
+        for dataset in DOWNLOADS.values()
+        for file in dataset.files
     }
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield server
@@ -72,8 +72,8 @@ def read(name: str, home: Path, port: int) -> subprocess.CompletedProcess:
     """Read a named corpus in a new process (the hub's library reads its environment once) without pauses to retry."""
     code = (
         "import sys, time; time.sleep = lambda seconds: None\n"
-        "from data.corpus import resolve, stream; from errors import exit_on_user_error\n"
-        "with exit_on_user_error():\n    print(*(text for text, _ in stream(resolve([sys.argv[1]]))), sep='\\n')"
+        "from data.corpus import read_documents, resolve; from errors import exit_on_user_error\n"
+        "with exit_on_user_error():\n    print(*map(''.join, read_documents(resolve([sys.argv[1]]))), sep='\\n')"
     )
     environment = {
         key: value for key, value in os.environ.items() if not key.upper().startswith(("HF_", "HUGGINGFACE"))
@@ -85,7 +85,7 @@ def read(name: str, home: Path, port: int) -> subprocess.CompletedProcess:
 
 
 @pytest.mark.parametrize("name", DOWNLOADS)
-def test_a_named_corpus_is_downloaded_once_into_the_ordinary_cache(tmp_path, hub, name):
+def test_a_named_corpus_is_downloaded_once_into_the_hugging_face_cache(tmp_path, hub, name):
     expected = [f"the text of {file}" for file in DOWNLOADS[name].files]
     first = read(name, tmp_path, hub.server_port)
     assert first.stdout.splitlines() == expected, first.stderr
@@ -97,19 +97,19 @@ def test_a_named_corpus_is_downloaded_once_into_the_ordinary_cache(tmp_path, hub
     assert list((tmp_path / "hub").glob("datasets--*")), "where every other program looks"
 
 
-def said(result: subprocess.CompletedProcess) -> str:
+def error_message(result: subprocess.CompletedProcess) -> str:
     assert result.returncode == 2 and not result.stdout
     assert len(result.stderr.splitlines()) == 1 and result.stderr.startswith("error: "), result.stderr
     return result.stderr
 
 
-def test_a_server_out_of_reach_gives_one_sentence(tmp_path):
-    sentence = said(read("shakespeare", tmp_path, 9))  # the port of "discard": nobody listens
-    assert "default/train/0000.parquet" in sentence and "karpathy/tiny_shakespeare" in sentence
-    assert "check the connection" in sentence and "--data" in sentence
+def test_an_unreachable_server_gives_a_one_line_error(tmp_path):
+    message = error_message(read("shakespeare", tmp_path, 9))  # the port of "discard": nobody listens
+    assert "default/train/0000.parquet" in message and "karpathy/tiny_shakespeare" in message
+    assert "check the connection" in message and "--data" in message
 
 
-def test_a_file_that_is_gone_gives_one_sentence(tmp_path, hub):
+def test_a_missing_file_gives_a_one_line_error(tmp_path, hub):
     hub.files.clear()
-    sentence = said(read("tinystories", tmp_path, hub.server_port))
-    assert "404" in sentence and "train-00000-of-00004" in sentence
+    message = error_message(read("tinystories", tmp_path, hub.server_port))
+    assert "404" in message and "train-00000-of-00004" in message

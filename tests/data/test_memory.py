@@ -12,7 +12,7 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from data.packing import AT_ONCE
+from data.packing import ENCODE_CHARACTERS
 
 # Not resource.getrusage: its peak counts the memory of the process that started this one, too.
 pytestmark = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from Linux's /proc")
@@ -34,14 +34,14 @@ def write_text(path: Path, size: int, seed: int = 0) -> None:
             file.write(json.dumps({"text": text}) + "\n" if path.suffix == ".jsonl" else text)
 
 
-def peak_memory(path: Path, folder: Path, at_once: int, **arguments) -> float:
-    """MB at the peak of a process that prepares the file, encoding `at_once` characters at a time."""
+def peak_memory(path: Path, folder: Path, encode_characters: int, **arguments) -> float:
+    """MB at the peak of a process that prepares the file, encoding `encode_characters` at a time."""
     code = (
-        "import json, sys\nfrom data import packing, tokens\npacking.AT_ONCE = int(sys.argv[4])\n"
+        "import json, sys\nfrom data import packing, tokens\npacking.ENCODE_CHARACTERS = int(sys.argv[4])\n"
         "tokens.prepare([sys.argv[1]], cache_dir=sys.argv[2], **json.loads(sys.argv[3]))\n"
         "print(next(line for line in open('/proc/self/status') if line.startswith('VmHWM')))"
     )
-    command = [sys.executable, "-c", code, str(path), str(folder), json.dumps(arguments), str(at_once)]
+    command = [sys.executable, "-c", code, str(path), str(folder), json.dumps(arguments), str(encode_characters)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return int(done.stdout.split()[1]) / 1000
@@ -56,7 +56,7 @@ def test_more_text_takes_no_more_memory(tmp_path, tokenizer_file):
         # The same bytes of validation text each time: xz, which reads it, takes memory in proportion up to 4 MB.
         fraction = (0.04, 0.01)[number]
         arguments = dict(tokenizer=str(tokenizer_file), validation_fraction=fraction)
-        peaks.append(peak_memory(tmp_path, tmp_path / "cache", at_once=200_000, **arguments))
+        peaks.append(peak_memory(tmp_path, tmp_path / "cache", encode_characters=200_000, **arguments))
     print(f"peak {peaks[0]:.0f} MB for 5 MB of text, {peaks[1]:.0f} MB for 20 MB")
     assert peaks[1] - peaks[0] < 10, "15 MB more text, held anywhere, would be 15 MB or more"
 
@@ -67,7 +67,7 @@ def test_a_gigabyte_of_text_is_prepared_under_a_gigabyte_of_memory(tmp_path, suf
     large = tmp_path / f"large{suffix}"
     write_text(large, 1000 * MB)
     began = time.perf_counter()
-    peak = peak_memory(large, tmp_path / "cache", at_once=AT_ONCE)
+    peak = peak_memory(large, tmp_path / "cache", encode_characters=ENCODE_CHARACTERS)
     print(f"\n1 GB {suffix}: {time.perf_counter() - began:.0f} s, peak {peak:.0f} MB")
     shutil.rmtree(tmp_path)  # pytest would keep the gigabytes of its last runs
     assert peak < 1000

@@ -11,10 +11,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from data.tokenizer import JsonTokenizer, SentencePieceTokenizer, check_vocabulary, load_tokenizer, train_tokenizer
-from data.tokenizer_json import NORMAL, Inexpressible, Model, merges, read_model, tokenizer_json
+from data.tokenizer_json import NORMAL, Model, UnsupportedTokenizer, merges, read_model, tokenizer_json
 from errors import UserError
 
-# Every Unicode scalar value but U+2581, and the pieces of text that tokenizers trip over, side by side.
+# Every Unicode scalar value but U+2581, and the texts that tokenizers often get wrong.
 SCALARS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="▁"))
 TRAPS = st.sampled_from(
     "\n|\r\n|\t|\0| |  |             |    def |\xa0|\u2028|\ufeff|\u200b|\ufffd|e\u0301|é|😀|👩‍👩‍👧|"
@@ -82,7 +82,7 @@ def test_a_text_too_small_for_the_vocabulary_says_how_large_it_can_be(tmp_path):
     assert train_tokenizer(["a small text, so small"], largest, tmp_path / "t.model").vocab_size == largest
     with pytest.raises(UserError):
         train_tokenizer(["a small text, so small"], largest + 1, tmp_path / "t.model")
-    with pytest.raises(UserError, match=r"no room .*; set --vocab-size to \d+ or more"):
+    with pytest.raises(UserError, match=r"too small for the characters .*; set --vocab-size to \d+ or more"):
         train_tokenizer(["a small text, so small"], 100, tmp_path / "t.model")
     with pytest.raises(UserError, match="give more text"):
         train_tokenizer(["\n\n"], 4096, tmp_path / "t.model")
@@ -93,7 +93,7 @@ def test_training_prints_nothing(tmp_path, library_text, capfd):
     assert capfd.readouterr() == ("", "")
 
 
-# The same ids in the ecosystem
+# The same ids in Hugging Face's libraries
 
 
 @pytest.fixture(scope="module")
@@ -213,9 +213,9 @@ def unigram_model(path: Path) -> Path:
     return path
 
 
-def test_a_model_that_no_tokenizer_json_expresses_is_refused_by_transformers(tmp_path):
+def test_a_model_without_an_equal_tokenizer_json_is_refused_by_transformers(tmp_path):
     unigram = load_tokenizer(unigram_model(tmp_path / "unigram.model"))
-    with pytest.raises(Inexpressible):
+    with pytest.raises(UnsupportedTokenizer):
         tokenizer_json((tmp_path / "unigram.model").read_bytes(), 1)
     (tmp_path / "out").mkdir()
     unigram.save(tmp_path / "out")

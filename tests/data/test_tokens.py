@@ -1,4 +1,4 @@
-"""From text to token streams: what they hold, and what the cache keeps through kills, changes and company."""
+"""From text to token streams, and what the cache holds after kills, changes of the text and concurrent runs."""
 
 import json
 import lzma
@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data import cache, corpus, packing, tokens
+from data import cache, chunks, corpus, packing, tokens
 from data.tokens import TokenizedCorpus, prepare, tokenize
 from errors import UserError
 
@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def write_corpus(folder: Path, documents: int = 60, seed: int = 0) -> list[str]:
-    """A folder of small documents of random words; copies and a document of several pieces among them."""
+    """A folder of small documents of random words; a duplicate and lines of all lengths among them."""
     generator = random.Random(seed)
     words = ["".join(generator.choices("etaoin shrdlué😀\n", k=generator.randint(1, 7))) for _ in range(400)]
     texts = [" ".join(generator.choices(words, k=generator.randint(5, 300))) for _ in range(documents)]
@@ -65,9 +65,10 @@ def test_the_streams_are_the_documents_between_bos_and_eos(tmp_path):
     assert [text for text in texts if text in set(train)] == train, "in order"
     assert sorted(train + validation) == sorted(texts)
     assert corpus.train.dtype == np.uint16 and not corpus.divided
-    assert (corpus.documents, corpus.copies, corpus.validation_documents) == (60, 1, len(validation))
+    assert (corpus.documents, corpus.duplicates, corpus.validation_documents) == (60, 1, len(validation))
     assert corpus.bytes == sum(len(text.encode()) for text in texts)
     assert corpus.validation_bytes == sum(len(text.encode()) for text in validation)
+    assert "60 documents (1 duplicates dropped)" in corpus.description
     assert "\n" not in corpus.description and corpus.text_hash[:12] in corpus.description
 
 
@@ -80,15 +81,15 @@ def test_a_tokenizer_without_bos_puts_one_eos_in_front(tmp_path, qwen_folder):
 
 
 @pytest.mark.parametrize("name", ["ours", "llama", "qwen"])
-def test_a_document_in_pieces_gets_the_ids_of_the_whole(tmp_path, monkeypatch, request, name):
+def test_a_document_in_chunks_gets_the_ids_of_the_undivided_text(tmp_path, monkeypatch, request, name):
     tokenizer = request.getfixturevalue(name)
     lines = [line for line in Path(corpus.__file__).read_text(encoding="utf-8").split("\n") for _ in range(3)]
     random.Random(0).shuffle(lines)
     text = "\n".join(lines)
     (tmp_path / "a.txt").write_bytes(text.encode("utf-8"))
     (tmp_path / "b.txt").write_bytes(b" short")
-    monkeypatch.setattr(corpus, "PIECE", 200)
-    monkeypatch.setattr(packing, "AT_ONCE", 1000)
+    monkeypatch.setattr(chunks, "CHUNK", 200)
+    monkeypatch.setattr(packing, "ENCODE_CHARACTERS", 1000)
     stream, size = tokenize([str(tmp_path)], tokenizer)
     begin = [tokenizer.eos_id] if tokenizer.bos_id is None else [tokenizer.bos_id]
     between = [tokenizer.eos_id] + ([] if tokenizer.bos_id is None else [tokenizer.bos_id])
@@ -97,7 +98,7 @@ def test_a_document_in_pieces_gets_the_ids_of_the_whole(tmp_path, monkeypatch, r
     assert size == len(text.encode("utf-8")) + 6
 
 
-def test_tokenize_keeps_copies_and_refuses_nothing_at_all(tmp_path, ours):
+def test_tokenize_keeps_duplicates_and_refuses_empty_text(tmp_path, ours):
     texts = write_corpus(tmp_path / "text")
     stream, size = tokenize([str(tmp_path / "text")], ours)
     assert documents_of(stream, ours) == [*texts, texts[3]]
@@ -108,18 +109,18 @@ def test_tokenize_keeps_copies_and_refuses_nothing_at_all(tmp_path, ours):
 
 
 @pytest.mark.parametrize("fails", ["opening", "writing"])
-def test_a_temporary_file_that_cannot_be_had_or_filled_is_a_sentence(tmp_path, monkeypatch, ours, fails):
+def test_a_temporary_file_that_cannot_be_created_or_written_gives_a_one_line_error(tmp_path, monkeypatch, ours, fails):
     def full(*_):
         raise OSError(28, "No space left on device")
 
     write_corpus(tmp_path / "text")
-    place = (tokens.tempfile, "TemporaryFile") if fails == "opening" else (packing.TokenStream, "_write")
-    monkeypatch.setattr(*place, full)
+    target = (tokens.tempfile, "TemporaryFile") if fails == "opening" else (packing.TokenWriter, "_write")
+    monkeypatch.setattr(*target, full)
     with pytest.raises(UserError, match=r"temporary file \(No space left on device\); .*TMPDIR"):
         tokenize([str(tmp_path / "text")], ours)
 
 
-def test_the_tokenizer_is_trained_on_training_documents_alone(tmp_path, monkeypatch):
+def test_the_tokenizer_is_trained_on_training_documents_only(tmp_path, monkeypatch):
     texts = write_corpus(tmp_path / "text")
     seen: list[str] = []
     train = tokens.train_tokenizer
@@ -148,8 +149,8 @@ def test_the_tokenizer_of_a_large_text_is_trained_on_a_sample_from_all_of_it(tmp
     monkeypatch.setattr(tokens, "train_tokenizer", watched)
     prepare([str(tmp_path / "text")], vocab_size=400, cache_dir=tmp_path / "cache")
     assert 25 < len(seen) < 50
-    places = [texts.index(text) for text in seen]
-    assert min(places) < 40 and max(places) > 160
+    indices = [texts.index(text) for text in seen]
+    assert min(indices) < 40 and max(indices) > 160
 
 
 def test_a_second_run_reads_no_text(tmp_path, monkeypatch):
@@ -172,52 +173,56 @@ def test_other_text_another_vocabulary_and_another_fraction_are_prepared_anew(tm
     assert_equal(prepare(path, **arguments), first)
 
 
-def test_the_same_text_in_another_place_is_found_by_its_hash(tmp_path, monkeypatch):
+def test_the_same_text_in_another_folder_is_found_by_its_hash(tmp_path, monkeypatch):
     write_corpus(tmp_path / "one")
     write_corpus(tmp_path / "two")
     arguments = dict(vocab_size=400, cache_dir=tmp_path / "cache")
     first = prepare([str(tmp_path / "one")], **arguments)
-    monkeypatch.setattr(tokens, "pack", None)  # nothing may be tokenized again
+    monkeypatch.setattr(tokens, "TokenWriter", None)  # nothing may be tokenized again
     monkeypatch.setattr(tokens, "train_tokenizer", None)
     assert_equal(prepare([str(tmp_path / "two")], **arguments), first)
 
 
-@pytest.mark.parametrize("damage", ["shorter", "missing", "meta", "another key", "a key less", "no object", "seen"])
+@pytest.mark.parametrize(
+    "damage", ["shorter", "missing", "meta", "another key", "a key less", "another name", "no object", "text hash"]
+)
 def test_damaged_files_of_the_cache_are_made_anew(tmp_path, damage):
     write_corpus(tmp_path / "text")
     arguments = dict(vocab_size=400, cache_dir=tmp_path / "cache")
     first = prepare([str(tmp_path / "text")], **arguments)
     expected = first.train[:].copy()
     (folder,) = (tmp_path / "cache" / "tokens").iterdir()
+    meta = json.loads((folder / "meta.json").read_text())
     if damage == "shorter":
         (folder / "train.bin").write_bytes((folder / "train.bin").read_bytes()[:-2])
     elif damage == "another key":
-        facts = json.loads((folder / "meta.json").read_text())
-        (folder / "meta.json").write_text(json.dumps(facts | {"unheard_of": 1}))
+        (folder / "meta.json").write_text(json.dumps(meta | {"unknown": 1}))
     elif damage == "a key less":
-        facts = json.loads((folder / "meta.json").read_text())
-        (folder / "meta.json").write_text(json.dumps({key: facts[key] for key in facts if key != "copies"}))
+        (folder / "meta.json").write_text(json.dumps({key: meta[key] for key in meta if key != "duplicates"}))
+    elif damage == "another name":  # as versions before this one wrote it
+        (folder / "meta.json").write_text(json.dumps(meta).replace("duplicates", "copies"))
     elif damage == "no object":
         (folder / "meta.json").write_text("[1]")
-    elif damage == "seen":
-        (seen,) = (tmp_path / "cache" / "sources").iterdir()
-        seen.write_text("[1]")
+    elif damage == "text hash":
+        (hash_file,) = (tmp_path / "cache" / "sources").iterdir()
+        hash_file.write_text("[1]")
     else:
         (folder / ("validation.bin" if damage == "missing" else "meta.json")).unlink()
     assert np.array_equal(prepare([str(tmp_path / "text")], **arguments).train, expected)
+    assert json.loads((folder / "meta.json").read_text()) == meta
 
 
 def test_an_exception_in_the_middle_leaves_nothing(tmp_path, monkeypatch):
     write_corpus(tmp_path / "text")
     arguments = dict(vocab_size=400, cache_dir=tmp_path / "cache")
-    add, calls = packing.TokenStream.add, iter(range(10**6))
+    write, calls = packing.TokenWriter._write, iter(range(10**6))
 
-    def failing(self, ids, first):
+    def failing(self, ids):
         if next(calls) == 30:
             raise OSError(28, "No space left on device")
-        add(self, ids, first)
+        write(self, ids)
 
-    monkeypatch.setattr(packing.TokenStream, "add", failing)
+    monkeypatch.setattr(packing.TokenWriter, "_write", failing)
     with pytest.raises(UserError, match="No space left on device"):
         prepare([str(tmp_path / "text")], **arguments)
     assert not list((tmp_path / "cache" / "tokens").iterdir())
@@ -227,13 +232,13 @@ def test_an_exception_in_the_middle_leaves_nothing(tmp_path, monkeypatch):
 
 def test_text_that_changes_while_it_is_read_is_not_kept(tmp_path, monkeypatch):
     write_corpus(tmp_path / "text")
-    build = tokens._build
+    write_streams = tokens._write_streams
 
     def changed_meanwhile(*arguments):
-        build(*arguments)
+        write_streams(*arguments)
         (tmp_path / "text" / "000.txt").write_text("changed", encoding="utf-8")
 
-    monkeypatch.setattr(tokens, "_build", changed_meanwhile)
+    monkeypatch.setattr(tokens, "_write_streams", changed_meanwhile)
     with pytest.raises(UserError, match="changed while"):
         prepare([str(tmp_path / "text")], vocab_size=400, cache_dir=tmp_path / "cache")
     assert not list((tmp_path / "cache" / "tokens").iterdir())
@@ -262,18 +267,18 @@ def start(tmp_path: Path, cache_dir: str) -> subprocess.Popen:
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
 
 
-def test_a_killed_preparation_leaves_nothing_that_is_taken_for_whole(tmp_path):
+def test_a_killed_preparation_leaves_nothing_that_is_taken_for_complete(tmp_path):
     write_corpus(tmp_path / "text", documents=300)
     expected = prepare([str(tmp_path / "text")], vocab_size=400, cache_dir=tmp_path / "untouched")
-    whole = start(tmp_path, "other")
-    whole.stdout.readline()
-    ready = time.perf_counter()
-    assert whole.wait() == 0
-    length = time.perf_counter() - ready
+    completed = start(tmp_path, "other")
+    completed.stdout.readline()
+    began = time.perf_counter()
+    assert completed.wait() == 0
+    duration = time.perf_counter() - began
     for _ in range(4):
         process = start(tmp_path, "cache")
         process.stdout.readline()
-        time.sleep(random.uniform(0, length))
+        time.sleep(random.uniform(0, duration))
         process.kill()
         process.wait()
         for folder in (tmp_path / "cache" / "tokens").glob("[!.]*"):
@@ -300,7 +305,7 @@ def test_a_text_of_one_document_says_so_and_has_both_streams(tmp_path):
     assert head + tail == "a line or two\n" * 500 and head.endswith("\n")
 
 
-def test_texts_too_small_are_refused_in_a_sentence(tmp_path, tokenizer_file):
+def test_texts_too_small_give_a_one_line_error(tmp_path, tokenizer_file):
     (tmp_path / "one.txt").write_text("x", encoding="utf-8")
     with pytest.raises(UserError, match="too short to train"):
         prepare([str(tmp_path / "one.txt")], tokenizer=tokenizer_file, cache_dir=tmp_path / "cache")
@@ -324,7 +329,7 @@ def test_u2581_is_counted(tmp_path):
     write_corpus(tmp_path / "text")
     (tmp_path / "text" / "underscores.txt").write_text("a▁b▁c", encoding="utf-8")
     corpus = prepare([str(tmp_path / "text")], vocab_size=400, cache_dir=tmp_path / "cache")
-    assert corpus.underscores_2581 == 2 and "2 characters U+2581" in corpus.description
+    assert corpus.u2581_count == 2 and "2 characters U+2581" in corpus.description
 
 
 def test_bits_per_byte_of_xz_are_those_of_the_program(tmp_path):
@@ -335,6 +340,6 @@ def test_bits_per_byte_of_xz_are_those_of_the_program(tmp_path):
     assert corpus.xz_bits_per_byte == pytest.approx(expected, rel=2e-3)
 
 
-def test_the_room_imports_no_torch():
+def test_the_package_imports_no_torch():
     code = "import sys, data.tokens, data.tokenizer; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
