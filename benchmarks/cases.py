@@ -1,11 +1,12 @@
-"""What `benchmarks.kernels` measures: shapes of each kernel, its peers, what it cannot do without, and goals.
+"""What `benchmarks.kernels` measures: shapes of each kernel, its baselines, the minimum of bytes or FLOP, and goals.
 
-Bytes are what must be read and written once; goals are shares of the copy rate, or of the rate of products.
+Bytes are what must be read and written once; goals are fractions of the copy rate, or of the matrix product rate.
 """
 
 import importlib.util
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -21,21 +22,21 @@ class Case:
 
     name: str
     make: Callable[[], tuple[Tensor, ...]]
-    """Fresh random inputs, all of which learn unless they are integers or tables."""
-    learn: int
-    """So many of the first inputs get gradients."""
-    peers: dict[str, Callable]
-    """What is compared, by name; `ours` is the first. Each takes the inputs and returns one tensor or a tuple."""
+    """New random inputs; those that get gradients come first."""
+    num_learned: int
+    """How many of the inputs get gradients."""
+    baselines: dict[str, Callable]
+    """What is measured, by name; `ours` is the first. Each takes the inputs and returns one tensor or a tuple."""
     forward_bytes: float
     backward_bytes: float
     flops: float = 0.0
-    """Of forward and backward products together; where there are any, they are the limit and not the bytes."""
+    """Of all matrix products, forward and backward; if not 0, they are the limit instead of the bytes."""
     goal: tuple[float, float] | None = None
-    """Shares of the limit to reach forward and backward, where a goal is set."""
+    """Fractions of the limit to reach, forward and backward, if a goal is set."""
 
 
 def cases(device: torch.device) -> Iterator[Case]:
-    """All of them: large ones for a GPU, those of the default model for a CPU."""
+    """Large shapes for a GPU, those of the default model for a CPU."""
     large = device.type == "cuda"
     dtype = torch.bfloat16
     shapes = [(4096, 256), (2048, 512)]
@@ -58,13 +59,8 @@ def cases(device: torch.device) -> Iterator[Case]:
         yield loss(device, rows, hidden, vocabulary, dtype)
 
 
-def of(module, function: str) -> Callable:
-    """A function of an implementation by name."""
-    return getattr(module, function)
-
-
-def liger(device: torch.device) -> bool:
-    """Whether Liger-Kernel is here to be compared with."""
+def has_liger(device: torch.device) -> bool:
+    """Whether Liger-Kernel can be compared with."""
     return device.type == "cuda" and importlib.util.find_spec("liger_kernel") is not None
 
 
@@ -74,53 +70,53 @@ def random(device: torch.device, *shape: int, dtype: torch.dtype, mean: float = 
 
 
 def norm(device, kind: str, rows: int, width: int, dtype: torch.dtype, residual: bool) -> Case:
-    """RMSNorm or LayerNorm, with float32 gains (the peers' in x's dtype), alone or after the residual addition."""
+    """RMSNorm or LayerNorm, alone or after the residual addition. Our weight is float32, others' in x's dtype."""
 
     def make():
         x = random(device, rows, width, dtype=dtype)
-        gain = random(device, width, dtype=torch.float32, mean=1.0, std=0.1)
-        return (x, gain, random(device, rows, width, dtype=dtype)) if residual else (x, gain)
+        weight = random(device, width, dtype=torch.float32, mean=1.0, std=0.1)
+        return (x, weight, random(device, rows, width, dtype=dtype)) if residual else (x, weight)
 
-    def by(module):
-        def run(x, gain, stream=None):
-            y, s = of(module, "normalize")(x, gain, None, stream, kind=kind, eps=1e-5)
+    def using(module):
+        def run(x, weight, stream=None):
+            y, s = module.normalize(x, weight, None, stream, kind=kind, eps=1e-5)
             return y if stream is None else (y, s)
 
         return run
 
-    def torch_own(x, gain, stream=None):
+    def torch_own(x, weight, stream=None):
         s = x if stream is None else x + stream
         if kind == "rms":
-            y = F.rms_norm(s, (width,), gain.to(dtype), 1e-5)
+            y = F.rms_norm(s, (width,), weight.to(dtype), 1e-5)
         else:
-            y = F.layer_norm(s, (width,), gain.to(dtype), None, 1e-5)
+            y = F.layer_norm(s, (width,), weight.to(dtype), None, 1e-5)
         return y if stream is None else (y, s)
 
-    peers = {"ours": by(kernels.implementation(device)), "specification, eager": by(reference)}
-    peers[f"F.{kind}_norm"] = torch_own
-    peers["torch.compile"] = torch.compile(by(reference))
-    if liger(device) and not residual:
+    baselines = {"ours": using(kernels.implementation(device)), "reference, eager": using(reference)}
+    baselines[f"F.{kind}_norm"] = torch_own
+    baselines["torch.compile"] = torch.compile(using(reference))
+    if has_liger(device) and not residual:
         from liger_kernel.ops.layer_norm import LigerLayerNormFunction
         from liger_kernel.ops.rms_norm import LigerRMSNormFunction
 
-        def with_liger(x, gain):
+        def with_liger(x, weight):
             if kind == "rms":
-                return LigerRMSNormFunction.apply(x, gain.to(dtype), 1e-5, 0.0, "llama", False)
-            return LigerLayerNormFunction.apply(x, gain.to(dtype), torch.zeros_like(gain, dtype=dtype), 1e-5)
+                return LigerRMSNormFunction.apply(x, weight.to(dtype), 1e-5, 0.0, "llama", False)
+            return LigerLayerNormFunction.apply(x, weight.to(dtype), torch.zeros_like(weight, dtype=dtype), 1e-5)
 
-        peers["Liger"] = with_liger
+        baselines["Liger"] = with_liger
     elements, size = rows * width, torch.empty(0, dtype=dtype).element_size()
     goal = (
         ((0.93, 0.85 if kind == "rms" else 0.80) if width <= 8192 else (0.60, 0.60)) if width >= 2048 else (0.60, 0.60)
     )
     name = f"{kind} norm{' after addition' if residual else ''}, {rows} x {width}"
     moved = (4, 4) if residual else (2, 3)
-    learn = 3 if residual else 2
-    return Case(name, make, learn, peers, moved[0] * size * elements, moved[1] * size * elements, goal=goal)
+    num_learned = 3 if residual else 2
+    return Case(name, make, num_learned, baselines, moved[0] * size * elements, moved[1] * size * elements, goal=goal)
 
 
 def mlp(device, rows: int, hidden: int, width: int, dtype: torch.dtype) -> Case:
-    """The whole SwiGLU block, and on a GPU its first half as one kernel."""
+    """The SwiGLU MLP; on a GPU also with gate, up and activation in one kernel."""
 
     def make():
         std = hidden**-0.5
@@ -130,63 +126,65 @@ def mlp(device, rows: int, hidden: int, width: int, dtype: torch.dtype) -> Case:
             random(device, hidden, width, dtype=dtype, mean=0.0, std=std),
         )
 
-    peers = {
-        "ours": of(kernels.implementation(device), "swiglu_mlp"),
-        "specification, eager": reference.swiglu_mlp,
+    baselines = {
+        "ours": kernels.implementation(device).swiglu_mlp,
+        "reference, eager": reference.swiglu_mlp,
         "torch.compile": torch.compile(reference.swiglu_mlp),
     }
-    if device.type == "cuda" and kernels.gpu is not None:
-        from kernels import swiglu
-
-        def one_kernel(x, gate_up, down):
-            before = swiglu.WINS
-            swiglu.WINS = ((rows, hidden),)
-            try:
-                return swiglu.swiglu_mlp(x, gate_up, down)
-            finally:
-                swiglu.WINS = before
-
-        peers["ours, one kernel for gate and up"] = one_kernel
-    if liger(device):
+    if device.type == "cuda":
+        baselines["ours, one kernel for gate and up"] = partial(run_fused_gate_up, device)
+    if has_liger(device):
         from liger_kernel.ops.swiglu import LigerSiLUMulFunction
 
         def with_liger(x, gate_up, down):
             gate, up = F.linear(x, gate_up).chunk(2, -1)
             return F.linear(LigerSiLUMulFunction.apply(gate, up), down)
 
-        peers["Liger"] = with_liger
+        baselines["Liger"] = with_liger
     name = f"SwiGLU MLP, {rows} x {hidden}, {width} wide"
-    return Case(name, make, 3, peers, 0, 0, flops=18.0 * rows * hidden * width)
+    return Case(name, make, 3, baselines, 0, 0, flops=18.0 * rows * hidden * width)
+
+
+def run_fused_gate_up(device: torch.device, x: Tensor, gate_up_weight: Tensor, down_weight: Tensor) -> Tensor:
+    """Our MLP with `fused_gate_up`. Raises RuntimeError if the two usual steps ran instead of the one kernel."""
+    kernels.use("triton", device, fused_gate_up=True)
+    try:
+        out = kernels.swiglu_mlp(x, gate_up_weight, down_weight)
+        if kernels.swiglu.fused_gate_up_obstacles:
+            raise RuntimeError(kernels.swiglu.fused_gate_up_obstacles[0])
+        return out
+    finally:
+        kernels.use("auto", device)
 
 
 def rotary(device, tokens: int, heads: int, kv_heads: int, width: int, dtype: torch.dtype, normed: bool) -> Case:
-    """q and k turned, from the packed product, with or without the norm of each head."""
+    """q and k rotated, from the packed product, with or without the norm of each head."""
     length = 1024 if tokens > 4096 else 256
 
     def make():
         angles = torch.rand(length, width // 2, device=device) * 100
         qkv = random(device, tokens // length, length, (heads + 2 * kv_heads) * width, dtype=dtype)
-        gains = [random(device, width, dtype=torch.float32, mean=1.0, std=0.1) for _ in range(2 * normed)]
-        return qkv, *gains, angles.cos(), angles.sin()
+        norm_weights = [random(device, width, dtype=torch.float32, mean=1.0, std=0.1) for _ in range(2 * normed)]
+        return qkv, *norm_weights, angles.cos(), angles.sin()
 
-    def by(function):
+    def using(function):
         def run(qkv, *rest):
-            gains = rest[:-2] if normed else (None, None)
-            return function(qkv, *rest[-2:], heads, kv_heads, *gains, 1e-6)
+            norm_weights = rest[:-2] if normed else (None, None)
+            return function(qkv, *rest[-2:], heads, kv_heads, *norm_weights, 1e-6)
 
         return run
 
-    peers = {
-        "ours": by(of(kernels.implementation(device), "rotary")),
-        "specification, eager": by(reference.rotary),
-        "torch.compile": torch.compile(by(reference.rotary)),
+    baselines = {
+        "ours": using(kernels.implementation(device).rotary),
+        "reference, eager": using(reference.rotary),
+        "torch.compile": torch.compile(using(reference.rotary)),
     }
     size = torch.empty(0, dtype=dtype).element_size()
-    turned, all_of_it = tokens * (heads + kv_heads) * width, tokens * (heads + 2 * kv_heads) * width
+    rotated, packed = tokens * (heads + kv_heads) * width, tokens * (heads + 2 * kv_heads) * width
     name = f"rotary{' with norms of heads' if normed else ''}, {tokens} tokens, {heads} + {kv_heads} heads of {width}"
-    backward = 2 * size * all_of_it + size * turned * normed
+    backward = 2 * size * packed + size * rotated * normed
     goal = (0.85, 0.85) if normed else (0.90, 0.90)
-    return Case(name, make, 1 + 2 * normed, peers, 2 * size * turned, backward, goal=goal)
+    return Case(name, make, 1 + 2 * normed, baselines, 2 * size * rotated, backward, goal=goal)
 
 
 def loss(device, rows: int, hidden: int, vocabulary: int, dtype: torch.dtype) -> Case:
@@ -196,17 +194,17 @@ def loss(device, rows: int, hidden: int, vocabulary: int, dtype: torch.dtype) ->
         weight = random(device, vocabulary, hidden, dtype=dtype, mean=0.0, std=hidden**-0.5)
         return random(device, rows, hidden, dtype=dtype), weight, torch.randint(vocabulary, (rows,), device=device)
 
-    peers = {
-        "ours": of(kernels.implementation(device), "linear_cross_entropy"),
-        "F.cross_entropy, whole logits": reference.linear_cross_entropy,
+    baselines = {
+        "ours": kernels.implementation(device).linear_cross_entropy,
+        "F.cross_entropy, all logits": reference.linear_cross_entropy,
         "torch.compile": torch.compile(reference.linear_cross_entropy),
     }
-    if liger(device):
+    if has_liger(device):
         from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
 
         def with_liger(x, weight, targets):
             return LigerFusedLinearCrossEntropyFunction.apply(x, weight, targets)[0]  # the mean: gradients in forward
 
-        peers["Liger, mean"] = with_liger
+        baselines["Liger, mean"] = with_liger
     name = f"head and loss, {rows} x {hidden}, vocabulary {vocabulary}"
-    return Case(name, make, 2, peers, 0, 0, flops=6.0 * rows * hidden * vocabulary, goal=(0.0, 1 / 1.2))
+    return Case(name, make, 2, baselines, 0, 0, flops=6.0 * rows * hidden * vocabulary, goal=(0.0, 1 / 1.2))

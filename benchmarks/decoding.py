@@ -57,7 +57,7 @@ def main() -> None:
         cache.values.normal_()
         token = torch.ones(texts, 1, dtype=torch.int64, device=device)
         steps = {"decoder": lambda token, cache=cache: decoder(token, cache=cache)}
-        if kernels.why_not_triton(device) is None:
+        if kernels.find_triton_obstacle(device) is None:
             fused = DecodeStep(decoder, cache, None)
             steps["fused"] = lambda token, fused=fused: fused(token, None)
         for name, step in steps.items():

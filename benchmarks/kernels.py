@@ -1,9 +1,9 @@
-"""Every kernel beside its peers and the machine's limit: `python -m benchmarks.kernels`.
+"""Every kernel beside its baselines and the machine's limit: `python -m benchmarks.kernels`.
 
-For each shape: forward, backward and both, each the median of many calls on random data that take turns, on a GPU over
-buffers that exceed its cache; host time apart; peak memory. The limit, torch's copy or its matrix product, is measured
-in the same run. Prints tables in Markdown and everything as JSON in its last line; `--out` also writes that line to a
-file and draws a picture beside it.
+For each shape: forward, backward and both, each the median of many interleaved calls on random data, on a GPU over
+buffers that exceed its cache; separately, host time and peak memory. The limit, torch's copy or its matrix product, is
+measured in the same run. Prints tables in Markdown and everything as JSON in its last line; `--out` also writes that
+line to a file and draws a picture beside it.
 """
 
 import argparse
@@ -29,24 +29,24 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # 
 
 
 def measure(case: Case, device: torch.device, repeats: int) -> dict[str, dict]:
-    """Seconds of each part, host seconds of both and peak bytes, by peer; the peers take turns."""
+    """Seconds of each part, host seconds of both and peak bytes, by baseline; their calls are interleaved."""
     first = case.make()
     size = sum(tensor.numel() * tensor.element_size() for tensor in first)
     count = max(2, math.ceil(BEYOND_CACHE / size)) if device.type == "cuda" else 2
     sets = [first, *(case.make() for _ in range(min(count, 64) - 1))]
     for tensors in sets:
-        for tensor in tensors[: case.learn]:
+        for tensor in tensors[: case.num_learned]:
             tensor.requires_grad_()
     exact = None
     found = {}
     runs = {}
-    for name, peer in case.peers.items():
+    for name, baseline in case.baselines.items():
         try:
-            outputs = [as_tuple(peer(*tensors)) for tensors in sets]
-        except Exception as error:  # a peer that cannot do this shape is no reason to measure none
+            outputs = [as_tuple(baseline(*tensors)) for tensors in sets]
+        except Exception as error:  # the others are measured even if one cannot run this shape
             if name == "ours":
                 raise
-            found[name] = {"failed": str(error).splitlines()[0][:200]}
+            found[name] = {"not_run": (str(error) or type(error).__name__).splitlines()[0][:200]}
             continue
         upstream = [[torch.randn_like(out) for out in one] for one in outputs]
         if exact is None:
@@ -56,14 +56,14 @@ def measure(case: Case, device: torch.device, repeats: int) -> dict[str, dict]:
             if not error < 2e-2:
                 raise SystemExit(f"{case.name}: {name} and ours differ by {error:.1e}")
 
-        def forward(i, peer=peer):
-            return peer(*sets[i])
+        def forward(i, baseline=baseline):
+            return baseline(*sets[i])
 
         def backward(i, outputs=outputs, upstream=upstream):
-            return torch.autograd.grad(outputs[i], sets[i][: case.learn], upstream[i], retain_graph=True)
+            return torch.autograd.grad(outputs[i], sets[i][: case.num_learned], upstream[i], retain_graph=True)
 
-        def both(i, peer=peer, upstream=upstream):
-            return torch.autograd.grad(as_tuple(peer(*sets[i])), sets[i][: case.learn], upstream[i])
+        def both(i, baseline=baseline, upstream=upstream):
+            return torch.autograd.grad(as_tuple(baseline(*sets[i])), sets[i][: case.num_learned], upstream[i])
 
         runs[name] = {
             part: [lambda i=i, run=run: run(i) for i in range(len(sets))]
@@ -87,12 +87,12 @@ def measure(case: Case, device: torch.device, repeats: int) -> dict[str, dict]:
 
 
 def as_tuple(out) -> tuple[torch.Tensor, ...]:
-    """One tensor or several as several."""
+    """One tensor as a tuple of one."""
     return out if isinstance(out, tuple) else (out,)
 
 
 def shares(case: Case, found: dict, copy: float, product: float) -> dict[str, float]:
-    """Share of the limit that each part reaches."""
+    """Fraction of the limit that each part reaches."""
     if case.flops:
         return {"both": case.flops / found["both"] / product}
     moved = {"forward": case.forward_bytes, "backward": case.backward_bytes}
@@ -101,7 +101,7 @@ def shares(case: Case, found: dict, copy: float, product: float) -> dict[str, fl
 
 
 def table(case: Case, found: dict[str, dict], copy: float, product: float) -> str:
-    """Markdown: a row per peer."""
+    """Markdown: a row per baseline."""
     limit = f"{product / 1e12:.3g} TFLOP/s of a product" if case.flops else f"{copy / 1e9:.4g} GB/s of a copy"
     lines = [f"### {case.name}\n", f"Limit: {limit}, measured in this run."]
     if case.goal is not None:
@@ -113,8 +113,8 @@ def table(case: Case, found: dict[str, dict], copy: float, product: float) -> st
         "|---|---|---|---|---|---|---|",
     ]
     for name, one in found.items():
-        if "failed" in one:
-            lines.append(f"| {name} | {one['failed']} | | | | | |")
+        if "not_run" in one:
+            lines.append(f"| {name} | not run: {one['not_run']} | | | | | |")
             continue
         reached = ", ".join(f"{share:.0%}" for share in shares(case, one, copy, product).values())
         microseconds = " | ".join(f"{one[part] * 1e6:,.1f}" for part in PARTS)
@@ -125,21 +125,21 @@ def table(case: Case, found: dict[str, dict], copy: float, product: float) -> st
 
 
 def draw(results: list[dict], path: Path, title: str) -> None:
-    """How many times as long as ours each peer takes, forward and backward together."""
+    """The time of each baseline over ours, forward and backward together."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 1.2 + 0.45 * len(results)), dpi=120, layout="constrained")
     axes = figure.add_subplot()
-    peers = list(dict.fromkeys(name for result in results for name in result["peers"]))
-    for i, peer in enumerate(peers):
+    baselines = list(dict.fromkeys(name for result in results for name in result["baselines"]))
+    for i, baseline in enumerate(baselines):
         points = [
-            (result["peers"][peer]["both"] / result["peers"]["ours"]["both"], row)
+            (result["baselines"][baseline]["both"] / result["baselines"]["ours"]["both"], row)
             for row, result in enumerate(results)
-            if "both" in result["peers"].get(peer, {})
+            if "both" in result["baselines"].get(baseline, {})
         ]
         if points:
-            marker = "os^Dvx"[i % 6]
-            axes.scatter(*zip(*points, strict=True), color=COLOURS[i % 6], marker=marker, s=36, label=peer, zorder=3)
+            style = {"color": COLOURS[i % 6], "marker": "os^Dvx"[i % 6], "s": 36, "zorder": 3}
+            axes.scatter(*zip(*points, strict=True), label=baseline, **style)
     axes.axvline(1, color="black", linewidth=1)
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter("{x:g}")
@@ -153,7 +153,6 @@ def draw(results: list[dict], path: Path, title: str) -> None:
 
 
 def main() -> None:
-    """Measure what was asked for."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.kernels", description=__doc__.split("\n\n")[0])
     parser.add_argument(
         "--only", type=pattern, default="", metavar="PATTERN", help="cases whose name matches, such as 'rms norm'"
@@ -185,10 +184,10 @@ def main() -> None:
         with tqdm.external_write_mode():
             print(table(case, found, copy, product), flush=True)
         for one in found.values():
-            if "failed" not in one:
+            if "not_run" not in one:
                 one["share_of_limit"] = shares(case, one, copy, product)
                 one["host"] = None if math.isnan(one["host"]) else one["host"]
-        results.append({"name": case.name, "goal": case.goal, "peers": found})
+        results.append({"name": case.name, "goal": case.goal, "baselines": found})
         torch.compiler.reset()
         gc.collect()
     write({"machine": machine, "cases": results}, arguments.out)

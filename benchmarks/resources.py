@@ -1,8 +1,8 @@
-"""What the compiler makes of every Triton kernel for four GPUs, none of which needs to be there.
+"""What the compiler makes of every Triton kernel for four GPUs, without needing any of them.
 
 `python -m benchmarks.resources` prints registers, spilled bytes and the width of memory accesses as a table, and as
-JSON in its last line. The launches are those of the functions that the model calls: a driver that names a GPU and has
-none stands in for the real one, so that they compile and stop.
+JSON in its last line. The launches are those of the functions that the model calls: a driver without a GPU replaces
+the real one, so that kernels are compiled and not run.
 """
 
 import argparse
@@ -25,13 +25,13 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from benchmarks.output import pattern
-from kernels import cross_entropy, decode, gpu, launch, norms, rope, swiglu
+from kernels import cross_entropy, decode, gpu, launch, norm, rope, swiglu
 
 TARGETS = {
-    "sm_80": (GPUTarget("cuda", 80, 32), launch.Properties(108, 32, copy_engine=False)),
-    "sm_90": (GPUTarget("cuda", 90, 32), launch.Properties(132, 32, copy_engine=True)),
-    "sm_100": (GPUTarget("cuda", 100, 32), launch.Properties(148, 32, copy_engine=True)),
-    "gfx942": (GPUTarget("hip", "gfx942", 64), launch.Properties(304, 16, copy_engine=False)),
+    "sm_80": (GPUTarget("cuda", 80, 32), launch.DeviceLimits(108, 32, has_tma=False)),
+    "sm_90": (GPUTarget("cuda", 90, 32), launch.DeviceLimits(132, 32, has_tma=True)),
+    "sm_100": (GPUTarget("cuda", 100, 32), launch.DeviceLimits(148, 32, has_tma=True)),
+    "gfx942": (GPUTarget("hip", "gfx942", 64), launch.DeviceLimits(304, 16, has_tma=False)),
 }
 FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
 
@@ -50,20 +50,19 @@ class Resources:
     shared: int
     """Bytes of shared memory."""
     loads: dict[int, int]
-    """Global loads in the code by their width in bytes, the copy engine's as 0."""
+    """Global loads in the code by their width in bytes; 0 for tiles loaded by the TMA."""
     stores: dict[int, int]
     float64: int
     """Arithmetic instructions on 64-bit floating point numbers."""
 
 
 class Driver:
-    """Stands in for a GPU's driver: names a target, and has no device."""
+    """Replaces a GPU's driver: names a target, and has no device."""
 
     def __init__(self, target: GPUTarget, device: int):
         self.target, self.device = target, device
 
     def get_current_target(self) -> GPUTarget:
-        """What to compile for."""
         return self.target
 
     def get_current_device(self) -> int:
@@ -84,16 +83,16 @@ class Recorder:
 
         def compile_only(function, *arguments, grid, warmup, **options):
             kernel = run(function, *arguments, grid=grid, warmup=True, **options)
-            self.compiled.append((f"{function.module.removeprefix('kernels.')}.{function.__name__}", kernel))
+            self.compiled.append((function.__name__, kernel))
             return kernel
 
-        def widened(*arguments):
+        def pack_arguments(*arguments):
             options, signature, *rest = pack(*arguments)
             if self.float64_scalars:
                 signature = {name: "fp64" if kind == "fp32" else kind for name, kind in signature.items()}
             return options, signature, *rest
 
-        JITFunction.run, JITFunction._pack_args = compile_only, widened
+        JITFunction.run, JITFunction._pack_args = compile_only, pack_arguments
         self.float64_scalars = False
 
     def record(self, call: Callable[[], object]) -> list[tuple[str, triton.compiler.CompiledKernel]]:
@@ -104,65 +103,68 @@ class Recorder:
 
 
 def launches() -> Iterator[tuple[str, Callable[[], object]]]:
-    """Names and calls: for each kernel the shapes that choose another geometry, and the heaviest options of each."""
+    """Names and calls: for each kernel, shapes for each launch geometry, and the options that take most registers."""
 
     def empty(*shape: int, dtype: torch.dtype = BFLOAT16) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype)
 
-    def norm(width: int, kind: str, dtype: torch.dtype, backward: bool) -> Callable[[], object]:
-        layer, x, gain = kind == "layer", empty(40, width, dtype=dtype), empty(width, dtype=FLOAT32)
+    def norm_call(width: int, kind: str, dtype: torch.dtype, backward: bool) -> Callable[[], object]:
+        layer_norm, x, weight = kind == "layer", empty(40, width, dtype=dtype), empty(width, dtype=FLOAT32)
         statistic = empty(40, dtype=FLOAT32)
-        bias = gain if layer else None
+        bias = weight if layer_norm else None
         if backward:
-            return lambda: norms.norm_backward(x, x, x, gain, statistic, statistic, layer, True, layer)
-        return lambda: norms.norm_forward(x, x, gain, bias, layer, 1e-5)
+            return lambda: norm.norm_backward(x, x, x, weight, statistic, statistic, layer_norm, True, layer_norm)
+        return lambda: norm.norm_forward(x, x, weight, bias, layer_norm, 1e-5)
 
     for kind in ("rms", "layer"):
         for width in (256, 1024, 4104, 32768, 65536):
-            yield f"norm forward, {kind}, {width}", norm(width, kind, BFLOAT16, False)
+            yield f"norm forward, {kind}, {width}", norm_call(width, kind, BFLOAT16, False)
         for width in (256, 1024, 4088, 8192, 16384):
-            yield f"norm backward, {kind}, {width}", norm(width, kind, BFLOAT16, True)
-    yield "norm forward, layer, 4096, float32", norm(4096, "layer", FLOAT32, False)
-    yield "norm backward, layer, 4096, float32", norm(4096, "layer", FLOAT32, True)
+            yield f"norm backward, {kind}, {width}", norm_call(width, kind, BFLOAT16, True)
+    yield "norm forward, layer, 4096, float32", norm_call(4096, "layer", FLOAT32, False)
+    yield "norm backward, layer, 4096, float32", norm_call(4096, "layer", FLOAT32, True)
 
     packed, hidden = empty(40, 2 * 2824), empty(40, 2824)  # divisible by 8 and not by 16
     yield "swiglu forward", lambda: swiglu.swiglu_forward(packed)
     yield "swiglu backward", lambda: swiglu.swiglu_backward(hidden, packed)
     for rows in (32, 256):
         x, weight = empty(rows, 512), empty(1024, 512)
-        yield f"swiglu in one kernel, {rows} rows", lambda x=x, weight=weight: swiglu.swiglu_gate_up(x, weight, True)
+        yield (
+            f"gate and up in one kernel, {rows} rows",
+            lambda x=x, weight=weight: swiglu.swiglu_gate_up(x, weight, True),
+        )
 
     for width in (64, 128):
-        angles, gain = empty(24, width // 2, dtype=FLOAT32), empty(width, dtype=FLOAT32)
+        angles, weight = empty(24, width // 2, dtype=FLOAT32), empty(width, dtype=FLOAT32)
         qkv, q, k = empty(2, 24, 16 * width), empty(2, 24, 8, width), empty(2, 24, 4, width)
-        for gains in ((None, None), (gain, gain)):
-            name = f"head size {width}{', normed' if gains[0] is not None else ''}"
+        for weights in ((None, None), (weight, weight)):
+            name = f"head size {width}{', head norms' if weights[0] is not None else ''}"
             yield (
                 f"rotary forward, {name}",
-                lambda a=(qkv, angles, angles, 8, 4, *gains, 1e-6): rope.rotary_forward(*a),
+                lambda a=(qkv, angles, angles, 8, 4, *weights, 1e-6): rope.rotary_forward(*a),
             )
             yield (
                 f"rotary backward, {name}",
-                lambda a=(q, k, k, qkv, angles, angles, *gains, 1e-6): rope.rotary_backward(*a),
+                lambda a=(q, k, k, qkv, angles, angles, *weights, 1e-6): rope.rotary_backward(*a),
             )
 
     logits, targets = empty(16, 6408), torch.zeros(16, dtype=torch.int64)
     for replace in (False, True):
         name = f"loss{' and gradient' if replace else ''}"
-        yield name, lambda replace=replace: cross_entropy.losses_of(logits, targets, -100, replace)
+        yield name, lambda replace=replace: cross_entropy.compute_losses(logits, targets, -100, replace)
 
     s, table = empty(2, 2048), empty(64, 64, dtype=FLOAT32)
-    column = padding = torch.zeros(2, dtype=torch.int64)
-    q, cache, gain = empty(2, 16, 128), empty(2, 8, 64, 128), empty(4096)
-    parts = empty(2, 16, 4, 128, dtype=FLOAT32), empty(2, 16, 4, dtype=FLOAT32), empty(2, 16, 4, dtype=FLOAT32)
-    given = "layer", gain, gain, 1e-5
-    for gains in ((None, None), (gain, gain)):
-        name = f"decode qkv, layer{', normed heads' if gains[0] is not None else ''}"
-        a = s, given, empty(32 * 128, 2048), gain, gains, (table, table), column, padding, q, cache, cache
+    position, padding = torch.zeros(1, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
+    q, cache, weight = empty(2, 16, 128), empty(2, 8, 64, 128), empty(4096)
+    partials = empty(2, 16, 4, 128, dtype=FLOAT32), empty(2, 16, 4, dtype=FLOAT32), empty(2, 16, 4, dtype=FLOAT32)
+    layer_norm = "layer", weight, weight, 1e-5
+    for weights in ((None, None), (weight, weight)):
+        name = f"decode qkv, layer{', head norms' if weights[0] is not None else ''}"
+        a = s, layer_norm, empty(32 * 128, 2048), weight, weights, (table, table), position, padding, q, cache, cache
         yield name, lambda a=a: decode.qkv(*a)
-    yield "decode gate_up, layer", lambda: decode.gate_up(s, given, empty(8192, 2048), empty(2, 4096))
-    yield "decode attention", lambda: decode.attention(q, cache, cache, column, padding, parts)
-    yield "decode project parts", lambda: decode.project(parts, empty(2048, 2048), s)
+    yield "decode gate_up, layer", lambda: decode.gate_up(s, layer_norm, empty(8192, 2048), empty(2, 4096))
+    yield "decode attention", lambda: decode.attention(q, cache, cache, position, padding, partials)
+    yield "decode project, attention splits", lambda: decode.project(partials, empty(2048, 2048), s)
     yield "decode project", lambda: decode.project(empty(2, 4096), empty(2048, 4096), s)
 
 
@@ -223,15 +225,15 @@ def by_width(accesses: list[tuple[str, int]]) -> dict[str, dict[int, int]]:
 
 
 def pretend(name: str) -> Recorder:
-    """From here on, launches in this process compile for a target."""
-    target, properties = TARGETS[name]
-    launch.properties = lambda device: properties
+    """From now on, launches in this process compile for a target."""
+    target, limits = TARGETS[name]
+    launch.device_limits = lambda device: limits
     driver.set_active(Driver(target, list(TARGETS).index(name)))
     return Recorder()
 
 
 def measure(name: str, only: str, float64_scalars: bool) -> list[Resources]:
-    """Compile launches for a target; with float64_scalars as if a compiler had typed all numbers so."""
+    """Compile launches for a target; with float64_scalars, as torch.compile may type them, all numbers are float64."""
     recorder = pretend(name)
     recorder.float64_scalars = float64_scalars
     found, seen = [], set()
@@ -263,15 +265,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.resources", description=__doc__.split("\n\n")[0])
     parser.add_argument("--targets", nargs="+", choices=TARGETS, default=list(TARGETS), help="GPUs to compile for")
     parser.add_argument("--only", type=pattern, default="", metavar="PATTERN", help="launches whose name matches")
-    parser.add_argument("--float64-scalars", action="store_true", help="numbers typed float64, as by a compiler")
+    parser.add_argument("--float64-scalars", action="store_true", help="type all numbers float64, as torch.compile may")
     arguments = parser.parse_args()
     if gpu.INTERPRETED:
         raise SystemExit("python -m benchmarks.resources compiles kernels: run it without TRITON_INTERPRET.")
-    # A process for each: what Triton keeps of a target is not meant to be changed.
+    # A process for each target: Triton caches what it knows about a target.
     with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as pool:
         options = arguments.only, arguments.float64_scalars
-        parts = [pool.submit(measure, target, *options) for target in arguments.targets]
-        found = [one for part in parts for one in part.result()]
+        results = [pool.submit(measure, target, *options) for target in arguments.targets]
+        found = [one for result in results for one in result.result()]
     print("Each cell: registers of a thread, bytes spilled, widths of global loads in bytes.\n")
     print(table(found))
     print(json.dumps([asdict(one) for one in found]))

@@ -28,7 +28,7 @@ from training.step import train_step
 def builds(device: torch.device) -> dict[str, tuple[str, bool]]:
     """Name: what `kernels.use` is told, and whether it is compiled."""
     found = {"specification, eager": ("reference", False), "torch.compile": ("reference", True)}
-    if device.type == "cuda" and kernels.why_not_triton(device) is None:
+    if device.type == "cuda" and kernels.find_triton_obstacle(device) is None:
         found |= {"Triton": ("triton", False), "Triton and torch.compile": ("triton", True)}
     elif device.type == "cpu":
         found |= {"CPU functions": ("torch", False)}

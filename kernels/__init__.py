@@ -1,7 +1,7 @@
 """Functions on tensors that the model is made of. They know nothing of modules, text or training.
 
 This is the one place that picks an implementation; callers never see which one ran.
-`kernels.reference` is the specification that every implementation is tested against.
+Every implementation is tested against `kernels.reference`.
 """
 
 import functools
@@ -16,9 +16,9 @@ from torch import Tensor
 from kernels import cpu, reference
 
 if importlib.util.find_spec("triton"):  # Linux only
-    from kernels import decode, gpu
+    from kernels import decode, gpu, swiglu
 else:
-    decode = gpu = None
+    decode = gpu = swiglu = None
 
 __all__ = ["attention", "describe", "linear_cross_entropy", "normalize", "rotary", "swiglu_mlp", "use"]
 
@@ -26,36 +26,43 @@ NORM_KINDS = ("rms", "layer")
 CHOICES = ("auto", "triton", "torch", "reference")
 
 _choice = "auto"
+_fused_gate_up = False
 
 
-def use(choice: str, device: torch.device) -> None:
+def use(choice: str, device: torch.device, *, fused_gate_up: bool = False) -> None:
     """Choose the implementation for this process: `triton`, `torch`, or `auto`, Triton wherever a GPU can run it.
 
-    `reference` is the specification itself, for comparisons: `torch` is more than that on a CPU.
-    Raises ValueError, with a sentence that says why, where Triton cannot run on the device.
+    `reference` is plain PyTorch on every device, for comparisons; on a CPU, `torch` means faster functions than that.
+    With `fused_gate_up` the Triton MLP computes gate, up and activation in one kernel. Where that kernel cannot take an
+    input, the usual two steps run, and one line on stderr says why.
+    Raises ValueError, with the reason in one line, where one of them needs Triton and it does not run on the device.
     """
-    global _choice
+    global _choice, _fused_gate_up
     if choice not in CHOICES:
         raise ValueError(f"kernels {choice!r} are none of {', '.join(CHOICES)}")
-    if choice == "triton" and (reason := why_not_triton(device)) is not None:
-        raise ValueError(f"the Triton kernels cannot run on {device.type}: {reason}")
-    _choice = choice
+    if choice == "triton" and (obstacle := find_triton_obstacle(device)) is not None:
+        raise ValueError(f"the Triton kernels cannot run on {device.type}: {obstacle}")
+    if fused_gate_up and choose_implementation(choice, device) is not gpu:
+        raise ValueError(f"fused_gate_up needs 'triton' kernels: {choice!r} does not run Triton on {device.type}")
+    _choice, _fused_gate_up = choice, fused_gate_up
+    if swiglu is not None:
+        swiglu.fused_gate_up_obstacles.clear()
 
 
-def why_not_triton(device: torch.device) -> str | None:
-    """What the Triton kernels lack on a device, or None."""
+def find_triton_obstacle(device: torch.device) -> str | None:
+    """Why the Triton kernels cannot run on a device, or None."""
     if gpu is None:
         return "Triton is not installed"
     if device.type == "cpu" and gpu.INTERPRETED:
         return None
     if device.type == "cuda":
-        return why_not_on_gpu(device)
+        return find_gpu_obstacle(device)
     hint = " (or, slowly, in Triton's interpreter: TRITON_INTERPRET=1)" if device.type == "cpu" else ""
     return f"they need an NVIDIA or AMD GPU{hint}"
 
 
 @functools.cache
-def why_not_on_gpu(device: torch.device) -> str | None:
+def find_gpu_obstacle(device: torch.device) -> str | None:
     """What a GPU or its machine lacks: Triton needs compute capability 8.0, and compiles its launchers as it runs."""
     if torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 0):
         return "they need a GPU of compute capability 8.0 (Ampere) or newer"
@@ -66,22 +73,27 @@ def why_not_on_gpu(device: torch.device) -> str | None:
 
 def implementation(device: torch.device) -> ModuleType:
     """The module whose functions run on a device, as `use` chose."""
-    if _choice == "reference":
+    return choose_implementation(_choice, device)
+
+
+def choose_implementation(choice: str, device: torch.device) -> ModuleType:
+    if choice == "reference":
         return reference
-    if _choice == "triton" or (_choice == "auto" and device.type == "cuda" and why_not_triton(device) is None):
+    if choice == "triton" or (choice == "auto" and device.type == "cuda" and find_triton_obstacle(device) is None):
         return gpu
-    # torch.compile fuses the specification itself
+    # torch.compile fuses the reference itself
     return cpu if device.type == "cpu" and not torch.compiler.is_compiling() else reference
 
 
 def describe(device: torch.device) -> str:
-    """What runs on a device, in a few words, when it is not compiled."""
+    """What runs on a device without torch.compile, in a few words."""
     chosen = implementation(device)
     if chosen is gpu:
-        return "Triton, interpreted (slow)" if gpu.INTERPRETED else "Triton"
+        fused = ", gate and up in one kernel" if _fused_gate_up else ""
+        return f"Triton, interpreted (slow){fused}" if gpu.INTERPRETED else f"Triton{fused}"
     if chosen is cpu:
         return "plain PyTorch with CPU functions"
-    return "plain PyTorch" if _choice in ("torch", "reference") else f"plain PyTorch ({why_not_triton(device)})"
+    return "plain PyTorch" if _choice in ("torch", "reference") else f"plain PyTorch ({find_triton_obstacle(device)})"
 
 
 def normalize(
@@ -94,7 +106,7 @@ def normalize(
     eps: float,
 ) -> tuple[Tensor, Tensor]:
     """RMSNorm or LayerNorm of x, or of x + residual, and the residual stream; see `reference.normalize`."""
-    if kind not in NORM_KINDS:  # here, for all implementations
+    if kind not in NORM_KINDS:  # checked once for all implementations
         raise ValueError(f"norm kind {kind!r} is none of {', '.join(NORM_KINDS)}")
     return implementation(x.device).normalize(x, weight, bias, residual, kind=kind, eps=eps)
 
@@ -109,7 +121,7 @@ def rotary(
     k_norm_weight: Tensor | None = None,
     eps: float = 1e-6,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Packed rows split into q, k and v, with q and k turned by their positions; see `reference.rotary`."""
+    """Packed rows split into q, k and v, with q and k rotated by their positions; see `reference.rotary`."""
     run = implementation(qkv.device).rotary
     return run(qkv, cos, sin, num_heads, num_kv_heads, q_norm_weight, k_norm_weight, eps)
 
@@ -121,7 +133,9 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Te
 
 def swiglu_mlp(x: Tensor, gate_up_weight: Tensor, down_weight: Tensor) -> Tensor:
     """The gated MLP; see `reference.swiglu_mlp`."""
-    return implementation(x.device).swiglu_mlp(x, gate_up_weight, down_weight)
+    chosen = implementation(x.device)
+    run = gpu.swiglu_mlp_fused_gate_up if _fused_gate_up and chosen is gpu else chosen.swiglu_mlp
+    return run(x, gate_up_weight, down_weight)
 
 
 def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int = -100) -> Tensor:

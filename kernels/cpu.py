@@ -1,12 +1,12 @@
 """The functions of `reference.py` for a CPU, each as one autograd function of few passes over memory.
 
 On a CPU a small model spends its time moving data: every operation reads and writes whole tensors, and autograd keeps
-float32 copies of what the specification upcasts. Here each function keeps only what its backward pass needs, in the
+float32 copies of what the reference upcasts. Here each function keeps only what its backward pass needs, in the
 activations' dtype, and writes in place where it owns the memory. Both norms are one source. docs/findings.md has the
-measurements, of the formulations that were slower too.
+measurements, also of slower formulations.
 
-The backward passes call a few of torch's own kernels (torch.ops.aten, torch._softmax_backward_data). They are no public
-interface, but stable in the versions that requirements.txt allows (below torch 2.14), and tests/kernels would notice.
+The backward passes call a few of torch's own kernels (torch.ops.aten, torch._softmax_backward_data). They are not a
+public interface, but stable in the versions that requirements.txt allows (below torch 2.14), and tests/kernels check.
 """
 
 import torch
@@ -16,12 +16,12 @@ from torch.nn import functional as F
 
 from kernels import reference
 
-# Rows of logits at once: 256 rows of a few thousand float32 columns stay in the cache between the passes over them.
+# Rows of logits at once: 256 rows of a few thousand float32 values stay in the cache between the passes over them.
 CHUNK = 256
 
 
 class Norm(torch.autograd.Function):
-    """See `norm`. s (..., D); the result is the normalized s alone."""
+    """See `normalize`. s (..., D); the result is the normalized s alone."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, s: Tensor, weight: Tensor, bias: Tensor | None, kind: str, eps: float) -> Tensor:
@@ -47,14 +47,13 @@ class Norm(torch.autograd.Function):
         """torch's LayerNorm kernel, for both kinds.
 
         With xhat = (s - mean) rstd and h = grad * weight it computes ds = rstd (h - mean(h) - xhat mean(h xhat)),
-        dweight = sum(grad xhat) and dbias = sum(grad) for whatever mean and rstd it is given. RMSNorm has mean 0 and
+        dweight = sum(grad xhat) and dbias = sum(grad) for any mean and rstd it is given. RMSNorm has mean 0 and
         no term mean(h), which is added back. The kernel sums over tokens in the dtype it is given: hence float32.
         """
         s, weight, bias, mean, rstd = ctx.saved_tensors
         width, grad = s.shape[-1], grad.float()
-        wanted = ctx.needs_input_grad[:3]
         ds, dweight, dbias = torch.ops.aten.native_layer_norm_backward(
-            grad, s.float(), [width], mean, rstd, weight, bias, (True, wanted[1], wanted[2])
+            grad, s.float(), [width], mean, rstd, weight, bias, (True, *ctx.needs_input_grad[1:3])
         )
         if ctx.kind == "rms":
             ds.add_((grad @ weight)[..., None].mul_(rstd).div_(width))
@@ -70,7 +69,7 @@ def normalize(
     kind: str,
     eps: float,
 ) -> tuple[Tensor, Tensor]:
-    """As `reference.normalize`. Float32 gains only: others go to the reference."""
+    """As `reference.normalize`. Only for float32 weights: the reference handles others."""
     if weight is None or weight.dtype != torch.float32:
         return reference.normalize(x, weight, bias, residual, kind=kind, eps=eps)
     s = x if residual is None else (x + residual).to(residual.dtype)  # torch adds bfloat16 in float32, rounding once
@@ -79,23 +78,23 @@ def normalize(
 
 
 class Rotary(torch.autograd.Function):
-    """Turn the pairs (i, i + d/2) of each head of x (B, T, N, d) by float32 angles cos, sin (T or B, T; 1, d/2)."""
+    """Rotate the pairs (i, i + d/2) of each head of x (B, T, N, d); cos and sin are float32 (T or B, T; 1, d/2)."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """(a, b) -> (a cos - b sin, b cos + a sin) in float32, rounded once."""
         ctx.save_for_backward(cos, sin)
-        return turn(x, cos, sin)
+        return rotate(x, cos, sin)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None, None]:
-        """Turn back: the transpose of a rotation is the rotation by the opposite angle."""
+        """Rotate back: the transpose of a rotation is the rotation by the opposite angle."""
         cos, sin = ctx.saved_tensors
-        return turn(grad, cos, -sin), None, None
+        return rotate(grad, cos, -sin), None, None
 
 
-def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the pairs (i, i + d/2) in the last dimension."""
     a, b = x.float().chunk(2, dim=-1)
     out = torch.empty(x.shape, dtype=torch.float32)
@@ -115,7 +114,7 @@ def rotary(
     k_norm_weight: Tensor | None = None,
     eps: float = 1e-6,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `reference.rotary`, which does it when there are per-head norms."""
+    """As `reference.rotary`, which is called with per-head norms."""
     if q_norm_weight is not None:
         return reference.rotary(qkv, cos, sin, num_heads, num_kv_heads, q_norm_weight, k_norm_weight, eps)
     heads = qkv.unflatten(-1, (num_heads + 2 * num_kv_heads, -1))  # (B, T, H + 2K, d)
@@ -157,7 +156,7 @@ class CausalAttention(torch.autograd.Function):
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
     """As `reference.attention`, faster for short sequences of wide heads in bfloat16 without a mask.
 
-    torch's fused kernel takes 2 to 4 times as long there. The price is one rounding more: scores are bfloat16 before
+    torch's fused kernel takes 2 to 4 times as long there. The price is one more rounding: scores are bfloat16 before
     the float32 softmax (relative error of the output 3.3e-3 instead of 2.0e-3 on normal inputs).
     """
     if mask is None and q.dtype == torch.bfloat16 and 1 < q.shape[2] <= 512 and q.shape[3] >= 64:
@@ -208,7 +207,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         for start in range(0, len(x), CHUNK):
             rows = slice(start, start + CHUNK)
             logits = (x[rows] @ weight.t()).float()
-            p = torch.softmax(logits, -1)  # one fused pass; the largest logit less the log of its share is logsumexp
+            p = torch.softmax(logits, -1)  # one fused pass; logsumexp = the largest logit - log of its probability
             loss[rows] = logits.amax(-1) - p.amax(-1).log_() - logits.gather(1, target[rows])[:, 0]
             if keep:
                 p.scatter_add_(1, target[rows], minus_one[: len(p)])  # in float32, before the rounding
@@ -220,7 +219,7 @@ class LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """The loss's gradient scales whole rows, which commutes with both products: it goes to the narrow side."""
+        """The loss's gradient scales rows, which commutes with both products: it is applied to the narrower matrix."""
         x, weight, delta, counted = ctx.saved_tensors
         grad = (grad * counted)[:, None]
         dx = (delta @ weight).mul_(grad) if ctx.needs_input_grad[0] else None
@@ -229,6 +228,6 @@ class LinearCrossEntropy(torch.autograd.Function):
 
 
 def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int = -100) -> Tensor:
-    """As `reference.linear_cross_entropy`; the float32 logits never exist whole."""
+    """As `reference.linear_cross_entropy`, without float32 logits of all tokens."""
     keep = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     return LinearCrossEntropy.apply(x, weight.to(x.dtype), targets, ignore_index, keep)

@@ -1,16 +1,16 @@
 """The functions of `reference.py` for a GPU: Triton kernels where fusing saves memory traffic, torch's own elsewhere.
 
-Attention is `reference.attention`: torch's fused kernels for it (FlashAttention, cuDNN) are not to be beaten in a page.
+Attention is `reference.attention`: torch's fused kernels for it (FlashAttention, cuDNN) are fast already.
 """
 
 import triton
 
 from kernels.cross_entropy import linear_cross_entropy
-from kernels.norms import normalize
+from kernels.norm import normalize
 from kernels.reference import attention
 from kernels.rope import rotary
-from kernels.swiglu import swiglu_mlp
+from kernels.swiglu import swiglu_mlp, swiglu_mlp_fused_gate_up
 
-__all__ = ["attention", "linear_cross_entropy", "normalize", "rotary", "swiglu_mlp"]
+__all__ = ["attention", "linear_cross_entropy", "normalize", "rotary", "swiglu_mlp", "swiglu_mlp_fused_gate_up"]
 
 INTERPRETED = triton.knobs.runtime.interpret  # read when the kernels above were decorated

@@ -1,8 +1,9 @@
-"""What all Triton launches share: the operators that torch sees, rows with a stride, and launch geometry.
+"""What all Triton launches share: registration as torch operators, row strides, alignment and device limits.
 
-Each kernel launch is an operator `torch.ops.prenorm.NAME` that returns new tensors and writes to nothing it is given,
-so that torch.compile takes it whole (fullgraph) and CUDA graphs capture it. Geometry is a closed formula of the shape:
-nothing is autotuned, and no number of tokens reaches the compiler.
+Each kernel launch is an operator `torch.ops.prenorm.NAME` that returns new tensors and writes to none of its inputs, so
+that torch.compile accepts it (fullgraph) and CUDA graphs capture it. An operator cannot return an optional tensor:
+where an output does not exist for the given inputs, an empty tensor (0 elements) stands for None. Launch geometry is a
+closed formula of the shape: nothing is autotuned, and the number of tokens never causes a recompile.
 """
 
 from collections.abc import Callable
@@ -16,10 +17,10 @@ from triton import next_power_of_2
 LIBRARY = torch.library.Library("prenorm", "DEF")
 
 
-def operator(schema: str, fake: Callable) -> Callable[[Callable], Callable]:
+def register_op(schema: str, fake: Callable) -> Callable[[Callable], Callable]:
     """Register a function as the operator `schema`; `fake` makes outputs of the same shapes, dtypes and strides.
 
-    The functions serve CUDA (and ROCm, which has that name in torch); the CPU is for Triton's interpreter.
+    The functions serve CUDA (and ROCm, which torch also calls "cuda"); the CPU is for Triton's interpreter.
     """
 
     def register(function: Callable) -> Callable:
@@ -28,7 +29,7 @@ def operator(schema: str, fake: Callable) -> Callable[[Callable], Callable]:
             device = arguments[0].device
             if device.type != "cuda" or device.index == torch.cuda.current_device():
                 return function(*arguments)
-            with torch.cuda.device(device):  # Triton launches on the current device, whatever its tensors are on
+            with torch.cuda.device(device):  # Triton launches on the current device, wherever its tensors are
                 return function(*arguments)
 
         name = LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
@@ -41,41 +42,43 @@ def operator(schema: str, fake: Callable) -> Callable[[Callable], Callable]:
 
 
 def as_rows(x: Tensor) -> Tensor:
-    """x (..., D) as (M, D) whose rows are contiguous, one stride apart; copies only what cannot be seen that way."""
+    """x (..., D) as (M, D) whose rows are contiguous and one stride apart; copies only if no such view exists."""
     rows = x.reshape(-1, x.shape[-1])
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
-def unit(*sizes: int) -> int:
-    """8 if it divides all sizes and strides, else 1.
+def alignment(*sizes: int) -> int:
+    """8 if it divides all sizes and strides, else 1: the constant ALIGNMENT of a kernel.
 
-    Kernels take sizes and strides in this unit. Triton widens loads to 128 bits for what it knows to be divisible, and
-    of an argument it knows divisibility by 16 or nothing: hidden size 4,104 would be read 2 bytes at a time. Multiplied
-    by a constant 8 in the kernel, every multiple of 8 is known to be one, without compiling anew for each size.
+    Callers pass sizes and strides divided by it, and the kernel multiplies them by it again. Triton widens loads to
+    128 bits only where it can prove divisibility, and all it knows of an integer argument is whether 16 divides it:
+    without this, rows of 4,104 elements would be read 2 bytes at a time. The product with a constant 8 is provably
+    divisible by 8, without a recompile for each size. `tl.multiple_of` on the arguments is no replacement: with Triton
+    3.7.1, `python -m benchmarks.resources` then shows loads of 2 bytes and up to twice the registers.
     """
     return 8 if all(size % 8 == 0 for size in sizes) else 1
 
 
-class Properties(NamedTuple):
-    """What launch geometry needs to know of a device."""
+class DeviceLimits(NamedTuple):
+    """What launch geometry needs to know about a device."""
 
     multiprocessors: int
     max_warps: int
-    """Warps in a block of 1,024 threads, the most that CUDA and ROCm run: AMD's have 64 threads."""
-    copy_engine: bool
-    """Whether tiles travel by Hopper's tensor memory accelerator, which needs no registers for addresses."""
+    """Warps in the largest block, 1,024 threads on CUDA and ROCm: 32, or 16 where a warp has 64 threads (AMD)."""
+    has_tma: bool
+    """Whether Hopper's tensor memory accelerator copies tiles, which takes no registers for addresses."""
 
 
 @cache
-def properties(device: torch.device) -> Properties:
-    """Of a GPU; on a CPU, where Triton's interpreter runs programs one after another, of a very small one."""
+def device_limits(device: torch.device) -> DeviceLimits:
+    """Limits of a GPU. Triton's interpreter on a CPU runs programs one after another: it gets those of a tiny GPU."""
     if device.type != "cuda":
-        return Properties(multiprocessors=4, max_warps=32, copy_engine=True)
+        return DeviceLimits(multiprocessors=4, max_warps=32, has_tma=True)
     found = torch.cuda.get_device_properties(device)
     hopper = torch.version.hip is None and (found.major, found.minor) >= (9, 0)
-    return Properties(found.multi_processor_count, 1024 // found.warp_size, hopper)
+    return DeviceLimits(found.multi_processor_count, 1024 // found.warp_size, hopper)
 
 
-def block_of(width: int) -> int:
-    """The tile that holds a row: the next power of two, at least 16."""
+def tile_width(width: int) -> int:
+    """Columns of a tile that holds a complete row: the next power of two, at least 16."""
     return max(16, next_power_of_2(width))

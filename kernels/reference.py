@@ -1,7 +1,7 @@
-"""The specification: each function in a few lines of plain PyTorch, differentiated by autograd.
+"""The reference: each function in a few lines of plain PyTorch, differentiated by autograd.
 
-Statistics, sines and the loss are float32 whatever comes in, and each result is rounded once, when it leaves.
-Speed is not the aim here; a faster version of a function must agree with the one on this page.
+Statistics, sines and the loss are float32 for inputs of any dtype, and each result is rounded once, at the end.
+Speed is not the aim here; a faster version of a function must agree with the one in this file.
 Shapes: B batch, T tokens, D hidden size, H query heads, K key/value heads, d head size, F MLP size, V vocabulary.
 """
 
@@ -21,17 +21,17 @@ def normalize(
 ) -> tuple[Tensor, Tensor]:
     """Normalize the rows of `x`, or of `x + residual`; return the rows for the next block and the residual stream.
 
-    kind "rms":   y = g s / sqrt(mean(s^2) + eps) + b        (Zhang and Sennrich 2019, equation 4, eps inside the root)
-    kind "layer": y = g (s - mean(s)) / sqrt(var(s) + eps) + b, the variance over D    (Ba et al. 2016, equation 4)
+    kind "rms":   y = w s / sqrt(mean(s^2) + eps) + b        (Zhang and Sennrich 2019, equation 4, eps inside the root)
+    kind "layer": y = w (s - mean(s)) / sqrt(var(s) + eps) + b, the variance over D    (Ba et al. 2016, equation 4)
 
-    x, residual (..., D); weight g and bias b (D,) or None, of any float dtype. s is `x` itself without a residual, else
+    x, residual (..., D); weight w and bias b (D,) or None, of any float dtype. s is `x` itself without a residual, else
     the sum, added in float32 and rounded to the residual's dtype: what is normalized is what the next block adds to.
-    Returns y in x's dtype and s. `kernels.norm` refuses other kinds.
+    Returns y in x's dtype and s. `kernels.normalize` refuses other kinds.
     """
     s = x if residual is None else (x.float() + residual.float()).to(residual.dtype)
     y = s.float()
     if kind == "layer":
-        y = y - y.mean(-1, keepdim=True)  # LayerNorm is RMSNorm of the centred row: one code path for both arms
+        y = y - y.mean(-1, keepdim=True)  # LayerNorm is RMSNorm of the centred row: one code path for both
     y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
     if weight is not None:
         y = y * weight.float()
@@ -50,26 +50,26 @@ def rotary(
     k_norm_weight: Tensor | None = None,
     eps: float = 1e-6,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Split packed rows into q, k and v, and turn q and k by their positions (Su et al. 2021, equation 34).
+    """Split packed rows into q, k and v, and rotate q and k by their positions (Su et al. 2021, equation 34).
 
-    Element i of a head and element i + d/2 are one pair (the half-split convention), turned by the angle of column i:
+    Element i of a head and element i + d/2 are one pair (the half-split convention), rotated by the angle of column i:
     (a, b) -> (a cos - b sin, b cos + a sin). With the two weights (d,), q and k first go through RMSNorm per head.
 
-    qkv (B, T, (H + 2K) d), in this order; cos, sin float32 (T, d/2), or (B, T, d/2) when positions differ by row.
+    qkv (B, T, (H + 2K) d), in this order; cos, sin float32 (T, d/2), or (B, T, d/2) when positions differ by sequence.
     Returns q (B, T, H, d), k (B, T, K, d) and v (B, T, K, d), a view of qkv, in qkv's dtype.
     """
     heads = qkv.unflatten(-1, (num_heads + 2 * num_kv_heads, -1))  # (B, T, H + 2K, d)
     q, k, v = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=-2)
     cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)  # one angle for all heads
 
-    def turn(x: Tensor, weight: Tensor | None) -> Tensor:
+    def rotate(x: Tensor, weight: Tensor | None) -> Tensor:
         x = x.float()
         if weight is not None:
             x, _ = normalize(x, weight, kind="rms", eps=eps)
         a, b = x.chunk(2, dim=-1)
         return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(qkv.dtype)
 
-    return turn(q, q_norm_weight), turn(k, k_norm_weight), v
+    return rotate(q, q_norm_weight), rotate(k, k_norm_weight), v
 
 
 def swiglu_mlp(x: Tensor, gate_up_weight: Tensor, down_weight: Tensor) -> Tensor:
@@ -96,8 +96,8 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, ignore_inde
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
     """softmax(q k^T / sqrt(d)) v (Vaswani et al. 2017, equation 1), each key/value head shared by H/K query heads.
 
-    q (B, H, T, d); k and v (B, K, S, d); mask bool (B or 1, 1, T, S), True where a query sees a column. Without a mask
-    each position sees itself and those before it (T = S), or a single query sees every column (T = 1).
+    q (B, H, T, d); k and v (B, K, S, d); mask bool (B or 1, 1, T, S), True where a query sees a position. Without a
+    mask each position sees itself and those before it (T = S), or a single query sees every position (T = 1).
     Returns (B, H, T, d).
     """
     batch, heads, length, width = q.shape

@@ -11,7 +11,7 @@ from kernels import cpu, gpu, reference
 
 if gpu is not None and gpu.INTERPRETED:
     # The interpreter truncates to bfloat16 where a GPU rounds to nearest, and multiplies bfloat16 matrices as integers.
-    # Mended here, so that the tests can demand one rounding and no more.
+    # Fixed here, so that the tests can demand one rounding and no more.
     import triton.language as tl
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
@@ -44,7 +44,7 @@ def kernel(request):
 
 @pytest.fixture
 def rounding():
-    """Relative L2 error at most of so many values rounded once to a dtype, on top of a few float32 roundings.
+    """The maximum relative L2 error of `count` values rounded once to a dtype, after a few float32 roundings.
 
     Rounding to bfloat16 is wrong by 1.66e-3 in the mean square where mantissas are spread evenly on a logarithmic
     scale, a little more where they are not: 1.75e-3; and by 2^-8 at most. Squared errors of single values
@@ -71,8 +71,7 @@ def draw():
 
 @pytest.fixture
 def triton():
-    """The Triton kernels are chosen."""
-
+    """Triton kernels for `kernels`' functions."""
     kernels.use("triton", torch.device("cpu"))
     yield
     kernels.use("auto", torch.device("cpu"))

@@ -37,7 +37,7 @@ def test_output_and_gradients_equal_the_float64_definition(kernel, draw, relativ
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_nothing_after_a_position_reaches_it(kernel, draw, dtype):
+def test_a_position_does_not_depend_on_later_ones(kernel, draw, dtype):
     q, k, v = (draw(B, heads, T, D).to(dtype) for heads in (H, K, K))
     before = kernel.attention(q, k, v)
     k[:, :, 12:], v[:, :, 12:] = 100.0, -100.0
@@ -47,21 +47,21 @@ def test_nothing_after_a_position_reaches_it(kernel, draw, dtype):
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 5e-3)])
-def test_a_query_sees_what_its_row_of_the_mask_says_and_a_single_one_without_mask_everything(
+def test_a_query_sees_the_positions_of_its_mask_and_a_single_query_without_a_mask_sees_all(
     kernel, draw, relative, dtype, tolerance
 ):
     k, v = (draw(B, K, T, D).to(dtype) for _ in range(2))
     for length, masked in ((5, True), (1, True), (1, False)):
         q = draw(B, H, length, D).to(dtype)
         mask = draw(B, 1, length, T) > 0 if masked else torch.ones(B, 1, length, T, dtype=torch.bool)
-        mask[..., 3] = True  # no row without anything to see
+        mask[..., 3] = True  # each query sees at least one position
         scores = q.double() @ k.double().repeat_interleave(H // K, dim=1).transpose(2, 3) / D**0.5
         p = torch.softmax(scores.masked_fill(~mask, float("-inf")), -1)
         expected = p @ v.double().repeat_interleave(H // K, dim=1)
         assert relative(kernel.attention(q, k, v, mask if masked else None), expected) < tolerance
 
 
-def test_one_mask_serves_all_rows_of_a_batch(kernel, draw):
+def test_one_mask_applies_to_all_sequences_of_a_batch(kernel, draw):
     q, k, v = (draw(B, heads, T, D) for heads in (H, K, K))
     mask = draw(1, 1, T, T) > -0.5
     mask |= torch.eye(T, dtype=torch.bool)

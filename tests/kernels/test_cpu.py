@@ -1,7 +1,7 @@
-"""The CPU's functions against the specification in float64: values and gradients, float32 and bfloat16.
+"""The CPU's functions against the reference in float64: values and gradients, float32 and bfloat16.
 
 bfloat16 rounds with a relative error of 2^-9 uniformly distributed, 1.1e-3 in the root mean square and 1.7e-3 for
-the results of a few roundings; each tolerance below says how many roundings stand behind it.
+the results of a few roundings; each tolerance below says how many roundings it allows.
 """
 
 import inspect
@@ -48,7 +48,7 @@ def compare(fast, exact, inputs: list[Tensor], tolerances: tuple[float, float]) 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("residual", [False, True])
 @pytest.mark.parametrize("shape", [(3, 5, 64), (1, 1, 37), (2, 100, 256)])
-def test_norm(dtype, kind, bias, residual, shape):
+def test_norms_and_their_gradients_equal_the_float64_reference(dtype, kind, bias, residual, shape):
     inputs = [normal(*shape, dtype=dtype), normal(shape[-1], dtype=torch.float32, mean=1.0)]
     inputs += [normal(shape[-1], dtype=torch.float32)] if bias else []
     inputs += [normal(*shape, dtype=dtype, mean=-0.2)] if residual else []
@@ -67,7 +67,7 @@ def test_norm(dtype, kind, bias, residual, shape):
 
 
 @pytest.mark.parametrize("kind", ["rms", "layer"])
-def test_the_gradient_of_the_gain_is_summed_in_float32(kind):
+def test_the_gradient_of_the_norm_weight_is_summed_in_float32(kind):
     x, weight = normal(4096, 32, dtype=torch.bfloat16), normal(32, dtype=torch.float32, mean=1.0)
     y, _ = cpu.normalize(x, weight, kind=kind, eps=1e-5)
     upstream = (torch.randn(y.shape) + 0.5).to(y.dtype)
@@ -81,9 +81,9 @@ def test_the_gradient_of_the_gain_is_summed_in_float32(kind):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("heads", "kv_heads", "width"), [(4, 2, 64), (1, 1, 6), (6, 3, 32)])
-@pytest.mark.parametrize("by_row", [False, True])
-def test_rotary(dtype, heads, kv_heads, width, by_row):
-    angles = torch.rand(*((2, 7) if by_row else (7,)), width // 2, dtype=torch.float64) * 100
+@pytest.mark.parametrize("by_sequence", [False, True])
+def test_rotation_and_its_gradient_equal_the_float64_reference(dtype, heads, kv_heads, width, by_sequence):
+    angles = torch.rand(*((2, 7) if by_sequence else (7,)), width // 2, dtype=torch.float64) * 100
     cos, sin = angles.cos().float(), angles.sin().float()
     qkv = normal(2, 7, (heads + 2 * kv_heads) * width, dtype=dtype)
     tolerance = ONE_ROUNDING[dtype]
@@ -96,7 +96,7 @@ def test_rotary(dtype, heads, kv_heads, width, by_row):
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (3, 3), (4, 1)])
-def test_causal_attention_of_short_bfloat16_sequences(heads, kv_heads):
+def test_causal_attention_of_short_bfloat16_sequences_equals_the_float64_reference(heads, kv_heads):
     inputs = [normal(2, n, 33, 64, dtype=torch.bfloat16) for n in (heads, kv_heads, kv_heads)]
     # scores, probabilities and outputs are rounded: a score of size 8 is off by 2^-9 of itself, and its exponential by
     # that much absolutely; torch's own fused kernel, which keeps scores in float32, is within 2.5e-3
@@ -109,7 +109,7 @@ def test_causal_attention_in_float32_is_exact_to_rounding():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_swiglu_mlp(dtype):
+def test_the_mlp_and_its_gradients_equal_the_float64_reference(dtype):
     weights = [normal(2 * 48, 32, dtype=dtype, std=0.2, mean=0.05), normal(32, 48, dtype=dtype, std=0.2, mean=0.05)]
     inputs = [normal(3, 5, 32, dtype=dtype), *weights]
     # roundings one after another: product, silu, times up, product; backwards as many again
@@ -119,7 +119,7 @@ def test_swiglu_mlp(dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("tokens", [1, 255, 256, 700])
-def test_linear_cross_entropy(dtype, tokens):
+def test_the_loss_and_its_gradients_equal_the_float64_reference(dtype, tokens):
     targets = torch.randint(0, 93, (tokens,))
     targets[torch.rand(tokens) < 0.3] = -100
     targets[0], targets[-1] = 0, 92
@@ -134,7 +134,7 @@ def test_linear_cross_entropy(dtype, tokens):
     )
 
 
-def test_linear_cross_entropy_survives_large_logits_and_nothing_to_predict():
+def test_the_loss_is_right_for_large_logits_and_if_all_targets_are_ignored():
     x, weight = normal(300, 16, dtype=torch.float32, std=100.0), normal(50, 16, dtype=torch.float32)
     targets, upstream = torch.randint(0, 50, (300,)), torch.randn(300) + 0.1
     loss = cpu.linear_cross_entropy(x, weight, targets)
@@ -149,7 +149,7 @@ def test_linear_cross_entropy_survives_large_logits_and_nothing_to_predict():
     assert not ignored.any() and not torch.autograd.grad(ignored, weight, upstream)[0].any()
 
 
-def test_frozen_inputs_get_no_gradient_and_change_none_of_the_others():
+def test_frozen_inputs_get_no_gradient_and_do_not_change_the_others():
     x, weight = normal(40, 16, dtype=torch.float32), normal(50, 16, dtype=torch.float32)
     targets, upstream = torch.randint(0, 50, (40,)), torch.randn(40) + 0.1
     both = torch.autograd.grad(cpu.linear_cross_entropy(x, weight, targets), (x, weight), upstream)
@@ -158,8 +158,8 @@ def test_frozen_inputs_get_no_gradient_and_change_none_of_the_others():
         assert torch.equal(alone, both[i])
     upstream = torch.randn(40, 16) + 0.1
     gradients = []
-    for gain in (torch.ones(16), torch.ones(16, requires_grad=True)):
-        y, _ = cpu.normalize(x, gain, kind="rms", eps=1e-5)
+    for weight in (torch.ones(16), torch.ones(16, requires_grad=True)):
+        y, _ = cpu.normalize(x, weight, kind="rms", eps=1e-5)
         gradients.append(torch.autograd.grad(y, x, upstream)[0])
     assert torch.equal(*gradients) and gradients[0].any()
 
@@ -176,12 +176,12 @@ def test_inputs_and_upstream_gradients_are_never_written_to():
     assert torch.equal(qkv, before[0]) and torch.equal(upstream, before[1]) and torch.equal(out, before[2])
 
 
-def test_a_cpu_tensor_gets_the_cpu_functions():
+def test_a_cpu_tensor_goes_to_the_cpu_functions():
     assert kernels.implementation(torch.device("cpu")) is cpu
     assert kernels.implementation(torch.device("meta")) is reference
 
 
-def test_every_public_function_takes_the_arguments_of_its_specification():
+def test_every_public_function_takes_the_arguments_of_its_reference():
     for name in ("normalize", "rotary", "attention", "swiglu_mlp", "linear_cross_entropy"):
         expected = inspect.signature(getattr(reference, name))
         assert inspect.signature(getattr(kernels, name)) == inspect.signature(getattr(cpu, name)) == expected

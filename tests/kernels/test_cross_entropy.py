@@ -1,7 +1,7 @@
 """`linear_cross_entropy` against float64.
 
 Tolerances: float32 sums over a hundred products and a few hundred classes: 1e-6. In bfloat16 logits are rounded
-(1.66e-3 of about 4, so 7e-3 nats on each loss of about 8) and so is what goes back: 2e-3 and 5e-3.
+(1.66e-3 of about 4, so 7e-3 nats on each loss of about 8) and so are the gradients: 2e-3 and 5e-3.
 """
 
 import pytest
@@ -27,7 +27,7 @@ def definition(x, weight, targets):
 @pytest.mark.parametrize(("dtype", "loss", "gradient"), [(torch.float32, 1e-6, 1e-6), (torch.bfloat16, 2e-3, 5e-3)])
 def test_losses_and_gradients_equal_the_float64_definition(kernel, draw, relative, dtype, loss, gradient):
     x, weight, targets = inputs(draw, dtype)
-    upstream = draw(N)  # a weight for each token, as gradient accumulation and masks give
+    upstream = draw(N)  # one for each token, as from gradient accumulation and masks
 
     def run(function, x, weight):
         x, weight = (tensor.detach().clone().requires_grad_() for tensor in (x, weight))
@@ -52,7 +52,7 @@ def test_ignored_tokens_have_no_loss_and_no_gradient(kernel, draw):
     assert (x.grad[ignored] == 0).all() and (x.grad[~ignored] != 0).any(-1).all()
 
 
-def test_the_ignored_label_can_be_another(kernel, draw, relative):
+def test_ignore_index_can_be_any_label(kernel, draw, relative):
     x, weight, targets = inputs(draw)
     other = targets.masked_fill(targets == -100, 3)
     losses = kernel.linear_cross_entropy(x, weight, other, ignore_index=3)

@@ -1,4 +1,4 @@
-"""What only a GPU shows: compiled values, repeatability, huge rows, CUDA graphs. `python -m pytest -m gpu`."""
+"""What only a GPU can show: compiled values, repeatability, huge rows, CUDA graphs. `python -m pytest -m gpu`."""
 
 import pytest
 import torch
@@ -71,7 +71,7 @@ def test_norms_are_within_one_rounding_of_float64(relative, kind, rows, width):
         again = gradients(ours, inputs, upstream)
         assert all(map(torch.equal, first, [*again[0], *again[1]]))
     alone, _ = gpu.normalize(x[7:8], weight, bias, residual[7:8], kind=kind, eps=1e-5)
-    assert torch.equal(alone, first[0][7:8])  # a row's result does not depend on the rows beside it
+    assert torch.equal(alone, first[0][7:8])  # a row's result does not depend on the other rows
 
 
 @pytest.mark.parametrize("width", [8192, 16384, 32768, 65536, 131072])
@@ -89,7 +89,7 @@ def test_wide_float32_rows_keep_their_digits(relative, kind, width):
     assert relative(exact(x, weight), y64.detach()) < 1e-6
 
 
-def test_tensors_of_more_than_2_to_the_31_elements_are_served(relative):
+def test_tensors_may_have_more_than_2_to_the_31_elements(relative):
     rows, width = 2**31 // 1024 + 3, 1024
     x = torch.empty(rows, width, device=GPU, dtype=HALF).normal_()
     y, _ = gpu.normalize(x, kind="rms", eps=1e-5)
@@ -102,7 +102,8 @@ def test_tensors_of_more_than_2_to_the_31_elements_are_served(relative):
 
 @pytest.mark.parametrize("rows", [1, 63, 300, 4096])
 @pytest.mark.parametrize(("hidden_size", "width"), [(512, 1408), (1024, 2816), (72, 136)])
-def test_the_mlp_in_one_kernel_equals_float64(relative, rows, hidden_size, width):
+def test_gate_and_up_in_one_kernel_equal_float64(relative, rows, hidden_size, width):
+    kernels.use("auto", GPU)  # forgets the obstacles of other tests
     x = normal(rows, hidden_size, dtype=HALF)
     weight = normal(2 * width, hidden_size, mean=0.0, std=hidden_size**-0.5, dtype=HALF)
     hidden, kept = swiglu.swiglu_gate_up(x, weight, True)
@@ -110,6 +111,17 @@ def test_the_mlp_in_one_kernel_equals_float64(relative, rows, hidden_size, width
     gate, up = products.chunk(2, -1)
     assert relative(kept, products) < 2e-3
     assert relative(hidden, gate * torch.sigmoid(gate) * up) < 2e-3
+    assert not swiglu.fused_gate_up_obstacles
+
+
+def test_gate_and_up_in_float32_fall_back_to_two_kernels_and_say_so(relative, capsys):
+    kernels.use("triton", GPU, fused_gate_up=True)
+    try:
+        inputs = normal(300, 64), normal(2 * 88, 64, std=0.2), normal(64, 88, std=0.2)
+        assert torch.equal(kernels.swiglu_mlp(*inputs), gpu.swiglu_mlp(*inputs))
+    finally:
+        kernels.use("auto", GPU)
+    assert capsys.readouterr().err.startswith("fused_gate_up: it needs bfloat16 or float16")
 
 
 def test_the_loss_and_its_gradients_do_not_depend_on_chunks(relative, monkeypatch):
@@ -132,7 +144,7 @@ CONFIG = ModelConfig(
 )  # fmt: skip
 
 
-def test_a_whole_training_step_is_captured_as_a_graph_and_compiled_as_one(relative):
+def test_a_training_step_can_be_captured_in_a_cuda_graph_and_compiled_without_graph_breaks(relative):
     decoder = Decoder(CONFIG, seed=1, compute_dtype=HALF).to(GPU)
     tokens = torch.randint(1000, (2, 65), device=GPU)
     upstream = normal(2, 64)
@@ -189,6 +201,6 @@ def test_a_graph_of_the_decoding_step_gives_the_decoders_logits_at_every_positio
     assert step.graph is not None
 
 
-def test_auto_takes_triton_here():
+def test_auto_chooses_triton_on_a_gpu():
     kernels.use("auto", GPU)
     assert kernels.describe(GPU) == "Triton"

@@ -1,9 +1,9 @@
-"""`norm` against float64 definitions, forward and backward.
+"""`normalize` against float64 definitions, forward and backward.
 
 Tolerances: a float32 result passes through about six roundings of 2^-24 = 6e-8 (half that in the mean square): 3e-7.
-A gradient subtracts sums over the row of the same size, and gains sum over all rows: 1e-6. One rounding to bfloat16
-alone is a relative L2 error of 1.66e-3 and one to float16 an eighth of it: 1.75e-3 and 2.2e-4. Rounding once more, as
-many implementations do before the gain, would be 2.34e-3.
+A gradient subtracts sums over the row of the same size, and weight gradients sum over all rows: 1e-6. One rounding to
+bfloat16 alone is a relative L2 error of 1.66e-3 and one to float16 an eighth of it: 1.75e-3 and 2.2e-4. One more
+rounding, as in many implementations before the weight, would be 2.34e-3.
 """
 
 import pytest
@@ -39,7 +39,7 @@ def test_output_and_all_gradients_equal_the_float64_definition(kernel, draw, rel
         b = rest.pop(0) if with_bias else None
         r = rest.pop(0) if with_residual else None
         y, s = function(tensors[0], tensors[1], b, r)
-        # with a residual the stream s is used again further on, so a gradient comes from there as well
+        # with a residual, later blocks also use the stream s, so it has a gradient too
         loss = (y * upstream.to(y.dtype)).sum() + ((s * upstream_stream.to(s.dtype)).sum() if with_residual else 0)
         return y, s, torch.autograd.grad(loss, tensors)
 
@@ -55,7 +55,7 @@ def test_output_and_all_gradients_equal_the_float64_definition(kernel, draw, rel
         assert relative(gradient, gradient64) < GRADIENT
 
 
-def test_rms_input_gradient_is_the_closed_formula_with_the_gain_inside_the_first_term_only(kernel, draw, relative):
+def test_rms_input_gradient_is_the_closed_formula_with_the_weight_inside_the_sum(kernel, draw, relative):
     x, g, dy = draw(ROWS, WIDTH).requires_grad_(), draw(WIDTH, mean=1.0), draw(ROWS, WIDTH)
     kernel.normalize(x, g, kind="rms", eps=EPS)[0].backward(dy)
     x64, g64, dy64 = x.detach().double(), g.double(), dy.double()
@@ -83,7 +83,7 @@ def test_the_residual_sum_is_rounded_once_and_what_is_normalized_is_the_rounded_
     y, s = kernel.normalize(x, weight, None, residual, kind=kind, eps=EPS)
     assert torch.equal(s, (x.double() + residual.double()).bfloat16())
     exact = definition(s, weight, None, kind, EPS).bfloat16()
-    # float32 statistics leave a few values on the other side of a rounding boundary, normalizing the exact sum many
+    # float32 statistics round a few values differently; normalizing the exact sum rounds many differently
     assert (y != exact).float().mean() < 0.002
     unrounded = definition(x.double() + residual.double(), weight, None, kind, EPS).bfloat16()
     assert (unrounded != exact).float().mean() > 0.05
@@ -108,7 +108,7 @@ def test_rms_and_layer_agree_on_rows_of_zero_mean(kernel, draw, relative):
 
 
 @pytest.mark.parametrize("kind", ["rms", "layer"])
-def test_eps_stands_inside_the_root(kernel, kind):
+def test_eps_is_inside_the_root(kernel, kind):
     x = torch.tensor([[3e-4, -3e-4, 3e-4, -3e-4]])
     y, _ = kernel.normalize(x, torch.ones(4), kind=kind, eps=1e-6)
     torch.testing.assert_close(y, x / (9e-8 + 1e-6) ** 0.5, rtol=1e-6, atol=0)
@@ -122,7 +122,7 @@ def test_large_half_precision_values_do_not_overflow_in_their_squares(kernel, dr
 
 
 @pytest.mark.parametrize("kind", ["rms", "layer"])
-def test_inputs_of_three_dimensions_that_are_not_contiguous_give_the_same(kernel, draw, relative, kind):
+def test_three_dimensional_inputs_that_are_not_contiguous_give_the_same(kernel, draw, relative, kind):
     x, weight = draw(5, 2 * WIDTH, 3).transpose(1, 2)[..., ::2], draw(WIDTH, mean=1.0)
     assert not x.is_contiguous()
     assert (
@@ -130,11 +130,11 @@ def test_inputs_of_three_dimensions_that_are_not_contiguous_give_the_same(kernel
     )
 
 
-def test_gains_may_be_missing_and_in_half_precision(kernel, draw, relative):
+def test_the_weight_may_be_none_or_in_half_precision(kernel, draw, relative):
     x, weight = draw(ROWS, WIDTH), draw(WIDTH, mean=1.0, dtype=torch.bfloat16)
-    for gain in (None, weight):
-        expected = definition(x, torch.ones(WIDTH) if gain is None else gain, None, "rms", EPS)
-        assert relative(kernel.normalize(x, gain, kind="rms", eps=EPS)[0], expected) < FLOAT32
+    for given in (None, weight):
+        expected = definition(x, torch.ones(WIDTH) if given is None else given, None, "rms", EPS)
+        assert relative(kernel.normalize(x, given, kind="rms", eps=EPS)[0], expected) < FLOAT32
 
 
 def test_neither_inputs_nor_upstream_gradients_are_written_to(kernel, draw):
@@ -147,6 +147,6 @@ def test_neither_inputs_nor_upstream_gradients_are_written_to(kernel, draw):
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_an_unknown_kind_is_an_error_whatever_runs(device):
+def test_an_unknown_kind_is_an_error_in_every_implementation(device):
     with pytest.raises(ValueError, match="'batch' is none of rms, layer"):
         kernels.normalize(torch.ones(1, 4, device=device), torch.ones(4, device=device), kind="batch", eps=EPS)

@@ -1,7 +1,7 @@
 """`swiglu_mlp` against float64.
 
 Tolerances: float32 sums of about a hundred products, twice: 1e-6. In bfloat16 the two products, the product of gate
-and up and (on a CPU) silu are rounded, each 1.66e-3, and the errors of three of them meet in each output: 5e-3.
+and up and (on a CPU) silu are rounded, each 1.66e-3, and each output adds the errors of three of them: 5e-3.
 """
 
 import pytest
@@ -33,7 +33,7 @@ def test_output_and_gradients_equal_the_float64_definition(kernel, draw, relativ
         assert relative(ours, theirs) < tolerance
 
 
-def test_the_first_rows_are_the_gate_and_the_last_the_up_projection(kernel):
+def test_the_first_rows_are_the_gate_and_the_last_rows_the_up_projection(kernel):
     x = torch.tensor([[2.0]])
     gate_up, down = torch.tensor([[-1.0], [3.0]]), torch.tensor([[1.0]])  # gate -2, up 6
     expected = -2 / (1 + torch.e**2) * 6

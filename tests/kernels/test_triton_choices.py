@@ -1,4 +1,4 @@
-"""Which implementation runs, and how that is said."""
+"""Which implementation runs, and how it is described."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ pytestmark = pytest.mark.skipif(gpu is None, reason="Triton is not installed")
 CPU = torch.device("cpu")
 
 
-def test_triton_is_refused_in_one_sentence_where_it_cannot_run(monkeypatch):
+def test_triton_is_refused_with_the_reason_where_it_cannot_run(monkeypatch):
     with pytest.raises(ValueError, match=r"cannot run on mps: they need an NVIDIA or AMD GPU$"):
         kernels.use("triton", torch.device("mps"))
     monkeypatch.setattr(gpu, "INTERPRETED", False)
@@ -26,22 +26,22 @@ def test_triton_is_refused_in_one_sentence_where_it_cannot_run(monkeypatch):
     assert kernels.describe(torch.device("cuda")) == "plain PyTorch (Triton is not installed)"
 
 
-def test_a_gpu_is_asked_for_its_age_and_the_machine_for_a_compiler(monkeypatch):
+def test_triton_needs_a_recent_gpu_and_a_c_compiler(monkeypatch):
     cuda = torch.device("cuda", 1)
     cases = ((7, 5), "gcc", "8.0"), ((9, 0), None, "C compiler"), ((9, 0), "gcc", None)
     for capability, compiler, words in cases:
-        kernels.why_not_on_gpu.cache_clear()
+        kernels.find_gpu_obstacle.cache_clear()
         monkeypatch.delenv("CC", raising=False)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
         monkeypatch.setattr(kernels.shutil, "which", lambda name, found=compiler: found)
         assert kernels.implementation(cuda) is (gpu if words is None else reference)
         assert (words or "Triton") in kernels.describe(cuda)
-    kernels.why_not_on_gpu.cache_clear()
+    kernels.find_gpu_obstacle.cache_clear()
 
 
-def test_what_was_chosen_runs_and_is_described_in_words(triton, monkeypatch):
+def test_the_chosen_implementation_runs_and_is_described(triton, monkeypatch):
     cuda = torch.device("cuda", 1)
-    monkeypatch.setattr(kernels, "why_not_on_gpu", lambda device: None)
+    monkeypatch.setattr(kernels, "find_gpu_obstacle", lambda device: None)
     assert kernels.implementation(CPU) is kernels.implementation(cuda) is gpu
     assert kernels.describe(CPU) == "Triton, interpreted (slow)"
     kernels.use("torch", cuda)

@@ -1,4 +1,4 @@
-"""Rows more than 2^31 elements from the beginning, without the memory: the last program of a huge launch."""
+"""Rows more than 2^31 elements from the start of a tensor: the last program of a huge launch, in little memory."""
 
 import mmap
 import sys
@@ -15,14 +15,14 @@ pytestmark = pytest.mark.skipif(gpu is None, reason="Triton is not installed")
 if gpu is not None:
     from triton.runtime.interpreter import GridExecutor, InterpreterBuilder
 
-    from kernels import cross_entropy, norms, rope, swiglu
+    from kernels import cross_entropy, norm, rope, swiglu
 
 
 @pytest.fixture
 def far(monkeypatch):
-    """Programs far out: a function that says where a launch's only program stands, and one that makes huge tensors.
+    """A function that sets the index of a launch's only program, and one that makes huge tensors.
 
-    The tensors take no memory but for the pages that are touched.
+    Only the pages of the tensors that are accessed take memory.
     """
     if sys.platform != "linux":
         pytest.skip("needs memory that is mapped and not reserved")
@@ -37,7 +37,7 @@ def far(monkeypatch):
     monkeypatch.setattr(GridExecutor, "_restore_args_dev", lambda *_: None)  # copies tensors onto themselves
 
     def huge(rows: int, last: torch.Tensor) -> torch.Tensor:
-        """A contiguous tensor of so many rows, with these as the last ones."""
+        """A contiguous tensor of `rows` rows that ends with those of `last`."""
         count = rows * last[0].numel()
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000  # MAP_NORESERVE, which Python 3.11 does not name
         memory = mmap.mmap(-1, count * last.element_size(), flags=flags)
@@ -52,11 +52,11 @@ def far(monkeypatch):
 
 
 WIDTH = 1024
-FAR = 2**31 // WIDTH  # the row that begins 2^31 elements out
+FAR = 2**31 // WIDTH  # the row that begins at element 2^31
 
 
 def assert_far_equals_near(far, launch: Callable, inputs: list, outputs: list, tile: int = 1) -> None:
-    """A launch whose only program stands at the last rows of huge tensors gives what it gives on small ones.
+    """A program on the last rows of huge tensors gives the same results as on small tensors.
 
     launch(inputs, outputs, rows); each tensor has `tile` rows, or is None.
     """
@@ -77,10 +77,10 @@ def test_norms_reach_rows_beyond_2_to_the_31_elements(far, draw, wide):
     half = torch.bfloat16
     x, residual, dy, ds = (draw(1, WIDTH, dtype=half) for _ in range(4))
     weight, mean, rstd = draw(WIDTH), draw(1, 1).abs(), draw(1, 1).abs()
-    size = dict(LAYER=True, UNIT=8)
+    size = dict(LAYER_NORM=True, ALIGNMENT=8)
     tile = {} if wide else {"ROWS": 1}
     rows_of = (lambda rows: ()) if wide else (lambda rows: (rows,))
-    forward = norms.forward_wide_kernel if wide else norms.forward_kernel
+    forward = norm.norm_forward_wide_kernel if wide else norm.norm_forward_kernel
 
     def run_forward(inputs, outputs, rows):
         forward[(1,)](
@@ -95,11 +95,11 @@ def test_norms_reach_rows_beyond_2_to_the_31_elements(far, draw, wide):
         strides = [WIDTH // 8] * 3
         common = inputs[0], inputs[1], inputs[2], weight, inputs[3], inputs[4], outputs[0]
         if wide:
-            norms.backward_wide_kernel[(1,)](*common, *strides, WIDTH // 8, **size, BLOCK=WIDTH)
-            gains = inputs[0], inputs[2], inputs[3], inputs[4], outputs[1], outputs[2]
-            norms.gains_wide_kernel[(1,)](*gains, rows, *strides, **size, BLOCK=WIDTH)
+            norm.norm_backward_wide_kernel[(1,)](*common, *strides, WIDTH // 8, **size, BLOCK=WIDTH)
+            sums = inputs[0], inputs[2], inputs[3], inputs[4], outputs[1], outputs[2]
+            norm.norm_weight_gradients_wide_kernel[(1,)](*sums, rows, *strides, **size, BLOCK=WIDTH)
         else:
-            norms.backward_kernel[(1,)](
+            norm.norm_backward_kernel[(1,)](
                 *common, outputs[1], outputs[2], rows, *strides, WIDTH // 8, **size, **tile, BLOCK=WIDTH
             )
 
@@ -118,22 +118,24 @@ def test_swiglu_reaches_rows_beyond_2_to_the_31_elements(far, draw):
     packed, hidden = draw(1, WIDTH, dtype=torch.bfloat16), draw(1, WIDTH // 2, dtype=torch.bfloat16)
 
     def run(inputs, outputs, rows):
-        sizes = dict(UNIT=8, BLOCK=WIDTH // 2)
-        swiglu.forward_kernel[(1,)](inputs[0], outputs[2], WIDTH // 8, WIDTH // 16, **sizes)
-        swiglu.backward_kernel[(1,)](inputs[1], inputs[0], *outputs[:2], WIDTH // 16, WIDTH // 8, WIDTH // 16, **sizes)
+        sizes = dict(ALIGNMENT=8, BLOCK=WIDTH // 2)
+        swiglu.swiglu_forward_kernel[(1,)](inputs[0], outputs[2], WIDTH // 8, WIDTH // 16, **sizes)
+        swiglu.swiglu_backward_kernel[(1,)](
+            inputs[1], inputs[0], *outputs[:2], WIDTH // 16, WIDTH // 8, WIDTH // 16, **sizes
+        )
 
     assert_far_equals_near(far, run, [packed, hidden], [packed, hidden, hidden])
 
 
-def test_rotary_positions_reach_rows_beyond_2_to_the_31_elements(far, draw):
+def test_rotary_reaches_rows_beyond_2_to_the_31_elements(far, draw):
     tokens, half = 8, torch.bfloat16
     qkv = draw(tokens, WIDTH, dtype=half)  # 8 heads of q, 4 of k and 4 of v, of 64 elements
-    q, k, angles, gain = draw(tokens, 512, dtype=half), draw(tokens, 256, dtype=half), draw(tokens, 32), draw(64)
-    sizes = dict(H=8, K=4, HALF=32, UNIT=8, TOKENS=tokens, HEADS=4, BLOCK=32)
+    q, k, angles, weight = draw(tokens, 512, dtype=half), draw(tokens, 256, dtype=half), draw(tokens, 32), draw(64)
+    sizes = dict(H=8, K=4, HALF=32, ALIGNMENT=8, TOKENS=tokens, HEADS=4, BLOCK=32)
 
     def run_forward(inputs, outputs, rows):
-        rope.forward_kernel[(1, 3)](
-            inputs[0], angles, angles, gain, gain, *outputs, rows, tokens, WIDTH // 8, 0, 1e-5, **sizes
+        rope.rotary_forward_kernel[(1, 3)](
+            inputs[0], angles, angles, weight, weight, *outputs, rows, tokens, WIDTH // 8, 0, 1e-5, **sizes
         )
 
     assert_far_equals_near(far, run_forward, [qkv], [q, k], tile=tokens)
@@ -141,9 +143,9 @@ def test_rotary_positions_reach_rows_beyond_2_to_the_31_elements(far, draw):
 
     def run_backward(inputs, outputs, rows):
         strides = [value for width in (512, 256, 256) for value in (tokens * width // 8, width // 8, 8)]
-        parts = torch.empty(rows // tokens * 2, 64)  # a part for each program, and two tiles of q
-        rope.backward_kernel[(1, 4)](
-            *inputs[1:], inputs[0], angles, angles, gain, gain, outputs[0], parts, parts,
+        parts = torch.empty(rows // tokens * 2, 64)  # a partial sum for each program, and two tiles of q
+        rope.rotary_backward_kernel[(1, 4)](
+            *inputs[1:], inputs[0], angles, angles, weight, weight, outputs[0], parts, parts,
             rows, tokens, WIDTH // 8, 0, *strides, 1e-5, **sizes,
         )  # fmt: skip
 
@@ -156,8 +158,8 @@ def test_the_loss_reaches_rows_beyond_2_to_the_31_elements(far, draw):
 
     def run(inputs, outputs, rows):
         outputs[0][-1] = logits[0]  # replaced in place
-        cross_entropy.loss_kernel[(1,)](
-            outputs[0], inputs[0], outputs[1], WIDTH // 8, -100, UNIT=8, BLOCK=WIDTH, REPLACE=True
+        cross_entropy.cross_entropy_loss_kernel[(1,)](
+            outputs[0], inputs[0], outputs[1], WIDTH // 8, -100, ALIGNMENT=8, BLOCK=WIDTH, REPLACE=True
         )
 
     assert_far_equals_near(far, run, [target], [logits, loss])

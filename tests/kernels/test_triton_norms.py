@@ -1,4 +1,4 @@
-"""The Triton norms where the general tests do not go: sizes, strides, dtypes, statistics, and sums over rows.
+"""The Triton norms beyond the tests of all implementations: sizes, strides, dtypes, statistics, and sums over rows.
 
 Tolerances: float32 results and gradients pass through a few roundings of 2^-24: 1e-6, and where a row's mean is far
 from its spread that times their ratio. Half precision adds one rounding (`rounding` in conftest.py). Sums over rows are
@@ -16,7 +16,7 @@ EPS = 1e-5
 
 
 def run(x, weight, bias, residual, dy, ds, kind, function):
-    """y, s and the gradients of all that is there."""
+    """y, s and the gradients of all inputs that are given."""
     given = [t for t in (x, weight, bias, residual) if t is not None]
     leaves = [t.detach().requires_grad_() for t in given]
     named = iter(leaves)
@@ -38,20 +38,20 @@ def compare(x, weight, bias, residual, dy, ds, kind, relative, rounding):
     assert y.dtype == x.dtype and relative(y, y64) < rounding(y.dtype, y.numel())
     for ours, exact in zip(gradients, gradients64, strict=True):
         per_row = ours.shape == x.shape
-        few = 2 * (x.shape[-1] < 8)  # three numbers less their mean cancel: digits for as many more roundings
+        few = 2 * (x.shape[-1] < 8)  # few numbers minus their mean cancel: one more rounding
         bound = (1 + few) * rounding(ours.dtype if per_row else torch.float32, ours.numel())
         assert relative(ours, exact) < bound, ours.shape
 
 
 def reference64(x, weight, bias, residual, *, kind, eps):
-    """The textbook's formulas, in whatever dtype comes in."""
+    """The textbook formulas, in the dtype of their inputs."""
     s = x if residual is None else x + residual
     centred = s - s.mean(-1, keepdim=True) if kind == "layer" else s
     y = centred / (centred.square().mean(-1, keepdim=True) + eps).sqrt()
     return (y if weight is None else y * weight) + (0 if bias is None else bias), s
 
 
-# Tiles of several rows, whole rows, two passes; sizes divisible by 16, by 8, by neither; fewer and more than programs
+# Tiles of several rows, of one row, two passes; widths divisible by 16, by 8, by neither; rows below and above programs
 @pytest.mark.parametrize(
     ("rows", "width"),
     [
@@ -89,7 +89,7 @@ def test_dtypes_mix(draw, relative, rounding, dtype, residual_dtype, weight_dtyp
 
 
 def strided(name, draw, rows, width):
-    """Rows that are not one after another, and the tensor around them."""
+    """Rows of a larger tensor that are not contiguous."""
     wide = draw(2 * rows, 3 * width)
     return {
         "columns of a wider tensor": lambda: wide[:rows, width : 2 * width],
@@ -116,10 +116,10 @@ STRIDES = [
 
 
 @pytest.mark.parametrize("name", STRIDES)
-def test_rows_may_lie_anywhere_in_memory_and_nothing_around_them_is_touched(draw, relative, name):
+def test_rows_may_have_any_strides_and_the_memory_around_them_does_not_change(draw, relative, name):
     x = strided(name, draw, 20, 96)
-    whole = x._base if x._base is not None else x
-    before = whole.clone()
+    base = x._base if x._base is not None else x
+    before = base.clone()
     dy, residual = draw(*x.shape), draw(*x.shape)
     weight, bias = draw(96, mean=1.0), draw(96)
     for given in ((x, residual), (residual, x)):
@@ -128,7 +128,7 @@ def test_rows_may_lie_anywhere_in_memory_and_nothing_around_them_is_touched(draw
         y2, s2, gradients2 = run(*contiguous, "layer", gpu.normalize)
         assert torch.equal(y, y2) and torch.equal(s, s2)
         assert all(map(torch.equal, gradients, gradients2))
-    assert torch.equal(whole, before)
+    assert torch.equal(base, before)
     y, _, _ = run(x, weight, None, None, dy, dy, "rms", gpu.normalize)
     assert relative(y, reference.normalize(x, weight, kind="rms", eps=EPS)[0].double()) < 1e-6
 
@@ -166,14 +166,14 @@ def test_a_gradient_that_two_norms_share_is_right_for_both_and_a_second_backward
     ("rows", "width"), [*((rows, 64) for rows in (1, 2, 7, 8, 9, 131)), (1, 1024), (131, 1024), (2, 9000), (17, 9000)]
 )
 def test_sums_over_rows_are_right_for_fewer_and_more_rows_than_programs(draw, relative, monkeypatch, rows, width):
-    assert launch.properties(torch.device("cpu")).multiprocessors == 4  # so at most 8 programs
+    assert launch.device_limits(torch.device("cpu")).multiprocessors == 4  # so at most 8 programs
     x, dy, weight, bias = draw(rows, width), draw(rows, width), draw(width, mean=1.0), draw(width)
     empty = torch.empty
 
     def poisoned(*shape, **options):
         return empty(*shape, **options).fill_(float("nan"))
 
-    monkeypatch.setattr(torch, "empty", poisoned)  # a partial sum that nobody wrote shows
+    monkeypatch.setattr(torch, "empty", poisoned)  # a partial sum that no program wrote is then NaN
     _, _, (_, dweight, dbias) = run(x, weight, bias, None, dy, dy, "layer", gpu.normalize)
     monkeypatch.undo()
     doubles = [t.double() for t in (x, weight, bias)]
@@ -181,7 +181,7 @@ def test_sums_over_rows_are_right_for_fewer_and_more_rows_than_programs(draw, re
     assert relative(dweight, dweight64) < 1e-6 and relative(dbias, dbias64) < 1e-6
 
 
-def test_frozen_gains_and_no_rows_are_served(draw, relative):
+def test_a_frozen_weight_no_weight_and_no_rows_are_right(draw, relative):
     x, weight, dy = draw(20, 96).requires_grad_(), draw(96, mean=1.0), draw(20, 96)
     for frozen in (weight, None):
         y, _ = gpu.normalize(x, frozen, kind="rms", eps=EPS)
@@ -190,22 +190,22 @@ def test_frozen_gains_and_no_rows_are_served(draw, relative):
         y64, _ = reference64(x64, None if frozen is None else weight.double(), None, None, kind="rms", eps=EPS)
         assert relative(dx, torch.autograd.grad(y64, x64, dy.double())[0]) < 1e-6
     for width in (96, 40000):
-        nothing, gain = torch.empty(0, width, requires_grad=True), torch.ones(width, requires_grad=True)
-        y, _ = gpu.normalize(nothing, gain, kind="layer", eps=EPS)
-        dx, dgain = torch.autograd.grad(y, (nothing, gain), torch.empty(0, width))
-        assert y.shape == dx.shape == (0, width) and not dgain.any()
+        x, weight = torch.empty(0, width, requires_grad=True), torch.ones(width, requires_grad=True)
+        y, _ = gpu.normalize(x, weight, kind="layer", eps=EPS)
+        dx, dweight = torch.autograd.grad(y, (x, weight), torch.empty(0, width))
+        assert y.shape == dx.shape == (0, width) and not dweight.any()
 
 
 @pytest.mark.parametrize("width", [512, 40000])
-def test_a_large_mean_costs_layernorm_no_more_digits_than_it_must(draw, relative, width):
+def test_layernorm_of_a_large_mean_is_as_exact_as_its_input(draw, relative, width):
     x, dy = draw(3, width, mean=1e4), draw(3, width)
     weight = torch.ones(width)
     y, _, (dx, _) = run(x, weight, None, None, dy, dy, "layer", gpu.normalize)
     y64, _, (dx64, _) = run(x.double(), weight.double(), None, None, dy.double(), None, "layer", reference64)
-    # x itself has 2^-24 of 1e4: 6e-4 of the spread, of which the mean takes the part that all elements share
+    # x itself is rounded to 2^-24 of 1e4: 6e-4 of the deviation; subtracting the mean removes the common part
     assert relative(y, y64) < 6e-4 and relative(dx, dx64) < 6e-4
     naive = (x.square().mean(-1) - x.mean(-1).square() - 1).abs().max()
-    assert naive > 1  # the mean of squares less the square of the mean would be lost altogether
+    assert naive > 1  # the mean of squares minus the square of the mean would have no correct digit
     x = draw(3, width, mean=30.0, std=0.1, dtype=torch.bfloat16)
     y, _ = gpu.normalize(x, weight, kind="layer", eps=EPS)
     assert (
@@ -215,7 +215,7 @@ def test_a_large_mean_costs_layernorm_no_more_digits_than_it_must(draw, relative
 
 @pytest.mark.parametrize("kind", ["rms", "layer"])
 @pytest.mark.parametrize("width", [96, 40000])
-def test_zeros_tiny_and_huge_rows_are_those_of_the_specification(draw, kind, width):
+def test_zero_tiny_and_huge_rows_equal_the_reference(draw, kind, width):
     x = draw(5, width)
     x[0], x[1], x[2], x[3] = 0.0, x[1] * 1e-30, x[2] * 1e-3, x[3] * 1e15
     x[4] = 1e19 if kind == "rms" else x[4]  # whose squares overflow: torch gives 0 as well

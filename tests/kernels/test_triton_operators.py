@@ -1,4 +1,4 @@
-"""What torch makes of the Triton kernels: operators that keep their promises, and one graph for the compiler."""
+"""The Triton kernels as torch operators: their registration, and one graph for torch.compile."""
 
 import pytest
 import torch
@@ -10,30 +10,32 @@ pytestmark = pytest.mark.skipif(gpu is None, reason="Triton is not installed")
 
 
 def operators():
-    """Each operator with arguments that it takes."""
-    x, gain, targets = torch.randn(6, 16), torch.randn(16), torch.randint(0, 9, (6,))
+    """Each operator with valid arguments."""
+    x, weight, targets = torch.randn(6, 16), torch.randn(16), torch.randint(0, 9, (6,))
     qkv, angles = torch.randn(1, 6, 4 * 16), torch.randn(6, 8)
     q, k = torch.randn(1, 6, 2, 16), torch.randn(1, 6, 1, 16)
     ops = torch.ops.prenorm
     statistic = torch.randn(6)
     return {
-        "norm_forward": (ops.norm_forward, (x, x.clone(), gain, gain.clone(), True, 1e-5)),
-        "norm_forward of rms": (ops.norm_forward, (x, None, gain, None, False, 1e-5)),
+        "norm_forward": (ops.norm_forward, (x, x.clone(), weight, weight.clone(), True, 1e-5)),
+        "norm_forward of rms": (ops.norm_forward, (x, None, weight, None, False, 1e-5)),
         "norm_backward": (
             ops.norm_backward,
-            (x, x.clone(), x.clone(), gain, statistic, statistic.clone(), True, True, True),
+            (x, x.clone(), x.clone(), weight, statistic, statistic.clone(), True, True, True),
         ),
         "norm_backward of rms": (
             ops.norm_backward,
-            (x, None, x.clone(), gain, statistic[:0], statistic, False, True, False),
+            (x, None, x.clone(), weight, statistic[:0], statistic, False, True, False),
         ),
         "swiglu_forward": (ops.swiglu_forward, (x,)),
         "swiglu_backward": (ops.swiglu_backward, (x[:, :8], x)),
         "swiglu_gate_up": (ops.swiglu_gate_up, (x, torch.randn(16, 16), True)),
-        "rotary_forward": (ops.rotary_forward, (qkv, angles, angles.clone(), 2, 1, gain, gain.clone(), 1e-5)),
+        "swiglu_gate_up in two kernels": (ops.swiglu_gate_up, (x, torch.randn(20, 16), True)),
+        "swiglu_gate_up in two kernels, without the products": (ops.swiglu_gate_up, (x, torch.randn(20, 16), False)),
+        "rotary_forward": (ops.rotary_forward, (qkv, angles, angles.clone(), 2, 1, weight, weight.clone(), 1e-5)),
         "rotary_backward": (
             ops.rotary_backward,
-            (q, k, k.clone(), qkv, angles, angles.clone(), gain, gain.clone(), 1e-5),
+            (q, k, k.clone(), qkv, angles, angles.clone(), weight, weight.clone(), 1e-5),
         ),
         "loss_forward": (ops.loss_forward, (x, torch.randn(9, 16), targets, -100, True)),
         "loss_backward": (
@@ -44,7 +46,7 @@ def operators():
 
 
 @pytest.mark.parametrize("name", operators() if gpu is not None else ())
-def test_every_operator_keeps_its_promises_to_torch(name):
+def test_every_operator_passes_torch_library_opcheck(name):
     operator, arguments = operators()[name]
     torch.library.opcheck(operator.default, arguments)
 
@@ -59,12 +61,12 @@ def test_a_compiled_function_of_all_kernels_is_one_graph_with_equal_gradients(tr
     cos, sin = angles.cos(), angles.sin()
     targets = torch.arange(14) % 9
 
-    def model(x, gain, bias, qkv_weight, gate_up, down, head):
-        y, s = kernels.normalize(x, gain, kind="rms", eps=1e-5)
-        q, k, v = kernels.rotary(y @ qkv_weight.T, cos, sin, 2, 1, gain[:16], gain[16:], 1e-5)
+    def model(x, weight, bias, qkv_weight, gate_up, down, head):
+        y, s = kernels.normalize(x, weight, kind="rms", eps=1e-5)
+        q, k, v = kernels.rotary(y @ qkv_weight.T, cos, sin, 2, 1, weight[:16], weight[16:], 1e-5)
         a = kernels.attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)).transpose(1, 2).flatten(2)
-        y, s = kernels.normalize(a, gain, bias, s, kind="layer", eps=1e-5)
-        y, _ = kernels.normalize(kernels.swiglu_mlp(y, gate_up, down), gain, None, s, kind="rms", eps=1e-5)
+        y, s = kernels.normalize(a, weight, bias, s, kind="layer", eps=1e-5)
+        y, _ = kernels.normalize(kernels.swiglu_mlp(y, gate_up, down), weight, None, s, kind="rms", eps=1e-5)
         return kernels.linear_cross_entropy(y.flatten(0, 1), head, targets)
 
     shapes = (2, 7, 32), (32,), (32,), (64, 32), (96, 32), (32, 48), (9, 32)
