@@ -1,4 +1,4 @@
-"""What all benchmarks share at their ends: numbers on the command line, and results on the screen and in a file."""
+"""What all benchmarks share: checked command-line values, and results printed and written to a file."""
 
 import argparse
 import json
@@ -20,7 +20,7 @@ def pattern(text: str) -> str:
     try:
         re.compile(text)
     except re.error as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is no pattern ({error})") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not a valid pattern ({error})") from None
     return text
 
 
@@ -31,7 +31,7 @@ def check_out(path: Path | None) -> None:
 
 
 def write(results: dict, path: Path | None) -> None:
-    """Print results as one line of JSON, and write the same line to a file if there is one."""
+    """Print results as one line of JSON, and write the same line to `path`."""
     line = json.dumps(results)
     print(line)
     if path is not None:

@@ -1,12 +1,69 @@
-"""How long a call takes on the device, how long it keeps the host, and what memory it needs."""
+"""How long a call takes on the device, how long it occupies the host, and what memory it needs.
+
+Kernels, training steps and ablations are timed here; `benchmarks.decoding` times its own loop, because each step waits
+for a token.
+"""
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass
 
 import torch
 
-BEYOND_CACHE = 256e6  # bytes that a call should not find in a GPU's cache again
+BEYOND_CACHE = 256e6  # bytes, more than a GPU's cache holds
+
+
+CALLS_PER_BLOCK = 4  # their median is the time of the block
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Times of one part of training in one variant of the code, for one arm, in blocks that took turns with others."""
+
+    process: int
+    """Id of the process that measured it; times of one process may share a bias."""
+    variant: str
+    part: str
+    arm: str
+    seconds: list[float]
+    """Of one call, a value per block; equal places in lists of one process were measured next to each other."""
+    peak_bytes: int | None
+    """Bytes that a call allocates beyond those that were in use; None where the device does not count them."""
+
+
+def interleaved(
+    calls: dict[Hashable, Callable[[], object]],
+    device: torch.device,
+    blocks: int,
+    on_block: Callable[[], object] = lambda: None,
+) -> dict[Hashable, list[float]]:
+    """Seconds of a call, one value per block: A B B A A B ..., so that a drift of the machine's speed cancels.
+
+    A block is the median of CALLS_PER_BLOCK calls in a row. `on_block` is called after every turn.
+    """
+
+    def wait() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    for call in calls.values():  # compiles, fills caches
+        for _ in range(3):
+            call()
+    seconds = {key: [] for key in calls}
+    for block in range(blocks):
+        order: Iterator[Hashable] = iter(calls) if block % 2 else reversed(calls)
+        for key in order:
+            taken = []
+            for _ in range(CALLS_PER_BLOCK):
+                wait()
+                start = time.perf_counter()
+                calls[key]()
+                wait()
+                taken.append(time.perf_counter() - start)
+            seconds[key].append(statistics.median(taken))
+        on_block()
+    return seconds
 
 
 def times(calls: list[Callable[[], object]], device: torch.device, repeats: int) -> list[float]:

@@ -1,73 +1,125 @@
-"""A whole training step of each build of the model, side by side: `python -m benchmarks.training --config tiny`.
+"""Training steps and their parts in every variant of the code, side by side: `python -m benchmarks.training`.
 
-Builds: the specification in plain PyTorch, our functions for the device, and torch.compile, each with both norms.
-They take turns in blocks of a few steps on random tokens. Prints a table in Markdown, and everything as JSON in its
-last line.
+Variants: the reference in plain PyTorch, torch.compile of it, and our functions for the device. They take turns in
+blocks of a few calls on random tokens. In each variant all norms come from one source: torch's own `F.layer_norm` and
+`F.rms_norm` are not compared here, since on a CPU one of them is fused and the other is not.
 """
 
 import argparse
+import dataclasses
+import os
 import statistics
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from tqdm import tqdm
 
 import kernels
 from benchmarks.output import check_out, positive, write
+from benchmarks.timing import Timing, interleaved, peak_bytes
 from errors import exit_on_user_error
 from model.config import flops_per_token
 from model.decoder import Decoder
-from model.device import choose_device, choose_training_dtype, device_name, keep_freed_memory, peak_flops
+from model.device import (
+    choose_device,
+    choose_training_dtype,
+    device_name,
+    keep_freed_memory,
+    peak_flops,
+    why_not_compile,
+)
 from training.optimizer import build_optimizer
 from training.processes import Processes
 from training.settings import Settings, config_path, load_settings
 from training.step import train_step
 
+PARTS = ("norm forward", "norm backward", "forward", "forward and backward", "step")
+REFERENCE = "reference, eager"
 
-def builds(device: torch.device) -> dict[str, tuple[str, bool]]:
-    """Name: what `kernels.use` is told, and whether it is compiled."""
-    found = {"specification, eager": ("reference", False), "torch.compile": ("reference", True)}
+
+def variants(device: torch.device) -> dict[str, tuple[str, bool]]:
+    """Name: what `kernels.use` is told, and whether the model is compiled."""
+    found = {REFERENCE: ("reference", False)}
+    compiles = why_not_compile(device) is None
+    if compiles:
+        found["torch.compile"] = ("reference", True)
     if device.type == "cuda" and kernels.find_triton_obstacle(device) is None:
-        found |= {"Triton": ("triton", False), "Triton and torch.compile": ("triton", True)}
+        found["Triton"] = ("triton", False)
+        if compiles:
+            found["Triton and torch.compile"] = ("triton", True)
     elif device.type == "cpu":
-        found |= {"CPU functions": ("torch", False)}
+        found["CPU functions"] = ("torch", False)
     return found
 
 
-def stepper(settings: Settings, norm: str, build: tuple, device: torch.device) -> Callable[[], float]:
-    """A function that does one optimizer step and returns its seconds."""
-    choice, compiled = build
-    fields = dict(vars(settings.model), norm=norm)
-    dtype = choose_training_dtype("auto", device)
-    model = Decoder(type(settings.model)(**fields), seed=1, compute_dtype=dtype).to(device)
-    forward = torch.compile(model, fullgraph=True) if compiled else model
-    adamw = build_optimizer(model, settings.optimizer, device)
+def make_calls(settings: Settings, compiled: bool, device: torch.device) -> dict[str, Callable[[], object]]:
+    """What is timed, by name of the part: one norm at the model's shape, the model's passes, and an optimizer step."""
+    data, config = settings.data, settings.model
+    dtype = choose_training_dtype(settings.machine.dtype, device)
+    sequences = min(data.micro_batch_size or data.batch_size, data.batch_size)
+    model = Decoder(config, seed=1, compute_dtype=dtype).to(device)
+    norm = Decoder(dataclasses.replace(config, num_hidden_layers=1), seed=1).to(device).layers[0].input_layernorm
+    optimizer = build_optimizer(model, settings.optimizer, device)
     scaler = torch.amp.GradScaler(device.type, enabled=False)
-    data = settings.data
-    size = min(data.micro_batch_size or data.batch_size, data.batch_size)
-    shape = size, data.sequence_length + 1
+    run, normalize = (torch.compile(module, fullgraph=True) if compiled else module for module in (model, norm))
 
-    def run() -> float:
-        tokens = torch.randint(settings.model.vocab_size, shape, device=device)
-        kernels.use(choice, device)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        start = time.perf_counter()
-        train_step(forward, [(tokens[:, :-1], tokens[:, 1:])], adamw, scaler, 1.0, Processes(), device)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return time.perf_counter() - start
+    x = (torch.randn(sequences, data.sequence_length, config.hidden_size, device=device) + 0.3).to(dtype)
+    residual, upstream, upstream_residual = (torch.randn_like(x) for _ in range(3))
+    inputs = [x.requires_grad_(), residual.requires_grad_(), *norm.parameters()]
+    outputs = normalize(x, residual)
+    tokens = torch.randint(config.vocab_size, (sequences, data.sequence_length + 1))
+    on_host = tokens[:, :-1], tokens[:, 1:]  # as the training loop gets them
+    batch = tuple(part.to(device) for part in on_host)
+    return {
+        "norm forward": lambda: normalize(x, residual),
+        "norm backward": lambda: torch.autograd.grad(outputs, inputs, (upstream, upstream_residual), retain_graph=True),
+        "forward": lambda: run(*batch),
+        "forward and backward": lambda: run(*batch).sum().backward(),
+        "step": lambda: train_step(run, [on_host], optimizer, scaler, settings.optimizer.clip, Processes(), device),
+    }
 
-    return run
+
+def time_together(
+    entries: dict[tuple[str, str], Settings],
+    parts: tuple[str, ...],
+    device: torch.device,
+    blocks: int,
+    on_block: Callable[[], object] = lambda: None,
+) -> list[Timing]:
+    """Time the parts of every (variant, arm), all of them taking turns; leaves `kernels.use` at auto."""
+    how = variants(device)
+
+    def choosing(variant: str, call: Callable[[], object]) -> Callable[[], object]:
+        def run() -> object:
+            kernels.use(how[variant][0], device)
+            return call()
+
+        return run
+
+    try:
+        calls = {}
+        for (variant, arm), settings in entries.items():
+            kernels.use(how[variant][0], device)
+            calls[variant, arm] = make_calls(settings, how[variant][1], device)
+        timings = []
+        for part in parts:
+            timed = {key: choosing(key[0], calls[key][part]) for key in calls}
+            for (variant, arm), seconds in interleaved(timed, device, blocks, on_block).items():
+                peak = peak_bytes(timed[variant, arm], device)
+                timings.append(Timing(os.getpid(), variant, part, arm, seconds, peak))
+        return timings
+    finally:
+        kernels.use("auto", device)
 
 
 def main() -> None:
-    """Measure what was asked for."""
+    """Measure what the command line asks for; prints a table in Markdown, and one JSON object last."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.training", description=__doc__.split("\n\n")[0])
     parser.add_argument("--config", default="tiny", help="a name in configs/ (default: %(default)s)")
+    parser.add_argument("--norms", nargs="+", default=["rms", "layer"], help="default: %(default)s")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
-    parser.add_argument("--blocks", type=positive, default=8, help="turns of 5 steps each (default: %(default)s)")
+    parser.add_argument("--blocks", type=positive, default=10, help="turns of 4 steps each (default: %(default)s)")
     parser.add_argument("--out", type=Path, metavar="FILE.json", help="write the results there")
     arguments = parser.parse_args()
     check_out(arguments.out)
@@ -75,42 +127,30 @@ def main() -> None:
     keep_freed_memory()
     settings = load_settings(config_path(arguments.config))
     data = settings.data
-    size = min(data.micro_batch_size or data.batch_size, data.batch_size)
-    tokens = size * data.sequence_length
-    runs = {
-        (build, norm): stepper(settings, norm, how, device)
-        for build, how in builds(device).items()
-        for norm in ("rms", "layer")
+    entries = {
+        (variant, norm): dataclasses.replace(settings, model=dataclasses.replace(settings.model, norm=norm))
+        for variant in variants(device)
+        for norm in arguments.norms
     }
-    seconds = {key: [] for key in runs}
-    peaks = {}
-    for key, run in runs.items():
-        for _ in range(3):
-            run()
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
-            run()
-            peaks[key] = torch.cuda.max_memory_allocated(device)
-    for _ in range(arguments.blocks):
-        for key, run in runs.items():
-            seconds[key] += [run() for _ in range(5)]
-    kernels.use("auto", device)
+    with tqdm(total=arguments.blocks, unit="block", dynamic_ncols=True) as bar:
+        timings = time_together(entries, ("step",), device, arguments.blocks, bar.update)
+
+    tokens = min(data.micro_batch_size or data.batch_size, data.batch_size) * data.sequence_length
     flops = flops_per_token(settings.model, data.sequence_length) * tokens
-    peak = peak_flops(device, choose_training_dtype("auto", device))
+    peak = peak_flops(device, choose_training_dtype(settings.machine.dtype, device))
     print(f"{arguments.config}: steps of {tokens:,} tokens on {device_name(device)}\n")
-    print("| build | norm | ms a step | tokens/s | of the specification's time | of peak FLOP/s |")
+    print("| variant | norm | ms per step | tokens/s | time over the reference's | of peak FLOP/s |")
     print("|---|---|---|---|---|---|")
-    rows = []
-    for (build, norm), found in seconds.items():
-        median = statistics.median(found)
-        base = seconds["specification, eager", norm]
-        ratio = statistics.median(a / b for a, b in zip(found, base, strict=True))
-        share = "" if peak is None else f"{flops / median / peak:.1%}"
-        print(f"| {build} | {norm} | {median * 1e3:,.1f} | {tokens / median:,.0f} | {ratio:.3f} | {share} |")
-        row = {"build": build, "norm": norm, "seconds": found, "ratio": ratio}
-        rows.append(row | {"peak_bytes": peaks.get((build, norm))})
+    reference = {timing.arm: timing.seconds for timing in timings if timing.variant == REFERENCE}
+    for timing in timings:
+        median = statistics.median(timing.seconds)
+        ratio = statistics.median(a / b for a, b in zip(timing.seconds, reference[timing.arm], strict=True))
+        share = "not known" if peak is None else f"{flops / median / peak:.1%}"
+        cells = f"{median * 1e3:,.1f} | {tokens / median:,.0f} | {ratio:.3f} | {share}"
+        print(f"| {timing.variant} | {timing.arm} | {cells} |")
     about = {"device": device_name(device), "torch": torch.__version__, "config": arguments.config}
-    write(about | {"tokens": tokens, "flops": flops, "builds": rows}, arguments.out)
+    rows = [dataclasses.asdict(timing) for timing in timings]
+    write(about | {"tokens": tokens, "flops": flops, "timings": rows}, arguments.out)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,109 @@
+"""The benchmark of training steps: every norm, variant and part, all timed equally often."""
+
+import dataclasses
+import json
+import os
+import sys
+
+import pytest
+import torch
+
+import kernels
+from benchmarks import training
+from benchmarks.training import PARTS, REFERENCE, make_calls, time_together, variants
+from model.config import NORMS, ModelConfig
+from training.settings import DataSettings, MachineSettings, OptimizerSettings, Settings
+
+CPU = torch.device("cpu")
+SHAPE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+MODEL = ModelConfig(vocab_size=64, num_key_value_heads=1, max_position_embeddings=16, **SHAPE)
+
+
+def settings(norm: str = "rms") -> Settings:
+    return Settings(
+        model=dataclasses.replace(MODEL, norm=norm),
+        data=DataSettings(sequence_length=16, batch_size=2),
+        optimizer=OptimizerSettings(learning_rate=1e-2),
+        machine=MachineSettings(dtype="float32"),
+    )
+
+
+@pytest.fixture
+def eager(monkeypatch) -> None:
+    """Leave out variants that compile, which takes a minute."""
+    monkeypatch.setattr(training, "why_not_compile", lambda device: "not in this test")
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_every_norm_can_be_timed_and_its_steps_train(norm):
+    calls = make_calls(settings(norm), False, CPU)
+    assert tuple(calls) == PARTS
+    first, gradient = calls["step"]()
+    assert first > 0 and gradient > 0
+    losses = [calls["step"]()[0] for _ in range(8)]
+    assert losses[-1] < first  # the same batch again and again
+    y, residual = calls["norm forward"]()
+    assert y.shape == residual.shape == (2, 16, 32) and torch.isfinite(y).all()
+    gradients = calls["norm backward"]()
+    assert len(gradients) == 2 + len(settings(norm).model.norm_parameters)
+    assert all(torch.isfinite(g).all() for g in gradients)
+    assert calls["forward"]().shape == (2, 16) and calls["forward and backward"]() is None
+
+
+@pytest.mark.usefixtures("eager")
+def test_every_variant_arm_and_part_is_timed_in_equally_many_blocks_and_the_kernels_are_as_before():
+    assert variants(CPU) == {REFERENCE: ("reference", False), "CPU functions": ("torch", False)}
+    entries = {(variant, norm): settings(norm) for variant in variants(CPU) for norm in ("rms", "layer")}
+    blocks = []
+    timings = time_together(entries, ("norm forward", "step"), CPU, 3, lambda: blocks.append(1))
+    assert [(t.part, t.variant, t.arm) for t in timings] == [
+        (part, *entry) for part in ("norm forward", "step") for entry in entries
+    ]
+    for timing in timings:
+        assert len(timing.seconds) == 3 and all(second > 0 for second in timing.seconds)
+        assert timing.process == os.getpid() and timing.peak_bytes is None
+    assert len(blocks) == 6
+    assert kernels.implementation(CPU) is kernels.cpu
+
+
+@pytest.mark.usefixtures("eager")
+def test_a_variant_runs_with_the_kernels_that_it_names(monkeypatch):
+    used = {}
+
+    def noting(of: Settings, compiled: bool, device: torch.device):
+        def call():
+            used.setdefault(of.model.norm, set()).add(kernels.implementation(device))
+
+        return {"step": call}
+
+    monkeypatch.setattr(training, "make_calls", noting)
+    entries = {(REFERENCE, "rms"): settings("rms"), ("CPU functions", "layer"): settings("layer")}
+    time_together(entries, ("step",), CPU, 2)
+    assert used == {"rms": {kernels.reference}, "layer": {kernels.cpu}}
+
+
+@pytest.mark.usefixtures("eager")
+def test_the_kernels_are_as_before_when_a_call_fails(monkeypatch):
+    def failing(of: Settings, compiled: bool, device: torch.device):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(training, "make_calls", failing)
+    with pytest.raises(ZeroDivisionError):
+        time_together({(REFERENCE, "rms"): settings()}, ("step",), CPU, 2)
+    assert kernels.implementation(CPU) is kernels.cpu
+
+
+@pytest.mark.usefixtures("eager")
+def test_the_command_prints_a_row_for_each_variant_and_norm_and_json_last(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(training, "load_settings", lambda path: settings())
+    arguments = ["--norms", "rms", "dyt", "--device", "cpu", "--blocks", "2", "--out", str(tmp_path / "out.json")]
+    monkeypatch.setattr(sys, "argv", ["benchmarks.training", *arguments])
+    training.main()
+    lines = capsys.readouterr().out.splitlines()
+    rows = [tuple(cell.strip() for cell in line.split("|")[1:3]) for line in lines if line.startswith("| ")][1:]
+    assert rows == [(variant, norm) for variant in variants(CPU) for norm in ("rms", "dyt")]
+    written = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
+    assert json.loads(lines[-1]) == written and written["tokens"] == 32
+    assert all(len(timing["seconds"]) == 2 for timing in written["timings"])
+    reference = [line for line in lines if line.startswith(f"| {REFERENCE}")]
+    assert all("| 1.000 |" in line for line in reference)
