@@ -1,7 +1,4 @@
-"""RMSNorm or LayerNorm, settled by measurement: `python ablate.py`.
-
-Thin: reads the plan, prints it, and leaves it to ablation/.
-"""
+"""Compare norms over paired seeds: `python ablate.py`. Thin: parses the plan, prints it, and calls ablation/."""
 
 import shlex
 import sys
@@ -12,64 +9,86 @@ from typing import Annotated
 import tyro
 
 from ablation.plan import Plan, load_plan
-from errors import UserError, exit_on_user_error
+from errors import exit_on_user_error
 
-DESCRIPTION = """Compare norms, or other choices, over paired seeds, with intervals and a verdict.
+DESCRIPTION = """Compare norms, or other choices, over paired seeds, with intervals and a verdict for every arm.
 
 python ablate.py: RMSNorm and LayerNorm, five pairs
 
-python ablate.py --arms rms layer none --seeds 3 --learning-rates 5e-4 1e-3 2e-3 4e-3: each at its own best rate
+python ablate.py --norms rms layer none --seeds 3 --learning-rates 5e-4 1e-3 2e-3 4e-3: each at its best learning rate
 
-python ablate.py positions: a plan from configs/ablations/
+python ablate.py placement: a plan from configs/ablations/
 
-python ablate.py gates --steps 800 --out runs/gates-long: a plan, changed
+python ablate.py mlp --steps 800 --out runs/mlp-long: a plan, with changes
 
-It can be stopped at any time (Ctrl-C) and goes on with the same command. The folder then holds report.html, report.md
-and results.json with every number."""
+python ablate.py --report runs/ablation-norms: only rewrite that folder's report
+
+Ctrl-C stops it and the same command resumes it. The folder has runs.jsonl, every finished run, and report.html,
+report.md and results.json, which are derived from it."""
 
 
 @dataclass(frozen=True)
 class Command:
     """The command line."""
 
-    file: Annotated[str | None, tyro.conf.arg(metavar="[PLAN]"), tyro.conf.Positional] = None
-    """A plan: a TOML file, or a name in configs/ablations/. Flags change what it says."""
+    plan_file: Annotated[str | None, tyro.conf.arg(metavar="[PLAN]"), tyro.conf.Positional] = None
+    """A plan: a TOML file, or a name in configs/ablations/. Flags override what it says."""
     out: Path | None = None
     """Folder of the results (default: runs/ablation-NAME)."""
     device: str = "auto"
-    """auto (CUDA, else MPS, else CPU) or a torch device; several GPUs are used side by side."""
+    """auto (CUDA, else MPS, else CPU) or a torch device; with auto all GPUs are used side by side."""
     jobs: int | None = None
     """Runs at once: by default one for each GPU, and on a CPU one for each core."""
     dry_run: bool = False
-    """Time a few steps, print the plan, and end."""
+    """Only time a few steps and print the plan."""
+    report: Path | None = None
+    """Only rewrite the report of this folder, from its runs.jsonl."""
+    claims: tuple[Path, ...] = ()
+    """Only print one table of claims; each claim is judged from the first of these folders that measured it."""
+    picture: Path | None = None
+    """With --report: also draw the differences into this PNG or SVG file."""
     plan: Annotated[Plan, tyro.conf.arg(name="")] = field(default_factory=Plan)
+
+
+def parse(arguments: list[str]) -> Command:
+    """The command line; read twice when it names a plan, which then gives the defaults of the flags."""
+    options = {"description": DESCRIPTION, "prog": "ablate.py", "config": (tyro.conf.OmitArgPrefixes,)}
+    command = tyro.cli(Command, args=arguments, **options)
+    if command.plan_file is None:
+        return command
+    return tyro.cli(Command, args=arguments, default=Command(plan=load_plan(command.plan_file)), **options)
 
 
 def main() -> int:
     """Do what the command line says; returns the exit status."""
-    file = sys.argv[1] if len(sys.argv) > 1 and not sys.argv[1].startswith("-") else None
-    plan = load_plan(file) if file is not None else Plan()
-    command = tyro.cli(
-        Command,
-        default=Command(plan=plan),
-        description=DESCRIPTION,
-        prog="ablate.py",
-        config=(tyro.conf.OmitArgPrefixes,),
-    )
-    if command.file != file:
-        raise UserError(f"the plan comes first: python ablate.py {command.file} ...")
-    from ablation import conduct, preview  # import torch, which --help does not wait for
+    command = parse(sys.argv[1:])
+    from ablation import plots, report, runner  # import torch, which --help does not wait for
 
+    if command.claims:
+        print(report.claims_table(command.claims))
+        return 0
+    if command.report is not None:
+        study = report.load_study(command.report)
+        report.write(study, command.report)
+        if command.picture is not None:
+            plots.save_differences(study, command.picture)
+        print(f"written: {command.report / 'report.html'}")
+        return 0
     folder = command.out or Path("runs") / f"ablation-{command.plan.name}"
-    work = conduct.begin(command.plan, folder, command.device, command.jobs)
-    print(preview.text(work))
+    experiment = runner.load_or_create(command.plan, folder, command.device, command.jobs)
+    print(runner.describe(experiment), flush=True)
     if command.dry_run:
         return 0
-    whole = conduct.execute(work, shlex.join(["python", "ablate.py", *sys.argv[1:]]))
-    print(conduct.headline(work.results))
-    print(f"report: {folder / 'report.html'}, {folder / 'report.md'}; every number: {folder / 'results.json'}")
-    if not whole:
-        conduct.go_on(work)
+    completed = runner.execute(experiment)
+    for line in report.headline(experiment.study):
+        print(f"{line['arm']}: {line['verdict']} ({line['detail']})")
+    print(f"report: {folder / 'report.html'}, {folder / 'report.md'}; records of all runs: {folder / 'runs.jsonl'}")
+    if not completed:
+        again = shlex.join(["python", "ablate.py", *sys.argv[1:]])
+        print(
+            f"stopped; {len(experiment.study.results)} runs are finished and kept. Resume with: {again}",
+            file=sys.stderr,
+        )
         return 130
     return 0
 

@@ -1,1 +1,1 @@
-"""Comparisons between arms that differ in one setting: what was measured, how sure it is, what it cannot tell."""
+"""Comparisons of norms and other choices: plan, paired runs, statistics, claims and a report."""

@@ -1,195 +1,241 @@
-"""What an ablation compares, stated before it runs: arms, seeds, learning rates, metric, bound.
+"""What an ablation compares, fixed before it runs: arms, seeds, learning rates, metric, equivalence margin.
 
-Imports no torch, so that `python ablate.py --help` answers at once. An arm is a norm together with the other choices;
-within a seed all arms share initial weights and batches. Rates are chosen on seeds that the final runs do not use.
+Imports no torch, so that `python ablate.py --help` answers at once. Within a seed, all arms read the same batches, and
+weights that two arms share start equal. Learning rates are chosen in a sweep, on seeds that the final runs do not use.
 """
 
 import dataclasses
 import functools
 import itertools
 import math
+import re
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import tomli_w
 import tyro
 
 from errors import UserError
-from model.config import GATED, NORMS, PLACEMENTS, PLAIN
-from training.settings import CONFIGS, Settings, as_flags, config_path, load_settings, nearest
+from model.config import GATED, NORMS, PLACEMENTS, PLAIN, ModelConfig
+from training.settings import CONFIGS, Settings, as_flags, config_path, load_settings, nearest, replace_text
 
 PLANS = CONFIGS / "ablations"
-FIRST_RATE_SEED = 1001  # seeds for choosing rates begin here, those of the final runs at 1
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The comparison. Every combination of arms, positions, gates, dtypes and epsilons is one arm."""
-
-    name: str = "norms"
-    """Name of the comparison and of its folder."""
-    arms: tuple[Literal[*NORMS], ...] = ("rms", "layer")
-    """Norms to compare; each is compared with `layer` where that is among them."""
-    positions: tuple[Literal[*PLACEMENTS], ...] = ("pre",)
-    """Where the norms stand."""
-    gates: tuple[Literal[*GATED, *PLAIN], ...] = ("swiglu",)
-    """Activations of the MLP, at equal numbers of parameters."""
-    dtypes: tuple[Literal["auto", "float32", "bfloat16", "float16"], ...] = ("auto",)
-    """Dtypes of the activations."""
-    epsilons: tuple[float, ...] = (1e-5,)
-    """Values of the norm's eps."""
-    initializations: tuple[float, ...] = (1.0,)
-    """Initial weights, as multiples of the config's."""
-    seeds: int = 5
-    """Final runs of each arm, paired by seed."""
-    learning_rates: tuple[float, ...] = ()
-    """Rates to choose from, for each arm its own; none: that of the config for all, and nothing is chosen."""
-    rate_seeds: int = 1
-    """Runs of each arm and rate."""
-    config: str = "ablation"
-    """Model, text and schedule: a TOML file, or a name in configs/."""
-    steps: int | None = None
-    """Steps of a run; by default the config's."""
-    bound: float = 0.01
-    """Differences of validation loss within this bound count as none, nats per token."""
-    switch: bool = False
-    """Also switch finished LayerNorm runs to RMSNorm: at once, after training the norms alone, after training all."""
-    speed: bool = True
-    """Also time both norms in interleaved blocks, apart from training."""
-
-    def __post_init__(self) -> None:
-        for name in ("arms", "positions", "gates", "dtypes", "epsilons", "initializations"):
-            values = getattr(self, name)
-            if not values or len(set(values)) < len(values):
-                raise UserError(f"--{name} needs at least one value and each once, not {list(values)}.")
-        for name, least in {"seeds": 2, "rate_seeds": 1}.items():
-            if getattr(self, name) < least:
-                raise UserError(f"--{name.replace('_', '-')} is {getattr(self, name)} and must be at least {least}.")
-        if self.steps is not None and self.steps < 1:
-            raise UserError(f"--steps is {self.steps} and must be at least 1.")
-        if not 0 < self.bound < math.inf:
-            raise UserError(f"--bound is {self.bound} and must be greater than 0.")
-        rates = self.learning_rates
-        if any(not 0 < rate < math.inf for rate in rates) or len(set(rates)) < len(rates):
-            raise UserError(f"--learning-rates {list(rates)} must be greater than 0 and each given once.")
-        if self.switch and "layer" not in self.arms:
-            raise UserError("--switch starts from LayerNorm: add layer to --arms.")
+FIRST_SWEEP_SEED = 1001  # seeds of the sweep begin here, those of the final runs at 1
 
 
 @dataclass(frozen=True)
 class Arm:
     """One combination of choices."""
 
-    label: str
     norm: str
-    position: str
-    gate: str
+    placement: str
+    mlp: str
     dtype: str
     eps: float
-    initialization: float = 1.0
+    init_scale: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The comparison. Every combination of norms, placements, MLPs, dtypes, eps and initial scales is one arm."""
+
+    name: str = "norms"
+    """Name of the comparison and of its folder."""
+    norms: tuple[Literal[*NORMS], ...] = ("rms", "layer")
+    """Norms to compare; the baseline is layer if it is listed, else the first."""
+    placements: tuple[Literal[*PLACEMENTS], ...] = ("pre",)
+    """Where the norms are: pre, post or sandwich."""
+    mlps: tuple[Literal[*GATED, *PLAIN], ...] = ("swiglu",)
+    """Activations of the MLP, at equal numbers of parameters."""
+    dtypes: tuple[Literal["auto", "float32", "bfloat16", "float16"], ...] = ("auto",)
+    """Dtypes of the activations."""
+    eps: tuple[float, ...] = (1e-5,)
+    """Values of the norm's eps."""
+    init_scales: tuple[float, ...] = (1.0,)
+    """Factors on the standard deviation of the initial weights."""
+    seeds: int = 5
+    """Final runs of each arm, paired by seed."""
+    learning_rates: tuple[float, ...] = ()
+    """Learning rates to choose from, separately for each arm; without them every arm uses the config's."""
+    sweep_seeds: int = 2
+    """Runs of each arm at each learning rate of the sweep."""
+    config: str = "ablation"
+    """Model, text and schedule: a TOML file, or a name in configs/."""
+    steps: int | None = None
+    """Steps of a run; by default the config's."""
+    evaluations: int = 12
+    """Evaluations along each run, on the first part of the validation text."""
+    margin: float = 0.01
+    """Equivalence margin in nats per token: smaller differences of validation loss are treated as equivalent."""
+    convert: bool = False
+    """Also convert finished LayerNorm runs to RMSNorm, and evaluate them without training, after training only the
+    norms, and after training all parameters."""
+    timing: bool = True
+    """Also time every arm in interleaved blocks, apart from training."""
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"\w[\w .-]{0,63}", self.name):
+            raise UserError(f"--name {self.name!r} must be 1 to 64 letters, digits, spaces, dots or dashes.")
+        for name in DIMENSIONS.values():
+            values = [f"{value:g}" if isinstance(value, float) else value for value in getattr(self, name)]
+            if not values or len(set(values)) < len(values):
+                raise UserError(f"--{flag(name)} needs one or more different values, not {values}.")
+        for name, minimum in {"seeds": 2, "sweep_seeds": 1, "evaluations": 1}.items():
+            if getattr(self, name) < minimum:
+                raise UserError(f"--{flag(name)} is {getattr(self, name)} and must be at least {minimum}.")
+        if self.seeds >= FIRST_SWEEP_SEED:
+            raise UserError(f"--seeds is {self.seeds} and must be below {FIRST_SWEEP_SEED}, the first seed of a sweep.")
+        if self.steps is not None and self.steps < 1:
+            raise UserError(f"--steps is {self.steps} and must be at least 1.")
+        if not 0 < self.margin < math.inf:
+            raise UserError(f"--margin is {self.margin} and must be greater than 0.")
+        rates = self.learning_rates
+        if any(not 0 < rate < math.inf for rate in rates) or len(set(rates)) < len(rates):
+            raise UserError(f"--learning-rates {list(rates)} must be different numbers greater than 0.")
+        if self.convert and "layer" not in self.norms:
+            raise UserError("--convert starts from LayerNorm: add layer to --norms.")
+        if self.convert and any(len(getattr(self, name)) > 1 for name in DIMENSIONS.values() if name != "norms"):
+            raise UserError("--convert takes one placement, MLP, dtype, eps and initial scale; give one value of each.")
+
+    @property
+    def arms(self) -> list[Arm]:
+        """Every combination of the choices."""
+        return [Arm(*values) for values in itertools.product(*(getattr(self, name) for name in DIMENSIONS.values()))]
+
+    @property
+    def has_sweep(self) -> bool:
+        """Whether learning rates are chosen by this comparison."""
+        return len(self.learning_rates) > 1
+
+
+DIMENSIONS = {  # a field of Arm -> the field of Plan that lists its values
+    "norm": "norms",
+    "placement": "placements",
+    "mlp": "mlps",
+    "dtype": "dtypes",
+    "eps": "eps",
+    "init_scale": "init_scales",
+}
+LABELS = {"eps": "eps {:g}", "init_scale": "initial weights x {:g}"}
 
 
 @dataclass(frozen=True)
 class Run:
-    """One training run."""
+    """One training run of a plan."""
 
     arm: Arm
-    purpose: Literal["rate", "final"]
+    phase: Literal["sweep", "final"]
     seed: int
     learning_rate: float
 
     @property
-    def key(self) -> str:
-        """Name of its folder."""
-        label = self.arm.label.replace(", ", "-").replace(" ", "")
-        return f"{label}-{self.purpose}-{self.learning_rate:g}-{self.seed}"
+    def folder_name(self) -> str:
+        """Name of the folder of its state while it trains."""
+        parts = (*dataclasses.astuple(self.arm), self.phase, self.learning_rate, self.seed)
+        return "-".join(map(str, parts))
 
 
-def arms_of(plan: Plan) -> list[Arm]:
-    """All arms; a label names what differs between them."""
-    choices = plan.arms, plan.positions, plan.gates, plan.dtypes, plan.epsilons, plan.initializations
-    words = "{}", "{}", "{}", "{}", "eps {:g}", "start x {:g}"
-    arms = []
-    for values in itertools.product(*choices):
-        named = [
-            word.format(value) for word, value, among in zip(words, values, choices, strict=True) if len(among) > 1
-        ]
-        arms.append(Arm(", ".join(named) or values[0], *values))
-    return arms
+def flag(name: str) -> str:
+    return name.replace("_", "-")
 
 
-def baseline_of(arm: Arm, arms: list[Arm]) -> Arm | None:
-    """What an arm is compared with: the arm that differs in one choice, and there has LayerNorm, SwiGLU or the first.
+def label(plan: Plan, arm: Arm) -> str:
+    """The values in which the plan's arms differ, as text; the norm if there is only one arm."""
+    varying = [field for field, name in DIMENSIONS.items() if len(getattr(plan, name)) > 1]
+    return ", ".join(LABELS.get(field, "{}").format(getattr(arm, field)) for field in varying) or arm.norm
 
-    That choice is the first of norm, gate, position, dtype, eps and initialization that there are several of.
+
+def baseline(plan: Plan, arm: Arm) -> Arm | None:
+    """The arm that this one is compared with; None for the baseline itself.
+
+    Only one choice is compared: the first of norm, MLP, placement, dtype, eps and initial scale that has several
+    values. Its baseline value is layer, swiglu, or else the first value.
     """
-    fields = ("norm", "gate", "position", "dtype", "eps", "initialization")
-    field = next((f for f in fields if len({getattr(a, f) for a in arms}) > 1), None)
+    order = ("norm", "mlp", "placement", "dtype", "eps", "init_scale")
+    field = next((field for field in order if len(getattr(plan, DIMENSIONS[field])) > 1), None)
     if field is None:
         return None
-    values = list(dict.fromkeys(getattr(a, field) for a in arms))
-    value = next((v for v in ("layer", "swiglu") if v in values), values[0])
-    if getattr(arm, field) == value:
-        return None
-    wanted = dataclasses.replace(arm, label="", **{field: value})
-    return next((a for a in arms if dataclasses.replace(a, label="") == wanted), None)
+    values = getattr(plan, DIMENSIONS[field])
+    value = next((preferred for preferred in ("layer", "swiglu") if preferred in values), values[0])
+    return None if getattr(arm, field) == value else dataclasses.replace(arm, **{field: value})
 
 
 @functools.cache
-def settings_from(config: str) -> Settings:
+def base_settings(config: str) -> Settings:
     """The settings of a configuration, read once."""
     return load_settings(config_path(config))
 
 
-def settings_of(plan: Plan, run: Run) -> Settings:
-    """The settings of a training run."""
-    settings = settings_from(plan.config)
-    arm, steps = run.arm, plan.steps or settings.optimizer.steps
-    model = dataclasses.replace(
-        settings.model,
+def default_learning_rate(plan: Plan) -> float:
+    """The learning rate of every arm of a plan without a sweep."""
+    return (plan.learning_rates or (base_settings(plan.config).optimizer.learning_rate,))[0]
+
+
+def steps_of(plan: Plan) -> int:
+    """Optimizer steps of every run."""
+    return plan.steps or base_settings(plan.config).optimizer.steps
+
+
+def model_config(plan: Plan, arm: Arm) -> ModelConfig:
+    """The model of an arm."""
+    model = base_settings(plan.config).model
+    return dataclasses.replace(
+        model,
         norm=arm.norm,
-        norm_placement=arm.position,
-        mlp=arm.gate,
+        norm_placement=arm.placement,
+        mlp=arm.mlp,
         norm_eps=arm.eps,
-        initializer_range=settings.model.initializer_range * arm.initialization,
+        initializer_range=model.initializer_range * arm.init_scale,
     )
+
+
+def arm_settings(plan: Plan, arm: Arm) -> Settings:
+    """The settings of an arm's runs, but for seed and learning rate."""
+    settings, steps = base_settings(plan.config), steps_of(plan)
     optimizer = dataclasses.replace(
         settings.optimizer,
         steps=steps,
         max_minutes=None,  # all arms do all steps, however fast the machine is
-        learning_rate=run.learning_rate,
         warmup_steps=min(settings.optimizer.warmup_steps, steps // 10),
     )
     return dataclasses.replace(
         settings,
-        model=model,
+        model=model_config(plan, arm),
         optimizer=optimizer,
         machine=dataclasses.replace(settings.machine, dtype=arm.dtype),
-        run=dataclasses.replace(settings.run, seed=run.seed, evaluate_every=steps),
+        run=dataclasses.replace(settings.run, evaluate_every=max(1, steps // plan.evaluations)),
     )
 
 
-def rate_runs(plan: Plan) -> list[Run]:
-    """Runs that choose each arm's rate; seed by seed, so that a stop leaves whole rows."""
-    seeds = range(FIRST_RATE_SEED, FIRST_RATE_SEED + plan.rate_seeds)
-    return [
-        Run(arm, "rate", seed, rate) for seed in seeds for arm in arms_of(plan) for rate in sorted(plan.learning_rates)
-    ]
+def run_settings(plan: Plan, run: Run) -> Settings:
+    """The settings of a training run."""
+    settings = arm_settings(plan, run.arm)
+    return dataclasses.replace(
+        settings,
+        optimizer=dataclasses.replace(settings.optimizer, learning_rate=run.learning_rate),
+        run=dataclasses.replace(settings.run, seed=run.seed),
+    )
 
 
-def final_runs(plan: Plan, rates: dict[str, float]) -> list[Run]:
-    """Runs that are compared, at the rate of each arm's label; an arm without one diverged at every rate."""
-    return [
-        Run(arm, "final", seed, rates[arm.label])
-        for seed in range(1, plan.seeds + 1)
-        for arm in arms_of(plan)
-        if arm.label in rates
-    ]
+def sweep_runs(plan: Plan) -> list[Run]:
+    """The runs that choose each arm's learning rate; seed by seed, so that an early stop leaves complete rows."""
+    if not plan.has_sweep:
+        return []
+    seeds = range(FIRST_SWEEP_SEED, FIRST_SWEEP_SEED + plan.sweep_seeds)
+    rates = sorted(plan.learning_rates)
+    return [Run(arm, "sweep", seed, rate) for seed in seeds for arm in plan.arms for rate in rates]
+
+
+def final_runs(plan: Plan, learning_rates: dict[Arm, float]) -> list[Run]:
+    """The runs that are compared; an arm that diverged at every learning rate of the sweep has none."""
+    arms = [arm for arm in plan.arms if arm in learning_rates]
+    return [Run(arm, "final", seed, learning_rates[arm]) for seed in range(1, plan.seeds + 1) for arm in arms]
 
 
 def load_plan(name: str) -> Plan:
-    """A TOML file, or a name in configs/ablations/."""
+    """Read a TOML file, or a name in configs/ablations/."""
     path = next((path for path in (Path(name), PLANS / f"{name}.toml") if path.is_file()), None)
     if path is None:
         known = sorted(path.stem for path in PLANS.glob("*.toml"))
@@ -202,5 +248,11 @@ def load_plan(name: str) -> Plan:
     for key in values:
         if key not in keys:
             raise UserError(f"{path}: unknown key {key}.{nearest(key, keys)}")
-    arguments = [flag for key, value in values.items() for flag in as_flags(key, value)]
+    arguments = [argument for key, value in values.items() for argument in as_flags(key, value)]
     return tyro.cli(Plan, args=arguments, prog=str(path))
+
+
+def save_plan(plan: Plan, path: Path) -> None:
+    """Write a plan that `load_plan` reads, without fields that are None or empty."""
+    values = {key: value for key, value in dataclasses.asdict(plan).items() if value not in (None, ())}
+    replace_text(path, tomli_w.dumps(values))

@@ -1,7 +1,7 @@
-"""Runs side by side, each in a process of its own: on the GPUs there are, or on the cores of a CPU.
+"""Run tasks in parallel, each in its own process: one per GPU, or several on the cores of a CPU.
 
-Ctrl-C and SIGTERM reach the processes too: each saves its run and ends, and rows of finished runs are kept. When this
-process dies in any other way, the others end as well, so that no run is ever trained twice at once.
+Ctrl-C and SIGTERM reach the processes too: each saves its run and ends, and records of finished runs are kept. When
+this process dies in any other way, the others end as well, so that no run is ever trained twice at once.
 """
 
 import multiprocessing
@@ -11,24 +11,30 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from typing import TypeVar
 
-from ablation import train
 from errors import UserError
 
+Result = TypeVar("Result")
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
-def in_processes(
-    devices: list[str], tasks: list[tuple], start: Callable[..., tuple], finish: Callable[[tuple, dict], None]
+
+def run_in_processes(
+    devices: list[str],
+    tasks: list[Callable[[str], Result | None]],
+    on_result: Callable[[Result], object],
 ) -> bool:
-    """Train every task, one at a time on each device; False when a signal stopped it.
+    """Call every task with a device, one task at a time on each; False when a signal stopped them.
 
-    start(task, device) gives the arguments of `train.carry_out`, and finish(task, row) takes what it returns.
+    A task is picklable, and returns None when a signal stopped it.
     """
     if not tasks:
         return True
     stopped = threading.Event()
-    before = {number: signal.signal(number, lambda *_: stopped.set()) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, lambda *_: stopped.set()) for number in SIGNALS}
     waiting, free = list(reversed(tasks)), list(devices)
-    running: dict[Future, tuple] = {}
+    running: dict[Future, str] = {}
+    failure: UserError | None = None
     pool = ProcessPoolExecutor(
         min(len(devices), len(tasks)), mp_context=multiprocessing.get_context("spawn"), initializer=end_with_parent
     )
@@ -36,32 +42,37 @@ def in_processes(
         while running or (waiting and not stopped.is_set()):
             while waiting and free and not stopped.is_set():
                 task, device = waiting.pop(), free.pop()
-                running[submit(pool, start(task, device))] = task, device
+                running[submit(pool, task, device)] = device
             for future in wait(running, timeout=1, return_when=FIRST_COMPLETED).done:
-                task, device = running.pop(future)
-                free.append(device)
-                row = future.result()
-                if row is None:
+                free.append(running.pop(future))
+                try:
+                    result = future.result()
+                except UserError as error:  # what the others have finished is kept, and they save the rest
+                    failure = failure or error
+                    result = None
+                if result is None:
                     stopped.set()
                 else:
-                    finish(task, row)
+                    on_result(result)
             if stopped.is_set():
-                for process in multiprocessing.active_children():  # Ctrl-C went to them as well, `kill` did not
+                for process in multiprocessing.active_children():  # Ctrl-C reached them as well, `kill` did not
                     os.kill(process.pid, signal.SIGTERM)
     except BrokenProcessPool:
-        raise UserError("a process was killed, for lack of memory perhaps; try again with fewer --jobs.") from None
+        raise UserError("a process was killed, perhaps for lack of memory; try again with fewer --jobs.") from None
     finally:
         pool.shutdown(cancel_futures=True)
         for number, handler in before.items():
             signal.signal(number, handler)
+    if failure is not None:
+        raise failure
     return not stopped.is_set()
 
 
-def submit(pool: ProcessPoolExecutor, arguments: tuple) -> Future:
-    """Hand over a run; a process that is started for it is born deaf to signals, so that none ends it as it imports."""
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+def submit(pool: ProcessPoolExecutor, task: Callable, device: str) -> Future:
+    """Submit a task; signals are ignored while its process starts, so that none kills it during its imports."""
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in SIGNALS}
     try:
-        return pool.submit(train.carry_out, *arguments)
+        return pool.submit(task, device)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -69,7 +80,7 @@ def submit(pool: ProcessPoolExecutor, arguments: tuple) -> Future:
 
 def end_with_parent() -> None:
     """In a new process: end when the parent has died, and leave signals to the runs, which save before they end."""
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
     def watch() -> None:

@@ -1,139 +1,346 @@
-"""The report of an ablation from the content of results.json: report.md, and report.html, a page that fetches nothing.
+"""From a folder's records to results.json, report.md and report.html: all derived, so any of them may be deleted.
 
-Both are written from one document, so they cannot disagree. Numbers are put into words, not worked out. A part that has
-not been measured says so in one line.
+The Markdown and the page are made from one list of sections, so they cannot disagree. Nothing is computed here: numbers
+come from `analysis`, verdicts from `claims` and `analysis`. A part that was not measured is left out.
 """
 
-from collections.abc import Callable
+import dataclasses
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from ablation import document, report_comparisons, report_curves
-from ablation.document import Block, Bullets, Code, Document, Section, Text, table
-from ablation.report_comparisons import TIMED, compared, timed
-from ablation.wording import NOTHING, both, bound_of, finite, interval, number, seconds, verdict, whole
+import jinja2
+
+from ablation import plots
+from ablation.analysis import ArmSummary, Effect, Study, mean_effect, minimum_detectable_effect
+from ablation.claims import CLAIMS, Judged, judge_all
+from ablation.plan import baseline, load_plan, model_config, steps_of
+from ablation.plots import Picture
+from ablation.results import read_results, read_timings
+from errors import UserError
 from training.settings import replace_text
 
-VERDICTS = {"holds": "✓ holds", "does not hold": "✗ does not hold", "not resolved": "? not resolved"}
-PURPOSES = {"rate": "choice of rate", "final": "final table"}
-FACTS = {"metric": "metric", "shape": "model", "text": "text", "machine": "machine"}
+TEMPLATE = Path(__file__).with_name("report.html.jinja")
+MISSING = "-"
 
 
-def write(results: dict, folder: Path) -> None:
-    """Write report.md and report.html into the folder; whenever this is cut, each file is the old or the new one."""
-    pages = {"report.md": markdown(results), "report.html": html(results)}
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, content in pages.items():
-        replace_text(folder / name, content)
+Cell = str | int | float | None
 
 
-def markdown(results: dict) -> str:
-    """The report as Markdown."""
-    return document.markdown(contents(results))
+@dataclass(frozen=True)
+class Table:
+    """Rows, each a mapping from column to value (see `cell`); `folded` tables open at a click."""
+
+    caption: str
+    rows: list[dict[str, Cell]]
+    folded: bool = False
 
 
-def html(results: dict) -> str:
-    """The report as a page."""
-    return document.html(contents(results))
+@dataclass(frozen=True)
+class Section:
+    title: str
+    text: str
+    pictures: list[Picture]
+    tables: list[Table]
 
 
-def contents(results: dict) -> Document:
-    """What the report says, in its order."""
-    lead = [Text(sentence, "lead") for sentence in (loss_sentence(results), time_sentence(results))]
-    missing = [Text("This part is not measured.", "muted")]
-    made = {title: make(results) for title, make in SECTIONS.items()}
-    sections = [Section(title, made[title] or missing) for title in made if made[title] or title not in RARE]
-    return Document(f"Ablation: {results.get('name') or 'unnamed'}", lead, sections)
+def load_study(folder: Path) -> Study:
+    """Everything that a folder has recorded."""
+    if not (folder / "plan.toml").is_file() or not (folder / "runs.jsonl").is_file():
+        raise UserError(f"{folder} has no plan.toml and runs.jsonl; give the folder of a comparison.")
+    results, timings = read_results(folder / "runs.jsonl"), read_timings(folder / "timings.jsonl")
+    return Study(load_plan(str(folder / "plan.toml")), results, timings)
 
 
-def loss_sentence(results: dict) -> str:
-    """The loss of rms, or of the first arm where there is no rms, against its baseline's."""
-    found = min(compared(results), key=lambda c: c.get("arm") != "rms", default=None)
+def write(study: Study, folder: Path) -> None:
+    """Write results.json, report.md and report.html; a kill leaves each file old or new."""
+    judged = judge_all(CLAIMS, study)
+    parts, lines = sections(study, judged), headline(study)
+    title = f"Ablation: {study.plan.name}"
+    environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment.filters["cell"] = cell
+    page = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
+    replace_text(folder / "results.json", json.dumps(as_json(study, judged), indent=1) + "\n")
+    replace_text(folder / "report.md", markdown(title, lines, parts))
+    html = page.render(title=title, headline=lines, intro=intro(study), sections=parts)
+    replace_text(folder / "report.html", html)
+
+
+def as_json(study: Study, judged: Sequence[Judged]) -> dict:
+    """All conclusions, with None for what is not a finite number."""
+    claims = [
+        {
+            **{"id": j.claim.id, "claim": j.claim.text, "source": j.claim.source, "verdict": j.verdict},
+            "effects": [dataclasses.asdict(e) | {"verdict": v} for e, v in zip(j.effects, j.verdicts, strict=True)],
+        }
+        for j in judged
+    ]
+    arms = []
+    for arm in study.arms:
+        fields = dataclasses.asdict(arm)
+        if arm.comparison is not None:
+            fields["comparison"] |= {"verdict": arm.comparison.verdict, "explanation": arm.comparison.explanation}
+        arms.append(fields)
+    sweeps = [
+        {"arm": study.label(s.arm), "losses": {f"{rate:g}": loss for rate, loss in s.losses.items()}}
+        | {"best": s.best, "at_edge": s.at_edge, "diverged": s.diverged, "runs": s.runs, "spikes": s.spikes}
+        for s in study.sweeps
+    ]
+    return _finite({"plan": dataclasses.asdict(study.plan), "arms": arms, "sweeps": sweeps, "claims": claims})
+
+
+def headline(study: Study) -> list[dict[str, str]]:
+    """Every arm in order of its loss: name, what came out, and how sure that is."""
+    return [{"arm": arm.label} | _outcome(study, arm) for arm in study.arms]
+
+
+def _outcome(study: Study, arm: ArmSummary) -> dict[str, str]:
+    if arm.learning_rate is None:
+        return {"verdict": "no learning rate", "detail": "the sweep is not finished, or every learning rate diverged"}
+    edge = f"; learning rate {arm.learning_rate:g} is at the edge of the sweep" if arm.at_edge else ""
+    if arm.loss is None:
+        verdict = "not finished" if arm.completed == arm.runs else "diverged"
+        return {"verdict": verdict, "detail": f"{arm.completed} of {arm.runs} runs completed{edge}"}
+    found = arm.comparison
     if found is None:
-        return "The difference in validation loss is not measured."
-    bits = found.get("bits_per_byte") or {}
+        detail = f"{arm.loss.estimate:.4f} nats per token over {arm.loss.n} seeds{edge}"
+        base = baseline(study.plan, arm.arm)
+        return {"verdict": "baseline" if base is None else f"not compared with {study.label(base)}", "detail": detail}
+    detail = f"{effect(found.loss, '+.4f')} nats per token over {found.loss.n} pairs: {found.explanation}{edge}"
+    preposition = {"lower": "than", "higher": "than", "not resolved": "against"}.get(found.verdict, "to")
+    return {"verdict": f"{found.verdict} {preposition} {found.baseline}", "detail": detail}
+
+
+def intro(study: Study) -> str:
+    plan = study.plan
+    tuned = "each arm at its best learning rate of the sweep" if plan.has_sweep else "all arms at one learning rate"
     return (
-        f"The difference in validation loss, {found.get('arm')} minus {found.get('baseline')}, is "
-        f"{number(found['mean'], '+.4f')} nats per token (95% interval {interval(found.get('interval'), '+.4f')}) "
-        f"and {number(bits.get('mean'), '+.4f')} bits per byte ({interval(bits.get('interval'), '+.4f')}), "
-        f"over {whole(found.get('n'))} paired seeds: {verdict(found, bound_of(results))}."
+        f"Validation loss of each arm minus that of its baseline, with 95% intervals: {tuned}, {plan.seeds} paired "
+        f"seeds, {steps_of(plan):,} steps. Differences smaller than {plan.margin:g} nats per token are treated as "
+        f"equivalent."
     )
 
 
-def time_sentence(results: dict) -> str:
-    """The time of a step with rms against that with the baseline."""
-    ratios = [
-        f"{both(row, 'ratio', '.3f')} in {row.get('build')}" for row in timed(results) if row.get("part") == "step"
+def sections(study: Study, judged: Sequence[Judged]) -> list[Section]:
+    """The report in its order, without the parts that have nothing to show."""
+    runs = [
+        {
+            "arm": run.variant or study.label(run.arm),
+            "phase": run.phase + ("" if run.used else " (superseded)"),
+            **{"seed": run.seed, "learning rate": run.learning_rate, "status": run.status},
+            **{"nats per token": run.validation_loss, "bits per byte": run.bits_per_byte},
+            **{"spikes": run.spikes, "seconds": run.seconds},
+        }
+        for run in study.table.itertuples()
     ]
-    if not ratios:
-        return "The time of a training step is not measured."
-    return f"Time of a training step with {TIMED[0]} over that with {TIMED[1]} (95% interval): {'; '.join(ratios)}."
+    made = [
+        differences(study),
+        losses(study),
+        learning_rates(study),
+        conversions(study),
+        timing(study),
+        inside(study),
+        Section("Claims", "", [], [Table("Published claims about norms, and what was measured", claim_rows(judged))]),
+        Section("How it was made", "", [], [Table("Plan, text and machine", origin(study))]),
+        Section("What not to conclude", " ".join(notes(study)), [], []),
+        Section("Every run", "", [], [Table(f"All {len(runs)} runs", runs, folded=True)]),
+    ]
+    kept = [dataclasses.replace(s, tables=[table for table in s.tables if table.rows]) for s in made]
+    return [s for s in kept if s.tables or s.pictures or s.title == "What not to conclude"]
 
 
-def claims(results: dict) -> list[Block]:
-    """Claims of texts on norms, beside what was measured."""
-    columns = {
-        "id": lambda c: c.get("id", NOTHING),
-        "claim": lambda c: c.get("claim", NOTHING),
-        "measured": lambda c: c.get("measured") or NOTHING,
-        "verdict": lambda c: VERDICTS.get(c.get("verdict"), f"{NOTHING} {c.get('verdict') or 'not tested'}"),
+def differences(study: Study) -> Section:
+    compared = [
+        {
+            "arm": f"{c.arm} minus {c.baseline}" + (" (learning rate at the edge)" if c.at_edge else ""),
+            "mean and 95% interval": effect(c.loss, "+.4f"),
+            "verdict": c.verdict,
+            "why": c.explanation,
+            "90% interval": interval(c.loss.interval_90, "+.4f"),
+            "bits per byte": effect(c.bits, "+.4f"),
+            **{"pairs": c.loss.n, "std of a pair": c.std, "correlation": c.correlation, "p": c.loss.p},
+            **{"p (Holm)": c.p_holm, "p (equivalence)": c.p_equivalence},
+            "minimum detectable effect": minimum_detectable_effect(c.std, c.loss.n),
+        }
+        for c in study.comparisons
+    ]
+    arms = [
+        {
+            "arm": arm.label,
+            "learning rate": cell(arm.learning_rate) + (" (at the edge)" if arm.at_edge else ""),
+            "completed": f"{arm.completed} of {arm.runs}",
+            "loss and 95% interval": effect(arm.loss, ".4f"),
+            **{"bits per byte": arm.bits_per_byte, "parameters": arm.parameters, "in norms": arm.norm_parameters},
+        }
+        for arm in study.arms
+    ]
+    tables = [
+        Table("Loss minus the baseline's, nats per token", compared),
+        Table("Mean validation loss, nats per token", arms),
+    ]
+    return Section("Paired differences", "", [plots.differences(study)] if compared else [], tables)
+
+
+def losses(study: Study) -> Section:
+    stored = any(result.validation_curve for result in study.results)
+    note = " The dots are of the first part of the validation set, the final losses of all of it." if stored else ""
+    return Section("Loss curves", f"All panels have the same axes.{note}", plots.loss_curves(study), [])
+
+
+def learning_rates(study: Study) -> Section:
+    rows = [
+        {"arm": study.label(sweep.arm)}
+        | {f"{rate:g}": loss for rate, loss in sweep.losses.items()}
+        | {"best": cell(sweep.best) + (" (at the edge)" if sweep.at_edge else "")}
+        | {"diverged": f"{sweep.diverged} of {sweep.runs}"}
+        for sweep in study.sweeps
+    ]
+    seeds = study.plan.sweep_seeds
+    caption = f"Mean validation loss over {seeds} seeds, nats per token; {MISSING}: a run diverged or is missing"
+    return Section("Learning rates", "", [plots.sweep_curves(study)] if rows else [], [Table(caption, rows)])
+
+
+def conversions(study: Study) -> Section:
+    rows = []
+    used = study.table[(study.table.phase == "conversion") & study.table.used]
+    for variant, runs in used.groupby("variant", sort=False):
+        changes = (runs.validation_loss - runs.loss_before).dropna()
+        cost = mean_effect(variant, changes, "nats per token") if len(changes) else None
+        row = {"conversion": variant, "steps trained": runs.steps.max(), "seeds": f"{len(changes)} of {len(runs)}"}
+        rows.append(row | {"change and 95% interval": effect(cost, "+.4f")})
+    text = (
+        "rms at once: the norms are replaced and nothing is trained. rms, norms trained: only the norms are trained "
+        "afterwards. rms, all trained: all parameters are. layer, all trained: the control, which keeps LayerNorm and "
+        "trains for as many steps."
+    )
+    table = Table("Validation loss after the conversion minus that before, nats per token", rows)
+    return Section("A LayerNorm model converted to RMSNorm", text, [], [table])
+
+
+def timing(study: Study) -> Section:
+    base = next((study.label(arm) for arm in study.plan.arms if baseline(study.plan, arm) is None), "")
+    rows = [
+        {"part": part, "arm": name, "variant": e.name, "time over the baseline's": effect(e, ".3f"), "blocks": e.n}
+        for part in dict.fromkeys(timing.part for timing in study.timings)
+        for name in map(study.label, study.plan.arms)
+        for e in (study.time_ratios(part, name, base) if name != base else [])
+    ]
+    caption = f"Median ratio of the times of interleaved blocks and its 95% interval; baseline: {base}"
+    picture = plots.time_ratios(study, base) if rows else None
+    return Section("Time", "", [picture] if picture else [], [Table(caption, rows, folded=len(rows) > 20)])
+
+
+def inside(study: Study) -> Section:
+    rows = []
+    for arm in study.plan.arms:
+        runs = [run for run in study.final(arm).result if run.status == "completed"]
+        measured = {
+            "gradient norm, last part of the run": [run.gradient_norm[-1][1] for run in runs if run.gradient_norm],
+            "largest activation": [run.probes.largest_activation for run in runs if run.probes],
+            "loss spikes of a run": [run.spikes for run in runs],
+        }
+        spread = {name: f"{min(of):.3g} to {max(of):.3g}" if of else MISSING for name, of in measured.items()}
+        rows += [{"arm": study.label(arm)} | spread] if runs else []
+    table = Table("Stability of the final runs, minimum to maximum over seeds", rows)
+    return Section("Inside the model", "", plots.probe_curves(study), [table])
+
+
+def claims_table(folders: Sequence[Path]) -> str:
+    """One Markdown table of claims; each is judged from the first of the folders that measured it."""
+    studies = [judge_all(CLAIMS, load_study(folder)) for folder in folders]
+    chosen = [next((j for j in found if j.effects), found[0]) for found in zip(*studies, strict=True)]
+    return markdown_table(claim_rows(chosen))
+
+
+def claim_rows(judged: Sequence[Judged]) -> list[dict[str, Cell]]:
+    """The table of claims: every effect with its own verdict where there are several."""
+    rows = []
+    for j in judged:
+        measured = [
+            f"{e.name} {effect(e, '.4g')} {e.unit}"
+            + (" at a learning rate at the edge of its sweep" if e.at_edge else "")
+            + (f" ({verdict})" if len(j.effects) > 1 else "")
+            for e, verdict in zip(j.effects, j.verdicts, strict=True)
+        ]
+        row = {"id": j.claim.id, "claim": j.claim.text, "source": j.claim.source}
+        rows.append(row | {"measured": "; ".join(measured) or MISSING, "verdict": j.verdict})
+    return rows
+
+
+def origin(study: Study) -> list[dict[str, Cell]]:
+    config = model_config(study.plan, study.plan.arms[0])
+    hours = sum(run.seconds for run in study.results) / 3600
+    rows = {
+        "model": f"{config.num_hidden_layers} layers of {config.hidden_size}, vocabulary {config.vocab_size}",
+        "training time": f"{hours:.2f} hours, summed over runs",
     }
-    rows = results.get("claims") or []
-    return [table("What texts on norms claim, and what was measured here", rows, columns)] if rows else []
+    records = {"plan": study.plan}
+    records |= {"text": study.results[0].text, "machine": study.results[0].machine} if study.results else {}
+    for name, record in records.items():
+        values = {key: value for key, value in dataclasses.asdict(record).items() if value not in (None, ())}
+        words = {key: ", ".join(map(str, v)) if isinstance(v, tuple) else v for key, v in values.items()}
+        rows[name] = "; ".join(f"{key.replace('_', ' ')} {value}" for key, value in words.items())
+    return [{"what": name, "which": value} for name, value in rows.items()]
 
 
-def origin(results: dict) -> list[Block]:
-    """The command, the model, the text and the machine."""
-    hours, bound = finite(results.get("hours")), bound_of(results)
-    facts = {name: _fact(results[key]) for key, name in FACTS.items() if results.get(key)}
-    facts |= {} if bound is None else {"bound": f"±{bound:g} nats per token, fixed before the runs"}
-    facts |= {} if hours is None else {"time": f"{number(hours, '.2f')} hours"}
-    blocks = [Code(str(results["command"]))] if results.get("command") else []
-    columns = {"what": lambda name: name, "which": lambda name: facts[name]}
-    return blocks + ([table("Where the numbers come from", list(facts), columns)] if facts else [])
-
-
-def notes(results: dict) -> list[Block]:
+def notes(study: Study) -> list[str]:
     """What does not follow from the numbers."""
-    return [Bullets([str(note) for note in results["notes"]])] if results.get("notes") else [Text("No notes.", "muted")]
+    config = model_config(study.plan, study.plan.arms[0])
+    found = [
+        f"One model of {config.num_hidden_layers} layers of {config.hidden_size} and one text: nothing here says what "
+        "happens at other sizes or after much longer training.",
+        "Losses are of a held-out part of the same kind of text and say nothing about other tasks.",
+    ]
+    if study.timings:
+        found.append("Times hold for this machine, these sizes and these variants of the code.")
+    if not study.plan.has_sweep:
+        found.append("All arms ran at the same learning rate, which was not tuned for any of them.")
+    at_edge = ", ".join(study.label(arm) for arm in study.plan.arms if arm in study.arms_at_edge)
+    if at_edge:
+        found.append(f"The best learning rate of {at_edge} is the lowest or highest tried: another may be better.")
+    return found
 
 
-def runs(results: dict) -> list[Block]:
-    """Every run, also those that diverged."""
-    columns = {
-        "arm": lambda r: r.get("arm"),
-        "for": lambda r: PURPOSES.get(r.get("purpose"), NOTHING),
-        "seed": lambda r: number(r.get("seed"), ".0f"),
-        "learning rate": lambda r: number(r.get("learning_rate"), "g"),
-        "status": lambda r: r.get("status"),
-        "nats per token": lambda r: number(r.get("validation_loss")),
-        "bits per byte": lambda r: number(r.get("bits_per_byte")),
-        "loss spikes": lambda r: whole(r.get("spikes")),
-        "time": lambda r: seconds(r.get("seconds")),
-    }
-    rows = results.get("runs") or []
-    return [table(f"All {len(rows)} runs, none left out", rows, columns, folded=True)] if rows else []
+def markdown(title: str, lines: list[dict[str, str]], parts: list[Section]) -> str:
+    """The report without its pictures."""
+    blocks = [f"# {title}", "\n".join(f"- **{line['arm']}**: {line['verdict']}. {line['detail']}" for line in lines)]
+    for part in parts:
+        blocks += [f"## {part.title}", part.text]
+        blocks += [block for table in part.tables for block in (f"{table.caption}:", markdown_table(table.rows))]
+        blocks += ["The pictures of this part are in report.html."] if part.pictures else []
+    return "\n\n".join(block for block in blocks if block) + "\n"
 
 
-def _fact(value: object) -> str:
-    if isinstance(value, dict):
-        return "; ".join(f"{key.replace('_', ' ')}: {_fact(of)}" for key, of in value.items() if of not in (None, ""))
+def markdown_table(rows: list[dict[str, Cell]]) -> str:
+    """A table of rows with the same columns."""
+    head = list(rows[0])
+    cells = [[cell(value).replace("|", "\\|") for value in row.values()] for row in rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *cells))
+
+
+def cell(value: Cell) -> str:
+    """A value as text: numbers with five digits, a dash for None and NaN."""
+    if value is None or value != value:
+        return MISSING
+    return f"{value:.5g}" if isinstance(value, float) else str(value)
+
+
+def interval(ends: tuple[float, float] | None, form: str) -> str:
+    return "[no interval]" if ends is None else f"[{ends[0]:{form}}, {ends[1]:{form}}]"
+
+
+def effect(found: Effect | None, form: str) -> str:
+    """An estimate with its 95% interval, unless it is exact."""
+    if found is None:
+        return MISSING
+    return f"{found.estimate:{form}}" + (f" {interval(found.interval, form)}" if found.n else "")
+
+
+def _finite(value):
     if isinstance(value, float):
-        return number(value, "g")
-    return number(value, ",d") if finite(value) is not None else str(value)
-
-
-SECTIONS: dict[str, Callable[[dict], list[Block]]] = {
-    "Paired differences": report_comparisons.differences,
-    "Arms": report_comparisons.arms,
-    "Loss curves": report_curves.losses,
-    "Learning rates": report_curves.valleys,
-    "A LayerNorm model switched to RMSNorm": report_comparisons.switched,
-    "Speed": report_comparisons.speed,
-    "Inside the network": report_curves.inside,
-    "A norm alone": report_comparisons.norm_alone,
-    "Claims": claims,
-    "How it was made": origin,
-    "What not to conclude": notes,
-    "Every run": runs,
-}
-RARE = ("A LayerNorm model switched to RMSNorm",)  # left out where it is empty, since most plans do not ask for it
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    return [_finite(item) for item in value] if isinstance(value, list | tuple) else value

@@ -71,7 +71,7 @@ def split_corpus(hashes: np.ndarray, lengths: np.ndarray, validation_fraction: f
     if not 0 < validation_fraction < 1:
         raise UserError(f"the validation fraction is {validation_fraction}; it must lie between 0 and 1.")
     if not len(hashes):
-        raise UserError("there is no text in the files that were named; give some that hold text.")
+        raise UserError("there is no text in the files that were named; give files that contain text.")
     kept = np.sort(np.unique(hashes, return_index=True)[1])  # of equal hashes, the first
     splits = np.full(len(hashes), DUPLICATE, np.uint8)
     splits[kept] = TRAIN

@@ -112,7 +112,7 @@ def tokenize(sources: list[str], tokenizer: Tokenizer, text_field: str = "text")
                     text_bytes += len(chunk.encode("utf-8"))
             writer.finish()
             if not writer.tokens:
-                raise UserError(f"there is no text in {', '.join(sources)}; give some that holds text.")
+                raise UserError(f"there is no text in {', '.join(sources)}; give files that contain text.")
             return np.memmap(file, writer.dtype, mode="r"), text_bytes
     except OSError as error:
         raise UserError(

@@ -1,4 +1,6 @@
-"""One new token for each of a few sequences: five launches a layer, whose time is that of reading the weights once.
+"""One new token for each of a few sequences, in five launches per layer.
+
+For one sequence, the time is about that of reading the weights once.
 
 With one token every product is a matrix times a vector. The norm in front of it is almost free: each program reads the
 whole row anyway, so it computes the statistics itself. What follows a product is computed in the same launch: rotation

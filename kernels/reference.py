@@ -31,7 +31,7 @@ def normalize(
     s = x if residual is None else (x.float() + residual.float()).to(residual.dtype)
     y = s.float()
     if kind == "layer":
-        y = y - y.mean(-1, keepdim=True)  # LayerNorm is RMSNorm of the centred row: one code path for both
+        y = y - y.mean(-1, keepdim=True)  # LayerNorm is RMSNorm of the centered row: one code path for both
     y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
     if weight is not None:
         y = y * weight.float()

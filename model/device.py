@@ -1,4 +1,4 @@
-"""Device, kernels, dtype and threads: the only file that decides them, and what is known about a device.
+"""Device, kernels, dtype and threads: how each setting is resolved here, and what is known about a device.
 
 Every choice is a rule and no measurement, so that two runs on one machine never differ because it was busy.
 """

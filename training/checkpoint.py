@@ -30,7 +30,7 @@ from model import pretrained
 from model.decoder import Decoder
 from model.find_checkpoint import candidates
 from training.optimizer import load_optimizer_tensors, optimizer_tensors
-from training.settings import Settings
+from training.settings import Settings, replace_text
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def write_model(directory: Path, state: State, model: Decoder, tokenizer: Tokeni
     pretrained.save_pretrained(model, directory, bos_token_id=tokenizer.bos_id, eos_token_id=tokenizer.eos_id)
     tokenizer.save(directory)
     state = dataclasses.replace(state, weights_hash=file_hash(directory / "model.safetensors"))
-    (directory / "state.json").write_text(json.dumps(dataclasses.asdict(state), indent=1), encoding="utf-8")
+    replace_text(directory / "state.json", json.dumps(dataclasses.asdict(state), indent=1))
 
 
 def replace_directory(target: Path, write: Callable[[Path], None]) -> None:
@@ -151,11 +151,16 @@ def fsync_directory(directory: Path, files: bool = True) -> None:
             os.close(descriptor)
 
 
+def find_complete(target: Path) -> Path | None:
+    """The complete directory of the save `target`: itself, or what an interrupted save left; None if there is none."""
+    return next((candidate for candidate in candidates(target) if is_complete(candidate)), None)
+
+
 def find_last(run_dir: Path) -> Path:
     """The complete checkpoint that a run resumes from."""
-    for candidate in candidates(run_dir / "last"):
-        if is_complete(candidate):
-            return candidate
+    last = find_complete(run_dir / "last")
+    if last is not None:
+        return last
     raise UserError(
         f"{run_dir} has no complete last/ to resume from: it ended before its first save; delete it and start again."
     )

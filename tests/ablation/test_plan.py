@@ -1,4 +1,4 @@
-"""Plans: arms, runs, rates, and what they refuse."""
+"""Plans: arms, baselines, runs, what they refuse, files and the command line."""
 
 import dataclasses
 import subprocess
@@ -6,33 +6,47 @@ import sys
 
 import pytest
 
-from ablation.plan import PLANS, Plan, arms_of, baseline_of, final_runs, load_plan, rate_runs, settings_of
+import ablate
+from ablation.plan import (
+    PLANS,
+    Arm,
+    Plan,
+    arm_settings,
+    baseline,
+    default_learning_rate,
+    final_runs,
+    label,
+    load_plan,
+    run_settings,
+    save_plan,
+    sweep_runs,
+)
 from errors import UserError
+from model.config import NORMS
+
+
+def labels(plan: Plan) -> list[str]:
+    return [label(plan, arm) for arm in plan.arms]
 
 
 def test_every_combination_is_an_arm_whose_label_names_what_differs():
-    plan = Plan(arms=("rms", "layer"), positions=("pre", "post"), epsilons=(1e-5,))
-    assert [arm.label for arm in arms_of(plan)] == ["rms, pre", "rms, post", "layer, pre", "layer, post"]
-    assert [arm.label for arm in arms_of(Plan(arms=("rms",), gates=("swiglu", "relu")))] == ["swiglu", "relu"]
-    assert [arm.label for arm in arms_of(Plan(arms=("rms",)))] == ["rms"]
-    eps = Plan(arms=("rms",), dtypes=("float32", "bfloat16"), epsilons=(1e-5, 1e-8))
-    assert [arm.label for arm in arms_of(eps)][1:3] == ["float32, eps 1e-08", "bfloat16, eps 1e-05"]
+    plan = Plan(norms=("rms", "layer"), placements=("pre", "post"), eps=(1e-6,))
+    assert plan.arms[1] == Arm("rms", "post", "swiglu", "auto", 1e-6, 1.0)
+    assert labels(plan) == ["rms, pre", "rms, post", "layer, pre", "layer, post"]
+    assert labels(Plan(norms=("rms",), mlps=("swiglu", "relu"))) == ["swiglu", "relu"]
+    assert labels(Plan(norms=("rms",))) == ["rms"]
+    precision = Plan(norms=("rms",), dtypes=("float32", "bfloat16"), eps=(1e-5, 1e-8))
+    assert labels(precision)[1:3] == ["float32, eps 1e-08", "bfloat16, eps 1e-05"]
+    assert labels(Plan(norms=("rms",), init_scales=(0.25, 1.0))) == ["initial weights x 0.25", "initial weights x 1"]
 
 
-def test_initial_weights_can_be_scaled():
-    plan = Plan(arms=("rms",), initializations=(1.0, 4.0), seeds=2)
-    assert [arm.label for arm in arms_of(plan)] == ["start x 1", "start x 4"]
-    small, large = (
-        settings_of(plan, run).model for run in final_runs(plan, {a.label: 1e-3 for a in arms_of(plan)})[:2]
-    )
-    assert large.initializer_range == 4 * small.initializer_range
-    assert dataclasses.replace(large, initializer_range=small.initializer_range) == small
+def baselines(plan: Plan) -> dict[str, str | None]:
+    found = {label(plan, arm): baseline(plan, arm) for arm in plan.arms}
+    return {name: arm and label(plan, arm) for name, arm in found.items()}
 
 
-def test_each_arm_is_compared_with_layernorm_in_its_surroundings_or_with_swiglu():
-    arms = arms_of(Plan(arms=("rms", "layer", "none"), positions=("pre", "post")))
-    found = {arm.label: baseline_of(arm, arms) for arm in arms}
-    assert {label: base and base.label for label, base in found.items()} == {
+def test_each_arm_is_compared_with_layernorm_in_its_surroundings_else_with_swiglu_or_the_first_value():
+    assert baselines(Plan(norms=("rms", "layer", "none"), placements=("pre", "post"))) == {
         "rms, pre": "layer, pre",
         "rms, post": "layer, post",
         "layer, pre": None,
@@ -40,74 +54,134 @@ def test_each_arm_is_compared_with_layernorm_in_its_surroundings_or_with_swiglu(
         "none, pre": "layer, pre",
         "none, post": "layer, post",
     }
-    arms = arms_of(Plan(arms=("rms",), gates=("swiglu", "relu")))
-    assert [baseline_of(arm, arms) for arm in arms] == [None, arms[0]]
-    arms = arms_of(Plan(arms=("rms", "none")))
-    assert [baseline_of(arm, arms) for arm in arms] == [None, arms[0]]
-    arms = arms_of(Plan(arms=("rms",), positions=("pre", "post"), epsilons=(1e-5, 1e-6)))
-    assert [base and base.label for base in (baseline_of(arm, arms) for arm in arms)] == [
-        *(None, None, "pre, eps 1e-05", "pre, eps 1e-06")
+    assert baselines(Plan(norms=("rms",), mlps=("relu", "swiglu"))) == {"relu": "swiglu", "swiglu": None}
+    assert baselines(Plan(norms=("rms", "none"))) == {"rms": None, "none": "rms"}
+    assert baselines(Plan(norms=("rms",), mlps=("geglu", "relu"))) == {"geglu": None, "relu": "geglu"}
+    assert baselines(Plan(norms=("rms",), placements=("post", "pre"), eps=(1e-5, 1e-6))) == {
+        "post, eps 1e-05": None,
+        "post, eps 1e-06": None,
+        "pre, eps 1e-05": "post, eps 1e-05",
+        "pre, eps 1e-06": "post, eps 1e-06",
+    }
+    assert baselines(Plan(norms=("rms",), dtypes=("float32", "bfloat16"))) == {"float32": None, "bfloat16": "float32"}
+    assert baselines(Plan(norms=("rms",))) == {"rms": None}
+
+
+def test_within_a_seed_runs_differ_by_their_arm_alone():
+    plan = Plan(norms=("rms", "layer"), seeds=3, learning_rates=(1e-3, 2e-3), steps=50)
+    rms, layer = (run_settings(plan, run) for run in final_runs(plan, dict.fromkeys(plan.arms, 1e-3))[:2])
+    assert dataclasses.replace(layer, model=rms.model) == rms and rms.run.seed == 1
+    assert dataclasses.replace(layer.model, norm="rms") == rms.model
+    assert rms.optimizer.max_minutes is None and rms.optimizer.steps == 50 and rms.optimizer.warmup_steps == 5
+    assert rms.run.evaluate_every == 50 // 12
+
+
+def test_learning_rates_are_chosen_on_seeds_that_the_final_runs_do_not_use():
+    plan = Plan(norms=("rms", "layer"), seeds=3, sweep_seeds=2, learning_rates=(2e-3, 1e-3))
+    rms, layer = plan.arms
+    sweep, final = sweep_runs(plan), final_runs(plan, {rms: 1e-3, layer: 2e-3})
+    assert [(run.seed, run.arm, run.learning_rate) for run in sweep] == [
+        (seed, arm, rate) for seed in (1001, 1002) for arm in (rms, layer) for rate in (1e-3, 2e-3)
     ]
-    assert baseline_of(arms_of(Plan(arms=("rms",)))[0], arms_of(Plan(arms=("rms",)))) is None
+    assert [(run.seed, run.arm, run.learning_rate) for run in final] == [
+        (seed, arm, rate) for seed in (1, 2, 3) for arm, rate in ((rms, 1e-3), (layer, 2e-3))
+    ]
+    assert {run.phase for run in sweep} == {"sweep"} and {run.phase for run in final} == {"final"}
+    assert len({run.folder_name for run in [*sweep, *final]}) == 14
+    assert (
+        run_settings(plan, final[1]).optimizer.learning_rate == 2e-3 and run_settings(plan, sweep[-1]).run.seed == 1002
+    )
 
 
-def test_within_a_seed_runs_differ_by_their_arm_alone_and_rates_are_chosen_on_other_seeds():
-    plan = Plan(arms=("rms", "layer"), seeds=3, learning_rates=(1e-3, 2e-3), steps=50)
-    rate, final = rate_runs(plan), final_runs(plan, {"rms": 1e-3, "layer": 2e-3})
-    assert len(rate) == 4 and len(final) == 6
-    assert not {run.seed for run in rate} & {run.seed for run in final}
-    ours, theirs = (settings_of(plan, dataclasses.replace(run, learning_rate=1e-3)) for run in final[:2])
-    assert final[0].seed == final[1].seed
-    assert dataclasses.replace(theirs, model=ours.model) == ours
-    assert dataclasses.replace(theirs.model, norm="rms") == ours.model
-    assert ours.optimizer.max_minutes is None and ours.optimizer.steps == 50
-    assert len({run.key for run in [*rate, *final]}) == 10
+def test_an_arm_without_a_learning_rate_has_no_final_runs_and_one_learning_rate_needs_no_sweep():
+    plan = Plan(norms=("rms", "none"), seeds=2)
+    assert {run.arm.norm for run in final_runs(plan, {plan.arms[0]: 1e-3})} == {"rms"}
+    one = Plan(learning_rates=(7e-4,))
+    assert not one.has_sweep and sweep_runs(one) == [] and default_learning_rate(one) == 7e-4
+    assert sweep_runs(Plan()) == [] and default_learning_rate(Plan()) == 1e-3  # of configs/ablation.toml
 
 
-def test_an_arm_that_diverged_at_every_rate_has_no_final_runs():
-    plan = Plan(arms=("rms", "none"), seeds=2)
-    assert {run.arm.norm for run in final_runs(plan, {"rms": 1e-3})} == {"rms"}
-
-
-@pytest.mark.parametrize("path", sorted(PLANS.glob("*.toml")), ids=lambda path: path.stem)
-def test_every_plan_that_comes_with_the_project_can_be_read(path):
-    plan = load_plan(path.stem)
-    assert plan.name == path.stem and arms_of(plan)
-    for run in rate_runs(plan)[:1] + final_runs(plan, {arm.label: 1e-3 for arm in arms_of(plan)}):
-        assert settings_of(plan, run).model.norm == run.arm.norm
+def test_every_choice_of_an_arm_reaches_the_model():
+    plan = Plan(
+        norms=("layer",), placements=("post",), mlps=("relu",), dtypes=("float32",), eps=(1e-8,), init_scales=(4.0,)
+    )
+    settings, usual = (arm_settings(of, of.arms[0]) for of in (plan, Plan(norms=("layer",))))
+    model = settings.model
+    assert (model.norm, model.norm_placement, model.mlp, model.norm_eps) == ("layer", "post", "relu", 1e-8)
+    assert model.initializer_range == 4 * usual.model.initializer_range and settings.machine.dtype == "float32"
+    assert Plan(norms=tuple(NORMS)).arms[-1].norm == list(NORMS)[-1]
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"arms": ()}, "--arms needs at least one value"),
-        ({"arms": ("rms", "rms")}, "each once"),
+        ({"norms": ()}, "--norms needs one or more different values"),
+        ({"norms": ("rms", "rms")}, "one or more different values"),
+        ({"init_scales": ()}, "--init-scales needs"),
         ({"seeds": 1}, "--seeds is 1 and must be at least 2"),
-        ({"rate_seeds": 0}, "--rate-seeds is 0"),
-        ({"bound": 0.0}, "--bound is 0.0"),
-        ({"bound": float("inf")}, "--bound is inf"),
+        ({"sweep_seeds": 0}, "--sweep-seeds is 0"),
+        ({"evaluations": 0}, "--evaluations is 0"),
+        ({"margin": 0.0}, "--margin is 0.0"),
+        ({"margin": float("inf")}, "--margin is inf"),
+        ({"margin": float("nan")}, "--margin is nan"),
         ({"steps": 0}, "--steps is 0"),
-        ({"learning_rates": (1e-3, -1.0)}, "must be greater than 0"),
-        ({"learning_rates": (1e-3, 1e-3)}, "each given once"),
-        ({"arms": ("rms",), "switch": True}, "add layer to --arms"),
+        ({"learning_rates": (1e-3, -1.0)}, "different numbers greater than 0"),
+        ({"learning_rates": (1e-3, 1e-3)}, "different numbers greater than 0"),
+        ({"norms": ("rms",), "convert": True}, "add layer to --norms"),
     ],
 )
-def test_a_plan_that_cannot_work_is_one_sentence(changes, words):
+def test_a_plan_that_cannot_work_is_a_one_line_error(changes, words):
     with pytest.raises(UserError, match=words):
         Plan(**changes)
 
 
+FILES = sorted(PLANS.glob("*.toml"))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_every_plan_of_the_project_reads_back_as_it_was_saved(path, tmp_path):
+    plan = load_plan(path.stem)
+    assert plan.name == path.stem and plan == load_plan(str(path))
+    save_plan(plan, tmp_path / "plan.toml")
+    assert load_plan(str(tmp_path / "plan.toml")) == plan
+    for run in sweep_runs(plan)[:1] + final_runs(plan, dict.fromkeys(plan.arms, 1e-3)):
+        assert run_settings(plan, run).model.norm == run.arm.norm
+
+
+def test_there_are_plans_and_a_changed_one_reads_back_too(tmp_path):
+    assert len(FILES) >= 6
+    plan = Plan(name="my plan-2.0", learning_rates=(1 / 3, 1e-9), steps=7, convert=True, timing=False, margin=0.1 + 0.2)
+    save_plan(plan, tmp_path / "plan.toml")
+    assert load_plan(str(tmp_path / "plan.toml")) == plan
+
+
 def test_an_unknown_plan_or_key_names_the_nearest(tmp_path):
-    with pytest.raises(UserError, match="Did you mean gates"):
-        load_plan("gate")
-    (tmp_path / "plan.toml").write_text("seed = 3\n", encoding="utf-8")
-    with pytest.raises(UserError, match="unknown key seed"):
-        load_plan(str(tmp_path / "plan.toml"))
-    (tmp_path / "plan.toml").write_text("seeds = [\n", encoding="utf-8")
-    with pytest.raises(UserError, match="not a readable TOML file"):
-        load_plan(str(tmp_path / "plan.toml"))
+    with pytest.raises(UserError, match="Did you mean placement"):
+        load_plan("placements")
+    path = tmp_path / "plan.toml"
+    for text, words in {
+        "seed = 3\n": "unknown key seed.*Did you mean seeds",
+        "seeds = [\n": "not a readable TOML",
+    }.items():
+        path.write_text(text, encoding="utf-8")
+        with pytest.raises(UserError, match=words):
+            load_plan(str(path))
+
+
+def test_flags_override_the_plan_that_the_command_line_names(capsys):
+    plan = load_plan("mlp")
+    assert ablate.parse(["mlp"]).plan == plan and ablate.parse([]).plan == Plan()
+    changed = ablate.parse(["mlp", "--steps", "800", "--norms", "layer", "rms", "--no-timing", "--out", "there"])
+    assert changed.plan == dataclasses.replace(plan, steps=800, norms=("layer", "rms"), timing=False)
+    assert str(changed.out) == "there" and changed.jobs is None
+    family = ablate.parse(["--seeds", "2", "family"])
+    assert family.plan == dataclasses.replace(load_plan("family"), seeds=2)
+    assert ablate.parse(["--seeds", "4"]).plan == Plan(seeds=4)
+    with pytest.raises(SystemExit) as stopped:
+        ablate.parse(["mlp", "--norm", "rms", "--nonsense"])
+    assert stopped.value.code == 2 and "nonsense" in capsys.readouterr().err
 
 
 def test_plans_import_no_torch():
-    script = "import sys; import ablation.plan; sys.exit('torch' in sys.modules)"
+    script = "import sys; import ablate; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script]).returncode == 0

@@ -1,38 +1,41 @@
-"""The report of an ablation: the same numbers in Markdown and on the page, nothing fetched, no input that breaks it."""
+"""The reports: derived from the records alone, without anything fetched, whatever the records say."""
 
+import dataclasses
 import json
-import math
-import random
 import re
+import shutil
 import xml.etree.ElementTree as xml
 from html.parser import HTMLParser
 
+import numpy as np
 import pytest
+import torch
 
-from ablation import charts, demonstrations, report, wording
+from ablation import plots, report
+from ablation.analysis import Study
+from ablation.claims import CLAIMS, judge_all
+from ablation.plan import Plan, arm_settings, save_plan
+from benchmarks import training as step_benchmark
+from benchmarks.training import time_together
+from errors import UserError
 
-HOSTILE = [
-    "</title></svg><script>alert(1)</script>",
-    "\" onload='x' <img src=x>",
-    "a | b\n# c\n```\n</td>",
-    "[x](javascript:1) ![y][z] <b>&amp;",
-    "\x00\x1b[31m\ud800\u202e]]>",
-    "`" * 5,
-]
+FILES = ("results.json", "report.md", "report.html")
+VOID = {"meta", "br", "hr", "img", "link", "input"}
 
 
 class Reader(HTMLParser):
-    """Collects the visible text, the tags and the attributes, and insists that every tag is closed in order."""
+    """Collects visible text, tags and attributes; every tag must be closed in order."""
 
     def __init__(self, page: str) -> None:
         super().__init__()
-        self.text, self.tags, self.attributes, self.open, self.quiet = [], [], [], [], 0
+        self.text, self.tags, self.attributes, self.open = [], [], [], []
         self.feed(page)
         self.close()
         assert self.open == []
 
     def handle_starttag(self, tag, attributes):
-        self.open.append(tag)
+        if tag not in VOID:
+            self.open.append(tag)
         self.tags.append(tag)
         self.attributes += attributes
 
@@ -48,191 +51,280 @@ class Reader(HTMLParser):
             self.text.append(data)
 
 
-def change(value, leaf):
-    """The same lists and dicts with every other value changed."""
-    if isinstance(value, dict):
-        return {key: change(of, leaf) for key, of in value.items()}
-    if isinstance(value, list | tuple):
-        return [change(of, leaf) for of in value]
-    return leaf(value)
+@pytest.fixture(scope="module")
+def folder(experiment):
+    """The folder of the comparison with its reports, real pictures among them."""
+    report.write(experiment.study, experiment.folder)
+    return experiment.folder
 
 
-def test_the_first_sentences_are_the_difference_its_verdict_and_the_time_of_a_step(results, page):
-    words = " ".join("".join(Reader(page).text).split())
-    for text in (report.markdown(results), words):
-        assert text.index("rms minus layer, is −0.0012 nats per token (95% interval [−0.0043, +0.0019])") < 200
-        assert "and −0.0005 bits per byte ([−0.0021, +0.0009]), over 5 paired seeds: equivalent within ±0.01" in text
-        assert "0.990 [0.980, 1.002] in eager; 1.030 [1.020, 1.042] in torch.compile." in text
+@pytest.fixture(scope="module")
+def page(folder) -> str:
+    return (folder / "report.html").read_text(encoding="utf-8")
 
 
-def test_every_number_of_the_markdown_stands_in_the_page_and_the_other_way_round(results, page):
-    markdown = report.markdown(results)
-    tables = [line for line in markdown.splitlines() if line.startswith("| ")]
-    cells = {cell.strip().replace("&lt;", "<") for line in tables for cell in line.strip("| ").split(" | ")}
-    assert {cell for cell in cells if not set(cell) <= set("-:")} == {
-        "".join(cell.itertext()) for cell in xml.fromstring(page[15:]).iter() if cell.tag in ("td", "th")
-    } - {""}
+@pytest.fixture(scope="module")
+def timings(experiment):
+    """Real times of every arm, eager variants and two parts alone."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(step_benchmark, "why_not_compile", lambda device: "not in this test")
+        plan, device = experiment.plan, torch.device("cpu")
+        arms = {experiment.study.label(arm): arm_settings(plan, arm) for arm in plan.arms}
+        entries = {(v, name): settings for v in step_benchmark.variants(device) for name, settings in arms.items()}
+        return time_together(entries, ("norm forward", "step"), device, 6)
 
 
-def test_numbers_of_the_results_are_in_both(results, page):
-    for text in (report.markdown(results), page):
-        for number in ("3.2000 [3.1949, 3.2051]", "5 of 5", "1,234,567", "8,504,019", "5c0c21f7", "0.71 hours", "6.1%"):
-            assert number in text
-        for number in ("100.0 MiB", "21.30 ms", "0.971", "[−0.0037, +0.0013]", "0.0042", "−0.0005 [−0.0021, +0.0009]"):
-            assert number in text
-        assert "python ablate.py --config configs/ablation.toml --seeds 5" in text
+def test_reports_are_the_same_bytes_from_the_records_alone(folder, tmp_path):
+    for name in ("plan.toml", "runs.jsonl"):
+        shutil.copy(folder / name, tmp_path / name)
+    report.write(report.load_study(tmp_path), tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*FILES, "plan.toml", "runs.jsonl"])
+    for name in FILES:
+        assert (tmp_path / name).read_bytes() == (folder / name).read_bytes(), name
 
 
-def test_the_page_is_closed_in_order_and_well_formed(page, svgs):
+def test_a_folder_without_records_is_refused(tmp_path):
+    with pytest.raises(UserError, match=r"no plan\.toml and runs\.jsonl"):
+        report.load_study(tmp_path)
+
+
+def test_results_json_has_the_conclusions(folder, study):
+    found = json.loads((folder / "results.json").read_text(encoding="utf-8"))
+    assert [arm["label"] for arm in found["arms"]] == [arm.label for arm in study.arms]
+    for arm, expected in zip(found["arms"], study.arms, strict=True):
+        assert arm["loss"]["estimate"] == expected.loss.estimate and arm["parameters"] == expected.parameters
+        if expected.comparison is not None:
+            comparison = arm["comparison"]
+            assert comparison["verdict"] == expected.comparison.verdict
+            assert comparison["explanation"] == expected.comparison.explanation
+            assert comparison["p_holm"] == expected.comparison.p_holm
+    assert [claim["verdict"] for claim in found["claims"]] == [j.verdict for j in judge_all(CLAIMS, study)]
+    center = next(sweep for sweep in found["sweeps"] if sweep["arm"] == "center")
+    assert center["losses"]["0.5"] is None and center["best"] == 2e-2  # it diverged there
+
+
+def test_the_page_is_closed_in_order_and_has_no_id_twice(page):
     reader = Reader(page)
-    assert reader.tags.count("h1") == 1 and reader.tags.count("svg") == len(svgs(page)) > 8
-    assert ("name", "viewport") in reader.attributes and ("lang", "en") in reader.attributes
-    assert xml.fromstring(page[len("<!doctype html>") :]).tag == "html"
+    assert reader.tags.count("h1") == 1 and ("lang", "en") in reader.attributes
     ids = [value for name, value in reader.attributes if name == "id"]
-    assert len(ids) == len(set(ids))
+    assert ids and len(ids) == len(set(ids))
+    references = re.findall(r'(?:href="#|url\(#)([^")]+)', page)
+    assert set(references) <= set(ids)
 
 
 def test_the_page_fetches_nothing_and_runs_nothing(page):
     reader = Reader(page)
     assert not {"script", "link", "img", "iframe", "object", "embed", "base", "form"} & set(reader.tags)
     names = {name for name, _ in reader.attributes}
-    assert not {"src", "href", "srcset", "style", "data"} & names and not any(name.startswith("on") for name in names)
-    assert not re.search(r"https?:|//|url\(|@import|@font-face", page)
+    assert not {"src", "srcset", "data"} & names and not any(name.startswith("on") for name in names)
+    links = [value for name, value in reader.attributes if name in ("href", "xlink:href")]
+    assert all(value.startswith("#") for value in links)
+    addresses = re.findall(r'[\w:]+="(?:https?:)?//[^"]*"', page)
+    assert all(address.startswith("xmlns") for address in addresses)  # names of formats, not addresses
+    assert not re.search(r"url\((?!#)|@import|@font-face", page)
 
 
-@pytest.mark.parametrize("empty", [{}, {"name": "norms", "runs": [], "arms": None, "speed": [], "norm_share": {}}])
-def test_parts_without_a_measurement_say_so_in_one_line(empty):
-    markdown, page = report.markdown(empty), report.html(empty)
-    parts = len(report.SECTIONS) - len(report.RARE) - 1  # notes are no measurement
-    assert markdown.count("This part is not measured.") == page.count("This part is not measured.") == parts
-    for text in (markdown, page):
-        assert "The difference in validation loss is not measured." in text
-        assert "The time of a training step is not measured." in text
-    assert Reader(page).tags.count("svg") == 0
+def test_every_picture_has_a_light_and_a_dark_rendering_and_words(page):
+    figures = re.findall(r"<figure.*?</figure>", page, re.DOTALL)
+    assert len(figures) == 1 + 3 + 1 + 4  # differences, an arm's losses each, sweep, probes
+    for figure in figures:
+        light, dark = (
+            re.search(rf'<div class="{theme}">(<svg.*?</svg>)\s*</div>', figure, re.DOTALL).group(1)
+            for theme in ("light", "dark")
+        )
+        assert xml.fromstring(light).tag.endswith("svg") and xml.fromstring(dark).tag.endswith("svg")
+        assert plots.INK["light"] in light and plots.INK["dark"] in dark and plots.INK["dark"] not in light
+        assert re.search(r'aria-label="[^"]+"', figure) and re.search(r"<figcaption>.+</figcaption>", figure)
+    assert "prefers-color-scheme: dark" in page
 
 
-def test_a_switch_of_norms_is_counted_per_variant_over_the_seeds_that_ended(results, page):
-    markdown = report.markdown(results)
-    assert "| rms at once | 2 of 2 | 0 | +2.0000 | +1.8000 to +2.2000 |" in markdown
-    assert "| rms, norms trained | 2 of 2 | 50 | +0.0500 | 0.0000 to +0.1000 |" in markdown
-    assert "| layer, all trained | 1 of 2 | 50 | −0.1000 | −0.1000 |" in markdown
-    assert "A LayerNorm model switched to RMSNorm" in page
+def test_the_markdown_and_the_page_have_the_same_numbers(folder, page):
+    text = (folder / "report.md").read_text(encoding="utf-8")
+    cells = {
+        cell.strip().replace("\\|", "|")
+        for line in text.splitlines()
+        if line.startswith("| ")
+        for cell in line.strip("| ").split(" | ")
+    }
+    shown = {"".join(part) for part in re.findall(r"<t[dh](?: [^>]*)?>(.*?)</t[dh]>", page)}
+    unescaped = {cell.replace("&lt;", "<").replace("&gt;", ">").replace("&#39;", "'") for cell in shown}
+    assert cells - {"---"} == unescaped
 
 
-@pytest.mark.parametrize("rest", [{"switched": []}, {"switched": None}, {}])
-def test_without_a_switch_of_norms_nothing_is_said_of_one(results, rest):
-    content = {key: value for key, value in results.items() if key != "switched"} | rest
-    for text in (report.markdown(content), report.html(content)):
-        assert "switched to RMSNorm" not in text and "This part is not measured" not in text
+def test_the_tables_tell_the_numbers_of_the_study(folder, study):
+    text = (folder / "report.md").read_text(encoding="utf-8")
+    for comparison in study.comparisons:
+        row = next(line for line in text.splitlines() if line.startswith(f"| {comparison.arm} minus layer |"))
+        low, high = comparison.loss.interval
+        assert f"| {comparison.loss.estimate:+.4f} [{low:+.4f}, {high:+.4f}] | {comparison.verdict} |" in row
+        assert f"| {comparison.p_holm:.5g} | {comparison.p_equivalence:.5g} |" in row
+        assert f"| {comparison.std:.5g} | {comparison.correlation:.5g} | {comparison.loss.p:.5g} |" in row
+    losses = study.sweeps[0].losses
+    assert f"| rms | {losses[5e-3]:.5g} | {losses[2e-2]:.5g} | {losses[0.5]:.5g} | 0.02 | 0 of 6 |" in text
+    assert "2 of 6" in next(line for line in text.splitlines() if line.startswith("| center | 5"))
+    assert text.count("| sweep |") == 18 and text.count("| final |") == 9
+    final = next(r for r in study.results if r.phase == "final")
+    assert f"| final | 1 | 0.02 | completed | {final.validation_loss:.5g} | {final.bits_per_byte:.5g} |" in text
 
 
-def test_a_norm_alone_is_told_in_plain_words_with_a_column_for_each_norm(results):
-    markdown = report.markdown(results)
-    assert "| what | rms | layer |" in markdown
-    assert "| input 10 times as large: relative change of the output | 4.6e−06 | 5.0e−06 |" in markdown
-    assert "| cosine of output and input | 1.000000 | 0.957248 |" in markdown
-    assert "share lost without the upcast | 99.6% | – |" in markdown
+def sections(study: Study) -> dict[str, report.Section]:
+    return {section.title: section for section in report.sections(study, judge_all(CLAIMS, study))}
 
 
-def test_every_demonstration_has_its_words():
-    found = demonstrations.all_of_them()
-    rows = report.markdown({"demonstrations": found}).split("## A norm alone")[1]
-    assert len(re.findall(r"(?m)^\| .*?\d.* \|$", rows)) == len({re.sub("^[a-z0-9]+_", "", name) for name in found})
+def test_parts_with_nothing_to_show_are_left_out(study, panels, config):
+    empty = sections(Study(Plan(config=str(config)), [], []))
+    assert list(empty) == ["Paired differences", "Claims", "How it was made", "What not to conclude"]
+    full = sections(study)
+    assert list(full) == [
+        *("Paired differences", "Loss curves", "Learning rates", "Inside the model", "Claims", "How it was made"),
+        *("What not to conclude", "Every run"),
+    ]
+    assert all(table.rows for part in [*full.values(), *empty.values()] for table in part.tables)
+    one = dataclasses.replace(study, plan=dataclasses.replace(study.plan, learning_rates=(2e-2,)))
+    assert "Learning rates" not in sections(one)
 
 
-def test_any_part_can_be_missing(results):
-    for part in sorted(results):
-        rest = {key: value for key, value in results.items() if key != part}
-        assert report.markdown(rest) and Reader(report.html(rest)).tags
+def test_a_report_can_be_written_after_any_number_of_runs(study, panels, tmp_path):
+    for number in (0, 1, 7, 18, 19, 21, 22):
+        report.write(dataclasses.replace(study, results=study.results[:number]), tmp_path)
+        Reader((tmp_path / "report.html").read_text(encoding="utf-8"))
 
 
-def test_any_value_can_be_missing(results):
-    chance = random.Random(0)
-    for _ in range(8):
-        holed = change(results, lambda value: None if chance.random() < 0.3 else value)
-        assert report.markdown(holed)
-        xml.fromstring(report.html(holed)[15:])
+def test_times_are_shown_for_every_part_arm_and_variant(study, timings, panels):
+    found = sections(dataclasses.replace(study, timings=timings))["Time"]
+    rows = [(row["part"], row["arm"], row["variant"], row["blocks"]) for row in found.tables[0].rows]
+    variants = ("reference, eager", "CPU functions")
+    parts = ("norm forward", "step")
+    assert rows == [(part, arm, v, 6) for part in parts for arm in ("rms", "center") for v in variants]
+    ratio = dataclasses.replace(study, timings=timings).time_ratios("step", "rms", "layer")[0]
+    low, high = ratio.interval
+    shown = found.tables[0].rows[4]["time over the baseline's"]
+    assert shown == f"{ratio.estimate:.3f} [{low:.3f}, {high:.3f}]" and "baseline: layer" in found.tables[0].caption
+    assert len(found.pictures) == 1 and "that of layer" in found.pictures[0].caption
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e308, 9e98, -9e98, 9e-300, 10**400, 0, 0.0])
-def test_a_number_that_is_none_is_never_printed_as_one(results, value, svgs):
-    broken = change(results, lambda old: old if isinstance(old, str | bool) or old is None else value)
-    chance = random.Random(1)
-    some = change(results, lambda old: value if isinstance(old, float) and chance.random() < 0.2 else old)
-    for content in (broken, some):
-        page = report.html(content)
-        for text in (report.markdown(content), " ".join(Reader(page).text), *re.findall("<svg.*?</svg>", page)):
-            assert not re.search(r"(?i)(?<![a-z])(nan|inf|infinity)(?![a-z])", text)
-        for svg in svgs(page):
-            assert not [v for e in svg.iter() for v in e.attrib.values() if re.search(r"nan|inf\b|e\+", v)]
-
-
-@pytest.mark.parametrize("text", HOSTILE)
-def test_hostile_text_stays_text(results, text, tmp_path):
-    hostile = change(results, lambda old: f"{old} {text}" if isinstance(old, str) else old)
-    for run, kind in zip(hostile["runs"], results["runs"], strict=True):
-        run |= {"purpose": kind["purpose"], "status": kind["status"]}
-    page = report.html(hostile)
-    before, after = Reader(report.html(results)), Reader(page)
-    assert set(after.tags) <= set(before.tags) and {n for n, _ in after.attributes} <= {n for n, _ in before.attributes}
-    root = xml.fromstring(page[15:])
-    assert charts.printable(text).split()[-1] in "".join(root.itertext())
-    markdown = re.sub(r"(`{3,})\n.*?\n\1\n", "", report.markdown(hostile), flags=re.DOTALL)  # code is as typed
-    assert "<" not in markdown and not re.search(r"(?<!\\)\][(\[:]", markdown) and not re.search(r"(?<!\\)`", markdown)
-    assert sum(line.startswith("#") for line in markdown.splitlines()) == 1 + len(report.SECTIONS)
-    for table in re.findall(r"(?:^\|.*\n)+", markdown, re.MULTILINE):
+@pytest.mark.parametrize("name", ["</title></svg><script>alert(1)</script>", "a | b", "\" onload='x' <img src=x>"])
+def test_hostile_text_stays_text(study, panels, tmp_path, name):
+    with pytest.raises(UserError, match="must be 1 to 64 letters"):
+        dataclasses.replace(study.plan, name=name)
+    plan = dataclasses.replace(study.plan)
+    object.__setattr__(plan, "name", name)
+    report.write(dataclasses.replace(study, plan=plan), tmp_path)
+    reader = Reader((tmp_path / "report.html").read_text(encoding="utf-8"))
+    assert not {"script", "img"} & set(reader.tags) and not any(n.startswith("on") for n, _ in reader.attributes)
+    assert f"Ablation: {name}" in "".join(reader.text)
+    for table in re.findall(r"(?:^\|.*\n)+", (tmp_path / "report.md").read_text(encoding="utf-8"), re.MULTILINE):
         assert len({len(re.findall(r"(?<!\\)\|", line)) for line in table.splitlines()}) == 1
-    report.write(hostile, tmp_path)
 
 
-@pytest.mark.parametrize(
-    "seconds, text", [(21.34, "21.34 s"), (0.0213, "21.30 ms"), (4.56e-5, "45.60 µs"), (0, "0.000 µs")]
-)
-def test_times_are_in_the_unit_that_suits_them(seconds, text):
-    assert wording.seconds(seconds) == text
+def test_a_spike_does_not_flatten_the_curves_and_the_caption_counts_what_is_above(study, change, panels):
+    key = next(r.key for r in study.results if r.phase == "final" and r.arm.norm == "rms")
+
+    def fields(result) -> dict:
+        if result.key != key:
+            return {}
+        spiked = [(step, 1e6 if step == 5 else loss) for step, loss in result.training_curve]
+        return {"training_curve": spiked}
+
+    found = change(study, fields)
+    plots.loss_curves(found)
+    final = [r for r in found.results if r.phase == "final"]
+    validation = [
+        np.median([[loss for _, loss in r.validation_curve] for r in final if r.arm == arm], axis=0)
+        for arm in study.plan.arms
+    ]
+    training = {arm.norm: [v for r in final if r.arm == arm for _, v in r.training_curve] for arm in study.plan.arms}
+    limit = np.quantile(np.concatenate([*training.values(), *validation]), 0.99)
+    assert limit < 100
+    for caption, axes in panels.items():
+        assert axes.get_ylim()[1] <= 1.03 * limit, caption
+        above = sum(loss > limit for loss in training[caption.split(" ")[0]])
+        said = re.search(r"(\d+) points? above the axis, which ends at the 99% quantile", caption)
+        assert (int(said.group(1)) if said else 0) == above
+    assert "1 point above" in next(caption for caption in panels if caption.startswith("rms"))
 
 
-def test_small_numbers_round_to_a_zero_without_a_sign_and_large_ones_keep_their_size():
-    assert wording.number(-0.00001, "+.4f") == "0.0000" and wording.number(-0.01, "+.4f") == "−0.0100"
-    assert wording.number(2.5e30) == "2.5000e+30" and wording.whole(1234567) == "1,234,567"
-    assert wording.number(math.nan) == wording.number(None) == wording.number("3") == wording.number(True) == "–"
+def test_diverged_runs_are_crosses_at_their_last_step_and_counted_in_the_caption(study, with_losses, change, panels):
+    diverged = with_losses(study, {"rms": (None, 3.0, None)})
+    cut = change(diverged, lambda r: {"training_curve": r.training_curve[:4]} if r.status == "diverged" else {})
+    plots.loss_curves(cut)
+    caption, axes = next((caption, axes) for caption, axes in panels.items() if caption.startswith("rms"))
+    assert "crosses: 2 of 3 runs diverged" in caption
+    (crosses,) = [line for line in axes.lines if line.get_marker() == "x"]
+    assert crosses.get_xdata().tolist() == [4, 4]
 
 
-def test_files_are_written_whole_and_nothing_else_is_left(results, tmp_path, monkeypatch):
-    report.write({}, tmp_path / "new" / "folder")
-    old = (tmp_path / "new" / "folder" / "report.html").read_text(encoding="utf-8")
-    with monkeypatch.context() as patch:
-        patch.setattr(report, "html", lambda results: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            report.write(results, tmp_path / "new" / "folder")
-    assert (tmp_path / "new" / "folder" / "report.html").read_text(encoding="utf-8") == old
-    assert (tmp_path / "new" / "folder" / "report.md").read_text(encoding="utf-8") == report.markdown({})
-    report.write(results, tmp_path / "new" / "folder")
-    assert sorted(path.name for path in (tmp_path / "new" / "folder").iterdir()) == ["report.html", "report.md"]
-    assert (tmp_path / "new" / "folder" / "report.html").read_text(encoding="utf-8") == report.html(results)
-
-
-def test_the_report_of_results_that_went_through_a_file_is_the_same(results):
-    again = json.loads(json.dumps(results))
-    assert report.html(again) == report.html(results) and report.markdown(again) == report.markdown(results)
-
-
-def test_arms_with_baselines_of_their_own_are_each_named_with_theirs(results):
-    compared = [{**c, "arm": f"{c['arm']}, post", "baseline": "layer, post"} for c in results["comparisons"]]
-    content = {**results, "comparisons": results["comparisons"] + compared}
-    for text in (report.markdown(content), report.html(content)):
-        assert "Validation loss minus that of its baseline" in text and "higher than layer, post" in text
-    assert "| rms, post | layer, post | 5 |" in report.markdown(content)
-
-
-def test_an_arm_that_could_not_be_compared_is_named(results):
-    compared = [c for c in results["comparisons"] if c["arm"] != "none"]
-    text = "Not compared, because runs diverged: none (3 of 5 runs ended)."
-    assert text in report.markdown({**results, "comparisons": compared}) and text not in report.markdown(results)
-    assert text in report.html({**results, "comparisons": compared})
-
-
-def test_underscores_within_a_word_of_the_markdown_stay_as_they_are(results):
-    assert "Linux x86_64 and \\_this\\_;" in report.markdown(
-        {**results, "machine": {"a": "Linux x86_64 and _this_", "b": 1}}
+def test_the_differences_are_drawn_to_scale_with_the_margin(study, with_losses, panels):
+    layer = np.array([3.0, 3.1, 3.05])
+    found = with_losses(
+        study,
+        {"layer": layer, "rms": np.add(layer, [0.01, 0.02, 0.04]), "center": np.subtract(layer, [0.01, 0.03, 0.02])},
     )
+    picture = plots.differences(found)
+    assert "that of layer over 3 paired seeds" in picture.caption and "±0.01" in picture.caption
+    axes = panels[picture.caption]
+    center, rms = found.comparisons
+    for row, comparison in enumerate((center, rms)):
+        drawn = [line.get_xydata().tolist() for line in axes.lines if set(line.get_ydata()) == {row}]
+        assert [[end, row] for end in comparison.loss.interval] in drawn
+        assert [[comparison.loss.estimate, row]] in drawn
+    assert [text.get_text() for text in axes.get_yticklabels()] == ["center", "rms"]
+    (shaded,) = axes.patches
+    assert shaded.get_x() == -0.01 and shaded.get_width() == pytest.approx(0.02)
+    assert "Arrow" not in picture.caption
+
+
+def test_an_effect_far_beyond_the_others_becomes_an_arrow_with_its_number(study, with_losses, panels):
+    layer, noise = np.array([3.0, 3.1, 3.05]), np.array([-1, 0, 1]) * 1e-3
+    rows = plots.difference_rows(
+        with_losses(study, {"layer": layer, "rms": layer + noise, "center": layer + 5 + noise})
+    )
+    third = ("more", 1, dataclasses.replace(rows[0][2], name="more"))
+    assert plots.clip_far([effect for _, _, effect in (*rows, third)], 0.0) < 0.1
+    plots.forest_picture([*rows, third], plots.forest([*rows, third], "x", 0.0), "arrows")
+    texts = [text.get_text() for text in panels["arrows"].texts]
+    assert "+5.000" in texts and max(abs(np.array(panels["arrows"].get_xlim()))) < 0.2
+
+
+def test_probe_curves_show_every_arm(study, panels):
+    pictures = plots.probe_curves(study)
+    assert [picture.alt.split(" ")[0] for picture in pictures] == ["Mean", "Cosine", "Norm", "Length"]
+    for picture in pictures:
+        axes = panels[picture.caption]
+        assert [line.get_label() for line in axes.lines] == ["rms", "layer", "center"]
+    runs = [r for r in study.results if r.phase == "final" and r.arm.norm == "rms"]
+    deep = np.median([r.probes.mean_over_std for r in runs], axis=0)
+    assert panels[pictures[0].caption].lines[0].get_xydata().tolist() == [[i + 1, v] for i, v in enumerate(deep)]
+
+
+def test_the_stability_table_is_the_range_over_seeds(study, panels):
+    (table,) = report.inside(study).tables
+    runs = [r for r in study.results if r.phase == "final" and r.arm.norm == "layer"]
+    largest = [r.probes.largest_activation for r in runs]
+    last = [r.gradient_norm[-1][1] for r in runs]
+    row = next(row for row in table.rows if row["arm"] == "layer")
+    assert row["largest activation"] == f"{min(largest):.3g} to {max(largest):.3g}"
+    assert row["gradient norm, last part of the run"] == f"{min(last):.3g} to {max(last):.3g}"
+
+
+def test_the_picture_for_a_readme_is_written(study, tmp_path):
+    plots.save_differences(study, tmp_path / "differences.svg")
+    drawn = xml.parse(tmp_path / "differences.svg").getroot()
+    assert drawn.tag.endswith("svg")
+    plots.save_differences(study, tmp_path / "differences.png")
+    assert (tmp_path / "differences.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_one_table_of_claims_takes_each_from_the_first_folder_that_measured_it(study, experiment, config, tmp_path):
+    save_plan(Plan(norms=("rms",), config=str(config)), tmp_path / "plan.toml")
+    (tmp_path / "runs.jsonl").write_text("", encoding="utf-8")
+    both, alone = (report.claims_table(folders) for folders in ((tmp_path, experiment.folder), (experiment.folder,)))
+    assert both == alone == report.markdown_table(report.claim_rows(judge_all(CLAIMS, study)))
+    lines = report.claims_table((tmp_path,)).splitlines()
+    assert len(lines) == 2 + len(CLAIMS)
+    assert next(line for line in lines if line.startswith("| C2 ")).endswith("| - | not measured |")
+
+
+def test_numbers_that_are_none_are_a_dash():
+    assert [report.cell(value) for value in (None, float("nan"), 0.1234567, 3, "x")] == ["-", "-", "0.12346", "3", "x"]
+    assert report.interval(None, ".2f") == "[no interval]" and report.effect(None, ".2f") == "-"

@@ -1,0 +1,364 @@
+"""From finished runs to effects: chosen learning rates, paired differences, equivalence, power. No files, no training.
+
+Tests are scipy's, at 5%; intervals are 95% unless their name says otherwise. The seed is the unit: runs of one seed
+that differ in another choice are averaged before they are counted.
+"""
+
+import dataclasses
+import functools
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+from scipy import stats
+
+from ablation.plan import Arm, Plan, baseline, default_learning_rate, label, model_config
+from ablation.results import RunResult, as_table
+from benchmarks.timing import Timing
+from model.config import num_norm_parameters, num_parameters
+
+SIGNIFICANCE, POWER = 0.05, 0.8
+MAX_PAIRS = 10_000
+MIN_PAIRS_FOR_EQUIVALENCE = 5  # with fewer, a spread that is small by chance makes any two arms look equivalent
+
+
+@dataclass(frozen=True)
+class Effect:
+    """A measured quantity and how well it is known."""
+
+    name: str
+    estimate: float
+    interval: tuple[float, float] | None
+    """95% interval; None where one value has no spread to estimate it from."""
+    interval_90: tuple[float, float] | None
+    """90% interval: inside (-margin, margin) exactly where both one-sided tests of equivalence pass at 5%."""
+    p: float | None
+    """Two-sided p-value against an effect of 0; None where 0 is not the hypothesis."""
+    unit: str
+    n: int
+    """Seeds, or pairs of seeds or of neighboring blocks; 0 for an exact value."""
+    at_edge: bool = False
+    """Whether it rests on a learning rate at the edge of its sweep, so that another may change it."""
+
+    @property
+    def can_be_equivalent(self) -> bool:
+        """Whether there are enough pairs to call a small effect equivalent to none."""
+        return self.n == 0 or self.n >= MIN_PAIRS_FOR_EQUIVALENCE
+
+
+def mean_effect(name: str, values: Sequence[float], unit: str) -> Effect:
+    """Mean of independent values with Student's t interval and test (Student 1908)."""
+    values = np.asarray(values, float)
+    if not len(values) or not np.isfinite(values).all():
+        raise ValueError(f"{name} needs finite values, not {values.tolist()}")
+    mean = float(values.mean())
+    if len(values) == 1:
+        return Effect(name, mean, None, None, None, unit, 1)
+    if np.ptp(values) == 0:  # no spread: scipy would divide by 0
+        same = float(values[0])
+        return Effect(name, same, (same, same), (same, same), float(same == 0), unit, len(values))
+    test = _t_test(values, 0.0, "two-sided")
+    intervals = [tuple(map(float, test.confidence_interval(level))) for level in (0.95, 0.90)]
+    return Effect(name, mean, *intervals, float(test.pvalue), unit, len(values))
+
+
+def exact_effect(name: str, value: float, unit: str) -> Effect:
+    """What arithmetic gives, the same at every repetition."""
+    return Effect(name, value, (value, value), (value, value), None, unit, 0)
+
+
+def median_ratio(name: str, pairs: Sequence[tuple[float, float]]) -> Effect:
+    """Median of a / b over pairs of times, with the distribution-free interval of a median (Conover 1999, section 3.2).
+
+    A median, because a mean follows the few blocks that another program disturbed.
+    """
+    ratios = np.array([a / b for a, b in pairs])
+    intervals = []
+    for level in (0.95, 0.90):
+        low, high = stats.quantile_test(ratios, q=1.0, p=0.5).confidence_interval(level)
+        intervals.append((float(low), float(high)) if np.isfinite([low, high]).all() else None)
+    return Effect(name, float(np.median(ratios)), *intervals, None, "ratio", len(ratios))
+
+
+def equivalence_p(differences: np.ndarray, margin: float) -> float:
+    """The larger p-value of two one-sided tests: below 5% the mean lies within (-margin, margin) (Schuirmann 1987)."""
+    if np.ptp(differences) == 0:
+        return float(abs(differences[0]) >= margin)
+    lower, upper = _t_test(differences, -margin, "greater"), _t_test(differences, margin, "less")
+    return float(max(lower.pvalue, upper.pvalue))
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Adjust p-values of one family (Holm 1979): below 5% means significant, whatever the dependence between them."""
+    p = np.asarray(p_values, float)
+    order = np.argsort(p)
+    adjusted = np.empty(len(p))
+    adjusted[order] = np.maximum.accumulate(np.minimum(1, (len(p) - np.arange(len(p))) * p[order]))
+    return adjusted.tolist()
+
+
+def minimum_detectable_effect(std: float, n: int) -> float:
+    """The true difference that n pairs detect at 5% with 80% power: (t_0.975 + t_0.8) s / sqrt(n).
+
+    NIST/SEMATECH e-Handbook, section 7.2.2.2. The exact power there is 79 to 80% from 5 pairs on, 73% with 2.
+    """
+    return float((stats.t.ppf(1 - SIGNIFICANCE / 2, n - 1) + stats.t.ppf(POWER, n - 1)) * std / np.sqrt(n))
+
+
+def pairs_needed(std: float, distance: float, alpha: float, power: float) -> int:
+    """Pairs at which (t_{1-alpha} + t_power) s / sqrt(n) falls to `distance`; MAX_PAIRS if more would be needed."""
+    n = np.arange(2, MAX_PAIRS + 1)
+    enough = (stats.t.ppf(1 - alpha, n - 1) + stats.t.ppf(power, n - 1)) * std / np.sqrt(n) <= distance
+    return int(n[np.argmax(enough)]) if enough.any() else MAX_PAIRS
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """An arm against its baseline over paired seeds: loss of the arm minus loss of the baseline."""
+
+    arm: str
+    baseline: str
+    loss: Effect
+    """Nats per token."""
+    bits: Effect
+    """Bits per byte."""
+    std: float
+    """Standard deviation of a pair's difference, nats per token."""
+    correlation: float
+    """Of the two arms' losses over the seeds: the higher, the more pairing helps; NaN if one is constant."""
+    p_equivalence: float
+    p_holm: float
+    """p of a difference of 0, adjusted for all comparisons of the plan."""
+    comparisons: int
+    """How many those are."""
+    margin: float
+    at_edge: bool
+    """Whether the learning rate of either arm is the lowest or highest that was tried."""
+
+    @property
+    def different(self) -> bool:
+        return self.p_holm < SIGNIFICANCE
+
+    @property
+    def equivalent(self) -> bool:
+        return self.p_equivalence < SIGNIFICANCE and self.loss.can_be_equivalent
+
+    @property
+    def verdict(self) -> str:
+        """equivalent, lower, higher (arm against baseline, Holm-adjusted) or not resolved."""
+        if self.equivalent:
+            return "different but equivalent" if self.different else "equivalent"
+        if self.different:
+            return "lower" if self.loss.estimate < 0 else "higher"
+        return "not resolved"
+
+    @property
+    def explanation(self) -> str:
+        """Which test decided; for an unresolved comparison which test did not pass and how many pairs it needs."""
+        margin, distance = f"±{self.margin:g}", abs(self.loss.estimate)
+        if self.equivalent:
+            return f"the 90% interval lies within {margin}"
+        holm = f"Holm-adjusted p = {self.p_holm:.2g} over {self.comparisons} comparisons"
+        tested = holm if self.comparisons > 1 else f"p = {self.p_holm:.2g}"
+        if self.different:
+            return tested
+        if self.p_equivalence < SIGNIFICANCE:
+            few = f"equivalence takes at least {MIN_PAIRS_FOR_EQUIVALENCE} pairs"
+            return f"{tested}; the 90% interval lies within {margin}, but {few}"
+        if distance < self.margin:
+            need = self._pairs(self.margin, SIGNIFICANCE, 1 - (1 - POWER) / 2)
+            return (
+                f"{tested}, and the 90% interval exceeds {margin}; equivalence needs {need} if there is no difference"
+            )
+        alpha = SIGNIFICANCE * min(1, self.loss.p / self.p_holm) / 2  # what Holm leaves this comparison
+        return f"{tested}; a difference this large needs {self._pairs(distance, alpha, POWER)}"
+
+    def _pairs(self, distance: float, alpha: float, power: float) -> str:
+        """Pairs for 80% power, and their range: a standard deviation from few pairs is itself uncertain."""
+        freedom = self.loss.n - 1
+        low, high = (self.std * np.sqrt(freedom / stats.chi2.ppf(level, freedom)) for level in (0.975, 0.025))
+        best, fewest, most = (pairs_needed(std, distance, alpha, power) for std in (self.std, low, high))
+        shown = [f"{n:,}" if n < MAX_PAIRS else f"over {n:,}" for n in (max(best, self.loss.n + 1), fewest, most)]
+        return f"{shown[0]} pairs for 80% power ({shown[1]} to {shown[2]})"
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """Mean validation loss of an arm at each learning rate, nats per token; NaN where a run diverged or is missing."""
+
+    arm: Arm
+    losses: dict[float, float]
+    diverged: int
+    runs: int
+    spikes: int
+
+    @property
+    def best(self) -> float | None:
+        """The learning rate of the lowest mean loss; None where none has all its runs."""
+        known = {rate: loss for rate, loss in self.losses.items() if np.isfinite(loss)}
+        return min(known, key=known.get, default=None)
+
+    @property
+    def at_edge(self) -> bool:
+        """Whether the best is the lowest or highest that was tried, so that a better one may lie outside."""
+        return self.best in (min(self.losses), max(self.losses))
+
+
+@dataclass(frozen=True)
+class ArmSummary:
+    """One arm by itself."""
+
+    arm: Arm
+    label: str
+    learning_rate: float | None
+    """None where it diverged at every learning rate of the sweep."""
+    at_edge: bool
+    completed: int
+    runs: int
+    loss: Effect | None
+    """Mean over its final runs, nats per token; None where one diverged or none is finished."""
+    bits_per_byte: float
+    parameters: int
+    norm_parameters: int
+    comparison: Comparison | None
+    """With its baseline."""
+
+
+@dataclass(frozen=True)
+class Study:
+    """Everything that is known of a plan; all its conclusions are properties."""
+
+    plan: Plan
+    results: list[RunResult]
+    timings: list[Timing]
+
+    def label(self, arm: Arm) -> str:
+        return label(self.plan, arm)
+
+    @functools.cached_property
+    def table(self) -> pd.DataFrame:
+        """All runs (see `as_table`), with `used`: whether a run counts, or is of a superseded plan."""
+        plan, rates = self.plan, self.learning_rates
+
+        def used(run: RunResult) -> bool:
+            if run.phase == "sweep":
+                return run.arm in plan.arms and run.learning_rate in plan.learning_rates
+            arm = run.arm if run.phase == "final" else dataclasses.replace(run.arm, norm="layer")  # what was converted
+            return arm in plan.arms and run.seed <= plan.seeds and run.learning_rate == rates.get(arm)
+
+        return as_table(self.results).assign(used=np.array([used(run) for run in self.results], bool))
+
+    @functools.cached_property
+    def sweeps(self) -> list[Sweep]:
+        """Of every arm that has runs in the sweep."""
+        if not self.plan.has_sweep:
+            return []
+        table = as_table(self.results)
+        table = table[table.phase == "sweep"]
+        found = []
+        for arm in self.plan.arms:
+            runs = table[table.arm == arm]
+            losses = {}
+            for rate in sorted(self.plan.learning_rates):
+                at_rate = runs[runs.learning_rate == rate]
+                complete = len(at_rate) >= self.plan.sweep_seeds
+                losses[rate] = at_rate.validation_loss.mean(skipna=False) if complete else np.nan
+            if len(runs):
+                diverged = int((runs.status == "diverged").sum())
+                found.append(Sweep(arm, losses, diverged, len(runs), int(runs.spikes.sum())))
+        return found
+
+    @functools.cached_property
+    def learning_rates(self) -> dict[Arm, float]:
+        """Each arm's learning rate: the best of its sweep, or the one that all use; no entry if none is known."""
+        if self.plan.has_sweep:
+            return {sweep.arm: sweep.best for sweep in self.sweeps if sweep.best is not None}
+        return dict.fromkeys(self.plan.arms, default_learning_rate(self.plan))
+
+    @functools.cached_property
+    def arms_at_edge(self) -> set[Arm]:
+        return {sweep.arm for sweep in self.sweeps if sweep.at_edge}
+
+    def final(self, arm: Arm) -> pd.DataFrame:
+        """The final runs of an arm that count, by seed."""
+        table = self.table
+        return table[(table.phase == "final") & (table.arm == arm) & table.used].set_index("seed").sort_index()
+
+    @functools.cached_property
+    def comparisons(self) -> list[Comparison]:
+        """Every arm with its baseline, in order of the difference; absent with a diverged run or fewer than 2 pairs."""
+        found = []
+        for arm in self.plan.arms:
+            base = baseline(self.plan, arm)
+            if base is None:
+                continue
+            pairs = self.final(arm).merge(self.final(base), on="seed", suffixes=("", "_base"))
+            if len(pairs) < 2 or pairs[["validation_loss", "validation_loss_base"]].isna().any(axis=None):
+                continue
+            differences = (pairs.validation_loss - pairs.validation_loss_base).to_numpy()
+            bits = (pairs.bits_per_byte - pairs.bits_per_byte_base).to_numpy()
+            name = f"{self.label(arm)} minus {self.label(base)}"
+            losses = mean_effect(name, differences, "nats per token")
+            found.append((arm, base, differences, losses, mean_effect(name, bits, "bits per byte"), pairs))
+        adjusted = holm([losses.p for _, _, _, losses, _, _ in found])
+        comparisons = [
+            Comparison(
+                arm=self.label(arm),
+                baseline=self.label(base),
+                loss=losses,
+                bits=bits,
+                std=float(differences.std(ddof=1)),
+                correlation=float(pairs.validation_loss.corr(pairs.validation_loss_base)),
+                p_equivalence=equivalence_p(differences, self.plan.margin),
+                p_holm=p,
+                comparisons=len(found),
+                margin=self.plan.margin,
+                at_edge=bool({arm, base} & self.arms_at_edge),
+            )
+            for (arm, base, differences, losses, bits, pairs), p in zip(found, adjusted, strict=True)
+        ]
+        return sorted(comparisons, key=lambda comparison: comparison.loss.estimate)
+
+    @functools.cached_property
+    def arms(self) -> list[ArmSummary]:
+        """All arms in order of their mean loss; those without one come last."""
+        found = []
+        for arm in self.plan.arms:
+            runs, config = self.final(arm), model_config(self.plan, arm)
+            complete = len(runs) > 0 and runs.validation_loss.notna().all()
+            summary = ArmSummary(
+                arm=arm,
+                label=self.label(arm),
+                learning_rate=self.learning_rates.get(arm),
+                at_edge=arm in self.arms_at_edge,
+                completed=int((runs.status == "completed").sum()),
+                runs=len(runs),
+                loss=mean_effect(self.label(arm), runs.validation_loss, "nats per token") if complete else None,
+                bits_per_byte=float(runs.bits_per_byte.mean(skipna=False)),
+                parameters=num_parameters(config),
+                norm_parameters=num_norm_parameters(config),
+                comparison=next((c for c in self.comparisons if c.arm == self.label(arm)), None),
+            )
+            found.append(summary)
+        return sorted(found, key=lambda summary: np.inf if summary.loss is None else summary.loss.estimate)
+
+    def compare(self, arm: str, base: str) -> Comparison | None:
+        """The comparison with these labels."""
+        return next((c for c in self.comparisons if (c.arm, c.baseline) == (arm, base)), None)
+
+    def time_ratios(self, part: str, arm: str, base: str) -> list[Effect]:
+        """Time of an arm over that of another, one effect for each variant of the code."""
+        seconds = {(t.process, t.variant, t.arm): t.seconds for t in self.timings if t.part == part}
+        pairs: dict[str, list[tuple[float, float]]] = {}
+        for (process, variant, timed), values in seconds.items():
+            if timed == arm and (process, variant, base) in seconds:
+                pairs.setdefault(variant, []).extend(zip(values, seconds[process, variant, base], strict=True))
+        return [median_ratio(variant, values) for variant, values in pairs.items()]
+
+
+def _t_test(values: np.ndarray, mean: float, alternative: str):
+    with warnings.catch_warnings():  # of nearly equal values, whose p-value is then as good as 0
+        warnings.simplefilter("ignore", RuntimeWarning)
+        return stats.ttest_1samp(values, mean, alternative=alternative)

@@ -1,0 +1,164 @@
+"""What a finished run leaves behind: one typed record, one line of runs.jsonl, one row of a table.
+
+runs.jsonl, timings.jsonl and plan.toml are all that a comparison keeps; everything else is derived from them.
+"""
+
+import dataclasses
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, TypeVar
+
+import pandas as pd
+
+from ablation.plan import Arm
+from benchmarks.timing import Timing
+from errors import UserError
+
+Record = TypeVar("Record")
+Curve = list[tuple[int, float]]  # (step, value)
+CURVES = ("validation_curve", "training_curve", "gradient_norm", "update_ratio")  # fields of RunResult
+
+
+@dataclass(frozen=True)
+class Text:
+    """The text of a run; losses on different texts are not compared."""
+
+    hash: str
+    bytes: int
+    validation_tokens: int
+    validation_bytes: int
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where a run was made. A comparison resumes only on the same processor, torch version and kernels."""
+
+    device: str
+    processor: str
+    processes: int
+    threads: int | None
+    torch: str
+    python: str
+    system: str
+    kernels: str
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Probes:
+    """Measurements inside the model at the end of a run, means over tokens; one value per norm, in order of depth."""
+
+    mean_over_std: list[float]
+    """|mean| of the norm's input, the residual stream, over its standard deviation."""
+    cosine_with_ones: list[float]
+    """|cosine| of the norm's input with the vector of ones."""
+    largest_activation: float
+    """Largest absolute value in the residual stream."""
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """One finished run."""
+
+    arm: Arm
+    phase: Literal["sweep", "final", "conversion"]
+    seed: int
+    learning_rate: float
+    steps: int
+    status: Literal["completed", "diverged"]
+    reason: str | None
+    """Why it diverged."""
+    validation_loss: float | None
+    """On the whole validation set after the last step, nats per token; None when the run diverged."""
+    bits_per_byte: float | None
+    validation_curve: Curve
+    """Loss on the first part of the validation set along the run; empty in older records."""
+    training_curve: Curve
+    """Training loss, each point the mean of the steps since the one before."""
+    gradient_norm: Curve
+    update_ratio: Curve
+    """Length of a step's change of the weights over the length of the weights."""
+    spikes: int
+    """Steps whose loss is far above the median of the 20 steps before; consecutive steps count as one."""
+    seconds: float
+    probes: Probes | None
+    settings_hash: str
+    initial_weights_hash: str
+    """Of the initial weights without the norms; equal for runs of one seed with the same MLP and initial scale."""
+    text: Text
+    machine: Machine
+    variant: str | None = None
+    """Conversions: how the norm was converted."""
+    loss_before: float | None = None
+    """Conversions: validation loss before, nats per token."""
+
+    @property
+    def key(self) -> tuple:
+        """What makes it the result of one particular run."""
+        return self.arm, self.phase, self.seed, self.learning_rate, self.variant
+
+
+def result_from_json(fields: dict) -> RunResult:
+    """The record of a parsed line; raises KeyError or TypeError for anything else."""
+    probes = fields["probes"]
+    nested = {
+        "arm": Arm(**fields["arm"]),
+        "text": Text(**fields["text"]),
+        "machine": Machine(**fields["machine"]),
+        "probes": None if probes is None else Probes(**probes),
+    }
+    nested |= {name: [tuple(point) for point in fields[name]] for name in CURVES}
+    return RunResult(**(fields | nested))
+
+
+def append_lines(path: Path, *records: RunResult | Timing) -> None:
+    """Append records, one line each. A line cut short by a kill is ignored when read and removed by the next append."""
+    lines = "".join(json.dumps(dataclasses.asdict(record), allow_nan=False) + "\n" for record in records)
+    with path.open("ab+") as file:
+        file.seek(0)
+        file.truncate(file.read().rfind(b"\n") + 1)  # a line that a kill cut short
+        file.write(lines.encode())
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_results(path: Path) -> list[RunResult]:
+    """The finished runs of runs.jsonl, each once: of records of one run the first counts."""
+    return list({result.key: result for result in reversed(_read_lines(path, result_from_json))}.values())[::-1]
+
+
+def read_timings(path: Path) -> list[Timing]:
+    """The timings of timings.jsonl."""
+    return _read_lines(path, lambda fields: Timing(**fields))
+
+
+def _refuse_constant(name: str) -> float:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def _read_lines(path: Path, construct: Callable[[dict], Record]) -> list[Record]:
+    """One record a line; a last line that a kill cut short does not count."""
+    records = []
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1] if path.exists() else [], start=1):
+        try:
+            records.append(construct(json.loads(line, parse_constant=_refuse_constant)))
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(
+                f"{path}: line {number} is not a record that this version reads ({error!r}); delete that line."
+            ) from None
+    return records
+
+
+def as_table(results: list[RunResult]) -> pd.DataFrame:
+    """A row for each run with the scalar fields as columns; `arm` and `result` hold the objects."""
+    scalars = [
+        *("phase", "seed", "learning_rate", "steps", "status", "validation_loss", "bits_per_byte", "spikes", "seconds"),
+        *("variant", "loss_before", "arm"),
+    ]
+    rows = [{name: getattr(result, name) for name in scalars} | {"result": result} for result in results]
+    table = pd.DataFrame(rows, columns=[*scalars, "result"])
+    numbers = ["learning_rate", "validation_loss", "bits_per_byte", "seconds", "loss_before"]
+    return table.astype(dict.fromkeys(numbers, float))

@@ -1,0 +1,255 @@
+"""One run of an ablation: the training loop's own steps, with evaluations and probes between them.
+
+It survives a kill anywhere: an unfinished run resumes from its last save, and a finished one is never repeated, because
+its record is in runs.jsonl.
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import math
+import shutil
+import time
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ablation.plan import Run
+from ablation.results import Curve, Machine, Probes, RunResult, Text
+from data.batches import validation_windows
+from errors import UserError
+from model.decoder import Decoder
+from model.norm import Norm, is_norm_parameter
+from training import checkpoint, metrics
+from training.evaluate import evaluate
+from training.loop import save, train_steps
+from training.session import Session, open_run, set_up
+from training.settings import Settings, load_settings
+from training.signals import StopSignals
+from training.step import Diverged
+
+CURVE_POINTS = 60  # of a training curve in a record
+CURVE_TOKENS = 16_384  # of the validation set, for the points along a run; the final loss uses all of it
+UPDATE_RATIOS = 12  # measurements of a step's length, over a run
+SAVE_SECONDS = 30.0  # a killed run loses no more
+SPIKE = 0.5  # nats above the median of the 20 steps before
+
+
+def train_run(
+    run: Run,
+    settings: Settings,
+    folder: Path,
+    machine: Machine,
+    threads: int | None,
+    *,
+    keep_weights: bool = False,
+    evaluate_only: bool = False,
+) -> RunResult | None:
+    """Train one run in `folder` and return its record; None if a signal stopped it, with its state saved.
+
+    threads: of this process on a CPU; keep_weights: leave the final weights in the folder; evaluate_only: evaluate
+    without training.
+    """
+    fields, probes = {"status": "completed", "reason": None, "validation_loss": None, "bits_per_byte": None}, None
+    try:
+        resume = can_resume(folder, settings)
+        if not resume:
+            shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        with limited_threads(threads), (folder / "log.txt").open("a", encoding="utf-8") as log:
+            session = set_up(settings, folder, resume=resume, say=lambda line: print(line, file=log))
+            if not evaluate_only and not train_to_the_end(session, keep_weights):
+                return None
+            fields |= final_loss(session)
+            probes = probe_streams(session)
+    except Diverged as error:
+        fields |= {"status": "diverged", "reason": str(error).partition(";")[0]}
+    except torch.OutOfMemoryError:
+        raise UserError("the device has too little memory for a run; use a smaller model or batch.") from None
+    except OSError as error:
+        raise UserError(f"{folder} cannot be written ({error}); free some space, then repeat the command.") from None
+    return RunResult(
+        arm=run.arm,
+        phase=run.phase,
+        seed=run.seed,
+        learning_rate=run.learning_rate,
+        steps=0 if evaluate_only else settings.optimizer.steps,
+        **fields,
+        **curves(folder),
+        seconds=session.state.seconds,
+        probes=probes,
+        settings_hash=settings_hash(settings),
+        initial_weights_hash=initial_weights_hash(settings),
+        text=text_of(session),
+        machine=machine,
+    )
+
+
+def can_resume(folder: Path, settings: Settings) -> bool:
+    """Whether the folder has a usable save of an unfinished run with these settings; otherwise the run starts again."""
+    last = checkpoint.find_complete(folder / "last")
+    if last is None:
+        return False
+    try:
+        saved = load_settings(folder / "settings.toml")
+        saved = dataclasses.replace(saved, machine=dataclasses.replace(saved.machine, dtype=settings.machine.dtype))
+        unfinished = checkpoint.read_state(last).step < settings.optimizer.steps
+    except UserError:  # damaged
+        return False
+    return unfinished and settings_hash(saved) == settings_hash(settings)
+
+
+@contextlib.contextmanager
+def limited_threads(threads: int | None) -> Iterator[None]:
+    """Use this many CPU threads inside the block, and restore the previous number afterwards."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def train_to_the_end(session: Session, keep_weights: bool) -> bool:
+    """Do all steps; False when a signal stopped it. Everything measured goes to metrics.jsonl, which resumes too."""
+    state, saved_at = session.state, time.perf_counter()
+    log = open_run(session)
+    evaluate_every = session.settings.run.evaluate_every
+    ratio_every = max(1, state.steps // UPDATE_RATIOS)
+
+    def weights_before(step: int) -> list[Tensor] | None:
+        """A copy of the weights, if the step after this one is to be measured."""
+        due = (step + 1) % ratio_every == 0
+        return [parameter.detach().clone() for parameter in session.model.parameters()] if due else None
+
+    weights = weights_before(state.step)
+    try:
+        with StopSignals(second_signal_interrupts=False) as stop:
+            for step in train_steps(session):
+                measured = {"loss": step.loss, "gradient_norm": step.gradient_norm}
+                if weights is not None:
+                    measured["update_ratio"] = update_ratio(session.model, weights)
+                last = step.step == state.steps
+                if step.step % evaluate_every == 0 or last:
+                    measured["curve_loss"] = curve_loss(session)
+                log.write(step.step, **measured)
+                weights = weights_before(step.step)
+                if stop.received or (last and keep_weights) or time.perf_counter() - saved_at > SAVE_SECONDS:
+                    save(session)
+                    saved_at = time.perf_counter()
+                if stop.received and not last:
+                    return False
+    finally:
+        log.close()
+    return True
+
+
+def curve_loss(session: Session) -> float:
+    """Loss on the first CURVE_TOKENS tokens of the validation set, nats per token."""
+    corpus, length = session.corpus, session.settings.data.sequence_length
+    windows = validation_windows(corpus.validation, length, session.micro_batch_size)
+    few = islice(windows, max(1, CURVE_TOKENS // (session.micro_batch_size * length)))
+    return evaluate(session.model, few, corpus.validation_bytes, session.device).loss
+
+
+def final_loss(session: Session) -> dict[str, float]:
+    """Loss on the whole validation set, every token counted."""
+    corpus = session.corpus
+    windows = validation_windows(corpus.validation, session.settings.data.sequence_length, session.micro_batch_size)
+    found = evaluate(session.model, windows, corpus.validation_bytes, session.device)
+    if not math.isfinite(found.loss):
+        raise Diverged(f"the validation loss is {found.loss:g}, not finite")
+    return {"validation_loss": found.loss, "bits_per_byte": found.bits_per_byte}
+
+
+def probe_streams(session: Session) -> Probes:
+    """Measure every norm's input on the first batch of the validation set."""
+    windows = validation_windows(
+        session.corpus.validation, session.settings.data.sequence_length, session.micro_batch_size
+    )
+    return probe_norm_inputs(session.model, next(iter(windows))[0], session.device)
+
+
+@torch.no_grad()
+def probe_norm_inputs(model: Decoder, tokens: np.ndarray, device: torch.device) -> Probes:
+    """Of the residual stream at every norm, averaged over tokens (B, T) int64: see `Probes`."""
+    means, cosines, largest = [], [], []
+
+    def measure(module: Norm, inputs: tuple, outputs: tuple[Tensor, Tensor]) -> None:
+        stream = outputs[1].float()
+        mean = stream.mean(-1).abs()
+        means.append((mean / stream.std(-1, correction=0).clamp(min=1e-20)).mean().item())
+        length = torch.linalg.vector_norm(stream, dim=-1).clamp(min=1e-20)
+        cosines.append((mean * math.sqrt(stream.shape[-1]) / length).mean().item())
+        largest.append(stream.abs().max().item())
+
+    hooks = [module.register_forward_hook(measure) for module in model.modules() if isinstance(module, Norm)]
+    training = model.training
+    try:
+        model.eval()(torch.from_numpy(tokens).to(device))
+    finally:
+        model.train(training)
+        for hook in hooks:
+            hook.remove()
+    return Probes(means, cosines, max(largest))
+
+
+@torch.no_grad()
+def update_ratio(model: Decoder, before: list[Tensor]) -> float:
+    """Length of a step's change of the weights over the length of the weights before it."""
+    changes = zip(model.parameters(), before, strict=True)
+    moved = sum((parameter - old).double().square().sum().item() for parameter, old in changes)
+    return math.sqrt(moved / sum(old.double().square().sum().item() for old in before))
+
+
+def curves(folder: Path) -> dict[str, Curve | int]:
+    """The curves from metrics.jsonl, training curves as at most CURVE_POINTS means, and the number of loss spikes."""
+    lines = [line for line in metrics.read(folder) if "loss" in line]
+    losses = np.array([float(line["loss"]) for line in lines])
+    norms = np.array([float(line["gradient_norm"]) for line in lines])
+    parts = np.array_split(np.arange(len(lines)), max(1, min(CURVE_POINTS, len(lines))))
+
+    def means(values: np.ndarray) -> Curve:
+        points = [(int(part[-1]) + 1, float(values[part].mean())) for part in parts if len(part)]
+        return [point for point in points if math.isfinite(point[1])]
+
+    def column(name: str) -> Curve:
+        points = [(line["step"], float(line[name])) for line in lines if name in line]
+        return [point for point in points if math.isfinite(point[1])]
+
+    high = [step for step in range(20, len(losses)) if not losses[step] <= np.median(losses[step - 20 : step]) + SPIKE]
+    return {
+        "training_curve": means(losses),
+        "gradient_norm": means(norms),
+        "validation_curve": column("curve_loss"),
+        "update_ratio": column("update_ratio"),
+        "spikes": sum(step - 1 not in high for step in high),
+    }
+
+
+def settings_hash(settings: Settings) -> str:
+    """Hash of a run's settings, whatever device it ran on."""
+    return checkpoint.settings_hash(on_device(settings, "auto"))
+
+
+def on_device(settings: Settings, device: str) -> Settings:
+    return dataclasses.replace(settings, machine=dataclasses.replace(settings.machine, device=device))
+
+
+def text_of(session: Session) -> Text:
+    corpus = session.corpus
+    return Text(corpus.text_hash, corpus.bytes, len(corpus.validation) - 1, corpus.validation_bytes)
+
+
+def initial_weights_hash(settings: Settings) -> str:
+    """Hash of the initial weights that all arms of a seed share: everything but the norms."""
+    digest = hashlib.blake2b(digest_size=16)
+    model = Decoder(settings.model, seed=settings.run.seed)
+    for name, parameter in sorted(model.named_parameters()):
+        if not is_norm_parameter(name):
+            digest.update(name.encode() + parameter.detach().numpy().tobytes())
+    return digest.hexdigest()

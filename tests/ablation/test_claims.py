@@ -1,0 +1,280 @@
+"""Every claim measured on small comparisons that were really trained; the rule is in test_report_is_true.py."""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from ablation.analysis import Effect, Study, mean_effect
+from ablation.claims import CLAIMS, judge, judge_all
+from ablation.plan import Plan, arm_settings
+from benchmarks import training as step_benchmark
+from benchmarks.training import REFERENCE, time_together
+from model.decoder import Decoder
+from model.norm import is_norm_parameter
+
+SHORT = {"steps": 3, "evaluations": 1, "timing": False}
+
+
+def effects_of(id: str, study: Study) -> list[Effect]:
+    return next(claim for claim in CLAIMS if claim.id == id).measure(study)
+
+
+def verdict(id: str, study: Study) -> str:
+    return judge_all([claim for claim in CLAIMS if claim.id == id], study)[0].verdict
+
+
+def final_losses(study: Study) -> dict:
+    """The final losses by arm and seed."""
+    return {(r.arm, r.seed): r.validation_loss for r in study.results if r.phase == "final"}
+
+
+def add(study: Study, cost) -> Study:
+    """The study with `cost(result)` added to the losses."""
+    results = [dataclasses.replace(r, validation_loss=r.validation_loss + cost(r)) for r in study.results]
+    return dataclasses.replace(study, results=results)
+
+
+@pytest.fixture(scope="module")
+def precision(train_plan, config) -> Study:
+    plan = Plan(dtypes=("float32", "bfloat16"), eps=(1e-5, 1e-6), seeds=3, config=str(config), **SHORT)
+    return train_plan(plan).study
+
+
+@pytest.fixture(scope="module")
+def placements(train_plan, config) -> Study:
+    rates = (5e-3, 2e-2, 5e-2)
+    plan = Plan(placements=("pre", "post"), seeds=2, learning_rates=rates, config=str(config), **SHORT)
+    return train_plan(plan).study
+
+
+@pytest.fixture(scope="module")
+def mlps(train_plan, config) -> Study:
+    plan = Plan(norms=("rms",), mlps=("swiglu", "geglu", "relu", "gelu"), seeds=3, config=str(config), **SHORT)
+    return train_plan(plan).study
+
+
+@pytest.fixture
+def timed(study, monkeypatch) -> Study:
+    """The study with real timings of a training step, eager ones alone."""
+    monkeypatch.setattr(step_benchmark, "why_not_compile", lambda device: "not in this test")
+    arms = {study.label(arm): arm_settings(study.plan, arm) for arm in study.plan.arms}
+    device = torch.device("cpu")
+    entries = {(v, name): settings for v in step_benchmark.variants(device) for name, settings in arms.items()}
+    return dataclasses.replace(study, timings=time_together(entries, ("step",), device, 6))
+
+
+def test_a_study_measures_the_claims_that_it_can_and_no_others(study, precision, placements, mlps):
+    norm_alone = {"C7", "C8a", "C8b", "C9a", "C9b"}
+    measured = {
+        name: {claim.id for claim in CLAIMS if claim.measure(of)} - norm_alone
+        for name, of in {"norms": study, "precision": precision, "placement": placements, "mlp": mlps}.items()
+    }
+    assert measured["norms"] == {"C2", "C3", "C4", "C5a"}
+    assert measured["precision"] == {"C4", "C5a", "C6", "C11"}
+    assert measured["placement"] == {"C4", "C5a", "C10a", "C10b"}
+    assert measured["mlp"] == {"C4", "C12a", "C12b"}
+
+
+def test_a_study_without_runs_measures_the_norms_alone(config):
+    judged = judge_all(CLAIMS, Study(Plan(config=str(config)), [], []))
+    assert {j.claim.id for j in judged if j.effects} == {"C5a", "C7", "C8a", "C8b", "C9a", "C9b"}
+    assert {j.verdict for j in judged if not j.effects} == {"not measured"}
+    assert len({claim.id for claim in CLAIMS}) == len(CLAIMS)
+
+
+@pytest.mark.usefixtures("few_pairs_suffice")
+def test_an_interval_that_ends_at_a_bound_does_not_lie_inside():
+    low_end = mean_effect("d", [0.0, 1.0, 2.0], "nats")
+    assert judge(low_end, low_end.interval[0], math.inf) == "not resolved"
+    assert judge(low_end, low_end.interval[0] - 1e-9, math.inf) == "holds"
+    assert judge(low_end, -math.inf, low_end.interval[0]) == "does not hold"
+    between = low_end.interval_90[0] - 1e-9, low_end.interval_90[1] + 1e-9
+    assert judge(low_end, *between) == "holds"  # two one-sided tests at 5%
+    assert judge(low_end, -math.inf, between[1]) == "not resolved"  # one bound: the 95% interval
+
+
+def test_the_speed_claim_is_about_the_ratio_of_whole_steps_in_every_variant(timed):
+    found = effects_of("C1", timed)
+    assert [effect.name for effect in found] == [REFERENCE, "CPU functions"]
+    for effect in found:
+        seconds = {t.arm: np.array(t.seconds) for t in timed.timings if t.variant == effect.name}
+        assert effect.estimate == pytest.approx(np.median(seconds["rms"] / seconds["layer"])) and effect.n == 6
+
+    def slower(arm: str, factor: float) -> Study:
+        even = {t.variant: t.seconds for t in timed.timings if t.arm == "layer"}
+        timings = [
+            dataclasses.replace(t, seconds=[s * (factor if t.arm == arm else 1) for s in even[t.variant]])
+            for t in timed.timings
+        ]
+        return dataclasses.replace(timed, timings=timings)
+
+    assert verdict("C1", slower("layer", 1.2)) == "holds" and verdict("C1", slower("layer", 1.01)) == "does not hold"
+    forward = [dataclasses.replace(t, part="forward") for t in timed.timings]
+    assert effects_of("C1", dataclasses.replace(timed, timings=forward)) == []
+
+
+def test_the_memory_claim_is_about_the_peak_of_a_step_where_a_device_counts_it(timed):
+    assert effects_of("C5b", timed) == []  # a CPU does not
+
+    def peaks(rms: int) -> Study:
+        timings = [dataclasses.replace(t, peak_bytes=rms if t.arm == "rms" else 1000) for t in timed.timings]
+        return dataclasses.replace(timed, timings=timings)
+
+    assert [effect.estimate for effect in effects_of("C5b", peaks(900))] == [0.9, 0.9]
+    assert verdict("C5b", peaks(900)) == "holds" and verdict("C5b", peaks(995)) == "does not hold"
+
+
+@pytest.mark.usefixtures("few_pairs_suffice")
+def test_claims_about_two_norms_are_about_their_paired_difference(study, with_losses):
+    assert effects_of("C2", study) == [study.compare("rms", "layer").loss]
+    layer = np.array([3.0, 3.1, 3.05])
+    steady = np.array([-1, 0, 1]) * 1e-3
+    close = with_losses(study, {"layer": layer, "rms": layer + steady, "center": layer + 0.5 + steady})
+    assert (verdict("C2", close), verdict("C3", close)) == ("holds", "holds")
+    far = with_losses(study, {"layer": layer, "rms": layer + 0.3 + steady, "center": layer + 0.02 + steady})
+    assert (verdict("C2", far), verdict("C3", far)) == ("does not hold", "does not hold")
+
+
+def test_the_mean_of_the_stream_is_taken_at_the_norms_of_the_second_half_of_the_depth(study):
+    rms, layer = effects_of("C4", study)
+    for effect, norm in ((rms, "rms"), (layer, "layer")):
+        runs = [r.probes.mean_over_std for r in study.results if (r.arm.norm, r.phase) == (norm, "final")]
+        deep = [sum(values[2:]) / 3 for values in runs]  # of five norms
+        assert (effect.name, effect.n) == (norm, 3) and effect.estimate == pytest.approx(sum(deep) / 3)
+
+
+def test_norm_parameters_are_counted_in_the_model(study):
+    counts = {}
+    for arm in study.plan.arms[:2]:
+        model = Decoder(arm_settings(study.plan, arm).model, seed=1)
+        counts[arm.norm] = sum(p.numel() for name, p in model.named_parameters() if is_norm_parameter(name))
+    (effect,) = effects_of("C5a", study)
+    assert effect.estimate == counts["rms"] / counts["layer"] == 0.5 and verdict("C5a", study) == "holds"
+
+
+def test_the_unit_of_half_precision_and_eps_is_the_seed(precision):
+    """Two values of eps in one seed are averaged: they do not double the number of independent values."""
+    losses = final_losses(precision)
+    arms = {(arm.norm, arm.dtype, arm.eps): arm for arm in precision.plan.arms}
+    (half,) = effects_of("C6", precision)
+    costs = [
+        np.mean(
+            [losses[arms[norm, "bfloat16", eps], s] - losses[arms[norm, "float32", eps], s] for eps in (1e-5, 1e-6)]
+        )
+        for s in (1, 2, 3)
+        for norm in ("layer", "rms")
+    ]
+    per_seed = np.array(costs).reshape(3, 2) @ [1, -1]
+    assert (half.name, half.n) == ("bfloat16: layer minus rms", 3)
+    assert half.estimate == pytest.approx(per_seed.mean()) and np.ptp(per_seed) > 0
+    assert half.interval == pytest.approx(mean_effect("d", per_seed, "").interval)
+    (eps,) = effects_of("C11", precision)
+    in_float32 = [
+        np.mean([losses[arms[norm, "float32", 1e-6], s] - losses[arms[norm, "float32", 1e-5], s] for norm in NORMS])
+        for s in (1, 2, 3)
+    ]
+    assert (eps.name, eps.n) == ("eps 1e-06 minus 1e-05", 3) and eps.estimate == pytest.approx(np.mean(in_float32))
+
+
+NORMS = ("rms", "layer")
+
+
+@pytest.mark.usefixtures("few_pairs_suffice")
+def test_half_precision_and_eps_are_judged_by_what_they_cost(precision):
+    steady = precision
+    for r in precision.results:  # all arms of a seed equal
+        first = final_losses(precision)[precision.plan.arms[0], r.seed]
+        steady = add(steady, lambda x, r=r, first=first: first - r.validation_loss if x.key == r.key else 0.0)
+
+    def costly(layer_cost: float, eps_cost: float) -> Study:
+        def cost(result) -> float:
+            noise = 1 + result.seed / 100
+            half = layer_cost * (result.arm.norm == "layer" and result.arm.dtype == "bfloat16")
+            return noise * (half + eps_cost * (result.arm.eps == 1e-6))
+
+        return add(steady, cost)
+
+    assert (verdict("C6", costly(0.1, 0.0)), verdict("C6", costly(-0.1, 0.0))) == ("holds", "does not hold")
+    assert (verdict("C11", costly(0.0, 0.0)), verdict("C11", costly(0.0, 0.1))) == ("holds", "does not hold")
+    assert verdict("C11", costly(0.3, 0.005)) == "holds"  # bfloat16 does not matter to it
+
+
+def test_a_seed_with_a_diverged_run_is_left_out_of_averages(precision, change):
+    def fields(result) -> dict:
+        return {"validation_loss": None, "status": "diverged"} if result.key == precision.results[0].key else {}
+
+    assert precision.results[0].seed == 1
+    assert effects_of("C6", change(precision, fields))[0].n == 2
+
+
+def test_placements_are_judged_by_how_the_loss_depends_on_the_learning_rate(placements):
+    sweep = {(r.arm, r.seed, r.learning_rate): r.validation_loss for r in placements.results if r.phase == "sweep"}
+    rates, seeds = placements.plan.learning_rates, (1001, 1002)
+    for id, measure in {"C10a": lambda v: max(v) - min(v), "C10b": lambda v: v[-1] - min(v)}.items():
+        per_seed = []
+        for seed in seeds:
+            means = {"pre": [], "post": []}
+            for arm in placements.plan.arms:
+                means[arm.placement].append(measure([sweep[arm, seed, rate] for rate in rates]))
+            per_seed.append(np.mean(means["post"]) - np.mean(means["pre"]))
+        (effect,) = effects_of(id, placements)
+        assert effect.n == 2 and effect.estimate == pytest.approx(np.mean(per_seed))
+
+    def raised(*rises: tuple[str, float, float]) -> Study:
+        """Equal losses, but raised at (placement, learning rate) by a size."""
+        found = add(placements, lambda r: -r.validation_loss + 3.0)
+        for rise in rises:
+            found = add(found, lambda r, rise=rise: ((r.arm.placement, r.learning_rate) == rise[:2]) * rise[2])
+        return add(found, lambda r: (r.arm.placement == "post") * (r.learning_rate == 5e-2) * r.seed / 1e6)
+
+    post, pre = raised(("post", 5e-2, 0.5)), raised(("pre", 5e-2, 0.5))
+    assert verdict("C10a", post) == verdict("C10b", post) == "holds"
+    assert verdict("C10a", pre) == verdict("C10b", pre) == "does not hold"
+    low = raised(("pre", 5e-3, 0.5), ("post", 5e-2, 0.1))  # varies more, and rises less
+    assert (verdict("C10a", low), verdict("C10b", low)) == ("does not hold", "holds")
+
+
+def test_placements_without_a_common_seed_are_not_compared(placements):
+    kept = [r for r in placements.results if (r.seed == 1001) == (r.arm.placement == "pre")]
+    assert effects_of("C10a", dataclasses.replace(placements, results=kept)) == []
+
+
+def test_mlps_are_compared_with_swiglu_and_the_better_plain_one_with_every_gated_one(mlps):
+    assert effects_of("C12a", mlps) == [mlps.compare("geglu", "swiglu").loss]
+    level = {"swiglu": 3.0, "geglu": 3.2, "relu": 3.5, "gelu": 3.4}
+
+    def at(levels: dict) -> Study:
+        flat = add(mlps, lambda r: -r.validation_loss)
+        return add(flat, lambda r: levels[r.arm.mlp] + r.seed / 10 + (r.arm.mlp == "geglu") * r.seed / 1e3)
+
+    found = effects_of("C12b", at(level))
+    assert [effect.name for effect in found] == ["gelu minus swiglu", "gelu minus geglu"]
+    assert [effect.estimate for effect in found] == pytest.approx([0.4, 0.198]) and {e.n for e in found} == {3}
+    assert verdict("C12a", at(level)) == verdict("C12b", at(level)) == "holds"
+    assert verdict("C12a", at(level | {"geglu": 2.9})) == verdict("C12b", at(level | {"relu": 3.1})) == "does not hold"
+
+
+def test_batchnorm_is_compared_with_layernorm(study):
+    named = {"center": "batch"}
+    results = [
+        dataclasses.replace(r, arm=dataclasses.replace(r.arm, norm=named.get(r.arm.norm, r.arm.norm)))
+        for r in study.results
+    ]
+    plan = dataclasses.replace(study.plan, norms=("rms", "layer", "batch"))
+    (effect,) = effects_of("C13", Study(plan, results, []))
+    assert effect.estimate == study.compare("center", "layer").loss.estimate
+
+
+def test_a_norm_alone_shows_what_the_claims_say(study):
+    by_id = {id: {e.name: e.estimate for e in effects_of(id, study)} for id in ("C7", "C8a", "C8b", "C9a", "C9b")}
+    assert max(by_id["C8a"].values()) < 1e-4 and set(by_id["C8a"]) == {"rms", "layer"}
+    assert by_id["C8b"] == pytest.approx({"rms": 0.1, "layer": 0.1}, rel=1e-3)  # the factor is 1/10, not 1
+    assert by_id["C9a"]["rms"] > 0.999999 > 0.99 > by_id["C9b"]["layer"]
+    # A row's cosine with itself less its mean 0.3: its std over its root mean square, 1 / sqrt(1 + 0.09).
+    assert by_id["C9b"]["layer"] == pytest.approx(1 / math.sqrt(1.09), abs=2e-3)
+    assert by_id["C7"] == {"without the upcast": 1.0}
+    verdicts = {id: verdict(id, study) for id in by_id}
+    assert verdicts == {"C7": "holds", "C8a": "holds", "C8b": "does not hold", "C9a": "holds", "C9b": "holds"}

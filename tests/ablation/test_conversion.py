@@ -1,0 +1,101 @@
+"""LayerNorm runs converted to RMSNorm: what is trained, with which weights, and what the record says."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from ablation import run as run_module
+from ablation.conversion import SEED_OFFSET, VARIANTS
+from ablation.plan import Plan, Run
+from model.norm import is_norm_parameter
+from training.evaluate import evaluate
+
+
+@pytest.fixture(scope="module")
+def converted(train_plan, config):
+    """An experiment with all conversions of two runs of 16 steps, and by variant the first and last weights.
+
+    Conversions are found by the settings of their sessions; weights are those before the first step and at the end.
+    """
+    seen = {}
+    final_loss, set_up = run_module.final_loss, run_module.set_up
+
+    def weights(session) -> dict[str, torch.Tensor]:
+        return {name: p.detach().clone() for name, p in session.model.named_parameters()}
+
+    def starting(settings, folder, **options):
+        session = set_up(settings, folder, **options)
+        seen[folder.name] = {"session": session, "before": weights(session)}
+        return session
+
+    def ending(session):
+        seen[session.run_dir.name]["after"] = weights(session)
+        return final_loss(session)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run_module, "set_up", starting)
+        patch.setattr(run_module, "final_loss", ending)
+        plan = Plan(seeds=2, steps=16, config=str(config), convert=True, timing=False)
+        return train_plan(plan), seen
+
+
+def of(converted, variant: str, seed: int = 1):
+    experiment, seen = converted
+    (result,) = [r for r in experiment.study.results if (r.variant, r.seed) == (variant, seed)]
+    return result, seen[f"{variant} {seed}".replace(",", "").replace(" ", "-")]
+
+
+def base_of(converted, seed: int = 1):
+    experiment, seen = converted
+    (found,) = [r for r in experiment.study.results if (r.arm.norm, r.phase, r.seed) == ("layer", "final", seed)]
+    return found, seen[Run(found.arm, "final", seed, found.learning_rate).folder_name]
+
+
+def test_every_finished_layernorm_run_is_converted_in_every_way(converted):
+    experiment, _ = converted
+    records = [r for r in experiment.study.results if r.phase == "conversion"]
+    assert [(r.variant, r.seed) for r in records] == [(variant, seed) for seed in (1, 2) for variant in VARIANTS]
+    for record in records:
+        base, _ = base_of(converted, record.seed)
+        assert record.loss_before == base.validation_loss and record.learning_rate == base.learning_rate
+        assert record.arm == dataclasses.replace(base.arm, norm=VARIANTS[record.variant][0])
+        assert record.status == "completed" and record.steps == (0 if record.variant == "rms at once" else 2)
+    assert len({(r.variant, r.validation_loss) for r in records}) == len({r.validation_loss for r in records}) == 8
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_conversion_starts_from_the_weights_of_the_run_and_draws_other_batches(converted, variant):
+    result, seen = of(converted, variant)
+    _, base = base_of(converted)
+    norm, _ = VARIANTS[variant]
+    assert seen["session"].model.config.norm == norm
+    dropped = {name for name in base["after"] if name.endswith("norm.bias") or name.endswith("layernorm.bias")}
+    kept = base["after"].keys() - (dropped if norm == "rms" else set())
+    assert seen["before"].keys() == kept
+    for name in kept:
+        assert torch.equal(seen["before"][name], base["after"][name]), name
+    settings = seen["session"].settings
+    assert settings.run.seed == result.seed + SEED_OFFSET
+    assert settings.optimizer.learning_rate == result.learning_rate / 4
+
+
+def test_only_what_a_variant_says_is_trained(converted):
+    changed = {}
+    for variant in VARIANTS:
+        _, seen = of(converted, variant)
+        changed[variant] = {n for n, p in seen["after"].items() if not torch.equal(p, seen["before"][n])}
+    _, seen = of(converted, "rms, norms trained")
+    norms = {name for name in seen["after"] if is_norm_parameter(name)}
+    assert changed["rms at once"] == set()
+    assert changed["rms, norms trained"] == norms and len(norms) == 5
+    assert changed["rms, all trained"] == seen["after"].keys()
+    assert changed["layer, all trained"] == of(converted, "layer, all trained")[1]["after"].keys()
+
+
+def test_the_loss_at_once_is_that_of_the_same_weights_under_rmsnorm(converted):
+    result, seen = of(converted, "rms at once")
+    session = seen["session"]
+    windows = run_module.validation_windows(session.corpus.validation, 32, 4)
+    loss = evaluate(session.model, windows, session.corpus.validation_bytes, session.device).loss
+    assert result.validation_loss == loss != result.loss_before

@@ -1,0 +1,253 @@
+"""Plans that are carried out: nothing is trained twice, and nothing is mixed that cannot be compared.
+
+The runs are trained in this process here; tests/test_ablate_script.py has the processes.
+"""
+
+import dataclasses
+import functools
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from ablation import runner
+from ablation.analysis import Study
+from ablation.plan import Plan, Run, load_plan, run_settings
+from ablation.processes import run_in_processes
+from ablation.results import Machine, append_lines, read_results, read_timings
+from ablation.run import can_resume, on_device, train_run
+from ablation.runner import execute, load_or_create, timed_entries
+from benchmarks import training as step_benchmark
+from benchmarks.timing import Timing
+from benchmarks.training import PARTS
+from errors import UserError
+from training.loop import train_steps
+
+CORES = os.cpu_count()
+
+
+@pytest.fixture
+def plan(config) -> Plan:
+    return Plan(seeds=2, steps=2, evaluations=1, config=str(config), timing=False)
+
+
+@pytest.fixture
+def trained(one_process, monkeypatch, panels) -> list:
+    """The runs that are trained from here on, as (norm, phase, seed, learning rate)."""
+    found, train_run = [], runner.train_run
+
+    def noting(run, *rest, **options):
+        found.append((run.arm.norm, run.phase, run.seed, run.learning_rate))
+        return train_run(run, *rest, **options)
+
+    monkeypatch.setattr(runner, "train_run", noting)
+    return found
+
+
+def start(plan: Plan, folder) -> runner.Experiment:
+    return load_or_create(plan, folder, "cpu", CORES)
+
+
+def test_finished_runs_are_never_repeated_and_more_seeds_add_only_theirs(plan, tmp_path, trained):
+    assert execute(start(plan, tmp_path)) and len(trained) == 4
+    records = (tmp_path / "runs.jsonl").read_bytes()
+    assert execute(start(plan, tmp_path)) and len(trained) == 4
+    assert (tmp_path / "runs.jsonl").read_bytes() == records
+    assert execute(start(dataclasses.replace(plan, seeds=3), tmp_path))
+    assert trained[4:] == [("rms", "final", 3, 5e-3), ("layer", "final", 3, 5e-3)]
+    assert load_plan(str(tmp_path / "plan.toml")).seeds == 3
+    assert read_results(tmp_path / "runs.jsonl") == start(dataclasses.replace(plan, seeds=3), tmp_path).study.results
+    assert {path.name for path in tmp_path.iterdir()} >= {"report.html", "report.md", "results.json"}
+    assert list((tmp_path / "runs").iterdir()) == []  # the state of a finished run is not needed
+
+
+def test_the_sweep_comes_first_and_its_best_learning_rates_are_used(plan, tmp_path, trained):
+    swept = dataclasses.replace(plan, learning_rates=(1e-3, 2e-2), sweep_seeds=1, norms=("rms",))
+    experiment = start(swept, tmp_path)
+    assert execute(experiment)
+    best = experiment.study.sweeps[0].best
+    assert trained[:2] == [("rms", "sweep", 1001, 1e-3), ("rms", "sweep", 1001, 2e-2)]
+    assert trained[2:] == [("rms", "final", 1, best), ("rms", "final", 2, best)]
+
+
+def test_a_stop_keeps_what_is_finished_and_the_same_plan_continues(plan, tmp_path, trained, monkeypatch):
+    train_run, stops = runner.train_run, [3]
+
+    def stopping(*arguments, **options):
+        if len(trained) + 1 in stops:
+            stops.clear()
+            return None
+        return train_run(*arguments, **options)
+
+    monkeypatch.setattr(runner, "train_run", stopping)
+    assert not execute(start(plan, tmp_path))
+    before = read_results(tmp_path / "runs.jsonl")
+    assert len(before) == 2 and (tmp_path / "report.md").is_file()
+    assert execute(start(plan, tmp_path))
+    assert read_results(tmp_path / "runs.jsonl")[:2] == before and len(trained) == 4
+
+
+@pytest.mark.parametrize(("name", "value"), [("margin", 0.5), ("steps", 3), ("evaluations", 2), ("config", "ablation")])
+def test_another_margin_config_or_length_is_refused_once_there_are_results(plan, tmp_path, trained, name, value):
+    experiment = start(plan, tmp_path)
+    execute(dataclasses.replace(experiment, plan=plan, study=Study(plan, [], [])))
+    with pytest.raises(UserError) as error:
+        start(dataclasses.replace(plan, **{name: value}), tmp_path)
+    assert f"different settings ({name})" in str(error.value) and "\n" not in str(error.value)
+    (tmp_path / "runs.jsonl").unlink()
+    start(dataclasses.replace(plan, **{name: value}), tmp_path)  # nothing is there that it could not be compared with
+
+
+@pytest.fixture
+def finished(experiment, tmp_path):
+    """Write the records of the trained comparison, with changed fields, into a folder of its own."""
+
+    def write(**fields):
+        runner.save_plan(experiment.plan, tmp_path / "plan.toml")
+        for result in experiment.study.results:
+            append_lines(tmp_path / "runs.jsonl", dataclasses.replace(result, **fields))
+        return start(experiment.plan, tmp_path)
+
+    return write
+
+
+@pytest.mark.parametrize("field", ["processor", "torch", "kernels"])
+def test_results_of_another_machine_are_refused(experiment, finished, field):
+    machine = dataclasses.replace(experiment.study.results[0].machine, **{field: "another"})
+    with pytest.raises(UserError, match=f"another machine .{field} another before, .* now"):
+        finished(machine=machine)
+
+
+def test_another_number_of_processes_is_no_other_machine(experiment, finished):
+    machine = dataclasses.replace(experiment.study.results[0].machine, processes=17, threads=3)
+    assert len(finished(machine=machine).study.results) == 27
+
+
+def test_finished_runs_with_other_settings_are_refused(finished, trained):
+    with pytest.raises(UserError, match=r"the finished run rms-.* had other settings; give another --out"):
+        finished(settings_hash="0" * 32)
+    assert trained == []
+
+
+def test_runs_on_a_changed_text_are_refused(experiment, finished, trained):
+    text = dataclasses.replace(experiment.study.results[0].text, hash="another")
+    again = finished(text=text)
+    more = dataclasses.replace(again.plan, seeds=4)
+    with pytest.raises(UserError, match="the text has changed"):
+        execute(dataclasses.replace(again, plan=more, study=Study(more, again.study.results, [])))
+    assert len(read_results(again.folder / "runs.jsonl")) == 27
+
+
+def test_a_folder_that_cannot_be_one_and_jobs_below_one_are_refused(plan, tmp_path):
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    with pytest.raises(UserError, match="is a file; give a folder"):
+        start(plan, tmp_path / "file")
+    with pytest.raises(UserError, match="--jobs is 0"):
+        load_or_create(plan, tmp_path, "cpu", 0)
+    assert load_or_create(plan, tmp_path, "cpu", None).jobs == CORES
+
+
+def test_conversions_are_done_once_and_again_for_a_run_that_replaces_theirs(plan, tmp_path, trained, monkeypatch):
+    plan = dataclasses.replace(plan, convert=True, learning_rates=(1e-3, 2e-2), sweep_seeds=1, steps=8)
+    converted, convert_norm = [], runner.convert_norm
+
+    def noting(base, settings, checkpoint, folder, variant, *rest):
+        converted.append((variant, base.seed, base.learning_rate))
+        return convert_norm(base, settings, checkpoint, folder, variant, *rest)
+
+    monkeypatch.setattr(runner, "convert_norm", noting)
+    first = start(plan, tmp_path)
+    assert execute(first) and len(converted) == 8
+    assert execute(start(plan, tmp_path)) and len(converted) == 8
+    best = first.study.learning_rates[first.plan.arms[1]]
+    (other,) = {1e-3, 2e-2} - {best}
+    # A learning rate between them would be a new sweep; a plan without the best one has the other.
+    changed = dataclasses.replace(plan, learning_rates=(other,))
+    assert execute(start(changed, tmp_path)) and {rate for _, _, rate in converted[8:]} == {other}
+    assert len(converted) == 16
+    study = start(changed, tmp_path).study
+    assert study.table[study.table.phase == "conversion"].used.sum() == 8
+
+
+def test_every_arm_is_timed_once_in_every_variant(plan, tmp_path, trained, monkeypatch):
+    monkeypatch.setattr(step_benchmark, "why_not_compile", lambda device: "not in this test")
+    monkeypatch.setattr(runner, "TIMING_BLOCKS", 2)
+    timed = dataclasses.replace(plan, timing=True, norms=("rms",))
+    assert "timing: about" in runner.describe(start(timed, tmp_path))
+    assert execute(start(timed, tmp_path))
+    timings = read_timings(tmp_path / "timings.jsonl")
+    assert [(t.variant, t.part, t.arm) for t in timings] == [
+        (variant, part, "rms") for variant in ("reference, eager", "CPU functions") for part in runner.PARTS
+    ]
+    assert all(len(t.seconds) == 2 for t in timings)
+    again = start(timed, tmp_path)
+    assert again.study.timings == timings and "timing: about" not in runner.describe(again)
+    assert execute(again) and read_timings(tmp_path / "timings.jsonl") == timings
+
+
+def test_the_plan_is_announced_in_words_and_numbers(plan, tmp_path, experiment):
+    text = runner.describe(start(dataclasses.replace(plan, steps=12, evaluations=12), tmp_path))
+    assert "arms: rms; layer\n" in text and "4 to compare (2 paired seeds), 0 done; 1,536 tokens each" in text
+    assert (
+        "differences within 0.01 nats per token are treated as equivalent" in text and f"{CORES} at once on cpu" in text
+    )
+    text = runner.describe(experiment)
+    assert "18 to choose learning rates (0.005, 0.02, 0.5) and 9 to compare (3 paired seeds), 27 done" in text
+    assert "training: about 0 minutes" in text
+
+
+def test_a_record_that_stands_twice_counts_once(experiment, tmp_path):
+    for result in [*experiment.study.results, *experiment.study.results]:
+        append_lines(tmp_path / "runs.jsonl", result)
+    assert read_results(tmp_path / "runs.jsonl") == experiment.study.results
+
+
+def test_timings_that_lack_an_arm_are_made_again(experiment):
+    labels = [experiment.study.label(arm) for arm in experiment.plan.arms]
+    known = next(iter(timed_entries(experiment)))
+
+    def timings(process: int, arms: list[str]) -> list[Timing]:
+        return [Timing(process, known, part, arm, [1.0] * 6, None) for part in PARTS for arm in arms]
+
+    def missing(found: list[Timing]) -> bool:
+        study = Study(experiment.plan, experiment.study.results, found)
+        return known in timed_entries(dataclasses.replace(experiment, study=study))
+
+    assert missing([]) and missing(timings(1, labels[:-1])) and missing(timings(1, labels)[:-1])
+    assert missing(timings(1, labels[:-1]) + timings(2, labels[-1:]))  # not in turns with the others
+    assert not missing(timings(1, labels))
+
+
+def test_a_save_with_other_settings_or_a_damaged_one_is_not_resumed(config, tmp_path, monkeypatch):
+    plan = Plan(norms=("rms",), seeds=2, steps=12, config=str(config), timing=False)
+    run = Run(plan.arms[0], "final", 1, 5e-3)
+    settings, machine = run_settings(plan, run), Machine("cpu", "p", 1, 1, "t", "3", "s", "k", "float32")
+
+    def stop_at_five(session):
+        for step in train_steps(session):
+            if step.step == 5:
+                signal.raise_signal(signal.SIGINT)
+            yield step
+
+    with monkeypatch.context() as patch:
+        patch.setattr("ablation.run.train_steps", stop_at_five)
+        assert train_run(run, settings, tmp_path / "run", machine, 1) is None
+    assert can_resume(tmp_path / "run", settings)
+    assert can_resume(tmp_path / "run", on_device(settings, "cpu"))
+    longer = dataclasses.replace(settings, optimizer=dataclasses.replace(settings.optimizer, steps=24))
+    assert not can_resume(tmp_path / "run", longer)
+    (tmp_path / "run" / "last" / "state.json").write_text("")
+    assert not can_resume(tmp_path / "run", settings)
+    fresh = train_run(run, settings, tmp_path / "other", machine, 1)
+    assert train_run(run, settings, tmp_path / "run", machine, 1).validation_loss == fresh.validation_loss
+
+
+def test_what_other_tasks_finish_is_kept_when_one_fails():
+    results = []
+    slow = functools.partial(subprocess.run, [sys.executable, "-c", "import time; time.sleep(3)"])
+    tasks = [load_plan, slow]  # with its device "cpu", the first looks for a plan of that name
+    with pytest.raises(UserError, match="cpu is neither a file nor one of"):
+        run_in_processes([-1, "cpu"], tasks, results.append)
+    assert [result.returncode for result in results] == [0]
