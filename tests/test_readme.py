@@ -48,6 +48,7 @@ def test_every_script_module_config_plan_and_file_that_the_documents_name_exists
     named += [f"configs/{name}.toml" for name in re.findall(r"--config (\w+)", text)]
     named += [f"configs/ablations/{name}.toml" for name in re.findall(r"ablate\.py (\w+)", text)]
     named += re.findall(rf"`((?:{'|'.join(PACKAGES)}|configs|docs)/[\w/.-]+\.\w+)[`:]", text)
+    named += re.findall(r"!\[.+\]\((.+)\)", text)
     assert len(named) > 10
     assert [name for name in named if not (ROOT / name).is_file()] == []
 
