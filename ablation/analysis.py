@@ -288,38 +288,39 @@ class Study:
 
     @functools.cached_property
     def comparisons(self) -> list[Comparison]:
-        """Every arm with its baseline, in order of the difference; absent with a diverged run or fewer than 2 pairs."""
-        found = []
-        for arm in self.plan.arms:
-            base = baseline(self.plan, arm)
-            if base is None:
-                continue
-            pairs = self.final(arm).merge(self.final(base), on="seed", suffixes=("", "_base"))
-            if len(pairs) < 2 or pairs[["validation_loss", "validation_loss_base"]].isna().any(axis=None):
-                continue
-            differences = (pairs.validation_loss - pairs.validation_loss_base).to_numpy()
-            bits = (pairs.bits_per_byte - pairs.bits_per_byte_base).to_numpy()
-            name = f"{self.label(arm)} minus {self.label(base)}"
-            losses = mean_effect(name, differences, "nats per token")
-            found.append((arm, base, differences, losses, mean_effect(name, bits, "bits per byte"), pairs))
-        adjusted = holm([losses.p for _, _, _, losses, _, _ in found])
-        comparisons = [
-            Comparison(
-                arm=self.label(arm),
-                baseline=self.label(base),
-                loss=losses,
-                bits=bits,
-                std=float(differences.std(ddof=1)),
-                correlation=float(pairs.validation_loss.corr(pairs.validation_loss_base)),
-                p_equivalence=equivalence_p(differences, self.plan.margin),
-                p_holm=p,
-                comparisons=len(found),
-                margin=self.plan.margin,
-                at_edge=bool({arm, base} & self.arms_at_edge),
-            )
-            for (arm, base, differences, losses, bits, pairs), p in zip(found, adjusted, strict=True)
+        """Every arm with its baseline, in order of the difference; see `_compare` for those that are absent."""
+        found = [comparison for arm in self.plan.arms if (comparison := self._compare(arm)) is not None]
+        adjusted = holm([comparison.loss.p for comparison in found])
+        found = [
+            dataclasses.replace(comparison, p_holm=p, comparisons=len(found))
+            for comparison, p in zip(found, adjusted, strict=True)
         ]
-        return sorted(comparisons, key=lambda comparison: comparison.loss.estimate)
+        return sorted(found, key=lambda comparison: comparison.loss.estimate)
+
+    def _compare(self, arm: Arm) -> Comparison | None:
+        """An arm with its baseline, not adjusted for other comparisons; None with a diverged run or under 2 pairs."""
+        base = baseline(self.plan, arm)
+        if base is None:
+            return None
+        pairs = self.final(arm).merge(self.final(base), on="seed", suffixes=("", "_base"))
+        if len(pairs) < 2 or pairs[["validation_loss", "validation_loss_base"]].isna().any(axis=None):
+            return None
+        differences = (pairs.validation_loss - pairs.validation_loss_base).to_numpy()
+        name = f"{self.label(arm)} minus {self.label(base)}"
+        loss = mean_effect(name, differences, "nats per token")
+        return Comparison(
+            arm=self.label(arm),
+            baseline=self.label(base),
+            loss=loss,
+            bits=mean_effect(name, pairs.bits_per_byte - pairs.bits_per_byte_base, "bits per byte"),
+            std=float(differences.std(ddof=1)),
+            correlation=float(pairs.validation_loss.corr(pairs.validation_loss_base)),
+            p_equivalence=equivalence_p(differences, self.plan.margin),
+            p_holm=loss.p,
+            comparisons=1,
+            margin=self.plan.margin,
+            at_edge=bool({arm, base} & self.arms_at_edge),
+        )
 
     @functools.cached_property
     def arms(self) -> list[ArmSummary]:
