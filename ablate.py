@@ -9,7 +9,7 @@ from typing import Annotated
 import tyro
 
 from ablation.plan import Plan, load_plan
-from errors import exit_on_user_error
+from errors import UserError, exit_on_user_error
 
 DESCRIPTION = """Compare norms, or other choices, over paired seeds, with intervals and a verdict for every arm.
 
@@ -43,7 +43,7 @@ class Command:
     """Only time a few steps and print the plan."""
     report: Path | None = None
     """Only rewrite the report of this folder, from its runs.jsonl."""
-    claims: tuple[Path, ...] = ()
+    claims: tuple[Path, ...] | None = None
     """Only print one table of claims; each claim is judged from the first of these folders that measured it."""
     picture: Path | None = None
     """With --report: also draw the differences into this PNG or SVG file."""
@@ -64,7 +64,9 @@ def main() -> int:
     command = parse(sys.argv[1:])
     from ablation import plots, report, runner  # import torch, which --help does not wait for
 
-    if command.claims:
+    if command.claims is not None:
+        if not command.claims:
+            raise UserError("--claims needs the folders of one comparison or more.")
         print(report.claims_table(command.claims))
         return 0
     if command.report is not None:
@@ -72,7 +74,7 @@ def main() -> int:
         report.write(study, command.report)
         if command.picture is not None:
             plots.save_differences(study, command.picture)
-        print(f"written: {command.report / 'report.html'}")
+        print(f"written: {', '.join(str(command.report / name) for name in report.FILES)}")
         return 0
     folder = command.out or Path("runs") / f"ablation-{command.plan.name}"
     experiment = runner.load_or_create(command.plan, folder, command.device, command.jobs)

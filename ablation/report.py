@@ -23,6 +23,7 @@ from errors import UserError
 from training.settings import replace_text
 
 TEMPLATE = Path(__file__).with_name("report.html.jinja")
+FILES = ("results.json", "report.md", "report.html")
 MISSING = "-"
 
 

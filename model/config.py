@@ -1,6 +1,6 @@
 """The configuration of a decoder: one dataclass, validated on construction, and the counts that follow from it.
 
-Imports no torch, so that `--help` and `--dry-run` answer at once. Fields have the names of Hugging Face's config.json;
+Imports no torch, so that `--help` answers at once. Fields have the names of Hugging Face's config.json;
 the text under a field is its help on the command line.
 """
 

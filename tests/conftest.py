@@ -13,6 +13,9 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # must be set before any test imports the kernels
+if "PYTEST_XDIST_WORKER" in os.environ:  # several test processes share the cores, and threads would wait for them
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
 
 
 def read_llama2c(path: Path) -> tuple[dict, dict[str, np.ndarray]]:
