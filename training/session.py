@@ -58,7 +58,7 @@ class Session:
     skipped_updates: int = 0
     """Updates in a row that float16 overflow has skipped."""
     evaluation: Evaluation | None = None
-    """The newest evaluation of this session."""
+    """The newest evaluation; None before the first after a start or resume."""
 
     @property
     def micro_batch_size(self) -> int:

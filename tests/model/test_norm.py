@@ -64,7 +64,7 @@ def test_the_output_has_the_dtype_of_x_and_the_stream_is_the_rounded_sum(make_no
     y_of_sum, same = make_norm(norm)(s)
     assert torch.equal(y_of_sum, y) and same is s
     y, _ = module(x.requires_grad_(), residual)
-    y.float().sum().backward()
+    y.backward(torch.randn(y.shape, generator=generator).to(dtype))
     assert x.grad.dtype == dtype
     assert {parameter.grad.dtype for parameter in module.parameters()} <= {torch.float32}
 
