@@ -2,7 +2,7 @@
 
 import shlex
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -34,7 +34,7 @@ class Command:
     plan_file: Annotated[str | None, tyro.conf.arg(metavar="[PLAN]"), tyro.conf.Positional] = None
     """A plan: a TOML file, or a name in configs/ablations/. Flags override what it says."""
     out: Path | None = None
-    """Folder of the results (default: runs/ablation-NAME)."""
+    """Folder of the results (default: runs/ablation-NAME, or runs/ablation-NORMS where --norms changes the plan's)."""
     device: str = "auto"
     """auto (CUDA, else MPS, else CPU) or a torch device; with auto all GPUs are used side by side."""
     jobs: int | None = None
@@ -59,6 +59,14 @@ def parse(arguments: list[str]) -> Command:
     return tyro.cli(Command, args=arguments, default=Command(plan=load_plan(command.plan_file)), **options)
 
 
+def named(command: Command) -> Plan:
+    """The plan; with other norms than the one it started from, it gets their names and so a folder of its own."""
+    base = Plan() if command.plan_file is None else load_plan(command.plan_file)
+    if command.plan.norms == base.norms or command.plan.name != base.name:
+        return command.plan
+    return replace(command.plan, name="-".join(command.plan.norms))
+
+
 def main() -> int:
     """Do what the command line says; returns the exit status."""
     command = parse(sys.argv[1:])
@@ -76,8 +84,9 @@ def main() -> int:
             plots.save_differences(study, command.picture)
         print(f"written: {', '.join(str(command.report / name) for name in report.FILES)}")
         return 0
-    folder = command.out or Path("runs") / f"ablation-{command.plan.name}"
-    experiment = runner.load_or_create(command.plan, folder, command.device, command.jobs)
+    plan = named(command)
+    folder = command.out or Path("runs") / f"ablation-{plan.name}"
+    experiment = runner.load_or_create(plan, folder, command.device, command.jobs)
     print(runner.describe(experiment), flush=True)
     if command.dry_run:
         return 0

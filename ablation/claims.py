@@ -14,7 +14,8 @@ import numpy as np
 import pandas as pd
 
 from ablation import norm_alone
-from ablation.analysis import Effect, Study, exact_effect, mean_effect
+from ablation.analysis import Study
+from ablation.effects import Effect, exact_effect, mean_effect
 from ablation.plan import Arm, model_config
 from model.config import GATED, PLAIN, num_norm_parameters
 

@@ -5,7 +5,8 @@ from collections.abc import Callable
 import torch
 
 import kernels
-from ablation.analysis import Effect, Study, exact_effect
+from ablation.analysis import Study
+from ablation.effects import Effect, exact_effect
 
 ROWS, WIDTH, EPS = 512, 256, 1e-5
 KINDS = kernels.NORM_KINDS

@@ -12,7 +12,8 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Canvas
 
-from ablation.analysis import Effect, Study
+from ablation.analysis import Study
+from ablation.effects import Effect
 from ablation.results import Curve
 from errors import UserError
 from training.plot import COLOURS

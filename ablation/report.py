@@ -14,8 +14,9 @@ from pathlib import Path
 import jinja2
 
 from ablation import plots
-from ablation.analysis import ArmSummary, Effect, Study, mean_effect, minimum_detectable_effect
+from ablation.analysis import ArmSummary, Study
 from ablation.claims import CLAIMS, Judged, judge_all
+from ablation.effects import Effect, mean_effect, minimum_detectable_effect
 from ablation.plan import baseline, load_plan, model_config, steps_of
 from ablation.plots import Picture
 from ablation.results import read_results, read_timings

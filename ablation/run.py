@@ -166,7 +166,7 @@ def final_loss(session: Session) -> dict[str, float]:
     return {"validation_loss": found.loss, "bits_per_byte": found.bits_per_byte}
 
 
-def probe_streams(session: Session) -> Probes:
+def probe_streams(session: Session) -> Probes | None:
     """Measure every norm's input on the first batch of the validation set."""
     windows = validation_windows(
         session.corpus.validation, session.settings.data.sequence_length, session.micro_batch_size
@@ -175,8 +175,8 @@ def probe_streams(session: Session) -> Probes:
 
 
 @torch.no_grad()
-def probe_norm_inputs(model: Decoder, tokens: np.ndarray, device: torch.device) -> Probes:
-    """Of the residual stream at every norm, averaged over tokens (B, T) int64: see `Probes`."""
+def probe_norm_inputs(model: Decoder, tokens: np.ndarray, device: torch.device) -> Probes | None:
+    """Of the residual stream at every norm, averaged over tokens (B, T) int64: see `Probes`; None if not finite."""
     means, cosines, largest = [], [], []
 
     def measure(module: Norm, inputs: tuple, outputs: tuple[Tensor, Tensor]) -> None:
@@ -195,7 +195,7 @@ def probe_norm_inputs(model: Decoder, tokens: np.ndarray, device: torch.device) 
         model.train(training)
         for hook in hooks:
             hook.remove()
-    return Probes(means, cosines, max(largest))
+    return Probes(means, cosines, max(largest)) if np.isfinite([*means, *cosines, *largest]).all() else None
 
 
 @torch.no_grad()

@@ -171,7 +171,8 @@ def _execute(experiment: Experiment) -> bool:
         finished = convert_all(experiment)
     if finished and plan.timing:
         time_all(experiment)
-    report.write(experiment.study, experiment.folder)
+    if plan.convert or plan.timing:
+        report.write(experiment.study, experiment.folder)
     return finished
 
 

@@ -20,6 +20,16 @@ from errors import UserError
 IGNORE = -100  # the target that no loss counts
 
 
+def check_one_batch(tokens: np.ndarray, batch_size: int, sequence_length: int) -> None:
+    """Raise `UserError` when the stream is shorter than one batch."""
+    if len(tokens) // sequence_length < batch_size:
+        raise UserError(
+            f"the text has {len(tokens):,} tokens to train on, but one batch of {batch_size} sequences of "
+            f"{sequence_length} needs {batch_size * sequence_length:,}; give more text, or make the batch or the "
+            f"sequences smaller."
+        )
+
+
 def batch(
     tokens: np.ndarray,
     *,
@@ -38,13 +48,8 @@ def batch(
     """
     if batch_size % world_size:
         raise UserError(f"a batch of {batch_size} cannot be shared by {world_size} processes; make it a multiple.")
+    check_one_batch(tokens, batch_size, sequence_length)
     windows = len(tokens) // sequence_length
-    if windows < batch_size:
-        raise UserError(
-            f"the text has {len(tokens):,} tokens to train on, but one batch of {batch_size} sequences of "
-            f"{sequence_length} needs {batch_size * sequence_length:,}; give more text, or make the batch or the "
-            f"sequences smaller."
-        )
     share = batch_size // world_size
     index = step * batch_size + rank * share + np.arange(share)  # of windows since the run began
     starts = np.empty(share, np.int64)

@@ -7,7 +7,6 @@ To add one: a row in `NORMS` of model/config.py with its name and learned parame
 import functools
 import math
 import re
-import sys
 from collections.abc import Callable
 
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import kernels
+from errors import UserError
 from model.config import NORMS, ModelConfig
 
 # BatchNorm alone also has buffers: saved with the weights, updated in training, not learned by gradients.
@@ -118,8 +118,9 @@ def none(norm: Norm, s: Tensor) -> Tensor:
     return s
 
 
-# Every row of NORMS has its function above: importing this module fails where one is missing.
-FUNCTIONS = {name: getattr(sys.modules[__name__], name) for name in NORMS}
+FUNCTIONS = {name: globals().get(name) for name in NORMS}
+for missing in (name for name, function in FUNCTIONS.items() if function is None):
+    raise UserError(f"NORMS has a row {missing}, but model/norm.py has no function {missing} above FUNCTIONS; add it.")
 
 # Names as in files; in the decoder they lack "model.". The norms of q and k are not switched and do not match.
 TENSORS = {parameter.name for row in NORMS.values() for parameter in row} | RUNNING_STATISTICS.keys()

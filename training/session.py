@@ -13,6 +13,7 @@ from torch import nn
 
 import kernels
 from data import tokens
+from data.batches import check_one_batch
 from data.tokenizer import check_vocabulary, load_tokenizer
 from data.tokens import TokenizedCorpus
 from errors import UserError
@@ -150,6 +151,7 @@ def prepare_corpus(settings: Settings, processes: Processes, last: Path | None) 
     if processes.is_main:
         processes.barrier()
     check_vocabulary(corpus.tokenizer, settings.model.vocab_size)
+    check_one_batch(corpus.train, data.batch_size, data.sequence_length)
     return corpus
 
 

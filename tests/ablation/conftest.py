@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
-from ablation import analysis, plots, runner
+from ablation import effects, plots, runner
 from ablation.analysis import Study
 from ablation.plan import Plan, final_runs, save_plan, sweep_runs
 from ablation.plots import Picture, Style
@@ -102,7 +102,7 @@ def study(experiment) -> Study:
 @pytest.fixture
 def few_pairs_suffice(monkeypatch) -> None:
     """Let the three seeds of the comparisons here be enough for equivalence."""
-    monkeypatch.setattr(analysis, "MIN_PAIRS_FOR_EQUIVALENCE", 2)
+    monkeypatch.setattr(effects, "MIN_PAIRS_FOR_EQUIVALENCE", 2)
 
 
 @pytest.fixture(scope="session")

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import special, stats
 
-from ablation.analysis import (
+from ablation.analysis import Study
+from ablation.effects import (
     MAX_PAIRS,
     Effect,
-    Study,
     equivalence_p,
     exact_effect,
     holm,

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from ablation.analysis import Effect, Study, mean_effect
+from ablation.analysis import Study
 from ablation.claims import CLAIMS, judge, judge_all
+from ablation.effects import Effect, mean_effect
 from ablation.plan import Plan, arm_settings
 from benchmarks import training as step_benchmark
 from benchmarks.training import REFERENCE, time_together

@@ -18,8 +18,8 @@ from scipy import stats
 
 import kernels
 from ablation import norm_alone, plots, report
-from ablation.analysis import mean_effect
 from ablation.claims import CLAIMS, judge, judge_all
+from ablation.effects import mean_effect
 from ablation.plan import PLANS, Plan, Run, load_plan, run_settings
 
 RATES = (5e-3, 2e-2, 0.5)

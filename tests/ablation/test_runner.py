@@ -1,6 +1,6 @@
 """Plans that are carried out: nothing is trained twice, and nothing is mixed that cannot be compared.
 
-The runs are trained in this process here; tests/test_ablate_script.py has the processes.
+The runs are trained in this process here; test_script.py has the processes.
 """
 
 import dataclasses

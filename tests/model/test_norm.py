@@ -112,7 +112,8 @@ def test_dyt_starts_as_tanh_of_half_its_input_with_one_more_parameter_than_layer
 def test_a_row_without_a_function_is_an_error_at_import():
     code = "import model.config; model.config.NORMS['absent'] = (); import model.norm"
     result = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
-    assert "has no attribute 'absent'" in result.stderr
+    last = result.stderr.strip().splitlines()[-1]
+    assert last.startswith("errors.UserError: NORMS has a row absent, but model/norm.py has no function absent above")
 
 
 def test_the_help_text_names_every_norm(capsys):

@@ -12,38 +12,8 @@ import pytest
 
 from ablation.results import read_results
 
-ROOT = Path(__file__).parent.parent
-CONFIG = """[model]
-vocab_size = 300
-hidden_size = 32
-intermediate_size = 48
-num_hidden_layers = 2
-num_attention_heads = 2
-num_key_value_heads = 1
-max_position_embeddings = 32
-[data]
-data = ["{data}"]
-cache = "{data}/.cache"
-sequence_length = 32
-batch_size = 4
-[optimizer]
-steps = 12
-learning_rate = 5e-3
-warmup_steps = 2
-"""
+ROOT = Path(__file__).parents[2]
 REPORTS = ("results.json", "report.md", "report.html")
-
-
-@pytest.fixture(scope="module")
-def config(tmp_path_factory) -> Path:
-    """A configuration that trains in less than a second, with its text beside it."""
-    folder = tmp_path_factory.mktemp("text")
-    for i in range(40):
-        words = " ".join(f"word{(i * j) % 23} runs over {j}" for j in range(120))
-        (folder / f"{i}.txt").write_text(words, encoding="utf-8")
-    path = tmp_path_factory.mktemp("config") / "small.toml"
-    path.write_text(CONFIG.format(data=folder.as_posix()), encoding="utf-8")
-    return path
 
 
 def ablate(*arguments) -> subprocess.Popen:
