@@ -27,6 +27,8 @@ CHOICES = ("auto", "triton", "torch", "reference")
 
 _choice = "auto"
 _fused_gate_up = False
+_on_gpu: ModuleType | None = None
+"""What runs on CUDA tensors, once `use` has chosen it; until then each call asks again."""
 
 
 def use(choice: str, device: torch.device, *, fused_gate_up: bool = False) -> None:
@@ -37,7 +39,7 @@ def use(choice: str, device: torch.device, *, fused_gate_up: bool = False) -> No
     input, the usual two steps run, and one line on stderr says why.
     Raises ValueError, with the reason in one line, where one of them needs Triton and it does not run on the device.
     """
-    global _choice, _fused_gate_up
+    global _choice, _fused_gate_up, _on_gpu
     if choice not in CHOICES:
         raise ValueError(f"kernels {choice!r} are none of {', '.join(CHOICES)}")
     if choice == "triton" and (obstacle := find_triton_obstacle(device)) is not None:
@@ -45,6 +47,7 @@ def use(choice: str, device: torch.device, *, fused_gate_up: bool = False) -> No
     if fused_gate_up and choose_implementation(choice, device) is not gpu:
         raise ValueError(f"fused_gate_up needs 'triton' kernels: {choice!r} does not run Triton on {device.type}")
     _choice, _fused_gate_up = choice, fused_gate_up
+    _on_gpu = choose_implementation(choice, device) if device.type == "cuda" else None
     if swiglu is not None:
         swiglu.fused_gate_up_obstacles.clear()
 
@@ -61,9 +64,15 @@ def find_triton_obstacle(device: torch.device) -> str | None:
     return f"they need an NVIDIA or AMD GPU{hint}"
 
 
-@functools.cache
+@torch.compiler.assume_constant_result  # called, not traced: Dynamo would trace into functools.cache and shutil.which
 def find_gpu_obstacle(device: torch.device) -> str | None:
-    """What a GPU or its machine lacks: Triton needs compute capability 8.0, and compiles its launchers as it runs."""
+    """What a GPU or its machine lacks, or None."""
+    return ask_gpu(device)
+
+
+@functools.cache
+def ask_gpu(device: torch.device) -> str | None:
+    """Triton needs compute capability 8.0, and compiles its launchers as it runs."""
     if torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 0):
         return "they need a GPU of compute capability 8.0 (Ampere) or newer"
     if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
@@ -73,6 +82,8 @@ def find_gpu_obstacle(device: torch.device) -> str | None:
 
 def implementation(device: torch.device) -> ModuleType:
     """The module whose functions run on a device, as `use` chose."""
+    if device.type == "cuda" and _on_gpu is not None:
+        return _on_gpu
     return choose_implementation(_choice, device)
 
 
