@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import struct
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,8 +12,11 @@ import numpy as np
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # must be set before any test imports the kernels
+# Kernels are interpreted or compiled as they are imported, so that one process cannot do both. `-m gpu` compiles them.
+# Any other choice of tests runs on the CPU, also where there is a GPU. Workers inherit what the first process sets.
+if "PYTEST_XDIST_WORKER" not in os.environ and ("-m", "gpu") not in zip(sys.argv, sys.argv[1:], strict=False):
+    os.environ["TRITON_INTERPRET"] = "1"
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
 if "PYTEST_XDIST_WORKER" in os.environ:  # several test processes share the cores, and threads would wait for them
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
