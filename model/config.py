@@ -7,9 +7,12 @@ the text under a field is its help on the command line.
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-import tyro
-
 from errors import UserError
+
+try:
+    from tyro.conf import Suppress
+except ImportError:  # the model does not need a command line; without one, the marker means nothing
+    Suppress = None
 
 
 @dataclass(frozen=True)
@@ -66,7 +69,7 @@ class ModelConfig:
     """Longest context in tokens."""
     rope_theta: float = 10000.0
     """Base of the rotary frequencies; models with longer contexts use larger ones."""
-    rope_scaling: Annotated[dict | None, tyro.conf.Suppress] = None  # no flag: it comes with loaded weights
+    rope_scaling: Annotated[dict | None, Suppress] = None  # no flag: it comes with loaded weights
     """Llama 3's scaling of the rotary frequencies for longer contexts, as its checkpoints define it."""
     norm: Literal[*NORMS] = "rms"
     """The norm around every block and before the head; nothing else changes with it. rms: RMSNorm. layer: LayerNorm.

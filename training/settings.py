@@ -1,7 +1,8 @@
 """Every setting of a training run, as one tree of dataclasses that TOML files and command-line flags both fill.
 
 Each source overrides the one before: the defaults here, the TOML file (`--config`), the shape of the checkpoint
-(`--init-from`), the flags. This module imports no torch, so that `--help` answers at once.
+(`--init-from`), the flags. This module imports no torch, so that `--help` answers at once; and the command-line library
+only where it is used, so that benchmarks can be imported without it.
 """
 
 import dataclasses
@@ -10,9 +11,6 @@ import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
-
-import tomli_w
-import tyro
 
 from errors import UserError
 from generation.prompts import check_unicode
@@ -197,6 +195,8 @@ def parse(arguments: list[str], description: str) -> Command:
     It is read twice: first for the few flags that decide the defaults of all others, then for all flags.
     `init_from` is resolved here, once: in the returned settings it is the checkpoint directory itself.
     """
+    import tyro
+
     sources, _ = tyro.cli(SourceFlags, args=arguments, return_unknown_args=True, add_help=False)
     weights = None
     if sources.resume is not None:
@@ -254,6 +254,8 @@ def config_path(name: str) -> Path:
 
 def load_settings(path: Path) -> Settings:
     """Read a TOML file; its tables and keys are the names in this module, and any other is refused."""
+    import tyro
+
     try:
         with path.open("rb") as file:
             tables = tomllib.load(file)
@@ -288,6 +290,8 @@ def as_flags(key: str, value: object) -> list[str]:
 
 def save_settings(settings: Settings, path: Path) -> None:
     """Write settings as TOML, without the fields that are None."""
+    import tomli_w
+
     tables = {
         table: {
             key: list(value) if isinstance(value, tuple) else value
