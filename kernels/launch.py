@@ -36,9 +36,25 @@ def register_op(schema: str, fake: Callable) -> Callable[[Callable], Callable]:
         for key in ("CUDA", "CPU"):
             LIBRARY.impl(name, run, key)
         torch.library.register_fake(f"prenorm::{name}", fake, lib=LIBRARY)
-        return getattr(torch.ops.prenorm, name)
+        operator = getattr(torch.ops.prenorm, name)
+
+        @wraps(function)
+        def call(*arguments):
+            return operator(*arguments) if is_traced(arguments[0]) else run(*arguments)
+
+        return call
 
     return register
+
+
+def is_traced(x: Tensor) -> bool:
+    """Whether something must see the operator itself: a compiler, a dispatch mode, or a subclass of Tensor.
+
+    Otherwise the function is called without torch's dispatcher, which takes longer than some of the kernels.
+    """
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+        return True
+    return type(x) is not Tensor and type(x) is not torch.nn.Parameter
 
 
 def as_rows(x: Tensor) -> Tensor:
