@@ -102,11 +102,11 @@ from kernels import cross_entropy, norm, rope, swiglu
 
 recorder, variants = pretend("sm_90"), {}
 for tokens in (1, 2, 3, 7, 8, 15, 16, 17, 31, 32, 33, 48, 63, 64, 65, 100, 128, 129, 256, 1000):
-    x, statistic = torch.empty(tokens, 256, dtype=torch.bfloat16), torch.empty(tokens)
+    x, statistics = torch.empty(tokens, 256, dtype=torch.bfloat16), torch.empty(2, tokens)
     weight, angles, qkv = torch.empty(256), torch.empty(tokens, 32), torch.empty(1, tokens, 256, dtype=torch.bfloat16)
     calls = {
         "norm forward": lambda: norm.norm_forward(x, x, weight, weight, True, 1e-5),
-        "norm backward": lambda: norm.norm_backward(x, x, x, weight, statistic, statistic, True, True, True),
+        "norm backward": lambda: norm.norm_backward(x, x, x, weight, statistics, True, True, True),
         "swiglu": lambda: swiglu.swiglu_backward(swiglu.swiglu_forward(x), x),
         "rotary": lambda: rope.rotary_forward(qkv, angles, angles, 2, 1, weight[:64], weight[:64], 1e-5),
         "rotary backward": lambda: rope.rotary_backward(
