@@ -119,7 +119,7 @@ def launches() -> Iterator[tuple[str, Callable[[], object]]]:
     for kind in ("rms", "layer"):
         for width in (256, 1024, 4104, 32768, 65536):
             yield f"norm forward, {kind}, {width}", norm_call(width, kind, BFLOAT16, False)
-        for width in (256, 512, 1024, 4088, 8192, 16384, 32768):
+        for width in (256, 1024, 4088, 8192, 16384):
             yield f"norm backward, {kind}, {width}", norm_call(width, kind, BFLOAT16, True)
     yield "norm forward, layer, 4096, float32", norm_call(4096, "layer", FLOAT32, False)
     yield "norm backward, layer, 4096, float32", norm_call(4096, "layer", FLOAT32, True)

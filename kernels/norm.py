@@ -241,9 +241,8 @@ def column_sum(x: Tensor) -> Tensor:
     rows, width = x.shape
     out = torch.empty(width, device=x.device, dtype=torch.float32)
     align = alignment(width)
-    # About a program per multiprocessor. Columns of a program: at least 8, the 32 bytes that memory transfers at once.
-    per_program = triton.next_power_of_2(width // launch.device_limits(x.device).multiprocessors)
-    block = min(max(per_program, 8), 64)
+    # About 128 programs. Columns of a program: at least 8, the 32 bytes that memory transfers at once.
+    block = min(max(triton.next_power_of_2(width // 128), 8), 64)
     column_sum_kernel[(triton.cdiv(width, block),)](
         x, out, rows, width // align, ALIGNMENT=align, ROWS=8192 // block, BLOCK=block, num_warps=8
     )
@@ -304,7 +303,7 @@ def norm_backward(dy, ds, s, weight, statistics, layer_norm, needs_dweight, need
     rows, sums = s.shape[0], needs_dweight + needs_dbias
     dy_stride, ds_stride, s_stride = dy.stride(0), 0 if ds is None else ds.stride(0), s.stride(0)
     align = alignment(width, dy_stride, ds_stride, s_stride)
-    max_warps = launch.device_limits(s.device).max_warps
+    limits = launch.device_limits(s.device)
     block, column_tiles, means = tile_width(width), 1, None
     if block * max(dy.element_size(), s.element_size()) * max(sums, 1) > MAX_SINGLE_PASS_BACKWARD:
         block, column_tiles = WIDE_BLOCK_BACKWARD, triton.cdiv(width, WIDE_BLOCK_BACKWARD)
@@ -312,10 +311,10 @@ def norm_backward(dy, ds, s, weight, statistics, layer_norm, needs_dweight, need
         if rows:
             norm_row_means_kernel[(rows,)](
                 dy, s, weight, statistics, means, rows, dy_stride // align, s_stride // align, width // align,
-                LAYER_NORM=layer_norm, ALIGNMENT=align, BLOCK=WIDE_BLOCK_MEANS, num_warps=max_warps // 4,
+                LAYER_NORM=layer_norm, ALIGNMENT=align, BLOCK=WIDE_BLOCK_MEANS, num_warps=limits.max_warps // 4,
             )  # fmt: skip
     row_bytes = block * (dy.element_size() + s.element_size() + (0 if ds is None else ds.element_size()))
-    programs, options = backward_geometry(block, column_tiles, rows, row_bytes, launch.device_limits(s.device))
+    programs, options = backward_geometry(block, column_tiles, rows, row_bytes, limits)
     parts = torch.empty((programs, sums * width), device=s.device, dtype=torch.float32)
     norm_backward_kernel[(programs, column_tiles)](
         dy, ds, s, weight, statistics, means, dx, parts,

@@ -109,10 +109,17 @@ def test_norms_reach_rows_beyond_2_to_the_31_elements(far, draw, wide):
 
 def test_a_stride_of_2_to_the_27_elements_reaches_beyond_2_to_the_31(far, draw):
     _, huge = far
-    rows = huge(33, draw(1, 2**27).bfloat16())[:, :8]
-    rows.copy_(draw(33, 8))
-    y = gpu.normalize(rows, kind="rms", eps=1e-5)[0]
-    assert torch.equal(y, gpu.normalize(rows.contiguous(), kind="rms", eps=1e-5)[0])
+    x, residual, dy, ds = (huge(33, torch.zeros(1, 2**27, dtype=torch.bfloat16))[:, :8] for _ in range(4))
+    results = []
+    for tensor in (x, residual, dy, ds):
+        tensor.copy_(draw(33, 8))
+    for given in ((x, residual, dy, ds), [t.contiguous() for t in (x, residual, dy, ds)]):
+        leaves = [t.detach().requires_grad_() for t in given[:2]]
+        outputs = gpu.normalize(leaves[0], None, None, leaves[1], kind="rms", eps=1e-5)
+        alone = gpu.normalize(leaves[0], kind="layer", eps=1e-5)[0]
+        gradients = torch.autograd.grad((*outputs, alone), leaves, (*given[2:], given[2]))
+        results.append((*outputs, alone, *gradients))
+    assert all(map(torch.equal, *results))
 
 
 def test_swiglu_reaches_rows_beyond_2_to_the_31_elements(far, draw):
