@@ -290,6 +290,30 @@ def test_sums_over_rows_are_right_for_fewer_and_more_rows_than_programs(draw, re
     assert relative(dweight, dweight64) < 1e-6 and relative(dbias, dbias64) < 1e-6 and relative(dx, dx64) < 1e-6
 
 
+@pytest.mark.parametrize(
+    ("block", "column_tiles", "rows", "programs", "stages"),
+    [
+        (64, 1, 100_000, 660, 3),  # five for each of an H100's multiprocessors
+        (1024, 1, 100_000, 1056, 3),
+        (4096, 1, 100_000, 264, 3),
+        (8192, 1, 100_000, 132, 3),
+        (16384, 1, 100_000, 132, 1),
+        (1024, 64, 100_000, 16, 3),
+        *[
+            (1024, 1, 8000, 1000, 3),
+            (64, 1, 1600, 100, 3),
+            (1024, 1, 7, 1, 3),
+            (1024, 1, 0, 1, 3),
+            (1024, 2000, 99, 1, 3),
+        ],
+    ],
+)
+def test_programs_are_as_many_as_fit_and_each_has_at_least_eight_rows(block, column_tiles, rows, programs, stages):
+    limits = launch.DeviceLimits(132, 32, True)
+    found, options = norm.backward_geometry(block, column_tiles, rows, 6 * block, limits)
+    assert (found, options["STAGES"]) == (programs, stages)
+
+
 def test_sums_over_many_wide_rows_are_right(two_passes, draw, relative):
     """Two tiles of columns, at most 10 programs for each, and 11 tiles of 16 rows."""
     s, weight, dy = draw(171, 104), draw(104, mean=1.0), draw(171, 104)
