@@ -110,10 +110,10 @@ def launches() -> Iterator[tuple[str, Callable[[], object]]]:
 
     def norm_call(width: int, kind: str, dtype: torch.dtype, backward: bool) -> Callable[[], object]:
         layer_norm, x, weight = kind == "layer", empty(40, width, dtype=dtype), empty(width, dtype=FLOAT32)
-        statistic = empty(40, dtype=FLOAT32)
+        statistics = empty(1 + layer_norm, 40, dtype=FLOAT32)
         bias = weight if layer_norm else None
         if backward:
-            return lambda: norm.norm_backward(x, x, x, weight, statistic, statistic, layer_norm, True, layer_norm)
+            return lambda: norm.norm_backward(x, x, x, weight, statistics, layer_norm, True, layer_norm)
         return lambda: norm.norm_forward(x, x, weight, bias, layer_norm, 1e-5)
 
     for kind in ("rms", "layer"):

@@ -1,9 +1,8 @@
 """RMSNorm and LayerNorm in Triton, with the residual addition in front: kernels, launches and autograd of both.
 
 LAYER_NORM, a compile-time constant, adds the mean; all else is shared, so that a comparison of the two norms compares
-the mathematics. Rows of up to 32,768 elements forward and 8,192 backward stay in registers; wider ones are read twice.
-Statistics are float32, each result is rounded once, and the backward pass sums in a fixed order without atomics: equal
-inputs give equal bits.
+the mathematics. Rows stay in registers up to the two limits below; wider ones are read twice. Statistics are float32,
+each result is rounded once, and the backward pass sums in a fixed order without atomics: equal inputs give equal bits.
 
 Formulas: RMSNorm, Zhang and Sennrich 2019, equation 4; LayerNorm, Ba et al. 2016, equation 4 (`reference.normalize`).
 In the kernels, s = x + residual (or x alone) and xhat = (s - mean) rstd, where RMSNorm has mean 0. Sizes and strides
@@ -19,8 +18,11 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from kernels import launch
 from kernels.launch import alignment, as_rows, register_op, tile_width
 
-MAX_SINGLE_PASS_FORWARD, MAX_SINGLE_PASS_BACKWARD = 32768, 8192  # wider rows would spill registers
-WIDE_BLOCK = 8192  # columns of a wider row that are processed at once
+MAX_SINGLE_PASS_FORWARD = 32768  # columns; wider rows would spill registers
+MAX_SINGLE_PASS_BACKWARD = 32768  # bytes of a row, times the sums over rows that are kept beside it; likewise
+WIDE_BLOCK_FORWARD, WIDE_BLOCK_MEANS, WIDE_BLOCK_BACKWARD = 8192, 2048, 1024  # columns of wider rows in a tile
+REGISTERS = 65536  # 32-bit registers of a multiprocessor, which its programs share
+PREFETCH_BYTES = 98304  # shared memory for the next tiles, which every GPU has that runs these kernels
 
 
 @triton.jit(do_not_specialize=["rows", "x_stride", "residual_stride", "width"])
@@ -28,7 +30,7 @@ def norm_forward_kernel(
     x_ptr, residual_ptr,  # (rows, width); residual may be None
     weight_ptr, bias_ptr,  # (width,) or None
     y_ptr, s_ptr,  # outputs (rows, width), contiguous; s only with a residual
-    mean_ptr, rstd_ptr,  # float32 outputs (rows,); mean only with LAYER_NORM
+    statistics_ptr,  # float32 output (1 or 2, rows): rstd, and with LAYER_NORM the mean
     rows, x_stride, residual_stride, width, eps,
     LAYER_NORM: tl.constexpr, ALIGNMENT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -46,9 +48,9 @@ def norm_forward_kernel(
     if LAYER_NORM:
         mean = tl.sum(s, 1, keep_dims=True) / width
         s = tl.where(inside, s - mean, 0.0)
-        tl.store(mean_ptr + row, mean, mask=row < rows)
+        tl.store(statistics_ptr + rows + row, mean, mask=row < rows)
     rstd = tl.rsqrt(tl.sum(s * s, 1, keep_dims=True) / width + tl.cast(eps, tl.float32))
-    tl.store(rstd_ptr + row, rstd, mask=row < rows)
+    tl.store(statistics_ptr + row, rstd, mask=row < rows)
     y = s * rstd
     if weight_ptr is not None:
         y *= tl.load(weight_ptr + column, mask=column < width, other=0.0).to(tl.float32)
@@ -74,13 +76,16 @@ def combine_moments(mean, squares, s, start, width, LAYER_NORM: tl.constexpr, BL
     return mean, squares + tl.sum(s * s)
 
 
-@triton.jit(do_not_specialize=["x_stride", "residual_stride", "width"])
+@triton.jit(do_not_specialize=["rows", "x_stride", "residual_stride", "width"])
 def norm_forward_wide_kernel(
-    x_ptr, residual_ptr, weight_ptr, bias_ptr, y_ptr, s_ptr, mean_ptr, rstd_ptr,  # as in norm_forward_kernel
-    x_stride, residual_stride, width, eps,
+    x_ptr, residual_ptr, weight_ptr, bias_ptr, y_ptr, s_ptr, statistics_ptr,  # as in norm_forward_kernel
+    rows, x_stride, residual_stride, width, eps,
     LAYER_NORM: tl.constexpr, ALIGNMENT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One row in two passes: statistics, then the result; the second read mostly finds the row in the cache."""
+    """One row in two passes: statistics, then the result; the second read mostly finds the row in the cache.
+
+    The second pass reads s where there is one: the barrier makes what other threads of the program stored visible.
+    """
     width = width * ALIGNMENT
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * (x_stride * ALIGNMENT)
@@ -92,24 +97,25 @@ def norm_forward_wide_kernel(
     for start in range(0, width, BLOCK):
         column = start + tl.arange(0, BLOCK)
         inside = column < width
-        s = tl.load(x_ptr + column, mask=inside, other=0.0).to(tl.float32)
-        if residual_ptr is not None:
+        if residual_ptr is None:
+            s = tl.load(x_ptr + column, mask=inside, other=0.0, eviction_policy="evict_last").to(tl.float32)
+        else:
+            s = tl.load(x_ptr + column, mask=inside, other=0.0).to(tl.float32)
             s += tl.load(residual_ptr + column, mask=inside, other=0.0).to(tl.float32)
             rounded = s.to(s_ptr.dtype.element_ty)
             tl.store(s_ptr + column, rounded, mask=inside)
             s = rounded.to(tl.float32)
         mean, squares = combine_moments(mean, squares, s, start, width, LAYER_NORM, BLOCK)
     rstd = tl.rsqrt(squares / width + tl.cast(eps, tl.float32))
-    tl.store(rstd_ptr + row, rstd)
+    tl.store(statistics_ptr + row, rstd)
     if LAYER_NORM:
-        tl.store(mean_ptr + row, mean)
+        tl.store(statistics_ptr + rows + row, mean)
+    tl.debug_barrier()
     for start in range(0, width, BLOCK):
         column = start + tl.arange(0, BLOCK)
         inside = column < width
-        s = tl.load(x_ptr + column, mask=inside, other=0.0).to(tl.float32)
-        if residual_ptr is not None:
-            s += tl.load(residual_ptr + column, mask=inside, other=0.0).to(tl.float32)
-            s = s.to(s_ptr.dtype.element_ty).to(tl.float32)
+        source_ptr = x_ptr if residual_ptr is None else s_ptr
+        s = tl.load(source_ptr + column, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
         y = (s - mean) * rstd
         if weight_ptr is not None:
             y *= tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
@@ -118,126 +124,101 @@ def norm_forward_wide_kernel(
         tl.store(y_ptr + column, y.to(y_ptr.dtype.element_ty), mask=inside)
 
 
+@triton.jit(do_not_specialize=["rows", "dy_stride", "s_stride", "width"])
+def norm_row_means_kernel(
+    dy_ptr, s_ptr, weight_ptr, statistics_ptr,  # as in norm_backward_kernel
+    means_ptr,  # float32 output (1 or 2, rows): mean(h xhat), and with LAYER_NORM mean(h)
+    rows, dy_stride, s_stride, width,
+    LAYER_NORM: tl.constexpr, ALIGNMENT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The means over one wide row that norm_backward_kernel needs before it can compute any element of dx."""
+    width = width * ALIGNMENT
+    row = tl.program_id(0).to(tl.int64)
+    dy_ptr += row * (dy_stride * ALIGNMENT)
+    s_ptr += row * (s_stride * ALIGNMENT)
+    rstd = tl.load(statistics_ptr + row)
+    mean = tl.load(statistics_ptr + rows + row) if LAYER_NORM else 0.0
+    sum_h = tl.zeros((BLOCK,), tl.float32)
+    sum_h_xhat = tl.zeros((BLOCK,), tl.float32)
+    for start in tl.range(0, width, BLOCK, num_stages=3):
+        column = start + tl.arange(0, BLOCK)
+        inside = column < width
+        h = tl.load(dy_ptr + column, mask=inside, other=0.0).to(tl.float32)
+        s = tl.load(s_ptr + column, mask=inside, other=0.0).to(tl.float32)
+        if weight_ptr is not None:
+            h *= tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
+        sum_h_xhat += h * ((s - mean) * rstd)  # h is 0 outside the row
+        if LAYER_NORM:
+            sum_h += h
+    tl.store(means_ptr + row, tl.sum(sum_h_xhat) / width)
+    if LAYER_NORM:
+        tl.store(means_ptr + rows + row, tl.sum(sum_h) / width)
+
+
 @triton.jit(do_not_specialize=["rows", "dy_stride", "ds_stride", "s_stride", "width"])
 def norm_backward_kernel(
     dy_ptr, ds_ptr,  # gradients (rows, width) of y and of s; ds may be None
-    s_ptr, weight_ptr, mean_ptr, rstd_ptr,  # of the forward pass; mean only with LAYER_NORM
+    s_ptr, weight_ptr, statistics_ptr,  # of the forward pass
+    means_ptr,  # of norm_row_means_kernel for wide rows, else None
     dx_ptr,  # output (rows, width), contiguous
-    dweight_parts_ptr, dbias_parts_ptr,  # float32 outputs (programs, width), or None
+    parts_ptr,  # float32 output (programs, DWEIGHT + DBIAS, width): each program's share of dweight and of dbias
     rows, dy_stride, ds_stride, s_stride, width,
-    LAYER_NORM: tl.constexpr, ALIGNMENT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    LAYER_NORM: tl.constexpr, DWEIGHT: tl.constexpr, DBIAS: tl.constexpr,
+    ALIGNMENT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Each program takes every n-th tile of ROWS rows, and keeps its share of the sums over rows in registers.
 
     With h = dy weight: dx = rstd (h - mean(h) - xhat mean(h xhat)) + ds, where RMSNorm lacks mean(h). The sums over
     rows are dweight = sum dy xhat and dbias = sum dy. ds is the gradient that comes back along the residual stream.
+    A tile has complete rows, or with means BLOCK columns of them. With 3 STAGES, two tiles have room in shared memory,
+    and one is loaded while the other is processed. (With 2, Triton loads a tile after the one before, as with 1.)
     """
     width = width * ALIGNMENT
-    column = tl.arange(0, BLOCK)[None, :]
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
     if weight_ptr is not None:
         weight = tl.load(weight_ptr + column, mask=column < width, other=0.0).to(tl.float32)
     dweight = tl.zeros((ROWS, BLOCK), tl.float32)
     dbias = tl.zeros((ROWS, BLOCK), tl.float32)
-    for tile in range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0)):
+    for tile in tl.range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES):
         row = tl.cast(tile, tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
-        inside = (row < rows) & (column < width)
+        inside = (row < rows) & (column < width) if ROWS > 1 else column < width
         dy = tl.load(dy_ptr + row * (dy_stride * ALIGNMENT) + column, mask=inside, other=0.0).to(tl.float32)
         xhat = tl.load(s_ptr + row * (s_stride * ALIGNMENT) + column, mask=inside, other=0.0).to(tl.float32)
-        rstd = tl.load(rstd_ptr + row, mask=row < rows, other=0.0)
+        if ds_ptr is not None:
+            ds = tl.load(ds_ptr + row * (ds_stride * ALIGNMENT) + column, mask=inside, other=0.0)
+        rstd = tl.load(statistics_ptr + row, mask=row < rows, other=0.0)
         if LAYER_NORM:
-            xhat = tl.where(inside, xhat - tl.load(mean_ptr + row, mask=row < rows, other=0.0), 0.0)
+            xhat -= tl.load(statistics_ptr + rows + row, mask=row < rows, other=0.0)
         xhat *= rstd
-        if dweight_parts_ptr is not None:
-            dweight += dy * xhat
-        if dbias_parts_ptr is not None:
+        if DWEIGHT:
+            dweight += dy * xhat  # dy is 0 outside the rows, so that h is, too
+        if DBIAS:
             dbias += dy
         h = dy
         if weight_ptr is not None:
             h = dy * weight
-        projection = xhat * (tl.sum(h * xhat, 1, keep_dims=True) / width)
+        if means_ptr is not None:
+            mean_h_xhat = tl.load(means_ptr + row, mask=row < rows, other=0.0)
+            if LAYER_NORM:
+                mean_h = tl.load(means_ptr + rows + row, mask=row < rows, other=0.0)
+        elif LAYER_NORM:  # one reduction for both sums
+            sum_h_xhat, sum_h = tl.split(tl.sum(tl.join(h * xhat, h), 1, keep_dims=True))
+            mean_h_xhat, mean_h = sum_h_xhat / width, sum_h / width
+        else:
+            mean_h_xhat = tl.sum(h * xhat, 1, keep_dims=True) / width
+        dx = h - xhat * mean_h_xhat
         if LAYER_NORM:
-            projection += tl.sum(h, 1, keep_dims=True) / width
-        dx = (h - projection) * rstd
-        if ds_ptr is not None:
-            dx += tl.load(ds_ptr + row * (ds_stride * ALIGNMENT) + column, mask=inside, other=0.0).to(tl.float32)
-        tl.store(dx_ptr + row * width + column, dx.to(dx_ptr.dtype.element_ty), mask=inside)
-    offset = tl.program_id(0).to(tl.int64) * width + tl.arange(0, BLOCK)
-    inside = tl.arange(0, BLOCK) < width
-    if dweight_parts_ptr is not None:
-        tl.store(dweight_parts_ptr + offset, tl.sum(dweight, 0), mask=inside)
-    if dbias_parts_ptr is not None:
-        tl.store(dbias_parts_ptr + offset, tl.sum(dbias, 0), mask=inside)
-
-
-@triton.jit(do_not_specialize=["dy_stride", "ds_stride", "s_stride", "width"])
-def norm_backward_wide_kernel(
-    dy_ptr, ds_ptr, s_ptr, weight_ptr, mean_ptr, rstd_ptr, dx_ptr,  # as in norm_backward_kernel
-    dy_stride, ds_stride, s_stride, width,
-    LAYER_NORM: tl.constexpr, ALIGNMENT: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """dx of one row in two passes: the means over the row, then the result."""
-    width = width * ALIGNMENT
-    row = tl.program_id(0).to(tl.int64)
-    dy_ptr += row * (dy_stride * ALIGNMENT)
-    s_ptr += row * (s_stride * ALIGNMENT)
-    dx_ptr += row * width
-    if ds_ptr is not None:
-        ds_ptr += row * (ds_stride * ALIGNMENT)
-    rstd = tl.load(rstd_ptr + row)
-    mean = tl.load(mean_ptr + row) if LAYER_NORM else 0.0
-    sum_h, sum_h_xhat = 0.0, 0.0
-    for start in range(0, width, BLOCK):
-        column = start + tl.arange(0, BLOCK)
-        inside = column < width
-        h = tl.load(dy_ptr + column, mask=inside, other=0.0).to(tl.float32)
-        if weight_ptr is not None:
-            h *= tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
-        s = tl.load(s_ptr + column, mask=inside, other=0.0).to(tl.float32)
-        sum_h += tl.sum(h)
-        sum_h_xhat += tl.sum(h * ((s - mean) * rstd))  # h is 0 outside the row
-    for start in range(0, width, BLOCK):
-        column = start + tl.arange(0, BLOCK)
-        inside = column < width
-        h = tl.load(dy_ptr + column, mask=inside, other=0.0).to(tl.float32)
-        if weight_ptr is not None:
-            h *= tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
-        s = tl.load(s_ptr + column, mask=inside, other=0.0).to(tl.float32)
-        dx = h - (s - mean) * rstd * (sum_h_xhat / width)
-        if LAYER_NORM:
-            dx -= sum_h / width
+            dx -= mean_h
         dx *= rstd
         if ds_ptr is not None:
-            dx += tl.load(ds_ptr + column, mask=inside, other=0.0).to(tl.float32)
-        tl.store(dx_ptr + column, dx.to(dx_ptr.dtype.element_ty), mask=inside)
-
-
-@triton.jit(do_not_specialize=["rows", "dy_stride", "s_stride", "width"])
-def norm_weight_gradients_wide_kernel(
-    dy_ptr, s_ptr, mean_ptr, rstd_ptr, dweight_parts_ptr, dbias_parts_ptr,  # as in norm_backward_kernel
-    rows, dy_stride, s_stride, width,
-    LAYER_NORM: tl.constexpr, ALIGNMENT: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Partial sums of dweight and dbias for wide rows: a program takes BLOCK columns of every n-th row."""
-    width = width * ALIGNMENT
+            dx += ds.to(tl.float32)
+        tl.store(dx_ptr + row * width + column, dx.to(dx_ptr.dtype.element_ty), mask=inside)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < width
-    dweight = tl.zeros((BLOCK,), tl.float32)
-    dbias = tl.zeros((BLOCK,), tl.float32)
-    for i in range(tl.program_id(0), rows, tl.num_programs(0)):
-        row = tl.cast(i, tl.int64)
-        dy = tl.load(dy_ptr + row * (dy_stride * ALIGNMENT) + column, mask=inside, other=0.0).to(tl.float32)
-        if dbias_parts_ptr is not None:
-            dbias += dy
-        if dweight_parts_ptr is not None:
-            s = tl.load(s_ptr + row * (s_stride * ALIGNMENT) + column, mask=inside, other=0.0).to(tl.float32)
-            if LAYER_NORM:
-                s -= tl.load(mean_ptr + row)
-            dweight += dy * (s * tl.load(rstd_ptr + row))
-    offset = tl.program_id(0).to(tl.int64) * width + column
-    if dweight_parts_ptr is not None:
-        tl.store(dweight_parts_ptr + offset, dweight, mask=inside)
-    if dbias_parts_ptr is not None:
-        tl.store(dbias_parts_ptr + offset, dbias, mask=inside)
+    parts_ptr += tl.program_id(0).to(tl.int64) * (DWEIGHT + DBIAS) * width + column
+    if DWEIGHT:
+        tl.store(parts_ptr, tl.sum(dweight, 0), mask=column < width)
+    if DBIAS:
+        tl.store(parts_ptr + DWEIGHT * width, tl.sum(dbias, 0), mask=column < width)
 
 
 @triton.jit(do_not_specialize=["rows", "width"])
@@ -260,106 +241,109 @@ def column_sum(x: Tensor) -> Tensor:
     rows, width = x.shape
     out = torch.empty(width, device=x.device, dtype=torch.float32)
     align = alignment(width)
-    column_sum_kernel[(triton.cdiv(width, 64),)](
-        x, out, rows, width // align, ALIGNMENT=align, ROWS=32, BLOCK=64, num_warps=4
+    # About 128 programs. Columns of a program: at least 8, the 32 bytes that memory transfers at once.
+    block = min(max(triton.next_power_of_2(width // 128), 8), 64)
+    column_sum_kernel[(triton.cdiv(width, block),)](
+        x, out, rows, width // align, ALIGNMENT=align, ROWS=8192 // block, BLOCK=block, num_warps=8
     )
     return out
-
-
-def tile_rows(block: int, elements: int) -> int:
-    """Rows of a tile: narrow rows share a program that takes about `elements` of them, a wide row has its own."""
-    return min(32, elements // block) if block <= 256 else 1
 
 
 def norm_forward_fake(x, residual, weight, bias, layer_norm, eps):
     rows = x.numel() // x.shape[-1]
     s = x.new_empty(0) if residual is None else residual.new_empty(x.shape)
-    mean = x.new_empty(rows if layer_norm else 0, dtype=torch.float32)
-    return x.new_empty(x.shape), s, mean, x.new_empty(rows, dtype=torch.float32)
+    return x.new_empty(x.shape), s, x.new_empty((1 + layer_norm, rows), dtype=torch.float32)
 
 
 @register_op(
     "norm_forward(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, bool layer_norm, float eps)"
-    " -> (Tensor y, Tensor s, Tensor mean, Tensor rstd)",
+    " -> (Tensor y, Tensor s, Tensor statistics)",
     norm_forward_fake,
 )
 def norm_forward(x, residual, weight, bias, layer_norm, eps):
-    """y and s in x's shape, and float32 statistics of each row; s is empty without a residual, mean for RMSNorm."""
-    y, s, mean, rstd = norm_forward_fake(x, residual, weight, bias, layer_norm, eps)
+    """y and s in x's shape, s empty without a residual; float32 statistics (1 or 2, rows): rstd, for LayerNorm mean."""
+    y, s, statistics = norm_forward_fake(x, residual, weight, bias, layer_norm, eps)
     x, residual = as_rows(x), None if residual is None else as_rows(residual)
     rows, width = x.shape
     if rows == 0:
-        return y, s, mean, rstd
-    strides = x.stride(0), 0 if residual is None else residual.stride(0)
-    align = alignment(width, *strides)
-    tensors = x, residual, weight, bias, y, s, mean, rstd
-    sizes = *(stride // align for stride in strides), width // align, eps
-    options = {"LAYER_NORM": layer_norm, "ALIGNMENT": align}
+        return y, s, statistics
+    x_stride, residual_stride = x.stride(0), 0 if residual is None else residual.stride(0)
+    align = alignment(width, x_stride, residual_stride)
+    arguments = x, residual, weight, bias, y, s, statistics, rows, x_stride // align, residual_stride // align
     max_warps = launch.device_limits(x.device).max_warps
     block = tile_width(width)
     if block <= MAX_SINGLE_PASS_FORWARD:
-        tile = tile_rows(block, 4096)
-        warps = min(max(block * tile // 1024, 1), max_warps)  # 32 elements a thread: four loads of 16 bytes
+        # Narrow rows share a program. 32 elements a thread: four loads of 16 bytes.
+        tile = min(32, 4096 // block) if block <= 256 else 1
         norm_forward_kernel[(triton.cdiv(rows, tile),)](
-            *tensors, rows, *sizes, **options, ROWS=tile, BLOCK=block, num_warps=warps
-        )
+            *arguments, width // align, eps, LAYER_NORM=layer_norm, ALIGNMENT=align,
+            ROWS=tile, BLOCK=block, num_warps=min(max(block * tile // 1024, 1), max_warps),
+        )  # fmt: skip
     else:
-        norm_forward_wide_kernel[(rows,)](*tensors, *sizes, **options, BLOCK=WIDE_BLOCK, num_warps=min(16, max_warps))
-    return y, s, mean, rstd
+        norm_forward_wide_kernel[(rows,)](
+            *arguments, width // align, eps, LAYER_NORM=layer_norm, ALIGNMENT=align,
+            BLOCK=WIDE_BLOCK_FORWARD, num_warps=min(16, max_warps),
+        )  # fmt: skip
+    return y, s, statistics
 
 
-def norm_backward_fake(dy, ds, s, weight, mean, rstd, layer_norm, needs_dweight, needs_dbias):
-    width = s.shape[-1]
-    dweight, dbias = (
-        s.new_empty(width if needed else 0, dtype=torch.float32) for needed in (needs_dweight, needs_dbias)
-    )
-    return s.new_empty(s.shape), dweight, dbias
+def norm_backward_fake(dy, ds, s, weight, statistics, layer_norm, needs_dweight, needs_dbias):
+    return s.new_empty(s.shape), s.new_empty((needs_dweight + needs_dbias, s.shape[-1]), dtype=torch.float32)
 
 
 @register_op(
-    "norm_backward(Tensor dy, Tensor? ds, Tensor s, Tensor? weight, Tensor mean, Tensor rstd, bool layer_norm,"
-    " bool needs_dweight, bool needs_dbias) -> (Tensor dx, Tensor dweight, Tensor dbias)",
+    "norm_backward(Tensor dy, Tensor? ds, Tensor s, Tensor? weight, Tensor statistics, bool layer_norm,"
+    " bool needs_dweight, bool needs_dbias) -> (Tensor dx, Tensor sums)",
     norm_backward_fake,
 )
-def norm_backward(dy, ds, s, weight, mean, rstd, layer_norm, needs_dweight, needs_dbias):
-    """dx in the shape and dtype of s; dweight and dbias float32 (D,), each empty if it is not needed."""
-    dx = s.new_empty(s.shape)
+def norm_backward(dy, ds, s, weight, statistics, layer_norm, needs_dweight, needs_dbias):
+    """dx in the shape and dtype of s; sums float32 (0 to 2, D): of dweight and of dbias those that are needed."""
+    dx, width = s.new_empty(s.shape), s.shape[-1]
     dy, s, ds = as_rows(dy), as_rows(s), None if ds is None else as_rows(ds)
-    rows, width = s.shape
-    block = tile_width(width)
+    rows, sums = s.shape[0], needs_dweight + needs_dbias
+    dy_stride, ds_stride, s_stride = dy.stride(0), 0 if ds is None else ds.stride(0), s.stride(0)
+    align = alignment(width, dy_stride, ds_stride, s_stride)
     limits = launch.device_limits(s.device)
-    # Few partial sums, since each is written and read once more; enough programs to keep the memory busy.
-    programs = min((2 if block <= 4096 else 1) * limits.multiprocessors, max(1, rows // 16))
-    dweight_parts, dbias_parts = (
-        torch.empty(programs, width, device=s.device, dtype=torch.float32) if needed else None
-        for needed in (needs_dweight, needs_dbias)
-    )
-    strides = dy.stride(0), 0 if ds is None else ds.stride(0), s.stride(0)
-    align = alignment(width, *strides)
-    dy_stride, ds_stride, s_stride = (stride // align for stride in strides)
-    options = {"LAYER_NORM": layer_norm, "ALIGNMENT": align}
-    if block <= MAX_SINGLE_PASS_BACKWARD:
-        norm_backward_kernel[(programs,)](
-            dy, ds, s, weight, mean, rstd, dx, dweight_parts, dbias_parts,
-            rows, dy_stride, ds_stride, s_stride, width // align,
-            **options, ROWS=tile_rows(block, 2048), BLOCK=block, num_warps=min(max(block // 256, 4), 16),
-        )  # fmt: skip
-    else:
+    block, column_tiles, means = tile_width(width), 1, None
+    if block * max(dy.element_size(), s.element_size()) * max(sums, 1) > MAX_SINGLE_PASS_BACKWARD:
+        block, column_tiles = WIDE_BLOCK_BACKWARD, triton.cdiv(width, WIDE_BLOCK_BACKWARD)
+        means = torch.empty((1 + layer_norm, rows), device=s.device, dtype=torch.float32)
         if rows:
-            norm_backward_wide_kernel[(rows,)](
-                dy, ds, s, weight, mean, rstd, dx, dy_stride, ds_stride, s_stride, width // align,
-                **options, BLOCK=WIDE_BLOCK, num_warps=min(16, limits.max_warps),
+            norm_row_means_kernel[(rows,)](
+                dy, s, weight, statistics, means, rows, dy_stride // align, s_stride // align, width // align,
+                LAYER_NORM=layer_norm, ALIGNMENT=align, BLOCK=WIDE_BLOCK_MEANS, num_warps=limits.max_warps // 4,
             )  # fmt: skip
-        if needs_dweight or needs_dbias:
-            norm_weight_gradients_wide_kernel[(programs, triton.cdiv(width, 2048))](
-                dy, s, mean, rstd, dweight_parts, dbias_parts, rows, dy_stride, s_stride, width // align,
-                **options, BLOCK=2048, num_warps=4,
-            )  # fmt: skip
-    dweight, dbias = (
-        dx.new_empty(0, dtype=torch.float32) if parts is None else column_sum(parts)
-        for parts in (dweight_parts, dbias_parts)
-    )
-    return dx, dweight, dbias
+    row_bytes = block * (dy.element_size() + s.element_size() + (0 if ds is None else ds.element_size()))
+    programs, options = backward_geometry(block, column_tiles, rows, row_bytes, limits)
+    parts = torch.empty((programs, sums * width), device=s.device, dtype=torch.float32)
+    norm_backward_kernel[(programs, column_tiles)](
+        dy, ds, s, weight, statistics, means, dx, parts,
+        rows, dy_stride // align, ds_stride // align, s_stride // align, width // align,
+        LAYER_NORM=layer_norm, DWEIGHT=needs_dweight, DBIAS=needs_dbias, ALIGNMENT=align, BLOCK=block, **options,
+    )  # fmt: skip
+    if sums == 0:
+        return dx, parts.new_empty(0, width)
+    return dx, column_sum(parts).view(sums, width)
+
+
+def backward_geometry(
+    block: int, column_tiles: int, rows: int, row_bytes: int, limits: launch.DeviceLimits
+) -> tuple[int, dict[str, int]]:
+    """Programs of norm_backward_kernel on grid axis 0, and its options, for rows or columns of rows of `row_bytes`.
+
+    What is loaded ahead must cover the latency of memory, about 30 KB in flight on each multiprocessor of an H100. So
+    a multiprocessor gets as many programs as its registers hold. Each takes at least 8 rows: its share of a sum over
+    rows is float32, written and read again, 8 bytes per column where a row of bfloat16 moves 6.
+    """
+    tile = min(32, max(1024 // block, 1))
+    threads = block * tile // (8 if block <= 4096 else 16)  # loads of 16 bytes, one or two for each tensor
+    registers = 96 if block <= 512 else 64 if block <= 4096 else REGISTERS // threads  # enough not to spill
+    resident = limits.multiprocessors * (REGISTERS // (threads * registers))
+    options = {"ROWS": tile, "STAGES": 3 if 2 * tile * row_bytes <= PREFETCH_BYTES else 1}
+    options["num_warps"] = min(max(threads * limits.max_warps // 1024, 1), limits.max_warps)
+    if limits.max_warps == 32 and torch.version.hip is None:
+        options["maxnreg"] = registers  # the compiler for AMD has no such option
+    return max(1, min(resident // column_tiles, rows // max(tile, 8))), options
 
 
 class Norm(torch.autograd.Function):
@@ -376,8 +360,8 @@ class Norm(torch.autograd.Function):
         eps: float,
     ) -> tuple[Tensor, Tensor]:
         """Keeps s (x without a residual) and the one or two statistics of each row for the backward pass."""
-        y, s, mean, rstd = norm_forward(x, residual, weight, bias, layer_norm, eps)
-        ctx.save_for_backward(x if residual is None else s, weight, bias, mean, rstd)
+        y, s, statistics = norm_forward(x, residual, weight, bias, layer_norm, eps)
+        ctx.save_for_backward(x if residual is None else s, weight, bias, statistics)
         ctx.layer_norm, ctx.has_residual = layer_norm, residual is not None
         ctx.set_materialize_grads(False)
         if residual is None:
@@ -388,17 +372,17 @@ class Norm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: FunctionCtx, dy: Tensor | None, ds: Tensor | None) -> tuple[Tensor | None, ...]:
         """x and residual share one gradient."""
-        s, weight, bias, mean, rstd = ctx.saved_tensors
+        s, weight, bias, statistics = ctx.saved_tensors
         if dy is None:
             dy = torch.zeros_like(s)
         needs_dweight, needs_dbias = ctx.needs_input_grad[2:4]
         ds = ds if ctx.has_residual else None
-        dx, dweight, dbias = norm_backward(dy, ds, s, weight, mean, rstd, ctx.layer_norm, needs_dweight, needs_dbias)
+        dx, sums = norm_backward(dy, ds, s, weight, statistics, ctx.layer_norm, needs_dweight, needs_dbias)
         return (
             dx.to(dy.dtype),
             dx if ctx.has_residual else None,
-            dweight.to(weight.dtype) if needs_dweight else None,
-            dbias.to(bias.dtype) if needs_dbias else None,
+            sums[0].to(weight.dtype) if needs_dweight else None,
+            sums[-1].to(bias.dtype) if needs_dbias else None,
             None,
             None,
         )

@@ -14,6 +14,9 @@ import pytest
 
 from kernels import gpu
 
+if gpu is not None:
+    from kernels import launch, norm
+
 pytestmark = pytest.mark.skipif(gpu is None, reason="Triton is not installed")
 
 SHARED_MEMORY = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024, "gfx942": 64 * 1024}
@@ -23,13 +26,16 @@ BUDGET = 80
 BUDGETS = {
     r"gate and up in one kernel, 32": 200,
     r"gate and up in one kernel, 256": 244,
-    r"norm backward, \w+, 256": 96,
-    r"norm backward, \w+, 8192": 128,
+    r"norm backward, \w+, 8192": 192,
+    r"norm backward": 132,  # on AMD; test_the_backward_norms_keep_enough_bytes_in_flight is stricter for NVIDIA
     r"norm forward, \w+, 32768": 82,
     r"rotary backward, .*head norms": 128,
     r"decode qkv, .*head norms": 128,
     r"decode project, attention splits": 96,
 }
+
+# Bytes of a thread that may be spilled, where that costs less than a second pass over the row.
+SPILLS = {r"norm backward, rms, 16384": 136, r"norm backward, layer, 4\d{3}": 16}
 
 
 def compile_in_another_process(*arguments: str) -> str:
@@ -57,7 +63,8 @@ def test_every_kernel_is_compiled_for_every_target(kernels):
 def test_no_kernel_spills_registers_or_exceeds_its_budget(kernels):
     for one in kernels:
         budget = next((maximum for name, maximum in BUDGETS.items() if re.match(name, one["launch"])), BUDGET)
-        assert one["spilled"] == 0 and one["registers"] <= budget, one
+        spilled = next((maximum for name, maximum in SPILLS.items() if re.match(name, one["launch"])), 0)
+        assert one["spilled"] <= spilled and one["registers"] <= budget, one
 
 
 def test_blocks_fit_into_threads_registers_and_shared_memory(kernels):
@@ -65,6 +72,25 @@ def test_blocks_fit_into_threads_registers_and_shared_memory(kernels):
         threads = one["warps"] * (64 if one["target"] == "gfx942" else 32)
         assert threads <= 1024 and one["shared"] <= SHARED_MEMORY[one["target"]], one
         assert threads * one["registers"] <= 65536 * (2 if one["target"] == "gfx942" else 1), one
+
+
+def test_the_backward_norms_keep_enough_bytes_in_flight(kernels):
+    """An H100 needs about 30 KB in flight on each multiprocessor. What is loaded ahead is half of the shared memory."""
+    checked = 0
+    for one in kernels:
+        if one["target"] == "gfx942" or one["kernel"] not in ("norm_backward_kernel", "norm_row_means_kernel"):
+            continue
+        registers = (one["registers"] + 7) // 8 * 8 * one["warps"] * 32
+        resident = min(65536 // registers, SHARED_MEMORY[one["target"]] // (one["shared"] + 1024))
+        if one["launch"] != "norm backward, rms, 16384":  # nothing is loaded ahead
+            assert resident * one["shared"] / 2 >= 30e3, one
+            checked += 1
+        width = launch.tile_width(int(one["launch"].split(", ")[2]))
+        block = min(width, norm.WIDE_BLOCK_BACKWARD) if one["warps"] == 4 else width  # of a row or of a tile
+        programs, _ = norm.backward_geometry(block, 1, 2**30, 6 * block, launch.DeviceLimits(100, 32, True))
+        if one["kernel"] == "norm_backward_kernel" and one["target"] == "sm_90":
+            assert 100 * (resident - 1) <= programs <= 100 * resident, one
+    assert checked > 30
 
 
 def test_rows_are_read_and_written_16_bytes_at_a_time_even_if_only_8_and_not_16_divides_their_length(kernels):
@@ -102,11 +128,11 @@ from kernels import cross_entropy, norm, rope, swiglu
 
 recorder, variants = pretend("sm_90"), {}
 for tokens in (1, 2, 3, 7, 8, 15, 16, 17, 31, 32, 33, 48, 63, 64, 65, 100, 128, 129, 256, 1000):
-    x, statistic = torch.empty(tokens, 256, dtype=torch.bfloat16), torch.empty(tokens)
+    x, statistics = torch.empty(tokens, 256, dtype=torch.bfloat16), torch.empty(2, tokens)
     weight, angles, qkv = torch.empty(256), torch.empty(tokens, 32), torch.empty(1, tokens, 256, dtype=torch.bfloat16)
     calls = {
         "norm forward": lambda: norm.norm_forward(x, x, weight, weight, True, 1e-5),
-        "norm backward": lambda: norm.norm_backward(x, x, x, weight, statistic, statistic, True, True, True),
+        "norm backward": lambda: norm.norm_backward(x, x, x, weight, statistics, True, True, True),
         "swiglu": lambda: swiglu.swiglu_backward(swiglu.swiglu_forward(x), x),
         "rotary": lambda: rope.rotary_forward(qkv, angles, angles, 2, 1, weight[:64], weight[:64], 1e-5),
         "rotary backward": lambda: rope.rotary_backward(

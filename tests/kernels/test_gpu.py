@@ -49,7 +49,10 @@ def assert_close(function, exact, inputs, upstream, relative, tolerances):
 @pytest.mark.parametrize("kind", ["rms", "layer"])
 @pytest.mark.parametrize(
     ("rows", "width"),
-    [*[(4099, 64), (4099, 1000), (2048, 1024), (4096, 4096), (1000, 4104)], *[(513, 8192), (300, 16384), (200, 65536)]],
+    [
+        *[(4099, 64), (4099, 512), (4099, 1000), (2048, 1024), (3001, 2048), (4096, 4096), (1000, 4104)],
+        *[(513, 8192), (300, 16384), (200, 65536)],
+    ],
 )
 def test_norms_are_within_one_rounding_of_float64(relative, kind, rows, width):
     x, residual, dy, ds = (normal(rows, width, dtype=HALF, seed=i) for i in range(4))

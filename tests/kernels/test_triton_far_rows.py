@@ -76,42 +76,50 @@ def assert_far_equals_near(far, launch: Callable, inputs: list, outputs: list, t
 def test_norms_reach_rows_beyond_2_to_the_31_elements(far, draw, wide):
     half = torch.bfloat16
     x, residual, dy, ds = (draw(1, WIDTH, dtype=half) for _ in range(4))
-    weight, mean, rstd = draw(WIDTH), draw(1, 1).abs(), draw(1, 1).abs()
-    size = dict(LAYER_NORM=True, ALIGNMENT=8)
-    tile = {} if wide else {"ROWS": 1}
-    rows_of = (lambda rows: ()) if wide else (lambda rows: (rows,))
-    forward = norm.norm_forward_wide_kernel if wide else norm.norm_forward_kernel
+    weight, statistics = draw(WIDTH), draw(2, 1).abs()
+    size = dict(LAYER_NORM=True, ALIGNMENT=8, BLOCK=WIDTH)
+    strides = [WIDTH // 8] * 3
+
+    def per_row(rows):
+        """Two float32 numbers for each row, of which a kernel finds the second by the number of rows."""
+        return torch.full((2, rows), float("nan"))
 
     def run_forward(inputs, outputs, rows):
-        forward[(1,)](
-            *inputs, weight, weight, *outputs, *rows_of(rows), WIDTH // 8, WIDTH // 8, WIDTH // 8, 1e-5,
-            **size, **tile, BLOCK=WIDTH,
-        )  # fmt: skip
+        kernel, tile = (norm.norm_forward_wide_kernel, {}) if wide else (norm.norm_forward_kernel, {"ROWS": 1})
+        found = per_row(rows)
+        kernel[(1,)](*inputs, weight, weight, *outputs[:2], found, rows, *strides, 1e-5, **size, **tile)
+        outputs[2][-1] = found[:, -1]
 
-    assert_far_equals_near(far, run_forward, [x, residual], [x, x, mean, rstd])
+    assert_far_equals_near(far, run_forward, [x, residual], [x, x, statistics.T])
     far[0](0)
 
     def run_backward(inputs, outputs, rows):
-        strides = [WIDTH // 8] * 3
-        common = inputs[0], inputs[1], inputs[2], weight, inputs[3], inputs[4], outputs[0]
+        given, means = per_row(rows), per_row(rows) if wide else None
+        given[:, -1:] = statistics
+        dy, ds, s = inputs
         if wide:
-            norm.norm_backward_wide_kernel[(1,)](*common, *strides, WIDTH // 8, **size, BLOCK=WIDTH)
-            sums = inputs[0], inputs[2], inputs[3], inputs[4], outputs[1], outputs[2]
-            norm.norm_weight_gradients_wide_kernel[(1,)](*sums, rows, *strides, **size, BLOCK=WIDTH)
-        else:
-            norm.norm_backward_kernel[(1,)](
-                *common, outputs[1], outputs[2], rows, *strides, WIDTH // 8, **size, **tile, BLOCK=WIDTH
-            )
+            norm.norm_row_means_kernel[(1,)](dy, s, weight, given, means, rows, *strides, **size)
+        norm.norm_backward_kernel[(1, 1)](
+            dy, ds, s, weight, given, means, *outputs, rows, *strides, WIDTH // 8,
+            **size, DWEIGHT=True, DBIAS=True, ROWS=1, STAGES=1,
+        )  # fmt: skip
 
-    assert_far_equals_near(far, run_backward, [dy, ds, x, mean, rstd], [x, draw(1, WIDTH), draw(1, WIDTH)])
+    assert_far_equals_near(far, run_backward, [dy, ds, x], [x, draw(1, 2 * WIDTH)])
 
 
 def test_a_stride_of_2_to_the_27_elements_reaches_beyond_2_to_the_31(far, draw):
     _, huge = far
-    rows = huge(33, draw(1, 2**27).bfloat16())[:, :8]
-    rows.copy_(draw(33, 8))
-    y = gpu.normalize(rows, kind="rms", eps=1e-5)[0]
-    assert torch.equal(y, gpu.normalize(rows.contiguous(), kind="rms", eps=1e-5)[0])
+    x, residual, dy, ds = (huge(33, torch.zeros(1, 2**27, dtype=torch.bfloat16))[:, :8] for _ in range(4))
+    results = []
+    for tensor in (x, residual, dy, ds):
+        tensor.copy_(draw(33, 8))
+    for given in ((x, residual, dy, ds), [t.contiguous() for t in (x, residual, dy, ds)]):
+        leaves = [t.detach().requires_grad_() for t in given[:2]]
+        outputs = gpu.normalize(leaves[0], None, None, leaves[1], kind="rms", eps=1e-5)
+        alone = gpu.normalize(leaves[0], kind="layer", eps=1e-5)[0]
+        gradients = torch.autograd.grad((*outputs, alone), leaves, (*given[2:], given[2]))
+        results.append((*outputs, alone, *gradients))
+    assert all(map(torch.equal, *results))
 
 
 def test_swiglu_reaches_rows_beyond_2_to_the_31_elements(far, draw):
