@@ -148,10 +148,12 @@ def launches() -> Iterator[tuple[str, Callable[[], object]]]:
                 lambda a=(q, k, k, qkv, angles, angles, *weights, 1e-6): rope.rotary_backward(*a),
             )
 
-    logits, targets = empty(16, 6408), torch.zeros(16, dtype=torch.int64)
-    for replace in (False, True):
-        name = f"loss{' and gradient' if replace else ''}"
-        yield name, lambda replace=replace: cross_entropy.compute_losses(logits, targets, -100, replace)
+    labels, token = torch.zeros(16, dtype=torch.int64), empty(16, dtype=FLOAT32)
+    for vocabulary in (61, 6401, 32000, 50257, 131072):
+        logits = cross_entropy.padded_logits(16, vocabulary, labels.bfloat16())
+        for weights in (None, token):
+            name = f"loss{' and gradient' if weights is not None else ''}, vocabulary {vocabulary}"
+            yield name, lambda a=(logits, labels, weights, token, -100): cross_entropy.cross_entropy(*a)
 
     s, table = empty(2, 2048), empty(64, 64, dtype=FLOAT32)
     position, padding = torch.zeros(1, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
