@@ -2,12 +2,13 @@
 
 Tokens are processed in chunks whose logits fit in WORKSPACE bytes. A kernel turns a chunk's logits, as the product
 rounded them, into losses and, in place, into the gradient: weight times (softmax - onehot), where `weight` is what the
-token's loss is multiplied by. Two products make dx and dweight of it, and the next chunk reuses the memory.
+token's loss is multiplied by. Two products make dx and dweight of it, in float32 and rounded once in the end, and the
+next chunk reuses the memory.
 
 A caller that gives the weights of the tokens gets the weighted sum of the losses, and both gradients are made in the
 forward pass: 3 products, the minimum. A caller that gives none gets the loss of each token. The weights are then the
 upstream gradient, which only the backward pass knows, and it computes the logits again: 4 products.
-The weight's gradient is summed in float32, and the host never waits for a result.
+The host never waits for a result.
 """
 
 import sys
@@ -27,60 +28,70 @@ WORKSPACE = 2**30  # bytes of logits at once
 
 @triton.jit(do_not_specialize=["rows", "width", "stride", "ignore_index"])
 def cross_entropy_kernel(
-    logits_ptr,  # (rows, 8 stride), of which the first `width` columns are logits; overwritten with GRADIENT
+    logits_ptr,  # (rows, 8 stride), of which the columns from `width` are -inf; overwritten with GRADIENT
     target_ptr, weight_ptr, loss_ptr,  # int64, float32 and float32 output, (rows,) each; weight only with GRADIENT
     rows, width, stride, ignore_index,
     BLOCK: tl.constexpr, GRADIENT: tl.constexpr,
 ):  # fmt: skip
     """Each program takes every n-th row: loss = log sum exp(logits) - logits[target].
 
-    With GRADIENT, weight (softmax - onehot) overwrites the logits, rounded once, and the columns after `width` become 0.
-    The sum is rescaled whenever a larger logit appears (Milakov and Gimelshein 2018, algorithm 3).
-    Ignored rows are not read; they get loss 0 and gradient 0. A target that is no column gives NaN for both.
+    With GRADIENT, weight (softmax - onehot) overwrites the logits, rounded once. Ignored rows are not read; they get
+    loss 0 and gradient 0. A target that is no column gives NaN for both.
 
+    Each 8 columns that a thread reads at once have their own maximum and sum, which is rescaled whenever a larger logit
+    appears (Milakov and Gimelshein 2018, algorithm 3): threads meet at the end of a row, not once for each block.
     No barrier is needed before the logits are replaced: a thread replaces the columns that it has read itself, and the
     target's logit is taken from the registers of the thread that read it.
     """
     stride = stride * 8
+    offset = 8 * tl.arange(0, BLOCK // 8)[:, None] + tl.arange(0, 8)[None, :]
     for i in range(tl.program_id(0), rows, tl.num_programs(0)):
         row = tl.cast(i, tl.int64)
         row_ptr = logits_ptr + row * stride
         target = tl.load(target_ptr + row)
         counted = target != ignore_index
         valid = (target >= 0) & (target < width)
+        column = tl.where(counted & valid, target, -1).to(tl.int32)
         end = tl.where(counted, stride, 0)
-        # The lowest number and not -inf: a block whose logits are all -inf would rescale by exp(-inf + inf), NaN.
-        largest, chosen = -3.4028234663852886e38, float("nan")
-        total = tl.zeros((BLOCK,), tl.float32)  # one sum for each column of a block: reduced once for each row
-        column = tl.arange(0, BLOCK)
-        following = tl.load(row_ptr + column, mask=column < end, other=float("-inf"), eviction_policy="evict_last")
+        # The lowest number and not -inf: columns that are all -inf would rescale by exp(-inf + inf), NaN.
+        largest = tl.full((BLOCK // 8,), -3.4028234663852886e38, tl.float32)
+        total, chosen = tl.zeros((BLOCK // 8,), tl.float32), tl.zeros((BLOCK // 8,), tl.float32)
+        following = tl.load(row_ptr + offset, mask=offset < end, other=float("-inf"), eviction_policy="evict_last")
         for start in range(0, end, BLOCK):
-            column = start + tl.arange(0, BLOCK)
-            logits = tl.where(column < width, following.to(tl.float32), float("-inf"))
-            column += BLOCK  # the next block is on its way while this one is summed
-            following = tl.load(row_ptr + column, mask=column < end, other=float("-inf"), eviction_policy="evict_last")
-            if valid & (target >= start) & (target < start + BLOCK):
-                chosen = tl.sum(tl.where(column - BLOCK == target, logits, 0.0))
-            before, largest = largest, tl.maximum(largest, tl.max(logits))
-            total = total * tl.exp(before - largest) + tl.exp(logits - largest)
-        normalizer = tl.sum(total)
-        loss = largest + tl.log(normalizer) - chosen
+            after = start + BLOCK
+            logits = following.to(tl.float32)
+            following = tl.load(  # on its way while this block is summed
+                row_ptr + after + offset, mask=offset < end - after, other=float("-inf"), eviction_policy="evict_last"
+            )
+            if (column >= start) & (column < after):
+                chosen = tl.sum(tl.where(offset == column - start, logits, 0.0), axis=1)
+            before, largest = largest, tl.maximum(largest, tl.max(logits, axis=1))
+            total = total * tl.exp(before - largest) + tl.sum(tl.exp(logits - largest[:, None]), axis=1)
+        highest = tl.max(largest)
+        normalizer = tl.sum(total * tl.exp(largest - highest))
+        loss = tl.where(valid, highest + tl.log(normalizer) - tl.sum(chosen), float("nan"))
         tl.store(loss_ptr + row, tl.where(counted, loss, 0.0))
         if GRADIENT:
             weight = tl.where(valid, tl.load(weight_ptr + row), float("nan"))
             scale = tl.where(counted, weight / normalizer, 0.0)
             for start in range(0, stride, BLOCK):
-                column = start + tl.arange(0, BLOCK)
-                logits = tl.load(row_ptr + column, mask=column < end, other=float("-inf"), eviction_policy="evict_first")
-                logits = tl.where(column < width, logits.to(tl.float32), float("-inf"))
-                delta = tl.exp(logits - largest) * scale
-                delta -= tl.where((column == target) & counted, weight, 0.0)
-                tl.store(row_ptr + column, delta.to(logits_ptr.dtype.element_ty), mask=column < stride)
+                logits = tl.load(
+                    row_ptr + start + offset,
+                    mask=offset < end - start,
+                    other=float("-inf"),
+                    eviction_policy="evict_first",
+                ).to(tl.float32)
+                delta = tl.exp(logits - highest) * scale
+                if (column >= start) & (column < start + BLOCK):
+                    delta -= tl.where(offset == column - start, weight, 0.0)
+                delta = delta.to(logits_ptr.dtype.element_ty)
+                tl.store(row_ptr + start + offset, delta, mask=offset < stride - start)
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, weights: Tensor | None, loss: Tensor, ignore_index: int) -> None:
-    """Write losses (n,) of logits (n, V) from `padded_logits`; with weights (n,), the gradient overwrites the logits.
+    """Write losses (n,) of logits (n, V); with weights (n,), the gradient overwrites the logits.
 
+    Rows of logits have a stride divisible by 8, and what follows a row up to the next is -inf.
     A row is read twice, and the second read should find it in the cache. A multiprocessor therefore works on few rows
     at once, with 1,024 threads of 8 elements in total: rows of at most 16 blocks are 256 KB of bfloat16, where an
     H100's L2 cache has 380 KB for each multiprocessor.
@@ -94,64 +105,60 @@ def cross_entropy(logits: Tensor, targets: Tensor, weights: Tensor | None, loss:
     )  # fmt: skip
 
 
-def padded_logits(rows: int, vocabulary: int, like: Tensor) -> Tensor:
-    """Uninitialized (rows, V) in rows of a multiple of 8 elements: 16-byte accesses and aligned products for any V."""
-    return like.new_empty(rows, -(-vocabulary // 8) * 8)[:, :vocabulary]
+def allocate_logits(rows: int, vocabulary: int, like: Tensor) -> Tensor:
+    """Uninitialized rows of V rounded up to a multiple of 8: 16-byte accesses and aligned products for any V."""
+    return like.new_empty(rows, -(-vocabulary // 8) * 8)
 
 
 def chunk_rows(rows: int, vocabulary: int, itemsize: int) -> int:
     """Tokens in a chunk: all if their logits fit in WORKSPACE, else the multiple of 128 that fits, at least 128."""
     fitting = WORKSPACE // (vocabulary * itemsize)
-    return rows if rows <= fitting else max(fitting // 128 * 128, 128)
+    return max(rows, 1) if rows <= fitting else max(fitting // 128 * 128, 128)
 
 
-def power_of_two_below(weights: Tensor) -> Tensor:
-    """The largest power of two that is not above the largest magnitude, 0-dimensional; 2^-126 if all are 0.
-
-    float32 has the exponent in 8 bits: what is left without the others is a power of two, or inf if a weight is inf or
-    NaN, and then no gradient is finite.
-    """
+def largest_magnitude(weights: Tensor) -> Tensor:
+    """The largest absolute value, 0-dimensional; 1 where it would be 0."""
     if not weights.numel():
         return weights.new_ones(())
     largest = torch.linalg.vector_norm(weights, float("inf"))
-    return (largest.view(torch.int32) & 0x7F800000).clamp(min=0x00800000).view(torch.float32)
+    return largest.masked_fill(largest == 0, 1.0)
 
 
 def run_chunks(
     x: Tensor, weight: Tensor, targets: Tensor, token_weights: Tensor | None, ignore_index: int,
     needs_dx: bool, needs_dweight: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Losses (N,), and with token_weights (N,) the gradients of their weighted sum: dx in x's dtype, float32 dweight."""
+    """Losses (N,), and with token_weights (N,) the gradients of their weighted sum, in float32, as x and weight."""
     rows, vocabulary = x.shape[0], weight.shape[0]
     chunk = chunk_rows(rows, vocabulary, x.element_size())
     targets = targets.contiguous()
     loss = x.new_empty(rows, dtype=torch.float32)
-    dx = torch.empty(x.shape if needs_dx else 0, device=x.device, dtype=x.dtype)
-    dweight = None
-    buffer = padded_logits(min(chunk, rows), vocabulary, x)
+    dx = x.new_empty(x.shape if needs_dx else 0, dtype=torch.float32)
+    dweight = weight.new_empty(weight.shape if needs_dweight else 0, dtype=torch.float32)
+    if not rows:
+        dweight.zero_()
+    buffer = allocate_logits(min(chunk, rows), vocabulary, x)
     for start in range(0, rows, chunk):
         part = slice(start, start + chunk)
-        logits = buffer[: rows - start]
+        logits = buffer[: rows - start, :vocabulary]
         torch.mm(x[part], weight.t(), out=logits)
+        if vocabulary % 8:
+            buffer[:, vocabulary:] = float("-inf")  # classes without probability: the kernel needs no other mask
         weights = None if token_weights is None else token_weights[part]
         cross_entropy(logits, targets[part], weights, loss[part], ignore_index)
         if needs_dx:
-            torch.mm(logits, weight, out=dx[part])
+            multiply(logits, weight, dx[part], add=False)
         if needs_dweight:
-            dweight = add_product(dweight, logits.t(), x[part])
-    if dweight is None:
-        dweight = weight.new_zeros(weight.shape if needs_dweight else 0, dtype=torch.float32)
+            multiply(logits.t(), x[part], dweight, add=start > 0)
     return loss, dx, dweight
 
 
-def add_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
-    """total + a @ b in total's memory, in float32 for a and b of any dtype; no total is 0."""
+def multiply(a: Tensor, b: Tensor, total: Tensor, *, add: bool) -> None:
+    """Write a @ b to total, or add it, in float32 for a and b of any dtype."""
     if a.dtype == torch.float32 or not has_float32_products(a.device, a.dtype):
-        a, b = a.float(), b.float()
-        return a @ b if total is None else total.addmm_(a, b)
-    if total is None:
-        return torch.mm(a, b, out_dtype=torch.float32)
-    return torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+        torch.addmm(total, a.float(), b.float(), beta=int(add), out=total)
+    else:
+        torch.addmm(total, a, b, out_dtype=torch.float32, beta=int(add), out=total)
 
 
 @cache
@@ -162,12 +169,11 @@ def has_float32_products(device: torch.device, dtype: torch.dtype) -> bool:
     """
     a, total = torch.ones(16, 16, device=device, dtype=dtype), torch.ones(16, 16, device=device)
     try:
-        torch.mm(a, a, out_dtype=torch.float32)
-        torch.addmm(total, a, a, out_dtype=torch.float32, out=total)
+        torch.addmm(total, a, a, out_dtype=torch.float32, beta=1, out=total)
     except (NotImplementedError, RuntimeError, TypeError) as error:
         if device.type != "cpu":
             reason = str(error).partition("\n")[0]
-            print(f"the weight gradient of the loss uses slow float32 products: {reason}", file=sys.stderr)
+            print(f"the gradients of the loss use slow float32 products: {reason}", file=sys.stderr)
         return False
     return True
 
@@ -183,9 +189,8 @@ def loss_forward(x, weight, targets, ignore_index):
 
 
 def loss_gradients_fake(x, weight, targets, token_weights, ignore_index, needs_dx, needs_dweight):
-    dx = x.new_empty(x.shape if needs_dx else 0)
-    dweight = weight.new_empty(weight.shape if needs_dweight else 0, dtype=torch.float32)
-    return x.new_empty(x.shape[0], dtype=torch.float32), dx, dweight, x.new_empty((), dtype=torch.float32)
+    shapes = x.shape[:1], x.shape if needs_dx else (0,), weight.shape if needs_dweight else (0,), ()
+    return tuple(x.new_empty(shape, dtype=torch.float32) for shape in shapes)
 
 
 @register_op(
@@ -194,20 +199,20 @@ def loss_gradients_fake(x, weight, targets, token_weights, ignore_index, needs_d
     loss_gradients_fake,
 )
 def loss_gradients(x, weight, targets, token_weights, ignore_index, needs_dx, needs_dweight):
-    """Losses (N,), and the gradients of the weighted sum of the losses divided by `scale`: x's and weight's shapes.
+    """Losses (N,), and the gradients of the weighted sum of the losses divided by `scale`, in float32 or empty.
 
-    dx has x's dtype and dweight is float32; each is empty if it is not needed. A weight of 1/N times a small
-    probability would vanish in float16. Weights are therefore divided by a power of two that brings the largest to
-    between 1 and 2, which is exact, and the caller multiplies by it what is left to multiply: see `rescale`.
+    The weights are divided by the largest of them, and the caller multiplies the gradients by it (see `rescale`):
+    1/N times a small probability would vanish in float16, and where all weights are equal, -1 of -onehot needs no
+    rounding, whereas -1/N would be rounded in the same direction for all tokens.
     """
     token_weights = token_weights.float().masked_fill(targets == ignore_index, 0.0)
-    scale = power_of_two_below(token_weights)
+    scale = largest_magnitude(token_weights)
     loss, dx, dweight = run_chunks(x, weight, targets, token_weights / scale, ignore_index, needs_dx, needs_dweight)
     return loss, dx, dweight, scale
 
 
 def rescale(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """gradient times a float32 factor (1,), computed in float32 and rounded once to a dtype, in one pass."""
+    """A float32 gradient times a factor (1,), rounded once to a dtype, in one pass."""
     return torch.mul(gradient, factor, out=torch.empty_like(gradient, dtype=dtype))
 
 
@@ -228,7 +233,7 @@ class TokenLosses(torch.autograd.Function):
         """The weights of the tokens are the upstream gradient."""
         needs_dx, needs_dweight = ctx.needs_input_grad[:2]
         _, dx, dweight, scale = loss_gradients(*ctx.saved_tensors, grad, ctx.ignore_index, needs_dx, needs_dweight)
-        dx = rescale(dx, scale[None], dx.dtype) if needs_dx else None
+        dx = rescale(dx, scale[None], ctx.saved_tensors[0].dtype) if needs_dx else None
         return dx, rescale(dweight, scale[None], ctx.dtype) if needs_dweight else None, None, None
 
 
@@ -242,7 +247,7 @@ class WeightedLoss(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         arguments = targets, token_weights, ignore_index, needs_dx, needs_dweight
         losses, dx, dweight, scale = loss_gradients(x, weight.to(x.dtype), *arguments)
-        ctx.dtype = weight.dtype
+        ctx.dtypes = x.dtype, weight.dtype
         ctx.save_for_backward(dx, dweight, scale)
         return (losses * token_weights).sum()
 
@@ -253,20 +258,18 @@ class WeightedLoss(torch.autograd.Function):
         dx, dweight, scale = ctx.saved_tensors
         factor = (grad * scale)[None]
         needs_dx, needs_dweight = ctx.needs_input_grad[:2]
-        dx = rescale(dx, factor, dx.dtype) if needs_dx else None
-        return dx, rescale(dweight, factor, ctx.dtype) if needs_dweight else None, *[None] * 5
+        dx = rescale(dx, factor, ctx.dtypes[0]) if needs_dx else None
+        return dx, rescale(dweight, factor, ctx.dtypes[1]) if needs_dweight else None, *[None] * 5
 
 
 def linear_cross_entropy(
     x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int = -100, token_weights: Tensor | None = None
 ) -> Tensor:
-    """As `reference.linear_cross_entropy`; a target that is no class gives a NaN loss and NaN gradients.
-
-    With token_weights, dx is rounded once if the upstream gradient is a power of two, as in training, and else twice.
-    """
+    """As `reference.linear_cross_entropy`; a target that is no class gives a NaN loss and NaN gradients."""
+    if token_weights is None:
+        return TokenLosses.apply(x, weight, targets, ignore_index)
+    token_weights = token_weights.detach().float().expand(targets.shape)
     needs = [torch.is_grad_enabled() and tensor.requires_grad for tensor in (x, weight)]
-    if token_weights is not None and any(needs):
-        token_weights = token_weights.detach().float().expand(targets.shape)
+    if any(needs):
         return WeightedLoss.apply(x, weight, targets, ignore_index, token_weights, *needs)
-    losses = TokenLosses.apply(x, weight, targets, ignore_index)
-    return losses if token_weights is None else (losses * token_weights).sum()
+    return (TokenLosses.apply(x, weight, targets, ignore_index) * token_weights).sum()
