@@ -79,7 +79,9 @@ def test_each_of_logits_their_gradient_and_dx_is_rounded_once_and_nothing_else(
     found = run(x, weight, targets, weights, form)
     assert found[1].dtype == dtype
     expected = rounded_reference(x, weight, targets, weights)
-    if dtype == torch.float32 and mean:  # dx is of size 1, and weights of 50 multiply errors of 2e-7 in softmax - onehot
+    if (
+        dtype == torch.float32 and mean
+    ):  # dx is of size 1, and weights of 50 multiply errors of 2e-7 in softmax - onehot
         assert relative(found[1], expected[1]) < 2e-5
         found = found[0], expected[1].float(), found[2]
     assert_exact(found, expected, weights, rounding, relative)
@@ -92,7 +94,11 @@ def test_chunks_change_nothing(draw, relative, rounding, monkeypatch, form, rows
     x, weight, targets = make_inputs(draw, rows)
     weights = draw(rows)
     assert_exact(
-        run(x, weight, targets, weights, form), rounded_reference(x, weight, targets, weights), weights, rounding, relative
+        run(x, weight, targets, weights, form),
+        rounded_reference(x, weight, targets, weights),
+        weights,
+        rounding,
+        relative,
     )
 
 
@@ -107,7 +113,9 @@ def test_training_takes_three_products_and_an_arbitrary_upstream_gradient_four(d
     products = []
     mm, multiply = torch.mm, cross_entropy.multiply
     monkeypatch.setattr(torch, "mm", lambda *a, **named: products.append("mm") or mm(*a, **named))
-    monkeypatch.setattr(cross_entropy, "multiply", lambda *a, add: products.append("dx, dweight") or multiply(*a, add=add))
+    monkeypatch.setattr(
+        cross_entropy, "multiply", lambda *a, add: products.append("dx, dweight") or multiply(*a, add=add)
+    )
     for form, expected in (("weighted", 3), ("upstream", 4)):
         products.clear()
         run(*make_inputs(draw, 5), draw(5), form)
@@ -116,7 +124,7 @@ def test_training_takes_three_products_and_an_arbitrary_upstream_gradient_four(d
 
 @pytest.mark.parametrize("form", ["weighted", "upstream"])
 def test_without_a_counted_token_losses_and_gradients_are_0(draw, form):
-    x, weight, targets = make_inputs(draw, 9)
+    x, weight, _ = make_inputs(draw, 9)
     weight[:, 0] = torch.where(torch.arange(V) % 2 == 0, float("nan"), float("-inf"))  # ignored rows are not read
     for rows in (9, 0):
         found = run(x[:rows], weight, torch.full((rows,), -100), draw(rows), form)
@@ -241,7 +249,9 @@ def test_rows_of_any_length_with_logits_of_80_are_exact_to_float32(draw, relativ
     (delta,) = torch.autograd.grad(expected, exact, torch.ones(4, dtype=torch.float64))
     loss, found = loss_and_gradient(logits, targets)
     for row in range(4):
-        assert loss[row].item() == pytest.approx(expected[row].item(), rel=1e-6, abs=2e-7 * logits[row].abs().max().item())
+        assert loss[row].item() == pytest.approx(
+            expected[row].item(), rel=1e-6, abs=2e-7 * logits[row].abs().max().item()
+        )
         assert (found[row] - delta[row]).norm() < 1e-6 * delta[row].norm() + 3e-7
 
 

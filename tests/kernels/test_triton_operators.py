@@ -60,7 +60,7 @@ def test_a_compiled_function_of_all_kernels_is_one_graph_with_equal_gradients(tr
     cos, sin = angles.cos(), angles.sin()
     targets = torch.arange(14) % 9
 
-    def model(x, weight, bias, qkv_weight, gate_up, down, head):
+    def model(x, weight, bias, qkv_weight, gate_up, down, head, token_weights):
         y, s = kernels.normalize(x, weight, kind="rms", eps=1e-5)
         q, k, v = kernels.rotary(y @ qkv_weight.T, cos, sin, 2, 1, weight[:16], weight[16:], 1e-5)
         a = kernels.attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)).transpose(1, 2).flatten(2)
@@ -73,7 +73,7 @@ def test_a_compiled_function_of_all_kernels_is_one_graph_with_equal_gradients(tr
     for token_weights, upstream in ((None, draw(14)), (draw(14), torch.tensor(0.7))):
         losses = []
         for run in (model, torch.compile(model, fullgraph=True, backend="aot_eager")):
-            loss = run(*inputs)
+            loss = run(*inputs, token_weights)
             losses.append((loss.detach(), *torch.autograd.grad(loss, inputs, upstream)))
         assert all(map(torch.equal, *losses))
 
