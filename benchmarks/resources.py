@@ -148,10 +148,11 @@ def launches() -> Iterator[tuple[str, Callable[[], object]]]:
                 lambda a=(q, k, k, qkv, angles, angles, *weights, 1e-6): rope.rotary_backward(*a),
             )
 
-    logits, targets = empty(16, 6408), torch.zeros(16, dtype=torch.int64)
-    for replace in (False, True):
-        name = f"loss{' and gradient' if replace else ''}"
-        yield name, lambda replace=replace: cross_entropy.compute_losses(logits, targets, -100, replace)
+    labels, token = torch.zeros(16, dtype=torch.int64), empty(16, dtype=FLOAT32)
+    for vocabulary, weights in ((61, token), (50257, None), (50257, token), (131072, token)):
+        logits = cross_entropy.allocate_logits(16, vocabulary, empty(0))[:, :vocabulary]
+        name = f"loss{'' if weights is None else ' and gradient'}, vocabulary {vocabulary}"
+        yield name, lambda a=(logits, labels, weights, token, -100): cross_entropy.cross_entropy(*a)
 
     s, table = empty(2, 2048), empty(64, 64, dtype=FLOAT32)
     position, padding = torch.zeros(1, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)

@@ -227,7 +227,10 @@ class LinearCrossEntropy(torch.autograd.Function):
         return dx, dweight, None, None, None
 
 
-def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int = -100) -> Tensor:
+def linear_cross_entropy(
+    x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int = -100, token_weights: Tensor | None = None
+) -> Tensor:
     """As `reference.linear_cross_entropy`, without float32 logits of all tokens."""
     keep = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-    return LinearCrossEntropy.apply(x, weight.to(x.dtype), targets, ignore_index, keep)
+    losses = LinearCrossEntropy.apply(x, weight.to(x.dtype), targets, ignore_index, keep)
+    return losses if token_weights is None else (losses * token_weights.detach()).sum()

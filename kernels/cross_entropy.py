@@ -1,71 +1,113 @@
-"""The head's loss, -log softmax(W x)[target], without float32 logits of all tokens; cuBLAS computes the products.
+"""The head's loss, -log softmax(W x)[target], without the logits of all tokens; cuBLAS computes the products.
 
-A kernel turns logits, as the product rounded them, into losses and, in place, into softmax - onehot, from which the
-gradients follow. If that fits in WORKSPACE bytes for all tokens it is kept for the backward pass, which then computes
-two products. Otherwise tokens are processed in chunks that fit, and the backward pass computes each chunk's logits
-again: a third more arithmetic for memory that does not grow with the number of tokens. The weight's gradient is summed
-in float32, the host never waits for a result, and the upstream gradient may differ from token to token.
+Tokens are processed in chunks whose logits fit in WORKSPACE bytes. A kernel turns a chunk's logits, as the product
+rounded them, into losses and, in place, into the gradient: weight times (softmax - onehot), where `weight` is what the
+token's loss is multiplied by. Two products make dx and dweight of it, in float32 and rounded once in the end, and the
+next chunk reuses the memory.
+
+A caller that gives the weights of the tokens gets the weighted sum of the losses, and both gradients are made in the
+forward pass: 3 products, the minimum. A caller that gives none gets the loss of each token. The weights are then the
+upstream gradient, which only the backward pass knows, and it computes the logits again: 4 products.
+The host never waits for a result.
 """
+
+import sys
+from functools import cache
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
-from torch.nn import functional as F
 
-from kernels.launch import alignment, register_op
+from kernels import launch
+from kernels.launch import register_op, tile_width
 
 WORKSPACE = 2**30  # bytes of logits at once
 
 
-@triton.jit(do_not_specialize=["width", "ignore_index"])
-def cross_entropy_loss_kernel(
-    logits_ptr,  # (N, V), contiguous; overwritten with REPLACE
-    target_ptr, loss_ptr,  # int64 (N,) and float32 output (N,)
-    width, ignore_index,
-    ALIGNMENT: tl.constexpr, BLOCK: tl.constexpr, REPLACE: tl.constexpr,
+@triton.jit(do_not_specialize=["rows", "width", "stride", "ignore_index"])
+def cross_entropy_kernel(
+    logits_ptr,  # (rows, 8 stride), of which the columns from `width` are -inf; overwritten with GRADIENT
+    target_ptr, weight_ptr, loss_ptr,  # int64, float32 and float32 output, (rows,) each; weight only with GRADIENT
+    rows, width, stride, ignore_index,
+    BLOCK: tl.constexpr, GRADIENT: tl.constexpr,
 ):  # fmt: skip
-    """One row: loss = log sum exp(logits) - logits[target]; with REPLACE, softmax - onehot overwrites the logits.
+    """Each program takes every n-th row: loss = log sum exp(logits) - logits[target].
 
-    The sum is rescaled whenever a larger logit appears (Milakov and Gimelshein 2018, algorithm 3). Ignored rows get 0.
+    With GRADIENT, weight (softmax - onehot) overwrites the logits, rounded once. Ignored rows are not read; they get
+    loss 0 and gradient 0. A target that is no column gives NaN for both.
+
+    Each 8 columns that a thread reads at once have their own maximum and sum, which is rescaled whenever a larger logit
+    appears (Milakov and Gimelshein 2018, algorithm 3): threads meet at the end of a row, not once for each block.
+    No barrier is needed before the logits are replaced: a thread replaces the columns that it has read itself, and the
+    target's logit is taken from the registers of the thread that read it.
     """
-    width = width * ALIGNMENT
-    row = tl.program_id(0).to(tl.int64)
-    logits_ptr += row * width
-    target = tl.load(target_ptr + row)
-    counted = target != ignore_index
-    target = tl.where(counted, target, 0)
-    largest, total = float("-inf"), 0.0
-    for start in range(0, width, BLOCK):
-        column = start + tl.arange(0, BLOCK)
-        logits = tl.load(logits_ptr + column, mask=column < width, other=float("-inf")).to(tl.float32)
-        before, largest = largest, tl.maximum(largest, tl.max(logits))
-        total = total * tl.exp(before - largest) + tl.sum(tl.exp(logits - largest))
-    loss = largest + tl.log(total) - tl.load(logits_ptr + target).to(tl.float32)
-    tl.store(loss_ptr + row, tl.where(counted, loss, 0.0))
-    if REPLACE:
-        tl.debug_barrier()  # the target's logit is read before any thread replaces it
-        scale = tl.where(counted, 1 / total, 0.0)
-        one = tl.where(counted, 1.0, 0.0)
-        for start in range(0, width, BLOCK):
-            column = start + tl.arange(0, BLOCK)
-            logits = tl.load(logits_ptr + column, mask=column < width, other=float("-inf")).to(tl.float32)
-            delta = tl.exp(logits - largest) * scale - tl.where(column == target, one, 0.0)
-            tl.store(logits_ptr + column, delta.to(logits_ptr.dtype.element_ty), mask=column < width)
+    stride = stride * 8
+    offset = 8 * tl.arange(0, BLOCK // 8)[:, None] + tl.arange(0, 8)[None, :]
+    for i in range(tl.program_id(0), rows, tl.num_programs(0)):
+        row = tl.cast(i, tl.int64)
+        row_ptr = logits_ptr + row * stride
+        target = tl.load(target_ptr + row)
+        counted = target != ignore_index
+        valid = (target >= 0) & (target < width)
+        column = tl.where(counted & valid, target, -1).to(tl.int32)
+        end = tl.where(counted, stride, 0)
+        # The lowest number and not -inf: columns that are all -inf would rescale by exp(-inf + inf), NaN.
+        largest = tl.full((BLOCK // 8,), -3.4028234663852886e38, tl.float32)
+        total, chosen = tl.zeros((BLOCK // 8,), tl.float32), tl.zeros((BLOCK // 8,), tl.float32)
+        following = tl.load(row_ptr + offset, mask=offset < end, other=float("-inf"), eviction_policy="evict_last")
+        for start in range(0, end, BLOCK):
+            after = start + BLOCK
+            logits = following.to(tl.float32)
+            following = tl.load(  # on its way while this block is summed
+                row_ptr + after + offset, mask=offset < end - after, other=float("-inf"), eviction_policy="evict_last"
+            )
+            if (column >= start) & (column < after):
+                chosen = tl.sum(tl.where(offset == column - start, logits, 0.0), axis=1)
+            before, largest = largest, tl.maximum(largest, tl.max(logits, axis=1))
+            total = total * tl.exp(before - largest) + tl.sum(tl.exp(logits - largest[:, None]), axis=1)
+        highest = tl.max(largest)
+        normalizer = tl.sum(total * tl.exp(largest - highest))
+        loss = tl.where(valid, highest + tl.log(normalizer) - tl.sum(chosen), float("nan"))
+        tl.store(loss_ptr + row, tl.where(counted, loss, 0.0))
+        if GRADIENT:
+            weight = tl.where(valid, tl.load(weight_ptr + row), float("nan"))
+            scale = tl.where(counted, weight / normalizer, 0.0)
+            for start in range(0, stride, BLOCK):
+                logits = tl.load(
+                    row_ptr + start + offset,
+                    mask=offset < end - start,
+                    other=float("-inf"),
+                    eviction_policy="evict_first",
+                ).to(tl.float32)
+                delta = tl.exp(logits - highest) * scale
+                if (column >= start) & (column < start + BLOCK):
+                    delta -= tl.where(offset == column - start, weight, 0.0)
+                delta = delta.to(logits_ptr.dtype.element_ty)
+                tl.store(row_ptr + start + offset, delta, mask=offset < stride - start)
 
 
-def compute_losses(logits: Tensor, targets: Tensor, ignore_index: int, replace: bool) -> Tensor:
-    """Losses (N,) of contiguous logits (N, V), which softmax - onehot overwrites with `replace`."""
+def cross_entropy(logits: Tensor, targets: Tensor, weights: Tensor | None, loss: Tensor, ignore_index: int) -> None:
+    """Write losses (n,) of logits (n, V); with weights (n,), the gradient overwrites the logits.
+
+    Rows of logits have a stride divisible by 8, and what follows a row up to the next is -inf.
+    A row is read twice, and the second read should find it in the cache. A multiprocessor therefore works on few rows
+    at once, with 1,024 threads of 8 elements in total: rows of at most 16 blocks are 256 KB of bfloat16, where an
+    H100's L2 cache has 380 KB for each multiprocessor.
+    """
     rows, width = logits.shape
-    loss = torch.empty(rows, device=logits.device, dtype=torch.float32)
-    align = alignment(width)
-    if rows:
-        cross_entropy_loss_kernel[(rows,)](
-            logits, targets, loss, width // align, ignore_index,
-            ALIGNMENT=align, BLOCK=4096, REPLACE=replace, num_warps=8,
-        )  # fmt: skip
-    return loss
+    limits = launch.device_limits(logits.device)
+    block = min(max(tile_width(width) // 16, 256), 8192)
+    cross_entropy_kernel[(min(rows, limits.multiprocessors * (8192 // block)),)](
+        logits, targets, weights, loss, rows, width, logits.stride(0) // 8, ignore_index,
+        BLOCK=block, GRADIENT=weights is not None, num_warps=min(block // 256, limits.max_warps),
+    )  # fmt: skip
+
+
+def allocate_logits(rows: int, vocabulary: int, like: Tensor) -> Tensor:
+    """Uninitialized rows of V rounded up to a multiple of 8: 16-byte accesses and aligned products for any V."""
+    return like.new_empty(rows, -(-vocabulary // 8) * 8)
 
 
 def chunk_rows(rows: int, vocabulary: int, itemsize: int) -> int:
@@ -74,92 +116,160 @@ def chunk_rows(rows: int, vocabulary: int, itemsize: int) -> int:
     return max(rows, 1) if rows <= fitting else max(fitting // 128 * 128, 128)
 
 
-def loss_forward_fake(x, weight, targets, ignore_index, keep):
-    keep_delta = keep and chunk_rows(len(x), len(weight), x.element_size()) >= len(x)
-    return x.new_empty(len(x), dtype=torch.float32), x.new_empty((len(x), len(weight)) if keep_delta else (0, 0))
+def largest_magnitude(weights: Tensor) -> Tensor:
+    """The largest absolute value, 0-dimensional; 1 where it would be 0."""
+    if not weights.numel():
+        return weights.new_ones(())
+    largest = torch.linalg.vector_norm(weights, float("inf"))
+    return largest.masked_fill(largest == 0, 1.0)
 
 
-@register_op(
-    "loss_forward(Tensor x, Tensor weight, Tensor targets, int ignore_index, bool keep) -> (Tensor loss, Tensor delta)",
-    loss_forward_fake,
-)
-def loss_forward(x, weight, targets, ignore_index, keep):
-    """Losses (N,), and delta = softmax - onehot (N, V) in x's dtype: empty without `keep` or if it does not fit."""
-    chunk = chunk_rows(len(x), len(weight), x.element_size())
+def run_chunks(
+    x: Tensor, weight: Tensor, targets: Tensor, token_weights: Tensor | None, ignore_index: int,
+    needs_dx: bool, needs_dweight: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Losses (N,), and with token_weights (N,) the gradients of their weighted sum, in float32, as x and weight."""
+    rows, vocabulary = x.shape[0], weight.shape[0]
+    chunk = chunk_rows(rows, vocabulary, x.element_size())
     targets = targets.contiguous()
-    if chunk >= len(x):
-        logits = F.linear(x, weight)
-        loss = compute_losses(logits, targets, ignore_index, keep)
-        return loss, logits if keep else x.new_empty(0, 0)
-    chunks = zip(x.split(chunk), targets.split(chunk), strict=True)
-    losses = [compute_losses(F.linear(rows, weight), labels, ignore_index, False) for rows, labels in chunks]
-    return torch.cat(losses), x.new_empty(0, 0)
+    loss = x.new_empty(rows, dtype=torch.float32)
+    dx = x.new_empty(x.shape if needs_dx else 0, dtype=torch.float32)
+    dweight = weight.new_empty(weight.shape if needs_dweight else 0, dtype=torch.float32)
+    if not rows:
+        dweight.zero_()
+    buffer = allocate_logits(min(chunk, rows), vocabulary, x)
+    for start in range(0, rows, chunk):
+        part = slice(start, start + chunk)
+        logits = buffer[: rows - start, :vocabulary]
+        torch.mm(x[part], weight.t(), out=logits)
+        if vocabulary % 8:
+            buffer[:, vocabulary:] = float("-inf")  # classes without probability: the kernel needs no other mask
+        weights = None if token_weights is None else token_weights[part]
+        cross_entropy(logits, targets[part], weights, loss[part], ignore_index)
+        if needs_dx:
+            multiply(logits, weight, dx[part], add=False)
+        if needs_dweight:
+            multiply(logits.t(), x[part], dweight, add=start > 0)
+    return loss, dx, dweight
 
 
-def loss_backward_fake(grad, x, weight, targets, delta, ignore_index, needs_dx, needs_dweight):
-    dx = x.new_empty(x.shape if needs_dx else 0)
-    return dx, weight.new_empty(weight.shape if needs_dweight else 0, dtype=torch.float32)
+def multiply(a: Tensor, b: Tensor, total: Tensor, *, add: bool) -> None:
+    """Write a @ b to total, or add it, in float32 for a and b of any dtype."""
+    if a.dtype == torch.float32 or not has_float32_products(a.device, a.dtype):
+        torch.addmm(total, a.float(), b.float(), beta=int(add), out=total)
+    else:
+        torch.addmm(total, a, b, out_dtype=torch.float32, beta=int(add), out=total)
+
+
+@cache
+def has_float32_products(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether torch multiplies matrices of a 16-bit dtype into a float32 one: tried once, since only CUDA can.
+
+    A GPU that cannot is reported on stderr, because the float32 product in its place is several times slower.
+    """
+    a, total = torch.ones(16, 16, device=device, dtype=dtype), torch.ones(16, 16, device=device)
+    try:
+        torch.addmm(total, a, a, out_dtype=torch.float32, beta=1, out=total)
+    except (NotImplementedError, RuntimeError, TypeError) as error:
+        if device.type != "cpu":
+            reason = str(error).partition("\n")[0]
+            print(f"the gradients of the loss use slow float32 products: {reason}", file=sys.stderr)
+        return False
+    return True
+
+
+def loss_forward_fake(x, weight, targets, ignore_index):
+    return x.new_empty(x.shape[0], dtype=torch.float32)
+
+
+@register_op("loss_forward(Tensor x, Tensor weight, Tensor targets, int ignore_index) -> Tensor", loss_forward_fake)
+def loss_forward(x, weight, targets, ignore_index):
+    """Losses (N,)."""
+    return run_chunks(x, weight, targets, None, ignore_index, False, False)[0]
+
+
+def loss_gradients_fake(x, weight, targets, token_weights, ignore_index, needs_dx, needs_dweight):
+    shapes = x.shape[:1], x.shape if needs_dx else (0,), weight.shape if needs_dweight else (0,), ()
+    return tuple(x.new_empty(shape, dtype=torch.float32) for shape in shapes)
 
 
 @register_op(
-    "loss_backward(Tensor grad, Tensor x, Tensor weight, Tensor targets, Tensor delta, int ignore_index, bool needs_dx,"
-    " bool needs_dweight) -> (Tensor dx, Tensor dweight)",
-    loss_backward_fake,
+    "loss_gradients(Tensor x, Tensor weight, Tensor targets, Tensor token_weights, int ignore_index, bool needs_dx,"
+    " bool needs_dweight) -> (Tensor loss, Tensor dx, Tensor dweight, Tensor scale)",
+    loss_gradients_fake,
 )
-def loss_backward(grad, x, weight, targets, delta, ignore_index, needs_dx, needs_dweight):
-    """dx (N, D) and float32 dweight (V, D), each empty if it is not needed.
+def loss_gradients(x, weight, targets, token_weights, ignore_index, needs_dx, needs_dweight):
+    """Losses (N,), and the gradients of the weighted sum of the losses divided by `scale`, in float32 or empty.
 
-    grad[i] scales row i of delta. That commutes with both products, so it is applied to the narrower matrix.
+    The weights are divided by the largest of them, and the caller multiplies the gradients by it (see `rescale`):
+    1/N times a small probability would vanish in float16, and where all weights are equal, -1 of -onehot needs no
+    rounding, whereas -1/N would be rounded in the same direction for all tokens.
     """
-    grad, targets = grad.float()[:, None], targets.contiguous()
-    chunk = chunk_rows(len(x), len(weight), x.element_size())
-    dx = torch.empty(x.shape if needs_dx else 0, device=x.device, dtype=x.dtype)
-    dweight = torch.zeros(weight.shape if needs_dweight else 0, device=x.device, dtype=torch.float32)
-    for start in range(0, len(x), chunk):
-        rows = slice(start, start + chunk)
-        if len(delta):
-            chunk_delta = delta[rows]
-        else:
-            chunk_delta = F.linear(x[rows], weight)
-            compute_losses(chunk_delta, targets[rows], ignore_index, True)
-        if needs_dx:
-            torch.mul(chunk_delta @ weight, grad[rows], out=dx[rows])
-        if needs_dweight:
-            add_product(dweight, chunk_delta.t(), (x[rows] * grad[rows]).to(x.dtype))
-    return dx, dweight
+    token_weights = token_weights.float().masked_fill(targets == ignore_index, 0.0)
+    scale = largest_magnitude(token_weights)
+    loss, dx, dweight = run_chunks(x, weight, targets, token_weights / scale, ignore_index, needs_dx, needs_dweight)
+    return loss, dx, dweight, scale
 
 
-def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b, summed in float32 for a and b of any dtype."""
-    if a.dtype == torch.float32 or a.device.type != "cuda":
-        total.addmm_(a.float(), b.float())
-    else:
-        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+def rescale(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """A float32 gradient times a factor (1,), rounded once to a dtype, in one pass."""
+    return torch.mul(gradient, factor, out=torch.empty_like(gradient, dtype=dtype))
 
 
-class LinearCrossEntropy(torch.autograd.Function):
-    """See `linear_cross_entropy`."""
+class TokenLosses(torch.autograd.Function):
+    """The loss of each token; the backward pass computes the logits again. See `linear_cross_entropy`."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, keep: bool) -> Tensor:
+    def forward(ctx: FunctionCtx, x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int) -> Tensor:
         ctx.ignore_index, ctx.dtype = ignore_index, weight.dtype
         # Cast here and not by the caller: autograd would round the float32 gradient to x's dtype on its way back.
         weight = weight.to(x.dtype)
-        loss, delta = loss_forward(x, weight, targets, ignore_index, keep)
-        ctx.save_for_backward(x, weight, targets, delta)
-        return loss
+        ctx.save_for_backward(x, weight, targets)
+        return loss_forward(x, weight, targets, ignore_index)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """The weight's gradient is rounded once, to the weight's dtype."""
-        x, weight, targets, delta = ctx.saved_tensors
+        """The weights of the tokens are the upstream gradient."""
         needs_dx, needs_dweight = ctx.needs_input_grad[:2]
-        dx, dweight = loss_backward(grad, x, weight, targets, delta, ctx.ignore_index, needs_dx, needs_dweight)
-        return dx if needs_dx else None, dweight.to(ctx.dtype) if needs_dweight else None, None, None, None
+        _, dx, dweight, scale = loss_gradients(*ctx.saved_tensors, grad, ctx.ignore_index, needs_dx, needs_dweight)
+        dx = rescale(dx, scale[None], ctx.saved_tensors[0].dtype) if needs_dx else None
+        return dx, rescale(dweight, scale[None], ctx.dtype) if needs_dweight else None, None, None
 
 
-def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int = -100) -> Tensor:
-    """As `reference.linear_cross_entropy`."""
-    keep = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-    return LinearCrossEntropy.apply(x, weight, targets, ignore_index, keep)
+class WeightedLoss(torch.autograd.Function):
+    """The weighted sum of the losses; the forward pass makes the gradients. See `linear_cross_entropy`."""
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx, x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, token_weights: Tensor,
+        needs_dx: bool, needs_dweight: bool,
+    ) -> Tensor:  # fmt: skip
+        arguments = targets, token_weights, ignore_index, needs_dx, needs_dweight
+        losses, dx, dweight, scale = loss_gradients(x, weight.to(x.dtype), *arguments)
+        ctx.dtypes = x.dtype, weight.dtype
+        ctx.save_for_backward(dx, dweight, scale)
+        return (losses * token_weights).sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Scaled out of place: what was saved must serve a second backward pass (retain_graph)."""
+        dx, dweight, scale = ctx.saved_tensors
+        factor = (grad * scale)[None]
+        needs_dx, needs_dweight = ctx.needs_input_grad[:2]
+        dx = rescale(dx, factor, ctx.dtypes[0]) if needs_dx else None
+        return dx, rescale(dweight, factor, ctx.dtypes[1]) if needs_dweight else None, *[None] * 5
+
+
+def linear_cross_entropy(
+    x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int = -100, token_weights: Tensor | None = None
+) -> Tensor:
+    """As `reference.linear_cross_entropy`; a target that is no class gives a NaN loss and NaN gradients."""
+    if token_weights is None:
+        return TokenLosses.apply(x, weight, targets, ignore_index)
+    token_weights = token_weights.detach().float().expand(targets.shape)
+    needs = [torch.is_grad_enabled() and tensor.requires_grad for tensor in (x, weight)]
+    if any(needs):
+        return WeightedLoss.apply(x, weight, targets, ignore_index, token_weights, *needs)
+    return (TokenLosses.apply(x, weight, targets, ignore_index) * token_weights).sum()

@@ -83,14 +83,20 @@ def swiglu_mlp(x: Tensor, gate_up_weight: Tensor, down_weight: Tensor) -> Tensor
     return F.linear(hidden, down_weight.to(x.dtype))
 
 
-def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int = -100) -> Tensor:
+def linear_cross_entropy(
+    x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int = -100, token_weights: Tensor | None = None
+) -> Tensor:
     """The loss -log softmax(W x)[target] of each token, in nats; 0 where the target is `ignore_index`.
 
     x (N, D); weight (V, D); targets (N,) int64. The product runs in x's dtype, the softmax in
     float32. Returns (N,) float32.
+    token_weights, float32 (N,) or one for all, 0-dimensional: return the sum of weight times loss instead, a float32
+    scalar. Training wants this one number, and a GPU computes its gradients with three products instead of four.
+    The weights are constants: no gradient flows to them.
     """
     logits = F.linear(x, weight.to(x.dtype)).float()  # (N, V)
-    return F.cross_entropy(logits, targets, ignore_index=ignore_index, reduction="none")
+    losses = F.cross_entropy(logits, targets, ignore_index=ignore_index, reduction="none")
+    return losses if token_weights is None else (losses * token_weights.detach()).sum()
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:

@@ -103,6 +103,7 @@ class Decoder(nn.Module):
         tokens: Tensor,
         targets: Tensor | None = None,
         *,
+        token_weights: Tensor | None = None,
         cache: KeyValueCache | None = None,
         padding: Tensor | None = None,
         last_only: bool = False,
@@ -111,6 +112,8 @@ class Decoder(nn.Module):
 
         targets (B, T) int64, -100 to ignore a position: return the loss of each token instead, in nats, float32 (B, T),
         0 where ignored.
+        token_weights, float32 (B, T) or 0-dimensional: return the sum of weight times loss, a scalar, instead of the
+        losses. It costs less to train on: see `kernels.linear_cross_entropy`.
         cache: earlier keys and values of the same sequences; the tokens follow them and are appended.
         padding (B,) int64: number of padding positions at the start of each sequence. A token's rotary position is its
         cache position minus the padding, and must be below max_position_embeddings.
@@ -138,7 +141,10 @@ class Decoder(nn.Module):
         head = self.embed_tokens if self.lm_head is None else self.lm_head
         if targets is None:
             return head(x).float()
-        return kernels.linear_cross_entropy(x.flatten(0, 1), head.weight, targets.flatten()).view_as(targets)
+        x, labels = x.flatten(0, 1), targets.flatten()
+        if token_weights is not None:
+            return kernels.linear_cross_entropy(x, head.weight, labels, token_weights=token_weights.flatten())
+        return kernels.linear_cross_entropy(x, head.weight, labels).view_as(targets)
 
     def num_parameters(self, embedding: bool = True) -> int:
         """Number of parameters; `embedding` False leaves out the embedding and an untied head."""

@@ -36,7 +36,7 @@ def train_step(
 ) -> tuple[float, float]:
     """Take one optimizer step; returns the loss in nats per token and the gradient's norm before clipping.
 
-    micro_batches: this process's inputs and targets, each int64 (b, T), on the host or the device; a target below 0
+    micro_batches: this process's inputs and targets, each int64 (b, T), on the host or the device; a target of -100
     is not predicted. The loss is the mean over the predicted tokens of all micro-batches of all processes, so every
     token has the same weight, however the batch is split.
     Under float16 a gradient that overflows makes the scaler skip the update; the returned norm is then infinite.
@@ -44,16 +44,18 @@ def train_step(
     """
     predicted = sum(int((targets >= 0).sum()) for _, targets in micro_batches)
     predicted = max(1, processes.sum(predicted, device=device)[0])
+    # One weight for all tokens. DistributedDataParallel averages gradients over the processes, we want their sum.
+    weight = torch.full((), processes.count / predicted, device=device)
 
     total = torch.zeros((), device=device)
     for i, micro_batch in enumerate(micro_batches):
         inputs, targets = (tensor.to(device, non_blocking=device.type == "cuda") for tensor in micro_batch)
         last = i == len(micro_batches) - 1  # only its backward pass exchanges gradients between processes
         with contextlib.nullcontext() if last or processes.count == 1 else model.no_sync():
-            loss = model(inputs, targets).sum() / predicted
-            scaler.scale(loss * processes.count).backward()  # DistributedDataParallel averages, we want the sum
+            loss = model(inputs, targets, token_weights=weight)
+            scaler.scale(loss).backward()
         total += loss.detach()
-    loss = processes.sum(total.item(), device=device)[0]
+    loss = processes.sum(total.item(), device=device)[0] / processes.count
 
     scaler.unscale_(optimizer)
     trained = [parameter for parameter in model.parameters() if parameter.grad is not None]

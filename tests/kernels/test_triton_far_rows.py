@@ -161,13 +161,13 @@ def test_rotary_reaches_rows_beyond_2_to_the_31_elements(far, draw):
 
 
 def test_the_loss_reaches_rows_beyond_2_to_the_31_elements(far, draw):
-    logits, target = draw(1, WIDTH, dtype=torch.bfloat16), torch.tensor([[77]])
+    logits, target, weight = draw(1, WIDTH, dtype=torch.bfloat16), torch.tensor([[77]]), draw(1, 1)
     loss = torch.zeros(1, 1)
 
     def run(inputs, outputs, rows):
         outputs[0][-1] = logits[0]  # replaced in place
-        cross_entropy.cross_entropy_loss_kernel[(1,)](
-            outputs[0], inputs[0], outputs[1], WIDTH // 8, -100, ALIGNMENT=8, BLOCK=WIDTH, REPLACE=True
+        cross_entropy.cross_entropy_kernel[(1,)](
+            outputs[0], *inputs, outputs[1], rows, WIDTH, WIDTH // 8, -100, BLOCK=WIDTH, GRADIENT=True
         )
 
-    assert_far_equals_near(far, run, [target], [logits, loss])
+    assert_far_equals_near(far, run, [target, weight], [logits, loss])

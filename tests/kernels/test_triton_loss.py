@@ -1,10 +1,14 @@
-"""The Triton loss beyond the tests of all implementations: chunks, long rows, large logits.
+"""The Triton loss beyond the tests of all implementations: its rounding, chunks, labels, infinities and precision.
 
-Tolerances: float32 sums of a few thousand terms: 1e-6; those of bfloat16 are explained in the tests.
+Expected values are float64 functions of the logits as the product rounded them, and of the gradient of the logits
+rounded once more. What is left: float32 sums of a few hundred terms, 1e-6 for losses. A float32 gradient of the logits
+may fall on the other side of a rounding boundary than the float64 one: one in ten thousand elements, each by 2^-8 in
+bfloat16, which is 4e-5 of the weight's float32 gradient. dx is rounded once more.
 """
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 from kernels import gpu
 
@@ -13,64 +17,309 @@ pytestmark = pytest.mark.skipif(gpu is None, reason="Triton is not installed")
 if gpu is not None:
     from kernels import cross_entropy
 
-
-@pytest.mark.parametrize("workspace", [2**30, 1])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_losses_and_gradients_do_not_depend_on_chunks(draw, relative, monkeypatch, dtype, workspace):
-    monkeypatch.setattr(cross_entropy, "WORKSPACE", workspace)  # 1 byte: chunks of the minimum size, 128
-    rows, vocabulary = 261, 130
-    assert cross_entropy.chunk_rows(rows, vocabulary, 2) == (rows if workspace > 1 else 128)
-    x, weight, upstream = draw(rows, 24, dtype=dtype), draw(vocabulary, 24, mean=0.05, std=0.3), draw(rows)
-    targets = torch.arange(rows) * 7 % vocabulary
-    targets[::5], targets[1], targets[2] = -100, 0, vocabulary - 1
-
-    def run(function, x, weight):
-        x, weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
-        loss = function(x, weight, targets)
-        return loss.detach(), *torch.autograd.grad(loss, (x, weight), upstream.to(loss.dtype))
-
-    found = run(gpu.linear_cross_entropy, x, weight)
-    assert [t.dtype for t in found] == [torch.float32, dtype, torch.float32]
-    expected = run(float64_loss, x.double(), weight.to(dtype).double())
-    # bfloat16: logits of about 3 are off by 5e-3 before the exponential
-    tolerances = (1e-6, 1e-6, 1e-6) if dtype == torch.float32 else (2e-3, 5e-3, 5e-3)
-    for ours, exact, tolerance in zip(found, expected, tolerances, strict=True):
-        assert relative(ours, exact) < tolerance
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+V, D = 301, 24  # two blocks of 256 classes, and no multiple of 8
 
 
-def float64_loss(x, weight, targets):
-    """The definition, in the dtype of its inputs."""
-    chosen = -torch.log_softmax(x @ weight.T, -1).gather(1, targets.clamp(min=0)[:, None])[:, 0]
-    return torch.where(targets == -100, 0.0, chosen)
+def make_inputs(draw, rows: int, dtype=torch.bfloat16, mean: float = 0.0):
+    """x with a row stride that 8 does not divide, weight whose logits have a mean, targets at the edges of blocks."""
+    x, weight = draw(rows, D + 3).to(dtype)[:, :D], draw(V, D, mean=0.05, std=0.3)
+    x[:, 0] = 1
+    weight[:, 0] += mean
+    targets = torch.arange(rows) * 7 % V
+    edges = torch.tensor([0, 255, 256, V - 1, -100])[:rows]
+    targets[: len(edges)] = edges
+    targets[11::5] = -100
+    return x, weight, targets
 
 
-@pytest.mark.parametrize("workspace", [2**30, 1])
-def test_ignored_targets_have_no_loss_and_frozen_inputs_get_no_gradient(draw, monkeypatch, workspace):
-    monkeypatch.setattr(cross_entropy, "WORKSPACE", workspace)
-    x, weight, upstream = draw(140, 16).requires_grad_(), draw(33, 16).requires_grad_(), draw(140)
-    loss = gpu.linear_cross_entropy(x, weight, torch.full((140,), -100))
-    assert not loss.any() and not any(g.any() for g in torch.autograd.grad(loss, (x, weight), upstream))
-    targets = torch.arange(140) % 33
-    both = torch.autograd.grad(gpu.linear_cross_entropy(x, weight, targets), (x, weight), upstream)
-    for i, given in enumerate(((x, weight.detach()), (x.detach(), weight))):
-        (alone,) = torch.autograd.grad(gpu.linear_cross_entropy(*given, targets), (x, weight)[i], upstream)
+def rounded_reference(x, weight, targets, weights):
+    """Losses, dx and dweight in float64, of logits and of their gradient, each rounded once to x's dtype."""
+    weight = weight.to(x.dtype)
+    logits = torch.mm(x, weight.T).double()
+    counted = targets != -100
+    labels = targets.clamp(min=0)
+    losses = F.cross_entropy(logits, labels, reduction="none") * counted
+    weights = weights.double() * counted
+    delta = (torch.softmax(logits, -1) - F.one_hot(labels, len(weight))) * weights[:, None]
+    scale = weights.abs().max().clamp(min=1e-30)
+    delta = (delta / scale).to(x.dtype).double() * scale
+    return losses, delta @ weight.double(), delta.T @ x.double()
+
+
+def run(x, weight, targets, weights, form: str):
+    """Losses or their sum, dx and dweight: from weights in the forward pass, or from an upstream gradient."""
+    x, weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
+    if form == "weighted":
+        loss = gpu.linear_cross_entropy(x, weight, targets, token_weights=weights)
+        return loss.detach(), *torch.autograd.grad(loss, (x, weight))
+    loss = gpu.linear_cross_entropy(x, weight, targets)
+    return loss.detach(), *torch.autograd.grad(loss, (x, weight), weights)
+
+
+def assert_exact(found, expected, weights, rounding, relative):
+    losses = expected[0] if found[0].ndim else (expected[0] * weights.double()).sum()
+    assert [tensor.dtype for tensor in found[::2]] == [torch.float32] * 2
+    assert relative(found[0], losses) < 1e-6
+    dtype = found[1].dtype
+    flips = 0 if dtype == torch.float32 else 1e-4
+    assert relative(found[1], expected[1]) < rounding(dtype, expected[1].numel()) + flips
+    assert relative(found[2], expected[2]) < 1e-6 + flips
+
+
+@pytest.mark.parametrize("mean", [0.0, -50.0, 50.0])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("form", ["weighted", "upstream"])
+def test_each_of_logits_their_gradient_and_dx_is_rounded_once_and_nothing_else(
+    draw, relative, rounding, form, dtype, mean
+):
+    x, weight, targets = make_inputs(draw, 37, dtype, mean)
+    weights = draw(37)  # of both signs
+    weights[7:9] = 0
+    found = run(x, weight, targets, weights, form)
+    assert found[1].dtype == dtype
+    expected = rounded_reference(x, weight, targets, weights)
+    if (
+        dtype == torch.float32 and mean
+    ):  # dx is of size 1, and weights of 50 multiply errors of 2e-7 in softmax - onehot
+        assert relative(found[1], expected[1]) < 2e-5
+        found = found[0], expected[1].float(), found[2]
+    assert_exact(found, expected, weights, rounding, relative)
+
+
+@pytest.mark.parametrize("rows", [1, 7, 8, 9, 20])
+@pytest.mark.parametrize("form", ["weighted", "upstream"])
+def test_chunks_change_nothing(draw, relative, rounding, monkeypatch, form, rows):
+    monkeypatch.setattr(cross_entropy, "chunk_rows", lambda rows, vocabulary, itemsize: 8)
+    x, weight, targets = make_inputs(draw, rows)
+    weights = draw(rows)
+    assert_exact(
+        run(x, weight, targets, weights, form),
+        rounded_reference(x, weight, targets, weights),
+        weights,
+        rounding,
+        relative,
+    )
+
+
+def test_a_chunk_is_the_multiple_of_128_tokens_that_fits_or_all_tokens(monkeypatch):
+    monkeypatch.setattr(cross_entropy, "WORKSPACE", 300 * 1000 * 2)
+    found = [cross_entropy.chunk_rows(rows, 1000, 2) for rows in (0, 1, 299, 300, 301, 10**9)]
+    assert found == [1, 1, 299, 300, 256, 256]
+    assert cross_entropy.chunk_rows(1000, 10**6, 2) == 128
+
+
+def test_training_takes_three_products_and_an_arbitrary_upstream_gradient_four(draw, monkeypatch):
+    products = []
+    mm, multiply = torch.mm, cross_entropy.multiply
+    monkeypatch.setattr(torch, "mm", lambda *a, **named: products.append("mm") or mm(*a, **named))
+    monkeypatch.setattr(
+        cross_entropy, "multiply", lambda *a, add: products.append("dx, dweight") or multiply(*a, add=add)
+    )
+    for form, expected in (("weighted", 3), ("upstream", 4)):
+        products.clear()
+        run(*make_inputs(draw, 5), draw(5), form)
+        assert len(products) == expected
+
+
+@pytest.mark.parametrize("form", ["weighted", "upstream"])
+def test_without_a_counted_token_losses_and_gradients_are_0(draw, form):
+    x, weight, _ = make_inputs(draw, 9)
+    weight[:, 0] = torch.where(torch.arange(V) % 2 == 0, float("nan"), float("-inf"))  # ignored rows are not read
+    for rows in (9, 0):
+        found = run(x[:rows], weight, torch.full((rows,), -100), draw(rows), form)
+        if rows:
+            assert not found[0].any()
+            logits, loss = torch.full((rows, 304), float("nan")), torch.full((rows,), float("nan"))
+            cross_entropy.cross_entropy(logits[:, :V], torch.full((rows,), -100), torch.ones(rows), loss, -100)
+            assert not logits.any() and not loss.any()
+        else:
+            assert found[1].shape == (0, D) and found[2].shape == (V, D) and not found[2].any()
+
+
+@pytest.mark.parametrize("form", ["weighted", "upstream"])
+def test_a_frozen_input_gets_no_gradient_and_does_not_change_the_other(draw, form):
+    x, weight, targets = make_inputs(draw, 9)
+    weights = draw(9)
+    both = run(x, weight, targets, weights, form)[1:]
+    for i in range(2):
+        given = [x.clone(), weight.clone()]
+        given[i].requires_grad_()
+        loss = gpu.linear_cross_entropy(*given, targets, token_weights=weights if form == "weighted" else None)
+        (alone,) = torch.autograd.grad(loss, given[i], None if form == "weighted" else weights)
         assert torch.equal(alone, both[i])
 
 
-def test_rows_longer_than_a_tile_and_logits_of_80_are_exact_to_float32(draw, relative):
-    logits = draw(3, 9001, std=1.0) * torch.tensor([[1.0], [30.0], [-30.0]])
-    logits[0, 4096], logits[1, 9000], logits[2, 0] = 80.0, -80.0, 80.0
-    targets = torch.tensor([4096, 9000, 5])
+def test_without_gradients_only_the_losses_are_computed(draw, monkeypatch):
+    x, weight, targets = make_inputs(draw, 9)
+    weights = draw(9)
+    expected = (gpu.linear_cross_entropy(x, weight, targets) * weights).sum()
+    monkeypatch.setattr(cross_entropy, "loss_gradients", None)
+    assert gpu.linear_cross_entropy(x, weight, targets, token_weights=weights) == expected
+    with torch.no_grad():
+        trained = weight.clone().requires_grad_()
+        assert gpu.linear_cross_entropy(x, trained, targets, token_weights=weights) == expected
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_second_backward_pass_gives_equal_gradients_and_leaves_those_of_the_first(draw, relative, dtype):
+    x, weight, targets = make_inputs(draw, 9, dtype)
+    weight = weight.to(dtype)  # the gradient has the weight's dtype
+    x.requires_grad_()
+    weight.requires_grad_()
+    loss = gpu.linear_cross_entropy(x, weight, targets, token_weights=draw(9))
+    upstream = torch.tensor(0.37)
+    first = torch.autograd.grad(loss, (x, weight), upstream, retain_graph=True)
+    copies = [gradient.clone() for gradient in first]
+    plain = torch.autograd.grad(loss, (x, weight), retain_graph=True)
+    second = torch.autograd.grad(loss, (x, weight), upstream)
+    assert all(map(torch.equal, first, second)) and all(map(torch.equal, first, copies))
+    for scaled, gradient in zip(first, plain, strict=True):
+        assert scaled.dtype == dtype
+        assert relative(scaled, gradient.double() * 0.37) < (1e-6 if dtype == torch.float32 else 3e-3)  # two roundings
+
+
+def test_float16_keeps_small_weights_under_a_gradient_scaler(draw, relative, rounding):
+    """1/N of a large batch times a small probability is below 6e-8, the least that float16 can express."""
+    x, weight, targets = make_inputs(draw, 37, torch.float16)
+    weights, upstream = torch.tensor(1e-7), torch.tensor(2.0**20)
+    x, weight = x.requires_grad_(), weight.requires_grad_()
+    loss = gpu.linear_cross_entropy(x, weight, targets, token_weights=weights)
+    found = torch.autograd.grad(loss, (x, weight), upstream)
+    _, dx, dweight = rounded_reference(x.detach(), weight.detach(), targets, weights.expand(37))
+    assert relative(found[0], dx * 2.0**20) < rounding(torch.float16, dx.numel()) + 1e-4
+    assert relative(found[1], dweight * 2.0**20) < 1e-4
+    per_token = gpu.linear_cross_entropy(x, weight, targets)
+    again = torch.autograd.grad(per_token, (x, weight), torch.full((37,), 1e-7 * 2.0**20))
+    assert all(relative(a, b.double()) < 1e-3 for a, b in zip(again, found, strict=True))
+
+
+def test_weights_are_divided_by_the_largest_of_them_and_not_by_0():
+    inf, nan = float("inf"), float("nan")
+    cases = {(0.3, -0.7): 0.7, (1.0, 0.2): 1.0, (3e-5, 0.0): 3e-5, (0.0, 0.0): 1.0, (): 1.0, (-inf, 1.0): inf}
+    for weights, expected in cases.items():
+        found = cross_entropy.largest_magnitude(torch.tensor(weights, dtype=torch.float32))
+        assert found.shape == () and found == torch.tensor(expected), weights
+    assert cross_entropy.largest_magnitude(torch.tensor([nan, 1.0])).isnan()
+
+
+def test_weights_of_ignored_tokens_do_not_matter(draw):
+    x, weight, targets = make_inputs(draw, 9, torch.float16)
+    weights = draw(9)
+    expected = run(x, weight, targets, weights, "upstream")
+    weights[targets == -100] = 1e30
+    assert all(map(torch.equal, run(x, weight, targets, weights, "upstream"), expected))
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+def test_an_infinite_or_nan_upstream_gradient_gives_no_finite_gradient(draw, bad):
+    x, weight, targets = make_inputs(draw, 5, torch.float16)
+    weights = torch.tensor([1.0, bad, 1.0, 1.0, 1.0])
+    for gradient in run(x, weight, targets, weights, "upstream")[1:]:
+        assert not gradient.isfinite().any()
+
+
+def loss_and_gradient(logits, targets, weights=None):
+    """One call of the kernel on a copy of logits (n, V): losses, and weight (softmax - onehot)."""
+    buffer = cross_entropy.allocate_logits(*logits.shape, logits)
+    buffer[:, logits.shape[1] :] = float("-inf")
+    view = buffer[:, : logits.shape[1]]
+    view.copy_(logits)
+    loss = torch.full((len(logits),), float("nan"))
+    weights = torch.ones(len(logits)) if weights is None else weights
+    cross_entropy.cross_entropy(view, targets, weights, loss, -100)
+    assert not buffer[loss.isfinite(), logits.shape[1] :].any()  # some products read the padding: 0 times NaN is NaN
+    alone = torch.full_like(loss, float("nan"))
+    buffer[:, logits.shape[1] :], copy = float("-inf"), view.clone()
+    view.copy_(logits)
+    cross_entropy.cross_entropy(view, targets, None, alone, -100)
+    assert torch.equal(view.view(torch.int32), logits.view(torch.int32)) and torch.equal(alone.isnan(), loss.isnan())
+    assert torch.equal(alone.nan_to_num(), loss.nan_to_num())
+    return loss, copy
+
+
+@pytest.mark.parametrize("width", [8, 13, 256, 257, 4099, 9001, 140_003])
+def test_rows_of_any_length_with_logits_of_80_are_exact_to_float32(draw, relative, width):
+    logits = draw(4, width, std=1.0) * torch.tensor([[1.0], [30.0], [-30.0], [1.0]])
+    logits[0, width // 2], logits[1, -1], logits[2, 0] = 80.0, -80.0, 80.0
+    logits[3] -= 90  # all below 0: sums that begin at a maximum of 0 would vanish
+    targets = torch.tensor([width // 2, width - 1, 5, 0])
     exact = logits.double().requires_grad_()
-    expected = torch.nn.functional.cross_entropy(exact, targets, reduction="none")
-    (delta,) = torch.autograd.grad(expected, exact, torch.ones(3, dtype=torch.float64))
-    loss = cross_entropy.compute_losses(logits, targets, -100, True)
-    assert relative(loss, expected.detach()) < 1e-6
-    assert relative(logits, delta) < 1e-6
+    expected = F.cross_entropy(exact, targets, reduction="none")
+    (delta,) = torch.autograd.grad(expected, exact, torch.ones(4, dtype=torch.float64))
+    loss, found = loss_and_gradient(logits, targets)
+    for row in range(4):
+        assert loss[row].item() == pytest.approx(
+            expected[row].item(), rel=1e-6, abs=2e-7 * logits[row].abs().max().item()
+        )
+        assert (found[row] - delta[row]).norm() < 1e-6 * delta[row].norm() + 3e-7
+
+
+def test_blocks_of_minus_infinity_have_no_probability_wherever_they_are(relative):
+    logits = torch.full((5, 600), float("-inf"))  # blocks of 256
+    logits[0, 512:], logits[1, :256], logits[2, 256:512], logits[3, 599] = torch.randn(88), 1.5, -2.0, -3e38
+    targets = torch.tensor([599, 3, 300, 599, 0])
+    expected = F.cross_entropy(logits, targets, reduction="none")
+    loss, delta = loss_and_gradient(logits, targets)
+    assert torch.allclose(loss[:4], expected[:4], rtol=1e-6) and loss[4].isnan() and expected[4].isnan()
+    onehot = F.one_hot(targets, 600)
+    assert torch.allclose(delta[:4], torch.softmax(logits[:4], -1) - onehot[:4], atol=1e-7)
+    assert delta[4].isnan().all()
+
+
+@pytest.mark.parametrize("width", [300, 304])
+def test_a_label_that_is_no_class_gives_nan_and_leaves_other_rows_alone(draw, width):
+    wrong = [width, width + 3, 511, 512, -1, -99, -101, 2**31, 2**32 + 5, -(2**32) + 5, 2**62]
+    targets = torch.tensor([*wrong, -100, 5])
+    logits = draw(len(targets), width)
+    loss, delta = loss_and_gradient(logits, targets)
+    assert loss[:-2].isnan().all() and delta[:-2].isnan().all()
+    assert loss[-2] == 0 and not delta[-2].any()
+    assert loss[-1].item() == pytest.approx(F.cross_entropy(logits[-1], targets[-1]).item(), rel=1e-6)
+    assert delta[-1].isfinite().all()
 
 
 def test_a_nan_logit_gives_a_nan_loss(draw):
-    logits = draw(2, 50)
+    logits = draw(2, 300)
     logits[0, 7] = float("nan")
-    loss = cross_entropy.compute_losses(logits, torch.tensor([1, 1]), -100, False)
+    loss, _ = loss_and_gradient(logits, torch.tensor([1, 1]))
     assert loss[0].isnan() and loss[1].isfinite()
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+@pytest.mark.parametrize("add", [False, True])
+def test_16_bit_matrices_are_multiplied_into_float32_in_place(draw, relative, monkeypatch, on_gpu, add):
+    a, b = draw(5, 70, dtype=torch.bfloat16), draw(70, 3, dtype=torch.bfloat16)
+    total = draw(5, 3) if add else torch.full((5, 3), float("nan"))
+    expected = total.nan_to_num().double() + a.double() @ b.double()
+    addmm = torch.addmm
+
+    def on_cuda(total, a, b, *, out_dtype, beta, out):
+        """torch has this overload on CUDA alone."""
+        assert a.dtype == b.dtype == torch.bfloat16 and out_dtype == torch.float32
+        return addmm(total, a.float(), b.float(), beta=beta, out=out)
+
+    if on_gpu:
+        monkeypatch.setattr(cross_entropy, "has_float32_products", lambda device, dtype: True)
+        monkeypatch.setattr(torch, "addmm", on_cuda)
+    cross_entropy.multiply(a, b, total, add=add)
+    assert relative(total, expected) < 1e-6
+
+
+@pytest.mark.parametrize("error", [NotImplementedError, RuntimeError, TypeError])
+def test_a_gpu_without_float32_products_is_reported_once(monkeypatch, capsys, error):
+    def fail(*arguments, **named):
+        raise error("not on this GPU\nand a trace")
+
+    cross_entropy.has_float32_products.cache_clear()
+    meta = torch.device("meta")  # any device but a CPU, where nobody expects them
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "addmm", fail)
+        assert not any(cross_entropy.has_float32_products(meta, torch.bfloat16) for _ in range(3))
+        assert not cross_entropy.has_float32_products(torch.device("cpu"), torch.bfloat16)
+        patch.setattr(torch, "addmm", lambda *arguments, **named: None)
+        assert cross_entropy.has_float32_products(meta, torch.float16)
+    cross_entropy.has_float32_products.cache_clear()
+    assert cross_entropy.has_float32_products(meta, torch.bfloat16)  # torch itself knows the overload and its arguments
+    printed = capsys.readouterr().err
+    assert printed == "the gradients of the loss use slow float32 products: not on this GPU\n"

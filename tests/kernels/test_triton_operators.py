@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch._dynamo.backends.common import aot_autograd
 
 import kernels
 from kernels import gpu
@@ -37,11 +38,9 @@ def operators():
             ops.rotary_backward,
             (q, k, k.clone(), qkv, angles, angles.clone(), weight, weight.clone(), 1e-5),
         ),
-        "loss_forward": (ops.loss_forward, (x, torch.randn(9, 16), targets, -100, True)),
-        "loss_backward": (
-            ops.loss_backward,
-            (statistic, x, torch.randn(9, 16), targets, torch.randn(6, 9), -100, True, True),
-        ),
+        "loss_forward": (ops.loss_forward, (x, torch.randn(9, 16), targets, -100)),
+        "loss_gradients": (ops.loss_gradients, (x, torch.randn(9, 16), targets, statistic, -100, True, True)),
+        "loss_gradients of x": (ops.loss_gradients, (x, torch.randn(9, 16), targets, statistic, -100, True, False)),
     }
 
 
@@ -61,19 +60,41 @@ def test_a_compiled_function_of_all_kernels_is_one_graph_with_equal_gradients(tr
     cos, sin = angles.cos(), angles.sin()
     targets = torch.arange(14) % 9
 
-    def model(x, weight, bias, qkv_weight, gate_up, down, head):
+    def model(x, weight, bias, qkv_weight, gate_up, down, head, token_weights):
         y, s = kernels.normalize(x, weight, kind="rms", eps=1e-5)
         q, k, v = kernels.rotary(y @ qkv_weight.T, cos, sin, 2, 1, weight[:16], weight[16:], 1e-5)
         a = kernels.attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)).transpose(1, 2).flatten(2)
         y, s = kernels.normalize(a, weight, bias, s, kind="layer", eps=1e-5)
         y, _ = kernels.normalize(kernels.swiglu_mlp(y, gate_up, down), weight, None, s, kind="rms", eps=1e-5)
-        return kernels.linear_cross_entropy(y.flatten(0, 1), head, targets)
+        return kernels.linear_cross_entropy(y.flatten(0, 1), head, targets, token_weights=token_weights)
 
     shapes = (2, 7, 32), (32,), (32,), (64, 32), (96, 32), (32, 48), (9, 32)
     inputs = [draw(*shape).requires_grad_() for shape in shapes]
-    upstream = draw(14)
-    losses = []
-    for run in (model, torch.compile(model, fullgraph=True, backend="aot_eager")):
-        loss = run(*inputs)
-        losses.append((loss.detach(), *torch.autograd.grad(loss, inputs, upstream)))
-    assert all(map(torch.equal, *losses))
+    for token_weights, upstream in ((None, draw(14)), (draw(14), torch.tensor(0.7))):
+        losses = []
+        for run in (model, torch.compile(model, fullgraph=True, backend="aot_eager")):
+            loss = run(*inputs, token_weights)
+            losses.append((loss.detach(), *torch.autograd.grad(loss, inputs, upstream)))
+        assert all(map(torch.equal, *losses))
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_the_loss_of_any_number_of_tokens_is_one_graph(triton, draw, weighted):
+    compiled = []
+
+    def count(graph, inputs):
+        compiled.append(graph)
+        return aot_autograd(fw_compiler=lambda graph, _: graph.forward)(graph, inputs)
+
+    torch._dynamo.reset()
+    weight = draw(9, 16).requires_grad_()
+    run = torch.compile(kernels.linear_cross_entropy, fullgraph=True, backend=count)
+    for tokens in (6, 7, 12, 3, 8, 13):
+        x, targets, weights = draw(tokens, 16).requires_grad_(), torch.arange(tokens) % 9, draw(tokens)
+        for tensor in (x, targets, weights):  # else torch compiles the first number for itself
+            torch._dynamo.mark_dynamic(tensor, 0)
+        arguments = (targets, -100, weights) if weighted else (targets,)
+        losses = [function(x, weight, *arguments) for function in (run, kernels.linear_cross_entropy)]
+        found = [torch.autograd.grad(loss, (x, weight), torch.ones_like(loss)) for loss in losses]
+        assert torch.equal(*losses) and all(map(torch.equal, *found))
+    assert len(compiled) == 1

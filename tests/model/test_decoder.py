@@ -120,6 +120,9 @@ def test_losses_are_the_cross_entropy_of_the_logits_and_zero_where_ignored(decod
     assert losses.shape == tokens.shape and losses.dtype == torch.float32
     assert (losses[:, -1] == 0).all()
     assert relative(losses, expected) < tolerance(decoder)
+    for weights in (torch.rand(tokens.shape), torch.tensor(0.3)):
+        total = decoder(tokens, targets, token_weights=weights)
+        assert total.shape == () and total.item() == pytest.approx((losses * weights).sum().item(), rel=1e-6)
 
 
 @torch.no_grad()

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
+import kernels
 from model.config import ModelConfig
 from model.decoder import Decoder
 from training.processes import Processes
@@ -78,6 +79,51 @@ def test_the_gradient_is_that_of_the_mean_over_all_predicted_tokens():
     found_loss, found = gradients(2)
     assert found_loss == pytest.approx(loss.item(), rel=1e-6)
     assert_close(found, {name: parameter.grad for name, parameter in model.named_parameters()}, 5e-6)
+
+
+def sum_over_count(model, micro_batches, optimizer) -> float:
+    """A training step from the loss of each token, the textbook's way."""
+    predicted = sum(int((targets != -100).sum()) for _, targets in micro_batches)
+    total = 0.0
+    for inputs, targets in micro_batches:
+        loss = model(inputs, targets).sum() / predicted
+        loss.backward()
+        total += loss.item()
+    optimizer.step()
+    optimizer.zero_grad()
+    return total
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_steps_on_the_weighted_loss_are_bit_equal_to_steps_on_the_losses_over_their_count(dtype):
+    models = [Decoder(CONFIG, seed=3, compute_dtype=dtype) for _ in range(2)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    micro_batches = split_batch(*a_batch(), 3, CPU)
+    for _ in range(3):
+        expected = sum_over_count(models[0], micro_batches, optimizers[0])
+        loss, _ = step(models[1], micro_batches, optimizers[1])
+        assert loss == pytest.approx(expected, rel=1e-6)
+    assert all(map(torch.equal, models[0].parameters(), models[1].parameters()))
+    assert not torch.equal(models[0].norm.weight, Decoder(CONFIG, seed=3).norm.weight)
+
+
+@pytest.mark.skipif(kernels.gpu is None, reason="Triton is not installed")
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_step_with_the_triton_kernels_needs_no_loss_of_single_tokens(monkeypatch, compiled):
+    inputs, targets = (part[:2] for part in a_batch())
+    found = []
+    for choice in ("auto", "triton"):
+        kernels.use(choice, CPU)
+        model = Decoder(CONFIG, seed=3)
+        model.activation_checkpointing = not compiled
+        run = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled and choice == "triton" else model
+        try:
+            step(run, split_batch(inputs, targets, 2, CPU), KeepsGradients(model))
+        finally:
+            kernels.use("auto", CPU)
+        found.append({name: parameter.grad for name, parameter in model.named_parameters()})
+        monkeypatch.setattr(sys.modules["kernels.cross_entropy"], "loss_forward", None)
+    assert_close(found[1], found[0], 5e-6)
 
 
 def test_a_batch_without_any_predicted_token_gives_zero_gradients():
