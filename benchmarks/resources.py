@@ -134,9 +134,9 @@ def launches() -> Iterator[tuple[str, Callable[[], object]]]:
             lambda x=x, weight=weight: swiglu.swiglu_gate_up(x, weight, True),
         )
 
-    for width in (64, 128):
+    for width, dtype in ((64, BFLOAT16), (128, BFLOAT16), (256, FLOAT32)):
         angles, weight = empty(24, width // 2, dtype=FLOAT32), empty(width, dtype=FLOAT32)
-        qkv, q, k = empty(2, 24, 16 * width), empty(2, 24, 8, width), empty(2, 24, 4, width)
+        qkv, q, k = (empty(2, 24, *shape, dtype=dtype) for shape in ((16 * width,), (8, width), (4, width)))
         for weights in ((None, None), (weight, weight)):
             name = f"head size {width}{', head norms' if weights[0] is not None else ''}"
             yield (
