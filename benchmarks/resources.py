@@ -124,9 +124,10 @@ def launches() -> Iterator[tuple[str, Callable[[], object]]]:
     yield "norm forward, layer, 4096, float32", norm_call(4096, "layer", FLOAT32, False)
     yield "norm backward, layer, 4096, float32", norm_call(4096, "layer", FLOAT32, True)
 
-    packed, hidden = empty(40, 2 * 2824), empty(40, 2824)  # divisible by 8 and not by 16
-    yield "swiglu forward", lambda: swiglu.swiglu_forward(packed)
-    yield "swiglu backward", lambda: swiglu.swiglu_backward(hidden, packed)
+    for width in (2824, 248):  # divisible by 8 and not by 16
+        packed, hidden = empty(40, 2 * width), empty(40, width)
+        yield f"swiglu forward, {width}", lambda packed=packed: swiglu.swiglu_forward(packed)
+        yield f"swiglu backward, {width}", lambda a=(hidden, packed): swiglu.swiglu_backward(*a)
     for rows in (32, 256):
         x, weight = empty(rows, 512), empty(1024, 512)
         yield (

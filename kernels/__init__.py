@@ -47,6 +47,7 @@ def use(choice: str, device: torch.device, *, fused_gate_up: bool = False) -> No
     _choice, _fused_gate_up = choice, fused_gate_up
     if swiglu is not None:
         swiglu.fused_gate_up_obstacles.clear()
+        swiglu.fused_gate_up_failures.clear()
 
 
 def find_triton_obstacle(device: torch.device) -> str | None:
