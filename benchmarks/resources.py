@@ -135,19 +135,18 @@ def launches() -> Iterator[tuple[str, Callable[[], object]]]:
             lambda x=x, weight=weight: swiglu.swiglu_gate_up(x, weight, True),
         )
 
-    for width, dtype in ((64, BFLOAT16), (128, BFLOAT16), (256, FLOAT32)):
+    for width, head_norms, dtype in (
+        (64, True, BFLOAT16), (128, False, BFLOAT16), (128, True, BFLOAT16), (256, True, FLOAT32)
+    ):  # fmt: skip
         angles, weight = empty(24, width // 2, dtype=FLOAT32), empty(width, dtype=FLOAT32)
         qkv, q, k = (empty(2, 24, *shape, dtype=dtype) for shape in ((16 * width,), (8, width), (4, width)))
-        for weights in ((None, None), (weight, weight)):
-            name = f"head size {width}{', head norms' if weights[0] is not None else ''}"
-            yield (
-                f"rotary forward, {name}",
-                lambda a=(qkv, angles, angles, 8, 4, *weights, 1e-6): rope.rotary_forward(*a),
-            )
-            yield (
-                f"rotary backward, {name}",
-                lambda a=(q, k, k, qkv, angles, angles, *weights, 1e-6): rope.rotary_backward(*a),
-            )
+        weights = (weight, weight) if head_norms else (None, None)
+        name = f"head size {width}{', head norms' if head_norms else ''}{', float32' if dtype == FLOAT32 else ''}"
+        yield f"rotary forward, {name}", lambda a=(qkv, angles, angles, 8, 4, *weights, 1e-6): rope.rotary_forward(*a)
+        yield (
+            f"rotary backward, {name}",
+            lambda a=(q, k, k, qkv, angles, angles, *weights, 1e-6): rope.rotary_backward(*a),
+        )
 
     logits, targets = empty(16, 6408), torch.zeros(16, dtype=torch.int64)
     for replace in (False, True):
