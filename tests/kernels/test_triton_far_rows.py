@@ -166,22 +166,23 @@ def test_rotary_reaches_rows_beyond_2_to_the_31_elements(far, draw, length, head
 
 
 def test_rotary_reaches_sequences_and_heads_beyond_2_to_the_31_elements(far, draw):
-    """Two of them, 2^31 elements apart."""
+    """Three of them, 2^30 + 1 elements apart: with a stride that 8 divides, only products beyond 2^34 wrap."""
     _, huge = far
-    wide = huge(2 * 2**24, draw(1, 128).bfloat16()).view(2, 2**31)[:, :96]
-    wide.copy_(draw(2, 96))
-    angles = draw(1, 16)
-    q, k, v = wide[:, None, None].split(32, dim=-1)  # one head of 2 sequences
-    for qkv, *gradients, weight in ((wide[:, None], q, k, v, None), (wide[:, None], q, k, v, draw(32))):
-        for op, tensors, rest in (
-            (rope.rotary_forward, [qkv], (angles, angles, 1, 1, weight, weight, 1e-5)),
-            (rope.rotary_backward, [*gradients, qkv], (angles, angles, weight, weight, 1e-5)),
-        ):
-            assert all(map(torch.equal, op(*tensors, *rest), op(*(t.contiguous() for t in tensors), *rest)))
-    q, k, v = wide[None, None].split(32, dim=-1)  # 2 heads of one token
+    wide = huge(2**24 + 2, draw(1, 128).bfloat16()).flatten().as_strided((3, 96), (2**30 + 1, 1))
+    wide.copy_(draw(3, 96))
+    angles = draw(3, 16)
+    for qkv, table in ((wide[:, None], angles[:1]), (wide[None], angles)):  # three sequences, then three positions
+        gradients = qkv.unsqueeze(2).split(32, dim=-1)  # one head
+        for weight in (None, draw(32)):
+            for op, tensors, rest in (
+                (rope.rotary_forward, [qkv], (table, table, 1, 1, weight, weight, 1e-5)),
+                (rope.rotary_backward, [*gradients, qkv], (table, table, weight, weight, 1e-5)),
+            ):
+                assert all(map(torch.equal, op(*tensors, *rest), op(*(t.contiguous() for t in tensors), *rest)))
+    heads = wide[None, None].split(32, dim=-1)  # three heads of one token
     strided, near = (
-        rope.rotary_backward(*grads, None, angles, angles, None, None, 1e-5)
-        for grads in ((q, k, v), (q.contiguous(), k.contiguous(), v.contiguous()))
+        rope.rotary_backward(*gradients, None, angles[:1], angles[:1], None, None, 1e-5)
+        for gradients in (heads, [head.contiguous() for head in heads])
     )
     assert all(map(torch.equal, strided, near))
 
