@@ -124,9 +124,10 @@ def launches() -> Iterator[tuple[str, Callable[[], object]]]:
     yield "norm forward, layer, 4096, float32", norm_call(4096, "layer", FLOAT32, False)
     yield "norm backward, layer, 4096, float32", norm_call(4096, "layer", FLOAT32, True)
 
-    packed, hidden = empty(40, 2 * 2824), empty(40, 2824)  # divisible by 8 and not by 16
-    yield "swiglu forward", lambda: swiglu.swiglu_forward(packed)
-    yield "swiglu backward", lambda: swiglu.swiglu_backward(hidden, packed)
+    for width in (2824, 248):  # divisible by 8 and not by 16
+        packed, hidden = empty(40, 2 * width), empty(40, width)
+        yield f"swiglu forward, {width}", lambda packed=packed: swiglu.swiglu_forward(packed)
+        yield f"swiglu backward, {width}", lambda a=(hidden, packed): swiglu.swiglu_backward(*a)
     for rows in (32, 256):
         x, weight = empty(rows, 512), empty(1024, 512)
         yield (
@@ -134,19 +135,18 @@ def launches() -> Iterator[tuple[str, Callable[[], object]]]:
             lambda x=x, weight=weight: swiglu.swiglu_gate_up(x, weight, True),
         )
 
-    for width in (64, 128):
+    for width, head_norms, dtype in (
+        (64, True, BFLOAT16), (128, False, BFLOAT16), (128, True, BFLOAT16), (256, True, FLOAT32)
+    ):  # fmt: skip
         angles, weight = empty(24, width // 2, dtype=FLOAT32), empty(width, dtype=FLOAT32)
-        qkv, q, k = empty(2, 24, 16 * width), empty(2, 24, 8, width), empty(2, 24, 4, width)
-        for weights in ((None, None), (weight, weight)):
-            name = f"head size {width}{', head norms' if weights[0] is not None else ''}"
-            yield (
-                f"rotary forward, {name}",
-                lambda a=(qkv, angles, angles, 8, 4, *weights, 1e-6): rope.rotary_forward(*a),
-            )
-            yield (
-                f"rotary backward, {name}",
-                lambda a=(q, k, k, qkv, angles, angles, *weights, 1e-6): rope.rotary_backward(*a),
-            )
+        qkv, q, k = (empty(2, 24, *shape, dtype=dtype) for shape in ((16 * width,), (8, width), (4, width)))
+        weights = (weight, weight) if head_norms else (None, None)
+        name = f"head size {width}{', head norms' if head_norms else ''}{', float32' if dtype == FLOAT32 else ''}"
+        yield f"rotary forward, {name}", lambda a=(qkv, angles, angles, 8, 4, *weights, 1e-6): rope.rotary_forward(*a)
+        yield (
+            f"rotary backward, {name}",
+            lambda a=(q, k, k, qkv, angles, angles, *weights, 1e-6): rope.rotary_backward(*a),
+        )
 
     labels, token = torch.zeros(16, dtype=torch.int64), empty(16, dtype=FLOAT32)
     for vocabulary, weights in ((61, token), (50257, None), (50257, token), (131072, token)):

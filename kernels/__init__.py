@@ -50,6 +50,7 @@ def use(choice: str, device: torch.device, *, fused_gate_up: bool = False) -> No
     _on_gpu = choose_implementation(choice, device) if device.type == "cuda" else None
     if swiglu is not None:
         swiglu.fused_gate_up_obstacles.clear()
+        swiglu.fused_gate_up_failures.clear()
 
 
 def find_triton_obstacle(device: torch.device) -> str | None:

@@ -3,6 +3,11 @@
 The tables are float32 and so is the arithmetic; the result is rounded once. The backward pass rotates back by the same
 angles and writes the packed gradient of q, k and v in one launch. Formula: Su et al. 2021, equation 34, in the
 half-split convention: elements i and i + d/2 of a head are one pair (`reference.rotary`).
+
+Attention keeps q, k and v for its backward pass. If v were a view of the packed product, it would keep that product
+too: (2H + 3K) d elements of each token. The same launch therefore copies v, and (H + 2K) d are kept. With the norm of
+each head the backward pass needs the product again, and v stays a view of it. Rotating in place would keep as little
+without a copy, but then an operator writes to its input, behind the back of whoever else holds it.
 """
 
 import math
@@ -17,7 +22,9 @@ from kernels import launch
 from kernels.launch import alignment, register_op, tile_width
 from kernels.norm import column_sum
 
-TILE = 32  # (token, head) pairs in a tile
+TILE = 2048  # pairs in a tile: eight for each of 256 threads, for loads of 16 bytes and few registers
+NUM_WARPS = 8
+RESIDENT = 2  # programs of the backward kernel with head norms, of up to 128 registers, on a multiprocessor
 
 
 @triton.jit
@@ -35,98 +42,120 @@ def store_pairs(x_ptr, offset, half, inside, a, b):
 
 
 @triton.jit
-def load_angles(cos_ptr, sin_ptr, token, length, angle_stride, pair, half, inside):
-    """cos and sin (tokens, 1, pairs); the sequences of a batch share them if angle_stride is 0."""
-    offset = token // length * angle_stride + token % length * half + pair
-    cos = tl.load(cos_ptr + offset, mask=inside, other=0.0)
-    return cos, tl.load(sin_ptr + offset, mask=inside, other=0.0)
+def load_angles(cos_ptr, sin_ptr, offset, inside, HEADS: tl.constexpr):
+    """cos and sin of each pair for each of HEADS heads; those of angle 0, which copies, outside.
+
+    A thread loads what it needs, mostly from the cache: one load for all heads, of offset (tokens, 1, pairs), would
+    have to be spread to other threads through shared memory, with a barrier.
+    """
+    offset = tl.broadcast_to(offset, (offset.shape[0], HEADS, offset.shape[2]))
+    return tl.load(cos_ptr + offset, mask=inside, other=1.0), tl.load(sin_ptr + offset, mask=inside, other=0.0)
 
 
-@triton.jit(do_not_specialize=["tokens", "length", "stride", "angle_stride"])
+@triton.jit
+def locate_tokens(block, length, TOKENS: tl.constexpr):
+    """The sequence of a block of TOKENS tokens, and their positions (TOKENS, 1, 1) in it; 64 bits for products.
+
+    A block never spans two sequences, so the only division is one of 32 bits for the whole block.
+    """
+    blocks = tl.cdiv(length, TOKENS)  # of one sequence
+    first = (block % blocks).to(tl.int64) * TOKENS
+    return (block // blocks).to(tl.int64), first + tl.arange(0, TOKENS)[:, None, None]
+
+
+@triton.jit(do_not_specialize=["length", "batch_stride", "token_stride", "angle_stride"])
 def rotary_forward_kernel(
-    qkv_ptr,  # (tokens, (H + 2K) d), rows `stride` apart
+    qkv_ptr,  # (B, length, (H + 2K) d) with the strides below, 1 in the last dimension
     cos_ptr, sin_ptr,  # float32 (length, d/2), or (B, length, d/2) with angle_stride between sequences
     q_weight_ptr, k_weight_ptr,  # norm weights (d,), or None without the norm of each head
-    q_ptr, k_ptr,  # outputs (tokens, H, d) and (tokens, K, d), contiguous
-    tokens, length, stride, angle_stride, eps,
+    q_ptr, k_ptr, v_ptr,  # outputs (B, length, H or K, d), contiguous; v only without the norms
+    length, batch_stride, token_stride, angle_stride, eps,
     H: tl.constexpr, K: tl.constexpr, HALF: tl.constexpr,
     ALIGNMENT: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A tile of TOKENS tokens and HEADS heads, those of q first and then those of k."""
-    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)[:, None, None]
-    pair = tl.arange(0, BLOCK)[None, None, :]
-    cos, sin = load_angles(
-        cos_ptr, sin_ptr, token, length, angle_stride * ALIGNMENT, pair, HALF, (token < tokens) & (pair < HALF)
-    )
+    """TOKENS tokens of a sequence and HEADS heads of q, of k or of v, which is copied.
+
+    The tiles of a token are neighbours, so that a row of qkv is read by programs that run at the same time.
+    """
     q_tiles: tl.constexpr = H // HEADS
-    is_q = tl.program_id(1) < q_tiles
-    head = (tl.program_id(1) - tl.where(is_q, 0, q_tiles)) * HEADS + tl.arange(0, HEADS)[None, :, None]
-    count = tl.where(is_q, H, K)
-    inside = (token < tokens) & (head < count) & (pair < HALF)
-    source = token * (stride * ALIGNMENT) + (head + tl.where(is_q, 0, H)) * (2 * HALF) + pair
-    a, b = load_pairs(qkv_ptr, source, HALF, inside)
+    k_tiles: tl.constexpr = K // HEADS
+    tiles: tl.constexpr = q_tiles + k_tiles * (1 if v_ptr is None else 2)
+    tile = tl.program_id(0) % tiles
+    is_q, is_rotated = tile < q_tiles, tile < q_tiles + k_tiles
+    batch, position = locate_tokens(tl.program_id(0) // tiles, length, TOKENS)
+    head = tile * HEADS + tl.arange(0, HEADS)[None, :, None]  # of the packed row
+    pair = tl.arange(0, BLOCK)[None, None, :]
+    inside = (position < length) & (pair < HALF)
+    row = (batch * batch_stride + position * token_stride) * ALIGNMENT
+    a, b = load_pairs(qkv_ptr, row + head * (2 * HALF) + pair, HALF, inside)
+    angle = batch * angle_stride * ALIGNMENT + position * HALF + pair
+    cos, sin = load_angles(cos_ptr, sin_ptr, angle, inside & is_rotated, HEADS)
     if q_weight_ptr is not None:
-        squares = tl.sum(a * a + b * b, 2, keep_dims=True)
-        rstd = tl.rsqrt(squares / (2 * HALF) + tl.cast(eps, tl.float32))
         weight_ptr = q_weight_ptr if is_q else k_weight_ptr
         weight_a, weight_b = load_pairs(weight_ptr, pair, HALF, pair < HALF)
+        squares = tl.sum(a * a + b * b, 2, keep_dims=True)
+        rstd = tl.rsqrt(squares / (2 * HALF) + tl.cast(eps, tl.float32))
         a, b = a * rstd * weight_a, b * rstd * weight_b
     out_ptr = q_ptr if is_q else k_ptr
-    target = (token * count + head) * (2 * HALF) + pair
+    if v_ptr is not None:
+        out_ptr = out_ptr if is_rotated else v_ptr
+    head -= tl.where(is_q, 0, tl.where(is_rotated, H, H + K))
+    target = ((batch * length + position) * tl.where(is_q, H, K) + head) * (2 * HALF) + pair
     store_pairs(out_ptr, target, HALF, inside, a * cos - b * sin, b * cos + a * sin)
 
 
 @triton.jit(
-    do_not_specialize=["tokens", "length", "stride", "angle_stride"]
+    do_not_specialize=["blocks", "length", "batch_stride", "token_stride", "angle_stride"]
     + [f"{name}_{axis}_stride" for name in ("dq", "dk", "dv") for axis in ("batch", "token", "head")]
 )
 def rotary_backward_kernel(
     dq_ptr, dk_ptr, dv_ptr,  # gradients (B, length, H or K, d) with the strides below, 1 in the last dimension
-    qkv_ptr, cos_ptr, sin_ptr, q_weight_ptr, k_weight_ptr,  # of the forward pass; qkv is read only with the norms
-    dqkv_ptr,  # output (tokens, (H + 2K) d), contiguous
-    dq_weight_parts_ptr, dk_weight_parts_ptr,  # float32 outputs (programs, d), written only with the norms
-    tokens, length, stride, angle_stride,
+    qkv_ptr, cos_ptr, sin_ptr, q_weight_ptr, k_weight_ptr,  # of the forward pass; qkv only with the norms
+    dqkv_ptr,  # output (B, length, (H + 2K) d), contiguous
+    dweight_parts_ptr,  # float32 output (programs of q, 2 d): sums for q and k, only with the norms
+    blocks, length, batch_stride, token_stride, angle_stride,
     dq_batch_stride, dq_token_stride, dq_head_stride,
     dk_batch_stride, dk_token_stride, dk_head_stride,
     dv_batch_stride, dv_token_stride, dv_head_stride,
     eps, H: tl.constexpr, K: tl.constexpr, HALF: tl.constexpr,
-    ALIGNMENT: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
+    ALIGNMENT: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Every n-th tile of tokens, for HEADS heads of q, of k or of v, whose gradient is copied.
+    """Every n-th of `blocks` blocks of tokens, for HEADS heads of q, of k or of v, whose gradient is copied.
 
-    With the norm of each head, each program leaves its partial sum of the norm weight's gradient.
+    With the norm of each head, each program leaves its partial sum of the norm weight's gradient, and STAGES is 3: the
+    next tile is loaded while this one is computed (with 2, the compiler has one buffer, and waits for all of it).
     """
-    pair = tl.arange(0, BLOCK)[None, None, :]
-    tile = tl.program_id(1)
     q_tiles: tl.constexpr = H // HEADS
     k_tiles: tl.constexpr = K // HEADS
+    tiles: tl.constexpr = q_tiles + 2 * k_tiles
+    program, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
     is_q, is_rotated = tile < q_tiles, tile < q_tiles + k_tiles
-    first_tile = tl.where(is_q, 0, tl.where(is_rotated, q_tiles, q_tiles + k_tiles))
-    head = (tile - first_tile) * HEADS + tl.arange(0, HEADS)[None, :, None]
+    packed_head = tile * HEADS + tl.arange(0, HEADS)[None, :, None]
+    head = (packed_head - tl.where(is_q, 0, tl.where(is_rotated, H, H + K))).to(tl.int64)
+    pair = tl.arange(0, BLOCK)[None, None, :]
     grad_ptr = dk_ptr if is_rotated else dv_ptr
     grad_ptr = dq_ptr if is_q else grad_ptr
-    batch_stride = tl.where(is_q, dq_batch_stride, tl.where(is_rotated, dk_batch_stride, dv_batch_stride)) * ALIGNMENT
-    token_stride = tl.where(is_q, dq_token_stride, tl.where(is_rotated, dk_token_stride, dv_token_stride)) * ALIGNMENT
-    head_stride = tl.where(is_q, dq_head_stride, tl.where(is_rotated, dk_head_stride, dv_head_stride)) * ALIGNMENT
+    grad_batch_stride = tl.where(is_q, dq_batch_stride, tl.where(is_rotated, dk_batch_stride, dv_batch_stride))
+    grad_token_stride = tl.where(is_q, dq_token_stride, tl.where(is_rotated, dk_token_stride, dv_token_stride))
+    grad_head_stride = tl.where(is_q, dq_head_stride, tl.where(is_rotated, dk_head_stride, dv_head_stride))
     if q_weight_ptr is not None:
         weight_ptr = q_weight_ptr if is_q else k_weight_ptr
         weight_a, weight_b = load_pairs(weight_ptr, pair, HALF, pair < HALF)
     dweight_a = tl.zeros((TOKENS, HEADS, BLOCK), tl.float32)
     dweight_b = tl.zeros((TOKENS, HEADS, BLOCK), tl.float32)
-    for index in range(tl.program_id(0), tl.cdiv(tokens, TOKENS), tl.num_programs(0)):
-        token = tl.cast(index, tl.int64) * TOKENS + tl.arange(0, TOKENS)[:, None, None]
-        inside = (token < tokens) & (head >= 0) & (pair < HALF)
-        source = token // length * batch_stride + token % length * token_stride + head * head_stride + pair
+    for block in tl.range(program, blocks, tl.num_programs(0) // tiles, num_stages=STAGES):
+        batch, position = locate_tokens(block, length, TOKENS)
+        inside = (position < length) & (pair < HALF)
+        source = (batch * grad_batch_stride + position * grad_token_stride + head * grad_head_stride) * ALIGNMENT + pair
         a, b = load_pairs(grad_ptr, source, HALF, inside)
-        cos, sin = load_angles(
-            cos_ptr, sin_ptr, token, length, angle_stride * ALIGNMENT, pair, HALF, (token < tokens) & (pair < HALF)
-        )
-        da = tl.where(is_rotated, a * cos + b * sin, a)
-        db = tl.where(is_rotated, b * cos - a * sin, b)
-        packed_head = (first_tile * HEADS + head) * (2 * HALF) + pair
+        if q_weight_ptr is not None:
+            row = (batch * batch_stride + position * token_stride) * ALIGNMENT
+            xhat_a, xhat_b = load_pairs(qkv_ptr, row + packed_head * (2 * HALF) + pair, HALF, inside & is_rotated)
+        angle = batch * angle_stride * ALIGNMENT + position * HALF + pair
+        cos, sin = load_angles(cos_ptr, sin_ptr, angle, inside & is_rotated, HEADS)
+        da, db = a * cos + b * sin, b * cos - a * sin
         if q_weight_ptr is not None:
             # The backward pass of RMSNorm over the pairs of a head: see norm_backward_kernel.
-            xhat_a, xhat_b = load_pairs(qkv_ptr, token * (stride * ALIGNMENT) + packed_head, HALF, inside)
             squares = tl.sum(xhat_a * xhat_a + xhat_b * xhat_b, 2, keep_dims=True)
             rstd = tl.rsqrt(squares / (2 * HALF) + tl.cast(eps, tl.float32))
             xhat_a, xhat_b = xhat_a * rstd, xhat_b * rstd
@@ -136,96 +165,100 @@ def rotary_backward_kernel(
             mean_h_xhat = tl.sum(h_a * xhat_a + h_b * xhat_b, 2, keep_dims=True) / (2 * HALF)
             da = tl.where(is_rotated, rstd * (h_a - xhat_a * mean_h_xhat), da)
             db = tl.where(is_rotated, rstd * (h_b - xhat_b * mean_h_xhat), db)
-        target = token * ((H + 2 * K) * 2 * HALF) + packed_head
+        target = ((batch * length + position) * (H + 2 * K) + packed_head) * (2 * HALF) + pair
         store_pairs(dqkv_ptr, target, HALF, inside, da, db)
     if q_weight_ptr is not None:
-        parts_ptr = dq_weight_parts_ptr if is_q else dk_weight_parts_ptr
-        part = tl.program_id(0) * tl.where(is_q, q_tiles, k_tiles) + tile - first_tile
-        offset = part * (2 * HALF) + tl.arange(0, BLOCK)
-        inside_head = (tl.arange(0, BLOCK) < HALF) & is_rotated
         sum_a, sum_b = tl.sum(tl.sum(dweight_a, 0), 0), tl.sum(tl.sum(dweight_b, 0), 0)
-        store_pairs(parts_ptr, offset, HALF, inside_head, sum_a, sum_b)
+        column = tl.arange(0, BLOCK)
+        part_ptr = dweight_parts_ptr + (program * q_tiles + tile - tl.where(is_q, 0, q_tiles)) * (4 * HALF)
+        store_pairs(part_ptr + tl.where(is_q, 0, 2 * HALF), column, HALF, (column < HALF) & is_rotated, sum_a, sum_b)
+        zero = tl.zeros((BLOCK,), tl.float32)  # k has fewer tiles than q has
+        store_pairs(part_ptr + 2 * HALF, column, HALF, (column < HALF) & is_q & (tile >= k_tiles), zero, zero)
 
 
 def kernel_constants(num_heads: int, num_kv_heads: int, half: int) -> dict[str, int]:
     """Constants of both kernels: the most heads in a tile, up to 4, that divide those of q and those of k."""
-    heads = math.gcd(num_heads, num_kv_heads, 4)
-    return {"H": num_heads, "K": num_kv_heads, "HALF": half, "HEADS": heads, "TOKENS": TILE // heads}
+    heads, block = math.gcd(num_heads, num_kv_heads, 4), tile_width(half)
+    tokens = max(TILE // (heads * block), 1)
+    return {"H": num_heads, "K": num_kv_heads, "HALF": half, "HEADS": heads, "TOKENS": tokens, "BLOCK": block}
 
 
-def num_warps(half: int) -> int:
-    """Warps of a tile: eight pairs per thread, for loads of 16 bytes and few registers."""
-    return TILE * tile_width(half) // (8 * 32)
+def with_unit_stride(x: Tensor) -> Tensor:
+    """x itself where elements of the last dimension are neighbours, else a contiguous copy."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def contiguous_inputs(qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor, int, int]:
-    """Contiguous rows of qkv, cos and sin; the stride of qkv's rows; that of the angles between sequences, or 0."""
-    if qkv.stride(2) != 1 or qkv.stride(0) != qkv.shape[1] * qkv.stride(1):
-        qkv = qkv.contiguous()
-    angle_stride = cos.shape[-2] * cos.shape[-1] if cos.dim() == 3 else 0
-    return qkv, cos.contiguous(), sin.contiguous(), qkv.stride(1), angle_stride
+def contiguous_tables(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, int]:
+    """cos and sin, contiguous, and their stride between sequences: 0 if all share the same."""
+    angle_stride = cos[0].numel() if cos.dim() == 3 and len(cos) > 1 else 0
+    return cos.contiguous(), sin.contiguous(), angle_stride
 
 
 def rotary_forward_fake(qkv, cos, sin, num_heads, num_kv_heads, q_weight, k_weight, eps):
-    return tuple(qkv.new_empty((*qkv.shape[:2], n, 2 * cos.shape[-1])) for n in (num_heads, num_kv_heads))
+    heads = num_heads, num_kv_heads, num_kv_heads if q_weight is None else 0
+    return tuple(qkv.new_empty((*qkv.shape[:2], n, 2 * cos.shape[-1])) for n in heads)
 
 
 @register_op(
     "rotary_forward(Tensor qkv, Tensor cos, Tensor sin, int num_heads, int num_kv_heads, Tensor? q_weight,"
-    " Tensor? k_weight, float eps) -> (Tensor q, Tensor k)",
+    " Tensor? k_weight, float eps) -> (Tensor q, Tensor k, Tensor v)",
     rotary_forward_fake,
 )
 def rotary_forward(qkv, cos, sin, num_heads, num_kv_heads, q_weight, k_weight, eps):
-    """q (B, T, H, d) and k (B, T, K, d) of packed rows (B, T, (H + 2K) d)."""
-    q, k = rotary_forward_fake(qkv, cos, sin, num_heads, num_kv_heads, q_weight, k_weight, eps)
-    qkv, cos, sin, stride, angle_stride = contiguous_inputs(qkv, cos, sin)
-    tokens, half = qkv.shape[0] * qkv.shape[1], cos.shape[-1]
-    constants = kernel_constants(num_heads, num_kv_heads, half)
-    align = alignment(stride, angle_stride)
-    if tokens:
-        grid = triton.cdiv(tokens, constants["TOKENS"]), (num_heads + num_kv_heads) // constants["HEADS"]
-        rotary_forward_kernel[grid](
-            qkv, cos, sin, q_weight, k_weight, q, k,
-            tokens, qkv.shape[1], stride // align, angle_stride // align, eps,
-            **constants, ALIGNMENT=align, BLOCK=tile_width(half), num_warps=num_warps(half),
+    """q (B, T, H, d), k and v (B, T, K, d) of packed rows (B, T, (H + 2K) d); v has no heads with the norms."""
+    q, k, v = rotary_forward_fake(qkv, cos, sin, num_heads, num_kv_heads, q_weight, k_weight, eps)
+    qkv, (cos, sin, angle_stride) = with_unit_stride(qkv), contiguous_tables(cos, sin)
+    batch, length, _ = qkv.shape
+    constants = kernel_constants(num_heads, num_kv_heads, cos.shape[-1])
+    tiles = (q.shape[2] + k.shape[2] + v.shape[2]) // constants["HEADS"]
+    programs = batch * triton.cdiv(length, constants["TOKENS"]) * tiles
+    strides = qkv.stride(0), qkv.stride(1), angle_stride
+    align = alignment(*strides)
+    if programs:
+        rotary_forward_kernel[(programs,)](
+            qkv, cos, sin, q_weight, k_weight, q, k, v if q_weight is None else None,
+            length, *(stride // align for stride in strides), eps,
+            **constants, ALIGNMENT=align, num_warps=NUM_WARPS,
         )  # fmt: skip
-    return q, k
+    return q, k, v
 
 
 def rotary_backward_fake(dq, dk, dv, qkv, cos, sin, q_weight, k_weight, eps):
     rows = (dq.shape[2] + 2 * dk.shape[2]) * dq.shape[3]
-    dweights = [dq.new_empty(0 if q_weight is None else dq.shape[3], dtype=torch.float32) for _ in range(2)]
-    return dq.new_empty((*dq.shape[:2], rows)), *dweights
+    dweights = dq.new_empty((2, 0 if q_weight is None else dq.shape[3]), dtype=torch.float32)
+    return dq.new_empty((*dq.shape[:2], rows)), dweights
 
 
 @register_op(
     "rotary_backward(Tensor dq, Tensor dk, Tensor dv, Tensor? qkv, Tensor cos, Tensor sin, Tensor? q_weight,"
-    " Tensor? k_weight, float eps) -> (Tensor dqkv, Tensor dq_weight, Tensor dk_weight)",
+    " Tensor? k_weight, float eps) -> (Tensor dqkv, Tensor dweights)",
     rotary_backward_fake,
 )
 def rotary_backward(dq, dk, dv, qkv, cos, sin, q_weight, k_weight, eps):
-    """The packed gradient (B, T, (H + 2K) d), and float32 ones (d,) of the norm weights, empty without the norms."""
-    dqkv, dq_weight, dk_weight = rotary_backward_fake(dq, dk, dv, qkv, cos, sin, q_weight, k_weight, eps)
-    grads = [grad if grad.stride(3) == 1 else grad.contiguous() for grad in (dq, dk, dv)]
+    """The packed gradient (B, T, (H + 2K) d), and the float32 one (2, d) of both norm weights, empty without norms."""
+    dqkv, dweights = rotary_backward_fake(dq, dk, dv, qkv, cos, sin, q_weight, k_weight, eps)
+    grads = [with_unit_stride(grad) for grad in (dq, dk, dv)]
+    cos, sin, angle_stride = contiguous_tables(cos, sin)
     batch, length, num_heads, _ = dq.shape
-    num_kv_heads, tokens, half = dk.shape[2], batch * length, cos.shape[-1]
-    qkv, cos, sin, stride, angle_stride = contiguous_inputs(dqkv if qkv is None else qkv, cos, sin)
-    constants = kernel_constants(num_heads, num_kv_heads, half)
-    heads = constants["HEADS"]
-    programs = triton.cdiv(tokens, constants["TOKENS"])
-    head_norms = q_weight is not None
-    if head_norms:  # few programs, since each leaves a partial sum of the norm weights' gradients
-        programs = min(programs, 2 * launch.device_limits(dq.device).multiprocessors)
-    parts = [dq_weight.new_empty(programs * n // heads, 2 * half) for n in (num_heads, num_kv_heads)]
-    strides = [stride, angle_stride, *(grad.stride(axis) for grad in grads for axis in range(3))]
+    constants = kernel_constants(num_heads, dk.shape[2], cos.shape[-1])
+    tiles = (num_heads + 2 * dk.shape[2]) // constants["HEADS"]
+    blocks = batch * triton.cdiv(length, constants["TOKENS"])
+    programs, qkv_strides, parts = blocks, (0, 0), None
+    if q_weight is not None:
+        # As many programs as run at the same time, since each leaves a partial sum of the norm weights' gradients.
+        programs = min(blocks, max(1, RESIDENT * launch.device_limits(dq.device).multiprocessors // tiles))
+        parts = dweights.new_empty(programs * (num_heads // constants["HEADS"]), dweights.numel())
+        qkv = with_unit_stride(qkv)
+        qkv_strides = qkv.stride(0), qkv.stride(1)
+    strides = [*qkv_strides, angle_stride, *(grad.stride(axis) for grad in grads for axis in range(3))]
     align = alignment(*strides)
-    if tokens:
-        stride, angle_stride, *grad_strides = (stride // align for stride in strides)
-        rotary_backward_kernel[programs, (num_heads + 2 * num_kv_heads) // heads](
-            *grads, qkv, cos, sin, q_weight, k_weight, dqkv, *parts, tokens, length, stride, angle_stride,
-            *grad_strides, eps, **constants, ALIGNMENT=align, BLOCK=tile_width(half), num_warps=num_warps(half),
+    if programs:
+        rotary_backward_kernel[(programs * tiles,)](
+            *grads, qkv, cos, sin, q_weight, k_weight, dqkv, parts, blocks, length,
+            *(stride // align for stride in strides), eps,
+            **constants, ALIGNMENT=align, STAGES=1 if parts is None else 3, num_warps=NUM_WARPS,
         )  # fmt: skip
-    return (dqkv, *map(column_sum, parts)) if head_norms else (dqkv, dq_weight, dk_weight)
+    return dqkv, dweights if parts is None else column_sum(parts).view_as(dweights)
 
 
 class Rotary(torch.autograd.Function):
@@ -243,21 +276,23 @@ class Rotary(torch.autograd.Function):
         k_weight: Tensor | None,
         eps: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Keeps the tables, and qkv only if the norm of each head needs it again."""
-        q, k = rotary_forward(qkv, cos, sin, num_heads, num_kv_heads, q_weight, k_weight, eps)
+        """Keeps the tables, and qkv only if the norm of each head needs it again: then v is a view of it."""
+        q, k, v = rotary_forward(qkv, cos, sin, num_heads, num_kv_heads, q_weight, k_weight, eps)
         ctx.save_for_backward(None if q_weight is None else qkv, cos, sin, q_weight, k_weight)
         ctx.eps = eps
-        return q, k, qkv.unflatten(-1, (num_heads + 2 * num_kv_heads, -1))[:, :, num_heads + num_kv_heads :]
+        if q_weight is not None:
+            v = qkv.unflatten(-1, (num_heads + 2 * num_kv_heads, -1))[:, :, num_heads + num_kv_heads :]
+        return q, k, v
 
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:
         """Packs three gradients into one."""
         qkv, cos, sin, q_weight, k_weight = ctx.saved_tensors
-        dqkv, dq_weight, dk_weight = rotary_backward(dq, dk, dv, qkv, cos, sin, q_weight, k_weight, ctx.eps)
+        dqkv, dweights = rotary_backward(dq, dk, dv, qkv, cos, sin, q_weight, k_weight, ctx.eps)
         if q_weight is None:
             return dqkv, None, None, None, None, None, None, None
-        return dqkv, None, None, None, None, dq_weight.to(q_weight.dtype), dk_weight.to(k_weight.dtype), None
+        return dqkv, None, None, None, None, dweights[0].to(q_weight.dtype), dweights[1].to(k_weight.dtype), None
 
 
 def rotary(

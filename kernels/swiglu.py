@@ -9,6 +9,7 @@ It saves a round trip of the packed result through memory, which is little besid
 small. `python -m benchmarks.kernels --only MLP` measures it.
 """
 
+import contextvars
 import sys
 
 import torch
@@ -20,45 +21,58 @@ from torch.nn import functional as F
 from triton.runtime.errors import OutOfResources
 
 from kernels import launch
-from kernels.launch import alignment, as_rows, register_op
+from kernels.launch import alignment, as_rows, register_op, tile_width
 
-BLOCK = 1024
+TILE = 1024  # hidden elements in a tile: eight for each of 128 threads, for loads of 16 bytes
 
 fused_gate_up_obstacles: list[str] = []
 """Why `gate_up_kernel` could not run since `kernels.use` was last called; each reason is printed once."""
 
+fused_gate_up_failures: dict[tuple, str] = {}
+"""Launches that failed since then, by device, dtype and tile, and how: they are not tried again."""
 
-@triton.jit(do_not_specialize=["stride", "width"])
-def swiglu_forward_kernel(gate_up_ptr, hidden_ptr, stride, width, ALIGNMENT: tl.constexpr, BLOCK: tl.constexpr):
-    """hidden (M, F) = silu(gate) up of gate_up (M, 2F), for BLOCK columns of one row."""
+
+@triton.jit
+def locate_tile(width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Rows (ROWS, 1) in 64 bits and columns (1, BLOCK) of a program; neighbours in a row run at the same time."""
+    tiles = tl.cdiv(width, BLOCK)
+    row = (tl.program_id(0) // tiles).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    return row, tl.program_id(0) % tiles * BLOCK + tl.arange(0, BLOCK)[None, :]
+
+
+@triton.jit(do_not_specialize=["rows", "stride", "width"])
+def swiglu_forward_kernel(
+    gate_up_ptr,  # (rows, 2F), rows `stride` apart
+    hidden_ptr,  # output (rows, F), contiguous
+    rows, stride, width, ALIGNMENT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """hidden = silu(gate) up, for a tile of ROWS rows and BLOCK columns."""
     width = width * ALIGNMENT
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < width
-    gate_ptr = gate_up_ptr + row * (stride * ALIGNMENT) + column
+    row, column = locate_tile(width, ROWS, BLOCK)
+    inside = (row < rows) & (column < width)
+    gate_ptr = gate_up_ptr + row * stride * ALIGNMENT + column
     gate = tl.load(gate_ptr, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_ptr + width, mask=inside, other=0.0).to(tl.float32)
     hidden = gate * tl.sigmoid(gate) * up
     tl.store(hidden_ptr + row * width + column, hidden.to(hidden_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["dhidden_stride", "stride", "width"])
+@triton.jit(do_not_specialize=["rows", "dhidden_stride", "stride", "width"])
 def swiglu_backward_kernel(
-    dhidden_ptr,  # gradient (M, F) of hidden
-    gate_up_ptr,  # (M, 2F) of the forward pass
-    dgate_up_ptr, hidden_ptr,  # outputs (M, 2F) and (M, F), contiguous
-    dhidden_stride, stride, width,
-    ALIGNMENT: tl.constexpr, BLOCK: tl.constexpr,
+    dhidden_ptr,  # gradient (rows, F) of hidden
+    gate_up_ptr,  # (rows, 2F) of the forward pass
+    dgate_up_ptr, hidden_ptr,  # outputs (rows, 2F) and (rows, F), contiguous
+    rows, dhidden_stride, stride, width,
+    ALIGNMENT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Gradients of gate and up, and hidden again; with p = sigmoid(gate), silu' = p (1 + gate (1 - p))."""
     width = width * ALIGNMENT
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < width
-    gate_ptr = gate_up_ptr + row * (stride * ALIGNMENT) + column
+    row, column = locate_tile(width, ROWS, BLOCK)
+    inside = (row < rows) & (column < width)
+    gate_ptr = gate_up_ptr + row * stride * ALIGNMENT + column
     gate = tl.load(gate_ptr, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_ptr + width, mask=inside, other=0.0).to(tl.float32)
-    dhidden = tl.load(dhidden_ptr + row * (dhidden_stride * ALIGNMENT) + column, mask=inside, other=0.0).to(tl.float32)
+    dhidden = tl.load(dhidden_ptr + row * dhidden_stride * ALIGNMENT + column, mask=inside, other=0.0).to(tl.float32)
     p = tl.sigmoid(gate)
     silu = gate * p
     dgate = dhidden * up * (p + silu * (1 - p))
@@ -114,6 +128,13 @@ def gate_up_tile(device: torch.device, rows: int) -> dict[str, int]:
     return dict(zip(("ROWS", "COLUMNS", "num_warps"), tile, strict=True))
 
 
+def elementwise_geometry(rows: int, width: int) -> tuple[tuple[int], dict[str, int]]:
+    """Grid and constants of the forward and backward kernels; narrow rows share a program."""
+    block = min(tile_width(width), TILE)
+    constants = {"ROWS": TILE // block, "BLOCK": block, "num_warps": 4}
+    return (triton.cdiv(rows, TILE // block) * triton.cdiv(width, block),), constants
+
+
 def swiglu_forward_fake(gate_up):
     return gate_up.new_empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2))
 
@@ -125,9 +146,10 @@ def swiglu_forward(gate_up):
     gate_up = as_rows(gate_up)
     rows, width = gate_up.shape[0], hidden.shape[-1]
     align = alignment(width, gate_up.stride(0))
+    grid, constants = elementwise_geometry(rows, width)
     if rows:
-        swiglu_forward_kernel[(rows, triton.cdiv(width, BLOCK))](
-            gate_up, hidden, gate_up.stride(0) // align, width // align, ALIGNMENT=align, BLOCK=BLOCK, num_warps=4
+        swiglu_forward_kernel[grid](
+            gate_up, hidden, rows, gate_up.stride(0) // align, width // align, ALIGNMENT=align, **constants
         )
     return hidden
 
@@ -146,10 +168,11 @@ def swiglu_backward(dhidden, gate_up):
     rows, width = dhidden.shape
     strides = dhidden.stride(0), gate_up.stride(0)
     align = alignment(width, *strides)
+    grid, constants = elementwise_geometry(rows, width)
     if rows:
-        swiglu_backward_kernel[(rows, triton.cdiv(width, BLOCK))](
-            dhidden, gate_up, dgate_up, hidden, *(stride // align for stride in strides), width // align,
-            ALIGNMENT=align, BLOCK=BLOCK, num_warps=4,
+        swiglu_backward_kernel[grid](
+            dhidden, gate_up, dgate_up, hidden, rows, *(stride // align for stride in strides), width // align,
+            ALIGNMENT=align, **constants,
         )  # fmt: skip
     return dgate_up, hidden
 
@@ -183,28 +206,48 @@ def swiglu_gate_up(x, weight, keep):
 
 
 def launch_gate_up_kernel(x: Tensor, weight: Tensor, hidden: Tensor, gate_up: Tensor | None) -> str | None:
-    """Fill hidden and, if given, gate_up. Returns None, or the reason why the kernel cannot run, and fills nothing."""
+    """Fill hidden and, if given, gate_up. Returns None, or the reason why the kernel cannot run, and fills nothing.
+
+    A tensor descriptor needs a first address and row strides divisible by 16 bytes, and fills tiles with zeros beyond
+    its tensor, so any number of rows and, of the sizes that 8 divides, any will do. Outputs are new: torch aligns them.
+    """
     x, weight = as_rows(x).contiguous(), weight.contiguous()
-    rows, hidden_size, width = *x.shape, hidden.shape[-1]
-    if x.element_size() != 2 and x.device.type == "cuda":  # Triton's interpreter also takes float32
+    hidden_size, width = x.shape[1], hidden.shape[-1]
+    if x.dtype not in (torch.bfloat16, torch.float16) and x.device.type == "cuda":  # Triton's interpreter takes float32
         # Compiled for an H100, tiles of float32 take 327,712 bytes of shared memory, of which a block has 232,448.
         return f"it needs bfloat16 or float16, not {x.dtype}, whose tiles exceed the shared memory of a GPU"
     if alignment(hidden_size, width) == 1:
         return f"it needs sizes divisible by 8, and the hidden size is {hidden_size}, the MLP's {width}"
     if x.data_ptr() % 16 or weight.data_ptr() % 16:
         return "it needs an input and a weight that begin at a multiple of 16 bytes"
-    tile = gate_up_tile(x.device, rows)
+    tile = gate_up_tile(x.device, len(x))
+    variant = x.device, x.dtype, gate_up is None, *tile.values()
+    if variant not in fused_gate_up_failures and len(x):
+        try:
+            # In a context of its own, so that the allocator is that of this launch alone.
+            contextvars.copy_context().run(launch_tiles, x, weight, hidden, gate_up, tile)
+        except OutOfResources as error:  # raised before the launch, on GPUs with less shared memory than an H100
+            failure = f"its tiles need {error.required:,} of this GPU's {error.limit:,} ({error.name})"
+            fused_gate_up_failures[variant] = failure
+        except Exception as error:  # whatever else the compiler or the driver refuses must not end a training run
+            *_, last_line = str(error).strip().splitlines() or ["no message"]
+            fused_gate_up_failures[variant] = f"Triton raised {type(error).__name__}: {last_line.strip()}"
+    return fused_gate_up_failures.get(variant)
+
+
+def launch_tiles(x: Tensor, weight: Tensor, hidden: Tensor, gate_up: Tensor | None, tile: dict[str, int]) -> None:
+    """Launch `gate_up_kernel`. Its descriptors are written to memory that Triton asks torch for at each launch.
+
+    That memory is freed when the launch returns and reused in the order of the stream, after the kernel. While a CUDA
+    graph is captured, it comes from the graph's own pool, which lives as long as the graph: a replay finds it there.
+    """
     device = x.device  # and not x itself, which the allocator would keep alive
     triton.set_allocator(lambda size, alignment, stream: torch.empty(size, device=device, dtype=torch.int8))
-    if rows:
-        try:
-            gate_up_kernel[(triton.cdiv(rows, tile["ROWS"]) * triton.cdiv(width, tile["COLUMNS"]),)](
-                x, weight, hidden, gate_up, rows, hidden_size // 8, width // 8,
-                ALIGNMENT=8, DEPTH=64, GROUP=8, num_stages=3, **tile,
-            )  # fmt: skip
-        except OutOfResources as error:  # raised before the launch, on GPUs with less shared memory than an H100
-            return f"its tiles need {error.required:,} of this GPU's {error.limit:,} ({error.name})"
-    return None
+    (rows, hidden_size), width = x.shape, hidden.shape[-1]
+    gate_up_kernel[(triton.cdiv(rows, tile["ROWS"]) * triton.cdiv(width, tile["COLUMNS"]),)](
+        x, weight, hidden, gate_up, rows, hidden_size // 8, width // 8,
+        ALIGNMENT=8, DEPTH=64, GROUP=8, num_stages=3, **tile,
+    )  # fmt: skip
 
 
 class SwiGLUMLP(torch.autograd.Function):

@@ -106,6 +106,15 @@ def test_rows_are_read_and_written_16_bytes_at_a_time_even_if_only_8_and_not_16_
             assert max(stores.get(16, 0), stores.get(0, 0)) > 0, one
 
 
+def test_the_next_tile_of_heads_is_loaded_while_the_norms_of_one_are_computed(kernels):
+    """Two buffers of shared memory for a tile: with one, the compiler waits for each load as soon as it is issued."""
+    found = [one for one in kernels if re.match("rotary backward, head size (64|128), head norms", one["launch"])]
+    found = [one for one in found if one["kernel"].startswith("rotary") and one["target"] != "gfx942"]
+    assert len(found) == 6
+    for one in found:
+        assert one["shared"] == 2 * 2048 * (4 * 2 + 2 * 4), one  # pairs: of the gradient and of qkv, cos and sin
+
+
 def test_decoding_reads_weights_16_bytes_at_a_time(kernels):
     for one in kernels:
         if one["launch"].startswith("decode") and one["target"] != "gfx942":
@@ -113,7 +122,7 @@ def test_decoding_reads_weights_16_bytes_at_a_time(kernels):
 
 
 def test_arguments_typed_float64_by_torch_compile_cause_no_float64_arithmetic():
-    pattern = "norm forward, layer, (256|65536)|rotary .*head norms|decode qkv"
+    pattern = "norm forward, layer, (256|65536)|rotary .*(64|128), head norms|decode qkv"
     arguments = "--float64-scalars", "--targets", "sm_90", "--only", pattern
     found = json.loads(compile_in_another_process("-m", "benchmarks.resources", *arguments))
     assert len(found) == 9
@@ -134,7 +143,10 @@ for tokens in (1, 2, 3, 7, 8, 15, 16, 17, 31, 32, 33, 48, 63, 64, 65, 100, 128, 
         "norm forward": lambda: norm.norm_forward(x, x, weight, weight, True, 1e-5),
         "norm backward": lambda: norm.norm_backward(x, x, x, weight, statistics, True, True, True),
         "swiglu": lambda: swiglu.swiglu_backward(swiglu.swiglu_forward(x), x),
-        "rotary": lambda: rope.rotary_forward(qkv, angles, angles, 2, 1, weight[:64], weight[:64], 1e-5),
+        "rotary": lambda: rope.rotary_forward(qkv, angles, angles, 2, 1, None, None, 1e-5),
+        "rotary with head norms": lambda: rope.rotary_forward(
+            qkv, angles, angles, 2, 1, weight[:64], weight[:64], 1e-5
+        ),
         "rotary backward": lambda: rope.rotary_backward(
             qkv[..., :128].unflatten(-1, (2, 64)), *[qkv[..., :64].unflatten(-1, (1, 64))] * 2, qkv, angles, angles,
             weight[:64], weight[:64], 1e-5,

@@ -16,6 +16,8 @@ pytestmark = [
 ]
 
 if gpu is not None:
+    from triton.runtime import _allocation
+
     from kernels import cross_entropy, swiglu
 
 GPU = torch.device("cuda")
@@ -115,6 +117,76 @@ def test_gate_and_up_in_one_kernel_equal_float64(relative, rows, hidden_size, wi
     assert relative(kept, products) < 2e-3
     assert relative(hidden, gate * torch.sigmoid(gate) * up) < 2e-3
     assert not swiglu.fused_gate_up_obstacles
+
+
+def test_gate_and_up_in_one_kernel_replay_from_a_cuda_graph():
+    """The memory of the descriptors is the graph's; the allocator that gave it serves no other launch."""
+    kernels.use("auto", GPU)
+    x, other, weight = (normal(rows, 512, dtype=HALF, seed=i) for i, rows in enumerate((300, 300, 2816)))
+    swiglu.swiglu_gate_up(x, weight, True)  # compiles before the capture
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        replayed = swiglu.swiglu_gate_up(x, weight, True)
+    x.copy_(other)
+    graph.replay()
+    assert all(map(torch.equal, replayed, swiglu.swiglu_gate_up(other, weight, True)))
+    assert not swiglu.fused_gate_up_obstacles
+    with pytest.raises(RuntimeError, match="no allocator"):
+        _allocation._allocator.get()(1, 1, None)
+
+
+@pytest.mark.parametrize("head_norms", [False, True])
+@pytest.mark.parametrize("gap", [0, 3])
+@pytest.mark.parametrize(("heads", "kv_heads", "width"), [(32, 8, 128), (16, 8, 64), (3, 1, 80), (6, 2, 256)])
+@pytest.mark.parametrize(("dtype", "one"), [(torch.float32, 1e-6), (torch.float16, 2.2e-4), (HALF, 1.75e-3)])
+def test_rotary_is_within_one_rounding_of_float64(relative, head_norms, gap, heads, kv_heads, width, dtype, one):
+    batch, length = 3, 1000
+    angles = normal(length, width // 2, std=300.0).double()
+    cos, sin = angles.cos().float(), angles.sin().float()
+    inputs = [normal(batch, length, (heads + 2 * kv_heads) * width + gap, dtype=dtype)[..., gap:]]
+    inputs += [normal(width, mean=1.0, seed=i) for i in range(2 * head_norms)]
+    # as from attention, heads before positions, or with odd strides
+    upstream = [normal(batch, n, length, width + gap, dtype=dtype, seed=n) for n in (heads, kv_heads, kv_heads + 1)]
+    upstream = [u[:, :n, :, gap:].transpose(1, 2) for u, n in zip(upstream, (heads, kv_heads, kv_heads), strict=True)]
+
+    def ours(qkv, *weights):
+        return gpu.rotary(qkv, cos, sin, heads, kv_heads, *(weights or (None, None)), 1e-5)
+
+    def exact(qkv, *weights):
+        q, k, v = qkv.unflatten(-1, (-1, width)).split((heads, kv_heads, kv_heads), dim=2)
+        if weights:
+            pairs = zip((q, k), weights, strict=True)
+            q, k = (x * weight / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() for x, weight in pairs)
+        turn = torch.complex(cos.double(), sin.double())[:, None]
+        turned = (torch.complex(*x.chunk(2, -1)) * turn for x in (q, k))
+        return *(torch.cat((z.real, z.imag), -1) for z in turned), v
+
+    tolerances = [one, one, 1e-9, one, 3e-6, 3e-6][: 4 + 2 * head_norms]  # sums of the weights over all tokens
+    first = assert_close(ours, exact, inputs, upstream, relative, tolerances)
+    for _ in range(5):
+        again = gradients(ours, inputs, upstream)
+        assert all(map(torch.equal, first, [*again[0], *again[1]]))
+
+
+@pytest.mark.parametrize(("dtype", "one"), [(torch.float32, 1e-6), (torch.float16, 2.2e-4), (HALF, 1.75e-3)])
+@pytest.mark.parametrize(("rows", "width"), [(4099, 704), (1000, 2816), (5000, 40), (300, 1030)])
+def test_the_activation_is_within_one_rounding_of_float64(relative, rows, width, dtype, one):
+    gate_up, dhidden = normal(rows, 2 * width, std=3.0, dtype=dtype), normal(rows, width + 3, dtype=dtype)[:, 3:]
+    doubles = gate_up.double().requires_grad_()
+    gate, up = doubles.chunk(2, -1)
+    expected = gate / (1 + torch.exp(-gate)) * up
+    (gradient,) = torch.autograd.grad(expected, doubles, dhidden.double())
+    hidden = swiglu.swiglu_forward(gate_up)
+    dgate_up, again = swiglu.swiglu_backward(dhidden, gate_up)
+    assert torch.equal(hidden, again)
+    assert relative(hidden, expected.detach()) < 1.05 * one and relative(dgate_up, gradient) < 1.05 * one
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_kernels_run_on_the_device_of_their_tensors():
+    x = normal(33, 512, dtype=HALF)
+    for function in (swiglu.swiglu_forward, lambda x: gpu.normalize(x, kind="rms", eps=1e-5)[0]):
+        assert torch.equal(function(x.to("cuda:1")).cpu(), function(x).cpu())
 
 
 def test_gate_and_up_in_float32_fall_back_to_two_kernels_and_say_so(relative, capsys):

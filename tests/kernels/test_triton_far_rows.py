@@ -126,38 +126,73 @@ def test_swiglu_reaches_rows_beyond_2_to_the_31_elements(far, draw):
     packed, hidden = draw(1, WIDTH, dtype=torch.bfloat16), draw(1, WIDTH // 2, dtype=torch.bfloat16)
 
     def run(inputs, outputs, rows):
-        sizes = dict(ALIGNMENT=8, BLOCK=WIDTH // 2)
-        swiglu.swiglu_forward_kernel[(1,)](inputs[0], outputs[2], WIDTH // 8, WIDTH // 16, **sizes)
+        sizes = dict(ALIGNMENT=8, ROWS=1, BLOCK=WIDTH // 2)
+        swiglu.swiglu_forward_kernel[(1,)](inputs[0], outputs[2], rows, WIDTH // 8, WIDTH // 16, **sizes)
         swiglu.swiglu_backward_kernel[(1,)](
-            inputs[1], inputs[0], *outputs[:2], WIDTH // 16, WIDTH // 8, WIDTH // 16, **sizes
+            inputs[1], inputs[0], *outputs[:2], rows, WIDTH // 16, WIDTH // 8, WIDTH // 16, **sizes
         )
 
     assert_far_equals_near(far, run, [packed, hidden], [packed, hidden, hidden])
 
 
-def test_rotary_reaches_rows_beyond_2_to_the_31_elements(far, draw):
-    tokens, half = 8, torch.bfloat16
+@pytest.mark.parametrize("length", [8, 2**40])
+@pytest.mark.parametrize("head_norms", [False, True])
+def test_rotary_reaches_rows_beyond_2_to_the_31_elements(far, draw, length, head_norms):
+    """The last of many sequences of 8 tokens, or the end of one long sequence."""
+    at, huge = far
+    half, tokens = torch.bfloat16, 8
     qkv = draw(tokens, WIDTH, dtype=half)  # 8 heads of q, 4 of k and 4 of v, of 64 elements
     q, k, angles, weight = draw(tokens, 512, dtype=half), draw(tokens, 256, dtype=half), draw(tokens, 32), draw(64)
+    weights = (weight, weight.flip(0)) if head_norms else (None, None)
+    rows = FAR + tokens
     sizes = dict(H=8, K=4, HALF=32, ALIGNMENT=8, TOKENS=tokens, HEADS=4, BLOCK=32)
 
-    def run_forward(inputs, outputs, rows):
-        rope.rotary_forward_kernel[(1, 3)](
-            inputs[0], angles, angles, weight, weight, *outputs, rows, tokens, WIDTH // 8, 0, 1e-5, **sizes
-        )
-
-    assert_far_equals_near(far, run_forward, [qkv], [q, k], tile=tokens)
-    far[0](0)
-
-    def run_backward(inputs, outputs, rows):
-        strides = [value for width in (512, 256, 256) for value in (tokens * width // 8, width // 8, 8)]
-        parts = torch.empty(rows // tokens * 2, 64)  # a partial sum for each program, and two tiles of q
-        rope.rotary_backward_kernel[(1, 4)](
-            *inputs[1:], inputs[0], angles, angles, weight, weight, outputs[0], parts, parts,
-            rows, tokens, WIDTH // 8, 0, *strides, 1e-5, **sizes,
+    def run(qkv, gradients, outputs, angles, rows):
+        one_length = min(rows, length)
+        strides = lambda width: (one_length * width // 8, width // 8)  # noqa: E731
+        q, k, v, dqkv, parts = outputs
+        tiles = 3 if head_norms else 4
+        at((rows // tokens - 1) * tiles)
+        rope.rotary_forward_kernel[(tiles,)](
+            qkv, angles, angles, *weights, q, k, None if head_norms else v,
+            one_length, *strides(WIDTH), 0, 1e-5, **sizes,
+        )  # fmt: skip
+        at((rows // tokens - 1) * 4)
+        rope.rotary_backward_kernel[(4,)](
+            *gradients, qkv, angles, angles, *weights, dqkv, parts, rows // tokens, one_length, *strides(WIDTH), 0,
+            *(value for width in (512, 256, 256) for value in (*strides(width), 8)), 1e-5, **sizes, STAGES=1,
         )  # fmt: skip
 
-    assert_far_equals_near(far, run_backward, [qkv, q, k, k], [qkv], tile=tokens)
+    small = [torch.full_like(t, float("nan")) for t in (q, k, k, qkv)]
+    run(qkv, (q, k, k.flip(0)), [*small, torch.empty(2, 128)], angles, tokens)
+    big = [huge(rows, t) for t in (q, k, k, qkv)]
+    big_angles = angles if length == tokens else huge(rows, angles)
+    parts = torch.empty(rows // tokens * 2, 128)  # a partial sum for each program, and two tiles of q
+    run(huge(rows, qkv), [huge(rows, t) for t in (q, k, k.flip(0))], [*big, parts], big_angles, rows)
+    for near, distant in zip(small[: 4 - 2 * head_norms] + small[3:], big[: 4 - 2 * head_norms] + big[3:], strict=True):
+        assert near.isfinite().all() and torch.equal(distant[-tokens:], near)
+
+
+def test_rotary_reaches_sequences_and_heads_beyond_2_to_the_31_elements(far, draw):
+    """Three of them, 2^30 + 1 elements apart: with a stride that 8 divides, only products beyond 2^34 wrap."""
+    _, huge = far
+    wide = huge(2**24 + 2, draw(1, 128).bfloat16()).flatten().as_strided((3, 96), (2**30 + 1, 1))
+    wide.copy_(draw(3, 96))
+    angles = draw(3, 16)
+    for qkv, table in ((wide[:, None], angles[:1]), (wide[None], angles)):  # three sequences, then three positions
+        gradients = qkv.unsqueeze(2).split(32, dim=-1)  # one head
+        for weight in (None, draw(32)):
+            for op, tensors, rest in (
+                (rope.rotary_forward, [qkv], (table, table, 1, 1, weight, weight, 1e-5)),
+                (rope.rotary_backward, [*gradients, qkv], (table, table, weight, weight, 1e-5)),
+            ):
+                assert all(map(torch.equal, op(*tensors, *rest), op(*(t.contiguous() for t in tensors), *rest)))
+    heads = wide[None, None].split(32, dim=-1)  # three heads of one token
+    strided, near = (
+        rope.rotary_backward(*gradients, None, angles[:1], angles[:1], None, None, 1e-5)
+        for gradients in (heads, [head.contiguous() for head in heads])
+    )
+    assert all(map(torch.equal, strided, near))
 
 
 def test_the_loss_reaches_rows_beyond_2_to_the_31_elements(far, draw):

@@ -33,8 +33,16 @@ def operators():
         "swiglu_gate_up": (ops.swiglu_gate_up, (x, torch.randn(16, 16), True)),
         "swiglu_gate_up in two kernels": (ops.swiglu_gate_up, (x, torch.randn(20, 16), True)),
         "swiglu_gate_up in two kernels, without the products": (ops.swiglu_gate_up, (x, torch.randn(20, 16), False)),
-        "rotary_forward": (ops.rotary_forward, (qkv, angles, angles.clone(), 2, 1, weight, weight.clone(), 1e-5)),
+        "rotary_forward": (ops.rotary_forward, (qkv, angles, angles.clone(), 2, 1, None, None, 1e-5)),
+        "rotary_forward with head norms": (
+            ops.rotary_forward,
+            (qkv, angles, angles.clone(), 2, 1, weight, weight.clone(), 1e-5),
+        ),
         "rotary_backward": (
+            ops.rotary_backward,
+            (q, k, k.clone(), None, angles, angles.clone(), None, None, 1e-5),
+        ),
+        "rotary_backward with head norms": (
             ops.rotary_backward,
             (q, k, k.clone(), qkv, angles, angles.clone(), weight, weight.clone(), 1e-5),
         ),

@@ -5,43 +5,37 @@ Tolerances: a few float32 roundings: 1e-6; half precision adds one (`rounding` i
 
 import pytest
 import torch
+from torch._dynamo.backends.debugging import aot_eager
 
 from kernels import gpu
 
 pytestmark = pytest.mark.skipif(gpu is None, reason="Triton is not installed")
 
 if gpu is not None:
+    from triton.runtime.interpreter import InterpreterBuilder
+
     from kernels import rope
 
+SHAPES = {  # heads of q and of k, width of a head, sequences, length: blocks of tokens end inside sequences
+    "one token of one head": (1, 1, 64, 1, 1),
+    "one tile of k for three of q": (3, 1, 80, 2, 37),
+    "two tiles of q, several blocks for each program": (8, 4, 128, 2, 19),
+    "half a head is no power of two": (6, 2, 96, 2, 17),
+    "half a head is not divisible by 8": (4, 2, 20, 3, 65),
+    "as many heads of k as of q": (3, 3, 32, 2, 5),
+}
 
-@pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (3, 1), (8, 4), (6, 2)])
-@pytest.mark.parametrize("width", [64, 80, 96, 128])
-@pytest.mark.parametrize("head_norms", [False, True])
-def test_rotation_and_its_gradients_are_rounded_once_for_any_heads(
-    draw, relative, rounding, heads, kv_heads, width, head_norms
-):
-    angles = draw(2, 5, width // 2, mean=500.0, std=300.0, dtype=torch.float64)
-    cos, sin = angles.cos().float(), angles.sin().float()
-    head_weights = [draw(width, mean=1.0) for _ in range(2)] if head_norms else []
-    for dtype in (torch.float32, torch.bfloat16):
-        qkv = draw(2, 5, (heads + 2 * kv_heads) * width, dtype=dtype)
-        before = qkv.clone()
-        # as from attention: heads before positions; and v with gaps
-        upstream = [draw(2, n, 5, width, dtype=dtype).transpose(1, 2) for n in (heads, kv_heads)]
-        upstream.append(draw(2, 5, kv_heads, 2 * width, dtype=dtype)[..., ::2])
 
-        def run(function, tensors, tables, upstream=upstream):
-            tensors = [tensor.detach().requires_grad_() for tensor in tensors]
-            weights = tensors[1:] or [None, None]
-            out = function(tensors[0], *tables, heads, kv_heads, *weights, 1e-3)
-            return out, torch.autograd.grad(out, tensors, [u.to(o.dtype) for u, o in zip(upstream, out, strict=True)])
+@pytest.fixture
+def strided(draw):
+    """Random tensors whose strides and first address are all odd and, thanks to `gap`, all different."""
 
-        out, gradients = run(gpu.rotary, [qkv, *head_weights], (cos, sin))
-        doubles = [t.double() for t in (qkv, *head_weights)]
-        out64, gradients64 = run(float64_rotary, doubles, (cos.double(), sin.double()))
-        for ours, exact in zip((*out, *gradients), (*out64, *gradients64), strict=True):
-            assert relative(ours, exact) < rounding(ours.dtype, ours.numel())
-        assert torch.equal(qkv, before)
+    def make(*shape: int, gap: int, dtype: torch.dtype = torch.float32, **options) -> torch.Tensor:
+        *outer, last = shape
+        wide = draw(*(n + 2 for n in outer), last + last % 2 + gap, dtype=dtype, **options)
+        return wide[(*(slice(1, -1) for _ in outer), slice(1, last + 1))]
+
+    return make
 
 
 def float64_rotary(qkv, cos, sin, heads, kv_heads, q_weight, k_weight, eps):
@@ -58,10 +52,167 @@ def float64_rotary(qkv, cos, sin, heads, kv_heads, q_weight, k_weight, eps):
     return rotate(q, q_weight), rotate(k, k_weight), v
 
 
+def run(function, tensors, tables, heads, kv_heads, upstream):
+    """Outputs of qkv and perhaps norm weights, and their gradients; outputs whose upstream is None are not used."""
+    tensors = [tensor.detach().requires_grad_() for tensor in tensors]
+    weights = tensors[1:] or [None, None]
+    out = function(tensors[0], *tables, heads, kv_heads, *weights, 1e-3)
+    used = [(o, u.to(o.dtype)) for o, u in zip(out, upstream, strict=True) if u is not None]
+    outputs, upstream = zip(*used, strict=True)
+    return out, torch.autograd.grad(outputs, tensors, upstream, materialize_grads=True)
+
+
+def assert_equals_float64(relative, rounding, tensors, tables, heads, kv_heads, upstream):
+    before = [tensor.clone() for tensor in (*tensors, *tables)]
+    out, gradients = run(gpu.rotary, tensors, tables, heads, kv_heads, upstream)
+    doubles = [tensor.double() for tensor in tensors], [table.double() for table in tables]
+    out64, gradients64 = run(float64_rotary, *doubles, heads, kv_heads, upstream)
+    for ours, exact in zip((*out, *gradients), (*out64, *gradients64), strict=True):
+        assert relative(ours, exact) < rounding(ours.dtype, ours.numel())
+    assert [g.dtype for g in gradients] == [t.dtype for t in tensors]
+    assert all(map(torch.equal, (*tensors, *tables), before))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("head_norms", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_rotation_and_its_gradients_are_rounded_once_for_any_heads(draw, relative, rounding, shape, head_norms, dtype):
+    heads, kv_heads, width, batch, length = SHAPES[shape]
+    angles = draw(length, width // 2, mean=500.0, std=300.0, dtype=torch.float64)
+    tables = angles.cos().float(), angles.sin().float()
+    tensors = [draw(batch, length, (heads + 2 * kv_heads) * width, dtype=dtype)]
+    tensors += [draw(width, mean=1.0) for _ in range(2 * head_norms)]
+    # as from attention: heads before positions
+    upstream = [draw(batch, n, length, width, dtype=dtype).transpose(1, 2) for n in (heads, kv_heads, kv_heads)]
+    assert_equals_float64(relative, rounding, tensors, tables, heads, kv_heads, upstream)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("head_norms", [False, True])
+def test_all_tensors_may_have_strides_of_their_own_that_8_does_not_divide(
+    draw, strided, relative, rounding, shape, head_norms
+):
+    heads, kv_heads, width, batch, length = SHAPES[shape]
+    angles = strided(batch, length, width // 2, gap=5, mean=500.0, std=300.0, dtype=torch.float64)
+    cos, sin = strided(*angles.shape, gap=3), strided(*angles.shape, gap=7)  # of sequences with their own positions
+    cos.copy_(angles.cos())
+    sin.copy_(angles.sin())
+    tensors = [strided(batch, length, (heads + 2 * kv_heads) * width, gap=9)]
+    tensors += [draw(width, mean=1.0).bfloat16() for _ in range(2 * head_norms)]
+    upstream = [strided(batch, length, n, width, gap=gap) for n, gap in ((heads, 3), (kv_heads, 5), (kv_heads, 7))]
+    for gradients in (upstream, [gradient.transpose(2, 3).contiguous().transpose(2, 3) for gradient in upstream]):
+        assert_equals_float64(relative, rounding, tensors, (cos, sin), heads, kv_heads, gradients)
+
+
+@pytest.mark.parametrize("expanded", [(0, 1), (2,), (0, 1, 2, 3)])
+@pytest.mark.parametrize("head_norms", [False, True])
+def test_gradients_may_be_expanded(draw, relative, rounding, expanded, head_norms):
+    tensors = [draw(2, 9, 8 * 32), *(draw(32, mean=1.0) for _ in range(2 * head_norms))]
+    angles = draw(1, 9, 16, std=100.0, dtype=torch.float64)  # one table for both sequences
+    upstream = []
+    for n in (4, 2, 2):
+        shape = 2, 9, n, 32
+        upstream.append(draw(*(1 if axis in expanded else size for axis, size in enumerate(shape))).expand(shape))
+    tables = angles.cos().float(), angles.sin().float()
+    assert_equals_float64(relative, rounding, tensors, tables, 4, 2, upstream)
+
+
+def test_partial_sums_do_not_depend_on_the_order_of_programs(draw, monkeypatch):
+    """The interpreter runs programs in order, a GPU in any: each must write what no other writes."""
+    tensors = [draw(2, 19, 16 * 32), draw(32, mean=1.0), draw(32, mean=1.0)]
+    angles, upstream = draw(19, 16), [draw(2, 19, n, 32) for n in (8, 4, 4)]
+    *_, forwards = run(gpu.rotary, tensors, (angles.cos(), angles.sin()), 8, 4, upstream)
+    set_index = InterpreterBuilder.set_grid_idx
+
+    def set_reversed_index(self, *index):
+        set_index(self, *(n - 1 - i for n, i in zip(self.grid_dim, index, strict=True)))
+
+    monkeypatch.setattr(InterpreterBuilder, "set_grid_idx", set_reversed_index)
+    *_, backwards = run(gpu.rotary, tensors, (angles.cos(), angles.sin()), 8, 4, upstream)
+    assert all(map(torch.equal, forwards, backwards))
+
+
+@pytest.mark.parametrize("used", range(3))
+@pytest.mark.parametrize("head_norms", [False, True])
+def test_outputs_that_are_not_used_have_gradient_zero(draw, relative, rounding, used, head_norms):
+    tensors = [draw(2, 9, 8 * 32), *(draw(32, mean=1.0) for _ in range(2 * head_norms))]
+    angles, upstream = draw(9, 16, std=100.0, dtype=torch.float64), draw(2, 9, (4, 2, 2)[used], 32)
+    heads = slice(*((0, 4), (4, 6), (6, 8))[used])
+    _, (dqkv, *dweights) = run(
+        gpu.rotary, tensors, (angles.cos().float(), angles.sin().float()), 4, 2,
+        [upstream if i == used else None for i in range(3)],
+    )  # fmt: skip
+    _, (exact, *_) = run(
+        float64_rotary, [t.double() for t in tensors], (angles.cos(), angles.sin()), 4, 2,
+        [upstream if i == used else torch.zeros(2, 9, n, 32) for i, n in enumerate((4, 2, 2))],
+    )  # fmt: skip
+    assert relative(dqkv, exact) < rounding(dqkv.dtype, dqkv.numel())
+    mask = torch.ones(8, dtype=torch.bool)
+    mask[heads] = False
+    assert not dqkv.unflatten(-1, (8, 32))[:, :, mask].any()
+    assert [bool(dweight.any()) for dweight in dweights] == [used == i for i in range(2 * head_norms)]
+
+
+@pytest.mark.parametrize("learned", [(True, False, False), (False, True, False), (False, False, True)])
+def test_what_is_frozen_gets_no_gradient_and_changes_no_other(draw, learned):
+    tensors, angles = [draw(2, 9, 8 * 32), draw(32, mean=1.0), draw(32, mean=1.0)], draw(9, 16, std=100.0)
+    upstream = draw(2, 9, 4, 32), draw(2, 9, 2, 32), draw(2, 9, 2, 32)
+    _, expected = run(gpu.rotary, tensors, (angles.cos(), angles.sin()), 4, 2, upstream)
+    some = [tensor.detach().requires_grad_(needed) for tensor, needed in zip(tensors, learned, strict=True)]
+    out = gpu.rotary(some[0], angles.cos(), angles.sin(), 4, 2, *some[1:], 1e-3)
+    used = [(o, u) for o, u in zip(out, upstream, strict=True) if o.requires_grad]
+    torch.autograd.backward(*zip(*used, strict=True))
+    for tensor, needed, gradient in zip(some, learned, expected, strict=True):
+        assert torch.equal(tensor.grad, gradient) if needed else tensor.grad is None
+
+
+@pytest.mark.parametrize("head_norms", [False, True])
+def test_v_keeps_the_packed_product_only_where_the_backward_pass_needs_it(draw, head_norms):
+    qkv, weight, angles = draw(1, 5, 4 * 16).requires_grad_(), draw(16), draw(5, 8)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        _, _, v = gpu.rotary(qkv, angles.cos(), angles.sin(), 2, 1, *[weight if head_norms else None] * 2, 1e-6)
+    storages = {t.untyped_storage().data_ptr() for t in (v, *kept)}
+    assert (qkv.untyped_storage().data_ptr() in storages) == head_norms
+    assert torch.equal(v, qkv[..., -16:].unflatten(-1, (1, 16)))
+
+
+@pytest.mark.parametrize("head_norms", [False, True])
+def test_compiled_code_gives_equal_bits_from_one_graph_for_all_token_counts(draw, strided, head_norms):
+    """opcheck compares no values. Without mark_dynamic, torch.compile makes two: one for the first count it meets."""
+    weights = [draw(32, mean=1.0).requires_grad_() for _ in range(2 * head_norms)] or [None, None]
+    graphs = []
+
+    def backend(module, inputs):
+        graphs.append(module)
+        return aot_eager(module, inputs)
+
+    def rotary(qkv, cos, sin):
+        return gpu.rotary(qkv, cos, sin, 4, 2, *weights, 1e-3)
+
+    compiled = torch.compile(rotary, fullgraph=True, backend=backend)
+    for length in (7, 5, 16, 33, 8, 64):
+        qkv = strided(2, length, 8 * 32, gap=5).requires_grad_()
+        tables = [draw(length, 16).cos(), draw(length, 16).sin()]
+        for tensor, axis in ((qkv, 1), *((table, 0) for table in tables)):
+            torch._dynamo.mark_dynamic(tensor, axis)
+        upstream = [strided(2, length, n, 32, gap=gap) for n, gap in ((4, 3), (2, 5), (2, 7))]
+        inputs = [qkv, *weights] if head_norms else [qkv]
+        found = []
+        for function in (rotary, compiled):
+            out = function(qkv, *tables)
+            found.append((*out, *torch.autograd.grad(out, inputs, upstream)))
+        assert all(map(torch.equal, *found))
+    assert len(graphs) == 1
+    torch._dynamo.reset()
+    for length in (7, 5, 16):
+        compiled(draw(2, length, 8 * 32), draw(length, 16), draw(length, 16))
+    assert len(graphs) == 1 + 2
+
+
 def test_the_backward_rotation_undoes_the_forward_rotation(draw, relative):
     qkv, angles = draw(1, 7, 3 * 64), draw(7, 32, std=100.0)
     cos, sin = angles.cos(), angles.sin()
-    q, k = rope.rotary_forward(qkv, cos, sin, 1, 1, None, None, 0.0)
-    v = qkv[..., 128:].unflatten(-1, (1, 64))
-    back, *_ = rope.rotary_backward(q, k, v, None, cos, sin, None, None, 0.0)
+    q, k, v = rope.rotary_forward(qkv, cos, sin, 1, 1, None, None, 0.0)
+    back, _ = rope.rotary_backward(q, k, v, None, cos, sin, None, None, 0.0)
     assert relative(back, qkv.double()) < 3e-7
