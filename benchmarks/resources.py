@@ -153,19 +153,29 @@ def launches() -> Iterator[tuple[str, Callable[[], object]]]:
         name = f"loss{' and gradient' if replace else ''}"
         yield name, lambda replace=replace: cross_entropy.compute_losses(logits, targets, -100, replace)
 
-    s, table = empty(2, 2048), empty(64, 64, dtype=FLOAT32)
-    position, padding = torch.zeros(1, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
-    q, cache, weight = empty(2, 16, 128), empty(2, 8, 64, 128), empty(4096)
-    partials = empty(2, 16, 4, 128, dtype=FLOAT32), empty(2, 16, 4, dtype=FLOAT32), empty(2, 16, 4, dtype=FLOAT32)
-    layer_norm = "layer", weight, weight, 1e-5
-    for weights in ((None, None), (weight, weight)):
-        name = f"decode qkv, layer{', head norms' if weights[0] is not None else ''}"
-        a = s, layer_norm, empty(32 * 128, 2048), weight, weights, (table, table), position, padding, q, cache, cache
-        yield name, lambda a=a: decode.qkv(*a)
-    yield "decode gate_up, layer", lambda: decode.gate_up(s, layer_norm, empty(8192, 2048), empty(2, 4096))
-    yield "decode attention", lambda: decode.attention(q, cache, cache, position, padding, partials)
-    yield "decode project, attention splits", lambda: decode.project(partials, empty(2048, 2048), s)
-    yield "decode project", lambda: decode.project(empty(2, 4096), empty(2048, 4096), s)
+    weight, table = empty(4096), empty(64, 64, dtype=FLOAT32)
+    position, cache = torch.zeros(1, dtype=torch.int64), lambda kv_heads, width: empty(8, kv_heads, 4096, width)
+    for batch in (1, 2, 4, 8):
+        s, packed, padding = empty(batch, 2048), empty(batch, 24 * 128, dtype=FLOAT32), torch.zeros(batch).long()
+        for kind, norm_weights in (("rms", (weight, None)), ("layer", (weight, weight))):
+            norm_arguments = kind, *norm_weights, 1e-5
+            a = s, norm_arguments, empty(24 * 128, 2048), weight, packed
+            yield f"decode qkv, {kind}, {batch} sequences", lambda a=a: decode.qkv(*a)
+            a = s, norm_arguments, empty(8192, 2048), empty(batch, 4096)
+            yield f"decode gate_up, {kind}, {batch} sequences", lambda a=a: decode.gate_up(*a)
+        for name, x in (("float32", empty(batch, 4096, dtype=FLOAT32)), ("bfloat16", empty(batch, 4096))):
+            a = x, empty(2048, 4096), s
+            yield f"decode project, {name}, {batch} sequences", lambda a=a: decode.project(*a)
+    for width, heads, kv_heads in ((64, 32, 8), (128, 16, 8), (128, 32, 4)):
+        for positions in (256, 4096):
+            keys, splits = empty(1, kv_heads, positions, width), decode.splits_for(positions)
+            shape = 1, heads, splits
+            partials = tuple(empty(*sizes, dtype=FLOAT32) for sizes in ((*shape, width), shape, shape))
+            qkv, out = empty(1, (heads + 2 * kv_heads) * width, dtype=FLOAT32), empty(1, heads, width, dtype=FLOAT32)
+            angles = empty(64, width // 2, dtype=FLOAT32)
+            a = qkv, (weight, weight), 1e-5, (angles, angles), position, padding, keys, keys, partials, out
+            name = f"decode attention, {heads}/{kv_heads} heads of {width}, {splits} splits"
+            yield name, lambda a=a: decode.attention(*a)
 
 
 def inspect(name: str, kernel_name: str, target: str, kernel: triton.compiler.CompiledKernel) -> Resources:
