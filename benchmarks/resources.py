@@ -153,29 +153,36 @@ def launches() -> Iterator[tuple[str, Callable[[], object]]]:
         name = f"loss{' and gradient' if replace else ''}"
         yield name, lambda replace=replace: cross_entropy.compute_losses(logits, targets, -100, replace)
 
-    weight, table = empty(4096), empty(64, 64, dtype=FLOAT32)
-    position, cache = torch.zeros(1, dtype=torch.int64), lambda kv_heads, width: empty(8, kv_heads, 4096, width)
-    for batch in (1, 2, 4, 8):
-        s, packed, padding = empty(batch, 2048), empty(batch, 24 * 128, dtype=FLOAT32), torch.zeros(batch).long()
-        for kind, norm_weights in (("rms", (weight, None)), ("layer", (weight, weight))):
-            norm_arguments = kind, *norm_weights, 1e-5
-            a = s, norm_arguments, empty(24 * 128, 2048), weight, packed
-            yield f"decode qkv, {kind}, {batch} sequences", lambda a=a: decode.qkv(*a)
+    weight = empty(4096)
+    for batch in (1, 8):
+        s, packed = empty(batch, 2048), empty(batch, 24 * 128, dtype=FLOAT32)
+        layer_norm, rms_norm = ("layer", weight, weight, 1e-5), ("rms", weight, None, 1e-5)
+        a = s, layer_norm, empty(24 * 128, 2048), weight, packed
+        yield f"decode qkv, layer, {batch} sequences", lambda a=a: decode.qkv(*a)
+        for norm_arguments in (layer_norm, rms_norm):
             a = s, norm_arguments, empty(8192, 2048), empty(batch, 4096)
-            yield f"decode gate_up, {kind}, {batch} sequences", lambda a=a: decode.gate_up(*a)
-        for name, x in (("float32", empty(batch, 4096, dtype=FLOAT32)), ("bfloat16", empty(batch, 4096))):
-            a = x, empty(2048, 4096), s
-            yield f"decode project, {name}, {batch} sequences", lambda a=a: decode.project(*a)
-    for width, heads, kv_heads in ((64, 32, 8), (128, 16, 8), (128, 32, 4)):
-        for positions in (256, 4096):
-            keys, splits = empty(1, kv_heads, positions, width), decode.splits_for(positions)
-            shape = 1, heads, splits
-            partials = tuple(empty(*sizes, dtype=FLOAT32) for sizes in ((*shape, width), shape, shape))
-            qkv, out = empty(1, (heads + 2 * kv_heads) * width, dtype=FLOAT32), empty(1, heads, width, dtype=FLOAT32)
-            angles = empty(64, width // 2, dtype=FLOAT32)
-            a = qkv, (weight, weight), 1e-5, (angles, angles), position, padding, keys, keys, partials, out
-            name = f"decode attention, {heads}/{kv_heads} heads of {width}, {splits} splits"
-            yield name, lambda a=a: decode.attention(*a)
+            yield f"decode gate_up, {norm_arguments[0]}, {batch} sequences", lambda a=a: decode.gate_up(*a)
+        a = empty(batch, 4096), empty(2048, 4096), s
+        yield f"decode project, {batch} sequences", lambda a=a: decode.project(*a)
+    position, padding = torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+    for width, heads, kv_heads, positions in ((64, 32, 8, 4096), (128, 16, 8, 256), (128, 32, 4, 4096)):
+        keys, splits = empty(1, kv_heads, positions, width), decode.splits_for(positions)
+        shape = 1, heads, splits
+        partials = tuple(empty(*sizes, dtype=FLOAT32) for sizes in ((*shape, width), shape, shape))
+        qkv, angles = empty(1, (heads + 2 * kv_heads) * width, dtype=FLOAT32), empty(64, width // 2, dtype=FLOAT32)
+        a = (
+            qkv,
+            (weight, weight),
+            1e-5,
+            (angles, angles),
+            position,
+            padding,
+            keys,
+            keys,
+            partials,
+            empty(1, heads, width),
+        )
+        yield f"decode attention, {heads // kv_heads} heads of {width} share keys", lambda a=a: decode.attention(*a)
 
 
 def inspect(name: str, kernel_name: str, target: str, kernel: triton.compiler.CompiledKernel) -> Resources:

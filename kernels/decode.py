@@ -183,7 +183,7 @@ def decode_attention_kernel(
     cos_ptr, sin_ptr,  # float32 (max positions, d/2)
     position_ptr, padding_ptr,  # int64 (1,) and (B,)
     key_ptr, value_ptr,  # the cache (B, K, S, d); its slot `position` is filled here
-    weighted_ptr, max_ptr, total_ptr,  # float32 outputs (B, H, SPLITS, d) and twice (B, H, SPLITS)
+    weighted_ptr, max_ptr, total_ptr,  # outputs (B, H, SPLITS, d) and twice (B, H, SPLITS)
     cache_batch_stride, cache_head_stride, eps,
     ALIGNMENT: tl.constexpr, H: tl.constexpr, K: tl.constexpr, HALF: tl.constexpr, SPLITS: tl.constexpr,
     MEMBERS: tl.constexpr, TURNS: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr,
@@ -258,13 +258,13 @@ def decode_attention_kernel(
         else:
             tl.store(max_ptr + index, maximum)
             tl.store(total_ptr + index, total)
-        tl.store(weighted_ptr + index * (2 * HALF) + element, out, mask=in_head)
+        tl.store(weighted_ptr + index * (2 * HALF) + element, out.to(weighted_ptr.dtype.element_ty), mask=in_head)
 
 
 @triton.jit
 def combine_splits_kernel(
     weighted_ptr, max_ptr, total_ptr,  # float32 (B, H, SPLITS, d) and twice (B, H, SPLITS)
-    out_ptr,  # float32 output (B, H, d)
+    out_ptr,  # output (B, H, d)
     HEAD_DIM: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One head of one sequence. An empty range has the lowest maximum and so counts nothing; the first is not empty."""
@@ -277,7 +277,7 @@ def combine_splits_kernel(
     weighted_ptr += (head * SPLITS + split[:, None]) * HEAD_DIM + element
     weighted = tl.load(weighted_ptr, mask=inside, other=0.0)
     out = tl.sum(scale[:, None] * weighted, 0, keep_dims=True) / total
-    tl.store(out_ptr + head * HEAD_DIM + element, out, mask=inside)
+    tl.store(out_ptr + head * HEAD_DIM + element, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 def splits_for(positions: int) -> int:
@@ -329,7 +329,7 @@ def attention(
     partials: tuple[Tensor, ...],
     out: Tensor,
 ) -> None:
-    """Fill `position` (1,) int64 of keys and values (B, K, S, d), and out (B, H, d) float32 with attention over them.
+    """Fill `position` (1,) int64 of keys and values (B, K, S, d), and out (B, H, d) with attention over them.
 
     qkv (B, (H + 2K) d) float32; head_norm_weights: of q and k, (d,) or None; tables: cos and sin (max positions, d/2);
     padding (B,) int64: positions in front of each sequence that hold no token. partials are overwritten: weighted

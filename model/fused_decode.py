@@ -42,7 +42,7 @@ class DecodeStep:
         splits = batch, heads, kernels.decode.splits_for(cache.max_length)
         # Attention over each split of the cache: the weighted sum of v, the maximum score, and the sum of exp.
         self.partials = tuple(torch.empty(shape, device=device) for shape in ((*splits, head_dim), splits, splits))
-        self.attended = torch.empty(batch, heads, head_dim, device=device)
+        self.attended = torch.empty(batch, heads, head_dim, device=device, dtype=dtype)
         self.hidden = torch.empty(batch, config.intermediate_size, device=device, dtype=dtype)
         self.logits: Tensor | None = None
         self.graph: torch.cuda.CUDAGraph | None = None
