@@ -154,19 +154,36 @@ def launches() -> Iterator[tuple[str, Callable[[], object]]]:
         name = f"loss{'' if weights is None else ' and gradient'}, vocabulary {vocabulary}"
         yield name, lambda a=(logits, labels, weights, token, -100): cross_entropy.cross_entropy(*a)
 
-    s, table = empty(2, 2048), empty(64, 64, dtype=FLOAT32)
-    position, padding = torch.zeros(1, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
-    q, cache, weight = empty(2, 16, 128), empty(2, 8, 64, 128), empty(4096)
-    partials = empty(2, 16, 4, 128, dtype=FLOAT32), empty(2, 16, 4, dtype=FLOAT32), empty(2, 16, 4, dtype=FLOAT32)
-    layer_norm = "layer", weight, weight, 1e-5
-    for weights in ((None, None), (weight, weight)):
-        name = f"decode qkv, layer{', head norms' if weights[0] is not None else ''}"
-        a = s, layer_norm, empty(32 * 128, 2048), weight, weights, (table, table), position, padding, q, cache, cache
-        yield name, lambda a=a: decode.qkv(*a)
-    yield "decode gate_up, layer", lambda: decode.gate_up(s, layer_norm, empty(8192, 2048), empty(2, 4096))
-    yield "decode attention", lambda: decode.attention(q, cache, cache, position, padding, partials)
-    yield "decode project, attention splits", lambda: decode.project(partials, empty(2048, 2048), s)
-    yield "decode project", lambda: decode.project(empty(2, 4096), empty(2048, 4096), s)
+    weight = empty(4096)
+    for batch in (1, 8):
+        s, packed = empty(batch, 2048), empty(batch, 24 * 128, dtype=FLOAT32)
+        layer_norm, rms_norm = ("layer", weight, weight, 1e-5), ("rms", weight, None, 1e-5)
+        a = s, layer_norm, empty(24 * 128, 2048), weight, packed
+        yield f"decode qkv, layer, {batch} sequences", lambda a=a: decode.qkv(*a)
+        for norm_arguments in (layer_norm, rms_norm):
+            a = s, norm_arguments, empty(8192, 2048), empty(batch, 4096)
+            yield f"decode gate_up, {norm_arguments[0]}, {batch} sequences", lambda a=a: decode.gate_up(*a)
+        a = empty(batch, 4096), empty(2048, 4096), s
+        yield f"decode project, {batch} sequences", lambda a=a: decode.project(*a)
+    position, padding = torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+    for width, heads, kv_heads, positions in ((64, 32, 8, 4096), (128, 16, 8, 256), (128, 32, 4, 4096)):
+        keys, splits = empty(1, kv_heads, positions, width), decode.splits_for(positions)
+        shape = 1, heads, splits
+        partials = tuple(empty(*sizes, dtype=FLOAT32) for sizes in ((*shape, width), shape, shape))
+        qkv, angles = empty(1, (heads + 2 * kv_heads) * width, dtype=FLOAT32), empty(64, width // 2, dtype=FLOAT32)
+        a = (
+            qkv,
+            (weight, weight),
+            1e-5,
+            (angles, angles),
+            position,
+            padding,
+            keys,
+            keys,
+            partials,
+            empty(1, heads, width),
+        )
+        yield f"decode attention, {heads // kv_heads} heads of {width} share keys", lambda a=a: decode.attention(*a)
 
 
 def inspect(name: str, kernel_name: str, target: str, kernel: triton.compiler.CompiledKernel) -> Resources:

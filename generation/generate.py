@@ -20,7 +20,7 @@ from generation.settings import Sampling
 from model.cache import KeyValueCache
 from model.decoder import Decoder
 from model.device import threads_for
-from model.fused_decode import make_decode_step
+from model.fused_decode import decode_step_for
 
 FinishReason = Literal["eos", "stop", "length", "context"]
 
@@ -114,31 +114,34 @@ def next_tokens(
     context = decoder.config.max_position_embeddings
     device = next(decoder.parameters()).device
     tokens, padding = left_pad(prompts, device)
-    cache_length = tokens.shape[1] + max_new_tokens
-    cache = KeyValueCache(decoder.config, len(prompts), cache_length, device=device, dtype=decoder.compute_dtype)
     seen = seen_tokens(prompts, decoder.config.vocab_size, device) if sampling.repetition_penalty != 1 else None
-    fused_step = make_decode_step(decoder, cache, padding)
-    for _ in range(max_new_tokens):
-        if cache.length >= context:
-            # Only shorter, padded prompts still have room in the context. The sequences that have filled it are
-            # finished but still computed: more padding keeps their rotary positions below max_position_embeddings.
-            padding = padding.clamp(min=cache.length + 1 - context)
-        if tokens.shape[1] == 1 and fused_step is not None:
-            logits = fused_step(tokens, padding)
+    shape = len(prompts), tokens.shape[1] + max_new_tokens
+    with decode_step_for(decoder, *shape) as fused_step:
+        if fused_step is None:
+            cache = KeyValueCache(decoder.config, *shape, device=device, dtype=decoder.compute_dtype)
         else:
-            logits = decoder(tokens, cache=cache, padding=padding, last_only=True)
-        logits = logits[:, -1, :vocab_size]  # (B, V)
-        sampled = sample(logits, sampling, generators, None if seen is None else seen[:, :vocab_size])  # (B,)
-        ids = sampled.tolist()  # the only wait for the device in a step
-        if min(ids) < 0:
-            raise UserError(
-                "the model's logits are not finite; its weights are damaged, or its activations overflow: "
-                "try --dtype float32."
-            )
-        yield ids
-        tokens = sampled[:, None]
-        if seen is not None:
-            seen.scatter_(1, tokens, True)
+            cache = fused_step.cache
+        for _ in range(max_new_tokens):
+            if cache.length >= context:
+                # Only shorter, padded prompts still have room in the context. The sequences that have filled it are
+                # finished but still computed: more padding keeps their rotary positions below max_position_embeddings.
+                padding = padding.clamp(min=cache.length + 1 - context)
+            if tokens.shape[1] == 1 and fused_step is not None:
+                logits = fused_step(tokens, padding)
+            else:
+                logits = decoder(tokens, cache=cache, padding=padding, last_only=True)
+            logits = logits[:, -1, :vocab_size]  # (B, V)
+            sampled = sample(logits, sampling, generators, None if seen is None else seen[:, :vocab_size])  # (B,)
+            ids = sampled.tolist()  # the only wait for the device in a step
+            if min(ids) < 0:
+                raise UserError(
+                    "the model's logits are not finite; its weights are damaged, or its activations overflow: "
+                    "try --dtype float32."
+                )
+            yield ids
+            tokens = sampled[:, None]
+            if seen is not None:
+                seen.scatter_(1, tokens, True)
 
 
 def complete(

@@ -1,299 +1,378 @@
-"""One new token for each of a few sequences, in five launches per layer.
+"""One new token for each of up to 8 sequences, in five launches per layer that read every weight once for all of them.
 
-For one sequence, the time is about that of reading the weights once.
+With one token per sequence every product is a matrix times a few vectors, and its time is about that of reading the
+matrix. What precedes or follows a product is computed in the same launch: norm, bias, activation, residual addition.
 
-With one token every product is a matrix times a vector. The norm in front of it is almost free: each program reads the
-whole row anyway, so it computes the statistics itself. What follows a product is computed in the same launch: rotation
-and cache, silu and product, residual addition.
-
-    1 qkv          s -> norm -> W_qkv -> norm of each head -> rotation -> q, and k and v into the cache
-    2 attention    q and the cache -> partial results, for SPLITS ranges of the cache
-    3 project      combine the partial results -> W_o -> + s
+    1 qkv          s -> norm -> W_qkv + bias
+    2 attention    norm of each head -> rotation -> the new k and v into the cache, q over SPLITS ranges of the cache
+      combine      the results of the ranges; only in a cache that has several
+    3 project      -> W_o -> + s
     4 gate_up      s -> norm -> W_gate, W_up -> silu and product
     5 project      -> W_down -> + s
 
 s (B, D) is the residual stream and is updated in place. All arithmetic is float32; weights may have any dtype.
 A position is a slot of the KV cache. It is read from a tensor on the device, so that one CUDA graph of a step serves
-every position. Nothing here is differentiable. Sizes and strides are in units of ALIGNMENT (`launch.alignment`).
+every position. A sequence's result has the same bits in a batch of any size, at any place in it: the order of its sums
+depends on the model and on the number of positions that the cache has room for, not on the other sequences.
+Nothing here is differentiable. Sizes and strides are in units of ALIGNMENT (`launch.alignment`).
 """
 
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton import next_power_of_2
 
 from kernels.launch import alignment, tile_width
-from kernels.norm import combine_moments
 
-SPLITS = 4  # ranges of the cache that programs attend to in parallel
-ROWS = 4  # rows of a weight matrix in a program
-
-
-@triton.jit
-def norm_statistics(s_ptr, width, eps, LAYER_NORM: tl.constexpr, BLOCK: tl.constexpr):
-    """Mean (0 for RMSNorm) and reciprocal standard deviation of a row."""
-    mean, squares = 0.0, 0.0
-    for start in range(0, width, BLOCK):
-        column = start + tl.arange(0, BLOCK)
-        s = tl.load(s_ptr + column, mask=column < width, other=0.0).to(tl.float32)
-        mean, squares = combine_moments(mean, squares, s, start, width, LAYER_NORM, BLOCK)
-    return mean, tl.rsqrt(squares / width + tl.cast(eps, tl.float32))
+POSITIONS_PER_SPLIT, MAX_SPLITS = 128, 32  # 32 ranges and 8 key/value heads fill the 132 multiprocessors of an H100
+MEAN_BLOCK = tl.constexpr(2048)  # columns of x that are read at once for LayerNorm's mean
+MAX_MEMBERS = 8  # query heads of a program
+LOWEST = tl.constexpr(-1e30)  # the maximum of no score: finite, so that the difference of two of them is not NaN
 
 
 @triton.jit
-def load_normalized(s_ptr, weight_ptr, bias_ptr, column, inside, mean, rstd):
-    """The normalized row at some columns, 0 outside."""
-    x = (tl.load(s_ptr + column, mask=inside, other=0.0).to(tl.float32) - mean) * rstd
-    if weight_ptr is not None:
-        x *= tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
-    if bias_ptr is not None:
-        x += tl.load(bias_ptr + column, mask=inside, other=0.0).to(tl.float32)
-    return tl.where(inside, x, 0.0)
-
-
-@triton.jit(do_not_specialize=["width", "cache_batch_stride", "cache_head_stride"])
-def decode_qkv_kernel(
-    s_ptr, norm_weight_ptr, norm_bias_ptr,  # (B, D) and (D,); norm weight and bias may be None
-    weight_ptr, bias_ptr,  # ((H + 2K) d, D) and ((H + 2K) d,); bias may be None
-    q_norm_weight_ptr, k_norm_weight_ptr,  # (d,), or None without the norm of each head
-    cos_ptr, sin_ptr,  # float32 (max positions, d/2)
-    position_ptr, padding_ptr,  # int64 (1,) and (B,); padding may be None
-    q_ptr, key_ptr, value_ptr,  # outputs (B, H, d) and, at one position, (B, K, S, d)
-    width, cache_batch_stride, cache_head_stride, eps, LAYER_NORM: tl.constexpr, ALIGNMENT: tl.constexpr,
-    H: tl.constexpr, K: tl.constexpr, HALF: tl.constexpr, PAIRS: tl.constexpr, BLOCK: tl.constexpr,
+def multiply_rows(
+    x_ptr, norm_weight_ptr, norm_bias_ptr,  # (B, width) and (width,); norm weight and bias may be None
+    weight_ptr, row, inside_rows,  # (rows, width), and which of them: (ROWS,)
+    width, eps,
+    NORM: tl.constexpr, SEQUENCES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """PAIRS pairs (i, i + d/2) of one head of one sequence; all pairs if the norm of each head needs them together."""
-    width = width * ALIGNMENT
-    sequence = tl.program_id(0).to(tl.int64)
-    tiles: tl.constexpr = (HALF + PAIRS - 1) // PAIRS
-    head = (tl.program_id(1) // tiles).to(tl.int64)
-    pair = tl.program_id(1) % tiles * PAIRS + tl.arange(0, PAIRS)
-    inside_head = pair < HALF
-    s_ptr += sequence * width
-    mean, rstd = norm_statistics(s_ptr, width, eps, LAYER_NORM, BLOCK)
-    a = tl.zeros((PAIRS, BLOCK), tl.float32)
-    b = tl.zeros((PAIRS, BLOCK), tl.float32)
-    row = head * (2 * HALF) + pair
+    """W norm(x) for some rows of W: a tuple of (ROWS,) for each sequence. NORM is "rms", "layer" or None, for W x.
+
+    rstd is a factor of the whole sum, so that it can follow the loop that also sums the squares:
+    W norm(x) = rstd (W weight) (x - mean) + W bias, where RMSNorm has mean 0. LayerNorm reads x once more for the mean.
+    Products are summed over groups of 8 columns, which are in the registers of one thread, over turns, over groups.
+    """
+    groups: tl.constexpr = BLOCK // 8
+    column = tl.arange(0, BLOCK)
+    weight_ptr += row[:, None].to(tl.int64) * width + column[None, :]
+    # A tile is loaded one turn before it is multiplied: it is on its way while the program computes. Nothing reads it
+    # again, unlike x.
+    in_tile = inside_rows[:, None] & (column < width)[None, :]
+    tile = tl.load(weight_ptr, mask=in_tile, other=0.0, eviction_policy="evict_first")
+    means, totals, squares = (), (), ()
+    for _ in tl.static_range(SEQUENCES):
+        means += (tl.cast(0.0, tl.float32),)
+        totals += (tl.zeros((ROWS, groups), tl.float32),)
+        squares += (tl.zeros((1, groups), tl.float32),)
+    if NORM == "layer":
+        wide_column = tl.arange(0, MEAN_BLOCK)
+        for start in range(0, width, MEAN_BLOCK):
+            new_means = ()
+            for i in tl.static_range(SEQUENCES):
+                x = tl.load(x_ptr + i * width + start + wide_column, mask=start + wide_column < width, other=0.0)
+                new_means += (means[i] + tl.sum(x.to(tl.float32)) / width,)
+            means = new_means
+    bias_total = tl.zeros((ROWS, groups), tl.float32)
     for start in range(0, width, BLOCK):
-        column = start + tl.arange(0, BLOCK)
-        x = load_normalized(s_ptr, norm_weight_ptr, norm_bias_ptr, column, column < width, mean, rstd)[None, :]
-        inside = inside_head[:, None] & (column < width)[None, :]
-        tile_ptr = weight_ptr + row[:, None] * width + column[None, :]
-        a += tl.load(tile_ptr, mask=inside, other=0.0).to(tl.float32) * x
-        b += tl.load(tile_ptr + HALF * width, mask=inside, other=0.0).to(tl.float32) * x
-    a, b = tl.sum(a, 1), tl.sum(b, 1)
-    if bias_ptr is not None:
-        a += tl.load(bias_ptr + row, mask=inside_head, other=0.0).to(tl.float32)
-        b += tl.load(bias_ptr + row + HALF, mask=inside_head, other=0.0).to(tl.float32)
-    position = tl.load(position_ptr)  # int64
-    if head < H + K:
-        if q_norm_weight_ptr is not None:
-            rstd = tl.rsqrt(tl.sum(a * a + b * b) / (2 * HALF) + tl.cast(eps, tl.float32))
-            head_weight_ptr = q_norm_weight_ptr if head < H else k_norm_weight_ptr
-            a *= rstd * tl.load(head_weight_ptr + pair, mask=inside_head, other=0.0).to(tl.float32)
-            b *= rstd * tl.load(head_weight_ptr + pair + HALF, mask=inside_head, other=0.0).to(tl.float32)
-        rotary_position = position  # without the padding in front of the sequence
-        if padding_ptr is not None:
-            rotary_position -= tl.load(padding_ptr + sequence)
-        cos = tl.load(cos_ptr + rotary_position * HALF + pair, mask=inside_head, other=0.0)
-        sin = tl.load(sin_ptr + rotary_position * HALF + pair, mask=inside_head, other=0.0)
-        a, b = a * cos - b * sin, b * cos + a * sin
-    a, b = a.to(q_ptr.dtype.element_ty), b.to(q_ptr.dtype.element_ty)
-    q_ptr += (sequence * H + head) * (2 * HALF)
-    tl.store(q_ptr + pair, a, mask=inside_head & (head < H))
-    tl.store(q_ptr + pair + HALF, b, mask=inside_head & (head < H))
-    cache_ptr = key_ptr if head < H + K else value_ptr
-    cache_ptr += sequence * (cache_batch_stride * ALIGNMENT) + tl.abs(head - H) % K * (cache_head_stride * ALIGNMENT)
-    cache_ptr += position * (2 * HALF)
-    tl.store(cache_ptr + pair, a, mask=inside_head & (head >= H))
-    tl.store(cache_ptr + pair + HALF, b, mask=inside_head & (head >= H))
-
-
-@triton.jit(do_not_specialize=["cache_batch_stride", "cache_head_stride"])
-def decode_attention_kernel(
-    q_ptr, key_ptr, value_ptr,  # (B, H, d) and the cache (B, K, S, d)
-    position_ptr, padding_ptr,  # int64 (1,) and (B,); padding may be None
-    weighted_ptr, max_ptr, total_ptr,  # float32 outputs (B, H, SPLITS, d) and twice (B, H, SPLITS)
-    cache_batch_stride, cache_head_stride,
-    ALIGNMENT: tl.constexpr, H: tl.constexpr, K: tl.constexpr, HEAD_DIM: tl.constexpr, SPLITS: tl.constexpr,
-    POSITIONS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """One query head over one range of the cache: sum of exp(score - max) v, max, and total = sum of exp."""
-    sequence, head = tl.program_id(0).to(tl.int64) // H, tl.program_id(0) % H
-    split = tl.program_id(1)
-    element = tl.arange(0, BLOCK)
-    inside_head = element < HEAD_DIM
-    q = tl.load(q_ptr + (sequence * H + head) * HEAD_DIM + element, mask=inside_head, other=0.0).to(tl.float32)
-    q *= HEAD_DIM**-0.5
-    first = 0
-    if padding_ptr is not None:
-        first += tl.load(padding_ptr + sequence).to(tl.int32)
-    end = tl.load(position_ptr).to(tl.int32) + 1
-    share = tl.cdiv(tl.cdiv(end - first, POSITIONS), SPLITS) * POSITIONS
-    base = sequence * (cache_batch_stride * ALIGNMENT)
-    base += (head // (H // K)).to(tl.int64) * (cache_head_stride * ALIGNMENT)
-    maximum, total = float("-inf"), 0.0
-    weighted = tl.zeros((BLOCK,), tl.float32)
-    for start in range(first + split * share, tl.minimum(end, first + (split + 1) * share), POSITIONS):
-        position = start + tl.arange(0, POSITIONS)
-        offset = base + position[:, None].to(tl.int64) * HEAD_DIM + element[None, :]
-        inside = (position < end)[:, None] & inside_head[None, :]
-        scores = tl.sum(tl.load(key_ptr + offset, mask=inside, other=0.0).to(tl.float32) * q[None, :], 1)
-        scores = tl.where(position < end, scores, float("-inf"))
-        before, maximum = maximum, tl.maximum(maximum, tl.max(scores))
-        p = tl.exp(scores - maximum)
-        v = tl.load(value_ptr + offset, mask=inside, other=0.0).to(tl.float32)
-        total = total * tl.exp(before - maximum) + tl.sum(p)
-        weighted = weighted * tl.exp(before - maximum) + tl.sum(p[:, None] * v, 0)
-    index = (sequence * H + head) * SPLITS + split
-    tl.store(weighted_ptr + index * HEAD_DIM + element, weighted, mask=inside_head)
-    tl.store(max_ptr + index, maximum)
-    tl.store(total_ptr + index, total)
-
-
-@triton.jit
-def combine_splits(weighted_ptr, max_ptr, total_ptr, column, inside, HEAD_DIM: tl.constexpr, SPLITS: tl.constexpr):
-    """Some columns of attention's output (H d) from one sequence's partial results; an empty range has max -inf."""
-    index = (column // HEAD_DIM * SPLITS)[None, :] + tl.arange(0, SPLITS)[:, None]
-    maxima = tl.load(max_ptr + index, mask=inside[None, :], other=0.0)
-    scale = tl.exp(maxima - tl.max(maxima, 0)[None, :])
-    total = tl.sum(scale * tl.load(total_ptr + index, mask=inside[None, :], other=1.0), 0)
-    weighted = tl.load(weighted_ptr + index * HEAD_DIM + (column % HEAD_DIM)[None, :], mask=inside[None, :], other=0.0)
-    return tl.sum(scale * weighted, 0) / total
+        in_tile = inside_rows[:, None] & (start + BLOCK + column < width)[None, :]
+        next_tile = tl.load(weight_ptr + start + BLOCK, mask=in_tile, other=0.0, eviction_policy="evict_first")
+        rows = tl.reshape(tile.to(tl.float32), (ROWS, groups, 8))
+        inside = start + column < width
+        if norm_bias_ptr is not None:
+            norm_bias = tl.load(norm_bias_ptr + start + column, mask=inside, other=0.0).to(tl.float32)
+            bias_total += tl.sum(rows * tl.reshape(norm_bias, (1, groups, 8)), 2)
+        if norm_weight_ptr is not None:  # a factor of W rather than of x: once for all sequences
+            norm_weight = tl.load(norm_weight_ptr + start + column, mask=inside, other=0.0).to(tl.float32)
+            rows *= tl.reshape(norm_weight, (1, groups, 8))
+        new_totals, new_squares = (), ()
+        for i in tl.static_range(SEQUENCES):
+            x = tl.load(x_ptr + i * width + start + column, mask=inside, other=0.0).to(tl.float32)
+            if NORM == "layer":
+                x = tl.where(inside, x - means[i], 0.0)
+            x = tl.reshape(x, (1, groups, 8))
+            if NORM is not None:
+                new_squares += (squares[i] + tl.sum(x * x, 2),)
+            new_totals += (totals[i] + tl.sum(rows * x, 2),)
+        totals = new_totals
+        if NORM is not None:
+            squares = new_squares
+        tile = next_tile
+    results = ()
+    for i in tl.static_range(SEQUENCES):
+        y = tl.sum(totals[i], 1)
+        if NORM is not None:
+            y *= tl.rsqrt(tl.sum(squares[i]) / width + tl.cast(eps, tl.float32))
+        if norm_bias_ptr is not None:
+            y += tl.sum(bias_total, 1)
+        results += (y,)
+    return results
 
 
 @triton.jit(do_not_specialize=["rows", "width"])
-def decode_project_kernel(
-    x_ptr, max_ptr, total_ptr,  # (B, width) and None, or attention's partial results if SPLITS is not 0
-    weight_ptr,  # (rows, width)
-    s_ptr,  # (B, rows), updated in place
-    rows, width,
-    ALIGNMENT: tl.constexpr, HEAD_DIM: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+def decode_qkv_kernel(
+    s_ptr, norm_weight_ptr, norm_bias_ptr,  # (B, D) and (D,); norm weight and bias may be None
+    weight_ptr, bias_ptr,  # (rows, D) and (rows,); bias may be None
+    qkv_ptr,  # float32 output (B, rows)
+    rows, width, eps,
+    NORM: tl.constexpr, ALIGNMENT: tl.constexpr, SEQUENCES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """s += W x for ROWS rows of W and one sequence."""
-    width = width * ALIGNMENT
-    sequence = tl.program_id(0).to(tl.int64)
-    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    total = tl.zeros((ROWS, BLOCK), tl.float32)
-    x_ptr += sequence * width * (SPLITS if SPLITS else 1)
-    if SPLITS:
-        max_ptr += sequence * (width // HEAD_DIM * SPLITS)
-        total_ptr += sequence * (width // HEAD_DIM * SPLITS)
-    for start in range(0, width, BLOCK):
-        column = start + tl.arange(0, BLOCK)
-        inside = (row < rows)[:, None] & (column < width)[None, :]
-        if SPLITS:
-            x = combine_splits(x_ptr, max_ptr, total_ptr, column, column < width, HEAD_DIM, SPLITS)
-        else:
-            x = tl.load(x_ptr + column, mask=column < width, other=0.0).to(tl.float32)
-        tile_ptr = weight_ptr + row[:, None].to(tl.int64) * width + column[None, :]
-        total += tl.load(tile_ptr, mask=inside, other=0.0).to(tl.float32) * x[None, :]
-    s_ptr += sequence * rows + row
-    s = tl.load(s_ptr, mask=row < rows, other=0.0).to(tl.float32) + tl.sum(total, 1)
-    tl.store(s_ptr, s.to(s_ptr.dtype.element_ty), mask=row < rows)
+    """qkv = W norm(s) + bias for ROWS rows of W and all sequences."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    results = multiply_rows(
+        s_ptr, norm_weight_ptr, norm_bias_ptr, weight_ptr, row, row < rows, width * ALIGNMENT, eps,
+        NORM, SEQUENCES, ROWS, BLOCK,
+    )  # fmt: skip
+    for i in tl.static_range(SEQUENCES):
+        y = results[i]
+        if bias_ptr is not None:
+            y += tl.load(bias_ptr + row, mask=row < rows, other=0.0).to(tl.float32)
+        tl.store(qkv_ptr + i * rows + row, y, mask=row < rows)
 
 
-@triton.jit(do_not_specialize=["width", "hidden_size"])
+@triton.jit(do_not_specialize=["rows", "width"])
 def decode_gate_up_kernel(
     s_ptr, norm_weight_ptr, norm_bias_ptr,  # (B, D) and (D,); norm weight and bias may be None
     weight_ptr,  # (2F, D): rows of W_gate, then of W_up
     hidden_ptr,  # output (B, F)
-    hidden_size, width, eps,
-    LAYER_NORM: tl.constexpr, ALIGNMENT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    rows, width, eps,
+    NORM: tl.constexpr, ALIGNMENT: tl.constexpr, SEQUENCES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """hidden = silu(W_gate norm(s)) * (W_up norm(s)) for ROWS of its elements and one sequence."""
-    hidden_size = hidden_size * ALIGNMENT
-    width = width * ALIGNMENT
-    sequence = tl.program_id(0).to(tl.int64)
-    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    s_ptr += sequence * hidden_size
-    mean, rstd = norm_statistics(s_ptr, hidden_size, eps, LAYER_NORM, BLOCK)
-    gate = tl.zeros((ROWS, BLOCK), tl.float32)
-    up = tl.zeros((ROWS, BLOCK), tl.float32)
-    for start in range(0, hidden_size, BLOCK):
-        column = start + tl.arange(0, BLOCK)
-        x = load_normalized(s_ptr, norm_weight_ptr, norm_bias_ptr, column, column < hidden_size, mean, rstd)[None, :]
-        inside = (row < width)[:, None] & (column < hidden_size)[None, :]
-        tile_ptr = weight_ptr + row[:, None].to(tl.int64) * hidden_size + column[None, :]
-        up_ptr = tile_ptr + tl.cast(width, tl.int64) * hidden_size
-        gate += tl.load(tile_ptr, mask=inside, other=0.0).to(tl.float32) * x
-        up += tl.load(up_ptr, mask=inside, other=0.0).to(tl.float32) * x
-    gate, up = tl.sum(gate, 1), tl.sum(up, 1)
-    hidden = gate * tl.sigmoid(gate) * up
-    tl.store(hidden_ptr + sequence * width + row, hidden.to(hidden_ptr.dtype.element_ty), mask=row < width)
+    """hidden = silu(W_gate norm(s)) * (W_up norm(s)) for ROWS/2 of its elements and all sequences; rows is F."""
+    half: tl.constexpr = ROWS // 2
+    first = tl.program_id(0) * half
+    element = first + tl.arange(0, ROWS) % half  # each twice: its row of W_gate, and then its row of W_up
+    row = element + tl.arange(0, ROWS) // half * rows
+    results = multiply_rows(
+        s_ptr, norm_weight_ptr, norm_bias_ptr, weight_ptr, row, element < rows, width * ALIGNMENT, eps,
+        NORM, SEQUENCES, ROWS, BLOCK,
+    )  # fmt: skip
+    element = first + tl.arange(0, half)
+    for i in tl.static_range(SEQUENCES):
+        gate, up = tl.split(tl.permute(tl.reshape(results[i], (2, half)), (1, 0)))
+        hidden = gate * tl.sigmoid(gate) * up
+        tl.store(hidden_ptr + i * rows + element, hidden.to(hidden_ptr.dtype.element_ty), mask=element < rows)
 
 
-def columns_at_once(width: int) -> int:
-    """Columns of a weight matrix that a program multiplies at once."""
-    return min(512, tile_width(width))
+@triton.jit(do_not_specialize=["rows", "width"])
+def decode_project_kernel(
+    x_ptr,  # (B, width)
+    weight_ptr,  # (rows, width)
+    s_ptr,  # (B, rows), updated in place
+    rows, width,
+    ALIGNMENT: tl.constexpr, SEQUENCES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """s += W x for ROWS rows of W and all sequences."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    results = multiply_rows(
+        x_ptr, None, None, weight_ptr, row, row < rows, width * ALIGNMENT, 0.0, None, SEQUENCES, ROWS, BLOCK
+    )
+    for i in tl.static_range(SEQUENCES):
+        s = tl.load(s_ptr + i * rows + row, mask=row < rows, other=0.0).to(tl.float32) + results[i]
+        tl.store(s_ptr + i * rows + row, s.to(s_ptr.dtype.element_ty), mask=row < rows)
+
+
+@triton.jit
+def load_head(head_ptr, weight_ptr, cos, sin, eps, HALF: tl.constexpr, BLOCK: tl.constexpr):
+    """One head (BLOCK,), normalized if there is a weight (d,), and rotated; cos and sin repeat for the second half."""
+    element = tl.arange(0, BLOCK)
+    inside, partner = element < 2 * HALF, (element + HALF) % (2 * HALF)
+    x = tl.load(head_ptr + element, mask=inside, other=0.0)
+    other = tl.load(head_ptr + partner, mask=inside, other=0.0)
+    if weight_ptr is not None:
+        rstd = tl.rsqrt(tl.sum(x * x) / (2 * HALF) + tl.cast(eps, tl.float32))
+        x *= rstd * tl.load(weight_ptr + element, mask=inside, other=0.0).to(tl.float32)
+        other *= rstd * tl.load(weight_ptr + partner, mask=inside, other=0.0).to(tl.float32)
+    return x * cos + tl.where(element < HALF, -other, other) * sin
+
+
+@triton.jit(do_not_specialize=["cache_batch_stride", "cache_head_stride"])
+def decode_attention_kernel(
+    qkv_ptr,  # float32 (B, H + 2K, d)
+    q_norm_weight_ptr, k_norm_weight_ptr,  # (d,), or None without the norm of each head
+    cos_ptr, sin_ptr,  # float32 (max positions, d/2)
+    position_ptr, padding_ptr,  # int64 (1,) and (B,)
+    key_ptr, value_ptr,  # the cache (B, K, S, d); its slot `position` is filled here
+    weighted_ptr, max_ptr, total_ptr,  # outputs (B, H, SPLITS, d) and twice (B, H, SPLITS)
+    cache_batch_stride, cache_head_stride, eps,
+    ALIGNMENT: tl.constexpr, H: tl.constexpr, K: tl.constexpr, HALF: tl.constexpr, SPLITS: tl.constexpr,
+    MEMBERS: tl.constexpr, TURNS: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """MEMBERS query heads of one key/value head of one sequence, over one range of the filled cache.
+
+    weighted = sum of exp(score - max) v, and total = sum of exp(score - max). With one range it is all of the cache,
+    weighted is divided by total, and nothing else is written. The new position is not read from the cache: the first
+    range begins with it. Every LANES-th position belongs to the same lane; each lane has a maximum and sums of its own,
+    which are combined after the loop, so that threads need not wait for each other in the loop.
+    """
+    heads: tl.constexpr = H // MEMBERS  # programs for a sequence
+    sequence, head = (tl.program_id(0) // heads).to(tl.int64), tl.program_id(0) % heads * MEMBERS
+    kv_head = head // (H // K)
+    split = tl.program_id(1)
+    lane, element = tl.arange(0, LANES), tl.arange(0, BLOCK)
+    in_head = element < 2 * HALF
+    position = tl.load(position_ptr)
+    padding = tl.load(padding_ptr + sequence)
+    angle = (position - padding) * HALF + element % HALF
+    cos = tl.load(cos_ptr + angle, mask=in_head, other=0.0)
+    sin = tl.load(sin_ptr + angle, mask=in_head, other=0.0)
+    qkv_ptr += sequence * ((H + 2 * K) * 2 * HALF)
+    cache_offset = sequence * (cache_batch_stride * ALIGNMENT) + kv_head.to(tl.int64) * (cache_head_stride * ALIGNMENT)
+    key_ptr += cache_offset + element
+    value_ptr += cache_offset + element
+    new_k = load_head(qkv_ptr + (H + kv_head) * (2 * HALF), k_norm_weight_ptr, cos, sin, eps, HALF, BLOCK)
+    new_v = tl.load(qkv_ptr + (H + K + kv_head) * (2 * HALF) + element, mask=in_head, other=0.0)
+    new_k, new_v = new_k.to(key_ptr.dtype.element_ty), new_v.to(value_ptr.dtype.element_ty)
+    writes = in_head & (split == 0) & (head % (H // K) == 0)
+    tl.store(key_ptr + position * (2 * HALF), new_k, mask=writes)
+    tl.store(value_ptr + position * (2 * HALF), new_v, mask=writes)
+
+    starts = (lane == 0) & (split == 0)  # the lane that begins with the new position
+    queries, maxima, totals, weighted = (), (), (), ()
+    for i in tl.static_range(MEMBERS):
+        q = load_head(qkv_ptr + (head + i) * (2 * HALF), q_norm_weight_ptr, cos, sin, eps, HALF, BLOCK)
+        q *= (2 * HALF) ** -0.5
+        queries += (tl.reshape(q, (1, BLOCK // 8, 8)),)
+        maxima += (tl.where(starts, tl.sum(q * new_k.to(tl.float32)), LOWEST),)
+        totals += (tl.where(starts, 1.0, 0.0),)
+        weighted += (tl.where(starts[:, None], new_v.to(tl.float32)[None, :], 0.0),)
+    first, end = padding.to(tl.int32), position.to(tl.int32)
+    share = tl.cdiv(tl.cdiv(end - first, TURNS * LANES), SPLITS) * (TURNS * LANES)
+    for start in range(first + split * share, tl.minimum(end, first + (split + 1) * share), TURNS * LANES):
+        slot = start + tl.arange(0, TURNS * LANES)
+        inside = (slot < end)[:, None] & in_head[None, :]
+        row = slot[:, None].to(tl.int64) * (2 * HALF)
+        k = tl.load(key_ptr[None, :] + row, mask=inside, other=0.0).to(tl.float32)
+        v = tl.load(value_ptr[None, :] + row, mask=inside, other=0.0).to(tl.float32)
+        k = tl.reshape(k, (TURNS * LANES, BLOCK // 8, 8))
+        v = tl.reshape(v, (TURNS, LANES, BLOCK))
+        new_maxima, new_totals, new_weighted = (), (), ()
+        for i in tl.static_range(MEMBERS):
+            scores = tl.sum(tl.sum(k * queries[i], 2), 1)
+            scores = tl.reshape(tl.where(slot < end, scores, LOWEST), (TURNS, LANES))
+            maximum = tl.maximum(maxima[i], tl.max(scores, 0))
+            rescale = tl.exp(maxima[i] - maximum)
+            p = tl.where(tl.reshape(slot < end, (TURNS, LANES)), tl.exp(scores - maximum[None, :]), 0.0)
+            new_maxima += (maximum,)
+            new_totals += (totals[i] * rescale + tl.sum(p, 0),)
+            new_weighted += (weighted[i] * rescale[:, None] + tl.sum(p[:, :, None] * v, 0),)
+        maxima, totals, weighted = new_maxima, new_totals, new_weighted
+    for i in tl.static_range(MEMBERS):
+        maximum = tl.max(maxima[i], 0)
+        rescale = tl.exp(maxima[i] - maximum)
+        total = tl.sum(totals[i] * rescale, 0)
+        out = tl.sum(weighted[i] * rescale[:, None], 0)
+        index = (sequence * H + head + i) * SPLITS + split
+        if SPLITS == 1:
+            out /= total
+        else:
+            tl.store(max_ptr + index, maximum)
+            tl.store(total_ptr + index, total)
+        tl.store(weighted_ptr + index * (2 * HALF) + element, out.to(weighted_ptr.dtype.element_ty), mask=in_head)
+
+
+@triton.jit
+def combine_splits_kernel(
+    weighted_ptr, max_ptr, total_ptr,  # float32 (B, H, SPLITS, d) and twice (B, H, SPLITS)
+    out_ptr,  # output (B, H, d)
+    HEAD_DIM: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One head of one sequence. An empty range has the lowest maximum and so counts nothing; the first is not empty."""
+    head = tl.program_id(0).to(tl.int64)
+    split, element = tl.arange(0, SPLITS), tl.arange(0, BLOCK)[None, :]
+    inside = element < HEAD_DIM
+    maxima = tl.load(max_ptr + head * SPLITS + split)
+    scale = tl.exp(maxima - tl.max(maxima, 0))
+    total = tl.sum(scale * tl.load(total_ptr + head * SPLITS + split), 0)
+    weighted_ptr += (head * SPLITS + split[:, None]) * HEAD_DIM + element
+    weighted = tl.load(weighted_ptr, mask=inside, other=0.0)
+    out = tl.sum(scale[:, None] * weighted, 0, keep_dims=True) / total
+    tl.store(out_ptr + head * HEAD_DIM + element, out.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def splits_for(positions: int) -> int:
+    """Ranges in which programs attend in parallel to a cache that has room for so many positions: a power of two.
+
+    256 positions are one range: a launch to combine ranges would take longer than it saves.
+    """
+    if positions <= 2 * POSITIONS_PER_SPLIT:
+        return 1
+    return min(MAX_SPLITS, next_power_of_2(triton.cdiv(positions, POSITIONS_PER_SPLIT)))
+
+
+def product_geometry(rows: int, width: int) -> dict[str, int]:
+    """The rows and columns of W that a program multiplies at once, and its warps. Not a function of the batch.
+
+    One warp adds up its sums without waiting for another. Matrices with fewer rows give programs more warps, so that
+    enough bytes are on their way. A warp reads 256 columns at once, 16 bytes of bfloat16 in each thread.
+    """
+    warps = 1 if rows >= 6144 else 2 if rows >= 3072 else 4
+    return {"ROWS": 4, "BLOCK": min(256 * warps, tile_width(width)), "num_warps": warps}
 
 
 def qkv(
-    s: Tensor,
-    norm: tuple[str, Tensor | None, Tensor | None, float],
-    weight: Tensor,
-    bias: Tensor | None,
-    head_norm_weights: tuple[Tensor | None, Tensor | None],
-    tables: tuple[Tensor, Tensor],
-    position: Tensor,
-    padding: Tensor | None,
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
+    s: Tensor, norm: tuple[str, Tensor | None, Tensor | None, float], weight: Tensor, bias: Tensor | None, out: Tensor
 ) -> None:
-    """Fill q (B, H, d) and, at `position` (1,) int64, keys and values (B, K, S, d) from the stream s (B, D).
+    """Fill out (B, rows) float32 with W norm(s) + bias, from the stream s (B, D), weight (rows, D) and bias (rows,).
 
-    norm: kind, weight, bias and eps; weight ((H + 2K) d, D); head_norm_weights: of q and k, (d,) or None; tables: cos
-    and sin (max positions, d/2); padding (B,) int64: positions in front of each sequence that hold no token.
+    norm: kind, weight, bias and eps.
     """
     kind, norm_weight, norm_bias, eps = norm
-    (batch, width), (_, heads, head_dim), kv_heads = s.shape, q.shape, keys.shape[1]
-    half = head_dim // 2
-    head_norms = head_norm_weights[0] is not None
-    pairs = tile_width(half) if head_norms else ROWS
-    align = alignment(width, keys.stride(0), keys.stride(1))
-    decode_qkv_kernel[batch, (heads + 2 * kv_heads) * triton.cdiv(half, pairs)](
-        s, norm_weight, norm_bias, weight, bias, *head_norm_weights, *tables, position, padding, q, keys, values,
-        width // align, keys.stride(0) // align, keys.stride(1) // align, eps,
-        LAYER_NORM=kind == "layer", ALIGNMENT=align, H=heads, K=kv_heads, HALF=half, PAIRS=pairs,
-        BLOCK=64 if head_norms else columns_at_once(width), num_warps=4,
+    (batch, width), rows = s.shape, len(weight)
+    align = alignment(width)
+    geometry = product_geometry(rows, width)
+    decode_qkv_kernel[(triton.cdiv(rows, geometry["ROWS"]),)](
+        s, norm_weight, norm_bias, weight, bias, out, rows, width // align, eps,
+        NORM=kind, ALIGNMENT=align, SEQUENCES=batch, **geometry,
     )  # fmt: skip
 
 
 def attention(
-    q: Tensor, keys: Tensor, values: Tensor, position: Tensor, padding: Tensor | None, partials: tuple[Tensor, ...]
+    qkv: Tensor,
+    head_norm_weights: tuple[Tensor | None, Tensor | None],
+    eps: float,
+    tables: tuple[Tensor, Tensor],
+    position: Tensor,
+    padding: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    partials: tuple[Tensor, ...],
+    out: Tensor,
 ) -> None:
-    """Attend from each q (B, H, d) to positions padding .. position of its sequence's keys and values (B, K, S, d).
+    """Fill `position` (1,) int64 of keys and values (B, K, S, d), and out (B, H, d) with attention over them.
 
-    Fills partials, for SPLITS ranges: weighted values (B, H, SPLITS, d), maxima and totals (B, H, SPLITS), float32.
+    qkv (B, (H + 2K) d) float32; head_norm_weights: of q and k, (d,) or None; tables: cos and sin (max positions, d/2);
+    padding (B,) int64: positions in front of each sequence that hold no token. partials are overwritten: weighted
+    values (B, H, splits, d), maxima and totals (B, H, splits), float32, with `splits_for(S)` splits.
     """
-    batch, heads, head_dim = q.shape
+    (batch, heads, head_dim), kv_heads = out.shape, keys.shape[1]
+    splits = splits_for(keys.shape[2])
+    width = tile_width(head_dim)
     align = alignment(keys.stride(0), keys.stride(1))
-    decode_attention_kernel[batch * heads, SPLITS](
-        q, keys, values, position, padding, *partials, keys.stride(0) // align, keys.stride(1) // align,
-        ALIGNMENT=align, H=heads, K=keys.shape[1], HEAD_DIM=head_dim, SPLITS=SPLITS, POSITIONS=32,
-        BLOCK=tile_width(head_dim), num_warps=4,
+    weighted, maxima, totals = partials
+    group = heads // kv_heads
+    members = next(n for n in range(MAX_MEMBERS, 0, -1) if group % n == 0)
+    lanes = 1024 // min(width, 256)  # positions that 128 threads read at once, 16 bytes of bfloat16 each
+    decode_attention_kernel[batch * heads // members, splits](
+        qkv, *head_norm_weights, *tables, position, padding, keys, values,
+        out if splits == 1 else weighted, maxima, totals, keys.stride(0) // align, keys.stride(1) // align, eps,
+        ALIGNMENT=align, H=heads, K=kv_heads, HALF=head_dim // 2, SPLITS=splits, MEMBERS=members, TURNS=4, LANES=lanes,
+        BLOCK=width, num_warps=4,
     )  # fmt: skip
+    if splits > 1:
+        combine_splits_kernel[(batch * heads,)](
+            weighted, maxima, totals, out, HEAD_DIM=head_dim, SPLITS=splits, BLOCK=width, num_warps=4
+        )
 
 
-def project(x: Tensor | tuple[Tensor, ...], weight: Tensor, s: Tensor) -> None:
-    """s (B, D) += W x, where x is (B, N), or attention's partial results."""
-    rows, width = weight.shape
+def project(x: Tensor, weight: Tensor, s: Tensor) -> None:
+    """s (B, D) += W x, of x (B, N) and weight (D, N)."""
+    (batch, width), rows = x.shape, len(weight)
     align = alignment(width)
-    combine = isinstance(x, tuple)
-    inputs = x if combine else (x, None, None)
-    decode_project_kernel[s.shape[0], triton.cdiv(rows, ROWS)](
-        *inputs, weight, s, rows, width // align,
-        ALIGNMENT=align, HEAD_DIM=x[0].shape[-1] if combine else 1, SPLITS=SPLITS if combine else 0, ROWS=ROWS,
-        BLOCK=columns_at_once(width), num_warps=4,
+    geometry = product_geometry(rows, width)
+    decode_project_kernel[(triton.cdiv(rows, geometry["ROWS"]),)](
+        x, weight, s, rows, width // align,
+        ALIGNMENT=align, SEQUENCES=batch, **geometry,
     )  # fmt: skip
 
 
 def gate_up(s: Tensor, norm: tuple[str, Tensor | None, Tensor | None, float], weight: Tensor, hidden: Tensor) -> None:
     """Fill hidden (B, F) from the stream s (B, D) and the packed weight (2F, D)."""
     kind, norm_weight, norm_bias, eps = norm
-    (batch, width), hidden_size = hidden.shape, s.shape[1]
-    align = alignment(hidden_size, width)
-    decode_gate_up_kernel[batch, triton.cdiv(width, ROWS)](
-        s, norm_weight, norm_bias, weight, hidden, hidden_size // align, width // align, eps,
-        LAYER_NORM=kind == "layer", ALIGNMENT=align, ROWS=ROWS, BLOCK=columns_at_once(hidden_size), num_warps=4,
+    (batch, rows), width = hidden.shape, s.shape[1]
+    align = alignment(width)
+    geometry = product_geometry(2 * rows, width)
+    decode_gate_up_kernel[(triton.cdiv(2 * rows, geometry["ROWS"]),)](
+        s, norm_weight, norm_bias, weight, hidden, rows, width // align, eps,
+        NORM=kind, ALIGNMENT=align, SEQUENCES=batch, **geometry,
     )  # fmt: skip

@@ -2,9 +2,13 @@
 
 Replaying a graph is one call for the host instead of a hundred kernel launches. A graph always reads and writes the
 same memory, so the tokens, the position, the padding, the cache and the logits are tensors that stay where they are.
+Capturing one takes longer than many steps, so the last step is kept, with its graph and cache, for the next prompts.
 """
 
 import contextlib
+import sys
+import weakref
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -15,28 +19,37 @@ from model.cache import KeyValueCache
 from model.decoder import Decoder
 from model.norm import Norm
 
-# The fused kernels read every weight once per sequence, an ordinary matrix product once per batch. Where the second
-# becomes faster has not been measured; 8 is a guess.
-MAX_SEQUENCES = 8
+MAX_SEQUENCES = 8  # more need more registers than a thread has; an ordinary matrix product is good at more
+MIN_POSITIONS = 256  # of a kept cache
 
 
 class DecodeStep:
-    """Computes the logits that follow one new token of every sequence in a cache."""
+    """Computes the logits that follow one new token of every sequence in a cache.
 
-    def __init__(self, decoder: Decoder, cache: KeyValueCache, padding: Tensor | None):
+    If the kernels fail, the decoder itself computes them from then on, with the same cache; if only the capture of a
+    graph fails, the kernels are launched one by one. Either prints one line on stderr.
+    """
+
+    def __init__(self, decoder: Decoder, cache: KeyValueCache):
         config, device, dtype = decoder.config, cache.keys.device, decoder.compute_dtype
         batch, heads, head_dim = cache.keys.shape[1], config.num_attention_heads, config.resolved_head_dim
-        self.decoder, self.cache = decoder, cache
-        self.padding = None if padding is None else padding.clone()
+        self._decoder = weakref.ref(decoder)  # the step is kept for as long as the decoder exists, and no longer
+        self.cache = cache
         self.tokens = torch.zeros(batch, dtype=torch.int64, device=device)
+        self.padding = torch.zeros(batch, dtype=torch.int64, device=device)
         self.position = torch.zeros(1, dtype=torch.int64, device=device)  # of the new tokens in the cache
-        self.q = torch.empty(batch, heads, head_dim, device=device, dtype=dtype)
-        splits = batch, heads, kernels.decode.SPLITS
+        self.qkv = torch.empty(batch, (heads + 2 * config.num_key_value_heads) * head_dim, device=device)
+        splits = batch, heads, kernels.decode.splits_for(cache.max_length)
         # Attention over each split of the cache: the weighted sum of v, the maximum score, and the sum of exp.
-        self.partial = tuple(torch.empty(shape, device=device) for shape in ((*splits, head_dim), splits, splits))
+        self.partials = tuple(torch.empty(shape, device=device) for shape in ((*splits, head_dim), splits, splits))
+        self.attended = torch.empty(batch, heads, head_dim, device=device, dtype=dtype)
         self.hidden = torch.empty(batch, config.intermediate_size, device=device, dtype=dtype)
-        self.graph: torch.cuda.CUDAGraph | None = None
         self.logits: Tensor | None = None
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.obstacle: str | None = None
+        """Why the kernels cannot run, known after the first step."""
+        self.graph_obstacle = None if supports_graphs(device) else f"{device.type} has none"
+        """Why there is no graph, known after the second step."""
 
     def __call__(self, tokens: Tensor, padding: Tensor | None) -> Tensor:
         """Append tokens (B, 1) int64 to the cache; returns float32 logits (B, 1, V), valid until the next call.
@@ -46,57 +59,96 @@ class DecodeStep:
         """
         if self.cache.length >= self.cache.max_length:
             raise ValueError(f"the cache has room for {self.cache.max_length} tokens, and it is full")
-        # Kernels are launched and graphs captured on the current device, which need not be the decoder's.
-        device = torch.cuda.device(self.tokens.device) if self.tokens.is_cuda else contextlib.nullcontext()
-        with device:
-            self.step(tokens, padding)
-        self.cache.length += 1
-        return self.logits[:, None]
+        if self.obstacle is None:
+            # Kernels are launched and graphs captured on the current device, which need not be the decoder's.
+            device = torch.cuda.device(self.tokens.device) if self.tokens.is_cuda else contextlib.nullcontext()
+            try:
+                with device:
+                    self.step(tokens, padding)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:  # whatever Triton, ptxas or the driver may raise
+                self.obstacle = describe(error)
+                print(f"fused decoding: {self.obstacle}; the decoder runs without it.", file=sys.stderr)
+            else:
+                self.cache.length += 1
+                return self.logits[:, None]
+        # Writes this position of the cache again, whatever the kernels have left there.
+        return self._decoder()(tokens, cache=self.cache, padding=padding, last_only=True)
 
     def step(self, tokens: Tensor, padding: Tensor | None) -> None:
-        """Copy the inputs into the graph's tensors and run it; leaves the result in `self.logits`."""
+        """Copy the inputs into the graph's tensors and run it; leaves the result in `self.logits`.
+
+        The first step launches the kernels one by one, although it could be captured: the first launch of a kernel
+        compiles it and loads it into the device, and the first matrix product creates cuBLAS's handle. Both allocate
+        memory and wait for the device, which fails while a graph is being captured.
+        """
         self.tokens.copy_(tokens[:, 0])
         self.position.fill_(self.cache.length)
-        if padding is not None:
+        if padding is None:
+            self.padding.zero_()
+        else:
             self.padding.copy_(padding)
+        if self.logits is not None and self.graph is None and self.graph_obstacle is None:
+            self.capture()
         if self.graph is not None:
             self.graph.replay()
-        elif self.logits is None or self.position.device.type != "cuda":
-            self.logits = self.run()  # the first step compiles the kernels, which a graph cannot capture
         else:
-            self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph):
-                self.logits = self.run()
-            self.graph.replay()
+            self.logits = self.run()
+
+    def capture(self) -> None:
+        """Record a step as a graph, which does not run it yet. torch.cuda.graph does so on a stream of its own."""
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph):
+                logits = self.run()
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # a call that cannot be captured
+            self.graph_obstacle = describe(error)
+            reason = f"no CUDA graph, because {self.graph_obstacle}"
+            print(f"fused decoding: {reason}; the kernels are launched one by one.", file=sys.stderr)
+        else:
+            self.graph, self.logits = graph, logits
 
     def run(self) -> Tensor:
         """Launch the kernels of all layers, then the final norm and the head; returns float32 logits (B, V)."""
-        decoder, cache = self.decoder, self.cache
+        decoder, cache = self._decoder(), self.cache
         residual = F.embedding(self.tokens, decoder.embed_tokens.weight).to(decoder.compute_dtype)  # (B, D)
         for index, layer in enumerate(decoder.layers):
-            attention, keys, values = layer.self_attn, cache.keys[index], cache.values[index]
-            qk_norm = (None, None) if attention.q_norm is None else (attention.q_norm.weight, attention.k_norm.weight)
-            kernels.decode.qkv(
-                residual,
-                norm_arguments(layer.input_layernorm),
-                attention.qkv_proj.weight,
-                attention.qkv_proj.bias,
-                qk_norm,
+            block = layer.self_attn
+            qkv_norm, mlp_norm = norm_arguments(layer.input_layernorm), norm_arguments(layer.post_attention_layernorm)
+            kernels.decode.qkv(residual, qkv_norm, block.qkv_proj.weight, block.qkv_proj.bias, self.qkv)
+            kernels.decode.attention(
+                self.qkv,
+                (None, None) if block.q_norm is None else (block.q_norm.weight, block.k_norm.weight),
+                block.eps,
                 (decoder.rope.cos, decoder.rope.sin),
                 self.position,
                 self.padding,
-                self.q,
-                keys,
-                values,
+                cache.keys[index],
+                cache.values[index],
+                self.partials,
+                self.attended,
             )
-            kernels.decode.attention(self.q, keys, values, self.position, self.padding, self.partial)
-            kernels.decode.project(self.partial, attention.o_proj.weight, residual)
-            gate_up, down = layer.mlp.gate_up_proj.weight, layer.mlp.down_proj.weight
-            kernels.decode.gate_up(residual, norm_arguments(layer.post_attention_layernorm), gate_up, self.hidden)
-            kernels.decode.project(self.hidden, down, residual)
+            kernels.decode.project(self.attended.flatten(1), block.o_proj.weight, residual)
+            kernels.decode.gate_up(residual, mlp_norm, layer.mlp.gate_up_proj.weight, self.hidden)
+            kernels.decode.project(self.hidden, layer.mlp.down_proj.weight, residual)
+        # The head is an ordinary matrix product: it has so many rows that cuBLAS reads them near the memory's rate.
         x, _ = decoder.norm(residual)
         head = decoder.embed_tokens if decoder.lm_head is None else decoder.lm_head
         return head(x).float()
+
+
+def supports_graphs(device: torch.device) -> bool:
+    """Whether launches on the device can be captured as a graph."""
+    return device.type == "cuda"
+
+
+def describe(error: Exception) -> str:
+    """An error in one line."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def norm_arguments(norm: Norm) -> tuple[str, Tensor | None, Tensor | None, float]:
@@ -104,10 +156,38 @@ def norm_arguments(norm: Norm) -> tuple[str, Tensor | None, Tensor | None, float
     return norm.kind, norm.weight, norm.bias, norm.eps
 
 
-def make_decode_step(decoder: Decoder, cache: KeyValueCache, padding: Tensor | None) -> DecodeStep | None:
-    """A fused step if the Triton kernels are in use and support this model and batch size, else None."""
-    config = decoder.config
-    triton = kernels.gpu is not None and kernels.implementation(cache.keys.device) is kernels.gpu
+_kept: weakref.WeakKeyDictionary[Decoder, tuple[tuple, DecodeStep]] = weakref.WeakKeyDictionary()
+"""At most one step that nobody uses at the moment, with what must not change for its graph to be valid."""
+
+
+@contextlib.contextmanager
+def decode_step_for(decoder: Decoder, batch_size: int, positions: int) -> Iterator[DecodeStep | None]:
+    """A fused step with an empty cache for at least `positions`; None without Triton, or if it does not support these.
+
+    The last step is kept with its cache and graph, until it does not fit or its decoder is gone. Its cache has room for
+    a power of two of positions, at least 256, so that prompts of different lengths share it; a power of two beyond the
+    model's context is cut to the context. The cache thus holds up to twice the memory that it needs, and longer.
+    """
+    device, config = decoder.embed_tokens.weight.device, decoder.config
+    triton = kernels.gpu is not None and kernels.implementation(device) is kernels.gpu
     supported = (config.norm_placement, config.mlp) == ("pre", "swiglu") and config.norm in kernels.NORM_KINDS
-    small_batch = cache.keys.shape[1] <= MAX_SEQUENCES
-    return DecodeStep(decoder, cache, padding) if triton and supported and small_batch else None
+    if not (triton and supported and batch_size <= MAX_SEQUENCES):
+        yield None
+        return
+    room = 1 << (max(positions, MIN_POSITIONS) - 1).bit_length()
+    room = max(positions, min(room, config.max_position_embeddings))
+    # A graph reads the memory that held the weights when it was captured: if they are now elsewhere, it is useless.
+    weights = [*decoder.parameters(), *decoder.buffers()]
+    valid_for = batch_size, room, decoder.compute_dtype, *((w.data_ptr(), w.dtype, w.device) for w in weights)
+    kept_for, step = _kept.pop(decoder, (None, None))  # taken out, so that a call inside this one makes its own
+    if kept_for != valid_for:
+        step = None
+        _kept.clear()  # frees memory before more is allocated
+        cache = KeyValueCache(config, batch_size, room, device=device, dtype=decoder.compute_dtype)
+        step = DecodeStep(decoder, cache)
+    step.cache.length = 0
+    try:
+        yield step
+    finally:
+        _kept.clear()
+        _kept[decoder] = valid_for, step

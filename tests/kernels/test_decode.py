@@ -1,6 +1,7 @@
 """The launches of a decoding step against float64, each alone.
 
-Tolerances: float32 sums of a few hundred products: 1e-6; half precision adds the rounding of the result.
+Tolerances: sums of about a thousand float32 products: 1e-6 (`rounding`); half precision adds the result's rounding.
+Whatever a kernel must not read is NaN, and whatever it must not write is compared afterwards.
 """
 
 import pytest
@@ -10,86 +11,239 @@ from kernels import decode, gpu
 
 pytestmark = pytest.mark.skipif(gpu is None, reason="Triton is not installed")
 
-B, D, H, K, S, EPS = 2, 520, 4, 2, 11, 1e-3  # rows longer than a tile, and 8 divides them, not 16
-DTYPES = [torch.float32, torch.bfloat16]
+EPS = 0.3  # as large as the squares that it is added to, so that a missing or misplaced eps is seen
+NORMS = {"rms": (True, False), "layer": (True, True), "layer without parameters": (False, False)}
 
 
-def normalized(s, kind, weight, bias):
+def guarded(tensor):
+    """The same tensor with NaN before and behind it in memory."""
+    storage = torch.full((tensor.numel() + 4096,), float("nan"), dtype=tensor.dtype)
+    storage[2048:-2048] = tensor.flatten()
+    return storage[2048:-2048].view(tensor.shape)
+
+
+def intact(tensor):
+    """Whether nothing was written before or behind a guarded tensor."""
+    storage = tensor.as_strided((tensor.numel() + 4096,), (1,), tensor.storage_offset() - 2048)
+    return storage[:2048].isnan().all() and storage[-2048:].isnan().all()
+
+
+def empty(*shape, dtype=torch.float32):
+    return guarded(torch.full(shape, float("nan"), dtype=dtype))
+
+
+def normalized(s, kind, weight, bias, eps):
     """The textbook formulas in float64."""
     s = s.double()
     if kind == "layer":
         s = s - s.mean(-1, keepdim=True)
-    s = s / (s.square().mean(-1, keepdim=True) + EPS).sqrt()
-    return s * weight.double() + (0 if bias is None else bias.double())
+    s = s / (s.square().mean(-1, keepdim=True) + eps).sqrt()
+    return s * (1 if weight is None else weight.double()) + (0 if bias is None else bias.double())
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("kind", "head_norm", "width"), [("rms", True, 24), ("layer", False, 24), ("layer", True, 20)])
-def test_norm_product_rotation_and_cache_are_one_launch(draw, relative, rounding, dtype, kind, head_norm, width):
-    s, norm_weight, norm_bias = draw(B, D, dtype=dtype), draw(D, mean=1.0), draw(D) if kind == "layer" else None
-    weight, bias = draw((H + 2 * K) * width, D, std=0.1, mean=0.01, dtype=dtype), draw((H + 2 * K) * width)
-    head_weights = (draw(width, mean=1.0), draw(width, mean=1.0)) if head_norm else (None, None)
-    angles = draw(S, width // 2, std=3.0)
-    position, padding = torch.tensor([7]), torch.tensor([0, 3])
-    q = torch.full((B, H, width), float("nan"), dtype=dtype)
-    keys, values = (draw(B, K, S, width, dtype=dtype) for _ in range(2))
-    before = keys.clone(), values.clone()
-    tables = angles.cos(), angles.sin()
-    norm = kind, norm_weight, norm_bias, EPS
-    decode.qkv(s, norm, weight, bias, head_weights, tables, position, padding, q, keys, values)
+@pytest.fixture
+def draw_norm(draw):
+    """The norm argument of a launch: kind, weight, bias, eps."""
 
-    packed = normalized(s, kind, norm_weight, norm_bias) @ weight.double().T + bias.double()
-    heads = packed.unflatten(-1, (H + 2 * K, width)).split((H, K, K), dim=1)
-    rotary_position = 7 - padding
-    for found, x, head_weight in ((q, heads[0], head_weights[0]), (keys[:, :, 7], heads[1], head_weights[1])):
-        if head_norm:
-            x = x / (x.square().mean(-1, keepdim=True) + EPS).sqrt() * head_weight.double()
-        cos, sin = (table[rotary_position].double()[:, None] for table in tables)
-        a, b = x.chunk(2, -1)
-        assert relative(found, torch.cat((a * cos - b * sin, b * cos + a * sin), -1)) < rounding(dtype, found.numel())
-    assert relative(values[:, :, 7], heads[2]) < rounding(dtype, B * K * width)
-    for cache, copy in zip((keys, values), before, strict=True):  # no other position changes
-        cache[:, :, 7] = copy[:, :, 7]
-        assert torch.equal(cache, copy)
+    def make(name, width):
+        has_weight, has_bias = NORMS[name]
+        weight = guarded(draw(width, mean=1.0)) if has_weight else None
+        bias = guarded(draw(width)) if has_bias else None
+        return name.split()[0], weight, bias, EPS
+
+    return make
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("positions", [1, 31, 300])
-def test_attention_over_the_cache_and_the_product_after_it_add_to_the_stream(
-    draw, relative, rounding, dtype, positions
+# Batches of one, an odd number and all; rows that the rows of a program do not divide; widths that 8 divides and not
+# 16, that nothing divides, and that take one and two turns of the loop.
+PRODUCTS = [
+    (torch.float32, "rms", 1, 7, 520),
+    (torch.float32, "layer", 3, 10, 1304),
+    (torch.float16, "layer without parameters", 8, 9, 131),
+    (torch.bfloat16, "rms", 8, 6, 1304),
+    (torch.bfloat16, "layer", 5, 13, 48),
+    (torch.float16, "layer", 1, 5, 2200),  # two turns of the loop that sums the mean
+]
+
+
+@pytest.fixture(params=[False, True], ids=["few rows", "many rows"])
+def geometry(request, monkeypatch):
+    """The geometry for few rows, which is that of the small matrices here, and that for many."""
+    if request.param:
+        choose = decode.product_geometry
+        monkeypatch.setattr(decode, "product_geometry", lambda rows, width: choose(10000, width))
+
+
+@pytest.mark.usefixtures("geometry")
+@pytest.mark.parametrize(("dtype", "name", "batch", "rows", "width"), PRODUCTS)
+def test_norm_product_and_bias_are_one_launch(draw, relative, rounding, draw_norm, dtype, name, batch, rows, width):
+    s, norm = guarded(draw(batch, width, mean=0.7, dtype=dtype)), draw_norm(name, width)
+    weight = guarded(draw(rows, width, std=0.1, mean=0.01, dtype=dtype))
+    for bias in (None, guarded(draw(rows, mean=1.0, dtype=dtype))):
+        out = empty(batch, rows)
+        decode.qkv(s, norm, weight, bias, out)
+        expected = normalized(s, *norm) @ weight.double().T + (0 if bias is None else bias.double())
+        for found, row in zip(out, expected, strict=True):
+            assert relative(found, row) < rounding(torch.float32, rows)
+        assert intact(out)
+
+
+@pytest.mark.usefixtures("geometry")
+@pytest.mark.parametrize(("dtype", "name", "batch", "rows", "width"), PRODUCTS)
+def test_norm_gate_up_and_activation_are_one_launch(
+    draw, relative, rounding, draw_norm, dtype, name, batch, rows, width
 ):
-    width, size = 24, 301
-    q, keys, values = draw(B, H, width, dtype=dtype), draw(B, K, size, width, dtype=dtype), draw(B, K, size, width)
-    values = values.to(dtype)
-    first = min(5, positions - 1)
-    keys[:, :, positions:], values[0, :, :first] = float("nan"), float("nan")  # these must not be read
-    partials = tuple(
-        torch.full(shape, float("nan")) for shape in ((B, H, decode.SPLITS, width), *[(B, H, decode.SPLITS)] * 2)
-    )
-    padding = torch.tensor([first, 0])
-    decode.attention(q, keys, values, torch.tensor([positions - 1]), padding, partials)
-    weight, s = draw(D, H * width, std=0.1, mean=0.01, dtype=dtype), draw(B, D, dtype=dtype)
-    out = s.clone()
-    decode.project(partials, weight, out)
-
-    expected = torch.empty(B, H, width, dtype=torch.float64)
-    for b in range(B):
-        for h in range(H):
-            k, v = (cache[b, h // (H // K), padding[b] : positions].double() for cache in (keys, values))
-            expected[b, h] = torch.softmax(k @ q[b, h].double() / width**0.5, 0) @ v
-    expected = s.double() + expected.flatten(1) @ weight.double().T
-    assert relative(out, expected) < rounding(dtype, out.numel())
+    s, norm = guarded(draw(batch, width, mean=0.7, dtype=dtype)), draw_norm(name, width)
+    weight = guarded(draw(2 * rows, width, std=0.1, mean=0.01, dtype=dtype))
+    hidden = empty(batch, rows, dtype=dtype)
+    decode.gate_up(s, norm, weight, hidden)
+    gate, up = (normalized(s, *norm) @ weight.double().T).chunk(2, -1)
+    for found, row in zip(hidden, gate * torch.sigmoid(gate) * up, strict=True):
+        assert relative(found, row) < rounding(dtype, rows)
+    assert intact(hidden)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", ["rms", "layer"])
-def test_norm_gate_up_and_down_add_to_the_stream(draw, relative, rounding, dtype, kind):
-    width = 89  # not a multiple of the rows of a program
-    s, norm_weight, bias = draw(B, D, dtype=dtype), draw(D, mean=1.0), draw(D) if kind == "layer" else None
-    gate_up, down = (draw(*shape, std=0.1, mean=0.01, dtype=dtype) for shape in ((2 * width, D), (D, width)))
-    hidden, out = torch.full((B, width), float("nan"), dtype=dtype), s.clone()
-    decode.gate_up(s, (kind, norm_weight, bias, EPS), gate_up, hidden)
-    gate, up = (normalized(s, kind, norm_weight, bias) @ gate_up.double().T).chunk(2, -1)
-    assert relative(hidden, gate * torch.sigmoid(gate) * up) < rounding(dtype, hidden.numel())
-    decode.project(hidden, down, out)
-    assert relative(out, s.double() + hidden.double() @ down.double().T) < rounding(dtype, out.numel())
+@pytest.mark.usefixtures("geometry")
+@pytest.mark.parametrize("x_dtype", [torch.float32, None], ids=["attended", "hidden"])
+@pytest.mark.parametrize(("dtype", "name", "batch", "rows", "width"), PRODUCTS)
+def test_a_product_is_added_to_the_stream_with_one_rounding(
+    draw, relative, rounding, dtype, name, batch, rows, width, x_dtype
+):
+    x = guarded(draw(batch, width, dtype=x_dtype or dtype))
+    weight = guarded(draw(rows, width, std=3 * width**-0.5, dtype=dtype))  # a product larger than the stream
+    s = guarded(draw(batch, rows, dtype=dtype))
+    expected = s.double() + x.double() @ weight.double().T
+    decode.project(x, weight, s)
+    for found, row in zip(s, expected, strict=True):
+        assert relative(found, row) < rounding(dtype, rows)
+    assert intact(s)
+
+
+def test_layernorm_keeps_the_digits_of_a_small_deviation_from_a_large_mean(draw, relative):
+    """A mean near 1,000 is rounded by up to 2^-15 = 3e-5 in float32; weights with mean 0 do not enlarge that."""
+    s, weight = draw(2, 520, mean=1000.0), draw(6, 520, std=0.1, mean=0.0)
+    out = empty(2, 6)
+    decode.qkv(s, ("layer", None, None, 1e-5), weight, None, out)
+    assert relative(out, normalized(s, "layer", None, None, 1e-5) @ weight.double().T) < 6e-5
+
+
+def rotate(x, cos, sin):
+    a, b = x.chunk(2, -1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+
+
+# Fillings of the cache before the new position, counted in positions that a program reads at once (a turn) and one more
+# or less, so that the last turn of a range, the last range and empty ranges all occur; in one batch, since each
+# sequence may have its own padding.
+TURN = {16: 256, 20: 128, 24: 128, 64: 64, 128: 32}
+HEADS = [
+    # dtype, head width, query and key/value heads, head norms, ranges
+    (torch.float32, 24, 6, 2, True, 4),
+    (torch.float32, 64, 7, 1, False, 1),
+    (torch.bfloat16, 128, 8, 2, True, 4),
+    (torch.float16, 20, 9, 1, True, 2),
+    (torch.bfloat16, 24, 2, 2, False, 2),
+    (torch.float32, 16, 16, 1, False, 1),
+]
+
+
+@pytest.mark.parametrize(("dtype", "width", "heads", "kv_heads", "head_norms", "splits"), HEADS)
+def test_attention_over_every_filling_of_the_cache(
+    draw, relative, rounding, monkeypatch, dtype, width, heads, kv_heads, head_norms, splits
+):
+    monkeypatch.setattr(decode, "splits_for", lambda positions: splits)
+    turn = TURN[width]
+    fillings = [0, 1, turn - 1, turn, turn + 1, 2 * turn * (splits - 1), 2 * turn * (splits - 1) + 1]
+    position = max(fillings) + 3
+    padding = torch.tensor([position - filling for filling in fillings])
+    batch, size = len(fillings), position + 5
+    # q and k point away from each other: exp(score) is 0 unless the maximum is subtracted. The ranges' maxima differ.
+    far = 180 / width**0.5
+    head_weights = (None, None)
+    if head_norms:
+        head_weights = guarded(draw(width, mean=1.2, std=0.2)), guarded(draw(width, mean=1.2 * far, std=0.2 * far))
+    new_k = draw(batch, kv_heads * width, mean=-1.0, std=0.2) * (1 if head_norms else far)
+    new_v = draw(batch, kv_heads * width)
+    qkv = guarded(torch.cat((draw(batch, heads * width, mean=1.0, std=0.2), new_k, new_v), 1))
+    heights = torch.where(torch.arange(size) // turn % 2 == 0, -far, -1.02 * far)[:, None]
+    room = [torch.full((batch, kv_heads + 1, size + 2, width), float("nan"), dtype=dtype) for _ in range(2)]
+    keys, values = (cache[:, :kv_heads, 1 : size + 1] for cache in room)  # strides other than those of its shape
+    keys.copy_(heights + draw(batch, kv_heads, size, width, mean=0.0))
+    values.copy_(draw(batch, kv_heads, size, width))
+    for cache in (keys, values):
+        for b, pad in enumerate(padding):
+            cache[b, :, :pad], cache[b, :, position:] = float("nan"), float("nan")
+    before = [cache.clone() for cache in room]
+    angles = guarded(draw(position + 1, width // 2, mean=0.0, std=0.3))
+    tables = guarded(angles.cos()), guarded(angles.sin())
+    partials = empty(batch, heads, splits, width), empty(batch, heads, splits), empty(batch, heads, splits)
+    out = empty(batch, heads, width, dtype=dtype)
+    decode.attention(qkv, head_weights, EPS, tables, torch.tensor([position]), padding, keys, values, partials, out)
+
+    q, k, v = qkv.double().unflatten(-1, (-1, width)).split((heads, kv_heads, kv_heads), dim=1)
+    if head_norms:
+        q, k = (normalized(x, "rms", weight, None, EPS) for x, weight in zip((q, k), head_weights, strict=True))
+    cos, sin = (table[position - padding].double()[:, None] for table in tables)
+    q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+    assert relative(keys[:, :, position], k) < rounding(dtype, k.numel())
+    assert torch.equal(values[:, :, position], v.to(dtype))
+    expected, largest = torch.empty(out.shape, dtype=torch.float64), 0.0
+    for b, pad in enumerate(padding):
+        filled_k, filled_v = (
+            cache[b, :, pad : position + 1].double().repeat_interleave(heads // kv_heads, 0) for cache in (keys, values)
+        )
+        scores = (filled_k @ q[b, :, :, None])[..., 0] / width**0.5
+        expected[b] = (torch.softmax(scores, -1)[:, None] @ filled_v)[:, 0]
+        assert scores.max() < -110
+        largest = max(largest, -scores.min().item())
+    # A score in float32 is wrong by a few units in its last place, and exp(score) by that much relatively.
+    assert relative(out, expected) < rounding(dtype, out.numel()) + 4 * 2**-24 * largest
+    for cache, copy, view in zip(room, before, (keys, values), strict=True):  # no other position changes
+        view[:, :, position] = copy[:, :kv_heads, 1 + position]
+        assert torch.equal(cache.nan_to_num(7.0), copy.nan_to_num(7.0))
+    assert intact(out) and all(map(intact, partials))
+
+
+def test_a_sequence_gets_the_same_bits_in_a_batch_of_any_size(draw, monkeypatch):
+    monkeypatch.setattr(decode, "splits_for", lambda positions: 2)
+    choose = decode.product_geometry  # more rows: the interpreter takes as long for a program of 4
+    monkeypatch.setattr(decode, "product_geometry", lambda rows, width: choose(rows, width) | {"ROWS": 128})
+    width, heads, kv_heads, size, hidden_size, intermediate = 24, 3, 1, 300, 72, 11
+    qkv_rows = (heads + 2 * kv_heads) * width
+    shapes = (qkv_rows, hidden_size), (hidden_size, heads * width), (2 * intermediate, hidden_size)
+    weights = [draw(*shape, std=0.1, dtype=torch.bfloat16) for shape in (*shapes, (hidden_size, intermediate))]
+    norm = "layer", draw(hidden_size, mean=1.0), draw(hidden_size), 1e-5
+    stream = draw(8, hidden_size, dtype=torch.bfloat16)
+    caches = [draw(8, kv_heads, size, width, dtype=torch.bfloat16) for _ in range(2)]
+    padding, angles = torch.arange(8) * 30, draw(size, width // 2)
+
+    def layer(chosen):
+        """A layer for some of the sequences."""
+        batch, s = len(chosen), stream[chosen].clone()
+        packed, out = empty(batch, weights[0].shape[0]), empty(batch, heads, width)
+        partials = empty(batch, heads, 2, width), empty(batch, heads, 2), empty(batch, heads, 2)
+        hidden = empty(batch, intermediate, dtype=torch.bfloat16)
+        decode.qkv(s, norm, weights[0], None, packed)
+        decode.attention(
+            packed, (None, None), 1e-5, (angles.cos(), angles.sin()), torch.tensor([250]), padding[chosen],
+            *(cache[chosen].clone() for cache in caches), partials, out,
+        )  # fmt: skip
+        decode.project(out.flatten(1), weights[1], s)
+        decode.gate_up(s, norm, weights[2], hidden)
+        decode.project(hidden, weights[3], s)
+        return packed, out, hidden, s
+
+    together = layer(list(range(8)))
+    for chosen in ([3], [7, 3, 0]):
+        for found, expected in zip(layer(chosen), together, strict=True):
+            assert torch.equal(found, expected[chosen])
+
+
+def test_the_ranges_of_the_cache_are_a_power_of_two_and_depend_on_its_room_alone():
+    assert [decode.splits_for(n) for n in (1, 256, 257, 512, 513, 4096, 4097, 10**6)] == [1, 1, 4, 4, 8, 32, 32, 32]
+
+
+def test_matrices_with_few_rows_give_their_programs_more_warps():
+    shapes = [decode.product_geometry(rows, 2048) for rows in (2048, 3072, 16384)]
+    assert [(shape["num_warps"], shape["BLOCK"]) for shape in shapes] == [(4, 1024), (2, 512), (1, 256)]
+    assert decode.product_geometry(2048, 100)["BLOCK"] == 128

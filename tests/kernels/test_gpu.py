@@ -295,23 +295,45 @@ def test_a_training_step_can_be_captured_in_a_cuda_graph_and_compiled_without_gr
         assert relative(compiled, eager.double()) < 3e-2
 
 
-@pytest.mark.parametrize("lengths", [[37], [37, 5, 20]])
+@pytest.mark.parametrize("lengths", [[37], [37, 5, 20], [3, 37, 5, 20, 1, 9, 36, 2]])
 @torch.inference_mode()
 def test_a_graph_of_the_decoding_step_gives_the_decoders_logits_at_every_position(relative, lengths):
     decoder = Decoder(CONFIG, seed=1, compute_dtype=torch.float32).to(GPU).eval()
     torch.backends.cuda.matmul.allow_tf32 = False
     padding = torch.tensor([max(lengths) - n for n in lengths], device=GPU)
     padding = padding if padding.any() else None
-    caches = [KeyValueCache(CONFIG, len(lengths), 200, device=GPU) for _ in range(2)]
+    caches = [KeyValueCache(CONFIG, len(lengths), room, device=GPU) for room in (200, 500)]  # of one and four ranges
     prompt = torch.randint(1000, (len(lengths), max(lengths)), device=GPU)
     for cache in caches:
         decoder(prompt, cache=cache, padding=padding)
-    step = DecodeStep(decoder, caches[1], padding)
+    step = DecodeStep(decoder, caches[1])
     for _ in range(160):
         token = torch.randint(1000, (len(lengths), 1), device=GPU)
         expected = decoder(token, cache=caches[0], padding=padding)
         assert relative(step(token, padding), expected.double()) < 2e-5
-    assert step.graph is not None
+    assert step.graph is not None and step.obstacle is None and step.graph_obstacle is None
+
+
+@pytest.mark.parametrize("room", [200, 1000])
+@torch.inference_mode()
+def test_a_decoding_step_in_bfloat16_gives_a_sequence_the_same_bits_in_a_batch_of_any_size(room):
+    decoder = Decoder(CONFIG, seed=1, compute_dtype=HALF).to(GPU).eval()
+    prompt = torch.randint(1000, (8, 150), device=GPU)
+    token = torch.randint(1000, (8, 1), device=GPU)
+    found = {}
+    for batch in range(1, 9):
+        cache = KeyValueCache(CONFIG, batch, room, device=GPU, dtype=HALF)
+        for i in range(batch):  # one by one, so that the prefill is the same for every batch
+            alone = KeyValueCache(CONFIG, 1, room, device=GPU, dtype=HALF)
+            decoder(prompt[i : i + 1], cache=alone)
+            cache.keys[:, i], cache.values[:, i] = alone.keys[:, 0], alone.values[:, 0]
+        cache.length = 150
+        step = DecodeStep(decoder, cache)
+        step(token[:batch], None)
+        assert step.obstacle is None
+        found[batch] = step.hidden.clone(), step.qkv.clone()
+    for hidden, qkv in found.values():  # what the last layer's launches write, before cuBLAS's head
+        assert torch.equal(hidden, found[8][0][: len(hidden)]) and torch.equal(qkv, found[8][1][: len(qkv)])
 
 
 def test_auto_chooses_triton_on_a_gpu():

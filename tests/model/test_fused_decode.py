@@ -1,81 +1,299 @@
-"""The fused decoding step against `Decoder.forward`, in Triton's interpreter.
+"""The fused decoding step against `Decoder.forward`, in Triton's interpreter, and what keeps a step and its graph.
 
 Tolerance: the two add the same float32 numbers in different orders, through two layers: 2e-6, as in test_decoder.py.
 """
+
+import contextlib
+import gc
+import weakref
 
 import pytest
 import torch
 
 import kernels
+from model import fused_decode
 from model.cache import KeyValueCache
-from model.fused_decode import MAX_SEQUENCES, DecodeStep, make_decode_step
+from model.fused_decode import MAX_SEQUENCES, DecodeStep, decode_step_for
 
 pytestmark = pytest.mark.skipif(kernels.gpu is None, reason="Triton is not installed")
 
-CPU = torch.device("cpu")
 VARIANTS = {
     "rms": {},
-    "layer, untied": {"norm": "layer", "tie_word_embeddings": False},
-    "layer without bias": {"norm": "layer", "norm_bias": False},
-    "biases and qk norm": {"attention_bias": True, "qk_norm": True},
-    "one kv head, wide heads": {"num_key_value_heads": 1, "head_dim": 20, "qk_norm": True},
-}
+    "layer, biases, qk norm, untied": {
+        "norm": "layer", "attention_bias": True, "qk_norm": True, "tie_word_embeddings": False,
+    },
+    "layer without bias, one kv head, wide heads": {
+        "norm": "layer", "norm_bias": False, "num_key_value_heads": 1, "head_dim": 20,
+    },
+}  # fmt: skip
+
+
+@pytest.fixture
+def triton_kernels():
+    kernels.use("triton", torch.device("cpu"))
+    yield
+    kernels.use("auto", torch.device("cpu"))
+
+
+@pytest.fixture(autouse=True)
+def few_programs(monkeypatch):
+    """Programs of more rows: the interpreter takes as long for one of 4 rows, whose results are the same."""
+    choose = kernels.decode.product_geometry
+    monkeypatch.setattr(kernels.decode, "product_geometry", lambda rows, width: choose(rows, width) | {"ROWS": 128})
+
+
+def random_tokens(batch, count):
+    return torch.randint(97, (batch, count), generator=torch.Generator().manual_seed(3))
 
 
 def steps(decoder, count, lengths):
     """Logits of `count` tokens after left-padded prompts of these lengths, from the fused step and from the decoder."""
     padding = torch.tensor([max(lengths) - length for length in lengths])
     padding = padding if padding.any() else None
-    generator = torch.Generator().manual_seed(3)
-    tokens = torch.randint(97, (len(lengths), max(lengths) + count), generator=generator)
-    caches = [KeyValueCache(decoder.config, len(lengths), max(lengths) + count) for _ in range(2)]
+    tokens = random_tokens(len(lengths), max(lengths) + count)
+    caches = [KeyValueCache(decoder.config, len(lengths), max(lengths) + count + 3) for _ in range(2)]
     found, expected = [], []
     for cache in caches:
         cache.keys.fill_(float("nan"))  # positions that are not filled must not be read
+        cache.values.fill_(float("nan"))
         decoder(tokens[:, : max(lengths)], cache=cache, padding=padding)
-    step = DecodeStep(decoder, caches[1], padding)
+    step = DecodeStep(decoder, caches[1])
     for position in range(max(lengths), max(lengths) + count):
         token = tokens[:, position : position + 1]
         expected.append(decoder(token, cache=caches[0], padding=padding))
         found.append(step(token, padding).clone())
         assert caches[0].length == caches[1].length == position + 1
-    return torch.cat(found, 1), torch.cat(expected, 1), caches
+    assert step.obstacle is None  # otherwise the decoder would be compared with itself
+    return torch.cat(found, 1), torch.cat(expected, 1), [cache.keys for cache in caches], caches
 
 
 @pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS.keys())
 @torch.inference_mode()
 def test_logits_and_cache_equal_the_decoders(make_decoder, relative, variant):
     decoder = make_decoder(num_hidden_layers=2, **variant).eval()
-    found, expected, caches = steps(decoder, 2, [5, 2])
+    found, expected, keys, caches = steps(decoder, 2, [5, 2, 1])
     assert relative(found, expected) < 2e-6
-    assert relative(caches[1].values, caches[0].values) < 2e-6
-    for b, first in enumerate((0, 3)):
-        assert relative(caches[1].keys[:, b, :, first:], caches[0].keys[:, b, :, first:]) < 2e-6
+    for b, first in enumerate((0, 3, 4)):
+        for ours, theirs in (keys, [cache.values for cache in caches]):
+            assert relative(theirs[:, b, :, first:7], ours[:, b, :, first:7]) < 2e-6
 
 
 @torch.inference_mode()
-def test_prompts_of_one_token_and_of_more_tokens_than_one_pass_of_all_splits_are_right(make_decoder, relative):
+def test_a_prompt_of_one_token_and_one_of_more_tokens_than_a_range_are_right(make_decoder, relative, monkeypatch):
+    monkeypatch.setattr(kernels.decode, "splits_for", lambda positions: 2)
     decoder = make_decoder(max_position_embeddings=200, num_hidden_layers=1).eval()
-    found, expected, _ = steps(decoder, 1, [170, 33, 1])
-    assert relative(found, expected) < 2e-6
-    found, expected, _ = steps(decoder, 1, [1])
-    assert relative(found, expected) < 2e-6
+    for lengths in ([170, 33, 1], [1]):
+        found, expected, *_ = steps(decoder, 1, lengths)
+        assert relative(found, expected) < 2e-6
 
 
 @torch.inference_mode()
-def test_the_fused_step_is_used_with_triton_for_small_batches_and_refuses_a_full_cache(make_decoder):
+def test_a_full_cache_is_refused(make_decoder):
     decoder = make_decoder().eval()
-
-    def used(batch_size):
-        return make_decode_step(decoder, KeyValueCache(decoder.config, batch_size, 4), None) is not None
-
-    assert not used(1)
-    kernels.use("triton", CPU)
-    try:
-        assert used(1) and used(MAX_SEQUENCES) and not used(MAX_SEQUENCES + 1)
-    finally:
-        kernels.use("auto", CPU)
     cache = KeyValueCache(decoder.config, 1, 4)
     cache.length = 4
     with pytest.raises(ValueError, match="room for 4 tokens"):
-        DecodeStep(decoder, cache, None)(torch.zeros(1, 1, dtype=torch.int64), None)
+        DecodeStep(decoder, cache)(torch.zeros(1, 1, dtype=torch.int64), None)
+
+
+def test_a_fused_step_exists_for_triton_small_batches_and_the_layers_that_it_computes(make_decoder):
+    def exists(batch_size=1, **changes):
+        with decode_step_for(make_decoder(**changes).eval(), batch_size, 4) as step:
+            return step is not None
+
+    assert not exists()
+    kernels.use("triton", torch.device("cpu"))
+    try:
+        assert exists(1) and exists(MAX_SEQUENCES) and exists(norm="layer")
+        assert not exists(MAX_SEQUENCES + 1)
+        assert not exists(norm="none") and not exists(norm_placement="post") and not exists(mlp="geglu")
+    finally:
+        kernels.use("auto", torch.device("cpu"))
+
+
+class Graph:
+    """What torch.cuda.CUDAGraph does, on a CPU: a replay runs the captured step again and fills the same logits."""
+
+    def __init__(self, events):
+        self.events, self.logits = events, None
+
+    def replay(self):
+        self.events.append("replay")
+        self.step.logits.copy_(self.run())
+
+
+@pytest.fixture
+def events(monkeypatch):
+    """Pretends that the CPU has CUDA graphs; a list of what happens to them."""
+    found, run = [], DecodeStep.run
+
+    def note_run(step):
+        found.append(f"run at {step.position.item()}")
+        return run(step)
+
+    @contextlib.contextmanager
+    def capture(graph):
+        found.append("capture")
+        yield
+        frame = captured[-1]
+        graph.step, graph.run = frame, lambda: run(frame)
+
+    captured, begin = [], DecodeStep.capture
+    monkeypatch.setattr(DecodeStep, "capture", lambda step: captured.append(step) or begin(step))
+    monkeypatch.setattr(DecodeStep, "run", note_run)
+    monkeypatch.setattr(fused_decode, "supports_graphs", lambda device: True)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: Graph(found))
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    return found
+
+
+def decode(decoder, tokens, positions=8):
+    """Logits of tokens (B, T), one after another, from the step that is kept for this decoder; and the step."""
+    with decode_step_for(decoder, len(tokens), positions) as step:
+        return torch.cat([step(token[:, None], None).clone() for token in tokens.unbind(1)], 1), step
+
+
+@pytest.mark.usefixtures("triton_kernels")
+@torch.inference_mode()
+def test_the_first_step_launches_kernels_the_second_is_captured_and_replays_read_the_new_inputs(
+    make_decoder, relative, events
+):
+    decoder, tokens = make_decoder(num_hidden_layers=1).eval(), random_tokens(2, 4)
+    found, step = decode(decoder, tokens)
+    assert events == ["run at 0", "capture", "run at 1", "replay", "replay", "replay"]
+    assert step.obstacle is None and step.graph_obstacle is None
+    assert relative(found, decoder(tokens)) < 2e-6
+
+
+@pytest.mark.usefixtures("triton_kernels")
+@torch.inference_mode()
+def test_the_next_prompt_uses_the_same_graph_and_an_empty_cache(make_decoder, relative, events):
+    decoder = make_decoder(num_hidden_layers=1).eval()
+    first, second = random_tokens(1, 3), random_tokens(1, 6)[:, 3:]
+    _, step = decode(decoder, first)
+    found, again = decode(decoder, second, positions=11)  # room for as many as before, rounded up
+    assert again is step and events.count("capture") == 1
+    assert relative(found, decoder(second)) < 2e-6
+
+
+@pytest.mark.usefixtures("triton_kernels")
+@pytest.mark.parametrize("change", ["weight replaced", "weight cast", "dtype", "batch", "room", "table"])
+@torch.inference_mode()
+def test_a_graph_is_captured_again_where_it_would_read_other_memory_or_the_shape_changes(
+    make_decoder, relative, events, change
+):
+    decoder = make_decoder(num_hidden_layers=1, max_position_embeddings=600).eval()
+    tokens, positions = random_tokens(1, 2), 8
+    decode(decoder, tokens)
+    weight = decoder.layers[0].mlp.down_proj.weight
+    if change == "weight replaced":
+        weight.data = weight.data * 2
+    elif change == "weight cast":
+        weight.data = weight.data.double()
+    elif change == "dtype":
+        decoder.compute_dtype = torch.bfloat16
+    elif change == "batch":
+        tokens = random_tokens(3, 2)
+    elif change == "room":
+        positions = 300
+    elif change == "table":
+        decoder.rope.cos = decoder.rope.cos.clone()
+    found, step = decode(decoder, tokens, positions)
+    assert events.count("capture") == 2 and step.obstacle is None
+    tolerance = 2e-2 if change == "dtype" else 2e-6
+    reference = decoder if change != "weight cast" else decoder.float()
+    assert relative(found, reference(tokens)) < tolerance
+
+
+@pytest.mark.usefixtures("triton_kernels")
+@torch.inference_mode()
+def test_weights_that_are_changed_in_place_need_no_new_graph(make_decoder, relative, events):
+    decoder, tokens = make_decoder(num_hidden_layers=1).eval(), random_tokens(1, 2)
+    decode(decoder, tokens)
+    decoder.layers[0].mlp.down_proj.weight.data *= 2
+    found, _ = decode(decoder, tokens)
+    assert events.count("capture") == 1
+    assert relative(found, decoder(tokens)) < 2e-6
+
+
+@pytest.mark.usefixtures("triton_kernels")
+@torch.inference_mode()
+def test_one_step_is_kept_as_long_as_its_decoder_and_not_shared_by_calls_at_the_same_time(make_decoder):
+    first, second = (make_decoder(seed, num_hidden_layers=1).eval() for seed in (1, 2))
+    with decode_step_for(first, 1, 8) as outer, decode_step_for(first, 1, 8) as inner:
+        assert outer is not inner and outer.cache is not inner.cache
+    with decode_step_for(first, 1, 8) as again:
+        assert again is outer
+    with decode_step_for(second, 1, 8) as other:
+        assert other is not outer
+    assert [step for _, step in fused_decode._kept.values()] == [other]
+    cache = weakref.ref(other.cache)
+    del outer, inner, again, other, second
+    gc.collect()
+    assert cache() is None and not fused_decode._kept
+
+
+@pytest.mark.usefixtures("triton_kernels")
+def test_the_cache_of_a_step_has_room_for_a_power_of_two_but_not_beyond_the_context_without_need(make_decoder):
+    def room(positions, context):
+        with decode_step_for(make_decoder(max_position_embeddings=context).eval(), 1, positions) as step:
+            return step.cache.max_length
+
+    assert [room(*pair) for pair in ((1, 1024), (256, 1024), (257, 1024), (700, 900), (40, 64), (70, 64))] == [
+        256, 256, 512, 900, 64, 70,
+    ]  # fmt: skip
+
+
+@pytest.mark.usefixtures("triton_kernels")
+@pytest.mark.parametrize(("launch", "failing"), [("qkv", 0), ("attention", 0), ("project", 1), ("gate_up", 2)])
+@torch.inference_mode()
+def test_if_a_kernel_fails_the_decoder_goes_on_with_the_same_cache_and_one_line_says_so(
+    make_decoder, relative, monkeypatch, capsys, launch, failing
+):
+    decoder, tokens = make_decoder(num_hidden_layers=1).eval(), random_tokens(2, 3)
+    run, calls = getattr(kernels.decode, launch), []
+
+    def fail(*arguments):
+        calls.append(1)
+        if len(calls) > failing:
+            raise RuntimeError("ptxas fatal: no such luck\nand more")
+        run(*arguments)
+
+    monkeypatch.setattr(kernels.decode, launch, fail)
+    found, step = decode(decoder, tokens)
+    assert step.obstacle == "RuntimeError: ptxas fatal: no such luck"
+    assert relative(found, decoder(tokens)) < 2e-6
+    printed = capsys.readouterr().err
+    assert printed == f"fused decoding: {step.obstacle}; the decoder runs without it.\n"
+
+
+@pytest.mark.usefixtures("triton_kernels")
+@torch.inference_mode()
+def test_if_the_capture_fails_kernels_are_launched_one_by_one_and_one_line_says_so(
+    make_decoder, relative, monkeypatch, capsys, events
+):
+    @contextlib.contextmanager
+    def fail(graph):
+        events.append("capture")
+        yield
+        raise RuntimeError("CUDA error: operation not permitted when stream is capturing\nmore")
+
+    monkeypatch.setattr(torch.cuda, "graph", fail)
+    decoder, tokens = make_decoder(num_hidden_layers=1).eval(), random_tokens(2, 4)
+    found, step = decode(decoder, tokens)
+    assert events == ["run at 0", "capture", "run at 1", "run at 1", "run at 2", "run at 3"]
+    assert step.graph is None and step.obstacle is None
+    assert relative(found, decoder(tokens)) < 2e-6
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1 and "operation not permitted when stream is capturing; the kernels" in lines[0]
+
+
+@pytest.mark.usefixtures("triton_kernels")
+@torch.inference_mode()
+def test_lack_of_memory_is_not_hidden(make_decoder, monkeypatch):
+    def fail(*arguments):
+        raise torch.OutOfMemoryError("none left")
+
+    monkeypatch.setattr(kernels.decode, "qkv", fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        decode(make_decoder().eval(), random_tokens(1, 1))
