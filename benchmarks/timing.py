@@ -12,8 +12,7 @@ from dataclasses import dataclass
 import torch
 
 BEYOND_CACHE = 256e6  # bytes, more than a GPU's cache holds
-
-
+PAUSES = 10_000_000, 200_000_000  # cycles of a GPU, about 6 and 110 ms, in which calls are queued
 CALLS_PER_BLOCK = 4  # their median is the time of the block
 
 
@@ -79,20 +78,25 @@ def times(calls: list[Callable[[], object]], device: torch.device, repeats: int)
             found.append(time.perf_counter() - start)
         return found
     events = [torch.cuda.Event(enable_timing=True) for _ in range(2 * repeats)]
-    torch.cuda.synchronize(device)
-    torch.cuda._sleep(int(100e6))  # about 60 ms, in which the calls are queued
-    for i in range(repeats):
-        events[2 * i].record()
-        calls[i % len(calls)]()
-        events[2 * i + 1].record()
+    for cycles in PAUSES:
+        torch.cuda.synchronize(device)
+        torch.cuda._sleep(cycles)
+        for i in range(repeats):
+            events[2 * i].record()
+            calls[i % len(calls)]()
+            events[2 * i + 1].record()
+        # The device began before all was queued: it may have waited for the host. More than about a thousand kernels
+        # cannot be queued at all; but the calls that launch so many take milliseconds each, and it never waits there.
+        if not events[0].query():
+            break
     torch.cuda.synchronize(device)
     return [events[2 * i].elapsed_time(events[2 * i + 1]) / 1e3 for i in range(repeats)]
 
 
-def host_seconds(call: Callable[[], object], device: torch.device, repeats: int = 50) -> float:
-    """Median seconds until a call returns, before the device has done it."""
+def host_seconds(call: Callable[[], object], device: torch.device, repeats: int = 50) -> float | None:
+    """Median seconds until a call returns, before the device has done it; None on a CPU, which does it itself."""
     if device.type != "cuda":
-        return float("nan")
+        return None
     found = []
     for _ in range(repeats):
         torch.cuda.synchronize(device)
@@ -112,6 +116,19 @@ def peak_bytes(call: Callable[[], object], device: torch.device) -> int | None:
     call()
     torch.cuda.synchronize(device)
     return torch.cuda.max_memory_allocated(device) - before
+
+
+def kept_bytes(call: Callable[[], torch.Tensor], device: torch.device) -> int | None:
+    """Bytes that a forward pass keeps on a GPU for its backward pass: all that stays allocated.
+
+    Its output, which must be a new tensor and no view, does not count.
+    """
+    if device.type != "cuda":
+        return None
+    torch.cuda.synchronize(device)
+    before = torch.cuda.memory_allocated(device)
+    out = call()
+    return torch.cuda.memory_allocated(device) - before - out.numel() * out.element_size()
 
 
 def copy_rate(device: torch.device) -> float:
