@@ -168,7 +168,7 @@ def norm(device: torch.device, shape: NormShape) -> Case:
         goals.append(Goal("both", "ratio", 1.05, over=BF16_WEIGHT))
     if kind == "layer" and device.type == "cuda":
         baselines[RMS_TWIN] = using(kernels.implementation(device), "rms")
-        goals += [Goal(part, "ratio", 1.05, over=RMS_TWIN) for part in ("forward", "backward") if width >= 2048]
+        goals += [Goal(part, "ratio", 1.05, over=RMS_TWIN) for part in ("forward", "backward")]
     if shape.host_us is not None:
         goals.append(Goal("host", "seconds", shape.host_us * 1e-6))
     baselines["reference, eager"] = using(reference)
@@ -334,7 +334,7 @@ def run_fused_gate_up(device: torch.device, x: Tensor, gate_up_weight: Tensor, d
 
 def rotary(device: torch.device, tokens: int, heads: int, kv_heads: int, width: int, normed: bool) -> Case:
     """q and k rotated, from the packed product, with or without the norm of each head."""
-    length = 1024 if tokens > 4096 else 256
+    length = 1024 if tokens > 4096 else min(tokens, 256)
 
     def make():
         angles = torch.rand(length, width // 2, device=device) * 100
