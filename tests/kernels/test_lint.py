@@ -6,7 +6,12 @@ code, and is proven by a copy in which it is broken.
 """
 
 import ast
+import json
+import os
 import re
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -124,12 +129,8 @@ def lint_masks(tree: ast.Module, lines: list[str]) -> Iterator[tuple[int, str]]:
         for _ in range(2):  # a loop's later lines come before its earlier ones
             for name, value in assignments(function):
                 # A sum over the range, or a load from it, is a value and no address.
-                reduced = isinstance(value, ast.Call) and name_of(value.func) not in (
-                    "tl.arange",
-                    "tl.cast",
-                    "tl.where",
-                )
-                if (padded & names_in(value) or padded_range(value)) and not reduced:
+                kept = not isinstance(value, ast.Call) or name_of(value.func) in ("tl.arange", "tl.cast", "tl.where")
+                if (padded & names_in(value) or padded_range(value)) and kept:
                     padded.add(name)
         for call in [*calls(function, "tl.load"), *calls(function, "tl.store")]:
             pointer = call.args[0]
@@ -412,3 +413,111 @@ def test_the_rule_sees_every_place_where_it_is_broken(lint):
 def test_decoding_launches_on_the_device_of_its_tensors():
     assert violations(lint_decode_step, DECODE_STEP) == []
     assert violations(lint_decode_step, DECODE_STEP.replace("with device:", "if device:"))
+
+
+def run_compiled(folder: Path, script: str) -> object:
+    """What a process that compiles kernels, those of `folder`/kernels, prints last, as JSON."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"PYTHONPATH": os.pathsep.join((str(folder), str(ROOT)))}
+    command = [sys.executable, "-P", "-c", script]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=folder)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+SASS_OF_THE_LOSS = """
+import json, kernels
+from benchmarks.resources import disassemble, launches, pretend
+
+recorder, found = pretend("sm_90"), {}
+for name, call in launches():
+    if name.startswith("loss and gradient"):
+        found |= {f"{name}: {kernel}": disassemble(compiled) for kernel, compiled in recorder.record(call)}
+print(kernels.__file__)
+print(json.dumps(found))
+"""
+
+
+def missing_barrier(sass: str) -> bool:
+    """Whether a thread may replace the target's logit before another has read it.
+
+    The logits are bfloat16 and read 16 bytes at a time; a single one that is read is the target's. It is no problem if
+    the kernel reads none, because it takes the target's logit from the registers of the thread that read it.
+    """
+    steps = re.findall(r"\b(LDG\.E\.U16|BAR\.|STG\.E\.128)", sass)
+    stores = [i for i, step in enumerate(steps) if step == "STG.E.128"]
+    assert stores, "the logits are not replaced 16 bytes at a time"
+    reads = [i for i, step in enumerate(steps[: stores[0]]) if step == "LDG.E.U16"]
+    return bool(reads) and "BAR." not in steps[reads[-1] : stores[0]]
+
+
+def test_the_logit_of_the_target_is_read_before_any_thread_replaces_it(tmp_path):
+    codes = run_compiled(ROOT, SASS_OF_THE_LOSS)
+    assert codes
+    for name, sass in codes.items():
+        assert not missing_barrier(sass), name
+    read_apart = [name for name, sass in codes.items() if "LDG.E.U16" in sass]
+    if not read_apart:
+        return
+    shutil.copytree(ROOT / "kernels", tmp_path / "kernels")
+    source = SOURCES["cross_entropy.py"]
+    assert source.count("tl.debug_barrier()") == 1
+    (tmp_path / "kernels" / "cross_entropy.py").write_text(source.replace("tl.debug_barrier()", "pass"))
+    broken = run_compiled(tmp_path, SASS_OF_THE_LOSS)
+    assert all(missing_barrier(broken[name]) for name in read_apart)
+
+
+def test_the_rule_of_the_barrier_sees_an_order_that_is_wrong():
+    read, barrier, store = "LDG.E.U16 R8, desc[UR14][R4.64]", "BAR.SYNC.DEFER_BLOCKING 0x0", "STG.E.128 desc[UR14]"
+    right = [barrier, read, "STG.E desc[UR14][R2.64], R5", barrier, store]
+    assert not missing_barrier("\n".join(right)) and not missing_barrier("\n".join([barrier, store]))
+    assert missing_barrier("\n".join([barrier, read, store, barrier]))
+
+
+SWEEP_OF_TOKENS = """
+import json, torch
+from benchmarks.resources import pretend
+from kernels import cross_entropy, gpu
+from triton.runtime.jit import JITFunction
+
+recorder, found = pretend("sm_90"), {}
+compile_only = JITFunction.run
+
+def noting_the_grid(function, *arguments, grid, **options):
+    kernel = compile_only(function, *arguments, grid=grid, **options)
+    grid = (grid if isinstance(grid, tuple) else (grid,)) + (1, 1)
+    found.setdefault(label, []).append((kernel.hash, grid[1:3]))
+    return kernel
+
+JITFunction.run = noting_the_grid
+weight, head = torch.randn(64), torch.randn(64, requires_grad=True)
+for tokens in (1, 16, 48, 1000, 70000):
+    def new(*shape):
+        return torch.zeros(shape, dtype=torch.bfloat16, requires_grad=True)
+    x = new(1, tokens, 64)
+    calls = {
+        "norm": lambda: gpu.normalize(x, weight, weight, x, kind="layer", eps=1e-5),
+        "wide norm": lambda: gpu.normalize(new(1, min(tokens, 100), 65536), kind="rms", eps=1e-5)[:1],
+        "swiglu": lambda: (gpu.swiglu_mlp(x, new(128, 64), new(64, 64)),),
+        "rotary": lambda: gpu.rotary(new(1, tokens, 256), torch.zeros(tokens, 32), torch.zeros(tokens, 32), 2, 1),
+        "head norms": lambda: gpu.rotary(
+            new(1, tokens, 256), torch.zeros(tokens, 32), torch.zeros(tokens, 32), 2, 1, head, head
+        ),
+        "loss": lambda: (gpu.linear_cross_entropy(x[0], new(72, 64), torch.zeros(tokens, dtype=torch.int64)),),
+    }
+    for name, call in calls.items():
+        label = f"{tokens}, {name}"
+        out = call()
+        torch.autograd.backward(out, [torch.ones_like(one) for one in out])
+print(json.dumps(found))
+"""
+
+
+def test_more_tokens_launch_the_same_kernels_on_the_same_second_and_third_axes_of_the_grid():
+    found = run_compiled(ROOT, SWEEP_OF_TOKENS)
+    by_name: dict[str, list] = {}
+    for label, launched in found.items():
+        by_name.setdefault(label.partition(", ")[2], []).append(launched)
+    assert len(by_name) == 6 and all(len(sweep) == 5 and sweep[0] for sweep in by_name.values())
+    for name, (first, *others) in by_name.items():
+        assert all(other == first for other in others), name
