@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -13,11 +14,11 @@ from kernels import gpu
 pytestmark = pytest.mark.skipif(gpu is None, reason="Triton is not installed")
 
 if gpu is not None:
-    from benchmarks.resources import access_width, resident_programs, thread_bytes_in_flight
+    from benchmarks.resources import access_width, inspect, resident_programs, thread_bytes_in_flight
 
 ROOT = Path(__file__).parent.parent.parent
 KERNELS = """
-import json, sys
+import json
 from dataclasses import asdict
 
 import torch, triton
@@ -47,7 +48,7 @@ def pipelined_kernel(x_ptr, y_ptr, n, BLOCK: tl.constexpr, STAGES: tl.constexpr)
 
 @triton.jit
 def product_kernel(x_ptr, y_ptr, PRECISION: tl.constexpr):
-    offset = tl.arange(0, 64)[:, None] * 64 + tl.arange(0, 64)[None, :]
+    offset = tl.arange(0, 32)[:, None] * 32 + tl.arange(0, 32)[None, :]
     x = tl.load(x_ptr + offset)
     tl.store(y_ptr + offset, tl.dot(x, x, input_precision=PRECISION))
 
@@ -62,50 +63,57 @@ calls = {
     "tf32": lambda: product_kernel[(1,)](x, x, PRECISION="tf32", num_warps=4),
     "ieee": lambda: product_kernel[(1,)](x, x, PRECISION="ieee", num_warps=4),
 }
-target = sys.argv[1]
-recorder = pretend(target)
+recorder = pretend("sm_90")
 found = {}
 for name, call in calls.items():
     (kernel_name, kernel), = recorder.record(call)
-    found[name] = asdict(inspect(name, kernel_name, target, kernel))
+    found[name] = asdict(inspect(name, kernel_name, "sm_90", kernel))
 print(json.dumps(found))
 """
 
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory):
-    """Resources of each kernel on a target."""
+    """Resources of each kernel."""
     script = tmp_path_factory.mktemp("kernels") / "kernels_to_compile.py"
     script.write_text(KERNELS, encoding="utf-8")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = str(ROOT)
 
-    def on(target: str) -> dict[str, dict]:
-        done = subprocess.run([sys.executable, script, target], capture_output=True, text=True, env=environment)
-        assert done.returncode == 0, done.stderr[-2000:]
-        return json.loads(done.stdout)
-
-    return on
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout)
 
 
 def test_nvidia_code_is_read_as_it_was_written(compiled):
-    found = compiled("sm_90")
-    copy = found["copy"]
+    copy = compiled["copy"]
     # 2,048 float32 numbers of 128 threads: four loads of 16 bytes each, all before the first store.
     assert copy["loads"] == {"16": 4} and copy["stores"] == {"16": 4} and copy["bytes_in_flight"] == 8192
     assert copy["barriers"] == copy["async_copies"] == copy["tf32"] == 0
     assert copy["programs"] == 16 and copy["registers"] <= 32  # 64 warps, 4 of a program
-    assert found["sum in one warp"]["barriers"] == 0 < found["sum in four warps"]["barriers"]
-    assert found["two stages"]["async_copies"] > 0 and found["four stages"]["async_copies"] > 0
+    assert compiled["sum in one warp"]["barriers"] == 0 < compiled["sum in four warps"]["barriers"]
+    assert compiled["two stages"]["async_copies"] > 0 and compiled["four stages"]["async_copies"] > 0
     # A block is 2,048 bytes; with n stages, n - 1 of them are on their way while one is used.
-    assert found["two stages"]["bytes_in_flight"] == 2048 and found["four stages"]["bytes_in_flight"] == 3 * 2048
-    assert found["tf32"]["tf32"] > 0 == found["ieee"]["tf32"]
+    assert compiled["two stages"]["bytes_in_flight"] == 2048 and compiled["four stages"]["bytes_in_flight"] == 3 * 2048
+    assert compiled["tf32"]["tf32"] > 0 == compiled["ieee"]["tf32"]
 
 
-def test_amd_code_is_read_as_it_was_written(compiled):
-    found = compiled("gfx942")
-    assert found["copy"]["bytes_in_flight"] is None and found["copy"]["programs"] == 8
-    assert found["sum in one warp"]["barriers"] == 0 < found["sum in four warps"]["barriers"]
+def test_amd_code_is_read_as_it_was_written():
+    code = """
+        global_load_dwordx4 v[2:5], v[0:1], off
+        s_waitcnt lgkmcnt(0)
+        s_barrier
+        global_store_dwordx2 v[6:7], v[2:3], off
+        v_fma_f64 v[0:1], v[2:3], v[4:5], v[6:7]
+        .vgpr_count:     130
+        .vgpr_spill_count: 2
+        .sgpr_spill_count: 1
+    """
+    metadata = types.SimpleNamespace(shared=512, num_warps=4)
+    found = inspect("a", "b", "gfx942", types.SimpleNamespace(asm={"amdgcn": code}, metadata=metadata))
+    assert (found.registers, found.spilled, found.barriers, found.float64) == (130, 3, 1, 1)
+    assert (found.loads, found.stores, found.async_copies) == ({16: 1}, {8: 1}, 0)
+    assert found.programs == 3 and found.bytes_in_flight is None
 
 
 def line(instruction: str) -> str:

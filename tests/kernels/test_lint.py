@@ -476,11 +476,13 @@ def test_the_rule_of_the_barrier_sees_an_order_that_is_wrong():
 
 SWEEP_OF_TOKENS = """
 import json, torch
-from benchmarks.resources import pretend
-from kernels import cross_entropy, gpu
+from benchmarks.resources import inspect, pretend
+from kernels import gpu, swiglu
 from triton.runtime.jit import JITFunction
 
 recorder, found = pretend("sm_90"), {}
+(name, compiled), = recorder.record(lambda: swiglu.swiglu_gate_up(torch.zeros(32, 64), torch.zeros(128, 64), True))
+tf32 = inspect("gate and up in float32", name, "sm_90", compiled).tf32
 compile_only = JITFunction.run
 
 def noting_the_grid(function, *arguments, grid, **options):
@@ -509,12 +511,14 @@ for tokens in (1, 16, 48, 1000, 70000):
         label = f"{tokens}, {name}"
         out = call()
         torch.autograd.backward(out, [torch.ones_like(one) for one in out])
-print(json.dumps(found))
+print(json.dumps([tf32, found]))
 """
 
 
 def test_more_tokens_launch_the_same_kernels_on_the_same_second_and_third_axes_of_the_grid():
-    found = run_compiled(ROOT, SWEEP_OF_TOKENS)
+    """And float32 matrices are not rounded to TF32 on their way to the tensor cores."""
+    tf32, found = run_compiled(ROOT, SWEEP_OF_TOKENS)
+    assert tf32 == 0
     by_name: dict[str, list] = {}
     for label, launched in found.items():
         by_name.setdefault(label.partition(", ")[2], []).append(launched)
