@@ -362,8 +362,12 @@ def lint_waiting(tree: ast.Module, lines: list[str]) -> Iterator[tuple[int, str]
             yield node.lineno, f"{ast.unparse(node)} waits for the device"
 
 
-# Where an edit changes no product that the rule is about: of numbers of positions or heads with compile-time constants.
-HARMLESS = {lint_64_bits: r"\* HEAD_DIM|\* \(2 \* HALF\)|head = tl\.program_id\(0\)"}
+# Where an edit changes nothing that the rule is about: products of numbers of positions or heads with compile-time
+# constants, and grids of columns.
+HARMLESS = {
+    lint_grid: r"cdiv\(width",
+    lint_64_bits: r"\* HEAD_DIM|\* \(2 \* HALF\)|head = tl\.program_id\(0\)",
+}
 Lint = Callable[[ast.Module, list[str]], Iterator[tuple[int, str]]]
 TRITON = [name for name, text in SOURCES.items() if "@triton.jit" in text]
 NOT_DECODING = [name for name in TRITON if name != "decode.py"]  # there, rows are those of a weight
@@ -372,7 +376,7 @@ RULES: dict[Lint, tuple[list[str], list[tuple[str, str]]]] = {
     lint_other: (TRITON, [(r', other=(?:0\.0|1\.0|float\("-inf"\))', "")]),
     lint_masks: (TRITON, [(r"(tl\.store\([^\n]*\w\w), mask=[^\n]*\)\n", r"\1)\n")]),
     lint_64_bits: (TRITON, [(r"\.to\(tl\.int64\)", ""), (r"tl\.cast\((\w+), tl\.int64\)", r"\1")]),
-    lint_grid: (NOT_DECODING, [(r"\[\((rows), (triton[^\n]*)\)\]\(", r"[(\2, \1)](")]),
+    lint_grid: (NOT_DECODING, [(r"_kernel\[\((.+),\)\]\(", r"_kernel[(1, \1)](")]),
     lint_specialization: (TRITON, [(r'do_not_specialize=\["\w+"', 'do_not_specialize=["eps"')]),
     lint_constants: (NOT_DECODING, [(r"ALIGNMENT=align", "ALIGNMENT=rows")]),
     lint_device: (NOT_DECODING, [(r"@register_op\(", "@unguarded(")]),
