@@ -213,9 +213,10 @@ def test_results_of_another_run_stay_and_a_case_that_is_measured_again_is_replac
     first = read()
     rehearse("--out", str(out), "--only", "^layer norm")
     assert first["cases"][0]["baselines"]["ours"]["both"] == 1
-    assert {case["name"]: case["baselines"]["ours"]["both"] for case in read()["cases"]} == {
-        "layer norm after addition, 6 x 64": 2, "layer norm, 6 x 64": 3,
-    }  # fmt: skip
+    assert [(case["name"], case["baselines"]["ours"]["both"]) for case in read()["cases"]] == [
+        ("layer norm after addition, 6 x 64", 2),
+        ("layer norm, 6 x 64", 3),
+    ]
     results = read()
     results["machine"]["device"] = "NVIDIA H100"
     out.write_text(json.dumps(results), encoding="utf-8")
@@ -372,6 +373,10 @@ def test_on_the_shapes_of_a_gpu_all_baselines_return_what_ours_returns_and_the_b
                 # torch's own functions return float32 norms of a float32 weight, and bfloat16 losses.
                 free = name.endswith("float32 weight") or name == "F.linear_cross_entropy"
                 assert output.shape == expected.shape and (free or output.dtype == expected.dtype), (case.name, name)
+                if case.name.startswith(("rms", "layer")):
+                    weight = case.prepare.get(name, lambda *tensors: tensors)(*sets[0])[1]
+                    rounded = name in ("F.rms_norm", "F.layer_norm", "Liger", BF16_WEIGHT)
+                    assert weight.dtype == (torch.bfloat16 if rounded else torch.float32), (case.name, name)
                 for part in calls:
                     calls[part][0]()
             if case.forward_bytes:
@@ -382,6 +387,29 @@ def test_on_the_shapes_of_a_gpu_all_baselines_return_what_ours_returns_and_the_b
                     viewed = output.untyped_storage()._cdata == inputs[0].untyped_storage()._cdata
                     elements -= 2 * output.numel() * viewed
                 assert 2 * elements == pytest.approx(case.forward_bytes, rel=0.02), case.name
+
+
+def test_the_bytes_of_a_backward_pass_are_those_of_the_study():
+    """Section 1: 6 bytes for each element of a norm, 8 with the addition, 12 of SwiGLU with the hidden made again."""
+    elements = 6 * 64
+    assert cases.norm(CPU, NormShape("rms", 6, 64)).backward_bytes == 6 * elements
+    assert cases.norm(CPU, NormShape("layer", 6, 64, after_addition=True)).backward_bytes == 8 * elements
+    assert cases.activation(CPU, 6, 64).backward_bytes == 12 * elements
+    # 2 + 1 heads read, 1 of v too, and the packed gradient of all 4 written; with the norms, q and k read again.
+    assert cases.rotary(CPU, 16, 2, 1, 8, normed=False).backward_bytes == 16 * 8 * 2 * (4 + 4)
+    assert cases.rotary(CPU, 16, 2, 1, 8, normed=True).backward_bytes == 16 * 8 * 2 * (4 + 4 + 3)
+
+
+def test_inputs_take_turns_beyond_the_cache_and_memory_is_that_of_forward_and_backward(monkeypatch):
+    case = mlp(CPU, 4, 16, 24, torch.bfloat16)
+    case.baselines = {"ours": case.baselines["ours"]}
+    size = 2 * sum(tensor.numel() for tensor in case.make())
+    monkeypatch.setattr(benchmark, "BEYOND_CACHE", 3.2 * size)
+    assert len(benchmark.make_inputs(case, CUDA)) == 4 and len(benchmark.make_inputs(case, CPU)) == 2
+    monkeypatch.setattr(benchmark, "peak_bytes", lambda call, device: len(call()))
+    monkeypatch.setattr(benchmark, "host_seconds", lambda call, device: len(call()))
+    ours = measure(case, CPU, 1)["ours"]
+    assert ours["peak_bytes"] == ours["host"] == 3  # a gradient of each input
 
 
 def test_a_goal_is_reached_at_its_bound_and_judged_on_its_device_alone():
