@@ -93,3 +93,27 @@ def test_the_limits_count_what_a_copy_moves_and_what_a_product_computes(monkeypa
     monkeypatch.setattr(timing, "times", lambda calls, device, repeats: [2.0, 4.0, 8.0])
     assert timing.copy_rate(CPU) == 2 * 4000 / 4
     assert timing.product_rate(CPU, torch.bfloat16) == 2 * 8**3 / 4
+
+
+def test_events_of_a_device_are_read_in_milliseconds_after_all_calls_were_queued(monkeypatch):
+    log = []
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            log.append(self)
+
+        def query(self):
+            return False
+
+        def elapsed_time(self, end):
+            return 1000.0 * (log.index(end) - log.index(self))
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "_sleep", log.append)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: log.append("wait"))
+    seconds = times([lambda: log.append("a"), lambda: log.append("b")], torch.device("cuda"), 3)
+    assert seconds == [2.0, 2.0, 2.0]  # the call stands between its two events
+    assert [entry for entry in log if not isinstance(entry, Event)] == ["wait", timing.PAUSES[0], *"aba", "wait"]
