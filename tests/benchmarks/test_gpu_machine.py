@@ -77,15 +77,19 @@ def run_script(tmp_path):
 
     The Python prints its arguments; it lacks the module tomli_w.
     """
-    python = tmp_path / "python"
+    python = tmp_path / "python-of-the-gpu"
     python.write_text(
         '#!/usr/bin/env bash\n[[ $1 = -c && $2 = "import tomli_w" ]] && exit 1\n'
         '[[ $1 = -c ]] || echo "ran: $*"\n[[ -n $FAILING && "$*" = *$FAILING* ]] && exit 3\nexit 0\n'
     )
     python.chmod(0o755)
+    sanitizer = tmp_path / "compute-sanitizer"
+    sanitizer.write_text("#!/usr/bin/env bash\nexit 0\n")
+    sanitizer.chmod(0o755)
 
     def run(part: str, failing: str = "", **variables: str) -> subprocess.CompletedProcess:
         environment = os.environ | {"PYTHON": str(python), "FAILING": failing} | variables
+        environment["PATH"] = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
         command = ["bash", SCRIPT, *part.split(), *([] if variables else [str(tmp_path / "out")])]
         return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
 
