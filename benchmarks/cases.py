@@ -1,11 +1,11 @@
 """What `benchmarks.kernels` measures: shapes of each kernel, its baselines, the minimum of bytes or FLOP, and goals.
 
-Bytes are what must be read and written once; goals are fractions of the copy rate, or of the matrix product rate.
+Bytes are what must be read and written once.
 """
 
 import importlib.util
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -13,7 +13,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import kernels
+from benchmarks.goals import OURS, Goal, h200_goals, share_goals
 from kernels import reference
+
+BF16 = torch.bfloat16
+ONE_KERNEL = "ours, one kernel for gate and up"
+BF16_WEIGHT, RMS_TWIN = "ours, bfloat16 weight", "ours, RMSNorm"
 
 
 @dataclass
@@ -24,60 +29,126 @@ class Case:
     make: Callable[[], tuple[Tensor, ...]]
     """New random inputs; those that get gradients come first."""
     num_learned: int
-    """How many of the inputs get gradients."""
+    """How many of the inputs get gradients; with 0 only the forward pass is measured."""
     baselines: dict[str, Callable]
     """What is measured, by name; `ours` is the first. Each takes the inputs and returns one tensor or a tuple."""
-    forward_bytes: float
-    backward_bytes: float
+    forward_bytes: float = 0.0
+    backward_bytes: float = 0.0
     flops: float = 0.0
     """Of all matrix products, forward and backward; if not 0, they are the limit instead of the bytes."""
-    goal: tuple[float, float] | None = None
-    """Fractions of the limit to reach, forward and backward, if a goal is set."""
+    goals: list[Goal] = field(default_factory=list)
+    prepare: dict[str, Callable] = field(default_factory=dict)
+    """For baselines that take other inputs: makes them of the case's inputs, in the same order. It is not timed."""
 
 
-def cases(device: torch.device) -> Iterator[Case]:
-    """Large shapes for a GPU, those of the default model for a CPU."""
-    large = device.type == "cuda"
-    dtype = torch.bfloat16
-    shapes = [(4096, 256), (2048, 512)]
-    if large:
-        shapes = [(8192, 4096), (16384, 8192), (8192, 16384), (65536, 1024), (4096, 65536), (8192, 4104)]
-    for rows, width in shapes:
-        for kind in ("rms", "layer"):
-            yield norm(device, kind, rows, width, dtype, residual=False)
-            if rows * width <= 2**25:
-                yield norm(device, kind, rows, width, dtype, residual=True)
-    for rows, hidden, width in (
-        ((8192, 4096, 14336), (8192, 1024, 2816), (256, 512, 1408)) if large else ((4096, 256, 704),)
-    ):
-        yield mlp(device, rows, hidden, width, dtype)
-    for tokens, heads, kv_heads, width in ((16384, 32, 8, 128), (16384, 16, 8, 64)) if large else ((4096, 4, 2, 64),):
-        for normed in (False, True):
-            yield rotary(device, tokens, heads, kv_heads, width, dtype, normed)
-    sizes = ((8192, 1024, 50304), (8192, 4096, 131072)) if large else ((4096, 256, 4096), (2048, 512, 6400))
-    for rows, hidden, vocabulary in sizes:
-        yield loss(device, rows, hidden, vocabulary, dtype)
+@dataclass(frozen=True)
+class NormShape:
+    """One norm to measure, and its goals: shares of the copy rate, and microseconds on an H200."""
+
+    kind: str
+    rows: int
+    width: int
+    after_addition: bool = False
+    forward: float | None = None
+    backward: float | None = None
+    forward_us: float | None = None
+    backward_us: float | None = None
+    mixed: bool = False
+    """Whether it must be as fast with a float32 weight as with a bfloat16 one."""
+    host_us: float | None = None
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """What is measured on one type of device."""
+
+    norms: tuple[NormShape, ...]
+    activations: tuple[tuple[int, int], ...]
+    """Tokens and F of SwiGLU's kernels alone."""
+    gate_ups: tuple[tuple[int, int, int], ...]
+    """Tokens, D and F of gate, up and activation in inference."""
+    mlps: tuple[tuple[int, int, int], ...]
+    rotaries: tuple[tuple[int, int, int, int], ...]
+    """Tokens, query heads, key/value heads and their size."""
+    losses: tuple[tuple[int, int, int], ...]
+    """Tokens, D and V."""
+
+
+SHAPES = {
+    "cuda": Shapes(
+        norms=(
+            # 34 microseconds on an H200 are 92% of its copy rate.
+            NormShape("rms", 8192, 4096, False, 0.92, 0.85, 34, 55, mixed=True, host_us=60),
+            NormShape("rms", 8192, 4096, True, 0.93, 0.85, 67, 74),
+            NormShape("rms", 16384, 8192, False, 0.95, 0.85, 132),
+            NormShape("rms", 65536, 1024, False, 0.60, 0.60, mixed=True),
+            NormShape("rms", 65536, 256, False, 0.60),
+            NormShape("rms", 32768, 768, True, None, 0.60),
+            NormShape("rms", 8192, 16384, False, None, 0.60),
+            NormShape("rms", 4096, 65536, False, 0.60, 0.60),
+            NormShape("rms", 8192, 4104, False, 0.92, 0.85),  # divisible by 8 and not by 16: no slower than 4,096
+            NormShape("layer", 8192, 4096, False, 0.93, 0.80, host_us=60),
+            NormShape("layer", 8192, 4096, True, 0.93, 0.80),
+            NormShape("layer", 16384, 8192, False, 0.93, 0.80),
+        ),
+        activations=((8192, 14336), (8192, 2816)),
+        gate_ups=((8192, 1024, 2816), (256, 512, 1408)),
+        mlps=((8192, 4096, 14336), (8192, 1024, 2816)),
+        rotaries=((16384, 32, 8, 128), (16384, 16, 8, 64)),
+        losses=((8192, 1024, 50304), (8192, 4096, 131072)),
+    ),
+    "cpu": Shapes(
+        norms=tuple(
+            NormShape(kind, rows, width, after_addition)
+            for rows, width in ((4096, 256), (2048, 512))
+            for kind in ("rms", "layer")
+            for after_addition in (False, True)
+        ),
+        activations=(),
+        gate_ups=(),
+        mlps=((4096, 256, 704),),
+        rotaries=((4096, 4, 2, 64),),
+        losses=((4096, 256, 4096), (2048, 512, 6400)),
+    ),
+}
+
+
+def cases(device: torch.device, shapes: Shapes | None = None) -> Iterator[Case]:
+    """Those of the device's type: large shapes for a GPU, those of the default model for a CPU."""
+    shapes = shapes or SHAPES.get(device.type, SHAPES["cpu"])
+    yield from (norm(device, shape) for shape in shapes.norms)
+    yield from (activation(device, *sizes) for sizes in shapes.activations)
+    yield from (gate_up(device, *sizes) for sizes in shapes.gate_ups)
+    yield from (mlp(device, *sizes) for sizes in shapes.mlps)
+    yield from (rotary(device, *sizes, normed) for sizes in shapes.rotaries for normed in (False, True))
+    yield from (loss(device, *sizes, weighted) for sizes in shapes.losses for weighted in (False, True))
 
 
 def has_liger(device: torch.device) -> bool:
-    """Whether Liger-Kernel can be compared with."""
+    """Whether Liger-Kernel can be compared with. It is called with its own defaults everywhere."""
     return device.type == "cuda" and importlib.util.find_spec("liger_kernel") is not None
 
 
-def random(device: torch.device, *shape: int, dtype: torch.dtype, mean: float = 0.3, std: float = 1.0) -> Tensor:
+def random(device: torch.device, *shape: int, dtype: torch.dtype = BF16, mean: float = 0.3, std: float = 1.0) -> Tensor:
     """Normal numbers with a mean away from zero."""
     return (torch.randn(shape, device=device) * std + mean).to(dtype)
 
 
-def norm(device, kind: str, rows: int, width: int, dtype: torch.dtype, residual: bool) -> Case:
-    """RMSNorm or LayerNorm, alone or after the residual addition. Our weight is float32, others' in x's dtype."""
+def norm(device: torch.device, shape: NormShape) -> Case:
+    """RMSNorm or LayerNorm, alone or after the residual addition.
+
+    Our weight is float32, as in training. torch's own norm is measured with a weight of x's dtype and with this one.
+    """
+    kind, rows, width = shape.kind, shape.rows, shape.width
 
     def make():
-        x = random(device, rows, width, dtype=dtype)
-        weight = random(device, width, dtype=torch.float32, mean=1.0, std=0.1)
-        return (x, weight, random(device, rows, width, dtype=dtype)) if residual else (x, weight)
+        x, weight = random(device, rows, width), random(device, width, dtype=torch.float32, mean=1.0, std=0.1)
+        return (x, weight, random(device, rows, width)) if shape.after_addition else (x, weight)
 
-    def using(module):
+    def round_weight(x, weight, *rest):
+        return x, weight.to(BF16), *rest
+
+    def using(module, kind=kind):
         def run(x, weight, stream=None):
             y, s = module.normalize(x, weight, None, stream, kind=kind, eps=1e-5)
             return y if stream is None else (y, s)
@@ -86,36 +157,137 @@ def norm(device, kind: str, rows: int, width: int, dtype: torch.dtype, residual:
 
     def torch_own(x, weight, stream=None):
         s = x if stream is None else x + stream
-        if kind == "rms":
-            y = F.rms_norm(s, (width,), weight.to(dtype), 1e-5)
-        else:
-            y = F.layer_norm(s, (width,), weight.to(dtype), None, 1e-5)
+        y = F.rms_norm(s, (width,), weight, 1e-5) if kind == "rms" else F.layer_norm(s, (width,), weight, None, 1e-5)
         return y if stream is None else (y, s)
 
-    baselines = {"ours": using(kernels.implementation(device)), "reference, eager": using(reference)}
-    baselines[f"F.{kind}_norm"] = torch_own
+    ours = using(kernels.implementation(device))
+    goals = share_goals(shape.forward, shape.backward) + h200_goals(shape.forward_us, shape.backward_us)
+    baselines, prepare = {OURS: ours}, {}
+    if shape.mixed:
+        baselines[BF16_WEIGHT], prepare[BF16_WEIGHT] = ours, round_weight
+        goals.append(Goal("both", "ratio", 1.05, over=BF16_WEIGHT))
+    if kind == "layer" and device.type == "cuda":
+        baselines[RMS_TWIN] = using(kernels.implementation(device), "rms")
+        goals += [Goal(part, "ratio", 1.05, over=RMS_TWIN) for part in ("forward", "backward")]
+    if shape.host_us is not None:
+        goals.append(Goal("host", "seconds", shape.host_us * 1e-6))
+    baselines["reference, eager"] = using(reference)
+    baselines[f"F.{kind}_norm"], prepare[f"F.{kind}_norm"] = torch_own, round_weight
+    baselines[f"F.{kind}_norm, float32 weight"] = torch_own
     baselines["torch.compile"] = torch.compile(using(reference))
-    if has_liger(device) and not residual:
-        from liger_kernel.ops.layer_norm import LigerLayerNormFunction
-        from liger_kernel.ops.rms_norm import LigerRMSNormFunction
-
-        def with_liger(x, weight):
-            if kind == "rms":
-                return LigerRMSNormFunction.apply(x, weight.to(dtype), 1e-5, 0.0, "llama", False)
-            return LigerLayerNormFunction.apply(x, weight.to(dtype), torch.zeros_like(weight, dtype=dtype), 1e-5)
-
-        baselines["Liger"] = with_liger
-    elements, size = rows * width, torch.empty(0, dtype=dtype).element_size()
-    goal = (
-        ((0.93, 0.85 if kind == "rms" else 0.80) if width <= 8192 else (0.60, 0.60)) if width >= 2048 else (0.60, 0.60)
+    if has_liger(device) and (kind == "rms" or not shape.after_addition):
+        baselines["Liger"], prepare["Liger"] = liger_norm(kind), round_weight
+    size = rows * width * BF16.itemsize
+    moved = (4, 4) if shape.after_addition else (2, 3)
+    return Case(
+        f"{kind} norm{' after addition' if shape.after_addition else ''}, {rows} x {width}",
+        make,
+        3 if shape.after_addition else 2,
+        baselines,
+        forward_bytes=moved[0] * size,
+        backward_bytes=moved[1] * size,
+        goals=goals,
+        prepare=prepare,
     )
-    name = f"{kind} norm{' after addition' if residual else ''}, {rows} x {width}"
-    moved = (4, 4) if residual else (2, 3)
-    num_learned = 3 if residual else 2
-    return Case(name, make, num_learned, baselines, moved[0] * size * elements, moved[1] * size * elements, goal=goal)
 
 
-def mlp(device, rows: int, hidden: int, width: int, dtype: torch.dtype) -> Case:
+def liger_norm(kind: str) -> Callable:
+    """Liger's norm. By default its RMSNorm overwrites the gradient that it is given with the one that it returns."""
+    from liger_kernel.ops.fused_add_rms_norm import LigerFusedAddRMSNormFunction
+    from liger_kernel.ops.layer_norm import LigerLayerNormFunction
+    from liger_kernel.ops.rms_norm import LigerRMSNormFunction
+
+    def run(x, weight, stream=None):
+        if stream is not None:
+            return LigerFusedAddRMSNormFunction.apply(x, stream, weight, 1e-5)
+        if kind == "rms":
+            return LigerRMSNormFunction.apply(x, weight, 1e-5)
+        return LigerLayerNormFunction.apply(x, weight, torch.zeros_like(weight), 1e-5)
+
+    return run
+
+
+class Activation(torch.autograd.Function):
+    """SwiGLU's two kernels alone, as our MLP calls them: packed (M, 2F) to hidden (M, F) and back."""
+
+    @staticmethod
+    def forward(ctx, packed):
+        ctx.save_for_backward(packed)
+        return torch.ops.prenorm.swiglu_forward(packed)
+
+    @staticmethod
+    def backward(ctx, dhidden):
+        return torch.ops.prenorm.swiglu_backward(dhidden, *ctx.saved_tensors)[0]
+
+
+def activation(device: torch.device, rows: int, width: int) -> Case:
+    """silu(gate) up and its gradients, of the packed product.
+
+    Our backward pass also writes the hidden again, 12 bytes for each of the F elements of a token; the baselines, which
+    keep it, need only 10 of these.
+    """
+
+    def halves(packed):
+        return tuple(half.contiguous() for half in packed.chunk(2, -1))
+
+    def eager(packed):
+        gate, up = packed.chunk(2, -1)
+        return (F.silu(gate.float()) * up.float()).to(packed.dtype)
+
+    def rounded_twice(packed):
+        gate, up = packed.chunk(2, -1)
+        return F.silu(gate) * up
+
+    baselines = {
+        OURS: Activation.apply,
+        "reference, eager": eager,
+        "F.silu(gate) * up": rounded_twice,
+        "torch.compile": torch.compile(eager),
+    }
+    prepare = {}
+    if has_liger(device):
+        from liger_kernel.ops.swiglu import LigerSiLUMulFunction
+
+        baselines["Liger"], prepare["Liger"] = LigerSiLUMulFunction.apply, halves
+    goals = share_goals(0.95, 0.93) + (h200_goals(173, 353) if width == 14336 else [])
+    size = rows * width * BF16.itemsize
+    name = f"SwiGLU kernels, {rows} x {width}"
+    make = lambda: (random(device, rows, 2 * width),)  # noqa: E731
+    return Case(name, make, 1, baselines, 3 * size, 6 * size, goals=goals, prepare=prepare)
+
+
+def gate_up(device: torch.device, rows: int, hidden: int, width: int) -> Case:
+    """Gate, up and activation without gradients: a product and a kernel, or one kernel for both."""
+
+    def make():
+        return random(device, rows, hidden), random(device, 2 * width, hidden, mean=0.0, std=hidden**-0.5)
+
+    def two_steps(x, weight):
+        return torch.ops.prenorm.swiglu_forward(F.linear(x, weight))
+
+    def one_kernel(x, weight):
+        kernels.swiglu.fused_gate_up_obstacles.clear()
+        out, _ = torch.ops.prenorm.swiglu_gate_up(x, weight, False)
+        if kernels.swiglu.fused_gate_up_obstacles:
+            raise RuntimeError(kernels.swiglu.fused_gate_up_obstacles[0])
+        return out
+
+    def eager(x, weight):
+        gate, up = F.linear(x, weight).chunk(2, -1)
+        return (F.silu(gate.float()) * up.float()).to(x.dtype)
+
+    baselines = {
+        OURS: two_steps,
+        ONE_KERNEL: one_kernel,
+        "reference, eager": eager,
+        "torch.compile": torch.compile(eager),
+    }
+    goals = [Goal("forward", "ratio", 1 / 1.10, of=ONE_KERNEL, over=OURS)]
+    name = f"gate and up in inference, {rows} x {hidden}, {width} wide"
+    return Case(name, make, 0, baselines, flops=4.0 * rows * hidden * width, goals=goals)
+
+
+def mlp(device: torch.device, rows: int, hidden: int, width: int, dtype: torch.dtype = BF16) -> Case:
     """The SwiGLU MLP; on a GPU also with gate, up and activation in one kernel."""
 
     def make():
@@ -127,12 +299,15 @@ def mlp(device, rows: int, hidden: int, width: int, dtype: torch.dtype) -> Case:
         )
 
     baselines = {
-        "ours": kernels.implementation(device).swiglu_mlp,
+        OURS: kernels.implementation(device).swiglu_mlp,
         "reference, eager": reference.swiglu_mlp,
         "torch.compile": torch.compile(reference.swiglu_mlp),
     }
+    goals = []
     if device.type == "cuda":
-        baselines["ours, one kernel for gate and up"] = partial(run_fused_gate_up, device)
+        baselines[ONE_KERNEL] = partial(run_fused_gate_up, device)
+        # The packed product and nothing else, 4 bytes for each of the F elements of a token; 1% for the allocator.
+        goals = [Goal("kept_bytes", "bytes", 1.01 * 4 * rows * width)]
     if has_liger(device):
         from liger_kernel.ops.swiglu import LigerSiLUMulFunction
 
@@ -142,7 +317,7 @@ def mlp(device, rows: int, hidden: int, width: int, dtype: torch.dtype) -> Case:
 
         baselines["Liger"] = with_liger
     name = f"SwiGLU MLP, {rows} x {hidden}, {width} wide"
-    return Case(name, make, 3, baselines, 0, 0, flops=18.0 * rows * hidden * width)
+    return Case(name, make, 3, baselines, flops=18.0 * rows * hidden * width, goals=goals)
 
 
 def run_fused_gate_up(device: torch.device, x: Tensor, gate_up_weight: Tensor, down_weight: Tensor) -> Tensor:
@@ -157,13 +332,13 @@ def run_fused_gate_up(device: torch.device, x: Tensor, gate_up_weight: Tensor, d
         kernels.use("auto", device)
 
 
-def rotary(device, tokens: int, heads: int, kv_heads: int, width: int, dtype: torch.dtype, normed: bool) -> Case:
+def rotary(device: torch.device, tokens: int, heads: int, kv_heads: int, width: int, normed: bool) -> Case:
     """q and k rotated, from the packed product, with or without the norm of each head."""
-    length = 1024 if tokens > 4096 else 256
+    length = 1024 if tokens > 4096 else min(tokens, 256)
 
     def make():
         angles = torch.rand(length, width // 2, device=device) * 100
-        qkv = random(device, tokens // length, length, (heads + 2 * kv_heads) * width, dtype=dtype)
+        qkv = random(device, tokens // length, length, (heads + 2 * kv_heads) * width)
         norm_weights = [random(device, width, dtype=torch.float32, mean=1.0, std=0.1) for _ in range(2 * normed)]
         return qkv, *norm_weights, angles.cos(), angles.sin()
 
@@ -175,37 +350,66 @@ def rotary(device, tokens: int, heads: int, kv_heads: int, width: int, dtype: to
         return run
 
     baselines = {
-        "ours": using(kernels.implementation(device).rotary),
+        OURS: using(kernels.implementation(device).rotary),
         "reference, eager": using(reference.rotary),
         "torch.compile": torch.compile(using(reference.rotary)),
     }
-    size = torch.empty(0, dtype=dtype).element_size()
-    rotated, packed = tokens * (heads + kv_heads) * width, tokens * (heads + 2 * kv_heads) * width
+    goals = []
+    if device.type == "cuda":
+        goals = share_goals(0.85, 0.85) if normed else share_goals(0.90, 0.90)
+        if not normed and (tokens, heads + kv_heads, width) == (16384, 40, 128):
+            goals += h200_goals(89)
+    size = BF16.itemsize * tokens * width
+    rotated, packed = size * (heads + kv_heads), size * (heads + 2 * kv_heads)
     name = f"rotary{' with norms of heads' if normed else ''}, {tokens} tokens, {heads} + {kv_heads} heads of {width}"
-    forward = 2 * size * (rotated if normed else packed)  # without the norms, ours also copies v: see kernels.rope
-    backward = 2 * size * packed + size * rotated * normed
-    goal = (0.85, 0.85) if normed else (0.90, 0.90)
-    return Case(name, make, 1 + 2 * normed, baselines, forward, backward, goal=goal)
+    # Without the norms, v is copied too (see `kernels.rope`). Backward: the gradients of q, k and v become packed ones;
+    # with the norms, q and k are read again.
+    forward, backward = 2 * (rotated if normed else packed), 2 * packed + rotated * normed
+    return Case(name, make, 1 + 2 * normed, baselines, forward, backward, goals=goals)
 
 
-def loss(device, rows: int, hidden: int, vocabulary: int, dtype: torch.dtype) -> Case:
-    """The head's product and the cross-entropy."""
+def loss(device: torch.device, rows: int, hidden: int, vocabulary: int, weighted: bool) -> Case:
+    """The head's product and the cross-entropy: the loss of each token, or, `weighted`, the scalar that is trained on.
+
+    The scalar is the sum of the losses times `token_weights`, which lets the forward pass make the gradients.
+    """
 
     def make():
-        weight = random(device, vocabulary, hidden, dtype=dtype, mean=0.0, std=hidden**-0.5)
-        return random(device, rows, hidden, dtype=dtype), weight, torch.randint(vocabulary, (rows,), device=device)
+        weight = random(device, vocabulary, hidden, mean=0.0, std=hidden**-0.5)
+        targets = torch.randint(vocabulary, (rows,), device=device)
+        token_weights = [torch.full((), 1 / rows, device=device)] if weighted else []  # the mean
+        return random(device, rows, hidden), weight, targets, *token_weights
 
-    baselines = {
-        "ours": kernels.implementation(device).linear_cross_entropy,
-        "F.cross_entropy, all logits": reference.linear_cross_entropy,
-        "torch.compile": torch.compile(reference.linear_cross_entropy),
-    }
-    if has_liger(device):
+    def ours(x, weight, targets, token_weights=None):
+        options = {"token_weights": token_weights} if weighted else {}
+        return kernels.linear_cross_entropy(x, weight, targets, **options)
+
+    def all_logits(x, weight, targets, token_weights=None):
+        losses = reference.linear_cross_entropy(x, weight, targets)
+        return (losses * token_weights).sum() if weighted else losses
+
+    def torch_own(x, weight, targets, token_weights=None):
+        return F.linear_cross_entropy(x, weight, targets, reduction="mean" if weighted else "none")
+
+    baselines = {OURS: ours, "F.cross_entropy, all logits": all_logits, "torch.compile": torch.compile(all_logits)}
+    if hasattr(F, "linear_cross_entropy"):  # from torch 2.13 on
+        baselines["F.linear_cross_entropy"] = torch_own
+    if has_liger(device) and weighted:
         from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
 
-        def with_liger(x, weight, targets):
-            return LigerFusedLinearCrossEntropyFunction.apply(x, weight, targets)[0]  # the mean: gradients in forward
+        def with_liger(x, weight, targets, token_weights):
+            return LigerFusedLinearCrossEntropyFunction.apply(x, weight, targets)[0]  # the mean
 
-        baselines["Liger, mean"] = with_liger
-    name = f"head and loss, {rows} x {hidden}, vocabulary {vocabulary}"
-    return Case(name, make, 2, baselines, 0, 0, flops=6.0 * rows * hidden * vocabulary, goal=(0.0, 1 / 1.2))
+        baselines["Liger"] = with_liger
+    goals = []
+    if device.type == "cuda":
+        # Beyond dx and the float32 gradient of the weight.
+        workspace = 1.1e9 + rows * hidden * BF16.itemsize + vocabulary * hidden * 4
+        goals = [Goal("peak_bytes", "bytes", workspace)]
+        # Without weights the gradients have to wait for the backward pass, and a fourth product makes the logits again.
+        if weighted:
+            goals.append(Goal("both", "share", 1 / 1.2))
+        if weighted and (hidden, vocabulary) == (4096, 131072):
+            goals.append(Goal("both", "seconds", 40e-3, device="H200"))
+    name = f"head and loss{', weighted sum' if weighted else ''}, {rows} x {hidden}, vocabulary {vocabulary}"
+    return Case(name, make, 2, baselines, flops=6.0 * rows * hidden * vocabulary, goals=goals)

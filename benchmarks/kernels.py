@@ -1,9 +1,10 @@
-"""Every kernel beside its baselines and the machine's limit: `python -m benchmarks.kernels`.
+"""Every kernel beside its baselines, the machine's limit and its goals: `python -m benchmarks.kernels`.
 
 For each shape: forward, backward and both, each the median of many interleaved calls on random data, on a GPU over
-buffers that exceed its cache; separately, host time and peak memory. The limit, torch's copy or its matrix product, is
-measured in the same run. Prints tables in Markdown and everything as JSON in its last line; `--out` also writes that
-line to a file and draws a picture beside it.
+buffers that exceed its cache; separately, host time, peak memory and memory kept for the backward pass. The limit,
+torch's copy or its matrix product, is measured in the same run. Prints tables in Markdown, whether each goal is
+reached, and everything as JSON in its last line; `--out` also writes that line to a file after every case, and draws a
+picture beside it. Exit status 1: ours did not run or computed something else, or became slower than in `--against`.
 """
 
 import argparse
@@ -11,79 +12,42 @@ import gc
 import math
 import platform
 import re
+import signal
 import statistics
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from tqdm import tqdm
 
 import kernels
-from benchmarks.cases import Case, cases
-from benchmarks.output import check_out, pattern, positive, write
-from benchmarks.timing import BEYOND_CACHE, copy_rate, host_seconds, peak_bytes, product_rate, times
+from benchmarks.cases import RMS_TWIN, Case, cases
+from benchmarks.goals import OURS, judge_all, summary
+from benchmarks.output import (
+    PARTS,
+    check_out,
+    committed_results,
+    pattern,
+    positive,
+    read_results,
+    regressions,
+    replace,
+    same_device,
+    write,
+)
+from benchmarks.timing import BEYOND_CACHE, copy_rate, host_seconds, kept_bytes, peak_bytes, product_rate, times
 from errors import UserError, exit_on_user_error
 from model.device import choose_device, device_name, keep_freed_memory, processor
 
-PARTS = ("forward", "backward", "both")
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # Okabe and Ito 2008
+ROUNDS = 5  # the baselines of a case take turns this often
+MAX_DIFFERENCE = 2e-2  # relative, between two bfloat16 results
 
 
-def measure(case: Case, device: torch.device, repeats: int) -> dict[str, dict]:
-    """Seconds of each part, host seconds of both and peak bytes, by baseline; their calls are interleaved."""
-    first = case.make()
-    size = sum(tensor.numel() * tensor.element_size() for tensor in first)
-    count = max(2, math.ceil(BEYOND_CACHE / size)) if device.type == "cuda" else 2
-    sets = [first, *(case.make() for _ in range(min(count, 64) - 1))]
-    for tensors in sets:
-        for tensor in tensors[: case.num_learned]:
-            tensor.requires_grad_()
-    exact = None
-    found = {}
-    runs = {}
-    for name, baseline in case.baselines.items():
-        try:
-            outputs = [as_tuple(baseline(*tensors)) for tensors in sets]
-        except Exception as error:  # the others are measured even if one cannot run this shape
-            if name == "ours":
-                raise
-            found[name] = {"not_run": (str(error) or type(error).__name__).splitlines()[0][:200]}
-            continue
-        upstream = [[torch.randn_like(out) for out in one] for one in outputs]
-        if exact is None:
-            exact = outputs[0][0].detach()
-        elif exact.shape == outputs[0][0].shape:  # a mean instead of losses cannot be compared here
-            error = (outputs[0][0].detach().double() - exact.double()).norm() / exact.double().norm()
-            if not error < 2e-2:
-                raise SystemExit(f"{case.name}: {name} and ours differ by {error:.1e}")
-
-        def forward(i, baseline=baseline):
-            return baseline(*sets[i])
-
-        def backward(i, outputs=outputs, upstream=upstream):
-            return torch.autograd.grad(outputs[i], sets[i][: case.num_learned], upstream[i], retain_graph=True)
-
-        def both(i, baseline=baseline, upstream=upstream):
-            return torch.autograd.grad(as_tuple(baseline(*sets[i])), sets[i][: case.num_learned], upstream[i])
-
-        runs[name] = {
-            part: [lambda i=i, run=run: run(i) for i in range(len(sets))]
-            for part, run in zip(PARTS, (forward, backward, both), strict=True)
-        }
-        found[name] = {part: [] for part in PARTS}
-        for part in PARTS:
-            for _ in range(2):
-                runs[name][part][0]()
-    rounds = 5
-    for _ in range(rounds):
-        for name, calls in runs.items():
-            for part in PARTS:
-                found[name][part] += times(calls[part], device, max(repeats // rounds, 2))
-    for name, calls in runs.items():
-        for part in PARTS:
-            found[name][part] = statistics.median(found[name][part])
-        found[name]["host"] = host_seconds(calls["both"][0], device)
-        found[name]["peak_bytes"] = peak_bytes(calls["both"][0], device)
-    return found
+def parts_of(case: Case) -> tuple[str, ...]:
+    """What is timed."""
+    return PARTS if case.num_learned else ("forward",)
 
 
 def as_tuple(out) -> tuple[torch.Tensor, ...]:
@@ -91,10 +55,88 @@ def as_tuple(out) -> tuple[torch.Tensor, ...]:
     return out if isinstance(out, tuple) else (out,)
 
 
+def make_inputs(case: Case, device: torch.device) -> list[tuple[torch.Tensor, ...]]:
+    """Inputs that take turns: on a GPU as many as exceed its cache together."""
+    first = case.make()
+    size = sum(tensor.numel() * tensor.element_size() for tensor in first)
+    count = math.ceil(BEYOND_CACHE / size) if device.type == "cuda" else 2
+    return [first, *(case.make() for _ in range(min(count, 64) - 1))]
+
+
+def make_calls(case: Case, name: str, sets: list) -> tuple[dict[str, list[Callable]], torch.Tensor]:
+    """The calls of each part of a baseline, one for each set of inputs, and the first output on the first set."""
+    baseline = case.baselines[name]
+    prepare = case.prepare.get(name, lambda *tensors: tensors)
+    inputs, learned = [], []
+    for tensors in sets:
+        prepared = [tensor.detach() for tensor in prepare(*tensors)]
+        # Packed inputs may have become several: then all of them learn.
+        count = case.num_learned if len(prepared) == len(tensors) else len(prepared)
+        learned.append([tensor.requires_grad_() for tensor in prepared[:count]])
+        inputs.append(prepared)
+    if not case.num_learned:
+        calls = [lambda tensors=tensors: baseline(*tensors) for tensors in inputs]
+        return {"forward": calls}, as_tuple(calls[0]())[0]
+    outputs = [as_tuple(baseline(*tensors)) for tensors in inputs]
+    upstream = [[torch.randn_like(out) for out in one] for one in outputs]
+
+    def forward(i):
+        return baseline(*inputs[i])
+
+    def backward(i):
+        return torch.autograd.grad(outputs[i], learned[i], upstream[i], retain_graph=True)
+
+    def both(i):
+        return torch.autograd.grad(as_tuple(baseline(*inputs[i])), learned[i], upstream[i])
+
+    runs = dict(zip(PARTS, (forward, backward, both), strict=True))
+    calls = {part: [lambda i=i, run=run: run(i) for i in range(len(sets))] for part, run in runs.items()}
+    return calls, outputs[0][0].detach()
+
+
+def measure(case: Case, device: torch.device, repeats: int) -> dict[str, dict]:
+    """Seconds of each part, host seconds, peak and kept bytes, by baseline; their calls are interleaved.
+
+    A baseline that cannot run this shape, or whose result differs from ours, has the reason instead, as `not_run`.
+    """
+    sets = make_inputs(case, device)
+    found, calls, exact = {}, {}, None
+    for name in case.baselines:
+        try:
+            made, output = make_calls(case, name, sets)
+            if exact is not None and name != RMS_TWIN and exact.shape == output.shape:
+                difference = ((output.double() - exact.double()).norm() / exact.double().norm()).item()
+                if not difference < MAX_DIFFERENCE:
+                    raise RuntimeError(f"its result and that of {next(iter(calls))} differ by {difference:.1e}")
+            for part in made:
+                for _ in range(2):
+                    made[part][0]()
+        except Exception as error:  # the others are measured all the same
+            found[name] = {"not_run": (str(error) or type(error).__name__).splitlines()[0][:200]}
+            continue
+        exact = output if exact is None else exact
+        calls[name], found[name] = made, {part: [] for part in made}
+    turns = repeats // (5 * ROUNDS if case.flops else ROUNDS)  # products take milliseconds and vary less
+    for _ in range(ROUNDS):
+        for name, made in calls.items():
+            for part in made:
+                found[name][part] += times(made[part], device, max(turns, 2))
+    keeps = any(goal.measure == "kept_bytes" for goal in case.goals)
+    for name, made in calls.items():
+        whole = made[parts_of(case)[-1]][0]
+        found[name] = {part: statistics.median(found[name][part]) for part in made} | {
+            "host": host_seconds(whole, device),
+            "peak_bytes": peak_bytes(whole, device),
+            "kept_bytes": kept_bytes(made["forward"][0], device) if keeps else None,
+        }
+    return found
+
+
 def shares(case: Case, found: dict, copy: float, product: float) -> dict[str, float]:
     """Fraction of the limit that each part reaches."""
     if case.flops:
-        return {"both": case.flops / found["both"] / product}
+        part = parts_of(case)[-1]
+        return {part: case.flops / found[part] / product}
     moved = {"forward": case.forward_bytes, "backward": case.backward_bytes}
     moved["both"] = sum(moved.values())
     return {part: moved[part] / found[part] / copy for part in PARTS}
@@ -103,40 +145,39 @@ def shares(case: Case, found: dict, copy: float, product: float) -> dict[str, fl
 def table(case: Case, found: dict[str, dict], copy: float, product: float) -> str:
     """Markdown: a row per baseline."""
     limit = f"{product / 1e12:.3g} TFLOP/s of a product" if case.flops else f"{copy / 1e9:.4g} GB/s of a copy"
-    lines = [f"### {case.name}\n", f"Limit: {limit}, measured in this run."]
-    if case.goal is not None:
-        goals = [f"{goal:.0%} {part}" for goal, part in zip(case.goal, PARTS, strict=False) if goal]
-        lines.append(f"Goal on an H200: {', '.join(goals)}.")
-    lines += [
+    lines = [
+        f"### {case.name}\n",
+        f"Limit: {limit}, measured in this run.",
         "",
-        "| | forward µs | backward µs | both µs | of the limit | host µs | peak MB |",
-        "|---|---|---|---|---|---|---|",
+        "| | forward µs | backward µs | both µs | of the limit | host µs | peak MB | kept MB |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for name, one in found.items():
         if "not_run" in one:
-            lines.append(f"| {name} | not run: {one['not_run']} | | | | | |")
+            lines.append(f"| {name} | not run: {one['not_run']} | | | | | | |")
             continue
         reached = ", ".join(f"{share:.0%}" for share in shares(case, one, copy, product).values())
-        microseconds = " | ".join(f"{one[part] * 1e6:,.1f}" for part in PARTS)
-        host = "" if math.isnan(one["host"]) else f"{one['host'] * 1e6:,.0f}"
-        peak = "" if one["peak_bytes"] is None else f"{one['peak_bytes'] / 1e6:,.1f}"
-        lines.append(f"| {name} | {microseconds} | {reached} | {host} | {peak} |")
+        microseconds = " | ".join(f"{one[part] * 1e6:,.1f}" if part in one else "" for part in PARTS)
+        host = "" if one["host"] is None else f"{one['host'] * 1e6:,.0f}"
+        peak, kept = ("" if one[key] is None else f"{one[key] / 1e6:,.1f}" for key in ("peak_bytes", "kept_bytes"))
+        lines.append(f"| {name} | {microseconds} | {reached} | {host} | {peak} | {kept} |")
     return "\n".join(lines) + "\n"
 
 
 def draw(results: list[dict], path: Path, title: str) -> None:
-    """The time of each baseline over ours, forward and backward together."""
+    """The time of each baseline over ours: forward and backward together, or forward where that is all."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 1.2 + 0.45 * len(results)), dpi=120, layout="constrained")
     axes = figure.add_subplot()
     baselines = list(dict.fromkeys(name for result in results for name in result["baselines"]))
     for i, baseline in enumerate(baselines):
-        points = [
-            (result["baselines"][baseline]["both"] / result["baselines"]["ours"]["both"], row)
-            for row, result in enumerate(results)
-            if "both" in result["baselines"].get(baseline, {})
-        ]
+        points = []
+        for row, result in enumerate(results):
+            one, ours = (result["baselines"].get(name, {}) for name in (baseline, OURS))
+            part = "both" if "both" in ours else "forward"
+            if part in one and part in ours:
+                points.append((one[part] / ours[part], row))
         if points:
             style = {"color": COLOURS[i % 6], "marker": "os^Dvx"[i % 6], "s": 36, "zorder": 3}
             axes.scatter(*zip(*points, strict=True), label=baseline, **style)
@@ -146,55 +187,95 @@ def draw(results: list[dict], path: Path, title: str) -> None:
     axes.set_yticks(range(len(results)), [result["name"] for result in results])
     axes.invert_yaxis()
     axes.grid(axis="both", alpha=0.3)
-    axes.set_xlabel("forward and backward, time relative to ours")
+    axes.set_xlabel("forward and backward (inference: forward), time relative to ours")
     axes.set_title(title, fontsize=10)
     figure.legend(fontsize=8, loc="outside lower center", ncols=3)
     figure.savefig(path)
 
 
-def main() -> None:
+def measure_all(chosen: list[Case], device: torch.device, repeats: int, results: dict, out: Path | None, committed):
+    """Measure the cases into `results`, write them after every one, and return whether one regressed or failed."""
+    machine, failed = results["machine"], False
+    copy, product = machine["copy_bytes_per_second"], machine["product_flops_per_second"]
+    for i, case in enumerate(chosen):
+        found = measure(case, device, repeats)
+        for one in found.values():
+            if "not_run" not in one:
+                one["share_of_limit"] = shares(case, one, copy, product)
+        judged, slower = judge_all(case.goals, found, machine["device"]), regressions(case.name, found, committed)
+        print(f"[{i + 1} of {len(chosen)}]\n\n{table(case, found, copy, product)}")
+        print(*(f"{verdict} {text}" for verdict, text in judged), *slower, "", sep="\n", flush=True)
+        failed = failed or bool(slower) or any("not_run" in found[OURS] or " differ by " in text for _, text in judged)
+        result = {"name": case.name, "verdict": summary(judged), "judged": judged, "slower": slower}
+        result |= {"goals": [asdict(goal) for goal in case.goals], "baselines": found}
+        result |= {"copy_bytes_per_second": copy, "product_flops_per_second": product}
+        results["cases"] = [other for other in results["cases"] if other["name"] != case.name] + [result]
+        if out is not None:
+            replace(out, results)
+        torch.compiler.reset()
+        gc.collect()
+    return failed
+
+
+def main() -> int:
+    """Measure what the command line asks for; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.kernels", description=__doc__.split("\n\n")[0])
     parser.add_argument(
         "--only", type=pattern, default="", metavar="PATTERN", help="cases whose name matches, such as 'rms norm'"
     )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
     parser.add_argument("--repeats", type=positive, default=50, help="calls of each part (default: %(default)s)")
-    parser.add_argument("--out", type=Path, metavar="FILE.json", help="write the results there, a picture beside it")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE.json",
+        help="write the results there after every case, a picture beside it; other cases that the file has stay",
+    )
+    parser.add_argument(
+        "--against",
+        type=Path,
+        metavar="FILE.json",
+        help="results that ours may not be over 5%% slower than (default: those of this device in benchmarks/results)",
+    )
     arguments = parser.parse_args()
     check_out(arguments.out)
     device = choose_device(arguments.device)
-    keep_freed_memory()
-    torch.manual_seed(0)
-    copy, product = copy_rate(device), product_rate(device, torch.bfloat16)
+    chosen = [case for case in cases(device) if re.search(arguments.only, case.name)]
+    if not chosen:
+        raise UserError(f"no case matches --only {arguments.only!r}; without it all are measured.")
     machine = {
         "device": device_name(device),
         "processor": processor(),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "kernels": kernels.describe(device),
-        "copy_bytes_per_second": copy,
-        "product_flops_per_second": product,
     }
-    results = []
-    chosen = [case for case in cases(device) if re.search(arguments.only, case.name)]
-    if not chosen:
-        raise UserError(f"no case matches --only {arguments.only!r}; without it all are measured.")
-    for case in tqdm(chosen, unit="case"):
-        found = measure(case, device, arguments.repeats)
-        with tqdm.external_write_mode():
-            print(table(case, found, copy, product), flush=True)
-        for one in found.values():
-            if "not_run" not in one:
-                one["share_of_limit"] = shares(case, one, copy, product)
-                one["host"] = None if math.isnan(one["host"]) else one["host"]
-        results.append({"name": case.name, "goal": case.goal, "baselines": found})
-        torch.compiler.reset()
-        gc.collect()
-    write({"machine": machine, "cases": results}, arguments.out)
-    if arguments.out is not None:
-        draw(results, arguments.out.with_suffix(".png"), f"{machine['device']}, {machine['processor']}")
+    committed = committed_results(machine, arguments.against)
+    results = {"machine": machine, "cases": []}
+    if arguments.out is not None and arguments.out.exists():
+        results["cases"] = (old := read_results(arguments.out, "--out"))["cases"]
+        if not same_device(old["machine"], machine):
+            raise UserError(f"--out {arguments.out} has results of {old['machine'].get('device')}; give another file.")
+    keep_freed_memory()
+    torch.manual_seed(0)
+    machine["copy_bytes_per_second"] = copy_rate(device)
+    machine["product_flops_per_second"] = product_rate(device, torch.bfloat16)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # `timeout` sends it: what was measured is drawn
+    try:
+        failed = measure_all(chosen, device, arguments.repeats, results, arguments.out, committed)
+    finally:
+        print("\n| case | goals |\n|---|---|")
+        print(*(f"| {case['name']} | {case['verdict']} |" for case in results["cases"]), "", sep="\n")
+        if arguments.out is not None and results["cases"]:
+            try:
+                title = f"{machine['device']}, {machine['processor']}"
+                draw(results["cases"], arguments.out.with_suffix(".png"), title)
+            except ImportError as error:
+                print(f"No picture: {error}.")
+    write(results, arguments.out)
+    return int(failed)
 
 
 if __name__ == "__main__":
     with exit_on_user_error():
-        main()
+        sys.exit(main())

@@ -1,8 +1,8 @@
 """What the compiler makes of every Triton kernel for four GPUs, without needing any of them.
 
-`python -m benchmarks.resources` prints registers, spilled bytes and the width of memory accesses as a table, and as
-JSON in its last line. The launches are those of the functions that the model calls: a driver without a GPU replaces
-the real one, so that kernels are compiled and not run.
+`python -m benchmarks.resources` prints registers, spilled bytes, the width of memory accesses and how much memory
+traffic a multiprocessor can have under way as a table, and more as JSON in its last line. The launches are those of the
+functions that the model calls: a driver without a GPU replaces the real one, so that kernels are compiled and not run.
 """
 
 import argparse
@@ -33,6 +33,9 @@ TARGETS = {
     "sm_100": (GPUTarget("cuda", 100, 32), launch.DeviceLimits(148, 32, has_tma=True)),
     "gfx942": (GPUTarget("hip", "gfx942", 64), launch.DeviceLimits(304, 16, has_tma=False)),
 }
+# Warps and bytes of shared memory of a multiprocessor, by the CUDA programming guide, or of a compute unit of CDNA 3.
+CAPACITY = {"sm_80": (64, 164 * 1024), "sm_90": (64, 228 * 1024), "sm_100": (64, 228 * 1024), "gfx942": (32, 64 * 1024)}
+INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z]\w*(?:\.\w+)*)([^;]*);")  # of NVIDIA's SASS
 FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
 
 
@@ -54,6 +57,17 @@ class Resources:
     stores: dict[int, int]
     float64: int
     """Arithmetic instructions on 64-bit floating point numbers."""
+    tf32: int
+    """Matrix instructions that round float32 to 10 bits; counted on NVIDIA only."""
+    barriers: int
+    """Places where the warps of a program wait for each other."""
+    async_copies: int
+    """Instructions that copy from global to shared memory while the program goes on, by the TMA or without it."""
+    programs: int
+    """Programs that fit a multiprocessor at the same time."""
+    bytes_in_flight: int | None
+    """Bytes that one program may have asked the memory for and not yet received, if all its threads keep up; None where
+    the code does not say: on AMD, and for tiles by the TMA."""
 
 
 class Driver:
@@ -205,33 +219,99 @@ def inspect(name: str, kernel_name: str, target: str, kernel: triton.compiler.Co
         }
         found = re.findall(r"(?:global|buffer)_(load|store)_(dwordx\d|dword|ushort|short|ubyte|byte)", code)
         accesses = [(kind, widths[width]) for kind, width in found]
-        spilled = field("vgpr_spill_count") + field("sgpr_spill_count")
-        float64 = len(re.findall(r"\bv_(?:add|mul|fma|div|rcp|rsq|sqrt)\w*_f64", code))
         return Resources(
-            **common, registers=field("vgpr_count"), spilled=spilled, float64=float64, **by_width(accesses)
+            **common,
+            registers=field("vgpr_count"),
+            spilled=field("vgpr_spill_count") + field("sgpr_spill_count"),
+            float64=len(re.findall(r"\bv_(?:add|mul|fma|div|rcp|rsq|sqrt)\w*_f64", code)),
+            tf32=0,
+            barriers=len(re.findall(r"\bs_barrier\b", code)),
+            async_copies=len(re.findall(r"\b(?:global|buffer)_load_.*\blds\b", code)),
+            programs=resident_programs(target, field("vgpr_count"), common["warps"], common["shared"]),
+            bytes_in_flight=None,
+            **by_width(accesses),
         )
+    code = disassemble(kernel)
+    accesses = []
+    for kind, modifiers in re.findall(r"\b(LDG|STG|LDGSTS)\.([\w.]+)", code):
+        accesses.append(("store" if kind == "STG" else "load", access_width(modifiers)))
+    accesses += [("load", 0)] * len(re.findall(r"\bUTMALDG", code)) + [("store", 0)] * len(
+        re.findall(r"\bUTMASTG", code)
+    )
+    registers = int(re.search(r"REG:(\d+)", code).group(1))
+    by_tma = "UTMALDG" in code
+    return Resources(
+        **common,
+        registers=registers,
+        spilled=int(re.search(r"STACK:(\d+)", code).group(1)) + int(re.search(r"LOCAL:(\d+)", code).group(1)),
+        float64=len(re.findall(r"\b(?:DADD|DMUL|DFMA|DSETP|MUFU\.\w+64\w)\b", code)),
+        tf32=len(re.findall(r"\b\w*MMA\.\S*TF32", code)),
+        barriers=len(re.findall(r"\bBAR\.", code)),
+        async_copies=len(re.findall(r"\b(?:LDGSTS|UTMALDG)\b", code)),
+        programs=resident_programs(target, registers, common["warps"], common["shared"]),
+        bytes_in_flight=None if by_tma else 32 * common["warps"] * thread_bytes_in_flight(code),
+        **by_width(accesses),
+    )
+
+
+def disassemble(kernel: triton.compiler.CompiledKernel) -> str:
+    """Resource usage and SASS of a kernel that was compiled for NVIDIA."""
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
-        code = subprocess.run(
-            [tool, "--dump-resource-usage", "-sass", file.name], capture_output=True, text=True, check=True
-        ).stdout
-    accesses = []
-    for kind, modifiers in re.findall(r"\b(LDG|STG|LDGSTS)\.([\w.]+)", code):
-        width = next((int(bits) // 8 for bits in re.findall(r"\b(128|64)\b", modifiers)), 4)
-        width = next((int(bits) // 8 for bits in re.findall(r"\b[US](16|8)\b", modifiers)), width)
-        accesses.append(("store" if kind == "STG" else "load", width))
-    accesses += [("load", 0)] * len(re.findall(r"\bUTMALDG", code)) + [("store", 0)] * len(
-        re.findall(r"\bUTMASTG", code)
-    )
-    return Resources(
-        **common,
-        registers=int(re.search(r"REG:(\d+)", code).group(1)),
-        spilled=int(re.search(r"STACK:(\d+)", code).group(1)) + int(re.search(r"LOCAL:(\d+)", code).group(1)),
-        float64=len(re.findall(r"\b(?:DADD|DMUL|DFMA|DSETP|MUFU\.\w+64\w)\b", code)),
-        **by_width(accesses),
-    )
+        command = [tool, "--dump-resource-usage", "-sass", file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def access_width(modifiers: str) -> int:
+    """Bytes of a SASS memory access by its modifiers, such as E.128 or E.U16; 4 if they name none."""
+    width = next((int(bits) // 8 for bits in re.findall(r"\b(128|64)\b", modifiers)), 4)
+    return next((int(bits) // 8 for bits in re.findall(r"\b[US](16|8)\b", modifiers)), width)
+
+
+def resident_programs(target: str, registers: int, warps: int, shared: int) -> int:
+    """Programs that fit a multiprocessor at once by registers, warps and shared memory.
+
+    NVIDIA gives registers to a warp in units of 256, from the 16,384 of one of four partitions, and a program takes
+    1,024 bytes of shared memory more than it asks for. AMD gives a lane registers in units of 8, from 512.
+    """
+    max_warps, max_shared = CAPACITY[target]
+    if target.startswith("gfx"):
+        fitting = 4 * (512 // max(8, -(-registers // 8) * 8))
+    else:
+        fitting = 4 * (16384 // (-(-registers * 32 // 256) * 256))
+        shared += 1024
+    return min(min(fitting, max_warps) // warps, 32, max_shared // max(shared, 1))
+
+
+def thread_bytes_in_flight(code: str) -> int:
+    """The most bytes of global loads that a thread waits for at any place of SASS, read from top to bottom.
+
+    A load is under way until an instruction names one of the registers that it fills. Asynchronous copies are under way
+    in groups, which LDGDEPBAR closes, until DEPBAR waits for all but the last few. What a loop carries over from one
+    round to the next counts as often as the code before the loop starts it, so that this is a lower bound for loops
+    that Triton did not pipeline.
+    """
+    loads: list[tuple[set[int], int]] = []
+    groups = [0]  # bytes of copies; the last group is still open
+    most = 0
+    for opcode, operands in INSTRUCTION.findall(code):
+        name, _, modifiers = opcode.partition(".")
+        registers = [int(number) for number in re.findall(r"\bR(\d+)\b", operands)]
+        loads = [(filled, size) for filled, size in loads if filled.isdisjoint(registers)]
+        width = access_width(modifiers)
+        if name == "LDG" and registers:
+            loads.append((set(range(registers[0], registers[0] + max(width // 4, 1))), width))
+        elif name == "LDGSTS":
+            groups[-1] += width
+        elif name == "LDGDEPBAR":
+            groups.append(0)
+        elif name == "DEPBAR" and "SB0" in operands:
+            left = int(operands.split(",")[1], 16)
+            groups = groups[max(len(groups) - 1 - left, 0) :]
+        most = max(most, sum(groups) + sum(size for _, size in loads))
+    return most
 
 
 def by_width(accesses: list[tuple[str, int]]) -> dict[str, dict[int, int]]:
@@ -266,12 +346,13 @@ def measure(name: str, only: str, float64_scalars: bool) -> list[Resources]:
 
 
 def table(found: list[Resources]) -> str:
-    """Markdown: a row per launch, and for each target registers, spilled bytes and the widths of loads."""
+    """Markdown: a row per launch, and a column per target."""
     targets = list(dict.fromkeys(one.target for one in found))
     rows = {}
     for one in found:
         widths = "/".join("tile" if width == 0 else str(width) for width in sorted(one.loads, reverse=True))
-        cell = f"{one.registers}, {one.spilled}, {widths}"
+        flight = "" if one.bytes_in_flight is None else f" x {one.bytes_in_flight / 1024:.3g} KB"
+        cell = f"{one.registers}, {one.spilled}, {widths}, {one.programs}{flight}"
         rows.setdefault((one.launch, one.kernel), {})[one.target] = cell
     lines = ["| launch | kernel | " + " | ".join(targets) + " |", "|---" * (2 + len(targets)) + "|"]
     lines += [f"| {a} | {b} | " + " | ".join(row.get(t, "") for t in targets) + " |" for (a, b), row in rows.items()]
@@ -292,7 +373,10 @@ def main() -> None:
         options = arguments.only, arguments.float64_scalars
         results = [pool.submit(measure, target, *options) for target in arguments.targets]
         found = [one for result in results for one in result.result()]
-    print("Each cell: registers of a thread, bytes spilled, widths of global loads in bytes.\n")
+    print(
+        "Each cell: registers of a thread, bytes spilled, widths of global loads in bytes, programs that fit a"
+        " multiprocessor, and the bytes that each of them has under way at most (not known for tiles by the TMA).\n"
+    )
     print(table(found))
     print(json.dumps([asdict(one) for one in found]))
 

@@ -12,8 +12,10 @@ from dataclasses import dataclass
 import torch
 
 BEYOND_CACHE = 256e6  # bytes, more than a GPU's cache holds
-
-
+PAUSES = 10_000_000, 200_000_000  # cycles of a GPU, about 6 and 110 ms, in which calls are queued
+COPY_BYTES = {"cuda": 2**30, "cpu": 2**27}
+PRODUCT_SIZE = {"cuda": 8192, "cpu": 1024}
+HOST_REPEATS = 50
 CALLS_PER_BLOCK = 4  # their median is the time of the block
 
 
@@ -79,22 +81,27 @@ def times(calls: list[Callable[[], object]], device: torch.device, repeats: int)
             found.append(time.perf_counter() - start)
         return found
     events = [torch.cuda.Event(enable_timing=True) for _ in range(2 * repeats)]
-    torch.cuda.synchronize(device)
-    torch.cuda._sleep(int(100e6))  # about 60 ms, in which the calls are queued
-    for i in range(repeats):
-        events[2 * i].record()
-        calls[i % len(calls)]()
-        events[2 * i + 1].record()
+    for cycles in PAUSES:
+        torch.cuda.synchronize(device)
+        torch.cuda._sleep(cycles)
+        for i in range(repeats):
+            events[2 * i].record()
+            calls[i % len(calls)]()
+            events[2 * i + 1].record()
+        # The device began before all was queued: it may have waited for the host. More than about a thousand kernels
+        # cannot be queued at all; but the calls that launch so many take milliseconds each, and it never waits there.
+        if not events[0].query():
+            break
     torch.cuda.synchronize(device)
     return [events[2 * i].elapsed_time(events[2 * i + 1]) / 1e3 for i in range(repeats)]
 
 
-def host_seconds(call: Callable[[], object], device: torch.device, repeats: int = 50) -> float:
-    """Median seconds until a call returns, before the device has done it."""
+def host_seconds(call: Callable[[], object], device: torch.device) -> float | None:
+    """Median seconds until a call returns, before the device has done it; None on a CPU, which does it itself."""
     if device.type != "cuda":
-        return float("nan")
+        return None
     found = []
-    for _ in range(repeats):
+    for _ in range(HOST_REPEATS):
         torch.cuda.synchronize(device)
         start = time.perf_counter()
         call()
@@ -114,9 +121,22 @@ def peak_bytes(call: Callable[[], object], device: torch.device) -> int | None:
     return torch.cuda.max_memory_allocated(device) - before
 
 
+def kept_bytes(call: Callable[[], torch.Tensor], device: torch.device) -> int | None:
+    """Bytes that a forward pass keeps on a GPU for its backward pass: all that stays allocated.
+
+    Its output, which must be a new tensor and no view, does not count.
+    """
+    if device.type != "cuda":
+        return None
+    torch.cuda.synchronize(device)
+    before = torch.cuda.memory_allocated(device)
+    out = call()
+    return torch.cuda.memory_allocated(device) - before - out.numel() * out.element_size()
+
+
 def copy_rate(device: torch.device) -> float:
     """Bytes per second, read plus written, of torch's copy of much memory: the limit for what moves data."""
-    size = 2**30 if device.type == "cuda" else 2**27
+    size = COPY_BYTES.get(device.type, COPY_BYTES["cpu"])
     source = torch.randn(size // 4, device=device)
     target = torch.empty_like(source)
     target.copy_(source)
@@ -125,7 +145,7 @@ def copy_rate(device: torch.device) -> float:
 
 def product_rate(device: torch.device, dtype: torch.dtype) -> float:
     """FLOP per second of torch's product of square matrices: the limit for what multiplies."""
-    size = 8192 if device.type == "cuda" else 1024
+    size = PRODUCT_SIZE.get(device.type, PRODUCT_SIZE["cpu"])
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     a @ b
     return 2 * size**3 / statistics.median(times([lambda: a @ b], device, 20))
