@@ -48,11 +48,11 @@ def register_op(schema: str, fake: Callable) -> Callable[[Callable], Callable]:
 
 
 def is_traced(x: Tensor) -> bool:
-    """Whether something must see the operator itself: a compiler, a dispatch mode, or a subclass of Tensor.
+    """Whether the operator itself is needed: by a compiler, a dispatch mode, a subclass of Tensor, or a meta tensor.
 
     Otherwise the function is called without torch's dispatcher, which takes longer than some of the kernels.
     """
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or x.is_meta:
         return True
     return type(x) is not Tensor and type(x) is not torch.nn.Parameter
 

@@ -383,9 +383,8 @@ def test_on_the_shapes_of_a_gpu_all_baselines_return_what_ours_returns_and_the_b
                 inputs, ours = sets[0], case.baselines["ours"]
                 outputs = benchmark.as_tuple(ours(*inputs))
                 elements = sum(one.numel() for one in (*inputs, *outputs))
-                for output in outputs:  # v is not moved if it is a view
-                    viewed = output.untyped_storage()._cdata == inputs[0].untyped_storage()._cdata
-                    elements -= 2 * output.numel() * viewed
+                if case.name.startswith("rotary"):  # v could be a view
+                    elements -= 2 * outputs[2].numel()
                 assert 2 * elements == pytest.approx(case.forward_bytes, rel=0.02), case.name
 
 
