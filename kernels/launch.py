@@ -7,12 +7,13 @@ closed formula of the shape: nothing is autotuned, and the number of tokens neve
 """
 
 from collections.abc import Callable
-from functools import cache, wraps
+from functools import cache, partial, wraps
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from triton import next_power_of_2
+from triton import knobs, next_power_of_2
+from triton.runtime import driver
 
 LIBRARY = torch.library.Library("prenorm", "DEF")
 
@@ -45,6 +46,48 @@ def register_op(schema: str, fake: Callable) -> Callable[[Callable], Callable]:
         return call
 
     return register
+
+
+class Kernel:
+    """A decorator of Triton kernels, launched as `kernel[grid](*arguments, **constants)` in half of the host's time.
+
+    In each launch Triton inspects all arguments for the properties that it compiles for. Here those are a key: the
+    dtypes of tensors, whether 16 divides their addresses, whether an integer fits in 32 bits, and the constants.
+    A key's first launch is left to Triton, and the others go straight to what it compiled.
+    All integers must be in `do_not_specialize`, since the key does not contain their values. On AMD GPUs Triton also
+    inspects the sizes of tensors; there, as in the interpreter, it does all launches.
+    """
+
+    direct = torch.version.hip is None and not knobs.runtime.interpret
+
+    def __init__(self, function: Callable):
+        self.function = function  # a JITFunction, or the interpreter's
+        self.compiled: dict = {}
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return partial(self.launch, grid)
+
+    def launch(self, grid: tuple[int, ...], *arguments: Tensor | float | None, **constants: int) -> None:
+        """Launch on the current device; a constant is a constexpr of the kernel or an option of the compiler."""
+        device = driver.active.get_current_device() if self.direct else None
+        key = (
+            device,
+            *[
+                (argument.dtype, argument.data_ptr() % 16 == 0)
+                if isinstance(argument, Tensor)
+                else (type(argument), isinstance(argument, int) and -(2**31) <= argument < 2**31)
+                for argument in arguments
+            ],
+            *constants.values(),
+        )
+        compiled = self.compiled.get(key)
+        if compiled is not None:
+            constexprs = [value for name, value in constants.items() if name in self.function.arg_names]
+            compiled[(*grid, 1, 1)[:3]](*arguments, *constexprs)
+            return
+        compiled = self.function[grid](*arguments, **constants)
+        if self.direct and compiled is not None:
+            self.compiled[key] = compiled
 
 
 def is_traced(x: Tensor) -> bool:
