@@ -326,6 +326,7 @@ def pretend(name: str) -> Recorder:
     """From now on, launches in this process compile for a target."""
     target, limits = TARGETS[name]
     launch.device_limits = lambda device: limits
+    launch.Kernel.direct = False  # every launch goes through Triton, which is recorded
     driver.set_active(Driver(target, list(TARGETS).index(name)))
     return Recorder()
 

@@ -26,6 +26,7 @@ from kernels.launch import register_op, tile_width
 WORKSPACE = 2**30  # bytes of logits at once
 
 
+@launch.Kernel
 @triton.jit(do_not_specialize=["rows", "width", "stride", "ignore_index"])
 def cross_entropy_kernel(
     logits_ptr,  # (rows, 8 stride), of which the columns from `width` are -inf; overwritten with GRADIENT

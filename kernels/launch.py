@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from triton import knobs, next_power_of_2
+from triton import knobs
 from triton.runtime import driver
 
 LIBRARY = torch.library.Library("prenorm", "DEF")
@@ -69,9 +69,11 @@ class Kernel:
 
     def launch(self, grid: tuple[int, ...], *arguments: Tensor | float | None, **constants: int) -> None:
         """Launch on the current device; a constant is a constexpr of the kernel or an option of the compiler."""
-        device = driver.active.get_current_device() if self.direct else None
+        if not self.direct:
+            self.function[grid](*arguments, **constants)
+            return
         key = (
-            device,
+            driver.active.get_current_device(),
             *[
                 (argument.dtype, argument.data_ptr() % 16 == 0)
                 if isinstance(argument, Tensor)
@@ -81,13 +83,11 @@ class Kernel:
             *constants.values(),
         )
         compiled = self.compiled.get(key)
-        if compiled is not None:
-            constexprs = [value for name, value in constants.items() if name in self.function.arg_names]
+        if compiled is None:
+            self.compiled[key] = self.function[grid](*arguments, **constants)
+        else:
+            constexprs = [constants[name] for name in self.function.arg_names[len(arguments) :]]
             compiled[(*grid, 1, 1)[:3]](*arguments, *constexprs)
-            return
-        compiled = self.function[grid](*arguments, **constants)
-        if self.direct and compiled is not None:
-            self.compiled[key] = compiled
 
 
 def is_traced(x: Tensor) -> bool:
@@ -140,4 +140,4 @@ def device_limits(device: torch.device) -> DeviceLimits:
 
 def tile_width(width: int) -> int:
     """Columns of a tile that holds a complete row: the next power of two, at least 16."""
-    return max(16, next_power_of_2(width))
+    return max(16, 1 << (width - 1).bit_length())

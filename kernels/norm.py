@@ -25,6 +25,7 @@ REGISTERS = 65536  # 32-bit registers of a multiprocessor, which its programs sh
 PREFETCH_BYTES = 98304  # shared memory for the next tiles, which every GPU has that runs these kernels
 
 
+@launch.Kernel
 @triton.jit(do_not_specialize=["rows", "x_stride", "residual_stride", "width"])
 def norm_forward_kernel(
     x_ptr, residual_ptr,  # (rows, width); residual may be None
@@ -76,6 +77,7 @@ def combine_moments(mean, squares, s, start, width, LAYER_NORM: tl.constexpr, BL
     return mean, squares + tl.sum(s * s)
 
 
+@launch.Kernel
 @triton.jit(do_not_specialize=["rows", "x_stride", "residual_stride", "width"])
 def norm_forward_wide_kernel(
     x_ptr, residual_ptr, weight_ptr, bias_ptr, y_ptr, s_ptr, statistics_ptr,  # as in norm_forward_kernel
@@ -124,6 +126,7 @@ def norm_forward_wide_kernel(
         tl.store(y_ptr + column, y.to(y_ptr.dtype.element_ty), mask=inside)
 
 
+@launch.Kernel
 @triton.jit(do_not_specialize=["rows", "dy_stride", "s_stride", "width"])
 def norm_row_means_kernel(
     dy_ptr, s_ptr, weight_ptr, statistics_ptr,  # as in norm_backward_kernel
@@ -155,6 +158,7 @@ def norm_row_means_kernel(
         tl.store(means_ptr + rows + row, tl.sum(sum_h) / width)
 
 
+@launch.Kernel
 @triton.jit(do_not_specialize=["rows", "dy_stride", "ds_stride", "s_stride", "width"])
 def norm_backward_kernel(
     dy_ptr, ds_ptr,  # gradients (rows, width) of y and of s; ds may be None
@@ -221,6 +225,7 @@ def norm_backward_kernel(
         tl.store(parts_ptr + DWEIGHT * width, tl.sum(dbias, 0), mask=column < width)
 
 
+@launch.Kernel
 @triton.jit(do_not_specialize=["rows", "width"])
 def column_sum_kernel(
     x_ptr, out_ptr, rows, width, ALIGNMENT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr

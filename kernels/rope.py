@@ -63,6 +63,7 @@ def locate_tokens(block, length, TOKENS: tl.constexpr):
     return (block // blocks).to(tl.int64), first + tl.arange(0, TOKENS)[:, None, None]
 
 
+@launch.Kernel
 @triton.jit(do_not_specialize=["length", "batch_stride", "token_stride", "angle_stride"])
 def rotary_forward_kernel(
     qkv_ptr,  # (B, length, (H + 2K) d) with the strides below, 1 in the last dimension
@@ -104,6 +105,7 @@ def rotary_forward_kernel(
     store_pairs(out_ptr, target, HALF, inside, a * cos - b * sin, b * cos + a * sin)
 
 
+@launch.Kernel
 @triton.jit(
     do_not_specialize=["blocks", "length", "batch_stride", "token_stride", "angle_stride"]
     + [f"{name}_{axis}_stride" for name in ("dq", "dk", "dv") for axis in ("batch", "token", "head")]

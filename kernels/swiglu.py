@@ -40,6 +40,7 @@ def locate_tile(width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     return row, tl.program_id(0) % tiles * BLOCK + tl.arange(0, BLOCK)[None, :]
 
 
+@launch.Kernel
 @triton.jit(do_not_specialize=["rows", "stride", "width"])
 def swiglu_forward_kernel(
     gate_up_ptr,  # (rows, 2F), rows `stride` apart
@@ -57,6 +58,7 @@ def swiglu_forward_kernel(
     tl.store(hidden_ptr + row * width + column, hidden.to(hidden_ptr.dtype.element_ty), mask=inside)
 
 
+@launch.Kernel
 @triton.jit(do_not_specialize=["rows", "dhidden_stride", "stride", "width"])
 def swiglu_backward_kernel(
     dhidden_ptr,  # gradient (rows, F) of hidden

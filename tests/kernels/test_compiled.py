@@ -189,3 +189,74 @@ print(json.dumps(layouts))
     for name, found in json.loads(compile_in_another_process("-c", script)).items():
         assert sorted(kind for kind, _ in found) == ["load", "load", "load", "store"], (name, found)
         assert len({layout for _, layout in found}) == 1, (name, found)
+
+
+def test_a_direct_launch_runs_what_triton_would_run_with_the_same_arguments():
+    script = """
+import torch
+from triton.compiler import CompiledKernel
+from triton.runtime import driver
+from benchmarks.resources import TARGETS, Driver
+from kernels import launch, norm
+
+target, limits = TARGETS["sm_90"]
+launch.device_limits = lambda device: limits
+driver.set_active(Driver(target, 0))
+launched = []
+
+def without_a_device(kernel):
+    def run(x, y, z, stream, function, metadata, launch_metadata, enter, leave, *arguments):
+        # Outputs are new tensors: of tensors only the dtypes and the alignment are compared.
+        described = [(a.dtype, a.data_ptr() % 16) if isinstance(a, torch.Tensor) else a for a in arguments]
+        launched[-1].append((kernel.hash, (x, y, z), described))
+    kernel.function, kernel._run = 0, run
+
+CompiledKernel._init_handles = without_a_device
+
+def tensor(*shape, dtype, offset=0):
+    return torch.empty(torch.Size(shape).numel() + offset, dtype=dtype)[offset:].view(shape)
+
+def launches(direct, call):
+    launch.Kernel.direct = direct
+    launched.append([])
+    call()
+    return launched[-1]
+
+bf16, fp32 = torch.bfloat16, torch.float32
+kernels, count = set(), 0
+# Sizes and pointers divisible by 16 or not, both types, one launch backward or two; then everything again, compiled.
+shapes = [(40, 1024, bf16, 0), (3, 1024, bf16, 8), (40, 1024, bf16, 1), (40, 1024, fp32, 0), (5, 1001, bf16, 0)]
+for rows, width, dtype, offset in [*shapes, (2, 40000, bf16, 0), *shapes]:
+    for layer_norm in (False, True):
+        x, dy = tensor(rows, width, dtype=dtype, offset=offset), tensor(rows, width, dtype=dtype)
+        weight, statistics = tensor(width, dtype=fp32), tensor(2, rows, dtype=fp32)
+        residual, bias = dy if layer_norm else None, weight if layer_norm else None
+
+        def forward():
+            norm.norm_forward(x, residual, weight, bias, layer_norm, 1e-5)
+
+        def backward():
+            norm.norm_backward(dy, residual, x, weight, statistics, layer_norm, True, layer_norm)
+
+        def beyond_32_bits():
+            numbers = rows, 2**40, 0, width, 1e-5
+            norm.norm_forward_kernel[(1,)](
+                x, None, None, None, dy, dy, statistics, *numbers, LAYER_NORM=layer_norm, ALIGNMENT=1, ROWS=1, BLOCK=1024
+            )
+
+        def within_32_bits():
+            numbers = rows, 40, 0, width, 1e-5
+            norm.norm_forward_kernel[(1,)](
+                x, None, None, None, dy, dy, statistics, *numbers, LAYER_NORM=layer_norm, ALIGNMENT=1, ROWS=1, BLOCK=1024
+            )
+
+        for call in (forward, backward, within_32_bits, beyond_32_bits):
+            inspected = launches(False, call)
+            assert launches(True, call) == inspected  # may be the first
+            assert launches(True, call) == inspected
+            kernels |= {hash for hash, _, _ in inspected}
+            count += len(inspected)
+print(len(kernels), count)
+"""
+    kernels, count = map(int, compile_in_another_process("-c", script).split())
+    assert kernels > 20 and count > 100
