@@ -17,7 +17,7 @@ VARIANTS = {
     "rms": {},
     "layer, untied": {"norm": "layer", "tie_word_embeddings": False},
     "layer without bias": {"norm": "layer", "norm_bias": False},
-    "biases and qk norm": {"attention_bias": True, "qk_norm": True},
+    "biases and qk norm": {"norm_bias": True, "attention_bias": True, "qk_norm": True},
     "one kv head, wide heads": {"num_key_value_heads": 1, "head_dim": 20, "qk_norm": True},
 }
 

@@ -48,6 +48,13 @@ def test_from_rms_to_layer_norm_weights_are_kept_and_biases_are_new(make_config,
             assert torch.equal(parameter, source.state_dict()[name])
 
 
+def test_from_layer_to_rms_with_bias_everything_is_kept(make_decoder, saved):
+    decoder, source = make_decoder(seed=1, norm_bias=True), make_decoder(norm="layer")
+    report = load_weights(decoder, saved(norm="layer"))
+    assert (report.new, report.dropped) == ([], [])
+    assert all(torch.equal(parameter, source.state_dict()[name]) for name, parameter in decoder.named_parameters())
+
+
 @pytest.mark.parametrize("target", [{"norm": "rms"}, {"norm": "layer", "norm_bias": False}])
 def test_from_layer_biases_are_dropped_where_the_target_has_none(make_config, make_decoder, saved, target):
     decoder, source = Decoder(make_config(**target)), make_decoder(norm="layer")

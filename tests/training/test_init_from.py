@@ -19,6 +19,14 @@ def test_a_run_can_start_from_the_weights_of_a_model_with_another_norm(flags, ru
     assert lines[1]["loss"] < 5.0  # starts from what the other run learned, not from log(400) = 6.0
 
 
+def test_a_converted_norm_keeps_the_biases_of_the_run_unless_they_are_dropped(flags, tmp_path):
+    train(parse([*flags, "--steps", "1", "--norm", "layer"], "test").settings, tmp_path / "layer")
+    start = [*flags, "--init-from", str(tmp_path / "layer")]
+    expected = {("rms",): True, ("rms", "--no-norm-bias"): None, ("layer",): None, ("l2",): True, ("none",): None}
+    for (norm, *more), bias in expected.items():
+        assert parse([*start, "--norm", norm, *more], "test").settings.model.norm_bias is bias, (norm, more)
+
+
 @pytest.mark.parametrize("how", ["flag", "file"])
 def test_falling_back_to_another_save_prints_one_note_and_the_settings_name_that_save(flags, run, tmp_path, capfd, how):
     (run / "best" / "model.safetensors").unlink()
