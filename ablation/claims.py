@@ -102,7 +102,8 @@ def mean_over_std(study: Study) -> list[Effect]:
 
 
 def norm_parameter_ratio(study: Study) -> list[Effect]:
-    by_norm = {arm.norm: num_norm_parameters(model_config(study.plan, arm)) for arm in study.plan.arms}
+    arms = [arm for arm in study.plan.arms if arm.norm_bias is None]
+    by_norm = {arm.norm: num_norm_parameters(model_config(study.plan, arm)) for arm in arms}
     if not {"rms", "layer"} <= by_norm.keys():
         return []
     return [exact_effect("rms over layer", by_norm["rms"] / by_norm["layer"], "ratio")]
@@ -142,6 +143,31 @@ def changed(arms: list[Arm], field: str, value: object, other: object) -> list[t
         for b in arms
         if getattr(a, field) == value and getattr(b, field) == other and vars(a) | {field: other} == vars(b)
     ]
+
+
+def mean_alone(study: Study) -> list[Effect]:
+    """RMSNorm minus LayerNorm where both have a bias or neither has: what removing the mean changes by itself."""
+    by_choice = {(*_choices(study, arm), arm.norm): arm for arm in study.plan.arms}
+    pairs = [(arm, by_choice.get((*key, "layer"))) for (*key, norm), arm in by_choice.items() if norm == "rms"]
+    return _differences(study, "rms minus layer at equal bias", pairs)
+
+
+def bias_alone(study: Study) -> list[Effect]:
+    """RMSNorm or LayerNorm with a bias minus the same norm without."""
+    by_choice = {_choices(study, arm, "norm"): arm for arm in study.plan.arms if arm.norm in ("rms", "layer")}
+    pairs = [(arm, by_choice.get((*key, False))) for (*key, bias), arm in by_choice.items() if bias]
+    return _differences(study, "with bias minus without", pairs)
+
+
+def _choices(study: Study, arm: Arm, *more: str) -> tuple:
+    """What an arm is, but for its norm: the fields `more` and all others, and at the end whether it has a bias."""
+    names = [*more, *(name for name in vars(arm) if name not in ("norm", "norm_bias"))]
+    return (*(getattr(arm, name) for name in names), model_config(study.plan, arm).has_norm_bias)
+
+
+def _differences(study: Study, name: str, pairs: list[tuple[Arm, Arm | None]]) -> list[Effect]:
+    complete = [(a, b) for a, b in pairs if b is not None]
+    return averaged_over_seeds(study, name, lambda losses: mean_difference(losses, complete))
 
 
 def cost_of_half_precision(study: Study) -> list[Effect]:
@@ -338,5 +364,22 @@ CLAIMS = [
         TUTORIALS,
         conversion_cost,
         low=0.01,
+    ),
+    Claim(
+        "C15a",
+        "Removing the mean does not matter (here: RMSNorm and LayerNorm, both with or both without bias, within "
+        "0.01 nats)",
+        "Gupta et al. 2024, arXiv 2409.12951",
+        mean_alone,
+        low=-0.01,
+        high=0.01,
+    ),
+    Claim(
+        "C15b",
+        "The bias of a norm does not matter (here: RMSNorm and LayerNorm, each with and without, within 0.01 nats)",
+        "Xu et al. 2019, arXiv 1911.07013",
+        bias_alone,
+        low=-0.01,
+        high=0.01,
     ),
 ]

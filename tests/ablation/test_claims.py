@@ -57,6 +57,12 @@ def mlps(train_plan, config) -> Study:
     return train_plan(plan).study
 
 
+@pytest.fixture(scope="module")
+def factorial(train_plan, config) -> Study:
+    plan = Plan(norms=("rms", "layer"), norm_biases=(False, True), seeds=3, config=str(config), **SHORT)
+    return train_plan(plan).study
+
+
 @pytest.fixture
 def timed(study, monkeypatch) -> Study:
     """The study with real timings of a training step, eager ones alone."""
@@ -137,6 +143,35 @@ def test_claims_about_two_norms_are_about_their_paired_difference(study, with_lo
     assert (verdict("C2", close), verdict("C3", close)) == ("holds", "holds")
     far = with_losses(study, {"layer": layer, "rms": layer + 0.3 + steady, "center": layer + 0.02 + steady})
     assert (verdict("C2", far), verdict("C3", far)) == ("does not hold", "does not hold")
+
+
+@pytest.mark.usefixtures("few_pairs_suffice")
+def test_mean_and_bias_are_told_apart_by_the_four_arms(factorial):
+    losses = {(factorial.label(arm), seed): loss for (arm, seed), loss in final_losses(factorial).items()}
+    rms, biased, plain, layer = (
+        np.array([losses[label, seed] for seed in (1, 2, 3)])
+        for label in ("rms", "rms with bias", "layer without bias", "layer")
+    )
+    expected = {
+        "C2": rms - layer,
+        "C15a": (rms - plain + biased - layer) / 2,
+        "C15b": (biased - rms + layer - plain) / 2,
+    }
+    for id, differences in expected.items():
+        (effect,) = effects_of(id, factorial)
+        assert effect.n == 3 and effect.estimate == pytest.approx(differences.mean())
+
+    def costs(mean: float, bias: float) -> dict[str, str]:
+        def cost(result) -> float:
+            has_bias = factorial.label(result.arm) in ("rms with bias", "layer")
+            removed = mean * (result.arm.norm == "layer") + bias * has_bias
+            return 3.0 - result.validation_loss + removed * (1 + result.seed / 100)
+
+        return {id: verdict(id, add(factorial, cost)) for id in expected}
+
+    assert costs(0.1, 0.0) == {"C2": "does not hold", "C15a": "does not hold", "C15b": "holds"}
+    assert costs(0.0, 0.1) == {"C2": "does not hold", "C15a": "holds", "C15b": "does not hold"}
+    assert set(costs(0.0, 0.0).values()) == {"holds"}
 
 
 def test_the_mean_of_the_stream_is_taken_at_the_norms_of_the_second_half_of_the_depth(study):

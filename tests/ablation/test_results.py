@@ -9,6 +9,7 @@ import pytest
 from ablation.results import CURVES, append_lines, as_table, read_results, read_timings
 from benchmarks.timing import Timing
 from errors import UserError
+from model.config import NORMS
 
 
 @pytest.fixture
@@ -95,6 +96,16 @@ def test_a_table_has_a_row_for_each_run_and_nan_for_what_a_diverged_run_lacks(re
     assert as_table([]).empty and "validation_loss" in as_table([]).columns
 
 
+def test_a_record_without_the_fields_that_came_later_reads_with_their_defaults(results, tmp_path):
+    path = tmp_path / "runs.jsonl"
+    append_lines(path, results[0])
+    fields = json.loads(path.read_text())
+    assert not {fields["arm"].pop(name) for name in ("norm_bias", "qk_norm")} - {None}
+    path.write_text(json.dumps(fields) + "\n")
+    (read,) = read_results(path)
+    assert read == results[0] and read.key == results[0].key
+
+
 def test_runs_that_differ_in_one_choice_have_different_keys(results):
     run = results[0]
     others = [
@@ -103,6 +114,8 @@ def test_runs_that_differ_in_one_choice_have_different_keys(results):
         dataclasses.replace(run, phase="sweep"),
         dataclasses.replace(run, variant="rms at once"),
         dataclasses.replace(run, arm=dataclasses.replace(run.arm, norm="l2")),
+        dataclasses.replace(run, arm=dataclasses.replace(run.arm, norm_bias=not NORMS[run.arm.norm][1:])),
+        dataclasses.replace(run, arm=dataclasses.replace(run.arm, qk_norm=True)),
     ]
-    assert len({result.key for result in [run, *others]}) == 6
+    assert len({result.key for result in [run, *others]}) == 8
     assert dataclasses.replace(run, validation_loss=1.0).key == run.key
