@@ -83,8 +83,8 @@ class Plan:
     margin: float = 0.01
     """Equivalence margin in nats per token: smaller differences of validation loss are treated as equivalent."""
     convert: bool = False
-    """Also convert finished LayerNorm runs to RMSNorm, and evaluate them without training, after training only the
-    norms, and after training all parameters."""
+    """Also convert finished LayerNorm runs to RMSNorm, with and without their bias, and evaluate them without training,
+    after training only the norms, and after training all parameters."""
     timing: bool = True
     """Also time every arm in interleaved blocks, apart from training."""
 

@@ -69,6 +69,8 @@ def settings_hash(settings: Settings) -> str:
     """
     settings = dataclasses.replace(settings, run=dataclasses.replace(settings.run, out=None))
     fields = dataclasses.asdict(settings)
+    if fields["run"]["center_weights"]:
+        del fields["run"]["center_weights"]
     fields["model"]["norm_bias"] = {None: True, True: "added", False: False}[settings.model.norm_bias]
     return hashlib.blake2b(json.dumps(fields).encode(), digest_size=16).hexdigest()
 

@@ -45,6 +45,9 @@ class RunSettings:
     """Seed of the initial weights, the order of the batches and the text samples."""
     init_from: str | None = None
     """Start from the weights of this run folder or checkpoint directory, with a new optimizer; --norm may differ."""
+    center_weights: bool = True
+    """With --init-from a LayerNorm run and --norm rms: center the weights that write to the residual stream over its
+    channels. Together with the bias (--norm-bias, the default then) the model computes the same as before."""
     train_only: Literal["all", "norms"] = "all"
     """Which parameters learn: all, or only the weights and biases of the norms."""
     evaluate_every: int = 500
