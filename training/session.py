@@ -88,10 +88,8 @@ def set_up(settings: Settings, run_dir: Path, *, resume: bool, say: Callable[[st
     last = checkpoint.find_last(run_dir) if resume else None
     corpus = prepare_corpus(settings, processes, last)
     say(f"text: {corpus.description}")
-    model = Decoder(settings.model, seed=settings.run.seed, compute_dtype=dtype).to(device)
+    model = initial_model(settings, dtype, say, load=not resume).to(device)
     model.activation_checkpointing = settings.machine.activation_checkpointing
-    if settings.run.init_from is not None and not resume:
-        load_initial_weights(model, settings.run, say)
     freeze_parameters(model, settings.run.train_only)
     optimizer = build_optimizer(model, settings.optimizer, device)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
@@ -169,6 +167,14 @@ def initial_state(settings: Settings, corpus: TokenizedCorpus) -> State:
         tokenizer_hash=corpus.tokenizer.hash,
         settings_hash=checkpoint.settings_hash(settings),
     )
+
+
+def initial_model(settings: Settings, dtype: torch.dtype, say: Callable[[str], None], *, load: bool = True) -> Decoder:
+    """The model that training starts from, on the CPU; without `load`, not with the weights of --init-from."""
+    model = Decoder(settings.model, seed=settings.run.seed, compute_dtype=dtype)
+    if settings.run.init_from is not None and load:
+        load_initial_weights(model, settings.run, say)
+    return model
 
 
 def load_initial_weights(model: Decoder, run: RunSettings, say: Callable[[str], None]) -> None:
