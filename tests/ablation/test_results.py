@@ -3,10 +3,14 @@
 import dataclasses
 import json
 import math
+from pathlib import Path
 
 import pytest
 
+from ablation.plan import Run, run_settings
+from ablation.report import load_study
 from ablation.results import CURVES, append_lines, as_table, read_results, read_timings
+from ablation.run import settings_hash
 from benchmarks.timing import Timing
 from errors import UserError
 from model.config import NORMS
@@ -122,3 +126,20 @@ def test_runs_that_differ_in_one_choice_have_different_keys(results):
     ]
     assert len({result.key for result in [run, *others]}) == 8
     assert dataclasses.replace(run, validation_loss=1.0).key == run.key
+
+
+FOLDERS = sorted((Path(__file__).parents[2] / "benchmarks" / "results").glob("ablation-*"))
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+def test_records_of_earlier_versions_are_of_the_same_runs_and_have_the_same_effects(folder):
+    study = load_study(folder)
+    for arm in study.plan.arms:
+        result = study.final(arm).result.iloc[0]
+        run = Run(arm, "final", result.seed, result.learning_rate)
+        assert result.settings_hash == settings_hash(run_settings(study.plan, run))
+    assert study.table[study.table.phase == "conversion"].used.all()
+    written = json.loads((folder / "results.json").read_text(encoding="utf-8"))["arms"]
+    assert [(arm.label, arm.loss.estimate, arm.completed) for arm in study.arms] == [
+        (arm["label"], arm["loss"]["estimate"], arm["completed"]) for arm in written
+    ]
