@@ -68,7 +68,7 @@ FAMILIES = {
     "qwen2": Family("Qwen2ForCausalLM", "rms", qkv_bias=True, written=False),
     "mistral": Family("MistralForCausalLM", "rms", qkv_bias=False, written=False, defaults=(("sliding_window", 4096),)),
 }
-FORMAT = 2  # of config.json with model_type prenorm
+FORMAT = 2  # of config.json with model_type prenorm, and of settings.toml; see `from_json`
 SHAPE_FIELDS = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
 # The values of config.json that this decoder can represent; the first is what a missing key means.

@@ -196,19 +196,26 @@ def load_initial_weights(model: Decoder, run: RunSettings, say: Callable[[str], 
 
 def describe_conversion(before: ModelConfig, after: ModelConfig, center: bool) -> str:
     """What a conversion from LayerNorm to RMSNorm did to the biases and the weights, and what it could have done."""
-    tied = after.tie_word_embeddings
-    kept = after.has_norm_bias or not before.has_norm_bias
-    bias = "no bias, as before" if not before.has_norm_bias else "bias kept" if kept else "bias dropped"
+    biases, tied = (before.has_norm_bias, after.has_norm_bias), after.tie_word_embeddings
+    words = {
+        (True, True): "bias kept",
+        (True, False): "bias dropped",
+        (False, True): "bias added",
+        (False, False): "no bias, as before",
+    }
     weights = "weights not centered"
     if center:
         weights = "weights centered" + (" except the embedding, which is also the head" if tied else "")
-    exact = "the same function up to rounding" if center and kept and not tied else "another function"
+    same = ("norm_eps", "rope_theta", "rope_scaling")  # what else may differ and changes the function
+    exact = center and not tied and biases != (True, False)
+    exact = exact and all(getattr(before, field) == getattr(after, field) for field in same)
     options = []
-    if before.has_norm_bias:
-        options.append("--no-norm-bias drops the bias" if kept else "--norm-bias keeps the bias")
+    if biases[0]:
+        options.append("--no-norm-bias drops the bias" if biases[1] else "--norm-bias keeps the bias")
     if before.norm_placement == "pre":
         options.append("--no-center-weights does not center" if center else "--center-weights centers the weights")
-    return f"{bias}, {weights}: {exact}" + (f" ({', '.join(options)})" if options else "")
+    function = "the same function up to rounding" if exact else "not the same function"
+    return f"{words[biases]}, {weights}: {function}" + (f" ({', '.join(options)})" if options else "")
 
 
 def restore(session: Session, directory: Path, say: Callable[[str], None]) -> None:

@@ -47,7 +47,8 @@ class RunSettings:
     """Start from the weights of this run folder or checkpoint directory, with a new optimizer; --norm may differ."""
     center_weights: bool = True
     """With --init-from a LayerNorm run and --norm rms: center the weights that write to the residual stream over its
-    channels. Together with the bias (--norm-bias, the default then) the model computes the same as before."""
+    channels. With the bias (--norm-bias, the default then) and an untied head, the model computes the same as before.
+    """
     train_only: Literal["all", "norms"] = "all"
     """Which parameters learn: all, or only the weights and biases of the norms."""
     evaluate_every: int = 500
@@ -291,7 +292,8 @@ def load_settings(path: Path) -> Settings:
 
 def was_saved(tables: dict) -> bool:
     """Whether a run saved these settings: then they have the keys that nobody writes by hand all at once."""
-    return {"initializer_range", "norm_eps", "norm_groups", "rope_theta"} <= dict(tables.get("model") or {}).keys()
+    model = tables.get("model")
+    return isinstance(model, dict) and {"initializer_range", "norm_eps", "norm_groups", "rope_theta"} <= model.keys()
 
 
 def as_flags(key: str, value: object) -> list[str]:
