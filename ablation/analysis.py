@@ -160,8 +160,10 @@ class Study:
         def used(run: RunResult) -> bool:
             if run.phase == "sweep":
                 return run.arm in plan.arms and run.learning_rate in plan.learning_rates
-            arm = run.arm if run.phase == "final" else dataclasses.replace(run.arm, norm="layer")  # what was converted
-            return arm in plan.arms and run.seed <= plan.seeds and run.learning_rate == rates.get(arm)
+            arm = run.arm
+            if run.phase == "conversion":  # what was converted
+                arm = dataclasses.replace(arm, norm="layer", norm_bias=None)
+            return arm in plan.arms and run.seed in plan.final_seeds and run.learning_rate == rates.get(arm)
 
         return as_table(self.results).assign(used=np.array([used(run) for run in self.results], bool))
 

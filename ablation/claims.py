@@ -15,8 +15,10 @@ import pandas as pd
 
 from ablation import norm_alone
 from ablation.analysis import Study
+from ablation.conversion import VARIANTS
 from ablation.effects import Effect, exact_effect, mean_effect
-from ablation.plan import Arm, model_config
+from ablation.plan import Arm, default_learning_rate, model_config
+from ablation.results import Probes
 from model.config import GATED, PLAIN, num_norm_parameters
 
 Verdict = Literal["holds", "does not hold", "not resolved", "not measured"]
@@ -90,19 +92,44 @@ def loss_difference(arm: str, base: str) -> Callable[[Study], list[Effect]]:
     return measure
 
 
-def mean_over_std(study: Study) -> list[Effect]:
-    """Mean of the stream over its standard deviation at the norms of the second half of the depth, per norm."""
+def probed(study: Study, norms: Sequence[str]) -> dict[Arm, list[Probes]]:
+    """What was measured inside the final runs of the arms that have one of these norms."""
+    arms = [arm for arm in study.plan.arms if arm.norm in norms]
+    found = {arm: [run.probes for run in study.final(arm).result if run.probes is not None] for arm in arms}
+    return {arm: probes for arm, probes in found.items() if len(probes) > 1}
+
+
+def mean_over_chance(norm: str) -> Callable[[Study], list[Effect]]:
+    """|mean| of the stream over its standard deviation at the norms of the second half of the depth, over its chance
+    level: that of rows of D independent normal numbers, sqrt(2 / (pi D)).
+    """
+
+    def measure(study: Study) -> list[Effect]:
+        effects = []
+        for arm, probes in probed(study, [norm]).items():
+            chance = math.sqrt(2 / (math.pi * model_config(study.plan, arm).hidden_size))
+            deep = [float(np.mean(p.mean_over_std[len(p.mean_over_std) // 2 :])) / chance for p in probes]
+            effects.append(mean_effect(study.label(arm), deep, "of the chance level"))
+        return effects
+
+    return measure
+
+
+def direction_in_training(study: Study) -> list[Effect]:
+    """Cosine of a row with itself minus its mean, for the rows that the norms got in training.
+
+    It is sqrt(1 - c^2), c the row's cosine with the vector of ones; here c is the mean over tokens and norms.
+    """
     effects = []
-    for arm in study.plan.arms:
-        probes = [run.result.probes for run in study.final(arm).itertuples() if run.result.probes is not None]
-        if arm.norm in ("rms", "layer") and len(probes) > 1:
-            deep = [float(np.mean(p.mean_over_std[len(p.mean_over_std) // 2 :])) for p in probes]
-            effects.append(mean_effect(study.label(arm), deep, "of the standard deviation"))
+    for arm, probes in probed(study, ["rms", "layer"]).items():
+        cosines = [math.sqrt(1 - float(np.mean(p.cosine_with_ones)) ** 2) for p in probes]
+        effects.append(mean_effect(study.label(arm), cosines, "cosine"))
     return effects
 
 
 def norm_parameter_ratio(study: Study) -> list[Effect]:
-    by_norm = {arm.norm: num_norm_parameters(model_config(study.plan, arm)) for arm in study.plan.arms}
+    arms = [arm for arm in study.plan.arms if arm.norm_bias is None]
+    by_norm = {arm.norm: num_norm_parameters(model_config(study.plan, arm)) for arm in arms}
     if not {"rms", "layer"} <= by_norm.keys():
         return []
     return [exact_effect("rms over layer", by_norm["rms"] / by_norm["layer"], "ratio")]
@@ -144,18 +171,43 @@ def changed(arms: list[Arm], field: str, value: object, other: object) -> list[t
     ]
 
 
-def cost_of_half_precision(study: Study) -> list[Effect]:
-    """What a half-precision dtype costs LayerNorm minus what it costs RMSNorm."""
-    effects = []
-    for half in ("float16", "bfloat16"):
+def mean_alone(study: Study) -> list[Effect]:
+    """RMSNorm minus LayerNorm where both have a bias or neither has: what removing the mean changes by itself."""
+    by_choice = {(*_choices(study, arm), arm.norm): arm for arm in study.plan.arms}
+    pairs = [(arm, by_choice.get((*key, "layer"))) for (*key, norm), arm in by_choice.items() if norm == "rms"]
+    return _differences(study, "rms minus layer at equal bias", pairs)
 
-        def difference(losses: pd.Series, half: str = half) -> float:
-            pairs = changed(study.plan.arms, "dtype", half, "float32")
-            cost = {n: mean_difference(losses, [p for p in pairs if p[0].norm == n]) for n in ("layer", "rms")}
-            return cost["layer"] - cost["rms"]
 
-        effects += averaged_over_seeds(study, f"{half}: layer minus rms", difference)
-    return effects
+def bias_alone(study: Study) -> list[Effect]:
+    """RMSNorm or LayerNorm with a bias minus the same norm without."""
+    by_choice = {_choices(study, arm, "norm"): arm for arm in study.plan.arms if arm.norm in ("rms", "layer")}
+    pairs = [(arm, by_choice.get((*key, False))) for (*key, bias), arm in by_choice.items() if bias]
+    return _differences(study, "with bias minus without", pairs)
+
+
+def _choices(study: Study, arm: Arm, *more: str) -> tuple:
+    """What an arm is, but for its norm: the fields `more` and all others, and at the end whether it has a bias."""
+    names = [*more, *(name for name in vars(arm) if name not in ("norm", "norm_bias"))]
+    return (*(getattr(arm, name) for name in names), model_config(study.plan, arm).has_norm_bias)
+
+
+def _differences(study: Study, name: str, pairs: list[tuple[Arm, Arm | None]]) -> list[Effect]:
+    complete = [(a, b) for a, b in pairs if b is not None]
+    return averaged_over_seeds(study, name, lambda losses: mean_difference(losses, complete))
+
+
+def cost_of_float16(study: Study) -> list[Effect]:
+    """What float16 costs LayerNorm minus what it costs RMSNorm.
+
+    bfloat16 is no measurement: it has the range of float32, in which the statistics are computed in every dtype.
+    """
+
+    def difference(losses: pd.Series) -> float:
+        pairs = changed(study.plan.arms, "dtype", "float16", "float32")
+        cost = {n: mean_difference(losses, [p for p in pairs if p[0].norm == n]) for n in ("layer", "rms")}
+        return cost["layer"] - cost["rms"]
+
+    return averaged_over_seeds(study, "float16: layer minus rms", difference)
 
 
 def eps_differences(study: Study) -> list[Effect]:
@@ -196,9 +248,15 @@ def post_minus_pre(measure: Callable[[pd.Series], float]) -> Callable[[Study], l
     return effects
 
 
+def tell_learning_rate(study: Study, effects: list[Effect]) -> list[Effect]:
+    """The effects with a unit that says so where all arms had one learning rate, which may suit some arms better."""
+    more = "" if study.plan.has_sweep else f" at one learning rate, {default_learning_rate(study.plan):g}"
+    return [dataclasses.replace(effect, unit=effect.unit + more) for effect in effects]
+
+
 def gated_against_swiglu(study: Study) -> list[Effect]:
     found = [study.compare(mlp, "swiglu") for mlp in GATED if mlp != "swiglu"]
-    return [comparison.loss for comparison in found if comparison is not None]
+    return tell_learning_rate(study, [comparison.loss for comparison in found if comparison is not None])
 
 
 def plain_against_gated(study: Study) -> list[Effect]:
@@ -214,15 +272,20 @@ def plain_against_gated(study: Study) -> list[Effect]:
             name = f"{study.label(best)} minus {study.label(arm)}"
             pair = [(best, arm)]
             effects += averaged_over_seeds(study, name, lambda losses, pair=pair: mean_difference(losses, pair))
-    return effects
+    return tell_learning_rate(study, effects)
 
 
-def conversion_cost(study: Study) -> list[Effect]:
-    """Loss after replacing LayerNorm by RMSNorm at once, minus before."""
-    runs = study.table[(study.table.variant == "rms at once") & study.table.used]
-    if runs.empty or runs.validation_loss.isna().any():
-        return []
-    return [mean_effect("rms at once", runs.validation_loss - runs.loss_before, "nats per token")]
+def conversion_cost(variant: str) -> Callable[[Study], list[Effect]]:
+    """Loss after a conversion of LayerNorm runs, minus before."""
+
+    def measure(study: Study) -> list[Effect]:
+        runs = study.table[(study.table.variant == variant) & study.table.used]
+        tied = VARIANTS[variant].center_weights and model_config(study.plan, study.plan.arms[0]).tie_word_embeddings
+        if runs.empty or runs.validation_loss.isna().any() or tied:  # a tied embedding is not centered
+            return []
+        return [mean_effect(variant, runs.validation_loss - runs.loss_before, "nats per token")]
+
+    return measure
 
 
 ROUNDING_TOLERANCE = 1e-4  # relative change that rounding in float32 may cause
@@ -250,19 +313,29 @@ CLAIMS = [
         low=0.1,
     ),
     Claim(
-        "C4",
-        "In deep layers the mean of the activations is near 0 (here: below a tenth of the standard deviation)",
+        "C4a",
+        "In deep layers the mean of the activations is near 0 under RMSNorm too (here: |mean| / std is that of random "
+        "rows, sqrt(2 / (pi D)), within a factor of 1.5)",
         "Gupta et al. 2024, arXiv 2409.12951",
-        mean_over_std,
-        high=0.1,
+        mean_over_chance("rms"),
+        low=1 / 1.5,
+        high=1.5,
+    ),
+    Claim(
+        "C4b",
+        "In deep layers the mean of the activations is nearer to 0 under LayerNorm than by chance (here: |mean| / std "
+        "is under half of that of random rows)",
+        "Gupta et al. 2024, arXiv 2409.12951",
+        mean_over_chance("layer"),
+        high=0.5,
     ),
     Claim("C5a", "RMSNorm needs half the norm parameters", RMSNORM, norm_parameter_ratio, low=0.499, high=0.501),
     Claim("C5b", "RMSNorm needs measurably less memory (here: 1% of a step)", RMSNORM, memory_ratio, high=0.99),
     Claim(
         "C6",
-        "RMSNorm is numerically more robust in float16 and bfloat16",
+        "RMSNorm is numerically more robust in float16 (here with statistics in float32, as in every dtype)",
         TUTORIALS,
-        cost_of_half_precision,
+        cost_of_float16,
         low=0.0,
     ),
     Claim(
@@ -302,6 +375,13 @@ CLAIMS = [
         high=0.999999,
     ),
     Claim(
+        "C9c",
+        "That LayerNorm changes the direction matters (here: cosine below 0.99 for the rows seen in training)",
+        TUTORIALS,
+        direction_in_training,
+        high=0.99,
+    ),
+    Claim(
         "C10a",
         "Pre-norm trains more stably than post-norm (here: its loss varies less over the learning rates)",
         "Xiong et al. 2020, arXiv 2002.04745",
@@ -333,10 +413,49 @@ CLAIMS = [
         low=0.0,
     ),
     Claim(
-        "C14",
-        "A trained LayerNorm model cannot simply be converted to RMSNorm (here: it costs more than 0.01 nats)",
+        "C14a",
+        "A trained LayerNorm model cannot simply lose its means (here: RMSNorm with its bias costs over 0.01 nats)",
         TUTORIALS,
-        conversion_cost,
+        conversion_cost("rms with bias at once"),
         low=0.01,
+    ),
+    Claim(
+        "C14b",
+        "A trained LayerNorm model cannot simply lose its biases (here: that alone costs over 0.01 nats)",
+        TUTORIALS,
+        conversion_cost("layer without bias at once"),
+        low=0.01,
+    ),
+    Claim(
+        "C14c",
+        "A trained LayerNorm model cannot simply be converted to RMSNorm (here: losing both costs over 0.01 nats)",
+        TUTORIALS,
+        conversion_cost("rms at once"),
+        low=0.01,
+    ),
+    Claim(
+        "C14d",
+        "A LayerNorm model with centered weights is an RMSNorm model (here: the loss is the same within 0.0005 nats)",
+        "Jiang et al. 2023, arXiv 2305.14858",
+        conversion_cost("rms with bias and centered weights at once"),
+        low=-0.0005,
+        high=0.0005,
+    ),
+    Claim(
+        "C15a",
+        "Removing the mean does not matter (here: RMSNorm and LayerNorm, both with or both without bias, within "
+        "0.01 nats)",
+        "Gupta et al. 2024, arXiv 2409.12951",
+        mean_alone,
+        low=-0.01,
+        high=0.01,
+    ),
+    Claim(
+        "C15b",
+        "The bias of a norm does not matter (here: RMSNorm and LayerNorm, each with and without, within 0.01 nats)",
+        "Xu et al. 2019, arXiv 1911.07013",
+        bias_alone,
+        low=-0.01,
+        high=0.01,
     ),
 ]

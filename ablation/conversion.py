@@ -1,11 +1,15 @@
 """A finished LayerNorm run converted to RMSNorm, then evaluated without training, after training only the norms, and
 after training all parameters.
 
-The control trains on with LayerNorm for as many steps, so that what longer training brings does not count as recovery.
+RMSNorm lacks LayerNorm's mean and its bias, so conversions at once also drop each alone; with centered weights nothing
+is lost. The control of the trained ones trains on with LayerNorm for as many steps, so that what longer training brings
+does not count as recovery.
 """
 
 import dataclasses
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from ablation.plan import Run
 from ablation.results import Machine, RunResult
@@ -15,11 +19,27 @@ from training.settings import Settings
 STEPS_DIVISOR = 8  # converted models train for an eighth of the run's steps
 LR_MULTIPLIER = 0.25  # of the run's peak, because its learning rate has already decayed
 SEED_OFFSET = 5000  # so that the batches differ from those of the run
-VARIANTS = {  # the norm afterwards, and which parameters are trained
-    "rms at once": ("rms", "none"),
-    "rms, norms trained": ("rms", "norms"),
-    "rms, all trained": ("rms", "all"),
-    "layer, all trained": ("layer", "all"),
+
+
+@dataclass(frozen=True)
+class Variant:
+    """How a run is converted."""
+
+    norm: Literal["rms", "layer"]
+    norm_bias: bool
+    center_weights: bool = False
+    train: Literal["none", "norms", "all"] = "none"
+    """Which parameters are trained afterwards."""
+
+
+VARIANTS = {
+    "rms with bias and centered weights at once": Variant("rms", norm_bias=True, center_weights=True),
+    "rms with bias at once": Variant("rms", norm_bias=True),
+    "rms at once": Variant("rms", norm_bias=False),
+    "layer without bias at once": Variant("layer", norm_bias=False),
+    "rms, norms trained": Variant("rms", norm_bias=False, train="norms"),
+    "rms, all trained": Variant("rms", norm_bias=False, train="all"),
+    "layer, all trained": Variant("layer", norm_bias=True, train="all"),
 }
 
 
@@ -36,7 +56,7 @@ def convert_norm(
 
     settings: those of the base. None when a signal stopped it.
     """
-    norm, trained = VARIANTS[variant]
+    how = VARIANTS[variant]
     steps = max(settings.optimizer.steps // STEPS_DIVISOR, 1)
     optimizer = dataclasses.replace(
         settings.optimizer,
@@ -46,18 +66,20 @@ def convert_norm(
     )
     converted = dataclasses.replace(
         settings,
-        model=dataclasses.replace(settings.model, norm=norm),
+        model=dataclasses.replace(settings.model, norm=how.norm, norm_bias=how.norm_bias),
         optimizer=optimizer,
         run=dataclasses.replace(
             settings.run,
             init_from=str(checkpoint),
-            train_only="norms" if trained == "norms" else "all",
+            center_weights=how.center_weights,
+            train_only="norms" if how.train == "norms" else "all",
             evaluate_every=steps,
             seed=settings.run.seed + SEED_OFFSET,
         ),
     )
-    run = Run(dataclasses.replace(base.arm, norm=norm), "final", base.seed, base.learning_rate)
-    result = train_run(run, converted, folder, machine, threads, evaluate_only=trained == "none")
+    arm = dataclasses.replace(base.arm, norm=how.norm, norm_bias=how.norm_bias)
+    run = Run(arm, "final", base.seed, base.learning_rate)
+    result = train_run(run, converted, folder, machine, threads, evaluate_only=how.train == "none")
     if result is None:
         return None
     return dataclasses.replace(result, phase="conversion", variant=variant, loss_before=base.validation_loss)

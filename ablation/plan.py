@@ -18,16 +18,16 @@ import tomli_w
 import tyro
 
 from errors import UserError
-from model.config import GATED, NORMS, PLACEMENTS, PLAIN, ModelConfig
+from model.config import GATED, NORMS, PLACEMENTS, PLAIN, ModelConfig, reduce_norm_bias
 from training.settings import CONFIGS, Settings, as_flags, config_path, load_settings, nearest, replace_text
 
 PLANS = CONFIGS / "ablations"
-FIRST_SWEEP_SEED = 1001  # seeds of the sweep begin here, those of the final runs at 1
+FIRST_SWEEP_SEED = 1001  # seeds of the sweep begin here
 
 
 @dataclass(frozen=True)
 class Arm:
-    """One combination of choices."""
+    """One combination of choices. Records of earlier versions lack the last two fields and read as their defaults."""
 
     norm: str
     placement: str
@@ -35,11 +35,18 @@ class Arm:
     dtype: str
     eps: float
     init_scale: float
+    norm_bias: bool | None = None
+    """As in `ModelConfig`: None is the norm's own default, also where that was asked for."""
+    qk_norm: bool | None = None
+    """None: as the config says."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "norm_bias", reduce_norm_bias(self.norm, self.norm_bias))  # equal arms must be equal
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The comparison. Every combination of norms, placements, MLPs, dtypes, eps and initial scales is one arm."""
+    """The comparison. Every combination of norms, placements, MLPs, dtypes and so on is one arm."""
 
     name: str = "norms"
     """Name of the comparison and of its folder."""
@@ -55,8 +62,14 @@ class Plan:
     """Values of the norm's eps."""
     init_scales: tuple[float, ...] = (1.0,)
     """Factors on the standard deviation of the initial weights."""
+    norm_biases: tuple[bool, ...] = ()
+    """Whether the norms have a bias; without it each norm's own default."""
+    qk_norms: tuple[bool, ...] = ()
+    """Whether queries and keys go through RMSNorm; without it as the config says."""
     seeds: int = 5
     """Final runs of each arm, paired by seed."""
+    first_seed: int = 1
+    """Seed of the first final runs; the others follow. Final seeds should not be those of a pilot or of tuning."""
     learning_rates: tuple[float, ...] = ()
     """Learning rates to choose from, separately for each arm; without them every arm uses the config's."""
     sweep_seeds: int = 2
@@ -70,8 +83,8 @@ class Plan:
     margin: float = 0.01
     """Equivalence margin in nats per token: smaller differences of validation loss are treated as equivalent."""
     convert: bool = False
-    """Also convert finished LayerNorm runs to RMSNorm, and evaluate them without training, after training only the
-    norms, and after training all parameters."""
+    """Also convert finished LayerNorm runs to RMSNorm, with and without their bias, and evaluate them without training,
+    after training only the norms, and after training all parameters."""
     timing: bool = True
     """Also time every arm in interleaved blocks, apart from training."""
 
@@ -80,13 +93,14 @@ class Plan:
             raise UserError(f"--name {self.name!r} must be 1 to 64 letters, digits, spaces, dots or dashes.")
         for name in DIMENSIONS.values():
             values = [f"{value:g}" if isinstance(value, float) else value for value in getattr(self, name)]
-            if not values or len(set(values)) < len(values):
+            if not (values or name in OPTIONAL) or len(set(values)) < len(values):
                 raise UserError(f"--{flag(name)} needs one or more different values, not {values}.")
-        for name, minimum in {"seeds": 2, "sweep_seeds": 1, "evaluations": 1}.items():
+        for name, minimum in {"seeds": 2, "first_seed": 0, "sweep_seeds": 1, "evaluations": 1}.items():
             if getattr(self, name) < minimum:
                 raise UserError(f"--{flag(name)} is {getattr(self, name)} and must be at least {minimum}.")
-        if self.seeds >= FIRST_SWEEP_SEED:
-            raise UserError(f"--seeds is {self.seeds} and must be below {FIRST_SWEEP_SEED}, the first seed of a sweep.")
+        common = set(self.final_seeds) & set(self.seeds_of_sweep)
+        if common:
+            raise UserError(f"seeds {sorted(common)} are those of a sweep, not of final runs; change --first-seed.")
         if self.steps is not None and self.steps < 1:
             raise UserError(f"--steps is {self.steps} and must be at least 1.")
         if not 0 < self.margin < math.inf:
@@ -97,12 +111,25 @@ class Plan:
         if self.convert and "layer" not in self.norms:
             raise UserError("--convert starts from LayerNorm: add layer to --norms.")
         if self.convert and any(len(getattr(self, name)) > 1 for name in DIMENSIONS.values() if name != "norms"):
-            raise UserError("--convert takes one placement, MLP, dtype, eps and initial scale; give one value of each.")
+            raise UserError("--convert takes one value of every choice but --norms; give one of each.")
+        if self.convert and self.norm_biases:
+            raise UserError("--convert starts from LayerNorm with its bias; leave out --norm-biases.")
 
     @property
     def arms(self) -> list[Arm]:
-        """Every combination of the choices."""
-        return [Arm(*values) for values in itertools.product(*(getattr(self, name) for name in DIMENSIONS.values()))]
+        """Every combination of the choices, each once: `none` has no bias to add or drop."""
+        choices = (getattr(self, name) or (None,) for name in DIMENSIONS.values())
+        return list(dict.fromkeys(Arm(*values) for values in itertools.product(*choices)))
+
+    @property
+    def final_seeds(self) -> range:
+        """Seeds of the final runs."""
+        return range(self.first_seed, self.first_seed + self.seeds)
+
+    @property
+    def seeds_of_sweep(self) -> range:
+        """Seeds of the sweep, if there is one."""
+        return range(FIRST_SWEEP_SEED, FIRST_SWEEP_SEED + self.sweep_seeds)
 
     @property
     def has_sweep(self) -> bool:
@@ -117,7 +144,10 @@ DIMENSIONS = {  # a field of Arm -> the field of Plan that lists its values
     "dtype": "dtypes",
     "eps": "eps",
     "init_scale": "init_scales",
+    "norm_bias": "norm_biases",
+    "qk_norm": "qk_norms",
 }
+OPTIONAL = ("norm_biases", "qk_norms")  # without values an arm has None
 LABELS = {"eps": "eps {:g}", "init_scale": "initial weights x {:g}"}
 
 
@@ -133,8 +163,12 @@ class Run:
     @property
     def folder_name(self) -> str:
         """Name of the folder of its state while it trains."""
-        parts = (*dataclasses.astuple(self.arm), self.phase, self.learning_rate, self.seed)
-        return "-".join(map(str, parts))
+        choices = [
+            f"{field}-{value}" if isinstance(value, bool) else str(value)
+            for field, value in vars(self.arm).items()
+            if value is not None
+        ]
+        return "-".join([*choices, self.phase, str(self.learning_rate), str(self.seed)])
 
 
 def flag(name: str) -> str:
@@ -142,24 +176,41 @@ def flag(name: str) -> str:
 
 
 def label(plan: Plan, arm: Arm) -> str:
-    """The values in which the plan's arms differ, as text; the norm if there is only one arm."""
+    """The values in which the plan's arms differ, as text; the norm if there is only one arm.
+
+    A norm is named with its bias where that is not its default: rms, rms with bias, layer, layer without bias.
+    """
     varying = [field for field, name in DIMENSIONS.items() if len(getattr(plan, name)) > 1]
-    return ", ".join(LABELS.get(field, "{}").format(getattr(arm, field)) for field in varying) or arm.norm
+    bias = {None: "", True: " with bias", False: " without bias"}[arm.norm_bias]
+    words = [
+        LABELS.get(field, "{}").format(getattr(arm, field))
+        for field in varying
+        if field not in ("norm", "norm_bias", "qk_norm")
+    ]
+    if {"norm", "norm_bias"} & {*varying} or not varying:
+        words.insert(0, arm.norm + bias)
+    if "qk_norm" in varying:
+        words.append("qk norm" if arm.qk_norm else "no qk norm")
+    return ", ".join(words)
+
+
+# What arms are compared by: the first of these choices that has several values. A norm and its bias are one choice.
+COMPARED = (("norm", "norm_bias"), ("mlp",), ("placement",), ("dtype",), ("eps",), ("init_scale",), ("qk_norm",))
+PREFERRED = (("layer", None), ("layer", False), ("swiglu",))  # as the baseline
 
 
 def baseline(plan: Plan, arm: Arm) -> Arm | None:
     """The arm that this one is compared with; None for the baseline itself.
 
-    Only one choice is compared: the first of norm, MLP, placement, dtype, eps and initial scale that has several
-    values. Its baseline value is layer, swiglu, or else the first value.
+    It differs in one choice alone, see `COMPARED`. Its value is layer, swiglu, or else the first value.
     """
-    order = ("norm", "mlp", "placement", "dtype", "eps", "init_scale")
-    field = next((field for field in order if len(getattr(plan, DIMENSIONS[field])) > 1), None)
-    if field is None:
-        return None
-    values = getattr(plan, DIMENSIONS[field])
-    value = next((preferred for preferred in ("layer", "swiglu") if preferred in values), values[0])
-    return None if getattr(arm, field) == value else dataclasses.replace(arm, **{field: value})
+    for fields in COMPARED:
+        values = list(dict.fromkeys(tuple(getattr(a, field) for field in fields) for a in plan.arms))
+        if len(values) > 1:
+            value = next((preferred for preferred in PREFERRED if preferred in values), values[0])
+            base = dataclasses.replace(arm, **dict(zip(fields, value, strict=True)))
+            return None if base == arm else base
+    return None
 
 
 @functools.cache
@@ -184,6 +235,8 @@ def model_config(plan: Plan, arm: Arm) -> ModelConfig:
     return dataclasses.replace(
         model,
         norm=arm.norm,
+        norm_bias=arm.norm_bias,
+        qk_norm=model.qk_norm if arm.qk_norm is None else arm.qk_norm,
         norm_placement=arm.placement,
         mlp=arm.mlp,
         norm_eps=arm.eps,
@@ -223,15 +276,14 @@ def sweep_runs(plan: Plan) -> list[Run]:
     """The runs that choose each arm's learning rate; seed by seed, so that an early stop leaves complete rows."""
     if not plan.has_sweep:
         return []
-    seeds = range(FIRST_SWEEP_SEED, FIRST_SWEEP_SEED + plan.sweep_seeds)
     rates = sorted(plan.learning_rates)
-    return [Run(arm, "sweep", seed, rate) for seed in seeds for arm in plan.arms for rate in rates]
+    return [Run(arm, "sweep", seed, rate) for seed in plan.seeds_of_sweep for arm in plan.arms for rate in rates]
 
 
 def final_runs(plan: Plan, learning_rates: dict[Arm, float]) -> list[Run]:
     """The runs that are compared; an arm that diverged at every learning rate of the sweep has none."""
     arms = [arm for arm in plan.arms if arm in learning_rates]
-    return [Run(arm, "final", seed, learning_rates[arm]) for seed in range(1, plan.seeds + 1) for arm in arms]
+    return [Run(arm, "final", seed, learning_rates[arm]) for seed in plan.final_seeds for arm in arms]
 
 
 def load_plan(name: str) -> Plan:

@@ -213,9 +213,9 @@ def conversions(study: Study) -> Section:
         row = {"conversion": variant, "steps trained": runs.steps.max(), "seeds": f"{len(changes)} of {len(runs)}"}
         rows.append(row | {"change and 95% interval": effect(cost, "+.4f")})
     text = (
-        "rms at once: the norms are replaced and nothing is trained. rms, norms trained: only the norms are trained "
-        "afterwards. rms, all trained: all parameters are. layer, all trained: the control, which keeps LayerNorm and "
-        "trains for as many steps."
+        "rms has neither LayerNorm's mean nor its bias; rms with bias lacks only the mean, layer without bias only "
+        "the bias, and with centered weights the mean is 0. At once: nothing is trained afterwards. Norms trained: "
+        "only the norms are. All trained: all parameters are; layer, all trained is the control, which loses nothing."
     )
     table = Table("Validation loss after the conversion minus that before, nats per token", rows)
     return Section("A LayerNorm model converted to RMSNorm", text, [], [table])

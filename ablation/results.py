@@ -77,7 +77,8 @@ class RunResult:
     validation_curve: Curve
     """Loss on the first part of the validation set along the run; empty in older records."""
     training_curve: Curve
-    """Training loss, each point the mean of the steps since the one before."""
+    """Training loss, each point the mean of the steps since the one before. At most 60 points: every loss of 2,400
+    steps would take 20 KB, and neighboring steps differ by their batches, which are those of every arm of the seed."""
     gradient_norm: Curve
     update_ratio: Curve
     """Length of a step's change of the weights over the length of the weights."""
@@ -94,6 +95,16 @@ class RunResult:
     """Conversions: how the norm was converted."""
     loss_before: float | None = None
     """Conversions: validation loss before, nats per token."""
+    # Records of earlier versions lack what follows and read with these values.
+    own_weights_hash: str = ""
+    """Of all weights that training starts from, the norms and what a conversion changed included."""
+    batches_hash: str = ""
+    """Of all tokens that were trained on, in their order; equal for the arms of a seed."""
+    clipped: float | None = None
+    """Share of the steps whose gradient was longer than the clip and was scaled down to it."""
+    validation_blocks: list[float] = dataclasses.field(default_factory=list)
+    """Nats per token of at most 64 consecutive blocks of the validation set, equally many tokens each but for the last:
+    from these the noise of the evaluation can be bootstrapped."""
 
     @property
     def key(self) -> tuple:

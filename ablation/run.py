@@ -20,20 +20,21 @@ from torch import Tensor
 
 from ablation.plan import Run
 from ablation.results import Curve, Machine, Probes, RunResult, Text
-from data.batches import validation_windows
+from data.batches import batch, validation_windows
 from errors import UserError
 from model.decoder import Decoder
 from model.norm import Norm, is_norm_parameter
 from training import checkpoint, metrics
-from training.evaluate import evaluate
+from training.evaluate import Evaluation, evaluate
 from training.loop import save, train_steps
-from training.session import Session, open_run, set_up
+from training.session import Session, discard, initial_model, open_run, set_up
 from training.settings import Settings, load_settings
 from training.signals import StopSignals
 from training.step import Diverged
 
 CURVE_POINTS = 60  # of a training curve in a record
 CURVE_TOKENS = 16_384  # of the validation set, for the points along a run; the final loss uses all of it
+BLOCKS = 64  # of the validation set, whose losses a record has
 UPDATE_RATIOS = 12  # measurements of a step's length, over a run
 SAVE_SECONDS = 30.0  # a killed run loses no more
 SPIKE = 0.5  # nats above the median of the 20 steps before
@@ -54,7 +55,7 @@ def train_run(
     threads: of this process on a CPU; keep_weights: leave the final weights in the folder; evaluate_only: evaluate
     without training.
     """
-    fields, probes = {"status": "completed", "reason": None, "validation_loss": None, "bits_per_byte": None}, None
+    fields = {"status": "completed", "reason": None, "validation_loss": None, "bits_per_byte": None, "probes": None}
     try:
         resume = can_resume(folder, settings)
         if not resume:
@@ -65,7 +66,7 @@ def train_run(
             if not evaluate_only and not train_to_the_end(session, keep_weights):
                 return None
             fields |= final_loss(session)
-            probes = probe_streams(session)
+            fields["probes"] = probe_streams(session)
     except Diverged as error:
         fields |= {"status": "diverged", "reason": str(error).partition(";")[0]}
     except torch.OutOfMemoryError:
@@ -80,10 +81,11 @@ def train_run(
         steps=0 if evaluate_only else settings.optimizer.steps,
         **fields,
         **curves(folder),
+        clipped=clipped(folder, settings.optimizer.clip),
         seconds=session.state.seconds,
-        probes=probes,
         settings_hash=settings_hash(settings),
-        initial_weights_hash=initial_weights_hash(settings),
+        **initial_weights_hashes(settings),
+        batches_hash=batches_hash(session),
         text=text_of(session),
         machine=machine,
     )
@@ -156,14 +158,20 @@ def curve_loss(session: Session) -> float:
     return evaluate(session.model, few, corpus.validation_bytes, session.device).loss
 
 
-def final_loss(session: Session) -> dict[str, float]:
-    """Loss on the whole validation set, every token counted."""
-    corpus = session.corpus
-    windows = validation_windows(corpus.validation, session.settings.data.sequence_length, session.micro_batch_size)
-    found = evaluate(session.model, windows, corpus.validation_bytes, session.device)
+def final_loss(session: Session) -> dict[str, float | list[float]]:
+    """Loss on the whole validation set, every token counted, and on each of at most BLOCKS parts of it."""
+    corpus, length = session.corpus, session.settings.data.sequence_length
+    windows = validation_windows(corpus.validation, length, session.micro_batch_size)
+    batches = math.ceil((len(corpus.validation) - 1) / (session.micro_batch_size * length))
+    blocks = []
+    while block := list(islice(windows, math.ceil(batches / BLOCKS))):
+        blocks.append(evaluate(session.model, block, corpus.validation_bytes, session.device))
+    nats, tokens = sum(block.nats for block in blocks), sum(block.tokens for block in blocks)
+    found = Evaluation(nats, tokens, corpus.validation_bytes)
     if not math.isfinite(found.loss):
         raise Diverged(f"the validation loss is {found.loss:g}, not finite")
-    return {"validation_loss": found.loss, "bits_per_byte": found.bits_per_byte}
+    losses = [short(block.loss) for block in blocks]
+    return {"validation_loss": found.loss, "bits_per_byte": found.bits_per_byte, "validation_blocks": losses}
 
 
 def probe_streams(session: Session) -> Probes | None:
@@ -195,6 +203,7 @@ def probe_norm_inputs(model: Decoder, tokens: np.ndarray, device: torch.device) 
         model.train(training)
         for hook in hooks:
             hook.remove()
+    means, cosines = ([short(value) for value in values] for values in (means, cosines))
     return Probes(means, cosines, max(largest)) if np.isfinite([*means, *cosines, *largest]).all() else None
 
 
@@ -214,11 +223,11 @@ def curves(folder: Path) -> dict[str, Curve | int]:
     parts = np.array_split(np.arange(len(lines)), max(1, min(CURVE_POINTS, len(lines))))
 
     def means(values: np.ndarray) -> Curve:
-        points = [(int(part[-1]) + 1, float(values[part].mean())) for part in parts if len(part)]
+        points = [(int(part[-1]) + 1, short(values[part].mean())) for part in parts if len(part)]
         return [point for point in points if math.isfinite(point[1])]
 
     def column(name: str) -> Curve:
-        points = [(line["step"], float(line[name])) for line in lines if name in line]
+        points = [(line["step"], short(line[name])) for line in lines if name in line]
         return [point for point in points if math.isfinite(point[1])]
 
     high = [step for step in range(20, len(losses)) if not losses[step] <= np.median(losses[step - 20 : step]) + SPIKE]
@@ -229,6 +238,17 @@ def curves(folder: Path) -> dict[str, Curve | int]:
         "update_ratio": column("update_ratio"),
         "spikes": sum(step - 1 not in high for step in high),
     }
+
+
+def short(value: float | str) -> float:
+    """Six digits, for curves and other parts of a record that no verdict rests on: full ones double its length."""
+    return float(f"{float(value):.6g}")
+
+
+def clipped(folder: Path, clip: float) -> float | None:
+    """Share of the steps in metrics.jsonl whose gradient was longer than `clip`; None without steps."""
+    norms = [float(line["gradient_norm"]) for line in metrics.read(folder) if "gradient_norm" in line]
+    return short(sum(norm > clip for norm in norms) / len(norms)) if norms else None
 
 
 def settings_hash(settings: Settings) -> str:
@@ -245,11 +265,28 @@ def text_of(session: Session) -> Text:
     return Text(corpus.text_hash, corpus.bytes, len(corpus.validation) - 1, corpus.validation_bytes)
 
 
-def initial_weights_hash(settings: Settings) -> str:
-    """Hash of the initial weights that all arms of a seed share: everything but the norms."""
-    digest = hashlib.blake2b(digest_size=16)
-    model = Decoder(settings.model, seed=settings.run.seed)
+def initial_weights_hashes(settings: Settings) -> dict[str, str]:
+    """Hashes of the weights that training starts from: all of them, and without the norms, as arms of a seed share."""
+    own, shared = (hashlib.blake2b(digest_size=16) for _ in range(2))
+    model = initial_model(settings, torch.float32, say=discard)
     for name, parameter in sorted(model.named_parameters()):
+        data = name.encode() + parameter.detach().numpy().tobytes()
+        own.update(data)
         if not is_norm_parameter(name):
-            digest.update(name.encode() + parameter.detach().numpy().tobytes())
-    return digest.hexdigest()
+            shared.update(data)
+    return {"own_weights_hash": own.hexdigest(), "initial_weights_hash": shared.hexdigest()}
+
+
+def batches_hash(session: Session) -> str:
+    """Hash of the batches of all steps done; empty if there are none."""
+    data, digest = session.settings.data, hashlib.blake2b(digest_size=16)
+    for step in range(session.state.step):
+        inputs, targets = batch(
+            session.corpus.train,
+            seed=session.settings.run.seed,
+            step=step,
+            batch_size=data.batch_size,
+            sequence_length=data.sequence_length,
+        )
+        digest.update(inputs.tobytes() + targets.tobytes())
+    return digest.hexdigest() if session.state.step else ""

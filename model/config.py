@@ -10,9 +10,9 @@ from typing import Annotated, Literal
 from errors import UserError
 
 try:
-    from tyro.conf import Suppress
-except ImportError:  # the model does not need a command line; without one, the marker means nothing
-    Suppress = None
+    from tyro.conf import DisallowNone, Suppress
+except ImportError:  # the model does not need a command line; without one, the markers mean nothing
+    DisallowNone = Suppress = None
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,8 @@ class NormParameter:
 
 
 # To add a norm: a row here with its learned parameters, and a function of the same name in model/norm.py.
-# Initialization, parameter counts, freezing, files and norm conversion follow from the row. `bias` is left out when
-# `norm_bias` is False.
+# Initialization, parameter counts, freezing, files and norm conversion follow from the row. Whether there is a bias is
+# the row's default only: `norm_bias` may add it or drop it.
 WEIGHT, BIAS = NormParameter("weight", initial=1.0), NormParameter("bias", initial=0.0)
 NORMS: dict[str, tuple[NormParameter, ...]] = {
     "rms": (WEIGHT,),
@@ -82,8 +82,8 @@ class ModelConfig:
     original Transformer, and none before the head. sandwich: pre, and another norm on the output of each block."""
     norm_groups: int = 8
     """Number of slices of the channels for --norm group."""
-    norm_bias: bool = True
-    """Whether norms that have a bias, such as LayerNorm, learn it. RMSNorm has none either way."""
+    norm_bias: Annotated[bool | None, DisallowNone] = None
+    """Whether the norms have a bias. Default: layer, center, group, batch and dyt do; rms, prms and l2 do not."""
     norm_eps: float = 1e-5
     """Added to the mean square (LayerNorm: the variance) under the square root, so that nothing is divided by zero."""
     attention_bias: bool = False
@@ -102,6 +102,7 @@ class ModelConfig:
         check(self)
         if self.head_dim is not None and self.head_dim * self.num_attention_heads == self.hidden_size:
             object.__setattr__(self, "head_dim", None)  # equal models must have equal configurations
+        object.__setattr__(self, "norm_bias", reduce_norm_bias(self.norm, self.norm_bias))
 
     @property
     def resolved_head_dim(self) -> int:
@@ -110,13 +111,27 @@ class ModelConfig:
 
     @property
     def norm_parameters(self) -> tuple[NormParameter, ...]:
-        """The learned parameters of each norm."""
-        return tuple(parameter for parameter in NORMS[self.norm] if parameter.name != "bias" or self.norm_bias)
+        """The learned parameters of each norm: its row in `NORMS`, with the bias that `norm_bias` asks for."""
+        row = NORMS[self.norm]
+        if self.norm_bias is None:
+            return row
+        return (*row, BIAS) if self.norm_bias else tuple(parameter for parameter in row if parameter != BIAS)
+
+    @property
+    def has_norm_bias(self) -> bool:
+        """Whether each norm has a bias."""
+        return BIAS in self.norm_parameters
 
     @property
     def num_norms(self) -> int:
         """Number of norms that `norm` chooses: those of the layers, and one before the head unless placed `post`."""
         return self.num_hidden_layers * PLACEMENTS[self.norm_placement] + (self.norm_placement != "post")
+
+
+def reduce_norm_bias(norm: str, norm_bias: bool | None) -> bool | None:
+    """`norm_bias`, or None where it says what is the norm's default; `none` has no parameters whatever it says."""
+    row = NORMS[norm]
+    return None if not row or norm_bias == (BIAS in row) else norm_bias
 
 
 def check(config: ModelConfig) -> None:
@@ -148,7 +163,9 @@ def check(config: ModelConfig) -> None:
             f"heads are {config.resolved_head_dim} wide, but rotary positions rotate pairs of elements; "
             f"choose hidden_size, num_attention_heads or head_dim so that the width is even."
         )
-    for name in ("norm_bias", "attention_bias", "qk_norm", "tie_word_embeddings"):
+    if not isinstance(config.norm_bias, bool | None):
+        raise UserError(f"norm_bias is {config.norm_bias!r} and must be true, false or null.")
+    for name in ("attention_bias", "qk_norm", "tie_word_embeddings"):
         if not isinstance(getattr(config, name), bool):
             raise UserError(f"{name} is {getattr(config, name)!r} and must be true or false.")
     for name, allowed in {"norm": [*NORMS], "norm_placement": [*PLACEMENTS], "mlp": [*GATED, *PLAIN]}.items():

@@ -177,3 +177,27 @@ def generator_for(seed: int, name: str) -> torch.Generator:
     """A CPU generator that depends only on the seed and the parameter's name: not on other parameters or the device."""
     digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest, "little", signed=True))
+
+
+@torch.no_grad()
+def center_residual_writers(decoder: Decoder) -> None:
+    """Let everything that writes to the residual stream write vectors whose mean over the channels is 0.
+
+    A matrix W that writes W x gets W - 1 m, m its mean over the rows (outputs): mean(W x) = m x is subtracted from each
+    channel. LayerNorm subtracts that mean anyway, so a pre-norm decoder with LayerNorm computes the same function as
+    before. And since the mean of the stream is then 0, RMSNorm with LayerNorm's weight and bias computes it as well
+    (Jiang et al. 2023, arXiv 2305.14858, section 3.1).
+
+    A tied embedding is left as it is, because it is also the head: centering its rows e_v changes the logit of token v
+    by -mean(e_v) sum(h), h the final norm's output, which depends on v, and sum(h) is not 0 with a weight and a bias.
+    The stream's mean then stays that of the embedding, and RMSNorm only approximates LayerNorm.
+    Raises `ValueError` for another placement than pre: there norms write to the stream.
+    """
+    if decoder.config.norm_placement != "pre":
+        raise ValueError(f"norms placed {decoder.config.norm_placement} write to the residual stream themselves")
+    writers = [layer.self_attn.o_proj.weight for layer in decoder.layers]  # (D, H d)
+    writers += [layer.mlp.down_proj.weight for layer in decoder.layers]  # (D, F)
+    if decoder.lm_head is not None:
+        writers.append(decoder.embed_tokens.weight.T)  # (D, V)
+    for weight in writers:
+        weight.sub_(weight.double().mean(0).to(weight.dtype))

@@ -68,6 +68,7 @@ FAMILIES = {
     "qwen2": Family("Qwen2ForCausalLM", "rms", qkv_bias=True, written=False),
     "mistral": Family("MistralForCausalLM", "rms", qkv_bias=False, written=False, defaults=(("sliding_window", 4096),)),
 }
+FORMAT = 2  # of config.json with model_type prenorm, and of settings.toml; see `from_json`
 SHAPE_FIELDS = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
 # The values of config.json that this decoder can represent; the first is what a missing key means.
@@ -99,6 +100,7 @@ def choose_model_type(config: ModelConfig) -> str:
     for model_type, family in FAMILIES.items():
         same = family.norm == config.norm and family.qk_norm == config.qk_norm
         same = same and (config.norm_placement, config.mlp) == ("pre", "swiglu")
+        same = same and (family.norm == "layer" or not config.has_norm_bias)  # no family has RMSNorm with a bias
         if family.written and same and heads_allowed[family.heads]:
             return model_type
     return "prenorm"
@@ -115,7 +117,7 @@ def to_json(config: ModelConfig, *, dtype: str, bos_token_id: int | None, eos_to
         "torch_dtype": dtype,
     }
     if model_type == "prenorm":
-        return {"architectures": ["PrenormForCausalLM"], **common, **dataclasses.asdict(config)}
+        return {"architectures": ["PrenormForCausalLM"], **common, "format": FORMAT, **dataclasses.asdict(config)}
     family = FAMILIES[model_type]
     rope = {"rope_type": "default", **(config.rope_scaling or {}), "rope_theta": config.rope_theta}
     fields = {
@@ -137,7 +139,7 @@ def to_json(config: ModelConfig, *, dtype: str, bos_token_id: int | None, eos_to
     }
     if isinstance(family.qkv_bias, str):
         fields[family.qkv_bias] = config.attention_bias
-    if not config.norm_bias:
+    if config.norm_bias is False:
         fields["prenorm"] = {"norm_bias": False}  # our own key: the zero biases in the file are dropped on reading
     return fields
 
@@ -173,7 +175,9 @@ def from_json(fields: dict) -> ModelConfig:
     if model_type == "prenorm":
         names = [field.name for field in dataclasses.fields(ModelConfig)]
         check_required_keys(fields, names)
-        return ModelConfig(**{name: fields[name] for name in names})
+        config = ModelConfig(**{name: fields[name] for name in names})
+        # Before there was a format, norm_bias was true for every norm and none had a bias that it lacks by default.
+        return config if "format" in fields or not config.norm_bias else dataclasses.replace(config, norm_bias=None)
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         known = ", ".join([*FAMILIES, "prenorm"])
         raise UserError(f"model_type {model_type!r} cannot be read; supported are {known}.")
@@ -202,7 +206,7 @@ def from_json(fields: dict) -> ModelConfig:
         if rope["rope_type"] == "default"
         else {k: rope.get(k) for k in ("rope_type", *LLAMA3_ROPE_KEYS)},
         norm=family.norm,
-        norm_bias=(fields.get("prenorm") or {}).get("norm_bias", True),
+        norm_bias=(fields.get("prenorm") or {}).get("norm_bias"),
         norm_eps=fields.get(family.eps, 1e-6),
         attention_bias=bool(qkv_bias),
         qk_norm=family.qk_norm,

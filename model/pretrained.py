@@ -65,7 +65,7 @@ def zero_tensors(model_type: str, config: ModelConfig) -> dict[str, torch.Size]:
     layers = [f"model.layers.{index}" for index in range(config.num_hidden_layers)]
     if family.output_bias and config.attention_bias:
         names += [f"{layer}.self_attn.o_proj.bias" for layer in layers]
-    if family.norm == "layer" and not config.norm_bias:
+    if family.norm == "layer" and not config.has_norm_bias:
         for layer in layers:
             names += [f"{layer}.input_layernorm.bias", f"{layer}.post_attention_layernorm.bias"]
         names += ["model.norm.bias"]

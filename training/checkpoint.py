@@ -63,9 +63,16 @@ class State:
 
 
 def settings_hash(settings: Settings) -> str:
-    """Hash of all settings except the name of the run folder."""
+    """Hash of all settings except the name of the run folder; equal to that of earlier versions, whose runs it finds.
+
+    Those wrote true for a norm that has a bias, or not, as its row in `NORMS` says.
+    """
     settings = dataclasses.replace(settings, run=dataclasses.replace(settings.run, out=None))
-    return hashlib.blake2b(json.dumps(dataclasses.asdict(settings)).encode(), digest_size=16).hexdigest()
+    fields = dataclasses.asdict(settings)
+    if fields["run"]["center_weights"]:
+        del fields["run"]["center_weights"]
+    fields["model"]["norm_bias"] = {None: True, True: "added", False: False}[settings.model.norm_bias]
+    return hashlib.blake2b(json.dumps(fields).encode(), digest_size=16).hexdigest()
 
 
 def file_hash(path: Path) -> str:

@@ -18,7 +18,8 @@ from data.tokenizer import check_vocabulary, load_tokenizer
 from data.tokens import TokenizedCorpus
 from errors import UserError
 from model import pretrained
-from model.decoder import Decoder
+from model.config import ModelConfig
+from model.decoder import Decoder, center_residual_writers
 from model.device import (
     choose_device,
     choose_kernels,
@@ -33,7 +34,7 @@ from training.evaluate import Evaluation
 from training.metrics import Metrics
 from training.optimizer import build_optimizer, freeze_parameters
 from training.processes import Processes, start_processes
-from training.settings import Settings, changed_fields, load_settings, save_settings
+from training.settings import RunSettings, Settings, changed_fields, load_settings, save_settings
 
 
 @dataclass
@@ -87,10 +88,8 @@ def set_up(settings: Settings, run_dir: Path, *, resume: bool, say: Callable[[st
     last = checkpoint.find_last(run_dir) if resume else None
     corpus = prepare_corpus(settings, processes, last)
     say(f"text: {corpus.description}")
-    model = Decoder(settings.model, seed=settings.run.seed, compute_dtype=dtype).to(device)
+    model = initial_model(settings, dtype, say, load=not resume).to(device)
     model.activation_checkpointing = settings.machine.activation_checkpointing
-    if settings.run.init_from is not None and not resume:
-        load_initial_weights(model, settings.run.init_from, say)
     freeze_parameters(model, settings.run.train_only)
     optimizer = build_optimizer(model, settings.optimizer, device)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
@@ -170,13 +169,53 @@ def initial_state(settings: Settings, corpus: TokenizedCorpus) -> State:
     )
 
 
-def load_initial_weights(model: Decoder, directory: str, say: Callable[[str], None]) -> None:
-    """Load the weights of --init-from, and list parameters it lacks and tensors that the model has no use for."""
-    report = pretrained.load_weights(model, directory)
-    say(f"weights: {len(report.kept)} tensors kept from {directory}")
+def initial_model(settings: Settings, dtype: torch.dtype, say: Callable[[str], None], *, load: bool = True) -> Decoder:
+    """The model that training starts from, on the CPU; without `load`, not with the weights of --init-from."""
+    model = Decoder(settings.model, seed=settings.run.seed, compute_dtype=dtype)
+    if settings.run.init_from is not None and load:
+        load_initial_weights(model, settings.run, say)
+    return model
+
+
+def load_initial_weights(model: Decoder, run: RunSettings, say: Callable[[str], None]) -> None:
+    """Load the weights of --init-from, and list parameters it lacks and tensors that the model has no use for.
+
+    From LayerNorm to RMSNorm, center the weights unless --no-center-weights asks not to.
+    """
+    report, before = pretrained.load_weights(model, run.init_from), pretrained.load_config(run.init_from)
+    say(f"weights: {len(report.kept)} tensors kept from {run.init_from}")
     for what, names in (("new", report.new), ("dropped", report.dropped)):
         if names:
             say(f"  {len(names)} {what}: {', '.join(names)}")
+    if (before.norm, model.config.norm) == ("layer", "rms"):
+        center = run.center_weights and before.norm_placement == "pre"
+        if center:
+            center_residual_writers(model)
+        say(f"  LayerNorm to RMSNorm: {describe_conversion(before, model.config, center)}")
+
+
+def describe_conversion(before: ModelConfig, after: ModelConfig, center: bool) -> str:
+    """What a conversion from LayerNorm to RMSNorm did to the biases and the weights, and what it could have done."""
+    biases, tied = (before.has_norm_bias, after.has_norm_bias), after.tie_word_embeddings
+    words = {
+        (True, True): "bias kept",
+        (True, False): "bias dropped",
+        (False, True): "bias added",
+        (False, False): "no bias, as before",
+    }
+    weights = "weights not centered"
+    if center:
+        weights = "weights centered" + (" except the embedding, which is also the head" if tied else "")
+    same = ("norm_eps", "rope_theta", "rope_scaling")  # what else may differ and changes the function
+    exact = center and not tied and biases != (True, False)
+    exact = exact and all(getattr(before, field) == getattr(after, field) for field in same)
+    options = []
+    if biases[0]:
+        options.append("--no-norm-bias drops the bias" if biases[1] else "--norm-bias keeps the bias")
+    if before.norm_placement == "pre":
+        options.append("--no-center-weights does not center" if center else "--center-weights centers the weights")
+    function = "the same function up to rounding" if exact else "not the same function"
+    return f"{words[biases]}, {weights}: {function}" + (f" ({', '.join(options)})" if options else "")
 
 
 def restore(session: Session, directory: Path, say: Callable[[str], None]) -> None:

@@ -10,12 +10,12 @@ import difflib
 import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from errors import UserError
 from generation.prompts import check_unicode
-from model.config import ModelConfig
-from model.families import load_config
+from model.config import DisallowNone, ModelConfig
+from model.families import FORMAT, load_config
 from model.find_checkpoint import find_checkpoint
 
 CONFIGS = Path(__file__).parent.parent / "configs"
@@ -45,6 +45,10 @@ class RunSettings:
     """Seed of the initial weights, the order of the batches and the text samples."""
     init_from: str | None = None
     """Start from the weights of this run folder or checkpoint directory, with a new optimizer; --norm may differ."""
+    center_weights: bool = True
+    """With --init-from a LayerNorm run and --norm rms: center the weights that write to the residual stream over its
+    channels. With the bias (--norm-bias, the default then) and an untied head, the model computes the same as before.
+    """
     train_only: Literal["all", "norms"] = "all"
     """Which parameters learn: all, or only the weights and biases of the norms."""
     evaluate_every: int = 500
@@ -217,6 +221,9 @@ def parse(arguments: list[str], description: str) -> Command:
         description=description,
         config=(tyro.conf.OmitArgPrefixes,),
     )
+    if sources.init_from is not None and sources.norm_bias is None and settings.model.has_norm_bias:
+        model = dataclasses.replace(command.settings.model, norm_bias=True)  # a converted norm keeps its biases
+        command = dataclasses.replace(command, settings=dataclasses.replace(command.settings, model=model))
     run = command.settings.run
     if run.init_from is None or sources.resume is not None:
         return command
@@ -227,13 +234,14 @@ def parse(arguments: list[str], description: str) -> Command:
 
 @dataclass(frozen=True)
 class SourceFlags:
-    """The flags that decide the defaults of all others; None for a flag that is not given."""
+    """The flags that decide the defaults of others; None for a flag that is not given."""
 
     config: str | None = None
     resume: str | None = None
     init_from: str | None = None
     out: str | None = None
     steps: int | None = None
+    norm_bias: Annotated[bool | None, DisallowNone] = None
 
 
 def with_checkpoint_shape(settings: Settings, checkpoint: Path) -> Settings:
@@ -263,6 +271,8 @@ def load_settings(path: Path) -> Settings:
         raise UserError(f"{path} does not exist; a run folder contains settings.toml, last/ and best/.") from None
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise UserError(f"{path} is not a readable TOML file: {error}.") from None
+    if tables.pop("format", None) is None and was_saved(tables) and tables["model"].get("norm_bias") is True:
+        del tables["model"]["norm_bias"]  # before there was a format it was true for every norm: the norm's own default
     arguments, nested = [], {}
     types = {f.name: f.type for f in dataclasses.fields(Settings)}
     for table, values in tables.items():
@@ -278,6 +288,12 @@ def load_settings(path: Path) -> Settings:
                 arguments += as_flags(key, value)
     settings = tyro.cli(Settings, args=arguments, config=(tyro.conf.OmitArgPrefixes,), prog=str(path))
     return dataclasses.replace(settings, model=dataclasses.replace(settings.model, **nested)) if nested else settings
+
+
+def was_saved(tables: dict) -> bool:
+    """Whether a run saved these settings: then they have the keys that nobody writes by hand all at once."""
+    model = tables.get("model")
+    return isinstance(model, dict) and {"initializer_range", "norm_eps", "norm_groups", "rope_theta"} <= model.keys()
 
 
 def as_flags(key: str, value: object) -> list[str]:
@@ -300,7 +316,7 @@ def save_settings(settings: Settings, path: Path) -> None:
         }
         for table, values in dataclasses.asdict(settings).items()
     }
-    replace_text(path, tomli_w.dumps(tables))
+    replace_text(path, tomli_w.dumps({"format": FORMAT, **tables}))
 
 
 def replace_text(path: Path, text: str) -> None:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from ablation import effects
 from ablation.analysis import Study
 from ablation.claims import CLAIMS, judge, judge_all
 from ablation.effects import Effect, mean_effect
@@ -44,6 +45,13 @@ def precision(train_plan, config) -> Study:
     return train_plan(plan).study
 
 
+def in_float16(study: Study) -> Study:
+    """The study as if its runs in bfloat16 had been in float16, which a CPU is slow at."""
+    names = {"float32": "float32", "bfloat16": "float16"}
+    results = [dataclasses.replace(r, arm=dataclasses.replace(r.arm, dtype=names[r.arm.dtype])) for r in study.results]
+    return Study(dataclasses.replace(study.plan, dtypes=("float32", "float16")), results, [])
+
+
 @pytest.fixture(scope="module")
 def placements(train_plan, config) -> Study:
     rates = (5e-3, 2e-2, 5e-2)
@@ -54,6 +62,12 @@ def placements(train_plan, config) -> Study:
 @pytest.fixture(scope="module")
 def mlps(train_plan, config) -> Study:
     plan = Plan(norms=("rms",), mlps=("swiglu", "geglu", "relu", "gelu"), seeds=3, config=str(config), **SHORT)
+    return train_plan(plan).study
+
+
+@pytest.fixture(scope="module")
+def factorial(train_plan, config) -> Study:
+    plan = Plan(norms=("rms", "layer"), norm_biases=(False, True), seeds=3, config=str(config), **SHORT)
     return train_plan(plan).study
 
 
@@ -73,10 +87,10 @@ def test_a_study_measures_the_claims_that_it_can_and_no_others(study, precision,
         name: {claim.id for claim in CLAIMS if claim.measure(of)} - norm_alone
         for name, of in {"norms": study, "precision": precision, "placement": placements, "mlp": mlps}.items()
     }
-    assert measured["norms"] == {"C2", "C3", "C4", "C5a"}
-    assert measured["precision"] == {"C4", "C5a", "C6", "C11"}
-    assert measured["placement"] == {"C4", "C5a", "C10a", "C10b"}
-    assert measured["mlp"] == {"C4", "C12a", "C12b"}
+    assert measured["norms"] == {"C2", "C3", "C4a", "C4b", "C5a", "C9c"}
+    assert measured["precision"] == {"C4a", "C4b", "C5a", "C9c", "C11"}
+    assert measured["placement"] == {"C4a", "C4b", "C5a", "C9c", "C10a", "C10b"}
+    assert measured["mlp"] == {"C4a", "C9c", "C12a", "C12b"}
 
 
 def test_a_study_without_runs_measures_the_norms_alone(config):
@@ -139,12 +153,66 @@ def test_claims_about_two_norms_are_about_their_paired_difference(study, with_lo
     assert (verdict("C2", far), verdict("C3", far)) == ("does not hold", "does not hold")
 
 
-def test_the_mean_of_the_stream_is_taken_at_the_norms_of_the_second_half_of_the_depth(study):
-    rms, layer = effects_of("C4", study)
-    for effect, norm in ((rms, "rms"), (layer, "layer")):
+@pytest.mark.usefixtures("few_pairs_suffice")
+def test_mean_and_bias_are_told_apart_by_the_four_arms(factorial):
+    losses = {(factorial.label(arm), seed): loss for (arm, seed), loss in final_losses(factorial).items()}
+    rms, biased, plain, layer = (
+        np.array([losses[label, seed] for seed in (1, 2, 3)])
+        for label in ("rms", "rms with bias", "layer without bias", "layer")
+    )
+    expected = {
+        "C2": rms - layer,
+        "C15a": (rms - plain + biased - layer) / 2,
+        "C15b": (biased - rms + layer - plain) / 2,
+    }
+    for id, differences in expected.items():
+        (effect,) = effects_of(id, factorial)
+        assert effect.n == 3 and effect.estimate == pytest.approx(differences.mean())
+
+    def costs(mean: float, bias: float) -> dict[str, str]:
+        def cost(result) -> float:
+            has_bias = factorial.label(result.arm) in ("rms with bias", "layer")
+            removed = mean * (result.arm.norm == "layer") + bias * has_bias
+            return 3.0 - result.validation_loss + removed * (1 + result.seed / 100)
+
+        return {id: verdict(id, add(factorial, cost)) for id in expected}
+
+    assert costs(0.1, 0.0) == {"C2": "does not hold", "C15a": "does not hold", "C15b": "holds"}
+    assert costs(0.0, 0.1) == {"C2": "does not hold", "C15a": "holds", "C15b": "does not hold"}
+    assert set(costs(0.0, 0.0).values()) == {"holds"}
+
+
+def test_the_mean_of_the_stream_is_compared_with_chance_at_the_norms_of_the_second_half_of_the_depth(study, change):
+    chance = math.sqrt(2 / (math.pi * 32))
+    for id, norm in {"C4a": "rms", "C4b": "layer"}.items():
+        (effect,) = effects_of(id, study)
         runs = [r.probes.mean_over_std for r in study.results if (r.arm.norm, r.phase) == (norm, "final")]
-        deep = [sum(values[2:]) / 3 for values in runs]  # of five norms
+        deep = [sum(values[2:]) / 3 / chance for values in runs]  # of five norms
         assert (effect.name, effect.n) == (norm, 3) and effect.estimate == pytest.approx(sum(deep) / 3)
+    rows = torch.randn(20_000, 32, generator=torch.Generator().manual_seed(3))
+    random = (rows.mean(-1).abs() / rows.std(-1, correction=0)).mean().item()
+    assert random == pytest.approx(chance, rel=0.03)
+
+    def verdicts(ratio: float) -> tuple[str, str, str]:
+        """Of all three claims about the mean if |mean| / std is this everywhere."""
+
+        def fields(result) -> dict:
+            if result.probes is None:
+                return {}
+            means = [ratio * (1 + result.seed / 1000)] * 5
+            cosines = [mean / math.sqrt(1 + mean**2) for mean in means]
+            return {"probes": dataclasses.replace(result.probes, mean_over_std=means, cosine_with_ones=cosines)}
+
+        found = change(study, fields)
+        (rms, layer) = effects_of("C9c", found)
+        assert rms.estimate == layer.estimate == pytest.approx(1 / math.sqrt(1 + ratio**2), abs=0.01)
+        return verdict("C4a", found), verdict("C4b", found), verdict("C9c", found)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(effects, "MIN_PAIRS_FOR_EQUIVALENCE", 2)
+        assert verdicts(0.8 * random) == ("holds", "does not hold", "does not hold")
+        assert verdicts(random / 5) == ("does not hold", "holds", "does not hold")
+        assert verdicts(random * 5) == ("does not hold", "does not hold", "holds")
 
 
 def test_norm_parameters_are_counted_in_the_model(study):
@@ -160,7 +228,7 @@ def test_the_unit_of_half_precision_and_eps_is_the_seed(precision):
     """Two values of eps in one seed are averaged: they do not double the number of independent values."""
     losses = final_losses(precision)
     arms = {(arm.norm, arm.dtype, arm.eps): arm for arm in precision.plan.arms}
-    (half,) = effects_of("C6", precision)
+    (half,) = effects_of("C6", in_float16(precision))
     costs = [
         np.mean(
             [losses[arms[norm, "bfloat16", eps], s] - losses[arms[norm, "float32", eps], s] for eps in (1e-5, 1e-6)]
@@ -169,7 +237,7 @@ def test_the_unit_of_half_precision_and_eps_is_the_seed(precision):
         for norm in ("layer", "rms")
     ]
     per_seed = np.array(costs).reshape(3, 2) @ [1, -1]
-    assert (half.name, half.n) == ("bfloat16: layer minus rms", 3)
+    assert (half.name, half.n) == ("float16: layer minus rms", 3)
     assert half.estimate == pytest.approx(per_seed.mean()) and np.ptp(per_seed) > 0
     assert half.interval == pytest.approx(mean_effect("d", per_seed, "").interval)
     (eps,) = effects_of("C11", precision)
@@ -198,7 +266,8 @@ def test_half_precision_and_eps_are_judged_by_what_they_cost(precision):
 
         return add(steady, cost)
 
-    assert (verdict("C6", costly(0.1, 0.0)), verdict("C6", costly(-0.1, 0.0))) == ("holds", "does not hold")
+    found = [verdict("C6", in_float16(costly(cost, 0.0))) for cost in (0.1, -0.1)]
+    assert found == ["holds", "does not hold"] and verdict("C6", costly(0.1, 0.0)) == "not measured"
     assert (verdict("C11", costly(0.0, 0.0)), verdict("C11", costly(0.0, 0.1))) == ("holds", "does not hold")
     assert verdict("C11", costly(0.3, 0.005)) == "holds"  # bfloat16 does not matter to it
 
@@ -208,7 +277,7 @@ def test_a_seed_with_a_diverged_run_is_left_out_of_averages(precision, change):
         return {"validation_loss": None, "status": "diverged"} if result.key == precision.results[0].key else {}
 
     assert precision.results[0].seed == 1
-    assert effects_of("C6", change(precision, fields))[0].n == 2
+    assert effects_of("C6", in_float16(change(precision, fields)))[0].n == 2
 
 
 def test_placements_are_judged_by_how_the_loss_depends_on_the_learning_rate(placements):
@@ -244,7 +313,9 @@ def test_placements_without_a_common_seed_are_not_compared(placements):
 
 
 def test_mlps_are_compared_with_swiglu_and_the_better_plain_one_with_every_gated_one(mlps):
-    assert effects_of("C12a", mlps) == [mlps.compare("geglu", "swiglu").loss]
+    (against,) = effects_of("C12a", mlps)
+    assert against.estimate == mlps.compare("geglu", "swiglu").loss.estimate
+    assert against.unit == "nats per token at one learning rate, 0.005" == effects_of("C12b", mlps)[0].unit
     level = {"swiglu": 3.0, "geglu": 3.2, "relu": 3.5, "gelu": 3.4}
 
     def at(levels: dict) -> Study:
@@ -258,7 +329,7 @@ def test_mlps_are_compared_with_swiglu_and_the_better_plain_one_with_every_gated
     assert verdict("C12a", at(level | {"geglu": 2.9})) == verdict("C12b", at(level | {"relu": 3.1})) == "does not hold"
 
 
-def test_batchnorm_is_compared_with_layernorm(study):
+def test_batchnorm_is_compared_with_layernorm(study, with_losses):
     named = {"center": "batch"}
     results = [
         dataclasses.replace(r, arm=dataclasses.replace(r.arm, norm=named.get(r.arm.norm, r.arm.norm)))
@@ -267,6 +338,12 @@ def test_batchnorm_is_compared_with_layernorm(study):
     plan = dataclasses.replace(study.plan, norms=("rms", "layer", "batch"))
     (effect,) = effects_of("C13", Study(plan, results, []))
     assert effect.estimate == study.compare("center", "layer").loss.estimate
+    layer = np.array([3.0, 3.1, 3.05])
+    found = {}
+    for difference in (0.2, -0.2):
+        losses = {"layer": layer, "batch": layer + difference + np.array([-1, 0, 1]) * 1e-3}
+        found[difference] = verdict("C13", with_losses(Study(plan, results, []), losses))
+    assert found == {0.2: "holds", -0.2: "does not hold"}
 
 
 def test_a_norm_alone_shows_what_the_claims_say(study):

@@ -11,6 +11,7 @@ from ablation.plan import (
     PLANS,
     Arm,
     Plan,
+    Run,
     arm_settings,
     baseline,
     default_learning_rate,
@@ -40,6 +41,27 @@ def test_every_combination_is_an_arm_whose_label_names_what_differs():
     assert labels(Plan(norms=("rms",), init_scales=(0.25, 1.0))) == ["initial weights x 0.25", "initial weights x 1"]
 
 
+FACTORIAL = {"norms": ("rms", "layer"), "norm_biases": (False, True)}
+
+
+def test_a_norm_is_named_with_its_bias_where_that_is_not_its_default():
+    assert labels(Plan(**FACTORIAL)) == ["rms", "rms with bias", "layer without bias", "layer"]
+    assert labels(Plan(norms=("rms", "layer"), norm_biases=(True,))) == ["rms with bias", "layer"]
+    assert labels(Plan(norms=("rms",), norm_biases=(True,))) == ["rms with bias"]
+    assert labels(Plan(norms=("none", "dyt"), norm_biases=(False, True))) == ["none", "dyt without bias", "dyt"]
+    assert labels(Plan(norms=("rms",), qk_norms=(False, True))) == ["no qk norm", "qk norm"]
+    assert labels(Plan(**FACTORIAL, qk_norms=(True,), eps=(1e-5, 1e-6)))[0] == "rms, eps 1e-05"
+
+
+def test_the_default_asked_for_is_the_default_and_an_arm_as_it_was_before():
+    assert Plan(**FACTORIAL).arms[0] == Arm("rms", "pre", "swiglu", "auto", 1e-5, 1.0) == Plan().arms[0]
+    assert set(Plan().arms) < set(Plan(**FACTORIAL).arms)
+    assert Run(Plan().arms[0], "final", 1, 1e-3).folder_name == "rms-pre-swiglu-auto-1e-05-1.0-final-0.001-1"
+    both = Plan(**FACTORIAL, qk_norms=(False, True))
+    runs = final_runs(both, dict.fromkeys(both.arms, 1e-3))
+    assert len({run.folder_name for run in runs}) == len({run_settings(both, run) for run in runs}) == 8 * both.seeds
+
+
 def baselines(plan: Plan) -> dict[str, str | None]:
     found = {label(plan, arm): baseline(plan, arm) for arm in plan.arms}
     return {name: arm and label(plan, arm) for name, arm in found.items()}
@@ -65,6 +87,14 @@ def test_each_arm_is_compared_with_layernorm_in_its_surroundings_else_with_swigl
     }
     assert baselines(Plan(norms=("rms",), dtypes=("float32", "bfloat16"))) == {"float32": None, "bfloat16": "float32"}
     assert baselines(Plan(norms=("rms",))) == {"rms": None}
+    factorial = {"rms": "layer", "rms with bias": "layer", "layer without bias": "layer", "layer": None}
+    assert baselines(Plan(**FACTORIAL)) == factorial
+    assert baselines(Plan(norms=("rms",), norm_biases=(False, True))) == {"rms": None, "rms with bias": "rms"}
+    assert baselines(Plan(norms=("rms", "layer"), norm_biases=(False,))) == {
+        "rms": "layer without bias",
+        "layer without bias": None,
+    }
+    assert baselines(Plan(norms=("rms",), qk_norms=(True, False))) == {"qk norm": None, "no qk norm": "qk norm"}
 
 
 def test_within_a_seed_runs_differ_by_their_arm_alone():
@@ -93,6 +123,16 @@ def test_learning_rates_are_chosen_on_seeds_that_the_final_runs_do_not_use():
     )
 
 
+def test_final_runs_begin_at_a_seed_of_the_plan_that_is_none_of_a_sweep():
+    plan = Plan(seeds=3, first_seed=3001)
+    assert [run.seed for run in final_runs(plan, {plan.arms[0]: 1e-3})] == [3001, 3002, 3003]
+    assert Plan(seeds=2, first_seed=999, sweep_seeds=2).final_seeds == range(999, 1001)
+    assert Plan(seeds=2, first_seed=1003, sweep_seeds=2).final_seeds == range(1003, 1005)
+    for first in (998, 1000, 1001, 1002):
+        with pytest.raises(UserError, match=r"are those of a sweep, not of final runs; change --first-seed"):
+            Plan(seeds=4, first_seed=first, sweep_seeds=2)
+
+
 def test_an_arm_without_a_learning_rate_has_no_final_runs_and_one_learning_rate_needs_no_sweep():
     plan = Plan(norms=("rms", "none"), seeds=2)
     assert {run.arm.norm for run in final_runs(plan, {plan.arms[0]: 1e-3})} == {"rms"}
@@ -103,12 +143,21 @@ def test_an_arm_without_a_learning_rate_has_no_final_runs_and_one_learning_rate_
 
 def test_every_choice_of_an_arm_reaches_the_model():
     plan = Plan(
-        norms=("layer",), placements=("post",), mlps=("relu",), dtypes=("float32",), eps=(1e-8,), init_scales=(4.0,)
+        norms=("layer",),
+        placements=("post",),
+        mlps=("relu",),
+        dtypes=("float32",),
+        eps=(1e-8,),
+        init_scales=(4.0,),
+        norm_biases=(False,),
+        qk_norms=(True,),
     )
     settings, usual = (arm_settings(of, of.arms[0]) for of in (plan, Plan(norms=("layer",))))
     model = settings.model
     assert (model.norm, model.norm_placement, model.mlp, model.norm_eps) == ("layer", "post", "relu", 1e-8)
     assert model.initializer_range == 4 * usual.model.initializer_range and settings.machine.dtype == "float32"
+    assert (model.has_norm_bias, model.qk_norm) == (False, True)
+    assert (usual.model.has_norm_bias, usual.model.qk_norm) == (True, False)
     assert Plan(norms=tuple(NORMS)).arms[-1].norm == list(NORMS)[-1]
 
 
@@ -128,6 +177,10 @@ def test_every_choice_of_an_arm_reaches_the_model():
         ({"learning_rates": (1e-3, -1.0)}, "different numbers greater than 0"),
         ({"learning_rates": (1e-3, 1e-3)}, "different numbers greater than 0"),
         ({"norms": ("rms",), "convert": True}, "add layer to --norms"),
+        ({"convert": True, "norm_biases": (True,)}, "leave out --norm-biases"),
+        ({"convert": True, "qk_norms": (True, False)}, "one value of every choice but --norms"),
+        ({"norm_biases": (True, True)}, "--norm-biases needs one or more different values"),
+        ({"first_seed": -1}, "--first-seed is -1 and must be at least 0"),
     ],
 )
 def test_a_plan_that_cannot_work_is_a_one_line_error(changes, words):
@@ -151,8 +204,10 @@ def test_every_plan_of_the_project_reads_back_as_it_was_saved(path, tmp_path):
 def test_there_are_plans_and_a_changed_one_reads_back_too(tmp_path):
     assert len(FILES) >= 6
     plan = Plan(name="my plan-2.0", learning_rates=(1 / 3, 1e-9), steps=7, convert=True, timing=False, margin=0.1 + 0.2)
-    save_plan(plan, tmp_path / "plan.toml")
-    assert load_plan(str(tmp_path / "plan.toml")) == plan
+    plans = [plan, Plan(**FACTORIAL, qk_norms=(True, False), first_seed=5)]
+    for plan in plans:
+        save_plan(plan, tmp_path / "plan.toml")
+        assert load_plan(str(tmp_path / "plan.toml")) == plan
 
 
 def test_an_unknown_plan_or_key_names_the_nearest(tmp_path):

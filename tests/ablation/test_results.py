@@ -3,12 +3,17 @@
 import dataclasses
 import json
 import math
+from pathlib import Path
 
 import pytest
 
+from ablation.plan import Run, run_settings
+from ablation.report import load_study
 from ablation.results import CURVES, append_lines, as_table, read_results, read_timings
+from ablation.run import settings_hash
 from benchmarks.timing import Timing
 from errors import UserError
+from model.config import NORMS
 
 
 @pytest.fixture
@@ -38,7 +43,8 @@ def test_what_is_appended_is_what_is_read(results, tmp_path):
 
 
 def test_a_line_cut_at_any_byte_is_ignored_and_overwritten_by_the_next(results, tmp_path):
-    short = [dataclasses.replace(result, **{name: [(1, 2.5)] for name in CURVES}) for result in results]
+    curves = {name: [(1, 2.5)] for name in CURVES} | {"validation_blocks": [2.5]}
+    short = [dataclasses.replace(result, **curves) for result in results]
     path = tmp_path / "runs.jsonl"
     append_lines(path, short[0])
     start = path.stat().st_size
@@ -95,6 +101,18 @@ def test_a_table_has_a_row_for_each_run_and_nan_for_what_a_diverged_run_lacks(re
     assert as_table([]).empty and "validation_loss" in as_table([]).columns
 
 
+def test_a_record_without_the_fields_that_came_later_reads_with_their_defaults(results, tmp_path):
+    path = tmp_path / "runs.jsonl"
+    append_lines(path, results[0])
+    fields = json.loads(path.read_text())
+    assert not {fields["arm"].pop(name) for name in ("norm_bias", "qk_norm")} - {None}
+    later = {"own_weights_hash": "", "batches_hash": "", "clipped": None, "validation_blocks": []}
+    assert all(fields.pop(name) for name in later)
+    path.write_text(json.dumps(fields) + "\n")
+    (read,) = read_results(path)
+    assert read == dataclasses.replace(results[0], **later) and read.key == results[0].key
+
+
 def test_runs_that_differ_in_one_choice_have_different_keys(results):
     run = results[0]
     others = [
@@ -103,6 +121,25 @@ def test_runs_that_differ_in_one_choice_have_different_keys(results):
         dataclasses.replace(run, phase="sweep"),
         dataclasses.replace(run, variant="rms at once"),
         dataclasses.replace(run, arm=dataclasses.replace(run.arm, norm="l2")),
+        dataclasses.replace(run, arm=dataclasses.replace(run.arm, norm_bias=not NORMS[run.arm.norm][1:])),
+        dataclasses.replace(run, arm=dataclasses.replace(run.arm, qk_norm=True)),
     ]
-    assert len({result.key for result in [run, *others]}) == 6
+    assert len({result.key for result in [run, *others]}) == 8
     assert dataclasses.replace(run, validation_loss=1.0).key == run.key
+
+
+FOLDERS = sorted((Path(__file__).parents[2] / "benchmarks" / "results").glob("ablation-*"))
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+def test_records_of_earlier_versions_are_of_the_same_runs_and_have_the_same_effects(folder):
+    study = load_study(folder)
+    for arm in study.plan.arms:
+        result = study.final(arm).result.iloc[0]
+        run = Run(arm, "final", result.seed, result.learning_rate)
+        assert result.settings_hash == settings_hash(run_settings(study.plan, run))
+    assert study.table[study.table.phase == "conversion"].used.all()
+    written = json.loads((folder / "results.json").read_text(encoding="utf-8"))["arms"]
+    assert [(arm.label, arm.loss.estimate, arm.completed) for arm in study.arms] == [
+        (arm["label"], arm["loss"]["estimate"], arm["completed"]) for arm in written
+    ]

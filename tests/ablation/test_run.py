@@ -1,6 +1,7 @@
 """One run: the same bits however often it is stopped, a record of what was measured, and probes that say the truth."""
 
 import dataclasses
+import hashlib
 import json
 import math
 import signal
@@ -104,10 +105,13 @@ def test_arms_of_a_seed_share_text_and_initial_weights_and_differ_in_their_loss(
     results = [unstopped, *(train(config, tmp_path / norm, norm) for norm in ("layer", "none"))]
     assert len({result.initial_weights_hash for result in results}) == len({result.text for result in results}) == 1
     assert len({result.settings_hash for result in results}) == len({r.validation_loss for r in results}) == 3
+    assert len({result.own_weights_hash for result in results}) == 3
+    assert len({result.batches_hash for result in results}) == 1
     run, settings = a_run(config)
     seed_2 = dataclasses.replace(settings, run=dataclasses.replace(settings.run, seed=2))
     other = train_run(run, seed_2, tmp_path / "seed 2", MACHINE, 1)
     assert other.initial_weights_hash != unstopped.initial_weights_hash and other.text == unstopped.text
+    assert other.own_weights_hash != unstopped.own_weights_hash and other.batches_hash != unstopped.batches_hash
 
 
 def test_a_record_holds_what_the_run_measured(config, unstopped):
@@ -123,6 +127,8 @@ def test_a_record_holds_what_the_run_measured(config, unstopped):
     assert unstopped.validation_curve[-1][1] == pytest.approx(unstopped.validation_loss)
     nats = unstopped.validation_loss * unstopped.text.validation_tokens
     assert unstopped.bits_per_byte == pytest.approx(nats / math.log(2) / unstopped.text.validation_bytes)
+    above = [norm > settings.optimizer.clip for _, norm in unstopped.gradient_norm]
+    assert unstopped.clipped == pytest.approx(np.mean(above)) and 0 < unstopped.clipped < 1
     assert unstopped.settings_hash == settings_hash(settings)
     on_gpu = dataclasses.replace(settings, machine=dataclasses.replace(settings.machine, device="cuda:1"))
     assert settings_hash(on_gpu) == settings_hash(settings)
@@ -143,8 +149,32 @@ def test_points_along_a_run_are_the_loss_on_the_first_part_of_the_validation_set
         evaluate(session.model, part, session.corpus.validation_bytes, session.device).loss
         for part in (windows[:2], windows)
     )
-    assert len(windows) > 5 and result.validation_curve[-1] == (12, first)
+    assert len(windows) > 5 and result.validation_curve[-1] == (12, float(f"{first:.6g}"))
     assert result.validation_loss == everything != first
+
+
+def test_the_losses_of_the_blocks_are_those_of_the_whole_validation_set(config, tmp_path, monkeypatch, unstopped):
+    monkeypatch.setattr(run_module, "BLOCKS", 4)
+    few = train(config, tmp_path / "run")
+    assert few.validation_loss == unstopped.validation_loss
+    tokens, batch = unstopped.text.validation_tokens, 4 * 32
+    for blocks, batches in ((unstopped.validation_blocks, 1), (few.validation_blocks, 1 + (tokens // batch) // 4)):
+        sizes = [min(batches * batch, tokens - start) for start in range(0, tokens, batches * batch)]
+        assert len(blocks) == len(sizes) <= 64 and len(set(blocks)) == len(blocks)
+        assert np.average(blocks, weights=sizes) == pytest.approx(unstopped.validation_loss, abs=1e-5)
+    assert 1 < len(few.validation_blocks) <= 4 < len(unstopped.validation_blocks)
+
+
+def test_the_hash_of_the_batches_is_that_of_what_was_trained_on(config, tmp_path, monkeypatch, unstopped):
+    digest, batch = hashlib.blake2b(digest_size=16), loop.batch
+
+    def noting(*arguments, **options):
+        inputs, targets = batch(*arguments, **options)
+        digest.update(inputs.tobytes() + targets.tobytes())
+        return inputs, targets
+
+    monkeypatch.setattr(loop, "batch", noting)
+    assert train(config, tmp_path / "run").batches_hash == digest.hexdigest() == unstopped.batches_hash
 
 
 @pytest.mark.parametrize("bad_step", [2, 11])
@@ -180,6 +210,8 @@ def test_evaluating_alone_does_no_step(config, tmp_path, calls):
     assert len(calls[0]) == counted == 12 and found.steps == 0
     assert found.validation_loss == base.validation_loss and found.probes == base.probes
     assert found.training_curve == found.validation_curve == found.update_ratio == []
+    assert (found.clipped, found.batches_hash) == (None, "") and found.validation_blocks == base.validation_blocks
+    assert found.own_weights_hash != base.own_weights_hash  # those that the other run ended with
 
 
 def test_probes_measure_the_input_of_every_norm():
@@ -235,7 +267,9 @@ def test_a_long_curve_is_kept_in_sixty_points_that_are_means(tmp_path):
     assert len(steps) == 60 and steps[-1] == 130
     starts = [0, *steps[:-1]]
     for (end, mean), (_, norm), start in zip(found["training_curve"], found["gradient_norm"], starts, strict=True):
-        assert mean == pytest.approx(np.mean(losses[start:end])) and norm == pytest.approx(2 * mean)
+        expected = np.mean(losses[start:end])
+        assert (mean, norm) == (pytest.approx(expected, rel=1e-5), pytest.approx(2 * expected, rel=1e-5))
+        assert len(str(mean)) <= 7  # six digits
 
 
 def test_a_spike_is_a_loss_far_above_the_twenty_steps_before_and_counts_once(tmp_path):

@@ -238,19 +238,12 @@ for rows, width, dtype, offset in [*shapes, (2, 40000, bf16, 0), *shapes]:
         def backward():
             norm.norm_backward(dy, residual, x, weight, statistics, layer_norm, True, layer_norm)
 
-        def beyond_32_bits():
-            numbers = rows, 2**40, 0, width, 1e-5
-            norm.norm_forward_kernel[(1,)](
-                x, None, None, None, dy, dy, statistics, *numbers, LAYER_NORM=layer_norm, ALIGNMENT=1, ROWS=1, BLOCK=1024
-            )
+        def with_stride(stride):
+            tensors, numbers = (x, None, None, None, dy, dy, statistics), (rows, stride, 0, width, 1e-5)
+            constants = {"LAYER_NORM": layer_norm, "ALIGNMENT": 1, "ROWS": 1, "BLOCK": 1024}
+            norm.norm_forward_kernel[(1,)](*tensors, *numbers, **constants)
 
-        def within_32_bits():
-            numbers = rows, 40, 0, width, 1e-5
-            norm.norm_forward_kernel[(1,)](
-                x, None, None, None, dy, dy, statistics, *numbers, LAYER_NORM=layer_norm, ALIGNMENT=1, ROWS=1, BLOCK=1024
-            )
-
-        for call in (forward, backward, within_32_bits, beyond_32_bits):
+        for call in (forward, backward, lambda: with_stride(40), lambda: with_stride(2**40)):
             inspected = launches(False, call)
             assert launches(True, call) == inspected  # may be the first
             assert launches(True, call) == inspected

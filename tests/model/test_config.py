@@ -45,6 +45,7 @@ def test_the_default_model_has_four_million_parameters():
         ({"norm": "instance"}, "norm is 'instance' and must be rms, layer, .* or none"),
         ({"norm": ["rms"]}, "must be rms, layer, "),
         ({"norm_eps": 0.0}, "norm_eps is 0.0"),
+        ({"norm_bias": "yes"}, "norm_bias is 'yes' and must be true, false or null"),
         ({"rope_theta": float("inf")}, "rope_theta is inf"),
         ({"rope_scaling": {"rope_type": "yarn"}}, "'yarn' is not supported"),
         ({"rope_scaling": {**LLAMA3, "factor": None}}, "factor None"),
@@ -71,12 +72,23 @@ def test_writing_the_default_head_dim_explicitly_gives_an_equal_configuration(ma
     assert make_config(head_dim=10) != make_config() and make_config(head_dim=10).head_dim == 10
 
 
+@pytest.mark.parametrize("norm", NORMS)
+def test_writing_the_default_bias_explicitly_gives_an_equal_configuration(make_config, norm):
+    default = make_config(norm=norm)
+    assert default.norm_bias is None and make_config(norm=norm, norm_bias=default.has_norm_bias) == default
+    other = make_config(norm=norm, norm_bias=not default.has_norm_bias)
+    if norm == "none":  # it has no parameters, whatever is asked for
+        assert other == default and not other.norm_parameters
+    else:
+        assert other != default and other.has_norm_bias != default.has_norm_bias
+
+
 @pytest.mark.parametrize(
     "changes",
     [
         *({"norm": norm} for norm in NORMS),
         {"norm": "layer", "norm_bias": False},
-        {"norm_bias": False},
+        {"norm_bias": True},
         {"attention_bias": True, "qk_norm": True},
         {"tie_word_embeddings": False, "head_dim": 10},
     ],

@@ -21,6 +21,7 @@ def tolerance(decoder):
 
 VARIANTS = {
     "layer without bias, untied": {"norm": "layer", "norm_bias": False, "tie_word_embeddings": False},
+    "rms with bias": {"norm_bias": True},
     "biases and qk norm": {"attention_bias": True, "qk_norm": True},
     "one kv head, wide heads": {"num_key_value_heads": 1, "head_dim": 20},
     "no grouping": {"num_key_value_heads": 6},

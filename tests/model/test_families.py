@@ -5,7 +5,9 @@ import json
 import pytest
 
 from errors import UserError
+from model.config import NORMS
 from model.decoder import Decoder
+from model.families import FORMAT
 from model.pretrained import load_config, save_pretrained
 
 REFUSED = {
@@ -116,3 +118,15 @@ def test_a_prenorm_configuration_that_lacks_a_key_is_refused(saved, edit_config)
     edit_config(directory, without=("qk_norm",))
     with pytest.raises(UserError, match="qk_norm is missing"):
         load_config(directory)
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_a_norm_bias_that_was_always_true_before_files_had_a_format_means_the_default(saved, edit_config, norm):
+    directory = saved(norm=norm, mlp="geglu")
+    config = load_config(directory)
+    edit_config(directory, without=("format",), norm_bias=True)
+    assert load_config(directory) == config
+    edit_config(directory, norm_bias=False)  # this too was written, for LayerNorm without bias
+    assert not load_config(directory).has_norm_bias
+    edit_config(directory, format=FORMAT, norm_bias=True)
+    assert load_config(directory).has_norm_bias == (norm != "none")

@@ -19,6 +19,7 @@ pytestmark = pytest.mark.skipif(kernels.gpu is None, reason="Triton is not insta
 
 VARIANTS = {
     "rms": {},
+    "rms with bias": {"norm_bias": True, "attention_bias": True},
     "layer, biases, qk norm, untied": {
         "norm": "layer", "attention_bias": True, "qk_norm": True, "tie_word_embeddings": False,
     },

@@ -7,7 +7,7 @@ import pytest
 import torch
 import tyro
 
-from model.config import NORMS, ModelConfig, num_norm_parameters
+from model.config import BIAS, NORMS, ModelConfig, num_norm_parameters
 from model.decoder import Decoder
 from model.norm import Norm, is_norm_parameter
 
@@ -25,10 +25,13 @@ def make_norm(make_config):
     return make
 
 
+@pytest.mark.parametrize("norm_bias", [True, False])
 @pytest.mark.parametrize("norm", NORMS)
-def test_values_and_gradients_equal_those_of_the_float64_formula(make_norm, make_config, norm_formula, relative, norm):
+def test_values_and_gradients_equal_those_of_the_float64_formula(
+    make_norm, make_config, norm_formula, relative, norm, norm_bias
+):
     """Tolerance: rounding of float32, more where three elements alone give the statistic, which may all be small."""
-    module, generator = make_norm(norm).eval(), torch.Generator().manual_seed(6)
+    module, generator = make_norm(norm, norm_bias=norm_bias).eval(), torch.Generator().manual_seed(6)
     for buffer in module.buffers():
         buffer.copy_(torch.rand(buffer.shape, generator=generator) + 0.5)
     x, residual, dy, ds = (torch.randn(2, 9, 48, generator=generator) + 0.3 for _ in range(4))
@@ -69,10 +72,12 @@ def test_the_output_has_the_dtype_of_x_and_the_stream_is_the_rounded_sum(make_no
     assert {parameter.grad.dtype for parameter in module.parameters()} <= {torch.float32}
 
 
-@pytest.mark.parametrize("norm_bias", [True, False])
+@pytest.mark.parametrize("norm_bias", [None, True, False])
 @pytest.mark.parametrize("norm", NORMS)
-def test_a_norm_has_the_parameters_of_its_row_at_their_initial_values(make_config, norm, norm_bias):
-    row = {parameter.name: parameter for parameter in NORMS[norm] if norm_bias or parameter.name != "bias"}
+def test_a_norm_has_the_parameters_of_its_row_and_the_bias_that_is_asked_for(make_config, norm, norm_bias):
+    row = {parameter.name: parameter for parameter in NORMS[norm] if norm_bias is None or parameter.name != "bias"}
+    if norm_bias and norm != "none":
+        row["bias"] = BIAS
     decoder = Decoder(make_config(norm=norm, norm_bias=norm_bias, norm_placement="sandwich"), seed=3)
     norms = [module for module in decoder.modules() if isinstance(module, Norm)]
     assert len(norms) == decoder.config.num_norms == 3 * 4 + 1

@@ -3,9 +3,10 @@
 import pytest
 import torch
 
+import kernels
 from errors import UserError
 from model.config import NORMS
-from model.decoder import Decoder
+from model.decoder import Decoder, center_residual_writers
 from model.norm import is_norm_parameter
 from model.pretrained import load_weights, unpacked_tensors
 
@@ -46,6 +47,13 @@ def test_from_rms_to_layer_norm_weights_are_kept_and_biases_are_new(make_config,
             assert (parameter == 0).all()
         else:
             assert torch.equal(parameter, source.state_dict()[name])
+
+
+def test_from_layer_to_rms_with_bias_everything_is_kept(make_decoder, saved):
+    decoder, source = make_decoder(seed=1, norm_bias=True), make_decoder(norm="layer")
+    report = load_weights(decoder, saved(norm="layer"))
+    assert (report.new, report.dropped) == ([], [])
+    assert all(torch.equal(parameter, source.state_dict()[name]) for name, parameter in decoder.named_parameters())
 
 
 @pytest.mark.parametrize("target", [{"norm": "rms"}, {"norm": "layer", "norm_bias": False}])
@@ -105,3 +113,70 @@ def test_each_field_that_must_match_is_named_with_both_values(make_decoder, save
 def test_context_rope_theta_and_norm_eps_may_differ(make_decoder, saved):
     decoder = make_decoder(seed=1, max_position_embeddings=128, rope_theta=500.0, norm_eps=1e-6)
     assert load_weights(decoder, saved()).new == []
+
+
+@pytest.fixture
+def converted(make_decoder):
+    """A LayerNorm decoder, and RMSNorm with its weights centered, both in float64."""
+
+    def convert(norm_bias: bool = True, **changes) -> tuple[Decoder, Decoder]:
+        layer = make_decoder(norm="layer", norm_bias=norm_bias, **changes).double()
+        rms = make_decoder(seed=1, norm_bias=norm_bias, **changes).double()
+        rms.load_state_dict(layer.state_dict())
+        layer.compute_dtype = rms.compute_dtype = torch.float64
+        return layer, rms
+
+    return convert
+
+
+@pytest.fixture
+def reference():
+    """Compute in plain PyTorch, whose statistics are float32, in float64: promotion is what `float` means here."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "float", torch.Tensor.double)
+        kernels.use("reference", torch.device("cpu"))
+        yield
+    kernels.use("auto", torch.device("cpu"))
+
+
+@pytest.mark.usefixtures("reference")
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"norm_bias": False}, {"attention_bias": True, "qk_norm": True}, {"mlp": "relu"}],
+    ids=["with bias", "without bias", "biases and qk norm", "plain MLP"],
+)
+@torch.no_grad()
+def test_with_centered_weights_rmsnorm_computes_what_layernorm_did(converted, tokens, relative, changes):
+    layer, rms = converted(tie_word_embeddings=False, **changes)
+    expected = layer(tokens)
+    assert relative(rms(tokens), expected) > 1e-3
+    center_residual_writers(rms)
+    assert relative(rms(tokens), expected) < 1e-10
+    center_residual_writers(layer)
+    assert relative(layer(tokens), expected) < 1e-10
+
+
+@pytest.mark.usefixtures("reference")
+@torch.no_grad()
+def test_a_tied_embedding_is_not_centered_since_the_head_would_change(converted, tokens, relative):
+    layer, rms = converted(tie_word_embeddings=True)
+    expected, embedding = layer(tokens), layer.embed_tokens.weight.clone()
+    center_residual_writers(layer)
+    assert torch.equal(layer.embed_tokens.weight, embedding) and relative(layer(tokens), expected) < 1e-10
+    outputs = []
+    layer.norm.register_forward_hook(lambda module, inputs, found: outputs.append(found[0]))
+    layer(tokens)
+    means = embedding.mean(1)
+    layer.embed_tokens.weight -= means[:, None]
+    found = layer(tokens)  # the stream is centered by every norm: only the head has changed
+    assert relative(found, expected - outputs[0].sum(-1, keepdim=True) * means) < 1e-10
+    assert relative(found, expected) > 1e-3
+    uncentered = relative(rms(tokens), expected)
+    center_residual_writers(rms)
+    assert 1e-3 < relative(rms(tokens), expected) < uncentered
+
+
+@pytest.mark.parametrize("placement", ["post", "sandwich"])
+def test_where_norms_write_to_the_stream_weights_cannot_be_centered(make_decoder, placement):
+    with pytest.raises(ValueError, match=f"norms placed {placement} write to the residual stream"):
+        center_residual_writers(make_decoder(norm_placement=placement))

@@ -16,6 +16,7 @@ def decoders(make_config, **changes):
             "rms": {"norm": "rms", **changes},
             "layer": {"norm": "layer", **changes},
             "layer without bias": {"norm": "layer", "norm_bias": False, **changes},
+            "rms with bias": {"norm": "rms", "norm_bias": True, **changes},
         }.items()
     }
 
@@ -30,11 +31,13 @@ def test_shared_parameters_start_bit_equal_and_all_others_are_biases_of_norms(ma
     biases = {f"{norm}.bias" for norm in [*norms, "norm"]}
     assert states["layer without bias"].keys() == states["rms"].keys()
     assert states["layer"].keys() - states["rms"].keys() == biases
+    assert states["layer"].keys() == states["rms with bias"].keys()
+    assert not any(states["rms with bias"][name].any() for name in biases)
     assert not states["rms"].keys() - states["layer"].keys()
 
 
 def test_decoders_with_different_norms_compute_different_functions(make_config, tokens):
-    rms, layer, _ = (decoder(tokens) for decoder in decoders(make_config, initializer_range=0.2).values())
+    rms, layer, *_ = (decoder(tokens) for decoder in decoders(make_config, initializer_range=0.2).values())
     assert (rms - layer).norm() / layer.norm() > 0.01
 
 

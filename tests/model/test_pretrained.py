@@ -40,12 +40,14 @@ def test_saving_again_into_the_same_directory_replaces_the_weights(make_decoder,
     assert torch.equal(load_pretrained(directory)(tokens), other(tokens))
 
 
+@pytest.mark.parametrize("norm_bias", [None, True, False])
 @pytest.mark.parametrize("norm", NORMS)
 @torch.no_grad()
-def test_a_model_with_any_norm_is_read_back_bit_equal(make_decoder, tokens, tmp_path, norm):
-    decoder = make_decoder(norm=norm).eval()
+def test_a_model_with_any_norm_is_read_back_bit_equal(make_decoder, tokens, tmp_path, norm, norm_bias):
+    decoder = make_decoder(norm=norm, norm_bias=norm_bias).eval()
     save_pretrained(decoder, tmp_path)
-    model_type = {"rms": "llama", "layer": "stablelm"}.get(norm, "prenorm")
+    families = {"layer": "stablelm"} if norm_bias else {"rms": "llama", "layer": "stablelm"}
+    model_type = families.get(norm, "prenorm")
     assert json.loads((tmp_path / "config.json").read_text())["model_type"] == model_type
     again = load_pretrained(tmp_path).eval()
     assert again.config == decoder.config

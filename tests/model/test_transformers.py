@@ -29,6 +29,7 @@ NO_FAMILY = {
     "layer with qk norm": {"norm": "layer", "qk_norm": True},
     "layer with wide heads": {"norm": "layer", "head_dim": 20},
     "rms with heads that do not divide": {"hidden_size": 50, "head_dim": 6},
+    "rms with bias": {"norm_bias": True},
 }
 LLAMA3 = {
     "rope_type": "llama3",

@@ -1,12 +1,15 @@
 """Runs that start from the weights of a checkpoint: what they keep, and what they print."""
 
 import dataclasses
+from pathlib import Path
 
 import pytest
+import torch
 
 from errors import UserError
 from training import metrics
 from training.loop import train
+from training.session import set_up
 from training.settings import RunSettings, load_settings, parse, save_settings
 
 
@@ -17,6 +20,66 @@ def test_a_run_can_start_from_the_weights_of_a_model_with_another_norm(flags, ru
     assert "tensors kept from" in out and "5 new: " in out  # the biases of two norms in two layers and the last one
     lines = metrics.read(tmp_path / "swapped")
     assert lines[1]["loss"] < 5.0  # starts from what the other run learned, not from log(400) = 6.0
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerRun:
+    """A LayerNorm run, and the flags of the runs that start from it."""
+
+    folder: Path
+    flags: list[str]
+
+
+@pytest.fixture
+def layer_run(flags, tmp_path) -> LayerRun:
+    """A run with an untied head whose biases and weights have learned a little."""
+    flags = [*flags, "--no-tie-word-embeddings", "--learning-rate", "3e-2"]
+    train(parse([*flags, "--steps", "8", "--norm", "layer"], "test").settings, tmp_path / "layer")
+    return LayerRun(tmp_path / "layer", flags)
+
+
+def test_a_converted_norm_keeps_the_biases_of_the_run_unless_they_are_dropped(layer_run):
+    start = [*layer_run.flags, "--init-from", str(layer_run.folder)]
+    expected = {("rms",): True, ("rms", "--no-norm-bias"): None, ("layer",): None, ("l2",): True, ("none",): None}
+    for (norm, *more), bias in expected.items():
+        assert parse([*start, "--norm", norm, *more], "test").settings.model.norm_bias is bias, (norm, more)
+
+
+EXACT, OTHER = "the same function up to rounding", "not the same function"
+CENTERED, UNCENTERED = "--no-center-weights does not center", "--center-weights centers the weights"
+
+
+@pytest.mark.parametrize(
+    ("extra", "words"),
+    [
+        ([], f"bias kept, weights centered: {EXACT} (--no-norm-bias drops the bias, {CENTERED})"),
+        (
+            ["--no-center-weights"],
+            f"bias kept, weights not centered: {OTHER} (--no-norm-bias drops the bias, {UNCENTERED})",
+        ),
+        (["--no-norm-bias"], f"bias dropped, weights centered: {OTHER} (--norm-bias keeps the bias, {CENTERED})"),
+        (["--norm-eps", "1e-3"], f"bias kept, weights centered: {OTHER} (--no-norm-bias drops the bias, {CENTERED})"),
+    ],
+)
+def test_a_layernorm_run_continues_as_rmsnorm_and_says_how(layer_run, extra, words):
+    start = [*layer_run.flags, "--init-from", str(layer_run.folder)]
+    said = []
+    settings = [parse([*start, *more], "test").settings for more in (["--norm", "layer"], ["--norm", "rms", *extra])]
+    layer, rms = (set_up(s, layer_run.folder / "next", resume=False, say=said.append).model for s in settings)
+    assert said[-2] == f"  LayerNorm to RMSNorm: {words}"
+    tokens = torch.arange(60).view(2, 30)
+    with torch.no_grad():
+        difference = (rms(tokens) - layer(tokens)).norm() / layer(tokens).norm()
+    assert (difference < 1e-5) == (EXACT in words)
+
+
+def test_a_conversion_of_a_tied_model_says_that_it_is_not_exact(flags, tmp_path):
+    flags = [*flags, "--steps", "1", "--tie-word-embeddings"]
+    train(parse([*flags, "--norm", "layer"], "test").settings, tmp_path / "layer")
+    said = []
+    settings = parse([*flags, "--init-from", str(tmp_path / "layer"), "--norm", "rms"], "test").settings
+    set_up(settings, tmp_path / "next", resume=False, say=said.append)
+    assert "weights centered except the embedding, which is also the head: not the same function" in said[-2]
 
 
 @pytest.mark.parametrize("how", ["flag", "file"])

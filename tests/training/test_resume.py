@@ -218,6 +218,23 @@ def stopped_run(flags, tmp_path, monkeypatch) -> Path:
     return tmp_path / "run"
 
 
+def test_a_run_saved_before_files_had_a_format_resumes_as_the_same_model(flags, tmp_path, monkeypatch):
+    """Then norm_bias was true for every norm, and gave none a bias that it lacks by default."""
+    stop_at(monkeypatch, 5)
+    run = tmp_path / "run"
+    train(parse([*flags, "--norm", "l2"], "test").settings, run)
+    monkeypatch.undo()
+    settings, config = run / "settings.toml", run / "last" / "config.json"
+    text = settings.read_text(encoding="utf-8").replace("format = 2\n", "")
+    settings.write_text(text.replace('norm = "l2"', 'norm = "l2"\nnorm_bias = true'), encoding="utf-8")
+    fields = json.loads(config.read_text(encoding="utf-8"))
+    config.write_text(json.dumps({k: v for k, v in fields.items() if k != "format"} | {"norm_bias": True}))
+    with pytest.raises(UserError, match=r"shape differs .*norm_bias: None -> True"):
+        train(parse(["--resume", str(run), "--norm-bias"], "test").settings, run, resume=True)
+    resumed = parse(["--resume", str(run), "--steps", "7"], "test").settings
+    assert resumed.model.norm_bias is None and train(resumed, run, resume=True) == 0
+
+
 def test_resuming_with_another_text_or_shape_says_what_differs(flags, stopped_run, tmp_path):
     (tmp_path / "other").mkdir()
     for number in range(60):

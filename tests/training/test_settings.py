@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from errors import UserError
+from model.config import NORMS
+from training.checkpoint import settings_hash
 from training.settings import CONFIGS, Settings, load_settings, parse, save_settings
 
 ROOT = Path(__file__).parent.parent.parent
@@ -56,6 +58,30 @@ def test_every_config_survives_saving_and_loading(config, tmp_path):
     settings = settings_from("--config", config)
     save_settings(settings, tmp_path / "settings.toml")
     assert load_settings(tmp_path / "settings.toml") == settings
+
+
+def test_norm_bias_is_a_pair_of_flags_and_reads_back_as_it_was_saved(tmp_path):
+    expected = {(): None, ("--norm-bias",): True, ("--no-norm-bias",): None, ("--norm", "layer", "--norm-bias"): None}
+    for flags, value in (expected | {("--norm", "layer", "--no-norm-bias"): False}).items():
+        settings = settings_from(*flags)
+        assert settings.model.norm_bias is value, flags
+        save_settings(settings, tmp_path / "settings.toml")
+        assert load_settings(tmp_path / "settings.toml") == settings
+    (tmp_path / "mine.toml").write_text("[model]\nnorm_bias = true\n")
+    assert load_settings(tmp_path / "mine.toml").model.norm_bias is True
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_settings_that_were_saved_before_rms_could_have_a_bias_describe_the_same_model(norm, tmp_path):
+    """Then norm_bias was always in the file, true for every norm, and gave none a bias that it lacks by default."""
+    settings, path = settings_from("--norm", norm), tmp_path / "settings.toml"
+    save_settings(settings, path)
+    text = path.read_text(encoding="utf-8").replace("format = 2\n", "")
+    path.write_text(text.replace(f'norm = "{norm}"', f'norm = "{norm}"\nnorm_bias = true'), encoding="utf-8")
+    assert load_settings(path) == settings and "norm_bias" in path.read_text(encoding="utf-8")
+    assert settings_hash(load_settings(path)) == settings_hash(settings)
+    with_bias = dataclasses.replace(settings, model=dataclasses.replace(settings.model, norm_bias=True))
+    assert (settings_hash(with_bias) == settings_hash(settings)) == (with_bias == settings)
 
 
 def test_every_field_has_a_docstring_for_its_help():
