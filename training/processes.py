@@ -5,6 +5,7 @@ their arguments, and everything else here does nothing.
 """
 
 import os
+import time
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -90,5 +91,12 @@ def start_processes(device_name: str) -> tuple[Processes, str]:
 
 
 def finish_processes(processes: Processes) -> None:
+    """Leave the process group.
+
+    A thread of Gloo needs Python's lock to release the tensors of the last collective. The model holds the lock while it
+    is deleted, and waits for that thread: with torch 2.13 they wait for each other in a process that ends too soon
+    after a collective. Sleeping gives the thread the lock before.
+    """
     if processes.count > 1:
         dist.destroy_process_group()
+        time.sleep(0.2)

@@ -156,8 +156,8 @@ for tokens in (1, 2, 3, 7, 8, 15, 16, 17, 31, 32, 33, 48, 63, 64, 65, 100, 128, 
             qkv[..., :128].unflatten(-1, (2, 64)), *[qkv[..., :64].unflatten(-1, (1, 64))] * 2, qkv, angles, angles,
             weight[:64], weight[:64], 1e-5,
         ),
-        "loss": lambda: cross_entropy.cross_entropy(x, torch.zeros(tokens).long(), statistic, statistic, -100),
-        "loss alone": lambda: cross_entropy.cross_entropy(x, torch.zeros(tokens).long(), None, statistic, -100),
+        "loss": lambda: cross_entropy.cross_entropy(x, torch.zeros(tokens).long(), statistics, statistics, -100),
+        "loss alone": lambda: cross_entropy.cross_entropy(x, torch.zeros(tokens).long(), None, statistics, -100),
     }
     for name, call in calls.items():
         for kernel, compiled in recorder.record(call):
