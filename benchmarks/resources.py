@@ -200,8 +200,10 @@ def launches() -> Iterator[tuple[str, Callable[[], object]]]:
         yield f"decode attention, {heads // kv_heads} heads of {width} share keys", lambda a=a: decode.attention(*a)
 
 
-def inspect(name: str, kernel_name: str, target: str, kernel: triton.compiler.CompiledKernel) -> Resources:
-    """Read a compiled kernel's machine code."""
+def inspect(
+    name: str, kernel_name: str, target: str, kernel: triton.compiler.CompiledKernel, sass: bool = True
+) -> Resources:
+    """Read a compiled kernel's machine code; without `sass`, NVIDIA's resource usage alone, and no instructions."""
     common = {"launch": name, "kernel": kernel_name, "target": target, "shared": kernel.metadata.shared}
     common["warps"] = kernel.metadata.num_warps
     if "amdgcn" in kernel.asm:
@@ -231,7 +233,7 @@ def inspect(name: str, kernel_name: str, target: str, kernel: triton.compiler.Co
             bytes_in_flight=None,
             **by_width(accesses),
         )
-    code = disassemble(kernel)
+    code = disassemble(kernel, sass)
     accesses = []
     for kind, modifiers in re.findall(r"\b(LDG|STG|LDGSTS)\.([\w.]+)", code):
         accesses.append(("store" if kind == "STG" else "load", access_width(modifiers)))
@@ -249,18 +251,18 @@ def inspect(name: str, kernel_name: str, target: str, kernel: triton.compiler.Co
         barriers=len(re.findall(r"\bBAR\.", code)),
         async_copies=len(re.findall(r"\b(?:LDGSTS|UTMALDG)\b", code)),
         programs=resident_programs(target, registers, common["warps"], common["shared"]),
-        bytes_in_flight=None if by_tma else 32 * common["warps"] * thread_bytes_in_flight(code),
+        bytes_in_flight=None if by_tma or not sass else 32 * common["warps"] * thread_bytes_in_flight(code),
         **by_width(accesses),
     )
 
 
-def disassemble(kernel: triton.compiler.CompiledKernel) -> str:
-    """Resource usage and SASS of a kernel that was compiled for NVIDIA."""
+def disassemble(kernel: triton.compiler.CompiledKernel, sass: bool) -> str:
+    """Resource usage of a kernel that was compiled for NVIDIA and, with `sass`, its instructions: half a second."""
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
-        command = [tool, "--dump-resource-usage", "-sass", file.name]
+        command = [tool, "--dump-resource-usage", *(["-sass"] if sass else []), file.name]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
@@ -331,7 +333,7 @@ def pretend(name: str) -> Recorder:
     return Recorder()
 
 
-def measure(name: str, only: str, float64_scalars: bool) -> list[Resources]:
+def measure(name: str, only: str, float64_scalars: bool, sass: bool) -> list[Resources]:
     """Compile launches for a target; with float64_scalars, as torch.compile may type them, all numbers are float64."""
     recorder = pretend(name)
     recorder.float64_scalars = float64_scalars
@@ -342,7 +344,7 @@ def measure(name: str, only: str, float64_scalars: bool) -> list[Resources]:
         for kernel_name, kernel in recorder.record(call):
             if kernel.hash not in seen:
                 seen.add(kernel.hash)
-                found.append(inspect(label, kernel_name, name, kernel))
+                found.append(inspect(label, kernel_name, name, kernel, sass))
     return found
 
 
@@ -366,13 +368,16 @@ def main() -> None:
     parser.add_argument("--targets", nargs="+", choices=TARGETS, default=list(TARGETS), help="GPUs to compile for")
     parser.add_argument("--only", type=pattern, default="", metavar="PATTERN", help="launches whose name matches")
     parser.add_argument("--float64-scalars", action="store_true", help="type all numbers float64, as torch.compile may")
+    parser.add_argument(
+        "--sass", nargs="*", choices=TARGETS, default=list(TARGETS), help="NVIDIA GPUs whose instructions are counted"
+    )
     arguments = parser.parse_args()
     if gpu.INTERPRETED:
         raise SystemExit("python -m benchmarks.resources compiles kernels: run it without TRITON_INTERPRET.")
     # A process for each target: Triton caches what it knows about a target.
     with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as pool:
         options = arguments.only, arguments.float64_scalars
-        results = [pool.submit(measure, target, *options) for target in arguments.targets]
+        results = [pool.submit(measure, target, *options, target in arguments.sass) for target in arguments.targets]
         found = [one for result in results for one in result.result()]
     print(
         "Each cell: registers of a thread, bytes spilled, widths of global loads in bytes, programs that fit a"
