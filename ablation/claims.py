@@ -93,7 +93,7 @@ def loss_difference(arm: str, base: str) -> Callable[[Study], list[Effect]]:
 
 
 def probes_by_arm(study: Study, norms: Sequence[str]) -> dict[Arm, list[Probes]]:
-    """What was measured inside the final runs of the arms that have one of these norms."""
+    """Probes of the final runs of each arm that has one of these norms and at least two runs with probes."""
     arms = [arm for arm in study.plan.arms if arm.norm in norms]
     found = {arm: [run.probes for run in study.final(arm).result if run.probes is not None] for arm in arms}
     return {arm: probes for arm, probes in found.items() if len(probes) > 1}
