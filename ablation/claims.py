@@ -92,8 +92,8 @@ def loss_difference(arm: str, base: str) -> Callable[[Study], list[Effect]]:
     return measure
 
 
-def probed(study: Study, norms: Sequence[str]) -> dict[Arm, list[Probes]]:
-    """What was measured inside the final runs of the arms that have one of these norms."""
+def probes_by_arm(study: Study, norms: Sequence[str]) -> dict[Arm, list[Probes]]:
+    """Probes of the final runs of each arm that has one of these norms and at least two runs with probes."""
     arms = [arm for arm in study.plan.arms if arm.norm in norms]
     found = {arm: [run.probes for run in study.final(arm).result if run.probes is not None] for arm in arms}
     return {arm: probes for arm, probes in found.items() if len(probes) > 1}
@@ -106,7 +106,7 @@ def mean_over_chance(norm: str) -> Callable[[Study], list[Effect]]:
 
     def measure(study: Study) -> list[Effect]:
         effects = []
-        for arm, probes in probed(study, [norm]).items():
+        for arm, probes in probes_by_arm(study, [norm]).items():
             chance = math.sqrt(2 / (math.pi * model_config(study.plan, arm).hidden_size))
             deep = [float(np.mean(p.mean_over_std[len(p.mean_over_std) // 2 :])) / chance for p in probes]
             effects.append(mean_effect(study.label(arm), deep, "of the chance level"))
@@ -121,7 +121,7 @@ def direction_in_training(study: Study) -> list[Effect]:
     It is sqrt(1 - c^2), c the row's cosine with the vector of ones; here c is the mean over tokens and norms.
     """
     effects = []
-    for arm, probes in probed(study, ["rms", "layer"]).items():
+    for arm, probes in probes_by_arm(study, ["rms", "layer"]).items():
         cosines = [math.sqrt(1 - float(np.mean(p.cosine_with_ones)) ** 2) for p in probes]
         effects.append(mean_effect(study.label(arm), cosines, "cosine"))
     return effects
@@ -186,7 +186,7 @@ def bias_alone(study: Study) -> list[Effect]:
 
 
 def _choices(study: Study, arm: Arm, *more: str) -> tuple:
-    """What an arm is, but for its norm: the fields `more` and all others, and at the end whether it has a bias."""
+    """The choices of an arm apart from its norm: the fields `more`, all other fields, and whether it has a bias."""
     names = [*more, *(name for name in vars(arm) if name not in ("norm", "norm_bias"))]
     return (*(getattr(arm, name) for name in names), model_config(study.plan, arm).has_norm_bias)
 
@@ -199,7 +199,7 @@ def _differences(study: Study, name: str, pairs: list[tuple[Arm, Arm | None]]) -
 def cost_of_float16(study: Study) -> list[Effect]:
     """What float16 costs LayerNorm minus what it costs RMSNorm.
 
-    bfloat16 is no measurement: it has the range of float32, in which the statistics are computed in every dtype.
+    bfloat16 has the range of float32, in which the statistics are computed in every dtype: it would show nothing.
     """
 
     def difference(losses: pd.Series) -> float:
@@ -248,15 +248,15 @@ def post_minus_pre(measure: Callable[[pd.Series], float]) -> Callable[[Study], l
     return effects
 
 
-def tell_learning_rate(study: Study, effects: list[Effect]) -> list[Effect]:
-    """The effects with a unit that says so where all arms had one learning rate, which may suit some arms better."""
+def note_shared_learning_rate(study: Study, effects: list[Effect]) -> list[Effect]:
+    """The effects; where all arms had one learning rate, which may suit some better, their unit says so."""
     more = "" if study.plan.has_sweep else f" at one learning rate, {default_learning_rate(study.plan):g}"
     return [dataclasses.replace(effect, unit=effect.unit + more) for effect in effects]
 
 
 def gated_against_swiglu(study: Study) -> list[Effect]:
     found = [study.compare(mlp, "swiglu") for mlp in GATED if mlp != "swiglu"]
-    return tell_learning_rate(study, [comparison.loss for comparison in found if comparison is not None])
+    return note_shared_learning_rate(study, [comparison.loss for comparison in found if comparison is not None])
 
 
 def plain_against_gated(study: Study) -> list[Effect]:
@@ -272,7 +272,7 @@ def plain_against_gated(study: Study) -> list[Effect]:
             name = f"{study.label(best)} minus {study.label(arm)}"
             pair = [(best, arm)]
             effects += averaged_over_seeds(study, name, lambda losses, pair=pair: mean_difference(losses, pair))
-    return tell_learning_rate(study, effects)
+    return note_shared_learning_rate(study, effects)
 
 
 def conversion_cost(variant: str) -> Callable[[Study], list[Effect]]:

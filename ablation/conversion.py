@@ -1,9 +1,9 @@
 """A finished LayerNorm run converted to RMSNorm, then evaluated without training, after training only the norms, and
 after training all parameters.
 
-RMSNorm lacks LayerNorm's mean and its bias, so conversions at once also drop each alone; with centered weights nothing
-is lost. The control of the trained ones trains on with LayerNorm for as many steps, so that what longer training brings
-does not count as recovery.
+RMSNorm lacks LayerNorm's mean and its bias, so there are also conversions that drop only one of them. With the bias and
+centered weights nothing is lost, unless the embedding is tied to the head. The control keeps LayerNorm and trains for
+as many steps as the others, so that what longer training brings does not count as recovery.
 """
 
 import dataclasses

@@ -18,7 +18,7 @@ import tomli_w
 import tyro
 
 from errors import UserError
-from model.config import GATED, NORMS, PLACEMENTS, PLAIN, ModelConfig, reduce_norm_bias
+from model.config import GATED, NORMS, PLACEMENTS, PLAIN, ModelConfig, canonical_norm_bias
 from training.settings import CONFIGS, Settings, as_flags, config_path, load_settings, nearest, replace_text
 
 PLANS = CONFIGS / "ablations"
@@ -41,7 +41,9 @@ class Arm:
     """None: as the config says."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "norm_bias", reduce_norm_bias(self.norm, self.norm_bias))  # equal arms must be equal
+        object.__setattr__(
+            self, "norm_bias", canonical_norm_bias(self.norm, self.norm_bias)
+        )  # equal arms must be equal
 
 
 @dataclass(frozen=True)
@@ -63,9 +65,9 @@ class Plan:
     init_scales: tuple[float, ...] = (1.0,)
     """Factors on the standard deviation of the initial weights."""
     norm_biases: tuple[bool, ...] = ()
-    """Whether the norms have a bias; without it each norm's own default."""
+    """Whether the norms have a bias; without values, each norm's own default."""
     qk_norms: tuple[bool, ...] = ()
-    """Whether queries and keys go through RMSNorm; without it as the config says."""
+    """Whether queries and keys go through RMSNorm; without values, as the config says."""
     seeds: int = 5
     """Final runs of each arm, paired by seed."""
     first_seed: int = 1
@@ -196,13 +198,13 @@ def label(plan: Plan, arm: Arm) -> str:
 
 # What arms are compared by: the first of these choices that has several values. A norm and its bias are one choice.
 COMPARED = (("norm", "norm_bias"), ("mlp",), ("placement",), ("dtype",), ("eps",), ("init_scale",), ("qk_norm",))
-PREFERRED = (("layer", None), ("layer", False), ("swiglu",))  # as the baseline
+PREFERRED = (("layer", None), ("layer", False), ("swiglu",))  # baselines, where the plan has them
 
 
 def baseline(plan: Plan, arm: Arm) -> Arm | None:
     """The arm that this one is compared with; None for the baseline itself.
 
-    It differs in one choice alone, see `COMPARED`. Its value is layer, swiglu, or else the first value.
+    It differs in one choice alone, see `COMPARED`. Its value is one of `PREFERRED`, or else the plan's first value.
     """
     for fields in COMPARED:
         values = list(dict.fromkeys(tuple(getattr(a, field) for field in fields) for a in plan.arms))

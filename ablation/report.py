@@ -214,8 +214,9 @@ def conversions(study: Study) -> Section:
         rows.append(row | {"change and 95% interval": effect(cost, "+.4f")})
     text = (
         "rms has neither LayerNorm's mean nor its bias; rms with bias lacks only the mean, layer without bias only "
-        "the bias, and with centered weights the mean is 0. At once: nothing is trained afterwards. Norms trained: "
-        "only the norms are. All trained: all parameters are; layer, all trained is the control, which loses nothing."
+        "the bias, and with centered weights the mean is 0, unless the embedding is tied to the head. At once: nothing "
+        "is trained afterwards. Norms trained: only the norms are. All trained: all parameters are; layer, all trained "
+        "is the control, which loses nothing."
     )
     table = Table("Validation loss after the conversion minus that before, nats per token", rows)
     return Section("A LayerNorm model converted to RMSNorm", text, [], [table])

@@ -95,9 +95,9 @@ class RunResult:
     """Conversions: how the norm was converted."""
     loss_before: float | None = None
     """Conversions: validation loss before, nats per token."""
-    # Records of earlier versions lack what follows and read with these values.
+    # Records of earlier versions lack the following fields and are read with these defaults.
     own_weights_hash: str = ""
-    """Of all weights that training starts from, the norms and what a conversion changed included."""
+    """Of all weights that training starts from, including the norms and what a conversion changed."""
     batches_hash: str = ""
     """Of all tokens that were trained on, in their order; equal for the arms of a seed."""
     clipped: float | None = None

@@ -34,7 +34,7 @@ from training.step import Diverged
 
 CURVE_POINTS = 60  # of a training curve in a record
 CURVE_TOKENS = 16_384  # of the validation set, for the points along a run; the final loss uses all of it
-BLOCKS = 64  # of the validation set, whose losses a record has
+BLOCKS = 64  # parts of the validation set whose losses a record has, at most
 UPDATE_RATIOS = 12  # measurements of a step's length, over a run
 SAVE_SECONDS = 30.0  # a killed run loses no more
 SPIKE = 0.5  # nats above the median of the 20 steps before
@@ -170,7 +170,7 @@ def final_loss(session: Session) -> dict[str, float | list[float]]:
     found = Evaluation(nats, tokens, corpus.validation_bytes)
     if not math.isfinite(found.loss):
         raise Diverged(f"the validation loss is {found.loss:g}, not finite")
-    losses = [short(block.loss) for block in blocks]
+    losses = [six_digits(block.loss) for block in blocks]
     return {"validation_loss": found.loss, "bits_per_byte": found.bits_per_byte, "validation_blocks": losses}
 
 
@@ -203,7 +203,7 @@ def probe_norm_inputs(model: Decoder, tokens: np.ndarray, device: torch.device) 
         model.train(training)
         for hook in hooks:
             hook.remove()
-    means, cosines = ([short(value) for value in values] for values in (means, cosines))
+    means, cosines = ([six_digits(value) for value in values] for values in (means, cosines))
     return Probes(means, cosines, max(largest)) if np.isfinite([*means, *cosines, *largest]).all() else None
 
 
@@ -223,11 +223,11 @@ def curves(folder: Path) -> dict[str, Curve | int]:
     parts = np.array_split(np.arange(len(lines)), max(1, min(CURVE_POINTS, len(lines))))
 
     def means(values: np.ndarray) -> Curve:
-        points = [(int(part[-1]) + 1, short(values[part].mean())) for part in parts if len(part)]
+        points = [(int(part[-1]) + 1, six_digits(values[part].mean())) for part in parts if len(part)]
         return [point for point in points if math.isfinite(point[1])]
 
     def column(name: str) -> Curve:
-        points = [(line["step"], short(line[name])) for line in lines if name in line]
+        points = [(line["step"], six_digits(line[name])) for line in lines if name in line]
         return [point for point in points if math.isfinite(point[1])]
 
     high = [step for step in range(20, len(losses)) if not losses[step] <= np.median(losses[step - 20 : step]) + SPIKE]
@@ -240,15 +240,15 @@ def curves(folder: Path) -> dict[str, Curve | int]:
     }
 
 
-def short(value: float | str) -> float:
-    """Six digits, for curves and other parts of a record that no verdict rests on: full ones double its length."""
+def six_digits(value: float | str) -> float:
+    """A number rounded to six digits, for what no verdict depends on: all digits would double the size of a record."""
     return float(f"{float(value):.6g}")
 
 
 def clipped(folder: Path, clip: float) -> float | None:
     """Share of the steps in metrics.jsonl whose gradient was longer than `clip`; None without steps."""
     norms = [float(line["gradient_norm"]) for line in metrics.read(folder) if "gradient_norm" in line]
-    return short(sum(norm > clip for norm in norms) / len(norms)) if norms else None
+    return six_digits(sum(norm > clip for norm in norms) / len(norms)) if norms else None
 
 
 def settings_hash(settings: Settings) -> str:

@@ -38,7 +38,7 @@ class Case:
     """Of all matrix products, forward and backward; if not 0, they are the limit instead of the bytes."""
     goals: list[Goal] = field(default_factory=list)
     prepare: dict[str, Callable] = field(default_factory=dict)
-    """For baselines that take other inputs: makes them of the case's inputs, in the same order. It is not timed."""
+    """For baselines that take other inputs: makes them from the case's inputs, in the same order. It is not timed."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,7 @@ class NormShape:
     mixed: bool = False
     """Whether it must be as fast with a float32 weight as with a bfloat16 one."""
     host_us: float | None = None
+    """Maximum microseconds of the host, forward and backward."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,7 @@ SHAPES = {
 
 
 def cases(device: torch.device, shapes: Shapes | None = None) -> Iterator[Case]:
-    """Those of the device's type: large shapes for a GPU, those of the default model for a CPU."""
+    """The cases of a device: large shapes for a GPU, those of the default model for a CPU."""
     shapes = shapes or SHAPES.get(device.type, SHAPES["cpu"])
     yield from (norm(device, shape) for shape in shapes.norms)
     yield from (activation(device, *sizes) for sizes in shapes.activations)
@@ -125,7 +126,7 @@ def cases(device: torch.device, shapes: Shapes | None = None) -> Iterator[Case]:
 
 
 def has_liger(device: torch.device) -> bool:
-    """Whether Liger-Kernel can be compared with. It is called with its own defaults everywhere."""
+    """Whether there is a Liger-Kernel to compare with. It is always called with its own defaults."""
     return device.type == "cuda" and importlib.util.find_spec("liger_kernel") is not None
 
 
@@ -223,9 +224,12 @@ class Activation(torch.autograd.Function):
 def activation(device: torch.device, rows: int, width: int) -> Case:
     """silu(gate) up and its gradients, of the packed product.
 
-    Our backward pass also writes the hidden again, 12 bytes for each of the F elements of a token; the baselines, which
-    keep it, need only 10 of these.
+    Our backward pass moves 12 bytes for each of the F elements of a token, because it writes hidden again. The
+    baselines keep hidden and need only 10.
     """
+
+    def make():
+        return (random(device, rows, 2 * width),)
 
     def halves(packed):
         return tuple(half.contiguous() for half in packed.chunk(2, -1))
@@ -252,7 +256,6 @@ def activation(device: torch.device, rows: int, width: int) -> Case:
     goals = share_goals(0.95, 0.93) + (h200_goals(173, 353) if width == 14336 else [])
     size = rows * width * BF16.itemsize
     name = f"SwiGLU kernels, {rows} x {width}"
-    make = lambda: (random(device, rows, 2 * width),)  # noqa: E731
     return Case(name, make, 1, baselines, 3 * size, 6 * size, goals=goals, prepare=prepare)
 
 
@@ -370,7 +373,7 @@ def rotary(device: torch.device, tokens: int, heads: int, kv_heads: int, width: 
 def loss(device: torch.device, rows: int, hidden: int, vocabulary: int, weighted: bool) -> Case:
     """The head's product and the cross-entropy: the loss of each token, or, `weighted`, the scalar that is trained on.
 
-    The scalar is the sum of the losses times `token_weights`, which lets the forward pass make the gradients.
+    The scalar is the sum of the losses times `token_weights`, which lets the forward pass compute the gradients.
     """
 
     def make():

@@ -1,11 +1,11 @@
 """Decoding speed beside the time it takes to read the weights and the cache: `python -m benchmarks.decoding`.
 
 Two variants with random bfloat16 weights: the decoder called step by step, and the fused step (five or six kernels per
-layer, one graph on CUDA). Prints a table in Markdown, and one JSON object last, which is also written after every case.
+layer, one graph on CUDA). Prints a table in Markdown and, last, one JSON object, which `--out` also writes to a file
+after every case.
 """
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import kernels
-from benchmarks.output import check_out, positive, write
+from benchmarks.output import check_out, positive, write, write_atomically
 from benchmarks.timing import copy_rate
 from errors import UserError, exit_on_user_error
 from generation.weights import bytes_per_step, cast_weights
@@ -80,7 +80,7 @@ def main() -> None:
                 print(table_row(row, GOALS.get(sequences) if variant == "fused" and device.type == "cuda" else None))
                 results["steps"].append(row)
                 if arguments.out is not None:  # a later case may fail
-                    arguments.out.write_text(json.dumps(results) + "\n", encoding="utf-8")
+                    write_atomically(arguments.out, results)
             del cache
     write(results, arguments.out)
 

@@ -1,7 +1,7 @@
 """What a kernel must reach on a GPU, as data, and one rule that judges it.
 
-Shares of the limit count on every GPU: they are fractions of the copy rate, or of the matrix product rate, of the same
-run. Microseconds of the device were set for an H200 and count there alone.
+Shares of the limit apply to every GPU: they are fractions of the copy rate, or of the matrix product rate, of the same
+run. Microseconds of the device were set for an H200 and apply only there.
 """
 
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ OURS = "ours"
 
 @dataclass(frozen=True)
 class Goal:
-    """A bound on one measurement: the least share of the limit, or the most seconds, bytes or time over another's."""
+    """A bound on one measurement: the minimum share of the limit, or the maximum of seconds, bytes, or a time ratio."""
 
     measure: str
     """A part (forward, backward or both), or host, peak_bytes or kept_bytes."""
@@ -19,11 +19,11 @@ class Goal:
     """share, seconds, bytes or ratio."""
     bound: float
     of: str = OURS
-    """The baseline that it binds."""
+    """The baseline whose measurement it is."""
     over: str = ""
-    """With the unit ratio: the baseline whose time is divided by."""
+    """With the unit ratio: the baseline whose time is the denominator."""
     device: str = ""
-    """Counts only on devices whose name contains this."""
+    """Applies only to devices whose name contains this."""
 
 
 def share_goals(forward: float | None, backward: float | None) -> list[Goal]:
@@ -65,7 +65,7 @@ def judge(goal: Goal, found: dict[str, dict], device: str) -> tuple[str, str] | 
 
 
 def judge_all(goals: list[Goal], found: dict[str, dict], device: str) -> list[tuple[str, str]]:
-    """Each goal that counts on the device, judged; one FAIL if ours did not run or does not equal the baselines."""
+    """Each goal that applies to the device, judged; a FAIL also if ours did not run or a baseline differs from it."""
     if "not_run" in found[OURS]:
         return [("FAIL", f"ours did not run: {found[OURS]['not_run']}")]
     differing = [name for name, one in found.items() if " differ by " in one.get("not_run", "")]

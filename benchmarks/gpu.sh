@@ -4,7 +4,7 @@
 #   bash benchmarks/gpu.sh tests|kernels|model [FOLDER]
 #
 # tests    the tests that need a GPU, then every kernel once under compute-sanitizer (memcheck, racecheck)
-# kernels  benchmarks.kernels, one process for each family, because an illegal access ends a process for good
+# kernels  benchmarks.kernels, one process for each family: after an illegal access a process cannot use the GPU again
 # model    training steps of 124m, decoding with 1b
 #
 # Every step has its own time limit, and a step that fails does not stop the next. All output is also written to FOLDER
@@ -101,7 +101,7 @@ main() {
         absent=$(missing)
     fi
     if [ -n "$absent" ]; then
-        echo "Missing:" $absent "(the head of this file says how to bring them)"
+        echo "Missing:" $absent "(the head of benchmarks/gpu.sh says how to install them)"
     fi
     "run_$part"
     echo "== $part: ${#failed[@]} steps failed${failed[*]:+: ${failed[*]}}"

@@ -32,9 +32,9 @@ from benchmarks.output import (
     positive,
     read_results,
     regressions,
-    replace,
     same_device,
     write,
+    write_atomically,
 )
 from benchmarks.timing import BEYOND_CACHE, copy_rate, host_seconds, kept_bytes, peak_bytes, product_rate, times
 from errors import UserError, exit_on_user_error
@@ -46,7 +46,7 @@ MAX_DIFFERENCE = 2e-2  # relative, between two bfloat16 results
 
 
 def parts_of(case: Case) -> tuple[str, ...]:
-    """What is timed."""
+    """The parts of a case that are timed: all, or only forward where nothing is learned."""
     return PARTS if case.num_learned else ("forward",)
 
 
@@ -111,7 +111,7 @@ def measure(case: Case, device: torch.device, repeats: int) -> dict[str, dict]:
             for part in made:
                 for _ in range(2):
                     made[part][0]()
-        except Exception as error:  # the others are measured all the same
+        except Exception as error:  # the others are measured anyway
             found[name] = {"not_run": (str(error) or type(error).__name__).splitlines()[0][:200]}
             continue
         exact = output if exact is None else exact
@@ -123,10 +123,10 @@ def measure(case: Case, device: torch.device, repeats: int) -> dict[str, dict]:
                 found[name][part] += times(made[part], device, max(turns, 2))
     keeps = any(goal.measure == "kept_bytes" for goal in case.goals)
     for name, made in calls.items():
-        whole = made[parts_of(case)[-1]][0]
+        longest = made[parts_of(case)[-1]][0]
         found[name] = {part: statistics.median(found[name][part]) for part in made} | {
-            "host": host_seconds(whole, device),
-            "peak_bytes": peak_bytes(whole, device),
+            "host": host_seconds(longest, device),
+            "peak_bytes": peak_bytes(longest, device),
             "kept_bytes": kept_bytes(made["forward"][0], device) if keeps else None,
         }
     return found
@@ -193,7 +193,14 @@ def draw(results: list[dict], path: Path, title: str) -> None:
     figure.savefig(path)
 
 
-def measure_all(chosen: list[Case], device: torch.device, repeats: int, results: dict, out: Path | None, committed):
+def measure_all(
+    chosen: list[Case],
+    device: torch.device,
+    repeats: int,
+    results: dict,
+    out: Path | None,
+    committed: dict[str, dict],
+) -> bool:
     """Measure the cases into `results`, write them after every one, and return whether one regressed or failed."""
     machine, failed = results["machine"], False
     copy, product = machine["copy_bytes_per_second"], machine["product_flops_per_second"]
@@ -211,7 +218,7 @@ def measure_all(chosen: list[Case], device: torch.device, repeats: int, results:
         result |= {"copy_bytes_per_second": copy, "product_flops_per_second": product}
         results["cases"] = [other for other in results["cases"] if other["name"] != case.name] + [result]
         if out is not None:
-            replace(out, results)
+            write_atomically(out, results)
         torch.compiler.reset()
         gc.collect()
     return failed

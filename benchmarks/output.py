@@ -40,18 +40,18 @@ def write(results: dict, path: Path | None) -> None:
     """Print results as one line of JSON, and write the same line to `path`."""
     print(json.dumps(results))
     if path is not None:
-        replace(path, results)
+        write_atomically(path, results)
 
 
-def replace(path: Path, results: dict) -> None:
-    """Write results to a file as one line of JSON; whoever reads it meanwhile, or after a kill, finds old or new."""
+def write_atomically(path: Path, results: dict) -> None:
+    """Write results to a file as one line of JSON; after a kill it has either the old results or the new ones."""
     new = path.with_name(path.name + ".new")
     new.write_text(json.dumps(results) + "\n", encoding="utf-8")
     os.replace(new, path)
 
 
 def same_device(one: dict, other: dict) -> bool:
-    """Whether two results are of one kind of device; what the host of a GPU is does not matter."""
+    """Whether two results are of the same device model; the host of a GPU does not matter."""
     keys = ("device", "processor") if other["device"].startswith("CPU") else ("device",)
     return all(one.get(key) == other[key] for key in keys)
 

@@ -62,7 +62,7 @@ class Resources:
     barriers: int
     """Places where the warps of a program wait for each other."""
     async_copies: int
-    """Instructions that copy from global to shared memory while the program goes on, by the TMA or without it."""
+    """Instructions that copy from global to shared memory while the program runs, by the TMA or without it."""
     programs: int
     """Programs that fit a multiprocessor at the same time."""
     bytes_in_flight: int | None
@@ -288,16 +288,16 @@ def resident_programs(target: str, registers: int, warps: int, shared: int) -> i
 
 
 def thread_bytes_in_flight(code: str) -> int:
-    """The most bytes of global loads that a thread waits for at any place of SASS, read from top to bottom.
+    """The maximum, over all places in SASS, of the bytes of global loads that a thread waits for there.
 
-    A load is under way until an instruction names one of the registers that it fills. Asynchronous copies are under way
-    in groups, which LDGDEPBAR closes, until DEPBAR waits for all but the last few. What a loop carries over from one
-    round to the next counts as often as the code before the loop starts it, so that this is a lower bound for loops
-    that Triton did not pipeline.
+    The code is read once, from top to bottom. A load is under way until an instruction names one of the registers that
+    it fills. Asynchronous copies are under way in groups, which LDGDEPBAR closes, until DEPBAR waits for all but the
+    last few. Loads that an iteration of a loop starts for the next one are counted only as far as the code before the
+    loop starts them too, so that this is a lower bound for loops that Triton did not pipeline.
     """
     loads: list[tuple[set[int], int]] = []
     groups = [0]  # bytes of copies; the last group is still open
-    most = 0
+    maximum = 0
     for opcode, operands in INSTRUCTION.findall(code):
         name, _, modifiers = opcode.partition(".")
         registers = [int(number) for number in re.findall(r"\bR(\d+)\b", operands)]
@@ -312,8 +312,8 @@ def thread_bytes_in_flight(code: str) -> int:
         elif name == "DEPBAR" and "SB0" in operands:
             left = int(operands.split(",")[1], 16)
             groups = groups[max(len(groups) - 1 - left, 0) :]
-        most = max(most, sum(groups) + sum(size for _, size in loads))
-    return most
+        maximum = max(maximum, sum(groups) + sum(size for _, size in loads))
+    return maximum
 
 
 def by_width(accesses: list[tuple[str, int]]) -> dict[str, dict[int, int]]:

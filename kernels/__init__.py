@@ -68,12 +68,12 @@ def find_triton_obstacle(device: torch.device) -> str | None:
 @torch.compiler.assume_constant_result  # called, not traced: Dynamo would trace into functools.cache and shutil.which
 def find_gpu_obstacle(device: torch.device) -> str | None:
     """What a GPU or its machine lacks, or None."""
-    return ask_gpu(device)
+    return cached_gpu_obstacle(device)
 
 
 @functools.cache
-def ask_gpu(device: torch.device) -> str | None:
-    """Triton needs compute capability 8.0, and compiles its launchers as it runs."""
+def cached_gpu_obstacle(device: torch.device) -> str | None:
+    """`find_gpu_obstacle`, computed once per device. Triton needs a C compiler because it compiles its launchers."""
     if torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 0):
         return "they need a GPU of compute capability 8.0 (Ampere) or newer"
     if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
@@ -89,6 +89,7 @@ def implementation(device: torch.device) -> ModuleType:
 
 
 def choose_implementation(choice: str, device: torch.device) -> ModuleType:
+    """The module for one of CHOICES on a device; `auto` is Triton where a GPU can run it."""
     if choice == "reference":
         return reference
     if choice == "triton" or (choice == "auto" and device.type == "cuda" and find_triton_obstacle(device) is None):

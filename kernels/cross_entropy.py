@@ -2,12 +2,12 @@
 
 Tokens are processed in chunks whose logits fit in WORKSPACE bytes. A kernel turns a chunk's logits, as the product
 rounded them, into losses and, in place, into the gradient: weight times (softmax - onehot), where `weight` is what the
-token's loss is multiplied by. Two products make dx and dweight of it, in float32 and rounded once in the end, and the
-next chunk reuses the memory.
+token's loss is multiplied by. Two products make dx and dweight from it, in float32; they are rounded once, at the end.
+The next chunk reuses the memory of the logits.
 
-A caller that gives the weights of the tokens gets the weighted sum of the losses, and both gradients are made in the
-forward pass: 3 products, the minimum. A caller that gives none gets the loss of each token. The weights are then the
-upstream gradient, which only the backward pass knows, and it computes the logits again: 4 products.
+A caller that passes the weights of the tokens gets the weighted sum of the losses, and the forward pass computes both
+gradients: 3 products, the minimum. A caller that passes none gets the loss of each token. The weights are then the
+upstream gradient, which only the backward pass knows, so that it computes the logits again: 4 products.
 The host never waits for a result.
 """
 

@@ -1,4 +1,4 @@
-"""One new token for each of up to 8 sequences, in five launches per layer that read every weight once for all of them.
+"""One new token for each of up to 8 sequences: five or six launches per layer, which read every weight once for all.
 
 With one token per sequence every product is a matrix times a few vectors, and its time is about that of reading the
 matrix. What precedes or follows a product is computed in the same launch: norm, bias, activation, residual addition.
@@ -14,7 +14,7 @@ s (B, D) is the residual stream and is updated in place. All arithmetic is float
 A position is a slot of the KV cache. It is read from a tensor on the device, so that one CUDA graph of a step serves
 every position. A sequence's result has the same bits in a batch of any size, at any place in it: the order of its sums
 depends on the model and on the number of positions that the cache has room for, not on the other sequences.
-Nothing here is differentiable. Sizes and strides are in units of ALIGNMENT (`launch.alignment`).
+Nothing here is differentiable. The kernels take sizes and strides in units of ALIGNMENT (`launch.alignment`).
 """
 
 import triton

@@ -49,13 +49,13 @@ def register_op(schema: str, fake: Callable) -> Callable[[Callable], Callable]:
 
 
 class Kernel:
-    """A decorator of Triton kernels, launched as `kernel[grid](*arguments, **constants)` in half of the host's time.
+    """A decorator of Triton kernels. `kernel[grid](*arguments, **constants)` takes half of the host's time of Triton's.
 
-    In each launch Triton inspects all arguments for the properties that it compiles for. Here those are a key: the
-    dtypes of tensors, whether 16 divides their addresses, whether an integer fits in 32 bits, and the constants.
-    A key's first launch is left to Triton, and the others go straight to what it compiled.
+    In each launch Triton inspects all arguments for the properties that it compiles for. Here a short key stands for
+    them: the dtypes of tensors, whether 16 divides their addresses, whether an integer fits in 32 bits, and the
+    constants. Triton does the first launch with each key; later launches run the compiled kernel directly.
     All integers must be in `do_not_specialize`, since the key does not contain their values. On AMD GPUs Triton also
-    inspects the sizes of tensors; there, as in the interpreter, it does all launches.
+    inspects the sizes of tensors; there, as in the interpreter, Triton does all launches.
     """
 
     direct = torch.version.hip is None and not knobs.runtime.interpret

@@ -1,13 +1,13 @@
 """Rotary positions in Triton: q and k in one launch, straight from the packed product, with Qwen3's norm of each head.
 
-The tables are float32 and so is the arithmetic; the result is rounded once. The backward pass rotates back by the same
-angles and writes the packed gradient of q, k and v in one launch. Formula: Su et al. 2021, equation 34, in the
-half-split convention: elements i and i + d/2 of a head are one pair (`reference.rotary`).
+The tables of cos and sin are float32 and so is the arithmetic; the result is rounded once. The backward pass rotates
+back by the same angles and writes the packed gradient of q, k and v in one launch. Formula: Su et al. 2021, equation
+34, in the half-split convention: elements i and i + d/2 of a head are one pair (`reference.rotary`).
 
 Attention keeps q, k and v for its backward pass. If v were a view of the packed product, it would keep that product
 too: (2H + 3K) d elements of each token. The same launch therefore copies v, and (H + 2K) d are kept. With the norm of
 each head the backward pass needs the product again, and v stays a view of it. Rotating in place would keep as little
-without a copy, but then an operator writes to its input, behind the back of whoever else holds it.
+without a copy, but an operator that writes to its input changes it for everyone who still uses it.
 """
 
 import math

@@ -28,8 +28,8 @@ class NormParameter:
 
 
 # To add a norm: a row here with its learned parameters, and a function of the same name in model/norm.py.
-# Initialization, parameter counts, freezing, files and norm conversion follow from the row. Whether there is a bias is
-# the row's default only: `norm_bias` may add it or drop it.
+# Initialization, parameter counts, freezing, files and norm conversion follow from the row. For the bias, the row is
+# only the default: `norm_bias` adds or drops it.
 WEIGHT, BIAS = NormParameter("weight", initial=1.0), NormParameter("bias", initial=0.0)
 NORMS: dict[str, tuple[NormParameter, ...]] = {
     "rms": (WEIGHT,),
@@ -102,7 +102,7 @@ class ModelConfig:
         check(self)
         if self.head_dim is not None and self.head_dim * self.num_attention_heads == self.hidden_size:
             object.__setattr__(self, "head_dim", None)  # equal models must have equal configurations
-        object.__setattr__(self, "norm_bias", reduce_norm_bias(self.norm, self.norm_bias))
+        object.__setattr__(self, "norm_bias", canonical_norm_bias(self.norm, self.norm_bias))
 
     @property
     def resolved_head_dim(self) -> int:
@@ -128,8 +128,11 @@ class ModelConfig:
         return self.num_hidden_layers * PLACEMENTS[self.norm_placement] + (self.norm_placement != "post")
 
 
-def reduce_norm_bias(norm: str, norm_bias: bool | None) -> bool | None:
-    """`norm_bias`, or None where it says what is the norm's default; `none` has no parameters whatever it says."""
+def canonical_norm_bias(norm: str, norm_bias: bool | None) -> bool | None:
+    """`norm_bias`, or None where that is the norm's default, so that equal models have equal configurations.
+
+    It is also None for the norm `none`, which never has parameters.
+    """
     row = NORMS[norm]
     return None if not row or norm_bias == (BIAS in row) else norm_bias
 

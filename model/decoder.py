@@ -181,7 +181,7 @@ def generator_for(seed: int, name: str) -> torch.Generator:
 
 @torch.no_grad()
 def center_residual_writers(decoder: Decoder) -> None:
-    """Let everything that writes to the residual stream write vectors whose mean over the channels is 0.
+    """Change all matrices that write to the residual stream so that the mean of what they write is 0 over the channels.
 
     A matrix W that writes W x gets W - 1 m, m its mean over the rows (outputs): mean(W x) = m x is subtracted from each
     channel. LayerNorm subtracts that mean anyway, so a pre-norm decoder with LayerNorm computes the same function as

@@ -176,7 +176,7 @@ def from_json(fields: dict) -> ModelConfig:
         names = [field.name for field in dataclasses.fields(ModelConfig)]
         check_required_keys(fields, names)
         config = ModelConfig(**{name: fields[name] for name in names})
-        # Before there was a format, norm_bias was true for every norm and none had a bias that it lacks by default.
+        # Files without a format have norm_bias = true for every norm; it added no bias then: it meant the default.
         return config if "format" in fields or not config.norm_bias else dataclasses.replace(config, norm_bias=None)
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         known = ", ".join([*FAMILIES, "prenorm"])

@@ -73,7 +73,7 @@ class DecodeStep:
             else:
                 self.cache.length += 1
                 return self.logits[:, None]
-        # Writes this position of the cache again, whatever the kernels have left there.
+        # The decoder overwrites this position of the cache, whatever the kernels have left there.
         return self._decoder()(tokens, cache=self.cache, padding=padding, last_only=True)
 
     def step(self, tokens: Tensor, padding: Tensor | None) -> None:
@@ -162,7 +162,7 @@ _kept: weakref.WeakKeyDictionary[Decoder, tuple[tuple, DecodeStep]] = weakref.We
 
 @contextlib.contextmanager
 def decode_step_for(decoder: Decoder, batch_size: int, positions: int) -> Iterator[DecodeStep | None]:
-    """A fused step with an empty cache for at least `positions`; None without Triton, or if it does not support these.
+    """A fused step whose empty cache has room for `positions`; None where Triton does not run, or not for these inputs.
 
     The last step is kept with its cache and graph, until it does not fit or its decoder is gone. Its cache has room for
     a power of two of positions, at least 256, so that prompts of different lengths share it; a power of two beyond the
@@ -179,7 +179,7 @@ def decode_step_for(decoder: Decoder, batch_size: int, positions: int) -> Iterat
     # A graph reads the memory that held the weights when it was captured: if they are now elsewhere, it is useless.
     weights = [*decoder.parameters(), *decoder.buffers()]
     valid_for = batch_size, room, decoder.compute_dtype, *((w.data_ptr(), w.dtype, w.device) for w in weights)
-    kept_for, step = _kept.pop(decoder, (None, None))  # taken out, so that a call inside this one makes its own
+    kept_for, step = _kept.pop(decoder, (None, None))  # taken out, so that a nested call makes its own
     if kept_for != valid_for:
         step = None
         _kept.clear()  # frees memory before more is allocated

@@ -50,7 +50,7 @@ class UseCopy(torch.autograd.Function):
 def sharing_casts(model: nn.Module) -> Iterator[None]:
     """Cast each weight once instead of in every call of its layer: for the micro-batches of one optimizer step.
 
-    The weights must not change inside. torch.compile casts in every call all the same.
+    The weights must not change inside. Under torch.compile every call casts.
     """
     layers = [module for module in model.modules() if isinstance(module, Linear)]
     for layer in layers:

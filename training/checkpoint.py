@@ -63,9 +63,9 @@ class State:
 
 
 def settings_hash(settings: Settings) -> str:
-    """Hash of all settings except the name of the run folder; equal to that of earlier versions, whose runs it finds.
+    """Hash of all settings except the name of the run folder; the same as in earlier versions, so that runs are found.
 
-    Those wrote true for a norm that has a bias, or not, as its row in `NORMS` says.
+    Those had no center_weights, and wrote norm_bias = true wherever a norm has its default, with a bias or without.
     """
     settings = dataclasses.replace(settings, run=dataclasses.replace(settings.run, out=None))
     fields = dataclasses.asdict(settings)

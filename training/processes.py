@@ -93,9 +93,9 @@ def start_processes(device_name: str) -> tuple[Processes, str]:
 def finish_processes(processes: Processes) -> None:
     """Leave the process group.
 
-    A thread of Gloo needs Python's lock to release the tensors of the last collective. The model holds the lock while it
-    is deleted, and waits for that thread: with torch 2.13 they wait for each other in a process that ends too soon
-    after a collective. Sleeping gives the thread the lock before.
+    A thread of Gloo needs Python's lock to release the tensors of the last collective. Deleting the model holds the
+    lock and waits for that thread: with torch 2.13, a process that ends too soon after a collective may hang. The sleep
+    gives the thread the lock first.
     """
     if processes.count > 1:
         dist.destroy_process_group()

@@ -170,7 +170,7 @@ def initial_state(settings: Settings, corpus: TokenizedCorpus) -> State:
 
 
 def initial_model(settings: Settings, dtype: torch.dtype, say: Callable[[str], None], *, load: bool = True) -> Decoder:
-    """The model that training starts from, on the CPU; without `load`, not with the weights of --init-from."""
+    """The model that training starts from, on the CPU; `load`: with the weights of --init-from, if there is one."""
     model = Decoder(settings.model, seed=settings.run.seed, compute_dtype=dtype)
     if settings.run.init_from is not None and load:
         load_initial_weights(model, settings.run, say)

@@ -272,7 +272,7 @@ def load_settings(path: Path) -> Settings:
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise UserError(f"{path} is not a readable TOML file: {error}.") from None
     if tables.pop("format", None) is None and was_saved(tables) and tables["model"].get("norm_bias") is True:
-        del tables["model"]["norm_bias"]  # before there was a format it was true for every norm: the norm's own default
+        del tables["model"]["norm_bias"]  # without a format it is true for every norm and means the norm's default
     arguments, nested = [], {}
     types = {f.name: f.type for f in dataclasses.fields(Settings)}
     for table, values in tables.items():
@@ -291,7 +291,7 @@ def load_settings(path: Path) -> Settings:
 
 
 def was_saved(tables: dict) -> bool:
-    """Whether a run saved these settings: then they have the keys that nobody writes by hand all at once."""
+    """Whether a run saved these settings, which then have every key; a file written by hand rarely has all four."""
     model = tables.get("model")
     return isinstance(model, dict) and {"initializer_range", "norm_eps", "norm_groups", "rope_theta"} <= model.keys()
 

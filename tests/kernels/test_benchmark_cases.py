@@ -290,7 +290,7 @@ def test_results_of_a_cpu_are_compared_only_with_those_of_the_same_processor():
     assert output.same_device(*gpus)
 
 
-# What the study of the kernels (section 8) asks for: shares of the limit (forward, backward), microseconds on an H200.
+# The goals of the kernels: shares of the limit (forward, backward), and microseconds on an H200.
 SHARES = {
     "rms norm, 8192 x 4096": (0.92, 0.85),
     "rms norm after addition, 8192 x 4096": (0.93, 0.85),
@@ -323,7 +323,7 @@ H200 = {
 
 @triton_only
 @pytest.mark.usefixtures("pretended_gpu")
-def test_the_goals_are_those_of_the_study():
+def test_every_case_of_a_gpu_has_these_goals():
     with Instead(torch.device("meta")):
         found = {case.name: case.goals for case in cases.cases(CUDA)}
     bounds = {
@@ -388,8 +388,8 @@ def test_on_the_shapes_of_a_gpu_all_baselines_return_what_ours_returns_and_the_b
                 assert 2 * elements == pytest.approx(case.forward_bytes, rel=0.02), case.name
 
 
-def test_the_bytes_of_a_backward_pass_are_those_of_the_study():
-    """Section 1: 6 bytes for each element of a norm, 8 with the addition, 12 of SwiGLU with the hidden made again."""
+def test_the_bytes_of_a_backward_pass_are_those_of_the_tensors():
+    """6 bytes for each element of a norm, 8 with the addition, 12 of SwiGLU, which writes hidden again."""
     elements = 6 * 64
     assert cases.norm(CPU, NormShape("rms", 6, 64)).backward_bytes == 6 * elements
     assert cases.norm(CPU, NormShape("layer", 6, 64, after_addition=True)).backward_bytes == 8 * elements

@@ -30,13 +30,13 @@ def test_triton_needs_a_recent_gpu_and_a_c_compiler(monkeypatch):
     cuda = torch.device("cuda", 1)
     cases = ((7, 5), "gcc", "8.0"), ((9, 0), None, "C compiler"), ((9, 0), "gcc", None)
     for capability, compiler, words in cases:
-        kernels.ask_gpu.cache_clear()
+        kernels.cached_gpu_obstacle.cache_clear()
         monkeypatch.delenv("CC", raising=False)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
         monkeypatch.setattr(kernels.shutil, "which", lambda name, found=compiler: found)
         assert kernels.implementation(cuda) is (gpu if words is None else reference)
         assert (words or "Triton") in kernels.describe(cuda)
-    kernels.ask_gpu.cache_clear()
+    kernels.cached_gpu_obstacle.cache_clear()
 
 
 @pytest.mark.parametrize("choice", [None, "auto", "triton"])
@@ -46,7 +46,7 @@ def test_torch_compile_traces_the_choice_on_a_gpu_without_tracing_how_it_was_mad
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.delenv("CC", raising=False)  # so that a C compiler is searched for
     monkeypatch.setattr(kernels, "_on_gpu", None)  # as when nothing was chosen yet
-    kernels.ask_gpu.cache_clear()
+    kernels.cached_gpu_obstacle.cache_clear()
     try:
         if choice == "triton" and capability < (8, 0):
             with pytest.raises(ValueError, match=r"8\.0"):
@@ -65,7 +65,7 @@ def test_torch_compile_traces_the_choice_on_a_gpu_without_tracing_how_it_was_mad
         assert torch.equal(y, expected.normalize(x, kind="rms", eps=1e-5)[0])
     finally:
         kernels.use("auto", CPU)
-        kernels.ask_gpu.cache_clear()
+        kernels.cached_gpu_obstacle.cache_clear()
         torch.compiler.reset()
 
 

@@ -79,9 +79,8 @@ def test_each_of_logits_their_gradient_and_dx_is_rounded_once_and_nothing_else(
     found = run(x, weight, targets, weights, form)
     assert found[1].dtype == dtype
     expected = rounded_reference(x, weight, targets, weights)
-    if (
-        dtype == torch.float32 and mean
-    ):  # dx is of size 1, and weights of 50 multiply errors of 2e-7 in softmax - onehot
+    if dtype == torch.float32 and mean:
+        # dx is of size 1, and weights of 50 multiply errors of 2e-7 in softmax - onehot
         assert relative(found[1], expected[1]) < 2e-5
         found = found[0], expected[1].float(), found[2]
     assert_exact(found, expected, weights, rounding, relative)
@@ -180,7 +179,7 @@ def test_a_second_backward_pass_gives_equal_gradients_and_leaves_those_of_the_fi
 
 
 def test_float16_keeps_small_weights_under_a_gradient_scaler(draw, relative, rounding):
-    """1/N of a large batch times a small probability is below 6e-8, the least that float16 can express."""
+    """1/N of a large batch times a small probability is below 6e-8, the smallest number of float16."""
     x, weight, targets = make_inputs(draw, 37, torch.float16)
     weights, upstream = torch.tensor(1e-7), torch.tensor(2.0**20)
     x, weight = x.requires_grad_(), weight.requires_grad_()
@@ -255,7 +254,7 @@ def test_rows_of_any_length_with_logits_of_80_are_exact_to_float32(draw, relativ
         assert (found[row] - delta[row]).norm() < 1e-6 * delta[row].norm() + 3e-7
 
 
-def test_blocks_of_minus_infinity_have_no_probability_wherever_they_are(relative):
+def test_blocks_of_minus_infinity_have_no_probability_wherever_they_are():
     logits = torch.full((5, 600), float("-inf"))  # blocks of 256
     logits[0, 512:], logits[1, :256], logits[2, 256:512], logits[3, 599] = torch.randn(88), 1.5, -2.0, -3e38
     targets = torch.tensor([599, 3, 300, 599, 0])

@@ -136,8 +136,8 @@ def events(monkeypatch):
     def capture(graph):
         found.append("capture")
         yield
-        frame = captured[-1]
-        graph.step, graph.run = frame, lambda: run(frame)
+        step = captured[-1]
+        graph.step, graph.run = step, lambda: run(step)
 
     captured, begin = [], DecodeStep.capture
     monkeypatch.setattr(DecodeStep, "capture", lambda step: captured.append(step) or begin(step))
@@ -248,7 +248,7 @@ def test_the_cache_of_a_step_has_room_for_a_power_of_two_but_not_beyond_the_cont
 @pytest.mark.usefixtures("triton_kernels")
 @pytest.mark.parametrize(("launch", "failing"), [("qkv", 0), ("attention", 0), ("project", 1), ("gate_up", 2)])
 @torch.inference_mode()
-def test_if_a_kernel_fails_the_decoder_goes_on_with_the_same_cache_and_one_line_says_so(
+def test_if_a_kernel_fails_the_decoder_continues_with_the_same_cache_and_one_line_says_so(
     make_decoder, relative, monkeypatch, capsys, launch, failing
 ):
     decoder, tokens = make_decoder(num_hidden_layers=1).eval(), random_tokens(2, 3)
