@@ -50,17 +50,19 @@ def compile_in_another_process(*arguments: str) -> str:
     return done.stdout.splitlines()[-1]
 
 
-@pytest.fixture(scope="module")
-def kernels() -> list[dict]:
-    """Every kernel that the model launches, compiled for every target; instructions are counted on sm_90 alone."""
-    return json.loads(compile_in_another_process("-m", "benchmarks.resources", "--sass", "sm_90"))
+@pytest.fixture(scope="module", params=["sm_90 gfx942", pytest.param("sm_80 sm_100", marks=pytest.mark.slow)])
+def kernels(request) -> list[dict]:
+    """Every kernel that the model launches, compiled for two targets; instructions are counted on sm_90 alone."""
+    arguments = "--targets", *request.param.split(), "--sass", "sm_90"
+    return json.loads(compile_in_another_process("-m", "benchmarks.resources", *arguments))
 
 
 def test_every_kernel_is_compiled_for_every_target(kernels):
     launches = {(one["launch"], one["kernel"]) for one in kernels}
-    assert len(launches) > 40
+    targets = {one["target"] for one in kernels}
+    assert len(launches) > 40 and targets in ({"sm_90", "gfx942"}, {"sm_80", "sm_100"})
     assert {(one["launch"], one["kernel"], one["target"]) for one in kernels} == {
-        (*launch, target) for launch in launches for target in SHARED_MEMORY
+        (*launch, target) for launch in launches for target in targets
     }
 
 
@@ -94,7 +96,7 @@ def test_the_backward_norms_keep_enough_bytes_in_flight(kernels):
         programs, _ = norm.backward_geometry(block, 1, 2**30, 6 * block, launch.DeviceLimits(100, 32, True))
         if one["kernel"] == "norm_backward_kernel" and one["target"] == "sm_90":
             assert 100 * (resident - 1) <= programs <= 100 * resident, one
-    assert checked > 30
+    assert checked > 10
 
 
 def test_rows_are_read_and_written_16_bytes_at_a_time_even_if_only_8_and_not_16_divides_their_length(kernels):
@@ -113,7 +115,7 @@ def test_the_next_tile_of_heads_is_loaded_while_the_norms_of_one_are_computed(ke
     """Two buffers of shared memory for a tile: with one, the compiler waits for each load as soon as it is issued."""
     found = [one for one in kernels if re.match("rotary backward, head size (64|128), head norms", one["launch"])]
     found = [one for one in found if one["kernel"].startswith("rotary") and one["target"] != "gfx942"]
-    assert len(found) == 6
+    assert len(found) == 2 * len({one["target"] for one in kernels} - {"gfx942"})
     for one in found:
         assert one["shared"] == 2 * 2048 * (4 * 2 + 2 * 4), one  # pairs: of the gradient and of qkv, cos and sin
 

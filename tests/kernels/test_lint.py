@@ -433,7 +433,7 @@ from benchmarks.resources import disassemble, launches, pretend
 recorder, found = pretend("sm_90"), {}
 for name, call in launches():
     if name.startswith("loss and gradient"):
-        found |= {f"{name}: {kernel}": disassemble(compiled) for kernel, compiled in recorder.record(call)}
+        found |= {f"{name}: {kernel}": disassemble(compiled, True) for kernel, compiled in recorder.record(call)}
 print(json.dumps(found))
 """
 
