@@ -5,6 +5,8 @@ The seed is the unit: runs of one seed that differ in another choice are average
 
 import dataclasses
 import functools
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,15 +20,20 @@ from ablation.effects import (
     SIGNIFICANCE,
     Effect,
     equivalence_p,
+    final_pairs,
     holm,
     mean_effect,
     median_ratio,
+    pairs_for_equivalence,
     pairs_needed,
 )
-from ablation.plan import Arm, Plan, baseline, default_learning_rate, label, model_config
+from ablation.plan import MAX_SEEDS, Arm, Plan, baseline, default_learning_rate, label, model_config
 from ablation.results import RunResult, as_table
 from benchmarks.timing import Timing
 from model.config import num_norm_parameters, num_parameters
+
+
+MAX_EXTENSIONS = 4  # of a sweep, beyond the learning rates of its plan
 
 
 @dataclass(frozen=True)
@@ -44,11 +51,14 @@ class Comparison:
     correlation: float
     """Of the two arms' losses over the seeds: the higher, the more pairing helps; NaN if one is constant."""
     p_equivalence: float
+    """Of the two one-sided tests, adjusted like `p_holm`."""
     p_holm: float
     """p of a difference of 0, adjusted for all comparisons of the plan."""
     comparisons: int
     """How many those are."""
     margin: float
+    noise: "Noise | None"
+    """Of the baseline at its learning rate; None if not measured."""
     at_edge: bool
     """Whether the learning rate of either arm is the lowest or highest that was tried."""
 
@@ -59,6 +69,11 @@ class Comparison:
     @property
     def equivalent(self) -> bool:
         return self.p_equivalence < SIGNIFICANCE and self.loss.can_be_equivalent
+
+    @property
+    def chaotic(self) -> bool:
+        """Whether equal runs drift so far apart that it explains half of the variance between pairs or more."""
+        return self.noise is not None and self.noise.deviation**2 >= self.std**2 / 2
 
     @property
     def verdict(self) -> str:
@@ -73,30 +88,68 @@ class Comparison:
     def explanation(self) -> str:
         """Which test decided; for an unresolved comparison which test did not pass and how many pairs it needs."""
         margin, distance = f"±{self.margin:g}", abs(self.loss.estimate)
+        adjusted, over = ("Holm-adjusted ", f" over {self.comparisons} comparisons") if self.comparisons > 1 else ("", "")
+        within = f"{adjusted}p = {self.p_equivalence:.2g} of the two tests of equivalence within {margin}{over}"
         if self.equivalent:
-            return f"the 90% interval lies within {margin}"
-        holm = f"Holm-adjusted p = {self.p_holm:.2g} over {self.comparisons} comparisons"
-        tested = holm if self.comparisons > 1 else f"p = {self.p_holm:.2g}"
+            return within
+        tested = f"{adjusted}p = {self.p_holm:.2g}{over}"
         if self.different:
             return tested
         if self.p_equivalence < SIGNIFICANCE:
-            few = f"equivalence takes at least {MIN_PAIRS_FOR_EQUIVALENCE} pairs"
-            return f"{tested}; the 90% interval lies within {margin}, but {few}"
+            return f"{within}, but equivalence takes at least {MIN_PAIRS_FOR_EQUIVALENCE} pairs"
         if distance < self.margin:
-            need = self._pairs(self.margin, SIGNIFICANCE, 1 - (1 - POWER) / 2)
-            return (
-                f"{tested}, and the 90% interval exceeds {margin}; equivalence needs {need} if there is no difference"
-            )
+            need = self._pairs(lambda std: pairs_for_equivalence(std, self.margin, self.comparisons))
+            return f"{tested}; {within}; equivalence needs {need} if there is no difference"
         alpha = SIGNIFICANCE * min(1, self.loss.p / self.p_holm) / 2  # what Holm leaves this comparison
-        return f"{tested}; a difference this large needs {self._pairs(distance, alpha, POWER)}"
+        need = self._pairs(lambda std: pairs_needed(std, distance, alpha, POWER))
+        return f"{tested}; a difference this large needs {need}"
 
-    def _pairs(self, distance: float, alpha: float, power: float) -> str:
+    def _pairs(self, needed: Callable[[float], int]) -> str:
         """Pairs for 80% power, and their range: a standard deviation from few pairs is itself uncertain."""
         freedom = self.loss.n - 1
         low, high = (self.std * np.sqrt(freedom / stats.chi2.ppf(level, freedom)) for level in (0.975, 0.025))
-        best, fewest, most = (pairs_needed(std, distance, alpha, power) for std in (self.std, low, high))
+        best, fewest, most = map(needed, (self.std, low, high))
         shown = [f"{n:,}" if n < MAX_PAIRS else f"over {n:,}" for n in (max(best, self.loss.n + 1), fewest, most)]
         return f"{shown[0]} pairs for 80% power ({shown[1]} to {shown[2]})"
+
+
+@dataclass(frozen=True)
+class Noise:
+    """How far runs that should be equal drift apart: the same arm and data, initial weights changed by a millionth."""
+
+    differences: list[float]
+    """Validation loss of each perturbed run minus that of the run which it repeats, nats per token."""
+
+    @property
+    def deviation(self) -> float:
+        """Root mean square; the mean is 0 by construction."""
+        return math.sqrt(float(np.mean(np.square(self.differences))))
+
+
+@dataclass(frozen=True)
+class Point:
+    """One learning rate of a sweep: an arm minus its baseline over the seeds of the sweep."""
+
+    arm: Arm
+    learning_rate: float
+    differences: list[float]
+    """Of each seed, nats per token."""
+    loss: Effect
+    noise: Noise | None
+    """Of the baseline; None if not measured."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """How many final pairs there are, and why. Fixed by the pilot, before any of them is trained."""
+
+    pairs: int
+    needed: int
+    """What the pilot asks for; `pairs` are fewer where that would take more than the plan's hours."""
+    deviation: float | None
+    """The largest standard deviation of a pair's difference in the pilot, nats per token; None without a pilot."""
+    seconds_per_pair: float | None
+    """Of all arms, with as many runs at once as in the pilot."""
 
 
 @dataclass(frozen=True)
@@ -159,26 +212,52 @@ class Study:
 
         def used(run: RunResult) -> bool:
             if run.phase == "sweep":
-                return run.arm in plan.arms and run.learning_rate in plan.learning_rates
+                return run.arm in plan.arms and run.learning_rate in self.rates
             arm = run.arm
+            if run.phase == "noise":
+                return arm in plan.arms and run.learning_rate in (self.rates or rates.values())
             if run.phase == "conversion":  # what was converted
                 arm = dataclasses.replace(arm, norm="layer", norm_bias=None)
-            return arm in plan.arms and run.seed in plan.final_seeds and run.learning_rate == rates.get(arm)
+            seeds = plan.seeds_of_pilot if run.phase == "pilot" else plan.final_seeds
+            return arm in plan.arms and run.seed in seeds and run.learning_rate == rates.get(arm)
 
         return as_table(self.results).assign(used=np.array([used(run) for run in self.results], bool))
 
     @functools.cached_property
+    def rates(self) -> list[float]:
+        """The learning rates of the sweep, ascending: the plan's, and those by which it was extended. None: no sweep."""
+        rates = sorted(self.plan.learning_rates) if self.plan.has_sweep else []
+        swept = {result.learning_rate for result in self.results if result.phase == "sweep"}
+        while (further := self._beyond(rates)) is not None and further in swept:
+            rates = sorted([*rates, further])
+        return rates
+
+    @property
+    def next_rate(self) -> float | None:
+        """A learning rate beyond the sweep that is still to be tried, because an arm is best at the sweep's edge."""
+        extensions = len(self.rates) - len(self.plan.learning_rates)
+        return self._beyond(self.rates) if self.plan.has_sweep and extensions < MAX_EXTENSIONS else None
+
+    def _beyond(self, rates: list[float]) -> float | None:
+        sweeps = self._sweeps(rates)
+        for edge, neighbor in ((rates[0], rates[1]), (rates[-1], rates[-2])) if rates else ():
+            if any(sweep.best == edge for sweep in sweeps):
+                return float(f"{edge * edge / neighbor:.3g}")
+        return None
+
+    @functools.cached_property
     def sweeps(self) -> list[Sweep]:
         """Of every arm that has runs in the sweep."""
-        if not self.plan.has_sweep:
-            return []
+        return self._sweeps(self.rates)
+
+    def _sweeps(self, rates: list[float]) -> list[Sweep]:
         table = as_table(self.results)
         table = table[table.phase == "sweep"]
         found = []
-        for arm in self.plan.arms:
+        for arm in self.plan.arms if rates else ():
             runs = table[table.arm == arm]
             losses = {}
-            for rate in sorted(self.plan.learning_rates):
+            for rate in rates:
                 at_rate = runs[runs.learning_rate == rate]
                 complete = len(at_rate) >= self.plan.sweep_seeds
                 losses[rate] = at_rate.validation_loss.mean(skipna=False) if complete else np.nan
@@ -200,17 +279,76 @@ class Study:
 
     def final(self, arm: Arm) -> pd.DataFrame:
         """The final runs of an arm that count, by seed."""
+        return self._runs("final", arm)
+
+    def _runs(self, phase: str, arm: Arm) -> pd.DataFrame:
         table = self.table
-        return table[(table.phase == "final") & (table.arm == arm) & table.used].set_index("seed").sort_index()
+        return table[(table.phase == phase) & (table.arm == arm) & table.used].set_index("seed").sort_index()
+
+    @functools.cached_property
+    def size(self) -> Size | None:
+        """The number of final pairs; None before the pilot has finished."""
+        plan = self.plan
+        if plan.seeds is not None:
+            return Size(plan.seeds, plan.seeds, None, None)
+        arms = [arm for arm in plan.arms if arm in self.learning_rates]
+        runs = pd.concat([self._runs("pilot", arm) for arm in arms]) if arms else pd.DataFrame()
+        if len(runs) < plan.pilot_seeds * max(len(arms), 1):
+            return None
+        differences = [self._pilot_differences(arm) for arm in arms if baseline(plan, arm) is not None]
+        differences = [found for found in differences if len(found) > 1]
+        needed = min(final_pairs(differences, plan.margin), MAX_SEEDS)
+        at_once = runs.result.iloc[0].machine.processes
+        seconds = float(runs.seconds.mean()) * len(arms) / at_once
+        before = sum(r.seconds for r in self.results if r.phase in ("sweep", "pilot", "noise")) / at_once
+        fit = int((plan.hours * 3600 - before) / seconds)
+        pairs = needed if needed <= fit else max(fit, 0)
+        deviation = max((float(found.std(ddof=1)) for found in differences), default=None)
+        return Size(pairs, needed, deviation, seconds)
+
+    def _pilot_differences(self, arm: Arm) -> np.ndarray:
+        """Of the pilot's pairs in which neither run diverged."""
+        both = self._runs("pilot", arm).merge(
+            self._runs("pilot", baseline(self.plan, arm)), on="seed", suffixes=("", "_base")
+        )
+        return (both.validation_loss - both.validation_loss_base).dropna().to_numpy()
+
+    def noise(self, arm: Arm, learning_rate: float) -> Noise | None:
+        """The noise of an arm at a learning rate; None if not measured, or if such a run diverged."""
+        runs = self.table[(self.table.arm == arm) & (self.table.learning_rate == learning_rate)]
+        repeated = runs[runs.phase.isin(["sweep", "pilot", "final"])].drop_duplicates("seed")
+        both = runs[runs.phase == "noise"].merge(repeated, on="seed", suffixes=("", "_before"))
+        differences = (both.validation_loss - both.validation_loss_before).tolist()
+        return Noise(differences) if differences and np.isfinite(differences).all() else None
+
+    @functools.cached_property
+    def curve(self) -> list[Point]:
+        """Every arm minus its baseline at every learning rate of the sweep at which all runs of both completed."""
+        found = []
+        for arm in self.plan.arms if self.plan.sweep_seeds > 1 else ():
+            base = baseline(self.plan, arm)
+            if base is None:
+                continue
+            both = self._runs("sweep", arm).merge(
+                self._runs("sweep", base), on=["seed", "learning_rate"], suffixes=("", "_base")
+            )
+            for rate, pairs in both.groupby("learning_rate"):
+                differences = (pairs.validation_loss - pairs.validation_loss_base).tolist()
+                if len(differences) == self.plan.sweep_seeds and np.isfinite(differences).all():
+                    name = f"{self.label(arm)} minus {self.label(base)} at {rate:g}"
+                    effect = mean_effect(name, differences, "nats per token")
+                    found.append(Point(arm, rate, differences, effect, self.noise(base, rate)))
+        return found
 
     @functools.cached_property
     def comparisons(self) -> list[Comparison]:
         """Every arm with its baseline, in order of the difference; see `_compare` for those that are absent."""
         found = [comparison for arm in self.plan.arms if (comparison := self._compare(arm)) is not None]
-        adjusted = holm([comparison.loss.p for comparison in found])
+        different = holm([comparison.loss.p for comparison in found])
+        equivalent = holm([comparison.p_equivalence for comparison in found])
         found = [
-            dataclasses.replace(comparison, p_holm=p, comparisons=len(found))
-            for comparison, p in zip(found, adjusted, strict=True)
+            dataclasses.replace(comparison, p_holm=p, p_equivalence=q, comparisons=len(found))
+            for comparison, p, q in zip(found, different, equivalent, strict=True)
         ]
         return sorted(found, key=lambda comparison: comparison.loss.estimate)
 
@@ -236,6 +374,7 @@ class Study:
             p_holm=loss.p,
             comparisons=1,
             margin=self.plan.margin,
+            noise=self.noise(base, self.learning_rates[base]),
             at_edge=bool({arm, base} & self.arms_at_edge),
         )
 

@@ -10,6 +10,7 @@ import itertools
 import math
 import re
 import tomllib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -22,7 +23,8 @@ from model.config import GATED, NORMS, PLACEMENTS, PLAIN, ModelConfig, canonical
 from training.settings import CONFIGS, Settings, as_flags, config_path, load_settings, nearest, replace_text
 
 PLANS = CONFIGS / "ablations"
-FIRST_SWEEP_SEED = 1001  # seeds of the sweep begin here
+FIRST_SWEEP_SEED, FIRST_PILOT_SEED = 1001, 2001  # where the seeds of the sweep and of the pilot begin
+MAX_SEEDS = 1000
 
 
 @dataclass(frozen=True)
@@ -68,21 +70,29 @@ class Plan:
     """Whether the norms have a bias; without values, each norm's own default."""
     qk_norms: tuple[bool, ...] = ()
     """Whether queries and keys go through RMSNorm; without values, as the config says."""
-    seeds: int = 5
-    """Final runs of each arm, paired by seed."""
+    seeds: int | None = None
+    """Final runs of each arm, paired by seed; without a value as many as the pilot asks for, at least five."""
+    pilot_seeds: int = 8
+    """Runs of each arm that only measure how far pairs differ, to fix the number of final runs; unused with --seeds."""
+    noise_seeds: int = 3
+    """On how many seeds the baseline is trained once more, from initial weights changed by a millionth: how far two
+    runs that should be equal drift apart."""
     first_seed: int = 1
-    """Seed of the first final runs; the others follow. Final seeds should not be those of a pilot or of tuning."""
+    """Seed of the first final runs; the others follow. Final seeds must not be those of earlier runs of any kind."""
+    hours: float = 12.0
+    """The most that all runs may take: where the pilot asks for more final runs, as many are done as fit."""
     learning_rates: tuple[float, ...] = ()
     """Learning rates to choose from, separately for each arm; without them every arm uses the config's."""
-    sweep_seeds: int = 2
-    """Runs of each arm at each learning rate of the sweep."""
+    sweep_seeds: int = 3
+    """Runs of each arm at each learning rate of the sweep. Where an arm is best at the lowest or highest one, the sweep
+    goes on beyond it."""
     config: str = "ablation"
     """Model, text and schedule: a TOML file, or a name in configs/."""
     steps: int | None = None
     """Steps of a run; by default the config's."""
     evaluations: int = 12
     """Evaluations along each run, on the first part of the validation text."""
-    margin: float = 0.01
+    margin: float = 0.005
     """Equivalence margin in nats per token: smaller differences of validation loss are treated as equivalent."""
     convert: bool = False
     """Also convert finished LayerNorm runs to RMSNorm, with and without their bias, and evaluate them without training,
@@ -97,16 +107,17 @@ class Plan:
             values = [f"{value:g}" if isinstance(value, float) else value for value in getattr(self, name)]
             if not (values or name in OPTIONAL) or len(set(values)) < len(values):
                 raise UserError(f"--{flag(name)} needs one or more different values, not {values}.")
-        for name, minimum in {"seeds": 2, "first_seed": 0, "sweep_seeds": 1, "evaluations": 1}.items():
-            if getattr(self, name) < minimum:
+        lowest = {"seeds": 2, "pilot_seeds": 3, "noise_seeds": 0, "first_seed": 0, "sweep_seeds": 1, "steps": 1}
+        for name, minimum in (lowest | {"evaluations": 1}).items():
+            if getattr(self, name) is not None and getattr(self, name) < minimum:
                 raise UserError(f"--{flag(name)} is {getattr(self, name)} and must be at least {minimum}.")
-        common = set(self.final_seeds) & set(self.seeds_of_sweep)
-        if common:
-            raise UserError(f"seeds {sorted(common)} are those of a sweep, not of final runs; change --first-seed.")
-        if self.steps is not None and self.steps < 1:
-            raise UserError(f"--steps is {self.steps} and must be at least 1.")
-        if not 0 < self.margin < math.inf:
-            raise UserError(f"--margin is {self.margin} and must be greater than 0.")
+        for others, what in ((self.seeds_of_sweep, "a sweep"), (self.seeds_of_pilot, "a pilot")):
+            common = set(self.final_seeds) & set(others)
+            if common:
+                raise UserError(f"seeds {sorted(common)} are those of {what}, not of final runs; change --first-seed.")
+        for name in ("margin", "hours"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise UserError(f"--{name} is {getattr(self, name)} and must be greater than 0.")
         rates = self.learning_rates
         if any(not 0 < rate < math.inf for rate in rates) or len(set(rates)) < len(rates):
             raise UserError(f"--learning-rates {list(rates)} must be different numbers greater than 0.")
@@ -125,8 +136,13 @@ class Plan:
 
     @property
     def final_seeds(self) -> range:
-        """Seeds of the final runs."""
-        return range(self.first_seed, self.first_seed + self.seeds)
+        """Seeds of the final runs: with a pilot, the seeds from which it takes as many as it needs."""
+        return range(self.first_seed, self.first_seed + (self.seeds or MAX_SEEDS))
+
+    @property
+    def seeds_of_pilot(self) -> range:
+        """Seeds of the pilot, if there is one."""
+        return range(FIRST_PILOT_SEED, FIRST_PILOT_SEED + (0 if self.seeds else self.pilot_seeds))
 
     @property
     def seeds_of_sweep(self) -> range:
@@ -158,7 +174,7 @@ class Run:
     """One training run of a plan."""
 
     arm: Arm
-    phase: Literal["sweep", "final"]
+    phase: Literal["sweep", "pilot", "noise", "final"]
     seed: int
     learning_rate: float
 
@@ -274,18 +290,33 @@ def run_settings(plan: Plan, run: Run) -> Settings:
     )
 
 
-def sweep_runs(plan: Plan) -> list[Run]:
+def sweep_runs(plan: Plan, rates: Sequence[float]) -> list[Run]:
     """The runs that choose each arm's learning rate; seed by seed, so that an early stop leaves complete rows."""
     if not plan.has_sweep:
         return []
-    rates = sorted(plan.learning_rates)
     return [Run(arm, "sweep", seed, rate) for seed in plan.seeds_of_sweep for arm in plan.arms for rate in rates]
 
 
-def final_runs(plan: Plan, learning_rates: dict[Arm, float]) -> list[Run]:
+def noise_runs(plan: Plan, rates: Sequence[float]) -> list[Run]:
+    """The baselines once more, from perturbed initial weights, at these learning rates.
+
+    Each repeats a run of the sweep; without a sweep one of the pilot, and without either a final one.
+    """
+    arms = [arm for arm in plan.arms if baseline(plan, arm) is None]
+    seeds = (plan.seeds_of_sweep if plan.has_sweep else plan.seeds_of_pilot or plan.final_seeds)[: plan.noise_seeds]
+    return [Run(arm, "noise", seed, rate) for seed in seeds for arm in arms for rate in rates]
+
+
+def pilot_runs(plan: Plan, learning_rates: dict[Arm, float]) -> list[Run]:
+    """The runs that only measure the spread of the pairs' differences."""
+    arms = [arm for arm in plan.arms if arm in learning_rates]
+    return [Run(arm, "pilot", seed, learning_rates[arm]) for seed in plan.seeds_of_pilot for arm in arms]
+
+
+def final_runs(plan: Plan, learning_rates: dict[Arm, float], pairs: int) -> list[Run]:
     """The runs that are compared; an arm that diverged at every learning rate of the sweep has none."""
     arms = [arm for arm in plan.arms if arm in learning_rates]
-    return [Run(arm, "final", seed, learning_rates[arm]) for seed in plan.final_seeds for arm in arms]
+    return [Run(arm, "final", seed, learning_rates[arm]) for seed in plan.final_seeds[:pairs] for arm in arms]
 
 
 def load_plan(name: str) -> Plan:

@@ -64,7 +64,8 @@ class RunResult:
     """One finished run."""
 
     arm: Arm
-    phase: Literal["sweep", "final", "conversion"]
+    phase: Literal["sweep", "pilot", "noise", "final", "conversion"]
+    """noise: as another run of the same arm, seed and learning rate, but from perturbed initial weights."""
     seed: int
     learning_rate: float
     steps: int

@@ -10,7 +10,7 @@ import hashlib
 import math
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
 
@@ -37,6 +37,7 @@ CURVE_TOKENS = 16_384  # of the validation set, for the points along a run; the 
 BLOCKS = 64  # parts of the validation set whose losses a record has, at most
 UPDATE_RATIOS = 12  # measurements of a step's length, over a run
 SAVE_SECONDS = 30.0  # a killed run loses no more
+PERTURBATION = 1e-6  # relative, of the initial weights of the runs that measure the noise
 SPIKE = 0.5  # nats above the median of the 20 steps before
 
 
@@ -63,6 +64,8 @@ def train_run(
         folder.mkdir(parents=True, exist_ok=True)
         with limited_threads(threads), (folder / "log.txt").open("a", encoding="utf-8") as log:
             session = set_up(settings, folder, resume=resume, say=lambda line: print(line, file=log))
+            if run.phase == "noise" and session.state.step == 0:
+                perturb(session.model, run.seed)
             if not evaluate_only and not train_to_the_end(session, keep_weights):
                 return None
             fields |= final_loss(session)
@@ -84,7 +87,7 @@ def train_run(
         clipped=clipped(folder, settings.optimizer.clip),
         seconds=session.state.seconds,
         settings_hash=settings_hash(settings),
-        **initial_weights_hashes(settings),
+        **initial_weights_hashes(settings, run),
         batches_hash=batches_hash(session),
         text=text_of(session),
         machine=machine,
@@ -265,16 +268,31 @@ def text_of(session: Session) -> Text:
     return Text(corpus.text_hash, corpus.bytes, len(corpus.validation) - 1, corpus.validation_bytes)
 
 
-def initial_weights_hashes(settings: Settings) -> dict[str, str]:
+@torch.no_grad()
+def perturb(model: Decoder, seed: int) -> None:
+    """Multiply every weight by 1 + PERTURBATION times a normal number."""
+    generator = torch.Generator().manual_seed(seed)
+    for _, parameter in sorted(model.named_parameters()):
+        factors = 1 + PERTURBATION * torch.randn(parameter.shape, generator=generator)
+        parameter.mul_(factors.to(parameter.device))
+
+
+def initial_weights_hashes(settings: Settings, run: Run) -> dict[str, str]:
     """Hashes of the weights that training starts from: all of them, and without the norms, as arms of a seed share."""
-    own, shared = (hashlib.blake2b(digest_size=16) for _ in range(2))
     model = initial_model(settings, torch.float32, say=discard)
+    shared = hash_of(model, lambda name: not is_norm_parameter(name))
+    if run.phase == "noise":
+        perturb(model, run.seed)
+    return {"own_weights_hash": hash_of(model, lambda _: True), "initial_weights_hash": shared}
+
+
+def hash_of(model: Decoder, counts: Callable[[str], bool]) -> str:
+    """Hash of the parameters whose names count."""
+    digest = hashlib.blake2b(digest_size=16)
     for name, parameter in sorted(model.named_parameters()):
-        data = name.encode() + parameter.detach().numpy().tobytes()
-        own.update(data)
-        if not is_norm_parameter(name):
-            shared.update(data)
-    return {"own_weights_hash": own.hexdigest(), "initial_weights_hash": shared.hexdigest()}
+        if counts(name):
+            digest.update(name.encode() + parameter.detach().numpy().tobytes())
+    return digest.hexdigest()
 
 
 def batches_hash(session: Session) -> str:

@@ -20,14 +20,18 @@ import kernels
 from ablation import report
 from ablation.analysis import Study
 from ablation.conversion import VARIANTS, convert_norm
+from ablation.effects import MIN_PAIRS_FOR_EQUIVALENCE
 from ablation.plan import (
     Arm,
     Plan,
     Run,
     arm_settings,
+    default_learning_rate,
     final_runs,
     label,
     load_plan,
+    noise_runs,
+    pilot_runs,
     run_settings,
     save_plan,
     sweep_runs,
@@ -160,12 +164,8 @@ def _execute(experiment: Experiment) -> bool:
     plan = experiment.plan
     experiment.folder.mkdir(parents=True, exist_ok=True)
     save_plan(plan, experiment.folder / "plan.toml")
-    total = len(sweep_runs(plan)) + plan.seeds * len(plan.arms)
-    with tqdm(total=total, unit="run", dynamic_ncols=True) as bar:
-        finished = train_all(experiment, sweep_runs(plan), bar)
-        if plan.has_sweep:
-            report.write(experiment.study, experiment.folder)
-        finished = finished and train_all(experiment, final_runs(plan, experiment.study.learning_rates), bar)
+    with tqdm(unit="run", dynamic_ncols=True) as bar:
+        finished = train_stages(experiment, bar)
         report.write(experiment.study, experiment.folder)
     if finished and plan.convert:
         finished = convert_all(experiment)
@@ -176,8 +176,28 @@ def _execute(experiment: Experiment) -> bool:
     return finished
 
 
+def train_stages(experiment: Experiment, bar: tqdm) -> bool:
+    """The sweep until no arm is best at its edge, the pilot, the noise, and the final runs; False when stopped."""
+    plan, rates = experiment.plan, experiment.study.rates
+    while rates:
+        if not train_all(experiment, sweep_runs(plan, rates), bar):
+            return False
+        rates = [experiment.study.next_rate] if experiment.study.next_rate is not None else []
+    study = experiment.study
+    rates = study.learning_rates
+    before = [*pilot_runs(plan, rates), *noise_runs(plan, study.rates or sorted(set(rates.values())))]
+    if not plan.seeds:
+        if not train_all(experiment, before, bar):
+            return False
+        print(describe_size(experiment.study), flush=True)
+        before = []
+    return train_all(experiment, final_runs(plan, rates, experiment.study.size.pairs) + before, bar)
+
+
 def train_all(experiment: Experiment, runs: list[Run], bar: tqdm) -> bool:
     """Train the runs that are not finished; False when a signal stopped them."""
+    bar.total = (bar.total or 0) + len(runs)
+    bar.refresh()
     known = {result.key: result for result in experiment.study.results}
     tasks = []
     for run in runs:
@@ -286,17 +306,33 @@ def describe(experiment: Experiment) -> str:
     plan, device, study = experiment.plan, choose_device(experiment.device), experiment.study
     settings = settings_to_time(plan, plan.arms[0])
     tokens = settings.optimizer.steps * settings.data.batch_size * settings.data.sequence_length
-    sweep, final = len(sweep_runs(plan)), plan.seeds * len(plan.arms)
+    size, arms, swept = study.size, len(plan.arms), study.rates or [default_learning_rate(plan)]
+    sweep, pilot = len(sweep_runs(plan, study.rates)), len(plan.seeds_of_pilot) * arms
+    noise = len(noise_runs(plan, swept))
     done = len([result for result in study.results if result.phase != "conversion"])
     step = seconds_per_step(experiment, settings)
-    minutes = max(sweep + final - done, 0) * step * settings.optimizer.steps / experiment.jobs / 60
-    rates = ", ".join(f"{rate:g}" for rate in plan.learning_rates)
-    sweep_text = f"{sweep} to choose learning rates ({rates}) and " if sweep else ""
+    of_run = step * settings.optimizer.steps / experiment.jobs / 60
+    minutes = max(sweep + pilot + noise + (size.pairs * arms if size else 0) - done, 0) * of_run
+    rates = ", ".join(f"{rate:g}" for rate in study.rates)
+    kinds = [
+        f"{sweep} to choose learning rates ({rates})" if sweep else "",
+        f"{pilot} of the pilot ({len(plan.seeds_of_pilot)} pairs)" if pilot else "",
+        f"{noise} for the noise between equal runs" if noise else "",
+        f"{size.pairs * arms} to compare ({size.pairs} paired seeds)" if size else "",
+    ]
+    about = f"about {minutes:.0f} minutes"
+    if size is None:
+        most = (plan.hours * 60 - minutes) / arms / of_run
+        least = MIN_PAIRS_FOR_EQUIVALENCE * arms * of_run
+        about += (
+            f", then {least:.0f} or more for the final runs: the pilot fixes their number, at least "
+            f"{MIN_PAIRS_FOR_EQUIVALENCE} pairs, and {plan.hours:g} hours allow {max(most, 0):.0f}"
+        )
     lines = [
         f"arms: {'; '.join(label(plan, arm) for arm in plan.arms)}",
-        f"runs: {sweep_text}{final} to compare ({plan.seeds} paired seeds), {done} done; {tokens:,} tokens each",
+        f"runs: {', '.join(kind for kind in kinds if kind)}; {done} done; {tokens:,} tokens each",
         f"measure: validation loss; differences within {plan.margin:g} nats per token are treated as equivalent",
-        f"training: about {minutes:.0f} minutes, {experiment.jobs} at once on {device}"
+        f"training: {about}; {experiment.jobs} at once on {device}"
         + (f", {experiment.threads} threads each" if experiment.threads else ""),
     ]
     entries = timed_entries(experiment) if plan.timing else {}
@@ -308,6 +344,18 @@ def describe(experiment: Experiment) -> str:
             f"timing: about {minutes:.0f} minutes, {len(plan.arms)} arms in {len(entries)} variants of the code"
         )
     return "\n".join(lines)
+
+
+def describe_size(study: Study) -> str:
+    """How many final pairs the pilot asks for, and what they take."""
+    size = study.size
+    hours = "" if size.seconds_per_pair is None else f", {size.pairs * size.seconds_per_pair / 3600:.2g} hours"
+    spread = "" if size.deviation is None else f"pairs differ with a standard deviation of {size.deviation:.2g} nats; "
+    text = f"pilot: {spread}{size.pairs} final pairs{hours}"
+    if size.pairs < size.needed:
+        more = size.needed * size.seconds_per_pair / 3600
+        text += f", all that fit into {study.plan.hours:g} hours; {size.needed} would be needed ({more:.2g} hours)"
+    return text
 
 
 def seconds_per_step(experiment: Experiment, settings: Settings) -> float:
