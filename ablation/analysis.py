@@ -6,7 +6,6 @@ The seed is the unit: runs of one seed that differ in another choice are average
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,7 +30,6 @@ from ablation.plan import MAX_SEEDS, Arm, Plan, baseline, default_learning_rate,
 from ablation.results import RunResult, as_table
 from benchmarks.timing import Timing
 from model.config import num_norm_parameters, num_parameters
-
 
 MAX_EXTENSIONS = 4  # of a sweep, beyond the learning rates of its plan
 
@@ -88,29 +86,51 @@ class Comparison:
     def explanation(self) -> str:
         """Which test decided; for an unresolved comparison which test did not pass and how many pairs it needs."""
         margin, distance = f"±{self.margin:g}", abs(self.loss.estimate)
-        adjusted, over = ("Holm-adjusted ", f" over {self.comparisons} comparisons") if self.comparisons > 1 else ("", "")
-        within = f"{adjusted}p = {self.p_equivalence:.2g} of the two tests of equivalence within {margin}{over}"
+        several = self.comparisons > 1
+        holm, over = ("Holm-adjusted ", f" over {self.comparisons} comparisons") if several else ("", "")
+        within = f"equivalence within {margin}: {holm}p = {self.p_equivalence:.2g}{over}"
         if self.equivalent:
             return within
-        tested = f"{adjusted}p = {self.p_holm:.2g}{over}"
+        tested = f"{holm}p = {self.p_holm:.2g}{over}"
         if self.different:
             return tested
         if self.p_equivalence < SIGNIFICANCE:
             return f"{within}, but equivalence takes at least {MIN_PAIRS_FOR_EQUIVALENCE} pairs"
-        if distance < self.margin:
-            need = self._pairs(lambda std: pairs_for_equivalence(std, self.margin, self.comparisons))
-            return f"{tested}; {within}; equivalence needs {need} if there is no difference"
-        alpha = SIGNIFICANCE * min(1, self.loss.p / self.p_holm) / 2  # what Holm leaves this comparison
-        need = self._pairs(lambda std: pairs_needed(std, distance, alpha, POWER))
-        return f"{tested}; a difference this large needs {need}"
+        which = "equivalence" if distance < self.margin else "a difference this large"
+        given = " if there is no difference" if distance < self.margin else ""
+        return f"difference: {tested}; {within}; {which} needs {self._pairs()}{given}"
 
-    def _pairs(self, needed: Callable[[float], int]) -> str:
-        """Pairs for 80% power, and their range: a standard deviation from few pairs is itself uncertain."""
+    def pairs_needed(self, std: float | None = None) -> int:
+        """Pairs for 80% power: of equivalence, or where the difference exceeds the margin, of finding that difference.
+
+        std: the deviation to plan with, by default that of the pairs here.
+        """
+        std, distance = self.std if std is None else std, abs(self.loss.estimate)
+        if distance < self.margin:
+            return pairs_for_equivalence(std, self.margin, self.comparisons)
+        alpha = SIGNIFICANCE * min(1, self.loss.p / self.p_holm) / 2  # what Holm leaves this comparison
+        return pairs_needed(std, distance, alpha, POWER)
+
+    def _pairs(self) -> str:
+        """Pairs needed and their range: a standard deviation from few pairs is itself uncertain."""
         freedom = self.loss.n - 1
         low, high = (self.std * np.sqrt(freedom / stats.chi2.ppf(level, freedom)) for level in (0.975, 0.025))
-        best, fewest, most = map(needed, (self.std, low, high))
+        best, fewest, most = map(self.pairs_needed, (self.std, low, high))
         shown = [f"{n:,}" if n < MAX_PAIRS else f"over {n:,}" for n in (max(best, self.loss.n + 1), fewest, most)]
         return f"{shown[0]} pairs for 80% power ({shown[1]} to {shown[2]})"
+
+
+def adjusted(family: list[Comparison]) -> list[Comparison]:
+    """The comparisons of a plan with p-values that hold for all of them together (Holm 1979).
+
+    Tests of a difference and tests of equivalence are two families: an arm cannot pass both wrongly.
+    """
+    different = holm([comparison.loss.p for comparison in family])
+    equivalent = holm([comparison.p_equivalence for comparison in family])
+    return [
+        dataclasses.replace(comparison, p_holm=p, p_equivalence=q, comparisons=len(family))
+        for comparison, p, q in zip(family, different, equivalent, strict=True)
+    ]
 
 
 @dataclass(frozen=True)
@@ -225,7 +245,7 @@ class Study:
 
     @functools.cached_property
     def rates(self) -> list[float]:
-        """The learning rates of the sweep, ascending: the plan's, and those by which it was extended. None: no sweep."""
+        """The learning rates of the sweep, ascending: those of the plan, and those by which it was extended."""
         rates = sorted(self.plan.learning_rates) if self.plan.has_sweep else []
         swept = {result.learning_rate for result in self.results if result.phase == "sweep"}
         while (further := self._beyond(rates)) is not None and further in swept:
@@ -297,12 +317,12 @@ class Study:
             return None
         differences = [self._pilot_differences(arm) for arm in arms if baseline(plan, arm) is not None]
         differences = [found for found in differences if len(found) > 1]
-        needed = min(final_pairs(differences, plan.margin), MAX_SEEDS)
+        needed = final_pairs(differences, plan.margin)
         at_once = runs.result.iloc[0].machine.processes
         seconds = float(runs.seconds.mean()) * len(arms) / at_once
         before = sum(r.seconds for r in self.results if r.phase in ("sweep", "pilot", "noise")) / at_once
-        fit = int((plan.hours * 3600 - before) / seconds)
-        pairs = needed if needed <= fit else max(fit, 0)
+        fit = max(int((plan.hours * 3600 - before) / seconds), 0)
+        pairs = min(needed, fit, MAX_SEEDS)
         deviation = max((float(found.std(ddof=1)) for found in differences), default=None)
         return Size(pairs, needed, deviation, seconds)
 
@@ -344,13 +364,7 @@ class Study:
     def comparisons(self) -> list[Comparison]:
         """Every arm with its baseline, in order of the difference; see `_compare` for those that are absent."""
         found = [comparison for arm in self.plan.arms if (comparison := self._compare(arm)) is not None]
-        different = holm([comparison.loss.p for comparison in found])
-        equivalent = holm([comparison.p_equivalence for comparison in found])
-        found = [
-            dataclasses.replace(comparison, p_holm=p, p_equivalence=q, comparisons=len(found))
-            for comparison, p, q in zip(found, different, equivalent, strict=True)
-        ]
-        return sorted(found, key=lambda comparison: comparison.loss.estimate)
+        return sorted(adjusted(found), key=lambda comparison: comparison.loss.estimate)
 
     def _compare(self, arm: Arm) -> Comparison | None:
         """An arm with its baseline, not adjusted for other comparisons; None with a diverged run or under 2 pairs."""

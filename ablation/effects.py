@@ -3,6 +3,7 @@
 Tests are at 5%; intervals are 95% unless their name says otherwise. Knows nothing of runs, norms or files.
 """
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -107,9 +108,14 @@ def minimum_detectable_effect(std: float, n: int) -> float:
 
 def pairs_needed(std: float, distance: float, alpha: float, power: float) -> int:
     """Pairs at which (t_{1-alpha} + t_power) s / sqrt(n) falls to `distance`; MAX_PAIRS if more would be needed."""
+    reach = _reach(alpha, power)  # falls with n
+    return min(2 + int(np.searchsorted(-reach * std, -distance)), MAX_PAIRS)
+
+
+@functools.lru_cache(64)
+def _reach(alpha: float, power: float) -> np.ndarray:
     n = np.arange(2, MAX_PAIRS + 1)
-    enough = (special.stdtrit(n - 1, 1 - alpha) + special.stdtrit(n - 1, power)) * std / np.sqrt(n) <= distance
-    return int(n[np.argmax(enough)]) if enough.any() else MAX_PAIRS
+    return (special.stdtrit(n - 1, 1 - alpha) + special.stdtrit(n - 1, power)) / np.sqrt(n)
 
 
 def pairs_for_equivalence(std: float, margin: float, comparisons: int) -> int:

@@ -24,7 +24,7 @@ from training.settings import CONFIGS, Settings, as_flags, config_path, load_set
 
 PLANS = CONFIGS / "ablations"
 FIRST_SWEEP_SEED, FIRST_PILOT_SEED = 1001, 2001  # where the seeds of the sweep and of the pilot begin
-MAX_SEEDS = 1000
+MAX_SEEDS = 500  # of the final runs
 
 
 @dataclass(frozen=True)

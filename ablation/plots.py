@@ -14,6 +14,7 @@ from matplotlib.figure import Figure as Canvas
 
 from ablation.analysis import Study
 from ablation.effects import Effect
+from ablation.plan import baseline
 from ablation.results import Curve
 from errors import UserError
 from training.plot import COLOURS
@@ -193,7 +194,7 @@ def loss_curves(study: Study) -> list[Picture]:
 
 def sweep_curves(study: Study) -> Picture:
     """Mean loss of every arm over the learning rates of its sweep."""
-    rates = sorted(study.plan.learning_rates)
+    rates = study.rates
 
     def draw(axes: Axes, style: Style) -> None:
         for sweep in study.sweeps:
@@ -212,6 +213,44 @@ def sweep_curves(study: Study) -> Picture:
     seeds = study.plan.sweep_seeds
     caption = f"Mean of {seeds} seeds that the comparison does not use; no point where a run diverged or is missing."
     return render(draw, caption, "Loss of each arm by learning rate", height=4.2)
+
+
+def difference_curves(study: Study) -> list[Picture]:
+    """A panel for each arm that is compared: its pairs' differences at every learning rate, and the noise."""
+    return [_difference_curve(study, name) for name in dict.fromkeys(study.label(p.arm) for p in study.curve)]
+
+
+def _difference_curve(study: Study, name: str) -> Picture:
+    points = [point for point in study.curve if study.label(point.arm) == name]
+    base = study.label(baseline(study.plan, points[0].arm))
+
+    def draw(axes: Axes, style: Style) -> None:
+        color = style.color(numbers(study)[name])
+        rates = [point.learning_rate for point in points]
+        measured = [point for point in points if point.noise is not None]
+        noise = [point.noise.deviation for point in measured]
+        at = [point.learning_rate for point in measured]
+        axes.fill_between(at, np.negative(noise), noise, color=style.muted, alpha=0.25, linewidth=0)
+        for end in (-study.plan.margin, study.plan.margin):
+            axes.axhline(end, color=style.muted, linewidth=1, linestyle="--")
+        for point in points:
+            rate = [point.learning_rate] * len(point.differences)
+            axes.plot(rate, point.differences, "o", color=color, markersize=4, alpha=0.7)
+            axes.plot(rate[:2], point.loss.interval, color=color, linewidth=1.5)
+        reach = max(abs(value) for point in points for value in point.differences)
+        reach = 1.3 * max(reach, study.plan.margin, *noise)
+        axes.set_ylim(-reach, reach)  # an interval from three pairs is often far longer than they reach
+        axes.set_xscale("log")
+        axes.set_xticks(rates, [f"{rate:g}" for rate in rates])
+        axes.minorticks_off()
+        axes.set_xlabel("learning rate")
+        axes.set_ylabel(XLABEL)
+
+    caption = (
+        f"{name} minus {base}: each pair of the sweep, the mean's 95% interval (it may leave the axis), the noise "
+        "between equal runs (shaded), the margin (dashed)."
+    )
+    return render(draw, caption, f"{name} minus {base} by learning rate")
 
 
 def probe_curves(study: Study) -> list[Picture]:

@@ -14,12 +14,12 @@ from pathlib import Path
 import jinja2
 
 from ablation import plots
-from ablation.analysis import ArmSummary, Study
+from ablation.analysis import ArmSummary, Noise, Study
 from ablation.claims import CLAIMS, Judged, judge_all
 from ablation.effects import Effect, mean_effect, minimum_detectable_effect
 from ablation.plan import baseline, load_plan, model_config, steps_of
 from ablation.plots import Picture
-from ablation.results import read_results, read_timings
+from ablation.results import Change, read_changes, read_results, read_timings
 from errors import UserError
 from training.settings import replace_text
 
@@ -56,10 +56,23 @@ def load_study(folder: Path) -> Study:
     return Study(load_plan(str(folder / "plan.toml")), results, timings)
 
 
+def describe_size(study: Study) -> str:
+    """How many final pairs there are, why, and what they take."""
+    size = study.size
+    if size is None or size.seconds_per_pair is None:
+        return "no pilot" if size else "the pilot has not finished"
+    spread = "" if size.deviation is None else f"pairs differ with a standard deviation of {size.deviation:.2g} nats; "
+    text = f"{spread}{size.pairs} final pairs, {size.pairs * size.seconds_per_pair / 3600:.2g} hours"
+    if size.pairs < size.needed:
+        more = size.needed * size.seconds_per_pair / 3600
+        text += f", all that fit into {study.plan.hours:g} hours; {size.needed} would be needed ({more:.2g} hours)"
+    return text
+
+
 def write(study: Study, folder: Path) -> None:
     """Write results.json, report.md and report.html; a kill leaves each file old or new."""
     judged = judge_all(CLAIMS, study)
-    parts, lines = sections(study, judged), headline(study)
+    parts, lines = sections(study, judged, read_changes(folder / "changes.jsonl")), headline(study)
     title = f"Ablation: {study.plan.name}"
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.filters["cell"] = cell
@@ -110,22 +123,41 @@ def _outcome(study: Study, arm: ArmSummary) -> dict[str, str]:
         detail = f"{arm.loss.estimate:.4f} nats per token over {arm.loss.n} seeds{edge}"
         base = baseline(study.plan, arm.arm)
         return {"verdict": "baseline" if base is None else f"not compared with {study.label(base)}", "detail": detail}
-    detail = f"{effect(found.loss, '+.4f')} nats per token over {found.loss.n} pairs: {found.explanation}{edge}"
+    detail = f"{effect(found.loss, '+.4f')} nats per token over {found.loss.n} pairs: {found.explanation}"
+    if found.verdict == "not resolved":
+        detail += f", {found.pairs_needed() * seconds_per_pair(study) / 3600:.2g} hours here"
+    if found.chaotic:
+        detail += f"; chaotic at this learning rate: {noise_words(found.noise)}"
+    detail += edge
     preposition = {"lower": "than", "higher": "than", "not resolved": "against"}.get(found.verdict, "to")
     return {"verdict": f"{found.verdict} {preposition} {found.baseline}", "detail": detail}
+
+
+def seconds_per_pair(study: Study) -> float:
+    """One run of every arm, with as many runs at once as there were."""
+    runs = study.table[study.table.phase == "final"]
+    return float(runs.seconds.mean()) * len(study.plan.arms) / runs.result.iloc[0].machine.processes
+
+
+def noise_words(noise: Noise | None) -> str:
+    """How far equal runs drift apart, and over how many pairs of them it was measured."""
+    return (
+        "not measured" if noise is None else f"{noise.deviation:.4f} between equal runs (n = {len(noise.differences)})"
+    )
 
 
 def intro(study: Study) -> str:
     plan = study.plan
     tuned = "each arm at its best learning rate of the sweep" if plan.has_sweep else "all arms at one learning rate"
+    pairs = f"{study.size.pairs} paired seeds" if study.size else "the pilot has not finished"
     return (
-        f"Validation loss of each arm minus that of its baseline, with 95% intervals: {tuned}, {plan.seeds} paired "
-        f"seeds, {steps_of(plan):,} steps. Differences smaller than {plan.margin:g} nats per token are treated as "
+        f"Validation loss of each arm minus that of its baseline, with 95% intervals: {tuned}, {pairs}, "
+        f"{steps_of(plan):,} steps. Differences smaller than {plan.margin:g} nats per token are treated as "
         f"equivalent."
     )
 
 
-def sections(study: Study, judged: Sequence[Judged]) -> list[Section]:
+def sections(study: Study, judged: Sequence[Judged], changes: Sequence[Change] = ()) -> list[Section]:
     """The report in its order, without the parts that have nothing to show."""
     runs = [
         {
@@ -145,7 +177,12 @@ def sections(study: Study, judged: Sequence[Judged]) -> list[Section]:
         timing(study),
         inside(study),
         Section("Claims", "", [], [Table("Published claims about norms, and what was measured", claim_rows(judged))]),
-        Section("How it was made", "", [], [Table("Plan, text and machine", origin(study))]),
+        Section(
+            "How it was made",
+            "",
+            [],
+            [Table("Plan, text and machine", origin(study)), Table("Changes of the plan", list(map(vars, changes)))],
+        ),
         Section("What not to conclude", " ".join(notes(study)), [], []),
         Section("Every run", "", [], [Table(f"All {len(runs)} runs", runs, folded=True)]),
     ]
@@ -163,7 +200,8 @@ def differences(study: Study) -> Section:
             "90% interval": interval(c.loss.interval_90, "+.4f"),
             "bits per byte": effect(c.bits, "+.4f"),
             **{"pairs": c.loss.n, "std of a pair": c.std, "correlation": c.correlation, "p": c.loss.p},
-            **{"p (Holm)": c.p_holm, "p (equivalence)": c.p_equivalence},
+            **{"p (Holm)": c.p_holm, "p of equivalence (Holm)": c.p_equivalence},
+            "noise": noise_words(c.noise) + (" (chaotic at this learning rate)" if c.chaotic else ""),
             "minimum detectable effect": minimum_detectable_effect(c.std, c.loss.n),
         }
         for c in study.comparisons
@@ -199,9 +237,15 @@ def learning_rates(study: Study) -> Section:
         | {"diverged": f"{sweep.diverged} of {sweep.runs}"}
         for sweep in study.sweeps
     ]
+    curve = [
+        {"arm": point.loss.name, "mean and 95% interval": effect(point.loss, "+.4f"), "noise": noise_words(point.noise)}
+        for point in study.curve
+    ]
     seeds = study.plan.sweep_seeds
     caption = f"Mean validation loss over {seeds} seeds, nats per token; {MISSING}: a run diverged or is missing"
-    return Section("Learning rates", "", [plots.sweep_curves(study)] if rows else [], [Table(caption, rows)])
+    of_pairs = "Loss minus the baseline's at the same learning rate, nats per token"
+    pictures = [plots.sweep_curves(study), *plots.difference_curves(study)] if rows else []
+    return Section("Learning rates", "", pictures, [Table(caption, rows), Table(of_pairs, curve)])
 
 
 def conversions(study: Study) -> Section:
@@ -278,6 +322,7 @@ def origin(study: Study) -> list[dict[str, Cell]]:
     rows = {
         "model": f"{config.num_hidden_layers} layers of {config.hidden_size}, vocabulary {config.vocab_size}",
         "training time": f"{hours:.2f} hours, summed over runs",
+        "number of pairs": describe_size(study),
     }
     records = {"plan": study.plan}
     records |= {"text": study.results[0].text, "machine": study.results[0].machine} if study.results else {}

@@ -113,6 +113,17 @@ class RunResult:
         return self.arm, self.phase, self.seed, self.learning_rate, self.variant
 
 
+@dataclass(frozen=True)
+class Change:
+    """A field of the plan that was changed after runs had finished."""
+
+    field: str
+    before: object
+    after: object
+    finished_runs: int
+    """How many there were."""
+
+
 def result_from_json(fields: dict) -> RunResult:
     """The record of a parsed line; raises KeyError or TypeError for anything else."""
     probes = fields["probes"]
@@ -126,7 +137,7 @@ def result_from_json(fields: dict) -> RunResult:
     return RunResult(**(fields | nested))
 
 
-def append_lines(path: Path, *records: RunResult | Timing) -> None:
+def append_lines(path: Path, *records: RunResult | Timing | Change) -> None:
     """Append records, one line each. A line cut short by a kill is ignored when read and removed by the next append."""
     lines = "".join(json.dumps(dataclasses.asdict(record), allow_nan=False) + "\n" for record in records)
     with path.open("ab+") as file:
@@ -145,6 +156,11 @@ def read_results(path: Path) -> list[RunResult]:
 def read_timings(path: Path) -> list[Timing]:
     """The timings of timings.jsonl."""
     return _read_lines(path, lambda fields: Timing(**fields))
+
+
+def read_changes(path: Path) -> list[Change]:
+    """The changes of changes.jsonl."""
+    return _read_lines(path, lambda fields: Change(**fields))
 
 
 def _refuse_constant(name: str) -> float:

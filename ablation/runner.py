@@ -37,7 +37,7 @@ from ablation.plan import (
     sweep_runs,
 )
 from ablation.processes import run_in_processes
-from ablation.results import Machine, RunResult, append_lines, read_results, read_timings
+from ablation.results import Change, Machine, RunResult, append_lines, read_results, read_timings
 from ablation.run import limited_threads, on_device, settings_hash, train_run
 from benchmarks.timing import CALLS_PER_BLOCK, interleaved
 from benchmarks.training import PARTS, make_calls, time_together, variants
@@ -50,6 +50,7 @@ TIMING_BLOCKS = 30
 COMPILE_SECONDS = 30  # a guess, for the time that the plan announces
 STEPS_PER_ROUND = 2.5  # time of one call of every timed part, in training steps
 FIXED = ("config", "steps", "margin", "evaluations")  # of a plan, once it has results
+FIXED_BY_PILOT = ("pilot_seeds", "first_seed", "hours")  # once it has final runs, whose number these determine
 SAME_MACHINE = ("processor", "torch", "kernels")
 
 
@@ -112,7 +113,9 @@ def load_or_create(plan: Plan, folder: Path, device: str, jobs: int | None) -> E
     results, timings = read_results(folder / "runs.jsonl"), read_timings(folder / "timings.jsonl")
     if (folder / "plan.toml").is_file():
         before = load_plan(str(folder / "plan.toml"))
-        changed = [name for name in FIXED if getattr(before, name) != getattr(plan, name)]
+        sized = not plan.seeds and any(result.phase == "final" for result in results)
+        fixed = (*FIXED, *(FIXED_BY_PILOT if sized else ()))
+        changed = [name for name in fixed if getattr(before, name) != getattr(plan, name)]
         if changed and results:
             raise UserError(f"{folder} has results with different settings ({', '.join(changed)}); give another --out.")
     chosen = choose_device(device)
@@ -163,6 +166,7 @@ def execute(experiment: Experiment) -> bool:
 def _execute(experiment: Experiment) -> bool:
     plan = experiment.plan
     experiment.folder.mkdir(parents=True, exist_ok=True)
+    log_changes(experiment)
     save_plan(plan, experiment.folder / "plan.toml")
     with tqdm(unit="run", dynamic_ncols=True) as bar:
         finished = train_stages(experiment, bar)
@@ -174,6 +178,21 @@ def _execute(experiment: Experiment) -> bool:
     if plan.convert or plan.timing:
         report.write(experiment.study, experiment.folder)
     return finished
+
+
+def log_changes(experiment: Experiment) -> None:
+    """Append to changes.jsonl what differs from the plan under which the finished runs were made."""
+    path = experiment.folder / "plan.toml"
+    if not (path.is_file() and experiment.study.results):
+        return
+    before, now = (dataclasses.asdict(plan) for plan in (load_plan(str(path)), experiment.plan))
+    changes = [
+        Change(name, before[name], now[name], len(experiment.study.results))
+        for name in now
+        if before[name] != now[name]
+    ]
+    if changes:
+        append_lines(experiment.folder / "changes.jsonl", *changes)
 
 
 def train_stages(experiment: Experiment, bar: tqdm) -> bool:
@@ -189,7 +208,7 @@ def train_stages(experiment: Experiment, bar: tqdm) -> bool:
     if not plan.seeds:
         if not train_all(experiment, before, bar):
             return False
-        print(describe_size(experiment.study), flush=True)
+        print(f"pilot: {report.describe_size(experiment.study)}", flush=True)
         before = []
     return train_all(experiment, final_runs(plan, rates, experiment.study.size.pairs) + before, bar)
 
@@ -344,18 +363,6 @@ def describe(experiment: Experiment) -> str:
             f"timing: about {minutes:.0f} minutes, {len(plan.arms)} arms in {len(entries)} variants of the code"
         )
     return "\n".join(lines)
-
-
-def describe_size(study: Study) -> str:
-    """How many final pairs the pilot asks for, and what they take."""
-    size = study.size
-    hours = "" if size.seconds_per_pair is None else f", {size.pairs * size.seconds_per_pair / 3600:.2g} hours"
-    spread = "" if size.deviation is None else f"pairs differ with a standard deviation of {size.deviation:.2g} nats; "
-    text = f"pilot: {spread}{size.pairs} final pairs{hours}"
-    if size.pairs < size.needed:
-        more = size.needed * size.seconds_per_pair / 3600
-        text += f", all that fit into {study.plan.hours:g} hours; {size.needed} would be needed ({more:.2g} hours)"
-    return text
 
 
 def seconds_per_step(experiment: Experiment, settings: Settings) -> float:

@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from ablation import effects, plots, runner
 from ablation.analysis import Study
-from ablation.plan import Plan, final_runs, save_plan, sweep_runs
+from ablation.plan import Plan, save_plan
 from ablation.plots import Picture, Style
 from ablation.results import RunResult
 from ablation.runner import Experiment
@@ -75,8 +75,7 @@ def train_plan(tmp_path_factory) -> Callable[[Plan], Experiment]:
         save_plan(plan, experiment.folder / "plan.toml")
         with pytest.MonkeyPatch.context() as patch, tqdm(disable=True) as bar:
             patch.setattr(runner, "run_in_processes", in_this_process)
-            runner.train_all(experiment, sweep_runs(plan), bar)
-            runner.train_all(experiment, final_runs(plan, experiment.study.learning_rates), bar)
+            runner.train_stages(experiment, bar)
             if plan.convert:
                 runner.convert_all(experiment)
         return experiment
@@ -89,7 +88,13 @@ def experiment(train_plan, config) -> Experiment:
     """Three norms at three learning rates, of which the middle one is the best of each arm."""
     rates = (5e-3, 2e-2, 0.5)
     plan = Plan(
-        norms=("rms", "layer", "center"), seeds=3, sweep_seeds=2, learning_rates=rates, config=str(config), timing=False
+        norms=("rms", "layer", "center"),
+        seeds=3,
+        noise_seeds=2,
+        sweep_seeds=2,
+        learning_rates=rates,
+        config=str(config),
+        timing=False,
     )
     return train_plan(plan)
 

@@ -14,7 +14,7 @@ from model.norm import is_norm_parameter
 @pytest.fixture(scope="module")
 def dyt(train_plan, config):
     """DyT against LayerNorm, without a sweep."""
-    plan = Plan(norms=("dyt", "layer"), seeds=2, steps=3, config=str(config), timing=False)
+    plan = Plan(norms=("dyt", "layer"), seeds=2, noise_seeds=0, steps=3, config=str(config), timing=False)
     return train_plan(plan)
 
 

@@ -58,8 +58,8 @@ def test_the_default_asked_for_is_the_default_and_an_arm_as_it_was_before():
     assert set(Plan().arms) < set(Plan(**FACTORIAL).arms)
     assert Run(Plan().arms[0], "final", 1, 1e-3).folder_name == "rms-pre-swiglu-auto-1e-05-1.0-final-0.001-1"
     both = Plan(**FACTORIAL, qk_norms=(False, True))
-    runs = final_runs(both, dict.fromkeys(both.arms, 1e-3))
-    assert len({run.folder_name for run in runs}) == len({run_settings(both, run) for run in runs}) == 8 * both.seeds
+    runs = final_runs(both, dict.fromkeys(both.arms, 1e-3), 5)
+    assert len({run.folder_name for run in runs}) == len({run_settings(both, run) for run in runs}) == 8 * 5
 
 
 def baselines(plan: Plan) -> dict[str, str | None]:
@@ -99,7 +99,7 @@ def test_each_arm_is_compared_with_layernorm_in_its_surroundings_else_with_swigl
 
 def test_within_a_seed_runs_differ_by_their_arm_alone():
     plan = Plan(norms=("rms", "layer"), seeds=3, learning_rates=(1e-3, 2e-3), steps=50)
-    rms, layer = (run_settings(plan, run) for run in final_runs(plan, dict.fromkeys(plan.arms, 1e-3))[:2])
+    rms, layer = (run_settings(plan, run) for run in final_runs(plan, dict.fromkeys(plan.arms, 1e-3), 3)[:2])
     assert dataclasses.replace(layer, model=rms.model) == rms and rms.run.seed == 1
     assert dataclasses.replace(layer.model, norm="rms") == rms.model
     assert rms.optimizer.max_minutes is None and rms.optimizer.steps == 50 and rms.optimizer.warmup_steps == 5
@@ -109,7 +109,7 @@ def test_within_a_seed_runs_differ_by_their_arm_alone():
 def test_learning_rates_are_chosen_on_seeds_that_the_final_runs_do_not_use():
     plan = Plan(norms=("rms", "layer"), seeds=3, sweep_seeds=2, learning_rates=(2e-3, 1e-3))
     rms, layer = plan.arms
-    sweep, final = sweep_runs(plan), final_runs(plan, {rms: 1e-3, layer: 2e-3})
+    sweep, final = sweep_runs(plan, [1e-3, 2e-3]), final_runs(plan, {rms: 1e-3, layer: 2e-3}, 3)
     assert [(run.seed, run.arm, run.learning_rate) for run in sweep] == [
         (seed, arm, rate) for seed in (1001, 1002) for arm in (rms, layer) for rate in (1e-3, 2e-3)
     ]
@@ -125,7 +125,7 @@ def test_learning_rates_are_chosen_on_seeds_that_the_final_runs_do_not_use():
 
 def test_final_runs_begin_at_a_seed_of_the_plan_that_is_none_of_a_sweep():
     plan = Plan(seeds=3, first_seed=3001)
-    assert [run.seed for run in final_runs(plan, {plan.arms[0]: 1e-3})] == [3001, 3002, 3003]
+    assert [run.seed for run in final_runs(plan, {plan.arms[0]: 1e-3}, 3)] == [3001, 3002, 3003]
     assert Plan(seeds=2, first_seed=999, sweep_seeds=2).final_seeds == range(999, 1001)
     assert Plan(seeds=2, first_seed=1003, sweep_seeds=2).final_seeds == range(1003, 1005)
     for first in (998, 1000, 1001, 1002):
@@ -135,10 +135,10 @@ def test_final_runs_begin_at_a_seed_of_the_plan_that_is_none_of_a_sweep():
 
 def test_an_arm_without_a_learning_rate_has_no_final_runs_and_one_learning_rate_needs_no_sweep():
     plan = Plan(norms=("rms", "none"), seeds=2)
-    assert {run.arm.norm for run in final_runs(plan, {plan.arms[0]: 1e-3})} == {"rms"}
+    assert {run.arm.norm for run in final_runs(plan, {plan.arms[0]: 1e-3}, 2)} == {"rms"}
     one = Plan(learning_rates=(7e-4,))
-    assert not one.has_sweep and sweep_runs(one) == [] and default_learning_rate(one) == 7e-4
-    assert sweep_runs(Plan()) == [] and default_learning_rate(Plan()) == 1e-3  # of configs/ablation.toml
+    assert not one.has_sweep and sweep_runs(one, [7e-4]) == [] and default_learning_rate(one) == 7e-4
+    assert sweep_runs(Plan(), [1e-3]) == [] and default_learning_rate(Plan()) == 5e-4  # of configs/ablation.toml
 
 
 def test_every_choice_of_an_arm_reaches_the_model():
@@ -169,6 +169,10 @@ def test_every_choice_of_an_arm_reaches_the_model():
         ({"init_scales": ()}, "--init-scales needs"),
         ({"seeds": 1}, "--seeds is 1 and must be at least 2"),
         ({"sweep_seeds": 0}, "--sweep-seeds is 0"),
+        ({"pilot_seeds": 2}, "--pilot-seeds is 2 and must be at least 3"),
+        ({"noise_seeds": -1}, "--noise-seeds is -1"),
+        ({"hours": 0.0}, "--hours is 0.0 and must be greater than 0"),
+        ({"first_seed": 1900}, "are those of a pilot, not of final runs; change --first-seed"),
         ({"evaluations": 0}, "--evaluations is 0"),
         ({"margin": 0.0}, "--margin is 0.0"),
         ({"margin": float("inf")}, "--margin is inf"),
@@ -197,7 +201,7 @@ def test_every_plan_of_the_project_reads_back_as_it_was_saved(path, tmp_path):
     assert plan.name == path.stem and plan == load_plan(str(path))
     save_plan(plan, tmp_path / "plan.toml")
     assert load_plan(str(tmp_path / "plan.toml")) == plan
-    for run in sweep_runs(plan)[:1] + final_runs(plan, dict.fromkeys(plan.arms, 1e-3)):
+    for run in sweep_runs(plan, [1e-3])[:1] + final_runs(plan, dict.fromkeys(plan.arms, 1e-3), 2):
         assert run_settings(plan, run).model.norm == run.arm.norm
 
 

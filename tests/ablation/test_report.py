@@ -126,7 +126,7 @@ def test_the_page_fetches_nothing_and_runs_nothing(page):
 
 def test_every_picture_has_a_light_and_a_dark_rendering_and_words(page):
     figures = re.findall(r"<figure.*?</figure>", page, re.DOTALL)
-    assert len(figures) == 1 + 3 + 1 + 4  # differences, an arm's losses each, sweep, probes
+    assert len(figures) == 1 + 3 + (1 + 2) + 4  # differences, an arm's losses each, sweep and pairs of two arms, probes
     for figure in figures:
         light, dark = (
             re.search(rf'<div class="{theme}">(<svg.*?</svg>)\s*</div>', figure, re.DOTALL).group(1)
@@ -261,7 +261,7 @@ def test_the_differences_are_drawn_to_scale_with_the_margin(study, with_losses, 
         {"layer": layer, "rms": np.add(layer, [0.01, 0.02, 0.04]), "center": np.subtract(layer, [0.01, 0.03, 0.02])},
     )
     picture = plots.differences(found)
-    assert "that of layer over 3 paired seeds" in picture.caption and "±0.01" in picture.caption
+    assert "that of layer over 3 paired seeds" in picture.caption and "±0.005" in picture.caption
     axes = panels[picture.caption]
     center, rms = found.comparisons
     for row, comparison in enumerate((center, rms)):
@@ -270,7 +270,7 @@ def test_the_differences_are_drawn_to_scale_with_the_margin(study, with_losses, 
         assert [[comparison.loss.estimate, row]] in drawn
     assert [text.get_text() for text in axes.get_yticklabels()] == ["center", "rms"]
     (shaded,) = axes.patches
-    assert shaded.get_x() == -0.01 and shaded.get_width() == pytest.approx(0.02)
+    assert shaded.get_x() == -0.005 and shaded.get_width() == pytest.approx(0.01)
     assert "Arrow" not in picture.caption
 
 

@@ -190,8 +190,9 @@ def test_an_unresolved_comparison_names_the_test_that_did_not_pass(study, with_l
     noisy = {"layer": layer, "rms": np.add(layer, [-0.02, 0.03, -0.004]), "center": np.add(layer, [0.5, 0.6, -0.7])}
     found = with_losses(study, noisy).compare("rms", "layer")
     assert abs(found.loss.estimate) < study.plan.margin and found.verdict == "not resolved"
-    words = f"Holm-adjusted p = {found.p_holm:.2g} over 2 comparisons, and the 90% interval exceeds ±0.01; "
-    assert found.explanation.startswith(words + "equivalence needs ")
+    words = f"difference: Holm-adjusted p = {found.p_holm:.2g} over 2 comparisons; equivalence within ±0.005: "
+    words += f"Holm-adjusted p = {found.p_equivalence:.2g} over 2 comparisons; equivalence needs "
+    assert found.explanation.startswith(words)
     d = noisy["rms"] - layer
     p = 2 * stats.t.sf(abs(d.mean()) / (d.std(ddof=1) / math.sqrt(3)), 2)
     assert found.loss.p == pytest.approx(p) and found.p_holm == pytest.approx(min(1, 2 * p))  # the smaller of two
@@ -205,7 +206,9 @@ def test_an_interval_beyond_the_margin_that_holm_does_not_let_pass_needs_pairs_f
     found = with_losses(study, losses).compare("rms", "layer")
     assert found.loss.interval[0] > study.plan.margin and found.loss.p < 0.05 <= found.p_holm
     assert found.verdict == "not resolved"
-    words = r"Holm-adjusted p = 0\.08 over 2 comparisons; a difference this large needs "
+    words = (
+        r"difference: Holm-adjusted p = 0\.08 over 2 comparisons; equivalence within .*; a difference this large needs "
+    )
     pattern = words + r"(\d+) pairs for 80% power \((\d+) to (\S+)\)"
     needed, fewest, most = re.fullmatch(pattern, found.explanation).groups()
 
@@ -223,7 +226,9 @@ def test_an_interval_beyond_the_margin_that_holm_does_not_let_pass_needs_pairs_f
 
 
 def test_a_small_unresolved_difference_names_the_pairs_with_which_equivalence_is_found(study, with_losses):
-    """By simulation: with so many pairs 80% of experiments without a difference pass both one-sided tests."""
+    """By simulation: with so many pairs 80% of experiments without a difference pass both one-sided tests, at the 2.5%
+    that Holm leaves the smaller p of two.
+    """
     layer = np.array([3.0, 3.1, 3.05])
     losses = {"layer": layer, "rms": np.add(layer, [-0.02, 0.02, 0.001]), "center": np.add(layer, [0.5, 0.6, -0.7])}
     found = with_losses(study, losses).compare("rms", "layer")
@@ -231,7 +236,7 @@ def test_a_small_unresolved_difference_names_the_pairs_with_which_equivalence_is
 
     def power(pairs: int) -> float:
         d = np.random.default_rng(1).normal(0, found.std, (20_000, pairs))
-        half = stats.t.ppf(0.95, pairs - 1) * d.std(1, ddof=1) / math.sqrt(pairs)
+        half = stats.t.ppf(1 - 0.05 / 2, pairs - 1) * d.std(1, ddof=1) / math.sqrt(pairs)
         return (abs(d.mean(1)) + half < study.plan.margin).mean()
 
     error = 4 * math.sqrt(0.8 * 0.2 / 20_000)
@@ -243,7 +248,10 @@ def test_fewer_than_five_pairs_are_never_equivalent(study, with_losses):
     losses = {"layer": layer, "rms": layer + np.array([1e-4, -1e-4, 0]), "center": np.add(layer, [0.5, 0.6, -0.7])}
     found = with_losses(study, losses).compare("rms", "layer")
     assert found.p_equivalence < 0.05 and found.loss.n == 3 and found.verdict == "not resolved"
-    assert "the 90% interval lies within ±0.01, but equivalence takes at least 5 pairs" in found.explanation
+    assert re.fullmatch(
+        r"equivalence within ±0.005: Holm-adjusted p = \S+ over 2 comparisons, but equivalence takes at least 5 pairs",
+        found.explanation,
+    )
     assert judge(found.loss, -0.01, 0.01) == "not resolved"
     five = dataclasses.replace(found, loss=dataclasses.replace(found.loss, n=5))
     assert five.verdict == "equivalent" and judge(five.loss, -0.01, 0.01) == "holds"
@@ -256,7 +264,8 @@ def test_a_verdict_says_by_which_test_it_was_reached(study, with_losses):
     losses = {"layer": layer, "rms": layer + 0.001 + 3 * steady, "center": layer + 0.3 + steady}
     found = with_losses(study, losses)
     assert found.compare("rms", "layer").verdict == "different but equivalent"
-    assert found.compare("rms", "layer").explanation == "the 90% interval lies within ±0.01"
+    pattern = r"equivalence within ±0.005: Holm-adjusted p = \S+ over 2 comparisons"
+    assert re.fullmatch(pattern, found.compare("rms", "layer").explanation)
     assert found.compare("center", "layer").verdict == "higher"
     assert re.fullmatch(r"Holm-adjusted p = \S+ over 2 comparisons", found.compare("center", "layer").explanation)
     lower = with_losses(study, losses | {"center": layer - 0.3 + steady})

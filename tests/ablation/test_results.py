@@ -27,7 +27,7 @@ def results(study) -> list:
 
 def test_the_records_of_real_runs_read_back_as_they_were(experiment):
     assert read_results(experiment.folder / "runs.jsonl") == experiment.study.results
-    assert len(experiment.study.results) == 27
+    assert len(experiment.study.results) == 33
 
 
 def test_what_is_appended_is_what_is_read(results, tmp_path):

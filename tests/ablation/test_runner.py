@@ -5,32 +5,36 @@ The runs are trained in this process here; test_script.py has the processes.
 
 import dataclasses
 import functools
+import math
 import os
 import signal
+import statistics
 import subprocess
 import sys
 
 import pytest
+import torch
 
 from ablation import runner
-from ablation.analysis import Study
+from ablation.analysis import MAX_EXTENSIONS, Study
 from ablation.plan import Plan, Run, load_plan, run_settings
 from ablation.processes import run_in_processes
-from ablation.results import Machine, append_lines, read_results, read_timings
-from ablation.run import can_resume, on_device, train_run
+from ablation.results import Change, Machine, append_lines, read_changes, read_results, read_timings
+from ablation.run import can_resume, initial_weights_hashes, on_device, perturb, train_run
 from ablation.runner import execute, load_or_create, timed_entries
 from benchmarks import training as step_benchmark
 from benchmarks.timing import Timing
 from benchmarks.training import PARTS
 from errors import UserError
 from training.loop import train_steps
+from training.session import discard, initial_model
 
 CORES = os.cpu_count()
 
 
 @pytest.fixture
 def plan(config) -> Plan:
-    return Plan(seeds=2, steps=2, evaluations=1, config=str(config), timing=False)
+    return Plan(seeds=2, noise_seeds=0, steps=2, evaluations=1, config=str(config), timing=False)
 
 
 @pytest.fixture
@@ -64,12 +68,12 @@ def test_finished_runs_are_never_repeated_and_more_seeds_add_only_theirs(plan, t
 
 
 def test_the_sweep_comes_first_and_its_best_learning_rates_are_used(plan, tmp_path, trained):
-    swept = dataclasses.replace(plan, learning_rates=(1e-3, 2e-2), sweep_seeds=1, norms=("rms",))
+    swept = dataclasses.replace(plan, learning_rates=(1e-3, 2e-2, 5.0), sweep_seeds=1, norms=("rms",))
     experiment = start(swept, tmp_path)
     assert execute(experiment)
     best = experiment.study.sweeps[0].best
-    assert trained[:2] == [("rms", "sweep", 1001, 1e-3), ("rms", "sweep", 1001, 2e-2)]
-    assert trained[2:] == [("rms", "final", 1, best), ("rms", "final", 2, best)]
+    assert trained[:3] == [("rms", "sweep", 1001, rate) for rate in (1e-3, 2e-2, 5.0)] and best == 2e-2
+    assert trained[3:] == [("rms", "final", 1, best), ("rms", "final", 2, best)]
 
 
 def test_a_stop_keeps_what_is_finished_and_the_same_plan_continues(plan, tmp_path, trained, monkeypatch):
@@ -122,7 +126,7 @@ def test_results_of_another_machine_are_refused(experiment, finished, field):
 
 def test_another_number_of_processes_is_no_other_machine(experiment, finished):
     machine = dataclasses.replace(experiment.study.results[0].machine, processes=17, threads=3)
-    assert len(finished(machine=machine).study.results) == 27
+    assert len(finished(machine=machine).study.results) == 33
 
 
 def test_finished_runs_with_other_settings_are_refused(finished, trained):
@@ -137,7 +141,7 @@ def test_runs_on_a_changed_text_are_refused(experiment, finished, trained):
     more = dataclasses.replace(again.plan, seeds=4)
     with pytest.raises(UserError, match="the text has changed"):
         execute(dataclasses.replace(again, plan=more, study=Study(more, again.study.results, [])))
-    assert len(read_results(again.folder / "runs.jsonl")) == 27
+    assert len(read_results(again.folder / "runs.jsonl")) == 33
 
 
 def test_a_folder_that_cannot_be_one_and_jobs_below_one_are_refused(plan, tmp_path):
@@ -190,12 +194,14 @@ def test_every_arm_is_timed_once_in_every_variant(plan, tmp_path, trained, monke
 
 def test_the_plan_is_announced_in_words_and_numbers(plan, tmp_path, experiment):
     text = runner.describe(start(dataclasses.replace(plan, steps=12, evaluations=12), tmp_path))
-    assert "arms: rms; layer\n" in text and "4 to compare (2 paired seeds), 0 done; 1,536 tokens each" in text
+    assert "arms: rms; layer\n" in text and "4 to compare (2 paired seeds); 0 done; 1,536 tokens each" in text
     assert (
-        "differences within 0.01 nats per token are treated as equivalent" in text and f"{CORES} at once on cpu" in text
+        "differences within 0.005 nats per token are treated as equivalent" in text
+        and f"{CORES} at once on cpu" in text
     )
     text = runner.describe(experiment)
-    assert "18 to choose learning rates (0.005, 0.02, 0.5) and 9 to compare (3 paired seeds), 27 done" in text
+    runs = "runs: 18 to choose learning rates (0.005, 0.02, 0.5), 6 for the noise between equal runs, 9 to compare (3 "
+    assert runs + "paired seeds); 33 done" in text
     assert "training: about 0 minutes" in text
 
 
@@ -252,3 +258,115 @@ def test_what_other_tasks_finish_is_kept_when_one_fails():
     with pytest.raises(UserError, match="cpu is neither a file nor one of"):
         run_in_processes([-1, "cpu"], tasks, results.append)
     assert [result.returncode for result in results] == [0]
+
+
+@pytest.fixture
+def staged(plan) -> Plan:
+    return dataclasses.replace(plan, seeds=None, pilot_seeds=3, noise_seeds=2, steps=12, margin=10.0)
+
+
+def test_the_pilot_and_the_noise_come_first_and_fix_the_number_of_final_pairs(staged, tmp_path, trained, capsys):
+    experiment = start(staged, tmp_path)
+    announced = runner.describe(experiment)
+    assert "6 of the pilot (3 pairs), 2 for the noise between equal runs; 0 done" in announced
+    assert "the pilot fixes their number, at least 5 pairs, and 12 hours allow" in announced
+    assert experiment.study.size is None and execute(experiment)
+    pilot = [(norm, "pilot", seed, 5e-3) for seed in (2001, 2002, 2003) for norm in ("rms", "layer")]
+    noise = [("layer", "noise", seed, 5e-3) for seed in (2001, 2002)]
+    final = [(norm, "final", seed, 5e-3) for seed in range(1, 6) for norm in ("rms", "layer")]
+    assert trained == [*pilot, *noise, *final]
+    size = experiment.study.size
+    assert (size.pairs, size.needed) == (5, 5) and "nats; 5 final pairs, " in capsys.readouterr().out
+    losses = {(r.arm.norm, r.phase, r.seed): r.validation_loss for r in experiment.study.results}
+    differences = [losses["rms", "pilot", seed] - losses["layer", "pilot", seed] for seed in (2001, 2002, 2003)]
+    assert size.deviation == pytest.approx(statistics.stdev(differences))
+    (found,) = experiment.study.comparisons
+    assert found.loss.n == 5  # the final pairs alone are judged
+    drift = [losses["layer", "noise", seed] - losses["layer", "pilot", seed] for seed in (2001, 2002)]
+    assert found.noise.differences == pytest.approx(drift) and 0 < found.noise.deviation < 0.01
+    assert found.noise.deviation == pytest.approx(math.sqrt(sum(d * d for d in drift) / 2))
+    report = (tmp_path / "report.md").read_text(encoding="utf-8")
+    assert f"{found.noise.deviation:.4f} between equal runs (n = 2)" in report and "5 final pairs" in report
+
+
+def test_final_pairs_are_as_many_as_fit_into_the_hours(staged, tmp_path, trained, capsys):
+    tight = dataclasses.replace(staged, margin=1e-9, hours=1e-6)
+    experiment = start(tight, tmp_path)
+    assert execute(experiment) and {phase for _, phase, _, _ in trained} == {"pilot", "noise"}
+    size = experiment.study.size
+    assert size.pairs == 0 and size.needed > 5
+    out = capsys.readouterr().out
+    assert "0 final pairs" in out and f"all that fit into 1e-06 hours; {size.needed} would be needed (" in out
+    more = dataclasses.replace(tight, hours=(4.5 * size.seconds_per_pair + spent(experiment)) / 3600)
+    again = start(more, tmp_path)
+    assert again.study.size.pairs == 4 and execute(again)
+    with pytest.raises(UserError, match=r"different settings \(hours\)"):
+        start(dataclasses.replace(more, hours=100.0), tmp_path)
+    with pytest.raises(UserError, match=r"different settings \(pilot_seeds\)"):
+        start(dataclasses.replace(more, pilot_seeds=4), tmp_path)
+
+
+def spent(experiment) -> float:
+    runs = [r for r in experiment.study.results if r.phase in ("pilot", "noise", "sweep")]
+    return sum(r.seconds for r in runs) / experiment.jobs
+
+
+def test_a_sweep_goes_on_beyond_its_edge_until_no_arm_is_best_there(plan, tmp_path, trained):
+    swept = dataclasses.replace(plan, steps=12, learning_rates=(1e-3, 2e-3), sweep_seeds=2, noise_seeds=1)
+    experiment = start(swept, tmp_path)
+    assert execute(experiment)
+    study = experiment.study
+    assert study.rates[:3] == [1e-3, 2e-3, 4e-3] and study.rates[-1] == pytest.approx(
+        1e-3 * 2 ** (len(study.rates) - 1)
+    )
+    best = {sweep.best for sweep in study.sweeps}
+    ended = len(study.rates) == 2 + MAX_EXTENSIONS
+    assert study.next_rate is None and (ended or study.rates[-1] not in best)
+    tried = [rate for _, phase, _, rate in trained if phase == "sweep"]
+    assert sorted(set(tried)) == study.rates and len(tried) == 4 * len(study.rates)
+    noise = [rate for _, phase, _, rate in trained if phase == "noise"]
+    assert sorted(noise) == study.rates
+    assert [point.learning_rate for point in study.curve] == study.rates
+    for point in study.curve:
+        losses = {(r.arm.norm, r.phase, r.seed): r for r in study.results if r.learning_rate == point.learning_rate}
+        seeds = (1001, 1002)
+        rms, layer = ([losses[n, "sweep", seed].validation_loss for seed in seeds] for n in ("rms", "layer"))
+        assert point.differences == pytest.approx([a - b for a, b in zip(rms, layer, strict=True)])
+        assert point.noise.differences == pytest.approx([losses["layer", "noise", 1001].validation_loss - layer[0]])
+    trained.clear()
+    assert execute(start(swept, tmp_path)) and trained == []
+
+
+def test_a_stop_within_an_extension_of_the_sweep_trains_nothing_else(plan, tmp_path, trained, monkeypatch):
+    swept = dataclasses.replace(plan, learning_rates=(1e-4, 2e-4), sweep_seeds=1, norms=("rms",), steps=12)
+    train_run = runner.train_run
+    monkeypatch.setattr(runner, "train_run", lambda *a, **o: None if len(trained) == 2 else train_run(*a, **o))
+    assert not execute(start(swept, tmp_path)) and {phase for _, phase, _, _ in trained} == {"sweep"}
+    monkeypatch.setattr(runner, "train_run", train_run)
+    assert execute(start(swept, tmp_path)) and trained[2] == ("rms", "sweep", 1001, 4e-4)
+
+
+def test_noise_runs_start_from_weights_that_differ_by_a_millionth(plan):
+    settings = run_settings(plan, Run(plan.arms[1], "final", 1, 5e-3))
+    before, after = (initial_model(settings, torch.float32, say=discard) for _ in range(2))
+    perturb(after, seed=1)
+    for (name, old), new in zip(before.named_parameters(), after.parameters(), strict=True):
+        ratio = (new / old)[old != 0] - 1
+        if len(ratio):
+            assert 0 < ratio.abs().max() < 1e-5 and not torch.equal(old, new), name
+    weights = torch.cat([p.flatten() for p in before.parameters()])
+    changed = torch.cat([p.flatten() for p in after.parameters()])
+    ratio = (changed.double() / weights.double())[weights != 0] - 1
+    assert ratio.std().item() == pytest.approx(1e-6, rel=0.02)
+    hashes = [initial_weights_hashes(settings, Run(plan.arms[1], phase, 1, 5e-3)) for phase in ("final", "noise")]
+    assert hashes[0]["initial_weights_hash"] == hashes[1]["initial_weights_hash"]
+    assert hashes[0]["own_weights_hash"] != hashes[1]["own_weights_hash"]
+
+
+def test_what_changes_in_a_plan_after_its_first_run_is_written_down_and_reported(plan, tmp_path, trained):
+    assert execute(start(plan, tmp_path)) and not (tmp_path / "changes.jsonl").exists()
+    assert execute(start(dataclasses.replace(plan, seeds=3), tmp_path))
+    assert read_changes(tmp_path / "changes.jsonl") == [Change("seeds", 2, 3, 4)]
+    assert "| seeds | 2 | 3 | 4 |" in (tmp_path / "report.md").read_text(encoding="utf-8")
+    assert execute(start(dataclasses.replace(plan, seeds=3), tmp_path))
+    assert len(read_changes(tmp_path / "changes.jsonl")) == 1

@@ -1,0 +1,133 @@
+"""Pilot and final pairs: how often the whole procedure is right, in 10,000 synthetic studies of each kind."""
+
+import math
+from collections import Counter
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from ablation.analysis import Comparison, adjusted
+from ablation.effects import (
+    MIN_PAIRS_FOR_EQUIVALENCE,
+    equivalence_p,
+    final_pairs,
+    mean_effect,
+    pairs_for_equivalence,
+    upper_deviation,
+)
+
+STUDIES, PILOT, MARGIN, STD = 10_000, 8, 0.005, 0.004
+
+
+def close_to(share: float) -> object:
+    """A share of the studies within 4 standard errors of a binomial one."""
+    return pytest.approx(share, abs=4 * math.sqrt(share * (1 - share) / STUDIES))
+
+
+def at_most(share: float) -> float:
+    return share + 4 * math.sqrt(share * (1 - share) / STUDIES)
+
+
+def run_studies(truths, draw, studies=STUDIES) -> tuple[list[list[Comparison]], list[int]]:
+    """The judged comparisons of each study, one for each true difference, and its number of final pairs."""
+    found, sizes = [], []
+    for _ in range(studies):
+        pairs = final_pairs([truth + draw(PILOT) for truth in truths], MARGIN)
+        finals = [truth + draw(pairs) for truth in truths]
+        effects = [mean_effect("d", values, "nats") for values in finals]
+        family = [
+            Comparison(
+                arm="a",
+                baseline="b",
+                loss=effect,
+                bits=effect,
+                std=float(values.std(ddof=1)),
+                correlation=0.0,
+                p_equivalence=equivalence_p(values, MARGIN),
+                p_holm=effect.p,
+                comparisons=1,
+                margin=MARGIN,
+                noise=None,
+                at_edge=False,
+            )
+            for effect, values in zip(effects, finals, strict=True)
+        ]
+        found.append(adjusted(family))
+        sizes.append(pairs)
+    return found, sizes
+
+
+def normal(seed: int, std: float = STD):
+    generator = np.random.default_rng(seed)
+    return lambda n: generator.normal(0, std, n)
+
+
+def heavy(seed: int):
+    """Student's t with 3 degrees of freedom, scaled to the same deviation."""
+    generator = np.random.default_rng(seed)
+    return lambda n: generator.standard_t(3, n) * STD / math.sqrt(3)
+
+
+def covered(studies: list[list[Comparison]], truth: float) -> float:
+    return np.mean([c.loss.interval[0] <= truth <= c.loss.interval[1] for family in studies for c in family])
+
+
+def test_equal_arms_are_found_equivalent_in_80_of_100_studies_and_the_interval_covers_the_truth():
+    studies, sizes = run_studies([0.0], normal(1))
+    verdicts = Counter(family[0].verdict for family in studies)
+    assert covered(studies, 0.0) == close_to(0.95)
+    equivalent = verdicts["equivalent"] + verdicts["different but equivalent"]
+    assert equivalent > 0.8 * STUDIES
+    assert verdicts["lower"] + verdicts["higher"] < at_most(0.05) * STUDIES
+    # The pilot's deviation is uncertain, so the number of pairs is too; its median is that of the upper 80% limit.
+    median = pairs_for_equivalence(STD * math.sqrt(stats.chi2.median(7) / stats.chi2.ppf(0.2, 7)), MARGIN, 1)
+    assert np.median(sizes) == pytest.approx(median, abs=1) and min(sizes) >= MIN_PAIRS_FOR_EQUIVALENCE
+
+
+@pytest.mark.parametrize("side", [-1, 1])
+def test_a_difference_as_large_as_the_margin_is_called_equivalent_in_at_most_5_of_100_studies(side):
+    studies, _ = run_studies([side * MARGIN], normal(2))
+    verdicts = Counter(family[0].verdict for family in studies)
+    assert verdicts["equivalent"] + verdicts["different but equivalent"] < at_most(0.05) * STUDIES
+    assert verdicts["higher" if side < 0 else "lower"] <= at_most(0.001) * STUDIES
+    assert covered(studies, side * MARGIN) == close_to(0.95)
+
+
+def test_a_difference_of_twice_the_margin_is_found_in_80_of_100_studies():
+    studies, sizes = run_studies([2 * MARGIN], normal(3))
+    verdicts = Counter(family[0].verdict for family in studies)
+    assert verdicts["higher"] > 0.8 * STUDIES and np.median(sizes) < 10
+
+
+def test_one_wrong_verdict_among_three_comparisons_is_as_rare_as_in_one():
+    studies, _ = run_studies([0.0, MARGIN, -MARGIN], normal(4), STUDIES // 2)
+    wrong = [
+        family[0].verdict in ("lower", "higher")
+        or any(c.verdict in ("equivalent", "different but equivalent") for c in family[1:])
+        for family in studies
+    ]
+    # Each of the two families of tests errs in at most 5 of 100 studies.
+    assert np.mean(wrong) < 0.10
+    equivalences = [any("equivalent" in c.verdict for c in family[1:]) for family in studies]
+    assert np.mean(equivalences) < 0.05 + 4 * math.sqrt(0.05 * 0.95 / len(studies))
+    assert np.mean(["equivalent" in family[0].verdict for family in studies]) > 0.8
+
+
+def test_under_heavy_tails_the_interval_covers_the_truth_as_often_and_equivalence_is_not_called_too_often():
+    studies, _ = run_studies([0.0], heavy(5))
+    assert covered(studies, 0.0) > 0.945  # means of a symmetric heavy-tailed sample: conservative, if anything
+    at_margin, _ = run_studies([MARGIN], heavy(6), STUDIES // 2)
+    assert np.mean(["equivalent" in family[0].verdict for family in at_margin]) < 0.07
+
+
+def test_the_upper_deviation_is_above_the_true_one_in_80_of_100_pilots():
+    samples = np.random.default_rng(7).normal(0, STD, (STUDIES, PILOT)).std(1, ddof=1)
+    assert np.mean([upper_deviation(std, PILOT) > STD for std in samples]) == close_to(0.8)
+
+
+def test_a_pilot_plans_for_the_hardest_comparison_and_never_for_fewer_than_five_pairs():
+    quiet, loud = np.array([1, -1, 0.5, -0.5]) * 1e-5, np.array([1, -1, 0.5, -0.5]) * 0.01
+    assert final_pairs([], MARGIN) == final_pairs([quiet], MARGIN) == MIN_PAIRS_FOR_EQUIVALENCE
+    assert final_pairs([loud, quiet], MARGIN) == final_pairs([quiet, loud], MARGIN) > final_pairs([loud], MARGIN)
+    assert final_pairs([loud + 0.5], MARGIN) < final_pairs([loud], MARGIN)  # a large difference needs few pairs
