@@ -52,7 +52,7 @@ NORMS: dict[str, tuple[NormParameter, ...]] = {
     ),
     "none": (),
 }
-PLACEMENTS = {"pre": 2, "post": 2, "sandwich": 4}  # placement of the norms: how many norms a layer has
+PLACEMENTS = {"pre": 2, "post": 2, "sandwich": 4, "output": 2}  # placement of the norms: how many norms a layer has
 GATED, PLAIN = ("swiglu", "geglu", "reglu", "glu"), ("relu", "gelu")  # MLPs with three matrices, and with two
 LLAMA3_ROPE_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
@@ -91,7 +91,8 @@ class ModelConfig:
     none: no norm."""
     norm_placement: Literal[*PLACEMENTS] = "pre"
     """Where the norms are. pre: before each block, and before the head. post: after each residual addition, as in the
-    original Transformer, and none before the head. sandwich: pre, and another norm on the output of each block."""
+    original Transformer, and none before the head. sandwich: pre, and another norm on the output of each block.
+    output: on the output of each block, and before the head, as in OLMo 2."""
     norm_groups: int = 8
     """Number of slices of the channels for --norm group."""
     norm_bias: Annotated[bool | None, DisallowNone] = None

@@ -27,6 +27,7 @@ VARIANTS = {
     "no grouping": {"num_key_value_heads": 6},
     "post": {"norm_placement": "post", "norm": "layer"},
     "sandwich": {"norm_placement": "sandwich"},
+    "output": {"norm_placement": "output"},
     **{norm: {"norm": norm} for norm in NORMS},
     **{mlp: {"mlp": mlp} for mlp in (*GATED, *PLAIN)},
 }
@@ -96,6 +97,10 @@ def plain_logits(config, weights, tokens, norm_formula):
         if config.norm_placement == "post":
             x = norm(x + attention(x, f"{layer}.self_attn"), f"{layer}.input_layernorm")
             x = norm(x + mlp(x, f"{layer}.mlp"), f"{layer}.post_attention_layernorm")
+            continue
+        if config.norm_placement == "output":
+            x = x + norm(attention(x, f"{layer}.self_attn"), f"{layer}.attention_output_layernorm")
+            x = x + norm(mlp(x, f"{layer}.mlp"), f"{layer}.mlp_output_layernorm")
             continue
         after = {"pre": lambda y, name: y, "sandwich": norm}[config.norm_placement]
         y = attention(norm(x, f"{layer}.input_layernorm"), f"{layer}.self_attn")

@@ -109,7 +109,7 @@ def test_a_fused_step_exists_for_triton_small_batches_and_the_layers_that_it_com
         assert not exists(MAX_SEQUENCES + 1)
         for changes in (*({"norm": norm} for norm in ("none", "srms", "offset")), {"mlp": "geglu"}):
             assert not exists(**changes), changes
-        assert not any(exists(norm_placement=placement) for placement in ("post", "sandwich"))
+        assert not any(exists(norm_placement=placement) for placement in ("post", "sandwich", "output"))
     finally:
         kernels.use("auto", torch.device("cpu"))
 

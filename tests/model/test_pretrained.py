@@ -68,7 +68,7 @@ def test_a_model_with_any_placement_is_read_back_bit_equal_and_only_pre_is_a_lla
     model_type = json.loads((tmp_path / "config.json").read_text())["model_type"]
     assert model_type == ("llama" if placement == "pre" else "prenorm")
     on_input, on_output = ("input", "post_attention"), ("attention_output", "mlp_output")
-    norms = {"sandwich": on_input + on_output}.get(placement, on_input)
+    norms = {"sandwich": on_input + on_output, "output": on_output}.get(placement, on_input)
     expected = {f"model.layers.{i}.{norm}_layernorm.weight" for i in range(3) for norm in norms}
     expected |= {"model.norm.weight"} if placement != "post" else set()
     assert {name for name in load_file(tmp_path / "model.safetensors") if "norm" in name} == expected
