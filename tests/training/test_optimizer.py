@@ -45,6 +45,15 @@ def test_matrices_decay_and_of_the_vectors_and_scalars_only_the_offsets(settings
     assert settings.optimizer.weight_decay > 0
 
 
+def test_a_row_whose_weight_decays_leaves_the_norms_of_q_and_k_alone(settings, monkeypatch):
+    monkeypatch.setitem(NORMS, "rms", (dataclasses.replace(NORMS["rms"][0], decays=True),))
+    model = Decoder(dataclasses.replace(settings.model, qk_norm=True))
+    groups = build_optimizer(model, settings.optimizer, torch.device("cpu")).param_groups
+    decay = {id(parameter): group["weight_decay"] for group in groups for parameter in group["params"]}
+    assert decay[id(model.norm.weight)] == decay[id(model.layers[0].input_layernorm.weight)] > 0
+    assert decay[id(model.layers[0].self_attn.q_norm.weight)] == decay[id(model.layers[0].self_attn.k_norm.weight)] == 0
+
+
 def test_without_a_gradient_weight_decay_pulls_the_weight_of_offset_to_1_and_leaves_that_of_rms(settings):
     """A step of AdamW multiplies what decays by 1 - learning rate x weight decay, here 1 - 0.1 x 0.5."""
     flags = dataclasses.replace(settings.optimizer, learning_rate=0.1, weight_decay=0.5)
