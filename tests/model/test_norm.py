@@ -7,6 +7,7 @@ import pytest
 import torch
 import tyro
 
+import kernels
 from model.config import BIAS, NORMS, PLACEMENTS, ModelConfig, num_norm_parameters
 from model.decoder import Decoder
 from model.norm import Norm, is_norm_parameter
@@ -135,6 +136,23 @@ def test_before_training_the_forms_of_rmsnorm_compute_what_rms_does(make_config,
     x = torch.randn(5, 48, generator=torch.Generator().manual_seed(8)) + 0.3
     outputs = [Decoder(make_config(norm=name)).norm(x)[0].detach() for name in (norm, "rms")]
     assert relative(*outputs) < 1e-6
+
+
+@pytest.mark.parametrize("norm", ["srms", "offset"])
+def test_the_forms_of_rmsnorm_run_on_the_triton_kernels_too(make_norm, relative, norm):
+    generator = torch.Generator().manual_seed(7)
+    x, residual, dy, ds = (torch.randn(3, 5, 48, generator=generator) + 0.3 for _ in range(4))
+    found = {}
+    try:
+        for choice in ("reference", "triton"):
+            kernels.use(choice, torch.device("cpu"))
+            module, inputs = make_norm(norm), [x.clone().requires_grad_(), residual.clone().requires_grad_()]
+            outputs = module(*inputs)
+            found[choice] = (*outputs, *torch.autograd.grad(outputs, [*inputs, *module.parameters()], (dy, ds)))
+    finally:
+        kernels.use("auto", torch.device("cpu"))
+    for reference, triton in zip(*found.values(), strict=True):
+        assert relative(triton.detach(), reference.detach()) < 1e-6
 
 
 def test_an_offset_that_is_stored_in_bfloat16_is_added_to_1_without_rounding(make_norm, relative):
