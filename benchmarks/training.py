@@ -29,6 +29,7 @@ from model.device import (
     peak_flops,
     why_not_compile,
 )
+from model.norm import Norm
 from training.optimizer import build_optimizer
 from training.processes import Processes
 from training.settings import Settings, config_path, load_settings
@@ -59,7 +60,8 @@ def make_calls(settings: Settings, compiled: bool, device: torch.device) -> dict
     dtype = choose_training_dtype(settings.machine.dtype, device)
     sequences = min(data.micro_batch_size or data.batch_size, data.batch_size)
     model = Decoder(config, seed=1, compute_dtype=dtype).to(device)
-    norm = Decoder(dataclasses.replace(config, num_hidden_layers=1), seed=1).to(device).layers[0].input_layernorm
+    one_layer = Decoder(dataclasses.replace(config, num_hidden_layers=1), seed=1).to(device)
+    norm = next(module for module in one_layer.modules() if isinstance(module, Norm))
     optimizer = build_optimizer(model, settings.optimizer, device)
     scaler = torch.amp.GradScaler(device.type, enabled=False)
     run, normalize = (torch.compile(module, fullgraph=True) if compiled else module for module in (model, norm))

@@ -25,24 +25,34 @@ class NormParameter:
     """The value that every element starts with."""
     per_channel: bool = True
     """Whether it has shape (D,), one element per channel of the residual stream, or is a scalar of shape ()."""
+    decays: bool = False
+    """Whether weight decay pulls it towards 0."""
 
 
 # To add a norm: a row here with its learned parameters, and a function of the same name in model/norm.py.
-# Initialization, parameter counts, freezing, files and norm conversion follow from the row. For the bias, the row is
-# only the default: `norm_bias` adds or drops it.
+# Initialization, weight decay, parameter counts, freezing, files and norm conversion follow from the row. For the bias,
+# the row is only the default: `norm_bias` adds or drops it.
 WEIGHT, BIAS = NormParameter("weight", initial=1.0), NormParameter("bias", initial=0.0)
 NORMS: dict[str, tuple[NormParameter, ...]] = {
     "rms": (WEIGHT,),
     "layer": (WEIGHT, BIAS),
     "center": (WEIGHT, BIAS),
     "prms": (WEIGHT,),
+    "srms": (),
+    "offset": (NormParameter("offset", initial=0.0, decays=True),),
     "l2": (WEIGHT,),
     "group": (WEIGHT, BIAS),
     "batch": (WEIGHT, BIAS),
     "dyt": (NormParameter("alpha", initial=0.5, per_channel=False), WEIGHT, BIAS),
+    "derf": (
+        NormParameter("alpha", initial=0.5, per_channel=False),
+        NormParameter("shift", initial=0.0, per_channel=False),
+        WEIGHT,
+        BIAS,
+    ),
     "none": (),
 }
-PLACEMENTS = {"pre": 2, "post": 2, "sandwich": 4}  # placement of the norms: how many norms a layer has
+PLACEMENTS = {"pre": 2, "post": 2, "sandwich": 4, "output": 2}  # placement of the norms: how many norms a layer has
 GATED, PLAIN = ("swiglu", "geglu", "reglu", "glu"), ("relu", "gelu")  # MLPs with three matrices, and with two
 LLAMA3_ROPE_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
@@ -74,16 +84,20 @@ class ModelConfig:
     norm: Literal[*NORMS] = "rms"
     """The norm around every block and before the head; nothing else changes with it. rms: RMSNorm. layer: LayerNorm.
     The others are for comparisons, and slower. center: x minus its mean. prms: RMSNorm whose mean square is that of
-    the first sixteenth of the channels. l2: x divided by its length. group: GroupNorm, LayerNorm within norm_groups
-    slices of the channels. batch: BatchNorm, which also sees other tokens, later ones among them. none: no norm.
-    dyt: DyT, tanh(alpha x) with a learned scalar alpha."""
+    the first sixteenth of the channels. srms: RMSNorm without a weight. offset: RMSNorm whose weight is 1 plus a
+    learned offset that weight decay pulls towards 0. l2: x divided by its length. group: GroupNorm, LayerNorm within
+    norm_groups slices of the channels. batch: BatchNorm, which also sees other tokens, later ones among them.
+    dyt: DyT, tanh(alpha x) with a learned scalar alpha. derf: Derf, erf(alpha x + shift) with two learned scalars.
+    none: no norm."""
     norm_placement: Literal[*PLACEMENTS] = "pre"
     """Where the norms are. pre: before each block, and before the head. post: after each residual addition, as in the
-    original Transformer, and none before the head. sandwich: pre, and another norm on the output of each block."""
+    original Transformer, and none before the head. sandwich: pre, and another norm on the output of each block.
+    output: on the output of each block, and before the head, as in OLMo 2."""
     norm_groups: int = 8
     """Number of slices of the channels for --norm group."""
     norm_bias: Annotated[bool | None, DisallowNone] = None
-    """Whether the norms have a bias. Default: layer, center, group, batch and dyt do; rms, prms and l2 do not."""
+    """Whether the norms have a bias. Default: layer, center, group, batch, dyt and derf do; rms, prms, offset and l2 do
+    not. srms and none have no parameters, and never a bias."""
     norm_eps: float = 1e-5
     """Added to the mean square (LayerNorm: the variance) under the square root, so that nothing is divided by zero."""
     attention_bias: bool = False
@@ -131,7 +145,7 @@ class ModelConfig:
 def canonical_norm_bias(norm: str, norm_bias: bool | None) -> bool | None:
     """`norm_bias`, or None where that is the norm's default, so that equal models have equal configurations.
 
-    It is also None for the norm `none`, which never has parameters.
+    It is also None for norms that never have parameters: `srms` and `none`.
     """
     row = NORMS[norm]
     return None if not row or norm_bias == (BIAS in row) else norm_bias

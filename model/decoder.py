@@ -46,12 +46,13 @@ class Layer(nn.Module):
     def __init__(self, config: ModelConfig, index: int):
         super().__init__()
         self.placement = config.norm_placement
-        self.input_layernorm = Norm(config)
+        of_stream, of_output = self.placement != "output", self.placement in ("sandwich", "output")
+        self.input_layernorm = Norm(config) if of_stream else None
         self.self_attn = Attention(config, index)
-        self.post_attention_layernorm = Norm(config)
+        self.post_attention_layernorm = Norm(config) if of_stream else None
         self.mlp = PlainMLP(config) if config.mlp in PLAIN else MLP(config)
-        if self.placement == "sandwich":
-            self.attention_output_layernorm, self.mlp_output_layernorm = Norm(config), Norm(config)
+        self.attention_output_layernorm = Norm(config) if of_output else None
+        self.mlp_output_layernorm = Norm(config) if of_output else None
 
     def forward(
         self,
@@ -64,12 +65,17 @@ class Layer(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """Take and return the output of the last block and the residual stream without it, (B, T, D) each.
 
-        A `residual` of None stands for zeros: before the first layer, and always with `post`.
+        A `residual` of None stands for zeros: before the first layer, and always with `post` and `output`.
         """
         if self.placement == "post":  # x = norm(x + attention(x)); x = norm(x + mlp(x))  (Vaswani et al. 2017)
             x, _ = self.input_layernorm(self.self_attn(x, cos, sin, mask, cache), x)
             x, _ = self.post_attention_layernorm(self.mlp(x), x)
             return x, None
+        if self.placement == "output":  # x = x + norm(attention(x)); x = x + norm(mlp(x))  (OLMo 2, arXiv 2501.00656)
+            y, _ = self.attention_output_layernorm(self.self_attn(x, cos, sin, mask, cache))
+            x = x + y
+            y, _ = self.mlp_output_layernorm(self.mlp(x))
+            return x + y, None
         x, residual = self.input_layernorm(x, residual)  # residual += x; x = norm(residual)
         x = self.self_attn(x, cos, sin, mask, cache)
         if self.placement == "sandwich":

@@ -1,7 +1,8 @@
 """The norms that `ModelConfig.norm` chooses from.
 
 To add one: a row in `NORMS` of model/config.py with its name and learned parameters, and a function of that name here.
-`rms` and `layer` are fused kernels. The others exist to be compared with them and are written to be read.
+`rms` and `layer` are fused kernels; `srms` and `offset` call the one of `rms`. The others exist to be compared with
+them and are written to be read.
 """
 
 import functools
@@ -50,6 +51,20 @@ def rms(norm: Norm, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]
 def layer(norm: Norm, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
     """weight * (s - mean(s)) / sqrt(var(s) + eps) + bias, s = x + residual: Ba et al. 2016, equation 4."""
     return kernels.normalize(x, norm.weight, norm.bias, residual, kind="layer", eps=norm.eps)
+
+
+def srms(norm: Norm, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+    """s / sqrt(mean(s^2) + eps), s = x + residual: SRMSNorm of TransNormerLLM, Qin et al. 2023 (arXiv 2307.14995)."""
+    return kernels.normalize(x, None, None, residual, kind="rms", eps=norm.eps)
+
+
+def offset(norm: Norm, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(1 + offset) * s / sqrt(mean(s^2) + eps) + bias, s = x + residual: RMSNorm as Gemma has it (arXiv 2403.08295).
+
+    Its point is weight decay, which pulls the offset towards 0 and so the weight 1 + offset towards 1. The weight of
+    `rms` does not decay, because 0 would switch channels off. Without decay both train alike, up to rounding.
+    """
+    return kernels.normalize(x, 1 + norm.offset.float(), norm.bias, residual, kind="rms", eps=norm.eps)
 
 
 def unfused(normalize: Callable[[Norm, Tensor], Tensor]) -> Callable:
@@ -110,6 +125,12 @@ def batch(norm: Norm, s: Tensor) -> Tensor:
 def dyt(norm: Norm, s: Tensor) -> Tensor:
     """tanh(alpha s) with a learned scalar alpha, no statistics: Zhu et al. 2025 (arXiv 2503.10622)."""
     return torch.tanh(norm.alpha * s)
+
+
+@unfused
+def derf(norm: Norm, s: Tensor) -> Tensor:
+    """erf(alpha s + shift) with two learned scalars, no statistics: Chen et al. 2025 (arXiv 2512.10938)."""
+    return torch.erf(norm.alpha * s + norm.shift)
 
 
 @unfused

@@ -1,16 +1,17 @@
-"""AdamW with weight decay on matrices only, and a separate learning rate for embedding and head.
+"""AdamW with weight decay on matrices, and a separate learning rate for embedding and head.
 
 The number of dimensions decides which parameters decay: norm weights and biases are vectors, and decaying those towards
-zero would switch channels off. Embeddings are matrices and decay. A row of the embedding, or of the head, learns only
-when its token occurs, so these two take a larger learning rate than the matrices that learn from every token (as in
-Yang et al. 2022, Tensor Programs V, table 3: the embedding keeps its learning rate where wider matrices need a smaller
-one).
+zero would switch channels off. Only the parameters of norms whose row in `NORMS` says so decay as well. Embeddings are
+matrices and decay. A row of the embedding, or of the head, learns only when its token occurs, so these two take a
+larger learning rate than the matrices that learn from every token (as in Yang et al. 2022, Tensor Programs V, table 3:
+the embedding keeps its learning rate where wider matrices need a smaller one).
 """
 
 import torch
 from torch import nn
 
 from errors import UserError
+from model.decoder import Decoder
 from model.norm import is_norm_parameter
 from training.settings import OptimizerSettings
 
@@ -25,17 +26,24 @@ def freeze_parameters(model: nn.Module, train_only: str) -> None:
         raise UserError("--train-only norms: this model's norms have no parameters; use --train-only all.")
 
 
-def build_optimizer(model: nn.Module, settings: OptimizerSettings, device: torch.device) -> torch.optim.AdamW:
+def decays(model: Decoder, name: str, parameter: nn.Parameter) -> bool:
+    """Whether weight decay applies: to matrices, and to the parameters of norms whose row in `NORMS` says so."""
+    names = {row.name for row in model.config.norm_parameters if row.decays}
+    return parameter.ndim >= 2 or (is_norm_parameter(name) and name.rpartition(".")[2] in names)
+
+
+def build_optimizer(model: Decoder, settings: OptimizerSettings, device: torch.device) -> torch.optim.AdamW:
     """AdamW (Loshchilov and Hutter 2019, algorithm 2), as one fused kernel over all parameters where torch has it."""
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    vectors = [p for p in trained.values() if p.ndim < 2]
-    vocabulary = [p for name, p in trained.items() if name.startswith(("embed_tokens.", "lm_head."))]
-    matrices = [p for name, p in trained.items() if p.ndim >= 2 and not name.startswith(("embed_tokens.", "lm_head."))]
+    vocabulary = {name: p for name, p in trained.items() if name.startswith(("embed_tokens.", "lm_head."))}
+    others = {name: p for name, p in trained.items() if name not in vocabulary}
+    decaying = [p for name, p in others.items() if decays(model, name, p)]
+    not_decaying = [p for name, p in others.items() if not decays(model, name, p)]
     decay = settings.weight_decay
     groups = [
-        {"params": matrices, "weight_decay": decay, "lr_multiplier": 1.0},
-        {"params": vocabulary, "weight_decay": decay, "lr_multiplier": settings.embedding_lr_multiplier},
-        {"params": vectors, "weight_decay": 0.0, "lr_multiplier": 1.0},
+        {"params": decaying, "weight_decay": decay, "lr_multiplier": 1.0},
+        {"params": [*vocabulary.values()], "weight_decay": decay, "lr_multiplier": settings.embedding_lr_multiplier},
+        {"params": not_decaying, "weight_decay": 0.0, "lr_multiplier": 1.0},
     ]
     return torch.optim.AdamW(
         [group for group in groups if group["params"]],

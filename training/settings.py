@@ -104,7 +104,7 @@ class OptimizerSettings:
     final_learning_rate: float = 0.0
     """Learning rate at the last step, as a fraction of the peak."""
     weight_decay: float = 0.1
-    """Decoupled weight decay of matrices; norm weights and biases have none."""
+    """Decoupled weight decay of matrices, and of the offsets of --norm offset; other vectors and scalars have none."""
     beta1: float = 0.9
     """AdamW: decay of the moving average of the gradient."""
     beta2: float = 0.95

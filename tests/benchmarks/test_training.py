@@ -11,7 +11,7 @@ import torch
 import kernels
 from benchmarks import training
 from benchmarks.training import PARTS, REFERENCE, make_calls, time_together, variants
-from model.config import NORMS, ModelConfig
+from model.config import NORMS, PLACEMENTS, ModelConfig
 from training.settings import DataSettings, MachineSettings, OptimizerSettings, Settings
 
 CPU = torch.device("cpu")
@@ -48,6 +48,17 @@ def test_every_norm_can_be_timed_and_its_steps_train(norm):
     assert len(gradients) == 2 + len(settings(norm).model.norm_parameters)
     assert all(torch.isfinite(g).all() for g in gradients)
     assert calls["forward"]().shape == (2, 16) and calls["forward and backward"]() is None
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_a_norm_and_a_step_can_be_timed_in_every_placement(placement):
+    of = settings()
+    calls = make_calls(
+        dataclasses.replace(of, model=dataclasses.replace(of.model, norm_placement=placement)), False, CPU
+    )
+    assert calls["norm forward"]()[0].shape == (2, 16, 32) and len(calls["norm backward"]()) == 3
+    losses = [calls["step"]()[0] for _ in range(8)]
+    assert losses[-1] < losses[0]
 
 
 @pytest.mark.usefixtures("eager")

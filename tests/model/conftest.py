@@ -1,9 +1,11 @@
 """Small decoders with random parameters, a formula for every norm, and checkpoints to edit."""
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -46,14 +48,14 @@ def make_config() -> Callable[..., ModelConfig]:
 
 @pytest.fixture
 def make_decoder(make_config) -> Callable[..., Decoder]:
-    """A small decoder with random parameters: vectors and scalars near 1, biases and matrices near 0."""
+    """A small decoder with random parameters: matrices, biases, offsets and shifts near 0, all others near 1."""
 
     def make(seed: int = 5, **changes) -> Decoder:
         decoder = Decoder(make_config(**changes), seed=None)
         generator = torch.Generator().manual_seed(seed)
         for name, parameter in decoder.named_parameters():
             drawn = torch.randn(parameter.shape, generator=generator)
-            near_one = parameter.ndim < 2 and not name.endswith("bias")
+            near_one = parameter.ndim < 2 and not name.endswith(("bias", "offset", "shift"))
             parameter.data = drawn * (0.3 if parameter.ndim < 2 else 0.12) + (1.0 if near_one else 0.02)
         return decoder
 
@@ -69,11 +71,20 @@ def layer_norm(x: torch.Tensor, eps: float) -> torch.Tensor:
     return centered / (mean_square(centered) + eps).sqrt()
 
 
+def erf_by_quadrature(z: torch.Tensor) -> torch.Tensor:
+    """erf from its definition, 2 / sqrt(pi) times the integral of exp(-t^2) from 0 to z; to 1e-14 for |z| < 30."""
+    nodes, weights = (torch.from_numpy(values) for values in np.polynomial.legendre.leggauss(100))
+    t = z[..., None] * (nodes + 1) / 2  # from 0 to z
+    return (torch.exp(-(t**2)) * weights).sum(-1) * z / math.sqrt(math.pi)
+
+
 # Each norm of float64 rows x, before weight and bias; a norm without a formula here fails its tests.
 NORM_FORMULAS = {
     "rms": lambda x, config, tensors: x / (mean_square(x) + config.norm_eps).sqrt(),
     "layer": lambda x, config, tensors: layer_norm(x, config.norm_eps),
     "center": lambda x, config, tensors: x - x.mean(-1, keepdim=True),
+    "srms": lambda x, config, tensors: x / (mean_square(x) + config.norm_eps).sqrt(),
+    "offset": lambda x, config, tensors: (1 + tensors["offset"]) * x / (mean_square(x) + config.norm_eps).sqrt(),
     "prms": lambda x, config, tensors: x / (mean_square(x[..., :3]) + config.norm_eps).sqrt(),  # 3 is 48 / 16
     "l2": lambda x, config, tensors: x / ((x**2).sum(-1, keepdim=True).sqrt() + config.norm_eps),
     "group": lambda x, config, tensors: torch.cat(
@@ -84,6 +95,7 @@ NORM_FORMULAS = {
         (x - tensors["running_mean"]) / (tensors["running_var"] + config.norm_eps).sqrt()  # in evaluation
     ),
     "dyt": lambda x, config, tensors: 1 - 2 / (1 + (2 * tensors["alpha"] * x).exp()),
+    "derf": lambda x, config, tensors: erf_by_quadrature(tensors["alpha"] * x + tensors["shift"]),
     "none": lambda x, config, tensors: x,
 }
 

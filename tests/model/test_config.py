@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from errors import UserError
-from model.config import NORMS, ModelConfig, flops_per_token, num_parameters
+from model.config import NORMS, PLACEMENTS, ModelConfig, flops_per_token, num_parameters
 from model.decoder import Decoder
 
 LLAMA3 = {
@@ -77,7 +77,7 @@ def test_writing_the_default_bias_explicitly_gives_an_equal_configuration(make_c
     default = make_config(norm=norm)
     assert default.norm_bias is None and make_config(norm=norm, norm_bias=default.has_norm_bias) == default
     other = make_config(norm=norm, norm_bias=not default.has_norm_bias)
-    if norm == "none":  # it has no parameters, whatever is asked for
+    if norm in ("none", "srms"):  # they have no parameters, whatever is asked for
         assert other == default and not other.norm_parameters
     else:
         assert other != default and other.has_norm_bias != default.has_norm_bias
@@ -87,6 +87,7 @@ def test_writing_the_default_bias_explicitly_gives_an_equal_configuration(make_c
     "changes",
     [
         *({"norm": norm} for norm in NORMS),
+        *({"norm_placement": placement, "norm": "derf"} for placement in PLACEMENTS),
         {"norm": "layer", "norm_bias": False},
         {"norm_bias": True},
         {"attention_bias": True, "qk_norm": True},

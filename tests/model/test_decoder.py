@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from model.attention import attention_mask
 from model.cache import KeyValueCache
-from model.config import GATED, NORMS, PLAIN
+from model.config import GATED, NORMS, PLACEMENTS, PLAIN
 
 FLOAT32 = 2e-6
 
@@ -27,6 +27,7 @@ VARIANTS = {
     "no grouping": {"num_key_value_heads": 6},
     "post": {"norm_placement": "post", "norm": "layer"},
     "sandwich": {"norm_placement": "sandwich"},
+    "output": {"norm_placement": "output"},
     **{norm: {"norm": norm} for norm in NORMS},
     **{mlp: {"mlp": mlp} for mlp in (*GATED, *PLAIN)},
 }
@@ -38,9 +39,13 @@ def decoder(request, make_decoder):
     return make_decoder(**request.param).eval()
 
 
-def plain_logits(decoder, tokens, norm_formula):
+def double_weights(decoder):
+    """Copies of a decoder's parameters and buffers in float64, by name."""
+    return {name: tensor.detach().double() for name, tensor in decoder.state_dict().items()}
+
+
+def plain_logits(config, weights, tokens, norm_formula):
     """The same model written a second time: in float64, with loops, complex rotations and explicitly repeated keys."""
-    config, weights = decoder.config, {name: t.detach().double() for name, t in decoder.state_dict().items()}
     heads, kv_heads, width = config.num_attention_heads, config.num_key_value_heads, config.resolved_head_dim
     length = len(tokens)
 
@@ -93,6 +98,10 @@ def plain_logits(decoder, tokens, norm_formula):
             x = norm(x + attention(x, f"{layer}.self_attn"), f"{layer}.input_layernorm")
             x = norm(x + mlp(x, f"{layer}.mlp"), f"{layer}.post_attention_layernorm")
             continue
+        if config.norm_placement == "output":
+            x = x + norm(attention(x, f"{layer}.self_attn"), f"{layer}.attention_output_layernorm")
+            x = x + norm(mlp(x, f"{layer}.mlp"), f"{layer}.mlp_output_layernorm")
+            continue
         after = {"pre": lambda y, name: y, "sandwich": norm}[config.norm_placement]
         y = attention(norm(x, f"{layer}.input_layernorm"), f"{layer}.self_attn")
         x = x + after(y, f"{layer}.attention_output_layernorm")
@@ -108,7 +117,28 @@ def test_logits_equal_those_of_a_plain_float64_implementation(decoder, tokens, r
     logits = decoder(tokens)
     assert logits.dtype == torch.float32
     for row, ids in zip(logits, tokens, strict=True):
-        assert relative(row, plain_logits(decoder, ids, norm_formula)) < tolerance(decoder)
+        expected = plain_logits(decoder.config, double_weights(decoder), ids, norm_formula)
+        assert relative(row, expected) < tolerance(decoder)
+
+
+@pytest.mark.parametrize("norm", ["rms", "layer", "offset", "derf"])
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_gradients_of_every_placement_equal_those_of_the_plain_float64_implementation(
+    make_decoder, tokens, relative, norm_formula, placement, norm
+):
+    """Tolerance: forward and backward pass have three times the products of the forward pass.
+
+    Twice that for derf: the gradient of a scalar is one sum over all tokens and channels, with terms of both signs.
+    """
+    decoder = make_decoder(norm=norm, norm_placement=placement)
+    upstream = torch.randn(24, 97, generator=torch.Generator().manual_seed(3))
+    decoder(tokens[:1]).backward(upstream[None])
+    weights = {name: tensor.requires_grad_() for name, tensor in double_weights(decoder).items()}
+    plain_logits(decoder.config, weights, tokens[0], norm_formula).backward(upstream.double())
+    parameters = dict(decoder.named_parameters())
+    assert parameters.keys() == weights.keys()
+    for name, parameter in parameters.items():
+        assert relative(parameter.grad, weights[name].grad) < (6 if norm == "derf" else 3) * FLOAT32, name
 
 
 @torch.no_grad()
@@ -262,15 +292,16 @@ def test_inductor_compiles_the_forward_pass_to_the_same_function(make_decoder, t
     assert relative(compiled(tokens, tokens.roll(-1, 1)), decoder(tokens, tokens.roll(-1, 1))) < FLOAT32
 
 
-def test_activations_have_the_compute_dtype_and_master_weights_stay_float32(make_decoder, tokens, relative):
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_activations_have_the_compute_dtype_and_master_weights_stay_float32(make_decoder, tokens, relative, placement):
     """Tolerance: 25 independent roundings to bfloat16 of 1.66e-3 each add up to 8e-3; twice that."""
-    decoder = make_decoder()
+    decoder = make_decoder(norm_placement=placement)
     expected = decoder(tokens).detach()
     decoder.compute_dtype = torch.bfloat16
     seen = []
-    decoder.layers[1].register_forward_hook(lambda module, inputs, outputs: seen.extend(x.dtype for x in outputs))
+    decoder.layers[1].register_forward_hook(lambda module, inputs, outputs: seen.extend(outputs))
     logits = decoder(tokens)
-    assert seen == [torch.bfloat16, torch.bfloat16]
+    assert {x.dtype for x in seen if x is not None} == {torch.bfloat16}
     assert logits.dtype == torch.float32
     assert 1e-4 < relative(logits, expected) < 1.6e-2
     loss = decoder(tokens, tokens.roll(-1, 1))

@@ -107,7 +107,9 @@ def test_a_fused_step_exists_for_triton_small_batches_and_the_layers_that_it_com
     try:
         assert exists(1) and exists(MAX_SEQUENCES) and exists(norm="layer")
         assert not exists(MAX_SEQUENCES + 1)
-        assert not exists(norm="none") and not exists(norm_placement="post") and not exists(mlp="geglu")
+        for changes in (*({"norm": norm} for norm in ("none", "srms", "offset")), {"mlp": "geglu"}):
+            assert not exists(**changes), changes
+        assert not any(exists(norm_placement=placement) for placement in ("post", "sandwich", "output"))
     finally:
         kernels.use("auto", torch.device("cpu"))
 

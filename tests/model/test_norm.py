@@ -7,7 +7,8 @@ import pytest
 import torch
 import tyro
 
-from model.config import BIAS, NORMS, ModelConfig, num_norm_parameters
+import kernels
+from model.config import BIAS, NORMS, PLACEMENTS, ModelConfig, num_norm_parameters
 from model.decoder import Decoder
 from model.norm import Norm, is_norm_parameter
 
@@ -76,7 +77,7 @@ def test_the_output_has_the_dtype_of_x_and_the_stream_is_the_rounded_sum(make_no
 @pytest.mark.parametrize("norm", NORMS)
 def test_a_norm_has_the_parameters_of_its_row_and_the_bias_that_is_asked_for(make_config, norm, norm_bias):
     row = {parameter.name: parameter for parameter in NORMS[norm] if norm_bias is None or parameter.name != "bias"}
-    if norm_bias and norm != "none":
+    if norm_bias and norm not in ("none", "srms"):  # these have no parameters, whatever is asked for
         row["bias"] = BIAS
     decoder = Decoder(make_config(norm=norm, norm_bias=norm_bias, norm_placement="sandwich"), seed=3)
     norms = [module for module in decoder.modules() if isinstance(module, Norm)]
@@ -89,7 +90,7 @@ def test_a_norm_has_the_parameters_of_its_row_and_the_bias_that_is_asked_for(mak
             assert (parameter == row[name].initial).all()
 
 
-@pytest.mark.parametrize("placement", ["pre", "post", "sandwich"])
+@pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("norm", NORMS)
 def test_parameters_of_norms_are_counted_and_recognized_by_name(make_config, norm, placement):
     config = make_config(norm=norm, norm_placement=placement, qk_norm=True, attention_bias=True)
@@ -114,6 +115,58 @@ def test_dyt_starts_as_tanh_of_half_its_input_with_one_more_parameter_than_layer
     assert num_norm_parameters(decoder.config) == num_norm_parameters(make_config(norm="layer")) + 7 == 7 * (48 * 2 + 1)
 
 
+def test_derf_starts_as_erf_of_half_its_input_with_two_more_parameters_than_layer(make_config):
+    decoder = Decoder(make_config(norm="derf"))
+    x = torch.linspace(-4, 4, 48)
+    assert torch.equal(decoder.norm(x)[0], torch.erf(0.5 * x))
+    assert all(
+        module.alpha.shape == module.shift.shape == () for module in decoder.modules() if isinstance(module, Norm)
+    )
+    assert num_norm_parameters(decoder.config) == num_norm_parameters(make_config(norm="layer")) + 2 * 7
+
+
+def test_srms_has_no_parameters_and_offset_as_many_as_rms(make_config):
+    for norm_bias in (None, True, False):
+        assert num_norm_parameters(make_config(norm="srms", norm_bias=norm_bias)) == 0
+    assert num_norm_parameters(make_config(norm="offset")) == num_norm_parameters(make_config()) == 7 * 48
+
+
+@pytest.mark.parametrize("norm", ["srms", "offset"])
+def test_before_training_the_forms_of_rmsnorm_compute_what_rms_does(make_config, relative, norm):
+    x = torch.randn(5, 48, generator=torch.Generator().manual_seed(8)) + 0.3
+    outputs = [Decoder(make_config(norm=name)).norm(x)[0].detach() for name in (norm, "rms")]
+    assert relative(*outputs) < 1e-6
+
+
+@pytest.mark.parametrize("norm", ["srms", "offset"])
+def test_the_forms_of_rmsnorm_run_on_the_triton_kernels_too(make_norm, relative, norm):
+    generator = torch.Generator().manual_seed(7)
+    x, residual, dy, ds = (torch.randn(3, 5, 48, generator=generator) + 0.3 for _ in range(4))
+    found = {}
+    try:
+        for choice in ("reference", "triton"):
+            kernels.use(choice, torch.device("cpu"))
+            module, inputs = make_norm(norm), [x.clone().requires_grad_(), residual.clone().requires_grad_()]
+            outputs = module(*inputs)
+            found[choice] = (*outputs, *torch.autograd.grad(outputs, [*inputs, *module.parameters()], (dy, ds)))
+    finally:
+        kernels.use("auto", torch.device("cpu"))
+    for reference, triton in zip(*found.values(), strict=True):
+        assert relative(triton.detach(), reference.detach()) < 1e-6
+
+
+def test_an_offset_that_is_stored_in_bfloat16_is_added_to_1_without_rounding(make_norm, relative):
+    """1 + 1/1000 is 1 in bfloat16."""
+    module = make_norm("offset").to(torch.bfloat16)
+    x = torch.randn(5, 48, generator=torch.Generator().manual_seed(9))
+    with torch.no_grad():
+        module.offset.fill_(1e-3)
+        changed, _ = module(x)
+        module.offset.zero_()
+        unchanged, _ = module(x)
+    assert relative(changed - unchanged, unchanged * 1e-3) < 0.01
+
+
 def test_a_row_without_a_function_is_an_error_at_import():
     code = "import model.config; model.config.NORMS['absent'] = (); import model.norm"
     result = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
@@ -121,12 +174,25 @@ def test_a_row_without_a_function_is_an_error_at_import():
     assert last.startswith("errors.UserError: NORMS has a row absent, but model/norm.py has no function absent above")
 
 
-def test_the_help_text_names_every_norm(capsys):
+def test_the_help_text_names_every_norm_and_placement(capsys):
     with pytest.raises(SystemExit):
         tyro.cli(ModelConfig, args=["--help"])
     words = " ".join(capsys.readouterr().out.replace("│", " ").split())
-    for norm in NORMS:
-        assert f"{norm}:" in words, norm
+    for name in (*NORMS, *PLACEMENTS):
+        assert f"{name}: " in words, name
+
+
+def test_the_help_text_of_the_bias_says_which_norms_have_one(capsys):
+    def listed(norms):
+        return f"{', '.join(norms[:-1])} and {norms[-1]}"
+
+    with pytest.raises(SystemExit):
+        tyro.cli(ModelConfig, args=["--help"])
+    words = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    with_bias = listed([norm for norm, row in NORMS.items() if BIAS in row])
+    without = listed([norm for norm, row in NORMS.items() if row and BIAS not in row])
+    never = listed([norm for norm, row in NORMS.items() if not row])
+    assert f"Default: {with_bias} do; {without} do not. {never} have no parameters" in words
 
 
 @pytest.mark.parametrize("norm", NORMS)

@@ -176,7 +176,7 @@ def test_a_tied_embedding_is_not_centered_since_the_head_would_change(converted,
     assert 1e-3 < relative(rms(tokens), expected) < uncentered
 
 
-@pytest.mark.parametrize("placement", ["post", "sandwich"])
+@pytest.mark.parametrize("placement", ["post", "sandwich", "output"])
 def test_where_norms_write_to_the_stream_weights_cannot_be_centered(make_decoder, placement):
     with pytest.raises(ValueError, match=f"norms placed {placement} write to the residual stream"):
         center_residual_writers(make_decoder(norm_placement=placement))

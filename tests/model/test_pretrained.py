@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from errors import UserError
-from model.config import NORMS
+from model.config import NORMS, PLACEMENTS
 from model.pretrained import load_pretrained, save_pretrained, unpacked_tensors
 
 
@@ -54,6 +54,24 @@ def test_a_model_with_any_norm_is_read_back_bit_equal(make_decoder, tokens, tmp_
     assert again.state_dict().keys() == decoder.state_dict().keys()
     assert all(torch.equal(tensor, decoder.state_dict()[name]) for name, tensor in again.state_dict().items())
     assert torch.equal(again(tokens), decoder(tokens))
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@torch.no_grad()
+def test_a_model_with_any_placement_is_read_back_bit_equal_and_only_pre_is_a_llama(
+    make_decoder, tokens, tmp_path, placement
+):
+    decoder = make_decoder(norm_placement=placement)
+    save_pretrained(decoder, tmp_path)
+    again = load_pretrained(tmp_path)
+    assert again.config == decoder.config and torch.equal(again(tokens), decoder(tokens))
+    model_type = json.loads((tmp_path / "config.json").read_text())["model_type"]
+    assert model_type == ("llama" if placement == "pre" else "prenorm")
+    on_input, on_output = ("input", "post_attention"), ("attention_output", "mlp_output")
+    norms = {"sandwich": on_input + on_output, "output": on_output}.get(placement, on_input)
+    expected = {f"model.layers.{i}.{norm}_layernorm.weight" for i in range(3) for norm in norms}
+    expected |= {"model.norm.weight"} if placement != "post" else set()
+    assert {name for name in load_file(tmp_path / "model.safetensors") if "norm" in name} == expected
 
 
 def test_a_file_that_cannot_be_written_is_an_os_error(make_decoder, tmp_path):

@@ -4,6 +4,8 @@ import pytest
 from safetensors.torch import load_file
 
 from model.config import NORMS
+from model.pretrained import load_pretrained
+from training import metrics
 from training.loop import train
 from training.settings import parse
 
@@ -11,10 +13,10 @@ LEARNING = [norm for norm, parameters in NORMS.items() if parameters]
 
 
 @pytest.mark.parametrize("norm", LEARNING)
-def test_norms_alone_learn_when_asked_and_weight_decay_does_not_reach_them(flags, tmp_path, norm):
+def test_norms_alone_learn_when_asked_and_weight_decay_reaches_only_what_their_row_says(flags, tmp_path, norm):
     flags = [*flags, "--norm", norm, "--train-only", "norms", "--warmup-steps", "0"]
     states, weights = [], []
-    for decay, steps in (("0", "2"), ("5", "2"), ("5", "1")):
+    for decay, steps in (("0", "3"), ("5", "3"), ("5", "1")):
         folder = tmp_path / f"decay-{decay}-steps-{steps}"
         train(parse([*flags, "--weight-decay", decay, "--steps", steps], "test").settings, folder)
         states.append(load_file(folder / "last" / "training_state.safetensors"))
@@ -24,7 +26,8 @@ def test_norms_alone_learn_when_asked_and_weight_decay_does_not_reach_them(flags
     expected = {f"{module}.{name}" for module in [*modules, "norm"] for name in names}
     assert {name.removeprefix("exp_avg.") for name in states[0] if name.startswith("exp_avg.")} == expected
     for name, tensor in weights[0].items():
-        assert tensor.equal(weights[1][name]), name  # weight decay changes nothing
+        decays = name.endswith(".offset")
+        assert tensor.equal(weights[1][name]) != decays, name
         moved = not tensor.equal(weights[2][name])
         assert moved == (name.removeprefix("model.") in expected or "running_" in name), name
 
@@ -36,3 +39,13 @@ def test_a_run_starts_from_weights_with_another_norm_and_names_what_is_new(flags
     out = capsys.readouterr().out
     for parameter in NORMS[norm]:
         assert parameter.name == "weight" or f"norm.{parameter.name}" in out
+
+
+@pytest.mark.parametrize("norm", ["rms", "srms", "offset", "derf"])
+def test_a_model_with_norms_on_the_outputs_of_its_blocks_trains_and_its_checkpoint_is_read_back(flags, tmp_path, norm):
+    flags = [*flags, "--norm", norm, "--norm-placement", "output", "--steps", "3", "--warmup-steps", "0"]
+    train(parse(flags, "test").settings, tmp_path / "run")
+    decoder = load_pretrained(tmp_path / "run" / "last")
+    assert (decoder.config.norm, decoder.config.norm_placement) == (norm, "output")
+    first, *_, last = (line["loss"] for line in metrics.read(tmp_path / "run") if "loss" in line)
+    assert last < first

@@ -2,9 +2,11 @@
 
 import dataclasses
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
+from model.config import NORMS
 from model.decoder import Decoder
 from training.loop import train
 from training.optimizer import build_optimizer
@@ -28,3 +30,54 @@ def test_embedding_and_head_can_have_a_learning_rate_multiplier(settings):
     assert {id(parameter) for parameter in by_multiplier[5.0]["params"]} == vocabulary
     assert not vocabulary & {id(parameter) for parameter in by_multiplier[1.0]["params"]}
     assert sum(len(group["params"]) for group in groups) == len(list(model.parameters()))
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_matrices_decay_and_of_the_vectors_and_scalars_only_the_offsets(settings, norm):
+    shape = {"attention_bias": True, "qk_norm": True, "tie_word_embeddings": False, "norm_placement": "sandwich"}
+    model = Decoder(dataclasses.replace(settings.model, norm=norm, **shape))
+    groups = build_optimizer(model, settings.optimizer, torch.device("cpu")).param_groups
+    decay = {id(parameter): group["weight_decay"] for group in groups for parameter in group["params"]}
+    assert len(decay) == sum(len(group["params"]) for group in groups) == len(list(model.parameters()))
+    for name, parameter in model.named_parameters():
+        expected = settings.optimizer.weight_decay if parameter.ndim == 2 or name.endswith(".offset") else 0.0
+        assert decay[id(parameter)] == expected, name
+    assert settings.optimizer.weight_decay > 0
+
+
+def test_a_row_whose_weight_decays_leaves_the_norms_of_q_and_k_alone(settings, monkeypatch):
+    monkeypatch.setitem(NORMS, "rms", (dataclasses.replace(NORMS["rms"][0], decays=True),))
+    model = Decoder(dataclasses.replace(settings.model, qk_norm=True))
+    groups = build_optimizer(model, settings.optimizer, torch.device("cpu")).param_groups
+    decay = {id(parameter): group["weight_decay"] for group in groups for parameter in group["params"]}
+    assert decay[id(model.norm.weight)] == decay[id(model.layers[0].input_layernorm.weight)] > 0
+    assert decay[id(model.layers[0].self_attn.q_norm.weight)] == decay[id(model.layers[0].self_attn.k_norm.weight)] == 0
+
+
+def test_without_a_gradient_weight_decay_pulls_the_weight_of_offset_to_1_and_leaves_that_of_rms(settings):
+    """A step of AdamW multiplies what decays by 1 - learning rate x weight decay, here 1 - 0.1 x 0.5."""
+    flags = dataclasses.replace(settings.optimizer, learning_rate=0.1, weight_decay=0.5)
+    found = {}
+    for norm, name in (("offset", "offset"), ("rms", "weight")):
+        model = Decoder(dataclasses.replace(settings.model, norm=norm))
+        parameter = getattr(model.norm, name)
+        parameter.data.fill_(0.4)
+        for each in model.parameters():
+            each.grad = torch.zeros_like(each)
+        build_optimizer(model, flags, torch.device("cpu")).step()
+        found[norm] = parameter.detach()
+    torch.testing.assert_close(found["offset"], torch.full_like(found["offset"], 0.4 * 0.95))
+    assert (found["rms"] == 0.4).all()
+
+
+def test_without_weight_decay_offset_trains_as_rms_does(flags, tmp_path, relative):
+    """Three steps in float32. Adam divides by the gradient's own size, so that a small gradient's rounding counts."""
+    saved = {}
+    for norm in ("offset", "rms"):
+        steps = ["--norm", norm, "--steps", "3", "--warmup-steps", "0", "--weight-decay", "0"]
+        train(parse([*flags, *steps], "test").settings, tmp_path / norm)
+        saved[norm] = load_file(tmp_path / norm / "last" / "model.safetensors")
+    for name, tensor in saved["rms"].items():
+        if "norm" in name:
+            found = saved["offset"][name.replace(".weight", ".offset")] + 1
+            assert tensor.std() > 1e-3 and relative(found - 1, tensor - 1) < 1e-3, name
