@@ -45,8 +45,11 @@ class Command:
     """Only rewrite the report of this folder, from its runs.jsonl."""
     claims: tuple[Path, ...] | None = None
     """Only print one table of claims; each claim is judged from the first of these folders that measured it."""
+    cells: tuple[Path, ...] | None = None
+    """Only print one table of how RMSNorm and LayerNorm differ in each of these folders, at every learning rate."""
     picture: Path | None = None
-    """With --report: also draw the differences into this PNG or SVG file."""
+    """With --report: also draw the differences into this PNG or SVG file. With --cells: every pair, and beside it in
+    NAME-noise how far pairs and equal runs scatter."""
     plan: Annotated[Plan, tyro.conf.arg(name="")] = field(default_factory=Plan)
 
 
@@ -70,12 +73,20 @@ def named(command: Command) -> Plan:
 def main() -> int:
     """Do what the command line says; returns the exit status."""
     command = parse(sys.argv[1:])
-    from ablation import plots, report, runner  # import torch, which --help does not wait for
+    from ablation import cells, plots, report, runner  # import torch, which --help does not wait for
 
     if command.claims is not None:
         if not command.claims:
             raise UserError("--claims needs the folders of one comparison or more.")
         print(report.claims_table(command.claims))
+        return 0
+    if command.cells is not None:
+        found = cells.cells([report.load_study(folder) for folder in command.cells])
+        if not found:
+            raise UserError("--cells needs folders of finished comparisons of rms and layer.")
+        print(report.cells_table(found))
+        if command.picture is not None:
+            cells.save_pictures(found, command.picture)
         return 0
     if command.report is not None:
         study = report.load_study(command.report)

@@ -40,8 +40,10 @@ class Comparison:
 
     arm: str
     baseline: str
+    differences: list[float]
+    """Of each pair, nats per token."""
     loss: Effect
-    """Nats per token."""
+    """Their mean."""
     bits: Effect
     """Bits per byte."""
     std: float
@@ -380,6 +382,7 @@ class Study:
         return Comparison(
             arm=self.label(arm),
             baseline=self.label(base),
+            differences=differences.tolist(),
             loss=loss,
             bits=mean_effect(name, pairs.bits_per_byte - pairs.bits_per_byte_base, "bits per byte"),
             std=float(differences.std(ddof=1)),

@@ -57,7 +57,8 @@ class Plan:
     norms: tuple[Literal[*NORMS], ...] = ("rms", "layer")
     """Norms to compare; the baseline is layer if it is listed, else the first."""
     placements: tuple[Literal[*PLACEMENTS], ...] = ("pre",)
-    """Where the norms are: pre, post or sandwich."""
+    """Where the norms are: before the blocks (pre), after the additions (post), around the blocks (sandwich) or after
+    the blocks (output)."""
     mlps: tuple[Literal[*GATED, *PLAIN], ...] = ("swiglu",)
     """Activations of the MLP, at equal numbers of parameters."""
     dtypes: tuple[Literal["auto", "float32", "bfloat16", "float16"], ...] = ("auto",)
@@ -130,7 +131,7 @@ class Plan:
 
     @property
     def arms(self) -> list[Arm]:
-        """Every combination of the choices, each once: `none` has no bias to add or drop."""
+        """Every combination of the choices, each once: a norm without parameters has no bias to add or drop."""
         choices = (getattr(self, name) or (None,) for name in DIMENSIONS.values())
         return list(dict.fromkeys(Arm(*values) for values in itertools.product(*choices)))
 

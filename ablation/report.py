@@ -15,9 +15,10 @@ import jinja2
 
 from ablation import plots
 from ablation.analysis import ArmSummary, Noise, Study
+from ablation.cells import Cell, millions
 from ablation.claims import CLAIMS, Judged, judge_all
 from ablation.effects import Effect, mean_effect, minimum_detectable_effect
-from ablation.plan import baseline, load_plan, model_config, steps_of
+from ablation.plan import arm_settings, baseline, load_plan, model_config, steps_of
 from ablation.plots import Picture
 from ablation.results import Change, read_changes, read_results, read_timings
 from errors import UserError
@@ -28,7 +29,7 @@ FILES = ("results.json", "report.md", "report.html")
 MISSING = "-"
 
 
-Cell = str | int | float | None
+Value = str | int | float | None
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class Table:
     """Rows, each a mapping from column to value (see `cell`); `folded` tables open at a click."""
 
     caption: str
-    rows: list[dict[str, Cell]]
+    rows: list[dict[str, Value]]
     folded: bool = False
 
 
@@ -301,7 +302,22 @@ def claims_table(folders: Sequence[Path]) -> str:
     return markdown_table(claim_rows(chosen))
 
 
-def claim_rows(judged: Sequence[Judged]) -> list[dict[str, Cell]]:
+def cells_table(found: Sequence[Cell]) -> str:
+    """A Markdown table of cells."""
+    rows = [
+        {
+            **{"arm": c.compared, "parameters": millions(c.parameters), "tokens": millions(c.tokens)},
+            **{"text": ", ".join(arm_settings(c.study.plan, c.arm).data.data), "learning rate": f"{c.learning_rate:g}"},
+            **{"pairs": c.loss.n, "nats per token": effect(c.loss, "+.4f")},
+            "bits per byte": MISSING if c.bits is None else effect(c.bits, "+.4f"),
+            **{"std of a pair": f"{c.deviation:.4f}", "noise": noise_words(c.noise), "verdict": c.verdict},
+        }
+        for c in found
+    ]
+    return markdown_table(rows)
+
+
+def claim_rows(judged: Sequence[Judged]) -> list[dict[str, Value]]:
     """The table of claims: every effect with its own verdict where there are several."""
     rows = []
     for j in judged:
@@ -316,7 +332,7 @@ def claim_rows(judged: Sequence[Judged]) -> list[dict[str, Cell]]:
     return rows
 
 
-def origin(study: Study) -> list[dict[str, Cell]]:
+def origin(study: Study) -> list[dict[str, Value]]:
     config = model_config(study.plan, study.plan.arms[0])
     hours = sum(run.seconds for run in study.results) / 3600
     rows = {
@@ -361,14 +377,14 @@ def markdown(title: str, lines: list[dict[str, str]], parts: list[Section]) -> s
     return "\n\n".join(block for block in blocks if block) + "\n"
 
 
-def markdown_table(rows: list[dict[str, Cell]]) -> str:
+def markdown_table(rows: list[dict[str, Value]]) -> str:
     """A table of rows with the same columns."""
     head = list(rows[0])
     cells = [[cell(value).replace("|", "\\|") for value in row.values()] for row in rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *cells))
 
 
-def cell(value: Cell) -> str:
+def cell(value: Value) -> str:
     """A value as text: numbers with five digits, a dash for None and NaN."""
     if value is None or value != value:
         return MISSING

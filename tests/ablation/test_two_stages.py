@@ -40,6 +40,7 @@ def run_studies(truths, draw, studies=STUDIES) -> tuple[list[list[Comparison]], 
             Comparison(
                 arm="a",
                 baseline="b",
+                differences=[],
                 loss=effect,
                 bits=effect,
                 std=float(values.std(ddof=1)),

@@ -8,7 +8,7 @@ import torch
 
 from model.decoder import Decoder
 from training.estimate import activation_bytes, estimate
-from training.settings import config_path, parse
+from training.settings import CONFIGS, config_path, parse
 
 
 def test_the_estimate_counts_what_the_forward_pass_keeps(settings):
@@ -32,7 +32,7 @@ def test_the_estimate_counts_what_the_forward_pass_keeps(settings):
     assert checkpointed < 0.5 * stored  # the head, a layer, and the inputs of the others
 
 
-@pytest.mark.parametrize("config", ["tiny", "small", "124m", "1b", "ablation"])
+@pytest.mark.parametrize("config", sorted(path.stem for path in CONFIGS.glob("*.toml")))
 def test_the_header_of_a_config_states_the_memory_that_a_dry_run_estimates(config):
     header = re.search(r"# Memory: (\S+ [MG]B) on a CPU", config_path(config).read_text(encoding="utf-8"))[1]
     assert f"memory    {header}:" in estimate(parse(["--config", config], "test").settings)
