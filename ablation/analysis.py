@@ -22,7 +22,6 @@ from ablation.effects import (
     final_pairs,
     holm,
     mean_effect,
-    median_ratio,
     pairs_for_equivalence,
     pairs_needed,
 )
@@ -423,10 +422,16 @@ class Study:
         return next((c for c in self.comparisons if (c.arm, c.baseline) == (arm, base)), None)
 
     def time_ratios(self, part: str, arm: str, base: str) -> list[Effect]:
-        """Time of an arm over that of another, one effect for each variant of the code."""
+        """Time of an arm over that of another, one effect for each variant of the code.
+
+        The unit is the process: its blocks share the layout of its memory and what else ran at that time. Within one it
+        is the median over pairs of neighboring blocks, which the few that another program disturbed do not move.
+        """
         seconds = {(t.process, t.variant, t.arm): t.seconds for t in self.timings if t.part == part}
-        pairs: dict[str, list[tuple[float, float]]] = {}
+        medians: dict[str, list[float]] = {}
         for (process, variant, timed), values in seconds.items():
             if timed == arm and (process, variant, base) in seconds:
-                pairs.setdefault(variant, []).extend(zip(values, seconds[process, variant, base], strict=True))
-        return [median_ratio(variant, values) for variant, values in pairs.items()]
+                ratios = np.divide(values, seconds[process, variant, base])
+                medians.setdefault(variant, []).append(float(np.median(ratios)))
+        effects = [mean_effect(variant, values, "ratio") for variant, values in medians.items()]
+        return [dataclasses.replace(effect, p=None) for effect in effects]  # 0 is not the hypothesis

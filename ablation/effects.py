@@ -30,7 +30,7 @@ class Effect:
     """Two-sided p-value against an effect of 0; None where 0 is not the hypothesis."""
     unit: str
     n: int
-    """Seeds, or pairs of seeds or of neighboring blocks; 0 for an exact value."""
+    """Seeds, pairs of seeds, or processes that measured a time; 0 for an exact value."""
     at_edge: bool = False
     """Whether it rests on a learning rate at the edge of its sweep, so that another may change it."""
 
@@ -65,19 +65,6 @@ def standard_error(values: np.ndarray) -> float:
 def exact_effect(name: str, value: float, unit: str) -> Effect:
     """What arithmetic gives, the same at every repetition."""
     return Effect(name, value, (value, value), (value, value), None, unit, 0)
-
-
-def median_ratio(name: str, pairs: Sequence[tuple[float, float]]) -> Effect:
-    """Median of a / b over pairs of times, with the distribution-free interval of a median (Conover 1999, section 3.2).
-
-    A median, because a mean follows the few blocks that another program disturbed.
-    """
-    ratios = np.array([a / b for a, b in pairs])
-    intervals = []
-    for level in (0.95, 0.90):
-        low, high = stats.quantile_test(ratios, q=1.0, p=0.5).confidence_interval(level)
-        intervals.append((float(low), float(high)) if np.isfinite([low, high]).all() else None)
-    return Effect(name, float(np.median(ratios)), *intervals, None, "ratio", len(ratios))
 
 
 def equivalence_p(differences: np.ndarray, margin: float) -> float:

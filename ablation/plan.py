@@ -99,7 +99,7 @@ class Plan:
     """Also convert finished LayerNorm runs to RMSNorm, with and without their bias, and evaluate them without training,
     after training only the norms, and after training all parameters."""
     timing: bool = True
-    """Also time every arm in interleaved blocks, apart from training."""
+    """Also time every arm in interleaved blocks of five processes, apart from training."""
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"\w[\w .-]{0,63}", self.name):

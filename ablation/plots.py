@@ -306,7 +306,7 @@ def time_ratios(study: Study, base: str) -> Picture | None:
             rows += [(f"{name}, {e.name}", numbers(study)[name], e) for e in study.time_ratios("step", name, base)]
     if not rows:
         return None
-    caption = f"Time of a training step over that of {base}, median of interleaved blocks with its 95% interval."
+    caption = f"Time of a training step over that of {base}, mean over processes with its 95% interval."
     return forest_picture(rows, forest(rows, "ratio of times (below 1: faster)", 1.0), caption)
 
 

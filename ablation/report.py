@@ -270,12 +270,15 @@ def conversions(study: Study) -> Section:
 def timing(study: Study) -> Section:
     base = next((study.label(arm) for arm in study.plan.arms if baseline(study.plan, arm) is None), "")
     rows = [
-        {"part": part, "arm": name, "variant": e.name, "time over the baseline's": effect(e, ".3f"), "blocks": e.n}
+        {"part": part, "arm": name, "variant": e.name, "time over the baseline's": effect(e, ".3f"), "processes": e.n}
         for part in dict.fromkeys(timing.part for timing in study.timings)
         for name in map(study.label, study.plan.arms)
         for e in (study.time_ratios(part, name, base) if name != base else [])
     ]
-    caption = f"Median ratio of the times of interleaved blocks and its 95% interval; baseline: {base}"
+    caption = (
+        "Ratio of times: mean over processes, each the median of interleaved blocks, with its 95% interval; "
+        f"baseline: {base}"
+    )
     picture = plots.time_ratios(study, base) if rows else None
     return Section("Time", "", [picture] if picture else [], [Table(caption, rows, folded=len(rows) > 20)])
 

@@ -10,6 +10,7 @@ import os
 import platform
 import shutil
 import statistics
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,14 +40,14 @@ from ablation.plan import (
 from ablation.processes import run_in_processes
 from ablation.results import Change, Machine, RunResult, append_lines, read_results, read_timings
 from ablation.run import limited_threads, on_device, settings_hash, train_run
-from benchmarks.timing import CALLS_PER_BLOCK, interleaved
+from benchmarks.timing import CALLS_PER_BLOCK, Timing, interleaved
 from benchmarks.training import PARTS, make_calls, time_together, variants
 from errors import UserError
 from model.device import choose_device, choose_kernels, choose_training_dtype, device_name, processor
 from training import checkpoint
 from training.settings import Settings
 
-TIMING_BLOCKS = 30
+TIMING_PROCESSES, TIMING_BLOCKS = 5, 12  # blocks of one process share what slows it: the process is the unit
 COMPILE_SECONDS = 30  # a guess, for the time that the plan announces
 STEPS_PER_ROUND = 2.5  # time of one call of every timed part, in training steps
 FIXED = ("config", "steps", "margin", "evaluations")  # of a plan, once it has results
@@ -174,7 +175,7 @@ def _execute(experiment: Experiment) -> bool:
     if finished and plan.convert:
         finished = convert_all(experiment)
     if finished and plan.timing:
-        time_all(experiment)
+        finished = time_all(experiment)
     if plan.convert or plan.timing:
         report.write(experiment.study, experiment.folder)
     return finished
@@ -297,27 +298,38 @@ def settings_to_time(plan: Plan, arm: Arm) -> Settings:
 
 
 def timed_entries(experiment: Experiment) -> dict[str, dict[tuple[str, str], Settings]]:
-    """All arms of every variant of the code in which they have not all been timed together yet."""
+    """All arms of every variant of the code in which too few processes have timed all of them together."""
     plan, device = experiment.plan, choose_device(experiment.device)
     arms = {label(plan, arm): settings_to_time(plan, arm) for arm in plan.arms}
     timed: dict[tuple[int, str], set[tuple[str, str]]] = {}
     for timing in experiment.study.timings:
         timed.setdefault((timing.process, timing.variant), set()).add((timing.part, timing.arm))
     wanted = {(part, name) for part in PARTS for name in arms}
-    done = {variant for (_, variant), together in timed.items() if wanted <= together}
-    return {v: {(v, name): settings for name, settings in arms.items()} for v in variants(device) if v not in done}
+    done = Counter(variant for (_, variant), together in timed.items() if wanted <= together)
+    few = [variant for variant in variants(device) if done[variant] < TIMING_PROCESSES]
+    return {variant: {(variant, name): settings for name, settings in arms.items()} for variant in few}
 
 
-def time_all(experiment: Experiment) -> None:
-    """Time every arm in every variant of the code, all arms of a variant taking turns."""
-    entries, device = timed_entries(experiment), choose_device(experiment.device)
-    total = len(entries) * len(PARTS) * TIMING_BLOCKS
-    with tqdm(total=total, unit="block", desc="timing", dynamic_ncols=True) as bar:
-        for of_variant in entries.values():
-            timings = time_together(of_variant, PARTS, device, TIMING_BLOCKS, bar.update)
-            append_lines(experiment.folder / "timings.jsonl", *timings)
-            study = experiment.study
-            experiment.study = Study(study.plan, study.results, [*study.timings, *timings])
+def time_all(experiment: Experiment) -> bool:
+    """Time every arm in every variant of the code in fresh processes, all arms of a variant taking turns."""
+
+    def add(timings: list[Timing]) -> None:
+        append_lines(experiment.folder / "timings.jsonl", *timings)
+        study = experiment.study
+        experiment.study = Study(study.plan, study.results, [*study.timings, *timings])
+        bar.update()
+
+    with tqdm(total=TIMING_PROCESSES, unit="process", desc="timing", dynamic_ncols=True) as bar:
+        while entries := timed_entries(experiment):
+            task = functools.partial(_time_on, list(entries.values()), TIMING_BLOCKS)
+            if not run_in_processes([experiment.device], [task], add):
+                return False
+    return True
+
+
+def _time_on(entries: list[dict[tuple[str, str], Settings]], blocks: int, device: str) -> list[Timing]:
+    chosen = choose_device(device)
+    return [timing for of_variant in entries for timing in time_together(of_variant, PARTS, chosen, blocks)]
 
 
 def describe(experiment: Experiment) -> str:
@@ -358,9 +370,10 @@ def describe(experiment: Experiment) -> str:
     if entries:
         calls = STEPS_PER_ROUND * TIMING_BLOCKS * CALLS_PER_BLOCK * step
         compiles = sum(variants(device)[variant][1] for variant in entries)
-        minutes = len(plan.arms) * (len(entries) * calls + compiles * COMPILE_SECONDS) / 60
+        minutes = TIMING_PROCESSES * len(plan.arms) * (len(entries) * calls + compiles * COMPILE_SECONDS) / 60
         lines.append(
-            f"timing: about {minutes:.0f} minutes, {len(plan.arms)} arms in {len(entries)} variants of the code"
+            f"timing: about {minutes:.0f} minutes, {len(plan.arms)} arms in {len(entries)} variants of the code, in "
+            f"{TIMING_PROCESSES} processes"
         )
     return "\n".join(lines)
 

@@ -19,7 +19,6 @@ from ablation.effects import (
     exact_effect,
     holm,
     mean_effect,
-    median_ratio,
     minimum_detectable_effect,
     pairs_needed,
 )
@@ -190,33 +189,6 @@ def test_pairs_needed_is_the_first_number_that_is_enough_and_never_more_than_the
     assert pairs_needed(1.0, 1e-9, 0.025, 0.8) == MAX_PAIRS and pairs_needed(0.0, 1.0, 0.025, 0.8) == 2
 
 
-def test_a_median_ratio_is_what_the_hand_gives():
-    # Six ratios: all on one side of the median with 2/64 < 5%, so the interval is from the minimum to the maximum.
-    found = median_ratio("eager", [(x, 1) for x in (2, 4, 6, 8, 10, 600)])
-    assert (found.name, found.estimate, found.interval, found.n, found.unit) == ("eager", 7, (2, 600), 6, "ratio")
-    # Nine: at most one on one side with (1 + 9) * 2 / 512 = 3.9%, so the second and the last but one.
-    values = [9, 1, 2, 3, 4, 5, 6, 7, 8]
-    found = median_ratio("eager", [(3 * x, 3) for x in values])
-    assert (found.estimate, found.interval) == (5, (2, 8)) and found.p is None
-    assert median_ratio("eager", [(x, 1) for x in (900, *values[1:])]) == found  # a disturbed block moves neither
-
-
-def test_few_blocks_give_a_ratio_without_an_interval():
-    found = median_ratio("eager", [(1.0, 2.0)] * 4)
-    assert (found.estimate, found.interval, found.interval_90) == (0.5, None, None)
-
-
-def test_the_interval_of_a_ratio_covers_the_truth_although_both_slow_down_together():
-    generator = np.random.default_rng(4)
-    machine = np.exp(np.linspace(0, 2, 12) + generator.normal(0, 0.5, (EXPERIMENTS, 12)))  # what both blocks meet
-    a, b = (machine * time * np.exp(generator.standard_t(2, machine.shape) * 0.02) for time in (0.9, 1.0))
-    found = [median_ratio("x", list(zip(x, y, strict=True))) for x, y in zip(a[:600], b[:600], strict=True)]
-    exact = 1 - 2 * (1 + 12 + 66) / 2**12  # fewer than three of twelve on one side: 0.961
-    covered = np.mean([e.interval[0] <= 0.9 <= e.interval[1] for e in found])
-    assert covered == pytest.approx(exact, abs=4 * math.sqrt(exact * (1 - exact) / 600))
-    assert np.mean([e.interval[1] - e.interval[0] for e in found]) < 0.1
-
-
 def test_a_sweep_chooses_the_lowest_mean_loss_among_learning_rates_where_no_run_diverged(study, change):
     def fields(result):
         losses = {1001: {5e-3: 3.4, 2e-2: 3.0, 0.5: 3.1}, 1002: {5e-3: 3.2, 2e-2: None, 0.5: 3.3}}
@@ -309,11 +281,11 @@ def test_arms_are_summarized_by_themselves(study, with_losses):
     assert arms["layer"].parameters - arms["rms"].parameters == arms["rms"].norm_parameters
 
 
-def test_times_are_compared_block_by_block_within_a_process_part_and_variant(study):
+def test_the_unit_of_a_ratio_of_times_is_the_process_and_within_it_the_median_of_its_blocks(study):
     times = {
-        (1, "eager", "step", "rms"): [1.0, 2.0, 3.0, 4.0, 5.0, 6.0],
+        (1, "eager", "step", "rms"): [1.0, 2.0, 3.0, 4.0, 5.0, 600.0],  # ratios 0.5, but for a disturbed block
         (1, "eager", "step", "layer"): [2.0, 4.0, 6.0, 8.0, 10.0, 12.0],
-        (2, "eager", "step", "rms"): [30.0] * 6,
+        (2, "eager", "step", "rms"): [42.0] * 6,
         (2, "eager", "step", "layer"): [60.0] * 6,
         (3, "eager", "step", "rms"): [500.0] * 6,  # its process has not timed the other
         (1, "compiled", "step", "rms"): [3.0] * 6,
@@ -323,6 +295,8 @@ def test_times_are_compared_block_by_block_within_a_process_part_and_variant(stu
     }
     timings = [Timing(*key, seconds, None) for key, seconds in times.items()]
     eager, compiled = dataclasses.replace(study, timings=timings).time_ratios("step", "rms", "layer")
-    assert (eager.name, eager.estimate, eager.interval, eager.n) == ("eager", 0.5, (0.5, 0.5), 12)
-    assert (compiled.name, compiled.estimate, compiled.n) == ("compiled", 0.75, 6)
+    expected = mean_effect("eager", [0.5, 0.7], "ratio")
+    assert eager.interval == pytest.approx(expected.interval) and (eager.estimate, eager.n) == (pytest.approx(0.6), 2)
+    assert eager.p is None
+    assert (compiled.name, compiled.estimate, compiled.interval, compiled.n) == ("compiled", 0.75, None, 1)
     assert study.time_ratios("step", "rms", "layer") == []

@@ -176,14 +176,19 @@ def test_conversions_are_done_once_and_again_for_a_run_that_replaces_theirs(plan
     assert study.table[study.table.phase == "conversion"].used.sum() == 4
 
 
-def test_every_arm_is_timed_once_in_every_variant(plan, tmp_path, trained, monkeypatch):
+def test_every_arm_is_timed_in_every_variant_by_five_processes(plan, tmp_path, trained, monkeypatch):
     monkeypatch.setattr(step_benchmark, "why_not_compile", lambda device: "not in this test")
     monkeypatch.setattr(runner, "TIMING_BLOCKS", 2)
+    ids = iter(range(100))
+    time_together = runner.time_together
+    monkeypatch.setattr(
+        runner, "time_together", lambda *a: [dataclasses.replace(t, process=next(ids) // 5) for t in time_together(*a)]
+    )
     timed = dataclasses.replace(plan, timing=True, norms=("rms",))
     assert "timing: about" in runner.describe(start(timed, tmp_path))
     assert execute(start(timed, tmp_path))
     timings = read_timings(tmp_path / "timings.jsonl")
-    assert [(t.variant, t.part, t.arm) for t in timings] == [
+    assert [(t.variant, t.part, t.arm) for t in timings] == 5 * [
         (variant, part, "rms") for variant in ("reference, eager", "CPU functions") for part in runner.PARTS
     ]
     assert all(len(t.seconds) == 2 for t in timings)
@@ -222,9 +227,10 @@ def test_timings_that_lack_an_arm_are_made_again(experiment):
         study = Study(experiment.plan, experiment.study.results, found)
         return known in timed_entries(dataclasses.replace(experiment, study=study))
 
-    assert missing([]) and missing(timings(1, labels[:-1])) and missing(timings(1, labels)[:-1])
-    assert missing(timings(1, labels[:-1]) + timings(2, labels[-1:]))  # not in turns with the others
-    assert not missing(timings(1, labels))
+    four = [timing for process in range(4) for timing in timings(process, labels)]
+    assert missing([]) and missing(four) and missing(four + timings(5, labels[:-1]))
+    assert missing(four + timings(5, labels[:-1]) + timings(6, labels[-1:]))  # not in turns with the others
+    assert not missing(four + timings(5, labels))
 
 
 def test_a_save_with_other_settings_or_a_damaged_one_is_not_resumed(config, tmp_path, monkeypatch):
