@@ -244,6 +244,11 @@ class Study:
 
         return as_table(self.results).assign(used=np.array([used(run) for run in self.results], bool))
 
+    @property
+    def chance(self) -> float:
+        """|mean| / standard deviation of a random row on average, sqrt(2 / (pi D)): its mean has the variance 1 / D."""
+        return math.sqrt(2 / (math.pi * model_config(self.plan, self.plan.arms[0]).hidden_size))
+
     @functools.cached_property
     def rates(self) -> list[float]:
         """The learning rates of the sweep, ascending: those of the plan, and those by which it was extended."""

@@ -107,8 +107,7 @@ def mean_over_chance(norm: str) -> Callable[[Study], list[Effect]]:
     def measure(study: Study) -> list[Effect]:
         effects = []
         for arm, probes in probes_by_arm(study, [norm]).items():
-            chance = math.sqrt(2 / (math.pi * model_config(study.plan, arm).hidden_size))
-            deep = [float(np.mean(p.mean_over_std[len(p.mean_over_std) // 2 :])) / chance for p in probes]
+            deep = [float(np.mean(p.mean_over_std[len(p.mean_over_std) // 2 :])) / study.chance for p in probes]
             effects.append(mean_effect(study.label(arm), deep, "of the chance level"))
         return effects
 

@@ -275,22 +275,22 @@ def probe_curves(study: Study) -> list[Picture]:
         return {study.label(arm): [getattr(run, field) for run in study.final(arm).result] for arm in study.plan.arms}
 
     panels = (
-        ("Mean over standard deviation of a norm's input", "norm, by depth", by_depth("mean_over_std"), False),
-        ("Cosine of a norm's input with the vector of ones", "norm, by depth", by_depth("cosine_with_ones"), False),
-        ("Norm of the gradient", "step", by_step("gradient_norm"), True),
-        ("Length of an update over the length of the weights", "step", by_step("update_ratio"), True),
+        ("|Mean| over standard deviation of a norm's input", "norm, by depth", by_depth("mean_over_std"), study.chance),
+        ("Norm of the gradient", "step", by_step("gradient_norm"), None),
+        ("Length of an update over the length of the weights", "step", by_step("update_ratio"), None),
     )
     return [_panel(study, *panel) for panel in panels if any(map(any, panel[2].values()))]
 
 
-def _panel(study: Study, title: str, xlabel: str, curves: dict[str, list[Curve]], log: bool) -> Picture:
+def _panel(study: Study, title: str, xlabel: str, curves: dict[str, list[Curve]], level: float | None) -> Picture:
     def draw(axes: Axes, style: Style) -> None:
         for name, found in curves.items():
             number = numbers(study)[name]
             if any(found):
                 axes.plot(*middle(found), color=style.color(number), label=name, linewidth=1.4)
-        if log:
-            axes.set_yscale("log")
+        if level is not None:
+            axes.axhline(level, color=style.muted, linewidth=1, linestyle="--", label="chance: rows of random numbers")
+        axes.set_yscale("log")
         axes.set_xlabel(xlabel)
         axes.figure.legend(loc="outside lower center", frameon=False, fontsize=8, ncols=4)
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import re
 import shutil
 import xml.etree.ElementTree as xml
@@ -128,7 +129,7 @@ def test_the_page_fetches_nothing_and_runs_nothing(page):
 
 def test_every_picture_has_a_light_and_a_dark_rendering_and_words(page):
     figures = re.findall(r"<figure.*?</figure>", page, re.DOTALL)
-    assert len(figures) == 1 + 3 + (1 + 2) + 4  # differences, an arm's losses each, sweep and pairs of two arms, probes
+    assert len(figures) == 1 + 3 + (1 + 2) + 3  # differences, an arm's losses each, sweep and pairs of two arms, probes
     for figure in figures:
         light, dark = (
             re.search(rf'<div class="{theme}">(<svg.*?</svg>)\s*</div>', figure, re.DOTALL).group(1)
@@ -290,10 +291,12 @@ def test_an_effect_far_beyond_the_others_becomes_an_arrow_with_its_number(study,
 
 def test_probe_curves_show_every_arm(study, panels):
     pictures = plots.probe_curves(study)
-    assert [picture.alt.split(" ")[0] for picture in pictures] == ["Mean", "Cosine", "Norm", "Length"]
+    assert [picture.alt.split(" ")[0] for picture in pictures] == ["|Mean|", "Norm", "Length"]
     for picture in pictures:
         axes = panels[picture.caption]
-        assert [line.get_label() for line in axes.lines] == ["rms", "layer", "center"]
+        assert [line.get_label() for line in axes.lines][:3] == ["rms", "layer", "center"]
+    *_, level = panels[pictures[0].caption].lines
+    assert level.get_ydata() == pytest.approx([math.sqrt(2 / (math.pi * 32))] * 2) and "chance" in level.get_label()
     runs = [r for r in study.results if r.phase == "final" and r.arm.norm == "rms"]
     deep = np.median([r.probes.mean_over_std for r in runs], axis=0)
     assert panels[pictures[0].caption].lines[0].get_xydata().tolist() == [[i + 1, v] for i, v in enumerate(deep)]
