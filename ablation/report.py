@@ -117,6 +117,8 @@ def _outcome(study: Study, arm: ArmSummary) -> dict[str, str]:
         return {"verdict": "no learning rate", "detail": "the sweep is not finished, or every learning rate diverged"}
     edge = f"; learning rate {arm.learning_rate:g} is at the edge of the sweep" if arm.at_edge else ""
     if arm.loss is None:
+        if arm.runs == 0 and study.size is not None and study.size.pairs < study.size.needed:
+            return {"verdict": "not measured", "detail": describe_size(study) + edge}
         verdict = "not finished" if arm.completed == arm.runs else "diverged"
         return {"verdict": verdict, "detail": f"{arm.completed} of {arm.runs} runs completed{edge}"}
     found = arm.comparison

@@ -302,6 +302,8 @@ def test_final_pairs_are_as_many_as_fit_into_the_hours(staged, tmp_path, trained
     size = experiment.study.size
     assert size.pairs == 0 and size.needed > 5
     out = capsys.readouterr().out
+    lines = runner.report.headline(experiment.study)
+    assert [line["verdict"] for line in lines] == ["not measured"] * 2 and "would be needed" in lines[0]["detail"]
     assert "0 final pairs" in out and f"all that fit into 1e-06 hours; {size.needed} would be needed (" in out
     more = dataclasses.replace(tight, hours=(4.5 * size.seconds_per_pair + spent(experiment)) / 3600)
     again = start(more, tmp_path)
