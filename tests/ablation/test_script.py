@@ -39,6 +39,7 @@ def interrupted(config, tmp_path_factory) -> tuple[Path, list, str, str]:
     """A comparison killed after two runs, then stopped by Ctrl-C: its folder, the records before, and the output."""
     out = tmp_path_factory.mktemp("work") / "out"
     arguments = ["--config", config, "--out", out, "--no-timing", "--jobs", os.cpu_count(), "--seeds", 6]
+    arguments += ["--noise-seeds", 0]
     arguments += ["--steps", 300]  # runs of a second, so that Ctrl-C comes before the last one
     runs = out / "runs.jsonl"
     process = ablate(*arguments)
