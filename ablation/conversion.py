@@ -13,7 +13,9 @@ from typing import Literal
 
 from ablation.plan import Run
 from ablation.results import Machine, RunResult
-from ablation.run import train_run
+from ablation.run import curve_loss, train_run
+from model.decoder import Decoder, center_residual_writers
+from training.session import Session
 from training.settings import Settings
 
 STEPS_DIVISOR = 8  # converted models train for an eighth of the run's steps
@@ -41,6 +43,20 @@ VARIANTS = {
     "rms, all trained": Variant("rms", norm_bias=False, train="all"),
     "layer, all trained": Variant("layer", norm_bias=True, train="all"),
 }
+
+
+def losses_at_once(session: Session) -> dict[str, float]:
+    """What each conversion that trains nothing would change now, by variant: of `curve_loss`, nats per token."""
+    before, changes = curve_loss(session), {}
+    for name, how in VARIANTS.items():
+        if how.train == "none":
+            config = dataclasses.replace(session.model.config, norm=how.norm, norm_bias=how.norm_bias)
+            model = Decoder(config, seed=0, compute_dtype=session.dtype).to(session.device)
+            model.load_state_dict(session.model.state_dict(), strict=how.norm_bias)  # else the biases are dropped
+            if how.center_weights:
+                center_residual_writers(model)
+            changes[name] = curve_loss(dataclasses.replace(session, model=model)) - before
+    return changes
 
 
 def convert_norm(

@@ -260,6 +260,24 @@ def _difference_curve(study: Study, name: str) -> Picture:
     return render(draw, caption, f"{name} minus {base} by learning rate")
 
 
+def conversion_curves(study: Study) -> list[Picture]:
+    """What each conversion that trains nothing would cost along the training of the runs that are converted."""
+    runs = [run for arm in study.plan.arms for run in study.final(arm).result if run.measured_curves]
+    if not runs:
+        return []
+    curves = {name: middle([run.measured_curves[name] for run in runs]) for name in runs[0].measured_curves}
+
+    def draw(axes: Axes, style: Style) -> None:
+        for number, (name, curve) in enumerate(curves.items()):
+            axes.plot(*curve, marker=MARKERS[number], color=style.color(number), label=name, markersize=4)
+        axes.set_xlabel("step")
+        axes.set_ylabel("change of the loss, nats per token")
+        axes.figure.legend(loc="outside lower center", frameon=False, fontsize=8)
+
+    caption = f"Each conversion at once, along the training, median of {len(runs)} seeds."
+    return [render(draw, caption, "Cost of each conversion by step", height=4.2)]
+
+
 def probe_curves(study: Study) -> list[Picture]:
     """What was measured inside the model: by depth at the end of the runs, and by step."""
 

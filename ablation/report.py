@@ -266,7 +266,8 @@ def conversions(study: Study) -> Section:
         "is the control, which loses nothing."
     )
     table = Table("Validation loss after the conversion minus that before, nats per token", rows)
-    return Section("A LayerNorm model converted to RMSNorm", text, [], [table])
+    pictures = plots.conversion_curves(study)
+    return Section("A LayerNorm model converted to RMSNorm", text, pictures, [table])
 
 
 def timing(study: Study) -> Section:

@@ -106,6 +106,8 @@ class RunResult:
     validation_blocks: list[float] = dataclasses.field(default_factory=list)
     """Nats per token of at most 64 consecutive blocks of the validation set, equally many tokens each but for the last:
     from these the noise of the evaluation can be bootstrapped."""
+    measured_curves: dict[str, Curve] = dataclasses.field(default_factory=dict)
+    """Of a run that is converted: by variant, what each conversion that trains nothing would change along the run."""
 
     @property
     def key(self) -> tuple:
@@ -134,6 +136,8 @@ def result_from_json(fields: dict) -> RunResult:
         "probes": None if probes is None else Probes(**probes),
     }
     nested |= {name: [tuple(point) for point in fields[name]] for name in CURVES}
+    more = fields.get("measured_curves", {})
+    nested["measured_curves"] = {name: [tuple(point) for point in curve] for name, curve in more.items()}
     return RunResult(**(fields | nested))
 
 

@@ -38,6 +38,7 @@ BLOCKS = 64  # parts of the validation set whose losses a record has, at most
 UPDATE_RATIOS = 12  # measurements of a step's length, over a run
 SAVE_SECONDS = 30.0  # a killed run loses no more
 PERTURBATION = 1e-6  # relative, of the initial weights of the runs that measure the noise
+MORE = "measured: "  # before the names of further numbers in metrics.jsonl
 SPIKE = 0.5  # nats above the median of the 20 steps before
 
 
@@ -50,11 +51,12 @@ def train_run(
     *,
     keep_weights: bool = False,
     evaluate_only: bool = False,
+    measure: Callable[[Session], dict[str, float]] | None = None,
 ) -> RunResult | None:
     """Train one run in `folder` and return its record; None if a signal stopped it, with its state saved.
 
     threads: of this process on a CPU; keep_weights: leave the final weights in the folder; evaluate_only: evaluate
-    without training.
+    without training; measure: more numbers for the record at every evaluation along the run.
     """
     fields = {"status": "completed", "reason": None, "validation_loss": None, "bits_per_byte": None, "probes": None}
     try:
@@ -66,7 +68,7 @@ def train_run(
             session = set_up(settings, folder, resume=resume, say=lambda line: print(line, file=log))
             if run.phase == "noise" and session.state.step == 0:
                 perturb(session.model, run.seed)
-            if not evaluate_only and not train_to_the_end(session, keep_weights):
+            if not evaluate_only and not train_to_the_end(session, keep_weights, measure):
                 return None
             fields |= final_loss(session)
             fields["probes"] = probe_streams(session)
@@ -119,7 +121,9 @@ def limited_threads(threads: int | None) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def train_to_the_end(session: Session, keep_weights: bool) -> bool:
+def train_to_the_end(
+    session: Session, keep_weights: bool, measure: Callable[[Session], dict[str, float]] | None
+) -> bool:
     """Do all steps; False when a signal stopped it. Everything measured goes to metrics.jsonl, which resumes too."""
     state, saved_at = session.state, time.perf_counter()
     log = open_run(session)
@@ -141,6 +145,8 @@ def train_to_the_end(session: Session, keep_weights: bool) -> bool:
                 last = step.step == state.steps
                 if step.step % evaluate_every == 0 or last:
                     measured["curve_loss"] = curve_loss(session)
+                    more = measure(session) if measure is not None else {}
+                    measured |= {MORE + name: value for name, value in more.items()}
                 log.write(step.step, **measured)
                 weights = weights_before(step.step)
                 if stop.received or (last and keep_weights) or time.perf_counter() - saved_at > SAVE_SECONDS:
@@ -218,7 +224,7 @@ def update_ratio(model: Decoder, before: list[Tensor]) -> float:
     return math.sqrt(moved / sum(old.double().square().sum().item() for old in before))
 
 
-def curves(folder: Path) -> dict[str, Curve | int]:
+def curves(folder: Path) -> dict[str, Curve | dict[str, Curve] | int]:
     """The curves from metrics.jsonl, training curves as at most CURVE_POINTS means, and the number of loss spikes."""
     lines = [line for line in metrics.read(folder) if "loss" in line]
     losses = np.array([float(line["loss"]) for line in lines])
@@ -233,12 +239,14 @@ def curves(folder: Path) -> dict[str, Curve | int]:
         points = [(line["step"], six_digits(line[name])) for line in lines if name in line]
         return [point for point in points if math.isfinite(point[1])]
 
+    more = dict.fromkeys(name for line in lines for name in line if name.startswith(MORE))
     high = [step for step in range(20, len(losses)) if not losses[step] <= np.median(losses[step - 20 : step]) + SPIKE]
     return {
         "training_curve": means(losses),
         "gradient_norm": means(norms),
         "validation_curve": column("curve_loss"),
         "update_ratio": column("update_ratio"),
+        "measured_curves": {name.removeprefix(MORE): column(name) for name in more},
         "spikes": sum(step - 1 not in high for step in high),
     }
 

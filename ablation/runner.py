@@ -20,7 +20,7 @@ from tqdm import tqdm
 import kernels
 from ablation import report
 from ablation.analysis import Study
-from ablation.conversion import VARIANTS, convert_norm
+from ablation.conversion import VARIANTS, convert_norm, losses_at_once
 from ablation.effects import MIN_PAIRS_FOR_EQUIVALENCE
 from ablation.plan import (
     Arm,
@@ -244,7 +244,10 @@ def train_all(experiment: Experiment, runs: list[Run], bar: tqdm) -> bool:
 
 
 def _train_on(run, settings, folder, machine, threads, keep_weights, device: str) -> RunResult | None:
-    return train_run(run, on_device(settings, device), folder, machine, threads, keep_weights=keep_weights)
+    measure = losses_at_once if keep_weights else None  # its weights are kept to be converted
+    return train_run(
+        run, on_device(settings, device), folder, machine, threads, keep_weights=keep_weights, measure=measure
+    )
 
 
 def weights_needed(plan: Plan, run: Run) -> bool:

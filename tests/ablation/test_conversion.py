@@ -2,13 +2,16 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 import torch
 
+from ablation import plots
 from ablation import run as run_module
 from ablation.claims import CLAIMS
 from ablation.conversion import SEED_OFFSET, VARIANTS
 from ablation.plan import Plan, Run
+from ablation.run import curve_loss
 from model.norm import is_norm_parameter
 from training.evaluate import evaluate
 
@@ -124,3 +127,27 @@ def test_only_the_conversion_with_bias_and_centered_weights_loses_nothing(conver
     assert [(id, [(e.name, e.n) for e in effects]) for id, effects in measured.items()] == [
         (id, [(name, 2)]) for id, name in zip(("C14a", "C14b", "C14c", "C14d"), names, strict=True)
     ]
+
+
+def test_the_cost_of_a_conversion_is_measured_along_the_run_and_at_its_end_is_that_of_the_saved_weights(converted):
+    experiment, _ = converted
+    for seed in (1, 2):
+        base, _ = base_of(converted, seed)
+        at_once = [name for name, how in VARIANTS.items() if how.train == "none"]
+        assert list(base.measured_curves) == at_once
+        for name, curve in base.measured_curves.items():
+            assert [step for step, _ in curve] == [step for step, _ in base.validation_curve] and curve[-1][0] == 16
+            _, converted_seen = of(converted, name, seed)
+            change = curve_loss(converted_seen["session"]) - base.validation_curve[-1][1]
+            assert curve[-1][1] == pytest.approx(change, abs=2e-5)  # the curve is rounded to six digits
+    others = [r for r in experiment.study.results if r.arm.norm == "rms" and r.phase == "final"]
+    assert others and all(r.measured_curves == {} for r in others)
+
+
+def test_the_cost_along_the_run_is_drawn(converted, panels):
+    experiment, _ = converted
+    (picture,) = plots.conversion_curves(experiment.study)
+    runs = [base_of(converted, seed)[0] for seed in (1, 2)]
+    for line, name in zip(panels[picture.caption].lines, runs[0].measured_curves, strict=True):
+        values = np.median([[value for _, value in run.measured_curves[name]] for run in runs], axis=0)
+        assert line.get_label() == name and line.get_ydata() == pytest.approx(values)

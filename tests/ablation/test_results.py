@@ -135,8 +135,8 @@ FOLDERS = sorted((Path(__file__).parents[2] / "benchmarks" / "results").glob("ab
 def test_records_of_earlier_versions_are_of_the_same_runs_and_have_the_same_effects(folder):
     study = load_study(folder)
     for arm in study.plan.arms:
-        result = study.final(arm).result.iloc[0]
-        run = Run(arm, "final", result.seed, result.learning_rate)
+        result = next(r for r in study.results if r.arm == arm and r.phase != "conversion")
+        run = Run(arm, result.phase, result.seed, result.learning_rate)
         assert result.settings_hash == settings_hash(run_settings(study.plan, run))
     assert study.table[study.table.phase == "conversion"].used.all()
     written = json.loads((folder / "results.json").read_text(encoding="utf-8"))["arms"]
