@@ -304,8 +304,18 @@ class Study:
         return {sweep.arm for sweep in self.sweeps if sweep.at_edge}
 
     def final(self, arm: Arm) -> pd.DataFrame:
-        """The final runs of an arm that count, by seed."""
-        return self._runs("final", arm)
+        """The final runs of an arm that count, by seed.
+
+        With a pilot there are none until all arms have all of theirs: who looks earlier may stop at what he likes.
+        """
+        runs = self._runs("final", arm)
+        return runs if self.plan.seeds is not None or self.is_finished else runs.iloc[:0]
+
+    @functools.cached_property
+    def is_finished(self) -> bool:
+        """Whether all final runs are there."""
+        pairs = 0 if self.size is None else self.size.pairs
+        return pairs > 0 and all(len(self._runs("final", arm)) >= pairs for arm in self.learning_rates)
 
     def _runs(self, phase: str, arm: Arm) -> pd.DataFrame:
         table = self.table

@@ -117,8 +117,12 @@ def _outcome(study: Study, arm: ArmSummary) -> dict[str, str]:
         return {"verdict": "no learning rate", "detail": "the sweep is not finished, or every learning rate diverged"}
     edge = f"; learning rate {arm.learning_rate:g} is at the edge of the sweep" if arm.at_edge else ""
     if arm.loss is None:
-        if arm.runs == 0 and study.size is not None and study.size.pairs < study.size.needed:
+        if study.size is not None and study.size.pairs < 2:
             return {"verdict": "not measured", "detail": describe_size(study) + edge}
+        if study.plan.seeds is None and not study.is_finished:
+            pairs = "the number of pairs that the pilot will ask for" if study.size is None else study.size.pairs
+            done = sum(run.arm == arm.arm and run.phase == "final" for run in study.results)
+            return {"verdict": "not finished", "detail": f"{done} of {pairs} final runs; none is shown before all are"}
         verdict = "not finished" if arm.completed == arm.runs else "diverged"
         return {"verdict": verdict, "detail": f"{arm.completed} of {arm.runs} runs completed{edge}"}
     found = arm.comparison

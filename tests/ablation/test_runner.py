@@ -295,6 +295,21 @@ def test_the_pilot_and_the_noise_come_first_and_fix_the_number_of_final_pairs(st
     assert f"{found.noise.deviation:.4f} between equal runs (n = 2)" in report and "5 final pairs" in report
 
 
+def test_no_final_pair_is_shown_before_all_are_there(staged, tmp_path, trained, monkeypatch):
+    train_run = runner.train_run
+    monkeypatch.setattr(runner, "train_run", lambda *a, **o: None if len(trained) == 15 else train_run(*a, **o))
+    experiment = start(staged, tmp_path)
+    assert not execute(experiment)  # one of the ten final runs is missing
+    study = experiment.study
+    assert len(study.results) == 17 - 2 and study.comparisons == [] and len(study.final(study.plan.arms[0])) == 0
+    lines = runner.report.headline(study)
+    assert {line["verdict"] for line in lines} == {"not finished"}
+    assert "of 5 final runs; none is shown before all are" in lines[0]["detail"]
+    assert "rms minus layer" not in (tmp_path / "report.md").read_text(encoding="utf-8")
+    monkeypatch.setattr(runner, "train_run", train_run)
+    assert execute(start(staged, tmp_path)) and start(staged, tmp_path).study.comparisons[0].loss.n == 5
+
+
 def test_final_pairs_are_as_many_as_fit_into_the_hours(staged, tmp_path, trained, capsys):
     tight = dataclasses.replace(staged, margin=1e-9, hours=1e-6)
     experiment = start(tight, tmp_path)
