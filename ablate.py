@@ -13,7 +13,7 @@ from errors import UserError, exit_on_user_error
 
 DESCRIPTION = """Compare norms, or other choices, over paired seeds, with intervals and a verdict for every arm.
 
-python ablate.py: RMSNorm and LayerNorm, five pairs
+python ablate.py: RMSNorm and LayerNorm, eight pilot pairs and as many final ones as they ask for
 
 python ablate.py --norms rms layer none --seeds 3 --learning-rates 5e-4 1e-3 2e-3 4e-3: each at its best learning rate
 
@@ -75,6 +75,8 @@ def main() -> int:
     command = parse(sys.argv[1:])
     from ablation import cells, plots, report, runner  # import torch, which --help does not wait for
 
+    if command.picture is not None and command.report is None and command.cells is None:
+        raise UserError("--picture needs --report or --cells.")
     if command.claims is not None:
         if not command.claims:
             raise UserError("--claims needs the folders of one comparison or more.")

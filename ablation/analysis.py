@@ -30,7 +30,7 @@ from ablation.results import RunResult, as_table
 from benchmarks.timing import Timing
 from model.config import num_norm_parameters, num_parameters
 
-MAX_EXTENSIONS = 4  # of a sweep, beyond the learning rates of its plan
+MAX_EXTENSIONS = 4  # of a sweep in each direction, beyond the learning rates of its plan
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Comparison:
     @property
     def chaotic(self) -> bool:
         """Whether equal runs drift so far apart that it explains half of the variance between pairs or more."""
-        return self.noise is not None and self.noise.deviation**2 >= self.std**2 / 2
+        return self.noise is not None and self.noise.deviation**2 >= self.std**2 / 2 > 0
 
     @property
     def verdict(self) -> str:
@@ -104,11 +104,13 @@ class Comparison:
     def pairs_needed(self, std: float | None = None) -> int:
         """Pairs for 80% power: of equivalence, or where the difference exceeds the margin, of finding that difference.
 
-        std: the deviation to plan with, by default that of the pairs here.
+        std: the deviation to plan with; by default that of the pairs here, and then more than there are here.
         """
-        std, distance = self.std if std is None else std, abs(self.loss.estimate)
+        if std is None:
+            return max(self.pairs_needed(self.std), self.loss.n + 1)
+        distance = abs(self.loss.estimate)
         if distance < self.margin:
-            return pairs_for_equivalence(std, self.margin, self.comparisons)
+            return max(pairs_for_equivalence(std, self.margin, self.comparisons), MIN_PAIRS_FOR_EQUIVALENCE)
         alpha = SIGNIFICANCE * min(1, self.loss.p / self.p_holm) / 2  # what Holm leaves this comparison
         return pairs_needed(std, distance, alpha, POWER)
 
@@ -116,7 +118,7 @@ class Comparison:
         """Pairs needed and their range: a standard deviation from few pairs is itself uncertain."""
         freedom = self.loss.n - 1
         low, high = (self.std * np.sqrt(freedom / stats.chi2.ppf(level, freedom)) for level in (0.975, 0.025))
-        best, fewest, most = map(self.pairs_needed, (self.std, low, high))
+        best, fewest, most = map(self.pairs_needed, (None, low, high))
         shown = [f"{n:,}" if n < MAX_PAIRS else f"over {n:,}" for n in (max(best, self.loss.n + 1), fewest, most)]
         return f"{shown[0]} pairs for 80% power ({shown[1]} to {shown[2]})"
 
@@ -139,11 +141,13 @@ class Noise:
     """How far runs that should be equal drift apart: the same arm and data, initial weights changed by a millionth."""
 
     differences: list[float]
-    """Validation loss of each perturbed run minus that of the run which it repeats, nats per token."""
+    """Validation loss of each perturbed run minus that of the run which it repeats, nats per token; NaN: diverged."""
 
     @property
     def deviation(self) -> float:
-        """Root mean square; the mean is 0 by construction."""
+        """Root mean square; the mean is 0 by construction. Infinite where a run diverged."""
+        if np.isnan(self.differences).any():
+            return math.inf
         return math.sqrt(float(np.mean(np.square(self.differences))))
 
 
@@ -233,7 +237,7 @@ class Study:
 
         def used(run: RunResult) -> bool:
             if run.phase == "sweep":
-                return run.arm in plan.arms and run.learning_rate in self.rates
+                return run.arm in plan.arms and run.learning_rate in self.rates and run.seed in plan.seeds_of_sweep
             arm = run.arm
             if run.phase == "noise":
                 return arm in plan.arms and run.learning_rate in (self.rates or rates.values())
@@ -261,14 +265,18 @@ class Study:
     @property
     def next_rate(self) -> float | None:
         """A learning rate beyond the sweep that is still to be tried, because an arm is best at the sweep's edge."""
-        extensions = len(self.rates) - len(self.plan.learning_rates)
-        return self._beyond(self.rates) if self.plan.has_sweep and extensions < MAX_EXTENSIONS else None
+        return self._beyond(self.rates)
 
     def _beyond(self, rates: list[float]) -> float | None:
-        sweeps = self._sweeps(rates)
-        for edge, neighbor in ((rates[0], rates[1]), (rates[-1], rates[-2])) if rates else ():
-            if any(sweep.best == edge for sweep in sweeps):
-                return float(f"{edge * edge / neighbor:.3g}")
+        if not rates:
+            return None
+        best = {sweep.best for sweep in self._sweeps(rates)}
+        lower = sum(rate < min(self.plan.learning_rates) for rate in rates)
+        upper = sum(rate > max(self.plan.learning_rates) for rate in rates)
+        for edge, neighbor, extensions in ((rates[0], rates[1], lower), (rates[-1], rates[-2], upper)):
+            further = float(f"{edge * edge / neighbor:.3g}")
+            if edge in best and extensions < MAX_EXTENSIONS and further not in rates:
+                return further
         return None
 
     @functools.cached_property
@@ -278,7 +286,7 @@ class Study:
 
     def _sweeps(self, rates: list[float]) -> list[Sweep]:
         table = as_table(self.results)
-        table = table[table.phase == "sweep"]
+        table = table[(table.phase == "sweep") & table.seed.isin(self.plan.seeds_of_sweep)]
         found = []
         for arm in self.plan.arms if rates else ():
             runs = table[table.arm == arm]
@@ -306,18 +314,19 @@ class Study:
     def final(self, arm: Arm) -> pd.DataFrame:
         """The final runs of an arm that count, by seed.
 
-        With a pilot there are none until all arms have all of theirs: who looks earlier may stop at what he likes.
+        None until all arms have all of theirs: who sees results earlier may stop at one that he likes.
         """
-        runs = self._runs("final", arm)
-        return runs if self.plan.seeds is not None or self.is_finished else runs.iloc[:0]
+        runs = self.finished_runs("final", arm)
+        return runs if self.is_finished else runs.iloc[:0]
 
     @functools.cached_property
     def is_finished(self) -> bool:
         """Whether all final runs are there."""
         pairs = 0 if self.size is None else self.size.pairs
-        return pairs > 0 and all(len(self._runs("final", arm)) >= pairs for arm in self.learning_rates)
+        return pairs > 0 and all(len(self.finished_runs("final", arm)) >= pairs for arm in self.learning_rates)
 
-    def _runs(self, phase: str, arm: Arm) -> pd.DataFrame:
+    def finished_runs(self, phase: str, arm: Arm) -> pd.DataFrame:
+        """The runs of an arm in a phase that count, by seed."""
         table = self.table
         return table[(table.phase == phase) & (table.arm == arm) & table.used].set_index("seed").sort_index()
 
@@ -328,8 +337,10 @@ class Study:
         if plan.seeds is not None:
             return Size(plan.seeds, plan.seeds, None, None)
         arms = [arm for arm in plan.arms if arm in self.learning_rates]
-        runs = pd.concat([self._runs("pilot", arm) for arm in arms]) if arms else pd.DataFrame()
-        if len(runs) < plan.pilot_seeds * max(len(arms), 1):
+        if not arms:  # all diverged in the sweep, or it has not finished
+            return Size(0, 0, None, None)
+        runs = pd.concat([self.finished_runs("pilot", arm) for arm in arms])
+        if len(runs) < plan.pilot_seeds * len(arms):
             return None
         differences = [self._pilot_differences(arm) for arm in arms if baseline(plan, arm) is not None]
         differences = [found for found in differences if len(found) > 1]
@@ -344,18 +355,18 @@ class Study:
 
     def _pilot_differences(self, arm: Arm) -> np.ndarray:
         """Of the pilot's pairs in which neither run diverged."""
-        both = self._runs("pilot", arm).merge(
-            self._runs("pilot", baseline(self.plan, arm)), on="seed", suffixes=("", "_base")
+        both = self.finished_runs("pilot", arm).merge(
+            self.finished_runs("pilot", baseline(self.plan, arm)), on="seed", suffixes=("", "_base")
         )
         return (both.validation_loss - both.validation_loss_base).dropna().to_numpy()
 
     def noise(self, arm: Arm, learning_rate: float) -> Noise | None:
-        """The noise of an arm at a learning rate; None if not measured, or if such a run diverged."""
+        """The noise of an arm at a learning rate; None if not measured."""
         runs = self.table[(self.table.arm == arm) & (self.table.learning_rate == learning_rate)]
         repeated = runs[runs.phase.isin(["sweep", "pilot", "final"])].drop_duplicates("seed")
         both = runs[runs.phase == "noise"].merge(repeated, on="seed", suffixes=("", "_before"))
         differences = (both.validation_loss - both.validation_loss_before).tolist()
-        return Noise(differences) if differences and np.isfinite(differences).all() else None
+        return Noise(differences) if differences else None
 
     @functools.cached_property
     def curve(self) -> list[Point]:
@@ -365,8 +376,8 @@ class Study:
             base = baseline(self.plan, arm)
             if base is None:
                 continue
-            both = self._runs("sweep", arm).merge(
-                self._runs("sweep", base), on=["seed", "learning_rate"], suffixes=("", "_base")
+            both = self.finished_runs("sweep", arm).merge(
+                self.finished_runs("sweep", base), on=["seed", "learning_rate"], suffixes=("", "_base")
             )
             for rate, pairs in both.groupby("learning_rate"):
                 differences = (pairs.validation_loss - pairs.validation_loss_base).tolist()

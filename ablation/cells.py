@@ -5,7 +5,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -60,9 +60,19 @@ class Cell:
     @property
     def place(self) -> str:
         """Where it was measured, in a few words."""
-        text = ", ".join(arm_settings(self.study.plan, self.arm).data.data)
-        where = "" if text == "python" else f", {text}"
-        return f"{millions(self.parameters)}, {millions(self.tokens)} tokens, {self.learning_rate:g}{where}"
+        where = "" if self.text == "python" else f", {self.text}"
+        return f"{millions(self.parameters)}, {millions(self.tokens)} tokens, {self.rates}{where}"
+
+    @property
+    def rates(self) -> str:
+        """The learning rate, or that of the arm and that of its baseline."""
+        rates = self.study.learning_rates
+        other = self.learning_rate if self.verdict == "sweep" else rates[baseline(self.study.plan, self.arm)]
+        return f"{self.learning_rate:g}" + ("" if other == self.learning_rate else f" and {other:g}")
+
+    @property
+    def text(self) -> str:
+        return ", ".join(arm_settings(self.study.plan, self.arm).data.data)
 
     @property
     def deviation(self) -> float:
@@ -81,15 +91,20 @@ def cells(studies: Sequence[Study]) -> list[Cell]:
         arms = {study.label(arm): arm for arm in study.plan.arms}
         for c in study.comparisons:
             arm = arms[c.arm]
-            if {arm.norm, arms[c.baseline].norm} <= {*NORMS}:
+            if is_about_norms(arm, arms[c.baseline]):
                 rate = study.learning_rates[arm]
                 found.append(Cell(study, arm, rate, c.differences, c.loss, c.bits, c.noise, c.verdict))
     for study in studies:
         for point in study.curve:
-            if {point.arm.norm, baseline(study.plan, point.arm).norm} <= {*NORMS}:
+            if is_about_norms(point.arm, baseline(study.plan, point.arm)):
                 rate, loss = point.learning_rate, point.loss
                 found.append(Cell(study, point.arm, rate, point.differences, loss, None, point.noise, "sweep"))
     return found
+
+
+def is_about_norms(arm: Arm, base: Arm) -> bool:
+    """Whether two arms are RMSNorm or LayerNorm, with or without a bias, and differ in nothing else."""
+    return {arm.norm, base.norm} <= {*NORMS} and base == replace(arm, norm=base.norm, norm_bias=base.norm_bias)
 
 
 def save_pictures(found: Sequence[Cell], path: Path) -> list[Path]:
@@ -118,7 +133,7 @@ def draw_pairs(axes: Axes, found: Sequence[Cell]) -> None:
     for row, cell in enumerate(found):
         number = order.index(cell.compared)
         color = style.color(number)
-        if cell.noise is not None:
+        if cell.noise is not None and math.isfinite(cell.noise.deviation):
             reach = cell.noise.deviation
             axes.fill_betweenx((row - 0.45, row + 0.45), -reach, reach, color=style.muted, alpha=0.25, linewidth=0)
         if cell.verdict != "sweep":
@@ -162,16 +177,21 @@ def draw_noise(axes: Axes, found: Sequence[Cell]) -> None:
     style = Style("light")
     compared = found[0].compared
     shown = [cell for cell in found if cell.compared == compared and len(cell.differences) > 1]
-    groups = sorted({(cell.parameters, cell.steps) for cell in shown})
+    shown = [cell for cell in shown if " and " not in cell.rates]
+    groups = sorted({(cell.parameters, cell.steps, cell.text) for cell in shown})
     for number, group in enumerate(groups):
-        of_group = [cell for cell in shown if (cell.parameters, cell.steps) == group]
+        of_group = [cell for cell in shown if (cell.parameters, cell.steps, cell.text) == group]
         color, marker = style.color(number), MARKERS[number % len(MARKERS)]
-        name = f"{millions(group[0])}, {group[1]:,} steps"
+        name = f"{millions(group[0])}, {group[1]:,} steps" + ("" if group[2] == "python" else f", {group[2]}")
         axes.plot(*pooled(of_group), marker=marker, color=color, label=f"{name}: {compared}", markersize=5)
-        measured = {cell.learning_rate: cell.noise.deviation for cell in of_group if cell.noise is not None}
-        if measured:
-            curve = zip(*sorted(measured.items()), strict=True)
-            axes.plot(*curve, "--", marker=marker, color=color, markersize=4, label=f"{name}: equal runs")
+        equal: dict[float, list[float]] = {}
+        for cell in of_group:
+            equal.setdefault(cell.learning_rate, []).extend(cell.noise.differences if cell.noise is not None else [])
+        curve = sorted((rate, Noise(values).deviation) for rate, values in equal.items() if values)
+        if curve:
+            axes.plot(
+                *zip(*curve, strict=True), "--", marker=marker, color=color, markersize=4, label=f"{name}: equal runs"
+            )
     axes.set_xscale("log")
     axes.set_yscale("log")
     rates = sorted({cell.learning_rate for cell in shown})

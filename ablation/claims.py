@@ -93,8 +93,11 @@ def loss_difference(arm: str, base: str) -> Callable[[Study], list[Effect]]:
 
 
 def probes_by_arm(study: Study, norms: Sequence[str]) -> dict[Arm, list[Probes]]:
-    """Probes of the final runs of each arm that has one of these norms and at least two runs with probes."""
-    arms = [arm for arm in study.plan.arms if arm.norm in norms]
+    """Probes of the final runs of each arm that has one of these norms and at least two runs with probes.
+
+    Pre-norm only: elsewhere a norm's input is not the residual stream.
+    """
+    arms = [arm for arm in study.plan.arms if arm.norm in norms and arm.placement == "pre"]
     found = {arm: [run.probes for run in study.final(arm).result if run.probes is not None] for arm in arms}
     return {arm: probes for arm, probes in found.items() if len(probes) > 1}
 

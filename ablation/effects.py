@@ -126,11 +126,13 @@ def upper_deviation(std: float, n: int) -> float:
 def final_pairs(differences: Sequence[np.ndarray], margin: float) -> int:
     """Pairs that a pilot's differences ask for, one array for each comparison of a family; at least five.
 
-    Enough to show equivalence, or to detect the pilot's mean difference where that is larger than the margin.
+    Enough to show equivalence, or to detect a difference whose 95% interval in the pilot lies beyond the margin: at the
+    end of that interval which is nearer to 0, since the mean of a noisy pilot is often large by chance.
     """
     needed = [MIN_PAIRS_FOR_EQUIVALENCE]
     for of_one in differences:
-        distance = max(margin, abs(float(np.mean(of_one))))
+        low, high = mean_effect("pilot", of_one, "nats per token").interval
+        distance = max(margin, low, -high)
         std = upper_deviation(float(np.std(of_one, ddof=1)), len(of_one))
         needed.append(pairs_for_equivalence(std, distance, len(differences)))
     return max(needed)

@@ -1,7 +1,8 @@
 """What an ablation compares, fixed before it runs: arms, seeds, learning rates, metric, equivalence margin.
 
 Imports no torch, so that `python ablate.py --help` answers at once. Within a seed, all arms read the same batches, and
-weights that two arms share start equal. Learning rates are chosen in a sweep, on seeds that the final runs do not use.
+weights that two arms share start equal. Learning rates are chosen in a sweep, the number of final runs by a pilot, each
+on seeds that the final runs do not use; other runs measure the noise.
 """
 
 import dataclasses
@@ -86,7 +87,7 @@ class Plan:
     """Learning rates to choose from, separately for each arm; without them every arm uses the config's."""
     sweep_seeds: int = 3
     """Runs of each arm at each learning rate of the sweep. Where an arm is best at the lowest or highest one, the sweep
-    goes on beyond it."""
+    is extended beyond it."""
     config: str = "ablation"
     """Model, text and schedule: a TOML file, or a name in configs/."""
     steps: int | None = None
@@ -118,7 +119,7 @@ class Plan:
                 raise UserError(f"seeds {sorted(common)} are those of {what}, not of final runs; change --first-seed.")
         for name in ("margin", "hours"):
             if not 0 < getattr(self, name) < math.inf:
-                raise UserError(f"--{name} is {getattr(self, name)} and must be greater than 0.")
+                raise UserError(f"--{name} is {getattr(self, name)} and must be a finite number greater than 0.")
         rates = self.learning_rates
         if any(not 0 < rate < math.inf for rate in rates) or len(set(rates)) < len(rates):
             raise UserError(f"--learning-rates {list(rates)} must be different numbers greater than 0.")

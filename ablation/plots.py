@@ -234,7 +234,7 @@ def _difference_curve(study: Study, name: str) -> Picture:
     def draw(axes: Axes, style: Style) -> None:
         color = style.color(numbers(study)[name])
         rates = [point.learning_rate for point in points]
-        measured = [point for point in points if point.noise is not None]
+        measured = [point for point in points if point.noise is not None and math.isfinite(point.noise.deviation)]
         noise = [point.noise.deviation for point in measured]
         at = [point.learning_rate for point in measured]
         axes.fill_between(at, np.negative(noise), noise, color=style.muted, alpha=0.25, linewidth=0)

@@ -17,8 +17,8 @@ from ablation import plots
 from ablation.analysis import ArmSummary, Noise, Study
 from ablation.cells import Cell, millions
 from ablation.claims import CLAIMS, Judged, judge_all
-from ablation.effects import Effect, mean_effect, minimum_detectable_effect
-from ablation.plan import arm_settings, baseline, load_plan, model_config, steps_of
+from ablation.effects import MAX_PAIRS, Effect, mean_effect, minimum_detectable_effect
+from ablation.plan import MAX_SEEDS, arm_settings, baseline, load_plan, model_config, steps_of
 from ablation.plots import Picture
 from ablation.results import Change, read_changes, read_results, read_timings
 from errors import UserError
@@ -66,7 +66,9 @@ def describe_size(study: Study) -> str:
     text = f"{spread}{size.pairs} final pairs, {size.pairs * size.seconds_per_pair / 3600:.2g} hours"
     if size.pairs < size.needed:
         more = size.needed * size.seconds_per_pair / 3600
-        text += f", all that fit into {study.plan.hours:g} hours; {size.needed} would be needed ({more:.2g} hours)"
+        needed = f"{size.needed:,}" if size.needed < MAX_PAIRS else f"over {MAX_PAIRS:,}"
+        limit = "the most of any plan" if size.pairs == MAX_SEEDS else f"all that fit into {study.plan.hours:g} hours"
+        text += f", {limit}; {needed} would be needed ({more:.2g} hours)"
     return text
 
 
@@ -117,14 +119,15 @@ def _outcome(study: Study, arm: ArmSummary) -> dict[str, str]:
         return {"verdict": "no learning rate", "detail": "the sweep is not finished, or every learning rate diverged"}
     edge = f"; learning rate {arm.learning_rate:g} is at the edge of the sweep" if arm.at_edge else ""
     if arm.loss is None:
-        if study.size is not None and study.size.pairs < 2:
+        if study.size is None:
+            return {"verdict": "not finished", "detail": "the pilot is not finished"}
+        if study.size.pairs < 2:
             return {"verdict": "not measured", "detail": describe_size(study) + edge}
-        if study.plan.seeds is None and not study.is_finished:
-            pairs = "the number of pairs that the pilot will ask for" if study.size is None else study.size.pairs
-            done = sum(run.arm == arm.arm and run.phase == "final" for run in study.results)
-            return {"verdict": "not finished", "detail": f"{done} of {pairs} final runs; none is shown before all are"}
-        verdict = "not finished" if arm.completed == arm.runs else "diverged"
-        return {"verdict": verdict, "detail": f"{arm.completed} of {arm.runs} runs completed{edge}"}
+        if not study.is_finished:
+            done = len(study.finished_runs("final", arm.arm))
+            detail = f"{done} of {study.size.pairs} final runs; their losses count when all arms have all of theirs"
+            return {"verdict": "not finished", "detail": detail}
+        return {"verdict": "diverged", "detail": f"{arm.completed} of {arm.runs} runs completed{edge}"}
     found = arm.comparison
     if found is None:
         detail = f"{arm.loss.estimate:.4f} nats per token over {arm.loss.n} seeds{edge}"
@@ -148,9 +151,9 @@ def seconds_per_pair(study: Study) -> float:
 
 def noise_words(noise: Noise | None) -> str:
     """How far equal runs drift apart, and over how many pairs of them it was measured."""
-    return (
-        "not measured" if noise is None else f"{noise.deviation:.4f} between equal runs (n = {len(noise.differences)})"
-    )
+    if noise is None or math.isinf(noise.deviation):
+        return "not measured" if noise is None else "a run diverged"
+    return f"{noise.deviation:.4f} between equal runs (n = {len(noise.differences)})"
 
 
 def intro(study: Study) -> str:

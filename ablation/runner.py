@@ -51,7 +51,7 @@ TIMING_PROCESSES, TIMING_BLOCKS = 5, 12  # blocks of one process share what slow
 COMPILE_SECONDS = 30  # a guess, for the time that the plan announces
 STEPS_PER_ROUND = 2.5  # time of one call of every timed part, in training steps
 FIXED = ("config", "steps", "margin", "evaluations")  # of a plan, once it has results
-FIXED_BY_PILOT = ("pilot_seeds", "first_seed", "hours")  # once it has final runs, whose number these determine
+NOT_FIXED = ("name", "convert", "timing")  # once a pilot has fixed the number of final runs, and there are some
 SAME_MACHINE = ("processor", "torch", "kernels")
 
 
@@ -114,8 +114,8 @@ def load_or_create(plan: Plan, folder: Path, device: str, jobs: int | None) -> E
     results, timings = read_results(folder / "runs.jsonl"), read_timings(folder / "timings.jsonl")
     if (folder / "plan.toml").is_file():
         before = load_plan(str(folder / "plan.toml"))
-        sized = not plan.seeds and any(result.phase == "final" for result in results)
-        fixed = (*FIXED, *(FIXED_BY_PILOT if sized else ()))
+        sized = before.seeds is None and any(result.phase == "final" for result in results)
+        fixed = [name for name in vars(plan) if name not in NOT_FIXED] if sized else FIXED
         changed = [name for name in fixed if getattr(before, name) != getattr(plan, name)]
         if changed and results:
             raise UserError(f"{folder} has results with different settings ({', '.join(changed)}); give another --out.")

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import special, stats
 
-from ablation.analysis import Study
+from ablation import report
+from ablation.analysis import Noise, Study
 from ablation.effects import (
     MAX_PAIRS,
     Effect,
@@ -227,9 +228,10 @@ def test_comparisons_are_paired_by_seed_whatever_the_order_of_the_records(study,
     found = with_losses(study, losses)
     reversed_order = dataclasses.replace(found, results=found.results[::-1])
     lacks = [r for r in reversed_order.results if (r.arm.norm, r.phase, r.seed) != ("layer", "final", 2)]
-    for results, seeds in ((found.results, [0, 1, 2]), (reversed_order.results, [0, 1, 2]), (lacks, [0, 2])):
-        rms = dataclasses.replace(found, results=results).compare("rms", "layer")
-        d = np.subtract(losses["rms"], losses["layer"])[seeds]
+    assert dataclasses.replace(found, results=lacks).comparisons == []  # nothing is judged before all runs are there
+    for results in (found.results, reversed_order.results):
+        rms, seeds = dataclasses.replace(found, results=results).compare("rms", "layer"), [0, 1, 2]
+        d = np.subtract(losses["rms"], losses["layer"])
         assert rms.loss == mean_effect("rms minus layer", d, "nats per token")
         assert rms.bits.estimate == pytest.approx(d.mean() / 2.2) and rms.bits.unit == "bits per byte"
         assert rms.std == pytest.approx(math.sqrt(((d - d.mean()) ** 2).sum() / (len(d) - 1)))
@@ -263,6 +265,52 @@ def test_an_arm_with_a_diverged_run_or_a_single_pair_is_not_compared(study, with
     assert found.arms[-1] == rms
     one = [r for r in study.results if r.phase == "sweep" or r.seed == 1]
     assert dataclasses.replace(study, results=one).comparisons == []
+
+
+def test_equal_runs_that_drift_as_far_as_pairs_differ_are_called_chaotic(study, change):
+    found = study.compare("rms", "layer")
+    deviation = found.std / math.sqrt(2)
+    for noise, chaotic in (([deviation, -deviation], True), ([0.99 * deviation] * 2, False), ([0.0, math.nan], True)):
+        assert dataclasses.replace(found, noise=Noise(noise)).chaotic == chaotic
+    assert not dataclasses.replace(found, noise=None).chaotic
+    assert not dataclasses.replace(found, noise=Noise([0.0]), std=0.0).chaotic
+
+    def diverged(result):
+        return {"validation_loss": None, "status": "diverged"} if result.phase == "noise" else {}
+
+    noise = change(study, diverged).compare("rms", "layer").noise
+    assert math.isinf(noise.deviation) and report.noise_words(noise) == "a run diverged"
+
+
+def test_a_sweep_is_extended_where_an_arm_is_best_at_an_edge_and_a_few_times_in_each_direction(study, with_sweep):
+    rates = study.plan.learning_rates
+    inner = with_sweep(study, {norm: (3.1, 3.0, 3.2) for norm in study.plan.norms})
+    assert inner.next_rate is None and inner.rates == sorted(rates)
+    upper = with_sweep(study, {"rms": (3.2, 3.1, 3.0), "layer": (3.1, 3.0, 3.2), "center": (3.1, 3.0, 3.2)})
+    assert upper.next_rate == 12.5  # 0.5 * 0.5 / 0.02
+    lower = with_sweep(study, {"rms": (3.0, 3.1, 3.2), "layer": (3.1, 3.0, 3.2), "center": (3.1, 3.0, 3.2)})
+    assert lower.next_rate == 1.25e-3  # 0.005 * 0.005 / 0.02
+
+    def longer(of, *more: float):
+        """With runs at more learning rates, each better than the one before."""
+        copies = [
+            dataclasses.replace(r, learning_rate=rate, validation_loss=2.0 - number)
+            for number, rate in enumerate(more)
+            for r in of.results
+            if r.phase == "sweep" and r.learning_rate == 2e-2 and r.arm.norm == "rms"
+        ]
+        return dataclasses.replace(of, results=[*of.results, *copies])
+
+    below = []
+    for number in range(1, 5):  # four are enough at one end
+        below.append(longer(lower, *below).next_rate)
+        assert below[-1] == pytest.approx(5e-3 / 4**number, rel=0.01)
+        assert longer(lower, *below).rates == [*reversed(below), *rates]
+    assert longer(lower, *below).next_rate is None
+    close = dataclasses.replace(upper.plan, learning_rates=(1e-3, 1.001e-3))
+    same = {5e-3: 1e-3, 2e-2: 1.001e-3, 0.5: 7.0}
+    results = [dataclasses.replace(r, learning_rate=same[r.learning_rate]) for r in upper.results]
+    assert dataclasses.replace(upper, plan=close, results=results).next_rate is None  # rounded, it is one of them
 
 
 def test_the_correlation_of_an_arm_that_does_not_vary_is_not_a_number(study, with_losses):

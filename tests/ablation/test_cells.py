@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 import ablate
 from ablation import report
-from ablation.cells import cells, draw_noise, draw_pairs, pooled, save_pictures
+from ablation.cells import cells, draw_noise, draw_pairs, is_about_norms, pooled, save_pictures
 from ablation.plan import save_plan
 from ablation.results import append_lines
 from errors import UserError
@@ -38,6 +38,13 @@ def test_a_cell_is_rms_minus_layer_in_the_final_runs_or_at_a_learning_rate_of_th
     }
     expected = [losses["rms", seed] - losses["layer", seed] for seed in (1001, 1002)]
     assert sweep[2].differences == pytest.approx(expected) and len(sweep[2].noise.differences) == 2
+
+
+def test_what_differs_in_more_than_the_norm_is_no_cell(study):
+    rms, layer = study.plan.arms[:2]
+    assert is_about_norms(rms, layer) and is_about_norms(dataclasses.replace(rms, norm_bias=True), rms)
+    assert not is_about_norms(dataclasses.replace(rms, mlp="geglu"), rms)
+    assert not is_about_norms(dataclasses.replace(rms, norm="center"), layer)
 
 
 def test_the_table_has_a_row_for_each_cell(found):

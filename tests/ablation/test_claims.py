@@ -91,7 +91,7 @@ def test_a_study_measures_the_claims_that_it_can_and_no_others(study, precision,
     }
     assert measured["norms"] == {"C2", "C3", "C4a", "C4b", "C5a", "C9c"}
     assert measured["precision"] == {"C4a", "C4b", "C5a", "C9c", "C11"}
-    assert measured["placement"] == {"C4a", "C4b", "C5a", "C9c", "C10a", "C10b"}
+    assert measured["placement"] == {"C5a", "C10a", "C10b"}  # its best learning rates are beyond the rates kept here
     assert measured["mlp"] == {"C4a", "C9c", "C12a", "C12b"}
 
 

@@ -171,7 +171,7 @@ def test_every_choice_of_an_arm_reaches_the_model():
         ({"sweep_seeds": 0}, "--sweep-seeds is 0"),
         ({"pilot_seeds": 2}, "--pilot-seeds is 2 and must be at least 3"),
         ({"noise_seeds": -1}, "--noise-seeds is -1"),
-        ({"hours": 0.0}, "--hours is 0.0 and must be greater than 0"),
+        ({"hours": 0.0}, "--hours is 0.0 and must be a finite number greater than 0"),
         ({"first_seed": 1900}, "are those of a pilot, not of final runs; change --first-seed"),
         ({"evaluations": 0}, "--evaluations is 0"),
         ({"margin": 0.0}, "--margin is 0.0"),

@@ -304,7 +304,7 @@ def test_no_final_pair_is_shown_before_all_are_there(staged, tmp_path, trained, 
     assert len(study.results) == 17 - 2 and study.comparisons == [] and len(study.final(study.plan.arms[0])) == 0
     lines = runner.report.headline(study)
     assert {line["verdict"] for line in lines} == {"not finished"}
-    assert "of 5 final runs; none is shown before all are" in lines[0]["detail"]
+    assert "of 5 final runs; their losses count when all arms have all of theirs" in lines[0]["detail"]
     assert "rms minus layer" not in (tmp_path / "report.md").read_text(encoding="utf-8")
     monkeypatch.setattr(runner, "train_run", train_run)
     assert execute(start(staged, tmp_path)) and start(staged, tmp_path).study.comparisons[0].loss.n == 5
@@ -315,18 +315,21 @@ def test_final_pairs_are_as_many_as_fit_into_the_hours(staged, tmp_path, trained
     experiment = start(tight, tmp_path)
     assert execute(experiment) and {phase for _, phase, _, _ in trained} == {"pilot", "noise"}
     size = experiment.study.size
-    assert size.pairs == 0 and size.needed > 5
+    assert size.pairs == 0 and size.needed == 10_000
     out = capsys.readouterr().out
     lines = runner.report.headline(experiment.study)
     assert [line["verdict"] for line in lines] == ["not measured"] * 2 and "would be needed" in lines[0]["detail"]
-    assert "0 final pairs" in out and f"all that fit into 1e-06 hours; {size.needed} would be needed (" in out
+    assert "0 final pairs" in out and "all that fit into 1e-06 hours; over 10,000 would be needed (" in out
     more = dataclasses.replace(tight, hours=(4.5 * size.seconds_per_pair + spent(experiment)) / 3600)
     again = start(more, tmp_path)
     assert again.study.size.pairs == 4 and execute(again)
     with pytest.raises(UserError, match=r"different settings \(hours\)"):
         start(dataclasses.replace(more, hours=100.0), tmp_path)
-    with pytest.raises(UserError, match=r"different settings \(pilot_seeds\)"):
-        start(dataclasses.replace(more, pilot_seeds=4), tmp_path)
+    fixed = {"pilot_seeds": 4, "seeds": 9, "norms": ("rms", "layer", "none"), "first_seed": 5, "noise_seeds": 3}
+    for name, value in fixed.items():
+        with pytest.raises(UserError, match=rf"different settings \({name}\)"):
+            start(dataclasses.replace(more, **{name: value}), tmp_path)
+    start(dataclasses.replace(more, timing=True), tmp_path)
 
 
 def spent(experiment) -> float:
@@ -367,6 +370,13 @@ def test_a_stop_within_an_extension_of_the_sweep_trains_nothing_else(plan, tmp_p
     assert not execute(start(swept, tmp_path)) and {phase for _, phase, _, _ in trained} == {"sweep"}
     monkeypatch.setattr(runner, "train_run", train_run)
     assert execute(start(swept, tmp_path)) and trained[2] == ("rms", "sweep", 1001, 4e-4)
+
+
+def test_a_comparison_whose_arms_all_diverge_in_the_sweep_ends_without_final_runs(staged, tmp_path, trained):
+    wild = dataclasses.replace(staged, learning_rates=(1e30, 1e31), sweep_seeds=1)
+    experiment = start(wild, tmp_path)
+    assert execute(experiment) and {phase for _, phase, _, _ in trained} <= {"sweep", "noise"}
+    assert {line["verdict"] for line in runner.report.headline(experiment.study)} == {"no learning rate"}
 
 
 def test_noise_runs_start_from_weights_that_differ_by_a_millionth(plan):
