@@ -18,6 +18,7 @@ from ablation.plan import (
     final_runs,
     label,
     load_plan,
+    pilot_runs,
     run_settings,
     save_plan,
     sweep_runs,
@@ -136,6 +137,9 @@ def test_final_runs_begin_at_a_seed_of_the_plan_that_is_none_of_a_sweep():
 def test_an_arm_without_a_learning_rate_has_no_final_runs_and_one_learning_rate_needs_no_sweep():
     plan = Plan(norms=("rms", "none"), seeds=2)
     assert {run.arm.norm for run in final_runs(plan, {plan.arms[0]: 1e-3}, 2)} == {"rms"}
+    staged = dataclasses.replace(plan, seeds=None, pilot_seeds=3)
+    assert [run.seed for run in pilot_runs(staged, {plan.arms[0]: 1e-3})] == [2001, 2002, 2003]
+    assert pilot_runs(plan, dict.fromkeys(plan.arms, 1e-3)) == []
     one = Plan(learning_rates=(7e-4,))
     assert not one.has_sweep and sweep_runs(one, [7e-4]) == [] and default_learning_rate(one) == 7e-4
     assert sweep_runs(Plan(), [1e-3]) == [] and default_learning_rate(Plan()) == 5e-4  # of configs/ablation.toml

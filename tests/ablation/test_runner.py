@@ -379,6 +379,33 @@ def test_a_comparison_whose_arms_all_diverge_in_the_sweep_ends_without_final_run
     assert {line["verdict"] for line in runner.report.headline(experiment.study)} == {"no learning rate"}
 
 
+def test_without_a_pilot_and_a_sweep_the_noise_is_that_of_final_runs(plan, tmp_path, trained):
+    experiment = start(dataclasses.replace(plan, noise_seeds=1), tmp_path)
+    assert execute(experiment) and trained[-1] == ("layer", "noise", 1, 5e-3)
+    losses = {(r.arm.norm, r.phase, r.seed): r.validation_loss for r in experiment.study.results}
+    (found,) = experiment.study.comparisons
+    assert found.noise.differences == pytest.approx([losses["layer", "noise", 1] - losses["layer", "final", 1]])
+    assert found.loss.n == 2 and experiment.study.table.used.all()
+
+
+def test_a_noise_run_that_was_stopped_is_not_perturbed_again(config, tmp_path, monkeypatch):
+    plan = Plan(norms=("layer",), seeds=2, steps=12, dtypes=("float32",), config=str(config), timing=False)
+    run = Run(plan.arms[0], "noise", 1, 5e-3)
+    settings, machine = run_settings(plan, run), Machine("cpu", "p", 1, 1, "t", "3", "s", "k", "float32")
+
+    def stop_at_five(session):
+        for step in train_steps(session):
+            if step.step == 5:
+                signal.raise_signal(signal.SIGINT)
+            yield step
+
+    whole = train_run(run, settings, tmp_path / "whole", machine, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr("ablation.run.train_steps", stop_at_five)
+        assert train_run(run, settings, tmp_path / "run", machine, 1) is None
+    assert train_run(run, settings, tmp_path / "run", machine, 1).validation_loss == whole.validation_loss
+
+
 def test_noise_runs_start_from_weights_that_differ_by_a_millionth(plan):
     settings = run_settings(plan, Run(plan.arms[1], "final", 1, 5e-3))
     before, after = (initial_model(settings, torch.float32, say=discard) for _ in range(2))

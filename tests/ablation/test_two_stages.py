@@ -1,5 +1,6 @@
 """Pilot and final pairs: how often the whole procedure is right, in 10,000 synthetic studies of each kind."""
 
+import dataclasses
 import math
 from collections import Counter
 
@@ -7,7 +8,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from ablation.analysis import Comparison, adjusted
+from ablation.analysis import Comparison, Study, adjusted
 from ablation.effects import (
     MIN_PAIRS_FOR_EQUIVALENCE,
     equivalence_p,
@@ -16,6 +17,7 @@ from ablation.effects import (
     pairs_for_equivalence,
     upper_deviation,
 )
+from ablation.plan import MAX_SEEDS
 
 STUDIES, PILOT, MARGIN, STD = 10_000, 8, 0.005, 0.004
 
@@ -138,3 +140,47 @@ def test_a_pilot_plans_for_the_hardest_comparison_and_never_for_fewer_than_five_
     assert final_pairs([loud, quiet], MARGIN) == final_pairs([quiet, loud], MARGIN) > final_pairs([loud], MARGIN)
     assert final_pairs([loud + 0.5], MARGIN) < final_pairs([loud], MARGIN)  # a large difference needs few pairs
     assert final_pairs([loud + 0.01], MARGIN) == final_pairs([loud], MARGIN)  # it may be large by chance
+
+
+@pytest.fixture
+def piloted(study):
+    """The records of a trained comparison as those of a pilot: two at once, seconds by phase, and made-up losses."""
+    seconds, losses = {"sweep": 5.0, "noise": 1.0, "pilot": 10.0}, {"rms": 3.01, "layer": 3.0, "center": 3.02}
+
+    def as_pilot(result):
+        machine = dataclasses.replace(result.machine, processes=2)
+        if result.phase != "final":
+            return dataclasses.replace(result, seconds=seconds[result.phase], machine=machine)
+        loss = losses[result.arm.norm] + (result.arm.norm == "center") * 0.004 * result.seed
+        changed = {"phase": "pilot", "seed": 2000 + result.seed, "seconds": 10.0, "validation_loss": loss}
+        return dataclasses.replace(result, machine=machine, **changed)
+
+    plan = dataclasses.replace(study.plan, seeds=None, pilot_seeds=3)
+    return dataclasses.replace(study, plan=plan, results=[as_pilot(result) for result in study.results])
+
+
+def test_the_hours_count_all_runs_before_and_as_many_at_once_as_there_were(piloted):
+    # 18 runs of the sweep, 6 of the noise, 9 of the pilot, two at once; a pair is a run of each of the three arms.
+    before, pair = (18 * 5 + 6 * 1 + 9 * 10) / 2, 3 * 10 / 2
+    for pairs in (0, 3):
+        plan = dataclasses.replace(piloted.plan, hours=(before + (pairs + 0.5) * pair) / 3600)
+        size = dataclasses.replace(piloted, plan=plan).size
+        assert (size.pairs, size.seconds_per_pair) == (pairs, pair) and size.needed > 3
+        assert size.deviation == pytest.approx(0.004)  # of center; rms differs by as much in every pair
+    endless = Study(dataclasses.replace(piloted.plan, hours=1e6, margin=1e-6), piloted.results, [])
+    loud = {2001: 3.01, 2002: 2.99, 2003: 3.0}
+    pairs = [
+        dataclasses.replace(r, validation_loss=loud[r.seed]) if (r.phase, r.arm.norm) == ("pilot", "rms") else r
+        for r in endless.results
+    ]
+    most = dataclasses.replace(endless, results=pairs)
+    assert most.size.pairs == MAX_SEEDS < most.size.needed
+
+
+def test_a_pilot_fixes_the_number_when_all_its_runs_are_there_from_pairs_of_which_none_diverged(piloted):
+    *others, last = [r for r in piloted.results if r.phase == "pilot"]
+    rest = [r for r in piloted.results if r.phase != "pilot"]
+    assert dataclasses.replace(piloted, results=[*rest, *others]).size is None
+    diverged = dataclasses.replace(last, validation_loss=None, status="diverged")
+    size = dataclasses.replace(piloted, results=[*rest, *others, diverged]).size
+    assert last.arm.norm == "center" and size.deviation == pytest.approx(0.004 / math.sqrt(2))  # of two pairs
