@@ -13,7 +13,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Canvas
 from matplotlib.ticker import NullLocator
 
-from ablation.analysis import Noise, Study
+from ablation.analysis import Study
+from ablation.comparison import Noise
 from ablation.effects import Effect
 from ablation.plan import Arm, arm_settings, baseline
 from ablation.plots import MARKERS, XLABEL, Style

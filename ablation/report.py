@@ -14,9 +14,10 @@ from pathlib import Path
 import jinja2
 
 from ablation import plots
-from ablation.analysis import ArmSummary, Noise, Study
+from ablation.analysis import ArmSummary, Study
 from ablation.cells import Cell, millions
 from ablation.claims import CLAIMS, Judged, judge_all
+from ablation.comparison import Noise
 from ablation.effects import MAX_PAIRS, Effect, mean_effect, minimum_detectable_effect
 from ablation.plan import MAX_SEEDS, arm_settings, baseline, load_plan, model_config, steps_of
 from ablation.plots import Picture

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from scipy import special, stats
 
 from ablation import report
-from ablation.analysis import Noise, Study
+from ablation.analysis import Study
+from ablation.comparison import Noise
 from ablation.effects import (
     MAX_PAIRS,
     Effect,

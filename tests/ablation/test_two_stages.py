@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from ablation.analysis import Comparison, Study, adjusted
+from ablation.analysis import Study
+from ablation.comparison import Comparison, adjusted
 from ablation.effects import (
     MIN_PAIRS_FOR_EQUIVALENCE,
     equivalence_p,
