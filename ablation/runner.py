@@ -343,7 +343,7 @@ def describe(experiment: Experiment) -> str:
     size, arms, swept = study.size, len(plan.arms), study.rates or [default_learning_rate(plan)]
     sweep, pilot = len(sweep_runs(plan, study.rates)), len(plan.seeds_of_pilot) * arms
     noise = len(noise_runs(plan, swept))
-    done = len([result for result in study.results if result.phase != "conversion"])
+    done = int((study.table.used & (study.table.phase != "conversion")).sum())
     step = seconds_per_step(experiment, settings)
     of_run = step * settings.optimizer.steps / experiment.jobs / 60
     minutes = max(sweep + pilot + noise + (size.pairs * arms if size else 0) - done, 0) * of_run
