@@ -207,12 +207,12 @@ class Study:
         if plan.seeds is not None:
             return Size(plan.seeds, plan.seeds, None, None)
         arms = [arm for arm in plan.arms if arm in self.learning_rates]
-        if not arms:  # all diverged in the sweep, or it has not finished
-            return Size(0, 0, None, None)
+        if not arms:  # the sweep has not finished, or all diverged in it
+            return None
         runs = pd.concat([self.finished_runs("pilot", arm) for arm in arms])
         if len(runs) < plan.pilot_seeds * len(arms):
             return None
-        differences = [self._pilot_differences(arm) for arm in arms if baseline(plan, arm) is not None]
+        differences = [self.pilot_differences(arm) for arm in arms if baseline(plan, arm) is not None]
         differences = [found for found in differences if len(found) > 1]
         needed = final_pairs(differences, plan.margin)
         at_once = runs.result.iloc[0].machine.processes
@@ -223,8 +223,8 @@ class Study:
         deviation = max((float(found.std(ddof=1)) for found in differences), default=None)
         return Size(pairs, needed, deviation, seconds)
 
-    def _pilot_differences(self, arm: Arm) -> np.ndarray:
-        """Of the pilot's pairs in which neither run diverged."""
+    def pilot_differences(self, arm: Arm) -> np.ndarray:
+        """Loss of an arm minus that of its baseline in each pair of the pilot in which neither diverged."""
         return self._pairs("pilot", arm).difference.dropna().to_numpy()
 
     def _pairs(self, phase: str, arm: Arm) -> pd.DataFrame:

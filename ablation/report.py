@@ -229,9 +229,24 @@ def differences(study: Study) -> Section:
     ]
     tables = [
         Table("Loss minus the baseline's, nats per token", compared),
+        Table(
+            "The pilot, which only fixes the number of pairs: loss minus the baseline's, nats per token", pilot(study)
+        ),
         Table("Mean validation loss, nats per token", arms),
     ]
     return Section("Paired differences", "", [plots.differences(study)] if compared else [], tables)
+
+
+def pilot(study: Study) -> list[dict[str, Value]]:
+    """A row for each arm that the pilot compares with its baseline."""
+    rows = []
+    for arm in study.plan.arms if study.plan.seeds is None and study.size is not None else ():
+        base = baseline(study.plan, arm)
+        if base is not None and len(found := study.pilot_differences(arm)) > 1:
+            pairs = {"pairs": " ".join(f"{value:+.4f}" for value in found), "std of a pair": f"{found.std(ddof=1):.4f}"}
+            noise = noise_words(study.noise(base, study.learning_rates[base]))
+            rows.append({"arm": f"{study.label(arm)} minus {study.label(base)}"} | pairs | {"noise": noise})
+    return rows
 
 
 def losses(study: Study) -> Section:

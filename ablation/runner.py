@@ -209,6 +209,8 @@ def train_stages(experiment: Experiment, bar: tqdm) -> bool:
     if not plan.seeds:
         if not train_all(experiment, before, bar):
             return False
+        if experiment.study.size is None:  # every arm diverged at every learning rate of the sweep
+            return True
         print(f"pilot: {report.describe_size(experiment.study)}", flush=True)
         before = []
     return train_all(experiment, final_runs(plan, rates, experiment.study.size.pairs) + before, bar)

@@ -50,6 +50,14 @@ def trained(one_process, monkeypatch, panels) -> list:
     return found
 
 
+def stop_at_five(session):
+    """The steps of a session, with Ctrl-C in the fifth."""
+    for step in train_steps(session):
+        if step.step == 5:
+            signal.raise_signal(signal.SIGINT)
+        yield step
+
+
 def start(plan: Plan, folder) -> runner.Experiment:
     return load_or_create(plan, folder, "cpu", CORES)
 
@@ -238,12 +246,6 @@ def test_a_save_with_other_settings_or_a_damaged_one_is_not_resumed(config, tmp_
     run = Run(plan.arms[0], "final", 1, 5e-3)
     settings, machine = run_settings(plan, run), Machine("cpu", "p", 1, 1, "t", "3", "s", "k", "float32")
 
-    def stop_at_five(session):
-        for step in train_steps(session):
-            if step.step == 5:
-                signal.raise_signal(signal.SIGINT)
-            yield step
-
     with monkeypatch.context() as patch:
         patch.setattr("ablation.run.train_steps", stop_at_five)
         assert train_run(run, settings, tmp_path / "run", machine, 1) is None
@@ -292,6 +294,8 @@ def test_the_pilot_and_the_noise_come_first_and_fix_the_number_of_final_pairs(st
     assert found.noise.differences == pytest.approx(drift) and 0 < found.noise.deviation < 0.01
     assert found.noise.deviation == pytest.approx(math.sqrt(sum(d * d for d in drift) / 2))
     report = (tmp_path / "report.md").read_text(encoding="utf-8")
+    pairs = " ".join(f"{difference:+.4f}" for difference in differences)
+    assert f"| rms minus layer | {pairs} | {size.deviation:.4f} | " in report
     assert f"{found.noise.deviation:.4f} between equal runs (n = 2)" in report and "5 final pairs" in report
 
 
@@ -305,7 +309,7 @@ def test_no_final_pair_is_shown_before_all_are_there(staged, tmp_path, trained, 
     lines = runner.report.headline(study)
     assert {line["verdict"] for line in lines} == {"not finished"}
     assert "of 5 final runs; their losses count when all arms have all of theirs" in lines[0]["detail"]
-    assert "rms minus layer" not in (tmp_path / "report.md").read_text(encoding="utf-8")
+    assert "90% interval" not in (tmp_path / "report.md").read_text(encoding="utf-8")  # of the final pairs
     monkeypatch.setattr(runner, "train_run", train_run)
     assert execute(start(staged, tmp_path)) and start(staged, tmp_path).study.comparisons[0].loss.n == 5
 
@@ -375,6 +379,7 @@ def test_a_stop_within_an_extension_of_the_sweep_trains_nothing_else(plan, tmp_p
 def test_a_comparison_whose_arms_all_diverge_in_the_sweep_ends_without_final_runs(staged, tmp_path, trained):
     wild = dataclasses.replace(staged, learning_rates=(1e30, 1e31), sweep_seeds=1)
     experiment = start(wild, tmp_path)
+    assert "the pilot fixes their number" in runner.describe(experiment)  # before the sweep too
     assert execute(experiment) and {phase for _, phase, _, _ in trained} <= {"sweep", "noise"}
     assert {line["verdict"] for line in runner.report.headline(experiment.study)} == {"no learning rate"}
 
@@ -392,12 +397,6 @@ def test_a_noise_run_that_was_stopped_is_not_perturbed_again(config, tmp_path, m
     plan = Plan(norms=("layer",), seeds=2, steps=12, dtypes=("float32",), config=str(config), timing=False)
     run = Run(plan.arms[0], "noise", 1, 5e-3)
     settings, machine = run_settings(plan, run), Machine("cpu", "p", 1, 1, "t", "3", "s", "k", "float32")
-
-    def stop_at_five(session):
-        for step in train_steps(session):
-            if step.step == 5:
-                signal.raise_signal(signal.SIGINT)
-            yield step
 
     whole = train_run(run, settings, tmp_path / "whole", machine, 1)
     with monkeypatch.context() as patch:
