@@ -150,8 +150,11 @@ def memory_ratio(study: Study) -> list[Effect]:
 def averaged_over_seeds(study: Study, name: str, difference: Callable[[pd.Series], float]) -> list[Effect]:
     """An effect whose unit is the seed: the mean, within each seed, of a difference between arms of that seed.
 
-    `difference` gets the losses of one seed by arm and returns NaN where it lacks an arm or a run diverged.
+    `difference` gets the losses of one seed by arm and returns NaN where it lacks an arm or a run diverged. There is
+    none until all final runs are there, as in `Study.final`.
     """
+    if not study.is_finished:
+        return []
     table = study.table[(study.table.phase == "final") & study.table.used]
     values = [difference(runs.set_index("arm").validation_loss) for _, runs in table.groupby("seed")]
     values = [value for value in values if not math.isnan(value)]
@@ -283,7 +286,7 @@ def conversion_cost(variant: str) -> Callable[[Study], list[Effect]]:
     def measure(study: Study) -> list[Effect]:
         runs = study.table[(study.table.variant == variant) & study.table.used]
         tied = VARIANTS[variant].center_weights and model_config(study.plan, study.plan.arms[0]).tie_word_embeddings
-        if runs.empty or runs.validation_loss.isna().any() or tied:  # a tied embedding is not centered
+        if not study.is_finished or runs.empty or runs.validation_loss.isna().any() or tied:  # a tied embedding is not centered
             return []
         return [mean_effect(variant, runs.validation_loss - runs.loss_before, "nats per token")]
 

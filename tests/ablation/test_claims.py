@@ -184,6 +184,13 @@ def test_mean_and_bias_are_told_apart_by_the_four_arms(factorial):
     assert set(costs(0.0, 0.0).values()) == {"holds"}
 
 
+def test_no_claim_is_judged_from_final_runs_before_all_of_them_are_there(factorial):
+    (last,) = [r for r in factorial.results if (r.phase, r.seed, factorial.label(r.arm)) == ("final", 3, "layer")]
+    unfinished = dataclasses.replace(factorial, results=[r for r in factorial.results if r is not last])
+    for id in ("C2", "C15a", "C15b"):
+        assert len(effects_of(id, factorial)) == 1 and effects_of(id, unfinished) == []
+
+
 def test_the_mean_of_the_stream_is_compared_with_chance_at_the_norms_of_the_second_half_of_the_depth(study, change):
     chance = math.sqrt(2 / (math.pi * 32))
     for id, norm in {"C4a": "rms", "C4b": "layer"}.items():
