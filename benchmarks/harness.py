@@ -56,6 +56,8 @@ def register() -> type:
 
         def __init__(self, pretrained: str, batch_size: int | str = 16, device: str = "auto", dtype: str = "auto", **_):
             super().__init__()
+            if device.startswith("cuda") and not torch.cuda.is_available():
+                device = "auto"  # lm-eval's command line asks for cuda:0 where its user asked for nothing
             checkpoint = find_checkpoint(Path(pretrained))
             self.decoder = load_decoder(checkpoint, Settings(device=device, dtype=dtype))
             self.tokenizer, self.batch_size = (

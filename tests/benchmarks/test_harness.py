@@ -178,7 +178,7 @@ def evaluate(tmp_path, monkeypatch):
             tasks=list(TASKS),
             task_manager=manager,
             batch_size=3,
-            device="cpu",
+            device="cuda:0",  # the default of its command line, also where there is no GPU
             bootstrap_iters=0,
         )
         samples = {name: sorted(results["samples"][name], key=lambda sample: sample["doc_id"]) for name in TASKS}
