@@ -75,9 +75,7 @@ def write_gguf(checkpoint: Path, out: Path, dtype: str | None = None, *, name: s
         convert(checkpoint, temporary, dtype, name)
         temporary.replace(out)
     except OSError as error:
-        raise UserError(
-            f"{out} could not be written ({error.strerror or error}); free space, or choose another folder."
-        ) from None
+        raise UserError(f"{out} could not be written ({error}); free space, or choose another folder.") from None
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -131,8 +129,9 @@ def choose_architecture(config: ModelConfig) -> str:
     architecture = choose_model_type(config)
     if architecture not in ARCHITECTURES:
         raise UserError(
-            f"llama.cpp has no architecture that computes this model (norm {config.norm}, placement "
-            f"{config.norm_placement}, mlp {config.mlp}); {', '.join(ARCHITECTURES)} can be written."
+            f"llama.cpp has no architecture that computes this model (norm {config.norm}, bias {config.has_norm_bias}, "
+            f"placement {config.norm_placement}, mlp {config.mlp}, {config.num_attention_heads} heads of width "
+            f"{config.resolved_head_dim} in {config.hidden_size} channels); it has {', '.join(ARCHITECTURES)}."
         )
     scaling = config.rope_scaling
     if scaling is not None and (architecture != "llama" or scaling["rope_type"] not in ROPE_TYPES):

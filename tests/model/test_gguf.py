@@ -211,6 +211,7 @@ REFUSED = {
     "no architecture": ({"norm": "layer", "norm_placement": "post"}, "no architecture .* placement post"),
     "another norm": ({"norm": "dyt"}, r"no architecture .*\(norm dyt"),
     "another mlp": ({"mlp": "gelu"}, "no architecture .* mlp gelu"),
+    "heads that do not divide": ({"hidden_size": 50, "head_dim": 6}, "6 heads of width 6 in 50 channels"),
     "scaled rope": ({"norm": "layer", "rope_scaling": LLAMA3}, r"scaled \(stablelm, llama3\)"),
 }
 
@@ -259,7 +260,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(checkpoint, tmp_path, monkey
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(gguf.GGUFWriter, "write_tensor_data", full)
-    with pytest.raises(UserError, match=r"could not be written \(No space left on device\)"):
+    with pytest.raises(UserError, match=r"could not be written .*No space left on device"):
         write_gguf(directory, tmp_path / "model.gguf")
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
