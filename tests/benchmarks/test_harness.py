@@ -99,8 +99,20 @@ def test_continuations_end_before_a_stop_string_and_see_the_end_of_long_prompts(
     stop = plain[1][2:4]
     cut = [text.split(stop)[0] for text in plain]
     assert continuations(decoder, tokenizer, prompts, arguments | {"until": [stop]}, none, batch_size) == cut
+    begun = [text[-2:] + "never" for text in plain]  # the texts end with what may be the beginning of a stop string
+    assert continuations(decoder, tokenizer, prompts, arguments | {"until": begun}, none, batch_size) == plain
     with pytest.raises(UserError, match=rf"max_gen_toks is {CONTEXT}"):
         continuations(decoder, tokenizer, prompts, {"max_gen_toks": CONTEXT}, none, batch_size)
+
+
+def test_generation_ends_when_a_stop_string_is_complete(tokenizer):
+    decoder, steps = make_decoder(), []
+    decoder.register_forward_hook(lambda *_: steps.append(1))
+    prompts, none = [tokenizer.encode("the")], frozenset()
+    text = continuations(decoder, tokenizer, prompts, {"max_gen_toks": 10}, none, 1)[0]
+    assert len(steps) == 10
+    continuations(decoder, tokenizer, prompts, {"max_gen_toks": 10, "until": [text[0]]}, none, 1)
+    assert len(steps) == 11
 
 
 def test_generation_arguments_are_read_as_lm_eval_means_them():
