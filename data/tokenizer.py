@@ -17,7 +17,7 @@ from pathlib import Path
 import sentencepiece
 import tokenizers
 
-from data.tokenizer_json import UnsupportedTokenizer, tokenizer_json
+from data.tokenizer_json import UnsupportedTokenizer, read_model, tokenizer_json
 from errors import UserError
 
 # The files of a tokenizer's folder that `save` copies.
@@ -66,6 +66,11 @@ class SentencePieceTokenizer:
             raise UserError("the tokenizer.model has no end-of-sequence token (eos_id); give one that has.")
         self.hash = _hash(model, self.bos_id, self.eos_id)
 
+    @property
+    def content(self) -> bytes:
+        """The bytes of the model file."""
+        return self._model
+
     def encode(self, text: str) -> list[int]:
         return self._processor.encode(text, out_type=int)
 
@@ -99,6 +104,8 @@ class SentencePieceTokenizer:
             "clean_up_tokenization_spaces": False,
         }
         try:
+            if not read_model(self._model).add_dummy_prefix:
+                config["add_prefix_space"] = False  # llama.cpp's converter reads it; a missing key means true there
             (directory / "tokenizer.json").write_text(self._tokenizer_json, encoding="utf-8")
             (directory / "tokenizer.model").write_bytes(self._model)
         except UnsupportedTokenizer:
@@ -129,6 +136,11 @@ class JsonTokenizer:
         self.bos_id = self._find_bos(config)
         self.eos_id = self._find_eos(config, _read_json(self._folder / "generation_config.json"))
         self.hash = _hash(self._content, self.bos_id, self.eos_id)
+
+    @property
+    def content(self) -> bytes:
+        """The bytes of the tokenizer.json."""
+        return self._content
 
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False).ids

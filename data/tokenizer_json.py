@@ -76,11 +76,11 @@ def merges(model: Model) -> list[tuple[str, str]]:
     ranked = sorted(scores, key=scores.__getitem__, reverse=True)
     rank = {piece: i for i, piece in enumerate(ranked)}
     known = {piece for piece, _, kind in model.pieces if kind == NORMAL}
-    pairs = ((piece, _last_merge(piece, rank)) for piece in ranked if set(piece) <= known)
+    pairs = ((piece, last_merge(piece, rank)) for piece in ranked if set(piece) <= known)
     return [pair for _, pair in pairs if pair]
 
 
-def _last_merge(piece: str, rank: dict[str, int]) -> tuple[str, str] | None:
+def last_merge(piece: str, rank: dict[str, int]) -> tuple[str, str] | None:
     """The last pair that merging `piece` alone joins; None if it never becomes one symbol (then no text does)."""
     symbols = list(piece)
     while len(symbols) > 1:

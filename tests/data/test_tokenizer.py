@@ -10,6 +10,7 @@ import transformers
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from data.llama_cpp import llama_cpp_vocabulary
 from data.tokenizer import JsonTokenizer, SentencePieceTokenizer, check_vocabulary, load_tokenizer, train_tokenizer
 from data.tokenizer_json import NORMAL, Model, UnsupportedTokenizer, merges, read_model, tokenizer_json
 from errors import UserError
@@ -160,10 +161,17 @@ def test_autotokenizer_gives_the_same_ids_in_every_family(ours, saved, tmp_path,
         (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
     auto = transformers.AutoTokenizer.from_pretrained(tmp_path)
     assert (auto.bos_token_id, auto.eos_token_id) == (ours.bos_id, ours.eos_id)
+    assert auto.add_prefix_space is False  # what llama.cpp's converter reads
     texts = ["", "a", " a", "</s><s><unk>", "<0x0A>\n", "\t\tif x:\r\n", "Grüße 😀", "a .  b , c n't", " " * 33, "\0"]
     for text in texts:
         assert auto(text).input_ids == [ours.bos_id, *ours.encode(text)], text
         assert auto.decode(ours.encode(text)) == text
+
+
+def test_that_no_space_is_added_is_written_only_where_it_is_true(saved, llama, tmp_path):
+    assert json.loads((saved / "tokenizer_config.json").read_text())["add_prefix_space"] is False
+    llama.save(tmp_path)
+    assert "add_prefix_space" not in json.loads((tmp_path / "tokenizer_config.json").read_text())
 
 
 def test_a_saved_tokenizer_loads_as_the_same_tokenizer_and_saves_the_same_files(ours, saved, tmp_path):
@@ -241,6 +249,20 @@ def test_qwen_has_no_bos_and_its_own_eos_and_special_tokens_are_text(qwen):
     assert qwen.eos_id == 151645
     assert qwen.eos_id not in qwen.encode("<|im_end|>") and qwen.decode(qwen.encode("<|im_end|>")) == "<|im_end|>"
     assert qwen.vocab_size == 151665
+
+
+def test_qwens_tokenizer_is_known_to_llama_cpp_with_all_its_tokens_and_merges(qwen, qwen_folder):
+    found = llama_cpp_vocabulary(qwen, 151936)
+    content = json.loads((qwen_folder / "tokenizer.json").read_text(encoding="utf-8"))
+    assert (found.kind, found.pre_tokenizer, found.add_space_prefix) == ("gpt2", "qwen2", False)
+    assert len(found.tokens) == len(found.types) == 151936
+    assert all(found.tokens[i] == token for token, i in content["model"]["vocab"].items())
+    assert found.merges == content["model"]["merges"]
+    assert (found.tokens[151645], found.types[151645]) == ("<|im_end|>", 3)
+    assert (found.tokens[151657], found.types[151657]) == ("<tool_call>", 4)
+    assert found.types[:151643] == [1] * 151643
+    assert (found.tokens[151665], found.types[151665:]) == ("[PAD151665]", [5] * 271)
+    assert [note for note in found.notes if "NFC" in note] == found.notes != []
 
 
 def test_a_given_folder_is_saved_by_copying_its_files(qwen, qwen_folder, tmp_path):

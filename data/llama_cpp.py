@@ -1,0 +1,137 @@
+"""A tokenizer in the terms of llama.cpp: texts, scores and types of its tokens, merges, and how text is split first.
+
+llama.cpp has its own implementations of SentencePiece ("llama") and of byte-level byte-pair encoding ("gpt2"). A
+tokenizer that they cannot express is refused. What they do otherwise for some texts only is said in `notes`.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from tokenizers.pre_tokenizers import ByteLevel
+
+from data.tokenizer import JsonTokenizer, SentencePieceTokenizer, Tokenizer
+from data.tokenizer_json import NORMAL, UnsupportedTokenizer, last_merge, read_model
+from errors import UserError
+
+CONTROL, USER_DEFINED, UNUSED = 3, 4, 5  # types of tokens: llama.cpp's numbers are those of SentencePiece's files
+
+# How byte-level tokenizers split text before merging: (steps in order, ignore_merges) -> the name under which llama.cpp
+# knows it. ignore_merges: a part of the text that is a token is that token, whatever the merges say.
+WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+DIGITS, BYTES = "single digits", "bytes as characters"
+GPT2_BYTES = "GPT-2's words, bytes as characters"  # `ByteLevel` of the tokenizers library with its own expression
+PRE_TOKENIZERS = {
+    ((WORDS % r"\p{N}", BYTES), False): "qwen2",
+    ((WORDS % r"\p{N}{1,3}", BYTES), True): "llama-bpe",
+    ((GPT2_BYTES,), False): "gpt-2",
+    ((DIGITS, GPT2_BYTES), False): "smollm",
+}
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """What llama.cpp needs to encode and decode text."""
+
+    kind: Literal["llama", "gpt2"]
+    """SentencePiece with scores, or byte-level byte-pair encoding with merges."""
+    tokens: list[str]
+    """The text of each id; where the model has more ids than the tokenizer, unused tokens."""
+    types: list[int]
+    """The type of each id: 1 normal, 2 unknown, 3 control, 4 user-defined, 5 unused, 6 byte."""
+    scores: list[float] = field(default_factory=list)
+    """Of "llama": the pair with the best score is merged first."""
+    merges: list[str] = field(default_factory=list)
+    """Of "gpt2": pairs in the order in which they are merged, with a space between the two."""
+    pre_tokenizer: str = "default"
+    """llama.cpp's name for how text is split before merging."""
+    add_space_prefix: bool = False
+    """Whether a space is put in front of a text."""
+    notes: list[str] = field(default_factory=list)
+    """Texts that llama.cpp encodes otherwise, a sentence each."""
+
+
+def llama_cpp_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> Vocabulary:
+    """The tokenizer, for a model with `vocab_size` embeddings. Raises `UserError` when llama.cpp cannot express it."""
+    try:
+        if isinstance(tokenizer, SentencePieceTokenizer):
+            return from_sentencepiece(tokenizer, vocab_size)
+        return from_json(tokenizer, vocab_size)
+    except UnsupportedTokenizer as error:
+        raise UserError(
+            f"llama.cpp cannot give the ids of this model's tokenizer: {error}; "
+            f"only SentencePiece models with byte fallback and byte-level tokenizer.json files can be written."
+        ) from None
+
+
+def from_sentencepiece(tokenizer: SentencePieceTokenizer, vocab_size: int) -> Vocabulary:
+    """SentencePiece's pieces as they are: llama.cpp merges by score in the same order."""
+    model = read_model(tokenizer.content)
+    pieces = [*model.pieces, *((f"[PAD{i}]", 0.0, UNUSED) for i in range(len(model.pieces), vocab_size))]
+    notes = []
+    if model.remove_extra_whitespaces:
+        notes.append("this tokenizer drops extra spaces and llama.cpp keeps them: texts with such spaces get other ids")
+    # llama.cpp merges towards every token, SentencePiece only towards normal pieces.
+    scores = {piece: score for piece, score, kind in model.pieces if len(piece) > 1}
+    rank = {piece: i for i, piece in enumerate(sorted(scores, key=scores.__getitem__, reverse=True))}
+    reserved = [piece for piece, _, kind in model.pieces if kind != NORMAL and last_merge(piece, rank)]
+    if reserved:
+        notes.append(f"llama.cpp reads the texts {', '.join(reserved)} as those special tokens")
+    texts, scores, types = (list(column) for column in zip(*pieces, strict=True))
+    return Vocabulary("llama", texts, types, scores, add_space_prefix=model.add_dummy_prefix, notes=notes)
+
+
+def from_json(tokenizer: JsonTokenizer, vocab_size: int) -> Vocabulary:
+    """A byte-level byte-pair encoding, whose way of splitting text must be one that llama.cpp knows by name."""
+    content = json.loads(tokenizer.content)
+    model, added = content["model"], content["added_tokens"]
+    if model.get("type") != "BPE" or not set(ByteLevel.alphabet()) <= set(model["vocab"]):
+        raise UnsupportedTokenizer("its tokenizer.json is not a byte-level byte-pair encoding with all 256 bytes")
+    if any(model.get(key) for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix")):
+        raise UnsupportedTokenizer("its byte-pair encoding marks the parts of words or is random")
+    split = tuple(splitters(content["pre_tokenizer"] or {})), bool(model.get("ignore_merges"))
+    if split not in PRE_TOKENIZERS:
+        raise UnsupportedTokenizer(f"it splits text in a way that is not known here ({' and then '.join(split[0])})")
+    notes = []
+    normalizer = (content["normalizer"] or {}).get("type")
+    if normalizer == "NFC":
+        notes.append(
+            "this tokenizer normalizes text to NFC and llama.cpp does not: texts that are not NFC get other ids"
+        )
+    elif normalizer is not None:
+        raise UnsupportedTokenizer(f"it changes text with the normalizer {normalizer}")
+    tokens, types = [f"[PAD{i}]" for i in range(vocab_size)], [UNUSED] * vocab_size
+    for token, i in model["vocab"].items():
+        tokens[i], types[i] = token, NORMAL
+    for token in added:
+        tokens[token["id"]], types[token["id"]] = token["content"], CONTROL if token["special"] else USER_DEFINED
+    merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
+    return Vocabulary("gpt2", tokens, types, merges=merges, pre_tokenizer=PRE_TOKENIZERS[split], notes=notes)
+
+
+def chat_template(folder: Path) -> str | list | None:
+    """The chat template of a checkpoint's directory, or several with names: from the file where transformers looks."""
+    if (folder / "chat_template.jinja").is_file():
+        return (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    config = folder / "tokenizer_config.json"
+    return json.loads(config.read_text(encoding="utf-8")).get("chat_template") if config.is_file() else None
+
+
+def splitters(pre_tokenizer: dict) -> Iterator[str]:
+    """The steps of a pre-tokenizer in order, as in `PRE_TOKENIZERS`; of a step that no entry has, its JSON."""
+    match pre_tokenizer:
+        case {"type": "Sequence", "pretokenizers": steps}:
+            for step in steps:
+                yield from splitters(step)
+        case {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}:
+            yield regex
+        case {"type": "Digits", "individual_digits": True}:
+            yield DIGITS
+        case {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}:
+            yield BYTES
+        case {"type": "ByteLevel", "add_prefix_space": False}:
+            yield GPT2_BYTES
+        case _:
+            yield json.dumps(pre_tokenizer)

@@ -1,0 +1,271 @@
+"""Write a model as one GGUF file for llama.cpp: `python -m model.gguf RUN OUT.gguf`. See `--help`.
+
+A model is written as the llama.cpp architecture that computes the same function: llama, qwen3 or stablelm. Everything
+else is refused. Tensors are read, converted and written one at a time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from errors import UserError, exit_on_user_error
+from model.find_checkpoint import eos_ids, find_checkpoint
+
+if TYPE_CHECKING:  # importing torch would slow down `--help`
+    import gguf
+    import numpy as np
+    from torch import Tensor
+
+    from data.llama_cpp import Vocabulary
+    from data.tokenizer import Tokenizer
+    from model.config import ModelConfig
+    from model.pretrained import StoredTensor
+
+ARCHITECTURES = ("llama", "qwen3", "stablelm")  # model types that are architectures of llama.cpp under the same name
+ROPE_TYPES = ("llama3", "linear")  # scalings of the rotary frequencies that a factor for each frequency expresses
+# --dtype -> llama.cpp's names of it: of a tensor, and of a file whose matrices have it
+DTYPES = {"float32": ("F32", "ALL_F32"), "float16": ("F16", "MOSTLY_F16"), "bfloat16": ("BF16", "MOSTLY_BF16")}
+
+
+def main() -> None:
+    """Parse the command line and write the file."""
+    parser = argparse.ArgumentParser(
+        prog="python -m model.gguf",
+        description="Write a trained model with its tokenizer as one GGUF file, which llama.cpp and the programs built "
+        "on it open: `llama-cli -m OUT.gguf`.",
+        epilog="Models with RMSNorm are written as llama (qwen3 with --qk-norm), those with LayerNorm as stablelm; "
+        "llama.cpp has no architecture for the other norms, placements and MLPs. "
+        "Quantize the file with llama.cpp's llama-quantize.",
+    )
+    parser.add_argument("run", type=Path, metavar="RUN", help="a run folder or a checkpoint, as for generate.py")
+    parser.add_argument("out", type=Path, metavar="OUT.gguf", help="the file to write; an existing file is kept")
+    parser.add_argument(
+        "--dtype", choices=DTYPES, help="of the matrices (default: as stored); norms and biases are always float32"
+    )
+    arguments = parser.parse_args()
+    with exit_on_user_error():
+        write_gguf(find_checkpoint(arguments.run), arguments.out, arguments.dtype, name=arguments.run.resolve().name)
+
+
+def write_gguf(checkpoint: Path, out: Path, dtype: str | None = None, *, name: str = "") -> None:
+    """Write the model of a checkpoint's directory to the file `out`, completely or not at all.
+
+    `dtype` is one of `DTYPES`; None keeps that of the stored embedding. `name` is what llama.cpp shows. Raises
+    `UserError` when `out` exists, when llama.cpp cannot compute the same function, and when the disk is full.
+    """
+    try:
+        import gguf  # noqa: F401 - only whether it is there
+    except ImportError:
+        raise UserError("writing GGUF files needs the gguf package; install it with `pip install gguf`.") from None
+
+    folder = out.absolute().parent
+    if out.exists():
+        raise UserError(f"{out} exists and is not overwritten; give another name, or delete it first.")
+    if not folder.is_dir():
+        raise UserError(f"{out} cannot be written, because there is no folder {folder}; create it first.")
+    temporary = folder / f".{out.name}.{os.getpid()}.tmp"
+    try:
+        convert(checkpoint, temporary, dtype, name)
+        temporary.replace(out)
+    except OSError as error:
+        raise UserError(f"{out} could not be written ({error}); free space, or choose another folder.") from None
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def convert(checkpoint: Path, path: Path, dtype: str | None, name: str) -> None:
+    """Write the file at once; after an error it is incomplete."""
+    import gguf
+    from tqdm import tqdm
+
+    from data.llama_cpp import llama_cpp_vocabulary
+    from data.tokenizer import check_vocabulary, load_tokenizer
+    from model.pretrained import load_config, stored_weights
+
+    config = load_config(checkpoint)
+    architecture = choose_architecture(config)
+    tokenizer = load_tokenizer(checkpoint)
+    check_vocabulary(tokenizer, config.vocab_size)
+    vocabulary = llama_cpp_vocabulary(tokenizer, config.vocab_size)
+    for note in vocabulary.notes:
+        print(f"note: {note}", file=sys.stderr)
+    with stored_weights(checkpoint, config) as stored:
+        dtype = dtype or matrix_dtype(stored)
+        tensors = gguf_tensors(checkpoint, config, architecture, stored)
+        writer = gguf.GGUFWriter(path, architecture)
+        try:
+            add_model(writer, config, name, dtype)
+            add_tokenizer(writer, checkpoint, tokenizer, vocabulary)
+            sizes = {}
+            for target, tensor in tensors.items():
+                kind = gguf.GGMLQuantizationType[DTYPES[dtype if len(tensor.shape) > 1 else "float32"][0]]
+                sizes[target] = math.prod(tensor.shape) * gguf.GGML_QUANT_SIZES[kind][1]
+                writer.add_tensor_info(target, tensor.shape, None, sizes[target], raw_dtype=kind)
+            writer.write_header_to_file()
+            writer.write_kv_data_to_file()
+            writer.write_ti_data_to_file()
+            with tqdm(total=sum(sizes.values()), unit="B", unit_scale=True, desc="writing") as bar:
+                for target, tensor in tensors.items():
+                    writer.write_tensor_data(to_array(tensor, dtype, target))
+                    bar.update(sizes[target])
+            writer.flush()
+            for file in writer.fout or ():
+                os.fsync(file.fileno())
+        finally:
+            writer.close()
+
+
+def choose_architecture(config: ModelConfig) -> str:
+    """The architecture of llama.cpp that computes the same function; `UserError` if there is none."""
+    from model.families import choose_model_type
+
+    architecture = choose_model_type(config)
+    if architecture not in ARCHITECTURES:
+        raise UserError(
+            f"llama.cpp has no architecture that computes this model (norm {config.norm}, bias {config.has_norm_bias}, "
+            f"placement {config.norm_placement}, mlp {config.mlp}, {config.num_attention_heads} heads of width "
+            f"{config.resolved_head_dim} in {config.hidden_size} channels); it has {', '.join(ARCHITECTURES)}."
+        )
+    scaling = config.rope_scaling
+    if scaling is not None and (architecture != "llama" or scaling["rope_type"] not in ROPE_TYPES):
+        raise UserError(
+            f"the rotary frequencies of this model are scaled ({architecture}, {scaling['rope_type']}), "
+            f"and only those of llama with {' or '.join(ROPE_TYPES)} can be written."
+        )
+    if getattr(config, "sliding_window", None) is not None:
+        raise UserError(f"llama.cpp has no sliding window for {architecture}, so that this model cannot be written.")
+    return architecture
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """A tensor of the GGUF file: its shape, and how to read or make it."""
+
+    shape: tuple[int, ...]
+    read: Callable[[], Tensor]
+
+
+def gguf_tensors(
+    checkpoint: Path, config: ModelConfig, architecture: str, stored: dict[str, StoredTensor]
+) -> dict[str, Source]:
+    """The tensors of the file under llama.cpp's names, from those of a checkpoint."""
+    import gguf
+    import torch
+
+    from model.decoder import Decoder
+    from model.pretrained import check_match, unpacked_tensors, zero_tensors
+    from model.rope import frequencies
+
+    with torch.device("meta"):  # shapes without memory
+        parameters = unpacked_tensors(Decoder(config, seed=None).state_dict(), config)
+    check_match({name: tensor.shape for name, tensor in parameters.items()}, stored, checkpoint)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], config.num_hidden_layers)
+    sources = {name: Source(tuple(stored[name].shape), stored[name].read) for name in parameters}
+    if architecture == "llama":
+        for projection, heads in {"q": config.num_attention_heads, "k": config.num_key_value_heads}.items():
+            for name in [name for name in sources if f".{projection}_proj." in name]:
+                sources[name] = interleave(sources[name], heads)
+    if architecture == "stablelm":  # it has no tied head, and every norm has a bias
+        if config.tie_word_embeddings:
+            sources["lm_head.weight"] = sources["model.embed_tokens.weight"]
+        for name, shape in zero_tensors(architecture, config).items():
+            sources[name] = Source(tuple(shape), lambda shape=shape: torch.zeros(shape))
+    tensors = {names.get_name(name, (".weight", ".bias")): source for name, source in sources.items()}
+    if config.rope_scaling is not None:
+        plain = frequencies(dataclasses.replace(config, rope_scaling=None))
+        factors = (plain / frequencies(config)).float()  # llama.cpp divides the frequencies by them
+        tensors["rope_freqs.weight"] = Source(tuple(factors.shape), lambda: factors)
+    return tensors
+
+
+def interleave(source: Source, heads: int) -> Source:
+    """Rows of q or k in the order of llama.cpp's llama: pairs that rotate together are rows 2i and 2i + 1 of a head.
+
+    Here, and in its other architectures, they are rows i and i + d/2.
+    """
+
+    def read() -> Tensor:
+        return source.read().unflatten(0, (heads, 2, -1)).transpose(1, 2).reshape(source.shape)
+
+    return Source(source.shape, read)
+
+
+def to_array(source: Source, dtype: str, name: str) -> np.ndarray:
+    """A tensor as it is written: matrices in `dtype`, others in float32. NumPy has no bfloat16: it gets the bits."""
+    import torch
+
+    tensor = source.read()
+    converted = tensor.to(getattr(torch, dtype) if tensor.ndim > 1 else torch.float32)
+    if not converted.isfinite().all():
+        raise UserError(
+            f"{name} has values that {dtype} cannot hold (up to {tensor.float().abs().max():.3g}); "
+            f"use --dtype bfloat16 or float32, or another checkpoint if they are not finite."
+        )
+    return (converted.view(torch.int16) if converted.dtype == torch.bfloat16 else converted).contiguous().numpy()
+
+
+def matrix_dtype(stored: dict[str, StoredTensor]) -> str:
+    """The dtype of the stored embedding, one of `DTYPES`."""
+    dtype = str(stored["model.embed_tokens.weight"].dtype).removeprefix("torch.")
+    return dtype if dtype in DTYPES else "float32"
+
+
+def add_model(writer: gguf.GGUFWriter, config: ModelConfig, name: str, dtype: str) -> None:
+    """Describe the model's shape, in llama.cpp's keys."""
+    import gguf
+
+    writer.add_name(name)
+    writer.add_file_type(gguf.LlamaFileType[DTYPES[dtype][1]])
+    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(config.resolved_head_dim)
+    writer.add_value_length(config.resolved_head_dim)
+    writer.add_rope_dimension_count(config.resolved_head_dim)
+    writer.add_rope_freq_base(config.rope_theta)
+    if config.norm == "rms":
+        writer.add_layer_norm_rms_eps(config.norm_eps)
+    else:
+        writer.add_layer_norm_eps(config.norm_eps)
+        writer.add_parallel_residual(False)
+
+
+def add_tokenizer(writer: gguf.GGUFWriter, checkpoint: Path, tokenizer: Tokenizer, vocabulary: Vocabulary) -> None:
+    """Describe the tokenizer; BOS is added in front of a text where it was in training, EOS never."""
+    from data.llama_cpp import chat_template
+
+    writer.add_tokenizer_model(vocabulary.kind)
+    writer.add_tokenizer_pre(vocabulary.pre_tokenizer)
+    writer.add_token_list(vocabulary.tokens)
+    writer.add_token_types(vocabulary.types)
+    writer.add_add_space_prefix(vocabulary.add_space_prefix)
+    if vocabulary.kind == "llama":
+        writer.add_token_scores(vocabulary.scores)
+    else:
+        writer.add_token_merges(vocabulary.merges)
+    writer.add_add_bos_token(tokenizer.bos_id is not None)
+    writer.add_add_eos_token(False)
+    # Without BOS, EOS stands between documents; llama.cpp would take some other id for BOS if none were given.
+    writer.add_bos_token_id(tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id)
+    writer.add_eos_token_id(tokenizer.eos_id)
+    for another in sorted(eos_ids(checkpoint, tokenizer.eos_id) - {tokenizer.eos_id})[:1]:
+        writer.add_eot_token_id(another)
+    template = chat_template(checkpoint)
+    if template is not None:
+        writer.add_chat_template(template)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,237 @@
+"""lm-eval's requests: the arithmetic against one position at a time, and the results against lm-eval's own `hf` model.
+
+The second half needs lm-eval: `pip install lm_eval accelerate`, then `python -m pytest -m slow tests/benchmarks`.
+"""
+
+import builtins
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.harness import continuations, log_likelihoods, read_arguments, register
+from data.tokenizer import train_tokenizer
+from errors import UserError
+from generation.generate import generate
+from generation.settings import Sampling
+from model.config import ModelConfig
+from model.decoder import Decoder
+from model.pretrained import save_pretrained
+
+CONTEXT = 24
+TEXT = ["the quick brown fox jumps over the lazy dog, and runs away.\n" * 3]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return train_tokenizer(TEXT * 5, 300, tmp_path_factory.mktemp("tokenizer") / "t.model")
+
+
+def make_decoder(**changes) -> Decoder:
+    """A small decoder with random weights, large enough that its distributions are far from uniform.
+
+    It hardly ever chooses bytes: libraries print bytes that are no character in different ways.
+    """
+    config = ModelConfig(
+        vocab_size=300,
+        hidden_size=48,
+        intermediate_size=80,
+        num_hidden_layers=2,
+        max_position_embeddings=CONTEXT,
+        tie_word_embeddings=False,
+        **changes,
+    )
+    decoder = Decoder(config, seed=3).eval()
+    for parameter in decoder.parameters():
+        parameter.data = parameter.data * (8 if parameter.ndim > 1 else 1) + 0.01
+    decoder.lm_head.weight.data[:259] = 0  # unknown, BOS, EOS and the bytes
+    return decoder
+
+
+@torch.no_grad()
+def one_by_one(decoder: Decoder, context: list[int], continuation: list[int]) -> tuple[float, bool]:
+    """Log-likelihood in float64, each token from a forward of its own, with as much before it as lm-eval keeps."""
+    ids = (context + continuation)[-CONTEXT - 1 :]
+    total, greedy = 0.0, True
+    for place in range(len(ids) - len(continuation), len(ids)):
+        logits = decoder(torch.tensor([ids[:place]]))[0, -1].double()
+        total += (logits[ids[place]] - logits.exp().sum().log()).item()
+        greedy = greedy and logits.argmax().item() == ids[place]
+    return total, greedy
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 100])
+@pytest.mark.parametrize("changes", [{}, {"norm": "layer", "norm_placement": "post"}], ids=["llama", "no family"])
+def test_log_likelihoods_are_those_of_one_position_at_a_time(changes, batch_size):
+    decoder = make_decoder(**changes)
+    generator = torch.Generator().manual_seed(1)
+    lengths = [(1, 1), (5, 3), (1, CONTEXT), (20, 5), (40, 2), (3, 1), (24, 24), (7, 9)]
+    pairs = [[torch.randint(0, 300, (n,), generator=generator).tolist() for n in both] for both in lengths]
+    greedy = generate(decoder, [pairs[1][0]], max_new_tokens=4, sampling=Sampling(temperature=0)).tokens[0]
+    pairs += [[pairs[1][0], greedy], [pairs[1][0], [*greedy[:-1], (greedy[-1] + 1) % 300]]]
+    found = log_likelihoods(decoder, pairs, batch_size)
+    expected = [one_by_one(decoder, *pair) for pair in pairs]
+    assert [value for value, _ in found] == pytest.approx([value for value, _ in expected], rel=1e-5)
+    assert [flag for _, flag in found] == [flag for _, flag in expected]
+    assert [flag for _, flag in found][-2:] == [True, False]
+
+
+def test_a_continuation_longer_than_the_context_is_one_line():
+    with pytest.raises(UserError, match=rf"has {CONTEXT + 1} tokens, but the model's context is {CONTEXT}"):
+        log_likelihoods(make_decoder(), [([1], [5] * (CONTEXT + 1))], 4)
+
+
+@pytest.mark.parametrize("batch_size", [1, 4])
+def test_continuations_end_before_a_stop_string_and_see_the_end_of_long_prompts(tokenizer, batch_size):
+    decoder = make_decoder()
+    prompts = [tokenizer.encode(text) for text in ("the", "the quick brown", "dog " * 30)]
+    arguments = {"until": [], "max_gen_toks": 10}
+    plain = [
+        tokenizer.decode(
+            generate(decoder, [ids[-CONTEXT + 10 :]], max_new_tokens=10, sampling=Sampling(temperature=0)).tokens[0]
+        )
+        for ids in prompts
+    ]
+    assert len(prompts[2]) > CONTEXT and all(len(text) > 4 for text in plain)
+    none = frozenset()
+    assert continuations(decoder, tokenizer, prompts, arguments, none, batch_size) == plain
+    stop = plain[1][2:4]
+    cut = [text.split(stop)[0] for text in plain]
+    assert continuations(decoder, tokenizer, prompts, arguments | {"until": [stop]}, none, batch_size) == cut
+    begun = [text[-2:] + "never" for text in plain]  # the texts end with what may be the beginning of a stop string
+    assert continuations(decoder, tokenizer, prompts, arguments | {"until": begun}, none, batch_size) == plain
+    with pytest.raises(UserError, match=rf"max_gen_toks is {CONTEXT}"):
+        continuations(decoder, tokenizer, prompts, {"max_gen_toks": CONTEXT}, none, batch_size)
+
+
+def test_generation_ends_when_a_stop_string_is_complete(tokenizer):
+    decoder, steps = make_decoder(), []
+    decoder.register_forward_hook(lambda *_: steps.append(1))
+    prompts, none = [tokenizer.encode("the")], frozenset()
+    text = continuations(decoder, tokenizer, prompts, {"max_gen_toks": 10}, none, 1)[0]
+    assert len(steps) == 10
+    continuations(decoder, tokenizer, prompts, {"max_gen_toks": 10, "until": [text[0]]}, none, 1)
+    assert len(steps) == 11
+
+
+def test_generation_arguments_are_read_as_lm_eval_means_them():
+    assert read_arguments({}) == ([], 256, Sampling(temperature=0.0))
+    assert read_arguments({"until": "x", "max_new_tokens": 5, "do_sample": False, "temperature": 0.7}) == (
+        ["x"],
+        5,
+        Sampling(temperature=0.0),
+    )
+    sampled = read_arguments({"until": ["", "y"], "temperature": 0.5, "top_k": 3, "do_sample": True})
+    assert sampled == (["y"], 256, Sampling(temperature=0.5, top_k=3))
+    assert read_arguments({"do_sample": True})[2] == Sampling(temperature=1.0)
+    with pytest.raises(UserError, match="num_beams"):
+        read_arguments({"num_beams": 4})
+
+
+def test_a_missing_lm_eval_is_one_line_that_says_how_to_install_it(monkeypatch):
+    original = builtins.__import__
+
+    def without(name, *rest):
+        if name.startswith("lm_eval"):
+            raise ImportError(name)
+        return original(name, *rest)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(UserError, match="pip install lm_eval"):
+        register()
+
+
+# In lm-eval itself
+
+TASKS = {
+    "rolling": (
+        "output_type: loglikelihood_rolling\ndoc_to_text: ''\ndoc_to_target: '{{text}}'\n"
+        "metric_list:\n  - metric: byte_perplexity\n",
+        [{"text": text} for text in (TEXT[0], "fox", " over the lazy dog\n", "x" * 60)],
+    ),
+    "choice": (
+        "output_type: multiple_choice\ndoc_to_text: '{{q}}'\ndoc_to_choice: choices\ndoc_to_target: answer\n"
+        "target_delimiter: ''\nmetric_list:\n  - metric: acc\n",
+        [
+            {"q": "the quick", "choices": [" brown", " dog"], "answer": 0},
+            {"q": "", "choices": ["runs", "away"], "answer": 1},
+            {"q": "and  ", "choices": ["fox", "jumps"], "answer": 1},
+            {"q": TEXT[0], "choices": ["the", " dog"], "answer": 0},
+        ],
+    ),
+    "answers": (
+        "output_type: generate_until\ndoc_to_text: '{{q}}'\ndoc_to_target: a\nmetric_list:\n  - metric: exact_match\n"
+        "generation_kwargs:\n  until: ['.', 'fox']\n  max_gen_toks: 12\n  do_sample: false\n",
+        [{"q": text, "a": "x"} for text in ("the", "the quick", "and runs", TEXT[0])],
+    ),
+}
+
+
+@pytest.fixture
+def evaluate(tmp_path, monkeypatch):
+    """Run the tasks with a model of lm-eval and return each request's answer, by task."""
+    pytest.importorskip("accelerate", reason="needs lm-eval: pip install lm_eval accelerate")
+    lm_eval = pytest.importorskip("lm_eval", reason="needs lm-eval: pip install lm_eval accelerate")
+    from lm_eval.tasks import TaskManager
+
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    for name, (fields, documents) in TASKS.items():
+        lines = "".join(json.dumps(document) + "\n" for document in documents)
+        (tmp_path / f"{name}.jsonl").write_text(lines, encoding="utf-8")
+        source = f"dataset_path: json\ndataset_kwargs:\n  data_files:\n    test: {tmp_path / name}.jsonl\n"
+        (tmp_path / f"{name}.yaml").write_text(f"task: {name}\ntest_split: test\n{source}{fields}", encoding="utf-8")
+    manager = TaskManager(include_path=str(tmp_path), include_defaults=False)
+
+    def run(model: str, checkpoint: Path) -> dict[str, list]:
+        results = lm_eval.simple_evaluate(
+            model=model,
+            model_args={"pretrained": str(checkpoint), "dtype": "float32"},
+            tasks=list(TASKS),
+            task_manager=manager,
+            batch_size=3,
+            device="cuda:0",  # the default of its command line, also where there is no GPU
+            bootstrap_iters=0,
+        )
+        samples = {name: sorted(results["samples"][name], key=lambda sample: sample["doc_id"]) for name in TASKS}
+        return {name: [answer[0] for sample in samples[name] for answer in sample["resps"]] for name in TASKS}
+
+    return run
+
+
+@pytest.fixture
+def save(tokenizer, tmp_path):
+    def save_(decoder: Decoder) -> Path:
+        save_pretrained(decoder, tmp_path / "model", bos_token_id=tokenizer.bos_id, eos_token_id=tokenizer.eos_id)
+        tokenizer.save(tmp_path / "model")
+        return tmp_path / "model"
+
+    return save_
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [{}, {"qk_norm": True}, {"norm": "layer"}], ids=["llama", "qwen3", "stablelm"])
+def test_a_model_of_a_family_gets_the_answers_of_lm_evals_own_hf_model(evaluate, save, changes):
+    register()
+    checkpoint = save(make_decoder(**changes))
+    ours, theirs = evaluate("prenorm", checkpoint), evaluate("hf", checkpoint)
+    assert len(ours["rolling"]) == 4 and len(ours["choice"]) == 8
+    assert ours["rolling"] == pytest.approx(theirs["rolling"], rel=1e-5)
+    assert [value for value, _ in ours["choice"]] == pytest.approx([value for value, _ in theirs["choice"]], rel=1e-5)
+    assert [flag for _, flag in ours["choice"]] == [flag for _, flag in theirs["choice"]]
+    assert ours["answers"] == theirs["answers"]
+
+
+@pytest.mark.slow
+def test_a_model_of_no_family_is_evaluated_by_our_own_log_likelihoods(evaluate, save, tokenizer):
+    register()
+    decoder = make_decoder(norm="layer", norm_placement="post")
+    found = evaluate("prenorm", save(decoder))
+    for document, value in zip(TASKS["rolling"][1], found["rolling"], strict=True):
+        ids = [tokenizer.bos_id, *tokenizer.encode(document["text"])]  # BOS is predicted too, as by `hf`
+        total = 0.0
+        for start in range(0, len(ids), CONTEXT):  # each token once; the last window keeps a full context before it
+            end = min(start + CONTEXT, len(ids))
+            before = ids[max(end - CONTEXT - 1, 0) : start] if start else [tokenizer.bos_id]
+            total += one_by_one(decoder, before, ids[start:end])[0]
+        assert value == pytest.approx(total, rel=1e-5)

@@ -1,0 +1,148 @@
+"""Tokenizers in llama.cpp's terms. That llama.cpp then gives the same ids: tests/model/test_llama_cpp.py."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import sentencepiece
+import tokenizers
+from tokenizers import Regex, normalizers, pre_tokenizers
+from tokenizers.pre_tokenizers import ByteLevel
+
+from data.llama_cpp import WORDS, chat_template, llama_cpp_vocabulary
+from data.tokenizer import SentencePieceTokenizer, load_tokenizer, train_tokenizer
+from errors import UserError
+
+CONTROL, USER_DEFINED, UNUSED = 3, 4, 5
+ALPHABET = sorted(ByteLevel.alphabet())
+
+
+def words(regex: str, *after: pre_tokenizers.PreTokenizer, behavior: str = "isolated") -> pre_tokenizers.Sequence:
+    """Split by the expression; then, unless given otherwise, map bytes to characters."""
+    bytes_alone = ByteLevel(add_prefix_space=False, use_regex=False)
+    return pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(regex), behavior), *(after or [bytes_alone])])
+
+
+@pytest.fixture
+def byte_level(tmp_path) -> Callable:
+    """A byte-level tokenizer of 256 bytes, two merges, a special token and an added token that is none."""
+
+    def make(pre_tokenizer, normalizer=None, alphabet=ALPHABET, ignore_merges=False, **model):
+        vocabulary = {character: i for i, character in enumerate([*alphabet, "ab", "abc"])}
+        bpe = tokenizers.models.BPE(vocabulary, [("a", "b"), ("ab", "c")], ignore_merges=ignore_merges, **model)
+        tokenizer = tokenizers.Tokenizer(bpe)
+        tokenizer.pre_tokenizer = pre_tokenizer
+        if normalizer is not None:
+            tokenizer.normalizer = normalizer
+        tokenizer.add_special_tokens(["<|end|>"])
+        tokenizer.add_tokens(["<think>"])
+        tokenizer.save(str(tmp_path / "tokenizer.json"))
+        (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<|end|>"}')
+        return load_tokenizer(tmp_path)
+
+    return make
+
+
+KNOWN = {
+    "qwen2": (words(WORDS % r"\p{N}"), False),
+    "llama-bpe": (words(WORDS % r"\p{N}{1,3}"), True),
+    "gpt-2": (ByteLevel(add_prefix_space=False), False),
+    "smollm": (
+        pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), ByteLevel(add_prefix_space=False)]),
+        False,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_a_known_way_to_split_text_has_its_name(byte_level, name):
+    pre_tokenizer, ignore_merges = KNOWN[name]
+    found = llama_cpp_vocabulary(byte_level(pre_tokenizer, ignore_merges=ignore_merges), 300)
+    assert (found.pre_tokenizer, found.merges, found.notes) == (name, ["a b", "ab c"], [])
+    assert found.types[258:262] == [CONTROL, USER_DEFINED, UNUSED, UNUSED]
+
+
+UNKNOWN = {
+    "another expression": words(WORDS % r"\p{N}{1,2}"),
+    "an expression that is removed": words(WORDS % r"\p{N}", behavior="removed"),
+    "no bytes": words(WORDS % r"\p{N}", pre_tokenizers.Digits(individual_digits=False)),
+    "a space in front": ByteLevel(add_prefix_space=True),
+    "words twice": words(WORDS % r"\p{N}", ByteLevel(add_prefix_space=False)),
+    "groups of digits": pre_tokenizers.Sequence([pre_tokenizers.Digits(), ByteLevel(add_prefix_space=False)]),
+    "no expression": ByteLevel(add_prefix_space=False, use_regex=False),
+}
+
+
+@pytest.mark.parametrize("pre_tokenizer", UNKNOWN.values(), ids=UNKNOWN.keys())
+def test_an_unknown_way_to_split_text_is_refused(byte_level, pre_tokenizer):
+    with pytest.raises(UserError, match="it splits text in a way that is not known here"):
+        llama_cpp_vocabulary(byte_level(pre_tokenizer), 300)
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_ignoring_merges_belongs_to_the_way_to_split_text(byte_level, name):
+    pre_tokenizer, ignore_merges = KNOWN[name]
+    with pytest.raises(UserError, match="not known here"):
+        llama_cpp_vocabulary(byte_level(pre_tokenizer, ignore_merges=not ignore_merges), 300)
+
+
+def test_other_normalizers_and_encodings_are_refused(byte_level):
+    plain = ByteLevel(add_prefix_space=False)
+    with pytest.raises(UserError, match="normalizer Lowercase"):
+        llama_cpp_vocabulary(byte_level(plain, normalizers.Lowercase()), 300)
+    with pytest.raises(UserError, match="all 256 bytes"):
+        llama_cpp_vocabulary(byte_level(plain, alphabet=ALPHABET[1:]), 300)
+    with pytest.raises(UserError, match="marks the parts of words or is random"):
+        llama_cpp_vocabulary(byte_level(plain, dropout=0.1), 300)
+
+
+def test_a_sentencepiece_model_keeps_its_pieces_scores_and_types(tmp_path):
+    ours = train_tokenizer(["some text  to train on, and more text"] * 9, 290, tmp_path / "t.model")
+    found = llama_cpp_vocabulary(ours, 300)
+    processor = sentencepiece.SentencePieceProcessor(model_proto=ours.content)
+    assert (found.kind, found.add_space_prefix, found.merges) == ("llama", False, [])
+    assert found.tokens == [processor.id_to_piece(i) for i in range(290)] + [f"[PAD{i}]" for i in range(290, 300)]
+    assert found.scores[:290] == [processor.get_score(i) for i in range(290)]
+    assert found.types[:290] == [
+        2 if processor.is_unknown(i) else 3 if processor.is_control(i) else 6 if processor.is_byte(i) else 1
+        for i in range(290)
+    ]
+    assert found.types[290:] == [UNUSED] * 10
+
+
+def test_a_model_that_adds_and_drops_spaces_says_so(llama):
+    found = llama_cpp_vocabulary(llama, 512)
+    assert found.add_space_prefix
+    assert [note for note in found.notes if "drops extra spaces" in note] == found.notes != []
+
+
+def test_special_tokens_that_llama_cpp_finds_in_plain_text_are_named(tmp_path):
+    harmless = train_tokenizer(["a small text"] * 9, 280, tmp_path / "a.model")
+    assert llama_cpp_vocabulary(harmless, 280).notes == []
+    # `<s` becomes a piece, and `<s` + `>` is the text of BOS.
+    tags = train_tokenizer(["<s <s <s <sp <sp ></ > >"] * 9, 273, tmp_path / "b.model")
+    assert any(note.startswith("llama.cpp reads the texts <s> as") for note in llama_cpp_vocabulary(tags, 273).notes)
+
+
+def test_sentencepiece_models_of_another_kind_are_refused(tmp_path):
+    with open(tmp_path / "unigram.model", "wb") as file:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(["the quick brown fox", "and runs away"] * 50),
+            model_writer=file,
+            vocab_size=25,
+            model_type="unigram",
+            minloglevel=2,
+        )
+    tokenizer = SentencePieceTokenizer((tmp_path / "unigram.model").read_bytes())
+    with pytest.raises(UserError, match="it is not a byte-pair encoding"):
+        llama_cpp_vocabulary(tokenizer, 25)
+
+
+def test_the_chat_template_is_found_where_transformers_looks(tmp_path: Path):
+    assert chat_template(tmp_path) is None
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    assert chat_template(tmp_path) is None
+    (tmp_path / "tokenizer_config.json").write_text('{"chat_template": [{"name": "default", "template": "x"}]}')
+    assert chat_template(tmp_path) == [{"name": "default", "template": "x"}]
+    (tmp_path / "chat_template.jinja").write_text("é", encoding="utf-8")
+    assert chat_template(tmp_path) == "é"

@@ -1,0 +1,313 @@
+"""GGUF files: what they hold computes the same function by llama.cpp's conventions, and errors leave nothing behind.
+
+`llama_cpp_logits` follows llama.cpp's source (src/models/llama.cpp, qwen3.cpp, stablelm.cpp) in float64. llama.cpp
+itself is asked in test_llama_cpp.py.
+"""
+
+import builtins
+import json
+import os
+import stat
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from data.tokenizer import train_tokenizer
+from errors import UserError
+from model import gguf as command
+from model.gguf import write_gguf
+from model.pretrained import save_pretrained
+
+gguf = pytest.importorskip("gguf", reason="needs the gguf package: pip install gguf")
+
+ROOT = Path(__file__).parents[2]
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    """A tokenizer of 290 pieces: fewer than the model has ids."""
+    text = "the quick brown fox jumps over the lazy dog and runs  away"
+    return train_tokenizer([text] * 20, 290, tmp_path_factory.mktemp("tokenizer") / "t.model")
+
+
+@pytest.fixture
+def checkpoint(make_decoder, tokenizer, tmp_path) -> Callable[..., tuple]:
+    """A small decoder of 300 ids with the given changes, and the directory it is saved in."""
+
+    def make(dtype=torch.float32, **changes):
+        decoder = make_decoder(vocab_size=300, **changes).to(dtype)
+        save_pretrained(decoder, tmp_path / "model", bos_token_id=1, eos_token_id=2)
+        tokenizer.save(tmp_path / "model")
+        return decoder, tmp_path / "model"
+
+    return make
+
+
+def read(path: Path) -> tuple[dict, dict[str, np.ndarray]]:
+    """Metadata, and tensors in float64."""
+    reader = gguf.GGUFReader(path)
+    tensors = {t.name: gguf.dequantize(t.data, t.tensor_type).astype(np.float64) for t in reader.tensors}
+    return {name: field.contents() for name, field in reader.fields.items()}, tensors
+
+
+def llama_cpp_logits(path: Path, ids: list[int]) -> torch.Tensor:
+    """Logits (T, V) of a GGUF file by llama.cpp's conventions: metadata with its defaults, pairs of the rotation."""
+    fields, arrays = read(path)
+    tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    arch = fields["general.architecture"]
+    get = lambda key: fields[f"{arch}.{key}"]  # noqa: E731
+    heads, kv_heads, width = get("attention.head_count"), get("attention.head_count_kv"), get("attention.key_length")
+    rms = arch != "stablelm"
+    eps = get("attention.layer_norm_rms_epsilon" if rms else "attention.layer_norm_epsilon")
+
+    def norm(x, name):
+        centered = x if rms else x - x.mean(-1, keepdim=True)
+        y = centered / (centered.square().mean(-1, keepdim=True) + eps).sqrt() * tensors[f"{name}.weight"]
+        return y if rms else y + tensors[f"{name}.bias"]
+
+    def linear(x, name):
+        return x @ tensors[f"{name}.weight"].T + tensors.get(f"{name}.bias", 0)
+
+    positions = torch.arange(len(ids), dtype=torch.float64)
+    frequency = get("rope.freq_base") ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
+    angle = torch.outer(positions, frequency / tensors.get("rope_freqs.weight", 1))[:, None]  # (T, 1, d/2)
+    assert get("rope.dimension_count") == width
+
+    def rotate(x):  # (T, H, d)
+        a, b = (x[..., 0::2], x[..., 1::2]) if arch == "llama" else x.chunk(2, -1)
+        a, b = a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos()
+        return torch.stack([a, b], -1).flatten(-2) if arch == "llama" else torch.cat([a, b], -1)
+
+    x = tensors["token_embd.weight"][ids]
+    mask = torch.ones(len(ids), len(ids)).tril().log().double()
+    for i in range(get("block_count")):
+        block = f"blk.{i}."
+        h = norm(x, block + "attn_norm")
+        q, k, v = (
+            linear(h, f"{block}attn_{n}").unflatten(-1, (count, width))
+            for n, count in (("q", heads), ("k", kv_heads), ("v", kv_heads))
+        )
+        if arch == "qwen3":
+            q, k = norm(q, block + "attn_q_norm"), norm(k, block + "attn_k_norm")
+        q, k = rotate(q), rotate(k).repeat_interleave(heads // kv_heads, 1)
+        scores = torch.einsum("thd,shd->hts", q, k) / width**0.5 + mask
+        values = v.repeat_interleave(heads // kv_heads, 1)
+        x = x + linear(torch.einsum("hts,shd->thd", scores.softmax(-1), values).flatten(1), block + "attn_output")
+        h = norm(x, block + "ffn_norm")
+        gate = linear(h, block + "ffn_gate")
+        x = x + linear(gate * gate.sigmoid() * linear(h, block + "ffn_up"), block + "ffn_down")
+    if arch == "stablelm":
+        assert "output.weight" in tensors  # that architecture has no tied head
+    return norm(x, "output_norm") @ tensors.get("output.weight", tensors["token_embd.weight"]).T
+
+
+CASES = {
+    "llama": {},
+    "llama, tied": {"tie_word_embeddings": True},
+    "llama, qkv biases": {"attention_bias": True},
+    "llama, wide heads": {"head_dim": 20},
+    "llama, scaled rope": {"rope_scaling": LLAMA3},
+    "qwen3": {"qk_norm": True, "rope_theta": 500.0},
+    "qwen3, tied, qkv biases": {"qk_norm": True, "attention_bias": True, "tie_word_embeddings": True},
+    "stablelm": {"norm": "layer", "norm_eps": 1e-3},
+    "stablelm, tied, qkv biases": {"norm": "layer", "attention_bias": True, "tie_word_embeddings": True},
+    "stablelm, no norm bias": {"norm": "layer", "norm_bias": False},
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("changes", CASES.values(), ids=CASES.keys())
+def test_the_file_computes_the_same_logits_by_the_conventions_of_llama_cpp(checkpoint, relative, tmp_path, changes):
+    decoder, directory = checkpoint(**{"tie_word_embeddings": False} | changes)
+    write_gguf(directory, tmp_path / "model.gguf")
+    ids = torch.randint(0, 300, (40,), generator=torch.Generator().manual_seed(2))
+    assert relative(decoder(ids[None])[0], llama_cpp_logits(tmp_path / "model.gguf", ids.tolist())) <= 2e-6
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_matrices_have_the_dtype_that_was_asked_for_and_the_rest_is_float32(checkpoint, tmp_path, dtype):
+    decoder, directory = checkpoint(attention_bias=True)
+    write_gguf(directory, tmp_path / "model.gguf", dtype)
+    fields, tensors = read(tmp_path / "model.gguf")
+    types = {t.name: t.tensor_type.name for t in gguf.GGUFReader(tmp_path / "model.gguf").tensors}
+    short = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}[dtype]
+    assert {types[name] for name, tensor in tensors.items() if tensor.ndim == 2} == {short}
+    assert {types[name] for name, tensor in tensors.items() if tensor.ndim == 1} == {"F32"}
+    assert gguf.LlamaFileType(fields["general.file_type"]).name.endswith(short)
+    expected = decoder.embed_tokens.weight.to(getattr(torch, dtype)).double()
+    assert torch.equal(torch.from_numpy(tensors["token_embd.weight"]), expected)
+
+
+def test_the_stored_dtype_is_kept_by_default(checkpoint, tmp_path):
+    _, directory = checkpoint(torch.bfloat16)
+    write_gguf(directory, tmp_path / "model.gguf")
+    assert read(tmp_path / "model.gguf")[0]["general.file_type"] == gguf.LlamaFileType.MOSTLY_BF16
+
+
+def test_metadata_describe_the_model_and_its_tokenizer(checkpoint, tokenizer, tmp_path):
+    _, directory = checkpoint()
+    write_gguf(directory, tmp_path / "model.gguf", name="mine")
+    fields, _ = read(tmp_path / "model.gguf")
+    assert {key.removeprefix("llama."): value for key, value in fields.items() if key.startswith("llama.")} == {
+        "vocab_size": 300,
+        "context_length": 64,
+        "embedding_length": 48,
+        "feed_forward_length": 80,
+        "block_count": 3,
+        "attention.head_count": 6,
+        "attention.head_count_kv": 2,
+        "attention.key_length": 8,
+        "attention.value_length": 8,
+        "attention.layer_norm_rms_epsilon": pytest.approx(1e-5),
+        "rope.dimension_count": 8,
+        "rope.freq_base": 10000.0,
+    }
+    words = {key.removeprefix("tokenizer.ggml."): value for key, value in fields.items() if "tokenizer.ggml" in key}
+    tokens, scores, types = (words.pop(key) for key in ("tokens", "scores", "token_type"))
+    assert words == {
+        "model": "llama",
+        "pre": "default",
+        "add_bos_token": True,
+        "add_eos_token": False,
+        "add_space_prefix": False,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    assert fields["general.name"] == "mine" and "tokenizer.chat_template" not in fields
+    processor = tokenizer._processor
+    assert tokens[:290] == [processor.id_to_piece(i) for i in range(290)]
+    assert scores[:290] == [processor.get_score(i) for i in range(290)]
+    assert types[:4] == [2, 3, 3, 6] and {*types[3:259]} == {6} and {*types[259:290]} == {1}
+    assert tokens[290:] == [f"[PAD{i}]" for i in range(290, 300)] and {*types[290:]} == {5}
+
+
+def test_chat_template_and_further_end_tokens_are_copied(checkpoint, tmp_path):
+    _, directory = checkpoint()
+    (directory / "generation_config.json").write_text('{"eos_token_id": [2, 7, 9]}')
+    config = json.loads((directory / "tokenizer_config.json").read_text())
+    (directory / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": "{{ old }}"}))
+    write_gguf(directory, tmp_path / "config.gguf")
+    (directory / "chat_template.jinja").write_text("{{ messages }} ü", encoding="utf-8")
+    write_gguf(directory, tmp_path / "file.gguf")
+    for name, template in {"config": "{{ old }}", "file": "{{ messages }} ü"}.items():
+        fields, _ = read(tmp_path / f"{name}.gguf")
+        assert (fields["tokenizer.chat_template"], fields["tokenizer.ggml.eot_token_id"]) == (template, 7)
+
+
+REFUSED = {
+    "no architecture": ({"norm": "layer", "norm_placement": "post"}, "no architecture .* placement post"),
+    "another norm": ({"norm": "dyt"}, r"no architecture .*\(norm dyt"),
+    "another mlp": ({"mlp": "gelu"}, "no architecture .* mlp gelu"),
+    "heads that do not divide": ({"hidden_size": 50, "head_dim": 6}, "6 heads of width 6 in 50 channels"),
+    "scaled rope": ({"norm": "layer", "rope_scaling": LLAMA3}, r"scaled \(stablelm, llama3\)"),
+}
+
+
+@pytest.mark.parametrize(("changes", "words"), REFUSED.values(), ids=REFUSED.keys())
+def test_what_llama_cpp_cannot_compute_is_refused(checkpoint, tmp_path, changes, words):
+    _, directory = checkpoint(**changes)
+    with pytest.raises(UserError, match=words):
+        write_gguf(directory, tmp_path / "model.gguf")
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_a_sliding_window_is_refused(make_config):
+    config = make_config()
+    command.choose_architecture(config)
+    object.__setattr__(config, "sliding_window", 16)
+    with pytest.raises(UserError, match="sliding window"):
+        command.choose_architecture(config)
+
+
+def test_weights_that_float16_cannot_hold_are_refused(make_decoder, tokenizer, tmp_path):
+    decoder = make_decoder(vocab_size=300)
+    decoder.layers[1].mlp.down_proj.weight.data[3, 4] = 1e5
+    save_pretrained(decoder, tmp_path / "model")
+    tokenizer.save(tmp_path / "model")
+    with pytest.raises(UserError, match=r"blk.1.ffn_down.weight .* float16 .*1e\+05.*--dtype bfloat16"):
+        write_gguf(tmp_path / "model", tmp_path / "model.gguf", "float16")
+    assert [path.name for path in tmp_path.iterdir()] == ["model"], "nothing incomplete is left"
+    write_gguf(tmp_path / "model", tmp_path / "model.gguf", "bfloat16")
+
+
+def test_an_existing_file_is_kept_and_a_missing_folder_named(checkpoint, tmp_path):
+    _, directory = checkpoint()
+    (tmp_path / "model.gguf").write_text("precious")
+    with pytest.raises(UserError, match=r"model\.gguf exists and is not overwritten"):
+        write_gguf(directory, tmp_path / "model.gguf")
+    assert (tmp_path / "model.gguf").read_text() == "precious"
+    with pytest.raises(UserError, match=r"there is no folder .*nowhere"):
+        write_gguf(directory, tmp_path / "nowhere" / "model.gguf")
+
+
+def test_a_full_disk_is_one_line_and_leaves_nothing(checkpoint, tmp_path, monkeypatch):
+    _, directory = checkpoint()
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(gguf.GGUFWriter, "write_tensor_data", full)
+    with pytest.raises(UserError, match=r"could not be written .*No space left on device"):
+        write_gguf(directory, tmp_path / "model.gguf")
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no such permissions")
+def test_others_can_read_the_file(checkpoint, tmp_path):
+    _, directory = checkpoint()
+    before = os.umask(0o022)
+    try:
+        write_gguf(directory, tmp_path / "model.gguf")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "model.gguf").stat().st_mode) == 0o644
+
+
+def test_a_missing_gguf_package_is_one_line_that_says_how_to_install_it(checkpoint, tmp_path, monkeypatch):
+    _, directory = checkpoint()
+    original = builtins.__import__
+
+    def without(name, *rest):
+        if name == "gguf":
+            raise ImportError(name)
+        return original(name, *rest)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(UserError, match="pip install gguf"):
+        write_gguf(directory, tmp_path / "model.gguf")
+
+
+def test_the_command_takes_a_run_folder_and_reports_errors_in_one_line(checkpoint, tmp_path, monkeypatch, capsys):
+    _, directory = checkpoint()
+    (tmp_path / "run").mkdir()
+    directory.rename(tmp_path / "run" / "best")
+    arguments = ["gguf", str(tmp_path / "run"), str(tmp_path / "out.gguf"), "--dtype", "float16"]
+    monkeypatch.setattr(sys, "argv", arguments)
+    command.main()
+    assert "100%" in capsys.readouterr().err
+    fields, _ = read(tmp_path / "out.gguf")
+    assert fields["general.name"] == "run" and fields["general.file_type"] == gguf.LlamaFileType.MOSTLY_F16
+    with pytest.raises(SystemExit) as caught:
+        command.main()
+    error = capsys.readouterr().err
+    assert caught.value.code == 2 and error.startswith("error: ") and error.count("\n") == 1
+
+
+def test_help_imports_no_torch():
+    code = "import sys, runpy; sys.argv = ['x', '--help']\ntry: runpy.run_module('model.gguf', run_name='__main__')\n"
+    code += "except SystemExit: print('torch' in sys.modules or 'tokenizers' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.endswith("False\n"), done.stdout + done.stderr
