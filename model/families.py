@@ -287,7 +287,7 @@ def read_rope(fields: dict) -> dict:
         scaling["beta_fast"], scaling["beta_slow"] = rope.get("beta_fast") or 32, rope.get("beta_slow") or 1
         scaling["truncate"] = bool(rope.get("truncate", True))
         original, factor = scaling["original_max_position_embeddings"], scaling["factor"]
-        if factor is None and is_number(context) and is_number(original) and original > 0:
+        if "factor" in rope and factor is None and is_number(context) and is_number(original) and original > 0:
             scaling["factor"] = factor = context / original
         if scaling["attention_factor"] is None and is_number(factor):
             scaling["attention_factor"] = yarn_attention_factor(factor, rope.get("mscale"), rope.get("mscale_all_dim"))
