@@ -94,7 +94,9 @@ def base(request, tmp_path_factory) -> Path:
 
 def mutations(fields: dict) -> Iterator[tuple[str, dict]]:
     """Every changed config.json, with a description of the change."""
-    for key in sorted({*fields, *OTHER_KEYS, *HARMLESS, *OFF, "an_unknown_key"} - {"model_type"}):
+    plain = "rope_scaling" not in fields and fields["rope_parameters"]["rope_type"] == "default"
+    keys = {*fields, *OTHER_KEYS, *(HARMLESS if plain else ()), *OFF, "an_unknown_key"}
+    for key in sorted(keys - {"model_type"}):
         value = fields.get(key)
         near = [value + 1, value * 2, value / 2] if isinstance(value, int | float) else []
         values = VALUES if key in fields or key in OTHER_KEYS else (None, True, 3, "x", {})
@@ -104,7 +106,7 @@ def mutations(fields: dict) -> Iterator[tuple[str, dict]]:
             for inner in [*value, "rope_type", "type", "factor", "mscale", "partial_rotary_factor", "truncate", "x"]:
                 number = value.get(inner)
                 near = [number * 2, number / 2] if isinstance(number, int | float) else []
-                for new in [*VALUES, *near, "linear", "yarn", "default", 1e-3]:
+                for new in [*VALUES, *near, "linear", "yarn", "default", 0.25]:
                     yield f"{key}.{inner}: {new!r}", fields | {key: changed(value, inner, new)}
 
 

@@ -1,7 +1,7 @@
 """Random models of every family that can be read, against transformers: at once, and token by token in padded batches.
 
-Tolerance: as in test_transformers.py, and for the angles: transformers rounds frequencies to float32, so that an angle
-of position p is off by up to p 2^-24; scores then differ by that too. Positions stay below 80: 5e-6.
+Tolerance: as in test_transformers.py; positions stay below 80, where frequencies rounded to float32 are exact enough.
+All families with all types of rotary positions: `python -m pytest -m slow tests/model/test_random_models.py`.
 """
 
 import itertools
@@ -12,9 +12,9 @@ import torch
 import transformers
 
 from model.cache import KeyValueCache
-from model.pretrained import load_pretrained, save_pretrained
+from model.pretrained import load_pretrained, save_pretrained, unpacked_tensors
 
-LOGITS = 5e-6
+LOGITS = 2e-6
 FAMILIES = {
     "llama": ("Llama", {"attention_bias": True}),
     "mistral": ("Mistral", {"sliding_window": None, "head_dim": 12}),
@@ -51,13 +51,8 @@ def random_rope(kind: str, draw: random.Random) -> dict:
     return rope
 
 
-@torch.no_grad()
-@pytest.mark.parametrize(
-    ("family", "rope"), [case if case in QUICK else pytest.param(*case, marks=pytest.mark.slow) for case in CASES]
-)
-def test_logits_at_once_and_of_greedy_decoding_in_a_padded_batch_equal_those_of_transformers(
-    shape, relative, tmp_path, family, rope
-):
+def random_model(family: str, rope: str, shape: dict) -> transformers.PreTrainedModel:
+    """A model of transformers with random weights, norm weights near 1, and random rotary parameters."""
     draw = random.Random(f"{family} {rope}")
     architecture, changes = FAMILIES[family]
     torch.manual_seed(draw.randrange(1000))
@@ -69,6 +64,17 @@ def test_logits_at_once_and_of_greedy_decoding_in_a_padded_batch_equal_those_of_
         if not name.endswith("o_proj.bias"):  # this decoder has none
             parameter.data = torch.randn(parameter.shape) * (0.3 if parameter.ndim == 1 else 0.12) + 0.02
             parameter.data += 0.8 if parameter.ndim == 1 else 0.0
+    return model
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("family", "rope"), [case if case in QUICK else pytest.param(*case, marks=pytest.mark.slow) for case in CASES]
+)
+def test_logits_at_once_and_of_greedy_decoding_in_a_padded_batch_equal_those_of_transformers(
+    shape, relative, tmp_path, family, rope
+):
+    model = random_model(family, rope, shape)
     model.save_pretrained(tmp_path / "theirs")
     decoder = load_pretrained(tmp_path / "theirs")
     save_pretrained(decoder, tmp_path / "ours")
@@ -99,3 +105,28 @@ def test_logits_at_once_and_of_greedy_decoding_in_a_padded_batch_equal_those_of_
     errors.append(relative(torch.stack(found, 1), torch.stack(generated.logits, 1)))
     print(family, rope, *(f"{error:.1e}" for error in errors))
     assert max(errors) <= LOGITS
+
+
+@pytest.mark.parametrize("family", ["qwen2, window", "qwen3, windows by layer"])
+def test_gradients_of_models_with_windows_and_yarn_equal_those_of_transformers_in_float64(
+    shape, relative, tmp_path, family
+):
+    """Tolerance: three times the largest error of the gradients that transformers computes in float32."""
+    model = random_model(family, "yarn", shape)
+    model.save_pretrained(tmp_path)
+    decoder = load_pretrained(tmp_path)
+    tokens = torch.randint(0, shape["vocab_size"], (2, 40))
+    decoder(tokens, tokens.roll(-1, 1)).sum().backward()
+    found = unpacked_tensors({name: parameter.grad for name, parameter in decoder.named_parameters()}, decoder.config)
+
+    def gradients():
+        model.zero_grad()
+        logits = model(tokens).logits.flatten(0, 1)
+        torch.nn.functional.cross_entropy(logits, tokens.roll(-1, 1).flatten(), reduction="sum").backward()
+        return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+    single, double = gradients(), (model.double(), gradients())[1]
+    limit = 3 * max(relative(single[name], expected) for name, expected in double.items())
+    assert limit < 1e-4
+    for name, expected in double.items():
+        assert relative(found[name], expected) <= limit, name
