@@ -74,6 +74,5 @@ def check_keys(fields: dict, read: Iterable[str]) -> None:
         key for key in fields if key not in HARMLESS and key not in OFF and key not in read and key != "auto_map"
     ]
     if unknown:
-        raise UserError(
-            f"{', '.join(unknown)}: unknown, and may change what the model computes; remove it if it does not."
-        )
+        keys = ", ".join(unknown)
+        raise UserError(f"unknown keys that may change what the model computes: {keys}; remove those that do not.")

@@ -274,7 +274,8 @@ def read_rope(fields: dict) -> dict:
     for key, value in rope.items():
         if key not in ROPE_KEYS:
             raise UserError(f"rotary positions have {key}, which is unknown and may change what the model computes.")
-        if key not in ("rope_type", "type", "truncate") and not (value is None or (is_number(value) and value >= 0)):
+        free = key in ("rope_type", "type", "truncate", "finetuned")
+        if not (free or value is None or (is_number(value) and value >= 0)):
             raise UserError(f"rotary positions have {key} {value!r}, which must be a number of at least 0, or null.")
     found = {key: rope.get(key, fields.get(key)) for key in ("rope_theta", "partial_rotary_factor")}
     if kind == "default":
@@ -325,5 +326,5 @@ def read_windows(fields: dict, family: Family, config: ModelConfig) -> dict:
     if slides and family.windows == "none":
         raise UserError(f"sliding_window is {window}, which {fields['model_type']} does not have; set it to null.")
     if types not in (None, [LAYER_TYPES[slides]] * layers):  # transformers reads them for its cache alone
-        raise UserError(f"layer_types is {types}, which {fields['model_type']} does not have; set it to null.")
+        raise UserError(f"layer_types are not those that {fields['model_type']} has; set them to null.")
     return {"sliding_window": window if slides else None}

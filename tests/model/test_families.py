@@ -31,8 +31,8 @@ REFUSED = {
     "quantized by MLX": ({"quantization": {"bits": 4}}, "quantization is"),
     "attention in both directions": ({"is_causal": False}, "is_causal is False, which .*; it needs True"),
     "attention in both directions, null": ({"is_causal": None}, "is_causal is None"),
-    "an unknown key": ({"logit_scale": 0.5}, "logit_scale: unknown, .* remove it if it does not"),
-    "two unknown keys": ({"logit_scale": 0.5, "mup": False}, "logit_scale, mup: unknown"),
+    "an unknown key": ({"logit_scale": 0.5}, "unknown keys .*: logit_scale; remove"),
+    "two unknown keys": ({"logit_scale": 0.5, "mup": False}, ": logit_scale, mup; remove those"),
     "code of its own": ({"auto_map": {"AutoModelForCausalLM": "x.Y"}}, "auto_map names code"),
     "partial rotation": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
     "partial rotation inside": ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5"),
@@ -47,7 +47,10 @@ REFUSED = {
     "yarn without a base": ({"rope_scaling": YARN, "rope_theta": 1}, "rope_theta is 1; yarn"),
     "llama's window": ({"sliding_window": 16}, "sliding_window is 16, which llama does not have"),
     "a window of nothing": ({"model_type": "mistral", "sliding_window": 0}, "sliding_window is 0"),
-    "windows by layer of llama": ({"layer_types": ["full_attention", "sliding_attention"]}, "which llama does not"),
+    "windows by layer of llama": (
+        {"layer_types": ["full_attention", "sliding_attention"]},
+        "layer_types are not those that llama has",
+    ),
     "windows by layer without a window": (
         {**QWEN_WINDOW, "use_sliding_window": False, "layer_types": ["sliding_attention"] * 3},
         "without a sliding window",
@@ -185,7 +188,7 @@ def test_the_original_context_of_scaled_positions_may_stand_beside_them_or_be_mi
     for changes, expected in (
         ({"rope_scaling": YARN}, 32),
         ({"rope_scaling": {"type": "yarn", "factor": 2.0}}, 64),  # max_position_embeddings
-        ({"rope_scaling": YARN, "original_max_position_embeddings": 16}, 16),
+        ({"rope_scaling": YARN | {"finetuned": True}, "original_max_position_embeddings": 16}, 16),
     ):
         edit_config(directory, **changes)
         assert load_config(directory).rope_scaling["original_max_position_embeddings"] == expected
@@ -197,7 +200,7 @@ def test_a_prenorm_file_from_before_there_were_windows_has_none(saved, edit_conf
     edit_config(directory, without=("sliding_window", "layer_types"))
     assert load_config(directory) == config
     edit_config(directory, logit_scale=0.5)
-    with pytest.raises(UserError, match="logit_scale: unknown"):
+    with pytest.raises(UserError, match=": logit_scale; remove"):
         load_config(directory)
 
 

@@ -126,9 +126,16 @@ def test_linear_and_yarn_scaling_equal_transformers(scaling, theta):
     expected, factor = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](theirs)
     rtol = 4e-7 + 2**-24 * config.rope_scaling["factor"]
     torch.testing.assert_close(frequencies(config), expected.double(), rtol=rtol, atol=0)
-    cos, sin = Rope(config)(0, 3)
-    assert cos[0, 0] == pytest.approx(factor, rel=1e-7)
-    torch.testing.assert_close((cos**2 + sin**2).sqrt(), torch.full((3, 32), factor), rtol=2e-7, atol=0)
+    assert config.rope_scaling.get("attention_factor", 1.0) == pytest.approx(factor, rel=1e-12)
+
+
+def test_yarn_multiplies_cos_and_sin_by_the_attention_factor(make_config):
+    scaling = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 16, "truncate": True}
+    scaling |= {"attention_factor": 1.7, "beta_fast": 32, "beta_slow": 1}
+    cos, sin = Rope(make_config(rope_scaling=scaling))(0, 64)
+    torch.testing.assert_close(cos**2 + sin**2, torch.full_like(cos, 1.7**2), rtol=4e-7, atol=0)
+    angles = torch.outer(torch.arange(64).double(), frequencies(make_config(rope_scaling=scaling)))
+    torch.testing.assert_close(sin.double() / 1.7, angles.sin(), rtol=0, atol=6e-8)
 
 
 def test_yarn_keeps_fast_pairs_stretches_slow_ones_and_blends_between():
