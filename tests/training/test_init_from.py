@@ -84,8 +84,7 @@ def test_a_conversion_of_a_tied_model_says_that_it_is_not_exact(flags, tmp_path)
     assert "weights centered except the embedding, which is also the head: not the same function" in said[-2]
 
 
-def test_a_run_continues_a_model_with_windows_and_yarn_and_its_settings_keep_them(flags, run, tmp_path):
-    path = run / "last" / "config.json"
+def test_a_run_continues_a_model_with_windows_and_yarn_and_its_settings_keep_them(flags, tmp_path):
     rope = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 16}
     window = {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1, "model_type": "qwen3"}
     train(parse([*flags, "--qk-norm", "--steps", "2"], "test").settings, tmp_path / "qwen3")
