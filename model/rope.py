@@ -64,7 +64,8 @@ class Rope(nn.Module):
         super().__init__()
         positions = torch.arange(config.max_position_embeddings, dtype=torch.float64, device="cpu")
         angles = torch.outer(positions, frequencies(config))
-        factor = (config.rope_scaling or {}).get("attention_factor", 1.0)
+        scaling = config.rope_scaling
+        factor = scaling["attention_factor"] if scaling is not None and scaling["rope_type"] == "yarn" else 1.0
         self.register_buffer("cos", (factor * angles.cos()).float(), persistent=False)
         self.register_buffer("sin", (factor * angles.sin()).float(), persistent=False)
 
