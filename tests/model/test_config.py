@@ -63,6 +63,7 @@ def test_the_default_model_has_four_million_parameters():
         ({"rope_scaling": {"rope_type": "linear"}}, "factor None; linear needs a number"),
         ({"rope_scaling": {**YARN, "beta_slow": 0}}, "beta_slow 0; yarn needs a number"),
         ({"rope_scaling": {**YARN, "attention_factor": float("nan")}}, "attention_factor nan"),
+        ({"rope_scaling": {**YARN, "attention_factor": 1e300}}, "needs a number above 0 and below 1e9"),
         ({"rope_scaling": {**YARN, "truncate": None}}, "truncate None; yarn needs true or false"),
         ({"rope_scaling": YARN, "rope_theta": 1.0}, "greater than 1"),
         ({"sliding_window": 0}, "sliding_window is 0"),
