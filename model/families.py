@@ -307,8 +307,8 @@ def yarn_attention_factor(factor: float, mscale: float | None, mscale_all_dim: f
 
 
 def is_number(value: object) -> bool:
-    """Whether a value of JSON is a number; true and false are not."""
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    """Whether a value of JSON is a number that a float can hold; true and false are not."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= 1e300
 
 
 def read_windows(fields: dict, family: Family, config: ModelConfig) -> dict:
