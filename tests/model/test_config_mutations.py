@@ -1,7 +1,7 @@
 """No config.json is read as another function than transformers reads it as: every key is changed, one at a time.
 
 A changed config.json beside the same small random weights must give equal logits, or a `UserError`, or an error of
-transformers itself. Tolerance: as in test_transformers.py. All changes take about two minutes:
+transformers itself. Tolerance: as in test_transformers.py. All changes take about ten minutes:
 `python -m pytest -m slow tests/model/test_config_mutations.py`; the ordinary suite draws some of them.
 """
 
