@@ -54,7 +54,13 @@ NORMS: dict[str, tuple[NormParameter, ...]] = {
 }
 PLACEMENTS = {"pre": 2, "post": 2, "sandwich": 4, "output": 2}  # placement of the norms: how many norms a layer has
 GATED, PLAIN = ("swiglu", "geglu", "reglu", "glu"), ("relu", "gelu")  # MLPs with three matrices, and with two
-LLAMA3_ROPE_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+LAYER_TYPES = ("full_attention", "sliding_attention")
+# How rotary frequencies can be scaled for longer contexts, and the numbers that each way needs; see model/rope.py.
+ROPE_SCALING = {
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow"),
+}
 
 
 @dataclass(frozen=True)
@@ -80,7 +86,12 @@ class ModelConfig:
     rope_theta: float = 10000.0
     """Base of the rotary frequencies; models with longer contexts use larger ones."""
     rope_scaling: Annotated[dict | None, Suppress] = None  # no flag: it comes with loaded weights
-    """Llama 3's scaling of the rotary frequencies for longer contexts, as its checkpoints define it."""
+    """Scaling of the rotary frequencies for longer contexts: `rope_type`, a row of `ROPE_SCALING`, and its numbers;
+    yarn also has `truncate`, true or false."""
+    sliding_window: int | None = None
+    """Number of tokens that each token attends to: itself and those just before it; by default all before it."""
+    layer_types: Annotated[list[str] | None, Suppress] = None  # no flag: it comes with loaded weights
+    """With a sliding window, full_attention or sliding_attention for each layer; by default every layer slides."""
     norm: Literal[*NORMS] = "rms"
     """The norm around every block and before the head; nothing else changes with it. rms: RMSNorm. layer: LayerNorm.
     The others are for comparisons, and slower. center: x minus its mean. prms: RMSNorm whose mean square is that of
@@ -117,6 +128,17 @@ class ModelConfig:
         if self.head_dim is not None and self.head_dim * self.num_attention_heads == self.hidden_size:
             object.__setattr__(self, "head_dim", None)  # equal models must have equal configurations
         object.__setattr__(self, "norm_bias", canonical_norm_bias(self.norm, self.norm_bias))
+        slides = self.sliding_window is not None and self.sliding_window < self.max_position_embeddings
+        if not slides or not any(self.windows):  # a window as wide as the context hides nothing
+            object.__setattr__(self, "sliding_window", None)
+        if self.sliding_window is None or all(self.windows):
+            object.__setattr__(self, "layer_types", None)
+
+    @property
+    def windows(self) -> list[int | None]:
+        """The sliding window of each layer; None where a token attends to all tokens before it."""
+        types = self.layer_types or ["sliding_attention"] * self.num_hidden_layers
+        return [self.sliding_window if kind == "sliding_attention" else None for kind in types]
 
     @property
     def resolved_head_dim(self) -> int:
@@ -154,9 +176,10 @@ def canonical_norm_bias(norm: str, norm_bias: bool | None) -> bool | None:
 def check(config: ModelConfig) -> None:
     """Raise `UserError`, which says how to fix it, for a configuration that no decoder can have."""
     sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-    for name in (*sizes, "num_key_value_heads", "head_dim", "max_position_embeddings", "norm_groups"):
+    sizes += ("num_key_value_heads", "head_dim", "max_position_embeddings", "sliding_window", "norm_groups")
+    for name in sizes:
         value = getattr(config, name)
-        if name == "head_dim" and value is None:
+        if name in ("head_dim", "sliding_window") and value is None:
             continue
         if type(value) is not int or value < 1:
             raise UserError(f"{name} is {value!r} and must be an integer of at least 1.")
@@ -193,23 +216,34 @@ def check(config: ModelConfig) -> None:
         raise UserError(f"hidden_size {config.hidden_size} is not a multiple of norm_groups {config.norm_groups}.")
     if config.mlp in PLAIN and config.intermediate_size % 2:
         raise UserError(f"intermediate_size {config.intermediate_size} must be even for --mlp {config.mlp}.")
-    check_rope_scaling(config.rope_scaling)
+    types, layers = config.layer_types, config.num_hidden_layers
+    if types is not None and not (
+        isinstance(types, list) and len(types) == layers and all(t in LAYER_TYPES for t in types)
+    ):
+        raise UserError(f"layer_types is {types!r} and must be {' or '.join(LAYER_TYPES)} for each of {layers} layers.")
+    check_rope_scaling(config)
 
 
-def check_rope_scaling(scaling: dict | None) -> None:
-    """Raise `UserError` unless `scaling` is None or complete and of Llama 3's type."""
+def check_rope_scaling(config: ModelConfig) -> None:
+    """Raise `UserError` unless the scaling of the rotary frequencies is None or complete."""
+    scaling, known = config.rope_scaling, ", ".join(ROPE_SCALING)
     if scaling is None:
         return
     if not isinstance(scaling, dict):
-        raise UserError(f"rope_scaling is {scaling!r} and must be a JSON object with Llama 3's keys.")
-    if scaling.get("rope_type") != "llama3":
-        raise UserError(f"rope_scaling of type {scaling.get('rope_type')!r} is not supported; only llama3 is.")
-    for key in LLAMA3_ROPE_KEYS:
+        raise UserError(f"rope_scaling is {scaling!r} and must be a JSON object with rope_type: {known}.")
+    kind = scaling.get("rope_type")
+    if not isinstance(kind, str) or kind not in ROPE_SCALING:
+        raise UserError(f"rope_scaling of type {kind!r} is not supported; {known} are.")
+    for key in ROPE_SCALING[kind]:
         value = scaling.get(key)
-        if not isinstance(value, int | float) or value <= 0:
-            raise UserError(f"rope_scaling has {key} {value!r}; llama3 needs a number greater than 0.")
-    if scaling["high_freq_factor"] <= scaling["low_freq_factor"]:
+        if not isinstance(value, int | float) or not 0 < value < 1e9:  # scores are products of two attention factors
+            raise UserError(f"rope_scaling has {key} {value!r}; {kind} needs a number above 0 and below 1e9.")
+    if kind == "llama3" and scaling["high_freq_factor"] <= scaling["low_freq_factor"]:
         raise UserError("rope_scaling needs a high_freq_factor above its low_freq_factor.")
+    if kind == "yarn" and not isinstance(scaling.get("truncate"), bool):
+        raise UserError(f"rope_scaling has truncate {scaling.get('truncate')!r}; yarn needs true or false.")
+    if kind == "yarn" and config.rope_theta <= 1:
+        raise UserError(f"rope_theta is {config.rope_theta!r}; yarn needs a number greater than 1.")
 
 
 def num_parameters(config: ModelConfig, embedding: bool = True) -> int:

@@ -7,13 +7,15 @@ this decoder cannot represent. Imports no torch.
 
 import dataclasses
 import json
+import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from errors import UserError
-from model.config import LLAMA3_ROPE_KEYS, ModelConfig
+from model.config import LAYER_TYPES, ROPE_SCALING, ModelConfig
+from model.config_keys import check_keys
 
 
 @dataclass(frozen=True)
@@ -36,16 +38,21 @@ class Family:
     """The heads that it allows. any: every number of heads of every head_dim. divide: every head_dim, but
     num_attention_heads must divide hidden_size. fill: the query heads fill hidden_size, head_dim being
     hidden_size / num_attention_heads."""
+    windows: Literal["none", "all", "by layer"] = "none"
+    """The layers that can have a sliding window."""
     constants: tuple[tuple[str, object], ...] = ()
     """Keys of this family that are always written, with these values."""
     written: bool = True
     """Whether models are written as this family; if not, they are only read."""
-    defaults: tuple[tuple[str, object], ...] = ()
-    """The meaning of a missing key, where it differs from that in other families."""
+    defaults: dict[str, object] = field(default_factory=dict)
+    """The meaning of a missing key, where it differs from `DEFAULTS`."""
 
+
+QWEN_DEFAULTS = {"num_key_value_heads": 32, "max_position_embeddings": 32768, "sliding_window": 4096}
 
 # The only table that decides how models are written and which are read. Nothing is written as qwen2 or mistral: with
-# model_type qwen2, transformers would choose a tokenizer class that encodes with other token ids.
+# model_type qwen2, transformers would choose a tokenizer class that encodes with other token ids; with mistral, it
+# would warn of wrong ids, and change them if it is told to.
 FAMILIES = {
     "llama": Family(
         "LlamaForCausalLM",
@@ -54,8 +61,17 @@ FAMILIES = {
         output_bias=True,
         heads="divide",
         constants=(("mlp_bias", False),),
+        defaults={"max_position_embeddings": 2048},
     ),
-    "qwen3": Family("Qwen3ForCausalLM", "rms", "attention_bias", output_bias=True, qk_norm=True),
+    "qwen3": Family(
+        "Qwen3ForCausalLM",
+        "rms",
+        "attention_bias",
+        output_bias=True,
+        qk_norm=True,
+        windows="by layer",
+        defaults=QWEN_DEFAULTS | {"head_dim": 128},
+    ),
     "stablelm": Family(
         "StableLmForCausalLM",
         "layer",
@@ -63,22 +79,39 @@ FAMILIES = {
         eps="layer_norm_eps",
         heads="fill",
         constants=(("partial_rotary_factor", 1.0), ("use_parallel_residual", False), ("qk_layernorm", False)),
-        defaults=(("partial_rotary_factor", 0.25), ("layer_norm_eps", 1e-5)),
+        defaults={"num_key_value_heads": 32, "max_position_embeddings": 4096, "partial_rotary_factor": 0.25},
     ),
-    "qwen2": Family("Qwen2ForCausalLM", "rms", qkv_bias=True, written=False),
-    "mistral": Family("MistralForCausalLM", "rms", qkv_bias=False, written=False, defaults=(("sliding_window", 4096),)),
+    "qwen2": Family(
+        "Qwen2ForCausalLM", "rms", qkv_bias=True, windows="by layer", written=False, defaults=QWEN_DEFAULTS
+    ),
+    "mistral": Family(
+        "MistralForCausalLM",
+        "rms",
+        qkv_bias=False,
+        windows="all",
+        written=False,
+        defaults={"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096},
+    ),
 }
 FORMAT = 2  # of config.json with model_type prenorm, and of settings.toml; see `from_json`
+ADDED_FIELDS = ("sliding_window", "layer_types")  # that files of format 2 may lack
 SHAPE_FIELDS = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
-# The values of config.json that this decoder can represent; the first is what a missing key means.
-REQUIRED_VALUES = {
-    "hidden_act": ("silu", "swish"),
-    "mlp_bias": (False, None),
-    "use_parallel_residual": (False, None),
-    "qk_layernorm": (False, None),
-    "quantization_config": (None,),
-    "partial_rotary_factor": (1.0, None),
+# The meaning of a missing key, from the configuration classes of transformers. null key/value heads: as many as heads.
+DEFAULTS = {
+    "num_key_value_heads": None,
+    "head_dim": None,
+    "rope_theta": 10000.0,
+    "rms_norm_eps": 1e-6,
+    "layer_norm_eps": 1e-5,
+    "attention_bias": False,
+    "use_qkv_bias": False,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.02,
+    "sliding_window": None,
+    "use_sliding_window": False,
+    "max_window_layers": 28,
+    "layer_types": None,
 }
 EXPECTED_TYPES = {  # or null
     "rope_scaling": dict,
@@ -88,6 +121,8 @@ EXPECTED_TYPES = {  # or null
     "sliding_window": int,
     "max_window_layers": int,
 }
+ROPE_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "mscale", "mscale_all_dim", "truncate"}
+ROPE_KEYS |= {"finetuned"}.union(*ROPE_SCALING.values())
 
 
 def choose_model_type(config: ModelConfig) -> str:
@@ -101,6 +136,7 @@ def choose_model_type(config: ModelConfig) -> str:
         same = family.norm == config.norm and family.qk_norm == config.qk_norm
         same = same and (config.norm_placement, config.mlp) == ("pre", "swiglu")
         same = same and (family.norm == "layer" or not config.has_norm_bias)  # no family has RMSNorm with a bias
+        same = same and (family.windows == "by layer" or config.sliding_window is None)
         if family.written and same and heads_allowed[family.heads]:
             return model_type
     return "prenorm"
@@ -139,6 +175,10 @@ def to_json(config: ModelConfig, *, dtype: str, bos_token_id: int | None, eos_to
     }
     if isinstance(family.qkv_bias, str):
         fields[family.qkv_bias] = config.attention_bias
+    if config.sliding_window is not None:
+        types = [LAYER_TYPES[window is not None] for window in config.windows]
+        fields |= {"use_sliding_window": True, "sliding_window": config.sliding_window, "layer_types": types}
+        fields["max_window_layers"] = types.index("sliding_attention")
     if config.norm_bias is False:
         fields["prenorm"] = {"norm_bias": False}  # our own key: the zero biases in the file are dropped on reading
     return fields
@@ -174,8 +214,9 @@ def from_json(fields: dict) -> ModelConfig:
     model_type = fields.get("model_type")
     if model_type == "prenorm":
         names = [field.name for field in dataclasses.fields(ModelConfig)]
-        check_required_keys(fields, names)
-        config = ModelConfig(**{name: fields[name] for name in names})
+        check_required_keys(fields, [name for name in names if name not in ADDED_FIELDS])
+        check_keys(fields, [*names, "format"])
+        config = ModelConfig(**{name: fields[name] for name in names if name in fields})
         # Files without a format have norm_bias = true for every norm; it added no bias then: it meant the default.
         return config if "format" in fields or not config.norm_bias else dataclasses.replace(config, norm_bias=None)
     if not isinstance(model_type, str) or model_type not in FAMILIES:
@@ -185,40 +226,33 @@ def from_json(fields: dict) -> ModelConfig:
         if not isinstance(fields.get(key), expected | None):
             raise UserError(f"{key} is {fields[key]!r} and must be of type {expected.__name__}, or null.")
     family = FAMILIES[model_type]
-    fields = dict(family.defaults) | fields
-    required = [*SHAPE_FIELDS, "max_position_embeddings"]
-    if model_type != "llama":  # the first LLaMA had no grouped queries: there a missing key means as many as heads
-        required.append("num_key_value_heads")
-    if model_type == "qwen3":
-        required.append("head_dim")
-    check_required_keys(fields, required)
+    check_required_keys(fields, SHAPE_FIELDS)
+    # transformers also ignores the keys that only another family has; whether there are biases, the tensors show.
+    read = {*SHAPE_FIELDS, *EXPECTED_TYPES, *DEFAULTS, "max_position_embeddings", "original_max_position_embeddings"}
+    given, fields = fields, DEFAULTS | family.defaults | fields
     rope = read_rope(fields)
-    check_required_values(fields | {"partial_rotary_factor": rope.get("partial_rotary_factor")})
-    heads = fields["num_attention_heads"]
-    qkv_bias = fields.get(family.qkv_bias, False) if isinstance(family.qkv_bias, str) else family.qkv_bias
+    check_keys({**given, "partial_rotary_factor": rope.pop("partial_rotary_factor")}, read)
+    kv_heads = fields["num_key_value_heads"]
     config = ModelConfig(
         **{key: fields[key] for key in SHAPE_FIELDS},
-        num_key_value_heads=fields.get("num_key_value_heads") or heads,
-        head_dim=fields.get("head_dim"),
+        num_key_value_heads=fields["num_attention_heads"] if kv_heads is None else kv_heads,
+        head_dim=fields["head_dim"],
         max_position_embeddings=fields["max_position_embeddings"],
-        rope_theta=rope["rope_theta"],
-        rope_scaling=None
-        if rope["rope_type"] == "default"
-        else {k: rope.get(k) for k in ("rope_type", *LLAMA3_ROPE_KEYS)},
+        rope_theta=rope.pop("rope_theta"),
+        rope_scaling=rope or None,
         norm=family.norm,
         norm_bias=(fields.get("prenorm") or {}).get("norm_bias"),
-        norm_eps=fields.get(family.eps, 1e-6),
-        attention_bias=bool(qkv_bias),
+        norm_eps=fields[family.eps],
+        attention_bias=(fields[family.qkv_bias] or False) if isinstance(family.qkv_bias, str) else family.qkv_bias,
         qk_norm=family.qk_norm,
-        tie_word_embeddings=bool(fields.get("tie_word_embeddings", False)),
-        initializer_range=fields.get("initializer_range", 0.02),
+        tie_word_embeddings=fields["tie_word_embeddings"] or False,
+        initializer_range=fields["initializer_range"],
     )
     if family.heads == "fill" and config.head_dim is not None:
         raise UserError(
             f"head_dim {config.head_dim} is not hidden_size / num_attention_heads, and {model_type} ignores it."
         )
-    check_full_attention(fields, config)
-    return config
+    return dataclasses.replace(config, **read_windows(fields, family, config))
 
 
 def check_required_keys(fields: dict, names: Iterable[str]) -> None:
@@ -229,36 +263,68 @@ def check_required_keys(fields: dict, names: Iterable[str]) -> None:
 
 
 def read_rope(fields: dict) -> dict:
-    """The rotary parameters from either of the keys that transformers 4 and 5 use, completed with defaults."""
-    rope = dict(fields.get("rope_scaling") or fields.get("rope_parameters") or {})
-    rope["rope_type"] = rope.get("rope_type") or rope.get("type") or "default"
-    rope["rope_theta"] = rope.get("rope_theta") or fields.get("rope_theta") or 10000.0
-    rope.setdefault("partial_rotary_factor", fields.get("partial_rotary_factor"))
-    rope.setdefault("original_max_position_embeddings", fields.get("max_position_embeddings"))
-    if rope["rope_type"] not in ("default", "llama3") or any(isinstance(value, dict) for value in rope.values()):
-        raise UserError(
-            f"rotary positions of type {rope['rope_type']!r} ({rope}) are not supported; default and llama3 are."
-        )
-    return rope
+    """`rope_theta`, `partial_rotary_factor` and, unless it is the default, the scaling as `ModelConfig` has it.
+
+    Transformers 4 writes the key rope_scaling, and 5 rope_parameters.
+    """
+    rope = fields.get("rope_scaling") or fields.get("rope_parameters") or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if not isinstance(kind, str) or kind not in ("default", *ROPE_SCALING):
+        raise UserError(f"rotary positions of type {kind!r} are not supported; default, {', '.join(ROPE_SCALING)} are.")
+    for key, value in rope.items():
+        if key not in ROPE_KEYS:
+            raise UserError(f"rotary positions have {key}, which is unknown and may change what the model computes.")
+        free = key in ("rope_type", "type", "truncate", "finetuned")
+        if not (free or value is None or (is_number(value) and value >= 0)):
+            raise UserError(f"rotary positions have {key} {value!r}, which must be a number of at least 0, or null.")
+    found = {key: rope.get(key, fields.get(key)) for key in ("rope_theta", "partial_rotary_factor")}
+    if kind == "default":
+        return found
+    scaling = {key: rope.get(key) for key in ROPE_SCALING[kind]}
+    if "original_max_position_embeddings" in scaling:
+        context, key = fields["max_position_embeddings"], "original_max_position_embeddings"
+        scaling[key] = fields.get(key, rope.get(key, context))  # the key outside of the object counts first
+    if kind == "yarn":
+        scaling["beta_fast"], scaling["beta_slow"] = rope.get("beta_fast") or 32, rope.get("beta_slow") or 1
+        scaling["truncate"] = bool(rope.get("truncate", True))
+        original, factor = scaling["original_max_position_embeddings"], scaling["factor"]
+        if "factor" in rope and factor is None and is_number(context) and is_number(original) and original > 0:
+            scaling["factor"] = factor = context / original
+        if scaling["attention_factor"] is None and is_number(factor):
+            scaling["attention_factor"] = yarn_attention_factor(factor, rope.get("mscale"), rope.get("mscale_all_dim"))
+    return {**found, "rope_type": kind, **scaling}
 
 
-def check_required_values(fields: dict) -> None:
-    """Raise `UserError` for a model that computes another function than this decoder."""
-    for key, allowed in REQUIRED_VALUES.items():
-        value = fields.get(key, allowed[0])
-        if value not in allowed:
-            raise UserError(f"{key} is {value!r}, which this decoder cannot represent; it needs {allowed[0]!r}.")
+def yarn_attention_factor(factor: float, mscale: float | None, mscale_all_dim: float | None) -> float:
+    """The factor of cos and sin where config.json has none: 0.1 ln(factor) + 1 (Peng et al. 2023, equation 22).
+
+    DeepSeek's two keys make it a quotient; transformers takes them into account only where both are there.
+    """
+    logarithm = math.log(factor) if factor > 1 else 0.0
+    if mscale and mscale_all_dim:
+        return (0.1 * mscale * logarithm + 1) / (0.1 * mscale_all_dim * logarithm + 1)
+    return 0.1 * logarithm + 1
 
 
-def check_full_attention(fields: dict, config: ModelConfig) -> None:
-    """Raise `UserError` for attention with a sliding window shorter than the context."""
-    window = fields.get("sliding_window")
-    layer_types = fields.get("layer_types") or []
-    if fields["model_type"] in ("qwen2", "qwen3"):
-        slides = bool(fields.get("use_sliding_window")) and window is not None
-        slides = slides and (fields.get("max_window_layers") or 0) < config.num_hidden_layers
-    else:
-        slides = window is not None
-    slides = slides and window < config.max_position_embeddings
-    if slides or any(kind != "full_attention" for kind in layer_types):
-        raise UserError(f"attention has a sliding window of {window} tokens, which this decoder cannot represent.")
+def is_number(value: object) -> bool:
+    """Whether a value of JSON is a number that a float can hold; true and false are not."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= 1e300
+
+
+def read_windows(fields: dict, family: Family, config: ModelConfig) -> dict:
+    """`sliding_window` and `layer_types` of a `ModelConfig`, the rest of which is `config`."""
+    window, types, layers = fields["sliding_window"], fields["layer_types"], config.num_hidden_layers
+    if family.windows == "by layer":
+        window = window if fields["use_sliding_window"] else None
+        first = fields["max_window_layers"] or 0  # the layers before it attend to all tokens
+        if types is None:
+            types = [LAYER_TYPES[window is not None and layer >= first] for layer in range(layers)]
+        if window is None and "sliding_attention" in types:
+            raise UserError("layer_types has sliding_attention without a sliding window; set layer_types to null.")
+        return {"sliding_window": window, "layer_types": types}
+    slides = window is not None and window < config.max_position_embeddings
+    if slides and family.windows == "none":
+        raise UserError(f"sliding_window is {window}, which {fields['model_type']} does not have; set it to null.")
+    if types not in (None, [LAYER_TYPES[slides]] * layers):  # transformers reads them for its cache alone
+        raise UserError(f"layer_types are not those that {fields['model_type']} has; set them to null.")
+    return {"sliding_window": window if slides else None}

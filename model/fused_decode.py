@@ -47,7 +47,9 @@ class DecodeStep:
         self.logits: Tensor | None = None
         self.graph: torch.cuda.CUDAGraph | None = None
         self.obstacle: str | None = None
-        """Why the kernels cannot run, known after the first step."""
+        """Why the kernels cannot run, known after the first step; at once where a sliding window would hide tokens."""
+        if config.sliding_window is not None and cache.max_length > config.sliding_window:
+            self.give_up(f"the kernels have no sliding window, and the model's is {config.sliding_window} tokens")
         self.graph_obstacle = None if supports_graphs(device) else f"{device.type} has none"
         """Why there is no graph, known after the second step."""
 
@@ -68,13 +70,17 @@ class DecodeStep:
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:  # whatever Triton, ptxas or the driver may raise
-                self.obstacle = describe(error)
-                print(f"fused decoding: {self.obstacle}; the decoder runs without it.", file=sys.stderr)
+                self.give_up(describe(error))
             else:
                 self.cache.length += 1
                 return self.logits[:, None]
         # The decoder overwrites this position of the cache, whatever the kernels have left there.
         return self._decoder()(tokens, cache=self.cache, padding=padding, last_only=True)
+
+    def give_up(self, obstacle: str) -> None:
+        """Let the decoder compute the steps from now on, and say why."""
+        self.obstacle = obstacle
+        print(f"fused decoding: {obstacle}; the decoder runs without it.", file=sys.stderr)
 
     def step(self, tokens: Tensor, padding: Tensor | None) -> None:
         """Copy the inputs into the graph's tensors and run it; leaves the result in `self.logits`.
@@ -166,7 +172,8 @@ def decode_step_for(decoder: Decoder, batch_size: int, positions: int) -> Iterat
 
     The last step is kept with its cache and graph, until it does not fit or its decoder is gone. Its cache has room for
     a power of two of positions, at least 256, so that prompts of different lengths share it; a power of two beyond the
-    model's context is cut to the context. The cache thus holds up to twice the memory that it needs, and longer.
+    model's context, or its sliding window, is cut to that. The cache thus holds up to twice the memory that it needs,
+    and longer.
     """
     device, config = decoder.embed_tokens.weight.device, decoder.config
     triton = kernels.gpu is not None and kernels.implementation(device) is kernels.gpu
@@ -175,7 +182,9 @@ def decode_step_for(decoder: Decoder, batch_size: int, positions: int) -> Iterat
         yield None
         return
     room = 1 << (max(positions, MIN_POSITIONS) - 1).bit_length()
-    room = max(positions, min(room, config.max_position_embeddings))
+    window = config.sliding_window  # the kernels can do without it where it hides nothing
+    limit = window if window is not None and positions <= window else config.max_position_embeddings
+    room = max(positions, min(room, limit))
     # A graph reads the memory that held the weights when it was captured: if they are now elsewhere, it is useless.
     weights = [*decoder.parameters(), *decoder.buffers()]
     valid_for = batch_size, room, decoder.compute_dtype, *((w.data_ptr(), w.dtype, w.device) for w in weights)

@@ -11,32 +11,63 @@ from model.config import ModelConfig
 def frequencies(config: ModelConfig) -> Tensor:
     """Rotation per position of each pair of elements, in radians, float64 (d/2,): theta^(-2i/d).
 
-    Su et al. 2021, section 3.2.2.
-
-    With Llama 3's scaling, wavelengths longer than the original context divided by `low_freq_factor` are stretched by
-    `factor`, and those shorter than the context divided by `high_freq_factor` are unchanged. In between, the two are
-    blended linearly in the number of turns that fit into the original context (Grattafiori et al. 2024, section 3.2).
+    Su et al. 2021, section 3.2.2. For contexts longer than the original one, a scaling divides by `factor` the
+    frequencies, or the part of each that `unscaled_part` does not keep.
     """
     exponents = torch.arange(0, config.resolved_head_dim, 2, dtype=torch.float64, device="cpu")
     frequency = config.rope_theta ** -(exponents / config.resolved_head_dim)
     if config.rope_scaling is None:
         return frequency
-    scaling = config.rope_scaling
-    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-    turns_in_context = scaling["original_max_position_embeddings"] * frequency / (2 * math.pi)
-    unscaled = ((turns_in_context - low) / (high - low)).clamp(0, 1)
-    return frequency * (unscaled + (1 - unscaled) / scaling["factor"])
+    kept = unscaled_part(config, frequency)
+    return frequency * (kept + (1 - kept) / config.rope_scaling["factor"])
+
+
+def unscaled_part(config: ModelConfig, frequency: Tensor) -> Tensor:
+    """How much of each frequency (d/2,) its scaling leaves as it is: from 0, divided by `factor`, to 1, unchanged.
+
+    linear  0 everywhere: positions are interpolated (Chen et al. 2023, arXiv 2306.15595, equation 4).
+    llama3  Wavelengths longer than the original context divided by `low_freq_factor` get 0, and those shorter than the
+            context divided by `high_freq_factor` 1. In between, it is linear in the number of turns that fit into the
+            original context (Grattafiori et al. 2024, section 3.2).
+    yarn    Pairs that make more than `beta_fast` turns in the original context get 1, and those that make fewer than
+            `beta_slow` get 0 (Peng et al. 2023, arXiv 2309.00071, section 3.2). In between, it is linear in the pair's
+            index, as in the authors' code and in transformers; in the paper, in the number of turns. `truncate` rounds
+            the two ends to whole indices.
+    """
+    scaling, context = config.rope_scaling, config.rope_scaling.get("original_max_position_embeddings")
+    if scaling["rope_type"] == "linear":
+        return torch.zeros_like(frequency)
+    if scaling["rope_type"] == "llama3":
+        low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+        return ((context * frequency / (2 * math.pi) - low) / (high - low)).clamp(0, 1)
+
+    def index_with(turns: float) -> float:
+        """Index, in general not whole, of the pair that makes so many turns in the original context."""
+        return config.resolved_head_dim * math.log(context / (2 * math.pi * turns)) / (2 * math.log(config.rope_theta))
+
+    first, last = index_with(scaling["beta_fast"]), index_with(scaling["beta_slow"])
+    if scaling["truncate"]:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, config.resolved_head_dim - 1)
+    if first == last:
+        last += 0.001  # a step, without dividing by 0
+    return 1 - ((torch.arange(len(frequency), dtype=torch.float64, device="cpu") - first) / (last - first)).clamp(0, 1)
 
 
 class Rope(nn.Module):
-    """cos and sin of (position, pair): computed once in float64, kept as float32 (max_position_embeddings, d/2)."""
+    """cos and sin of (position, pair): computed once in float64, kept as float32 (max_position_embeddings, d/2).
+
+    yarn multiplies them by `attention_factor`, and so all scores by its square (Peng et al. 2023, section 3.4).
+    """
 
     def __init__(self, config: ModelConfig):
         super().__init__()
         positions = torch.arange(config.max_position_embeddings, dtype=torch.float64, device="cpu")
         angles = torch.outer(positions, frequencies(config))
-        self.register_buffer("cos", angles.cos().float(), persistent=False)
-        self.register_buffer("sin", angles.sin().float(), persistent=False)
+        scaling = config.rope_scaling
+        factor = scaling["attention_factor"] if scaling is not None and scaling["rope_type"] == "yarn" else 1.0
+        self.register_buffer("cos", (factor * angles.cos()).float(), persistent=False)
+        self.register_buffer("sin", (factor * angles.sin()).float(), persistent=False)
 
     def _apply(self, fn, recurse: bool = True):
         """Move with the model to a device but stay float32: bfloat16 cannot tell positions above 256 apart."""

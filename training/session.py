@@ -206,7 +206,7 @@ def describe_conversion(before: ModelConfig, after: ModelConfig, center: bool) -
     weights = "weights not centered"
     if center:
         weights = "weights centered" + (" except the embedding, which is also the head" if tied else "")
-    same = ("norm_eps", "rope_theta", "rope_scaling")  # what else may differ and changes the function
+    same = ("norm_eps", "rope_theta", "rope_scaling", "windows")  # what else may differ and changes the function
     exact = center and not tied and biases != (True, False)
     exact = exact and all(getattr(before, field) == getattr(after, field) for field in same)
     options = []

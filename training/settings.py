@@ -282,8 +282,8 @@ def load_settings(path: Path) -> Settings:
         for key, value in values.items():
             if key not in keys:
                 raise UserError(f"{path}: unknown key {key} in [{table}].{nearest(key, keys)}")
-            if key == "rope_scaling":
-                nested[key] = value  # the only setting without a flag
+            if key in ("rope_scaling", "layer_types"):
+                nested[key] = value  # the only settings without a flag
             else:
                 arguments += as_flags(key, value)
     settings = tyro.cli(Settings, args=arguments, config=(tyro.conf.OmitArgPrefixes,), prog=str(path))

@@ -21,6 +21,18 @@ LLAMA3 = {
 }
 
 
+YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "attention_factor": 1.1,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "truncate": True,
+}
+LAYER_TYPES = ["full_attention", "sliding_attention", "full_attention"]
+
+
 def test_configuration_and_families_import_no_torch():
     code = "import sys, model.config, model.families, model.find_checkpoint; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
@@ -47,7 +59,17 @@ def test_the_default_model_has_four_million_parameters():
         ({"norm_eps": 0.0}, "norm_eps is 0.0"),
         ({"norm_bias": "yes"}, "norm_bias is 'yes' and must be true, false or null"),
         ({"rope_theta": float("inf")}, "rope_theta is inf"),
-        ({"rope_scaling": {"rope_type": "yarn"}}, "'yarn' is not supported"),
+        ({"rope_scaling": {"rope_type": "dynamic"}}, "'dynamic' is not supported; linear, llama3, yarn are"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "factor None; linear needs a number"),
+        ({"rope_scaling": {**YARN, "beta_slow": 0}}, "beta_slow 0; yarn needs a number"),
+        ({"rope_scaling": {**YARN, "attention_factor": float("nan")}}, "attention_factor nan"),
+        ({"rope_scaling": {**YARN, "attention_factor": 1e300}}, "needs a number above 0 and below 1e9"),
+        ({"rope_scaling": {**YARN, "truncate": None}}, "truncate None; yarn needs true or false"),
+        ({"rope_scaling": YARN, "rope_theta": 1.0}, "greater than 1"),
+        ({"sliding_window": 0}, "sliding_window is 0"),
+        ({"sliding_window": True}, "sliding_window is True"),
+        ({"sliding_window": 8, "layer_types": ["sliding_attention"]}, "for each of 3 layers"),
+        ({"sliding_window": 8, "layer_types": ["mamba"] * 3}, "full_attention or sliding_attention"),
         ({"rope_scaling": {**LLAMA3, "factor": None}}, "factor None"),
         ({"rope_scaling": {**LLAMA3, "high_freq_factor": 1.0}}, "high_freq_factor above"),
     ],
@@ -62,7 +84,7 @@ def test_the_hidden_size_that_an_error_suggests_is_accepted(make_config):
 
 
 def test_a_configuration_survives_json_unchanged(make_config):
-    config = make_config(rope_scaling=LLAMA3, head_dim=4)
+    config = make_config(rope_scaling=LLAMA3, head_dim=4, sliding_window=5, layer_types=LAYER_TYPES)
     assert ModelConfig(**json.loads(json.dumps(dataclasses.asdict(config)))) == config
 
 
@@ -70,6 +92,15 @@ def test_writing_the_default_head_dim_explicitly_gives_an_equal_configuration(ma
     assert make_config(head_dim=8) == make_config() and make_config(head_dim=8).head_dim is None
     assert make_config(head_dim=8).resolved_head_dim == 8
     assert make_config(head_dim=10) != make_config() and make_config(head_dim=10).head_dim == 10
+
+
+def test_windows_that_hide_nothing_give_an_equal_configuration(make_config):
+    assert make_config(sliding_window=64) == make_config(sliding_window=65) == make_config()
+    assert make_config(layer_types=LAYER_TYPES) == make_config()
+    assert make_config(sliding_window=8, layer_types=["full_attention"] * 3) == make_config()
+    assert make_config(sliding_window=8, layer_types=["sliding_attention"] * 3) == make_config(sliding_window=8)
+    assert make_config(sliding_window=63).windows == [63] * 3 and make_config().windows == [None] * 3
+    assert make_config(sliding_window=8, layer_types=LAYER_TYPES).windows == [None, 8, None]
 
 
 @pytest.mark.parametrize("norm", NORMS)

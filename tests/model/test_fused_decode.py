@@ -89,6 +89,32 @@ def test_a_prompt_of_one_token_and_one_of_more_tokens_than_a_range_are_right(mak
 
 
 @torch.inference_mode()
+def test_yarn_is_in_the_tables_that_the_kernels_read(make_decoder, relative):
+    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "truncate": True}
+    rope |= {"attention_factor": 1.3, "beta_fast": 4, "beta_slow": 0.5}
+    found, expected, *_ = steps(make_decoder(num_hidden_layers=1, rope_scaling=rope).eval(), 2, [5, 2])
+    assert relative(found, expected) < 2e-6
+
+
+@pytest.mark.usefixtures("triton_kernels")
+@torch.inference_mode()
+def test_where_a_sliding_window_hides_tokens_the_decoder_computes_the_step_and_one_line_says_so(
+    make_decoder, relative, capsys
+):
+    decoder, tokens = make_decoder(num_hidden_layers=1, sliding_window=5).eval(), random_tokens(1, 9)
+    found, step = decode(decoder, tokens[:, :5], positions=5)
+    assert step.obstacle is None and step.cache.max_length == 5 and capsys.readouterr().err == ""
+    assert relative(found, decoder(tokens[:, :5])) < 2e-6
+    found, step = decode(decoder, tokens, positions=9)
+    reason = "the kernels have no sliding window, and the model's is 5 tokens"
+    assert capsys.readouterr().err == f"fused decoding: {reason}; the decoder runs without it.\n"
+    assert step.obstacle is not None and step.cache.length == 9
+    rooms = {room: DecodeStep(decoder, KeyValueCache(decoder.config, 1, room)).obstacle is None for room in (5, 6)}
+    assert rooms == {5: True, 6: False}
+    assert relative(found, decoder(tokens)) < 2e-6
+
+
+@torch.inference_mode()
 def test_a_full_cache_is_refused(make_decoder):
     decoder = make_decoder().eval()
     cache = KeyValueCache(decoder.config, 1, 4)

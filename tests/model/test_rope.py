@@ -12,9 +12,18 @@ import torch
 import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from model.families import from_json
 from model.rope import Rope, frequencies
 
 LONG = 131072
+SHAPE = dict(
+    vocab_size=9,
+    hidden_size=128,
+    intermediate_size=9,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    num_key_value_heads=2,
+)
 
 
 @pytest.mark.parametrize("theta", [10000.0, 500000.0])
@@ -74,3 +83,68 @@ def test_llama3_scaling_equals_transformers(make_config):
     torch.testing.assert_close(ours, expected.double(), rtol=4e-7, atol=0)
     same, stretched = ours == unscaled, (ours / (unscaled / 32) - 1).abs() < 1e-9
     assert same.any() and stretched.any() and (~same & ~stretched).any()  # all three branches were compared
+
+
+SCALED = {
+    "linear": {"rope_type": "linear", "factor": 4.0},
+    "yarn of Qwen2.5": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768},
+    "yarn of MiniMind": {
+        "rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 2048, "beta_fast": 32.0,
+        "beta_slow": 1.0, "attention_factor": 1.0,
+    },
+    "yarn of gpt-oss": {
+        "rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False,
+    },
+    "yarn of DeepSeek": {
+        "rope_type": "yarn", "factor": 40.0, "original_max_position_embeddings": 4096, "mscale": 1.0,
+        "mscale_all_dim": 0.707,
+    },
+    "yarn, the factor from the contexts": {
+        "rope_type": "yarn", "factor": None, "original_max_position_embeddings": 1000, "beta_fast": 5, "beta_slow": 0.5,
+    },
+    "yarn that shrinks": {"rope_type": "yarn", "factor": 0.5, "original_max_position_embeddings": 4096},
+    "yarn with a step": {
+        "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096, "beta_fast": 2.0,
+        "beta_slow": 2.0, "truncate": False,
+    },
+    "yarn beyond all pairs": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 5},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("scaling", SCALED.values(), ids=SCALED.keys())
+@pytest.mark.parametrize("theta", [10000.0, 1e6])
+def test_linear_and_yarn_scaling_equal_transformers(scaling, theta):
+    """Frequencies, and the factor of cos and sin.
+
+    Tolerance: as for llama3; and transformers rounds the kept part, 1 minus the ramp, to 2^-24, which counts `factor`
+    times as much in a frequency that is nearly divided by it.
+    """
+    shape = dict(SHAPE, max_position_embeddings=LONG)
+    rope = {**scaling, "rope_theta": theta}
+    config = from_json({"model_type": "llama", **shape, "rope_parameters": rope})
+    theirs = transformers.LlamaConfig(**shape, rope_parameters=rope)
+    expected, factor = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](theirs)
+    rtol = 4e-7 + 2**-24 * config.rope_scaling["factor"]
+    torch.testing.assert_close(frequencies(config), expected.double(), rtol=rtol, atol=0)
+    assert config.rope_scaling.get("attention_factor", 1.0) == pytest.approx(factor, rel=1e-12)
+
+
+def test_yarn_multiplies_cos_and_sin_by_the_attention_factor(make_config):
+    scaling = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 16, "truncate": True}
+    scaling |= {"attention_factor": 1.7, "beta_fast": 32, "beta_slow": 1}
+    cos, sin = Rope(make_config(rope_scaling=scaling))(0, 64)
+    torch.testing.assert_close(cos**2 + sin**2, torch.full_like(cos, 1.7**2), rtol=4e-7, atol=0)
+    angles = torch.outer(torch.arange(64).double(), frequencies(make_config(rope_scaling=scaling)))
+    torch.testing.assert_close(sin.double() / 1.7, angles.sin(), rtol=0, atol=6e-8)
+
+
+def test_yarn_keeps_fast_pairs_stretches_slow_ones_and_blends_between():
+    """Peng et al. 2023: 32 turns or more in 4096 positions are kept, 1 or fewer are divided by the factor."""
+    shape = dict(SHAPE, max_position_embeddings=16384)
+    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}
+    ours = frequencies(from_json({"model_type": "llama", **shape, "rope_parameters": rope}))
+    unscaled = frequencies(from_json({"model_type": "llama", **shape}))
+    turns, ratio = 4096 * unscaled / (2 * math.pi), ours / unscaled
+    assert (ratio[turns > 40] == 1).all() and torch.allclose(ratio[turns < 0.7], torch.tensor(0.25, dtype=ratio.dtype))
+    blended = ratio[(turns > 1.5) & (turns < 25)]
+    assert ((blended > 0.25) & (blended < 1)).all() and (blended.diff() < 0).all() and len(blended) > 5

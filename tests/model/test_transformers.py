@@ -12,6 +12,11 @@ import transformers
 from model.pretrained import load_config, load_pretrained, save_pretrained
 
 LOGITS = 2e-6
+YARN = {
+    "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "attention_factor": 1.2, "beta_fast": 4,
+    "beta_slow": 0.5, "truncate": False,
+}  # fmt: skip
+LAYER_TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
 WRITTEN = {
     "rms": ("LlamaForCausalLM", {}),
     "rms, norm_bias off": ("LlamaForCausalLM", {"norm_bias": False}),
@@ -21,6 +26,12 @@ WRITTEN = {
     "qk norm": ("Qwen3ForCausalLM", {"qk_norm": True}),
     "qk norm with qkv bias": ("Qwen3ForCausalLM", {"qk_norm": True, "attention_bias": True}),
     "qk norm with odd heads": ("Qwen3ForCausalLM", {"qk_norm": True, "hidden_size": 50, "head_dim": 6}),
+    "qk norm with a window": ("Qwen3ForCausalLM", {"qk_norm": True, "sliding_window": 5}),
+    "qk norm with windows": ("Qwen3ForCausalLM", {"qk_norm": True, "sliding_window": 5, "layer_types": LAYER_TYPES}),
+    "rms with linear rope": ("LlamaForCausalLM", {"rope_scaling": {"rope_type": "linear", "factor": 3.0}}),
+    "rms with yarn": ("LlamaForCausalLM", {"rope_scaling": YARN}),
+    "qk norm with yarn": ("Qwen3ForCausalLM", {"rope_scaling": YARN, "qk_norm": True, "rope_theta": 500.0}),
+    "layer with yarn": ("StableLmForCausalLM", {"rope_scaling": YARN | {"truncate": True}, "norm": "layer"}),
     "layer": ("StableLmForCausalLM", {"norm": "layer", "norm_eps": 1e-3}),
     "layer without bias": ("StableLmForCausalLM", {"norm": "layer", "norm_bias": False}),
     "layer with qkv bias": ("StableLmForCausalLM", {"norm": "layer", "attention_bias": True, "rope_theta": 500.0}),
@@ -30,6 +41,8 @@ NO_FAMILY = {
     "layer with wide heads": {"norm": "layer", "head_dim": 20},
     "rms with heads that do not divide": {"hidden_size": 50, "head_dim": 6},
     "rms with bias": {"norm_bias": True},
+    "rms with a window": {"sliding_window": 5},
+    "layer with windows": {"norm": "layer", "sliding_window": 5, "layer_types": LAYER_TYPES},
 }
 LLAMA3 = {
     "rope_type": "llama3",
@@ -106,7 +119,7 @@ def test_transformers_opens_our_checkpoints_without_a_warning(make_decoder, tmp_
     transformers.utils.logging.enable_propagation()
     try:
         for name, (_, changes) in WRITTEN.items():
-            save_pretrained(make_decoder(rope_scaling=LLAMA3, **changes), tmp_path / name)
+            save_pretrained(make_decoder(**{"rope_scaling": LLAMA3} | changes), tmp_path / name)
             load_with_transformers(tmp_path / name)
     finally:
         transformers.utils.logging.disable_propagation()
@@ -120,6 +133,9 @@ FOREIGN = {
     "qwen2": ("Qwen2", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
     "qwen3": ("Qwen3", {"head_dim": 16}),
     "mistral": ("Mistral", {"sliding_window": None}),
+    "mistral, window": ("Mistral", {"sliding_window": 7}),
+    "qwen2, windows": ("Qwen2", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 2}),
+    "llama, yarn": ("Llama", {"rope_parameters": {**YARN, "rope_theta": 500.0}}),
     "stablelm": ("StableLm", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 1.0}}),
     "stablelm, qkv bias": (
         "StableLm",

@@ -1,0 +1,196 @@
+"""No config.json is read as another function than transformers reads it as: every key is changed, one at a time.
+
+A changed config.json beside the same small random weights must give equal logits, or a `UserError`, or an error of
+transformers itself. Tolerance: as in test_transformers.py. All changes take about ten minutes:
+`python -m pytest -m slow tests/model/test_config_mutations.py`; the ordinary suite draws some of them.
+"""
+
+import copy
+import json
+import logging
+import random
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from errors import UserError
+from model.cache import KeyValueCache
+from model.config_keys import HARMLESS, OFF
+from model.families import FAMILIES
+from model.pretrained import load_pretrained
+
+LOGITS = 2e-6
+SHAPE = dict(
+    vocab_size=29, hidden_size=32, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, max_position_embeddings=32, tie_word_embeddings=False,
+)  # fmt: skip
+WINDOW = {"sliding_window": 4, "use_sliding_window": True, "max_window_layers": 1}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8, "attention_factor": 1.2}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+SCALED = {
+    "linear": {"rope_type": "linear", "factor": 2.0},
+    "yarn": YARN | {"beta_fast": 16, "beta_slow": 0.1, "truncate": False},
+    "yarn, mscale": {"type": "yarn", "factor": 4.0, "mscale": 0.7, "mscale_all_dim": 0.4},
+    "llama3": LLAMA3 | {"original_max_position_embeddings": 16},
+}
+# Each is changed in turn: the family, and keys of config.json on top of those that transformers writes.
+BASES = {
+    **{family: (family, {"head_dim": 8} if family == "qwen3" else {}) for family in FAMILIES},
+    "qwen2 with window": ("qwen2", WINDOW),
+    "qwen3 with window": ("qwen3", WINDOW | {"head_dim": 8, "layer_types": ["sliding_attention", "full_attention"]}),
+    **{f"llama, old {name}": ("llama", {"rope_scaling": rope, "rope_theta": 100.0}) for name, rope in SCALED.items()},
+    **{
+        f"mistral, {name}": ("mistral", {"rope_parameters": {**rope, "rope_theta": 100.0}})
+        for name, rope in SCALED.items()
+    },
+}
+# Keys of no configuration class of these families, some of which transformers reads by name all the same.
+OTHER_KEYS = """
+    is_causal attention_chunk_size sliding_window use_sliding_window max_window_layers layer_types rope_theta
+    rope_scaling original_max_position_embeddings partial_rotary_factor head_dim attention_bias use_qkv_bias mlp_bias
+    rms_norm_eps layer_norm_eps qk_norm num_kv_shared_layers per_layer_config default_theta default_rope_type
+    _rope_type_labels attribute_map logit_scale embedding_multiplier residual_multiplier num_experts auto_map
+    torch_dtype use_bidirectional_attention mup no_rope_layers rope_interleaved ignore_keys_at_rope_validation
+""".split()
+MISSING = object()
+VALUES = (MISSING, None, True, False, 0, 1, 2, 3, -1, 0.5, 1.5, 1e300, "x", "silu", "bfloat16", [], ["x"], {}, {"x": 1})
+SPECIAL = {
+    "layer_types": [["full_attention"] * 2, ["sliding_attention"] * 2, ["full_attention", "sliding_attention"]],
+    "rope_scaling": [*SCALED.values(), YARN, {"type": "dynamic", "factor": 2.0}, {"type": "su"}, {"rope_theta": 99.0}],
+    "rope_parameters": [*SCALED.values(), YARN, {"full_attention": {"rope_type": "default"}}, {"factor": 2.0}],
+    "per_layer_config": [{"1": {"sliding_window": 3}}, {"0": {"num_key_value_heads": 2}}],
+    "auto_map": [{"AutoConfig": "a.B"}, {"AutoModelForCausalLM": "a.B"}],
+    "hidden_act": ["gelu", "swish", "relu"],
+    "partial_rotary_factor": [1.0, 0.25],
+    "sliding_window": [4, 12, 31, 32, 4096],
+    "max_position_embeddings": [16, 64],
+    "rope_theta": [1e6, 50],
+}
+
+
+@pytest.fixture(scope="module", params=BASES, ids=BASES.keys())
+def base(request, tmp_path_factory) -> Path:
+    """A directory with a small random model of transformers, as it saves it."""
+    family, changes = BASES[request.param]
+    directory = tmp_path_factory.mktemp("base")
+    defaults = {"partial_rotary_factor": 1.0} if family == "stablelm" else {}
+    kind = type(transformers.AutoConfig.for_model(family))
+    config = kind.from_dict(copy.deepcopy({"sliding_window": None} | SHAPE | defaults | changes))
+    torch.manual_seed(1)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    for parameter in model.parameters():
+        parameter.data = torch.randn(parameter.shape) * 0.3 + (1.0 if parameter.ndim == 1 else 0.02)
+    model.save_pretrained(directory)
+    if "rope_scaling" in changes:  # as transformers 4 saved it
+        path = directory / "config.json"
+        fields = {key: value for key, value in json.loads(path.read_text()).items() if key != "rope_parameters"}
+        path.write_text(json.dumps(fields | changes))
+    return directory
+
+
+def mutations(fields: dict) -> Iterator[tuple[str, dict]]:
+    """Every changed config.json, with a description of the change."""
+    plain = "rope_scaling" not in fields and fields["rope_parameters"]["rope_type"] == "default"
+    keys = {*fields, *OTHER_KEYS, *(HARMLESS if plain else ()), *OFF, "an_unknown_key"}
+    for key in sorted(keys - {"model_type"}):
+        value = fields.get(key)
+        near = [value + 1, value * 2, value / 2] if isinstance(value, int | float) else []
+        values = VALUES if key in fields or key in OTHER_KEYS else (None, True, 3, "x", {})
+        for new in [*values, *near, *SPECIAL.get(key, [])]:
+            yield f"{key}: {new!r}", changed(fields, key, new)
+        if isinstance(value, dict):
+            for inner in [*value, "rope_type", "type", "factor", "mscale", "partial_rotary_factor", "truncate", "x"]:
+                number = value.get(inner)
+                near = [number * 2, number / 2] if isinstance(number, int | float) else []
+                for new in [*VALUES, *near, "linear", "yarn", "default", 0.25]:
+                    yield f"{key}.{inner}: {new!r}", fields | {key: changed(value, inner, new)}
+
+
+def changed(fields: dict, key: str, value: object) -> dict:
+    """A copy with one key changed, or without it."""
+    fields = copy.deepcopy(fields)
+    fields.pop(key, None)
+    return fields if value is MISSING else fields | {key: value}
+
+
+@torch.no_grad()
+def ours(directory: Path, tokens: torch.Tensor) -> torch.Tensor | None:
+    """Logits of the tokens at once and, after them, in parts with a cache; None if the model is refused."""
+    try:
+        decoder = load_pretrained(directory)
+    except UserError as error:
+        assert "\n" not in str(error)
+        return None
+    tokens = tokens[:, : decoder.config.max_position_embeddings]
+    cache = KeyValueCache(decoder.config, len(tokens), tokens.shape[1])
+    return torch.cat([decoder(tokens), *(decoder(part, cache=cache) for part in in_parts(tokens))], 1)
+
+
+def in_parts(tokens: torch.Tensor) -> list[torch.Tensor]:
+    """The tokens (B, T) as a prompt, a chunk and a last token, as far as there are so many."""
+    length = tokens.shape[1]
+    return [part for part in tokens.tensor_split([length // 2, length - 1], dim=1) if part.numel()]
+
+
+@torch.no_grad()
+def theirs(directory: Path, tokens: torch.Tensor) -> torch.Tensor | None:
+    """The same from transformers; None if it raises an error, or computes what is not finite."""
+    try:
+        model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+        cache, parts = None, [model(tokens, use_cache=False, return_dict=True).logits]
+        for part in in_parts(tokens):
+            output = model(part, past_key_values=cache, use_cache=True, return_dict=True)
+            cache, parts = output.past_key_values, [*parts, output.logits]
+    except Exception:  # whatever it may be
+        return None
+    return torch.cat(parts, 1) if torch.isfinite(parts[0]).all() else None
+
+
+def compare(directory: Path, changes: list[tuple[str, dict]], tmp_path: Path) -> tuple[Counter, list[str]]:
+    """How many of the changes had which outcome, and those that were silently different."""
+    (tmp_path / "model.safetensors").write_bytes((directory / "model.safetensors").read_bytes())
+    tokens = torch.randint(0, SHAPE["vocab_size"], (2, 14), generator=torch.Generator().manual_seed(3))
+    counts, different = Counter(), []
+    for name, fields in changes:
+        (tmp_path / "config.json").write_text(json.dumps(fields))
+        logits = ours(tmp_path, tokens)
+        if logits is None:
+            counts["refused here"] += 1
+            continue
+        expected = theirs(tmp_path, tokens[:, : (logits.shape[1]) // 2])
+        if expected is None:
+            counts["refused by transformers"] += 1
+        elif (logits - expected).norm() <= LOGITS * expected.norm():
+            counts["equal"] += 1
+        else:
+            different.append(f"{name}: {((logits - expected).norm() / expected.norm()).item():.1e}")
+    return counts, different
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    """Transformers warns of most of these files."""
+    logging.disable(logging.CRITICAL)
+    transformers.utils.logging.disable_progress_bar()
+    yield
+    transformers.utils.logging.enable_progress_bar()
+    logging.disable(logging.NOTSET)
+
+
+def test_some_changed_config_files_are_read_as_transformers_reads_them_or_refused(base, tmp_path):
+    fields = json.loads((base / "config.json").read_text())
+    changes = random.Random(str(sorted(fields))).sample(list(mutations(fields)), 15)
+    counts, different = compare(base, [("unchanged", fields), *changes], tmp_path)
+    assert different == [] and counts["equal"] > 1  # the unchanged one, and others
+
+
+@pytest.mark.slow
+def test_no_changed_config_file_is_silently_read_as_another_function(base, tmp_path):
+    changes = list(mutations(json.loads((base / "config.json").read_text())))
+    counts, different = compare(base, changes, tmp_path)
+    print(f"{len(changes)} changed: {dict(counts)}, silently different: {different}")
+    assert different == [] and min(counts["equal"], counts["refused here"]) > 100
