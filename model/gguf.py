@@ -126,6 +126,8 @@ def choose_architecture(config: ModelConfig) -> str:
     """The architecture of llama.cpp that computes the same function; `UserError` if there is none."""
     from model.families import choose_model_type
 
+    if config.sliding_window is not None:
+        raise UserError("llama.cpp has no sliding windows for these architectures: this model cannot be written.")
     architecture = choose_model_type(config)
     if architecture not in ARCHITECTURES:
         raise UserError(
@@ -139,8 +141,6 @@ def choose_architecture(config: ModelConfig) -> str:
             f"the rotary frequencies of this model are scaled ({architecture}, {scaling['rope_type']}), "
             f"and only those of llama with {' or '.join(ROPE_TYPES)} can be written."
         )
-    if getattr(config, "sliding_window", None) is not None:
-        raise UserError(f"llama.cpp has no sliding window for {architecture}, so that this model cannot be written.")
     return architecture
 
 

@@ -224,12 +224,11 @@ def test_what_llama_cpp_cannot_compute_is_refused(checkpoint, tmp_path, changes,
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
-def test_a_sliding_window_is_refused(make_config):
-    config = make_config()
-    command.choose_architecture(config)
-    object.__setattr__(config, "sliding_window", 16)
-    with pytest.raises(UserError, match="sliding window"):
-        command.choose_architecture(config)
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_a_sliding_window_is_refused(make_config, qk_norm):
+    assert command.choose_architecture(make_config(qk_norm=qk_norm)) == ("qwen3" if qk_norm else "llama")
+    with pytest.raises(UserError, match="sliding windows"):
+        command.choose_architecture(make_config(qk_norm=qk_norm, sliding_window=16))
 
 
 def test_weights_that_float16_cannot_hold_are_refused(make_decoder, tokenizer, tmp_path):
