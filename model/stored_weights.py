@@ -76,10 +76,8 @@ def stored_dtype(directory: Path | str) -> torch.dtype:
 
 def stored_tensors(entries: Mapping[str, TensorEntry]) -> dict[str, StoredTensor]:
     """The tensors of headers, by the names that they have in a model with a head; quantized ones are a `UserError`."""
-    stored, base = (
-        {},
-        "embed_tokens.weight" in entries,
-    )  # a base model, saved without its head, has no "model." in names
+    stored = {}
+    base = "embed_tokens.weight" in entries  # saved from a base model, without its head: names lack "model."
     for name, entry in entries.items():
         dtype = DTYPES.get(entry.dtype)
         if dtype is None:
