@@ -83,7 +83,7 @@ def download(model: HubModel) -> Path:
     if missing:
         size = sum(sizes[name] for name in missing) / 1e6
         print(f"downloading {model.name}: {len(missing)} files, {size:,.1f} MB", file=sys.stderr, flush=True)
-    else:
+    if not missing or not sys.stderr.isatty():
         disable_progress_bars()
     try:
         with stop_at_once():
@@ -113,8 +113,10 @@ def explain(error: Exception, model: HubModel, endpoint: str) -> Reason:
     status = next((link.response.status_code for link in chain if getattr(link, "response", None) is not None), None)
     log_in = "log in with `hf auth login` or set HF_TOKEN"
     if "GatedRepoError" in names or status == 403:
-        where = f"{endpoint}/{model.name}"
-        return Reason(f"{model.name} is gated (HTTP {status}); accept its terms at {where} and then {log_in}.")
+        return Reason(
+            f"access to {model.name} is restricted (HTTP {status}); "
+            f"accept its terms at {endpoint}/{model.name} and {log_in}."
+        )
     if "RevisionNotFoundError" in names:
         return Reason(f"{model.name} has no revision {model.revision!r} (HTTP {status}); give another after the @.")
     if status in (401, 404):
@@ -129,7 +131,7 @@ def explain(error: Exception, model: HubModel, endpoint: str) -> Reason:
         )
     if "OfflineModeIsEnabled" in names:
         return Reason(
-            f"{model.name} is not in the cache, and HF_HUB_OFFLINE forbids to download it; unset HF_HUB_OFFLINE.",
+            f"{model.name} is not in the cache, and HF_HUB_OFFLINE forbids to download it; unset it.",
             "HF_HUB_OFFLINE is set",
             final=False,
         )
