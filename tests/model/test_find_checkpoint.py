@@ -129,3 +129,43 @@ def test_eos_ids_are_those_of_the_tokenizer_and_of_generation_config_or_else_of_
     (directory / "generation_config.json").write_text("{")
     with pytest.raises(UserError, match=r"generation_config.json is not a readable JSON"):
         eos_ids(directory, 2)
+
+
+FOREIGN = {
+    "stories.Q4_K_M.gguf": r"has GGUF weights, .*give the directory or the Hub id of the model that they were made",
+    "pytorch_model.bin": r"has pickled weights, .*convert them to safetensors first, .*save_pretrained\(OUT\)",
+    "model.pt": r"has pickled weights",
+    "weights.pth": r"has pickled weights",
+    "consolidated.00.pth": r"has weights in their publisher's own format",
+    "consolidated.safetensors": r"has weights in their publisher's own format",
+    "adapter_config.json": r"has a PEFT adapter without its base model; .*merge_and_unload\(\)",
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+@pytest.mark.parametrize("with_config", [True, False])
+def test_a_directory_with_weights_in_another_format_is_refused_with_advice(tmp_path, name, with_config):
+    directory = checkpoint(tmp_path / "model")
+    (directory / name).write_bytes(b"content")
+    if not with_config:
+        (directory / "config.json").unlink()
+    else:
+        assert find_checkpoint(directory) == directory  # it has model.safetensors too
+    (directory / "model.safetensors").unlink()
+    (directory / "adapter_model.safetensors").write_bytes(b"content")
+    with pytest.raises(UserError, match=rf"model {FOREIGN[name]}"):
+        find_checkpoint(directory)
+
+
+def test_a_file_is_refused_with_what_to_give_instead(tmp_path):
+    directory = checkpoint(tmp_path / "model")
+    for name in ("a.gguf", "a.bin", "a.txt"):
+        (directory / name).write_bytes(b"content")
+    for name, words in {
+        "model.safetensors": rf"is one file of a checkpoint; give its directory, {re.escape(str(directory))}\.",
+        "a.gguf": "has GGUF weights",
+        "a.bin": "has pickled weights",
+        "a.txt": "is a file; give the directory of a checkpoint or a run",
+    }.items():
+        with pytest.raises(UserError, match=rf"{re.escape(name)} {words}"):
+            find_checkpoint(directory / name)
