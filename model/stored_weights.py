@@ -5,7 +5,7 @@ the model has it. (The pages of a mapped file would stay in memory beside the we
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,41 +30,46 @@ class StoredTensor:
     shape: torch.Size
     dtype: torch.dtype
 
-    def chunks(self) -> Iterator[Tensor]:
-        """Its elements in order, in one dimension and a few MB at a time; each chunk overwrites the one before."""
+    def chunks(self, memory: Tensor | None = None) -> Iterator[Tensor]:
+        """Its elements in order, in one dimension and a few MB at a time; each chunk overwrites the one before.
+
+        memory: what `chunk_memory` gave, for many tensors one after another.
+        """
         count, path = math.prod(self.shape), self.entry.path
-        buffer = torch.empty(min(count, CHUNK), dtype=self.dtype)
+        buffer = (chunk_memory() if memory is None else memory).view(self.dtype)
         try:
             with path.open("rb") as file:
                 file.seek(self.entry.offset)
                 for start in range(0, count, CHUNK):
-                    chunk = buffer[: count - start]
+                    chunk = buffer[: min(CHUNK, count - start)]
                     if file.readinto(chunk.view(torch.uint8).numpy()) != chunk.nbytes:
                         raise OSError("it has become shorter")
                     yield chunk
         except OSError as error:
             raise UserError(f"{path} cannot be read ({error}); download or save it again.") from None
 
-    def read_into(self, target: Tensor, on_bytes: Callable[[int], object] = lambda _: None) -> None:
-        """Copy it into a contiguous tensor of the same shape, in that one's dtype."""
-        flat, start = target.view(-1), 0
-        for chunk in self.chunks():
-            flat[start : start + len(chunk)].copy_(chunk)
-            start += len(chunk)
-            on_bytes(chunk.nbytes)
+
+def chunk_memory() -> Tensor:
+    """Memory for a chunk of any dtype."""
+    return torch.empty(CHUNK, dtype=torch.float64)
 
 
 def read_weights(stored: Mapping[str, StoredTensor], targets: Mapping[str, Tensor]) -> None:
-    """Read each stored tensor into the target of the same name, in the order of the files.
+    """Copy each stored tensor into the contiguous target of the same name and shape, in that one's dtype.
 
-    Shows a progress bar in a terminal when that takes more than two seconds.
+    Reads in the order of the files. Shows a progress bar in a terminal when that takes more than two seconds.
     """
+    memory = chunk_memory()  # one for all: the allocator would not always reuse what was freed
     total = sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in stored.values())
     with tqdm(
         desc="reading the weights", total=total, unit="B", unit_scale=True, delay=2, leave=False, disable=None
     ) as progress:
         for name, tensor in stored.items():
-            tensor.read_into(targets[name], progress.update)
+            target, start = targets[name].view(-1), 0
+            for chunk in tensor.chunks(memory):
+                target[start : start + len(chunk)].copy_(chunk)
+                start += len(chunk)
+                progress.update(chunk.nbytes)
 
 
 def stored_dtype(directory: Path | str) -> torch.dtype:

@@ -44,9 +44,7 @@ def qwen(tmp_path) -> Path:
 
 def command(monkeypatch, *arguments: object) -> None:
     """Run the module as a program, in this process."""
-    monkeypatch.delitem(
-        sys.modules, "model.pretrained", raising=False
-    )  # runpy warns of a module that was imported before
+    monkeypatch.delitem(sys.modules, "model.pretrained", raising=False)  # runpy warns of an imported module
     monkeypatch.setattr(sys, "argv", ["pretrained", *map(str, arguments)])
     runpy.run_module("model.pretrained", run_name="__main__", alter_sys=False)
 
