@@ -90,6 +90,9 @@ def test_only_the_needed_files_of_a_model_are_downloaded_and_only_once(tmp_path,
     hub.errors["/api/models/org/stories/revision/main"] = (503, "Unavailable")
     (busy,), (note,) = find(tmp_path, hub.server_port, "org/stories")
     assert Path(busy) == snapshot and "503" in note
+    hub.errors["/api/models/org/stories/revision/main"] = (403, "GatedRepo")  # an answer: the cache must not hide it
+    (closed,), log = find(tmp_path, hub.server_port, "org/stories")
+    assert closed.startswith("error: access to org/stories is restricted") and not log
 
 
 def test_what_the_hub_refuses_is_a_one_line_error_that_says_what_to_do(tmp_path, hub, model):
