@@ -14,11 +14,12 @@ from generation.generate import FinishReason, Generation, check_prompts, generat
 from generation.prompts import encode_prompt
 from generation.settings import Settings
 from generation.stream import TextStream
-from generation.weights import bytes_per_step, cast_weights
+from generation.weights import bytes_per_step
 from model import find_checkpoint
 from model.decoder import Decoder
 from model.device import choose_device, choose_inference_dtype, choose_kernels
 from model.pretrained import load_config, load_pretrained
+from model.stored_weights import stored_dtype
 
 
 @dataclass(frozen=True)
@@ -141,9 +142,8 @@ def load_decoder(checkpoint: Path, settings: Settings) -> Decoder:
     """The model on its device, with its weights in the dtype it computes in."""
     device = choose_device(settings.device)
     choose_kernels(settings.kernels, device)
-    decoder = load_pretrained(checkpoint, device=device).eval()
-    cast_weights(decoder, choose_inference_dtype(settings.dtype, device, next(decoder.parameters()).dtype))
-    return decoder
+    dtype = choose_inference_dtype(settings.dtype, device, stored_dtype(checkpoint))
+    return load_pretrained(checkpoint, device=device, compute_dtype=dtype, cast=True).eval()
 
 
 @contextlib.contextmanager

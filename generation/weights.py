@@ -3,13 +3,14 @@
 import torch
 
 from model.decoder import Decoder
+from model.pretrained import inference_dtype
 
 
 def cast_weights(decoder: Decoder, dtype: torch.dtype) -> None:
     """Compute in `dtype` and store the matrices in it, so that no step casts them. Norm weights and biases: float32."""
     decoder.compute_dtype = dtype
     for parameter in decoder.parameters():
-        parameter.data = parameter.data.to(dtype if parameter.ndim >= 2 else torch.float32)
+        parameter.data = parameter.data.to(inference_dtype(parameter, dtype))
 
 
 def bytes_per_step(decoder: Decoder) -> int:

@@ -1,4 +1,4 @@
-"""Which checkpoint directory a RUN argument means: itself, the best complete one in a run folder, or the newest run.
+"""Which checkpoint directory a RUN argument means: itself, the best one in a run folder, or a download of the Hub's.
 
 Reads only file names, JSON and the headers of weight files; `model.pretrained` and `data.tokenizer` load the rest.
 Imports no torch.
@@ -10,15 +10,24 @@ import sys
 from pathlib import Path
 
 from errors import UserError
+from model import hub
+from model.weight_files import check_format, explain_other_format, read_entries
 
 
-def find_checkpoint(path: Path) -> Path:
+def find_checkpoint(path: Path | str) -> Path:
     """The checkpoint directory that `path` means: itself, or in a run folder the best complete one.
 
-    Prints a note when a better one is damaged; raises `UserError` when there is none.
+    A path that does not exist may be the id of a model on the Hugging Face Hub, which is then downloaded. Prints a note
+    when a better checkpoint is damaged; raises `UserError` when there is none.
     """
-    path = Path(path)
+    name, path = str(path), Path(path)
+    if path.is_file():
+        raise UserError(explain_file(path))
+    if not path.exists() and (model := hub.parse_id(name)) is not None:
+        return hub.download(model)
+    path = hub.cached_snapshot(path) or path
     if (path / "config.json").is_file():
+        check_format(path)
         return path
     damaged = []
     for checkpoint in checkpoints_in(path):
@@ -37,7 +46,15 @@ def find_checkpoint(path: Path) -> Path:
     expected = "a checkpoint (a directory with config.json) {} a run folder (one with best/ or last/)"
     if not path.exists():
         raise UserError(f"{path} does not exist; give {expected.format('or')}.{suggest_runs(path)}")
+    check_format(path)
     raise UserError(f"{path} is neither {expected.format('nor')}.{suggest_runs(path)}")
+
+
+def explain_file(path: Path) -> str:
+    """What to give instead of a file."""
+    if path.suffix == ".safetensors":
+        return f"{path} is one file of a checkpoint; give its directory, {path.parent}."
+    return f"{path} {explain_other_format([path.name]) or 'is a file; give the directory of a checkpoint or a run.'}"
 
 
 def newest_run(folder: Path) -> Path:
@@ -86,26 +103,11 @@ def find_damage(directory: Path) -> str | None:
         return "no config.json"
     if not has_tokenizer(directory):
         return "no tokenizer"
-    files = list(directory.glob("model*.safetensors"))
-    index = directory / "model.safetensors.index.json"
     try:
-        if index.is_file():
-            files = [directory / name for name in set(json.loads(index.read_text("utf-8"))["weight_map"].values())]
-        truncated = [file.name for file in files if file.stat().st_size != expected_size(file)]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return f"unreadable weights, {error}"
-    if not files:
-        return "no model.safetensors"
-    return f"{truncated[0]} is truncated" if truncated else None
-
-
-def expected_size(file: Path) -> int:
-    """The size of a safetensors file in bytes: 8 for the length of the header, the header, and the tensors."""
-    with file.open("rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        header = json.loads(stream.read(length)) if length < file.stat().st_size else {}
-    ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
-    return 8 + length + max(ends, default=0)
+        read_entries(directory)
+    except UserError as error:
+        return str(error).removeprefix(str(directory)).lstrip("/\\ ").partition(";")[0]  # without place and advice
+    return None
 
 
 def has_tokenizer(directory: Path) -> bool:

@@ -3,23 +3,24 @@
 Nothing is ever unpickled. Writing is not atomic: callers write into a new directory and rename it.
 """
 
-import contextlib
 import functools
 import json
-from collections.abc import Iterator, Mapping
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from errors import UserError
 from model.config import ModelConfig
 from model.decoder import Decoder
-from model.families import FAMILIES, SHAPE_FIELDS, choose_model_type, load_config, read_json, to_json
+from model.families import SHAPE_FIELDS, choose_model_type, load_config, to_json
 from model.norm import is_norm_parameter
+from model.stored_weights import StoredTensor, check_match, read_weights, stored_weights, zero_tensors
 
 __all__ = ["WeightReport", "load_config", "load_pretrained", "load_weights", "save_pretrained", "unpacked_tensors"]
 
@@ -30,7 +31,6 @@ FIELDS_THAT_MUST_MATCH = (
     *(*SHAPE_FIELDS, "num_key_value_heads", "resolved_head_dim", "attention_bias", "qk_norm", "tie_word_embeddings"),
     *("norm_placement", "mlp"),
 )
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def unpacked_names(name: str) -> list[str]:
@@ -57,21 +57,6 @@ def unpacked_tensors(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict
     return unpacked
 
 
-def zero_tensors(model_type: str, config: ModelConfig) -> dict[str, torch.Size]:
-    """Names and shapes of the biases that a family has and our model lacks: zeros in files, the same function."""
-    if model_type == "prenorm":
-        return {}
-    family, names = FAMILIES[model_type], []
-    layers = [f"model.layers.{index}" for index in range(config.num_hidden_layers)]
-    if family.output_bias and config.attention_bias:
-        names += [f"{layer}.self_attn.o_proj.bias" for layer in layers]
-    if family.norm == "layer" and not config.has_norm_bias:
-        for layer in layers:
-            names += [f"{layer}.input_layernorm.bias", f"{layer}.post_attention_layernorm.bias"]
-        names += ["model.norm.bias"]
-    return dict.fromkeys(names, torch.Size([config.hidden_size]))
-
-
 def save_pretrained(
     decoder: Decoder,
     directory: Path | str,
@@ -92,11 +77,35 @@ def save_pretrained(
     tensors = unpacked_tensors(decoder.state_dict(), decoder.config)
     for name, shape in zero_tensors(choose_model_type(decoder.config), decoder.config).items():
         tensors[name] = torch.zeros(shape, dtype=dtype)
-    path = directory / "model.safetensors"
+    save_tensors({name: tensor.cpu() for name, tensor in tensors.items()}, directory / "model.safetensors")
+
+
+def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
+    """Write contiguous tensors as a safetensors file; `OSError` when that fails.
+
+    The library makes a file that only its owner may read; it gets the permissions of any other new file.
+    """
+    path.touch()
+    permissions = path.stat().st_mode
     try:
-        save_file({name: tensor.cpu() for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
+        save_file(tensors, path, metadata={"format": "pt"})
     except SafetensorError as error:
         raise OSError(f"{path} could not be written: {error}") from None
+    path.chmod(permissions)
+
+
+def fsync_directory(directory: Path, files: bool = True) -> None:
+    """fsync a directory and, if `files`, the files in it (Windows can fsync only files)."""
+    paths = [path for path in directory.iterdir() if path.is_file()] if files else []
+    for path in paths:
+        with path.open("rb+") as file:
+            os.fsync(file.fileno())
+    if os.name != "nt":
+        descriptor = os.open(directory, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def write_json(path: Path, fields: dict) -> None:
@@ -105,27 +114,48 @@ def write_json(path: Path, fields: dict) -> None:
 
 
 def load_pretrained(
-    directory: Path | str, *, device: torch.device | str = "cpu", compute_dtype: torch.dtype = torch.float32
+    directory: Path | str,
+    *,
+    device: torch.device | str = "cpu",
+    compute_dtype: torch.dtype = torch.float32,
+    cast: bool = False,
 ) -> Decoder:
-    """The decoder of a directory, each weight in the dtype of its file; activations in `compute_dtype`.
+    """The decoder of a directory; activations in `compute_dtype`. Each weight has the dtype of its file, or with `cast`
+    that of `inference_dtype`.
 
     Reads llama, qwen2, qwen3, mistral, stablelm and prenorm, sharded or not. `decoder.float()` makes the float32 master
-    weights that training needs; for generation, `decoder.to(dtype)` saves the casts before each product.
+    weights that training needs.
     """
-    config = load_config(directory)
-    with torch.device("meta"):  # shapes without memory
-        decoder = Decoder(config, seed=None, compute_dtype=compute_dtype)
-    with stored_weights(directory, config) as stored:
-        expected = unpacked_tensors(decoder.state_dict(), config)
-        check_match({name: tensor.shape for name, tensor in expected.items()}, stored, directory)
-        state = {}
-        for name, parameter in decoder.state_dict().items():
-            dtype = functools.reduce(torch.promote_types, (stored[part].dtype for part in unpacked_names(name)))
-            state[name] = torch.empty(parameter.shape, dtype=dtype, device=device)
-        for name, view in unpacked_tensors(state, config).items():
-            view.copy_(stored[name].read())
+    decoder, stored = open_checkpoint(directory, compute_dtype)
+    state = {}
+    for name, parameter in decoder.state_dict().items():
+        dtype = functools.reduce(torch.promote_types, (stored[part].dtype for part in unpacked_names(name)))
+        dtype = inference_dtype(parameter, compute_dtype) if cast else dtype
+        state[name] = torch.empty(parameter.shape, dtype=dtype, device=device)
+    read_weights(stored, unpacked_tensors(state, decoder.config))
     decoder.load_state_dict(state, assign=True)
     return decoder.to(device)
+
+
+def open_checkpoint(
+    directory: Path | str, compute_dtype: torch.dtype = torch.float32
+) -> tuple[Decoder, dict[str, StoredTensor]]:
+    """A decoder whose weights have no memory yet, and where those are; `UserError` unless names and shapes match."""
+    config = load_config(directory)
+    stored = stored_weights(directory, config)
+    with torch.device("meta"):  # shapes without memory
+        decoder = Decoder(config, seed=None, compute_dtype=compute_dtype)
+    expected = unpacked_tensors(decoder.state_dict(), config)
+    check_match({name: tensor.shape for name, tensor in expected.items()}, stored, directory)
+    return decoder, stored
+
+
+def inference_dtype(parameter: Tensor, compute_dtype: torch.dtype) -> torch.dtype:
+    """The dtype that inference stores a parameter in: a matrix in the one it computes in, so that no step casts it.
+
+    Norm weights and biases are float32.
+    """
+    return compute_dtype if parameter.ndim >= 2 else torch.float32
 
 
 @dataclass(frozen=True)
@@ -149,99 +179,15 @@ def load_weights(decoder: Decoder, directory: Path | str) -> WeightReport:
     """
     config = load_config(directory)
     check_fields_match(config, decoder.config, directory)
-    with stored_weights(directory, config) as stored:
-        views = unpacked_tensors(decoder.state_dict(), decoder.config)
-        new = [name for name in views if name not in stored and is_norm_parameter(name)]
-        dropped = [name for name in stored if name not in views and is_norm_parameter(name)]
-        expected = {name: view.shape for name, view in views.items() if name not in new}
-        check_match(expected, {name: tensor for name, tensor in stored.items() if name not in dropped}, directory)
-        for name in expected:
-            views[name].copy_(stored[name].read())
+    stored = stored_weights(directory, config)
+    views = unpacked_tensors(decoder.state_dict(), decoder.config)
+    new = [name for name in views if name not in stored and is_norm_parameter(name)]
+    dropped = [name for name in stored if name not in views and is_norm_parameter(name)]
+    expected = {name: view.shape for name, view in views.items() if name not in new}
+    kept = {name: tensor for name, tensor in stored.items() if name not in dropped}
+    check_match(expected, kept, directory)
+    read_weights(kept, views)
     return WeightReport(kept=list(expected), new=new, dropped=dropped)
-
-
-@dataclass(frozen=True)
-class StoredTensor:
-    """A tensor in an open safetensors file."""
-
-    file: safe_open
-    name: str
-    shape: torch.Size
-    dtype: torch.dtype
-
-    def read(self) -> Tensor:
-        """Load the tensor into memory."""
-        return self.file.get_tensor(self.name)
-
-
-@contextlib.contextmanager
-def stored_weights(directory: Path | str, config: ModelConfig) -> Iterator[dict[str, StoredTensor]]:
-    """The tensors of a directory that our model has parameters or buffers for; see `drop_redundant`."""
-    stored = {}
-    with contextlib.ExitStack() as stack:
-        for path in weight_files(Path(directory)):
-            try:
-                file = stack.enter_context(safe_open(path, framework="pt"))
-                for name in file.keys():  # noqa: SIM118 - a safe_open is not a mapping
-                    part = file.get_slice(name)
-                    dtype, shape = DTYPES.get(part.get_dtype()), torch.Size(part.get_shape())
-                    if dtype is None:
-                        raise UserError(
-                            f"{path}: {name} has type {part.get_dtype()}, not a float: quantized weights are not read."
-                        )
-                    stored[name] = StoredTensor(file, name, shape, dtype)
-            except (OSError, SafetensorError) as error:
-                raise UserError(
-                    f"{path} is not a complete safetensors file ({error}); download or save it again."
-                ) from None
-        yield drop_redundant(stored, directory, config)
-
-
-def weight_files(directory: Path) -> list[Path]:
-    """The safetensors files of a directory: one, or the shards that its index names."""
-    single, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
-    if single.is_file():
-        return [single]
-    if not index.is_file():
-        if any(directory.glob("*.bin")) or any(directory.glob("*.pt*")):
-            raise UserError(
-                f"{directory} has only pickled weights, which can run code; convert them to safetensors first."
-            )
-        raise UserError(f"{directory} has no model.safetensors; download or save the checkpoint again.")
-    try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (OSError, ValueError, KeyError, AttributeError, TypeError):
-        raise UserError(f"{index} is not a readable index of shards; download or save the checkpoint again.") from None
-    missing = [name for name in names if not (directory / name).is_file()]
-    if missing:
-        raise UserError(f"{directory} lacks {join_names(missing)}; download the checkpoint again.")
-    return [directory / name for name in names]
-
-
-def drop_redundant(
-    stored: dict[str, StoredTensor], directory: Path | str, config: ModelConfig
-) -> dict[str, StoredTensor]:
-    """Drop what our model does not need: zero biases, a copy of a tied head, rotary tables of old files.
-
-    Raises `UserError` when such a bias is not zero or such a head is not a copy.
-    """
-    zeros = zero_tensors(read_json(Path(directory))["model_type"], config)
-    shapes = {name: tensor for name, tensor in stored.items() if name in zeros}
-    check_match(zeros, shapes, directory)
-    for name in zeros:
-        if stored[name].read().any():
-            raise UserError(f"{directory}: {name} is not zero, and this decoder has no such bias.")
-    head, embedding = stored.get("lm_head.weight"), stored.get("model.embed_tokens.weight")
-    dropped = {*zeros}
-    if config.tie_word_embeddings and head is not None:
-        if embedding is None or head.shape != embedding.shape or not head.read().equal(embedding.read()):
-            raise UserError(
-                f"{directory} has tie_word_embeddings true but an lm_head that differs from the embedding; "
-                f"set it to false in config.json."
-            )
-        dropped.add("lm_head.weight")
-    dropped |= {name for name in stored if name.endswith("rotary_emb.inv_freq")}
-    return {name: tensor for name, tensor in stored.items() if name not in dropped}
 
 
 def check_fields_match(theirs: ModelConfig, ours: ModelConfig, directory: Path | str) -> None:
@@ -260,21 +206,7 @@ def check_fields_match(theirs: ModelConfig, ours: ModelConfig, directory: Path |
         )
 
 
-def check_match(expected: Mapping[str, torch.Size], stored: Mapping[str, StoredTensor], directory: Path | str) -> None:
-    """Raise one `UserError` that lists missing and unexpected tensors and wrong shapes."""
-    missing = [name for name in expected if name not in stored]
-    unexpected = [name for name in stored if name not in expected]
-    wrong = [
-        f"{name} is {tuple(stored[name].shape)} instead of {tuple(shape)}"
-        for name, shape in expected.items()
-        if name in stored and stored[name].shape != shape
-    ]
-    problems = {"missing": missing, "unexpected": unexpected, "wrong shape": wrong}
-    found = "; ".join(f"{problem}: {join_names(names)}" for problem, names in problems.items() if names)
-    if found:
-        raise UserError(f"the tensors of {directory} are not those that its config.json describes; {found}.")
+if __name__ == "__main__":
+    from model.rewrite import main
 
-
-def join_names(names: list[str], limit: int = 8) -> str:
-    """The first names, and how many more there are."""
-    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
+    main()

@@ -1,11 +1,13 @@
 """Fixtures that several packages share: the test data, real trained weights as a checkpoint, and relative error."""
 
+import http.server
 import json
 import os
 import shutil
 import struct
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -94,6 +96,66 @@ def stories260k_directory(shared: Path, tmp_path_factory) -> Path:
     save_file(contiguous, directory / "model.safetensors", metadata={"format": "pt"})
     shutil.copy(shared / "stories260K" / "tok512.model", directory / "tokenizer.model")
     return directory
+
+
+class HubServer(http.server.ThreadingHTTPServer):
+    """A server on this machine that answers like the Hugging Face Hub."""
+
+    commit = "0123456789abcdef0123456789abcdef01234567"
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), HubRequest)
+        self.files: dict[str, bytes] = {}
+        """Answers by path, without the query."""
+        self.errors: dict[str, tuple[int, str]] = {}
+        """HTTP status and error code by path; all other paths without a file are 404 EntryNotFound."""
+        self.asked: list[tuple[str, str]] = []
+        """The method and path of each request."""
+        self.resume = threading.Event()
+        """While it is not set, the second half of a large file is not sent."""
+        self.resume.set()
+
+
+class HubRequest(http.server.BaseHTTPRequestHandler):
+    def do_HEAD(self) -> None:
+        self.answer(body=False)
+
+    def do_GET(self) -> None:
+        self.answer(body=True)
+
+    def answer(self, body: bool) -> None:
+        path = self.path.partition("?")[0]
+        self.server.asked.append((self.command, path))
+        found = self.server.files.get(path)
+        status, code = self.server.errors.get(path, (404, "EntryNotFound") if found is None else (200, None))
+        found = b"" if found is None or status != 200 else found
+        self.send_response(status)
+        if code is None:
+            self.send_header("X-Repo-Commit", self.server.commit)
+            self.send_header("ETag", f'"{abs(hash(path)):040x}"')
+        else:
+            self.send_header("X-Error-Code", code)
+        self.send_header("Content-Length", str(len(found)))
+        self.end_headers()
+        if body:
+            half = len(found) // 2 if len(found) > 10_000 else len(found)
+            self.wfile.write(found[:half])
+            self.server.resume.wait(60)
+            self.wfile.write(found[half:])
+
+    def log_message(self, *arguments) -> None:
+        pass
+
+
+@pytest.fixture
+def hub() -> Iterator[HubServer]:
+    """A server without files; tests give it some."""
+    server = HubServer()
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield server
+    server.resume.set()
+    server.shutdown()
+    server.server_close()
 
 
 @pytest.fixture

@@ -14,7 +14,6 @@ generators.
 import dataclasses
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,13 +21,13 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from data.tokenizer import Tokenizer
 from errors import UserError
 from model import pretrained
 from model.decoder import Decoder
 from model.find_checkpoint import candidates
+from model.pretrained import fsync_directory, save_tensors
 from training.optimizer import load_optimizer_tensors, optimizer_tensors
 from training.settings import Settings, replace_text
 
@@ -87,7 +86,7 @@ def save_last(
 
     def write(directory: Path) -> None:
         tensors = {key: value.detach().contiguous() for key, value in optimizer_tensors(optimizer, model).items()}
-        save_file(tensors, directory / "training_state.safetensors")
+        save_tensors(tensors, directory / "training_state.safetensors")
         hashed = dataclasses.replace(state, training_state_hash=file_hash(directory / "training_state.safetensors"))
         write_model(directory, hashed, model, tokenizer)
 
@@ -142,20 +141,6 @@ def recover_interrupted_save(target: Path) -> None:
 def is_complete(directory: Path) -> bool:
     """Whether a save into this directory was finished."""
     return (directory / "state.json").is_file()
-
-
-def fsync_directory(directory: Path, files: bool = True) -> None:
-    """fsync a directory and, if `files`, the files in it (Windows can fsync only files)."""
-    paths = [path for path in directory.iterdir() if path.is_file()] if files else []
-    for path in paths:
-        with path.open("rb+") as file:
-            os.fsync(file.fileno())
-    if os.name != "nt":
-        descriptor = os.open(directory, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
 
 
 def find_complete(target: Path) -> Path | None:

@@ -69,7 +69,7 @@ def make_run_dir(settings: Settings, config: str) -> Path:
 def evaluate_checkpoint(settings: Settings) -> None:
     """Print the loss of the checkpoint --init-from on all of --data (`--eval-only`)."""
     if settings.run.init_from is None:
-        raise UserError("--eval-only needs --init-from: the run folder or checkpoint directory to evaluate.")
+        raise UserError("--eval-only needs --init-from: the run folder, checkpoint directory or Hub id to evaluate.")
     directory = Path(settings.run.init_from)
     device = choose_device(settings.machine.device)
     choose_kernels(settings.machine.kernels, device)

@@ -17,6 +17,7 @@ from generation.prompts import check_unicode
 from model.config import DisallowNone, ModelConfig
 from model.families import FORMAT, load_config
 from model.find_checkpoint import find_checkpoint
+from model.weight_files import check_sizes, read_entries
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 
@@ -44,7 +45,8 @@ class RunSettings:
     seed: int = 1
     """Seed of the initial weights, the order of the batches and the text samples."""
     init_from: str | None = None
-    """Start from the weights of this run folder or checkpoint directory, with a new optimizer; --norm may differ."""
+    """Start from the weights of this run folder, checkpoint directory, or model on the Hugging Face Hub (org/name or
+    org/name@revision), with a new optimizer; --norm may differ."""
     center_weights: bool = True
     """With --init-from a LayerNorm run and --norm rms: center the weights that write to the residual stream over its
     channels. With the bias (--norm-bias, the default then) and an untied head, the model computes the same as before.
@@ -210,7 +212,7 @@ def parse(arguments: list[str], description: str) -> Command:
     else:
         settings = load_settings(config_path(sources.config or "tiny"))
         if sources.init_from is not None:
-            weights = find_checkpoint(Path(sources.init_from))
+            weights = find_checkpoint(sources.init_from)
             settings = with_checkpoint_shape(settings, weights)
     if sources.steps is not None:  # an explicit number of steps overrides the time limit of the TOML file
         settings = dataclasses.replace(settings, optimizer=dataclasses.replace(settings.optimizer, max_minutes=None))
@@ -227,7 +229,7 @@ def parse(arguments: list[str], description: str) -> Command:
     run = command.settings.run
     if run.init_from is None or sources.resume is not None:
         return command
-    weights = weights or find_checkpoint(Path(run.init_from))  # without the flag, it comes from the TOML file
+    weights = weights or find_checkpoint(run.init_from)  # without the flag, it comes from the TOML file
     run = dataclasses.replace(run, init_from=str(weights))
     return dataclasses.replace(command, settings=dataclasses.replace(command.settings, run=run))
 
@@ -247,6 +249,7 @@ class SourceFlags:
 def with_checkpoint_shape(settings: Settings, checkpoint: Path) -> Settings:
     """The settings with the model shape of a checkpoint, and sequences no longer than its context."""
     model = load_config(checkpoint)
+    check_sizes(model, read_entries(checkpoint), checkpoint)
     length = min(settings.data.sequence_length, model.max_position_embeddings)
     return dataclasses.replace(settings, model=model, data=dataclasses.replace(settings.data, sequence_length=length))
 

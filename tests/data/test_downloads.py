@@ -1,12 +1,9 @@
 """The named corpora, downloaded from a local server that answers like the Hugging Face hub."""
 
-import http.server
 import io
 import os
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pyarrow
@@ -16,7 +13,6 @@ from pyarrow import parquet
 from data.corpus import DOWNLOADS
 
 ROOT = Path(__file__).parents[2]
-COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 def content(path: str) -> bytes:
@@ -26,46 +22,15 @@ def content(path: str) -> bytes:
     return written.getvalue()
 
 
-class Hub(http.server.BaseHTTPRequestHandler):
-    """Answers /datasets/REPOSITORY/resolve/REVISION/FILE for the files in `self.server.files`, else 404."""
-
-    def do_HEAD(self) -> None:
-        self._answer(body=False)
-
-    def do_GET(self) -> None:
-        self._answer(body=True)
-
-    def _answer(self, body: bool) -> None:
-        self.server.asked.append((self.command, self.path))
-        found = self.server.files.get(self.path)
-        self.send_response(200 if found else 404)
-        if found:
-            self.send_header("X-Repo-Commit", COMMIT)
-            self.send_header("ETag", f'"{abs(hash(self.path)):040x}"')
-        else:
-            self.send_header("X-Error-Code", "EntryNotFound")
-        self.send_header("Content-Length", str(len(found or b"")))
-        self.end_headers()
-        if body and found:
-            self.wfile.write(found)
-
-    def log_message(self, *arguments) -> None:
-        pass
-
-
-@pytest.fixture
-def hub() -> Iterator[http.server.ThreadingHTTPServer]:
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    server.asked = []
-    server.files = {
-        f"/datasets/{dataset.repository}/resolve/{dataset.revision.replace('/', '%2F')}/{file}": content(file)
-        for dataset in DOWNLOADS.values()
-        for file in dataset.files
-    }
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield server
-    server.shutdown()
-    server.server_close()
+@pytest.fixture(autouse=True)
+def published(request) -> None:
+    """The files of all named corpora, for tests that have a server."""
+    if "hub" in request.fixturenames:
+        request.getfixturevalue("hub").files = {
+            f"/datasets/{dataset.repository}/resolve/{dataset.revision.replace('/', '%2F')}/{file}": content(file)
+            for dataset in DOWNLOADS.values()
+            for file in dataset.files
+        }
 
 
 def read(name: str, home: Path, port: int) -> subprocess.CompletedProcess:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 
 import pytest
@@ -59,19 +60,19 @@ def break_header(directory):
 
 DAMAGE = {
     "no config.json": lambda directory: (directory / "config.json").unlink(),
-    "no model.safetensors": lambda directory: (directory / "model.safetensors").unlink(),
+    "has no model.safetensors": lambda directory: (directory / "model.safetensors").unlink(),
     "no tokenizer": lambda directory: (directory / "tokenizer.model").unlink(),
-    "model.safetensors is truncated": truncate_weights,
-    "model.safetensors is truncated ": truncate_header,
-    "unreadable weights": break_header,
-    "unreadable weights ": lose_a_shard,
+    "model.safetensors is not a complete safetensors file (it is truncated)": truncate_weights,
+    "model.safetensors is not a complete safetensors file (it is truncated) ": truncate_header,
+    "model.safetensors is not a complete safetensors file (Expecting property": break_header,
+    "lacks model-00002-of-00002.safetensors": lose_a_shard,
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_a_damaged_checkpoint_is_skipped_with_a_note_and_an_error_when_no_other_is_left(tmp_path, capsys, damage):
     DAMAGE[damage](checkpoint(tmp_path / "best"))
-    with pytest.raises(UserError, match=rf"no checkpoint in .* is complete \(best: {damage.strip()}"):
+    with pytest.raises(UserError, match=rf"no checkpoint in .* is complete \(best: {re.escape(damage.strip())}"):
         find_checkpoint(tmp_path)
     complete = checkpoint(tmp_path / "last.old")
     assert find_checkpoint(tmp_path) == complete
@@ -128,3 +129,43 @@ def test_eos_ids_are_those_of_the_tokenizer_and_of_generation_config_or_else_of_
     (directory / "generation_config.json").write_text("{")
     with pytest.raises(UserError, match=r"generation_config.json is not a readable JSON"):
         eos_ids(directory, 2)
+
+
+FOREIGN = {
+    "stories.Q4_K_M.gguf": r"has GGUF weights, .*give the directory or the Hub id of the model that they were made",
+    "pytorch_model.bin": r"has pickled weights, .*convert them to safetensors first, .*save_pretrained\(OUT\)",
+    "model.pt": r"has pickled weights",
+    "weights.pth": r"has pickled weights",
+    "consolidated.00.pth": r"has weights in their publisher's own format",
+    "consolidated.safetensors": r"has weights in their publisher's own format",
+    "adapter_config.json": r"has a PEFT adapter without its base model; .*merge_and_unload\(\)",
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+@pytest.mark.parametrize("with_config", [True, False])
+def test_a_directory_with_weights_in_another_format_is_refused_with_advice(tmp_path, name, with_config):
+    directory = checkpoint(tmp_path / "model")
+    (directory / name).write_bytes(b"content")
+    if not with_config:
+        (directory / "config.json").unlink()
+    else:
+        assert find_checkpoint(directory) == directory  # it has model.safetensors too
+    (directory / "model.safetensors").unlink()
+    (directory / "adapter_model.safetensors").write_bytes(b"content")
+    with pytest.raises(UserError, match=rf"model {FOREIGN[name]}"):
+        find_checkpoint(directory)
+
+
+def test_a_file_is_refused_with_what_to_give_instead(tmp_path):
+    directory = checkpoint(tmp_path / "model")
+    for name in ("a.gguf", "a.bin", "a.txt"):
+        (directory / name).write_bytes(b"content")
+    for name, words in {
+        "model.safetensors": rf"is one file of a checkpoint; give its directory, {re.escape(str(directory))}\.",
+        "a.gguf": "has GGUF weights",
+        "a.bin": "has pickled weights",
+        "a.txt": "is a file; give the directory of a checkpoint or a run",
+    }.items():
+        with pytest.raises(UserError, match=rf"{re.escape(name)} {words}"):
+            find_checkpoint(directory / name)

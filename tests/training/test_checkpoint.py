@@ -131,6 +131,18 @@ def test_a_full_disk_is_a_one_line_error_and_the_last_complete_checkpoint_stays(
     assert [path.name for path in tmp_path.iterdir()] == ["last"]
 
 
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no such permissions")
+def test_every_file_of_a_save_can_be_read_by_others(flags, tmp_path):
+    before = os.umask(0o022)
+    try:
+        train(parse([*flags, "--steps", "1"], "test").settings, tmp_path / "run")
+    finally:
+        os.umask(before)
+    files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    assert {"training_state.safetensors", "model.safetensors"} <= {path.name for path in files}
+    assert {oct(path.stat().st_mode & 0o777) for path in files} == {"0o644"}
+
+
 @pytest.mark.parametrize("norm", ["rms", "layer"])
 def test_the_last_checkpoint_opens_in_transformers_with_equal_logits_and_ids(flags, tmp_path, norm):
     train(parse([*flags, "--norm", norm, "--steps", "12"], "test").settings, tmp_path / "run")

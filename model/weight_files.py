@@ -1,0 +1,143 @@
+"""The weight files of a checkpoint directory: which files they are, and what their headers say. Reads no weights.
+
+A safetensors file is the length of its header in 8 bytes, the header as JSON, and the tensors one after another
+(https://github.com/huggingface/safetensors#format). Imports no torch.
+"""
+
+import json
+import math
+import os
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path, PureWindowsPath
+
+from errors import UserError
+from model.config import ModelConfig
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+# The small files that belong to a checkpoint: configurations, tokenizers and chat templates.
+SIDE_FILES = ("*.json", "*.model", "*.jinja", "merges.txt")
+MAX_HEADER = 100_000_000  # bytes; safetensors' own limit
+BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # of one element
+
+PICKLED = (
+    "has pickled weights, which can run code and are never opened; convert them to safetensors first, "
+    "for example with transformers: AutoModelForCausalLM.from_pretrained(IN).save_pretrained(OUT)."
+)
+OTHER_FORMATS = {  # a file of a directory without model.safetensors -> what the directory has, and what to do
+    "adapter_config.json": "has a PEFT adapter without its base model; load both with peft, merge them with "
+    "merge_and_unload(), write the result with save_pretrained(), and give that directory.",
+    "*.gguf": "has GGUF weights, which are only written here, not read; give the directory or the Hub id of the "
+    "model that they were made from, with config.json and *.safetensors.",
+    "consolidated*": "has weights in their publisher's own format (consolidated.*); "
+    "give the version of the model for transformers, with config.json and *.safetensors.",
+    **dict.fromkeys(("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl"), PICKLED),
+}
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """Where a tensor is."""
+
+    path: Path
+    """The safetensors file that has it."""
+    dtype: str
+    """F32, BF16, ..."""
+    shape: tuple[int, ...]
+    offset: int
+    """Its first byte in the file."""
+
+
+def explain_other_format(names: Collection[str]) -> str | None:
+    """What weights among the files `names` cannot be read and what to do, or None if model.safetensors is there."""
+    if SINGLE in names or INDEX in names:
+        return None
+    return next((advice for pattern, advice in OTHER_FORMATS.items() if any(fnmatch(n, pattern) for n in names)), None)
+
+
+def check_format(directory: Path) -> None:
+    """Raise `UserError` for a directory that has weights, but in another format than safetensors."""
+    advice = explain_other_format({path.name for path in directory.iterdir()})
+    if advice is not None:
+        raise UserError(f"{directory} {advice}")
+
+
+def find_weight_files(directory: Path) -> list[Path]:
+    """The safetensors files of a directory: one, or the shards that its index names."""
+    index = directory / INDEX
+    if (directory / SINGLE).is_file():
+        return [directory / SINGLE]
+    if not index.is_file():
+        check_format(directory)
+        raise UserError(f"{directory} has no {SINGLE}; download or save the checkpoint again.")
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        outside = [name for name in names if PureWindowsPath(name).name != name]  # knows / and \ and drives
+    except (OSError, ValueError, KeyError, AttributeError, TypeError):
+        raise UserError(f"{index} is not a readable index of shards; download or save the checkpoint again.") from None
+    if outside:
+        raise UserError(
+            f"{index} names {join_names(outside)}, but shards must lie beside it; download the checkpoint again."
+        )
+    missing = [name for name in names if not (directory / name).is_file()]
+    if missing:
+        raise UserError(f"{directory} lacks {join_names(missing)}; download the checkpoint again.")
+    return [directory / name for name in names]
+
+
+def read_entries(directory: Path) -> dict[str, TensorEntry]:
+    """The tensors of a directory, in the order of its files."""
+    return {name: entry for path in find_weight_files(directory) for name, entry in read_header(path).items()}
+
+
+def read_header(path: Path) -> dict[str, TensorEntry]:
+    """The tensors of a safetensors file, in their order; `UserError` unless they fill the file without gaps."""
+    try:
+        with path.open("rb") as file:
+            size, start = os.fstat(file.fileno()).st_size, file.read(8)
+            if start == b"version ":
+                raise ValueError("it is a pointer of Git LFS: fetch the file itself with `git lfs pull`")
+            length = int.from_bytes(start, "little")
+            if length > min(size - 8, MAX_HEADER):
+                raise ValueError("it is truncated")
+            fields = json.loads(file.read(length))
+        fields.pop("__metadata__", None)
+        entries, end = {}, 0
+        for name, field in sorted(fields.items(), key=lambda item: item[1]["data_offsets"]):
+            (begin, stop), shape, dtype = field["data_offsets"], tuple(field["shape"]), field["dtype"]
+            if not all(type(number) is int and 0 <= number < 2**63 for number in (begin, stop, *shape)):
+                raise ValueError(f"{name} has a size that is no integer")
+            expected = math.prod(shape) * BYTES[dtype] if dtype in BYTES else stop - begin
+            if begin != end or stop < begin or stop - begin != expected:
+                raise ValueError(f"{name} has other bytes than its shape says")
+            entries[name] = TensorEntry(path, dtype, shape, 8 + length + begin)
+            end = stop
+        if 8 + length + end != size:
+            raise ValueError("it is truncated" if size < 8 + length + end else "it has more bytes than its tensors")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise UserError(f"{path} is not a complete safetensors file ({error}); download or save it again.") from None
+    return entries
+
+
+def check_sizes(config: ModelConfig, entries: Mapping[str, TensorEntry], directory: Path | str) -> None:
+    """Raise `UserError` for sizes in config.json that no tensor has: such a model could not be built."""
+    largest = max((size for tensor in entries.values() for size in tensor.shape), default=0)
+    limits = {
+        "num_hidden_layers": (config.num_hidden_layers, len(entries)),
+        "vocab_size": (config.vocab_size, largest),
+        "hidden_size": (config.hidden_size, largest),
+        "intermediate_size": (config.intermediate_size, largest),
+        "num_attention_heads times head_dim": (config.num_attention_heads * config.resolved_head_dim, largest),
+    }
+    wrong = [f"{name} {size}" for name, (size, limit) in limits.items() if size > limit]
+    if wrong:
+        raise UserError(
+            f"the config.json of {directory} says {', '.join(wrong)}, but its {len(entries)} tensors have at most "
+            f"{largest} rows or columns; download the checkpoint again."
+        )
+
+
+def join_names(names: list[str], limit: int = 8) -> str:
+    """The first names, and how many more there are."""
+    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
