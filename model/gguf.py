@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import math
 import os
 import sys
@@ -26,7 +27,7 @@ if TYPE_CHECKING:  # importing torch would slow down `--help`
     from data.llama_cpp import Vocabulary
     from data.tokenizer import Tokenizer
     from model.config import ModelConfig
-    from model.pretrained import StoredTensor
+    from model.stored_weights import StoredTensor
 
 ARCHITECTURES = ("llama", "qwen3", "stablelm")  # model types that are architectures of llama.cpp under the same name
 ROPE_TYPES = ("llama3", "linear")  # scalings of the rotary frequencies that a factor for each frequency expresses
@@ -44,14 +45,15 @@ def main() -> None:
         "llama.cpp has no architecture for the other norms, placements and MLPs. "
         "Quantize the file with llama.cpp's llama-quantize.",
     )
-    parser.add_argument("run", type=Path, metavar="RUN", help="a run folder or a checkpoint, as for generate.py")
+    parser.add_argument("run", metavar="RUN", help="a run folder or a checkpoint, as for generate.py")
     parser.add_argument("out", type=Path, metavar="OUT.gguf", help="the file to write; an existing file is kept")
     parser.add_argument(
         "--dtype", choices=DTYPES, help="of the matrices (default: as stored); norms and biases are always float32"
     )
     arguments = parser.parse_args()
     with exit_on_user_error():
-        write_gguf(find_checkpoint(arguments.run), arguments.out, arguments.dtype, name=arguments.run.resolve().name)
+        name = Path(arguments.run).resolve().name
+        write_gguf(find_checkpoint(arguments.run), arguments.out, arguments.dtype, name=name)
 
 
 def write_gguf(checkpoint: Path, out: Path, dtype: str | None = None, *, name: str = "") -> None:
@@ -87,7 +89,8 @@ def convert(checkpoint: Path, path: Path, dtype: str | None, name: str) -> None:
 
     from data.llama_cpp import llama_cpp_vocabulary
     from data.tokenizer import check_vocabulary, load_tokenizer
-    from model.pretrained import load_config, stored_weights
+    from model.pretrained import load_config
+    from model.stored_weights import stored_weights
 
     config = load_config(checkpoint)
     architecture = choose_architecture(config)
@@ -96,30 +99,30 @@ def convert(checkpoint: Path, path: Path, dtype: str | None, name: str) -> None:
     vocabulary = llama_cpp_vocabulary(tokenizer, config.vocab_size)
     for note in vocabulary.notes:
         print(f"note: {note}", file=sys.stderr)
-    with stored_weights(checkpoint, config) as stored:
-        dtype = dtype or matrix_dtype(stored)
-        tensors = gguf_tensors(checkpoint, config, architecture, stored)
-        writer = gguf.GGUFWriter(path, architecture)
-        try:
-            add_model(writer, config, name, dtype)
-            add_tokenizer(writer, checkpoint, tokenizer, vocabulary)
-            sizes = {}
+    stored = stored_weights(checkpoint, config)
+    dtype = dtype or matrix_dtype(stored)
+    tensors = gguf_tensors(checkpoint, config, architecture, stored)
+    writer = gguf.GGUFWriter(path, architecture)
+    try:
+        add_model(writer, config, name, dtype)
+        add_tokenizer(writer, checkpoint, tokenizer, vocabulary)
+        sizes = {}
+        for target, tensor in tensors.items():
+            kind = gguf.GGMLQuantizationType[DTYPES[dtype if len(tensor.shape) > 1 else "float32"][0]]
+            sizes[target] = math.prod(tensor.shape) * gguf.GGML_QUANT_SIZES[kind][1]
+            writer.add_tensor_info(target, tensor.shape, None, sizes[target], raw_dtype=kind)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        with tqdm(total=sum(sizes.values()), unit="B", unit_scale=True, desc="writing") as bar:
             for target, tensor in tensors.items():
-                kind = gguf.GGMLQuantizationType[DTYPES[dtype if len(tensor.shape) > 1 else "float32"][0]]
-                sizes[target] = math.prod(tensor.shape) * gguf.GGML_QUANT_SIZES[kind][1]
-                writer.add_tensor_info(target, tensor.shape, None, sizes[target], raw_dtype=kind)
-            writer.write_header_to_file()
-            writer.write_kv_data_to_file()
-            writer.write_ti_data_to_file()
-            with tqdm(total=sum(sizes.values()), unit="B", unit_scale=True, desc="writing") as bar:
-                for target, tensor in tensors.items():
-                    writer.write_tensor_data(to_array(tensor, dtype, target))
-                    bar.update(sizes[target])
-            writer.flush()
-            for file in writer.fout or ():
-                os.fsync(file.fileno())
-        finally:
-            writer.close()
+                writer.write_tensor_data(to_array(tensor, dtype, target))
+                bar.update(sizes[target])
+        writer.flush()
+        for file in writer.fout or ():
+            os.fsync(file.fileno())
+    finally:
+        writer.close()
 
 
 def choose_architecture(config: ModelConfig) -> str:
@@ -160,14 +163,15 @@ def gguf_tensors(
     import torch
 
     from model.decoder import Decoder
-    from model.pretrained import check_match, unpacked_tensors, zero_tensors
+    from model.pretrained import unpacked_tensors
     from model.rope import frequencies
+    from model.stored_weights import check_match, zero_tensors
 
     with torch.device("meta"):  # shapes without memory
         parameters = unpacked_tensors(Decoder(config, seed=None).state_dict(), config)
     check_match({name: tensor.shape for name, tensor in parameters.items()}, stored, checkpoint)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], config.num_hidden_layers)
-    sources = {name: Source(tuple(stored[name].shape), stored[name].read) for name in parameters}
+    sources = {name: Source(tuple(stored[name].shape), functools.partial(read, stored[name])) for name in parameters}
     if architecture == "llama":
         for projection, heads in {"q": config.num_attention_heads, "k": config.num_key_value_heads}.items():
             for name in [name for name in sources if f".{projection}_proj." in name]:
@@ -183,6 +187,17 @@ def gguf_tensors(
         factors = (plain / frequencies(config)).float()  # llama.cpp divides the frequencies by them
         tensors["rope_freqs.weight"] = Source(tuple(factors.shape), lambda: factors)
     return tensors
+
+
+def read(stored: StoredTensor) -> Tensor:
+    """A tensor as it is stored."""
+    import torch
+
+    from model.stored_weights import read_weights
+
+    tensor = torch.empty(stored.shape, dtype=stored.dtype)
+    read_weights({"": stored}, {"": tensor})
+    return tensor
 
 
 def interleave(source: Source, heads: int) -> Source:
