@@ -85,7 +85,7 @@ def generate(
     ids than its tokenizer.
 
     With `past`, for a single prompt: what the prompt has in common with the last call's tokens is not computed again.
-    `past` stays valid if this call is interrupted anywhere.
+    `past` stays valid if this call is interrupted anywhere, but not if a call without it comes in between.
     """
     context = decoder.config.max_position_embeddings
     check_prompts(prompts, context)
