@@ -82,7 +82,7 @@ def read_template(checkpoint: Path) -> str:
         template = read_json(path := checkpoint / name).get("chat_template")
         if isinstance(template, list) and all(isinstance(entry, dict) for entry in template):
             named = {entry.get("name"): entry.get("template") for entry in template}
-            template = named.get("default", named)
+            template = named.get("default") or named
         if isinstance(template, str):
             return template
         if template is not None:

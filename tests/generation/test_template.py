@@ -32,7 +32,10 @@ def test_another_process_renders_the_same_text():
 @pytest.mark.parametrize(
     ("source", "expected"),
     [
-        ("{{ raise_exception('no\n \x1b[31msystem ' ~ 'role' * 99) }}", "does not support this conversation: no ␛[31msys"),
+        (
+            "{{ raise_exception('no\n \x1b[31mrole' ~ 'x' * 999) }}",
+            "does not support this conversation: no ␛[31mrolexx",
+        ),
         ("\n{% for %}", "the chat template is not valid at its line 2: "),
         ("{{ messages.a.b }}", "the chat template failed (UndefinedError: "),
         ("{{ ''.__class__.__mro__ }}", "SecurityError: access to attribute '__class__'"),

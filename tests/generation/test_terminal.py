@@ -10,7 +10,7 @@ from generation.terminal import HELP, hold_session, printable, read_line
 
 
 def session(*events, respond=None) -> tuple[list[str], list[str]]:
-    """Give lines, or raise exceptions, until the end of the input; returns what was responded to and what was logged."""
+    """Type lines, or raise exceptions, until the input ends; returns what was responded to and what was logged."""
     events, heard, lines = iter([*events, EOFError()]), [], []
 
     def read():
@@ -56,7 +56,8 @@ def test_control_characters_become_visible_and_all_others_stay():
     harmless = "a\tb\né☺漢\U0001f99c\u00a0"
     assert printable(harmless) == harmless
     assert printable("\x1b[2J\x07\r\x7f\x9b31m\x00") == "␛[2J␇␍␡\ufffd31m␀"
-    assert not any(ch in printable("".join(map(chr, range(0x300)))) for ch in map(chr, [*range(9), *range(11, 32), *range(127, 160)]))
+    everything = printable("".join(map(chr, range(0x300))))
+    assert not any(chr(code) in everything for code in (*range(9), *range(11, 32), *range(127, 160)))
 
 
 def test_the_prompt_is_not_printed_to_redirected_output_and_a_line_must_be_utf8(monkeypatch, capsys):
@@ -68,7 +69,7 @@ def test_the_prompt_is_not_printed_to_redirected_output_and_a_line_must_be_utf8(
     assert read_line() == "hi"
     output = capsys.readouterr()
     assert (output.out, output.err) == ("", "> ")
-    with pytest.raises(UserError, match="the line .* is not UTF-8"):
+    with pytest.raises(UserError, match=r"the line .* is not UTF-8"):
         read_line()
     with pytest.raises(EOFError):
         read_line()
