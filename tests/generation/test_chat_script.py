@@ -55,6 +55,7 @@ def test_a_conversation_in_a_terminal(talkative_model):
     terminal = Terminal(talkative_model, *FLAGS, "--max-new-tokens", 16000)
     try:
         assert f"{talkative_model} on cpu" in terminal.read_until("> ")
+        time.sleep(0.5)  # Python notices a signal only once readline waits for a key, shortly after it shows the prompt
         terminal.type("\x03")
         assert "Ctrl-D leaves" in terminal.read_until("\n> ")
         terminal.type("hello\n")
