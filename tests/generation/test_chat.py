@@ -90,6 +90,16 @@ def test_an_answer_that_no_special_token_follows_has_no_end(chatml_model, tmp_pa
     assert len(set(chat_format.encode([{"role": "user", "content": ""}, {"role": "user", "content": "</think>"}]))) > 5
 
 
+def test_tags_that_are_not_special_are_tokens_in_answers_and_text_in_questions(chatml_model, tmp_path):
+    shutil.copytree(chatml_model, tmp_path, dirs_exist_ok=True)
+    write(tmp_path / "chat_template.jinja", "{{ messages[-1].content }}{% if false %}<think>{% endif %}")
+    chat_format = ChatFormat(tmp_path)
+    answer, question = ([{"role": role, "content": "<think>"}] for role in ("assistant", "user"))
+    (think,) = chat_format.encode(answer)
+    assert chat_format.tokenizer.added_tokens[think].content == "<think>"
+    assert think not in chat_format.encode(question) and len(chat_format.encode(question)) > 3
+
+
 def test_a_system_prompt_comes_first_and_it_is_known_if_the_template_leaves_it_out(chat_model, tmp_path):
     question = [{"role": "user", "content": "q"}]
     with_system = ChatFormat(chat_model, " Be <s> terse<|im_end|>. ")

@@ -1,6 +1,7 @@
 """A conversation: what is computed in each turn, what is dropped when the context is full, and interrupted answers."""
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
@@ -114,19 +115,21 @@ def test_reset_forgets_the_turns_but_not_the_system_prompt(talk):
     assert sum(len(tokens) for _, tokens in talk.fed) == 12  # and the cache is still of use
 
 
-def test_the_oldest_turns_are_dropped_when_the_conversation_does_not_fit(talk):
-    lengths, dropped = [], []
-    for turn in range(9):
-        before, logged = len(talk.conversation.turns), len(talk.lines)
+def test_no_more_turns_are_dropped_than_the_answer_needs_room(chatml_model, monkeypatch):
+    talk, room, dropped = Talk(chatml_model, monkeypatch, max_new_tokens=40), 256 - 40, []
+    for turn in range(7):
+        before, logged = talk.conversation.turns, len(talk.lines)
         talk.ask(f"def add_{turn}(x, y): return x")
-        lengths.append(len(talk.calls[-1][0]))
-        dropped.append(before + 1 - len(talk.conversation.turns))
-        said = [f"dropped the oldest {dropped[-1]} of {before} turns: the context is 256 tokens"] if dropped[-1] else []
+        count = len(before) + 1 - len(talk.conversation.turns)
+        messages = [*itertools.chain(*before), talk.conversation.turns[-1][0]]
+        lengths = [len(talk.format.encode(messages[2 * n :])) for n in range(len(before) + 1)]
+        assert len(talk.calls[-1][0]) == lengths[count] <= room and all(length > room for length in lengths[:count])
+        said = [f"dropped the oldest {count} of {len(before)} turns: the context is 256 tokens"] if count else []
         assert [line for line in talk.lines[logged:] if "dropped" in line] == said
+        dropped.append(count)
     assert sum(dropped) >= 3 and dropped[:2] == [0, 0]
-    assert max(lengths) <= 256 - 12 < max(lengths) + min(lengths[0], 60)  # no more than necessary
     text = talk.format.tokenizer.decode(talk.calls[-1][0])
-    assert SYSTEM in text and "add_8" in text and "add_7" in text and "add_0" not in text
+    assert SYSTEM in text and "add_6" in text and "add_5" in text and "add_0" not in text
     assert "".join(talk.written) == talk.fresh_answer()
 
 
