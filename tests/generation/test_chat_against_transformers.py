@@ -146,8 +146,9 @@ def test_a_template_renders_to_the_bytes_of_transformers(name, monkeypatch):
     assert compare(TEMPLATES[name]) >= (4 if "errors" in name else 28)
 
 
+@pytest.mark.slow
 def test_the_templates_of_trl_render_to_the_bytes_of_transformers():
-    """Optional: `pip install trl` brings the templates of Qwen, Llama, Gemma, Phi and others."""
+    """Optional: `pip install trl` brings the templates of Qwen, Llama, Gemma, Phi and others; takes minutes."""
     package = importlib.util.find_spec("trl")  # importing it would take seconds
     if package is None:
         pytest.skip("needs the templates of trl: pip install trl")
