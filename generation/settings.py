@@ -48,10 +48,13 @@ class Sampling:
 class Settings:
     """Continue a text with a trained model, or talk with one that was trained for conversations.
 
-    generate.py runs/NAME --prompt "def "        continue a text
-    generate.py runs/NAME --interactive          continue what you type, line by line
-    generate.py ~/Qwen2.5-0.5B-Instruct --chat   hold a conversation in the terminal
-    echo "Why is the sky blue?" | generate.py ~/Qwen2.5-0.5B-Instruct --chat > answer.txt
+    Continue a text: generate.py runs/NAME --prompt "def "
+
+    Continue what you type, line by line: generate.py runs/NAME --interactive
+
+    Hold a conversation: generate.py ~/Qwen2.5-0.5B-Instruct --chat
+
+    Answer one message: echo "Why is the sky blue?" | generate.py ~/Qwen2.5-0.5B-Instruct --chat > answer.txt
 
     The text, prompt included, or in a chat the answer alone, is printed to standard output as it is generated.
     Everything else goes to standard error. Several texts are printed one after another, with a blank line between
