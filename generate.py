@@ -10,6 +10,7 @@ import tyro
 from errors import UserError, exit_on_user_error
 from generation.prompts import read_prompts
 from generation.settings import Settings
+from generation.terminal import printable, read_line
 from model.find_checkpoint import find_checkpoint, newest_run
 
 
@@ -18,18 +19,29 @@ def main() -> None:
     with exit_on_user_error():
         settings = tyro.cli(Settings, prog="generate.py")
         checkpoint = find_checkpoint(newest_run(Path("runs")) if settings.run is None else settings.run)
-        prompts = read_prompts(settings.prompt, settings.prompt_file)
+        prompts = None if responds_to_lines(settings) else read_prompts(settings.prompt, settings.prompt_file)
+        if settings.chat and prompts == [""]:
+            raise UserError("there is no message to answer; give one with --prompt, or on standard input.")
         from generation.session import run  # imports torch
 
         # The same bytes on every system: Windows has other defaults for the encoding and line ends.
         sys.stdout.reconfigure(encoding="utf-8", errors="replace", newline="\n")
-        run(settings, checkpoint, prompts, write, log)
+        run(settings, checkpoint, prompts, write, log, read_line)
+
+
+def responds_to_lines(settings: Settings) -> bool:
+    """Whether to respond to lines as they are typed, instead of to prompts that are known from the start."""
+    typed = not settings.prompt and settings.prompt_file is None and sys.stdin is not None and sys.stdin.isatty()
+    return settings.interactive or (settings.chat and typed)
 
 
 def write(text: str) -> None:
-    """Write to standard output and flush. Exits quietly if the reader has closed the pipe (`| head`)."""
+    """Write to standard output and flush, to a terminal without control characters.
+
+    Exits quietly if the reader has closed the pipe (`| head`).
+    """
     try:
-        sys.stdout.write(text)
+        sys.stdout.write(printable(text) if sys.stdout.isatty() else text)
         sys.stdout.flush()
     except OSError as error:
         # The interpreter flushes standard output again at exit and would print an error then.

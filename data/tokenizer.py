@@ -10,6 +10,7 @@ import io
 import json
 import os
 import re
+import secrets
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -50,6 +51,19 @@ TRAINER_OPTIONS = dict(
     pad_id=-1,
     minloglevel=2,
 )
+
+
+# No text contains these, because nobody knows them: digits, which no template changes to others.
+BREAK, SECRET = (str(10**20 + secrets.randbelow(10**20)) for _ in range(2))
+
+
+def break_tokens(text: str, tokens: Iterable[str]) -> str:
+    """Put a mark into each of the tokens that the text contains, so that `encode_special` takes them as plain text.
+
+    The mark is behind a token's first character. Tokens of one character cannot be broken and are left as they are.
+    """
+    patterns = [f"{re.escape(token[0])}(?={re.escape(token[1:])})" for token in tokens if len(token) > 1]
+    return re.sub("|".join(patterns), lambda match: match[0] + BREAK, text) if patterns else text
 
 
 class SentencePieceTokenizer:
@@ -132,9 +146,9 @@ class JsonTokenizer:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
-        config = _read_json(self._folder / "tokenizer_config.json")
+        config = read_json(self._folder / "tokenizer_config.json")
         self.bos_id = self._find_bos(config)
-        self.eos_id = self._find_eos(config, _read_json(self._folder / "generation_config.json"))
+        self.eos_id = self._find_eos(config, read_json(self._folder / "generation_config.json"))
         self.hash = _hash(self._content, self.bos_id, self.eos_id)
 
     @property
@@ -152,6 +166,48 @@ class JsonTokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         """Text of ids; special tokens and ids past the vocabulary give nothing."""
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
+
+    @property
+    def added_tokens(self) -> dict[int, tokenizers.AddedToken]:
+        """The tokens that are found in a text before the rest of it is tokenized, by id: special ones and others."""
+        return self._tokenizer.get_added_tokens_decoder()
+
+    def encode_special(self, text: str) -> list[int]:
+        """Token ids of a text whose special tokens are tokens, as in the text that a chat template writes.
+
+        Tokens that `break_tokens` has broken are plain text: the ids are those of the whole characters.
+        """
+        if BREAK in text:
+            return self._encode_broken(text)
+        self._tokenizer.encode_special_tokens = False
+        try:
+            return self._tokenizer.encode(text, add_special_tokens=False).ids
+        finally:
+            self._tokenizer.encode_special_tokens = True
+
+    def _encode_broken(self, text: str) -> list[int]:
+        """Encode with a tokenizer whose added tokens have secret names, after renaming the whole tokens in the text.
+
+        So the library itself finds the tokens, and splits, normalizes and merges the text between them as always.
+        """
+        tokenizer, names, ids = self._renamed
+        whole = re.compile("|".join(re.escape(token) for token in sorted(names, key=len, reverse=True)))
+        parts = whole.split(text)
+        found = [names[match[0]] for match in whole.finditer(text)]
+        renamed = parts[0] + "".join(name + part for name, part in zip(found, parts[1:], strict=True))
+        return [ids.get(i, i) for i in tokenizer.encode(renamed.replace(BREAK, ""), add_special_tokens=False).ids]
+
+    @functools.cached_property
+    def _renamed(self) -> tuple[tokenizers.Tokenizer, dict[str, str], dict[int, int]]:
+        """This tokenizer with other texts for its added tokens; those texts by token; its ids to those of `self`."""
+        fields, names = json.loads(self._content), {}
+        for index, token in enumerate(fields["added_tokens"]):
+            if not token["single_word"]:  # such a token in the middle of a word is text
+                names[token["content"]] = token["content"] = f"<{SECRET}|{index}>"
+        fields["truncation"] = fields["padding"] = None
+        tokenizer = tokenizers.Tokenizer.from_str(json.dumps(fields))
+        ids = {tokenizer.token_to_id(token["content"]): token["id"] for token in fields["added_tokens"]}
+        return tokenizer, names, ids
 
     def save(self, directory: str | Path) -> None:
         _copy(self._folder, Path(directory))
@@ -201,7 +257,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     if model.is_file():
         try:
             folder = path if json_file.is_file() else None
-            tokenizer = _load_model(model, _read_json(path / "tokenizer_config.json"), folder)
+            tokenizer = _load_model(model, read_json(path / "tokenizer_config.json"), folder)
             if folder is None or tokenizer.vocab_size >= JsonTokenizer(json_file).vocab_size:
                 return tokenizer
         except UserError:
@@ -269,7 +325,7 @@ def _load_model(path: Path, config: dict, folder: Path | None) -> SentencePieceT
         raise UserError(f"{path} is not a SentencePiece model; give a tokenizer.model or tokenizer.json.") from error
 
 
-def _read_json(path: Path) -> dict:
+def read_json(path: Path) -> dict:
     if not path.is_file():
         return {}
     try:

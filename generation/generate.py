@@ -5,9 +5,11 @@ A finished sequence stays in the batch and its further tokens are dropped, until
 good enough for small batches.
 """
 
+import contextlib
+import itertools
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -34,13 +36,28 @@ class Generation:
     finish_reasons: list[FinishReason | None]
     """Why each sequence ended: EOS token, stopped by `on_token`, max_new_tokens reached, or context full."""
     prompt_tokens: int
-    """Tokens of all prompts together."""
+    """Tokens of all prompts together, without those whose keys and values were already known."""
     steps: int = 0
     """Decoding steps after the prefill."""
     prefill_seconds: float = 0.0
     """Time until the first new token of every sequence is known."""
     decode_seconds: float = 0.0
     """Time of everything after that, callbacks included."""
+
+
+@dataclass
+class Past:
+    """The tokens of the last call of `generate`, and their keys and values: the next call computes only what is new."""
+
+    tokens: list[int] = field(default_factory=list)
+    """At least those that the cache holds, in order."""
+    cache: KeyValueCache | None = None
+
+    def known_tokens(self, prompt: Sequence[int]) -> int:
+        """How many tokens at the start of the prompt the cache holds. Not the last one: its logits are needed."""
+        known = self.tokens[: self.cache.length] if self.cache is not None else []
+        common = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(known, prompt[:-1], strict=False))
+        return sum(1 for _ in common)
 
 
 def generate(
@@ -55,6 +72,7 @@ def generate(
     vocab_size: int | None = None,
     on_token: Callable[[int, int], bool | None] | None = None,
     on_finish: Callable[[int, FinishReason], object] | None = None,
+    past: Past | None = None,
 ) -> Generation:
     """Continue each prompt (one token or more), deterministically.
 
@@ -65,13 +83,17 @@ def generate(
     tokens together fill `max_position_embeddings`; then `on_finish(i, reason)` is called once. A prompt that is too
     long to generate even one token raises `UserError`. Only ids below `vocab_size` are sampled: a model may have more
     ids than its tokenizer.
+
+    With `past`, for a single prompt: what the prompt has in common with the last call's tokens is not computed again.
+    `past` stays valid if this call is interrupted anywhere, but not if a call without it comes in between.
     """
     context = decoder.config.max_position_embeddings
     check_prompts(prompts, context)
     max_new = [min(max_new_tokens, context - len(prompt)) for prompt in prompts]
     device = next(decoder.parameters()).device
     generators = [generator_for(seed, number, device) for number in sample_numbers or [0] * len(prompts)]
-    result = Generation([[] for _ in prompts], [None] * len(prompts), prompt_tokens=sum(map(len, prompts)))
+    known = 0 if past is None else past.known_tokens(prompts[0])
+    result = Generation([[] for _ in prompts], [None] * len(prompts), prompt_tokens=sum(map(len, prompts)) - known)
 
     def add_token(i: int, token: int) -> FinishReason | None:
         if token in eos_ids:
@@ -84,8 +106,8 @@ def generate(
         return None
 
     start = time.perf_counter()
-    steps = next_tokens(decoder, prompts, max(max_new), sampling or Sampling(), generators, vocab_size)
-    with threads_for(decoder, len(prompts)):
+    steps = next_tokens(decoder, prompts, max(max_new), sampling or Sampling(), generators, vocab_size, past, known)
+    with threads_for(decoder, len(prompts)), contextlib.closing(steps):
         for step, tokens in enumerate(steps):
             if step == 0:
                 result.prefill_seconds = time.perf_counter() - start
@@ -109,8 +131,13 @@ def next_tokens(
     sampling: Sampling,
     generators: list[torch.Generator],
     vocab_size: int | None,
+    past: Past | None = None,
+    known: int = 0,
 ) -> Iterator[list[int]]:
-    """Yield the next token of every sequence, `max_new_tokens` times, also of sequences that the caller has ended."""
+    """Yield the next token of every sequence, `max_new_tokens` times, also of sequences that the caller has ended.
+
+    The first `known` tokens of the prompt are taken from `past`, which holds all tokens of this call afterwards.
+    """
     context = decoder.config.max_position_embeddings
     device = next(decoder.parameters()).device
     tokens, padding = left_pad(prompts, device)
@@ -121,6 +148,12 @@ def next_tokens(
             cache = KeyValueCache(decoder.config, *shape, device=device, dtype=decoder.compute_dtype)
         else:
             cache = fused_step.cache
+        if past is not None:
+            (prompt,) = prompts
+            if known:
+                cache.keep_prefix(past.cache, known)
+            past.cache, past.tokens = cache, list(prompt)
+            tokens = tokens[:, known:]
         for _ in range(max_new_tokens):
             if cache.length >= context:
                 # Only shorter, padded prompts still have room in the context. The sequences that have filled it are
@@ -138,6 +171,8 @@ def next_tokens(
                     "the model's logits are not finite; its weights are damaged, or its activations overflow: "
                     "try --dtype float32."
                 )
+            if past is not None:
+                past.tokens += ids
             yield ids
             tokens = sampled[:, None]
             if seen is not None:

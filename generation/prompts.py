@@ -43,6 +43,8 @@ def read_prompt_file(path: Path) -> list[str]:
 def read_standard_input() -> str:
     """All of standard input, minus the one line break that `echo` and editors append. Empty if it is a terminal."""
     if sys.stdin is None or sys.stdin.isatty():
+        hint = "give one with --prompt TEXT, type several with --interactive, or talk with a chat model with --chat"
+        print(f"no prompt: the model starts a text of its own; {hint}", file=sys.stderr, flush=True)
         return ""
     # Printed first: if standard input is a pipe that nobody writes to, the program would seem to hang.
     print("reading the prompt from standard input", file=sys.stderr, flush=True)

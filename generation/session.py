@@ -1,6 +1,9 @@
-"""What generate.py does: load a checkpoint, generate in batches, and print the texts in the order of the prompts."""
+"""What generate.py does: load a checkpoint; then either generate in batches, and print the texts in the order of the
+prompts, or respond to each line that is typed."""
 
 import contextlib
+import dataclasses
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,10 +13,13 @@ import torch
 import kernels
 from data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from errors import UserError
+from generation.chat import ChatFormat, recommended_sampling
+from generation.conversation import Conversation
 from generation.generate import FinishReason, Generation, check_prompts, generate
 from generation.prompts import encode_prompt
-from generation.settings import Settings
+from generation.settings import Sampling, Settings
 from generation.stream import TextStream
+from generation.terminal import hold_session
 from generation.weights import bytes_per_step
 from model import find_checkpoint
 from model.decoder import Decoder
@@ -37,32 +43,88 @@ class Request:
 def run(
     settings: Settings,
     checkpoint: Path,
-    prompts: Sequence[str],
+    prompts: Sequence[str] | None,
     write: Callable[[str], object],
     log: Callable[[str], object],
+    read: Callable[[], str] | None = None,
 ) -> None:
-    """Continue the prompts: `write` gets the texts bit by bit as they are generated, `log` lines about them."""
+    """Continue the prompts, or in a chat answer them: `write` gets the texts bit by bit, `log` lines about them.
+
+    Without prompts, `read` gives one line after another to respond to, until it raises EOFError.
+    """
+    if prompts is None and settings.samples > 1:
+        raise UserError(f"--samples is {settings.samples}, which needs --prompt; in the terminal ask again instead.")
     config = load_config(checkpoint)
-    tokenizer = load_tokenizer(checkpoint)
+    chat = ChatFormat(checkpoint, settings.system) if settings.chat else None
+    tokenizer = load_tokenizer(checkpoint) if chat is None else chat.tokenizer
     check_vocabulary(tokenizer, config.vocab_size)
-    prompt_ids = [encode_prompt(tokenizer, prompt) for prompt in prompts]
+
+    def encode(text: str) -> list[int]:
+        return encode_prompt(tokenizer, text) if chat is None else chat.encode([{"role": "user", "content": text}])
+
+    prompt_ids = [encode(prompt) for prompt in prompts or ()]
     check_prompts(prompt_ids, config.max_position_embeddings)  # before the weights are read, which may take long
     eos_ids = find_checkpoint.eos_ids(checkpoint, tokenizer.eos_id)
+    if chat is not None:
+        eos_ids |= {chat.end_of_turn} - {None}
+        settings = choose_sampling(settings, checkpoint, log)
+        if chat.leaves_system_out:
+            log("note: the model's chat template leaves the system prompt out, so --system has no effect")
     with explain_out_of_memory(settings):
         decoder = load_decoder(checkpoint, settings)
     dtype = str(decoder.compute_dtype).removeprefix("torch.")
     device = next(decoder.parameters()).device
     log(f"{checkpoint} on {device} in {dtype}, kernels: {kernels.describe(device)}")
 
-    samples = [(ids, number) for ids in prompt_ids for number in range(settings.samples)]
-    requests = [Request(index, ids, number) for index, (ids, number) in enumerate(samples)]
-    output = OrderedOutput(len(requests), write, log)
-    results = []
-    for start in range(0, len(requests), settings.batch_size):
-        batch = requests[start : start + settings.batch_size]
-        with explain_out_of_memory(settings):
-            results.append(generate_batch(decoder, tokenizer, batch, eos_ids, settings, output))
-    log(speed(results, bytes_per_step(decoder)))
+    def generate_texts(requests: Sequence[Request]) -> list[Generation]:
+        output = OrderedOutput(len(requests), write, log)
+        results = []
+        for start in range(0, len(requests), settings.batch_size):
+            batch = requests[start : start + settings.batch_size]
+            with explain_out_of_memory(settings):
+                results.append(generate_batch(decoder, tokenizer, batch, eos_ids, settings, output))
+        return results
+
+    def report(*results: Generation) -> None:
+        if settings.verbose:
+            log(speed(results, bytes_per_step(decoder)))
+
+    if prompts is not None:
+        samples = [(ids, number) for ids in prompt_ids for number in range(settings.samples)]
+        report(*generate_texts([Request(index, ids, number) for index, (ids, number) in enumerate(samples)]))
+    elif chat is not None:
+        conversation = Conversation(decoder, chat, settings, eos_ids, write, log)
+
+        def answer(text: str) -> None:
+            with explain_out_of_memory(settings):
+                result = conversation.answer(text)
+            if result is not None:
+                report(result)
+
+        hold_session(answer, conversation.reset, read, log)
+    else:
+        numbers = itertools.count()
+
+        def continue_text(text: str) -> None:
+            ids = encode(text)
+            check_prompts([ids], config.max_position_embeddings)
+            try:
+                report(*generate_texts([Request(0, ids, next(numbers))]))
+            except KeyboardInterrupt:
+                write("\n")
+                raise
+
+        hold_session(continue_text, lambda: log("nothing to forget: each line is a text of its own"), read, log)
+
+
+def choose_sampling(settings: Settings, checkpoint: Path, log: Callable[[str], object]) -> Settings:
+    """The settings with the sampling that the model's authors recommend, unless a flag sets it."""
+    recommended = recommended_sampling(checkpoint) if settings.sampling == Sampling() else None
+    if recommended is None:
+        return settings
+    values = dataclasses.asdict(recommended).items()
+    log(f"sampling as in generation_config.json: {', '.join(f'{name} {value:g}' for name, value in values)}")
+    return dataclasses.replace(settings, sampling=recommended)
 
 
 def generate_batch(
@@ -75,8 +137,9 @@ def generate_batch(
 ) -> Generation:
     """Generate all requests of a batch at once; their text goes to the output as it is generated."""
     streams = [TextStream(tokenizer, settings.stop) for _ in batch]
-    for request, stream in zip(batch, streams, strict=True):
-        output.write(request.index, stream.push_prompt(request.prompt))
+    if not settings.chat:
+        for request, stream in zip(batch, streams, strict=True):
+            output.write(request.index, stream.push_prompt(request.prompt))
 
     def on_token(i: int, token: int) -> bool:
         output.write(batch[i].index, streams[i].push(token))
@@ -89,7 +152,7 @@ def generate_batch(
     return generate(
         decoder,
         [request.prompt for request in batch],
-        max_new_tokens=settings.max_new_tokens,
+        max_new_tokens=settings.token_limit,
         sampling=settings.sampling,
         seed=settings.seed,
         sample_numbers=[request.sample_number for request in batch],
@@ -154,11 +217,11 @@ def explain_out_of_memory(settings: Settings) -> Iterator[None]:
     except torch.OutOfMemoryError:
         raise UserError(
             f"out of memory on the device; use a smaller --batch-size (now {settings.batch_size}), fewer "
-            f"--max-new-tokens (now {settings.max_new_tokens}), or --device cpu."
+            f"--max-new-tokens (now {settings.token_limit}), or --device cpu."
         ) from None
 
 
-def speed(results: list[Generation], step_bytes: int) -> str:
+def speed(results: Sequence[Generation], step_bytes: int) -> str:
     """Tokens per second, and for decoding the rate at which weights were read: memory bandwidth is its limit."""
     prompt_tokens = sum(result.prompt_tokens for result in results)
     prefill_seconds = sum(result.prefill_seconds for result in results)

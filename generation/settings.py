@@ -46,12 +46,20 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Settings:
-    """Continue a text with a trained model: `generate.py runs/NAME --prompt "def " --max-new-tokens 100`.
+    """Continue a text with a trained model, or talk with one that was trained for conversations.
 
-    The text, prompt included, is printed to standard output as it is generated. Everything else (the checkpoint used,
-    the speed) goes to standard error. Several texts are printed one after another, with a blank line between them. A
-    text ends at the model's end-of-text token, before a stop string, after --max-new-tokens, or when the model's
-    context is full.
+    Continue a text: generate.py runs/NAME --prompt "def "
+
+    Continue what you type, line by line: generate.py runs/NAME --interactive
+
+    Hold a conversation: generate.py ~/Qwen2.5-0.5B-Instruct --chat
+
+    Answer one message: echo "Why is the sky blue?" | generate.py ~/Qwen2.5-0.5B-Instruct --chat > answer.txt
+
+    The text, prompt included, or in a chat the answer alone, is printed to standard output as it is generated.
+    Everything else goes to standard error. Several texts are printed one after another, with a blank line between
+    them. A text ends at the model's end-of-text token, before a stop string, after --max-new-tokens, or when the
+    model's context is full.
     """
 
     run: Annotated[str | None, tyro.conf.arg(metavar="[RUN]"), tyro.conf.Positional] = None
@@ -61,11 +69,19 @@ class Settings:
     prompt: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """Text to continue (--prompt=TEXT if it starts with a dash). Repeat the flag for several prompts. Default: standard
     input is the prompt, minus one final line break; if that is a terminal or empty, the model starts a text of its
-    own."""
+    own. With --chat: the message to answer, each in a conversation of its own."""
     prompt_file: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """UTF-8 text file with one prompt per line; blank lines are skipped."""
-    max_new_tokens: int = 200
-    """Maximum number of tokens to generate per text."""
+    chat: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Answer messages as the model's own chat template has them. In a terminal without a prompt this holds a
+    conversation: /help lists its commands, Ctrl-C stops an answer, Ctrl-D leaves. When the conversation is longer than
+    the model's context, the oldest turns are dropped."""
+    system: Annotated[str | None, tyro.conf.arg(metavar="TEXT")] = None
+    """System prompt of a chat: who the model is and how it answers. Default: what the chat template says."""
+    interactive: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Read a prompt per line from the terminal, and continue each by itself."""
+    max_new_tokens: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
+    """Maximum number of tokens to generate per text. Default: 200, in a chat 2048."""
     sampling: Annotated[Sampling, tyro.conf.arg(name="")] = field(default_factory=Sampling)
     seed: int = 1
     """Random seed. Sample i of a prompt is the same whatever else is in its batch, up to rounding."""
@@ -83,17 +99,29 @@ class Settings:
     kernels: Literal["auto", "triton", "torch"] = "auto"
     """Fused Triton kernels or plain PyTorch. auto: Triton on an NVIDIA or AMD GPU. With Triton, up to 8 parallel texts
     decode with kernels made for small batches, replayed as one CUDA graph per step."""
+    verbose: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Print the speed: tokens per second, and the rate at which weights were read from memory."""
 
     def __post_init__(self) -> None:
         for flag, value in {
-            "--max-new-tokens": self.max_new_tokens,
+            "--max-new-tokens": self.token_limit,
             "--samples": self.samples,
             "--batch-size": self.batch_size,
         }.items():
             if value < 1:
                 raise UserError(f"{flag} is {value} but must be at least 1.")
-        for flag, values in {"--prompt": self.prompt, "--stop": self.stop}.items():
+        if self.system is not None and not self.chat:
+            raise UserError("--system is for conversations; give --chat too.")
+        if self.interactive and (self.chat or self.prompt or self.prompt_file):
+            raise UserError("--interactive reads prompts line by line; leave out --chat, --prompt and --prompt-file.")
+        for flag, values in {"--prompt": self.prompt, "--stop": self.stop, "--system": (self.system or "",)}.items():
             for value in values:
                 check_unicode(flag, value)
         if "" in self.stop:
             raise UserError("--stop is empty, which would end every text immediately; give the string to stop at.")
+
+    @property
+    def token_limit(self) -> int:
+        """Maximum number of tokens to generate per text."""
+        default = 2048 if self.chat else 200
+        return default if self.max_new_tokens is None else self.max_new_tokens

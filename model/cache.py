@@ -41,3 +41,10 @@ class KeyValueCache:
         self.keys[layer, :, :, self.length : end] = k
         self.values[layer, :, :, self.length : end] = v
         return self.keys[layer, :, :, :end], self.values[layer, :, :, :end]
+
+    def keep_prefix(self, source: "KeyValueCache", length: int) -> None:
+        """Hold exactly the first `length` positions of `source`. It may be this cache, which then forgets the rest."""
+        if source is not self:
+            self.keys[:, :, :, :length] = source.keys[:, :, :, :length]
+            self.values[:, :, :, :length] = source.values[:, :, :, :length]
+        self.length = length

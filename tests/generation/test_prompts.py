@@ -33,9 +33,11 @@ def test_standard_input_is_one_prompt_without_its_last_line_break(monkeypatch, c
     assert read_prompts([], None) == [prompt]
 
 
-def test_a_terminal_is_not_read_and_gives_an_empty_prompt(monkeypatch):
+def test_a_terminal_is_not_read_and_gives_an_empty_prompt_with_a_hint(monkeypatch, capsys):
     set_stdin(monkeypatch, b"typed", terminal=True)
     assert read_prompts([], None) == [""]
+    hint = capsys.readouterr().err
+    assert hint.startswith("no prompt: the model starts a text of its own;") and "--prompt" in hint
     monkeypatch.setattr(sys, "stdin", None)  # a program without a console
     assert read_prompts([], None) == [""]
 

@@ -60,12 +60,13 @@ def test_a_text_is_printed_as_it_is_generated_and_ends_before_a_stop_string(chec
 
 
 def test_the_log_says_checkpoint_device_dtype_speed_and_how_fast_weights_were_read(checkpoint):
-    _, lines = output(checkpoint, max_new_tokens=5, device="cpu")
+    _, lines = output(checkpoint, max_new_tokens=5, device="cpu", verbose=True)
     assert lines[0] == f"{checkpoint} on cpu in float32, kernels: plain PyTorch with CPU functions"
     for part in ("prefill 2 tokens, ", "decode 4 tokens, ", "MB of weights per step, read at ", "GB/s"):
         assert part in lines[-1]
-    _, lines = output(checkpoint, max_new_tokens=1, device="cpu", dtype="bfloat16")
+    _, lines = output(checkpoint, max_new_tokens=1, device="cpu", dtype="bfloat16", verbose=True)
     assert lines[0].endswith("in bfloat16, kernels: plain PyTorch with CPU functions") and "decode" not in lines[-1]
+    assert output(checkpoint, max_new_tokens=5, device="cpu")[1] == [lines[0].replace("bfloat16", "float32")]
 
 
 def test_one_log_line_says_that_a_text_filled_the_context(checkpoint):

@@ -1,0 +1,118 @@
+"""How a checkpoint writes a conversation as token ids: its chat template, its special tokens, and what ends an answer.
+
+Special tokens are tokens where the template writes them, and plain text where a person or the model does: nobody can
+end a turn or forge another one by typing `<|im_end|>`.
+"""
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from data.tokenizer import JsonTokenizer, break_tokens, read_json
+from errors import UserError
+from generation.settings import Sampling
+from generation.template import Message, render
+
+# The names under which templates find special tokens.
+SPECIAL_TOKENS = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
+
+
+class ChatFormat:
+    """A checkpoint's chat template with its tokenizer, and a system prompt that precedes every conversation.
+
+    Raises `UserError` for a checkpoint without either, and for a template that fails or refuses the system prompt.
+    """
+
+    def __init__(self, checkpoint: Path, system: str | None = None):
+        self._template = read_template(checkpoint)
+        if not (checkpoint / "tokenizer.json").is_file():
+            raise UserError(f"{checkpoint} has no tokenizer.json, which --chat needs; download or convert it.")
+        self.tokenizer = JsonTokenizer(checkpoint / "tokenizer.json")
+        self._variables = special_tokens(checkpoint)
+        added = self.tokenizer.added_tokens
+        # Some models have turn markers that are not marked as special. Runs of spaces are tokens, too, and no markers.
+        in_template = {i for i, token in added.items() if token.content.strip() and token.content in self._template}
+        self._special = {i for i, token in added.items() if token.special}
+        self._control = self._special | in_template
+        self._system = [] if system is None else [{"role": "system", "content": system}]
+
+        answer = "It is fine."
+        example = [{"role": "user", "content": "What is it?"}, {"role": "assistant", "content": answer}]
+        text = self.render(example, answer_follows=False)
+        self.leaves_system_out = system is not None and self._break_control(system).strip() not in text
+        """Whether the template ignores the system prompt."""
+        end = self.tokenizer.encode_special(text.rpartition(answer)[2].lstrip())
+        self.end_of_turn = end[0] if end and end[0] in self._control else None
+        """The token that the template writes after an answer. Not every model lists it as EOS."""
+
+    def render(self, messages: Sequence[Message], *, answer_follows: bool = True) -> str:
+        """The conversation as text, in which `break_tokens` has broken the special tokens of the messages.
+
+        The model's own text may contain tokens that are not special, such as </think>; those stay whole.
+        """
+        broken = []
+        for message in (*self._system, *messages):
+            content, by_model = message["content"], message["role"] == "assistant"
+            broken.append({**message, "content": self._break_control(content, self._special if by_model else None)})
+        return render(self._template, broken, self._variables, answer_follows)
+
+    def encode(self, messages: Sequence[Message]) -> list[int]:
+        """The token ids of the conversation, up to where the model's answer begins."""
+        return self.tokenizer.encode_special(self.render(messages))
+
+    def _break_control(self, text: str, ids: set[int] | None = None) -> str:
+        """The text without whole tokens of these ids, by default of all that can structure a conversation."""
+        added = self.tokenizer.added_tokens
+        return break_tokens(text, [added[i].content for i in sorted(self._control if ids is None else ids)])
+
+
+def read_template(checkpoint: Path) -> str:
+    """The source of the chat template: chat_template.jinja, or else a field of tokenizer_config.json.
+
+    A model may have several; the others are for tools and documents. Old models have chat_template.json.
+    """
+    for name in ("chat_template.jinja", "chat_templates/default.jinja"):
+        if (path := checkpoint / name).is_file():
+            try:
+                return path.read_text("utf-8")
+            except UnicodeDecodeError as error:
+                raise UserError(f"{path} is not UTF-8 ({error}); download it again.") from None
+    for name in ("tokenizer_config.json", "chat_template.json"):
+        template = read_json(path := checkpoint / name).get("chat_template")
+        if isinstance(template, list) and all(isinstance(entry, dict) for entry in template):
+            named = {entry.get("name"): entry.get("template") for entry in template}
+            template = named.get("default") or named
+        if isinstance(template, str):
+            return template
+        if template is not None:
+            raise UserError(
+                f"the chat_template in {path} is {json.dumps(template)[:80]}, which is neither a text nor a list with "
+                f"one named default; download the file again."
+            )
+    raise UserError(
+        f"{checkpoint} has no chat template, so the model only continues text: use --interactive or --prompt without "
+        f"--chat, or a model that was trained for conversations (such models are often named Instruct or Chat)."
+    )
+
+
+def special_tokens(checkpoint: Path) -> dict[str, str]:
+    """The texts of the special tokens under the names by which templates call them."""
+    fields = read_json(checkpoint / "special_tokens_map.json") | read_json(checkpoint / "tokenizer_config.json")
+    found = {name: fields.get(name) for name in SPECIAL_TOKENS}
+    texts = {name: token.get("content") if isinstance(token, dict) else token for name, token in found.items()}
+    return {name: text for name, text in texts.items() if isinstance(text, str)}
+
+
+def recommended_sampling(checkpoint: Path) -> Sampling | None:
+    """The sampling that the model's authors recommend in generation_config.json, or None."""
+    path = checkpoint / "generation_config.json"
+    fields = read_json(path)
+    names = [field.name for field in dataclasses.fields(Sampling) if fields.get(field.name) is not None]
+    if not names or not fields.get("do_sample"):
+        return None
+    try:
+        values = {name: int(fields[name]) if name == "top_k" else float(fields[name]) for name in names}
+        return Sampling(**{"temperature": 1.0, **values})
+    except (TypeError, ValueError, UserError) as error:
+        raise UserError(f"{path} cannot be used ({error}); correct it, or give --temperature.") from None

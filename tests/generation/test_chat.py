@@ -1,0 +1,149 @@
+"""How a checkpoint writes conversations: where its template is found, what ends an answer, and recommended sampling."""
+
+import json
+import shutil
+
+import pytest
+
+from data.tokenizer import BREAK, break_tokens, load_tokenizer
+from errors import UserError
+from generation import chat
+from generation.chat import ChatFormat, read_template, recommended_sampling, special_tokens
+from generation.settings import Sampling
+from generation.template import render_unlimited
+
+
+@pytest.fixture(autouse=True)
+def in_this_process(monkeypatch):
+    """test_template.py tests that a process of its own renders the same."""
+    monkeypatch.setattr(chat, "render", render_unlimited)
+
+
+def write(path, content) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(content if isinstance(content, str) else json.dumps(content), encoding="utf-8")
+
+
+def test_a_template_file_is_preferred_to_the_configuration_and_that_to_the_old_file(tmp_path):
+    write(tmp_path / "chat_template.json", {"chat_template": "old é"})
+    assert read_template(tmp_path) == "old é"
+    write(tmp_path / "tokenizer_config.json", {"chat_template": None})
+    assert read_template(tmp_path) == "old é"
+    write(tmp_path / "tokenizer_config.json", {"chat_template": "one"})
+    assert read_template(tmp_path) == "one"
+    named = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "two"}]
+    write(tmp_path / "tokenizer_config.json", {"chat_template": named})
+    write(tmp_path / "chat_templates" / "tool_use.jinja", "no")
+    assert read_template(tmp_path) == "two"
+    write(tmp_path / "chat_templates" / "default.jinja", "three")
+    assert read_template(tmp_path) == "three"
+    write(tmp_path / "chat_template.jinja", "four é")
+    assert read_template(tmp_path) == "four é"
+
+
+NO_TEMPLATES = [7, True, ["a"], {"a": "b"}, [{"name": "rag", "template": "x"}], [{"name": "default"}]]
+
+
+@pytest.mark.parametrize("value", NO_TEMPLATES)
+def test_a_template_that_is_not_text_is_one_line(tmp_path, value):
+    write(tmp_path / "tokenizer_config.json", {"chat_template": value})
+    with pytest.raises(UserError, match=r"the chat_template in .*tokenizer_config.json is .*, which is neither a text"):
+        read_template(tmp_path)
+
+
+def test_a_template_file_that_is_not_utf8_is_one_line(tmp_path):
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(UserError, match=r"chat_template.jinja is not UTF-8"):
+        read_template(tmp_path)
+
+
+def test_a_model_without_a_template_only_continues_text(chatml_model, tmp_path):
+    with pytest.raises(UserError, match="has no chat template, so the model only continues text: use --interactive"):
+        ChatFormat(tmp_path)
+    write(tmp_path / "tokenizer_config.json", {"chat_template": "x"})
+    with pytest.raises(UserError, match=r"has no tokenizer.json, which --chat needs"):
+        ChatFormat(tmp_path)
+
+
+def test_special_tokens_are_texts_and_the_configuration_overrides_the_map(tmp_path):
+    assert special_tokens(tmp_path) == {}
+    write(tmp_path / "special_tokens_map.json", {"bos_token": "<a>", "pad_token": {"content": "<p>"}, "cls_token": 3})
+    write(tmp_path / "tokenizer_config.json", {"bos_token": "<b>", "eos_token": None, "other_token": "x"})
+    assert special_tokens(tmp_path) == {"bos_token": "<b>", "pad_token": "<p>"}
+
+
+def test_the_token_that_the_template_writes_after_an_answer_ends_it(chat_model):
+    chat_format = ChatFormat(chat_model)
+    added = chat_format.tokenizer.added_tokens
+    assert added[chat_format.end_of_turn].content == ("</s>" if "inst" in chat_model.name else "<|im_end|>")
+
+
+def test_an_answer_that_no_special_token_follows_has_no_end(chatml_model, tmp_path):
+    shutil.copytree(chatml_model, tmp_path, dirs_exist_ok=True)
+    continued = "{% for m in messages %}{{ m.content }}\nUser: {% endfor %}"
+    for source in (continued, "no messages", "{{ messages[1].content }}"):
+        write(tmp_path / "chat_template.jinja", source)
+        assert ChatFormat(tmp_path).end_of_turn is None
+    write(tmp_path / "chat_template.jinja", "{{ messages[1].content }} \n</think>")
+    chat_format = ChatFormat(tmp_path)  # a turn marker that is not marked as special
+    assert chat_format.tokenizer.added_tokens[chat_format.end_of_turn].content == "</think>"
+    assert len(set(chat_format.encode([{"role": "user", "content": ""}, {"role": "user", "content": "</think>"}]))) > 5
+
+
+def test_tags_that_are_not_special_are_tokens_in_answers_and_text_in_questions(chatml_model, tmp_path):
+    shutil.copytree(chatml_model, tmp_path, dirs_exist_ok=True)
+    write(tmp_path / "chat_template.jinja", "{{ messages[-1].content }}{% if false %}<think>{% endif %}")
+    chat_format = ChatFormat(tmp_path)
+    answer, question = ([{"role": role, "content": "<think>"}] for role in ("assistant", "user"))
+    (think,) = chat_format.encode(answer)
+    assert chat_format.tokenizer.added_tokens[think].content == "<think>"
+    assert think not in chat_format.encode(question) and len(chat_format.encode(question)) > 3
+
+
+def test_a_system_prompt_comes_first_and_it_is_known_if_the_template_leaves_it_out(chat_model, tmp_path):
+    question = [{"role": "user", "content": "q"}]
+    with_system = ChatFormat(chat_model, " Be <s> terse<|im_end|>. ")
+    text = chat_format_text = with_system.render(question).replace(BREAK, "")
+    assert "Be <s> terse<|im_end|>." in text and text.index("terse") < chat_format_text.index("q")
+    assert not with_system.leaves_system_out and not ChatFormat(chat_model).leaves_system_out
+    shutil.copytree(chat_model, tmp_path, dirs_exist_ok=True)
+    write(tmp_path / "chat_template.jinja", "{{ messages[-1].content }}")
+    assert ChatFormat(tmp_path, "Be terse.").leaves_system_out
+    write(tmp_path / "chat_template.jinja", "{{ raise_exception('no system') if messages[0].role == 'system' }}")
+    with pytest.raises(Exception, match="no system"):
+        ChatFormat(tmp_path, "Be terse.")
+    ChatFormat(tmp_path)
+
+
+def test_every_occurrence_of_a_token_is_broken_and_nothing_else_changes():
+    tokens = ["<a>", "<a><b>", "<", "b><c", "aaa", ".*"]
+    for text in ("x<a>y<a><b><c>aaaaa.*", "<<a>a>", "nothing < special", "", "a.b*"):
+        broken = break_tokens(text, tokens)
+        assert broken.replace(BREAK, "") == text
+        assert not any(token in broken for token in tokens if len(token) > 1)
+        assert (BREAK in broken) == any(token in text for token in tokens if len(token) > 1)
+    assert break_tokens("<a>", []) == "<a>"
+
+
+def test_after_encoding_special_tokens_plain_encoding_is_still_plain(chat_model):
+    tokenizer = load_tokenizer(chat_model)
+    text = "</s><|im_end|> x"
+    plain, special = tokenizer.encode(text), tokenizer.encode_special(text)
+    assert tokenizer.encode(text) == plain and len(special) < len(plain)
+    broken = tokenizer.encode_special(break_tokens(text, [t.content for t in tokenizer.added_tokens.values()]))
+    assert broken == plain and tokenizer.decode(broken) == text
+
+
+def test_sampling_is_what_the_generation_config_recommends(tmp_path):
+    assert recommended_sampling(tmp_path) is None
+    path = tmp_path / "generation_config.json"
+    write(path, {"temperature": 0.6, "top_p": 0.9})
+    assert recommended_sampling(tmp_path) is None  # transformers samples only with do_sample
+    write(path, {"do_sample": True, "eos_token_id": 2})
+    assert recommended_sampling(tmp_path) is None
+    write(path, {"do_sample": True, "top_k": 20, "top_p": 0.9, "repetition_penalty": 1.05, "temperature": None})
+    assert recommended_sampling(tmp_path) == Sampling(temperature=1.0, top_k=20, top_p=0.9, repetition_penalty=1.05)
+    for wrong in ("hot", -1, [1], {}):
+        write(path, {"do_sample": True, "temperature": wrong})
+        with pytest.raises(UserError, match=r"generation_config.json cannot be used \(.*give --temperature"):
+            recommended_sampling(tmp_path)

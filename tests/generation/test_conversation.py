@@ -1,0 +1,303 @@
+"""A conversation: what is computed in each turn, what is dropped when the context is full, and interrupted answers."""
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+
+import kernels
+from errors import UserError
+from generation import chat, conversation, session
+from generation.chat import ChatFormat
+from generation.conversation import Conversation
+from generation.generate import Past, generate
+from generation.settings import Sampling, Settings
+from generation.template import render_unlimited
+from model.config import ModelConfig
+from model.decoder import Decoder
+from model.pretrained import load_pretrained
+
+SAMPLED = Sampling(temperature=1.2, repetition_penalty=1.1)
+SYSTEM = "You are terse."
+
+
+@pytest.fixture(autouse=True)
+def in_this_process(monkeypatch):
+    """test_template.py tests that a process of its own renders the same."""
+    monkeypatch.setattr(chat, "render", render_unlimited)
+
+
+class Talk:
+    """A conversation, with everything that goes in and out of it."""
+
+    def __init__(self, directory, monkeypatch, **settings):
+        self.settings = Settings(chat=True, **{"max_new_tokens": 12, "sampling": SAMPLED, **settings})
+        self.decoder, self.format = load_pretrained(directory).eval(), ChatFormat(directory, SYSTEM)
+        self.written, self.lines, self.calls, self.fed = [], [], [], []
+        self.conversation = Conversation(
+            self.decoder, self.format, self.settings, frozenset(), self.write, self.lines.append
+        )
+        forward = Decoder.forward
+
+        def record(decoder, tokens, *arguments, cache=None, **options):
+            self.fed.append((cache.length, tokens[0].tolist()))
+            return forward(decoder, tokens, *arguments, cache=cache, **options)
+
+        def record_call(decoder, prompts, **options):
+            self.calls.append((prompts[0], options["sample_numbers"]))
+            return generate(decoder, prompts, **options)
+
+        monkeypatch.setattr(Decoder, "forward", record)
+        monkeypatch.setattr(conversation, "generate", record_call)
+
+    def write(self, text: str) -> None:
+        self.written.append(text)
+
+    def ask(self, text: str) -> str:
+        """The text that is written in this turn."""
+        self.written.clear()
+        self.conversation.answer(text)
+        return "".join(self.written)
+
+    def fresh_answer(self, number: int = -1) -> str:
+        """What the prompt of a turn gives without a kept cache."""
+        prompt, sample_numbers = self.calls[number]
+        result = generate(
+            self.decoder,
+            [prompt],
+            max_new_tokens=self.settings.token_limit,
+            sampling=SAMPLED,
+            seed=self.settings.seed,
+            sample_numbers=sample_numbers,
+            vocab_size=self.format.tokenizer.vocab_size,
+        )
+        return self.format.tokenizer.decode(result.tokens[0]) + "\n"
+
+
+@pytest.fixture
+def talk(chatml_model, monkeypatch):
+    return Talk(chatml_model, monkeypatch)
+
+
+def common_prefix(a: list[int], b: list[int]) -> int:
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def test_only_tokens_that_are_not_in_the_cache_go_through_the_decoder(talk):
+    cached = []
+    for turn, question in enumerate(("def add", "x + y", "and é ☺?")):
+        talk.fed.clear()
+        talk.ask(question)
+        prompt = talk.calls[turn][0]
+        known = min(common_prefix(prompt, cached), len(prompt) - 1)
+        assert talk.fed[0] == (known, prompt[known:])
+        assert [len(tokens) for _, tokens in talk.fed[1:]] == [1] * 11
+        if turn:
+            assert known >= len(talk.calls[turn - 1][0])  # the last prompt is computed once
+        cached = prompt + [tokens[0] for _, tokens in talk.fed[1:]]
+
+
+def test_answers_are_those_of_a_fresh_cache_and_the_turns_hold_what_was_written(talk):
+    answers = [talk.ask(question) for question in ("def add", "x + y", "def add", "def add")]
+    assert answers == [talk.fresh_answer(turn) for turn in range(4)]
+    assert len(set(answers)) == 4 and [number for _, number in talk.calls] == [[0], [1], [2], [3]]
+    assert [answer["content"] + "\n" for _, answer in talk.conversation.turns] == answers
+    assert talk.lines == ["the answer was cut after 12 tokens (--max-new-tokens)"] * 4
+
+
+def test_reset_forgets_the_turns_but_not_the_system_prompt(talk):
+    talk.ask("def add")
+    talk.conversation.reset()
+    talk.fed.clear()
+    talk.ask("def add")
+    assert talk.calls[0][0] == talk.calls[1][0] and SYSTEM in talk.format.tokenizer.decode(talk.calls[1][0])
+    assert sum(len(tokens) for _, tokens in talk.fed) == 12  # and the cache is still of use
+
+
+def test_no_more_turns_are_dropped_than_the_answer_needs_room(chatml_model, monkeypatch):
+    talk, room, dropped = Talk(chatml_model, monkeypatch, max_new_tokens=40), 256 - 40, []
+    for turn in range(7):
+        before, logged = talk.conversation.turns, len(talk.lines)
+        talk.ask(f"def add_{turn}(x, y): return x")
+        count = len(before) + 1 - len(talk.conversation.turns)
+        messages = [*itertools.chain(*before), talk.conversation.turns[-1][0]]
+        lengths = [len(talk.format.encode(messages[2 * n :])) for n in range(len(before) + 1)]
+        assert len(talk.calls[-1][0]) == lengths[count] <= room and all(length > room for length in lengths[:count])
+        said = [f"dropped the oldest {count} of {len(before)} turns: the context is 256 tokens"] if count else []
+        assert [line for line in talk.lines[logged:] if "dropped" in line] == said
+        dropped.append(count)
+    assert sum(dropped) >= 3 and dropped[:2] == [0, 0]
+    text = talk.format.tokenizer.decode(talk.calls[-1][0])
+    assert SYSTEM in text and "add_6" in text and "add_5" in text and "add_0" not in text
+    assert "".join(talk.written) == talk.fresh_answer()
+
+
+def test_half_of_the_context_is_kept_free_for_a_long_answer_but_not_of_a_long_message(chatml_model, monkeypatch):
+    talk = Talk(chatml_model, monkeypatch, max_new_tokens=2000)
+    question = "x" * 120
+    talk.ask(question)
+    assert talk.lines == ["the answer ends here because the model's context is full"]
+    assert len(talk.conversation.turns) == 1 and len(talk.calls[0][0]) > 128
+    talk.ask("y")
+    assert talk.lines[1] == "dropped the oldest 1 of 1 turns: the context is 256 tokens"
+    assert len(talk.calls[1][0]) <= 128
+
+
+def test_a_message_that_does_not_fit_changes_nothing(talk):
+    talk.ask("def add")
+    before = list(talk.conversation.turns)
+    with pytest.raises(UserError, match=r"the prompt has \d+ tokens, but the model's context is 256"):
+        talk.ask("0123456789" * 30)
+    assert talk.conversation.turns == before and not talk.written
+    assert talk.ask("x") == talk.fresh_answer()
+
+
+def test_an_interrupted_answer_stays_with_the_text_that_it_has(talk, monkeypatch):
+    talk.ask("def add")
+
+    def interrupt(text):
+        talk.written.append(text)
+        if len([part for part in talk.written if part]) == 4:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(talk.conversation, "_write", interrupt)
+    partial = talk.ask("x + y")
+    monkeypatch.setattr(talk.conversation, "_write", talk.write)
+    assert talk.lines[-1] == "stopped" and partial.endswith("\n")
+    assert talk.conversation.turns[-1][1]["content"] == partial[:-1] != talk.fresh_answer()[:-1]
+    assert talk.fresh_answer().startswith(partial[:-1])
+    assert talk.ask("and?") == talk.fresh_answer()
+    assert partial[:-1].strip() in talk.format.tokenizer.decode(talk.calls[-1][0])
+
+
+def test_an_answer_interrupted_inside_the_decoder_leaves_a_valid_cache(talk, monkeypatch):
+    for steps in (0, 5):  # during the prefill, and during a later step
+        talk.conversation.reset()
+        talk.ask("def add")
+        layer, calls = talk.decoder.layers[1], []
+
+        def interrupt(*_, steps=steps, calls=calls):
+            calls.append(1)
+            if len(calls) > steps:
+                raise KeyboardInterrupt
+
+        hook = layer.register_forward_pre_hook(interrupt)
+        talk.ask("a longer question " * 2)
+        hook.remove()
+        assert len(talk.conversation.turns) == 1 + (steps > 0)
+        assert talk.lines[-1].strip() == "stopped" + (
+            "" if steps else " before the answer began; your message is forgotten"
+        )
+        assert talk.ask("x") == talk.fresh_answer()
+
+
+@pytest.mark.skipif(kernels.gpu is None, reason="Triton is not installed")
+def test_fused_decoding_continues_a_kept_cache(monkeypatch):
+    choose = kernels.decode.product_geometry  # programs of more rows: the interpreter takes as long for one of 4 rows
+    monkeypatch.setattr(kernels.decode, "product_geometry", lambda rows, width: choose(rows, width) | {"ROWS": 128})
+    shape = dict(vocab_size=64, hidden_size=16, intermediate_size=16, num_attention_heads=2, num_key_value_heads=1)
+    config = ModelConfig(**shape, num_hidden_layers=1, max_position_embeddings=64, initializer_range=0.5)
+    decoder, options = Decoder(config, seed=3).eval(), dict(max_new_tokens=3, sampling=SAMPLED)
+    kernels.use("triton", torch.device("cpu"))
+    try:
+        past, prompt = Past(), [1, 7, 9]
+        first = generate(decoder, [prompt], past=past, **options)
+        prompt = [*prompt, *first.tokens[0][:2], 5, 6]
+        second = generate(decoder, [prompt], past=past, **options)
+    finally:
+        kernels.use("auto", torch.device("cpu"))
+    assert (first.prompt_tokens, second.prompt_tokens) == (3, 2)
+    assert second.tokens == generate(decoder, [prompt], **options).tokens
+
+
+# What generate.py prints in a chat, and in a session without a template.
+
+
+def run(directory, prompts, *lines: str, **settings) -> tuple[str, list[str]]:
+    """All text that `session.run` writes, and the lines that it logs, while `lines` are typed."""
+    typed, written, logged = iter(lines), [], []
+
+    def read() -> str:
+        try:
+            return next(typed)
+        except StopIteration:
+            raise EOFError from None
+
+    options = {"max_new_tokens": 9, "device": "cpu", **settings}
+    session.run(Settings(**options), directory, prompts, written.append, logged.append, read)
+    return "".join(written), logged
+
+
+def test_messages_on_the_command_line_are_conversations_of_their_own_and_only_answers_are_printed(chat_model):
+    single = [run(chat_model, [prompt], chat=True)[0] for prompt in ("def add", "x")]
+    both, lines = run(chat_model, ["def add", "x"], chat=True, batch_size=2)
+    assert both == "\n".join(single) and not both.startswith("def add") and len(lines) == 3
+    typed, lines = run(chat_model, None, "def add", "/reset", chat=True)
+    assert typed == single[0] and lines[1:] == [
+        "the answer was cut after 9 tokens (--max-new-tokens)",
+        "a new conversation begins",
+        "",
+    ]
+
+
+def test_every_id_that_ends_a_turn_ends_an_answer(chatml_model, monkeypatch):
+    tokenizer, seen = ChatFormat(chatml_model).tokenizer, []
+    ids = {i for i, token in tokenizer.added_tokens.items() if token.content in ("<|endoftext|>", "<|im_end|>")}
+
+    def record(*arguments, eos_ids, **options):
+        seen.append(eos_ids)
+        return generate(*arguments, eos_ids=eos_ids, **options)
+
+    monkeypatch.setattr(session, "generate", record)
+    monkeypatch.setattr(conversation, "generate", record)
+    run(chatml_model, ["x"], chat=True)
+    run(chatml_model, None, "x", chat=True)
+    assert seen == [ids, ids] and len(ids) == 2
+
+
+def test_recommended_sampling_is_used_and_said_unless_a_flag_sets_it(chatml_model, monkeypatch):
+    monkeypatch.setattr(session, "recommended_sampling", lambda directory: Sampling(temperature=0, top_k=3))
+    greedy, lines = run(chatml_model, ["x"], chat=True)
+    expected = "sampling as in generation_config.json: repetition_penalty 1, temperature 0, top_k 3, top_p 1, min_p 0"
+    assert lines[0] == expected
+    own, lines = run(chatml_model, ["x"], chat=True, sampling=SAMPLED)
+    assert own != greedy and not any("sampling as" in line for line in lines)
+    assert run(chatml_model, ["x"])[1] == run(chatml_model, ["x"])[1][:1]  # and only in a chat
+
+
+def test_each_line_of_an_interactive_session_is_a_text_of_its_own(chatml_model, monkeypatch):
+    text, lines = run(chatml_model, None, "def add", "0123456789" * 30, "/reset", "def add", interactive=True)
+    second = text.rindex("def add")
+    assert text[:second] == run(chatml_model, ["def add"])[0] != text[second:]
+    assert text[second:] == run(chatml_model, ["def add"], samples=2)[0].removeprefix(text[:second] + "\n")
+    assert lines[1].startswith("error: the prompt has 300 tokens")
+    assert lines[2:] == ["nothing to forget: each line is a text of its own", ""]
+    monkeypatch.setattr(session, "generate_batch", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    text, lines = run(chatml_model, None, "x", interactive=True)
+    assert (text, lines[1:]) == ("\n", ["stopped", ""])
+
+
+def test_what_makes_no_sense_is_found_before_the_weights_are_read(chatml_model, tmp_path, monkeypatch):
+    monkeypatch.setattr(session, "load_pretrained", lambda *_, **__: pytest.fail("the weights were read"))
+    with pytest.raises(UserError, match="--samples is 2, which needs --prompt"):
+        run(chatml_model, None, chat=True, samples=2)
+    with pytest.raises(UserError, match="--system is for conversations"):
+        Settings(system="x")
+    for other in ({"chat": True}, {"prompt": ("x",)}, {"prompt_file": tmp_path}):
+        with pytest.raises(UserError, match="--interactive reads prompts line by line"):
+            Settings(interactive=True, **other)
+    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+        (tmp_path / name).write_bytes((chatml_model / name).read_bytes())
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>"}')
+    with pytest.raises(UserError, match="has no chat template, so the model only continues text"):
+        run(tmp_path, ["x"], chat=True)
+    (tmp_path / "chat_template.jinja").write_text("{{ messages[-1].content }}")
+    monkeypatch.undo()
+    monkeypatch.setattr(chat, "render", render_unlimited)
+    assert run(tmp_path, ["x"], chat=True, system="y")[1][0].startswith("note: the model's chat template leaves the")
+
+
+def test_a_chat_has_longer_answers_by_default():
+    assert (Settings().token_limit, Settings(chat=True).token_limit) == (200, 2048)
+    assert dataclasses.replace(Settings(chat=True), max_new_tokens=7).token_limit == 7
