@@ -8,8 +8,9 @@ from typing import Annotated
 
 import tyro
 
+import lock
 from ablation.plan import Plan, load_plan
-from errors import UserError, exit_on_user_error
+from errors import UserError, exit_on_user_error, open_streams
 
 DESCRIPTION = """Compare norms, or other choices, over paired seeds, with intervals and a verdict for every arm.
 
@@ -72,6 +73,7 @@ def named(command: Command) -> Plan:
 
 def main() -> int:
     """Do what the command line says; returns the exit status."""
+    open_streams()
     command = parse(sys.argv[1:])
     from ablation import cells, plots, report, runner  # import torch, which --help does not wait for
 
@@ -99,11 +101,13 @@ def main() -> int:
         return 0
     plan = named(command)
     folder = command.out or Path("runs") / f"ablation-{plan.name}"
-    experiment = runner.load_or_create(plan, folder, command.device, command.jobs)
-    print(runner.describe(experiment), flush=True)
     if command.dry_run:
+        print(runner.describe(runner.load_or_create(plan, folder, command.device, command.jobs)))
         return 0
-    completed = runner.execute(experiment)
+    with lock.locked(folder):
+        experiment = runner.load_or_create(plan, folder, command.device, command.jobs)
+        print(runner.describe(experiment), flush=True)
+        completed = runner.execute(experiment)
     for line in report.headline(experiment.study):
         print(f"{line['arm']}: {line['verdict']} ({line['detail']})")
     print(f"report: {folder / 'report.html'}, {folder / 'report.md'}; records of all runs: {folder / 'runs.jsonl'}")

@@ -1,18 +1,68 @@
-"""Errors that a user can fix: one line on standard error and exit status 2, never a traceback."""
+"""How a program ends: errors that a user can fix are one line and exit status 2, and never a traceback."""
 
 import contextlib
+import errno
 import os
 import sys
 from collections.abc import Iterator
+from typing import TextIO
 
 
 class UserError(Exception):
     """Something that the user can fix. The message is one line: what is wrong, where, and what to do."""
 
 
+class OptionalOutput:
+    """A text stream that drops what cannot be written: work goes on when nobody reads what it prints."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        with self._dropping():
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with self._dropping():
+            self._stream.flush()
+
+    @contextlib.contextmanager
+    def _dropping(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, self._stream.fileno())  # takes what is buffered, and all that follows
+            os.close(null)
+            closed_by_reader = error.errno in (errno.EPIPE, errno.EINVAL)  # EINVAL on Windows
+            if not closed_by_reader and self is sys.stdout:
+                print(f"note: standard output cannot be written ({error.strerror}); going on without", file=sys.stderr)
+
+
+def open_streams() -> None:
+    """Make standard output and standard error write UTF-8 on every system, and never fail.
+
+    A stream that was closed before the program started is None in Python; the null device takes its place.
+    """
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            stream = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - for as long as the program runs
+        if hasattr(stream, "reconfigure"):  # not where a caller has put another kind of stream in its place
+            stream.reconfigure(encoding="utf-8", errors="replace")
+        setattr(sys, name, OptionalOutput(stream))
+
+
 @contextlib.contextmanager
 def exit_on_user_error() -> Iterator[None]:
-    """Turn a `UserError` into its message and exit status 2, Ctrl-C into status 130, and ignore a closed pipe."""
+    """Turn a `UserError`, or what the system says about a file, into one line and exit status 2; Ctrl-C into 130.
+
+    A pipe that its reader has closed is no error.
+    """
     try:
         yield
     except UserError as error:
@@ -20,6 +70,12 @@ def exit_on_user_error() -> Iterator[None]:
         sys.exit(2)
     except BrokenPipeError:  # the reader closed it (`| head`); without this Python reports it again on exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:  # such as a name that is too long, or a folder that may not be read
+        if error.filename is None:
+            raise
+        name = str(error.filename)
+        print(f"error: {name if len(name) < 200 else name[:200] + '...'}: {error.strerror}.", file=sys.stderr)
+        sys.exit(2)
     except KeyboardInterrupt:
         print("stopped.", file=sys.stderr)
         sys.exit(130)

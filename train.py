@@ -5,8 +5,7 @@ Thin: reads the command line and hands it to training/.
 
 import sys
 
-from errors import exit_on_user_error
-from training.settings import parse
+from errors import exit_on_user_error, open_streams
 
 DESCRIPTION = """Train a small LLaMA-style transformer on text, on a GPU or a CPU.
 
@@ -22,8 +21,9 @@ python train.py --resume runs/tiny-rms: resume a run that was stopped or killed"
 
 
 def main() -> int:
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(encoding="utf-8", errors="replace")  # text samples have characters that some consoles lack
+    open_streams()
+    from training.settings import parse  # imported here, so that Ctrl-C at any time ends in one line
+
     command = parse(sys.argv[1:], DESCRIPTION)
     from training import commands  # imports torch, which --help does not wait for
 

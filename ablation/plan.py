@@ -329,13 +329,13 @@ def load_plan(name: str) -> Plan:
         raise UserError(f"{name} is neither a file nor one of {', '.join(known)}.{nearest(name, known)}")
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} is not a readable TOML file: {error}.") from None
     keys = {field.name for field in dataclasses.fields(Plan)}
     for key in values:
         if key not in keys:
             raise UserError(f"{path}: unknown key {key}.{nearest(key, keys)}")
-    arguments = [argument for key, value in values.items() for argument in as_flags(key, value)]
+    arguments = [argument for key, value in values.items() for argument in as_flags(path, key, value)]
     return tyro.cli(Plan, args=arguments, prog=str(path))
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
+import lock
 from data import cache
 from data.chunks import chunks
 from data.corpus import TextFile, fingerprint, read_documents, resolve
@@ -24,7 +25,7 @@ from data.split import TRAIN, VALIDATION, CorpusSplit, hash_documents, kept_docu
 from data.tokenizer import TRAINER_OPTIONS, SentencePieceTokenizer, Tokenizer, load_tokenizer, train_tokenizer
 from errors import UserError
 
-VERSION = 1  # of the cache's files; raised when the same text and tokenizer would give other files
+VERSION = 2  # of the cache's files; raised when the same text and tokenizer would give other files
 
 # Text to train a tokenizer on. Python sources: 3.47 bytes per token from 3 MB, 3.54 from 8 MB, in 3 s on two cores.
 TOKENIZER_BYTES = 10_000_000
@@ -67,8 +68,10 @@ class TokenizedCorpus:
         return "; ".join(parts)
 
 
-# meta.json holds all but the streams and the tokenizer, and how long the streams are.
-META_KEYS = {field.name for field in fields(TokenizedCorpus)} - {"train", "validation", "tokenizer"} | {"tokens"}
+# meta.json holds all but the streams and the tokenizer, and how long the streams are, and their checksums.
+STREAMS = ("train.bin", "validation.bin")
+META_KEYS = {field.name for field in fields(TokenizedCorpus)} - {"train", "validation", "tokenizer"}
+META_KEYS |= {"tokens", "checksums"}
 
 
 def prepare(
@@ -126,13 +129,31 @@ def _prepare(
 ) -> TokenizedCorpus:
     files_hash = fingerprint(files)
     hash_file = cache_dir / "sources" / f"{files_hash}.json"
-    text_hash = cache.read_json(hash_file).get("text_hash")
-    if text_hash:
-        folder = _tokenizer_folder(cache_dir, text_hash, fraction, vocab_size)
-        tokenizer = given or (load_tokenizer(folder) if folder.is_dir() else None)
-        if tokenizer and (corpus := _open(_tokens_folder(cache_dir, text_hash, fraction, tokenizer), tokenizer)):
-            return corpus
 
+    def cached() -> TokenizedCorpus | None:
+        """The streams, if this text was prepared before."""
+        text_hash = cache.read_json(hash_file).get("text_hash")
+        if text_hash is None:
+            return None
+        tokenizer = given or _open_tokenizer(_tokenizer_folder(cache_dir, text_hash, fraction, vocab_size))
+        return tokenizer and _open(_tokens_folder(cache_dir, text_hash, fraction, tokenizer), tokenizer)
+
+    if corpus := cached():
+        return corpus
+    with lock.locked(cache_dir, wait=f"waiting for another process that prepares a text in {cache_dir} ..."):
+        return cached() or _build(files, files_hash, hash_file, given, vocab_size, cache_dir, fraction)
+
+
+def _build(
+    files: list[TextFile],
+    files_hash: str,
+    hash_file: Path,
+    given: Tokenizer | None,
+    vocab_size: int,
+    cache_dir: Path,
+    fraction: float,
+) -> TokenizedCorpus:
+    """Split the text, train a tokenizer unless one is given, and write the streams, all into the cache."""
     size = sum(file.path.stat().st_size for file in files)
     plain = all(file.format == "text" for file in files)  # else the text is longer or shorter than the files
     with _progress_bar("reading", size, total=size if plain else None) as bar:
@@ -142,16 +163,17 @@ def _prepare(
     tokenizer = given
     if tokenizer is None:
         folder = _tokenizer_folder(cache_dir, corpus_split.text_hash, fraction, vocab_size)
-        if not folder.is_dir():
+        tokenizer = _open_tokenizer(folder)
+        if tokenizer is None:
+            _remove_damaged(folder)
             with cache.atomic_folder(folder) as new:
                 _train_tokenizer(new, files, corpus_split, vocab_size)
                 _check_unchanged(files, files_hash)
-        tokenizer = load_tokenizer(folder)
+            tokenizer = load_tokenizer(folder)
 
     folder = _tokens_folder(cache_dir, corpus_split.text_hash, fraction, tokenizer)
-    if folder.is_dir() and _open(folder, tokenizer) is None:
-        shutil.rmtree(folder, ignore_errors=True)  # damaged from outside, or written by another version
-    if not folder.is_dir():
+    if _open(folder, tokenizer) is None:
+        _remove_damaged(folder)
         with cache.atomic_folder(folder) as new:
             _write_streams(new, files, corpus_split, tokenizer)
             _check_unchanged(files, files_hash)
@@ -173,14 +195,32 @@ def _train_tokenizer(folder: Path, files: list[TextFile], corpus_split: CorpusSp
         if generator.random() < fraction
     )
     train_tokenizer(sample, vocab_size, folder / "tokenizer.model")
+    cache.write_json(folder / "meta.json", {"checksum": cache.checksum(folder / "tokenizer.model")})
+
+
+def _open_tokenizer(folder: Path) -> Tokenizer | None:
+    """The tokenizer that was trained into the folder; None where there is none, or its checksum differs."""
+    path = folder / "tokenizer.model"
+    try:
+        intact = cache.read_json(folder / "meta.json").get("checksum") == cache.checksum(path)
+    except OSError:
+        return None
+    return load_tokenizer(folder) if intact else None
+
+
+def _remove_damaged(folder: Path) -> None:
+    """Delete a folder of the cache that was damaged from outside, or written by another version; say so."""
+    if folder.is_dir():
+        print(f"note: {folder} is damaged or of another version; it is prepared again", file=sys.stderr, flush=True)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _write_streams(folder: Path, files: list[TextFile], corpus_split: CorpusSplit, tokenizer: Tokenizer) -> None:
     """Write both token streams, and a meta.json that says what they are."""
     u2581_count, validation_text = 0, bytearray()  # 8 MB at most, see `split_corpus`
     with (
-        open(folder / "train.bin", "wb") as train_file,
-        open(folder / "validation.bin", "wb") as validation_file,
+        open(folder / STREAMS[0], "wb") as train_file,
+        open(folder / STREAMS[1], "wb") as validation_file,
         _progress_bar("tokenizing", corpus_split.bytes, total=corpus_split.bytes) as bar,
     ):
         writers = {TRAIN: TokenWriter(train_file, tokenizer), VALIDATION: TokenWriter(validation_file, tokenizer)}
@@ -201,6 +241,7 @@ def _write_streams(folder: Path, files: list[TextFile], corpus_split: CorpusSpli
     filters = [{"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "dict_size": 1 << 24}]
     meta = {
         "tokens": [writer.tokens for writer in writers.values()],
+        "checksums": [cache.checksum(folder / name) for name in STREAMS],
         "text_hash": corpus_split.text_hash,
         "documents": corpus_split.documents,
         "duplicates": len(corpus_split.splits) - corpus_split.documents,
@@ -215,14 +256,17 @@ def _write_streams(folder: Path, files: list[TextFile], corpus_split: CorpusSpli
 
 
 def _open(folder: Path, tokenizer: Tokenizer) -> TokenizedCorpus | None:
-    """What the folder holds, or None where it is absent, its meta.json has other keys, or its files other sizes."""
+    """What the folder holds, or None where it is absent, its meta.json has other keys, or its files other contents."""
     meta = cache.read_json(folder / "meta.json")
     if meta.keys() != META_KEYS:
         return None
-    paths, dtype = [folder / "train.bin", folder / "validation.bin"], token_dtype(tokenizer)
-    for path, tokens in zip(paths, meta.pop("tokens"), strict=True):
-        if not path.is_file() or path.stat().st_size != tokens * dtype.itemsize:
+    paths, dtype = [folder / name for name in STREAMS], token_dtype(tokenizer)
+    try:
+        sizes = [path.stat().st_size // dtype.itemsize for path in paths]
+        if meta.pop("tokens") != sizes or meta.pop("checksums") != [cache.checksum(path) for path in paths]:
             return None
+    except OSError:
+        return None
     train, validation = (np.memmap(path, dtype, mode="r") for path in paths)
     return TokenizedCorpus(train=train, validation=validation, tokenizer=tokenizer, **meta)
 

@@ -57,6 +57,8 @@ class State:
     """Hash of model.safetensors; filled in on saving."""
     training_state_hash: str = ""
     """Hash of training_state.safetensors; filled in on saving, empty in `best/`."""
+    processes: int | None = None
+    """Number of processes that trained it last; None in runs of earlier versions."""
     scaler: dict | None = None
     """State of the float16 gradient scaler, None in other dtypes."""
 
@@ -103,6 +105,7 @@ def write_model(directory: Path, state: State, model: Decoder, tokenizer: Tokeni
     pretrained.save_pretrained(model, directory, bos_token_id=tokenizer.bos_id, eos_token_id=tokenizer.eos_id)
     tokenizer.save(directory)
     state = dataclasses.replace(state, weights_hash=file_hash(directory / "model.safetensors"))
+    fsync_directory(directory)  # before state.json, which says that everything else is there
     replace_text(directory / "state.json", json.dumps(dataclasses.asdict(state), indent=1))
 
 
@@ -113,7 +116,7 @@ def replace_directory(target: Path, write: Callable[[Path], None]) -> None:
         recover_interrupted_save(target)
         new.mkdir(parents=True)
         write(new)
-        fsync_directory(new)
+        fsync_directory(new, files=False)
         if target.exists():
             target.rename(old)
         new.rename(target)
@@ -124,7 +127,7 @@ def replace_directory(target: Path, write: Callable[[Path], None]) -> None:
         shutil.rmtree(new, ignore_errors=True)
         kept = "the previous save is intact" if target.exists() else "there is no previous save"
         raise UserError(
-            f"{target} could not be saved ({error}); {kept}. Free disk space, then use --resume."
+            f"{target} could not be saved ({error}); {kept}. Free disk space, then {how_to_continue(target.parent)}."
         ) from error
     shutil.rmtree(old, ignore_errors=True)
 
@@ -146,6 +149,11 @@ def is_complete(directory: Path) -> bool:
 def find_complete(target: Path) -> Path | None:
     """The complete directory of the save `target`: itself, or what an interrupted save left; None if there is none."""
     return next((candidate for candidate in candidates(target) if is_complete(candidate)), None)
+
+
+def how_to_continue(run_dir: Path) -> str:
+    """What to do with a run that stopped: resume it, or start again if nothing was saved."""
+    return f"--resume {run_dir}" if find_complete(run_dir / "last") else f"delete {run_dir} and start again"
 
 
 def find_last(run_dir: Path) -> Path:

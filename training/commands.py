@@ -1,8 +1,10 @@
 """The actions of `train.py`: train, resume, evaluate, or estimate."""
 
+import shutil
 import sys
 from pathlib import Path
 
+import lock
 from data.batches import validation_windows
 from data.tokenizer import check_vocabulary, load_tokenizer
 from data.tokens import tokenize
@@ -25,16 +27,27 @@ def run(command: Command) -> int:
     if actions.eval_only:
         evaluate_checkpoint(settings)
         return 0
-    if actions.resume is not None:
-        stopped_by = train(settings, Path(actions.resume), resume=True)
+    resume = actions.resume is not None
+    run_dir = Path(actions.resume) if resume else make_run_dir(settings, Path(actions.config).stem)
+    if not is_main_process():
+        stopped_by = train(settings, run_dir, resume=resume)
         return 128 + stopped_by if stopped_by else 0
-    run_dir = make_run_dir(settings, Path(actions.config).stem)
-    try:
-        stopped_by = train(settings, run_dir)
-    finally:
-        if run_dir.is_dir() and not any(run_dir.iterdir()):
-            run_dir.rmdir()  # the run failed before it wrote its first file
+    with lock.locked(run_dir):
+        if not resume and files_in(run_dir):
+            raise UserError(
+                f"{run_dir} is not empty, and runs are never overwritten; use another --out, or --resume {run_dir}."
+            )
+        try:
+            stopped_by = train(settings, run_dir, resume=resume)
+        finally:
+            if run_dir.is_dir() and not files_in(run_dir):  # the run failed before it wrote its first file
+                shutil.rmtree(run_dir, ignore_errors=True)
     return 128 + stopped_by if stopped_by else 0
+
+
+def files_in(run_dir: Path) -> list[Path]:
+    """What a run folder holds besides its lock."""
+    return [path for path in run_dir.iterdir() if path.name != lock.NAME]
 
 
 def make_run_dir(settings: Settings, config: str) -> Path:
@@ -49,10 +62,6 @@ def make_run_dir(settings: Settings, config: str) -> Path:
         if settings.run.out is not None:
             run_dir = Path(settings.run.out)
             run_dir.mkdir(parents=True, exist_ok=True)
-            if any(run_dir.iterdir()):
-                raise UserError(
-                    f"{run_dir} is not empty, and runs are never overwritten; use another --out, or --resume {run_dir}."
-                )
             return run_dir
         for number in range(1, sys.maxsize):
             run_dir = Path("runs") / (f"{config}-{settings.model.norm}" + (f"-{number}" if number > 1 else ""))

@@ -107,6 +107,10 @@ def train(settings: Settings, run_dir: Path, *, resume: bool = False) -> int:
         log = None
         if processes.is_main:
             log = open_run(session)
+            if log.missing:
+                print(
+                    f"note: {run_dir / 'metrics.jsonl'} lacks {log.missing} of the steps so far; their losses are lost"
+                )
             print(f"run: {run_dir} (loss.png, metrics.jsonl, settings.toml); Ctrl-C stops and saves")
         with StopSignals(second_signal_interrupts=processes.count == 1) as stop, progress_bar(session) as bar:
             if evaluation_due(session):
@@ -134,7 +138,9 @@ def train(settings: Settings, run_dir: Path, *, resume: bool = False) -> int:
             f"(now {session.micro_batch_size}) or --activation-checkpointing."
         ) from None
     except OSError as error:
-        raise UserError(f"{run_dir} cannot be written ({error}); free disk space, then --resume {run_dir}.") from error
+        raise UserError(
+            f"{run_dir} cannot be written ({error}); free disk space, then {checkpoint.how_to_continue(run_dir)}."
+        ) from error
     finish_processes(processes)
     return 0 if session.state.step == session.state.steps else stopped_by
 

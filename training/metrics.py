@@ -10,6 +10,8 @@ from pathlib import Path
 from errors import UserError
 from training.settings import replace_text
 
+FACTS = ("text", "machine")  # of the first line, the only values that are no numbers
+
 
 class Metrics:
     """Appends to `run_dir/metrics.jsonl`, and to TensorBoard's events."""
@@ -18,7 +20,9 @@ class Metrics:
         """Keep the lines of steps up to `after_step` and of evaluations up to `evaluated_at`; `facts` is line 0."""
         path = run_dir / "metrics.jsonl"
         kept = [line for line in read(run_dir) if line["step"] <= (evaluated_at if is_evaluation(line) else after_step)]
-        lines = kept or [{"step": 0, **facts}]
+        self.missing = after_step - sum("loss" in line for line in kept)
+        """Steps before the resumed one whose lines are gone, because something else than a run has cut the file."""
+        lines = kept if kept and kept[0]["step"] == 0 else [{"step": 0, **facts}, *kept]
         replace_text(path, "".join(json.dumps(line) + "\n" for line in lines))
         # Line buffering: a kill loses no line, so a checkpoint is never ahead of the lines that led to it.
         self.file = path.open("a", encoding="utf-8", buffering=1)
@@ -52,13 +56,33 @@ class Metrics:
 def read(run_dir: Path) -> list[dict]:
     """The lines of `run_dir/metrics.jsonl`, without an incomplete last one that a kill may leave."""
     path = run_dir / "metrics.jsonl"
-    if not path.exists():
-        return []
-    lines = path.read_text(encoding="utf-8").split("\n")[:-1]
     try:
-        return [json.loads(line) for line in lines]
-    except ValueError as error:
-        raise UserError(f"{path} has a line that is not JSON ({error}); fix or delete that line.") from None
+        lines = path.read_bytes().split(b"\n")[:-1]
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}); make it readable.") from None
+    return [read_line(path, number, line) for number, line in enumerate(lines, 1)]
+
+
+def read_line(path: Path, number: int, line: bytes) -> dict:
+    """One line of metrics.jsonl, if it is what `Metrics` writes."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):  # not JSON, or not UTF-8
+        record = None
+    if not isinstance(record, dict) or type(record.get("step")) is not int:
+        raise UserError(f"{path}, line {number}, is damaged; delete that line.")
+    needed = {"loss": "gradient_norm", "validation_loss": "bits_per_byte"}
+    complete = all(also in record for name, also in needed.items() if name in record)
+    if not complete or not all(name in FACTS or is_number(value) for name, value in record.items()):
+        raise UserError(f"{path}, line {number}, is not what a run writes there; delete that line.")
+    return record
+
+
+def is_number(value: object) -> bool:
+    """Whether this is a number as `Metrics.write` writes one."""
+    return (isinstance(value, int | float) and not isinstance(value, bool)) or value in ("inf", "-inf", "nan")
 
 
 def is_evaluation(line: dict) -> bool:

@@ -93,7 +93,7 @@ def set_up(settings: Settings, run_dir: Path, *, resume: bool, say: Callable[[st
     freeze_parameters(model, settings.run.train_only)
     optimizer = build_optimizer(model, settings.optimizer, device)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
-    state = initial_state(settings, corpus)
+    state = initial_state(settings, corpus, processes.count)
     session = Session(settings, run_dir, processes, device, dtype, corpus, model, model, optimizer, scaler, state)
     if last is not None:
         restore(session, last, say)
@@ -154,7 +154,7 @@ def prepare_corpus(settings: Settings, processes: Processes, last: Path | None) 
     return corpus
 
 
-def initial_state(settings: Settings, corpus: TokenizedCorpus) -> State:
+def initial_state(settings: Settings, corpus: TokenizedCorpus, processes: int) -> State:
     """The state of a run before its first step."""
     return State(
         step=0,
@@ -166,6 +166,7 @@ def initial_state(settings: Settings, corpus: TokenizedCorpus) -> State:
         text_hash=corpus.text_hash,
         tokenizer_hash=corpus.tokenizer.hash,
         settings_hash=checkpoint.settings_hash(settings),
+        processes=processes,
     )
 
 
@@ -251,7 +252,12 @@ def restore(session: Session, directory: Path, say: Callable[[str], None]) -> No
     if saved.scaler is not None and session.scaler.is_enabled():
         session.scaler.load_state_dict(saved.scaler)
     say(f"resuming from {directory}, step {saved.step} of {steps}")
-    session.state = dataclasses.replace(saved, steps=steps, settings_hash=session.state.settings_hash)
+    processes = session.state.processes
+    if saved.processes not in (None, processes):
+        say(f"note: {saved.processes} processes before, {processes} now: gradients are summed in another order")
+    session.state = dataclasses.replace(
+        saved, steps=steps, settings_hash=session.state.settings_hash, processes=processes
+    )
 
 
 def compile_if_asked(model: Decoder, settings: Settings, device: torch.device, say: Callable[[str], None]) -> nn.Module:

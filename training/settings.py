@@ -7,6 +7,7 @@ only where it is used, so that benchmarks can be imported without it.
 
 import dataclasses
 import difflib
+import os
 import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -186,8 +187,10 @@ def check(settings: Settings) -> None:
     for flag, value in (positive | {"--embedding-lr-multiplier": optimizer.embedding_lr_multiplier}).items():
         if not 0 < value < float("inf"):
             raise UserError(f"{flag} is {value} and must be greater than 0.")
-    if optimizer.max_minutes is not None and not optimizer.max_minutes > 0:
+    if optimizer.max_minutes is not None and not 0 < optimizer.max_minutes < float("inf"):
         raise UserError(f"--max-minutes is {optimizer.max_minutes} and must be greater than 0, or None for no limit.")
+    if run.seed >= 2**63:
+        raise UserError(f"--seed {run.seed} does not fit into 64 bits; choose one below 2^63.")
     not_negative = {"--seed": run.seed, "--warmup-steps": optimizer.warmup_steps}
     for flag, value in (not_negative | {"--weight-decay": optimizer.weight_decay}).items():
         if not value >= 0:
@@ -203,6 +206,7 @@ def parse(arguments: list[str], description: str) -> Command:
     """
     import tyro
 
+    arguments = [long_name(argument) for argument in arguments]
     sources, _ = tyro.cli(SourceFlags, args=arguments, return_unknown_args=True, add_help=False)
     weights = None
     if sources.resume is not None:
@@ -232,6 +236,26 @@ def parse(arguments: list[str], description: str) -> Command:
     weights = weights or find_checkpoint(run.init_from)  # without the flag, it comes from the TOML file
     run = dataclasses.replace(run, init_from=str(weights))
     return dataclasses.replace(command, settings=dataclasses.replace(command.settings, run=run))
+
+
+# What other programs call our flags.
+OTHER_NAMES = {
+    "--lr": "--learning-rate",
+    "--bs": "--batch-size",
+    "--wd": "--weight-decay",
+    "--seq-len": "--sequence-length",
+    "--max-steps": "--steps",
+    "--max-iters": "--steps",
+    "--output-dir": "--out",
+}
+
+
+def long_name(argument: str) -> str:
+    """The argument, with our name for a flag that other programs call otherwise."""
+    name, equals, value = argument.partition("=")
+    if name == "--epochs":
+        raise UserError("--epochs is not a setting: training is measured in --steps, each of --batch-size sequences.")
+    return OTHER_NAMES.get(name, name) + equals + value
 
 
 @dataclass(frozen=True)
@@ -272,7 +296,7 @@ def load_settings(path: Path) -> Settings:
             tables = tomllib.load(file)
     except FileNotFoundError:
         raise UserError(f"{path} does not exist; a run folder contains settings.toml, last/ and best/.") from None
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
         raise UserError(f"{path} is not a readable TOML file: {error}.") from None
     if tables.pop("format", None) is None and was_saved(tables) and tables["model"].get("norm_bias") is True:
         del tables["model"]["norm_bias"]  # without a format it is true for every norm and means the norm's default
@@ -288,7 +312,7 @@ def load_settings(path: Path) -> Settings:
             if key in ("rope_scaling", "layer_types"):
                 nested[key] = value  # the only settings without a flag
             else:
-                arguments += as_flags(key, value)
+                arguments += as_flags(path, key, value)
     settings = tyro.cli(Settings, args=arguments, config=(tyro.conf.OmitArgPrefixes,), prog=str(path))
     return dataclasses.replace(settings, model=dataclasses.replace(settings.model, **nested)) if nested else settings
 
@@ -299,12 +323,20 @@ def was_saved(tables: dict) -> bool:
     return isinstance(model, dict) and {"initializer_range", "norm_eps", "norm_groups", "rope_theta"} <= model.keys()
 
 
-def as_flags(key: str, value: object) -> list[str]:
+def as_flags(path: Path, key: str, value: object) -> list[str]:
     """A TOML value as the command-line flags that set it, so that one parser checks both."""
     flag = "--" + key.replace("_", "-")
     if isinstance(value, bool):
         return [flag if value else flag.replace("--", "--no-", 1)]
-    return [flag, *map(str, value)] if isinstance(value, list) else [f"{flag}={value}"]
+    if not isinstance(value, list):
+        return [f"{flag}={value}"]
+    values = [*map(str, value)]
+    for text in values:
+        if text.startswith("-"):  # the parser would take it for a flag
+            raise UserError(
+                f"{path}: {key} has the value {text!r}, which begins with a dash; write ./{text} for a file."
+            )
+    return [flag, *values]
 
 
 def save_settings(settings: Settings, path: Path) -> None:
@@ -325,7 +357,10 @@ def save_settings(settings: Settings, path: Path) -> None:
 def replace_text(path: Path, text: str) -> None:
     """Write a file atomically: after a kill at any instant it has either its old text or the new one."""
     new = path.with_name(path.name + ".new")
-    new.write_text(text, encoding="utf-8")
+    with new.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())  # else the file may be empty after a power failure, although it has its new name
     new.replace(path)
 
 

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM ask a run to stop after the current step; a second Ctrl-C stops it at once.
+"""Ctrl-C, SIGTERM and a closed terminal ask a run to stop after the current step; a second Ctrl-C stops it at once.
 
 With several processes a second signal is ignored: the terminal signals every process, and then torchrun does so again.
 """
@@ -8,7 +8,7 @@ from types import FrameType
 
 
 class StopSignals:
-    """Context in which the first SIGINT or SIGTERM only sets `received`.
+    """Context in which the first SIGINT, SIGTERM or SIGHUP only sets `received`.
 
     second_signal_interrupts: whether a second one raises KeyboardInterrupt; otherwise it is ignored.
     """
@@ -19,7 +19,9 @@ class StopSignals:
         """Number of the newest signal, 0 before the first."""
 
     def __enter__(self) -> "StopSignals":
-        self.previous = {number: signal.signal(number, self.receive) for number in (signal.SIGINT, signal.SIGTERM)}
+        numbers = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+        handled = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]  # as under nohup
+        self.previous = {number: signal.signal(number, self.receive) for number in handled}
         return self
 
     def __exit__(self, *_: object) -> None:

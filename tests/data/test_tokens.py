@@ -2,7 +2,6 @@
 
 import json
 import lzma
-import os
 import random
 import subprocess
 import sys
@@ -184,7 +183,11 @@ def test_the_same_text_in_another_folder_is_found_by_its_hash(tmp_path, monkeypa
 
 
 @pytest.mark.parametrize(
-    "damage", ["shorter", "missing", "meta", "another key", "a key less", "another name", "no object", "text hash"]
+    "damage",
+    [
+        *("shorter", "missing", "meta", "another key", "a key less", "no object", "text hash"),
+        *("bit of train.bin", "bit of validation.bin", "digit of meta.json", "bit of tokenizer.model"),
+    ],
 )
 def test_damaged_files_of_the_cache_are_made_anew(tmp_path, damage):
     write_corpus(tmp_path / "text")
@@ -193,14 +196,21 @@ def test_damaged_files_of_the_cache_are_made_anew(tmp_path, damage):
     expected = first.train[:].copy()
     (folder,) = (tmp_path / "cache" / "tokens").iterdir()
     meta = json.loads((folder / "meta.json").read_text())
+    content = meta["content"]
     if damage == "shorter":
         (folder / "train.bin").write_bytes((folder / "train.bin").read_bytes()[:-2])
     elif damage == "another key":
-        (folder / "meta.json").write_text(json.dumps(meta | {"unknown": 1}))
+        cache.write_json(folder / "meta.json", content | {"unknown": 1})
     elif damage == "a key less":
-        (folder / "meta.json").write_text(json.dumps({key: meta[key] for key in meta if key != "duplicates"}))
-    elif damage == "another name":  # as versions before this one wrote it
-        (folder / "meta.json").write_text(json.dumps(meta).replace("duplicates", "copies"))
+        cache.write_json(folder / "meta.json", {key: content[key] for key in content if key != "duplicates"})
+    elif damage == "digit of meta.json":
+        changed = content | {"validation_bytes": content["validation_bytes"] + 1}
+        (folder / "meta.json").write_text(json.dumps(meta | {"content": changed}))
+    elif damage == "bit of tokenizer.model":
+        (path,) = (tmp_path / "cache" / "tokenizers").rglob("tokenizer.model")
+        flip_a_bit(path)
+    elif damage.startswith("bit of"):
+        flip_a_bit(folder / damage.removeprefix("bit of "))
     elif damage == "no object":
         (folder / "meta.json").write_text("[1]")
     elif damage == "text hash":
@@ -210,6 +220,28 @@ def test_damaged_files_of_the_cache_are_made_anew(tmp_path, damage):
         (folder / ("validation.bin" if damage == "missing" else "meta.json")).unlink()
     assert np.array_equal(prepare([str(tmp_path / "text")], **arguments).train, expected)
     assert json.loads((folder / "meta.json").read_text()) == meta
+
+
+def flip_a_bit(path: Path) -> None:
+    """Change one bit in the middle of a file."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    path.write_bytes(content)
+
+
+def test_a_checksum_sees_every_changed_byte(tmp_path):
+    path, random = tmp_path / "file", np.random.default_rng(0)
+    for size in (0, 1, 8, 1001, (1 << 20) + 3, 3 << 20):
+        content = random.integers(0, 256, size, dtype=np.uint8)
+        path.write_bytes(content.tobytes())
+        expected = cache.checksum(path)
+        for place in {0, size // 3, size - 1} & set(range(size)):
+            changed = content.copy()
+            changed[place] ^= 1 << (place % 8)
+            path.write_bytes(changed.tobytes())
+            assert cache.checksum(path) != expected
+        path.write_bytes(content.tobytes() + b"\0")
+        assert cache.checksum(path) != expected
 
 
 def test_an_exception_in_the_middle_leaves_nothing(tmp_path, monkeypatch):
@@ -245,17 +277,13 @@ def test_text_that_changes_while_it_is_read_is_not_kept(tmp_path, monkeypatch):
     assert not (tmp_path / "cache" / "sources").exists()
 
 
-def test_abandoned_temporary_folders_are_removed_and_fresh_ones_left_alone(tmp_path):
+def test_what_a_killed_process_left_is_removed(tmp_path):
     write_corpus(tmp_path / "text")
-    for name in ("old", "fresh"):
-        folder = tmp_path / "cache" / "tokens" / (cache.TEMPORARY + name)
-        folder.mkdir(parents=True)
-        (folder / "train.bin").write_bytes(b"half")
-        if name == "old":
-            for path in (folder / "train.bin", folder):
-                os.utime(path, (time.time() - 2 * cache.ABANDONED,) * 2)
+    folder = tmp_path / "cache" / "tokens" / (cache.TEMPORARY + "killed")
+    folder.mkdir(parents=True)
+    (folder / "train.bin").write_bytes(b"half")
     prepare([str(tmp_path / "text")], vocab_size=400, cache_dir=tmp_path / "cache")
-    assert [path.name for path in leftovers(tmp_path / "cache")] == [cache.TEMPORARY + "fresh"]
+    assert leftovers(tmp_path / "cache") == []
 
 
 def start(tmp_path: Path, cache_dir: str) -> subprocess.Popen:

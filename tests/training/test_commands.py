@@ -1,6 +1,18 @@
 """The actions of train.py: where a run is written, what it prints at its end, and what is never overwritten."""
 
-from training import commands
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import lock
+from errors import UserError
+from training import commands, metrics
+from training.settings import parse
+
+ROOT = Path(__file__).parent.parent.parent
 
 
 def test_a_finished_run_is_never_overwritten(train_script, flags, run, tmp_path):
@@ -12,6 +24,26 @@ def test_two_runs_that_start_at_the_same_time_get_different_folders(settings, tm
     monkeypatch.chdir(tmp_path)
     folders = {commands.make_run_dir(settings, "tiny") for _ in range(3)}
     assert {path.name for path in folders} == {"tiny-rms", "tiny-rms-2", "tiny-rms-3"}
+
+
+def test_two_processes_never_share_a_run_folder(flags, run, tmp_path):
+    for arguments in ([*flags, "--out", str(tmp_path / "new")], ["--resume", str(run), "--steps", "50"]):
+        command = parse(arguments, "test")
+        folder = run if command.actions.resume else tmp_path / "new"
+        with lock.locked(folder), pytest.raises(UserError, match="in use by another process"):
+            commands.run(command)
+        before = set(folder.iterdir())
+        assert commands.run(command) == 0 and set(folder.iterdir()) >= before
+
+
+def test_training_goes_on_when_nobody_reads_its_output(flags, tmp_path):
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-u", str(ROOT / "train.py"), *flags, "--out", str(tmp_path / "run")]
+    done = subprocess.run(command, stdout=write, stderr=write, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    os.close(write)
+    assert done.returncode == 0
+    assert metrics.read(tmp_path / "run")[-1]["step"] == 40
 
 
 def test_a_run_that_cannot_start_leaves_no_folder(train_script, flags, tmp_path):

@@ -326,6 +326,55 @@ def test_a_resumed_run_needs_neither_the_weights_it_started_from_nor_the_cache(f
     assert checkpoint.read_state(tmp_path / "second" / "last").step == 8
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        *(b"[1]", b'{"loss": 1}', b'{"step": "1"}', b'{"step": 1, "loss": 1.0}', b'{"step": 1', b"\xff\xfe"),
+        *(b'{"step": 1, "loss": [1], "gradient_norm": 1}', b'{"step": 1, "tokens": "many"}', b"[" * 100_000),
+        b'{"step": 1, "validation_loss": 2.0}',
+    ],
+)
+def test_a_damaged_line_of_the_metrics_is_named(stopped_run, line):
+    path = stopped_run / "metrics.jsonl"
+    lines = path.read_bytes().split(b"\n")
+    path.write_bytes(b"\n".join([*lines[:2], line, *lines[2:]]))
+    with pytest.raises(UserError, match=r"metrics.jsonl, line 3, is .*; delete that line") as error:
+        metrics.read(stopped_run)
+    assert len(str(error.value)) < 400
+
+
+def test_resuming_says_how_many_steps_the_metrics_have_lost(stopped_run, capsys):
+    path = stopped_run / "metrics.jsonl"
+    lines = path.read_bytes().split(b"\n")
+    steps = sum(b'"loss"' in line for line in lines)
+    path.write_bytes(b"\n".join(lines[:4]) + b'\n{"step": 4, "lo')
+    train(parse(["--resume", str(stopped_run)], "test").settings, stopped_run, resume=True)
+    assert f"lacks {steps - 3} of the steps so far" in capsys.readouterr().out
+
+
+def test_resuming_with_another_number_of_processes_says_what_differs(stopped_run, capsys):
+    path = stopped_run / "last" / "state.json"
+    state = json.loads(path.read_text())
+    assert state["processes"] == 1
+    path.write_text(json.dumps(state | {"processes": 2}))
+    train(parse(["--resume", str(stopped_run)], "test").settings, stopped_run, resume=True)
+    assert "2 processes before, 1 now" in capsys.readouterr().out
+    assert json.loads(path.read_text())["processes"] == 1
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="this system has no SIGHUP")
+@pytest.mark.parametrize("ignored", [False, True])
+def test_a_closed_terminal_stops_a_run_unless_it_ignores_that(flags, tmp_path, monkeypatch, ignored):
+    previous = signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
+    try:
+        stop_at(monkeypatch, 5, signal.SIGHUP)
+        stopped_by = train(parse(flags, "test").settings, tmp_path / "run")
+    finally:
+        signal.signal(signal.SIGHUP, previous)
+    assert stopped_by == (0 if ignored else signal.SIGHUP)
+    assert checkpoint.read_state(tmp_path / "run" / "last").step == (40 if ignored else 5)
+
+
 def test_lines_after_the_checkpoint_are_removed_on_resume(stopped_run):
     lines = metrics.read(stopped_run)
     with (stopped_run / "metrics.jsonl").open("a", encoding="utf-8") as file:

@@ -101,6 +101,8 @@ def test_every_field_has_a_docstring_for_its_help():
         ("[optimiser]\nsteps = 1\n", "Did you mean optimizer?"),
         ("steps = 1\n", "is not one of the tables"),
         ("[optimizer\n", "not a readable TOML file"),
+        ("a = " + "[" * 5000, "not a readable TOML file"),
+        ('[data]\ndata = ["--steps", "3"]\n', "begins with a dash; write ./--steps for a file"),
     ],
 )
 def test_an_unknown_name_in_a_file_is_refused_with_the_nearest_known_one(tmp_path, content, message):
@@ -113,6 +115,11 @@ def test_a_value_that_looks_like_a_flag_survives_saving(tmp_path):
     settings = settings_from("--sample-prompt=--help")
     save_settings(settings, tmp_path / "settings.toml")
     assert load_settings(tmp_path / "settings.toml").run.sample_prompt == "--help"
+
+
+def test_the_names_that_other_programs_use_for_our_flags_work():
+    settings = settings_from("--lr", "1e-4", "--bs=4", "--wd", "0", "--max-iters", "9")
+    assert (settings.optimizer.learning_rate, settings.data.batch_size, settings.optimizer.steps) == (1e-4, 4, 9)
 
 
 def test_an_unknown_flag_exits_with_status_2_and_the_nearest_known_one(capsys):
@@ -132,6 +139,9 @@ def test_an_unknown_flag_exits_with_status_2_and_the_nearest_known_one(capsys):
         (("--validation-fraction", "1.5"), "between 0 and 1"),
         (("--learning-rate", "-1"), "greater than 0"),
         (("--seed", "-1"), "must not be negative"),
+        (("--seed", str(2**63)), "does not fit into 64 bits"),
+        (("--max-minutes", "inf"), "must be greater than 0, or None"),
+        (("--epochs", "3"), "training is measured in --steps"),
         (("--beta2", "1.0"), "between 0 and 1"),
         (("--final-learning-rate", "nan"), "between 0 and 1"),
         (("--resume", "runs/x", "--config", "small"), "leave out --config"),

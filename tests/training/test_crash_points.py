@@ -1,0 +1,113 @@
+"""A run that is killed before any single operation on its files, with and without a power failure, is never lost.
+
+One run is copied before every operation that changes its folder. A copy is what a kill at that instant leaves. A second
+copy, in which every file that no fsync has reached is empty, is what a power failure may leave. From each the run
+resumes and ends bit for bit like the run that was never stopped, or says that nothing was saved yet.
+"""
+
+import os
+import random
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from errors import UserError
+from training import checkpoint
+from training.loop import train
+from training.settings import parse
+
+CHANGES = ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate", "shutil.rmtree")
+
+
+class Recorder:
+    """Copies a folder before every operation that changes it, while `folder` is set."""
+
+    def __init__(self) -> None:
+        self.folder: Path | None = None
+        self.copies: list[Path] = []
+        self.synced: dict[Path, tuple[int, int]] = {}  # path -> size and time of its last change, when it was synced
+        sys.addaudithook(self.see)  # cannot be removed again: it does nothing without a folder
+
+    def see(self, event: str, arguments: tuple) -> None:
+        writes = event == "open" and isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR)
+        if self.folder is not None and (writes or event in CHANGES) and str(arguments[0]).startswith(str(self.folder)):
+            self.copy()
+
+    def copy(self) -> None:
+        folder, self.folder = self.folder, None  # copying must not record itself
+        number = len(self.copies)
+        kill, failure = (folder.with_name(f"{number:04}-{name}") for name in ("kill", "power-failure"))
+        for target in (kill, failure):
+            shutil.copytree(folder, target)
+        for path in (path for path in folder.rglob("*") if path.is_file()):
+            status = path.stat()
+            if self.synced.get(status.st_ino) != (status.st_size, status.st_mtime_ns):
+                (failure / path.relative_to(folder)).write_bytes(b"")
+        self.copies += [kill, failure]
+        self.folder = folder
+
+    def fsync(self, descriptor: int) -> None:
+        if self.folder is not None:
+            self.copy()
+            status = os.fstat(descriptor)
+            self.synced[status.st_ino] = (status.st_size, status.st_mtime_ns)
+
+
+RECORDER = Recorder()
+
+
+@pytest.fixture
+def crashed(flags, tmp_path, monkeypatch) -> tuple[Path, list[Path]]:
+    """A run of eight steps and two saves, and its copies from before every change."""
+    (tmp_path / "run").mkdir()
+    monkeypatch.setattr(os, "fsync", RECORDER.fsync)
+    monkeypatch.setattr(RECORDER, "copies", [])
+    RECORDER.folder = tmp_path / "run"
+    try:
+        train(parse([*flags, "--steps", "8", "--evaluate-every", "4"], "test").settings, tmp_path / "run")
+    finally:
+        RECORDER.folder = None
+    return tmp_path / "run", RECORDER.copies
+
+
+def resumes_like(run: Path, straight: Path) -> bool:
+    """Resume a copy and compare its end; False where it says that nothing was saved yet."""
+    try:
+        settings = parse(["--resume", str(run)], "test").settings
+        train(settings, run, resume=True)
+    except UserError as error:
+        if "before its first save" in str(error) or "settings.toml" in str(error):
+            assert checkpoint.find_complete(run / "last") is None, error
+            return False
+        assert "is finished" in str(error), error
+    for name in ("model.safetensors", "training_state.safetensors"):
+        found, expected = (load_file(checkpoint.find_last(path) / name) for path in (run, straight))
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[key], expected[key]) for key in found), (run.name, name)
+    return True
+
+
+def check(straight: Path, copies: list[Path]) -> None:
+    resumed = [resumes_like(copy, straight) for copy in copies]
+    first = resumed.index(True)
+    assert all(resumed[first + 1 :]), "a later kill loses what an earlier one kept"
+
+
+@pytest.mark.skipif(os.name == "nt", reason="the copies are told apart by inode")
+def test_a_run_resumes_from_some_of_its_crash_points(crashed):
+    straight, copies = crashed
+    assert len(copies) > 100
+    chosen = sorted(random.Random(1).sample(range(len(copies)), 8))
+    check(straight, [copies[number] for number in [*chosen, len(copies) - 1]])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.name == "nt", reason="the copies are told apart by inode")
+def test_a_run_resumes_from_every_crash_point_after_its_first_save(crashed):
+    """Run with: python -m pytest -m slow tests/training/test_crash_points.py (three minutes)."""
+    straight, copies = crashed
+    check(straight, copies)
