@@ -19,8 +19,9 @@ class StopSignals:
         """Number of the newest signal, 0 before the first."""
 
     def __enter__(self) -> "StopSignals":
-        numbers = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
-        handled = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]  # as under nohup
+        handled = [signal.SIGINT, signal.SIGTERM]
+        if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as nohup sets it
+            handled.append(signal.SIGHUP)
         self.previous = {number: signal.signal(number, self.receive) for number in handled}
         return self
 
