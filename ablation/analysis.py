@@ -16,7 +16,7 @@ from ablation.effects import Effect, equivalence_p, final_pairs, mean_effect
 from ablation.plan import MAX_SEEDS, Arm, Plan, baseline, default_learning_rate, label, model_config
 from ablation.results import RunResult, as_table
 from benchmarks.timing import Timing
-from model.config import num_norm_parameters, num_parameters
+from model.count import num_norm_parameters, num_parameters
 
 MAX_EXTENSIONS = 4  # of a sweep in each direction, beyond the learning rates of its plan
 

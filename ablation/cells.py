@@ -19,7 +19,7 @@ from ablation.effects import Effect
 from ablation.plan import Arm, arm_settings, baseline
 from ablation.plots import MARKERS, XLABEL, Style
 from errors import UserError
-from model.config import num_parameters
+from model.count import num_parameters
 
 NORMS = ("rms", "layer")  # that the question is about
 LINEAR = 0.01  # nats: closer to 0 the axis is linear, beyond it logarithmic, so that calm and noisy cells fit into one

@@ -19,7 +19,8 @@ from ablation.conversion import VARIANTS
 from ablation.effects import Effect, exact_effect, mean_effect
 from ablation.plan import Arm, default_learning_rate, model_config
 from ablation.results import Probes
-from model.config import GATED, PLAIN, num_norm_parameters
+from model.config import GATED, PLAIN
+from model.count import num_norm_parameters
 
 Verdict = Literal["holds", "does not hold", "not resolved", "not measured"]
 RMSNORM = "Zhang and Sennrich 2019, arXiv 1910.07467"

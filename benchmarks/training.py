@@ -19,7 +19,7 @@ import kernels
 from benchmarks.output import check_out, positive, write
 from benchmarks.timing import Timing, interleaved, peak_bytes
 from errors import exit_on_user_error
-from model.config import flops_per_token
+from model.count import flops_per_token
 from model.decoder import Decoder
 from model.device import (
     choose_device,

@@ -1,4 +1,4 @@
-"""The configuration of a decoder: one dataclass, validated on construction, and the counts that follow from it.
+"""The configuration of a decoder: one dataclass, validated on construction.
 
 Imports no torch, so that `--help` answers at once. Fields have the names of Hugging Face's config.json;
 the text under a field is its help on the command line.
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from errors import UserError
+from model.rope_scaling import check_rope_scaling
 
 try:
     from tyro.conf import DisallowNone, Suppress
@@ -54,13 +55,8 @@ NORMS: dict[str, tuple[NormParameter, ...]] = {
 }
 PLACEMENTS = {"pre": 2, "post": 2, "sandwich": 4, "output": 2}  # placement of the norms: how many norms a layer has
 GATED, PLAIN = ("swiglu", "geglu", "reglu", "glu"), ("relu", "gelu")  # MLPs with three matrices, and with two
+MAX_LAYERS = 100_000  # a file that says more is damaged: lists of that many layers would fill the memory
 LAYER_TYPES = ("full_attention", "sliding_attention")
-# How rotary frequencies can be scaled for longer contexts, and the numbers that each way needs; see model/rope.py.
-ROPE_SCALING = {
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    "yarn": ("factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow"),
-}
 
 
 @dataclass(frozen=True)
@@ -86,8 +82,8 @@ class ModelConfig:
     rope_theta: float = 10000.0
     """Base of the rotary frequencies; models with longer contexts use larger ones."""
     rope_scaling: Annotated[dict | None, Suppress] = None  # no flag: it comes with loaded weights
-    """Scaling of the rotary frequencies for longer contexts: `rope_type`, a row of `ROPE_SCALING`, and its numbers;
-    yarn also has `truncate`, true or false."""
+    """Scaling of the rotary frequencies for longer contexts: `rope_type`, and the numbers that this type needs
+    (model/rope_scaling.py); yarn also has `truncate`, true or false."""
     sliding_window: int | None = None
     """Number of tokens that each token attends to: itself and those just before it; by default all before it."""
     layer_types: Annotated[list[str] | None, Suppress] = None  # no flag: it comes with loaded weights
@@ -183,6 +179,8 @@ def check(config: ModelConfig) -> None:
             continue
         if type(value) is not int or value < 1:
             raise UserError(f"{name} is {value!r} and must be an integer of at least 1.")
+    if config.num_hidden_layers > MAX_LAYERS:
+        raise UserError(f"num_hidden_layers is {config.num_hidden_layers} and must be at most {MAX_LAYERS}.")
     for name in ("rope_theta", "norm_eps", "initializer_range"):
         value = getattr(config, name)
         if not isinstance(value, int | float) or not 0 < value < float("inf"):
@@ -221,60 +219,4 @@ def check(config: ModelConfig) -> None:
         isinstance(types, list) and len(types) == layers and all(t in LAYER_TYPES for t in types)
     ):
         raise UserError(f"layer_types is {types!r} and must be {' or '.join(LAYER_TYPES)} for each of {layers} layers.")
-    check_rope_scaling(config)
-
-
-def check_rope_scaling(config: ModelConfig) -> None:
-    """Raise `UserError` unless the scaling of the rotary frequencies is None or complete."""
-    scaling, known = config.rope_scaling, ", ".join(ROPE_SCALING)
-    if scaling is None:
-        return
-    if not isinstance(scaling, dict):
-        raise UserError(f"rope_scaling is {scaling!r} and must be a JSON object with rope_type: {known}.")
-    kind = scaling.get("rope_type")
-    if not isinstance(kind, str) or kind not in ROPE_SCALING:
-        raise UserError(f"rope_scaling of type {kind!r} is not supported; {known} are.")
-    for key in ROPE_SCALING[kind]:
-        value = scaling.get(key)
-        if not isinstance(value, int | float) or not 0 < value < 1e9:  # scores are products of two attention factors
-            raise UserError(f"rope_scaling has {key} {value!r}; {kind} needs a number above 0 and below 1e9.")
-    if kind == "llama3" and scaling["high_freq_factor"] <= scaling["low_freq_factor"]:
-        raise UserError("rope_scaling needs a high_freq_factor above its low_freq_factor.")
-    if kind == "yarn" and not isinstance(scaling.get("truncate"), bool):
-        raise UserError(f"rope_scaling has truncate {scaling.get('truncate')!r}; yarn needs true or false.")
-    if kind == "yarn" and config.rope_theta <= 1:
-        raise UserError(f"rope_theta is {config.rope_theta!r}; yarn needs a number greater than 1.")
-
-
-def num_parameters(config: ModelConfig, embedding: bool = True) -> int:
-    """Number of parameters; `embedding` False leaves out the embedding and an untied head (Kaplan et al. 2020)."""
-    head_dim = config.resolved_head_dim
-    attention = 2 * head_dim if config.qk_norm else 0
-    if config.attention_bias:
-        attention += (config.num_attention_heads + 2 * config.num_key_value_heads) * head_dim
-    total = config.num_hidden_layers * (layer_matrices(config) + attention) + num_norm_parameters(config)
-    if embedding:
-        total += config.vocab_size * config.hidden_size * (1 if config.tie_word_embeddings else 2)
-    return total
-
-
-def num_norm_parameters(config: ModelConfig) -> int:
-    """Number of learned parameters in all norms that `norm` chooses, the norms of q and k not among them."""
-    return config.num_norms * sum(config.hidden_size if p.per_channel else 1 for p in config.norm_parameters)
-
-
-def layer_matrices(config: ModelConfig) -> int:
-    """Number of weights in one layer's matrix products."""
-    heads = config.num_attention_heads + config.num_key_value_heads  # q and o; k and v
-    return config.hidden_size * (2 * heads * config.resolved_head_dim + 3 * config.intermediate_size)
-
-
-def flops_per_token(config: ModelConfig, sequence_length: int) -> int:
-    """FLOPs of training on one token, forward and backward: 6 N + 12 L H d T (Chowdhery et al. 2022, appendix B).
-
-    N counts the weights of the matrix products: with the head, without the embedding, which is a lookup. The second
-    term is attention over T tokens as if it were not causal. Recomputed activations do not count.
-    """
-    products = config.num_hidden_layers * layer_matrices(config) + config.vocab_size * config.hidden_size
-    heads = config.num_attention_heads * config.resolved_head_dim
-    return 6 * products + 12 * config.num_hidden_layers * heads * sequence_length
+    check_rope_scaling(config.rope_scaling, config.rope_theta)

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Literal
 
 from errors import UserError
-from model.config import LAYER_TYPES, ROPE_SCALING, ModelConfig
+from model.config import LAYER_TYPES, ModelConfig
 from model.config_keys import check_keys
+from model.rope_scaling import ROPE_SCALING
 
 
 @dataclass(frozen=True)
@@ -317,14 +318,14 @@ def read_windows(fields: dict, family: Family, config: ModelConfig) -> dict:
     if family.windows == "by layer":
         window = window if fields["use_sliding_window"] else None
         first = fields["max_window_layers"] or 0  # the layers before it attend to all tokens
-        if types is None:
-            types = [LAYER_TYPES[window is not None and layer >= first] for layer in range(layers)]
-        if window is None and "sliding_attention" in types:
+        if types is None and window is not None:
+            types = [LAYER_TYPES[layer >= first] for layer in range(layers)]
+        if window is None and types is not None and "sliding_attention" in types:
             raise UserError("layer_types has sliding_attention without a sliding window; set layer_types to null.")
         return {"sliding_window": window, "layer_types": types}
     slides = window is not None and window < config.max_position_embeddings
     if slides and family.windows == "none":
         raise UserError(f"sliding_window is {window}, which {fields['model_type']} does not have; set it to null.")
-    if types not in (None, [LAYER_TYPES[slides]] * layers):  # transformers reads them for its cache alone
+    if types is not None and types != [LAYER_TYPES[slides]] * layers:  # transformers reads them for its cache alone
         raise UserError(f"layer_types are not those that {fields['model_type']} has; set them to null.")
     return {"sliding_window": window if slides else None}

@@ -66,12 +66,16 @@ class State:
 def settings_hash(settings: Settings) -> str:
     """Hash of all settings except the name of the run folder; the same as in earlier versions, so that runs are found.
 
-    Those had no center_weights, and wrote norm_bias = true wherever a norm has its default, with a bias or without.
+    Those had no center_weights, no sliding windows, and wrote norm_bias = true wherever a norm has its default, with a
+    bias or without.
     """
     settings = dataclasses.replace(settings, run=dataclasses.replace(settings.run, out=None))
     fields = dataclasses.asdict(settings)
     if fields["run"]["center_weights"]:
         del fields["run"]["center_weights"]
+    for name in ("sliding_window", "layer_types"):
+        if fields["model"][name] is None:
+            del fields["model"][name]
     fields["model"]["norm_bias"] = {None: True, True: "added", False: False}[settings.model.norm_bias]
     return hashlib.blake2b(json.dumps(fields).encode(), digest_size=16).hexdigest()
 

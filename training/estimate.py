@@ -7,7 +7,8 @@ values, and the sizes of the tensors that autograd would keep for the backward p
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from model.config import ModelConfig, flops_per_token, num_parameters
+from model.config import ModelConfig
+from model.count import flops_per_token, num_parameters
 from model.decoder import Decoder
 from training.settings import Settings
 

@@ -6,7 +6,7 @@ import statistics
 from tqdm import tqdm
 
 from generation.generate import complete
-from model.config import flops_per_token
+from model.count import flops_per_token
 from model.device import peak_flops
 from training.session import Session
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from errors import UserError
-from model.config import NORMS, PLACEMENTS, ModelConfig, flops_per_token, num_parameters
+from model.config import NORMS, PLACEMENTS, ModelConfig
+from model.count import flops_per_token, num_parameters
 from model.decoder import Decoder
 
 LLAMA3 = {
@@ -66,6 +67,7 @@ def test_the_default_model_has_four_million_parameters():
         ({"rope_scaling": {**YARN, "attention_factor": 1e300}}, "needs a number above 0 and below 1e9"),
         ({"rope_scaling": {**YARN, "truncate": None}}, "truncate None; yarn needs true or false"),
         ({"rope_scaling": YARN, "rope_theta": 1.0}, "greater than 1"),
+        ({"num_hidden_layers": 10**9}, "must be at most 100000"),
         ({"sliding_window": 0}, "sliding_window is 0"),
         ({"sliding_window": True}, "sliding_window is True"),
         ({"sliding_window": 8, "layer_types": ["sliding_attention"]}, "for each of 3 layers"),

@@ -8,7 +8,8 @@ import torch
 import tyro
 
 import kernels
-from model.config import BIAS, NORMS, PLACEMENTS, ModelConfig, num_norm_parameters
+from model.config import BIAS, NORMS, PLACEMENTS, ModelConfig
+from model.count import num_norm_parameters
 from model.decoder import Decoder
 from model.norm import Norm, is_norm_parameter
 

@@ -1,0 +1,37 @@
+"""Numbers of parameters and FLOPs that follow from a configuration. Imports no torch."""
+
+from model.config import ModelConfig
+
+
+def num_parameters(config: ModelConfig, embedding: bool = True) -> int:
+    """Number of parameters; `embedding` False leaves out the embedding and an untied head (Kaplan et al. 2020)."""
+    head_dim = config.resolved_head_dim
+    attention = 2 * head_dim if config.qk_norm else 0
+    if config.attention_bias:
+        attention += (config.num_attention_heads + 2 * config.num_key_value_heads) * head_dim
+    total = config.num_hidden_layers * (layer_matrices(config) + attention) + num_norm_parameters(config)
+    if embedding:
+        total += config.vocab_size * config.hidden_size * (1 if config.tie_word_embeddings else 2)
+    return total
+
+
+def num_norm_parameters(config: ModelConfig) -> int:
+    """Number of learned parameters in all norms that `norm` chooses, the norms of q and k not among them."""
+    return config.num_norms * sum(config.hidden_size if p.per_channel else 1 for p in config.norm_parameters)
+
+
+def layer_matrices(config: ModelConfig) -> int:
+    """Number of weights in one layer's matrix products."""
+    heads = config.num_attention_heads + config.num_key_value_heads  # q and o; k and v
+    return config.hidden_size * (2 * heads * config.resolved_head_dim + 3 * config.intermediate_size)
+
+
+def flops_per_token(config: ModelConfig, sequence_length: int) -> int:
+    """FLOPs of training on one token, forward and backward: 6 N + 12 L H d T (Chowdhery et al. 2022, appendix B).
+
+    N counts the weights of the matrix products: with the head, without the embedding, which is a lookup. The second
+    term is attention over T tokens as if it were not causal. Recomputed activations do not count.
+    """
+    products = config.num_hidden_layers * layer_matrices(config) + config.vocab_size * config.hidden_size
+    heads = config.num_attention_heads * config.resolved_head_dim
+    return 6 * products + 12 * config.num_hidden_layers * heads * sequence_length
