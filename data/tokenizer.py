@@ -20,6 +20,7 @@ import tokenizers
 
 from data.tokenizer_json import UnsupportedTokenizer, read_model, tokenizer_json
 from errors import UserError
+from files import read_json
 
 # The files of a tokenizer's folder that `save` copies.
 FILES = (
@@ -323,18 +324,6 @@ def _load_model(path: Path, config: dict, folder: Path | None) -> SentencePieceT
         return SentencePieceTokenizer(model, add_bos=config.get("add_bos_token", True), folder=folder)
     except RuntimeError as error:
         raise UserError(f"{path} is not a SentencePiece model; give a tokenizer.model or tokenizer.json.") from error
-
-
-def read_json(path: Path) -> dict:
-    if not path.is_file():
-        return {}
-    try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{path} is not JSON ({error}); download it again.") from error
-    if not isinstance(fields, dict):
-        raise UserError(f"{path} holds no JSON object; download it again.")
-    return fields
 
 
 def _copy(source: Path, directory: Path) -> None:

@@ -9,8 +9,9 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from data.tokenizer import JsonTokenizer, break_tokens, read_json
+from data.tokenizer import JsonTokenizer, break_tokens
 from errors import UserError
+from files import read_json
 from generation.settings import Sampling
 from generation.template import Message, render
 

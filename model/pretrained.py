@@ -5,7 +5,6 @@ Nothing is ever unpickled. Writing is not atomic: callers write into a new direc
 
 import functools
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,20 +91,6 @@ def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
     except SafetensorError as error:
         raise OSError(f"{path} could not be written: {error}") from None
     path.chmod(permissions)
-
-
-def fsync_directory(directory: Path, files: bool = True) -> None:
-    """fsync a directory and, if `files`, the files in it (Windows can fsync only files)."""
-    paths = [path for path in directory.iterdir() if path.is_file()] if files else []
-    for path in paths:
-        with path.open("rb+") as file:
-            os.fsync(file.fileno())
-    if os.name != "nt":
-        descriptor = os.open(directory, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
 
 
 def write_json(path: Path, fields: dict) -> None:

@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from errors import UserError
 from model.config import ModelConfig
-from model.families import FAMILIES, read_json
+from model.families import FAMILIES, read_config
 from model.weight_files import TensorEntry, check_sizes, join_names, read_entries
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -117,7 +117,7 @@ def drop_redundant(
 
     Raises `UserError` when such a bias is not zero or such a head is not a copy.
     """
-    zeros = zero_tensors(read_json(Path(directory))["model_type"], config)
+    zeros = zero_tensors(read_config(directory)["model_type"], config)
     shapes = {name: tensor for name, tensor in stored.items() if name in zeros}
     check_match(zeros, shapes, directory)
     for name in zeros:

@@ -24,12 +24,13 @@ from safetensors import SafetensorError, safe_open
 
 from data.tokenizer import Tokenizer
 from errors import UserError
+from files import fsync_directory, replace_text
 from model import pretrained
 from model.decoder import Decoder
 from model.find_checkpoint import candidates
-from model.pretrained import fsync_directory, save_tensors
+from model.pretrained import save_tensors
 from training.optimizer import load_optimizer_tensors, optimizer_tensors
-from training.settings import Settings, replace_text
+from training.settings import Settings
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import math
 from pathlib import Path
 
 from errors import UserError
-from training.settings import replace_text
+from files import replace_text
 
 FACTS = ("text", "machine")  # of the first line, the only values that are no numbers
 
