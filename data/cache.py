@@ -39,7 +39,7 @@ def atomic_folder(path: Path) -> Iterator[Path]:
 
 
 def checksum(path: Path) -> str:
-    """Of a file's bytes, about as fast as memory is read; any single changed byte changes it.
+    """A checksum of a file, computed about as fast as memory is read; any single changed byte changes it.
 
     A hash of the sums, modulo 2^64, of the 64-bit words of every MiB: against damage, not against an attacker.
     """

@@ -1,7 +1,7 @@
 """A tokenizer in the terms of llama.cpp: texts, scores and types of its tokens, merges, and how text is split first.
 
 llama.cpp has its own implementations of SentencePiece ("llama") and of byte-level byte-pair encoding ("gpt2"). A
-tokenizer that they cannot express is refused. What they do otherwise for some texts only is said in `notes`.
+tokenizer that they cannot express is refused. Where they encode only some texts differently, `notes` says so.
 """
 
 import json
@@ -51,7 +51,7 @@ class Vocabulary:
     add_space_prefix: bool = False
     """Whether a space is put in front of a text."""
     notes: list[str] = field(default_factory=list)
-    """Texts that llama.cpp encodes otherwise, a sentence each."""
+    """One line for each kind of text that llama.cpp encodes differently."""
 
 
 def llama_cpp_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> Vocabulary:

@@ -54,14 +54,14 @@ TRAINER_OPTIONS = dict(
 )
 
 
-# No text contains these, because nobody knows them: digits, which no template changes to others.
+# Random numbers that no text contains. Digits, because a template may change letters (`upper`), but no digits.
 BREAK, SECRET = (str(10**20 + secrets.randbelow(10**20)) for _ in range(2))
 
 
 def break_tokens(text: str, tokens: Iterable[str]) -> str:
-    """Put a mark into each of the tokens that the text contains, so that `encode_special` takes them as plain text.
+    """Insert a mark into each of the tokens that the text contains, so that `encode_special` takes them as plain text.
 
-    The mark is behind a token's first character. Tokens of one character cannot be broken and are left as they are.
+    The mark follows a token's first character. Tokens of one character cannot be broken and are left as they are.
     """
     patterns = [f"{re.escape(token[0])}(?={re.escape(token[1:])})" for token in tokens if len(token) > 1]
     return re.sub("|".join(patterns), lambda match: match[0] + BREAK, text) if patterns else text

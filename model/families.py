@@ -254,7 +254,7 @@ def check_required_keys(fields: dict, names: Iterable[str]) -> None:
     """Raise `UserError` when config.json lacks some of `names`."""
     missing = [name for name in names if name not in fields]
     if missing:
-        raise UserError(f"{', '.join(missing)} is missing.")
+        raise UserError(f"{', '.join(missing)} is missing; download or save the checkpoint again.")
 
 
 def read_rope(fields: dict) -> dict:
@@ -320,6 +320,6 @@ def read_windows(fields: dict, family: Family, config: ModelConfig) -> dict:
     slides = window is not None and window < config.max_position_embeddings
     if slides and family.windows == "none":
         raise UserError(f"sliding_window is {window}, which {fields['model_type']} does not have; set it to null.")
-    if types is not None and types != [LAYER_TYPES[slides]] * layers:  # transformers reads them for its cache alone
+    if types is not None and types != [LAYER_TYPES[slides]] * layers:  # transformers uses them only for its cache
         raise UserError(f"layer_types are not those that {fields['model_type']} has; set them to null.")
     return {"sliding_window": window if slides else None}

@@ -136,9 +136,8 @@ def open_checkpoint(
 
 
 def inference_dtype(parameter: Tensor, compute_dtype: torch.dtype) -> torch.dtype:
-    """The dtype that inference stores a parameter in: a matrix in the one it computes in, so that no step casts it.
-
-    Norm weights and biases are float32.
+    """The dtype in which inference stores a parameter: `compute_dtype` for a matrix, so that no step casts it, and
+    float32 for norm weights and biases.
     """
     return compute_dtype if parameter.ndim >= 2 else torch.float32
 

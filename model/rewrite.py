@@ -20,7 +20,7 @@ from model.pretrained import open_checkpoint, save_tensors, write_json
 from model.stored_weights import read_weights, stored_tensors
 from model.weight_files import INDEX, SIDE_FILES, SINGLE, read_entries
 
-# Side files that would not be true of the copy, besides config.json: the index of shards, and a run's training state.
+# Side files that do not fit the copy: config.json is written again, there are no shards, and no training state.
 NOT_COPIED = ("config.json", INDEX, "state.json")
 
 
@@ -65,7 +65,7 @@ def rewrite(source: str, target: Path, dtype: torch.dtype) -> None:
 
 
 def read_tensors(directory: Path, dtype: torch.dtype) -> dict[str, Tensor]:
-    """All tensors of a checkpoint, cast; what float16 has no numbers for is refused."""
+    """All tensors of a checkpoint, cast; values that the dtype cannot represent are refused."""
     stored = stored_tensors(read_entries(directory))
     tensors = {name: torch.empty(tensor.shape, dtype=dtype) for name, tensor in stored.items()}
     read_weights(stored, tensors)

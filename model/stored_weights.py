@@ -97,7 +97,7 @@ def stored_tensors(entries: Mapping[str, TensorEntry]) -> dict[str, StoredTensor
 def stored_weights(directory: Path | str, config: ModelConfig) -> dict[str, StoredTensor]:
     """The tensors of a directory that our model has parameters or buffers for; see `drop_redundant`.
 
-    What does not fit `config` at all is refused by headers alone: nothing is allocated.
+    Sizes that do not fit `config` are refused by the headers alone, before anything is allocated.
     """
     entries = read_entries(Path(directory))
     check_sizes(config, entries, directory)

@@ -67,8 +67,8 @@ class State:
 def settings_hash(settings: Settings) -> str:
     """Hash of all settings except the name of the run folder; the same as in earlier versions, so that runs are found.
 
-    Those had no center_weights, no sliding windows, and wrote norm_bias = true wherever a norm has its default, with a
-    bias or without.
+    Earlier versions had no center_weights and no sliding windows, and wrote norm_bias = true wherever a norm has its
+    default, with a bias or without.
     """
     settings = dataclasses.replace(settings, run=dataclasses.replace(settings.run, out=None))
     fields = dataclasses.asdict(settings)

@@ -251,7 +251,7 @@ OTHER_NAMES = {
 
 
 def long_name(argument: str) -> str:
-    """The argument, with our name for a flag that other programs call otherwise."""
+    """The argument, with our name for a flag that other programs call differently."""
     name, equals, value = argument.partition("=")
     if name == "--epochs":
         raise UserError("--epochs is not a setting: training is measured in --steps, each of --batch-size sequences.")
