@@ -54,7 +54,7 @@ TRAINER_OPTIONS = dict(
 )
 
 
-# Random numbers that no text contains. Digits, because a template may change letters (`upper`), but no digits.
+# Random numbers that no text contains. Digits, because templates may change letters (`upper`), but not digits.
 BREAK, SECRET = (str(10**20 + secrets.randbelow(10**20)) for _ in range(2))
 
 
