@@ -9,6 +9,7 @@ import glob
 import hashlib
 import itertools
 import os
+import sys
 import sysconfig
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ class TextFile:
     path: Path
     format: str  # a key of `READERS`
     field: str = "text"  # of each row, which holds the text
+    optional: bool = False  # found in a folder or by a pattern: left out where it is not text
 
 
 @dataclass(frozen=True)
@@ -114,6 +116,27 @@ def read_documents(files: Iterable[TextFile]) -> Iterator[Document]:
                     yield itertools.chain([first], blocks)
 
 
+def without_other_files(files: Iterable[TextFile]) -> list[TextFile]:
+    """Leave out the files of folders and patterns that are not UTF-8 text, and name them on standard error."""
+    kept, skipped = [], []
+    for file in files:
+        try:
+            if file.optional and file.format == "text":
+                for document in READERS["text"](file.path, file.field):
+                    for _ in document:
+                        pass
+            kept.append(file)
+        except UserError as error:
+            skipped.append(str(error))
+    for reason in skipped[:5]:
+        print(f"skipped: {reason}", file=sys.stderr)
+    if skipped:
+        print(f"skipped {len(skipped):,} of {len(kept) + len(skipped):,} files", file=sys.stderr)
+    if not kept:
+        raise UserError(f"no file is UTF-8 text: {skipped[0]}")
+    return kept
+
+
 def fingerprint(files: Iterable[TextFile]) -> str:
     """A hash of the files' paths, sizes and modification times: the same hash means the same text, without reading."""
     digest = hashlib.blake2b(digest_size=16)
@@ -135,7 +158,7 @@ def _text_file(path: Path, text_field: str) -> TextFile:
 
 
 def _text_files(paths: Iterable[Path], where: str, text_field: str) -> list[TextFile]:
-    files = [TextFile(path, format, text_field) for path in paths if (format := _find_format(path))]
+    files = [TextFile(path, format, text_field, optional=True) for path in paths if (format := _find_format(path))]
     if not files:
         raise UserError(f"{where} no file to read; the formats are {SUFFIXES}.")
     return files

@@ -16,6 +16,7 @@ from errors import UserError
 
 BLOCK = 1 << 20  # bytes read at a time
 ROWS = 128  # parquet rows decoded at a time: few, because a row may be a whole book
+MAX_ROW = 1 << 24  # bytes of a row: a small compressed file can hold a row that fills the memory
 
 Document = Iterable[str]  # its text in blocks, read from the file as one iterates: once, and only as far as needed
 Documents = Iterator[Document]
@@ -71,7 +72,9 @@ def read_jsonl(path: Path, field: str) -> Documents:
     offset = 0
     try:
         with open_file(path, "rb") as lines:
-            for number, line in enumerate(lines, 1):
+            for number, line in enumerate(iter(lambda: lines.readline(MAX_ROW + 1), b""), 1):
+                if len(line) > MAX_ROW:
+                    raise _too_long(f"{path}, line {number}")
                 if line.strip():
                     yield [_json_text(path, number, line, offset, field)]
                 offset += len(line)
@@ -106,14 +109,19 @@ def read_parquet(path: Path, field: str) -> Documents:
         raise UserError(f"reading {path} needs pyarrow: pip install pyarrow.") from error
     try:
         # Without these two settings the whole column is read ahead into memory.
-        with parquet.ParquetFile(path, pre_buffer=False, buffer_size=BLOCK) as file:
-            if field not in file.schema_arrow.names:
-                raise _no_field(str(path), field, file.schema_arrow.names)
+        # With the third, a value that many rows share is decoded once.
+        options = {"pre_buffer": False, "buffer_size": BLOCK, "read_dictionary": [field]}
+        names = parquet.read_schema(path).names
+        if field not in names:
+            raise _no_field(str(path), field, names)
+        with parquet.ParquetFile(path, **options) as file:
             batches = file.iter_batches(batch_size=ROWS, columns=[field], use_threads=False)
             for number, value in enumerate((value for rows in batches for value in rows.column(0)), 1):
                 where = f"{path}, row {number}"
                 try:
                     text = value.as_py()
+                    if isinstance(text, str) and len(text) > MAX_ROW:
+                        raise _too_long(where)
                 except UnicodeDecodeError as error:  # parquet says UTF-8, and not every writer checks
                     problem = f"{where}: {field!r} is not UTF-8 text at byte {error.start}"
                     raise UserError(f"{problem}; convert it to UTF-8 or leave the row out.") from error
@@ -134,6 +142,10 @@ def _string(where: str, text: object, field: str, row: dict[str, object]) -> str
 def _no_field(where: str, field: str, present: Iterable[str]) -> UserError:
     names = ", ".join(list(present)[:8]) or "none"
     return UserError(f"{where} has no field {field!r}; name one with --text-field (there are: {names}).")
+
+
+def _too_long(where: str) -> UserError:
+    return UserError(f"{where} is longer than {MAX_ROW >> 20} MiB; cut it into several rows.")
 
 
 def _not_utf8(path: Path, offset: int) -> UserError:

@@ -277,10 +277,19 @@ def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
         )
 
 
+class VocabularyTooLarge(UserError):
+    """The text has too few different pieces for the vocabulary; `maximum` is how many it has."""
+
+    def __init__(self, message: str, maximum: int) -> None:
+        super().__init__(message)
+        self.maximum = maximum
+
+
 def train_tokenizer(texts: Iterable[str], vocab_size: int, path: str | Path) -> SentencePieceTokenizer:
     """Train a byte-pair encoding of exactly `vocab_size` pieces on the texts and write it to the file `path`.
 
-    The same texts in the same order give the same file. No piece contains a newline or a tab: those are bytes.
+    The same texts in the same order give the same file. No piece contains a newline or a tab: those are bytes. Raises
+    `VocabularyTooLarge` where the texts do not have that many pieces.
     """
     model = io.BytesIO()
     try:
@@ -304,10 +313,7 @@ def _lines(texts: Iterable[str]) -> Iterator[str]:
 def _training_failed(error: Exception, vocab_size: int) -> UserError:
     reason = str(error)
     if maximum := re.search(r"Vocabulary size too high .*?<= (\d+)", reason):
-        return UserError(
-            f"the text is too small for a vocabulary of {vocab_size:,}; "
-            f"the maximum for it is {int(maximum[1]):,}: set --vocab-size to that or less, or give more text."
-        )
+        return VocabularyTooLarge(f"the text is too small for a vocabulary of {vocab_size:,};", int(maximum[1]))
     if minimum := re.search(r"smaller than required_chars\. \d+ vs (\d+)", reason):
         return UserError(
             f"a vocabulary of {vocab_size:,} is too small for the characters of this text; "

@@ -19,10 +19,17 @@ from tqdm import tqdm
 import lock
 from data import cache
 from data.chunks import chunks
-from data.corpus import TextFile, fingerprint, read_documents, resolve
+from data.corpus import TextFile, fingerprint, read_documents, resolve, without_other_files
 from data.packing import TokenWriter, token_dtype
 from data.split import TRAIN, VALIDATION, CorpusSplit, hash_documents, kept_documents, split_corpus
-from data.tokenizer import TRAINER_OPTIONS, SentencePieceTokenizer, Tokenizer, load_tokenizer, train_tokenizer
+from data.tokenizer import (
+    TRAINER_OPTIONS,
+    SentencePieceTokenizer,
+    Tokenizer,
+    VocabularyTooLarge,
+    load_tokenizer,
+    train_tokenizer,
+)
 from errors import UserError
 
 VERSION = 2  # of the cache's files; raised when the same text and tokenizer would give other files
@@ -105,7 +112,7 @@ def tokenize(sources: list[str], tokenizer: Tokenizer, text_field: str = "text")
 
     The stream is (tokens,) uint16 or uint32, memory-mapped to a temporary file that is deleted with it.
     """
-    files, text_bytes = resolve(sources, text_field), 0
+    files, text_bytes = without_other_files(resolve(sources, text_field)), 0
     try:
         with tempfile.TemporaryFile() as file:
             writer = TokenWriter(file, tokenizer)
@@ -154,6 +161,7 @@ def _build(
     fraction: float,
 ) -> TokenizedCorpus:
     """Split the text, train a tokenizer unless one is given, and write the streams, all into the cache."""
+    all_files, files = files, without_other_files(files)
     size = sum(file.path.stat().st_size for file in files)
     plain = all(file.format == "text" for file in files)  # else the text is longer or shorter than the files
     with _progress_bar("reading", size, total=size if plain else None) as bar:
@@ -168,7 +176,7 @@ def _build(
             _remove_damaged(folder)
             with cache.atomic_folder(folder) as new:
                 _train_tokenizer(new, files, corpus_split, vocab_size)
-                _check_unchanged(files, files_hash)
+                _check_unchanged(all_files, files_hash)
             tokenizer = load_tokenizer(folder)
 
     folder = _tokens_folder(cache_dir, corpus_split.text_hash, fraction, tokenizer)
@@ -176,7 +184,7 @@ def _build(
         _remove_damaged(folder)
         with cache.atomic_folder(folder) as new:
             _write_streams(new, files, corpus_split, tokenizer)
-            _check_unchanged(files, files_hash)
+            _check_unchanged(all_files, files_hash)
     cache.write_json(hash_file, {"text_hash": corpus_split.text_hash})
     if corpus := _open(folder, tokenizer):
         return corpus
@@ -187,14 +195,18 @@ def _train_tokenizer(folder: Path, files: list[TextFile], corpus_split: CorpusSp
     """Train on a random sample of the chunks for training, about `TOKENIZER_BYTES` of them."""
     print(f"training a tokenizer of {vocab_size:,} pieces (once, some seconds) ...", file=sys.stderr, flush=True)
     fraction, generator = TOKENIZER_BYTES / corpus_split.bytes, random.Random(0)
-    sample = (
+    sample = [
         chunk
         for split, document in kept_documents(read_documents(files), corpus_split)
         if split == TRAIN
         for chunk in document
         if generator.random() < fraction
-    )
-    train_tokenizer(sample, vocab_size, folder / "tokenizer.model")
+    ]
+    try:
+        train_tokenizer(sample, vocab_size, folder / "tokenizer.model")
+    except VocabularyTooLarge as error:
+        print(f"note: {error} the tokenizer has {error.maximum:,} pieces instead.", file=sys.stderr, flush=True)
+        train_tokenizer(sample, error.maximum, folder / "tokenizer.model")
     cache.write_json(folder / "meta.json", {"checksum": cache.checksum(folder / "tokenizer.model")})
 
 

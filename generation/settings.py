@@ -20,7 +20,7 @@ class Sampling:
     repetition_penalty: float = 1.0
     """Above 1, tokens that already occur in the prompt or the text become less likely: positive logits are divided by
     this, negative ones multiplied (1: off)."""
-    temperature: float = 0.8
+    temperature: Annotated[float, tyro.conf.arg(aliases=["--temp"])] = 0.8
     """Divides the logits: below 1 the text is more predictable, above 1 more random. 0 always takes the most likely
     token and ignores the filters below."""
     top_k: int = 0
@@ -80,7 +80,7 @@ class Settings:
     """System prompt of a chat: who the model is and how it answers. Default: what the chat template says."""
     interactive: tyro.conf.FlagCreatePairsOff[bool] = False
     """Read a prompt per line from the terminal, and continue each by itself."""
-    max_new_tokens: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
+    max_new_tokens: Annotated[int | None, tyro.conf.arg(metavar="INT", aliases=["--max-tokens"])] = None
     """Maximum number of tokens to generate per text. Default: 200, in a chat 2048."""
     sampling: Annotated[Sampling, tyro.conf.arg(name="")] = field(default_factory=Sampling)
     seed: int = 1

@@ -62,5 +62,12 @@ def report_end(session: Session) -> None:
     print(f"validation: {session.evaluation}")
     print(f"xz -9e on the same text: {corpus.xz_bits_per_byte:.4f} bits per byte; hash {corpus.text_hash}")
     print(f"{state.tokens:,} tokens in {state.seconds:.0f} s of training, {state.tokens / state.seconds:,.0f} tokens/s")
-    prompt = shlex.quote(session.settings.run.sample_prompt or "def ")
+    prompt = shlex.quote(session.settings.run.sample_prompt or first_words(session))
     print(f"next: python generate.py {run_dir} --prompt {prompt}")
+
+
+def first_words(session: Session) -> str:
+    """An example of a prompt: the first three words of a line near the start of the text that was trained on."""
+    lines = session.corpus.tokenizer.decode(session.corpus.train[:1000].tolist()).splitlines()
+    lines = [line for line in lines if line[:1].isalpha()] or [line for line in lines if line.strip()]
+    return " ".join(lines[0].split()[:3]) if lines else ""

@@ -9,6 +9,7 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
+from data import readers
 from data.corpus import fingerprint, read_documents, resolve
 from errors import UserError
 
@@ -179,6 +180,18 @@ def test_unreadable_parquet_and_gzip_files_are_named(tmp_path):
     assert "e.jsonl.gz" in error_message(tmp_path / "e.jsonl.gz")
     (tmp_path / "f.jsonl.gz").write_bytes(b"not gzip at all")
     assert "gzip" in error_message(tmp_path / "f.jsonl.gz")
+
+
+@pytest.mark.parametrize("name", ["bomb.jsonl", "bomb.jsonl.gz", "bomb.parquet"])
+def test_a_row_that_is_too_long_is_refused_before_it_fills_the_memory(tmp_path, monkeypatch, name):
+    monkeypatch.setattr(readers, "MAX_ROW", 1 << 16)
+    rows = ["a" * 60_000, "b" * 70_000, "c"]
+    if name.endswith("parquet"):
+        parquet.write_table(pyarrow.table({"text": rows}), tmp_path / name)
+    else:
+        write_jsonl(tmp_path / name, [{"text": row} for row in rows])
+    message = error_message(tmp_path / name)
+    assert name in message and "2 is longer than 0 MiB; cut it into several rows" in message
 
 
 def test_sources_that_are_not_there_or_hold_nothing_are_named(tmp_path):

@@ -11,7 +11,14 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from data.llama_cpp import llama_cpp_vocabulary
-from data.tokenizer import JsonTokenizer, SentencePieceTokenizer, check_vocabulary, load_tokenizer, train_tokenizer
+from data.tokenizer import (
+    JsonTokenizer,
+    SentencePieceTokenizer,
+    VocabularyTooLarge,
+    check_vocabulary,
+    load_tokenizer,
+    train_tokenizer,
+)
 from data.tokenizer_json import NORMAL, Model, UnsupportedTokenizer, merges, read_model, tokenizer_json
 from errors import UserError
 
@@ -77,9 +84,9 @@ def test_training_takes_tabs_long_lines_and_nul_characters(tmp_path):
 
 
 def test_a_text_too_small_for_the_vocabulary_says_how_large_it_can_be(tmp_path):
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(VocabularyTooLarge, match="too small for a vocabulary of 4,096") as caught:
         train_tokenizer(["a small text, so small"], 4096, tmp_path / "t.model")
-    largest = int("".join(c for c in str(caught.value).split("is ")[2].split(":")[0] if c.isdigit()))
+    largest = caught.value.maximum
     assert train_tokenizer(["a small text, so small"], largest, tmp_path / "t.model").vocab_size == largest
     with pytest.raises(UserError):
         train_tokenizer(["a small text, so small"], largest + 1, tmp_path / "t.model")

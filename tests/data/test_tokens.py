@@ -337,13 +337,37 @@ def test_texts_too_small_give_a_one_line_error(tmp_path, tokenizer_file):
     (tmp_path / "one.txt").write_text("x", encoding="utf-8")
     with pytest.raises(UserError, match="too short to train"):
         prepare([str(tmp_path / "one.txt")], tokenizer=tokenizer_file, cache_dir=tmp_path / "cache")
-    (tmp_path / "two.txt").write_text("too little to learn four thousand pieces from\n" * 9, encoding="utf-8")
-    with pytest.raises(UserError, match="too small for a vocabulary of 4,096"):
-        prepare([str(tmp_path / "two.txt")], cache_dir=tmp_path / "cache")
     (tmp_path / "blank.jsonl").write_text("\n")
     with pytest.raises(UserError, match="no text"):
         prepare([str(tmp_path / "blank.jsonl")], cache_dir=tmp_path / "cache")
     assert not leftovers(tmp_path / "cache")
+
+
+def test_a_text_too_small_for_the_vocabulary_gets_a_smaller_one_and_a_line_says_so(tmp_path, capsys):
+    text = "too little to learn four thousand pieces from\n" * 9
+    (tmp_path / "two.txt").write_text(text, encoding="utf-8")
+    corpus = prepare([str(tmp_path / "two.txt")], cache_dir=tmp_path / "cache")
+    assert 259 < corpus.tokenizer.vocab_size < 400
+    assert f"the tokenizer has {corpus.tokenizer.vocab_size} pieces instead" in capsys.readouterr().err
+    assert corpus.tokenizer.decode(corpus.tokenizer.encode(text)) == text
+    assert_equal(prepare([str(tmp_path / "two.txt")], cache_dir=tmp_path / "cache"), corpus)
+    assert "pieces instead" not in capsys.readouterr().err
+
+
+def test_files_of_a_folder_that_are_not_utf8_are_left_out_and_named(tmp_path, capsys):
+    write_corpus(tmp_path / "text")
+    expected = prepare([str(tmp_path / "text")], vocab_size=400, cache_dir=tmp_path / "clean")
+    for number in range(7):
+        (tmp_path / "text" / f"x{number}.txt").write_bytes(b"caf\xe9 " * 1000)
+    with_others = prepare([str(tmp_path / "text")], vocab_size=400, cache_dir=tmp_path / "cache")
+    error = capsys.readouterr().err
+    assert error.count("x0.txt is not UTF-8 text at byte 3") == 1 and error.count("is not UTF-8") == 5
+    assert "skipped 7 of 68 files" in error
+    assert_equal(with_others, expected)
+    with pytest.raises(UserError, match=r"x0\.txt is not UTF-8 text at byte 3"):  # named by itself
+        prepare([str(tmp_path / "text" / "x0.txt")], vocab_size=400, cache_dir=tmp_path / "cache")
+    with pytest.raises(UserError, match="no file is UTF-8 text"):
+        prepare([str(tmp_path / "text" / "x*.txt")], vocab_size=400, cache_dir=tmp_path / "cache")
 
 
 def test_a_cache_that_cannot_be_written_is_named(tmp_path):

@@ -5,9 +5,11 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+import tyro
 
 from errors import UserError
 from generation.prompts import encode_prompt, read_prompt_file, read_prompts
+from generation.settings import Settings
 
 
 def set_stdin(monkeypatch, content: bytes, terminal: bool = False):
@@ -64,3 +66,8 @@ def test_prompts_start_with_bos_and_an_empty_prompt_is_bos_or_else_eos():
     assert encode_prompt(tokenizer(None, 2), "AB") == [65, 66]
     assert encode_prompt(tokenizer(None, 2), "") == [2]
     assert encode_prompt(tokenizer(0, 2), "A") == [0, 65]  # a BOS id of 0 counts too
+
+
+def test_the_names_that_other_programs_use_for_our_flags_work():
+    settings = tyro.cli(Settings, args=["--temp", "0.5", "--max-tokens=9"], config=(tyro.conf.OmitArgPrefixes,))
+    assert (settings.sampling.temperature, settings.max_new_tokens) == (0.5, 9)
