@@ -13,7 +13,7 @@ class UserError(Exception):
 
 
 class OptionalOutput:
-    """A text stream that drops what cannot be written: work goes on when nobody reads what it prints."""
+    """A text stream that drops what cannot be written: the program continues when nobody reads what it prints."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -40,7 +40,8 @@ class OptionalOutput:
             os.close(null)
             closed_by_reader = error.errno in (errno.EPIPE, errno.EINVAL)  # EINVAL on Windows
             if not closed_by_reader and self is sys.stdout:
-                print(f"note: standard output cannot be written ({error.strerror}); going on without", file=sys.stderr)
+                note = f"note: standard output cannot be written ({error.strerror}); continuing without it"
+                print(note, file=sys.stderr)
 
 
 def open_streams() -> None:

@@ -287,9 +287,8 @@ def conversion_cost(variant: str) -> Callable[[Study], list[Effect]]:
     def measure(study: Study) -> list[Effect]:
         runs = study.table[(study.table.variant == variant) & study.table.used]
         tied = VARIANTS[variant].center_weights and model_config(study.plan, study.plan.arms[0]).tie_word_embeddings
-        if (
-            not study.is_finished or runs.empty or runs.validation_loss.isna().any() or tied
-        ):  # a tied embedding is not centered
+        diverged = runs.validation_loss.isna().any()
+        if not study.is_finished or runs.empty or diverged or tied:  # a tied embedding is not centered
             return []
         return [mean_effect(variant, runs.validation_loss - runs.loss_before, "nats per token")]
 

@@ -20,8 +20,9 @@ import tomli_w
 import tyro
 
 from errors import UserError
+from files import replace_text
 from model.config import GATED, NORMS, PLACEMENTS, PLAIN, ModelConfig, canonical_norm_bias
-from training.settings import CONFIGS, Settings, as_flags, config_path, load_settings, nearest, replace_text
+from training.settings import CONFIGS, Settings, as_flags, config_path, load_settings, nearest
 
 PLANS = CONFIGS / "ablations"
 FIRST_SWEEP_SEED, FIRST_PILOT_SEED = 1001, 2001  # where the seeds of the sweep and of the pilot begin

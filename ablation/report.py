@@ -23,7 +23,7 @@ from ablation.plan import MAX_SEEDS, arm_settings, baseline, load_plan, model_co
 from ablation.plots import Picture
 from ablation.results import Change, read_changes, read_results, read_timings
 from errors import UserError
-from training.settings import replace_text
+from files import replace_text
 
 TEMPLATE = Path(__file__).with_name("report.html.jinja")
 FILES = ("results.json", "report.md", "report.html")

@@ -51,7 +51,7 @@ def register() -> type:
     class Prenorm(TemplateLM):
         """`pretrained` is a run folder or a checkpoint; `dtype` and `device` are as for generate.py.
 
-        A `batch_size` that is no number, such as auto, means 16.
+        A `batch_size` that is not a number, such as auto, means 16.
         """
 
         def __init__(self, pretrained: str, batch_size: int | str = 16, device: str = "auto", dtype: str = "auto", **_):
@@ -60,10 +60,8 @@ def register() -> type:
                 device = "auto"  # lm-eval's command line asks for cuda:0 where its user asked for nothing
             checkpoint = find_checkpoint(Path(pretrained))
             self.decoder = load_decoder(checkpoint, Settings(device=device, dtype=dtype))
-            self.tokenizer, self.batch_size = (
-                load_tokenizer(checkpoint),
-                int(batch_size) if str(batch_size).isdigit() else 16,
-            )
+            self.tokenizer = load_tokenizer(checkpoint)
+            self.batch_size = int(batch_size) if str(batch_size).isdigit() else 16
             self.eos_ids = eos_ids(checkpoint, self.tokenizer.eos_id)
 
         @property

@@ -2,12 +2,12 @@
 
 import argparse
 import json
-import os
 import re
 from pathlib import Path
 
 from benchmarks.goals import OURS
 from errors import UserError
+from files import replace_text
 
 RESULTS = Path(__file__).parent / "results"
 MAX_SLOWDOWN = 1.05  # of ours, against committed results
@@ -45,9 +45,7 @@ def write(results: dict, path: Path | None) -> None:
 
 def write_atomically(path: Path, results: dict) -> None:
     """Write results to a file as one line of JSON; after a kill it has either the old results or the new ones."""
-    new = path.with_name(path.name + ".new")
-    new.write_text(json.dumps(results) + "\n", encoding="utf-8")
-    os.replace(new, path)
+    replace_text(path, json.dumps(results) + "\n")
 
 
 def same_device(one: dict, other: dict) -> bool:

@@ -16,6 +16,8 @@ from pathlib import Path
 
 import numpy as np
 
+from files import replace_text
+
 TEMPORARY = ".new-"  # what temporary names begin with
 
 
@@ -26,7 +28,8 @@ def atomic_folder(path: Path) -> Iterator[Path]:
     Files must be closed by then (Windows renames no folder with open files).
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    _remove_abandoned(path.parent)
+    for abandoned in path.parent.glob(TEMPORARY + "*"):  # by killed processes
+        shutil.rmtree(abandoned, ignore_errors=True)
     temporary = Path(tempfile.mkdtemp(prefix=TEMPORARY, dir=path.parent))
     try:
         yield temporary
@@ -36,7 +39,7 @@ def atomic_folder(path: Path) -> Iterator[Path]:
 
 
 def checksum(path: Path) -> str:
-    """Of a file's bytes, about as fast as memory is read; any single changed byte changes it.
+    """A checksum of a file, computed about as fast as memory is read; any single changed byte changes it.
 
     A hash of the sums, modulo 2^64, of the 64-bit words of every MiB: against damage, not against an attacker.
     """
@@ -52,14 +55,7 @@ def checksum(path: Path) -> str:
 def write_json(path: Path, content: dict) -> None:
     """Write a small JSON file, with a checksum of its content, completely or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(prefix=TEMPORARY, dir=path.parent)
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump({"content": content, "checksum": _json_checksum(content)}, file, indent=2)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    replace_text(path, json.dumps({"content": content, "checksum": _json_checksum(content)}, indent=2))
 
 
 def read_json(path: Path) -> dict:
@@ -73,10 +69,3 @@ def read_json(path: Path) -> dict:
 
 def _json_checksum(content: object) -> str:
     return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()
-
-
-def _remove_abandoned(folder: Path) -> None:
-    """Delete what killed processes left."""
-    for path in folder.glob(TEMPORARY + "*"):
-        with contextlib.suppress(OSError):
-            shutil.rmtree(path) if path.is_dir() else path.unlink()

@@ -1,7 +1,7 @@
 """A tokenizer in the terms of llama.cpp: texts, scores and types of its tokens, merges, and how text is split first.
 
 llama.cpp has its own implementations of SentencePiece ("llama") and of byte-level byte-pair encoding ("gpt2"). A
-tokenizer that they cannot express is refused. What they do otherwise for some texts only is said in `notes`.
+tokenizer that they cannot express is refused. Where they encode only some texts differently, `notes` says so.
 """
 
 import json
@@ -15,6 +15,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from data.tokenizer import JsonTokenizer, SentencePieceTokenizer, Tokenizer
 from data.tokenizer_json import NORMAL, UnsupportedTokenizer, last_merge, read_model
 from errors import UserError
+from files import read_json
 
 CONTROL, USER_DEFINED, UNUSED = 3, 4, 5  # types of tokens: llama.cpp's numbers are those of SentencePiece's files
 
@@ -50,7 +51,7 @@ class Vocabulary:
     add_space_prefix: bool = False
     """Whether a space is put in front of a text."""
     notes: list[str] = field(default_factory=list)
-    """Texts that llama.cpp encodes otherwise, a sentence each."""
+    """One line for each kind of text that llama.cpp encodes differently."""
 
 
 def llama_cpp_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> Vocabulary:
@@ -115,8 +116,7 @@ def chat_template(folder: Path) -> str | list | None:
     """The chat template of a checkpoint's directory, or several with names: from the file where transformers looks."""
     if (folder / "chat_template.jinja").is_file():
         return (folder / "chat_template.jinja").read_text(encoding="utf-8")
-    config = folder / "tokenizer_config.json"
-    return json.loads(config.read_text(encoding="utf-8")).get("chat_template") if config.is_file() else None
+    return read_json(folder / "tokenizer_config.json").get("chat_template")
 
 
 def splitters(pre_tokenizer: dict) -> Iterator[str]:

@@ -20,6 +20,7 @@ import tokenizers
 
 from data.tokenizer_json import UnsupportedTokenizer, read_model, tokenizer_json
 from errors import UserError
+from files import read_json
 
 # The files of a tokenizer's folder that `save` copies.
 FILES = (
@@ -53,14 +54,14 @@ TRAINER_OPTIONS = dict(
 )
 
 
-# No text contains these, because nobody knows them: digits, which no template changes to others.
+# Random numbers that no text contains. Digits, because templates may change letters (`upper`), but not digits.
 BREAK, SECRET = (str(10**20 + secrets.randbelow(10**20)) for _ in range(2))
 
 
 def break_tokens(text: str, tokens: Iterable[str]) -> str:
-    """Put a mark into each of the tokens that the text contains, so that `encode_special` takes them as plain text.
+    """Insert a mark into each of the tokens that the text contains, so that `encode_special` takes them as plain text.
 
-    The mark is behind a token's first character. Tokens of one character cannot be broken and are left as they are.
+    The mark follows a token's first character. Tokens of one character cannot be broken and are left as they are.
     """
     patterns = [f"{re.escape(token[0])}(?={re.escape(token[1:])})" for token in tokens if len(token) > 1]
     return re.sub("|".join(patterns), lambda match: match[0] + BREAK, text) if patterns else text
@@ -329,18 +330,6 @@ def _load_model(path: Path, config: dict, folder: Path | None) -> SentencePieceT
         return SentencePieceTokenizer(model, add_bos=config.get("add_bos_token", True), folder=folder)
     except RuntimeError as error:
         raise UserError(f"{path} is not a SentencePiece model; give a tokenizer.model or tokenizer.json.") from error
-
-
-def read_json(path: Path) -> dict:
-    if not path.is_file():
-        return {}
-    try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{path} is not JSON ({error}); download it again.") from error
-    if not isinstance(fields, dict):
-        raise UserError(f"{path} holds no JSON object; download it again.")
-    return fields
 
 
 def _copy(source: Path, directory: Path) -> None:

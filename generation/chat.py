@@ -9,8 +9,9 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from data.tokenizer import JsonTokenizer, break_tokens, read_json
+from data.tokenizer import JsonTokenizer, break_tokens
 from errors import UserError
+from files import read_json
 from generation.settings import Sampling
 from generation.template import Message, render
 
@@ -49,7 +50,7 @@ class ChatFormat:
     def render(self, messages: Sequence[Message], *, answer_follows: bool = True) -> str:
         """The conversation as text, in which `break_tokens` has broken the special tokens of the messages.
 
-        The model's own text may contain tokens that are not special, such as </think>; those stay whole.
+        The model's own text may contain tokens that are not special, such as </think>; those stay tokens.
         """
         broken = []
         for message in (*self._system, *messages):
@@ -62,7 +63,7 @@ class ChatFormat:
         return self.tokenizer.encode_special(self.render(messages))
 
     def _break_control(self, text: str, ids: set[int] | None = None) -> str:
-        """The text without whole tokens of these ids, by default of all that can structure a conversation."""
+        """The text with the tokens of these ids broken, by default all that can structure a conversation."""
         added = self.tokenizer.added_tokens
         return break_tokens(text, [added[i].content for i in sorted(self._control if ids is None else ids)])
 

@@ -19,8 +19,8 @@ Turn = tuple[Message, Message]
 class Conversation:
     """The turns so far. An answer that was interrupted counts with the text that it has.
 
-    `write` gets the answers bit by bit, `log` lines about them. A turn fails as a whole: after an exception the
-    conversation is as it was before.
+    `write` gets the answers bit by bit, `log` lines about them. A turn takes effect completely or not at all:
+    after an exception the conversation is as it was before.
     """
 
     def __init__(

@@ -64,8 +64,8 @@ class Settings:
 
     run: Annotated[str | None, tyro.conf.arg(metavar="[RUN]"), tyro.conf.Positional] = None
     """A run directory (runs/NAME: uses its best/ if there is one, else its last/), a checkpoint directory with
-    config.json and *.safetensors, or a LLaMA or Qwen2 model on the Hugging Face Hub (org/name or org/name@revision),
-    which is downloaded once. Default: the newest run in runs/."""
+    config.json and *.safetensors, or a model on the Hugging Face Hub (org/name or org/name@revision), which is
+    downloaded once. Default: the newest run in runs/."""
     prompt: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """Text to continue (--prompt=TEXT if it starts with a dash). Repeat the flag for several prompts. Default: standard
     input is the prompt, minus one final line break; if that is a terminal or empty, the model starts a text of its

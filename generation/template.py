@@ -1,6 +1,6 @@
 """Renders chat templates: the Jinja programs that come with a model and write a conversation as one text.
 
-A template is somebody else's program. It runs in Jinja's sandbox, with the settings and functions that Hugging Face
+A template is untrusted code. It runs in Jinja's sandbox, with the settings and functions that Hugging Face
 templates are written for (transformers' chat templates), and `render` runs it in a process of its own, whose time and
 memory are limited: the sandbox stops neither nested loops nor huge strings.
 """
@@ -65,13 +65,14 @@ def to_json(value: object, ensure_ascii: bool = False, indent: Any = None, separ
 
 
 def refuse(message: str) -> None:
+    """`raise_exception` of templates."""
     raise Refused(message)
 
 
 def render_unlimited(
     source: str, messages: Sequence[Message], variables: dict, add_generation_prompt: bool = True
 ) -> str:
-    """The conversation as text, in this process. `variables` are further names, such as bos_token and tools."""
+    """The conversation as text, in this process. `variables` are more names for it, such as bos_token."""
     arguments = {"tools": None, "documents": None, "add_generation_prompt": add_generation_prompt, **variables}
     return join_up_to(MAX_CHARACTERS, compile_template(source).generate(messages=messages, **arguments))
 
@@ -95,16 +96,17 @@ def render(source: str, messages: Sequence[Message], variables: dict, add_genera
     try:
         process = subprocess.run(command, input=request, capture_output=True, cwd=folder, timeout=SECONDS)
     except subprocess.TimeoutExpired:
-        raise UserError(stopped(f"took longer than {SECONDS} seconds")) from None
+        raise UserError(explain_stop(f"took longer than {SECONDS} seconds")) from None
     if process.returncode:
-        raise UserError(stopped(f"ended its process with status {process.returncode}"))
+        raise UserError(explain_stop(f"ended its process with status {process.returncode}"))
     answer = json.loads(process.stdout)
     if "error" in answer:
         raise UserError(answer["error"])
     return answer["text"]
 
 
-def stopped(reason: str) -> str:
+def explain_stop(reason: str) -> str:
+    """The error for a template that was not allowed to finish."""
     return f"the chat template was stopped because it {reason}; use a template from a source that you trust."
 
 
@@ -129,7 +131,7 @@ def main() -> None:
     except jinja2.TemplateSyntaxError as error:
         answer = {"error": f"the chat template is not valid at its line {error.lineno}: {one_line(error)}"}
     except MemoryError:
-        answer = {"error": stopped("needed too much memory")}
+        answer = {"error": explain_stop("needed too much memory")}
     except Exception as error:  # a template can raise almost anything
         reason = f"{type(error).__name__}: {one_line(error)}"
         answer = {"error": f"the chat template failed ({reason}); get another version of the model."}

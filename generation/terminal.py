@@ -10,7 +10,7 @@ from collections.abc import Callable
 from errors import UserError
 from generation.prompts import check_unicode
 
-HELP = """/reset  start anew: the model forgets everything said so far
+HELP = """/reset  start a new conversation: the model forgets everything said so far
 /help   show this
 Ctrl-C  stop the answer; at the prompt: clear the line
 Ctrl-D  leave (on Windows: Ctrl-Z, then Enter)
@@ -54,8 +54,8 @@ def hold_session(
 ) -> None:
     """Read lines until the input ends, and hand each to `respond`, unless it is blank or one of the commands of `HELP`.
 
-    Other lines that begin with a slash are text: models have commands of their own, such as /no_think. An error that
-    the user can fix and Ctrl-C end a response, not the session.
+    Other lines that begin with a slash are text: models have commands of their own, such as /no_think. A
+    `UserError` or Ctrl-C ends a response, not the session.
     """
     commands = {"/reset": reset, "/help": lambda: log(HELP)}
     while True:

@@ -41,7 +41,7 @@ HARMLESS = frozenset(
     """.split()
 )
 
-# Keys of functions that this decoder does not compute, with the values that mean that the model has no such thing.
+# Keys of functions that this decoder does not compute, with the values under which they change nothing.
 OFF: dict[str, tuple] = {
     "is_causal": (True,),
     "hidden_act": ("silu", "swish"),

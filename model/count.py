@@ -16,7 +16,7 @@ def num_parameters(config: ModelConfig, embedding: bool = True) -> int:
 
 
 def num_norm_parameters(config: ModelConfig) -> int:
-    """Number of learned parameters in all norms that `norm` chooses, the norms of q and k not among them."""
+    """Number of learned parameters in all norms that `norm` chooses: without the norms of q and k."""
     return config.num_norms * sum(config.hidden_size if p.per_channel else 1 for p in config.norm_parameters)
 
 

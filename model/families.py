@@ -6,7 +6,6 @@ this decoder cannot represent. Imports no torch.
 """
 
 import dataclasses
-import json
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from errors import UserError
+from files import read_json
 from model.config import LAYER_TYPES, ModelConfig
 from model.config_keys import check_keys
 from model.rope_scaling import ROPE_SCALING
@@ -185,29 +185,23 @@ def to_json(config: ModelConfig, *, dtype: str, bos_token_id: int | None, eos_to
     return fields
 
 
-def read_json(directory: Path) -> dict:
+def read_config(directory: Path | str) -> dict:
     """The contents of a directory's config.json."""
     path = Path(directory) / "config.json"
     if not Path(directory).is_dir():
         raise UserError(f"{directory} is not a directory; give one that has config.json and *.safetensors.")
-    try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"{directory} has no config.json; give the directory of a model.") from None
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} is not readable JSON ({error}); download or save the checkpoint again.") from None
-    if not isinstance(fields, dict):
-        raise UserError(f"{path} is not a JSON object; download or save the checkpoint again.")
-    return fields
+    if not path.exists():
+        raise UserError(f"{directory} has no config.json; give the directory of a model.")
+    return read_json(path)
 
 
 def load_config(directory: Path | str) -> ModelConfig:
     """The configuration of a model's directory, ours or Hugging Face's; `UserError` if it cannot be represented."""
-    fields, path = read_json(Path(directory)), Path(directory) / "config.json"
+    fields = read_config(directory)
     try:
         return from_json(fields)
     except UserError as error:
-        raise UserError(f"{path}: {error}") from None
+        raise UserError(f"{Path(directory) / 'config.json'}: {error}") from None
 
 
 def from_json(fields: dict) -> ModelConfig:
@@ -260,7 +254,7 @@ def check_required_keys(fields: dict, names: Iterable[str]) -> None:
     """Raise `UserError` when config.json lacks some of `names`."""
     missing = [name for name in names if name not in fields]
     if missing:
-        raise UserError(f"{', '.join(missing)} is missing.")
+        raise UserError(f"{', '.join(missing)} is missing; download or save the checkpoint again.")
 
 
 def read_rope(fields: dict) -> dict:
@@ -326,6 +320,6 @@ def read_windows(fields: dict, family: Family, config: ModelConfig) -> dict:
     slides = window is not None and window < config.max_position_embeddings
     if slides and family.windows == "none":
         raise UserError(f"sliding_window is {window}, which {fields['model_type']} does not have; set it to null.")
-    if types is not None and types != [LAYER_TYPES[slides]] * layers:  # transformers reads them for its cache alone
+    if types is not None and types != [LAYER_TYPES[slides]] * layers:  # transformers uses them only for its cache
         raise UserError(f"layer_types are not those that {fields['model_type']} has; set them to null.")
     return {"sliding_window": window if slides else None}

@@ -5,11 +5,11 @@ Imports no torch.
 """
 
 import contextlib
-import json
 import sys
 from pathlib import Path
 
 from errors import UserError
+from files import read_json
 from model import hub
 from model.weight_files import check_format, explain_other_format, read_entries
 
@@ -123,13 +123,7 @@ def eos_ids(directory: Path, tokenizer_eos: int) -> frozenset[int]:
     """
     ids = {tokenizer_eos}
     for name in ("generation_config.json", "config.json"):
-        try:
-            eos = json.loads((directory / name).read_text("utf-8")).get("eos_token_id")
-        except FileNotFoundError:
-            continue
-        except (OSError, ValueError, AttributeError) as error:
-            path = directory / name
-            raise UserError(f"{path} is not a readable JSON object ({error}); download or save it again.") from None
+        eos = read_json(directory / name).get("eos_token_id")
         if eos is not None:
             ids.update(eos if isinstance(eos, list) else [eos])
             break

@@ -83,14 +83,13 @@ def write_gguf(checkpoint: Path, out: Path, dtype: str | None = None, *, name: s
 
 
 def convert(checkpoint: Path, path: Path, dtype: str | None, name: str) -> None:
-    """Write the file at once; after an error it is incomplete."""
+    """Write the file `path` itself; after an error it is incomplete."""
     import gguf
     from tqdm import tqdm
 
     from data.llama_cpp import llama_cpp_vocabulary
     from data.tokenizer import check_vocabulary, load_tokenizer
-    from model.pretrained import load_config
-    from model.stored_weights import stored_weights
+    from model.pretrained import load_config, open_checkpoint
 
     config = load_config(checkpoint)
     architecture = choose_architecture(config)
@@ -99,9 +98,9 @@ def convert(checkpoint: Path, path: Path, dtype: str | None, name: str) -> None:
     vocabulary = llama_cpp_vocabulary(tokenizer, config.vocab_size)
     for note in vocabulary.notes:
         print(f"note: {note}", file=sys.stderr)
-    stored = stored_weights(checkpoint, config)
+    _, stored = open_checkpoint(checkpoint)
     dtype = dtype or matrix_dtype(stored)
-    tensors = gguf_tensors(checkpoint, config, architecture, stored)
+    tensors = gguf_tensors(config, architecture, stored)
     writer = gguf.GGUFWriter(path, architecture)
     try:
         add_model(writer, config, name, dtype)
@@ -155,23 +154,16 @@ class Source:
     read: Callable[[], Tensor]
 
 
-def gguf_tensors(
-    checkpoint: Path, config: ModelConfig, architecture: str, stored: dict[str, StoredTensor]
-) -> dict[str, Source]:
+def gguf_tensors(config: ModelConfig, architecture: str, stored: dict[str, StoredTensor]) -> dict[str, Source]:
     """The tensors of the file under llama.cpp's names, from those of a checkpoint."""
     import gguf
     import torch
 
-    from model.decoder import Decoder
-    from model.pretrained import unpacked_tensors
     from model.rope import frequencies
-    from model.stored_weights import check_match, zero_tensors
+    from model.stored_weights import zero_tensors
 
-    with torch.device("meta"):  # shapes without memory
-        parameters = unpacked_tensors(Decoder(config, seed=None).state_dict(), config)
-    check_match({name: tensor.shape for name, tensor in parameters.items()}, stored, checkpoint)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], config.num_hidden_layers)
-    sources = {name: Source(tuple(stored[name].shape), functools.partial(read, stored[name])) for name in parameters}
+    sources = {name: Source(tuple(tensor.shape), functools.partial(read, tensor)) for name, tensor in stored.items()}
     if architecture == "llama":
         for projection, heads in {"q": config.num_attention_heads, "k": config.num_key_value_heads}.items():
             for name in [name for name in sources if f".{projection}_proj." in name]:

@@ -18,7 +18,7 @@ from pathlib import Path
 from errors import UserError
 from model.weight_files import SIDE_FILES, explain_other_format
 
-# What is downloaded. `*` matches `/` too in huggingface_hub, so that folders (original/, onnx/) are excluded apart.
+# What is downloaded. In huggingface_hub `*` matches `/` too, so folders (original/, onnx/) are excluded separately.
 WANTED, UNWANTED = ("model.safetensors", "model-*.safetensors", *SIDE_FILES), "*/*"
 ID = re.compile(r"(\w[\w.-]*)/(\w[\w.-]*)(?:@(.+))?", re.ASCII)
 DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -35,7 +35,7 @@ class HubModel:
 
 
 def parse_id(text: str) -> HubModel | None:
-    """The model that `text` names, or None if it is no id.
+    """The model that `text` names, or None if it is not an id.
 
     Nothing below an existing directory is an id, nor anything in runs/: a mistyped path must not start a download.
     """
@@ -46,7 +46,7 @@ def parse_id(text: str) -> HubModel | None:
 
 
 def cached_snapshot(folder: Path) -> Path | None:
-    """In a model's folder in the cache (models--org--name), the snapshot of main or else the newest; otherwise None."""
+    """The snapshot of main in a model's folder of the cache (models--org--name), or else the newest one, or None."""
     snapshots, main = folder / "snapshots", folder / "refs" / "main"
     if main.is_file() and (snapshot := snapshots / main.read_text("utf-8").strip()).is_dir():
         return snapshot
@@ -105,7 +105,7 @@ class Reason:
 
 
 def explain(error: Exception, model: HubModel, endpoint: str) -> Reason:
-    """Why `error` was raised and what to do. The library wraps what the network or the disk said; the chain has it."""
+    """Why `error` was raised and what to do. The library wraps errors of the network and the disk: see the chain."""
     chain = [error]
     while (cause := chain[-1].__cause__) is not None:
         chain.append(cause)
@@ -131,7 +131,7 @@ def explain(error: Exception, model: HubModel, endpoint: str) -> Reason:
         )
     if "OfflineModeIsEnabled" in names:
         return Reason(
-            f"{model.name} is not in the cache, and HF_HUB_OFFLINE forbids to download it; unset it.",
+            f"{model.name} is not in the cache, and HF_HUB_OFFLINE forbids downloading it; unset it.",
             "HF_HUB_OFFLINE is set",
             final=False,
         )

@@ -5,7 +5,6 @@ Nothing is ever unpickled. Writing is not atomic: callers write into a new direc
 
 import functools
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,20 +93,6 @@ def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
     path.chmod(permissions)
 
 
-def fsync_directory(directory: Path, files: bool = True) -> None:
-    """fsync a directory and, if `files`, the files in it (Windows can fsync only files)."""
-    paths = [path for path in directory.iterdir() if path.is_file()] if files else []
-    for path in paths:
-        with path.open("rb+") as file:
-            os.fsync(file.fileno())
-    if os.name != "nt":
-        descriptor = os.open(directory, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
-
 def write_json(path: Path, fields: dict) -> None:
     """Write a JSON file as Hugging Face does: indented, UTF-8."""
     path.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
@@ -151,9 +136,8 @@ def open_checkpoint(
 
 
 def inference_dtype(parameter: Tensor, compute_dtype: torch.dtype) -> torch.dtype:
-    """The dtype that inference stores a parameter in: a matrix in the one it computes in, so that no step casts it.
-
-    Norm weights and biases are float32.
+    """The dtype in which inference stores a parameter: `compute_dtype` for a matrix, so that no step casts it, and
+    float32 for norm weights and biases.
     """
     return compute_dtype if parameter.ndim >= 2 else torch.float32
 

@@ -13,13 +13,14 @@ import tyro
 from torch import Tensor
 
 from errors import UserError, exit_on_user_error
-from model.families import read_json
+from files import fsync_directory
+from model.families import read_config
 from model.find_checkpoint import find_checkpoint
-from model.pretrained import fsync_directory, open_checkpoint, save_tensors, write_json
+from model.pretrained import open_checkpoint, save_tensors, write_json
 from model.stored_weights import read_weights, stored_tensors
 from model.weight_files import INDEX, SIDE_FILES, SINGLE, read_entries
 
-# Side files that would not be true of the copy, besides config.json: the index of shards, and a run's training state.
+# Side files that do not fit the copy: config.json is written again, there are no shards, and no training state.
 NOT_COPIED = ("config.json", INDEX, "state.json")
 
 
@@ -40,19 +41,19 @@ def rewrite(source: str, target: Path, dtype: torch.dtype) -> None:
 
     Raises `UserError` for a checkpoint that cannot be read, a target that exists, and weights too large for the dtype.
     """
-    for path in (target, Path(f"{target}.new")):
+    new = Path(f"{target}.new")
+    for path in (target, new):
         if path.exists():
             raise UserError(f"{path} exists, and nothing is overwritten; give another OUT, or delete it first.")
     directory = find_checkpoint(source)
     open_checkpoint(directory)  # compares the files with config.json
     tensors = read_tensors(directory, dtype)
-    new = Path(f"{target}.new")
     try:
         new.mkdir(parents=True)
         try:
             copy_side_files(directory, new)
             name = str(dtype).removeprefix("torch.")
-            write_json(new / "config.json", read_json(directory) | {"dtype": name, "torch_dtype": name})
+            write_json(new / "config.json", read_config(directory) | {"dtype": name, "torch_dtype": name})
             save_tensors(tensors, new / SINGLE)
             fsync_directory(new)
             new.rename(target)
@@ -64,7 +65,7 @@ def rewrite(source: str, target: Path, dtype: torch.dtype) -> None:
 
 
 def read_tensors(directory: Path, dtype: torch.dtype) -> dict[str, Tensor]:
-    """All tensors of a checkpoint, cast; what float16 has no numbers for is refused."""
+    """All tensors of a checkpoint, cast; values that the dtype cannot represent are refused."""
     stored = stored_tensors(read_entries(directory))
     tensors = {name: torch.empty(tensor.shape, dtype=dtype) for name, tensor in stored.items()}
     read_weights(stored, tensors)

@@ -42,7 +42,7 @@ def unscaled_part(config: ModelConfig, frequency: Tensor) -> Tensor:
         return ((context * frequency / (2 * math.pi) - low) / (high - low)).clamp(0, 1)
 
     def index_with(turns: float) -> float:
-        """Index, in general not whole, of the pair that makes so many turns in the original context."""
+        """Index of the pair that makes this many turns in the original context; in general not a whole number."""
         return config.resolved_head_dim * math.log(context / (2 * math.pi * turns)) / (2 * math.log(config.rope_theta))
 
     first, last = index_with(scaling["beta_fast"]), index_with(scaling["beta_slow"])

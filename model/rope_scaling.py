@@ -1,8 +1,8 @@
-"""Which ways there are to scale rotary frequencies for longer contexts, and what each needs. Imports no torch."""
+"""The supported scalings of rotary frequencies for longer contexts. Imports no torch."""
 
 from errors import UserError
 
-# How rotary frequencies can be scaled for longer contexts, and the numbers that each way needs; see model/rope.py.
+# Types of scaling, and the numbers that each needs; `unscaled_part` in model/rope.py has the formulas.
 ROPE_SCALING = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),

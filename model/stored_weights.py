@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from errors import UserError
 from model.config import ModelConfig
-from model.families import FAMILIES, read_json
+from model.families import FAMILIES, read_config
 from model.weight_files import TensorEntry, check_sizes, join_names, read_entries
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -97,7 +97,7 @@ def stored_tensors(entries: Mapping[str, TensorEntry]) -> dict[str, StoredTensor
 def stored_weights(directory: Path | str, config: ModelConfig) -> dict[str, StoredTensor]:
     """The tensors of a directory that our model has parameters or buffers for; see `drop_redundant`.
 
-    What does not fit `config` at all is refused by headers alone: nothing is allocated.
+    Sizes that do not fit `config` are refused by the headers alone, before anything is allocated.
     """
     entries = read_entries(Path(directory))
     check_sizes(config, entries, directory)
@@ -117,7 +117,7 @@ def drop_redundant(
 
     Raises `UserError` when such a bias is not zero or such a head is not a copy.
     """
-    zeros = zero_tensors(read_json(Path(directory))["model_type"], config)
+    zeros = zero_tensors(read_config(directory)["model_type"], config)
     shapes = {name: tensor for name, tensor in stored.items() if name in zeros}
     check_match(zeros, shapes, directory)
     for name in zeros:

@@ -33,13 +33,13 @@ def test_output_whose_reader_has_gone_is_dropped():
 
 
 @pytest.mark.skipif(not FULL.exists(), reason="this system has no /dev/full")
-def test_output_that_cannot_be_written_is_said_once_and_the_program_goes_on():
+def test_output_that_cannot_be_written_is_reported_once_and_the_program_continues():
     code = "import errors; errors.open_streams(); [print('x' * 10_000, flush=True) for _ in range(3)]"
     with FULL.open("w") as full:
         done = python(code, stdout=full, stderr=subprocess.PIPE, text=True)
     words = os.strerror(errno.ENOSPC)
     assert done.returncode == 0
-    assert done.stderr == f"note: standard output cannot be written ({words}); going on without\n"
+    assert done.stderr == f"note: standard output cannot be written ({words}); continuing without it\n"
 
 
 @pytest.mark.skipif(os.name == "nt", reason="needs a POSIX shell to close streams")

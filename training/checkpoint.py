@@ -24,12 +24,13 @@ from safetensors import SafetensorError, safe_open
 
 from data.tokenizer import Tokenizer
 from errors import UserError
+from files import fsync_directory, replace_text
 from model import pretrained
 from model.decoder import Decoder
 from model.find_checkpoint import candidates
-from model.pretrained import fsync_directory, save_tensors
+from model.pretrained import save_tensors
 from training.optimizer import load_optimizer_tensors, optimizer_tensors
-from training.settings import Settings, replace_text
+from training.settings import Settings
 
 
 @dataclass(frozen=True)
@@ -66,8 +67,8 @@ class State:
 def settings_hash(settings: Settings) -> str:
     """Hash of all settings except the name of the run folder; the same as in earlier versions, so that runs are found.
 
-    Those had no center_weights, no sliding windows, and wrote norm_bias = true wherever a norm has its default, with a
-    bias or without.
+    Earlier versions had no center_weights and no sliding windows, and wrote norm_bias = true wherever a norm has its
+    default, with a bias or without.
     """
     settings = dataclasses.replace(settings, run=dataclasses.replace(settings.run, out=None))
     fields = dataclasses.asdict(settings)

@@ -46,7 +46,7 @@ def run(command: Command) -> int:
 
 
 def files_in(run_dir: Path) -> list[Path]:
-    """What a run folder holds besides its lock."""
+    """The contents of a run folder, without its lock."""
     return [path for path in run_dir.iterdir() if path.name != lock.NAME]
 
 

@@ -8,9 +8,9 @@ import math
 from pathlib import Path
 
 from errors import UserError
-from training.settings import replace_text
+from files import replace_text
 
-FACTS = ("text", "machine")  # of the first line, the only values that are no numbers
+FACTS = ("text", "machine")  # keys of the first line; all other values are numbers
 
 
 class Metrics:
@@ -21,7 +21,7 @@ class Metrics:
         path = run_dir / "metrics.jsonl"
         kept = [line for line in read(run_dir) if line["step"] <= (evaluated_at if is_evaluation(line) else after_step)]
         self.missing = after_step - sum("loss" in line for line in kept)
-        """Steps before the resumed one whose lines are gone, because something else than a run has cut the file."""
+        """Number of steps before the resumed one without a line, because something else has cut the file."""
         lines = kept if kept and kept[0]["step"] == 0 else [{"step": 0, **facts}, *kept]
         replace_text(path, "".join(json.dumps(line) + "\n" for line in lines))
         # Line buffering: a kill loses no line, so a checkpoint is never ahead of the lines that led to it.

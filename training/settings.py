@@ -7,13 +7,13 @@ only where it is used, so that benchmarks can be imported without it.
 
 import dataclasses
 import difflib
-import os
 import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
 from errors import UserError
+from files import replace_text
 from generation.prompts import check_unicode
 from model.config import DisallowNone, ModelConfig
 from model.families import FORMAT, load_config
@@ -251,7 +251,7 @@ OTHER_NAMES = {
 
 
 def long_name(argument: str) -> str:
-    """The argument, with our name for a flag that other programs call otherwise."""
+    """The argument, with our name for a flag that other programs call differently."""
     name, equals, value = argument.partition("=")
     if name == "--epochs":
         raise UserError("--epochs is not a setting: training is measured in --steps, each of --batch-size sequences.")
@@ -352,16 +352,6 @@ def save_settings(settings: Settings, path: Path) -> None:
         for table, values in dataclasses.asdict(settings).items()
     }
     replace_text(path, tomli_w.dumps({"format": FORMAT, **tables}))
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Write a file atomically: after a kill at any instant it has either its old text or the new one."""
-    new = path.with_name(path.name + ".new")
-    with new.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())  # else the file may be empty after a power failure, although it has its new name
-    new.replace(path)
 
 
 def changed_fields(before: Settings, after: Settings) -> list[str]:

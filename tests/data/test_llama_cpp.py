@@ -144,5 +144,8 @@ def test_the_chat_template_is_found_where_transformers_looks(tmp_path: Path):
     assert chat_template(tmp_path) is None
     (tmp_path / "tokenizer_config.json").write_text('{"chat_template": [{"name": "default", "template": "x"}]}')
     assert chat_template(tmp_path) == [{"name": "default", "template": "x"}]
+    (tmp_path / "tokenizer_config.json").write_text("{")
+    with pytest.raises(UserError, match=r"tokenizer_config\.json is not readable JSON"):
+        chat_template(tmp_path)
     (tmp_path / "chat_template.jinja").write_text("é", encoding="utf-8")
     assert chat_template(tmp_path) == "é"

@@ -332,7 +332,11 @@ def test_files_that_are_no_tokenizers_are_named(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["tokenizer_config.json", "generation_config.json"])
-@pytest.mark.parametrize(("content", "words"), [("[]", "holds no JSON object"), ("{", "is not JSON")])
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [("[]", "is not a JSON object"), ("{", "is not readable JSON"), ("[" * 100_000, "is not readable JSON")],
+    ids=["list", "incomplete", "deep"],
+)
 def test_a_configuration_that_is_no_json_object_is_named(saved, tmp_path, name, content, words):
     folder = edited(saved, tmp_path / "broken")
     (folder / name).write_text(content)

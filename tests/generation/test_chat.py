@@ -10,7 +10,7 @@ from errors import UserError
 from generation import chat
 from generation.chat import ChatFormat, read_template, recommended_sampling, special_tokens
 from generation.settings import Sampling
-from generation.template import render_unlimited
+from generation.template import Refused, render_unlimited
 
 
 @pytest.fixture(autouse=True)
@@ -103,14 +103,14 @@ def test_tags_that_are_not_special_are_tokens_in_answers_and_text_in_questions(c
 def test_a_system_prompt_comes_first_and_it_is_known_if_the_template_leaves_it_out(chat_model, tmp_path):
     question = [{"role": "user", "content": "q"}]
     with_system = ChatFormat(chat_model, " Be <s> terse<|im_end|>. ")
-    text = chat_format_text = with_system.render(question).replace(BREAK, "")
-    assert "Be <s> terse<|im_end|>." in text and text.index("terse") < chat_format_text.index("q")
+    text = with_system.render(question).replace(BREAK, "")
+    assert "Be <s> terse<|im_end|>." in text and text.index("terse") < text.index("q")
     assert not with_system.leaves_system_out and not ChatFormat(chat_model).leaves_system_out
     shutil.copytree(chat_model, tmp_path, dirs_exist_ok=True)
     write(tmp_path / "chat_template.jinja", "{{ messages[-1].content }}")
     assert ChatFormat(tmp_path, "Be terse.").leaves_system_out
     write(tmp_path / "chat_template.jinja", "{{ raise_exception('no system') if messages[0].role == 'system' }}")
-    with pytest.raises(Exception, match="no system"):
+    with pytest.raises(Refused, match="no system"):
         ChatFormat(tmp_path, "Be terse.")
     ChatFormat(tmp_path)
 

@@ -263,7 +263,7 @@ def test_recommended_sampling_is_used_and_said_unless_a_flag_sets_it(chatml_mode
     assert lines[0] == expected
     own, lines = run(chatml_model, ["x"], chat=True, sampling=SAMPLED)
     assert own != greedy and not any("sampling as" in line for line in lines)
-    assert run(chatml_model, ["x"])[1] == run(chatml_model, ["x"])[1][:1]  # and only in a chat
+    assert len(run(chatml_model, ["x"])[1]) == 1  # and only in a chat
 
 
 def test_each_line_of_an_interactive_session_is_a_text_of_its_own(chatml_model, monkeypatch):

@@ -127,7 +127,7 @@ def test_eos_ids_are_those_of_the_tokenizer_and_of_generation_config_or_else_of_
     (directory / "generation_config.json").write_text("{}")
     assert eos_ids(directory, 7) == {7}
     (directory / "generation_config.json").write_text("{")
-    with pytest.raises(UserError, match=r"generation_config.json is not a readable JSON"):
+    with pytest.raises(UserError, match=r"generation_config.json is not readable JSON"):
         eos_ids(directory, 2)
 
 

@@ -115,7 +115,7 @@ def test_what_the_hub_refuses_is_a_one_line_error_that_says_what_to_do(tmp_path,
     assert lines[4] == "error: org/stories has no revision 'v9' (HTTP 404); give another after the @."
     assert len(lines) == 5
     lines, _ = find(tmp_path, hub.server_port, "org/none", HF_HUB_OFFLINE="1")
-    assert lines == ["error: org/none is not in the cache, and HF_HUB_OFFLINE forbids to download it; unset it."]
+    assert lines == ["error: org/none is not in the cache, and HF_HUB_OFFLINE forbids downloading it; unset it."]
 
 
 def test_a_model_in_another_format_is_refused_before_it_is_downloaded(tmp_path, hub):

@@ -37,7 +37,7 @@ def test_two_processes_never_share_a_run_folder(flags, run, tmp_path):
         assert commands.run(command) == 0 and set(folder.iterdir()) >= before
 
 
-def test_training_goes_on_when_nobody_reads_its_output(flags, tmp_path):
+def test_training_continues_when_nobody_reads_its_output(flags, tmp_path):
     read, write = os.pipe()
     os.close(read)
     command = [sys.executable, "-u", str(ROOT / "train.py"), *flags, "--out", str(tmp_path / "run")]

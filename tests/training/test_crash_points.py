@@ -29,7 +29,7 @@ class Recorder:
     def __init__(self) -> None:
         self.folder: Path | None = None
         self.copies: list[Path] = []
-        self.synced: dict[Path, tuple[int, int]] = {}  # path -> size and time of its last change, when it was synced
+        self.synced: dict[int, tuple[int, int]] = {}  # inode -> size and time of its last change, when it was synced
         sys.addaudithook(self.see)  # cannot be removed again: it does nothing without a folder
 
     def see(self, event: str, arguments: tuple) -> None:
