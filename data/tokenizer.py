@@ -313,7 +313,11 @@ def _lines(texts: Iterable[str]) -> Iterator[str]:
 def _training_failed(error: Exception, vocab_size: int) -> UserError:
     reason = str(error)
     if maximum := re.search(r"Vocabulary size too high .*?<= (\d+)", reason):
-        return VocabularyTooLarge(f"the text is too small for a vocabulary of {vocab_size:,};", int(maximum[1]))
+        return VocabularyTooLarge(
+            f"the text is too small for a vocabulary of {vocab_size:,}; "
+            f"the maximum for it is {int(maximum[1]):,}: set --vocab-size to that or less, or give more text.",
+            int(maximum[1]),
+        )
     if minimum := re.search(r"smaller than required_chars\. \d+ vs (\d+)", reason):
         return UserError(
             f"a vocabulary of {vocab_size:,} is too small for the characters of this text; "

@@ -205,7 +205,8 @@ def _train_tokenizer(folder: Path, files: list[TextFile], corpus_split: CorpusSp
     try:
         train_tokenizer(sample, vocab_size, folder / "tokenizer.model")
     except VocabularyTooLarge as error:
-        print(f"note: {error} the tokenizer has {error.maximum:,} pieces instead.", file=sys.stderr, flush=True)
+        reason = f"the text is too small for a vocabulary of {vocab_size:,}"
+        print(f"note: {reason}; the tokenizer has {error.maximum:,} pieces instead", file=sys.stderr, flush=True)
         train_tokenizer(sample, error.maximum, folder / "tokenizer.model")
     cache.write_json(folder / "meta.json", {"checksum": cache.checksum(folder / "tokenizer.model")})
 
