@@ -41,6 +41,7 @@ HARMLESS = frozenset(
     """.split()
 )
 
+QUANTIZED = ("quantization_config", "quantization", "compression_config")
 # Keys of functions that this decoder does not compute, with the values under which they change nothing.
 OFF: dict[str, tuple] = {
     "is_causal": (True,),
@@ -48,7 +49,7 @@ OFF: dict[str, tuple] = {
     "partial_rotary_factor": (1.0, None),
     "pruned_heads": ({}, [], None),
     "per_layer_config": ({}, None),
-    **dict.fromkeys(["quantization_config", "quantization", "compression_config", "attention_chunk_size"], (None,)),
+    **dict.fromkeys([*QUANTIZED, "attention_chunk_size"], (None,)),
     **dict.fromkeys(
         """
         mlp_bias use_parallel_residual qk_layernorm qk_norm use_qk_norm qk_layer_norms rope_interleaved use_mrope
@@ -64,7 +65,8 @@ def check_keys(fields: dict, read: Iterable[str]) -> None:
     """Raise `UserError` for keys that may change the function; `read` are those that the caller takes into account."""
     for key, allowed in OFF.items():
         if key in fields and key not in read and fields[key] not in allowed:
-            raise UserError(f"{key} is {fields[key]!r}, which this decoder cannot represent; it needs {allowed[0]!r}.")
+            advice = "give the unquantized model" if key in QUANTIZED else f"it needs {allowed[0]!r}"
+            raise UserError(f"{key} is {fields[key]!r}, which this decoder cannot represent; {advice}.")
     code = fields.get("auto_map") or {}
     if not isinstance(code, dict) or code.keys() & {"AutoModel", "AutoModelForCausalLM"}:
         raise UserError(

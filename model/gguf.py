@@ -54,6 +54,7 @@ def main() -> None:
     with exit_on_user_error():
         name = Path(arguments.run).resolve().name
         write_gguf(find_checkpoint(arguments.run), arguments.out, arguments.dtype, name=name)
+        print(f"written: {arguments.out}")
 
 
 def write_gguf(checkpoint: Path, out: Path, dtype: str | None = None, *, name: str = "") -> None:

@@ -72,7 +72,9 @@ class Arguments:
 
 if __name__ == "__main__":
     with exit_on_user_error():
-        arguments = tyro.cli(Arguments, args=sys.argv[1:])
+        arguments = tyro.cli(Arguments, args=sys.argv[1:], prog="python -m training.plot")
+        if not arguments.runs:
+            raise UserError("no run was named; give the folders of one run or more, such as runs/tiny-rms.")
         for run in arguments.runs:
             if not metrics.read(run):
                 raise UserError(f"{run} has no metrics.jsonl with measurements; give the folder of a run.")

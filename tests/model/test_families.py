@@ -26,7 +26,7 @@ REFUSED = {
     "no model type": ({"model_type": None}, "model_type None"),
     "another activation": ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
     "biases in the MLP": ({"mlp_bias": True}, "mlp_bias is True"),
-    "quantized": ({"quantization_config": {"bits": 4}}, "quantization_config is"),
+    "quantized": ({"quantization_config": {"bits": 4}}, "quantization_config is .*; give the unquantized model"),
     "quantized by MLX": ({"quantization": {"bits": 4}}, "quantization is"),
     "attention in both directions": ({"is_causal": False}, "is_causal is False, which .*; it needs True"),
     "attention in both directions, null": ({"is_causal": None}, "is_causal is None"),
