@@ -194,7 +194,7 @@ def read_json(directory: Path) -> dict:
         fields = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"{directory} has no config.json; give the directory of a model.") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} is not readable JSON ({error}); download or save the checkpoint again.") from None
     if not isinstance(fields, dict):
         raise UserError(f"{path} is not a JSON object; download or save the checkpoint again.")

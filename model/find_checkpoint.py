@@ -123,14 +123,17 @@ def eos_ids(directory: Path, tokenizer_eos: int) -> frozenset[int]:
     """
     ids = {tokenizer_eos}
     for name in ("generation_config.json", "config.json"):
+        path = directory / name
         try:
-            eos = json.loads((directory / name).read_text("utf-8")).get("eos_token_id")
+            eos = json.loads(path.read_text("utf-8")).get("eos_token_id")
         except FileNotFoundError:
             continue
-        except (OSError, ValueError, AttributeError) as error:
-            path = directory / name
+        except (OSError, ValueError, AttributeError, RecursionError) as error:
             raise UserError(f"{path} is not a readable JSON object ({error}); download or save it again.") from None
         if eos is not None:
-            ids.update(eos if isinstance(eos, list) else [eos])
+            listed = eos if isinstance(eos, list) else [eos]
+            if not all(type(i) is int for i in listed):
+                raise UserError(f"{path} has eos_token_id {eos!r}, which must be a token id or a list of them; fix it.")
+            ids.update(listed)
             break
     return frozenset(ids)

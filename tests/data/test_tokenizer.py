@@ -325,12 +325,22 @@ def test_files_that_are_no_tokenizers_are_named(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["tokenizer_config.json", "generation_config.json"])
-@pytest.mark.parametrize(("content", "words"), [("[]", "holds no JSON object"), ("{", "is not JSON")])
+@pytest.mark.parametrize(
+    ("content", "words"), [("[]", "holds no JSON object"), ("{", "is not JSON"), ("[" * 100_000, "is not JSON")]
+)
 def test_a_configuration_that_is_no_json_object_is_named(saved, tmp_path, name, content, words):
     folder = edited(saved, tmp_path / "broken")
     (folder / name).write_text(content)
     with pytest.raises(UserError, match=f"{name} {words}"):
         load_tokenizer(folder)
+
+
+@pytest.mark.parametrize("eos", [True, 5, 1.5, [1], {"content": 5}, "\ud800", "no such token"])
+def test_an_eos_token_that_is_no_token_of_the_vocabulary_is_named(saved, tmp_path, eos):
+    folder = edited(saved, tmp_path / "broken", eos_token=eos)
+    (folder / "generation_config.json").write_text('{"eos_token_id": ["x", null]}')
+    with pytest.raises(UserError, match="names no end-of-sequence token"):
+        JsonTokenizer(folder / "tokenizer.json")
 
 
 def test_a_vocabulary_that_does_not_fit_the_model_is_refused(ours):
