@@ -9,7 +9,13 @@ from typing import TextIO
 
 
 class UserError(Exception):
-    """Something that the user can fix. The message is one line: what is wrong, where, and what to do."""
+    """Something that the user can fix. The message is one line: what is wrong, where, and what to do.
+
+    It may quote names from files of others: line breaks and other control characters are shown as escapes, `\\n`.
+    """
+
+    def __str__(self) -> str:
+        return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in super().__str__())
 
 
 class OptionalOutput:
