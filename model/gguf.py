@@ -96,10 +96,10 @@ def convert(checkpoint: Path, path: Path, dtype: str | None, name: str) -> None:
     architecture = choose_architecture(config)
     tokenizer = load_tokenizer(checkpoint)
     check_vocabulary(tokenizer, config.vocab_size)
+    stored = stored_weights(checkpoint, config)  # compares vocab_size with the files before lists have that length
     vocabulary = llama_cpp_vocabulary(tokenizer, config.vocab_size)
     for note in vocabulary.notes:
         print(f"note: {note}", file=sys.stderr)
-    stored = stored_weights(checkpoint, config)
     dtype = dtype or matrix_dtype(stored)
     tensors = gguf_tensors(checkpoint, config, architecture, stored)
     writer = gguf.GGUFWriter(path, architecture)

@@ -224,6 +224,14 @@ def test_what_llama_cpp_cannot_compute_is_refused(checkpoint, tmp_path, changes,
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
+def test_a_vocabulary_size_that_no_tensor_has_is_refused_before_a_vocabulary_is_built(checkpoint, tmp_path):
+    _, directory = checkpoint()
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"vocab_size": 10**12}))
+    with pytest.raises(UserError, match="says vocab_size 1000000000000, but its"):
+        write_gguf(directory, tmp_path / "out.gguf")
+
+
 @pytest.mark.parametrize("qk_norm", [False, True])
 def test_a_sliding_window_is_refused(make_config, qk_norm):
     assert command.choose_architecture(make_config(qk_norm=qk_norm)) == ("qwen3" if qk_norm else "llama")
