@@ -275,7 +275,8 @@ def add_tokenizer(writer: gguf.GGUFWriter, checkpoint: Path, tokenizer: Tokenize
     # Without BOS, EOS stands between documents; llama.cpp would take some other id for BOS if none were given.
     writer.add_bos_token_id(tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id)
     writer.add_eos_token_id(tokenizer.eos_id)
-    for another in sorted(eos_ids(checkpoint, tokenizer.eos_id) - {tokenizer.eos_id})[:1]:
+    others = sorted(eos_ids(checkpoint, tokenizer.eos_id) - {tokenizer.eos_id})
+    for another in [i for i in others if 0 <= i < tokenizer.vocab_size][:1]:
         writer.add_eot_token_id(another)
     template = chat_template(checkpoint)
     if template is not None:
