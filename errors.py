@@ -9,7 +9,13 @@ from typing import TextIO
 
 
 class UserError(Exception):
-    """Something that the user can fix. The message is one line: what is wrong, where, and what to do."""
+    """Something that the user can fix. The message is one line: what is wrong, where, and what to do.
+
+    It may quote names from files of others: line breaks and other control characters are shown as escapes, `\\n`.
+    """
+
+    def __str__(self) -> str:
+        return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in super().__str__())
 
 
 class OptionalOutput:
@@ -45,25 +51,32 @@ class OptionalOutput:
 
 
 def open_streams() -> None:
-    """Make standard output and standard error write UTF-8 on every system, and never fail.
-
-    A stream that was closed before the program started is None in Python; the null device takes its place.
-    """
+    """Make standard output and standard error write UTF-8 on every system, and never fail."""
+    replace_closed_streams()
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
-        if stream is None:
-            stream = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - for as long as the program runs
         if hasattr(stream, "reconfigure"):  # not where a caller has put another kind of stream in its place
             stream.reconfigure(encoding="utf-8", errors="replace")
         setattr(sys, name, OptionalOutput(stream))
+
+
+def replace_closed_streams() -> None:
+    """Put the null device in the place of a stream that was closed before the program started: Python has None there.
+
+    Without it, what is meant for standard error would be printed to standard output.
+    """
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - for as long as the program runs
 
 
 @contextlib.contextmanager
 def exit_on_user_error() -> Iterator[None]:
     """Turn a `UserError`, or what the system says about a file, into one line and exit status 2; Ctrl-C into 130.
 
-    A pipe that its reader has closed is no error.
+    A pipe that its reader has closed is no error, nor is a stream that is closed from the start.
     """
+    replace_closed_streams()
     try:
         yield
     except UserError as error:

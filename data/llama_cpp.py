@@ -87,16 +87,16 @@ def from_sentencepiece(tokenizer: SentencePieceTokenizer, vocab_size: int) -> Vo
 def from_json(tokenizer: JsonTokenizer, vocab_size: int) -> Vocabulary:
     """A byte-level byte-pair encoding, whose way of splitting text must be one that llama.cpp knows by name."""
     content = json.loads(tokenizer.content)
-    model, added = content["model"], content["added_tokens"]
+    model, added = content["model"], content.get("added_tokens", [])
     if model.get("type") != "BPE" or not set(ByteLevel.alphabet()) <= set(model["vocab"]):
         raise UnsupportedTokenizer("its tokenizer.json is not a byte-level byte-pair encoding with all 256 bytes")
     if any(model.get(key) for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix")):
         raise UnsupportedTokenizer("its byte-pair encoding marks the parts of words or is random")
-    split = tuple(splitters(content["pre_tokenizer"] or {})), bool(model.get("ignore_merges"))
+    split = tuple(splitters(content.get("pre_tokenizer") or {})), bool(model.get("ignore_merges"))
     if split not in PRE_TOKENIZERS:
         raise UnsupportedTokenizer(f"it splits text in a way that is not known here ({' and then '.join(split[0])})")
     notes = []
-    normalizer = (content["normalizer"] or {}).get("type")
+    normalizer = (content.get("normalizer") or {}).get("type")
     if normalizer == "NFC":
         notes.append(
             "this tokenizer normalizes text to NFC and llama.cpp does not: texts that are not NFC get other ids"
@@ -114,9 +114,18 @@ def from_json(tokenizer: JsonTokenizer, vocab_size: int) -> Vocabulary:
 
 def chat_template(folder: Path) -> str | list | None:
     """The chat template of a checkpoint's directory, or several with names: from the file where transformers looks."""
-    if (folder / "chat_template.jinja").is_file():
-        return (folder / "chat_template.jinja").read_text(encoding="utf-8")
-    return read_json(folder / "tokenizer_config.json").get("chat_template")
+    path = folder / "chat_template.jinja"
+    try:
+        if path.is_file():
+            template = path.read_text(encoding="utf-8")
+        else:
+            path = folder / "tokenizer_config.json"
+            template = read_json(path).get("chat_template")
+        for entry in template if isinstance(template, list) else [{"name": "default", "template": template or ""}]:
+            (entry["name"] + entry["template"]).encode("utf-8")
+    except (TypeError, KeyError, ValueError, AttributeError) as error:
+        raise UserError(f"the chat template in {path} is no text ({error}); download the file again.") from None
+    return template or None
 
 
 def splitters(pre_tokenizer: dict) -> Iterator[str]:

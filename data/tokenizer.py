@@ -224,16 +224,16 @@ class JsonTokenizer:
     def _find_eos(self, config: dict, generation: dict) -> int:
         ids = generation.get("eos_token_id")
         for eos in (self._id(config.get("eos_token")), *(ids if isinstance(ids, list) else [ids])):
-            if eos is not None:
+            if type(eos) is int:
                 return eos
         raise UserError(
             f"the tokenizer in {self._folder} names no end-of-sequence token; "
             f'its tokenizer_config.json needs an "eos_token" that the vocabulary holds.'
         )
 
-    def _id(self, token: str | dict | None) -> int | None:
+    def _id(self, token: object) -> int | None:
         token = token.get("content") if isinstance(token, dict) else token
-        return self._tokenizer.token_to_id(token) if token else None
+        return self._tokenizer.get_vocab(with_added_tokens=True).get(token) if isinstance(token, str) else None
 
 
 Tokenizer = SentencePieceTokenizer | JsonTokenizer

@@ -6,6 +6,7 @@ end a turn or forge another one by typing `<|im_end|>`.
 
 import dataclasses
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -56,11 +57,17 @@ class ChatFormat:
         for message in (*self._system, *messages):
             content, by_model = message["content"], message["role"] == "assistant"
             broken.append({**message, "content": self._break_control(content, self._special if by_model else None)})
-        return render(self._template, broken, self._variables, answer_follows)
+        text = render(self._template, broken, self._variables, answer_follows)
+        if re.search("[\ud800-\udfff]", text):
+            raise UserError("the chat template writes half of a character (a lone surrogate); get another template.")
+        return text
 
     def encode(self, messages: Sequence[Message]) -> list[int]:
         """The token ids of the conversation, up to where the model's answer begins."""
-        return self.tokenizer.encode_special(self.render(messages))
+        ids = self.tokenizer.encode_special(self.render(messages))
+        if not ids:
+            raise UserError("the model's chat template writes nothing for this conversation; get another template.")
+        return ids
 
     def _break_control(self, text: str, ids: set[int] | None = None) -> str:
         """The text with the tokens of these ids broken, by default all that can structure a conversation."""
@@ -82,7 +89,7 @@ def read_template(checkpoint: Path) -> str:
     for name in ("tokenizer_config.json", "chat_template.json"):
         template = read_json(path := checkpoint / name).get("chat_template")
         if isinstance(template, list) and all(isinstance(entry, dict) for entry in template):
-            named = {entry.get("name"): entry.get("template") for entry in template}
+            named = {str(entry.get("name")): entry.get("template") for entry in template}
             template = named.get("default") or named
         if isinstance(template, str):
             return template
@@ -113,7 +120,8 @@ def recommended_sampling(checkpoint: Path) -> Sampling | None:
     if not names or not fields.get("do_sample"):
         return None
     try:
-        values = {name: int(fields[name]) if name == "top_k" else float(fields[name]) for name in names}
+        values = {name: float(fields[name]) for name in names}
+        values |= {"top_k": int(values["top_k"])} if "top_k" in values else {}
         return Sampling(**{"temperature": 1.0, **values})
-    except (TypeError, ValueError, UserError) as error:
+    except (TypeError, ValueError, OverflowError, UserError) as error:
         raise UserError(f"{path} cannot be used ({error}); correct it, or give --temperature.") from None

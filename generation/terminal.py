@@ -32,6 +32,8 @@ def read_line() -> str:
 
     Raises EOFError at the end of the input.
     """
+    if sys.stdin is None:  # it was closed before the program started
+        raise EOFError
     with contextlib.suppress(ImportError):  # Windows, whose console edits lines itself
         import readline  # noqa: F401
     prompt = "> " if sys.stdin.isatty() else ""

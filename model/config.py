@@ -55,7 +55,8 @@ NORMS: dict[str, tuple[NormParameter, ...]] = {
 }
 PLACEMENTS = {"pre": 2, "post": 2, "sandwich": 4, "output": 2}  # placement of the norms: how many norms a layer has
 GATED, PLAIN = ("swiglu", "geglu", "reglu", "glu"), ("relu", "gelu")  # MLPs with three matrices, and with two
-MAX_LAYERS = 100_000  # a file that says more is damaged: lists of that many layers would fill the memory
+# A file that says more is damaged: lists of that many layers, or tables of that many positions, would fill the memory.
+MAXIMA = {"num_hidden_layers": 100_000, "max_position_embeddings": 1 << 24}
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
@@ -179,8 +180,9 @@ def check(config: ModelConfig) -> None:
             continue
         if type(value) is not int or value < 1:
             raise UserError(f"{name} is {value!r} and must be an integer of at least 1.")
-    if config.num_hidden_layers > MAX_LAYERS:
-        raise UserError(f"num_hidden_layers is {config.num_hidden_layers} and must be at most {MAX_LAYERS}.")
+    for name, maximum in MAXIMA.items():
+        if getattr(config, name) > maximum:
+            raise UserError(f"{name} is {getattr(config, name)} and must be at most {maximum}.")
     for name in ("rope_theta", "norm_eps", "initializer_range"):
         value = getattr(config, name)
         if not isinstance(value, int | float) or not 0 < value < float("inf"):

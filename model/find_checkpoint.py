@@ -123,8 +123,12 @@ def eos_ids(directory: Path, tokenizer_eos: int) -> frozenset[int]:
     """
     ids = {tokenizer_eos}
     for name in ("generation_config.json", "config.json"):
-        eos = read_json(directory / name).get("eos_token_id")
+        path = directory / name
+        eos = read_json(path).get("eos_token_id")
         if eos is not None:
-            ids.update(eos if isinstance(eos, list) else [eos])
+            listed = eos if isinstance(eos, list) else [eos]
+            if not all(type(i) is int for i in listed):
+                raise UserError(f"{path} has eos_token_id {eos!r}, which must be a token id or a list of them; fix it.")
+            ids.update(listed)
             break
     return frozenset(ids)

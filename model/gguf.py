@@ -96,10 +96,10 @@ def convert(checkpoint: Path, path: Path, dtype: str | None, name: str) -> None:
     architecture = choose_architecture(config)
     tokenizer = load_tokenizer(checkpoint)
     check_vocabulary(tokenizer, config.vocab_size)
+    _, stored = open_checkpoint(checkpoint)  # compares vocab_size with the files before lists have that length
     vocabulary = llama_cpp_vocabulary(tokenizer, config.vocab_size)
     for note in vocabulary.notes:
         print(f"note: {note}", file=sys.stderr)
-    _, stored = open_checkpoint(checkpoint)
     dtype = dtype or matrix_dtype(stored)
     tensors = gguf_tensors(config, architecture, stored)
     writer = gguf.GGUFWriter(path, architecture)
@@ -242,11 +242,11 @@ def add_model(writer: gguf.GGUFWriter, config: ModelConfig, name: str, dtype: st
     writer.add_key_length(config.resolved_head_dim)
     writer.add_value_length(config.resolved_head_dim)
     writer.add_rope_dimension_count(config.resolved_head_dim)
-    writer.add_rope_freq_base(config.rope_theta)
+    writer.add_rope_freq_base(float(config.rope_theta))
     if config.norm == "rms":
-        writer.add_layer_norm_rms_eps(config.norm_eps)
+        writer.add_layer_norm_rms_eps(float(config.norm_eps))
     else:
-        writer.add_layer_norm_eps(config.norm_eps)
+        writer.add_layer_norm_eps(float(config.norm_eps))
         writer.add_parallel_residual(False)
 
 
@@ -268,7 +268,8 @@ def add_tokenizer(writer: gguf.GGUFWriter, checkpoint: Path, tokenizer: Tokenize
     # Without BOS, EOS stands between documents; llama.cpp would take some other id for BOS if none were given.
     writer.add_bos_token_id(tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id)
     writer.add_eos_token_id(tokenizer.eos_id)
-    for another in sorted(eos_ids(checkpoint, tokenizer.eos_id) - {tokenizer.eos_id})[:1]:
+    others = sorted(eos_ids(checkpoint, tokenizer.eos_id) - {tokenizer.eos_id})
+    for another in [i for i in others if 0 <= i < tokenizer.vocab_size][:1]:
         writer.add_eot_token_id(another)
     template = chat_template(checkpoint)
     if template is not None:

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatch
-from pathlib import Path
+from pathlib import Path, PureWindowsPath
 
 from errors import UserError
 from model.weight_files import SIDE_FILES, explain_other_format
@@ -63,6 +63,8 @@ def download(model: HubModel) -> Path:
     place = {"repo_id": model.name, "revision": model.revision}
     try:
         info = huggingface_hub.HfApi().model_info(**place, files_metadata=True, timeout=10)
+        names = {file.rfilename: int(file.size or 0) for file in info.siblings}
+        sizes = {name: size for name, size in names.items() if PureWindowsPath(name).name == name}  # in no folder
     except Exception as error:  # a network fails in many ways, and each version of the library has other classes
         reason = explain(error, model, constants.ENDPOINT)
         if reason.final:
@@ -73,7 +75,6 @@ def download(model: HubModel) -> Path:
             raise UserError(reason.text) from None
         print(f"note: {reason.cause}; using the cached files of {model.name}, {cached}", file=sys.stderr)
         return Path(cached)
-    sizes = {file.rfilename: file.size or 0 for file in info.siblings if not fnmatch(file.rfilename, UNWANTED)}
     if "config.json" not in sizes or not any(fnmatch(name, "model*.safetensors") for name in sizes):
         advice = explain_other_format(sizes) or "has no config.json and model.safetensors; give another model."
         raise UserError(f"{model.name} on the Hub {advice}")

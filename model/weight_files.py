@@ -74,7 +74,7 @@ def find_weight_files(directory: Path) -> list[Path]:
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
         outside = [name for name in names if PureWindowsPath(name).name != name]  # knows / and \ and drives
-    except (OSError, ValueError, KeyError, AttributeError, TypeError):
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError):
         raise UserError(f"{index} is not a readable index of shards; download or save the checkpoint again.") from None
     if outside:
         raise UserError(

@@ -52,6 +52,19 @@ def test_a_program_whose_streams_are_closed_runs_to_its_end(tmp_path):
     assert done.returncode == 0 and (tmp_path / "end").exists()
 
 
+def test_an_error_is_one_line_without_control_characters():
+    assert str(UserError("é ▁ a\nb\x1b[31m\x9b\ud800\t")) == r"é ▁ a\nb\x1b[31m\x9b\ud800\t"
+
+
+@pytest.mark.skipif(os.name == "nt", reason="needs a POSIX shell to close streams")
+def test_an_error_is_never_printed_to_standard_output():
+    code = "import sys, errors\nwith errors.exit_on_user_error(): raise errors.UserError('wrong')"
+    done = subprocess.run(
+        ["sh", "-c", 'exec "$0" -c "$1" 2>&-', sys.executable, code], cwd=ROOT, timeout=60, capture_output=True
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (2, b"", b"")
+
+
 def test_a_program_writes_utf8_whatever_the_system_uses():
     code = "import errors; errors.open_streams(); print('é\\u4e2d')"
     done = python(code, stdout=subprocess.PIPE, env={**os.environ, "PYTHONIOENCODING": "ascii"})

@@ -113,6 +113,16 @@ def test_a_closed_pipe_ends_the_program_quietly(folder):
     assert "Traceback" not in stderr and "error" not in stderr.lower() and "tokens/s" not in stderr
 
 
+@pytest.mark.skipif(os.name == "nt", reason="needs a POSIX shell to close streams")
+def test_closed_streams_are_no_error_and_messages_do_not_get_into_the_text(folder):
+    args = command("runs/other", "--interactive")
+    for streams, out, err in (("<&- 2>&-", b"", b""), ("<&- >&-", b"", b"kernels: ")):
+        done = subprocess.run(
+            ["sh", "-c", f'exec "$@" {streams}', "sh", *args], cwd=folder, capture_output=True, timeout=120
+        )
+        assert done.returncode == 0 and done.stdout == out and err in done.stderr and b"Traceback" not in done.stderr
+
+
 def test_the_trained_stories_model_prints_the_bytes_of_the_reference_program(stories260k_directory, shared, tmp_path):
     result = generate(tmp_path, stories260k_directory, "--temperature", 0, "--device", "cpu")
     expected = shared / "stories260K" / "greedy_200_steps.txt"

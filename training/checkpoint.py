@@ -176,13 +176,17 @@ def read_state(directory: Path) -> State:
     path = directory / "state.json"
     try:
         state = State(**json.loads(path.read_text(encoding="utf-8")))
+        counts = (state.step, state.steps, state.tokens, state.evaluated_at)
+        numbers = (state.seconds, 0 if state.best_validation_loss is None else state.best_validation_loss)
+        if not all(type(n) is int and n >= 0 for n in counts) or not all(type(n) in (int, float) for n in numbers):
+            raise ValueError("its numbers are not those of a run")
         for name, saved in (
             ("model.safetensors", state.weights_hash),
             ("training_state.safetensors", state.training_state_hash),
         ):
             if saved and file_hash(directory / name) != saved:
                 raise UserError(f"{directory / name} is not the file that was saved there: its hash differs.")
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         raise UserError(f"{path} is not a readable training state ({error}); the run cannot be resumed.") from None
     return state
 

@@ -344,6 +344,14 @@ def test_a_configuration_that_is_no_json_object_is_named(saved, tmp_path, name, 
         load_tokenizer(folder)
 
 
+@pytest.mark.parametrize("eos", [True, 5, 1.5, [1], {"content": 5}, "\ud800", "no such token"])
+def test_an_eos_token_that_is_no_token_of_the_vocabulary_is_named(saved, tmp_path, eos):
+    folder = edited(saved, tmp_path / "broken", eos_token=eos)
+    (folder / "generation_config.json").write_text('{"eos_token_id": ["x", null]}')
+    with pytest.raises(UserError, match="names no end-of-sequence token"):
+        JsonTokenizer(folder / "tokenizer.json")
+
+
 def test_a_vocabulary_that_does_not_fit_the_model_is_refused(ours):
     check_vocabulary(ours, 2000)
     check_vocabulary(ours, 2048)

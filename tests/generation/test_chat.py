@@ -1,6 +1,7 @@
 """How a checkpoint writes conversations: where its template is found, what ends an answer, and recommended sampling."""
 
 import json
+import math
 import shutil
 
 import pytest
@@ -42,6 +43,7 @@ def test_a_template_file_is_preferred_to_the_configuration_and_that_to_the_old_f
 
 
 NO_TEMPLATES = [7, True, ["a"], {"a": "b"}, [{"name": "rag", "template": "x"}], [{"name": "default"}]]
+NO_TEMPLATES += [[{"name": ["a"], "template": "x"}]]
 
 
 @pytest.mark.parametrize("value", NO_TEMPLATES)
@@ -62,6 +64,20 @@ def test_a_model_without_a_template_only_continues_text(chatml_model, tmp_path):
         ChatFormat(tmp_path)
     write(tmp_path / "tokenizer_config.json", {"chat_template": "x"})
     with pytest.raises(UserError, match=r"has no tokenizer.json, which --chat needs"):
+        ChatFormat(tmp_path)
+
+
+def test_a_template_that_writes_nothing_is_one_line(chatml_model, tmp_path):
+    shutil.copytree(chatml_model, tmp_path, dirs_exist_ok=True)
+    write(tmp_path / "chat_template.jinja", "{# nothing #}")
+    with pytest.raises(UserError, match="writes nothing for this conversation"):
+        ChatFormat(tmp_path).encode([{"role": "user", "content": "Hi"}])
+
+
+def test_a_template_that_writes_half_of_a_character_is_one_line(chatml_model, tmp_path):
+    shutil.copytree(chatml_model, tmp_path, dirs_exist_ok=True)
+    write(tmp_path / "chat_template.jinja", r"{{ '\ud83d' }}")
+    with pytest.raises(UserError, match="writes half of a character"):
         ChatFormat(tmp_path)
 
 
@@ -143,7 +159,11 @@ def test_sampling_is_what_the_generation_config_recommends(tmp_path):
     assert recommended_sampling(tmp_path) is None
     write(path, {"do_sample": True, "top_k": 20, "top_p": 0.9, "repetition_penalty": 1.05, "temperature": None})
     assert recommended_sampling(tmp_path) == Sampling(temperature=1.0, top_k=20, top_p=0.9, repetition_penalty=1.05)
-    for wrong in ("hot", -1, [1], {}):
-        write(path, {"do_sample": True, "temperature": wrong})
+    wrong = [{"temperature": value} for value in ("hot", -1, [1], {}, 10**400)] + [
+        {"top_k": math.inf},
+        {"top_k": 10**400},
+    ]
+    for fields in wrong:
+        write(path, {"do_sample": True, **fields})
         with pytest.raises(UserError, match=r"generation_config.json cannot be used \(.*give --temperature"):
             recommended_sampling(tmp_path)

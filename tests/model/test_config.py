@@ -68,6 +68,7 @@ def test_the_default_model_has_four_million_parameters():
         ({"rope_scaling": {**YARN, "truncate": None}}, "truncate None; yarn needs true or false"),
         ({"rope_scaling": YARN, "rope_theta": 1.0}, "greater than 1"),
         ({"num_hidden_layers": 10**9}, "must be at most 100000"),
+        ({"max_position_embeddings": 10**9}, "must be at most 16777216"),
         ({"sliding_window": 0}, "sliding_window is 0"),
         ({"sliding_window": True}, "sliding_window is True"),
         ({"sliding_window": 8, "layer_types": ["sliding_attention"]}, "for each of 3 layers"),

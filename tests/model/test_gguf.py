@@ -196,7 +196,7 @@ def test_metadata_describe_the_model_and_its_tokenizer(checkpoint, tokenizer, tm
 
 def test_chat_template_and_further_end_tokens_are_copied(checkpoint, tmp_path):
     _, directory = checkpoint()
-    (directory / "generation_config.json").write_text('{"eos_token_id": [2, 7, 9]}')
+    (directory / "generation_config.json").write_text('{"eos_token_id": [-5, 2, 7, 9, 4294967296]}')
     config = json.loads((directory / "tokenizer_config.json").read_text())
     (directory / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": "{{ old }}"}))
     write_gguf(directory, tmp_path / "config.gguf")
@@ -205,6 +205,18 @@ def test_chat_template_and_further_end_tokens_are_copied(checkpoint, tmp_path):
     for name, template in {"config": "{{ old }}", "file": "{{ messages }} ü"}.items():
         fields, _ = read(tmp_path / f"{name}.gguf")
         assert (fields["tokenizer.chat_template"], fields["tokenizer.ggml.eot_token_id"]) == (template, 7)
+
+
+@pytest.mark.parametrize(
+    "template", ["5", "true", "[1]", '["a"]', '{"a": 1}', '[{"name": [1], "template": "x"}]', r'"\ud800"']
+)
+def test_a_chat_template_that_is_no_text_is_one_line(checkpoint, tmp_path, template):
+    _, directory = checkpoint()
+    config = json.loads((directory / "tokenizer_config.json").read_text())
+    text = json.dumps(config | {"chat_template": "HERE"}).replace('"HERE"', template)
+    (directory / "tokenizer_config.json").write_text(text)
+    with pytest.raises(UserError, match=r"the chat template in .*tokenizer_config\.json is no text"):
+        write_gguf(directory, tmp_path / "out.gguf")
 
 
 REFUSED = {
@@ -222,6 +234,14 @@ def test_what_llama_cpp_cannot_compute_is_refused(checkpoint, tmp_path, changes,
     with pytest.raises(UserError, match=words):
         write_gguf(directory, tmp_path / "model.gguf")
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_a_vocabulary_size_that_no_tensor_has_is_refused_before_a_vocabulary_is_built(checkpoint, tmp_path):
+    _, directory = checkpoint()
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"vocab_size": 10**12}))
+    with pytest.raises(UserError, match="says vocab_size 1000000000000, but its"):
+        write_gguf(directory, tmp_path / "out.gguf")
 
 
 @pytest.mark.parametrize("qk_norm", [False, True])

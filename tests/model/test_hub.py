@@ -118,6 +118,17 @@ def test_what_the_hub_refuses_is_a_one_line_error_that_says_what_to_do(tmp_path,
     assert lines == ["error: org/none is not in the cache, and HF_HUB_OFFLINE forbids downloading it; unset it."]
 
 
+def test_an_answer_that_describes_no_model_is_a_one_line_error(tmp_path, hub, model):
+    publish(hub, "org/odd", model)
+    siblings = [{"rfilename": name, "size": "1"} for name in model] + [{"rfilename": "..\\\\x.json"}]
+    for answer in ({}, {"siblings": [{}]}, {"siblings": [{"rfilename": 5}]}, {"siblings": siblings, "sha": hub.commit}):
+        hub.files["/api/models/org/odd/revision/main"] = json.dumps({"id": "org/odd", **answer}).encode()
+        (line,), _ = find(tmp_path, hub.server_port, "org/odd")
+        if "sha" not in answer:
+            assert line.startswith("error: org/odd is no local path and could not be downloaded: http://127.0.0.1:")
+    assert Path(line).name == hub.commit
+
+
 def test_a_model_in_another_format_is_refused_before_it_is_downloaded(tmp_path, hub):
     for name, files in {
         "gguf": ["config.json", "stories.Q4.gguf"],

@@ -161,6 +161,14 @@ def test_files_may_be_links_as_in_the_cache_of_the_hub(make_decoder, saved, tmp_
     assert torch.equal(load_pretrained(directory)(tokens), make_decoder()(tokens))
 
 
+def test_an_index_that_is_nested_too_deeply_is_one_line(saved):
+    directory = saved()
+    (directory / "model.safetensors").unlink()
+    (directory / "model.safetensors.index.json").write_text("[" * 100_000)
+    with pytest.raises(UserError, match=r"index\.json is not a readable index"):
+        load_pretrained(directory)
+
+
 def entry(**changes) -> dict:
     return {"dtype": "F32", "shape": [48], "data_offsets": [0, 192]} | changes
 

@@ -315,6 +315,20 @@ def test_damaged_tensors_are_refused(stopped_run, name):
         train(parse(["--resume", str(stopped_run)], "test").settings, stopped_run, resume=True)
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *({"step": value} for value in ("x", None, [], -1, 1.5, True)),
+        *({"tokens": None}, {"seconds": {}}, {"evaluated_at": "x"}, {"best_validation_loss": []}),
+    ],
+)
+def test_a_damaged_state_is_refused(stopped_run, changes):
+    path = stopped_run / "last" / "state.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    with pytest.raises(UserError, match=r"state\.json is not a readable training state"):
+        checkpoint.read_state(path.parent)
+
+
 def test_a_resumed_run_needs_neither_the_weights_it_started_from_nor_the_cache(flags, stopped_run, tmp_path, cache):
     settings = parse([*flags, "--init-from", str(stopped_run), "--steps", "8", "--norm", "layer"], "test").settings
     with pytest.MonkeyPatch.context() as patch:
