@@ -1,22 +1,30 @@
 """Generate text with a trained model: `python generate.py [RUN] --prompt "def "`. See `python generate.py --help`."""
 
+from __future__ import annotations
+
 import errno
 import os
 import sys
-from pathlib import Path
-
-import tyro
+from typing import TYPE_CHECKING
 
 from errors import UserError, exit_on_user_error
-from generation.prompts import read_prompts
-from generation.settings import Settings
-from generation.terminal import printable, read_line
-from model.find_checkpoint import find_checkpoint, newest_run
+
+if TYPE_CHECKING:
+    from generation.settings import Settings
 
 
 def main() -> None:
     """Parse the command line, find the checkpoint, read the prompts; then import torch, which is slow, and generate."""
-    with exit_on_user_error():
+    with exit_on_user_error():  # around the imports too: they take time, in which Ctrl-C may come
+        from pathlib import Path
+
+        import tyro
+
+        from generation.prompts import read_prompts
+        from generation.settings import Settings
+        from generation.terminal import read_line
+        from model.find_checkpoint import find_checkpoint, newest_run
+
         settings = tyro.cli(Settings, prog="generate.py")
         checkpoint = find_checkpoint(newest_run(Path("runs")) if settings.run is None else settings.run)
         prompts = None if responds_to_lines(settings) else read_prompts(settings.prompt, settings.prompt_file)
@@ -40,6 +48,8 @@ def write(text: str) -> None:
 
     Exits quietly if the reader has closed the pipe (`| head`).
     """
+    from generation.terminal import printable
+
     try:
         sys.stdout.write(printable(text) if sys.stdout.isatty() else text)
         sys.stdout.flush()

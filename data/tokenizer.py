@@ -178,13 +178,19 @@ class JsonTokenizer:
 
         Tokens that `break_tokens` has broken are plain text: the ids are those of the whole characters.
         """
-        if BREAK in text:
+        if BREAK in text or self._normalizes_tokens:
             return self._encode_broken(text)
         self._tokenizer.encode_special_tokens = False
         try:
             return self._tokenizer.encode(text, add_special_tokens=False).ids
         finally:
             self._tokenizer.encode_special_tokens = True
+
+    @functools.cached_property
+    def _normalizes_tokens(self) -> bool:
+        """Whether text that only looks like a token, such as the same in capitals, may be taken for it."""
+        fields = json.loads(self._content)
+        return fields.get("normalizer") is not None and any(token.get("normalized") for token in fields["added_tokens"])
 
     def _encode_broken(self, text: str) -> list[int]:
         """Encode with a tokenizer whose added tokens have secret names, after renaming the whole tokens in the text.

@@ -115,18 +115,19 @@ def open_run(session: Session) -> Metrics:
     run_dir.mkdir(parents=True, exist_ok=True)
     for name in ("last", "best"):
         checkpoint.recover_interrupted_save(run_dir / name)
-    save_settings(session.settings, run_dir / "settings.toml")
     facts = {
         "text": f"{corpus.bytes:,} bytes of text, hash {corpus.text_hash}, Python {platform.python_version()}",
         "machine": device_name(session.device),
     }
-    return Metrics(
+    metrics = Metrics(
         run_dir,
         after_step=state.step,
         evaluated_at=state.evaluated_at,
         facts=facts,
         tensorboard=session.settings.run.tensorboard,
     )
+    save_settings(session.settings, run_dir / "settings.toml")  # once nothing else can refuse to start
+    return metrics
 
 
 def prepare_corpus(settings: Settings, processes: Processes, last: Path | None) -> TokenizedCorpus:
