@@ -109,12 +109,9 @@ def read_parquet(path: Path, field: str) -> Documents:
         raise UserError(f"reading {path} needs pyarrow: pip install pyarrow.") from error
     try:
         # Without these two settings the whole column is read ahead into memory.
-        # With the third, a value that many rows share is decoded once.
-        options = {"pre_buffer": False, "buffer_size": BLOCK, "read_dictionary": [field]}
-        names = parquet.read_schema(path).names
-        if field not in names:
-            raise _no_field(str(path), field, names)
-        with parquet.ParquetFile(path, **options) as file:
+        with parquet.ParquetFile(path, pre_buffer=False, buffer_size=BLOCK) as file:
+            if field not in file.schema_arrow.names:
+                raise _no_field(str(path), field, file.schema_arrow.names)
             batches = file.iter_batches(batch_size=ROWS, columns=[field], use_threads=False)
             for number, value in enumerate((value for rows in batches for value in rows.column(0)), 1):
                 where = f"{path}, row {number}"
