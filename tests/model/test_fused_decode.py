@@ -109,8 +109,9 @@ def test_where_a_sliding_window_hides_tokens_the_decoder_computes_the_step_and_o
     reason = "the kernels have no sliding window, and the model's is 5 tokens"
     assert capsys.readouterr().err == f"fused decoding: {reason}; the decoder runs without it.\n"
     assert step.obstacle is not None and step.cache.length == 9
-    rooms = {room: DecodeStep(decoder, KeyValueCache(decoder.config, 1, room)).obstacle is None for room in (5, 6)}
-    assert rooms == {5: True, 6: False}
+    caches = {length: KeyValueCache(decoder.config, 1, length) for length in (5, 6)}
+    fused = {length: DecodeStep(decoder, cache).obstacle is None for length, cache in caches.items()}
+    assert fused == {5: True, 6: False}
     assert relative(found, decoder(tokens)) < 2e-6
 
 

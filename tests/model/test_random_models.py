@@ -111,22 +111,24 @@ def test_logits_at_once_and_of_greedy_decoding_in_a_padded_batch_equal_those_of_
 def test_gradients_of_models_with_windows_and_yarn_equal_those_of_transformers_in_float64(
     shape, relative, tmp_path, family
 ):
-    """Tolerance: three times the largest error of the gradients that transformers computes in float32."""
+    """Tolerance: three times the error of the same gradient in transformers in float32, plus that of the logits."""
     model = random_model(family, "yarn", shape)
     model.save_pretrained(tmp_path)
     decoder = load_pretrained(tmp_path)
     tokens = torch.randint(0, shape["vocab_size"], (2, 40))
-    decoder(tokens, tokens.roll(-1, 1)).sum().backward()
+    weights = torch.randn(tokens.numel()) + 0.5  # of the tokens' losses: the upstream gradient
+    (decoder(tokens, tokens.roll(-1, 1)).flatten() * weights).sum().backward()
     found = unpacked_tensors({name: parameter.grad for name, parameter in decoder.named_parameters()}, decoder.config)
 
     def gradients():
         model.zero_grad()
         logits = model(tokens).logits.flatten(0, 1)
-        torch.nn.functional.cross_entropy(logits, tokens.roll(-1, 1).flatten(), reduction="sum").backward()
+        losses = torch.nn.functional.cross_entropy(logits, tokens.roll(-1, 1).flatten(), reduction="none")
+        (losses * weights).sum().backward()
         return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
 
     single, double = gradients(), (model.double(), gradients())[1]
-    limit = 3 * max(relative(single[name], expected) for name, expected in double.items())
-    assert limit < 1e-4
     for name, expected in double.items():
-        assert relative(found[name], expected) <= limit, name
+        theirs = relative(single[name], expected)  # largest for biases of keys, whose gradients nearly cancel
+        assert theirs < 1e-3
+        assert relative(found[name], expected) <= 3 * theirs + LOGITS, name
