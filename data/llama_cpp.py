@@ -7,7 +7,6 @@ tokenizer that they cannot express is refused. Where they encode only some texts
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Literal
 
 from tokenizers.pre_tokenizers import ByteLevel
@@ -15,7 +14,6 @@ from tokenizers.pre_tokenizers import ByteLevel
 from data.tokenizer import JsonTokenizer, SentencePieceTokenizer, Tokenizer
 from data.tokenizer_json import NORMAL, UnsupportedTokenizer, last_merge, read_model
 from errors import UserError
-from files import read_json
 
 CONTROL, USER_DEFINED, UNUSED = 3, 4, 5  # types of tokens: llama.cpp's numbers are those of SentencePiece's files
 
@@ -110,22 +108,6 @@ def from_json(tokenizer: JsonTokenizer, vocab_size: int) -> Vocabulary:
         tokens[token["id"]], types[token["id"]] = token["content"], CONTROL if token["special"] else USER_DEFINED
     merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
     return Vocabulary("gpt2", tokens, types, merges=merges, pre_tokenizer=PRE_TOKENIZERS[split], notes=notes)
-
-
-def chat_template(folder: Path) -> str | list | None:
-    """The chat template of a checkpoint's directory, or several with names: from the file where transformers looks."""
-    path = folder / "chat_template.jinja"
-    try:
-        if path.is_file():
-            template = path.read_text(encoding="utf-8")
-        else:
-            path = folder / "tokenizer_config.json"
-            template = read_json(path).get("chat_template")
-        for entry in template if isinstance(template, list) else [{"name": "default", "template": template or ""}]:
-            (entry["name"] + entry["template"]).encode("utf-8")
-    except (TypeError, KeyError, ValueError, AttributeError) as error:
-        raise UserError(f"the chat template in {path} is no text ({error}); download the file again.") from None
-    return template or None
 
 
 def splitters(pre_tokenizer: dict) -> Iterator[str]:

@@ -5,11 +5,11 @@ end a turn or forge another one by typing `<|im_end|>`.
 """
 
 import dataclasses
-import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from data.chat_template import read_template
 from data.tokenizer import JsonTokenizer, break_tokens
 from errors import UserError
 from files import read_json
@@ -27,7 +27,13 @@ class ChatFormat:
     """
 
     def __init__(self, checkpoint: Path, system: str | None = None):
-        self._template = read_template(checkpoint)
+        template = read_template(checkpoint)
+        if template is None:
+            raise UserError(
+                f"{checkpoint} has no chat template, so the model only continues text: use --interactive or --prompt "
+                f"without --chat, or a model trained for conversations (often named Instruct or Chat)."
+            )
+        self._template = template
         if not (checkpoint / "tokenizer.json").is_file():
             raise UserError(f"{checkpoint} has no tokenizer.json, which --chat needs; download or convert it.")
         self.tokenizer = JsonTokenizer(checkpoint / "tokenizer.json")
@@ -73,35 +79,6 @@ class ChatFormat:
         """The text with the tokens of these ids broken, by default all that can structure a conversation."""
         added = self.tokenizer.added_tokens
         return break_tokens(text, [added[i].content for i in sorted(self._control if ids is None else ids)])
-
-
-def read_template(checkpoint: Path) -> str:
-    """The source of the chat template: chat_template.jinja, or else a field of tokenizer_config.json.
-
-    A model may have several; the others are for tools and documents. Old models have chat_template.json.
-    """
-    for name in ("chat_template.jinja", "chat_templates/default.jinja"):
-        if (path := checkpoint / name).is_file():
-            try:
-                return path.read_text("utf-8")
-            except UnicodeDecodeError as error:
-                raise UserError(f"{path} is not UTF-8 ({error}); download it again.") from None
-    for name in ("tokenizer_config.json", "chat_template.json"):
-        template = read_json(path := checkpoint / name).get("chat_template")
-        if isinstance(template, list) and all(isinstance(entry, dict) for entry in template):
-            named = {str(entry.get("name")): entry.get("template") for entry in template}
-            template = named.get("default") or named
-        if isinstance(template, str):
-            return template
-        if template is not None:
-            raise UserError(
-                f"the chat_template in {path} is {json.dumps(template)[:80]}, which is neither a text nor a list with "
-                f"one named default; download the file again."
-            )
-    raise UserError(
-        f"{checkpoint} has no chat template, so the model only continues text: use --interactive or --prompt without "
-        f"--chat, or a model that was trained for conversations (such models are often named Instruct or Chat)."
-    )
 
 
 def special_tokens(checkpoint: Path) -> dict[str, str]:

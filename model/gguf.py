@@ -252,7 +252,7 @@ def add_model(writer: gguf.GGUFWriter, config: ModelConfig, name: str, dtype: st
 
 def add_tokenizer(writer: gguf.GGUFWriter, checkpoint: Path, tokenizer: Tokenizer, vocabulary: Vocabulary) -> None:
     """Describe the tokenizer; BOS is added in front of a text where it was in training, EOS never."""
-    from data.llama_cpp import chat_template
+    from data.chat_template import read_template
 
     writer.add_tokenizer_model(vocabulary.kind)
     writer.add_tokenizer_pre(vocabulary.pre_tokenizer)
@@ -271,7 +271,7 @@ def add_tokenizer(writer: gguf.GGUFWriter, checkpoint: Path, tokenizer: Tokenize
     others = sorted(eos_ids(checkpoint, tokenizer.eos_id) - {tokenizer.eos_id})
     for another in [i for i in others if 0 <= i < tokenizer.vocab_size][:1]:
         writer.add_eot_token_id(another)
-    template = chat_template(checkpoint)
+    template = read_template(checkpoint)
     if template is not None:
         writer.add_chat_template(template)
 

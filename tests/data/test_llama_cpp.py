@@ -1,7 +1,6 @@
 """Tokenizers in llama.cpp's terms. That llama.cpp then gives the same ids: tests/model/test_llama_cpp.py."""
 
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import sentencepiece
@@ -9,7 +8,7 @@ import tokenizers
 from tokenizers import Regex, normalizers, pre_tokenizers
 from tokenizers.pre_tokenizers import ByteLevel
 
-from data.llama_cpp import WORDS, chat_template, llama_cpp_vocabulary
+from data.llama_cpp import WORDS, llama_cpp_vocabulary
 from data.tokenizer import SentencePieceTokenizer, load_tokenizer, train_tokenizer
 from errors import UserError
 
@@ -136,16 +135,3 @@ def test_sentencepiece_models_of_another_kind_are_refused(tmp_path):
     tokenizer = SentencePieceTokenizer((tmp_path / "unigram.model").read_bytes())
     with pytest.raises(UserError, match="it is not a byte-pair encoding"):
         llama_cpp_vocabulary(tokenizer, 25)
-
-
-def test_the_chat_template_is_found_where_transformers_looks(tmp_path: Path):
-    assert chat_template(tmp_path) is None
-    (tmp_path / "tokenizer_config.json").write_text("{}")
-    assert chat_template(tmp_path) is None
-    (tmp_path / "tokenizer_config.json").write_text('{"chat_template": [{"name": "default", "template": "x"}]}')
-    assert chat_template(tmp_path) == [{"name": "default", "template": "x"}]
-    (tmp_path / "tokenizer_config.json").write_text("{")
-    with pytest.raises(UserError, match=r"tokenizer_config\.json is not readable JSON"):
-        chat_template(tmp_path)
-    (tmp_path / "chat_template.jinja").write_text("é", encoding="utf-8")
-    assert chat_template(tmp_path) == "é"

@@ -6,10 +6,11 @@ import shutil
 
 import pytest
 
+from data.chat_template import read_template
 from data.tokenizer import BREAK, break_tokens, load_tokenizer
 from errors import UserError
 from generation import chat
-from generation.chat import ChatFormat, read_template, recommended_sampling, special_tokens
+from generation.chat import ChatFormat, recommended_sampling, special_tokens
 from generation.settings import Sampling
 from generation.template import Refused, render_unlimited
 
@@ -26,6 +27,7 @@ def write(path, content) -> None:
 
 
 def test_a_template_file_is_preferred_to_the_configuration_and_that_to_the_old_file(tmp_path):
+    assert read_template(tmp_path) is None
     write(tmp_path / "chat_template.json", {"chat_template": "old é"})
     assert read_template(tmp_path) == "old é"
     write(tmp_path / "tokenizer_config.json", {"chat_template": None})
@@ -43,7 +45,7 @@ def test_a_template_file_is_preferred_to_the_configuration_and_that_to_the_old_f
 
 
 NO_TEMPLATES = [7, True, ["a"], {"a": "b"}, [{"name": "rag", "template": "x"}], [{"name": "default"}]]
-NO_TEMPLATES += [[{"name": ["a"], "template": "x"}]]
+NO_TEMPLATES += [[{"name": ["a"], "template": "x"}], "\ud800"]
 
 
 @pytest.mark.parametrize("value", NO_TEMPLATES)
