@@ -48,7 +48,7 @@ def parse_id(text: str) -> HubModel | None:
 def cached_snapshot(folder: Path) -> Path | None:
     """The snapshot of main in a model's folder of the cache (models--org--name), or else the newest one, or None."""
     snapshots, main = folder / "snapshots", folder / "refs" / "main"
-    if main.is_file() and (snapshot := snapshots / main.read_text("utf-8").strip()).is_dir():
+    if main.is_file() and (snapshot := snapshots / main.read_text("utf-8", "replace").strip()).is_dir():
         return snapshot
     return max(snapshots.glob("*"), key=lambda path: path.stat().st_mtime, default=None)
 
