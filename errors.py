@@ -7,15 +7,21 @@ import sys
 from collections.abc import Iterator
 from typing import TextIO
 
+MAX_MESSAGE = 2000  # characters
+
 
 class UserError(Exception):
     """Something that the user can fix. The message is one line: what is wrong, where, and what to do.
 
-    It may quote names from files of others: line breaks and other control characters are shown as escapes, `\\n`.
+    It may quote names and values from files of others: line breaks and other control characters are shown as escapes,
+    `\\n`, and the middle of a message that is too long to read is left out.
     """
 
     def __str__(self) -> str:
-        return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in super().__str__())
+        message = super().__str__()
+        if len(message) > MAX_MESSAGE:
+            message = f"{message[: MAX_MESSAGE // 2]} [...] {message[-MAX_MESSAGE // 2 :]}"
+        return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in message)
 
 
 class OptionalOutput:

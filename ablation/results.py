@@ -6,7 +6,6 @@ runs.jsonl, timings.jsonl and plan.toml are all that a comparison keeps; everyth
 import dataclasses
 import json
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -16,6 +15,7 @@ import pandas as pd
 from ablation.plan import Arm
 from benchmarks.timing import Timing
 from errors import UserError
+from files import parse_json
 
 Record = TypeVar("Record")
 Curve = list[tuple[int, float]]  # (step, value)
@@ -126,21 +126,6 @@ class Change:
     """How many there were."""
 
 
-def result_from_json(fields: dict) -> RunResult:
-    """The record of a parsed line; raises KeyError or TypeError for anything else."""
-    probes = fields["probes"]
-    nested = {
-        "arm": Arm(**fields["arm"]),
-        "text": Text(**fields["text"]),
-        "machine": Machine(**fields["machine"]),
-        "probes": None if probes is None else Probes(**probes),
-    }
-    nested |= {name: [tuple(point) for point in fields[name]] for name in CURVES}
-    more = fields.get("measured_curves", {})
-    nested["measured_curves"] = {name: [tuple(point) for point in curve] for name, curve in more.items()}
-    return RunResult(**(fields | nested))
-
-
 def append_lines(path: Path, *records: RunResult | Timing | Change) -> None:
     """Append records, one line each. A line cut short by a kill is ignored when read and removed by the next append."""
     lines = "".join(json.dumps(dataclasses.asdict(record), allow_nan=False) + "\n" for record in records)
@@ -154,32 +139,28 @@ def append_lines(path: Path, *records: RunResult | Timing | Change) -> None:
 
 def read_results(path: Path) -> list[RunResult]:
     """The finished runs of runs.jsonl, each once: of records of one run the first counts."""
-    return list({result.key: result for result in reversed(_read_lines(path, result_from_json))}.values())[::-1]
+    return list({result.key: result for result in reversed(_read_lines(path, RunResult))}.values())[::-1]
 
 
 def read_timings(path: Path) -> list[Timing]:
     """The timings of timings.jsonl."""
-    return _read_lines(path, lambda fields: Timing(**fields))
+    return _read_lines(path, Timing)
 
 
 def read_changes(path: Path) -> list[Change]:
     """The changes of changes.jsonl."""
-    return _read_lines(path, lambda fields: Change(**fields))
+    return _read_lines(path, Change)
 
 
-def _refuse_constant(name: str) -> float:
-    raise ValueError(f"{name} is not a JSON number")
-
-
-def _read_lines(path: Path, construct: Callable[[dict], Record]) -> list[Record]:
+def _read_lines(path: Path, kind: type[Record]) -> list[Record]:
     """One record a line; a last line that a kill cut short does not count."""
     records = []
     for number, line in enumerate(path.read_bytes().split(b"\n")[:-1] if path.exists() else [], start=1):
         try:
-            records.append(construct(json.loads(line, parse_constant=_refuse_constant)))
-        except (ValueError, KeyError, TypeError) as error:
+            records.append(parse_json(line, kind))
+        except ValueError as error:
             raise UserError(
-                f"{path}: line {number} is not a record that this version reads ({error!r}); delete that line."
+                f"{path}: line {number} is not a record that this version reads ({error}); delete that line."
             ) from None
     return records
 

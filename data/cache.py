@@ -16,7 +16,8 @@ from pathlib import Path
 
 import numpy as np
 
-from files import replace_text
+from errors import UserError
+from files import parse_json, read_bytes, replace_text
 
 TEMPORARY = ".new-"  # what temporary names begin with
 
@@ -61,9 +62,9 @@ def write_json(path: Path, content: dict) -> None:
 def read_json(path: Path) -> dict:
     """The content that `write_json` wrote; empty where the file is absent or damaged."""
     try:
-        file = json.loads(path.read_text(encoding="utf-8"))
+        file = parse_json(read_bytes(path), dict)
         return file["content"] if file["checksum"] == _json_checksum(file["content"]) else {}
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (OSError, ValueError, KeyError, UserError):
         return {}
 
 

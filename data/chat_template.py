@@ -1,7 +1,6 @@
 """Where a checkpoint keeps its chat template."""
 
 import json
-import re
 from pathlib import Path
 
 from errors import UserError
@@ -25,7 +24,7 @@ def read_template(checkpoint: Path) -> str | None:
         if isinstance(template, list) and all(isinstance(entry, dict) for entry in template):
             named = {str(entry.get("name")): entry.get("template") for entry in template}
             template = named.get("default") or named
-        if isinstance(template, str) and not re.search("[\ud800-\udfff]", template):  # half characters
+        if isinstance(template, str):
             return template
         if template is not None:
             raise UserError(

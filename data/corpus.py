@@ -172,7 +172,8 @@ def _find_format(path: Path) -> str | None:
 def _visible_files(folder: Path, excluded: frozenset[str] = frozenset({"__pycache__"})) -> Iterator[Path]:
     for parent, folders, names in os.walk(folder):
         folders[:] = sorted(name for name in folders if name not in excluded and not name.startswith("."))
-        yield from (Path(parent, name) for name in sorted(names) if not name.startswith("."))
+        paths = (Path(parent, name) for name in sorted(names) if not name.startswith("."))
+        yield from (path for path in paths if path.is_file())  # no pipes and devices
 
 
 def _standard_library() -> list[TextFile]:

@@ -16,6 +16,7 @@ from files import read_json
 from generation.settings import Sampling
 from generation.template import Message, render
 
+MAX_CHARACTERS = 2**21  # of a conversation; tokenizing takes some 220 bytes of memory for each
 # The names under which templates find special tokens.
 SPECIAL_TOKENS = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
 
@@ -66,6 +67,11 @@ class ChatFormat:
         text = render(self._template, broken, self._variables, answer_follows)
         if re.search("[\ud800-\udfff]", text):
             raise UserError("the chat template writes half of a character (a lone surrogate); get another template.")
+        if len(text) > MAX_CHARACTERS:
+            raise UserError(
+                f"the conversation is {len(text):,} characters long with what the chat template writes, and at most "
+                f"{MAX_CHARACTERS:,} are tokenized; give shorter messages."
+            )
         return text
 
     def encode(self, messages: Sequence[Message]) -> list[int]:

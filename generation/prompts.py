@@ -3,12 +3,14 @@
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 from errors import UserError
 
 if TYPE_CHECKING:  # importing the tokenizer libraries would slow down `--help`
     from data.tokenizer import Tokenizer
+
+MAX_PROMPT = 2**24  # bytes
 
 
 def read_prompts(prompts: Sequence[str], prompt_file: Path | None) -> list[str]:
@@ -30,11 +32,11 @@ def check_unicode(flag: str, text: str) -> None:
 def read_prompt_file(path: Path) -> list[str]:
     """The lines of a file that are not blank. Only \\n ends a line: U+2028 and form feeds are part of a prompt."""
     try:
-        text = path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else f"not UTF-8: {error}"
-        raise UserError(f"--prompt-file {path} cannot be read ({reason}); give a UTF-8 text file.") from None
-    lines = [line for line in text.split("\n") if line.strip()]
+        with path.open("rb") as file:  # perhaps a pipe of the shell
+            text = read_text(file, f"--prompt-file {path}").removeprefix("\ufeff")
+    except OSError as error:
+        raise UserError(f"--prompt-file {path} cannot be read ({error.strerror}); give a UTF-8 text file.") from None
+    lines = [line for line in text.replace("\r\n", "\n").split("\n") if line.strip()]
     if not lines:
         raise UserError(f"--prompt-file {path} contains no prompt; write one prompt per line.")
     return lines
@@ -48,11 +50,18 @@ def read_standard_input() -> str:
         return ""
     # Printed first: if standard input is a pipe that nobody writes to, the program would seem to hang.
     print("reading the prompt from standard input", file=sys.stderr, flush=True)
+    return read_text(sys.stdin.buffer, "standard input").removesuffix("\n").removesuffix("\r")
+
+
+def read_text(file: BinaryIO, name: str) -> str:
+    """All of a file that may never end, such as a device; `UserError` unless it is UTF-8 and of a prompt's length."""
+    content = file.read(MAX_PROMPT + 1)
+    if len(content) > MAX_PROMPT:
+        raise UserError(f"{name} is longer than {MAX_PROMPT >> 20} MiB, which no model reads; give a shorter text.")
     try:
-        text = sys.stdin.buffer.read().decode("utf-8")
+        return content.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise UserError(f"standard input is not UTF-8 ({error}); convert it, or use --prompt.") from None
-    return text.removesuffix("\n").removesuffix("\r")
+        raise UserError(f"{name} is not UTF-8 ({error}); convert it to UTF-8.") from None
 
 
 def encode_prompt(tokenizer: "Tokenizer", prompt: str) -> list[int]:

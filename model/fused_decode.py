@@ -44,6 +44,8 @@ class DecodeStep:
         self.partials = tuple(torch.empty(shape, device=device) for shape in ((*splits, head_dim), splits, splits))
         self.attended = torch.empty(batch, heads, head_dim, device=device, dtype=dtype)
         self.hidden = torch.empty(batch, config.intermediate_size, device=device, dtype=dtype)
+        decoder.rope.grow(cache.max_length)
+        self.rope = decoder.rope.cos, decoder.rope.sin  # a graph keeps reading this memory
         self.logits: Tensor | None = None
         self.graph: torch.cuda.CUDAGraph | None = None
         self.obstacle: str | None = None
@@ -129,7 +131,7 @@ class DecodeStep:
                 self.qkv,
                 (None, None) if block.q_norm is None else (block.q_norm.weight, block.k_norm.weight),
                 block.eps,
-                (decoder.rope.cos, decoder.rope.sin),
+                self.rope,
                 self.position,
                 self.padding,
                 cache.keys[index],

@@ -55,19 +55,33 @@ def unscaled_part(config: ModelConfig, frequency: Tensor) -> Tensor:
 
 
 class Rope(nn.Module):
-    """cos and sin of (position, pair): computed once in float64, kept as float32 (max_position_embeddings, d/2).
+    """cos and sin of (position, pair): computed once in float64, kept as float32 (positions, d/2).
 
-    yarn multiplies them by `attention_factor`, and so all scores by its square (Peng et al. 2023, section 3.4).
+    The tables start with 32,768 positions, or all if the context is shorter, and grow when a longer text needs more: a
+    context of four million tokens would take gigabytes. yarn multiplies them by `attention_factor`, and so all scores
+    by its square (Peng et al. 2023, section 3.4).
     """
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        positions = torch.arange(config.max_position_embeddings, dtype=torch.float64, device="cpu")
-        angles = torch.outer(positions, frequencies(config))
-        scaling = config.rope_scaling
+        self.config = config
+        cos, sin = self.tables(min(config.max_position_embeddings, 2**15))
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
+
+    def tables(self, count: int) -> tuple[Tensor, Tensor]:
+        """cos and sin of the first `count` positions, on the CPU."""
+        angles = torch.outer(torch.arange(count, dtype=torch.float64, device="cpu"), frequencies(self.config))
+        scaling = self.config.rope_scaling
         factor = scaling["attention_factor"] if scaling is not None and scaling["rope_type"] == "yarn" else 1.0
-        self.register_buffer("cos", (factor * angles.cos()).float(), persistent=False)
-        self.register_buffer("sin", (factor * angles.sin()).float(), persistent=False)
+        return (factor * angles.cos()).float(), (factor * angles.sin()).float()
+
+    @torch.inference_mode(False)  # tables made while generating may be used in training later
+    def grow(self, length: int) -> None:
+        """Extend the tables to at least `length` positions, but not beyond the context."""
+        context, count = self.config.max_position_embeddings, len(self.cos)
+        if count < min(length, context):
+            self.cos, self.sin = (t.to(self.cos.device) for t in self.tables(min(max(length, 2 * count), context)))
 
     def _apply(self, fn, recurse: bool = True):
         """Move with the model to a device but stay float32: bfloat16 cannot tell positions above 256 apart."""
@@ -81,6 +95,8 @@ class Rope(nn.Module):
 
         A token's rotary position is its cache position minus its sequence's padding.
         """
+        if start + length > len(self.cos):
+            self.grow(start + length)
         if padding is None:
             return self.cos[start : start + length], self.sin[start : start + length]
         cache_positions = torch.arange(start, start + length, device=padding.device)

@@ -10,9 +10,12 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import hypothesis
 import numpy as np
 import pytest
 import torch
+
+hypothesis.settings.register_profile("long", max_examples=20_000)
 
 # Kernels are interpreted or compiled as they are imported, so that one process cannot do both. `-m gpu` compiles them.
 # Any other choice of tests runs on the CPU, also where there is a GPU. Workers inherit what the first process sets.

@@ -18,13 +18,15 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, TypedDict
 
+import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
 
 from data.tokenizer import Tokenizer
 from errors import UserError
-from files import fsync_directory, replace_text
+from files import fsync_directory, parse_json, read_bytes, replace_text
 from model import pretrained
 from model.decoder import Decoder
 from model.find_checkpoint import candidates
@@ -32,22 +34,34 @@ from model.pretrained import save_tensors
 from training.optimizer import load_optimizer_tensors, optimizer_tensors
 from training.settings import Settings
 
+Count = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class Scaler(TypedDict):
+    """What torch's `GradScaler.state_dict` has."""
+
+    scale: float
+    growth_factor: float
+    backoff_factor: float
+    growth_interval: int
+    _growth_tracker: int
+
 
 @dataclass(frozen=True)
 class State:
     """The progress of a run. With settings.toml and the tensors, all that a resumed run needs."""
 
-    step: int
+    step: Count
     """Optimizer steps done so far."""
-    steps: int
+    steps: Count
     """Optimizer steps of the complete run, after any shortening to max_minutes."""
-    tokens: int
+    tokens: Count
     """Tokens trained on so far."""
     seconds: float
     """Seconds of training so far, from the first start over all resumes."""
     best_validation_loss: float | None
     """Lowest validation loss so far, nats per token; None before the first evaluation."""
-    evaluated_at: int
+    evaluated_at: Count
     """Step of the newest evaluation."""
     text_hash: str
     """Hash of the text that it trains on."""
@@ -60,7 +74,7 @@ class State:
     """Hash of training_state.safetensors; filled in on saving, empty in `best/`."""
     processes: int | None = None
     """Number of processes that trained it last; None in runs of earlier versions."""
-    scaler: dict | None = None
+    scaler: Scaler | None = None
     """State of the float16 gradient scaler, None in other dtypes."""
 
 
@@ -82,6 +96,8 @@ def settings_hash(settings: Settings) -> str:
 
 
 def file_hash(path: Path) -> str:
+    if not path.is_file():
+        raise UserError(f"{path} is not there or not a file; the run cannot be resumed.")
     with path.open("rb") as file:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
@@ -175,18 +191,14 @@ def read_state(directory: Path) -> State:
     """Read state.json, after checking that the tensors beside it are those that were saved with it."""
     path = directory / "state.json"
     try:
-        state = State(**json.loads(path.read_text(encoding="utf-8")))
-        counts = (state.step, state.steps, state.tokens, state.evaluated_at)
-        numbers = (state.seconds, 0 if state.best_validation_loss is None else state.best_validation_loss)
-        if not all(type(n) is int and n >= 0 for n in counts) or not all(type(n) in (int, float) for n in numbers):
-            raise ValueError("its numbers are not those of a run")
+        state = parse_json(read_bytes(path), State)
         for name, saved in (
             ("model.safetensors", state.weights_hash),
             ("training_state.safetensors", state.training_state_hash),
         ):
             if saved and file_hash(directory / name) != saved:
                 raise UserError(f"{directory / name} is not the file that was saved there: its hash differs.")
-    except (OSError, ValueError, TypeError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise UserError(f"{path} is not a readable training state ({error}); the run cannot be resumed.") from None
     return state
 

@@ -8,7 +8,7 @@ import math
 from pathlib import Path
 
 from errors import UserError
-from files import replace_text
+from files import parse_json, read_bytes, replace_text
 
 FACTS = ("text", "machine")  # keys of the first line; all other values are numbers
 
@@ -57,22 +57,20 @@ def read(run_dir: Path) -> list[dict]:
     """The lines of `run_dir/metrics.jsonl`, without an incomplete last one that a kill may leave."""
     path = run_dir / "metrics.jsonl"
     try:
-        lines = path.read_bytes().split(b"\n")[:-1]
+        lines = read_bytes(path, limit=2**32).split(b"\n")[:-1]
     except FileNotFoundError:
         return []
-    except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror}); make it readable.") from None
     return [read_line(path, number, line) for number, line in enumerate(lines, 1)]
 
 
 def read_line(path: Path, number: int, line: bytes) -> dict:
     """One line of metrics.jsonl, if it is what `Metrics` writes."""
     try:
-        record = json.loads(line)
-    except (ValueError, RecursionError):  # not JSON, or not UTF-8
-        record = None
-    if not isinstance(record, dict) or type(record.get("step")) is not int:
-        raise UserError(f"{path}, line {number}, is damaged; delete that line.")
+        record = parse_json(line, dict[str, int | float | str | dict])
+        if type(record.get("step")) is not int:
+            raise ValueError("it has no step")
+    except ValueError as error:
+        raise UserError(f"{path}, line {number}, is damaged ({error}); delete that line.") from None
     needed = {"loss": "gradient_norm", "validation_loss": "bits_per_byte"}
     complete = all(also in record for name, also in needed.items() if name in record)
     if not complete or not all(name in FACTS or is_number(value) for name, value in record.items()):
@@ -82,7 +80,7 @@ def read_line(path: Path, number: int, line: bytes) -> dict:
 
 def is_number(value: object) -> bool:
     """Whether this is a number as `Metrics.write` writes one."""
-    return (isinstance(value, int | float) and not isinstance(value, bool)) or value in ("inf", "-inf", "nan")
+    return isinstance(value, int | float) or value in ("inf", "-inf", "nan")
 
 
 def is_evaluation(line: dict) -> bool:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from errors import UserError
-from files import replace_text
+from files import read_bytes, replace_text
 from generation.prompts import check_unicode
 from model.config import DisallowNone, ModelConfig
 from model.families import FORMAT, load_config
@@ -292,11 +292,10 @@ def load_settings(path: Path) -> Settings:
     import tyro
 
     try:
-        with path.open("rb") as file:
-            tables = tomllib.load(file)
+        tables = tomllib.loads(read_bytes(path, limit=2**20).decode("utf-8"))
     except FileNotFoundError:
         raise UserError(f"{path} does not exist; a run folder contains settings.toml, last/ and best/.") from None
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
         raise UserError(f"{path} is not a readable TOML file: {error}.") from None
     if tables.pop("format", None) is None and was_saved(tables) and tables["model"].get("norm_bias") is True:
         del tables["model"]["norm_bias"]  # without a format it is true for every norm and means the norm's default

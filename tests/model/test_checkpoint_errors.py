@@ -76,11 +76,11 @@ def test_a_missing_or_broken_file_is_a_user_error(saved, tmp_path):
     with pytest.raises(UserError, match=r"lacks model-1\.safetensors, model-2\.safetensors"):
         load_pretrained(directory)
     index.write_text("[]")
-    with pytest.raises(UserError, match="is not a readable index"):
+    with pytest.raises(UserError, match=r"index\.json is not readable JSON"):
         load_pretrained(directory)
     for content, words in {
         "{": "is not readable JSON",
-        "[]": "is not a JSON object",
+        "[]": "Expected `object`, got `array`",
         "\udcff": "is not readable JSON",
     }.items():
         (directory / "config.json").write_bytes(content.encode("utf-8", "surrogateescape"))

@@ -53,6 +53,23 @@ def test_left_padding_shifts_positions_and_padding_gets_position_zero(make_confi
     assert torch.equal(cos[1], rope.cos[[0, 0, 0, 1]]) and torch.equal(sin[1], rope.sin[[0, 0, 0, 1]])
 
 
+def test_a_table_grows_with_the_text_to_what_a_complete_one_has(make_config, relative):
+    """Also for padded texts, and for training after it grew while generating."""
+    config = make_config(max_position_embeddings=2**24)
+    rope = Rope(config)
+    assert len(rope.cos) == 2**15
+    with torch.inference_mode():
+        cos, sin = rope(2**15 - 1, 3)
+        assert 2**15 + 2 <= len(rope.cos) <= 2**17 and not rope.cos.is_inference()
+        padded, _ = rope(70_000, 1, torch.tensor([0, 69_000]))
+    angles = torch.outer(torch.arange(2**15 - 1, 2**15 + 2).double(), frequencies(config))
+    assert relative(cos, angles.cos()) < 1e-7 and relative(sin, angles.sin()) < 1e-7
+    assert (
+        torch.equal(padded[1, 0], rope.cos[1000])
+        and relative(padded[0, 0], (70_000 * frequencies(config)).cos()) < 1e-7
+    )
+
+
 def test_left_padding_allows_cache_positions_beyond_the_table_but_not_rotary_positions(make_config):
     rope = Rope(make_config())  # 64 positions
     cos, _ = rope(66, 1, torch.tensor([3, 66]))

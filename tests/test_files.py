@@ -1,0 +1,108 @@
+"""Reading small files and JSON: what is refused, and that it is refused in one short line at once."""
+
+import json
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from errors import UserError
+from files import read_bytes, read_json
+
+
+@dataclass(frozen=True)
+class Inner:
+    name: str = "default"
+
+
+@dataclass(frozen=True)
+class Record:
+    count: int
+    share: float
+    inner: Inner
+    points: list[tuple[int, float]]
+
+
+RECORD = {"count": 3, "share": 1, "inner": {"name": "a"}, "points": [[1, 0.5]]}
+
+
+def test_a_record_has_the_types_of_its_fields(tmp_path):
+    (tmp_path / "a.json").write_text(json.dumps(RECORD))
+    record = read_json(tmp_path / "a.json", Record)
+    assert record == Record(3, 1.0, Inner("a"), [(1, 0.5)]) and isinstance(record.share, float)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"count": 3.5}, "Expected `int`"),
+        ({"count": True}, "Expected `int`"),
+        ({"count": None}, "Expected `int`"),
+        ({"count": 2**70}, "Expected `int`"),
+        ({"share": "1"}, "Expected `float`"),
+        ({"inner": []}, "Expected `object`"),
+        ({"inner": {"nam": "a"}}, "'nam' is not one of its keys"),
+        ({"coun": 4}, "'coun' is not one of its keys"),
+        ({"points": [[1]]}, "length 2"),
+    ],
+)
+def test_a_record_with_other_types_or_other_keys_is_refused(tmp_path, changes, words):
+    (tmp_path / "a.json").write_text(json.dumps(RECORD | changes))
+    with pytest.raises(UserError, match=f"is not readable JSON .*{words}"):
+        read_json(tmp_path / "a.json", Record)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b'{"a": 1, "b": {"c": 1, "c": 2}}', "the key 'c' twice"),
+        (b'{"a": "\\ud800"}', "surrogates"),
+        (b'{"a": NaN}', "NaN is not a number of JSON"),
+        (b'{"a": "\xff"}', "utf-8"),
+        (b'\xef\xbb\xbf{"a": 1}', "BOM"),
+        (b'{"a": ' + b"[" * 10**6, "nested too deeply"),
+        (b"[]", "Expected `object`, got `array`"),
+        (b"", "Expecting value"),
+    ],
+)
+def test_what_is_no_clear_json_object_is_refused(tmp_path, content, words):
+    (tmp_path / "a.json").write_bytes(content)
+    with pytest.raises(UserError, match=f"is not readable JSON .*{words}"):
+        read_json(tmp_path / "a.json")
+
+
+def test_a_pair_of_surrogates_is_a_character_and_huge_integers_are_floats(tmp_path):
+    (tmp_path / "a.json").write_text(f'{{"a": "\\ud83d\\ude00", "b": {10**30}, "c": {1 - 2**63}, "d": {"1" * 5000}}}')
+    assert read_json(tmp_path / "a.json") == {"a": "\U0001f600", "b": 1e30, "c": 1 - 2**63, "d": float("inf")}
+
+
+def test_a_missing_file_is_an_empty_object_and_any_other_obstacle_is_an_error(tmp_path):
+    assert read_json(tmp_path / "a.json") == {}
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(UserError, match="is not a regular file"):
+        read_json(tmp_path / "folder")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has neither pipes nor devices in folders")
+def test_a_pipe_and_a_device_are_not_read(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "zero").symlink_to("/dev/zero")
+    for name in ("pipe", "zero"):
+        with pytest.raises(UserError, match=f"{name} is not a regular file"):
+            read_json(tmp_path / name)
+
+
+def test_no_more_is_read_than_the_limit(tmp_path):
+    (tmp_path / "a").write_bytes(bytes(11))
+    assert read_bytes(tmp_path / "a", limit=11) == bytes(11)
+    with pytest.raises(UserError, match="longer than 10 bytes"):
+        read_bytes(tmp_path / "a", limit=10)
+    with pytest.raises(FileNotFoundError):
+        read_bytes(Path(tmp_path / "b"))
+
+
+def test_an_error_that_quotes_a_huge_value_stays_readable():
+    text = str(UserError(f"head_dim is {'x' * 100_000} and must be an integer."))
+    assert len(text) < 2100 and text.startswith("head_dim is xxx") and text.endswith("and must be an integer.")
