@@ -11,6 +11,7 @@ import tyro
 import lock
 from ablation.plan import Plan, load_plan
 from errors import UserError, exit_on_user_error, open_streams
+from flags import optional
 
 DESCRIPTION = """Compare norms, or other choices, over paired seeds, with intervals and a verdict for every arm.
 
@@ -34,21 +35,21 @@ class Command:
 
     plan_file: Annotated[str | None, tyro.conf.arg(metavar="[PLAN]"), tyro.conf.Positional] = None
     """A plan: a TOML file, or a name in configs/ablations/. Flags override what it says."""
-    out: Path | None = None
+    out: Annotated[Path | None, optional("FOLDER")] = None
     """Folder of the results (default: runs/ablation-NAME, or runs/ablation-NORMS where --norms changes the plan's)."""
     device: str = "auto"
     """auto (CUDA, else MPS, else CPU) or a torch device; with auto all GPUs are used side by side."""
-    jobs: int | None = None
+    jobs: Annotated[int | None, optional("INT")] = None
     """Runs at once: by default one for each GPU, and on a CPU one for each core."""
     dry_run: bool = False
     """Only time a few steps and print the plan."""
-    report: Path | None = None
+    report: Annotated[Path | None, optional("FOLDER")] = None
     """Only rewrite the report of this folder, from its runs.jsonl."""
-    claims: tuple[Path, ...] | None = None
+    claims: Annotated[tuple[Path, ...] | None, optional("FOLDER ...")] = None
     """Only print one table of claims; each claim is judged from the first of these folders that measured it."""
-    cells: tuple[Path, ...] | None = None
+    cells: Annotated[tuple[Path, ...] | None, optional("FOLDER ...")] = None
     """Only print one table of how RMSNorm and LayerNorm differ in each of these folders, at every learning rate."""
-    picture: Path | None = None
+    picture: Annotated[Path | None, optional("FILE")] = None
     """With --report: also draw the differences into this PNG or SVG file. With --cells: every pair, and beside it in
     NAME-noise how far pairs and equal runs scatter."""
     plan: Annotated[Plan, tyro.conf.arg(name="")] = field(default_factory=Plan)

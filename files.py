@@ -1,9 +1,10 @@
-"""Reading small files and JSON, with one-line errors, and writing files that a kill leaves complete."""
+"""Reading small files, JSON and TOML, with one-line errors, and writing files that a kill leaves complete."""
 
 import dataclasses
 import json
 import os
 import stat
+import tomllib
 from pathlib import Path
 from typing import TypeVar
 
@@ -91,6 +92,14 @@ def read_json(path: Path, kind: type[T] = dict) -> T:
         return parse_json(content, kind)
     except ValueError as error:
         raise UserError(f"{path} is not readable JSON ({error}); download or save it again.") from None
+
+
+def read_toml(path: Path) -> dict:
+    """The tables and keys of a TOML file. `UserError` for anything else, `FileNotFoundError` if there is none."""
+    try:
+        return tomllib.loads(read_bytes(path, limit=2**20).decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path} is not a readable TOML file: {error}.") from None
 
 
 def replace_text(path: Path, text: str) -> None:

@@ -10,17 +10,17 @@ import functools
 import itertools
 import math
 import re
-import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import tomli_w
 import tyro
 
 from errors import UserError
-from files import replace_text
+from files import read_toml, replace_text
+from flags import optional
 from model.config import GATED, NORMS, PLACEMENTS, PLAIN, ModelConfig, canonical_norm_bias
 from training.settings import CONFIGS, Settings, as_flags, config_path, load_settings, nearest
 
@@ -73,7 +73,7 @@ class Plan:
     """Whether the norms have a bias; without values, each norm's own default."""
     qk_norms: tuple[bool, ...] = ()
     """Whether queries and keys go through RMSNorm; without values, as the config says."""
-    seeds: int | None = None
+    seeds: Annotated[int | None, optional("INT")] = None
     """Final runs of each arm, paired by seed; without a value as many as the pilot asks for, at least five."""
     pilot_seeds: int = 8
     """Runs of each arm that only measure how far pairs differ, to fix the number of final runs; unused with --seeds."""
@@ -91,7 +91,7 @@ class Plan:
     is extended beyond it."""
     config: str = "ablation"
     """Model, text and schedule: a TOML file, or a name in configs/."""
-    steps: int | None = None
+    steps: Annotated[int | None, optional("INT")] = None
     """Steps of a run; by default the config's."""
     evaluations: int = 12
     """Evaluations along each run, on the first part of the validation text."""
@@ -328,10 +328,7 @@ def load_plan(name: str) -> Plan:
     if path is None:
         known = sorted(path.stem for path in PLANS.glob("*.toml"))
         raise UserError(f"{name} is neither a file nor one of {', '.join(known)}.{nearest(name, known)}")
-    try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{path} is not a readable TOML file: {error}.") from None
+    values = read_toml(path)
     keys = {field.name for field in dataclasses.fields(Plan)}
     for key in values:
         if key not in keys:

@@ -75,6 +75,7 @@ class SentencePieceTokenizer:
         self._model = model
         self._folder = folder  # which `save` copies; None for a bare model
         self.vocab_size = self._processor.vocab_size()
+        self._processor.id_to_piece(list(range(self.vocab_size)))  # a UnicodeDecodeError now, not in some later text
         self.bos_id = self._processor.bos_id() if add_bos and self._processor.bos_id() >= 0 else None
         self.eos_id = self._processor.eos_id()
         if self.eos_id < 0:
@@ -338,7 +339,7 @@ def _load_model(path: Path, config: dict, folder: Path | None) -> SentencePieceT
         if not model:  # the library takes empty bytes for "no model given"
             raise RuntimeError("empty")
         return SentencePieceTokenizer(model, add_bos=config.get("add_bos_token", True), folder=folder)
-    except RuntimeError as error:
+    except (RuntimeError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is not a SentencePiece model; give a tokenizer.model or tokenizer.json.") from error
 
 

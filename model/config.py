@@ -8,12 +8,8 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from errors import UserError
+from flags import DisallowNone, Suppress, optional
 from model.rope_scaling import check_rope_scaling
-
-try:
-    from tyro.conf import DisallowNone, Suppress
-except ImportError:  # the model does not need a command line; without one, the markers mean nothing
-    DisallowNone = Suppress = None
 
 
 @dataclass(frozen=True)
@@ -76,7 +72,7 @@ class ModelConfig:
     """Number of query heads."""
     num_key_value_heads: int = 2
     """Number of key/value heads. Each is shared by an equal number of query heads; fewer make the KV cache smaller."""
-    head_dim: int | None = None
+    head_dim: Annotated[int | None, optional("INT")] = None
     """Width of a head; by default hidden_size / num_attention_heads."""
     max_position_embeddings: int = 1024
     """Longest context in tokens."""
@@ -85,7 +81,7 @@ class ModelConfig:
     rope_scaling: Annotated[dict | None, Suppress] = None  # no flag: it comes with loaded weights
     """Scaling of the rotary frequencies for longer contexts: `rope_type`, and the numbers that this type needs
     (model/rope_scaling.py); yarn also has `truncate`, true or false."""
-    sliding_window: int | None = None
+    sliding_window: Annotated[int | None, optional("INT")] = None
     """Number of tokens that each token attends to: itself and those just before it; by default all before it."""
     layer_types: Annotated[list[str] | None, Suppress] = None  # no flag: it comes with loaded weights
     """With a sliding window, full_attention or sliding_attention for each layer; by default every layer slides."""

@@ -28,7 +28,7 @@ def count_lines(*paths: Path) -> int:
     return sum(len(path.read_text(encoding="utf-8").splitlines()) for path in paths)
 
 
-COMMON = {"errors", "files", "lock"}  # files that every package may import
+COMMON = {"errors", "files", "flags", "lock"}  # files that every package may import
 LINES = dict(re.findall(r"\| `(\w+)/` \| ([\d,]+) \|", section("Packages")))
 
 

@@ -24,7 +24,7 @@ from training.metrics import Metrics
 from training.processes import finish_processes
 from training.progress import progress_bar, report_end, sample, show_step
 from training.schedule import learning_rate
-from training.session import Session, open_run, set_up
+from training.session import Session, open_run, print_wrapped, set_up
 from training.settings import Settings
 from training.signals import StopSignals
 from training.step import Diverged, split_batch, train_step
@@ -108,10 +108,9 @@ def train(settings: Settings, run_dir: Path, *, resume: bool = False) -> int:
         if processes.is_main:
             log = open_run(session)
             if log.missing:
-                print(
-                    f"note: {run_dir / 'metrics.jsonl'} lacks {log.missing} of the steps so far; their losses are lost"
-                )
-            print(f"run: {run_dir} (loss.png, metrics.jsonl, settings.toml); Ctrl-C stops and saves")
+                file = run_dir / "metrics.jsonl"
+                print_wrapped(f"note: {file} lacks {log.missing} of the steps so far; their losses are lost")
+            print_wrapped(f"run: {run_dir} (loss.png, metrics.jsonl, settings.toml); Ctrl-C stops and saves")
         with StopSignals(second_signal_interrupts=processes.count == 1) as stop, progress_bar(session) as bar:
             if evaluation_due(session):
                 evaluate_and_save(session, log, bar)  # the run was stopped right before this evaluation

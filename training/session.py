@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import platform
+import textwrap
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -69,7 +70,12 @@ class Session:
         return min(data.micro_batch_size or math.inf, data.batch_size // self.processes.count)
 
 
-def set_up(settings: Settings, run_dir: Path, *, resume: bool, say: Callable[[str], None] = print) -> Session:
+def print_wrapped(line: str) -> None:
+    """Print a line of any length in 80 columns, broken at spaces."""
+    print(textwrap.fill(line, 80, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False))
+
+
+def set_up(settings: Settings, run_dir: Path, *, resume: bool, say: Callable[[str], None] = print_wrapped) -> Session:
     """Build the session of a new run, or of the last checkpoint in `run_dir` when resuming. Writes nothing there.
 
     say: receives one line of text at a time, on the main process only.

@@ -7,15 +7,15 @@ only where it is used, so that benchmarks can be imported without it.
 
 import dataclasses
 import difflib
-import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
 from errors import UserError
-from files import read_bytes, replace_text
+from files import read_toml, replace_text
+from flags import DisallowNone, arg, optional
 from generation.prompts import check_unicode
-from model.config import DisallowNone, ModelConfig
+from model.config import ModelConfig
 from model.families import FORMAT, load_config
 from model.find_checkpoint import find_checkpoint
 from model.weight_files import check_sizes, read_entries
@@ -29,7 +29,7 @@ class Actions:
 
     config: str = "tiny"
     """TOML file with the settings: a path, or a name in configs/ (tiny, small, 124m, 1b). Flags override it."""
-    resume: str | None = None
+    resume: Annotated[str | None, optional("RUN")] = None
     """Resume this run folder (runs/NAME) exactly where it stopped, with its own settings and any flags given now."""
     eval_only: bool = False
     """Do not train; evaluate the weights of --init-from on all of --data: nats per token, perplexity, bits per byte."""
@@ -41,11 +41,11 @@ class Actions:
 class RunSettings:
     """The run itself: its folder, its seed, the weights it starts from, and how often it is evaluated."""
 
-    out: str | None = None
+    out: Annotated[str | None, optional("FOLDER")] = None
     """Folder of the run, new or empty. Default: runs/CONFIG-NORM, with a number appended if that exists."""
     seed: int = 1
     """Seed of the initial weights, the order of the batches and the text samples."""
-    init_from: str | None = None
+    init_from: Annotated[str | None, optional("RUN")] = None
     """Start from the weights of this run folder, checkpoint directory, or model on the Hugging Face Hub (org/name or
     org/name@revision), with a new optimizer; --norm may differ."""
     center_weights: bool = True
@@ -71,7 +71,7 @@ class DataSettings:
     python (the standard library of this interpreter), shakespeare, tinystories (these two are downloaded)."""
     text_field: str = "text"
     """Field of jsonl and parquet rows that contains the text."""
-    tokenizer: str | None = None
+    tokenizer: Annotated[str | None, optional("FILE")] = None
     """A tokenizer.model, a tokenizer.json, or a directory with one. Default: train a tokenizer on the text."""
     validation_fraction: float = 0.05
     """Fraction of the text, in complete documents, that is held out for validation (at most 4 MB)."""
@@ -81,7 +81,7 @@ class DataSettings:
     """Tokens per sequence."""
     batch_size: int = 16
     """Sequences per optimizer step, over all processes and micro-batches."""
-    micro_batch_size: int | None = None
+    micro_batch_size: Annotated[int | None, optional("INT")] = None
     """Sequences that go through the model at once; fewer need less memory (gradients accumulate). Default: all."""
 
 
@@ -91,7 +91,7 @@ class OptimizerSettings:
 
     steps: int = 1000
     """Number of optimizer steps."""
-    max_minutes: float | None = None
+    max_minutes: Annotated[float | None, arg(metavar="MINUTES")] = None
     """Time limit: the run does fewer steps if the first 40 show that it would take longer.
     --steps lifts a limit that the TOML file sets. None: no limit."""
     learning_rate: float = 3e-3
@@ -151,8 +151,8 @@ class Settings:
 class Command:
     """A parsed command line."""
 
-    actions: Actions = field(default_factory=Actions)
-    settings: Settings = field(default_factory=Settings)
+    actions: Annotated[Actions, arg(name="what-to-do")] = field(default_factory=Actions)
+    settings: Annotated[Settings, arg(name="")] = field(default_factory=Settings)
 
 
 def check(settings: Settings) -> None:
@@ -263,7 +263,7 @@ class SourceFlags:
     """The flags that decide the defaults of others; None for a flag that is not given."""
 
     config: str | None = None
-    resume: str | None = None
+    resume: Annotated[str | None, optional("RUN")] = None
     init_from: str | None = None
     out: str | None = None
     steps: int | None = None
@@ -292,11 +292,9 @@ def load_settings(path: Path) -> Settings:
     import tyro
 
     try:
-        tables = tomllib.loads(read_bytes(path, limit=2**20).decode("utf-8"))
+        tables = read_toml(path)
     except FileNotFoundError:
         raise UserError(f"{path} does not exist; a run folder contains settings.toml, last/ and best/.") from None
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
-        raise UserError(f"{path} is not a readable TOML file: {error}.") from None
     if tables.pop("format", None) is None and was_saved(tables) and tables["model"].get("norm_bias") is True:
         del tables["model"]["norm_bias"]  # without a format it is true for every norm and means the norm's default
     arguments, nested = [], {}

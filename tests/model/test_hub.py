@@ -118,6 +118,12 @@ def test_what_the_hub_refuses_is_a_one_line_error_that_says_what_to_do(tmp_path,
     assert lines == ["error: org/none is not in the cache, and HF_HUB_OFFLINE forbids downloading it; unset it."]
 
 
+def test_an_id_that_the_hub_cannot_have_is_not_taken_for_a_missing_connection(tmp_path, hub):
+    lines, _ = find(tmp_path, hub.server_port, "org/a--b", "org/a..b", f"org/{'x' * 100}")
+    assert len(lines) == 3 and all("neither a local path nor a possible id of the Hub" in line for line in lines)
+    assert not hub.asked
+
+
 def test_an_answer_that_describes_no_model_is_a_one_line_error(tmp_path, hub, model):
     publish(hub, "org/odd", model)
     siblings = [{"rfilename": name, "size": "1"} for name in model] + [{"rfilename": "..\\\\x.json"}]

@@ -1,0 +1,15 @@
+"""Marks on the fields of settings, for the command line. Without its library they mean nothing."""
+
+try:
+    from tyro.conf import DisallowNone, Suppress, arg
+except ImportError:  # models and benchmarks do not need a command line
+    DisallowNone = Suppress = None
+    arg = dict
+
+
+def optional(metavar: str) -> object:
+    """For a setting that may be absent; its docstring says what happens then."""
+    return arg(metavar=metavar, help_behavior_hint="")
+
+
+__all__ = ["DisallowNone", "Suppress", "arg", "optional"]
