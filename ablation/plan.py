@@ -27,6 +27,15 @@ from training.settings import CONFIGS, Settings, as_flags, config_path, load_set
 PLANS = CONFIGS / "ablations"
 FIRST_SWEEP_SEED, FIRST_PILOT_SEED = 1001, 2001  # where the seeds of the sweep and of the pilot begin
 MAX_SEEDS = 500  # of the final runs
+LIMITS = {
+    "seeds": (2, 10_000),
+    "pilot_seeds": (3, 10_000),
+    "noise_seeds": (0, 10_000),
+    "sweep_seeds": (1, 10_000),
+    "first_seed": (0, 2**62),
+    "steps": (1, 10**9),
+    "evaluations": (1, 10**6),
+}
 
 
 @dataclass(frozen=True)
@@ -110,14 +119,15 @@ class Plan:
             values = [f"{value:g}" if isinstance(value, float) else value for value in getattr(self, name)]
             if not (values or name in OPTIONAL) or len(set(values)) < len(values):
                 raise UserError(f"--{flag(name)} needs one or more different values, not {values}.")
-        lowest = {"seeds": 2, "pilot_seeds": 3, "noise_seeds": 0, "first_seed": 0, "sweep_seeds": 1, "steps": 1}
-        for name, minimum in (lowest | {"evaluations": 1}).items():
-            if getattr(self, name) is not None and getattr(self, name) < minimum:
-                raise UserError(f"--{flag(name)} is {getattr(self, name)} and must be at least {minimum}.")
+        for name, (lowest, highest) in LIMITS.items():
+            value = getattr(self, name)
+            if value is not None and not lowest <= value <= highest:
+                bound = f"least {lowest}" if value < lowest else f"most {highest:,}"
+                raise UserError(f"--{flag(name)} is {value} and must be at {bound}.")
         for others, what in ((self.seeds_of_sweep, "a sweep"), (self.seeds_of_pilot, "a pilot")):
-            common = set(self.final_seeds) & set(others)
+            common = [seed for seed in others if seed in self.final_seeds]
             if common:
-                raise UserError(f"seeds {sorted(common)} are those of {what}, not of final runs; change --first-seed.")
+                raise UserError(f"seeds {common} are those of {what}, not of final runs; change --first-seed.")
         for name in ("margin", "hours"):
             if not 0 < getattr(self, name) < math.inf:
                 raise UserError(f"--{name} is {getattr(self, name)} and must be a finite number greater than 0.")

@@ -12,6 +12,8 @@ import tyro
 from errors import UserError
 from generation.prompts import check_unicode
 
+MAX_SAMPLES = 100_000
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -110,6 +112,8 @@ class Settings:
         }.items():
             if value < 1:
                 raise UserError(f"{flag} is {value} but must be at least 1.")
+        if self.samples > MAX_SAMPLES:
+            raise UserError(f"--samples is {self.samples} and must be at most {MAX_SAMPLES:,}; start several times.")
         if self.system is not None and not self.chat:
             raise UserError("--system is for conversations; give --chat too.")
         if self.interactive and (self.chat or self.prompt or self.prompt_file):

@@ -6,6 +6,7 @@ beside the code that it concerns.
 """
 
 import contextlib
+import dataclasses
 import gzip
 import io
 import json
@@ -26,6 +27,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 import ablate
+import generate
+from ablation.plan import Plan, arm_settings
 from data import tokens
 from data.corpus import read_documents, resolve, without_other_files
 from errors import MAX_MESSAGE, exit_on_user_error
@@ -263,17 +266,26 @@ def copy_of(folder: Path, to: Path) -> Path:
     return Path(shutil.copytree(folder, to))
 
 
-@fuzz()
-@given(source=st.randoms(use_true_random=False))
-def test_a_damaged_checkpoint_generates_or_ends_in_one_line(checkpoints, tmp_path, source):
-    folder = copy_of(source.choice(checkpoints), tmp_path / "model")
+def generates_or_ends(folder: Path, source: random.Random, *, chat: bool) -> None:
+    """Damage a copy of a checkpoint, and generate three tokens with it."""
     damage_some(folder, source)
-    chat = source.random() < 0.02  # a process of its own renders the template
     options = GenerationSettings(prompt=("Each",), max_new_tokens=3, device="cpu", dtype="float32", chat=chat)
     ends_well(
         folder,
         lambda: session.run(options, find_checkpoint(folder), ["Each line"], lambda text: None, lambda line: None),
     )
+
+
+@fuzz()
+@given(source=st.randoms(use_true_random=False))
+def test_a_damaged_checkpoint_generates_or_ends_in_one_line(checkpoints, tmp_path, source):
+    generates_or_ends(copy_of(source.choice(checkpoints), tmp_path / "model"), source, chat=False)
+
+
+@fuzz(0.02)
+@given(source=st.randoms(use_true_random=False))
+def test_a_damaged_chat_model_answers_or_ends_in_one_line(checkpoints, tmp_path, source):
+    generates_or_ends(copy_of(source.choice(checkpoints), tmp_path / "model"), source, chat=True)
 
 
 @fuzz(0.1)
@@ -369,13 +381,50 @@ def test_hostile_settings_and_flags_end_in_one_line_or_are_estimated(run, tmp_pa
     if source.random() < 0.2:
         note(damage(path, source))
     names = [line.partition(" = ")[0].replace("_", "-") for line in lines if " = " in line]
-    flags = []
-    for _ in range(source.choice((0, 1, 1, 2))):
-        flags += [f"--{source.choice(names)}", str(source.choice(SCALARS)).replace("\0", "")[:5000]]
-        flags = flags[: source.choice((1, 9))]
-    note(" ".join(flags)[:1000])
+    flags = hostile_flags(names, source) if source.random() < 0.7 else []
     with contextlib.redirect_stdout(io.StringIO()):
         ends_well(path.parent, lambda: commands.run(parse(["--config", str(path), "--dry-run", *flags], "")))
+
+
+def hostile_flags(names: list[str], source: random.Random) -> list[str]:
+    """One to three flags with values that nobody means."""
+    flags = []
+    for _ in range(source.choice((1, 1, 2, 3))):
+        value = str(source.choice([*SCALARS, "nan", "inf", "-1e-9", "1e-9", "a/b", "~", "."])).replace("\0", "")[:5000]
+        flags += [f"--{source.choice(names)}", *([value] if source.random() < 0.9 else [])]
+    note(" ".join(flags)[:1000])
+    return flags
+
+
+@fuzz(0.25)
+@given(source=st.randoms(use_true_random=False))
+def test_hostile_flags_of_generate_end_in_one_line_or_in_a_text(checkpoints, tmp_path, source):
+    names = [
+        field.name.replace("_", "-") for field in dataclasses.fields(GenerationSettings) if field.name != "sampling"
+    ]
+    names += ["temperature", "top-k", "top-p", "min-p", "repetition-penalty"]
+    path = tmp_path / "prompts.txt"
+    path.write_text(source.choice(("Each\0 line\nis", "\ufeffx\r\n\r\ny", "Each " * 1000)), encoding="utf-8")
+    basis = [str(checkpoints[0]), *("--prompt-file", str(path), "--max-new-tokens", "3", "--device", "cpu")]
+    flags = hostile_flags(names, source)
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.TextIOWrapper(io.BytesIO())):
+        patch.setattr(sys, "argv", ["generate.py", *basis, *flags])
+        patch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"Each line")))
+        ends_well(tmp_path, generate.main)
+
+
+@fuzz(0.25)
+@given(source=st.randoms(use_true_random=False))
+def test_hostile_flags_of_ablate_end_in_one_line_or_in_a_plan(tmp_path, source):
+    flags = hostile_flags([field.name.replace("_", "-") for field in dataclasses.fields(Plan)], source)
+
+    def read() -> None:
+        plan = ablate.named(ablate.parse(flags))
+        for arm in plan.arms:
+            arm_settings(plan, arm)
+
+    with contextlib.redirect_stdout(io.StringIO()):
+        ends_well(tmp_path, read)
 
 
 @pytest.fixture(scope="module")
