@@ -52,7 +52,8 @@ NORMS: dict[str, tuple[NormParameter, ...]] = {
 PLACEMENTS = {"pre": 2, "post": 2, "sandwich": 4, "output": 2}  # placement of the norms: how many norms a layer has
 GATED, PLAIN = ("swiglu", "geglu", "reglu", "glu"), ("relu", "gelu")  # MLPs with three matrices, and with two
 # A file that says more is damaged: lists of that many layers, or tables of that many positions, would fill the memory.
-MAXIMA = {"num_hidden_layers": 100_000, "max_position_embeddings": 1 << 24}
+LARGE = ("vocab_size", "hidden_size", "intermediate_size", "max_position_embeddings", "heads times head_dim")
+MAXIMA = {"num_hidden_layers": 100_000, **dict.fromkeys(LARGE, 2**24)}
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
@@ -176,14 +177,15 @@ def check(config: ModelConfig) -> None:
             continue
         if type(value) is not int or value < 1:
             raise UserError(f"{name} is {value!r} and must be an integer of at least 1.")
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    found = vars(config) | {"heads times head_dim": heads * config.resolved_head_dim}
     for name, maximum in MAXIMA.items():
-        if getattr(config, name) > maximum:
-            raise UserError(f"{name} is {getattr(config, name)} and must be at most {maximum}.")
+        if found[name] > maximum:
+            raise UserError(f"{name} is {found[name]} and must be at most {maximum}.")
     for name in ("rope_theta", "norm_eps", "initializer_range"):
         value = getattr(config, name)
         if not isinstance(value, int | float) or not 0 < value < float("inf"):
             raise UserError(f"{name} is {value!r} and must be a number greater than 0.")
-    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     if heads % kv_heads:
         raise UserError(
             f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}; "

@@ -390,7 +390,8 @@ def hostile_flags(names: list[str], source: random.Random) -> list[str]:
     """One to three flags with values that nobody means."""
     flags = []
     for _ in range(source.choice((1, 1, 2, 3))):
-        value = str(source.choice([*SCALARS, "nan", "inf", "-1e-9", "1e-9", "a/b", "~", "."])).replace("\0", "")[:5000]
+        value = str(source.choice([*SCALARS, "nan", "inf", "-1e-9", "1e-9", "a/b", "~", "."]))[:5000]
+        value = value.replace("\0", "").replace("\ud800", "\udc80")  # as Python decodes arguments
         flags += [f"--{source.choice(names)}", *([value] if source.random() < 0.9 else [])]
     note(" ".join(flags)[:1000])
     return flags

@@ -40,7 +40,11 @@ def estimate(settings: Settings) -> str:
 def activation_bytes(
     config: ModelConfig, sequences: int, length: int, dtype: torch.dtype, *, checkpointing: bool
 ) -> int:
-    """Bytes that the forward pass keeps for the backward pass, with the CPU versions of the functions."""
+    """Bytes that the forward pass keeps for the backward pass, with the CPU versions of the functions.
+
+    Where there are more than 65,536 tokens, from fewer sequences, of which each needs the same.
+    """
+    measured = min(sequences, max(1, 2**16 // length))
     kept: dict[int, torch.UntypedStorage] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -56,12 +60,12 @@ def activation_bytes(
 
     with FakeTensorMode():
         model = Decoder(config, seed=None, compute_dtype=dtype)
-        tokens = torch.zeros(sequences, length, dtype=torch.int64)
+        tokens = torch.zeros(measured, length, dtype=torch.int64)
         everything = forward_bytes()
         model.activation_checkpointing = checkpointing
         inputs = forward_bytes()
     # With checkpointing only the layers' inputs are kept, and the backward pass recomputes one layer at a time.
-    return inputs + (everything - inputs) // config.num_hidden_layers
+    return (inputs + (everything - inputs) // config.num_hidden_layers) * sequences // measured
 
 
 def format_bytes(count: float) -> str:

@@ -21,6 +21,7 @@ from model.find_checkpoint import find_checkpoint
 from model.weight_files import check_sizes, read_entries
 
 CONFIGS = Path(__file__).parent.parent / "configs"
+LARGEST = 10**9  # of numbers of steps, sequences and tokens
 
 
 @dataclass(frozen=True)
@@ -166,8 +167,8 @@ def check(settings: Settings) -> None:
         "--evaluate-every": run.evaluate_every,
     }
     for flag, value in at_least_one.items():
-        if value < 1:
-            raise UserError(f"{flag} is {value} and must be at least 1.")
+        if not 1 <= value <= LARGEST:
+            raise UserError(f"{flag} is {value} and must be at least 1 and at most {LARGEST:,}.")
     if data.sequence_length > settings.model.max_position_embeddings:
         raise UserError(
             f"--sequence-length {data.sequence_length} is longer than the model's context of "

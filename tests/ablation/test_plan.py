@@ -172,6 +172,7 @@ def test_every_choice_of_an_arm_reaches_the_model():
         ({"norms": ("rms", "rms")}, "one or more different values"),
         ({"init_scales": ()}, "--init-scales needs"),
         ({"seeds": 1}, "--seeds is 1 and must be at least 2"),
+        ({"seeds": 2**70}, "--seeds is 1180591620717411303424 and must be at most 10,000"),
         ({"sweep_seeds": 0}, "--sweep-seeds is 0"),
         ({"pilot_seeds": 2}, "--pilot-seeds is 2 and must be at least 3"),
         ({"noise_seeds": -1}, "--noise-seeds is -1"),

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 import sysconfig
 from pathlib import Path
 
@@ -180,6 +181,21 @@ def test_unreadable_parquet_and_gzip_files_are_named(tmp_path):
     assert "e.jsonl.gz" in error_message(tmp_path / "e.jsonl.gz")
     (tmp_path / "f.jsonl.gz").write_bytes(b"not gzip at all")
     assert "gzip" in error_message(tmp_path / "f.jsonl.gz")
+
+
+def test_a_parquet_file_whose_names_are_not_utf8_is_named(tmp_path):
+    path = tmp_path / "a.parquet"
+    parquet.write_table(pyarrow.table({"words": ["x"]}), path, store_schema=False)
+    path.write_bytes(path.read_bytes().replace(b"words", b"wo\xf4ds"))
+    assert "a.parquet is not a readable parquet file" in error_message(path)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="Windows has no pipes in folders")
+def test_pipes_in_a_folder_are_left_out(tmp_path):
+    (tmp_path / "a.txt").write_text("text")
+    os.mkfifo(tmp_path / "b.txt")
+    for source in (tmp_path, tmp_path / "*"):
+        assert [file.path.name for file in resolve([str(source)])] == ["a.txt"]
 
 
 @pytest.mark.parametrize("name", ["bomb.jsonl", "bomb.jsonl.gz", "bomb.parquet"])

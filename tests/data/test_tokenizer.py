@@ -344,6 +344,13 @@ def test_a_configuration_that_is_no_json_object_is_named(saved, tmp_path, name, 
         load_tokenizer(folder)
 
 
+def test_a_sentencepiece_model_with_pieces_that_are_not_utf8_is_refused_when_it_is_opened(ours, tmp_path):
+    piece = ours._processor.id_to_piece(400).encode("utf-8")
+    (tmp_path / "tokenizer.model").write_bytes(ours.content.replace(piece, b"\xf4" * len(piece)))
+    with pytest.raises(UserError, match=r"tokenizer\.model is not a SentencePiece model"):
+        load_tokenizer(tmp_path)
+
+
 @pytest.mark.parametrize("eos", [True, 5, 1.5, [1], {"content": 5}, "no such token"])
 def test_an_eos_token_that_is_no_token_of_the_vocabulary_is_named(saved, tmp_path, eos):
     folder = edited(saved, tmp_path / "broken", eos_token=eos)

@@ -32,6 +32,13 @@ def test_the_estimate_counts_what_the_forward_pass_keeps(settings):
     assert checkpointed < 0.5 * stored  # the head, a layer, and the inputs of the others
 
 
+def test_an_enormous_batch_is_estimated_from_a_smaller_one(settings):
+    small, large = (
+        activation_bytes(settings.model, count, 32, torch.float32, checkpointing=False) for count in (2**11, 2**40)
+    )
+    assert large == 2**29 * small
+
+
 @pytest.mark.parametrize("config", sorted(path.stem for path in CONFIGS.glob("*.toml")))
 def test_the_header_of_a_config_states_the_memory_that_a_dry_run_estimates(config):
     header = re.search(r"# Memory: (\S+ [MG]B) on a CPU", config_path(config).read_text(encoding="utf-8"))[1]
