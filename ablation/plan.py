@@ -26,6 +26,7 @@ from training.settings import CONFIGS, Settings, as_flags, config_path, load_set
 
 PLANS = CONFIGS / "ablations"
 FIRST_SWEEP_SEED, FIRST_PILOT_SEED = 1001, 2001  # where the seeds of the sweep and of the pilot begin
+DTYPES = ("auto", "float32", "bfloat16", "float16")
 MAX_SEEDS = 500  # of the final runs
 LIMITS = {
     "seeds": (2, 10_000),
@@ -42,10 +43,10 @@ LIMITS = {
 class Arm:
     """One combination of choices. Records of earlier versions lack the last two fields and read as their defaults."""
 
-    norm: str
-    placement: str
-    mlp: str
-    dtype: str
+    norm: Literal[*NORMS]
+    placement: Literal[*PLACEMENTS]
+    mlp: Literal[*GATED, *PLAIN]
+    dtype: Literal[*DTYPES]
     eps: float
     init_scale: float
     norm_bias: bool | None = None
@@ -72,7 +73,7 @@ class Plan:
     the blocks (output)."""
     mlps: tuple[Literal[*GATED, *PLAIN], ...] = ("swiglu",)
     """Activations of the MLP, at equal numbers of parameters."""
-    dtypes: tuple[Literal["auto", "float32", "bfloat16", "float16"], ...] = ("auto",)
+    dtypes: tuple[Literal[*DTYPES], ...] = ("auto",)
     """Dtypes of the activations."""
     eps: tuple[float, ...] = (1e-5,)
     """Values of the norm's eps."""

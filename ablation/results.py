@@ -5,6 +5,7 @@ runs.jsonl, timings.jsonl and plan.toml are all that a comparison keeps; everyth
 
 import dataclasses
 import json
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -108,6 +109,11 @@ class RunResult:
     from these the noise of the evaluation can be bootstrapped."""
     measured_curves: dict[str, Curve] = dataclasses.field(default_factory=dict)
     """Of a run that is converted: by variant, what each conversion that trains nothing would change along the run."""
+
+    def __post_init__(self) -> None:
+        losses = (self.validation_loss, self.bits_per_byte, self.loss_before if self.phase == "conversion" else 0.0)
+        if self.status == "completed" and not all(loss is not None and math.isfinite(loss) for loss in losses):
+            raise ValueError("a completed run has finite losses")
 
     @property
     def key(self) -> tuple:

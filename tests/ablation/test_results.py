@@ -88,7 +88,9 @@ def test_a_number_that_json_does_not_have_is_refused_and_nothing_is_written(resu
     append_lines(path, results[0])
     before = path.read_bytes()
     with pytest.raises(ValueError, match="JSON compliant"):
-        append_lines(path, dataclasses.replace(results[0], validation_loss=value))
+        append_lines(path, dataclasses.replace(results[0], seconds=value))
+    with pytest.raises(ValueError, match="a completed run has finite losses"):
+        dataclasses.replace(results[0], validation_loss=value)
     assert path.read_bytes() == before and len(json.loads(before)) == len(dataclasses.fields(results[0]))
 
 
