@@ -10,7 +10,9 @@ from pathlib import Path
 from errors import UserError
 from files import parse_json, read_bytes, replace_text
 
-FACTS = ("text", "machine")  # keys of the first line; all other values are numbers
+FACTS = ("text", "machine")  # keys of the first line, texts; all other values are numbers
+
+FINITE = ("validation_loss", "bits_per_byte")  # a run whose validation loss is not finite stops before it is written
 
 
 class Metrics:
@@ -66,14 +68,16 @@ def read(run_dir: Path) -> list[dict]:
 def read_line(path: Path, number: int, line: bytes) -> dict:
     """One line of metrics.jsonl, if it is what `Metrics` writes."""
     try:
-        record = parse_json(line, dict[str, int | float | str | dict])
+        record = parse_json(line, dict[str, int | float | str])
         if type(record.get("step")) is not int:
             raise ValueError("it has no step")
     except ValueError as error:
         raise UserError(f"{path}, line {number}, is damaged ({error}); delete that line.") from None
     needed = {"loss": "gradient_norm", "validation_loss": "bits_per_byte"}
     complete = all(also in record for name, also in needed.items() if name in record)
-    if not complete or not all(name in FACTS or is_number(value) for name, value in record.items()):
+    types = all(isinstance(value, str) if name in FACTS else is_number(value) for name, value in record.items())
+    types = types and not any(isinstance(record.get(name), str) for name in FINITE)
+    if not complete or not types:
         raise UserError(f"{path}, line {number}, is not what a run writes there; delete that line.")
     return record
 
