@@ -76,6 +76,8 @@ class State:
     """Number of processes that trained it last; None in runs of earlier versions."""
     scaler: Scaler | None = None
     """State of the float16 gradient scaler, None in other dtypes."""
+    checksum: str = ""
+    """Hash of all other fields; filled in on saving, empty in runs of earlier versions."""
 
 
 def settings_hash(settings: Settings) -> str:
@@ -127,7 +129,14 @@ def write_model(directory: Path, state: State, model: Decoder, tokenizer: Tokeni
     tokenizer.save(directory)
     state = dataclasses.replace(state, weights_hash=file_hash(directory / "model.safetensors"))
     fsync_directory(directory)  # before state.json, which says that everything else is there
+    state = dataclasses.replace(state, checksum=checksum(state))
     replace_text(directory / "state.json", json.dumps(dataclasses.asdict(state), indent=1))
+
+
+def checksum(state: State) -> str:
+    """Hash of all fields but the checksum itself."""
+    fields = dataclasses.asdict(dataclasses.replace(state, checksum=""))
+    return hashlib.blake2b(json.dumps(fields).encode(), digest_size=16).hexdigest()
 
 
 def replace_directory(target: Path, write: Callable[[Path], None]) -> None:
@@ -192,6 +201,8 @@ def read_state(directory: Path) -> State:
     path = directory / "state.json"
     try:
         state = parse_json(read_bytes(path), State)
+        if state.checksum and state.checksum != checksum(state):
+            raise ValueError("its content is not what was saved")
         for name, saved in (
             ("model.safetensors", state.weights_hash),
             ("training_state.safetensors", state.training_state_hash),

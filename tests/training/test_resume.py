@@ -41,7 +41,7 @@ def assert_equal_runs(found: Path, expected: Path) -> None:
     assert measurements(found) == measurements(expected)
     states = [json.loads((directory / "state.json").read_text()) for directory in last]
     for state in states:
-        del state["seconds"]
+        del state["seconds"], state["checksum"]
     assert states[0] == states[1]
 
 
@@ -292,6 +292,7 @@ def test_a_checkpoint_of_an_older_version_with_random_state_resumes_bit_for_bit(
     tensors = load_file(last / "training_state.safetensors")
     save_file(tensors | {"random.cpu": torch.get_rng_state()}, last / "training_state.safetensors")
     state = json.loads((last / "state.json").read_text())
+    del state["checksum"]
     state["training_state_hash"] = checkpoint.file_hash(last / "training_state.safetensors")
     (last / "state.json").write_text(json.dumps(state))
     assert train(settings, tmp_path / "resumed", resume=True) == 0
@@ -324,9 +325,19 @@ def test_damaged_tensors_are_refused(stopped_run, name):
 )
 def test_a_damaged_state_is_refused(stopped_run, changes):
     path = stopped_run / "last" / "state.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-    with pytest.raises(UserError, match=r"state\.json is not a readable training state"):
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes | {"checksum": ""}))
+    with pytest.raises(UserError, match=r"state\.json is not a readable training state \(Expected"):
         checkpoint.read_state(path.parent)
+
+
+def test_a_state_in_which_any_number_is_another_is_refused(stopped_run):
+    path = stopped_run / "last" / "state.json"
+    state = json.loads(path.read_text())
+    for name, value in state.items():
+        if isinstance(value, int | float):
+            path.write_text(json.dumps(state | {name: value + 1}))
+            with pytest.raises(UserError, match=r"its content is not what was saved"):
+                checkpoint.read_state(path.parent)
 
 
 def test_a_resumed_run_needs_neither_the_weights_it_started_from_nor_the_cache(flags, stopped_run, tmp_path, cache):
@@ -372,7 +383,7 @@ def test_resuming_with_another_number_of_processes_says_what_differs(stopped_run
     path = stopped_run / "last" / "state.json"
     state = json.loads(path.read_text())
     assert state["processes"] == 1
-    path.write_text(json.dumps(state | {"processes": 2}))
+    path.write_text(json.dumps(state | {"processes": 2, "checksum": ""}))
     train(parse(["--resume", str(stopped_run)], "test").settings, stopped_run, resume=True)
     assert "2 processes before, 1 now" in capsys.readouterr().out
     assert json.loads(path.read_text())["processes"] == 1
