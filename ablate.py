@@ -33,7 +33,7 @@ report.md and results.json, which are derived from it."""
 class Command:
     """The command line."""
 
-    plan_file: Annotated[str | None, tyro.conf.arg(metavar="[PLAN]"), tyro.conf.Positional] = None
+    plan_file: Annotated[str | None, optional("[PLAN]"), tyro.conf.Positional] = None
     """A plan: a TOML file, or a name in configs/ablations/. Flags override what it says."""
     out: Annotated[Path | None, optional("FOLDER")] = None
     """Folder of the results (default: runs/ablation-NAME, or runs/ablation-NORMS where --norms changes the plan's)."""

@@ -18,10 +18,14 @@ class UserError(Exception):
     """
 
     def __str__(self) -> str:
-        message = super().__str__()
-        if len(message) > MAX_MESSAGE:
-            message = f"{message[: MAX_MESSAGE // 2]} [...] {message[-MAX_MESSAGE // 2 :]}"
-        return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in message)
+        shown = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in shorten(super().__str__()))
+        return shorten(shown)
+
+
+def shorten(message: str) -> str:
+    """The beginning and the end of a message that is too long to read."""
+    half = MAX_MESSAGE // 2
+    return message if len(message) <= MAX_MESSAGE else f"{message[:half]} [...] {message[-half:]}"
 
 
 class OptionalOutput:

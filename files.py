@@ -13,37 +13,40 @@ import msgspec
 from errors import UserError
 
 T = TypeVar("T")
-MAX_BYTES = 2**24  # of a file that is read whole; the index of a model of 700 billion parameters has half of them
+MAX_BYTES = 2**24  # of a file that is read at once; the index of a model of 700 billion parameters has 9 million
 
 
 def read_bytes(path: Path, limit: int = MAX_BYTES) -> bytes:
     """The contents of a file of at most `limit` bytes; `UserError` if it is longer, or cannot be read.
 
-    Devices and pipes, which might never end, are refused. `FileNotFoundError` if there is nothing at all.
+    Devices and pipes, which might never end, are refused. `FileNotFoundError` if there is no file.
     """
     try:
-        if not stat.S_ISREG(path.stat().st_mode):
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
             raise UserError(f"{path} is not a regular file; put the file itself there.")
         with path.open("rb") as file:
-            content = file.read(limit + 1)
+            content = file.read(min(limit, status.st_size) + 1)
     except FileNotFoundError:
         raise
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror}); make it readable, or get it again.") from None
     if len(content) > limit:
-        raise UserError(f"{path} is longer than {limit:,} bytes; get the file again.")
+        raise UserError(f"{path} is longer than {limit:,} bytes, more than such a file needs; give another file.")
     return content
 
 
-def parse_json(content: bytes, kind: type[T]) -> T:
-    """JSON in UTF-8 as `kind`: a type, or a dataclass with one field for each key. `ValueError` for anything else.
+def parse_json(content: bytes, kind: type[T], *, constants: bool = False) -> T:
+    """JSON in UTF-8 as `kind`: a type, or a dataclass with one field for each key.
 
-    So is a key that is there twice, half a character (a lone surrogate), and anything nested thousands of levels deep.
-    Integers beyond 64 bits become floats (tokenizers have 10^30 for "no limit").
+    Raises `ValueError` for anything else, also for a key with two values, a lone surrogate, values nested thousands of
+    levels deep, and without `constants` for NaN and Infinity, which JSON lacks and other programs write all the same.
+    Integers beyond 64 bits become floats (tokenizers have 10^30 for "no limit"), numbers beyond those infinite.
     """
+    refuse_or_read = float if constants else _refuse
     try:
         value = json.loads(
-            content.decode("utf-8"), object_pairs_hook=_object, parse_int=_integer, parse_constant=_refuse
+            content.decode("utf-8"), object_pairs_hook=_object, parse_int=_integer, parse_constant=refuse_or_read
         )
         if b"\\ud" in content.lower():
             json.dumps(value, ensure_ascii=False).encode("utf-8")
@@ -57,18 +60,19 @@ def parse_json(content: bytes, kind: type[T]) -> T:
 
 def _check_keys(value: dict, record: object) -> None:
     """Raise `ValueError` for a key that a dataclass, or one inside it, has no field for: perhaps a damaged name."""
+    names = {field.name for field in dataclasses.fields(record)}
     for key, part in value.items():
-        if not hasattr(record, key):
+        if key not in names:
             raise ValueError(f"{key!r:.80} is not one of its keys")
-        if dataclasses.is_dataclass(field := getattr(record, key)):
-            _check_keys(part, field)
+        if dataclasses.is_dataclass(inner := getattr(record, key)):
+            _check_keys(part, inner)
 
 
 def _object(pairs: list[tuple[str, object]]) -> dict:
     fields = {}
     for key, value in pairs:
-        if key in fields:
-            raise ValueError(f"it has the key {key!r:.80} twice")
+        if key in fields and fields[key] != value:
+            raise ValueError(f"its key {key!r:.80} has two values")
         fields[key] = value
     return fields
 
@@ -79,7 +83,7 @@ def _integer(digits: str) -> int | float:
 
 
 def _refuse(constant: str) -> float:
-    raise ValueError(f"{constant} is not a number of JSON")
+    raise ValueError(f"{constant} is not a JSON number")
 
 
 def read_json(path: Path, kind: type[T] = dict) -> T:
@@ -89,7 +93,7 @@ def read_json(path: Path, kind: type[T] = dict) -> T:
     except FileNotFoundError:
         content = b"{}"
     try:
-        return parse_json(content, kind)
+        return parse_json(content, kind, constants=True)
     except ValueError as error:
         raise UserError(f"{path} is not readable JSON ({error}); download or save it again.") from None
 

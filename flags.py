@@ -7,9 +7,9 @@ except ImportError:  # models and benchmarks do not need a command line
     arg = dict
 
 
-def optional(metavar: str) -> object:
+def optional(metavar: str, **options: object) -> object:
     """For a setting that may be absent; its docstring says what happens then."""
-    return arg(metavar=metavar, help_behavior_hint="")
+    return arg(metavar=metavar, help_behavior_hint="", **options)
 
 
 __all__ = ["DisallowNone", "Suppress", "arg", "optional"]

@@ -20,7 +20,7 @@ import tyro
 
 from errors import UserError
 from files import read_toml, replace_text
-from flags import optional
+from flags import arg, optional
 from model.config import GATED, NORMS, PLACEMENTS, PLAIN, ModelConfig, canonical_norm_bias
 from training.settings import CONFIGS, Settings, as_flags, config_path, load_settings, nearest
 
@@ -79,9 +79,9 @@ class Plan:
     """Values of the norm's eps."""
     init_scales: tuple[float, ...] = (1.0,)
     """Factors on the standard deviation of the initial weights."""
-    norm_biases: tuple[bool, ...] = ()
+    norm_biases: Annotated[tuple[bool, ...], arg(help_behavior_hint="")] = ()
     """Whether the norms have a bias; without values, each norm's own default."""
-    qk_norms: tuple[bool, ...] = ()
+    qk_norms: Annotated[tuple[bool, ...], arg(help_behavior_hint="")] = ()
     """Whether queries and keys go through RMSNorm; without values, as the config says."""
     seeds: Annotated[int | None, optional("INT")] = None
     """Final runs of each arm, paired by seed; without a value as many as the pilot asks for, at least five."""
@@ -94,7 +94,7 @@ class Plan:
     """Seed of the first final runs; the others follow. Final seeds must not be those of earlier runs of any kind."""
     hours: float = 12.0
     """The most that all runs may take: where the pilot asks for more final runs, as many are done as fit."""
-    learning_rates: tuple[float, ...] = ()
+    learning_rates: Annotated[tuple[float, ...], arg(help_behavior_hint="")] = ()
     """Learning rates to choose from, separately for each arm; without them every arm uses the config's."""
     sweep_seeds: int = 3
     """Runs of each arm at each learning rate of the sweep. Where an arm is best at the lowest or highest one, the sweep

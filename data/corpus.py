@@ -93,7 +93,7 @@ def resolve(sources: Iterable[str], text_field: str = "text") -> list[TextFile]:
             files += _text_files(_visible_files(path), f"the folder {source} holds", text_field)
         elif glob.has_magic(source):
             found = sorted(Path(match) for match in glob.glob(str(path), recursive=True))
-            files += _text_files((match for match in found if match.is_file()), f"{source} matches", text_field)
+            files += _text_files(found, f"{source} matches", text_field)
         else:
             similar = difflib.get_close_matches(source, NAMES, n=1)
             hint = f'did you mean "{similar[0]}"?' if similar else f"give {CHOICES}."
@@ -158,7 +158,11 @@ def _text_file(path: Path, text_field: str) -> TextFile:
 
 
 def _text_files(paths: Iterable[Path], where: str, text_field: str) -> list[TextFile]:
-    files = [TextFile(path, format, text_field, optional=True) for path in paths if (format := _find_format(path))]
+    files = [
+        TextFile(path, format, text_field, optional=True)
+        for path in paths
+        if (format := _find_format(path)) and path.is_file()  # no folders, pipes and devices
+    ]
     if not files:
         raise UserError(f"{where} no file to read; the formats are {SUFFIXES}.")
     return files
@@ -172,8 +176,7 @@ def _find_format(path: Path) -> str | None:
 def _visible_files(folder: Path, excluded: frozenset[str] = frozenset({"__pycache__"})) -> Iterator[Path]:
     for parent, folders, names in os.walk(folder):
         folders[:] = sorted(name for name in folders if name not in excluded and not name.startswith("."))
-        paths = (Path(parent, name) for name in sorted(names) if not name.startswith("."))
-        yield from (path for path in paths if path.is_file())  # no pipes and devices
+        yield from (Path(parent, name) for name in sorted(names) if not name.startswith("."))
 
 
 def _standard_library() -> list[TextFile]:

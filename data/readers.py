@@ -123,7 +123,7 @@ def read_parquet(path: Path, field: str) -> Documents:
                     problem = f"{where}: {field!r} is not UTF-8 text at byte {error.start}"
                     raise UserError(f"{problem}; convert it to UTF-8 or leave the row out.") from error
                 yield [_string(where, text, field, {field: text})]
-    except (pyarrow.ArrowException, OSError, ValueError) as error:  # ValueError: names that are not UTF-8
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:  # UnicodeDecodeError: names of columns
         reason = str(error).split("\n")[0].rstrip(".")
         raise UserError(f"{path} is not a readable parquet file ({reason}); download or write it again.") from error
 

@@ -16,7 +16,7 @@ from files import read_json
 from generation.settings import Sampling
 from generation.template import Message, render
 
-MAX_CHARACTERS = 2**21  # of a conversation; tokenizing takes some 220 bytes of memory for each
+MAX_CHARACTERS = 2**23  # of a conversation; tokenizing takes some 220 bytes of memory for each
 # The names under which templates find special tokens.
 SPECIAL_TOKENS = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
 

@@ -54,7 +54,7 @@ def read_standard_input() -> str:
 
 
 def read_text(file: BinaryIO, name: str) -> str:
-    """All of a file that may never end, such as a device; `UserError` unless it is UTF-8 and of a prompt's length."""
+    """The text of an open file, perhaps a device that never ends; `UserError` unless it is UTF-8 and short enough."""
     content = file.read(MAX_PROMPT + 1)
     if len(content) > MAX_PROMPT:
         raise UserError(f"{name} is longer than {MAX_PROMPT >> 20} MiB, which no model reads; give a shorter text.")

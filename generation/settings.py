@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 import tyro
 
 from errors import UserError
+from flags import optional
 from generation.prompts import check_unicode
 
 MAX_SAMPLES = 100_000
@@ -64,7 +65,7 @@ class Settings:
     model's context is full.
     """
 
-    run: Annotated[str | None, tyro.conf.arg(metavar="[RUN]"), tyro.conf.Positional] = None
+    run: Annotated[str | None, optional("[RUN]"), tyro.conf.Positional] = None
     """A run directory (runs/NAME: uses its best/ if there is one, else its last/), a checkpoint directory with
     config.json and *.safetensors, or a model on the Hugging Face Hub (org/name or org/name@revision), which is
     downloaded once. Default: the newest run in runs/."""
@@ -72,17 +73,17 @@ class Settings:
     """Text to continue (--prompt=TEXT if it starts with a dash). Repeat the flag for several prompts. Default: standard
     input is the prompt, minus one final line break; if that is a terminal or empty, the model starts a text of its
     own. With --chat: the message to answer, each in a conversation of its own."""
-    prompt_file: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    prompt_file: Annotated[Path | None, optional("FILE")] = None
     """UTF-8 text file with one prompt per line; blank lines are skipped."""
     chat: tyro.conf.FlagCreatePairsOff[bool] = False
     """Answer messages as the model's own chat template has them. In a terminal without a prompt this holds a
     conversation: /help lists its commands, Ctrl-C stops an answer, Ctrl-D leaves. When the conversation is longer than
     the model's context, the oldest turns are dropped."""
-    system: Annotated[str | None, tyro.conf.arg(metavar="TEXT")] = None
+    system: Annotated[str | None, optional("TEXT")] = None
     """System prompt of a chat: who the model is and how it answers. Default: what the chat template says."""
     interactive: tyro.conf.FlagCreatePairsOff[bool] = False
     """Read a prompt per line from the terminal, and continue each by itself."""
-    max_new_tokens: Annotated[int | None, tyro.conf.arg(metavar="INT", aliases=["--max-tokens"])] = None
+    max_new_tokens: Annotated[int | None, optional("INT", aliases=["--max-tokens"])] = None
     """Maximum number of tokens to generate per text. Default: 200, in a chat 2048."""
     sampling: Annotated[Sampling, tyro.conf.arg(name="")] = field(default_factory=Sampling)
     seed: int = 1
@@ -113,7 +114,9 @@ class Settings:
             if value < 1:
                 raise UserError(f"{flag} is {value} but must be at least 1.")
         if self.samples > MAX_SAMPLES:
-            raise UserError(f"--samples is {self.samples} and must be at most {MAX_SAMPLES:,}; start several times.")
+            raise UserError(
+                f"--samples is {self.samples} and must be at most {MAX_SAMPLES:,}; run the command several times."
+            )
         if self.system is not None and not self.chat:
             raise UserError("--system is for conversations; give --chat too.")
         if self.interactive and (self.chat or self.prompt or self.prompt_file):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from errors import UserError
-from flags import DisallowNone, Suppress, optional
+from flags import DisallowNone, Suppress, arg, optional
 from model.rope_scaling import check_rope_scaling
 
 
@@ -51,9 +51,9 @@ NORMS: dict[str, tuple[NormParameter, ...]] = {
 }
 PLACEMENTS = {"pre": 2, "post": 2, "sandwich": 4, "output": 2}  # placement of the norms: how many norms a layer has
 GATED, PLAIN = ("swiglu", "geglu", "reglu", "glu"), ("relu", "gelu")  # MLPs with three matrices, and with two
-# A file that says more is damaged: lists of that many layers, or tables of that many positions, would fill the memory.
+# A file that says more is damaged: no machine holds a model with so many layers or heads, or so wide.
 LARGE = ("vocab_size", "hidden_size", "intermediate_size", "max_position_embeddings", "heads times head_dim")
-MAXIMA = {"num_hidden_layers": 100_000, **dict.fromkeys(LARGE, 2**24)}
+MAXIMA = {"num_hidden_layers": 100_000, "num_attention_heads": 2**16, **dict.fromkeys(LARGE, 2**24)}
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
@@ -100,7 +100,7 @@ class ModelConfig:
     output: on the output of each block, and before the head, as in OLMo 2."""
     norm_groups: int = 8
     """Number of slices of the channels for --norm group."""
-    norm_bias: Annotated[bool | None, DisallowNone] = None
+    norm_bias: Annotated[bool | None, DisallowNone, arg(help_behavior_hint="")] = None
     """Whether the norms have a bias. Default: layer, center, group, batch, dyt and derf do; rms, prms, offset and l2 do
     not. srms and none have no parameters, and never a bias."""
     norm_eps: float = 1e-5
@@ -181,7 +181,7 @@ def check(config: ModelConfig) -> None:
     found = vars(config) | {"heads times head_dim": heads * config.resolved_head_dim}
     for name, maximum in MAXIMA.items():
         if found[name] > maximum:
-            raise UserError(f"{name} is {found[name]} and must be at most {maximum}.")
+            raise UserError(f"{name} is {found[name]} and must be at most {maximum:,}.")
     for name in ("rope_theta", "norm_eps", "initializer_range"):
         value = getattr(config, name)
         if not isinstance(value, int | float) or not 0 < value < float("inf"):

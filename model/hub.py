@@ -112,7 +112,7 @@ def explain(error: Exception, model: HubModel, endpoint: str) -> Reason:
         chain.append(cause)
     names = {type(link).__name__ for link in chain}
     if "HFValidationError" in names:
-        return Reason(f"{model.name} is neither a local path nor a possible id of the Hub; check the spelling.")
+        return Reason(f"{model.name} is neither a local path nor a valid model id of the Hub; check the spelling.")
     status = next((link.response.status_code for link in chain if getattr(link, "response", None) is not None), None)
     log_in = "log in with `hf auth login` or set HF_TOKEN"
     if "GatedRepoError" in names or status == 403:

@@ -57,8 +57,8 @@ def unscaled_part(config: ModelConfig, frequency: Tensor) -> Tensor:
 class Rope(nn.Module):
     """cos and sin of (position, pair): computed once in float64, kept as float32 (positions, d/2).
 
-    The tables have at most 32,768 positions until a longer text needs more: those of a context of four million tokens
-    are gigabytes. yarn multiplies them by `attention_factor`, and so scores by its square (Peng et al., section 3.4).
+    The tables have at most 32,768 positions until a longer text needs more: for 4 million tokens they are gigabytes.
+    yarn multiplies them by `attention_factor`, and so all scores by its square (Peng et al. 2023, section 3.4).
     """
 
     def __init__(self, config: ModelConfig):

@@ -21,7 +21,7 @@ from model.config import ModelConfig
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 # The small files that belong to a checkpoint: configurations, tokenizers and chat templates.
 SIDE_FILES = ("*.json", "*.model", "*.jinja", "merges.txt")
-MAX_HEADER = 2**24  # bytes; 130,000 tensors have as many
+MAX_HEADER = 2**24  # bytes; enough for 130,000 tensors
 BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # of one element
 
 PICKLED = (
@@ -88,8 +88,8 @@ def find_weight_files(directory: Path) -> list[Path]:
         check_format(directory)
         raise UserError(f"{directory} has no {SINGLE}; download or save the checkpoint again.")
     try:
-        names = sorted(set(msgspec.convert(read_json(index)["weight_map"], dict[str, str]).values()))
-    except (KeyError, ValueError) as error:
+        names = sorted(set(msgspec.convert(read_json(index).get("weight_map"), dict[str, str]).values()))
+    except ValueError as error:
         raise UserError(
             f"{index} is not a readable index of shards ({error}); download or save the checkpoint again."
         ) from None
@@ -117,12 +117,14 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
             if start == b"version ":
                 raise ValueError("it is a pointer of Git LFS: fetch the file itself with `git lfs pull`")
             length = int.from_bytes(start, "little")
-            if length > min(size - 8, MAX_HEADER):
+            if length > size - 8:
                 raise ValueError("it is truncated")
+            if length > MAX_HEADER:
+                raise ValueError(f"its header has {length:,} bytes, and at most {MAX_HEADER:,} are read")
             fields = parse_json(file.read(length), dict)
         fields.pop("__metadata__", None)
         entries, end = {}, 0
-        header = msgspec.convert(fields, dict[str, HeaderEntry])
+        header = {name: as_entry(name, field) for name, field in fields.items()}
         for name, field in sorted(header.items(), key=lambda item: item[1].data_offsets):
             (begin, stop), shape, dtype = field.data_offsets, field.shape, field.dtype
             expected = math.prod(shape) * BYTES[dtype] if dtype in BYTES else stop - begin
@@ -135,6 +137,14 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
     except (OSError, ValueError) as error:
         raise UserError(f"{path} is not a complete safetensors file ({error}); download or save it again.") from None
     return entries
+
+
+def as_entry(name: str, field: object) -> HeaderEntry:
+    """A tensor of a header; `ValueError` that names it where the types differ."""
+    try:
+        return msgspec.convert(field, HeaderEntry)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
 
 
 def check_sizes(config: ModelConfig, entries: Mapping[str, TensorEntry], directory: Path | str) -> None:

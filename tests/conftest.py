@@ -15,7 +15,9 @@ import numpy as np
 import pytest
 import torch
 
+hypothesis.settings.register_profile("suite", derandomize=True)  # a search of its own draws other examples
 hypothesis.settings.register_profile("long", max_examples=20_000)
+hypothesis.settings.load_profile("suite")
 
 # Kernels are interpreted or compiled as they are imported, so that one process cannot do both. `-m gpu` compiles them.
 # Any other choice of tests runs on the CPU, also where there is a GPU. Workers inherit what the first process sets.

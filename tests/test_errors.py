@@ -32,6 +32,12 @@ def test_output_whose_reader_has_gone_is_dropped():
     stream.close()
 
 
+@pytest.mark.parametrize("character", ["x", "\0", "\U000e0001"])
+def test_an_error_that_quotes_a_huge_value_stays_readable(character):
+    text = str(UserError(f"head_dim is {character * 100_000} and must be an integer."))
+    assert len(text) < 2100 and text.startswith("head_dim is ") and text.endswith("and must be an integer.")
+
+
 @pytest.mark.skipif(not FULL.exists(), reason="this system has no /dev/full")
 def test_output_that_cannot_be_written_is_reported_once_and_the_program_continues():
     code = "import errors; errors.open_streams(); [print('x' * 10_000, flush=True) for _ in range(3)]"

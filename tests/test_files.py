@@ -4,12 +4,11 @@ import json
 import os
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 
 from errors import UserError
-from files import read_bytes, read_json
+from files import parse_json, read_bytes, read_json
 
 
 @dataclass(frozen=True)
@@ -23,6 +22,10 @@ class Record:
     share: float
     inner: Inner
     points: list[tuple[int, float]]
+
+    @property
+    def doubled(self) -> int:
+        return 2 * self.count
 
 
 RECORD = {"count": 3, "share": 1, "inner": {"name": "a"}, "points": [[1, 0.5]]}
@@ -45,6 +48,8 @@ def test_a_record_has_the_types_of_its_fields(tmp_path):
         ({"inner": []}, "Expected `object`"),
         ({"inner": {"nam": "a"}}, "'nam' is not one of its keys"),
         ({"coun": 4}, "'coun' is not one of its keys"),
+        ({"__class__": 1}, "'__class__' is not one of its keys"),
+        ({"doubled": 1}, "'doubled' is not one of its keys"),
         ({"points": [[1]]}, "length 2"),
     ],
 )
@@ -57,9 +62,8 @@ def test_a_record_with_other_types_or_other_keys_is_refused(tmp_path, changes, w
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (b'{"a": 1, "b": {"c": 1, "c": 2}}', "the key 'c' twice"),
+        (b'{"a": 1, "b": {"c": 1, "c": 2}}', "key 'c' has two values"),
         (b'{"a": "\\ud800"}', "surrogates"),
-        (b'{"a": NaN}', "NaN is not a number of JSON"),
         (b'{"a": "\xff"}', "utf-8"),
         (b'\xef\xbb\xbf{"a": 1}', "BOM"),
         (b'{"a": ' + b"[" * 10**6, "nested too deeply"),
@@ -76,6 +80,13 @@ def test_what_is_no_clear_json_object_is_refused(tmp_path, content, words):
 def test_a_pair_of_surrogates_is_a_character_and_huge_integers_are_floats(tmp_path):
     (tmp_path / "a.json").write_text(f'{{"a": "\\ud83d\\ude00", "b": {10**30}, "c": {1 - 2**63}, "d": {"1" * 5000}}}')
     assert read_json(tmp_path / "a.json") == {"a": "\U0001f600", "b": 1e30, "c": 1 - 2**63, "d": float("inf")}
+
+
+def test_what_other_programs_write_beside_json_is_read_where_it_is_clear(tmp_path):
+    (tmp_path / "a.json").write_text('{"a": Infinity, "b": 1, "b": 1}')
+    assert read_json(tmp_path / "a.json") == {"a": float("inf"), "b": 1}
+    with pytest.raises(ValueError, match="Infinity is not a JSON number"):
+        parse_json(b'{"a": Infinity}', dict)
 
 
 def test_a_missing_file_is_an_empty_object_and_any_other_obstacle_is_an_error(tmp_path):
@@ -100,9 +111,4 @@ def test_no_more_is_read_than_the_limit(tmp_path):
     with pytest.raises(UserError, match="longer than 10 bytes"):
         read_bytes(tmp_path / "a", limit=10)
     with pytest.raises(FileNotFoundError):
-        read_bytes(Path(tmp_path / "b"))
-
-
-def test_an_error_that_quotes_a_huge_value_stays_readable():
-    text = str(UserError(f"head_dim is {'x' * 100_000} and must be an integer."))
-    assert len(text) < 2100 and text.startswith("head_dim is xxx") and text.endswith("and must be an integer.")
+        read_bytes(tmp_path / "b")

@@ -38,7 +38,7 @@ Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Scaler(TypedDict):
-    """What torch's `GradScaler.state_dict` has."""
+    """The state of torch's `GradScaler`, as its `state_dict` returns it."""
 
     scale: float
     growth_factor: float
@@ -98,8 +98,6 @@ def settings_hash(settings: Settings) -> str:
 
 
 def file_hash(path: Path) -> str:
-    if not path.is_file():
-        raise UserError(f"{path} is not there or not a file; the run cannot be resumed.")
     with path.open("rb") as file:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
@@ -207,6 +205,8 @@ def read_state(directory: Path) -> State:
             ("model.safetensors", state.weights_hash),
             ("training_state.safetensors", state.training_state_hash),
         ):
+            if saved and not (directory / name).is_file():
+                raise UserError(f"{directory / name} is missing or not a regular file; the run cannot be resumed.")
             if saved and file_hash(directory / name) != saved:
                 raise UserError(f"{directory / name} is not the file that was saved there: its hash differs.")
     except (OSError, ValueError) as error:

@@ -42,7 +42,7 @@ def activation_bytes(
 ) -> int:
     """Bytes that the forward pass keeps for the backward pass, with the CPU versions of the functions.
 
-    Where there are more than 65,536 tokens, from fewer sequences, of which each needs the same.
+    With more than 65,536 tokens, fewer sequences are measured and the result is scaled: each needs about the same.
     """
     measured = min(sequences, max(1, 2**16 // length))
     kept: dict[int, torch.UntypedStorage] = {}

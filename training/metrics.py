@@ -10,7 +10,7 @@ from pathlib import Path
 from errors import UserError
 from files import parse_json, read_bytes, replace_text
 
-FACTS = ("text", "machine")  # keys of the first line, texts; all other values are numbers
+FACTS = ("text", "machine")  # texts, keys of the first line; all other values are numbers
 
 FINITE = ("validation_loss", "bits_per_byte")  # a run whose validation loss is not finite stops before it is written
 
@@ -59,7 +59,7 @@ def read(run_dir: Path) -> list[dict]:
     """The lines of `run_dir/metrics.jsonl`, without an incomplete last one that a kill may leave."""
     path = run_dir / "metrics.jsonl"
     try:
-        lines = read_bytes(path, limit=2**32).split(b"\n")[:-1]
+        lines = read_bytes(path, limit=2**30).split(b"\n")[:-1]
     except FileNotFoundError:
         return []
     return [read_line(path, number, line) for number, line in enumerate(lines, 1)]

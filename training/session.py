@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import platform
+import sys
 import textwrap
 from collections import deque
 from collections.abc import Callable
@@ -71,8 +72,10 @@ class Session:
 
 
 def print_wrapped(line: str) -> None:
-    """Print a line of any length in 80 columns, broken at spaces."""
-    print(textwrap.fill(line, 80, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False))
+    """Print a line; in a terminal in 80 columns, broken at spaces."""
+    if sys.stdout.isatty():
+        line = textwrap.fill(line, 80, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+    print(line)
 
 
 def set_up(settings: Settings, run_dir: Path, *, resume: bool, say: Callable[[str], None] = print_wrapped) -> Session:

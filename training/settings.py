@@ -21,7 +21,7 @@ from model.find_checkpoint import find_checkpoint
 from model.weight_files import check_sizes, read_entries
 
 CONFIGS = Path(__file__).parent.parent / "configs"
-LARGEST = 10**9  # of numbers of steps, sequences and tokens
+MAX_COUNT = 10**9  # steps, sequences or tokens
 
 
 @dataclass(frozen=True)
@@ -167,8 +167,8 @@ def check(settings: Settings) -> None:
         "--evaluate-every": run.evaluate_every,
     }
     for flag, value in at_least_one.items():
-        if not 1 <= value <= LARGEST:
-            raise UserError(f"{flag} is {value} and must be at least 1 and at most {LARGEST:,}.")
+        if not 1 <= value <= MAX_COUNT:
+            raise UserError(f"{flag} is {value} and must be between 1 and {MAX_COUNT:,}.")
     if data.sequence_length > settings.model.max_position_embeddings:
         raise UserError(
             f"--sequence-length {data.sequence_length} is longer than the model's context of "
@@ -267,7 +267,7 @@ class SourceFlags:
     resume: Annotated[str | None, optional("RUN")] = None
     init_from: str | None = None
     out: str | None = None
-    steps: int | None = None
+    steps: str | None = None
     norm_bias: Annotated[bool | None, DisallowNone] = None
 
 

@@ -120,7 +120,7 @@ def test_what_the_hub_refuses_is_a_one_line_error_that_says_what_to_do(tmp_path,
 
 def test_an_id_that_the_hub_cannot_have_is_not_taken_for_a_missing_connection(tmp_path, hub):
     lines, _ = find(tmp_path, hub.server_port, "org/a--b", "org/a..b", f"org/{'x' * 100}")
-    assert len(lines) == 3 and all("neither a local path nor a possible id of the Hub" in line for line in lines)
+    assert len(lines) == 3 and all("neither a local path nor a valid model id of the Hub" in line for line in lines)
     assert not hub.asked
 
 
