@@ -4,6 +4,7 @@
 Unicode scalar text with one exception: U+2581 comes back as a space, because SentencePiece encodes spaces as U+2581.
 """
 
+import contextlib
 import functools
 import hashlib
 import io
@@ -11,7 +12,6 @@ import json
 import os
 import re
 import secrets
-import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -20,9 +20,10 @@ import tokenizers
 
 from data.tokenizer_json import UnsupportedTokenizer, read_model, tokenizer_json
 from errors import UserError
-from files import read_json
+from files import read_bytes, read_json
 
-# The files of a tokenizer's folder that `save` copies.
+MAX_FILE = 2**28  # bytes of a file of a tokenizer; the largest have 35 million
+# The files of a tokenizer's folder that are saved with a model.
 FILES = (
     "tokenizer.model",
     "sentencepiece.model",
@@ -73,7 +74,7 @@ class SentencePieceTokenizer:
     def __init__(self, model: bytes, *, add_bos: bool = True, folder: Path | None = None):
         self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
         self._model = model
-        self._folder = folder  # which `save` copies; None for a bare model
+        self._files = None if folder is None else read_files(folder)  # which `save` writes; None for a bare model
         self.vocab_size = self._processor.vocab_size()
         self._processor.id_to_piece(list(range(self.vocab_size)))  # a UnicodeDecodeError now, not in some later text
         self.bos_id = self._processor.bos_id() if add_bos and self._processor.bos_id() >= 0 else None
@@ -99,14 +100,14 @@ class SentencePieceTokenizer:
         return self._processor.decode([int(i) for i in ids if 0 <= i < self.vocab_size])
 
     def save(self, directory: str | Path) -> None:
-        """Write files from which `AutoTokenizer` gives the same ids, or copy the files of the tokenizer's folder.
+        """Write files from which `AutoTokenizer` gives the same ids, or the files of the tokenizer's folder.
 
         A model without an equal `tokenizer.json` is written as `sentencepiece.model`, which `AutoTokenizer` refuses.
         A bare `tokenizer.model` it would convert to a tokenizer that gives other ids.
         """
         directory = Path(directory)
-        if self._folder is not None:
-            _copy(self._folder, directory)
+        if self._files is not None:
+            write_files(self._files, directory)
             return
         piece = self._processor.id_to_piece
         config = {
@@ -138,16 +139,16 @@ class JsonTokenizer:
     """A Hugging Face tokenizer: a `tokenizer.json` with the `tokenizer_config.json` in the same folder."""
 
     def __init__(self, path: Path):
-        self._folder = path.parent
-        self._content = path.read_bytes()
-        try:
+        self._path, self._folder = path, path.parent
+        self._files = read_files(path.parent)
+        self._content = read_bytes(path, MAX_FILE)
+        with self._explained():
             self._tokenizer = tokenizers.Tokenizer.from_buffer(self._content)
-        except Exception as error:  # the library raises plain Exception
-            raise UserError(f"{path} is not a tokenizer that the tokenizers library reads ({error}).") from error
-        self._tokenizer.encode_special_tokens = True
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
-        self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+            self._tokenizer.encode_special_tokens = True
+            self._tokenizer.no_truncation()
+            self._tokenizer.no_padding()
+            ids = self._tokenizer.get_vocab(with_added_tokens=True).values()
+        self.vocab_size = max(ids, default=-1) + 1
         config = read_json(self._folder / "tokenizer_config.json")
         self.bos_id = self._find_bos(config)
         self.eos_id = self._find_eos(config, read_json(self._folder / "generation_config.json"))
@@ -158,16 +159,30 @@ class JsonTokenizer:
         """The bytes of the tokenizer.json."""
         return self._content
 
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Turn what the library raises for a tokenizer that contradicts itself into a `UserError`."""
+        try:
+            yield
+        except BaseException as error:  # plain Exception, and pyo3's PanicException, which is none and has no name here
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
+            raise UserError(f"{self._path} does not work in the tokenizers library ({error}).") from error
+
     def encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        with self._explained():
+            return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Encode many texts on all cores."""
-        return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
+        with self._explained():
+            encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [encoding.ids for encoding in encodings]
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of ids; special tokens and ids past the vocabulary give nothing."""
-        return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
+        with self._explained():
+            return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
 
     @property
     def added_tokens(self) -> dict[int, tokenizers.AddedToken]:
@@ -183,7 +198,7 @@ class JsonTokenizer:
             return self._encode_broken(text)
         self._tokenizer.encode_special_tokens = False
         try:
-            return self._tokenizer.encode(text, add_special_tokens=False).ids
+            return self.encode(text)
         finally:
             self._tokenizer.encode_special_tokens = True
 
@@ -203,7 +218,9 @@ class JsonTokenizer:
         parts = whole.split(text)
         found = [names[match[0]] for match in whole.finditer(text)]
         renamed = parts[0] + "".join(name + part for name, part in zip(found, parts[1:], strict=True))
-        return [ids.get(i, i) for i in tokenizer.encode(renamed.replace(BREAK, ""), add_special_tokens=False).ids]
+        with self._explained():
+            found = tokenizer.encode(renamed.replace(BREAK, ""), add_special_tokens=False).ids
+        return [ids.get(i, i) for i in found]
 
     @functools.cached_property
     def _renamed(self) -> tuple[tokenizers.Tokenizer, dict[str, str], dict[int, int]]:
@@ -213,19 +230,22 @@ class JsonTokenizer:
             if not token["single_word"]:  # such a token in the middle of a word is text
                 names[token["content"]] = token["content"] = f"<{SECRET}|{index}>"
         fields["truncation"] = fields["padding"] = None
-        tokenizer = tokenizers.Tokenizer.from_str(json.dumps(fields))
+        with self._explained():
+            tokenizer = tokenizers.Tokenizer.from_str(json.dumps(fields))
         ids = {tokenizer.token_to_id(token["content"]): token["id"] for token in fields["added_tokens"]}
         return tokenizer, names, ids
 
     def save(self, directory: str | Path) -> None:
-        _copy(self._folder, Path(directory))
+        write_files(self._files, Path(directory))
         (Path(directory) / "tokenizer.json").write_bytes(self._content)
 
     def _find_bos(self, config: dict) -> int | None:
         """From the configuration or, if it does not say, what the post-processor puts in front of a text."""
         if "add_bos_token" in config:
             return self._id(config.get("bos_token")) if config["add_bos_token"] else None
-        plain, full = self.encode("a"), self._tokenizer.encode("a").ids
+        plain = self.encode("a")
+        with self._explained():
+            full = self._tokenizer.encode("a").ids
         return full[0] if full[: len(plain)] != plain else None
 
     def _find_eos(self, config: dict, generation: dict) -> int:
@@ -304,6 +324,8 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, path: str | Path) -> 
             sentence_iterator=_lines(texts), model_writer=model, vocab_size=vocab_size, **TRAINER_OPTIONS
         )
     except (RuntimeError, ValueError, OSError) as error:
+        if "KeyboardInterrupt" in str(error):
+            raise KeyboardInterrupt from None
         raise _training_failed(error, vocab_size) from error
     Path(path).write_bytes(model.getvalue())
     return SentencePieceTokenizer(model.getvalue())
@@ -334,7 +356,7 @@ def _training_failed(error: Exception, vocab_size: int) -> UserError:
 
 
 def _load_model(path: Path, config: dict, folder: Path | None) -> SentencePieceTokenizer:
-    model = path.read_bytes()
+    model = read_bytes(path, MAX_FILE)
     try:
         if not model:  # the library takes empty bytes for "no model given"
             raise RuntimeError("empty")
@@ -343,10 +365,14 @@ def _load_model(path: Path, config: dict, folder: Path | None) -> SentencePieceT
         raise UserError(f"{path} is not a SentencePiece model; give a tokenizer.model or tokenizer.json.") from error
 
 
-def _copy(source: Path, directory: Path) -> None:
-    for name in FILES:
-        if (source / name).is_file() and source.resolve() != directory.resolve():
-            shutil.copyfile(source / name, directory / name)
+def read_files(folder: Path) -> dict[str, bytes]:
+    """The files of a tokenizer's folder. They are saved later, when the folder may have changed or be gone."""
+    return {name: read_bytes(folder / name, MAX_FILE) for name in FILES if (folder / name).is_file()}
+
+
+def write_files(files: dict[str, bytes], directory: Path) -> None:
+    for name, content in files.items():
+        (directory / name).write_bytes(content)
 
 
 def _hash(content: bytes, bos_id: int | None, eos_id: int) -> str:

@@ -13,10 +13,10 @@ from data.chat_template import read_template
 from data.tokenizer import JsonTokenizer, break_tokens
 from errors import UserError
 from files import read_json
+from generation.prompts import check_length
 from generation.settings import Sampling
 from generation.template import Message, render
 
-MAX_CHARACTERS = 2**23  # of a conversation; tokenizing takes some 220 bytes of memory for each
 # The names under which templates find special tokens.
 SPECIAL_TOKENS = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
 
@@ -67,11 +67,7 @@ class ChatFormat:
         text = render(self._template, broken, self._variables, answer_follows)
         if re.search("[\ud800-\udfff]", text):
             raise UserError("the chat template writes half of a character (a lone surrogate); get another template.")
-        if len(text) > MAX_CHARACTERS:
-            raise UserError(
-                f"the conversation is {len(text):,} characters long with what the chat template writes, and at most "
-                f"{MAX_CHARACTERS:,} are tokenized; give shorter messages."
-            )
+        check_length("the conversation, as the chat template writes it,", text)
         return text
 
     def encode(self, messages: Sequence[Message]) -> list[int]:
@@ -104,7 +100,7 @@ def recommended_sampling(checkpoint: Path) -> Sampling | None:
         return None
     try:
         values = {name: float(fields[name]) for name in names}
-        values |= {"top_k": int(values["top_k"])} if "top_k" in values else {}
+        values |= {"top_k": max(int(values["top_k"]), 0)} if "top_k" in values else {}  # vLLM's files have -1 for off
         return Sampling(**{"temperature": 1.0, **values})
     except (TypeError, ValueError, OverflowError, UserError) as error:
         raise UserError(f"{path} cannot be used ({error}); correct it, or give --temperature.") from None

@@ -10,13 +10,23 @@ from errors import UserError
 if TYPE_CHECKING:  # importing the tokenizer libraries would slow down `--help`
     from data.tokenizer import Tokenizer
 
-MAX_PROMPT = 2**24  # bytes
+MAX_FILE = 2**24  # bytes of a file of prompts
+MAX_CHARACTERS = 2**21  # of one prompt; tokenizing takes some 220 bytes of memory for each
 
 
 def read_prompts(prompts: Sequence[str], prompt_file: Path | None) -> list[str]:
     """The prompts of the command line, then those of the file. Without any: standard input as one prompt."""
     prompts = [*prompts, *(read_prompt_file(prompt_file) if prompt_file is not None else ())]
-    return prompts or [read_standard_input()]
+    prompts = prompts or [read_standard_input()]
+    for prompt in prompts:
+        check_length("a prompt", prompt)
+    return prompts
+
+
+def check_length(name: str, text: str) -> None:
+    """Raise `UserError` for a text that would take gigabytes to tokenize, and that no model here reads."""
+    if len(text) > MAX_CHARACTERS:
+        raise UserError(f"{name} has {len(text):,} characters, and at most {MAX_CHARACTERS:,} are read; shorten it.")
 
 
 def check_unicode(flag: str, text: str) -> None:
@@ -55,9 +65,9 @@ def read_standard_input() -> str:
 
 def read_text(file: BinaryIO, name: str) -> str:
     """The text of an open file, perhaps a device that never ends; `UserError` unless it is UTF-8 and short enough."""
-    content = file.read(MAX_PROMPT + 1)
-    if len(content) > MAX_PROMPT:
-        raise UserError(f"{name} is longer than {MAX_PROMPT >> 20} MiB, which no model reads; give a shorter text.")
+    content = file.read(MAX_FILE + 1)
+    if len(content) > MAX_FILE:
+        raise UserError(f"{name} is longer than {MAX_FILE >> 20} MiB; give a shorter text.")
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:

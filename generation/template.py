@@ -7,6 +7,7 @@ memory are limited: the sandbox stops neither nested loops nor huge strings.
 
 import contextlib
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
@@ -22,7 +23,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from errors import UserError
 from generation.terminal import printable
 
-SECONDS = 10  # for a whole call of `render`; a usual template takes a millisecond, starting Python 0.1 seconds
+SECONDS = 3  # of the processor for a call of `render`; a usual template takes a millisecond, starting Python 0.1 s
 MAX_BYTES = 1 << 30  # of the address space
 MAX_CHARACTERS = 1 << 24  # of a rendered text: more than fits into any context
 
@@ -94,9 +95,12 @@ def render(source: str, messages: Sequence[Message], variables: dict, add_genera
     command = [sys.executable, "-m", "generation.template"]
     folder = Path(__file__).parent.parent
     try:
-        process = subprocess.run(command, input=request, capture_output=True, cwd=folder, timeout=SECONDS)
+        process = subprocess.run(command, input=request, capture_output=True, cwd=folder, timeout=4 * SECONDS)
+        too_long = hasattr(signal, "SIGXCPU") and process.returncode == -signal.SIGXCPU
     except subprocess.TimeoutExpired:
-        raise UserError(explain_stop(f"took longer than {SECONDS} seconds")) from None
+        too_long = True
+    if too_long:
+        raise UserError(explain_stop(f"took longer than {SECONDS} seconds"))
     if process.returncode:
         raise UserError(explain_stop(f"ended its process with status {process.returncode}"))
     answer = json.loads(process.stdout)
@@ -116,7 +120,7 @@ def limit_resources() -> None:
         import resource
     except ImportError:
         return
-    for kind, limit in ((resource.RLIMIT_AS, MAX_BYTES), (resource.RLIMIT_CPU, SECONDS + 5)):
+    for kind, limit in ((resource.RLIMIT_AS, MAX_BYTES), (resource.RLIMIT_CPU, SECONDS)):
         with contextlib.suppress(ValueError, OSError):  # a lower limit is in force already, or macOS ignores this one
             resource.setrlimit(kind, (limit, limit))
 

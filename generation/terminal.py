@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 
 from errors import UserError
-from generation.prompts import check_unicode
+from generation.prompts import MAX_FILE, check_unicode
 
 HELP = """/reset  start a new conversation: the model forgets everything said so far
 /help   show this
@@ -40,12 +40,24 @@ def read_line() -> str:
     if not sys.stdout.isatty():  # standard output is for the model's text
         print(prompt, end="", file=sys.stderr, flush=True)
         prompt = ""
+    if sys.stdin.isatty():
+        try:
+            line = input(prompt)
+        except UnicodeDecodeError as error:
+            raise UserError(f"this line is not UTF-8 ({error}); type it again.") from None
+        check_unicode("the line", line)
+        return line
+    print(prompt, end="", flush=True)
+    content = sys.stdin.buffer.readline(MAX_FILE + 1)  # perhaps of a device, which never ends
+    if len(content) > MAX_FILE:
+        print(f"error: a line is longer than {MAX_FILE >> 20} MiB; no more is read", file=sys.stderr, flush=True)
+        content = b""
+    if not content:
+        raise EOFError
     try:
-        line = input(prompt)
+        return content.decode("utf-8").rstrip("\r\n")
     except UnicodeDecodeError as error:
-        raise UserError(f"this line is not UTF-8 ({error}); type it again.") from None
-    check_unicode("the line", line)
-    return line
+        raise UserError(f"this line is not UTF-8 ({error}); convert it.") from None
 
 
 def hold_session(

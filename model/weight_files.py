@@ -106,7 +106,13 @@ def find_weight_files(directory: Path) -> list[Path]:
 
 def read_entries(directory: Path) -> dict[str, TensorEntry]:
     """The tensors of a directory, in the order of its files."""
-    return {name: entry for path in find_weight_files(directory) for name, entry in read_header(path).items()}
+    entries: dict[str, TensorEntry] = {}
+    for path in find_weight_files(directory):
+        header = read_header(path)
+        if twice := header.keys() & entries.keys():
+            raise UserError(f"{directory} has {min(twice)} in two of its files; download the checkpoint again.")
+        entries |= header
+    return entries
 
 
 def read_header(path: Path) -> dict[str, TensorEntry]:

@@ -1,7 +1,9 @@
 """Text to ids and back: exactly, and with the same ids wherever a tokenizer goes."""
 
 import json
+import os
 import random
+import shutil
 from pathlib import Path
 
 import pytest
@@ -342,6 +344,59 @@ def test_a_configuration_that_is_no_json_object_is_named(saved, tmp_path, name, 
     (folder / name).write_text(content)
     with pytest.raises(UserError, match=f"{name} {words}"):
         load_tokenizer(folder)
+
+
+@pytest.mark.parametrize("kind", ["sentencepiece", "json"])
+def test_a_tokenizer_is_saved_as_it_was_opened_although_its_folder_is_gone(saved, tmp_path, kind):
+    folder = Path(shutil.copytree(saved, tmp_path / "before"))
+    if kind == "json":
+        (folder / "tokenizer.model").unlink()
+    expected = {path.name: path.read_bytes() for path in folder.iterdir()}
+    tokenizer = load_tokenizer(folder)
+    assert isinstance(tokenizer, JsonTokenizer) == (kind == "json")
+    shutil.rmtree(folder)
+    (tmp_path / "after").mkdir()
+    tokenizer.save(tmp_path / "after")
+    assert {path.name: path.read_bytes() for path in (tmp_path / "after").iterdir()} == expected
+
+
+BROKEN = {
+    "an unknown token that is not in the vocabulary": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "<unk>"},
+    "no tokens": {"type": "BPE", "vocab": {}, "merges": []},
+    "a prefix longer than its tokens": {
+        "type": "BPE",
+        "vocab": {"a": 0, "b": 1, "ab": 2},
+        "merges": ["a b"],
+        "continuing_subword_prefix": "long prefix",
+    },
+}
+
+
+@pytest.mark.parametrize("model", BROKEN.values(), ids=BROKEN.keys())
+def test_a_tokenizer_that_contradicts_itself_is_one_line(saved, tmp_path, model):
+    """The library raises plain Exception, or even a panic of Rust's, which is no Exception."""
+    folder = edited(saved, tmp_path / "broken")
+    fields = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    fields |= {"model": model, "added_tokens": [], "post_processor": None, "decoder": None, "normalizer": None}
+    (folder / "tokenizer.json").write_text(json.dumps(fields), encoding="utf-8")
+    with pytest.raises(UserError, match=r"does not work in the tokenizers library|names no end-of-sequence"):
+        load_tokenizer(folder).encode("xyz")
+
+
+def test_a_tokenizer_file_that_is_absurdly_large_is_not_read(saved, tmp_path):
+    folder = edited(saved, tmp_path / "broken")
+    os.truncate(folder / "tokenizer.json", 2**31)
+    with pytest.raises(UserError, match="longer than"):
+        load_tokenizer(folder)
+
+
+def test_ctrl_c_while_a_tokenizer_is_trained_is_ctrl_c(tmp_path):
+    def texts():
+        yield "some text " * 100
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train_tokenizer(texts(), 300, tmp_path / "tokenizer.model")
 
 
 def test_a_sentencepiece_model_with_pieces_that_are_not_utf8_is_refused_when_it_is_opened(ours, tmp_path):

@@ -179,6 +179,8 @@ def test_sampling_is_what_the_generation_config_recommends(tmp_path):
     assert recommended_sampling(tmp_path) is None
     write(path, {"do_sample": True, "top_k": 20, "top_p": 0.9, "repetition_penalty": 1.05, "temperature": None})
     assert recommended_sampling(tmp_path) == Sampling(temperature=1.0, top_k=20, top_p=0.9, repetition_penalty=1.05)
+    write(path, {"do_sample": True, "top_k": -1})  # as vLLM has it
+    assert recommended_sampling(tmp_path) == Sampling(temperature=1.0, top_k=0)
     wrong = [{"temperature": value} for value in ("hot", -1, [1], {}, 10**400)] + [
         {"top_k": 10**400},
     ]

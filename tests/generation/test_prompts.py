@@ -71,3 +71,11 @@ def test_prompts_start_with_bos_and_an_empty_prompt_is_bos_or_else_eos():
 def test_the_names_that_other_programs_use_for_our_flags_work():
     settings = tyro.cli(Settings, args=["--temp", "0.5", "--max-tokens=9"], config=(tyro.conf.OmitArgPrefixes,))
     assert (settings.sampling.temperature, settings.max_new_tokens) == (0.5, 9)
+
+
+def test_a_prompt_or_a_file_of_prompts_that_would_take_gigabytes_is_refused(monkeypatch, tmp_path):
+    with pytest.raises(UserError, match=r"a prompt has 2,097,153 characters, and at most 2,097,152 are read"):
+        read_prompts(["x" * (2**21 + 1)], None)
+    set_stdin(monkeypatch, b"x" * (2**24 + 1))
+    with pytest.raises(UserError, match="standard input is longer than 16 MiB"):
+        read_prompts([], None)

@@ -54,7 +54,7 @@ def test_a_template_that_fails_is_one_line(source, expected, monkeypatch, capsys
 
 def run_here(monkeypatch, capsysbinary):
     def run(command, input, **options):
-        assert options["timeout"] == template.SECONDS and command[1:] == ["-m", "generation.template"]
+        assert options["timeout"] == 4 * template.SECONDS and command[1:] == ["-m", "generation.template"]
         monkeypatch.setattr(sys, "stdin", type("Stdin", (), {"buffer": io.BytesIO(input)}))
         template.main()
         return template.subprocess.CompletedProcess(command, 0, capsysbinary.readouterr().out)

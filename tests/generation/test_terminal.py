@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from errors import UserError
+from generation import terminal
 from generation.terminal import HELP, hold_session, printable, read_line
 
 
@@ -73,6 +74,15 @@ def test_the_prompt_is_not_printed_to_redirected_output_and_a_line_must_be_utf8(
         read_line()
     with pytest.raises(EOFError):
         read_line()
-    monkeypatch.setattr(sys, "stdin", io.StringIO("piped\n"))
-    capsys.readouterr()
+
+
+def test_lines_of_a_pipe_are_read_without_a_prompt_and_one_that_cannot_be_read_costs_no_other(monkeypatch, capsys):
+    monkeypatch.setattr(terminal, "MAX_FILE", 50)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"piped\r\na\xffb\nok\n" + b"x" * 60 + b"\nlast")))
     assert read_line() == "piped" and capsys.readouterr() == ("", "")
+    with pytest.raises(UserError, match="this line is not UTF-8"):
+        read_line()
+    assert read_line() == "ok"
+    with pytest.raises(EOFError):  # perhaps of a device that never ends
+        read_line()
+    assert "error: a line is longer than" in capsys.readouterr().err

@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import shutil
 import struct
 import subprocess
 import sys
@@ -166,6 +167,16 @@ def test_an_index_that_is_nested_too_deeply_is_one_line(saved):
     (directory / "model.safetensors").unlink()
     (directory / "model.safetensors.index.json").write_text("[" * 100_000)
     with pytest.raises(UserError, match=r"index\.json is not readable JSON \(it is nested too deeply\)"):
+        load_pretrained(directory)
+
+
+def test_a_tensor_in_two_shards_is_refused(saved):
+    directory = saved()
+    (directory / "model.safetensors").rename(directory / "model-1.safetensors")
+    shutil.copy(directory / "model-1.safetensors", directory / "model-2.safetensors")
+    names = {"a": "model-1.safetensors", "b": "model-2.safetensors"}
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    with pytest.raises(UserError, match=r"has .* in two of its files"):
         load_pretrained(directory)
 
 

@@ -38,6 +38,8 @@ def assert_equal_runs(found: Path, expected: Path) -> None:
         assert left.keys() == right.keys()
         for name in left:
             assert torch.equal(left[name], right[name]), name
+    left, right = ({p.name: p.read_bytes() for p in directory.glob("*token*")} for directory in last)
+    assert left == right and len(left) >= 3
     assert measurements(found) == measurements(expected)
     states = [json.loads((directory / "state.json").read_text()) for directory in last]
     for state in states:
