@@ -88,6 +88,11 @@ def resumes_like(run: Path, straight: Path) -> bool:
         found, expected = (load_file(checkpoint.find_last(path) / name) for path in (run, straight))
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[key], expected[key]) for key in found), (run.name, name)
+    for target in ("last", "best"):
+        found, expected = (checkpoint.find_complete(path / target) for path in (run, straight))
+        assert {path.name for path in found.iterdir()} == {path.name for path in expected.iterdir()}, (run.name, target)
+        for path in expected.glob("*token*"):
+            assert (found / path.name).read_bytes() == path.read_bytes(), (run.name, path)
     return True
 
 
