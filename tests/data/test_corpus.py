@@ -89,6 +89,49 @@ def test_folders_and_patterns_are_sorted_and_take_only_text(tmp_path):
     assert documents(tmp_path / "b" / "*.md", tmp_path / "a.py") == ["b/2.md", "a.py"]
 
 
+@pytest.mark.skipif(os.name == "nt", reason="links need a privilege on Windows")
+def test_a_pattern_of_all_folders_does_not_follow_links_to_folders(tmp_path, monkeypatch):
+    (tmp_path / "d" / "[e]" / "f").mkdir(parents=True)
+    for name in ("d/1.txt", "d/[e]/2.txt", "d/[e]/f/3.txt", "d/[e]/f/4.md"):
+        (tmp_path / name).write_text(Path(name).stem, encoding="utf-8")
+    for link in ("l1", "l2", "[e]/l3"):
+        (tmp_path / "d" / link).symlink_to(tmp_path / "d")
+    monkeypatch.chdir(tmp_path)
+    for pattern in ("d/**", "d/**/*", "**", "**/**/*", f"{tmp_path}/?/**"):
+        assert documents(pattern) == ["1", "2", "3", "4"], pattern
+    assert documents("**/*.txt") == ["1", "2", "3"] and documents("d/**/f/**/*.md") == ["4"]
+    assert documents("d/**/[[]e]/*.txt") == ["2"]
+
+
+def test_a_folder_that_cannot_be_read_is_named(tmp_path, monkeypatch):
+    (tmp_path / "secret").mkdir()
+    (tmp_path / "a.txt").write_text("text", encoding="utf-8")
+    scandir = os.scandir
+
+    def scandir_of_a_user(path):  # root, as whom tests may run, can read every folder
+        if os.fspath(path).endswith("secret"):
+            raise PermissionError(13, "Permission denied", os.fspath(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", scandir_of_a_user)
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+    for source in (tmp_path, tmp_path / "**", "python"):
+        assert f"the folder {tmp_path / 'secret'} cannot be read: Permission denied;" in error_message(source)
+
+
+def test_a_file_in_a_folder_that_cannot_be_entered_is_named(tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_text("text", encoding="utf-8")
+
+    def is_file_of_a_user(path):
+        if path.name == "a.txt":
+            raise PermissionError(13, "Permission denied")
+        return False
+
+    monkeypatch.setattr(Path, "is_file", is_file_of_a_user)
+    for source in (tmp_path / "a.txt", tmp_path / "*"):
+        assert "a.txt cannot be read: Permission denied" in error_message(source)
+
+
 def test_a_file_whose_name_looks_like_a_pattern_is_that_file(tmp_path):
     (tmp_path / "a[1].txt").write_text("bracket", encoding="utf-8")
     assert documents(tmp_path / "a[1].txt") == ["bracket"]
