@@ -137,12 +137,17 @@ def without_other_files(files: Iterable[TextFile]) -> list[TextFile]:
 
 
 def fingerprint(files: Iterable[TextFile]) -> str:
-    """A hash of the files' paths, sizes and modification times: the same hash means the same text, without reading."""
+    """A hash of the files' paths, sizes and times: the same hash means the same text, without reading it.
+
+    `st_ctime` is among the times because an edit can keep the size and set the modification time back. It also changes
+    when a file is only copied, renamed or given other permissions; the text is then read again, and found prepared.
+    """
     digest = hashlib.blake2b(digest_size=16)
     for file in files:
         with reading(file.path):
             status = file.path.stat()
-        entry = (os.path.abspath(file.path), status.st_size, status.st_mtime_ns, file.format, file.field)
+        times = (status.st_mtime_ns, status.st_ctime_ns)  # on Windows the second is the time of creation
+        entry = (os.path.abspath(file.path), status.st_size, times, file.format, file.field)
         digest.update(repr(entry).encode("utf-8", "surrogateescape"))
     return digest.hexdigest()
 

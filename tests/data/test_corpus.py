@@ -179,6 +179,18 @@ def test_the_fingerprint_changes_with_a_file_its_time_and_the_field(tmp_path):
     assert len(seen) == 3
 
 
+@pytest.mark.skipif(os.name == "nt", reason="st_ctime is the time of creation on Windows")
+def test_the_fingerprint_changes_with_an_edit_that_keeps_size_and_modification_time(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text("one", encoding="utf-8")
+    times, before = (path.stat().st_atime_ns, path.stat().st_mtime_ns), path.stat().st_ctime_ns
+    seen = fingerprint(resolve([str(path)]))
+    while path.stat().st_ctime_ns == before:  # file systems' clocks tick every few milliseconds
+        path.write_text("two", encoding="utf-8")
+        os.utime(path, ns=times)
+    assert path.stat().st_mtime_ns == times[1] and fingerprint(resolve([str(path)])) != seen
+
+
 @pytest.mark.parametrize("block", [1 << 20, 3])
 def test_bytes_that_are_not_utf8_are_named_with_their_place(tmp_path, monkeypatch, block):
     monkeypatch.setattr("data.readers.BLOCK", block)
