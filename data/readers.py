@@ -90,17 +90,32 @@ def read_jsonl(path: Path, field: str) -> Documents:
         raise UserError(f"{path} is not a complete gzip file ({error}); download or compress it again.") from error
 
 
+class JsonObject(tuple):
+    """The pairs of a JSON object; a dict would keep the last of several with the same key, and say nothing."""
+
+
+def _integer(digits: str) -> float:
+    """Python refuses integers of more than 4,300 digits; no field but the text is used, so any number will do."""
+    try:
+        return int(digits)
+    except ValueError:
+        return float(digits)
+
+
 def _json_text(path: Path, number: int, line: bytes, offset: int, field: str) -> str:
     where = f"{path}, line {number}"
     try:
-        row = json.loads(line.decode("utf-8"))
+        row = json.loads(line.decode("utf-8"), parse_int=_integer, object_pairs_hook=JsonObject)
     except UnicodeDecodeError as error:
         raise _not_utf8(path, offset + error.start) from error
     except (ValueError, RecursionError) as error:
         raise UserError(f"{where} is not JSON ({error}); a .jsonl file holds one JSON object a line.") from error
-    if not isinstance(row, dict):
+    if not isinstance(row, JsonObject):
         raise UserError(f"{where} holds no JSON object; a .jsonl file holds one JSON object a line.")
-    text = _string(where, row.get(field), field, row)
+    texts = [value for key, value in row if key == field]
+    if any(text != texts[0] for text in texts):
+        raise UserError(f"{where} has {field!r} more than once, with different values; keep one of them.")
+    text = _string(where, texts[0] if texts else None, field, dict(row))
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:

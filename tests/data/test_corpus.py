@@ -209,6 +209,10 @@ def test_bad_rows_of_jsonl_are_named(tmp_path):
         (b'["text"]', ["line 2", "object"]),
         (b'{"body": "x", "id": 1}', ["line 2", "'text'", "--text-field", "body, id"]),
         (b'{"text": null}', ["line 2", "'text'", "NoneType"]),
+        (b'{"text": {"a": 1}}', ["line 2", "'text'", "JsonObject"]),
+        (b"[]", ["line 2", "no JSON object"]),
+        (b"{}", ["line 2", "'text'", "there are: none"]),
+        (b'{"text": "a", "n": 1, "text": "b"}', ["line 2", "'text' more than once"]),
         (b'{"text": "\\ud800"}', ["line 2", "surrogate"]),
         (b'{"text": "\xff"}', ["byte 27", "UTF-8"]),
         (b"[" * 100_000, ["line 2", "JSON"]),
@@ -216,6 +220,18 @@ def test_bad_rows_of_jsonl_are_named(tmp_path):
         path.write_bytes(good + line + b"\n")
         message = error_message(path)
         assert all(word in message for word in ["a.jsonl", *words]), message
+
+
+def test_jsonl_fields_that_are_not_asked_for_may_hold_any_json(tmp_path):
+    path = tmp_path / "a.jsonl"
+    digits = "9" * 5000
+    path.write_text(
+        f'{{"n": {digits}, "text": "long integer", "m": -{digits}}}\n'
+        '{"n": 1, "text": "twice", "n": 2}\n'
+        '{"text": "the same text", "text": "the same text"}\n'
+        '{"text": "nested", "n": {"text": 1, "text": 2}}\n'
+    )
+    assert documents(path) == ["long integer", "twice", "the same text", "nested"]
 
 
 def test_unreadable_parquet_and_gzip_files_are_named(tmp_path):
