@@ -87,13 +87,12 @@ def resolve(sources: Iterable[str], text_field: str = "text") -> list[TextFile]:
             files += _standard_library()
         elif source in DOWNLOADS:
             files += _download(source)
-        elif path.is_file():
+        elif _is_file(path):
             files.append(_text_file(path, text_field))
         elif path.is_dir():
             files += _text_files(_visible_files(path), f"the folder {source} holds", text_field)
         elif glob.has_magic(source):
-            found = sorted(Path(match) for match in glob.glob(str(path), recursive=True))
-            files += _text_files(found, f"{source} matches", text_field)
+            files += _text_files(sorted(_matches(path)), f"{source} matches", text_field)
         else:
             similar = difflib.get_close_matches(source, NAMES, n=1)
             hint = f'did you mean "{similar[0]}"?' if similar else f"give {CHOICES}."
@@ -138,12 +137,17 @@ def without_other_files(files: Iterable[TextFile]) -> list[TextFile]:
 
 
 def fingerprint(files: Iterable[TextFile]) -> str:
-    """A hash of the files' paths, sizes and modification times: the same hash means the same text, without reading."""
+    """A hash of the files' paths, sizes and times: the same hash means the same text, without reading it.
+
+    `st_ctime` is among the times because an edit can keep the size and set the modification time back. It also changes
+    when a file is only copied, renamed or given other permissions; the text is then read again, and found prepared.
+    """
     digest = hashlib.blake2b(digest_size=16)
     for file in files:
         with reading(file.path):
             status = file.path.stat()
-        entry = (os.path.abspath(file.path), status.st_size, status.st_mtime_ns, file.format, file.field)
+        times = (status.st_mtime_ns, status.st_ctime_ns)  # on Windows the second is the time of creation
+        entry = (os.path.abspath(file.path), status.st_size, times, file.format, file.field)
         digest.update(repr(entry).encode("utf-8", "surrogateescape"))
     return digest.hexdigest()
 
@@ -161,7 +165,7 @@ def _text_files(paths: Iterable[Path], where: str, text_field: str) -> list[Text
     files = [
         TextFile(path, format, text_field, optional=True)
         for path in paths
-        if (format := _find_format(path)) and path.is_file()  # no folders, pipes and devices
+        if (format := _find_format(path)) and _is_file(path)  # no folders, pipes and devices
     ]
     if not files:
         raise UserError(f"{where} no file to read; the formats are {SUFFIXES}.")
@@ -173,10 +177,37 @@ def _find_format(path: Path) -> str | None:
     return next((format for suffix, format in FORMATS.items() if name.endswith(suffix)), None)
 
 
+def _is_file(path: Path) -> bool:
+    with reading(path):  # Path.is_file raises where the folder may not be entered
+        return path.is_file()
+
+
 def _visible_files(folder: Path, excluded: frozenset[str] = frozenset({"__pycache__"})) -> Iterator[Path]:
-    for parent, folders, names in os.walk(folder):
+    for parent, names in _visible_folders(folder, excluded):
+        yield from (parent / name for name in sorted(names) if not name.startswith("."))
+
+
+def _visible_folders(folder: Path, excluded: frozenset[str] = frozenset()) -> Iterator[tuple[Path, list[str]]]:
+    """The folder and those in it, each with the names of its files; links to folders are not followed."""
+
+    def refuse(error: OSError) -> None:  # os.walk leaves the folder out otherwise
+        reason = f"{error.filename} cannot be read: {error.strerror or error}"
+        raise UserError(f"the folder {reason}; make it readable or name other folders.") from error
+
+    for parent, folders, names in os.walk(folder, onerror=refuse):
         folders[:] = sorted(name for name in folders if name not in excluded and not name.startswith("."))
-        yield from (Path(parent, name) for name in sorted(names) if not name.startswith("."))
+        yield Path(parent), names
+
+
+def _matches(pattern: Path) -> set[Path]:
+    """What a pattern matches, `**` any number of folders: unlike glob's it follows no links, which can be circles."""
+    if "**" not in pattern.parts:
+        return {Path(match) for match in glob.glob(str(pattern))}
+    place = pattern.parts.index("**")
+    rest = list(itertools.dropwhile(lambda part: part == "**", pattern.parts[place:])) or ["*"]
+    parents = (match for match in glob.glob(str(Path(*pattern.parts[:place]))) if os.path.isdir(match))
+    folders = (folder for parent in parents for folder, _ in _visible_folders(Path(parent)))
+    return {match for folder in folders for match in _matches(Path(glob.escape(str(folder)), *rest))}
 
 
 def _standard_library() -> list[TextFile]:
@@ -184,7 +215,7 @@ def _standard_library() -> list[TextFile]:
     root = Path(sysconfig.get_path("stdlib"))
     sources = [
         path
-        for path in _visible_files(root, EXCLUDED)
+        for path in (_visible_files(root, EXCLUDED) if root.is_dir() else ())
         if path.suffix == ".py"
         # 1 MB of `encodings` is generated character tables
         and not (path.parent.name == "encodings" and b"decoding_table" in path.read_bytes())

@@ -89,6 +89,49 @@ def test_folders_and_patterns_are_sorted_and_take_only_text(tmp_path):
     assert documents(tmp_path / "b" / "*.md", tmp_path / "a.py") == ["b/2.md", "a.py"]
 
 
+@pytest.mark.skipif(os.name == "nt", reason="links need a privilege on Windows")
+def test_a_pattern_of_all_folders_does_not_follow_links_to_folders(tmp_path, monkeypatch):
+    (tmp_path / "d" / "[e]" / "f").mkdir(parents=True)
+    for name in ("d/1.txt", "d/[e]/2.txt", "d/[e]/f/3.txt", "d/[e]/f/4.md"):
+        (tmp_path / name).write_text(Path(name).stem, encoding="utf-8")
+    for link in ("l1", "l2", "[e]/l3"):
+        (tmp_path / "d" / link).symlink_to(tmp_path / "d")
+    monkeypatch.chdir(tmp_path)
+    for pattern in ("d/**", "d/**/*", "**", "**/**/*", f"{tmp_path}/?/**"):
+        assert documents(pattern) == ["1", "2", "3", "4"], pattern
+    assert documents("**/*.txt") == ["1", "2", "3"] and documents("d/**/f/**/*.md") == ["4"]
+    assert documents("d/**/[[]e]/*.txt") == ["2"]
+
+
+def test_a_folder_that_cannot_be_read_is_named(tmp_path, monkeypatch):
+    (tmp_path / "secret").mkdir()
+    (tmp_path / "a.txt").write_text("text", encoding="utf-8")
+    scandir = os.scandir
+
+    def scandir_of_a_user(path):  # root, as whom tests may run, can read every folder
+        if os.fspath(path).endswith("secret"):
+            raise PermissionError(13, "Permission denied", os.fspath(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", scandir_of_a_user)
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+    for source in (tmp_path, tmp_path / "**", "python"):
+        assert f"the folder {tmp_path / 'secret'} cannot be read: Permission denied;" in error_message(source)
+
+
+def test_a_file_in_a_folder_that_cannot_be_entered_is_named(tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_text("text", encoding="utf-8")
+
+    def is_file_of_a_user(path):
+        if path.name == "a.txt":
+            raise PermissionError(13, "Permission denied")
+        return False
+
+    monkeypatch.setattr(Path, "is_file", is_file_of_a_user)
+    for source in (tmp_path / "a.txt", tmp_path / "*"):
+        assert "a.txt cannot be read: Permission denied" in error_message(source)
+
+
 def test_a_file_whose_name_looks_like_a_pattern_is_that_file(tmp_path):
     (tmp_path / "a[1].txt").write_text("bracket", encoding="utf-8")
     assert documents(tmp_path / "a[1].txt") == ["bracket"]
@@ -136,6 +179,18 @@ def test_the_fingerprint_changes_with_a_file_its_time_and_the_field(tmp_path):
     assert len(seen) == 3
 
 
+@pytest.mark.skipif(os.name == "nt", reason="st_ctime is the time of creation on Windows")
+def test_the_fingerprint_changes_with_an_edit_that_keeps_size_and_modification_time(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text("one", encoding="utf-8")
+    times, before = (path.stat().st_atime_ns, path.stat().st_mtime_ns), path.stat().st_ctime_ns
+    seen = fingerprint(resolve([str(path)]))
+    while path.stat().st_ctime_ns == before:  # file systems' clocks tick every few milliseconds
+        path.write_text("two", encoding="utf-8")
+        os.utime(path, ns=times)
+    assert path.stat().st_mtime_ns == times[1] and fingerprint(resolve([str(path)])) != seen
+
+
 @pytest.mark.parametrize("block", [1 << 20, 3])
 def test_bytes_that_are_not_utf8_are_named_with_their_place(tmp_path, monkeypatch, block):
     monkeypatch.setattr("data.readers.BLOCK", block)
@@ -154,6 +209,10 @@ def test_bad_rows_of_jsonl_are_named(tmp_path):
         (b'["text"]', ["line 2", "object"]),
         (b'{"body": "x", "id": 1}', ["line 2", "'text'", "--text-field", "body, id"]),
         (b'{"text": null}', ["line 2", "'text'", "NoneType"]),
+        (b'{"text": {"a": 1}}', ["line 2", "'text'", "JsonObject"]),
+        (b"[]", ["line 2", "no JSON object"]),
+        (b"{}", ["line 2", "'text'", "there are: none"]),
+        (b'{"text": "a", "n": 1, "text": "b"}', ["line 2", "'text' more than once"]),
         (b'{"text": "\\ud800"}', ["line 2", "surrogate"]),
         (b'{"text": "\xff"}', ["byte 27", "UTF-8"]),
         (b"[" * 100_000, ["line 2", "JSON"]),
@@ -161,6 +220,18 @@ def test_bad_rows_of_jsonl_are_named(tmp_path):
         path.write_bytes(good + line + b"\n")
         message = error_message(path)
         assert all(word in message for word in ["a.jsonl", *words]), message
+
+
+def test_jsonl_fields_that_are_not_asked_for_may_hold_any_json(tmp_path):
+    path = tmp_path / "a.jsonl"
+    digits = "9" * 5000
+    path.write_text(
+        f'{{"n": {digits}, "text": "long integer", "m": -{digits}}}\n'
+        '{"n": 1, "text": "twice", "n": 2}\n'
+        '{"text": "the same text", "text": "the same text"}\n'
+        '{"text": "nested", "n": {"text": 1, "text": 2}}\n'
+    )
+    assert documents(path) == ["long integer", "twice", "the same text", "nested"]
 
 
 def test_unreadable_parquet_and_gzip_files_are_named(tmp_path):
@@ -171,7 +242,7 @@ def test_unreadable_parquet_and_gzip_files_are_named(tmp_path):
     parquet.write_table(pyarrow.table({"text": ["x", None]}), tmp_path / "c.parquet")
     assert "row 2" in error_message(tmp_path / "c.parquet")
     parquet.write_table(pyarrow.table({"text": [1, 2]}), tmp_path / "d.parquet")
-    assert "row 1" in error_message(tmp_path / "d.parquet")
+    assert "d.parquet: the column 'text' is int64, not text" in error_message(tmp_path / "d.parquet")
     bytes_as_text = pyarrow.array([b"good", b"ab\xff"], pyarrow.binary()).view(pyarrow.string())
     parquet.write_table(pyarrow.table({"text": bytes_as_text}), tmp_path / "g.parquet")
     message = error_message(tmp_path / "g.parquet")
@@ -208,6 +279,68 @@ def test_a_row_that_is_too_long_is_refused_before_it_fills_the_memory(tmp_path, 
         write_jsonl(tmp_path / name, [{"text": row} for row in rows])
     message = error_message(tmp_path / name)
     assert name in message and "2 is longer than 0 MiB; cut it into several rows" in message
+
+
+@pytest.mark.parametrize("encoding", ["dictionary", "DELTA_BYTE_ARRAY"])
+def test_parquet_rows_that_repeat_a_long_value_are_decoded_a_few_at_a_time(tmp_path, monkeypatch, encoding):
+    monkeypatch.setattr(readers, "MAX_BATCH", 250_000)
+    options = {} if encoding == "dictionary" else dict(use_dictionary=False, column_encoding={"text": encoding})
+    texts = ["a" * 100_000] * 20 + ["b"]
+    parquet.write_table(pyarrow.table({"text": texts}), tmp_path / "a.parquet", row_group_size=20, **options)
+    before, allocated = pyarrow.total_allocated_bytes(), []
+    for document, text in zip(read_documents(resolve([str(tmp_path / "a.parquet")])), texts, strict=True):
+        assert "".join(document) == text
+        allocated.append(pyarrow.total_allocated_bytes() - before)
+    assert max(allocated) < 1_000_000, "20 rows are 2 MB"
+
+
+def test_a_parquet_dictionary_says_its_size_before_it_is_decoded(tmp_path):
+    for length in (1, 59, 60, 1000, 3_000_000):  # sizes of one to four bytes
+        parquet.write_table(pyarrow.table({"text": ["a" * length] * 3}), tmp_path / "a.parquet")
+        header = (tmp_path / "a.parquet").read_bytes()[4:12]
+        assert readers._dictionary_size(header) == length + 4, "a value follows its length of 4 bytes"
+    parquet.write_table(pyarrow.table({"text": ["a"]}), tmp_path / "b.parquet", use_dictionary=False)
+    assert readers._dictionary_size((tmp_path / "b.parquet").read_bytes()[4:12]) is None
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_small_parquet_file_that_unpacks_to_much_is_refused_before_it_is_decoded(tmp_path, monkeypatch, rows):
+    monkeypatch.setattr(readers, "MAX_ROW", 1 << 20)
+    monkeypatch.setattr(readers, "MAX_CHUNK", 1 << 22)
+    monkeypatch.setattr(pyarrow.parquet.ParquetFile, "iter_batches", None)
+    table = pyarrow.table({"text": ["a" * (5 << 20)] + ["b"] * (rows - 1)})
+    parquet.write_table(table, tmp_path / "a.parquet", compression="zstd")
+    words = {1: "row group 1: a row is longer than 1 MiB", 3: "that unpack to 5 MiB"}[rows]
+    assert words in error_message(tmp_path / "a.parquet")
+
+
+def test_parquet_columns_that_are_not_text_or_not_one_column_are_named(tmp_path):
+    path = tmp_path / "a.parquet"
+    far = (1 << 63) - 1  # no datetime of Python is as late
+    for value, type in [
+        ((1 << 31) - 1, pyarrow.date32()),
+        (far, pyarrow.timestamp("us")),
+        (far, pyarrow.duration("ms")),
+        (["a"], pyarrow.list_(pyarrow.string())),
+    ]:
+        parquet.write_table(pyarrow.table({"text": pyarrow.array([value], type)}), path)
+        message = error_message(path)
+        assert "the column 'text' is" in message and str(type)[:4] in message, message
+    parquet.write_table(pyarrow.Table.from_arrays([["a"], ["b"]], names=["text", "text"]), path)
+    assert "a.parquet has more than one column 'text'" in error_message(path)
+    parquet.write_table(pyarrow.table({"a": [{"b": "inner"}], "a.b": ["outer"]}), path)
+    assert "a.parquet has more than one column 'a.b'" in error_message(path, field="a.b")
+
+
+def test_every_type_of_text_in_parquet_is_read(tmp_path):
+    texts = pyarrow.array(["one", "two", "one"])
+    types = [pyarrow.large_string(), pyarrow.string_view(), pyarrow.dictionary(pyarrow.int32(), pyarrow.string())]
+    for array in [texts.cast(type) for type in types] + [pyarrow.ExtensionArray.from_storage(pyarrow.json_(), texts)]:
+        parquet.write_table(pyarrow.table({"text": array}), tmp_path / "a.parquet", row_group_size=2)
+        assert documents(tmp_path / "a.parquet") == ["one", "two", "one"], array.type
+    null = pyarrow.array(["one", None]).dictionary_encode()
+    parquet.write_table(pyarrow.table({"text": null}), tmp_path / "a.parquet")
+    assert "row 2" in error_message(tmp_path / "a.parquet")
 
 
 def test_sources_that_are_not_there_or_hold_nothing_are_named(tmp_path):
