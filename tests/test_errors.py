@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import lock
-from errors import OptionalOutput, UserError
+from errors import OptionalOutput, UserError, exit_on_user_error
 
 ROOT = Path(__file__).parent.parent
 FULL = Path("/dev/full")  # every write to it fails as on a full disk
@@ -46,6 +46,29 @@ def test_output_that_cannot_be_written_is_reported_once_and_the_program_continue
     words = os.strerror(errno.ENOSPC)
     assert done.returncode == 0
     assert done.stderr == f"note: standard output cannot be written ({words}); continuing without it\n"
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="this system has no /dev/full")
+@pytest.mark.parametrize("how", ["print('x')", "print('x'); raise SystemExit(0)", "print('x' * 100_000)"])
+def test_output_that_is_the_product_and_cannot_be_written_is_one_line(how):
+    code = f"import errors\nwith errors.exit_on_user_error(): {how}"
+    with FULL.open("w") as full:
+        done = python(code, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (2, f"error: {os.strerror(errno.ENOSPC)}.\n")
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="this system has no /dev/full")
+@pytest.mark.parametrize("how", ["print('x', file=sys.stderr)", "raise errors.UserError('x')"])
+def test_errors_that_cannot_be_written_still_end_with_status_2(how):
+    with FULL.open("w") as full:
+        done = python(f"import errors, sys\nwith errors.exit_on_user_error(): {how}", stdout=full, stderr=full)
+    assert done.returncode == 2
+
+
+def test_an_error_of_the_system_without_a_file_is_one_line(capsys):
+    with pytest.raises(SystemExit) as end, exit_on_user_error():
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    assert end.value.code == 2 and capsys.readouterr().err == f"error: {os.strerror(errno.ENOSPC)}.\n"
 
 
 @pytest.mark.skipif(os.name == "nt", reason="needs a POSIX shell to close streams")
