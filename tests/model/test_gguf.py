@@ -325,6 +325,27 @@ def test_the_command_takes_a_run_folder_and_reports_errors_in_one_line(checkpoin
     assert caught.value.code == 2 and error.startswith("error: ") and error.count("\n") == 1
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="links need rights there, and names are not bytes")
+@pytest.mark.parametrize("name", ["loop", "caf\udce9"])
+def test_a_name_that_no_model_can_have_is_one_line(tmp_path, monkeypatch, capsys, name):
+    (tmp_path / name).symlink_to(name)
+    monkeypatch.setattr(sys, "argv", ["gguf", str(tmp_path / name), str(tmp_path / "out.gguf")])
+    with pytest.raises(SystemExit) as caught:
+        command.main()
+    error = capsys.readouterr().err
+    assert caught.value.code == 2 and error.startswith("error: ") and error.count("\n") == 1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems refuse names that are not UTF-8")
+def test_the_name_of_a_model_is_utf8_whatever_its_folder_is_called(checkpoint, tmp_path, monkeypatch):
+    _, directory = checkpoint()
+    directory.rename(tmp_path / "caf\udce9")
+    monkeypatch.setattr(sys, "argv", ["gguf", str(tmp_path / "caf\udce9"), str(tmp_path / "out.gguf")])
+    command.main()
+    fields, _ = read(tmp_path / "out.gguf")
+    assert fields["general.name"] == "caf?"
+
+
 def test_help_imports_no_torch():
     code = "import sys, runpy; sys.argv = ['x', '--help']\ntry: runpy.run_module('model.gguf', run_name='__main__')\n"
     code += "except SystemExit: print('torch' in sys.modules or 'tokenizers' in sys.modules)"
