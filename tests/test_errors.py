@@ -138,3 +138,24 @@ def test_what_the_system_refuses_is_one_line_that_names_the_file(name):
     )
     assert done.returncode == 2 and done.stderr.startswith("error: ") and len(done.stderr.splitlines()) == 1
     assert len(done.stderr) < 400
+
+
+PROGRAMS = ["train", "generate", "ablate", "model.pretrained", "model.gguf", "training.plot"]
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_ctrl_c_while_a_program_is_imported_is_one_line(program):
+    code = f"""
+import runpy, sys
+
+class CtrlC:
+    def find_spec(self, name, *_):
+        if name in ("torch", "tyro", "numpy", "msgspec"):  # the slow ones
+            raise KeyboardInterrupt
+
+sys.meta_path.insert(0, CtrlC())
+sys.argv = ["program", "run", "out"]
+runpy.run_module({program!r}, run_name="__main__")
+"""
+    done = python(code, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (130, "stopped.\n")
