@@ -2,7 +2,9 @@
 
 import errno
 import os
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -42,3 +44,10 @@ def test_a_picture_that_does_not_fit_on_the_disk_is_one_line(run, tmp_path, monk
     monkeypatch.setattr(plot, "draw", disk_is_full)
     with pytest.raises(UserError, match=r"loss\.png cannot be written \(.*\); give another file"):
         command(monkeypatch, run, "--out", tmp_path / "loss.png")
+
+
+def test_a_matplotlib_backend_that_is_not_there_does_not_matter(run, tmp_path):
+    arguments = ["-m", "training.plot", str(run), "--out", str(tmp_path / "loss.png")]
+    environment = {**os.environ, "MPLBACKEND": "bogus"}
+    subprocess.run([sys.executable, *arguments], cwd=Path(__file__).parents[2], env=environment, timeout=60, check=True)
+    assert (tmp_path / "loss.png").is_file()
