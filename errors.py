@@ -5,7 +5,7 @@ import errno
 import os
 import sys
 from collections.abc import Iterator
-from typing import TextIO
+from typing import NoReturn, TextIO
 
 MAX_MESSAGE = 2000  # characters
 
@@ -51,9 +51,7 @@ class OptionalOutput:
         try:
             yield
         except OSError as error:
-            null = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(null, self._stream.fileno())  # takes what is buffered, and all that follows
-            os.close(null)
+            discard_output(self._stream)
             closed_by_reader = error.errno in (errno.EPIPE, errno.EINVAL)  # EINVAL on Windows
             if not closed_by_reader and self is sys.stdout:
                 note = f"note: standard output cannot be written ({error.strerror}); continuing without it"
@@ -88,18 +86,38 @@ def exit_on_user_error() -> Iterator[None]:
     """
     replace_closed_streams()
     try:
-        yield
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
-    except BrokenPipeError:  # the reader closed it (`| head`); without this Python reports it again on exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except OSError as error:  # such as a name that is too long, or a folder that may not be read
-        if error.filename is None:
+        try:
+            yield
+        except SystemExit:  # such as after --help
+            sys.stdout.flush()
             raise
-        name = str(error.filename)
-        print(f"error: {name if len(name) < 200 else name[:200] + '...'}: {error.strerror}.", file=sys.stderr)
-        sys.exit(2)
+        sys.stdout.flush()  # not at the exit of the interpreter, where a full disk would be a traceback
+    except UserError as error:
+        end(f"error: {error}", 2)
+    except BrokenPipeError:  # the reader closed it (`| head`); without this Python reports it again on exit
+        discard_output(sys.stdout)
+    except OSError as error:  # such as a name that is too long, a folder that may not be read, or a full disk
+        name = "" if error.filename is None else str(error.filename)
+        where = f"{name if len(name) < 200 else name[:200] + '...'}: " if name else ""
+        end(f"error: {where}{error.strerror or error}.", 2)
     except KeyboardInterrupt:
-        print("stopped.", file=sys.stderr)
-        sys.exit(130)
+        end("stopped.", 130)
+
+
+def end(message: str, status: int) -> NoReturn:
+    """Print the message to standard error and exit. Output that still cannot be written is dropped without a word."""
+    with contextlib.suppress(OSError):
+        print(message, file=sys.stderr)
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            discard_output(stream)
+    sys.exit(status)
+
+
+def discard_output(stream: TextIO) -> None:
+    """Let the null device take what the stream has buffered and all that follows."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, stream.fileno())
+    os.close(null)

@@ -1,5 +1,6 @@
 """Reading small files, JSON and TOML, with one-line errors, and writing files that a kill leaves complete."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -107,13 +108,22 @@ def read_toml(path: Path) -> dict:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a file atomically: after a kill at any instant it has either its old text or the new one."""
+    """Write a file atomically: after a kill at any instant it has either its old text or the new one.
+
+    `OSError`, with the file's name, if it cannot be written, for example because the disk is full.
+    """
     new = path.with_name(path.name + ".new")
-    with new.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())  # else the file may be empty after a power failure, although it has its new name
-    new.replace(path)
+    try:
+        with new.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())  # else the file may be empty after a power failure, although it has its new name
+        new.replace(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            new.unlink(missing_ok=True)
+        error.filename = str(path)  # the system names no file when a write fails
+        raise
 
 
 def fsync_directory(directory: Path, files: bool = True) -> None:

@@ -3,6 +3,7 @@
 Thin: reads the command line and hands it to training/.
 """
 
+import os
 import sys
 
 from errors import exit_on_user_error, open_streams
@@ -22,6 +23,7 @@ python train.py --resume runs/tiny-rms: resume a run that was stopped or killed"
 
 def main() -> int:
     open_streams()
+    os.environ["MPLBACKEND"] = "agg"  # figures are only saved, and a backend that is not there would fail
     from training.settings import parse  # imported here, so that Ctrl-C at any time ends in one line
 
     command = parse(sys.argv[1:], DESCRIPTION)

@@ -16,7 +16,7 @@ import pandas as pd
 from ablation.plan import Arm
 from benchmarks.timing import Timing
 from errors import UserError
-from files import parse_json
+from files import parse_json, read_bytes
 
 Record = TypeVar("Record")
 Curve = list[tuple[int, float]]  # (step, value)
@@ -159,9 +159,13 @@ def read_changes(path: Path) -> list[Change]:
 
 
 def _read_lines(path: Path, kind: type[Record]) -> list[Record]:
-    """One record a line; a last line that a kill cut short does not count."""
+    """One record a line; a last line that a kill cut short does not count. No records if there is no file."""
+    try:
+        lines = read_bytes(path, limit=2**30).split(b"\n")[:-1]
+    except FileNotFoundError:
+        return []
     records = []
-    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1] if path.exists() else [], start=1):
+    for number, line in enumerate(lines, start=1):
         try:
             records.append(parse_json(line, kind))
         except ValueError as error:

@@ -23,6 +23,7 @@ from ablation.results import Curve, Machine, Probes, RunResult, Text
 from data.batches import batch, validation_windows
 from errors import UserError
 from model.decoder import Decoder
+from model.device import explain_out_of_memory
 from model.norm import Norm, is_norm_parameter
 from training import checkpoint, metrics
 from training.evaluate import Evaluation, evaluate
@@ -64,7 +65,8 @@ def train_run(
         if not resume:
             shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True, exist_ok=True)
-        with limited_threads(threads), (folder / "log.txt").open("a", encoding="utf-8") as log:
+        memory = explain_out_of_memory("the device has too little memory for a run; use a smaller model or batch.")
+        with memory, limited_threads(threads), (folder / "log.txt").open("a", encoding="utf-8") as log:
             session = set_up(settings, folder, resume=resume, say=lambda line: print(line, file=log))
             if run.phase == "noise" and session.state.step == 0:
                 perturb(session.model, run.seed)
@@ -74,8 +76,6 @@ def train_run(
             fields["probes"] = probe_streams(session)
     except Diverged as error:
         fields |= {"status": "diverged", "reason": str(error).partition(";")[0]}
-    except torch.OutOfMemoryError:
-        raise UserError("the device has too little memory for a run; use a smaller model or batch.") from None
     except OSError as error:
         raise UserError(f"{folder} cannot be written ({error}); free some space, then repeat the command.") from None
     return RunResult(

@@ -52,6 +52,7 @@ COMPILE_SECONDS = 30  # a guess, for the time that the plan announces
 STEPS_PER_ROUND = 2.5  # time of one call of every timed part, in training steps
 FIXED = ("config", "steps", "margin", "evaluations")  # of a plan, once it has results
 NOT_FIXED = ("name", "convert", "timing")  # once a pilot has fixed the number of final runs, and there are some
+MAX_JOBS = 1000
 SAME_MACHINE = ("processor", "torch", "kernels")
 
 
@@ -124,8 +125,8 @@ def load_or_create(plan: Plan, folder: Path, device: str, jobs: int | None) -> E
     if jobs is None:
         gpus = torch.cuda.device_count() if device == "auto" else 1
         jobs = os.cpu_count() or 1 if chosen.type == "cpu" else max(gpus, 1)
-    if jobs < 1:
-        raise UserError(f"--jobs is {jobs} and must be at least 1.")
+    if not 1 <= jobs <= MAX_JOBS:
+        raise UserError(f"--jobs is {jobs} and must be between 1 and {MAX_JOBS:,}.")
     experiment = Experiment(plan, folder, device, jobs, Study(plan, results, timings))
     check_machine(experiment)
     check_settings(experiment)

@@ -127,6 +127,18 @@ def threads_for(model: torch.nn.Module, rows: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+@contextlib.contextmanager
+def explain_out_of_memory(message: str) -> Iterator[None]:
+    """Turn what a device, torch's allocator on the CPU and Python raise without memory into a `UserError`."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        on_cpu = "DefaultCPUAllocator" in str(error)  # a RuntimeError like any other
+        if not on_cpu and not isinstance(error, MemoryError | torch.OutOfMemoryError):
+            raise
+        raise UserError(message) from None
+
+
 def keep_freed_memory() -> None:
     """Let glibc keep large freed blocks instead of returning them to the operating system.
 

@@ -16,8 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from errors import UserError, exit_on_user_error
-from model.find_checkpoint import eos_ids, find_checkpoint
+from errors import UserError, exit_on_user_error, open_streams
 
 if TYPE_CHECKING:  # importing torch would slow down `--help`
     import gguf
@@ -37,6 +36,18 @@ DTYPES = {"float32": ("F32", "ALL_F32"), "float16": ("F16", "MOSTLY_F16"), "bflo
 
 def main() -> None:
     """Parse the command line and write the file."""
+    open_streams()
+    with exit_on_user_error():
+        arguments = parse(sys.argv[1:])
+        from model.find_checkpoint import find_checkpoint  # imported here, so that Ctrl-C meanwhile ends in one line
+
+        name = Path(os.path.abspath(arguments.run)).name.encode("utf-8", "replace").decode()
+        write_gguf(find_checkpoint(arguments.run), arguments.out, arguments.dtype, name=name)
+        print(f"written: {arguments.out}")
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    """The command line: `run`, `out` and `dtype`."""
     parser = argparse.ArgumentParser(
         prog="python -m model.gguf",
         description="Write a trained model with its tokenizer as one GGUF file, which llama.cpp and the programs built "
@@ -50,11 +61,7 @@ def main() -> None:
     parser.add_argument(
         "--dtype", choices=DTYPES, help="of the matrices (default: as stored); norms and biases are always float32"
     )
-    arguments = parser.parse_args()
-    with exit_on_user_error():
-        name = Path(arguments.run).resolve().name
-        write_gguf(find_checkpoint(arguments.run), arguments.out, arguments.dtype, name=name)
-        print(f"written: {arguments.out}")
+    return parser.parse_args(arguments)
 
 
 def write_gguf(checkpoint: Path, out: Path, dtype: str | None = None, *, name: str = "") -> None:
@@ -253,6 +260,7 @@ def add_model(writer: gguf.GGUFWriter, config: ModelConfig, name: str, dtype: st
 def add_tokenizer(writer: gguf.GGUFWriter, checkpoint: Path, tokenizer: Tokenizer, vocabulary: Vocabulary) -> None:
     """Describe the tokenizer; BOS is added in front of a text where it was in training, EOS never."""
     from data.chat_template import read_template
+    from model.find_checkpoint import eos_ids
 
     writer.add_tokenizer_model(vocabulary.kind)
     writer.add_tokenizer_pre(vocabulary.pre_tokenizer)

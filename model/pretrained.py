@@ -3,6 +3,15 @@
 Nothing is ever unpickled. Writing is not atomic: callers write into a new directory and rename it.
 """
 
+from errors import exit_on_user_error, open_streams
+
+if __name__ == "__main__":  # in front of the imports: they take time, in which Ctrl-C may come
+    open_streams()
+    with exit_on_user_error():
+        from model.rewrite import main
+
+        main()
+
 import functools
 import json
 from collections.abc import Mapping
@@ -188,9 +197,3 @@ def check_fields_match(theirs: ModelConfig, ours: ModelConfig, directory: Path |
         raise UserError(
             f"the weights of {directory} do not fit this model: {', '.join(different)}; use the same values."
         )
-
-
-if __name__ == "__main__":
-    from model.rewrite import main
-
-    main()

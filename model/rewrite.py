@@ -12,7 +12,7 @@ import torch
 import tyro
 from torch import Tensor
 
-from errors import UserError, exit_on_user_error
+from errors import UserError
 from files import fsync_directory
 from model.families import read_config
 from model.find_checkpoint import find_checkpoint
@@ -78,16 +78,15 @@ def read_tensors(directory: Path, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def copy_side_files(source: Path, target: Path) -> None:
-    """Copy the tokenizer, the templates and all configurations but config.json."""
+    """Copy the tokenizer, the templates and all configurations but config.json; no device, which might never end."""
     for path in source.iterdir():
-        if path.name not in NOT_COPIED and any(path.match(pattern) for pattern in SIDE_FILES):
+        if path.is_file() and path.name not in NOT_COPIED and any(map(path.match, SIDE_FILES)):
             shutil.copyfile(path, target / path.name)
 
 
 def main() -> None:
     """Parse the command line and write the checkpoint."""
-    with exit_on_user_error():
-        settings = tyro.cli(Settings, prog="python -m model.pretrained")
-        rewrite(settings.source, settings.target, getattr(torch, settings.dtype))
-        size = (settings.target / SINGLE).stat().st_size
-        print(f"{settings.target}: {size / 1e6:,.1f} MB of {settings.dtype} weights")
+    settings = tyro.cli(Settings, prog="python -m model.pretrained")
+    rewrite(settings.source, settings.target, getattr(torch, settings.dtype))
+    size = (settings.target / SINGLE).stat().st_size
+    print(f"{settings.target}: {size / 1e6:,.1f} MB of {settings.dtype} weights")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import lock
-from errors import OptionalOutput, UserError
+from errors import OptionalOutput, UserError, exit_on_user_error
 
 ROOT = Path(__file__).parent.parent
 FULL = Path("/dev/full")  # every write to it fails as on a full disk
@@ -46,6 +46,29 @@ def test_output_that_cannot_be_written_is_reported_once_and_the_program_continue
     words = os.strerror(errno.ENOSPC)
     assert done.returncode == 0
     assert done.stderr == f"note: standard output cannot be written ({words}); continuing without it\n"
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="this system has no /dev/full")
+@pytest.mark.parametrize("how", ["print('x')", "print('x'); raise SystemExit(0)", "print('x' * 100_000)"])
+def test_output_that_is_the_product_and_cannot_be_written_is_one_line(how):
+    code = f"import errors\nwith errors.exit_on_user_error(): {how}"
+    with FULL.open("w") as full:
+        done = python(code, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (2, f"error: {os.strerror(errno.ENOSPC)}.\n")
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="this system has no /dev/full")
+@pytest.mark.parametrize("how", ["print('x', file=sys.stderr)", "raise errors.UserError('x')"])
+def test_errors_that_cannot_be_written_still_end_with_status_2(how):
+    with FULL.open("w") as full:
+        done = python(f"import errors, sys\nwith errors.exit_on_user_error(): {how}", stdout=full, stderr=full)
+    assert done.returncode == 2
+
+
+def test_an_error_of_the_system_without_a_file_is_one_line(capsys):
+    with pytest.raises(SystemExit) as end, exit_on_user_error():
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    assert end.value.code == 2 and capsys.readouterr().err == f"error: {os.strerror(errno.ENOSPC)}.\n"
 
 
 @pytest.mark.skipif(os.name == "nt", reason="needs a POSIX shell to close streams")
@@ -115,3 +138,24 @@ def test_what_the_system_refuses_is_one_line_that_names_the_file(name):
     )
     assert done.returncode == 2 and done.stderr.startswith("error: ") and len(done.stderr.splitlines()) == 1
     assert len(done.stderr) < 400
+
+
+PROGRAMS = ["train", "generate", "ablate", "model.pretrained", "model.gguf", "training.plot"]
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_ctrl_c_while_a_program_is_imported_is_one_line(program):
+    code = f"""
+import runpy, sys
+
+class CtrlC:
+    def find_spec(self, name, *_):
+        if name in ("torch", "tyro", "numpy", "msgspec"):  # the slow ones
+            raise KeyboardInterrupt
+
+sys.meta_path.insert(0, CtrlC())
+sys.argv = ["program", "run", "out"]
+runpy.run_module({program!r}, run_name="__main__")
+"""
+    done = python(code, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (130, "stopped.\n")

@@ -1,5 +1,6 @@
 """Reading small files and JSON: what is refused, and that it is refused in one short line at once."""
 
+import errno
 import json
 import os
 import sys
@@ -8,7 +9,7 @@ from dataclasses import dataclass
 import pytest
 
 from errors import UserError
-from files import parse_json, read_bytes, read_json
+from files import parse_json, read_bytes, read_json, replace_text
 
 
 @dataclass(frozen=True)
@@ -112,3 +113,17 @@ def test_no_more_is_read_than_the_limit(tmp_path):
         read_bytes(tmp_path / "a", limit=10)
     with pytest.raises(FileNotFoundError):
         read_bytes(tmp_path / "b")
+
+
+def test_a_file_that_cannot_be_replaced_keeps_its_text_and_is_named(tmp_path, monkeypatch):
+    path = tmp_path / "a"
+    replace_text(path, "old")
+
+    def disk_is_full(_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", disk_is_full)
+    with pytest.raises(OSError) as error:
+        replace_text(path, "new")
+    assert error.value.filename == str(path)
+    assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]

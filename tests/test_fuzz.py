@@ -30,6 +30,7 @@ from safetensors.torch import load_file
 
 import ablate
 import generate
+from ablation import command
 from ablation.plan import Plan, arm_settings
 from data import tokens
 from data.corpus import read_documents, resolve, without_other_files
@@ -433,7 +434,7 @@ def test_hostile_flags_of_ablate_end_in_one_line_or_in_a_plan(tmp_path, source):
     flags = hostile_flags([field.name.replace("_", "-") for field in dataclasses.fields(Plan)], source)
 
     def read() -> None:
-        plan = ablate.named(ablate.parse(flags))
+        plan = command.named(command.parse(flags))
         for arm in plan.arms:
             arm_settings(plan, arm)
 

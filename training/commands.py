@@ -9,7 +9,7 @@ from data.batches import validation_windows
 from data.tokenizer import check_vocabulary, load_tokenizer
 from data.tokens import tokenize
 from errors import UserError
-from model.device import choose_device, choose_kernels, choose_training_dtype
+from model.device import choose_device, choose_kernels, choose_training_dtype, explain_out_of_memory
 from model.pretrained import load_pretrained
 from training.estimate import estimate
 from training.evaluate import evaluate
@@ -25,7 +25,8 @@ def run(command: Command) -> int:
         print(estimate(settings))
         return 0
     if actions.eval_only:
-        evaluate_checkpoint(settings)
+        with explain_out_of_memory("too little memory; use a smaller --micro-batch-size, or less --data at once."):
+            evaluate_checkpoint(settings)
         return 0
     resume = actions.resume is not None
     run_dir = Path(actions.resume) if resume else make_run_dir(settings, Path(actions.config).stem)

@@ -12,12 +12,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from tqdm import tqdm
 
 from data.batches import batch, validation_windows
 from errors import UserError
-from model.device import device_name
+from model.device import device_name, explain_out_of_memory
 from training import checkpoint, plot
 from training.evaluate import evaluate
 from training.metrics import Metrics
@@ -100,7 +99,8 @@ def train(settings: Settings, run_dir: Path, *, resume: bool = False) -> int:
 
     Raises `UserError` for what a user can fix; the last complete checkpoint is then still there.
     """
-    session = set_up(settings, run_dir, resume=resume)
+    with explain_out_of_memory("too little memory for the text and the model; use a smaller model or less --data."):
+        session = set_up(settings, run_dir, resume=resume)
     processes, device = session.processes, session.device
     stopped_by = 0
     try:
@@ -111,7 +111,12 @@ def train(settings: Settings, run_dir: Path, *, resume: bool = False) -> int:
                 file = run_dir / "metrics.jsonl"
                 print_wrapped(f"note: {file} lacks {log.missing} of the steps so far; their losses are lost")
             print_wrapped(f"run: {run_dir} (loss.png, metrics.jsonl, settings.toml); Ctrl-C stops and saves")
-        with StopSignals(second_signal_interrupts=processes.count == 1) as stop, progress_bar(session) as bar:
+        out_of_memory = explain_out_of_memory(
+            f"{device_name(device)} has too little memory for this run; use a smaller --micro-batch-size "
+            f"(now {session.micro_batch_size}) or --activation-checkpointing."
+        )
+        signals = StopSignals(second_signal_interrupts=processes.count == 1)
+        with out_of_memory, signals as stop, progress_bar(session) as bar:
             if evaluation_due(session):
                 evaluate_and_save(session, log, bar)  # the run was stopped right before this evaluation
             for result in train_steps(session):
@@ -131,11 +136,6 @@ def train(settings: Settings, run_dir: Path, *, resume: bool = False) -> int:
         if log is not None:
             log.close()
             report_end(session)
-    except torch.OutOfMemoryError:
-        raise UserError(
-            f"{device_name(device)} has too little memory for this run; use a smaller --micro-batch-size "
-            f"(now {session.micro_batch_size}) or --activation-checkpointing."
-        ) from None
     except OSError as error:
         raise UserError(
             f"{run_dir} cannot be written ({error}); free disk space, then {checkpoint.how_to_continue(run_dir)}."
@@ -207,10 +207,18 @@ def evaluate_and_save(session: Session, log: Metrics | None, bar: tqdm) -> None:
     if better:
         checkpoint.save_best(session.run_dir, session.state, session.model, corpus.tokenizer)
     save(session)
-    plot.draw([session.run_dir], session.run_dir / "loss.png")
+    draw_losses(session.run_dir, bar)
     bar.write(f"step {state.step}: validation {result}")
     if state.step < state.steps:
         bar.write(sample(session, SAMPLE_TOKENS))
+
+
+def draw_losses(run_dir: Path, bar: tqdm) -> None:
+    """Draw loss.png; a run does not end because a picture, or matplotlib itself, fails: that is a note."""
+    try:
+        plot.draw([run_dir], run_dir / "loss.png")
+    except Exception as error:  # matplotlib raises errors of many types, also when it is imported
+        bar.write(f"note: loss.png cannot be drawn ({error!r:.200})")
 
 
 def save(session: Session) -> None:

@@ -3,15 +3,11 @@
 `python -m training.plot runs/tiny-rms runs/tiny-layer --out norms.png` draws several runs into one plot.
 """
 
-import sys
-from dataclasses import dataclass
+import argparse
+import os
 from pathlib import Path
-from typing import Annotated
 
-import tyro
-
-from errors import UserError, exit_on_user_error
-from training import metrics
+from errors import UserError, exit_on_user_error, open_streams
 
 # Distinguishable without colour vision (Okabe and Ito 2008); the line style differs as well.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")
@@ -19,8 +15,10 @@ DASHES = ("-", "--", "-.", ":")
 
 
 def draw(runs: list[Path], path: Path) -> None:
-    """Draw the loss curves of `runs` into the PNG file `path`."""
+    """Draw the loss curves of `runs` into the PNG or SVG file `path`."""
     from matplotlib.figure import Figure  # takes half a second to import: only when something is drawn
+
+    from training import metrics
 
     figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
     axes = figure.add_subplot()
@@ -60,23 +58,32 @@ def smooth(points: list[tuple[int, float]], keep: float = 0.95) -> list[tuple[in
     return out
 
 
-@dataclass(frozen=True)
-class Arguments:
-    """Draw the loss curves of one or more runs into one plot."""
+def main() -> None:
+    """Parse the command line and draw."""
+    parser = argparse.ArgumentParser(
+        prog="python -m training.plot", description="Draw the loss curves of one or more runs into one plot."
+    )
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run folder, such as runs/tiny-rms")
+    parser.add_argument("--out", type=Path, default="loss.png", help="the PNG or SVG file to write (loss.png)")
+    arguments = parser.parse_args()
+    if arguments.out.suffix not in (".png", ".svg"):
+        raise UserError(f"--out {arguments.out} must end in .png or .svg.")
+    from training import metrics
 
-    runs: Annotated[tuple[Path, ...], tyro.conf.Positional]
-    """Run folders, such as runs/tiny-rms."""
-    out: Path = Path("loss.png")
-    """The PNG file to write."""
+    for run in arguments.runs:
+        if not metrics.read(run):
+            raise UserError(f"{run} has no metrics.jsonl with measurements; give the folder of a run.")
+    try:
+        draw(arguments.runs, arguments.out)
+    except OSError as error:
+        raise UserError(
+            f"--out {arguments.out} cannot be written ({error.strerror or error}); give another file."
+        ) from None
+    print(f"written: {arguments.out}")
 
 
 if __name__ == "__main__":
+    os.environ["MPLBACKEND"] = "agg"  # figures are only saved, and a backend that is not there would fail
+    open_streams()
     with exit_on_user_error():
-        arguments = tyro.cli(Arguments, args=sys.argv[1:], prog="python -m training.plot")
-        if not arguments.runs:
-            raise UserError("no run was named; give the folders of one run or more, such as runs/tiny-rms.")
-        for run in arguments.runs:
-            if not metrics.read(run):
-                raise UserError(f"{run} has no metrics.jsonl with measurements; give the folder of a run.")
-        draw(list(arguments.runs), arguments.out)
-        print(f"written: {arguments.out}")
+        main()

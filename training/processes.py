@@ -61,12 +61,20 @@ class Processes:
 
 def is_main_process() -> bool:
     """Whether this is the main process, for use before `start_processes`."""
-    return os.environ.get("RANK", "0") == "0"
+    return number("WORLD_SIZE", 1) == 1 or number("RANK", 0) == 0
+
+
+def number(name: str, default: int = 0) -> int:
+    """An environment variable that torchrun sets to a number."""
+    value = os.environ.get(name, str(default))
+    if not (value.isascii() and value.isdigit() and len(value) <= 6):
+        raise UserError(f"the environment has {name} {value!r}, which is not a number; unset it, or start torchrun.")
+    return int(value)
 
 
 def start_processes(device_name: str) -> tuple[Processes, str]:
     """Join the process group if torchrun started several processes; also returns the device name of this process."""
-    count = int(os.environ.get("WORLD_SIZE", "1"))
+    count = number("WORLD_SIZE", 1)
     if count == 1:
         return Processes(), device_name
     missing = [name for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
@@ -75,7 +83,12 @@ def start_processes(device_name: str) -> tuple[Processes, str]:
             f"the environment has WORLD_SIZE {count} but no {', '.join(missing)}; "
             f"start several processes with torchrun, or unset WORLD_SIZE."
         )
-    processes = Processes(int(os.environ["RANK"]), count, int(os.environ["LOCAL_RANK"]))
+    processes = Processes(number("RANK"), count, number("LOCAL_RANK"))
+    if processes.rank >= count or number("MASTER_PORT") >= 2**16:
+        raise UserError(
+            f"the environment has RANK {processes.rank} of WORLD_SIZE {count}, and MASTER_PORT "
+            f"{os.environ['MASTER_PORT']}, which cannot be; start the processes with torchrun."
+        )
     on_cuda = device_name == "cuda" or (device_name == "auto" and torch.cuda.is_available())
     if on_cuda and processes.local_rank >= torch.cuda.device_count():
         raise UserError(

@@ -16,9 +16,10 @@ from torch import nn
 import kernels
 from data import tokens
 from data.batches import check_one_batch
-from data.tokenizer import check_vocabulary, load_tokenizer
+from data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from data.tokens import TokenizedCorpus
 from errors import UserError
+from generation.prompts import encode_prompt
 from model import pretrained
 from model.config import ModelConfig
 from model.decoder import Decoder, center_residual_writers
@@ -160,8 +161,19 @@ def prepare_corpus(settings: Settings, processes: Processes, last: Path | None) 
     if processes.is_main:
         processes.barrier()
     check_vocabulary(corpus.tokenizer, settings.model.vocab_size)
+    check_sample_prompt(corpus.tokenizer, settings)
     check_one_batch(corpus.train, data.batch_size, data.sequence_length)
     return corpus
+
+
+def check_sample_prompt(tokenizer: Tokenizer, settings: Settings) -> None:
+    """Raise `UserError` for a prompt that would end the run at its first evaluation."""
+    count, context = len(encode_prompt(tokenizer, settings.run.sample_prompt)), settings.model.max_position_embeddings
+    if count >= context:
+        raise UserError(
+            f"--sample-prompt has {count} tokens, which leaves none of the model's context of {context} tokens to its "
+            f"continuation; shorten it or raise --max-position-embeddings."
+        )
 
 
 def initial_state(settings: Settings, corpus: TokenizedCorpus, processes: int) -> State:

@@ -196,7 +196,13 @@ def check(settings: Settings) -> None:
     for flag, value in (not_negative | {"--weight-decay": optimizer.weight_decay}).items():
         if not value >= 0:
             raise UserError(f"{flag} is {value} and must not be negative.")
-    check_unicode("--sample-prompt", run.sample_prompt)
+    for flag, text in {"--sample-prompt": run.sample_prompt, "--text-field": data.text_field}.items():
+        check_unicode(flag, text)
+    paths = {"--out": run.out, "--init-from": run.init_from, "--tokenizer": data.tokenizer, "--cache": data.cache}
+    for flag, path in [*paths.items(), *(("--data", path) for path in data.data)]:
+        check_unicode(flag, path or "")  # settings.toml could not save it
+        if "\0" in (path or ""):
+            raise UserError(f"{flag} {path!r} contains a NUL character, which no file name has; remove it.")
 
 
 def parse(arguments: list[str], description: str) -> Command:

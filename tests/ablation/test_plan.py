@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-import ablate
+from ablation import command
 from ablation.plan import (
     PLANS,
     Arm,
@@ -234,18 +234,18 @@ def test_an_unknown_plan_or_key_names_the_nearest(tmp_path):
 
 def test_flags_override_the_plan_that_the_command_line_names(capsys):
     plan = load_plan("mlp")
-    assert ablate.parse(["mlp"]).plan == plan and ablate.parse([]).plan == Plan()
-    changed = ablate.parse(["mlp", "--steps", "800", "--norms", "layer", "rms", "--no-timing", "--out", "there"])
+    assert command.parse(["mlp"]).plan == plan and command.parse([]).plan == Plan()
+    changed = command.parse(["mlp", "--steps", "800", "--norms", "layer", "rms", "--no-timing", "--out", "there"])
     assert changed.plan == dataclasses.replace(plan, steps=800, norms=("layer", "rms"), timing=False)
     assert str(changed.out) == "there" and changed.jobs is None
-    family = ablate.parse(["--seeds", "2", "family"])
+    family = command.parse(["--seeds", "2", "family"])
     assert family.plan == dataclasses.replace(load_plan("family"), seeds=2)
-    assert ablate.parse(["--seeds", "4"]).plan == Plan(seeds=4)
+    assert command.parse(["--seeds", "4"]).plan == Plan(seeds=4)
     with pytest.raises(SystemExit) as stopped:
-        ablate.parse(["mlp", "--norm", "rms", "--nonsense"])
+        command.parse(["mlp", "--norm", "rms", "--nonsense"])
     assert stopped.value.code == 2 and "nonsense" in capsys.readouterr().err
 
 
 def test_plans_import_no_torch():
-    script = "import sys; import ablate; sys.exit('torch' in sys.modules)"
+    script = "import sys; import ablate, ablation.command; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script]).returncode == 0

@@ -3,13 +3,15 @@
 import dataclasses
 import json
 import math
+import os
+import sys
 from pathlib import Path
 
 import pytest
 
 from ablation.plan import Run, run_settings
 from ablation.report import load_study
-from ablation.results import CURVES, append_lines, as_table, read_results, read_timings
+from ablation.results import CURVES, append_lines, as_table, read_changes, read_results, read_timings
 from ablation.run import settings_hash
 from benchmarks.timing import Timing
 from errors import UserError
@@ -145,3 +147,14 @@ def test_records_of_earlier_versions_are_of_the_same_runs_and_have_the_same_effe
     assert [(arm.label, arm.loss and arm.loss.estimate, arm.completed) for arm in study.arms] == [
         (arm["label"], arm["loss"] and arm["loss"]["estimate"], arm["completed"]) for arm in written
     ]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has neither pipes nor devices in folders")
+@pytest.mark.parametrize("read", [read_results, read_timings, read_changes])
+def test_records_are_read_from_regular_files_only(tmp_path, read):
+    assert read(tmp_path / "none.jsonl") == []
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    (tmp_path / "zero.jsonl").symlink_to("/dev/zero")
+    for name in ("pipe.jsonl", "zero.jsonl"):
+        with pytest.raises(UserError, match="is not a regular file"):
+            read(tmp_path / name)

@@ -194,8 +194,9 @@ def test_a_run_that_diverges_is_a_record_and_not_an_error(config, tmp_path, monk
     assert read_results(tmp_path / "runs.jsonl") == [result]
 
 
-def test_too_little_memory_is_a_one_line_error(config, tmp_path, calls):
-    calls[1][3] = torch.OutOfMemoryError("CUDA out of memory")
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), MemoryError()])
+def test_too_little_memory_is_a_one_line_error(config, tmp_path, calls, error):
+    calls[1][3] = error
     with pytest.raises(run_module.UserError, match="too little memory for a run"):
         train(config, tmp_path / "run")
 

@@ -156,8 +156,9 @@ def test_a_folder_that_cannot_be_one_and_jobs_below_one_are_refused(plan, tmp_pa
     (tmp_path / "file").write_text("", encoding="utf-8")
     with pytest.raises(UserError, match="is a file; give a folder"):
         start(plan, tmp_path / "file")
-    with pytest.raises(UserError, match="--jobs is 0"):
-        load_or_create(plan, tmp_path, "cpu", 0)
+    for jobs in (0, 10**400):
+        with pytest.raises(UserError, match=f"--jobs is {jobs} and must be between 1 and 1,000"):
+            load_or_create(plan, tmp_path, "cpu", jobs)
     assert load_or_create(plan, tmp_path, "cpu", None).jobs == CORES
 
 

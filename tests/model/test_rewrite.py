@@ -144,3 +144,11 @@ def test_weights_can_be_read_by_others(saved, tmp_path):
         assert {path.stat().st_mode & 0o777 for path in (tmp_path / "private").iterdir()} == {0o600}
     finally:
         os.umask(before)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no devices in folders")
+def test_a_device_beside_the_weights_is_not_copied(saved, tmp_path):
+    directory = saved()
+    (directory / "null.json").symlink_to("/dev/null")
+    rewrite_checkpoint(str(directory), tmp_path / "out", torch.bfloat16)
+    assert not (tmp_path / "out" / "null.json").exists()

@@ -150,3 +150,48 @@ def test_a_run_can_use_the_cosine_schedule(flags, tmp_path):
     train(parse([*flags, "--schedule", "cosine", "--steps", "6"], "test").settings, tmp_path / "run")
     learning_rates = [line["learning_rate"] for line in metrics.read(tmp_path / "run") if "loss" in line]
     assert learning_rates[4] == pytest.approx(3e-3) and learning_rates[5] == pytest.approx(0, abs=1e-12)
+
+
+def test_a_sample_prompt_as_long_as_the_context_is_refused_before_the_first_step(flags, tmp_path):
+    prompt = ["--sample-prompt", "the quick brown fox " * 20]
+    with pytest.raises(UserError, match=r"--sample-prompt has \d+ tokens.* context of 32 tokens"):
+        train(parse([*flags, *prompt], "test").settings, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_picture_that_cannot_be_drawn_is_a_note_and_training_continues(flags, tmp_path, monkeypatch, capsys):
+    def fail(*_) -> None:
+        raise ValueError("Key backend: 'bogus' is not a valid value for backend")
+
+    monkeypatch.setattr(loop.plot, "draw", fail)
+    assert train(parse([*flags, "--steps", "4", "--evaluate-every", "2"], "test").settings, tmp_path / "run") == 0
+    printed = "".join(capsys.readouterr())
+    assert printed.count("note: loss.png cannot be drawn (ValueError(\"Key backend: 'bogus'") == 2
+    assert json.loads((tmp_path / "run" / "last" / "state.json").read_text())["step"] == 4
+
+
+OUT_OF_MEMORY = [
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+    RuntimeError("[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory"),
+    MemoryError(),
+]
+
+
+@pytest.mark.parametrize("error", OUT_OF_MEMORY, ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("where", ["set_up", "train_step"])
+def test_too_little_memory_is_one_line(flags, tmp_path, monkeypatch, error, where):
+    def fail(*_, **__) -> None:
+        raise error
+
+    monkeypatch.setattr(loop, where, fail)
+    with pytest.raises(UserError, match="too little memory for "):
+        train(parse(flags, "test").settings, tmp_path / "run")
+
+
+def test_other_errors_of_torch_stay_what_they_are(flags, tmp_path, monkeypatch):
+    def fail(*_, **__) -> None:
+        raise RuntimeError("shapes cannot be multiplied")
+
+    monkeypatch.setattr(loop, "train_step", fail)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        train(parse(flags, "test").settings, tmp_path / "run")

@@ -1,6 +1,21 @@
 """The loss curves of a run."""
 
+import errno
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from errors import UserError
 from training import plot
+
+
+def command(monkeypatch, *arguments: object) -> None:
+    """Run the program in this process."""
+    monkeypatch.setattr(sys, "argv", ["plot", *map(str, arguments)])
+    plot.main()
 
 
 def test_a_run_with_a_loss_that_is_not_finite_can_be_plotted(run, tmp_path):
@@ -8,3 +23,31 @@ def test_a_run_with_a_loss_that_is_not_finite_can_be_plotted(run, tmp_path):
         file.write('{"step": 41, "loss": "nan", "gradient_norm": "nan"}\n')
     plot.draw([run, run], tmp_path / "two.png")
     assert (tmp_path / "two.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("name", ["loss.png", "loss.svg"])
+def test_the_program_writes_the_file_that_it_names(run, tmp_path, monkeypatch, capsys, name):
+    command(monkeypatch, run, "--out", tmp_path / name)
+    assert (tmp_path / name).is_file() and capsys.readouterr().out == f"written: {tmp_path / name}\n"
+
+
+@pytest.mark.parametrize("name", ["loss", "loss.xyz"])
+def test_other_endings_are_refused(run, tmp_path, monkeypatch, name):
+    with pytest.raises(UserError, match=f"{name} must end in .png or .svg"):
+        command(monkeypatch, run, "--out", tmp_path / name)
+
+
+def test_a_picture_that_does_not_fit_on_the_disk_is_one_line(run, tmp_path, monkeypatch):
+    def disk_is_full(*_) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(plot, "draw", disk_is_full)
+    with pytest.raises(UserError, match=r"loss\.png cannot be written \(.*\); give another file"):
+        command(monkeypatch, run, "--out", tmp_path / "loss.png")
+
+
+def test_a_matplotlib_backend_that_is_not_there_does_not_matter(run, tmp_path):
+    arguments = ["-m", "training.plot", str(run), "--out", str(tmp_path / "loss.png")]
+    environment = {**os.environ, "MPLBACKEND": "bogus"}
+    subprocess.run([sys.executable, *arguments], cwd=Path(__file__).parents[2], env=environment, timeout=60, check=True)
+    assert (tmp_path / "loss.png").is_file()

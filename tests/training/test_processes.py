@@ -9,7 +9,7 @@ import pytest
 from errors import UserError
 from training import metrics
 from training.loop import train
-from training.processes import start_processes
+from training.processes import is_main_process, start_processes
 from training.settings import parse
 
 ROOT = Path(__file__).parent.parent.parent
@@ -37,3 +37,28 @@ def test_a_world_size_without_the_variables_of_torchrun_is_a_one_line_error(monk
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(UserError, match="WORLD_SIZE 2 but no LOCAL_RANK, "):
         start_processes("cpu")
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("WORLD_SIZE", "abc"),
+        ("RANK", "x"),
+        ("LOCAL_RANK", "-1"),
+        ("MASTER_PORT", "²"),
+        ("RANK", "2"),
+        ("RANK", "9" * 99),
+    ],
+)
+def test_variables_that_torchrun_never_sets_so_are_a_one_line_error(monkeypatch, variable, value):
+    torchrun = {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+    for name, usual in torchrun.items():
+        monkeypatch.setenv(name, value if name == variable else usual)
+    with pytest.raises(UserError, match=f"the environment has {variable} .* torchrun"):
+        start_processes("cpu")
+
+
+def test_a_process_alone_is_the_main_one_whatever_rank_the_environment_has(monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setenv("RANK", "1")
+    assert is_main_process() and start_processes("cpu")[0].is_main

@@ -9,7 +9,7 @@ import pytest
 from errors import UserError
 from model.config import NORMS
 from training.checkpoint import settings_hash
-from training.settings import CONFIGS, Settings, load_settings, parse, save_settings
+from training.settings import CONFIGS, DataSettings, RunSettings, Settings, load_settings, parse, save_settings
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -115,6 +115,22 @@ def test_a_value_that_looks_like_a_flag_survives_saving(tmp_path):
     settings = settings_from("--sample-prompt=--help")
     save_settings(settings, tmp_path / "settings.toml")
     assert load_settings(tmp_path / "settings.toml").run.sample_prompt == "--help"
+
+
+@pytest.mark.parametrize("field", ["data", "text_field", "tokenizer", "cache", "out", "init_from", "sample_prompt"])
+def test_a_value_that_settings_toml_cannot_save_is_refused_before_anything_is_prepared(field):
+    name, table = ("data", DataSettings) if hasattr(DataSettings(), field) else ("run", RunSettings)
+    value = ("a", "t\udcff") if field == "data" else "t\udcff"
+    flag = "--" + field.replace("_", "-")
+    with pytest.raises(UserError, match=f"{flag} 't.udcff' is not UTF-8 text at character 1"):
+        Settings(**{name: table(**{field: value})})
+
+
+def test_a_file_name_with_nul_is_refused(tmp_path):
+    for table, key in (("data", "cache"), ("data", "tokenizer"), ("run", "out"), ("run", "init_from")):
+        (tmp_path / "nul.toml").write_text(f'[{table}]\n{key} = "c\\u0000x"\n')
+        with pytest.raises(UserError, match=f"--{key.replace('_', '-')} .* contains a NUL character"):
+            settings_from("--config", str(tmp_path / "nul.toml"))
 
 
 def test_the_names_that_other_programs_use_for_our_flags_work():
