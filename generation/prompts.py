@@ -60,7 +60,10 @@ def read_standard_input() -> str:
         return ""
     # Printed first: if standard input is a pipe that nobody writes to, the program would seem to hang.
     print("reading the prompt from standard input", file=sys.stderr, flush=True)
-    return read_text(sys.stdin.buffer, "standard input").removesuffix("\n").removesuffix("\r")
+    try:
+        return read_text(sys.stdin.buffer, "standard input").removesuffix("\n").removesuffix("\r")
+    except OSError as error:
+        raise UserError(f"standard input cannot be read ({error.strerror}); use --prompt.") from None
 
 
 def read_text(file: BinaryIO, name: str) -> str:

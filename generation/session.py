@@ -4,11 +4,9 @@ prompts, or respond to each line that is typed."""
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-
-import torch
 
 import kernels
 from data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
@@ -23,7 +21,7 @@ from generation.terminal import hold_session
 from generation.weights import bytes_per_step
 from model import find_checkpoint
 from model.decoder import Decoder
-from model.device import choose_device, choose_inference_dtype, choose_kernels
+from model.device import choose_device, choose_inference_dtype, choose_kernels, explain_out_of_memory
 from model.pretrained import load_config, load_pretrained
 from model.stored_weights import stored_dtype
 
@@ -70,7 +68,7 @@ def run(
         settings = choose_sampling(settings, checkpoint, log)
         if chat.leaves_system_out:
             log("note: the model's chat template leaves the system prompt out, so --system has no effect")
-    with explain_out_of_memory(settings):
+    with explain_memory(settings):
         decoder = load_decoder(checkpoint, settings)
     dtype = str(decoder.compute_dtype).removeprefix("torch.")
     device = next(decoder.parameters()).device
@@ -81,7 +79,7 @@ def run(
         results = []
         for start in range(0, len(requests), settings.batch_size):
             batch = requests[start : start + settings.batch_size]
-            with explain_out_of_memory(settings):
+            with explain_memory(settings):
                 results.append(generate_batch(decoder, tokenizer, batch, eos_ids, settings, output))
         return results
 
@@ -96,7 +94,7 @@ def run(
         conversation = Conversation(decoder, chat, settings, eos_ids, write, log)
 
         def answer(text: str) -> None:
-            with explain_out_of_memory(settings):
+            with explain_memory(settings):
                 result = conversation.answer(text)
             if result is not None:
                 report(result)
@@ -209,16 +207,12 @@ def load_decoder(checkpoint: Path, settings: Settings) -> Decoder:
     return load_pretrained(checkpoint, device=device, compute_dtype=dtype, cast=True).eval()
 
 
-@contextlib.contextmanager
-def explain_out_of_memory(settings: Settings) -> Iterator[None]:
-    """Turn torch's out-of-memory error into a `UserError` that names the flags that help."""
-    try:
-        yield
-    except torch.OutOfMemoryError:
-        raise UserError(
-            f"out of memory on the device; use a smaller --batch-size (now {settings.batch_size}), fewer "
-            f"--max-new-tokens (now {settings.token_limit}), or --device cpu."
-        ) from None
+def explain_memory(settings: Settings) -> contextlib.AbstractContextManager[None]:
+    """Turn out-of-memory errors into a `UserError` that names the flags that help."""
+    return explain_out_of_memory(
+        f"out of memory; use a smaller --batch-size (now {settings.batch_size}), fewer --max-new-tokens "
+        f"(now {settings.token_limit}), or --device cpu."
+    )
 
 
 def speed(results: Sequence[Generation], step_bytes: int) -> str:
