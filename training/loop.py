@@ -17,11 +17,11 @@ from tqdm import tqdm
 from data.batches import batch, validation_windows
 from errors import UserError
 from model.device import device_name, explain_out_of_memory
-from training import checkpoint, plot
+from training import checkpoint
 from training.evaluate import evaluate
 from training.metrics import Metrics
 from training.processes import finish_processes
-from training.progress import progress_bar, report_end, sample, show_step
+from training.progress import draw_losses, progress_bar, report_end, sample, show_step
 from training.schedule import learning_rate
 from training.session import Session, open_run, print_wrapped, set_up
 from training.settings import Settings
@@ -211,14 +211,6 @@ def evaluate_and_save(session: Session, log: Metrics | None, bar: tqdm) -> None:
     bar.write(f"step {state.step}: validation {result}")
     if state.step < state.steps:
         bar.write(sample(session, SAMPLE_TOKENS))
-
-
-def draw_losses(run_dir: Path, bar: tqdm) -> None:
-    """Draw loss.png; a run does not end because a picture, or matplotlib itself, fails: that is a note."""
-    try:
-        plot.draw([run_dir], run_dir / "loss.png")
-    except Exception as error:  # matplotlib raises errors of many types, also when it is imported
-        bar.write(f"note: loss.png cannot be drawn ({error!r:.200})")
 
 
 def save(session: Session) -> None:

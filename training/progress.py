@@ -2,12 +2,14 @@
 
 import shlex
 import statistics
+from pathlib import Path
 
 from tqdm import tqdm
 
 from generation.generate import complete
 from model.count import flops_per_token
 from model.device import peak_flops
+from training import plot
 from training.session import Session
 
 FINAL_SAMPLE_TOKENS = 200
@@ -71,3 +73,11 @@ def first_words(session: Session) -> str:
     lines = session.corpus.tokenizer.decode(session.corpus.train[:1000].tolist()).splitlines()
     lines = [line for line in lines if line[:1].isalpha()] or [line for line in lines if line.strip()]
     return " ".join(lines[0].split()[:3]) if lines else ""
+
+
+def draw_losses(run_dir: Path, bar: tqdm) -> None:
+    """Draw loss.png; a run does not end because a picture, or matplotlib itself, fails: that is a note."""
+    try:
+        plot.draw([run_dir], run_dir / "loss.png")
+    except Exception as error:  # matplotlib raises errors of many types, also when it is imported
+        bar.write(f"note: loss.png cannot be drawn ({error!r:.200})")

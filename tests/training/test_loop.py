@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from errors import UserError
-from training import loop, metrics
+from training import loop, metrics, progress
 from training.evaluate import Evaluation
 from training.loop import train, train_steps
 from training.session import set_up
@@ -163,7 +163,7 @@ def test_a_picture_that_cannot_be_drawn_is_a_note_and_training_continues(flags, 
     def fail(*_) -> None:
         raise ValueError("Key backend: 'bogus' is not a valid value for backend")
 
-    monkeypatch.setattr(loop.plot, "draw", fail)
+    monkeypatch.setattr(progress.plot, "draw", fail)
     assert train(parse([*flags, "--steps", "4", "--evaluate-every", "2"], "test").settings, tmp_path / "run") == 0
     printed = "".join(capsys.readouterr())
     assert printed.count("note: loss.png cannot be drawn (ValueError(\"Key backend: 'bogus'") == 2
