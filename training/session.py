@@ -263,6 +263,8 @@ def restore(session: Session, directory: Path, say: Callable[[str], None]) -> No
         raise UserError(
             f"{run_dir} cannot be resumed: {'; '.join(problems)}; use what it was started with, or a new --out."
         )
+    if saved.settings_hash != checkpoint.settings_hash(before):
+        say(f"note: {run_dir / 'settings.toml'} is not what the run saved: settings in it were changed or lost since")
     changed = changed_fields(before, settings)
     if changed:
         say(f"changed since the run was started: {', '.join(changed)}")

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -379,6 +380,16 @@ def test_resuming_says_how_many_steps_the_metrics_have_lost(stopped_run, capsys)
     path.write_bytes(b"\n".join(lines[:4]) + b'\n{"step": 4, "lo')
     train(parse(["--resume", str(stopped_run)], "test").settings, stopped_run, resume=True)
     assert f"lacks {steps - 3} of the steps so far" in " ".join(capsys.readouterr().out.split())
+
+
+def test_resuming_says_that_settings_were_changed_or_lost_in_their_file(stopped_run, capsys):
+    path, resumed = stopped_run / "settings.toml", ["--resume", str(stopped_run)]
+    stopped = shutil.copytree(stopped_run, stopped_run.with_name("untouched"))
+    train(parse(["--resume", str(stopped), "--learning-rate", "1e-3"], "test").settings, stopped, resume=True)
+    assert "is not what the run saved" not in " ".join(capsys.readouterr().out.split())
+    path.write_text(re.sub("\nbatch_size = .*", "", path.read_text()))
+    train(parse(resumed, "test").settings, stopped_run, resume=True)
+    assert "settings.toml is not what the run saved" in " ".join(capsys.readouterr().out.split())
 
 
 def test_resuming_with_another_number_of_processes_says_what_differs(stopped_run, capsys):
