@@ -122,7 +122,7 @@ def limit_resources() -> None:
         return
     for kind, limit in ((resource.RLIMIT_AS, MAX_BYTES), (resource.RLIMIT_CPU, SECONDS)):
         with contextlib.suppress(ValueError, OSError):  # a lower limit is in force already, or macOS ignores this one
-            resource.setrlimit(kind, (limit, limit))
+            resource.setrlimit(kind, (limit, limit + 1))  # at a hard limit of time, a process is killed instead
 
 
 def main() -> None:

@@ -83,7 +83,7 @@ def test_a_damaged_checkpoint_is_skipped_with_a_note_and_an_error_when_no_other_
 def test_a_checkpoint_with_all_its_shards_is_complete(tmp_path):
     directory = checkpoint(tmp_path / "best")
     lose_a_shard(directory)
-    save_file({"b": torch.zeros(1)}, directory / "model-00002-of-00002.safetensors")
+    save_file({"c": torch.zeros(1)}, directory / "model-00002-of-00002.safetensors")
     assert find_checkpoint(tmp_path) == directory
 
 
