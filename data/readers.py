@@ -23,7 +23,7 @@ BLOCK = 1 << 20  # bytes read at a time
 MAX_ROW = 1 << 24  # bytes of a row: a small compressed file can hold a row that fills the memory
 ROWS = 16  # parquet rows decoded at a time: few, because a row may be a whole book
 MAX_BATCH = 1 << 25  # bytes of a batch of parquet rows that repeat one stored value
-MAX_CHUNK, MAX_RATIO = 1 << 26, 1000  # parquet text of more bytes than this never compresses better than this
+MAX_CHUNK, MAX_RATIO = 1 << 27, 1000  # parquet text of more bytes than this never compresses better than this
 DICTIONARY_PAGE = b"\x15\x04\x15"  # how the header of one begins
 
 Document = Iterable[str]  # its text in blocks, read from the file as one iterates: once, and only as far as needed
@@ -127,7 +127,7 @@ def read_parquet(path: Path, field: str) -> Documents:
     """One document per row, the string in the column `field`; rows are decoded a few at a time.
 
     A page is decompressed whole, because pyarrow can do no other: about 1 MB in most files, at most `MAX_CHUNK` in a
-    small one. The limits trust the sizes and encodings in the file's footer: a file that lies can take a few GB.
+    small one. The limits trust the sizes and encodings in the file's footer: one that lies can still take a few GB.
     """
     try:
         import pyarrow
