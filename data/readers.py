@@ -127,6 +127,8 @@ def read_parquet(path: Path, field: str) -> Documents:
         with parquet.ParquetFile(path, pre_buffer=False, buffer_size=BLOCK) as file:
             if field not in file.schema_arrow.names:
                 raise _no_field(str(path), field, file.schema_arrow.names)
+            if file.schema_arrow.names.count(field) > 1:
+                raise UserError(f"{path} has more than one column {field!r}; write it again with one of them.")
             batches = file.iter_batches(batch_size=ROWS, columns=[field], use_threads=False)
             for number, value in enumerate((value for rows in batches for value in rows.column(0)), 1):
                 where = f"{path}, row {number}"
@@ -138,7 +140,7 @@ def read_parquet(path: Path, field: str) -> Documents:
                     problem = f"{where}: {field!r} is not UTF-8 text at byte {error.start}"
                     raise UserError(f"{problem}; convert it to UTF-8 or leave the row out.") from error
                 yield [_string(where, text, field, {field: text})]
-    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:  # UnicodeDecodeError: names of columns
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError, OverflowError) as error:  # of names, and of dates
         reason = str(error).split("\n")[0].rstrip(".")
         raise UserError(f"{path} is not a readable parquet file ({reason}); download or write it again.") from error
 

@@ -261,6 +261,15 @@ def test_a_parquet_file_whose_names_are_not_utf8_is_named(tmp_path):
     assert "a.parquet is not a readable parquet file" in error_message(path)
 
 
+def test_parquet_with_two_columns_of_a_name_or_with_impossible_dates_is_named(tmp_path):
+    table = pyarrow.Table.from_arrays([pyarrow.array(["a"]), pyarrow.array(["b"])], names=["text", "text"])
+    parquet.write_table(table, tmp_path / "a.parquet")
+    assert "a.parquet has more than one column 'text'" in error_message(tmp_path / "a.parquet")
+    dates = pyarrow.array([2**31 - 1], pyarrow.int32()).view(pyarrow.date32())
+    parquet.write_table(pyarrow.table({"text": dates}), tmp_path / "b.parquet")
+    assert "b.parquet" in error_message(tmp_path / "b.parquet")
+
+
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="Windows has no pipes in folders")
 def test_pipes_in_a_folder_are_left_out(tmp_path):
     (tmp_path / "a.txt").write_text("text")
