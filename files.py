@@ -47,7 +47,7 @@ def parse_json(content: bytes, kind: type[T], *, constants: bool = False) -> T:
     refuse_or_read = float if constants else _refuse
     try:
         value = json.loads(
-            content.decode("utf-8"), object_pairs_hook=_object, parse_int=_integer, parse_constant=refuse_or_read
+            content.decode("utf-8"), object_pairs_hook=_object, parse_int=json_integer, parse_constant=refuse_or_read
         )
         if b"\\ud" in content.lower():
             json.dumps(value, ensure_ascii=False).encode("utf-8")
@@ -78,7 +78,8 @@ def _object(pairs: list[tuple[str, object]]) -> dict:
     return fields
 
 
-def _integer(digits: str) -> int | float:
+def json_integer(digits: str) -> int | float:
+    """An integer of JSON; a float if it has more than 64 bits (Python refuses those of more than 4,300 digits)."""
     value = int(digits) if len(digits) <= 20 else float(digits)
     return value if abs(value) < 2**63 else float(value)
 

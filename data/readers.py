@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from errors import UserError
+from files import json_integer
 
 BLOCK = 1 << 20  # bytes read at a time
 ROWS = 128  # parquet rows decoded at a time: few, because a row may be a whole book
@@ -86,18 +87,10 @@ class JsonObject(tuple):
     """The pairs of a JSON object; a dict would keep the last of several with the same key, and say nothing."""
 
 
-def _integer(digits: str) -> float:
-    """Python refuses integers of more than 4,300 digits; no field but the text is used, so any number will do."""
-    try:
-        return int(digits)
-    except ValueError:
-        return float(digits)
-
-
 def _json_text(path: Path, number: int, line: bytes, offset: int, field: str) -> str:
     where = f"{path}, line {number}"
     try:
-        row = json.loads(line.decode("utf-8"), parse_int=_integer, object_pairs_hook=JsonObject)
+        row = json.loads(line.decode("utf-8"), parse_int=json_integer, object_pairs_hook=JsonObject)
     except UnicodeDecodeError as error:
         raise _not_utf8(path, offset + error.start) from error
     except (ValueError, RecursionError) as error:

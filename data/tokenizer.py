@@ -164,7 +164,7 @@ class JsonTokenizer:
         """Turn what the library raises for a tokenizer that contradicts itself into a `UserError`."""
         try:
             yield
-        except BaseException as error:  # plain Exception, and pyo3's PanicException, which is none and has no name here
+        except BaseException as error:  # pyo3's PanicException is no Exception, and cannot be imported
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
                 raise
             raise UserError(f"{self._path} does not work in the tokenizers library ({error}).") from error

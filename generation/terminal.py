@@ -34,21 +34,28 @@ def read_line() -> str:
     """
     if sys.stdin is None:  # it was closed before the program started
         raise EOFError
+    return read_typed_line() if sys.stdin.isatty() else read_piped_line()
+
+
+def read_typed_line() -> str:
+    """A line from a terminal."""
     with contextlib.suppress(ImportError):  # Windows, whose console edits lines itself
         import readline  # noqa: F401
-    prompt = "> " if sys.stdin.isatty() else ""
+    prompt = "> "
     if not sys.stdout.isatty():  # standard output is for the model's text
         print(prompt, end="", file=sys.stderr, flush=True)
         prompt = ""
-    if sys.stdin.isatty():
-        try:
-            line = input(prompt)
-        except UnicodeDecodeError as error:
-            raise UserError(f"this line is not UTF-8 ({error}); type it again.") from None
-        check_unicode("the line", line)
-        return line
-    print(prompt, end="", flush=True)
-    content = sys.stdin.buffer.readline(MAX_FILE + 1)  # perhaps of a device, which never ends
+    try:
+        line = input(prompt)
+    except UnicodeDecodeError as error:
+        raise UserError(f"this line is not UTF-8 ({error}); type it again.") from None
+    check_unicode("the line", line)
+    return line
+
+
+def read_piped_line() -> str:
+    """A line from a file, a pipe, or a device, which may never end."""
+    content = sys.stdin.buffer.readline(MAX_FILE + 1)
     if len(content) > MAX_FILE:
         print(f"error: a line is longer than {MAX_FILE >> 20} MiB; no more is read", file=sys.stderr, flush=True)
         content = b""

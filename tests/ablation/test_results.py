@@ -70,6 +70,7 @@ def test_a_line_cut_at_any_byte_is_ignored_and_overwritten_by_the_next(results, 
         lambda line: b"3",
         lambda line: line.replace(b'"seed"', b'"sead"'),
         lambda line: line.replace(b'"norm"', b'"nerm"'),
+        lambda line: line.replace(b'"norm": "', b'"norm": "x'),
         lambda line: b'{"arm": 1, "probes": 2}',
     ],
 )

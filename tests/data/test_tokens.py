@@ -2,6 +2,7 @@
 
 import json
 import lzma
+import os
 import random
 import subprocess
 import sys
@@ -395,3 +396,9 @@ def test_bits_per_byte_of_xz_are_those_of_the_program(tmp_path):
 def test_the_package_imports_no_torch():
     code = "import sys, data.tokens, data.tokenizer; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="Windows has no pipes in folders")
+def test_a_pipe_in_the_place_of_a_small_file_is_damage(tmp_path):
+    os.mkfifo(tmp_path / "meta.json")
+    assert cache.read_json(tmp_path / "meta.json") == {}
