@@ -11,13 +11,17 @@ import json
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from errors import UserError
 from files import json_integer
 
+if TYPE_CHECKING:
+    from pyarrow.parquet import FileMetaData
+
 BLOCK = 1 << 20  # bytes read at a time
-ROWS = 128  # parquet rows decoded at a time: few, because a row may be a whole book
 MAX_ROW = 1 << 24  # bytes of a row: a small compressed file can hold a row that fills the memory
+MAX_RATIO = 100  # of a row group's bytes to those of its file: no text compresses better
 
 Document = Iterable[str]  # its text in blocks, read from the file as one iterates: once, and only as far as needed
 Documents = Iterator[Document]
@@ -109,7 +113,10 @@ def _json_text(path: Path, number: int, line: bytes, offset: int, field: str) ->
 
 
 def read_parquet(path: Path, field: str) -> Documents:
-    """One document per row, the string in the column `field`; rows are decoded a few at a time."""
+    """One document per row, the string in the column `field`.
+
+    Rows are decoded one at a time: a few bytes can say that a huge value is repeated in all of them.
+    """
     try:
         import pyarrow
         from pyarrow import parquet
@@ -122,11 +129,12 @@ def read_parquet(path: Path, field: str) -> Documents:
                 raise _no_field(str(path), field, file.schema_arrow.names)
             if file.schema_arrow.names.count(field) > 1:
                 raise UserError(f"{path} has more than one column {field!r}; write it again with one of them.")
-            batches = file.iter_batches(batch_size=ROWS, columns=[field], use_threads=False)
-            for number, value in enumerate((value for rows in batches for value in rows.column(0)), 1):
+            _check_sizes(path, file.metadata)
+            rows = file.iter_batches(batch_size=1, columns=[field], use_threads=False)
+            for number, row in enumerate(rows, 1):
                 where = f"{path}, row {number}"
                 try:
-                    text = value.as_py()
+                    text = row.column(0)[0].as_py()
                     if isinstance(text, str) and len(text) > MAX_ROW:
                         raise _too_long(where)
                 except UnicodeDecodeError as error:  # parquet says UTF-8, and not every writer checks
@@ -136,6 +144,21 @@ def read_parquet(path: Path, field: str) -> Documents:
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError, OverflowError) as error:  # of names, and of dates
         reason = str(error).split("\n")[0].rstrip(".")
         raise UserError(f"{path} is not a readable parquet file ({reason}); download or write it again.") from error
+
+
+def _check_sizes(path: Path, footer: "FileMetaData") -> None:
+    """Refuse what cannot be text before it is decompressed, which pyarrow does with a page at a time, of any size.
+
+    The sizes are those of row groups: with a damaged footer, pyarrow ends the program where a column's size is read.
+    """
+    size = path.stat().st_size
+    for number in range(footer.num_row_groups):
+        group = footer.row_group(number)
+        if group.total_byte_size > 4 * MAX_ROW * max(1, group.num_rows):  # 4: a row has other columns, too
+            raise _too_long(f"{path}: a row of group {number + 1}")
+        if group.total_byte_size > max(4 * MAX_ROW, MAX_RATIO * size):
+            unpacked = f"{group.total_byte_size >> 20:,} MiB from a file of {size:,} bytes"
+            raise UserError(f"{path}: row group {number + 1} is no text ({unpacked}); leave the file out.")
 
 
 def _string(where: str, text: object, field: str, row: dict[str, object]) -> str:
