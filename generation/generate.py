@@ -143,11 +143,11 @@ def next_tokens(
     tokens, padding = left_pad(prompts, device)
     seen = seen_tokens(prompts, decoder.config.vocab_size, device) if sampling.repetition_penalty != 1 else None
     shape = len(prompts), tokens.shape[1] + max_new_tokens
-    with decode_step_for(decoder, *shape) as fused_step:
-        if fused_step is None:
+    with decode_step_for(decoder, *shape) as step:
+        if step is None:
             cache = KeyValueCache(decoder.config, *shape, device=device, dtype=decoder.compute_dtype)
         else:
-            cache = fused_step.cache
+            cache = step.cache
         if past is not None:
             (prompt,) = prompts
             if known:
@@ -159,8 +159,8 @@ def next_tokens(
                 # Only shorter, padded prompts still have room in the context. The sequences that have filled it are
                 # finished but still computed: more padding keeps their rotary positions below max_position_embeddings.
                 padding = padding.clamp(min=cache.length + 1 - context)
-            if tokens.shape[1] == 1 and fused_step is not None:
-                logits = fused_step(tokens, padding)
+            if tokens.shape[1] == 1 and step is not None:
+                logits = step(tokens, padding)
             else:
                 logits = decoder(tokens, cache=cache, padding=padding, last_only=True)
             logits = logits[:, -1, :vocab_size]  # (B, V)

@@ -67,10 +67,26 @@ def generator_for(seed: int, sample: int, device: torch.device) -> torch.Generat
 
 
 def draw(logits: torch.Tensor, generators: list[torch.Generator]) -> torch.Tensor:
-    """Sample from softmax(logits), (B, V) to (B,) int64: argmax of p/e with e exponential (the Gumbel-max trick).
+    """Sample from softmax(logits), (B, V) to (B,) int64; row b depends on generators[b] alone.
 
-    Unlike torch.multinomial, this needs no host sync, and row b depends on generators[b] alone.
+    On a CPU a random number for every token of a large vocabulary takes as long as a step of a small model.
     """
+    return (draw_by_inversion if logits.device.type == "cpu" else draw_by_race)(logits, generators)
+
+
+def draw_by_inversion(logits: torch.Tensor, generators: list[torch.Generator]) -> torch.Tensor:
+    """The first token at which the cumulative probability reaches a random number in (0, 1]: one number a row.
+
+    So a filtered token, at which the sum does not grow, is never the first. Not for a GPU, whose sums may differ from
+    run to run.
+    """
+    sums = logits.softmax(-1).cumsum(-1, dtype=torch.float64)
+    uniform = [torch.rand(1, generator=generator, dtype=torch.float64) for generator in generators]  # in [0, 1)
+    return torch.searchsorted(sums, (1 - torch.stack(uniform)) * sums[:, -1:])[:, 0]
+
+
+def draw_by_race(logits: torch.Tensor, generators: list[torch.Generator]) -> torch.Tensor:
+    """The argmax of p/e with e exponential (the Gumbel-max trick): no wait for the device."""
     noise = torch.empty_like(logits)
     for row, generator in zip(noise, generators, strict=True):
         row.exponential_(generator=generator)

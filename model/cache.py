@@ -22,8 +22,8 @@ class KeyValueCache:
         dtype: torch.dtype = torch.float32,
     ):
         shape = (config.num_hidden_layers, batch_size, config.num_key_value_heads, max_length, config.resolved_head_dim)
-        self.keys = torch.empty(shape, device=device, dtype=dtype)
-        self.values = torch.empty(shape, device=device, dtype=dtype)
+        self.both = torch.empty(2, *shape, device=device, dtype=dtype)
+        self.keys, self.values = self.both
         self.length = 0
 
     @property

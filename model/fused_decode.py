@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 import kernels
 from model.cache import KeyValueCache
+from model.cpu_decode import CpuDecodeStep
 from model.decoder import Decoder
 from model.norm import Norm
 
@@ -169,19 +170,22 @@ _kept: weakref.WeakKeyDictionary[Decoder, tuple[tuple, DecodeStep]] = weakref.We
 
 
 @contextlib.contextmanager
-def decode_step_for(decoder: Decoder, batch_size: int, positions: int) -> Iterator[DecodeStep | None]:
-    """A fused step whose empty cache has room for `positions`; None where Triton does not run, or not for these inputs.
+def decode_step_for(decoder: Decoder, batch_size: int, positions: int) -> Iterator[DecodeStep | CpuDecodeStep | None]:
+    """A step whose empty cache has room for `positions`; None if none fits the device, the model and the batch size.
 
-    The last step is kept with its cache and graph, until it does not fit or its decoder is gone. Its cache has room for
-    a power of two of positions, at least 256, so that prompts of different lengths share it; a power of two beyond the
-    model's context, or its sliding window, is cut to that. The cache thus holds up to twice the memory that it needs,
-    and longer.
+    With the Triton kernels the last step is kept with its cache and graph, until it does not fit or its decoder is
+    gone. Its cache has room for a power of two of positions, at least 256, so that prompts of different lengths share
+    it; a power of two beyond the model's context, or its sliding window, is cut to that. The cache thus holds up to
+    twice the memory that it needs, and longer.
     """
     device, config = decoder.embed_tokens.weight.device, decoder.config
-    triton = kernels.gpu is not None and kernels.implementation(device) is kernels.gpu
+    chosen = kernels.implementation(device)
     supported = (config.norm_placement, config.mlp) == ("pre", "swiglu") and config.norm in kernels.NORM_KINDS
-    if not (triton and supported and batch_size <= MAX_SEQUENCES):
+    if not supported or batch_size > MAX_SEQUENCES or chosen not in (kernels.gpu, kernels.cpu):
         yield None
+        return
+    if chosen is kernels.cpu:
+        yield CpuDecodeStep(decoder, KeyValueCache(config, batch_size, positions, dtype=decoder.compute_dtype))
         return
     room = 1 << (max(positions, MIN_POSITIONS) - 1).bit_length()
     window = config.sliding_window  # the kernels can do without it where it hides nothing

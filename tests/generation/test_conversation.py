@@ -15,6 +15,7 @@ from generation.generate import Past, generate
 from generation.settings import Sampling, Settings
 from generation.template import render_unlimited
 from model.config import ModelConfig
+from model.cpu_decode import CpuDecodeStep
 from model.decoder import Decoder
 from model.pretrained import load_pretrained
 
@@ -38,17 +39,22 @@ class Talk:
         self.conversation = Conversation(
             self.decoder, self.format, self.settings, frozenset(), self.write, self.lines.append
         )
-        forward = Decoder.forward
+        forward, step = Decoder.forward, CpuDecodeStep.__call__
 
         def record(decoder, tokens, *arguments, cache=None, **options):
             self.fed.append((cache.length, tokens[0].tolist()))
             return forward(decoder, tokens, *arguments, cache=cache, **options)
+
+        def record_step(decode_step, tokens, padding):
+            self.fed.append((decode_step.cache.length, tokens[0].tolist()))
+            return step(decode_step, tokens, padding)
 
         def record_call(decoder, prompts, **options):
             self.calls.append((prompts[0], options["sample_numbers"]))
             return generate(decoder, prompts, **options)
 
         monkeypatch.setattr(Decoder, "forward", record)
+        monkeypatch.setattr(CpuDecodeStep, "__call__", record_step)
         monkeypatch.setattr(conversation, "generate", record_call)
 
     def write(self, text: str) -> None:
@@ -171,25 +177,28 @@ def test_an_interrupted_answer_stays_with_the_text_that_it_has(talk, monkeypatch
     assert partial[:-1].strip() in talk.format.tokenizer.decode(talk.calls[-1][0])
 
 
-def test_an_answer_interrupted_inside_the_decoder_leaves_a_valid_cache(talk, monkeypatch):
-    for steps in (0, 5):  # during the prefill, and during a later step
-        talk.conversation.reset()
-        talk.ask("def add")
-        layer, calls = talk.decoder.layers[1], []
+@pytest.mark.parametrize("stage", ["prefill", "step"])
+def test_an_answer_interrupted_inside_the_decoder_leaves_a_valid_cache(talk, monkeypatch, stage):
+    talk.ask("def add")
+    calls = []
 
-        def interrupt(*_, steps=steps, calls=calls):
-            calls.append(1)
-            if len(calls) > steps:
-                raise KeyboardInterrupt
+    def interrupt(*_):
+        calls.append(1)
+        if stage == "prefill" or len(calls) > 5:
+            raise KeyboardInterrupt
 
-        hook = layer.register_forward_pre_hook(interrupt)
+    with monkeypatch.context() as patch:
+        if stage == "prefill":
+            patch.setattr(talk.decoder.layers[1], "forward", interrupt)
+        else:
+            rotate = CpuDecodeStep.rotate
+            patch.setattr(CpuDecodeStep, "rotate", lambda *arguments: rotate(*arguments) or interrupt())
         talk.ask("a longer question " * 2)
-        hook.remove()
-        assert len(talk.conversation.turns) == 1 + (steps > 0)
-        assert talk.lines[-1].strip() == "stopped" + (
-            "" if steps else " before the answer began; your message is forgotten"
-        )
-        assert talk.ask("x") == talk.fresh_answer()
+    assert len(talk.conversation.turns) == 1 + (stage == "step")
+    assert talk.lines[-1].strip() == "stopped" + (
+        "" if stage == "step" else " before the answer began; your message is forgotten"
+    )
+    assert talk.ask("x") == talk.fresh_answer()
 
 
 @pytest.mark.skipif(kernels.gpu is None, reason="Triton is not installed")

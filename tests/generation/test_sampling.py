@@ -10,6 +10,7 @@ from generation import sampling
 from generation.settings import Sampling
 
 ROWS, VOCABULARY = 6, 40
+DRAWS = [sampling.draw_by_inversion, sampling.draw_by_race]
 
 
 @pytest.fixture
@@ -121,27 +122,34 @@ def test_a_tiny_temperature_takes_the_largest_logit_without_overflow(logits):
     assert drawn.tolist() == logits.argmax(-1).tolist()
 
 
-def test_samples_follow_the_softmax():
+@pytest.mark.parametrize("draw", DRAWS)
+def test_samples_follow_the_softmax(draw):
     logits, draws = torch.tensor([[2.0, 1.0, 0.0, 1.5, -math.inf]]), 4000
     generator = sampling.generator_for(3, 0, torch.device("cpu"))
     counts = torch.zeros(5)
     for _ in range(draws):
-        counts[sampling.draw(logits, [generator])[0]] += 1
+        counts[draw(logits, [generator])[0]] += 1
     expected = draws * logits.softmax(-1)[0]
     assert counts[4] == 0
     chi_square = ((counts - expected)[:4] ** 2 / expected[:4]).sum()
     assert chi_square < 16.27  # 3 degrees of freedom, p = 0.001; not flaky: the seed is fixed
 
 
-def test_a_filtered_token_is_never_sampled_even_if_the_noise_is_0(monkeypatch):
-    monkeypatch.setattr(torch.Tensor, "exponential_", lambda self, generator: self.zero_())
-    assert sampling.draw(torch.tensor([[-math.inf, 0.5, -math.inf]]), [torch.Generator()]).tolist() == [1]
+@pytest.mark.parametrize("draw", DRAWS)
+@pytest.mark.parametrize("uniform", [0.0, 1 - 2**-53], ids=["the least", "the largest"])
+def test_a_filtered_token_is_never_sampled_whatever_the_random_number_is(monkeypatch, draw, uniform):
+    monkeypatch.setattr(torch.Tensor, "exponential_", lambda self, generator: self.fill_(uniform))
+    monkeypatch.setattr(torch, "rand", lambda *size, generator, dtype: torch.full(size, uniform, dtype=dtype))
+    logits = torch.full((2, 5), -math.inf)
+    logits[0, 1], logits[1, 2:4] = 0.5, torch.tensor([3.0, -90.0])  # a likely token, and one whose probability is 1e-41
+    assert draw(logits, [torch.Generator(), torch.Generator()]).tolist() in ([1, 2], [1, 3])
 
 
-def test_a_sequence_samples_the_same_tokens_alone_and_in_a_batch(logits):
+@pytest.mark.parametrize("draw", DRAWS)
+def test_a_sequence_samples_the_same_tokens_alone_and_in_a_batch(logits, draw):
     def draws(rows):
         generators = [sampling.generator_for(5, row, torch.device("cpu")) for row in rows]
-        return torch.stack([sampling.draw(logits[rows], generators) for _ in range(10)], 1)
+        return torch.stack([draw(logits[rows], generators) for _ in range(10)], 1)
 
     together = draws(list(range(ROWS)))
     assert torch.equal(together, torch.cat([draws([row]) for row in range(ROWS)]))

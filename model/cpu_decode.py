@@ -1,0 +1,176 @@
+"""Decoding on a CPU: one token for each sequence through all layers, in as few calls as plain PyTorch allows.
+
+A step of a small model lasts a millisecond or two. Reading the weights should be all of it, but it evicts everything
+else from the processor's caches, and after it each call costs several times what it costs in a loop of its own. So this
+step skips modules and autograd, writes into buffers whose views are made once, and merges what the decoder keeps apart:
+
+- RMSNorm of s is LayerNorm of (s, -s), whose mean is 0 and whose variance is the mean square of s. The residual stream
+  is therefore kept as both, and either norm is one call.
+- q and k are rotated with tables as wide as a head, (cos, cos) and (-sin, sin): x times the first, plus x with its
+  halves exchanged times the second.
+
+The residual stream, the norms and the rotation are float32 in every dtype. docs/findings.md has the measurements.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from model.attention import attention_mask
+from model.cache import KeyValueCache
+from model.decoder import Decoder
+from model.norm import Norm
+
+MANY_ROWS, LARGE = 5, 2**19  # W x^T is faster than x W^T in float32 for so many sequences and elements of W
+
+
+class LayerWeights(NamedTuple):
+    """What a step needs of a layer and its part of the cache. A norm is its weight and bias, each float32 or None."""
+
+    input_norm: tuple[Tensor | None, Tensor | None]
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    head_norms: tuple[Tensor, Tensor] | None
+    o: Tensor
+    mlp_norm: tuple[Tensor | None, Tensor | None]
+    gate_up: Tensor
+    down: Tensor
+    keys: Tensor
+    values: Tensor
+    keys_and_values: Tensor
+
+
+class Product:
+    """The products of B rows with matrices of one shape, into one buffer: `rows` (B, out_features)."""
+
+    def __init__(self, shape: tuple[int, int], batch: int, dtype: torch.dtype):
+        out_features, in_features = shape
+        self.weight_first = dtype != torch.float32 or (batch >= MANY_ROWS and out_features * in_features >= LARGE)
+        self.buffer = torch.empty((out_features, batch) if self.weight_first else (batch, out_features), dtype=dtype)
+        self.rows = self.buffer.t() if self.weight_first else self.buffer
+
+    def __call__(self, weight: Tensor, x: Tensor) -> None:
+        """rows = x W^T for x (B, in_features)."""
+        if self.weight_first:
+            torch.mm(weight, x.t(), out=self.buffer)
+        else:
+            torch.mm(x, weight.t(), out=self.buffer)
+
+
+class CpuDecodeStep:
+    """Computes the logits that follow one new token of every sequence in a cache. Made anew for each generation."""
+
+    def __init__(self, decoder: Decoder, cache: KeyValueCache):
+        config, self.dtype = decoder.config, decoder.compute_dtype
+        batch, heads, kv_heads = cache.keys.shape[1], config.num_attention_heads, config.num_key_value_heads
+        self.cache, self.windows, self.eps, self.width = cache, decoder.windows, config.norm_eps, config.hidden_size
+
+        self.signs = torch.tensor([[1.0], [-1.0]] if config.norm == "rms" else [[1.0]])
+        self.stream = torch.empty(batch, len(self.signs), self.width)  # s, or s and -s
+        self.stream_rows = self.stream.flatten(1)
+
+        def doubled(norm: Norm) -> tuple[Tensor | None, Tensor | None]:
+            return tuple(None if p is None else p.detach().repeat(len(self.signs)) for p in (norm.weight, norm.bias))
+
+        def cast(weight: Tensor) -> Tensor:  # no copy if the weights are stored in the dtype that they are used in
+            return weight.detach().to(self.dtype)
+
+        self.layers = [
+            LayerWeights(
+                doubled(layer.input_layernorm),
+                cast(layer.self_attn.qkv_proj.weight),
+                layer.self_attn.qkv_proj.bias,
+                None
+                if layer.self_attn.q_norm is None
+                else (layer.self_attn.q_norm.weight, layer.self_attn.k_norm.weight),
+                cast(layer.self_attn.o_proj.weight),
+                doubled(layer.post_attention_layernorm),
+                cast(layer.mlp.gate_up_proj.weight),
+                cast(layer.mlp.down_proj.weight),
+                *(cache.keys[index], cache.values[index], cache.both[:, index]),
+            )
+            for index, layer in enumerate(decoder.layers)
+        ]
+        self.norm = doubled(decoder.norm)
+        self.embedding = decoder.embed_tokens.weight.detach()
+        self.head = cast(self.embedding if decoder.lm_head is None else decoder.lm_head.weight)
+
+        first = self.layers[0]
+        self.qkv, self.o, self.gate_up, self.down, self.logits = (
+            Product(weight.shape, batch, self.dtype)
+            for weight in (first.qkv, first.o, first.gate_up, first.down, self.head)
+        )
+        self.gate, self.up = self.gate_up.rows.chunk(2, dim=-1)  # (B, F) each
+        # The rotation's input and result: q, k and v in float32.
+        self.rotated = self.qkv.rows if self.dtype == torch.float32 else torch.empty(self.qkv.rows.shape)
+        parts = self.rotated.unflatten(1, (heads + 2 * kv_heads, -1))  # (B, H + 2K, d)
+        self.qk = parts[:, :-kv_heads]
+        self.q, self.k = self.qk.split((heads, kv_heads), 1)
+        self.grouped_q = self.q.unflatten(1, (kv_heads, -1))  # (B, K, H/K, d)
+        self.kv = parts[:, heads:].unflatten(1, (2, kv_heads)).transpose(0, 1)  # (2, B, K, d)
+
+        decoder.rope.grow(cache.max_length)
+        cos, sin = decoder.rope.cos[: cache.max_length], decoder.rope.sin[: cache.max_length]
+        self.cos = torch.cat((cos, cos), -1)[:, None]  # (positions, 1, d)
+        self.sin = torch.cat((-sin, sin), -1)[:, None]
+
+    @torch.inference_mode()
+    def __call__(self, tokens: Tensor, padding: Tensor | None) -> Tensor:
+        """Append tokens (B, 1) int64 to the cache and return float32 logits (B, 1, V), valid until the next call.
+
+        padding (B,) int64 as in `Decoder.forward`; the caller keeps rotary positions below max_position_embeddings.
+        """
+        position = self.cache.length
+        if position >= self.cache.max_length:
+            raise ValueError(f"the cache has room for {self.cache.max_length} tokens, and it is full")
+        at = slice(position, position + 1) if padding is None else (position - padding).clamp(min=0)
+        cos, sin = self.cos[at], self.sin[at]  # (1 or B, 1, d)
+        masks = {w: attention_mask(position, 1, padding, tokens.device, w) for w in dict.fromkeys(self.windows)}
+        embedded = F.embedding(tokens, self.embedding).to(self.dtype)  # (B, 1, D), rounded as the decoder does
+        torch.mul(embedded.float(), self.signs, out=self.stream)
+        for layer, window in zip(self.layers, self.windows, strict=True):
+            self.qkv(layer.qkv, self.normalize(layer.input_norm))
+            self.rotate(layer, cos, sin)
+            layer.keys_and_values[:, :, :, position] = self.kv
+            k, v = layer.keys[:, :, : position + 1], layer.values[:, :, : position + 1]  # (B, K, S, d)
+            attended = F.scaled_dot_product_attention(self.grouped_q.to(self.dtype), k, v, attn_mask=masks[window])
+            self.o(layer.o, attended.flatten(1))
+            self.stream.addcmul_(self.o.rows[:, None], self.signs)
+            self.gate_up(layer.gate_up, self.normalize(layer.mlp_norm))
+            self.down(layer.down, F.silu(self.gate, inplace=True).mul_(self.up))
+            self.stream.addcmul_(self.down.rows[:, None], self.signs)
+        self.cache.length += 1
+        return self.multiply_head(self.normalize(self.norm))[:, None]
+
+    def normalize(self, norm: tuple[Tensor | None, Tensor | None]) -> Tensor:
+        """The norm of the residual stream, (B, D) in the dtype of the products."""
+        rows = F.layer_norm(self.stream_rows, self.stream_rows.shape[1:], *norm, self.eps)[:, : self.width]
+        return rows if self.dtype == torch.float32 else rows.to(self.dtype)
+
+    def rotate(self, layer: LayerWeights, cos: Tensor, sin: Tensor) -> None:
+        """From the product's rows to q, k and v in `rotated`, with bias and norms per head if the model has them."""
+        if self.rotated is not self.qkv.rows:
+            self.rotated.copy_(self.qkv.rows)
+        if layer.qkv_bias is not None:
+            self.rotated.add_(layer.qkv_bias)
+        if layer.head_norms is not None:
+            for part, weight in zip((self.q, self.k), layer.head_norms, strict=True):
+                part.copy_(F.rms_norm(part, weight.shape, weight, self.eps))
+        exchanged = self.qk.roll(self.qk.shape[-1] // 2, -1)
+        self.qk.mul_(cos).addcmul_(exchanged, sin)
+
+    def multiply_head(self, x: Tensor) -> Tensor:
+        """Float32 logits (B, V) of x (B, D).
+
+        On processors that are not Intel's, MKL multiplies one row by this large matrix on one core. As a batch of row
+        blocks it uses them all.
+        """
+        threads = torch.get_num_threads()
+        if len(x) == 1 and self.dtype == torch.float32 and len(self.head) % threads == 0:
+            blocks = self.head.view(threads, -1, self.width).transpose(1, 2)
+            torch.bmm(x.expand(threads, 1, -1), blocks, out=self.logits.rows.view(threads, 1, -1))
+        else:
+            self.logits(self.head, x)
+        return self.logits.rows.float()
