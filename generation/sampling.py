@@ -25,12 +25,6 @@ def apply_temperature(logits: torch.Tensor, temperature: float) -> torch.Tensor:
     return (logits - logits.amax(-1, keepdim=True)) / temperature
 
 
-def keep_top_k(logits: torch.Tensor, k: int) -> torch.Tensor:
-    """Keep the k largest logits of each row: exactly k, even if some are equal."""
-    values, ids = logits.topk(min(k, logits.shape[-1]))
-    return torch.full_like(logits, -math.inf).scatter_(-1, ids, values)
-
-
 def keep_top_p(logits: torch.Tensor, p: float) -> torch.Tensor:
     """Keep the smallest set of most likely tokens whose probabilities sum to p or more: Holtzman et al. 2020, eq. 2."""
     values, ids = logits.sort(descending=True, stable=True)
@@ -46,10 +40,20 @@ def keep_min_p(logits: torch.Tensor, p: float) -> torch.Tensor:
 
 
 def filter_logits(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """Apply the temperature and the filters that are enabled, in order. (B, V) float32 to the same."""
+    """Apply the temperature and the filters that are enabled, in order. (B, V) float32 to the same.
+
+    Top-k keeps exactly k logits, even if some are equal, and the filters after it see these k alone: sorting a large
+    vocabulary takes longer than a decoding step of a small model.
+    """
     logits = apply_temperature(logits, sampling.temperature)
-    if sampling.top_k > 0:
-        logits = keep_top_k(logits, sampling.top_k)
+    if sampling.top_k == 0:
+        return keep_likely(logits, sampling)
+    values, ids = logits.topk(min(sampling.top_k, logits.shape[-1]))
+    return torch.full_like(logits, -math.inf).scatter_(-1, ids, keep_likely(values, sampling))
+
+
+def keep_likely(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    """Apply top-p and min-p if they are enabled."""
     if sampling.top_p < 1:
         logits = keep_top_p(logits, sampling.top_p)
     if sampling.min_p > 0:

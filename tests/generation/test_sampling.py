@@ -63,13 +63,14 @@ def test_temperature_divides_the_logits(logits, temperature):
 
 @pytest.mark.parametrize("k", [1, 2, 7, VOCABULARY, VOCABULARY + 5])
 def test_top_k_keeps_the_k_most_likely_tokens_and_their_logits(logits, k):
-    result = sampling.keep_top_k(logits, k)
+    result = sampling.filter_logits(logits, Sampling(temperature=1.0, top_k=k))
     assert kept(result) == [set(by_likelihood(row)[:k]) for row in logits.tolist()]
-    torch.testing.assert_close(result[result > -math.inf], logits[result > -math.inf], rtol=0, atol=0)
+    expected = sampling.apply_temperature(logits, 1.0)
+    torch.testing.assert_close(result[result > -math.inf], expected[result > -math.inf], rtol=0, atol=0)
 
 
 def test_top_k_keeps_exactly_k_of_equal_logits():
-    assert [len(ids) for ids in kept(sampling.keep_top_k(torch.ones(2, 9), 4))] == [4, 4]
+    assert [len(ids) for ids in kept(sampling.filter_logits(torch.ones(2, 9), Sampling(top_k=4)))] == [4, 4]
 
 
 @pytest.mark.parametrize("p", [1e-6, 0.1, 0.5, 0.9, 0.999])
