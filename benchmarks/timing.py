@@ -143,6 +143,14 @@ def copy_rate(device: torch.device) -> float:
     return 2 * size / statistics.median(times([lambda: target.copy_(source)], device, 20))
 
 
+def read_rate(device: torch.device) -> float:
+    """Bytes per second of a large matrix times a vector: the limit for what decodes one sequence."""
+    size = COPY_BYTES.get(device.type, COPY_BYTES["cpu"]) * 4  # beyond the caches of servers
+    matrix, vector = torch.randn(size // 4 // 1024, 1024, device=device), torch.randn(1024, device=device)
+    matrix @ vector
+    return size / statistics.median(times([lambda: matrix @ vector], device, 10))
+
+
 def product_rate(device: torch.device, dtype: torch.dtype) -> float:
     """FLOP per second of torch's product of square matrices: the limit for what multiplies."""
     size = PRODUCT_SIZE.get(device.type, PRODUCT_SIZE["cpu"])

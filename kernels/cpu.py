@@ -133,9 +133,9 @@ class CausalAttention(torch.autograd.Function):
         groups = heads // k.shape[1]
         q = q.reshape(-1, groups * length, width)  # (B K, G T, d)
         k, v = k.reshape(-1, length, width), v.reshape(-1, length, width)  # (B K, T, d)
-        scores = torch.bmm(q, k.transpose(1, 2)).mul_(width**-0.5)  # (B K, G T, T)
-        future = torch.full((length, length), float("-inf"), dtype=q.dtype).triu_(1)
-        p = torch.softmax(scores.view(-1, length, length).add_(future).view_as(scores), -1)  # float32 inside
+        future = torch.full((length, length), float("-inf"), dtype=q.dtype).triu_(1).repeat(groups, 1)  # (G T, T)
+        scores = torch.baddbmm(future, q, k.transpose(1, 2), alpha=width**-0.5)  # (B K, G T, T)
+        p = torch.softmax(scores, -1)  # float32 inside
         ctx.save_for_backward(q, k, v, p)
         return torch.bmm(p, v).view(batch, heads, length, width)
 
@@ -147,8 +147,9 @@ class CausalAttention(torch.autograd.Function):
         batch, heads, length, width = grad.shape
         grad = grad.reshape(q.shape)
         dv = torch.bmm(p.transpose(1, 2), grad)
-        ds = torch._softmax_backward_data(torch.bmm(grad, v.transpose(1, 2)), p, -1, p.dtype).mul_(width**-0.5)
-        dq, dk = torch.bmm(ds, k), torch.bmm(ds.transpose(1, 2), q)
+        ds = torch._softmax_backward_data(torch.bmm(grad, v.transpose(1, 2)), p, -1, p.dtype)
+        # The scores' scale, on the narrow factor of each product.
+        dq, dk = torch.bmm(ds, k * width**-0.5), torch.bmm(ds.transpose(1, 2), q * width**-0.5)
         shape = (batch, -1, length, width)
         return dq.view(batch, heads, length, width), dk.view(shape), dv.view(shape)
 
@@ -182,8 +183,9 @@ class SwiGLU(torch.autograd.Function):
         gate, up = packed.chunk(2, dim=-1)
         out = torch.empty_like(packed)
         dgate, dup = out.chunk(2, dim=-1)
-        torch.mul(F.silu(gate), grad, out=dup)
-        dgate.copy_(torch.ops.aten.silu_backward(grad * up, gate))
+        torch.mul(grad, up, out=dgate)
+        torch.ops.aten.silu_backward.grad_input(dgate, gate, grad_input=dgate)
+        torch.ops.aten.silu.out(gate, out=dup).mul_(grad)
         return out
 
 

@@ -1,0 +1,365 @@
+"""Decoding and training on a CPU beside other programs: `python -m benchmarks.peers decoding` or `training`.
+
+The others are transformers, eager and compiled, and llama2.c's `run` program if its path is given; whatever is not
+installed is left out with a line. Every program runs in a process of its own, all have the same shape and random
+weights, and they take turns. Prints a table in Markdown: medians, and medians of ratios of neighbouring turns with
+their range. The last line is one JSON object with every measurement.
+"""
+
+import argparse
+import dataclasses
+import importlib.util
+import json
+import re
+import statistics
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from benchmarks.loading import STATUS, peak
+from benchmarks.output import check_out, positive, write
+from benchmarks.timing import product_rate, read_rate
+from errors import UserError, exit_on_user_error
+from generation.generate import generate
+from generation.settings import Sampling
+from generation.weights import bytes_per_step, cast_weights
+from model.config import ModelConfig
+from model.count import flops_per_token
+from model.decoder import Decoder
+from model.device import keep_freed_memory, processor, why_not_compile
+from training.optimizer import build_optimizer
+from training.processes import Processes
+from training.settings import OptimizerSettings
+from training.step import train_step
+
+SHAPES = {
+    "260k": ModelConfig(512, 64, 172, 5, 8, 4, max_position_embeddings=512),  # stories260K of llama2.c
+    "15m": ModelConfig(32000, 288, 768, 6, 6, 6, max_position_embeddings=256),  # stories15M of llama2.c
+    "26m": ModelConfig(6400, 512, 1408, 8, 8, 2, max_position_embeddings=512),  # MiniMind, and configs/small.toml
+    "135m": ModelConfig(32000, 768, 2048, 16, 12, 12, max_position_embeddings=256),
+}
+PROMPT, NEW_TOKENS = 0, 128
+TRAINED = 8, 256  # sequences and tokens of each in a training step
+CPU = torch.device("cpu")
+PEER, LLAMA2C = "transformers", "llama2.c"
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """One program in one setting, as the process that runs it gets it."""
+
+    task: str
+    """decoding or training."""
+    program: str
+    """ours, transformers, transformers compiled, or the path of llama2.c's program."""
+    shape: str
+    sequences: int
+    dtype: str
+    norm: str = "rms"
+
+    @property
+    def kind(self) -> str:
+        """The program, compiled or not, wherever it is."""
+        name = self.program.removesuffix(" compiled")
+        return name if name in ("ours", PEER) else LLAMA2C
+
+    @property
+    def label(self) -> str:
+        """Its name in tables, without shape and sequences."""
+        if self.kind == "ours" and self.task == "training":
+            return f"ours, {self.norm}"
+        return LLAMA2C if self.kind == LLAMA2C else self.program
+
+
+def decode_ours(program: Program, folder: Path) -> Callable[[], float]:
+    """Seconds of a decoding step; so do the other functions of this kind."""
+    decoder = Decoder(SHAPES[program.shape], seed=1).eval()
+    cast_weights(decoder, getattr(torch, program.dtype))
+
+    def run() -> float:
+        prompts = [[PROMPT]] * program.sequences
+        result = generate(decoder, prompts, max_new_tokens=NEW_TOKENS, sampling=Sampling(temperature=0))
+        return result.decode_seconds / result.steps
+
+    return run
+
+
+def transformers_model(program: Program) -> torch.nn.Module:
+    """A LLaMA of the same shape with random weights."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    ours = SHAPES[program.shape]
+    fields = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    fields += ("num_key_value_heads", "max_position_embeddings", "tie_word_embeddings")
+    torch.manual_seed(1)
+    return LlamaForCausalLM(LlamaConfig(**{name: getattr(ours, name) for name in fields}))
+
+
+def decode_transformers(program: Program, folder: Path) -> Callable[[], float]:
+    model = transformers_model(program).to(getattr(torch, program.dtype)).eval()
+    options = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "do_sample": False, "pad_token_id": 0}
+    if program.program.endswith("compiled"):
+        model.forward = torch.compile(model.forward)
+        options["cache_implementation"] = "static"
+    tokens = torch.full((program.sequences, 1), PROMPT)
+
+    def run() -> float:
+        start = time.perf_counter()
+        model.generate(tokens, attention_mask=torch.ones_like(tokens), **options)
+        return (time.perf_counter() - start) / NEW_TOKENS
+
+    return run
+
+
+def decode_llama2c(program: Program, folder: Path) -> Callable[[], float]:
+    """llama2.c prints its own tokens per second. It is given random weights, and a tokenizer of numbers."""
+    config = SHAPES[program.shape]
+    width, kv_width = config.hidden_size, config.num_key_value_heads * config.resolved_head_dim
+    matrices = 2 * width * (width + kv_width) + 3 * width * config.intermediate_size
+    layers = config.num_hidden_layers * (2 * width + matrices)
+    tables = config.max_position_embeddings * config.resolved_head_dim
+    weights = np.random.default_rng(1).normal(0, 0.02, config.vocab_size * width + layers + width + tables)
+    weights[width : 2 * width] = 0  # the row of <s>: the program stops where it is the most likely token
+    sizes = (width, config.intermediate_size, config.num_hidden_layers, config.num_attention_heads)
+    sizes += (config.num_key_value_heads, config.vocab_size, config.max_position_embeddings)
+    (folder / "model.bin").write_bytes(struct.pack("7i", *sizes) + weights.astype(np.float32).tobytes())
+    pieces = b"".join(struct.pack("fi", 0, 7) + b"%07d" % index for index in range(config.vocab_size))
+    (folder / "tokenizer.bin").write_bytes(struct.pack("i", 7) + pieces)
+    command = [program.program, folder / "model.bin", "-t", "0", "-n", str(NEW_TOKENS), "-z", folder / "tokenizer.bin"]
+
+    def run() -> float:
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace")
+        found = re.search(r"achieved tok/s: ([\d.]+)", done.stderr)
+        if found is None:
+            raise UserError(f"{program.program} is no program of llama2.c: it prints no tokens per second.")
+        return 1 / float(found[1])
+
+    return run
+
+
+def random_batch(program: Program) -> tuple[torch.Tensor, torch.Tensor]:
+    vocabulary, (_, length) = SHAPES[program.shape].vocab_size, TRAINED
+    tokens = torch.randint(vocabulary, (program.sequences, length + 1), generator=torch.Generator().manual_seed(1))
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def train_ours(program: Program, folder: Path) -> Callable[[], float]:
+    config = dataclasses.replace(SHAPES[program.shape], norm=program.norm)
+    model = Decoder(config, seed=1, compute_dtype=getattr(torch, program.dtype))
+    optimizer = build_optimizer(model, OptimizerSettings(), CPU)
+    scaler, batch = torch.amp.GradScaler("cpu", enabled=False), random_batch(program)
+    keep_freed_memory()
+
+    def run() -> float:
+        start = time.perf_counter()
+        train_step(model, [batch], optimizer, scaler, 1.0, Processes(), CPU)
+        return time.perf_counter() - start
+
+    return run
+
+
+def train_transformers(program: Program, folder: Path) -> Callable[[], float]:
+    """As its users train: float32 weights, autocast, fused AdamW, clipping. Freed memory is kept, as by ours."""
+    model = transformers_model(program)
+    forward = torch.compile(model) if program.program.endswith("compiled") else model
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    inputs, targets = random_batch(program)
+    mixed = program.dtype != "float32"
+    keep_freed_memory()
+
+    def run() -> float:
+        start = time.perf_counter()
+        with torch.autocast("cpu", getattr(torch, program.dtype), enabled=mixed):
+            loss = forward(input_ids=inputs, labels=inputs, shift_labels=targets, use_cache=False).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        loss.item()
+        return time.perf_counter() - start
+
+    return run
+
+
+PREPARE = {
+    ("decoding", "ours"): decode_ours,
+    ("decoding", PEER): decode_transformers,
+    ("decoding", LLAMA2C): decode_llama2c,
+    ("training", "ours"): train_ours,
+    ("training", PEER): train_transformers,
+}
+
+
+def serve(program: Program, folder: Path) -> None:
+    """Measure once for each line of the standard input, after two turns that compile and fill caches."""
+    run = PREPARE[program.task, program.kind](program, folder)
+    for _ in range(2):
+        run()
+    print("ready", flush=True)
+    for _ in sys.stdin:
+        known = STATUS.exists() and program.kind != LLAMA2C  # which is a child of this process
+        print(json.dumps({"seconds": run(), "peak_bytes": peak() if known else None}), flush=True)
+
+
+class Served:
+    """The process of a program, which waits for its turn."""
+
+    def __init__(self, program: Program) -> None:
+        self.program, self.seconds, self.peak_bytes = program, [], None
+        self._folder = tempfile.TemporaryDirectory(prefix="peers", ignore_cleanup_errors=True)
+        self._errors = Path(self._folder.name) / "stderr.txt"
+        command = [sys.executable, "-m", "benchmarks.peers", "--folder", self._folder.name]
+        command += ["--serve", json.dumps(dataclasses.asdict(program))]
+        with open(self._errors, "w") as errors:
+            self._process = subprocess.Popen(
+                command, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors
+            )
+        self._answer()
+
+    def _answer(self) -> str:
+        line = self._process.stdout.readline()
+        if not line:
+            last = (self._errors.read_text(errors="replace").strip().splitlines() or ["it printed nothing"])[-1]
+            raise UserError(f"{self.program.label} with {self.program.dtype} failed: {last}")
+        return line
+
+    def take_turn(self) -> None:
+        """Measure one block."""
+        print(file=self._process.stdin, flush=True)
+        found = json.loads(self._answer())
+        self.seconds.append(found["seconds"])
+        self.peak_bytes = found["peak_bytes"]
+
+    def stop(self) -> None:
+        """End the process."""
+        self._process.stdin.close()
+        self._process.wait()
+        self._folder.cleanup()
+
+
+def take_turns(programs: list[Program], blocks: int, on_turn: Callable[[], object]) -> list[dict]:
+    """A row for each program: A B B A A B ..., so that a drift of the machine's speed cancels."""
+    served = []
+    try:
+        for program in programs:  # one after another: they warm up
+            served.append(Served(program))
+        for block in range(blocks):
+            for each in served if block % 2 else reversed(served):
+                each.take_turn()
+                on_turn()
+    finally:
+        for each in served:
+            each.stop()
+    return [
+        dataclasses.asdict(each.program)
+        | {"label": each.program.label, "seconds": each.seconds, "peak_bytes": each.peak_bytes}
+        for each in served
+    ]
+
+
+def main() -> None:
+    """Measure what the command line asks for."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.peers", description=__doc__.split("\n\n")[0])
+    parser.add_argument("task", nargs="?", choices=["decoding", "training"], default="decoding")
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["26m"], help="default: 26m")
+    parser.add_argument("--sequences", type=positive, nargs="+", help="default: 1 and 8 for decoding, 8 for training")
+    parser.add_argument("--dtypes", nargs="+", choices=["float32", "bfloat16"], default=["float32", "bfloat16"])
+    parser.add_argument("--blocks", type=positive, default=7, help="turns of each program (default: %(default)s)")
+    parser.add_argument("--compiled", action="store_true", help="also transformers with torch.compile: minutes")
+    parser.add_argument("--llama2c", metavar="PATH", help="llama2.c's program `run`, for decoding in float32")
+    parser.add_argument("--out", type=Path, metavar="FILE.json", help="write the results there")
+    parser.add_argument("--serve", help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.serve is not None:
+        serve(Program(**json.loads(arguments.serve)), arguments.folder)
+        return
+    check_out(arguments.out)
+    names = ["ours", *peers(arguments)]
+    sequences = arguments.sequences or ([1, 8] if arguments.task == "decoding" else [TRAINED[0]])
+    results = {"processor": processor(), "threads": torch.get_num_threads(), "torch": torch.__version__}
+    results["read_bytes_per_second"] = read_rate(CPU)
+    results["product_flops"] = {dtype: product_rate(CPU, getattr(torch, dtype)) for dtype in arguments.dtypes}
+    rates = ", ".join(f"{dtype} {rate / 1e12:.2f}" for dtype, rate in results["product_flops"].items())
+    print(f"{results['processor']}, {results['threads']} threads, torch {torch.__version__}")
+    print(f"reads {results['read_bytes_per_second'] / 1e9:.1f} GB/s; products, TFLOP/s: {rates}\n")
+    print(f"| shape | sequences | program | dtype | ms per step | tokens/s | times {PEER} | limit | peak MB |")
+    print("|---" * 9 + "|")
+    results["rows"] = []
+    for shape in arguments.shapes:
+        for count in sequences:
+            programs = list_programs(arguments.task, names, shape, count, arguments.dtypes)
+            with tqdm(total=arguments.blocks * len(programs), unit="turn", dynamic_ncols=True, leave=False) as bar:
+                rows = take_turns(programs, arguments.blocks, bar.update)
+            for row in rows:
+                print(table_row(row, rows, results), flush=True)
+            results["rows"] += rows
+    write(results, arguments.out)
+
+
+def peers(arguments: argparse.Namespace) -> list[str]:
+    """The other programs that can run here; a line for each that cannot."""
+    found = []
+    if importlib.util.find_spec("transformers") is None:
+        print("note: transformers is not installed (pip install transformers); measuring without it")
+    else:
+        found.append(PEER)
+        if arguments.compiled and (obstacle := why_not_compile(CPU)) is not None:
+            raise UserError(f"--compiled cannot be measured here: {obstacle}.")
+        found += [f"{PEER} compiled"] * arguments.compiled
+    if arguments.llama2c is not None:
+        path = Path(arguments.llama2c)
+        if not path.is_file():
+            raise UserError(f"--llama2c {path} is no file; give the program that `make run` in llama2.c builds.")
+        found.append(str(path.resolve()))
+    return found
+
+
+def list_programs(task: str, names: list[str], shape: str, sequences: int, dtypes: list[str]) -> list[Program]:
+    """Every program in every setting that it has: llama2.c decodes one sequence in float32."""
+    found = []
+    for dtype in dtypes:
+        for name in names:
+            one = Program(task, name, shape, sequences, dtype)
+            if one.kind == LLAMA2C and (task, sequences, dtype) != ("decoding", 1, "float32"):
+                continue
+            norms = ("rms", "layer") if (task, one.kind) == ("training", "ours") else ("rms",)
+            found += [dataclasses.replace(one, norm=norm) for norm in norms]
+    return found
+
+
+def table_row(row: dict, rows: list[dict], results: dict) -> str:
+    """A row in Markdown. The limit is that of reading the weights, or of the matrix products."""
+    seconds, config = statistics.median(row["seconds"]), SHAPES[row["shape"]]
+    tokens = row["sequences"] * (1 if row["task"] == "decoding" else TRAINED[1])
+    peer = next((r for r in rows if r["program"] == PEER and r["dtype"] == row["dtype"]), None)
+    ratio = "not measured"
+    if peer is not None:
+        ratios = [theirs / ours for theirs, ours in zip(peer["seconds"], row["seconds"], strict=True)]
+        ratio = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+    if row["task"] == "decoding":
+        with torch.device("meta"):
+            decoder = Decoder(config, seed=None, compute_dtype=getattr(torch, row["dtype"]))
+        read = bytes_per_step(decoder.to(decoder.compute_dtype)) / seconds
+        limit = f"{read / 1e9:.1f} GB/s, {read / results['read_bytes_per_second']:.0%}"
+    else:
+        flops = flops_per_token(config, TRAINED[1]) * tokens / seconds
+        limit = f"{flops / results['product_flops'][row['dtype']]:.0%} of the products' rate"
+    memory = (
+        "not known" if row["peak_bytes"] is None or row["label"] == "llama2.c" else f"{row['peak_bytes'] / 1e6:,.0f}"
+    )
+    cells = [row["shape"], row["sequences"], row["label"], row["dtype"], f"{seconds * 1e3:,.2f}"]
+    return "| " + " | ".join(map(str, [*cells, f"{tokens / seconds:,.0f}", ratio, limit, memory])) + " |"
+
+
+if __name__ == "__main__":
+    with exit_on_user_error():
+        main()

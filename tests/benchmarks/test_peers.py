@@ -1,0 +1,112 @@
+"""The benchmark beside other programs: each runs in a process of its own, and the table says what was measured."""
+
+import json
+import os
+import sys
+
+import pytest
+import torch
+
+from benchmarks import peers
+from benchmarks.peers import PEER, Program, list_programs, table_row, take_turns
+from errors import UserError
+
+RESULTS = {"read_bytes_per_second": 1e10, "product_flops": {"float32": 1e11, "bfloat16": 1e12}}
+
+
+@pytest.fixture(autouse=True)
+def few_tokens(monkeypatch):
+    """In this process; those that are started decode all 128."""
+    monkeypatch.setattr(peers, "NEW_TOKENS", 4)
+    monkeypatch.setattr(peers, "TRAINED", (2, 16))
+    monkeypatch.setattr(peers, "keep_freed_memory", lambda: None)  # for the rest of the tests
+
+
+@pytest.mark.parametrize("task", ["decoding", "training"])
+@pytest.mark.parametrize("name", ["ours", PEER])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_program_does_what_is_timed(tmp_path, task, name, dtype):
+    run = peers.PREPARE[task, name](Program(task, name, "260k", 2, dtype), tmp_path)
+    assert 0 < run() < 60 and 0 < run() < 60
+
+
+def test_ours_and_transformers_have_as_many_parameters():
+    theirs = sum(
+        parameter.numel() for parameter in peers.transformers_model(Program("", PEER, "260k", 1, "")).parameters()
+    )
+    assert theirs == peers.Decoder(peers.SHAPES["260k"]).num_parameters() == 260_032
+
+
+def test_programs_take_turns_in_processes_of_their_own(capsys, monkeypatch, tmp_path):
+    out = tmp_path / "found.json"
+    arguments = ["decoding", "--shapes", "260k", "--sequences", "1", "--dtypes", "float32", "--blocks", "2"]
+    monkeypatch.setattr(sys, "argv", ["peers", *arguments, "--out", str(out)])
+    monkeypatch.setattr(peers, "read_rate", lambda device: 1e10)
+    peers.main()
+    *_, table, last = capsys.readouterr().out.splitlines()
+    results = json.loads(last)
+    assert json.loads(out.read_text()) == results
+    assert [(row["label"], len(row["seconds"])) for row in results["rows"]] == [("ours", 2), (PEER, 2)]
+    assert all(0 < seconds < 60 for row in results["rows"] for seconds in row["seconds"])
+    assert table.startswith("| 260k | 1 | transformers | float32 | ") and " 1.00 (1.00 to 1.00) | " in table
+
+
+def test_llama2c_gets_a_checkpoint_of_the_right_size_and_its_tokens_per_second_are_read(tmp_path):
+    """The program here prints the line that llama2.c's run.c ends with; built from run.c, it was tried by hand."""
+    program = tmp_path / "run"
+    program.write_text(f"#!{sys.executable}\nimport sys\nprint('achieved tok/s: 250.000000', file=sys.stderr)\n")
+    os.chmod(program, 0o755)
+    one = Program("decoding", str(program), "260k", 1, "float32")
+    assert one.label == "llama2.c" and peers.decode_llama2c(one, tmp_path)() == 1 / 250
+    tables = 512 * 8  # of cosines and sines, which the program skips
+    assert (tmp_path / "model.bin").stat().st_size == 4 * (7 + 260_032 + tables)
+    program.write_text(f"#!{sys.executable}\n")
+    with pytest.raises(UserError, match="prints no tokens per second"):
+        peers.decode_llama2c(one, tmp_path)()
+
+
+def test_a_process_that_fails_is_a_one_line_error():
+    with pytest.raises(UserError, match="ours with float33 failed: AttributeError"):
+        take_turns([Program("decoding", "ours", "260k", 1, "float33")], 1, lambda: None)
+
+
+def test_llama2c_decodes_one_sequence_in_float32_and_ours_trains_with_both_norms():
+    names = ["ours", PEER, "/path/run"]
+    labels = [program.label for program in list_programs("decoding", names, "15m", 1, ["float32", "bfloat16"])]
+    assert labels == ["ours", PEER, "llama2.c", "ours", PEER]
+    assert [program.label for program in list_programs("decoding", names, "15m", 8, ["float32"])] == ["ours", PEER]
+    assert [program.label for program in list_programs("training", names, "26m", 8, ["float32"])] == [
+        "ours, rms", "ours, layer", PEER,
+    ]  # fmt: skip
+
+
+def test_a_row_has_the_median_the_ratios_of_neighbouring_turns_and_the_limit():
+    def row(label, seconds, task="decoding"):
+        about = {"task": task, "program": label, "label": label, "shape": "15m", "sequences": 1, "dtype": "float32"}
+        return about | {"seconds": seconds, "peak_bytes": 2_000_000}
+
+    ours, theirs = row("ours", [0.01, 0.02, 0.04]), row(PEER, [0.02, 0.06, 0.04])
+    found = table_row(ours, [ours, theirs], RESULTS)
+    # 15.2 million weights of 4 bytes in 20 ms are 3.04 GB/s, 30% of 10 GB/s
+    assert found == "| 15m | 1 | ours | float32 | 20.00 | 50 | 2.00 (1.00 to 3.00) | 3.0 GB/s, 30% | 2 |"
+    assert "| not measured |" in table_row(ours, [ours], RESULTS)
+    assert "of the products' rate" in table_row(row("ours", [1.0], "training"), [], RESULTS)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--llama2c", "missing"], "--llama2c missing is no file"),
+        (["--out", "no/folder.json"], "--out no/folder.json cannot be written"),
+    ],
+)
+def test_bad_flags_are_refused_before_anything_is_measured(monkeypatch, flags, message):
+    monkeypatch.setattr(sys, "argv", ["peers", *flags])
+    monkeypatch.setattr(peers, "read_rate", lambda device: pytest.fail("it measured"))
+    with pytest.raises(UserError, match=message):
+        peers.main()
+
+
+def test_the_read_rate_is_that_of_a_matrix_times_a_vector(monkeypatch):
+    monkeypatch.setitem(peers.read_rate.__globals__["COPY_BYTES"], "cpu", 2**20)
+    assert 1e8 < peers.read_rate(torch.device("cpu")) < 1e13
