@@ -1,12 +1,13 @@
 """Decoding and training on a CPU beside other programs: `python -m benchmarks.peers decoding` or `training`.
 
-The others are transformers, eager and compiled, and llama2.c's `run` program if its path is given; whatever is not
-installed is left out with a line. Every program runs in a process of its own, all have the same shape and random
-weights, and they take turns. Prints a table in Markdown: medians, and medians of ratios of neighbouring turns with
+The others are transformers, eager and compiled, and llama2.c's program if its path is given; what is not installed is
+left out with a line. Every program runs in a process of its own, all have the same shape and random weights, and they
+take turns. Prints a table in Markdown: medians, and the median of the ratios to transformers in the same turn, with
 their range. The last line is one JSON object with every measurement.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import importlib.util
 import json
@@ -53,63 +54,57 @@ PEER, LLAMA2C = "transformers", "llama2.c"
 
 
 @dataclasses.dataclass(frozen=True)
-class Program:
-    """One program in one setting, as the process that runs it gets it."""
+class Case:
+    """One program in one setting, as its process receives it."""
 
-    task: str
-    """decoding or training."""
-    program: str
-    """ours, transformers, transformers compiled, or the path of llama2.c's program."""
-    shape: str
+    task: str  # decoding or training
+    program: str  # "ours", PEER or LLAMA2C
+    shape: str  # a key of SHAPES
     sequences: int
     dtype: str
     norm: str = "rms"
-
-    @property
-    def kind(self) -> str:
-        """The program, compiled or not, wherever it is."""
-        name = self.program.removesuffix(" compiled")
-        return name if name in ("ours", PEER) else LLAMA2C
+    compiled: bool = False
+    path: str | None = None  # of llama2.c's program
 
     @property
     def label(self) -> str:
-        """Its name in tables, without shape and sequences."""
-        if self.kind == "ours" and self.task == "training":
+        """Its name in tables, without shape, sequences and dtype."""
+        if self.program == "ours" and self.task == "training":
             return f"ours, {self.norm}"
-        return LLAMA2C if self.kind == LLAMA2C else self.program
+        return self.program + " compiled" * self.compiled
 
 
-def decode_ours(program: Program, folder: Path) -> Callable[[], float]:
-    """Seconds of a decoding step; so do the other functions of this kind."""
-    decoder = Decoder(SHAPES[program.shape], seed=1).eval()
-    cast_weights(decoder, getattr(torch, program.dtype))
+def decode_ours(case: Case, folder: Path) -> Callable[[], float]:
+    """Prepare our decoder; what is returned decodes once and returns the seconds of a step. So do those below."""
+    decoder = Decoder(SHAPES[case.shape], seed=1).eval()
+    cast_weights(decoder, getattr(torch, case.dtype))
 
     def run() -> float:
-        prompts = [[PROMPT]] * program.sequences
+        prompts = [[PROMPT]] * case.sequences
         result = generate(decoder, prompts, max_new_tokens=NEW_TOKENS, sampling=Sampling(temperature=0))
         return result.decode_seconds / result.steps
 
     return run
 
 
-def transformers_model(program: Program) -> torch.nn.Module:
+def transformers_model(case: Case) -> torch.nn.Module:
     """A LLaMA of the same shape with random weights."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    ours = SHAPES[program.shape]
+    ours = SHAPES[case.shape]
     fields = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     fields += ("num_key_value_heads", "max_position_embeddings", "tie_word_embeddings")
     torch.manual_seed(1)
     return LlamaForCausalLM(LlamaConfig(**{name: getattr(ours, name) for name in fields}))
 
 
-def decode_transformers(program: Program, folder: Path) -> Callable[[], float]:
-    model = transformers_model(program).to(getattr(torch, program.dtype)).eval()
+def decode_transformers(case: Case, folder: Path) -> Callable[[], float]:
+    model = transformers_model(case).to(getattr(torch, case.dtype)).eval()
     options = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "do_sample": False, "pad_token_id": 0}
-    if program.program.endswith("compiled"):
+    if case.compiled:
         model.forward = torch.compile(model.forward)
         options["cache_implementation"] = "static"
-    tokens = torch.full((program.sequences, 1), PROMPT)
+    tokens = torch.full((case.sequences, 1), PROMPT)
 
     def run() -> float:
         start = time.perf_counter()
@@ -119,43 +114,43 @@ def decode_transformers(program: Program, folder: Path) -> Callable[[], float]:
     return run
 
 
-def decode_llama2c(program: Program, folder: Path) -> Callable[[], float]:
+def decode_llama2c(case: Case, folder: Path) -> Callable[[], float]:
     """llama2.c prints its own tokens per second. It is given random weights, and a tokenizer of numbers."""
-    config = SHAPES[program.shape]
+    config = SHAPES[case.shape]
     width, kv_width = config.hidden_size, config.num_key_value_heads * config.resolved_head_dim
     matrices = 2 * width * (width + kv_width) + 3 * width * config.intermediate_size
     layers = config.num_hidden_layers * (2 * width + matrices)
     tables = config.max_position_embeddings * config.resolved_head_dim
     weights = np.random.default_rng(1).normal(0, 0.02, config.vocab_size * width + layers + width + tables)
-    weights[width : 2 * width] = 0  # the row of <s>: the program stops where it is the most likely token
+    weights[width : 2 * width] = 0  # token 1, <s>, ends the program's loop: with a logit of 0 it is never the likeliest
     sizes = (width, config.intermediate_size, config.num_hidden_layers, config.num_attention_heads)
     sizes += (config.num_key_value_heads, config.vocab_size, config.max_position_embeddings)
     (folder / "model.bin").write_bytes(struct.pack("7i", *sizes) + weights.astype(np.float32).tobytes())
     pieces = b"".join(struct.pack("fi", 0, 7) + b"%07d" % index for index in range(config.vocab_size))
     (folder / "tokenizer.bin").write_bytes(struct.pack("i", 7) + pieces)
-    command = [program.program, folder / "model.bin", "-t", "0", "-n", str(NEW_TOKENS), "-z", folder / "tokenizer.bin"]
+    command = [case.path, folder / "model.bin", "-t", "0", "-n", str(NEW_TOKENS), "-z", folder / "tokenizer.bin"]
 
     def run() -> float:
         done = subprocess.run(command, capture_output=True, text=True, errors="replace")
         found = re.search(r"achieved tok/s: ([\d.]+)", done.stderr)
         if found is None:
-            raise UserError(f"{program.program} is no program of llama2.c: it prints no tokens per second.")
+            raise UserError(f"{case.path} is no program of llama2.c: it prints no tokens per second.")
         return 1 / float(found[1])
 
     return run
 
 
-def random_batch(program: Program) -> tuple[torch.Tensor, torch.Tensor]:
-    vocabulary, (_, length) = SHAPES[program.shape].vocab_size, TRAINED
-    tokens = torch.randint(vocabulary, (program.sequences, length + 1), generator=torch.Generator().manual_seed(1))
+def random_batch(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
+    vocabulary, (_, length) = SHAPES[case.shape].vocab_size, TRAINED
+    tokens = torch.randint(vocabulary, (case.sequences, length + 1), generator=torch.Generator().manual_seed(1))
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
-def train_ours(program: Program, folder: Path) -> Callable[[], float]:
-    config = dataclasses.replace(SHAPES[program.shape], norm=program.norm)
-    model = Decoder(config, seed=1, compute_dtype=getattr(torch, program.dtype))
+def train_ours(case: Case, folder: Path) -> Callable[[], float]:
+    config = dataclasses.replace(SHAPES[case.shape], norm=case.norm)
+    model = Decoder(config, seed=1, compute_dtype=getattr(torch, case.dtype))
     optimizer = build_optimizer(model, OptimizerSettings(), CPU)
-    scaler, batch = torch.amp.GradScaler("cpu", enabled=False), random_batch(program)
+    scaler, batch = torch.amp.GradScaler("cpu", enabled=False), random_batch(case)
     keep_freed_memory()
 
     def run() -> float:
@@ -166,18 +161,18 @@ def train_ours(program: Program, folder: Path) -> Callable[[], float]:
     return run
 
 
-def train_transformers(program: Program, folder: Path) -> Callable[[], float]:
+def train_transformers(case: Case, folder: Path) -> Callable[[], float]:
     """As its users train: float32 weights, autocast, fused AdamW, clipping. Freed memory is kept, as by ours."""
-    model = transformers_model(program)
-    forward = torch.compile(model) if program.program.endswith("compiled") else model
+    model = transformers_model(case)
+    forward = torch.compile(model) if case.compiled else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    inputs, targets = random_batch(program)
-    mixed = program.dtype != "float32"
+    inputs, targets = random_batch(case)
+    mixed = case.dtype != "float32"
     keep_freed_memory()
 
     def run() -> float:
         start = time.perf_counter()
-        with torch.autocast("cpu", getattr(torch, program.dtype), enabled=mixed):
+        with torch.autocast("cpu", getattr(torch, case.dtype), enabled=mixed):
             loss = forward(input_ids=inputs, labels=inputs, shift_labels=targets, use_cache=False).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -198,71 +193,78 @@ PREPARE = {
 }
 
 
-def serve(program: Program, folder: Path) -> None:
-    """Measure once for each line of the standard input, after two turns that compile and fill caches."""
-    run = PREPARE[program.task, program.kind](program, folder)
+def serve(case: Case, folder: Path) -> None:
+    """Warm up with two runs, then measure once for each line on standard input."""
+    run = PREPARE[case.task, case.program](case, folder)
     for _ in range(2):
         run()
     print("ready", flush=True)
     for _ in sys.stdin:
-        known = STATUS.exists() and program.kind != LLAMA2C  # which is a child of this process
+        known = STATUS.exists() and case.program != LLAMA2C  # whose memory is that of a child of this process
         print(json.dumps({"seconds": run(), "peak_bytes": peak() if known else None}), flush=True)
 
 
 class Served:
-    """The process of a program, which waits for its turn."""
+    """The process of a case, which waits for its turns."""
 
-    def __init__(self, program: Program) -> None:
-        self.program, self.seconds, self.peak_bytes = program, [], None
+    def __init__(self, case: Case) -> None:
+        self.case, self.seconds, self.peak_bytes = case, [], None
         self._folder = tempfile.TemporaryDirectory(prefix="peers", ignore_cleanup_errors=True)
         self._errors = Path(self._folder.name) / "stderr.txt"
         command = [sys.executable, "-m", "benchmarks.peers", "--folder", self._folder.name]
-        command += ["--serve", json.dumps(dataclasses.asdict(program))]
+        command += ["--serve", json.dumps(dataclasses.asdict(case))]
         with open(self._errors, "w") as errors:
             self._process = subprocess.Popen(
                 command, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors
             )
-        self._answer()
+        try:
+            self._read_line()
+        except BaseException:
+            self.stop()
+            raise
 
-    def _answer(self) -> str:
+    def _read_line(self) -> str:
         line = self._process.stdout.readline()
         if not line:
             last = (self._errors.read_text(errors="replace").strip().splitlines() or ["it printed nothing"])[-1]
-            raise UserError(f"{self.program.label} with {self.program.dtype} failed: {last}")
+            raise UserError(f"{self.case.label} with {self.case.dtype} failed: {last}")
         return line
 
     def take_turn(self) -> None:
-        """Measure one block."""
-        print(file=self._process.stdin, flush=True)
-        found = json.loads(self._answer())
+        """Measure once."""
+        with contextlib.suppress(BrokenPipeError):  # of a process that is gone: its last line says why
+            print(file=self._process.stdin, flush=True)
+        found = json.loads(self._read_line())
         self.seconds.append(found["seconds"])
         self.peak_bytes = found["peak_bytes"]
 
+    def row(self) -> dict:
+        """What was measured, and of what; the path of llama2.c's program is nobody else's business."""
+        about = dataclasses.asdict(self.case) | {"label": self.case.label}
+        del about["path"]
+        return about | {"seconds": self.seconds, "peak_bytes": self.peak_bytes}
+
     def stop(self) -> None:
         """End the process."""
-        self._process.stdin.close()
+        self._process.kill()
         self._process.wait()
         self._folder.cleanup()
 
 
-def take_turns(programs: list[Program], blocks: int, on_turn: Callable[[], object]) -> list[dict]:
-    """A row for each program: A B B A A B ..., so that a drift of the machine's speed cancels."""
+def take_turns(cases: list[Case], turns: int, on_turn: Callable[[], object]) -> list[dict]:
+    """A row for each case: A B B A A B ..., so that a drift of the machine's speed cancels."""
     served = []
     try:
-        for program in programs:  # one after another: they warm up
-            served.append(Served(program))
-        for block in range(blocks):
-            for each in served if block % 2 else reversed(served):
+        for case in cases:  # one after another: they warm up
+            served.append(Served(case))
+        for turn in range(turns):
+            for each in served if turn % 2 else reversed(served):
                 each.take_turn()
                 on_turn()
     finally:
         for each in served:
             each.stop()
-    return [
-        dataclasses.asdict(each.program)
-        | {"label": each.program.label, "seconds": each.seconds, "peak_bytes": each.peak_bytes}
-        for each in served
-    ]
+    return [each.row() for each in served]
 
 
 def main() -> None:
@@ -272,18 +274,20 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["26m"], help="default: 26m")
     parser.add_argument("--sequences", type=positive, nargs="+", help="default: 1 and 8 for decoding, 8 for training")
     parser.add_argument("--dtypes", nargs="+", choices=["float32", "bfloat16"], default=["float32", "bfloat16"])
-    parser.add_argument("--blocks", type=positive, default=7, help="turns of each program (default: %(default)s)")
+    parser.add_argument("--turns", type=positive, default=7, help="turns of each program (default: %(default)s)")
     parser.add_argument("--compiled", action="store_true", help="also transformers with torch.compile: minutes")
-    parser.add_argument("--llama2c", metavar="PATH", help="llama2.c's program `run`, for decoding in float32")
+    parser.add_argument(
+        "--llama2c", metavar="PATH", help="llama2.c's program, built with `make runomp`; it decodes one sequence"
+    )
     parser.add_argument("--out", type=Path, metavar="FILE.json", help="write the results there")
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.serve is not None:
-        serve(Program(**json.loads(arguments.serve)), arguments.folder)
+        serve(Case(**json.loads(arguments.serve)), arguments.folder)
         return
     check_out(arguments.out)
-    names = ["ours", *peers(arguments)]
+    programs = [{"program": "ours"}, *peers(arguments)]
     sequences = arguments.sequences or ([1, 8] if arguments.task == "decoding" else [TRAINED[0]])
     results = {"processor": processor(), "threads": torch.get_num_threads(), "torch": torch.__version__}
     results["read_bytes_per_second"] = read_rate(CPU)
@@ -291,56 +295,66 @@ def main() -> None:
     rates = ", ".join(f"{dtype} {rate / 1e12:.2f}" for dtype, rate in results["product_flops"].items())
     print(f"{results['processor']}, {results['threads']} threads, torch {torch.__version__}")
     print(f"reads {results['read_bytes_per_second'] / 1e9:.1f} GB/s; products, TFLOP/s: {rates}\n")
-    print(f"| shape | sequences | program | dtype | ms per step | tokens/s | times {PEER} | limit | peak MB |")
+    print(
+        f"| shape | sequences | program | dtype | ms per step | tokens/s | speed relative to {PEER} | of the machine's rate | peak MB |"
+    )
     print("|---" * 9 + "|")
     results["rows"] = []
     for shape in arguments.shapes:
         for count in sequences:
-            programs = list_programs(arguments.task, names, shape, count, arguments.dtypes)
-            with tqdm(total=arguments.blocks * len(programs), unit="turn", dynamic_ncols=True, leave=False) as bar:
-                rows = take_turns(programs, arguments.blocks, bar.update)
+            cases = list_cases(arguments.task, programs, shape, count, arguments.dtypes)
+            with tqdm(total=arguments.turns * len(cases), unit="turn", dynamic_ncols=True, leave=False) as bar:
+                rows = take_turns(cases, arguments.turns, bar.update)
             for row in rows:
                 print(table_row(row, rows, results), flush=True)
             results["rows"] += rows
     write(results, arguments.out)
 
 
-def peers(arguments: argparse.Namespace) -> list[str]:
-    """The other programs that can run here; a line for each that cannot."""
+def peers(arguments: argparse.Namespace) -> list[dict]:
+    """The other programs that can run here, as fields of a case; a line for each that cannot."""
     found = []
-    if importlib.util.find_spec("transformers") is None:
-        print("note: transformers is not installed (pip install transformers); measuring without it")
+    if importlib.util.find_spec(PEER) is None:
+        print(f"note: {PEER} is not installed (pip install {PEER}); measuring without it")
     else:
-        found.append(PEER)
+        found.append({"program": PEER})
         if arguments.compiled and (obstacle := why_not_compile(CPU)) is not None:
             raise UserError(f"--compiled cannot be measured here: {obstacle}.")
-        found += [f"{PEER} compiled"] * arguments.compiled
+        if arguments.compiled:
+            found.append({"program": PEER, "compiled": True})
     if arguments.llama2c is not None:
         path = Path(arguments.llama2c)
         if not path.is_file():
-            raise UserError(f"--llama2c {path} is no file; give the program that `make run` in llama2.c builds.")
-        found.append(str(path.resolve()))
+            raise UserError(
+                f"--llama2c {path} is no file; give the program that `make runomp` in llama2.c builds (`make run` "
+                "uses one thread)."
+            )
+        found.append({"program": LLAMA2C, "path": str(path.resolve())})
     return found
 
 
-def list_programs(task: str, names: list[str], shape: str, sequences: int, dtypes: list[str]) -> list[Program]:
+def list_cases(task: str, programs: list[dict], shape: str, sequences: int, dtypes: list[str]) -> list[Case]:
     """Every program in every setting that it has: llama2.c decodes one sequence in float32."""
     found = []
     for dtype in dtypes:
-        for name in names:
-            one = Program(task, name, shape, sequences, dtype)
-            if one.kind == LLAMA2C and (task, sequences, dtype) != ("decoding", 1, "float32"):
+        for program in programs:
+            case = Case(task=task, shape=shape, sequences=sequences, dtype=dtype, **program)
+            if case.program == LLAMA2C and (task, sequences, dtype) != ("decoding", 1, "float32"):
                 continue
-            norms = ("rms", "layer") if (task, one.kind) == ("training", "ours") else ("rms",)
-            found += [dataclasses.replace(one, norm=norm) for norm in norms]
+            norms = ("rms", "layer") if (task, case.program) == ("training", "ours") else ("rms",)
+            found += [dataclasses.replace(case, norm=norm) for norm in norms]
     return found
 
 
 def table_row(row: dict, rows: list[dict], results: dict) -> str:
-    """A row in Markdown. The limit is that of reading the weights, or of the matrix products."""
+    """A row in Markdown.
+
+    The last cells but one are bytes of weights a second beside `read_rate`, above 100% where they fit into the caches;
+    or FLOP/s beside `product_rate`. Memory is that of the whole process, imports included.
+    """
     seconds, config = statistics.median(row["seconds"]), SHAPES[row["shape"]]
     tokens = row["sequences"] * (1 if row["task"] == "decoding" else TRAINED[1])
-    peer = next((r for r in rows if r["program"] == PEER and r["dtype"] == row["dtype"]), None)
+    peer = next((r for r in rows if r["label"] == PEER and r["dtype"] == row["dtype"]), None)
     ratio = "not measured"
     if peer is not None:
         ratios = [theirs / ours for theirs, ours in zip(peer["seconds"], row["seconds"], strict=True)]
@@ -353,9 +367,7 @@ def table_row(row: dict, rows: list[dict], results: dict) -> str:
     else:
         flops = flops_per_token(config, TRAINED[1]) * tokens / seconds
         limit = f"{flops / results['product_flops'][row['dtype']]:.0%} of the products' rate"
-    memory = (
-        "not known" if row["peak_bytes"] is None or row["label"] == "llama2.c" else f"{row['peak_bytes'] / 1e6:,.0f}"
-    )
+    memory = "not known" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 1e6:,.0f}"
     cells = [row["shape"], row["sequences"], row["label"], row["dtype"], f"{seconds * 1e3:,.2f}"]
     return "| " + " | ".join(map(str, [*cells, f"{tokens / seconds:,.0f}", ratio, limit, memory])) + " |"
 

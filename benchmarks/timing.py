@@ -144,7 +144,10 @@ def copy_rate(device: torch.device) -> float:
 
 
 def read_rate(device: torch.device) -> float:
-    """Bytes per second of a large matrix times a vector: the limit for what decodes one sequence."""
+    """Bytes per second of a float32 matrix times a vector, the matrix larger than the caches.
+
+    Decoding one sequence exceeds it only where the weights stay in the caches.
+    """
     size = COPY_BYTES.get(device.type, COPY_BYTES["cpu"]) * 4  # beyond the caches of servers
     matrix, vector = torch.randn(size // 4 // 1024, 1024, device=device), torch.randn(1024, device=device)
     matrix @ vector

@@ -1,6 +1,6 @@
 """How one file is read: a function per format, each a generator of documents.
 
-Nothing here holds more than a block, a row or a small batch of rows, however large a document is. Each error names the
+Nothing here holds more than a block, a row or, in parquet, a page, however large a document is. Each error names the
 file, the row or byte, and what to do.
 """
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 BLOCK = 1 << 20  # bytes read at a time
 MAX_ROW = 1 << 24  # bytes of a row: a small compressed file can hold a row that fills the memory
-MAX_RATIO = 100  # of a row group's bytes to those of its file: no text compresses better
+MAX_RATIO = 100  # of a row group's bytes to those of its file: natural text compresses less
 
 Document = Iterable[str]  # its text in blocks, read from the file as one iterates: once, and only as far as needed
 Documents = Iterator[Document]
@@ -147,9 +147,10 @@ def read_parquet(path: Path, field: str) -> Documents:
 
 
 def _check_sizes(path: Path, footer: "FileMetaData") -> None:
-    """Refuse what cannot be text before it is decompressed, which pyarrow does with a page at a time, of any size.
+    """Refuse row groups that are too large to be text.
 
-    The sizes are those of row groups: with a damaged footer, pyarrow ends the program where a column's size is read.
+    pyarrow decompresses a whole page at once, however large, so this comes first. Only the sizes of row groups are
+    read: reading a column's from a damaged footer makes pyarrow abort the program.
     """
     size = path.stat().st_size
     for number in range(footer.num_row_groups):
@@ -158,7 +159,9 @@ def _check_sizes(path: Path, footer: "FileMetaData") -> None:
             raise _too_long(f"{path}: a row of group {number + 1}")
         if group.total_byte_size > max(4 * MAX_ROW, MAX_RATIO * size):
             unpacked = f"{group.total_byte_size >> 20:,} MiB from a file of {size:,} bytes"
-            raise UserError(f"{path}: row group {number + 1} is no text ({unpacked}); leave the file out.")
+            raise UserError(
+                f"{path}: row group {number + 1} is too compressible for text ({unpacked}); leave the file out."
+            )
 
 
 def _string(where: str, text: object, field: str, row: dict[str, object]) -> str:

@@ -47,12 +47,12 @@ def filter_logits(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     """
     logits = apply_temperature(logits, sampling.temperature)
     if sampling.top_k == 0:
-        return keep_likely(logits, sampling)
+        return apply_top_p_and_min_p(logits, sampling)
     values, ids = logits.topk(min(sampling.top_k, logits.shape[-1]))
-    return torch.full_like(logits, -math.inf).scatter_(-1, ids, keep_likely(values, sampling))
+    return torch.full_like(logits, -math.inf).scatter_(-1, ids, apply_top_p_and_min_p(values, sampling))
 
 
-def keep_likely(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+def apply_top_p_and_min_p(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     """Apply top-p and min-p if they are enabled."""
     if sampling.top_p < 1:
         logits = keep_top_p(logits, sampling.top_p)

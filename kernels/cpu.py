@@ -148,7 +148,7 @@ class CausalAttention(torch.autograd.Function):
         grad = grad.reshape(q.shape)
         dv = torch.bmm(p.transpose(1, 2), grad)
         ds = torch._softmax_backward_data(torch.bmm(grad, v.transpose(1, 2)), p, -1, p.dtype)
-        # The scores' scale, on the narrow factor of each product.
+        # k and q have d columns and ds has T: scaling them costs less.
         dq, dk = torch.bmm(ds, k * width**-0.5), torch.bmm(ds.transpose(1, 2), q * width**-0.5)
         shape = (batch, -1, length, width)
         return dq.view(batch, heads, length, width), dk.view(shape), dv.view(shape)
@@ -183,7 +183,7 @@ class SwiGLU(torch.autograd.Function):
         gate, up = packed.chunk(2, dim=-1)
         out = torch.empty_like(packed)
         dgate, dup = out.chunk(2, dim=-1)
-        torch.mul(grad, up, out=dgate)
+        torch.mul(grad, up, out=dgate)  # everything is written into the halves of out: no temporaries
         torch.ops.aten.silu_backward.grad_input(dgate, gate, grad_input=dgate)
         torch.ops.aten.silu.out(gate, out=dup).mul_(grad)
         return out

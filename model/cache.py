@@ -22,8 +22,9 @@ class KeyValueCache:
         dtype: torch.dtype = torch.float32,
     ):
         shape = (config.num_hidden_layers, batch_size, config.num_key_value_heads, max_length, config.resolved_head_dim)
-        self.both = torch.empty(2, *shape, device=device, dtype=dtype)
-        self.keys, self.values = self.both
+        # One tensor, so that a step can write k and v of a layer in one copy: (2, L, B, K, max_length, d).
+        self.keys_and_values = torch.empty(2, *shape, device=device, dtype=dtype)
+        self.keys, self.values = self.keys_and_values
         self.length = 0
 
     @property

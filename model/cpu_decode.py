@@ -1,15 +1,16 @@
 """Decoding on a CPU: one token for each sequence through all layers, in as few calls as plain PyTorch allows.
 
-A step of a small model lasts a millisecond or two. Reading the weights should be all of it, but it evicts everything
-else from the processor's caches, and after it each call costs several times what it costs in a loop of its own. So this
-step skips modules and autograd, writes into buffers whose views are made once, and merges what the decoder keeps apart:
+A step of a small model takes one to two milliseconds, and reading the weights should be all of it. But reading them
+evicts everything else from the processor's caches, and then each call between two matrix products takes several times
+as long as in a loop of its own. So this step makes few calls: no modules, no autograd, buffers whose views are made
+once, and merged operations:
 
 - RMSNorm of s is LayerNorm of (s, -s), whose mean is 0 and whose variance is the mean square of s. The residual stream
-  is therefore kept as both, and either norm is one call.
+  is kept as both, so that either norm is one call of `F.layer_norm`.
 - q and k are rotated with tables as wide as a head, (cos, cos) and (-sin, sin): x times the first, plus x with its
   halves exchanged times the second.
 
-The residual stream, the norms and the rotation are float32 in every dtype. docs/findings.md has the measurements.
+Residual stream, norms and rotation are float32 whatever the compute dtype. docs/findings.md has the measurements.
 """
 
 from typing import NamedTuple
@@ -23,23 +24,23 @@ from model.cache import KeyValueCache
 from model.decoder import Decoder
 from model.norm import Norm
 
-MANY_ROWS, LARGE = 5, 2**19  # W x^T is faster than x W^T in float32 for so many sequences and elements of W
+MAX_SEQUENCES = 16  # the largest batch that was measured
+# In float32, W x^T is faster than x W^T from so many sequences and elements of W on; in narrower dtypes always.
+MANY_ROWS, LARGE = 5, 2**19
 
 
 class LayerWeights(NamedTuple):
-    """What a step needs of a layer and its part of the cache. A norm is its weight and bias, each float32 or None."""
+    """What a step needs of a layer, and its part of the cache. A norm is its weight and bias, float32."""
 
-    input_norm: tuple[Tensor | None, Tensor | None]
-    qkv: Tensor
+    input_norm: tuple[Tensor, Tensor | None]
+    qkv: Tensor  # ((H + 2K) d, D)
     qkv_bias: Tensor | None
-    head_norms: tuple[Tensor, Tensor] | None
-    o: Tensor
-    mlp_norm: tuple[Tensor | None, Tensor | None]
-    gate_up: Tensor
-    down: Tensor
-    keys: Tensor
-    values: Tensor
-    keys_and_values: Tensor
+    head_norms: tuple[Tensor, Tensor] | None  # of q and k, (d,) each
+    o: Tensor  # (D, H d)
+    mlp_norm: tuple[Tensor, Tensor | None]
+    gate_up: Tensor  # (2F, D)
+    down: Tensor  # (D, F)
+    cache: Tensor  # (2, B, K, max_length, d)
 
 
 class Product:
@@ -53,14 +54,20 @@ class Product:
 
     def __call__(self, weight: Tensor, x: Tensor) -> None:
         """rows = x W^T for x (B, in_features)."""
-        if self.weight_first:
+        if len(x) == 1:
+            torch.mv(weight, x[0], out=self.rows[0])  # in bfloat16 twice as fast as a product of matrices
+        elif self.weight_first:
             torch.mm(weight, x.t(), out=self.buffer)
         else:
             torch.mm(x, weight.t(), out=self.buffer)
 
 
 class CpuDecodeStep:
-    """Computes the logits that follow one new token of every sequence in a cache. Made anew for each generation."""
+    """Computes the logits that follow one new token of every sequence in a cache.
+
+    Only for decoders that are pre-norm, with SwiGLU and rms or layer: `decode_step_for` checks. It holds copies of norm
+    weights, and of matrices that are stored in another dtype, so each generation makes a new step.
+    """
 
     def __init__(self, decoder: Decoder, cache: KeyValueCache):
         config, self.dtype = decoder.config, decoder.compute_dtype
@@ -71,7 +78,7 @@ class CpuDecodeStep:
         self.stream = torch.empty(batch, len(self.signs), self.width)  # s, or s and -s
         self.stream_rows = self.stream.flatten(1)
 
-        def doubled(norm: Norm) -> tuple[Tensor | None, Tensor | None]:
+        def repeated(norm: Norm) -> tuple[Tensor, Tensor | None]:
             return tuple(None if p is None else p.detach().repeat(len(self.signs)) for p in (norm.weight, norm.bias))
 
         def cast(weight: Tensor) -> Tensor:  # no copy if the weights are stored in the dtype that they are used in
@@ -79,21 +86,21 @@ class CpuDecodeStep:
 
         self.layers = [
             LayerWeights(
-                doubled(layer.input_layernorm),
+                repeated(layer.input_layernorm),
                 cast(layer.self_attn.qkv_proj.weight),
                 layer.self_attn.qkv_proj.bias,
                 None
                 if layer.self_attn.q_norm is None
                 else (layer.self_attn.q_norm.weight, layer.self_attn.k_norm.weight),
                 cast(layer.self_attn.o_proj.weight),
-                doubled(layer.post_attention_layernorm),
+                repeated(layer.post_attention_layernorm),
                 cast(layer.mlp.gate_up_proj.weight),
                 cast(layer.mlp.down_proj.weight),
-                *(cache.keys[index], cache.values[index], cache.both[:, index]),
+                cache.keys_and_values[:, index],
             )
             for index, layer in enumerate(decoder.layers)
         ]
-        self.norm = doubled(decoder.norm)
+        self.norm = repeated(decoder.norm)
         self.embedding = decoder.embed_tokens.weight.detach()
         self.head = cast(self.embedding if decoder.lm_head is None else decoder.lm_head.weight)
 
@@ -121,20 +128,21 @@ class CpuDecodeStep:
         """Append tokens (B, 1) int64 to the cache and return float32 logits (B, 1, V), valid until the next call.
 
         padding (B,) int64 as in `Decoder.forward`; the caller keeps rotary positions below max_position_embeddings.
+        Raises ValueError if the cache is full.
         """
         position = self.cache.length
         if position >= self.cache.max_length:
             raise ValueError(f"the cache has room for {self.cache.max_length} tokens, and it is full")
-        at = slice(position, position + 1) if padding is None else (position - padding).clamp(min=0)
-        cos, sin = self.cos[at], self.sin[at]  # (1 or B, 1, d)
+        rotary_positions = slice(position, position + 1) if padding is None else (position - padding).clamp(min=0)
+        cos, sin = self.cos[rotary_positions], self.sin[rotary_positions]  # (1 or B, 1, d)
         masks = {w: attention_mask(position, 1, padding, tokens.device, w) for w in dict.fromkeys(self.windows)}
         embedded = F.embedding(tokens, self.embedding).to(self.dtype)  # (B, 1, D), rounded as the decoder does
         torch.mul(embedded.float(), self.signs, out=self.stream)
         for layer, window in zip(self.layers, self.windows, strict=True):
             self.qkv(layer.qkv, self.normalize(layer.input_norm))
-            self.rotate(layer, cos, sin)
-            layer.keys_and_values[:, :, :, position] = self.kv
-            k, v = layer.keys[:, :, : position + 1], layer.values[:, :, : position + 1]  # (B, K, S, d)
+            self.finish_qkv(layer, cos, sin)
+            layer.cache[:, :, :, position] = self.kv
+            k, v = layer.cache[:, :, :, : position + 1]  # (B, K, S, d) each
             attended = F.scaled_dot_product_attention(self.grouped_q.to(self.dtype), k, v, attn_mask=masks[window])
             self.o(layer.o, attended.flatten(1))
             self.stream.addcmul_(self.o.rows[:, None], self.signs)
@@ -149,7 +157,7 @@ class CpuDecodeStep:
         rows = F.layer_norm(self.stream_rows, self.stream_rows.shape[1:], *norm, self.eps)[:, : self.width]
         return rows if self.dtype == torch.float32 else rows.to(self.dtype)
 
-    def rotate(self, layer: LayerWeights, cos: Tensor, sin: Tensor) -> None:
+    def finish_qkv(self, layer: LayerWeights, cos: Tensor, sin: Tensor) -> None:
         """From the product's rows to q, k and v in `rotated`, with bias and norms per head if the model has them."""
         if self.rotated is not self.qkv.rows:
             self.rotated.copy_(self.qkv.rows)
@@ -164,11 +172,11 @@ class CpuDecodeStep:
     def multiply_head(self, x: Tensor) -> Tensor:
         """Float32 logits (B, V) of x (B, D).
 
-        On processors that are not Intel's, MKL multiplies one row by this large matrix on one core. As a batch of row
-        blocks it uses them all.
+        Where MKL takes its general code, as on processors that are not Intel's, it multiplies one row by this large
+        matrix on one core. As a batch of row blocks it uses them all.
         """
         threads = torch.get_num_threads()
-        if len(x) == 1 and self.dtype == torch.float32 and len(self.head) % threads == 0:
+        if threads > 1 and len(x) == 1 and self.dtype == torch.float32 and len(self.head) % threads == 0:
             blocks = self.head.view(threads, -1, self.width).transpose(1, 2)
             torch.bmm(x.expand(threads, 1, -1), blocks, out=self.logits.rows.view(threads, 1, -1))
         else:

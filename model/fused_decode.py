@@ -1,4 +1,5 @@
 """Decoding with the fused kernels: one token for each sequence through all layers, on CUDA replayed as one graph.
+`decode_step_for` chooses between this step and the one for a CPU.
 
 Replaying a graph is one call for the host instead of a hundred kernel launches. A graph always reads and writes the
 same memory, so the tokens, the position, the padding, the cache and the logits are tensors that stay where they are.
@@ -15,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import kernels
+from model import cpu_decode
 from model.cache import KeyValueCache
 from model.cpu_decode import CpuDecodeStep
 from model.decoder import Decoder
@@ -181,7 +183,8 @@ def decode_step_for(decoder: Decoder, batch_size: int, positions: int) -> Iterat
     device, config = decoder.embed_tokens.weight.device, decoder.config
     chosen = kernels.implementation(device)
     supported = (config.norm_placement, config.mlp) == ("pre", "swiglu") and config.norm in kernels.NORM_KINDS
-    if not supported or batch_size > MAX_SEQUENCES or chosen not in (kernels.gpu, kernels.cpu):
+    limits = {kernels.gpu: MAX_SEQUENCES, kernels.cpu: cpu_decode.MAX_SEQUENCES}
+    if not supported or batch_size > limits.get(chosen, 0):
         yield None
         return
     if chosen is kernels.cpu:

@@ -7,8 +7,8 @@ import sys
 import pytest
 import torch
 
-from benchmarks import peers
-from benchmarks.peers import PEER, Program, list_programs, table_row, take_turns
+from benchmarks import peers, timing
+from benchmarks.peers import LLAMA2C, PEER, Case, list_cases, table_row, take_turns
 from errors import UserError
 
 RESULTS = {"read_bytes_per_second": 1e10, "product_flops": {"float32": 1e11, "bfloat16": 1e12}}
@@ -25,21 +25,21 @@ def few_tokens(monkeypatch):
 @pytest.mark.parametrize("task", ["decoding", "training"])
 @pytest.mark.parametrize("name", ["ours", PEER])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_every_program_does_what_is_timed(tmp_path, task, name, dtype):
-    run = peers.PREPARE[task, name](Program(task, name, "260k", 2, dtype), tmp_path)
+def test_every_program_runs_as_often_as_it_is_told(tmp_path, task, name, dtype):
+    run = peers.PREPARE[task, name](Case(task, name, "260k", 2, dtype), tmp_path)
     assert 0 < run() < 60 and 0 < run() < 60
 
 
 def test_ours_and_transformers_have_as_many_parameters():
     theirs = sum(
-        parameter.numel() for parameter in peers.transformers_model(Program("", PEER, "260k", 1, "")).parameters()
+        parameter.numel() for parameter in peers.transformers_model(Case("", PEER, "260k", 1, "")).parameters()
     )
     assert theirs == peers.Decoder(peers.SHAPES["260k"]).num_parameters() == 260_032
 
 
 def test_programs_take_turns_in_processes_of_their_own(capsys, monkeypatch, tmp_path):
     out = tmp_path / "found.json"
-    arguments = ["decoding", "--shapes", "260k", "--sequences", "1", "--dtypes", "float32", "--blocks", "2"]
+    arguments = ["decoding", "--shapes", "260k", "--sequences", "1", "--dtypes", "float32", "--turns", "2"]
     monkeypatch.setattr(sys, "argv", ["peers", *arguments, "--out", str(out)])
     monkeypatch.setattr(peers, "read_rate", lambda device: 1e10)
     peers.main()
@@ -48,6 +48,7 @@ def test_programs_take_turns_in_processes_of_their_own(capsys, monkeypatch, tmp_
     assert json.loads(out.read_text()) == results
     assert [(row["label"], len(row["seconds"])) for row in results["rows"]] == [("ours", 2), (PEER, 2)]
     assert all(0 < seconds < 60 for row in results["rows"] for seconds in row["seconds"])
+    assert all(row["peak_bytes"] is None or row["peak_bytes"] > 1e8 for row in results["rows"])
     assert table.startswith("| 260k | 1 | transformers | float32 | ") and " 1.00 (1.00 to 1.00) | " in table
 
 
@@ -56,8 +57,8 @@ def test_llama2c_gets_a_checkpoint_of_the_right_size_and_its_tokens_per_second_a
     program = tmp_path / "run"
     program.write_text(f"#!{sys.executable}\nimport sys\nprint('achieved tok/s: 250.000000', file=sys.stderr)\n")
     os.chmod(program, 0o755)
-    one = Program("decoding", str(program), "260k", 1, "float32")
-    assert one.label == "llama2.c" and peers.decode_llama2c(one, tmp_path)() == 1 / 250
+    one = Case("decoding", LLAMA2C, "260k", 1, "float32", path=str(program))
+    assert peers.decode_llama2c(one, tmp_path)() == 1 / 250
     tables = 512 * 8  # of cosines and sines, which the program skips
     assert (tmp_path / "model.bin").stat().st_size == 4 * (7 + 260_032 + tables)
     program.write_text(f"#!{sys.executable}\n")
@@ -67,20 +68,22 @@ def test_llama2c_gets_a_checkpoint_of_the_right_size_and_its_tokens_per_second_a
 
 def test_a_process_that_fails_is_a_one_line_error():
     with pytest.raises(UserError, match="ours with float33 failed: AttributeError"):
-        take_turns([Program("decoding", "ours", "260k", 1, "float33")], 1, lambda: None)
+        take_turns([Case("decoding", "ours", "260k", 1, "float33")], 1, lambda: None)
 
 
 def test_llama2c_decodes_one_sequence_in_float32_and_ours_trains_with_both_norms():
-    names = ["ours", PEER, "/path/run"]
-    labels = [program.label for program in list_programs("decoding", names, "15m", 1, ["float32", "bfloat16"])]
-    assert labels == ["ours", PEER, "llama2.c", "ours", PEER]
-    assert [program.label for program in list_programs("decoding", names, "15m", 8, ["float32"])] == ["ours", PEER]
-    assert [program.label for program in list_programs("training", names, "26m", 8, ["float32"])] == [
-        "ours, rms", "ours, layer", PEER,
-    ]  # fmt: skip
+    programs = [{"program": "ours"}, {"program": PEER}, {"program": PEER, "compiled": True}, {"program": LLAMA2C}]
+
+    def labels(*arguments):
+        return [case.label for case in list_cases(arguments[0], programs, "15m", *arguments[1:])]
+
+    others = [PEER, f"{PEER} compiled"]
+    assert labels("decoding", 1, ["float32", "bfloat16"]) == ["ours", *others, "llama2.c", "ours", *others]
+    assert labels("decoding", 8, ["float32"]) == ["ours", *others]
+    assert labels("training", 8, ["float32"]) == ["ours, rms", "ours, layer", *others]
 
 
-def test_a_row_has_the_median_the_ratios_of_neighbouring_turns_and_the_limit():
+def test_a_row_has_the_median_the_ratios_within_turns_and_the_share_of_the_rate():
     def row(label, seconds, task="decoding"):
         about = {"task": task, "program": label, "label": label, "shape": "15m", "sequences": 1, "dtype": "float32"}
         return about | {"seconds": seconds, "peak_bytes": 2_000_000}
@@ -107,6 +110,25 @@ def test_bad_flags_are_refused_before_anything_is_measured(monkeypatch, flags, m
         peers.main()
 
 
-def test_the_read_rate_is_that_of_a_matrix_times_a_vector(monkeypatch):
-    monkeypatch.setitem(peers.read_rate.__globals__["COPY_BYTES"], "cpu", 2**20)
-    assert 1e8 < peers.read_rate(torch.device("cpu")) < 1e13
+def test_the_read_rate_counts_the_bytes_of_the_matrix(monkeypatch):
+    monkeypatch.setitem(timing.COPY_BYTES, "cpu", 2**20)
+    monkeypatch.setattr(timing, "times", lambda calls, device, repeats: [0.5 for call in calls if len(call()) == 1024])
+    assert timing.read_rate(torch.device("cpu")) == 2**22 / 0.5
+
+
+def test_programs_that_are_missing_are_left_out_with_a_line_and_compiling_needs_a_compiler(monkeypatch, capsys):
+    def found(*flags):
+        monkeypatch.setattr(sys, "argv", ["peers", *flags])
+        monkeypatch.setattr(peers, "list_cases", lambda task, programs, *rest: pytest.fail(str(programs)))
+        peers.main()
+
+    monkeypatch.setattr(peers, "read_rate", lambda device: 1e10)
+    with pytest.raises(pytest.fail.Exception, match=r"transformers.*'compiled': True"):
+        found("--compiled")
+    monkeypatch.setattr(peers, "why_not_compile", lambda device: "no C++ compiler found")
+    with pytest.raises(UserError, match="--compiled cannot be measured here: no C"):
+        found("--compiled")
+    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(pytest.fail.Exception, match=r"^.{'program': 'ours'}.$"):
+        found()
+    assert "note: transformers is not installed" in capsys.readouterr().out

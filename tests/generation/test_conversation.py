@@ -191,8 +191,8 @@ def test_an_answer_interrupted_inside_the_decoder_leaves_a_valid_cache(talk, mon
         if stage == "prefill":
             patch.setattr(talk.decoder.layers[1], "forward", interrupt)
         else:
-            rotate = CpuDecodeStep.rotate
-            patch.setattr(CpuDecodeStep, "rotate", lambda *arguments: rotate(*arguments) or interrupt())
+            finish = CpuDecodeStep.finish_qkv
+            patch.setattr(CpuDecodeStep, "finish_qkv", lambda *arguments: finish(*arguments) or interrupt())
         talk.ask("a longer question " * 2)
     assert len(talk.conversation.turns) == 1 + (stage == "step")
     assert talk.lines[-1].strip() == "stopped" + (

@@ -8,8 +8,13 @@ import json
 
 import pytest
 import torch
+from torch.nn import functional as F
 
+from generation.generate import generate
+from generation.settings import Sampling
+from generation.weights import cast_weights
 from model.cache import KeyValueCache
+from model.cpu_decode import CpuDecodeStep
 from model.pretrained import load_pretrained
 
 LOGIT, LOSS = 3e-5, 3e-6
@@ -70,3 +75,28 @@ def test_greedy_continuations_are_as_expected(decoder, golden, prompt):
         ids.append(decoder(step, cache=cache, last_only=True)[0, -1].argmax().item())
         step = torch.tensor([[ids[-1]]])
     assert ids == known["greedy_ids"]
+
+
+@torch.inference_mode()
+def test_the_cpu_step_in_bfloat16_predicts_2000_tokens_as_well_as_in_float32(stories260k_directory):
+    decoder = load_pretrained(stories260k_directory).eval()
+    sampled = generate(
+        decoder, [[1]] * 8, max_new_tokens=250, sampling=Sampling(temperature=1.0), sample_numbers=range(8)
+    )
+    tokens = torch.tensor([[1, *ids] for ids in sampled.tokens])  # (8, 251)
+
+    def loss_by_steps() -> float:
+        cache = KeyValueCache(decoder.config, 8, 251, dtype=decoder.compute_dtype)
+        step = CpuDecodeStep(decoder, cache)
+        losses = [
+            F.cross_entropy(step(now, None)[:, 0], following[:, 0])
+            for now, following in zip(tokens[:, :-1].split(1, 1), tokens[:, 1:].split(1, 1), strict=True)
+        ]
+        return torch.stack(losses).mean().item()
+
+    exact = loss_by_steps()
+    assert exact == pytest.approx(decoder(tokens[:, :-1], tokens[:, 1:]).mean().item(), abs=LOSS)
+    cast_weights(decoder, torch.bfloat16)
+    rounded = loss_by_steps()
+    print(f"{exact:.4f} nats per token in float32, {rounded:.4f} in bfloat16")
+    assert rounded != exact and abs(rounded - exact) < 0.01
