@@ -248,6 +248,8 @@ class Served:
         """End the process."""
         self._process.kill()
         self._process.wait()
+        with contextlib.suppress(OSError):  # what it no longer reads
+            self._process.stdin.close()
         self._folder.cleanup()
 
 
@@ -295,9 +297,8 @@ def main() -> None:
     rates = ", ".join(f"{dtype} {rate / 1e12:.2f}" for dtype, rate in results["product_flops"].items())
     print(f"{results['processor']}, {results['threads']} threads, torch {torch.__version__}")
     print(f"reads {results['read_bytes_per_second'] / 1e9:.1f} GB/s; products, TFLOP/s: {rates}\n")
-    print(
-        f"| shape | sequences | program | dtype | ms per step | tokens/s | speed relative to {PEER} | of the machine's rate | peak MB |"
-    )
+    columns = ("shape", "sequences", "program", "dtype", "ms per step", "tokens/s", f"speed relative to {PEER}")
+    print("| " + " | ".join([*columns, "of the machine's rate", "peak MB"]) + " |")
     print("|---" * 9 + "|")
     results["rows"] = []
     for shape in arguments.shapes:

@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 
 BLOCK = 1 << 20  # bytes read at a time
 MAX_ROW = 1 << 24  # bytes of a row: a small compressed file can hold a row that fills the memory
-MAX_RATIO = 100  # of a row group's bytes to those of its file: natural text compresses less
+# Of a row group's bytes, all columns, to those of its file. Natural text compresses less, and images hardly at all: a
+# row of hundreds of megabytes is read if the file is as large.
+MAX_RATIO, MAX_LONG_RATIO = 100, 4
 
 Document = Iterable[str]  # its text in blocks, read from the file as one iterates: once, and only as far as needed
 Documents = Iterator[Document]
@@ -155,13 +157,12 @@ def _check_sizes(path: Path, footer: "FileMetaData") -> None:
     size = path.stat().st_size
     for number in range(footer.num_row_groups):
         group = footer.row_group(number)
-        if group.total_byte_size > 4 * MAX_ROW * max(1, group.num_rows):  # 4: a row has other columns, too
-            raise _too_long(f"{path}: a row of group {number + 1}")
-        if group.total_byte_size > max(4 * MAX_ROW, MAX_RATIO * size):
+        long_rows = group.total_byte_size > 4 * MAX_ROW * max(1, group.num_rows)
+        ratio = MAX_LONG_RATIO if long_rows else MAX_RATIO
+        if group.total_byte_size > max(4 * MAX_ROW, ratio * size):
             unpacked = f"{group.total_byte_size >> 20:,} MiB from a file of {size:,} bytes"
-            raise UserError(
-                f"{path}: row group {number + 1} is too compressible for text ({unpacked}); leave the file out."
-            )
+            problem = f"{path}: row group {number + 1} is too compressible for text ({unpacked})"
+            raise UserError(f"{problem}; leave the file out, or write a file of its text column alone.")
 
 
 def _string(where: str, text: object, field: str, row: dict[str, object]) -> str:

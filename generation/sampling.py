@@ -22,7 +22,7 @@ def penalize_repetition(logits: torch.Tensor, seen: torch.Tensor, penalty: float
 
 def apply_temperature(logits: torch.Tensor, temperature: float) -> torch.Tensor:
     """Divide by the temperature. Subtracting the maximum first leaves softmax unchanged and prevents overflow."""
-    return (logits - logits.amax(-1, keepdim=True)) / temperature
+    return (logits - logits.amax(-1, keepdim=True)) / max(temperature, torch.finfo(torch.float32).tiny)
 
 
 def keep_top_p(logits: torch.Tensor, p: float) -> torch.Tensor:
@@ -30,8 +30,9 @@ def keep_top_p(logits: torch.Tensor, p: float) -> torch.Tensor:
     values, ids = logits.sort(descending=True, stable=True)
     probabilities = values.softmax(-1)
     mass_before = probabilities.cumsum(-1) - probabilities
-    # The mass before the most likely token is exactly 0, so at least one token is always kept.
-    return torch.full_like(logits, -math.inf).scatter_(-1, ids, values.masked_fill(mass_before >= p, -math.inf))
+    # The mass before the most likely token is exactly 0: it is kept even if p is 0 in float32.
+    dropped = (mass_before >= p) & (mass_before > 0)
+    return torch.full_like(logits, -math.inf).scatter_(-1, ids, values.masked_fill(dropped, -math.inf))
 
 
 def keep_min_p(logits: torch.Tensor, p: float) -> torch.Tensor:

@@ -43,8 +43,8 @@ class Sampling:
             raise UserError(f"--top-p is {self.top_p} but must be above 0 and at most 1 (off).")
         if not 0 <= self.min_p <= 1:
             raise UserError(f"--min-p is {self.min_p} but must be between 0 (off) and 1.")
-        if not 0 < self.repetition_penalty < float("inf"):
-            raise UserError(f"--repetition-penalty is {self.repetition_penalty}; it must be finite and above 0.")
+        if not 0.01 <= self.repetition_penalty <= 1e9:
+            raise UserError(f"--repetition-penalty is {self.repetition_penalty}; it must be from 0.01 to 1e9 (1: off).")
 
 
 @dataclass(frozen=True)

@@ -24,12 +24,21 @@ class KeyValueCache:
         shape = (config.num_hidden_layers, batch_size, config.num_key_value_heads, max_length, config.resolved_head_dim)
         # One tensor, so that a step can write k and v of a layer in one copy: (2, L, B, K, max_length, d).
         self.keys_and_values = torch.empty(2, *shape, device=device, dtype=dtype)
-        self.keys, self.values = self.keys_and_values
         self.length = 0
 
     @property
+    def keys(self) -> Tensor:
+        """(L, B, K, max_length, d)."""
+        return self.keys_and_values[0]  # made anew: autograd refuses writes to a view from another grad mode
+
+    @property
+    def values(self) -> Tensor:
+        """(L, B, K, max_length, d)."""
+        return self.keys_and_values[1]
+
+    @property
     def max_length(self) -> int:
-        return self.keys.shape[3]
+        return self.keys_and_values.shape[4]
 
     def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Append k and v (B, K, T, d) of one layer; return views (B, K, length + T, d) of all filled positions.

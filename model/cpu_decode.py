@@ -24,6 +24,7 @@ from model.cache import KeyValueCache
 from model.decoder import Decoder
 from model.norm import Norm
 
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_SEQUENCES = 16  # the largest batch that was measured
 # In float32, W x^T is faster than x W^T from so many sequences and elements of W on; in narrower dtypes always.
 MANY_ROWS, LARGE = 5, 2**19
@@ -74,12 +75,13 @@ class CpuDecodeStep:
         batch, heads, kv_heads = cache.keys.shape[1], config.num_attention_heads, config.num_key_value_heads
         self.cache, self.windows, self.eps, self.width = cache, decoder.windows, config.norm_eps, config.hidden_size
 
-        self.signs = torch.tensor([[1.0], [-1.0]] if config.norm == "rms" else [[1.0]])
-        self.stream = torch.empty(batch, len(self.signs), self.width)  # s, or s and -s
+        self.signs = torch.tensor([[1.0], [-1.0]] if config.norm == "rms" else [[1.0]], dtype=torch.float32)
+        self.stream = torch.empty(batch, len(self.signs), self.width, dtype=torch.float32)  # s, or s and -s
         self.stream_rows = self.stream.flatten(1)
 
         def repeated(norm: Norm) -> tuple[Tensor, Tensor | None]:
-            return tuple(None if p is None else p.detach().repeat(len(self.signs)) for p in (norm.weight, norm.bias))
+            parameters = norm.weight, norm.bias
+            return tuple(None if p is None else p.detach().float().repeat(len(self.signs)) for p in parameters)
 
         def cast(weight: Tensor) -> Tensor:  # no copy if the weights are stored in the dtype that they are used in
             return weight.detach().to(self.dtype)
@@ -111,7 +113,8 @@ class CpuDecodeStep:
         )
         self.gate, self.up = self.gate_up.rows.chunk(2, dim=-1)  # (B, F) each
         # The rotation's input and result: q, k and v in float32.
-        self.rotated = self.qkv.rows if self.dtype == torch.float32 else torch.empty(self.qkv.rows.shape)
+        as_float = torch.empty(self.qkv.rows.shape, dtype=torch.float32)
+        self.rotated = self.qkv.rows if self.dtype == torch.float32 else as_float
         parts = self.rotated.unflatten(1, (heads + 2 * kv_heads, -1))  # (B, H + 2K, d)
         self.qk = parts[:, :-kv_heads]
         self.q, self.k = self.qk.split((heads, kv_heads), 1)

@@ -188,6 +188,9 @@ def decode_step_for(decoder: Decoder, batch_size: int, positions: int) -> Iterat
         yield None
         return
     if chosen is kernels.cpu:
+        if decoder.compute_dtype not in cpu_decode.DTYPES or torch.is_autocast_enabled("cpu"):
+            yield None  # its buffers have the dtypes that it expects
+            return
         yield CpuDecodeStep(decoder, KeyValueCache(config, batch_size, positions, dtype=decoder.compute_dtype))
         return
     room = 1 << (max(positions, MIN_POSITIONS) - 1).bit_length()

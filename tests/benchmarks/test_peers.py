@@ -71,6 +71,15 @@ def test_a_process_that_fails_is_a_one_line_error():
         take_turns([Case("decoding", "ours", "260k", 1, "float33")], 1, lambda: None)
 
 
+def test_a_process_that_is_killed_while_it_waits_is_a_one_line_error_and_the_others_end(monkeypatch):
+    started, start = [], peers.subprocess.Popen
+    monkeypatch.setattr(peers.subprocess, "Popen", lambda *a, **k: started.append(start(*a, **k)) or started[-1])
+    cases = [Case("decoding", "ours", "260k", count, "float32") for count in (1, 2)]
+    with pytest.raises(UserError, match="ours with float32 failed: it printed nothing"):
+        take_turns(cases, 2, lambda: started[0].kill())
+    assert len(started) == 2 and all(process.poll() is not None for process in started)
+
+
 def test_llama2c_decodes_one_sequence_in_float32_and_ours_trains_with_both_norms():
     programs = [{"program": "ours"}, {"program": PEER}, {"program": PEER, "compiled": True}, {"program": LLAMA2C}]
 

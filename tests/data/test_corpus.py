@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import random
 import sysconfig
 from pathlib import Path
 
@@ -268,6 +269,21 @@ def test_parquet_with_two_columns_of_a_name_or_with_impossible_dates_is_named(tm
     dates = pyarrow.array([2**31 - 1], pyarrow.int32()).view(pyarrow.date32())
     parquet.write_table(pyarrow.table({"text": dates}), tmp_path / "b.parquet")
     assert "b.parquet" in error_message(tmp_path / "b.parquet")
+
+
+def test_a_large_image_beside_a_short_text_is_no_bomb_but_long_rows_that_compress_are(tmp_path, monkeypatch):
+    monkeypatch.setattr(readers, "MAX_ROW", 1 << 12)
+    image = random.Random(1).randbytes(1 << 15)
+    table = pyarrow.table({"text": ["caption"], "image": [image]})
+    parquet.write_table(table, tmp_path / "a.parquet", use_dictionary=False)
+    assert documents(tmp_path / "a.parquet") == ["caption"]
+    for rows, times in ((1, 5), (20, 101)):  # above the ratio for long rows, and above the one for others
+        size = (tmp_path / "a.parquet").stat().st_size * times // rows
+        table = pyarrow.table({"text": ["caption"] * rows, "image": [image] * rows, "zeros": [bytes(size)] * rows})
+        path = tmp_path / f"{rows}.parquet"
+        monkeypatch.setattr(readers, "MAX_ROW", 1 << (12 if rows == 1 else 18))
+        parquet.write_table(table, path, use_dictionary=["image"], compression="zstd")
+        assert "too compressible for text" in error_message(path) and "text column alone" in error_message(path)
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="Windows has no pipes in folders")

@@ -124,6 +124,14 @@ def test_a_tiny_temperature_takes_the_largest_logit_without_overflow(logits):
 
 
 @pytest.mark.parametrize("draw", DRAWS)
+@pytest.mark.parametrize("flags", [{"temperature": 1e-46}, {"top_p": 1e-300}, {"top_p": 1e-46, "top_k": 3}], ids=str)
+def test_values_that_are_0_in_float32_take_the_largest_logit(logits, draw, flags):
+    generators = [sampling.generator_for(1, row, torch.device("cpu")) for row in range(ROWS)]
+    drawn = draw(sampling.filter_logits(logits, Sampling(**flags)), generators)
+    assert drawn.tolist() == logits.argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("draw", DRAWS)
 def test_samples_follow_the_softmax(draw):
     logits, draws = torch.tensor([[2.0, 1.0, 0.0, 1.5, -math.inf]]), 4000
     generator = sampling.generator_for(3, 0, torch.device("cpu"))

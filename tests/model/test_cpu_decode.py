@@ -151,6 +151,8 @@ def test_there_is_a_step_for_small_batches_and_the_layers_that_it_computes(make_
     assert exists(cpu_decode.MAX_SEQUENCES) and not exists(cpu_decode.MAX_SEQUENCES + 1)
     for changes in (*({"norm": norm} for norm in ("none", "srms", "offset")), {"mlp": "geglu"}):
         assert not exists(**changes), changes
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not exists()
     assert not any(exists(norm_placement=placement) for placement in ("post", "sandwich", "output"))
 
 
@@ -168,3 +170,26 @@ def test_a_step_leaves_the_parameters_as_they_are(make_decoder):
     before = copy.deepcopy(decoder.state_dict())
     steps(decoder, [5, 2])
     assert all(torch.equal(value, before[name]) for name, value in decoder.state_dict().items())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_a_decoder_that_was_cast_as_a_whole_can_generate(make_decoder, dtype):
+    decoder = make_decoder(attention_bias=True, qk_norm=True, norm_bias=True).eval().to(dtype)
+    for compute_dtype in (torch.float32, dtype):
+        decoder.compute_dtype = compute_dtype
+        assert len(generate(decoder, [[1, 2]], max_new_tokens=5).tokens[0]) == 5
+
+
+MODES = [torch.enable_grad, torch.no_grad, torch.inference_mode]
+
+
+@pytest.mark.parametrize(
+    ("made", "used"),  # torch itself refuses writes to tensors of inference mode outside of it
+    [(made, used) for made in MODES for used in MODES if made is not torch.inference_mode or used is made],
+)
+def test_a_cache_works_in_another_grad_mode_than_it_was_made_in(make_decoder, made, used):
+    decoder = make_decoder().eval()
+    with made():
+        cache = KeyValueCache(decoder.config, 1, 4)
+    with used():
+        assert decoder(torch.tensor([[1, 2]]), cache=cache).shape == (1, 2, 97)
