@@ -106,8 +106,11 @@ def sample(
 
     Only the repetition penalty needs `seen` (B, V bool); only temperatures above 0 need `generators`.
     """
-    finite = logits.amax(-1).isfinite()  # the maximum is NaN or inf if any logit is; single -inf are valid
     if seen is not None:
         logits = penalize_repetition(logits, seen, sampling.repetition_penalty)
-    tokens = logits.argmax(-1) if sampling.temperature == 0 else draw(filter_logits(logits, sampling), generators)
-    return tokens.masked_fill(~finite, -1)
+    if sampling.temperature == 0:
+        largest, tokens = logits.max(-1)
+    else:
+        largest, tokens = logits.amax(-1), draw(filter_logits(logits, sampling), generators)
+    # The maximum is NaN or inf if any logit is; single -inf are valid.
+    return tokens.masked_fill(~largest.isfinite(), -1)

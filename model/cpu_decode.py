@@ -6,7 +6,7 @@ as long as in a loop of its own. So this step makes few calls: no modules, no au
 once, and merged operations:
 
 - RMSNorm of s is LayerNorm of (s, -s), whose mean is 0 and whose variance is the mean square of s. The residual stream
-  is kept as both, so that either norm is one call of `F.layer_norm`.
+  is kept as both, so that either norm is one call of `torch.layer_norm`.
 - q and k are rotated with tables as wide as a head, (cos, cos) and (-sin, sin): x times the first, plus x with its
   halves exchanged times the second.
 
@@ -78,6 +78,7 @@ class CpuDecodeStep:
         self.signs = torch.tensor([[1.0], [-1.0]] if config.norm == "rms" else [[1.0]], dtype=torch.float32)
         self.stream = torch.empty(batch, len(self.signs), self.width, dtype=torch.float32)  # s, or s and -s
         self.stream_rows = self.stream.flatten(1)
+        self.row_shape = self.stream_rows.shape[1:]
 
         def repeated(norm: Norm) -> tuple[Tensor, Tensor | None]:
             parameters = norm.weight, norm.bias
@@ -157,7 +158,7 @@ class CpuDecodeStep:
 
     def normalize(self, norm: tuple[Tensor | None, Tensor | None]) -> Tensor:
         """The norm of the residual stream, (B, D) in the dtype of the products."""
-        rows = F.layer_norm(self.stream_rows, self.stream_rows.shape[1:], *norm, self.eps)[:, : self.width]
+        rows = torch.layer_norm(self.stream_rows, self.row_shape, *norm, self.eps)[:, : self.width]
         return rows if self.dtype == torch.float32 else rows.to(self.dtype)
 
     def finish_qkv(self, layer: LayerWeights, cos: Tensor, sin: Tensor) -> None:
