@@ -6,7 +6,8 @@ import itertools
 from collections.abc import Callable
 
 from generation.chat import ChatFormat
-from generation.generate import Generation, Past, check_prompts, generate
+from generation.generate import Generation, Past, generate
+from generation.prompts import check_prompts
 from generation.settings import Settings
 from generation.stream import TextStream
 from generation.template import Message

@@ -14,9 +14,8 @@ from typing import Literal
 
 import torch
 
-from data.tokenizer import Tokenizer
 from errors import UserError
-from generation.prompts import encode_prompt
+from generation.prompts import check_prompts
 from generation.sampling import generator_for, sample
 from generation.settings import Sampling
 from model.cache import KeyValueCache
@@ -177,39 +176,6 @@ def next_tokens(
             tokens = sampled[:, None]
             if seen is not None:
                 seen.scatter_(1, tokens, True)
-
-
-def complete(
-    decoder: Decoder,
-    tokenizer: Tokenizer,
-    prompt: str = "",
-    max_new_tokens: int = 200,
-    sampling: Sampling | None = None,
-    seed: int = 0,
-) -> str:
-    """The prompt and its continuation as one string. Depends on its arguments alone; torch's global RNG is not used."""
-    ids = encode_prompt(tokenizer, prompt)
-    result = generate(
-        decoder,
-        [ids],
-        max_new_tokens=max_new_tokens,
-        sampling=sampling,
-        seed=seed,
-        eos_ids=(tokenizer.eos_id,),
-        vocab_size=tokenizer.vocab_size,
-    )
-    return tokenizer.decode(ids + result.tokens[0])
-
-
-def check_prompts(prompts: Sequence[Sequence[int]], context: int) -> None:
-    """Raise `UserError` for a prompt that leaves no position of the model's context for a new token."""
-    for number, prompt in enumerate(prompts, 1):
-        if len(prompt) >= context:
-            name = f"prompt {number}" if len(prompts) > 1 else "the prompt"
-            raise UserError(
-                f"{name} has {len(prompt)} tokens, but the model's context is {context} tokens for prompt and "
-                f"continuation together; shorten it to at most {context - 1} tokens."
-            )
 
 
 def left_pad(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -87,3 +87,14 @@ def encode_prompt(tokenizer: "Tokenizer", prompt: str) -> list[int]:
     if tokenizer.bos_id is not None:
         return [tokenizer.bos_id, *ids]
     return ids or [tokenizer.eos_id]
+
+
+def check_prompts(prompts: Sequence[Sequence[int]], context: int) -> None:
+    """Raise `UserError` for a prompt that leaves no position of the model's context for a new token."""
+    for number, prompt in enumerate(prompts, 1):
+        if len(prompt) >= context:
+            name = f"prompt {number}" if len(prompts) > 1 else "the prompt"
+            raise UserError(
+                f"{name} has {len(prompt)} tokens, but the model's context is {context} tokens for prompt and "
+                f"continuation together; shorten it to at most {context - 1} tokens."
+            )

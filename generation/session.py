@@ -13,8 +13,8 @@ from data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from errors import UserError
 from generation.chat import ChatFormat, recommended_sampling
 from generation.conversation import Conversation
-from generation.generate import FinishReason, Generation, check_prompts, generate
-from generation.prompts import encode_prompt
+from generation.generate import FinishReason, Generation, generate
+from generation.prompts import check_prompts, encode_prompt
 from generation.settings import Sampling, Settings
 from generation.stream import TextStream
 from generation.terminal import hold_session

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from generation.generate import complete
+from generation.complete import complete
 from model.count import flops_per_token
 from model.device import peak_flops
 from training import plot

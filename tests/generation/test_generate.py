@@ -7,7 +7,8 @@ import torch
 
 import kernels
 from errors import UserError
-from generation.generate import complete, generate
+from generation.complete import complete
+from generation.generate import generate
 from generation.sampling import generator_for, sample
 from generation.settings import Sampling
 from model.config import ModelConfig
