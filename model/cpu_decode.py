@@ -1,9 +1,9 @@
 """Decoding on a CPU: one token for each sequence through all layers, in as few calls as plain PyTorch allows.
 
-A step of a small model takes one to two milliseconds, and reading the weights should be all of it. But reading them
-evicts everything else from the processor's caches, and then each call between two matrix products takes several times
-as long as in a loop of its own. So this step makes few calls: no modules, no autograd, buffers whose views are made
-once, and merged operations:
+A step of a small model takes a few milliseconds, and reading the weights should be all of it. But between two matrix
+products each call takes several times as long as in a loop of its own, presumably because a matrix that passes through
+the processor's caches evicts everything else. So this step makes few calls: no modules, no autograd, buffers whose
+views are made once, and merged operations:
 
 - RMSNorm of s is LayerNorm of (s, -s), whose mean is 0 and whose variance is the mean square of s. The residual stream
   is kept as both, so that either norm is one call of `torch.layer_norm`.
