@@ -83,13 +83,15 @@ class State:
 def settings_hash(settings: Settings) -> str:
     """Hash of all settings except the name of the run folder; the same as in earlier versions, so that runs are found.
 
-    Earlier versions had no center_weights and no sliding windows, and wrote norm_bias = true wherever a norm has its
-    default, with a bias or without.
+    Earlier versions had no center_weights, no sliding windows and no choice of the optimizer, and wrote norm_bias =
+    true wherever a norm has its default, with a bias or without.
     """
     settings = dataclasses.replace(settings, run=dataclasses.replace(settings.run, out=None))
     fields = dataclasses.asdict(settings)
     if fields["run"]["center_weights"]:
         del fields["run"]["center_weights"]
+    if fields["optimizer"]["optimizer"] == "adamw":
+        del fields["optimizer"]["optimizer"]
     for name in ("sliding_window", "layer_types"):
         if fields["model"][name] is None:
             del fields["model"][name]

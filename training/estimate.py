@@ -8,7 +8,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from model.config import ModelConfig
-from model.count import flops_per_token, num_parameters
+from model.count import flops_per_token, layer_matrices, num_parameters
 from model.decoder import Decoder
 from training.settings import Settings
 
@@ -24,7 +24,10 @@ def estimate(settings: Settings) -> str:
     kept = activation_bytes(
         model, sequences, data.sequence_length, dtype, checkpointing=settings.machine.activation_checkpointing
     )
-    weights, moments = 4 * parameters, 8 * parameters  # float32, and two moments of AdamW
+    weights = 4 * parameters  # float32
+    moments = 8 * parameters  # two of AdamW
+    if settings.optimizer.optimizer == "muon":
+        moments -= 4 * model.num_hidden_layers * layer_matrices(model)  # one of Muon
     lines = {
         "model": f"{parameters:,} parameters, {parameters - inner:,} of them embeddings; {model.norm} norm",
         "training": f"{tokens:,} tokens in {steps:,} steps of {data.batch_size} sequences of {data.sequence_length}",

@@ -1,4 +1,4 @@
-"""AdamW with weight decay on matrices, and a separate learning rate for embedding and head.
+"""AdamW or Muon, with weight decay on matrices, and a separate learning rate for embedding and head.
 
 The number of dimensions decides which parameters decay: norm weights and biases are vectors, and decaying those towards
 zero would switch channels off. Only the parameters of norms whose row in `NORMS` says so decay as well. Embeddings are
@@ -13,6 +13,8 @@ from torch import nn
 from errors import UserError
 from model.decoder import Decoder
 from model.norm import is_norm_parameter
+from model.pretrained import unpacked_tensors
+from training.muon import Muon
 from training.settings import OptimizerSettings
 
 
@@ -32,11 +34,15 @@ def decays(model: Decoder, name: str, parameter: nn.Parameter) -> bool:
     return parameter.ndim >= 2 or (is_norm_parameter(name) and name.rpartition(".")[2] in names)
 
 
-def build_optimizer(model: Decoder, settings: OptimizerSettings, device: torch.device) -> torch.optim.AdamW:
-    """AdamW (Loshchilov and Hutter 2019, algorithm 2), as one fused kernel over all parameters where torch has it."""
+def build_optimizer(model: Decoder, settings: OptimizerSettings, device: torch.device) -> torch.optim.Optimizer:
+    """AdamW (Loshchilov and Hutter 2019, algorithm 2), as one fused kernel over all parameters where torch has it.
+
+    With `--optimizer muon` it has all parameters but the matrices of the layers, which `Muon` updates.
+    """
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     vocabulary = {name: p for name, p in trained.items() if name.startswith(("embed_tokens.", "lm_head."))}
-    others = {name: p for name, p in trained.items() if name not in vocabulary}
+    matrices = {name: p for name, p in trained.items() if settings.optimizer == "muon" and takes_muon(name, p)}
+    others = {name: p for name, p in trained.items() if name not in vocabulary and name not in matrices}
     decaying = [p for name, p in others.items() if decays(model, name, p)]
     not_decaying = [p for name, p in others.items() if not decays(model, name, p)]
     decay = settings.weight_decay
@@ -45,12 +51,24 @@ def build_optimizer(model: Decoder, settings: OptimizerSettings, device: torch.d
         {"params": [*vocabulary.values()], "weight_decay": decay, "lr_multiplier": settings.embedding_lr_multiplier},
         {"params": not_decaying, "weight_decay": 0.0, "lr_multiplier": 1.0},
     ]
-    return torch.optim.AdamW(
+    adamw = torch.optim.AdamW(
         [group for group in groups if group["params"]],
         lr=settings.learning_rate,
         betas=(settings.beta1, settings.beta2),
         fused=device.type in ("cuda", "cpu", "mps"),
     )
+    if not matrices:
+        return adamw
+    rows = {
+        p: [part.shape[0] for part in unpacked_tensors({name: p.detach()}, model.config).values()]
+        for name, p in matrices.items()
+    }
+    return Muon({"params": [*matrices.values()], "weight_decay": decay, "lr_multiplier": 1.0}, rows, adamw)
+
+
+def takes_muon(name: str, parameter: nn.Parameter) -> bool:
+    """Whether `--optimizer muon` updates this parameter by Muon: the matrices of the layers."""
+    return parameter.ndim == 2 and name.startswith("layers.")
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, torch.Tensor]:

@@ -55,7 +55,7 @@ class Session:
     """The weights: what is evaluated and saved."""
     forward: nn.Module
     """The same weights, compiled and wrapped for several processes as the settings say: what is trained."""
-    optimizer: torch.optim.AdamW
+    optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
     state: State
     recent_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=15))
@@ -257,6 +257,8 @@ def restore(session: Session, directory: Path, say: Callable[[str], None]) -> No
         )
         if old != new
     ]
+    if before.optimizer.optimizer != settings.optimizer.optimizer:
+        problems.append(f"its optimizer is {before.optimizer.optimizer}, whose moments another cannot continue")
     shape = changed_fields(dataclasses.replace(settings, model=pretrained.load_config(directory)), settings)
     problems += [f"the model's shape differs ({', '.join(shape)})"] if shape else []
     if problems:

@@ -88,8 +88,10 @@ class DataSettings:
 
 @dataclass(frozen=True)
 class OptimizerSettings:
-    """AdamW and the schedule of its learning rate."""
+    """The optimizer and the schedule of its learning rate."""
 
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """AdamW for all parameters, or Muon for the matrices of the layers and AdamW for the rest."""
     steps: int = 1000
     """Number of optimizer steps."""
     max_minutes: Annotated[float | None, arg(metavar="MINUTES")] = None
@@ -110,7 +112,7 @@ class OptimizerSettings:
     weight_decay: float = 0.1
     """Decoupled weight decay of matrices, and of the offsets of --norm offset; other vectors and scalars have none."""
     beta1: float = 0.9
-    """AdamW: decay of the moving average of the gradient."""
+    """AdamW: decay of the moving average of the gradient (Muon's is 0.95)."""
     beta2: float = 0.95
     """AdamW: decay of the moving average of the squared gradient."""
     clip: float = 1.0

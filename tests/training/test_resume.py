@@ -61,11 +61,15 @@ def stop_at(monkeypatch, step: int, number: int = signal.SIGTERM) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "number"),
-    [("float32", signal.SIGINT), ("bfloat16", signal.SIGINT), ("bfloat16", signal.SIGTERM)],
+    ("dtype", "number", "optimizer"),
+    [
+        ("float32", signal.SIGINT, "adamw"),
+        ("bfloat16", signal.SIGINT, "muon"),
+        ("bfloat16", signal.SIGTERM, "adamw"),
+    ],
 )
-def test_40_steps_equal_20_and_20_resumed(flags, tmp_path, monkeypatch, capsys, dtype, number):
-    settings = parse([*flags, "--dtype", dtype], "test").settings
+def test_40_steps_equal_20_and_20_resumed(flags, tmp_path, monkeypatch, capsys, dtype, number, optimizer):
+    settings = parse([*flags, "--dtype", dtype, "--optimizer", optimizer], "test").settings
     assert train(settings, tmp_path / "straight") == 0
     stop_at(monkeypatch, 20, number)
     assert train(settings, tmp_path / "resumed") == number

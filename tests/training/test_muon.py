@@ -1,0 +1,168 @@
+"""Muon updates the matrices of the layers, each of a packed one by itself, and AdamW everything else."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from errors import UserError
+from model.config import NORMS
+from model.decoder import Decoder
+from model.pretrained import unpacked_tensors
+from training.estimate import estimate
+from training.loop import train
+from training.muon import COEFFICIENTS, orthogonalize
+from training.optimizer import build_optimizer, takes_muon
+from training.settings import parse
+
+CPU = torch.device("cpu")
+
+
+def with_muon(settings, **model):
+    optimizer = dataclasses.replace(settings.optimizer, optimizer="muon", learning_rate=0.01, weight_decay=0.3)
+    return dataclasses.replace(settings, model=dataclasses.replace(settings.model, **model), optimizer=optimizer)
+
+
+def set_gradients(model: Decoder, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        parameter.grad = 0.3 + torch.randn(parameter.shape, generator=generator)
+
+
+def polynomial_of_singular_values(matrix: torch.Tensor) -> torch.Tensor:
+    """What the iteration computes, from a singular value decomposition in float64."""
+    u, s, v = torch.linalg.svd(matrix.double(), full_matrices=False)
+    s = s / s.norm()
+    a, b, c = COEFFICIENTS
+    for _ in range(5):
+        s = a * s + b * s**3 + c * s**5
+    return u @ s.diag() @ v
+
+
+@pytest.mark.parametrize("shape", [(3, 40, 40), (2, 24, 90), (1, 1, 7)])
+def test_orthogonalizing_applies_the_polynomial_to_the_singular_values(shape, relative):
+    matrices = 0.2 + torch.randn(shape)
+    expected = torch.stack([polynomial_of_singular_values(matrix) for matrix in matrices])
+    assert relative(orthogonalize_in(torch.float32, matrices), expected) < 1e-4
+    assert relative(orthogonalize_in(torch.bfloat16, matrices), expected) < 0.1
+
+
+def orthogonalize_in(dtype: torch.dtype, matrices: torch.Tensor) -> torch.Tensor:
+    found = orthogonalize(matrices.to(dtype))
+    assert found.dtype == dtype
+    return found
+
+
+@pytest.mark.parametrize(("low", "high"), [(0.01, 1.0), (0.3, 1.0)])
+def test_singular_values_come_close_to_one(low, high):
+    u, _ = torch.linalg.qr(torch.randn(32, 32))
+    v, _ = torch.linalg.qr(torch.randn(64, 32))
+    found = torch.linalg.svdvals(orthogonalize((u * torch.linspace(low, high, 32)) @ v.T[None])[0])
+    assert found.min() > 0.65 and found.max() < 1.25
+
+
+def test_a_matrix_of_zeros_stays_one():
+    assert not orthogonalize(torch.zeros(2, 4, 8, dtype=torch.bfloat16)).any()
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_steps_equal_those_of_torch_on_the_unpacked_matrices(settings, relative, bias):
+    """Both round to bfloat16 within the iteration, in another order: 1 to 3% of the size of an update."""
+    settings = with_muon(settings, attention_bias=bias)
+    model, expected = (Decoder(settings.model, seed=3) for _ in range(2))
+    optimizer = build_optimizer(model, settings.optimizer, CPU)
+    parts = unpacked_tensors({n: p.detach() for n, p in expected.named_parameters() if takes_muon(n, p)}, model.config)
+    parts = {name: torch.nn.Parameter(part) for name, part in parts.items()}  # shares memory with `expected`
+    peer = torch.optim.Muon(parts.values(), lr=0.01, weight_decay=0.3, adjust_lr_fn="match_rms_adamw")
+    for step in range(3):
+        before = {name: part.detach().clone() for name, part in parts.items()}
+        for group in optimizer.param_groups:
+            group["lr"] = peer.param_groups[0]["lr"] = 0.01 / (step + 1)
+        set_gradients(model, step)
+        matrices = {n: p.grad for n, p in model.named_parameters() if takes_muon(n, p)}
+        for name, gradient in unpacked_tensors(matrices, model.config).items():
+            parts[name].grad = gradient.clone()
+        optimizer.step()
+        peer.step()
+        found = unpacked_tensors({n: p.detach() for n, p in model.named_parameters() if takes_muon(n, p)}, model.config)
+        for name, part in parts.items():
+            assert relative(found[name] - before[name], part.detach() - before[name]) < 0.05, name
+            found[name].copy_(part.detach())  # so that the difference does not add up
+    assert len(parts) == 7 * model.config.num_hidden_layers
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_the_matrices_of_the_layers_take_muon_and_the_rest_what_it_has_without(settings, norm):
+    shape = {"attention_bias": True, "qk_norm": True, "tie_word_embeddings": False, "norm_placement": "sandwich"}
+    settings = with_muon(settings, norm=norm, **shape)
+    models = [Decoder(settings.model, seed=3) for _ in range(2)]
+    optimizers = [
+        build_optimizer(model, dataclasses.replace(settings.optimizer, optimizer=optimizer), CPU)
+        for model, optimizer in zip(models, ("muon", "adamw"), strict=True)
+    ]
+    for model, optimizer in zip(models, optimizers, strict=True):
+        assert sum(len(group["params"]) for group in optimizer.param_groups) == len(list(model.parameters()))
+        set_gradients(model, 1)
+        optimizer.step()
+    for (name, found), expected in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
+        matrix = name.endswith(("qkv_proj.weight", "o_proj.weight", "gate_up_proj.weight", "down_proj.weight"))
+        assert torch.equal(found, expected) != matrix, name
+
+
+def test_an_update_has_the_size_of_an_update_of_adamw(settings):
+    """Its root mean square is 0.2 times the learning rate (equation 4), within what the singular values vary."""
+    settings = with_muon(settings)
+    model = Decoder(settings.model, seed=3)
+    before = model.layers[0].mlp.down_proj.weight.detach().clone()
+    set_gradients(model, 1)
+    optimizer = build_optimizer(model, dataclasses.replace(settings.optimizer, weight_decay=0.0), CPU)
+    optimizer.step()
+    moved = (model.layers[0].mlp.down_proj.weight - before).square().mean().sqrt().item()
+    assert moved == pytest.approx(0.2 * settings.optimizer.learning_rate, rel=0.2)
+
+
+def test_a_gradient_that_overflows_under_float16_changes_nothing(settings):
+    settings = with_muon(settings)
+    model = Decoder(settings.model, seed=3)
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    optimizer, scaler = build_optimizer(model, settings.optimizer, CPU), torch.amp.GradScaler("cpu", enabled=True)
+    scaler.scale(torch.zeros(()))
+    for scale, moves in ((math.inf, False), (1.0, True)):
+        set_gradients(model, 1)
+        model.layers[1].self_attn.qkv_proj.weight.grad[0, 0] = scale
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        assert any(not torch.equal(before[n], p) for n, p in model.named_parameters()) == moves
+
+
+def test_a_run_saves_one_moment_of_each_matrix_and_two_of_the_rest(flags, tmp_path):
+    wide = ["--hidden-size", "192", "--intermediate-size", "512", "--steps", "3", "--optimizer", "muon"]
+    settings = parse([*flags, *wide], "test").settings
+    train(settings, tmp_path / "run")
+    tensors = load_file(tmp_path / "run" / "last" / "training_state.safetensors")
+    model = load_file(tmp_path / "run" / "last" / "model.safetensors")
+    moments = {name.partition(".")[0] for name in tensors if ".layers.0.mlp.down_proj" in name}
+    assert moments == {"momentum_buffer"}
+    moments = {name.partition(".")[0] for name in tensors if name.endswith("norm.weight")}
+    assert moments == {"exp_avg", "exp_avg_sq", "step"}
+    size = sum(tensor.nbytes for name, tensor in tensors.items() if not name.startswith("step."))
+    assert f"moments {size / 1e6:.0f} MB" in estimate(settings) and size > 3e6
+    assert size < 1.5 * sum(tensor.nbytes for tensor in model.values())
+
+
+def test_a_run_is_not_resumed_with_another_optimizer(flags, tmp_path):
+    settings = parse([*flags, "--steps", "4", "--optimizer", "muon"], "test").settings
+    train(settings, tmp_path / "run")
+    changed = parse(["--resume", str(tmp_path / "run"), "--steps", "8", "--optimizer", "adamw"], "test").settings
+    with pytest.raises(UserError, match="its optimizer is muon"):
+        train(changed, tmp_path / "run", resume=True)
+
+
+def test_norms_alone_train_without_a_matrix(flags, tmp_path):
+    only_norms = ["--steps", "2", "--optimizer", "muon", "--train-only", "norms"]
+    train(parse([*flags, *only_norms], "test").settings, tmp_path / "run")
+    tensors = load_file(tmp_path / "run" / "last" / "training_state.safetensors")
+    assert tensors and all("norm" in name for name in tensors)

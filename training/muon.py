@@ -1,0 +1,72 @@
+"""Muon: momentum whose matrices are orthogonalized before they update the weights.
+
+Jordan et al. 2024 (kellerjordan.github.io/posts/muon), with the scale of Liu et al. 2025 (Muon is Scalable for LLM
+Training, arXiv 2502.16982, equation 4), so that learning rate and weight decay mean what they mean for AdamW. It
+computes what `torch.optim.Muon` does, but many small matrices as one batch: on two cores a third of the time.
+"""
+
+import math
+from collections import defaultdict
+
+import torch
+from torch import Tensor, nn
+
+MOMENTUM = 0.95
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the polynomial that each iteration applies to the singular values
+ITERATIONS = 5
+BATCH = 8  # matrices that are orthogonalized together; more would cost memory and gain nothing
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon for the matrices in `group`, and the given AdamW for all other parameters, as one optimizer.
+
+    rows: for each of these matrices, the rows of the matrices that it packs; each is orthogonalized by itself.
+    """
+
+    def __init__(self, group: dict, rows: dict[nn.Parameter, list[int]], adamw: torch.optim.AdamW):
+        super().__init__([group], adamw.defaults)
+        self.matrices, self.rows, self.adamw = self.param_groups[0], rows, adamw
+        self.param_groups += adamw.param_groups  # shared: who sets a learning rate or reads a moment sees one optimizer
+        self.state = adamw.state
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Update every parameter that has a gradient."""
+        self.adamw.step()
+        lr, decay = self.matrices["lr"], self.matrices["weight_decay"]
+        same_shape = defaultdict(list)
+        for parameter in self.matrices["params"]:
+            if parameter.grad is None:
+                continue
+            state = self.state[parameter]
+            if "momentum_buffer" not in state:
+                state["momentum_buffer"] = torch.zeros_like(parameter)
+            momentum = state["momentum_buffer"].lerp_(parameter.grad, 1 - MOMENTUM)
+            update = parameter.grad.lerp(momentum, MOMENTUM)  # Nesterov's
+            parameter.mul_(1 - lr * decay)
+            for part, part_update in zip(*(t.split(self.rows[parameter]) for t in (parameter, update)), strict=True):
+                if part.shape[0] > part.shape[1]:
+                    part, part_update = part.T, part_update.T
+                same_shape[part.shape].append((part, part_update))
+        for shape, matrices in same_shape.items():
+            for i in range(0, len(matrices), BATCH):
+                parts, updates = zip(*matrices[i : i + BATCH], strict=True)
+                stacked = torch.stack([update.bfloat16() for update in updates])
+                for part, update in zip(parts, orthogonalize(stacked), strict=True):
+                    part.sub_(update, alpha=lr * 0.2 * math.sqrt(max(shape)))
+
+
+def orthogonalize(matrices: Tensor) -> Tensor:
+    """U V^T of each of the matrices U S V^T, roughly; bfloat16 (N, R, C) with R <= C -> (N, R, C).
+
+    A Newton-Schulz iteration: each step maps every singular value s to a s + b s^3 + c s^5, which brings those between
+    about 0.001 and 1 into 0.7 to 1.2. The matrix is first divided by its Frobenius norm, so that none is above 1.
+    """
+    a, b, c = COEFFICIENTS
+    x = matrices / matrices.norm(dim=(1, 2), keepdim=True).clamp_min(1e-7)
+    for _ in range(ITERATIONS):
+        gram = x @ x.mT
+        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        polynomial.diagonal(dim1=1, dim2=2).add_(a)
+        x = polynomial @ x
+    return x
