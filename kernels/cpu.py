@@ -16,8 +16,9 @@ from torch.nn import functional as F
 
 from kernels import reference
 
-# Rows of logits at once: 256 rows of a few thousand float32 values stay in the cache between the passes over them.
-CHUNK = 256
+# Rows of logits: in one product, which is slower with fewer; and in one softmax, few enough to stay in the cache.
+PRODUCT_ROWS = 1024
+SOFTMAX_ROWS = 64
 
 
 class Norm(torch.autograd.Function):
@@ -204,16 +205,19 @@ class LinearCrossEntropy(torch.autograd.Function):
         counted = targets != ignore_index
         target = targets.masked_fill(~counted, 0)[:, None]
         loss = torch.empty(len(x), dtype=torch.float32)
-        delta = torch.empty(len(x), len(weight), dtype=x.dtype) if keep else None
-        minus_one = torch.full((CHUNK, 1), -1.0)
-        for start in range(0, len(x), CHUNK):
-            rows = slice(start, start + CHUNK)
-            logits = (x[rows] @ weight.t()).float()
-            p = torch.softmax(logits, -1)  # one fused pass; logsumexp = the largest logit - log of its probability
-            loss[rows] = logits.amax(-1) - p.amax(-1).log_() - logits.gather(1, target[rows])[:, 0]
-            if keep:
-                p.scatter_add_(1, target[rows], minus_one[: len(p)])  # in float32, before the rounding
-                delta[rows] = p
+        delta = torch.empty(len(x) if keep else min(len(x), PRODUCT_ROWS), len(weight), dtype=x.dtype)
+        p = torch.empty(SOFTMAX_ROWS, len(weight), dtype=torch.float32)
+        minus_one = torch.full((SOFTMAX_ROWS, 1), -1.0)
+        for start in range(0, len(x), PRODUCT_ROWS):
+            rows = slice(start, start + PRODUCT_ROWS)
+            logits = delta[rows] if keep else delta[: len(x[rows])]
+            torch.mm(x[rows], weight.t(), out=logits)
+            chunks = (tensor.split(SOFTMAX_ROWS) for tensor in (logits, target[rows], loss[rows]))
+            for chunk, chunk_target, chunk_loss in zip(*chunks, strict=True):
+                chunk_loss.copy_(softmax_and_loss(chunk, chunk_target, p[: len(chunk)]))
+                if keep:
+                    p[: len(chunk)].scatter_add_(1, chunk_target, minus_one[: len(chunk)])  # before the rounding
+                    chunk.copy_(p[: len(chunk)])
         if keep:
             ctx.save_for_backward(x, weight, delta, counted)
         return loss.masked_fill_(~counted, 0.0)
@@ -227,6 +231,16 @@ class LinearCrossEntropy(torch.autograd.Function):
         dx = (delta @ weight).mul_(grad) if ctx.needs_input_grad[0] else None
         dweight = delta.t() @ (x * grad).to(x.dtype) if ctx.needs_input_grad[1] else None
         return dx, dweight, None, None, None
+
+
+def softmax_and_loss(logits: Tensor, target: Tensor, out: Tensor) -> Tensor:
+    """Write the softmax of logits (N, V) into float32 `out`; returns the loss (N,) of target (N, 1)."""
+    torch.softmax(out.copy_(logits), -1, out=out)
+    probability = out.gather(1, target)[:, 0]
+    if probability.min() > 1e-30:
+        return probability.log_().neg_()
+    # Too small for a logarithm: from logsumexp = the largest logit - log of its probability.
+    return logits.amax(-1).float() - out.amax(-1).log_() - logits.gather(1, target)[:, 0].float()
 
 
 def linear_cross_entropy(

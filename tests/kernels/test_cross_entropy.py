@@ -6,6 +6,7 @@ softmax - onehot, its product with the upstream gradient, and the result. The Tr
 test_triton_loss.py demands.
 """
 
+import math
 from functools import partial
 
 import pytest
@@ -20,7 +21,8 @@ GRADIENT = [(torch.float32, 1e-6), (torch.bfloat16, 3.5e-3)]
 
 @pytest.fixture(autouse=True)
 def chunks(monkeypatch):
-    monkeypatch.setattr(cpu, "CHUNK", 25)  # the CPU's: the last one is shorter
+    monkeypatch.setattr(cpu, "PRODUCT_ROWS", 40)  # of the CPU's, the last product and each last softmax are shorter
+    monkeypatch.setattr(cpu, "SOFTMAX_ROWS", 15)
 
 
 def inputs(draw, dtype=torch.float32):
@@ -95,6 +97,13 @@ def test_huge_logits_do_not_overflow(kernel, draw, relative):
     x, weight, targets = inputs(draw)
     losses = kernel.linear_cross_entropy(x * 1e4, weight, targets)
     assert relative(losses, definition(x.double() * 1e4, weight.double(), targets)) < 1e-6
+
+
+def test_a_target_of_probability_0_in_float32_has_an_exact_loss(kernel, relative):
+    """Logits of 5, 200 and 200 a row: -log softmax of the first is 195 + log 2."""
+    weight, targets = torch.tensor([[5.0], [200.0], [200.0]]), torch.tensor([0, 1, 0])
+    losses = kernel.linear_cross_entropy(torch.ones(3, 1), weight, targets)
+    assert relative(losses, torch.tensor([195.0, 0.0, 195.0]).double() + math.log(2)) < 1e-6
 
 
 def test_without_gradients_the_losses_are_the_same(kernel, draw):
