@@ -65,10 +65,14 @@ def find_triton_obstacle(device: torch.device) -> str | None:
     return f"they need an NVIDIA or AMD GPU{hint}"
 
 
-@torch.compiler.assume_constant_result  # called, not traced: Dynamo would trace into functools.cache and shutil.which
 def find_gpu_obstacle(device: torch.device) -> str | None:
     """What a GPU or its machine lacks, or None."""
     return cached_gpu_obstacle(device)
+
+
+# Called, not traced: Dynamo would trace into functools.cache and shutil.which. This is all that
+# torch.compiler.assume_constant_result does, but it imports Dynamo, and every command would start a second later.
+find_gpu_obstacle._dynamo_marked_constant = True
 
 
 @functools.cache

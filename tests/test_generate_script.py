@@ -52,6 +52,12 @@ def test_help_answers_within_a_second_without_importing_torch(folder):
     assert subprocess.run([sys.executable, "-c", code], cwd=SCRIPT.parent).returncode == 0
 
 
+def test_generating_does_not_import_the_compiler_of_torch():
+    """It takes as long as torch itself."""
+    code = "import sys, generation.session, model.fused_decode; sys.exit('torch._dynamo' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=SCRIPT.parent).returncode == 0
+
+
 def test_standard_input_and_the_newest_run_are_the_default_prompt_and_run(folder):
     flags = ("--max-new-tokens", 12, "--seed", 7)
     piped = generate(folder, *flags, prompt="def é☺\n")
