@@ -145,9 +145,9 @@ def _outcome(study: Study, arm: ArmSummary) -> dict[str, str]:
 
 
 def seconds_per_pair(study: Study) -> float:
-    """One run of every arm, with as many runs at once as there were."""
+    """One run of every arm, with as many runs at once as there were; the median, since a process may have been paused."""
     runs = study.table[study.table.phase == "final"]
-    return float(runs.seconds.mean()) * len(study.plan.arms) / runs.result.iloc[0].machine.processes
+    return float(runs.seconds.median()) * len(study.plan.arms) / runs.result.iloc[0].machine.processes
 
 
 def noise_words(noise: Noise | None) -> str:
