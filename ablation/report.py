@@ -145,7 +145,7 @@ def _outcome(study: Study, arm: ArmSummary) -> dict[str, str]:
 
 
 def seconds_per_pair(study: Study) -> float:
-    """One run of every arm, with as many runs at once as there were; the median, since a process may have been paused."""
+    """One run of every arm, as many at once as there were; from the median, since a process may have been paused."""
     runs = study.table[study.table.phase == "final"]
     return float(runs.seconds.median()) * len(study.plan.arms) / runs.result.iloc[0].machine.processes
 

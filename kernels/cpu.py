@@ -235,12 +235,10 @@ class LinearCrossEntropy(torch.autograd.Function):
 
 def softmax_and_loss(logits: Tensor, target: Tensor, out: Tensor) -> Tensor:
     """Write the softmax of logits (N, V) into float32 `out`; returns the loss (N,) of target (N, 1)."""
-    torch.softmax(out.copy_(logits), -1, out=out)
-    probability = out.gather(1, target)[:, 0]
-    if probability.min() > 1e-30:
-        return probability.log_().neg_()
-    # Too small for a logarithm: from logsumexp = the largest logit - log of its probability.
-    return logits.amax(-1).float() - out.amax(-1).log_() - logits.gather(1, target)[:, 0].float()
+    largest = out.copy_(logits).amax(-1)
+    torch.softmax(out, -1, out=out)
+    # logsumexp = the largest logit - log of its probability, which is never too small for a logarithm
+    return largest - out.amax(-1).log_() - logits.gather(1, target)[:, 0]
 
 
 def linear_cross_entropy(

@@ -21,11 +21,12 @@ class Muon(torch.optim.Optimizer):
     """Muon for the matrices in `group`, and the given AdamW for all other parameters, as one optimizer.
 
     rows: for each of these matrices, the rows of the matrices that it packs; each is orthogonalized by itself.
+    dtype: in which they are orthogonalized. bfloat16 is exact enough, but slow where a machine lacks its instructions.
     """
 
-    def __init__(self, group: dict, rows: dict[nn.Parameter, list[int]], adamw: torch.optim.AdamW):
+    def __init__(self, group: dict, rows: dict[nn.Parameter, list[int]], adamw: torch.optim.AdamW, dtype: torch.dtype):
         super().__init__([group], adamw.defaults)
-        self.matrices, self.rows, self.adamw = self.param_groups[0], rows, adamw
+        self.matrices, self.rows, self.adamw, self.dtype = self.param_groups[0], rows, adamw, dtype
         self.param_groups += adamw.param_groups  # shared: who sets a learning rate or reads a moment sees one optimizer
         self.state = adamw.state
 
@@ -51,13 +52,13 @@ class Muon(torch.optim.Optimizer):
         for shape, matrices in same_shape.items():
             for i in range(0, len(matrices), BATCH):
                 parts, updates = zip(*matrices[i : i + BATCH], strict=True)
-                stacked = torch.stack([update.bfloat16() for update in updates])
+                stacked = torch.stack([update.to(self.dtype) for update in updates])
                 for part, update in zip(parts, orthogonalize(stacked), strict=True):
                     part.sub_(update, alpha=lr * 0.2 * math.sqrt(max(shape)))
 
 
 def orthogonalize(matrices: Tensor) -> Tensor:
-    """U V^T of each of the matrices U S V^T, roughly; bfloat16 (N, R, C) with R <= C -> (N, R, C).
+    """U V^T of each of the matrices U S V^T, roughly; (N, R, C) with R <= C -> (N, R, C).
 
     A Newton-Schulz iteration: each step maps every singular value s to a s + b s^3 + c s^5, which brings those between
     about 0.001 and 1 into 0.7 to 1.2. The matrix is first divided by its Frobenius norm, so that none is above 1.

@@ -63,7 +63,8 @@ def build_optimizer(model: Decoder, settings: OptimizerSettings, device: torch.d
         p: [part.shape[0] for part in unpacked_tensors({name: p.detach()}, model.config).values()]
         for name, p in matrices.items()
     }
-    return Muon({"params": [*matrices.values()], "weight_decay": decay, "lr_multiplier": 1.0}, rows, adamw)
+    dtype = torch.bfloat16 if model.compute_dtype == torch.bfloat16 else torch.float32
+    return Muon({"params": [*matrices.values()], "weight_decay": decay, "lr_multiplier": 1.0}, rows, adamw, dtype)
 
 
 def takes_muon(name: str, parameter: nn.Parameter) -> bool:

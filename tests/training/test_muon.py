@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -67,30 +68,53 @@ def test_a_matrix_of_zeros_stays_one():
     assert not orthogonalize(torch.zeros(2, 4, 8, dtype=torch.bfloat16)).any()
 
 
+def unpacked(model: Decoder, of: Callable[[torch.nn.Parameter], torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What `of` gives for each matrix of the layers, under the names of Hugging Face's matrices."""
+    return unpacked_tensors({n: of(p) for n, p in model.named_parameters() if takes_muon(n, p)}, model.config)
+
+
 @pytest.mark.parametrize("bias", [False, True])
-def test_steps_equal_those_of_torch_on_the_unpacked_matrices(settings, relative, bias):
-    """Both round to bfloat16 within the iteration, in another order: 1 to 3% of the size of an update."""
+def test_steps_equal_the_definition_in_float64(settings, relative, bias):
     settings = with_muon(settings, attention_bias=bias)
-    model, expected = (Decoder(settings.model, seed=3) for _ in range(2))
+    model = Decoder(settings.model, seed=3)
     optimizer = build_optimizer(model, settings.optimizer, CPU)
-    parts = unpacked_tensors({n: p.detach() for n, p in expected.named_parameters() if takes_muon(n, p)}, model.config)
-    parts = {name: torch.nn.Parameter(part) for name, part in parts.items()}  # shares memory with `expected`
+    weights = {name: part.double() for name, part in unpacked(model, torch.Tensor.detach).items()}
+    momenta = {name: torch.zeros_like(part) for name, part in weights.items()}
+    for step in range(3):
+        before = {name: part.clone() for name, part in weights.items()}
+        lr = 0.01 / (step + 1)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        set_gradients(model, step)
+        for name, gradient in unpacked(model, lambda parameter: parameter.grad.double()).items():
+            momenta[name] = 0.95 * momenta[name] + 0.05 * gradient
+            update = polynomial_of_singular_values(0.05 * gradient + 0.95 * momenta[name])
+            weights[name] = (1 - lr * 0.3) * weights[name] - lr * 0.2 * math.sqrt(max(update.shape)) * update
+        optimizer.step()
+        for name, found in unpacked(model, torch.Tensor.detach).items():
+            assert relative(found - before[name], weights[name] - before[name]) < 3e-4, name
+    assert len(weights) == 7 * model.config.num_hidden_layers
+
+
+def test_steps_equal_those_of_torch_on_the_unpacked_matrices(settings, relative):
+    """Both round to bfloat16 within the iteration, in another order: 1 to 3% of the size of an update."""
+    settings = with_muon(settings)
+    model, expected = (Decoder(settings.model, seed=3, compute_dtype=torch.bfloat16) for _ in range(2))
+    optimizer = build_optimizer(model, settings.optimizer, CPU)
+    parts = {name: torch.nn.Parameter(part) for name, part in unpacked(expected, torch.Tensor.detach).items()}
     peer = torch.optim.Muon(parts.values(), lr=0.01, weight_decay=0.3, adjust_lr_fn="match_rms_adamw")
     for step in range(3):
         before = {name: part.detach().clone() for name, part in parts.items()}
         for group in optimizer.param_groups:
-            group["lr"] = peer.param_groups[0]["lr"] = 0.01 / (step + 1)
+            group["lr"] = 0.01
         set_gradients(model, step)
-        matrices = {n: p.grad for n, p in model.named_parameters() if takes_muon(n, p)}
-        for name, gradient in unpacked_tensors(matrices, model.config).items():
+        for name, gradient in unpacked(model, lambda parameter: parameter.grad).items():
             parts[name].grad = gradient.clone()
         optimizer.step()
         peer.step()
-        found = unpacked_tensors({n: p.detach() for n, p in model.named_parameters() if takes_muon(n, p)}, model.config)
-        for name, part in parts.items():
-            assert relative(found[name] - before[name], part.detach() - before[name]) < 0.05, name
-            found[name].copy_(part.detach())  # so that the difference does not add up
-    assert len(parts) == 7 * model.config.num_hidden_layers
+        for name, found in unpacked(model, torch.Tensor.detach).items():
+            assert relative(found - before[name], parts[name].detach() - before[name]) < 0.05, name
+            found.copy_(parts[name].detach())  # so that the difference does not add up
 
 
 @pytest.mark.parametrize("norm", NORMS)
