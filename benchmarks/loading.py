@@ -1,8 +1,9 @@
 """Memory and time of loading a checkpoint, beside transformers: `python -m benchmarks.loading`. Linux alone counts the
 peak memory of a process. Prints a line of JSON for each measurement, and the medians last.
 
-The checkpoint has the shape of a tied 135M LLaMA and random weights. Each measurement is a fresh process. Its peak is
-that of the resident memory minus what the imports took, as a multiple of the weights.
+The checkpoint has the shape of a tied 135M LLaMA and random weights. Each measurement is a fresh process, which has
+loaded a tiny checkpoint and called its model before. Its peak is that of the resident memory minus what it was then, as
+a multiple of the weights.
 """
 
 import argparse
@@ -15,6 +16,7 @@ import time
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from benchmarks.output import positive
 from errors import UserError, exit_on_user_error
@@ -25,6 +27,7 @@ from model.decoder import Decoder
 from model.pretrained import save_pretrained
 
 SHAPE = ModelConfig(49152, 576, 1536, 30, 9, 3, max_position_embeddings=2048)
+TINY = ModelConfig(256, 64, 64, 1, 4, 2, max_position_embeddings=64)
 STATUS = Path("/proc/self/status")
 
 
@@ -64,21 +67,26 @@ def in_fresh_process(reader: str, folder: str, dtype: str) -> dict[str, float]:
 @torch.no_grad()
 def measure(reader: str, folder: str, dtype: str) -> dict[str, float]:
     """Seconds of loading, and the peak after it and after a forward pass, as multiples of the weights."""
-    if reader == "transformers":
-        import transformers
-
-        load = transformers.AutoModelForCausalLM.from_pretrained
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew: now it is what the imports took
+    with tempfile.TemporaryDirectory() as tiny:  # what is imported and set up once is no part of a load
+        save_pretrained(Decoder(TINY, seed=1), tiny)
+        load(reader, tiny, dtype)(torch.arange(8)[None])
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew: now it is what the process has
     before, start = peak(), time.perf_counter()
-    if reader == "transformers":
-        model = load(folder, dtype=getattr(torch, dtype)).eval()
-    else:
-        model = load_decoder(Path(folder), Settings(device="cpu", dtype=dtype))
+    model = load(reader, folder, dtype)
     seconds = time.perf_counter() - start
     weights = sum(parameter.nbytes for parameter in model.parameters())
     loaded = peak() - before
     model(torch.arange(8)[None])
     return {"seconds": seconds, "loaded": loaded / weights, "after_forward": (peak() - before) / weights}
+
+
+def load(reader: str, folder: str, dtype: str) -> nn.Module:
+    """The checkpoint's model, by our reader or by that of transformers."""
+    if reader == "ours":
+        return load_decoder(Path(folder), Settings(device="cpu", dtype=dtype))
+    import transformers
+
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
 
 
 def peak() -> int:
