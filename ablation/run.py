@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ablation.plan import Run
 from ablation.results import Curve, Machine, Probes, RunResult, Text
-from data.batches import batch, validation_windows
+from data.batches import validation_windows
 from errors import UserError
 from model.decoder import Decoder
 from model.device import explain_out_of_memory
@@ -305,14 +305,8 @@ def hash_of(model: Decoder, counts: Callable[[str], bool]) -> str:
 
 def batches_hash(session: Session) -> str:
     """Hash of the batches of all steps done; empty if there are none."""
-    data, digest = session.settings.data, hashlib.blake2b(digest_size=16)
+    digest = hashlib.blake2b(digest_size=16)
     for step in range(session.state.step):
-        inputs, targets = batch(
-            session.corpus.train,
-            seed=session.settings.run.seed,
-            step=step,
-            batch_size=data.batch_size,
-            sequence_length=data.sequence_length,
-        )
+        inputs, targets = session.batch(step)
         digest.update(inputs.tobytes() + targets.tobytes())
     return digest.hexdigest() if session.state.step else ""

@@ -83,8 +83,8 @@ class State:
 def settings_hash(settings: Settings) -> str:
     """Hash of all settings except the name of the run folder; the same as in earlier versions, so that runs are found.
 
-    Earlier versions had no center_weights, no sliding windows and no choice of the optimizer, and wrote norm_bias =
-    true wherever a norm has its default, with a bias or without.
+    Earlier versions had no center_weights, sliding windows, choice of the optimizer or first_sequence_length, and wrote
+    norm_bias = true wherever a norm has its default, with a bias or without.
     """
     settings = dataclasses.replace(settings, run=dataclasses.replace(settings.run, out=None))
     fields = dataclasses.asdict(settings)
@@ -92,9 +92,9 @@ def settings_hash(settings: Settings) -> str:
         del fields["run"]["center_weights"]
     if fields["optimizer"]["optimizer"] == "adamw":
         del fields["optimizer"]["optimizer"]
-    for name in ("sliding_window", "layer_types"):
-        if fields["model"][name] is None:
-            del fields["model"][name]
+    for table, name in (("model", "sliding_window"), ("model", "layer_types"), ("data", "first_sequence_length")):
+        if fields[table][name] is None:
+            del fields[table][name]
     fields["model"]["norm_bias"] = {None: True, True: "added", False: False}[settings.model.norm_bias]
     return hashlib.blake2b(json.dumps(fields).encode(), digest_size=16).hexdigest()
 

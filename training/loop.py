@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from data.batches import batch, validation_windows
+from data.batches import validation_windows
 from errors import UserError
 from model.device import device_name, explain_out_of_memory
 from training import checkpoint
@@ -63,16 +63,9 @@ def train_steps(session: Session) -> Iterator[StepResult]:
         lr = learning_rate(state.step, state.steps, settings.optimizer)
         for group in session.optimizer.param_groups:
             group["lr"] = lr * group["lr_multiplier"]
-        inputs, targets = batch(
-            session.corpus.train,
-            seed=settings.run.seed,
-            step=state.step,
-            batch_size=data.batch_size,
-            sequence_length=data.sequence_length,
-            rank=processes.rank,
-            world_size=processes.count,
-        )
-        micro_batches = split_batch(inputs, targets, session.micro_batch_size, session.device)
+        inputs, targets = session.batch(state.step)
+        sequences = session.micro_batch_size * data.sequence_length // inputs.shape[1]
+        micro_batches = split_batch(inputs, targets, sequences, session.device)
         clip, optimizer, scaler = settings.optimizer.clip, session.optimizer, session.scaler
         try:
             loss, norm = train_step(session.forward, micro_batches, optimizer, scaler, clip, processes, session.device)

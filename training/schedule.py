@@ -1,8 +1,10 @@
-"""The learning rate as a function of the step number alone, so that a resumed run continues exactly."""
+"""Learning rate and sequence length as functions of the step number alone, so that a resumed run continues exactly."""
 
 import math
 
-from training.settings import OptimizerSettings
+from training.settings import DataSettings, OptimizerSettings
+
+SHORTER = 0.7  # of the steps have sequences shorter than --sequence-length, with --first-sequence-length
 
 
 def learning_rate(step: int, steps: int, settings: OptimizerSettings) -> float:
@@ -21,3 +23,15 @@ def learning_rate(step: int, steps: int, settings: OptimizerSettings) -> float:
     remaining = 1 - progress if settings.schedule == "wsd" else (1 + math.cos(math.pi * progress)) / 2
     final = settings.final_learning_rate
     return settings.learning_rate * (final + (1 - final) * remaining)
+
+
+def sequence_length(step: int, steps: int, data: DataSettings) -> int:
+    """Tokens per sequence of step 0 <= step < steps: twice as many after each of equal parts of SHORTER of the steps.
+
+    Short sequences take less time in attention, and a step of as many tokens sees more documents: a curriculum as in
+    Li et al. 2022 (The Stability-Efficiency Dilemma, arXiv 2108.06084).
+    """
+    if data.first_sequence_length is None:
+        return data.sequence_length
+    doublings = (data.sequence_length // data.first_sequence_length).bit_length() - 1
+    return data.first_sequence_length << min(doublings, int(step * doublings / (SHORTER * steps)))

@@ -10,12 +10,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import nn
 
 import kernels
-from data import tokens
-from data.batches import check_one_batch
+from data import batches, tokens
 from data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from data.tokens import TokenizedCorpus
 from errors import UserError
@@ -37,6 +37,7 @@ from training.evaluate import Evaluation
 from training.metrics import Metrics
 from training.optimizer import build_optimizer, freeze_parameters
 from training.processes import Processes, start_processes
+from training.schedule import sequence_length
 from training.settings import RunSettings, Settings, changed_fields, load_settings, save_settings
 
 
@@ -67,9 +68,23 @@ class Session:
 
     @property
     def micro_batch_size(self) -> int:
-        """Sequences that go through the model at once."""
+        """Sequences of --sequence-length that go through the model at once."""
         data = self.settings.data
         return min(data.micro_batch_size or math.inf, data.batch_size // self.processes.count)
+
+    def batch(self, step: int) -> tuple[np.ndarray, np.ndarray]:
+        """This process's inputs and targets of a step, each int64 (b, t): as many tokens in each, t as scheduled."""
+        data = self.settings.data
+        length = sequence_length(step, self.state.steps, data)
+        return batches.batch(
+            self.corpus.train,
+            seed=self.settings.run.seed,
+            step=step,
+            batch_size=data.batch_size * data.sequence_length // length,
+            sequence_length=length,
+            rank=self.processes.rank,
+            world_size=self.processes.count,
+        )
 
 
 def print_wrapped(line: str) -> None:
@@ -162,7 +177,7 @@ def prepare_corpus(settings: Settings, processes: Processes, last: Path | None) 
         processes.barrier()
     check_vocabulary(corpus.tokenizer, settings.model.vocab_size)
     check_sample_prompt(corpus.tokenizer, settings)
-    check_one_batch(corpus.train, data.batch_size, data.sequence_length)
+    batches.check_one_batch(corpus.train, data.batch_size, data.sequence_length)
     return corpus
 
 

@@ -80,6 +80,9 @@ class DataSettings:
     """Folder where trained tokenizers and tokenized texts are cached."""
     sequence_length: int = 256
     """Tokens per sequence."""
+    first_sequence_length: Annotated[int | None, optional("INT")] = None
+    """Tokens per sequence at first, then twice as many in equal parts of the first 70% of the steps until it is
+    --sequence-length, with as many tokens in every step. Default: --sequence-length from the start."""
     batch_size: int = 16
     """Sequences per optimizer step, over all processes and micro-batches."""
     micro_batch_size: Annotated[int | None, optional("INT")] = None
@@ -163,6 +166,7 @@ def check(settings: Settings) -> None:
     data, optimizer, run = settings.data, settings.optimizer, settings.run
     at_least_one: dict[str, int] = {
         "--sequence-length": data.sequence_length,
+        "--first-sequence-length": 1 if data.first_sequence_length is None else data.first_sequence_length,
         "--batch-size": data.batch_size,
         "--micro-batch-size": data.micro_batch_size or 1,
         "--steps": optimizer.steps,
@@ -175,6 +179,11 @@ def check(settings: Settings) -> None:
         raise UserError(
             f"--sequence-length {data.sequence_length} is longer than the model's context of "
             f"{settings.model.max_position_embeddings} tokens; shorten it or raise --max-position-embeddings."
+        )
+    if data.sequence_length not in ((data.first_sequence_length or data.sequence_length) << n for n in range(31)):
+        raise UserError(
+            f"--first-sequence-length {data.first_sequence_length} is not --sequence-length {data.sequence_length} "
+            f"divided by 2, 4, 8 or another power of two."
         )
     fractions = {
         "--validation-fraction": data.validation_fraction,

@@ -2,8 +2,11 @@ import math
 
 import pytest
 
-from training.schedule import learning_rate
-from training.settings import OptimizerSettings
+from errors import UserError
+from training.loop import train_steps
+from training.schedule import learning_rate, sequence_length
+from training.session import set_up
+from training.settings import DataSettings, OptimizerSettings, parse
 
 
 def learning_rates(**settings) -> list[float]:
@@ -33,3 +36,38 @@ def test_cosine_follows_half_a_cosine_to_the_final_learning_rate():
 
 def test_a_warm_up_longer_than_the_run_never_exceeds_the_peak():
     assert max(learning_rates(steps=5, warmup_steps=50)) == 2.0
+
+
+def lengths(steps: int, **data: int) -> list[int]:
+    return [sequence_length(step, steps, DataSettings(**data)) for step in range(steps)]
+
+
+def test_sequences_double_in_equal_parts_of_70_percent_of_the_steps():
+    found = lengths(100, first_sequence_length=64, sequence_length=256)
+    assert found == [64] * 35 + [128] * 35 + [256] * 30
+    assert lengths(10, first_sequence_length=8, sequence_length=16) == [8] * 7 + [16] * 3
+    assert lengths(20, first_sequence_length=256, sequence_length=256) == [256] * 20 == lengths(20)
+
+
+def test_three_times_as_many_tokens_can_be_the_full_length():
+    assert set(lengths(100, first_sequence_length=96, sequence_length=384)) == {96, 192, 384}
+
+
+def test_every_step_has_as_many_tokens_in_as_many_micro_batches(flags, tmp_path, monkeypatch):
+    settings = parse(
+        [*flags, "--first-sequence-length", "8", "--micro-batch-size", "4", "--steps", "10"], "test"
+    ).settings
+    session = set_up(settings, tmp_path, resume=False, say=lambda line: None)
+    shapes = []
+    monkeypatch.setattr(
+        "training.loop.train_step", lambda _, micro, *__: shapes.append([x.shape for x, _ in micro]) or (1, 1)
+    )
+    assert [result.step for result in train_steps(session)] == [*range(1, 11)]
+    assert shapes == [[(16, 8)] * 2] * 4 + [[(8, 16)] * 2] * 3 + [[(4, 32)] * 2] * 3
+    assert session.state.tokens == 10 * 8 * 32
+
+
+@pytest.mark.parametrize("first", ["24", "64", "0", "-8"])
+def test_a_first_length_that_no_doubling_brings_to_the_full_one_is_refused(flags, first):
+    with pytest.raises(UserError, match=f"--first-sequence-length (is )?{first} "):
+        parse([*flags, f"--first-sequence-length={first}"], "test")
