@@ -83,17 +83,20 @@ class State:
 def settings_hash(settings: Settings) -> str:
     """Hash of all settings except the name of the run folder; the same as in earlier versions, so that runs are found.
 
-    Earlier versions had no center_weights, sliding windows, choice of the optimizer or first_sequence_length, and wrote
-    norm_bias = true wherever a norm has its default, with a bias or without.
+    What earlier versions did not have is left out where it has its default, and norm_bias = true was written wherever a
+    norm has its default, with a bias or without.
     """
     settings = dataclasses.replace(settings, run=dataclasses.replace(settings.run, out=None))
     fields = dataclasses.asdict(settings)
-    if fields["run"]["center_weights"]:
-        del fields["run"]["center_weights"]
-    if fields["optimizer"]["optimizer"] == "adamw":
-        del fields["optimizer"]["optimizer"]
-    for table, name in (("model", "sliding_window"), ("model", "layer_types"), ("data", "first_sequence_length")):
-        if fields[table][name] is None:
+    for table, name, default in (
+        ("run", "center_weights", True),
+        ("model", "sliding_window", None),
+        ("model", "layer_types", None),
+        ("data", "first_sequence_length", None),
+        ("optimizer", "optimizer", "adamw"),
+        ("optimizer", "norm_lr_multiplier", 1.0),
+    ):
+        if fields[table][name] == default:
             del fields[table][name]
     fields["model"]["norm_bias"] = {None: True, True: "added", False: False}[settings.model.norm_bias]
     return hashlib.blake2b(json.dumps(fields).encode(), digest_size=16).hexdigest()

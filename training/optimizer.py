@@ -4,7 +4,7 @@ The number of dimensions decides which parameters decay: norm weights and biases
 zero would switch channels off. Only the parameters of norms whose row in `NORMS` says so decay as well. Embeddings are
 matrices and decay. A row of the embedding, or of the head, learns only when its token occurs, so these two take a
 larger learning rate than the matrices that learn from every token (as in Yang et al. 2022, Tensor Programs V, table 3:
-the embedding keeps its learning rate where wider matrices need a smaller one).
+the embedding keeps its learning rate where wider matrices need a smaller one). So can the vectors.
 """
 
 import torch
@@ -43,14 +43,15 @@ def build_optimizer(model: Decoder, settings: OptimizerSettings, device: torch.d
     vocabulary = {name: p for name, p in trained.items() if name.startswith(("embed_tokens.", "lm_head."))}
     matrices = {name: p for name, p in trained.items() if settings.optimizer == "muon" and takes_muon(name, p)}
     others = {name: p for name, p in trained.items() if name not in vocabulary and name not in matrices}
-    decaying = [p for name, p in others.items() if decays(model, name, p)]
-    not_decaying = [p for name, p in others.items() if not decays(model, name, p)]
-    decay = settings.weight_decay
+    vectors = {name: p for name, p in others.items() if p.ndim < 2}
+    decay, of_vectors = settings.weight_decay, settings.norm_lr_multiplier
     groups = [
-        {"params": decaying, "weight_decay": decay, "lr_multiplier": 1.0},
+        {"params": [p for p in others.values() if p.ndim >= 2], "weight_decay": decay, "lr_multiplier": 1.0},
         {"params": [*vocabulary.values()], "weight_decay": decay, "lr_multiplier": settings.embedding_lr_multiplier},
-        {"params": not_decaying, "weight_decay": 0.0, "lr_multiplier": 1.0},
     ]
+    for wanted, value in ((True, decay), (False, 0.0)):
+        chosen = [p for name, p in vectors.items() if decays(model, name, p) == wanted]
+        groups.append({"params": chosen, "weight_decay": value, "lr_multiplier": of_vectors})
     adamw = torch.optim.AdamW(
         [group for group in groups if group["params"]],
         lr=settings.learning_rate,

@@ -104,6 +104,8 @@ class OptimizerSettings:
     """Peak learning rate."""
     embedding_lr_multiplier: float = 1.0
     """Learning rate of the embedding and the head, as a multiple of --learning-rate."""
+    norm_lr_multiplier: float = 1.0
+    """Learning rate of the norms' parameters and of biases, as a multiple of --learning-rate."""
     schedule: Literal["cosine", "wsd"] = "wsd"
     """Learning rate after the warm-up: cosine decay, or constant and then a linear decay (warmup-stable-decay)."""
     warmup_steps: int = 50
@@ -196,7 +198,11 @@ def check(settings: Settings) -> None:
         if not 0 <= value <= 1 or (value == 1 and flag.startswith("--beta")):
             raise UserError(f"{flag} is {value} and must lie between 0 and 1.")
     positive = {"--learning-rate": optimizer.learning_rate, "--clip": optimizer.clip}
-    for flag, value in (positive | {"--embedding-lr-multiplier": optimizer.embedding_lr_multiplier}).items():
+    multipliers = {
+        "--embedding-lr-multiplier": optimizer.embedding_lr_multiplier,
+        "--norm-lr-multiplier": optimizer.norm_lr_multiplier,
+    }
+    for flag, value in (positive | multipliers).items():
         if not 0 < value < float("inf"):
             raise UserError(f"{flag} is {value} and must be greater than 0.")
     if optimizer.max_minutes is not None and not 0 < optimizer.max_minutes < float("inf"):

@@ -32,6 +32,20 @@ def test_embedding_and_head_can_have_a_learning_rate_multiplier(settings):
     assert sum(len(group["params"]) for group in groups) == len(list(model.parameters()))
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("norm", NORMS)
+def test_norms_and_biases_can_have_a_learning_rate_multiplier(settings, norm, optimizer):
+    model = Decoder(dataclasses.replace(settings.model, norm=norm, attention_bias=True, qk_norm=True))
+    flags = dataclasses.replace(
+        settings.optimizer, norm_lr_multiplier=3.0, embedding_lr_multiplier=1.0, optimizer=optimizer
+    )
+    groups = build_optimizer(model, flags, torch.device("cpu")).param_groups
+    found = {id(p): group["lr_multiplier"] for group in groups for p in group["params"]}
+    assert len(found) == sum(len(group["params"]) for group in groups) == len(list(model.parameters()))
+    for name, parameter in model.named_parameters():
+        assert found[id(parameter)] == (3.0 if parameter.ndim < 2 else 1.0), name
+
+
 @pytest.mark.parametrize("norm", NORMS)
 def test_matrices_decay_and_of_the_vectors_and_scalars_only_the_offsets(settings, norm):
     shape = {"attention_bias": True, "qk_norm": True, "tie_word_embeddings": False, "norm_placement": "sandwich"}
