@@ -82,7 +82,8 @@ class DataSettings:
     """Tokens per sequence."""
     first_sequence_length: Annotated[int | None, optional("INT")] = None
     """Tokens per sequence at first, then twice as many in equal parts of the first 70% of the steps until it is
-    --sequence-length, with as many tokens in every step. Default: --sequence-length from the start."""
+    --sequence-length, with as many tokens in every step. --sequence-length lifts what the TOML file sets.
+    None: --sequence-length from the start."""
     batch_size: int = 16
     """Sequences per optimizer step, over all processes and micro-batches."""
     micro_batch_size: Annotated[int | None, optional("INT")] = None
@@ -185,7 +186,7 @@ def check(settings: Settings) -> None:
     if data.sequence_length not in ((data.first_sequence_length or data.sequence_length) << n for n in range(31)):
         raise UserError(
             f"--first-sequence-length {data.first_sequence_length} is not --sequence-length {data.sequence_length} "
-            f"divided by 2, 4, 8 or another power of two."
+            f"divided by 2, 4, 8 or another power of two; None: the same length from the start."
         )
     fractions = {
         "--validation-fraction": data.validation_fraction,
@@ -242,8 +243,11 @@ def parse(arguments: list[str], description: str) -> Command:
         if sources.init_from is not None:
             weights = find_checkpoint(sources.init_from)
             settings = with_checkpoint_shape(settings, weights)
-    if sources.steps is not None:  # an explicit number of steps overrides the time limit of the TOML file
+    # An explicit flag overrides what the TOML file derives from another value of it.
+    if sources.steps is not None:
         settings = dataclasses.replace(settings, optimizer=dataclasses.replace(settings.optimizer, max_minutes=None))
+    if sources.sequence_length is not None:
+        settings = dataclasses.replace(settings, data=dataclasses.replace(settings.data, first_sequence_length=None))
     command = tyro.cli(
         Command,
         args=arguments,
@@ -291,15 +295,17 @@ class SourceFlags:
     init_from: str | None = None
     out: str | None = None
     steps: str | None = None
+    sequence_length: str | None = None
     norm_bias: Annotated[bool | None, DisallowNone] = None
 
 
 def with_checkpoint_shape(settings: Settings, checkpoint: Path) -> Settings:
     """The settings with the model shape of a checkpoint, and sequences no longer than its context."""
-    model = load_config(checkpoint)
+    model, data = load_config(checkpoint), settings.data
     check_sizes(model, read_entries(checkpoint), checkpoint)
-    length = min(settings.data.sequence_length, model.max_position_embeddings)
-    return dataclasses.replace(settings, model=model, data=dataclasses.replace(settings.data, sequence_length=length))
+    if model.max_position_embeddings < data.sequence_length:
+        data = dataclasses.replace(data, sequence_length=model.max_position_embeddings, first_sequence_length=None)
+    return dataclasses.replace(settings, model=model, data=data)
 
 
 def config_path(name: str) -> Path:

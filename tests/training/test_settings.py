@@ -53,6 +53,16 @@ def test_an_explicit_number_of_steps_overrides_the_time_limit_of_the_file(tmp_pa
     assert settings_from(*config, "--steps", "9", "--max-minutes", "2").optimizer.max_minutes == 2.0
 
 
+def test_an_explicit_sequence_length_overrides_the_first_length_of_the_file(tmp_path):
+    (tmp_path / "growing.toml").write_text("[data]\nsequence_length = 256\nfirst_sequence_length = 64\n")
+    config = ["--config", str(tmp_path / "growing.toml")]
+    assert settings_from(*config).data.first_sequence_length == 64
+    assert settings_from(*config, "--first-sequence-length", "None").data.first_sequence_length is None
+    assert settings_from(*config, "--sequence-length", "100").data.first_sequence_length is None
+    flags = ["--sequence-length", "100", "--first-sequence-length", "50"]
+    assert settings_from(*config, *flags).data.first_sequence_length == 50
+
+
 @pytest.mark.parametrize("config", sorted(path.stem for path in CONFIGS.glob("*.toml")))
 def test_every_config_survives_saving_and_loading(config, tmp_path):
     settings = settings_from("--config", config)
