@@ -95,6 +95,7 @@ def settings_hash(settings: Settings) -> str:
         ("data", "first_sequence_length", None),
         ("optimizer", "optimizer", "adamw"),
         ("optimizer", "norm_lr_multiplier", 1.0),
+        ("optimizer", "embedding_weight_decay", None),
     ):
         if fields[table][name] == default:
             del fields[table][name]

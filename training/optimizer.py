@@ -45,9 +45,14 @@ def build_optimizer(model: Decoder, settings: OptimizerSettings, device: torch.d
     others = {name: p for name, p in trained.items() if name not in vocabulary and name not in matrices}
     vectors = {name: p for name, p in others.items() if p.ndim < 2}
     decay, of_vectors = settings.weight_decay, settings.norm_lr_multiplier
+    of_vocabulary = decay if settings.embedding_weight_decay is None else settings.embedding_weight_decay
     groups = [
         {"params": [p for p in others.values() if p.ndim >= 2], "weight_decay": decay, "lr_multiplier": 1.0},
-        {"params": [*vocabulary.values()], "weight_decay": decay, "lr_multiplier": settings.embedding_lr_multiplier},
+        {
+            "params": [*vocabulary.values()],
+            "weight_decay": of_vocabulary,
+            "lr_multiplier": settings.embedding_lr_multiplier,
+        },
     ]
     for wanted, value in ((True, decay), (False, 0.0)):
         chosen = [p for name, p in vectors.items() if decays(model, name, p) == wanted]

@@ -117,6 +117,8 @@ class OptimizerSettings:
     """Learning rate at the last step, as a fraction of the peak."""
     weight_decay: float = 0.1
     """Decoupled weight decay of matrices, and of the offsets of --norm offset; other vectors and scalars have none."""
+    embedding_weight_decay: Annotated[float | None, optional("FLOAT")] = None
+    """The same for the embedding and the head. Default: --weight-decay."""
     beta1: float = 0.9
     """AdamW: decay of the moving average of the gradient (Muon's is 0.95)."""
     beta2: float = 0.95
@@ -211,7 +213,11 @@ def check(settings: Settings) -> None:
     if run.seed >= 2**63:
         raise UserError(f"--seed {run.seed} does not fit into 64 bits; choose one below 2^63.")
     not_negative = {"--seed": run.seed, "--warmup-steps": optimizer.warmup_steps}
-    for flag, value in (not_negative | {"--weight-decay": optimizer.weight_decay}).items():
+    decays = {
+        "--weight-decay": optimizer.weight_decay,
+        "--embedding-weight-decay": optimizer.embedding_weight_decay or 0.0,
+    }
+    for flag, value in (not_negative | decays).items():
         if not value >= 0:
             raise UserError(f"{flag} is {value} and must not be negative.")
     for flag, text in {"--sample-prompt": run.sample_prompt, "--text-field": data.text_field}.items():

@@ -33,6 +33,19 @@ def test_embedding_and_head_can_have_a_learning_rate_multiplier(settings):
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("decay", [None, 0.0, 0.3])
+def test_embedding_and_head_can_have_a_weight_decay_of_their_own(settings, optimizer, decay):
+    model = Decoder(dataclasses.replace(settings.model, tie_word_embeddings=False))
+    flags = dataclasses.replace(settings.optimizer, weight_decay=2.0, embedding_weight_decay=decay, optimizer=optimizer)
+    groups = build_optimizer(model, flags, torch.device("cpu")).param_groups
+    found = {id(p): group["weight_decay"] for group in groups for p in group["params"]}
+    for name, parameter in model.named_parameters():
+        of_vocabulary = name in ("embed_tokens.weight", "lm_head.weight")
+        expected = (2.0 if decay is None else decay) if of_vocabulary else 2.0 if parameter.ndim == 2 else 0.0
+        assert found[id(parameter)] == expected, name
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 @pytest.mark.parametrize("norm", NORMS)
 def test_norms_and_biases_can_have_a_learning_rate_multiplier(settings, norm, optimizer):
     model = Decoder(dataclasses.replace(settings.model, norm=norm, attention_bias=True, qk_norm=True))
@@ -50,7 +63,8 @@ def test_norms_and_biases_can_have_a_learning_rate_multiplier(settings, norm, op
 def test_matrices_decay_and_of_the_vectors_and_scalars_only_the_offsets(settings, norm):
     shape = {"attention_bias": True, "qk_norm": True, "tie_word_embeddings": False, "norm_placement": "sandwich"}
     model = Decoder(dataclasses.replace(settings.model, norm=norm, **shape))
-    groups = build_optimizer(model, settings.optimizer, torch.device("cpu")).param_groups
+    flags = dataclasses.replace(settings.optimizer, embedding_weight_decay=None)
+    groups = build_optimizer(model, flags, torch.device("cpu")).param_groups
     decay = {id(parameter): group["weight_decay"] for group in groups for parameter in group["params"]}
     assert len(decay) == sum(len(group["params"]) for group in groups) == len(list(model.parameters()))
     for name, parameter in model.named_parameters():
