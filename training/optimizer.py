@@ -4,7 +4,8 @@ The number of dimensions decides which parameters decay: norm weights and biases
 zero would switch channels off. Only the parameters of norms whose row in `NORMS` says so decay as well. Embeddings are
 matrices and decay. A row of the embedding, or of the head, learns only when its token occurs, so these two take a
 larger learning rate than the matrices that learn from every token (as in Yang et al. 2022, Tensor Programs V, table 3:
-the embedding keeps its learning rate where wider matrices need a smaller one). So can the vectors.
+the embedding keeps its learning rate where wider matrices need a smaller one). Norms and biases can have a
+larger one as well (`--norm-lr-multiplier`).
 """
 
 import torch

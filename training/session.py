@@ -73,7 +73,11 @@ class Session:
         return min(data.micro_batch_size or math.inf, data.batch_size // self.processes.count)
 
     def batch(self, step: int) -> tuple[np.ndarray, np.ndarray]:
-        """This process's inputs and targets of a step, each int64 (b, t): as many tokens in each, t as scheduled."""
+        """This process's inputs and targets of a step, each int64 (b, t): as many tokens in each, t as scheduled.
+
+        Where t changes within an epoch, the rest of that epoch takes windows from an order of its own: some text is
+        then read twice in this epoch, and some not at all.
+        """
         data = self.settings.data
         length = sequence_length(step, self.state.steps, data)
         return batches.batch(

@@ -249,7 +249,7 @@ def parse(arguments: list[str], description: str) -> Command:
         if sources.init_from is not None:
             weights = find_checkpoint(sources.init_from)
             settings = with_checkpoint_shape(settings, weights)
-    # An explicit flag overrides what the TOML file derives from another value of it.
+    # An explicit --steps lifts the time limit of the TOML file, and --sequence-length its first length.
     if sources.steps is not None:
         settings = dataclasses.replace(settings, optimizer=dataclasses.replace(settings.optimizer, max_minutes=None))
     if sources.sequence_length is not None:
