@@ -4,6 +4,7 @@
 """
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Canvas
-from matplotlib.ticker import NullLocator
+from matplotlib.ticker import NullFormatter, NullLocator
 
 from ablation.analysis import Study
 from ablation.comparison import Noise
@@ -117,7 +118,7 @@ def save_pictures(found: Sequence[Cell], path: Path) -> list[Path]:
     beside = path.with_name(f"{path.stem}-noise{path.suffix}")
     pairs = Canvas(figsize=(5.4, 1.3 + 0.3 * len(found)), dpi=150, layout="constrained")
     draw_pairs(pairs.add_subplot(), found)
-    noise = Canvas(figsize=(5.4, 3.8), dpi=150, layout="constrained")
+    noise = Canvas(figsize=(5.4, 4.4), dpi=150, layout="constrained")
     draw_noise(noise.add_subplot(), found)
     try:
         pairs.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
@@ -150,9 +151,9 @@ def draw_pairs(axes: Axes, found: Sequence[Cell]) -> None:
     axes.set_xscale("symlog", linthresh=LINEAR, linscale=2)
     reach = 1.3 * max(abs(value) for cell in found for value in (*cell.differences, cell.study.plan.margin))
     axes.set_xlim(-reach, reach)  # the interval of three pairs may be longer than this: it is cut at the axis
-    ticks = [tick for tick in (0.005, 0.01, 0.1, 1.0) if tick < reach]
+    ticks = [tick for tick in (0.01, 0.1, 1.0) if tick < reach]
     ticks = [*(-tick for tick in reversed(ticks)), 0, *ticks]
-    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks], fontsize=8)
     axes.minorticks_off()
     axes.set_yticks(range(len(found)), [cell.place for cell in found], fontsize=8)
     axes.set_ylim(len(found) - 0.5, -0.5)
@@ -174,9 +175,9 @@ def pooled(found: Sequence[Cell]) -> tuple[list[float], list[float]]:
 
 
 def draw_noise(axes: Axes, found: Sequence[Cell]) -> None:
-    """Deviation of the pairs of the first comparison over the learning rate; a line for each size and length."""
+    """Deviation of pairs over the learning rate, of the comparison with most cells; a line for each size and length."""
     style = Style("light")
-    compared = found[0].compared
+    compared = Counter(cell.compared for cell in found).most_common(1)[0][0]
     shown = [cell for cell in found if cell.compared == compared and len(cell.differences) > 1]
     shown = [cell for cell in shown if " and " not in cell.rates]
     groups = sorted({(cell.parameters, cell.steps, cell.text) for cell in shown})
@@ -184,21 +185,23 @@ def draw_noise(axes: Axes, found: Sequence[Cell]) -> None:
         of_group = [cell for cell in shown if (cell.parameters, cell.steps, cell.text) == group]
         color, marker = style.color(number), MARKERS[number % len(MARKERS)]
         name = f"{millions(group[0])}, {group[1]:,} steps" + ("" if group[2] == "python" else f", {group[2]}")
-        axes.plot(*pooled(of_group), marker=marker, color=color, label=f"{name}: {compared}", markersize=5)
+        axes.plot(*pooled(of_group), marker=marker, color=color, label=name, markersize=5)
         equal: dict[float, list[float]] = {}
         for cell in of_group:
             equal.setdefault(cell.learning_rate, []).extend(cell.noise.differences if cell.noise is not None else [])
         curve = sorted((rate, Noise(values).deviation) for rate, values in equal.items() if values)
         if curve:
-            axes.plot(
-                *zip(*curve, strict=True), "--", marker=marker, color=color, markersize=4, label=f"{name}: equal runs"
-            )
+            hollow = {"marker": marker, "markerfacecolor": "white", "markersize": 5}
+            axes.plot(*zip(*curve, strict=True), "--", color=color, **hollow)
+    axes.plot([], [], "-", color=style.muted, label=f"filled: {compared}")
+    axes.plot([], [], "--", color=style.muted, label="hollow: equal runs")
     axes.set_xscale("log")
     axes.set_yscale("log")
     rates = sorted({cell.learning_rate for cell in shown})
     axes.set_xticks(rates, [f"{rate:g}" for rate in rates])
     axes.xaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter(NullFormatter())
     axes.set_xlabel("learning rate")
     axes.set_ylabel("standard deviation, nats per token")
     axes.grid(alpha=0.25)

@@ -77,10 +77,19 @@ def test_deviations_of_cells_at_one_learning_rate_are_pooled(found):
 def test_the_noise_is_drawn_beside_the_deviation_of_the_pairs(found):
     axes = Figure().add_subplot()
     draw_noise(axes, found)
-    pairs, equal = axes.lines
+    pairs, equal, *legend = axes.lines
+    assert [line.get_label() for line in legend] == ["filled: rms minus layer", "hollow: equal runs"]
     assert pairs.get_xydata().tolist() == np.transpose(pooled(found)).tolist()
     by_rate = {cell.learning_rate: cell.noise.deviation for cell in found}
     assert equal.get_xydata().tolist() == [[rate, by_rate[rate]] for rate in sorted(by_rate)]
+
+
+def test_the_noise_is_that_of_the_comparison_with_most_cells(found):
+    study = found[0].study
+    other = next(arm for arm in study.plan.arms if arm.norm == "center")
+    axes = Figure().add_subplot()
+    draw_noise(axes, [dataclasses.replace(found[0], arm=other), *found])
+    assert axes.lines[0].get_xydata().tolist() == np.transpose(pooled(found)).tolist()
 
 
 def test_the_script_prints_the_table_and_writes_both_pictures(study, tmp_path, monkeypatch, capsys):
