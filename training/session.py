@@ -75,20 +75,21 @@ class Session:
     def batch(self, step: int) -> tuple[np.ndarray, np.ndarray]:
         """This process's inputs and targets of a step, each int64 (b, t): as many tokens in each, t as scheduled.
 
-        Where t changes within an epoch, the rest of that epoch takes windows from an order of its own: some text is
-        then read twice in this epoch, and some not at all.
+        Shorter sequences are windows of the full length cut into equal parts, so that the length changes nothing about
+        the order in which an epoch reads its text.
         """
         data = self.settings.data
-        length = sequence_length(step, self.state.steps, data)
-        return batches.batch(
+        inputs, targets = batches.batch(
             self.corpus.train,
             seed=self.settings.run.seed,
             step=step,
-            batch_size=data.batch_size * data.sequence_length // length,
-            sequence_length=length,
+            batch_size=data.batch_size,
+            sequence_length=data.sequence_length,
             rank=self.processes.rank,
             world_size=self.processes.count,
         )
+        length = sequence_length(step, self.state.steps, data)
+        return inputs.reshape(-1, length), targets.reshape(-1, length)
 
 
 def print_wrapped(line: str) -> None:

@@ -67,6 +67,18 @@ def test_every_step_has_as_many_tokens_in_as_many_micro_batches(flags, tmp_path,
     assert session.state.tokens == 10 * 8 * 32
 
 
+def test_shorter_sequences_read_the_same_text_in_the_same_order(flags, tmp_path):
+    """Step by step the tokens are those of a run without the schedule, targets one further."""
+    whole, growing = (
+        set_up(parse([*flags, *more], "test").settings, tmp_path / name, resume=False, say=lambda line: None)
+        for name, more in (("whole", []), ("growing", ["--first-sequence-length", "8"]))
+    )
+    for step in range(whole.state.steps):
+        for expected, cut in zip(whole.batch(step), growing.batch(step), strict=True):
+            assert cut.tolist() == expected.reshape(cut.shape).tolist()
+    assert growing.batch(0)[0].shape == (32, 8) and whole.batch(0)[0].shape == (8, 32)
+
+
 @pytest.mark.parametrize("first", ["24", "64", "0", "-8"])
 def test_a_first_length_that_no_doubling_brings_to_the_full_one_is_refused(flags, first):
     with pytest.raises(UserError, match=f"--first-sequence-length (is )?{first} "):
