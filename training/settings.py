@@ -81,7 +81,7 @@ class DataSettings:
     sequence_length: int = 256
     """Tokens per sequence."""
     first_sequence_length: Annotated[int | None, optional("INT")] = None
-    """Tokens per sequence at first, then twice as many in equal parts of the first 70% of the steps until it is
+    """Tokens per sequence at first, then twice as many in equal parts of the first 40% of the steps until it is
     --sequence-length, with as many tokens in every step. --sequence-length lifts what the TOML file sets.
     None: --sequence-length from the start."""
     batch_size: int = 16

@@ -42,10 +42,10 @@ def lengths(steps: int, **data: int) -> list[int]:
     return [sequence_length(step, steps, DataSettings(**data)) for step in range(steps)]
 
 
-def test_sequences_double_in_equal_parts_of_70_percent_of_the_steps():
+def test_sequences_double_in_equal_parts_of_40_percent_of_the_steps():
     found = lengths(100, first_sequence_length=64, sequence_length=256)
-    assert found == [64] * 35 + [128] * 35 + [256] * 30
-    assert lengths(10, first_sequence_length=8, sequence_length=16) == [8] * 7 + [16] * 3
+    assert found == [64] * 20 + [128] * 20 + [256] * 60
+    assert lengths(10, first_sequence_length=8, sequence_length=16) == [8] * 4 + [16] * 6
     assert lengths(20, first_sequence_length=256, sequence_length=256) == [256] * 20 == lengths(20)
 
 
@@ -63,7 +63,7 @@ def test_every_step_has_as_many_tokens_in_as_many_micro_batches(flags, tmp_path,
         "training.loop.train_step", lambda _, micro, *__: shapes.append([x.shape for x, _ in micro]) or (1, 1)
     )
     assert [result.step for result in train_steps(session)] == [*range(1, 11)]
-    assert shapes == [[(16, 8)] * 2] * 4 + [[(8, 16)] * 2] * 3 + [[(4, 32)] * 2] * 3
+    assert shapes == [[(16, 8)] * 2] * 2 + [[(8, 16)] * 2] * 2 + [[(4, 32)] * 2] * 6
     assert session.state.tokens == 10 * 8 * 32
 
 
