@@ -203,7 +203,7 @@ def evaluate_and_save(session: Session, log: Metrics | None, bar: tqdm) -> None:
     draw_losses(session.run_dir, bar)
     bar.write(f"step {state.step}: validation {result}")
     if state.step < state.steps:
-        bar.write(sample(session, SAMPLE_TOKENS))
+        bar.write(sample(session, SAMPLE_TOKENS, session.settings.run.sample_prompt))
 
 
 def save(session: Session) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from generation.complete import complete
+from generation.prompts import encode_prompt
 from model.count import flops_per_token
 from model.device import peak_flops
 from training import plot
@@ -38,13 +39,13 @@ def show_step(session: Session, bar: tqdm, loss: float) -> None:
     bar.update()
 
 
-def sample(session: Session, length: int) -> str:
-    """Text sampled from the current weights; the same seed and step give the same text."""
+def sample(session: Session, length: int, prompt: str) -> str:
+    """The prompt and what the current weights continue it with; the same seed and step give the same text."""
     session.model.eval()
     text = complete(
         session.model,
         session.corpus.tokenizer,
-        session.settings.run.sample_prompt,
+        prompt,
         max_new_tokens=min(length, session.settings.model.max_position_embeddings - 1),
         seed=session.settings.run.seed + session.state.step,
     )
@@ -60,19 +61,24 @@ def report_end(session: Session) -> None:
             f"stopped and saved at step {state.step} of {state.steps}; resume with: python train.py --resume {run_dir}"
         )
         return
-    print(f"\n{sample(session, FINAL_SAMPLE_TOKENS)}\n")
+    prompt = session.settings.run.sample_prompt or first_words(session)
+    print(f"\n{sample(session, FINAL_SAMPLE_TOKENS, prompt)}\n")
     print(f"validation: {session.evaluation}")
     print(f"xz -9e on the same text: {corpus.xz_bits_per_byte:.4f} bits per byte; hash {corpus.text_hash}")
     print(f"{state.tokens:,} tokens in {state.seconds:.0f} s of training, {state.tokens / state.seconds:,.0f} tokens/s")
-    prompt = shlex.quote(session.settings.run.sample_prompt or first_words(session))
-    print(f"next: python generate.py {run_dir} --prompt {prompt}")
+    print(f"next: python generate.py {run_dir} --prompt {shlex.quote(prompt)}")
 
 
 def first_words(session: Session) -> str:
-    """An example of a prompt: the first three words of a line near the start of the text that was trained on."""
+    """An example of a prompt: the first three words of a line near the start of the text that was trained on.
+
+    Empty if that does not fit into the model's context.
+    """
     lines = session.corpus.tokenizer.decode(session.corpus.train[:1000].tolist()).splitlines()
     lines = [line for line in lines if line[:1].isalpha()] or [line for line in lines if line.strip()]
-    return " ".join(lines[0].split()[:3]) if lines else ""
+    words = " ".join(lines[0].split()[:3]) if lines else ""
+    fits = len(encode_prompt(session.corpus.tokenizer, words)) < session.settings.model.max_position_embeddings
+    return words if fits else ""
 
 
 def draw_losses(run_dir: Path, bar: tqdm) -> None:

@@ -58,7 +58,8 @@ class RunSettings:
     evaluate_every: int = 500
     """Steps between evaluations on the validation set; each also saves, prints a text sample and draws loss.png."""
     sample_prompt: str = ""
-    """Prompt of the text samples that evaluations print; if empty, the model starts a new document."""
+    """Prompt of the text samples. If empty, those of evaluations start a new document, and the last one continues three
+    words of the text."""
     tensorboard: bool = False
     """Also write TensorBoard events into the run folder (needs `pip install tensorboard`)."""
 

@@ -53,7 +53,7 @@ def test_a_run_that_cannot_start_leaves_no_folder(train_script, flags, tmp_path)
     assert not list((tmp_path / "runs").iterdir())
 
 
-def test_a_finished_run_prints_the_next_command_and_its_checkpoint_can_be_evaluated(
+def test_a_finished_run_prints_a_text_the_next_command_and_its_checkpoint_can_be_evaluated(
     train_script, flags, text_folder, tmp_path
 ):
     out = train_script(*flags, cwd=tmp_path)
@@ -61,6 +61,7 @@ def test_a_finished_run_prints_the_next_command_and_its_checkpoint_can_be_evalua
     assert (tmp_path / "runs" / "tiny-rms" / "best" / "config.json").exists()
     assert "bits per byte" in out.stdout and "xz -9e" in out.stdout
     words = re.search(r"next: python generate.py runs/tiny-rms --prompt '(\w+ \w+ \w+)'", out.stdout)[1]
+    assert f"  | {words}" in out.stdout  # the text that the run ends with continues them
     assert any(words in path.read_text(encoding="utf-8") for path in text_folder.iterdir())
     again = train_script(*flags, "--steps", "2", cwd=tmp_path)
     assert again.returncode == 0 and (tmp_path / "runs" / "tiny-rms-2").exists()

@@ -159,6 +159,13 @@ def test_a_sample_prompt_as_long_as_the_context_is_refused_before_the_first_step
     assert not (tmp_path / "run").exists()
 
 
+def test_first_words_that_do_not_fit_into_the_context_are_no_prompt(flags, tmp_path):
+    short = ["--sequence-length", "2", "--max-position-embeddings", "2"]
+    for more, words in (([], 3), (short, 0)):
+        session = set_up(parse([*flags, *more], "test").settings, tmp_path, resume=False, say=lambda line: None)
+        assert len(progress.first_words(session).split()) == words
+
+
 def test_a_picture_that_cannot_be_drawn_is_a_note_and_training_continues(flags, tmp_path, monkeypatch, capsys):
     def fail(*_) -> None:
         raise ValueError("Key backend: 'bogus' is not a valid value for backend")
