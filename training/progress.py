@@ -54,7 +54,7 @@ def sample(session: Session, length: int, prompt: str) -> str:
 
 
 def report_end(session: Session) -> None:
-    """Print how the run ended and which command to type next."""
+    """Print how the run ended, a last sample, and the command to type next."""
     state, corpus, run_dir = session.state, session.corpus, shlex.quote(str(session.run_dir))
     if state.step < state.steps:
         print(

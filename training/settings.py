@@ -58,8 +58,8 @@ class RunSettings:
     evaluate_every: int = 500
     """Steps between evaluations on the validation set; each also saves, prints a text sample and draws loss.png."""
     sample_prompt: str = ""
-    """Prompt of the text samples. If empty, those of evaluations start a new document, and the last one continues three
-    words of the text."""
+    """Prompt of the text samples. If empty, those of evaluations start a new document, and the one at the end continues
+    the first three words of a line of the training text."""
     tensorboard: bool = False
     """Also write TensorBoard events into the run folder (needs `pip install tensorboard`)."""
 
@@ -83,7 +83,7 @@ class DataSettings:
     """Tokens per sequence."""
     first_sequence_length: Annotated[int | None, optional("INT")] = None
     """Tokens per sequence at first, then twice as many in equal parts of the first 40% of the steps until it is
-    --sequence-length, with as many tokens in every step. --sequence-length lifts what the TOML file sets.
+    --sequence-length, with as many tokens in every step. --sequence-length overrides what the TOML file sets.
     None: --sequence-length from the start."""
     batch_size: int = 16
     """Sequences per optimizer step, over all processes and micro-batches."""

@@ -68,7 +68,7 @@ def test_every_step_has_as_many_tokens_in_as_many_micro_batches(flags, tmp_path,
 
 
 def test_shorter_sequences_read_the_same_text_in_the_same_order(flags, tmp_path):
-    """Step by step the tokens are those of a run without the schedule, targets one further."""
+    """Step by step the tokens are those of a run without the schedule, and so are the targets."""
     whole, growing = (
         set_up(parse([*flags, *more], "test").settings, tmp_path / name, resume=False, say=lambda line: None)
         for name, more in (("whole", []), ("growing", ["--first-sequence-length", "8"]))
