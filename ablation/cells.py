@@ -175,7 +175,7 @@ def pooled(found: Sequence[Cell]) -> tuple[list[float], list[float]]:
 
 
 def draw_noise(axes: Axes, found: Sequence[Cell]) -> None:
-    """Deviation of pairs and of equal runs over the learning rate, for the comparison with most cells; a line a size."""
+    """Deviation of pairs and of equal runs over the learning rate, of the comparison with most cells; a line a size."""
     style = Style("light")
     compared = Counter(cell.compared for cell in found).most_common(1)[0][0]
     shown = [cell for cell in found if cell.compared == compared and len(cell.differences) > 1]
