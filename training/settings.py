@@ -100,8 +100,8 @@ class OptimizerSettings:
     steps: int = 1000
     """Number of optimizer steps."""
     max_minutes: Annotated[float | None, arg(metavar="MINUTES")] = None
-    """Time limit: the run does fewer steps if the first 40 show that it would take longer.
-    --steps lifts a limit that the TOML file sets. None: no limit."""
+    """Time limit: the run does fewer steps if it would take longer at the speed of the first 40, which is higher than
+    that of later ones with --first-sequence-length. --steps lifts a limit that the TOML file sets. None: no limit."""
     learning_rate: float = 3e-3
     """Peak learning rate."""
     embedding_lr_multiplier: float = 1.0
