@@ -45,9 +45,9 @@ def activation_bytes(
 ) -> int:
     """Bytes that the forward pass keeps for the backward pass, with the CPU versions of the functions.
 
-    With more than 65,536 tokens, fewer sequences are measured and the result is scaled: each needs about the same.
+    With more than 32,768 tokens, fewer sequences are measured and the result is scaled: each needs about the same.
     """
-    measured = min(sequences, max(1, 2**16 // length))
+    measured = min(sequences, max(1, 2**15 // length))
     kept: dict[int, torch.UntypedStorage] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:

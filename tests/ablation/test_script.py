@@ -40,7 +40,7 @@ def interrupted(config, tmp_path_factory) -> tuple[Path, list, str, str]:
     out = tmp_path_factory.mktemp("work") / "out"
     arguments = ["--config", config, "--out", out, "--no-timing", "--jobs", os.cpu_count(), "--seeds", 6]
     arguments += ["--noise-seeds", 0]
-    arguments += ["--steps", 300]  # runs of a second, so that Ctrl-C comes before the last one
+    arguments += ["--steps", 150]  # runs of half a second, so that Ctrl-C comes before the last one
     runs = out / "runs.jsonl"
     process = ablate(*arguments)
     wait_for_runs(process, runs, 2)
@@ -96,7 +96,7 @@ def test_ctrl_c_prints_the_command_that_resumes_and_that_command_finishes(interr
 def test_what_cannot_be_compared_is_refused_in_one_line(interrupted, config):
     out = interrupted[0]
     before = (out / "runs.jsonl").read_bytes()
-    changed = ["--config", config, "--out", out, "--no-timing", "--steps", 300, "--margin", "0.5"]
+    changed = ["--config", config, "--out", out, "--no-timing", "--steps", 150, "--margin", "0.5"]
     status, printed, errors = finish(ablate(*changed))
     assert status == 2 and printed == ""
     assert errors.count("\n") == 1 and "(margin); give another --out." in errors
