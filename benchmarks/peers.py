@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -36,6 +36,7 @@ from model.config import ModelConfig
 from model.count import flops_per_token
 from model.decoder import Decoder
 from model.device import keep_freed_memory, processor, why_not_compile
+from model.int8 import round_to_int8
 from training.optimizer import build_optimizer
 from training.processes import Processes
 from training.settings import OptimizerSettings
@@ -51,6 +52,7 @@ PROMPT, NEW_TOKENS = 0, 128
 TRAINED = 8, 256  # sequences and tokens of each in a training step
 CPU = torch.device("cpu")
 PEER, LLAMA2C = "transformers", "llama2.c"
+DTYPES = {"decoding": ("float32", "bfloat16", "int8"), "training": ("float32", "bfloat16")}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,10 +76,22 @@ class Case:
         return self.program + " compiled" * self.compiled
 
 
+def our_decoder(shape: str, dtype: str, seed: int | None = 1) -> Decoder:
+    """Our decoder as `generate.py --dtype` stores it."""
+    decoder = Decoder(SHAPES[shape], seed=seed).eval()
+    cast_weights(decoder, activation_dtype(dtype))
+    if dtype == "int8":
+        round_to_int8(decoder)
+    return decoder
+
+
+def activation_dtype(dtype: str) -> torch.dtype:
+    return torch.bfloat16 if dtype == "int8" else getattr(torch, dtype)
+
+
 def decode_ours(case: Case, folder: Path) -> Callable[[], float]:
     """Prepare our decoder; what is returned decodes once and returns the seconds of a step. So do those below."""
-    decoder = Decoder(SHAPES[case.shape], seed=1).eval()
-    cast_weights(decoder, getattr(torch, case.dtype))
+    decoder = our_decoder(case.shape, case.dtype)
 
     def run() -> float:
         prompts = [[PROMPT]] * case.sequences
@@ -275,7 +289,9 @@ def main() -> None:
     parser.add_argument("task", nargs="?", choices=["decoding", "training"], default="decoding")
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["26m"], help="default: 26m")
     parser.add_argument("--sequences", type=positive, nargs="+", help="default: 1 and 8 for decoding, 8 for training")
-    parser.add_argument("--dtypes", nargs="+", choices=["float32", "bfloat16"], default=["float32", "bfloat16"])
+    parser.add_argument(
+        "--dtypes", nargs="+", choices=DTYPES["decoding"], help="default: all; int8 only for decoding, by ours"
+    )
     parser.add_argument("--turns", type=positive, default=7, help="turns of each program (default: %(default)s)")
     parser.add_argument("--compiled", action="store_true", help="also transformers with torch.compile: minutes")
     parser.add_argument(
@@ -289,11 +305,16 @@ def main() -> None:
         serve(Case(**json.loads(arguments.serve)), arguments.folder)
         return
     check_out(arguments.out)
+    dtypes = arguments.dtypes or DTYPES[arguments.task]
+    if unknown := set(dtypes) - set(DTYPES[arguments.task]):
+        raise UserError(f"--dtypes {', '.join(unknown)} is only for decoding.")
     programs = [{"program": "ours"}, *peers(arguments)]
     sequences = arguments.sequences or ([1, 8] if arguments.task == "decoding" else [TRAINED[0]])
     results = {"processor": processor(), "threads": torch.get_num_threads(), "torch": torch.__version__}
     results["read_bytes_per_second"] = read_rate(CPU)
-    results["product_flops"] = {dtype: product_rate(CPU, getattr(torch, dtype)) for dtype in arguments.dtypes}
+    results["product_flops"] = {
+        dtype: product_rate(CPU, getattr(torch, dtype)) for dtype in dtypes if dtype in DTYPES["training"]
+    }
     rates = ", ".join(f"{dtype} {rate / 1e12:.2f}" for dtype, rate in results["product_flops"].items())
     print(f"{results['processor']}, {results['threads']} threads, torch {torch.__version__}")
     print(f"reads {results['read_bytes_per_second'] / 1e9:.1f} GB/s; products, TFLOP/s: {rates}\n")
@@ -303,7 +324,7 @@ def main() -> None:
     results["rows"] = []
     for shape in arguments.shapes:
         for count in sequences:
-            cases = list_cases(arguments.task, programs, shape, count, arguments.dtypes)
+            cases = list_cases(arguments.task, programs, shape, count, dtypes)
             with tqdm(total=arguments.turns * len(cases), unit="turn", dynamic_ncols=True, leave=False) as bar:
                 rows = take_turns(cases, arguments.turns, bar.update)
             for row in rows:
@@ -334,13 +355,15 @@ def peers(arguments: argparse.Namespace) -> list[dict]:
     return found
 
 
-def list_cases(task: str, programs: list[dict], shape: str, sequences: int, dtypes: list[str]) -> list[Case]:
-    """Every program in every setting that it has: llama2.c decodes one sequence in float32."""
+def list_cases(task: str, programs: list[dict], shape: str, sequences: int, dtypes: Sequence[str]) -> list[Case]:
+    """Every program in every setting that it has: llama2.c decodes one sequence in float32, ours alone has int8."""
     found = []
     for dtype in dtypes:
         for program in programs:
             case = Case(task=task, shape=shape, sequences=sequences, dtype=dtype, **program)
             if case.program == LLAMA2C and (task, sequences, dtype) != ("decoding", 1, "float32"):
+                continue
+            if dtype == "int8" and case.program != "ours":
                 continue
             norms = ("rms", "layer") if (task, case.program) == ("training", "ours") else ("rms",)
             found += [dataclasses.replace(case, norm=norm) for norm in norms]
@@ -351,19 +374,20 @@ def table_row(row: dict, rows: list[dict], results: dict) -> str:
     """A row in Markdown.
 
     The last cells but one are bytes of weights a second beside `read_rate`, above 100% where they fit into the caches;
-    or FLOP/s beside `product_rate`. Memory is that of the whole process, imports included.
+    or FLOP/s beside `product_rate`. Memory is that of the whole process, imports included. int8 is compared with
+    transformers in bfloat16.
     """
     seconds, config = statistics.median(row["seconds"]), SHAPES[row["shape"]]
     tokens = row["sequences"] * (1 if row["task"] == "decoding" else TRAINED[1])
-    peer = next((r for r in rows if r["label"] == PEER and r["dtype"] == row["dtype"]), None)
+    of_peer = str(activation_dtype(row["dtype"])).removeprefix("torch.")
+    peer = next((r for r in rows if r["label"] == PEER and r["dtype"] == of_peer), None)
     ratio = "not measured"
     if peer is not None:
         ratios = [theirs / ours for theirs, ours in zip(peer["seconds"], row["seconds"], strict=True)]
         ratio = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
     if row["task"] == "decoding":
         with torch.device("meta"):
-            decoder = Decoder(config, seed=None, compute_dtype=getattr(torch, row["dtype"]))
-        read = bytes_per_step(decoder.to(decoder.compute_dtype)) / seconds
+            read = bytes_per_step(our_decoder(row["shape"], row["dtype"], seed=None)) / seconds
         limit = f"{read / 1e9:.1f} GB/s, {read / results['read_bytes_per_second']:.0%}"
     else:
         flops = flops_per_token(config, TRAINED[1]) * tokens / seconds

@@ -20,8 +20,12 @@ from generation.stream import TextStream
 from generation.terminal import hold_session
 from generation.weights import bytes_per_step
 from model import find_checkpoint
+from model.config import ModelConfig
+from model.cpu_decode import MAX_SEQUENCES
 from model.decoder import Decoder
 from model.device import choose_device, choose_inference_dtype, choose_kernels, explain_out_of_memory
+from model.fused_decode import max_sequences
+from model.int8 import round_to_int8
 from model.pretrained import load_config, load_pretrained
 from model.stored_weights import stored_dtype
 
@@ -69,8 +73,8 @@ def run(
         if chat.leaves_system_out:
             log("note: the model's chat template leaves the system prompt out, so --system has no effect")
     with explain_memory(settings):
-        decoder = load_decoder(checkpoint, settings)
-    dtype = str(decoder.compute_dtype).removeprefix("torch.")
+        decoder = load_decoder(checkpoint, config, settings)
+    dtype = str(decoder.compute_dtype).removeprefix("torch.") + ", matrices in int8" * (settings.dtype == "int8")
     device = next(decoder.parameters()).device
     log(f"{checkpoint} on {device} in {dtype}, kernels: {kernels.describe(device)}")
 
@@ -199,12 +203,22 @@ class OrderedOutput:
             self._log(f"text {self._current + 1} of {len(self._waiting)}")
 
 
-def load_decoder(checkpoint: Path, settings: Settings) -> Decoder:
+def load_decoder(checkpoint: Path, config: ModelConfig, settings: Settings) -> Decoder:
     """The model on its device, with its weights in the dtype it computes in."""
-    device = choose_device(settings.device)
+    device, int8 = choose_device(settings.device), settings.dtype == "int8"
+    if int8 and device.type != "cpu":
+        raise UserError(f"--dtype int8 is for a CPU, and this is {device}; leave it out, or give --device cpu.")
     choose_kernels(settings.kernels, device)
-    dtype = choose_inference_dtype(settings.dtype, device, stored_dtype(checkpoint))
-    return load_pretrained(checkpoint, device=device, compute_dtype=dtype, cast=True).eval()
+    if int8 and settings.batch_size > max_sequences(config, device):
+        raise UserError(
+            "--dtype int8 is for pre-norm models with rms or layer and SwiGLU, and a --batch-size of at most "
+            f"{MAX_SEQUENCES}; use bfloat16."
+        )
+    dtype = choose_inference_dtype("bfloat16" if int8 else settings.dtype, device, stored_dtype(checkpoint))
+    decoder = load_pretrained(checkpoint, device=device, compute_dtype=dtype, cast=True).eval()
+    if int8:
+        round_to_int8(decoder)
+    return decoder
 
 
 def explain_memory(settings: Settings) -> contextlib.AbstractContextManager[None]:

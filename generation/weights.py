@@ -3,6 +3,7 @@
 import torch
 
 from model.decoder import Decoder
+from model.linear import Linear
 from model.pretrained import inference_dtype
 
 
@@ -20,7 +21,10 @@ def bytes_per_step(decoder: Decoder) -> int:
     each sequence.
     """
     config = decoder.config
-    total = sum(parameter.numel() * parameter.element_size() for parameter in decoder.parameters())
+    total = sum(parameter.nbytes for parameter in decoder.parameters())
+    for module in decoder.modules():
+        if isinstance(module, Linear) and module.int8 is not None:
+            total += sum(part.nbytes for part in module.int8) - module.weight.nbytes
     if config.tie_word_embeddings:
         return total
     return total - config.vocab_size * config.hidden_size * decoder.compute_dtype.itemsize

@@ -22,6 +22,8 @@ from torch.nn import functional as F
 from model.attention import attention_mask
 from model.cache import KeyValueCache
 from model.decoder import Decoder
+from model.int8 import Int8
+from model.linear import Linear
 from model.norm import Norm
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -34,28 +36,31 @@ class LayerWeights(NamedTuple):
     """What a step needs of a layer, and its part of the cache. A norm is its weight and bias, float32."""
 
     input_norm: tuple[Tensor, Tensor | None]
-    qkv: Tensor  # ((H + 2K) d, D)
+    qkv: Tensor | Int8  # ((H + 2K) d, D)
     qkv_bias: Tensor | None
     head_norms: tuple[Tensor, Tensor] | None  # of q and k, (d,) each
-    o: Tensor  # (D, H d)
+    o: Tensor | Int8  # (D, H d)
     mlp_norm: tuple[Tensor, Tensor | None]
-    gate_up: Tensor  # (2F, D)
-    down: Tensor  # (D, F)
+    gate_up: Tensor | Int8  # (2F, D)
+    down: Tensor | Int8  # (D, F)
     cache: Tensor  # (2, B, K, max_length, d)
 
 
 class Product:
     """The products of B rows with matrices of one shape, into one buffer: `rows` (B, out_features)."""
 
-    def __init__(self, shape: tuple[int, int], batch: int, dtype: torch.dtype):
-        out_features, in_features = shape
-        self.weight_first = dtype != torch.float32 or (batch >= MANY_ROWS and out_features * in_features >= LARGE)
+    def __init__(self, weight: Tensor | Int8, batch: int, dtype: torch.dtype):
+        out_features, in_features = weight.shape
+        many = dtype != torch.float32 or (batch >= MANY_ROWS and out_features * in_features >= LARGE)
+        self.weight_first = many and not isinstance(weight, Int8)
         self.buffer = torch.empty((out_features, batch) if self.weight_first else (batch, out_features), dtype=dtype)
         self.rows = self.buffer.t() if self.weight_first else self.buffer
 
-    def __call__(self, weight: Tensor, x: Tensor) -> None:
+    def __call__(self, weight: Tensor | Int8, x: Tensor) -> None:
         """rows = x W^T for x (B, in_features)."""
-        if len(x) == 1:
+        if isinstance(weight, Int8):
+            self.rows.copy_(weight.times(x))
+        elif len(x) == 1:
             torch.mv(weight, x[0], out=self.rows[0])  # in bfloat16 twice as fast as a product of matrices
         elif self.weight_first:
             torch.mm(weight, x.t(), out=self.buffer)
@@ -84,33 +89,32 @@ class CpuDecodeStep:
             parameters = norm.weight, norm.bias
             return tuple(None if p is None else p.detach().float().repeat(len(self.signs)) for p in parameters)
 
-        def cast(weight: Tensor) -> Tensor:  # no copy if the weights are stored in the dtype that they are used in
-            return weight.detach().to(self.dtype)
+        def matrix(linear: Linear) -> Tensor | Int8:  # no copy if it is stored in the dtype that it is used in
+            return linear.weight.detach().to(self.dtype) if linear.int8 is None else linear.int8
 
         self.layers = [
             LayerWeights(
                 repeated(layer.input_layernorm),
-                cast(layer.self_attn.qkv_proj.weight),
+                matrix(layer.self_attn.qkv_proj),
                 layer.self_attn.qkv_proj.bias,
                 None
                 if layer.self_attn.q_norm is None
                 else (layer.self_attn.q_norm.weight, layer.self_attn.k_norm.weight),
-                cast(layer.self_attn.o_proj.weight),
+                matrix(layer.self_attn.o_proj),
                 repeated(layer.post_attention_layernorm),
-                cast(layer.mlp.gate_up_proj.weight),
-                cast(layer.mlp.down_proj.weight),
+                matrix(layer.mlp.gate_up_proj),
+                matrix(layer.mlp.down_proj),
                 cache.keys_and_values[:, index],
             )
             for index, layer in enumerate(decoder.layers)
         ]
         self.norm = repeated(decoder.norm)
         self.embedding = decoder.embed_tokens.weight.detach()
-        self.head = cast(self.embedding if decoder.lm_head is None else decoder.lm_head.weight)
+        self.head = matrix(decoder.embed_tokens if decoder.lm_head is None else decoder.lm_head)
 
         first = self.layers[0]
         self.qkv, self.o, self.gate_up, self.down, self.logits = (
-            Product(weight.shape, batch, self.dtype)
-            for weight in (first.qkv, first.o, first.gate_up, first.down, self.head)
+            Product(weight, batch, self.dtype) for weight in (first.qkv, first.o, first.gate_up, first.down, self.head)
         )
         self.gate, self.up = self.gate_up.rows.chunk(2, dim=-1)  # (B, F) each
         # The rotation's input and result: q, k and v in float32.

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 import kernels
 from model import cpu_decode
 from model.cache import KeyValueCache
+from model.config import ModelConfig
 from model.cpu_decode import CpuDecodeStep
 from model.decoder import Decoder
 from model.norm import Norm
@@ -171,6 +172,14 @@ _kept: weakref.WeakKeyDictionary[Decoder, tuple[tuple, DecodeStep]] = weakref.We
 """At most one step that nobody uses at the moment, with what must not change for its graph to be valid."""
 
 
+def max_sequences(config: ModelConfig, device: torch.device) -> int:
+    """The largest batch that a decoding step exists for; 0: none computes this model there."""
+    if (config.norm_placement, config.mlp) != ("pre", "swiglu") or config.norm not in kernels.NORM_KINDS:
+        return 0
+    limits = {kernels.gpu: MAX_SEQUENCES, kernels.cpu: cpu_decode.MAX_SEQUENCES}
+    return limits.get(kernels.implementation(device), 0)
+
+
 @contextlib.contextmanager
 def decode_step_for(decoder: Decoder, batch_size: int, positions: int) -> Iterator[DecodeStep | CpuDecodeStep | None]:
     """A step whose empty cache has room for `positions`; None if none fits the device, the model and the batch size.
@@ -181,13 +190,10 @@ def decode_step_for(decoder: Decoder, batch_size: int, positions: int) -> Iterat
     twice the memory that it needs, and longer.
     """
     device, config = decoder.embed_tokens.weight.device, decoder.config
-    chosen = kernels.implementation(device)
-    supported = (config.norm_placement, config.mlp) == ("pre", "swiglu") and config.norm in kernels.NORM_KINDS
-    limits = {kernels.gpu: MAX_SEQUENCES, kernels.cpu: cpu_decode.MAX_SEQUENCES}
-    if not supported or batch_size > limits.get(chosen, 0):
+    if batch_size > max_sequences(config, device):
         yield None
         return
-    if chosen is kernels.cpu:
+    if kernels.implementation(device) is kernels.cpu:
         if decoder.compute_dtype not in cpu_decode.DTYPES or torch.is_autocast_enabled("cpu"):
             yield None  # its buffers have the dtypes that it expects
             return

@@ -18,6 +18,8 @@ class Linear(nn.Module):
         self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
         self.copies: dict[torch.dtype, Tensor] | None = None
         """Copies of the weight in other dtypes, while `sharing_casts` keeps them."""
+        self.int8: tuple[Tensor, Tensor] | None = None
+        """The weight rounded to 8 bits, for decoding on a CPU: see `model/int8.py`."""
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., in_features) -> (..., out_features), in x's dtype."""

@@ -1,5 +1,6 @@
 """The benchmark beside other programs: each runs in a process of its own, and the table says what was measured."""
 
+import itertools
 import json
 import os
 import sys
@@ -22,9 +23,13 @@ def few_tokens(monkeypatch):
     monkeypatch.setattr(peers, "keep_freed_memory", lambda: None)  # for the rest of the tests
 
 
-@pytest.mark.parametrize("task", ["decoding", "training"])
-@pytest.mark.parametrize("name", ["ours", PEER])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("task", "name", "dtype"),
+    [
+        *itertools.product(["decoding", "training"], ["ours", PEER], ["float32", "bfloat16"]),
+        ("decoding", "ours", "int8"),
+    ],
+)
 def test_every_program_runs_as_often_as_it_is_told(tmp_path, task, name, dtype):
     run = peers.PREPARE[task, name](Case(task, name, "260k", 2, dtype), tmp_path)
     assert 0 < run() < 60 and 0 < run() < 60
@@ -80,7 +85,7 @@ def test_a_process_that_is_killed_while_it_waits_is_a_one_line_error_and_the_oth
     assert len(started) == 2 and all(process.poll() is not None for process in started)
 
 
-def test_llama2c_decodes_one_sequence_in_float32_and_ours_trains_with_both_norms():
+def test_llama2c_decodes_one_sequence_in_float32_and_ours_alone_has_int8_and_both_norms():
     programs = [{"program": "ours"}, {"program": PEER}, {"program": PEER, "compiled": True}, {"program": LLAMA2C}]
 
     def labels(*arguments):
@@ -88,13 +93,13 @@ def test_llama2c_decodes_one_sequence_in_float32_and_ours_trains_with_both_norms
 
     others = [PEER, f"{PEER} compiled"]
     assert labels("decoding", 1, ["float32", "bfloat16"]) == ["ours", *others, "llama2.c", "ours", *others]
-    assert labels("decoding", 8, ["float32"]) == ["ours", *others]
+    assert labels("decoding", 8, ["float32", "int8"]) == ["ours", *others, "ours"]
     assert labels("training", 8, ["float32"]) == ["ours, rms", "ours, layer", *others]
 
 
 def test_a_row_has_the_median_the_ratios_within_turns_and_the_share_of_the_rate():
-    def row(label, seconds, task="decoding"):
-        about = {"task": task, "program": label, "label": label, "shape": "15m", "sequences": 1, "dtype": "float32"}
+    def row(label, seconds, task="decoding", dtype="float32"):
+        about = {"task": task, "program": label, "label": label, "shape": "15m", "sequences": 1, "dtype": dtype}
         return about | {"seconds": seconds, "peak_bytes": 2_000_000}
 
     ours, theirs = row("ours", [0.01, 0.02, 0.04]), row(PEER, [0.02, 0.06, 0.04])
@@ -102,6 +107,10 @@ def test_a_row_has_the_median_the_ratios_within_turns_and_the_share_of_the_rate(
     # 15.2 million weights of 4 bytes in 20 ms are 3.04 GB/s, 30% of 10 GB/s
     assert found == "| 15m | 1 | ours | float32 | 20.00 | 50 | 2.00 (1.00 to 3.00) | 3.0 GB/s, 30% | 2 |"
     assert "| not measured |" in table_row(ours, [ours], RESULTS)
+    # Of int8, with a scale of two bytes for each of 49,856 rows: beside transformers in bfloat16.
+    int8, theirs = row("ours", [0.01, 0.02, 0.04], dtype="int8"), row(PEER, [0.02, 0.06, 0.04], dtype="bfloat16")
+    found = table_row(int8, [int8, theirs], RESULTS)
+    assert found == "| 15m | 1 | ours | int8 | 20.00 | 50 | 2.00 (1.00 to 3.00) | 0.8 GB/s, 8% | 2 |"
     assert "of the products' rate" in table_row(row("ours", [1.0], "training"), [], RESULTS)
 
 
@@ -110,6 +119,7 @@ def test_a_row_has_the_median_the_ratios_within_turns_and_the_share_of_the_rate(
     [
         (["--llama2c", "missing"], "--llama2c missing is no file"),
         (["--out", "no/folder.json"], "--out no/folder.json cannot be written"),
+        (["training", "--dtypes", "int8"], "--dtypes int8 is only for decoding"),
     ],
 )
 def test_bad_flags_are_refused_before_anything_is_measured(monkeypatch, flags, message):

@@ -9,6 +9,8 @@ from errors import UserError
 from generation import session
 from generation.generate import Generation
 from generation.settings import Sampling, Settings
+from model.config import ModelConfig
+from model.decoder import Decoder
 from model.find_checkpoint import find_checkpoint
 from model.pretrained import save_pretrained
 
@@ -125,3 +127,19 @@ def test_a_run_whose_tokenizer_has_no_tokenizer_json_form_can_generate(tmp_path,
     assert (best / "sentencepiece.model").is_file() and not (best / "tokenizer.model").exists()
     text, _ = output(find_checkpoint(tmp_path / "run"), ["the fox"], max_new_tokens=9)
     assert text.startswith("the fox") and len(text) > len("the fox\n")
+
+
+def test_int8_is_in_the_log_and_refused_before_the_weights_are_read_where_no_step_uses_it(
+    checkpoint, monkeypatch, tmp_path, tokenizer
+):
+    text, lines = output(checkpoint, max_new_tokens=5, device="cpu", dtype="int8")
+    assert "in bfloat16, matrices in int8, kernels: " in lines[0] and len(text) > 2
+    save_pretrained(Decoder(ModelConfig(vocab_size=320, hidden_size=32, norm="dyt")), tmp_path)
+    tokenizer.save(tmp_path)
+    monkeypatch.setattr(session, "load_pretrained", lambda *_, **__: pytest.fail("the weights were read"))
+    for directory, batch_size in ((checkpoint, 17), (tmp_path, 16)):
+        with pytest.raises(UserError, match=r"int8 is for pre-norm models with rms or layer .* at most 16; use bfloat"):
+            output(directory, device="cpu", dtype="int8", batch_size=batch_size)
+    monkeypatch.setattr(session, "choose_device", lambda name: torch.device("mps"))
+    with pytest.raises(UserError, match="int8 is for a CPU, and this is mps; leave it out, or give --device cpu"):
+        output(checkpoint, dtype="int8")

@@ -5,6 +5,7 @@ import torch
 from generation.weights import bytes_per_step, cast_weights
 from model.config import ModelConfig
 from model.decoder import Decoder
+from model.int8 import round_to_int8
 
 
 def test_matrices_stored_in_bfloat16_give_the_same_logits_as_matrices_cast_at_each_step():
@@ -30,3 +31,10 @@ def test_bytes_per_step_do_not_count_an_untied_embedding():
     cast_weights(untied, torch.bfloat16)
     vectors = sum(p.numel() for p in untied.parameters() if p.ndim == 1)
     assert bytes_per_step(untied) == 2 * tied.num_parameters() + 2 * vectors
+    round_to_int8(untied)  # all but down_proj, whose rows of 48 are no multiple of 32
+    scales = sum(
+        len(p)
+        for name, p in untied.named_parameters()
+        if p.ndim == 2 and not name.endswith(("down_proj.weight", "tokens.weight"))
+    )
+    assert bytes_per_step(untied) == tied.num_parameters() - vectors + 32 * 48 + 2 * scales + 4 * vectors

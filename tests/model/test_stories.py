@@ -15,6 +15,7 @@ from generation.settings import Sampling
 from generation.weights import cast_weights
 from model.cache import KeyValueCache
 from model.cpu_decode import CpuDecodeStep
+from model.int8 import round_to_int8
 from model.pretrained import load_pretrained
 
 LOGIT, LOSS = 3e-5, 3e-6
@@ -78,7 +79,7 @@ def test_greedy_continuations_are_as_expected(decoder, golden, prompt):
 
 
 @torch.inference_mode()
-def test_the_cpu_step_in_bfloat16_predicts_2000_tokens_as_well_as_in_float32(stories260k_directory):
+def test_the_cpu_step_in_bfloat16_and_int8_predicts_2000_tokens_as_well_as_in_float32(stories260k_directory):
     decoder = load_pretrained(stories260k_directory).eval()
     sampled = generate(
         decoder, [[1]] * 8, max_new_tokens=250, sampling=Sampling(temperature=1.0), sample_numbers=range(8)
@@ -97,6 +98,8 @@ def test_the_cpu_step_in_bfloat16_predicts_2000_tokens_as_well_as_in_float32(sto
     exact = loss_by_steps()
     assert exact == pytest.approx(decoder(tokens[:, :-1], tokens[:, 1:]).mean().item(), abs=LOSS)
     cast_weights(decoder, torch.bfloat16)
-    rounded = loss_by_steps()
-    print(f"{exact:.4f} nats per token in float32, {rounded:.4f} in bfloat16")
-    assert rounded != exact and abs(rounded - exact) < 0.01
+    bfloat16 = loss_by_steps()
+    round_to_int8(decoder)
+    int8 = loss_by_steps()
+    print(f"{exact:.4f} nats per token in float32, {bfloat16:.4f} in bfloat16, {int8:.4f} in int8")
+    assert len({exact, bfloat16, int8}) == 3 and max(abs(bfloat16 - exact), abs(int8 - exact)) < 0.01
