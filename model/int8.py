@@ -39,7 +39,7 @@ def rounded_to_int8(weight: Tensor) -> Int8:
     for rows in weight.detach().split(ROWS):
         rows = rows.float()
         scale = (rows.abs().amax(1, keepdim=True) / 127).clamp(min=torch.finfo(torch.bfloat16).tiny).bfloat16()
-        values.append((rows / scale).round().clamp(-127, 127).to(torch.int8))  # a scale may be rounded down
+        values.append((rows / scale).round().to(torch.int8))  # at most 127 (1 + 2^-8), rounded
         scales.append(scale.flatten())
     return Int8(torch.cat(values), torch.cat(scales))
 

@@ -12,7 +12,7 @@ from generation.settings import Sampling, Settings
 from model.config import ModelConfig
 from model.decoder import Decoder
 from model.find_checkpoint import find_checkpoint
-from model.pretrained import save_pretrained
+from model.pretrained import load_config, save_pretrained
 
 GREEDY = Sampling(temperature=0)
 
@@ -134,6 +134,8 @@ def test_int8_is_in_the_log_and_refused_before_the_weights_are_read_where_no_ste
 ):
     text, lines = output(checkpoint, max_new_tokens=5, device="cpu", dtype="int8")
     assert "in bfloat16, matrices in int8, kernels: " in lines[0] and len(text) > 2
+    loaded = session.load_decoder(checkpoint, load_config(checkpoint), Settings(device="cpu", dtype="int8"))
+    assert all(layer.self_attn.qkv_proj.int8 is not None for layer in loaded.layers)
     save_pretrained(Decoder(ModelConfig(vocab_size=320, hidden_size=32, norm="dyt")), tmp_path)
     tokenizer.save(tmp_path)
     monkeypatch.setattr(session, "load_pretrained", lambda *_, **__: pytest.fail("the weights were read"))
