@@ -191,6 +191,11 @@ def bias_alone(study: Study) -> list[Effect]:
     return _differences(study, "with bias minus without", pairs)
 
 
+def qk_norm_alone(study: Study) -> list[Effect]:
+    """An arm with a norm of queries and keys minus the same arm without."""
+    return _differences(study, "with minus without", changed(study.plan.arms, "qk_norm", True, False))
+
+
 def _choices(study: Study, arm: Arm, *more: str) -> tuple:
     """The choices of an arm apart from its norm: the fields `more`, all other fields, and whether it has a bias."""
     names = [*more, *(name for name in vars(arm) if name not in ("norm", "norm_bias"))]
@@ -237,19 +242,24 @@ def rise_to_highest(losses: pd.Series) -> float:
     return losses.iloc[-1] - losses.min()
 
 
-def post_minus_pre(measure: Callable[[pd.Series], float]) -> Callable[[Study], list[Effect]]:
-    """Post-norm minus pre-norm, for a measure of an arm's losses within one seed, in order of the learning rate."""
+def over_the_sweep(
+    field: str, value: object, other: object, name: str, measure: Callable[[pd.Series], float]
+) -> Callable[[Study], list[Effect]]:
+    """Arms whose `field` has a value minus those where it has another, in a measure of an arm's losses of one seed.
+
+    The measure gets them in order of the learning rate.
+    """
 
     def effects(study: Study) -> list[Effect]:
         table = study.table[(study.table.phase == "sweep") & study.table.used]
         losses = table.sort_values("learning_rate").groupby(["seed", "arm"], sort=False).validation_loss
         # Where a run diverged there is no such number: leaving that learning rate out would flatter the arm.
         by_arm = losses.agg(lambda of: measure(of) if of.notna().all() else math.nan).reset_index(name="value")
-        means = by_arm.groupby(["seed", by_arm.arm.map(lambda arm: arm.placement)]).value.mean().unstack()
-        if not {"pre", "post"} <= set(means.columns):
+        means = by_arm.groupby(["seed", by_arm.arm.map(lambda arm: getattr(arm, field))]).value.mean().unstack()
+        if not {value, other} <= set(means.columns):
             return []
-        differences = (means.post - means.pre).dropna()
-        return [mean_effect("post minus pre", differences, "nats per token")] if len(differences) else []
+        differences = (means[value] - means[other]).dropna()
+        return [mean_effect(name, differences, "nats per token")] if len(differences) else []
 
     return effects
 
@@ -392,14 +402,14 @@ CLAIMS = [
         "C10a",
         "Pre-norm trains more stably than post-norm (here: its loss varies less over the learning rates)",
         "Xiong et al. 2020, arXiv 2002.04745",
-        post_minus_pre(sweep_range),
+        over_the_sweep("placement", "post", "pre", "post minus pre", sweep_range),
         low=0.0,
     ),
     Claim(
         "C10b",
         "Pre-norm trains more stably than post-norm (here: its loss rises less to the highest learning rate)",
         "Xiong et al. 2020, arXiv 2002.04745",
-        post_minus_pre(rise_to_highest),
+        over_the_sweep("placement", "post", "pre", "post minus pre", rise_to_highest),
         low=0.0,
     ),
     Claim(
@@ -464,5 +474,19 @@ CLAIMS = [
         bias_alone,
         low=-0.01,
         high=0.01,
+    ),
+    Claim(
+        "C16a",
+        "A norm of the queries and keys lowers the loss",
+        "Henry et al. 2020, arXiv 2010.04245",
+        qk_norm_alone,
+        high=0.0,
+    ),
+    Claim(
+        "C16b",
+        "A norm of the queries and keys makes the learning rate matter less (here: the loss rises less to the highest)",
+        "Wortsman et al. 2023, arXiv 2309.14322",
+        over_the_sweep("qk_norm", True, False, "with minus without", rise_to_highest),
+        high=0.0,
     ),
 ]

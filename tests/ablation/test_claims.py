@@ -72,6 +72,14 @@ def factorial(train_plan, config) -> Study:
     return train_plan(plan).study
 
 
+@pytest.fixture(scope="module")
+def qk_norms(train_plan, config) -> Study:
+    arms = {"norms": ("rms",), "qk_norms": (False, True)}
+    rates = (5e-3, 2e-2)
+    plan = Plan(**arms, seeds=3, sweep_seeds=2, learning_rates=rates, config=str(config), **SHORT)
+    return train_plan(plan).study
+
+
 @pytest.fixture
 def timed(study, monkeypatch) -> Study:
     """The study with real timings of a training step, eager ones alone."""
@@ -83,16 +91,15 @@ def timed(study, monkeypatch) -> Study:
     return dataclasses.replace(study, timings=[dataclasses.replace(t, process=p) for p in (1, 2, 3) for t in timings])
 
 
-def test_a_study_measures_the_claims_that_it_can_and_no_others(study, precision, placements, mlps):
+def test_a_study_measures_the_claims_that_it_can_and_no_others(study, precision, placements, mlps, qk_norms):
     norm_alone = {"C7", "C8a", "C8b", "C9a", "C9b"}
-    measured = {
-        name: {claim.id for claim in CLAIMS if claim.measure(of)} - norm_alone
-        for name, of in {"norms": study, "precision": precision, "placement": placements, "mlp": mlps}.items()
-    }
+    studies = {"norms": study, "precision": precision, "placement": placements, "mlp": mlps, "qk norm": qk_norms}
+    measured = {name: {claim.id for claim in CLAIMS if claim.measure(of)} - norm_alone for name, of in studies.items()}
     assert measured["norms"] == {"C2", "C3", "C4a", "C4b", "C5a", "C9c"}
     assert measured["precision"] == {"C4a", "C4b", "C5a", "C9c", "C11"}
     assert measured["placement"] == {"C5a", "C10a", "C10b"}  # its best learning rates are beyond the rates kept here
     assert measured["mlp"] == {"C4a", "C9c", "C12a", "C12b"}
+    assert measured["qk norm"] == {"C4a", "C9c", "C16a", "C16b"}
 
 
 def test_a_study_without_runs_measures_the_norms_alone(config):
@@ -314,6 +321,38 @@ def test_placements_are_judged_by_how_the_loss_depends_on_the_learning_rate(plac
     assert verdict("C10a", pre) == verdict("C10b", pre) == "does not hold"
     low = raised(("pre", 5e-3, 0.5), ("post", 5e-2, 0.1))  # varies more, and rises less
     assert (verdict("C10a", low), verdict("C10b", low)) == ("does not hold", "holds")
+
+
+def test_a_norm_of_queries_and_keys_is_judged_by_the_loss_and_by_its_rise_to_the_highest_learning_rate(qk_norms):
+    losses, arms = final_losses(qk_norms), qk_norms.plan.arms
+    sweep = {(r.arm, r.seed, r.learning_rate): r.validation_loss for r in qk_norms.results if r.phase == "sweep"}
+
+    def rise(arm, seed):
+        by_rate = [sweep[arm, seed, rate] for rate in qk_norms.rates]
+        return by_rate[-1] - min(by_rate)
+
+    measures = {"C16a": ((1, 2, 3), lambda arm, seed: losses[arm, seed]), "C16b": ((1001, 1002), rise)}
+    sign = {True: 1, False: -1}
+    for id, (seeds, measure) in measures.items():
+        per_seed = [sum(sign[arm.qk_norm] * measure(arm, seed) for arm in arms) for seed in seeds]
+        (effect,) = effects_of(id, qk_norms)
+        assert effect.n == len(seeds) and effect.estimate == pytest.approx(np.mean(per_seed))
+
+    def lowered(phase: str, size: float) -> Study:
+        """Equal losses of a phase, higher from the plan's highest learning rate on, and there less so with the norm."""
+        highest = max(qk_norms.plan.learning_rates)
+
+        def cost(result) -> float:
+            if result.phase != phase:
+                return 0.0
+            less = size * result.arm.qk_norm * (1 + result.seed / 1e5)
+            at_highest = result.learning_rate >= highest
+            return 3.0 - result.validation_loss + 0.5 * at_highest - less * (at_highest or phase == "final")
+
+        return add(qk_norms, cost)
+
+    for size, expected in ((0.1, "holds"), (-0.1, "does not hold")):
+        assert verdict("C16a", lowered("final", size)) == verdict("C16b", lowered("sweep", size)) == expected
 
 
 def test_placements_without_a_common_seed_are_not_compared(placements):
