@@ -1,9 +1,9 @@
 """Decoding and training on a CPU beside other programs: `python -m benchmarks.peers decoding` or `training`.
 
 The others are transformers, eager and compiled, and llama2.c's program if its path is given; what is not installed is
-left out with a line. Every program runs in a process of its own, all have the same shape and random weights, and they
-take turns. Prints a table in Markdown: medians, and the median of the ratios to transformers in the same turn, with
-their range. The last line is one JSON object with every measurement.
+left out with a line. Ours decodes in int8 too. Every program runs in a process of its own, all have the same shape and
+random weights, and they take turns. Prints a table in Markdown: medians, and the median of the ratios to transformers
+in the same turn, with their range. The last line is one JSON object with every measurement.
 """
 
 import argparse
@@ -31,12 +31,12 @@ from benchmarks.timing import product_rate, read_rate
 from errors import UserError, exit_on_user_error
 from generation.generate import generate
 from generation.settings import Sampling
-from generation.weights import bytes_per_step, cast_weights
+from generation.weights import bytes_per_step, cast_weights, quantize_matrices
 from model.config import ModelConfig
 from model.count import flops_per_token
+from model.cpu_decode import MAX_SEQUENCES
 from model.decoder import Decoder
 from model.device import keep_freed_memory, processor, why_not_compile
-from model.int8 import round_to_int8
 from training.optimizer import build_optimizer
 from training.processes import Processes
 from training.settings import OptimizerSettings
@@ -77,16 +77,17 @@ class Case:
 
 
 def our_decoder(shape: str, dtype: str, seed: int | None = 1) -> Decoder:
-    """Our decoder as `generate.py --dtype` stores it."""
+    """Our decoder as `generate.py --dtype` stores it; with `seed` None its weights are not initialized."""
     decoder = Decoder(SHAPES[shape], seed=seed).eval()
-    cast_weights(decoder, activation_dtype(dtype))
+    cast_weights(decoder, getattr(torch, activations(dtype)))
     if dtype == "int8":
-        round_to_int8(decoder)
+        quantize_matrices(decoder)
     return decoder
 
 
-def activation_dtype(dtype: str) -> torch.dtype:
-    return torch.bfloat16 if dtype == "int8" else getattr(torch, dtype)
+def activations(dtype: str) -> str:
+    """The dtype of the activations in a case."""
+    return "bfloat16" if dtype == "int8" else dtype
 
 
 def decode_ours(case: Case, folder: Path) -> Callable[[], float]:
@@ -290,7 +291,7 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["26m"], help="default: 26m")
     parser.add_argument("--sequences", type=positive, nargs="+", help="default: 1 and 8 for decoding, 8 for training")
     parser.add_argument(
-        "--dtypes", nargs="+", choices=DTYPES["decoding"], help="default: all; int8 only for decoding, by ours"
+        "--dtypes", nargs="+", choices=DTYPES["decoding"], help="default: all; int8: decoding by our model only"
     )
     parser.add_argument("--turns", type=positive, default=7, help="turns of each program (default: %(default)s)")
     parser.add_argument("--compiled", action="store_true", help="also transformers with torch.compile: minutes")
@@ -310,11 +311,14 @@ def main() -> None:
         raise UserError(f"--dtypes {', '.join(unknown)} is only for decoding.")
     programs = [{"program": "ours"}, *peers(arguments)]
     sequences = arguments.sequences or ([1, 8] if arguments.task == "decoding" else [TRAINED[0]])
+    if set(dtypes) == {"int8"} and max(sequences) > MAX_SEQUENCES:
+        raise UserError(
+            f"--sequences {max(sequences)}: int8 is for at most {MAX_SEQUENCES}; give another --dtypes too."
+        )
     results = {"processor": processor(), "threads": torch.get_num_threads(), "torch": torch.__version__}
     results["read_bytes_per_second"] = read_rate(CPU)
-    results["product_flops"] = {
-        dtype: product_rate(CPU, getattr(torch, dtype)) for dtype in dtypes if dtype in DTYPES["training"]
-    }
+    products = sorted({activations(dtype) for dtype in dtypes})
+    results["product_flops"] = {dtype: product_rate(CPU, getattr(torch, dtype)) for dtype in products}
     rates = ", ".join(f"{dtype} {rate / 1e12:.2f}" for dtype, rate in results["product_flops"].items())
     print(f"{results['processor']}, {results['threads']} threads, torch {torch.__version__}")
     print(f"reads {results['read_bytes_per_second'] / 1e9:.1f} GB/s; products, TFLOP/s: {rates}\n")
@@ -356,14 +360,14 @@ def peers(arguments: argparse.Namespace) -> list[dict]:
 
 
 def list_cases(task: str, programs: list[dict], shape: str, sequences: int, dtypes: Sequence[str]) -> list[Case]:
-    """Every program in every setting that it has: llama2.c decodes one sequence in float32, ours alone has int8."""
+    """Every program in every setting that it has: llama2.c one sequence in float32, ours alone up to 16 in int8."""
     found = []
     for dtype in dtypes:
         for program in programs:
             case = Case(task=task, shape=shape, sequences=sequences, dtype=dtype, **program)
             if case.program == LLAMA2C and (task, sequences, dtype) != ("decoding", 1, "float32"):
                 continue
-            if dtype == "int8" and case.program != "ours":
+            if dtype == "int8" and (case.program != "ours" or sequences > MAX_SEQUENCES):
                 continue
             norms = ("rms", "layer") if (task, case.program) == ("training", "ours") else ("rms",)
             found += [dataclasses.replace(case, norm=norm) for norm in norms]
@@ -375,12 +379,12 @@ def table_row(row: dict, rows: list[dict], results: dict) -> str:
 
     The last cells but one are bytes of weights a second beside `read_rate`, above 100% where they fit into the caches;
     or FLOP/s beside `product_rate`. Memory is that of the whole process, imports included. int8 is compared with
-    transformers in bfloat16.
+    transformers in its fastest dtype.
     """
     seconds, config = statistics.median(row["seconds"]), SHAPES[row["shape"]]
     tokens = row["sequences"] * (1 if row["task"] == "decoding" else TRAINED[1])
-    of_peer = str(activation_dtype(row["dtype"])).removeprefix("torch.")
-    peer = next((r for r in rows if r["label"] == PEER and r["dtype"] == of_peer), None)
+    others = [r for r in rows if r["label"] == PEER and row["dtype"] in (r["dtype"], "int8")]
+    peer = min(others, key=lambda r: statistics.median(r["seconds"]), default=None)
     ratio = "not measured"
     if peer is not None:
         ratios = [theirs / ours for theirs, ours in zip(peer["seconds"], row["seconds"], strict=True)]

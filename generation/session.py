@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 import kernels
 from data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from errors import UserError
@@ -18,14 +20,13 @@ from generation.prompts import check_prompts, encode_prompt
 from generation.settings import Sampling, Settings
 from generation.stream import TextStream
 from generation.terminal import hold_session
-from generation.weights import bytes_per_step
+from generation.weights import bytes_per_step, quantize_matrices
 from model import find_checkpoint
 from model.config import ModelConfig
-from model.cpu_decode import MAX_SEQUENCES
 from model.decoder import Decoder
 from model.device import choose_device, choose_inference_dtype, choose_kernels, explain_out_of_memory
 from model.fused_decode import max_sequences
-from model.int8 import round_to_int8
+from model.int8 import ALIGNMENT
 from model.pretrained import load_config, load_pretrained
 from model.stored_weights import stored_dtype
 
@@ -74,7 +75,7 @@ def run(
             log("note: the model's chat template leaves the system prompt out, so --system has no effect")
     with explain_memory(settings):
         decoder = load_decoder(checkpoint, config, settings)
-    dtype = str(decoder.compute_dtype).removeprefix("torch.") + ", matrices in int8" * (settings.dtype == "int8")
+    dtype = str(decoder.compute_dtype).removeprefix("torch.") + " with int8 matrices" * (settings.dtype == "int8")
     device = next(decoder.parameters()).device
     log(f"{checkpoint} on {device} in {dtype}, kernels: {kernels.describe(device)}")
 
@@ -207,18 +208,34 @@ def load_decoder(checkpoint: Path, config: ModelConfig, settings: Settings) -> D
     """The model on its device, with its weights in the dtype it computes in."""
     device, int8 = choose_device(settings.device), settings.dtype == "int8"
     if int8 and device.type != "cpu":
-        raise UserError(f"--dtype int8 is for a CPU, and this is {device}; leave it out, or give --device cpu.")
+        raise UserError(f"--dtype int8 runs only on a CPU, and the device is {device}; leave it out.")
     choose_kernels(settings.kernels, device)
-    if int8 and settings.batch_size > max_sequences(config, device):
-        raise UserError(
-            "--dtype int8 is for pre-norm models with rms or layer and SwiGLU, and a --batch-size of at most "
-            f"{MAX_SEQUENCES}; use bfloat16."
-        )
+    if int8:
+        check_int8(config, device, settings.batch_size)
     dtype = choose_inference_dtype("bfloat16" if int8 else settings.dtype, device, stored_dtype(checkpoint))
     decoder = load_pretrained(checkpoint, device=device, compute_dtype=dtype, cast=True).eval()
     if int8:
-        round_to_int8(decoder)
+        quantize_matrices(decoder)
     return decoder
+
+
+def check_int8(config: ModelConfig, device: torch.device, batch_size: int) -> None:
+    """Raise `UserError` where no decoding step would use matrices in int8, or use only some of them."""
+    if kernels.implementation(device) is not kernels.cpu:
+        raise UserError("--dtype int8 has no Triton kernels; use --kernels torch.")
+    if max_sequences(config, device) == 0:
+        kind = f"{config.norm} norm, {config.norm_placement}, {config.mlp}"
+        raise UserError(f"--dtype int8 has no decoding step for this model ({kind}); use bfloat16.")
+    if config.hidden_size % ALIGNMENT:
+        raise UserError(
+            f"--dtype int8 needs a hidden size that is a multiple of {ALIGNMENT}, and this model's is "
+            f"{config.hidden_size}; use bfloat16."
+        )
+    if batch_size > max_sequences(config, device):
+        raise UserError(
+            f"--batch-size is {batch_size}, and --dtype int8 decodes at most {max_sequences(config, device)} texts at "
+            "once; use a smaller one, or bfloat16."
+        )
 
 
 def explain_memory(settings: Settings) -> contextlib.AbstractContextManager[None]:

@@ -98,8 +98,9 @@ class Settings:
     """auto (CUDA if available, else MPS, else CPU), or a torch device such as cuda:1."""
     dtype: Literal["auto", "float32", "bfloat16", "float16", "int8"] = "auto"
     """Dtype of weights and activations. auto: bfloat16 on CUDA (float16 on GPUs without fast bfloat16); bfloat16 for a
-    bfloat16 checkpoint on a CPU with bfloat16 instructions; else float32. int8, on a CPU: new tokens are computed with
-    matrices rounded to 8 bits, which is faster than bfloat16; they are kept beside those in bfloat16."""
+    bfloat16 checkpoint on a CPU with bfloat16 instructions; else float32. int8, on a CPU: bfloat16, but new tokens
+    are computed with matrices quantized to 8 bits, which is faster for up to four texts at once and slower for more;
+    takes 3 bytes per parameter."""
     kernels: Literal["auto", "triton", "torch"] = "auto"
     """Fused Triton kernels or plain PyTorch. auto: Triton on an NVIDIA or AMD GPU. With Triton, up to 8 parallel texts
     decode with kernels made for small batches, replayed as one CUDA graph per step."""

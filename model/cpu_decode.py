@@ -10,7 +10,8 @@ views are made once, and merged operations:
 - q and k are rotated with tables as wide as a head, (cos, cos) and (-sin, sin): x times the first, plus x with its
   halves exchanged times the second.
 
-Residual stream, norms and rotation are float32 whatever the compute dtype. docs/findings.md has the measurements.
+Matrices may be quantized to 8 bits (`model/int8.py`). Residual stream, norms and rotation are float32 whatever the
+compute dtype. docs/findings.md has the measurements.
 """
 
 from typing import NamedTuple
@@ -22,7 +23,7 @@ from torch.nn import functional as F
 from model.attention import attention_mask
 from model.cache import KeyValueCache
 from model.decoder import Decoder
-from model.int8 import Int8
+from model.int8 import Int8Matrix
 from model.linear import Linear
 from model.norm import Norm
 
@@ -36,30 +37,30 @@ class LayerWeights(NamedTuple):
     """What a step needs of a layer, and its part of the cache. A norm is its weight and bias, float32."""
 
     input_norm: tuple[Tensor, Tensor | None]
-    qkv: Tensor | Int8  # ((H + 2K) d, D)
+    qkv: Tensor | Int8Matrix  # ((H + 2K) d, D)
     qkv_bias: Tensor | None
     head_norms: tuple[Tensor, Tensor] | None  # of q and k, (d,) each
-    o: Tensor | Int8  # (D, H d)
+    o: Tensor | Int8Matrix  # (D, H d)
     mlp_norm: tuple[Tensor, Tensor | None]
-    gate_up: Tensor | Int8  # (2F, D)
-    down: Tensor | Int8  # (D, F)
+    gate_up: Tensor | Int8Matrix  # (2F, D)
+    down: Tensor | Int8Matrix  # (D, F)
     cache: Tensor  # (2, B, K, max_length, d)
 
 
 class Product:
     """The products of B rows with matrices of one shape, into one buffer: `rows` (B, out_features)."""
 
-    def __init__(self, weight: Tensor | Int8, batch: int, dtype: torch.dtype):
+    def __init__(self, weight: Tensor | Int8Matrix, batch: int, dtype: torch.dtype):
         out_features, in_features = weight.shape
-        many = dtype != torch.float32 or (batch >= MANY_ROWS and out_features * in_features >= LARGE)
-        self.weight_first = many and not isinstance(weight, Int8)
+        large = batch >= MANY_ROWS and out_features * in_features >= LARGE
+        self.weight_first = not isinstance(weight, Int8Matrix) and (dtype != torch.float32 or large)
         self.buffer = torch.empty((out_features, batch) if self.weight_first else (batch, out_features), dtype=dtype)
         self.rows = self.buffer.t() if self.weight_first else self.buffer
 
-    def __call__(self, weight: Tensor | Int8, x: Tensor) -> None:
+    def __call__(self, weight: Tensor | Int8Matrix, x: Tensor) -> None:
         """rows = x W^T for x (B, in_features)."""
-        if isinstance(weight, Int8):
-            self.rows.copy_(weight.times(x))
+        if isinstance(weight, Int8Matrix):
+            self.rows.copy_(weight.multiply(x))  # torch's product cannot write into a buffer
         elif len(x) == 1:
             torch.mv(weight, x[0], out=self.rows[0])  # in bfloat16 twice as fast as a product of matrices
         elif self.weight_first:
@@ -89,7 +90,7 @@ class CpuDecodeStep:
             parameters = norm.weight, norm.bias
             return tuple(None if p is None else p.detach().float().repeat(len(self.signs)) for p in parameters)
 
-        def matrix(linear: Linear) -> Tensor | Int8:  # no copy if it is stored in the dtype that it is used in
+        def matrix(linear: Linear) -> Tensor | Int8Matrix:  # no copy if it is stored in the dtype that it is used in
             return linear.weight.detach().to(self.dtype) if linear.int8 is None else linear.int8
 
         self.layers = [

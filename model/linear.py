@@ -8,6 +8,8 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 from torch.nn import functional as F
 
+from model.int8 import Int8Matrix
+
 
 class Linear(nn.Module):
     """y = W x + b. Unlike torch.nn.Linear it draws no random numbers: `model.decoder.initialize` fills it."""
@@ -18,8 +20,8 @@ class Linear(nn.Module):
         self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
         self.copies: dict[torch.dtype, Tensor] | None = None
         """Copies of the weight in other dtypes, while `sharing_casts` keeps them."""
-        self.int8: tuple[Tensor, Tensor] | None = None
-        """The weight rounded to 8 bits, for decoding on a CPU: see `model/int8.py`."""
+        self.int8: Int8Matrix | None = None
+        """The weight quantized to 8 bits, for decoding on a CPU; whoever changes the weight must quantize it again."""
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., in_features) -> (..., out_features), in x's dtype."""

@@ -4,6 +4,7 @@ import pytest
 import sentencepiece
 import torch
 
+import kernels
 from data.tokenizer import load_tokenizer
 from errors import UserError
 from generation import session
@@ -129,19 +130,34 @@ def test_a_run_whose_tokenizer_has_no_tokenizer_json_form_can_generate(tmp_path,
     assert text.startswith("the fox") and len(text) > len("the fox\n")
 
 
-def test_int8_is_in_the_log_and_refused_before_the_weights_are_read_where_no_step_uses_it(
-    checkpoint, monkeypatch, tmp_path, tokenizer
-):
+def test_matrices_are_quantized_for_int8_and_the_log_says_so(checkpoint):
     text, lines = output(checkpoint, max_new_tokens=5, device="cpu", dtype="int8")
-    assert "in bfloat16, matrices in int8, kernels: " in lines[0] and len(text) > 2
+    assert "in bfloat16 with int8 matrices, kernels: " in lines[0] and len(text) > 2
     loaded = session.load_decoder(checkpoint, load_config(checkpoint), Settings(device="cpu", dtype="int8"))
     assert all(layer.self_attn.qkv_proj.int8 is not None for layer in loaded.layers)
-    save_pretrained(Decoder(ModelConfig(vocab_size=320, hidden_size=32, norm="dyt")), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("model", "settings", "message"),
+    [
+        ({}, {"batch_size": 17}, "--batch-size is 17, and --dtype int8 decodes at most 16 texts"),
+        ({"norm": "dyt"}, {}, r"no decoding step for this model \(dyt norm, pre, swiglu\); use bfloat16"),
+        ({"hidden_size": 48}, {}, "needs a hidden size that is a multiple of 32, and this model's is 48"),
+        ({}, {"kernels": "triton"}, "int8 has no Triton kernels; use --kernels torch"),
+        ({}, {"device": "mps"}, "int8 runs only on a CPU, and the device is mps; leave it out"),
+    ],
+    ids=str,
+)
+def test_int8_is_refused_before_the_weights_are_read_where_no_step_uses_it(
+    monkeypatch, tmp_path, tokenizer, model, settings, message
+):
+    save_pretrained(Decoder(ModelConfig(**({"vocab_size": 320, "hidden_size": 32} | model))), tmp_path)
     tokenizer.save(tmp_path)
     monkeypatch.setattr(session, "load_pretrained", lambda *_, **__: pytest.fail("the weights were read"))
-    for directory, batch_size in ((checkpoint, 17), (tmp_path, 16)):
-        with pytest.raises(UserError, match=r"int8 is for pre-norm models with rms or layer .* at most 16; use bfloat"):
-            output(directory, device="cpu", dtype="int8", batch_size=batch_size)
-    monkeypatch.setattr(session, "choose_device", lambda name: torch.device("mps"))
-    with pytest.raises(UserError, match="int8 is for a CPU, and this is mps; leave it out, or give --device cpu"):
-        output(checkpoint, dtype="int8")
+    monkeypatch.setattr(session, "choose_device", lambda name: torch.device(name))
+    monkeypatch.setattr(session, "choose_kernels", lambda choice, device: kernels.use(choice, device))
+    try:
+        with pytest.raises(UserError, match=message):
+            output(tmp_path, **({"device": "cpu", "dtype": "int8"} | settings))
+    finally:
+        kernels.use("auto", torch.device("cpu"))

@@ -2,10 +2,9 @@
 
 import torch
 
-from generation.weights import bytes_per_step, cast_weights
+from generation.weights import bytes_per_step, cast_weights, quantize_matrices
 from model.config import ModelConfig
 from model.decoder import Decoder
-from model.int8 import round_to_int8
 
 
 def test_matrices_stored_in_bfloat16_give_the_same_logits_as_matrices_cast_at_each_step():
@@ -31,7 +30,7 @@ def test_bytes_per_step_do_not_count_an_untied_embedding():
     cast_weights(untied, torch.bfloat16)
     vectors = sum(p.numel() for p in untied.parameters() if p.ndim == 1)
     assert bytes_per_step(untied) == 2 * tied.num_parameters() + 2 * vectors
-    round_to_int8(untied)  # all but down_proj, whose rows of 48 are no multiple of 32
+    quantize_matrices(untied)  # all but down_proj, whose rows of 48 are no multiple of 32
     scales = sum(
         len(p)
         for name, p in untied.named_parameters()

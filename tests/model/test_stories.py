@@ -12,10 +12,9 @@ from torch.nn import functional as F
 
 from generation.generate import generate
 from generation.settings import Sampling
-from generation.weights import cast_weights
+from generation.weights import cast_weights, quantize_matrices
 from model.cache import KeyValueCache
 from model.cpu_decode import CpuDecodeStep
-from model.int8 import round_to_int8
 from model.pretrained import load_pretrained
 
 LOGIT, LOSS = 3e-5, 3e-6
@@ -99,7 +98,7 @@ def test_the_cpu_step_in_bfloat16_and_int8_predicts_2000_tokens_as_well_as_in_fl
     assert exact == pytest.approx(decoder(tokens[:, :-1], tokens[:, 1:]).mean().item(), abs=LOSS)
     cast_weights(decoder, torch.bfloat16)
     bfloat16 = loss_by_steps()
-    round_to_int8(decoder)
+    quantize_matrices(decoder)
     int8 = loss_by_steps()
     print(f"{exact:.4f} nats per token in float32, {bfloat16:.4f} in bfloat16, {int8:.4f} in int8")
     assert len({exact, bfloat16, int8}) == 3 and max(abs(bfloat16 - exact), abs(int8 - exact)) < 0.01
