@@ -74,7 +74,7 @@ def run(
         if chat.leaves_system_out:
             log("note: the model's chat template leaves the system prompt out, so --system has no effect")
     with explain_memory(settings):
-        decoder = load_decoder(checkpoint, config, settings)
+        decoder = load_decoder(checkpoint, settings)
     dtype = str(decoder.compute_dtype).removeprefix("torch.") + " with int8 matrices" * (settings.dtype == "int8")
     device = next(decoder.parameters()).device
     log(f"{checkpoint} on {device} in {dtype}, kernels: {kernels.describe(device)}")
@@ -204,14 +204,14 @@ class OrderedOutput:
             self._log(f"text {self._current + 1} of {len(self._waiting)}")
 
 
-def load_decoder(checkpoint: Path, config: ModelConfig, settings: Settings) -> Decoder:
+def load_decoder(checkpoint: Path, settings: Settings) -> Decoder:
     """The model on its device, with its weights in the dtype it computes in."""
     device, int8 = choose_device(settings.device), settings.dtype == "int8"
     if int8 and device.type != "cpu":
         raise UserError(f"--dtype int8 runs only on a CPU, and the device is {device}; leave it out.")
     choose_kernels(settings.kernels, device)
     if int8:
-        check_int8(config, device, settings.batch_size)
+        check_int8(load_config(checkpoint), device, settings.batch_size)
     dtype = choose_inference_dtype("bfloat16" if int8 else settings.dtype, device, stored_dtype(checkpoint))
     decoder = load_pretrained(checkpoint, device=device, compute_dtype=dtype, cast=True).eval()
     if int8:

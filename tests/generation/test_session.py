@@ -13,7 +13,7 @@ from generation.settings import Sampling, Settings
 from model.config import ModelConfig
 from model.decoder import Decoder
 from model.find_checkpoint import find_checkpoint
-from model.pretrained import load_config, save_pretrained
+from model.pretrained import save_pretrained
 
 GREEDY = Sampling(temperature=0)
 
@@ -133,7 +133,7 @@ def test_a_run_whose_tokenizer_has_no_tokenizer_json_form_can_generate(tmp_path,
 def test_matrices_are_quantized_for_int8_and_the_log_says_so(checkpoint):
     text, lines = output(checkpoint, max_new_tokens=5, device="cpu", dtype="int8")
     assert "in bfloat16 with int8 matrices, kernels: " in lines[0] and len(text) > 2
-    loaded = session.load_decoder(checkpoint, load_config(checkpoint), Settings(device="cpu", dtype="int8"))
+    loaded = session.load_decoder(checkpoint, Settings(device="cpu", dtype="int8"))
     assert all(layer.self_attn.qkv_proj.int8 is not None for layer in loaded.layers)
 
 
