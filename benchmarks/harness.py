@@ -37,6 +37,12 @@ def main() -> None:
         cli_evaluate()
 
 
+def check_dtype(dtype: str) -> None:
+    """Raise `UserError` for int8, which only decoding steps use: log-likelihoods are those of whole texts."""
+    if dtype == "int8":
+        raise UserError("dtype=int8 is for generate.py; evaluate with dtype=bfloat16.")
+
+
 @functools.cache
 def register() -> type:
     """Make `--model prenorm` known to lm-eval and return its class. Raises `UserError` when lm-eval is missing."""
@@ -49,7 +55,7 @@ def register() -> type:
         raise UserError("this needs lm-eval; install it with `pip install lm_eval`.") from None
 
     class Prenorm(TemplateLM):
-        """`pretrained` is a run folder or a checkpoint; `dtype` and `device` are as for generate.py.
+        """`pretrained` is a run folder or a checkpoint; `dtype` (but int8) and `device` are as for generate.py.
 
         A `batch_size` that is not a number, such as auto, means 16.
         """
@@ -58,6 +64,7 @@ def register() -> type:
             super().__init__()
             if device.startswith("cuda") and not torch.cuda.is_available():
                 device = "auto"  # lm-eval's command line asks for cuda:0 where its user asked for nothing
+            check_dtype(dtype)
             checkpoint = find_checkpoint(Path(pretrained))
             self.decoder = load_decoder(checkpoint, Settings(device=device, dtype=dtype))
             self.tokenizer = load_tokenizer(checkpoint)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.harness import continuations, log_likelihoods, read_arguments, register
+from benchmarks.harness import check_dtype, continuations, log_likelihoods, read_arguments, register
 from data.tokenizer import train_tokenizer
 from errors import UserError
 from generation.generate import generate
@@ -115,6 +115,12 @@ def test_generation_ends_when_a_stop_string_is_complete(tokenizer, monkeypatch):
     assert len(steps) == 10
     continuations(decoder, tokenizer, prompts, {"max_gen_toks": 10, "until": [text[0]]}, none, 1)
     assert len(steps) == 11
+
+
+def test_int8_is_refused_because_only_decoding_steps_use_it():
+    check_dtype("bfloat16")
+    with pytest.raises(UserError, match="evaluate with dtype=bfloat16"):
+        check_dtype("int8")
 
 
 def test_generation_arguments_are_read_as_lm_eval_means_them():
