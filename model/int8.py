@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-ALIGNMENT = 32  # of the length of a row: where it is no multiple of 16, torch's product reads out of bounds
+ALIGNMENT = 32  # of the length of a row; torch's product reads out of bounds where that is no multiple of 16
 ROWS_AT_ONCE = 512  # in float32
 
 
