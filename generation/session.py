@@ -220,7 +220,7 @@ def load_decoder(checkpoint: Path, settings: Settings) -> Decoder:
 
 
 def check_int8(config: ModelConfig, device: torch.device, batch_size: int) -> None:
-    """Raise `UserError` where no decoding step would use matrices in int8, or use only some of them."""
+    """Raise `UserError` where no decoding step would use matrices in int8, or only the fewest of them."""
     if kernels.implementation(device) is not kernels.cpu:
         raise UserError("--dtype int8 has no Triton kernels; use --kernels torch.")
     if max_sequences(config, device) == 0:
