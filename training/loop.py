@@ -200,7 +200,7 @@ def evaluate_and_save(session: Session, log: Metrics | None, bar: tqdm) -> None:
     if better:
         checkpoint.save_best(session.run_dir, session.state, session.model, corpus.tokenizer)
     save(session)
-    draw_losses(session.run_dir, bar)
+    draw_losses(session, bar)
     bar.write(f"step {state.step}: validation {result}")
     if state.step < state.steps:
         bar.write(sample(session, SAMPLE_TOKENS, session.settings.run.sample_prompt))

@@ -2,7 +2,7 @@
 
 import shlex
 import statistics
-from pathlib import Path
+import time
 
 from tqdm import tqdm
 
@@ -14,6 +14,7 @@ from training import plot
 from training.session import Session
 
 FINAL_SAMPLE_TOKENS = 200
+SECONDS_PER_PICTURE = 10  # a picture takes a tenth of a second, the first one half a second more
 
 
 def progress_bar(session: Session) -> tqdm:
@@ -81,9 +82,16 @@ def first_words(session: Session) -> str:
     return words if fits else ""
 
 
-def draw_losses(run_dir: Path, bar: tqdm) -> None:
-    """Draw loss.png; a run does not end because a picture, or matplotlib itself, fails: that is a note."""
+def draw_losses(session: Session, bar: tqdm) -> None:
+    """Draw loss.png, at most every SECONDS_PER_PICTURE, and at the end of the run.
+
+    A run does not end because a picture, or matplotlib itself, fails: that is a note.
+    """
+    now = time.monotonic()
+    if now - session.drawn_at < SECONDS_PER_PICTURE and session.state.step < session.state.steps:
+        return
+    session.drawn_at = now
     try:
-        plot.draw([run_dir], run_dir / "loss.png")
+        plot.draw([session.run_dir], session.run_dir / "loss.png")
     except Exception as error:  # matplotlib raises errors of many types, also when it is imported
         bar.write(f"note: loss.png cannot be drawn ({error!r:.200})")

@@ -5,6 +5,7 @@ import math
 import platform
 import sys
 import textwrap
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -65,6 +66,8 @@ class Session:
     """Updates in a row that float16 overflow has skipped."""
     evaluation: Evaluation | None = None
     """The newest evaluation; None before the first after a start or resume."""
+    drawn_at: float = field(default_factory=time.monotonic)
+    """When loss.png was drawn, at first when the run was set up; seconds of an arbitrary clock."""
 
     @property
     def micro_batch_size(self) -> int:

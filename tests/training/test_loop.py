@@ -173,8 +173,19 @@ def test_a_picture_that_cannot_be_drawn_is_a_note_and_training_continues(flags, 
     monkeypatch.setattr(progress.plot, "draw", fail)
     assert train(parse([*flags, "--steps", "4", "--evaluate-every", "2"], "test").settings, tmp_path / "run") == 0
     printed = "".join(capsys.readouterr())
-    assert printed.count("note: loss.png cannot be drawn (ValueError(\"Key backend: 'bogus'") == 2
+    assert printed.count("note: loss.png cannot be drawn (ValueError(\"Key backend: 'bogus'") == 1
     assert json.loads((tmp_path / "run" / "last" / "state.json").read_text())["step"] == 4
+
+
+@pytest.mark.parametrize(("seconds", "drawn"), [(0, [2, 4, 5]), (3600, [5])])
+def test_the_picture_is_drawn_at_the_end_and_before_only_after_some_seconds(
+    flags, tmp_path, monkeypatch, seconds, drawn
+):
+    steps = []
+    monkeypatch.setattr(progress, "SECONDS_PER_PICTURE", seconds)
+    monkeypatch.setattr(progress.plot, "draw", lambda runs, path: steps.append(metrics.read(*runs)[-1]["step"]))
+    train(parse([*flags, "--steps", "5", "--evaluate-every", "2"], "test").settings, tmp_path / "run")
+    assert steps == drawn
 
 
 OUT_OF_MEMORY = [
