@@ -78,6 +78,8 @@ class ArmSummary:
     learning_rate: float | None
     """None where it diverged at every learning rate of the sweep."""
     at_edge: bool
+    better_rate: float | None
+    """See `Study.better_rate`."""
     completed: int
     runs: int
     loss: Effect | None
@@ -180,6 +182,22 @@ class Study:
     @functools.cached_property
     def arms_at_edge(self) -> set[Arm]:
         return {sweep.arm for sweep in self.sweeps if sweep.at_edge}
+
+    def better_rate(self, arm: Arm) -> float | None:
+        """The best other learning rate of the sweep, if its mean lies below the 95% interval of the arm's final loss.
+
+        Then a few seeds of the sweep chose a rate that does not suit the others; None where that did not happen.
+        """
+        sweep, loss = next((sweep for sweep in self.sweeps if sweep.arm == arm), None), self._final_loss(arm)
+        if sweep is None or loss is None or loss.interval is None:
+            return None
+        lower = {rate: mean for rate, mean in sweep.losses.items() if rate != sweep.best and mean < loss.interval[0]}
+        return min(lower, key=lower.get, default=None)
+
+    def _final_loss(self, arm: Arm) -> Effect | None:
+        """Mean over an arm's final runs, nats per token; None where one diverged or none is finished."""
+        losses = self.final(arm).validation_loss
+        return mean_effect(self.label(arm), losses, "nats per token") if len(losses) and losses.notna().all() else None
 
     def final(self, arm: Arm) -> pd.DataFrame:
         """The final runs of an arm that count, by seed.
@@ -303,15 +321,15 @@ class Study:
         found = []
         for arm in self.plan.arms:
             runs, config = self.final(arm), model_config(self.plan, arm)
-            complete = len(runs) > 0 and runs.validation_loss.notna().all()
             summary = ArmSummary(
                 arm=arm,
                 label=self.label(arm),
                 learning_rate=self.learning_rates.get(arm),
                 at_edge=arm in self.arms_at_edge,
+                better_rate=self.better_rate(arm),
                 completed=int((runs.status == "completed").sum()),
                 runs=len(runs),
-                loss=mean_effect(self.label(arm), runs.validation_loss, "nats per token") if complete else None,
+                loss=self._final_loss(arm),
                 bits_per_byte=float(runs.bits_per_byte.mean(skipna=False)),
                 parameters=num_parameters(config),
                 norm_parameters=num_norm_parameters(config),

@@ -119,6 +119,8 @@ def _outcome(study: Study, arm: ArmSummary) -> dict[str, str]:
     if arm.learning_rate is None:
         return {"verdict": "no learning rate", "detail": "the sweep is not finished, or every learning rate diverged"}
     edge = f"; learning rate {arm.learning_rate:g} is at the edge of the sweep" if arm.at_edge else ""
+    if arm.better_rate is not None:
+        edge += f"; learning rate {arm.better_rate:g} ended lower in the sweep: choose with more seeds (--sweep-seeds)"
     if arm.loss is None:
         if study.size is None:
             return {"verdict": "not finished", "detail": "the pilot is not finished"}
@@ -220,7 +222,9 @@ def differences(study: Study) -> Section:
     arms = [
         {
             "arm": arm.label,
-            "learning rate": cell(arm.learning_rate) + (" (at the edge)" if arm.at_edge else ""),
+            "learning rate": cell(arm.learning_rate)
+            + (" (at the edge)" if arm.at_edge else "")
+            + ("" if arm.better_rate is None else f" ({arm.better_rate:g} ended lower in the sweep)"),
             "completed": f"{arm.completed} of {arm.runs}",
             "loss and 95% interval": effect(arm.loss, ".4f"),
             **{"bits per byte": arm.bits_per_byte, "parameters": arm.parameters, "in norms": arm.norm_parameters},
@@ -393,6 +397,13 @@ def notes(study: Study) -> list[str]:
     at_edge = ", ".join(study.label(arm) for arm in study.plan.arms if arm in study.arms_at_edge)
     if at_edge:
         found.append(f"The best learning rate of {at_edge} is the lowest or highest tried: another may be better.")
+    for arm in study.arms:
+        if arm.better_rate is not None:
+            found.append(
+                f"The final runs of {arm.label} ended higher, by all of their interval, than its sweep at "
+                f"{arm.better_rate:g}: few seeds chose {arm.learning_rate:g}, and what differs may be the "
+                "learning rate."
+            )
     return found
 
 

@@ -171,6 +171,24 @@ def test_an_arm_at_the_edge_of_its_sweep_says_so_everywhere(
     assert all("at the edge" not in text for text in written(study, tmp_path))
 
 
+def test_an_arm_that_ends_above_another_rate_of_its_sweep_says_so_everywhere(study, with_sweep, with_losses, tmp_path):
+    """The rate that few seeds chose did not suit the others: what is measured there may be the rate and not the arm."""
+    swept = with_sweep(study, {"rms": (3.30, 3.28, 3.70), "layer": (3.31, 3.28, 3.70), "center": (3.2, 3.1, None)})
+    finals = {"rms": (3.51, 3.50, 3.53), "layer": (3.25, 3.26, 3.33), "center": (3.11, 3.12, 3.13)}
+    unlucky = with_losses(swept, finals)
+    assert {arm.label: arm.better_rate for arm in unlucky.arms} == {"rms": 5e-3, "layer": None, "center": None}
+    said = "learning rate 0.005 ended lower in the sweep"
+    assert [said in line["detail"] for line in report.headline(unlucky)] == [False, False, True]
+    for text in written(unlucky, tmp_path):
+        assert text.count(said) == 1 and "0.02 (0.005 ended lower in the sweep)" in text
+        assert "few seeds chose 0.02, and what differs may be the learning rate" in text
+    both = with_losses(with_sweep(study, {"rms": (3.30, 3.28, 3.29)}), finals)
+    assert next(arm.better_rate for arm in both.arms if arm.label == "rms") == 0.5
+    diverged = with_losses(swept, finals | {"rms": (3.51, None, 3.53)})
+    assert next(arm.better_rate for arm in diverged.arms if arm.label == "rms") is None
+    assert all("ended lower in the sweep" not in text for text in written(study, tmp_path))
+
+
 def test_a_comparison_with_a_baseline_at_the_edge_is_marked_too(study, with_sweep):
     at_edge = with_sweep(study, {"layer": (3.4, 3.2, 3.0)})
     assert [comparison.at_edge for comparison in at_edge.comparisons] == [True, True]
