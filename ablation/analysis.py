@@ -183,12 +183,18 @@ class Study:
     def arms_at_edge(self) -> set[Arm]:
         return {sweep.arm for sweep in self.sweeps if sweep.at_edge}
 
+    @functools.cached_property
+    def untuned_arms(self) -> set[Arm]:
+        """Arms that another learning rate may suit better: those at the edge, and those with a `better_rate`."""
+        return self.arms_at_edge | {arm for arm in self.plan.arms if self.better_rate(arm) is not None}
+
     def better_rate(self, arm: Arm) -> float | None:
         """The best other learning rate of the sweep, if its mean lies below the 95% interval of the arm's final loss.
 
-        Then a few seeds of the sweep chose a rate that does not suit the others; None where that did not happen.
+        The few seeds of the sweep may then have chosen a learning rate that does not suit others. The error of the
+        sweep's own mean is not counted: this is a warning and not a test.
         """
-        sweep, loss = next((sweep for sweep in self.sweeps if sweep.arm == arm), None), self._final_loss(arm)
+        sweep, loss = {sweep.arm: sweep for sweep in self.sweeps}.get(arm), self._final_loss(arm)
         if sweep is None or loss is None or loss.interval is None:
             return None
         lower = {rate: mean for rate, mean in sweep.losses.items() if rate != sweep.best and mean < loss.interval[0]}
@@ -299,6 +305,7 @@ class Study:
         differences = pairs.difference.to_numpy()
         name = f"{self.label(arm)} minus {self.label(base)}"
         loss = mean_effect(name, differences, "nats per token")
+        loss = dataclasses.replace(loss, untuned=bool({arm, base} & self.untuned_arms))
         return Comparison(
             arm=self.label(arm),
             baseline=self.label(base),
@@ -312,7 +319,6 @@ class Study:
             comparisons=1,
             margin=self.plan.margin,
             noise=self.noise(base, self.learning_rates[base]),
-            at_edge=bool({arm, base} & self.arms_at_edge),
         )
 
     @functools.cached_property

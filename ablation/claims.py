@@ -5,8 +5,9 @@ lie in. One rule, `judge`, turns effects and region into a verdict; there is no 
 """
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -55,9 +56,9 @@ def judge(effect: Effect, low: float, high: float) -> Verdict:
 
     It holds where the whole interval lies inside: the 95% interval, or between two finite bounds the 90% interval,
     which is two one-sided tests at 5% and takes as many pairs as any equivalence. It does not hold where the whole 95%
-    interval lies outside. An effect at a learning rate at the edge of its sweep decides nothing.
+    interval lies outside. An effect on an arm that is not well tuned decides nothing.
     """
-    if effect.interval is None or effect.at_edge:
+    if effect.interval is None or effect.untuned:
         return "not resolved"
     if effect.interval[1] <= low or effect.interval[0] >= high:
         return "does not hold"
@@ -88,7 +89,7 @@ def step_times(study: Study) -> list[Effect]:
 def loss_difference(arm: str, base: str) -> Callable[[Study], list[Effect]]:
     def measure(study: Study) -> list[Effect]:
         found = study.compare(arm, base)
-        return [] if found is None else [dataclasses.replace(found.loss, at_edge=found.at_edge)]
+        return [] if found is None else [found.loss]
 
     return measure
 
@@ -148,8 +149,10 @@ def memory_ratio(study: Study) -> list[Effect]:
     ]
 
 
-def averaged_over_seeds(study: Study, name: str, difference: Callable[[pd.Series], float]) -> list[Effect]:
-    """An effect whose unit is the seed: the mean, within each seed, of a difference between arms of that seed.
+def averaged_over_seeds(
+    study: Study, name: str, arms: Iterable[Arm], difference: Callable[[pd.Series], float]
+) -> list[Effect]:
+    """An effect whose unit is the seed: the mean, within each seed, of a difference between these arms of that seed.
 
     `difference` gets the losses of one seed by arm and returns NaN where it lacks an arm or a run diverged. There is
     none until all final runs are there, as in `Study.final`.
@@ -159,7 +162,10 @@ def averaged_over_seeds(study: Study, name: str, difference: Callable[[pd.Series
     table = study.table[(study.table.phase == "final") & study.table.used]
     values = [difference(runs.set_index("arm").validation_loss) for _, runs in table.groupby("seed")]
     values = [value for value in values if not math.isnan(value)]
-    return [mean_effect(name, values, "nats per token")] if values else []
+    if not values:
+        return []
+    untuned = not study.untuned_arms.isdisjoint(arms)
+    return [dataclasses.replace(mean_effect(name, values, "nats per token"), untuned=untuned)]
 
 
 def mean_difference(losses: pd.Series, pairs: list[tuple[Arm, Arm]]) -> float:
@@ -204,7 +210,8 @@ def _choices(study: Study, arm: Arm, *more: str) -> tuple:
 
 def _differences(study: Study, name: str, pairs: list[tuple[Arm, Arm | None]]) -> list[Effect]:
     complete = [(a, b) for a, b in pairs if b is not None]
-    return averaged_over_seeds(study, name, lambda losses: mean_difference(losses, complete))
+    arms = itertools.chain.from_iterable(complete)
+    return averaged_over_seeds(study, name, arms, lambda losses: mean_difference(losses, complete))
 
 
 def cost_of_float16(study: Study) -> list[Effect]:
@@ -218,7 +225,7 @@ def cost_of_float16(study: Study) -> list[Effect]:
         cost = {n: mean_difference(losses, [p for p in pairs if p[0].norm == n]) for n in ("layer", "rms")}
         return cost["layer"] - cost["rms"]
 
-    return averaged_over_seeds(study, "float16: layer minus rms", difference)
+    return averaged_over_seeds(study, "float16: layer minus rms", study.plan.arms, difference)
 
 
 def eps_differences(study: Study) -> list[Effect]:
@@ -226,9 +233,7 @@ def eps_differences(study: Study) -> list[Effect]:
     effects = []
     for eps in sorted(set(study.plan.eps) - {1e-5}):
         pairs = changed(arms, "eps", eps, 1e-5)
-        effects += averaged_over_seeds(
-            study, f"eps {eps:g} minus 1e-05", lambda losses, pairs=pairs: mean_difference(losses, pairs)
-        )
+        effects += _differences(study, f"eps {eps:g} minus 1e-05", pairs)
     return effects
 
 
@@ -286,8 +291,7 @@ def plain_against_gated(study: Study) -> list[Effect]:
     for arm in study.plan.arms:
         if arm.mlp in GATED:
             name = f"{study.label(best)} minus {study.label(arm)}"
-            pair = [(best, arm)]
-            effects += averaged_over_seeds(study, name, lambda losses, pair=pair: mean_difference(losses, pair))
+            effects += _differences(study, name, [(best, arm)])
     return note_shared_learning_rate(study, effects)
 
 

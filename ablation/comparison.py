@@ -43,7 +43,7 @@ class Comparison:
     differences: list[float]
     """Of each pair, nats per token."""
     loss: Effect
-    """Their mean."""
+    """Their mean; `untuned` if one of the two arms is."""
     bits: Effect
     """Bits per byte."""
     std: float
@@ -59,8 +59,6 @@ class Comparison:
     margin: float
     noise: Noise | None
     """Of the baseline at its learning rate; None if not measured."""
-    at_edge: bool
-    """Whether the learning rate of either arm is the lowest or highest that was tried."""
 
     @property
     def different(self) -> bool:

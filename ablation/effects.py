@@ -31,8 +31,8 @@ class Effect:
     unit: str
     n: int
     """Seeds, pairs of seeds, or processes that measured a time; 0 for an exact value."""
-    at_edge: bool = False
-    """Whether it rests on a learning rate at the edge of its sweep, so that another may change it."""
+    untuned: bool = False
+    """Whether it rests on an arm that another learning rate may suit better: see `Study.untuned_arms`."""
 
     @property
     def can_be_equivalent(self) -> bool:

@@ -118,22 +118,22 @@ def headline(study: Study) -> list[dict[str, str]]:
 def _outcome(study: Study, arm: ArmSummary) -> dict[str, str]:
     if arm.learning_rate is None:
         return {"verdict": "no learning rate", "detail": "the sweep is not finished, or every learning rate diverged"}
-    edge = f"; learning rate {arm.learning_rate:g} is at the edge of the sweep" if arm.at_edge else ""
+    caution = f"; learning rate {arm.learning_rate:g} is at the edge of the sweep" if arm.at_edge else ""
     if arm.better_rate is not None:
-        edge += f"; learning rate {arm.better_rate:g} ended lower in the sweep: choose with more seeds (--sweep-seeds)"
+        caution += f"; learning rate {arm.better_rate:g} ended lower in the sweep: try more seeds there (--sweep-seeds)"
     if arm.loss is None:
         if study.size is None:
             return {"verdict": "not finished", "detail": "the pilot is not finished"}
         if study.size.pairs < 2:
-            return {"verdict": "not measured", "detail": describe_size(study) + edge}
+            return {"verdict": "not measured", "detail": describe_size(study) + caution}
         if not study.is_finished:
             done = len(study.finished_runs("final", arm.arm))
             detail = f"{done} of {study.size.pairs} final runs; their losses count when all arms have all of theirs"
             return {"verdict": "not finished", "detail": detail}
-        return {"verdict": "diverged", "detail": f"{arm.completed} of {arm.runs} runs completed{edge}"}
+        return {"verdict": "diverged", "detail": f"{arm.completed} of {arm.runs} runs completed{caution}"}
     found = arm.comparison
     if found is None:
-        detail = f"{arm.loss.estimate:.4f} nats per token over {arm.loss.n} seeds{edge}"
+        detail = f"{arm.loss.estimate:.4f} nats per token over {arm.loss.n} seeds{caution}"
         base = baseline(study.plan, arm.arm)
         return {"verdict": "baseline" if base is None else f"not compared with {study.label(base)}", "detail": detail}
     detail = f"{effect(found.loss, '+.4f')} nats per token over {found.loss.n} pairs: {found.explanation}"
@@ -141,7 +141,7 @@ def _outcome(study: Study, arm: ArmSummary) -> dict[str, str]:
         detail += f", {found.pairs_needed() * seconds_per_pair(study) / 3600:.2g} hours here"
     if found.chaotic:
         detail += f"; chaotic at this learning rate: {noise_words(found.noise)}"
-    detail += edge
+    detail += caution
     preposition = {"lower": "than", "higher": "than", "not resolved": "against"}.get(found.verdict, "to")
     return {"verdict": f"{found.verdict} {preposition} {found.baseline}", "detail": detail}
 
@@ -206,7 +206,7 @@ def sections(study: Study, judged: Sequence[Judged], changes: Sequence[Change] =
 def differences(study: Study) -> Section:
     compared = [
         {
-            "arm": f"{c.arm} minus {c.baseline}" + (" (learning rate at the edge)" if c.at_edge else ""),
+            "arm": f"{c.arm} minus {c.baseline}" + (" (not well tuned)" if c.loss.untuned else ""),
             "mean and 95% interval": effect(c.loss, "+.4f"),
             "verdict": c.verdict,
             "why": c.explanation,
@@ -356,7 +356,7 @@ def claim_rows(judged: Sequence[Judged]) -> list[dict[str, Value]]:
     for j in judged:
         measured = [
             f"{e.name} {effect(e, '.4g')} {e.unit}"
-            + (" at a learning rate at the edge of its sweep" if e.at_edge else "")
+            + (" of arms that are not well tuned" if e.untuned else "")
             + (f" ({verdict})" if len(j.effects) > 1 else "")
             for e, verdict in zip(j.effects, j.verdicts, strict=True)
         ]

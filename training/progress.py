@@ -83,9 +83,9 @@ def first_words(session: Session) -> str:
 
 
 def draw_losses(session: Session, bar: tqdm) -> None:
-    """Draw loss.png, at most every SECONDS_PER_PICTURE, and at the end of the run.
+    """Draw loss.png: after the last step, and before that at most once in SECONDS_PER_PICTURE.
 
-    A run does not end because a picture, or matplotlib itself, fails: that is a note.
+    A stopped run keeps the last one. A run does not end because a picture, or matplotlib itself, fails: that is a note.
     """
     now = time.monotonic()
     if now - session.drawn_at < SECONDS_PER_PICTURE and session.state.step < session.state.steps:

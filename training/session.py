@@ -67,7 +67,7 @@ class Session:
     evaluation: Evaluation | None = None
     """The newest evaluation; None before the first after a start or resume."""
     drawn_at: float = field(default_factory=time.monotonic)
-    """When loss.png was drawn, at first when the run was set up; seconds of an arbitrary clock."""
+    """`time.monotonic()` when loss.png was last drawn; before the first picture, when the session was made."""
 
     @property
     def micro_batch_size(self) -> int:

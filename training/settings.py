@@ -56,7 +56,8 @@ class RunSettings:
     train_only: Literal["all", "norms"] = "all"
     """Which parameters learn: all, or only the weights and biases of the norms."""
     evaluate_every: int = 500
-    """Steps between evaluations on the validation set; each also saves, prints a text sample and draws loss.png."""
+    """Steps between evaluations on the validation set; each also saves, prints a text sample and, at most every ten
+    seconds, draws loss.png."""
     sample_prompt: str = ""
     """Prompt of the text samples. If empty, those of evaluations start a new document, and the one at the end continues
     the first three words of a line of the training text."""

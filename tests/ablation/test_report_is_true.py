@@ -17,10 +17,11 @@ import pytest
 from scipy import stats
 
 import kernels
-from ablation import norm_alone, plots, report
+from ablation import claims, norm_alone, plots, report
+from ablation.analysis import Study
 from ablation.claims import CLAIMS, judge, judge_all
-from ablation.effects import mean_effect
-from ablation.plan import PLANS, Plan, Run, load_plan, run_settings
+from ablation.effects import Effect, mean_effect
+from ablation.plan import PLANS, Arm, Plan, Run, load_plan, run_settings
 
 RATES = (5e-3, 2e-2, 0.5)
 
@@ -160,21 +161,23 @@ def test_an_arm_at_the_edge_of_its_sweep_says_so_everywhere(
     significant = {"rms": (4.0, 4.01, 3.99), "layer": (3.0, 3.0, 3.01), "center": (3.5, 3.1, 3.2)}
     at_edge = with_losses(with_sweep(study, {"rms": losses}), significant)
     found = at_edge.compare("rms", "layer")
-    assert found.verdict == "higher" and found.at_edge and not at_edge.compare("center", "layer").at_edge
+    assert found.verdict == "higher" and found.loss.untuned and not at_edge.compare("center", "layer").loss.untuned
     edge = {line["arm"]: "at the edge of the sweep" in line["detail"] for line in report.headline(at_edge)}
     assert edge == {"rms": True, "layer": False, "center": False}
     said = f"learning rate {rate:g} is at the edge of the sweep"
     for text in written(at_edge, tmp_path):
         assert said in text[: text.index("Paired differences")]
-        assert f"{rate:g} (at the edge)" in text and "rms minus layer (learning rate at the edge)" in text
+        assert f"{rate:g} (at the edge)" in text and "rms minus layer (not well tuned)" in text
         assert "The best learning rate of rms is the lowest or highest tried" in text
-    assert all("at the edge" not in text for text in written(study, tmp_path))
+    assert all("at the edge" not in text and "not well tuned" not in text for text in written(study, tmp_path))
 
 
-def test_an_arm_that_ends_above_another_rate_of_its_sweep_says_so_everywhere(study, with_sweep, with_losses, tmp_path):
-    """The rate that few seeds chose did not suit the others: what is measured there may be the rate and not the arm."""
+def test_an_arm_that_ends_above_another_learning_rate_of_its_sweep_says_so_everywhere(
+    study, with_sweep, with_losses, tmp_path
+):
+    """What few seeds chose did not suit the others: the difference may be one of learning rates and not of arms."""
     swept = with_sweep(study, {"rms": (3.30, 3.28, 3.70), "layer": (3.31, 3.28, 3.70), "center": (3.2, 3.1, None)})
-    finals = {"rms": (3.51, 3.50, 3.53), "layer": (3.25, 3.26, 3.33), "center": (3.11, 3.12, 3.13)}
+    finals = {"rms": (3.51, 3.50, 3.53), "layer": (3.25, 3.30, 3.45), "center": (3.11, 3.12, 3.13)}
     unlucky = with_losses(swept, finals)
     assert {arm.label: arm.better_rate for arm in unlucky.arms} == {"rms": 5e-3, "layer": None, "center": None}
     said = "learning rate 0.005 ended lower in the sweep"
@@ -182,6 +185,20 @@ def test_an_arm_that_ends_above_another_rate_of_its_sweep_says_so_everywhere(stu
     for text in written(unlucky, tmp_path):
         assert text.count(said) == 1 and "0.02 (0.005 ended lower in the sweep)" in text
         assert "few seeds chose 0.02, and what differs may be the learning rate" in text
+        assert "rms minus layer (not well tuned)" in text and "center minus layer (not well tuned)" not in text
+    rms, layer, center = study.plan.arms
+
+    def averaged(study: Study, *pair: Arm) -> Effect:
+        (effect,) = claims.averaged_over_seeds(study, "d", pair, lambda losses: losses[pair[0]] - losses[pair[1]])
+        return effect
+
+    for effect in (averaged(unlucky, rms, layer), unlucky.compare("rms", "layer").loss):
+        assert judge(effect, -9, math.inf) == "not resolved" == judge(effect, -9, 0)
+    lucky = with_losses(swept, finals | {"rms": (3.2, 3.3, 3.5)})
+    for effect in (averaged(lucky, rms, layer), lucky.compare("rms", "layer").loss, averaged(unlucky, center, layer)):
+        assert judge(effect, -9, math.inf) == "holds"
+    baseline = with_losses(with_sweep(study, {"layer": (3.30, 3.28, 3.70)}), {"layer": (3.51, 3.50, 3.53)})
+    assert [comparison.loss.untuned for comparison in baseline.comparisons] == [True, True]
     both = with_losses(with_sweep(study, {"rms": (3.30, 3.28, 3.29)}), finals)
     assert next(arm.better_rate for arm in both.arms if arm.label == "rms") == 0.5
     diverged = with_losses(swept, finals | {"rms": (3.51, None, 3.53)})
@@ -191,7 +208,7 @@ def test_an_arm_that_ends_above_another_rate_of_its_sweep_says_so_everywhere(stu
 
 def test_a_comparison_with_a_baseline_at_the_edge_is_marked_too(study, with_sweep):
     at_edge = with_sweep(study, {"layer": (3.4, 3.2, 3.0)})
-    assert [comparison.at_edge for comparison in at_edge.comparisons] == [True, True]
+    assert [comparison.loss.untuned for comparison in at_edge.comparisons] == [True, True]
 
 
 def test_a_learning_rate_that_lacks_a_run_of_the_sweep_is_not_chosen(study, with_sweep):

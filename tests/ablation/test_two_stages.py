@@ -53,7 +53,6 @@ def run_studies(truths, draw, studies=STUDIES) -> tuple[list[list[Comparison]], 
                 comparisons=1,
                 margin=MARGIN,
                 noise=None,
-                at_edge=False,
             )
             for effect, values in zip(effects, finals, strict=True)
         ]
