@@ -305,13 +305,14 @@ class Study:
         differences = pairs.difference.to_numpy()
         name = f"{self.label(arm)} minus {self.label(base)}"
         loss = mean_effect(name, differences, "nats per token")
-        loss = dataclasses.replace(loss, untuned=bool({arm, base} & self.untuned_arms))
+        bits = mean_effect(name, pairs.bits_per_byte - pairs.bits_per_byte_base, "bits per byte")
+        untuned = bool({arm, base} & self.untuned_arms)
         return Comparison(
             arm=self.label(arm),
             baseline=self.label(base),
             differences=differences.tolist(),
-            loss=loss,
-            bits=mean_effect(name, pairs.bits_per_byte - pairs.bits_per_byte_base, "bits per byte"),
+            loss=dataclasses.replace(loss, untuned=untuned),
+            bits=dataclasses.replace(bits, untuned=untuned),
             std=float(differences.std(ddof=1)),
             correlation=float(pairs.validation_loss.corr(pairs.validation_loss_base)),
             p_equivalence=equivalence_p(differences, self.plan.margin),

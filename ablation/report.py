@@ -340,10 +340,11 @@ def cells_table(found: Sequence[Cell]) -> str:
     rows = [
         {
             **{"arm": c.compared, "parameters": millions(c.parameters), "tokens": millions(c.tokens)},
-            **{"text": ", ".join(arm_settings(c.study.plan, c.arm).data.data), "learning rate": f"{c.learning_rate:g}"},
+            **{"text": ", ".join(arm_settings(c.study.plan, c.arm).data.data), "learning rate": c.rates},
             **{"pairs": c.loss.n, "nats per token": effect(c.loss, "+.4f")},
             "bits per byte": MISSING if c.bits is None else effect(c.bits, "+.4f"),
-            **{"std of a pair": f"{c.deviation:.4f}", "noise": noise_words(c.noise), "verdict": c.verdict},
+            **{"std of a pair": f"{c.deviation:.4f}", "noise": noise_words(c.noise)},
+            "verdict": c.verdict + (" (not well tuned)" if c.loss.untuned else ""),
         }
         for c in found
     ]

@@ -55,6 +55,13 @@ def test_the_table_has_a_row_for_each_cell(found):
     assert row[-2] == found[0].verdict == "not resolved"
 
 
+def test_the_table_names_both_learning_rates_and_an_arm_that_is_not_well_tuned(study, with_sweep):
+    (final, *_) = cells([with_sweep(study, {"rms": (3.1, 3.2, 3.3)})])
+    assert final.loss.untuned and final.bits.untuned
+    row = [value.strip() for value in report.cells_table([final]).splitlines()[2].split("|")]
+    assert row[5] == "0.005 and 0.02" and row[-2] == f"{final.verdict} (not well tuned)"
+
+
 def test_every_pair_is_a_dot_in_the_row_of_its_cell_and_no_dot_is_outside(found):
     axes = Figure().add_subplot()
     draw_pairs(axes, found)
