@@ -21,12 +21,16 @@ def main() -> None:
         import tyro
 
         from generation.prompts import read_prompts
-        from generation.settings import Settings
+        from generation.settings import Settings, recommended_sampling
         from generation.terminal import read_line
         from model.find_checkpoint import find_checkpoint, newest_run
 
         settings = tyro.cli(Settings, prog="generate.py")
         checkpoint = find_checkpoint(newest_run(Path("runs")) if settings.run is None else settings.run)
+        if settings.chat and (recommended := recommended_sampling(checkpoint)) is not None:
+            settings = tyro.cli(Settings, prog="generate.py", default=Settings(sampling=recommended))
+            values = ", ".join(f"{name} {value:g}" for name, value in vars(settings.sampling).items())
+            log(f"sampling as in generation_config.json, unless a flag says otherwise: {values}")
         prompts = None if responds_to_lines(settings) else read_prompts(settings.prompt, settings.prompt_file)
         if settings.chat and prompts == [""]:
             raise UserError("there is no message to answer; give one with --prompt, or on standard input.")

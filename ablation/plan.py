@@ -282,7 +282,6 @@ def arm_settings(plan: Plan, arm: Arm) -> Settings:
     optimizer = dataclasses.replace(
         settings.optimizer,
         steps=steps,
-        max_minutes=None,  # all arms do all steps, however fast the machine is
         warmup_steps=min(settings.optimizer.warmup_steps, steps // 10),
     )
     return dataclasses.replace(

@@ -29,7 +29,7 @@ from training import checkpoint, metrics
 from training.evaluate import Evaluation, evaluate
 from training.loop import save, train_steps
 from training.session import Session, discard, initial_model, open_run, set_up
-from training.settings import Settings, load_settings
+from training.settings import Settings, changed_fields, load_settings
 from training.signals import StopSignals
 from training.step import Diverged
 
@@ -128,7 +128,7 @@ def train_to_the_end(
     state, saved_at = session.state, time.perf_counter()
     log = open_run(session)
     evaluate_every = session.settings.run.evaluate_every
-    ratio_every = max(1, state.steps // UPDATE_RATIOS)
+    ratio_every = max(1, session.steps // UPDATE_RATIOS)
 
     def weights_before(step: int) -> list[Tensor] | None:
         """A copy of the weights, if the step after this one is to be measured."""
@@ -142,7 +142,7 @@ def train_to_the_end(
                 measured = {"loss": step.loss, "gradient_norm": step.gradient_norm}
                 if weights is not None:
                     measured["update_ratio"] = update_ratio(session.model, weights)
-                last = step.step == state.steps
+                last = step.step == session.steps
                 if step.step % evaluate_every == 0 or last:
                     measured["curve_loss"] = curve_loss(session)
                     more = measure(session) if measure is not None else {}
@@ -263,8 +263,9 @@ def clipped(folder: Path, clip: float) -> float | None:
 
 
 def settings_hash(settings: Settings) -> str:
-    """Hash of a run's settings, whatever device it ran on."""
-    return checkpoint.settings_hash(on_device(settings, "auto"))
+    """Hash of a run's settings that are not the default, whatever device it ran on and in which folder."""
+    changes = changed_fields(Settings(), on_device(settings, "auto"))
+    return hashlib.blake2b("\n".join(changes).encode(), digest_size=16).hexdigest()
 
 
 def on_device(settings: Settings, device: str) -> Settings:

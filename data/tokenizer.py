@@ -18,7 +18,7 @@ from pathlib import Path
 import sentencepiece
 import tokenizers
 
-from data.tokenizer_json import UnsupportedTokenizer, read_model, tokenizer_json
+from data.tokenizer_json import SPACE, UnsupportedTokenizer, read_model, tokenizer_json
 from errors import UserError
 from files import read_bytes, read_json
 
@@ -98,6 +98,12 @@ class SentencePieceTokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         """Text of ids; BOS, EOS and ids past the vocabulary give nothing, bytes that are no character U+FFFD."""
         return self._processor.decode([int(i) for i in ids if 0 <= i < self.vocab_size])
+
+    @functools.cached_property
+    def tokens_with_space(self) -> list[int]:
+        """The ids of the tokens that begin with a space."""
+        pieces = self._processor.id_to_piece(list(range(self.vocab_size)))
+        return [i for i, piece in enumerate(pieces) if piece.startswith(SPACE)]
 
     def save(self, directory: str | Path) -> None:
         """Write files from which `AutoTokenizer` gives the same ids, or the files of the tokenizer's folder.
@@ -183,6 +189,12 @@ class JsonTokenizer:
         """Text of ids; special tokens and ids past the vocabulary give nothing."""
         with self._explained():
             return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
+
+    @functools.cached_property
+    def tokens_with_space(self) -> list[int]:
+        """The ids of the tokens that begin with a space, which a vocabulary writes as another character."""
+        space = "".join(map(self._tokenizer.id_to_token, self.encode(" ")))[:1]
+        return [i for token, i in self._tokenizer.get_vocab().items() if space and token.startswith(space)]
 
     @property
     def added_tokens(self) -> dict[int, tokenizers.AddedToken]:

@@ -4,7 +4,6 @@ Special tokens are tokens where the template writes them, and plain text where a
 end a turn or forge another one by typing `<|im_end|>`.
 """
 
-import dataclasses
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +13,6 @@ from data.tokenizer import JsonTokenizer, break_tokens
 from errors import UserError
 from files import read_json
 from generation.prompts import check_length
-from generation.settings import Sampling
 from generation.template import Message, render
 
 # The names under which templates find special tokens.
@@ -89,18 +87,3 @@ def special_tokens(checkpoint: Path) -> dict[str, str]:
     found = {name: fields.get(name) for name in SPECIAL_TOKENS}
     texts = {name: token.get("content") if isinstance(token, dict) else token for name, token in found.items()}
     return {name: text for name, text in texts.items() if isinstance(text, str)}
-
-
-def recommended_sampling(checkpoint: Path) -> Sampling | None:
-    """The sampling that the model's authors recommend in generation_config.json, or None."""
-    path = checkpoint / "generation_config.json"
-    fields = read_json(path)
-    names = [field.name for field in dataclasses.fields(Sampling) if fields.get(field.name) is not None]
-    if not names or not fields.get("do_sample"):
-        return None
-    try:
-        values = {name: float(fields[name]) for name in names}
-        values |= {"top_k": max(int(values["top_k"]), 0)} if "top_k" in values else {}  # vLLM's files have -1 for off
-        return Sampling(**{"temperature": 1.0, **values})
-    except (TypeError, ValueError, OverflowError, UserError) as error:
-        raise UserError(f"{path} cannot be used ({error}); correct it, or give --temperature.") from None

@@ -2,7 +2,7 @@
 
 from data.tokenizer import Tokenizer
 from generation.generate import generate
-from generation.prompts import encode_prompt
+from generation.prompts import encode_prompt, first_tokens
 from generation.settings import Sampling
 from model.decoder import Decoder
 
@@ -20,6 +20,7 @@ def complete(
     result = generate(
         decoder,
         [ids],
+        first_tokens=[first_tokens(tokenizer, prompt)],
         max_new_tokens=max_new_tokens,
         sampling=sampling,
         seed=seed,

@@ -7,6 +7,7 @@ good enough for small batches.
 
 import contextlib
 import itertools
+import math
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -67,6 +68,7 @@ def generate(
     sampling: Sampling | None = None,
     seed: int = 0,
     sample_numbers: Sequence[int] | None = None,
+    first_tokens: Sequence[Sequence[int] | None] | None = None,
     eos_ids: Collection[int] = (),
     vocab_size: int | None = None,
     on_token: Callable[[int, int], bool | None] | None = None,
@@ -76,7 +78,8 @@ def generate(
     """Continue each prompt (one token or more), deterministically.
 
     Sequence i has its own random generator, seeded by (seed, sample_numbers[i]), by default (seed, 0). For several
-    samples of one prompt, repeat the prompt with the numbers 0, 1, 2.
+    samples of one prompt, repeat the prompt with the numbers 0, 1, 2. Its first token is one of `first_tokens[i]`,
+    unless that is None or empty.
 
     Sequence i ends at an EOS id, when `on_token(i, token)` returns true, after max_new_tokens, or when prompt and new
     tokens together fill `max_position_embeddings`; then `on_finish(i, reason)` is called once. A prompt that is too
@@ -105,7 +108,9 @@ def generate(
         return None
 
     start = time.perf_counter()
-    steps = next_tokens(decoder, prompts, max(max_new), sampling or Sampling(), generators, vocab_size, past, known)
+    excluded = excluded_tokens(first_tokens, vocab_size or decoder.config.vocab_size, device)
+    sampling = sampling or Sampling()
+    steps = next_tokens(decoder, prompts, max(max_new), sampling, generators, vocab_size, excluded, past, known)
     with threads_for(decoder, len(prompts)), contextlib.closing(steps):
         for step, tokens in enumerate(steps):
             if step == 0:
@@ -130,11 +135,13 @@ def next_tokens(
     sampling: Sampling,
     generators: list[torch.Generator],
     vocab_size: int | None,
+    excluded: torch.Tensor | None = None,
     past: Past | None = None,
     known: int = 0,
 ) -> Iterator[list[int]]:
     """Yield the next token of every sequence, `max_new_tokens` times, also of sequences that the caller has ended.
 
+    excluded (B, V) bool: what the first token must not be.
     The first `known` tokens of the prompt are taken from `past`, which holds all tokens of this call afterwards.
     """
     context = decoder.config.max_position_embeddings
@@ -163,6 +170,8 @@ def next_tokens(
             else:
                 logits = decoder(tokens, cache=cache, padding=padding, last_only=True)
             logits = logits[:, -1, :vocab_size]  # (B, V)
+            if excluded is not None:
+                logits, excluded = logits.masked_fill(excluded, -math.inf), None
             sampled = sample(logits, sampling, generators, None if seen is None else seen[:, :vocab_size])  # (B,)
             ids = sampled.tolist()  # the only wait for the device in a step
             if min(ids) < 0:
@@ -188,6 +197,19 @@ def left_pad(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[to
     padding = [longest - len(prompt) for prompt in prompts]
     tokens = torch.tensor([[0] * pad + list(ids) for pad, ids in zip(padding, prompts, strict=True)], device=device)
     return tokens, torch.tensor(padding, device=device) if any(padding) else None
+
+
+def excluded_tokens(
+    first_tokens: Sequence[Sequence[int] | None] | None, vocab_size: int, device: torch.device
+) -> torch.Tensor | None:
+    """(B, V) bool: which tokens are not among the `first_tokens` of each prompt; None if all may be first."""
+    if not any(first_tokens or ()):
+        return None
+    excluded = torch.zeros(len(first_tokens), vocab_size, dtype=torch.bool)
+    for row, ids in zip(excluded, first_tokens, strict=True):
+        if ids:
+            row.fill_(True)[ids] = False
+    return excluded.to(device)
 
 
 def seen_tokens(prompts: Sequence[Sequence[int]], vocab_size: int, device: torch.device) -> torch.Tensor:

@@ -81,12 +81,20 @@ def encode_prompt(tokenizer: "Tokenizer", prompt: str) -> list[int]:
     """The prompt's token ids, starting as documents start in training: with BOS, if the tokenizer has one.
 
     An empty prompt becomes BOS alone, or EOS for a tokenizer without BOS: there, the EOS of one document is what
-    precedes the next.
+    precedes the next. A space at the end has no id: see `first_tokens`.
     """
-    ids = tokenizer.encode(prompt)
+    ids = tokenizer.encode(prompt.removesuffix(" "))
     if tokenizer.bos_id is not None:
         return [tokenizer.bos_id, *ids]
     return ids or [tokenizer.eos_id]
+
+
+def first_tokens(tokenizer: "Tokenizer", prompt: str) -> list[int] | None:
+    """The token ids that may follow a prompt: those that begin with a space if the prompt ends with one, else all.
+
+    Tokens of words contain the space before them, so that training text hardly ever has a token that ends with one.
+    """
+    return tokenizer.tokens_with_space if prompt.endswith(" ") else None
 
 
 def check_prompts(prompts: Sequence[Sequence[int]], context: int) -> None:

@@ -2,7 +2,6 @@
 prompts, or respond to each line that is typed."""
 
 import contextlib
-import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,11 +12,11 @@ import torch
 import kernels
 from data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from errors import UserError
-from generation.chat import ChatFormat, recommended_sampling
+from generation.chat import ChatFormat
 from generation.conversation import Conversation
 from generation.generate import FinishReason, Generation, generate
-from generation.prompts import check_prompts, encode_prompt
-from generation.settings import Sampling, Settings
+from generation.prompts import check_prompts, encode_prompt, first_tokens
+from generation.settings import Settings
 from generation.stream import TextStream
 from generation.terminal import hold_session
 from generation.weights import bytes_per_step, quantize_matrices
@@ -41,6 +40,8 @@ class Request:
     """Token ids."""
     sample_number: int
     """Which of the prompt's samples it is: 0, 1, ..."""
+    first_tokens: list[int] | None
+    """The token ids that its first new token must be among; None for all."""
 
 
 def run(
@@ -62,15 +63,16 @@ def run(
     tokenizer = load_tokenizer(checkpoint) if chat is None else chat.tokenizer
     check_vocabulary(tokenizer, config.vocab_size)
 
-    def encode(text: str) -> list[int]:
-        return encode_prompt(tokenizer, text) if chat is None else chat.encode([{"role": "user", "content": text}])
+    def encode(text: str) -> tuple[list[int], list[int] | None]:
+        if chat is not None:
+            return chat.encode([{"role": "user", "content": text}]), None
+        return encode_prompt(tokenizer, text), first_tokens(tokenizer, text)
 
-    prompt_ids = [encode(prompt) for prompt in prompts or ()]
-    check_prompts(prompt_ids, config.max_position_embeddings)  # before the weights are read, which may take long
+    encoded = [encode(prompt) for prompt in prompts or ()]
+    check_prompts([ids for ids, _ in encoded], config.max_position_embeddings)  # before the weights are read
     eos_ids = find_checkpoint.eos_ids(checkpoint, tokenizer.eos_id)
     if chat is not None:
         eos_ids |= {chat.end_of_turn} - {None}
-        settings = choose_sampling(settings, checkpoint, log)
         if chat.leaves_system_out:
             log("note: the model's chat template leaves the system prompt out, so --system has no effect")
     with explain_memory(settings):
@@ -93,8 +95,8 @@ def run(
             log(speed(results, bytes_per_step(decoder)))
 
     if prompts is not None:
-        samples = [(ids, number) for ids in prompt_ids for number in range(settings.samples)]
-        report(*generate_texts([Request(index, ids, number) for index, (ids, number) in enumerate(samples)]))
+        samples = [(ids, number, first) for ids, first in encoded for number in range(settings.samples)]
+        report(*generate_texts([Request(index, *sample) for index, sample in enumerate(samples)]))
     elif chat is not None:
         conversation = Conversation(decoder, chat, settings, eos_ids, write, log)
 
@@ -109,25 +111,15 @@ def run(
         numbers = itertools.count()
 
         def continue_text(text: str) -> None:
-            ids = encode(text)
+            ids, first = encode(text)
             check_prompts([ids], config.max_position_embeddings)
             try:
-                report(*generate_texts([Request(0, ids, next(numbers))]))
+                report(*generate_texts([Request(0, ids, next(numbers), first)]))
             except KeyboardInterrupt:
                 write("\n")
                 raise
 
         hold_session(continue_text, lambda: log("nothing to forget: each line is a text of its own"), read, log)
-
-
-def choose_sampling(settings: Settings, checkpoint: Path, log: Callable[[str], object]) -> Settings:
-    """The settings with the sampling that the model's authors recommend, unless a flag sets it."""
-    recommended = recommended_sampling(checkpoint) if settings.sampling == Sampling() else None
-    if recommended is None:
-        return settings
-    values = dataclasses.asdict(recommended).items()
-    log(f"sampling as in generation_config.json: {', '.join(f'{name} {value:g}' for name, value in values)}")
-    return dataclasses.replace(settings, sampling=recommended)
 
 
 def generate_batch(
@@ -159,6 +151,7 @@ def generate_batch(
         sampling=settings.sampling,
         seed=settings.seed,
         sample_numbers=[request.sample_number for request in batch],
+        first_tokens=[request.first_tokens for request in batch],
         eos_ids=eos_ids,
         vocab_size=tokenizer.vocab_size,
         on_token=on_token,

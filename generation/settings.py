@@ -3,6 +3,7 @@
 Imports no torch: `python generate.py --help` answers at once, and wrong values are reported before anything is loaded.
 """
 
+import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
@@ -10,6 +11,7 @@ from typing import Annotated, Literal
 import tyro
 
 from errors import UserError
+from files import read_json
 from flags import optional
 from generation.prompts import check_unicode
 
@@ -134,3 +136,18 @@ class Settings:
         """Maximum number of tokens to generate per text."""
         default = 2048 if self.chat else 200
         return default if self.max_new_tokens is None else self.max_new_tokens
+
+
+def recommended_sampling(checkpoint: Path) -> Sampling | None:
+    """The sampling that the model's authors recommend for conversations in generation_config.json, or None."""
+    path = checkpoint / "generation_config.json"
+    fields = read_json(path)
+    names = [field.name for field in dataclasses.fields(Sampling) if fields.get(field.name) is not None]
+    if not names or not fields.get("do_sample"):
+        return None
+    try:
+        values = {name: float(fields[name]) for name in names}
+        values |= {"top_k": max(int(values["top_k"]), 0)} if "top_k" in values else {}  # vLLM's files have -1 for off
+        return Sampling(**{"temperature": 1.0, **values})
+    except (TypeError, ValueError, OverflowError, UserError) as error:
+        raise UserError(f"{path} cannot be used ({error}); correct it, or give --temperature.") from None

@@ -12,7 +12,6 @@ generators.
 """
 
 import dataclasses
-import hashlib
 import json
 import shutil
 from collections.abc import Callable
@@ -32,7 +31,6 @@ from model.decoder import Decoder
 from model.find_checkpoint import candidates
 from model.pretrained import save_tensors
 from training.optimizer import load_optimizer_tensors, optimizer_tensors
-from training.settings import Settings
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
 
@@ -53,59 +51,23 @@ class State:
 
     step: Count
     """Optimizer steps done so far."""
-    steps: Count
-    """Optimizer steps of the complete run, after any shortening to max_minutes."""
     tokens: Count
     """Tokens trained on so far."""
     seconds: float
     """Seconds of training so far, from the first start over all resumes."""
     best_validation_loss: float | None
     """Lowest validation loss so far, nats per token; None before the first evaluation."""
-    evaluated_at: Count
-    """Step of the newest evaluation."""
+    evaluated_at: int
+    """Step of the newest evaluation; -1 while the weights of --init-from wait for theirs."""
     text_hash: str
     """Hash of the text that it trains on."""
     tokenizer_hash: str
-    settings_hash: str
-    """Hash of all settings, to tell runs apart."""
-    weights_hash: str = ""
-    """Hash of model.safetensors; filled in on saving."""
-    training_state_hash: str = ""
-    """Hash of training_state.safetensors; filled in on saving, empty in `best/`."""
-    processes: int | None = None
-    """Number of processes that trained it last; None in runs of earlier versions."""
+    processes: Count
+    """Number of processes that trained it last."""
+    threads: Count
+    """CPU threads of each of them."""
     scaler: Scaler | None = None
     """State of the float16 gradient scaler, None in other dtypes."""
-    checksum: str = ""
-    """Hash of all other fields; filled in on saving, empty in runs of earlier versions."""
-
-
-def settings_hash(settings: Settings) -> str:
-    """Hash of all settings except the name of the run folder; the same as in earlier versions, so that runs are found.
-
-    What earlier versions did not have is left out where it has its default, and norm_bias = true was written wherever a
-    norm has its default, with a bias or without.
-    """
-    settings = dataclasses.replace(settings, run=dataclasses.replace(settings.run, out=None))
-    fields = dataclasses.asdict(settings)
-    for table, name, default in (
-        ("run", "center_weights", True),
-        ("model", "sliding_window", None),
-        ("model", "layer_types", None),
-        ("data", "first_sequence_length", None),
-        ("optimizer", "optimizer", "adamw"),
-        ("optimizer", "norm_lr_multiplier", 1.0),
-        ("optimizer", "embedding_weight_decay", None),
-    ):
-        if fields[table][name] == default:
-            del fields[table][name]
-    fields["model"]["norm_bias"] = {None: True, True: "added", False: False}[settings.model.norm_bias]
-    return hashlib.blake2b(json.dumps(fields).encode(), digest_size=16).hexdigest()
-
-
-def file_hash(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 
 def save_last(
@@ -116,8 +78,7 @@ def save_last(
     def write(directory: Path) -> None:
         tensors = {key: value.detach().contiguous() for key, value in optimizer_tensors(optimizer, model).items()}
         save_tensors(tensors, directory / "training_state.safetensors")
-        hashed = dataclasses.replace(state, training_state_hash=file_hash(directory / "training_state.safetensors"))
-        write_model(directory, hashed, model, tokenizer)
+        write_model(directory, state, model, tokenizer)
 
     replace_directory(run_dir / "last", write)
 
@@ -131,16 +92,8 @@ def write_model(directory: Path, state: State, model: Decoder, tokenizer: Tokeni
     """Write the model, its tokenizer, and state.json last."""
     pretrained.save_pretrained(model, directory, bos_token_id=tokenizer.bos_id, eos_token_id=tokenizer.eos_id)
     tokenizer.save(directory)
-    state = dataclasses.replace(state, weights_hash=file_hash(directory / "model.safetensors"))
     fsync_directory(directory)  # before state.json, which says that everything else is there
-    state = dataclasses.replace(state, checksum=checksum(state))
     replace_text(directory / "state.json", json.dumps(dataclasses.asdict(state), indent=1))
-
-
-def checksum(state: State) -> str:
-    """Hash of all fields but the checksum itself."""
-    fields = dataclasses.asdict(dataclasses.replace(state, checksum=""))
-    return hashlib.blake2b(json.dumps(fields).encode(), digest_size=16).hexdigest()
 
 
 def replace_directory(target: Path, write: Callable[[Path], None]) -> None:
@@ -161,7 +114,8 @@ def replace_directory(target: Path, write: Callable[[Path], None]) -> None:
         shutil.rmtree(new, ignore_errors=True)
         kept = "the previous save is intact" if target.exists() else "there is no previous save"
         raise UserError(
-            f"{target} could not be saved ({error}); {kept}. Free disk space, then {how_to_continue(target.parent)}."
+            f"{target} could not be saved ({error}); {kept}. "
+            f"Free disk space or make it writable, then {how_to_continue(target.parent)}."
         ) from error
     shutil.rmtree(old, ignore_errors=True)
 
@@ -201,23 +155,12 @@ def find_last(run_dir: Path) -> Path:
 
 
 def read_state(directory: Path) -> State:
-    """Read state.json, after checking that the tensors beside it are those that were saved with it."""
+    """Read state.json."""
     path = directory / "state.json"
     try:
-        state = parse_json(read_bytes(path), State)
-        if state.checksum and state.checksum != checksum(state):
-            raise ValueError("its content is not what was saved")
-        for name, saved in (
-            ("model.safetensors", state.weights_hash),
-            ("training_state.safetensors", state.training_state_hash),
-        ):
-            if saved and not (directory / name).is_file():
-                raise UserError(f"{directory / name} is missing or not a regular file; the run cannot be resumed.")
-            if saved and file_hash(directory / name) != saved:
-                raise UserError(f"{directory / name} is not the file that was saved there: its hash differs.")
+        return parse_json(read_bytes(path), State)
     except (OSError, ValueError) as error:
         raise UserError(f"{path} is not a readable training state ({error}); the run cannot be resumed.") from None
-    return state
 
 
 def load_last(directory: Path, model: Decoder, optimizer: torch.optim.Optimizer) -> None:
@@ -225,10 +168,8 @@ def load_last(directory: Path, model: Decoder, optimizer: torch.optim.Optimizer)
     pretrained.load_weights(model, directory)
     path = directory / "training_state.safetensors"
     try:
-        # Older versions also saved the state of torch's global generators as random.*, which nothing needs.
         with safe_open(path, framework="pt") as file:
-            keys = [key for key in file.keys() if not key.startswith("random.")]  # noqa: SIM118 (not a mapping)
-            tensors = {key: file.get_tensor(key) for key in keys}
+            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a mapping)
     except (OSError, SafetensorError) as error:
         raise UserError(f"{path} cannot be read ({error}); the run cannot be resumed.") from None
     load_optimizer_tensors(optimizer, model, tensors)

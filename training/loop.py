@@ -6,7 +6,6 @@ are the whole state of a run, and a resumed run continues bit for bit.
 
 import dataclasses
 import math
-import statistics
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -28,7 +27,6 @@ from training.settings import Settings
 from training.signals import StopSignals
 from training.step import Diverged, split_batch, train_step
 
-STEPS_TO_TIME = 40  # after these a run with max_minutes knows how fast this machine is; the first are slower
 MAX_SKIPPED_UPDATES = 100  # in a row, under float16: the loss scale has been halved to nothing, the gradient is broken
 SAMPLE_TOKENS = 64  # length of the text sample at an evaluation
 
@@ -50,17 +48,17 @@ class StepResult:
 
 
 def train_steps(session: Session) -> Iterator[StepResult]:
-    """Take one optimizer step per iteration, from `session.state.step` to `session.state.steps`.
+    """Take one optimizer step per iteration, from `session.state.step` to `session.steps`.
 
     Whenever a result is yielded, the weights and `session.state` include its step: the caller can evaluate, `save`,
     change `session.state`, or stop iterating. Writes nothing to disk and prints nothing.
     Raises `Diverged` when the loss or gradient is not finite; the weights are then those of the step before.
     """
     settings, data, processes = session.settings, session.settings.data, session.processes
-    while session.state.step < session.state.steps:
+    while session.state.step < session.steps:
         start = time.perf_counter()
         state = session.state
-        lr = learning_rate(state.step, state.steps, settings.optimizer)
+        lr = learning_rate(state.step, session.steps, settings.optimizer)
         for group in session.optimizer.param_groups:
             group["lr"] = lr * group["lr_multiplier"]
         inputs, targets = session.batch(state.step)
@@ -111,15 +109,13 @@ def train(settings: Settings, run_dir: Path, *, resume: bool = False) -> int:
         signals = StopSignals(second_signal_interrupts=processes.count == 1)
         with out_of_memory, signals as stop, progress_bar(session) as bar:
             if evaluation_due(session):
-                evaluate_and_save(session, log, bar)  # the run was stopped right before this evaluation
+                evaluate_and_save(session, log, bar)  # of weights to start from, or the run was stopped right before it
             for result in train_steps(session):
-                if result.step == STEPS_TO_TIME:
-                    shorten_to_time_limit(session, bar)
                 if log is not None:
                     log_step(log, result, session.state)
                     show_step(session, bar, result.loss)
                 stopped_by = int(processes.max(stop.received, device=device)[0])
-                finished = session.state.step == session.state.steps
+                finished = session.state.step == session.steps
                 if evaluation_due(session) and (finished or not stopped_by):
                     evaluate_and_save(session, log, bar)
                 elif stopped_by:
@@ -131,10 +127,11 @@ def train(settings: Settings, run_dir: Path, *, resume: bool = False) -> int:
             report_end(session)
     except OSError as error:
         raise UserError(
-            f"{run_dir} cannot be written ({error}); free disk space, then {checkpoint.how_to_continue(run_dir)}."
+            f"{run_dir} cannot be written ({error}); free disk space or make it writable, then "
+            f"{checkpoint.how_to_continue(run_dir)}."
         ) from error
     finish_processes(processes)
-    return 0 if session.state.step == session.state.steps else stopped_by
+    return 0 if session.state.step == session.steps else stopped_by
 
 
 def log_step(log: Metrics, result: StepResult, state: checkpoint.State) -> None:
@@ -158,28 +155,10 @@ def diverged(session: Session, step: int, what: str) -> Diverged:
     )
 
 
-def shorten_to_time_limit(session: Session, bar: tqdm) -> None:
-    """Lower the number of steps if all of them, at the speed of the recent ones, would exceed `max_minutes`."""
-    minutes = session.settings.optimizer.max_minutes
-    if minutes is None:
-        return
-    seconds = statistics.median(session.recent_seconds)
-    seconds = session.processes.max(seconds, device=session.device)[0]  # so that all processes decide alike
-    steps = max(2 * STEPS_TO_TIME, int(60 * minutes / seconds))
-    if steps < session.state.steps:
-        if session.processes.is_main:
-            bar.write(
-                f"at {seconds:.2f} s per step, {session.state.steps} steps would take more than {minutes:g} minutes: "
-                f"training for {steps} steps instead (--max-minutes None trains for all)"
-            )
-        session.state = dataclasses.replace(session.state, steps=steps)
-        bar.total = steps
-
-
 def evaluation_due(session: Session) -> bool:
     """Whether the current step calls for an evaluation that has not happened yet."""
     state, every = session.state, session.settings.run.evaluate_every
-    return state.step > state.evaluated_at and (state.step % every == 0 or state.step == state.steps)
+    return state.step > state.evaluated_at and (state.step % every == 0 or state.step == session.steps)
 
 
 def evaluate_and_save(session: Session, log: Metrics | None, bar: tqdm) -> None:
@@ -202,7 +181,7 @@ def evaluate_and_save(session: Session, log: Metrics | None, bar: tqdm) -> None:
     save(session)
     draw_losses(session, bar)
     bar.write(f"step {state.step}: validation {result}")
-    if state.step < state.steps:
+    if state.step < session.steps:
         bar.write(sample(session, SAMPLE_TOKENS, session.settings.run.sample_prompt))
 
 

@@ -8,6 +8,7 @@ from tqdm import tqdm
 
 from generation.complete import complete
 from generation.prompts import encode_prompt
+from generation.terminal import printable
 from model.count import flops_per_token
 from model.device import peak_flops
 from training import plot
@@ -20,7 +21,7 @@ SECONDS_PER_PICTURE = 10  # a picture takes a tenth of a second, the first one h
 def progress_bar(session: Session) -> tqdm:
     """The bar of steps, shown by the main process only."""
     state, hidden = session.state, not session.processes.is_main
-    return tqdm(total=state.steps, initial=state.step, unit="step", disable=hidden, dynamic_ncols=True)
+    return tqdm(total=session.steps, initial=state.step, unit="step", disable=hidden, dynamic_ncols=True)
 
 
 def show_step(session: Session, bar: tqdm, loss: float) -> None:
@@ -51,22 +52,26 @@ def sample(session: Session, length: int, prompt: str) -> str:
         seed=session.settings.run.seed + session.state.step,
     )
     session.model.train()
-    return "  | " + text.replace("\n", "\n  | ")
+    return "  | " + printable(text).replace("\n", "\n  | ")
 
 
 def report_end(session: Session) -> None:
     """Print how the run ended, a last sample, and the command to type next."""
     state, corpus, run_dir = session.state, session.corpus, shlex.quote(str(session.run_dir))
-    if state.step < state.steps:
+    if state.step < session.steps:
         print(
-            f"stopped and saved at step {state.step} of {state.steps}; resume with: python train.py --resume {run_dir}"
+            f"stopped and saved at step {state.step} of {session.steps}; "
+            f"resume with: python train.py --resume {run_dir}"
         )
         return
     prompt = session.settings.run.sample_prompt or first_words(session)
     print(f"\n{sample(session, FINAL_SAMPLE_TOKENS, prompt)}\n")
     print(f"validation: {session.evaluation}")
     print(f"xz -9e on the same text: {corpus.xz_bits_per_byte:.4f} bits per byte; hash {corpus.text_hash}")
-    print(f"{state.tokens:,} tokens in {state.seconds:.0f} s of training, {state.tokens / state.seconds:,.0f} tokens/s")
+    speed = state.tokens / state.seconds
+    print(f"{state.step:,} steps, {state.tokens:,} tokens in {state.seconds:.0f} s of training, {speed:,.0f} tokens/s")
+    if state.best_validation_loss < session.evaluation.loss:
+        print(f"best/ has the weights of an earlier step, with {state.best_validation_loss:.4f} nats per token")
     print(f"next: python generate.py {run_dir} --prompt {shlex.quote(prompt)}")
 
 
@@ -77,7 +82,7 @@ def first_words(session: Session) -> str:
     """
     lines = session.corpus.tokenizer.decode(session.corpus.train[:1000].tolist()).splitlines()
     lines = [line for line in lines if line[:1].isalpha()] or [line for line in lines if line.strip()]
-    words = " ".join(lines[0].split()[:3]) if lines else ""
+    words = printable(" ".join(lines[0].split()[:3])) if lines else ""
     fits = len(encode_prompt(session.corpus.tokenizer, words)) < session.settings.model.max_position_embeddings
     return words if fits else ""
 
@@ -88,7 +93,7 @@ def draw_losses(session: Session, bar: tqdm) -> None:
     A stopped run keeps the last one. A run does not end because a picture, or matplotlib itself, fails: that is a note.
     """
     now = time.monotonic()
-    if now - session.drawn_at < SECONDS_PER_PICTURE and session.state.step < session.state.steps:
+    if now - session.drawn_at < SECONDS_PER_PICTURE and session.state.step < session.steps:
         return
     session.drawn_at = now
     try:

@@ -70,6 +70,11 @@ class Session:
     """`time.monotonic()` when loss.png was last drawn; before the first picture, when the session was made."""
 
     @property
+    def steps(self) -> int:
+        """Optimizer steps of the complete run."""
+        return self.settings.optimizer.steps
+
+    @property
     def micro_batch_size(self) -> int:
         """Sequences of --sequence-length that go through the model at once."""
         data = self.settings.data
@@ -91,7 +96,7 @@ class Session:
             rank=self.processes.rank,
             world_size=self.processes.count,
         )
-        length = sequence_length(step, self.state.steps, data)
+        length = sequence_length(step, self.steps, data)
         return inputs.reshape(-1, length), targets.reshape(-1, length)
 
 
@@ -113,6 +118,8 @@ def set_up(settings: Settings, run_dir: Path, *, resume: bool, say: Callable[[st
     dtype = choose_training_dtype(settings.machine.dtype, device)
     settings = dataclasses.replace(settings, machine=dataclasses.replace(settings.machine, dtype=str(dtype)[6:]))
     keep_freed_memory()
+    if settings.model.norm == "batch" and processes.count > 1:
+        raise UserError("--norm batch would have other statistics in each process; train it in one.")
     if settings.data.batch_size % processes.count:
         raise UserError(f"--batch-size {settings.data.batch_size} cannot be divided by {processes.count} processes.")
     if not processes.is_main:
@@ -126,7 +133,17 @@ def set_up(settings: Settings, run_dir: Path, *, resume: bool, say: Callable[[st
     freeze_parameters(model, settings.run.train_only)
     optimizer = build_optimizer(model, settings.optimizer, device)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
-    state = initial_state(settings, corpus, processes.count)
+    state = State(
+        step=0,
+        tokens=0,
+        seconds=0.0,
+        best_validation_loss=None,
+        evaluated_at=-1 if settings.run.init_from else 0,
+        text_hash=corpus.text_hash,
+        tokenizer_hash=corpus.tokenizer.hash,
+        processes=processes.count,
+        threads=torch.get_num_threads(),
+    )
     session = Session(settings, run_dir, processes, device, dtype, corpus, model, model, optimizer, scaler, state)
     if last is not None:
         restore(session, last, say)
@@ -197,22 +214,6 @@ def check_sample_prompt(tokenizer: Tokenizer, settings: Settings) -> None:
             f"--sample-prompt has {count} tokens, which leaves none of the model's context of {context} tokens to its "
             f"continuation; shorten it or raise --max-position-embeddings."
         )
-
-
-def initial_state(settings: Settings, corpus: TokenizedCorpus, processes: int) -> State:
-    """The state of a run before its first step."""
-    return State(
-        step=0,
-        steps=settings.optimizer.steps,
-        tokens=0,
-        seconds=0.0,
-        best_validation_loss=None,
-        evaluated_at=0,
-        text_hash=corpus.text_hash,
-        tokenizer_hash=corpus.tokenizer.hash,
-        settings_hash=checkpoint.settings_hash(settings),
-        processes=processes,
-    )
 
 
 def initial_model(settings: Settings, dtype: torch.dtype, say: Callable[[str], None], *, load: bool = True) -> Decoder:
@@ -288,25 +289,20 @@ def restore(session: Session, directory: Path, say: Callable[[str], None]) -> No
         raise UserError(
             f"{run_dir} cannot be resumed: {'; '.join(problems)}; use what it was started with, or a new --out."
         )
-    if saved.settings_hash != checkpoint.settings_hash(before):
-        say(f"note: {run_dir / 'settings.toml'} is not what the run saved: settings in it were changed or lost since")
     changed = changed_fields(before, settings)
     if changed:
         say(f"changed since the run was started: {', '.join(changed)}")
-    same_steps = settings.optimizer.steps == before.optimizer.steps  # then a run that was shortened stays so
-    steps = saved.steps if same_steps else settings.optimizer.steps
-    if saved.step >= steps:
+    if saved.step >= session.steps:
         raise UserError(f"{run_dir} is finished: it has done its {saved.step} steps; for more, raise --steps.")
     checkpoint.load_last(directory, session.model, session.optimizer)
     if saved.scaler is not None and session.scaler.is_enabled():
         session.scaler.load_state_dict(saved.scaler)
-    say(f"resuming from {directory}, step {saved.step} of {steps}")
-    processes = session.state.processes
-    if saved.processes not in (None, processes):
-        say(f"note: {saved.processes} processes before, {processes} now: gradients are summed in another order")
-    session.state = dataclasses.replace(
-        saved, steps=steps, settings_hash=session.state.settings_hash, processes=processes
-    )
+    say(f"resuming from {directory}, step {saved.step} of {session.steps}")
+    now = {"processes": session.state.processes, "threads": session.state.threads}
+    for name, count in now.items():
+        if count != getattr(saved, name):
+            say(f"note: {getattr(saved, name)} {name} before, {count} now: sums are computed in another order")
+    session.state = dataclasses.replace(saved, **now)
 
 
 def compile_if_asked(model: Decoder, settings: Settings, device: torch.device, say: Callable[[str], None]) -> nn.Module:

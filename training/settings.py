@@ -16,7 +16,7 @@ from files import read_toml, replace_text
 from flags import DisallowNone, arg, optional
 from generation.prompts import check_unicode
 from model.config import ModelConfig
-from model.families import FORMAT, load_config
+from model.families import load_config
 from model.find_checkpoint import find_checkpoint
 from model.weight_files import check_sizes, read_entries
 
@@ -29,7 +29,8 @@ class Actions:
     """What to do, and where the settings come from. These flags are not saved with the run."""
 
     config: str = "tiny"
-    """TOML file with the settings: a path, or a name in configs/ (tiny, small, 124m, 1b). Flags override it."""
+    """TOML file with the settings: a path, or a name in configs/ (tiny, small, 124m, 1b, finetune). Flags override it.
+    With --init-from, the default is finetune."""
     resume: Annotated[str | None, optional("RUN")] = None
     """Resume this run folder (runs/NAME) exactly where it stopped, with its own settings and any flags given now."""
     eval_only: bool = False
@@ -100,9 +101,6 @@ class OptimizerSettings:
     """AdamW for all parameters, or Muon for the matrices of the layers and AdamW for the rest."""
     steps: int = 1000
     """Number of optimizer steps."""
-    max_minutes: Annotated[float | None, arg(metavar="MINUTES")] = None
-    """Time limit: the run does fewer steps if it would take longer at the speed of the first 40, which is higher than
-    that of later ones with --first-sequence-length. --steps lifts a limit that the TOML file sets. None: no limit."""
     learning_rate: float = 3e-3
     """Peak learning rate."""
     embedding_lr_multiplier: float = 1.0
@@ -210,8 +208,10 @@ def check(settings: Settings) -> None:
     for flag, value in (positive | multipliers).items():
         if not 0 < value < float("inf"):
             raise UserError(f"{flag} is {value} and must be greater than 0.")
-    if optimizer.max_minutes is not None and not 0 < optimizer.max_minutes < float("inf"):
-        raise UserError(f"--max-minutes is {optimizer.max_minutes} and must be greater than 0, or None for no limit.")
+    if settings.model.norm == "batch" and settings.machine.activation_checkpointing:
+        raise UserError(
+            "--norm batch would update its statistics twice a step with --activation-checkpointing; leave that out."
+        )
     if run.seed >= 2**63:
         raise UserError(f"--seed {run.seed} does not fit into 64 bits; choose one below 2^63.")
     not_negative = {"--seed": run.seed, "--warmup-steps": optimizer.warmup_steps}
@@ -241,25 +241,22 @@ def parse(arguments: list[str], description: str) -> Command:
 
     arguments = [long_name(argument) for argument in arguments]
     sources, _ = tyro.cli(SourceFlags, args=arguments, return_unknown_args=True, add_help=False)
-    weights = None
+    weights, config = None, sources.config or ("finetune" if sources.init_from else "tiny")
     if sources.resume is not None:
         if any((sources.config, sources.init_from, sources.out)):
             raise UserError("--resume uses the settings of the run itself; leave out --config, --init-from and --out.")
         settings = load_settings(Path(sources.resume) / "settings.toml")
     else:
-        settings = load_settings(config_path(sources.config or "tiny"))
+        settings = load_settings(config_path(config))
         if sources.init_from is not None:
             weights = find_checkpoint(sources.init_from)
             settings = with_checkpoint_shape(settings, weights)
-    # An explicit --steps lifts the time limit of the TOML file, and --sequence-length its first length.
-    if sources.steps is not None:
-        settings = dataclasses.replace(settings, optimizer=dataclasses.replace(settings.optimizer, max_minutes=None))
-    if sources.sequence_length is not None:
+    if sources.sequence_length is not None:  # it overrides the first length of the TOML file, too
         settings = dataclasses.replace(settings, data=dataclasses.replace(settings.data, first_sequence_length=None))
     command = tyro.cli(
         Command,
         args=arguments,
-        default=Command(Actions(), settings),
+        default=Command(Actions(config), settings),
         description=description,
         config=(tyro.conf.OmitArgPrefixes,),
     )
@@ -302,7 +299,6 @@ class SourceFlags:
     resume: Annotated[str | None, optional("RUN")] = None
     init_from: str | None = None
     out: str | None = None
-    steps: str | None = None
     sequence_length: str | None = None
     norm_bias: Annotated[bool | None, DisallowNone] = None
 
@@ -333,8 +329,6 @@ def load_settings(path: Path) -> Settings:
         tables = read_toml(path)
     except FileNotFoundError:
         raise UserError(f"{path} does not exist; a run folder contains settings.toml, last/ and best/.") from None
-    if tables.pop("format", None) is None and was_saved(tables) and tables["model"].get("norm_bias") is True:
-        del tables["model"]["norm_bias"]  # without a format it is true for every norm and means the norm's default
     arguments, nested = [], {}
     types = {f.name: f.type for f in dataclasses.fields(Settings)}
     for table, values in tables.items():
@@ -350,12 +344,6 @@ def load_settings(path: Path) -> Settings:
                 arguments += as_flags(path, key, value)
     settings = tyro.cli(Settings, args=arguments, config=(tyro.conf.OmitArgPrefixes,), prog=str(path))
     return dataclasses.replace(settings, model=dataclasses.replace(settings.model, **nested)) if nested else settings
-
-
-def was_saved(tables: dict) -> bool:
-    """Whether a run saved these settings, which then have every key; a file written by hand rarely has all four."""
-    model = tables.get("model")
-    return isinstance(model, dict) and {"initializer_range", "norm_eps", "norm_groups", "rope_theta"} <= model.keys()
 
 
 def as_flags(path: Path, key: str, value: object) -> list[str]:
@@ -386,17 +374,17 @@ def save_settings(settings: Settings, path: Path) -> None:
         }
         for table, values in dataclasses.asdict(settings).items()
     }
-    replace_text(path, tomli_w.dumps({"format": FORMAT, **tables}))
+    replace_text(path, tomli_w.dumps(tables))
 
 
 def changed_fields(before: Settings, after: Settings) -> list[str]:
-    """The fields in which two settings differ, as `key: before -> after`."""
+    """The fields in which two settings differ, as `key: before -> after`; the name of the run folder is none."""
     old, new = dataclasses.asdict(before), dataclasses.asdict(after)
     return [
         f"{key}: {old[table][key]} -> {value}"
         for table, values in new.items()
         for key, value in values.items()
-        if old[table][key] != value
+        if old[table][key] != value and key != "out"
     ]
 
 

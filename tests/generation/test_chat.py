@@ -9,8 +9,8 @@ from data.chat_template import read_template
 from data.tokenizer import BREAK, break_tokens, load_tokenizer
 from errors import UserError
 from generation import chat
-from generation.chat import ChatFormat, recommended_sampling, special_tokens
-from generation.settings import Sampling
+from generation.chat import ChatFormat, special_tokens
+from generation.settings import Sampling, recommended_sampling
 from generation.template import Refused, render_unlimited
 
 

@@ -2,6 +2,7 @@
 
 import io
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -82,6 +83,20 @@ def test_a_message_on_standard_input_gets_the_answer_alone_on_standard_output(ch
     assert b"hello" not in result.stdout and b"assistant" not in result.stdout
     lines = result.stderr.decode().splitlines()
     assert len(lines) == 2 and lines[1].startswith(f"{chatml_model} on cpu")
+
+
+def test_flags_that_are_given_win_over_the_recommended_sampling_even_with_the_value_of_the_default(
+    chatml_model, tmp_path, monkeypatch, capsys
+):
+    model = shutil.copytree(chatml_model, tmp_path / "model")
+    (model / "generation_config.json").write_text('{"do_sample": true, "temperature": 0.6, "top_k": 3}')
+    seen = []
+    monkeypatch.setattr("generation.session.run", lambda settings, *_: seen.append(settings.sampling))
+    for flags in ((), ("--temperature", "0.8"), ("--top-k", "0")):
+        monkeypatch.setattr(sys, "argv", ["generate.py", str(model), *FLAGS, "--prompt", "x", *flags])
+        generate.main()
+    assert [(s.temperature, s.top_k) for s in seen] == [(0.6, 3), (0.8, 3), (0.6, 0)]
+    assert "unless a flag says otherwise: repetition_penalty 1, temperature 0.8, top_k 3" in capsys.readouterr().err
 
 
 def test_no_message_is_an_error_and_a_terminal_is_read_line_by_line(chatml_model, monkeypatch, capsys):

@@ -265,16 +265,6 @@ def test_every_id_that_ends_a_turn_ends_an_answer(chatml_model, monkeypatch):
     assert seen == [ids, ids] and len(ids) == 2
 
 
-def test_recommended_sampling_is_used_and_said_unless_a_flag_sets_it(chatml_model, monkeypatch):
-    monkeypatch.setattr(session, "recommended_sampling", lambda directory: Sampling(temperature=0, top_k=3))
-    greedy, lines = run(chatml_model, ["x"], chat=True)
-    expected = "sampling as in generation_config.json: repetition_penalty 1, temperature 0, top_k 3, top_p 1, min_p 0"
-    assert lines[0] == expected
-    own, lines = run(chatml_model, ["x"], chat=True, sampling=SAMPLED)
-    assert own != greedy and not any("sampling as" in line for line in lines)
-    assert len(run(chatml_model, ["x"])[1]) == 1  # and only in a chat
-
-
 def test_each_line_of_an_interactive_session_is_a_text_of_its_own(chatml_model, monkeypatch):
     text, lines = run(chatml_model, None, "def add", "0123456789" * 30, "/reset", "def add", interactive=True)
     second = text.rindex("def add")

@@ -1,6 +1,7 @@
 """Where prompts are read from, and how they are encoded."""
 
 import io
+import random
 import sys
 from types import SimpleNamespace
 
@@ -8,7 +9,7 @@ import pytest
 import tyro
 
 from errors import UserError
-from generation.prompts import encode_prompt, read_prompt_file, read_prompts
+from generation.prompts import encode_prompt, first_tokens, read_prompt_file, read_prompts
 from generation.settings import Settings
 
 
@@ -66,6 +67,17 @@ def test_prompts_start_with_bos_and_an_empty_prompt_is_bos_or_else_eos():
     assert encode_prompt(tokenizer(None, 2), "AB") == [65, 66]
     assert encode_prompt(tokenizer(None, 2), "") == [2]
     assert encode_prompt(tokenizer(0, 2), "A") == [0, 65]  # a BOS id of 0 counts too
+
+
+@pytest.mark.parametrize("kind", ["tokenizer", "stories_tokenizer", "qwen_tokenizer"])
+def test_a_space_at_the_end_of_a_prompt_is_left_to_the_first_token(kind, request):
+    tokenizer = request.getfixturevalue(kind)
+    assert encode_prompt(tokenizer, "def  ") == encode_prompt(tokenizer, "def ") + tokenizer.encode("a ")[1:]
+    assert first_tokens(tokenizer, "def") is None
+    ids = set(first_tokens(tokenizer, "def "))
+    for i in random.Random(0).sample(range(3, tokenizer.vocab_size), 290):  # without <unk>, which has spaces
+        if tokenizer.decode([i]).strip():  # not the byte of a space
+            assert (i in ids) == tokenizer.decode([*tokenizer.encode("a"), i]).startswith("a "), i
 
 
 def test_the_names_that_other_programs_use_for_our_flags_work():

@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from errors import UserError
 from model.families import load_config
-from training import metrics
+from training import commands, metrics
 from training.loop import train
 from training.session import set_up
-from training.settings import RunSettings, load_settings, parse, save_settings
+from training.settings import CONFIGS, RunSettings, load_settings, parse, save_settings
 
 
 def test_a_run_can_start_from_the_weights_of_a_model_with_another_norm(flags, run, tmp_path, capsys):
@@ -20,8 +21,32 @@ def test_a_run_can_start_from_the_weights_of_a_model_with_another_norm(flags, ru
     train(settings, tmp_path / "swapped")
     out = capsys.readouterr().out
     assert "tensors kept from" in out and "5 new: " in out  # the biases of two norms in two layers and the last one
-    lines = metrics.read(tmp_path / "swapped")
-    assert lines[1]["loss"] < 5.0  # starts from what the other run learned, not from log(400) = 6.0
+
+
+def test_the_given_weights_are_evaluated_before_the_first_step_and_stay_the_best_if_nothing_is_better(
+    flags, run, tmp_path, capsys
+):
+    start = [*flags, "--steps", "2", "--init-from", str(run)]
+    train(parse([*start, "--learning-rate", "1"], "test").settings, tmp_path / "worse")
+    first, *_, last = [line for line in metrics.read(tmp_path / "worse") if metrics.is_evaluation(line)]
+    given = [line["validation_loss"] for line in metrics.read(run) if metrics.is_evaluation(line)]
+    assert first["step"] == 0 and first["validation_loss"] == min(given) < last["validation_loss"]
+    assert "best/ has the weights of an earlier step" in capsys.readouterr().out
+    given, best = (load_file(folder / "best" / "model.safetensors") for folder in (run, tmp_path / "worse"))
+    assert all(torch.equal(given[name], best[name]) for name in given)
+
+
+def test_without_a_config_given_weights_are_trained_by_the_recipe_for_that_which_is_said(flags, run, tmp_path, capsys):
+    start = ["--init-from", str(run), *flags[:4]]
+    command = parse([*start, "--steps", "1", "--out", str(tmp_path / "tuned")], "test")
+    optimizer = command.settings.optimizer
+    assert command.actions.config == "finetune" and optimizer == dataclasses.replace(
+        load_settings(CONFIGS / "finetune.toml").optimizer, steps=1
+    )
+    assert (optimizer.optimizer, optimizer.embedding_lr_multiplier, optimizer.norm_lr_multiplier) == ("adamw", 1, 1)
+    assert commands.run(command) == 0
+    assert "recipe: finetune: adamw, learning rate 0.0001, 1 steps; --config" in capsys.readouterr().out
+    assert parse([*start, "--config", "tiny"], "test").settings.optimizer.optimizer == "muon"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -38,7 +38,7 @@ def test_a_run_leaves_settings_metrics_a_plot_and_two_checkpoints(run, settings)
     state = json.loads((run / "last" / "state.json").read_text())
     assert state["step"] == 40 and state["tokens"] == 40 * 8 * 32
     assert state["best_validation_loss"] == min(line.get("validation_loss", 9e9) for line in lines)
-    assert all(state[f"{what}_hash"] for what in ("text", "tokenizer", "settings", "weights"))
+    assert state["text_hash"] and state["tokenizer_hash"]
 
 
 def test_the_model_learns(run):
@@ -90,14 +90,6 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_good_checkpo
     assert json.loads((tmp_path / "run" / "last" / "state.json").read_text())["step"] == 10
     weights = load_file(tmp_path / "run" / "last" / "model.safetensors")
     assert all(tensor.isfinite().all() for tensor in weights.values())
-
-
-def test_a_run_that_would_exceed_its_time_limit_takes_fewer_steps_and_says_so(flags, tmp_path, capsys):
-    train(parse([*flags, "--steps", "100000", "--max-minutes", "1e-6"], "test").settings, tmp_path / "run")
-    assert "training for 80 steps instead (--max-minutes None trains for all)" in capsys.readouterr().out
-    lines = [line for line in metrics.read(tmp_path / "run") if "loss" in line]
-    assert len(lines) == 80
-    assert lines[-1]["learning_rate"] == 0  # the schedule was shortened with the run
 
 
 def test_float16_skips_updates_that_overflow_and_saves_the_loss_scale(flags, tmp_path, monkeypatch, capsys):

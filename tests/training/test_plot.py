@@ -7,9 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from matplotlib.axes import Axes
 
 from errors import UserError
 from training import plot
+from training.loop import train
+from training.settings import parse
 
 
 def command(monkeypatch, *arguments: object) -> None:
@@ -29,6 +32,25 @@ def test_a_run_with_a_loss_that_is_not_finite_can_be_plotted(run, tmp_path):
 def test_the_program_writes_the_file_that_it_names(run, tmp_path, monkeypatch, capsys, name):
     command(monkeypatch, run, "--out", tmp_path / name)
     assert (tmp_path / name).is_file() and capsys.readouterr().out == f"written: {tmp_path / name}\n"
+
+
+def test_runs_that_differ_in_more_than_one_setting_get_a_note_and_the_legend_has_steps_and_tokens(
+    run, flags, tmp_path, monkeypatch, capsys
+):
+    for name, more in (("layer", []), ("both", ["--seed", "2"])):
+        train(parse([*flags, "--steps", "20", "--norm", "layer", *more], "test").settings, tmp_path / name)
+    capsys.readouterr()
+    command(monkeypatch, tmp_path / "layer", tmp_path / "both", "--out", tmp_path / "one.svg")
+    assert "note" not in capsys.readouterr().out
+    command(monkeypatch, tmp_path / "both", run, "--out", tmp_path / "three.svg")
+    printed = capsys.readouterr().out
+    for change in ("norm: layer -> rms", "seed: 2 -> 1", "steps: 20 -> 40"):
+        assert change in printed.splitlines()[0]
+    labels = []
+    monkeypatch.setattr(Axes, "plot", lambda *_, label="", **__: labels.append(label))
+    plot.draw([tmp_path / "both", run], tmp_path / "two.png")
+    labels = [label for label in labels if label]
+    assert labels[0].startswith("both: 20 steps, 0.01M tokens, ") and labels[1].startswith("run: 40 steps, 0.01M tok")
 
 
 @pytest.mark.parametrize("name", ["loss", "loss.xyz"])

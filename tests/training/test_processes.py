@@ -1,5 +1,6 @@
 """One run in several processes under torchrun."""
 
+import dataclasses
 import subprocess
 import sys
 from pathlib import Path
@@ -7,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from errors import UserError
-from training import metrics
+from training import metrics, session
 from training.loop import train
-from training.processes import is_main_process, start_processes
+from training.processes import Processes, is_main_process, start_processes
 from training.settings import parse
 
 ROOT = Path(__file__).parent.parent.parent
@@ -25,6 +26,13 @@ def test_two_processes_train_the_run_of_one(flags, tmp_path):
     assert out.stdout.count("next: ") == 1  # only the main process prints
     one, two = ([line["loss"] for line in metrics.read(tmp_path / name) if "loss" in line] for name in ("one", "two"))
     assert two == pytest.approx(one, rel=1e-4)
+
+
+def test_batchnorm_in_several_processes_is_refused(settings, tmp_path, monkeypatch):
+    monkeypatch.setattr(session, "start_processes", lambda device: (Processes(count=2), device))
+    batch = dataclasses.replace(settings, model=dataclasses.replace(settings.model, norm="batch"))
+    with pytest.raises(UserError, match="--norm batch would have other statistics in each process"):
+        session.set_up(batch, tmp_path / "run", resume=False)
 
 
 def test_a_world_size_without_the_variables_of_torchrun_is_a_one_line_error(monkeypatch):

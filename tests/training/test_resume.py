@@ -3,7 +3,6 @@
 import json
 import os
 import random
-import re
 import shutil
 import signal
 import subprocess
@@ -13,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from errors import UserError
 from training import checkpoint, metrics
@@ -44,7 +43,7 @@ def assert_equal_runs(found: Path, expected: Path) -> None:
     assert measurements(found) == measurements(expected)
     states = [json.loads((directory / "state.json").read_text()) for directory in last]
     for state in states:
-        del state["seconds"], state["checksum"]
+        del state["seconds"]
     assert states[0] == states[1]
 
 
@@ -226,23 +225,6 @@ def stopped_run(flags, tmp_path, monkeypatch) -> Path:
     return tmp_path / "run"
 
 
-def test_a_run_saved_before_files_had_a_format_resumes_as_the_same_model(flags, tmp_path, monkeypatch):
-    """Then norm_bias was true for every norm, and gave none a bias that it lacks by default."""
-    stop_at(monkeypatch, 5)
-    run = tmp_path / "run"
-    train(parse([*flags, "--norm", "l2"], "test").settings, run)
-    monkeypatch.undo()
-    settings, config = run / "settings.toml", run / "last" / "config.json"
-    text = settings.read_text(encoding="utf-8").replace("format = 2\n", "")
-    settings.write_text(text.replace('norm = "l2"', 'norm = "l2"\nnorm_bias = true'), encoding="utf-8")
-    fields = json.loads(config.read_text(encoding="utf-8"))
-    config.write_text(json.dumps({k: v for k, v in fields.items() if k != "format"} | {"norm_bias": True}))
-    with pytest.raises(UserError, match=r"shape differs .*norm_bias: None -> True"):
-        train(parse(["--resume", str(run), "--norm-bias"], "test").settings, run, resume=True)
-    resumed = parse(["--resume", str(run), "--steps", "7"], "test").settings
-    assert resumed.model.norm_bias is None and train(resumed, run, resume=True) == 0
-
-
 def test_resuming_with_another_text_or_shape_says_what_differs(flags, stopped_run, tmp_path):
     (tmp_path / "other").mkdir()
     for number in range(60):
@@ -283,28 +265,16 @@ def test_resuming_with_other_changes_is_allowed_and_lists_them(stopped_run, caps
     assert checkpoint.read_state(stopped_run / "last").step == 8
 
 
-def test_resuming_a_finished_run_says_that_it_is_finished(stopped_run):
-    settings = parse(["--resume", str(stopped_run)], "test").settings
-    train(settings, stopped_run, resume=True)
-    with pytest.raises(UserError, match=r"is finished: it has done its 40 steps"):
-        train(settings, stopped_run, resume=True)
+def test_a_resumed_run_ends_at_its_own_number_of_steps_or_at_any_that_is_given_above_those_done(stopped_run):
+    def resume(*flags: str) -> int:
+        train(parse(["--resume", str(stopped_run), *flags], "test").settings, stopped_run, resume=True)
+        return checkpoint.read_state(stopped_run / "last").step
 
-
-def test_a_checkpoint_of_an_older_version_with_random_state_resumes_bit_for_bit(flags, tmp_path, monkeypatch):
-    settings = parse(flags, "test").settings
-    train(settings, tmp_path / "straight")
-    stop_at(monkeypatch, 20)
-    train(settings, tmp_path / "resumed")
-    monkeypatch.undo()
-    last = tmp_path / "resumed" / "last"
-    tensors = load_file(last / "training_state.safetensors")
-    save_file(tensors | {"random.cpu": torch.get_rng_state()}, last / "training_state.safetensors")
-    state = json.loads((last / "state.json").read_text())
-    del state["checksum"]
-    state["training_state_hash"] = checkpoint.file_hash(last / "training_state.safetensors")
-    (last / "state.json").write_text(json.dumps(state))
-    assert train(settings, tmp_path / "resumed", resume=True) == 0
-    assert_equal_runs(tmp_path / "resumed", tmp_path / "straight")
+    assert resume("--steps", "7") == 7
+    assert resume("--steps", "9") == 9
+    with pytest.raises(UserError, match=r"is finished: it has done its 9 steps"):
+        resume()
+    assert resume("--steps", "40") == 40
 
 
 def test_a_checkpoint_with_state_of_an_unknown_parameter_is_refused(stopped_run):
@@ -312,16 +282,6 @@ def test_a_checkpoint_with_state_of_an_unknown_parameter_is_refused(stopped_run)
     session = set_up(settings, stopped_run, resume=True, say=lambda line: None)
     with pytest.raises(UserError, match="a parameter layer9 that the model lacks"):
         load_optimizer_tensors(session.optimizer, session.model, {"exp_avg.layer9": torch.zeros(2)})
-
-
-@pytest.mark.parametrize("name", ["model.safetensors", "training_state.safetensors"])
-def test_damaged_tensors_are_refused(stopped_run, name):
-    path = stopped_run / "last" / name
-    damaged = bytearray(path.read_bytes())
-    damaged[-1] ^= 1
-    path.write_bytes(damaged)
-    with pytest.raises(UserError, match="its hash differs"):
-        train(parse(["--resume", str(stopped_run)], "test").settings, stopped_run, resume=True)
 
 
 @pytest.mark.parametrize(
@@ -333,19 +293,9 @@ def test_damaged_tensors_are_refused(stopped_run, name):
 )
 def test_a_damaged_state_is_refused(stopped_run, changes):
     path = stopped_run / "last" / "state.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes | {"checksum": ""}))
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     with pytest.raises(UserError, match=r"state\.json is not a readable training state \(Expected"):
         checkpoint.read_state(path.parent)
-
-
-def test_a_state_in_which_any_number_is_another_is_refused(stopped_run):
-    path = stopped_run / "last" / "state.json"
-    state = json.loads(path.read_text())
-    for name, value in state.items():
-        if isinstance(value, int | float):
-            path.write_text(json.dumps(state | {name: value + 1}))
-            with pytest.raises(UserError, match=r"its content is not what was saved"):
-                checkpoint.read_state(path.parent)
 
 
 def test_a_resumed_run_needs_neither_the_weights_it_started_from_nor_the_cache(flags, stopped_run, tmp_path, cache):
@@ -387,24 +337,14 @@ def test_resuming_says_how_many_steps_the_metrics_have_lost(stopped_run, capsys)
     assert f"lacks {steps - 3} of the steps so far" in " ".join(capsys.readouterr().out.split())
 
 
-def test_resuming_says_that_settings_were_changed_or_lost_in_their_file(stopped_run, capsys):
-    path, resumed = stopped_run / "settings.toml", ["--resume", str(stopped_run)]
-    stopped = shutil.copytree(stopped_run, stopped_run.with_name("untouched"))
-    train(parse(["--resume", str(stopped), "--learning-rate", "1e-3"], "test").settings, stopped, resume=True)
-    assert "is not what the run saved" not in " ".join(capsys.readouterr().out.split())
-    path.write_text(re.sub("\nbatch_size = .*", "", path.read_text()))
-    train(parse(resumed, "test").settings, stopped_run, resume=True)
-    assert "settings.toml is not what the run saved" in " ".join(capsys.readouterr().out.split())
-
-
-def test_resuming_with_another_number_of_processes_says_what_differs(stopped_run, capsys):
+@pytest.mark.parametrize("name", ["processes", "threads"])
+def test_resuming_with_another_number_of_processes_or_threads_says_what_differs(stopped_run, capsys, name):
     path = stopped_run / "last" / "state.json"
     state = json.loads(path.read_text())
-    assert state["processes"] == 1
-    path.write_text(json.dumps(state | {"processes": 2, "checksum": ""}))
+    path.write_text(json.dumps(state | {name: state[name] + 1}))
     train(parse(["--resume", str(stopped_run)], "test").settings, stopped_run, resume=True)
-    assert "2 processes before, 1 now" in capsys.readouterr().out
-    assert json.loads(path.read_text())["processes"] == 1
+    assert f"note: {state[name] + 1} {name} before, {state[name]} now" in capsys.readouterr().out
+    assert json.loads(path.read_text())[name] == state[name]
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="this system has no SIGHUP")

@@ -73,7 +73,7 @@ def test_shorter_sequences_read_the_same_text_in_the_same_order(flags, tmp_path)
         set_up(parse([*flags, *more], "test").settings, tmp_path / name, resume=False, say=lambda line: None)
         for name, more in (("whole", []), ("growing", ["--first-sequence-length", "8"]))
     )
-    for step in range(whole.state.steps):
+    for step in range(whole.steps):
         for expected, cut in zip(whole.batch(step), growing.batch(step), strict=True):
             assert cut.tolist() == expected.reshape(cut.shape).tolist()
     assert growing.batch(0)[0].shape == (32, 8) and whole.batch(0)[0].shape == (8, 32)
