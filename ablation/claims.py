@@ -313,8 +313,8 @@ ROUNDING_TOLERANCE = 1e-4  # relative change that rounding in float32 may cause
 CLAIMS = [
     Claim(
         "C1",
-        "RMSNorm trains 7 to 15% faster than LayerNorm end to end (here: at least 7%)",
-        TUTORIALS,
+        "RMSNorm reduces the running time by 7% to 64% (here: a training step by at least 7%)",
+        RMSNORM,
         step_times,
         high=1 / 1.07,
     ),

@@ -43,7 +43,14 @@ from ablation.run import limited_threads, on_device, settings_hash, train_run
 from benchmarks.timing import CALLS_PER_BLOCK, Timing, interleaved
 from benchmarks.training import PARTS, make_calls, time_together, variants
 from errors import UserError
-from model.device import choose_device, choose_kernels, choose_training_dtype, device_name, processor
+from model.device import (
+    choose_device,
+    choose_kernels,
+    choose_training_dtype,
+    device_name,
+    keep_freed_memory,
+    processor,
+)
 from training import checkpoint
 from training.settings import Settings
 
@@ -335,6 +342,7 @@ def time_all(experiment: Experiment) -> bool:
 
 def _time_on(entries: list[dict[tuple[str, str], Settings]], blocks: int, device: str) -> list[Timing]:
     chosen = choose_device(device)
+    keep_freed_memory()  # as in training
     return [timing for of_variant in entries for timing in time_together(of_variant, PARTS, chosen, blocks)]
 
 

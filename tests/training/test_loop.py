@@ -154,6 +154,13 @@ def test_a_sample_prompt_as_long_as_the_context_is_refused_before_the_first_step
     assert not (tmp_path / "run").exists()
 
 
+def test_a_sample_cannot_send_commands_to_the_terminal(flags, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(progress, "complete", lambda *_, **__: "\x1b]0;title\x07\nnext")
+    train(parse([*flags, "--steps", "2"], "test").settings, tmp_path / "run")
+    out = capsys.readouterr().out
+    assert "  | \u241b]0;title\u2407\n  | next" in out and "\x1b" not in out
+
+
 def test_first_words_that_do_not_fit_into_the_context_are_no_prompt(flags, tmp_path):
     short = ["--sequence-length", "2", "--max-position-embeddings", "2"]
     for more, words in (([], 3), (short, 0)):

@@ -396,4 +396,5 @@ with exit_on_user_error():
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, encoding="utf-8", timeout=120)
     assert out.returncode == 2, out.stderr
     assert out.stderr.strip().splitlines()[-1].startswith("error: ") and "Traceback" not in out.stderr
+    assert "ree disk space or make it writable, then --resume" in out.stderr
     assert checkpoint.read_state(stopped_run / "last").step == 5
