@@ -15,6 +15,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from tqdm import tqdm
+
 from data.readers import READERS, Document, reading
 from errors import UserError
 
@@ -102,17 +104,22 @@ def resolve(sources: Iterable[str], text_field: str = "text") -> list[TextFile]:
     return files
 
 
-def read_documents(files: Iterable[TextFile]) -> Iterator[Document]:
+def read_documents(files: Iterable[TextFile], *, report: bool = False) -> Iterator[Document]:
     """Yield the documents in order, each to be read at most once; documents without text are left out.
 
+    With `report`, a line on standard error says how many rows of a file are left out because their text is null.
     Raises `UserError` for unreadable input, here or while a document is read.
     """
     for file in files:
+        nulls = 0
         with reading(file.path):
             for document in READERS[file.format](file.path, file.field):
-                blocks = (block for block in document if block)
+                nulls += document is None
+                blocks = (block for block in document or () if block)
                 if first := next(blocks, ""):
                     yield itertools.chain([first], blocks)
+        if nulls and report:
+            tqdm.write(f"skipped {nulls:,} rows of {file.path} whose {file.field!r} is null", file=sys.stderr)
 
 
 def without_other_files(files: Iterable[TextFile]) -> list[TextFile]:
@@ -136,6 +143,12 @@ def without_other_files(files: Iterable[TextFile]) -> list[TextFile]:
     return kept
 
 
+def status_of(file: TextFile) -> os.stat_result:
+    """Its size and times; `UserError` if it is not there."""
+    with reading(file.path):
+        return file.path.stat()
+
+
 def fingerprint(files: Iterable[TextFile]) -> str:
     """A hash of the files' paths, sizes and times: the same hash means the same text, without reading it.
 
@@ -144,8 +157,7 @@ def fingerprint(files: Iterable[TextFile]) -> str:
     """
     digest = hashlib.blake2b(digest_size=16)
     for file in files:
-        with reading(file.path):
-            status = file.path.stat()
+        status = status_of(file)
         times = (status.st_mtime_ns, status.st_ctime_ns)  # on Windows the second is the time of creation
         entry = (os.path.abspath(file.path), status.st_size, times, file.format, file.field)
         digest.update(repr(entry).encode("utf-8", "surrogateescape"))

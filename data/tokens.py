@@ -19,7 +19,7 @@ from tqdm import tqdm
 import lock
 from data import cache
 from data.chunks import chunks
-from data.corpus import TextFile, fingerprint, read_documents, resolve, without_other_files
+from data.corpus import TextFile, fingerprint, read_documents, resolve, status_of, without_other_files
 from data.packing import TokenWriter, token_dtype
 from data.split import TRAIN, VALIDATION, CorpusSplit, hash_documents, kept_documents, split_corpus
 from data.tokenizer import (
@@ -116,7 +116,7 @@ def tokenize(sources: list[str], tokenizer: Tokenizer, text_field: str = "text")
     try:
         with tempfile.TemporaryFile() as file:
             writer = TokenWriter(file, tokenizer)
-            for document in read_documents(files):
+            for document in read_documents(files, report=True):
                 for number, chunk in enumerate(chunks(document)):
                     writer.add(chunk, starts_document=number == 0)
                     text_bytes += len(chunk.encode("utf-8"))
@@ -162,10 +162,10 @@ def _build(
 ) -> TokenizedCorpus:
     """Split the text, train a tokenizer unless one is given, and write the streams, all into the cache."""
     all_files, files = files, without_other_files(files)
-    size = sum(file.path.stat().st_size for file in files)
+    size = sum(status_of(file).st_size for file in files)
     plain = all(file.format == "text" for file in files)  # else the text is longer or shorter than the files
     with _progress_bar("reading", size, total=size if plain else None) as bar:
-        hashes, lengths = hash_documents(read_documents(files), bar.update)
+        hashes, lengths = hash_documents(read_documents(files, report=True), bar.update)
     corpus_split = split_corpus(hashes, lengths, fraction)
 
     tokenizer = given

@@ -3,7 +3,6 @@
 import gzip
 import json
 import os
-import random
 import sysconfig
 from pathlib import Path
 
@@ -73,6 +72,13 @@ def test_a_row_is_a_document_in_jsonl_gzip_and_parquet(tmp_path):
     parquet.write_table(pyarrow.table({"text": texts, "n": [1, 2, 3, 4]}), tmp_path / "c.parquet")
     for name in ("a.jsonl", "b.jsonl.gz", "c.parquet"):
         assert documents(tmp_path / name) == ["one\ntwo", "drei ä", " "], name
+
+
+def test_a_row_can_be_as_long_as_a_library(tmp_path):
+    text = "a" * 20_000_000
+    write_jsonl(tmp_path / "a.jsonl", [{"text": text}])
+    parquet.write_table(pyarrow.table({"text": [text]}), tmp_path / "b.parquet")
+    assert documents(tmp_path / "a.jsonl", tmp_path / "b.parquet") == [text, text]
 
 
 def test_the_text_field_can_have_another_name(tmp_path):
@@ -209,30 +215,15 @@ def test_bad_rows_of_jsonl_are_named(tmp_path):
         (b'{"text": "x"', ["line 2", "JSON"]),
         (b'["text"]', ["line 2", "object"]),
         (b'{"body": "x", "id": 1}', ["line 2", "'text'", "--text-field", "body, id"]),
-        (b'{"text": null}', ["line 2", "'text'", "NoneType"]),
-        (b'{"text": {"a": 1}}', ["line 2", "'text'", "JsonObject"]),
+        (b'{"text": {"a": 1}}', ["line 2", "'text'", "dict"]),
         (b"[]", ["line 2", "no JSON object"]),
         (b"{}", ["line 2", "'text'", "there are: none"]),
-        (b'{"text": "a", "n": 1, "text": "b"}', ["line 2", "'text' more than once"]),
         (b'{"text": "\\ud800"}', ["line 2", "surrogate"]),
         (b'{"text": "\xff"}', ["byte 27", "UTF-8"]),
-        (b"[" * 100_000, ["line 2", "JSON"]),
     ]:
         path.write_bytes(good + line + b"\n")
         message = error_message(path)
         assert all(word in message for word in ["a.jsonl", *words]), message
-
-
-def test_jsonl_fields_that_are_not_asked_for_may_hold_any_json(tmp_path):
-    path = tmp_path / "a.jsonl"
-    digits = "9" * 5000
-    path.write_text(
-        f'{{"n": {digits}, "text": "long integer", "m": -{digits}}}\n'
-        '{"n": 1, "text": "twice", "n": 2}\n'
-        '{"text": "the same text", "text": "the same text"}\n'
-        '{"text": "nested", "n": {"text": 1, "text": 2}}\n'
-    )
-    assert documents(path) == ["long integer", "twice", "the same text", "nested"]
 
 
 def test_unreadable_parquet_and_gzip_files_are_named(tmp_path):
@@ -240,14 +231,12 @@ def test_unreadable_parquet_and_gzip_files_are_named(tmp_path):
     assert "a.parquet" in error_message(tmp_path / "a.parquet")
     parquet.write_table(pyarrow.table({"body": ["x"]}), tmp_path / "b.parquet")
     assert "body" in error_message(tmp_path / "b.parquet") and "--text-field" in error_message(tmp_path / "b.parquet")
-    parquet.write_table(pyarrow.table({"text": ["x", None]}), tmp_path / "c.parquet")
-    assert "row 2" in error_message(tmp_path / "c.parquet")
     parquet.write_table(pyarrow.table({"text": [1, 2]}), tmp_path / "d.parquet")
     assert "row 1" in error_message(tmp_path / "d.parquet")
-    bytes_as_text = pyarrow.array([b"good", b"ab\xff"], pyarrow.binary()).view(pyarrow.string())
+    bytes_as_text = pyarrow.array([b"good"] * readers.ROWS + [b"ab\xff"], pyarrow.binary()).view(pyarrow.string())
     parquet.write_table(pyarrow.table({"text": bytes_as_text}), tmp_path / "g.parquet")
     message = error_message(tmp_path / "g.parquet")
-    assert "row 2" in message and "UTF-8" in message and "byte 2" in message
+    assert f"row {readers.ROWS + 1}:" in message and "UTF-8" in message and "byte 2" in message
     compressed = write_jsonl(tmp_path / "e.jsonl.gz", [{"text": str(i) * 50} for i in range(1000)]).read_bytes()
     (tmp_path / "e.jsonl.gz").write_bytes(compressed[: len(compressed) // 2])
     assert "e.jsonl.gz" in error_message(tmp_path / "e.jsonl.gz")
@@ -271,39 +260,12 @@ def test_parquet_with_two_columns_of_a_name_or_with_impossible_dates_is_named(tm
     assert "b.parquet" in error_message(tmp_path / "b.parquet")
 
 
-def test_a_large_image_beside_a_short_text_is_no_bomb_but_long_rows_that_compress_are(tmp_path, monkeypatch):
-    monkeypatch.setattr(readers, "MAX_ROW", 1 << 12)
-    image = random.Random(1).randbytes(1 << 15)
-    table = pyarrow.table({"text": ["caption"], "image": [image]})
-    parquet.write_table(table, tmp_path / "a.parquet", use_dictionary=False)
-    assert documents(tmp_path / "a.parquet") == ["caption"]
-    for rows, times in ((1, 5), (20, 101)):  # above the ratio for long rows, and above the one for others
-        size = (tmp_path / "a.parquet").stat().st_size * times // rows
-        table = pyarrow.table({"text": ["caption"] * rows, "image": [image] * rows, "zeros": [bytes(size)] * rows})
-        path = tmp_path / f"{rows}.parquet"
-        monkeypatch.setattr(readers, "MAX_ROW", 1 << (12 if rows == 1 else 18))
-        parquet.write_table(table, path, use_dictionary=["image"], compression="zstd")
-        assert "too compressible for text" in error_message(path) and "text column alone" in error_message(path)
-
-
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="Windows has no pipes in folders")
 def test_pipes_in_a_folder_are_left_out(tmp_path):
     (tmp_path / "a.txt").write_text("text")
     os.mkfifo(tmp_path / "b.txt")
     for source in (tmp_path, tmp_path / "*"):
         assert [file.path.name for file in resolve([str(source)])] == ["a.txt"]
-
-
-@pytest.mark.parametrize("name", ["bomb.jsonl", "bomb.jsonl.gz", "bomb.parquet"])
-def test_a_row_that_is_too_long_is_refused_before_it_fills_the_memory(tmp_path, monkeypatch, name):
-    monkeypatch.setattr(readers, "MAX_ROW", 1 << 16)
-    rows = ["a" * 60_000, "b" * 70_000, "c"]
-    if name.endswith("parquet"):
-        parquet.write_table(pyarrow.table({"text": rows}), tmp_path / name)
-    else:
-        write_jsonl(tmp_path / name, [{"text": row} for row in rows])
-    message = error_message(tmp_path / name)
-    assert name in message and "2 is longer than 0 MiB; cut it into several rows" in message
 
 
 def test_sources_that_are_not_there_or_hold_nothing_are_named(tmp_path):

@@ -61,35 +61,6 @@ def test_more_text_takes_no_more_memory(tmp_path, tokenizer_file):
     assert peaks[1] - peaks[0] < 10, "15 MB more text, held anywhere, would be 15 MB or more"
 
 
-def write_bomb(path: Path, kind: str) -> str:
-    """Write some hundreds of bytes that say gigabytes of text, and return what the error says of them."""
-    text, encoding = "a" * (26 * MB), {}
-    if kind == "a dictionary":
-        rows = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 1000, pyarrow.int32()), pyarrow.array([text]))
-    elif kind == "deltas":
-        rows = [text] * 10
-        encoding = dict(use_dictionary=False, column_encoding={"text": "DELTA_BYTE_ARRAY"})
-    else:
-        rows = [text * 4] if kind == "one row" else [text * 4, "b"]
-    parquet.write_table(pyarrow.table({"text": rows}), path, compression="zstd", **encoding)
-    return "row group 1 is too compressible for text" if "row" in kind else "row 1 is longer than 16 MiB"
-
-
-@pytest.mark.parametrize("kind", ["a dictionary", "deltas", "one row", "a row among others"])
-def test_a_small_parquet_file_does_not_fill_the_memory(tmp_path, kind):
-    path = tmp_path / "a.parquet"
-    said = write_bomb(path, kind)
-    assert path.stat().st_size < 10_000
-    code = (
-        "import sys\nfrom pathlib import Path\nfrom data.readers import read_parquet\n"
-        "try:\n    list(read_parquet(Path(sys.argv[1]), 'text'))\nexcept Exception as error:\n    print(error)\n"
-        "print(next(line for line in open('/proc/self/status') if line.startswith('VmHWM')))"
-    )
-    done = subprocess.run([sys.executable, "-c", code, str(path)], cwd=ROOT, capture_output=True, text=True)
-    peak = int(done.stdout.split("VmHWM:")[1].split()[0]) / 1000
-    assert said in done.stdout and peak < 400, f"{peak:.0f} MB: {done.stdout}{done.stderr}"
-
-
 @pytest.mark.slow  # about 5 minutes each on two idle cores: python -m pytest tests/data/test_memory.py -m slow -s
 @pytest.mark.parametrize("suffix", [".txt", ".jsonl"])
 def test_a_gigabyte_of_text_is_prepared_under_a_gigabyte_of_memory(tmp_path, suffix):

@@ -10,7 +10,9 @@ import time
 from pathlib import Path
 
 import numpy as np
+import pyarrow
 import pytest
+from pyarrow import parquet
 
 from data import cache, chunks, corpus, packing, tokens
 from data.tokens import TokenizedCorpus, prepare, tokenize
@@ -106,6 +108,32 @@ def test_tokenize_keeps_duplicates_and_refuses_empty_text(tmp_path, ours):
     (tmp_path / "blank.jsonl").write_text("\n\n")
     with pytest.raises(UserError, match="no text"):
         tokenize([str(tmp_path / "blank.jsonl")], ours)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
+def test_rows_whose_text_is_null_are_skipped_and_counted_once(tmp_path, capsys, ours, name):
+    texts = write_corpus(tmp_path / "text")
+    rows, path = [None, *texts[:30], None, *texts[30:], None], tmp_path / name
+    if name == "a.jsonl":
+        path.write_text("".join(json.dumps({"text": text}) + "\n" for text in rows))
+    else:
+        parquet.write_table(pyarrow.table({"text": rows}), path)
+    said = f"skipped 3 rows of {path} whose 'text' is null\n"
+    corpus = prepare([str(path)], vocab_size=400, cache_dir=tmp_path / "cache")
+    assert corpus.documents == len(texts) and capsys.readouterr().err.count(said) == 1
+    assert documents_of(tokenize([str(path)], ours)[0], ours) == texts and capsys.readouterr().err == said
+
+
+def test_a_text_that_vanishes_while_it_is_listed_is_named_and_not_the_cache(tmp_path, monkeypatch):
+    write_corpus(tmp_path / "text")
+
+    def vanish(files):
+        (tmp_path / "text" / "007.txt").unlink()
+        return files
+
+    monkeypatch.setattr(tokens, "without_other_files", vanish)
+    with pytest.raises(UserError, match=r"007\.txt cannot be read: No such file or directory\.$"):
+        prepare([str(tmp_path / "text")], vocab_size=400, cache_dir=tmp_path / "cache")
 
 
 @pytest.mark.parametrize("fails", ["opening", "writing"])
