@@ -32,7 +32,6 @@ import ablate
 import generate
 from ablation import command
 from ablation.plan import Plan, arm_settings
-from data import tokens
 from data.corpus import read_documents, resolve, without_other_files
 from errors import exit_on_user_error
 from generation import session
@@ -321,24 +320,6 @@ def test_a_damaged_run_resumes_bit_for_bit_or_ends_in_one_line(run, resumed_weig
         assert weights.keys() == resumed_weights.keys()
         if all(path.name != "settings.toml" for path in changed):  # the user's own file
             assert all(torch.equal(weights[name], tensor) for name, tensor in resumed_weights.items())
-
-
-@fuzz(0.25)
-@given(source=st.randoms(use_true_random=False))
-def test_a_damaged_cache_is_prepared_again(run, tmp_path, source):
-    def prepare(cache: Path) -> tokens.TokenizedCorpus:
-        return tokens.prepare([str(run.parent / "text")], vocab_size=300, cache_dir=cache)
-
-    expected = prepare(run.parent / "cache")
-    cache = copy_of(run.parent / "cache", tmp_path / "cache")
-    changed = damage_some(cache, source)
-    found = []
-    ended = ends_well(cache, lambda: found.append(prepare(cache)))
-    assert ended or any(path.is_dir() for path in changed)  # which a file cannot replace
-    if ended:
-        assert found[0].train.tobytes() == expected.train.tobytes()
-        assert found[0].validation.tobytes() == expected.validation.tobytes()
-        assert found[0].tokenizer.content == expected.tokenizer.content
 
 
 @pytest.fixture(scope="module")
