@@ -8,9 +8,11 @@ import hashlib
 import json
 import lzma
 import random
+import re
 import shutil
 import sys
 import tempfile
+from collections import Counter
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -25,6 +27,7 @@ from data.packing import TokenWriter, token_dtype
 from data.split import TRAIN, VALIDATION, CorpusSplit, hash_documents, kept_documents, split_corpus
 from data.tokenizer import (
     TRAINER_OPTIONS,
+    JsonTokenizer,
     SentencePieceTokenizer,
     Tokenizer,
     VocabularyTooLarge,
@@ -58,6 +61,7 @@ class TokenizedCorpus:
     validation_bytes: int
     xz_bits_per_byte: float  # what `xz -9e` makes of the validation text
     u2581_count: int  # characters U+2581 in the text, which SentencePiece cannot tell from spaces
+    special_tokens: dict[str, int]  # how often the text contains each special token of a tokenizer.json
 
     @property
     def description(self) -> str:
@@ -74,6 +78,12 @@ class TokenizedCorpus:
         ]
         if self.u2581_count and isinstance(self.tokenizer, SentencePieceTokenizer):
             parts.append(f"{self.u2581_count:,} characters U+2581, which SentencePiece reads as spaces")
+        if self.special_tokens:
+            parts.append(
+                f"{sum(self.special_tokens.values()):,} special tokens in the text ({' '.join(self.special_tokens)}), "
+                f"which are read as ordinary characters, so that the model does not learn these tokens: remove them "
+                f"from the text (document boundaries are added automatically)"
+            )
         return "; ".join(parts)
 
 
@@ -214,6 +224,7 @@ def _train_tokenizer(folder: Path, files: list[TextFile], corpus_split: CorpusSp
 def _write_streams(folder: Path, files: list[TextFile], corpus_split: CorpusSplit, tokenizer: Tokenizer) -> None:
     """Write both token streams, and a meta.json that says what they are."""
     u2581_count, validation_text = 0, bytearray()  # 8 MB at most, see `split_corpus`
+    special_pattern, special_tokens = _special_tokens(tokenizer), Counter()
     with (
         open(folder / STREAMS[0], "wb") as train_file,
         open(folder / STREAMS[1], "wb") as validation_file,
@@ -224,6 +235,8 @@ def _write_streams(folder: Path, files: list[TextFile], corpus_split: CorpusSpli
             for number, chunk in enumerate(document):
                 writers[split].add(chunk, starts_document=number == 0)
                 u2581_count += chunk.count("\u2581")
+                if special_pattern:
+                    special_tokens.update(special_pattern.findall(chunk))
                 encoded = chunk.encode("utf-8")
                 if split == VALIDATION:
                     validation_text += encoded
@@ -246,8 +259,16 @@ def _write_streams(folder: Path, files: list[TextFile], corpus_split: CorpusSpli
         "validation_bytes": len(validation_text),
         "xz_bits_per_byte": 8 * len(lzma.compress(validation_text, filters=filters)) / len(validation_text),
         "u2581_count": u2581_count,
+        "special_tokens": special_tokens,
     }
     (folder / "meta.json").write_text(json.dumps(meta, indent=2), encoding="utf-8")
+
+
+def _special_tokens(tokenizer: Tokenizer) -> re.Pattern | None:
+    """What finds the special tokens of a `tokenizer.json` in a text."""
+    added = tokenizer.added_tokens.values() if isinstance(tokenizer, JsonTokenizer) else ()
+    names = sorted((token.content for token in added if token.special), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, names))) if names else None
 
 
 def _open(folder: Path, tokenizer: Tokenizer) -> TokenizedCorpus | None:

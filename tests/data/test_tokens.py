@@ -385,6 +385,18 @@ def test_u2581_is_counted(tmp_path):
     assert corpus.u2581_count == 2 and "2 characters U+2581" in corpus.description
 
 
+def test_special_tokens_in_the_text_are_counted_and_named(tmp_path, qwen_folder, tokenizer_file):
+    write_corpus(tmp_path / "text")
+    prepared = dict(sources=[str(tmp_path / "text")], cache_dir=tmp_path / "cache")
+    assert "special token" not in prepare(**prepared, tokenizer=qwen_folder).description
+    (tmp_path / "text" / "chat.txt").write_text("<|im_start|>user\nHi <tool_call><|im_end|>\n<|im_start|>")
+    for _ in range(2):  # the second time from the cache
+        corpus = prepare(**prepared, tokenizer=qwen_folder)
+        assert corpus.special_tokens == {"<|im_start|>": 2, "<|im_end|>": 1}
+        assert "3 special tokens in the text (<|im_start|> <|im_end|>)" in corpus.description
+    assert "special token" not in prepare(**prepared, tokenizer=tokenizer_file).description
+
+
 def test_bits_per_byte_of_xz_are_those_of_the_program(tmp_path):
     write_corpus(tmp_path / "text", documents=300)
     corpus = prepare([str(tmp_path / "text")], vocab_size=400, cache_dir=tmp_path / "cache", validation_fraction=0.4)
