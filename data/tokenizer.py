@@ -35,6 +35,7 @@ FILES = (
     "chat_template.json",
     "vocab.json",
     "merges.txt",
+    "generation_config.json",  # all ids that end a text, and the sampling
 )
 
 TRAINER_OPTIONS = dict(
@@ -71,10 +72,10 @@ def break_tokens(text: str, tokens: Iterable[str]) -> str:
 class SentencePieceTokenizer:
     """A SentencePiece model. `bos_id` is None where the folder's configuration says that no BOS is added."""
 
-    def __init__(self, model: bytes, *, add_bos: bool = True, folder: Path | None = None):
+    def __init__(self, model: bytes, *, add_bos: bool = True, files: dict[str, bytes] | None = None):
         self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
         self._model = model
-        self._files = None if folder is None else read_files(folder)  # which `save` writes; None for a bare model
+        self._files = files or {}  # which `save` writes
         self.vocab_size = self._processor.vocab_size()
         self._processor.id_to_piece(list(range(self.vocab_size)))  # a UnicodeDecodeError now, not in some later text
         self.bos_id = self._processor.bos_id() if add_bos and self._processor.bos_id() >= 0 else None
@@ -112,8 +113,8 @@ class SentencePieceTokenizer:
         A bare `tokenizer.model` it would convert to a tokenizer that gives other ids.
         """
         directory = Path(directory)
-        if self._files is not None:
-            write_files(self._files, directory)
+        write_files(self._files, directory)
+        if "tokenizer.json" in self._files:
             return
         piece = self._processor.id_to_piece
         config = {
@@ -286,7 +287,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     """
     path = Path(os.path.expanduser(path))  # unlike Path.expanduser it does not raise for an unknown ~user
     if path.is_file():
-        return JsonTokenizer(path) if path.suffix == ".json" else _load_model(path, {}, None)
+        return JsonTokenizer(path) if path.suffix == ".json" else _load_model(path, {}, {})
     model, json_file = path / "tokenizer.model", path / "tokenizer.json"
     if not model.is_file():
         model = path / "sentencepiece.model"
@@ -296,9 +297,9 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         )
     if model.is_file():
         try:
-            folder = path if json_file.is_file() else None
-            tokenizer = _load_model(model, read_json(path / "tokenizer_config.json"), folder)
-            if folder is None or tokenizer.vocab_size >= JsonTokenizer(json_file).vocab_size:
+            files = read_files(path, FILES if json_file.is_file() else ("generation_config.json",))
+            tokenizer = _load_model(model, read_json(path / "tokenizer_config.json"), files)
+            if "tokenizer.json" not in files or tokenizer.vocab_size >= JsonTokenizer(json_file).vocab_size:
                 return tokenizer
         except UserError:
             if not json_file.is_file():
@@ -367,19 +368,19 @@ def _training_failed(error: Exception, vocab_size: int) -> UserError:
     return UserError(f"no tokenizer could be trained on this text ({reason}); give more text.")
 
 
-def _load_model(path: Path, config: dict, folder: Path | None) -> SentencePieceTokenizer:
+def _load_model(path: Path, config: dict, files: dict[str, bytes]) -> SentencePieceTokenizer:
     model = read_bytes(path, MAX_FILE)
     try:
         if not model:  # the library takes empty bytes for "no model given"
             raise RuntimeError("empty")
-        return SentencePieceTokenizer(model, add_bos=config.get("add_bos_token", True), folder=folder)
+        return SentencePieceTokenizer(model, add_bos=config.get("add_bos_token", True), files=files)
     except (RuntimeError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is not a SentencePiece model; give a tokenizer.model or tokenizer.json.") from error
 
 
-def read_files(folder: Path) -> dict[str, bytes]:
+def read_files(folder: Path, names: Iterable[str] = FILES) -> dict[str, bytes]:
     """The files of a tokenizer's folder. They are saved later, when the folder may have changed or be gone."""
-    return {name: read_bytes(folder / name, MAX_FILE) for name in FILES if (folder / name).is_file()}
+    return {name: read_bytes(folder / name, MAX_FILE) for name in names if (folder / name).is_file()}
 
 
 def write_files(files: dict[str, bytes], directory: Path) -> None:

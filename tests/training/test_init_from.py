@@ -72,6 +72,20 @@ def test_a_converted_norm_keeps_the_biases_of_the_run_unless_they_are_dropped(la
         assert parse([*start, "--norm", norm, *more], "test").settings.model.norm_bias is bias, (norm, more)
 
 
+@pytest.mark.parametrize("tokenizer", ["tokenizer.model", "tokenizer.json"])
+def test_a_run_keeps_the_generation_config_of_its_parent_and_writes_one_if_it_has_none(flags, run, tmp_path, tokenizer):
+    path = run / "best" / "generation_config.json"
+    assert json.loads(path.read_text()) == {"bos_token_id": 1, "eos_token_id": 2}
+    content = '{"eos_token_id": [2, 7], "temperature": 0.6, "do_sample": true}'
+    path.write_text(content)
+    for name in {"tokenizer.model", "tokenizer.json"} - {tokenizer}:
+        (run / "best" / name).unlink()
+    child = tmp_path / "child"
+    train(parse([*flags, "--init-from", str(run), "--steps", "2"], "test").settings, child)
+    train(parse(["--resume", str(child), "--steps", "3"], "test").settings, child, resume=True)
+    assert {(child / save / path.name).read_text() for save in ("best", "last")} == {content}
+
+
 EXACT, OTHER = "the same function up to rounding", "not the same function"
 CENTERED, UNCENTERED = "--no-center-weights does not center", "--center-weights centers the weights"
 
