@@ -14,45 +14,27 @@ import msgspec
 from errors import UserError
 
 T = TypeVar("T")
-MAX_BYTES = 2**24  # of a file that is read at once; the index of a model of 700 billion parameters has 9 million
 
 
-def read_bytes(path: Path, limit: int = MAX_BYTES) -> bytes:
-    """The contents of a file of at most `limit` bytes; `UserError` if it is longer, or cannot be read.
-
-    Devices and pipes, which might never end, are refused. `FileNotFoundError` if there is no file.
-    """
+def read_bytes(path: Path) -> bytes:
+    """The contents of a file. `UserError` for a folder or device, or what cannot be read; `FileNotFoundError`."""
     try:
-        status = path.stat()
-        if not stat.S_ISREG(status.st_mode):
+        if not stat.S_ISREG(path.stat().st_mode):
             raise UserError(f"{path} is not a regular file; put the file itself there.")
-        with path.open("rb") as file:
-            content = file.read(min(limit, status.st_size) + 1)
+        return path.read_bytes()
     except FileNotFoundError:
         raise
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror}); make it readable, or get it again.") from None
-    if len(content) > limit:
-        raise UserError(f"{path} is longer than {limit:,} bytes, more than such a file needs; give another file.")
-    return content
 
 
-def parse_json(content: bytes, kind: type[T], *, constants: bool = False) -> T:
-    """JSON in UTF-8 as `kind`: a type, or a dataclass with one field for each key.
+def parse_json(content: bytes, kind: type[T]) -> T:
+    """JSON as `kind`: a type, or a dataclass with one field for each key. `ValueError` for anything else.
 
-    Raises `ValueError` for anything else, also for a key with two values, a lone surrogate, values nested thousands of
-    levels deep, and without `constants` for NaN and Infinity, which JSON lacks and other programs write all the same.
-    Integers beyond 64 bits become floats (tokenizers have 10^30 for "no limit"), numbers beyond those infinite.
+    NaN and Infinity, which JSON lacks and other programs write all the same, are read too. Integers beyond 64 bits
+    become floats (tokenizers have 10^30 for "no limit"), numbers beyond those infinite.
     """
-    refuse_or_read = float if constants else _refuse
-    try:
-        value = json.loads(
-            content.decode("utf-8"), object_pairs_hook=_object, parse_int=json_integer, parse_constant=refuse_or_read
-        )
-        if b"\\ud" in content.lower():
-            json.dumps(value, ensure_ascii=False).encode("utf-8")
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
+    value = json.loads(content, parse_int=_integer)
     record = msgspec.convert(value, kind)
     if dataclasses.is_dataclass(record):
         _check_keys(value, record)
@@ -69,23 +51,10 @@ def _check_keys(value: dict, record: object) -> None:
             _check_keys(part, inner)
 
 
-def _object(pairs: list[tuple[str, object]]) -> dict:
-    fields = {}
-    for key, value in pairs:
-        if key in fields and fields[key] != value:
-            raise ValueError(f"its key {key!r:.80} has two values")
-        fields[key] = value
-    return fields
-
-
-def json_integer(digits: str) -> int | float:
+def _integer(digits: str) -> int | float:
     """An integer of JSON; a float if it has more than 64 bits (Python refuses those of more than 4,300 digits)."""
     value = int(digits) if len(digits) <= 20 else float(digits)
     return value if abs(value) < 2**63 else float(value)
-
-
-def _refuse(constant: str) -> float:
-    raise ValueError(f"{constant} is not a JSON number")
 
 
 def read_json(path: Path, kind: type[T] = dict) -> T:
@@ -95,7 +64,7 @@ def read_json(path: Path, kind: type[T] = dict) -> T:
     except FileNotFoundError:
         content = b"{}"
     try:
-        return parse_json(content, kind, constants=True)
+        return parse_json(content, kind)
     except ValueError as error:
         raise UserError(f"{path} is not readable JSON ({error}); download or save it again.") from None
 
@@ -103,8 +72,8 @@ def read_json(path: Path, kind: type[T] = dict) -> T:
 def read_toml(path: Path) -> dict:
     """The tables and keys of a TOML file. `UserError` for anything else, `FileNotFoundError` if there is none."""
     try:
-        return tomllib.loads(read_bytes(path, limit=2**20).decode("utf-8"))
-    except (ValueError, RecursionError) as error:
+        return tomllib.loads(read_bytes(path).decode("utf-8"))
+    except ValueError as error:
         raise UserError(f"{path} is not a readable TOML file: {error}.") from None
 
 

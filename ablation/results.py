@@ -161,7 +161,7 @@ def read_changes(path: Path) -> list[Change]:
 def _read_lines(path: Path, kind: type[Record]) -> list[Record]:
     """One record a line; a last line that a kill cut short does not count. No records if there is no file."""
     try:
-        lines = read_bytes(path, limit=2**30).split(b"\n")[:-1]
+        lines = read_bytes(path).split(b"\n")[:-1]
     except FileNotFoundError:
         return []
     records = []

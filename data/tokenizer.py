@@ -22,7 +22,6 @@ from data.tokenizer_json import SPACE, UnsupportedTokenizer, read_model, tokeniz
 from errors import UserError
 from files import read_bytes, read_json
 
-MAX_FILE = 2**28  # bytes of a file of a tokenizer; the largest have 35 million
 # The files of a tokenizer's folder that are saved with a model.
 FILES = (
     "tokenizer.model",
@@ -148,7 +147,7 @@ class JsonTokenizer:
     def __init__(self, path: Path):
         self._path, self._folder = path, path.parent
         self._files = read_files(path.parent)
-        self._content = read_bytes(path, MAX_FILE)
+        self._content = read_bytes(path)
         with self._explained():
             self._tokenizer = tokenizers.Tokenizer.from_buffer(self._content)
             self._tokenizer.encode_special_tokens = True
@@ -369,7 +368,7 @@ def _training_failed(error: Exception, vocab_size: int) -> UserError:
 
 
 def _load_model(path: Path, config: dict, files: dict[str, bytes]) -> SentencePieceTokenizer:
-    model = read_bytes(path, MAX_FILE)
+    model = read_bytes(path)
     try:
         if not model:  # the library takes empty bytes for "no model given"
             raise RuntimeError("empty")
@@ -380,7 +379,7 @@ def _load_model(path: Path, config: dict, files: dict[str, bytes]) -> SentencePi
 
 def read_files(folder: Path, names: Iterable[str] = FILES) -> dict[str, bytes]:
     """The files of a tokenizer's folder. They are saved later, when the folder may have changed or be gone."""
-    return {name: read_bytes(folder / name, MAX_FILE) for name in names if (folder / name).is_file()}
+    return {name: read_bytes(folder / name) for name in names if (folder / name).is_file()}
 
 
 def write_files(files: dict[str, bytes], directory: Path) -> None:

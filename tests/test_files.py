@@ -1,4 +1,4 @@
-"""Reading small files and JSON: what is refused, and that it is refused in one short line at once."""
+"""Reading small files and JSON: what is refused, and that it is refused in one line."""
 
 import errno
 import json
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import pytest
 
 from errors import UserError
-from files import parse_json, read_bytes, read_json, replace_text
+from files import read_json, replace_text
 
 
 @dataclass(frozen=True)
@@ -63,11 +63,7 @@ def test_a_record_with_other_types_or_other_keys_is_refused(tmp_path, changes, w
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (b'{"a": 1, "b": {"c": 1, "c": 2}}', "key 'c' has two values"),
-        (b'{"a": "\\ud800"}', "surrogates"),
         (b'{"a": "\xff"}', "utf-8"),
-        (b'\xef\xbb\xbf{"a": 1}', "BOM"),
-        (b'{"a": ' + b"[" * 10**6, "nested too deeply"),
         (b"[]", "Expected `object`, got `array`"),
         (b"", "Expecting value"),
     ],
@@ -83,11 +79,9 @@ def test_a_pair_of_surrogates_is_a_character_and_huge_integers_are_floats(tmp_pa
     assert read_json(tmp_path / "a.json") == {"a": "\U0001f600", "b": 1e30, "c": 1 - 2**63, "d": float("inf")}
 
 
-def test_what_other_programs_write_beside_json_is_read_where_it_is_clear(tmp_path):
-    (tmp_path / "a.json").write_text('{"a": Infinity, "b": 1, "b": 1}')
-    assert read_json(tmp_path / "a.json") == {"a": float("inf"), "b": 1}
-    with pytest.raises(ValueError, match="Infinity is not a JSON number"):
-        parse_json(b'{"a": Infinity}', dict)
+def test_what_other_programs_write_beside_json_is_read(tmp_path):
+    (tmp_path / "a.json").write_text('{"a": Infinity}', encoding="utf-8-sig")
+    assert read_json(tmp_path / "a.json") == {"a": float("inf")}
 
 
 def test_a_missing_file_is_an_empty_object_and_any_other_obstacle_is_an_error(tmp_path):
@@ -104,15 +98,6 @@ def test_a_pipe_and_a_device_are_not_read(tmp_path):
     for name in ("pipe", "zero"):
         with pytest.raises(UserError, match=f"{name} is not a regular file"):
             read_json(tmp_path / name)
-
-
-def test_no_more_is_read_than_the_limit(tmp_path):
-    (tmp_path / "a").write_bytes(bytes(11))
-    assert read_bytes(tmp_path / "a", limit=11) == bytes(11)
-    with pytest.raises(UserError, match="longer than 10 bytes"):
-        read_bytes(tmp_path / "a", limit=10)
-    with pytest.raises(FileNotFoundError):
-        read_bytes(tmp_path / "b")
 
 
 def test_a_file_that_cannot_be_replaced_keeps_its_text_and_is_named(tmp_path, monkeypatch):

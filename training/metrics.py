@@ -59,7 +59,7 @@ def read(run_dir: Path) -> list[dict]:
     """The lines of `run_dir/metrics.jsonl`, without an incomplete last one that a kill may leave."""
     path = run_dir / "metrics.jsonl"
     try:
-        lines = read_bytes(path, limit=2**30).split(b"\n")[:-1]
+        lines = read_bytes(path).split(b"\n")[:-1]
     except FileNotFoundError:
         return []
     return [read_line(path, number, line) for number, line in enumerate(lines, 1)]

@@ -1,7 +1,6 @@
 """Text to ids and back: exactly, and with the same ids wherever a tokenizer goes."""
 
 import json
-import os
 import random
 import shutil
 from pathlib import Path
@@ -334,15 +333,11 @@ def test_files_that_are_no_tokenizers_are_named(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["tokenizer_config.json", "generation_config.json"])
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [("[]", "is not readable JSON"), ("{", "is not readable JSON"), ("[" * 100_000, "is not readable JSON")],
-    ids=["list", "incomplete", "deep"],
-)
-def test_a_configuration_that_is_no_json_object_is_named(saved, tmp_path, name, content, words):
+@pytest.mark.parametrize("content", ["[]", "{"])
+def test_a_configuration_that_is_no_json_object_is_named(saved, tmp_path, name, content):
     folder = edited(saved, tmp_path / "broken")
     (folder / name).write_text(content)
-    with pytest.raises(UserError, match=f"{name} {words}"):
+    with pytest.raises(UserError, match=f"{name} is not readable JSON"):
         load_tokenizer(folder)
 
 
@@ -381,13 +376,6 @@ def test_a_tokenizer_that_contradicts_itself_is_one_line(saved, tmp_path, model)
     (folder / "tokenizer.json").write_text(json.dumps(fields), encoding="utf-8")
     with pytest.raises(UserError, match=r"does not work in the tokenizers library|names no end-of-sequence"):
         load_tokenizer(folder).encode("xyz")
-
-
-def test_a_tokenizer_file_that_is_absurdly_large_is_not_read(saved, tmp_path):
-    folder = edited(saved, tmp_path / "broken")
-    os.truncate(folder / "tokenizer.json", 2**31)
-    with pytest.raises(UserError, match="longer than"):
-        load_tokenizer(folder)
 
 
 def test_ctrl_c_while_a_tokenizer_is_trained_is_ctrl_c(tmp_path):

