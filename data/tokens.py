@@ -80,9 +80,9 @@ class TokenizedCorpus:
             parts.append(f"{self.u2581_count:,} characters U+2581, which SentencePiece reads as spaces")
         if self.special_tokens:
             parts.append(
-                f"{sum(self.special_tokens.values()):,} special tokens in the text ({' '.join(self.special_tokens)}), "
-                f"which are read as ordinary characters, so that the model does not learn these tokens: remove them "
-                f"from the text (document boundaries are added automatically)"
+                f"{sum(self.special_tokens.values()):,} special tokens in the text ({' '.join(self.special_tokens)}): "
+                f"they are read as ordinary characters and do not teach the model the tokens, so remove them from the "
+                f"text (document boundaries are added automatically)"
             )
         return "; ".join(parts)
 
