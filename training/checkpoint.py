@@ -111,22 +111,30 @@ def replace_directory(target: Path, write: Callable[[Path], None]) -> None:
     except (OSError, SafetensorError) as error:
         if not target.exists() and old.exists():
             old.rename(target)
-        shutil.rmtree(new, ignore_errors=True)
+        remove(new)
         kept = "the previous save is intact" if target.exists() else "there is no previous save"
         raise UserError(
             f"{target} could not be saved ({error}); {kept}. "
             f"Free disk space or make it writable, then {how_to_continue(target.parent)}."
         ) from error
-    shutil.rmtree(old, ignore_errors=True)
+    remove(old)
 
 
 def recover_interrupted_save(target: Path) -> None:
     """Finish or undo an interrupted save: afterwards only `target` is left, if any of the three was complete."""
     for candidate in candidates(target)[1:]:
         if not is_complete(target) and is_complete(candidate):
-            shutil.rmtree(target, ignore_errors=True)
+            remove(target)
             candidate.rename(target)
-        shutil.rmtree(candidate, ignore_errors=True)
+        remove(candidate)
+
+
+def remove(directory: Path) -> None:
+    """Delete a directory if there is one, or a link to one, but not what it points to."""
+    if directory.is_symlink():
+        directory.unlink()
+    else:
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 def is_complete(directory: Path) -> bool:

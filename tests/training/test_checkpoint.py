@@ -94,6 +94,19 @@ def test_the_old_directory_is_found_when_the_new_one_is_incomplete(tmp_path):
     assert found(tmp_path) == "after"
 
 
+@pytest.mark.skipif(os.name == "nt", reason="Windows allows links to administrators only")
+@pytest.mark.parametrize("link", ["last", "last.old"])
+def test_a_link_is_replaced_by_a_directory_and_what_it_points_to_is_kept(tmp_path, link):
+    save(tmp_path / "last", "elsewhere")
+    (tmp_path / "last").rename(tmp_path / "elsewhere")
+    (tmp_path / link).symlink_to("elsewhere")
+    for content in ("first", "second"):
+        save(tmp_path / "last", content)
+        assert found(tmp_path) == content and not (tmp_path / "last").is_symlink()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["elsewhere", "last"]
+    assert (tmp_path / "elsewhere" / "weights").read_text() == "elsewhere"
+
+
 def test_a_folder_without_a_complete_checkpoint_is_a_one_line_error(tmp_path):
     (tmp_path / "last").mkdir()
     with pytest.raises(UserError, match="no complete last/ to resume from"):
