@@ -1,46 +1,20 @@
-"""Keys of a Hugging Face config.json that change nothing that a decoder computes, and keys that must be off.
+"""Keys of a Hugging Face config.json that must be off, and those that change nothing. Imports no torch."""
 
-Any other key that `model.families` does not read is an error: it may change the function, as `is_causal` does. The keys
-are those of transformers 4 and 5, of the checkpoints of the LLaMA, Mistral, Qwen and StableLM families, and of the
-tools that save them. Imports no torch.
-"""
-
-from collections.abc import Iterable
+import functools
+import sys
+from pathlib import Path
 
 from errors import UserError
+from model.weight_files import join_names
 
-HARMLESS = frozenset(
+# With keys that end in _token_id, what published configurations have; any other key that is not read is noted.
+NO_EFFECT = frozenset(
     """
-    model_type architectures transformers_version name_or_path _name_or_path _commit_hash tokenizer_class prefix
-    model_name unsloth_fixed unsloth_version is_llama_config transformers.js_config
-
-    dtype torch_dtype use_bfloat16 pretraining_tp attn_implementation _attn_implementation _attn_implementation_autoset
-    _attn_implementation_internal _experts_implementation_internal experts_implementation _flash_attn_2_enabled
-    use_flash_attn use_flash_attention flash_attn use_sdpa torchscript tf_legacy_loss chunk_size_feed_forward
-
-    attention_dropout hidden_dropout classifier_dropout attn_pdrop resid_pdrop embd_pdrop dropout neftune_noise_alpha
-    gradient_checkpointing use_reentrant_checkpointing
-
-    bos_token_id eos_token_id pad_token_id sep_token_id cls_token_id mask_token_id unk_token_id eod_token_id
-    decoder_start_token_id forced_bos_token_id forced_eos_token_id
-
-    max_sequence_length max_seq_len max_seq_length seq_length model_max_length tokenizer_model_max_length
-    tokenizer_padding_side
-
-    id2label label2id num_labels problem_type finetuning_task task_specific_params is_decoder add_cross_attention
-    cross_attention_hidden_size tie_encoder_decoder
-
-    use_cache cache_implementation return_dict use_return_dict output_hidden_states output_attentions
-    return_dict_in_generate output_scores num_logits_to_keep
-
-    max_length min_length max_new_tokens do_sample early_stopping num_beams num_beam_groups diversity_penalty
-    temperature top_k top_p min_p typical_p epsilon_cutoff eta_cutoff repetition_penalty encoder_repetition_penalty
-    length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids num_return_sequences
-    remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens num_assistant_tokens
-    num_assistant_tokens_schedule assistant_confidence_threshold assistant_lookbehind target_lookbehind
+    model_type architectures transformers_version name_or_path _name_or_path _model_name_or_path dtype torch_dtype
+    use_cache pretraining_tp attention_dropout hidden_dropout max_sequence_length is_llama_config transformers.js_config
+    _attn_implementation_autoset unsloth_fixed unsloth_version
     """.split()
 )
-
 QUANTIZED = ("quantization_config", "quantization", "compression_config")
 # Keys of functions that this decoder does not compute, with the values under which they change nothing.
 OFF: dict[str, tuple] = {
@@ -61,20 +35,17 @@ OFF: dict[str, tuple] = {
 }
 
 
-def check_keys(fields: dict, read: Iterable[str]) -> None:
-    """Raise `UserError` for keys that may change the function; `read` are those that the caller takes into account."""
+def check_off(fields: dict) -> None:
+    """Raise `UserError` for a key of `OFF` that has another value."""
     for key, allowed in OFF.items():
-        if key in fields and key not in read and fields[key] not in allowed:
+        if key in fields and fields[key] not in allowed:
             advice = "give the unquantized model" if key in QUANTIZED else f"it needs {allowed[0]!r}"
             raise UserError(f"{key} is {fields[key]!r}, which this decoder cannot represent; {advice}.")
-    code = fields.get("auto_map") or {}
-    if not isinstance(code, dict) or code.keys() & {"AutoModel", "AutoModelForCausalLM"}:
-        raise UserError(
-            "auto_map names code of the checkpoint's own, which is never run; remove it if model_type says the same."
-        )
-    unknown = [
-        key for key in fields if key not in HARMLESS and key not in OFF and key not in read and key != "auto_map"
-    ]
-    if unknown:
-        keys = ", ".join(unknown)
-        raise UserError(f"unknown keys that may change what the model computes: {keys}; remove those that do not.")
+
+
+@functools.cache
+def note_ignored_keys(path: Path, keys: tuple[str, ...]) -> None:
+    """Say on stderr, once, which keys of a config.json are unknown."""
+    if keys:
+        names = join_names([f"{key!r:.40}" for key in keys])  # one short line, whatever a key is
+        print(f"note: {path} has unknown keys, which are ignored: {names}", file=sys.stderr)

@@ -15,7 +15,7 @@ from typing import Literal
 from errors import UserError
 from files import read_json
 from model.config import LAYER_TYPES, ModelConfig
-from model.config_keys import check_keys
+from model.config_keys import NO_EFFECT, OFF, check_off, note_ignored_keys
 from model.rope_scaling import ROPE_SCALING
 
 
@@ -94,8 +94,7 @@ FAMILIES = {
         defaults={"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096},
     ),
 }
-FORMAT = 2  # of config.json with model_type prenorm, and of settings.toml; see `from_json`
-ADDED_FIELDS = ("sliding_window", "layer_types")  # that files of format 2 may lack
+FORMAT = 2  # of settings.toml
 SHAPE_FIELDS = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
 # The meaning of a missing key, from the configuration classes of transformers. null key/value heads: as many as heads.
@@ -122,6 +121,8 @@ EXPECTED_TYPES = {  # or null
     "sliding_window": int,
     "max_window_layers": int,
 }
+KNOWN = {*SHAPE_FIELDS, *EXPECTED_TYPES, *DEFAULTS, *OFF, *NO_EFFECT, "original_max_position_embeddings"}
+KNOWN |= {field.name for field in dataclasses.fields(ModelConfig)}
 ROPE_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "mscale", "mscale_all_dim", "truncate"}
 ROPE_KEYS |= {"finetuned"}.union(*ROPE_SCALING.values())
 
@@ -154,7 +155,7 @@ def to_json(config: ModelConfig, *, dtype: str, bos_token_id: int | None, eos_to
         "torch_dtype": dtype,
     }
     if model_type == "prenorm":
-        return {"architectures": ["PrenormForCausalLM"], **common, "format": FORMAT, **dataclasses.asdict(config)}
+        return {"architectures": ["PrenormForCausalLM"], **common, **dataclasses.asdict(config)}
     family = FAMILIES[model_type]
     rope = {"rope_type": "default", **(config.rope_scaling or {}), "rope_theta": config.rope_theta}
     fields = {
@@ -197,11 +198,13 @@ def read_config(directory: Path | str) -> dict:
 
 def load_config(directory: Path | str) -> ModelConfig:
     """The configuration of a model's directory, ours or Hugging Face's; `UserError` if it cannot be represented."""
-    fields = read_config(directory)
+    fields, path = read_config(directory), Path(directory) / "config.json"
     try:
-        return from_json(fields)
+        config = from_json(fields)
     except UserError as error:
-        raise UserError(f"{Path(directory) / 'config.json'}: {error}") from None
+        raise UserError(f"{path}: {error}") from None
+    note_ignored_keys(path, tuple(key for key in fields if key not in KNOWN and not key.endswith("_token_id")))
+    return config
 
 
 def from_json(fields: dict) -> ModelConfig:
@@ -209,11 +212,8 @@ def from_json(fields: dict) -> ModelConfig:
     model_type = fields.get("model_type")
     if model_type == "prenorm":
         names = [field.name for field in dataclasses.fields(ModelConfig)]
-        check_required_keys(fields, [name for name in names if name not in ADDED_FIELDS])
-        check_keys(fields, [*names, "format"])
-        config = ModelConfig(**{name: fields[name] for name in names if name in fields})
-        # Files without a format have norm_bias = true for every norm; it added no bias then: it meant the default.
-        return config if "format" in fields or not config.norm_bias else dataclasses.replace(config, norm_bias=None)
+        check_required_keys(fields, names)
+        return ModelConfig(**{name: fields[name] for name in names})
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         known = ", ".join([*FAMILIES, "prenorm"])
         raise UserError(f"model_type {model_type!r} cannot be read; supported are {known}.")
@@ -222,11 +222,9 @@ def from_json(fields: dict) -> ModelConfig:
             raise UserError(f"{key} is {fields[key]!r} and must be of type {expected.__name__}, or null.")
     family = FAMILIES[model_type]
     check_required_keys(fields, SHAPE_FIELDS)
-    # transformers also ignores the keys that only another family has; whether there are biases, the tensors show.
-    read = {*SHAPE_FIELDS, *EXPECTED_TYPES, *DEFAULTS, "max_position_embeddings", "original_max_position_embeddings"}
     given, fields = fields, DEFAULTS | family.defaults | fields
     rope = read_rope(fields)
-    check_keys({**given, "partial_rotary_factor": rope.pop("partial_rotary_factor")}, read)
+    check_off({**given, "partial_rotary_factor": rope.pop("partial_rotary_factor")})
     kv_heads = fields["num_key_value_heads"]
     config = ModelConfig(
         **{key: fields[key] for key in SHAPE_FIELDS},

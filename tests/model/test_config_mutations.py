@@ -19,7 +19,7 @@ import transformers
 
 from errors import UserError
 from model.cache import KeyValueCache
-from model.config_keys import HARMLESS, OFF
+from model.config_keys import OFF
 from model.families import FAMILIES
 from model.pretrained import load_pretrained
 
@@ -94,8 +94,7 @@ def base(request, tmp_path_factory) -> Path:
 
 def mutations(fields: dict) -> Iterator[tuple[str, dict]]:
     """Every changed config.json, with a description of the change."""
-    plain = "rope_scaling" not in fields and fields["rope_parameters"]["rope_type"] == "default"
-    keys = {*fields, *OTHER_KEYS, *(HARMLESS if plain else ()), *OFF, "an_unknown_key"}
+    keys = {*fields, *OTHER_KEYS, *OFF, "an_unknown_key"}
     for key in sorted(keys - {"model_type"}):
         value = fields.get(key)
         near = [value + 1, value * 2, value / 2] if isinstance(value, int | float) else []
