@@ -21,7 +21,7 @@ class Attention(nn.Module):
         self.qkv_proj = Linear(config.hidden_size, rows, bias=config.attention_bias)
         self.q_norm = HeadNorm(head_dim) if config.qk_norm else None
         self.k_norm = HeadNorm(head_dim) if config.qk_norm else None
-        self.o_proj = Linear(self.heads * head_dim, config.hidden_size)
+        self.o_proj = Linear(self.heads * head_dim, config.hidden_size, bias=config.attention_output_bias)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: KeyValueCache | None) -> Tensor:
         """The attention output (B, T, D) of normalized x (B, T, D); appends k and v to the cache, if there is one."""

@@ -107,6 +107,8 @@ class ModelConfig:
     """Added to the mean square (LayerNorm: the variance) under the square root, so that nothing is divided by zero."""
     attention_bias: bool = False
     """Whether the query, key and value projections have biases, as in Qwen2."""
+    attention_output_bias: Annotated[bool, Suppress] = False  # no flag: it comes with loaded weights
+    """Whether o_proj has a bias too."""
     qk_norm: bool = False
     """Whether the vector of each query head and key head goes through RMSNorm, as in Qwen3."""
     tie_word_embeddings: bool = True
@@ -203,7 +205,7 @@ def check(config: ModelConfig) -> None:
         )
     if not isinstance(config.norm_bias, bool | None):
         raise UserError(f"norm_bias is {config.norm_bias!r} and must be true, false or null.")
-    for name in ("attention_bias", "qk_norm", "tie_word_embeddings"):
+    for name in ("attention_bias", "attention_output_bias", "qk_norm", "tie_word_embeddings"):
         if not isinstance(getattr(config, name), bool):
             raise UserError(f"{name} is {getattr(config, name)!r} and must be true or false.")
     for name, allowed in {"norm": [*NORMS], "norm_placement": [*PLACEMENTS], "mlp": [*GATED, *PLAIN]}.items():

@@ -172,7 +172,7 @@ def initialize(decoder: Decoder, seed: int) -> None:
         if is_norm_parameter(name):
             parameter.fill_(norm_initial[name.rpartition(".")[2]])
             continue
-        if parameter.ndim < 2:  # biases of q, k and v; weights of the norms of q and k
+        if parameter.ndim < 2:  # biases; weights of the norms of q and k
             parameter.fill_(0.0 if name.endswith("bias") else 1.0)
             continue
         scale = block_scale if name.endswith(BLOCK_OUTPUTS) else 1.0
@@ -188,12 +188,12 @@ def generator_for(seed: int, name: str) -> torch.Generator:
 
 @torch.no_grad()
 def center_residual_writers(decoder: Decoder) -> None:
-    """Change all matrices that write to the residual stream so that the mean of what they write is 0 over the channels.
+    """Change all weights that write to the residual stream so that the mean of what they write is 0 over the channels.
 
     A matrix W that writes W x gets W - 1 m, m its mean over the rows (outputs): mean(W x) = m x is subtracted from each
-    channel. LayerNorm subtracts that mean anyway, so a pre-norm decoder with LayerNorm computes the same function as
-    before. And since the mean of the stream is then 0, RMSNorm with LayerNorm's weight and bias computes it as well
-    (Jiang et al. 2023, arXiv 2305.14858, section 3.1).
+    channel; so is the mean of o_proj's bias. LayerNorm subtracts these means anyway, so a pre-norm decoder with
+    LayerNorm computes the same function as before. And since the mean of the stream is then 0, RMSNorm with LayerNorm's
+    weight and bias computes it as well (Jiang et al. 2023, arXiv 2305.14858, section 3.1).
 
     A tied embedding is left as it is, because it is also the head: centering its rows e_v changes the logit of token v
     by -mean(e_v) sum(h), h the final norm's output, which depends on v, and sum(h) is not 0 with a weight and a bias.
@@ -204,6 +204,7 @@ def center_residual_writers(decoder: Decoder) -> None:
         raise ValueError(f"norms placed {decoder.config.norm_placement} write to the residual stream themselves")
     writers = [layer.self_attn.o_proj.weight for layer in decoder.layers]  # (D, H d)
     writers += [layer.mlp.down_proj.weight for layer in decoder.layers]  # (D, F)
+    writers += [layer.self_attn.o_proj.bias for layer in decoder.layers if decoder.config.attention_output_bias]  # (D,)
     if decoder.lm_head is not None:
         writers.append(decoder.embed_tokens.weight.T)  # (D, V)
     for weight in writers:

@@ -17,6 +17,7 @@ from files import read_json
 from model.config import LAYER_TYPES, ModelConfig
 from model.config_keys import NO_EFFECT, OFF, check_off, note_ignored_keys
 from model.rope_scaling import ROPE_SCALING
+from model.weight_files import is_zero, read_entries
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class Family:
     qkv_bias: str | bool
     """The key that says whether q, k and v have biases; True or False where the family always or never has them."""
     output_bias: bool = False
-    """Whether `qkv_bias` gives o_proj a bias too. This decoder has none: zeros are written, and required on reading."""
+    """Whether `qkv_bias` gives o_proj a bias too, of zeros where the decoder has none."""
     qk_norm: bool = False
     """Whether each head of q and k has an RMSNorm."""
     eps: str = "rms_norm_eps"
@@ -94,7 +95,6 @@ FAMILIES = {
         defaults={"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096},
     ),
 }
-FORMAT = 2  # of settings.toml
 SHAPE_FIELDS = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
 # The meaning of a missing key, from the configuration classes of transformers. null key/value heads: as many as heads.
@@ -139,6 +139,7 @@ def choose_model_type(config: ModelConfig) -> str:
         same = same and (config.norm_placement, config.mlp) == ("pre", "swiglu")
         same = same and (family.norm == "layer" or not config.has_norm_bias)  # no family has RMSNorm with a bias
         same = same and (family.windows == "by layer" or config.sliding_window is None)
+        same = same and (not config.attention_output_bias or (family.output_bias and config.attention_bias))
         if family.written and same and heads_allowed[family.heads]:
             return model_type
     return "prenorm"
@@ -197,14 +198,35 @@ def read_config(directory: Path | str) -> dict:
 
 
 def load_config(directory: Path | str) -> ModelConfig:
-    """The configuration of a model's directory, ours or Hugging Face's; `UserError` if it cannot be represented."""
+    """The configuration of a model's directory, ours or Hugging Face's; `UserError` if it cannot be represented.
+
+    Where a bias that the decoder would lack is not zero, since transformers has trained it, the decoder gets it.
+    """
     fields, path = read_config(directory), Path(directory) / "config.json"
     try:
         config = from_json(fields)
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
     note_ignored_keys(path, tuple(key for key in fields if key not in KNOWN and not key.endswith("_token_id")))
-    return config
+    biases = zero_biases(fields["model_type"], config)
+    entries = read_entries(path.parent) if biases else {}
+    if all(is_zero(entries[name]) for name in biases if name in entries):
+        return config
+    trained = "norm_bias" if config.norm == "layer" else "attention_output_bias"
+    return dataclasses.replace(config, **{trained: True})
+
+
+def zero_biases(model_type: str, config: ModelConfig) -> list[str]:
+    """The biases that a family has and the decoder lacks, by their names in files, where they are zeros."""
+    if model_type == "prenorm":
+        return []
+    family, layers = FAMILIES[model_type], [f"model.layers.{index}" for index in range(config.num_hidden_layers)]
+    if family.output_bias and config.attention_bias and not config.attention_output_bias:
+        return [f"{layer}.self_attn.o_proj.bias" for layer in layers]
+    if family.norm == "layer" and not config.has_norm_bias:
+        norms = [f"{layer}.{norm}_layernorm" for layer in layers for norm in ("input", "post_attention")]
+        return [f"{norm}.bias" for norm in [*norms, "model.norm"]]
+    return []
 
 
 def from_json(fields: dict) -> ModelConfig:

@@ -174,7 +174,8 @@ _kept: weakref.WeakKeyDictionary[Decoder, tuple[tuple, DecodeStep]] = weakref.We
 
 def max_sequences(config: ModelConfig, device: torch.device) -> int:
     """The largest batch that a decoding step exists for; 0 if none supports the model on this device."""
-    if (config.norm_placement, config.mlp) != ("pre", "swiglu") or config.norm not in kernels.NORM_KINDS:
+    usual = (config.norm_placement, config.mlp, config.attention_output_bias) == ("pre", "swiglu", False)
+    if not usual or config.norm not in kernels.NORM_KINDS:
         return 0
     limits = {kernels.gpu: MAX_SEQUENCES, kernels.cpu: cpu_decode.MAX_SEQUENCES}
     return limits.get(kernels.implementation(device), 0)

@@ -145,6 +145,8 @@ def choose_architecture(config: ModelConfig) -> str:
             f"placement {config.norm_placement}, mlp {config.mlp}, {config.num_attention_heads} heads of width "
             f"{config.resolved_head_dim} in {config.hidden_size} channels); it has {', '.join(ARCHITECTURES)}."
         )
+    if architecture == "qwen3" and config.attention_output_bias:
+        raise UserError("llama.cpp's qwen3 has no bias of the attention output: this model cannot be written.")
     scaling = config.rope_scaling
     if scaling is not None and (architecture != "llama" or scaling["rope_type"] not in ROPE_TYPES):
         raise UserError(
@@ -167,8 +169,8 @@ def gguf_tensors(config: ModelConfig, architecture: str, stored: dict[str, Store
     import gguf
     import torch
 
+    from model.families import zero_biases
     from model.rope import frequencies
-    from model.stored_weights import zero_tensors
 
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], config.num_hidden_layers)
     sources = {name: Source(tuple(tensor.shape), functools.partial(read, tensor)) for name, tensor in stored.items()}
@@ -179,8 +181,8 @@ def gguf_tensors(config: ModelConfig, architecture: str, stored: dict[str, Store
     if architecture == "stablelm":  # it has no tied head, and every norm has a bias
         if config.tie_word_embeddings:
             sources["lm_head.weight"] = sources["model.embed_tokens.weight"]
-        for name, shape in zero_tensors(architecture, config).items():
-            sources[name] = Source(tuple(shape), lambda shape=shape: torch.zeros(shape))
+        for name in zero_biases(architecture, config):
+            sources[name] = Source((config.hidden_size,), lambda: torch.zeros(config.hidden_size))
     tensors = {names.get_name(name, (".weight", ".bias")): source for name, source in sources.items()}
     if config.rope_scaling is not None:
         plain = frequencies(dataclasses.replace(config, rope_scaling=None))

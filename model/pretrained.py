@@ -26,9 +26,9 @@ from torch import Tensor
 from errors import UserError
 from model.config import ModelConfig
 from model.decoder import Decoder
-from model.families import SHAPE_FIELDS, choose_model_type, load_config, to_json
+from model.families import SHAPE_FIELDS, choose_model_type, load_config, to_json, zero_biases
 from model.norm import is_norm_parameter
-from model.stored_weights import StoredTensor, check_match, read_weights, stored_weights, zero_tensors
+from model.stored_weights import StoredTensor, check_match, read_weights, stored_weights
 
 __all__ = ["WeightReport", "load_config", "load_pretrained", "load_weights", "save_pretrained", "unpacked_tensors"]
 
@@ -36,8 +36,8 @@ __all__ = ["WeightReport", "load_config", "load_pretrained", "load_weights", "sa
 PACKED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 # Fields that must be equal for the weights of one model to be loaded into another. `norm` need not be.
 FIELDS_THAT_MUST_MATCH = (
-    *(*SHAPE_FIELDS, "num_key_value_heads", "resolved_head_dim", "attention_bias", "qk_norm", "tie_word_embeddings"),
-    *("norm_placement", "mlp"),
+    *(*SHAPE_FIELDS, "num_key_value_heads", "resolved_head_dim", "attention_bias", "attention_output_bias", "qk_norm"),
+    *("tie_word_embeddings", "norm_placement", "mlp"),
 )
 
 
@@ -83,8 +83,8 @@ def save_pretrained(
     write_json(directory / "config.json", to_json(decoder.config, dtype=str(dtype).removeprefix("torch."), **ids))
     write_json(directory / "generation_config.json", {key: value for key, value in ids.items() if value is not None})
     tensors = unpacked_tensors(decoder.state_dict(), decoder.config)
-    for name, shape in zero_tensors(choose_model_type(decoder.config), decoder.config).items():
-        tensors[name] = torch.zeros(shape, dtype=dtype)
+    for name in zero_biases(choose_model_type(decoder.config), decoder.config):
+        tensors[name] = torch.zeros(decoder.config.hidden_size, dtype=dtype)
     save_tensors({name: tensor.cpu() for name, tensor in tensors.items()}, directory / "model.safetensors")
 
 

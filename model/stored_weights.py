@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from errors import UserError
 from model.config import ModelConfig
-from model.families import FAMILIES, read_config
+from model.families import read_config, zero_biases
 from model.weight_files import TensorEntry, check_sizes, join_names, read_entries
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -80,16 +80,14 @@ def stored_dtype(directory: Path | str) -> torch.dtype:
 
 
 def stored_tensors(entries: Mapping[str, TensorEntry]) -> dict[str, StoredTensor]:
-    """The tensors of headers, by the names that they have in a model with a head; quantized ones are a `UserError`."""
+    """The tensors of headers; quantized ones are a `UserError`."""
     stored = {}
-    base = "embed_tokens.weight" in entries  # saved from a base model, without its head: names lack "model."
     for name, entry in entries.items():
         dtype = DTYPES.get(entry.dtype)
         if dtype is None:
             raise UserError(
                 f"{entry.path}: {name} has type {entry.dtype}, not a float: quantized weights are not read."
             )
-        name = f"model.{name}" if base and not name.startswith("lm_head.") else name
         stored[name] = StoredTensor(entry, torch.Size(entry.shape), dtype)
     return stored
 
@@ -115,16 +113,10 @@ def drop_redundant(
 ) -> dict[str, StoredTensor]:
     """Drop what our model does not need: zero biases, a copy of a tied head, rotary tables of old files.
 
-    Raises `UserError` when such a bias is not zero or such a head is not a copy.
+    Raises `UserError` when such a head is not a copy; `load_config` has checked that the biases are zero.
     """
-    zeros = zero_tensors(read_config(directory)["model_type"], config)
-    shapes = {name: tensor for name, tensor in stored.items() if name in zeros}
-    check_match(zeros, shapes, directory)
-    for name in zeros:
-        if any(chunk.any() for chunk in stored[name].chunks()):
-            raise UserError(f"{directory}: {name} is not zero, and this decoder has no such bias.")
+    dropped = {*zero_biases(read_config(directory)["model_type"], config)}
     head, embedding = stored.get("lm_head.weight"), stored.get("model.embed_tokens.weight")
-    dropped = {*zeros}
     if config.tie_word_embeddings and head is not None:
         pairs = zip(head.chunks(), embedding.chunks(), strict=True) if embedding else ()
         if embedding is None or head.shape != embedding.shape or not all((a == b).all() for a, b in pairs):
@@ -135,21 +127,6 @@ def drop_redundant(
         dropped.add("lm_head.weight")
     dropped |= {name for name in stored if name.endswith("rotary_emb.inv_freq")}
     return {name: tensor for name, tensor in stored.items() if name not in dropped}
-
-
-def zero_tensors(model_type: str, config: ModelConfig) -> dict[str, torch.Size]:
-    """Names and shapes of the biases that a family has and our model lacks: zeros in files, the same function."""
-    if model_type == "prenorm":
-        return {}
-    family, names = FAMILIES[model_type], []
-    layers = [f"model.layers.{index}" for index in range(config.num_hidden_layers)]
-    if family.output_bias and config.attention_bias:
-        names += [f"{layer}.self_attn.o_proj.bias" for layer in layers]
-    if family.norm == "layer" and not config.has_norm_bias:
-        for layer in layers:
-            names += [f"{layer}.input_layernorm.bias", f"{layer}.post_attention_layernorm.bias"]
-        names += ["model.norm.bias"]
-    return dict.fromkeys(names, torch.Size([config.hidden_size]))
 
 
 def check_match(expected: Mapping[str, torch.Size], stored: Mapping[str, StoredTensor], directory: Path | str) -> None:

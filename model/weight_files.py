@@ -1,4 +1,5 @@
-"""The weight files of a checkpoint directory: which files they are, and what their headers say. Reads no weights.
+"""The weight files of a checkpoint directory: which files they are, and what their headers say. Only `is_zero`
+reads weights.
 
 A safetensors file is the length of its header in 8 bytes, the header as JSON, and the tensors one after another
 (https://github.com/huggingface/safetensors#format). Imports no torch.
@@ -105,14 +106,26 @@ def find_weight_files(directory: Path) -> list[Path]:
 
 
 def read_entries(directory: Path) -> dict[str, TensorEntry]:
-    """The tensors of a directory, in the order of its files."""
+    """The tensors of a directory, in the order of its files, by the names that they have in a model with a head."""
     entries: dict[str, TensorEntry] = {}
     for path in find_weight_files(directory):
         header = read_header(path)
         if twice := header.keys() & entries.keys():
             raise UserError(f"{directory} has {min(twice)} in two of its files; download the checkpoint again.")
         entries |= header
+    if "embed_tokens.weight" in entries:  # saved from a base model, without its head
+        return {name if name.startswith("lm_head.") else f"model.{name}": entry for name, entry in entries.items()}
     return entries
+
+
+def is_zero(entry: TensorEntry) -> bool:
+    """Whether all elements of a small tensor are 0.0 or -0.0."""
+    size = BYTES.get(entry.dtype, 1)  # other types are refused where the weights are read
+    with entry.path.open("rb") as file:
+        file.seek(entry.offset)
+        content = bytearray(file.read(math.prod(entry.shape) * size))
+    content[size - 1 :: size] = content[size - 1 :: size].replace(b"\x80", b"\0")  # the byte that has the sign
+    return not any(content)
 
 
 def read_header(path: Path) -> dict[str, TensorEntry]:

@@ -338,7 +338,7 @@ def load_settings(path: Path) -> Settings:
         for key, value in values.items():
             if key not in keys:
                 raise UserError(f"{path}: unknown key {key} in [{table}].{nearest(key, keys)}")
-            if key in ("rope_scaling", "layer_types"):
+            if key in ("rope_scaling", "layer_types", "attention_output_bias"):
                 nested[key] = value  # the only settings without a flag
             else:
                 arguments += as_flags(path, key, value)

@@ -9,13 +9,6 @@ from errors import UserError
 from model.pretrained import load_pretrained, load_weights
 
 
-def test_a_bias_on_the_attention_output_is_refused_unless_it_is_zero(saved, edit_weights):
-    directory = saved(attention_bias=True)
-    edit_weights(directory, lambda t: t["model.layers.1.self_attn.o_proj.bias"].add_(0.1))
-    with pytest.raises(UserError, match=r"model\.layers\.1\.self_attn\.o_proj\.bias is not zero"):
-        load_pretrained(directory)
-
-
 def test_missing_unexpected_and_wrongly_shaped_tensors_are_named_up_to_a_limit(saved, edit_weights):
     directory = saved()
 

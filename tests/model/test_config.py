@@ -124,7 +124,7 @@ def test_writing_the_default_bias_explicitly_gives_an_equal_configuration(make_c
         *({"norm_placement": placement, "norm": "derf"} for placement in PLACEMENTS),
         {"norm": "layer", "norm_bias": False},
         {"norm_bias": True},
-        {"attention_bias": True, "qk_norm": True},
+        {"attention_bias": True, "attention_output_bias": True, "qk_norm": True},
         {"tie_word_embeddings": False, "head_dim": 10},
     ],
 )

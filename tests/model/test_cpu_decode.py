@@ -149,7 +149,8 @@ def test_there_is_a_step_for_small_batches_and_the_layers_that_it_computes(make_
             return step is not None
 
     assert exists(cpu_decode.MAX_SEQUENCES) and not exists(cpu_decode.MAX_SEQUENCES + 1)
-    for changes in (*({"norm": norm} for norm in ("none", "srms", "offset")), {"mlp": "geglu"}):
+    others = {"mlp": "geglu"}, {"attention_output_bias": True}
+    for changes in (*({"norm": norm} for norm in ("none", "srms", "offset")), *others):
         assert not exists(**changes), changes
     with torch.autocast("cpu", torch.bfloat16):
         assert not exists()

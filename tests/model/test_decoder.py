@@ -23,7 +23,7 @@ def tolerance(decoder):
 VARIANTS = {
     "layer without bias, untied": {"norm": "layer", "norm_bias": False, "tie_word_embeddings": False},
     "rms with bias": {"norm_bias": True},
-    "biases and qk norm": {"attention_bias": True, "qk_norm": True},
+    "biases and qk norm": {"attention_bias": True, "attention_output_bias": True, "qk_norm": True},
     "one kv head, wide heads": {"num_key_value_heads": 1, "head_dim": 20},
     "no grouping": {"num_key_value_heads": 6},
     "a window": {"sliding_window": 9},
@@ -80,7 +80,7 @@ def plain_logits(config, weights, tokens, norm_formula):
                 seen = slice(max(0, t + 1 - (window or length)), t + 1)
                 probabilities = torch.softmax(k[seen, group] @ q[t, head] / width**0.5, 0)
                 outputs[t, head] = probabilities @ v[seen, group]
-        return outputs.flatten(1) @ weights[f"{name}.o_proj.weight"].T
+        return outputs.flatten(1) @ weights[f"{name}.o_proj.weight"].T + weights.get(f"{name}.o_proj.bias", 0)
 
     def activation(x):
         normal_cdf = 0.5 * (1 + torch.erf(x / 2**0.5))

@@ -134,7 +134,8 @@ def test_a_fused_step_exists_for_triton_small_batches_and_the_layers_that_it_com
     try:
         assert exists(1) and exists(MAX_SEQUENCES) and exists(norm="layer")
         assert not exists(MAX_SEQUENCES + 1)
-        for changes in (*({"norm": norm} for norm in ("none", "srms", "offset")), {"mlp": "geglu"}):
+        others = {"mlp": "geglu"}, {"attention_output_bias": True}
+        for changes in (*({"norm": norm} for norm in ("none", "srms", "offset")), *others):
             assert not exists(**changes), changes
         assert not any(exists(norm_placement=placement) for placement in ("post", "sandwich", "output"))
     finally:

@@ -117,6 +117,7 @@ CASES = {
     "llama": {},
     "llama, tied": {"tie_word_embeddings": True},
     "llama, qkv biases": {"attention_bias": True},
+    "llama, all biases": {"attention_bias": True, "attention_output_bias": True},
     "llama, wide heads": {"head_dim": 20},
     "llama, scaled rope": {"rope_scaling": LLAMA3},
     "qwen3": {"qk_norm": True, "rope_theta": 500.0},
@@ -224,6 +225,7 @@ REFUSED = {
     "another norm": ({"norm": "dyt"}, r"no architecture .*\(norm dyt"),
     "another mlp": ({"mlp": "gelu"}, "no architecture .* mlp gelu"),
     "heads that do not divide": ({"hidden_size": 50, "head_dim": 6}, "6 heads of width 6 in 50 channels"),
+    "output bias": ({"qk_norm": True, "attention_bias": True, "attention_output_bias": True}, "qwen3 has no bias"),
     "scaled rope": ({"norm": "layer", "rope_scaling": LLAMA3}, r"scaled \(stablelm, llama3\)"),
 }
 

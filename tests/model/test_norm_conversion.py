@@ -99,6 +99,7 @@ DIFFERENCES = {
     "num_key_value_heads 2 instead of 3": {"num_key_value_heads": 3},
     "head_dim 8 instead of 20": {"head_dim": 20},
     "attention_bias False instead of True": {"attention_bias": True},
+    "attention_output_bias False instead of True": {"attention_output_bias": True},
     "qk_norm False instead of True": {"qk_norm": True},
     "tie_word_embeddings True instead of False": {"tie_word_embeddings": False},
 }
@@ -142,8 +143,8 @@ def reference():
 @pytest.mark.usefixtures("reference")
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"norm_bias": False}, {"attention_bias": True, "qk_norm": True}, {"mlp": "relu"}],
-    ids=["with bias", "without bias", "biases and qk norm", "plain MLP"],
+    [{}, {"norm_bias": False}, {"attention_output_bias": True, "qk_norm": True}, {"mlp": "relu"}],
+    ids=["with bias", "without bias", "output bias and qk norm", "plain MLP"],
 )
 @torch.no_grad()
 def test_with_centered_weights_rmsnorm_computes_what_layernorm_did(converted, tokens, relative, changes):

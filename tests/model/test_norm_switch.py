@@ -88,7 +88,8 @@ def test_initial_values_differ_between_layers_and_between_seeds(make_config):
 
 def test_initial_weights_are_normal_with_the_documented_standard_deviation():
     """Tolerance: five standard errors, std/sqrt(2n) of the standard deviation and std/sqrt(n) of the mean."""
-    config = ModelConfig(num_hidden_layers=8, attention_bias=True, qk_norm=True, norm="layer", initializer_range=0.03)
+    biases = {"attention_bias": True, "attention_output_bias": True}
+    config = ModelConfig(num_hidden_layers=8, **biases, qk_norm=True, norm="layer", initializer_range=0.03)
     for name, parameter in Decoder(config, seed=9).named_parameters():
         if parameter.ndim == 1:
             assert (parameter == (0 if name.endswith("bias") else 1)).all()

@@ -60,10 +60,9 @@ def random_model(family: str, rope: str, shape: dict) -> transformers.PreTrained
     config = getattr(transformers, f"{architecture}Config")(**shape, rope_parameters=random_rope(rope, draw), **changes)
     config.eos_token_id = config.pad_token_id = None
     model = getattr(transformers, f"{architecture}ForCausalLM")(config).eval()
-    for name, parameter in model.named_parameters():
-        if not name.endswith("o_proj.bias"):  # this decoder has none
-            parameter.data = torch.randn(parameter.shape) * (0.3 if parameter.ndim == 1 else 0.12) + 0.02
-            parameter.data += 0.8 if parameter.ndim == 1 else 0.0
+    for parameter in model.parameters():
+        parameter.data = torch.randn(parameter.shape) * (0.3 if parameter.ndim == 1 else 0.12) + 0.02
+        parameter.data += 0.8 if parameter.ndim == 1 else 0.0
     return model
 
 

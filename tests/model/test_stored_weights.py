@@ -49,6 +49,16 @@ def test_weights_cast_while_they_are_read_are_those_that_are_cast_afterwards(mak
         assert torch.equal(found, tensor)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_a_bias_of_o_proj_is_read_where_one_of_its_elements_is_neither_0_nor_minus_0(saved, edit_weights, dtype):
+    directory, bias = saved(attention_bias=True), torch.full((48,), -0.0, dtype=dtype)
+    smallest = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+    for value in (-0.0, -smallest, 2.0):
+        bias[-1] = value
+        edit_weights(directory, lambda t: t.update({"model.layers.1.self_attn.o_proj.bias": bias}))
+        assert load_pretrained(directory).config.attention_output_bias == (value != 0)
+
+
 MEASURE = """
 import ctypes, sys, torch
 from model.pretrained import load_pretrained
@@ -126,8 +136,10 @@ def test_a_size_that_no_tensor_has_is_refused_before_a_model_is_built(
 def small_llama(tied: bool) -> transformers.LlamaForCausalLM:
     torch.manual_seed(3)
     shape = dict(vocab_size=97, hidden_size=48, intermediate_size=80, num_hidden_layers=2, num_attention_heads=6)
-    config = transformers.LlamaConfig(**shape, max_position_embeddings=64, tie_word_embeddings=tied)
-    return transformers.LlamaForCausalLM(config).eval()
+    shape |= dict(max_position_embeddings=64, attention_bias=True, tie_word_embeddings=tied)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape)).eval()
+    model.model.layers[1].self_attn.o_proj.bias.data.fill_(0.1)
+    return model
 
 
 @torch.no_grad()

@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 
+from model.decoder import Decoder
 from model.pretrained import load_config, load_pretrained, save_pretrained
 
 LOGITS = 2e-6
@@ -17,14 +18,17 @@ YARN = {
     "beta_slow": 0.5, "truncate": False,
 }  # fmt: skip
 LAYER_TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
+ALL_BIASES = {"attention_bias": True, "attention_output_bias": True}
 WRITTEN = {
     "rms": ("LlamaForCausalLM", {}),
     "rms, norm_bias off": ("LlamaForCausalLM", {"norm_bias": False}),
     "rms with qkv bias": ("LlamaForCausalLM", {"attention_bias": True}),
+    "rms with all biases": ("LlamaForCausalLM", ALL_BIASES),
     "rms with wide heads": ("LlamaForCausalLM", {"head_dim": 20}),
     "no grouping": ("LlamaForCausalLM", {"num_key_value_heads": 6}),
     "qk norm": ("Qwen3ForCausalLM", {"qk_norm": True}),
     "qk norm with qkv bias": ("Qwen3ForCausalLM", {"qk_norm": True, "attention_bias": True}),
+    "qk norm with all biases": ("Qwen3ForCausalLM", {"qk_norm": True, **ALL_BIASES}),
     "qk norm with odd heads": ("Qwen3ForCausalLM", {"qk_norm": True, "hidden_size": 50, "head_dim": 6}),
     "qk norm with a window": ("Qwen3ForCausalLM", {"qk_norm": True, "sliding_window": 5}),
     "qk norm with windows": ("Qwen3ForCausalLM", {"qk_norm": True, "sliding_window": 5, "layer_types": LAYER_TYPES}),
@@ -42,6 +46,8 @@ NO_FAMILY = {
     "rms with heads that do not divide": {"hidden_size": 50, "head_dim": 6},
     "rms with bias": {"norm_bias": True},
     "rms with a window": {"sliding_window": 5},
+    "rms with the bias of o_proj alone": {"attention_output_bias": True},
+    "layer with all biases": {"norm": "layer", **ALL_BIASES},
     "layer with windows": {"norm": "layer", "sliding_window": 5, "layer_types": LAYER_TYPES},
 }
 LLAMA3 = {
@@ -128,10 +134,12 @@ def test_transformers_opens_our_checkpoints_without_a_warning(make_decoder, tmp_
 
 FOREIGN = {
     "llama": ("Llama", {}),
+    "llama, all biases": ("Llama", {"attention_bias": True}),
     "llama, scaled rope": ("Llama", {"rope_parameters": {**LLAMA3, "rope_theta": 500.0}}),
     "llama, own head_dim": ("Llama", {"head_dim": 20}),
     "qwen2": ("Qwen2", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
     "qwen3": ("Qwen3", {"head_dim": 16}),
+    "qwen3, all biases": ("Qwen3", {"head_dim": 16, "attention_bias": True}),
     "mistral": ("Mistral", {"sliding_window": None}),
     "mistral, window": ("Mistral", {"sliding_window": 7}),
     "qwen2, windows": ("Qwen2", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 2}),
@@ -169,6 +177,26 @@ def test_a_model_saved_by_transformers_has_equal_logits_here(
     model = foreign(family, {"tie_word_embeddings": tied, **changes})
     model.save_pretrained(tmp_path)
     assert relative(load_pretrained(tmp_path)(tokens), model(tokens).logits) <= LOGITS
+
+
+@pytest.mark.parametrize("changes", [{}, {"qk_norm": True}, {"norm": "layer"}, {"norm": "layer", "norm_bias": False}])
+def test_a_model_that_transformers_has_trained_further_has_equal_logits_here(
+    make_config, tokens, relative, tmp_path, changes
+):
+    config = make_config(attention_bias=True, tie_word_embeddings=False, **changes)
+    save_pretrained(Decoder(config, seed=1), tmp_path / "ours")
+    assert load_config(tmp_path / "ours") == config
+    model = load_with_transformers(tmp_path / "ours")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for _ in range(3):
+        model(tokens, labels=tokens).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.save_pretrained(tmp_path / "theirs")
+    decoder = load_pretrained(tmp_path / "theirs")
+    assert relative(decoder(tokens), model(tokens).logits) <= LOGITS
+    assert decoder.config.attention_output_bias == (config.norm == "rms")
+    assert decoder.config.has_norm_bias == (config.norm == "layer")
 
 
 @torch.no_grad()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from errors import UserError
 from model.families import load_config
@@ -123,19 +123,22 @@ def test_a_conversion_of_a_tied_model_says_that_it_is_not_exact(flags, tmp_path)
     assert "weights centered except the embedding, which is also the head: not the same function" in said[-2]
 
 
-def test_a_run_continues_a_model_with_windows_and_yarn_and_its_settings_keep_them(flags, tmp_path):
+def test_a_run_continues_a_model_with_windows_yarn_and_a_bias_of_o_proj_and_its_settings_keep_them(flags, tmp_path):
     rope = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 16}
     window = {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1, "model_type": "qwen3"}
-    train(parse([*flags, "--qk-norm", "--steps", "2"], "test").settings, tmp_path / "qwen3")
+    train(parse([*flags, "--qk-norm", "--attention-bias", "--steps", "2"], "test").settings, tmp_path / "qwen3")
     path = tmp_path / "qwen3" / "last" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | window | {"rope_scaling": rope}))
+    weights = load_file(path.with_name("model.safetensors"))
+    weights["model.layers.0.self_attn.o_proj.bias"] += 0.1
+    save_file(weights, path.with_name("model.safetensors"))
     start = ["--init-from", str(path.parent), "--norm", "layer", "--steps", "2"]
     train(parse([*flags, *start], "test").settings, tmp_path / "next")
     for model in (
         load_settings(tmp_path / "next" / "settings.toml").model,
         load_config(tmp_path / "next" / "last"),
     ):
-        assert model.windows == [None, 9] and model.norm == "layer"
+        assert model.windows == [None, 9] and model.norm == "layer" and model.attention_output_bias
         assert model.rope_scaling["rope_type"] == "yarn" and model.rope_scaling["beta_fast"] == 32
     full = parse([*flags, *start, "--sliding-window", "None"], "test").settings.model
     assert full.windows == [None, None]
