@@ -1,6 +1,7 @@
-"""One process at a time in a folder: a run, a comparison, or the cache."""
+"""Sharing a machine: one process at a time in a folder (a run, a comparison, the cache), and cores to compute on."""
 
 import contextlib
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,3 +36,8 @@ def locked(folder: Path, *, wait: str | None = None) -> Iterator[None]:
         yield
     finally:
         lock.release()
+
+
+def usable_cores() -> int:
+    """The CPU cores that this process may use: `taskset`, Slurm and containers may allow fewer than the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

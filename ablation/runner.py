@@ -6,7 +6,6 @@ machine or with other settings.
 
 import dataclasses
 import functools
-import os
 import platform
 import shutil
 import statistics
@@ -43,6 +42,7 @@ from ablation.run import limited_threads, on_device, settings_hash, train_run
 from benchmarks.timing import CALLS_PER_BLOCK, Timing, interleaved
 from benchmarks.training import PARTS, make_calls, time_together, variants
 from errors import UserError
+from lock import usable_cores
 from model.device import (
     choose_device,
     choose_kernels,
@@ -77,7 +77,7 @@ class Experiment:
     @property
     def threads(self) -> int | None:
         """CPU threads of each process: the cores divided by the jobs, since more threads than cores are slower."""
-        return max(1, (os.cpu_count() or 1) // self.jobs) if choose_device(self.device).type == "cpu" else None
+        return max(1, usable_cores() // self.jobs) if choose_device(self.device).type == "cpu" else None
 
     @property
     def devices(self) -> list[str]:
@@ -131,7 +131,7 @@ def load_or_create(plan: Plan, folder: Path, device: str, jobs: int | None) -> E
     choose_kernels("auto", chosen)
     if jobs is None:
         gpus = torch.cuda.device_count() if device == "auto" else 1
-        jobs = os.cpu_count() or 1 if chosen.type == "cpu" else max(gpus, 1)
+        jobs = usable_cores() if chosen.type == "cpu" else max(gpus, 1)
     if not 1 <= jobs <= MAX_JOBS:
         raise UserError(f"--jobs is {jobs} and must be between 1 and {MAX_JOBS:,}.")
     experiment = Experiment(plan, folder, device, jobs, Study(plan, results, timings))

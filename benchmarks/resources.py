@@ -7,7 +7,6 @@ functions that the model calls: a driver without a GPU replaces the real one, so
 
 import argparse
 import json
-import os
 import re
 import subprocess
 import sys
@@ -26,6 +25,7 @@ from triton.runtime.jit import JITFunction
 
 from benchmarks.output import pattern
 from kernels import cross_entropy, decode, gpu, launch, norm, rope, swiglu
+from lock import usable_cores
 
 TARGETS = {
     "sm_80": (GPUTarget("cuda", 80, 32), launch.DeviceLimits(108, 32, has_tma=False)),
@@ -375,7 +375,7 @@ def main() -> None:
     if gpu.INTERPRETED:
         raise SystemExit("python -m benchmarks.resources compiles kernels: run it without TRITON_INTERPRET.")
     # A process for each target: Triton caches what it knows about a target.
-    with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as pool:
+    with ProcessPoolExecutor(usable_cores(), mp_context=get_context("spawn")) as pool:
         options = arguments.only, arguments.float64_scalars
         results = [pool.submit(measure, target, *options, target in arguments.sass) for target in arguments.targets]
         found = [one for result in results for one in result.result()]

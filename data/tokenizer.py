@@ -21,6 +21,7 @@ import tokenizers
 from data.tokenizer_json import SPACE, UnsupportedTokenizer, read_model, tokenizer_json
 from errors import UserError
 from files import read_bytes, read_json
+from lock import usable_cores
 
 # The files of a tokenizer's folder that are saved with a model.
 FILES = (
@@ -93,7 +94,7 @@ class SentencePieceTokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Encode many texts on all cores, without holding the GIL."""
-        return self._processor.encode(list(texts), out_type=int, num_threads=os.cpu_count() or 1)
+        return self._processor.encode(list(texts), out_type=int, num_threads=usable_cores())
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of ids; BOS, EOS and ids past the vocabulary give nothing, bytes that are no character U+FFFD."""

@@ -1,7 +1,6 @@
 """A small comparison that is really trained, once a session, and ways to change its records."""
 
 import dataclasses
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -71,7 +70,7 @@ def train_plan(tmp_path_factory) -> Callable[[Plan], Experiment]:
     """Train all runs of a plan into a new folder, one thread each, without a report."""
 
     def train(plan: Plan) -> Experiment:
-        experiment = runner.load_or_create(plan, tmp_path_factory.mktemp("comparison"), "cpu", os.cpu_count())
+        experiment = runner.load_or_create(plan, tmp_path_factory.mktemp("comparison"), "cpu", None)
         save_plan(plan, experiment.folder / "plan.toml")
         with pytest.MonkeyPatch.context() as patch, tqdm(disable=True) as bar:
             patch.setattr(runner, "run_in_processes", in_this_process)

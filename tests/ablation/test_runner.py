@@ -26,10 +26,9 @@ from benchmarks import training as step_benchmark
 from benchmarks.timing import Timing
 from benchmarks.training import PARTS
 from errors import UserError
+from lock import usable_cores
 from training.loop import train_steps
 from training.session import discard, initial_model
-
-CORES = os.cpu_count()
 
 
 @pytest.fixture
@@ -59,7 +58,7 @@ def stop_at_five(session):
 
 
 def start(plan: Plan, folder) -> runner.Experiment:
-    return load_or_create(plan, folder, "cpu", CORES)
+    return load_or_create(plan, folder, "cpu", None)
 
 
 def test_finished_runs_are_never_repeated_and_more_seeds_add_only_theirs(plan, tmp_path, trained):
@@ -159,7 +158,13 @@ def test_a_folder_that_cannot_be_one_and_jobs_below_one_are_refused(plan, tmp_pa
     for jobs in (0, 10**400):
         with pytest.raises(UserError, match=f"--jobs is {jobs} and must be between 1 and 1,000"):
             load_or_create(plan, tmp_path, "cpu", jobs)
-    assert load_or_create(plan, tmp_path, "cpu", None).jobs == CORES
+
+
+def test_the_cores_that_taskset_or_slurm_allow_are_divided_by_the_jobs(plan, tmp_path, monkeypatch):
+    for cores in (1, 6):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda process, cores=cores: set(range(cores)), raising=False)
+        assert usable_cores() == start(plan, tmp_path).jobs == cores
+        assert load_or_create(plan, tmp_path, "cpu", 3).threads == max(1, cores // 3)
 
 
 def test_conversions_are_done_once_and_again_for_a_run_that_replaces_theirs(plan, tmp_path, trained, monkeypatch):
@@ -207,12 +212,9 @@ def test_every_arm_is_timed_in_every_variant_by_five_processes(plan, tmp_path, t
 
 
 def test_the_plan_is_announced_in_words_and_numbers(plan, tmp_path, experiment):
-    text = runner.describe(start(dataclasses.replace(plan, steps=12, evaluations=12), tmp_path))
+    text = runner.describe(load_or_create(dataclasses.replace(plan, steps=12, evaluations=12), tmp_path, "cpu", 7))
     assert "arms: rms; layer\n" in text and "4 to compare (2 paired seeds); 0 done; 1,536 tokens each" in text
-    assert (
-        "differences within 0.005 nats per token are treated as equivalent" in text
-        and f"{CORES} at once on cpu" in text
-    )
+    assert "differences within 0.005 nats per token are treated as equivalent" in text and "7 at once on cpu" in text
     text = runner.describe(experiment)
     runs = "runs: 18 to choose learning rates (0.005, 0.02, 0.5), 6 for the noise between equal runs, 9 to compare (3 "
     assert runs + "paired seeds); 33 done" in text

@@ -38,7 +38,7 @@ def wait_for_runs(process: subprocess.Popen, path: Path, number: int) -> None:
 def interrupted(config, tmp_path_factory) -> tuple[Path, list, str, str]:
     """A comparison killed after two runs, then stopped by Ctrl-C: its folder, the records before, and the output."""
     out = tmp_path_factory.mktemp("work") / "out"
-    arguments = ["--config", config, "--out", out, "--no-timing", "--jobs", os.cpu_count(), "--seeds", 6]
+    arguments = ["--config", config, "--out", out, "--no-timing", "--seeds", 6]
     arguments += ["--noise-seeds", 0]
     arguments += ["--steps", 150]  # runs of half a second, so that Ctrl-C comes before the last one
     runs = out / "runs.jsonl"
