@@ -1,6 +1,8 @@
 """A small comparison that is really trained, once a session, and ways to change its records."""
 
 import dataclasses
+import math
+import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -12,7 +14,7 @@ from tqdm import tqdm
 
 from ablation import effects, plots, runner
 from ablation.analysis import Study
-from ablation.plan import Plan, save_plan
+from ablation.plan import Plan, Run, save_plan
 from ablation.plots import Picture, Style
 from ablation.results import RunResult
 from ablation.runner import Experiment
@@ -59,21 +61,45 @@ def in_this_process(devices: list[str], tasks: list[Callable], on_result: Callab
     return True
 
 
+def fields_of(loss: float | None) -> dict:
+    """What a record says about this loss; None: diverged."""
+    if loss is not None:
+        return {"status": "completed", "validation_loss": loss, "bits_per_byte": loss / 2.2}
+    return {"status": "diverged", "validation_loss": None, "bits_per_byte": None, "probes": None, "reason": "it is nan"}
+
+
+def with_known_loss(train_run: Callable) -> Callable:
+    """`train_run` with a loss that does not depend on the processor: lowest at 2e-2, and `center` diverges at 0.5."""
+
+    def train(run: Run, *arguments, **options) -> RunResult | None:
+        result = train_run(run, *arguments, **options)
+        if result is None or result.status == "diverged":
+            return result
+        loss = 3 + 2 * math.log(run.learning_rate / 2e-2) ** 2 + random.Random(str(run)).uniform(0, 0.005)
+        diverges = (run.arm.norm, run.learning_rate) == ("center", 0.5)
+        return dataclasses.replace(result, **fields_of(None if diverges else loss))
+
+    return train
+
+
 @pytest.fixture
 def one_process(monkeypatch) -> None:
-    """Let the runner train in this process."""
+    """Let the runner train in this process, with known losses."""
     monkeypatch.setattr(runner, "run_in_processes", in_this_process)
+    monkeypatch.setattr(runner, "train_run", with_known_loss(runner.train_run))
 
 
 @pytest.fixture(scope="session")
 def train_plan(tmp_path_factory) -> Callable[[Plan], Experiment]:
     """Train all runs of a plan into a new folder, one thread each, without a report."""
 
-    def train(plan: Plan) -> Experiment:
+    def train(plan: Plan, known_losses: bool = True) -> Experiment:
         experiment = runner.load_or_create(plan, tmp_path_factory.mktemp("comparison"), "cpu", None)
         save_plan(plan, experiment.folder / "plan.toml")
         with pytest.MonkeyPatch.context() as patch, tqdm(disable=True) as bar:
             patch.setattr(runner, "run_in_processes", in_this_process)
+            if known_losses:
+                patch.setattr(runner, "train_run", with_known_loss(runner.train_run))
             runner.train_stages(experiment, bar)
             if plan.convert:
                 runner.convert_all(experiment)
@@ -125,13 +151,8 @@ def with_losses(change) -> Callable[..., Study]:
 
     def changed(study: Study, losses: dict[str, Sequence[float | None]]) -> Study:
         def fields(result: RunResult) -> dict:
-            if result.phase != "final" or result.arm.norm not in losses:
-                return {}
-            loss = losses[result.arm.norm][result.seed - 1]
-            if loss is None:
-                diverged = {"status": "diverged", "reason": "step 3: the loss is nan", "probes": None}
-                return diverged | {"validation_loss": None, "bits_per_byte": None}
-            return {"validation_loss": loss, "bits_per_byte": loss / 2.2}
+            used = result.phase == "final" and result.arm.norm in losses
+            return fields_of(losses[result.arm.norm][result.seed - 1]) if used else {}
 
         return change(study, fields)
 
@@ -155,9 +176,7 @@ def with_sweep(change) -> Callable[..., Study]:
             if result.phase == "final":
                 best = min((loss, rate) for loss, rate in zip(of_arm, rates, strict=True) if loss is not None)
                 return {"learning_rate": best[1]}
-            loss = of_arm[rates.index(result.learning_rate)]
-            status = "diverged" if loss is None else "completed"
-            return {"validation_loss": loss, "bits_per_byte": loss and loss / 2.2, "status": status}
+            return fields_of(of_arm[rates.index(result.learning_rate)])
 
         return change(study, fields)
 

