@@ -39,15 +39,18 @@ class Terminal:
     def type(self, text: str) -> None:
         os.write(self._screen, text.encode())
 
-    def read_until(self, expected: str, seconds: float = 60) -> str:
-        """What the screen shows, up to and with `expected`."""
+    def read_until(self, expected: str, seconds: float = 60, again: str = "") -> str:
+        """What the screen shows, up to and with `expected`; `again` is typed while it shows nothing new."""
         import select
 
         text, end = b"", time.monotonic() + seconds
         while expected.encode() not in text:
-            if not select.select([self._screen], [], [], max(0, end - time.monotonic()))[0]:
+            if select.select([self._screen], [], [], 2)[0]:
+                text += os.read(self._screen, 1)
+            elif time.monotonic() > end:
                 pytest.fail(f"no {expected!r} within {seconds} s after {text.decode(errors='replace')!r}")
-            text += os.read(self._screen, 1)
+            else:
+                self.type(again)
         return text.decode(errors="replace")
 
 
@@ -56,9 +59,9 @@ def test_a_conversation_in_a_terminal(talkative_model):
     terminal = Terminal(talkative_model, *FLAGS, "--max-new-tokens", 16000)
     try:
         assert f"{talkative_model} on cpu" in terminal.read_until("> ")
-        time.sleep(0.5)  # Python notices a signal only once readline waits for a key, shortly after it shows the prompt
+        # Python notices a signal only once readline waits for a key, some time after it shows the prompt.
         terminal.type("\x03")
-        assert "Ctrl-D leaves" in terminal.read_until("\n> ")
+        assert "Ctrl-D leaves" in terminal.read_until("\n> ", again="\x03")
         terminal.type("hello\n")
         terminal.read_until("hello\r\n")
         first = terminal.read_until("\n")  # the model never ends an answer by itself
