@@ -208,15 +208,13 @@ def test_chat_template_and_further_end_tokens_are_copied(checkpoint, tmp_path):
         assert (fields["tokenizer.chat_template"], fields["tokenizer.ggml.eot_token_id"]) == (template, 7)
 
 
-@pytest.mark.parametrize(
-    "template", ["5", "true", "[1]", '["a"]', '{"a": 1}', '[{"name": [1], "template": "x"}]', r'"\ud800"']
-)
+@pytest.mark.parametrize("template", ["5", "true", "[1]", '["a"]', '{"a": 1}', '[{"name": [1], "template": "x"}]'])
 def test_a_chat_template_that_is_no_text_is_one_line(checkpoint, tmp_path, template):
     _, directory = checkpoint()
     config = json.loads((directory / "tokenizer_config.json").read_text())
     text = json.dumps(config | {"chat_template": "HERE"}).replace('"HERE"', template)
     (directory / "tokenizer_config.json").write_text(text)
-    with pytest.raises(UserError, match=r"the chat_template in .* is .*, which is neither a text|not readable JSON"):
+    with pytest.raises(UserError, match=r"the chat_template in .* is .*, which is neither a text"):
         write_gguf(directory, tmp_path / "out.gguf")
 
 
