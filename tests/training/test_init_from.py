@@ -45,7 +45,7 @@ def test_without_a_config_given_weights_are_trained_by_the_recipe_for_that_which
     )
     assert (optimizer.optimizer, optimizer.embedding_lr_multiplier, optimizer.norm_lr_multiplier) == ("adamw", 1, 1)
     assert commands.run(command) == 0
-    assert "recipe: finetune: adamw, learning rate 0.0001, 1 steps; --config" in capsys.readouterr().out
+    assert "recipe: finetune: adamw, learning rate 3e-05, 1 steps; --config" in capsys.readouterr().out
     assert parse([*start, "--config", "tiny"], "test").settings.optimizer.optimizer == "muon"
 
 
