@@ -60,15 +60,16 @@ def test_norms_and_biases_can_have_a_learning_rate_multiplier(settings, norm, op
 
 
 @pytest.mark.parametrize("norm", NORMS)
-def test_matrices_decay_and_of_the_vectors_and_scalars_only_the_offsets(settings, norm):
+def test_matrices_decay_and_of_the_vectors_and_scalars_only_those_whose_row_says_so(settings, norm):
     shape = {"attention_bias": True, "qk_norm": True, "tie_word_embeddings": False, "norm_placement": "sandwich"}
     model = Decoder(dataclasses.replace(settings.model, norm=norm, **shape))
     flags = dataclasses.replace(settings.optimizer, embedding_weight_decay=None)
     groups = build_optimizer(model, flags, torch.device("cpu")).param_groups
     decay = {id(parameter): group["weight_decay"] for group in groups for parameter in group["params"]}
     assert len(decay) == sum(len(group["params"]) for group in groups) == len(list(model.parameters()))
+    decaying = tuple(f".{parameter.name}" for parameter in NORMS[norm] if parameter.decays)
     for name, parameter in model.named_parameters():
-        expected = settings.optimizer.weight_decay if parameter.ndim == 2 or name.endswith(".offset") else 0.0
+        expected = settings.optimizer.weight_decay if parameter.ndim == 2 or name.endswith(decaying) else 0.0
         assert decay[id(parameter)] == expected, name
     assert settings.optimizer.weight_decay > 0
 
