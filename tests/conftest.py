@@ -1,6 +1,7 @@
 """Fixtures that several packages share: the test data, real trained weights as a checkpoint, and relative error."""
 
 import http.server
+import importlib.util
 import json
 import os
 import shutil
@@ -27,6 +28,37 @@ if "PYTEST_XDIST_WORKER" not in os.environ and ("-m", "gpu") not in zip(sys.argv
 if "PYTEST_XDIST_WORKER" in os.environ:  # several test processes share the cores, and threads would wait for them
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
+if os.environ.get("TRITON_INTERPRET") and importlib.util.find_spec("triton"):
+    # The interpreter truncates to bfloat16 where a GPU rounds to nearest, and multiplies bfloat16 matrices as integers.
+    # That of Triton 3.6 takes int() of arrays with one element, which NumPy 2.4 refuses.
+    # Fixed here, so that the tests can demand one rounding and no more.
+    import triton.language as tl
+    from triton.runtime import interpreter
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    cast, dot = InterpreterBuilder.cast_impl, InterpreterBuilder.create_dot
+    patch_tensor = interpreter._patch_lang_tensor
+
+    def rounding_cast(self, x, target):
+        """`cast_impl`, to nearest, and ten times faster."""
+        between = x.dtype.scalar, target.scalar
+        if between == (tl.float32, tl.bfloat16):
+            return TensorHandle(torch.tensor(x.data).bfloat16().view(torch.uint16).numpy(), target.scalar)
+        if between == (tl.bfloat16, tl.float32):
+            return TensorHandle((x.data.astype(np.uint32) << 16).view(np.float32), target.scalar)
+        return cast(self, x, target)
+
+    def upcasting_dot(self, a, b, *rest):
+        """`create_dot` of float32 operands: products of bfloat16 are exact there."""
+        wide = [rounding_cast(self, x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b)]
+        return dot(self, *wide, *rest)
+
+    def patch_tensor_and_index(tensor, scope):
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    interpreter._patch_lang_tensor = patch_tensor_and_index
+    InterpreterBuilder.cast_impl, InterpreterBuilder.create_dot = rounding_cast, upcasting_dot
 
 
 def read_llama2c(path: Path) -> tuple[dict, dict[str, np.ndarray]]:

@@ -2,36 +2,11 @@
 
 import math
 
-import numpy as np
 import pytest
 import torch
 
 import kernels
 from kernels import cpu, gpu, reference
-
-if gpu is not None and gpu.INTERPRETED:
-    # The interpreter truncates to bfloat16 where a GPU rounds to nearest, and multiplies bfloat16 matrices as integers.
-    # Fixed here, so that the tests can demand one rounding and no more.
-    import triton.language as tl
-    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
-
-    cast, dot = InterpreterBuilder.cast_impl, InterpreterBuilder.create_dot
-
-    def rounding_cast(self, x, target):
-        """`cast_impl`, to nearest, and ten times faster."""
-        between = x.dtype.scalar, target.scalar
-        if between == (tl.float32, tl.bfloat16):
-            return TensorHandle(torch.tensor(x.data).bfloat16().view(torch.uint16).numpy(), target.scalar)
-        if between == (tl.bfloat16, tl.float32):
-            return TensorHandle((x.data.astype(np.uint32) << 16).view(np.float32), target.scalar)
-        return cast(self, x, target)
-
-    def upcasting_dot(self, a, b, *rest):
-        """`create_dot` of float32 operands: products of bfloat16 are exact there."""
-        wide = [rounding_cast(self, x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b)]
-        return dot(self, *wide, *rest)
-
-    InterpreterBuilder.cast_impl, InterpreterBuilder.create_dot = rounding_cast, upcasting_dot
 
 triton_only = pytest.mark.skipif(gpu is None, reason="Triton is not installed")
 

@@ -33,7 +33,7 @@ BUDGETS = {
     r"loss": 64,  # a multiprocessor runs 1,024 threads: all its programs at once
     r"decode (qkv|gate_up), layer, 1 ": 96,
     r"decode .*, 8 sequences": 240,
-    r"decode attention, 2 ": 112,
+    r"decode attention, 2 ": 116,  # Triton 3.6 takes 115 on AMD, 3.7 takes 104
     r"decode attention, 4 ": 176,
     r"decode attention, 8 ": 288,
 }
