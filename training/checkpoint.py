@@ -65,7 +65,7 @@ class State:
     processes: Count
     """Number of processes that trained it last."""
     threads: Count
-    """CPU threads of each of them."""
+    """CPU threads of each of them; 0 where they compute on another device."""
     scaler: Scaler | None = None
     """State of the float16 gradient scaler, None in other dtypes."""
 

@@ -142,7 +142,7 @@ def set_up(settings: Settings, run_dir: Path, *, resume: bool, say: Callable[[st
         text_hash=corpus.text_hash,
         tokenizer_hash=corpus.tokenizer.hash,
         processes=processes.count,
-        threads=torch.get_num_threads(),
+        threads=torch.get_num_threads() if device.type == "cpu" else 0,
     )
     session = Session(settings, run_dir, processes, device, dtype, corpus, model, model, optimizer, scaler, state)
     if last is not None:
