@@ -30,7 +30,7 @@ def main() -> None:
         if settings.chat and (recommended := recommended_sampling(checkpoint)) is not None:
             settings = tyro.cli(Settings, prog="generate.py", default=Settings(sampling=recommended))
             values = ", ".join(f"{name} {value:g}" for name, value in vars(settings.sampling).items())
-            log(f"sampling as in generation_config.json, unless a flag says otherwise: {values}")
+            log(f"sampling (generation_config.json, then flags): {values}")
         prompts = None if responds_to_lines(settings) else read_prompts(settings.prompt, settings.prompt_file)
         if settings.chat and prompts == [""]:
             raise UserError("there is no message to answer; give one with --prompt, or on standard input.")

@@ -39,5 +39,5 @@ def locked(folder: Path, *, wait: str | None = None) -> Iterator[None]:
 
 
 def usable_cores() -> int:
-    """The CPU cores that this process may use: `taskset`, Slurm and containers may allow fewer than the machine has."""
+    """The CPU cores that this process may use: `taskset`, Slurm and cpusets may allow fewer than the machine has."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -195,7 +195,7 @@ class JsonTokenizer:
     def tokens_with_space(self) -> list[int]:
         """The ids of the tokens that begin with a space, which a vocabulary writes as another character."""
         space = "".join(map(self._tokenizer.id_to_token, self.encode(" ")))[:1]
-        return [i for token, i in self._tokenizer.get_vocab().items() if space and token.startswith(space)]
+        return [i for token, i in self._tokenizer.get_vocab().items() if space and token.startswith((space, " "))]
 
     @property
     def added_tokens(self) -> dict[int, tokenizers.AddedToken]:

@@ -81,8 +81,8 @@ class TokenizedCorpus:
         if self.special_tokens:
             parts.append(
                 f"{sum(self.special_tokens.values()):,} special tokens in the text ({' '.join(self.special_tokens)}): "
-                f"they are read as ordinary characters and do not teach the model the tokens, so remove them from the "
-                f"text (document boundaries are added automatically)"
+                f"they are encoded as ordinary text, so the model does not learn them; remove them "
+                f"(document boundaries are added automatically)"
             )
         return "; ".join(parts)
 
@@ -265,7 +265,7 @@ def _write_streams(folder: Path, files: list[TextFile], corpus_split: CorpusSpli
 
 
 def _special_tokens(tokenizer: Tokenizer) -> re.Pattern | None:
-    """What finds the special tokens of a `tokenizer.json` in a text."""
+    """A pattern that matches the special tokens of a `tokenizer.json`."""
     added = tokenizer.added_tokens.values() if isinstance(tokenizer, JsonTokenizer) else ()
     names = sorted((token.content for token in added if token.special), key=len, reverse=True)
     return re.compile("|".join(map(re.escape, names))) if names else None

@@ -83,7 +83,7 @@ def encode_prompt(tokenizer: "Tokenizer", prompt: str) -> list[int]:
     An empty prompt becomes BOS alone, or EOS for a tokenizer without BOS: there, the EOS of one document is what
     precedes the next. A space at the end has no id: see `first_tokens`.
     """
-    ids = tokenizer.encode(prompt.removesuffix(" "))
+    ids = tokenizer.encode(prompt[:-1] if first_tokens(tokenizer, prompt) else prompt)
     if tokenizer.bos_id is not None:
         return [tokenizer.bos_id, *ids]
     return ids or [tokenizer.eos_id]
@@ -92,7 +92,7 @@ def encode_prompt(tokenizer: "Tokenizer", prompt: str) -> list[int]:
 def first_tokens(tokenizer: "Tokenizer", prompt: str) -> list[int] | None:
     """The token ids that may follow a prompt: those that begin with a space if the prompt ends with one, else all.
 
-    Tokens of words contain the space before them, so that training text hardly ever has a token that ends with one.
+    A word's token begins with the space before it, so in training text a lone space rarely precedes a word.
     """
     return tokenizer.tokens_with_space if prompt.endswith(" ") else None
 

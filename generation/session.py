@@ -218,6 +218,7 @@ def check_int8(config: ModelConfig, device: torch.device, batch_size: int) -> No
         raise UserError("--dtype int8 has no Triton kernels; use --kernels torch.")
     if max_sequences(config, device) == 0:
         kind = f"{config.norm} norm, {config.norm_placement}, {config.mlp}"
+        kind += ", a bias of o_proj" * config.attention_output_bias
         raise UserError(f"--dtype int8 has no decoding step for this model ({kind}); use bfloat16.")
     if config.hidden_size % ALIGNMENT:
         raise UserError(

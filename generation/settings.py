@@ -150,4 +150,4 @@ def recommended_sampling(checkpoint: Path) -> Sampling | None:
         values |= {"top_k": max(int(values["top_k"]), 0)} if "top_k" in values else {}  # vLLM's files have -1 for off
         return Sampling(**{"temperature": 1.0, **values})
     except (TypeError, ValueError, OverflowError, UserError) as error:
-        raise UserError(f"{path} cannot be used ({error}); correct it, or give --temperature.") from None
+        raise UserError(f"{path} cannot be used ({error}); correct or delete it.") from None

@@ -31,7 +31,7 @@ class Family:
     qkv_bias: str | bool
     """The key that says whether q, k and v have biases; True or False where the family always or never has them."""
     output_bias: bool = False
-    """Whether `qkv_bias` gives o_proj a bias too, of zeros where the decoder has none."""
+    """Whether `qkv_bias` gives o_proj a bias too; where the decoder has no such bias, zeros are written."""
     qk_norm: bool = False
     """Whether each head of q and k has an RMSNorm."""
     eps: str = "rms_norm_eps"

@@ -305,7 +305,9 @@ def resumed_weights(run) -> dict[str, torch.Tensor]:
 
 @fuzz(0.1)
 @given(source=st.randoms(use_true_random=False))
-def test_a_damaged_run_resumes_bit_for_bit_or_ends_in_one_line(run, resumed_weights, tmp_path, source):
+def test_a_damaged_run_resumes_or_ends_in_one_line_and_bit_for_bit_with_its_state_intact(
+    run, resumed_weights, tmp_path, source
+):
     folder = copy_of(run, tmp_path / "run")
     changed = damage_some(folder, source)
     path = folder / "settings.toml"
@@ -314,7 +316,8 @@ def test_a_damaged_run_resumes_bit_for_bit_or_ends_in_one_line(run, resumed_weig
     if ends_well(folder, lambda: sys.exit(resume(folder, run))):
         weights = load_file(folder / "last" / "model.safetensors")
         assert weights.keys() == resumed_weights.keys()
-        if all(path.name != "settings.toml" for path in changed):  # the user's own file
+        own = {"settings.toml", "state.json", "model.safetensors", "training_state.safetensors"}
+        if not own & {path.name for path in changed}:
             assert all(torch.equal(weights[name], tensor) for name, tensor in resumed_weights.items())
 
 

@@ -13,6 +13,7 @@ generators.
 
 import dataclasses
 import json
+import os
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -58,7 +59,7 @@ class State:
     best_validation_loss: float | None
     """Lowest validation loss so far, nats per token; None before the first evaluation."""
     evaluated_at: int
-    """Step of the newest evaluation; -1 while the weights of --init-from wait for theirs."""
+    """Step of the newest evaluation; -1 until the weights of --init-from have been evaluated."""
     text_hash: str
     """Hash of the text that it trains on."""
     tokenizer_hash: str
@@ -104,7 +105,7 @@ def replace_directory(target: Path, write: Callable[[Path], None]) -> None:
         new.mkdir(parents=True)
         write(new)
         fsync_directory(new, files=False)
-        if target.exists():
+        if os.path.lexists(target):  # perhaps a link, also to nothing
             target.rename(old)
         new.rename(target)
         fsync_directory(target.parent, files=False)

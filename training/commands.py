@@ -28,8 +28,8 @@ def run(command: Command) -> int:
         with explain_out_of_memory("too little memory; use a smaller --micro-batch-size, or less --data at once."):
             evaluate_checkpoint(settings)
         return 0
-    resume, run, optimizer = actions.resume is not None, settings.run, settings.optimizer
-    of_the_user = run.out is not None and Path(run.out).exists()
+    resume, out, optimizer = actions.resume is not None, settings.run.out, settings.optimizer
+    out_existed = out is not None and Path(out).exists()
     run_dir = Path(actions.resume) if resume else make_run_dir(settings, Path(actions.config).stem)
     if not is_main_process():
         stopped_by = train(settings, run_dir, resume=resume)
@@ -39,13 +39,13 @@ def run(command: Command) -> int:
             raise UserError(
                 f"{run_dir} is not empty, and runs are never overwritten; use another --out, or --resume {run_dir}."
             )
-        if run.init_from is not None and not resume:
-            recipe = f"{actions.config}: {optimizer.optimizer}, learning rate {optimizer.learning_rate:g}"
-            print(f"recipe: {recipe}, {optimizer.steps} steps; --config NAME chooses another, such as tiny")
+        if actions.config == "finetune" and not resume:
+            recipe = f"{optimizer.optimizer}, learning rate {optimizer.learning_rate:g}, {optimizer.steps} steps"
+            print(f"fine-tuning with configs/finetune.toml ({recipe}); --config chooses another recipe, such as tiny")
         try:
             stopped_by = train(settings, run_dir, resume=resume)
         finally:
-            if not of_the_user and run_dir.is_dir() and not files_in(run_dir):  # it failed before its first file
+            if not out_existed and run_dir.is_dir() and not files_in(run_dir):  # it failed before its first file
                 shutil.rmtree(run_dir, ignore_errors=True)
     return 128 + stopped_by if stopped_by else 0
 

@@ -31,9 +31,10 @@ def draw(runs: list[Path], path: Path) -> None:
         if training:
             axes.plot(*zip(*smooth(training), strict=True), color=colour, alpha=0.45, linewidth=1, linestyle=dash)
         if validation:
-            bits, loss, step = evaluations[-1]["bits_per_byte"], validation[-1][1], validation[-1][0]
-            tokens = next((line["tokens"] for line in lines if line["step"] == step and "tokens" in line), 0)
-            done = f"{step:,} steps, {tokens / 1e6:.2f}M tokens"
+            step, loss = validation[-1]
+            tokens = [line["tokens"] for line in lines if line["step"] == step and "tokens" in line]  # not in ablations
+            done = f"{step:,} steps" + "".join(f", {count / 1e6:.2f}M tokens" for count in tokens)
+            bits = evaluations[-1]["bits_per_byte"]
             label = f"{run.name}: {done}, {loss:.3f} nats per token, {bits:.3f} bits per byte"
             axes.plot(*zip(*validation, strict=True), "o", color=colour, linestyle=dash, markersize=4, label=label)
     axes.set_yscale("log")  # else the steep first steps would press the rest of the curve into a flat line
@@ -76,9 +77,8 @@ def main() -> None:
     for run in arguments.runs:
         if not metrics.read(run):
             raise UserError(f"{run} has no metrics.jsonl with measurements; give the folder of a run.")
-    first = load_settings(arguments.runs[0] / "settings.toml")
     for run in arguments.runs[1:]:
-        changed = changed_fields(first, load_settings(run / "settings.toml"))
+        changed = changed_fields(*(load_settings(folder / "settings.toml") for folder in (arguments.runs[0], run)))
         if len(changed) > 1:
             print(f"note: {run} differs from {arguments.runs[0]} in more than one setting: {', '.join(changed)}")
     try:

@@ -119,7 +119,7 @@ def set_up(settings: Settings, run_dir: Path, *, resume: bool, say: Callable[[st
     settings = dataclasses.replace(settings, machine=dataclasses.replace(settings.machine, dtype=str(dtype)[6:]))
     keep_freed_memory()
     if settings.model.norm == "batch" and processes.count > 1:
-        raise UserError("--norm batch would have other statistics in each process; train it in one.")
+        raise UserError("--norm batch has statistics of its own in each process; use one process.")
     if settings.data.batch_size % processes.count:
         raise UserError(f"--batch-size {settings.data.batch_size} cannot be divided by {processes.count} processes.")
     if not processes.is_main:
@@ -300,7 +300,7 @@ def restore(session: Session, directory: Path, say: Callable[[str], None]) -> No
     say(f"resuming from {directory}, step {saved.step} of {session.steps}")
     now = {"processes": session.state.processes, "threads": session.state.threads}
     for name, count in now.items():
-        if count != getattr(saved, name):
+        if count != getattr(saved, name) and count and getattr(saved, name):
             say(f"note: {getattr(saved, name)} {name} before, {count} now: sums are computed in another order")
     session.state = dataclasses.replace(saved, **now)
 

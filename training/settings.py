@@ -209,9 +209,7 @@ def check(settings: Settings) -> None:
         if not 0 < value < float("inf"):
             raise UserError(f"{flag} is {value} and must be greater than 0.")
     if settings.model.norm == "batch" and settings.machine.activation_checkpointing:
-        raise UserError(
-            "--norm batch would update its statistics twice a step with --activation-checkpointing; leave that out."
-        )
+        raise UserError("--norm batch would update its statistics twice a step; leave out --activation-checkpointing.")
     if run.seed >= 2**63:
         raise UserError(f"--seed {run.seed} does not fit into 64 bits; choose one below 2^63.")
     not_negative = {"--seed": run.seed, "--warmup-steps": optimizer.warmup_steps}
@@ -378,7 +376,7 @@ def save_settings(settings: Settings, path: Path) -> None:
 
 
 def changed_fields(before: Settings, after: Settings) -> list[str]:
-    """The fields in which two settings differ, as `key: before -> after`; the name of the run folder is none."""
+    """The fields in which two settings differ, as `key: before -> after`; `out` is left out."""
     old, new = dataclasses.asdict(before), dataclasses.asdict(after)
     return [
         f"{key}: {old[table][key]} -> {value}"

@@ -186,5 +186,5 @@ def test_sampling_is_what_the_generation_config_recommends(tmp_path):
     ]
     for fields in wrong:
         write(path, {"do_sample": True, **fields})
-        with pytest.raises(UserError, match=r"generation_config.json cannot be used \(.*give --temperature"):
+        with pytest.raises(UserError, match=r"generation_config.json cannot be used \(.*correct or delete it"):
             recommended_sampling(tmp_path)

@@ -96,7 +96,10 @@ def test_flags_that_are_given_win_over_the_recommended_sampling_even_with_the_va
         monkeypatch.setattr(sys, "argv", ["generate.py", str(model), *FLAGS, "--prompt", "x", *flags])
         generate.main()
     assert [(s.temperature, s.top_k) for s in seen] == [(0.6, 3), (0.8, 3), (0.6, 0)]
-    assert "unless a flag says otherwise: repetition_penalty 1, temperature 0.8, top_k 3" in capsys.readouterr().err
+    assert (
+        "(generation_config.json, then flags): repetition_penalty 1, temperature 0.8, top_k 3"
+        in capsys.readouterr().err
+    )
 
 
 def test_no_message_is_an_error_and_a_terminal_is_read_line_by_line(chatml_model, monkeypatch, capsys):

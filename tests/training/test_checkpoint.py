@@ -105,6 +105,9 @@ def test_a_link_is_replaced_by_a_directory_and_what_it_points_to_is_kept(tmp_pat
         assert found(tmp_path) == content and not (tmp_path / "last").is_symlink()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["elsewhere", "last"]
     assert (tmp_path / "elsewhere" / "weights").read_text() == "elsewhere"
+    (tmp_path / "best").symlink_to("nowhere")
+    checkpoint.replace_directory(tmp_path / "best", lambda directory: (directory / "state.json").write_text("{}"))
+    assert not (tmp_path / "best").is_symlink()
 
 
 def test_a_folder_without_a_complete_checkpoint_is_a_one_line_error(tmp_path):

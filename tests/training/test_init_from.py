@@ -36,7 +36,7 @@ def test_the_given_weights_are_evaluated_before_the_first_step_and_stay_the_best
     assert all(torch.equal(given[name], best[name]) for name in given)
 
 
-def test_without_a_config_given_weights_are_trained_by_the_recipe_for_that_which_is_said(flags, run, tmp_path, capsys):
+def test_init_from_without_a_config_uses_finetune_and_says_so(flags, run, tmp_path, capsys):
     start = ["--init-from", str(run), *flags[:4]]
     command = parse([*start, "--steps", "1", "--out", str(tmp_path / "tuned")], "test")
     optimizer = command.settings.optimizer
@@ -45,7 +45,7 @@ def test_without_a_config_given_weights_are_trained_by_the_recipe_for_that_which
     )
     assert (optimizer.optimizer, optimizer.embedding_lr_multiplier, optimizer.norm_lr_multiplier) == ("adamw", 1, 1)
     assert commands.run(command) == 0
-    assert "recipe: finetune: adamw, learning rate 3e-05, 1 steps; --config" in capsys.readouterr().out
+    assert "configs/finetune.toml (adamw, learning rate 3e-05, 1 steps); --config chooses" in capsys.readouterr().out
     assert parse([*start, "--config", "tiny"], "test").settings.optimizer.optimizer == "muon"
 
 

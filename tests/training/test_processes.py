@@ -31,7 +31,7 @@ def test_two_processes_train_the_run_of_one(flags, tmp_path):
 def test_batchnorm_in_several_processes_is_refused(settings, tmp_path, monkeypatch):
     monkeypatch.setattr(session, "start_processes", lambda device: (Processes(count=2), device))
     batch = dataclasses.replace(settings, model=dataclasses.replace(settings.model, norm="batch"))
-    with pytest.raises(UserError, match="--norm batch would have other statistics in each process"):
+    with pytest.raises(UserError, match="--norm batch has statistics of its own in each process"):
         session.set_up(batch, tmp_path / "run", resume=False)
 
 

@@ -157,7 +157,7 @@ def test_an_unknown_flag_exits_with_status_2_and_the_nearest_known_one(capsys):
         (("--learning-rate", "-1"), "greater than 0"),
         (("--seed", "-1"), "must not be negative"),
         (("--seed", str(2**63)), "does not fit into 64 bits"),
-        (("--norm", "batch", "--activation-checkpointing"), "its statistics twice a step"),
+        (("--norm", "batch", "--activation-checkpointing"), "statistics twice a step; leave out --act"),
         (("--epochs", "3"), "training is measured in --steps"),
         (("--beta2", "1.0"), "between 0 and 1"),
         (("--final-learning-rate", "nan"), "between 0 and 1"),
