@@ -293,7 +293,7 @@ def restore(session: Session, directory: Path, say: Callable[[str], None]) -> No
     if changed:
         say(f"changed since the run was started: {', '.join(changed)}")
     if saved.step >= session.steps:
-        raise UserError(f"{run_dir} has already done {saved.step} steps; for more, give a number above that with --steps.")
+        raise UserError(f"{run_dir} has already done {saved.step} steps; for more, raise --steps.")
     checkpoint.load_last(directory, session.model, session.optimizer)
     if saved.scaler is not None and session.scaler.is_enabled():
         session.scaler.load_state_dict(saved.scaler)

@@ -272,7 +272,7 @@ def test_a_resumed_run_ends_at_its_own_number_of_steps_or_at_any_that_is_given_a
 
     assert resume("--steps", "7") == 7
     assert resume("--steps", "9") == 9
-    with pytest.raises(UserError, match=r"has already done 9 steps; for more, give"):
+    with pytest.raises(UserError, match=r"has already done 9 steps; for more, raise --steps"):
         resume()
     with pytest.raises(UserError, match=r"has already done 9 steps"):
         resume("--steps", "3")
