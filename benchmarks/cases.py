@@ -1,4 +1,4 @@
-"""What `benchmarks.kernels` measures: shapes of each kernel, its baselines, the minimum of bytes or FLOP, and goals.
+"""What `benchmarks.kernels` measures: shapes of each kernel, its baselines, and the minimum of bytes or FLOP.
 
 Bytes are what must be read and written once.
 """
@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import kernels
-from benchmarks.goals import OURS, Goal, h200_goals, share_goals
 from kernels import reference
 
 BF16 = torch.bfloat16
+OURS = "ours"
 ONE_KERNEL = "ours, one kernel for gate and up"
 BF16_WEIGHT, RMS_TWIN = "ours, bfloat16 weight", "ours, RMSNorm"
 
@@ -36,27 +36,22 @@ class Case:
     backward_bytes: float = 0.0
     flops: float = 0.0
     """Of all matrix products, forward and backward; if not 0, they are the limit instead of the bytes."""
-    goals: list[Goal] = field(default_factory=list)
+    measure_kept: bool = False
+    """Whether to measure the bytes kept for the backward pass; the output must be one new tensor."""
     prepare: dict[str, Callable] = field(default_factory=dict)
     """For baselines that take other inputs: makes them from the case's inputs, in the same order. It is not timed."""
 
 
 @dataclass(frozen=True)
 class NormShape:
-    """One norm to measure, and its goals: shares of the copy rate, and microseconds on an H200."""
+    """One norm to measure."""
 
     kind: str
     rows: int
     width: int
     after_addition: bool = False
-    forward: float | None = None
-    backward: float | None = None
-    forward_us: float | None = None
-    backward_us: float | None = None
     mixed: bool = False
-    """Whether it must be as fast with a float32 weight as with a bfloat16 one."""
-    host_us: float | None = None
-    """Maximum microseconds of the host, forward and backward."""
+    """Whether it is measured with a bfloat16 weight, too."""
 
 
 @dataclass(frozen=True)
@@ -78,19 +73,18 @@ class Shapes:
 SHAPES = {
     "cuda": Shapes(
         norms=(
-            # 34 microseconds on an H200 are 92% of its copy rate.
-            NormShape("rms", 8192, 4096, False, 0.92, 0.85, 34, 55, mixed=True, host_us=60),
-            NormShape("rms", 8192, 4096, True, 0.93, 0.85, 67, 74),
-            NormShape("rms", 16384, 8192, False, 0.95, 0.85, 132),
-            NormShape("rms", 65536, 1024, False, 0.60, 0.60, mixed=True),
-            NormShape("rms", 65536, 256, False, 0.60),
-            NormShape("rms", 32768, 768, True, None, 0.60),
-            NormShape("rms", 8192, 16384, False, None, 0.60),
-            NormShape("rms", 4096, 65536, False, 0.60, 0.60),
-            NormShape("rms", 8192, 4104, False, 0.92, 0.85),  # divisible by 8 and not by 16: no slower than 4,096
-            NormShape("layer", 8192, 4096, False, 0.93, 0.80, host_us=60),
-            NormShape("layer", 8192, 4096, True, 0.93, 0.80),
-            NormShape("layer", 16384, 8192, False, 0.93, 0.80),
+            NormShape("rms", 8192, 4096, mixed=True),
+            NormShape("rms", 8192, 4096, after_addition=True),
+            NormShape("rms", 16384, 8192),
+            NormShape("rms", 65536, 1024, mixed=True),
+            NormShape("rms", 65536, 256),
+            NormShape("rms", 32768, 768, after_addition=True),
+            NormShape("rms", 8192, 16384),
+            NormShape("rms", 4096, 65536),
+            NormShape("rms", 8192, 4104),  # divisible by 8 and not by 16
+            NormShape("layer", 8192, 4096),
+            NormShape("layer", 8192, 4096, after_addition=True),
+            NormShape("layer", 16384, 8192),
         ),
         activations=((8192, 14336), (8192, 2816)),
         gate_ups=((8192, 1024, 2816), (256, 512, 1408)),
@@ -162,16 +156,11 @@ def norm(device: torch.device, shape: NormShape) -> Case:
         return y if stream is None else (y, s)
 
     ours = using(kernels.implementation(device))
-    goals = share_goals(shape.forward, shape.backward) + h200_goals(shape.forward_us, shape.backward_us)
     baselines, prepare = {OURS: ours}, {}
     if shape.mixed:
         baselines[BF16_WEIGHT], prepare[BF16_WEIGHT] = ours, round_weight
-        goals.append(Goal("both", "ratio", 1.05, over=BF16_WEIGHT))
     if kind == "layer" and device.type == "cuda":
         baselines[RMS_TWIN] = using(kernels.implementation(device), "rms")
-        goals += [Goal(part, "ratio", 1.05, over=RMS_TWIN) for part in ("forward", "backward")]
-    if shape.host_us is not None:
-        goals.append(Goal("host", "seconds", shape.host_us * 1e-6))
     baselines["reference, eager"] = using(reference)
     baselines[f"F.{kind}_norm"], prepare[f"F.{kind}_norm"] = torch_own, round_weight
     baselines[f"F.{kind}_norm, float32 weight"] = torch_own
@@ -187,7 +176,6 @@ def norm(device: torch.device, shape: NormShape) -> Case:
         baselines,
         forward_bytes=moved[0] * size,
         backward_bytes=moved[1] * size,
-        goals=goals,
         prepare=prepare,
     )
 
@@ -253,10 +241,9 @@ def activation(device: torch.device, rows: int, width: int) -> Case:
         from liger_kernel.ops.swiglu import LigerSiLUMulFunction
 
         baselines["Liger"], prepare["Liger"] = LigerSiLUMulFunction.apply, halves
-    goals = share_goals(0.95, 0.93) + (h200_goals(173, 353) if width == 14336 else [])
     size = rows * width * BF16.itemsize
     name = f"SwiGLU kernels, {rows} x {width}"
-    return Case(name, make, 1, baselines, 3 * size, 6 * size, goals=goals, prepare=prepare)
+    return Case(name, make, 1, baselines, 3 * size, 6 * size, prepare=prepare)
 
 
 def gate_up(device: torch.device, rows: int, hidden: int, width: int) -> Case:
@@ -285,9 +272,8 @@ def gate_up(device: torch.device, rows: int, hidden: int, width: int) -> Case:
         "reference, eager": eager,
         "torch.compile": torch.compile(eager),
     }
-    goals = [Goal("forward", "ratio", 1 / 1.10, of=ONE_KERNEL, over=OURS)]
     name = f"gate and up in inference, {rows} x {hidden}, {width} wide"
-    return Case(name, make, 0, baselines, flops=4.0 * rows * hidden * width, goals=goals)
+    return Case(name, make, 0, baselines, flops=4.0 * rows * hidden * width)
 
 
 def mlp(device: torch.device, rows: int, hidden: int, width: int, dtype: torch.dtype = BF16) -> Case:
@@ -306,11 +292,8 @@ def mlp(device: torch.device, rows: int, hidden: int, width: int, dtype: torch.d
         "reference, eager": reference.swiglu_mlp,
         "torch.compile": torch.compile(reference.swiglu_mlp),
     }
-    goals = []
     if device.type == "cuda":
         baselines[ONE_KERNEL] = partial(run_fused_gate_up, device)
-        # The packed product and nothing else, 4 bytes for each of the F elements of a token; 1% for the allocator.
-        goals = [Goal("kept_bytes", "bytes", 1.01 * 4 * rows * width)]
     if has_liger(device):
         from liger_kernel.ops.swiglu import LigerSiLUMulFunction
 
@@ -320,7 +303,7 @@ def mlp(device: torch.device, rows: int, hidden: int, width: int, dtype: torch.d
 
         baselines["Liger"] = with_liger
     name = f"SwiGLU MLP, {rows} x {hidden}, {width} wide"
-    return Case(name, make, 3, baselines, flops=18.0 * rows * hidden * width, goals=goals)
+    return Case(name, make, 3, baselines, flops=18.0 * rows * hidden * width, measure_kept=True)
 
 
 def run_fused_gate_up(device: torch.device, x: Tensor, gate_up_weight: Tensor, down_weight: Tensor) -> Tensor:
@@ -357,17 +340,12 @@ def rotary(device: torch.device, tokens: int, heads: int, kv_heads: int, width: 
         "reference, eager": using(reference.rotary),
         "torch.compile": torch.compile(using(reference.rotary)),
     }
-    goals = []
-    if device.type == "cuda":
-        goals = share_goals(0.85, 0.85) if normed else share_goals(0.90, 0.90)
-        if not normed and (tokens, heads + kv_heads, width) == (16384, 40, 128):
-            goals += h200_goals(89)
     size = BF16.itemsize * tokens * width
     rotated, packed = size * (heads + kv_heads), size * (heads + 2 * kv_heads)
     name = f"rotary{' with norms of heads' if normed else ''}, {tokens} tokens, {heads} + {kv_heads} heads of {width}"
     # Forward: q and k alone, although without the norms ours also copies v (see `kernels.rope`). Backward: the
     # gradients of q, k and v become packed ones; with the norms, q and k are read again.
-    return Case(name, make, 1 + 2 * normed, baselines, 2 * rotated, 2 * packed + rotated * normed, goals=goals)
+    return Case(name, make, 1 + 2 * normed, baselines, 2 * rotated, 2 * packed + rotated * normed)
 
 
 def loss(device: torch.device, rows: int, hidden: int, vocabulary: int, weighted: bool) -> Case:
@@ -403,15 +381,5 @@ def loss(device: torch.device, rows: int, hidden: int, vocabulary: int, weighted
             return LigerFusedLinearCrossEntropyFunction.apply(x, weight, targets)[0]  # the mean
 
         baselines["Liger"] = with_liger
-    goals = []
-    if device.type == "cuda":
-        # Beyond dx and the float32 gradient of the weight.
-        workspace = 1.1e9 + rows * hidden * BF16.itemsize + vocabulary * hidden * 4
-        goals = [Goal("peak_bytes", "bytes", workspace)]
-        # Without weights the gradients have to wait for the backward pass, and a fourth product makes the logits again.
-        if weighted:
-            goals.append(Goal("both", "share", 1 / 1.2))
-        if weighted and (hidden, vocabulary) == (4096, 131072):
-            goals.append(Goal("both", "seconds", 40e-3, device="H200"))
     name = f"head and loss{', weighted sum' if weighted else ''}, {rows} x {hidden}, vocabulary {vocabulary}"
-    return Case(name, make, 2, baselines, flops=6.0 * rows * hidden * vocabulary, goals=goals)
+    return Case(name, make, 2, baselines, flops=6.0 * rows * hidden * vocabulary)

@@ -1,10 +1,10 @@
-"""Every kernel beside its baselines, the machine's limit and its goals: `python -m benchmarks.kernels`.
+"""Every kernel beside its baselines and the machine's limit: `python -m benchmarks.kernels`.
 
 For each shape: forward, backward and both, each the median of many interleaved calls on random data, on a GPU over
 buffers that exceed its cache; separately, host time, peak memory and memory kept for the backward pass. The limit,
-torch's copy or its matrix product, is measured in the same run. Prints tables in Markdown, whether each goal is
-reached, and everything as JSON in its last line; `--out` also writes that line to a file after every case, and draws a
-picture beside it. Exit status 1: ours did not run or computed something else, or became slower than in `--against`.
+torch's copy or its matrix product, is measured in the same run. Prints tables in Markdown, and everything as JSON in
+its last line; `--out` also writes that line to a file after every case, and draws a picture beside it. Exit status 1:
+ours did not run, or a baseline computed something else.
 """
 
 import argparse
@@ -16,22 +16,18 @@ import signal
 import statistics
 import sys
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
 import kernels
-from benchmarks.cases import RMS_TWIN, Case, cases
-from benchmarks.goals import OURS, judge_all, summary
+from benchmarks.cases import OURS, RMS_TWIN, Case, cases
 from benchmarks.output import (
     PARTS,
     check_out,
-    committed_results,
     pattern,
     positive,
     read_results,
-    regressions,
     same_device,
     write,
     write_atomically,
@@ -121,13 +117,12 @@ def measure(case: Case, device: torch.device, repeats: int) -> dict[str, dict]:
         for name, made in calls.items():
             for part in made:
                 found[name][part] += times(made[part], device, max(turns, 2))
-    keeps = any(goal.measure == "kept_bytes" for goal in case.goals)
     for name, made in calls.items():
         longest = made[parts_of(case)[-1]][0]
         found[name] = {part: statistics.median(found[name][part]) for part in made} | {
             "host": host_seconds(longest, device),
             "peak_bytes": peak_bytes(longest, device),
-            "kept_bytes": kept_bytes(made["forward"][0], device) if keeps else None,
+            "kept_bytes": kept_bytes(made["forward"][0], device) if case.measure_kept else None,
         }
     return found
 
@@ -199,9 +194,8 @@ def measure_all(
     repeats: int,
     results: dict,
     out: Path | None,
-    committed: dict[str, dict],
 ) -> bool:
-    """Measure the cases into `results`, write them after every one, and return whether one regressed or failed."""
+    """Measure the cases into `results`, write them after every one, and return whether one failed."""
     machine, failed = results["machine"], False
     copy, product = machine["copy_bytes_per_second"], machine["product_flops_per_second"]
     for i, case in enumerate(chosen):
@@ -209,12 +203,9 @@ def measure_all(
         for one in found.values():
             if "not_run" not in one:
                 one["share_of_limit"] = shares(case, one, copy, product)
-        judged, slower = judge_all(case.goals, found, machine["device"]), regressions(case.name, found, committed)
-        print(f"[{i + 1} of {len(chosen)}]\n\n{table(case, found, copy, product)}")
-        print(*(f"{verdict} {text}" for verdict, text in judged), *slower, "", sep="\n", flush=True)
-        failed = failed or bool(slower) or any("not_run" in found[OURS] or " differ by " in text for _, text in judged)
-        result = {"name": case.name, "verdict": summary(judged), "judged": judged, "slower": slower}
-        result |= {"goals": [asdict(goal) for goal in case.goals], "baselines": found}
+        print(f"[{i + 1} of {len(chosen)}]\n\n{table(case, found, copy, product)}", flush=True)
+        failed |= "not_run" in found[OURS] or any(" differ by " in one.get("not_run", "") for one in found.values())
+        result = {"name": case.name, "baselines": found}
         result |= {"copy_bytes_per_second": copy, "product_flops_per_second": product}
         results["cases"] = [other for other in results["cases"] if other["name"] != case.name] + [result]
         if out is not None:
@@ -238,12 +229,6 @@ def main() -> int:
         metavar="FILE.json",
         help="write the results there after every case, a picture beside it; other cases that the file has stay",
     )
-    parser.add_argument(
-        "--against",
-        type=Path,
-        metavar="FILE.json",
-        help="results that ours may not be over 5%% slower than (default: those of this device in benchmarks/results)",
-    )
     arguments = parser.parse_args()
     check_out(arguments.out)
     device = choose_device(arguments.device)
@@ -257,10 +242,9 @@ def main() -> int:
         "python": platform.python_version(),
         "kernels": kernels.describe(device),
     }
-    committed = committed_results(machine, arguments.against)
     results = {"machine": machine, "cases": []}
     if arguments.out is not None and arguments.out.exists():
-        results["cases"] = (old := read_results(arguments.out, "--out"))["cases"]
+        results["cases"] = (old := read_results(arguments.out))["cases"]
         if not same_device(old["machine"], machine):
             raise UserError(f"--out {arguments.out} has results of {old['machine'].get('device')}; give another file.")
     keep_freed_memory()
@@ -269,10 +253,8 @@ def main() -> int:
     machine["product_flops_per_second"] = product_rate(device, torch.bfloat16)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # `timeout` sends it: what was measured is drawn
     try:
-        failed = measure_all(chosen, device, arguments.repeats, results, arguments.out, committed)
+        failed = measure_all(chosen, device, arguments.repeats, results, arguments.out)
     finally:
-        print("\n| case | goals |\n|---|---|")
-        print(*(f"| {case['name']} | {case['verdict']} |" for case in results["cases"]), "", sep="\n")
         if arguments.out is not None and results["cases"]:
             try:
                 title = f"{machine['device']}, {machine['processor']}"

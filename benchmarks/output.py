@@ -5,12 +5,9 @@ import json
 import re
 from pathlib import Path
 
-from benchmarks.goals import OURS
 from errors import UserError
 from files import replace_text
 
-RESULTS = Path(__file__).parent / "results"
-MAX_SLOWDOWN = 1.05  # of ours, against committed results
 PARTS = ("forward", "backward", "both")
 
 
@@ -54,34 +51,12 @@ def same_device(one: dict, other: dict) -> bool:
     return all(one.get(key) == other[key] for key in keys)
 
 
-def committed_results(machine: dict, against: Path | None) -> dict[str, dict]:
-    """Cases by name of the file `against`, or of the one in benchmarks/results/ that was measured on this device."""
-    if against is None:
-        found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(RESULTS.glob("kernels-*.json"))]
-        chosen = next((results for results in found if same_device(results["machine"], machine)), {"cases": []})
-    else:
-        chosen = read_results(against, "--against")
-    return {case["name"]: case for case in chosen["cases"]}
-
-
-def read_results(path: Path, flag: str) -> dict:
+def read_results(path: Path) -> dict:
     """Results that this command wrote. Raises UserError where the file holds something else."""
     try:
         results = json.loads(path.read_text(encoding="utf-8"))
         if not {"machine", "cases"} <= results.keys():
             raise ValueError("it holds no cases")
     except (OSError, ValueError, AttributeError) as error:
-        raise UserError(f"{flag} {path} holds no results of this command ({error}); give another file.") from None
+        raise UserError(f"--out {path} holds no results of this command ({error}); give another file.") from None
     return results
-
-
-def regressions(name: str, found: dict, committed: dict[str, dict]) -> list[str]:
-    """One line for each part of ours that takes over 5% longer than in committed results."""
-    before = committed.get(name, {"baselines": {}})["baselines"].get(OURS, {})
-    now = found[OURS]
-    slower = [part for part in PARTS if part in before and part in now and now[part] > MAX_SLOWDOWN * before[part]]
-    return [
-        f"SLOWER {name}, {part}: {now[part] * 1e6:,.1f} µs, committed {before[part] * 1e6:,.1f} µs, "
-        f"{now[part] / before[part] - 1:.0%} more"
-        for part in slower
-    ]

@@ -16,7 +16,6 @@ import kernels
 from benchmarks import cases, output, timing
 from benchmarks import kernels as benchmark
 from benchmarks.cases import BF16_WEIGHT, ONE_KERNEL, RMS_TWIN, SHAPES, NormShape, Shapes, mlp, run_fused_gate_up
-from benchmarks.goals import Goal, judge, judge_all, summary
 from benchmarks.kernels import make_calls, measure, table
 from kernels import gpu, reference
 
@@ -126,9 +125,9 @@ def pretended_gpu(monkeypatch):
 
 SMALL = Shapes(
     norms=(
-        NormShape("rms", 6, 64, False, 0.92, 0.85, 34, 55, mixed=True, host_us=60),
-        NormShape("layer", 6, 64, True, 0.93, 0.80),
-        NormShape("layer", 6, 64, False, 0.93, 0.80),
+        NormShape("rms", 6, 64, mixed=True),
+        NormShape("layer", 6, 64, after_addition=True),
+        NormShape("layer", 6, 64),
     ),
     activations=((6, 64),),
     gate_ups=((6, 64, 32),),
@@ -173,8 +172,7 @@ def made_up(monkeypatch):
 
 
 @triton_only
-def test_on_a_gpu_every_case_is_measured_judged_and_written(rehearse, pretended_gpu, capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr(output, "RESULTS", tmp_path)  # no committed results
+def test_on_a_gpu_every_case_is_measured_and_written(rehearse, pretended_gpu, capsys, tmp_path):
     out = tmp_path / "out.json"
     rehearse("--out", str(out))
     lines = capsys.readouterr().out.splitlines()
@@ -193,11 +191,7 @@ def test_on_a_gpu_every_case_is_measured_judged_and_written(rehearse, pretended_
             if "not_run" not in one:
                 assert all(one[part] > 0 for part in benchmark.parts_of(case))
                 assert one["host"] > 0 and one["peak_bytes"] > 0 and set(one["share_of_limit"]) <= set(output.PARTS)
-        judged = found[case.name]["judged"]
-        assert f"| {case.name} | {summary(judged)} |" in lines and len(judged) >= 1
-        assert all(f"{verdict} {text}" in lines for verdict, text in judged)
     first = found["rms norm, 6 x 64"]
-    assert len(first["judged"]) == len(first["goals"]) == 6
     assert "Liger" in first["baselines"] and BF16_WEIGHT in first["baselines"]
     assert RMS_TWIN in found["layer norm, 6 x 64"]["baselines"]
     assert ONE_KERNEL in found["gate and up in inference, 6 x 64, 32 wide"]["baselines"]
@@ -258,103 +252,12 @@ def test_without_matplotlib_the_results_are_written_without_a_picture(rehearse, 
     assert "No picture: " in capsys.readouterr().out and os.listdir(tmp_path) == ["out.json"]
 
 
-def test_a_part_that_takes_over_5_percent_longer_than_the_committed_results_is_named_and_sets_the_exit_status(
-    rehearse, tmp_path, monkeypatch, capsys
-):
-    monkeypatch.setattr(output, "RESULTS", tmp_path)
-    seconds = {"forward": 106.0, "backward": 104.0, "both": 90.0}
-    one = seconds | {"host": 1.0, "peak_bytes": 0, "kept_bytes": None}
-    monkeypatch.setattr(benchmark, "measure", lambda case, *rest: {name: dict(one) for name in case.baselines})
-    before = {"name": "rms norm, 6 x 64", "baselines": {"ours": dict.fromkeys(seconds, 100.0)}}
-    other = {"machine": {"device": "NVIDIA H100"}, "cases": [before | {"baselines": {"ours": {"forward": 1.0}}}]}
-    (tmp_path / "kernels-a.json").write_text(json.dumps(other), encoding="utf-8")
-    same = {"machine": {"device": "NVIDIA H200", "processor": "another"}, "cases": [before]}
-    (tmp_path / "kernels-b.json").write_text(json.dumps(same), encoding="utf-8")
-    arguments = "--only", "^rms norm, 6"
-    assert rehearse(*arguments) == 1
-    slower = [line for line in capsys.readouterr().out.splitlines() if line.startswith("SLOWER")]
-    assert len(slower) == 1 and slower[0].startswith("SLOWER rms norm, 6 x 64, forward: 106,000,000.0 µs")
-    assert slower[0].endswith("6% more")
-    (tmp_path / "kernels-b.json").unlink()
-    assert rehearse(*arguments) == 0
-    assert rehearse(*arguments, "--against", str(tmp_path / "kernels-a.json")) == 1
-    monkeypatch.setattr(benchmark, "measure", lambda case, *rest: {name: {"not_run": "no"} for name in case.baselines})
-    assert rehearse(*arguments) == 1  # ours did not run
-
-
 def test_results_of_a_cpu_are_compared_only_with_those_of_the_same_processor():
     this = {"device": "CPU, 2 threads", "processor": "A"}
     assert output.same_device(this, this)
     assert not output.same_device(this | {"processor": "B"}, this)
     gpus = {"device": "NVIDIA H100", "processor": "A"}, {"device": "NVIDIA H100", "processor": "B"}
     assert output.same_device(*gpus)
-
-
-# The goals of the kernels: shares of the limit (forward, backward), and microseconds on an H200.
-SHARES = {
-    "rms norm, 8192 x 4096": (0.92, 0.85),
-    "rms norm after addition, 8192 x 4096": (0.93, 0.85),
-    "rms norm, 16384 x 8192": (0.95, 0.85),
-    "rms norm, 65536 x 1024": (0.60, 0.60),
-    "rms norm, 65536 x 256": (0.60, None),
-    "rms norm after addition, 32768 x 768": (None, 0.60),
-    "rms norm, 8192 x 16384": (None, 0.60),
-    "rms norm, 4096 x 65536": (0.60, 0.60),
-    "rms norm, 8192 x 4104": (0.92, 0.85),
-    "layer norm, 8192 x 4096": (0.93, 0.80),
-    "layer norm after addition, 8192 x 4096": (0.93, 0.80),
-    "layer norm, 16384 x 8192": (0.93, 0.80),
-    "SwiGLU kernels, 8192 x 14336": (0.95, 0.93),
-    "SwiGLU kernels, 8192 x 2816": (0.95, 0.93),
-    "rotary, 16384 tokens, 32 + 8 heads of 128": (0.90, 0.90),
-    "rotary with norms of heads, 16384 tokens, 32 + 8 heads of 128": (0.85, 0.85),
-    "rotary, 16384 tokens, 16 + 8 heads of 64": (0.90, 0.90),
-    "rotary with norms of heads, 16384 tokens, 16 + 8 heads of 64": (0.85, 0.85),
-}
-H200 = {
-    "rms norm, 8192 x 4096": {"forward": 34, "backward": 55},
-    "rms norm after addition, 8192 x 4096": {"forward": 67, "backward": 74},
-    "rms norm, 16384 x 8192": {"forward": 132},
-    "SwiGLU kernels, 8192 x 14336": {"forward": 173, "backward": 353},
-    "rotary, 16384 tokens, 32 + 8 heads of 128": {"forward": 89},
-    "head and loss, weighted sum, 8192 x 4096, vocabulary 131072": {"both": 40_000},
-}
-
-
-@triton_only
-@pytest.mark.usefixtures("pretended_gpu")
-def test_every_case_of_a_gpu_has_these_goals():
-    with Instead(torch.device("meta")):
-        found = {case.name: case.goals for case in cases.cases(CUDA)}
-    bounds = {
-        name: {(goal.measure, goal.unit, goal.of, goal.over, goal.device): goal.bound for goal in goals}
-        for name, goals in found.items()
-    }
-    ours = lambda measure, unit, over="", device="": (measure, unit, "ours", over, device)  # noqa: E731
-    assert all(bounds.values())  # every case has a goal
-    for name, goals in bounds.items():
-        parts = zip(("forward", "backward"), SHARES.get(name, (None, None)), strict=True)
-        expected = {ours(part, "share"): share for part, share in parts if share is not None}
-        expected |= {ours(part, "seconds", device="H200"): us * 1e-6 for part, us in H200.get(name, {}).items()}
-        if name in ("rms norm, 8192 x 4096", "rms norm, 65536 x 1024"):
-            expected[ours("both", "ratio", BF16_WEIGHT)] = 1.05
-        if name.startswith("layer"):
-            expected |= {ours(part, "ratio", RMS_TWIN): 1.05 for part in ("forward", "backward")}
-        if name in ("rms norm, 8192 x 4096", "layer norm, 8192 x 4096"):
-            expected[ours("host", "seconds")] = 60e-6
-        if name.startswith("gate and up"):
-            expected["forward", "ratio", ONE_KERNEL, "ours", ""] = 1 / 1.1
-        if name.startswith("SwiGLU MLP"):
-            rows, width = 8192, 14336 if "14336" in name else 2816
-            expected[ours("kept_bytes", "bytes")] = 4 * rows * width * 1.01
-        if name.startswith("head and loss"):
-            hidden, vocabulary = (4096, 131072) if "131072" in name else (1024, 50304)
-            results = 2 * 8192 * hidden + 4 * hidden * vocabulary
-            expected[ours("peak_bytes", "bytes")] = 1.1e9 + results
-            if "weighted" in name:
-                expected[ours("both", "share")] = 1 / 1.2
-        assert goals == pytest.approx(expected), name
-    assert SHARES.keys() | H200.keys() <= found.keys()
 
 
 @triton_only
@@ -411,27 +314,6 @@ def test_inputs_take_turns_beyond_the_cache_and_memory_is_that_of_forward_and_ba
     assert ours["peak_bytes"] == ours["host"] == 3  # a gradient of each input
 
 
-def test_a_goal_is_reached_at_its_bound_and_judged_on_its_device_alone():
-    found = {
-        "ours": {"forward": 2e-6, "share_of_limit": {"forward": 0.9}, "host": None, "peak_bytes": 7},
-        "other": {"forward": 1e-6},
-        "broken": {"not_run": "no"},
-    }
-    verdict = lambda *fields, **rest: (judge(Goal(*fields, **rest), found, "NVIDIA H100") or [None])[0]  # noqa: E731
-    assert [verdict("forward", "share", bound) for bound in (0.9, 0.91)] == ["PASS", "FAIL"]
-    assert [verdict("forward", "seconds", bound) for bound in (2e-6, 1.9e-6)] == ["PASS", "FAIL"]
-    assert [verdict("peak_bytes", "bytes", bound) for bound in (7, 6)] == ["PASS", "FAIL"]
-    assert [verdict("forward", "ratio", bound, over="other") for bound in (2, 1.9)] == ["PASS", "FAIL"]
-    assert [verdict("forward", "ratio", bound, of="other", over="ours") for bound in (0.5, 0.4)] == ["PASS", "FAIL"]
-    assert verdict("forward", "ratio", 2, over="broken") == "FAIL" and verdict("forward", "share", 0, of="broken")
-    assert verdict("host", "seconds", 1) is None  # not measured
-    assert verdict("forward", "seconds", 1, device="H200") is None
-    assert verdict("forward", "seconds", 1, device="H100") == "PASS"
-    assert judge_all([], found, "") == [] and summary([]) == "no goal"
-    assert summary([("PASS", ""), ("FAIL", "")]) == "FAIL" and summary([("PASS", "")] * 2) == "PASS"
-    assert judge_all([], {"ours": {"not_run": "no"}}, "") == [("FAIL", "ours did not run: no")]
-
-
 @triton_only
 def test_the_row_of_the_fused_mlp_runs_it_and_fails_where_another_path_would_run(draw, relative):
     x, gate_up, down = draw(6, 64), draw(2 * 88, 64, std=0.2), draw(64, 88, std=0.2)
@@ -463,5 +345,18 @@ def test_a_baseline_that_fails_or_differs_is_reported_and_the_others_are_measure
     assert found["fails"] == {"not_run": "not on this GPU"} and found["ours"]["both"] > 0 and found["again"]["both"] > 0
     assert found["differs"]["not_run"].startswith("its result and that of ours differ by 1.0e-01")
     assert "| fails | not run: not on this GPU | | | | | | |" in table(case, found, 1e9, 1e12)
-    verdicts = judge_all(case.goals, found, "")
-    assert len(verdicts) == 1 and verdicts[0][0] == "FAIL" and "differs" in verdicts[0][1]
+
+
+@pytest.mark.parametrize("broken", [{"ours": "no"}, {"torch.compile": "its result and that of ours differ by 1e-1"}])
+def test_the_exit_status_is_1_where_ours_did_not_run_or_a_baseline_computed_something_else(
+    rehearse, monkeypatch, broken
+):
+    one = dict.fromkeys(output.PARTS, 1.0) | {"host": 1.0, "peak_bytes": 0, "kept_bytes": None}
+
+    def measure(case, *_) -> dict[str, dict]:
+        return {name: {"not_run": broken[name]} if name in broken else dict(one) for name in case.baselines}
+
+    monkeypatch.setattr(benchmark, "measure", measure)
+    assert rehearse("--only", "^layer norm after") == 1
+    broken.clear()
+    assert rehearse("--only", "^layer norm after") == 0
