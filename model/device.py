@@ -98,7 +98,8 @@ def fast_at_bfloat16(device: torch.device) -> bool:
     if device.type == "cpu":
         # Private functions of torch: a version that lacks them gets float32, which is correct everywhere.
         checks = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
-        return any(getattr(torch.cpu, check, bool)() for check in checks)
+        found = any(getattr(torch.cpu, check, bool)() for check in checks)
+        return found and torch.backends.cpu.get_cpu_capability() == "AVX512"  # ATEN_CPU_CAPABILITY can rule it out
     return False
 
 

@@ -35,10 +35,14 @@ def test_auto_chooses_cuda_before_mps_before_the_cpu(monkeypatch, cuda, mps, nam
 
 
 @pytest.mark.parametrize(("avx512", "amx"), [(False, False), (True, False), (False, True)])
-def test_a_cpu_is_fast_at_bfloat16_with_either_kind_of_instruction(monkeypatch, avx512, amx):
+def test_a_cpu_is_fast_at_bfloat16_with_either_kind_of_instruction_unless_torch_may_not_use_it(
+    monkeypatch, avx512, amx
+):
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx512)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
-    assert fast_at_bfloat16(CPU) is (avx512 or amx)
+    for capability in ("AVX512", "AVX2"):  # the second also by ATEN_CPU_CAPABILITY=avx2
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda capability=capability: capability)
+        assert fast_at_bfloat16(CPU) is ((avx512 or amx) and capability == "AVX512")
 
 
 def test_a_cpu_is_not_fast_at_bfloat16_where_torch_cannot_tell(monkeypatch):
