@@ -1,4 +1,4 @@
-"""What all benchmarks share: checked command-line values, and results that are printed, kept and compared."""
+"""What all benchmarks share: checked command-line values, and results that are printed and kept."""
 
 import argparse
 import json

@@ -252,7 +252,7 @@ def test_without_matplotlib_the_results_are_written_without_a_picture(rehearse, 
     assert "No picture: " in capsys.readouterr().out and os.listdir(tmp_path) == ["out.json"]
 
 
-def test_results_of_a_cpu_are_compared_only_with_those_of_the_same_processor():
+def test_results_of_a_cpu_are_kept_only_beside_those_of_the_same_processor():
     this = {"device": "CPU, 2 threads", "processor": "A"}
     assert output.same_device(this, this)
     assert not output.same_device(this | {"processor": "B"}, this)
