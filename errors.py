@@ -4,6 +4,7 @@ import contextlib
 import errno
 import os
 import sys
+import time
 from collections.abc import Iterator
 from typing import NoReturn, TextIO
 
@@ -88,8 +89,10 @@ def exit_on_user_error() -> Iterator[None]:
     try:
         try:
             yield
-        except SystemExit:  # such as after --help
+        except SystemExit as error:  # such as after --help
             sys.stdout.flush()
+            if error.code:
+                let_main_process_speak()
             raise
         sys.stdout.flush()  # not at the exit of the interpreter, where a full disk would be a traceback
     except UserError as error:
@@ -104,8 +107,20 @@ def exit_on_user_error() -> Iterator[None]:
         end("stopped.", 130)
 
 
+def is_main_process() -> bool:
+    """Whether this is the one that prints and writes, of the processes of one training run."""
+    return os.environ.get("WORLD_SIZE", "1") == "1" or os.environ.get("RANK", "0") == "0"
+
+
+def let_main_process_speak() -> None:
+    """Before the end of a process that is not the main one, wait to be stopped because the main one failed as well."""
+    if not is_main_process():
+        time.sleep(3)
+
+
 def end(message: str, status: int) -> NoReturn:
     """Print the message to standard error and exit. Output that still cannot be written is dropped without a word."""
+    let_main_process_speak()
     with contextlib.suppress(OSError):
         print(message, file=sys.stderr)
     for stream in (sys.stdout, sys.stderr):

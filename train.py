@@ -3,10 +3,12 @@
 Thin: reads the command line and hands it to training/.
 """
 
+import contextlib
+import io
 import os
 import sys
 
-from errors import exit_on_user_error, open_streams
+from errors import exit_on_user_error, is_main_process, open_streams
 
 DESCRIPTION = """Train a small LLaMA-style transformer on text, on a GPU or a CPU.
 
@@ -24,9 +26,14 @@ python train.py --resume runs/tiny-rms: resume a run that was stopped or killed"
 def main() -> int:
     open_streams()
     os.environ["MPLBACKEND"] = "agg"  # figures are only saved, and a backend that is not there would fail
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a lost process is one line, not a stack of C++ frames
+    from training.launch import launch
     from training.settings import parse  # imported here, so that Ctrl-C at any time ends in one line
 
-    command = parse(sys.argv[1:], DESCRIPTION)
+    with contextlib.nullcontext() if is_main_process() else contextlib.redirect_stderr(io.StringIO()):
+        command = parse(sys.argv[1:], DESCRIPTION)
+    if command.actions.processes > 1 and "WORLD_SIZE" not in os.environ:
+        return launch(command.actions.processes, [sys.executable, *sys.argv])
     from training import commands  # imports torch, which --help does not wait for
 
     return commands.run(command)

@@ -4,7 +4,7 @@ import functools
 import sys
 from pathlib import Path
 
-from errors import UserError
+from errors import UserError, is_main_process
 from model.weight_files import join_names
 
 # With keys that end in _token_id, what published configurations have; any other key that is not read is noted.
@@ -46,6 +46,6 @@ def check_off(fields: dict) -> None:
 @functools.cache
 def note_ignored_keys(path: Path, keys: tuple[str, ...]) -> None:
     """Say on stderr, once, which keys of a config.json are unknown."""
-    if keys:
+    if keys and is_main_process():
         names = join_names([f"{key!r:.40}" for key in keys])  # one short line, whatever a key is
         print(f"note: {path} has unknown keys, which are ignored: {names}", file=sys.stderr)

@@ -8,19 +8,21 @@ import lock
 from data.batches import validation_windows
 from data.tokenizer import check_vocabulary, load_tokenizer
 from data.tokens import tokenize
-from errors import UserError
+from errors import UserError, is_main_process
 from model.device import choose_device, choose_kernels, choose_training_dtype, explain_out_of_memory
 from model.pretrained import load_pretrained
 from training.estimate import estimate
 from training.evaluate import evaluate
 from training.loop import train
-from training.processes import is_main_process
+from training.processes import explain_lost_process
 from training.settings import Command, Settings
 
 
 def run(command: Command) -> int:
     """Run what the command line asks for; returns the exit status, 128 + the number of the signal that stopped it."""
     actions, settings = command.actions, command.settings
+    if (actions.dry_run or actions.eval_only) and not is_main_process():
+        return 0
     if actions.dry_run:
         print(estimate(settings))
         return 0
@@ -32,7 +34,8 @@ def run(command: Command) -> int:
     out_existed = out is not None and Path(out).exists()
     run_dir = Path(actions.resume) if resume else make_run_dir(settings, Path(actions.config).stem)
     if not is_main_process():
-        stopped_by = train(settings, run_dir, resume=resume)
+        with explain_lost_process(None):
+            stopped_by = train(settings, run_dir, resume=resume)
         return 128 + stopped_by if stopped_by else 0
     with lock.locked(run_dir):
         if not resume and files_in(run_dir):
@@ -43,7 +46,8 @@ def run(command: Command) -> int:
             recipe = f"{optimizer.optimizer}, learning rate {optimizer.learning_rate:g}, {optimizer.steps} steps"
             print(f"fine-tuning with configs/finetune.toml ({recipe}); --config chooses another recipe, such as tiny")
         try:
-            stopped_by = train(settings, run_dir, resume=resume)
+            with explain_lost_process(run_dir):
+                stopped_by = train(settings, run_dir, resume=resume)
         finally:
             if not out_existed and run_dir.is_dir() and not files_in(run_dir):  # it failed before its first file
                 shutil.rmtree(run_dir, ignore_errors=True)

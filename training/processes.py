@@ -1,13 +1,17 @@
-"""Data-parallel training in several processes under torchrun.
+"""Data-parallel training in several processes, one for each GPU, started by `--processes` or by torchrun.
 
-The process group exists only when torchrun started more than one process. With a single one, sums and maxima return
-their arguments, and everything else here does nothing.
+The process group exists only when there is more than one process. With a single one, sums and maxima return their
+arguments, and everything else here does nothing.
 """
 
+import contextlib
 import os
 import time
+import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -15,9 +19,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from errors import UserError
+from training.checkpoint import how_to_continue
 
-# How long the other processes wait at most while the main one downloads and prepares the text.
-TIMEOUT = timedelta(hours=6)
+PREPARATION_TIMEOUT = timedelta(hours=6)  # for the main process to download and prepare the text
 
 
 @dataclass(frozen=True)
@@ -26,18 +30,22 @@ class Processes:
 
     rank: int = 0
     count: int = 1
-    local_rank: int = 0
-    """Rank among the processes of this machine."""
+    store: dist.Store | None = None
+    """Keys that all processes see; None with a single process."""
 
     @property
     def is_main(self) -> bool:
         """Whether this is the process that prints and writes files."""
         return self.rank == 0
 
-    def barrier(self) -> None:
-        """Wait until every process has called this."""
-        if self.count > 1:
-            dist.barrier()
+    @contextlib.contextmanager
+    def main_first(self, key: str) -> Iterator[None]:
+        """A block that the other processes enter when the main one has left it. Not a collective: it may take hours."""
+        if self.count > 1 and not self.is_main:
+            self.store.wait([key], PREPARATION_TIMEOUT)
+        yield
+        if self.count > 1 and self.is_main:
+            self.store.set(key, "")
 
     def sum(self, *values: float, device: torch.device) -> list[float]:
         """Each value summed over the processes, in float64."""
@@ -56,60 +64,60 @@ class Processes:
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """The model, with gradients averaged over the processes in each backward pass."""
-        return model if self.count == 1 else DistributedDataParallel(model, broadcast_buffers=False)
+        if self.count == 1:
+            return model
+        with warnings.catch_warnings(action="ignore", category=FutureWarning):  # torch 2.13 renames broadcast_buffers
+            return DistributedDataParallel(model, broadcast_buffers=False, gradient_as_bucket_view=True)
 
 
-def is_main_process() -> bool:
-    """Whether this is the main process, for use before `start_processes`."""
-    return number("WORLD_SIZE", 1) == 1 or number("RANK", 0) == 0
+def start_processes(device_name: str, timeout_minutes: int) -> tuple[Processes, str]:
+    """Join the process group if several processes were started; also returns the device name of this process.
 
-
-def number(name: str, default: int = 0) -> int:
-    """An environment variable that torchrun sets to a number."""
-    value = os.environ.get(name, str(default))
-    if not (value.isascii() and value.isdigit() and len(value) <= 6):
-        raise UserError(f"the environment has {name} {value!r}, which is not a number; unset it, or start torchrun.")
-    return int(value)
-
-
-def start_processes(device_name: str) -> tuple[Processes, str]:
-    """Join the process group if torchrun started several processes; also returns the device name of this process."""
-    count = number("WORLD_SIZE", 1)
+    timeout_minutes: how long a process waits for the others in one collective before it gives up.
+    """
+    count, local_rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0"))
     if count == 1:
         return Processes(), device_name
-    missing = [name for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
-    if missing:
-        raise UserError(
-            f"the environment has WORLD_SIZE {count} but no {', '.join(missing)}; "
-            f"start several processes with torchrun, or unset WORLD_SIZE."
-        )
-    processes = Processes(number("RANK"), count, number("LOCAL_RANK"))
-    if processes.rank >= count or number("MASTER_PORT") >= 2**16:
-        raise UserError(
-            f"the environment has RANK {processes.rank} of WORLD_SIZE {count}, and MASTER_PORT "
-            f"{os.environ['MASTER_PORT']}, which cannot be; start the processes with torchrun."
-        )
     on_cuda = device_name == "cuda" or (device_name == "auto" and torch.cuda.is_available())
-    if on_cuda and processes.local_rank >= torch.cuda.device_count():
+    if on_cuda and local_rank >= torch.cuda.device_count():
         raise UserError(
             f"more processes were started than the {torch.cuda.device_count()} CUDA devices here; start one per device."
         )
     if not on_cuda and device_name not in ("auto", "cpu"):
         raise UserError(f"--device {device_name} cannot be shared by {count} processes; use cuda or cpu.")
-    device_name = f"cuda:{processes.local_rank}" if on_cuda else "cpu"
+    device_name = f"cuda:{local_rank}" if on_cuda else "cpu"
     if on_cuda:
         torch.cuda.set_device(device_name)
-    dist.init_process_group("nccl" if on_cuda else "gloo", timeout=TIMEOUT)
-    return processes, device_name
+    store, rank, count = next(dist.rendezvous("env://"))
+    timeout = timedelta(minutes=timeout_minutes)
+    dist.init_process_group("nccl" if on_cuda else "gloo", store=store, rank=rank, world_size=count, timeout=timeout)
+    return Processes(rank, count, store), device_name
+
+
+@contextlib.contextmanager
+def explain_lost_process(run_dir: Path | None) -> Iterator[None]:
+    """Turn the failure of a collective, because another process ended or hangs, into one line that says how to resume.
+
+    run_dir: None in all but the main process, which alone knows the folder. Gloo raises a plain RuntimeError that names
+    its source file.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not (isinstance(error, dist.DistError) or "gloo" in str(error)):
+            raise
+        advice = how_to_continue(run_dir) if run_dir else "resume with --resume and the run's folder"
+        raise UserError(f"another process of this run ended or does not answer; {advice}.") from error
 
 
 def finish_processes(processes: Processes) -> None:
-    """Leave the process group.
+    """Wait until every process is done, the main one with its last save, and leave the process group.
 
     A thread of Gloo needs Python's lock to release the tensors of the last collective. Deleting the model holds the
     lock and waits for that thread: with torch 2.13, a process that ends too soon after a collective may hang. The sleep
     gives the thread the lock first.
     """
     if processes.count > 1:
+        dist.barrier()
         dist.destroy_process_group()
         time.sleep(0.2)

@@ -112,7 +112,7 @@ def set_up(settings: Settings, run_dir: Path, *, resume: bool, say: Callable[[st
 
     say: receives one line of text at a time, on the main process only.
     """
-    processes, local_device = start_processes(settings.machine.device)
+    processes, local_device = start_processes(settings.machine.device, settings.machine.timeout_minutes)
     device = choose_device(local_device)
     choose_kernels(settings.machine.kernels, device)
     dtype = choose_training_dtype(settings.machine.dtype, device)
@@ -186,20 +186,17 @@ def prepare_corpus(settings: Settings, processes: Processes, last: Path | None) 
     The tokenizer is that of the checkpoint to resume from, else --tokenizer, else that of --init-from, else one
     trained on the text.
     """
-    if not processes.is_main:
-        processes.barrier()
     data = settings.data
     tokenizer = last or data.tokenizer or settings.run.init_from
-    corpus = tokens.prepare(
-        list(data.data),
-        text_field=data.text_field,
-        tokenizer=str(tokenizer) if tokenizer else None,
-        vocab_size=settings.model.vocab_size,
-        cache_dir=data.cache,
-        validation_fraction=data.validation_fraction,
-    )
-    if processes.is_main:
-        processes.barrier()
+    with processes.main_first("text"):
+        corpus = tokens.prepare(
+            list(data.data),
+            text_field=data.text_field,
+            tokenizer=str(tokenizer) if tokenizer else None,
+            vocab_size=settings.model.vocab_size,
+            cache_dir=data.cache,
+            validation_fraction=data.validation_fraction,
+        )
     check_vocabulary(corpus.tokenizer, settings.model.vocab_size)
     check_sample_prompt(corpus.tokenizer, settings)
     batches.check_one_batch(corpus.train, data.batch_size, data.sequence_length)

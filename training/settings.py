@@ -37,6 +37,8 @@ class Actions:
     """Do not train; evaluate the weights of --init-from on all of --data: nats per token, perplexity, bits per byte."""
     dry_run: bool = False
     """Do not train; print the number of parameters, tokens and FLOPs, and an estimate of the memory."""
+    processes: int = 1
+    """Train in this many processes of this machine, one for each GPU; --batch-size is divided among them."""
 
 
 @dataclass(frozen=True)
@@ -142,6 +144,8 @@ class MachineSettings:
     """Compile the model with torch.compile: slow first step, faster training."""
     activation_checkpointing: bool = False
     """Recompute the activations of each layer in the backward pass: less memory, about a third more time."""
+    timeout_minutes: int = 10
+    """With several processes: give up when one has not answered the others for this long."""
 
 
 @dataclass(frozen=True)
@@ -176,6 +180,7 @@ def check(settings: Settings) -> None:
         "--micro-batch-size": data.micro_batch_size or 1,
         "--steps": optimizer.steps,
         "--evaluate-every": run.evaluate_every,
+        "--timeout-minutes": settings.machine.timeout_minutes,
     }
     for flag, value in at_least_one.items():
         if not 1 <= value <= MAX_COUNT:

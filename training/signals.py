@@ -1,6 +1,6 @@
 """Ctrl-C, SIGTERM and a closed terminal ask a run to stop after the current step; a second Ctrl-C stops it at once.
 
-With several processes a second signal is ignored: the terminal signals every process, and then torchrun does so again.
+With several processes a second signal is ignored: the terminal signals every process, and torchrun does so again.
 """
 
 import signal
