@@ -197,7 +197,7 @@ import test_step
 from training.processes import finish_processes, start_processes
 from training.step import split_batch
 from model.decoder import Decoder
-processes, _ = start_processes("cpu")
+processes, _ = start_processes("cpu", 10)
 inputs, targets = test_step.a_batch()
 half = slice(4 * processes.rank, 4 * processes.rank + 4)
 model = Decoder(test_step.CONFIG, seed=3)
