@@ -20,10 +20,10 @@ def main() -> None:
 
         import tyro
 
+        from checkpoints.find import find_checkpoint, newest_run
         from generation.prompts import read_prompts
         from generation.settings import Settings, recommended_sampling
         from generation.terminal import read_line
-        from model.find_checkpoint import find_checkpoint, newest_run
 
         settings = tyro.cli(Settings, prog="generate.py")
         checkpoint = find_checkpoint(newest_run(Path("runs")) if settings.run is None else settings.run)

@@ -19,12 +19,12 @@ import torch
 from torch import nn
 
 from benchmarks.output import positive
+from checkpoints.pretrained import save_pretrained
 from errors import UserError, exit_on_user_error
 from generation.session import load_decoder
 from generation.settings import Settings
 from model.config import ModelConfig
 from model.decoder import Decoder
-from model.pretrained import save_pretrained
 
 SHAPE = ModelConfig(49152, 576, 1536, 30, 9, 3, max_position_embeddings=2048)
 TINY = ModelConfig(256, 64, 64, 1, 4, 2, max_position_embeddings=64)

@@ -10,6 +10,9 @@ from pathlib import Path
 import torch
 
 import kernels
+from checkpoints import find
+from checkpoints.pretrained import load_config, load_pretrained
+from checkpoints.stored_weights import stored_dtype
 from data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from errors import UserError
 from generation.chat import ChatFormat
@@ -20,14 +23,11 @@ from generation.settings import Settings
 from generation.stream import TextStream
 from generation.terminal import hold_session
 from generation.weights import bytes_per_step, quantize_matrices
-from model import find_checkpoint
 from model.config import ModelConfig
 from model.decoder import Decoder
 from model.device import choose_device, choose_inference_dtype, choose_kernels, explain_out_of_memory
 from model.fused_decode import max_sequences
 from model.int8 import ALIGNMENT
-from model.pretrained import load_config, load_pretrained
-from model.stored_weights import stored_dtype
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def run(
 
     encoded = [encode(prompt) for prompt in prompts or ()]
     check_prompts([ids for ids, _ in encoded], config.max_position_embeddings)  # before the weights are read
-    eos_ids = find_checkpoint.eos_ids(checkpoint, tokenizer.eos_id)
+    eos_ids = find.eos_ids(checkpoint, tokenizer.eos_id)
     if chat is not None:
         eos_ids |= {chat.end_of_turn} - {None}
         if chat.leaves_system_out:

@@ -2,10 +2,10 @@
 
 import torch
 
+from checkpoints.pretrained import inference_dtype
 from model.decoder import Decoder
 from model.int8 import ALIGNMENT, quantize
 from model.linear import Linear
-from model.pretrained import inference_dtype
 
 
 def cast_weights(decoder: Decoder, dtype: torch.dtype) -> None:

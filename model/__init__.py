@@ -1,4 +1,4 @@
-"""The decoder: its configuration, its modules, its checkpoint directory on disk, and the device it runs on.
+"""The decoder: its configuration, its modules, and the device it runs on.
 
-Imports `kernels`; knows nothing of text or training.
+Imports `kernels`; knows nothing of text, files or training.
 """

@@ -15,6 +15,7 @@ import hypothesis
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 hypothesis.settings.register_profile("suite", derandomize=True)  # a search of its own draws other examples
 hypothesis.settings.register_profile("long", max_examples=20_000)
@@ -25,7 +26,7 @@ hypothesis.settings.load_profile("suite")
 if "PYTEST_XDIST_WORKER" not in os.environ and ("-m", "gpu") not in zip(sys.argv, sys.argv[1:], strict=False):
     os.environ["TRITON_INTERPRET"] = "1"
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-if "PYTEST_XDIST_WORKER" in os.environ:  # several test processes share the cores, and threads would wait for them
+if ("-m", "gpu") not in zip(sys.argv, sys.argv[1:], strict=False):  # test processes share the cores
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
 if os.environ.get("TRITON_INTERPRET") and importlib.util.find_spec("triton"):
@@ -204,3 +205,88 @@ def relative() -> Callable[[torch.Tensor, torch.Tensor], float]:
         return ((actual.double() - expected.double()).norm() / expected.double().norm()).item()
 
     return error
+
+
+SHAPE = dict(
+    vocab_size=97,
+    hidden_size=48,
+    intermediate_size=80,
+    num_hidden_layers=3,
+    num_attention_heads=6,
+    num_key_value_heads=2,
+    max_position_embeddings=64,
+)
+
+
+@pytest.fixture
+def shape() -> dict[str, int]:
+    """The fields of a small configuration, under Hugging Face's names."""
+    return dict(SHAPE)
+
+
+@pytest.fixture
+def make_config() -> Callable[..., object]:
+    """A small configuration with the given fields changed."""
+    from model.config import ModelConfig  # kernels are interpreted or not as they are imported, so not before the above
+
+    return lambda **changes: ModelConfig(**(SHAPE | changes))
+
+
+@pytest.fixture
+def make_decoder(make_config) -> Callable[..., torch.nn.Module]:
+    """A small decoder with random parameters: matrices, biases, offsets and shifts near 0, all others near 1."""
+    from model.decoder import Decoder
+
+    def make(seed: int = 5, **changes) -> Decoder:
+        decoder = Decoder(make_config(**changes), seed=None)
+        generator = torch.Generator().manual_seed(seed)
+        for name, parameter in decoder.named_parameters():
+            drawn = torch.randn(parameter.shape, generator=generator)
+            near_one = parameter.ndim < 2 and not name.endswith(("bias", "offset", "shift"))
+            parameter.data = drawn * (0.3 if parameter.ndim < 2 else 0.12) + (1.0 if near_one else 0.02)
+        return decoder
+
+    return make
+
+
+@pytest.fixture
+def saved(make_decoder, tmp_path) -> Callable[..., Path]:
+    """Save a small decoder with the given changes and return its directory."""
+    from checkpoints.pretrained import save_pretrained
+
+    def save(**changes) -> Path:
+        save_pretrained(make_decoder(**changes), tmp_path / "model")
+        return tmp_path / "model"
+
+    return save
+
+
+@pytest.fixture
+def edit_config() -> Callable[..., None]:
+    """Change fields of a directory's config.json."""
+
+    def edit(directory: Path, *, without: tuple[str, ...] = (), **changes) -> None:
+        path = directory / "config.json"
+        fields = json.loads(path.read_text()) | changes
+        path.write_text(json.dumps({key: value for key, value in fields.items() if key not in without}))
+
+    return edit
+
+
+@pytest.fixture
+def edit_weights() -> Callable[[Path, Callable], None]:
+    """Change the tensors of a directory's model.safetensors in place."""
+
+    def edit(directory: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+        path = directory / "model.safetensors"
+        tensors = load_file(path)
+        change(tensors)
+        save_file(tensors, path)
+
+    return edit
+
+
+@pytest.fixture
+def tokens() -> torch.Tensor:
+    """Two rows of 24 tokens."""
+    return torch.randint(0, SHAPE["vocab_size"], (2, 24), generator=torch.Generator().manual_seed(11))

@@ -140,7 +140,7 @@ def test_what_the_system_refuses_is_one_line_that_names_the_file(name):
     assert len(done.stderr) < 400
 
 
-PROGRAMS = ["train", "generate", "ablate", "model.pretrained", "model.gguf", "training.plot"]
+PROGRAMS = ["train", "generate", "ablate", "training.plot"]
 
 
 @pytest.mark.parametrize("program", PROGRAMS)

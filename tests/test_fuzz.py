@@ -32,14 +32,14 @@ import ablate
 import generate
 from ablation import command
 from ablation.plan import Plan, arm_settings
+from checkpoints.find import find_checkpoint
+from checkpoints.pretrained import save_pretrained
 from data.corpus import read_documents, resolve, without_other_files
 from errors import exit_on_user_error
 from generation import session
 from generation.settings import Settings as GenerationSettings
 from model.config import ModelConfig
 from model.decoder import Decoder
-from model.find_checkpoint import find_checkpoint
-from model.pretrained import save_pretrained
 from training import commands
 from training.settings import parse
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from checkpoints.pretrained import save_pretrained
 from data.tokenizer import train_tokenizer
 from model.config import ModelConfig
 from model.decoder import Decoder
-from model.pretrained import save_pretrained
 
 SCRIPT = Path(__file__).parent.parent / "generate.py"
 

@@ -24,13 +24,13 @@ import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
 
+from checkpoints import pretrained
+from checkpoints.find import candidates
+from checkpoints.pretrained import save_tensors
 from data.tokenizer import Tokenizer
 from errors import UserError
 from files import fsync_directory, parse_json, read_bytes, replace_text
-from model import pretrained
 from model.decoder import Decoder
-from model.find_checkpoint import candidates
-from model.pretrained import save_tensors
 from training.optimizer import load_optimizer_tensors, optimizer_tensors
 
 Count = Annotated[int, msgspec.Meta(ge=0)]

@@ -5,12 +5,12 @@ import sys
 from pathlib import Path
 
 import lock
+from checkpoints.pretrained import load_pretrained
 from data.batches import validation_windows
 from data.tokenizer import check_vocabulary, load_tokenizer
 from data.tokens import tokenize
 from errors import UserError, is_main_process
 from model.device import choose_device, choose_kernels, choose_training_dtype, explain_out_of_memory
-from model.pretrained import load_pretrained
 from training.estimate import estimate
 from training.evaluate import evaluate
 from training.loop import train

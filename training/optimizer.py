@@ -11,10 +11,10 @@ larger one as well (`--norm-lr-multiplier`).
 import torch
 from torch import nn
 
+from checkpoints.pretrained import unpacked_tensors
 from errors import UserError
 from model.decoder import Decoder
 from model.norm import is_norm_parameter
-from model.pretrained import unpacked_tensors
 from training.muon import Muon
 from training.settings import OptimizerSettings
 

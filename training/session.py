@@ -16,12 +16,12 @@ import torch
 from torch import nn
 
 import kernels
+from checkpoints import pretrained
 from data import batches, tokens
 from data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from data.tokens import TokenizedCorpus
 from errors import UserError
 from generation.prompts import encode_prompt
-from model import pretrained
 from model.config import ModelConfig
 from model.decoder import Decoder, center_residual_writers
 from model.device import (

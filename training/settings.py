@@ -11,14 +11,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
+from checkpoints.families import load_config
+from checkpoints.find import find_checkpoint
+from checkpoints.weight_files import check_sizes, read_entries
 from errors import UserError
 from files import read_toml, replace_text
 from flags import DisallowNone, arg, optional
 from generation.prompts import check_unicode
 from model.config import ModelConfig
-from model.families import load_config
-from model.find_checkpoint import find_checkpoint
-from model.weight_files import check_sizes, read_entries
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 MAX_COUNT = 10**9  # steps, sequences or tokens

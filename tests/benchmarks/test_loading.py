@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks import loading
+from checkpoints.pretrained import save_pretrained
 from errors import UserError
 from model.config import ModelConfig
 from model.decoder import Decoder
-from model.pretrained import save_pretrained
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux alone counts peak memory")
 

@@ -11,7 +11,7 @@ import transformers
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from data.llama_cpp import llama_cpp_vocabulary
+from contrib.llama_cpp_vocab import llama_cpp_vocabulary
 from data.tokenizer import (
     JsonTokenizer,
     SentencePieceTokenizer,

@@ -9,10 +9,10 @@ import tokenizers
 import torch
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
+from checkpoints.pretrained import save_pretrained
 from data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from model.config import ModelConfig
 from model.decoder import Decoder
-from model.pretrained import save_pretrained
 
 TEXT = [f"def add_{name}(x, y):\n    return x + y  # {name} ☺ é 漢字\n" for name in "abcdefghijklmnop" * 8]
 LIMIT = 48

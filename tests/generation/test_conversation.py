@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import kernels
+from checkpoints.pretrained import load_pretrained
 from errors import UserError
 from generation import chat, conversation, session
 from generation.chat import ChatFormat
@@ -17,7 +18,6 @@ from generation.template import render_unlimited
 from model.config import ModelConfig
 from model.cpu_decode import CpuDecodeStep
 from model.decoder import Decoder
-from model.pretrained import load_pretrained
 
 SAMPLED = Sampling(temperature=1.2, repetition_penalty=1.1)
 SYSTEM = "You are terse."

@@ -191,8 +191,8 @@ def test_sampling_between_training_steps_does_not_change_gradients(decoder, toke
 
 
 def test_the_trained_stories_model_generates_what_the_reference_program_generates(stories260k_directory, shared):
+    from checkpoints.pretrained import load_pretrained
     from data.tokenizer import load_tokenizer
-    from model.pretrained import load_pretrained
 
     model, tokenizer = load_pretrained(stories260k_directory), load_tokenizer(stories260k_directory)
     golden = json.loads((shared / "stories260K" / "golden.json").read_text("utf-8"))

@@ -5,6 +5,8 @@ import sentencepiece
 import torch
 
 import kernels
+from checkpoints.find import find_checkpoint
+from checkpoints.pretrained import save_pretrained
 from data.tokenizer import load_tokenizer
 from errors import UserError
 from generation import session
@@ -12,8 +14,6 @@ from generation.generate import Generation
 from generation.settings import Sampling, Settings
 from model.config import ModelConfig
 from model.decoder import Decoder
-from model.find_checkpoint import find_checkpoint
-from model.pretrained import save_pretrained
 
 GREEDY = Sampling(temperature=0)
 

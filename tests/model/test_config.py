@@ -35,7 +35,7 @@ LAYER_TYPES = ["full_attention", "sliding_attention", "full_attention"]
 
 
 def test_configuration_and_families_import_no_torch():
-    code = "import sys, model.config, model.families, model.find_checkpoint; sys.exit('torch' in sys.modules)"
+    code = "import sys, model.config, checkpoints.families, checkpoints.find; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

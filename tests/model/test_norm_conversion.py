@@ -4,11 +4,11 @@ import pytest
 import torch
 
 import kernels
+from checkpoints.pretrained import load_weights, unpacked_tensors
 from errors import UserError
 from model.config import NORMS
 from model.decoder import Decoder, center_residual_writers
 from model.norm import is_norm_parameter
-from model.pretrained import load_weights, unpacked_tensors
 
 MODULES = [f"model.layers.{i}.{norm}" for i in range(3) for norm in ("input_layernorm", "post_attention_layernorm")]
 BIASES = {f"{module}.bias" for module in [*MODULES, "model.norm"]}

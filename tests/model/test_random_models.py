@@ -11,8 +11,8 @@ import pytest
 import torch
 import transformers
 
+from checkpoints.pretrained import load_pretrained, save_pretrained, unpacked_tensors
 from model.cache import KeyValueCache
-from model.pretrained import load_pretrained, save_pretrained, unpacked_tensors
 
 LOGITS = 2e-6
 FAMILIES = {

@@ -12,7 +12,7 @@ import torch
 import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from model.families import from_json
+from checkpoints.families import from_json
 from model.rope import Rope, frequencies
 
 LONG = 131072

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from checkpoints.pretrained import load_pretrained
 from generation.generate import generate
 from generation.settings import Sampling
 from generation.weights import cast_weights, quantize_matrices
 from model.cache import KeyValueCache
 from model.cpu_decode import CpuDecodeStep
-from model.pretrained import load_pretrained
 
 LOGIT, LOSS = 3e-5, 3e-6
 

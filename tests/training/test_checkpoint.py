@@ -10,9 +10,9 @@ import pytest
 import torch
 import transformers
 
+from checkpoints.pretrained import load_pretrained
 from data.tokenizer import load_tokenizer
 from errors import UserError
-from model.pretrained import load_pretrained
 from training import checkpoint
 from training.loop import train
 from training.settings import parse

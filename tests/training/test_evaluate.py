@@ -5,10 +5,10 @@ import math
 import pytest
 import torch
 
+from checkpoints.pretrained import load_pretrained
 from data.batches import validation_windows
 from data.tokenizer import load_tokenizer
 from data.tokens import tokenize
-from model.pretrained import load_pretrained
 from training.evaluate import evaluate
 
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from checkpoints.families import load_config
 from errors import UserError
-from model.families import load_config
 from training import commands, metrics
 from training.loop import train
 from training.session import set_up

@@ -8,10 +8,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from checkpoints.pretrained import unpacked_tensors
 from errors import UserError
 from model.config import NORMS
 from model.decoder import Decoder
-from model.pretrained import unpacked_tensors
 from training.estimate import estimate
 from training.loop import train
 from training.muon import COEFFICIENTS, orthogonalize

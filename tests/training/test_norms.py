@@ -3,8 +3,8 @@
 import pytest
 from safetensors.torch import load_file
 
+from checkpoints.pretrained import load_pretrained
 from model.config import NORMS
-from model.pretrained import load_pretrained
 from training import metrics
 from training.loop import train
 from training.settings import parse

@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from checkpoints.config_keys import NO_EFFECT, OFF, check_off, note_ignored_keys
+from checkpoints.weight_files import is_zero, read_entries
 from errors import UserError
 from files import read_json
 from model.config import LAYER_TYPES, ModelConfig
-from model.config_keys import NO_EFFECT, OFF, check_off, note_ignored_keys
 from model.rope_scaling import ROPE_SCALING
-from model.weight_files import is_zero, read_entries
 
 
 @dataclass(frozen=True)

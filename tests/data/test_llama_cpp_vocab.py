@@ -1,4 +1,4 @@
-"""Tokenizers in llama.cpp's terms. That llama.cpp then gives the same ids: tests/model/test_llama_cpp.py."""
+"""Tokenizers in llama.cpp's terms. That llama.cpp then gives the same ids: tests/contrib/test_llama_cpp.py."""
 
 from collections.abc import Callable
 
@@ -8,7 +8,7 @@ import tokenizers
 from tokenizers import Regex, normalizers, pre_tokenizers
 from tokenizers.pre_tokenizers import ByteLevel
 
-from data.llama_cpp import WORDS, llama_cpp_vocabulary
+from contrib.llama_cpp_vocab import WORDS, llama_cpp_vocabulary
 from data.tokenizer import SentencePieceTokenizer, load_tokenizer, train_tokenizer
 from errors import UserError
 

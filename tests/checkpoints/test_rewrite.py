@@ -1,4 +1,4 @@
-"""`python -m model.pretrained IN OUT --dtype`: what the copy has, and that no half-written one is ever left."""
+"""`python -m checkpoints.rewrite IN OUT --dtype`: what the copy has, and that no half-written one is ever left."""
 
 import json
 import os
@@ -10,10 +10,10 @@ import pytest
 import torch
 import transformers
 
+from checkpoints import rewrite
+from checkpoints.pretrained import load_pretrained
+from checkpoints.rewrite import rewrite as rewrite_checkpoint
 from errors import UserError
-from model import rewrite
-from model.pretrained import load_pretrained
-from model.rewrite import rewrite as rewrite_checkpoint
 
 SIDE_FILES = {
     "tokenizer.model": b"pieces",
@@ -44,9 +44,9 @@ def qwen(tmp_path) -> Path:
 
 def command(monkeypatch, *arguments: object) -> None:
     """Run the module as a program, in this process."""
-    monkeypatch.delitem(sys.modules, "model.pretrained", raising=False)  # runpy warns of an imported module
-    monkeypatch.setattr(sys, "argv", ["pretrained", *map(str, arguments)])
-    runpy.run_module("model.pretrained", run_name="__main__", alter_sys=False)
+    monkeypatch.delitem(sys.modules, "checkpoints.rewrite", raising=False)  # runpy warns of an imported module
+    monkeypatch.setattr(sys, "argv", ["rewrite", *map(str, arguments)])
+    runpy.run_module("checkpoints.rewrite", run_name="__main__", alter_sys=False)
 
 
 @torch.no_grad()

@@ -9,8 +9,8 @@ import pytest
 import torch
 import transformers
 
+from checkpoints.pretrained import load_config, load_pretrained, save_pretrained
 from model.decoder import Decoder
-from model.pretrained import load_config, load_pretrained, save_pretrained
 
 LOGITS = 2e-6
 YARN = {

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from checkpoints.families import read_config, zero_biases
+from checkpoints.weight_files import TensorEntry, check_sizes, join_names, read_entries
 from errors import UserError
 from model.config import ModelConfig
-from model.families import read_config, zero_biases
-from model.weight_files import TensorEntry, check_sizes, join_names, read_entries
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 CHUNK = 2**20  # elements that are read at once

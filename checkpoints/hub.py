@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path, PureWindowsPath
 
+from checkpoints.weight_files import SIDE_FILES, explain_other_format
 from errors import UserError
-from model.weight_files import SIDE_FILES, explain_other_format
 
 # What is downloaded. In huggingface_hub `*` matches `/` too, so folders (original/, onnx/) are excluded separately.
 WANTED, UNWANTED = ("model.safetensors", "model-*.safetensors", *SIDE_FILES), "*/*"

@@ -17,11 +17,11 @@ import numpy as np
 import pytest
 import torch
 
+from checkpoints.pretrained import save_pretrained
+from contrib import gguf as command
+from contrib.gguf import write_gguf
 from data.tokenizer import train_tokenizer
 from errors import UserError
-from model import gguf as command
-from model.gguf import write_gguf
-from model.pretrained import save_pretrained
 
 gguf = pytest.importorskip("gguf", reason="needs the gguf package: pip install gguf")
 
@@ -347,7 +347,7 @@ def test_the_name_of_a_model_is_utf8_whatever_its_folder_is_called(checkpoint, t
 
 
 def test_help_imports_no_torch():
-    code = "import sys, runpy; sys.argv = ['x', '--help']\ntry: runpy.run_module('model.gguf', run_name='__main__')\n"
+    code = "import sys, runpy; sys.argv = ['x', '--help']\ntry: runpy.run_module('contrib.gguf', run_name='__main__')\n"
     code += "except SystemExit: print('torch' in sys.modules or 'tokenizers' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout.endswith("False\n"), done.stdout + done.stderr

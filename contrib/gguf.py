@@ -1,4 +1,4 @@
-"""Write a model as one GGUF file for llama.cpp: `python -m model.gguf RUN OUT.gguf`. See `--help`.
+"""Write a model as one GGUF file for llama.cpp: `python -m contrib.gguf RUN OUT.gguf`. See `--help`.
 
 A model is written as the llama.cpp architecture that computes the same function: llama, qwen3 or stablelm. Everything
 else is refused. Tensors are read, converted and written one at a time.
@@ -23,10 +23,10 @@ if TYPE_CHECKING:  # importing torch would slow down `--help`
     import numpy as np
     from torch import Tensor
 
-    from data.llama_cpp import Vocabulary
+    from checkpoints.stored_weights import StoredTensor
+    from contrib.llama_cpp_vocab import Vocabulary
     from data.tokenizer import Tokenizer
     from model.config import ModelConfig
-    from model.stored_weights import StoredTensor
 
 ARCHITECTURES = ("llama", "qwen3", "stablelm")  # model types that are architectures of llama.cpp under the same name
 ROPE_TYPES = ("llama3", "linear")  # scalings of the rotary frequencies that a factor for each frequency expresses
@@ -39,7 +39,7 @@ def main() -> None:
     open_streams()
     with exit_on_user_error():
         arguments = parse(sys.argv[1:])
-        from model.find_checkpoint import find_checkpoint  # imported here, so that Ctrl-C meanwhile ends in one line
+        from checkpoints.find import find_checkpoint  # imported here, so that Ctrl-C meanwhile ends in one line
 
         name = Path(os.path.abspath(arguments.run)).name.encode("utf-8", "replace").decode()
         write_gguf(find_checkpoint(arguments.run), arguments.out, arguments.dtype, name=name)
@@ -49,7 +49,7 @@ def main() -> None:
 def parse(arguments: list[str]) -> argparse.Namespace:
     """The command line: `run`, `out` and `dtype`."""
     parser = argparse.ArgumentParser(
-        prog="python -m model.gguf",
+        prog="python -m contrib.gguf",
         description="Write a trained model with its tokenizer as one GGUF file, which llama.cpp and the programs built "
         "on it open: `llama-cli -m OUT.gguf`.",
         epilog="Models with RMSNorm are written as llama (qwen3 with --qk-norm), those with LayerNorm as stablelm; "
@@ -95,9 +95,9 @@ def convert(checkpoint: Path, path: Path, dtype: str | None, name: str) -> None:
     import gguf
     from tqdm import tqdm
 
-    from data.llama_cpp import llama_cpp_vocabulary
+    from checkpoints.pretrained import load_config, open_checkpoint
+    from contrib.llama_cpp_vocab import llama_cpp_vocabulary
     from data.tokenizer import check_vocabulary, load_tokenizer
-    from model.pretrained import load_config, open_checkpoint
 
     config = load_config(checkpoint)
     architecture = choose_architecture(config)
@@ -134,7 +134,7 @@ def convert(checkpoint: Path, path: Path, dtype: str | None, name: str) -> None:
 
 def choose_architecture(config: ModelConfig) -> str:
     """The architecture of llama.cpp that computes the same function; `UserError` if there is none."""
-    from model.families import choose_model_type
+    from checkpoints.families import choose_model_type
 
     if config.sliding_window is not None:
         raise UserError("llama.cpp has no sliding windows for these architectures: this model cannot be written.")
@@ -169,7 +169,7 @@ def gguf_tensors(config: ModelConfig, architecture: str, stored: dict[str, Store
     import gguf
     import torch
 
-    from model.families import zero_biases
+    from checkpoints.families import zero_biases
     from model.rope import frequencies
 
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], config.num_hidden_layers)
@@ -195,7 +195,7 @@ def read(stored: StoredTensor) -> Tensor:
     """A tensor as it is stored."""
     import torch
 
-    from model.stored_weights import read_weights
+    from checkpoints.stored_weights import read_weights
 
     tensor = torch.empty(stored.shape, dtype=stored.dtype)
     read_weights({"": stored}, {"": tensor})
@@ -261,8 +261,8 @@ def add_model(writer: gguf.GGUFWriter, config: ModelConfig, name: str, dtype: st
 
 def add_tokenizer(writer: gguf.GGUFWriter, checkpoint: Path, tokenizer: Tokenizer, vocabulary: Vocabulary) -> None:
     """Describe the tokenizer; BOS is added in front of a text where it was in training, EOS never."""
+    from checkpoints.find import eos_ids
     from data.chat_template import read_template
-    from model.find_checkpoint import eos_ids
 
     writer.add_tokenizer_model(vocabulary.kind)
     writer.add_tokenizer_pre(vocabulary.pre_tokenizer)

@@ -1,6 +1,6 @@
 """Our models in llama.cpp itself: the same ids, the same greedy text, the same probabilities.
 
-`pip install xllamacpp gguf` (llama.cpp, built for Python); `python -m pytest -m slow tests/model/test_llama_cpp.py`.
+`pip install xllamacpp gguf` (llama.cpp, built for Python); `python -m pytest -m slow tests/contrib/test_llama_cpp.py`.
 llama.cpp is asked through its own HTTP server, on an address of this machine only.
 
 Tolerances, relative error of the perplexity: float32 weights differ by the order of sums. With 16-bit weights,
@@ -22,16 +22,16 @@ import torch
 import transformers
 from tokenizers import Regex, pre_tokenizers
 
+from checkpoints.find import find_checkpoint
+from checkpoints.pretrained import load_pretrained, save_pretrained
+from contrib.gguf import write_gguf
+from contrib.llama_cpp_vocab import PRE_TOKENIZERS, WORDS
 from data.corpus import read_documents, resolve
-from data.llama_cpp import PRE_TOKENIZERS, WORDS
 from data.tokenizer import Tokenizer, load_tokenizer
 from generation.generate import generate
 from generation.prompts import encode_prompt
 from generation.settings import Sampling
 from model.decoder import Decoder
-from model.find_checkpoint import find_checkpoint
-from model.gguf import write_gguf
-from model.pretrained import load_pretrained, save_pretrained
 
 pytest.importorskip("gguf", reason="writing GGUF files needs the gguf package: pip install gguf")
 xllamacpp = pytest.importorskip("xllamacpp", reason="needs llama.cpp: pip install xllamacpp")

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.harness import check_dtype, continuations, log_likelihoods, read_arguments, register
+from checkpoints.pretrained import save_pretrained
+from contrib.lm_eval import check_dtype, continuations, log_likelihoods, read_arguments, register
 from data.tokenizer import train_tokenizer
 from errors import UserError
 from generation.generate import generate
@@ -18,7 +19,6 @@ from generation.settings import Sampling
 from model.config import ModelConfig
 from model.cpu_decode import CpuDecodeStep
 from model.decoder import Decoder
-from model.pretrained import save_pretrained
 
 CONTEXT = 24
 TEXT = ["the quick brown fox jumps over the lazy dog, and runs away.\n" * 3]

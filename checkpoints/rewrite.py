@@ -1,4 +1,4 @@
-"""`python -m model.pretrained IN OUT --dtype bfloat16`: write a checkpoint again, its weights in another dtype.
+"""`python -m checkpoints.rewrite IN OUT --dtype bfloat16`: write a checkpoint again, its weights in another dtype.
 
 All names, the configuration, and the tokenizer and template files stay as they are; shards become one file.
 """
@@ -12,13 +12,13 @@ import torch
 import tyro
 from torch import Tensor
 
-from errors import UserError
+from checkpoints.families import read_config
+from checkpoints.find import find_checkpoint
+from checkpoints.pretrained import open_checkpoint, save_tensors, write_json
+from checkpoints.stored_weights import read_weights, stored_tensors
+from checkpoints.weight_files import INDEX, SIDE_FILES, SINGLE, read_entries
+from errors import UserError, exit_on_user_error, open_streams
 from files import fsync_directory
-from model.families import read_config
-from model.find_checkpoint import find_checkpoint
-from model.pretrained import open_checkpoint, save_tensors, write_json
-from model.stored_weights import read_weights, stored_tensors
-from model.weight_files import INDEX, SIDE_FILES, SINGLE, read_entries
 
 # Side files that do not fit the copy: config.json is written again, there are no shards, and no training state.
 NOT_COPIED = ("config.json", INDEX, "state.json")
@@ -86,7 +86,13 @@ def copy_side_files(source: Path, target: Path) -> None:
 
 def main() -> None:
     """Parse the command line and write the checkpoint."""
-    settings = tyro.cli(Settings, prog="python -m model.pretrained")
+    settings = tyro.cli(Settings, prog="python -m checkpoints.rewrite")
     rewrite(settings.source, settings.target, getattr(torch, settings.dtype))
     size = (settings.target / SINGLE).stat().st_size
     print(f"{settings.target}: {size / 1e6:,.1f} MB of {settings.dtype} weights")
+
+
+if __name__ == "__main__":
+    open_streams()
+    with exit_on_user_error():
+        main()

@@ -11,16 +11,16 @@ from pathlib import Path
 
 import pytest
 
+from checkpoints.find import find_checkpoint
+from checkpoints.hub import HubModel, parse_id
 from errors import UserError
-from model.find_checkpoint import find_checkpoint
-from model.hub import HubModel, parse_id
 
 ROOT = Path(__file__).parents[2]
 FIND = """
 import sys, time
 time.sleep = lambda seconds: None  # before another try
 from errors import UserError
-from model.find_checkpoint import find_checkpoint
+from checkpoints.find import find_checkpoint
 for name in sys.argv[1:]:
     try:
         print(find_checkpoint(name))

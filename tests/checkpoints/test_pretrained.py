@@ -6,9 +6,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from checkpoints.pretrained import load_pretrained, save_pretrained, unpacked_tensors
 from errors import UserError
 from model.config import NORMS, PLACEMENTS
-from model.pretrained import load_pretrained, save_pretrained, unpacked_tensors
 
 
 def test_packed_matrices_are_unpacked_in_files_with_their_rows_in_order(make_decoder, saved):

@@ -3,15 +3,6 @@
 Nothing is ever unpickled. Writing is not atomic: callers write into a new directory and rename it.
 """
 
-from errors import exit_on_user_error, open_streams
-
-if __name__ == "__main__":  # in front of the imports: they take time, in which Ctrl-C may come
-    open_streams()
-    with exit_on_user_error():
-        from model.rewrite import main
-
-        main()
-
 import functools
 import json
 from collections.abc import Mapping
@@ -23,12 +14,12 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from checkpoints.families import SHAPE_FIELDS, choose_model_type, load_config, to_json, zero_biases
+from checkpoints.stored_weights import StoredTensor, check_match, read_weights, stored_weights
 from errors import UserError
 from model.config import ModelConfig
 from model.decoder import Decoder
-from model.families import SHAPE_FIELDS, choose_model_type, load_config, to_json, zero_biases
 from model.norm import is_norm_parameter
-from model.stored_weights import StoredTensor, check_match, read_weights, stored_weights
 
 __all__ = ["WeightReport", "load_config", "load_pretrained", "load_weights", "save_pretrained", "unpacked_tensors"]
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import transformers
 
+from checkpoints.families import FAMILIES, SHAPE_FIELDS, from_json
+from checkpoints.pretrained import load_config, save_pretrained
 from errors import UserError
 from model.decoder import Decoder
-from model.families import FAMILIES, SHAPE_FIELDS, from_json
-from model.pretrained import load_config, save_pretrained
 
 SHAPE = dict(
     vocab_size=97, hidden_size=256, intermediate_size=80, num_hidden_layers=2, num_attention_heads=32,

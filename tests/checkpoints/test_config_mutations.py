@@ -2,7 +2,7 @@
 
 A changed config.json beside the same small random weights must give equal logits, or a `UserError`, or an error of
 transformers itself. Tolerance: as in test_transformers.py. All changes take about ten minutes:
-`python -m pytest -m slow tests/model/test_config_mutations.py`; the ordinary suite draws some of them.
+`python -m pytest -m slow tests/checkpoints/test_config_mutations.py`; the ordinary suite draws some of them.
 """
 
 import copy
@@ -17,11 +17,11 @@ import pytest
 import torch
 import transformers
 
+from checkpoints.config_keys import OFF
+from checkpoints.families import FAMILIES
+from checkpoints.pretrained import load_pretrained
 from errors import UserError
 from model.cache import KeyValueCache
-from model.config_keys import OFF
-from model.families import FAMILIES
-from model.pretrained import load_pretrained
 
 LOGITS = 2e-6
 SHAPE = dict(

@@ -4,8 +4,8 @@ import functools
 import sys
 from pathlib import Path
 
+from checkpoints.weight_files import join_names
 from errors import UserError, is_main_process
-from model.weight_files import join_names
 
 # With keys that end in _token_id, what published configurations have; any other key that is not read is noted.
 NO_EFFECT = frozenset(

@@ -1,6 +1,6 @@
-"""lm-eval (EleutherAI's lm-evaluation-harness) with any model of this project: `python -m benchmarks.harness --help`.
+"""lm-eval (EleutherAI's lm-evaluation-harness) with any model of this project: `python -m contrib.lm_eval --help`.
 
-    python -m benchmarks.harness --model prenorm --model_args pretrained=runs/NAME --tasks hellaswag --batch_size 16
+    python -m contrib.lm_eval --model prenorm --model_args pretrained=runs/NAME --tasks hellaswag --batch_size 16
 
 takes lm-eval's own arguments. A checkpoint that transformers opens needs none of this: `lm_eval --model hf --model_args
 pretrained=runs/NAME/best`. The two give equal results, also for the first token of a text, which lm-eval predicts from
@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from checkpoints.find import eos_ids, find_checkpoint
 from data.tokenizer import Tokenizer, load_tokenizer
 from errors import UserError, exit_on_user_error
 from generation.generate import generate
@@ -22,7 +23,6 @@ from generation.session import load_decoder
 from generation.settings import Sampling, Settings
 from generation.stream import TextStream
 from model.decoder import Decoder
-from model.find_checkpoint import eos_ids, find_checkpoint
 
 Ids = Sequence[int]
 MAX_NEW_TOKENS = 256  # where a task says nothing, as in lm-eval

@@ -1,6 +1,6 @@
 """Which checkpoint directory a RUN argument means: itself, the best one in a run folder, or a download of the Hub's.
 
-Reads only file names, JSON and the headers of weight files; `model.pretrained` and `data.tokenizer` load the rest.
+Reads only file names, JSON and headers; `checkpoints.pretrained` and `data.tokenizer` load the rest.
 Imports no torch.
 """
 
@@ -8,10 +8,10 @@ import contextlib
 import sys
 from pathlib import Path
 
+from checkpoints import hub
+from checkpoints.weight_files import check_format, explain_other_format, read_entries
 from errors import UserError
 from files import read_json
-from model import hub
-from model.weight_files import check_format, explain_other_format, read_entries
 
 
 def find_checkpoint(path: Path | str) -> Path:

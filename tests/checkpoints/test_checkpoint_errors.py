@@ -5,8 +5,8 @@ import json
 import pytest
 import torch
 
+from checkpoints.pretrained import load_pretrained, load_weights
 from errors import UserError
-from model.pretrained import load_pretrained, load_weights
 
 
 def test_missing_unexpected_and_wrongly_shaped_tensors_are_named_up_to_a_limit(saved, edit_weights):

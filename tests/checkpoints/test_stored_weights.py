@@ -14,13 +14,13 @@ import pytest
 import torch
 import transformers
 
+from checkpoints import stored_weights
+from checkpoints.pretrained import load_pretrained, load_weights, save_pretrained
+from checkpoints.stored_weights import stored_dtype
 from errors import UserError
 from generation.weights import cast_weights
-from model import stored_weights
 from model.config import ModelConfig
 from model.decoder import Decoder
-from model.pretrained import load_pretrained, load_weights, save_pretrained
-from model.stored_weights import stored_dtype
 
 
 @pytest.mark.parametrize("chunk", [7, 1000])
@@ -61,7 +61,7 @@ def test_a_bias_of_o_proj_is_read_where_one_of_its_elements_is_neither_0_nor_min
 
 MEASURE = """
 import ctypes, sys, torch
-from model.pretrained import load_pretrained
+from checkpoints.pretrained import load_pretrained
 
 def memory(field):  # VmRSS is the memory now, VmHWM its maximum
     with open("/proc/self/status") as status:
@@ -122,7 +122,7 @@ def test_a_size_that_no_tensor_has_is_refused_before_a_model_is_built(
 ):
     directory, decoder = saved(attention_bias=True), make_decoder()
     edit_config(directory, **changes)
-    monkeypatch.setattr("model.pretrained.Decoder", lambda *_, **__: pytest.fail("a model was built"))
+    monkeypatch.setattr("checkpoints.pretrained.Decoder", lambda *_, **__: pytest.fail("a model was built"))
     name, size = next(iter(changes.items()))
     size = size * 6 if name == "head_dim" else size
     before = time.process_time()

@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from checkpoints.find import eos_ids, find_checkpoint, newest_run
 from errors import UserError
-from model.find_checkpoint import eos_ids, find_checkpoint, newest_run
 
 
 def checkpoint(directory, **config):

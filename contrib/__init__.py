@@ -1,0 +1,1 @@
+"""Bridges to other programs that nothing here imports: GGUF for llama.cpp, and lm-eval."""
