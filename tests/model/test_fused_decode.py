@@ -198,10 +198,13 @@ def test_the_first_step_launches_kernels_the_second_is_captured_and_replays_read
 
 @pytest.mark.usefixtures("triton_kernels")
 @torch.inference_mode()
-def test_the_next_prompt_uses_the_same_graph_and_an_empty_cache(make_decoder, relative, events):
-    decoder = make_decoder(num_hidden_layers=1).eval()
+def test_the_next_prompt_uses_the_same_graph_an_empty_cache_and_no_padding_of_the_last(make_decoder, relative, events):
+    decoder, padding = make_decoder(num_hidden_layers=1).eval(), torch.tensor([2])
     first, second = random_tokens(1, 3), random_tokens(1, 6)[:, 3:]
-    _, step = decode(decoder, first)
+    with decode_step_for(decoder, 1, 8) as step:
+        decoder(first, cache=step.cache, padding=padding)
+        for token in first.unbind(1)[:2]:
+            step(token[:, None], padding)
     found, again = decode(decoder, second, positions=11)  # room for as many as before, rounded up
     assert again is step and events.count("capture") == 1
     assert relative(found, decoder(second)) < 2e-6
@@ -319,12 +322,18 @@ def test_if_the_capture_fails_kernels_are_launched_one_by_one_and_one_line_says_
     assert len(lines) == 1 and "operation not permitted when stream is capturing; the kernels" in lines[0]
 
 
-@pytest.mark.usefixtures("triton_kernels")
+@pytest.mark.usefixtures("triton_kernels", "events")
+@pytest.mark.parametrize(("module", "name"), [(kernels.decode, "qkv"), (torch.cuda, "graph")])
 @torch.inference_mode()
-def test_lack_of_memory_is_not_hidden(make_decoder, monkeypatch):
+def test_lack_of_memory_is_not_hidden(make_decoder, monkeypatch, module, name):
     def fail(*arguments):
         raise torch.OutOfMemoryError("none left")
 
-    monkeypatch.setattr(kernels.decode, "qkv", fail)
+    monkeypatch.setattr(module, name, fail)
     with pytest.raises(torch.OutOfMemoryError):
-        decode(make_decoder().eval(), random_tokens(1, 1))
+        decode(make_decoder(num_hidden_layers=1).eval(), random_tokens(1, 2))
+
+
+def test_only_cuda_has_graphs():
+    found = {name: fused_decode.supports_graphs(torch.device(name)) for name in ("cuda:1", "cpu", "mps")}
+    assert found == {"cuda:1": True, "cpu": False, "mps": False}
