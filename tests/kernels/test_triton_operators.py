@@ -1,13 +1,20 @@
 """The Triton kernels as torch operators: their registration, and one graph for torch.compile."""
 
+from functools import partial
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch._dynamo.backends.common import aot_autograd
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import kernels
 from kernels import gpu
 
 pytestmark = pytest.mark.skipif(gpu is None, reason="Triton is not installed")
+
+if gpu is not None:
+    from kernels.launch import device_limits, is_traced
 
 
 def operators():
@@ -58,9 +65,37 @@ def test_every_operator_passes_torch_library_opcheck(name):
     torch.library.opcheck(operator.default, arguments)
 
 
-def test_every_operator_is_checked():
+def test_every_operator_is_checked_and_runs_on_a_gpu_and_on_the_cpu():
     registered = {name for name in dir(torch.ops.prenorm) if not name.startswith("_")} - {"name"}
     assert {name.partition(" ")[0] for name in operators()} == registered
+    for name in registered:
+        has_kernel = partial(torch._C._dispatch_has_kernel_for_dispatch_key, f"prenorm::{name}")
+        assert has_kernel("CUDA") and has_kernel("CPU"), name
+
+
+def test_the_operator_is_needed_for_fake_and_meta_tensors_and_in_a_dispatch_mode():
+    x, mode = torch.ones(2), FakeTensorMode()
+    assert not is_traced(x) and not is_traced(torch.nn.Parameter(x))
+    assert is_traced(x.to("meta")) and is_traced(mode.from_tensor(x))
+    with mode:
+        assert is_traced(x)
+
+
+@pytest.mark.parametrize(
+    ("hip", "capability", "warp_size", "expected"),
+    [
+        (None, (8, 9), 32, (132, 32, False)),
+        (None, (9, 0), 32, (132, 32, True)),
+        (None, (10, 0), 32, (132, 32, True)),
+        ("6.4", (9, 4), 64, (132, 16, False)),  # an MI300: AMD's version of the architecture, which has no TMA
+    ],
+)
+def test_the_limits_of_a_gpu_come_from_its_properties(monkeypatch, hip, capability, warp_size, expected):
+    major, minor = capability
+    found = SimpleNamespace(multi_processor_count=132, warp_size=warp_size, major=major, minor=minor)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    assert device_limits.__wrapped__(torch.device("cuda")) == expected
 
 
 def test_a_compiled_function_of_all_kernels_is_one_graph_with_equal_gradients(triton, draw):
