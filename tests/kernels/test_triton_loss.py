@@ -108,6 +108,15 @@ def test_a_chunk_is_the_multiple_of_128_tokens_that_fits_or_all_tokens(monkeypat
     assert cross_entropy.chunk_rows(1000, 10**6, 2) == 128
 
 
+@pytest.mark.parametrize(("dtype", "chunks"), [(torch.bfloat16, [140]), (torch.float32, [128, 12])])
+def test_the_workspace_holds_half_as_many_logits_of_four_bytes_as_of_two(draw, monkeypatch, dtype, chunks):
+    found = []
+    monkeypatch.setattr(cross_entropy, "WORKSPACE", 150 * V * 2)
+    monkeypatch.setattr(cross_entropy, "cross_entropy", lambda logits, *_: found.append(len(logits)))
+    gpu.linear_cross_entropy(*make_inputs(draw, 140, dtype))
+    assert found == chunks
+
+
 def test_training_takes_three_products_and_an_arbitrary_upstream_gradient_four(draw, monkeypatch):
     products = []
     mm, multiply = torch.mm, cross_entropy.multiply
