@@ -23,7 +23,7 @@ class MLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(B, T, D) -> (B, T, D)."""
         if self.kind == "swiglu":
-            return kernels.swiglu_mlp(x, self.gate_up_proj.cast_weight(x.dtype), self.down_proj.cast_weight(x.dtype))
+            return kernels.swiglu_mlp(x, self.gate_up_proj.weight, self.down_proj.weight)
         gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
         return self.down_proj((ACTIVATIONS[self.kind](gate.float()) * up.float()).to(x.dtype))
 

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from errors import UserError
-from model.linear import sharing_casts
 from training.processes import Processes
 
 MicroBatches = list[tuple[torch.Tensor, torch.Tensor]]
@@ -49,14 +48,13 @@ def train_step(
     weight = torch.full((), processes.count / predicted, device=device)
 
     total = torch.zeros((), device=device)
-    with sharing_casts(model) if len(micro_batches) > 1 else contextlib.nullcontext():
-        for i, micro_batch in enumerate(micro_batches):
-            inputs, targets = (tensor.to(device, non_blocking=device.type == "cuda") for tensor in micro_batch)
-            last = i == len(micro_batches) - 1  # only its backward pass exchanges gradients between processes
-            with contextlib.nullcontext() if last or processes.count == 1 else model.no_sync():
-                loss = model(inputs, targets, token_weights=weight)
-                scaler.scale(loss).backward()
-            total += loss.detach()
+    for i, micro_batch in enumerate(micro_batches):
+        inputs, targets = (tensor.to(device, non_blocking=device.type == "cuda") for tensor in micro_batch)
+        last = i == len(micro_batches) - 1  # only its backward pass exchanges gradients between processes
+        with contextlib.nullcontext() if last or processes.count == 1 else model.no_sync():
+            loss = model(inputs, targets, token_weights=weight)
+            scaler.scale(loss).backward()
+        total += loss.detach()
     loss = processes.sum(total.item(), device=device)[0] / processes.count
 
     scaler.unscale_(optimizer)
