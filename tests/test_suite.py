@@ -1,4 +1,4 @@
-"""How the test suite itself starts: without `-m gpu` it interprets kernels and sees no GPU, with it the opposite."""
+"""The test suite itself: how kernels run in it, with and without `-m gpu`, and that its tests find bugs."""
 
 import os
 import shutil
@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from tests import mutations
 
 PROBE = """
 import os, pytest
@@ -48,3 +50,16 @@ def test_kernels_are_compiled_for_a_gpu_only_with_m_gpu(tmp_path, arguments, mar
     ]
     done = subprocess.run([*command, "inner"], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout + done.stderr
+
+
+def test_every_mutation_has_its_line_and_its_test():
+    assert not [mutation for mutation in mutations.MUTATIONS if not mutation.is_found]
+    for mutation in mutations.MUTATIONS:
+        file, _, name = mutation.test.partition("::")
+        assert f"def {name}(" in (mutations.ROOT / file).read_text(encoding="utf-8"), mutation
+
+
+@pytest.mark.slow
+def test_every_mutation_is_killed():
+    """Five minutes; `python tests/mutations.py PATTERN` tries some of them."""
+    assert mutations.main() == 0

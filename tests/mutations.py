@@ -1,0 +1,243 @@
+"""Forty plausible bugs, each with the test that finds it: `python tests/mutations.py [PATTERN]`.
+
+A test that passes says little until it is known to fail. The script copies the tracked files into a temporary folder,
+makes one bug at a time there, and runs its test, which has to fail. PATTERN, a regular expression, chooses bugs by
+file, line or test. The exit status is 1 if one survives, or if a line of the table is not in its file exactly once.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+from tqdm import tqdm
+
+ROOT = Path(__file__).parent.parent
+
+# @ file, - what stands there, + the bug in its place, ! the test (below tests/) that fails then. When code moves to
+# another file, its lines move below the "@" of that file.
+TABLE = r"""
+@ kernels/reference.py
+- y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
++ y = y / (y.square().mean(-1, keepdim=True).sqrt() + eps)
+! kernels/test_norm.py::test_eps_is_inside_the_root
+- return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(qkv.dtype)
++ return torch.cat((a * cos + b * sin, b * cos - a * sin), dim=-1).to(qkv.dtype)
+! kernels/test_rotary.py::test_queries_and_keys_are_multiplied_by_complex_numbers_at_any_position
+- return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=groups > 1)
++ return F.scaled_dot_product_attention(q, k, v, is_causal=False, enable_gqa=groups > 1)
+! model/test_decoder.py::test_changing_a_token_does_not_change_earlier_outputs
+@ kernels/norm.py
+- mean = tl.sum(s, 1, keep_dims=True) / width
++ mean = tl.sum(s, 1, keep_dims=True) / BLOCK
+! kernels/test_norm.py::test_half_precision_output_is_rounded_once
+- dx = h - xhat * mean_h_xhat
++ dx = dy - xhat * mean_h_xhat
+! kernels/test_norm.py::test_rms_input_gradient_is_the_closed_formula_with_the_weight_inside_the_sum
+@ kernels/cpu.py
+- rows = s.to(torch.float32, copy=True)
++ rows = s.clone()
+! kernels/test_norm.py::test_half_precision_output_is_rounded_once
+- ds.add_((grad @ weight)[..., None].mul_(rstd).div_(width))
++ ds.add_((grad @ weight)[..., None].div_(width))
+! kernels/test_norm.py::test_rms_input_gradient_is_the_closed_formula_with_the_weight_inside_the_sum
+- grad = (grad * counted)[:, None]
++ grad = grad[:, None]
+! kernels/test_cross_entropy.py::test_ignored_tokens_have_no_loss_and_no_gradient
+@ kernels/rope.py
+- da, db = a * cos + b * sin, b * cos - a * sin
++ da, db = a * cos - b * sin, b * cos + a * sin
+! kernels/test_triton_rotary.py::test_the_backward_rotation_undoes_the_forward_rotation
+@ kernels/swiglu.py
+- dgate = dhidden * up * (p + silu * (1 - p))
++ dgate = dhidden * up * (p + silu * p)
+! kernels/test_triton_swiglu.py::test_silu_and_product_are_rounded_once_forward_and_backward
+@ kernels/cross_entropy.py
+- total = total * tl.exp(before - largest) + tl.sum(tl.exp(logits - largest[:, None]), axis=1)
++ total = total + tl.sum(tl.exp(logits - largest[:, None]), axis=1)
+! kernels/test_triton_loss.py::test_rows_of_any_length_with_logits_of_80_are_exact_to_float32
+@ model/norm.py
+- return kernels.normalize(x, norm.weight, norm.bias, residual, kind="layer", eps=norm.eps)
++ return kernels.normalize(x, norm.weight, norm.bias, residual, kind="rms", eps=norm.eps)
+! model/test_norm_switch.py::test_decoders_with_different_norms_compute_different_functions
+- return kernels.normalize(x, norm.weight, norm.bias, residual, kind="rms", eps=norm.eps)
++ return kernels.normalize(x, norm.weight, None, residual, kind="rms", eps=norm.eps)
+! model/test_norm.py::test_values_and_gradients_equal_those_of_the_float64_formula
+@ model/rope.py
+- return self.cos[start : start + length], self.sin[start : start + length]
++ return self.cos[:length], self.sin[:length]
+! model/test_decoder.py::test_decoding_with_a_cache_gives_the_same_logits
+@ model/attention.py
+- mask = mask & (keys > queries - window)
++ mask = mask & (keys >= queries - window)
+! model/test_decoder.py::test_attention_masks_are_as_drawn_in_the_docstring
+- mask = mask & ((keys >= padding[:, None, None, None]) | (keys == queries))
++ mask = mask & ((keys > padding[:, None, None, None]) | (keys == queries))
+! model/test_decoder.py::test_attention_masks_are_as_drawn_in_the_docstring
+@ model/decoder.py
+- x, residual = self.post_attention_layernorm(x, residual)
++ x, _ = self.post_attention_layernorm(x, residual)
+! model/test_decoder.py::test_logits_equal_those_of_a_plain_float64_implementation
+@ model/pretrained.py
+- "qkv_proj": ("q_proj", "k_proj", "v_proj")
++ "qkv_proj": ("q_proj", "v_proj", "k_proj")
+! model/test_pretrained.py::test_packed_matrices_are_unpacked_in_files_with_their_rows_in_order
+@ model/families.py
+- fields[family.qkv_bias] = config.attention_bias
++ fields[family.qkv_bias] = False
+! model/test_transformers.py::test_a_saved_model_has_equal_logits_in_transformers_and_is_read_back_bit_equal
+- tie_word_embeddings=fields["tie_word_embeddings"] or False,
++ tie_word_embeddings=True,
+! model/test_transformers.py::test_a_model_saved_by_transformers_has_equal_logits_here
+@ model/gguf.py
+- return source.read().unflatten(0, (heads, 2, -1))
++ return source.read().unflatten(0, (heads, -1, 2))
+! model/test_gguf.py::test_the_file_computes_the_same_logits_by_the_conventions_of_llama_cpp
+@ training/session.py
+- session.state = dataclasses.replace(saved, **now)
++ session.state = dataclasses.replace(saved, step=saved.step - 1, **now)
+! training/test_resume.py::test_a_caller_of_the_steps_can_stop_at_any_of_them_save_and_resume_bit_for_bit
+@ training/optimizer.py
+- optimizer.state[parameter][moment] = value.to(device, copy=True)
++ optimizer.state[parameter][moment] = torch.zeros_like(value, device=device)
+! training/test_resume.py::test_a_caller_of_the_steps_can_stop_at_any_of_them_save_and_resume_bit_for_bit
+@ training/checkpoint.py
+- target.rename(old)
++ remove(target)
+! training/test_checkpoint.py::test_a_save_killed_at_any_rename_leaves_a_complete_checkpoint_and_the_next_save_works
+@ data/batches.py
+- np.random.PCG64([seed, epoch])
++ np.random.PCG64([seed, 0])
+! data/test_batches.py::test_an_epoch_takes_every_window_once_in_another_order_each_time
+@ training/step.py
+- predicted = sum(int((targets >= 0).sum()) for _, targets in micro_batches)
++ predicted = sum(targets.numel() for _, targets in micro_batches)
+! training/test_step.py::test_the_gradient_is_that_of_the_mean_over_all_predicted_tokens
+- total += loss.detach()
++ total = loss.detach()
+! training/test_step.py::test_one_batch_of_8_equals_4_of_2_also_with_ignored_tokens
+- nn.utils.clip_grads_with_norm_(trained, clip, norm)
++ [nn.utils.clip_grad_norm_(parameter, clip) for parameter in trained]
+! training/test_step.py::test_clipping_scales_the_gradient_of_all_parameters_to_the_limit
+@ training/muon.py
+- update = parameter.grad.lerp(momentum, MOMENTUM)
++ update = momentum
+! training/test_muon.py::test_steps_equal_the_definition_in_float64
+@ training/schedule.py
+- return settings.learning_rate * (step + 1) / warmup
++ return settings.learning_rate * step / warmup
+! training/test_schedule.py::test_warm_up_rises_linearly_to_the_peak
+@ data/tokenizer.py
+- return re.sub("|".join(patterns), lambda match: match[0] + BREAK, text) if patterns else text
++ return text
+! generation/test_chat.py::test_every_occurrence_of_a_token_is_broken_and_nothing_else_changes
+- byte_fallback=True,
++ byte_fallback=False,
+! data/test_tokenizer.py::test_the_round_trip_is_exact_for_any_text
+@ generation/sampling.py
+- return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
++ return torch.where(seen, logits / penalty, logits)
+! generation/test_sampling.py::test_repetition_penalty_divides_positive_and_multiplies_negative_logits_of_seen_tokens
+- return (logits - logits.amax(-1, keepdim=True)) / max(temperature, torch.finfo(torch.float32).tiny)
++ return (logits - logits.amax(-1, keepdim=True)) * max(temperature, torch.finfo(torch.float32).tiny)
+! generation/test_sampling.py::test_temperature_divides_the_logits
+- logits.topk(min(sampling.top_k, logits.shape[-1]))
++ logits.topk(min(sampling.top_k + 1, logits.shape[-1]))
+! generation/test_sampling.py::test_top_k_keeps_the_k_most_likely_tokens_and_their_logits
+- dropped = (mass_before >= p) & (mass_before > 0)
++ dropped = (mass_before > p) & (mass_before > 0)
+! generation/test_sampling.py::test_top_p_keeps_no_more_tokens_when_their_probability_is_exactly_p
+- return logits.masked_fill(logits < logits.amax(-1, keepdim=True) + math.log(p), -math.inf)
++ return logits.masked_fill(logits.softmax(-1) < p, -math.inf)
+! generation/test_sampling.py::test_min_p_keeps_tokens_with_at_least_that_fraction_of_the_highest_probability
+@ ablation/effects.py
+- float(values.std(ddof=1) / np.sqrt(len(values)))
++ float(values.std(ddof=0) / np.sqrt(len(values)))
+! ablation/test_analysis.py::test_a_mean_effect_is_what_hand_and_table_give
+- distance, error = margin - abs(float(differences.mean())), standard_error(differences)
++ distance, error = margin - float(differences.mean()), standard_error(differences)
+! ablation/test_analysis.py::test_a_difference_as_large_as_the_margin_passes_as_equivalent_in_5_of_100_experiments
+- np.maximum.accumulate(np.minimum(1, (len(p) - np.arange(len(p))) * p[order]))
++ np.minimum(1, (len(p) - np.arange(len(p))) * p[order])
+! ablation/test_analysis.py::test_holm_multiplies_by_the_tests_left_and_never_falls
+"""
+
+
+class Mutation(NamedTuple):
+    """A bug: `new` in place of `old` in a file, and the test that fails then; both paths from the root."""
+
+    file: str
+    old: str
+    new: str
+    test: str
+
+    @property
+    def is_found(self) -> bool:
+        """Whether the file has `old` exactly once."""
+        path = ROOT / self.file
+        return path.is_file() and path.read_text(encoding="utf-8").count(self.old) == 1
+
+
+def read_table(table: str) -> list[Mutation]:
+    """The mutations of a table as above."""
+    found, fields = [], {}
+    for line in filter(None, table.splitlines()):
+        fields[line[0]] = line[2:]
+        if line[0] == "!":
+            found.append(Mutation(fields["@"], fields["-"], fields["+"], f"tests/{line[2:]}"))
+    return found
+
+
+MUTATIONS = read_table(TABLE)
+
+
+def run_tests(folder: Path, *tests: str) -> subprocess.CompletedProcess:
+    """Run tests in a copy of the project, in one process and without the environment of an outer pytest."""
+    hidden = ("PYTEST_XDIST_WORKER", "TRITON_INTERPRET", "CUDA_VISIBLE_DEVICES")
+    environment = {name: value for name, value in os.environ.items() if name not in hidden}
+    # Bytecode is found by the second and size of its source: that of one mutation would be run for the next.
+    environment |= {"PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", *tests]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
+
+
+def outcome(folder: Path, mutation: Mutation) -> str:
+    """What the test makes of a mutation: "killed" is what it should be."""
+    if not mutation.is_found:
+        return "old line not found"
+    path = folder / mutation.file
+    text = path.read_text(encoding="utf-8")
+    path.write_text(text.replace(mutation.old, mutation.new), encoding="utf-8")
+    status = run_tests(folder, mutation.test).returncode
+    path.write_text(text, encoding="utf-8")
+    # 1 is a failed test; 2 to 5 are files that cannot be imported, and tests that do not exist.
+    return {0: "SURVIVED", 1: "killed"}.get(status, f"the test did not run: pytest exits with {status}")
+
+
+def main(pattern: str = "") -> int:
+    """Try the mutations that PATTERN matches, and print a line for each; returns the exit status."""
+    chosen = [m for m in MUTATIONS if re.search(pattern, f"{m.file}: {m.old} {m.test}")]
+    outcomes = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        tracked = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        for file in filter(lambda file: (ROOT / file).is_file(), tracked.split("\0")):
+            (folder / file).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / file, folder / file)
+        unchanged = run_tests(folder, *dict.fromkeys(mutation.test for mutation in chosen))
+        if unchanged.returncode:
+            print(f"{unchanged.stdout[-3000:]}\nwithout a mutation, the tests have to pass")
+            return 1
+        for mutation in tqdm(chosen, unit="mutation"):
+            outcomes.append(outcome(folder, mutation))
+            tqdm.write(f"{outcomes[-1]:8} {mutation.file}: {mutation.new}", file=sys.stdout)
+    print(f"{outcomes.count('killed')} of {len(outcomes)} killed")
+    return int(outcomes.count("killed") < len(outcomes))
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:2]))
