@@ -34,20 +34,20 @@ TABLE = r"""
 @ kernels/norm.py
 - mean = tl.sum(s, 1, keep_dims=True) / width
 + mean = tl.sum(s, 1, keep_dims=True) / BLOCK
-! kernels/test_norm.py::test_half_precision_output_is_rounded_once
+! kernels/test_norm.py::test_half_precision_output_is_rounded_once[triton-layer-dtype0]
 - dx = h - xhat * mean_h_xhat
 + dx = dy - xhat * mean_h_xhat
-! kernels/test_norm.py::test_rms_input_gradient_is_the_closed_formula_with_the_weight_inside_the_sum
+! kernels/test_norm.py::test_rms_input_gradient_is_the_closed_formula_with_the_weight_inside_the_sum[triton]
 @ kernels/cpu.py
 - rows = s.to(torch.float32, copy=True)
 + rows = s.clone()
-! kernels/test_norm.py::test_half_precision_output_is_rounded_once
+! kernels/test_norm.py::test_half_precision_output_is_rounded_once[cpu-rms-dtype0]
 - ds.add_((grad @ weight)[..., None].mul_(rstd).div_(width))
 + ds.add_((grad @ weight)[..., None].div_(width))
-! kernels/test_norm.py::test_rms_input_gradient_is_the_closed_formula_with_the_weight_inside_the_sum
+! kernels/test_norm.py::test_rms_input_gradient_is_the_closed_formula_with_the_weight_inside_the_sum[cpu]
 - grad = (grad * counted)[:, None]
 + grad = grad[:, None]
-! kernels/test_cross_entropy.py::test_ignored_tokens_have_no_loss_and_no_gradient
+! kernels/test_cross_entropy.py::test_ignored_tokens_have_no_loss_and_no_gradient[cpu]
 @ kernels/rope.py
 - da, db = a * cos + b * sin, b * cos - a * sin
 + da, db = a * cos - b * sin, b * cos + a * sin
@@ -55,18 +55,18 @@ TABLE = r"""
 @ kernels/swiglu.py
 - dgate = dhidden * up * (p + silu * (1 - p))
 + dgate = dhidden * up * (p + silu * p)
-! kernels/test_triton_swiglu.py::test_silu_and_product_are_rounded_once_forward_and_backward
+! kernels/test_triton_swiglu.py::test_silu_and_product_are_rounded_once_forward_and_backward[dtype0-3-704]
 @ kernels/cross_entropy.py
 - total = total * tl.exp(before - largest) + tl.sum(tl.exp(logits - largest[:, None]), axis=1)
 + total = total + tl.sum(tl.exp(logits - largest[:, None]), axis=1)
-! kernels/test_triton_loss.py::test_rows_of_any_length_with_logits_of_80_are_exact_to_float32
+! kernels/test_triton_loss.py::test_rows_of_any_length_with_logits_of_80_are_exact_to_float32[4099]
 @ model/norm.py
 - return kernels.normalize(x, norm.weight, norm.bias, residual, kind="layer", eps=norm.eps)
 + return kernels.normalize(x, norm.weight, norm.bias, residual, kind="rms", eps=norm.eps)
 ! model/test_norm_switch.py::test_decoders_with_different_norms_compute_different_functions
 - return kernels.normalize(x, norm.weight, norm.bias, residual, kind="rms", eps=norm.eps)
 + return kernels.normalize(x, norm.weight, None, residual, kind="rms", eps=norm.eps)
-! model/test_norm.py::test_values_and_gradients_equal_those_of_the_float64_formula
+! model/test_norm.py::test_values_and_gradients_equal_those_of_the_float64_formula[rms-True]
 @ model/rope.py
 - return self.cos[start : start + length], self.sin[start : start + length]
 + return self.cos[:length], self.sin[:length]
