@@ -9,8 +9,6 @@ import tomllib
 from pathlib import Path
 from typing import TypeVar
 
-import msgspec
-
 from errors import UserError
 
 T = TypeVar("T")
@@ -35,10 +33,17 @@ def parse_json(content: bytes, kind: type[T]) -> T:
     become floats (tokenizers have 10^30 for "no limit"), numbers beyond those infinite.
     """
     value = json.loads(content, parse_int=_integer)
-    record = msgspec.convert(value, kind)
+    record = convert(value, kind)
     if dataclasses.is_dataclass(record):
         _check_keys(value, record)
     return record
+
+
+def convert(value: object, kind: type[T]) -> T:
+    """What JSON gave, as `kind`; `ValueError` where it differs."""
+    import msgspec  # here, so that a model can be built and measured without it
+
+    return msgspec.convert(value, kind)
 
 
 def _check_keys(value: dict, record: object) -> None:

@@ -11,12 +11,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path, PureWindowsPath
-from typing import Annotated
-
-import msgspec
 
 from errors import UserError
-from files import parse_json, read_json
+from files import convert, parse_json, read_json
 from model.config import ModelConfig
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -53,17 +50,18 @@ class TensorEntry:
     """Its first byte in the file."""
 
 
-Size = Annotated[int, msgspec.Meta(ge=0)]
-
-
 @dataclass(frozen=True)
 class HeaderEntry:
     """A tensor in the header of a safetensors file."""
 
     dtype: str
-    shape: tuple[Size, ...]
-    data_offsets: tuple[Size, Size]
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
     """Its first byte and the first after it, from the end of the header."""
+
+    def __post_init__(self) -> None:
+        if min((*self.shape, *self.data_offsets)) < 0:
+            raise ValueError("a size or an offset is below 0")
 
 
 def explain_other_format(names: Collection[str]) -> str | None:
@@ -89,7 +87,7 @@ def find_weight_files(directory: Path) -> list[Path]:
         check_format(directory)
         raise UserError(f"{directory} has no {SINGLE}; download or save the checkpoint again.")
     try:
-        names = sorted(set(msgspec.convert(read_json(index).get("weight_map"), dict[str, str]).values()))
+        names = sorted(set(convert(read_json(index).get("weight_map"), dict[str, str]).values()))
     except ValueError as error:
         raise UserError(
             f"{index} is not a readable index of shards ({error}); download or save the checkpoint again."
@@ -161,7 +159,7 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
 def as_entry(name: str, field: object) -> HeaderEntry:
     """A tensor of a header; `ValueError` that names it where the types differ."""
     try:
-        return msgspec.convert(field, HeaderEntry)
+        return convert(field, HeaderEntry)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
 

@@ -11,15 +11,17 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import hypothesis
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-hypothesis.settings.register_profile("suite", derandomize=True)  # a search of its own draws other examples
-hypothesis.settings.register_profile("long", max_examples=20_000)
-hypothesis.settings.load_profile("suite")
+if importlib.util.find_spec("hypothesis"):  # tests that need a GPU run without it
+    import hypothesis
+
+    hypothesis.settings.register_profile("suite", derandomize=True)  # a search of its own draws other examples
+    hypothesis.settings.register_profile("long", max_examples=20_000)
+    hypothesis.settings.load_profile("suite")
 
 # Kernels are interpreted or compiled as they are imported, so that one process cannot do both. `-m gpu` compiles them.
 # Any other choice of tests runs on the CPU, also where there is a GPU. Workers inherit what the first process sets.

@@ -1,6 +1,5 @@
 """What a machine with a GPU and no network needs: few packages, and one script that a failing step does not stop."""
 
-import json
 import os
 import re
 import shutil
@@ -15,58 +14,48 @@ from kernels import gpu
 
 ROOT = Path(__file__).parent.parent.parent
 SCRIPT = ROOT / "benchmarks" / "gpu.sh"
+OTHER_PROGRAMS = ("harness", "loading", "peers")  # not for a GPU; they read tokenizers
 
-# Packages that a machine made for torch and Triton may lack.
-ABSENT = "tyro", "typeguard", "docstring_parser", "tomli_w", "matplotlib", "pandas", "jinja2", "pyarrow", "transformers"
-IMPORTABLE = "benchmarks.kernels", "benchmarks.resources", "benchmarks.timing"
-MODEL = (
-    "model.attention",
-    "model.cache",
-    "model.config",
-    "model.decoder",
-    "model.fused_decode",
-    "model.mlp",
-    "model.norm",
-)
-WITH_SETTINGS = "benchmarks.decoding", "benchmarks.training"
+# What a machine made for torch and Triton has; it lacks everything else in requirements*.txt.
+# torch.compile itself imports filelock.
+PRESENT = {"torch", "triton", "numpy", "safetensors", "transformers", "tqdm", "pytest", "filelock"}
+REQUIRED = {
+    re.match(r"[\w-]+", line)[0]
+    for path in ROOT.glob("requirements*.txt")
+    for line in path.read_text(encoding="utf-8").splitlines()
+    if not line.startswith("-r ")
+}
+ABSENT = {"pytest-xdist": "xdist", "tomli-w": "tomli_w"}  # where the module has another name than the package
+ABSENT = [ABSENT.get(name, name) for name in sorted(REQUIRED - PRESENT)]
+IMPORTABLE = [
+    *(f"benchmarks.{path.stem}" for path in (ROOT / "benchmarks").glob("*.py") if path.stem not in OTHER_PROGRAMS),
+    *(f"model.{name}" for name in ("cpu_decode", "decoder", "fused_decode", "pretrained")),
+    "training.step",
+]
 
 needs_bash = pytest.mark.skipif(shutil.which("bash") is None or shutil.which("timeout") is None, reason="needs bash")
 
 
-@pytest.fixture(scope="module")
-def why_not_importable() -> dict[str, str]:
-    """For each module that fails to import without the absent packages: the error."""
-    code = f"""
-import importlib, json, sys
-sys.modules.update(dict.fromkeys({ABSENT}))
-found = {{}}
-for name in {(*IMPORTABLE, *MODEL, *WITH_SETTINGS)}:
-    try:
-        importlib.import_module(name)
-    except ImportError as error:
-        found[name] = str(error)
-print(json.dumps(found))
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+def run_without_absent(code: str, *arguments: str) -> subprocess.CompletedProcess:
+    """Run Python code in a process that cannot import the absent packages."""
+    code = f"import sys\nsys.modules.update(dict.fromkeys({ABSENT}))\n{code}"
+    environment = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    command = [sys.executable, "-c", code, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
+
+
+@pytest.mark.skipif(gpu is None, reason="Triton is not installed")
+def test_models_and_benchmarks_import_on_a_machine_made_for_torch_and_triton():
+    assert {"msgspec", "scipy", "tyro", "tomli_w", "xdist"} < set(ABSENT)
+    done = run_without_absent(f"import importlib\nfor name in {IMPORTABLE}: importlib.import_module(name)")
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
 
 
 @pytest.mark.skipif(gpu is None, reason="Triton is not installed")
-@pytest.mark.parametrize("module", IMPORTABLE)
-def test_the_benchmarks_of_kernels_import_with_torch_triton_and_numpy_alone(why_not_importable, module):
-    assert module not in why_not_importable, why_not_importable[module]
-
-
-@pytest.mark.parametrize("module", MODEL)
-def test_the_model_imports_with_torch_triton_and_numpy_alone(why_not_importable, module):
-    assert module not in why_not_importable, why_not_importable[module]
-
-
-@pytest.mark.skipif(gpu is None, reason="Triton is not installed")
-@pytest.mark.parametrize("module", WITH_SETTINGS)
-def test_the_benchmarks_of_the_model_import_with_torch_triton_and_numpy_alone(why_not_importable, module):
-    assert module not in why_not_importable, why_not_importable[module]
+def test_the_tests_that_need_a_gpu_are_collected_there():
+    flags = ["-o", "addopts=--import-mode=importlib", "-m", "gpu", "--collect-only", "-q", "tests/kernels"]
+    done = run_without_absent("import pytest\nsys.exit(pytest.main())", *flags)
+    assert done.returncode == 0 and "test_gpu.py::test_norms_are_within" in done.stdout, done.stdout + done.stderr
 
 
 @pytest.fixture

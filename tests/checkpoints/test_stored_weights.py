@@ -192,7 +192,7 @@ def entry(**changes) -> dict:
     ("header", "words"),
     [
         ({"a": entry(shape=[48.0])}, "Expected `int`, got `float` - at .*shape"),
-        ({"a": entry(shape=[-48])}, "Expected `int` >= 0 - at .*shape"),
+        ({"a": entry(shape=[-48])}, "a size or an offset is below 0"),
         ({"a": entry(shape=[0, 2**70], data_offsets=[0, 0])}, "Expected `int`, got `float` - at .*shape"),
         ({"a": entry(shape=[47])}, "a has other bytes than its shape says"),
         ({"a": entry(shape=[2**40])}, "a has other bytes than its shape says"),
