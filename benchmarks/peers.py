@@ -28,6 +28,7 @@ from tqdm import tqdm
 from benchmarks.loading import STATUS, peak
 from benchmarks.output import check_out, positive, write
 from benchmarks.timing import product_rate, read_rate
+from benchmarks.training import PEER, transformers_model
 from errors import UserError, exit_on_user_error
 from generation.generate import generate
 from generation.settings import Sampling
@@ -51,7 +52,7 @@ SHAPES = {
 PROMPT, NEW_TOKENS = 0, 128
 TRAINED = 8, 256  # sequences and tokens of each in a training step
 CPU = torch.device("cpu")
-PEER, LLAMA2C = "transformers", "llama2.c"
+LLAMA2C = "llama2.c"
 DTYPES = {"decoding": ("float32", "bfloat16", "int8"), "training": ("float32", "bfloat16")}
 
 
@@ -102,19 +103,8 @@ def decode_ours(case: Case, folder: Path) -> Callable[[], float]:
     return run
 
 
-def transformers_model(case: Case) -> torch.nn.Module:
-    """A LLaMA of the same shape with random weights."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    ours = SHAPES[case.shape]
-    fields = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-    fields += ("num_key_value_heads", "max_position_embeddings", "tie_word_embeddings")
-    torch.manual_seed(1)
-    return LlamaForCausalLM(LlamaConfig(**{name: getattr(ours, name) for name in fields}))
-
-
 def decode_transformers(case: Case, folder: Path) -> Callable[[], float]:
-    model = transformers_model(case).to(getattr(torch, case.dtype)).eval()
+    model = transformers_model(SHAPES[case.shape]).to(getattr(torch, case.dtype)).eval()
     options = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "do_sample": False, "pad_token_id": 0}
     if case.compiled:
         model.forward = torch.compile(model.forward)
@@ -178,7 +168,7 @@ def train_ours(case: Case, folder: Path) -> Callable[[], float]:
 
 def train_transformers(case: Case, folder: Path) -> Callable[[], float]:
     """As its users train: float32 weights, autocast, fused AdamW, clipping. Freed memory is kept, as by ours."""
-    model = transformers_model(case)
+    model = transformers_model(SHAPES[case.shape])
     forward = torch.compile(model) if case.compiled else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     inputs, targets = random_batch(case)

@@ -1,24 +1,30 @@
 """Training steps and their parts in every variant of the code, side by side: `python -m benchmarks.training`.
 
-Variants: the reference in plain PyTorch, torch.compile of it, and our functions for the device. They take turns in
-blocks of a few calls on random tokens. In each variant all norms come from one source: torch's own `F.layer_norm` and
-`F.rms_norm` are not compared here, since on a CPU one of them is fused and the other is not.
+Variants: the reference in plain PyTorch, torch.compile of it, our functions for the device and, if it is asked for,
+transformers' LLaMA of the same shape. They take turns in blocks of a few calls on random tokens; a step has one
+micro-batch. In each variant of ours all norms come from one source: torch's own `F.layer_norm` and `F.rms_norm` are not
+compared here, since on a CPU one of them is fused and the other is not.
 """
 
 import argparse
 import dataclasses
 import os
 import statistics
+import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from torch import Tensor, nn
 from tqdm import tqdm
 
 import kernels
 from benchmarks.output import check_out, positive, write
 from benchmarks.timing import Timing, interleaved, peak_bytes
-from errors import exit_on_user_error
+from errors import UserError, exit_on_user_error
+from files import read_toml
+from model.config import ModelConfig
 from model.count import flops_per_token
 from model.decoder import Decoder
 from model.device import (
@@ -32,11 +38,13 @@ from model.device import (
 from model.norm import Norm
 from training.optimizer import build_optimizer
 from training.processes import Processes
-from training.settings import Settings, config_path, load_settings
+from training.settings import Settings, config_path
 from training.step import train_step
 
 PARTS = ("norm forward", "norm backward", "forward", "forward and backward", "step")
 REFERENCE = "reference, eager"
+PEER = "transformers"
+PEERS = {PEER: ("auto", False), f"{PEER} and torch.compile": ("auto", True)}  # as in `variants`
 
 
 def variants(device: torch.device) -> dict[str, tuple[str, bool]]:
@@ -54,24 +62,65 @@ def variants(device: torch.device) -> dict[str, tuple[str, bool]]:
     return found
 
 
-def make_calls(settings: Settings, compiled: bool, device: torch.device) -> dict[str, Callable[[], object]]:
-    """What is timed, by name of the part: one norm at the model's shape, the model's passes, and an optimizer step."""
+def read_settings(name: str) -> Settings:
+    """The settings in a file of configs/, without the command line's library, which would also check their types."""
+    types = {field.name: field.type for field in dataclasses.fields(Settings)}
+    return Settings(**{table: types[table](**values) for table, values in read_toml(config_path(name)).items()})
+
+
+def transformers_model(config: ModelConfig) -> nn.Module:
+    """A LLaMA of the same shape with random weights."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    fields = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    fields += ("num_key_value_heads", "max_position_embeddings", "tie_word_embeddings")
+    torch.manual_seed(1)
+    return LlamaForCausalLM(LlamaConfig(**{name: getattr(config, name) for name in fields}))
+
+
+class Peer(nn.Module):
+    """transformers' LLaMA called like our decoder. Its users train float32 weights under autocast."""
+
+    def __init__(self, config: ModelConfig, compute_dtype: torch.dtype):
+        super().__init__()
+        self.model, self.dtype = transformers_model(config), compute_dtype
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None, token_weights: Tensor | None = None) -> Tensor:
+        """The mean loss, which is what the `token_weights` of a training step ask for."""
+        with torch.autocast(tokens.device.type, self.dtype, enabled=self.dtype != torch.float32):
+            return self.model(input_ids=tokens, labels=tokens, shift_labels=targets, use_cache=False).loss
+
+
+def make_calls(
+    settings: Settings, compiled: bool, device: torch.device, peer: bool = False
+) -> dict[str, Callable[[], object]]:
+    """What is timed, by name of the part: one norm at the model's shape, the model's passes, and an optimizer step.
+
+    With `peer` the model is transformers'; the norm stays ours.
+    """
     data, config = settings.data, settings.model
     dtype = choose_training_dtype(settings.machine.dtype, device)
     sequences = min(data.micro_batch_size or data.batch_size, data.batch_size)
-    model = Decoder(config, seed=1, compute_dtype=dtype).to(device)
-    one_layer = Decoder(dataclasses.replace(config, num_hidden_layers=1), seed=1).to(device)
-    norm = next(module for module in one_layer.modules() if isinstance(module, Norm))
-    optimizer = build_optimizer(model, settings.optimizer, device)
+    small = Decoder(dataclasses.replace(config, num_hidden_layers=1, vocab_size=1), seed=1).to(device)
+    norm = next(module for module in small.modules() if isinstance(module, Norm))
+    if peer:
+        model = Peer(config, dtype).to(device)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=settings.optimizer.learning_rate, fused=True)
+    else:
+        model = Decoder(config, seed=1, compute_dtype=dtype).to(device)
+        model.activation_checkpointing = settings.machine.activation_checkpointing
+        optimizer = build_optimizer(model, settings.optimizer, device)
     scaler = torch.amp.GradScaler(device.type, enabled=False)
-    run, normalize = (torch.compile(module, fullgraph=True) if compiled else module for module in (model, norm))
+    run, normalize = (torch.compile(module, fullgraph=not peer) if compiled else module for module in (model, norm))
 
     x = (torch.randn(sequences, data.sequence_length, config.hidden_size, device=device) + 0.3).to(dtype)
     residual, upstream, upstream_residual = (torch.randn_like(x) for _ in range(3))
     inputs = [x.requires_grad_(), residual.requires_grad_(), *norm.parameters()]
     outputs = normalize(x, residual)
     tokens = torch.randint(config.vocab_size, (sequences, data.sequence_length + 1))
-    on_host = tokens[:, :-1], tokens[:, 1:]  # as the training loop gets them
+    on_host = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()  # as the training loop gets them
+    if device.type == "cuda":
+        on_host = tuple(part.pin_memory() for part in on_host)
     batch = tuple(part.to(device) for part in on_host)
     mean = torch.full((), 1 / batch[1].numel(), device=device)
     return {
@@ -89,9 +138,13 @@ def time_together(
     device: torch.device,
     blocks: int,
     on_block: Callable[[], object] = lambda: None,
+    failures: dict[tuple[str, str], str] | None = None,
 ) -> list[Timing]:
-    """Time the parts of every (variant, arm), all of them taking turns; leaves `kernels.use` at auto."""
-    how = variants(device)
+    """Time the parts of every (variant, arm), all of them taking turns; leaves `kernels.use` at auto.
+
+    With `failures`, those that cannot run are left out, and the reasons are added there.
+    """
+    how = variants(device) | PEERS
 
     def choosing(variant: str, call: Callable[[], object]) -> Callable[[], object]:
         def run() -> object:
@@ -104,7 +157,17 @@ def time_together(
         calls = {}
         for (variant, arm), settings in entries.items():
             kernels.use(how[variant][0], device)
-            calls[variant, arm] = make_calls(settings, how[variant][1], device)
+            try:
+                made = make_calls(settings, how[variant][1], device, variant in PEERS)
+                for part in parts:
+                    made[part]()
+            except Exception as error:  # whatever a compiler may raise
+                if failures is None:
+                    raise
+                traceback.print_exc()
+                failures[variant, arm] = (str(error) or type(error).__name__).splitlines()[0][:200]
+                continue
+            calls[variant, arm] = made
         timings = []
         for part in parts:
             timed = {key: choosing(key[0], calls[key][part]) for key in calls}
@@ -116,44 +179,76 @@ def time_together(
         kernels.use("auto", device)
 
 
+def profile(step: Callable[[], object], device: torch.device, path: Path) -> None:
+    """Print where the time of two steps goes, by operator and kernel, and write their trace."""
+    for _ in range(4):  # compiles
+        step()
+    on_gpu = device.type == "cuda"
+    activity = torch.profiler.ProfilerActivity
+    with torch.profiler.profile(activities=[activity.CPU, *[activity.CUDA] * on_gpu]) as found:
+        for _ in range(2):
+            step()
+    order = "self_device_time_total" if on_gpu else "self_cpu_time_total"
+    print(found.key_averages().table(sort_by=order, row_limit=40, max_name_column_width=90))
+    found.export_chrome_trace(str(path))
+
+
 def main() -> None:
     """Measure what the command line asks for; prints a table in Markdown, and one JSON object last."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.training", description=__doc__.split("\n\n")[0])
     parser.add_argument("--config", default="tiny", help="a name in configs/ (default: %(default)s)")
     parser.add_argument("--norms", nargs="+", default=["rms", "layer"], help="default: %(default)s")
+    parser.add_argument("--variants", nargs="+", metavar="NAME", help=f"default: all but {', '.join(PEERS)}")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
     parser.add_argument("--blocks", type=positive, default=10, help="turns of 4 steps each (default: %(default)s)")
+    parser.add_argument("--profile", type=Path, metavar="TRACE.json.gz", help="instead, trace one variant and norm")
     parser.add_argument("--out", type=Path, metavar="FILE.json", help="write the results there")
     arguments = parser.parse_args()
     check_out(arguments.out)
     device = choose_device(arguments.device)
     keep_freed_memory()
-    settings = load_settings(config_path(arguments.config))
-    data = settings.data
+    settings = read_settings(arguments.config)
+    data, how = settings.data, variants(device) | PEERS
+    chosen = arguments.variants or [*variants(device)]
+    if unknown := set(chosen) - set(how):
+        raise UserError(f"--variants {', '.join(unknown)}: on this device there are {', '.join(how)}.")
     entries = {
         (variant, norm): dataclasses.replace(settings, model=dataclasses.replace(settings.model, norm=norm))
-        for variant in variants(device)
+        for variant in chosen
         for norm in arguments.norms
+        if variant not in PEERS or norm == "rms"
     }
+    if arguments.profile is not None:
+        (variant, _), settings = next(iter(entries.items()))
+        kernels.use(how[variant][0], device)
+        calls = make_calls(settings, how[variant][1], device, variant in PEERS)
+        profile(calls["step"], device, arguments.profile)
+        return
+    failures = {}
     with tqdm(total=arguments.blocks, unit="block", dynamic_ncols=True) as bar:
-        timings = time_together(entries, ("step",), device, arguments.blocks, bar.update)
+        timings = time_together(entries, ("step",), device, arguments.blocks, bar.update, failures)
 
     tokens = min(data.micro_batch_size or data.batch_size, data.batch_size) * data.sequence_length
     flops = flops_per_token(settings.model, data.sequence_length) * tokens
     peak = peak_flops(device, choose_training_dtype(settings.machine.dtype, device))
     print(f"{arguments.config}: steps of {tokens:,} tokens on {device_name(device)}\n")
-    print("| variant | norm | ms per step | tokens/s | time over the reference's | of peak FLOP/s |")
-    print("|---|---|---|---|---|---|")
-    reference = {timing.arm: timing.seconds for timing in timings if timing.variant == REFERENCE}
+    print("| variant | norm | ms per step | tokens/s | time over the first's | of peak FLOP/s | GB beyond the state |")
+    print("|---" * 7 + "|")
+    first = {timing.arm: timing.seconds for timing in reversed(timings)}
     for timing in timings:
         median = statistics.median(timing.seconds)
-        ratio = statistics.median(a / b for a, b in zip(timing.seconds, reference[timing.arm], strict=True))
+        ratio = statistics.median(a / b for a, b in zip(timing.seconds, first[timing.arm], strict=True))
         share = "not known" if peak is None else f"{flops / median / peak:.1%}"
-        cells = f"{median * 1e3:,.1f} | {tokens / median:,.0f} | {ratio:.3f} | {share}"
+        memory = "not known" if timing.peak_bytes is None else f"{timing.peak_bytes / 1e9:.2f}"
+        cells = f"{median * 1e3:,.1f} | {tokens / median:,.0f} | {ratio:.3f} | {share} | {memory}"
         print(f"| {timing.variant} | {timing.arm} | {cells} |")
+    for (variant, arm), reason in failures.items():
+        print(f"| {variant} | {arm} | not run: {reason} | | | | |")
     about = {"device": device_name(device), "torch": torch.__version__, "config": arguments.config}
     rows = [dataclasses.asdict(timing) for timing in timings]
     write(about | {"tokens": tokens, "flops": flops, "timings": rows}, arguments.out)
+    if failures:
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -36,10 +36,9 @@ def test_every_program_runs_as_often_as_it_is_told(tmp_path, task, name, dtype):
 
 
 def test_ours_and_transformers_have_as_many_parameters():
-    theirs = sum(
-        parameter.numel() for parameter in peers.transformers_model(Case("", PEER, "260k", 1, "")).parameters()
-    )
-    assert theirs == peers.Decoder(peers.SHAPES["260k"]).num_parameters() == 260_032
+    shape = peers.SHAPES["260k"]
+    theirs = sum(parameter.numel() for parameter in peers.transformers_model(shape).parameters())
+    assert theirs == peers.Decoder(shape).num_parameters() == 260_032
 
 
 def test_programs_take_turns_in_processes_of_their_own(capsys, monkeypatch, tmp_path):

@@ -1,6 +1,7 @@
 """The benchmark of training steps: every norm, variant and part, all timed equally often."""
 
 import dataclasses
+import gzip
 import json
 import os
 import sys
@@ -10,9 +11,10 @@ import torch
 
 import kernels
 from benchmarks import training
-from benchmarks.training import PARTS, REFERENCE, make_calls, time_together, variants
+from benchmarks.training import PARTS, PEER, REFERENCE, make_calls, time_together, variants
+from errors import UserError
 from model.config import NORMS, PLACEMENTS, ModelConfig
-from training.settings import DataSettings, MachineSettings, OptimizerSettings, Settings
+from training.settings import DataSettings, MachineSettings, OptimizerSettings, Settings, load_settings
 
 CPU = torch.device("cpu")
 SHAPE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -81,7 +83,7 @@ def test_every_variant_arm_and_part_is_timed_in_equally_many_blocks_and_the_kern
 def test_a_variant_runs_with_the_kernels_that_it_names(monkeypatch):
     used = {}
 
-    def noting(of: Settings, compiled: bool, device: torch.device):
+    def noting(of: Settings, compiled: bool, device: torch.device, peer: bool):
         def call():
             used.setdefault(of.model.norm, set()).add(kernels.implementation(device))
 
@@ -95,7 +97,7 @@ def test_a_variant_runs_with_the_kernels_that_it_names(monkeypatch):
 
 @pytest.mark.usefixtures("eager")
 def test_the_kernels_are_as_before_when_a_call_fails(monkeypatch):
-    def failing(of: Settings, compiled: bool, device: torch.device):
+    def failing(of: Settings, compiled: bool, device: torch.device, peer: bool):
         raise ZeroDivisionError
 
     monkeypatch.setattr(training, "make_calls", failing)
@@ -105,8 +107,47 @@ def test_the_kernels_are_as_before_when_a_call_fails(monkeypatch):
 
 
 @pytest.mark.usefixtures("eager")
+def test_what_cannot_run_is_left_out_with_its_reason_and_the_others_are_timed(monkeypatch):
+    def make(of: Settings, compiled: bool, device: torch.device, peer: bool):
+        if of.model.norm == "layer":
+            raise ZeroDivisionError("none of this\nhere")
+        return {"step": lambda: None}
+
+    monkeypatch.setattr(training, "make_calls", make)
+    failures = {}
+    entries = {(REFERENCE, norm): settings(norm) for norm in ("layer", "rms")}
+    timings = time_together(entries, ("step",), CPU, 2, failures=failures)
+    assert [timing.arm for timing in timings] == ["rms"] and failures == {(REFERENCE, "layer"): "none of this"}
+
+
+@pytest.mark.parametrize("path", sorted(training.config_path("tiny").parent.glob("*.toml")), ids=lambda path: path.stem)
+def test_settings_are_those_that_the_command_line_reads(path):
+    found, expected = training.read_settings(str(path)), load_settings(path)
+    assert dataclasses.replace(found.data, data=tuple(found.data.data)) == expected.data
+    assert dataclasses.replace(found, data=expected.data) == expected
+
+
+@pytest.mark.usefixtures("eager")
+def test_a_step_is_traced_and_transformers_trains_beside_ours(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(training, "read_settings", lambda name: settings())
+    monkeypatch.setattr(training, "keep_freed_memory", lambda: None)
+
+    def run(*flags: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["training", "--device", "cpu", "--blocks", "2", "--variants", *flags])
+        training.main()
+        return capsys.readouterr().out
+
+    run(REFERENCE, "--profile", str(tmp_path / "trace.json.gz"))
+    assert "aten::mm" in gzip.decompress((tmp_path / "trace.json.gz").read_bytes()).decode()
+    timings = json.loads(run(PEER, REFERENCE).splitlines()[-1])["timings"]
+    assert [(t["variant"], t["arm"]) for t in timings] == [(PEER, "rms"), (REFERENCE, "rms"), (REFERENCE, "layer")]
+    with pytest.raises(UserError, match="--variants other: on this device there are reference"):
+        run("other")
+
+
+@pytest.mark.usefixtures("eager")
 def test_the_command_prints_a_row_for_each_variant_and_norm_and_json_last(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(training, "load_settings", lambda path: settings())
+    monkeypatch.setattr(training, "read_settings", lambda name: settings())
     arguments = ["--norms", "rms", "dyt", "--device", "cpu", "--blocks", "2", "--out", str(tmp_path / "out.json")]
     monkeypatch.setattr(sys, "argv", ["benchmarks.training", *arguments])
     training.main()
