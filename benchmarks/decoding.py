@@ -1,8 +1,8 @@
 """Decoding speed beside the time it takes to read the weights and the cache: `python -m benchmarks.decoding`.
 
-Two variants with random bfloat16 weights: the decoder called step by step, and the fused step (five or six kernels per
-layer, one graph on CUDA). Prints a table in Markdown and, last, one JSON object, which `--out` also writes to a file
-after every case.
+Variants, with random bfloat16 weights: the decoder called step by step; the fused step (five or six kernels per layer,
+one graph on CUDA); and the plain decoder with a static cache in one graph, eager and compiled. Prints a table in
+Markdown and, last, one JSON object, which `--out` also writes to a file after every case.
 """
 
 import argparse
@@ -16,15 +16,18 @@ from torch import Tensor
 
 import kernels
 from benchmarks.output import check_out, positive, write, write_atomically
+from benchmarks.static_cache import StaticDecoder
 from benchmarks.timing import copy_rate
+from benchmarks.training import read_settings
 from errors import UserError, exit_on_user_error
 from generation.weights import bytes_per_step, cast_weights
 from model.cache import KeyValueCache
 from model.decoder import Decoder
-from model.device import choose_device, device_name
-from model.fused_decode import MAX_SEQUENCES, DecodeStep
-from training.settings import config_path, load_settings
+from model.device import choose_device, device_name, why_not_compile
+from model.fused_decode import MAX_SEQUENCES, DecodeStep, describe
 
+STATIC, COMPILED = "static cache", "static cache, torch.compile"
+VARIANTS = "decoder", "fused", STATIC, COMPILED
 WARM_UP = 8  # steps: they compile the kernels, capture the graph and fill the GPU's caches
 
 
@@ -45,7 +48,7 @@ def main() -> None:
     arguments = parser.parse_args()
     check_out(arguments.out)
     device = choose_device(arguments.device)
-    config = load_settings(config_path(arguments.config)).model
+    config = read_settings(arguments.config).model
     needed, limit = max(arguments.cached) + arguments.steps + WARM_UP, config.max_position_embeddings
     if needed > limit:
         raise UserError(
@@ -67,7 +70,7 @@ def main() -> None:
             cache = KeyValueCache(config, sequences, room, device=device, dtype=torch.bfloat16)
             cache.keys.normal_()
             cache.values.normal_()
-            for variant in ("decoder", "fused"):
+            for variant in VARIANTS:
                 row = {"cached": cached, "sequences": sequences, "variant": variant}
                 row |= measure(variant, decoder, cache, cached, arguments.steps)
                 if "seconds" in row:
@@ -75,7 +78,7 @@ def main() -> None:
                     read = 2 * cache.keys[:, :, :, 0].numel() * cache.keys.element_size()
                     row["bytes"] = weights + read * (cached + WARM_UP + arguments.steps // 2)
                     row["share_of_copy_rate"] = row["bytes"] / row["seconds"] / copy
-                print(table_row(row))
+                print(table_row(row), flush=True)
                 results["steps"].append(row)
                 if arguments.out is not None:  # a later case may fail
                     write_atomically(arguments.out, results)
@@ -89,6 +92,19 @@ def measure(variant: str, decoder: Decoder, cache: KeyValueCache, cached: int, s
     token = torch.ones(sequences, 1, dtype=torch.int64, device=device)
     if variant == "decoder":
         return {"seconds": time_steps(lambda: decoder(token, cache=cache), cache, cached, steps)}
+    if variant in (STATIC, COMPILED):
+        if variant == COMPILED and (obstacle := why_not_compile(device)) is not None:
+            return {"not_run": obstacle}
+        kernels.use("reference", device)
+        try:
+            step = StaticDecoder(decoder, cache, variant == COMPILED)
+            return {"seconds": time_steps(lambda: step(token), cache, cached, steps), "graph": step.graph is not None}
+        except Exception as error:  # whatever the compiler or the capture may raise
+            return {"not_run": describe(error)}
+        finally:
+            kernels.use("auto", device)
+            if variant == COMPILED:
+                torch.compiler.reset()
     obstacle = kernels.find_triton_obstacle(device)
     if obstacle is None and sequences > MAX_SEQUENCES:
         obstacle = f"more than {MAX_SEQUENCES} sequences"
@@ -116,7 +132,7 @@ def time_steps(step: Callable[[], Tensor], cache: KeyValueCache, cached: int, st
 
 def table_row(row: dict) -> str:
     """A row in Markdown."""
-    name = row["variant"] + ("" if row.get("graph", True) else f", no graph ({row['graph_obstacle']})")
+    name = row["variant"] + ("" if row.get("graph", True) else ", no graph")
     cells = [row["cached"], row["sequences"], name]
     if "not_run" in row:
         return "| " + " | ".join(map(str, [*cells, f"not run: {row['not_run']}", "", ""])) + " |"
