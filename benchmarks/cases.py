@@ -11,6 +11,8 @@ from functools import partial
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
 
 import kernels
 from kernels import reference
@@ -18,6 +20,7 @@ from kernels import reference
 BF16 = torch.bfloat16
 OURS = "ours"
 ONE_KERNEL = "ours, one kernel for gate and up"
+BACKENDS = SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION
 BF16_WEIGHT, RMS_TWIN = "ours, bfloat16 weight", "ours, RMSNorm"
 
 
@@ -68,6 +71,10 @@ class Shapes:
     """Tokens, query heads, key/value heads and their size."""
     losses: tuple[tuple[int, int, int], ...]
     """Tokens, D and V."""
+    attentions: tuple[tuple[int, int, int, int, int], ...] = ()
+    """Sequences, tokens of each, query heads, key/value heads and their size."""
+    decodings: tuple[tuple[int, int, int, int, int], ...] = ()
+    """The same of attention in a decoding step, over so many cached tokens."""
 
 
 SHAPES = {
@@ -91,6 +98,8 @@ SHAPES = {
         mlps=((8192, 4096, 14336), (8192, 1024, 2816)),
         rotaries=((16384, 32, 8, 128), (16384, 16, 8, 64)),
         losses=((8192, 1024, 50304), (8192, 4096, 131072)),
+        attentions=((32, 1024, 12, 12, 64), (2, 4096, 32, 8, 64)),  # of configs/124m.toml and 1b.toml
+        decodings=((1, 128, 32, 8, 64), (1, 4000, 32, 8, 64), (8, 4000, 32, 8, 64)),
     ),
     "cpu": Shapes(
         norms=tuple(
@@ -117,6 +126,8 @@ def cases(device: torch.device, shapes: Shapes | None = None) -> Iterator[Case]:
     yield from (mlp(device, *sizes) for sizes in shapes.mlps)
     yield from (rotary(device, *sizes, normed) for sizes in shapes.rotaries for normed in (False, True))
     yield from (loss(device, *sizes, weighted) for sizes in shapes.losses for weighted in (False, True))
+    yield from (attention(device, *sizes) for sizes in shapes.attentions)
+    yield from (attention(device, *sizes, decoding=True) for sizes in shapes.decodings)
 
 
 def has_liger(device: torch.device) -> bool:
@@ -383,3 +394,42 @@ def loss(device: torch.device, rows: int, hidden: int, vocabulary: int, weighted
         baselines["Liger"] = with_liger
     name = f"head and loss{', weighted sum' if weighted else ''}, {rows} x {hidden}, vocabulary {vocabulary}"
     return Case(name, make, 2, baselines, flops=6.0 * rows * hidden * vocabulary)
+
+
+class PickedBackend(TorchFunctionMode):
+    """Notes which backend torch picks for attention; `name` is that of the last call."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is F.scaled_dot_product_attention:
+            self.name = SDPBackend(torch._fused_sdp_choice(*args, **kwargs)).name
+        return function(*args, **kwargs or {})
+
+
+def attention(
+    device: torch.device, sequences: int, length: int, heads: int, kv_heads: int, width: int, decoding: bool = False
+) -> Case:
+    """Attention of a training step or, with one query for each sequence, of a decoding step, by torch's backends.
+
+    The model lets torch pick one: that is ours, and the case's name says which it is.
+    """
+
+    def make():
+        q = random(device, sequences, heads, 1 if decoding else length, width, mean=0.0)
+        return q, *(random(device, sequences, kv_heads, length, width, mean=0.0) for _ in range(2))
+
+    def using(backend):
+        def run(q, k, v):
+            with sdpa_kernel(backend):
+                return reference.attention(q, k, v)
+
+        return run
+
+    with PickedBackend() as picked:
+        reference.attention(*(tensor.requires_grad_(not decoding) for tensor in make()))
+    shape = f"{sequences} x {length}, {heads} + {kv_heads} heads of {width}"
+    name = f"attention in {'decoding' if decoding else 'training'}, {shape}, torch picks {picked.name}"
+    baselines = {OURS: reference.attention} | {backend.name: using(backend) for backend in BACKENDS}
+    if decoding:
+        return Case(name, make, 0, baselines, 2 * BF16.itemsize * sequences * kv_heads * length * width)
+    # Two products forward and five backward, half of each hidden by the mask.
+    return Case(name, make, 3, baselines, flops=7.0 * sequences * heads * length**2 * width)

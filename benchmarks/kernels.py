@@ -3,8 +3,8 @@
 For each shape: forward, backward and both, each the median of many interleaved calls on random data, on a GPU over
 buffers that exceed its cache; separately, host time, peak memory and memory kept for the backward pass. The limit,
 torch's copy or its matrix product, is measured in the same run. Prints tables in Markdown, and everything as JSON in
-its last line; `--out` also writes that line to a file after every case, and draws a picture beside it. Exit status 1:
-ours did not run, or a baseline computed something else.
+its last line; `--out` also writes that line to a file after every case. Exit status 1: ours did not run, or a baseline
+computed something else.
 """
 
 import argparse
@@ -12,7 +12,6 @@ import gc
 import math
 import platform
 import re
-import signal
 import statistics
 import sys
 from collections.abc import Callable
@@ -22,21 +21,11 @@ import torch
 
 import kernels
 from benchmarks.cases import OURS, RMS_TWIN, Case, cases
-from benchmarks.output import (
-    PARTS,
-    check_out,
-    pattern,
-    positive,
-    read_results,
-    same_device,
-    write,
-    write_atomically,
-)
+from benchmarks.output import PARTS, check_out, pattern, positive, write, write_atomically
 from benchmarks.timing import BEYOND_CACHE, copy_rate, host_seconds, kept_bytes, peak_bytes, product_rate, times
 from errors import UserError, exit_on_user_error
 from model.device import choose_device, device_name, keep_freed_memory, processor
 
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # Okabe and Ito 2008
 ROUNDS = 5  # the baselines of a case take turns this often
 MAX_DIFFERENCE = 2e-2  # relative, between two bfloat16 results
 
@@ -134,7 +123,7 @@ def shares(case: Case, found: dict, copy: float, product: float) -> dict[str, fl
         return {part: case.flops / found[part] / product}
     moved = {"forward": case.forward_bytes, "backward": case.backward_bytes}
     moved["both"] = sum(moved.values())
-    return {part: moved[part] / found[part] / copy for part in PARTS}
+    return {part: moved[part] / found[part] / copy for part in parts_of(case)}
 
 
 def table(case: Case, found: dict[str, dict], copy: float, product: float) -> str:
@@ -159,35 +148,6 @@ def table(case: Case, found: dict[str, dict], copy: float, product: float) -> st
     return "\n".join(lines) + "\n"
 
 
-def draw(results: list[dict], path: Path, title: str) -> None:
-    """The time of each baseline over ours: forward and backward together, or forward where that is all."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 1.2 + 0.45 * len(results)), dpi=120, layout="constrained")
-    axes = figure.add_subplot()
-    baselines = list(dict.fromkeys(name for result in results for name in result["baselines"]))
-    for i, baseline in enumerate(baselines):
-        points = []
-        for row, result in enumerate(results):
-            one, ours = (result["baselines"].get(name, {}) for name in (baseline, OURS))
-            part = "both" if "both" in ours else "forward"
-            if part in one and part in ours:
-                points.append((one[part] / ours[part], row))
-        if points:
-            style = {"color": COLOURS[i % 6], "marker": "os^Dvx"[i % 6], "s": 36, "zorder": 3}
-            axes.scatter(*zip(*points, strict=True), label=baseline, **style)
-    axes.axvline(1, color="black", linewidth=1)
-    axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_formatter("{x:g}")
-    axes.set_yticks(range(len(results)), [result["name"] for result in results])
-    axes.invert_yaxis()
-    axes.grid(axis="both", alpha=0.3)
-    axes.set_xlabel("forward and backward (inference: forward), time relative to ours")
-    axes.set_title(title, fontsize=10)
-    figure.legend(fontsize=8, loc="outside lower center", ncols=3)
-    figure.savefig(path)
-
-
 def measure_all(
     chosen: list[Case],
     device: torch.device,
@@ -205,9 +165,7 @@ def measure_all(
                 one["share_of_limit"] = shares(case, one, copy, product)
         print(f"[{i + 1} of {len(chosen)}]\n\n{table(case, found, copy, product)}", flush=True)
         failed |= "not_run" in found[OURS] or any(" differ by " in one.get("not_run", "") for one in found.values())
-        result = {"name": case.name, "baselines": found}
-        result |= {"copy_bytes_per_second": copy, "product_flops_per_second": product}
-        results["cases"] = [other for other in results["cases"] if other["name"] != case.name] + [result]
+        results["cases"].append({"name": case.name, "baselines": found})
         if out is not None:
             write_atomically(out, results)
         torch.compiler.reset()
@@ -223,12 +181,7 @@ def main() -> int:
     )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
     parser.add_argument("--repeats", type=positive, default=50, help="calls of each part (default: %(default)s)")
-    parser.add_argument(
-        "--out",
-        type=Path,
-        metavar="FILE.json",
-        help="write the results there after every case, a picture beside it; other cases that the file has stay",
-    )
+    parser.add_argument("--out", type=Path, metavar="FILE.json", help="write the results there after every case")
     arguments = parser.parse_args()
     check_out(arguments.out)
     device = choose_device(arguments.device)
@@ -243,24 +196,11 @@ def main() -> int:
         "kernels": kernels.describe(device),
     }
     results = {"machine": machine, "cases": []}
-    if arguments.out is not None and arguments.out.exists():
-        results["cases"] = (old := read_results(arguments.out))["cases"]
-        if not same_device(old["machine"], machine):
-            raise UserError(f"--out {arguments.out} has results of {old['machine'].get('device')}; give another file.")
     keep_freed_memory()
     torch.manual_seed(0)
     machine["copy_bytes_per_second"] = copy_rate(device)
     machine["product_flops_per_second"] = product_rate(device, torch.bfloat16)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # `timeout` sends it: what was measured is drawn
-    try:
-        failed = measure_all(chosen, device, arguments.repeats, results, arguments.out)
-    finally:
-        if arguments.out is not None and results["cases"]:
-            try:
-                title = f"{machine['device']}, {machine['processor']}"
-                draw(results["cases"], arguments.out.with_suffix(".png"), title)
-            except ImportError as error:
-                print(f"No picture: {error}.")
+    failed = measure_all(chosen, device, arguments.repeats, results, arguments.out)
     write(results, arguments.out)
     return int(failed)
 

@@ -43,20 +43,3 @@ def write(results: dict, path: Path | None) -> None:
 def write_atomically(path: Path, results: dict) -> None:
     """Write results to a file as one line of JSON; after a kill it has either the old results or the new ones."""
     replace_text(path, json.dumps(results) + "\n")
-
-
-def same_device(one: dict, other: dict) -> bool:
-    """Whether two results are of the same device model; the host of a GPU does not matter."""
-    keys = ("device", "processor") if other["device"].startswith("CPU") else ("device",)
-    return all(one.get(key) == other[key] for key in keys)
-
-
-def read_results(path: Path) -> dict:
-    """Results that this command wrote. Raises UserError where the file holds something else."""
-    try:
-        results = json.loads(path.read_text(encoding="utf-8"))
-        if not {"machine", "cases"} <= results.keys():
-            raise ValueError("it holds no cases")
-    except (OSError, ValueError, AttributeError) as error:
-        raise UserError(f"--out {path} holds no results of this command ({error}); give another file.") from None
-    return results
