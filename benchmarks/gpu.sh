@@ -1,49 +1,84 @@
 #!/usr/bin/env bash
-# Everything that only a GPU can show, in three parts of less than 9 minutes each:
+# Everything that only a GPU can show, in the order in which the answers are wanted:
 #
-#   bash benchmarks/gpu.sh tests|kernels|model [FOLDER]
+#   bash benchmarks/gpu.sh [FOLDER [STEP...]]     STEP.. means this step and all after it
 #
-# tests    the tests that need a GPU, then every kernel once under compute-sanitizer (memcheck, racecheck)
-# kernels  benchmarks.kernels, one process for each family: after an illegal access a process cannot use the GPU again
-# model    training steps of 124m, decoding with 1b
+# Every step has its own time limit, and a step that fails does not stop the next. All output is appended to
+# FOLDER/gpu.txt (FOLDER: default $OUT, else benchmarks/results/gpu); the SM clock, power and temperature of every second
+# go to clocks.csv, the trace of a training step to trace.json.gz. With LIMIT=570, no step is started that might run
+# beyond 570 seconds; the last line then says how to continue. Exit status 1: a step failed.
 #
-# Every step has its own time limit, and a step that fails does not stop the next. All output is also written to FOLDER
-# (default: $OUT, else benchmarks/results/gpu), at most four files for each part. Exit status 1: a step failed.
+# Needs torch, triton, numpy, safetensors, tqdm, pytest and a C compiler; for its step transformers. The steps of train.py
+# need all of requirements.txt, and some baselines liger-kernel. For a machine without a network, put the wheels of what
+# it lacks into wheels/ on another machine; they are then installed into a temporary folder. For Python 3.12 on Linux:
 #
-# Needs torch, triton, numpy and a C compiler. Besides: pytest and pytest-xdist (tests), tqdm, tyro and tomli-w (tests
-# and model), matplotlib (the picture of `kernels`). For a machine without a network, put the missing ones into wheels/
-# on another machine, such as, for Python 3.12 on Linux:
-#
-#   pip download -d wheels --only-binary=:all: --python-version 3.12 --platform manylinux2014_x86_64 tyro tomli-w
+#   pip download -d wheels --no-deps --only-binary=:all: --python-version 3.12 --platform manylinux2014_x86_64 \
+#       msgspec tyro tomli-w typeguard docstring-parser liger-kernel
 set -u
 cd "$(dirname "$0")/.." || exit 1
-part=${1:-} folder=${2:-${OUT:-benchmarks/results/gpu}} python=${PYTHON:-python3} failed=()
+folder=${1:-${OUT:-benchmarks/results/gpu}} chosen=("${@:2}") python=${PYTHON:-python3}
+names=() failed=() from="" full=""
 
-case $part in
-    tests) packages="numpy pytest pytest-xdist:xdist tyro tomli-w:tomli_w tqdm" ;;
-    kernels) packages="numpy matplotlib" ;;
-    model) packages="numpy tyro tomli-w:tomli_w tqdm" ;;
-    *) echo "usage: bash benchmarks/gpu.sh tests|kernels|model [FOLDER]" >&2; exit 2 ;;
-esac
-
-# The pip names of the packages that Python cannot import.
-missing() {
-    local entry
-    for entry in $packages; do
-        "$python" -c "import ${entry#*:}" 2> /dev/null || echo "${entry%:*}"
+# Whether the arguments ask for a step.
+wanted() {
+    local one
+    [ ${#chosen[@]} = 0 ] || [ -n "$from" ] && return 0
+    for one in "${chosen[@]}"; do
+        [ "$one" = "$1.." ] && from=$1
+        [ "${one%..}" = "$1" ] && return 0
     done
+    return 1
 }
 
 # step NAME SECONDS COMMAND...
 step() {
-    local name=$1 limit=$2 start=$SECONDS status
+    local name=$1 limit=$2 start=$SECONDS before=0 status
     shift 2
+    wanted "$name" && [ -z "$full" ] || return 0
+    if [ $((start + limit)) -gt "${LIMIT:-1000000}" ]; then
+        full=$name
+        return
+    fi
+    names+=("$name")
+    [ -f "$folder/clocks.csv" ] && before=$(wc -l < "$folder/clocks.csv")
     echo "== $name (at most $limit s): $*"
     timeout --signal=TERM --kill-after=10 "$limit" "$@"
     status=$?
-    echo "== $name: exit status $status after $((SECONDS - start)) s"
+    echo "== $name: exit status $status after $((SECONDS - start)) s$(clocks "$before")"
     [ "$status" = 0 ] || failed+=("$name")
 }
+
+# The range of the clock and the power in clocks.csv beyond a number of lines.
+clocks() {
+    [ -s "$folder/clocks.csv" ] || return 0
+    tail -n "+$(($1 + 1))" "$folder/clocks.csv" | awk -F', *' '
+        { clock = $2 + 0; power = $3 + 0; if (NR == 1) low = clock
+          if (clock < low) low = clock; if (clock > high) high = clock; if (power > most) most = power }
+        END { if (NR) printf "; SM clock %d to %d MHz, at most %d W", low, high, most }'
+}
+
+training() { # NAME SECONDS CONFIG NORMS VARIANT...
+    step "$1" "$2" "$python" -m benchmarks.training --config "$3" --norms "$4" --variants "${@:5}"
+}
+
+kernels() { # NAME SECONDS PATTERN: one process for each family, since after an illegal access it cannot use the GPU
+    step "$1" "$2" "$python" -m benchmarks.kernels --only "$3"
+}
+
+tests() { # NAME SECONDS FLAGS...
+    step "$1" "$2" "$python" -m pytest -o addopts=--import-mode=importlib -m gpu --tb=line -v tests/kernels "${@:3}"
+}
+
+# Tests that run each kernel once against float64; pytest takes no line break here.
+smoke="norms_are_within and 2048-1024 or kernel_equal_float64 and 512-1408-300 or 1000-2816-dtype2"
+smoke+=" or rotary_is_within and dtype2-0.00175-32-8-128-0 or 5003-True-dtype2 or graph_of_the_decoding and lengths0"
+
+# The packages of requirements.txt that Python cannot import.
+missing='
+import importlib.util as u, re
+names = [re.match(r"[\w-]+", line)[0].replace("-", "_") for line in open("requirements.txt")]
+print(*[name for name in names if not u.find_spec(name)])
+'
 
 # Every kernel that the model calls, on small inputs.
 launch_all='
@@ -56,59 +91,62 @@ for name, call in launches():
     torch.cuda.synchronize()
 '
 
-run_tests() {
-    step pytest 290 "$python" -m pytest -m gpu -n 0 tests/kernels
-    local tool
+main() {
+    local absent tool scratch ours="Triton and torch.compile"
+    date
+    nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader 2>&1
+    scratch=$(mktemp -d)
+    if compgen -G "wheels/*.whl" > /dev/null; then
+        timeout 60 "$python" -m pip install -q --no-index --no-deps --no-compile --target "$scratch/site" wheels/*.whl
+        export PYTHONPATH=$scratch/site${PYTHONPATH:+:$PYTHONPATH}
+    fi
+    "$python" -c 'import platform, torch, triton; print(platform.python_version(), torch.__version__, triton.__version__)'
+    nvidia-smi --query-gpu=timestamp,clocks.sm,power.draw,temperature.gpu --format=csv,noheader,nounits -l 1 \
+        >> "$folder/clocks.csv" 2> /dev/null &
+    local sampler=$!
+
+    tests smoke 90 -k "$smoke"
+    training 124m 200 124m rms "$ours" torch.compile
+    absent=$("$python" -c "$missing")
+    if [ -z "$absent" ]; then
+        step train.py 280 "$python" train.py --config 124m --data python --steps 40 --warmup-steps 10 \
+            --cache "$scratch/cache" --out "$scratch/run"
+    elif wanted train.py; then
+        echo "== train.py: not run, these packages are missing: $absent"
+    fi
+    training layer 200 124m layer "$ours" torch.compile
+    training 1b 150 1b rms "$ours" # one variant and norm each: two together may need too much memory
+    training 1b-plain 150 1b rms torch.compile
+    training 1b-layer 150 1b layer "$ours"
+    kernels attention 90 '^attention'
+    kernels norms 200 '^(rms|layer) norm'
+    kernels loss 120 '^head and loss'
+    step decoding-128 180 "$python" -m benchmarks.decoding --config 1b --sequences 1 8 --cached 128
+    # The context of 1b is 4,096; the steps that are timed need room in it.
+    step decoding-4000 240 "$python" -m benchmarks.decoding --config 1b --sequences 1 4 8 --cached 4000
+    training transformers 180 124m rms "$ours" "transformers and torch.compile" transformers
+    step trace 120 "$python" -m benchmarks.training --config 124m --norms rms --variants "$ours" \
+        --profile "$folder/trace.json.gz"
+    kernels others 200 '^(SwiGLU|gate and up|rotary)'
+    tests tests 300
     for tool in memcheck racecheck; do
         if command -v compute-sanitizer > /dev/null; then
             # Without torch's allocator, which would hide what lies outside a tensor and inside its pool.
             PYTORCH_NO_CUDA_MEMORY_CACHING=1 step "$tool" 110 \
                 compute-sanitizer --tool "$tool" --error-exitcode 1 "$python" -c "$launch_all"
-        else
+        elif wanted "$tool"; then
             echo "== $tool: not run, there is no compute-sanitizer"
         fi
     done
-}
 
-run_kernels() {
-    local out=$folder/kernels.json
-    rm -f "$out"
-    step "rms norm" 150 "$python" -m benchmarks.kernels --out "$out" --only '^rms norm'
-    step "head and loss" 100 "$python" -m benchmarks.kernels --out "$out" --only '^head and loss'
-    step "SwiGLU" 110 "$python" -m benchmarks.kernels --out "$out" --only '^(SwiGLU|gate and up)'
-    step "rotary" 60 "$python" -m benchmarks.kernels --out "$out" --only '^rotary'
-    step "layer norm" 80 "$python" -m benchmarks.kernels --out "$out" --only '^layer norm'
-}
-
-run_model() {
-    step decoding-128 110 "$python" -m benchmarks.decoding --config 1b --sequences 1 4 8 --cached 128 \
-        --out "$folder/decoding-128.json"
-    # The context of 1b is 4,096; the steps that are timed need room in it.
-    step decoding-4000 110 "$python" -m benchmarks.decoding --config 1b --sequences 1 4 8 --cached 4000 \
-        --out "$folder/decoding-4000.json"
-    step training 280 "$python" -m benchmarks.training --config 124m --out "$folder/training.json"
-}
-
-main() {
-    date
-    nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader 2>&1
-    "$python" -c 'import platform, torch, triton; print(platform.python_version(), torch.__version__, triton.__version__)'
-    local absent
-    absent=$(missing)
-    if [ -n "$absent" ] && [ -d wheels ]; then
-        # shellcheck disable=SC2086
-        timeout 60 "$python" -m pip install -q --no-index --find-links wheels $absent
-        absent=$(missing)
-    fi
-    if [ -n "$absent" ]; then
-        echo "Missing:" $absent "(the head of benchmarks/gpu.sh says how to install them)"
-    fi
-    "run_$part"
-    echo "== $part: ${#failed[@]} steps failed${failed[*]:+: ${failed[*]}}"
+    kill "$sampler" 2> /dev/null
+    rm -rf "$scratch"
+    echo "== ${#names[@]} steps, ${#failed[@]} failed${failed[*]:+: ${failed[*]}}"
+    [ -z "$full" ] || echo "== continue with: bash benchmarks/gpu.sh $folder $full.."
     [ ${#failed[@]} = 0 ]
 }
 
 mkdir -p "$folder" || exit 1
 export PYTHONUNBUFFERED=1
-main 2>&1 | tee "$folder/$part.txt"
+main 2>&1 | tee -a "$folder/gpu.txt"
 exit "${PIPESTATUS[0]}"

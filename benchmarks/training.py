@@ -231,8 +231,8 @@ def main() -> None:
     tokens = min(data.micro_batch_size or data.batch_size, data.batch_size) * data.sequence_length
     flops = flops_per_token(settings.model, data.sequence_length) * tokens
     peak = peak_flops(device, choose_training_dtype(settings.machine.dtype, device))
-    print(f"{arguments.config}: steps of {tokens:,} tokens on {device_name(device)}\n")
-    print("| variant | norm | ms per step | tokens/s | time over the first's | of peak FLOP/s | GB beyond the state |")
+    print(f"{arguments.config}: steps of {tokens:,} tokens on {device_name(device)}; peak GB without weights and optimizer\n")
+    print("| variant | norm | ms per step | tokens/s | time over the first's | of peak FLOP/s | peak GB |")
     print("|---" * 7 + "|")
     first = {timing.arm: timing.seconds for timing in reversed(timings)}
     for timing in timings:

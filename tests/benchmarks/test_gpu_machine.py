@@ -2,13 +2,16 @@
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from benchmarks import training
 from benchmarks.cases import SHAPES
 from kernels import gpu
 
@@ -52,78 +55,95 @@ def test_models_and_benchmarks_import_on_a_machine_made_for_torch_and_triton():
 
 
 @pytest.mark.skipif(gpu is None, reason="Triton is not installed")
-def test_the_tests_that_need_a_gpu_are_collected_there():
-    flags = ["-o", "addopts=--import-mode=importlib", "-m", "gpu", "--collect-only", "-q", "tests/kernels"]
+def test_the_tests_that_need_a_gpu_are_collected_there_and_few_of_them_run_each_kernel_once():
+    smoke = "".join(re.findall(r'^smoke\+?="(.*)"', SCRIPT.read_text(encoding="utf-8"), re.MULTILINE))
+    flags = ["-o", "addopts=--import-mode=importlib", "-m", "gpu", "-k", smoke, "--collect-only", "-q", "tests/kernels"]
     done = run_without_absent("import pytest\nsys.exit(pytest.main())", *flags)
-    assert done.returncode == 0 and "test_gpu.py::test_norms_are_within" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = re.findall(r"::test_(.*?)_(?:is|are|equal|gives)_\S*\[", done.stdout)
+    assert {*found} == {
+        "norms",
+        "the_activation",
+        "the_loss_and_its_gradients",
+        "gate_and_up_in_one_kernel",
+        "rotary",
+        "a_graph_of_the_decoding_step",
+    } and len(found) < 12
 
 
 @pytest.fixture
 def run_script(tmp_path):
-    """Run gpu.sh with a Python that does nothing but fail where its arguments contain `failing`; returns the output.
+    """Run gpu.sh with a Python that prints its arguments, and fails where they contain $FAILING.
 
-    The Python prints its arguments; it lacks the module tomli_w.
+    Asked for the missing packages, it prints $MISSING.
     """
     python = tmp_path / "python-of-the-gpu"
     python.write_text(
-        '#!/usr/bin/env bash\n[[ $1 = -c && $2 = "import tomli_w" ]] && exit 1\n'
+        "#!/usr/bin/env bash\n[[ $1 = -c && $2 = *find_spec* ]] && echo $MISSING\n"
         '[[ $1 = -c ]] || echo "ran: $*"\n[[ -n $FAILING && "$*" = *$FAILING* ]] && exit 3\nexit 0\n'
     )
-    python.chmod(0o755)
-    sanitizer = tmp_path / "compute-sanitizer"
-    sanitizer.write_text("#!/usr/bin/env bash\nexit 0\n")
-    sanitizer.chmod(0o755)
+    (tmp_path / "compute-sanitizer").write_text("#!/usr/bin/env bash\nexit 0\n")
+    (tmp_path / "nvidia-smi").write_text(
+        "#!/usr/bin/env bash\n"
+        "while printf 'now, 345, 70.1, 30\\nnow, 1980, 650.7, 50\\n'; [[ $* = *-l* ]]; do sleep 0.01; done\n"
+    )
+    for program in (python, tmp_path / "compute-sanitizer", tmp_path / "nvidia-smi"):
+        program.chmod(0o755)
 
-    def run(part: str, failing: str = "", **variables: str) -> subprocess.CompletedProcess:
-        environment = os.environ | {"PYTHON": str(python), "FAILING": failing} | variables
+    def run(*steps: str, **variables: str) -> subprocess.CompletedProcess:
+        environment = os.environ | {"PYTHON": str(python), "FAILING": "", "MISSING": ""} | variables
         environment["PATH"] = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
-        command = ["bash", SCRIPT, *part.split(), *([] if variables else [str(tmp_path / "out")])]
+        command = ["bash", SCRIPT, str(tmp_path / "out"), *steps]
         return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
 
     return run
 
 
+def steps_of(done: subprocess.CompletedProcess) -> list[str]:
+    return re.findall(r"^== (\S+) \(at most", done.stdout, re.MULTILINE)
+
+
 @needs_bash
 def test_a_step_that_fails_does_not_stop_the_others_and_sets_the_exit_status(run_script, tmp_path):
-    done = run_script("kernels")
-    assert done.returncode == 0 and "0 steps failed" in done.stdout
-    steps = [line for line in done.stdout.splitlines() if line.startswith("ran: ")]
-    assert len(steps) == 5 and all(f"--out {tmp_path}/out/kernels.json" in step for step in steps)
-    failed = run_script("kernels", "head and loss")
-    assert failed.returncode == 1 and "1 steps failed: head and loss" in failed.stdout
-    assert [line for line in failed.stdout.splitlines() if line.startswith("ran: ")] == steps
-    assert (tmp_path / "out" / "kernels.txt").read_text() == failed.stdout
+    done = run_script()
+    assert done.returncode == 0 and "== 18 steps, 0 failed" in done.stdout, done.stdout
+    assert steps_of(done)[:3] == ["smoke", "124m", "train.py"] and steps_of(done)[-1] == "racecheck"
+    failed = run_script(FAILING="--config 1b")
+    assert failed.returncode == 1 and "5 failed: 1b 1b-plain 1b-layer decoding-128 decoding-4000" in failed.stdout
+    assert steps_of(failed) == steps_of(done)
+    assert (tmp_path / "out" / "gpu.txt").read_text() == done.stdout + failed.stdout
+    assert "SM clock 345 to 1980 MHz, at most 650 W" in done.stdout
 
 
 @needs_bash
-def test_every_part_stays_within_nine_minutes_and_writes_few_files(run_script, tmp_path):
-    for part in ("tests", "kernels", "model"):
-        done = run_script(part)
-        limits = [line for line in done.stdout.splitlines() if "(at most " in line]
-        assert sum(int(line.partition("(at most ")[2].split()[0]) for line in limits) <= 530 and limits, part
-        absent = [line for line in done.stdout.splitlines() if line.startswith("Missing: ")]
-        assert absent == (
-            [] if part == "kernels" else ["Missing: tomli-w (the head of benchmarks/gpu.sh says how to install them)"]
-        )
-    names = set(os.listdir(tmp_path / "out"))
-    assert names == {"tests.txt", "kernels.txt", "model.txt"}
-    model = [line for line in done.stdout.splitlines() if line.startswith("ran: ")]
-    assert [line.split("-m ")[1].split()[0] for line in model] == ["benchmarks.decoding"] * 2 + ["benchmarks.training"]
+def test_steps_are_chosen_by_name_and_a_limit_says_how_to_continue(run_script):
+    assert steps_of(run_script("norms", "trace..")) == ["norms", "trace", "others", "tests", "memcheck", "racecheck"]
+    first = run_script(LIMIT="570")
+    assert max(int(limit) for limit in re.findall(r"at most (\d+) s", run_script().stdout)) <= 570
+    assert "continue with" not in first.stdout
+    part = run_script(LIMIT="250")
+    assert steps_of(part) == ["smoke", "124m"] and part.stdout.endswith("train.py..\n")
 
 
 @needs_bash
-def test_the_folder_is_an_argument_or_a_variable_and_an_unknown_part_is_refused(run_script, tmp_path):
-    assert run_script("model", OUT=str(tmp_path / "elsewhere")).returncode == 0
-    assert os.listdir(tmp_path / "elsewhere") == ["model.txt"]
-    refused = run_script("everything")
-    assert refused.returncode == 2 and "usage: " in refused.stderr
+def test_train_py_is_left_out_with_a_line_where_its_packages_are_missing(run_script):
+    done = run_script("124m", "train.py", MISSING="tyro msgspec")
+    assert "== train.py: not run, these packages are missing: tyro msgspec" in done.stdout
+    assert steps_of(done) == ["124m"] and done.returncode == 0
 
 
 @needs_bash
-def test_the_families_of_the_script_are_all_cases_of_a_gpu_and_none_twice():
-    patterns = re.findall(r"--only '(.+)'", SCRIPT.read_text(encoding="utf-8"))
+def test_the_script_names_every_case_of_a_gpu_once_and_variants_that_exist_there(monkeypatch):
+    script = SCRIPT.read_text(encoding="utf-8")
+    patterns = re.findall(r"^    kernels \w+ \d+ '(.+)'", script, re.MULTILINE)
     names = [f"{norm.kind} norm{' after addition' * norm.after_addition}" for norm in SHAPES["cuda"].norms]
     names += ["SwiGLU kernels", "gate and up in inference", "SwiGLU MLP", "rotary", "rotary with norms of heads"]
-    names += ["head and loss", "head and loss, weighted sum"]
+    names += ["head and loss", "head and loss, weighted sum", "attention in training", "attention in decoding"]
     for name in names:
         assert sum(bool(re.search(pattern, name)) for pattern in patterns) == 1, name
+    monkeypatch.setattr(training, "why_not_compile", lambda device: None)
+    monkeypatch.setattr(training.kernels, "find_triton_obstacle", lambda device: None)
+    lines = re.findall(r"^    training \S+ \d+ \S+ \w+ (.*?)(?: #.*)?$", script, re.MULTILINE)
+    ours = re.search(r'ours="(.+)"', script)[1]
+    chosen = {name for line in lines for name in shlex.split(line.replace("$ours", ours))}
+    assert len(lines) == 6 and chosen <= (training.variants(torch.device("cuda")) | training.PEERS).keys()
