@@ -82,21 +82,21 @@ TABLE = r"""
 - x, residual = self.post_attention_layernorm(x, residual)
 + x, _ = self.post_attention_layernorm(x, residual)
 ! model/test_decoder.py::test_logits_equal_those_of_a_plain_float64_implementation
-@ model/pretrained.py
+@ checkpoints/pretrained.py
 - "qkv_proj": ("q_proj", "k_proj", "v_proj")
 + "qkv_proj": ("q_proj", "v_proj", "k_proj")
-! model/test_pretrained.py::test_packed_matrices_are_unpacked_in_files_with_their_rows_in_order
-@ model/families.py
+! checkpoints/test_pretrained.py::test_packed_matrices_are_unpacked_in_files_with_their_rows_in_order
+@ checkpoints/families.py
 - fields[family.qkv_bias] = config.attention_bias
 + fields[family.qkv_bias] = False
-! model/test_transformers.py::test_a_saved_model_has_equal_logits_in_transformers_and_is_read_back_bit_equal
+! checkpoints/test_transformers.py::test_a_saved_model_has_equal_logits_in_transformers_and_is_read_back_bit_equal
 - tie_word_embeddings=fields["tie_word_embeddings"] or False,
 + tie_word_embeddings=True,
-! model/test_transformers.py::test_a_model_saved_by_transformers_has_equal_logits_here
-@ model/gguf.py
+! checkpoints/test_transformers.py::test_a_model_saved_by_transformers_has_equal_logits_here
+@ contrib/gguf.py
 - return source.read().unflatten(0, (heads, 2, -1))
 + return source.read().unflatten(0, (heads, -1, 2))
-! model/test_gguf.py::test_the_file_computes_the_same_logits_by_the_conventions_of_llama_cpp
+! contrib/test_gguf.py::test_the_file_computes_the_same_logits_by_the_conventions_of_llama_cpp
 @ training/session.py
 - session.state = dataclasses.replace(saved, **now)
 + session.state = dataclasses.replace(saved, step=saved.step - 1, **now)
