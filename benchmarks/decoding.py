@@ -2,20 +2,20 @@
 
 Variants, with random bfloat16 weights: the decoder called step by step; the fused step (five or six kernels per layer,
 one graph on CUDA); and the plain decoder with a static cache in one graph, eager and compiled. Prints a table in
-Markdown and, last, one JSON object, which `--out` also writes to a file after every case.
+Markdown and, last, one JSON object.
 """
 
 import argparse
+import json
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 import kernels
-from benchmarks.output import check_out, positive, write, write_atomically
+from benchmarks.arguments import positive
 from benchmarks.static_cache import StaticDecoder
 from benchmarks.timing import copy_rate
 from benchmarks.training import read_settings
@@ -44,9 +44,7 @@ def main() -> None:
         "--cached", type=positive, nargs="+", default=[128, 4000], help="filled positions (default: %(default)s)"
     )
     parser.add_argument("--steps", type=positive, default=64, help="steps to time (default: %(default)s)")
-    parser.add_argument("--out", type=Path, metavar="FILE.json", help="write the results there")
     arguments = parser.parse_args()
-    check_out(arguments.out)
     device = choose_device(arguments.device)
     config = read_settings(arguments.config).model
     needed, limit = max(arguments.cached) + arguments.steps + WARM_UP, config.max_position_embeddings
@@ -80,10 +78,8 @@ def main() -> None:
                     row["share_of_copy_rate"] = row["bytes"] / row["seconds"] / copy
                 print(table_row(row), flush=True)
                 results["steps"].append(row)
-                if arguments.out is not None:  # a later case may fail
-                    write_atomically(arguments.out, results)
             del cache
-    write(results, arguments.out)
+    print(json.dumps(results))
 
 
 def measure(variant: str, decoder: Decoder, cache: KeyValueCache, cached: int, steps: int) -> dict:

@@ -6,7 +6,8 @@
 # Every step has its own time limit, and a step that fails does not stop the next. All output is appended to
 # FOLDER/gpu.txt (FOLDER: default $OUT, else benchmarks/results/gpu); the SM clock, power and temperature of every second
 # go to clocks.csv, the trace of a training step to trace.json.gz. With LIMIT=570, no step is started that might run
-# beyond 570 seconds; the last line then says how to continue. Exit status 1: a step failed.
+# beyond 570 seconds; the last line then says how to continue. Exit status 1: a step failed,
+# or none ran.
 #
 # Needs torch, triton, numpy, safetensors, tqdm, pytest and a C compiler; for its step transformers. The steps of train.py
 # need all of requirements.txt, and some baselines liger-kernel. For a machine without a network, put the wheels of what
@@ -119,7 +120,7 @@ main() {
     training 1b-plain 150 1b rms torch.compile
     training 1b-layer 150 1b layer "$ours"
     kernels attention 90 '^attention'
-    kernels norms 200 '^(rms|layer) norm'
+    kernels norms 240 '^(rms|layer) norm'
     kernels loss 120 '^head and loss'
     step decoding-128 180 "$python" -m benchmarks.decoding --config 1b --sequences 1 8 --cached 128
     # The context of 1b is 4,096; the steps that are timed need room in it.
@@ -143,7 +144,7 @@ main() {
     rm -rf "$scratch"
     echo "== ${#names[@]} steps, ${#failed[@]} failed${failed[*]:+: ${failed[*]}}"
     [ -z "$full" ] || echo "== continue with: bash benchmarks/gpu.sh $folder $full.."
-    [ ${#failed[@]} = 0 ]
+    [ ${#failed[@]} = 0 ] && [ ${#names[@]} -gt 0 ]
 }
 
 mkdir -p "$folder" || exit 1

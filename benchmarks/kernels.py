@@ -3,29 +3,29 @@
 For each shape: forward, backward and both, each the median of many interleaved calls on random data, on a GPU over
 buffers that exceed its cache; separately, host time, peak memory and memory kept for the backward pass. The limit,
 torch's copy or its matrix product, is measured in the same run. Prints tables in Markdown, and everything as JSON in
-its last line; `--out` also writes that line to a file after every case. Exit status 1: ours did not run, or a baseline
-computed something else.
+its last line. Exit status 1: ours did not run, or a baseline computed something else.
 """
 
 import argparse
 import gc
+import json
 import math
 import platform
 import re
 import statistics
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
 import kernels
+from benchmarks.arguments import pattern, positive
 from benchmarks.cases import OURS, RMS_TWIN, Case, cases
-from benchmarks.output import PARTS, check_out, pattern, positive, write, write_atomically
 from benchmarks.timing import BEYOND_CACHE, copy_rate, host_seconds, kept_bytes, peak_bytes, product_rate, times
 from errors import UserError, exit_on_user_error
 from model.device import choose_device, device_name, keep_freed_memory, processor
 
+PARTS = ("forward", "backward", "both")
 ROUNDS = 5  # the baselines of a case take turns this often
 MAX_DIFFERENCE = 2e-2  # relative, between two bfloat16 results
 
@@ -148,14 +148,8 @@ def table(case: Case, found: dict[str, dict], copy: float, product: float) -> st
     return "\n".join(lines) + "\n"
 
 
-def measure_all(
-    chosen: list[Case],
-    device: torch.device,
-    repeats: int,
-    results: dict,
-    out: Path | None,
-) -> bool:
-    """Measure the cases into `results`, write them after every one, and return whether one failed."""
+def measure_all(chosen: list[Case], device: torch.device, repeats: int, results: dict) -> bool:
+    """Measure the cases into `results`, print each when it is done, and return whether one failed."""
     machine, failed = results["machine"], False
     copy, product = machine["copy_bytes_per_second"], machine["product_flops_per_second"]
     for i, case in enumerate(chosen):
@@ -166,8 +160,6 @@ def measure_all(
         print(f"[{i + 1} of {len(chosen)}]\n\n{table(case, found, copy, product)}", flush=True)
         failed |= "not_run" in found[OURS] or any(" differ by " in one.get("not_run", "") for one in found.values())
         results["cases"].append({"name": case.name, "baselines": found})
-        if out is not None:
-            write_atomically(out, results)
         torch.compiler.reset()
         gc.collect()
     return failed
@@ -181,9 +173,7 @@ def main() -> int:
     )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
     parser.add_argument("--repeats", type=positive, default=50, help="calls of each part (default: %(default)s)")
-    parser.add_argument("--out", type=Path, metavar="FILE.json", help="write the results there after every case")
     arguments = parser.parse_args()
-    check_out(arguments.out)
     device = choose_device(arguments.device)
     chosen = [case for case in cases(device) if re.search(arguments.only, case.name)]
     if not chosen:
@@ -200,8 +190,8 @@ def main() -> int:
     torch.manual_seed(0)
     machine["copy_bytes_per_second"] = copy_rate(device)
     machine["product_flops_per_second"] = product_rate(device, torch.bfloat16)
-    failed = measure_all(chosen, device, arguments.repeats, results, arguments.out)
-    write(results, arguments.out)
+    failed = measure_all(chosen, device, arguments.repeats, results)
+    print(json.dumps(results))
     return int(failed)
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from benchmarks.output import positive
+from benchmarks.arguments import positive
 from checkpoints.pretrained import save_pretrained
 from errors import UserError, exit_on_user_error
 from generation.session import load_decoder

@@ -25,8 +25,8 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from benchmarks.arguments import positive
 from benchmarks.loading import STATUS, peak
-from benchmarks.output import check_out, positive, write
 from benchmarks.timing import product_rate, read_rate
 from benchmarks.training import PEER, transformers_model
 from errors import UserError, exit_on_user_error
@@ -288,14 +288,12 @@ def main() -> None:
     parser.add_argument(
         "--llama2c", metavar="PATH", help="llama2.c's program, built with `make runomp`; it decodes one sequence"
     )
-    parser.add_argument("--out", type=Path, metavar="FILE.json", help="write the results there")
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.serve is not None:
         serve(Case(**json.loads(arguments.serve)), arguments.folder)
         return
-    check_out(arguments.out)
     dtypes = arguments.dtypes or DTYPES[arguments.task]
     if unknown := set(dtypes) - set(DTYPES[arguments.task]):
         raise UserError(f"--dtypes {', '.join(unknown)} is only for decoding.")
@@ -324,7 +322,7 @@ def main() -> None:
             for row in rows:
                 print(table_row(row, rows, results), flush=True)
             results["rows"] += rows
-    write(results, arguments.out)
+    print(json.dumps(results))
 
 
 def peers(arguments: argparse.Namespace) -> list[dict]:

@@ -23,7 +23,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from benchmarks.output import pattern
+from benchmarks.arguments import pattern
 from kernels import cross_entropy, decode, gpu, launch, norm, rope, swiglu
 from lock import usable_cores
 

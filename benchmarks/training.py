@@ -8,6 +8,7 @@ compared here, since on a CPU one of them is fused and the other is not.
 
 import argparse
 import dataclasses
+import json
 import os
 import statistics
 import sys
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 import kernels
-from benchmarks.output import check_out, positive, write
+from benchmarks.arguments import positive
 from benchmarks.timing import Timing, interleaved, peak_bytes
 from errors import UserError, exit_on_user_error
 from files import read_toml
@@ -202,9 +203,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
     parser.add_argument("--blocks", type=positive, default=10, help="turns of 4 steps each (default: %(default)s)")
     parser.add_argument("--profile", type=Path, metavar="TRACE.json.gz", help="instead, trace one variant and norm")
-    parser.add_argument("--out", type=Path, metavar="FILE.json", help="write the results there")
     arguments = parser.parse_args()
-    check_out(arguments.out)
     device = choose_device(arguments.device)
     keep_freed_memory()
     settings = read_settings(arguments.config)
@@ -231,8 +230,9 @@ def main() -> None:
     tokens = min(data.micro_batch_size or data.batch_size, data.batch_size) * data.sequence_length
     flops = flops_per_token(settings.model, data.sequence_length) * tokens
     peak = peak_flops(device, choose_training_dtype(settings.machine.dtype, device))
-    print(f"{arguments.config}: steps of {tokens:,} tokens on {device_name(device)}; peak GB without weights and optimizer\n")
-    print("| variant | norm | ms per step | tokens/s | time over the first's | of peak FLOP/s | peak GB |")
+    print(f"{arguments.config}: steps of {tokens:,} tokens on {device_name(device)}\n")
+    columns = ("variant", "norm", "ms per step", "tokens/s", "time over the first's", "of peak FLOP/s")
+    print("| " + " | ".join([*columns, "peak GB without weights and optimizer"]) + " |")
     print("|---" * 7 + "|")
     first = {timing.arm: timing.seconds for timing in reversed(timings)}
     for timing in timings:
@@ -246,7 +246,7 @@ def main() -> None:
         print(f"| {variant} | {arm} | not run: {reason} | | | | |")
     about = {"device": device_name(device), "torch": torch.__version__, "config": arguments.config}
     rows = [dataclasses.asdict(timing) for timing in timings]
-    write(about | {"tokens": tokens, "flops": flops, "timings": rows}, arguments.out)
+    print(json.dumps(about | {"tokens": tokens, "flops": flops, "timings": rows}))
     if failures:
         sys.exit(1)
 

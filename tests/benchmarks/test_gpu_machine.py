@@ -118,9 +118,9 @@ def test_a_step_that_fails_does_not_stop_the_others_and_sets_the_exit_status(run
 @needs_bash
 def test_steps_are_chosen_by_name_and_a_limit_says_how_to_continue(run_script):
     assert steps_of(run_script("norms", "trace..")) == ["norms", "trace", "others", "tests", "memcheck", "racecheck"]
-    first = run_script(LIMIT="570")
-    assert max(int(limit) for limit in re.findall(r"at most (\d+) s", run_script().stdout)) <= 570
-    assert "continue with" not in first.stdout
+    assert run_script("nothing").returncode == 1
+    complete = run_script(LIMIT="570")  # no step takes so long by itself
+    assert len(steps_of(complete)) == 18 and "continue with" not in complete.stdout
     part = run_script(LIMIT="250")
     assert steps_of(part) == ["smoke", "124m"] and part.stdout.endswith("train.py..\n")
 
