@@ -6,8 +6,7 @@
 # Every step has its own time limit, and a step that fails does not stop the next. All output is appended to
 # FOLDER/gpu.txt (FOLDER: default $OUT, else benchmarks/results/gpu); the SM clock, power and temperature of every second
 # go to clocks.csv, the trace of a training step to trace.json.gz. With LIMIT=570, no step is started that might run
-# beyond 570 seconds; the last line then says how to continue. Exit status 1: a step failed,
-# or none ran.
+# beyond 570 seconds; the last line then says how to continue. Exit status 1: a step failed, or none ran.
 #
 # Needs torch, triton, numpy, safetensors, tqdm, pytest and a C compiler; for its step transformers. The steps of train.py
 # need all of requirements.txt, and some baselines liger-kernel. For a machine without a network, put the wheels of what
