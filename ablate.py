@@ -4,17 +4,16 @@ import os
 import shlex
 import sys
 
-from errors import UserError, exit_on_user_error, open_streams
+from errors import UserError, exit_on_user_error
 
 
 def main() -> int:
     """Do what the command line says; returns the exit status."""
-    open_streams()
     os.environ["MPLBACKEND"] = "agg"  # figures are only saved, and a backend that is not there would fail
     from pathlib import Path  # imported here, so that Ctrl-C at any time ends in one line
 
-    import lock
     from ablation.command import named, parse
+    from errors import locked
 
     command = parse(sys.argv[1:])
     from ablation import cells, plots, report, runner  # import torch, which --help does not wait for
@@ -46,7 +45,7 @@ def main() -> int:
     if command.dry_run:
         print(runner.describe(runner.load_or_create(plan, folder, command.device, command.jobs)))
         return 0
-    with lock.locked(folder):
+    with locked(folder):
         experiment = runner.load_or_create(plan, folder, command.device, command.jobs)
         print(runner.describe(experiment), flush=True)
         completed = runner.execute(experiment)

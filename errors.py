@@ -1,110 +1,126 @@
-"""How a program ends: errors that a user can fix are one line and exit status 2, and never a traceback."""
+"""How a program ends when something is wrong, and the operations on files that all packages share.
+
+Everything that a user hands in is read inside `reading`, in code that takes files to be good: whatever is raised there
+becomes one line and exit status 2. `--traceback` on any command line shows where it was raised.
+"""
 
 import contextlib
-import errno
+import json
 import os
 import sys
 import time
+import tomllib
+import traceback
 from collections.abc import Iterator
-from typing import NoReturn, TextIO
+from pathlib import Path
+from typing import NoReturn
 
 MAX_MESSAGE = 2000  # characters
+LOCK = ".lock"  # of the file in a folder; the system releases its lock when the process ends, however it ends
 
 
 class UserError(Exception):
-    """Something that the user can fix. The message is one line: what is wrong, where, and what to do.
-
-    It may quote names and values from files of others: line breaks and other control characters are shown as escapes,
-    `\\n`, and the middle of a message that is too long to read is left out.
-    """
+    """Something that the user can fix. The message is one line: what is wrong, where, and what to do."""
 
     def __str__(self) -> str:
-        shown = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in shorten(super().__str__()))
-        return shorten(shown)
-
-
-def shorten(message: str) -> str:
-    """The beginning and the end of a message that is too long to read."""
-    half = MAX_MESSAGE // 2
-    return message if len(message) <= MAX_MESSAGE else f"{message[:half]} [...] {message[-half:]}"
-
-
-class OptionalOutput:
-    """A text stream that drops what cannot be written: the program continues when nobody reads what it prints."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._stream, name)
-
-    def write(self, text: str) -> int:
-        with self._dropping():
-            self._stream.write(text)
-        return len(text)
-
-    def flush(self) -> None:
-        with self._dropping():
-            self._stream.flush()
-
-    @contextlib.contextmanager
-    def _dropping(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            discard_output(self._stream)
-            closed_by_reader = error.errno in (errno.EPIPE, errno.EINVAL)  # EINVAL on Windows
-            if not closed_by_reader and self is sys.stdout:
-                note = f"note: standard output cannot be written ({error.strerror}); continuing without it"
-                print(note, file=sys.stderr)
-
-
-def open_streams() -> None:
-    """Make standard output and standard error write UTF-8 on every system, and never fail."""
-    replace_closed_streams()
-    for name in ("stdout", "stderr"):
-        stream = getattr(sys, name)
-        if hasattr(stream, "reconfigure"):  # not where a caller has put another kind of stream in its place
-            stream.reconfigure(encoding="utf-8", errors="replace")
-        setattr(sys, name, OptionalOutput(stream))
-
-
-def replace_closed_streams() -> None:
-    """Put the null device in the place of a stream that was closed before the program started: Python has None there.
-
-    Without it, what is meant for standard error would be printed to standard output.
-    """
-    for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - for as long as the program runs
+        """The message with control characters as escapes, as it may quote files of others, and not too long to read."""
+        text, half = super().__str__(), MAX_MESSAGE // 2
+        text = text if len(text) <= MAX_MESSAGE else f"{text[:half]} [...] {text[-half:]}"
+        return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 @contextlib.contextmanager
-def exit_on_user_error() -> Iterator[None]:
-    """Turn a `UserError`, or what the system says about a file, into one line and exit status 2; Ctrl-C into 130.
-
-    A pipe that its reader has closed is no error, nor is a stream that is closed from the start.
-    """
-    replace_closed_streams()
+def reading(path: Path | str, fix: str = "download or save it again") -> Iterator[None]:
+    """Read `path` in this block: any exception becomes a `UserError` with the path, the reason and the fix."""
     try:
+        yield
+    except (UserError, MemoryError):
+        raise
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror or error}); {fix}.") from error
+    except Exception as error:
+        reason = f"no {error}" if isinstance(error, KeyError) else str(error) or type(error).__name__
+        raise UserError(f"{path} cannot be read ({reason}); {fix}.") from error
+
+
+def read_json(path: Path) -> dict:
+    """The JSON object in a file; an empty one if there is no file."""
+    with reading(path):
+        fields = json.loads(path.read_bytes()) if path.exists() else {}
+        if not isinstance(fields, dict):
+            raise ValueError("it is not a JSON object")
+    return fields
+
+
+def read_toml(path: Path) -> dict:
+    """The tables and keys of a TOML file."""
+    with reading(path, "correct it, or give another file"):
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a file atomically: after a kill at any instant it has either its old text or the new one.
+
+    `OSError`, with the file's name, if it cannot be written, for example because the disk is full.
+    """
+    new = path.with_name(path.name + ".new")
+    try:
+        with new.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())  # else the file may be empty after a power failure, although it has its new name
+        new.replace(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            new.unlink(missing_ok=True)
+        error.filename = str(path)  # the system names no file when a write fails
+        raise
+
+
+def fsync_directory(directory: Path, files: bool = True) -> None:
+    """fsync a directory and, if `files`, the files in it (Windows can fsync only files)."""
+    for path in directory.iterdir() if files else ():
+        if path.is_file():
+            with path.open("rb+") as file:
+                os.fsync(file.fileno())
+    if os.name != "nt":
+        descriptor = os.open(directory, os.O_RDONLY)
         try:
-            yield
-        except SystemExit as error:  # such as after --help
-            sys.stdout.flush()
-            if error.code:
-                let_main_process_speak()
-            raise
-        sys.stdout.flush()  # not at the exit of the interpreter, where a full disk would be a traceback
-    except UserError as error:
-        end(f"error: {error}", 2)
-    except BrokenPipeError:  # the reader closed it (`| head`); without this Python reports it again on exit
-        discard_output(sys.stdout)
-    except OSError as error:  # such as a name that is too long, a folder that may not be read, or a full disk
-        name = "" if error.filename is None else str(error.filename)
-        where = f"{name if len(name) < 200 else name[:200] + '...'}: " if name else ""
-        end(f"error: {where}{error.strerror or error}.", 2)
-    except KeyboardInterrupt:
-        end("stopped.", 130)
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+@contextlib.contextmanager
+def locked(folder: Path, *, wait: str | None = None) -> Iterator[None]:
+    """Make a folder and hold its lock inside the block.
+
+    Where another process holds it: print `wait` to standard error and wait, or without that line raise `UserError`.
+    """
+    from filelock import FileLock, Timeout
+
+    lock = FileLock(folder / LOCK)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock.acquire(timeout=0)
+    except Timeout:
+        if wait is None:
+            raise UserError(
+                f"{folder} is in use by another process; wait until it ends, or give another folder."
+            ) from None
+        print(wait, file=sys.stderr, flush=True)
+        lock.acquire()
+    except (OSError, NotImplementedError) as error:
+        raise UserError(f"{folder} cannot be used ({error}); give a folder that can be written.") from None
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def usable_cores() -> int:
+    """The CPU cores that this process may use: `taskset`, Slurm and cpusets may allow fewer than the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def is_main_process() -> bool:
@@ -112,27 +128,45 @@ def is_main_process() -> bool:
     return os.environ.get("WORLD_SIZE", "1") == "1" or os.environ.get("RANK", "0") == "0"
 
 
+@contextlib.contextmanager
+def exit_on_user_error() -> Iterator[None]:
+    """Turn a `UserError`, or what the system says about a file, into one line and exit status 2; Ctrl-C into 130.
+
+    A pipe that its reader has closed (`| head`) is no error. Standard output and error are UTF-8 on every system.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  # not None, nor what a caller has put in its place
+            stream.reconfigure(encoding="utf-8", errors="replace")
+    show_traceback = "--traceback" in sys.argv
+    sys.argv = [argument for argument in sys.argv if argument != "--traceback"]
+    try:
+        yield
+        print(end="", flush=True)  # not at the exit of the interpreter, where a full disk would be a traceback
+    except SystemExit as error:  # such as after --help
+        if error.code:
+            let_main_process_speak()
+        raise
+    except BrokenPipeError:  # without this Python reports it again on exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (UserError, OSError) as error:
+        if show_traceback:
+            traceback.print_exc()
+        text = str(error)
+        if isinstance(error, OSError):  # such as a folder that may not be read, or a full disk
+            text = f"{error.filename}: {error.strerror}." if error.filename else f"{error.strerror or error}."
+        end(f"error: {text}", 2)
+    except KeyboardInterrupt:
+        end("stopped.", 130)
+
+
+def end(message: str, status: int) -> NoReturn:
+    """Print the message to standard error and exit."""
+    let_main_process_speak()
+    print(message, file=sys.stderr)
+    sys.exit(status)
+
+
 def let_main_process_speak() -> None:
     """Before the end of a process that is not the main one, wait to be stopped because the main one failed as well."""
     if not is_main_process():
         time.sleep(3)
-
-
-def end(message: str, status: int) -> NoReturn:
-    """Print the message to standard error and exit. Output that still cannot be written is dropped without a word."""
-    let_main_process_speak()
-    with contextlib.suppress(OSError):
-        print(message, file=sys.stderr)
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except OSError:
-            discard_output(stream)
-    sys.exit(status)
-
-
-def discard_output(stream: TextIO) -> None:
-    """Let the null device take what the stream has buffered and all that follows."""
-    null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, stream.fileno())
-    os.close(null)

@@ -8,7 +8,7 @@ import io
 import os
 import sys
 
-from errors import exit_on_user_error, is_main_process, open_streams
+from errors import exit_on_user_error, is_main_process
 
 DESCRIPTION = """Train a small LLaMA-style transformer on text, on a GPU or a CPU.
 
@@ -24,7 +24,6 @@ python train.py --resume runs/tiny-rms: resume a run that was stopped or killed"
 
 
 def main() -> int:
-    open_streams()
     os.environ["MPLBACKEND"] = "agg"  # figures are only saved, and a backend that is not there would fail
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a lost process is one line, not a stack of C++ frames
     from training.launch import launch

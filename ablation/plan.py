@@ -18,8 +18,7 @@ from typing import Annotated, Literal
 import tomli_w
 import tyro
 
-from errors import UserError
-from files import read_toml, replace_text
+from errors import UserError, read_toml, replace_text
 from flags import arg, optional
 from model.config import GATED, NORMS, PLACEMENTS, PLAIN, ModelConfig, canonical_norm_bias
 from training.settings import CONFIGS, Settings, as_flags, config_path, load_settings, nearest

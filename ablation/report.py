@@ -22,8 +22,7 @@ from ablation.effects import MAX_PAIRS, Effect, mean_effect, minimum_detectable_
 from ablation.plan import MAX_SEEDS, arm_settings, baseline, load_plan, model_config, steps_of
 from ablation.plots import Picture
 from ablation.results import Change, read_changes, read_results, read_timings
-from errors import UserError
-from files import replace_text
+from errors import UserError, replace_text
 
 TEMPLATE = Path(__file__).with_name("report.html.jinja")
 FILES = ("results.json", "report.md", "report.html")

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeVar
 
+import msgspec
 import pandas as pd
 
 from ablation.plan import Arm
 from benchmarks.timing import Timing
-from errors import UserError
-from files import parse_json, read_bytes
+from errors import reading
 
 Record = TypeVar("Record")
 Curve = list[tuple[int, float]]  # (step, value)
@@ -161,18 +161,11 @@ def read_changes(path: Path) -> list[Change]:
 def _read_lines(path: Path, kind: type[Record]) -> list[Record]:
     """One record a line; a last line that a kill cut short does not count. No records if there is no file."""
     try:
-        lines = read_bytes(path).split(b"\n")[:-1]
+        lines = path.read_bytes().split(b"\n")[:-1]
     except FileNotFoundError:
         return []
-    records = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            records.append(parse_json(line, kind))
-        except ValueError as error:
-            raise UserError(
-                f"{path}: line {number} is not a record that this version reads ({error}); delete that line."
-            ) from None
-    return records
+    with reading(path, "delete the damaged line"):
+        return [msgspec.convert(json.loads(line), kind) for line in lines]
 
 
 def as_table(results: list[RunResult]) -> pd.DataFrame:

@@ -41,8 +41,7 @@ from ablation.results import Change, Machine, RunResult, append_lines, read_resu
 from ablation.run import limited_threads, on_device, settings_hash, train_run
 from benchmarks.timing import CALLS_PER_BLOCK, Timing, interleaved
 from benchmarks.training import PARTS, make_calls, time_together, variants
-from errors import UserError
-from lock import usable_cores
+from errors import UserError, usable_cores
 from model.device import (
     choose_device,
     choose_kernels,

@@ -24,8 +24,8 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from benchmarks.arguments import pattern
+from errors import usable_cores
 from kernels import cross_entropy, decode, gpu, launch, norm, rope, swiglu
-from lock import usable_cores
 
 TARGETS = {
     "sm_80": (GPUTarget("cuda", 80, 32), launch.DeviceLimits(108, 32, has_tma=False)),

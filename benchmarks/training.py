@@ -23,8 +23,7 @@ from tqdm import tqdm
 import kernels
 from benchmarks.arguments import positive
 from benchmarks.timing import Timing, interleaved, peak_bytes
-from errors import UserError, exit_on_user_error
-from files import read_toml
+from errors import UserError, exit_on_user_error, read_toml
 from model.config import ModelConfig
 from model.count import flops_per_token
 from model.decoder import Decoder

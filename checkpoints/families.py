@@ -14,8 +14,7 @@ from typing import Literal
 
 from checkpoints.config_keys import NO_EFFECT, OFF, check_off, note_ignored_keys
 from checkpoints.weight_files import is_zero, read_entries
-from errors import UserError
-from files import read_json
+from errors import UserError, read_json
 from model.config import LAYER_TYPES, ModelConfig
 from model.rope_scaling import ROPE_SCALING
 

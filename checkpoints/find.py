@@ -10,8 +10,7 @@ from pathlib import Path
 
 from checkpoints import hub
 from checkpoints.weight_files import check_format, explain_other_format, read_entries
-from errors import UserError
-from files import read_json
+from errors import UserError, read_json
 
 
 def find_checkpoint(path: Path | str) -> Path:

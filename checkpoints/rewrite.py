@@ -17,8 +17,7 @@ from checkpoints.find import find_checkpoint
 from checkpoints.pretrained import open_checkpoint, save_tensors, write_json
 from checkpoints.stored_weights import read_weights, stored_tensors
 from checkpoints.weight_files import INDEX, SIDE_FILES, SINGLE, read_entries
-from errors import UserError, exit_on_user_error, open_streams
-from files import fsync_directory
+from errors import UserError, exit_on_user_error, fsync_directory
 
 # Side files that do not fit the copy: config.json is written again, there are no shards, and no training state.
 NOT_COPIED = ("config.json", INDEX, "state.json")
@@ -93,6 +92,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    open_streams()
     with exit_on_user_error():
         main()

@@ -5,6 +5,7 @@ A safetensors file is the length of its header in 8 bytes, the header as JSON, a
 (https://github.com/huggingface/safetensors#format). Imports no torch.
 """
 
+import json
 import math
 import os
 from collections.abc import Collection, Mapping
@@ -12,8 +13,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path, PureWindowsPath
 
-from errors import UserError
-from files import convert, parse_json, read_json
+from errors import UserError, read_json, reading
 from model.config import ModelConfig
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -86,12 +86,8 @@ def find_weight_files(directory: Path) -> list[Path]:
     if not index.is_file():
         check_format(directory)
         raise UserError(f"{directory} has no {SINGLE}; download or save the checkpoint again.")
-    try:
-        names = sorted(set(convert(read_json(index).get("weight_map"), dict[str, str]).values()))
-    except ValueError as error:
-        raise UserError(
-            f"{index} is not a readable index of shards ({error}); download or save the checkpoint again."
-        ) from None
+    with reading(index):
+        names = sorted(set(read_json(index)["weight_map"].values()))
     outside = [name for name in names if PureWindowsPath(name).name != name]  # knows / and \ and drives
     if outside:
         raise UserError(
@@ -138,7 +134,7 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
                 raise ValueError("it is truncated")
             if length > MAX_HEADER:
                 raise ValueError(f"its header has {length:,} bytes, and at most {MAX_HEADER:,} are read")
-            fields = parse_json(file.read(length), dict)
+            fields = json.loads(file.read(length))
         fields.pop("__metadata__", None)
         entries, end = {}, 0
         header = {name: as_entry(name, field) for name, field in fields.items()}
@@ -159,8 +155,8 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
 def as_entry(name: str, field: object) -> HeaderEntry:
     """A tensor of a header; `ValueError` that names it where the types differ."""
     try:
-        return convert(field, HeaderEntry)
-    except ValueError as error:
+        return HeaderEntry(field["dtype"], tuple(field["shape"]), tuple(field["data_offsets"]))
+    except Exception as error:
         raise ValueError(f"{name}: {error}") from None
 
 

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from errors import UserError, exit_on_user_error, open_streams
+from errors import UserError, exit_on_user_error
 
 if TYPE_CHECKING:  # importing torch would slow down `--help`
     import gguf
@@ -36,7 +36,6 @@ DTYPES = {"float32": ("F32", "ALL_F32"), "float16": ("F16", "MOSTLY_F16"), "bflo
 
 def main() -> None:
     """Parse the command line and write the file."""
-    open_streams()
     with exit_on_user_error():
         arguments = parse(sys.argv[1:])
         from checkpoints.find import find_checkpoint  # imported here, so that Ctrl-C meanwhile ends in one line

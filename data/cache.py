@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from files import fsync_directory
+from errors import fsync_directory
 
 TEMPORARY = ".new-"  # what temporary names begin with
 

@@ -3,8 +3,7 @@
 import json
 from pathlib import Path
 
-from errors import UserError
-from files import read_bytes, read_json
+from errors import UserError, read_json
 
 
 def read_template(checkpoint: Path) -> str | None:
@@ -16,7 +15,7 @@ def read_template(checkpoint: Path) -> str | None:
     for name in ("chat_template.jinja", "chat_templates/default.jinja"):
         if (path := checkpoint / name).is_file():
             try:
-                return read_bytes(path).decode("utf-8")
+                return path.read_bytes().decode("utf-8")
             except UnicodeDecodeError as error:
                 raise UserError(f"{path} is not UTF-8 ({error}); download it again.") from None
     for name in ("tokenizer_config.json", "chat_template.json"):

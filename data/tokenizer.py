@@ -19,9 +19,7 @@ import sentencepiece
 import tokenizers
 
 from data.tokenizer_json import SPACE, UnsupportedTokenizer, read_model, tokenizer_json
-from errors import UserError
-from files import read_bytes, read_json
-from lock import usable_cores
+from errors import UserError, read_json, usable_cores
 
 # The files of a tokenizer's folder that are saved with a model.
 FILES = (
@@ -148,7 +146,7 @@ class JsonTokenizer:
     def __init__(self, path: Path):
         self._path, self._folder = path, path.parent
         self._files = read_files(path.parent)
-        self._content = read_bytes(path)
+        self._content = path.read_bytes()
         with self._explained():
             self._tokenizer = tokenizers.Tokenizer.from_buffer(self._content)
             self._tokenizer.encode_special_tokens = True
@@ -369,7 +367,7 @@ def _training_failed(error: Exception, vocab_size: int) -> UserError:
 
 
 def _load_model(path: Path, config: dict, files: dict[str, bytes]) -> SentencePieceTokenizer:
-    model = read_bytes(path)
+    model = path.read_bytes()
     try:
         if not model:  # the library takes empty bytes for "no model given"
             raise RuntimeError("empty")
@@ -380,7 +378,7 @@ def _load_model(path: Path, config: dict, files: dict[str, bytes]) -> SentencePi
 
 def read_files(folder: Path, names: Iterable[str] = FILES) -> dict[str, bytes]:
     """The files of a tokenizer's folder. They are saved later, when the folder may have changed or be gone."""
-    return {name: read_bytes(folder / name) for name in names if (folder / name).is_file()}
+    return {name: (folder / name).read_bytes() for name in names if (folder / name).is_file()}
 
 
 def write_files(files: dict[str, bytes], directory: Path) -> None:

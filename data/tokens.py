@@ -19,7 +19,6 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-import lock
 from data import cache
 from data.chunks import chunks
 from data.corpus import TextFile, fingerprint, read_documents, resolve, status_of, without_other_files
@@ -34,8 +33,7 @@ from data.tokenizer import (
     load_tokenizer,
     train_tokenizer,
 )
-from errors import UserError
-from files import read_json, replace_text
+from errors import UserError, locked, read_json, replace_text
 
 VERSION = 3  # of the cache's files; raised when the same text and tokenizer would give other files
 
@@ -159,7 +157,7 @@ def _prepare(
 
     if corpus := cached():
         return corpus
-    with lock.locked(cache_dir, wait=f"waiting for another process that prepares a text in {cache_dir} ..."):
+    with locked(cache_dir, wait=f"waiting for another process that prepares a text in {cache_dir} ..."):
         return cached() or _build(files, files_hash, hash_file, given, vocab_size, cache_dir, fraction)
 
 

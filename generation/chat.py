@@ -10,8 +10,7 @@ from pathlib import Path
 
 from data.chat_template import read_template
 from data.tokenizer import JsonTokenizer, break_tokens
-from errors import UserError
-from files import read_json
+from errors import UserError, read_json
 from generation.prompts import check_length
 from generation.template import Message, render
 

@@ -10,8 +10,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from errors import UserError
-from files import read_json
+from errors import UserError, read_json
 from flags import optional
 from generation.prompts import check_unicode
 

@@ -18,22 +18,19 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, TypedDict
+from typing import TypedDict
 
-import msgspec
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 
 from checkpoints import pretrained
 from checkpoints.find import candidates
 from checkpoints.pretrained import save_tensors
 from data.tokenizer import Tokenizer
-from errors import UserError
-from files import fsync_directory, parse_json, read_bytes, replace_text
+from errors import UserError, fsync_directory, reading, replace_text
 from model.decoder import Decoder
 from training.optimizer import load_optimizer_tensors, optimizer_tensors
-
-Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Scaler(TypedDict):
@@ -50,9 +47,9 @@ class Scaler(TypedDict):
 class State:
     """The progress of a run. With settings.toml and the tensors, all that a resumed run needs."""
 
-    step: Count
+    step: int
     """Optimizer steps done so far."""
-    tokens: Count
+    tokens: int
     """Tokens trained on so far."""
     seconds: float
     """Seconds of training so far, from the first start over all resumes."""
@@ -63,9 +60,9 @@ class State:
     text_hash: str
     """Hash of the text that it trains on."""
     tokenizer_hash: str
-    processes: Count
+    processes: int
     """Number of processes that trained it last."""
-    threads: Count
+    threads: int
     """CPU threads of each of them; 0 where they compute on another device."""
     scaler: Scaler | None = None
     """State of the float16 gradient scaler, None in other dtypes."""
@@ -166,19 +163,14 @@ def find_last(run_dir: Path) -> Path:
 def read_state(directory: Path) -> State:
     """Read state.json."""
     path = directory / "state.json"
-    try:
-        return parse_json(read_bytes(path), State)
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} is not a readable training state ({error}); the run cannot be resumed.") from None
+    with reading(path, "the run cannot be resumed"):
+        return State(**json.loads(path.read_bytes()))
 
 
 def load_last(directory: Path, model: Decoder, optimizer: torch.optim.Optimizer) -> None:
     """Load the weights and the optimizer's moments of a checkpoint, bit for bit."""
     pretrained.load_weights(model, directory)
     path = directory / "training_state.safetensors"
-    try:
-        with safe_open(path, framework="pt") as file:
-            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a mapping)
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"{path} cannot be read ({error}); the run cannot be resumed.") from None
+    with reading(path, "the run cannot be resumed"):
+        tensors = load_file(path)
     load_optimizer_tensors(optimizer, model, tensors)

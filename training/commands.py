@@ -4,12 +4,11 @@ import shutil
 import sys
 from pathlib import Path
 
-import lock
 from checkpoints.pretrained import load_pretrained
 from data.batches import validation_windows
 from data.tokenizer import check_vocabulary, load_tokenizer
 from data.tokens import tokenize
-from errors import UserError, is_main_process
+from errors import LOCK, UserError, is_main_process, locked
 from model.device import choose_device, choose_kernels, choose_training_dtype, explain_out_of_memory
 from training.estimate import estimate
 from training.evaluate import evaluate
@@ -37,7 +36,7 @@ def run(command: Command) -> int:
         with explain_lost_process(None):
             stopped_by = train(settings, run_dir, resume=resume)
         return 128 + stopped_by if stopped_by else 0
-    with lock.locked(run_dir):
+    with locked(run_dir):
         if not resume and files_in(run_dir):
             raise UserError(
                 f"{run_dir} is not empty, and runs are never overwritten; use another --out, or --resume {run_dir}."
@@ -56,7 +55,7 @@ def run(command: Command) -> int:
 
 def files_in(run_dir: Path) -> list[Path]:
     """The contents of a run folder, without its lock."""
-    return [path for path in run_dir.iterdir() if path.name != lock.NAME]
+    return [path for path in run_dir.iterdir() if path.name != LOCK]
 
 
 def make_run_dir(settings: Settings, config: str) -> Path:

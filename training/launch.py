@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 
-from lock import usable_cores
+from errors import usable_cores
 
 PATIENCE = 10  # seconds for the other processes to end by themselves, and again after SIGTERM
 

@@ -7,12 +7,7 @@ import json
 import math
 from pathlib import Path
 
-from errors import UserError
-from files import parse_json, read_bytes, replace_text
-
-FACTS = ("text", "machine")  # texts, keys of the first line; all other values are numbers
-
-FINITE = ("validation_loss", "bits_per_byte")  # a run whose validation loss is not finite stops before it is written
+from errors import UserError, reading, replace_text
 
 
 class Metrics:
@@ -58,33 +53,8 @@ class Metrics:
 def read(run_dir: Path) -> list[dict]:
     """The lines of `run_dir/metrics.jsonl`, without an incomplete last one that a kill may leave."""
     path = run_dir / "metrics.jsonl"
-    try:
-        lines = read_bytes(path).split(b"\n")[:-1]
-    except FileNotFoundError:
-        return []
-    return [read_line(path, number, line) for number, line in enumerate(lines, 1)]
-
-
-def read_line(path: Path, number: int, line: bytes) -> dict:
-    """One line of metrics.jsonl, if it is what `Metrics` writes."""
-    try:
-        record = parse_json(line, dict[str, int | float | str])
-        if type(record.get("step")) is not int:
-            raise ValueError("it has no step")
-    except ValueError as error:
-        raise UserError(f"{path}, line {number}, is damaged ({error}); delete that line.") from None
-    needed = {"loss": "gradient_norm", "validation_loss": "bits_per_byte"}
-    complete = all(also in record for name, also in needed.items() if name in record)
-    types = all(isinstance(value, str) if name in FACTS else is_number(value) for name, value in record.items())
-    types = types and not any(isinstance(record.get(name), str) for name in FINITE)
-    if not complete or not types:
-        raise UserError(f"{path}, line {number}, is not what a run writes there; delete that line.")
-    return record
-
-
-def is_number(value: object) -> bool:
-    """Whether this is a number as `Metrics.write` writes one."""
-    return isinstance(value, int | float) or value in ("inf", "-inf", "nan")
+    with reading(path, "delete the damaged line"):
+        return [json.loads(line) for line in path.read_bytes().split(b"\n")[:-1]] if path.exists() else []
 
 
 def is_evaluation(line: dict) -> bool:

@@ -7,7 +7,7 @@ import argparse
 import os
 from pathlib import Path
 
-from errors import UserError, exit_on_user_error, open_streams
+from errors import UserError, exit_on_user_error
 
 # Distinguishable without colour vision (Okabe and Ito 2008); the line style differs as well.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")
@@ -92,6 +92,5 @@ def main() -> None:
 
 if __name__ == "__main__":
     os.environ["MPLBACKEND"] = "agg"  # figures are only saved, and a backend that is not there would fail
-    open_streams()
     with exit_on_user_error():
         main()

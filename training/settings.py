@@ -14,8 +14,7 @@ from typing import Annotated, Literal
 from checkpoints.families import load_config
 from checkpoints.find import find_checkpoint
 from checkpoints.weight_files import check_sizes, read_entries
-from errors import UserError
-from files import read_toml, replace_text
+from errors import UserError, read_toml, replace_text
 from flags import DisallowNone, arg, optional
 from generation.prompts import check_unicode
 from model.config import ModelConfig
@@ -328,10 +327,9 @@ def load_settings(path: Path) -> Settings:
     """Read a TOML file; its tables and keys are the names in this module, and any other is refused."""
     import tyro
 
-    try:
-        tables = read_toml(path)
-    except FileNotFoundError:
-        raise UserError(f"{path} does not exist; a run folder contains settings.toml, last/ and best/.") from None
+    if not path.exists():
+        raise UserError(f"{path} does not exist; a run folder contains settings.toml, last/ and best/.")
+    tables = read_toml(path)
     arguments, nested = [], {}
     types = {f.name: f.type for f in dataclasses.fields(Settings)}
     for table, values in tables.items():

@@ -25,8 +25,7 @@ from ablation.runner import execute, load_or_create, timed_entries
 from benchmarks import training as step_benchmark
 from benchmarks.timing import Timing
 from benchmarks.training import PARTS
-from errors import UserError
-from lock import usable_cores
+from errors import UserError, usable_cores
 from training.loop import train_steps
 from training.session import discard, initial_model
 

@@ -17,7 +17,7 @@ from kernels import gpu
 
 ROOT = Path(__file__).parent.parent.parent
 SCRIPT = ROOT / "benchmarks" / "gpu.sh"
-OTHER_PROGRAMS = ("harness", "loading", "peers")  # not for a GPU; they read tokenizers
+OTHER_PROGRAMS = ("loading", "peers")  # not for a GPU; they read tokenizers
 
 # What a machine made for torch and Triton has; it lacks everything else in requirements*.txt.
 # torch.compile itself imports filelock.
@@ -32,7 +32,8 @@ ABSENT = {"pytest-xdist": "xdist", "tomli-w": "tomli_w"}  # where the module has
 ABSENT = [ABSENT.get(name, name) for name in sorted(REQUIRED - PRESENT)]
 IMPORTABLE = [
     *(f"benchmarks.{path.stem}" for path in (ROOT / "benchmarks").glob("*.py") if path.stem not in OTHER_PROGRAMS),
-    *(f"model.{name}" for name in ("cpu_decode", "decoder", "fused_decode", "pretrained")),
+    *(f"model.{name}" for name in ("cpu_decode", "decoder", "fused_decode")),
+    "checkpoints.pretrained",
     "training.step",
 ]
 

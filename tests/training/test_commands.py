@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-import lock
-from errors import UserError
+from errors import UserError, locked
 from training import commands, metrics
 from training.settings import parse
 
@@ -31,7 +30,7 @@ def test_two_processes_never_share_a_run_folder(flags, run, tmp_path):
     for arguments in ([*flags, "--out", str(tmp_path / "new")], ["--resume", str(run), "--steps", "50"]):
         command = parse(arguments, "test")
         folder = run if command.actions.resume else tmp_path / "new"
-        with lock.locked(folder), pytest.raises(UserError, match="in use by another process"):
+        with locked(folder), pytest.raises(UserError, match="in use by another process"):
             commands.run(command)
         before = set(folder.iterdir())
         assert commands.run(command) == 0 and set(folder.iterdir()) >= before
