@@ -26,7 +26,8 @@ class UserError(Exception):
         """The message with control characters as escapes, as it may quote files of others, and not too long to read."""
         text, half = super().__str__(), MAX_MESSAGE // 2
         text = text if len(text) <= MAX_MESSAGE else f"{text[:half]} [...] {text[-half:]}"
-        return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+        text = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+        return text if len(text) <= MAX_MESSAGE else f"{text[:half]} [...] {text[-half:]}"
 
 
 @contextlib.contextmanager
