@@ -24,9 +24,8 @@ class UserError(Exception):
 
     def __str__(self) -> str:
         """The message with control characters as escapes, as it may quote files of others, and not too long to read."""
-        text, half = super().__str__(), MAX_MESSAGE // 2
-        text = text if len(text) <= MAX_MESSAGE else f"{text[:half]} [...] {text[-half:]}"
-        text = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+        half = MAX_MESSAGE // 2
+        text = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in super().__str__())
         return text if len(text) <= MAX_MESSAGE else f"{text[:half]} [...] {text[-half:]}"
 
 
@@ -154,7 +153,7 @@ def exit_on_user_error() -> Iterator[None]:
             traceback.print_exc()
         text = str(error)
         if isinstance(error, OSError):  # such as a folder that may not be read, or a full disk
-            text = f"{error.filename}: {error.strerror}." if error.filename else f"{error.strerror or error}."
+            text = f"{str(error.filename)[:200]}: {error.strerror}." if error.filename else f"{error.strerror or error}."
         end(f"error: {text}", 2)
     except KeyboardInterrupt:
         end("stopped.", 130)

@@ -100,7 +100,8 @@ def ends_well(act: Callable[[], object]) -> None:
         signal.signal(signal.SIGALRM, stop)
         signal.alarm(SECONDS)
     try:
-        with contextlib.redirect_stderr(errors), contextlib.redirect_stdout(io.StringIO()), exit_on_user_error():
+        out = io.TextIOWrapper(io.BytesIO())
+        with contextlib.redirect_stderr(errors), contextlib.redirect_stdout(out), exit_on_user_error():
             act()
     except SystemExit as end:
         status = end.code or 0
