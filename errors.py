@@ -153,7 +153,9 @@ def exit_on_user_error() -> Iterator[None]:
             traceback.print_exc()
         text = str(error)
         if isinstance(error, OSError):  # such as a folder that may not be read, or a full disk
-            text = f"{str(error.filename)[:200]}: {error.strerror}." if error.filename else f"{error.strerror or error}."
+            text = (
+                f"{str(error.filename)[:200]}: {error.strerror}." if error.filename else f"{error.strerror or error}."
+            )
         end(f"error: {text}", 2)
     except KeyboardInterrupt:
         end("stopped.", 130)

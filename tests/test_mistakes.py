@@ -1,0 +1,163 @@
+"""The mistakes that people make, each with the line that it gets: what is wrong, where, and what to do."""
+
+import io
+import json
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+import ablate
+import generate
+import train
+from errors import exit_on_user_error
+
+PROGRAMS = {"train": train.main, "generate": generate.main, "ablate": ablate.main}
+
+# A command line, and below it a pattern of its error. RUN is a run of two steps, BAD a folder of what is not right.
+MISTAKES = r"""
+train --data nothere
+    no file, folder or known corpus is called "nothere"; give a path
+train --data BAD/empty
+    .*BAD/empty holds no file to read; the formats are .txt .md .py
+train --data BAD/small.txt
+    the text has 3 tokens to train on, but one batch .* needs 4,096; give more text
+train --data BAD/latin.txt
+    .*latin.txt .*UTF-8
+train --data BAD/rows.jsonl --text-field body
+    .*rows.jsonl, line 1 has no field 'body'; name one with --text-field \(there are: text\)
+train --data BAD/broken.jsonl
+    .*broken.jsonl.* line 1 .*JSON
+train --data BAD/broken.parquet
+    .*broken.parquet .*Parquet file size is 4 bytes
+train --data BAD/picture.png
+    .*picture.png has a format that is not supported; the formats are .txt
+train --config huge
+    --config huge is neither a file nor one of 124m, 1b
+train --config BAD/wrong.toml
+    .*wrong.toml: .*modell.* Did you mean model\?
+train --epochs 3
+    --epochs is not a setting: training is measured in --steps
+train --steps 0
+    --steps is 0 and must be
+train --batch-size 0
+    --batch-size is 0 and must be
+train --sequence-length 4096
+    --sequence-length 4096 is longer than the model's context of 512 tokens; shorten it or raise
+train --first-sequence-length 100
+    --first-sequence-length 100 is not --sequence-length 512 divided by
+train --beta1 1.0
+    --beta1 is 1.0 and must
+train --learning-rate 0
+    --learning-rate is 0.0 and must be greater than 0
+train --norm batch --activation-checkpointing
+    --norm batch .*leave out --activation-checkpointing
+train --num-key-value-heads 3
+    num_attention_heads 4 is not a multiple of num_key_value_heads 3; use one of 1, 2, 4
+train --device gpu
+    --device gpu cannot be used here
+train --resume nothere
+    .*nothere.* does not exist; a run folder contains settings.toml
+train --resume RUN
+    .*RUN has already done 2 steps; for more, raise --steps
+train --resume RUN --out other
+    --resume uses the settings of the run itself; leave out --config, --init-from and --out
+train --resume RUN --steps 9 --data BAD/other.txt
+    .*RUN cannot be resumed: the text differs
+train --out RUN
+    .*RUN is not empty, and runs are never overwritten; use another --out, or --resume
+train --init-from nothere
+    nothere .*checkpoint
+train --init-from RUN/best/model.safetensors
+    .*model.safetensors is one file of a checkpoint; give its directory, .*RUN/best
+train --init-from BAD/pickled
+    .*pickled has pickled weights, which can run code and are never opened; convert them
+train --init-from BAD/gguf
+    .*gguf has GGUF weights
+train --init-from BAD/lfs
+    .*lfs/model.safetensors .*git lfs pull
+train --eval-only
+    --eval-only needs --init-from
+train --tokenizer BAD/empty
+    no tokenizer at .*BAD/empty; give a tokenizer.model, a tokenizer.json
+generate nothere
+    nothere .*checkpoint
+generate BAD/empty
+    .*BAD/empty is neither a checkpoint .* nor a run folder
+generate BAD/quantized --prompt a
+    .*quantization_config .*; give the unquantized model
+generate BAD/no_tokenizer --prompt a
+    no tokenizer at
+generate RUN --prompt-file nothere
+    --prompt-file nothere cannot be read
+generate RUN --prompt a --temperature -1
+    --temperature is -1
+generate RUN --prompt a --top-p 2
+    --top-p is 2
+generate RUN --prompt a --max-new-tokens 0
+    --max-new-tokens is 0
+generate RUN --prompt LONG
+    the prompt has .* tokens, .* context is 64 tokens .*; shorten it
+ablate nothere
+    nothere is neither a file nor one of
+ablate --seeds 0
+    --seeds is 0 and must be
+"""
+LINES = MISTAKES.strip().splitlines()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """RUN and BAD."""
+    folder = tmp_path_factory.mktemp("mistakes")
+    text = folder / "text.txt"
+    text.write_text("".join(f"The quick brown fox jumps {n} times over {n * n} dogs.\n" for n in range(900)))
+    shape = "--vocab-size 300 --hidden-size 16 --intermediate-size 24 --num-hidden-layers 1 --num-attention-heads 2"
+    shape += " --num-key-value-heads 1 --max-position-embeddings 64 --sequence-length 16 --batch-size 2 --device cpu"
+    places = ["--data", str(text), "--cache", str(folder / "cache"), "--out", str(folder / "RUN")]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["train.py", *shape.split(), *places, "--steps", "2", "--warmup-steps", "1"])
+        assert train.main() == 0
+    bad = folder / "BAD"
+    for name in ("lfs", "quantized", "no_tokenizer"):
+        shutil.copytree(folder / "RUN" / "best", bad / name)
+    for name in ("empty", "pickled", "gguf"):
+        (bad / name).mkdir()
+    files = {
+        "small.txt": b"short",
+        "latin.txt": "é".encode("latin-1") * 100,
+        "rows.jsonl": b'{"text": "a"}\n',
+        "broken.jsonl": b'{"text": "a"\n',
+        "broken.parquet": b"PAR1",
+        "picture.png": b"\x89PNG",
+        "wrong.toml": b'[modell]\nnorm = "rms"\n',
+        "other.txt": b"Another text. " * 2000,
+        "pickled/config.json": b"{}",
+        "pickled/pytorch_model.bin": b"",
+        "gguf/model.gguf": b"GGUF",
+        "lfs/model.safetensors": b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n",
+    }
+    for name, content in files.items():
+        (bad / name).write_bytes(content)
+    config = json.loads((bad / "quantized" / "config.json").read_text())
+    (bad / "quantized" / "config.json").write_text(json.dumps(config | {"quantization_config": {"bits": 4}}))
+    for path in (bad / "no_tokenizer").glob("tokenizer*"):
+        path.unlink()
+    return folder
+
+
+@pytest.mark.parametrize(("command", "line"), zip(LINES[::2], LINES[1::2], strict=True), ids=LINES[::2])
+def test_a_mistake_is_one_line(folder, command, line, monkeypatch, capsys):
+    program, *arguments = command.split()
+    replaced = {"RUN": str(folder / "RUN"), "BAD": str(folder / "BAD"), "LONG": "a b c " * 100}
+    arguments = [re.sub("^(RUN|BAD|LONG)", lambda match: replaced[match[0]], argument) for argument in arguments]
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "argv", [f"{program}.py", *arguments])
+    monkeypatch.setattr(sys, "stdin", io.StringIO())
+    with pytest.raises(SystemExit) as end, exit_on_user_error():
+        PROGRAMS[program]()
+    *notes, said = capsys.readouterr().err.splitlines()
+    assert end.value.code == 2 and not any("Error" in note for note in notes)
+    assert re.match(f"error: {line.strip()}", said), said
