@@ -9,11 +9,14 @@ import json
 import os
 import sys
 import time
-import tomllib
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
+
+if sys.version_info < (3, 11):  # noqa: UP036 - one line instead of a traceback
+    sys.exit(f"error: this needs Python 3.11 or newer, and this is {sys.version.split()[0]}.")
+import tomllib
 
 MAX_MESSAGE = 2000  # characters
 LOCK = ".lock"  # of the file in a folder; the system releases its lock when the process ends, however it ends
@@ -157,6 +160,8 @@ def exit_on_user_error() -> Iterator[None]:
                 f"{str(error.filename)[:200]}: {error.strerror}." if error.filename else f"{error.strerror or error}."
             )
         end(f"error: {text}", 2)
+    except ModuleNotFoundError as error:
+        end(f"error: this needs the package {error.name}: pip install {error.name}", 2)
     except KeyboardInterrupt:
         end("stopped.", 130)
 

@@ -50,6 +50,15 @@ def test_a_traceback_is_shown_where_it_is_asked_for():
     assert shown.stderr.startswith("Traceback") and shown.stderr.endswith("error: wrong\n")
 
 
+def test_a_missing_package_is_one_line(capsys):
+    with pytest.raises(SystemExit) as end, exit_on_user_error():
+        import nothing_of_this_name  # noqa: F401
+    assert end.value.code == 2
+    assert capsys.readouterr().err == (
+        "error: this needs the package nothing_of_this_name: pip install nothing_of_this_name\n"
+    )
+
+
 def test_an_error_of_the_system_without_a_file_is_one_line(capsys):
     with pytest.raises(SystemExit) as end, exit_on_user_error():
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
