@@ -17,8 +17,8 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from data.readers import READERS, Document, reading
-from errors import UserError
+from data.readers import READERS, Document
+from errors import UserError, reading
 
 FORMATS = {  # what a file's name ends in -> how it is read
     ".txt": "text",
@@ -122,7 +122,7 @@ def read_documents(files: Iterable[TextFile], *, report: bool = False) -> Iterat
             tqdm.write(f"skipped {nulls:,} rows of {file.path} whose {file.field!r} is null", file=sys.stderr)
 
 
-def without_other_files(files: Iterable[TextFile]) -> list[TextFile]:
+def drop_non_utf8(files: Iterable[TextFile]) -> list[TextFile]:
     """Leave out the files of folders and patterns that are not UTF-8 text, and name them on standard error."""
     kept, skipped = [], []
     for file in files:
@@ -203,8 +203,8 @@ def _visible_folders(folder: Path, excluded: frozenset[str] = frozenset()) -> It
     """The folder and those in it, each with the names of its files; links to folders are not followed."""
 
     def refuse(error: OSError) -> None:  # os.walk leaves the folder out otherwise
-        reason = f"{error.filename} cannot be read: {error.strerror or error}"
-        raise UserError(f"the folder {reason}; make it readable or name other folders.") from error
+        fix = "make it readable or name other folders"
+        raise UserError(f"the folder {error.filename} cannot be read ({error.strerror}); {fix}.")
 
     for parent, folders, names in os.walk(folder, onerror=refuse):
         folders[:] = sorted(name for name in folders if name not in excluded and not name.startswith("."))
@@ -242,11 +242,9 @@ def _standard_library() -> list[TextFile]:
 
 
 def _download(name: str) -> list[TextFile]:
-    try:
-        from huggingface_hub import hf_hub_download, logging
-        from huggingface_hub.errors import LocalEntryNotFoundError
-    except ImportError as error:
-        raise UserError(f"downloading {name} needs huggingface_hub: pip install huggingface_hub.") from error
+    from huggingface_hub import hf_hub_download, logging
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
     logging.set_verbosity_error()  # no warnings about retries; if all of them fail, the error below says so
     dataset = DOWNLOADS[name]
     files = []

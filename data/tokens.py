@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from data import cache
 from data.chunks import chunks
-from data.corpus import TextFile, fingerprint, read_documents, resolve, status_of, without_other_files
+from data.corpus import TextFile, drop_non_utf8, fingerprint, read_documents, resolve, status_of
 from data.packing import TokenWriter, token_dtype
 from data.split import TRAIN, VALIDATION, CorpusSplit, hash_documents, kept_documents, split_corpus
 from data.tokenizer import (
@@ -121,7 +121,7 @@ def tokenize(sources: list[str], tokenizer: Tokenizer, text_field: str = "text")
 
     The stream is (tokens,) uint16 or uint32, memory-mapped to a temporary file that is deleted with it.
     """
-    files, text_bytes = without_other_files(resolve(sources, text_field)), 0
+    files, text_bytes = drop_non_utf8(resolve(sources, text_field)), 0
     try:
         with tempfile.TemporaryFile() as file:
             writer = TokenWriter(file, tokenizer)
@@ -171,7 +171,7 @@ def _build(
     fraction: float,
 ) -> TokenizedCorpus:
     """Split the text, train a tokenizer unless one is given, and write the streams, all into the cache."""
-    all_files, files = files, without_other_files(files)
+    all_files, files = files, drop_non_utf8(files)
     size = sum(status_of(file).st_size for file in files)
     plain = all(file.format == "text" for file in files)  # else the text is longer or shorter than the files
     with _progress_bar("reading", size, total=size if plain else None) as bar:
