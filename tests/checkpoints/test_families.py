@@ -106,24 +106,3 @@ def test_the_config_of_a_published_checkpoint_is_read_as_transformers_reads_it(p
     assert ours.rope_theta == theirs.rope_parameters["rope_theta"]
     window = getattr(theirs, "sliding_window", None)
     assert ours.sliding_window == (window if window is None or window < theirs.max_position_embeddings else None)
-
-
-def test_sliding_windows_of_some_layers_are_read(saved, edit_config):
-    directory = saved()
-    edit_config(directory, **QWEN_WINDOW, head_dim=8)
-    assert load_config(directory).windows == [None, 16, 16]
-    edit_config(directory, layer_types=["sliding_attention", "full_attention", "sliding_attention"])
-    assert load_config(directory).windows == [16, None, 16]
-    edit_config(directory, model_type="mistral", layer_types=None)
-    assert load_config(directory).windows == [16, 16, 16]
-
-
-def test_the_original_context_of_scaled_positions_may_stand_beside_them_or_be_missing(saved, edit_config):
-    directory = saved()
-    for changes, expected in (
-        ({"rope_scaling": YARN}, 32),
-        ({"rope_scaling": {"type": "yarn", "factor": 2.0}}, 64),  # max_position_embeddings
-        ({"rope_scaling": YARN | {"finetuned": True}, "original_max_position_embeddings": 16}, 16),
-    ):
-        edit_config(directory, **changes)
-        assert load_config(directory).rope_scaling["original_max_position_embeddings"] == expected

@@ -66,15 +66,6 @@ def test_an_index_may_only_name_files_beside_it(saved, tmp_path, name):
         load_pretrained(directory)
 
 
-@pytest.mark.skipif(os.name == "nt", reason="Windows allows links to administrators only")
-def test_files_may_be_links_as_in_the_cache_of_the_hub(make_decoder, saved, tmp_path, tokens):
-    directory = saved()
-    for name in ("model.safetensors", "config.json"):
-        (directory / name).rename(tmp_path / f"blob-{name}")
-        (directory / name).symlink_to(f"../blob-{name}")
-    assert torch.equal(load_pretrained(directory)(tokens), make_decoder()(tokens))
-
-
 def test_missing_unexpected_and_wrongly_shaped_tensors_are_named(saved, edit_weights):
     directory = saved()
 
