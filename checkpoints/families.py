@@ -119,10 +119,8 @@ HARMLESS: dict[str, tuple] = {
     "partial_rotary_factor": (1.0, None),
     "per_layer_config": ({}, None),
     **dict.fromkeys(("quantization_config", "quantization", "attention_chunk_size"), (None,)),
-    **dict.fromkeys(
-        ("mlp_bias", "use_parallel_residual", "qk_layernorm", "use_bidirectional_attention"), (False, None)
-    ),
-    **dict.fromkeys(("rope_interleaved", "use_mrope"), (False, None)),
+    **dict.fromkeys(("mlp_bias", "use_parallel_residual", "qk_layernorm"), (False, None)),
+    **dict.fromkeys(("use_bidirectional_attention", "rope_interleaved", "use_mrope"), (False, None)),
 }
 # Keys that this decoder does not need; those of published configurations among them, so that they give no note.
 NO_EFFECT = """

@@ -73,12 +73,9 @@ def write_gguf(checkpoint: Path, out: Path, dtype: str | None = None, *, name: s
     except ImportError:
         raise UserError("writing GGUF files needs the gguf package; install it with `pip install gguf`.") from None
 
-    folder = out.absolute().parent
     if out.exists():
         raise UserError(f"{out} exists and is not overwritten; give another name, or delete it first.")
-    if not folder.is_dir():
-        raise UserError(f"{out} cannot be written, because there is no folder {folder}; create it first.")
-    temporary = folder / f".{out.name}.{os.getpid()}.tmp"
+    temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
     try:
         convert(checkpoint, temporary, dtype, name)
         temporary.replace(out)

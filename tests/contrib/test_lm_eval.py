@@ -32,16 +32,9 @@ def make_decoder(**changes) -> Decoder:
 
     It hardly ever chooses bytes: libraries print bytes that are no character in different ways.
     """
-    config = ModelConfig(
-        vocab_size=300,
-        hidden_size=48,
-        intermediate_size=80,
-        num_hidden_layers=2,
-        max_position_embeddings=CONTEXT,
-        tie_word_embeddings=False,
-        **changes,
-    )
-    decoder = Decoder(config, seed=3).eval()
+    shape = dict(vocab_size=300, hidden_size=48, intermediate_size=80, num_hidden_layers=2)
+    shape |= dict(max_position_embeddings=CONTEXT, tie_word_embeddings=False)
+    decoder = Decoder(ModelConfig(**shape, **changes), seed=3).eval()
     for parameter in decoder.parameters():
         parameter.data = parameter.data * (8 if parameter.ndim > 1 else 1) + 0.01
     decoder.lm_head.weight.data[:259] = 0  # unknown, BOS, EOS and the bytes
@@ -101,11 +94,8 @@ def test_continuations_end_before_a_stop_string_and_see_the_end_of_long_prompts(
 
 def test_generation_arguments_are_read_as_lm_eval_means_them():
     assert read_arguments({}) == ([], 256, Sampling(temperature=0.0))
-    assert read_arguments({"until": "x", "max_new_tokens": 5, "do_sample": False, "temperature": 0.7}) == (
-        ["x"],
-        5,
-        Sampling(temperature=0.0),
-    )
+    greedy = read_arguments({"until": "x", "max_new_tokens": 5, "do_sample": False, "temperature": 0.7})
+    assert greedy == (["x"], 5, Sampling(temperature=0.0))
     sampled = read_arguments({"until": ["", "y"], "temperature": 0.5, "top_k": 3, "do_sample": True})
     assert sampled == (["y"], 256, Sampling(temperature=0.5, top_k=3))
     assert read_arguments({"do_sample": True})[2] == Sampling(temperature=1.0)
