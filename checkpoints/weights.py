@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 # The small files that belong to a checkpoint: configurations, tokenizers and chat templates.
+DOWNLOAD = "download or save it again, in a clone with `git lfs pull`"
 SIDE_FILES = ("*.json", "*.model", "*.jinja", "merges.txt")
 OTHER_FORMATS = {  # a file of a directory without model.safetensors -> what the directory has, and what to do
     "adapter_config.json": "a PEFT adapter without its base model; save the result of peft's merge_and_unload()",
@@ -70,7 +71,7 @@ def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
     """The tensors of a directory, file by file, under the names that they have in a model with a head."""
     tensors = {}
     for path in find_weight_files(directory):
-        with reading(path), safe_open(path, framework="np") as file:
+        with reading(path, DOWNLOAD), safe_open(path, framework="np") as file:
             for key in file.keys():  # noqa: SIM118 - it is no dict
                 part = file.get_slice(key)
                 tensors[key] = StoredTensor(path, key, tuple(part.get_shape()), part.get_dtype())
@@ -82,7 +83,7 @@ def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
 def read_tensors(stored: Mapping[str, StoredTensor]) -> Iterator[tuple[str, Tensor]]:
     """Each tensor with its name, file by file, in the pages of its mapped file: none is in memory before it is used."""
     for path in dict.fromkeys(tensor.path for tensor in stored.values()):
-        with reading(path), safe_open(path, framework="pt") as file:
+        with reading(path, DOWNLOAD), safe_open(path, framework="pt") as file:
             for name, tensor in stored.items():
                 if tensor.path == path:
                     yield name, file.get_tensor(tensor.key)

@@ -183,7 +183,7 @@ READERS = {  # share of the examples of a profile, what is read, and by what
 @pytest.mark.parametrize("reader", READERS)
 def test_a_damaged_file_is_read_or_ends_in_one_line(folders, reader, tmp_path, monkeypatch):
     share, kind, act = READERS[reader]
-    monkeypatch.setattr(sys, "argv", [])
+    monkeypatch.setattr(sys, "argv", ["program"])
 
     @settings(
         max_examples=round(share * settings.default.max_examples),

@@ -69,9 +69,9 @@ train --resume RUN --steps 9 --data BAD/other.txt
 train --out RUN
     .*RUN is not empty, and runs are never overwritten; use another --out, or --resume
 train --init-from nothere
-    nothere .*checkpoint
+    nothere does not exist; give a directory .* Existing runs: RUN
 train --init-from RUN/best/model.safetensors
-    .*model.safetensors is one file of a checkpoint; give its directory, .*RUN/best
+    .*model.safetensors is a file; give the directory
 train --init-from BAD/pickled
     .*pickled has pickled weights, which can run code and are never opened; convert them
 train --init-from BAD/gguf
@@ -83,11 +83,11 @@ train --eval-only
 train --tokenizer BAD/empty
     no tokenizer at .*BAD/empty; give a tokenizer.model, a tokenizer.json
 generate nothere
-    nothere .*checkpoint
+    nothere does not exist; give a directory
 generate BAD/empty
-    .*BAD/empty is neither a checkpoint .* nor a run folder
+    .*BAD/empty has no config.json, best/ or last/
 generate BAD/quantized --prompt a
-    .*quantization_config .*; give the unquantized model
+    .*config.json cannot be read \(quantization_config is .*; give another model
 generate BAD/no_tokenizer --prompt a
     no tokenizer at
 generate RUN --prompt-file nothere
@@ -134,7 +134,7 @@ def folder(tmp_path_factory) -> Path:
         "picture.png": b"\x89PNG",
         "wrong.toml": b'[modell]\nnorm = "rms"\n',
         "other.txt": b"Another text. " * 2000,
-        "pickled/config.json": b"{}",
+        "pickled/config.json": (folder / "RUN" / "best" / "config.json").read_bytes(),
         "pickled/pytorch_model.bin": b"",
         "gguf/model.gguf": b"GGUF",
         "lfs/model.safetensors": b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n",

@@ -26,7 +26,7 @@ REQUIRED = {
     re.match(r"[\w-]+", line)[0]
     for path in ROOT.glob("requirements*.txt")
     for line in path.read_text(encoding="utf-8").splitlines()
-    if not line.startswith("-r ")
+    if not line.startswith(("-r ", "#"))
 }
 ABSENT = {"pytest-xdist": "xdist", "tomli-w": "tomli_w"}  # where the module has another name than the package
 ABSENT = [ABSENT.get(name, name) for name in sorted(REQUIRED - PRESENT)]
