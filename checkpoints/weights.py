@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-# The small files that belong to a checkpoint: configurations, tokenizers and chat templates.
 DOWNLOAD = "download or save it again, in a clone with `git lfs pull`"
+# The small files that belong to a checkpoint: configurations, tokenizers and chat templates.
 SIDE_FILES = ("*.json", "*.model", "*.jinja", "merges.txt")
 OTHER_FORMATS = {  # a file of a directory without model.safetensors -> what the directory has, and what to do
     "adapter_config.json": "a PEFT adapter without its base model; save the result of peft's merge_and_unload()",
