@@ -6,7 +6,6 @@ Bytes are what must be read and written once.
 import importlib.util
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -19,7 +18,6 @@ from kernels import reference
 
 BF16 = torch.bfloat16
 OURS = "ours"
-ONE_KERNEL = "ours, one kernel for gate and up"
 BACKENDS = SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION
 BF16_WEIGHT, RMS_TWIN = "ours, bfloat16 weight", "ours, RMSNorm"
 
@@ -64,8 +62,6 @@ class Shapes:
     norms: tuple[NormShape, ...]
     activations: tuple[tuple[int, int], ...]
     """Tokens and F of SwiGLU's kernels alone."""
-    gate_ups: tuple[tuple[int, int, int], ...]
-    """Tokens, D and F of gate, up and activation in inference."""
     mlps: tuple[tuple[int, int, int], ...]
     rotaries: tuple[tuple[int, int, int, int], ...]
     """Tokens, query heads, key/value heads and their size."""
@@ -86,15 +82,12 @@ SHAPES = {
             NormShape("rms", 65536, 1024, mixed=True),
             NormShape("rms", 65536, 256),
             NormShape("rms", 32768, 768, after_addition=True),
-            NormShape("rms", 8192, 16384),
-            NormShape("rms", 4096, 65536),
             NormShape("rms", 8192, 4104),  # divisible by 8 and not by 16
             NormShape("layer", 8192, 4096),
             NormShape("layer", 8192, 4096, after_addition=True),
             NormShape("layer", 16384, 8192),
         ),
         activations=((8192, 14336), (8192, 2816)),
-        gate_ups=((8192, 1024, 2816), (256, 512, 1408)),
         mlps=((8192, 4096, 14336), (8192, 1024, 2816)),
         rotaries=((16384, 32, 8, 128), (16384, 16, 8, 64)),
         losses=((8192, 1024, 50304), (8192, 4096, 131072)),
@@ -109,7 +102,6 @@ SHAPES = {
             for after_addition in (False, True)
         ),
         activations=(),
-        gate_ups=(),
         mlps=((4096, 256, 704),),
         rotaries=((4096, 4, 2, 64),),
         losses=((4096, 256, 4096), (2048, 512, 6400)),
@@ -122,7 +114,6 @@ def cases(device: torch.device, shapes: Shapes | None = None) -> Iterator[Case]:
     shapes = shapes or SHAPES.get(device.type, SHAPES["cpu"])
     yield from (norm(device, shape) for shape in shapes.norms)
     yield from (activation(device, *sizes) for sizes in shapes.activations)
-    yield from (gate_up(device, *sizes) for sizes in shapes.gate_ups)
     yield from (mlp(device, *sizes) for sizes in shapes.mlps)
     yield from (rotary(device, *sizes, normed) for sizes in shapes.rotaries for normed in (False, True))
     yield from (loss(device, *sizes, weighted) for sizes in shapes.losses for weighted in (False, True))
@@ -257,38 +248,8 @@ def activation(device: torch.device, rows: int, width: int) -> Case:
     return Case(name, make, 1, baselines, 3 * size, 6 * size, prepare=prepare)
 
 
-def gate_up(device: torch.device, rows: int, hidden: int, width: int) -> Case:
-    """Gate, up and activation without gradients: a product and a kernel, or one kernel for both."""
-
-    def make():
-        return random(device, rows, hidden), random(device, 2 * width, hidden, mean=0.0, std=hidden**-0.5)
-
-    def two_steps(x, weight):
-        return torch.ops.prenorm.swiglu_forward(F.linear(x, weight))
-
-    def one_kernel(x, weight):
-        kernels.swiglu.fused_gate_up_obstacles.clear()
-        out, _ = torch.ops.prenorm.swiglu_gate_up(x, weight, False)
-        if kernels.swiglu.fused_gate_up_obstacles:
-            raise RuntimeError(kernels.swiglu.fused_gate_up_obstacles[0])
-        return out
-
-    def eager(x, weight):
-        gate, up = F.linear(x, weight).chunk(2, -1)
-        return (F.silu(gate.float()) * up.float()).to(x.dtype)
-
-    baselines = {
-        OURS: two_steps,
-        ONE_KERNEL: one_kernel,
-        "reference, eager": eager,
-        "torch.compile": torch.compile(eager),
-    }
-    name = f"gate and up in inference, {rows} x {hidden}, {width} wide"
-    return Case(name, make, 0, baselines, flops=4.0 * rows * hidden * width)
-
-
 def mlp(device: torch.device, rows: int, hidden: int, width: int, dtype: torch.dtype = BF16) -> Case:
-    """The SwiGLU MLP; on a GPU also with gate, up and activation in one kernel."""
+    """The SwiGLU MLP."""
 
     def make():
         std = hidden**-0.5
@@ -303,8 +264,6 @@ def mlp(device: torch.device, rows: int, hidden: int, width: int, dtype: torch.d
         "reference, eager": reference.swiglu_mlp,
         "torch.compile": torch.compile(reference.swiglu_mlp),
     }
-    if device.type == "cuda":
-        baselines[ONE_KERNEL] = partial(run_fused_gate_up, device)
     if has_liger(device):
         from liger_kernel.ops.swiglu import LigerSiLUMulFunction
 
@@ -315,18 +274,6 @@ def mlp(device: torch.device, rows: int, hidden: int, width: int, dtype: torch.d
         baselines["Liger"] = with_liger
     name = f"SwiGLU MLP, {rows} x {hidden}, {width} wide"
     return Case(name, make, 3, baselines, flops=18.0 * rows * hidden * width, measure_kept=True)
-
-
-def run_fused_gate_up(device: torch.device, x: Tensor, gate_up_weight: Tensor, down_weight: Tensor) -> Tensor:
-    """Our MLP with `fused_gate_up`. Raises RuntimeError if the two usual steps ran instead of the one kernel."""
-    kernels.use("triton", device, fused_gate_up=True)
-    try:
-        out = kernels.swiglu_mlp(x, gate_up_weight, down_weight)
-        if kernels.swiglu.fused_gate_up_obstacles:
-            raise RuntimeError(kernels.swiglu.fused_gate_up_obstacles[0])
-        return out
-    finally:
-        kernels.use("auto", device)
 
 
 def rotary(device: torch.device, tokens: int, heads: int, kv_heads: int, width: int, normed: bool) -> Case:

@@ -16,9 +16,9 @@ from torch import Tensor
 from kernels import cpu, reference
 
 if importlib.util.find_spec("triton"):  # Linux only
-    from kernels import decode, gpu, swiglu
+    from kernels import decode, gpu
 else:
-    decode = gpu = swiglu = None
+    decode = gpu = None
 
 __all__ = ["attention", "describe", "linear_cross_entropy", "normalize", "rotary", "swiglu_mlp", "use"]
 
@@ -26,31 +26,23 @@ NORM_KINDS = ("rms", "layer")
 CHOICES = ("auto", "triton", "torch", "reference")
 
 _choice = "auto"
-_fused_gate_up = False
 _on_gpu: ModuleType | None = None
 """What runs on CUDA tensors, once `use` has chosen it; until then each call asks again."""
 
 
-def use(choice: str, device: torch.device, *, fused_gate_up: bool = False) -> None:
+def use(choice: str, device: torch.device) -> None:
     """Choose the implementation for this process: `triton`, `torch`, or `auto`, Triton wherever a GPU can run it.
 
     `reference` is plain PyTorch on every device, for comparisons; on a CPU, `torch` means faster functions than that.
-    With `fused_gate_up` the Triton MLP computes gate, up and activation in one kernel. Where that kernel cannot take an
-    input, the usual two steps run, and one line on stderr says why.
-    Raises ValueError, with the reason in one line, where one of them needs Triton and it does not run on the device.
+    Raises ValueError, with the reason in one line, for `triton` where it does not run on the device.
     """
-    global _choice, _fused_gate_up, _on_gpu
+    global _choice, _on_gpu
     if choice not in CHOICES:
         raise ValueError(f"kernels {choice!r} are none of {', '.join(CHOICES)}")
     if choice == "triton" and (obstacle := find_triton_obstacle(device)) is not None:
         raise ValueError(f"the Triton kernels cannot run on {device.type}: {obstacle}")
-    if fused_gate_up and choose_implementation(choice, device) is not gpu:
-        raise ValueError(f"fused_gate_up needs 'triton' kernels: {choice!r} does not run Triton on {device.type}")
-    _choice, _fused_gate_up = choice, fused_gate_up
+    _choice = choice
     _on_gpu = choose_implementation(choice, device) if device.type == "cuda" else None
-    if swiglu is not None:
-        swiglu.fused_gate_up_obstacles.clear()
-        swiglu.fused_gate_up_failures.clear()
 
 
 def find_triton_obstacle(device: torch.device) -> str | None:
@@ -106,8 +98,7 @@ def describe(device: torch.device) -> str:
     """What runs on a device without torch.compile, in a few words."""
     chosen = implementation(device)
     if chosen is gpu:
-        fused = ", gate and up in one kernel" if _fused_gate_up else ""
-        return f"Triton, interpreted (slow){fused}" if gpu.INTERPRETED else f"Triton{fused}"
+        return "Triton, interpreted (slow)" if gpu.INTERPRETED else "Triton"
     if chosen is cpu:
         return "plain PyTorch with CPU functions"
     return "plain PyTorch" if _choice in ("torch", "reference") else f"plain PyTorch ({find_triton_obstacle(device)})"
@@ -150,9 +141,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Te
 
 def swiglu_mlp(x: Tensor, gate_up_weight: Tensor, down_weight: Tensor) -> Tensor:
     """The gated MLP; see `reference.swiglu_mlp`."""
-    chosen = implementation(x.device)
-    run = gpu.swiglu_mlp_fused_gate_up if _fused_gate_up and chosen is gpu else chosen.swiglu_mlp
-    return run(x, gate_up_weight, down_weight)
+    return implementation(x.device).swiglu_mlp(x, gate_up_weight, down_weight)
 
 
 def linear_cross_entropy(

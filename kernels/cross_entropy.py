@@ -6,8 +6,8 @@ token's loss is multiplied by. Two products make dx and dweight from it, in floa
 The next chunk reuses the memory of the logits.
 
 A caller that passes the weights of the tokens gets the weighted sum of the losses, and the forward pass computes both
-gradients: 3 products, the minimum. A caller that passes none gets the loss of each token. The weights are then the
-upstream gradient, which only the backward pass knows, so that it computes the logits again: 4 products.
+gradients: 3 products, the minimum. A caller that passes none gets the loss of each token, whose gradients would need
+the upstream gradient first: where they are needed, the reference runs, with the logits of all tokens in memory.
 The host never waits for a result.
 """
 
@@ -20,13 +20,12 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from kernels import launch
+from kernels import launch, reference
 from kernels.launch import register_op, tile_width
 
 WORKSPACE = 2**30  # bytes of logits at once
 
 
-@launch.Kernel
 @triton.jit(do_not_specialize=["rows", "width", "stride", "ignore_index"])
 def cross_entropy_kernel(
     logits_ptr,  # (rows, 8 stride), of which the columns from `width` are -inf; overwritten with GRADIENT
@@ -217,27 +216,6 @@ def rescale(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.mul(gradient, factor, out=torch.empty_like(gradient, dtype=dtype))
 
 
-class TokenLosses(torch.autograd.Function):
-    """The loss of each token; the backward pass computes the logits again. See `linear_cross_entropy`."""
-
-    @staticmethod
-    def forward(ctx: FunctionCtx, x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int) -> Tensor:
-        ctx.ignore_index, ctx.dtype = ignore_index, weight.dtype
-        # Cast here and not by the caller: autograd would round the float32 gradient to x's dtype on its way back.
-        weight = weight.to(x.dtype)
-        ctx.save_for_backward(x, weight, targets)
-        return loss_forward(x, weight, targets, ignore_index)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """The weights of the tokens are the upstream gradient."""
-        needs_dx, needs_dweight = ctx.needs_input_grad[:2]
-        _, dx, dweight, scale = loss_gradients(*ctx.saved_tensors, grad, ctx.ignore_index, needs_dx, needs_dweight)
-        dx = rescale(dx, scale[None], ctx.saved_tensors[0].dtype) if needs_dx else None
-        return dx, rescale(dweight, scale[None], ctx.dtype) if needs_dweight else None, None, None
-
-
 class WeightedLoss(torch.autograd.Function):
     """The weighted sum of the losses; the forward pass makes the gradients. See `linear_cross_entropy`."""
 
@@ -266,11 +244,15 @@ class WeightedLoss(torch.autograd.Function):
 def linear_cross_entropy(
     x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int = -100, token_weights: Tensor | None = None
 ) -> Tensor:
-    """As `reference.linear_cross_entropy`; a target that is no class gives a NaN loss and NaN gradients."""
-    if token_weights is None:
-        return TokenLosses.apply(x, weight, targets, ignore_index)
-    token_weights = token_weights.detach().float().expand(targets.shape)
+    """As `reference.linear_cross_entropy`, which runs for gradients of the losses of single tokens.
+
+    A target that is no class gives a NaN loss and NaN gradients.
+    """
     needs = [torch.is_grad_enabled() and tensor.requires_grad for tensor in (x, weight)]
-    if any(needs):
-        return WeightedLoss.apply(x, weight, targets, ignore_index, token_weights, *needs)
-    return (TokenLosses.apply(x, weight, targets, ignore_index) * token_weights).sum()
+    if not any(needs):
+        losses = loss_forward(x, weight.to(x.dtype), targets, ignore_index)
+        return losses if token_weights is None else (losses * token_weights.detach().float()).sum()
+    if token_weights is None:
+        return reference.linear_cross_entropy(x, weight, targets, ignore_index)
+    token_weights = token_weights.detach().float().expand(targets.shape)
+    return WeightedLoss.apply(x, weight, targets, ignore_index, token_weights, *needs)

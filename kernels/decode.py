@@ -26,7 +26,7 @@ from kernels.launch import alignment, tile_width
 
 POSITIONS_PER_SPLIT, MAX_SPLITS = 128, 32  # 32 ranges and 8 key/value heads fill the 132 multiprocessors of an H100
 MEAN_BLOCK = tl.constexpr(2048)  # columns of x that are read at once for LayerNorm's mean
-MAX_MEMBERS = 8  # query heads of a program
+MAX_HEADS_PER_PROGRAM = 8
 LOWEST = tl.constexpr(-1e30)  # the maximum of no score: finite, so that the difference of two of them is not NaN
 
 
@@ -186,17 +186,20 @@ def decode_attention_kernel(
     weighted_ptr, max_ptr, total_ptr,  # outputs (B, H, SPLITS, d) and twice (B, H, SPLITS)
     cache_batch_stride, cache_head_stride, eps,
     ALIGNMENT: tl.constexpr, H: tl.constexpr, K: tl.constexpr, HALF: tl.constexpr, SPLITS: tl.constexpr,
-    MEMBERS: tl.constexpr, TURNS: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr,
+    HEADS_PER_PROGRAM: tl.constexpr,  # query heads that share what is loaded of the cache
+    LANES: tl.constexpr,  # positions that the threads of a program read at once
+    UNROLL: tl.constexpr,  # positions of each lane in a turn of the loop
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """MEMBERS query heads of one key/value head of one sequence, over one range of the filled cache.
+    """Some query heads of one key/value head of one sequence, over one range of the filled cache.
 
     weighted = sum of exp(score - max) v, and total = sum of exp(score - max). With one range it is all of the cache,
     weighted is divided by total, and nothing else is written. The new position is not read from the cache: the first
     range begins with it. Every LANES-th position belongs to the same lane; each lane has a maximum and sums of its own,
     which are combined after the loop, so that threads need not wait for each other in the loop.
     """
-    heads: tl.constexpr = H // MEMBERS  # programs for a sequence
-    sequence, head = (tl.program_id(0) // heads).to(tl.int64), tl.program_id(0) % heads * MEMBERS
+    heads: tl.constexpr = H // HEADS_PER_PROGRAM  # programs for a sequence
+    sequence, head = (tl.program_id(0) // heads).to(tl.int64), tl.program_id(0) % heads * HEADS_PER_PROGRAM
     kv_head = head // (H // K)
     split = tl.program_id(1)
     lane, element = tl.arange(0, LANES), tl.arange(0, BLOCK)
@@ -219,7 +222,7 @@ def decode_attention_kernel(
 
     starts = (lane == 0) & (split == 0)  # the lane that begins with the new position
     queries, maxima, totals, weighted = (), (), (), ()
-    for i in tl.static_range(MEMBERS):
+    for i in tl.static_range(HEADS_PER_PROGRAM):
         q = load_head(qkv_ptr + (head + i) * (2 * HALF), q_norm_weight_ptr, cos, sin, eps, HALF, BLOCK)
         q *= (2 * HALF) ** -0.5
         queries += (tl.reshape(q, (1, BLOCK // 8, 8)),)
@@ -227,27 +230,27 @@ def decode_attention_kernel(
         totals += (tl.where(starts, 1.0, 0.0),)
         weighted += (tl.where(starts[:, None], new_v.to(tl.float32)[None, :], 0.0),)
     first, end = padding.to(tl.int32), position.to(tl.int32)
-    share = tl.cdiv(tl.cdiv(end - first, TURNS * LANES), SPLITS) * (TURNS * LANES)
-    for start in range(first + split * share, tl.minimum(end, first + (split + 1) * share), TURNS * LANES):
-        slot = start + tl.arange(0, TURNS * LANES)
+    share = tl.cdiv(tl.cdiv(end - first, UNROLL * LANES), SPLITS) * (UNROLL * LANES)
+    for start in range(first + split * share, tl.minimum(end, first + (split + 1) * share), UNROLL * LANES):
+        slot = start + tl.arange(0, UNROLL * LANES)
         inside = (slot < end)[:, None] & in_head[None, :]
         row = slot[:, None].to(tl.int64) * (2 * HALF)
         k = tl.load(key_ptr[None, :] + row, mask=inside, other=0.0).to(tl.float32)
         v = tl.load(value_ptr[None, :] + row, mask=inside, other=0.0).to(tl.float32)
-        k = tl.reshape(k, (TURNS * LANES, BLOCK // 8, 8))
-        v = tl.reshape(v, (TURNS, LANES, BLOCK))
+        k = tl.reshape(k, (UNROLL * LANES, BLOCK // 8, 8))
+        v = tl.reshape(v, (UNROLL, LANES, BLOCK))
         new_maxima, new_totals, new_weighted = (), (), ()
-        for i in tl.static_range(MEMBERS):
+        for i in tl.static_range(HEADS_PER_PROGRAM):
             scores = tl.sum(tl.sum(k * queries[i], 2), 1)
-            scores = tl.reshape(tl.where(slot < end, scores, LOWEST), (TURNS, LANES))
+            scores = tl.reshape(tl.where(slot < end, scores, LOWEST), (UNROLL, LANES))
             maximum = tl.maximum(maxima[i], tl.max(scores, 0))
             rescale = tl.exp(maxima[i] - maximum)
-            p = tl.where(tl.reshape(slot < end, (TURNS, LANES)), tl.exp(scores - maximum[None, :]), 0.0)
+            p = tl.where(tl.reshape(slot < end, (UNROLL, LANES)), tl.exp(scores - maximum[None, :]), 0.0)
             new_maxima += (maximum,)
             new_totals += (totals[i] * rescale + tl.sum(p, 0),)
             new_weighted += (weighted[i] * rescale[:, None] + tl.sum(p[:, :, None] * v, 0),)
         maxima, totals, weighted = new_maxima, new_totals, new_weighted
-    for i in tl.static_range(MEMBERS):
+    for i in tl.static_range(HEADS_PER_PROGRAM):
         maximum = tl.max(maxima[i], 0)
         rescale = tl.exp(maxima[i] - maximum)
         total = tl.sum(totals[i] * rescale, 0)
@@ -341,13 +344,13 @@ def attention(
     align = alignment(keys.stride(0), keys.stride(1))
     weighted, maxima, totals = partials
     group = heads // kv_heads
-    members = next(n for n in range(MAX_MEMBERS, 0, -1) if group % n == 0)
+    heads_per_program = next(n for n in range(MAX_HEADS_PER_PROGRAM, 0, -1) if group % n == 0)
     lanes = 1024 // min(width, 256)  # positions that 128 threads read at once, 16 bytes of bfloat16 each
-    decode_attention_kernel[batch * heads // members, splits](
+    decode_attention_kernel[batch * heads // heads_per_program, splits](
         qkv, *head_norm_weights, *tables, position, padding, keys, values,
         out if splits == 1 else weighted, maxima, totals, keys.stride(0) // align, keys.stride(1) // align, eps,
-        ALIGNMENT=align, H=heads, K=kv_heads, HALF=head_dim // 2, SPLITS=splits, MEMBERS=members, TURNS=4, LANES=lanes,
-        BLOCK=width, num_warps=4,
+        ALIGNMENT=align, H=heads, K=kv_heads, HALF=head_dim // 2, SPLITS=splits,
+        HEADS_PER_PROGRAM=heads_per_program, LANES=lanes, UNROLL=4, BLOCK=width, num_warps=4,
     )  # fmt: skip
     if splits > 1:
         combine_splits_kernel[(batch * heads,)](

@@ -9,8 +9,8 @@ from kernels.cross_entropy import linear_cross_entropy
 from kernels.norm import normalize
 from kernels.reference import attention
 from kernels.rope import rotary
-from kernels.swiglu import swiglu_mlp, swiglu_mlp_fused_gate_up
+from kernels.swiglu import swiglu_mlp
 
-__all__ = ["attention", "linear_cross_entropy", "normalize", "rotary", "swiglu_mlp", "swiglu_mlp_fused_gate_up"]
+__all__ = ["attention", "linear_cross_entropy", "normalize", "rotary", "swiglu_mlp"]
 
 INTERPRETED = triton.knobs.runtime.interpret  # read when the kernels above were decorated

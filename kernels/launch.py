@@ -7,13 +7,11 @@ closed formula of the shape: nothing is autotuned, and the number of tokens neve
 """
 
 from collections.abc import Callable
-from functools import cache, partial, wraps
+from functools import cache, wraps
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from triton import knobs
-from triton.runtime import driver
 
 LIBRARY = torch.library.Library("prenorm", "DEF")
 
@@ -46,48 +44,6 @@ def register_op(schema: str, fake: Callable) -> Callable[[Callable], Callable]:
         return call
 
     return register
-
-
-class Kernel:
-    """A decorator of Triton kernels. `kernel[grid](*arguments, **constants)` takes half of the host's time of Triton's.
-
-    In each launch Triton inspects all arguments for the properties that it compiles for. Here a short key stands for
-    them: the dtypes of tensors, whether 16 divides their addresses, whether an integer fits in 32 bits, and the
-    constants. Triton does the first launch with each key; later launches run the compiled kernel directly.
-    All integers must be in `do_not_specialize`, since the key does not contain their values. On AMD GPUs Triton also
-    inspects the sizes of tensors; there, as in the interpreter, Triton does all launches.
-    """
-
-    direct = torch.version.hip is None and not knobs.runtime.interpret
-
-    def __init__(self, function: Callable):
-        self.function = function  # a JITFunction, or the interpreter's
-        self.compiled: dict = {}
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        return partial(self.launch, grid)
-
-    def launch(self, grid: tuple[int, ...], *arguments: Tensor | float | None, **constants: int) -> None:
-        """Launch on the current device; a constant is a constexpr of the kernel or an option of the compiler."""
-        if not self.direct:
-            self.function[grid](*arguments, **constants)
-            return
-        key = (
-            driver.active.get_current_device(),
-            *[
-                (argument.dtype, argument.data_ptr() % 16 == 0)
-                if isinstance(argument, Tensor)
-                else (type(argument), isinstance(argument, int) and -(2**31) <= argument < 2**31)
-                for argument in arguments
-            ],
-            *constants.values(),
-        )
-        compiled = self.compiled.get(key)
-        if compiled is None:
-            self.compiled[key] = self.function[grid](*arguments, **constants)
-        else:
-            constexprs = [constants[name] for name in self.function.arg_names[len(arguments) :]]
-            compiled[(*grid, 1, 1)[:3]](*arguments, *constexprs)
 
 
 def is_traced(x: Tensor) -> bool:
@@ -124,18 +80,15 @@ class DeviceLimits(NamedTuple):
     multiprocessors: int
     max_warps: int
     """Warps in the largest block, 1,024 threads on CUDA and ROCm: 32, or 16 where a warp has 64 threads (AMD)."""
-    has_tma: bool
-    """Whether Hopper's tensor memory accelerator copies tiles, which takes no registers for addresses."""
 
 
 @cache
 def device_limits(device: torch.device) -> DeviceLimits:
     """Limits of a GPU. Triton's interpreter on a CPU runs programs one after another: it gets those of a tiny GPU."""
     if device.type != "cuda":
-        return DeviceLimits(multiprocessors=4, max_warps=32, has_tma=True)
+        return DeviceLimits(multiprocessors=4, max_warps=32)
     found = torch.cuda.get_device_properties(device)
-    hopper = torch.version.hip is None and (found.major, found.minor) >= (9, 0)
-    return DeviceLimits(found.multi_processor_count, 1024 // found.warp_size, hopper)
+    return DeviceLimits(found.multi_processor_count, 1024 // found.warp_size)
 
 
 def tile_width(width: int) -> int:

@@ -72,12 +72,11 @@ def assert_far_equals_near(far, launch: Callable, inputs: list, outputs: list, t
             assert small.isfinite().all() and torch.equal(large[-len(small) :], small)
 
 
-@pytest.mark.parametrize("wide", [False, True])
-def test_norms_reach_rows_beyond_2_to_the_31_elements(far, draw, wide):
+def test_norms_reach_rows_beyond_2_to_the_31_elements(far, draw):
     half = torch.bfloat16
     x, residual, dy, ds = (draw(1, WIDTH, dtype=half) for _ in range(4))
     weight, statistics = draw(WIDTH), draw(2, 1).abs()
-    size = dict(LAYER_NORM=True, ALIGNMENT=8, BLOCK=WIDTH)
+    size = dict(LAYER_NORM=True, ALIGNMENT=8, ROWS=1, BLOCK=WIDTH)
     strides = [WIDTH // 8] * 3
 
     def per_row(rows):
@@ -85,24 +84,19 @@ def test_norms_reach_rows_beyond_2_to_the_31_elements(far, draw, wide):
         return torch.full((2, rows), float("nan"))
 
     def run_forward(inputs, outputs, rows):
-        kernel, tile = (norm.norm_forward_wide_kernel, {}) if wide else (norm.norm_forward_kernel, {"ROWS": 1})
         found = per_row(rows)
-        kernel[(1,)](*inputs, weight, weight, *outputs[:2], found, rows, *strides, 1e-5, **size, **tile)
+        norm.norm_forward_kernel[(1,)](*inputs, weight, weight, *outputs[:2], found, rows, *strides, 1e-5, **size)
         outputs[2][-1] = found[:, -1]
 
     assert_far_equals_near(far, run_forward, [x, residual], [x, x, statistics.T])
     far[0](0)
 
     def run_backward(inputs, outputs, rows):
-        given, means = per_row(rows), per_row(rows) if wide else None
+        given = per_row(rows)
         given[:, -1:] = statistics
-        dy, ds, s = inputs
-        if wide:
-            norm.norm_row_means_kernel[(1,)](dy, s, weight, given, means, rows, *strides, **size)
-        norm.norm_backward_kernel[(1, 1)](
-            dy, ds, s, weight, given, means, *outputs, rows, *strides, WIDTH // 8,
-            **size, DWEIGHT=True, DBIAS=True, ROWS=1, STAGES=1,
-        )  # fmt: skip
+        norm.norm_backward_kernel[(1,)](
+            *inputs, weight, given, *outputs, rows, *strides, WIDTH // 8, **size, DWEIGHT=True, DBIAS=True
+        )
 
     assert_far_equals_near(far, run_backward, [dy, ds, x], [x, draw(1, 2 * WIDTH)])
 
@@ -135,8 +129,7 @@ def test_swiglu_reaches_rows_beyond_2_to_the_31_elements(far, draw):
     assert_far_equals_near(far, run, [packed, hidden], [packed, hidden, hidden])
 
 
-@pytest.mark.parametrize("length", [8, 2**40])
-@pytest.mark.parametrize("head_norms", [False, True])
+@pytest.mark.parametrize(("length", "head_norms"), [(8, True), (2**40, False)])
 def test_rotary_reaches_rows_beyond_2_to_the_31_elements(far, draw, length, head_norms):
     """The last of many sequences of 8 tokens, or the end of one long sequence."""
     at, huge = far

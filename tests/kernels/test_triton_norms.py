@@ -39,11 +39,13 @@ def compare(x, weight, bias, residual, dy, ds, kind, relative, rounding):
         doubles[0] = s.double() - doubles[3]
     y64, _, gradients64 = run(*doubles, dy.double(), ds.double(), kind, reference64)
     assert y.dtype == x.dtype and relative(y, y64) < rounding(y.dtype, y.numel())
-    for ours, exact in zip(gradients, gradients64, strict=True):
-        per_row = ours.shape == x.shape
+    given = [t for t in (x, weight, bias, residual) if t is not None]
+    for i, (ours, exact) in enumerate(zip(gradients, gradients64, strict=True)):
         few = 2 * (x.shape[-1] < 8)  # few numbers minus their mean cancel: one more rounding
-        bound = (1 + few) * rounding(ours.dtype if per_row else torch.float32, ours.numel())
-        assert relative(ours, exact) < bound, ours.shape
+        bound = (1 + few) * rounding(ours.dtype, ours.numel())
+        if i == 0 and s.dtype != x.dtype:
+            bound += rounding(s.dtype, ours.numel())  # the gradient of x is that of s, in the dtype of s, first
+        assert ours.dtype == given[i].dtype and relative(ours, exact) < bound, i
 
 
 def reference64(x, weight, bias, residual, *, kind, eps):
@@ -54,103 +56,71 @@ def reference64(x, weight, bias, residual, *, kind, eps):
     return (y if weight is None else y * weight) + (0 if bias is None else bias), s
 
 
-@pytest.fixture
-def two_passes(monkeypatch):
-    """All rows count as wide: small tensors then go through the kernels for wide rows, in blocks of 64 columns."""
-    for name in ("MAX_SINGLE_PASS_FORWARD", "MAX_SINGLE_PASS_BACKWARD"):
-        monkeypatch.setattr(norm, name, 0)
-    for name in ("WIDE_BLOCK_FORWARD", "WIDE_BLOCK_MEANS", "WIDE_BLOCK_BACKWARD"):
-        monkeypatch.setattr(norm, name, 64)
-
-
-@pytest.fixture(params=["one pass", "two passes"])
-def passes(request):
-    """Each test runs through the kernels for rows that fit into registers and through those for wider rows."""
-    if request.param == "two passes":
-        request.getfixturevalue("two_passes")
-
-
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 
 
-# Tiles of several rows, of one row, two passes; widths divisible by 16, by 8, by neither; rows below and above programs
+# Each dtype of x with each of the residual. Tiles of several rows and of one; widths that 16,
+# that 8 and that neither divides, up to the widest that the kernels take. The bias has the weight's dtype.
 @pytest.mark.parametrize(
-    ("rows", "width"),
+    ("kind", "rows", "width", "dtype", "residual_dtype", "weight_dtype"),
     [
-        *[(3, 8), (67, 64), (37, 192), (1, 250), (9, 760), (3, 1000), (20, 1024), (9, 1096), (3, 1001), (5, 4096)],
-        *[(1, 2), (5, 3)],
+        ("rms", 1, 2, F32, F32, F32),
+        ("layer", 5, 3, F32, BF16, F32),
+        ("rms", 3, 8, BF16, None, None),
+        ("layer", 67, 64, F16, F16, F16),
+        ("rms", 37, 192, BF16, F32, BF16),
+        ("layer", 1, 250, BF16, BF16, F32),
+        ("layer", 9, 760, F32, F16, F32),
+        ("rms", 3, 1000, F16, None, F32),
+        ("layer", 3, 1001, BF16, F16, F32),
+        ("rms", 20, 1024, F16, F32, F32),
+        ("layer", 9, 1096, F32, None, None),
+        ("rms", 5, 4096, BF16, BF16, F32),
+        ("layer", 2, 4096, F32, F32, F32),
+        ("layer", 2, 8192, BF16, BF16, F32),
+        ("rms", 2, 8192, F16, BF16, F16),
     ],
 )
-@pytest.mark.parametrize("kind", ["rms", "layer"])
-def test_any_number_and_length_of_rows_is_within_one_rounding_of_float64(draw, relative, rounding, kind, rows, width):
-    variants = (F32, F32), (BF16, None), (BF16, BF16), (F16, F32)
-    for i, (dtype, residual_dtype) in enumerate(variants[: 2 if width > 700 else 4]):
-        x, dy = (draw(rows, width, dtype=dtype) for _ in range(2))
-        residual = None if residual_dtype is None else draw(rows, width, mean=-0.5, dtype=residual_dtype)
-        ds = draw(rows, width, dtype=residual_dtype or dtype)
-        weight, bias = draw(width, mean=1.0), None if residual is None else draw(width)
-        compare(x, weight if i != 1 or width % 16 else None, bias, residual, dy, ds, kind, relative, rounding)
-
-
-@pytest.mark.parametrize(("rows", "width"), [(1, 64), (5, 104), (18, 77), (2, 200), (3, 16)])
-@pytest.mark.parametrize("kind", ["rms", "layer"])
-def test_wide_rows_are_within_one_rounding_of_float64(two_passes, draw, relative, rounding, kind, rows, width):
-    slope = torch.linspace(-3, 3, width)  # blocks of a row differ in mean
-    for dtype, residual_dtype in ((F32, F32), (BF16, None), (BF16, F32), (F16, F16)):
-        x, dy = (draw(rows, width).add(slope).to(dtype), draw(rows, width, dtype=dtype))
-        residual = None if residual_dtype is None else draw(rows, width, mean=-0.5, dtype=residual_dtype)
-        ds = draw(rows, width, dtype=residual_dtype or dtype)
-        compare(x, draw(width, mean=1.0), draw(width), residual, dy, ds, kind, relative, rounding)
-
-
-@pytest.mark.parametrize(("kind", "rows", "width"), [("rms", 1, 17000), ("layer", 2, 16384), ("rms", 2, 12000)])
-def test_rows_on_both_sides_of_the_limits_are_within_one_rounding_of_float64(
-    draw, relative, rounding, kind, rows, width
+def test_any_rows_and_dtypes_are_within_one_rounding_of_float64(
+    draw, relative, rounding, kind, rows, width, dtype, residual_dtype, weight_dtype
 ):
-    x, residual, dy, ds = (draw(rows, width, dtype=BF16) for _ in range(4))
-    bias = draw(width) if kind == "layer" else None
-    compare(x, draw(width, mean=1.0), bias, residual, dy, ds, kind, relative, rounding)
+    x, dy = (draw(rows, width, dtype=dtype) for _ in range(2))
+    residual = None if residual_dtype is None else draw(rows, width, mean=-0.5, dtype=residual_dtype)
+    ds = draw(rows, width, dtype=residual_dtype or dtype)
+    weight = None if weight_dtype is None else draw(width, mean=1.0, dtype=weight_dtype)
+    bias = None if residual is None else draw(width, dtype=weight_dtype)
+    compare(x, weight, bias, residual, dy, ds, kind, relative, rounding)
 
 
-@pytest.mark.parametrize("width", [32768, 32776, 131072])
+@pytest.mark.parametrize(
+    ("width", "dtype", "residual_dtype"), [(4097, F32, None), (8200, BF16, BF16), (4104, BF16, F32)]
+)
 @pytest.mark.parametrize("kind", ["rms", "layer"])
-def test_the_widest_rows_are_normalized_within_one_rounding_of_float64(draw, relative, rounding, kind, width):
-    x, residual, weight = draw(1, width, dtype=F16), draw(1, width, dtype=BF16), draw(width, mean=1.0)
-    y, s = gpu.normalize(x, weight, None, residual, kind=kind, eps=EPS)
-    assert torch.equal(s, (x.float() + residual.float()).bfloat16())
-    assert relative(y, reference64(s.double(), weight.double(), None, None, kind=kind, eps=EPS)[0]) < rounding(
-        F16, width
-    )
+def test_wider_rows_are_those_of_the_reference_for_both_norms(draw, kind, width, dtype, residual_dtype):
+    x, dy, weight = draw(2, width, dtype=dtype), draw(2, width, dtype=dtype), draw(width, mean=1.0)
+    residual = None if residual_dtype is None else draw(2, width, dtype=residual_dtype)
+    results = []
+    for function in (gpu.normalize, reference.normalize):
+        y, s, gradients = run(x, weight, None, residual, dy, dy, kind, function)
+        results.append((y, s, *gradients))
+    assert all(map(torch.equal, *results))
 
 
-@pytest.mark.parametrize("weight_dtype", [None, F32])
-@pytest.mark.parametrize("residual_dtype", [F32, F16, BF16])
-@pytest.mark.parametrize("dtype", [F32, F16, BF16])
-def test_dtypes_mix(passes, draw, relative, rounding, dtype, residual_dtype, weight_dtype):
-    kind = "layer"  # RMSNorm is the same code without the mean
-    x, dy = draw(6, 104, dtype=dtype), draw(6, 104, dtype=dtype)
-    residual, ds = draw(6, 104, dtype=residual_dtype), draw(6, 104, dtype=residual_dtype)
-    weight, bias = (draw(104, mean=1.0, dtype=weight_dtype or dtype) for _ in range(2))
-    y, s, gradients = run(x, weight, bias, residual, dy, ds, kind, gpu.normalize)
-    assert (y.dtype, s.dtype) == (x.dtype, residual.dtype)
-    assert torch.equal(s, (x.float() + residual.float()).to(residual.dtype))
-    assert [g.dtype for g in gradients] == [t.dtype for t in (x, weight, bias, residual)]
-    s64 = s.double()
-    doubles = s64 - residual.double(), weight.double(), bias.double(), residual.double()
-    y64, _, gradients64 = run(*doubles, dy.double(), ds.double(), kind, reference64)
-    assert relative(y, y64) < rounding(dtype, y.numel())
-    for i, (ours, exact) in enumerate(zip(gradients, gradients64, strict=True)):
-        bound = rounding(ours.dtype, ours.numel())
-        if i == 0 and residual_dtype != dtype:
-            bound += rounding(residual_dtype, ours.numel())  # the gradient of x is that of s, in the dtype of s, first
-        assert relative(ours, exact) < bound, i
-
-
-@pytest.mark.parametrize("upstream", ["y", "s", "y and s"])
-@pytest.mark.parametrize("needed", ["x", "weight", "bias", "residual", "x and weight", "weight and bias"])
-@pytest.mark.parametrize("kind", ["rms", "layer"])
+@pytest.mark.parametrize(
+    ("kind", "needed", "upstream"),
+    [
+        ("rms", "x", "y"),
+        ("layer", "x", "s"),
+        ("layer", "weight", "y and s"),
+        ("rms", "bias", "y"),
+        ("layer", "residual", "s"),
+        ("rms", "residual", "y and s"),
+        ("rms", "x and weight", "s"),
+        ("layer", "weight and bias", "y"),
+    ],
+)
 def test_any_output_may_lack_an_upstream_gradient_and_any_input_may_need_none(
-    passes, draw, relative, rounding, kind, needed, upstream
+    draw, relative, rounding, kind, needed, upstream
 ):
     x, weight, bias, residual = draw(4, 72, dtype=BF16), draw(72, mean=1.0), draw(72), draw(4, 72)
     given = {"y": draw(4, 72, dtype=BF16), "s": draw(4, 72)}
@@ -171,83 +141,50 @@ def test_any_output_may_lack_an_upstream_gradient_and_any_input_may_need_none(
         assert relative(ours, other) < rounding(ours.dtype, ours.numel()) if other.any() else not ours.any()
 
 
-def strided(name, draw, rows, width):
-    """Rows of a larger tensor that are not contiguous."""
-    wide = draw(2 * rows, 3 * width)
-    return {
-        "columns of a wider tensor": lambda: wide[:rows, width : 2 * width],
-        "every other row": lambda: wide[::2, :width],
-        "every other element": lambda: wide[:rows, : 2 * width : 2],
-        "transposed": lambda: draw(width, rows).t(),
-        "four dimensions": lambda: draw(2, 3, rows, 2 * width)[..., :width],
-        "one row for all": lambda: draw(1, width).expand(rows, width),
-        "one number for all": lambda: draw(1, 1).expand(rows, width),
-        "a sequence dimension behind the heads": lambda: draw(2, rows, 3, width).transpose(1, 2),
-    }[name]()
+LAYOUTS = {  # rows of a larger tensor that are not contiguous
+    "columns of a wider tensor": lambda draw: draw(40, 288)[:20, 96:192],
+    "every other row": lambda draw: draw(40, 96)[::2],
+    "every other element": lambda draw: draw(20, 192)[:, ::2],
+    "transposed": lambda draw: draw(96, 20).t(),
+    "four dimensions": lambda draw: draw(2, 3, 20, 192)[..., :96],
+    "one row for all": lambda draw: draw(1, 96).expand(20, 96),
+    "one number for all": lambda draw: draw(1, 1).expand(20, 96),
+    "a sequence dimension behind the heads": lambda draw: draw(2, 20, 3, 96).transpose(1, 2),
+}
 
 
-STRIDES = [
-    "columns of a wider tensor",
-    "every other row",
-    "every other element",
-    "transposed",
-    "four dimensions",
-    "one row for all",
-    "one number for all",
-    "a sequence dimension behind the heads",
-]
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_inputs_and_upstream_gradients_may_have_any_strides_and_stay_as_they_were(draw, layout):
+    some = [LAYOUTS[layout](draw) for _ in range(2)]
+    before = [t._base.clone() for t in some]
+    others, weight, bias = [draw(*some[0].shape) for _ in range(2)], draw(96, mean=1.0), draw(96)
+    for (x, dy), (residual, ds) in ((some, others), (others, some)):
+        results = []
+        for given in ((x, residual, dy, ds), [t.contiguous() for t in (x, residual, dy, ds)]):
+            y, s, gradients = run(given[0], weight, bias, *given[1:], "layer", gpu.normalize)
+            results.append((y, s, *gradients))
+        assert all(map(torch.equal, *results))
+    assert all(torch.equal(t._base, copy) for t, copy in zip(some, before, strict=True))
 
 
-@pytest.mark.parametrize("name", STRIDES)
-def test_rows_may_have_any_strides_and_the_memory_around_them_does_not_change(draw, relative, name):
-    x = strided(name, draw, 20, 96)
-    base = x._base if x._base is not None else x
-    before = base.clone()
-    dy, residual = draw(*x.shape), draw(*x.shape)
-    weight, bias = draw(96, mean=1.0), draw(96)
-    for given in ((x, residual), (residual, x)):
-        y, s, gradients = run(given[0], weight, bias, given[1], dy, dy, "layer", gpu.normalize)
-        contiguous = given[0].contiguous(), weight, bias, given[1].contiguous(), dy, dy
-        y2, s2, gradients2 = run(*contiguous, "layer", gpu.normalize)
-        assert torch.equal(y, y2) and torch.equal(s, s2)
-        assert all(map(torch.equal, gradients, gradients2))
-    assert torch.equal(base, before)
-    y, _, _ = run(x, weight, None, None, dy, dy, "rms", gpu.normalize)
-    assert relative(y, reference.normalize(x, weight, kind="rms", eps=EPS)[0].double()) < 1e-6
-
-
-@pytest.mark.parametrize("spacing", [105, 112])
-@pytest.mark.parametrize("name", ["x", "residual", "dy", "ds", "all"])
-def test_rows_of_each_tensor_may_be_an_odd_number_of_elements_apart(passes, draw, name, spacing):
+@pytest.mark.parametrize(
+    ("name", "spacing"), [("x", 105), ("residual", 105), ("dy", 105), ("ds", 105), ("all", 105), ("all", 112)]
+)
+def test_rows_of_each_tensor_may_be_an_odd_number_of_elements_apart(draw, name, spacing):
     """8 divides the width, so that tensors whose rows are a multiple of 8 apart are read 16 bytes at a time."""
     named = {key: draw(5, 104, mean=mean) for key, mean in (("x", 0.3), ("residual", -0.5), ("dy", 0.1), ("ds", 0.7))}
     weight, bias = draw(104, mean=1.0), draw(104)
 
     def call(x, residual, dy, ds):
-        return [
-            *run(x, weight, bias, residual, dy, ds, "layer", gpu.normalize),
-            *run(x, weight, None, None, dy, ds, "rms", gpu.normalize),
-        ]
+        y, s, gradients = run(x, weight, bias, residual, dy, ds, "layer", gpu.normalize)
+        return y, s, *gradients
 
     expected = call(**named)
     for i, (key, tensor) in enumerate(named.items()):
         if name in (key, "all"):
-            named[key] = draw(5, spacing + 2 * i)[:, 1:105] if name == "all" else draw(5, spacing)[:, 1:105]
+            named[key] = draw(5, spacing + 8 * i)[:, 1:105]
             named[key].copy_(tensor)
-    for ours, other in zip(call(**named), expected, strict=True):
-        assert all(map(torch.equal, ours, other)) if isinstance(ours, tuple) else torch.equal(ours, other)
-
-
-@pytest.mark.parametrize("name", STRIDES)
-def test_upstream_gradients_may_have_any_strides_and_stay_as_they_were(draw, name):
-    dy = strided(name, draw, 20, 96)
-    ds = strided(name, draw, 20, 96)
-    before = dy.clone(), ds.clone()
-    x, residual, weight = draw(*dy.shape), draw(*dy.shape), draw(96, mean=1.0)
-    _, _, gradients = run(x, weight, None, residual, dy, ds, "layer", gpu.normalize)
-    _, _, expected = run(x, weight, None, residual, dy.contiguous(), ds.contiguous(), "layer", gpu.normalize)
-    assert all(map(torch.equal, gradients, expected))
-    assert torch.equal(dy, before[0]) and torch.equal(ds, before[1])
+    assert all(map(torch.equal, call(**named), expected))
 
 
 def test_a_gradient_that_two_norms_share_is_right_for_both_and_a_second_backward_pass_equals_the_first(draw, relative):
@@ -270,8 +207,8 @@ def test_a_gradient_that_two_norms_share_is_right_for_both_and_a_second_backward
 @pytest.mark.parametrize(
     ("rows", "width"),
     [
-        *((rows, 64) for rows in (1, 15, 16, 17, 131, 320, 321, 337, 700)),  # tiles of 16 rows, at most 20 programs
-        *((rows, 1024) for rows in (1, 7, 8, 16, 17, 257)),  # tiles of a row, at most 32 programs
+        *((rows, 64) for rows in (1, 17, 320, 337)),  # tiles of 16 rows, at most 20 programs
+        *((7, 1024), (8, 1024), (17, 1024), (65, 4096)),  # tiles of a row, at most 32 and 8 programs
     ],
 )
 def test_sums_over_rows_are_right_for_fewer_and_more_rows_than_programs(draw, relative, monkeypatch, rows, width):
@@ -291,50 +228,21 @@ def test_sums_over_rows_are_right_for_fewer_and_more_rows_than_programs(draw, re
 
 
 @pytest.mark.parametrize(
-    ("block", "column_tiles", "rows", "programs", "stages"),
-    [
-        (64, 1, 100_000, 660, 3),  # five for each of an H100's multiprocessors
-        (1024, 1, 100_000, 1056, 3),
-        (4096, 1, 100_000, 264, 3),
-        (8192, 1, 100_000, 132, 3),
-        (16384, 1, 100_000, 132, 1),
-        (1024, 64, 100_000, 16, 3),
-        *[
-            (1024, 1, 8000, 1000, 3),
-            (64, 1, 1600, 100, 3),
-            (1024, 1, 7, 1, 3),
-            (1024, 1, 0, 1, 3),
-            (1024, 2000, 99, 1, 3),
-        ],
-    ],
+    ("block", "rows", "programs"),
+    [(64, 10**5, 660), (1024, 10**5, 1056), (4096, 10**5, 264), (8192, 10**5, 132), (1024, 8000, 1000), (1024, 0, 1)],
 )
-def test_programs_are_as_many_as_fit_and_each_has_at_least_eight_rows(block, column_tiles, rows, programs, stages):
-    limits = launch.DeviceLimits(132, 32, True)
-    found, options = norm.backward_geometry(block, column_tiles, rows, 6 * block, limits)
-    assert (found, options["STAGES"]) == (programs, stages)
+def test_programs_are_as_many_as_fit_an_h100_and_each_has_at_least_eight_rows(block, rows, programs):
+    assert norm.backward_geometry(block, rows, launch.DeviceLimits(132, 32))[0] == programs
 
 
-def test_sums_over_many_wide_rows_are_right(two_passes, draw, relative):
-    """Two tiles of columns, at most 10 programs for each, and 11 tiles of 16 rows."""
-    s, weight, dy = draw(171, 104), draw(104, mean=1.0), draw(171, 104)
-    s64, mean = s.double(), s.double().mean(-1)
-    rstd = ((s64 - mean[:, None]).square().mean(-1) + EPS).rsqrt()
-    dx, sums = norm.norm_backward(dy, None, s, weight, torch.stack((rstd, mean)).float(), True, True, True)
-    doubles = s64, weight.double(), torch.zeros(104, dtype=torch.float64), None
-    _, _, gradients64 = run(*doubles, dy.double(), None, "layer", reference64)
-    assert all(relative(ours, other) < 1e-6 for ours, other in zip((dx, *sums), gradients64, strict=True))
-
-
-@pytest.mark.parametrize("width", [1, 12, 104, 1000])
-@pytest.mark.parametrize("rows", [1, 127, 128, 129, 1023, 1025, 2500])
+@pytest.mark.parametrize(("rows", "width"), [(1, 104), (127, 12), (129, 1000), (1023, 1), (1025, 104), (2500, 12)])
 def test_a_column_sum_is_right_for_any_number_of_rows(draw, relative, rows, width):
     x = draw(rows, width, mean=1.0)
     assert relative(norm.column_sum(x), x.double().sum(0)) < 1e-6
 
 
-@pytest.mark.parametrize("dtype", [F32, BF16])
-@pytest.mark.parametrize("kind", ["rms", "layer"])
-def test_the_operators_return_what_their_schemas_say(passes, draw, relative, rounding, kind, dtype):
+@pytest.mark.parametrize(("kind", "dtype"), [("rms", BF16), ("layer", F32)])
+def test_the_operators_return_what_their_schemas_say(draw, relative, rounding, kind, dtype):
     layer_norm = kind == "layer"
     x, residual, dy = (draw(2, 9, 72, mean=mean, dtype=dtype) for mean in (0.3, -1.0, 0.3))
     ds, weight, bias = draw(2, 9, 72, dtype=dtype), draw(72, mean=1.0), draw(72)
@@ -358,24 +266,7 @@ def test_the_operators_return_what_their_schemas_say(passes, draw, relative, rou
         assert all(relative(ours, other) < 1e-6 for ours, other in zip(sums, expected, strict=True))
 
 
-def test_compiled_norms_equal_the_eager_ones_forward_and_backward(draw):
-    x, dy = (draw(2, 9, 72, dtype=BF16) for _ in range(2))
-    residual, ds, weight, bias = draw(2, 9, 72), draw(2, 9, 72), draw(72, mean=1.0), draw(72)
-
-    def both(x, residual, weight, bias):
-        y, s = gpu.normalize(x, weight, bias, residual, kind="layer", eps=EPS)
-        return y, s, gpu.normalize(y, weight, kind="rms", eps=EPS)[0]
-
-    compiled = torch.compile(both, fullgraph=True, backend="aot_eager")
-    results = []
-    for function in (both, compiled):
-        leaves = [t.detach().requires_grad_() for t in (x, residual, weight, bias)]
-        outputs = function(*leaves)
-        results.append((*outputs, *torch.autograd.grad(outputs, leaves, (dy, ds, -dy))))
-    assert all(map(torch.equal, *results))
-
-
-def test_a_frozen_weight_no_weight_and_no_rows_are_right(passes, draw, relative):
+def test_a_frozen_weight_no_weight_and_no_rows_are_right(draw, relative):
     x, weight, dy = draw(20, 96).requires_grad_(), draw(96, mean=1.0), draw(20, 96)
     for frozen in (weight, None):
         y, _ = gpu.normalize(x, frozen, kind="rms", eps=EPS)
@@ -389,15 +280,14 @@ def test_a_frozen_weight_no_weight_and_no_rows_are_right(passes, draw, relative)
     assert y.shape == dx.shape == (0, 96) and torch.equal(dweight, torch.zeros(96))
 
 
-def test_layernorm_of_a_large_mean_is_as_exact_as_its_input(passes, draw, relative):
+def test_layernorm_of_a_large_mean_is_as_exact_as_its_input(draw, relative):
     width = 512
     x, dy = draw(3, width, mean=1e4), draw(3, width)
     weight = torch.ones(width)
     y, _, (dx, _) = run(x, weight, None, None, dy, dy, "layer", gpu.normalize)
     y64, _, (dx64, _) = run(x.double(), weight.double(), None, None, dy.double(), None, "layer", reference64)
-    # The mean is rounded to 2^-11 at most, half the distance of float32 numbers near 1e4, and the deviation is 1. In
-    # two passes this happens for each of the 8 blocks. The last roundings are those of the sums.
-    assert relative(y, y64) < 1.5e-3 and relative(dx, dx64) < 1.5e-3
+    # The mean is rounded to 2^-11 at most, half the distance of float32 numbers near 1e4, and the deviation is 1.
+    assert relative(y, y64) < 1e-3 and relative(dx, dx64) < 1e-3
     naive = (x.square().mean(-1) - x.mean(-1).square() - 1).abs().max()
     assert naive > 1  # the mean of squares minus the square of the mean would have no correct digit
     x = draw(3, width, mean=30.0, std=0.1, dtype=torch.bfloat16)
@@ -408,7 +298,7 @@ def test_layernorm_of_a_large_mean_is_as_exact_as_its_input(passes, draw, relati
 
 
 @pytest.mark.parametrize("kind", ["rms", "layer"])
-def test_zero_tiny_and_huge_rows_equal_the_reference(passes, draw, kind):
+def test_zero_tiny_and_huge_rows_equal_the_reference(draw, kind):
     x = draw(5, 104)
     x[0], x[1], x[2], x[3] = 0.0, x[1] * 1e-30, x[2] * 1e-3, x[3] * 1e15
     x[4] = 1e19 if kind == "rms" else x[4]  # whose squares overflow: torch gives 0 as well
