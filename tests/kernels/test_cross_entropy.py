@@ -106,11 +106,11 @@ def test_a_target_of_probability_0_in_float32_has_an_exact_loss(kernel, relative
     assert relative(losses, torch.tensor([195.0, 0.0, 195.0]).double() + math.log(2)) < 1e-6
 
 
-def test_without_gradients_the_losses_are_the_same(kernel, draw):
+def test_without_gradients_the_losses_are_the_same(kernel, draw, relative):
     x, weight, targets = inputs(draw)
     with_gradient = kernel.linear_cross_entropy(x, weight.clone().requires_grad_(), targets)
     with torch.no_grad():
-        assert torch.equal(kernel.linear_cross_entropy(x, weight, targets), with_gradient)
+        assert relative(kernel.linear_cross_entropy(x, weight, targets), with_gradient) < 1e-6
 
 
 def test_it_equals_torch_cross_entropy_on_float32_logits(kernel, draw, relative):

@@ -57,26 +57,32 @@ def draw_norm(draw):
 # Batches of one, an odd number and all; rows that the rows of a program do not divide; widths that 8 divides and not
 # 16, that nothing divides, and that take one and two turns of the loop.
 PRODUCTS = [
-    (torch.float32, "rms", 1, 7, 520),
-    (torch.float32, "layer", 3, 10, 1304),
-    (torch.float16, "layer without parameters", 8, 9, 131),
-    (torch.bfloat16, "rms", 8, 6, 1304),
-    (torch.bfloat16, "layer", 5, 13, 48),
-    (torch.float16, "layer", 1, 5, 2200),  # two turns of the loop that sums the mean
+    (torch.float32, "rms", 1, 7, 520, "few rows"),
+    (torch.float32, "layer", 3, 10, 1304, "many rows"),
+    (torch.float16, "layer without parameters", 8, 9, 131, "few rows"),
+    (torch.bfloat16, "rms", 8, 6, 1304, "few rows"),
+    (torch.bfloat16, "layer", 5, 13, 48, "many rows"),
+    (torch.float16, "layer", 1, 5, 2200, "many rows"),  # two turns of the loop that sums the mean
 ]
 
 
-@pytest.fixture(params=[False, True], ids=["few rows", "many rows"])
+@pytest.fixture
 def geometry(request, monkeypatch):
-    """The geometry for few rows, which is that of the small matrices here, and that for many."""
-    if request.param:
+    """The geometry for few rows, which is that of the small matrices here, or that for many."""
+    if request.param == "many rows":
         choose = decode.product_geometry
         monkeypatch.setattr(decode, "product_geometry", lambda rows, width: choose(10000, width))
 
 
-@pytest.mark.usefixtures("geometry")
-@pytest.mark.parametrize(("dtype", "name", "batch", "rows", "width"), PRODUCTS)
-def test_norm_product_and_bias_are_one_launch(draw, relative, rounding, draw_norm, dtype, name, batch, rows, width):
+products = pytest.mark.parametrize(
+    ("dtype", "name", "batch", "rows", "width", "geometry"), PRODUCTS, indirect=["geometry"]
+)
+
+
+@products
+def test_norm_product_and_bias_are_one_launch(
+    draw, relative, rounding, draw_norm, dtype, name, batch, rows, width, geometry
+):
     s, norm = guarded(draw(batch, width, mean=0.7, dtype=dtype)), draw_norm(name, width)
     weight = guarded(draw(rows, width, std=0.1, mean=0.01, dtype=dtype))
     for bias in (None, guarded(draw(rows, mean=1.0, dtype=dtype))):
@@ -88,10 +94,9 @@ def test_norm_product_and_bias_are_one_launch(draw, relative, rounding, draw_nor
         assert intact(out)
 
 
-@pytest.mark.usefixtures("geometry")
-@pytest.mark.parametrize(("dtype", "name", "batch", "rows", "width"), PRODUCTS)
+@products
 def test_norm_gate_up_and_activation_are_one_launch(
-    draw, relative, rounding, draw_norm, dtype, name, batch, rows, width
+    draw, relative, rounding, draw_norm, dtype, name, batch, rows, width, geometry
 ):
     s, norm = guarded(draw(batch, width, mean=0.7, dtype=dtype)), draw_norm(name, width)
     weight = guarded(draw(2 * rows, width, std=0.1, mean=0.01, dtype=dtype))
@@ -103,13 +108,11 @@ def test_norm_gate_up_and_activation_are_one_launch(
     assert intact(hidden)
 
 
-@pytest.mark.usefixtures("geometry")
-@pytest.mark.parametrize("x_dtype", [torch.float32, None], ids=["attended", "hidden"])
-@pytest.mark.parametrize(("dtype", "name", "batch", "rows", "width"), PRODUCTS)
+@products
 def test_a_product_is_added_to_the_stream_with_one_rounding(
-    draw, relative, rounding, dtype, name, batch, rows, width, x_dtype
+    draw, relative, rounding, dtype, name, batch, rows, width, geometry
 ):
-    x = guarded(draw(batch, width, dtype=x_dtype or dtype))
+    x = guarded(draw(batch, width, dtype=dtype))
     weight = guarded(draw(rows, width, std=3 * width**-0.5, dtype=dtype))  # a product larger than the stream
     s = guarded(draw(batch, rows, dtype=dtype))
     expected = s.double() + x.double() @ weight.double().T

@@ -177,15 +177,6 @@ def test_float16_keeps_small_weights_under_a_gradient_scaler(draw, relative, rou
     assert relative(found[1], dweight * 2.0**20) < 1e-4
 
 
-def test_weights_are_divided_by_the_largest_of_them_and_not_by_0():
-    inf, nan = float("inf"), float("nan")
-    cases = {(0.3, -0.7): 0.7, (1.0, 0.2): 1.0, (3e-5, 0.0): 3e-5, (0.0, 0.0): 1.0, (): 1.0, (-inf, 1.0): inf}
-    for weights, expected in cases.items():
-        found = cross_entropy.largest_magnitude(torch.tensor(weights, dtype=torch.float32))
-        assert found.shape == () and found == torch.tensor(expected), weights
-    assert cross_entropy.largest_magnitude(torch.tensor([nan, 1.0])).isnan()
-
-
 def test_weights_of_ignored_tokens_do_not_matter(draw):
     x, weight, targets = make_inputs(draw, 9, torch.float16)
     weights = draw(9)
