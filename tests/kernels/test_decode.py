@@ -240,13 +240,3 @@ def test_a_sequence_gets_the_same_bits_in_a_batch_of_any_size(draw, monkeypatch)
     for chosen in ([3], [7, 3, 0]):
         for found, expected in zip(layer(chosen), together, strict=True):
             assert torch.equal(found, expected[chosen])
-
-
-def test_the_ranges_of_the_cache_are_a_power_of_two_and_depend_on_its_room_alone():
-    assert [decode.splits_for(n) for n in (1, 256, 257, 512, 513, 4096, 4097, 10**6)] == [1, 1, 4, 4, 8, 32, 32, 32]
-
-
-def test_matrices_with_few_rows_give_their_programs_more_warps():
-    shapes = [decode.product_geometry(rows, 2048) for rows in (2048, 3072, 16384)]
-    assert [(shape["num_warps"], shape["BLOCK"]) for shape in shapes] == [(4, 1024), (2, 512), (1, 256)]
-    assert decode.product_geometry(2048, 100)["BLOCK"] == 128

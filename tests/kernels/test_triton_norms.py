@@ -227,28 +227,13 @@ def test_sums_over_rows_are_right_for_fewer_and_more_rows_than_programs(draw, re
     assert relative(dweight, dweight64) < 1e-6 and relative(dbias, dbias64) < 1e-6 and relative(dx, dx64) < 1e-6
 
 
-@pytest.mark.parametrize(
-    ("block", "rows", "programs"),
-    [(64, 10**5, 660), (1024, 10**5, 1056), (4096, 10**5, 264), (8192, 10**5, 132), (1024, 8000, 1000), (1024, 0, 1)],
-)
-def test_programs_are_as_many_as_fit_an_h100_and_each_has_at_least_eight_rows(block, rows, programs):
-    assert norm.backward_geometry(block, rows, launch.DeviceLimits(132, 32))[0] == programs
-
-
 @pytest.mark.parametrize(("rows", "width"), [(1, 104), (127, 12), (129, 1000), (1023, 1), (1025, 104), (2500, 12)])
 def test_a_column_sum_is_right_for_any_number_of_rows(draw, relative, rows, width):
     x = draw(rows, width, mean=1.0)
     assert relative(norm.column_sum(x), x.double().sum(0)) < 1e-6
 
 
-def test_a_frozen_weight_no_weight_and_no_rows_are_right(draw, relative):
-    x, weight, dy = draw(20, 96).requires_grad_(), draw(96, mean=1.0), draw(20, 96)
-    for frozen in (weight, None):
-        y, _ = gpu.normalize(x, frozen, kind="rms", eps=EPS)
-        (dx,) = torch.autograd.grad(y, x, dy)
-        x64 = x.detach().double().requires_grad_()
-        y64, _ = reference64(x64, None if frozen is None else weight.double(), None, None, kind="rms", eps=EPS)
-        assert relative(dx, torch.autograd.grad(y64, x64, dy.double())[0]) < 1e-6
+def test_a_matrix_without_rows_has_gradients(draw):
     x, weight = torch.empty(0, 96, requires_grad=True), torch.ones(96, requires_grad=True)
     y, _ = gpu.normalize(x, weight, kind="layer", eps=EPS)
     dx, dweight = torch.autograd.grad(y, (x, weight), torch.empty(0, 96))
@@ -267,9 +252,8 @@ def test_layernorm_of_a_large_mean_is_as_exact_as_its_input(draw, relative):
     assert naive > 1  # the mean of squares minus the square of the mean would have no correct digit
     x = draw(3, width, mean=30.0, std=0.1, dtype=torch.bfloat16)
     y, _ = gpu.normalize(x, weight, kind="layer", eps=EPS)
-    assert (
-        relative(y, reference64(x.double(), None, None, None, kind="layer", eps=EPS)[0]) < 2**-8
-    )  # few values, equal errors
+    y64, _ = reference64(x.double(), None, None, None, kind="layer", eps=EPS)
+    assert relative(y, y64) < 2**-8  # few values, equal errors
 
 
 @pytest.mark.parametrize("kind", ["rms", "layer"])

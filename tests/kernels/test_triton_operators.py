@@ -1,7 +1,6 @@
 """The Triton kernels as torch operators: their registration, and one graph for torch.compile."""
 
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,45 +13,36 @@ from kernels import gpu
 pytestmark = pytest.mark.skipif(gpu is None, reason="Triton is not installed")
 
 if gpu is not None:
-    from kernels.launch import device_limits, is_traced
+    from kernels.launch import is_traced
 
 
 def operators():
     """Each operator with valid arguments."""
-    x, weight, targets = torch.randn(6, 16), torch.randn(16), torch.randint(0, 9, (6,))
-    qkv, angles = torch.randn(1, 6, 4 * 16), torch.randn(6, 8)
-    q, k = torch.randn(1, 6, 2, 16), torch.randn(1, 6, 1, 16)
+    x, s, weight, bias, targets = (
+        torch.randn(6, 16),
+        torch.randn(6, 16),
+        torch.randn(16),
+        torch.randn(16),
+        torch.arange(6),
+    )
+    qkv, cos, sin = torch.randn(1, 6, 4 * 16), torch.randn(6, 8), torch.randn(6, 8)
+    heads = torch.randn(1, 6, 2, 16), torch.randn(1, 6, 1, 16), torch.randn(1, 6, 1, 16)
+    head, statistics = torch.randn(9, 16), torch.randn(2, 6)
     ops = torch.ops.prenorm
-    statistic = torch.randn(6)
     return {
-        "norm_forward": (ops.norm_forward, (x, x.clone(), weight, weight.clone(), True, 1e-5)),
+        "norm_forward": (ops.norm_forward, (x, s, weight, bias, True, 1e-5)),
         "norm_forward of rms": (ops.norm_forward, (x, None, weight, None, False, 1e-5)),
-        "norm_backward": (
-            ops.norm_backward,
-            (x, x.clone(), x.clone(), weight, torch.randn(2, 6), True, True, True),
-        ),
-        "norm_backward of rms": (
-            ops.norm_backward,
-            (x, None, x.clone(), weight, torch.randn(1, 6), False, True, False),
-        ),
+        "norm_backward": (ops.norm_backward, (x, s, s.clone(), weight, statistics, True, True, True)),
+        "norm_backward of rms": (ops.norm_backward, (x, None, s, weight, statistics[:1], False, True, False)),
         "swiglu_forward": (ops.swiglu_forward, (x,)),
-        "swiglu_backward": (ops.swiglu_backward, (x[:, :8], x)),
-        "rotary_forward": (ops.rotary_forward, (qkv, angles, angles.clone(), 2, 1, None, None, 1e-5)),
-        "rotary_forward with head norms": (
-            ops.rotary_forward,
-            (qkv, angles, angles.clone(), 2, 1, weight, weight.clone(), 1e-5),
-        ),
-        "rotary_backward": (
-            ops.rotary_backward,
-            (q, k, k.clone(), None, angles, angles.clone(), None, None, 1e-5),
-        ),
-        "rotary_backward with head norms": (
-            ops.rotary_backward,
-            (q, k, k.clone(), qkv, angles, angles.clone(), weight, weight.clone(), 1e-5),
-        ),
-        "loss_forward": (ops.loss_forward, (x, torch.randn(9, 16), targets, -100)),
-        "loss_gradients": (ops.loss_gradients, (x, torch.randn(9, 16), targets, statistic, -100, True, True)),
-        "loss_gradients of x": (ops.loss_gradients, (x, torch.randn(9, 16), targets, statistic, -100, True, False)),
+        "swiglu_backward": (ops.swiglu_backward, (s[:, :8], x)),
+        "rotary_forward": (ops.rotary_forward, (qkv, cos, sin, 2, 1, None, None, 1e-5)),
+        "rotary_forward with head norms": (ops.rotary_forward, (qkv, cos, sin, 2, 1, weight, bias, 1e-5)),
+        "rotary_backward": (ops.rotary_backward, (*heads, None, cos, sin, None, None, 1e-5)),
+        "rotary_backward with head norms": (ops.rotary_backward, (*heads, qkv, cos, sin, weight, bias, 1e-5)),
+        "loss_forward": (ops.loss_forward, (x, head, targets, -100)),
+        "loss_gradients": (ops.loss_gradients, (x, head, targets, torch.randn(6), -100, True, True)),
+        "loss_gradients of x": (ops.loss_gradients, (x, head, targets, torch.randn(6), -100, True, False)),
     }
 
 
@@ -76,13 +66,6 @@ def test_the_operator_is_needed_for_fake_and_meta_tensors_and_in_a_dispatch_mode
     assert is_traced(x.to("meta")) and is_traced(mode.from_tensor(x))
     with mode:
         assert is_traced(x)
-
-
-@pytest.mark.parametrize(("warp_size", "max_warps"), [(32, 32), (64, 16)])
-def test_the_limits_of_a_gpu_come_from_its_properties(monkeypatch, warp_size, max_warps):
-    found = SimpleNamespace(multi_processor_count=132, warp_size=warp_size)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
-    assert device_limits.__wrapped__(torch.device("cuda")) == (132, max_warps)
 
 
 def test_all_kernels_compile_into_one_graph_for_any_number_of_tokens_with_equal_bits(triton, draw):
