@@ -70,8 +70,8 @@ tests() { # NAME SECONDS FLAGS...
 }
 
 # Tests that run each kernel once against float64; pytest takes no line break here.
-smoke="norms_are_within and 2048-1024 or kernel_equal_float64 and 512-1408-300 or 1000-2816-dtype2"
-smoke+=" or rotary_is_within and dtype2-0.00175-32-8-128-0 or 5003-True-dtype2 or graph_of_the_decoding and lengths0"
+smoke="norms_are_within and 2048-1024 or 1000-2816-dtype2"
+smoke+=" or rotary_is_within and dtype2-0.00175-32-8-128-0 or 5003-dtype2 or graph_of_the_decoding and lengths0"
 
 # The packages of requirements.txt that Python cannot import.
 missing='
@@ -127,7 +127,7 @@ main() {
     training transformers 180 124m rms "$ours" "transformers and torch.compile" transformers
     step trace 120 "$python" -m benchmarks.training --config 124m --norms rms --variants "$ours" \
         --profile "$folder/trace.json.gz"
-    kernels others 200 '^(SwiGLU|gate and up|rotary)'
+    kernels others 200 '^(SwiGLU|rotary)'
     tests tests 300
     for tool in memcheck racecheck; do
         if command -v compute-sanitizer > /dev/null; then

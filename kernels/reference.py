@@ -91,7 +91,7 @@ def linear_cross_entropy(
     x (N, D); weight (V, D); targets (N,) int64. The product runs in x's dtype, the softmax in
     float32. Returns (N,) float32.
     token_weights, float32 (N,) or one for all, 0-dimensional: return the sum of weight times loss instead, a float32
-    scalar. Training wants this one number, and a GPU computes its gradients with three products instead of four.
+    scalar. Training wants this one number: a GPU computes its gradients without the logits of all tokens in memory.
     The weights are constants: no gradient flows to them.
     """
     logits = F.linear(x, weight.to(x.dtype)).float()  # (N, V)

@@ -66,7 +66,6 @@ def test_the_tests_that_need_a_gpu_are_collected_there_and_few_of_them_run_each_
         "norms",
         "the_activation",
         "the_loss_and_its_gradients",
-        "gate_and_up_in_one_kernel",
         "rotary",
         "a_graph_of_the_decoding_step",
     } and len(found) < 12
