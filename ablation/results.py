@@ -164,8 +164,11 @@ def _read_lines(path: Path, kind: type[Record]) -> list[Record]:
         lines = path.read_bytes().split(b"\n")[:-1]
     except FileNotFoundError:
         return []
-    with reading(path, "delete the damaged line"):
-        return [msgspec.convert(json.loads(line), kind) for line in lines]
+    records = []
+    for number, line in enumerate(lines, start=1):
+        with reading(f"line {number} of {path}", "delete that line"):
+            records.append(msgspec.convert(json.loads(line), kind))
+    return records
 
 
 def as_table(results: list[RunResult]) -> pd.DataFrame:

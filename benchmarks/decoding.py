@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 import kernels
-from benchmarks.arguments import positive
 from benchmarks.static_cache import StaticDecoder
 from benchmarks.timing import copy_rate
 from benchmarks.training import read_settings
@@ -23,8 +22,8 @@ from errors import UserError, exit_on_user_error
 from generation.weights import bytes_per_step, cast_weights
 from model.cache import KeyValueCache
 from model.decoder import Decoder
-from model.device import choose_device, device_name, why_not_compile
-from model.fused_decode import MAX_SEQUENCES, DecodeStep, describe
+from model.device import choose_device, device_name
+from model.fused_decode import DecodeStep, describe
 
 STATIC, COMPILED = "static cache", "static cache, torch.compile"
 VARIANTS = "decoder", "fused", STATIC, COMPILED
@@ -37,80 +36,68 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.decoding", description=__doc__.split("\n\n")[0])
     parser.add_argument("--config", default="1b", help="a name in configs/ (default: %(default)s)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
-    parser.add_argument(
-        "--sequences", type=positive, nargs="+", default=[1, 4, 8], help="batch sizes (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--cached", type=positive, nargs="+", default=[128, 4000], help="filled positions (default: %(default)s)"
-    )
-    parser.add_argument("--steps", type=positive, default=64, help="steps to time (default: %(default)s)")
+    parser.add_argument("--sequences", type=int, nargs="+", default=[1, 4, 8], help="default: %(default)s")
+    parser.add_argument("--cached", type=int, nargs="+", default=[128, 4000], help="filled positions: %(default)s")
+    parser.add_argument("--steps", type=int, default=64, help="steps to time (default: %(default)s)")
     arguments = parser.parse_args()
-    device = choose_device(arguments.device)
+    device, steps = choose_device(arguments.device), arguments.steps
     config = read_settings(arguments.config).model
-    needed, limit = max(arguments.cached) + arguments.steps + WARM_UP, config.max_position_embeddings
+    needed, limit = max(arguments.cached) + steps + WARM_UP, config.max_position_embeddings
     if needed > limit:
-        raise UserError(
-            f"--cached, --steps and {WARM_UP} warm-up steps need {needed} positions and the context has {limit}; "
-            "use fewer."
-        )
+        raise UserError(f"--cached, --steps and {WARM_UP} more need {needed} positions of {limit}; use fewer.")
     decoder = Decoder(config, seed=1).to(device).eval()
     cast_weights(decoder, torch.bfloat16)
     copy, weights = copy_rate(device), bytes_per_step(decoder)
     rates = f"{weights / 1e6:,.0f} MB of weights per step, copy {copy / 1e9:,.0f} GB/s"
     print(f"{arguments.config} on {device_name(device)}: {rates}\n")
-    print("| cached | sequences | variant | ms per step | tokens/s | share of the copy rate |")
-    print("|---" * 6 + "|")
+    print("| cached | sequences | variant | ms per step | tokens/s | share of the copy rate |\n" + "|---" * 6 + "|")
     results = {"device": device_name(device), "torch": torch.__version__, "config": arguments.config}
     results |= {"weight_bytes": weights, "copy_bytes_per_second": copy, "steps": []}
     for cached in arguments.cached:
         for sequences in arguments.sequences:
-            room = cached + arguments.steps + WARM_UP
+            room = cached + steps + WARM_UP
             cache = KeyValueCache(config, sequences, room, device=device, dtype=torch.bfloat16)
-            cache.keys.normal_()
-            cache.values.normal_()
+            cache.keys_and_values.normal_()
+            # Keys and values of every filled position are read once, halfway through the steps that are timed.
+            read = weights + cache.keys_and_values.nbytes // room * (cached + WARM_UP + steps // 2)
             for variant in VARIANTS:
-                row = {"cached": cached, "sequences": sequences, "variant": variant}
-                row |= measure(variant, decoder, cache, cached, arguments.steps)
+                row = {"cached": cached, "sequences": sequences, "variant": variant, "bytes": read}
+                try:
+                    row |= measure(variant, decoder, cache, cached, steps)
+                except Exception as error:  # whatever the compiler or the capture of a graph may raise
+                    row["not_run"] = describe(error)
+                cells = f"not run: {row.get('not_run')} | |"
                 if "seconds" in row:
-                    # Keys and values of every filled position are read once, halfway through the steps that are timed.
-                    read = 2 * cache.keys[:, :, :, 0].numel() * cache.keys.element_size()
-                    row["bytes"] = weights + read * (cached + WARM_UP + arguments.steps // 2)
-                    row["share_of_copy_rate"] = row["bytes"] / row["seconds"] / copy
-                print(table_row(row), flush=True)
+                    row["share_of_copy_rate"] = read / row["seconds"] / copy
+                    cells = f"{row['seconds'] * 1e3:.3f} | {sequences / row['seconds']:,.0f} | "
+                    cells += f"{row['share_of_copy_rate']:.0%}"
+                graph = "" if row.get("graph", True) else ", no graph"
+                print(f"| {cached} | {sequences} | {variant}{graph} | {cells} |", flush=True)
                 results["steps"].append(row)
-            del cache
     print(json.dumps(results))
 
 
 def measure(variant: str, decoder: Decoder, cache: KeyValueCache, cached: int, steps: int) -> dict:
-    """`seconds` of a step, or `not_run`: why this variant cannot run here."""
+    """`seconds` of a step and whether it was a graph; RuntimeError if the fused step cannot run here."""
     device, sequences = cache.keys.device, cache.keys.shape[1]
     token = torch.ones(sequences, 1, dtype=torch.int64, device=device)
     if variant == "decoder":
         return {"seconds": time_steps(lambda: decoder(token, cache=cache), cache, cached, steps)}
-    if variant in (STATIC, COMPILED):
-        if variant == COMPILED and (obstacle := why_not_compile(device)) is not None:
-            return {"not_run": obstacle}
-        kernels.use("reference", device)
-        try:
-            step = StaticDecoder(decoder, cache, variant == COMPILED)
-            return {"seconds": time_steps(lambda: step(token), cache, cached, steps), "graph": step.graph is not None}
-        except Exception as error:  # whatever the compiler or the capture may raise
-            return {"not_run": describe(error)}
-        finally:
-            kernels.use("auto", device)
-            if variant == COMPILED:
-                torch.compiler.reset()
-    obstacle = kernels.find_triton_obstacle(device)
-    if obstacle is None and sequences > MAX_SEQUENCES:
-        obstacle = f"more than {MAX_SEQUENCES} sequences"
-    if obstacle is not None:
-        return {"not_run": obstacle}
-    step = DecodeStep(decoder, cache)
-    seconds = time_steps(lambda: step(token, None), cache, cached, steps)
-    if step.obstacle is not None:  # what was timed is the decoder
-        return {"not_run": step.obstacle}
-    return {"seconds": seconds, "graph": step.graph is not None, "graph_obstacle": step.graph_obstacle}
+    if variant == "fused":
+        if (obstacle := kernels.find_triton_obstacle(device)) is not None:
+            raise RuntimeError(obstacle)
+        step = DecodeStep(decoder, cache)
+        seconds = time_steps(lambda: step(token, None), cache, cached, steps)
+        if step.obstacle is not None:  # what was timed is the decoder
+            raise RuntimeError(step.obstacle)
+        return {"seconds": seconds, "graph": step.graph is not None, "graph_obstacle": step.graph_obstacle}
+    kernels.use("reference", device)
+    try:
+        step = StaticDecoder(decoder, cache, variant == COMPILED)
+        return {"seconds": time_steps(lambda: step(token), cache, cached, steps), "graph": step.graph is not None}
+    finally:
+        kernels.use("auto", device)
+        torch.compiler.reset()
 
 
 def time_steps(step: Callable[[], Tensor], cache: KeyValueCache, cached: int, steps: int) -> float:
@@ -124,17 +111,6 @@ def time_steps(step: Callable[[], Tensor], cache: KeyValueCache, cached: int, st
         step()[0, 0, 0].item()
         seconds.append(time.perf_counter() - start)
     return statistics.median(seconds)
-
-
-def table_row(row: dict) -> str:
-    """A row in Markdown."""
-    name = row["variant"] + ("" if row.get("graph", True) else ", no graph")
-    cells = [row["cached"], row["sequences"], name]
-    if "not_run" in row:
-        return "| " + " | ".join(map(str, [*cells, f"not run: {row['not_run']}", "", ""])) + " |"
-    share, seconds = row["share_of_copy_rate"], row["seconds"]
-    cells += [f"{seconds * 1e3:.3f}", f"{row['sequences'] / seconds:,.0f}", f"{share:.0%}"]
-    return "| " + " | ".join(map(str, cells)) + " |"
 
 
 if __name__ == "__main__":

@@ -5,15 +5,15 @@
 #
 # Every step has its own time limit, and a step that fails does not stop the next. All output is appended to
 # FOLDER/gpu.txt (FOLDER: default $OUT, else benchmarks/results/gpu); the SM clock, power and temperature of every second
-# go to clocks.csv, the trace of a training step to trace.json.gz. With LIMIT=570, no step is started that might run
-# beyond 570 seconds; the last line then says how to continue. Exit status 1: a step failed, or none ran.
+# go to clocks.csv, the trace of a training step to trace.json.gz. With LIMIT=570, no step is started that might run beyond 570 seconds; the last line then says how to
+# continue. Exit status 1: a step failed, or none ran.
 #
 # Needs torch, triton, numpy, safetensors, tqdm, pytest and a C compiler; for its step transformers. The steps of train.py
-# need all of requirements.txt, and some baselines liger-kernel. For a machine without a network, put the wheels of what
-# it lacks into wheels/ on another machine; they are then installed into a temporary folder. For Python 3.12 on Linux:
+# need all of requirements.txt. For a machine without a network, put the wheels of what it lacks into wheels/ on another
+# machine; they are then installed into a temporary folder. For Python 3.12 on Linux:
 #
 #   pip download -d wheels --no-deps --only-binary=:all: --python-version 3.12 --platform manylinux2014_x86_64 \
-#       msgspec tyro tomli-w typeguard docstring-parser liger-kernel
+#       tyro tomli-w typeguard docstring-parser liger-kernel
 set -u
 cd "$(dirname "$0")/.." || exit 1
 folder=${1:-${OUT:-benchmarks/results/gpu}} chosen=("${@:2}") python=${PYTHON:-python3}
@@ -80,7 +80,7 @@ names = [re.match(r"[\w-]+", line)[0].replace("-", "_") for line in open("requir
 print(*[name for name in names if not u.find_spec(name)])
 '
 
-# Every kernel that the model calls, on small inputs.
+# Every function that launches kernels, on small inputs, forward and backward.
 launch_all='
 import torch
 torch.set_default_device("cuda")

@@ -1,4 +1,4 @@
-"""How long a call takes on the device, how long it occupies the host, and what memory it needs.
+"""How long a call takes, and what memory it needs.
 
 Kernels, training steps and ablations are timed here; `benchmarks.decoding` times its own loop, because each step waits
 for a token.
@@ -15,7 +15,6 @@ BEYOND_CACHE = 256e6  # bytes, more than a GPU's cache holds
 PAUSES = 10_000_000, 200_000_000  # cycles of a GPU, about 6 and 110 ms, in which calls are queued
 COPY_BYTES = {"cuda": 2**30, "cpu": 2**27}
 PRODUCT_SIZE = {"cuda": 8192, "cpu": 1024}
-HOST_REPEATS = 50
 CALLS_PER_BLOCK = 4  # their median is the time of the block
 
 
@@ -96,19 +95,6 @@ def times(calls: list[Callable[[], object]], device: torch.device, repeats: int)
     return [events[2 * i].elapsed_time(events[2 * i + 1]) / 1e3 for i in range(repeats)]
 
 
-def host_seconds(call: Callable[[], object], device: torch.device) -> float | None:
-    """Median seconds until a call returns, before the device has done it; None on a CPU, which does it itself."""
-    if device.type != "cuda":
-        return None
-    found = []
-    for _ in range(HOST_REPEATS):
-        torch.cuda.synchronize(device)
-        start = time.perf_counter()
-        call()
-        found.append(time.perf_counter() - start)
-    return statistics.median(found)
-
-
 def peak_bytes(call: Callable[[], object], device: torch.device) -> int | None:
     """Bytes that a call allocates on a GPU at most, beyond what stood there."""
     if device.type != "cuda":
@@ -119,19 +105,6 @@ def peak_bytes(call: Callable[[], object], device: torch.device) -> int | None:
     call()
     torch.cuda.synchronize(device)
     return torch.cuda.max_memory_allocated(device) - before
-
-
-def kept_bytes(call: Callable[[], torch.Tensor], device: torch.device) -> int | None:
-    """Bytes that a forward pass keeps on a GPU for its backward pass: all that stays allocated.
-
-    Its output, which must be a new tensor and no view, does not count.
-    """
-    if device.type != "cuda":
-        return None
-    torch.cuda.synchronize(device)
-    before = torch.cuda.memory_allocated(device)
-    out = call()
-    return torch.cuda.memory_allocated(device) - before - out.numel() * out.element_size()
 
 
 def copy_rate(device: torch.device) -> float:

@@ -12,7 +12,6 @@ import json
 import os
 import statistics
 import sys
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,7 +20,6 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 import kernels
-from benchmarks.arguments import positive
 from benchmarks.timing import Timing, interleaved, peak_bytes
 from errors import UserError, exit_on_user_error, read_toml
 from model.config import ModelConfig
@@ -35,6 +33,7 @@ from model.device import (
     peak_flops,
     why_not_compile,
 )
+from model.fused_decode import describe
 from model.norm import Norm
 from training.optimizer import build_optimizer
 from training.processes import Processes
@@ -164,8 +163,7 @@ def time_together(
             except Exception as error:  # whatever a compiler may raise
                 if failures is None:
                     raise
-                traceback.print_exc()
-                failures[variant, arm] = (str(error) or type(error).__name__).splitlines()[0][:200]
+                failures[variant, arm] = describe(error)
                 continue
             calls[variant, arm] = made
         timings = []
@@ -183,8 +181,7 @@ def profile(step: Callable[[], object], device: torch.device, path: Path) -> Non
     """Print where the time of two steps goes, by operator and kernel, and write their trace."""
     for _ in range(4):  # compiles
         step()
-    on_gpu = device.type == "cuda"
-    activity = torch.profiler.ProfilerActivity
+    on_gpu, activity = device.type == "cuda", torch.profiler.ProfilerActivity
     with torch.profiler.profile(activities=[activity.CPU, *[activity.CUDA] * on_gpu]) as found:
         for _ in range(2):
             step()
@@ -200,16 +197,16 @@ def main() -> None:
     parser.add_argument("--norms", nargs="+", default=["rms", "layer"], help="default: %(default)s")
     parser.add_argument("--variants", nargs="+", metavar="NAME", help=f"default: all but {', '.join(PEERS)}")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
-    parser.add_argument("--blocks", type=positive, default=10, help="turns of 4 steps each (default: %(default)s)")
+    parser.add_argument("--blocks", type=int, default=10, help="turns of 4 steps each (default: %(default)s)")
     parser.add_argument("--profile", type=Path, metavar="TRACE.json.gz", help="instead, trace one variant and norm")
     arguments = parser.parse_args()
     device = choose_device(arguments.device)
     keep_freed_memory()
     settings = read_settings(arguments.config)
-    data, how = settings.data, variants(device) | PEERS
+    data, known = settings.data, variants(device) | PEERS
     chosen = arguments.variants or [*variants(device)]
-    if unknown := set(chosen) - set(how):
-        raise UserError(f"--variants {', '.join(unknown)}: on this device there are {', '.join(how)}.")
+    if unknown := set(chosen) - set(known):
+        raise UserError(f"--variants {', '.join(unknown)}: on this device there are {', '.join(known)}.")
     entries = {
         (variant, norm): dataclasses.replace(settings, model=dataclasses.replace(settings.model, norm=norm))
         for variant in chosen
@@ -218,10 +215,9 @@ def main() -> None:
     }
     if arguments.profile is not None:
         (variant, _), settings = next(iter(entries.items()))
-        kernels.use(how[variant][0], device)
-        calls = make_calls(settings, how[variant][1], device, variant in PEERS)
-        profile(calls["step"], device, arguments.profile)
-        return
+        kernels.use(known[variant][0], device)
+        calls = make_calls(settings, known[variant][1], device, variant in PEERS)
+        return profile(calls["step"], device, arguments.profile)
     failures = {}
     with tqdm(total=arguments.blocks, unit="block", dynamic_ncols=True) as bar:
         timings = time_together(entries, ("step",), device, arguments.blocks, bar.update, failures)
@@ -231,8 +227,7 @@ def main() -> None:
     peak = peak_flops(device, choose_training_dtype(settings.machine.dtype, device))
     print(f"{arguments.config}: steps of {tokens:,} tokens on {device_name(device)}\n")
     columns = ("variant", "norm", "ms per step", "tokens/s", "time over the first's", "of peak FLOP/s")
-    print("| " + " | ".join([*columns, "peak GB without weights and optimizer"]) + " |")
-    print("|---" * 7 + "|")
+    print("| " + " | ".join([*columns, "peak GB without weights and optimizer"]) + " |\n" + "|---" * 7 + "|")
     first = {timing.arm: timing.seconds for timing in reversed(timings)}
     for timing in timings:
         median = statistics.median(timing.seconds)
@@ -241,8 +236,8 @@ def main() -> None:
         memory = "not known" if timing.peak_bytes is None else f"{timing.peak_bytes / 1e9:.2f}"
         cells = f"{median * 1e3:,.1f} | {tokens / median:,.0f} | {ratio:.3f} | {share} | {memory}"
         print(f"| {timing.variant} | {timing.arm} | {cells} |")
-    for (variant, arm), reason in failures.items():
-        print(f"| {variant} | {arm} | not run: {reason} | | | | |")
+    for (variant, norm), reason in failures.items():
+        print(f"| {variant} | {norm} | not run: {reason} | | | | |")
     about = {"device": device_name(device), "torch": torch.__version__, "config": arguments.config}
     rows = [dataclasses.asdict(timing) for timing in timings]
     print(json.dumps(about | {"tokens": tokens, "flops": flops, "timings": rows}))

@@ -19,7 +19,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from errors import UserError
-from training.checkpoint import how_to_continue
 
 PREPARATION_TIMEOUT = timedelta(hours=6)  # for the main process to download and prepare the text
 
@@ -106,6 +105,8 @@ def explain_lost_process(run_dir: Path | None) -> Iterator[None]:
     except RuntimeError as error:
         if not (isinstance(error, dist.DistError) or "gloo" in str(error)):
             raise
+        from training.checkpoint import how_to_continue  # it reads tokenizers, which benchmarks do without
+
         advice = how_to_continue(run_dir) if run_dir else "resume with --resume and the run's folder"
         raise UserError(f"another process of this run ended or does not answer; {advice}.") from error
 

@@ -354,11 +354,6 @@ def test_a_norm_of_queries_and_keys_is_judged_by_the_loss_and_by_its_rise_to_the
         assert verdict("C16a", lowered("final", size)) == verdict("C16b", lowered("sweep", size)) == expected
 
 
-def test_placements_without_a_common_seed_are_not_compared(placements):
-    kept = [r for r in placements.results if (r.seed == 1001) == (r.arm.placement == "pre")]
-    assert effects_of("C10a", dataclasses.replace(placements, results=kept)) == []
-
-
 def test_mlps_are_compared_with_swiglu_and_the_better_plain_one_with_every_gated_one(mlps):
     (against,) = effects_of("C12a", mlps)
     assert against.estimate == mlps.compare("geglu", "swiglu").loss.estimate

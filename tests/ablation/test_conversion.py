@@ -2,11 +2,9 @@
 
 import dataclasses
 
-import numpy as np
 import pytest
 import torch
 
-from ablation import plots
 from ablation import run as run_module
 from ablation.claims import CLAIMS
 from ablation.conversion import SEED_OFFSET, VARIANTS
@@ -142,12 +140,3 @@ def test_the_cost_of_a_conversion_is_measured_along_the_run_and_at_its_end_is_th
             assert curve[-1][1] == pytest.approx(change, abs=2e-5)  # the curve is rounded to six digits
     others = [r for r in experiment.study.results if r.arm.norm == "rms" and r.phase == "final"]
     assert others and all(r.measured_curves == {} for r in others)
-
-
-def test_the_cost_along_the_run_is_drawn(converted, panels):
-    experiment, _ = converted
-    (picture,) = plots.conversion_curves(experiment.study)
-    runs = [base_of(converted, seed)[0] for seed in (1, 2)]
-    for line, name in zip(panels[picture.caption].lines, runs[0].measured_curves, strict=True):
-        values = np.median([[value for _, value in run.measured_curves[name]] for run in runs], axis=0)
-        assert line.get_label() == name and line.get_ydata() == pytest.approx(values)

@@ -169,27 +169,15 @@ def test_every_choice_of_an_arm_reaches_the_model():
     ("changes", "words"),
     [
         ({"norms": ()}, "--norms needs one or more different values"),
-        ({"norms": ("rms", "rms")}, "one or more different values"),
-        ({"init_scales": ()}, "--init-scales needs"),
         ({"seeds": 1}, "--seeds is 1 and must be at least 2"),
         ({"seeds": 2**70}, "--seeds is 1180591620717411303424 and must be at most 10,000"),
-        ({"sweep_seeds": 0}, "--sweep-seeds is 0"),
         ({"pilot_seeds": 2}, "--pilot-seeds is 2 and must be at least 3"),
-        ({"noise_seeds": -1}, "--noise-seeds is -1"),
         ({"hours": 0.0}, "--hours is 0.0 and must be a finite number greater than 0"),
         ({"first_seed": 1900}, "are those of a pilot, not of final runs; change --first-seed"),
-        ({"evaluations": 0}, "--evaluations is 0"),
-        ({"margin": 0.0}, "--margin is 0.0"),
-        ({"margin": float("inf")}, "--margin is inf"),
         ({"margin": float("nan")}, "--margin is nan"),
-        ({"steps": 0}, "--steps is 0"),
-        ({"learning_rates": (1e-3, -1.0)}, "different numbers greater than 0"),
         ({"learning_rates": (1e-3, 1e-3)}, "different numbers greater than 0"),
         ({"norms": ("rms",), "convert": True}, "add layer to --norms"),
         ({"convert": True, "norm_biases": (True,)}, "leave out --norm-biases"),
-        ({"convert": True, "qk_norms": (True, False)}, "one value of every choice but --norms"),
-        ({"norm_biases": (True, True)}, "--norm-biases needs one or more different values"),
-        ({"first_seed": -1}, "--first-seed is -1 and must be at least 0"),
     ],
 )
 def test_a_plan_that_cannot_work_is_a_one_line_error(changes, words):
@@ -225,7 +213,7 @@ def test_an_unknown_plan_or_key_names_the_nearest(tmp_path):
     path = tmp_path / "plan.toml"
     for text, words in {
         "seed = 3\n": "unknown key seed.*Did you mean seeds",
-        "seeds = [\n": "not a readable TOML",
+        "seeds = [\n": "cannot be read",
     }.items():
         path.write_text(text, encoding="utf-8")
         with pytest.raises(UserError, match=words):

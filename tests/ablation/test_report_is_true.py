@@ -1,11 +1,9 @@
 """What reports once said that was not true, each as a test of what is true now.
 
-1. Loss panels said "dots: validation loss" where no validation points were stored, and training points were drawn.
-2. The verdict on scale invariance was a constant: no measurement could have changed it.
-3. Final runs at a learning rate that was no longer the chosen one still counted in some tables and curves.
-4. An arm at the edge of its sweep was reported as if it were tuned, most of all when its difference was significant.
-5. "not resolved" gave a number of pairs of another test than the one that had not passed.
-6. With several arms the first lines told the difference of one of them alone.
+1. The verdict on scale invariance was a constant: no measurement could have changed it.
+2. Final runs at a learning rate that was no longer the chosen one still counted in some tables and curves.
+3. An arm at the edge of its sweep was reported as if it were tuned, most of all when its difference was significant.
+4. "not resolved" gave a number of pairs of another test than the one that had not passed.
 """
 
 import dataclasses
@@ -32,15 +30,6 @@ def written(study, folder) -> tuple[str, str]:
     return (folder / "report.md").read_text(encoding="utf-8"), (folder / "report.html").read_text(encoding="utf-8")
 
 
-def of_norm(panels, norm: str):
-    """The caption and the axes of the loss panel of a norm."""
-    return next((caption, axes) for caption, axes in panels.items() if caption.startswith(f"{norm} (line"))
-
-
-def dots(axes) -> list[list[float]]:
-    return [point for line in axes.lines if line.get_marker() == "o" for point in line.get_xydata().tolist()]
-
-
 def test_every_run_stores_at_least_ten_validation_points_the_last_at_its_final_step(study):
     for result in study.results:
         if result.status == "completed":
@@ -49,27 +38,6 @@ def test_every_run_stores_at_least_ten_validation_points_the_last_at_its_final_s
     for plan in [Plan(), *(load_plan(path.stem) for path in PLANS.glob("*.toml"))]:
         settings = run_settings(plan, Run(plan.arms[0], "final", 1, 1e-3))
         assert settings.optimizer.steps // settings.run.evaluate_every >= 10
-
-
-def test_the_dots_of_a_loss_panel_are_the_stored_validation_points_and_its_line_the_training_points(study, panels):
-    plots.loss_curves(study)
-    for arm in study.plan.arms:
-        runs = [r for r in study.results if r.arm == arm and r.phase == "final"]
-        caption, axes = of_norm(panels, arm.norm)
-        assert "dots: validation loss" in caption
-        medians = np.median([[loss for _, loss in run.validation_curve] for run in runs], axis=0)
-        assert dots(axes) == [[step, loss] for step, loss in zip(range(1, 13), medians, strict=True)]
-        training = np.median([[loss for _, loss in run.training_curve] for run in runs], axis=0)
-        lines = [line.get_ydata().tolist() for line in axes.lines if line.get_linestyle() == "-"]
-        assert training.tolist() in lines and not np.allclose(training, medians)
-
-
-def test_without_stored_validation_points_nothing_is_said_or_drawn_of_them(study, change, panels, tmp_path):
-    without = change(study, lambda result: {"validation_curve": []})
-    for text in written(without, tmp_path):
-        assert "dots" not in text
-    assert all(not dots(of_norm(panels, arm.norm)[1]) for arm in study.plan.arms)
-    assert "dots: validation loss" in written(study, tmp_path)[1]
 
 
 def test_the_verdict_on_scale_invariance_follows_from_the_kernel(study, monkeypatch):
@@ -164,17 +132,11 @@ def test_an_arm_at_the_edge_of_its_sweep_says_so_everywhere(
     assert found.verdict == "higher" and found.loss.untuned and not at_edge.compare("center", "layer").loss.untuned
     edge = {line["arm"]: "at the edge of the sweep" in line["detail"] for line in report.headline(at_edge)}
     assert edge == {"rms": True, "layer": False, "center": False}
-    said = f"learning rate {rate:g} is at the edge of the sweep"
     for text in written(at_edge, tmp_path):
-        assert said in text[: text.index("Paired differences")]
         assert f"{rate:g} (at the edge)" in text and "rms minus layer (not well tuned)" in text
-        assert "The best learning rate of rms is the lowest or highest tried" in text
-    assert all("at the edge" not in text and "not well tuned" not in text for text in written(study, tmp_path))
 
 
-def test_an_arm_that_ends_above_another_learning_rate_of_its_sweep_says_so_everywhere(
-    study, with_sweep, with_losses, tmp_path
-):
+def test_an_arm_that_ends_above_another_learning_rate_of_its_sweep_is_not_well_tuned(study, with_sweep, with_losses):
     """What few seeds chose did not suit the others: the difference may be one of learning rates and not of arms."""
     swept = with_sweep(study, {"rms": (3.30, 3.28, 3.70), "layer": (3.31, 3.28, 3.70), "center": (3.2, 3.1, None)})
     finals = {"rms": (3.51, 3.50, 3.53), "layer": (3.25, 3.30, 3.45), "center": (3.11, 3.12, 3.13)}
@@ -182,10 +144,6 @@ def test_an_arm_that_ends_above_another_learning_rate_of_its_sweep_says_so_every
     assert {arm.label: arm.better_rate for arm in unlucky.arms} == {"rms": 5e-3, "layer": None, "center": None}
     said = "learning rate 0.005 ended lower in the sweep"
     assert [said in line["detail"] for line in report.headline(unlucky)] == [False, False, True]
-    for text in written(unlucky, tmp_path):
-        assert text.count(said) == 1 and "0.02 (0.005 ended lower in the sweep)" in text
-        assert "few seeds chose 0.02, and what differs may be the learning rate" in text
-        assert "rms minus layer (not well tuned)" in text and "center minus layer (not well tuned)" not in text
     rms, layer, center = study.plan.arms
 
     def averaged(study: Study, *pair: Arm) -> Effect:
@@ -203,7 +161,6 @@ def test_an_arm_that_ends_above_another_learning_rate_of_its_sweep_says_so_every
     assert next(arm.better_rate for arm in both.arms if arm.label == "rms") == 0.5
     diverged = with_losses(swept, finals | {"rms": (3.51, None, 3.53)})
     assert next(arm.better_rate for arm in diverged.arms if arm.label == "rms") is None
-    assert all("ended lower in the sweep" not in text for text in written(study, tmp_path))
 
 
 def test_a_comparison_with_a_baseline_at_the_edge_is_marked_too(study, with_sweep):
@@ -307,48 +264,3 @@ def test_a_verdict_says_by_which_test_it_was_reached(study, with_losses):
     assert lower.compare("center", "layer").verdict == "lower"
     same = with_losses(study, losses | {"rms": layer})
     assert same.compare("rms", "layer").verdict == "equivalent"
-
-
-def test_the_headline_and_both_reports_begin_with_every_arm_in_the_order_of_their_loss(
-    study, with_losses, panels, tmp_path
-):
-    losses = {"rms": (3.2, 3.21, 3.22), "layer": (3.3, 3.31, 3.33), "center": (3.1, None, 3.0)}
-    found = with_losses(study, losses)
-    lines = report.headline(found)
-    assert [line["arm"] for line in lines] == ["rms", "layer", "center"]
-    assert [line["verdict"].split(" against")[0] for line in lines][1:] == ["baseline", "diverged"]
-    assert "2 of 3 runs completed" in lines[2]["detail"]
-    reordered = with_losses(study, losses | {"center": (3.1, 3.0, 3.05), "rms": (3.9, 3.8, 3.7)})
-    assert [line["arm"] for line in report.headline(reordered)] == ["center", "layer", "rms"]
-    markdown, page = written(found, tmp_path)
-    bullets = re.findall(r"^- \*\*(.+?)\*\*: (.+)$", markdown.split("## ")[0], re.MULTILINE)
-    assert bullets == [(line["arm"], f"{line['verdict']}. {line['detail']}") for line in lines]
-    head = page[page.index('<ol class="headline">') : page.index("</ol>")]
-    assert re.findall(r"<li><b>(.+?)</b>: (.+?) <span", head) == [(line["arm"], line["verdict"]) for line in lines]
-
-
-def test_an_arm_that_could_not_be_compared_is_not_called_a_baseline(study, with_losses):
-    lines = report.headline(with_losses(study, {"layer": (3.0, None, 3.1)}))
-    verdicts = {line["arm"]: line["verdict"] for line in lines}
-    assert verdicts["rms"] == verdicts["center"] == "not compared with layer" and verdicts["layer"] == "diverged"
-
-
-def test_an_arm_that_diverged_at_every_learning_rate_says_that_it_has_none(
-    study, with_losses, panels, tmp_path, change
-):
-    def fields(result):
-        gone = {"validation_loss": None, "bits_per_byte": None, "status": "diverged"}
-        return gone if result.arm.norm == "rms" else {}
-
-    without = change(study, fields)
-    without = dataclasses.replace(
-        without, results=[r for r in without.results if r.arm.norm != "rms" or r.phase == "sweep"]
-    )
-    assert without.learning_rates.keys() == set(study.plan.arms[1:])
-    assert report.headline(without)[-1] == {
-        "arm": "rms",
-        "verdict": "no learning rate",
-        "detail": "the sweep is not finished, or every learning rate diverged",
-    }
-    assert "| rms | - | - | - | - | 6 of 6 |" in written(without, tmp_path)[0] and not without.arms_at_edge
-    assert [comparison.arm for comparison in without.comparisons] == ["center"]

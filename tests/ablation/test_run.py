@@ -13,11 +13,11 @@ import torch
 from ablation import run as run_module
 from ablation.plan import Plan, Run, run_settings
 from ablation.results import Machine, RunResult, append_lines, read_results
-from ablation.run import clipped, curves, limited_threads, probe_norm_inputs, settings_hash, train_run, update_ratio
+from ablation.run import clipped, curves, probe_norm_inputs, settings_hash, train_run, update_ratio
 from data.batches import validation_windows
 from model.config import ModelConfig
 from model.decoder import Decoder
-from training import loop, step
+from training import loop
 from training.evaluate import evaluate
 from training.metrics import Metrics
 from training.session import set_up
@@ -194,13 +194,6 @@ def test_a_run_that_diverges_is_a_record_and_not_an_error(config, tmp_path, monk
     assert read_results(tmp_path / "runs.jsonl") == [result]
 
 
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), MemoryError()])
-def test_too_little_memory_is_a_one_line_error(config, tmp_path, calls, error):
-    calls[1][3] = error
-    with pytest.raises(run_module.UserError, match="too little memory for a run"):
-        train(config, tmp_path / "run")
-
-
 def test_evaluating_alone_does_no_step(config, tmp_path, calls):
     base = train(config, tmp_path / "base", "layer", keep_weights=True)
     counted = len(calls[0])
@@ -284,14 +277,3 @@ def test_a_spike_is_a_loss_far_above_the_twenty_steps_before_and_counts_once(tmp
     found = curves(tmp_path / "infinite")
     assert found["spikes"] == 1 and len(found["training_curve"]) == 31
     json.dumps(found, allow_nan=False)
-
-
-def test_a_run_uses_so_many_threads_and_gives_them_back(config, tmp_path, monkeypatch):
-    before, seen = torch.get_num_threads(), []
-    original = step.train_step
-    monkeypatch.setattr(loop, "train_step", lambda *a: (seen.append(torch.get_num_threads()), original(*a))[1])
-    run, settings = a_run(config)
-    train_run(run, settings, tmp_path / "run", MACHINE, 3)
-    assert set(seen) == {3} and torch.get_num_threads() == before
-    with limited_threads(None):
-        assert torch.get_num_threads() == before

@@ -6,7 +6,6 @@ The runs are trained in this process here; test_script.py has the processes.
 import dataclasses
 import functools
 import math
-import os
 import signal
 import statistics
 import subprocess
@@ -25,7 +24,7 @@ from ablation.runner import execute, load_or_create, timed_entries
 from benchmarks import training as step_benchmark
 from benchmarks.timing import Timing
 from benchmarks.training import PARTS
-from errors import UserError, usable_cores
+from errors import UserError
 from training.loop import train_steps
 from training.session import discard, initial_model
 
@@ -150,22 +149,6 @@ def test_runs_on_a_changed_text_are_refused(experiment, finished, trained):
     assert len(read_results(again.folder / "runs.jsonl")) == 33
 
 
-def test_a_folder_that_cannot_be_one_and_jobs_below_one_are_refused(plan, tmp_path):
-    (tmp_path / "file").write_text("", encoding="utf-8")
-    with pytest.raises(UserError, match="is a file; give a folder"):
-        start(plan, tmp_path / "file")
-    for jobs in (0, 10**400):
-        with pytest.raises(UserError, match=f"--jobs is {jobs} and must be between 1 and 1,000"):
-            load_or_create(plan, tmp_path, "cpu", jobs)
-
-
-def test_the_cores_that_taskset_or_slurm_allow_are_divided_by_the_jobs(plan, tmp_path, monkeypatch):
-    for cores in (1, 6):
-        monkeypatch.setattr(os, "sched_getaffinity", lambda process, cores=cores: set(range(cores)), raising=False)
-        assert usable_cores() == start(plan, tmp_path).jobs == cores
-        assert load_or_create(plan, tmp_path, "cpu", 3).threads == max(1, cores // 3)
-
-
 def test_conversions_are_done_once_and_again_for_a_run_that_replaces_theirs(plan, tmp_path, trained, monkeypatch):
     plan = dataclasses.replace(plan, convert=True, learning_rates=(1e-3, 2e-2), sweep_seeds=1, steps=8)
     converted, convert_norm = [], runner.convert_norm
@@ -203,16 +186,6 @@ def test_every_arm_is_timed_in_every_variant_by_five_processes(plan, tmp_path, t
     again = start(timed, tmp_path)
     assert again.study.timings == timings and "timing: about" not in runner.describe(again)
     assert execute(again) and read_timings(tmp_path / "timings.jsonl") == timings
-
-
-def test_the_plan_is_announced_in_words_and_numbers(plan, tmp_path, experiment):
-    text = runner.describe(load_or_create(dataclasses.replace(plan, steps=12, evaluations=12), tmp_path, "cpu", 7))
-    assert "arms: rms; layer\n" in text and "4 to compare (2 paired seeds); 0 done; 1,536 tokens each" in text
-    assert "differences within 0.005 nats per token are treated as equivalent" in text and "7 at once on cpu" in text
-    text = runner.describe(experiment)
-    runs = "runs: 18 to choose learning rates (0.005, 0.02, 0.5), 6 for the noise between equal runs, 9 to compare (3 "
-    assert runs + "paired seeds); 33 done" in text
-    assert "training: about 0 minutes" in text
 
 
 def test_a_record_that_stands_twice_counts_once(experiment, tmp_path):

@@ -12,6 +12,8 @@ import pytest
 
 from ablation.results import read_results
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 REPORTS = ("results.json", "report.md", "report.html")
 
@@ -91,13 +93,3 @@ def test_ctrl_c_prints_the_command_that_resumes_and_that_command_finishes(interr
     status, printed, errors = finish(ablate("--report", out, "--picture", picture))
     assert status == 0 and "report.html" in printed, errors
     assert {name: (out / name).read_bytes() for name in REPORTS} == written and picture.stat().st_size > 1000
-
-
-def test_what_cannot_be_compared_is_refused_in_one_line(interrupted, config):
-    out = interrupted[0]
-    before = (out / "runs.jsonl").read_bytes()
-    changed = ["--config", config, "--out", out, "--no-timing", "--steps", 150, "--margin", "0.5"]
-    status, printed, errors = finish(ablate(*changed))
-    assert status == 2 and printed == ""
-    assert errors.count("\n") == 1 and "(margin); give another --out." in errors
-    assert (out / "runs.jsonl").read_bytes() == before

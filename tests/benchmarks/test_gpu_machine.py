@@ -12,12 +12,11 @@ import pytest
 import torch
 
 from benchmarks import training
-from benchmarks.cases import SHAPES
+from benchmarks.cases import cases
 from kernels import gpu
 
 ROOT = Path(__file__).parent.parent.parent
 SCRIPT = ROOT / "benchmarks" / "gpu.sh"
-OTHER_PROGRAMS = ("loading", "peers")  # not for a GPU; they read tokenizers
 
 # What a machine made for torch and Triton has; it lacks everything else in requirements*.txt.
 # torch.compile itself imports filelock.
@@ -31,7 +30,7 @@ REQUIRED = {
 ABSENT = {"pytest-xdist": "xdist", "tomli-w": "tomli_w"}  # where the module has another name than the package
 ABSENT = [ABSENT.get(name, name) for name in sorted(REQUIRED - PRESENT)]
 IMPORTABLE = [
-    *(f"benchmarks.{path.stem}" for path in (ROOT / "benchmarks").glob("*.py") if path.stem not in OTHER_PROGRAMS),
+    *(f"benchmarks.{path.stem}" for path in (ROOT / "benchmarks").glob("*.py") if path.stem != "peers"),
     *(f"model.{name}" for name in ("cpu_decode", "decoder", "fused_decode")),
     "checkpoints.pretrained",
     "training.step",
@@ -62,13 +61,8 @@ def test_the_tests_that_need_a_gpu_are_collected_there_and_few_of_them_run_each_
     done = run_without_absent("import pytest\nsys.exit(pytest.main())", *flags)
     assert done.returncode == 0, done.stdout + done.stderr
     found = re.findall(r"::test_(.*?)_(?:is|are|equal|gives)_\S*\[", done.stdout)
-    assert {*found} == {
-        "norms",
-        "the_activation",
-        "the_loss_and_its_gradients",
-        "rotary",
-        "a_graph_of_the_decoding_step",
-    } and len(found) < 12
+    kinds = {"norms", "the_activation", "the_loss_and_its_gradients", "rotary", "a_graph_of_the_decoding_step"}
+    assert {*found} == kinds and len(found) < 12
 
 
 @pytest.fixture
@@ -106,7 +100,7 @@ def steps_of(done: subprocess.CompletedProcess) -> list[str]:
 @needs_bash
 def test_a_step_that_fails_does_not_stop_the_others_and_sets_the_exit_status(run_script, tmp_path):
     done = run_script()
-    assert done.returncode == 0 and "== 18 steps, 0 failed" in done.stdout, done.stdout
+    assert done.returncode == 0 and "== 17 steps, 0 failed" in done.stdout, done.stdout
     assert steps_of(done)[:3] == ["smoke", "124m", "train.py"] and steps_of(done)[-1] == "racecheck"
     failed = run_script(FAILING="--config 1b")
     assert failed.returncode == 1 and "5 failed: 1b 1b-plain 1b-layer decoding-128 decoding-4000" in failed.stdout
@@ -117,10 +111,17 @@ def test_a_step_that_fails_does_not_stop_the_others_and_sets_the_exit_status(run
 
 @needs_bash
 def test_steps_are_chosen_by_name_and_a_limit_says_how_to_continue(run_script):
-    assert steps_of(run_script("norms", "trace..")) == ["norms", "trace", "others", "tests", "memcheck", "racecheck"]
+    assert steps_of(run_script("norms", "transformers..")) == [
+        "norms",
+        "transformers",
+        "others",
+        "tests",
+        "memcheck",
+        "racecheck",
+    ]
     assert run_script("nothing").returncode == 1
     complete = run_script(LIMIT="570")  # no step takes so long by itself
-    assert len(steps_of(complete)) == 18 and "continue with" not in complete.stdout
+    assert len(steps_of(complete)) == 17 and "continue with" not in complete.stdout
     part = run_script(LIMIT="250")
     assert steps_of(part) == ["smoke", "124m"] and part.stdout.endswith("train.py..\n")
 
@@ -136,13 +137,10 @@ def test_train_py_is_left_out_with_a_line_where_its_packages_are_missing(run_scr
 def test_the_script_names_every_case_of_a_gpu_once_and_variants_that_exist_there(monkeypatch):
     script = SCRIPT.read_text(encoding="utf-8")
     patterns = re.findall(r"^    kernels \w+ \d+ '(.+)'", script, re.MULTILINE)
-    names = [f"{norm.kind} norm{' after addition' * norm.after_addition}" for norm in SHAPES["cuda"].norms]
-    names += ["SwiGLU kernels", "gate and up in inference", "SwiGLU MLP", "rotary", "rotary with norms of heads"]
-    names += ["head and loss", "head and loss, weighted sum", "attention in training", "attention in decoding"]
-    for name in names:
-        assert sum(bool(re.search(pattern, name)) for pattern in patterns) == 1, name
     monkeypatch.setattr(training, "why_not_compile", lambda device: None)
     monkeypatch.setattr(training.kernels, "find_triton_obstacle", lambda device: None)
+    for case in cases(torch.device("cuda")):
+        assert sum(bool(re.search(pattern, case.name)) for pattern in patterns) == 1, case.name
     lines = re.findall(r"^    training \S+ \d+ \S+ \w+ (.*?)(?: #.*)?$", script, re.MULTILINE)
     ours = re.search(r'ours="(.+)"', script)[1]
     chosen = {name for line in lines for name in shlex.split(line.replace("$ours", ours))}

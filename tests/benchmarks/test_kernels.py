@@ -1,0 +1,79 @@
+"""The cases of `benchmarks.kernels` on small shapes on a CPU: what they compute, and what their rows are times of."""
+
+import json
+import sys
+
+import pytest
+import torch
+
+from benchmarks import cases, timing
+from benchmarks import kernels as benchmark
+from benchmarks.cases import BACKENDS, Case
+
+CPU = torch.device("cpu")
+
+
+def small_cases(device: torch.device = CPU) -> list[Case]:
+    norms = [cases.norm(device, kind, 6, 64, after) for kind in ("rms", "layer") for after in (False, True)]
+    rotaries = [cases.rotary(device, 16, 2, 1, 16, normed) for normed in (False, True)]
+    others = [cases.mlp(device, 6, 64, 32), cases.loss(device, 6, 16, 40)]
+    return norms + rotaries + others + [cases.attention(device, 2, 8, 2, 1, 16, decoding) for decoding in (False, True)]
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_compiled(monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda function: function)
+    monkeypatch.setattr(benchmark, "keep_freed_memory", lambda: None)  # for the rest of the tests
+    monkeypatch.setitem(timing.COPY_BYTES, "cpu", 2**12)
+    monkeypatch.setitem(timing.PRODUCT_SIZE, "cpu", 16)
+
+
+def test_every_case_is_measured_and_its_baselines_compute_what_ours_does(monkeypatch, capsys):
+    monkeypatch.setattr(benchmark, "cases", small_cases)
+    monkeypatch.setattr(sys, "argv", ["kernels", "--device", "cpu", "--repeats", "2"])
+    assert benchmark.main() == 0
+    results = json.loads(capsys.readouterr().out.splitlines()[-1])
+    expected = {case.name: case for case in small_cases()}
+    assert [case["name"] for case in results["cases"]] == [*expected] and len(expected) == 10
+    for case in results["cases"]:
+        assert list(case["baselines"]) == list(expected[case["name"]].baselines)
+        for name, found in case["baselines"].items():
+            if "not_run" in found:  # a CPU has only one of the three backends of attention
+                assert name in [backend.name for backend in BACKENDS]
+            else:
+                parts = benchmark.PARTS if expected[case["name"]].num_learned else ("forward",)
+                assert all(found[part] > 0 for part in parts) and set(found["share_of_limit"]) <= set(parts)
+
+
+def test_the_bytes_of_a_pass_are_those_of_the_tensors():
+    for case in (case for case in small_cases() if case.forward_bytes):
+        inputs = case.make()
+        outputs = benchmark.as_tuple(case.baselines["ours"](*inputs))
+        elements = sum(one.numel() for one in (*inputs, *outputs) if one.dtype == torch.bfloat16)
+        if case.name.startswith("rotary"):  # v could be a view; the packed input and the angles are counted as they are
+            elements -= 2 * outputs[2].numel()
+        if case.name.startswith("attention"):  # one query
+            elements -= inputs[0].numel() + outputs[0].numel()
+        assert 2 * elements == case.forward_bytes, case.name
+    found = {case.name: case.backward_bytes for case in small_cases()}
+    assert found["rms norm, 6 x 64"] == 6 * 6 * 64 and found["layer norm after addition, 6 x 64"] == 8 * 6 * 64
+    # 2 + 1 heads read, 1 of v too, and the packed gradient of all 4 written; with the norms, q and k read again.
+    assert found["rotary, 16 tokens, 2 + 1 heads of 16"] == 16 * 16 * 2 * (4 + 4)
+    assert found["rotary with norms of heads, 16 tokens, 2 + 1 heads of 16"] == 16 * 16 * 2 * (4 + 4 + 3)
+
+
+def test_a_baseline_that_fails_or_differs_is_reported_and_the_others_are_measured():
+    case = cases.mlp(CPU, 4, 16, 24)
+    ours = case.baselines["ours"]
+
+    def fail(*inputs):
+        raise RuntimeError("not on this GPU")
+
+    case.baselines = {"ours": ours, "fails": fail, "differs": lambda *inputs: ours(*inputs) * 1.1, "again": ours}
+    found = benchmark.measure(case, CPU, 5)
+    assert (
+        found["fails"] == {"not_run": "RuntimeError: not on this GPU"}
+        and found["ours"]["both"] > 0
+        and found["again"]["both"] > 0
+    )
+    assert " differ by 1.0e-01" in found["differs"]["not_run"]
