@@ -12,15 +12,11 @@ from errors import exit_on_user_error, is_main_process
 
 DESCRIPTION = """Train a small LLaMA-style transformer on text, on a GPU or a CPU.
 
-python train.py --norm rms: train on Python's standard library; takes a few minutes on a laptop
-
-python train.py --norm layer: the same run with LayerNorm
-
-python train.py --data my/texts --steps 3000: train on your own text
-
-python train.py --config small --dry-run: print the memory and compute that a larger model would need
-
-python train.py --resume runs/tiny-rms: resume a run that was stopped or killed"""
+  python train.py --norm rms                     on Python's standard library
+  python train.py --norm layer                   the same run with LayerNorm
+  python train.py --data my/texts --steps 3000   on your own text
+  python train.py --config small --dry-run       what a larger model would need
+  python train.py --resume runs/tiny-rms         resume a stopped or killed run"""
 
 
 def main() -> int:

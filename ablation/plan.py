@@ -16,12 +16,11 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import tomli_w
-import tyro
 
 from errors import UserError, read_toml, replace_text
 from flags import arg, optional
 from model.config import GATED, NORMS, PLACEMENTS, PLAIN, ModelConfig, canonical_norm_bias
-from training.settings import CONFIGS, Settings, as_flags, config_path, load_settings, nearest
+from training.settings import CONFIGS, Settings, config_path, load_settings, nearest, read_table
 
 PLANS = CONFIGS / "ablations"
 FIRST_SWEEP_SEED, FIRST_PILOT_SEED = 1001, 2001  # where the seeds of the sweep and of the pilot begin
@@ -337,13 +336,7 @@ def load_plan(name: str) -> Plan:
     if path is None:
         known = sorted(path.stem for path in PLANS.glob("*.toml"))
         raise UserError(f"{name} is neither a file nor one of {', '.join(known)}.{nearest(name, known)}")
-    values = read_toml(path)
-    keys = {field.name for field in dataclasses.fields(Plan)}
-    for key in values:
-        if key not in keys:
-            raise UserError(f"{path}: unknown key {key}.{nearest(key, keys)}")
-    arguments = [argument for key, value in values.items() for argument in as_flags(path, key, value)]
-    return tyro.cli(Plan, args=arguments, prog=str(path))
+    return read_table(path, Plan, read_toml(path))
 
 
 def save_plan(plan: Plan, path: Path) -> None:

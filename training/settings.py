@@ -7,19 +7,21 @@ only where it is used, so that benchmarks can be imported without it.
 
 import dataclasses
 import difflib
+import math
+import sys
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypedDict, TypeVar
 
 from checkpoints.families import load_config
 from checkpoints.find import find_checkpoint
-from errors import UserError, read_toml, replace_text
-from flags import DisallowNone, arg, optional
-from generation.prompts import check_unicode
+from errors import UserError, read_toml, reading, replace_text
+from flags import DisallowNone, arg, help_text, optional
 from model.config import ModelConfig
 
 CONFIGS = Path(__file__).parent.parent / "configs"
-MAX_COUNT = 10**9  # steps, sequences or tokens
+Table = TypeVar("Table")
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,7 @@ class Actions:
     eval_only: bool = False
     """Do not train; evaluate the weights of --init-from on all of --data: nats per token, perplexity, bits per byte."""
     dry_run: bool = False
-    """Do not train; print the number of parameters, tokens and FLOPs, and an estimate of the memory."""
+    """Do not train; print the parameters, FLOPs, memory and, from three measured steps, the time that the run needs."""
     processes: int = 1
     """Train in this many processes of this machine, one for each GPU; --batch-size is divided among them."""
 
@@ -168,68 +170,36 @@ class Command:
     settings: Annotated[Settings, arg(name="")] = field(default_factory=Settings)
 
 
+# Which values can work, in words and in the settings that must have them. None is always one.
+RULES = {
+    "at least 1": (lambda value: value >= 1, "steps batch_size micro_batch_size sequence_length evaluate_every"),
+    "greater than 0": (lambda value: 0 < value < math.inf, "learning_rate clip"),
+    "0 or more": (lambda value: value >= 0, "seed warmup_steps weight_decay embedding_weight_decay"),
+    "between 0 and 1": (lambda value: 0 <= value <= 1, "validation_fraction decay_fraction final_learning_rate"),
+    "at least 0 and below 1": (lambda value: 0 <= value < 1, "beta1 beta2"),
+}
+
+
 def check(settings: Settings) -> None:
     """Raise `UserError` for values that cannot work."""
-    data, optimizer, run = settings.data, settings.optimizer, settings.run
-    at_least_one: dict[str, int] = {
-        "--sequence-length": data.sequence_length,
-        "--first-sequence-length": 1 if data.first_sequence_length is None else data.first_sequence_length,
-        "--batch-size": data.batch_size,
-        "--micro-batch-size": data.micro_batch_size or 1,
-        "--steps": optimizer.steps,
-        "--evaluate-every": run.evaluate_every,
-        "--timeout-minutes": settings.machine.timeout_minutes,
-    }
-    for flag, value in at_least_one.items():
-        if not 1 <= value <= MAX_COUNT:
-            raise UserError(f"{flag} is {value} and must be between 1 and {MAX_COUNT:,}.")
-    if data.sequence_length > settings.model.max_position_embeddings:
+    data, model = settings.data, settings.model
+    values = vars(settings.run) | vars(data) | vars(settings.optimizer)
+    for words, (works, keys) in RULES.items():
+        for key in keys.split():
+            if values[key] is not None and not works(values[key]):
+                raise UserError(f"--{key.replace('_', '-')} is {values[key]} and must be {words}.")
+    if data.sequence_length > model.max_position_embeddings:
         raise UserError(
             f"--sequence-length {data.sequence_length} is longer than the model's context of "
-            f"{settings.model.max_position_embeddings} tokens; shorten it or raise --max-position-embeddings."
+            f"{model.max_position_embeddings} tokens; shorten it or raise --max-position-embeddings."
         )
     if data.sequence_length not in ((data.first_sequence_length or data.sequence_length) << n for n in range(31)):
         raise UserError(
             f"--first-sequence-length {data.first_sequence_length} is not --sequence-length {data.sequence_length} "
             f"divided by 2, 4, 8 or another power of two; None: the same length from the start."
         )
-    fractions = {
-        "--validation-fraction": data.validation_fraction,
-        "--decay-fraction": optimizer.decay_fraction,
-        "--final-learning-rate": optimizer.final_learning_rate,
-        "--beta1": optimizer.beta1,
-        "--beta2": optimizer.beta2,
-    }
-    for flag, value in fractions.items():
-        if not 0 <= value <= 1 or (value == 1 and flag.startswith("--beta")):
-            raise UserError(f"{flag} is {value} and must lie between 0 and 1.")
-    positive = {"--learning-rate": optimizer.learning_rate, "--clip": optimizer.clip}
-    multipliers = {
-        "--embedding-lr-multiplier": optimizer.embedding_lr_multiplier,
-        "--norm-lr-multiplier": optimizer.norm_lr_multiplier,
-    }
-    for flag, value in (positive | multipliers).items():
-        if not 0 < value < float("inf"):
-            raise UserError(f"{flag} is {value} and must be greater than 0.")
-    if settings.model.norm == "batch" and settings.machine.activation_checkpointing:
+    if model.norm == "batch" and settings.machine.activation_checkpointing:
         raise UserError("--norm batch would update its statistics twice a step; leave out --activation-checkpointing.")
-    if run.seed >= 2**63:
-        raise UserError(f"--seed {run.seed} does not fit into 64 bits; choose one below 2^63.")
-    not_negative = {"--seed": run.seed, "--warmup-steps": optimizer.warmup_steps}
-    decays = {
-        "--weight-decay": optimizer.weight_decay,
-        "--embedding-weight-decay": optimizer.embedding_weight_decay or 0.0,
-    }
-    for flag, value in (not_negative | decays).items():
-        if not value >= 0:
-            raise UserError(f"{flag} is {value} and must not be negative.")
-    for flag, text in {"--sample-prompt": run.sample_prompt, "--text-field": data.text_field}.items():
-        check_unicode(flag, text)
-    paths = {"--out": run.out, "--init-from": run.init_from, "--tokenizer": data.tokenizer, "--cache": data.cache}
-    for flag, path in [*paths.items(), *(("--data", path) for path in data.data)]:
-        check_unicode(flag, path or "")  # settings.toml could not save it
-        if "\0" in (path or ""):
-            raise UserError(f"{flag} {path!r} contains a NUL character, which no file name has; remove it.")
 
 
 def parse(arguments: list[str], description: str) -> Command:
@@ -238,9 +208,14 @@ def parse(arguments: list[str], description: str) -> Command:
     It is read twice: first for the few flags that decide the defaults of all others, then for all flags.
     `init_from` is resolved here, once: in the returned settings it is the checkpoint directory itself.
     """
+    arguments = [long_name(argument) for argument in arguments]
+    if {"-h", "--help", "--help-all"} & {*arguments}:
+        shown = load_settings(config_path("tiny"))
+        tables = [Actions(), *(getattr(shown, f.name) for f in dataclasses.fields(shown))]
+        print(help_text(description, tables, () if "--help-all" in arguments else COMMON_FLAGS))
+        sys.exit()
     import tyro
 
-    arguments = [long_name(argument) for argument in arguments]
     sources, _ = tyro.cli(SourceFlags, args=arguments, return_unknown_args=True, add_help=False)
     weights, config = None, sources.config or ("finetune" if sources.init_from else "tiny")
     if sources.resume is not None:
@@ -255,11 +230,7 @@ def parse(arguments: list[str], description: str) -> Command:
     if sources.sequence_length is not None:  # it overrides the first length of the TOML file, too
         settings = dataclasses.replace(settings, data=dataclasses.replace(settings.data, first_sequence_length=None))
     command = tyro.cli(
-        Command,
-        args=arguments,
-        default=Command(Actions(config), settings),
-        description=description,
-        config=(tyro.conf.OmitArgPrefixes,),
+        Command, args=arguments, default=Command(Actions(config), settings), config=(tyro.conf.OmitArgPrefixes,)
     )
     if sources.init_from is not None and sources.norm_bias is None and settings.model.has_norm_bias:
         model = dataclasses.replace(command.settings.model, norm_bias=True)  # a converted norm keeps its biases
@@ -272,16 +243,11 @@ def parse(arguments: list[str], description: str) -> Command:
     return dataclasses.replace(command, settings=dataclasses.replace(command.settings, run=run))
 
 
+COMMON_FLAGS = ("norm", "data", "config", "steps", "out", "resume", "init_from", "batch_size", "learning_rate")
+COMMON_FLAGS += ("device", "dtype", "processes", "dry_run", "eval_only")
 # What other programs call our flags.
-OTHER_NAMES = {
-    "--lr": "--learning-rate",
-    "--bs": "--batch-size",
-    "--wd": "--weight-decay",
-    "--seq-len": "--sequence-length",
-    "--max-steps": "--steps",
-    "--max-iters": "--steps",
-    "--output-dir": "--out",
-}
+OTHER_NAMES = {"--lr": "--learning-rate", "--bs": "--batch-size", "--wd": "--weight-decay", "--max-steps": "--steps"}
+OTHER_NAMES |= {"--max-iters": "--steps", "--seq-len": "--sequence-length", "--output-dir": "--out"}
 
 
 def long_name(argument: str) -> str:
@@ -323,42 +289,29 @@ def config_path(name: str) -> Path:
 
 def load_settings(path: Path) -> Settings:
     """Read a TOML file; its tables and keys are the names in this module, and any other is refused."""
-    import tyro
-
     if not path.exists():
         raise UserError(f"{path} does not exist; a run folder contains settings.toml, last/ and best/.")
-    tables = read_toml(path)
-    arguments, nested = [], {}
     types = {f.name: f.type for f in dataclasses.fields(Settings)}
-    for table, values in tables.items():
-        if table not in types or not isinstance(values, dict):
-            raise UserError(f"{path}: [{table}] is not one of the tables {', '.join(types)}.{nearest(table, types)}")
-        keys = {f.name for f in dataclasses.fields(types[table])}
-        for key, value in values.items():
-            if key not in keys:
-                raise UserError(f"{path}: unknown key {key} in [{table}].{nearest(key, keys)}")
-            if key in ("rope_scaling", "layer_types", "attention_output_bias"):
-                nested[key] = value  # the only settings without a flag
-            else:
-                arguments += as_flags(path, key, value)
-    settings = tyro.cli(Settings, args=arguments, config=(tyro.conf.OmitArgPrefixes,), prog=str(path))
-    return dataclasses.replace(settings, model=dataclasses.replace(settings.model, **nested)) if nested else settings
+    tables = check_names(path, read_toml(path), types)
+    return Settings(**{name: read_table(path, types[name], values) for name, values in tables.items()})
 
 
-def as_flags(path: Path, key: str, value: object) -> list[str]:
-    """A TOML value as the command-line flags that set it, so that one parser checks both."""
-    flag = "--" + key.replace("_", "-")
-    if isinstance(value, bool):
-        return [flag if value else flag.replace("--", "--no-", 1)]
-    if not isinstance(value, list):
-        return [f"{flag}={value}"]
-    values = [*map(str, value)]
-    for text in values:
-        if text.startswith("-"):  # the parser would take it for a flag
-            raise UserError(
-                f"{path}: {key} has the value {text!r}, which begins with a dash; write ./{text} for a file."
-            )
-    return [flag, *values]
+def read_table(path: Path, kind: type[Table], values: dict) -> Table:
+    """The dataclass `kind` from the keys and values of a TOML file, whose types are checked."""
+    import msgspec
+
+    types = {f.name: f.type for f in dataclasses.fields(kind)}
+    with reading(path, "correct it"):
+        return kind(**msgspec.convert(check_names(path, values, types), TypedDict(kind.__name__, types, total=False)))
+
+
+def check_names(path: Path, values: dict, known: Iterable[str]) -> dict:
+    """The values, if each has a known name."""
+    for name in values:
+        if name not in known:
+            close = nearest(name, known) or f" Known: {', '.join(known)}."
+            raise UserError(f"{path}: unknown key {name}.{close}")
+    return values
 
 
 def save_settings(settings: Settings, path: Path) -> None:
