@@ -28,7 +28,7 @@ from model.norm import Norm, is_norm_parameter
 from training import checkpoint, metrics
 from training.evaluate import Evaluation, evaluate
 from training.loop import save, train_steps
-from training.session import Session, discard, initial_model, open_run, set_up
+from training.session import Session, initial_model, no_log, open_run, set_up
 from training.settings import Settings, changed_fields, load_settings
 from training.signals import StopSignals
 from training.step import Diverged
@@ -66,8 +66,8 @@ def train_run(
             shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True, exist_ok=True)
         memory = explain_out_of_memory("the device has too little memory for a run; use a smaller model or batch.")
-        with memory, limited_threads(threads), (folder / "log.txt").open("a", encoding="utf-8") as log:
-            session = set_up(settings, folder, resume=resume, say=lambda line: print(line, file=log))
+        with memory, limited_threads(threads), (folder / "log.txt").open("a", encoding="utf-8") as file:
+            session = set_up(settings, folder, resume=resume, log=lambda line: print(line, file=file))
             if run.phase == "noise" and session.state.step == 0:
                 perturb(session.model, run.seed)
             if not evaluate_only and not train_to_the_end(session, keep_weights, measure):
@@ -288,7 +288,7 @@ def perturb(model: Decoder, seed: int) -> None:
 
 def initial_weights_hashes(settings: Settings, run: Run) -> dict[str, str]:
     """Hashes of the weights that training starts from: all of them, and without the norms, as arms of a seed share."""
-    model = initial_model(settings, torch.float32, say=discard)
+    model = initial_model(settings, torch.float32, log=no_log)
     shared = hash_of(model, lambda name: not is_norm_parameter(name))
     if run.phase == "noise":
         perturb(model, run.seed)

@@ -56,7 +56,7 @@ class Session:
     model: Decoder
     """The weights: what is evaluated and saved."""
     forward: nn.Module
-    """The same weights, compiled and wrapped for several processes as the settings say: what is trained."""
+    """The same weights, compiled and wrapped for several processes as the settings log: what is trained."""
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
     state: State
@@ -107,10 +107,10 @@ def print_wrapped(line: str) -> None:
     print(line)
 
 
-def set_up(settings: Settings, run_dir: Path, *, resume: bool, say: Callable[[str], None] = print_wrapped) -> Session:
+def set_up(settings: Settings, run_dir: Path, *, resume: bool, log: Callable[[str], None] = print_wrapped) -> Session:
     """Build the session of a new run, or of the last checkpoint in `run_dir` when resuming. Writes nothing there.
 
-    say: receives one line of text at a time, on the main process only.
+    log: receives one line of text at a time, on the main process only.
     """
     processes, local_device = start_processes(settings.machine.device, settings.machine.timeout_minutes)
     device = choose_device(local_device)
@@ -123,12 +123,12 @@ def set_up(settings: Settings, run_dir: Path, *, resume: bool, say: Callable[[st
     if settings.data.batch_size % processes.count:
         raise UserError(f"--batch-size {settings.data.batch_size} cannot be divided by {processes.count} processes.")
     if not processes.is_main:
-        say = discard
+        log = no_log
 
     last = checkpoint.find_last(run_dir) if resume else None
     corpus = prepare_corpus(settings, processes, last)
-    say(f"text: {corpus.description}")
-    model = initial_model(settings, dtype, say, load=not resume).to(device)
+    log(f"text: {corpus.description}")
+    model = initial_model(settings, dtype, log, load=not resume).to(device)
     model.activation_checkpointing = settings.machine.activation_checkpointing
     freeze_parameters(model, settings.run.train_only)
     optimizer = build_optimizer(model, settings.optimizer, device)
@@ -146,17 +146,17 @@ def set_up(settings: Settings, run_dir: Path, *, resume: bool, say: Callable[[st
     )
     session = Session(settings, run_dir, processes, device, dtype, corpus, model, model, optimizer, scaler, state)
     if last is not None:
-        restore(session, last, say)
-    say(
+        restore(session, last, log)
+    log(
         f"model: {model.num_parameters() / 1e6:.2f}M parameters, {settings.model.norm} norm; "
         f"{device_name(device)}, {settings.machine.dtype} activations, kernels: {kernels.describe(device)}"
     )
-    session.forward = processes.wrap(compile_if_asked(model, settings, device, say))
+    session.forward = processes.wrap(compile_if_asked(model, settings, device, log))
     return session
 
 
-def discard(_: str) -> None:
-    """A `say` that prints nothing."""
+def no_log(_: str) -> None:
+    """A `log` that prints nothing."""
 
 
 def open_run(session: Session) -> Metrics:
@@ -213,29 +213,29 @@ def check_sample_prompt(tokenizer: Tokenizer, settings: Settings) -> None:
         )
 
 
-def initial_model(settings: Settings, dtype: torch.dtype, say: Callable[[str], None], *, load: bool = True) -> Decoder:
+def initial_model(settings: Settings, dtype: torch.dtype, log: Callable[[str], None], *, load: bool = True) -> Decoder:
     """The model that training starts from, on the CPU; `load`: with the weights of --init-from, if there is one."""
     model = Decoder(settings.model, seed=settings.run.seed, compute_dtype=dtype)
     if settings.run.init_from is not None and load:
-        load_initial_weights(model, settings.run, say)
+        load_initial_weights(model, settings.run, log)
     return model
 
 
-def load_initial_weights(model: Decoder, run: RunSettings, say: Callable[[str], None]) -> None:
+def load_initial_weights(model: Decoder, run: RunSettings, log: Callable[[str], None]) -> None:
     """Load the weights of --init-from, and list parameters it lacks and tensors that the model has no use for.
 
     From LayerNorm to RMSNorm, center the weights unless --no-center-weights asks not to.
     """
     report, before = pretrained.load_weights(model, run.init_from), pretrained.load_config(run.init_from)
-    say(f"weights: {len(report.kept)} tensors kept from {run.init_from}")
+    log(f"weights: {len(report.kept)} tensors kept from {run.init_from}")
     for what, names in (("new", report.new), ("dropped", report.dropped)):
         if names:
-            say(f"  {len(names)} {what}: {', '.join(names)}")
+            log(f"  {len(names)} {what}: {', '.join(names)}")
     if (before.norm, model.config.norm) == ("layer", "rms"):
         center = run.center_weights and before.norm_placement == "pre"
         if center:
             center_residual_writers(model)
-        say(f"  LayerNorm to RMSNorm: {describe_conversion(before, model.config, center)}")
+        log(f"  LayerNorm to RMSNorm: {describe_conversion(before, model.config, center)}")
 
 
 def describe_conversion(before: ModelConfig, after: ModelConfig, center: bool) -> str:
@@ -262,7 +262,7 @@ def describe_conversion(before: ModelConfig, after: ModelConfig, center: bool) -
     return f"{words[biases]}, {weights}: {function}" + (f" ({', '.join(options)})" if options else "")
 
 
-def restore(session: Session, directory: Path, say: Callable[[str], None]) -> None:
+def restore(session: Session, directory: Path, log: Callable[[str], None]) -> None:
     """Continue from the checkpoint `directory`, after checking that it has this text, tokenizer and model shape."""
     run_dir, settings = session.run_dir, session.settings
     saved = checkpoint.read_state(directory)
@@ -288,26 +288,26 @@ def restore(session: Session, directory: Path, say: Callable[[str], None]) -> No
         )
     changed = changed_fields(before, settings)
     if changed:
-        say(f"changed since the run was started: {', '.join(changed)}")
+        log(f"changed since the run was started: {', '.join(changed)}")
     if saved.step >= session.steps:
         raise UserError(f"{run_dir} has already done {saved.step} steps; for more, raise --steps.")
     checkpoint.load_last(directory, session.model, session.optimizer)
     if saved.scaler is not None and session.scaler.is_enabled():
         session.scaler.load_state_dict(saved.scaler)
-    say(f"resuming from {directory}, step {saved.step} of {session.steps}")
+    log(f"resuming from {directory}, step {saved.step} of {session.steps}")
     now = {"processes": session.state.processes, "threads": session.state.threads}
     for name, count in now.items():
         if count != getattr(saved, name) and count and getattr(saved, name):
-            say(f"note: {getattr(saved, name)} {name} before, {count} now: sums are computed in another order")
+            log(f"note: {getattr(saved, name)} {name} before, {count} now: sums are computed in another order")
     session.state = dataclasses.replace(saved, **now)
 
 
-def compile_if_asked(model: Decoder, settings: Settings, device: torch.device, say: Callable[[str], None]) -> nn.Module:
+def compile_if_asked(model: Decoder, settings: Settings, device: torch.device, log: Callable[[str], None]) -> nn.Module:
     """The model through torch.compile if `--compile` asks for it and this machine can, else the model itself."""
     if not settings.machine.compile:
         return model
     missing = why_not_compile(device)
     if missing is not None:
-        say(f"--compile: {missing}, so the model runs eagerly")
+        log(f"--compile: {missing}, so the model runs eagerly")
         return model
     return torch.compile(model, fullgraph=True)

@@ -143,7 +143,7 @@ def test_points_along_a_run_are_the_loss_on_the_first_part_of_the_validation_set
         dataclasses.replace(settings, run=dataclasses.replace(settings.run, init_from=str(tmp_path / "run" / "last"))),
         tmp_path / "other",
         resume=False,
-        say=lambda line: None,
+        log=lambda line: None,
     )
     windows = list(validation_windows(session.corpus.validation, 32, 4))
     first, everything = (

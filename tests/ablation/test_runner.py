@@ -26,7 +26,7 @@ from benchmarks.timing import Timing
 from benchmarks.training import PARTS
 from errors import UserError
 from training.loop import train_steps
-from training.session import discard, initial_model
+from training.session import initial_model, no_log
 
 
 @pytest.fixture
@@ -372,7 +372,7 @@ def test_a_noise_run_that_was_stopped_is_not_perturbed_again(config, tmp_path, m
 
 def test_noise_runs_start_from_weights_that_differ_by_a_millionth(plan):
     settings = run_settings(plan, Run(plan.arms[1], "final", 1, 5e-3))
-    before, after = (initial_model(settings, torch.float32, say=discard) for _ in range(2))
+    before, after = (initial_model(settings, torch.float32, log=no_log) for _ in range(2))
     perturb(after, seed=1)
     for (name, old), new in zip(before.named_parameters(), after.parameters(), strict=True):
         ratio = (new / old)[old != 0] - 1

@@ -7,41 +7,39 @@ import pytest
 import torch
 
 from model.decoder import Decoder
-from training.estimate import activation_bytes, estimate
-from training.settings import CONFIGS, config_path, parse
+from training import estimate
+from training.settings import CONFIGS, config_path, load_settings, parse
 
 
-def test_the_estimate_counts_what_the_forward_pass_keeps(settings):
+def test_the_formula_counts_what_the_forward_pass_keeps(settings):
     kept = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
-        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
         return tensor
 
-    model = Decoder(settings.model)
-    tokens = torch.randint(0, 400, (8, 32))
+    model, tokens = Decoder(settings.model), torch.randint(0, 400, (8, 32))
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         model(tokens, tokens)
-    kept = {
-        address: size for address, size in kept.items() if address not in {p.data_ptr() for p in model.parameters()}
-    }
-    found = activation_bytes(settings.model, 8, 32, torch.float32, checkpointing=False)
-    assert found == pytest.approx(sum(kept.values()), rel=0.02)
+    weights = {p.data_ptr() for p in model.parameters()}
+    found = sum(storage.nbytes() for address, storage in kept.items() if address not in weights)
+    assert estimate.memory(settings, torch.float32)[2] == pytest.approx(found, rel=0.05)
     deep = dataclasses.replace(settings.model, num_hidden_layers=8)
-    stored, checkpointed = (activation_bytes(deep, 8, 32, torch.float32, checkpointing=on) for on in (False, True))
-    assert checkpointed < 0.5 * stored  # the head, a layer, and the inputs of the others
-
-
-def test_an_enormous_batch_is_estimated_from_a_smaller_one(settings):
-    small, large = (
-        activation_bytes(settings.model, count, 32, torch.float32, checkpointing=False) for count in (2**10, 2**40)
-    )
-    assert large == 2**30 * small
+    assert estimate.kept_elements(deep, True) < 0.5 * estimate.kept_elements(deep, False)
 
 
 @pytest.mark.parametrize(
     "config", sorted(path.stem for path in CONFIGS.glob("*.toml") if "[model]" in path.read_text(encoding="utf-8"))
 )
-def test_the_header_of_a_config_states_the_memory_that_a_dry_run_estimates(config):
-    header = re.search(r"# Memory: (\S+ [MG]B) on a CPU", config_path(config).read_text(encoding="utf-8"))[1]
-    assert f"memory    {header}:" in estimate(parse(["--config", config], "test").settings)
+def test_the_header_of_a_config_states_the_memory_of_the_formula(config):
+    path = config_path(config)
+    weights, moments, kept = estimate.memory(load_settings(path), torch.bfloat16)
+    header = re.search(r"# Memory: (\S+ [MG]B), by the formula", path.read_text(encoding="utf-8"))[1]
+    assert header == estimate.format_bytes(2 * weights + moments + kept)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_small_run_is_timed_and_a_large_one_is_not(flags, optimizer):
+    found = estimate.estimate(parse([*flags, "--optimizer", optimizer], "test").settings)
+    assert re.search(r"time +\d+\.\d minutes on CPU, 1 threads: \S+ s a step, by 3 steps of 8 sequences", found)
+    assert "not measured: the model is too large" in estimate.estimate(parse(["--config", "1b"], "test").settings)

@@ -106,7 +106,7 @@ def test_a_layernorm_run_continues_as_rmsnorm_and_says_how(layer_run, extra, wor
     start = [*layer_run.flags, "--init-from", str(layer_run.folder)]
     said = []
     settings = [parse([*start, *more], "test").settings for more in (["--norm", "layer"], ["--norm", "rms", *extra])]
-    layer, rms = (set_up(s, layer_run.folder / "next", resume=False, say=said.append).model for s in settings)
+    layer, rms = (set_up(s, layer_run.folder / "next", resume=False, log=said.append).model for s in settings)
     assert said[-2] == f"  LayerNorm to RMSNorm: {words}"
     tokens = torch.arange(60).view(2, 30)
     with torch.no_grad():
@@ -119,7 +119,7 @@ def test_a_conversion_of_a_tied_model_says_that_it_is_not_exact(flags, tmp_path)
     train(parse([*flags, "--norm", "layer"], "test").settings, tmp_path / "layer")
     said = []
     settings = parse([*flags, "--init-from", str(tmp_path / "layer"), "--norm", "rms"], "test").settings
-    set_up(settings, tmp_path / "next", resume=False, say=said.append)
+    set_up(settings, tmp_path / "next", resume=False, log=said.append)
     assert "weights centered except the embedding, which is also the head: not the same function" in said[-2]
 
 

@@ -115,7 +115,7 @@ def test_the_steps_report_what_the_run_logs_and_neither_print_nor_write(flags, t
     train(settings, tmp_path / "run")
     capfd.readouterr()
     lines = []
-    session = set_up(settings, tmp_path / "steps", resume=False, say=lines.append)
+    session = set_up(settings, tmp_path / "steps", resume=False, log=lines.append)
     for result, logged in zip(train_steps(session), metrics.read(tmp_path / "run")[1:7], strict=True):
         assert result.step == session.state.step == logged["step"]
         assert session.state.tokens == logged["tokens"] and session.state.seconds >= result.seconds > 0
@@ -164,7 +164,7 @@ def test_a_sample_cannot_send_commands_to_the_terminal(flags, tmp_path, monkeypa
 def test_first_words_that_do_not_fit_into_the_context_are_no_prompt(flags, tmp_path):
     short = ["--sequence-length", "2", "--max-position-embeddings", "2"]
     for more, words in (([], 3), (short, 0)):
-        session = set_up(parse([*flags, *more], "test").settings, tmp_path, resume=False, say=lambda line: None)
+        session = set_up(parse([*flags, *more], "test").settings, tmp_path, resume=False, log=lambda line: None)
         assert len(progress.first_words(session).split()) == words
 
 

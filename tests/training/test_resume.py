@@ -98,7 +98,7 @@ def test_a_caller_of_the_steps_can_stop_at_any_of_them_save_and_resume_bit_for_b
     expected = [line["loss"] for line in metrics.read(tmp_path / "straight") if "loss" in line]
     losses = []
     for stop in (1, 18, 40):
-        session = set_up(settings, tmp_path / "steps", resume=stop > 1, say=lambda line: None)
+        session = set_up(settings, tmp_path / "steps", resume=stop > 1, log=lambda line: None)
         for result in train_steps(session):
             losses.append(result.loss)
             if result.step == stop:
@@ -281,7 +281,7 @@ def test_a_resumed_run_ends_at_its_own_number_of_steps_or_at_any_that_is_given_a
 
 def test_a_checkpoint_with_state_of_an_unknown_parameter_is_refused(stopped_run):
     settings = parse(["--resume", str(stopped_run)], "test").settings
-    session = set_up(settings, stopped_run, resume=True, say=lambda line: None)
+    session = set_up(settings, stopped_run, resume=True, log=lambda line: None)
     with pytest.raises(UserError, match="a parameter layer9 that the model lacks"):
         load_optimizer_tensors(session.optimizer, session.model, {"exp_avg.layer9": torch.zeros(2)})
 

@@ -57,7 +57,7 @@ def test_every_step_has_as_many_tokens_in_as_many_micro_batches(flags, tmp_path,
     settings = parse(
         [*flags, "--first-sequence-length", "8", "--micro-batch-size", "4", "--steps", "10"], "test"
     ).settings
-    session = set_up(settings, tmp_path, resume=False, say=lambda line: None)
+    session = set_up(settings, tmp_path, resume=False, log=lambda line: None)
     shapes = []
     monkeypatch.setattr(
         "training.loop.train_step", lambda _, micro, *__: shapes.append([x.shape for x, _ in micro]) or (1, 1)
@@ -70,7 +70,7 @@ def test_every_step_has_as_many_tokens_in_as_many_micro_batches(flags, tmp_path,
 def test_shorter_sequences_read_the_same_text_in_the_same_order(flags, tmp_path):
     """Step by step the tokens are those of a run without the schedule, and so are the targets."""
     whole, growing = (
-        set_up(parse([*flags, *more], "test").settings, tmp_path / name, resume=False, say=lambda line: None)
+        set_up(parse([*flags, *more], "test").settings, tmp_path / name, resume=False, log=lambda line: None)
         for name, more in (("whole", []), ("growing", ["--first-sequence-length", "8"]))
     )
     for step in range(whole.steps):
