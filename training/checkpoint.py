@@ -18,7 +18,6 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypedDict
 
 import torch
 from safetensors import SafetensorError
@@ -31,16 +30,6 @@ from data.tokenizer import Tokenizer
 from errors import UserError, fsync_directory, reading, replace_text
 from model.decoder import Decoder
 from training.optimizer import load_optimizer_tensors, optimizer_tensors
-
-
-class Scaler(TypedDict):
-    """The state of torch's `GradScaler`, as its `state_dict` returns it."""
-
-    scale: float
-    growth_factor: float
-    backoff_factor: float
-    growth_interval: int
-    _growth_tracker: int
 
 
 @dataclass(frozen=True)
@@ -60,30 +49,22 @@ class State:
     text_hash: str
     """Hash of the text that it trains on."""
     tokenizer_hash: str
-    processes: int
-    """Number of processes that trained it last."""
-    threads: int
-    """CPU threads of each of them; 0 where they compute on another device."""
-    scaler: Scaler | None = None
+    scaler: dict | None = None
     """State of the float16 gradient scaler, None in other dtypes."""
 
 
-def save_last(
-    run_dir: Path, state: State, model: Decoder, optimizer: torch.optim.Optimizer, tokenizer: Tokenizer
+def save(
+    target: Path, state: State, model: Decoder, tokenizer: Tokenizer, optimizer: torch.optim.Optimizer | None = None
 ) -> None:
-    """Save everything that resuming needs as `run_dir/last`."""
+    """Save the model as the directory `target`; with the optimizer, everything that resuming needs."""
 
     def write(directory: Path) -> None:
-        tensors = {key: value.detach().contiguous() for key, value in optimizer_tensors(optimizer, model).items()}
-        save_tensors(tensors, directory / "training_state.safetensors")
+        if optimizer is not None:
+            tensors = {key: value.detach().contiguous() for key, value in optimizer_tensors(optimizer, model).items()}
+            save_tensors(tensors, directory / "training_state.safetensors")
         write_model(directory, state, model, tokenizer)
 
-    replace_directory(run_dir / "last", write)
-
-
-def save_best(run_dir: Path, state: State, model: Decoder, tokenizer: Tokenizer) -> None:
-    """Save the model without optimizer state as `run_dir/best`."""
-    replace_directory(run_dir / "best", lambda directory: write_model(directory, state, model, tokenizer))
+    replace_directory(target, write)
 
 
 def write_model(directory: Path, state: State, model: Decoder, tokenizer: Tokenizer) -> None:
@@ -107,13 +88,10 @@ def replace_directory(target: Path, write: Callable[[Path], None]) -> None:
         new.rename(target)
         fsync_directory(target.parent, files=False)
     except (OSError, SafetensorError) as error:
-        if not target.exists() and old.exists():
-            old.rename(target)
-        remove(new)
-        kept = "the previous save is intact" if target.exists() else "there is no previous save"
+        recover_interrupted_save(target)
         raise UserError(
-            f"{target} could not be saved ({error}); {kept}. "
-            f"Free disk space or make it writable, then {how_to_continue(target.parent)}."
+            f"{target} could not be saved ({error}); free disk space or make it writable, then "
+            f"{how_to_continue(target.parent)}."
         ) from error
     remove(old)
 
@@ -153,11 +131,9 @@ def how_to_continue(run_dir: Path) -> str:
 def find_last(run_dir: Path) -> Path:
     """The complete checkpoint that a run resumes from."""
     last = find_complete(run_dir / "last")
-    if last is not None:
-        return last
-    raise UserError(
-        f"{run_dir} has no complete last/ to resume from: it ended before its first save; delete it and start again."
-    )
+    if last is None:
+        raise UserError(f"{run_dir} ended before its first save and cannot be resumed; delete it and start again.")
+    return last
 
 
 def read_state(directory: Path) -> State:
@@ -172,5 +148,4 @@ def load_last(directory: Path, model: Decoder, optimizer: torch.optim.Optimizer)
     pretrained.load_weights(model, directory)
     path = directory / "training_state.safetensors"
     with reading(path, "the run cannot be resumed"):
-        tensors = load_file(path)
-    load_optimizer_tensors(optimizer, model, tensors)
+        load_optimizer_tensors(optimizer, model, load_file(path))

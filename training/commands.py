@@ -1,7 +1,8 @@
 """The actions of `train.py`: train, resume, evaluate, or estimate."""
 
+import contextlib
+import itertools
 import shutil
-import sys
 from pathlib import Path
 
 from checkpoints.pretrained import load_pretrained
@@ -30,12 +31,11 @@ def run(command: Command) -> int:
             evaluate_checkpoint(settings)
         return 0
     resume, out, optimizer = actions.resume is not None, settings.run.out, settings.optimizer
-    out_existed = out is not None and Path(out).exists()
-    run_dir = Path(actions.resume) if resume else make_run_dir(settings, Path(actions.config).stem)
     if not is_main_process():
         with explain_lost_process(None):
-            stopped_by = train(settings, run_dir, resume=resume)
-        return 128 + stopped_by if stopped_by else 0
+            return exit_status(train(settings, Path(actions.resume or out or "runs"), resume=resume))
+    out_existed = out is not None and Path(out).exists()
+    run_dir = Path(actions.resume) if resume else make_run_dir(settings, Path(actions.config).stem)
     with locked(run_dir):
         if not resume and files_in(run_dir):
             raise UserError(
@@ -46,10 +46,14 @@ def run(command: Command) -> int:
             print(f"fine-tuning with configs/finetune.toml ({recipe}); --config chooses another recipe, such as tiny")
         try:
             with explain_lost_process(run_dir):
-                stopped_by = train(settings, run_dir, resume=resume)
+                return exit_status(train(settings, run_dir, resume=resume))
         finally:
             if not out_existed and run_dir.is_dir() and not files_in(run_dir):  # it failed before its first file
                 shutil.rmtree(run_dir, ignore_errors=True)
+
+
+def exit_status(stopped_by: int) -> int:
+    """What the shell is told of a run that the signal `stopped_by` stopped, or 0."""
     return 128 + stopped_by if stopped_by else 0
 
 
@@ -59,27 +63,17 @@ def files_in(run_dir: Path) -> list[Path]:
 
 
 def make_run_dir(settings: Settings, config: str) -> Path:
-    """Make the folder of a new run: `--out`, or runs/CONFIG-NORM with a number that is not taken.
+    """The folder of a new run: `--out`, or runs/CONFIG-NORM with a number that is not taken.
 
-    Made before anything else, so that two runs that start at the same time get different folders. Only the main
-    process makes and uses it.
+    The latter is made here, so that two runs that start at the same time get different folders.
     """
-    if not is_main_process():
-        return Path(settings.run.out or "runs")
-    try:
-        if settings.run.out is not None:
-            run_dir = Path(settings.run.out)
-            run_dir.mkdir(parents=True, exist_ok=True)
-            return run_dir
-        for number in range(1, sys.maxsize):
-            run_dir = Path("runs") / (f"{config}-{settings.model.norm}" + (f"-{number}" if number > 1 else ""))
-            try:
-                run_dir.mkdir(parents=True)
-                return run_dir
-            except FileExistsError:
-                continue
-    except OSError as error:
-        raise UserError(f"the run's folder cannot be made ({error}); use another --out.") from None
+    if settings.run.out is not None:
+        return Path(settings.run.out)
+    name = f"{config}-{settings.model.norm}"
+    for suffix in itertools.chain([""], (f"-{number}" for number in itertools.count(2))):
+        with contextlib.suppress(FileExistsError):
+            (Path("runs") / (name + suffix)).mkdir(parents=True)
+            return Path("runs") / (name + suffix)
     raise AssertionError("out of numbers")
 
 

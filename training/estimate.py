@@ -8,7 +8,7 @@ import torch
 from model.config import ModelConfig
 from model.count import flops_per_token, layer_matrices, num_parameters
 from model.decoder import Decoder
-from model.device import choose_device, choose_kernels, choose_training_dtype, device_name, keep_freed_memory
+from model.device import choose_device, choose_kernels, choose_training_dtype, device_name
 from training.optimizer import build_optimizer, freeze_parameters
 from training.processes import Processes
 from training.session import compile_if_asked, no_log
@@ -20,24 +20,23 @@ QUICK_FLOPS, MAX_FLOPS = 5e11, 5e12  # of a step that is measured on a CPU: seco
 
 
 def estimate(settings: Settings) -> str:
-    """A few lines to print, for one process; may train a model of the shape on random tokens for three steps."""
+    """A few lines to print, for one process; trains a model of the shape on random tokens for three steps if it can."""
     device = choose_device(settings.machine.device)
     choose_kernels(settings.machine.kernels, device)
     dtype = choose_training_dtype(settings.machine.dtype, device)
     model, data, steps = settings.model, settings.data, settings.optimizer.steps
-    parameters, inner = num_parameters(model), num_parameters(model, embedding=False)
     tokens = steps * data.batch_size * data.sequence_length
     flops = flops_per_token(model, data.sequence_length)
     weights, moments, kept = memory(settings, dtype)
     lines = {
-        "model": f"{parameters:,} parameters, {parameters - inner:,} of them embeddings; {model.norm} norm",
+        "model": f"{num_parameters(model):,} parameters, {model.norm} norm",
         "training": f"{tokens:,} tokens in {steps:,} steps of {data.batch_size} sequences of {data.sequence_length}",
         "compute": f"{flops * tokens:.2e} FLOPs, {flops / 1e6:,.1f} million per token",
         "memory": f"{format_bytes(2 * weights + moments + kept)}: weights {format_bytes(weights)}, "
         f"gradients {format_bytes(weights)}, moments {format_bytes(moments)}, activations {format_bytes(kept)} "
         f"for {data.micro_batch_size or data.batch_size} sequences in {str(dtype)[6:]}",
         "disk": f"{format_bytes(weights + moments)} in last/, {format_bytes(weights)} in best/, twice that in a save",
-        "time": describe_time(settings, device, dtype),
+        "time": measure_time(settings, device, dtype),
     }
     return "\n".join(f"{name:9} {line}" for name, line in lines.items())
 
@@ -46,12 +45,10 @@ def memory(settings: Settings, dtype: torch.dtype) -> tuple[int, int, int]:
     """Bytes of the float32 weights (the gradients need as many), of the optimizer's moments, and of the activations."""
     model, data = settings.model, settings.data
     weights = 4 * num_parameters(model)
-    moments = 2 * weights  # two of AdamW
-    if settings.optimizer.optimizer == "muon":
-        moments -= 4 * model.num_hidden_layers * layer_matrices(model)  # one of Muon
+    of_muon = 4 * model.num_hidden_layers * layer_matrices(model)  # it keeps one moment, AdamW two
+    moments = 2 * weights - (of_muon if settings.optimizer.optimizer == "muon" else 0)
     tokens = (data.micro_batch_size or data.batch_size) * data.sequence_length
-    checkpointing = settings.machine.activation_checkpointing
-    return weights, moments, tokens * dtype.itemsize * kept_elements(model, checkpointing)
+    return weights, moments, tokens * dtype.itemsize * kept_elements(model, settings.machine.activation_checkpointing)
 
 
 def kept_elements(config: ModelConfig, checkpointing: bool) -> int:
@@ -63,53 +60,42 @@ def kept_elements(config: ModelConfig, checkpointing: bool) -> int:
     """
     width, heads = config.hidden_size, config.num_attention_heads + config.num_key_value_heads
     layer = 4 * width + 3 * heads * config.resolved_head_dim + 3 * config.intermediate_size
-    layers = config.num_hidden_layers * layer
-    if checkpointing:  # the two inputs of each layer, and one layer that is computed again
-        layers = config.num_hidden_layers * 2 * width + layer
+    # With checkpointing: the two inputs of each layer, and one layer that is computed again.
+    layers = config.num_hidden_layers * 2 * width + layer if checkpointing else config.num_hidden_layers * layer
     return layers + 2 * width + config.vocab_size  # the final norm, and the logits or their gradient
 
 
-def describe_time(settings: Settings, device: torch.device, dtype: torch.dtype) -> str:
+def measure_time(settings: Settings, device: torch.device, dtype: torch.dtype) -> str:
     """The time of all steps, from the fastest of three with as many sequences as are quick; or why none was tried."""
-    model, data = settings.model, settings.data
-    flops = data.sequence_length * flops_per_token(model, data.sequence_length)
+    data, name = settings.data, device_name(device)
+    flops = data.sequence_length * flops_per_token(settings.model, data.sequence_length)
+    sequences, total = data.micro_batch_size or data.batch_size, float("inf")
+    if device.type == "cuda":
+        total = torch.cuda.mem_get_info(device)[1]
+    elif hasattr(os, "sysconf"):
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     weights, moments, kept = memory(settings, dtype)
-    if 2 * weights + moments + kept > machine_memory(device) or (device.type == "cpu" and flops > MAX_FLOPS):
-        return f"not measured: the model is too large for {device_name(device)}"
-    sequences = data.micro_batch_size or data.batch_size
+    if 2 * weights + moments + kept > total or (device.type == "cpu" and flops > MAX_FLOPS):
+        return f"not measured: the model is too large for {name}"
     if device.type == "cpu":
         sequences = min(sequences, max(1, int(QUICK_FLOPS / flops)))
-    seconds = measure_step(settings, sequences, device, dtype) * data.batch_size / sequences
-    minutes = seconds * settings.optimizer.steps / 60
-    duration = f"{minutes / 60:.1f} hours" if minutes >= 60 else f"{minutes:.1f} minutes"
-    return f"{duration} on {device_name(device)}: {seconds:.2g} s a step, by {STEPS} steps of {sequences} sequences"
-
-
-def machine_memory(device: torch.device) -> float:
-    """Bytes of memory of the device, or of the machine for a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[1]
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else float("inf")
-
-
-def measure_step(settings: Settings, sequences: int, device: torch.device, dtype: torch.dtype) -> float:
-    """Seconds of a training step on random tokens, the fastest of `STEPS`."""
-    keep_freed_memory()
     model = Decoder(settings.model, seed=1, compute_dtype=dtype).to(device)
     model.activation_checkpointing = settings.machine.activation_checkpointing
     freeze_parameters(model, settings.run.train_only)
     optimizer = build_optimizer(model, settings.optimizer, device)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     forward = compile_if_asked(model, settings, device, no_log)
-    batch = torch.randint(settings.model.vocab_size, (2, sequences, settings.data.sequence_length))
-    seconds = []
+    batch = torch.randint(settings.model.vocab_size, (2, sequences, data.sequence_length))
+    measured = []
     for _ in range(STEPS):
         start = time.perf_counter()
         train_step(forward, [tuple(batch)], optimizer, scaler, settings.optimizer.clip, Processes(), device)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        seconds.append(time.perf_counter() - start)
-    return min(seconds)
+        measured.append(time.perf_counter() - start)
+    seconds = min(measured) * data.batch_size / sequences
+    hours = seconds * settings.optimizer.steps / 3600
+    return f"{hours:.2g} hours on {name}: {seconds:.2g} s a step, by the fastest of {STEPS} with {sequences} sequences"
 
 
 def format_bytes(count: float) -> str:

@@ -8,7 +8,6 @@ import dataclasses
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from tqdm import tqdm
@@ -22,29 +21,12 @@ from training.metrics import Metrics
 from training.processes import finish_processes
 from training.progress import draw_losses, progress_bar, report_end, sample, show_step
 from training.schedule import learning_rate
-from training.session import Session, open_run, print_wrapped, set_up
+from training.session import Session, StepResult, open_run, set_up
 from training.settings import Settings
 from training.signals import StopSignals
 from training.step import Diverged, split_batch, train_step
 
-MAX_SKIPPED_UPDATES = 100  # in a row, under float16: the loss scale has been halved to nothing, the gradient is broken
 SAMPLE_TOKENS = 64  # length of the text sample at an evaluation
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """What one optimizer step measured."""
-
-    step: int
-    """Steps done so far, this one included."""
-    loss: float
-    """Mean loss of the batch before the update, nats per token."""
-    gradient_norm: float
-    """Norm of the gradient before clipping; infinite when float16 overflowed and the update was skipped."""
-    learning_rate: float
-    """Learning rate of the update, before the multiplier of a parameter group."""
-    seconds: float
-    """Wall-clock time of the step."""
 
 
 def train_steps(session: Session) -> Iterator[StepResult]:
@@ -54,17 +36,17 @@ def train_steps(session: Session) -> Iterator[StepResult]:
     change `session.state`, or stop iterating. Writes nothing to disk and prints nothing.
     Raises `Diverged` when the loss or gradient is not finite; the weights are then those of the step before.
     """
-    settings, data, processes = session.settings, session.settings.data, session.processes
+    data, optimizer, scaler = session.settings.data, session.optimizer, session.scaler
     while session.state.step < session.steps:
         start = time.perf_counter()
         state = session.state
-        lr = learning_rate(state.step, session.steps, settings.optimizer)
-        for group in session.optimizer.param_groups:
+        lr = learning_rate(state.step, session.steps, session.settings.optimizer)
+        for group in optimizer.param_groups:
             group["lr"] = lr * group["lr_multiplier"]
         inputs, targets = session.batch(state.step)
         sequences = session.micro_batch_size * data.sequence_length // inputs.shape[1]
         micro_batches = split_batch(inputs, targets, sequences, session.device)
-        clip, optimizer, scaler = settings.optimizer.clip, session.optimizer, session.scaler
+        clip, processes = session.settings.optimizer.clip, session.processes
         try:
             loss, norm = train_step(session.forward, micro_batches, optimizer, scaler, clip, processes, session.device)
         except Diverged as error:
@@ -78,10 +60,6 @@ def train_steps(session: Session) -> Iterator[StepResult]:
             seconds=state.seconds + seconds,
             scaler=scaler.state_dict() or None,
         )
-        session.skipped_updates = session.skipped_updates + 1 if math.isinf(norm) else 0
-        if session.skipped_updates == MAX_SKIPPED_UPDATES:
-            what = f"the gradient has overflowed in {MAX_SKIPPED_UPDATES} steps in a row"
-            raise diverged(session, session.state.step, what)
         yield StepResult(session.state.step, loss, norm, lr, seconds)
 
 
@@ -95,13 +73,9 @@ def train(settings: Settings, run_dir: Path, *, resume: bool = False) -> int:
     processes, device = session.processes, session.device
     stopped_by = 0
     try:
-        log = None
-        if processes.is_main:
-            log = open_run(session)
-            if log.missing:
-                file = run_dir / "metrics.jsonl"
-                print_wrapped(f"note: {file} lacks {log.missing} of the steps so far; their losses are lost")
-            print_wrapped(f"run: {run_dir} (loss.png, metrics.jsonl, settings.toml); Ctrl-C stops and saves")
+        log = open_run(session) if processes.is_main else None
+        if log is not None:
+            print(f"run: {run_dir} (loss.png, metrics.jsonl, settings.toml); Ctrl-C stops and saves", flush=True)
         out_of_memory = explain_out_of_memory(
             f"{device_name(device)} has too little memory for this run; use a smaller --micro-batch-size "
             f"(now {session.micro_batch_size}) or --activation-checkpointing."
@@ -112,8 +86,8 @@ def train(settings: Settings, run_dir: Path, *, resume: bool = False) -> int:
                 evaluate_and_save(session, log, bar)  # of weights to start from, or the run was stopped right before it
             for result in train_steps(session):
                 if log is not None:
-                    log_step(log, result, session.state)
-                    show_step(session, bar, result.loss)
+                    log.write(**vars(result) | {"tokens": session.state.tokens, "seconds": session.state.seconds})
+                    show_step(session, bar, result)
                 stopped_by = int(processes.max(stop.received, device=device)[0])
                 finished = session.state.step == session.steps
                 if evaluation_due(session) and (finished or not stopped_by):
@@ -132,18 +106,6 @@ def train(settings: Settings, run_dir: Path, *, resume: bool = False) -> int:
         ) from error
     finish_processes(processes)
     return 0 if session.state.step == session.steps else stopped_by
-
-
-def log_step(log: Metrics, result: StepResult, state: checkpoint.State) -> None:
-    """Write what a step measured, and the tokens and seconds of the run so far, to metrics.jsonl."""
-    log.write(
-        result.step,
-        loss=result.loss,
-        learning_rate=result.learning_rate,
-        gradient_norm=result.gradient_norm,
-        tokens=state.tokens,
-        seconds=state.seconds,
-    )
 
 
 def diverged(session: Session, step: int, what: str) -> Diverged:
@@ -175,9 +137,8 @@ def evaluate_and_save(session: Session, log: Metrics | None, bar: tqdm) -> None:
     if log is None:
         return
     log.write(state.step, validation_loss=result.loss, perplexity=result.perplexity, bits_per_byte=result.bits_per_byte)
-    log.flush()
     if better:
-        checkpoint.save_best(session.run_dir, session.state, session.model, corpus.tokenizer)
+        checkpoint.save(session.run_dir / "best", session.state, session.model, corpus.tokenizer)
     save(session)
     draw_losses(session, bar)
     bar.write(f"step {state.step}: validation {result}")
@@ -188,5 +149,5 @@ def evaluate_and_save(session: Session, log: Metrics | None, bar: tqdm) -> None:
 def save(session: Session) -> None:
     """Save everything that a resumed run needs as `last/`; only the main process writes."""
     if session.processes.is_main:
-        tokenizer = session.corpus.tokenizer
-        checkpoint.save_last(session.run_dir, session.state, session.model, session.optimizer, tokenizer)
+        tokenizer, optimizer = session.corpus.tokenizer, session.optimizer
+        checkpoint.save(session.run_dir / "last", session.state, session.model, tokenizer, optimizer)

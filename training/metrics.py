@@ -17,8 +17,6 @@ class Metrics:
         """Keep the lines of steps up to `after_step` and of evaluations up to `evaluated_at`; `facts` is line 0."""
         path = run_dir / "metrics.jsonl"
         kept = [line for line in read(run_dir) if line["step"] <= (evaluated_at if is_evaluation(line) else after_step)]
-        self.missing = after_step - sum("loss" in line for line in kept)
-        """Number of steps before the resumed one without a line, because something else has cut the file."""
         lines = kept if kept and kept[0]["step"] == 0 else [{"step": 0, **facts}, *kept]
         replace_text(path, "".join(json.dumps(line) + "\n" for line in lines))
         # Line buffering: a kill loses no line, so a checkpoint is never ahead of the lines that led to it.
@@ -35,14 +33,8 @@ class Metrics:
         """Add one line; infinity and NaN, which JSON lacks, are written as strings."""
         line = {key: value if math.isfinite(value) else str(value) for key, value in values.items()}
         self.file.write(json.dumps({"step": step, **line}) + "\n")
-        if self.board is not None:
-            for key, value in values.items():
-                self.board.add_scalar(key, value, step)
-
-    def flush(self) -> None:
-        """Write out TensorBoard's events; those are buffered, unlike the lines."""
-        if self.board is not None:
-            self.board.flush()
+        for key, value in values.items() if self.board is not None else ():
+            self.board.add_scalar(key, value, step)
 
     def close(self) -> None:
         self.file.close()

@@ -29,10 +29,10 @@ def freeze_parameters(model: nn.Module, train_only: str) -> None:
         raise UserError("--train-only norms: this model's norms have no parameters; use --train-only all.")
 
 
-def decays(model: Decoder, name: str, parameter: nn.Parameter) -> bool:
-    """Whether weight decay applies: to matrices, and to the parameters of norms whose row in `NORMS` says so."""
+def decays(model: Decoder, name: str) -> bool:
+    """Whether weight decay applies to a vector or scalar: to parameters of norms whose row in `NORMS` says so."""
     names = {row.name for row in model.config.norm_parameters if row.decays}
-    return parameter.ndim >= 2 or (is_norm_parameter(name) and name.rpartition(".")[2] in names)
+    return is_norm_parameter(name) and name.rpartition(".")[2] in names
 
 
 def build_optimizer(model: Decoder, settings: OptimizerSettings, device: torch.device) -> torch.optim.Optimizer:
@@ -41,23 +41,21 @@ def build_optimizer(model: Decoder, settings: OptimizerSettings, device: torch.d
     With `--optimizer muon` it has all parameters but the matrices of the layers, which `Muon` updates.
     """
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    vocabulary = {name: p for name, p in trained.items() if name.startswith(("embed_tokens.", "lm_head."))}
+    decay, vector_lr = settings.weight_decay, settings.norm_lr_multiplier
+    vocabulary_decay = decay if settings.embedding_weight_decay is None else settings.embedding_weight_decay
     matrices = {name: p for name, p in trained.items() if settings.optimizer == "muon" and takes_muon(name, p)}
-    others = {name: p for name, p in trained.items() if name not in vocabulary and name not in matrices}
-    vectors = {name: p for name, p in others.items() if p.ndim < 2}
-    decay, of_vectors = settings.weight_decay, settings.norm_lr_multiplier
-    of_vocabulary = decay if settings.embedding_weight_decay is None else settings.embedding_weight_decay
     groups = [
-        {"params": [p for p in others.values() if p.ndim >= 2], "weight_decay": decay, "lr_multiplier": 1.0},
-        {
-            "params": [*vocabulary.values()],
-            "weight_decay": of_vocabulary,
-            "lr_multiplier": settings.embedding_lr_multiplier,
-        },
+        {"params": [], "weight_decay": decay, "lr_multiplier": 1.0},
+        {"params": [], "weight_decay": vocabulary_decay, "lr_multiplier": settings.embedding_lr_multiplier},
+        {"params": [], "weight_decay": decay, "lr_multiplier": vector_lr},
+        {"params": [], "weight_decay": 0.0, "lr_multiplier": vector_lr},
     ]
-    for wanted, value in ((True, decay), (False, 0.0)):
-        chosen = [p for name, p in vectors.items() if decays(model, name, p) == wanted]
-        groups.append({"params": chosen, "weight_decay": value, "lr_multiplier": of_vectors})
+    for name, parameter in trained.items():
+        if name.startswith(("embed_tokens.", "lm_head.")):
+            groups[1]["params"].append(parameter)
+        elif name not in matrices:
+            group = 0 if parameter.ndim >= 2 else 2 if decays(model, name) else 3
+            groups[group]["params"].append(parameter)
     adamw = torch.optim.AdamW(
         [group for group in groups if group["params"]],
         lr=settings.learning_rate,
@@ -95,8 +93,6 @@ def load_optimizer_tensors(
     parameters = dict(model.named_parameters())
     for key, value in tensors.items():
         moment, name = key.split(".", 1)
-        if name not in parameters:
-            raise UserError(f"the saved optimizer has a parameter {name} that the model lacks; start a new run.")
         parameter = parameters[name]
         device = "cpu" if moment == "step" and not optimizer.defaults["fused"] else parameter.device
         optimizer.state[parameter][moment] = value.to(device, copy=True)  # copy: the file is only memory-mapped

@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 
 from errors import UserError, exit_on_user_error
+from training import metrics
 
 # Distinguishable without colour vision (Okabe and Ito 2008); the line style differs as well.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")
@@ -17,8 +18,6 @@ DASHES = ("-", "--", "-.", ":")
 def draw(runs: list[Path], path: Path) -> None:
     """Draw the loss curves of `runs` into the PNG or SVG file `path`."""
     from matplotlib.figure import Figure  # takes half a second to import: only when something is drawn
-
-    from training import metrics
 
     figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
     axes = figure.add_subplot()
@@ -63,30 +62,20 @@ def smooth(points: list[tuple[int, float]], keep: float = 0.95) -> list[tuple[in
 
 def main() -> None:
     """Parse the command line and draw."""
-    parser = argparse.ArgumentParser(
-        prog="python -m training.plot", description="Draw the loss curves of one or more runs into one plot."
-    )
+    parser = argparse.ArgumentParser(prog="python -m training.plot", description=__doc__.splitlines()[0])
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run folder, such as runs/tiny-rms")
     parser.add_argument("--out", type=Path, default="loss.png", help="the PNG or SVG file to write (loss.png)")
     arguments = parser.parse_args()
     if arguments.out.suffix not in (".png", ".svg"):
         raise UserError(f"--out {arguments.out} must end in .png or .svg.")
-    from training import metrics
-    from training.settings import changed_fields, load_settings
+    from training.settings import changed_fields, load_settings  # slow to import, and Ctrl-C is handled by now
 
-    for run in arguments.runs:
-        if not metrics.read(run):
-            raise UserError(f"{run} has no metrics.jsonl with measurements; give the folder of a run.")
-    for run in arguments.runs[1:]:
-        changed = changed_fields(*(load_settings(folder / "settings.toml") for folder in (arguments.runs[0], run)))
+    settings = [load_settings(run / "settings.toml") for run in arguments.runs]
+    for run, other in zip(arguments.runs[1:], settings[1:], strict=True):
+        changed = changed_fields(settings[0], other)
         if len(changed) > 1:
             print(f"note: {run} differs from {arguments.runs[0]} in more than one setting: {', '.join(changed)}")
-    try:
-        draw(arguments.runs, arguments.out)
-    except OSError as error:
-        raise UserError(
-            f"--out {arguments.out} cannot be written ({error.strerror or error}); give another file."
-        ) from None
+    draw(arguments.runs, arguments.out)
     print(f"written: {arguments.out}")
 
 

@@ -1,5 +1,6 @@
 """What a run prints: the progress bar, text samples, and the summary at its end."""
 
+import math
 import shlex
 import statistics
 import time
@@ -12,33 +13,41 @@ from generation.terminal import printable
 from model.count import flops_per_token
 from model.device import peak_flops
 from training import plot
-from training.session import Session
+from training.session import Session, StepResult
 
 FINAL_SAMPLE_TOKENS = 200
 SECONDS_PER_PICTURE = 10  # a picture takes a tenth of a second, the first one half a second more
+SECONDS_PER_LINE = 10
 
 
 def progress_bar(session: Session) -> tqdm:
-    """The bar of steps, shown by the main process only."""
-    state, hidden = session.state, not session.processes.is_main
-    return tqdm(total=session.steps, initial=state.step, unit="step", disable=hidden, dynamic_ncols=True)
+    """The bar of steps, shown by the main process in a terminal."""
+    hidden = None if session.processes.is_main else True  # None: hidden where standard error is no terminal
+    return tqdm(total=session.steps, initial=session.state.step, unit="step", disable=hidden, dynamic_ncols=True)
 
 
-def show_step(session: Session, bar: tqdm, loss: float) -> None:
-    """Advance the bar: loss, tokens per second, and the share of the device's peak FLOP/s (MFU) where it is known."""
-    if session.skipped_updates:
+def show_step(session: Session, bar: tqdm, result: StepResult) -> None:
+    """Advance the bar, or print a line every ten seconds and 10% of the steps where there is none.
+
+    Both have the loss, tokens per second, and the share of the device's peak FLOP/s (MFU) where that is known.
+    """
+    if math.isinf(result.gradient_norm):
         scale = session.scaler.get_scale()
-        bar.write(f"step {session.state.step}: float16 overflow, update skipped; loss scale {scale:g}")
-    settings = session.settings
-    tokens = settings.data.batch_size * settings.data.sequence_length
-    speed = tokens / statistics.median(session.recent_seconds)
-    shown = {"loss": f"{loss:.3f}", "tok/s": f"{speed:,.0f}"}
+        bar.write(f"step {result.step}: float16 overflow, update skipped; loss scale {scale:g}")
+    data, steps = session.settings.data, session.steps
+    speed = data.batch_size * data.sequence_length / statistics.median(session.recent_seconds)
+    shown = {"loss": f"{result.loss:.3f}", "tok/s": f"{speed:,.0f}"}
     peak = peak_flops(session.device, session.dtype)
     if peak is not None:
-        flops = flops_per_token(settings.model, settings.data.sequence_length)
+        flops = flops_per_token(session.settings.model, data.sequence_length)
         shown["MFU"] = f"{speed * flops / (peak * session.processes.count):.1%}"
-    bar.set_postfix(shown, refresh=session.state.step == 1)
+    bar.set_postfix(shown, refresh=result.step == 1)
     bar.update()
+    now = time.monotonic()
+    if bar.disable and (result.step % max(1, steps // 10) == 0 or now - session.printed_at >= SECONDS_PER_LINE):
+        session.printed_at = now
+        line = ", ".join(f"{name} {value}" for name, value in shown.items())
+        print(f"step {result.step} of {steps}: {line}", flush=True)
 
 
 def sample(session: Session, length: int, prompt: str) -> str:
@@ -59,10 +68,8 @@ def report_end(session: Session) -> None:
     """Print how the run ended, a last sample, and the command to type next."""
     state, corpus, run_dir = session.state, session.corpus, shlex.quote(str(session.run_dir))
     if state.step < session.steps:
-        print(
-            f"stopped and saved at step {state.step} of {session.steps}; "
-            f"resume with: python train.py --resume {run_dir}"
-        )
+        resume = f"python train.py --resume {run_dir}"
+        print(f"stopped and saved at step {state.step} of {session.steps}; resume with: {resume}")
         return
     prompt = session.settings.run.sample_prompt or first_words(session)
     print(f"\n{sample(session, FINAL_SAMPLE_TOKENS, prompt)}\n")
@@ -76,10 +83,7 @@ def report_end(session: Session) -> None:
 
 
 def first_words(session: Session) -> str:
-    """An example of a prompt: the first three words of a line near the start of the text that was trained on.
-
-    Empty if that does not fit into the model's context.
-    """
+    """An example of a prompt: the first words of a line of the training text; none in a tiny context."""
     lines = session.corpus.tokenizer.decode(session.corpus.train[:1000].tolist()).splitlines()
     lines = [line for line in lines if line[:1].isalpha()] or [line for line in lines if line.strip()]
     words = printable(" ".join(lines[0].split()[:3])) if lines else ""
@@ -88,10 +92,7 @@ def first_words(session: Session) -> str:
 
 
 def draw_losses(session: Session, bar: tqdm) -> None:
-    """Draw loss.png: after the last step, and before that at most once in SECONDS_PER_PICTURE.
-
-    A stopped run keeps the last one. A run does not end because a picture, or matplotlib itself, fails: that is a note.
-    """
+    """Draw loss.png: after the last step, and before that at most every ten seconds; a failure is only a note."""
     now = time.monotonic()
     if now - session.drawn_at < SECONDS_PER_PICTURE and session.state.step < session.steps:
         return

@@ -3,8 +3,6 @@
 import dataclasses
 import math
 import platform
-import sys
-import textwrap
 import time
 from collections import deque
 from collections.abc import Callable
@@ -18,10 +16,9 @@ from torch import nn
 import kernels
 from checkpoints import pretrained
 from data import batches, tokens
-from data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
+from data.tokenizer import check_vocabulary, load_tokenizer
 from data.tokens import TokenizedCorpus
 from errors import UserError
-from generation.prompts import encode_prompt
 from model.config import ModelConfig
 from model.decoder import Decoder, center_residual_writers
 from model.device import (
@@ -56,18 +53,18 @@ class Session:
     model: Decoder
     """The weights: what is evaluated and saved."""
     forward: nn.Module
-    """The same weights, compiled and wrapped for several processes as the settings log: what is trained."""
+    """The same weights, compiled and wrapped for several processes as the settings ask: what is trained."""
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
     state: State
     recent_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=15))
     """Seconds of each of the last steps."""
-    skipped_updates: int = 0
-    """Updates in a row that float16 overflow has skipped."""
     evaluation: Evaluation | None = None
     """The newest evaluation; None before the first after a start or resume."""
     drawn_at: float = field(default_factory=time.monotonic)
-    """`time.monotonic()` when loss.png was last drawn; before the first picture, when the session was made."""
+    """`time.monotonic()` when loss.png was last drawn, or the session was made."""
+    printed_at: float = field(default_factory=time.monotonic)
+    """The same for the last line about a step, where the output is no terminal."""
 
     @property
     def steps(self) -> int:
@@ -100,14 +97,23 @@ class Session:
         return inputs.reshape(-1, length), targets.reshape(-1, length)
 
 
-def print_wrapped(line: str) -> None:
-    """Print a line; in a terminal in 80 columns, broken at spaces."""
-    if sys.stdout.isatty():
-        line = textwrap.fill(line, 80, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
-    print(line)
+@dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step measured."""
+
+    step: int
+    """Steps done so far, this one included."""
+    loss: float
+    """Mean loss of the batch before the update, nats per token."""
+    gradient_norm: float
+    """Norm of the gradient before clipping; infinite when float16 overflowed and the update was skipped."""
+    learning_rate: float
+    """Learning rate of the update, before the multiplier of a parameter group."""
+    seconds: float
+    """Wall-clock time of the step."""
 
 
-def set_up(settings: Settings, run_dir: Path, *, resume: bool, log: Callable[[str], None] = print_wrapped) -> Session:
+def set_up(settings: Settings, run_dir: Path, *, resume: bool, log: Callable[[str], None] = print) -> Session:
     """Build the session of a new run, or of the last checkpoint in `run_dir` when resuming. Writes nothing there.
 
     log: receives one line of text at a time, on the main process only.
@@ -141,8 +147,6 @@ def set_up(settings: Settings, run_dir: Path, *, resume: bool, log: Callable[[st
         evaluated_at=-1 if settings.run.init_from else 0,
         text_hash=corpus.text_hash,
         tokenizer_hash=corpus.tokenizer.hash,
-        processes=processes.count,
-        threads=torch.get_num_threads() if device.type == "cpu" else 0,
     )
     session = Session(settings, run_dir, processes, device, dtype, corpus, model, model, optimizer, scaler, state)
     if last is not None:
@@ -169,13 +173,8 @@ def open_run(session: Session) -> Metrics:
         "text": f"{corpus.bytes:,} bytes of text, hash {corpus.text_hash}, Python {platform.python_version()}",
         "machine": device_name(session.device),
     }
-    metrics = Metrics(
-        run_dir,
-        after_step=state.step,
-        evaluated_at=state.evaluated_at,
-        facts=facts,
-        tensorboard=session.settings.run.tensorboard,
-    )
+    after, board = {"after_step": state.step, "evaluated_at": state.evaluated_at}, session.settings.run.tensorboard
+    metrics = Metrics(run_dir, **after, facts=facts, tensorboard=board)
     save_settings(session.settings, run_dir / "settings.toml")  # once nothing else can refuse to start
     return metrics
 
@@ -198,19 +197,8 @@ def prepare_corpus(settings: Settings, processes: Processes, last: Path | None) 
             validation_fraction=data.validation_fraction,
         )
     check_vocabulary(corpus.tokenizer, settings.model.vocab_size)
-    check_sample_prompt(corpus.tokenizer, settings)
     batches.check_one_batch(corpus.train, data.batch_size, data.sequence_length)
     return corpus
-
-
-def check_sample_prompt(tokenizer: Tokenizer, settings: Settings) -> None:
-    """Raise `UserError` for a prompt that would end the run at its first evaluation."""
-    count, context = len(encode_prompt(tokenizer, settings.run.sample_prompt)), settings.model.max_position_embeddings
-    if count >= context:
-        raise UserError(
-            f"--sample-prompt has {count} tokens, which leaves none of the model's context of {context} tokens to its "
-            f"continuation; shorten it or raise --max-position-embeddings."
-        )
 
 
 def initial_model(settings: Settings, dtype: torch.dtype, log: Callable[[str], None], *, load: bool = True) -> Decoder:
@@ -239,27 +227,14 @@ def load_initial_weights(model: Decoder, run: RunSettings, log: Callable[[str], 
 
 
 def describe_conversion(before: ModelConfig, after: ModelConfig, center: bool) -> str:
-    """What a conversion from LayerNorm to RMSNorm did to the biases and the weights, and what it could have done."""
-    biases, tied = (before.has_norm_bias, after.has_norm_bias), after.tie_word_embeddings
-    words = {
-        (True, True): "bias kept",
-        (True, False): "bias dropped",
-        (False, True): "bias added",
-        (False, False): "no bias, as before",
-    }
-    weights = "weights not centered"
-    if center:
-        weights = "weights centered" + (" except the embedding, which is also the head" if tied else "")
+    """What a conversion from LayerNorm to RMSNorm did to the biases and the weights."""
+    dropped, tied = before.has_norm_bias and not after.has_norm_bias, after.tie_word_embeddings
     same = ("norm_eps", "rope_theta", "rope_scaling", "windows")  # what else may differ and changes the function
-    exact = center and not tied and biases != (True, False)
-    exact = exact and all(getattr(before, field) == getattr(after, field) for field in same)
-    options = []
-    if biases[0]:
-        options.append("--no-norm-bias drops the bias" if biases[1] else "--norm-bias keeps the bias")
-    if before.norm_placement == "pre":
-        options.append("--no-center-weights does not center" if center else "--center-weights centers the weights")
-    function = "the same function up to rounding" if exact else "not the same function"
-    return f"{words[biases]}, {weights}: {function}" + (f" ({', '.join(options)})" if options else "")
+    exact = center and not tied and not dropped and all(getattr(before, k) == getattr(after, k) for k in same)
+    words = "weights centered" if center else "weights not centered (--center-weights)"
+    words += " except the embedding, which is also the head" if center and tied else ""
+    words += ", bias dropped (--norm-bias keeps it)" if dropped else ""
+    return f"{words}: {'the same function up to rounding' if exact else 'not the same function'}"
 
 
 def restore(session: Session, directory: Path, log: Callable[[str], None]) -> None:
@@ -270,18 +245,14 @@ def restore(session: Session, directory: Path, log: Callable[[str], None]) -> No
     given, tokenizer_hash = settings.data.tokenizer, session.state.tokenizer_hash
     if given not in (None, before.data.tokenizer):  # the run's own may be gone: its checkpoints contain a copy
         tokenizer_hash = load_tokenizer(given).hash
-    problems = [
-        f"the {what} differs (hash {old} then, {new} now)"
-        for what, old, new in (
-            ("text", saved.text_hash, session.state.text_hash),
-            ("tokenizer", saved.tokenizer_hash, tokenizer_hash),
-        )
-        if old != new
-    ]
-    if before.optimizer.optimizer != settings.optimizer.optimizer:
-        problems.append(f"its optimizer is {before.optimizer.optimizer}, whose moments another cannot continue")
     shape = changed_fields(dataclasses.replace(settings, model=pretrained.load_config(directory)), settings)
-    problems += [f"the model's shape differs ({', '.join(shape)})"] if shape else []
+    differences = {
+        "the text differs": saved.text_hash != session.state.text_hash,
+        "the tokenizer differs": saved.tokenizer_hash != tokenizer_hash,
+        f"its optimizer is {before.optimizer.optimizer}": before.optimizer.optimizer != settings.optimizer.optimizer,
+        f"the model's shape differs ({', '.join(shape)})": bool(shape),
+    }
+    problems = [words for words, differs in differences.items() if differs]
     if problems:
         raise UserError(
             f"{run_dir} cannot be resumed: {'; '.join(problems)}; use what it was started with, or a new --out."
@@ -295,11 +266,7 @@ def restore(session: Session, directory: Path, log: Callable[[str], None]) -> No
     if saved.scaler is not None and session.scaler.is_enabled():
         session.scaler.load_state_dict(saved.scaler)
     log(f"resuming from {directory}, step {saved.step} of {session.steps}")
-    now = {"processes": session.state.processes, "threads": session.state.threads}
-    for name, count in now.items():
-        if count != getattr(saved, name) and count and getattr(saved, name):
-            log(f"note: {getattr(saved, name)} {name} before, {count} now: sums are computed in another order")
-    session.state = dataclasses.replace(saved, **now)
+    session.state = saved
 
 
 def compile_if_asked(model: Decoder, settings: Settings, device: torch.device, log: Callable[[str], None]) -> nn.Module:

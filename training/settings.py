@@ -217,30 +217,26 @@ def parse(arguments: list[str], description: str) -> Command:
     import tyro
 
     sources, _ = tyro.cli(SourceFlags, args=arguments, return_unknown_args=True, add_help=False)
-    weights, config = None, sources.config or ("finetune" if sources.init_from else "tiny")
-    if sources.resume is not None:
-        if any((sources.config, sources.init_from, sources.out)):
-            raise UserError("--resume uses the settings of the run itself; leave out --config, --init-from and --out.")
-        settings = load_settings(Path(sources.resume) / "settings.toml")
-    else:
+    config = sources.config or ("finetune" if sources.init_from else "tiny")
+    if sources.resume is None:
         settings = load_settings(config_path(config))
-        if sources.init_from is not None:
-            weights = find_checkpoint(sources.init_from)
-            settings = with_checkpoint_shape(settings, weights)
+    elif any((sources.config, sources.init_from, sources.out)):
+        raise UserError("--resume uses the settings of the run itself; leave out --config, --init-from and --out.")
+    else:
+        settings = load_settings(Path(sources.resume) / "settings.toml")
+    weights = None if sources.init_from is None else find_checkpoint(sources.init_from)
+    if weights is not None:
+        settings = with_checkpoint_shape(settings, weights)
     if sources.sequence_length is not None:  # it overrides the first length of the TOML file, too
         settings = dataclasses.replace(settings, data=dataclasses.replace(settings.data, first_sequence_length=None))
-    command = tyro.cli(
-        Command, args=arguments, default=Command(Actions(config), settings), config=(tyro.conf.OmitArgPrefixes,)
-    )
-    if sources.init_from is not None and sources.norm_bias is None and settings.model.has_norm_bias:
-        model = dataclasses.replace(command.settings.model, norm_bias=True)  # a converted norm keeps its biases
-        command = dataclasses.replace(command, settings=dataclasses.replace(command.settings, model=model))
-    run = command.settings.run
-    if run.init_from is None or sources.resume is not None:
-        return command
-    weights = weights or find_checkpoint(run.init_from)  # without the flag, it comes from the TOML file
-    run = dataclasses.replace(run, init_from=str(weights))
-    return dataclasses.replace(command, settings=dataclasses.replace(command.settings, run=run))
+    default = Command(Actions(config), settings)
+    command = tyro.cli(Command, args=arguments, default=default, config=(tyro.conf.OmitArgPrefixes,))
+    run, model = command.settings.run, command.settings.model
+    if weights is not None and sources.norm_bias is None and settings.model.has_norm_bias:
+        model = dataclasses.replace(model, norm_bias=True)  # a converted norm keeps its biases
+    if run.init_from is not None and sources.resume is None:
+        run = dataclasses.replace(run, init_from=str(weights or find_checkpoint(run.init_from)))
+    return dataclasses.replace(command, settings=dataclasses.replace(command.settings, run=run, model=model))
 
 
 COMMON_FLAGS = ("norm", "data", "config", "steps", "out", "resume", "init_from", "batch_size", "learning_rate")

@@ -62,21 +62,9 @@ def train_step(
     norm = nn.utils.get_total_norm([parameter.grad for parameter in trained])
     finite = math.isfinite(norm.item())
     if not math.isfinite(loss) or not (finite or scaler.is_enabled()):
-        raise Diverged(f"the loss is {loss:g} and the largest gradient {largest_gradient(model)}")
+        raise Diverged(f"the loss is {loss:g} and the norm of the gradient {norm.item():g}")
     nn.utils.clip_grads_with_norm_(trained, clip, norm)
     scaler.step(optimizer)
     scaler.update()
     optimizer.zero_grad(set_to_none=True)
     return loss, norm.item() if finite else math.inf
-
-
-def largest_gradient(model: nn.Module) -> str:
-    """The largest gradient of the step, as `value in parameter`; NaN counts as the largest."""
-    values = {
-        name: parameter.grad.abs().max().item()
-        for name, parameter in model.named_parameters()
-        if parameter.grad is not None
-    }
-    name = max(values, key=lambda name: math.inf if math.isnan(values[name]) else values[name])
-    # The names that DistributedDataParallel and torch.compile put before ours mean nothing to the reader.
-    return f"{values[name]:.3g} in {name.removeprefix('module.').removeprefix('_orig_mod.')}"

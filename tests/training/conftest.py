@@ -29,7 +29,7 @@ def cache(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("cache")
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def flags(text_folder, cache) -> list[str]:
     """Flags of a run that takes well under a second."""
     return [

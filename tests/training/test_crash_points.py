@@ -106,7 +106,7 @@ def check(straight: Path, copies: list[Path]) -> None:
 def test_a_run_resumes_from_some_of_its_crash_points(crashed):
     straight, copies = crashed
     assert len(copies) > 100
-    chosen = sorted(random.Random(1).sample(range(len(copies)), 8))
+    chosen = sorted(random.Random(1).sample(range(len(copies)), 2))
     check(straight, [copies[number] for number in [*chosen, len(copies) - 1]])
 
 

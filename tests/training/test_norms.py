@@ -3,9 +3,7 @@
 import pytest
 from safetensors.torch import load_file
 
-from checkpoints.pretrained import load_pretrained
 from model.config import NORMS
-from training import metrics
 from training.loop import train
 from training.settings import parse
 
@@ -40,13 +38,3 @@ def test_a_run_starts_from_weights_with_another_norm_and_names_what_is_new(flags
     out = capsys.readouterr().out
     for parameter in NORMS[norm]:
         assert parameter.name == "weight" or f"norm.{parameter.name}" in out
-
-
-@pytest.mark.parametrize("norm", ["rms", "srms", "offset", "derf"])
-def test_a_model_with_norms_on_the_outputs_of_its_blocks_trains_and_its_checkpoint_is_read_back(flags, tmp_path, norm):
-    flags = [*flags, "--norm", norm, "--norm-placement", "output", "--steps", "3", "--warmup-steps", "0"]
-    train(parse(flags, "test").settings, tmp_path / "run")
-    decoder = load_pretrained(tmp_path / "run" / "last")
-    assert (decoder.config.norm, decoder.config.norm_placement) == (norm, "output")
-    first, *_, last = (line["loss"] for line in metrics.read(tmp_path / "run") if "loss" in line)
-    assert last < first

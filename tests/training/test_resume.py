@@ -17,7 +17,6 @@ from safetensors.torch import load_file
 from errors import UserError
 from training import checkpoint, metrics
 from training.loop import save, train, train_steps
-from training.optimizer import load_optimizer_tensors
 from training.session import set_up
 from training.settings import parse, save_settings
 
@@ -60,12 +59,7 @@ def stop_at(monkeypatch, step: int, number: int = signal.SIGTERM) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "number", "optimizer"),
-    [
-        ("float32", signal.SIGINT, "adamw"),
-        ("bfloat16", signal.SIGINT, "muon"),
-        ("bfloat16", signal.SIGTERM, "adamw"),
-    ],
+    ("dtype", "number", "optimizer"), [("float32", signal.SIGINT, "adamw"), ("bfloat16", signal.SIGTERM, "muon")]
 )
 def test_40_steps_equal_20_and_20_resumed(flags, tmp_path, monkeypatch, capsys, dtype, number, optimizer):
     growing = ["--first-sequence-length", "8"] if optimizer == "muon" else []
@@ -77,18 +71,6 @@ def test_40_steps_equal_20_and_20_resumed(flags, tmp_path, monkeypatch, capsys, 
     assert f"resume with: python train.py --resume {tmp_path / 'resumed'}" in capsys.readouterr().out
     assert checkpoint.read_state(tmp_path / "resumed" / "last").step == 20
     assert train(settings, tmp_path / "resumed", resume=True) == 0
-    assert_equal_runs(tmp_path / "resumed", tmp_path / "straight")
-
-
-def test_a_run_stopped_between_evaluations_loses_no_step(flags, tmp_path, monkeypatch):
-    settings = parse(flags, "test").settings
-    train(settings, tmp_path / "straight")
-    for step in (3, 17, 31):
-        stop_at(monkeypatch, step)
-        assert train(settings, tmp_path / "resumed", resume=step != 3) == signal.SIGTERM
-        monkeypatch.undo()
-        assert checkpoint.read_state(tmp_path / "resumed" / "last").step == step
-    train(settings, tmp_path / "resumed", resume=True)
     assert_equal_runs(tmp_path / "resumed", tmp_path / "straight")
 
 
@@ -112,15 +94,9 @@ def test_a_caller_of_the_steps_can_stop_at_any_of_them_save_and_resume_bit_for_b
 
 
 @pytest.fixture(scope="module")
-def straight_run(tmp_path_factory, text_folder, cache) -> tuple[Path, list[str]]:
+def straight_run(tmp_path_factory, flags) -> tuple[Path, list[str]]:
     """A run of train.py that was never stopped, with many saves, and its flags."""
-    folder = tmp_path_factory.mktemp("straight")
-    flags = [
-        *("--data", str(text_folder), "--cache", str(cache), "--vocab-size", "400", "--hidden-size", "32"),
-        *("--intermediate-size", "48", "--num-hidden-layers", "2", "--num-attention-heads", "2"),
-        *("--num-key-value-heads", "1", "--max-position-embeddings", "32", "--sequence-length", "32"),
-        *("--batch-size", "8", "--steps", "60", "--evaluate-every", "4", "--dtype", "float32", "--device", "cpu"),
-    ]
+    folder, flags = tmp_path_factory.mktemp("straight"), [*flags, "--steps", "60", "--evaluate-every", "4"]
     run_script(folder, flags, "straight").communicate(timeout=120)
     return folder / "straight", flags
 
@@ -185,38 +161,6 @@ def test_runs_killed_100_times_end_bit_for_bit_like_one_that_was_not(straight_ru
         kills += kill_and_resume(folder, *straight_run, kills=5, seed=kills)
 
 
-@pytest.mark.parametrize("moment", ["between the renames", "before the old one is deleted"])
-def test_a_kill_between_the_renames_loses_nothing(straight_run, tmp_path, moment):
-    straight, flags = straight_run
-    code = f"""
-import sys, os, signal
-sys.path.insert(0, {str(ROOT)!r})
-from pathlib import Path
-from training import checkpoint
-rename = Path.rename
-def rename_and_die(path, target):
-    result = rename(path, target)
-    if path.name == {"last" if moment == "between the renames" else "last.new"!r} and target.parent.name == "killed":
-        if checkpoint.read_state(checkpoint.find_last(Path("killed"))).step >= 20:
-            os.kill(os.getpid(), signal.SIGKILL if hasattr(signal, "SIGKILL") else signal.SIGTERM)
-    return result
-Path.rename = rename_and_die
-sys.argv = ["train.py", *{[*flags, "--out", "killed"]!r}]
-import train
-train.main()
-"""
-    process = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, env=ONE_THREAD, capture_output=True, timeout=120
-    )
-    assert process.returncode not in (0, 1, 2), process.stderr.decode()
-    names = {path.name for path in (tmp_path / "killed").iterdir()}
-    assert ("last" in names) == (moment != "between the renames") and "last.old" in names
-    out = run_script(tmp_path, flags, "killed", resume=True)
-    error = out.communicate(timeout=120)[1].decode()
-    assert out.returncode == 0, error
-    assert_equal_runs(tmp_path / "killed", straight)
-
-
 @pytest.fixture
 def stopped_run(flags, tmp_path, monkeypatch) -> Path:
     stop_at(monkeypatch, 5)
@@ -243,10 +187,10 @@ def test_resuming_with_another_text_or_shape_says_what_differs(flags, stopped_ru
 
 def test_resuming_needs_the_same_tokenizer_but_not_from_the_same_place(flags, stopped_run, tmp_path):
     train(parse([*flags, "--steps", "1", "--vocab-size", "390"], "test").settings, tmp_path / "other")
-    for given in (tmp_path / "other" / "last", tmp_path / "other" / "last" / "tokenizer.model"):
-        settings = parse(["--resume", str(stopped_run), "--tokenizer", str(given)], "test").settings
-        with pytest.raises(UserError, match=r"the tokenizer differs \(hash \w+ then, \w+ now\)"):
-            train(settings, stopped_run, resume=True)
+    other = str(tmp_path / "other" / "last")
+    settings = parse(["--resume", str(stopped_run), "--tokenizer", other], "test").settings
+    with pytest.raises(UserError, match="the tokenizer differs"):
+        train(settings, stopped_run, resume=True)
     assert checkpoint.read_state(stopped_run / "last").step == 5
     shutil.copytree(stopped_run / "last", tmp_path / "copy")
     settings = parse(["--resume", str(stopped_run), "--tokenizer", str(tmp_path / "copy"), "--steps", "6"], "test")
@@ -257,47 +201,17 @@ def test_resuming_needs_the_same_tokenizer_but_not_from_the_same_place(flags, st
     assert checkpoint.read_state(stopped_run / "last").step == 7
 
 
-def test_resuming_with_other_changes_is_allowed_and_lists_them(stopped_run, capsys):
-    settings = parse(["--resume", str(stopped_run), "--learning-rate", "0.001", "--steps", "8"], "test").settings
-    assert train(settings, stopped_run, resume=True) == 0
-    out = capsys.readouterr().out
-    assert "learning_rate: 0.003 -> 0.001" in out and "steps: 40 -> 8" in out
-    assert checkpoint.read_state(stopped_run / "last").step == 8
-
-
-def test_a_resumed_run_ends_at_its_own_number_of_steps_or_at_any_that_is_given_above_those_done(stopped_run):
+def test_a_resumed_run_lists_other_changes_and_ends_at_its_own_number_of_steps_or_the_given_one(stopped_run, capsys):
     def resume(*flags: str) -> int:
         train(parse(["--resume", str(stopped_run), *flags], "test").settings, stopped_run, resume=True)
         return checkpoint.read_state(stopped_run / "last").step
 
-    assert resume("--steps", "7") == 7
-    assert resume("--steps", "9") == 9
-    with pytest.raises(UserError, match=r"has already done 9 steps; for more, raise --steps"):
+    assert resume("--steps", "7", "--learning-rate", "0.001") == 7
+    out = capsys.readouterr().out
+    assert "learning_rate: 0.003 -> 0.001" in out and "steps: 40 -> 7" in out
+    with pytest.raises(UserError, match=r"has already done 7 steps; for more, raise --steps"):
         resume()
-    with pytest.raises(UserError, match=r"has already done 9 steps"):
-        resume("--steps", "3")
     assert resume("--steps", "40") == 40
-
-
-def test_a_checkpoint_with_state_of_an_unknown_parameter_is_refused(stopped_run):
-    settings = parse(["--resume", str(stopped_run)], "test").settings
-    session = set_up(settings, stopped_run, resume=True, log=lambda line: None)
-    with pytest.raises(UserError, match="a parameter layer9 that the model lacks"):
-        load_optimizer_tensors(session.optimizer, session.model, {"exp_avg.layer9": torch.zeros(2)})
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        *({"step": value} for value in ("x", None, [], -1, 1.5, True)),
-        *({"tokens": None}, {"seconds": {}}, {"evaluated_at": "x"}, {"best_validation_loss": []}),
-    ],
-)
-def test_a_damaged_state_is_refused(stopped_run, changes):
-    path = stopped_run / "last" / "state.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-    with pytest.raises(UserError, match=r"state\.json is not a readable training state \(Expected"):
-        checkpoint.read_state(path.parent)
 
 
 def test_a_resumed_run_needs_neither_the_weights_it_started_from_nor_the_cache(flags, stopped_run, tmp_path, cache):
@@ -311,42 +225,11 @@ def test_a_resumed_run_needs_neither_the_weights_it_started_from_nor_the_cache(f
     assert checkpoint.read_state(tmp_path / "second" / "last").step == 8
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        *(b"[1]", b'{"loss": 1}', b'{"step": "1"}', b'{"step": 1, "loss": 1.0}', b'{"step": 1', b"\xff\xfe"),
-        *(b'{"step": 1, "loss": [1], "gradient_norm": 1}', b'{"step": 1, "tokens": "many"}'),
-        b'{"step": 1, "validation_loss": 2.0}',
-        b'{"step": 1, "validation_loss": "nan", "bits_per_byte": 1.0}',
-        *(b'{"step": 0, "text": 5}', b'{"step": 0, "machine": {}}'),
-    ],
-)
-def test_a_damaged_line_of_the_metrics_is_named(stopped_run, line):
+def test_a_damaged_line_of_the_metrics_is_an_error(stopped_run):
     path = stopped_run / "metrics.jsonl"
-    lines = path.read_bytes().split(b"\n")
-    path.write_bytes(b"\n".join([*lines[:2], line, *lines[2:]]))
-    with pytest.raises(UserError, match=r"metrics.jsonl, line 3, is .*; delete that line") as error:
+    path.write_bytes(path.read_bytes().replace(b"{", b"[", 1))
+    with pytest.raises(UserError, match=r"metrics.jsonl cannot be read .*; delete the damaged line"):
         metrics.read(stopped_run)
-    assert len(str(error.value)) < 400
-
-
-def test_resuming_says_how_many_steps_the_metrics_have_lost(stopped_run, capsys):
-    path = stopped_run / "metrics.jsonl"
-    lines = path.read_bytes().split(b"\n")
-    steps = sum(b'"loss"' in line for line in lines)
-    path.write_bytes(b"\n".join(lines[:4]) + b'\n{"step": 4, "lo')
-    train(parse(["--resume", str(stopped_run)], "test").settings, stopped_run, resume=True)
-    assert f"lacks {steps - 3} of the steps so far" in " ".join(capsys.readouterr().out.split())
-
-
-@pytest.mark.parametrize("name", ["processes", "threads"])
-def test_resuming_with_another_number_of_processes_or_threads_says_what_differs(stopped_run, capsys, name):
-    path = stopped_run / "last" / "state.json"
-    state = json.loads(path.read_text())
-    path.write_text(json.dumps(state | {name: state[name] + 1}))
-    train(parse(["--resume", str(stopped_run)], "test").settings, stopped_run, resume=True)
-    assert f"note: {state[name] + 1} {name} before, {state[name]} now" in capsys.readouterr().out
-    assert json.loads(path.read_text())[name] == state[name]
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="this system has no SIGHUP")
@@ -370,17 +253,6 @@ def test_lines_after_the_checkpoint_are_removed_on_resume(stopped_run):
     log = metrics.Metrics(stopped_run, after_step=5, evaluated_at=0, facts={}, tensorboard=False)
     log.close()
     assert metrics.read(stopped_run) == lines
-
-
-@pytest.mark.skipif(os.name == "nt", reason="Windows ends a process without asking it")
-def test_the_exit_status_is_128_plus_the_signal(straight_run, tmp_path):
-    process = run_script(tmp_path, [*straight_run[1], "--steps", "100000"], "run")
-    wait_for_first_step(process, tmp_path / "run")
-    time.sleep(0.3)
-    process.send_signal(signal.SIGINT)
-    process.communicate(timeout=60)
-    assert process.returncode == 128 + signal.SIGINT
-    assert checkpoint.find_last(tmp_path / "run").name == "last"
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no limit on the size of a file to simulate a full disk with")

@@ -49,10 +49,6 @@ def test_sequences_double_in_equal_parts_of_40_percent_of_the_steps():
     assert lengths(20, first_sequence_length=256, sequence_length=256) == [256] * 20 == lengths(20)
 
 
-def test_three_times_as_many_tokens_can_be_the_full_length():
-    assert set(lengths(100, first_sequence_length=96, sequence_length=384)) == {96, 192, 384}
-
-
 def test_every_step_has_as_many_tokens_in_as_many_micro_batches(flags, tmp_path, monkeypatch):
     settings = parse(
         [*flags, "--first-sequence-length", "8", "--micro-batch-size", "4", "--steps", "10"], "test"

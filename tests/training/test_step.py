@@ -1,19 +1,13 @@
-import subprocess
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-import kernels
 from model.config import ModelConfig
 from model.decoder import Decoder
 from training.processes import Processes
-from training.step import Diverged, largest_gradient, split_batch, train_step
+from training.step import Diverged, split_batch, train_step
 
-ROOT = Path(__file__).parent.parent.parent
 CPU = torch.device("cpu")
 NO_SCALER = torch.amp.GradScaler("cpu", enabled=False)
 CONFIG = ModelConfig(
@@ -108,25 +102,6 @@ def test_steps_on_the_weighted_loss_are_bit_equal_to_steps_on_the_losses_over_th
     assert not torch.equal(models[0].norm.weight, Decoder(CONFIG, seed=3).norm.weight)
 
 
-@pytest.mark.skipif(kernels.gpu is None, reason="Triton is not installed")
-@pytest.mark.parametrize("compiled", [False, True])
-def test_a_step_with_the_triton_kernels_needs_no_loss_of_single_tokens(monkeypatch, compiled):
-    inputs, targets = (part[:2] for part in a_batch())
-    found = []
-    for choice in ("auto", "triton"):
-        kernels.use(choice, CPU)
-        model = Decoder(CONFIG, seed=3)
-        model.activation_checkpointing = not compiled
-        run = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled and choice == "triton" else model
-        try:
-            step(run, split_batch(inputs, targets, 2, CPU), KeepsGradients(model))
-        finally:
-            kernels.use("auto", CPU)
-        found.append({name: parameter.grad for name, parameter in model.named_parameters()})
-        monkeypatch.setattr(sys.modules["kernels.cross_entropy"], "loss_forward", None)
-    assert_close(found[1], found[0], 5e-6)
-
-
 def test_a_batch_without_any_predicted_token_gives_zero_gradients():
     model = Decoder(CONFIG, seed=3)
     inputs, targets = a_batch()
@@ -136,6 +111,7 @@ def test_a_batch_without_any_predicted_token_gives_zero_gradients():
 
 
 def test_clipping_scales_the_gradient_of_all_parameters_to_the_limit():
+    norms = [gradient.double().norm() for gradient in gradients(8)[1].values()]
     for clip in (0.01, 1e6):
         model = Decoder(CONFIG, seed=3)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -143,62 +119,16 @@ def test_clipping_scales_the_gradient_of_all_parameters_to_the_limit():
         _, norm = step(model, split_batch(*a_batch(), 8, CPU), optimizer, clip)
         moved = (torch.cat([parameter.detach().flatten() for parameter in model.parameters()]) - before).norm()
         assert moved.item() == pytest.approx(min(norm, clip), rel=1e-3)
+        assert norm == pytest.approx(torch.stack(norms).norm().item(), rel=1e-5)
         assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_the_returned_norm_is_that_of_the_gradient_before_clipping():
-    _, found = gradients(8)
-    expected = torch.cat([gradient.flatten() for gradient in found.values()]).double().norm().item()
-    model = Decoder(CONFIG, seed=3)
-    _, norm = step(model, split_batch(*a_batch(), 8, CPU), torch.optim.SGD(model.parameters(), lr=1.0), clip=0.01)
-    assert norm == pytest.approx(expected, rel=1e-5)
-
-
-def test_a_gradient_that_is_not_finite_is_named_and_leaves_the_weights_alone():
+def test_a_gradient_that_is_not_finite_leaves_the_weights_alone():
     model = Decoder(CONFIG, seed=3)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    name, parameter = list(model.named_parameters())[3]
+    parameter = list(model.parameters())[3]
     parameter.register_hook(lambda gradient: torch.where(gradient == gradient.max(), torch.inf, gradient))
-    with pytest.raises(Diverged, match=f"inf in {name}$"):
+    with pytest.raises(Diverged, match="norm of the gradient inf"):
         step(model, split_batch(*a_batch(), 8, CPU), optimizer, clip=1.0)
     assert all(torch.equal(before[name], parameter) for name, parameter in model.named_parameters())
-
-
-def test_a_parameter_is_named_without_the_prefix_of_torch_compile():
-    model = Decoder(CONFIG, seed=3)
-    step(model, split_batch(*a_batch(), 8, CPU), KeepsGradients(model))
-    model.norm.weight.grad[2] = float("nan")
-    assert largest_gradient(model) == largest_gradient(torch.compile(model)) == "nan in norm.weight"
-
-
-TWO_PROCESSES = """
-import sys, numpy as np, torch
-sys.path.insert(0, {root!r}); sys.path.insert(0, {root!r} + "/tests/training")
-import test_step
-from training.processes import finish_processes, start_processes
-from training.step import split_batch
-from model.decoder import Decoder
-processes, _ = start_processes("cpu", 10)
-inputs, targets = test_step.a_batch()
-half = slice(4 * processes.rank, 4 * processes.rank + 4)
-model = Decoder(test_step.CONFIG, seed=3)
-micro_batches = split_batch(inputs[half], targets[half], 2, test_step.CPU)
-wrapped = processes.wrap(model)
-loss, _ = test_step.step(wrapped, micro_batches, test_step.KeepsGradients(model), processes=processes)
-loss_of_one, expected = test_step.gradients(8)
-assert abs(loss - loss_of_one) < 1e-6 * loss_of_one, (loss, loss_of_one)
-test_step.assert_close({{name: p.grad for name, p in model.named_parameters()}}, expected, 5e-6)
-assert test_step.largest_gradient(wrapped) == test_step.largest_gradient(model)
-finish_processes(processes)
-print("equal", flush=True)
-"""
-
-
-def test_two_processes_compute_the_gradient_of_one(tmp_path):
-    script = tmp_path / "two.py"
-    script.write_text(TWO_PROCESSES.format(root=str(ROOT)))
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    out = subprocess.run(launch, capture_output=True, text=True, timeout=120)
-    assert out.returncode == 0, out.stderr[-2000:]
-    assert out.stdout.count("equal") == 2
