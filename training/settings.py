@@ -172,7 +172,10 @@ class Command:
 
 # Which values can work, in words and in the settings that must have them. None is always one.
 RULES = {
-    "at least 1": (lambda value: value >= 1, "steps batch_size micro_batch_size sequence_length evaluate_every"),
+    "at least 1": (
+        lambda value: value >= 1,
+        "steps batch_size micro_batch_size sequence_length first_sequence_length evaluate_every",
+    ),
     "greater than 0": (lambda value: 0 < value < math.inf, "learning_rate clip"),
     "0 or more": (lambda value: value >= 0, "seed warmup_steps weight_decay embedding_weight_decay"),
     "between 0 and 1": (lambda value: 0 <= value <= 1, "validation_fraction decay_fraction final_learning_rate"),
