@@ -46,13 +46,13 @@ def assert_equal_runs(found: Path, expected: Path) -> None:
     assert states[0] == states[1]
 
 
-def stop_at(monkeypatch, step: int, number: int = signal.SIGTERM) -> None:
-    """Send this process a signal while it logs the step."""
+def stop_at(monkeypatch, last: int, number: int = signal.SIGTERM) -> None:
+    """Send this process a signal while it logs the step `last`."""
     write = metrics.Metrics.write
 
-    def write_and_signal(self, at: int, **values: float) -> None:
-        write(self, at, **values)
-        if at == step and "loss" in values:
+    def write_and_signal(self, step: int, **values: float) -> None:
+        write(self, step, **values)
+        if step == last and "loss" in values:
             signal.raise_signal(number)
 
     monkeypatch.setattr(metrics.Metrics, "write", write_and_signal)
