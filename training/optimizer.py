@@ -8,6 +8,8 @@ the embedding keeps its learning rate where wider matrices need a smaller one). 
 larger one as well (`--norm-lr-multiplier`).
 """
 
+from collections import defaultdict
+
 import torch
 from torch import nn
 
@@ -44,20 +46,17 @@ def build_optimizer(model: Decoder, settings: OptimizerSettings, device: torch.d
     decay, vector_lr = settings.weight_decay, settings.norm_lr_multiplier
     vocabulary_decay = decay if settings.embedding_weight_decay is None else settings.embedding_weight_decay
     matrices = {name: p for name, p in trained.items() if settings.optimizer == "muon" and takes_muon(name, p)}
-    groups = [
-        {"params": [], "weight_decay": decay, "lr_multiplier": 1.0},
-        {"params": [], "weight_decay": vocabulary_decay, "lr_multiplier": settings.embedding_lr_multiplier},
-        {"params": [], "weight_decay": decay, "lr_multiplier": vector_lr},
-        {"params": [], "weight_decay": 0.0, "lr_multiplier": vector_lr},
-    ]
+    parameters = defaultdict(list)  # by weight decay and learning rate multiplier
     for name, parameter in trained.items():
+        key = decay, 1.0
         if name.startswith(("embed_tokens.", "lm_head.")):
-            groups[1]["params"].append(parameter)
-        elif name not in matrices:
-            group = 0 if parameter.ndim >= 2 else 2 if decays(model, name) else 3
-            groups[group]["params"].append(parameter)
+            key = vocabulary_decay, settings.embedding_lr_multiplier
+        elif parameter.ndim < 2:
+            key = decay if decays(model, name) else 0.0, vector_lr
+        if name not in matrices:
+            parameters[key].append(parameter)
     adamw = torch.optim.AdamW(
-        [group for group in groups if group["params"]],
+        [{"params": chosen, "weight_decay": key[0], "lr_multiplier": key[1]} for key, chosen in parameters.items()],
         lr=settings.learning_rate,
         betas=(settings.beta1, settings.beta2),
         fused=device.type in ("cuda", "cpu", "mps"),
