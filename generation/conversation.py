@@ -5,12 +5,11 @@ import functools
 import itertools
 from collections.abc import Callable
 
-from generation.chat import ChatFormat
-from generation.generate import Generation, Past, generate
+from generation.chat import ChatFormat, Message
+from generation.generate import Generation, PrefixCache, generate
 from generation.prompts import check_prompts
 from generation.settings import Settings
 from generation.stream import TextStream
-from generation.template import Message
 from model.decoder import Decoder
 
 Turn = tuple[Message, Message]
@@ -37,29 +36,25 @@ class Conversation:
         self._write, self._log = write, log
         self.turns: list[Turn] = []
         self._answers = 0  # since the start: the number of the next sample
-        self._past = Past()
+        self._prefix = PrefixCache()
 
     def reset(self) -> None:
         """Forget all turns. The system prompt stays."""
         self.turns = []
         self._log("a new conversation begins")
 
-    def answer(self, text: str) -> Generation | None:
-        """Generate the answer to `text` and write it. Returns the result, or None if it was interrupted."""
+    def answer(self, text: str) -> list[Generation]:
+        """Generate the answer to `text` and write it. Returns the result, nothing if it was interrupted."""
         question = {"role": "user", "content": text}
         turns, prompt = self._fit(question)
+        limit, settings, results = self._decoder.config.max_position_embeddings, self._settings, []
         if dropped := len(self.turns) - len(turns):
-            limit = self._decoder.config.max_position_embeddings
             self._log(f"dropped the oldest {dropped} of {len(self.turns)} turns: the context is {limit} tokens")
-        tokenizer, settings, result = self._format.tokenizer, self._settings, None
-        stream, parts = TextStream(tokenizer, settings.stop), []
+        stream, parts = TextStream(self._format.tokenizer, settings.stop), []
 
-        def emit(part: str) -> None:
+        def emit(part: str) -> bool:
             parts.append(part)
             self._write(part)
-
-        def on_token(_: int, token: int) -> bool:
-            emit(stream.push(token))
             return stream.stopped
 
         try:
@@ -71,31 +66,28 @@ class Conversation:
                 seed=settings.seed,
                 sample_numbers=[self._answers],
                 eos_ids=self._eos_ids,
-                vocab_size=tokenizer.vocab_size,
-                on_token=on_token,
-                past=self._past,
+                vocab_size=self._format.tokenizer.vocab_size,
+                on_token=lambda _, token: emit(stream.push(token)),
+                prefix=self._prefix,
             )
             emit(stream.flush())
+            results, end = [result], result.finish_reasons[0]
         except KeyboardInterrupt:
             if not any(parts):
                 self._log("\nstopped before the answer began; your message is forgotten")
-                return None
+                return []
+            end = "interrupted"
         self._write("\n")
         self.turns = [*turns, (question, {"role": "assistant", "content": "".join(parts)})]
         self._answers += 1
-        self._log_end(result)
-        return result
-
-    def _log_end(self, result: Generation | None) -> None:
-        """Say why the answer ended, unless the model ended it."""
-        reason = "stopped" if result is None else result.finish_reasons[0]
-        lines = {
-            "stopped": "stopped",
-            "length": f"the answer was cut after {self._settings.token_limit} tokens (--max-new-tokens)",
+        reasons = {
+            "interrupted": "stopped",
+            "length": f"the answer was cut after {settings.token_limit} tokens (--max-new-tokens)",
             "context": "the answer ends here because the model's context is full",
         }
-        if reason in lines:
-            self._log(lines[reason])
+        if end in reasons:
+            self._log(reasons[end])
+        return results
 
     def _fit(self, question: Message) -> tuple[list[Turn], list[int]]:
         """The newest turns that leave room for an answer, and the token ids of them and the question.
@@ -109,9 +101,7 @@ class Conversation:
         def prompt(dropped: int) -> list[int]:
             return self._format.encode([*itertools.chain(*self.turns[dropped:]), question])
 
-        dropped = 0
-        if len(prompt(0)) > room:
-            counts = range(len(self.turns))
-            dropped = bisect.bisect_left(counts, True, key=lambda count: len(prompt(count)) <= room)
+        counts = range(len(self.turns))
+        dropped = bisect.bisect_left(counts, True, key=lambda count: len(prompt(count)) <= room)
         check_prompts([prompt(dropped)], limit)
         return self.turns[dropped:], prompt(dropped)

@@ -16,7 +16,6 @@ from checkpoints.find import find_checkpoint
 from checkpoints.weight_files import check_sizes, read_entries
 from errors import UserError, read_toml, replace_text
 from flags import DisallowNone, arg, optional
-from generation.prompts import check_unicode
 from model.config import ModelConfig
 
 CONFIGS = Path(__file__).parent.parent / "configs"
@@ -224,11 +223,8 @@ def check(settings: Settings) -> None:
     for flag, value in (not_negative | decays).items():
         if not value >= 0:
             raise UserError(f"{flag} is {value} and must not be negative.")
-    for flag, text in {"--sample-prompt": run.sample_prompt, "--text-field": data.text_field}.items():
-        check_unicode(flag, text)
     paths = {"--out": run.out, "--init-from": run.init_from, "--tokenizer": data.tokenizer, "--cache": data.cache}
     for flag, path in [*paths.items(), *(("--data", path) for path in data.data)]:
-        check_unicode(flag, path or "")  # settings.toml could not save it
         if "\0" in (path or ""):
             raise UserError(f"{flag} {path!r} contains a NUL character, which no file name has; remove it.")
 

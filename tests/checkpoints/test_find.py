@@ -87,10 +87,9 @@ def test_a_checkpoint_with_all_its_shards_is_complete(tmp_path):
     assert find_checkpoint(tmp_path) == directory
 
 
-@pytest.mark.parametrize("name", ["tokenizer.json", "sentencepiece.model"])
-def test_a_checkpoint_may_have_any_of_the_tokenizer_files(tmp_path, name):
+def test_a_checkpoint_may_have_a_tokenizer_json_alone(tmp_path):
     directory = checkpoint(tmp_path / "best")
-    (directory / "tokenizer.model").rename(directory / name)
+    (directory / "tokenizer.model").rename(directory / "tokenizer.json")
     assert find_checkpoint(tmp_path) == directory
 
 

@@ -8,25 +8,19 @@ import torch
 
 import kernels
 from checkpoints.pretrained import load_pretrained
+from data.tokenizer import load_tokenizer
 from errors import UserError
-from generation import chat, conversation, session
-from generation.chat import ChatFormat
+from generation import conversation, session
 from generation.conversation import Conversation
-from generation.generate import Past, generate
+from generation.generate import PrefixCache, generate
 from generation.settings import Sampling, Settings
-from generation.template import render_unlimited
 from model.config import ModelConfig
 from model.cpu_decode import CpuDecodeStep
 from model.decoder import Decoder
+from tests.generation.conftest import chat_format
 
 SAMPLED = Sampling(temperature=1.2, repetition_penalty=1.1)
 SYSTEM = "You are terse."
-
-
-@pytest.fixture(autouse=True)
-def in_this_process(monkeypatch):
-    """test_template.py tests that a process of its own renders the same."""
-    monkeypatch.setattr(chat, "render", render_unlimited)
 
 
 class Talk:
@@ -34,7 +28,7 @@ class Talk:
 
     def __init__(self, directory, monkeypatch, **settings):
         self.settings = Settings(chat=True, **{"max_new_tokens": 12, "sampling": SAMPLED, **settings})
-        self.decoder, self.format = load_pretrained(directory).eval(), ChatFormat(directory, SYSTEM)
+        self.decoder, self.format = load_pretrained(directory).eval(), chat_format(directory, SYSTEM)
         self.written, self.lines, self.calls, self.fed = [], [], [], []
         self.conversation = Conversation(
             self.decoder, self.format, self.settings, frozenset(), self.write, self.lines.append
@@ -210,10 +204,10 @@ def test_fused_decoding_continues_a_kept_cache(monkeypatch):
     decoder, options = Decoder(config, seed=3).eval(), dict(max_new_tokens=3, sampling=SAMPLED)
     kernels.use("triton", torch.device("cpu"))
     try:
-        past, prompt = Past(), [1, 7, 9]
-        first = generate(decoder, [prompt], past=past, **options)
+        prefix, prompt = PrefixCache(), [1, 7, 9]
+        first = generate(decoder, [prompt], prefix=prefix, **options)
         prompt = [*prompt, *first.tokens[0][:2], 5, 6]
-        second = generate(decoder, [prompt], past=past, **options)
+        second = generate(decoder, [prompt], prefix=prefix, **options)
     finally:
         kernels.use("auto", torch.device("cpu"))
     assert (first.prompt_tokens, second.prompt_tokens) == (3, 2)
@@ -251,7 +245,7 @@ def test_messages_on_the_command_line_are_conversations_of_their_own_and_only_an
 
 
 def test_every_id_that_ends_a_turn_ends_an_answer(chatml_model, monkeypatch):
-    tokenizer, seen = ChatFormat(chatml_model).tokenizer, []
+    tokenizer, seen = load_tokenizer(chatml_model), []
     ids = {i for i, token in tokenizer.added_tokens.items() if token.content in ("<|endoftext|>", "<|im_end|>")}
 
     def record(*arguments, eos_ids, **options):
@@ -272,18 +266,12 @@ def test_each_line_of_an_interactive_session_is_a_text_of_its_own(chatml_model, 
     assert text[second:] == run(chatml_model, ["def add"], samples=2)[0].removeprefix(text[:second] + "\n")
     assert lines[1].startswith("error: the prompt has 300 tokens")
     assert lines[2:] == ["nothing to forget: each line is a text of its own", ""]
-    monkeypatch.setattr(session, "generate_batch", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-    text, lines = run(chatml_model, None, "x", interactive=True)
-    assert (text, lines[1:]) == ("\n", ["stopped", ""])
 
 
-def test_what_makes_no_sense_is_found_before_the_weights_are_read(chatml_model, tmp_path, monkeypatch):
-    monkeypatch.setattr(session, "load_pretrained", lambda *_, **__: pytest.fail("the weights were read"))
-    with pytest.raises(UserError, match="--samples is 2, which needs --prompt"):
-        run(chatml_model, None, chat=True, samples=2)
+def test_what_makes_no_sense_is_a_user_error(chatml_model, tmp_path):
     with pytest.raises(UserError, match="--system is for conversations"):
         Settings(system="x")
-    for other in ({"chat": True}, {"prompt": ("x",)}, {"prompt_file": tmp_path}):
+    for other in ({"chat": True}, {"prompt": ("x",)}, {"text": "x"}, {"prompt_file": tmp_path}):
         with pytest.raises(UserError, match="--interactive reads prompts line by line"):
             Settings(interactive=True, **other)
     for name in ("config.json", "model.safetensors", "tokenizer.json"):
@@ -292,8 +280,6 @@ def test_what_makes_no_sense_is_found_before_the_weights_are_read(chatml_model, 
     with pytest.raises(UserError, match="has no chat template, so the model only continues text"):
         run(tmp_path, ["x"], chat=True)
     (tmp_path / "chat_template.jinja").write_text("{{ messages[-1].content }}")
-    monkeypatch.undo()
-    monkeypatch.setattr(chat, "render", render_unlimited)
     assert run(tmp_path, ["x"], chat=True, system="y")[1][0].startswith("note: the model's chat template leaves the")
 
 

@@ -7,8 +7,7 @@ import torch
 
 import kernels
 from errors import UserError
-from generation.complete import complete
-from generation.generate import generate
+from generation.generate import complete, generate
 from generation.sampling import generator_for, sample
 from generation.settings import Sampling
 from model.config import ModelConfig

@@ -10,7 +10,7 @@ from generation import sampling
 from generation.settings import Sampling
 
 ROWS, VOCABULARY = 6, 40
-DRAWS = [sampling.draw_by_inversion, sampling.draw_by_race]
+DRAWS = [sampling.sample_inverse_cdf, sampling.sample_gumbel]
 
 
 @pytest.fixture
@@ -179,7 +179,7 @@ def test_rows_with_logits_that_are_not_finite_give_minus_1_and_other_rows_a_toke
 @pytest.mark.parametrize(
     "values",
     [
-        *({"temperature": -0.1}, {"temperature": math.nan}, {"temperature": math.inf}, {"top_k": -1}, {"top_p": 0.0}),
+        *({"temperature": -0.1}, {"temperature": math.nan}, {"temperature": math.inf}, {"top_k": -1}, {"top_p": -0.1}),
         *({"top_p": 1.1}, {"min_p": -0.1}, {"min_p": 2.0}, {"repetition_penalty": 0.0}),
     ],
 )
