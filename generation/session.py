@@ -11,8 +11,7 @@ import torch
 
 import kernels
 from checkpoints import find
-from checkpoints.pretrained import load_config, load_pretrained
-from checkpoints.stored_weights import stored_dtype
+from checkpoints.pretrained import Checkpoint, load_pretrained, open_checkpoint
 from data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from errors import UserError
 from generation.chat import ChatFormat
@@ -58,7 +57,8 @@ def run(
     """
     if prompts is None and settings.samples > 1:
         raise UserError(f"--samples is {settings.samples}, which needs --prompt; in the terminal ask again instead.")
-    config = load_config(checkpoint)
+    opened = open_checkpoint(checkpoint)
+    config = opened.config
     chat = ChatFormat(checkpoint, settings.system) if settings.chat else None
     tokenizer = load_tokenizer(checkpoint) if chat is None else chat.tokenizer
     check_vocabulary(tokenizer, config.vocab_size)
@@ -76,7 +76,7 @@ def run(
         if chat.leaves_system_out:
             log("note: the model's chat template leaves the system prompt out, so --system has no effect")
     with explain_memory(settings):
-        decoder = load_decoder(checkpoint, settings)
+        decoder = load_decoder(opened, settings)
     dtype = str(decoder.compute_dtype).removeprefix("torch.") + " with int8 matrices" * (settings.dtype == "int8")
     device = next(decoder.parameters()).device
     log(f"{checkpoint} on {device} in {dtype}, kernels: {kernels.describe(device)}")
@@ -197,15 +197,15 @@ class OrderedOutput:
             self._log(f"text {self._current + 1} of {len(self._waiting)}")
 
 
-def load_decoder(checkpoint: Path, settings: Settings) -> Decoder:
+def load_decoder(checkpoint: Checkpoint, settings: Settings) -> Decoder:
     """The model on its device, with its weights in the dtype it computes in."""
     device, int8 = choose_device(settings.device), settings.dtype == "int8"
     if int8 and device.type != "cpu":
         raise UserError(f"--dtype int8 runs only on a CPU, and the device is {device}; leave it out.")
     choose_kernels(settings.kernels, device)
     if int8:
-        check_int8(load_config(checkpoint), device, settings.batch_size)
-    dtype = choose_inference_dtype("bfloat16" if int8 else settings.dtype, device, stored_dtype(checkpoint))
+        check_int8(checkpoint.config, device, settings.batch_size)
+    dtype = choose_inference_dtype("bfloat16" if int8 else settings.dtype, device, checkpoint.dtype())
     decoder = load_pretrained(checkpoint, device=device, compute_dtype=dtype, cast=True).eval()
     if int8:
         quantize_matrices(decoder)

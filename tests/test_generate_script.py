@@ -99,7 +99,7 @@ def test_a_wrong_flag_or_value_is_named_with_exit_status_2(folder, args, message
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["runs"], "neither a checkpoint (a directory with config.json) nor a run folder"),
+        (["runs"], "runs has no config.json, best/ or last/"),
         (["runs/newest", "--prompt-file", "missing.txt"], "--prompt-file missing.txt cannot be read"),
     ],
 )
