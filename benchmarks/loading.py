@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from benchmarks.arguments import positive
-from checkpoints.pretrained import save_pretrained
+from checkpoints.pretrained import open_checkpoint, save_pretrained
 from errors import UserError, exit_on_user_error
 from generation.session import load_decoder
 from generation.settings import Settings
@@ -83,7 +83,7 @@ def measure(reader: str, folder: str, dtype: str) -> dict[str, float]:
 def load(reader: str, folder: str, dtype: str) -> nn.Module:
     """The checkpoint's model, by our reader or by that of transformers."""
     if reader == "ours":
-        return load_decoder(Path(folder), Settings(device="cpu", dtype=dtype))
+        return load_decoder(open_checkpoint(folder), Settings(device="cpu", dtype=dtype))
     import transformers
 
     return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()

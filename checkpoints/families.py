@@ -2,19 +2,20 @@
 
 A model is written as a Hugging Face family only when that family computes exactly the same function. All others are
 written as `model_type: prenorm`, which transformers refuses instead of computing something else. Reading refuses what
-this decoder cannot represent. Imports no torch.
+is known to change the function, and notes keys that are unknown. Imports no torch.
 """
 
 import dataclasses
+import functools
 import math
-from collections.abc import Iterable
+import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from checkpoints.config_keys import NO_EFFECT, OFF, check_off, note_ignored_keys
-from checkpoints.weight_files import is_zero, read_entries
-from errors import UserError, read_json
+from checkpoints.weights import StoredTensor, read_tensors, stored_tensors
+from errors import UserError, is_main_process, read_json, reading
 from model.config import LAYER_TYPES, ModelConfig
 from model.rope_scaling import ROPE_SCALING
 
@@ -35,10 +36,9 @@ class Family:
     """Whether each head of q and k has an RMSNorm."""
     eps: str = "rms_norm_eps"
     """The key of norm_eps."""
-    heads: Literal["any", "divide", "fill"] = "any"
-    """The heads that it allows. any: every number of heads of every head_dim. divide: every head_dim, but
-    num_attention_heads must divide hidden_size. fill: the query heads fill hidden_size, head_dim being
-    hidden_size / num_attention_heads."""
+    head_dim: Literal["free", "divides", "exact"] = "free"
+    """The widths of heads that it allows. free: every width. divides: every width, but num_attention_heads must divide
+    hidden_size. exact: only hidden_size / num_attention_heads."""
     windows: Literal["none", "all", "by layer"] = "none"
     """The layers that can have a sliding window."""
     constants: tuple[tuple[str, object], ...] = ()
@@ -60,7 +60,7 @@ FAMILIES = {
         "rms",
         "attention_bias",
         output_bias=True,
-        heads="divide",
+        head_dim="divides",
         constants=(("mlp_bias", False),),
         defaults={"max_position_embeddings": 2048},
     ),
@@ -78,7 +78,7 @@ FAMILIES = {
         "layer",
         "use_qkv_bias",
         eps="layer_norm_eps",
-        heads="fill",
+        head_dim="exact",
         constants=(("partial_rotary_factor", 1.0), ("use_parallel_residual", False), ("qk_layernorm", False)),
         defaults={"num_key_value_heads": 32, "max_position_embeddings": 4096, "partial_rotary_factor": 0.25},
     ),
@@ -112,26 +112,36 @@ DEFAULTS = {
     "max_window_layers": 28,
     "layer_types": None,
 }
-EXPECTED_TYPES = {  # or null
-    "rope_scaling": dict,
-    "rope_parameters": dict,
-    "prenorm": dict,
-    "layer_types": list,
-    "sliding_window": int,
-    "max_window_layers": int,
+# Keys that change what a model computes, with the values under which they do not.
+HARMLESS: dict[str, tuple] = {
+    "is_causal": (True,),
+    "hidden_act": ("silu", "swish"),
+    "partial_rotary_factor": (1.0, None),
+    "per_layer_config": ({}, None),
+    **dict.fromkeys(("quantization_config", "quantization", "attention_chunk_size"), (None,)),
+    **dict.fromkeys(
+        ("mlp_bias", "use_parallel_residual", "qk_layernorm", "use_bidirectional_attention"), (False, None)
+    ),
+    **dict.fromkeys(("rope_interleaved", "use_mrope"), (False, None)),
 }
-KNOWN = {*SHAPE_FIELDS, *EXPECTED_TYPES, *DEFAULTS, *OFF, *NO_EFFECT, "original_max_position_embeddings"}
-KNOWN |= {field.name for field in dataclasses.fields(ModelConfig)}
+# Keys that this decoder does not need; those of published configurations among them, so that they give no note.
+NO_EFFECT = """
+    model_type architectures transformers_version name_or_path _name_or_path _model_name_or_path dtype torch_dtype
+    use_cache pretraining_tp attention_dropout hidden_dropout max_sequence_length rope_scaling rope_parameters prenorm
+    original_max_position_embeddings is_llama_config transformers.js_config _attn_implementation_autoset
+    unsloth_fixed unsloth_version
+""".split()
+KNOWN = {*DEFAULTS, *HARMLESS, *NO_EFFECT, *(field.name for field in dataclasses.fields(ModelConfig))}
 ROPE_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "mscale", "mscale_all_dim", "truncate"}
 ROPE_KEYS |= {"finetuned"}.union(*ROPE_SCALING.values())
 
 
 def choose_model_type(config: ModelConfig) -> str:
     """The model_type that a model is written as."""
-    heads_allowed = {
-        "any": True,
-        "divide": config.hidden_size % config.num_attention_heads == 0,
-        "fill": config.resolved_head_dim * config.num_attention_heads == config.hidden_size,
+    allowed = {
+        "free": True,
+        "divides": config.hidden_size % config.num_attention_heads == 0,
+        "exact": config.resolved_head_dim * config.num_attention_heads == config.hidden_size,
     }
     for model_type, family in FAMILIES.items():
         same = family.norm == config.norm and family.qk_norm == config.qk_norm
@@ -139,7 +149,7 @@ def choose_model_type(config: ModelConfig) -> str:
         same = same and (family.norm == "layer" or not config.has_norm_bias)  # no family has RMSNorm with a bias
         same = same and (family.windows == "by layer" or config.sliding_window is None)
         same = same and (not config.attention_output_bias or (family.output_bias and config.attention_bias))
-        if family.written and same and heads_allowed[family.heads]:
+        if family.written and same and allowed[family.head_dim]:
             return model_type
     return "prenorm"
 
@@ -186,66 +196,66 @@ def to_json(config: ModelConfig, *, dtype: str, bos_token_id: int | None, eos_to
     return fields
 
 
-def read_config(directory: Path | str) -> dict:
-    """The contents of a directory's config.json."""
-    path = Path(directory) / "config.json"
-    if not Path(directory).is_dir():
-        raise UserError(f"{directory} is not a directory; give one that has config.json and *.safetensors.")
-    if not path.exists():
-        raise UserError(f"{directory} has no config.json; give the directory of a model.")
-    return read_json(path)
-
-
-def load_config(directory: Path | str) -> ModelConfig:
+def load_config(directory: Path | str, tensors: Mapping[str, StoredTensor] | None = None) -> ModelConfig:
     """The configuration of a model's directory, ours or Hugging Face's; `UserError` if it cannot be represented.
 
-    Where a bias that the decoder would lack is not zero, since transformers has trained it, the decoder gets it.
+    Where a bias that the decoder would lack is not zero, since transformers has trained it, the decoder gets it: in
+    `tensors`, or those of the directory.
     """
-    fields, path = read_config(directory), Path(directory) / "config.json"
-    try:
-        config = from_json(fields)
-    except UserError as error:
-        raise UserError(f"{path}: {error}") from None
+    path = Path(directory) / "config.json"
+    if not path.is_file():
+        raise UserError(f"{directory} has no config.json; give the directory of a model.")
+    fields = read_json(path)
+    with reading(path, "give another model"):
+        try:
+            config = from_json(fields)
+        except UserError as error:
+            raise ValueError(str(error).rstrip(".")) from None
     note_ignored_keys(path, tuple(key for key in fields if key not in KNOWN and not key.endswith("_token_id")))
-    biases = zero_biases(fields["model_type"], config)
-    entries = read_entries(path.parent) if biases else {}
-    if all(is_zero(entries[name]) for name in biases if name in entries):
-        return config
-    trained = "norm_bias" if config.norm == "layer" else "attention_output_bias"
-    return dataclasses.replace(config, **{trained: True})
+    if biases := zero_biases(config, fields["model_type"]):
+        tensors = stored_tensors(path.parent) if tensors is None else tensors
+        found = read_tensors({name: tensors[name] for name in biases if name in tensors})
+        if any(bias.any() for _, bias in found):
+            trained = "norm_bias" if config.norm == "layer" else "attention_output_bias"
+            config = dataclasses.replace(config, **{trained: True})
+    return config
 
 
-def zero_biases(model_type: str, config: ModelConfig) -> list[str]:
-    """The biases that a family has and the decoder lacks, by their names in files, where they are zeros."""
-    if model_type == "prenorm":
-        return []
-    family, layers = FAMILIES[model_type], [f"model.layers.{index}" for index in range(config.num_hidden_layers)]
-    if family.output_bias and config.attention_bias and not config.attention_output_bias:
+@functools.cache
+def note_ignored_keys(path: Path, keys: tuple[str, ...]) -> None:
+    """Say on stderr, once, which keys of a config.json are unknown."""
+    if keys and is_main_process():
+        print(f"note: {path} has unknown keys, which are ignored: {', '.join(map(repr, keys))}", file=sys.stderr)
+
+
+def zero_biases(config: ModelConfig, model_type: str | None = None) -> list[str]:
+    """The biases that a family has and the decoder lacks, by their names in files, where they are zeros.
+
+    By default the family is the one that the model is written as.
+    """
+    family = FAMILIES.get(model_type or choose_model_type(config))
+    layers = [f"model.layers.{index}" for index in range(config.num_hidden_layers)]
+    if family and family.output_bias and config.attention_bias and not config.attention_output_bias:
         return [f"{layer}.self_attn.o_proj.bias" for layer in layers]
-    if family.norm == "layer" and not config.has_norm_bias:
+    if family and family.norm == "layer" and not config.has_norm_bias:
         norms = [f"{layer}.{norm}_layernorm" for layer in layers for norm in ("input", "post_attention")]
         return [f"{norm}.bias" for norm in [*norms, "model.norm"]]
     return []
 
 
 def from_json(fields: dict) -> ModelConfig:
-    """The configuration that the contents of a config.json describe."""
+    """The configuration that the contents of a config.json describe; any exception if there is none."""
     model_type = fields.get("model_type")
     if model_type == "prenorm":
-        names = [field.name for field in dataclasses.fields(ModelConfig)]
-        check_required_keys(fields, names)
-        return ModelConfig(**{name: fields[name] for name in names})
-    if not isinstance(model_type, str) or model_type not in FAMILIES:
-        known = ", ".join([*FAMILIES, "prenorm"])
-        raise UserError(f"model_type {model_type!r} cannot be read; supported are {known}.")
-    for key, expected in EXPECTED_TYPES.items():
-        if not isinstance(fields.get(key), expected | None):
-            raise UserError(f"{key} is {fields[key]!r} and must be of type {expected.__name__}, or null.")
+        return ModelConfig(**{field.name: fields[field.name] for field in dataclasses.fields(ModelConfig)})
+    if model_type not in FAMILIES:
+        raise ValueError(f"model_type is {model_type!r}, and supported are {', '.join([*FAMILIES, 'prenorm'])}")
     family = FAMILIES[model_type]
-    check_required_keys(fields, SHAPE_FIELDS)
     given, fields = fields, DEFAULTS | family.defaults | fields
     rope = read_rope(fields)
-    check_off({**given, "partial_rotary_factor": rope.pop("partial_rotary_factor")})
+    for key, value in {**given, "partial_rotary_factor": rope.pop("partial_rotary_factor")}.items():
+        if value not in HARMLESS.get(key, (value,)):
+            raise ValueError(f"{key} is {value!r}, which this decoder cannot represent")
     kv_heads = fields["num_key_value_heads"]
     config = ModelConfig(
         **{key: fields[key] for key in SHAPE_FIELDS},
@@ -262,18 +272,9 @@ def from_json(fields: dict) -> ModelConfig:
         tie_word_embeddings=fields["tie_word_embeddings"] or False,
         initializer_range=fields["initializer_range"],
     )
-    if family.heads == "fill" and config.head_dim is not None:
-        raise UserError(
-            f"head_dim {config.head_dim} is not hidden_size / num_attention_heads, and {model_type} ignores it."
-        )
+    if family.head_dim == "exact" and config.head_dim is not None:
+        raise ValueError(f"head_dim is {config.head_dim}, and {model_type} has only hidden_size / num_attention_heads")
     return dataclasses.replace(config, **read_windows(fields, family, config))
-
-
-def check_required_keys(fields: dict, names: Iterable[str]) -> None:
-    """Raise `UserError` when config.json lacks some of `names`."""
-    missing = [name for name in names if name not in fields]
-    if missing:
-        raise UserError(f"{', '.join(missing)} is missing; download or save the checkpoint again.")
 
 
 def read_rope(fields: dict) -> dict:
@@ -283,14 +284,8 @@ def read_rope(fields: dict) -> dict:
     """
     rope = fields.get("rope_scaling") or fields.get("rope_parameters") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if not isinstance(kind, str) or kind not in ("default", *ROPE_SCALING):
-        raise UserError(f"rotary positions of type {kind!r} are not supported; default, {', '.join(ROPE_SCALING)} are.")
-    for key, value in rope.items():
-        if key not in ROPE_KEYS:
-            raise UserError(f"rotary positions have {key}, which is unknown and may change what the model computes.")
-        free = key in ("rope_type", "type", "truncate", "finetuned")
-        if not (free or value is None or (is_number(value) and value >= 0)):
-            raise UserError(f"rotary positions have {key} {value!r}, which must be a number of at least 0, or null.")
+    if kind not in ("default", *ROPE_SCALING) or not ROPE_KEYS.issuperset(rope):
+        raise ValueError(f"rotary positions are {rope}, and only default, {', '.join(ROPE_SCALING)} are supported")
     found = {key: rope.get(key, fields.get(key)) for key in ("rope_theta", "partial_rotary_factor")}
     if kind == "default":
         return found
@@ -301,11 +296,11 @@ def read_rope(fields: dict) -> dict:
     if kind == "yarn":
         scaling["beta_fast"], scaling["beta_slow"] = rope.get("beta_fast") or 32, rope.get("beta_slow") or 1
         scaling["truncate"] = bool(rope.get("truncate", True))
-        original, factor = scaling["original_max_position_embeddings"], scaling["factor"]
-        if "factor" in rope and factor is None and is_number(context) and is_number(original) and original > 0:
-            scaling["factor"] = factor = context / original
-        if scaling["attention_factor"] is None and is_number(factor):
-            scaling["attention_factor"] = yarn_attention_factor(factor, rope.get("mscale"), rope.get("mscale_all_dim"))
+        if "factor" in rope and scaling["factor"] is None:
+            scaling["factor"] = context / scaling["original_max_position_embeddings"]
+        if scaling["attention_factor"] is None:
+            mscale = rope.get("mscale"), rope.get("mscale_all_dim")
+            scaling["attention_factor"] = yarn_attention_factor(scaling["factor"], *mscale)
     return {**found, "rope_type": kind, **scaling}
 
 
@@ -320,11 +315,6 @@ def yarn_attention_factor(factor: float, mscale: float | None, mscale_all_dim: f
     return 0.1 * logarithm + 1
 
 
-def is_number(value: object) -> bool:
-    """Whether a value of JSON is a number that a float can hold; true and false are not."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= 1e300
-
-
 def read_windows(fields: dict, family: Family, config: ModelConfig) -> dict:
     """`sliding_window` and `layer_types` of a `ModelConfig`, the rest of which is `config`."""
     window, types, layers = fields["sliding_window"], fields["layer_types"], config.num_hidden_layers
@@ -334,11 +324,11 @@ def read_windows(fields: dict, family: Family, config: ModelConfig) -> dict:
         if types is None and window is not None:
             types = [LAYER_TYPES[layer >= first] for layer in range(layers)]
         if window is None and types is not None and "sliding_attention" in types:
-            raise UserError("layer_types has sliding_attention without a sliding window; set layer_types to null.")
+            raise ValueError("layer_types has sliding_attention without a sliding window")
         return {"sliding_window": window, "layer_types": types}
     slides = window is not None and window < config.max_position_embeddings
     if slides and family.windows == "none":
-        raise UserError(f"sliding_window is {window}, which {fields['model_type']} does not have; set it to null.")
+        raise ValueError(f"sliding_window is {window}, which {fields['model_type']} does not have")
     if types is not None and types != [LAYER_TYPES[slides]] * layers:  # transformers uses them only for its cache
-        raise UserError(f"layer_types are not those that {fields['model_type']} has; set them to null.")
+        raise ValueError(f"layer_types are not those that {fields['model_type']} has")
     return {"sliding_window": window if slides else None}

@@ -1,16 +1,18 @@
 """Which checkpoint directory a RUN argument means: itself, the best one in a run folder, or a download of the Hub's.
 
 Reads only file names, JSON and headers; `checkpoints.pretrained` and `data.tokenizer` load the rest.
-Imports no torch.
+Imports no torch, and huggingface_hub only when the id of a model is given.
 """
 
 import contextlib
+import re
 import sys
 from pathlib import Path
 
-from checkpoints import hub
-from checkpoints.weight_files import check_format, explain_other_format, read_entries
-from errors import UserError, read_json
+from checkpoints.weights import SIDE_FILES, check_format, stored_tensors
+from errors import UserError, read_json, reading
+
+HUB_ID = re.compile(r"((?!runs/)\w[\w.-]*/(\w[\w.-]*))(?:@(.+))?", re.ASCII)  # org/name or org/name@revision
 
 
 def find_checkpoint(path: Path | str) -> Path:
@@ -21,39 +23,47 @@ def find_checkpoint(path: Path | str) -> Path:
     """
     name, path = str(path), Path(path)
     if path.is_file():
-        raise UserError(explain_file(path))
-    if not path.exists() and (model := hub.parse_id(name)) is not None:
-        return hub.download(model)
-    path = hub.cached_snapshot(path) or path
+        raise UserError(f"{path} is a file; give the directory of a checkpoint or a run.")
+    if not path.exists() and (model := HUB_ID.fullmatch(name)) and not Path(name.partition("/")[0]).is_dir():
+        if (run := Path("runs") / model[2]).is_dir():
+            raise UserError(f"{name} does not exist; did you mean {run}?")
+        return download(model[1], model[3])
     if (path / "config.json").is_file():
-        check_format(path)
         return path
     damaged = []
     for checkpoint in checkpoints_in(path):
         damage = find_damage(checkpoint)
         if damage is None:
             if damaged:
-                note = f"note: using {checkpoint}, because preferred checkpoints are damaged ({'; '.join(damaged)})"
-                print(note, file=sys.stderr)
+                print(f"note: using {checkpoint}, as better ones are damaged: {' '.join(damaged)}", file=sys.stderr)
             return checkpoint
-        damaged.append(f"{checkpoint.name}: {damage}")
+        damaged.append(damage)
     if damaged:
-        raise UserError(
-            f"no checkpoint in the run folder {path} is complete ({'; '.join(damaged)}); "
-            f"train again or give another run."
-        )
-    expected = "a checkpoint (a directory with config.json) {} a run folder (one with best/ or last/)"
-    if not path.exists():
-        raise UserError(f"{path} does not exist; give {expected.format('or')}.{suggest_runs(path)}")
-    check_format(path)
-    raise UserError(f"{path} is neither {expected.format('nor')}.{suggest_runs(path)}")
+        raise UserError(f"no checkpoint in {path} is complete: {' '.join(damaged)}")
+    if path.is_dir():
+        check_format(path)
+    runs = runs_in(path.parent) or runs_in(Path("runs"))
+    raise UserError(
+        f"{path} {'has no' if path.is_dir() else 'does not exist; give a directory with'} config.json, best/ or last/."
+        + (f" Existing runs: {', '.join(map(str, runs))}." if runs else "")
+    )
 
 
-def explain_file(path: Path) -> str:
-    """What to give instead of a file."""
-    if path.suffix == ".safetensors":
-        return f"{path} is one file of a checkpoint; give its directory, {path.parent}."
-    return f"{path} {explain_other_format([path.name]) or 'is a file; give the directory of a checkpoint or a run.'}"
+def download(name: str, revision: str | None) -> Path:
+    """The directory of a Hub model's files in the cache of huggingface_hub, after downloading those that it lacks.
+
+    Only what is read here: safetensors, JSON, tokenizer and template files. Without a network, the cached files are
+    used.
+    """
+    from huggingface_hub import snapshot_download
+
+    wanted = ["model.safetensors", "model-*.safetensors", *SIDE_FILES]
+    try:
+        # `*` matches `/` too, so that folders such as original/ and onnx/ are excluded separately
+        return Path(snapshot_download(name, revision=revision, allow_patterns=wanted, ignore_patterns="*/*"))
+    except Exception as error:  # a network fails in many ways, and each version of the library has other classes
+        reason = " ".join(str(error).split())
+        raise UserError(f"{name} is no local path, and the Hugging Face Hub gives no model: {reason}") from error
 
 
 def newest_run(folder: Path) -> Path:
@@ -90,22 +100,16 @@ def candidates(target: Path) -> list[Path]:
     return [target.with_name(target.name + suffix) for suffix in ("", ".new", ".old")]
 
 
-def suggest_runs(path: Path) -> str:
-    """` Existing runs: runs/A, runs/B.`, for a mistyped run; empty where there are none."""
-    runs = runs_in(path.parent) or runs_in(Path("runs"))
-    return f" Existing runs: {', '.join(map(str, runs))}." if runs else ""
-
-
 def find_damage(directory: Path) -> str | None:
     """What is missing from a checkpoint, or None: all files must exist, and weight files have their full length."""
     if not (directory / "config.json").is_file():
-        return "no config.json"
+        return f"{directory} has no config.json."
     if not has_tokenizer(directory):
-        return "no tokenizer"
+        return f"{directory} has no tokenizer."
     try:
-        read_entries(directory)
+        stored_tensors(directory)
     except UserError as error:
-        return str(error).removeprefix(str(directory)).lstrip("/\\ ").partition(";")[0]  # without place and advice
+        return str(error)
     return None
 
 
@@ -120,14 +124,9 @@ def eos_ids(directory: Path, tokenizer_eos: int) -> frozenset[int]:
 
     Chat models list several, while their tokenizer has only one EOS.
     """
-    ids = {tokenizer_eos}
     for name in ("generation_config.json", "config.json"):
-        path = directory / name
-        eos = read_json(path).get("eos_token_id")
-        if eos is not None:
-            listed = eos if isinstance(eos, list) else [eos]
-            if not all(type(i) is int for i in listed):
-                raise UserError(f"{path} has eos_token_id {eos!r}, which must be a token id or a list of them; fix it.")
-            ids.update(listed)
-            break
-    return frozenset(ids)
+        with reading(directory / name):
+            eos = read_json(directory / name).get("eos_token_id")
+            if eos is not None:
+                return frozenset([tokenizer_eos, *(eos if isinstance(eos, list) else [eos])])
+    return frozenset([tokenizer_eos])

@@ -5,6 +5,7 @@ Nothing is ever unpickled. Writing is not atomic: callers write into a new direc
 
 import functools
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,16 +14,16 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
+from tqdm import tqdm
 
-from checkpoints.families import SHAPE_FIELDS, choose_model_type, load_config, to_json, zero_biases
-from checkpoints.stored_weights import StoredTensor, check_match, read_weights, stored_weights
-from errors import UserError
+from checkpoints.families import SHAPE_FIELDS, load_config, to_json, zero_biases
+from checkpoints.weights import StoredTensor, read_tensors, stored_tensors
+from errors import UserError, reading
 from model.config import ModelConfig
 from model.decoder import Decoder
 from model.norm import is_norm_parameter
 
-__all__ = ["WeightReport", "load_config", "load_pretrained", "load_weights", "save_pretrained", "unpacked_tensors"]
-
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # Our packed matrix -> Hugging Face's, in the order of the rows. All other names are the same, after "model.".
 PACKED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 # Fields that must be equal for the weights of one model to be loaded into another. `norm` need not be.
@@ -74,7 +75,7 @@ def save_pretrained(
     write_json(directory / "config.json", to_json(decoder.config, dtype=str(dtype).removeprefix("torch."), **ids))
     write_json(directory / "generation_config.json", {key: value for key, value in ids.items() if value is not None})
     tensors = unpacked_tensors(decoder.state_dict(), decoder.config)
-    for name in zero_biases(choose_model_type(decoder.config), decoder.config):
+    for name in zero_biases(decoder.config):
         tensors[name] = torch.zeros(decoder.config.hidden_size, dtype=dtype)
     save_tensors({name: tensor.cpu() for name, tensor in tensors.items()}, directory / "model.safetensors")
 
@@ -98,8 +99,52 @@ def write_json(path: Path, fields: dict) -> None:
     path.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
 
 
+@dataclass(frozen=True)
+class Checkpoint:
+    """What config.json and the headers of the weight files of a directory say."""
+
+    directory: Path
+    config: ModelConfig
+    tensors: dict[str, StoredTensor]
+    """Those that the decoder has, by their names in files."""
+
+    def dtype(self, *names: str) -> torch.dtype:
+        """The smallest dtype that holds the named tensors exactly; without names, the dtype of the largest tensor."""
+        largest = max(self.tensors, key=lambda name: math.prod(self.tensors[name].shape))
+        chosen = [self.tensors[name] for name in names or [largest]]
+        with reading(chosen[0].path, "give the unquantized model"):
+            return functools.reduce(torch.promote_types, [DTYPES[tensor.dtype] for tensor in chosen])
+
+
+def open_checkpoint(directory: Path | str) -> Checkpoint:
+    """The configuration and the stored tensors of a directory; `UserError` unless their names and shapes match.
+
+    Drops what the decoder does not need: zero biases, a copy of a tied head, rotary tables of old files.
+    """
+    stored = stored_tensors(Path(directory))
+    config = load_config(directory, stored)
+    with torch.device("meta"):  # shapes without memory
+        decoder = Decoder(config, seed=None)
+    shapes = {name: tensor.shape for name, tensor in unpacked_tensors(decoder.state_dict(), config).items()}
+    redundant = {*zero_biases(config), *(name for name in stored if name.endswith("rotary_emb.inv_freq"))}
+    heads = {name: stored[name] for name in ("lm_head.weight", "model.embed_tokens.weight") if name in stored}
+    if config.tie_word_embeddings and len(heads) == 2:
+        if not torch.equal(*(tensor for _, tensor in read_tensors(heads))):
+            raise UserError(f"{directory} has a head beside its tied embedding; set tie_word_embeddings to false.")
+        redundant.add("lm_head.weight")
+    tensors = {name: tensor for name, tensor in stored.items() if name not in redundant}
+    wrong = [f"{name} is missing" for name in shapes if name not in tensors]
+    for name, tensor in tensors.items():
+        if tensor.shape != shapes.get(name):
+            wrong.append(f"{name} has shape {tensor.shape}" if name in shapes else f"{name} is unexpected")
+    if wrong:
+        more = f" and {len(wrong) - 8} more" if len(wrong) > 8 else ""
+        raise UserError(f"the tensors of {directory} do not fit its config.json: {', '.join(wrong[:8])}{more}.")
+    return Checkpoint(Path(directory), config, tensors)
+
+
 def load_pretrained(
-    directory: Path | str,
+    checkpoint: Checkpoint | Path | str,
     *,
     device: torch.device | str = "cpu",
     compute_dtype: torch.dtype = torch.float32,
@@ -111,28 +156,23 @@ def load_pretrained(
     Reads llama, qwen2, qwen3, mistral, stablelm and prenorm, sharded or not. `decoder.float()` makes the float32 master
     weights that training needs.
     """
-    decoder, stored = open_checkpoint(directory, compute_dtype)
+    checkpoint = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
+    with torch.device("meta"):
+        decoder = Decoder(checkpoint.config, seed=None, compute_dtype=compute_dtype)
     state = {}
     for name, parameter in decoder.state_dict().items():
-        dtype = functools.reduce(torch.promote_types, (stored[part].dtype for part in unpacked_names(name)))
-        dtype = inference_dtype(parameter, compute_dtype) if cast else dtype
+        dtype = inference_dtype(parameter, compute_dtype) if cast else checkpoint.dtype(*unpacked_names(name))
         state[name] = torch.empty(parameter.shape, dtype=dtype, device=device)
-    read_weights(stored, unpacked_tensors(state, decoder.config))
+    copy_tensors(checkpoint.tensors, unpacked_tensors(state, checkpoint.config))
     decoder.load_state_dict(state, assign=True)
     return decoder.to(device)
 
 
-def open_checkpoint(
-    directory: Path | str, compute_dtype: torch.dtype = torch.float32
-) -> tuple[Decoder, dict[str, StoredTensor]]:
-    """A decoder whose weights have no memory yet, and where those are; `UserError` unless names and shapes match."""
-    config = load_config(directory)
-    stored = stored_weights(directory, config)
-    with torch.device("meta"):  # shapes without memory
-        decoder = Decoder(config, seed=None, compute_dtype=compute_dtype)
-    expected = unpacked_tensors(decoder.state_dict(), config)
-    check_match({name: tensor.shape for name, tensor in expected.items()}, stored, directory)
-    return decoder, stored
+def copy_tensors(stored: Mapping[str, StoredTensor], targets: Mapping[str, Tensor]) -> None:
+    """Copy stored tensors to their targets, with a progress bar when that takes more than two seconds."""
+    progress = {"delay": 2, "leave": False, "disable": None}  # None: only in a terminal
+    for name, tensor in tqdm(read_tensors(stored), "reading the weights", len(stored), **progress):
+        targets[name].copy_(tensor)
 
 
 def inference_dtype(parameter: Tensor, compute_dtype: torch.dtype) -> torch.dtype:
@@ -161,17 +201,14 @@ def load_weights(decoder: Decoder, directory: Path | str) -> WeightReport:
     Norm parameters that both norms have, such as `weight`, are loaded. The decoder keeps its dtypes, so master weights
     stay float32.
     """
-    config = load_config(directory)
-    check_fields_match(config, decoder.config, directory)
-    stored = stored_weights(directory, config)
-    views = unpacked_tensors(decoder.state_dict(), decoder.config)
-    new = [name for name in views if name not in stored and is_norm_parameter(name)]
-    dropped = [name for name in stored if name not in views and is_norm_parameter(name)]
-    expected = {name: view.shape for name, view in views.items() if name not in new}
-    kept = {name: tensor for name, tensor in stored.items() if name not in dropped}
-    check_match(expected, kept, directory)
-    read_weights(kept, views)
-    return WeightReport(kept=list(expected), new=new, dropped=dropped)
+    checkpoint, views = open_checkpoint(directory), unpacked_tensors(decoder.state_dict(), decoder.config)
+    check_fields_match(checkpoint.config, decoder.config, directory)
+    kept = {name: tensor for name, tensor in checkpoint.tensors.items() if name in views}
+    new = [name for name in views if name not in kept]
+    dropped = [name for name in checkpoint.tensors if name not in kept]
+    assert all(map(is_norm_parameter, [*new, *dropped]))
+    copy_tensors(kept, views)
+    return WeightReport(list(kept), new, dropped)
 
 
 def check_fields_match(theirs: ModelConfig, ours: ModelConfig, directory: Path | str) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
 import math
 import os
 import sys
@@ -23,7 +22,7 @@ if TYPE_CHECKING:  # importing torch would slow down `--help`
     import numpy as np
     from torch import Tensor
 
-    from checkpoints.stored_weights import StoredTensor
+    from checkpoints.pretrained import Checkpoint
     from contrib.llama_cpp_vocab import Vocabulary
     from data.tokenizer import Tokenizer
     from model.config import ModelConfig
@@ -40,7 +39,7 @@ def main() -> None:
         arguments = parse(sys.argv[1:])
         from checkpoints.find import find_checkpoint  # imported here, so that Ctrl-C meanwhile ends in one line
 
-        name = Path(os.path.abspath(arguments.run)).name.encode("utf-8", "replace").decode()
+        name = Path(os.path.abspath(arguments.run)).name
         write_gguf(find_checkpoint(arguments.run), arguments.out, arguments.dtype, name=name)
         print(f"written: {arguments.out}")
 
@@ -94,20 +93,20 @@ def convert(checkpoint: Path, path: Path, dtype: str | None, name: str) -> None:
     import gguf
     from tqdm import tqdm
 
-    from checkpoints.pretrained import load_config, open_checkpoint
+    from checkpoints.pretrained import open_checkpoint
     from contrib.llama_cpp_vocab import llama_cpp_vocabulary
     from data.tokenizer import check_vocabulary, load_tokenizer
 
-    config = load_config(checkpoint)
-    architecture = choose_architecture(config)
+    opened = open_checkpoint(checkpoint)
+    config, architecture = opened.config, choose_architecture(opened.config)
     tokenizer = load_tokenizer(checkpoint)
     check_vocabulary(tokenizer, config.vocab_size)
-    _, stored = open_checkpoint(checkpoint)  # compares vocab_size with the files before lists have that length
     vocabulary = llama_cpp_vocabulary(tokenizer, config.vocab_size)
     for note in vocabulary.notes:
         print(f"note: {note}", file=sys.stderr)
-    dtype = dtype or matrix_dtype(stored)
-    tensors = gguf_tensors(config, architecture, stored)
+    stored_dtype = str(opened.dtype("model.embed_tokens.weight")).removeprefix("torch.")
+    dtype = dtype or (stored_dtype if stored_dtype in DTYPES else "float32")
+    tensors = gguf_tensors(opened, architecture)
     writer = gguf.GGUFWriter(path, architecture)
     try:
         add_model(writer, config, name, dtype)
@@ -163,16 +162,22 @@ class Source:
     read: Callable[[], Tensor]
 
 
-def gguf_tensors(config: ModelConfig, architecture: str, stored: dict[str, StoredTensor]) -> dict[str, Source]:
+def gguf_tensors(checkpoint: Checkpoint, architecture: str) -> dict[str, Source]:
     """The tensors of the file under llama.cpp's names, from those of a checkpoint."""
     import gguf
     import torch
 
     from checkpoints.families import zero_biases
+    from checkpoints.weights import read_tensors
     from model.rope import frequencies
 
+    def source(name: str) -> Source:
+        stored = checkpoint.tensors[name]
+        return Source(stored.shape, lambda: next(read_tensors({name: stored}))[1])
+
+    config = checkpoint.config
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], config.num_hidden_layers)
-    sources = {name: Source(tuple(tensor.shape), functools.partial(read, tensor)) for name, tensor in stored.items()}
+    sources = {name: source(name) for name in checkpoint.tensors}
     if architecture == "llama":
         for projection, heads in {"q": config.num_attention_heads, "k": config.num_key_value_heads}.items():
             for name in [name for name in sources if f".{projection}_proj." in name]:
@@ -180,7 +185,7 @@ def gguf_tensors(config: ModelConfig, architecture: str, stored: dict[str, Store
     if architecture == "stablelm":  # it has no tied head, and every norm has a bias
         if config.tie_word_embeddings:
             sources["lm_head.weight"] = sources["model.embed_tokens.weight"]
-        for name in zero_biases(architecture, config):
+        for name in zero_biases(config):
             sources[name] = Source((config.hidden_size,), lambda: torch.zeros(config.hidden_size))
     tensors = {names.get_name(name, (".weight", ".bias")): source for name, source in sources.items()}
     if config.rope_scaling is not None:
@@ -188,17 +193,6 @@ def gguf_tensors(config: ModelConfig, architecture: str, stored: dict[str, Store
         factors = (plain / frequencies(config)).float()  # llama.cpp divides the frequencies by them
         tensors["rope_freqs.weight"] = Source(tuple(factors.shape), lambda: factors)
     return tensors
-
-
-def read(stored: StoredTensor) -> Tensor:
-    """A tensor as it is stored."""
-    import torch
-
-    from checkpoints.stored_weights import read_weights
-
-    tensor = torch.empty(stored.shape, dtype=stored.dtype)
-    read_weights({"": stored}, {"": tensor})
-    return tensor
 
 
 def interleave(source: Source, heads: int) -> Source:
@@ -225,12 +219,6 @@ def to_array(source: Source, dtype: str, name: str) -> np.ndarray:
             f"use --dtype bfloat16 or float32, or another checkpoint if they are not finite."
         )
     return (converted.view(torch.int16) if converted.dtype == torch.bfloat16 else converted).contiguous().numpy()
-
-
-def matrix_dtype(stored: dict[str, StoredTensor]) -> str:
-    """The dtype of the stored embedding, one of `DTYPES`."""
-    dtype = str(stored["model.embed_tokens.weight"].dtype).removeprefix("torch.")
-    return dtype if dtype in DTYPES else "float32"
 
 
 def add_model(writer: gguf.GGUFWriter, config: ModelConfig, name: str, dtype: str) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from checkpoints.find import eos_ids, find_checkpoint
+from checkpoints.pretrained import open_checkpoint
 from data.tokenizer import Tokenizer, load_tokenizer
 from errors import UserError, exit_on_user_error
 from generation.generate import generate
@@ -66,7 +67,7 @@ def register() -> type:
                 device = "auto"  # lm-eval's command line asks for cuda:0 where its user asked for nothing
             check_dtype(dtype)
             checkpoint = find_checkpoint(Path(pretrained))
-            self.decoder = load_decoder(checkpoint, Settings(device=device, dtype=dtype))
+            self.decoder = load_decoder(open_checkpoint(checkpoint), Settings(device=device, dtype=dtype))
             self.tokenizer = load_tokenizer(checkpoint)
             self.batch_size = int(batch_size) if str(batch_size).isdigit() else 16
             self.eos_ids = eos_ids(checkpoint, self.tokenizer.eos_id)

@@ -11,8 +11,7 @@ import torch
 
 import kernels
 from checkpoints import find
-from checkpoints.pretrained import load_config, load_pretrained
-from checkpoints.stored_weights import stored_dtype
+from checkpoints.pretrained import Checkpoint, load_pretrained, open_checkpoint
 from data.tokenizer import check_vocabulary, load_tokenizer
 from errors import UserError
 from generation import terminal
@@ -32,7 +31,7 @@ from model.int8 import ALIGNMENT
 
 def run(
     settings: Settings,
-    checkpoint: Path,
+    directory: Path,
     prompts: Sequence[str] | None,
     write: Callable[[str], object] = terminal.write,
     log: Callable[[str], object] = terminal.log,
@@ -42,26 +41,27 @@ def run(
 
     Without prompts, `read` gives one line after another to respond to, until it raises EOFError.
     """
-    config, tokenizer = load_config(checkpoint), load_tokenizer(checkpoint)
-    check_vocabulary(tokenizer, config.vocab_size)
-    chat = ChatFormat(checkpoint, tokenizer, settings.system) if settings.chat else None
+    checkpoint, tokenizer = open_checkpoint(directory), load_tokenizer(directory)
+    context = checkpoint.config.max_position_embeddings
+    check_vocabulary(tokenizer, checkpoint.config.vocab_size)
+    chat = ChatFormat(directory, tokenizer, settings.system) if settings.chat else None
     if chat is not None and chat.leaves_system_out:
         log("note: the model's chat template leaves the system prompt out, so --system has no effect")
-    eos_ids = find.eos_ids(checkpoint, tokenizer.eos_id) | ({chat.end_of_turn} - {None} if chat is not None else set())
+    eos_ids = find.eos_ids(directory, tokenizer.eos_id) | ({chat.end_of_turn} - {None} if chat is not None else set())
 
     def encode(text: str) -> list[int]:
         return encode_prompt(tokenizer, text) if chat is None else chat.encode([{"role": "user", "content": text}])
 
-    check_prompts([encode(prompt) for prompt in prompts or ()], config.max_position_embeddings)  # before the weights
+    check_prompts([encode(prompt) for prompt in prompts or ()], context)  # before the weights
     with out_of_memory_advice(settings):
-        decoder = load_decoder(checkpoint, settings, config)
+        decoder = load_decoder(checkpoint, settings)
     dtype = str(decoder.compute_dtype).removeprefix("torch.") + " with int8 matrices" * (settings.dtype == "int8")
     device = next(decoder.parameters()).device
-    log(f"{checkpoint} on {device} in {dtype}, kernels: {kernels.describe(device)}")
+    log(f"{directory} on {device} in {dtype}, kernels: {kernels.describe(device)}")
 
     def generate_texts(texts: Sequence[str], sample_numbers: Iterable[int]) -> list[Generation]:
         encoded = [encode(text) for text in texts]
-        check_prompts(encoded, config.max_position_embeddings)
+        check_prompts(encoded, context)
         firsts = [None if chat else first_tokens(tokenizer, text) for text in texts]
         requests = [(*pair, n) for pair in zip(encoded, firsts, strict=True) for n in sample_numbers]
         streams = [TextStream(tokenizer, settings.stop, () if chat else prompt) for prompt, _, _ in requests]
@@ -105,13 +105,13 @@ def run(
         terminal.prompt_loop(continue_line, no_reset, read, log)
 
 
-def load_decoder(checkpoint: Path, settings: Settings, config: ModelConfig | None = None) -> Decoder:
+def load_decoder(checkpoint: Checkpoint, settings: Settings) -> Decoder:
     """The model on its device, with its weights in the dtype it computes in."""
     device, int8 = choose_device(settings.device), settings.dtype == "int8"
     choose_kernels(settings.kernels, device)
     if int8:
-        check_int8(config or load_config(checkpoint), device, settings.batch_size)
-    dtype = choose_inference_dtype("bfloat16" if int8 else settings.dtype, device, stored_dtype(checkpoint))
+        check_int8(checkpoint.config, device, settings.batch_size)
+    dtype = choose_inference_dtype("bfloat16" if int8 else settings.dtype, device, checkpoint.dtype())
     decoder = load_pretrained(checkpoint, device=device, compute_dtype=dtype, cast=True).eval()
     if int8:
         quantize_matrices(decoder)

@@ -78,7 +78,7 @@ def test_standard_input_and_the_newest_run_are_the_default_prompt_and_run(folder
         (["--batch-size", "0"], "--batch-size is 0"),
         (["--tempreture", "1"], "--temperature"),
         (["--top-k", "many"], "--top-k"),
-        (["runs"], "error: runs is neither a checkpoint (a directory with config.json) nor a run folder"),
+        (["runs"], "error: runs has no config.json, best/ or last/"),
         (["runs/newest", "--prompt-file", "missing.txt"], "error: missing.txt cannot be read"),
     ],
 )

@@ -13,7 +13,6 @@ from typing import Annotated, Literal
 
 from checkpoints.families import load_config
 from checkpoints.find import find_checkpoint
-from checkpoints.weight_files import check_sizes, read_entries
 from errors import UserError, read_toml, replace_text
 from flags import DisallowNone, arg, optional
 from model.config import ModelConfig
@@ -304,7 +303,6 @@ class SourceFlags:
 def with_checkpoint_shape(settings: Settings, checkpoint: Path) -> Settings:
     """The settings with the model shape of a checkpoint, and sequences no longer than its context."""
     model, data = load_config(checkpoint), settings.data
-    check_sizes(model, read_entries(checkpoint), checkpoint)
     if model.max_position_embeddings < data.sequence_length:
         data = dataclasses.replace(data, sequence_length=model.max_position_embeddings, first_sequence_length=None)
     return dataclasses.replace(settings, model=model, data=data)

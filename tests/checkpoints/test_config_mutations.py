@@ -17,8 +17,7 @@ import pytest
 import torch
 import transformers
 
-from checkpoints.config_keys import OFF
-from checkpoints.families import FAMILIES
+from checkpoints.families import FAMILIES, HARMLESS
 from checkpoints.pretrained import load_pretrained
 from errors import UserError
 from model.cache import KeyValueCache
@@ -94,7 +93,7 @@ def base(request, tmp_path_factory) -> Path:
 
 def mutations(fields: dict) -> Iterator[tuple[str, dict]]:
     """Every changed config.json, with a description of the change."""
-    keys = {*fields, *OTHER_KEYS, *OFF, "an_unknown_key"}
+    keys = {*fields, *OTHER_KEYS, *HARMLESS, "an_unknown_key"}
     for key in sorted(keys - {"model_type"}):
         value = fields.get(key)
         near = [value + 1, value * 2, value / 2] if isinstance(value, int | float) else []

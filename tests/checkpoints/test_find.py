@@ -1,9 +1,14 @@
-"""What a RUN argument means: a checkpoint, a run folder with complete and damaged ones, the newest run, or an error."""
+"""What a RUN argument means: a checkpoint, a run folder with complete and damaged ones, a model of the Hub, an error.
+
+The Hub is a local server that answers like it.
+"""
 
 import json
 import os
-import re
 import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +16,8 @@ from safetensors.torch import save_file
 
 from checkpoints.find import eos_ids, find_checkpoint, newest_run
 from errors import UserError
+
+ROOT = Path(__file__).parents[2]
 
 
 def checkpoint(directory, **config):
@@ -34,18 +41,8 @@ def test_a_run_folder_means_its_best_checkpoint(tmp_path):
     for name in order:
         assert find_checkpoint(tmp_path / "run").name == name
         shutil.rmtree(tmp_path / "run" / name)
-    with pytest.raises(UserError, match=r"neither a checkpoint .* nor a run folder"):
+    with pytest.raises(UserError, match=r"has no config\.json, best/ or last/"):
         find_checkpoint(tmp_path / "run")
-
-
-def truncate_weights(directory):
-    path = directory / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:-4])
-
-
-def truncate_header(directory):
-    path = directory / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:20])
 
 
 def lose_a_shard(directory):
@@ -54,37 +51,33 @@ def lose_a_shard(directory):
     (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
 
 
-def break_header(directory):
-    (directory / "model.safetensors").write_bytes(b"\x08" + b"\0" * 7 + b"{" * 40)
+def truncate_weights(directory):
+    path = directory / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-4])
 
 
 DAMAGE = {
-    "no config.json": lambda directory: (directory / "config.json").unlink(),
-    "has no model.safetensors": lambda directory: (directory / "model.safetensors").unlink(),
-    "no tokenizer": lambda directory: (directory / "tokenizer.model").unlink(),
-    "model.safetensors is not a complete safetensors file (it is truncated)": truncate_weights,
-    "model.safetensors is not a complete safetensors file (it is truncated) ": truncate_header,
-    "model.safetensors is not a complete safetensors file (Expecting property": break_header,
-    "lacks model-00002-of-00002.safetensors": lose_a_shard,
+    "best has no config.json": lambda directory: (directory / "config.json").unlink(),
+    "best has no model.safetensors": lambda directory: (directory / "model.safetensors").unlink(),
+    "best has no tokenizer": lambda directory: (directory / "tokenizer.model").unlink(),
+    "best/model.safetensors cannot be read": truncate_weights,
+    "best/model-00002-of-00002.safetensors cannot be read": lose_a_shard,
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_a_damaged_checkpoint_is_skipped_with_a_note_and_an_error_when_no_other_is_left(tmp_path, capsys, damage):
-    DAMAGE[damage](checkpoint(tmp_path / "best"))
-    with pytest.raises(UserError, match=rf"no checkpoint in .* is complete \(best: {re.escape(damage.strip())}"):
+    directory = checkpoint(tmp_path / "best")
+    DAMAGE[damage](directory)
+    with pytest.raises(UserError, match=f"no checkpoint in .* is complete: .*{damage}"):
         find_checkpoint(tmp_path)
     complete = checkpoint(tmp_path / "last.old")
     assert find_checkpoint(tmp_path) == complete
-    note = f"note: using {complete}, because preferred checkpoints are damaged (best: {damage.strip()}"
-    assert capsys.readouterr().err.startswith(note)
-
-
-def test_a_checkpoint_with_all_its_shards_is_complete(tmp_path):
-    directory = checkpoint(tmp_path / "best")
-    lose_a_shard(directory)
-    save_file({"c": torch.zeros(1)}, directory / "model-00002-of-00002.safetensors")
-    assert find_checkpoint(tmp_path) == directory
+    error = capsys.readouterr().err
+    assert error.startswith(f"note: using {complete}") and damage in error and error.count("\n") == 1
+    if "00002" in damage:
+        save_file({"c": torch.zeros(1)}, directory / "model-00002-of-00002.safetensors")
+        assert find_checkpoint(tmp_path) == directory
 
 
 def test_a_checkpoint_may_have_a_tokenizer_json_alone(tmp_path):
@@ -113,7 +106,7 @@ def test_an_error_for_no_run_says_how_to_train_one(tmp_path):
 def test_an_error_for_a_mistyped_run_names_existing_runs(tmp_path):
     checkpoint(tmp_path / "tiny-rms" / "best")
     (tmp_path / "folder").mkdir()
-    for name, damage in (("tiny-rsm", "does not exist"), ("folder", "is neither")):
+    for name, damage in (("tiny-rsm", "does not exist"), ("folder", "has no")):
         with pytest.raises(UserError, match=rf"{name} {damage}.* Existing runs: .*tiny-rms"):
             find_checkpoint(tmp_path / name)
 
@@ -125,50 +118,91 @@ def test_eos_ids_are_those_of_the_tokenizer_and_of_generation_config_or_else_of_
     assert eos_ids(directory, 5) == {5, 6}
     (directory / "generation_config.json").write_text("{}")
     assert eos_ids(directory, 7) == {7}
-    (directory / "generation_config.json").write_text("{")
-    with pytest.raises(UserError, match=r"generation_config.json is not readable JSON"):
-        eos_ids(directory, 2)
-    for wrong in ("[[1]]", "{}", '"</s>"', "true", "2.5"):
-        (directory / "generation_config.json").write_text(f'{{"eos_token_id": {wrong}}}')
-        with pytest.raises(UserError, match=r"generation_config.json has eos_token_id .*, which must be a token id"):
-            eos_ids(directory, 2)
 
 
-FOREIGN = {
-    "stories.Q4_K_M.gguf": r"has GGUF weights, .*give the directory or the Hub id of the model that they were made",
-    "pytorch_model.bin": r"has pickled weights, .*convert them to safetensors first, .*save_pretrained\(OUT\)",
-    "model.pt": r"has pickled weights",
-    "weights.pth": r"has pickled weights",
-    "consolidated.00.pth": r"has weights in their publisher's own format",
-    "consolidated.safetensors": r"has weights in their publisher's own format",
-    "adapter_config.json": r"has a PEFT adapter without its base model; .*merge_and_unload\(\)",
-}
-
-
-@pytest.mark.parametrize("name", FOREIGN)
-@pytest.mark.parametrize("with_config", [True, False])
-def test_a_directory_with_weights_in_another_format_is_refused_with_advice(tmp_path, name, with_config):
+@pytest.mark.parametrize("name", ["model.gguf", "pytorch_model.bin", "adapter_config.json", "model.safetensors"])
+def test_weights_in_another_format_and_files_are_refused_with_advice(tmp_path, name):
     directory = checkpoint(tmp_path / "model")
-    (directory / name).write_bytes(b"content")
-    if not with_config:
-        (directory / "config.json").unlink()
-    else:
-        assert find_checkpoint(directory) == directory  # it has model.safetensors too
+    (directory / name).touch()
+    with pytest.raises(UserError, match="is a file; give the directory"):
+        find_checkpoint(directory / name)
     (directory / "model.safetensors").unlink()
-    (directory / "adapter_model.safetensors").write_bytes(b"content")
-    with pytest.raises(UserError, match=rf"model {FOREIGN[name]}"):
+    (directory / "config.json").unlink()
+    words = "has no config.json" if "safetensors" in name else "has (GGUF|pickled) weights|has a PEFT adapter"
+    with pytest.raises(UserError, match=words):
         find_checkpoint(directory)
 
 
-def test_a_file_is_refused_with_what_to_give_instead(tmp_path):
-    directory = checkpoint(tmp_path / "model")
-    for name in ("a.gguf", "a.bin", "a.txt"):
-        (directory / name).write_bytes(b"content")
-    for name, words in {
-        "model.safetensors": rf"is one file of a checkpoint; give its directory, {re.escape(str(directory))}\.",
-        "a.gguf": "has GGUF weights",
-        "a.bin": "has pickled weights",
-        "a.txt": "is a file; give the directory of a checkpoint or a run",
-    }.items():
-        with pytest.raises(UserError, match=rf"{re.escape(name)} {words}"):
-            find_checkpoint(directory / name)
+FIND = """
+import sys, time
+time.sleep = lambda seconds: None  # before another try
+from errors import UserError
+from checkpoints.find import find_checkpoint
+for name in sys.argv[1:]:
+    try:
+        print(find_checkpoint(name))
+    except UserError as error:
+        print("error:", error)
+assert "torch" not in sys.modules
+"""
+UNWANTED = ("pytorch_model.bin", "consolidated.safetensors", "original/params.json", "onnx/model.onnx", "README.md")
+
+
+@pytest.fixture
+def model(hub, stories260k_directory) -> dict[str, bytes]:
+    """The files of `org/stories`, which the server has."""
+    files = {path.name: path.read_bytes() for path in stories260k_directory.iterdir()}
+    files |= {"chat_template.jinja": b"{{ messages }}", "generation_config.json": b'{"eos_token_id": 2}'}
+    published = files | dict.fromkeys(UNWANTED, b"not needed")
+    siblings = [{"rfilename": file, "size": len(content)} for file, content in published.items()]
+    tree = [{"type": "file", "path": file, "size": len(content), "oid": "0"} for file, content in published.items()]
+    info = json.dumps({"id": "org/stories", "sha": hub.commit, "siblings": siblings}).encode()
+    hub.files |= {f"/api/models/org/stories/revision/{revision}": info for revision in ("main", "v2", hub.commit)}
+    hub.files |= {f"/api/models/org/stories/tree/{hub.commit}": json.dumps(tree).encode()}
+    hub.files |= {f"/org/stories/resolve/{hub.commit}/{file}": content for file, content in published.items()}
+    return files
+
+
+def find(tmp_path: Path, port: int, *names: str, **more: str) -> list[str]:
+    """The lines that a new process prints, which finds checkpoints (the library reads its environment once)."""
+    kept = {key: value for key, value in os.environ.items() if not key.upper().startswith(("HF_", "HUGGINGFACE"))}
+    endpoint = {"HF_HOME": str(tmp_path), "HF_ENDPOINT": f"http://127.0.0.1:{port}", "NO_PROXY": "127.0.0.1"}
+    env = kept | endpoint | {"PYTHONPATH": str(ROOT)} | more
+    command = [sys.executable, "-c", FIND, *names]
+    result = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    return result.stdout.splitlines()
+
+
+def test_only_the_needed_files_of_a_model_are_downloaded_once_and_used_without_a_network(tmp_path, hub, model):
+    snapshot = tmp_path / "hub" / "models--org--stories" / "snapshots" / hub.commit
+    assert find(tmp_path, hub.server_port, "org/stories", "org/stories@v2") == [str(snapshot)] * 2
+    assert {path.name: path.read_bytes() for path in snapshot.iterdir()} == model
+    downloads = [path for method, path in hub.asked if method == "GET" and "/resolve/" in path]
+    assert sorted(downloads) == sorted(f"/org/stories/resolve/{hub.commit}/{name}" for name in model)
+    hub.asked.clear()
+    assert find(tmp_path, hub.server_port, "org/stories", HF_HUB_OFFLINE="1") == [str(snapshot)] and not hub.asked
+    unreachable, error = find(tmp_path, 9, "org/stories", "org/other")  # nobody listens on port 9
+    assert unreachable == str(snapshot) and error.startswith("error: org/other is no local path, and the Hugging Face")
+
+
+def test_what_the_hub_refuses_is_one_line_with_its_reason(tmp_path, hub, model):
+    hub.errors = {
+        "/api/models/org/none/revision/main": (404, "RepoNotFound"),
+        "/api/models/org/closed/revision/main": (403, "GatedRepo"),
+        "/api/models/org/stories/revision/v9": (404, "RevisionNotFound"),
+    }
+    names = {"org/none": "404", "org/closed": "403", "org/stories@v9": "404", "org/a--b": "Cannot have -- or .."}
+    lines = find(tmp_path, hub.server_port, *names)
+    assert len(lines) == len(names)
+    for line, (name, reason) in zip(lines, names.items(), strict=True):
+        assert line.startswith(f"error: {name.partition('@')[0]} is no local path") and reason in line
+
+
+def test_a_mistyped_path_is_an_error_without_a_request(tmp_path, hub, model):
+    (tmp_path / "org").mkdir()
+    (tmp_path / "runs" / "tiny-rms").mkdir(parents=True)
+    names = ["runs/stories", "org/stories", "./other/stories", "other/stories/best", "stories", "run/tiny-rms"]
+    lines = find(tmp_path, hub.server_port, *names)
+    assert all("does not exist" in line for line in lines) and len(lines) == len(names)
+    assert lines[-1].endswith("did you mean runs/tiny-rms?") and not hub.asked

@@ -205,21 +205,6 @@ def library_text() -> list[str]:
     return ["".join(document) for document in read_documents(resolve(["python"]))]
 
 
-def test_stories260k_gives_the_same_ids_text_and_perplexity(stories260k_directory, open_in_llama_cpp, capsys):
-    tokenizer, decoder = load_tokenizer(stories260k_directory), load_rounded(stories260k_directory, "float32")
-    other = open_in_llama_cpp(stories260k_directory)
-    assert "drops extra spaces" in capsys.readouterr().err
-    plain = [text for text in TEXTS if "  " not in text and text == text.strip(" ▁")]
-    assert len(plain) > 35
-    assert [other.encode(text) for text in plain] == [tokenizer.encode(text) for text in plain]
-    ids = encode_prompt(tokenizer, "Once upon a time")
-    tokens, _ = greedy(decoder, tokenizer, ids, 200)
-    assert other.greedy(ids, 200)["tokens"] == tokens
-    ours = log_probabilities(decoder, ids + tokens)
-    theirs = [other.log_probabilities((ids + tokens)[:i], 512)[(ids + tokens)[i]] for i in range(1, 60)]
-    assert sum(theirs) == pytest.approx(sum(ours[:59]), rel=1e-5)
-
-
 def test_qwens_tokenizer_gives_the_same_ids_and_chat_prompt(make_decoder, open_in_llama_cpp, shared, tmp_path, capsys):
     import gzip
 

@@ -3,7 +3,6 @@
 The second half needs lm-eval: `pip install lm_eval accelerate`, then `python -m pytest -m slow tests/benchmarks`.
 """
 
-import builtins
 import json
 from pathlib import Path
 
@@ -11,13 +10,12 @@ import pytest
 import torch
 
 from checkpoints.pretrained import save_pretrained
-from contrib.lm_eval import check_dtype, continuations, log_likelihoods, read_arguments, register
+from contrib.lm_eval import continuations, log_likelihoods, read_arguments, register
 from data.tokenizer import train_tokenizer
 from errors import UserError
 from generation.generate import generate
 from generation.settings import Sampling
 from model.config import ModelConfig
-from model.cpu_decode import CpuDecodeStep
 from model.decoder import Decoder
 
 CONTEXT = 24
@@ -78,11 +76,6 @@ def test_log_likelihoods_are_those_of_one_position_at_a_time(changes, batch_size
     assert [flag for _, flag in found][-2:] == [True, False]
 
 
-def test_a_continuation_longer_than_the_context_is_one_line():
-    with pytest.raises(UserError, match=rf"has {CONTEXT + 1} tokens, but the model's context is {CONTEXT}"):
-        log_likelihoods(make_decoder(), [([1], [5] * (CONTEXT + 1))], 4)
-
-
 @pytest.mark.parametrize("batch_size", [1, 4])
 def test_continuations_end_before_a_stop_string_and_see_the_end_of_long_prompts(tokenizer, batch_size):
     decoder = make_decoder()
@@ -106,23 +99,6 @@ def test_continuations_end_before_a_stop_string_and_see_the_end_of_long_prompts(
         continuations(decoder, tokenizer, prompts, {"max_gen_toks": CONTEXT}, none, batch_size)
 
 
-def test_generation_ends_when_a_stop_string_is_complete(tokenizer, monkeypatch):
-    decoder, steps, step = make_decoder(), [], CpuDecodeStep.__call__
-    decoder.register_forward_hook(lambda *_: steps.append(1))
-    monkeypatch.setattr(CpuDecodeStep, "__call__", lambda *arguments: steps.append(1) or step(*arguments))
-    prompts, none = [tokenizer.encode("the")], frozenset()
-    text = continuations(decoder, tokenizer, prompts, {"max_gen_toks": 10}, none, 1)[0]
-    assert len(steps) == 10
-    continuations(decoder, tokenizer, prompts, {"max_gen_toks": 10, "until": [text[0]]}, none, 1)
-    assert len(steps) == 11
-
-
-def test_int8_is_refused_because_only_decoding_steps_use_it():
-    check_dtype("bfloat16")
-    with pytest.raises(UserError, match="evaluate with dtype=bfloat16"):
-        check_dtype("int8")
-
-
 def test_generation_arguments_are_read_as_lm_eval_means_them():
     assert read_arguments({}) == ([], 256, Sampling(temperature=0.0))
     assert read_arguments({"until": "x", "max_new_tokens": 5, "do_sample": False, "temperature": 0.7}) == (
@@ -135,19 +111,6 @@ def test_generation_arguments_are_read_as_lm_eval_means_them():
     assert read_arguments({"do_sample": True})[2] == Sampling(temperature=1.0)
     with pytest.raises(UserError, match="num_beams"):
         read_arguments({"num_beams": 4})
-
-
-def test_a_missing_lm_eval_is_one_line_that_says_how_to_install_it(monkeypatch):
-    original = builtins.__import__
-
-    def without(name, *rest):
-        if name.startswith("lm_eval"):
-            raise ImportError(name)
-        return original(name, *rest)
-
-    monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(UserError, match="pip install lm_eval"):
-        register()
 
 
 # In lm-eval itself
@@ -228,18 +191,3 @@ def test_a_model_of_a_family_gets_the_answers_of_lm_evals_own_hf_model(evaluate,
     assert [value for value, _ in ours["choice"]] == pytest.approx([value for value, _ in theirs["choice"]], rel=1e-5)
     assert [flag for _, flag in ours["choice"]] == [flag for _, flag in theirs["choice"]]
     assert ours["answers"] == theirs["answers"]
-
-
-@pytest.mark.slow
-def test_a_model_of_no_family_is_evaluated_by_our_own_log_likelihoods(evaluate, save, tokenizer):
-    register()
-    decoder = make_decoder(norm="layer", norm_placement="post")
-    found = evaluate("prenorm", save(decoder))
-    for document, value in zip(TASKS["rolling"][1], found["rolling"], strict=True):
-        ids = [tokenizer.bos_id, *tokenizer.encode(document["text"])]  # BOS is predicted too, as by `hf`
-        total = 0.0
-        for start in range(0, len(ids), CONTEXT):  # each token once; the last window keeps a full context before it
-            end = min(start + CONTEXT, len(ids))
-            before = ids[max(end - CONTEXT - 1, 0) : start] if start else [tokenizer.bos_id]
-            total += one_by_one(decoder, before, ids[start:end])[0]
-        assert value == pytest.approx(total, rel=1e-5)

@@ -1,0 +1,88 @@
+"""The weight files of a checkpoint directory: which they are, and the tensors that their headers list.
+
+Nothing is ever unpickled. Imports no torch before a tensor is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path, PureWindowsPath
+from typing import TYPE_CHECKING
+
+from safetensors import safe_open
+
+from errors import UserError, read_json, reading
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+# The small files that belong to a checkpoint: configurations, tokenizers and chat templates.
+SIDE_FILES = ("*.json", "*.model", "*.jinja", "merges.txt")
+OTHER_FORMATS = {  # a file of a directory without model.safetensors -> what the directory has, and what to do
+    "adapter_config.json": "a PEFT adapter without its base model; save the result of peft's merge_and_unload()",
+    "*.gguf": "GGUF weights, which are only written here; give the model that they were made from",
+    **dict.fromkeys(
+        ("*.bin", "*.pt", "*.pth"),
+        "pickled weights, which can run code and are never opened; save them with transformers as safetensors",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in a safetensors file."""
+
+    path: Path
+    key: str
+    """Its name in the file."""
+    shape: tuple[int, ...]
+    dtype: str
+    """F32, BF16, ..."""
+
+
+def check_format(directory: Path) -> None:
+    """Raise `UserError` for a directory that has weights, but in another format than safetensors."""
+    names = {path.name for path in directory.iterdir()}
+    for pattern, advice in OTHER_FORMATS.items():
+        if not names & {SINGLE, INDEX} and any(fnmatch(name, pattern) for name in names):
+            raise UserError(f"{directory} has {advice}.")
+
+
+def find_weight_files(directory: Path) -> list[Path]:
+    """The safetensors files of a directory: one, or the shards that its index names."""
+    index = directory / INDEX
+    if (directory / SINGLE).is_file():
+        return [directory / SINGLE]
+    check_format(directory)
+    if not index.is_file():
+        raise UserError(f"{directory} has no {SINGLE}; download or save the checkpoint again.")
+    with reading(index):
+        names = sorted(set(read_json(index)["weight_map"].values()))
+        if outside := [name for name in names if PureWindowsPath(name).name != name]:  # knows / and \ and drives
+            raise ValueError(f"{outside[0]} is not beside it")
+    return [directory / name for name in names]
+
+
+def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
+    """The tensors of a directory, file by file, under the names that they have in a model with a head."""
+    tensors = {}
+    for path in find_weight_files(directory):
+        with reading(path), safe_open(path, framework="np") as file:
+            for key in file.keys():  # noqa: SIM118 - it is no dict
+                part = file.get_slice(key)
+                tensors[key] = StoredTensor(path, key, tuple(part.get_shape()), part.get_dtype())
+    if "embed_tokens.weight" in tensors:  # saved from a base model, without its head
+        return {name if name.startswith("lm_head.") else f"model.{name}": tensor for name, tensor in tensors.items()}
+    return tensors
+
+
+def read_tensors(stored: Mapping[str, StoredTensor]) -> Iterator[tuple[str, Tensor]]:
+    """Each tensor with its name, file by file, in the pages of its mapped file: none is in memory before it is used."""
+    for path in dict.fromkeys(tensor.path for tensor in stored.values()):
+        with reading(path), safe_open(path, framework="pt") as file:
+            for name, tensor in stored.items():
+                if tensor.path == path:
+                    yield name, file.get_tensor(tensor.key)

@@ -1,0 +1,118 @@
+"""How weights are read: exactly, from the directory alone, and only if they fit config.json."""
+
+import json
+import os
+
+import pytest
+import torch
+import transformers
+
+from checkpoints.pretrained import load_pretrained, load_weights, open_checkpoint, save_pretrained
+from errors import UserError
+from generation.weights import cast_weights
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_cast_while_they_are_read_are_those_that_are_cast_afterwards(make_decoder, tmp_path, stored, dtype):
+    save_pretrained(make_decoder(attention_bias=True).to(stored), tmp_path)
+    checkpoint = open_checkpoint(tmp_path)
+    assert checkpoint.dtype() == stored
+    read, expected = load_pretrained(checkpoint, compute_dtype=dtype, cast=True), load_pretrained(tmp_path)
+    cast_weights(expected, dtype)
+    assert read.compute_dtype == dtype
+    for name, tensor in expected.state_dict().items():
+        found = read.state_dict()[name]
+        assert found.dtype == tensor.dtype == (dtype if tensor.ndim == 2 else torch.float32)
+        assert torch.equal(found, tensor)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_a_bias_of_o_proj_is_read_where_one_of_its_elements_is_neither_0_nor_minus_0(saved, edit_weights, dtype):
+    directory, bias = saved(attention_bias=True), torch.full((48,), -0.0, dtype=dtype)
+    smallest = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+    for value in (-0.0, -smallest, 2.0):
+        bias[-1] = value
+        edit_weights(directory, lambda t: t.update({"model.layers.1.self_attn.o_proj.bias": bias}))
+        assert load_pretrained(directory).config.attention_output_bias == (value != 0)
+
+
+def test_loaded_weights_do_not_change_with_their_file(make_decoder, saved):
+    directory = saved()
+    decoder = load_pretrained(directory)
+    with open(directory / "model.safetensors", "r+b") as file:
+        file.seek(-10_000, os.SEEK_END)
+        file.write(bytes(10_000))
+    for name, tensor in make_decoder().state_dict().items():
+        assert torch.equal(decoder.state_dict()[name], tensor)
+
+
+@torch.no_grad()
+def test_a_base_model_without_a_head_is_read_when_the_embedding_is_the_head(tokens, tmp_path, relative):
+    shape = dict(vocab_size=97, hidden_size=48, intermediate_size=80, num_hidden_layers=2, num_attention_heads=6)
+    config = transformers.LlamaConfig(**shape, max_position_embeddings=64, tie_word_embeddings=True)
+    model = transformers.LlamaForCausalLM(config).eval()
+    model.model.save_pretrained(tmp_path)
+    assert relative(load_pretrained(tmp_path)(tokens), model(tokens).logits) <= 1e-6
+
+
+@pytest.mark.parametrize("name", ["../outside.safetensors", "/tmp/outside.safetensors", "..\\x", "C:x", "a/b", "."])
+def test_an_index_may_only_name_files_beside_it(saved, tmp_path, name):
+    directory = saved()
+    (directory / "model.safetensors").rename(tmp_path / "outside.safetensors")
+    index = {"weight_map": {"model.norm.weight": name}}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(UserError, match=r"index\.json cannot be read \(.* is not beside it\)"):
+        load_pretrained(directory)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows allows links to administrators only")
+def test_files_may_be_links_as_in_the_cache_of_the_hub(make_decoder, saved, tmp_path, tokens):
+    directory = saved()
+    for name in ("model.safetensors", "config.json"):
+        (directory / name).rename(tmp_path / f"blob-{name}")
+        (directory / name).symlink_to(f"../blob-{name}")
+    assert torch.equal(load_pretrained(directory)(tokens), make_decoder()(tokens))
+
+
+def test_missing_unexpected_and_wrongly_shaped_tensors_are_named(saved, edit_weights):
+    directory = saved()
+
+    def damage(tensors):
+        tensors["model.extra"] = tensors.pop("model.layers.0.mlp.up_proj.weight")
+        tensors["model.norm.weight"] = torch.zeros(7)
+
+    edit_weights(directory, damage)
+    wrong = ("model.layers.0.mlp.up_proj.weight is missing", "model.extra is unexpected", "model.norm.weight has shape")
+    with pytest.raises(UserError, match=", ".join(wrong)):
+        load_pretrained(directory)
+
+
+@pytest.mark.parametrize("name", ["stray", "model.layers.0.mlp.norm.weight"])
+def test_a_tensor_with_an_unknown_name_is_an_error_and_not_dropped_as_a_norm(make_decoder, saved, name, edit_weights):
+    directory = saved()
+    edit_weights(directory, lambda t: t.update({name: torch.zeros(2)}))
+    for load in (load_pretrained, lambda directory: load_weights(make_decoder(norm="layer"), directory)):
+        with pytest.raises(UserError, match=f"{name} is unexpected"):
+            load(directory)
+
+
+def test_what_cannot_be_read_is_one_line(saved, edit_weights, tmp_path):
+    directory = saved()
+    path, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
+    edit_weights(directory, lambda t: t.update({"model.norm.weight": torch.ones(48, dtype=torch.int8)}))
+    with pytest.raises(UserError, match=r"cannot be read \(no 'I8'\); give the unquantized model"):
+        load_pretrained(directory)
+    path.write_bytes(path.read_bytes()[:-4])
+    with pytest.raises(UserError, match=r"model\.safetensors cannot be read \(.*; download or save it again"):
+        load_pretrained(directory)
+    index.write_text(json.dumps({"weight_map": {"a": "model-1.safetensors"}}))
+    path.rename(directory / "pytorch_model.bin")
+    with pytest.raises(UserError, match=r"model-1\.safetensors cannot be read \(No such file"):
+        load_pretrained(directory)
+    index.unlink()
+    with pytest.raises(UserError, match="pickled weights, which can run code and are never opened"):
+        load_pretrained(directory)
+    (directory / "pytorch_model.bin").unlink()
+    with pytest.raises(UserError, match=r"has no model\.safetensors"):
+        load_pretrained(directory)
