@@ -184,7 +184,8 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         path /= "tokenizer.json" if (path / "tokenizer.json").is_file() else "tokenizer.model"
     if not path.is_file():
         raise UserError(f"there is no {path}; give a tokenizer.model, a tokenizer.json, or a folder with one of them.")
-    files = {name: (path.parent / name).read_bytes() for name in FILES if (path.parent / name).is_file()}
+    beside = [path.parent / name for name in FILES if name != path.name]
+    files = {file.name: file.read_bytes() for file in beside if file.is_file()}
     if path.suffix == ".json":
         return Tokenizer(files | {"tokenizer.json": path.read_bytes()}, path.parent)
     return convert(path, files if path.name == "tokenizer.model" else {})

@@ -79,9 +79,7 @@ class ChatFormat:
         return break_tokens(text, [self.tokenizer.added_tokens[i].content for i in sorted(ids)])
 
 
-def render_template(
-    source: str, messages: Sequence[Message], variables: dict, add_generation_prompt: bool = True
-) -> str:
+def render_template(source: str, messages: Sequence[Message], variables: dict, add_generation_prompt: bool) -> str:
     """The conversation as text. `variables` are more names for the template, such as bos_token."""
     arguments = {"tools": None, "documents": None, "add_generation_prompt": add_generation_prompt, **variables}
     return compile_template(source).render(messages=messages, **arguments)

@@ -55,9 +55,19 @@ def run(
     check_prompts([encode(prompt) for prompt in prompts or ()], context)  # before the weights
     with out_of_memory_advice(settings):
         decoder = load_decoder(checkpoint, settings)
-    dtype = str(decoder.compute_dtype).removeprefix("torch.") + " with int8 matrices" * (settings.dtype == "int8")
-    device = next(decoder.parameters()).device
+    device, dtype = next(decoder.parameters()).device, str(decoder.compute_dtype).removeprefix("torch.")
+    dtype += " with int8 matrices" * (settings.dtype == "int8")
     log(f"{directory} on {device} in {dtype}, kernels: {kernels.describe(device)}")
+
+    continue_prompts = functools.partial(
+        generate,
+        decoder,
+        max_new_tokens=settings.token_limit,
+        sampling=settings.sampling,
+        seed=settings.seed,
+        eos_ids=eos_ids,
+        vocab_size=tokenizer.vocab_size,
+    )
 
     def generate_texts(texts: Sequence[str], sample_numbers: Iterable[int]) -> list[Generation]:
         encoded = [encode(text) for text in texts]
@@ -68,16 +78,10 @@ def run(
         output, results = OrderedTexts(streams, write, log), []
         for start in range(0, len(requests), settings.batch_size):
             batch, firsts, numbers = zip(*requests[start : start + settings.batch_size], strict=True)
-            result = generate(
-                decoder,
+            result = continue_prompts(
                 batch,
-                max_new_tokens=settings.token_limit,
-                sampling=settings.sampling,
-                seed=settings.seed,
                 sample_numbers=numbers,
                 first_tokens=firsts,
-                eos_ids=eos_ids,
-                vocab_size=tokenizer.vocab_size,
                 on_token=lambda i, token, start=start: output.push(start + i, token),
                 on_finish=lambda i, reason, start=start: output.finish(start + i, reason),
             )
@@ -93,16 +97,12 @@ def run(
     if prompts is not None:
         report(generate_texts, prompts, range(settings.samples))
     elif chat is not None:
-        conversation = Conversation(decoder, chat, settings, eos_ids, write, log)
+        conversation = Conversation(continue_prompts, chat, settings, context, write, log)
         terminal.prompt_loop(lambda text: report(conversation.answer, text), conversation.reset, read, log)
     else:
-        numbers = itertools.count()  # of the samples
-        no_reset = functools.partial(log, "nothing to forget: each line is a text of its own")
-
-        def continue_line(text: str) -> None:
-            report(generate_texts, [text], itertools.islice(numbers, 1))
-
-        terminal.prompt_loop(continue_line, no_reset, read, log)
+        numbers, no_reset = itertools.count(), lambda: log("nothing to forget: each line is a text of its own")
+        respond = functools.partial(report, lambda text: generate_texts([text], itertools.islice(numbers, 1)))
+        terminal.prompt_loop(respond, no_reset, read, log)
 
 
 def load_decoder(checkpoint: Checkpoint, settings: Settings) -> Decoder:
@@ -139,12 +139,10 @@ def out_of_memory_advice(settings: Settings) -> contextlib.AbstractContextManage
 def speed(results: Sequence[Generation], step_bytes: int) -> str:
     """Tokens per second, and for decoding the rate at which weights were read: memory bandwidth is its limit."""
     prompt_tokens = sum(result.prompt_tokens for result in results)
-    prefill_seconds = sum(result.prefill_seconds for result in results)
-    line = f"prefill {prompt_tokens} tokens, {prompt_tokens / prefill_seconds:,.0f} tokens/s"
-    steps = sum(result.steps for result in results)
+    line = f"prefill {prompt_tokens} tokens, {prompt_tokens / sum(r.prefill_seconds for r in results):,.0f} tokens/s"
+    steps, seconds = sum(result.steps for result in results), sum(result.decode_seconds for result in results)
     if not steps:
         return line
-    seconds = sum(result.decode_seconds for result in results)
     # The prefill computes the first token of each sequence. A sequence whose first token is EOS has none.
     decoded = sum(max(len(tokens) - 1, 0) for result in results for tokens in result.tokens)
     return (

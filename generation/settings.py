@@ -70,9 +70,8 @@ class Settings:
     prompt_file: Annotated[Path | None, optional("FILE")] = None
     """UTF-8 text file with one prompt per line; blank lines are skipped."""
     chat: tyro.conf.FlagCreatePairsOff[bool] = False
-    """Answer messages as the model's own chat template has them. In a terminal without a prompt this holds a
-    conversation: /help lists its commands, Ctrl-C stops an answer, Ctrl-D leaves. When the conversation is longer than
-    the model's context, the oldest turns are dropped."""
+    """Answer messages as the model's own chat template has them, in a terminal without a prompt as a conversation
+    (/help lists its commands). When that is longer than the model's context, the oldest turns are dropped."""
     system: Annotated[str | None, optional("TEXT")] = None
     """System prompt of a chat: who the model is and how it answers. Default: what the chat template says."""
     interactive: tyro.conf.FlagCreatePairsOff[bool] = False
@@ -91,21 +90,17 @@ class Settings:
     device: str = "auto"
     """auto (CUDA if available, else MPS, else CPU), or a torch device such as cuda:1."""
     dtype: Literal["auto", "float32", "bfloat16", "float16", "int8"] = "auto"
-    """Dtype of weights and activations. auto: bfloat16 on CUDA (float16 on GPUs without fast bfloat16); bfloat16 for a
-    bfloat16 checkpoint on a CPU with bfloat16 instructions; else float32. int8, on a CPU: bfloat16, but new tokens
-    are computed with matrices quantized to 8 bits, which is faster for up to four texts at once and slower for more;
-    takes 3 bytes per parameter."""
+    """Dtype of weights and activations. auto: bfloat16 on CUDA (float16 where that is faster); bfloat16 for a bfloat16
+    checkpoint on a CPU with bfloat16 instructions; else float32. int8, on a CPU: bfloat16, but new tokens are computed
+    with 8-bit matrices, which is faster for up to four texts at once and takes 3 bytes per parameter."""
     kernels: Literal["auto", "triton", "torch"] = "auto"
-    """Fused Triton kernels or plain PyTorch. auto: Triton on an NVIDIA or AMD GPU. With Triton, up to 8 parallel texts
-    decode with kernels made for small batches, replayed as one CUDA graph per step."""
+    """Fused Triton kernels or plain PyTorch. auto: Triton on an NVIDIA or AMD GPU."""
     verbose: tyro.conf.FlagCreatePairsOff[bool] = False
     """Print the speed: tokens per second, and the rate at which weights were read from memory."""
 
     def __post_init__(self) -> None:
-        positive = {"max-new-tokens": self.token_limit, "samples": self.samples, "batch-size": self.batch_size}
-        for flag, value in positive.items():
-            if value < 1:
-                raise UserError(f"--{flag} is {value} but must be at least 1.")
+        if min(self.token_limit, self.samples, self.batch_size) < 1:
+            raise UserError("--max-new-tokens, --samples and --batch-size must be at least 1.")
         if self.system is not None and not self.chat:
             raise UserError("--system is for conversations; give --chat too.")
         if self.interactive and (self.chat or self.prompts or self.prompt_file):
@@ -132,10 +127,10 @@ def recommended_sampling(checkpoint: Path) -> Sampling | None:
     """The sampling that the model's authors recommend for conversations in generation_config.json, or None."""
     path = checkpoint / "generation_config.json"
     fields = read_json(path)
-    names = [field.name for field in dataclasses.fields(Sampling) if fields.get(field.name) is not None]
-    if not names or not fields.get("do_sample"):
+    known = {field.name: fields.get(field.name) for field in dataclasses.fields(Sampling)}
+    if not any(known.values()) or not fields.get("do_sample"):
         return None
     with reading(path, "correct or delete it"):
-        values = {name: float(fields[name]) for name in names}
-        values |= {"top_k": max(int(values["top_k"]), 0)} if "top_k" in values else {}  # vLLM's files have -1 for off
-        return Sampling(**{"temperature": 1.0, **values})
+        values = {name: float(value) for name, value in known.items() if value is not None}
+        top_k = max(int(values.get("top_k", 0)), 0)  # vLLM's files have -1 for off
+        return Sampling(**{"temperature": 1.0, **values, "top_k": top_k})

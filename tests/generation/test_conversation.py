@@ -10,7 +10,7 @@ import kernels
 from checkpoints.pretrained import load_pretrained
 from data.tokenizer import load_tokenizer
 from errors import UserError
-from generation import conversation, session
+from generation import session
 from generation.conversation import Conversation
 from generation.generate import PrefixCache, generate
 from generation.settings import Sampling, Settings
@@ -30,8 +30,9 @@ class Talk:
         self.settings = Settings(chat=True, **{"max_new_tokens": 12, "sampling": SAMPLED, **settings})
         self.decoder, self.format = load_pretrained(directory).eval(), chat_format(directory, SYSTEM)
         self.written, self.lines, self.calls, self.fed = [], [], [], []
+        context = self.decoder.config.max_position_embeddings
         self.conversation = Conversation(
-            self.decoder, self.format, self.settings, frozenset(), self.write, self.lines.append
+            self.continue_prompts, self.format, self.settings, context, self.write, self.lines.append
         )
         forward, step = Decoder.forward, CpuDecodeStep.__call__
 
@@ -43,13 +44,8 @@ class Talk:
             self.fed.append((decode_step.cache.length, tokens[0].tolist()))
             return step(decode_step, tokens, padding)
 
-        def record_call(decoder, prompts, **options):
-            self.calls.append((prompts[0], options["sample_numbers"]))
-            return generate(decoder, prompts, **options)
-
         monkeypatch.setattr(Decoder, "forward", record)
         monkeypatch.setattr(CpuDecodeStep, "__call__", record_step)
-        monkeypatch.setattr(conversation, "generate", record_call)
 
     def write(self, text: str) -> None:
         self.written.append(text)
@@ -60,18 +56,17 @@ class Talk:
         self.conversation.answer(text)
         return "".join(self.written)
 
+    def continue_prompts(self, prompts, **options):
+        settings, vocab_size = self.settings, self.format.tokenizer.vocab_size
+        self.calls.append((prompts[0], options["sample_numbers"]))
+        settings = dict(max_new_tokens=settings.token_limit, sampling=settings.sampling, seed=settings.seed)
+        return generate(self.decoder, prompts, **settings, vocab_size=vocab_size, **options)
+
     def fresh_answer(self, number: int = -1) -> str:
         """What the prompt of a turn gives without a kept cache."""
         prompt, sample_numbers = self.calls[number]
-        result = generate(
-            self.decoder,
-            [prompt],
-            max_new_tokens=self.settings.token_limit,
-            sampling=SAMPLED,
-            seed=self.settings.seed,
-            sample_numbers=sample_numbers,
-            vocab_size=self.format.tokenizer.vocab_size,
-        )
+        result = self.continue_prompts([prompt], sample_numbers=sample_numbers)
+        self.calls.pop()
         return self.format.tokenizer.decode(result.tokens[0]) + "\n"
 
 
@@ -253,7 +248,6 @@ def test_every_id_that_ends_a_turn_ends_an_answer(chatml_model, monkeypatch):
         return generate(*arguments, eos_ids=eos_ids, **options)
 
     monkeypatch.setattr(session, "generate", record)
-    monkeypatch.setattr(conversation, "generate", record)
     run(chatml_model, ["x"], chat=True)
     run(chatml_model, None, "x", chat=True)
     assert seen == [ids, ids] and len(ids) == 2
