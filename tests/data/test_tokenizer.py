@@ -39,15 +39,6 @@ def test_the_round_trip_is_exact_for_any_text(ours, text):
     assert all(type(i) is int and 2 < i < ours.vocab_size for i in ids), "no BOS, EOS or unknown, whatever the text"
 
 
-def test_u2581_comes_back_as_a_space(ours):
-    assert ours.decode(ours.encode("a▁b")) == "a b"
-
-
-def test_documents_of_the_default_corpus_come_back(ours, library_text):
-    some = library_text[1::3]
-    assert [ours.decode(ids) for ids in ours.encode_batch(some)] == some
-
-
 def test_a_batch_is_each_text_alone(ours, llama, qwen):
     texts = ["", "one", "two  words", "\n", "ü" * 50]
     for tokenizer in (ours, llama, qwen):
@@ -57,10 +48,6 @@ def test_a_batch_is_each_text_alone(ours, llama, qwen):
 def test_newlines_and_tabs_are_bytes_and_never_part_of_a_piece(ours):
     assert len(ours.encode("\n")) == len(ours.encode("\t")) == 1
     assert ours.encode("a\n\n\tb") == ours.encode("a") + ours.encode("\n") * 2 + ours.encode("\t") + ours.encode("b")
-
-
-def test_runs_of_spaces_are_short(ours):
-    assert len(ours.encode(" " * 8)) == 1
 
 
 def test_decoding_leaves_out_special_tokens_and_unknown_ids(ours):

@@ -72,18 +72,6 @@ def test_the_token_that_the_template_writes_after_an_answer_ends_it(chat_model):
     assert added[chat.end_of_turn].content == ("</s>" if "inst" in chat_model.name else "<|im_end|>")
 
 
-def test_an_answer_that_no_special_token_follows_has_no_end(chatml_model, tmp_path):
-    shutil.copytree(chatml_model, tmp_path, dirs_exist_ok=True)
-    continued = "{% for m in messages %}{{ m.content }}\nUser: {% endfor %}"
-    for source in (continued, "no messages", "{{ messages[1].content }}"):
-        write(tmp_path / "chat_template.jinja", source)
-        assert chat_format(tmp_path).end_of_turn is None
-    write(tmp_path / "chat_template.jinja", "{{ messages[1].content }} \n</think>")
-    chat = chat_format(tmp_path)  # a turn marker that is not marked as special
-    assert chat.tokenizer.added_tokens[chat.end_of_turn].content == "</think>"
-    assert len(set(chat.encode([{"role": "user", "content": ""}, {"role": "user", "content": "</think>"}]))) > 5
-
-
 def test_tags_that_are_not_special_are_tokens_in_answers_and_text_in_questions(chatml_model, tmp_path):
     shutil.copytree(chatml_model, tmp_path, dirs_exist_ok=True)
     write(tmp_path / "chat_template.jinja", "{{ messages[-1].content }}{% if false %}<think>{% endif %}")

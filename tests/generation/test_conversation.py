@@ -1,20 +1,16 @@
 """A conversation: what is computed in each turn, what is dropped when the context is full, and interrupted answers."""
 
-import dataclasses
 import itertools
 
 import pytest
-import torch
 
-import kernels
 from checkpoints.pretrained import load_pretrained
 from data.tokenizer import load_tokenizer
 from errors import UserError
 from generation import session
 from generation.conversation import Conversation
-from generation.generate import PrefixCache, generate
+from generation.generate import generate
 from generation.settings import Sampling, Settings
-from model.config import ModelConfig
 from model.cpu_decode import CpuDecodeStep
 from model.decoder import Decoder
 from tests.generation.conftest import chat_format
@@ -101,15 +97,6 @@ def test_answers_are_those_of_a_fresh_cache_and_the_turns_hold_what_was_written(
     assert talk.lines == ["the answer was cut after 12 tokens (--max-new-tokens)"] * 4
 
 
-def test_reset_forgets_the_turns_but_not_the_system_prompt(talk):
-    talk.ask("def add")
-    talk.conversation.reset()
-    talk.fed.clear()
-    talk.ask("def add")
-    assert talk.calls[0][0] == talk.calls[1][0] and SYSTEM in talk.format.tokenizer.decode(talk.calls[1][0])
-    assert sum(len(tokens) for _, tokens in talk.fed) == 12  # and the cache is still of use
-
-
 def test_no_more_turns_are_dropped_than_the_answer_needs_room(chatml_model, monkeypatch):
     talk, room, dropped = Talk(chatml_model, monkeypatch, max_new_tokens=40), 256 - 40, []
     for turn in range(7):
@@ -126,17 +113,6 @@ def test_no_more_turns_are_dropped_than_the_answer_needs_room(chatml_model, monk
     text = talk.format.tokenizer.decode(talk.calls[-1][0])
     assert SYSTEM in text and "add_6" in text and "add_5" in text and "add_0" not in text
     assert "".join(talk.written) == talk.fresh_answer()
-
-
-def test_half_of_the_context_is_kept_free_for_a_long_answer_but_not_of_a_long_message(chatml_model, monkeypatch):
-    talk = Talk(chatml_model, monkeypatch, max_new_tokens=2000)
-    question = "x" * 120
-    talk.ask(question)
-    assert talk.lines == ["the answer ends here because the model's context is full"]
-    assert len(talk.conversation.turns) == 1 and len(talk.calls[0][0]) > 128
-    talk.ask("y")
-    assert talk.lines[1] == "dropped the oldest 1 of 1 turns: the context is 256 tokens"
-    assert len(talk.calls[1][0]) <= 128
 
 
 def test_a_message_that_does_not_fit_changes_nothing(talk):
@@ -188,25 +164,6 @@ def test_an_answer_interrupted_inside_the_decoder_leaves_a_valid_cache(talk, mon
         "" if stage == "step" else " before the answer began; your message is forgotten"
     )
     assert talk.ask("x") == talk.fresh_answer()
-
-
-@pytest.mark.skipif(kernels.gpu is None, reason="Triton is not installed")
-def test_fused_decoding_continues_a_kept_cache(monkeypatch):
-    choose = kernels.decode.product_geometry  # programs of more rows: the interpreter takes as long for one of 4 rows
-    monkeypatch.setattr(kernels.decode, "product_geometry", lambda rows, width: choose(rows, width) | {"ROWS": 128})
-    shape = dict(vocab_size=64, hidden_size=16, intermediate_size=16, num_attention_heads=2, num_key_value_heads=1)
-    config = ModelConfig(**shape, num_hidden_layers=1, max_position_embeddings=64, initializer_range=0.5)
-    decoder, options = Decoder(config, seed=3).eval(), dict(max_new_tokens=3, sampling=SAMPLED)
-    kernels.use("triton", torch.device("cpu"))
-    try:
-        prefix, prompt = PrefixCache(), [1, 7, 9]
-        first = generate(decoder, [prompt], prefix=prefix, **options)
-        prompt = [*prompt, *first.tokens[0][:2], 5, 6]
-        second = generate(decoder, [prompt], prefix=prefix, **options)
-    finally:
-        kernels.use("auto", torch.device("cpu"))
-    assert (first.prompt_tokens, second.prompt_tokens) == (3, 2)
-    assert second.tokens == generate(decoder, [prompt], **options).tokens
 
 
 # What generate.py prints in a chat, and in a session without a template.
@@ -275,8 +232,3 @@ def test_what_makes_no_sense_is_a_user_error(chatml_model, tmp_path):
         run(tmp_path, ["x"], chat=True)
     (tmp_path / "chat_template.jinja").write_text("{{ messages[-1].content }}")
     assert run(tmp_path, ["x"], chat=True, system="y")[1][0].startswith("note: the model's chat template leaves the")
-
-
-def test_a_chat_has_longer_answers_by_default():
-    assert (Settings().token_limit, Settings(chat=True).token_limit) == (200, 2048)
-    assert dataclasses.replace(Settings(chat=True), max_new_tokens=7).token_limit == 7

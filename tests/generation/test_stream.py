@@ -57,32 +57,6 @@ def test_an_emoji_of_byte_tokens_is_returned_with_its_last_byte(kind, request):
     assert stream_texts(tokenizer, byte_ids(tokenizer, "🦜")) == ["", "", "", "🦜", ""]
 
 
-def test_an_emoji_of_byte_level_bpe_tokens_is_returned_with_its_last_token(qwen_tokenizer):
-    ids = qwen_tokenizer.encode("🫠")
-    assert len(ids) > 1
-    assert stream_texts(qwen_tokenizer, ids) == [""] * (len(ids) - 1) + ["🫠", ""]
-
-
-@pytest.mark.parametrize("kind", KINDS[:2])
-def test_an_incomplete_character_becomes_replacement_characters_only_at_the_end(kind, request):
-    tokenizer = request.getfixturevalue(kind)
-    ids = tokenizer.encode("x") + byte_ids(tokenizer, "🦜")[:3]
-    *parts, end = stream_texts(tokenizer, ids)
-    assert "".join(parts) == "x" and set(end) == {"\ufffd"} and "".join([*parts, end]) == tokenizer.decode(ids)
-
-
-def test_invalid_bytes_do_not_hold_back_the_text(stories_tokenizer):
-    invalid = byte_ids(stories_tokenizer, "ÿ")[-1]  # 0xBF, a continuation byte without a first byte
-    parts = stream_texts(stories_tokenizer, [invalid] * 10)
-    assert parts[4] == "\ufffd" and "".join(parts) == "\ufffd" * 10
-
-
-def test_leading_spaces_of_later_tokens_are_kept(stories_tokenizer):
-    ids = stories_tokenizer.encode("Once upon a time")
-    texts = stream_texts(stories_tokenizer, ids)
-    assert texts[0] != "" and "".join(texts) == "Once upon a time"
-
-
 def reference_stop(text: str, stops: list[str]) -> str:
     """Read one character at a time and end before the first complete stop string, the longest if there are several."""
     for end in range(1, len(text) + 1):
