@@ -62,7 +62,7 @@ class Tokenizer:
         """files: a tokenizer.json and what lies beside it, by name; folder: where they are from, for messages."""
         self.files, self._folder = files, folder
         with reading(folder / "tokenizer.json"):
-            self._tokenizer = tokenizers.Tokenizer.from_buffer(files["tokenizer.json"])
+            self._tokenizer = tokenizers.Tokenizer.from_str(files["tokenizer.json"].decode())
             self._tokenizer.encode_special_tokens = True
             self._tokenizer.no_truncation()
             self._tokenizer.no_padding()
@@ -71,9 +71,9 @@ class Tokenizer:
                 flags = {flag: getattr(t, flag) for flag in ("special", "lstrip", "rstrip", "single_word")}
                 self._tokenizer.add_tokens([AddedToken(t.content, normalized=False, **flags)])
             self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
-        self.config = self.fields("tokenizer_config.json")
-        self.bos_id = self._find_bos()
-        self.eos_id = self._find_eos()
+        with reading(folder / "tokenizer_config.json"):
+            self.config = self.fields("tokenizer_config.json")
+            self.bos_id, self.eos_id = self._find_bos(), self._find_eos()
         # BOS and EOS belong to the hash because they are in the token stream.
         content = files["tokenizer.json"] + f"{self.bos_id},{self.eos_id}".encode()
         self.hash = hashlib.blake2b(content, digest_size=16).hexdigest()
