@@ -3,8 +3,8 @@
 Bytes are what must be read and written once.
 """
 
-from collections.abc import importlib.util
-import Callable, Iterator
+import importlib.util
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -107,7 +107,8 @@ def norm(device: torch.device, kind: str, rows: int, width: int, after_addition:
     size = rows * width * BF16.itemsize
     forward, backward = (4 * size, 4 * size) if after_addition else (2 * size, 3 * size)
     name = f"{kind} norm{' after addition' if after_addition else ''}, {rows} x {width}"
-    return Case(name, make, 3 if after_addition else 2, baselines, forward, backward, prepare={own: round_weight, "Liger": round_weight})
+    prepare = {own: round_weight, "Liger": round_weight}
+    return Case(name, make, 3 if after_addition else 2, baselines, forward, backward, prepare=prepare)
 
 
 def has_liger(device: torch.device) -> bool:

@@ -115,7 +115,7 @@ def find_damage(directory: Path) -> str | None:
 
 def has_tokenizer(directory: Path) -> bool:
     """Whether the directory has a tokenizer that `data.tokenizer` reads."""
-    names = ("tokenizer.model", "tokenizer.json", "sentencepiece.model")
+    names = ("tokenizer.model", "tokenizer.json")
     return any((directory / name).is_file() for name in names)
 
 

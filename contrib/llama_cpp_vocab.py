@@ -11,8 +11,8 @@ from typing import Literal
 
 from tokenizers.pre_tokenizers import ByteLevel
 
-from data.tokenizer import JsonTokenizer, SentencePieceTokenizer, Tokenizer
-from data.tokenizer_json import NORMAL, UnsupportedTokenizer, last_merge, read_model
+from data.tokenizer import Tokenizer
+from data.tokenizer_json import PIECE, UnsupportedTokenizer, last_merge, read_model
 from errors import UserError
 
 CONTROL, USER_DEFINED, UNUSED = 3, 4, 5  # types of tokens: llama.cpp's numbers are those of SentencePiece's files
@@ -55,7 +55,7 @@ class Vocabulary:
 def llama_cpp_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> Vocabulary:
     """The tokenizer, for a model with `vocab_size` embeddings. Raises `UserError` when llama.cpp cannot express it."""
     try:
-        if isinstance(tokenizer, SentencePieceTokenizer):
+        if tokenizer.is_sentencepiece:
             return from_sentencepiece(tokenizer, vocab_size)
         return from_json(tokenizer, vocab_size)
     except UnsupportedTokenizer as error:
@@ -65,26 +65,30 @@ def llama_cpp_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> Vocabulary:
         ) from None
 
 
-def from_sentencepiece(tokenizer: SentencePieceTokenizer, vocab_size: int) -> Vocabulary:
+def from_sentencepiece(tokenizer: Tokenizer, vocab_size: int) -> Vocabulary:
     """SentencePiece's pieces as they are: llama.cpp merges by score in the same order."""
-    model = read_model(tokenizer.content)
-    pieces = [*model.pieces, *((f"[PAD{i}]", 0.0, UNUSED) for i in range(len(model.pieces), vocab_size))]
+    model = read_model(tokenizer.files["tokenizer.model"])
+    pieces = [(piece.piece, piece.score, piece.type) for piece in model.pieces]
+    if len(pieces) < tokenizer.vocab_size:
+        raise UnsupportedTokenizer("its tokenizer.json has more tokens than its tokenizer.model")
     notes = []
-    if model.remove_extra_whitespaces:
+    if model.normalizer_spec.remove_extra_whitespaces:
         notes.append("this tokenizer drops extra spaces and llama.cpp keeps them: texts with such spaces get other ids")
     # llama.cpp merges towards every token, SentencePiece only towards normal pieces.
-    scores = {piece: score for piece, score, kind in model.pieces if len(piece) > 1}
+    scores = {piece: score for piece, score, _ in pieces if len(piece) > 1}
     rank = {piece: i for i, piece in enumerate(sorted(scores, key=scores.__getitem__, reverse=True))}
-    reserved = [piece for piece, _, kind in model.pieces if kind != NORMAL and last_merge(piece, rank)]
+    reserved = [piece for piece, _, kind in pieces if kind != PIECE.NORMAL and last_merge(piece, rank)]
     if reserved:
         notes.append(f"llama.cpp reads the texts {', '.join(reserved)} as those special tokens")
+    pieces += [(f"[PAD{i}]", 0.0, UNUSED) for i in range(len(pieces), vocab_size)]
     texts, scores, types = (list(column) for column in zip(*pieces, strict=True))
-    return Vocabulary("llama", texts, types, scores, add_space_prefix=model.add_dummy_prefix, notes=notes)
+    prefix = model.normalizer_spec.add_dummy_prefix
+    return Vocabulary("llama", texts, types, scores, add_space_prefix=prefix, notes=notes)
 
 
-def from_json(tokenizer: JsonTokenizer, vocab_size: int) -> Vocabulary:
+def from_json(tokenizer: Tokenizer, vocab_size: int) -> Vocabulary:
     """A byte-level byte-pair encoding, whose way of splitting text must be one that llama.cpp knows by name."""
-    content = json.loads(tokenizer.content)
+    content = tokenizer.fields("tokenizer.json")
     model, added = content["model"], content.get("added_tokens", [])
     if model.get("type") != "BPE" or not set(ByteLevel.alphabet()) <= set(model["vocab"]):
         raise UnsupportedTokenizer("its tokenizer.json is not a byte-level byte-pair encoding with all 256 bytes")
@@ -103,7 +107,7 @@ def from_json(tokenizer: JsonTokenizer, vocab_size: int) -> Vocabulary:
         raise UnsupportedTokenizer(f"it changes text with the normalizer {normalizer}")
     tokens, types = [f"[PAD{i}]" for i in range(vocab_size)], [UNUSED] * vocab_size
     for token, i in model["vocab"].items():
-        tokens[i], types[i] = token, NORMAL
+        tokens[i], types[i] = token, PIECE.NORMAL
     for token in added:
         tokens[token["id"]], types[token["id"]] = token["content"], CONTROL if token["special"] else USER_DEFINED
     merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]

@@ -11,73 +11,81 @@ It needs distinct scores, which BPE training gives: minus the rank.
 """
 
 import itertools
-import struct
-from collections.abc import Iterator
-from dataclasses import dataclass
+import json
 
+from sentencepiece.sentencepiece_model_pb2 import ModelProto
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, processors
 from tokenizers.models import BPE
 
 SPACE = "▁"  # U+2581: how SentencePiece writes a space
-NORMAL, UNKNOWN, CONTROL, BYTE = 1, 2, 3, 6  # types of pieces in SentencePiece's model file
-TYPE_BPE = 2
+PIECE = ModelProto.SentencePiece
 
 
 class UnsupportedTokenizer(Exception):
     """No `tokenizer.json` of this construction gives the same ids as the model."""
 
 
-@dataclass(frozen=True)
-class Model:
-    """The part of a SentencePiece model file that decides the ids."""
+def tokenizer_files(content: bytes, config: dict) -> dict[str, bytes]:
+    """The tokenizer.json and tokenizer_config.json of a SentencePiece model, whose own configuration is `config`.
 
-    pieces: list[tuple[str, float, int]]  # (text, score, type), by id
-    add_dummy_prefix: bool
-    remove_extra_whitespaces: bool
-
-
-def tokenizer_json(model: bytes, bos_id: int | None) -> str:
-    """The JSON text; its post-processor puts BOS in front if an id is given. Raises `UnsupportedTokenizer`."""
-    parsed = read_model(model)
-    vocabulary = {piece: i for i, (piece, _, _) in enumerate(parsed.pieces)}
-    unknown = next(piece for piece, _, kind in parsed.pieces if kind == UNKNOWN)
-    tokenizer = Tokenizer(BPE(vocabulary, merges(parsed), unk_token=unknown, byte_fallback=True, fuse_unk=False))
-    tokenizer.normalizer = normalizers.Sequence(_normalizers(parsed))
-    decoding = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-    tokenizer.decoder = decoders.Sequence(decoding + [decoders.Strip(" ", 1, 0)] * parsed.add_dummy_prefix)
-    special = [piece for piece, _, kind in parsed.pieces if kind in (UNKNOWN, CONTROL)]
+    `AutoTokenizer` gives the same ids. Raises `UnsupportedTokenizer`.
+    """
+    model = read_model(content)
+    ids = {piece.piece: i for i, piece in enumerate(model.pieces)}
+    unknown, bos = model.trainer_spec.unk_piece, model.trainer_spec.bos_piece
+    tokenizer = Tokenizer(BPE(ids, merges(model), unk_token=unknown, byte_fallback=True, fuse_unk=False))
+    tokenizer.normalizer = normalizers.Sequence(_normalizers(model.normalizer_spec))
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+        + [decoders.Strip(" ", 1, 0)] * model.normalizer_spec.add_dummy_prefix
+    )
+    special = [piece.piece for piece in model.pieces if piece.type in (PIECE.UNKNOWN, PIECE.CONTROL)]
     tokenizer.add_special_tokens([AddedToken(piece, special=True, normalized=False) for piece in special])
-    if bos_id is not None:
-        bos = parsed.pieces[bos_id][0]
+    bos = bos if bos in special and config.get("add_bos_token", True) else None
+    if bos is not None:
         tokenizer.post_processor = processors.TemplateProcessing(
-            single=[bos, "$A"], pair=[bos, "$A", f"{bos}:1", "$B:1"], special_tokens=[(bos, bos_id)]
+            single=[bos, "$A"], pair=[bos, "$A", f"{bos}:1", "$B:1"], special_tokens=[(bos, ids[bos])]
         )
-    return tokenizer.to_str(pretty=True)
+    fields = {
+        "tokenizer_class": "PreTrainedTokenizerFast",  # with LlamaTokenizer the ids are others, silently
+        "add_bos_token": bos is not None,
+        "add_eos_token": False,
+        "bos_token": bos,
+        "eos_token": model.trainer_spec.eos_piece,
+        "unk_token": unknown,
+        "split_special_tokens": True,  # "</s>" in a text is four characters
+        "clean_up_tokenization_spaces": False,
+    }
+    if not model.normalizer_spec.add_dummy_prefix:
+        fields["add_prefix_space"] = False  # llama.cpp's converter reads it; a missing key means true there
+    fields |= {key: config[key] for key in ("chat_template",) if key in config}
+    texts = {"tokenizer.json": tokenizer.to_str(pretty=True), "tokenizer_config.json": json.dumps(fields, indent=2)}
+    return {name: text.encode() for name, text in texts.items()}
 
 
-def _normalizers(model: Model) -> list[normalizers.Normalizer]:
+def _normalizers(spec) -> list[normalizers.Normalizer]:
     """What SentencePiece does to a text before it merges pieces, in the same order."""
     steps = []
-    if model.remove_extra_whitespaces:
+    if spec.remove_extra_whitespaces:
         steps += [normalizers.Replace(Regex(r"\A +"), ""), normalizers.Replace(Regex(" +"), " ")]
-    if model.add_dummy_prefix:
+    if spec.add_dummy_prefix:
         steps.append(normalizers.Prepend(SPACE))
     steps.append(normalizers.Replace(" ", SPACE))
-    if model.remove_extra_whitespaces:
+    if spec.remove_extra_whitespaces:
         steps.append(normalizers.Replace(Regex(rf"{SPACE}+\z"), ""))
     return steps
 
 
-def merges(model: Model) -> list[tuple[str, str]]:
+def merges(model: ModelProto) -> list[tuple[str, str]]:
     """For each piece of more than one character, best score first, the one pair that forms it."""
-    scores = {piece: score for piece, score, kind in model.pieces if kind == NORMAL and len(piece) > 1}
+    normal = {piece.piece: piece.score for piece in model.pieces if piece.type == PIECE.NORMAL}
+    scores = {piece: score for piece, score in normal.items() if len(piece) > 1}
     if len(set(scores.values())) < len(scores):
         raise UnsupportedTokenizer("two pieces have the same score")
     ranked = sorted(scores, key=scores.__getitem__, reverse=True)
     rank = {piece: i for i, piece in enumerate(ranked)}
-    known = {piece for piece, _, kind in model.pieces if kind == NORMAL}
-    pairs = ((piece, last_merge(piece, rank)) for piece in ranked if set(piece) <= known)
-    return [pair for _, pair in pairs if pair]
+    pairs = (last_merge(piece, rank) for piece in ranked if set(piece) <= normal.keys())
+    return [pair for pair in pairs if pair]
 
 
 def last_merge(piece: str, rank: dict[str, int]) -> tuple[str, str] | None:
@@ -94,59 +102,17 @@ def last_merge(piece: str, rank: dict[str, int]) -> tuple[str, str] | None:
     return None
 
 
-def read_model(model: bytes) -> Model:
-    """Read a SentencePiece model file. Raises `UnsupportedTokenizer` unless it is a plain BPE with byte fallback.
-
-    The file is a protocol buffer; field numbers are those of `sentencepiece_model.proto`, and an absent field has the
-    default given there.
-    """
-    pieces, trainer, normalizer = [], {}, {}
-    for number, value in _fields(model):
-        if number == 1:
-            piece = dict(_fields(value))
-            score = struct.unpack("<f", piece.get(2, b"\0\0\0\0"))[0]
-            pieces.append((piece[1].decode("utf-8"), score, piece.get(3, NORMAL)))
-        elif number == 2:
-            trainer = dict(_fields(value))
-        elif number == 3:
-            normalizer = dict(_fields(value))
-        elif number == 5 and dict(_fields(value)).get(2):
-            raise UnsupportedTokenizer("it changes text when decoding")
-    kinds = {kind for _, _, kind in pieces}
-    plain = {
-        "it is not a byte-pair encoding": trainer.get(3, 1) == TYPE_BPE,
-        "it has no byte fallback": bool(trainer.get(35)) and sum(kind == BYTE for *_, kind in pieces) == 256,
-        "it marks spaces at the end of words": not trainer.get(24),
-        "it changes characters": not normalizer.get(2) and not normalizer.get(6),
-        "it leaves spaces as they are": bool(normalizer.get(5, 1)),
-        "it has user-defined or unused pieces": kinds <= {NORMAL, UNKNOWN, CONTROL, BYTE},
+def read_model(content: bytes) -> ModelProto:
+    """Read a SentencePiece model file. Raises `UnsupportedTokenizer` unless it is a plain BPE with byte fallback."""
+    model = ModelProto.FromString(content)
+    trainer, normalizer, kinds = model.trainer_spec, model.normalizer_spec, [piece.type for piece in model.pieces]
+    requirements = {
+        "it is not a byte-pair encoding": trainer.model_type == trainer.BPE,
+        "it has no byte fallback": trainer.byte_fallback and kinds.count(PIECE.BYTE) == 256,
+        "it changes characters": not normalizer.precompiled_charsmap and not normalizer.normalization_rule_tsv,
+        "it has user-defined or unused pieces": not {PIECE.USER_DEFINED, PIECE.UNUSED} & set(kinds),
     }
-    for reason, holds in plain.items():
+    for reason, holds in requirements.items():
         if not holds:
             raise UnsupportedTokenizer(reason)
-    return Model(pieces, bool(normalizer.get(3, 1)), bool(normalizer.get(4, 1)))
-
-
-def _fields(buffer: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """The (number, value) pairs of a protocol-buffer message: integers for varints, bytes for the rest."""
-    position = 0
-
-    def varint() -> int:
-        nonlocal position
-        value = shift = 0
-        while True:
-            byte = buffer[position]
-            position += 1
-            value |= (byte & 0x7F) << shift
-            if byte < 0x80:
-                return value
-            shift += 7
-
-    while position < len(buffer):
-        number, wire = divmod(varint(), 8)
-        if wire == 0:
-            yield number, varint()
-            continue
-        size = {1: 8, 5: 4}.get(wire) or varint()
-        yield number, buffer[position : position + size]
-        position += size
+    return model

@@ -26,8 +26,6 @@ from data.packing import TokenWriter, token_dtype
 from data.split import TRAIN, VALIDATION, CorpusSplit, hash_documents, kept_documents, split_corpus
 from data.tokenizer import (
     TRAINER_OPTIONS,
-    JsonTokenizer,
-    SentencePieceTokenizer,
     Tokenizer,
     VocabularyTooLarge,
     load_tokenizer,
@@ -74,7 +72,7 @@ class TokenizedCorpus:
             f"xz -9e: {self.xz_bits_per_byte:.3f} bits per byte)",
             f"{self.bytes / tokens:.2f} bytes per token, vocabulary {self.tokenizer.vocab_size:,}",
         ]
-        if self.u2581_count and isinstance(self.tokenizer, SentencePieceTokenizer):
+        if self.u2581_count and self.tokenizer.is_sentencepiece:
             parts.append(f"{self.u2581_count:,} characters U+2581, which SentencePiece reads as spaces")
         if self.special_tokens:
             parts.append(
@@ -264,7 +262,7 @@ def _write_streams(folder: Path, files: list[TextFile], corpus_split: CorpusSpli
 
 def _special_tokens(tokenizer: Tokenizer) -> re.Pattern | None:
     """A pattern that matches the special tokens of a `tokenizer.json`."""
-    added = tokenizer.added_tokens.values() if isinstance(tokenizer, JsonTokenizer) else ()
+    added = () if tokenizer.is_sentencepiece else tokenizer.added_tokens.values()
     names = sorted((token.content for token in added if token.special), key=len, reverse=True)
     return re.compile("|".join(map(re.escape, names))) if names else None
 

@@ -4,41 +4,42 @@ Special tokens are tokens where the template writes them, and plain text where a
 end a turn or forge another one by typing `<|im_end|>`.
 """
 
+import functools
+import json
 import re
 from collections.abc import Sequence
+from datetime import datetime
 from pathlib import Path
+from typing import Any
+
+import jinja2
+from jinja2.ext import loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from data.chat_template import read_template
-from data.tokenizer import JsonTokenizer, break_tokens
-from errors import UserError, read_json
-from generation.prompts import check_length
-from generation.template import Message, render
+from data.tokenizer import Tokenizer, break_tokens
+from errors import UserError
 
-# The names under which templates find special tokens.
-SPECIAL_TOKENS = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
+Message = dict[str, Any]
 
 
 class ChatFormat:
     """A checkpoint's chat template with its tokenizer, and a system prompt that precedes every conversation.
 
-    Raises `UserError` for a checkpoint without either, and for a template that fails or refuses the system prompt.
+    Raises `UserError` for a checkpoint without a template, and for one that fails or refuses the system prompt.
     """
 
-    def __init__(self, checkpoint: Path, system: str | None = None):
+    def __init__(self, checkpoint: Path, tokenizer: Tokenizer, system: str | None = None):
         template = read_template(checkpoint)
         if template is None:
             raise UserError(
                 f"{checkpoint} has no chat template, so the model only continues text: use --interactive or --prompt "
                 f"without --chat, or a model trained for conversations (often named Instruct or Chat)."
             )
-        self._template = template
-        if not (checkpoint / "tokenizer.json").is_file():
-            raise UserError(f"{checkpoint} has no tokenizer.json, which --chat needs; download or convert it.")
-        self.tokenizer = JsonTokenizer(checkpoint / "tokenizer.json")
-        self._variables = special_tokens(checkpoint)
-        added = self.tokenizer.added_tokens
+        self._template, self.tokenizer = template, tokenizer
+        added = tokenizer.added_tokens
         # Some models have turn markers that are not marked as special. Runs of spaces are tokens, too, and no markers.
-        in_template = {i for i, token in added.items() if token.content.strip() and token.content in self._template}
+        in_template = {i for i, token in added.items() if token.content.strip() and token.content in template}
         self._special = {i for i, token in added.items() if token.special}
         self._control = self._special | in_template
         self._system = [] if system is None else [{"role": "system", "content": system}]
@@ -46,9 +47,9 @@ class ChatFormat:
         answer = "It is fine."
         example = [{"role": "user", "content": "What is it?"}, {"role": "assistant", "content": answer}]
         text = self.render(example, answer_follows=False)
-        self.leaves_system_out = system is not None and self._break_control(system).strip() not in text
+        self.leaves_system_out = system is not None and self._break(system, self._control).strip() not in text
         """Whether the template ignores the system prompt."""
-        end = self.tokenizer.encode_special(text.rpartition(answer)[2].lstrip())
+        end = tokenizer.encode_special(text.rpartition(answer)[2].lstrip())
         self.end_of_turn = end[0] if end and end[0] in self._control else None
         """The token that the template writes after an answer. Not every model lists it as EOS."""
 
@@ -59,30 +60,46 @@ class ChatFormat:
         """
         broken = []
         for message in (*self._system, *messages):
-            content, by_model = message["content"], message["role"] == "assistant"
-            broken.append({**message, "content": self._break_control(content, self._special if by_model else None)})
-        text = render(self._template, broken, self._variables, answer_follows)
-        if re.search("[\ud800-\udfff]", text):
-            raise UserError("the chat template writes half of a character (a lone surrogate); get another template.")
-        check_length("the conversation, as the chat template writes it,", text)
-        return text
+            ids = self._special if message["role"] == "assistant" else self._control
+            broken.append({**message, "content": self._break(message["content"], ids)})
+        try:
+            return render_template(self._template, broken, self.tokenizer.special_tokens, answer_follows)
+        except Exception as error:  # whatever the template raises
+            raise UserError(
+                f"the model's chat template does not support this conversation ({type(error).__name__}: {error}); "
+                f"leave out --system, or use another version of the model."
+            ) from error
 
     def encode(self, messages: Sequence[Message]) -> list[int]:
         """The token ids of the conversation, up to where the model's answer begins."""
-        ids = self.tokenizer.encode_special(self.render(messages))
-        if not ids:
-            raise UserError("the model's chat template writes nothing for this conversation; get another template.")
-        return ids
+        return self.tokenizer.encode_special(self.render(messages))
 
-    def _break_control(self, text: str, ids: set[int] | None = None) -> str:
-        """The text with the tokens of these ids broken, by default all that can structure a conversation."""
-        added = self.tokenizer.added_tokens
-        return break_tokens(text, [added[i].content for i in sorted(self._control if ids is None else ids)])
+    def _break(self, text: str, ids: set[int]) -> str:
+        """The text with the tokens of these ids broken."""
+        return break_tokens(text, [self.tokenizer.added_tokens[i].content for i in sorted(ids)])
 
 
-def special_tokens(checkpoint: Path) -> dict[str, str]:
-    """The texts of the special tokens under the names by which templates call them."""
-    fields = read_json(checkpoint / "special_tokens_map.json") | read_json(checkpoint / "tokenizer_config.json")
-    found = {name: fields.get(name) for name in SPECIAL_TOKENS}
-    texts = {name: token.get("content") if isinstance(token, dict) else token for name, token in found.items()}
-    return {name: text for name, text in texts.items() if isinstance(text, str)}
+def render_template(source: str, messages: Sequence[Message], variables: dict, add_generation_prompt: bool) -> str:
+    """The conversation as text. `variables` are more names for the template, such as bos_token."""
+    arguments = {"tools": None, "documents": None, "add_generation_prompt": add_generation_prompt, **variables}
+    return compile_template(source).render(messages=messages, **arguments)
+
+
+@functools.cache
+def compile_template(source: str) -> jinja2.Template:
+    """A chat template in Jinja's sandbox, with the settings and functions that transformers gives to it."""
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    environment.filters["tojson"] = to_json
+    environment.globals |= {"raise_exception": refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
+    # `{% generation %}` marks the model's own text for training. It is a block with a scope of its own.
+    return environment.from_string(re.sub(r"(\{%[-+]?\s*(?:end)?)generation(?=\s*[-+]?%\})", r"\1with", source))
+
+
+def to_json(value: object, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys=False):
+    """JSON as it is. Jinja's own filter escapes <, > and & for HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def refuse(message: str) -> None:
+    """`raise_exception` of templates: it does not support this conversation."""
+    raise jinja2.TemplateError(message)

@@ -1,17 +1,13 @@
 """A conversation with a chat model: what was said, within the model's context, and the key/value cache of it."""
 
-import bisect
-import functools
 import itertools
 from collections.abc import Callable
 
-from generation.chat import ChatFormat
-from generation.generate import Generation, Past, generate
+from generation.chat import ChatFormat, Message
+from generation.generate import Generation, PrefixCache
 from generation.prompts import check_prompts
 from generation.settings import Settings
 from generation.stream import TextStream
-from generation.template import Message
-from model.decoder import Decoder
 
 Turn = tuple[Message, Message]
 """A question and its answer."""
@@ -26,92 +22,73 @@ class Conversation:
 
     def __init__(
         self,
-        decoder: Decoder,
+        continue_prompts: Callable[..., Generation],
         chat_format: ChatFormat,
         settings: Settings,
-        eos_ids: frozenset[int],
+        context: int,
         write: Callable[[str], object],
         log: Callable[[str], object],
     ):
-        self._decoder, self._format, self._settings, self._eos_ids = decoder, chat_format, settings, eos_ids
-        self._write, self._log = write, log
+        """continue_prompts: `generate` with a decoder and the settings; context: the decoder's, in tokens."""
+        self._continue_prompts, self._format, self._settings = continue_prompts, chat_format, settings
+        self._context, self._write, self._log = context, write, log
         self.turns: list[Turn] = []
         self._answers = 0  # since the start: the number of the next sample
-        self._past = Past()
+        self._prefix = PrefixCache()
 
     def reset(self) -> None:
         """Forget all turns. The system prompt stays."""
         self.turns = []
         self._log("a new conversation begins")
 
-    def answer(self, text: str) -> Generation | None:
-        """Generate the answer to `text` and write it. Returns the result, or None if it was interrupted."""
+    def answer(self, text: str) -> list[Generation]:
+        """Generate the answer to `text` and write it. Returns the result, nothing if it was interrupted."""
         question = {"role": "user", "content": text}
         turns, prompt = self._fit(question)
         if dropped := len(self.turns) - len(turns):
-            limit = self._decoder.config.max_position_embeddings
-            self._log(f"dropped the oldest {dropped} of {len(self.turns)} turns: the context is {limit} tokens")
-        tokenizer, settings, result = self._format.tokenizer, self._settings, None
-        stream, parts = TextStream(tokenizer, settings.stop), []
+            self._log(f"dropped the oldest {dropped} of {len(self.turns)} turns: the context is {self._context} tokens")
+        stream, parts, results = TextStream(self._format.tokenizer, self._settings.stop), [], []
 
-        def emit(part: str) -> None:
+        def emit(part: str) -> bool:
             parts.append(part)
             self._write(part)
-
-        def on_token(_: int, token: int) -> bool:
-            emit(stream.push(token))
             return stream.stopped
 
         try:
-            result = generate(
-                self._decoder,
+            result = self._continue_prompts(
                 [prompt],
-                max_new_tokens=settings.token_limit,
-                sampling=settings.sampling,
-                seed=settings.seed,
                 sample_numbers=[self._answers],
-                eos_ids=self._eos_ids,
-                vocab_size=tokenizer.vocab_size,
-                on_token=on_token,
-                past=self._past,
+                on_token=lambda _, token: emit(stream.push(token)),
+                prefix=self._prefix,
             )
             emit(stream.flush())
+            results, end = [result], result.finish_reasons[0]
         except KeyboardInterrupt:
             if not any(parts):
                 self._log("\nstopped before the answer began; your message is forgotten")
-                return None
+                return []
+            end = "interrupted"
         self._write("\n")
         self.turns = [*turns, (question, {"role": "assistant", "content": "".join(parts)})]
         self._answers += 1
-        self._log_end(result)
-        return result
-
-    def _log_end(self, result: Generation | None) -> None:
-        """Say why the answer ended, unless the model ended it."""
-        reason = "stopped" if result is None else result.finish_reasons[0]
-        lines = {
-            "stopped": "stopped",
+        reasons = {
+            "interrupted": "stopped",
             "length": f"the answer was cut after {self._settings.token_limit} tokens (--max-new-tokens)",
             "context": "the answer ends here because the model's context is full",
         }
-        if reason in lines:
-            self._log(lines[reason])
+        if end in reasons:
+            self._log(reasons[end])
+        return results
 
     def _fit(self, question: Message) -> tuple[list[Turn], list[int]]:
         """The newest turns that leave room for an answer, and the token ids of them and the question.
 
         An answer may need `max_new_tokens`, but at most half of the context is kept free for it.
         """
-        limit = self._decoder.config.max_position_embeddings
-        room = limit - min(self._settings.token_limit, limit // 2)
-
-        @functools.cache
-        def prompt(dropped: int) -> list[int]:
-            return self._format.encode([*itertools.chain(*self.turns[dropped:]), question])
-
-        dropped = 0
-        if len(prompt(0)) > room:
-            counts = range(len(self.turns))
-            dropped = bisect.bisect_left(counts, True, key=lambda count: len(prompt(count)) <= room)
-        check_prompts([prompt(dropped)], limit)
-        return self.turns[dropped:], prompt(dropped)
+        room = self._context - min(self._settings.token_limit, self._context // 2)
+        for dropped in range(len(self.turns) + 1):
+            prompt = self._format.encode([*itertools.chain(*self.turns[dropped:]), question])
+            if len(prompt) <= room:
+                break
+        check_prompts([prompt], self._context)
+        return self.turns[dropped:], prompt

@@ -6,7 +6,6 @@ good enough for small batches.
 """
 
 import contextlib
-import itertools
 import math
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -15,8 +14,9 @@ from typing import Literal
 
 import torch
 
+from data.tokenizer import Tokenizer
 from errors import UserError
-from generation.prompts import check_prompts
+from generation.prompts import check_prompts, encode_prompt, first_tokens
 from generation.sampling import generator_for, sample
 from generation.settings import Sampling
 from model.cache import KeyValueCache
@@ -46,18 +46,18 @@ class Generation:
 
 
 @dataclass
-class Past:
+class PrefixCache:
     """The tokens of the last call of `generate`, and their keys and values: the next call computes only what is new."""
 
     tokens: list[int] = field(default_factory=list)
     """At least those that the cache holds, in order."""
     cache: KeyValueCache | None = None
 
-    def known_tokens(self, prompt: Sequence[int]) -> int:
+    def cached_tokens(self, prompt: Sequence[int]) -> int:
         """How many tokens at the start of the prompt the cache holds. Not the last one: its logits are needed."""
-        known = self.tokens[: self.cache.length] if self.cache is not None else []
-        common = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(known, prompt[:-1], strict=False))
-        return sum(1 for _ in common)
+        cached = self.tokens[: self.cache.length] if self.cache is not None else []
+        pairs = enumerate(zip(cached, prompt[:-1], strict=False))
+        return next((i for i, (a, b) in pairs if a != b), min(len(cached), len(prompt) - 1))
 
 
 def generate(
@@ -71,9 +71,9 @@ def generate(
     first_tokens: Sequence[Sequence[int] | None] | None = None,
     eos_ids: Collection[int] = (),
     vocab_size: int | None = None,
-    on_token: Callable[[int, int], bool | None] | None = None,
-    on_finish: Callable[[int, FinishReason], object] | None = None,
-    past: Past | None = None,
+    on_token: Callable[[int, int], bool | None] = lambda i, token: False,
+    on_finish: Callable[[int, FinishReason], object] = lambda i, reason: None,
+    prefix: PrefixCache | None = None,
 ) -> Generation:
     """Continue each prompt (one token or more), deterministically.
 
@@ -86,31 +86,31 @@ def generate(
     long to generate even one token raises `UserError`. Only ids below `vocab_size` are sampled: a model may have more
     ids than its tokenizer.
 
-    With `past`, for a single prompt: what the prompt has in common with the last call's tokens is not computed again.
-    `past` stays valid if this call is interrupted anywhere, but not if a call without it comes in between.
+    With `prefix`, for a single prompt: what the prompt has in common with the last call's tokens is not computed again.
+    It stays valid if this call is interrupted anywhere, but not if a call without it comes in between.
     """
-    context = decoder.config.max_position_embeddings
-    check_prompts(prompts, context)
+    check_prompts(prompts, context := decoder.config.max_position_embeddings)
     max_new = [min(max_new_tokens, context - len(prompt)) for prompt in prompts]
     device = next(decoder.parameters()).device
     generators = [generator_for(seed, number, device) for number in sample_numbers or [0] * len(prompts)]
-    known = 0 if past is None else past.known_tokens(prompts[0])
-    result = Generation([[] for _ in prompts], [None] * len(prompts), prompt_tokens=sum(map(len, prompts)) - known)
+    cached = 0 if prefix is None else prefix.cached_tokens(prompts[0])
+    result = Generation([[] for _ in prompts], [None] * len(prompts), prompt_tokens=sum(map(len, prompts)) - cached)
 
     def add_token(i: int, token: int) -> FinishReason | None:
         if token in eos_ids:
             return "eos"
         result.tokens[i].append(token)
-        if on_token is not None and on_token(i, token):
+        if on_token(i, token):
             return "stop"
         if len(result.tokens[i]) == max_new[i]:
             return "length" if max_new[i] == max_new_tokens else "context"
         return None
 
     start = time.perf_counter()
-    excluded = excluded_tokens(first_tokens, vocab_size or decoder.config.vocab_size, device)
+    vocab_size = vocab_size or decoder.config.vocab_size
+    allowed = token_mask(first_tokens, vocab_size, device) if any(first_tokens or ()) else None
     sampling = sampling or Sampling()
-    steps = next_tokens(decoder, prompts, max(max_new), sampling, generators, vocab_size, excluded, past, known)
+    steps = next_tokens(decoder, prompts, max(max_new), sampling, generators, vocab_size, allowed, prefix, cached)
     with threads_for(decoder, len(prompts)), contextlib.closing(steps):
         for step, tokens in enumerate(steps):
             if step == 0:
@@ -118,7 +118,7 @@ def generate(
             for i, token in enumerate(tokens):
                 if result.finish_reasons[i] is None:
                     result.finish_reasons[i] = reason = add_token(i, token)
-                    if reason is not None and on_finish is not None:
+                    if reason is not None:
                         on_finish(i, reason)
             result.steps = step
             if all(result.finish_reasons):
@@ -134,32 +134,30 @@ def next_tokens(
     max_new_tokens: int,
     sampling: Sampling,
     generators: list[torch.Generator],
-    vocab_size: int | None,
-    excluded: torch.Tensor | None = None,
-    past: Past | None = None,
-    known: int = 0,
+    vocab_size: int,
+    allowed: torch.Tensor | None,
+    prefix: PrefixCache | None,
+    cached: int,
 ) -> Iterator[list[int]]:
     """Yield the next token of every sequence, `max_new_tokens` times, also of sequences that the caller has ended.
 
-    excluded (B, V) bool: what the first token must not be.
-    The first `known` tokens of the prompt are taken from `past`, which holds all tokens of this call afterwards.
+    allowed (B, V) bool: what the first token may be, None for all.
+    The first `cached` tokens of the prompt are taken from `prefix`, which holds all tokens of this call afterwards.
     """
-    context = decoder.config.max_position_embeddings
-    device = next(decoder.parameters()).device
+    context, device = decoder.config.max_position_embeddings, next(decoder.parameters()).device
     tokens, padding = left_pad(prompts, device)
-    seen = seen_tokens(prompts, decoder.config.vocab_size, device) if sampling.repetition_penalty != 1 else None
+    seen = token_mask(prompts, vocab_size, device) if sampling.repetition_penalty != 1 else None
     shape = len(prompts), tokens.shape[1] + max_new_tokens
     with decode_step_for(decoder, *shape) as step:
         if step is None:
             cache = KeyValueCache(decoder.config, *shape, device=device, dtype=decoder.compute_dtype)
         else:
             cache = step.cache
-        if past is not None:
-            (prompt,) = prompts
-            if known:
-                cache.keep_prefix(past.cache, known)
-            past.cache, past.tokens = cache, list(prompt)
-            tokens = tokens[:, known:]
+        if prefix is not None:
+            if cached:
+                cache.keep_prefix(prefix.cache, cached)
+            prefix.cache, prefix.tokens = cache, list(prompts[0])
+            tokens = tokens[:, cached:]
         for _ in range(max_new_tokens):
             if cache.length >= context:
                 # Only shorter, padded prompts still have room in the context. The sequences that have filled it are
@@ -170,17 +168,17 @@ def next_tokens(
             else:
                 logits = decoder(tokens, cache=cache, padding=padding, last_only=True)
             logits = logits[:, -1, :vocab_size]  # (B, V)
-            if excluded is not None:
-                logits, excluded = logits.masked_fill(excluded, -math.inf), None
-            sampled = sample(logits, sampling, generators, None if seen is None else seen[:, :vocab_size])  # (B,)
+            if allowed is not None:
+                logits, allowed = logits.masked_fill(~allowed, -math.inf), None
+            sampled = sample(logits, sampling, generators, seen)  # (B,)
             ids = sampled.tolist()  # the only wait for the device in a step
             if min(ids) < 0:
                 raise UserError(
                     "the model's logits are not finite; its weights are damaged, or its activations overflow: "
                     "try --dtype float32."
                 )
-            if past is not None:
-                past.tokens += ids
+            if prefix is not None:
+                prefix.tokens += ids
             yield ids
             tokens = sampled[:, None]
             if seen is not None:
@@ -199,22 +197,23 @@ def left_pad(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[to
     return tokens, torch.tensor(padding, device=device) if any(padding) else None
 
 
-def excluded_tokens(
-    first_tokens: Sequence[Sequence[int] | None] | None, vocab_size: int, device: torch.device
-) -> torch.Tensor | None:
-    """(B, V) bool: which tokens are not among the `first_tokens` of each prompt; None if all may be first."""
-    if not any(first_tokens or ()):
-        return None
-    excluded = torch.zeros(len(first_tokens), vocab_size, dtype=torch.bool)
-    for row, ids in zip(excluded, first_tokens, strict=True):
-        if ids:
-            row.fill_(True)[ids] = False
-    return excluded.to(device)
+def token_mask(rows: Sequence[Sequence[int] | None], vocab_size: int, device: torch.device) -> torch.Tensor:
+    """(B, V) bool: true for the tokens of each row, for all of a row that is None or empty."""
+    mask = torch.zeros(len(rows), vocab_size, dtype=torch.bool)
+    for i, ids in enumerate(rows):
+        mask[i, list(ids) if ids else slice(None)] = True
+    return mask.to(device)
 
 
-def seen_tokens(prompts: Sequence[Sequence[int]], vocab_size: int, device: torch.device) -> torch.Tensor:
-    """(B, V) bool: which tokens occur in each prompt."""
-    seen = torch.zeros(len(prompts), vocab_size, dtype=torch.bool)
-    for i, prompt in enumerate(prompts):
-        seen[i, list(prompt)] = True
-    return seen.to(device)
+def complete(
+    decoder: Decoder,
+    tokenizer: Tokenizer,
+    prompt: str = "",
+    max_new_tokens: int = 200,
+    sampling: Sampling | None = None,
+    seed: int = 0,
+) -> str:
+    """The prompt and its continuation as one string. Depends on its arguments alone; torch's global RNG is not used."""
+    ids, first, eos_ids = encode_prompt(tokenizer, prompt), first_tokens(tokenizer, prompt), (tokenizer.eos_id,)
+    options = dict(max_new_tokens=max_new_tokens, sampling=sampling, seed=seed, vocab_size=tokenizer.vocab_size)
+    return tokenizer.decode(ids + generate(decoder, [ids], first_tokens=[first], eos_ids=eos_ids, **options).tokens[0])

@@ -47,19 +47,12 @@ def filter_logits(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     vocabulary takes longer than a decoding step of a small model.
     """
     logits = apply_temperature(logits, sampling.temperature)
-    if sampling.top_k == 0:
-        return apply_top_p_and_min_p(logits, sampling)
-    values, ids = logits.topk(min(sampling.top_k, logits.shape[-1]))
-    return torch.full_like(logits, -math.inf).scatter_(-1, ids, apply_top_p_and_min_p(values, sampling))
-
-
-def apply_top_p_and_min_p(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """Apply top-p and min-p if they are enabled."""
+    kept, ids = (logits, None) if sampling.top_k == 0 else logits.topk(min(sampling.top_k, logits.shape[-1]))
     if sampling.top_p < 1:
-        logits = keep_top_p(logits, sampling.top_p)
+        kept = keep_top_p(kept, sampling.top_p)
     if sampling.min_p > 0:
-        logits = keep_min_p(logits, sampling.min_p)
-    return logits
+        kept = keep_min_p(kept, sampling.min_p)
+    return kept if ids is None else torch.full_like(logits, -math.inf).scatter_(-1, ids, kept)
 
 
 def generator_for(seed: int, sample: int, device: torch.device) -> torch.Generator:
@@ -76,10 +69,10 @@ def draw(logits: torch.Tensor, generators: list[torch.Generator]) -> torch.Tenso
 
     On a CPU a random number for every token of a large vocabulary takes as long as a step of a small model.
     """
-    return (draw_by_inversion if logits.device.type == "cpu" else draw_by_race)(logits, generators)
+    return (sample_inverse_cdf if logits.device.type == "cpu" else sample_gumbel)(logits, generators)
 
 
-def draw_by_inversion(logits: torch.Tensor, generators: list[torch.Generator]) -> torch.Tensor:
+def sample_inverse_cdf(logits: torch.Tensor, generators: list[torch.Generator]) -> torch.Tensor:
     """The first token at which the cumulative probability reaches a random number in (0, 1]: one number a row.
 
     So a filtered token, at which the sum does not grow, is never the first. Not for a GPU, whose sums may differ from
@@ -90,7 +83,7 @@ def draw_by_inversion(logits: torch.Tensor, generators: list[torch.Generator]) -
     return torch.searchsorted(sums, (1 - torch.stack(uniform)) * sums[:, -1:])[:, 0]
 
 
-def draw_by_race(logits: torch.Tensor, generators: list[torch.Generator]) -> torch.Tensor:
+def sample_gumbel(logits: torch.Tensor, generators: list[torch.Generator]) -> torch.Tensor:
     """The argmax of p/e with e exponential (the Gumbel-max trick): no wait for the device."""
     noise = torch.empty_like(logits)
     for row, generator in zip(noise, generators, strict=True):

@@ -6,15 +6,12 @@ Imports no torch: `python generate.py --help` answers at once, and wrong values 
 import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TextIO
 
 import tyro
 
-from errors import UserError, read_json
+from errors import UserError, read_json, reading
 from flags import optional
-from generation.prompts import check_unicode
-
-MAX_SAMPLES = 100_000
 
 
 @dataclass(frozen=True)
@@ -35,24 +32,19 @@ class Sampling:
     """Sample from tokens whose probability is at least this fraction of the most likely token's (0: all)."""
 
     def __post_init__(self) -> None:
-        # Written as `not ...` so that NaN fails too.
-        if not 0 <= self.temperature < float("inf"):
-            raise UserError(f"--temperature is {self.temperature}; it must be finite and at least 0.")
-        if self.top_k < 0:
-            raise UserError(f"--top-k is {self.top_k} but must be 0 (off) or more.")
-        if not 0 < self.top_p <= 1:
-            raise UserError(f"--top-p is {self.top_p} but must be above 0 and at most 1 (off).")
-        if not 0 <= self.min_p <= 1:
-            raise UserError(f"--min-p is {self.min_p} but must be between 0 (off) and 1.")
-        if not 0.01 <= self.repetition_penalty <= 1e9:
-            raise UserError(f"--repetition-penalty is {self.repetition_penalty}; it must be from 0.01 to 1e9 (1: off).")
+        largest = {"repetition_penalty": 1e9, "temperature": 1e9, "top_k": 2**31, "top_p": 1, "min_p": 1}
+        for name, high in largest.items():
+            low = 0.01 if name == "repetition_penalty" else 0
+            if not low <= getattr(self, name) <= high:  # fails for NaN too
+                flag = "--" + name.replace("_", "-")
+                raise UserError(f"{flag} is {getattr(self, name)} but must be from {low} to {high:g}.")
 
 
 @dataclass(frozen=True)
 class Settings:
     """Continue a text with a trained model, or talk with one that was trained for conversations.
 
-    Continue a text: generate.py runs/NAME --prompt "def "
+    Continue a text: generate.py runs/NAME "def "
 
     Continue what you type, line by line: generate.py runs/NAME --interactive
 
@@ -70,16 +62,16 @@ class Settings:
     """A run directory (runs/NAME: uses its best/ if there is one, else its last/), a checkpoint directory with
     config.json and *.safetensors, or a model on the Hugging Face Hub (org/name or org/name@revision), which is
     downloaded once. Default: the newest run in runs/."""
+    text: Annotated[str | None, optional("[TEXT]"), tyro.conf.Positional] = None
+    """Text to continue, or with --chat the message to answer. Default: standard input, minus one final line break; if
+    that is a terminal or empty, the model starts a text of its own."""
     prompt: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """Text to continue (--prompt=TEXT if it starts with a dash). Repeat the flag for several prompts. Default: standard
-    input is the prompt, minus one final line break; if that is a terminal or empty, the model starts a text of its
-    own. With --chat: the message to answer, each in a conversation of its own."""
+    """More texts like TEXT (--prompt=TEXT if it starts with a dash). Repeat the flag for several."""
     prompt_file: Annotated[Path | None, optional("FILE")] = None
     """UTF-8 text file with one prompt per line; blank lines are skipped."""
     chat: tyro.conf.FlagCreatePairsOff[bool] = False
-    """Answer messages as the model's own chat template has them. In a terminal without a prompt this holds a
-    conversation: /help lists its commands, Ctrl-C stops an answer, Ctrl-D leaves. When the conversation is longer than
-    the model's context, the oldest turns are dropped."""
+    """Answer messages as the model's own chat template has them, in a terminal without a prompt as a conversation
+    (/help lists its commands). When that is longer than the model's context, the oldest turns are dropped."""
     system: Annotated[str | None, optional("TEXT")] = None
     """System prompt of a chat: who the model is and how it answers. Default: what the chat template says."""
     interactive: tyro.conf.FlagCreatePairsOff[bool] = False
@@ -98,37 +90,31 @@ class Settings:
     device: str = "auto"
     """auto (CUDA if available, else MPS, else CPU), or a torch device such as cuda:1."""
     dtype: Literal["auto", "float32", "bfloat16", "float16", "int8"] = "auto"
-    """Dtype of weights and activations. auto: bfloat16 on CUDA (float16 on GPUs without fast bfloat16); bfloat16 for a
-    bfloat16 checkpoint on a CPU with bfloat16 instructions; else float32. int8, on a CPU: bfloat16, but new tokens
-    are computed with matrices quantized to 8 bits, which is faster for up to four texts at once and slower for more;
-    takes 3 bytes per parameter."""
+    """Dtype of weights and activations. auto: bfloat16 on CUDA (float16 where that is faster); bfloat16 for a bfloat16
+    checkpoint on a CPU with bfloat16 instructions; else float32. int8, on a CPU: bfloat16, but new tokens are computed
+    with 8-bit matrices, which is faster for up to four texts at once and takes 3 bytes per parameter."""
     kernels: Literal["auto", "triton", "torch"] = "auto"
-    """Fused Triton kernels or plain PyTorch. auto: Triton on an NVIDIA or AMD GPU. With Triton, up to 8 parallel texts
-    decode with kernels made for small batches, replayed as one CUDA graph per step."""
+    """Fused Triton kernels or plain PyTorch. auto: Triton on an NVIDIA or AMD GPU."""
     verbose: tyro.conf.FlagCreatePairsOff[bool] = False
     """Print the speed: tokens per second, and the rate at which weights were read from memory."""
 
     def __post_init__(self) -> None:
-        for flag, value in {
-            "--max-new-tokens": self.token_limit,
-            "--samples": self.samples,
-            "--batch-size": self.batch_size,
-        }.items():
-            if value < 1:
-                raise UserError(f"{flag} is {value} but must be at least 1.")
-        if self.samples > MAX_SAMPLES:
-            raise UserError(
-                f"--samples is {self.samples} and must be at most {MAX_SAMPLES:,}; run the command several times."
-            )
+        if min(self.token_limit, self.samples, self.batch_size) < 1:
+            raise UserError("--max-new-tokens, --samples and --batch-size must be at least 1.")
         if self.system is not None and not self.chat:
             raise UserError("--system is for conversations; give --chat too.")
-        if self.interactive and (self.chat or self.prompt or self.prompt_file):
+        if self.interactive and (self.chat or self.prompts or self.prompt_file):
             raise UserError("--interactive reads prompts line by line; leave out --chat, --prompt and --prompt-file.")
-        for flag, values in {"--prompt": self.prompt, "--stop": self.stop, "--system": (self.system or "",)}.items():
-            for value in values:
-                check_unicode(flag, value)
-        if "" in self.stop:
-            raise UserError("--stop is empty, which would end every text immediately; give the string to stop at.")
+
+    @property
+    def prompts(self) -> tuple[str, ...]:
+        """The prompts of the command line."""
+        return self.prompt if self.text is None else (self.text, *self.prompt)
+
+    def reads_lines(self, stdin: TextIO) -> bool:
+        """Whether to respond to lines as they are typed, instead of to prompts that are known from the start."""
+        typed = not self.prompts and self.prompt_file is None and stdin.isatty()
+        return self.interactive or (self.chat and typed)
 
     @property
     def token_limit(self) -> int:
@@ -141,12 +127,10 @@ def recommended_sampling(checkpoint: Path) -> Sampling | None:
     """The sampling that the model's authors recommend for conversations in generation_config.json, or None."""
     path = checkpoint / "generation_config.json"
     fields = read_json(path)
-    names = [field.name for field in dataclasses.fields(Sampling) if fields.get(field.name) is not None]
-    if not names or not fields.get("do_sample"):
+    known = {field.name: fields.get(field.name) for field in dataclasses.fields(Sampling)}
+    if not any(known.values()) or not fields.get("do_sample"):
         return None
-    try:
-        values = {name: float(fields[name]) for name in names}
-        values |= {"top_k": max(int(values["top_k"]), 0)} if "top_k" in values else {}  # vLLM's files have -1 for off
-        return Sampling(**{"temperature": 1.0, **values})
-    except (TypeError, ValueError, OverflowError, UserError) as error:
-        raise UserError(f"{path} cannot be used ({error}); correct or delete it.") from None
+    with reading(path, "correct or delete it"):
+        values = {name: float(value) for name, value in known.items() if value is not None}
+        top_k = max(int(values.get("top_k", 0)), 0)  # vLLM's files have -1 for off
+        return Sampling(**{"temperature": 1.0, **values, "top_k": top_k})

@@ -5,17 +5,17 @@ the LLaMA and Qwen families. There, a token's text depends on its neighbours in 
 be spread over several tokens, and spaces at the very start of the text may be dropped.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from data.tokenizer import Tokenizer
 
 REPLACEMENT = "\ufffd"  # what decoders return for bytes that are not, or not yet, a character
 
 
-class Detokenizer:
-    """Decodes ids incrementally; holds back a character until all its bytes have arrived."""
+class TextStream:
+    """The text of one sequence, returned as soon as it is certain, up to the first stop string after the prompt."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), prompt: Sequence[int] = ()) -> None:
         self._decode = tokenizer.decode
         # Once the text has begun, new ids are decoded behind this ordinary token instead of behind all earlier ids:
         # cheap, and their leading spaces are kept all the same.
@@ -23,9 +23,25 @@ class Detokenizer:
         self._context: list[int] = []
         self._pending: list[int] = []
         self._returned = 0  # characters of decode(context + pending) that have been returned
+        self._stop = stop
+        self._held = ""  # what may be the beginning of a stop string
+        self.stopped = False
+        """Whether a stop string was found."""
+        self.prompt = self._completed(prompt)
+        """The text of the prompt, which is not searched for stop strings."""
 
-    def push(self, ids: Sequence[int]) -> str:
-        """The text that these ids complete."""
+    def push(self, token: int) -> str:
+        """The text that the next token completes, as far as it is certain to be before any stop string."""
+        return self._before_stop(self._completed([token]))
+
+    def flush(self) -> str:
+        """The text held back so far: what is no stop string, and the bytes of an incomplete character as U+FFFD."""
+        text = self._before_stop(self._decode(self._context + self._pending)[self._returned :]) + self._held
+        self._held = ""
+        return text
+
+    def _completed(self, ids: Sequence[int]) -> str:
+        """The characters that these ids complete."""
         self._pending += ids
         text = self._decode(self._context + self._pending)
         # An unfinished character has at most three bytes, each decoded to at most one replacement character.
@@ -37,39 +53,19 @@ class Detokenizer:
             self._returned = len(self._decode(self._anchor))
         return new
 
-    def flush(self) -> str:
-        """The text held back so far: bytes of a character that was never completed, as U+FFFD."""
-        text = self._decode(self._context + self._pending)
-        new, self._returned = text[self._returned :], len(text)
-        return new
-
-
-class StopStrings:
-    """Passes text on up to the first stop string; holds back an end that may be the beginning of one."""
-
-    def __init__(self, stop: Sequence[str]) -> None:
-        self._stop = stop
-        self._held = ""
-        self.found = False
-
-    def push(self, text: str) -> str:
-        """The text that is certain to be before any stop string; sets `found` once one is complete."""
-        if self.found:
+    def _before_stop(self, text: str) -> str:
+        """Pass text on up to the first stop string; hold back an end that may be the beginning of one."""
+        if self.stopped:
             return ""
         text = self._held + text
         # The stop string that is complete first wins, the longest if there are several: the same however text is split.
         matches = [(start + len(stop), start) for stop in self._stop if (start := text.find(stop)) >= 0]
         if matches:
-            self.found, self._held = True, ""
+            self.stopped, self._held = True, ""
             return text[: min(matches)[1]]
         held = max((overlap(text, stop) for stop in self._stop), default=0)
         self._held = text[len(text) - held :]
         return text[: len(text) - held]
-
-    def flush(self) -> str:
-        """The text held back so far, which turned out not to be a stop string."""
-        text, self._held = self._held, ""
-        return text
 
 
 def overlap(text: str, stop: str) -> int:
@@ -77,26 +73,44 @@ def overlap(text: str, stop: str) -> int:
     return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
 
 
-class TextStream:
-    """The text of one sequence, returned as soon as it is certain, up to the first stop string after the prompt."""
+class OrderedTexts:
+    """Writes the texts of several streams in order, with a blank line between them.
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str]) -> None:
-        self._detokenizer = Detokenizer(tokenizer)
-        self._stop_strings = StopStrings(stop)
+    The first unfinished text is written as it is generated; the text of later ones is kept until it is their turn.
+    """
 
-    @property
-    def stopped(self) -> bool:
-        """Whether a stop string was found."""
-        return self._stop_strings.found
+    def __init__(self, streams: Sequence[TextStream], write: Callable[[str], object], log: Callable[[str], object]):
+        self._streams, self._write, self._log = streams, write, log
+        self._waiting = [stream.prompt for stream in streams]
+        self._finish_reasons: list[str | None] = [None] * len(streams)
+        self._current = 0
+        self._begin()
 
-    def push_prompt(self, ids: Sequence[int]) -> str:
-        """The prompt's text. It is not searched for stop strings."""
-        return self._detokenizer.push(ids)
+    def push(self, index: int, token: int) -> bool:
+        """Add a token to a text; returns whether a stop string ends it."""
+        self._add(index, self._streams[index].push(token))
+        return self._streams[index].stopped
 
-    def push(self, token: int) -> str:
-        """The text that the next token completes."""
-        return self._stop_strings.push(self._detokenizer.push([token]))
+    def finish(self, index: int, reason: str) -> None:
+        """Complete a text. If it is the current one, write those after it, up to the next unfinished one."""
+        self._add(index, self._streams[index].flush())
+        self._finish_reasons[index] = reason
+        while self._current < len(self._streams) and self._finish_reasons[self._current] is not None:
+            self._write("\n")
+            if self._finish_reasons[self._current] == "context":
+                self._log("the text ends here because the model's context is full")
+            self._current += 1
+            if self._current < len(self._streams):
+                self._write("\n")
+                self._begin()
 
-    def flush(self) -> str:
-        """The text held back so far, empty after a stop string."""
-        return self._stop_strings.push(self._detokenizer.flush()) + self._stop_strings.flush()
+    def _begin(self) -> None:
+        if len(self._streams) > 1:
+            self._log(f"text {self._current + 1} of {len(self._streams)}")
+        self._write(self._waiting[self._current])
+
+    def _add(self, index: int, text: str) -> None:
+        if index == self._current:
+            self._write(text)
+        else:
+            self._waiting[index] += text

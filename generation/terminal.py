@@ -1,14 +1,10 @@
-"""A session in the terminal: reads lines, hands them on, and prints text that cannot change the terminal's state.
-
-Imports no torch.
-"""
+"""The terminal: lines that are typed, and text that cannot change the terminal's state. Imports no torch."""
 
 import contextlib
 import sys
 from collections.abc import Callable
 
 from errors import UserError
-from generation.prompts import MAX_FILE, check_unicode
 
 HELP = """/reset  start a new conversation: the model forgets everything said so far
 /help   show this
@@ -27,52 +23,30 @@ def printable(text: str) -> str:
     return text.translate(PICTURES)
 
 
+def write(text: str) -> None:
+    """Write to standard output and flush, to a terminal without control characters."""
+    print(printable(text) if sys.stdout.isatty() else text, end="", flush=True)
+
+
+def log(line: str) -> None:
+    """Print a line to standard error."""
+    print(line, file=sys.stderr, flush=True)
+
+
 def read_line() -> str:
     """One line that the user types, with the editing keys and the history of readline where Python has it.
 
     Raises EOFError at the end of the input.
     """
-    if sys.stdin is None:  # it was closed before the program started
-        raise EOFError
-    return read_typed_line() if sys.stdin.isatty() else read_piped_line()
-
-
-def read_typed_line() -> str:
-    """A line from a terminal."""
     with contextlib.suppress(ImportError):  # Windows, whose console edits lines itself
         import readline  # noqa: F401
-    prompt = "> "
-    if not sys.stdout.isatty():  # standard output is for the model's text
-        print(prompt, end="", file=sys.stderr, flush=True)
-        prompt = ""
-    try:
-        line = input(prompt)
-    except UnicodeDecodeError as error:
-        raise UserError(f"this line is not UTF-8 ({error}); type it again.") from None
-    check_unicode("the line", line)
-    return line
+    if sys.stdin.isatty() and sys.stdout.isatty():
+        return input("> ")
+    print("> " if sys.stdin.isatty() else "", end="", file=sys.stderr, flush=True)  # standard output is for the text
+    return input()
 
 
-def read_piped_line() -> str:
-    """A line from a file, a pipe, or a device, which may never end."""
-    content = sys.stdin.buffer.readline(MAX_FILE + 1)
-    if len(content) > MAX_FILE:
-        print(f"error: a line is longer than {MAX_FILE >> 20} MiB; no more is read", file=sys.stderr, flush=True)
-        content = b""
-    if not content:
-        raise EOFError
-    try:
-        return content.decode("utf-8").rstrip("\r\n")
-    except UnicodeDecodeError as error:
-        raise UserError(f"this line is not UTF-8 ({error}); convert it.") from None
-
-
-def hold_session(
-    respond: Callable[[str], object],
-    reset: Callable[[], object],
-    read: Callable[[], str],
-    log: Callable[[str], object],
-) -> None:
+def prompt_loop(respond: Callable[[str], object], reset: Callable[[], object], read: Callable[[], str], log) -> None:
     """Read lines until the input ends, and hand each to `respond`, unless it is blank or one of the commands of `HELP`.
 
     Other lines that begin with a slash are text: models have commands of their own, such as /no_think. A
@@ -94,4 +68,4 @@ def hold_session(
         except UserError as error:
             log(f"error: {error}")
         except KeyboardInterrupt:
-            log("stopped" if responding else "\nCtrl-D leaves (on Windows: Ctrl-Z, then Enter); /help lists more")
+            log("\nstopped" if responding else "\nCtrl-D leaves (on Windows: Ctrl-Z, then Enter); /help lists more")

@@ -7,7 +7,7 @@ import time
 
 from tqdm import tqdm
 
-from generation.complete import complete
+from generation.generate import complete
 from generation.prompts import encode_prompt
 from generation.terminal import printable
 from model.count import flops_per_token

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import sentencepiece
 import torch
 
 from checkpoints.pretrained import save_pretrained
@@ -164,7 +165,7 @@ def test_metadata_describe_the_tokenizer(checkpoint, tokenizer, tmp_path):
         "eos_token_id": 2,
     }
     assert fields["general.name"] == "mine" and "tokenizer.chat_template" not in fields
-    processor = tokenizer._processor
+    processor = sentencepiece.SentencePieceProcessor(model_proto=tokenizer.files["tokenizer.model"])
     assert tokens[:290] == [processor.id_to_piece(i) for i in range(290)]
     assert scores[:290] == [processor.get_score(i) for i in range(290)]
     assert types[:4] == [2, 3, 3, 6] and {*types[3:259]} == {6} and {*types[259:290]} == {1}

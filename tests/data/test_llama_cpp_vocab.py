@@ -9,7 +9,7 @@ from tokenizers import Regex, normalizers, pre_tokenizers
 from tokenizers.pre_tokenizers import ByteLevel
 
 from contrib.llama_cpp_vocab import WORDS, llama_cpp_vocabulary
-from data.tokenizer import SentencePieceTokenizer, load_tokenizer, train_tokenizer
+from data.tokenizer import load_tokenizer, train_tokenizer
 from errors import UserError
 
 CONTROL, USER_DEFINED, UNUSED = 3, 4, 5
@@ -98,7 +98,7 @@ def test_other_normalizers_and_encodings_are_refused(byte_level):
 def test_a_sentencepiece_model_keeps_its_pieces_scores_and_types(tmp_path):
     ours = train_tokenizer(["some text  to train on, and more text"] * 9, 290, tmp_path / "t.model")
     found = llama_cpp_vocabulary(ours, 300)
-    processor = sentencepiece.SentencePieceProcessor(model_proto=ours.content)
+    processor = sentencepiece.SentencePieceProcessor(model_proto=ours.files["tokenizer.model"])
     assert (found.kind, found.add_space_prefix, found.merges) == ("llama", False, [])
     assert found.tokens == [processor.id_to_piece(i) for i in range(290)] + [f"[PAD{i}]" for i in range(290, 300)]
     assert found.scores[:290] == [processor.get_score(i) for i in range(290)]
@@ -121,17 +121,3 @@ def test_special_tokens_that_llama_cpp_finds_in_plain_text_are_named(tmp_path):
     # `<s` becomes a piece, and `<s` + `>` is the text of BOS.
     tags = train_tokenizer(["<s <s <s <sp <sp ></ > >"] * 9, 273, tmp_path / "b.model")
     assert any(note.startswith("llama.cpp reads the texts <s> as") for note in llama_cpp_vocabulary(tags, 273).notes)
-
-
-def test_sentencepiece_models_of_another_kind_are_refused(tmp_path):
-    with open(tmp_path / "unigram.model", "wb") as file:
-        sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(["the quick brown fox", "and runs away"] * 50),
-            model_writer=file,
-            vocab_size=25,
-            model_type="unigram",
-            minloglevel=2,
-        )
-    tokenizer = SentencePieceTokenizer((tmp_path / "unigram.model").read_bytes())
-    with pytest.raises(UserError, match="it is not a byte-pair encoding"):
-        llama_cpp_vocabulary(tokenizer, 25)

@@ -11,6 +11,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from checkpoints.pretrained import save_pretrained
 from data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
+from generation.chat import ChatFormat
 from model.config import ModelConfig
 from model.decoder import Decoder
 
@@ -134,6 +135,10 @@ def write_chat_model(directory: Path, kind: str, context: int = 256) -> Path:
     config["chat_template"] = template
     (directory / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
     return directory
+
+
+def chat_format(directory: Path, system: str | None = None) -> ChatFormat:
+    return ChatFormat(directory, load_tokenizer(directory), system)
 
 
 @pytest.fixture(scope="session", params=list(KINDS_OF_CHAT))

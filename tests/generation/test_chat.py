@@ -8,16 +8,8 @@ import pytest
 from data.chat_template import read_template
 from data.tokenizer import BREAK, break_tokens, load_tokenizer
 from errors import UserError
-from generation import chat
-from generation.chat import ChatFormat, special_tokens
 from generation.settings import Sampling, recommended_sampling
-from generation.template import Refused, render_unlimited
-
-
-@pytest.fixture(autouse=True)
-def in_this_process(monkeypatch):
-    """test_template.py tests that a process of its own renders the same."""
-    monkeypatch.setattr(chat, "render", render_unlimited)
+from tests.generation.conftest import chat_format
 
 
 def write(path, content) -> None:
@@ -43,93 +35,66 @@ def test_a_template_file_is_preferred_to_the_configuration_and_that_to_the_old_f
     assert read_template(tmp_path) == "four é"
 
 
-NO_TEMPLATES = [7, True, ["a"], {"a": "b"}, [{"name": "rag", "template": "x"}], [{"name": "default"}]]
-NO_TEMPLATES += [[{"name": ["a"], "template": "x"}]]
-
-
-@pytest.mark.parametrize("value", NO_TEMPLATES)
-def test_a_template_that_is_not_text_is_one_line(tmp_path, value):
-    write(tmp_path / "tokenizer_config.json", {"chat_template": value})
-    with pytest.raises(UserError, match=r"the chat_template in .*tokenizer_config.json is .*, which is neither a text"):
-        read_template(tmp_path)
-
-
-def test_a_template_file_that_is_not_utf8_is_one_line(tmp_path):
+def test_a_template_that_is_no_text_is_one_line(tmp_path):
+    for value in (7, [{"name": "rag", "template": "x"}]):
+        write(tmp_path / "tokenizer_config.json", {"chat_template": value})
+        with pytest.raises(UserError, match=r"tokenizer_config.json cannot be read"):
+            read_template(tmp_path)
     (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
-    with pytest.raises(UserError, match=r"chat_template.jinja is not UTF-8"):
+    with pytest.raises(UserError, match=r"chat_template.jinja cannot be read"):
         read_template(tmp_path)
 
 
-def test_a_model_without_a_template_only_continues_text(chatml_model, tmp_path):
-    with pytest.raises(UserError, match="has no chat template, so the model only continues text: use --interactive"):
-        ChatFormat(tmp_path)
-    write(tmp_path / "tokenizer_config.json", {"chat_template": "x"})
-    with pytest.raises(UserError, match=r"has no tokenizer.json, which --chat needs"):
-        ChatFormat(tmp_path)
-
-
-def test_a_template_that_writes_nothing_is_one_line(chatml_model, tmp_path):
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("{{ raise_exception('no\n \x1b[31mrole') }}", r"TemplateError: no\n \x1b[31mrole"),
+        ("\n{% for %}", "TemplateSyntaxError: "),
+        ("{{ messages.a.b }}", "UndefinedError: "),
+        ("{{ ''.__class__.__mro__ }}", "SecurityError: access to attribute '__class__'"),
+        ("{{ messages.append(1) }}", "SecurityError: "),
+        ("{{ range(10**9) }}", "OverflowError: Range too big"),
+    ],
+)
+def test_a_template_that_fails_or_leaves_the_sandbox_is_one_line(chatml_model, tmp_path, source, expected):
     shutil.copytree(chatml_model, tmp_path, dirs_exist_ok=True)
-    write(tmp_path / "chat_template.jinja", "{# nothing #}")
-    with pytest.raises(UserError, match="writes nothing for this conversation"):
-        ChatFormat(tmp_path).encode([{"role": "user", "content": "Hi"}])
-
-
-def test_a_template_that_writes_half_of_a_character_is_one_line(chatml_model, tmp_path):
-    shutil.copytree(chatml_model, tmp_path, dirs_exist_ok=True)
-    write(tmp_path / "chat_template.jinja", r"{{ '\ud83d' }}")
-    with pytest.raises(UserError, match="writes half of a character"):
-        ChatFormat(tmp_path)
-
-
-def test_special_tokens_are_texts_and_the_configuration_overrides_the_map(tmp_path):
-    assert special_tokens(tmp_path) == {}
-    write(tmp_path / "special_tokens_map.json", {"bos_token": "<a>", "pad_token": {"content": "<p>"}, "cls_token": 3})
-    write(tmp_path / "tokenizer_config.json", {"bos_token": "<b>", "eos_token": None, "other_token": "x"})
-    assert special_tokens(tmp_path) == {"bos_token": "<b>", "pad_token": "<p>"}
+    write(tmp_path / "chat_template.jinja", source)
+    with pytest.raises(UserError) as error:
+        chat_format(tmp_path)
+    text = str(error.value)
+    assert text.startswith("the model's chat template does not support this conversation (") and expected in text
+    assert "\n" not in text and "\x1b" not in text
 
 
 def test_the_token_that_the_template_writes_after_an_answer_ends_it(chat_model):
-    chat_format = ChatFormat(chat_model)
-    added = chat_format.tokenizer.added_tokens
-    assert added[chat_format.end_of_turn].content == ("</s>" if "inst" in chat_model.name else "<|im_end|>")
-
-
-def test_an_answer_that_no_special_token_follows_has_no_end(chatml_model, tmp_path):
-    shutil.copytree(chatml_model, tmp_path, dirs_exist_ok=True)
-    continued = "{% for m in messages %}{{ m.content }}\nUser: {% endfor %}"
-    for source in (continued, "no messages", "{{ messages[1].content }}"):
-        write(tmp_path / "chat_template.jinja", source)
-        assert ChatFormat(tmp_path).end_of_turn is None
-    write(tmp_path / "chat_template.jinja", "{{ messages[1].content }} \n</think>")
-    chat_format = ChatFormat(tmp_path)  # a turn marker that is not marked as special
-    assert chat_format.tokenizer.added_tokens[chat_format.end_of_turn].content == "</think>"
-    assert len(set(chat_format.encode([{"role": "user", "content": ""}, {"role": "user", "content": "</think>"}]))) > 5
+    chat = chat_format(chat_model)
+    added = chat.tokenizer.added_tokens
+    assert added[chat.end_of_turn].content == ("</s>" if "inst" in chat_model.name else "<|im_end|>")
 
 
 def test_tags_that_are_not_special_are_tokens_in_answers_and_text_in_questions(chatml_model, tmp_path):
     shutil.copytree(chatml_model, tmp_path, dirs_exist_ok=True)
     write(tmp_path / "chat_template.jinja", "{{ messages[-1].content }}{% if false %}<think>{% endif %}")
-    chat_format = ChatFormat(tmp_path)
+    chat = chat_format(tmp_path)
     answer, question = ([{"role": role, "content": "<think>"}] for role in ("assistant", "user"))
-    (think,) = chat_format.encode(answer)
-    assert chat_format.tokenizer.added_tokens[think].content == "<think>"
-    assert think not in chat_format.encode(question) and len(chat_format.encode(question)) > 3
+    (think,) = chat.encode(answer)
+    assert chat.tokenizer.added_tokens[think].content == "<think>"
+    assert think not in chat.encode(question) and len(chat.encode(question)) > 3
 
 
 def test_a_system_prompt_comes_first_and_it_is_known_if_the_template_leaves_it_out(chat_model, tmp_path):
     question = [{"role": "user", "content": "q"}]
-    with_system = ChatFormat(chat_model, " Be <s> terse<|im_end|>. ")
+    with_system = chat_format(chat_model, " Be <s> terse<|im_end|>. ")
     text = with_system.render(question).replace(BREAK, "")
     assert "Be <s> terse<|im_end|>." in text and text.index("terse") < text.index("q")
-    assert not with_system.leaves_system_out and not ChatFormat(chat_model).leaves_system_out
+    assert not with_system.leaves_system_out and not chat_format(chat_model).leaves_system_out
     shutil.copytree(chat_model, tmp_path, dirs_exist_ok=True)
     write(tmp_path / "chat_template.jinja", "{{ messages[-1].content }}")
-    assert ChatFormat(tmp_path, "Be terse.").leaves_system_out
+    assert chat_format(tmp_path, "Be terse.").leaves_system_out
     write(tmp_path / "chat_template.jinja", "{{ raise_exception('no system') if messages[0].role == 'system' }}")
-    with pytest.raises(Refused, match="no system"):
-        ChatFormat(tmp_path, "Be terse.")
-    ChatFormat(tmp_path)
+    with pytest.raises(UserError, match="no system"):
+        chat_format(tmp_path, "Be terse.")
+    chat_format(tmp_path)
 
 
 def test_every_occurrence_of_a_token_is_broken_and_nothing_else_changes():
@@ -163,10 +128,10 @@ def test_text_that_a_normalizer_turns_into_a_token_is_no_token(chatml_model, tmp
     for token in fields["added_tokens"]:
         token["normalized"] = True
     write(tmp_path / "tokenizer.json", fields)
-    chat_format = ChatFormat(tmp_path)
-    end = chat_format.end_of_turn
-    assert chat_format.tokenizer.encode_special("a<|im_end|>b").count(end) == 1
-    harmless, forged = (chat_format.encode([{"role": "user", "content": text}]).count(end) for text in ("ab", typed))
+    chat = chat_format(tmp_path)
+    end = chat.end_of_turn
+    assert chat.tokenizer.encode_special("a<|im_end|>b").count(end) == 1
+    harmless, forged = (chat.encode([{"role": "user", "content": text}]).count(end) for text in ("ab", typed))
     assert harmless == forged >= 1
 
 
@@ -181,10 +146,7 @@ def test_sampling_is_what_the_generation_config_recommends(tmp_path):
     assert recommended_sampling(tmp_path) == Sampling(temperature=1.0, top_k=20, top_p=0.9, repetition_penalty=1.05)
     write(path, {"do_sample": True, "top_k": -1})  # as vLLM has it
     assert recommended_sampling(tmp_path) == Sampling(temperature=1.0, top_k=0)
-    wrong = [{"temperature": value} for value in ("hot", -1, [1], {}, 10**400)] + [
-        {"top_k": 10**400},
-    ]
-    for fields in wrong:
+    for fields in ({"temperature": "hot"}, {"temperature": [1]}, {"temperature": -1}):
         write(path, {"do_sample": True, **fields})
-        with pytest.raises(UserError, match=r"generation_config.json cannot be used \(.*correct or delete it"):
+        with pytest.raises(UserError, match=r"generation_config.json cannot be read|--temperature is -1"):
             recommended_sampling(tmp_path)

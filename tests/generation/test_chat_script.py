@@ -109,7 +109,11 @@ def test_no_message_is_an_error_and_a_terminal_is_read_line_by_line(chatml_model
         generate.main()
     assert "error: there is no message to answer" in capsys.readouterr().err
     cases = [((), True, False), (FLAGS, True, True), (FLAGS, False, False), (("--interactive",), False, True)]
-    cases += [((*FLAGS, "--prompt", "x"), True, False), ((*FLAGS, "--prompt-file", "x"), True, False)]
+    cases += [
+        ((*FLAGS, "--prompt", "x"), True, False),
+        (("run", "x", *FLAGS), True, False),
+        ((*FLAGS, "--prompt-file", "x"), True, False),
+    ]
     for flags, typed, expected in cases:
         monkeypatch.setattr(sys.stdin, "isatty", lambda typed=typed: typed, raising=False)
-        assert generate.responds_to_lines(tyro.cli(Settings, args=flags)) is expected
+        assert tyro.cli(Settings, args=flags).reads_lines(sys.stdin) is expected

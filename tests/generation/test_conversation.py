@@ -1,32 +1,22 @@
 """A conversation: what is computed in each turn, what is dropped when the context is full, and interrupted answers."""
 
-import dataclasses
 import itertools
 
 import pytest
-import torch
 
-import kernels
 from checkpoints.pretrained import load_pretrained
+from data.tokenizer import load_tokenizer
 from errors import UserError
-from generation import chat, conversation, session
-from generation.chat import ChatFormat
+from generation import session
 from generation.conversation import Conversation
-from generation.generate import Past, generate
+from generation.generate import generate
 from generation.settings import Sampling, Settings
-from generation.template import render_unlimited
-from model.config import ModelConfig
 from model.cpu_decode import CpuDecodeStep
 from model.decoder import Decoder
+from tests.generation.conftest import chat_format
 
 SAMPLED = Sampling(temperature=1.2, repetition_penalty=1.1)
 SYSTEM = "You are terse."
-
-
-@pytest.fixture(autouse=True)
-def in_this_process(monkeypatch):
-    """test_template.py tests that a process of its own renders the same."""
-    monkeypatch.setattr(chat, "render", render_unlimited)
 
 
 class Talk:
@@ -34,10 +24,11 @@ class Talk:
 
     def __init__(self, directory, monkeypatch, **settings):
         self.settings = Settings(chat=True, **{"max_new_tokens": 12, "sampling": SAMPLED, **settings})
-        self.decoder, self.format = load_pretrained(directory).eval(), ChatFormat(directory, SYSTEM)
+        self.decoder, self.format = load_pretrained(directory).eval(), chat_format(directory, SYSTEM)
         self.written, self.lines, self.calls, self.fed = [], [], [], []
+        context = self.decoder.config.max_position_embeddings
         self.conversation = Conversation(
-            self.decoder, self.format, self.settings, frozenset(), self.write, self.lines.append
+            self.continue_prompts, self.format, self.settings, context, self.write, self.lines.append
         )
         forward, step = Decoder.forward, CpuDecodeStep.__call__
 
@@ -49,13 +40,8 @@ class Talk:
             self.fed.append((decode_step.cache.length, tokens[0].tolist()))
             return step(decode_step, tokens, padding)
 
-        def record_call(decoder, prompts, **options):
-            self.calls.append((prompts[0], options["sample_numbers"]))
-            return generate(decoder, prompts, **options)
-
         monkeypatch.setattr(Decoder, "forward", record)
         monkeypatch.setattr(CpuDecodeStep, "__call__", record_step)
-        monkeypatch.setattr(conversation, "generate", record_call)
 
     def write(self, text: str) -> None:
         self.written.append(text)
@@ -66,18 +52,17 @@ class Talk:
         self.conversation.answer(text)
         return "".join(self.written)
 
+    def continue_prompts(self, prompts, **options):
+        settings, vocab_size = self.settings, self.format.tokenizer.vocab_size
+        self.calls.append((prompts[0], options["sample_numbers"]))
+        settings = dict(max_new_tokens=settings.token_limit, sampling=settings.sampling, seed=settings.seed)
+        return generate(self.decoder, prompts, **settings, vocab_size=vocab_size, **options)
+
     def fresh_answer(self, number: int = -1) -> str:
         """What the prompt of a turn gives without a kept cache."""
         prompt, sample_numbers = self.calls[number]
-        result = generate(
-            self.decoder,
-            [prompt],
-            max_new_tokens=self.settings.token_limit,
-            sampling=SAMPLED,
-            seed=self.settings.seed,
-            sample_numbers=sample_numbers,
-            vocab_size=self.format.tokenizer.vocab_size,
-        )
+        result = self.continue_prompts([prompt], sample_numbers=sample_numbers)
+        self.calls.pop()
         return self.format.tokenizer.decode(result.tokens[0]) + "\n"
 
 
@@ -112,15 +97,6 @@ def test_answers_are_those_of_a_fresh_cache_and_the_turns_hold_what_was_written(
     assert talk.lines == ["the answer was cut after 12 tokens (--max-new-tokens)"] * 4
 
 
-def test_reset_forgets_the_turns_but_not_the_system_prompt(talk):
-    talk.ask("def add")
-    talk.conversation.reset()
-    talk.fed.clear()
-    talk.ask("def add")
-    assert talk.calls[0][0] == talk.calls[1][0] and SYSTEM in talk.format.tokenizer.decode(talk.calls[1][0])
-    assert sum(len(tokens) for _, tokens in talk.fed) == 12  # and the cache is still of use
-
-
 def test_no_more_turns_are_dropped_than_the_answer_needs_room(chatml_model, monkeypatch):
     talk, room, dropped = Talk(chatml_model, monkeypatch, max_new_tokens=40), 256 - 40, []
     for turn in range(7):
@@ -137,17 +113,6 @@ def test_no_more_turns_are_dropped_than_the_answer_needs_room(chatml_model, monk
     text = talk.format.tokenizer.decode(talk.calls[-1][0])
     assert SYSTEM in text and "add_6" in text and "add_5" in text and "add_0" not in text
     assert "".join(talk.written) == talk.fresh_answer()
-
-
-def test_half_of_the_context_is_kept_free_for_a_long_answer_but_not_of_a_long_message(chatml_model, monkeypatch):
-    talk = Talk(chatml_model, monkeypatch, max_new_tokens=2000)
-    question = "x" * 120
-    talk.ask(question)
-    assert talk.lines == ["the answer ends here because the model's context is full"]
-    assert len(talk.conversation.turns) == 1 and len(talk.calls[0][0]) > 128
-    talk.ask("y")
-    assert talk.lines[1] == "dropped the oldest 1 of 1 turns: the context is 256 tokens"
-    assert len(talk.calls[1][0]) <= 128
 
 
 def test_a_message_that_does_not_fit_changes_nothing(talk):
@@ -201,25 +166,6 @@ def test_an_answer_interrupted_inside_the_decoder_leaves_a_valid_cache(talk, mon
     assert talk.ask("x") == talk.fresh_answer()
 
 
-@pytest.mark.skipif(kernels.gpu is None, reason="Triton is not installed")
-def test_fused_decoding_continues_a_kept_cache(monkeypatch):
-    choose = kernels.decode.product_geometry  # programs of more rows: the interpreter takes as long for one of 4 rows
-    monkeypatch.setattr(kernels.decode, "product_geometry", lambda rows, width: choose(rows, width) | {"ROWS": 128})
-    shape = dict(vocab_size=64, hidden_size=16, intermediate_size=16, num_attention_heads=2, num_key_value_heads=1)
-    config = ModelConfig(**shape, num_hidden_layers=1, max_position_embeddings=64, initializer_range=0.5)
-    decoder, options = Decoder(config, seed=3).eval(), dict(max_new_tokens=3, sampling=SAMPLED)
-    kernels.use("triton", torch.device("cpu"))
-    try:
-        past, prompt = Past(), [1, 7, 9]
-        first = generate(decoder, [prompt], past=past, **options)
-        prompt = [*prompt, *first.tokens[0][:2], 5, 6]
-        second = generate(decoder, [prompt], past=past, **options)
-    finally:
-        kernels.use("auto", torch.device("cpu"))
-    assert (first.prompt_tokens, second.prompt_tokens) == (3, 2)
-    assert second.tokens == generate(decoder, [prompt], **options).tokens
-
-
 # What generate.py prints in a chat, and in a session without a template.
 
 
@@ -251,7 +197,7 @@ def test_messages_on_the_command_line_are_conversations_of_their_own_and_only_an
 
 
 def test_every_id_that_ends_a_turn_ends_an_answer(chatml_model, monkeypatch):
-    tokenizer, seen = ChatFormat(chatml_model).tokenizer, []
+    tokenizer, seen = load_tokenizer(chatml_model), []
     ids = {i for i, token in tokenizer.added_tokens.items() if token.content in ("<|endoftext|>", "<|im_end|>")}
 
     def record(*arguments, eos_ids, **options):
@@ -259,7 +205,6 @@ def test_every_id_that_ends_a_turn_ends_an_answer(chatml_model, monkeypatch):
         return generate(*arguments, eos_ids=eos_ids, **options)
 
     monkeypatch.setattr(session, "generate", record)
-    monkeypatch.setattr(conversation, "generate", record)
     run(chatml_model, ["x"], chat=True)
     run(chatml_model, None, "x", chat=True)
     assert seen == [ids, ids] and len(ids) == 2
@@ -272,18 +217,12 @@ def test_each_line_of_an_interactive_session_is_a_text_of_its_own(chatml_model, 
     assert text[second:] == run(chatml_model, ["def add"], samples=2)[0].removeprefix(text[:second] + "\n")
     assert lines[1].startswith("error: the prompt has 300 tokens")
     assert lines[2:] == ["nothing to forget: each line is a text of its own", ""]
-    monkeypatch.setattr(session, "generate_batch", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-    text, lines = run(chatml_model, None, "x", interactive=True)
-    assert (text, lines[1:]) == ("\n", ["stopped", ""])
 
 
-def test_what_makes_no_sense_is_found_before_the_weights_are_read(chatml_model, tmp_path, monkeypatch):
-    monkeypatch.setattr(session, "load_pretrained", lambda *_, **__: pytest.fail("the weights were read"))
-    with pytest.raises(UserError, match="--samples is 2, which needs --prompt"):
-        run(chatml_model, None, chat=True, samples=2)
+def test_what_makes_no_sense_is_a_user_error(chatml_model, tmp_path):
     with pytest.raises(UserError, match="--system is for conversations"):
         Settings(system="x")
-    for other in ({"chat": True}, {"prompt": ("x",)}, {"prompt_file": tmp_path}):
+    for other in ({"chat": True}, {"prompt": ("x",)}, {"text": "x"}, {"prompt_file": tmp_path}):
         with pytest.raises(UserError, match="--interactive reads prompts line by line"):
             Settings(interactive=True, **other)
     for name in ("config.json", "model.safetensors", "tokenizer.json"):
@@ -292,11 +231,4 @@ def test_what_makes_no_sense_is_found_before_the_weights_are_read(chatml_model, 
     with pytest.raises(UserError, match="has no chat template, so the model only continues text"):
         run(tmp_path, ["x"], chat=True)
     (tmp_path / "chat_template.jinja").write_text("{{ messages[-1].content }}")
-    monkeypatch.undo()
-    monkeypatch.setattr(chat, "render", render_unlimited)
     assert run(tmp_path, ["x"], chat=True, system="y")[1][0].startswith("note: the model's chat template leaves the")
-
-
-def test_a_chat_has_longer_answers_by_default():
-    assert (Settings().token_limit, Settings(chat=True).token_limit) == (200, 2048)
-    assert dataclasses.replace(Settings(chat=True), max_new_tokens=7).token_limit == 7

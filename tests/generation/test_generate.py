@@ -7,8 +7,7 @@ import torch
 
 import kernels
 from errors import UserError
-from generation.complete import complete
-from generation.generate import generate
+from generation.generate import complete, generate
 from generation.sampling import generator_for, sample
 from generation.settings import Sampling
 from model.config import ModelConfig
@@ -99,11 +98,6 @@ def test_the_same_seed_gives_the_same_tokens_and_another_seed_or_sample_number_g
     assert len(set(map(tuple, several))) == 6
 
 
-def test_temperature_0_does_not_depend_on_the_seed(decoder):
-    first, second = (generate(decoder, [[1]], max_new_tokens=12, sampling=GREEDY, seed=seed).tokens for seed in (1, 2))
-    assert first == second
-
-
 def test_no_sequence_exceeds_the_context_and_the_finish_reason_says_so(decoder):
     prompts = [[1] * (LIMIT - 1), [1] * (LIMIT - 3), [1]]
     result = generate(decoder, prompts, max_new_tokens=5, sampling=GREEDY)
@@ -129,30 +123,10 @@ def test_an_eos_id_ends_a_sequence_and_is_not_part_of_it(decoder):
     assert result.steps == max(ends)  # no step after the last sequence has finished
 
 
-def test_callbacks_get_every_token_once_and_each_finish_once(decoder):
-    seen, finished = [[] for _ in PROMPTS], []
-    result = generate(
-        decoder,
-        PROMPTS,
-        max_new_tokens=6,
-        on_token=lambda i, token: seen[i].append(token),
-        on_finish=lambda i, reason: finished.append((i, reason)),
-    )
-    assert seen == result.tokens
-    assert sorted(finished) == [(i, "length") for i in range(len(PROMPTS))]
-
-
 def test_ids_that_the_tokenizer_does_not_have_are_never_sampled(decoder):
     uniform = Sampling(temperature=50.0, repetition_penalty=1.5)  # nearly
     assert max(generate(decoder, [[1]], max_new_tokens=40, sampling=uniform).tokens[0]) >= 100
     assert max(generate(decoder, [[1]], max_new_tokens=40, sampling=uniform, vocab_size=100).tokens[0]) < 100
-
-
-def test_with_a_huge_repetition_penalty_no_token_repeats(decoder):
-    sampling = Sampling(temperature=0, repetition_penalty=1e6)
-    prompt = PROMPTS[1]
-    tokens = generate(decoder, [prompt, [1]], max_new_tokens=30, sampling=sampling).tokens
-    assert len(set(prompt + tokens[0])) == len(prompt) + 30 and len(set(tokens[1])) == 30
 
 
 def test_logits_that_are_not_finite_are_a_user_error():
@@ -173,21 +147,6 @@ def test_complete_depends_on_its_arguments_only_and_does_not_use_the_global_gene
     assert complete(decoder, tokenizer, "", 15, GREEDY) == complete(
         decoder, tokenizer, max_new_tokens=15, sampling=GREEDY
     )
-
-
-def test_sampling_between_training_steps_does_not_change_gradients(decoder, tokenizer):
-    model = Decoder(decoder.config, seed=5)
-    tokens = torch.randint(300, (2, 12), generator=torch.Generator().manual_seed(1))
-    upstream = torch.randn(2, 11, generator=torch.Generator().manual_seed(2))
-
-    def gradient():
-        model.zero_grad()
-        model(tokens[:, :-1], tokens[:, 1:]).backward(upstream)
-        return model.embed_tokens.weight.grad.clone()
-
-    expected = gradient()
-    complete(model, tokenizer, "def ", 8)
-    assert torch.equal(gradient(), expected)
 
 
 def test_the_trained_stories_model_generates_what_the_reference_program_generates(stories260k_directory, shared):

@@ -1,13 +1,9 @@
 """What generate.py prints: texts in order, log lines, and errors before the weights are read."""
 
 import pytest
-import sentencepiece
 import torch
 
-import kernels
-from checkpoints.find import find_checkpoint
 from checkpoints.pretrained import save_pretrained
-from data.tokenizer import load_tokenizer
 from errors import UserError
 from generation import session
 from generation.generate import Generation
@@ -90,7 +86,7 @@ def test_errors_are_found_before_the_weights_are_read(checkpoint, monkeypatch, t
         output(checkpoint, ["☺" * 60])
     for name in ("config.json", "model.safetensors"):
         (tmp_path / name).write_bytes((checkpoint / name).read_bytes())
-    with pytest.raises(UserError, match="no tokenizer"):
+    with pytest.raises(UserError, match=r"there is no .*tokenizer"):
         output(tmp_path)
 
 
@@ -113,26 +109,6 @@ def test_out_of_memory_is_a_user_error_that_names_the_flag(checkpoint, monkeypat
         output(checkpoint, batch_size=7)
 
 
-@pytest.mark.parametrize("flag", ["prompt", "stop"])
-def test_prompts_and_stop_strings_that_are_not_utf8_are_a_user_error(flag):
-    with pytest.raises(UserError, match=rf"--{flag} 'ab\\udcff' is not UTF-8 text at character 2"):
-        Settings(**{flag: ("fine é☺", "ab\udcff")})
-
-
-def test_a_run_whose_tokenizer_has_no_tokenizer_json_form_can_generate(tmp_path, decoder):
-    lines = iter(["the quick brown fox", "jumps over the lazy dog", "and runs away"] * 50)
-    with open(tmp_path / "unigram.model", "wb") as file:
-        sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=lines, model_writer=file, vocab_size=32, model_type="unigram", minloglevel=2
-        )
-    best = tmp_path / "run" / "best"
-    save_pretrained(decoder, best)
-    load_tokenizer(tmp_path / "unigram.model").save(best)
-    assert (best / "sentencepiece.model").is_file() and not (best / "tokenizer.model").exists()
-    text, _ = output(find_checkpoint(tmp_path / "run"), ["the fox"], max_new_tokens=9)
-    assert text.startswith("the fox") and len(text) > len("the fox\n")
-
-
 def test_matrices_are_quantized_for_int8_and_the_log_says_so(checkpoint):
     text, lines = output(checkpoint, max_new_tokens=5, device="cpu", dtype="int8")
     assert "in bfloat16 with int8 matrices, kernels: " in lines[0] and len(text) > 2
@@ -141,26 +117,13 @@ def test_matrices_are_quantized_for_int8_and_the_log_says_so(checkpoint):
 
 
 @pytest.mark.parametrize(
-    ("model", "settings", "message"),
-    [
-        ({}, {"batch_size": 17}, "--batch-size is 17, and --dtype int8 decodes at most 16 texts"),
-        ({"norm": "dyt"}, {}, r"no decoding step for this model \(dyt norm, pre, swiglu\); use bfloat16"),
-        ({"hidden_size": 48}, {}, "needs a hidden size that is a multiple of 32, and this model's is 48"),
-        ({}, {"kernels": "triton"}, "int8 has no Triton kernels; use --kernels torch"),
-        ({}, {"device": "mps"}, "int8 runs only on a CPU, and the device is mps; leave it out"),
-    ],
-    ids=str,
+    ("model", "settings"), [({}, {"batch_size": 17}), ({"norm": "dyt"}, {}), ({"hidden_size": 48}, {})], ids=str
 )
 def test_int8_is_refused_before_the_weights_are_read_where_no_step_uses_it(
-    monkeypatch, tmp_path, tokenizer, model, settings, message
+    monkeypatch, tmp_path, tokenizer, model, settings
 ):
     save_pretrained(Decoder(ModelConfig(**({"vocab_size": 320, "hidden_size": 32} | model))), tmp_path)
     tokenizer.save(tmp_path)
     monkeypatch.setattr(session, "load_pretrained", lambda *_, **__: pytest.fail("the weights were read"))
-    monkeypatch.setattr(session, "choose_device", lambda name: torch.device(name))
-    monkeypatch.setattr(session, "choose_kernels", lambda choice, device: kernels.use(choice, device))
-    try:
-        with pytest.raises(UserError, match=message):
-            output(tmp_path, **({"device": "cpu", "dtype": "int8"} | settings))
-    finally:
-        kernels.use("auto", torch.device("cpu"))
+    with pytest.raises(UserError, match="--dtype int8 needs a CPU, a --batch-size"):
+        output(tmp_path, **({"device": "cpu", "dtype": "int8"} | settings))

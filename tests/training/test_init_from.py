@@ -9,7 +9,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from checkpoints.families import load_config
-from errors import UserError
 from training import commands, metrics
 from training.loop import train
 from training.session import set_up
@@ -138,5 +137,3 @@ def test_falling_back_to_another_save_prints_one_note_and_the_settings_name_that
     train(settings, tmp_path / "second")
     assert capfd.readouterr().err.count("note: ") == 1
     assert load_settings(tmp_path / "second" / "settings.toml").run.init_from == str(run / "last")
-
-
