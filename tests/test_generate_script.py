@@ -75,7 +75,6 @@ def test_standard_input_and_the_newest_run_are_the_default_prompt_and_run(folder
     ("args", "message"),
     [
         (["--temperature", "-1"], "--temperature is -1.0"),
-        (["--batch-size", "0"], "--batch-size is 0"),
         (["--tempreture", "1"], "--temperature"),
         (["--top-k", "many"], "--top-k"),
         (["runs"], "error: runs has no config.json, best/ or last/"),

@@ -73,7 +73,7 @@ train --init-from nothere
 train --init-from RUN/best/model.safetensors
     .*model.safetensors is a file; give the directory
 train --init-from BAD/pickled
-    .*pickled has pickled weights, which can run code and are never opened; convert them
+    .*pickled has pickled weights, which can run code and are never opened; save them
 train --init-from BAD/gguf
     .*gguf has GGUF weights
 train --init-from BAD/lfs
@@ -81,7 +81,7 @@ train --init-from BAD/lfs
 train --eval-only
     --eval-only needs --init-from
 train --tokenizer BAD/empty
-    no tokenizer at .*BAD/empty; give a tokenizer.model, a tokenizer.json
+    there is no .*BAD/empty/tokenizer.model; give a tokenizer.model, a tokenizer.json
 generate nothere
     nothere does not exist; give a directory
 generate BAD/empty
@@ -89,15 +89,15 @@ generate BAD/empty
 generate BAD/quantized --prompt a
     .*config.json cannot be read \(quantization_config is .*; give another model
 generate BAD/no_tokenizer --prompt a
-    no tokenizer at
+    there is no .*no_tokenizer/tokenizer.model; give
 generate RUN --prompt-file nothere
-    --prompt-file nothere cannot be read
+    nothere cannot be read .*; give a UTF-8 text file
 generate RUN --prompt a --temperature -1
     --temperature is -1
 generate RUN --prompt a --top-p 2
     --top-p is 2
 generate RUN --prompt a --max-new-tokens 0
-    --max-new-tokens is 0
+    --max-new-tokens, .* must be at least 1
 generate RUN --prompt LONG
     the prompt has .* tokens, .* context is 64 tokens .*; shorten it
 ablate nothere

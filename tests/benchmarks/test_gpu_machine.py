@@ -100,7 +100,7 @@ def steps_of(done: subprocess.CompletedProcess) -> list[str]:
 @needs_bash
 def test_a_step_that_fails_does_not_stop_the_others_and_sets_the_exit_status(run_script, tmp_path):
     done = run_script()
-    assert done.returncode == 0 and "== 17 steps, 0 failed" in done.stdout, done.stdout
+    assert done.returncode == 0 and "== 18 steps, 0 failed" in done.stdout, done.stdout
     assert steps_of(done)[:3] == ["smoke", "124m", "train.py"] and steps_of(done)[-1] == "racecheck"
     failed = run_script(FAILING="--config 1b")
     assert failed.returncode == 1 and "5 failed: 1b 1b-plain 1b-layer decoding-128 decoding-4000" in failed.stdout
@@ -114,6 +114,7 @@ def test_steps_are_chosen_by_name_and_a_limit_says_how_to_continue(run_script):
     assert steps_of(run_script("norms", "transformers..")) == [
         "norms",
         "transformers",
+        "trace",
         "others",
         "tests",
         "memcheck",
@@ -121,7 +122,7 @@ def test_steps_are_chosen_by_name_and_a_limit_says_how_to_continue(run_script):
     ]
     assert run_script("nothing").returncode == 1
     complete = run_script(LIMIT="570")  # no step takes so long by itself
-    assert len(steps_of(complete)) == 17 and "continue with" not in complete.stdout
+    assert len(steps_of(complete)) == 18 and "continue with" not in complete.stdout
     part = run_script(LIMIT="250")
     assert steps_of(part) == ["smoke", "124m"] and part.stdout.endswith("train.py..\n")
 
