@@ -156,9 +156,8 @@ def exit_on_user_error() -> Iterator[None]:
             traceback.print_exc()
         text = str(error)
         if isinstance(error, OSError):  # such as a folder that may not be read, or a full disk
-            text = (
-                f"{str(error.filename)[:200]}: {error.strerror}." if error.filename else f"{error.strerror or error}."
-            )
+            name = f"{str(error.filename)[:200]}: " if error.filename else ""
+            text = f"{name}{error.strerror or error}."
         end(f"error: {text}", 2)
     except ModuleNotFoundError as error:
         end(f"error: this needs the package {error.name}: pip install {error.name}", 2)
@@ -169,7 +168,9 @@ def exit_on_user_error() -> Iterator[None]:
 def end(message: str, status: int) -> NoReturn:
     """Print the message to standard error and exit."""
     let_main_process_speak()
-    print(message, file=sys.stderr)
+    print(message, file=sys.stderr, flush=True)
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        os._exit(status)  # at Python's own exit, a process group that has lost a process may abort
     sys.exit(status)
 
 

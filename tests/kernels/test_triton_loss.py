@@ -103,6 +103,16 @@ def test_a_chunk_is_the_multiple_of_128_tokens_that_fits_or_all_tokens(monkeypat
     assert cross_entropy.chunk_rows(1000, 10**6, 2) == 128
 
 
+@pytest.mark.parametrize(("dtype", "chunks"), [(torch.bfloat16, [140]), (torch.float32, [128, 12])])
+def test_the_workspace_holds_half_as_many_logits_of_four_bytes_as_of_two(monkeypatch, dtype, chunks):
+    found = []
+    monkeypatch.setattr(cross_entropy, "WORKSPACE", 150 * 600 * 2)
+    monkeypatch.setattr(cross_entropy, "cross_entropy", lambda logits, *_: found.append(len(logits)))
+    x, weight = torch.randn(140, 16, dtype=dtype), torch.randn(600, 16, dtype=dtype)
+    gpu.linear_cross_entropy(x, weight, torch.zeros(140, dtype=torch.int64))
+    assert found == chunks
+
+
 def test_without_a_counted_token_losses_and_gradients_are_0(draw):
     x, weight, _ = make_inputs(draw, 9)
     weight[:, 0] = torch.where(torch.arange(V) % 2 == 0, float("nan"), float("-inf"))  # ignored rows are not read

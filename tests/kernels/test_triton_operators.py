@@ -1,6 +1,7 @@
 """The Triton kernels as torch operators: their registration, and one graph for torch.compile."""
 
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from kernels import gpu
 pytestmark = pytest.mark.skipif(gpu is None, reason="Triton is not installed")
 
 if gpu is not None:
-    from kernels.launch import is_traced
+    from kernels.launch import device_limits, is_traced
 
 
 def operators():
@@ -58,6 +59,13 @@ def test_every_operator_is_checked_and_runs_on_a_gpu_and_on_the_cpu():
     for name in registered:
         has_kernel = partial(torch._C._dispatch_has_kernel_for_dispatch_key, f"prenorm::{name}")
         assert has_kernel("CUDA") and has_kernel("CPU"), name
+
+
+@pytest.mark.parametrize(("warp_size", "warps"), [(32, 32), (64, 16)], ids=["NVIDIA", "AMD"])
+def test_the_limits_of_a_gpu_come_from_its_properties(monkeypatch, warp_size, warps):
+    found = SimpleNamespace(multi_processor_count=132, warp_size=warp_size)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
+    assert device_limits.__wrapped__(torch.device("cuda")) == (132, warps)
 
 
 def test_the_operator_is_needed_for_fake_and_meta_tensors_and_in_a_dispatch_mode():
