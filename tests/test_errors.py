@@ -38,7 +38,7 @@ def test_what_is_wrong_in_a_file_is_one_line_with_its_name_and_the_fix(tmp_path)
     with pytest.raises(UserError, match=r"a.json cannot be read \(it is not a JSON object\); download or"):
         read_json(tmp_path / "a.json")
     for error in (KeyError("shape"), ValueError(), OSError(5, "Input/output error"), RuntimeError("no")):
-        with pytest.raises(UserError, match=r"^x cannot be read \(.+\); mend it\.$"), reading("x", "mend it"):
+        with pytest.raises(UserError, match=r"^x cannot be read \(.+\); fix it\.$"), reading("x", "fix it"):
             raise error
     assert read_json(tmp_path / "none.json") == {}
 

@@ -174,7 +174,7 @@ class Command:
 RULES = {
     "at least 1": (
         lambda value: value >= 1,
-        "steps batch_size micro_batch_size sequence_length first_sequence_length evaluate_every",
+        "steps batch_size micro_batch_size sequence_length first_sequence_length evaluate_every timeout_minutes",
     ),
     "greater than 0": (lambda value: 0 < value < math.inf, "learning_rate clip"),
     "0 or more": (lambda value: value >= 0, "seed warmup_steps weight_decay embedding_weight_decay"),
@@ -186,7 +186,7 @@ RULES = {
 def check(settings: Settings) -> None:
     """Raise `UserError` for values that cannot work."""
     data, model = settings.data, settings.model
-    values = vars(settings.run) | vars(data) | vars(settings.optimizer)
+    values = vars(settings.run) | vars(data) | vars(settings.optimizer) | vars(settings.machine)
     for words, (works, keys) in RULES.items():
         for key in keys.split():
             if values[key] is not None and not works(values[key]):
