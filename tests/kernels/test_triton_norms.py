@@ -73,11 +73,9 @@ F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
         ("layer", 9, 760, F32, F16, F32),
         ("rms", 3, 1000, F16, None, F32),
         ("layer", 3, 1001, BF16, F16, F32),
-        ("rms", 20, 1024, F16, F32, F32),
+        ("rms", 3, 1024, F16, F32, F32),
         ("layer", 9, 1096, F32, None, None),
-        ("rms", 5, 4096, BF16, BF16, F32),
         ("layer", 2, 4096, F32, F32, F32),
-        ("layer", 2, 8192, BF16, BF16, F32),
         ("rms", 2, 8192, F16, BF16, F16),
     ],
 )
@@ -93,9 +91,9 @@ def test_any_rows_and_dtypes_are_within_one_rounding_of_float64(
 
 
 @pytest.mark.parametrize(
-    ("width", "dtype", "residual_dtype"), [(4097, F32, None), (8200, BF16, BF16), (4104, BF16, F32)]
+    ("kind", "width", "dtype", "residual_dtype"),
+    [("rms", 4097, F32, None), ("layer", 8200, BF16, BF16), ("layer", 4104, BF16, F32)],
 )
-@pytest.mark.parametrize("kind", ["rms", "layer"])
 def test_wider_rows_are_those_of_the_reference_for_both_norms(draw, kind, width, dtype, residual_dtype):
     x, dy, weight = draw(2, width, dtype=dtype), draw(2, width, dtype=dtype), draw(width, mean=1.0)
     residual = None if residual_dtype is None else draw(2, width, dtype=residual_dtype)
@@ -106,85 +104,33 @@ def test_wider_rows_are_those_of_the_reference_for_both_norms(draw, kind, width,
     assert all(map(torch.equal, *results))
 
 
-@pytest.mark.parametrize(
-    ("kind", "needed", "upstream"),
-    [
-        ("rms", "x", "y"),
-        ("layer", "x", "s"),
-        ("layer", "weight", "y and s"),
-        ("rms", "bias", "y"),
-        ("layer", "residual", "s"),
-        ("rms", "residual", "y and s"),
-        ("rms", "x and weight", "s"),
-        ("layer", "weight and bias", "y"),
-    ],
-)
-def test_any_output_may_lack_an_upstream_gradient_and_any_input_may_need_none(
-    draw, relative, rounding, kind, needed, upstream
-):
-    x, weight, bias, residual = draw(4, 72, dtype=BF16), draw(72, mean=1.0), draw(72), draw(4, 72)
-    given = {"y": draw(4, 72, dtype=BF16), "s": draw(4, 72)}
-
-    def gradients(function, *inputs):
-        named = dict(zip(("x", "weight", "bias", "residual"), (t.detach().clone() for t in inputs), strict=True))
-        leaves = [named[name].requires_grad_() for name in needed.split(" and ")]
-        outputs = dict(zip("ys", function(*named.values(), kind=kind, eps=EPS), strict=True))
-        chosen = [name for name in upstream.split(" and ") if outputs[name].requires_grad]
-        pairs = [outputs[name] for name in chosen], [given[name].to(outputs[name].dtype) for name in chosen]
-        found = torch.autograd.grad(pairs[0], leaves, pairs[1], allow_unused=True) if chosen else [None] * len(leaves)
-        return [torch.zeros_like(leaf) if g is None else g for leaf, g in zip(leaves, found, strict=True)]
-
-    inputs = x, weight, bias, residual
-    exact = gradients(reference64, *(t.double() for t in inputs))
-    for ours, other in zip(gradients(gpu.normalize, *inputs), exact, strict=True):
-        assert ours.dtype == (BF16 if ours.shape == x.shape and needed.startswith("x") else F32)
-        assert relative(ours, other) < rounding(ours.dtype, ours.numel()) if other.any() else not ours.any()
-
-
-LAYOUTS = {  # rows of a larger tensor that are not contiguous
-    "columns of a wider tensor": lambda draw: draw(40, 288)[:20, 96:192],
-    "every other row": lambda draw: draw(40, 96)[::2],
-    "every other element": lambda draw: draw(20, 192)[:, ::2],
-    "transposed": lambda draw: draw(96, 20).t(),
-    "four dimensions": lambda draw: draw(2, 3, 20, 192)[..., :96],
-    "one row for all": lambda draw: draw(1, 96).expand(20, 96),
-    "one number for all": lambda draw: draw(1, 1).expand(20, 96),
-    "a sequence dimension behind the heads": lambda draw: draw(2, 20, 3, 96).transpose(1, 2),
+LAYOUTS = {  # six rows of 96 elements
+    "columns of a wider tensor": lambda draw, i: draw(6, 288)[:, 96:192],
+    "every other row": lambda draw, i: draw(12, 96)[::2],
+    "every other element": lambda draw, i: draw(6, 192)[:, ::2],
+    "transposed": lambda draw, i: draw(96, 6).t(),
+    "four dimensions": lambda draw, i: draw(2, 1, 3, 192)[..., :96],
+    "one row for all": lambda draw, i: draw(1, 96).expand(6, 96),
+    "one number for all": lambda draw, i: draw(1, 1).expand(6, 96),
+    "a sequence dimension behind the heads": lambda draw, i: draw(1, 3, 2, 96).transpose(1, 2),
+    "an odd number of elements apart": lambda draw, i: draw(6, 105 + 8 * i)[:, 1:97],
+    "a multiple of 8 elements apart": lambda draw, i: draw(6, 112 + 8 * i)[:, 1:97],
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_inputs_and_upstream_gradients_may_have_any_strides_and_stay_as_they_were(draw, layout):
-    some = [LAYOUTS[layout](draw) for _ in range(2)]
-    before = [t._base.clone() for t in some]
-    others, weight, bias = [draw(*some[0].shape) for _ in range(2)], draw(96, mean=1.0), draw(96)
-    for (x, dy), (residual, ds) in ((some, others), (others, some)):
-        results = []
-        for given in ((x, residual, dy, ds), [t.contiguous() for t in (x, residual, dy, ds)]):
-            y, s, gradients = run(given[0], weight, bias, *given[1:], "layer", gpu.normalize)
-            results.append((y, s, *gradients))
-        assert all(map(torch.equal, *results))
-    assert all(torch.equal(t._base, copy) for t, copy in zip(some, before, strict=True))
-
-
 @pytest.mark.parametrize(
-    ("name", "spacing"), [("x", 105), ("residual", 105), ("dy", 105), ("ds", 105), ("all", 105), ("all", 112)]
+    ("layout", "strided"),
+    [*((name, range(4)) for name in LAYOUTS), *(("an odd number of elements apart", [i]) for i in range(4))],
 )
-def test_rows_of_each_tensor_may_be_an_odd_number_of_elements_apart(draw, name, spacing):
-    """8 divides the width, so that tensors whose rows are a multiple of 8 apart are read 16 bytes at a time."""
-    named = {key: draw(5, 104, mean=mean) for key, mean in (("x", 0.3), ("residual", -0.5), ("dy", 0.1), ("ds", 0.7))}
-    weight, bias = draw(104, mean=1.0), draw(104)
-
-    def call(x, residual, dy, ds):
+def test_inputs_and_upstream_gradients_may_have_any_strides(draw, layout, strided):
+    """Tensors whose rows are a multiple of 8 apart are read 16 bytes at a time."""
+    given = [LAYOUTS[layout](draw, i) for i in range(4)]
+    copies = [tensor.contiguous() for tensor in given]
+    weight, bias, results = draw(96, mean=1.0), draw(96), []
+    for x, residual, dy, ds in (copies, [given[i] if i in strided else copies[i] for i in range(4)]):
         y, s, gradients = run(x, weight, bias, residual, dy, ds, "layer", gpu.normalize)
-        return y, s, *gradients
-
-    expected = call(**named)
-    for i, (key, tensor) in enumerate(named.items()):
-        if name in (key, "all"):
-            named[key] = draw(5, spacing + 8 * i)[:, 1:105]
-            named[key].copy_(tensor)
-    assert all(map(torch.equal, call(**named), expected))
+        results.append((y, s, *gradients))
+    assert all(map(torch.equal, *results))
 
 
 def test_a_gradient_that_two_norms_share_is_right_for_both_and_a_second_backward_pass_equals_the_first(draw, relative):
@@ -207,8 +153,8 @@ def test_a_gradient_that_two_norms_share_is_right_for_both_and_a_second_backward
 @pytest.mark.parametrize(
     ("rows", "width"),
     [
-        *((rows, 64) for rows in (1, 17, 320, 337)),  # tiles of 16 rows, at most 20 programs
-        *((7, 1024), (8, 1024), (17, 1024), (65, 4096)),  # tiles of a row, at most 32 and 8 programs
+        *((1, 64), (337, 64)),  # tiles of 16 rows, at most 20 programs
+        *((7, 1024), (65, 4096)),  # tiles of a row, at most 32 and 8 programs
     ],
 )
 def test_sums_over_rows_are_right_for_fewer_and_more_rows_than_programs(draw, relative, monkeypatch, rows, width):

@@ -24,10 +24,7 @@ SHAPES = {  # heads of q and of k, width of a head, sequences, length: blocks of
     "half a head is not divisible by 8": (4, 2, 20, 3, 65),
     "as many heads of k as of q": (3, 3, 32, 2, 5),
 }
-CASES = [  # each shape with and without the norm of each head, and each dtype with both
-    *zip(SHAPES, [False, True] * 3, [F32, F32, F16, F16, BF16, BF16], strict=True),
-    *zip(SHAPES, [True, False] * 3, [BF16, BF16, F32, F32, F16, F16], strict=True),
-]
+CASES = [*zip(SHAPES, [False, True] * 3, [F32, F32, F16, F16, BF16, BF16], strict=True)]  # norms of heads, dtypes
 
 
 @pytest.fixture
@@ -89,7 +86,7 @@ def test_rotation_and_its_gradients_are_rounded_once_for_any_heads(draw, relativ
     assert_equals_float64(relative, rounding, tensors, tables, heads, kv_heads, upstream)
 
 
-@pytest.mark.parametrize(("shape", "head_norms"), [*zip(SHAPES, [True, False] * 3, strict=True)])
+@pytest.mark.parametrize(("shape", "head_norms"), [*zip([*SHAPES][1::2], [False, True, True], strict=True)])
 def test_all_tensors_may_have_strides_of_their_own_that_8_does_not_divide(
     draw, strided, relative, rounding, shape, head_norms
 ):
@@ -130,50 +127,6 @@ def test_partial_sums_do_not_depend_on_the_order_of_programs(draw, monkeypatch):
     monkeypatch.setattr(InterpreterBuilder, "set_grid_idx", set_reversed_index)
     *_, backwards = run(gpu.rotary, tensors, (angles.cos(), angles.sin()), 8, 4, upstream)
     assert all(map(torch.equal, forwards, backwards))
-
-
-@pytest.mark.parametrize(("used", "head_norms"), [(0, False), (0, True), (1, True), (2, True)])
-def test_outputs_that_are_not_used_have_gradient_zero(draw, relative, rounding, used, head_norms):
-    tensors = [draw(2, 9, 8 * 32), *(draw(32, mean=1.0) for _ in range(2 * head_norms))]
-    angles, upstream = draw(9, 16, std=100.0, dtype=torch.float64), draw(2, 9, (4, 2, 2)[used], 32)
-    heads = slice(*((0, 4), (4, 6), (6, 8))[used])
-    _, (dqkv, *dweights) = run(
-        gpu.rotary, tensors, (angles.cos().float(), angles.sin().float()), 4, 2,
-        [upstream if i == used else None for i in range(3)],
-    )  # fmt: skip
-    _, (exact, *_) = run(
-        float64_rotary, [t.double() for t in tensors], (angles.cos(), angles.sin()), 4, 2,
-        [upstream if i == used else torch.zeros(2, 9, n, 32) for i, n in enumerate((4, 2, 2))],
-    )  # fmt: skip
-    assert relative(dqkv, exact) < rounding(dqkv.dtype, dqkv.numel())
-    mask = torch.ones(8, dtype=torch.bool)
-    mask[heads] = False
-    assert not dqkv.unflatten(-1, (8, 32))[:, :, mask].any()
-    assert [bool(dweight.any()) for dweight in dweights] == [used == i for i in range(2 * head_norms)]
-
-
-@pytest.mark.parametrize("learned", [(True, False, False), (False, True, False), (False, False, True)])
-def test_what_is_frozen_gets_no_gradient_and_changes_no_other(draw, learned):
-    tensors, angles = [draw(2, 9, 8 * 32), draw(32, mean=1.0), draw(32, mean=1.0)], draw(9, 16, std=100.0)
-    upstream = draw(2, 9, 4, 32), draw(2, 9, 2, 32), draw(2, 9, 2, 32)
-    _, expected = run(gpu.rotary, tensors, (angles.cos(), angles.sin()), 4, 2, upstream)
-    some = [tensor.detach().requires_grad_(needed) for tensor, needed in zip(tensors, learned, strict=True)]
-    out = gpu.rotary(some[0], angles.cos(), angles.sin(), 4, 2, *some[1:], 1e-3)
-    used = [(o, u) for o, u in zip(out, upstream, strict=True) if o.requires_grad]
-    torch.autograd.backward(*zip(*used, strict=True))
-    for tensor, needed, gradient in zip(some, learned, expected, strict=True):
-        assert torch.equal(tensor.grad, gradient) if needed else tensor.grad is None
-
-
-@pytest.mark.parametrize("head_norms", [False, True])
-def test_v_keeps_the_packed_product_only_where_the_backward_pass_needs_it(draw, head_norms):
-    qkv, weight, angles = draw(1, 5, 4 * 16).requires_grad_(), draw(16), draw(5, 8)
-    kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        _, _, v = gpu.rotary(qkv, angles.cos(), angles.sin(), 2, 1, *[weight if head_norms else None] * 2, 1e-6)
-    storages = {t.untyped_storage().data_ptr() for t in (v, *kept)}
-    assert (qkv.untyped_storage().data_ptr() in storages) == head_norms
-    assert torch.equal(v, qkv[..., -16:].unflatten(-1, (1, 16)))
 
 
 def test_the_backward_rotation_undoes_the_forward_rotation(draw, relative):
