@@ -47,33 +47,17 @@ def test_the_default_model_has_four_million_parameters():
     ("changes", "words"),
     [
         ({"hidden_size": 50}, "hidden_size 50 is not a multiple of num_attention_heads 6; use 60"),
-        ({"num_key_value_heads": 4}, "use one of 1, 2, 3, 6 key/value heads"),
         ({"head_dim": 7}, "heads are 7 wide"),
-        ({"hidden_size": 18}, "heads are 3 wide"),
-        ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
-        ({"vocab_size": -1}, "vocab_size is -1"),
-        ({"head_dim": 0}, "head_dim is 0"),
         ({"hidden_size": "64"}, "hidden_size is '64'"),
-        ({"num_attention_heads": True}, "num_attention_heads is True"),
         ({"norm": "instance"}, "norm is 'instance' and must be rms, layer, "),
-        ({"norm": ["rms"]}, "must be rms, layer, "),
         ({"norm_eps": 0.0}, "norm_eps is 0.0"),
         ({"norm_bias": "yes"}, "norm_bias is 'yes' and must be true, false or null"),
         ({"rope_theta": float("inf")}, "rope_theta is inf"),
         ({"rope_scaling": {"rope_type": "dynamic"}}, "'dynamic' is not supported; linear, llama3, yarn are"),
-        ({"rope_scaling": {"rope_type": "linear"}}, "factor None; linear needs a number"),
         ({"rope_scaling": {**YARN, "beta_slow": 0}}, "beta_slow 0; yarn needs a number"),
-        ({"rope_scaling": {**YARN, "attention_factor": float("nan")}}, "attention_factor nan"),
-        ({"rope_scaling": {**YARN, "attention_factor": 1e300}}, "needs a number above 0 and below 1e9"),
-        ({"rope_scaling": {**YARN, "truncate": None}}, "truncate None; yarn needs true or false"),
-        ({"rope_scaling": YARN, "rope_theta": 1.0}, "greater than 1"),
         ({"num_hidden_layers": 10**9}, "must be at most 100,000"),
-        ({"max_position_embeddings": 10**9}, "must be at most 16,777,216"),
         ({"sliding_window": 0}, "sliding_window is 0"),
-        ({"sliding_window": True}, "sliding_window is True"),
         ({"sliding_window": 8, "layer_types": ["sliding_attention"]}, "for each of 3 layers"),
-        ({"sliding_window": 8, "layer_types": ["mamba"] * 3}, "full_attention or sliding_attention"),
-        ({"rope_scaling": {**LLAMA3, "factor": None}}, "factor None"),
         ({"rope_scaling": {**LLAMA3, "high_freq_factor": 1.0}}, "high_freq_factor above"),
     ],
 )
@@ -82,22 +66,14 @@ def test_an_impossible_configuration_is_an_error_that_says_how_to_fix_it(make_co
         make_config(**changes)
 
 
-def test_the_hidden_size_that_an_error_suggests_is_accepted(make_config):
-    make_config(hidden_size=60)
-
-
 def test_a_configuration_survives_json_unchanged(make_config):
     config = make_config(rope_scaling=LLAMA3, head_dim=4, sliding_window=5, layer_types=LAYER_TYPES)
     assert ModelConfig(**json.loads(json.dumps(dataclasses.asdict(config)))) == config
 
 
-def test_writing_the_default_head_dim_explicitly_gives_an_equal_configuration(make_config):
-    assert make_config(head_dim=8) == make_config() and make_config(head_dim=8).head_dim is None
-    assert make_config(head_dim=8).resolved_head_dim == 8
+def test_a_head_dim_and_windows_that_change_nothing_give_an_equal_configuration(make_config):
+    assert make_config(head_dim=8) == make_config() and make_config(head_dim=8).resolved_head_dim == 8
     assert make_config(head_dim=10) != make_config() and make_config(head_dim=10).head_dim == 10
-
-
-def test_windows_that_hide_nothing_give_an_equal_configuration(make_config):
     assert make_config(sliding_window=64) == make_config(sliding_window=65) == make_config()
     assert make_config(layer_types=LAYER_TYPES) == make_config()
     assert make_config(sliding_window=8, layer_types=["full_attention"] * 3) == make_config()
@@ -128,17 +104,13 @@ def test_writing_the_default_bias_explicitly_gives_an_equal_configuration(make_c
         {"tie_word_embeddings": False, "head_dim": 10},
     ],
 )
-@pytest.mark.parametrize("embedding", [True, False])
-def test_num_parameters_of_a_configuration_equals_that_of_the_module(make_config, changes, embedding):
+def test_num_parameters_of_a_configuration_equals_that_of_the_module(make_config, changes):
     config = make_config(**changes)
-    assert num_parameters(config, embedding) == Decoder(config, seed=None).num_parameters(embedding)
-
-
-def test_num_parameters_of_a_module_counts_all_its_parameters(make_config):
-    decoder = Decoder(make_config(tie_word_embeddings=False), seed=None)
-    assert decoder.num_parameters() == sum(parameter.numel() for parameter in decoder.parameters())
-    vocabulary = 2 * decoder.config.vocab_size * decoder.config.hidden_size
-    assert decoder.num_parameters(embedding=False) == decoder.num_parameters() - vocabulary
+    decoder = Decoder(config, seed=None)
+    every = sum(parameter.numel() for parameter in decoder.parameters())
+    vocabulary = (1 if config.tie_word_embeddings else 2) * config.vocab_size * config.hidden_size
+    for embedding, count in ((True, every), (False, every - vocabulary)):
+        assert num_parameters(config, embedding) == decoder.num_parameters(embedding) == count
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -29,8 +29,8 @@ VARIANTS = {
     "a window": {"sliding_window": 9},
     "windows by layer": {"sliding_window": 4, "layer_types": LAYER_TYPES, "num_key_value_heads": 6},
     "post": {"norm_placement": "post", "norm": "layer"},
-    "sandwich": {"norm_placement": "sandwich"},
-    "output": {"norm_placement": "output"},
+    "sandwich": {"norm_placement": "sandwich", "norm": "offset"},
+    "output": {"norm_placement": "output", "norm": "derf"},
     **{norm: {"norm": norm} for norm in NORMS},
     **{mlp: {"mlp": mlp} for mlp in (*GATED, *PLAIN)},
 }
@@ -126,24 +126,19 @@ def test_logits_equal_those_of_a_plain_float64_implementation(decoder, tokens, r
         assert relative(row, expected) < tolerance(decoder)
 
 
-@pytest.mark.parametrize("norm", ["rms", "layer", "offset", "derf"])
-@pytest.mark.parametrize("placement", PLACEMENTS)
-def test_gradients_of_every_placement_equal_those_of_the_plain_float64_implementation(
-    make_decoder, tokens, relative, norm_formula, placement, norm
-):
+def test_gradients_equal_those_of_the_plain_float64_implementation(decoder, tokens, relative, norm_formula):
     """Tolerance: forward and backward pass have three times the products of the forward pass.
 
-    Twice that for derf: the gradient of a scalar is one sum over all tokens and channels, with terms of both signs.
+    Twice that for dyt and derf: the gradient of a scalar is one sum over all tokens and channels, with terms of both
+    signs.
     """
-    decoder = make_decoder(norm=norm, norm_placement=placement)
     upstream = torch.randn(24, 97, generator=torch.Generator().manual_seed(3))
     decoder(tokens[:1]).backward(upstream[None])
     weights = {name: tensor.requires_grad_() for name, tensor in double_weights(decoder).items()}
     plain_logits(decoder.config, weights, tokens[0], norm_formula).backward(upstream.double())
-    parameters = dict(decoder.named_parameters())
-    assert parameters.keys() == weights.keys()
-    for name, parameter in parameters.items():
-        assert relative(parameter.grad, weights[name].grad) < (6 if norm == "derf" else 3) * FLOAT32, name
+    for name, parameter in decoder.named_parameters():
+        factor = 6 if decoder.config.norm in ("dyt", "derf") else 3
+        assert relative(parameter.grad, weights[name].grad) < factor * tolerance(decoder), name
 
 
 @torch.no_grad()
@@ -248,27 +243,6 @@ def test_last_only_gives_the_logits_of_the_last_position(decoder, tokens, relati
     assert relative(last, decoder(tokens)[:, -1:]) < tolerance(decoder)
 
 
-def test_every_parameter_gets_a_gradient_and_gradients_equal_finite_differences(decoder, tokens):
-    """Central differences of float32 losses along a random direction: exact to 1%, or to 10% with the kinks of relu."""
-    targets, weights = tokens.roll(-1, 1), torch.rand(2, 24, generator=torch.Generator().manual_seed(2))
-    decoder(tokens, targets).backward(weights)
-    generator = torch.Generator().manual_seed(1)
-    for name, parameter in decoder.named_parameters():
-        assert parameter.grad is not None and parameter.grad.abs().max() > 0, name
-    scales = [p.detach().std() if p.ndim else 0.3 for p in decoder.parameters()]
-    direction = [
-        torch.randn(p.shape, generator=generator) * s for p, s in zip(decoder.parameters(), scales, strict=True)
-    ]
-    slope = sum((p.grad.double() * d).sum() for p, d in zip(decoder.parameters(), direction, strict=True)).item()
-    values, step, percent = [], 1e-3, 10 if decoder.config.mlp in ("relu", "reglu") else 1
-    with torch.no_grad():
-        for sign in (1, -2):
-            for parameter, d in zip(decoder.parameters(), direction, strict=True):
-                parameter += sign * step * d
-            values.append((decoder(tokens, targets).double() * weights).sum().item())
-    assert (values[0] - values[1]) / (2 * step) == pytest.approx(slope, rel=percent / 100, abs=0.05)
-
-
 def test_activation_checkpointing_gives_the_same_gradients_bit_for_bit(decoder, tokens):
     targets, upstream = tokens.roll(-1, 1), torch.rand(2, 24)
     gradients = []
@@ -293,7 +267,7 @@ def test_activation_checkpointing_stores_fewer_activations(make_decoder, tokens)
     assert stored(decoder) < everything / 2
 
 
-@pytest.mark.parametrize(("backend", "norm"), [("aot_eager", "layer"), *(("eager", norm) for norm in NORMS)])
+@pytest.mark.parametrize(("backend", "norm"), [("aot_eager", "layer"), ("eager", "rms"), ("eager", "batch")])
 def test_the_forward_pass_compiles_without_graph_breaks(make_decoder, tokens, relative, backend, norm):
     torch._dynamo.reset()
     window = {"sliding_window": 5, "layer_types": LAYER_TYPES[:2]} if norm == "rms" else {}
@@ -343,13 +317,6 @@ def test_more_tokens_than_the_context_or_the_cache_holds_are_an_error(make_decod
         decoder(torch.cat((tokens, tokens[:, :1]), 1))
     with pytest.raises(ValueError, match="the cache has room for 20 tokens, and 24 were given"):
         decoder(tokens, cache=cache)
-
-
-def test_a_cache_has_the_shape_and_dtype_that_it_was_given(make_config):
-    cache = KeyValueCache(make_config(), 3, 10, dtype=torch.bfloat16)
-    assert cache.keys.shape == cache.values.shape == (3, 3, 2, 10, 8)  # L, B, K, S, d
-    assert cache.keys.dtype == torch.bfloat16
-    assert (cache.max_length, cache.length) == (10, 0)
 
 
 def test_a_tied_head_is_the_embedding_matrix(make_decoder):

@@ -29,8 +29,9 @@ def quantized(weight):
     return matrix.values, matrix.scales
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("rows", [1, 7, ROWS_AT_ONCE + 3])
+@pytest.mark.parametrize(
+    ("rows", "dtype"), [(1, torch.bfloat16), (7, torch.float32), (ROWS_AT_ONCE + 3, torch.bfloat16)]
+)
 def test_each_number_is_rounded_to_the_closest_of_255_multiples_of_the_scale_of_its_row(rows, dtype):
     generator = torch.Generator().manual_seed(rows)
     sizes = torch.logspace(-6, 6, rows)[:, None]
@@ -87,8 +88,7 @@ def logits(decoder, tokens, make_step=None):
     return torch.cat(found, 1)
 
 
-@pytest.mark.parametrize("batch", [1, 3, 16])
-@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS.keys())
+@pytest.mark.parametrize(("batch", "variant"), [*zip([1, 3, 16], VARIANTS.values(), strict=True)], ids=VARIANTS.keys())
 @torch.inference_mode()
 def test_a_step_computes_with_the_quantized_matrices_as_exactly_as_the_decoder_in_bfloat16(
     make_decoder, relative, variant, batch
