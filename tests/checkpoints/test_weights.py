@@ -12,8 +12,15 @@ from errors import UserError
 from generation.weights import cast_weights
 
 
-@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("stored", "dtype"),
+    [
+        (torch.float32, torch.bfloat16),
+        (torch.bfloat16, torch.float32),
+        (torch.float16, torch.bfloat16),
+        (torch.float64, torch.float32),
+    ],
+)
 def test_weights_cast_while_they_are_read_are_those_that_are_cast_afterwards(make_decoder, tmp_path, stored, dtype):
     save_pretrained(make_decoder(attention_bias=True).to(stored), tmp_path)
     checkpoint = open_checkpoint(tmp_path)
