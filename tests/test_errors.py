@@ -86,8 +86,9 @@ def test_a_lock_ends_with_its_process(tmp_path):
         pass
 
 
-def test_ctrl_c_while_a_program_is_imported_is_one_line():
-    code = """
+@pytest.mark.parametrize("program", ["train", "generate", "ablate"])
+def test_ctrl_c_while_a_program_is_imported_is_one_line(program):
+    code = f"""
 import runpy, sys
 
 class CtrlC:
@@ -97,7 +98,7 @@ class CtrlC:
 
 sys.meta_path.insert(0, CtrlC())
 sys.argv = ["program", "run", "out"]
-runpy.run_module("train", run_name="__main__")
+runpy.run_module({program!r}, run_name="__main__")
 """
     done = python(code, stderr=subprocess.PIPE, text=True)
     assert (done.returncode, done.stderr) == (130, "stopped.\n")

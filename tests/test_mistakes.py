@@ -78,6 +78,8 @@ train --init-from BAD/pickled
     .*pickled has pickled weights, which can run code and are never opened; save them
 train --init-from BAD/gguf
     .*gguf has GGUF weights
+generate BAD/adapter --prompt a
+    .*adapter has a PEFT adapter
 train --init-from BAD/lfs
     .*lfs/model.safetensors .*git lfs pull
 train --eval-only
@@ -125,7 +127,7 @@ def folder(tmp_path_factory) -> Path:
     bad = folder / "BAD"
     for name in ("lfs", "quantized", "no_tokenizer"):
         shutil.copytree(folder / "RUN" / "best", bad / name)
-    for name in ("empty", "pickled", "gguf"):
+    for name in ("empty", "pickled", "gguf", "adapter"):
         (bad / name).mkdir()
     files = {
         "small.txt": b"short",
@@ -139,6 +141,7 @@ def folder(tmp_path_factory) -> Path:
         "pickled/config.json": (folder / "RUN" / "best" / "config.json").read_bytes(),
         "pickled/pytorch_model.bin": b"",
         "gguf/model.gguf": b"GGUF",
+        "adapter/adapter_config.json": b"{}",
         "lfs/model.safetensors": b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n",
     }
     for name, content in files.items():
