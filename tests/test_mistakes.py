@@ -153,7 +153,7 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("command", "line"), zip(LINES[::2], LINES[1::2], strict=True), ids=LINES[::2])
+@pytest.mark.parametrize(("command", "line"), [*zip(LINES[::2], LINES[1::2], strict=True)], ids=LINES[::2])
 def test_a_mistake_is_one_line(folder, command, line, monkeypatch, capsys):
     program, *arguments = command.split()
     replaced = {"RUN": str(folder / "RUN"), "BAD": str(folder / "BAD"), "LONG": "a b c " * 100}
