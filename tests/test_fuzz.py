@@ -175,8 +175,8 @@ READERS = {  # share of the examples of a profile, what is read, and by what
     "a model with LayerNorm": (0.5, "other model", generate_text),
     "a chat model": (0.4, "model", lambda folder: generate_text(folder, "--chat")),
     "a run": (0.1, "run", resume),
-    "a text": (0.8, "texts", read_texts),
-    "a comparison": (0.2, "comparison", report),
+    "a text": (0.9, "texts", read_texts),
+    "a comparison": (0.1, "comparison", report),
 }
 
 

@@ -143,7 +143,7 @@ HEADS = [
     # dtype, head width, query and key/value heads, head norms, ranges
     (torch.float32, 24, 6, 2, True, 2),
     (torch.float32, 64, 7, 1, False, 1),
-    (torch.bfloat16, 128, 4, 2, True, 4),
+    (torch.bfloat16, 128, 2, 1, True, 4),
     (torch.float16, 20, 9, 1, True, 2),
     (torch.bfloat16, 24, 2, 2, False, 2),
 ]
@@ -155,7 +155,7 @@ def test_attention_over_every_filling_of_the_cache(
 ):
     monkeypatch.setattr(decode, "splits_for", lambda positions: splits)
     turn = TURN[width]
-    fillings = [0, 1, turn - 1, turn, turn + 1, 2 * turn * (splits - 1), 2 * turn * (splits - 1) + 1]
+    fillings = [0, turn - 1, turn, turn + 1, 2 * turn * (splits - 1), 2 * turn * (splits - 1) + 1]
     position = max(fillings) + 3
     padding = torch.tensor([position - filling for filling in fillings])
     batch, size = len(fillings), position + 5

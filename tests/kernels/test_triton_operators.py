@@ -49,8 +49,10 @@ def operators():
 
 @pytest.mark.parametrize("name", operators() if gpu is not None else ())
 def test_every_operator_passes_torch_library_opcheck(name):
+    """Tracing with any number of tokens is what the last test does."""
     operator, arguments = operators()[name]
-    torch.library.opcheck(operator.default, arguments)
+    checks = "test_schema", "test_autograd_registration", "test_faketensor"
+    torch.library.opcheck(operator.default, arguments, test_utils=checks)
 
 
 def test_every_operator_is_checked_and_runs_on_a_gpu_and_on_the_cpu():

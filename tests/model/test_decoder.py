@@ -168,7 +168,7 @@ def test_changing_a_token_does_not_change_earlier_outputs(decoder, tokens):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("steps", [[24], [1] * 24, [8] + [1] * 16, [5, 9, 1, 8, 1]])
+@pytest.mark.parametrize("steps", [[1, 8] + [1] * 15, [5, 9, 1, 8, 1]])
 def test_decoding_with_a_cache_gives_the_same_logits(decoder, tokens, relative, steps):
     cache = KeyValueCache(decoder.config, 2, 24)
     for tensor in (cache.keys, cache.values):
