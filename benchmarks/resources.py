@@ -1,7 +1,7 @@
-"""What the compiler makes of the Triton kernels for four GPUs, without needing any of them.
+"""Registers, spills and shared memory of every Triton kernel that the model launches: `python -m benchmarks.resources`.
 
-`python -m benchmarks.resources` prints a row for each kernel that the model launches, and all rows as JSON in its last
-line. A driver without a GPU replaces the real one, so that kernels are compiled and not run.
+On a GPU each kernel runs on small inputs. `--target sm_90` compiles the same launches for an NVIDIA GPU that is not
+there: a driver without a GPU replaces the real one, and launches nothing. Prints a table and, last, its rows as JSON.
 """
 
 import argparse
@@ -10,9 +10,7 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
 from functools import partial
-from multiprocessing import get_context
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,53 +21,50 @@ from triton.compiler import CompiledKernel
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from errors import usable_cores
 from generation.weights import cast_weights
-from kernels import gpu, launch
+from kernels import cross_entropy, decode, gpu, norm, rope, swiglu
 from model.cache import KeyValueCache
 from model.config import ModelConfig
 from model.decoder import Decoder
 from model.fused_decode import DecodeStep
 
-# The target, its multiprocessors, and the warps of the largest block.
-TARGETS = {
-    "sm_80": (GPUTarget("cuda", 80, 32), 108, 32),
-    "sm_90": (GPUTarget("cuda", 90, 32), 132, 32),
-    "sm_100": (GPUTarget("cuda", 100, 32), 148, 32),
-    "gfx942": (GPUTarget("hip", "gfx942", 64), 304, 16),
-}
+TARGETS = {"sm_80": 163, "sm_90": 227, "sm_100": 227}  # KB of shared memory that a program can have
 FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
 
 
-class Recorder:
-    """Compiles whatever is launched, and launches nothing."""
-
-    def __init__(self) -> None:
-        self.compiled: list[tuple[str, CompiledKernel]] = []
-        run = JITFunction.run
-
-        def compile_only(function, *arguments, grid, warmup, **options) -> None:
-            kernel = run(function, *arguments, grid=grid, warmup=True, **options)
-            self.compiled.append((function.__name__, kernel))
-
-        JITFunction.run = compile_only
-
-    def record(self, call: Callable[[], object]) -> list[tuple[str, CompiledKernel]]:
-        """Names and code of the kernels that a call launches."""
-        self.compiled.clear()
-        call()
-        return list(self.compiled)
+def pretend(target: str) -> None:
+    """From now on, launches in this process compile for a target and do nothing else."""
+    arch = int(target.removeprefix("sm_"))
+    properties = {"max_shared_mem": TARGETS[target] * 1024}
+    driver.set_active(
+        SimpleNamespace(
+            get_current_target=lambda: GPUTarget("cuda", arch, 32),
+            get_current_device=lambda: arch,  # the key of Triton's caches
+            get_current_stream=lambda device: 0,
+            launcher_cls=lambda source, metadata: lambda *arguments: None,
+            utils=SimpleNamespace(get_device_properties=lambda device: properties, load_binary=read_binary),
+        )
+    )
 
 
-def pretend(name: str) -> Recorder:
-    """From now on, launches in this process compile for a target."""
-    target, multiprocessors, warps = TARGETS[name]
-    limits = launch.device_limits(torch.device("cpu"))._replace(multiprocessors=multiprocessors, max_warps=warps)
-    launch.device_limits = lambda device: limits
-    number = list(TARGETS).index(name)  # the key of Triton's cache
-    functions = {"get_current_target": lambda: target, "get_current_device": lambda: number}
-    driver.set_active(SimpleNamespace(**functions, get_current_stream=lambda device: 0))
-    return Recorder()
+def read_binary(name: str, binary: bytes, shared: int, device: int) -> tuple[object, object, int, int, int]:
+    """What a driver says of a kernel that it loads: registers of a thread, spilled ones, and maximum threads."""
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary)
+        file.flush()
+        usage = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
+    used = {name: int(n) for name, n in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage.stdout)}
+    return name, name, used["REG"], (used["STACK"] + used["LOCAL"]) // 4, 1024
+
+
+def compiled_kernels() -> Iterator[CompiledKernel]:
+    """All kernels that this process has compiled."""
+    for module in (cross_entropy, decode, norm, rope, swiglu):
+        for function in vars(module).values():
+            if isinstance(function, JITFunction):
+                for kernels, *_ in function.device_caches.values():
+                    yield from kernels.values()
 
 
 def both_passes(function: Callable, *inputs: object, **options: object) -> None:
@@ -122,53 +117,26 @@ def decoding_step(config: ModelConfig, sequences: int) -> None:
     DecodeStep(decoder, cache).step(torch.zeros(sequences, 1, dtype=torch.int64, device=device), None)
 
 
-def inspect(kernel: CompiledKernel) -> dict[str, int | list[int] | None]:
-    """Warps and shared memory of a program; a thread's registers and spills; widths of its global loads in bytes.
-
-    Spills are bytes of stack on NVIDIA and registers on AMD, whose widths are not read.
-    """
-    found = {"warps": kernel.metadata.num_warps, "shared": kernel.metadata.shared}
-    if "amdgcn" in kernel.asm:
-        count = {name: int(n) for name, n in re.findall(r"\.(\w+_count):\s*(\d+)", kernel.asm["amdgcn"])}
-        spilled = count["vgpr_spill_count"] + count["sgpr_spill_count"]
-        return found | {"registers": count["vgpr_count"], "spilled": spilled, "widths": None}
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(kernel.asm["cubin"])
-        file.flush()
-        usage = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
-    used = {name: int(n) for name, n in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage.stdout)}
-    loads = re.findall(r"ld\.global(?:\.[a-zA-Z]\w*(?:::\w+)?)*?(?:\.v(\d))?\.[bfsu](\d+)", kernel.asm["ptx"])
-    widths = {int(vector or 1) * int(bits) // 8 for vector, bits in loads}
-    widths |= {int(size, 16) for size in re.findall(r"cp\.async\.c[ag].*?\], (0x\w+)", kernel.asm["ptx"])}
-    return found | {"registers": used["REG"], "spilled": used["STACK"] + used["LOCAL"], "widths": sorted(widths)}
-
-
-def measure(target: str) -> list[dict]:
-    """A row for each kernel."""
-    recorder, rows = pretend(target), {}
-    for name, call in launches():
-        for kernel_name, kernel in recorder.record(call):
-            rows.setdefault(kernel.hash, {"launch": name, "kernel": kernel_name, "target": target} | inspect(kernel))
-    return list(rows.values())
-
-
 def main() -> None:
     """Print the table, then the same as JSON."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.resources", description=__doc__.split("\n\n")[0])
-    parser.add_argument("--targets", nargs="+", choices=TARGETS, default=list(TARGETS), help="GPUs to compile for")
+    parser.add_argument("--target", choices=TARGETS, help="compile for this GPU instead of using the one that is here")
     arguments = parser.parse_args()
-    if gpu.INTERPRETED:
-        raise SystemExit("python -m benchmarks.resources compiles kernels: run it without TRITON_INTERPRET.")
-    # A process for each target: Triton caches what it knows about a target.
-    with ProcessPoolExecutor(usable_cores(), mp_context=get_context("spawn"), max_tasks_per_child=1) as pool:
-        results = [pool.submit(measure, target) for target in arguments.targets]
-        rows = [row for result in results for row in result.result()]
-    columns = ("launch", "kernel", "target", "warps", "registers", "spilled", "shared", "widths")
+    if arguments.target is None:
+        torch.set_default_device("cuda")
+    else:
+        pretend(arguments.target)
+    columns = ("launch", "kernel", "warps", "registers", "spilled", "shared")
     print("| " + " | ".join(columns) + " |\n" + "|---" * len(columns) + "|")
-    for row in rows:
-        print("| " + " | ".join(str(row[name]) for name in columns) + " |")
-    print(json.dumps(rows))
+    rows = {}
+    for name, call in launches():
+        call()
+        for kernel in compiled_kernels():
+            if kernel.hash not in rows:
+                sizes = kernel.metadata.num_warps, kernel.n_regs, kernel.n_spills, kernel.metadata.shared
+                rows[kernel.hash] = dict(zip(columns, (name, kernel.name, *sizes), strict=True))
+                print("| " + " | ".join(map(str, rows[kernel.hash].values())) + " |")
+    print(json.dumps([*rows.values()]))
 
 
 if __name__ == "__main__":

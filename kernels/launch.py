@@ -68,8 +68,8 @@ def alignment(*sizes: int) -> int:
     Callers pass sizes and strides divided by it, and the kernel multiplies them by it again. Triton widens loads to
     128 bits only where it can prove divisibility, and all it knows of an integer argument is whether 16 divides it:
     without this, rows of 4,104 elements would be read 2 bytes at a time. The product with a constant 8 is provably
-    divisible by 8, without a recompile for each size. `tl.multiple_of` on the arguments is no replacement: with Triton
-    3.7.1, `python -m benchmarks.resources` then shows loads of 2 bytes and up to twice the registers.
+    divisible by 8, without a recompile for each size. `tl.multiple_of` on the arguments is no replacement: Triton 3.7.1
+    then loads 2 bytes at a time and needs up to twice the registers.
     """
     return 8 if all(size % 8 == 0 for size in sizes) else 1
 
