@@ -10,14 +10,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import kernels
 from kernels import reference
 
 BF16 = torch.bfloat16
 OURS = "ours"
-BACKENDS = SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION
 
 
 @dataclass
@@ -28,7 +26,7 @@ class Case:
     make: Callable[[], tuple[Tensor, ...]]
     """New random inputs; those that get gradients come first."""
     num_learned: int
-    """How many of the inputs get gradients; with 0 only the forward pass is measured."""
+    """How many of the inputs get gradients."""
     baselines: dict[str, Callable]
     """What is measured, by name; `ours` is the first. Each takes the inputs and returns one tensor or a tuple."""
     forward_bytes: float = 0.0
@@ -59,9 +57,6 @@ def cases(device: torch.device) -> Iterator[Case]:
     for sizes in ((16384, 32, 8, 128), (16384, 16, 8, 64)):
         yield from (rotary(device, *sizes, normed) for normed in (False, True))
     yield from (loss(device, *sizes) for sizes in ((8192, 1024, 50304), (8192, 4096, 131072)))
-    for sizes in ((32, 1024, 12, 12, 64), (2, 4096, 32, 8, 64)):  # of configs/124m.toml and 1b.toml
-        yield attention(device, *sizes)
-    yield from (attention(device, sequences, 4000, 32, 8, 64, decoding=True) for sequences in (1, 8))
 
 
 def random(device: torch.device, *shape: int, dtype: torch.dtype = BF16, mean: float = 0.3, std: float = 1.0) -> Tensor:
@@ -186,31 +181,3 @@ def loss(device: torch.device, rows: int, hidden: int, vocabulary: int) -> Case:
         baselines["Liger"] = lambda *inputs: LigerFusedLinearCrossEntropyFunction.apply(*inputs[:3])[0]
     name = f"head and loss, {rows} x {hidden}, vocabulary {vocabulary}"
     return Case(name, make, 2, baselines, flops=6.0 * rows * hidden * vocabulary)
-
-
-def attention(
-    device: torch.device, sequences: int, length: int, heads: int, kv_heads: int, width: int, decoding: bool = False
-) -> Case:
-    """Attention of a training step or, with one query for each sequence, of a decoding step, by torch's backends.
-
-    The model lets torch pick one: that is ours.
-    """
-
-    def make():
-        q = random(device, sequences, heads, 1 if decoding else length, width, mean=0.0)
-        return q, *(random(device, sequences, kv_heads, length, width, mean=0.0) for _ in range(2))
-
-    def using(backend):
-        def run(q, k, v):
-            with sdpa_kernel(backend):
-                return reference.attention(q, k, v)
-
-        return run
-
-    shape = f"{sequences} x {length}, {heads} + {kv_heads} heads of {width}"
-    name = f"attention in {'decoding' if decoding else 'training'}, {shape}"
-    baselines = {OURS: reference.attention} | {backend.name: using(backend) for backend in BACKENDS}
-    if decoding:
-        return Case(name, make, 0, baselines, 2 * BF16.itemsize * sequences * kv_heads * length * width)
-    # Two products forward and five backward, half of each hidden by the mask.
-    return Case(name, make, 3, baselines, flops=7.0 * sequences * heads * length**2 * width)

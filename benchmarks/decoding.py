@@ -6,6 +6,7 @@ Markdown and, last, one JSON object.
 """
 
 import argparse
+import dataclasses
 import json
 import statistics
 import time
@@ -16,9 +17,9 @@ from torch import Tensor
 
 import kernels
 from benchmarks.static_cache import StaticDecoder
-from benchmarks.timing import copy_rate
+from benchmarks.timing import copy_rate, print_header, print_row
 from benchmarks.training import read_settings
-from errors import UserError, exit_on_user_error
+from errors import exit_on_user_error
 from generation.weights import bytes_per_step, cast_weights
 from model.cache import KeyValueCache
 from model.decoder import Decoder
@@ -42,15 +43,13 @@ def main() -> None:
     arguments = parser.parse_args()
     device, steps = choose_device(arguments.device), arguments.steps
     config = read_settings(arguments.config).model
-    needed, limit = max(arguments.cached) + steps + WARM_UP, config.max_position_embeddings
-    if needed > limit:
-        raise UserError(f"--cached, --steps and {WARM_UP} more need {needed} positions of {limit}; use fewer.")
+    config = dataclasses.replace(config, max_position_embeddings=max(arguments.cached) + steps + WARM_UP)
     decoder = Decoder(config, seed=1).to(device).eval()
     cast_weights(decoder, torch.bfloat16)
     copy, weights = copy_rate(device), bytes_per_step(decoder)
     rates = f"{weights / 1e6:,.0f} MB of weights per step, copy {copy / 1e9:,.0f} GB/s"
     print(f"{arguments.config} on {device_name(device)}: {rates}\n")
-    print("| cached | sequences | variant | ms per step | tokens/s | share of the copy rate |\n" + "|---" * 6 + "|")
+    print_header("cached", "sequences", "variant", "ms per step", "tokens/s", "share of the copy rate")
     results = {"device": device_name(device), "torch": torch.__version__, "config": arguments.config}
     results |= {"weight_bytes": weights, "copy_bytes_per_second": copy, "steps": []}
     for cached in arguments.cached:
@@ -66,13 +65,12 @@ def main() -> None:
                     row |= measure(variant, decoder, cache, cached, steps)
                 except Exception as error:  # whatever the compiler or the capture of a graph may raise
                     row["not_run"] = describe(error)
-                cells = f"not run: {row.get('not_run')} | |"
+                cells = f"not run: {row.get('not_run')}", "", ""
                 if "seconds" in row:
                     row["share_of_copy_rate"] = read / row["seconds"] / copy
-                    cells = f"{row['seconds'] * 1e3:.3f} | {sequences / row['seconds']:,.0f} | "
-                    cells += f"{row['share_of_copy_rate']:.0%}"
-                graph = "" if row.get("graph", True) else ", no graph"
-                print(f"| {cached} | {sequences} | {variant}{graph} | {cells} |", flush=True)
+                    speeds = f"{row['seconds'] * 1e3:.3f}", f"{sequences / row['seconds']:,.0f}"
+                    cells = *speeds, f"{row['share_of_copy_rate']:.0%}"
+                print_row(cached, sequences, variant + ("" if row.get("graph", True) else ", no graph"), *cells)
                 results["steps"].append(row)
     print(json.dumps(results))
 

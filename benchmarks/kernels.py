@@ -20,7 +20,7 @@ import torch
 
 import kernels
 from benchmarks.cases import OURS, Case, cases
-from benchmarks.timing import BEYOND_CACHE, copy_rate, peak_bytes, product_rate, times
+from benchmarks.timing import BEYOND_CACHE, copy_rate, peak_bytes, print_header, print_row, product_rate, times
 from errors import UserError, exit_on_user_error
 from model.device import choose_device, device_name, keep_freed_memory, processor
 from model.fused_decode import describe
@@ -59,8 +59,8 @@ def make_calls(case: Case, name: str, sets: list) -> tuple[dict[str, list[Callab
     def both(i):
         return torch.autograd.grad(as_tuple(baseline(*inputs[i])), learned[i], upstream[i])
 
-    runs = dict(zip(PARTS, (forward, backward, both), strict=True)) if case.num_learned else {"forward": forward}
-    calls = {part: [lambda i=i, run=run: run(i) for i in range(len(sets))] for part, run in runs.items()}
+    runs = zip(PARTS, (forward, backward, both), strict=True)
+    calls = {part: [lambda i=i, run=run: run(i) for i in range(len(sets))] for part, run in runs}
     return calls, outputs[0][0].detach()
 
 
@@ -91,9 +91,8 @@ def measure(case: Case, device: torch.device, repeats: int) -> dict[str, dict]:
             for part in made:
                 found[name][part] += times(made[part], device, max(turns, 2))
     for name, made in calls.items():
-        longest = list(made.values())[-1][0]
-        found[name] = {part: statistics.median(found[name][part]) for part in made}
-        found[name]["peak_bytes"] = peak_bytes(longest, device)
+        found[name] = {part: statistics.median(found[name][part]) for part in PARTS}
+        found[name]["peak_bytes"] = peak_bytes(made["both"][0], device)
     return found
 
 
@@ -103,21 +102,21 @@ def shares(case: Case, found: dict, copy: float, product: float) -> dict[str, fl
         return {"both": case.flops / found["both"] / product}
     moved = {"forward": case.forward_bytes, "backward": case.backward_bytes}
     moved["both"] = sum(moved.values())
-    return {part: moved[part] / found[part] / copy for part in PARTS if part in found}
+    return {part: moved[part] / found[part] / copy for part in PARTS}
 
 
-def table(case: Case, found: dict[str, dict]) -> str:
+def print_table(case: Case, found: dict[str, dict]) -> None:
     """Markdown: a row per baseline."""
-    lines = [f"### {case.name}\n", "| | forward µs | backward µs | both µs | of the limit | peak MB |"]
-    lines.append("|---" * 6 + "|")
+    print(f"### {case.name}\n")
+    print_header("", "forward µs", "backward µs", "both µs", "of the limit", "peak MB")
     for name, one in found.items():
-        cells = f"not run: {one.get('not_run')} | | | |"
-        if "not_run" not in one:
-            cells = " | ".join(f"{one[part] * 1e6:,.1f}" if part in one else "" for part in PARTS)
-            cells += f" | {', '.join(f'{share:.0%}' for share in one['share_of_limit'].values())} | "
-            cells += "" if one["peak_bytes"] is None else f"{one['peak_bytes'] / 1e6:,.1f}"
-        lines.append(f"| {name} | {cells} |")
-    return "\n".join(lines) + "\n"
+        if "not_run" in one:
+            print_row(name, f"not run: {one['not_run']}", "", "", "", "")
+            continue
+        peak = "" if one["peak_bytes"] is None else f"{one['peak_bytes'] / 1e6:,.1f}"
+        share = ", ".join(f"{share:.0%}" for share in one["share_of_limit"].values())
+        print_row(name, *(f"{one[part] * 1e6:,.1f}" for part in PARTS), share, peak)
+    print()
 
 
 def main() -> int:
@@ -144,7 +143,7 @@ def main() -> int:
         for one in found.values():
             if "not_run" not in one:
                 one["share_of_limit"] = shares(case, one, copy, product)
-        print(table(case, found), flush=True)
+        print_table(case, found)
         failed |= "not_run" in found[OURS] or any(" differ by " in one.get("not_run", "") for one in found.values())
         results.append({"name": case.name, "baselines": found})
         torch.compiler.reset()

@@ -8,8 +8,8 @@ line is one JSON object with every measurement.
 
 import argparse
 import contextlib
-import dataclasses
 import functools
+import itertools
 import json
 import re
 import statistics
@@ -17,16 +17,17 @@ import struct
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from tqdm import tqdm
 
-from benchmarks.timing import read_rate
+from benchmarks.timing import copy_rate, print_header, print_row
 from benchmarks.training import PEER, make_calls, transformers_model
 from errors import exit_on_user_error
 from generation.generate import generate
@@ -47,29 +48,19 @@ SHAPES = {
 PROMPT, NEW_TOKENS = 0, 128
 TRAINED = 8, 256  # sequences and tokens of each in a training step
 CPU = torch.device("cpu")
-LLAMA2C = "llama2.c"
-DTYPES = "float32", "bfloat16", "int8"
+COMPILED, LLAMA2C = f"{PEER} compiled", "llama2.c"
+DTYPES = ("float32", "bfloat16", "int8")
 
 
-@dataclasses.dataclass(frozen=True)
-class Case:
+class Case(NamedTuple):
     """One program in one setting, as its process receives it."""
 
-    task: str  # decoding or training
-    program: str  # "ours", PEER or LLAMA2C
+    task: str  # a key of PROGRAMS
+    program: str  # a key of PROGRAMS[task]
     shape: str  # a key of SHAPES
     sequences: int
     dtype: str
-    norm: str = "rms"
-    compiled: bool = False
-    path: str | None = None  # of llama2.c's program
-
-    @property
-    def label(self) -> str:
-        """Its name in tables, without shape, sequences and dtype."""
-        if self.program == "ours" and self.task == "training":
-            return f"ours, {self.norm}"
-        return self.program + " compiled" * self.compiled
+    path: Path | None = None  # of llama2.c's program
 
 
 def our_decoder(shape: str, dtype: str, seed: int | None = 1) -> Decoder:
@@ -81,7 +72,7 @@ def our_decoder(shape: str, dtype: str, seed: int | None = 1) -> Decoder:
     return decoder
 
 
-def decode_ours(case: Case, folder: Path) -> Callable[[], float]:
+def decode_ours(case: Case) -> Callable[[], float]:
     """Prepare our decoder; what is returned decodes once and returns the seconds of a step. So do those below."""
     decoder = our_decoder(case.shape, case.dtype)
 
@@ -93,10 +84,10 @@ def decode_ours(case: Case, folder: Path) -> Callable[[], float]:
     return run
 
 
-def decode_transformers(case: Case, folder: Path) -> Callable[[], float]:
+def decode_transformers(case: Case, compiled: bool = False) -> Callable[[], float]:
     model = transformers_model(SHAPES[case.shape]).to(getattr(torch, case.dtype)).eval()
     options = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "do_sample": False, "pad_token_id": 0}
-    if case.compiled:
+    if compiled:
         model.forward = torch.compile(model.forward)
         options["cache_implementation"] = "static"
     tokens = torch.full((case.sequences, 1), PROMPT)
@@ -109,9 +100,9 @@ def decode_transformers(case: Case, folder: Path) -> Callable[[], float]:
     return run
 
 
-def decode_llama2c(case: Case, folder: Path) -> Callable[[], float]:
+def decode_llama2c(case: Case) -> Callable[[], float]:
     """llama2.c prints its own tokens per second. It is given random weights, and a tokenizer of numbers."""
-    config = SHAPES[case.shape]
+    config, folder = SHAPES[case.shape], tempfile.TemporaryDirectory(prefix="peers")
     width, kv_width = config.hidden_size, config.num_key_value_heads * config.resolved_head_dim
     matrices = 2 * width * (width + kv_width) + 3 * width * config.intermediate_size
     layers = config.num_hidden_layers * (2 * width + matrices)
@@ -120,27 +111,27 @@ def decode_llama2c(case: Case, folder: Path) -> Callable[[], float]:
     weights[width : 2 * width] = 0  # token 1, <s>, ends the program's loop: with a logit of 0 it is never the likeliest
     sizes = (width, config.intermediate_size, config.num_hidden_layers, config.num_attention_heads)
     sizes += (config.num_key_value_heads, config.vocab_size, config.max_position_embeddings)
-    (folder / "model.bin").write_bytes(struct.pack("7i", *sizes) + weights.astype(np.float32).tobytes())
+    Path(folder.name, "model.bin").write_bytes(struct.pack("7i", *sizes) + weights.astype(np.float32).tobytes())
     pieces = b"".join(struct.pack("fi", 0, 7) + b"%07d" % index for index in range(config.vocab_size))
-    (folder / "tokenizer.bin").write_bytes(struct.pack("i", 7) + pieces)
-    command = [case.path, folder / "model.bin", "-t", "0", "-n", str(NEW_TOKENS), "-z", folder / "tokenizer.bin"]
+    Path(folder.name, "tokenizer.bin").write_bytes(struct.pack("i", 7) + pieces)
+    command = [case.path, "model.bin", "-t", "0", "-n", str(NEW_TOKENS), "-z", "tokenizer.bin"]
 
     def run() -> float:
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace")
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", cwd=folder.name)
         return 1 / float(re.search(r"achieved tok/s: ([\d.]+)", done.stderr)[1])
 
     return run
 
 
-def train(case: Case) -> Callable[[], float]:
+def train(case: Case, norm: str = "rms", peer: bool = False, compiled: bool = False) -> Callable[[], float]:
     """Ours, or transformers as its users train: float32 weights, autocast, fused AdamW, clipping."""
     settings = Settings(
-        model=dataclasses.replace(SHAPES[case.shape], norm=case.norm),
+        model=replace(SHAPES[case.shape], norm=norm),
         data=DataSettings(sequence_length=TRAINED[1], batch_size=case.sequences),
         machine=MachineSettings(dtype=case.dtype),
     )
     keep_freed_memory()
-    step = make_calls(settings, case.compiled, CPU, case.program == PEER)["step"]
+    step = make_calls(settings, compiled, CPU, peer)["step"]
 
     def run() -> float:
         start = time.perf_counter()
@@ -150,49 +141,56 @@ def train(case: Case) -> Callable[[], float]:
     return run
 
 
-DECODE = {"ours": decode_ours, PEER: decode_transformers, LLAMA2C: decode_llama2c}
-
-
-def peak_bytes() -> int | None:
-    """The most memory that this process has had, imports included, where the system says so (Linux)."""
-    status = Path("/proc/self/status")
-    found = re.search(r"VmHWM:\s*(\d+) kB", status.read_text()) if status.exists() else None
-    return None if found is None else int(found[1]) * 1024
+PROGRAMS: dict[str, dict[str, Callable[[Case], Callable[[], float]]]] = {
+    "decoding": {
+        "ours": decode_ours,
+        PEER: decode_transformers,
+        COMPILED: functools.partial(decode_transformers, compiled=True),
+        LLAMA2C: decode_llama2c,
+    },
+    "training": {
+        "ours, rms": train,
+        "ours, layer": functools.partial(train, norm="layer"),
+        PEER: functools.partial(train, peer=True),
+        COMPILED: functools.partial(train, peer=True, compiled=True),
+    },
+}
 
 
 @functools.cache
-def prepare(case: Case, folder: Path) -> Callable[[], float]:
+def prepare(case: Case) -> Callable[[], float]:
     """The call that is timed, after it has run once."""
-    run = train(case) if case.task == "training" else DECODE[case.program](case, folder)
+    run = PROGRAMS[case.task][case.program](case)
     run()
     return run
 
 
-def take_turn(case: Case, folder: Path) -> tuple[float, int | None]:
-    """Seconds and peak memory; that of llama2.c is a child's."""
-    return prepare(case, folder)(), None if case.program == LLAMA2C else peak_bytes()
+def take_turn(case: Case) -> tuple[float, int | None]:
+    """Seconds, and where Linux says so the most memory that this process has had, imports included."""
+    seconds, status = prepare(case)(), Path("/proc/self/status")
+    if case.program == LLAMA2C or not status.exists():  # llama2.c is a child of this process
+        return seconds, None
+    return seconds, int(re.search(r"VmHWM:\s*(\d+) kB", status.read_text())[1]) * 1024
 
 
-def take_turns(cases: list[Case], turns: int, on_turn: Callable[[], object]) -> list[dict]:
+def take_turns(cases: list[Case], turns: int) -> list[dict]:
     """A row for each case, whose turns are A B B A A B ..., so that a drift of the machine's speed cancels."""
-    rows = [dataclasses.asdict(case) | {"path": None, "label": case.label, "seconds": []} for case in cases]
+    rows = [case._asdict() | {"path": None, "seconds": []} for case in cases]
     with contextlib.ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="peers")))
         processes = [stack.enter_context(ProcessPoolExecutor(1, mp_context=get_context("spawn"))) for _ in cases]
-        for i, case in enumerate(cases):  # one after another: they warm up
-            processes[i].submit(take_turn, case, folder).result()
+        for process, case in zip(processes, cases, strict=True):  # one after another: they warm up
+            process.submit(take_turn, case).result()
         for turn in range(turns):
             for i in range(len(cases)) if turn % 2 else reversed(range(len(cases))):
-                seconds, rows[i]["peak_bytes"] = processes[i].submit(take_turn, cases[i], folder).result()
+                seconds, rows[i]["peak_bytes"] = processes[i].submit(take_turn, cases[i]).result()
                 rows[i]["seconds"].append(seconds)
-                on_turn()
     return rows
 
 
 def main() -> None:
     """Measure what the command line asks for."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.peers", description=__doc__.split("\n\n")[0])
-    parser.add_argument("task", nargs="?", choices=["decoding", "training"], default="decoding")
+    parser.add_argument("task", nargs="?", choices=PROGRAMS, default="decoding")
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["26m"], help="default: 26m")
     parser.add_argument("--sequences", type=int, nargs="+", help="default: 1 and 8 for decoding, 8 for training")
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES, help="int8: decoding by our model only")
@@ -200,54 +198,44 @@ def main() -> None:
     parser.add_argument("--compiled", action="store_true", help="also transformers with torch.compile: minutes")
     parser.add_argument("--llama2c", type=Path, metavar="PATH", help="llama2.c's program, built with `make runomp`")
     arguments = parser.parse_args()
-    programs = [{"program": "ours"}, {"program": PEER}]
-    if arguments.compiled:
-        programs.append({"program": PEER, "compiled": True})
-    if arguments.llama2c is not None:
-        programs.append({"program": LLAMA2C, "path": str(arguments.llama2c.resolve())})
+    left_out = {COMPILED: not arguments.compiled, LLAMA2C: arguments.llama2c is None}
+    programs = [name for name in PROGRAMS[arguments.task] if not left_out.get(name)]
+    rate, path = copy_rate(CPU), arguments.llama2c and arguments.llama2c.resolve()
     results = {"processor": processor(), "threads": torch.get_num_threads(), "torch": torch.__version__}
-    results["read_bytes_per_second"] = read_rate(CPU)
-    print(f"{results['processor']}, {results['threads']} threads, torch {torch.__version__}, ", end="")
-    print(f"reads {results['read_bytes_per_second'] / 1e9:.1f} GB/s\n")
+    results |= {"copy_bytes_per_second": rate, "rows": []}
+    print(
+        f"{processor()}, {torch.get_num_threads()} threads, torch {torch.__version__}, copies {rate / 1e9:.1f} GB/s\n"
+    )
     columns = ("shape", "sequences", "program", "dtype", "ms per step", "tokens/s", f"speed relative to {PEER}")
-    print("| " + " | ".join([*columns, "weights read", "peak MB"]) + " |")
-    print("|---" * 9 + "|")
-    results["rows"] = []
-    for shape in arguments.shapes:
-        for count in arguments.sequences or ([1, 8] if arguments.task == "decoding" else [TRAINED[0]]):
-            cases = list_cases(arguments.task, programs, shape, count, arguments.dtypes)
-            with tqdm(total=arguments.turns * len(cases), unit="turn", dynamic_ncols=True, leave=False) as bar:
-                rows = take_turns(cases, arguments.turns, bar.update)
-            for row in rows:
-                print(table_row(row, rows, results["read_bytes_per_second"]), flush=True)
-            results["rows"] += rows
+    print_header(*columns, "weights read", "peak MB")
+    sequences = arguments.sequences or ([1, 8] if arguments.task == "decoding" else [TRAINED[0]])
+    for shape, count in itertools.product(arguments.shapes, sequences):
+        settings = itertools.product(arguments.dtypes, programs)
+        cases = [Case(arguments.task, name, shape, count, dtype, path) for dtype, name in settings]
+        cases = [case for case in cases if is_possible(case)]
+        rows = take_turns(cases, arguments.turns)
+        for row in rows:
+            print_row(*table_row(row, rows, rate))
+        results["rows"] += rows
     print(json.dumps(results))
 
 
-def list_cases(task: str, programs: list[dict], shape: str, sequences: int, dtypes: Sequence[str]) -> list[Case]:
-    """Every program in every setting that it has: llama2.c one sequence in float32, ours alone up to 16 in int8."""
-    found = []
-    for dtype in dtypes:
-        for program in programs:
-            case = Case(task, shape=shape, sequences=sequences, dtype=dtype, **program)
-            if case.program == LLAMA2C and (task, sequences, dtype) != ("decoding", 1, "float32"):
-                continue
-            if dtype == "int8" and (task == "training" or case.program != "ours" or sequences > MAX_SEQUENCES):
-                continue
-            norms = ("rms", "layer") if (task, case.program) == ("training", "ours") else ("rms",)
-            found += [dataclasses.replace(case, norm=norm) for norm in norms]
-    return found
+def is_possible(case: Case) -> bool:
+    """Whether a program has a setting: llama2.c one sequence in float32, our decoding alone up to 16 in int8."""
+    if case.program == LLAMA2C:
+        return (case.sequences, case.dtype) == (1, "float32")
+    return case.dtype != "int8" or (case.program == "ours" and case.sequences <= MAX_SEQUENCES)
 
 
-def table_row(row: dict, rows: list[dict], read_rate: float) -> str:
-    """A row in Markdown.
+def table_row(row: dict, rows: list[dict], copy_rate: float) -> list[object]:
+    """The cells of a row.
 
-    Weights read by decoding steps are in GB/s beside `read_rate`, above 100% where they fit into the caches. Memory is
+    Weights read by decoding steps are in GB/s beside `copy_rate`, above 100% where they fit into the caches. Memory is
     that of the whole process, imports included. int8 is compared with transformers in its fastest dtype.
     """
-    seconds, read, ratio = statistics.median(row["seconds"]), "", "not measured"
+    seconds, read, ratio = statistics.median(row["seconds"]), "", ""
     tokens = row["sequences"] * (1 if row["task"] == "decoding" else TRAINED[1])
-    others = [r for r in rows if r["label"] == PEER and row["dtype"] in (r["dtype"], "int8")]
+    others = [r for r in rows if r["program"] == PEER and row["dtype"] in (r["dtype"], "int8")]
     if others:
         peer = min(others, key=lambda r: statistics.median(r["seconds"]))
         ratios = [theirs / ours for theirs, ours in zip(peer["seconds"], row["seconds"], strict=True)]
@@ -255,10 +243,10 @@ def table_row(row: dict, rows: list[dict], read_rate: float) -> str:
     if row["task"] == "decoding":
         with torch.device("meta"):
             rate = bytes_per_step(our_decoder(row["shape"], row["dtype"], seed=None)) / seconds
-        read = f"{rate / 1e9:.1f} GB/s, {rate / read_rate:.0%}"
-    memory = "not known" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 1e6:,.0f}"
-    cells = [row["shape"], row["sequences"], row["label"], row["dtype"], f"{seconds * 1e3:,.2f}"]
-    return "| " + " | ".join(map(str, [*cells, f"{tokens / seconds:,.0f}", ratio, read, memory])) + " |"
+        read = f"{rate / 1e9:.1f} GB/s, {rate / copy_rate:.0%}"
+    memory = "" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 1e6:,.0f}"
+    speeds = f"{seconds * 1e3:,.2f}", f"{tokens / seconds:,.0f}"
+    return [row["shape"], row["sequences"], row["program"], row["dtype"], *speeds, ratio, read, memory]
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from triton.compiler import CompiledKernel
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from benchmarks.timing import print_header, print_row
 from generation.weights import cast_weights
 from kernels import cross_entropy, decode, gpu, norm, rope, swiglu
 from model.cache import KeyValueCache
@@ -126,16 +127,15 @@ def main() -> None:
         torch.set_default_device("cuda")
     else:
         pretend(arguments.target)
-    columns = ("launch", "kernel", "warps", "registers", "spilled", "shared")
-    print("| " + " | ".join(columns) + " |\n" + "|---" * len(columns) + "|")
-    rows = {}
+    columns, rows = ("launch", "kernel", "warps", "registers", "spilled", "shared"), {}
+    print_header(*columns)
     for name, call in launches():
         call()
         for kernel in compiled_kernels():
             if kernel.hash not in rows:
                 sizes = kernel.metadata.num_warps, kernel.n_regs, kernel.n_spills, kernel.metadata.shared
                 rows[kernel.hash] = dict(zip(columns, (name, kernel.name, *sizes), strict=True))
-                print("| " + " | ".join(map(str, rows[kernel.hash].values())) + " |")
+                print_row(*rows[kernel.hash].values())
     print(json.dumps([*rows.values()]))
 
 

@@ -1,4 +1,4 @@
-"""How long a call takes, and what memory it needs.
+"""How long a call takes, what memory it needs, and the tables that benchmarks print.
 
 Kernels, training steps and ablations are timed here; `benchmarks.decoding` times its own loop, because each step waits
 for a token.
@@ -6,13 +6,13 @@ for a token.
 
 import statistics
 import time
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 import torch
 
 BEYOND_CACHE = 256e6  # bytes, more than a GPU's cache holds
-PAUSES = 10_000_000, 200_000_000  # cycles of a GPU, about 6 and 110 ms, in which calls are queued
+PAUSE = 20_000_000  # cycles of a GPU, about 11 ms, in which the host queues the calls to time
 COPY_BYTES = {"cuda": 2**30, "cpu": 2**27}
 PRODUCT_SIZE = {"cuda": 8192, "cpu": 1024}
 CALLS_PER_BLOCK = 4  # their median is the time of the block
@@ -33,28 +33,31 @@ class Timing:
     """Bytes that a call allocates beyond those that were in use; None where the device does not count them."""
 
 
+def print_header(*columns: str) -> None:
+    """The first two lines of a table in Markdown."""
+    print_row(*columns)
+    print("|---" * len(columns) + "|")
+
+
+def print_row(*cells: object) -> None:
+    """A row of a table in Markdown."""
+    print("| " + " | ".join(map(str, cells)) + " |", flush=True)
+
+
 def interleaved(
-    calls: dict[Hashable, Callable[[], object]],
-    device: torch.device,
-    blocks: int,
-    on_block: Callable[[], object] = lambda: None,
+    calls: dict[Hashable, Callable[[], object]], device: torch.device, blocks: int
 ) -> dict[Hashable, list[float]]:
     """Seconds of a call, one value per block: A B B A A B ..., so that a drift of the machine's speed cancels.
 
-    A block is the median of CALLS_PER_BLOCK calls in a row. `on_block` is called after every turn.
+    A block is the median of CALLS_PER_BLOCK calls in a row.
     """
-
-    def wait() -> None:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     for call in calls.values():  # compiles, fills caches
         for _ in range(3):
             call()
     seconds = {key: [] for key in calls}
     for block in range(blocks):
-        order: Iterator[Hashable] = iter(calls) if block % 2 else reversed(calls)
-        for key in order:
+        for key in calls if block % 2 else reversed(calls):
             taken = []
             for _ in range(CALLS_PER_BLOCK):
                 wait()
@@ -63,7 +66,6 @@ def interleaved(
                 wait()
                 taken.append(time.perf_counter() - start)
             seconds[key].append(statistics.median(taken))
-        on_block()
     return seconds
 
 
@@ -80,17 +82,12 @@ def times(calls: list[Callable[[], object]], device: torch.device, repeats: int)
             found.append(time.perf_counter() - start)
         return found
     events = [torch.cuda.Event(enable_timing=True) for _ in range(2 * repeats)]
-    for cycles in PAUSES:
-        torch.cuda.synchronize(device)
-        torch.cuda._sleep(cycles)
-        for i in range(repeats):
-            events[2 * i].record()
-            calls[i % len(calls)]()
-            events[2 * i + 1].record()
-        # The device began before all was queued: it may have waited for the host. More than about a thousand kernels
-        # cannot be queued at all; but the calls that launch so many take milliseconds each, and it never waits there.
-        if not events[0].query():
-            break
+    torch.cuda.synchronize(device)
+    torch.cuda._sleep(PAUSE)
+    for i in range(repeats):
+        events[2 * i].record()
+        calls[i % len(calls)]()
+        events[2 * i + 1].record()
     torch.cuda.synchronize(device)
     return [events[2 * i].elapsed_time(events[2 * i + 1]) / 1e3 for i in range(repeats)]
 
@@ -109,27 +106,16 @@ def peak_bytes(call: Callable[[], object], device: torch.device) -> int | None:
 
 def copy_rate(device: torch.device) -> float:
     """Bytes per second, read plus written, of torch's copy of much memory: the limit for what moves data."""
-    size = COPY_BYTES.get(device.type, COPY_BYTES["cpu"])
+    size = COPY_BYTES[device.type]
     source = torch.randn(size // 4, device=device)
     target = torch.empty_like(source)
     target.copy_(source)
     return 2 * size / statistics.median(times([lambda: target.copy_(source)], device, 20))
 
 
-def read_rate(device: torch.device) -> float:
-    """Bytes per second of a float32 matrix times a vector, the matrix larger than the caches.
-
-    Decoding one sequence exceeds it only where the weights stay in the caches.
-    """
-    size = COPY_BYTES.get(device.type, COPY_BYTES["cpu"]) * 4  # beyond the caches of servers
-    matrix, vector = torch.randn(size // 4 // 1024, 1024, device=device), torch.randn(1024, device=device)
-    matrix @ vector
-    return size / statistics.median(times([lambda: matrix @ vector], device, 10))
-
-
 def product_rate(device: torch.device, dtype: torch.dtype) -> float:
     """FLOP per second of torch's product of square matrices: the limit for what multiplies."""
-    size = PRODUCT_SIZE.get(device.type, PRODUCT_SIZE["cpu"])
+    size = PRODUCT_SIZE[device.type]
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     a @ b
     return 2 * size**3 / statistics.median(times([lambda: a @ b], device, 20))

@@ -2,8 +2,7 @@
 
 Variants: the reference in plain PyTorch, torch.compile of it, our functions for the device and, if it is asked for,
 transformers' LLaMA of the same shape. They take turns in blocks of a few calls on random tokens; a step has one
-micro-batch. In each variant of ours all norms come from one source: torch's own `F.layer_norm` and `F.rms_norm` are not
-compared here, since on a CPU one of them is fused and the other is not.
+micro-batch.
 """
 
 import argparse
@@ -17,10 +16,9 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
 import kernels
-from benchmarks.timing import Timing, interleaved, peak_bytes
+from benchmarks.timing import Timing, interleaved, peak_bytes, print_header, print_row
 from errors import UserError, exit_on_user_error, read_toml
 from model.config import ModelConfig
 from model.count import flops_per_token
@@ -136,7 +134,6 @@ def time_together(
     parts: tuple[str, ...],
     device: torch.device,
     blocks: int,
-    on_block: Callable[[], object] = lambda: None,
     failures: dict[tuple[str, str], str] | None = None,
 ) -> list[Timing]:
     """Time the parts of every (variant, arm), all of them taking turns; leaves `kernels.use` at auto.
@@ -169,7 +166,7 @@ def time_together(
         timings = []
         for part in parts:
             timed = {key: choosing(key[0], calls[key][part]) for key in calls}
-            for (variant, arm), seconds in interleaved(timed, device, blocks, on_block).items():
+            for (variant, arm), seconds in interleaved(timed, device, blocks).items():
                 peak = peak_bytes(timed[variant, arm], device)
                 timings.append(Timing(os.getpid(), variant, part, arm, seconds, peak))
         return timings
@@ -219,25 +216,23 @@ def main() -> None:
         calls = make_calls(settings, known[variant][1], device, variant in PEERS)
         return profile(calls["step"], device, arguments.profile)
     failures = {}
-    with tqdm(total=arguments.blocks, unit="block", dynamic_ncols=True) as bar:
-        timings = time_together(entries, ("step",), device, arguments.blocks, bar.update, failures)
-
+    timings = time_together(entries, ("step",), device, arguments.blocks, failures)
     tokens = min(data.micro_batch_size or data.batch_size, data.batch_size) * data.sequence_length
     flops = flops_per_token(settings.model, data.sequence_length) * tokens
     peak = peak_flops(device, choose_training_dtype(settings.machine.dtype, device))
     print(f"{arguments.config}: steps of {tokens:,} tokens on {device_name(device)}\n")
     columns = ("variant", "norm", "ms per step", "tokens/s", "time over the first's", "of peak FLOP/s")
-    print("| " + " | ".join([*columns, "peak GB without weights and optimizer"]) + " |\n" + "|---" * 7 + "|")
+    print_header(*columns, "peak GB without weights and optimizer")
     first = {timing.arm: timing.seconds for timing in reversed(timings)}
     for timing in timings:
         median = statistics.median(timing.seconds)
         ratio = statistics.median(a / b for a, b in zip(timing.seconds, first[timing.arm], strict=True))
         share = "not known" if peak is None else f"{flops / median / peak:.1%}"
         memory = "not known" if timing.peak_bytes is None else f"{timing.peak_bytes / 1e9:.2f}"
-        cells = f"{median * 1e3:,.1f} | {tokens / median:,.0f} | {ratio:.3f} | {share} | {memory}"
-        print(f"| {timing.variant} | {timing.arm} | {cells} |")
+        speeds = f"{median * 1e3:,.1f}", f"{tokens / median:,.0f}", f"{ratio:.3f}"
+        print_row(timing.variant, timing.arm, *speeds, share, memory)
     for (variant, norm), reason in failures.items():
-        print(f"| {variant} | {norm} | not run: {reason} | | | | |")
+        print_row(variant, norm, f"not run: {reason}", "", "", "", "")
     about = {"device": device_name(device), "torch": torch.__version__, "config": arguments.config}
     rows = [dataclasses.asdict(timing) for timing in timings]
     print(json.dumps(about | {"tokens": tokens, "flops": flops, "timings": rows}))

@@ -8,7 +8,7 @@ import torch
 
 from benchmarks import cases, timing
 from benchmarks import kernels as benchmark
-from benchmarks.cases import BACKENDS, Case
+from benchmarks.cases import Case
 
 CPU = torch.device("cpu")
 
@@ -16,8 +16,7 @@ CPU = torch.device("cpu")
 def small_cases(device: torch.device = CPU) -> list[Case]:
     norms = [cases.norm(device, kind, 6, 64, after) for kind in ("rms", "layer") for after in (False, True)]
     rotaries = [cases.rotary(device, 16, 2, 1, 16, normed) for normed in (False, True)]
-    others = [cases.mlp(device, 6, 64, 32), cases.loss(device, 6, 16, 40)]
-    return norms + rotaries + others + [cases.attention(device, 2, 8, 2, 1, 16, decoding) for decoding in (False, True)]
+    return [*norms, *rotaries, cases.mlp(device, 6, 64, 32), cases.loss(device, 6, 16, 40)]
 
 
 @pytest.fixture(autouse=True)
@@ -34,15 +33,12 @@ def test_every_case_is_measured_and_its_baselines_compute_what_ours_does(monkeyp
     assert benchmark.main() == 0
     results = json.loads(capsys.readouterr().out.splitlines()[-1])
     expected = {case.name: case for case in small_cases()}
-    assert [case["name"] for case in results["cases"]] == [*expected] and len(expected) == 10
+    assert [case["name"] for case in results["cases"]] == [*expected] and len(expected) == 8
     for case in results["cases"]:
         assert list(case["baselines"]) == list(expected[case["name"]].baselines)
         for name, found in case["baselines"].items():
-            if "not_run" in found:  # a CPU has only one of the three backends of attention
-                assert name in [backend.name for backend in BACKENDS]
-            else:
-                parts = benchmark.PARTS if expected[case["name"]].num_learned else ("forward",)
-                assert all(found[part] > 0 for part in parts) and set(found["share_of_limit"]) <= set(parts)
+            assert all(found[part] > 0 for part in benchmark.PARTS), name
+            assert set(found["share_of_limit"]) <= set(benchmark.PARTS)
 
 
 def test_the_bytes_of_a_pass_are_those_of_the_tensors():
@@ -52,8 +48,6 @@ def test_the_bytes_of_a_pass_are_those_of_the_tensors():
         elements = sum(one.numel() for one in (*inputs, *outputs) if one.dtype == torch.bfloat16)
         if case.name.startswith("rotary"):  # v could be a view; the packed input and the angles are counted as they are
             elements -= 2 * outputs[2].numel()
-        if case.name.startswith("attention"):  # one query
-            elements -= inputs[0].numel() + outputs[0].numel()
         assert 2 * elements == case.forward_bytes, case.name
     found = {case.name: case.backward_bytes for case in small_cases()}
     assert found["rms norm, 6 x 64"] == 6 * 6 * 64 and found["layer norm after addition, 6 x 64"] == 8 * 6 * 64
