@@ -1,4 +1,4 @@
-"""Decoding and training on a CPU beside other programs: `python -m benchmarks.peers decoding` or `training`.
+"""Decoding on a CPU beside other programs: `python -m benchmarks.peers`.
 
 The others are transformers, eager and compiled, and llama2.c's program if its path is given. Ours decodes in int8 too.
 Every program runs in a process of its own, all have the same shape and random weights, and they take turns. Prints a
@@ -19,7 +19,6 @@ import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import NamedTuple
@@ -28,7 +27,7 @@ import numpy as np
 import torch
 
 from benchmarks.timing import copy_rate, print_header, print_row
-from benchmarks.training import PEER, make_calls, transformers_model
+from benchmarks.training import PEER, transformers_model
 from errors import exit_on_user_error
 from generation.generate import generate
 from generation.settings import Sampling
@@ -36,8 +35,7 @@ from generation.weights import bytes_per_step, cast_weights, quantize_matrices
 from model.config import ModelConfig
 from model.cpu_decode import MAX_SEQUENCES
 from model.decoder import Decoder
-from model.device import keep_freed_memory, processor
-from training.settings import DataSettings, MachineSettings, Settings
+from model.device import processor
 
 SHAPES = {
     "260k": ModelConfig(512, 64, 172, 5, 8, 4, max_position_embeddings=512),  # stories260K of llama2.c
@@ -46,7 +44,6 @@ SHAPES = {
     "135m": ModelConfig(32000, 768, 2048, 16, 12, 12, max_position_embeddings=256),
 }
 PROMPT, NEW_TOKENS = 0, 128
-TRAINED = 8, 256  # sequences and tokens of each in a training step
 CPU = torch.device("cpu")
 COMPILED, LLAMA2C = f"{PEER} compiled", "llama2.c"
 DTYPES = ("float32", "bfloat16", "int8")
@@ -55,8 +52,7 @@ DTYPES = ("float32", "bfloat16", "int8")
 class Case(NamedTuple):
     """One program in one setting, as its process receives it."""
 
-    task: str  # a key of PROGRAMS
-    program: str  # a key of PROGRAMS[task]
+    program: str  # a key of PROGRAMS
     shape: str  # a key of SHAPES
     sequences: int
     dtype: str
@@ -123,44 +119,18 @@ def decode_llama2c(case: Case) -> Callable[[], float]:
     return run
 
 
-def train(case: Case, norm: str = "rms", peer: bool = False, compiled: bool = False) -> Callable[[], float]:
-    """Ours, or transformers as its users train: float32 weights, autocast, fused AdamW, clipping."""
-    settings = Settings(
-        model=replace(SHAPES[case.shape], norm=norm),
-        data=DataSettings(sequence_length=TRAINED[1], batch_size=case.sequences),
-        machine=MachineSettings(dtype=case.dtype),
-    )
-    keep_freed_memory()
-    step = make_calls(settings, compiled, CPU, peer)["step"]
-
-    def run() -> float:
-        start = time.perf_counter()
-        step()
-        return time.perf_counter() - start
-
-    return run
-
-
-PROGRAMS: dict[str, dict[str, Callable[[Case], Callable[[], float]]]] = {
-    "decoding": {
-        "ours": decode_ours,
-        PEER: decode_transformers,
-        COMPILED: functools.partial(decode_transformers, compiled=True),
-        LLAMA2C: decode_llama2c,
-    },
-    "training": {
-        "ours, rms": train,
-        "ours, layer": functools.partial(train, norm="layer"),
-        PEER: functools.partial(train, peer=True),
-        COMPILED: functools.partial(train, peer=True, compiled=True),
-    },
+PROGRAMS: dict[str, Callable[[Case], Callable[[], float]]] = {
+    "ours": decode_ours,
+    PEER: decode_transformers,
+    COMPILED: functools.partial(decode_transformers, compiled=True),
+    LLAMA2C: decode_llama2c,
 }
 
 
 @functools.cache
 def prepare(case: Case) -> Callable[[], float]:
     """The call that is timed, after it has run once."""
-    run = PROGRAMS[case.task][case.program](case)
+    run = PROGRAMS[case.program](case)
     run()
     return run
 
@@ -190,16 +160,15 @@ def take_turns(cases: list[Case], turns: int) -> list[dict]:
 def main() -> None:
     """Measure what the command line asks for."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.peers", description=__doc__.split("\n\n")[0])
-    parser.add_argument("task", nargs="?", choices=PROGRAMS, default="decoding")
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["26m"], help="default: 26m")
-    parser.add_argument("--sequences", type=int, nargs="+", help="default: 1 and 8 for decoding, 8 for training")
-    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES, help="int8: decoding by our model only")
+    parser.add_argument("--sequences", type=int, nargs="+", default=[1, 8], help="default: 1 8")
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES, help="int8: our model only")
     parser.add_argument("--turns", type=int, default=7, help="turns of each program (default: %(default)s)")
     parser.add_argument("--compiled", action="store_true", help="also transformers with torch.compile: minutes")
     parser.add_argument("--llama2c", type=Path, metavar="PATH", help="llama2.c's program, built with `make runomp`")
     arguments = parser.parse_args()
     left_out = {COMPILED: not arguments.compiled, LLAMA2C: arguments.llama2c is None}
-    programs = [name for name in PROGRAMS[arguments.task] if not left_out.get(name)]
+    programs = [name for name in PROGRAMS if not left_out.get(name)]
     rate, path = copy_rate(CPU), arguments.llama2c and arguments.llama2c.resolve()
     results = {"processor": processor(), "threads": torch.get_num_threads(), "torch": torch.__version__}
     results |= {"copy_bytes_per_second": rate, "rows": []}
@@ -208,10 +177,9 @@ def main() -> None:
     )
     columns = ("shape", "sequences", "program", "dtype", "ms per step", "tokens/s", f"speed relative to {PEER}")
     print_header(*columns, "weights read", "peak MB")
-    sequences = arguments.sequences or ([1, 8] if arguments.task == "decoding" else [TRAINED[0]])
-    for shape, count in itertools.product(arguments.shapes, sequences):
+    for shape, count in itertools.product(arguments.shapes, arguments.sequences):
         settings = itertools.product(arguments.dtypes, programs)
-        cases = [Case(arguments.task, name, shape, count, dtype, path) for dtype, name in settings]
+        cases = [Case(name, shape, count, dtype, path) for dtype, name in settings]
         cases = [case for case in cases if is_possible(case)]
         rows = take_turns(cases, arguments.turns)
         for row in rows:
@@ -221,7 +189,7 @@ def main() -> None:
 
 
 def is_possible(case: Case) -> bool:
-    """Whether a program has a setting: llama2.c one sequence in float32, our decoding alone up to 16 in int8."""
+    """Whether a program has a setting: llama2.c one sequence in float32, ours alone up to 16 in int8."""
     if case.program == LLAMA2C:
         return (case.sequences, case.dtype) == (1, "float32")
     return case.dtype != "int8" or (case.program == "ours" and case.sequences <= MAX_SEQUENCES)
@@ -230,22 +198,20 @@ def is_possible(case: Case) -> bool:
 def table_row(row: dict, rows: list[dict], copy_rate: float) -> list[object]:
     """The cells of a row.
 
-    Weights read by decoding steps are in GB/s beside `copy_rate`, above 100% where they fit into the caches. Memory is
-    that of the whole process, imports included. int8 is compared with transformers in its fastest dtype.
+    Weights read are in GB/s beside `copy_rate`, above 100% where they fit into the caches. Memory is that of the whole
+    process, imports included. int8 is compared with transformers in its fastest dtype.
     """
-    seconds, read, ratio = statistics.median(row["seconds"]), "", ""
-    tokens = row["sequences"] * (1 if row["task"] == "decoding" else TRAINED[1])
+    seconds, ratio = statistics.median(row["seconds"]), ""
     others = [r for r in rows if r["program"] == PEER and row["dtype"] in (r["dtype"], "int8")]
     if others:
         peer = min(others, key=lambda r: statistics.median(r["seconds"]))
         ratios = [theirs / ours for theirs, ours in zip(peer["seconds"], row["seconds"], strict=True)]
         ratio = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
-    if row["task"] == "decoding":
-        with torch.device("meta"):
-            rate = bytes_per_step(our_decoder(row["shape"], row["dtype"], seed=None)) / seconds
-        read = f"{rate / 1e9:.1f} GB/s, {rate / copy_rate:.0%}"
+    with torch.device("meta"):
+        rate = bytes_per_step(our_decoder(row["shape"], row["dtype"], seed=None)) / seconds
+    read = f"{rate / 1e9:.1f} GB/s, {rate / copy_rate:.0%}"
     memory = "" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 1e6:,.0f}"
-    speeds = f"{seconds * 1e3:,.2f}", f"{tokens / seconds:,.0f}"
+    speeds = f"{seconds * 1e3:,.2f}", f"{row['sequences'] / seconds:,.0f}"
     return [row["shape"], row["sequences"], row["program"], row["dtype"], *speeds, ratio, read, memory]
 
 
