@@ -4,8 +4,9 @@
 #   bash benchmarks/gpu.sh [FOLDER [STEP...]]     STEP.. means this step and all after it
 #
 # Every step has its own time limit, and a step that fails does not stop the next. All output is appended to
-# FOLDER/gpu.txt (FOLDER: default $OUT, else benchmarks/results/gpu); the SM clock, power and temperature of every second
-# go to clocks.csv, the trace of a training step to trace.json.gz. With LIMIT=570, no step is started that might run beyond 570 seconds; the last line then says how to
+# FOLDER/gpu.txt (FOLDER: default $OUT, else benchmarks/results/gpu), and what a benchmark measured goes to
+# STEP-MACHINE.json; the SM clock, power and temperature of every second go to clocks.csv, the trace of a training step to
+# trace.json.gz. With LIMIT=570, no step is started that might run beyond 570 seconds; the last line then says how to
 # continue. Exit status 1: a step failed, or none ran.
 #
 # Needs torch, triton, numpy, safetensors, tqdm, pytest and a C compiler; for its step transformers. The steps of train.py
@@ -18,6 +19,7 @@ set -u
 cd "$(dirname "$0")/.." || exit 1
 folder=${1:-${OUT:-benchmarks/results/gpu}} chosen=("${@:2}") python=${PYTHON:-python3}
 names=() failed=() from="" full=""
+machine=$(nvidia-smi --query-gpu=name --format=csv,noheader 2> /dev/null | head -n 1 | tr 'A-Z ' 'a-z-')
 
 # Whether the arguments ask for a step.
 wanted() {
@@ -42,8 +44,11 @@ step() {
     names+=("$name")
     [ -f "$folder/clocks.csv" ] && before=$(wc -l < "$folder/clocks.csv")
     echo "== $name (at most $limit s): $*"
-    timeout --signal=TERM --kill-after=10 "$limit" "$@"
-    status=$?
+    timeout --signal=TERM --kill-after=10 "$limit" "$@" | tee "$folder/last.txt"
+    status=${PIPESTATUS[0]}
+    if tail -n 1 "$folder/last.txt" | grep -q '^[[{]'; then
+        tail -n 1 "$folder/last.txt" > "$folder/$name-$machine.json"
+    fi
     echo "== $name: exit status $status after $((SECONDS - start)) s$(clocks "$before")"
     [ "$status" = 0 ] || failed+=("$name")
 }
@@ -118,16 +123,15 @@ main() {
     training 1b 150 1b rms "$ours" # one variant and norm each: two together may need too much memory
     training 1b-plain 150 1b rms torch.compile
     training 1b-layer 150 1b layer "$ours"
-    kernels attention 90 '^attention'
     kernels norms 240 '^(rms|layer) norm'
     kernels loss 120 '^head and loss'
     step decoding-128 180 "$python" -m benchmarks.decoding --config 1b --sequences 1 8 --cached 128
-    # The context of 1b is 4,096; the steps that are timed need room in it.
     step decoding-4000 240 "$python" -m benchmarks.decoding --config 1b --sequences 1 4 8 --cached 4000
     training transformers 180 124m rms "$ours" "transformers and torch.compile" transformers
     step trace 120 "$python" -m benchmarks.training --config 124m --norms rms --variants "$ours" \
         --profile "$folder/trace.json.gz"
     kernels others 200 '^(SwiGLU|rotary)'
+    step resources 150 "$python" -m benchmarks.resources
     tests tests 300
     for tool in memcheck racecheck; do
         if command -v compute-sanitizer > /dev/null; then

@@ -1,5 +1,7 @@
-"""What a machine with a GPU and no network needs: few packages, and one script that a failing step does not stop."""
+"""What a machine with a GPU and no network needs: few packages, and one script whose commands all run."""
 
+import importlib
+import json
 import os
 import re
 import shlex
@@ -11,9 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import training
-from benchmarks.cases import cases
+from benchmarks import cases, decoding, kernels, timing, training
 from kernels import gpu
+from model.config import ModelConfig
+from training.settings import DataSettings, MachineSettings, Settings, parse
 
 ROOT = Path(__file__).parent.parent.parent
 SCRIPT = ROOT / "benchmarks" / "gpu.sh"
@@ -67,25 +70,18 @@ def test_the_tests_that_need_a_gpu_are_collected_there_and_few_of_them_run_each_
 
 @pytest.fixture
 def run_script(tmp_path):
-    """Run gpu.sh with a Python that prints its arguments, and fails where they contain $FAILING.
-
-    Asked for the missing packages, it prints $MISSING.
-    """
+    """Run gpu.sh with a Python that prints its arguments and an object, and fails where they contain $FAILING."""
     python = tmp_path / "python-of-the-gpu"
     python.write_text(
-        "#!/usr/bin/env bash\n[[ $1 = -c && $2 = *find_spec* ]] && echo $MISSING\n"
-        '[[ $1 = -c ]] || echo "ran: $*"\n[[ -n $FAILING && "$*" = *$FAILING* ]] && exit 3\nexit 0\n'
+        "#!/usr/bin/env bash\n[[ $1 = -c ]] && exit 0\nprintf 'ran:'; printf ' %q' \"$@\"\n"
+        "printf '\\n{}\\n'\n[[ -z $FAILING || $* != *$FAILING* ]]\n"
     )
-    (tmp_path / "compute-sanitizer").write_text("#!/usr/bin/env bash\nexit 0\n")
-    (tmp_path / "nvidia-smi").write_text(
-        "#!/usr/bin/env bash\n"
-        "while printf 'now, 345, 70.1, 30\\nnow, 1980, 650.7, 50\\n'; [[ $* = *-l* ]]; do sleep 0.01; done\n"
-    )
-    for program in (python, tmp_path / "compute-sanitizer", tmp_path / "nvidia-smi"):
+    (tmp_path / "nvidia-smi").write_text("#!/usr/bin/env bash\necho NVIDIA H200\n")
+    for program in (python, tmp_path / "nvidia-smi"):
         program.chmod(0o755)
 
     def run(*steps: str, **variables: str) -> subprocess.CompletedProcess:
-        environment = os.environ | {"PYTHON": str(python), "FAILING": "", "MISSING": ""} | variables
+        environment = os.environ | {"PYTHON": str(python), "FAILING": ""} | variables
         environment["PATH"] = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
         command = ["bash", SCRIPT, str(tmp_path / "out"), *steps]
         return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
@@ -98,51 +94,49 @@ def steps_of(done: subprocess.CompletedProcess) -> list[str]:
 
 
 @needs_bash
-def test_a_step_that_fails_does_not_stop_the_others_and_sets_the_exit_status(run_script, tmp_path):
-    done = run_script()
-    assert done.returncode == 0 and "== 18 steps, 0 failed" in done.stdout, done.stdout
-    assert steps_of(done)[:3] == ["smoke", "124m", "train.py"] and steps_of(done)[-1] == "racecheck"
-    failed = run_script(FAILING="--config 1b")
-    assert failed.returncode == 1 and "5 failed: 1b 1b-plain 1b-layer decoding-128 decoding-4000" in failed.stdout
-    assert steps_of(failed) == steps_of(done)
-    assert (tmp_path / "out" / "gpu.txt").read_text() == done.stdout + failed.stdout
-    assert "SM clock 345 to 1980 MHz, at most 650 W" in done.stdout
-
-
-@needs_bash
-def test_steps_are_chosen_by_name_and_a_limit_says_how_to_continue(run_script):
-    assert steps_of(run_script("norms", "transformers..")) == [
-        "norms",
-        "transformers",
-        "trace",
-        "others",
-        "tests",
-        "memcheck",
-        "racecheck",
-    ]
-    assert run_script("nothing").returncode == 1
-    complete = run_script(LIMIT="570")  # no step takes so long by itself
-    assert len(steps_of(complete)) == 18 and "continue with" not in complete.stdout
+def test_a_step_that_fails_does_not_stop_the_others_and_a_limit_says_how_to_continue(run_script, tmp_path):
+    done = run_script(FAILING="--config 1b")
+    assert done.returncode == 1 and "5 failed: 1b 1b-plain 1b-layer decoding-128 decoding-4000" in done.stdout
+    assert steps_of(done)[:3] == ["smoke", "124m", "train.py"] and len(steps_of(done)) > 12
+    assert (tmp_path / "out" / "gpu.txt").read_text() == done.stdout
+    assert (tmp_path / "out" / "decoding-128-nvidia-h200.json").read_text() == "{}\n"
+    assert steps_of(run_script("norms", "resources..")) == ["norms", "resources", "tests"]
     part = run_script(LIMIT="250")
     assert steps_of(part) == ["smoke", "124m"] and part.stdout.endswith("train.py..\n")
 
 
 @needs_bash
-def test_train_py_is_left_out_with_a_line_where_its_packages_are_missing(run_script):
-    done = run_script("124m", "train.py", MISSING="tyro msgspec")
-    assert "== train.py: not run, these packages are missing: tyro msgspec" in done.stdout
-    assert steps_of(done) == ["124m"] and done.returncode == 0
-
-
-@needs_bash
-def test_the_script_names_every_case_of_a_gpu_once_and_variants_that_exist_there(monkeypatch):
-    script = SCRIPT.read_text(encoding="utf-8")
-    patterns = re.findall(r"^    kernels \w+ \d+ '(.+)'", script, re.MULTILINE)
-    monkeypatch.setattr(training, "why_not_compile", lambda device: None)
-    monkeypatch.setattr(training.kernels, "find_triton_obstacle", lambda device: None)
-    for case in cases(torch.device("cuda")):
-        assert sum(bool(re.search(pattern, case.name)) for pattern in patterns) == 1, case.name
-    lines = re.findall(r"^    training \S+ \d+ \S+ \w+ (.*?)(?: #.*)?$", script, re.MULTILINE)
-    ours = re.search(r'ours="(.+)"', script)[1]
-    chosen = {name for line in lines for name in shlex.split(line.replace("$ours", ours))}
-    assert len(lines) == 6 and chosen <= (training.variants(torch.device("cuda")) | training.PEERS).keys()
+def test_every_command_of_the_script_runs_on_a_cpu_with_small_shapes(run_script, tmp_path, monkeypatch, capsys):
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = ModelConfig(64, num_key_value_heads=1, max_position_embeddings=16, **shape)
+    data, machine = DataSettings(sequence_length=8, batch_size=2), MachineSettings(dtype="float32")
+    small = Settings(model=model, data=data, machine=machine)
+    monkeypatch.setattr(training, "read_settings", lambda name: small)
+    monkeypatch.setattr(decoding, "read_settings", lambda name: small)
+    there = training.variants(torch.device("cpu"))
+    names = ("torch.compile", "Triton and torch.compile")
+    monkeypatch.setattr(training, "variants", lambda device: there | dict.fromkeys(names, ("torch", False)))
+    measured = []
+    monkeypatch.setattr(kernels, "measure", lambda case, *_: measured.append(case.name) or {"ours": {"not_run": ""}})
+    monkeypatch.setattr(kernels, "cases", lambda device: cases.cases(torch.device("cuda")))
+    no_triton = {"cpu": "not in this test"}.get
+    monkeypatch.setattr(cases.kernels, "find_triton_obstacle", lambda device: no_triton(device.type))
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    for name in ("COPY_BYTES", "PRODUCT_SIZE"):
+        monkeypatch.setitem(getattr(timing, name), "cpu", 2**6)
+    for module in (kernels, training):
+        monkeypatch.setattr(module, "keep_freed_memory", lambda: None)  # for the rest of the tests
+    more = {"training": ["--blocks", "1"], "decoding": ["--steps", "1", "--cached", "8"], "kernels": []}
+    commands = [shlex.split(line) for line in re.findall(r"^ran: (.*)$", run_script().stdout, re.MULTILINE)]
+    for flag, name, *flags in commands:
+        if flag == "train.py":
+            assert parse([name, *flags], "").settings.optimizer.steps == 40
+        elif name.startswith("benchmarks.") and name != "benchmarks.resources":  # which has a test of its own
+            monkeypatch.setattr(sys, "argv", [name, *flags, "--device", "cpu", *more[name.partition(".")[2]]])
+            importlib.import_module(name).main()
+    results = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
+    timings = [timing for result in results for timing in result.get("timings", [])]
+    assert len(timings) == 10 and (tmp_path / "out" / "trace.json.gz").stat().st_size > 0
+    steps = [row for result in results for row in result.get("steps", [])]
+    assert {row["variant"] for row in steps if "seconds" in row} >= {"decoder", decoding.STATIC}
+    assert sorted(measured) == sorted(case.name for case in cases.cases(torch.device("cuda")))
