@@ -26,8 +26,6 @@ NORM_KINDS = ("rms", "layer")
 CHOICES = ("auto", "triton", "torch", "reference")
 
 _choice = "auto"
-_on_gpu: ModuleType | None = None
-"""What runs on CUDA tensors, once `use` has chosen it; until then each call asks again."""
 
 
 def use(choice: str, device: torch.device) -> None:
@@ -36,13 +34,12 @@ def use(choice: str, device: torch.device) -> None:
     `reference` is plain PyTorch on every device, for comparisons; on a CPU, `torch` means faster functions than that.
     Raises ValueError, with the reason in one line, for `triton` where it does not run on the device.
     """
-    global _choice, _on_gpu
+    global _choice
     if choice not in CHOICES:
         raise ValueError(f"kernels {choice!r} are none of {', '.join(CHOICES)}")
     if choice == "triton" and (obstacle := find_triton_obstacle(device)) is not None:
         raise ValueError(f"the Triton kernels cannot run on {device.type}: {obstacle}")
     _choice = choice
-    _on_gpu = choose_implementation(choice, device) if device.type == "cuda" else None
 
 
 def find_triton_obstacle(device: torch.device) -> str | None:
@@ -79,16 +76,9 @@ def cached_gpu_obstacle(device: torch.device) -> str | None:
 
 def implementation(device: torch.device) -> ModuleType:
     """The module whose functions run on a device, as `use` chose."""
-    if device.type == "cuda" and _on_gpu is not None:
-        return _on_gpu
-    return choose_implementation(_choice, device)
-
-
-def choose_implementation(choice: str, device: torch.device) -> ModuleType:
-    """The module for one of CHOICES on a device; `auto` is Triton where a GPU can run it."""
-    if choice == "reference":
+    if _choice == "reference":
         return reference
-    if choice == "triton" or (choice == "auto" and device.type == "cuda" and find_triton_obstacle(device) is None):
+    if _choice == "triton" or (_choice == "auto" and device.type == "cuda" and find_triton_obstacle(device) is None):
         return gpu
     # torch.compile fuses the reference itself
     return cpu if device.type == "cpu" and not torch.compiler.is_compiling() else reference

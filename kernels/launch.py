@@ -35,25 +35,9 @@ def register_op(schema: str, fake: Callable) -> Callable[[Callable], Callable]:
         for key in ("CUDA", "CPU"):
             LIBRARY.impl(name, run, key)
         torch.library.register_fake(f"prenorm::{name}", fake, lib=LIBRARY)
-        operator = getattr(torch.ops.prenorm, name)
-
-        @wraps(function)
-        def call(*arguments):
-            return operator(*arguments) if is_traced(arguments[0]) else run(*arguments)
-
-        return call
+        return getattr(torch.ops.prenorm, name)
 
     return register
-
-
-def is_traced(x: Tensor) -> bool:
-    """Whether the operator itself is needed: by a compiler, a dispatch mode, a subclass of Tensor, or a meta tensor.
-
-    Otherwise the function is called without torch's dispatcher, which takes longer than some of the kernels.
-    """
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or x.is_meta:
-        return True
-    return type(x) is not Tensor and type(x) is not torch.nn.Parameter
 
 
 def as_rows(x: Tensor) -> Tensor:

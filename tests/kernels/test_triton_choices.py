@@ -33,7 +33,6 @@ def test_triton_needs_a_recent_gpu_and_a_c_compiler_and_torch_compile_traces_the
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(kernels.shutil, "which", lambda name: compiler)
-    monkeypatch.setattr(kernels, "_on_gpu", None)  # as when nothing was chosen yet
     kernels.cached_gpu_obstacle.cache_clear()
 
     def function(x):

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch._dynamo.backends.debugging import aot_eager
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 import kernels
 from kernels import gpu
@@ -14,7 +13,7 @@ from kernels import gpu
 pytestmark = pytest.mark.skipif(gpu is None, reason="Triton is not installed")
 
 if gpu is not None:
-    from kernels.launch import device_limits, is_traced
+    from kernels.launch import device_limits
 
 
 def operators():
@@ -68,14 +67,6 @@ def test_the_limits_of_a_gpu_come_from_its_properties(monkeypatch, warp_size, wa
     found = SimpleNamespace(multi_processor_count=132, warp_size=warp_size)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
     assert device_limits.__wrapped__(torch.device("cuda")) == (132, warps)
-
-
-def test_the_operator_is_needed_for_fake_and_meta_tensors_and_in_a_dispatch_mode():
-    x, mode = torch.ones(2), FakeTensorMode()
-    assert not is_traced(x) and not is_traced(torch.nn.Parameter(x))
-    assert is_traced(x.to("meta")) and is_traced(mode.from_tensor(x))
-    with mode:
-        assert is_traced(x)
 
 
 def test_all_kernels_compile_into_one_graph_for_any_number_of_tokens_with_equal_bits(triton, draw):
