@@ -3,18 +3,16 @@
 from model.config import ModelConfig
 
 
-def num_parameters(config: ModelConfig, embedding: bool = True) -> int:
-    """Number of parameters; `embedding` False leaves out the embedding and an untied head (Kaplan et al. 2020)."""
+def num_parameters(config: ModelConfig) -> int:
+    """Number of parameters."""
     head_dim = config.resolved_head_dim
     attention = 2 * head_dim if config.qk_norm else 0
     if config.attention_bias:
         attention += (config.num_attention_heads + 2 * config.num_key_value_heads) * head_dim
     if config.attention_output_bias:
         attention += config.hidden_size
-    total = config.num_hidden_layers * (layer_matrices(config) + attention) + num_norm_parameters(config)
-    if embedding:
-        total += config.vocab_size * config.hidden_size * (1 if config.tie_word_embeddings else 2)
-    return total
+    vocabulary = config.vocab_size * config.hidden_size * (1 if config.tie_word_embeddings else 2)
+    return vocabulary + config.num_hidden_layers * (layer_matrices(config) + attention) + num_norm_parameters(config)
 
 
 def num_norm_parameters(config: ModelConfig) -> int:

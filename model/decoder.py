@@ -153,10 +153,9 @@ class Decoder(nn.Module):
             return kernels.linear_cross_entropy(x, head.weight, labels, token_weights=token_weights.flatten())
         return kernels.linear_cross_entropy(x, head.weight, labels).view_as(targets)
 
-    def num_parameters(self, embedding: bool = True) -> int:
-        """Number of parameters; `embedding` False leaves out the embedding and an untied head."""
-        vocabulary = ("embed_tokens.", "lm_head.")
-        return sum(p.numel() for name, p in self.named_parameters() if embedding or not name.startswith(vocabulary))
+    def num_parameters(self) -> int:
+        """Number of parameters."""
+        return sum(parameter.numel() for parameter in self.parameters())
 
 
 @torch.no_grad()

@@ -46,16 +46,14 @@ def test_the_default_model_has_four_million_parameters():
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"hidden_size": 50}, "hidden_size 50 is not a multiple of num_attention_heads 6; use 60"),
+        ({"hidden_size": 50}, "hidden_size 50 is no multiple of 6 heads; set head_dim"),
         ({"head_dim": 7}, "heads are 7 wide"),
         ({"hidden_size": "64"}, "hidden_size is '64'"),
         ({"norm": "instance"}, "norm is 'instance' and must be rms, layer, "),
         ({"norm_eps": 0.0}, "norm_eps is 0.0"),
-        ({"norm_bias": "yes"}, "norm_bias is 'yes' and must be true, false or null"),
         ({"rope_theta": float("inf")}, "rope_theta is inf"),
         ({"rope_scaling": {"rope_type": "dynamic"}}, "'dynamic' is not supported; linear, llama3, yarn are"),
         ({"rope_scaling": {**YARN, "beta_slow": 0}}, "beta_slow 0; yarn needs a number"),
-        ({"num_hidden_layers": 10**9}, "must be at most 100,000"),
         ({"sliding_window": 0}, "sliding_window is 0"),
         ({"sliding_window": 8, "layer_types": ["sliding_attention"]}, "for each of 3 layers"),
         ({"rope_scaling": {**LLAMA3, "high_freq_factor": 1.0}}, "high_freq_factor above"),
@@ -106,11 +104,7 @@ def test_writing_the_default_bias_explicitly_gives_an_equal_configuration(make_c
 )
 def test_num_parameters_of_a_configuration_equals_that_of_the_module(make_config, changes):
     config = make_config(**changes)
-    decoder = Decoder(config, seed=None)
-    every = sum(parameter.numel() for parameter in decoder.parameters())
-    vocabulary = (1 if config.tie_word_embeddings else 2) * config.vocab_size * config.hidden_size
-    for embedding, count in ((True, every), (False, every - vocabulary)):
-        assert num_parameters(config, embedding) == decoder.num_parameters(embedding) == count
+    assert num_parameters(config) == Decoder(config, seed=None).num_parameters()
 
 
 @pytest.mark.parametrize("tied", [True, False])

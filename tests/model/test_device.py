@@ -12,10 +12,10 @@ from model.device import choose_device, choose_inference_dtype, fast_at_bfloat16
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("name", ["cuda:99", "toaster", "meta", "hpu:1"])
-def test_a_device_that_models_cannot_run_on_here_is_a_user_error(name):
-    with pytest.raises(UserError, match=f"--device {name}"):
-        choose_device(name)
+def test_a_device_that_this_machine_lacks_is_a_user_error():
+    for name in ("cuda:99", "toaster"):
+        with pytest.raises(UserError, match=f"--device {name} cannot be used here"):
+            choose_device(name)
     assert choose_device("cpu") == CPU
 
 
