@@ -130,7 +130,7 @@ NO_EFFECT = """
     unsloth_fixed unsloth_version
 """.split()
 KNOWN = {*DEFAULTS, *HARMLESS, *NO_EFFECT, *(field.name for field in dataclasses.fields(ModelConfig))}
-ROPE_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "mscale", "mscale_all_dim", "truncate"}
+ROPE_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "truncate"}
 ROPE_KEYS |= {"finetuned"}.union(*ROPE_SCALING.values())
 
 
@@ -296,21 +296,9 @@ def read_rope(fields: dict) -> dict:
         scaling["truncate"] = bool(rope.get("truncate", True))
         if "factor" in rope and scaling["factor"] is None:
             scaling["factor"] = context / scaling["original_max_position_embeddings"]
-        if scaling["attention_factor"] is None:
-            mscale = rope.get("mscale"), rope.get("mscale_all_dim")
-            scaling["attention_factor"] = yarn_attention_factor(scaling["factor"], *mscale)
+        if scaling["attention_factor"] is None:  # Peng et al. 2023, equation 22
+            scaling["attention_factor"] = 0.1 * math.log(max(scaling["factor"], 1.0)) + 1
     return {**found, "rope_type": kind, **scaling}
-
-
-def yarn_attention_factor(factor: float, mscale: float | None, mscale_all_dim: float | None) -> float:
-    """The factor of cos and sin where config.json has none: 0.1 ln(factor) + 1 (Peng et al. 2023, equation 22).
-
-    DeepSeek's two keys make it a quotient; transformers takes them into account only where both are there.
-    """
-    logarithm = math.log(factor) if factor > 1 else 0.0
-    if mscale and mscale_all_dim:
-        return (0.1 * mscale * logarithm + 1) / (0.1 * mscale_all_dim * logarithm + 1)
-    return 0.1 * logarithm + 1
 
 
 def read_windows(fields: dict, family: Family, config: ModelConfig) -> dict:

@@ -4,7 +4,6 @@ Reads only file names, JSON and headers; `checkpoints.pretrained` and `data.toke
 Imports no torch, and huggingface_hub only when the id of a model is given.
 """
 
-import contextlib
 import re
 import sys
 from pathlib import Path
@@ -73,21 +72,12 @@ def newest_run(folder: Path) -> Path:
         raise UserError(
             f"there is no run in {folder}/; train one with `python train.py`, or give a run folder or a checkpoint."
         )
-    return max(runs, key=saved_at)
+    return max(runs, key=lambda run: max(checkpoint.stat().st_mtime for checkpoint in checkpoints_in(run)))
 
 
 def runs_in(folder: Path) -> list[Path]:
     """The run folders in `folder`, by name."""
     return sorted(run for run in folder.glob("*") if checkpoints_in(run))
-
-
-def saved_at(run: Path) -> float:
-    """When a run last saved a checkpoint, in seconds since 1970; one that is renamed meanwhile is ignored."""
-    times = [0.0]
-    for checkpoint in checkpoints_in(run):
-        with contextlib.suppress(FileNotFoundError):
-            times.append(checkpoint.stat().st_mtime)
-    return max(times)
 
 
 def checkpoints_in(run: Path) -> list[Path]:
@@ -104,19 +94,13 @@ def find_damage(directory: Path) -> str | None:
     """What is missing from a checkpoint, or None: all files must exist, and weight files have their full length."""
     if not (directory / "config.json").is_file():
         return f"{directory} has no config.json."
-    if not has_tokenizer(directory):
+    if not any((directory / name).is_file() for name in ("tokenizer.model", "tokenizer.json")):
         return f"{directory} has no tokenizer."
     try:
         stored_tensors(directory)
     except UserError as error:
         return str(error)
     return None
-
-
-def has_tokenizer(directory: Path) -> bool:
-    """Whether the directory has a tokenizer that `data.tokenizer` reads."""
-    names = ("tokenizer.model", "tokenizer.json")
-    return any((directory / name).is_file() for name in names)
 
 
 def eos_ids(directory: Path, tokenizer_eos: int) -> frozenset[int]:

@@ -13,19 +13,27 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from checkpoints.families import choose_model_type, zero_biases
+from checkpoints.find import eos_ids, find_checkpoint
+from checkpoints.pretrained import Checkpoint, open_checkpoint
+from checkpoints.weights import read_tensors
+from contrib.llama_cpp_vocab import Vocabulary, llama_cpp_vocabulary
+from data.chat_template import read_template
+from data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from errors import UserError, exit_on_user_error
+from model.config import ModelConfig
+from model.rope import frequencies
 
-if TYPE_CHECKING:  # importing torch would slow down `--help`
+try:
     import gguf
-    import numpy as np
-    from torch import Tensor
-
-    from checkpoints.pretrained import Checkpoint
-    from contrib.llama_cpp_vocab import Vocabulary
-    from data.tokenizer import Tokenizer
-    from model.config import ModelConfig
+except ImportError:
+    gguf = None
 
 ARCHITECTURES = ("llama", "qwen3", "stablelm")  # model types that are architectures of llama.cpp under the same name
 ROPE_TYPES = ("llama3", "linear")  # scalings of the rotary frequencies that a factor for each frequency expresses
@@ -37,8 +45,6 @@ def main() -> None:
     """Parse the command line and write the file."""
     with exit_on_user_error():
         arguments = parse(sys.argv[1:])
-        from checkpoints.find import find_checkpoint  # imported here, so that Ctrl-C meanwhile ends in one line
-
         name = Path(os.path.abspath(arguments.run)).name
         write_gguf(find_checkpoint(arguments.run), arguments.out, arguments.dtype, name=name)
         print(f"written: {arguments.out}")
@@ -68,11 +74,8 @@ def write_gguf(checkpoint: Path, out: Path, dtype: str | None = None, *, name: s
     `dtype` is one of `DTYPES`; None keeps that of the stored embedding. `name` is what llama.cpp shows. Raises
     `UserError` when `out` exists, when llama.cpp cannot compute the same function, and when the disk is full.
     """
-    try:
-        import gguf  # noqa: F401 - only whether it is there
-    except ImportError:
-        raise UserError("writing GGUF files needs the gguf package; install it with `pip install gguf`.") from None
-
+    if gguf is None:
+        raise UserError("writing GGUF files needs the gguf package; install it with `pip install gguf`.")
     if out.exists():
         raise UserError(f"{out} exists and is not overwritten; give another name, or delete it first.")
     temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
@@ -87,13 +90,6 @@ def write_gguf(checkpoint: Path, out: Path, dtype: str | None = None, *, name: s
 
 def convert(checkpoint: Path, path: Path, dtype: str | None, name: str) -> None:
     """Write the file `path` itself; after an error it is incomplete."""
-    import gguf
-    from tqdm import tqdm
-
-    from checkpoints.pretrained import open_checkpoint
-    from contrib.llama_cpp_vocab import llama_cpp_vocabulary
-    from data.tokenizer import check_vocabulary, load_tokenizer
-
     opened = open_checkpoint(checkpoint)
     config, architecture = opened.config, choose_architecture(opened.config)
     tokenizer = load_tokenizer(checkpoint)
@@ -120,26 +116,17 @@ def convert(checkpoint: Path, path: Path, dtype: str | None, name: str) -> None:
             for target, tensor in tensors.items():
                 writer.write_tensor_data(to_array(tensor, dtype, target))
                 bar.update(sizes[target])
-        writer.flush()
-        for file in writer.fout or ():
-            os.fsync(file.fileno())
     finally:
         writer.close()
 
 
 def choose_architecture(config: ModelConfig) -> str:
     """The architecture of llama.cpp that computes the same function; `UserError` if there is none."""
-    from checkpoints.families import choose_model_type
-
     if config.sliding_window is not None:
         raise UserError("llama.cpp has no sliding windows for these architectures: this model cannot be written.")
     architecture = choose_model_type(config)
     if architecture not in ARCHITECTURES:
-        raise UserError(
-            f"llama.cpp has no architecture that computes this model (norm {config.norm}, bias {config.has_norm_bias}, "
-            f"placement {config.norm_placement}, mlp {config.mlp}, {config.num_attention_heads} heads of width "
-            f"{config.resolved_head_dim} in {config.hidden_size} channels); it has {', '.join(ARCHITECTURES)}."
-        )
+        raise UserError(f"llama.cpp has no architecture that computes this model; it has {', '.join(ARCHITECTURES)}.")
     if architecture == "qwen3" and config.attention_output_bias:
         raise UserError("llama.cpp's qwen3 has no bias of the attention output: this model cannot be written.")
     scaling = config.rope_scaling
@@ -161,12 +148,6 @@ class Source:
 
 def gguf_tensors(checkpoint: Checkpoint, architecture: str) -> dict[str, Source]:
     """The tensors of the file under llama.cpp's names, from those of a checkpoint."""
-    import gguf
-    import torch
-
-    from checkpoints.families import zero_biases
-    from checkpoints.weights import read_tensors
-    from model.rope import frequencies
 
     def source(name: str) -> Source:
         stored = checkpoint.tensors[name]
@@ -206,8 +187,6 @@ def interleave(source: Source, heads: int) -> Source:
 
 def to_array(source: Source, dtype: str, name: str) -> np.ndarray:
     """A tensor as it is written: matrices in `dtype`, others in float32. NumPy has no bfloat16: it gets the bits."""
-    import torch
-
     tensor = source.read()
     converted = tensor.to(getattr(torch, dtype) if tensor.ndim > 1 else torch.float32)
     if not converted.isfinite().all():
@@ -220,8 +199,6 @@ def to_array(source: Source, dtype: str, name: str) -> np.ndarray:
 
 def add_model(writer: gguf.GGUFWriter, config: ModelConfig, name: str, dtype: str) -> None:
     """Describe the model's shape, in llama.cpp's keys."""
-    import gguf
-
     writer.add_name(name)
     writer.add_file_type(gguf.LlamaFileType[DTYPES[dtype][1]])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
@@ -245,9 +222,6 @@ def add_model(writer: gguf.GGUFWriter, config: ModelConfig, name: str, dtype: st
 
 def add_tokenizer(writer: gguf.GGUFWriter, checkpoint: Path, tokenizer: Tokenizer, vocabulary: Vocabulary) -> None:
     """Describe the tokenizer; BOS is added in front of a text where it was in training, EOS never."""
-    from checkpoints.find import eos_ids
-    from data.chat_template import read_template
-
     writer.add_tokenizer_model(vocabulary.kind)
     writer.add_tokenizer_pre(vocabulary.pre_tokenizer)
     writer.add_token_list(vocabulary.tokens)

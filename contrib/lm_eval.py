@@ -38,12 +38,6 @@ def main() -> None:
         cli_evaluate()
 
 
-def check_dtype(dtype: str) -> None:
-    """Raise `UserError` for int8, which only decoding steps use: log-likelihoods are those of whole texts."""
-    if dtype == "int8":
-        raise UserError("dtype=int8 is for generate.py; evaluate with dtype=bfloat16.")
-
-
 @functools.cache
 def register() -> type:
     """Make `--model prenorm` known to lm-eval and return its class. Raises `UserError` when lm-eval is missing."""
@@ -65,7 +59,8 @@ def register() -> type:
             super().__init__()
             if device.startswith("cuda") and not torch.cuda.is_available():
                 device = "auto"  # lm-eval's command line asks for cuda:0 where its user asked for nothing
-            check_dtype(dtype)
+            if dtype == "int8":  # only decoding steps use it, and log-likelihoods are those of complete texts
+                raise UserError("dtype=int8 is for generate.py; evaluate with dtype=bfloat16.")
             checkpoint = find_checkpoint(Path(pretrained))
             self.decoder = load_decoder(open_checkpoint(checkpoint), Settings(device=device, dtype=dtype))
             self.tokenizer = load_tokenizer(checkpoint)

@@ -2,7 +2,7 @@
 
 On a CPU a small model spends its time moving data: every operation reads and writes whole tensors, and autograd keeps
 float32 copies of what the reference upcasts. Here each function keeps only what its backward pass needs, in the
-activations' dtype, and writes in place where it owns the memory. Both norms are one source. docs/findings.md has the
+activations' dtype, and writes in place where it owns the memory. Both norms are one source. docs/kernels.md has the
 measurements, also of slower formulations.
 
 The backward passes call a few of torch's own kernels (torch.ops.aten, torch._softmax_backward_data). They are not a

@@ -11,7 +11,7 @@ views are made once, and merged operations:
   halves exchanged times the second.
 
 Matrices may be quantized to 8 bits (`model/int8.py`). Residual stream, norms and rotation are float32 whatever the
-compute dtype. docs/findings.md has the measurements.
+compute dtype. docs/generate.md has the measurements.
 """
 
 from typing import NamedTuple

@@ -33,7 +33,7 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
 SCALED = {
     "linear": {"rope_type": "linear", "factor": 2.0},
     "yarn": YARN | {"beta_fast": 16, "beta_slow": 0.1, "truncate": False},
-    "yarn, mscale": {"type": "yarn", "factor": 4.0, "mscale": 0.7, "mscale_all_dim": 0.4},
+    "yarn, few keys": {"type": "yarn", "factor": 4.0},
     "llama3": LLAMA3 | {"original_max_position_embeddings": 16},
 }
 # Each is changed in turn: the family, and keys of config.json on top of those that transformers writes.

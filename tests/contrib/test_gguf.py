@@ -186,9 +186,9 @@ def test_chat_template_and_further_end_tokens_are_copied(checkpoint, tmp_path):
 
 
 REFUSED = {
-    "no architecture": ({"norm": "layer", "norm_placement": "post"}, "no architecture .* placement post"),
-    "another norm": ({"norm": "dyt"}, r"no architecture .*\(norm dyt"),
-    "another mlp": ({"mlp": "gelu"}, "no architecture .* mlp gelu"),
+    "no architecture": ({"norm": "layer", "norm_placement": "post"}, "no architecture"),
+    "another norm": ({"norm": "dyt"}, "no architecture"),
+    "another mlp": ({"mlp": "gelu"}, "no architecture"),
     "heads that do not divide": ({"hidden_size": 50, "head_dim": 6}, "6 heads of width 6 in 50 channels"),
     "output bias": ({"qk_norm": True, "attention_bias": True, "attention_output_bias": True}, "qwen3 has no bias"),
     "windows": ({"qk_norm": True, "sliding_window": 16}, "sliding windows"),

@@ -1,6 +1,6 @@
 """lm-eval's requests: the arithmetic against one position at a time, and the results against lm-eval's own `hf` model.
 
-The second half needs lm-eval: `pip install lm_eval accelerate`, then `python -m pytest -m slow tests/benchmarks`.
+The second half needs lm-eval: `pip install lm_eval accelerate`, then `python -m pytest -m slow tests/contrib`.
 """
 
 import json

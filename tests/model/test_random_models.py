@@ -47,7 +47,7 @@ def random_rope(kind: str, draw: random.Random) -> dict:
         rope |= {"low_freq_factor": draw.uniform(0.5, 1.5), "high_freq_factor": draw.uniform(2, 5)}
     if kind == "yarn":
         rope |= {"beta_fast": draw.uniform(1, 10), "beta_slow": draw.uniform(0.1, 1), "truncate": draw.random() < 0.5}
-        rope |= draw.choice([{}, {"attention_factor": 0.9}, {"mscale": 1.3, "mscale_all_dim": 0.5}])
+        rope |= draw.choice([{}, {"attention_factor": 0.9}])
     return rope
 
 

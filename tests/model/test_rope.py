@@ -94,10 +94,6 @@ SCALED = {
     "yarn of gpt-oss": {
         "rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False,
     },
-    "yarn of DeepSeek": {
-        "rope_type": "yarn", "factor": 40.0, "original_max_position_embeddings": 4096, "mscale": 1.0,
-        "mscale_all_dim": 0.707,
-    },
     "yarn, the factor from the contexts": {
         "rope_type": "yarn", "factor": None, "original_max_position_embeddings": 1000, "beta_fast": 5, "beta_slow": 0.5,
     },
