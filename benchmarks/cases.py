@@ -1,7 +1,4 @@
-"""What `benchmarks.kernels` measures: shapes of each kernel, its baselines, and the minimum of bytes or FLOP.
-
-Bytes are what must be read and written once.
-"""
+"""What `benchmarks.kernels` measures: shapes of each kernel, its baselines, and what it must move or compute once."""
 
 import importlib.util
 from collections.abc import Callable, Iterator

@@ -114,10 +114,8 @@ def make_calls(
     residual, upstream, upstream_residual = (torch.randn_like(x) for _ in range(3))
     inputs = [x.requires_grad_(), residual.requires_grad_(), *norm.parameters()]
     outputs = normalize(x, residual)
-    tokens = torch.randint(config.vocab_size, (sequences, data.sequence_length + 1))
-    on_host = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()  # as the training loop gets them
-    if device.type == "cuda":
-        on_host = tuple(part.pin_memory() for part in on_host)
+    shape, pinned = (sequences, data.sequence_length), device.type == "cuda"
+    on_host = [torch.randint(config.vocab_size, shape, pin_memory=pinned) for _ in range(2)]  # tokens and targets
     batch = tuple(part.to(device) for part in on_host)
     mean = torch.full((), 1 / batch[1].numel(), device=device)
     return {
@@ -140,7 +138,7 @@ def time_together(
 
     With `failures`, those that cannot run are left out, and the reasons are added there.
     """
-    how = variants(device) | PEERS
+    how, calls, timings = variants(device) | PEERS, {}, []
 
     def choosing(variant: str, call: Callable[[], object]) -> Callable[[], object]:
         def run() -> object:
@@ -150,7 +148,6 @@ def time_together(
         return run
 
     try:
-        calls = {}
         for (variant, arm), settings in entries.items():
             kernels.use(how[variant][0], device)
             try:
@@ -163,7 +160,6 @@ def time_together(
                 failures[variant, arm] = describe(error)
                 continue
             calls[variant, arm] = made
-        timings = []
         for part in parts:
             timed = {key: choosing(key[0], calls[key][part]) for key in calls}
             for (variant, arm), seconds in interleaved(timed, device, blocks).items():

@@ -189,7 +189,7 @@ REFUSED = {
     "no architecture": ({"norm": "layer", "norm_placement": "post"}, "no architecture"),
     "another norm": ({"norm": "dyt"}, "no architecture"),
     "another mlp": ({"mlp": "gelu"}, "no architecture"),
-    "heads that do not divide": ({"hidden_size": 50, "head_dim": 6}, "6 heads of width 6 in 50 channels"),
+    "heads that do not divide": ({"hidden_size": 50, "head_dim": 6}, "no architecture"),
     "output bias": ({"qk_norm": True, "attention_bias": True, "attention_output_bias": True}, "qwen3 has no bias"),
     "windows": ({"qk_norm": True, "sliding_window": 16}, "sliding windows"),
     "scaled rope": ({"norm": "layer", "rope_scaling": LLAMA3}, r"scaled \(stablelm, llama3\)"),
