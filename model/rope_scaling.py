@@ -19,7 +19,7 @@ def check_rope_scaling(scaling: dict | None, rope_theta: float) -> None:
         raise UserError(f"rope_scaling of type {kind!r} is not supported; {', '.join(ROPE_SCALING)} are.")
     for key in ROPE_SCALING[kind]:
         value = scaling.get(key)
-        if not isinstance(value, int | float) or not 0 < value < 1e9:  # scores are products of two attention factors
+        if type(value) not in (int, float) or not 0 < value < 1e9:  # scores are products of two attention factors
             raise UserError(f"rope_scaling has {key} {value!r}; {kind} needs a number above 0 and below 1e9.")
     if kind == "llama3" and scaling["high_freq_factor"] <= scaling["low_freq_factor"]:
         raise UserError("rope_scaling needs a high_freq_factor above its low_freq_factor.")
