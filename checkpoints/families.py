@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from checkpoints.weights import StoredTensor, read_tensors, stored_tensors
+from checkpoints.weights import StoredTensor, stored_tensors
 from errors import UserError, is_main_process, read_json, reading
 from model.config import LAYER_TYPES, ModelConfig
 from model.rope_scaling import ROPE_SCALING
@@ -212,8 +212,7 @@ def load_config(directory: Path | str, tensors: Mapping[str, StoredTensor] | Non
     note_ignored_keys(path, tuple(key for key in fields if key not in KNOWN and not key.endswith("_token_id")))
     if biases := zero_biases(config, fields["model_type"]):
         tensors = stored_tensors(path.parent) if tensors is None else tensors
-        found = read_tensors({name: tensors[name] for name in biases if name in tensors})
-        if any(bias.any() for _, bias in found):
+        if any(tensors[name].read().any() for name in biases if name in tensors):
             trained = "norm_bias" if config.norm == "layer" else "attention_output_bias"
             config = dataclasses.replace(config, **{trained: True})
     return config

@@ -1,6 +1,6 @@
 """Which checkpoint directory a RUN argument means: itself, the best one in a run folder, or a download of the Hub's.
 
-Reads only file names, JSON and headers; `checkpoints.pretrained` and `data.tokenizer` load the rest.
+Reads only file names and JSON; `checkpoints.pretrained` and `data.tokenizer` load the rest.
 Imports no torch, and huggingface_hub only when the id of a model is given.
 """
 
@@ -8,7 +8,7 @@ import re
 import sys
 from pathlib import Path
 
-from checkpoints.weights import SIDE_FILES, check_format, stored_tensors
+from checkpoints.weights import SIDE_FILES, check_format, find_weight_files
 from errors import UserError, read_json, reading
 
 HUB_ID = re.compile(r"((?!runs/)\w[\w.-]*/(\w[\w.-]*))(?:@(.+))?", re.ASCII)  # org/name or org/name@revision
@@ -91,16 +91,16 @@ def candidates(target: Path) -> list[Path]:
 
 
 def find_damage(directory: Path) -> str | None:
-    """What is missing from a checkpoint, or None: all files must exist, and weight files have their full length."""
+    """What is missing from a checkpoint, or None. Opens no weights: those are read once, when they are loaded."""
     if not (directory / "config.json").is_file():
         return f"{directory} has no config.json."
     if not any((directory / name).is_file() for name in ("tokenizer.model", "tokenizer.json")):
         return f"{directory} has no tokenizer."
     try:
-        stored_tensors(directory)
+        missing = [path for path in find_weight_files(directory) if not path.is_file()]
     except UserError as error:
         return str(error)
-    return None
+    return f"{missing[0]} is missing." if missing else None
 
 
 def eos_ids(directory: Path, tokenizer_eos: int) -> frozenset[int]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from checkpoints.families import SHAPE_FIELDS, load_config, to_json, zero_biases
-from checkpoints.weights import StoredTensor, read_tensors, stored_tensors
+from checkpoints.weights import StoredTensor, stored_tensors
 from errors import UserError, reading
 from model.config import ModelConfig
 from model.decoder import Decoder
@@ -127,9 +127,9 @@ def open_checkpoint(directory: Path | str) -> Checkpoint:
         decoder = Decoder(config, seed=None)
     shapes = {name: tensor.shape for name, tensor in unpacked_tensors(decoder.state_dict(), config).items()}
     redundant = {*zero_biases(config), *(name for name in stored if name.endswith("rotary_emb.inv_freq"))}
-    heads = {name: stored[name] for name in ("lm_head.weight", "model.embed_tokens.weight") if name in stored}
+    heads = [stored[name] for name in ("lm_head.weight", "model.embed_tokens.weight") if name in stored]
     if config.tie_word_embeddings and len(heads) == 2:
-        if not torch.equal(*(tensor for _, tensor in read_tensors(heads))):
+        if not torch.equal(*(head.read() for head in heads)):
             raise UserError(f"{directory} has a head beside its tied embedding; set tie_word_embeddings to false.")
         redundant.add("lm_head.weight")
     tensors = {name: tensor for name, tensor in stored.items() if name not in redundant}
@@ -171,8 +171,8 @@ def load_pretrained(
 def copy_tensors(stored: Mapping[str, StoredTensor], targets: Mapping[str, Tensor]) -> None:
     """Copy stored tensors to their targets, with a progress bar when that takes more than two seconds."""
     progress = {"delay": 2, "leave": False, "disable": None}  # None: only in a terminal
-    for name, tensor in tqdm(read_tensors(stored), "reading the weights", len(stored), **progress):
-        targets[name].copy_(tensor)
+    for name, tensor in tqdm(stored.items(), "reading the weights", **progress):
+        targets[name].copy_(tensor.read())
 
 
 def inference_dtype(parameter: Tensor, compute_dtype: torch.dtype) -> torch.dtype:

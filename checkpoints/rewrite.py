@@ -13,7 +13,7 @@ import tyro
 
 from checkpoints.find import find_checkpoint
 from checkpoints.pretrained import open_checkpoint, save_tensors, write_json
-from checkpoints.weights import INDEX, SIDE_FILES, SINGLE, read_tensors, stored_tensors
+from checkpoints.weights import INDEX, SIDE_FILES, SINGLE, stored_tensors
 from errors import UserError, exit_on_user_error, fsync_directory, read_json
 
 
@@ -39,7 +39,7 @@ def rewrite(source: str, target: Path, dtype: torch.dtype) -> None:
         raise UserError(f"{target} or {new} exists, and nothing is overwritten; give another OUT.")
     name = str(dtype).removeprefix("torch.")
     open_checkpoint(directory)  # compares the files with config.json
-    tensors = {key: tensor.to(dtype) for key, tensor in read_tensors(stored_tensors(directory))}
+    tensors = {key: tensor.read().to(dtype) for key, tensor in stored_tensors(directory).items()}
     for key, tensor in tensors.items():
         if not tensor.isfinite().all():
             raise UserError(f"{directory}: {key} has inf or NaN in {name}; use bfloat16 or float32.")

@@ -1,11 +1,10 @@
 """The weight files of a checkpoint directory: which they are, and the tensors that their headers list.
 
-Nothing is ever unpickled. Imports no torch before a tensor is read.
+Nothing is ever unpickled. Imports no torch before a file is opened.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path, PureWindowsPath
@@ -37,11 +36,18 @@ class StoredTensor:
     """A tensor in a safetensors file."""
 
     path: Path
+    file: safe_open
+    """The open file, mapped into memory as long as one of its tensors is in use."""
     key: str
     """Its name in the file."""
     shape: tuple[int, ...]
     dtype: str
     """F32, BF16, ..."""
+
+    def read(self) -> Tensor:
+        """The tensor, in the pages of its mapped file: it is not in memory before it is used."""
+        with reading(self.path, DOWNLOAD):
+            return self.file.get_tensor(self.key)
 
 
 def check_format(directory: Path) -> None:
@@ -68,22 +74,14 @@ def find_weight_files(directory: Path) -> list[Path]:
 
 
 def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
-    """The tensors of a directory, file by file, under the names that they have in a model with a head."""
+    """The tensors of a directory, under the names that they have in a model with a head; opens each file once."""
     tensors = {}
     for path in find_weight_files(directory):
-        with reading(path, DOWNLOAD), safe_open(path, framework="np") as file:
+        with reading(path, DOWNLOAD):
+            file = safe_open(path, framework="pt")
             for key in file.keys():  # noqa: SIM118 - it is no dict
                 part = file.get_slice(key)
-                tensors[key] = StoredTensor(path, key, tuple(part.get_shape()), part.get_dtype())
+                tensors[key] = StoredTensor(path, file, key, tuple(part.get_shape()), part.get_dtype())
     if "embed_tokens.weight" in tensors:  # saved from a base model, without its head
         return {name if name.startswith("lm_head.") else f"model.{name}": tensor for name, tensor in tensors.items()}
     return tensors
-
-
-def read_tensors(stored: Mapping[str, StoredTensor]) -> Iterator[tuple[str, Tensor]]:
-    """Each tensor with its name, file by file, in the pages of its mapped file: none is in memory before it is used."""
-    for path in dict.fromkeys(tensor.path for tensor in stored.values()):
-        with reading(path, DOWNLOAD), safe_open(path, framework="pt") as file:
-            for name, tensor in stored.items():
-                if tensor.path == path:
-                    yield name, file.get_tensor(tensor.key)

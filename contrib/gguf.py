@@ -151,7 +151,7 @@ def gguf_tensors(checkpoint: Checkpoint, architecture: str) -> dict[str, Source]
 
     def source(name: str) -> Source:
         stored = checkpoint.tensors[name]
-        return Source(stored.shape, lambda: next(read_tensors({name: stored}))[1])
+        return Source(stored.shape, stored.read)
 
     config = checkpoint.config
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], config.num_hidden_layers)

@@ -55,6 +55,7 @@ def run(
     check_prompts([encode(prompt) for prompt in prompts or ()], context)  # before the weights
     with out_of_memory_advice(settings):
         decoder = load_decoder(checkpoint, settings)
+    del checkpoint  # with the mapping of its files
     device, dtype = next(decoder.parameters()).device, str(decoder.compute_dtype).removeprefix("torch.")
     dtype += " with int8 matrices" * (settings.dtype == "int8")
     log(f"{directory} on {device} in {dtype}, kernels: {kernels.describe(device)}")

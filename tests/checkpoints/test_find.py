@@ -46,17 +46,11 @@ def lose_a_shard(directory):
     (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
 
 
-def truncate_weights(directory):
-    path = directory / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:-4])
-
-
 DAMAGE = {
     "best has no config.json": lambda directory: (directory / "config.json").unlink(),
     "best has no model.safetensors": lambda directory: (directory / "model.safetensors").unlink(),
     "best has no tokenizer": lambda directory: (directory / "tokenizer.model").unlink(),
-    "best/model.safetensors cannot be read": truncate_weights,
-    "best/model-00002-of-00002.safetensors cannot be read": lose_a_shard,
+    "best/model-00002-of-00002.safetensors is missing": lose_a_shard,
 }
 
 

@@ -1,8 +1,13 @@
 """What generate.py prints: texts in order, log lines, and errors before the weights are read."""
 
+import io
+from pathlib import Path
+
 import pytest
 import torch
 
+from checkpoints import weights
+from checkpoints.find import find_checkpoint
 from checkpoints.pretrained import save_pretrained
 from errors import UserError
 from generation import session
@@ -16,7 +21,7 @@ GREEDY = Sampling(temperature=0)
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory, decoder, tokenizer):
-    directory = tmp_path_factory.mktemp("model")
+    directory = tmp_path_factory.mktemp("run") / "best"
     save_pretrained(decoder, directory, bos_token_id=tokenizer.bos_id, eos_token_id=tokenizer.eos_id)
     tokenizer.save(directory)
     return directory
@@ -78,6 +83,19 @@ def test_the_log_says_checkpoint_device_dtype_speed_and_how_fast_weights_were_re
 def test_one_log_line_says_that_a_text_filled_the_context(checkpoint):
     _, lines = output(checkpoint, max_new_tokens=500, sampling=Sampling(temperature=3.0))
     assert [line for line in lines if "context is full" in line] == lines[1:2]
+
+
+def test_a_start_opens_the_configuration_the_weights_and_the_tokenizer_once(checkpoint, monkeypatch):
+    opened = []
+
+    def record(module, name) -> None:
+        real = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda path, *a, **b: opened.append(Path(path).name) or real(path, *a, **b))
+
+    record(io, "open")
+    record(weights, "safe_open")
+    output(find_checkpoint(checkpoint.parent), max_new_tokens=2)
+    assert [opened.count(name) for name in ("config.json", "model.safetensors", "tokenizer.json")] == [1, 1, 1]
 
 
 def test_errors_are_found_before_the_weights_are_read(checkpoint, monkeypatch, tmp_path):
