@@ -1,4 +1,4 @@
-"""What a run measures: one JSON object per line in metrics.jsonl, and the same numbers for TensorBoard if asked for.
+"""What a run measures: one JSON object per line in metrics.jsonl.
 
 Resuming first removes the lines that are newer than the checkpoint, so the file reads as if the run had never stopped.
 """
@@ -7,13 +7,13 @@ import json
 import math
 from pathlib import Path
 
-from errors import UserError, reading, replace_text
+from errors import reading, replace_text
 
 
 class Metrics:
-    """Appends to `run_dir/metrics.jsonl`, and to TensorBoard's events."""
+    """Appends to `run_dir/metrics.jsonl`."""
 
-    def __init__(self, run_dir: Path, *, after_step: int, evaluated_at: int, facts: dict, tensorboard: bool) -> None:
+    def __init__(self, run_dir: Path, *, after_step: int, evaluated_at: int, facts: dict) -> None:
         """Keep the lines of steps up to `after_step` and of evaluations up to `evaluated_at`; `facts` is line 0."""
         path = run_dir / "metrics.jsonl"
         kept = [line for line in read(run_dir) if line["step"] <= (evaluated_at if is_evaluation(line) else after_step)]
@@ -21,25 +21,14 @@ class Metrics:
         replace_text(path, "".join(json.dumps(line) + "\n" for line in lines))
         # Line buffering: a kill loses no line, so a checkpoint is never ahead of the lines that led to it.
         self.file = path.open("a", encoding="utf-8", buffering=1)
-        self.board = None
-        if tensorboard:
-            try:
-                from torch.utils.tensorboard import SummaryWriter
-            except ImportError:
-                raise UserError("--tensorboard needs the package tensorboard: pip install tensorboard.") from None
-            self.board = SummaryWriter(run_dir, purge_step=after_step + 1)
 
     def write(self, step: int, **values: float) -> None:
         """Add one line; infinity and NaN, which JSON lacks, are written as strings."""
         line = {key: value if math.isfinite(value) else str(value) for key, value in values.items()}
         self.file.write(json.dumps({"step": step, **line}) + "\n")
-        for key, value in values.items() if self.board is not None else ():
-            self.board.add_scalar(key, value, step)
 
     def close(self) -> None:
         self.file.close()
-        if self.board is not None:
-            self.board.close()
 
 
 def read(run_dir: Path) -> list[dict]:

@@ -173,8 +173,7 @@ def open_run(session: Session) -> Metrics:
         "text": f"{corpus.bytes:,} bytes of text, hash {corpus.text_hash}, Python {platform.python_version()}",
         "machine": device_name(session.device),
     }
-    after, board = {"after_step": state.step, "evaluated_at": state.evaluated_at}, session.settings.run.tensorboard
-    metrics = Metrics(run_dir, **after, facts=facts, tensorboard=board)
+    metrics = Metrics(run_dir, after_step=state.step, evaluated_at=state.evaluated_at, facts=facts)
     save_settings(session.settings, run_dir / "settings.toml")  # once nothing else can refuse to start
     return metrics
 

@@ -64,8 +64,6 @@ class RunSettings:
     sample_prompt: str = ""
     """Prompt of the text samples. If empty, those of evaluations start a new document, and the one at the end continues
     the first three words of a line of the training text."""
-    tensorboard: bool = False
-    """Also write TensorBoard events into the run folder (needs `pip install tensorboard`)."""
 
 
 @dataclass(frozen=True)

@@ -50,12 +50,11 @@ def settings(flags):
 
 
 @pytest.fixture
-def run(flags, tmp_path) -> Path:
+def run(settings, tmp_path) -> Path:
     """A finished run."""
     from training.loop import train
-    from training.settings import parse
 
-    train(parse([*flags, "--tensorboard"], "test").settings, tmp_path / "run")
+    train(settings, tmp_path / "run")
     return tmp_path / "run"
 
 

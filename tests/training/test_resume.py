@@ -250,7 +250,7 @@ def test_lines_after_the_checkpoint_are_removed_on_resume(stopped_run):
     with (stopped_run / "metrics.jsonl").open("a", encoding="utf-8") as file:
         file.write(json.dumps({"step": 5, "validation_loss": 1.0, "perplexity": 2.0, "bits_per_byte": 1.0}) + "\n")
         file.write('{"step": 6, "los')  # and a line that was never finished
-    log = metrics.Metrics(stopped_run, after_step=5, evaluated_at=0, facts={}, tensorboard=False)
+    log = metrics.Metrics(stopped_run, after_step=5, evaluated_at=0, facts={})
     log.close()
     assert metrics.read(stopped_run) == lines
 
