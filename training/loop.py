@@ -19,7 +19,7 @@ from training import checkpoint
 from training.evaluate import evaluate
 from training.metrics import Metrics
 from training.processes import finish_processes
-from training.progress import draw_losses, progress_bar, report_end, sample, show_step
+from training.progress import progress_bar, report_end, sample, show_step
 from training.schedule import learning_rate
 from training.session import Session, StepResult, open_run, set_up
 from training.settings import Settings
@@ -52,7 +52,6 @@ def train_steps(session: Session) -> Iterator[StepResult]:
         except Diverged as error:
             raise diverged(session, state.step + 1, str(error)) from None
         seconds = time.perf_counter() - start
-        session.recent_seconds.append(seconds)
         session.state = dataclasses.replace(
             state,
             step=state.step + 1,
@@ -124,7 +123,7 @@ def evaluation_due(session: Session) -> bool:
 
 
 def evaluate_and_save(session: Session, log: Metrics | None, bar: tqdm) -> None:
-    """Evaluate on all processes; then the main one saves, plots the losses and prints a text sample."""
+    """Evaluate on all processes; then the main one saves and prints a text sample."""
     corpus, state = session.corpus, session.state
     windows = validation_windows(corpus.validation, session.settings.data.sequence_length, session.micro_batch_size)
     result = evaluate(session.model, windows, corpus.validation_bytes, session.device, session.processes)
@@ -140,10 +139,9 @@ def evaluate_and_save(session: Session, log: Metrics | None, bar: tqdm) -> None:
     if better:
         checkpoint.save(session.run_dir / "best", session.state, session.model, corpus.tokenizer)
     save(session)
-    draw_losses(session, bar)
     bar.write(f"step {state.step}: validation {result}")
     if state.step < session.steps:
-        bar.write(sample(session, SAMPLE_TOKENS, session.settings.run.sample_prompt))
+        bar.write(sample(session, SAMPLE_TOKENS))
 
 
 def save(session: Session) -> None:

@@ -7,7 +7,7 @@ import argparse
 import os
 from pathlib import Path
 
-from errors import UserError, exit_on_user_error
+from errors import exit_on_user_error
 from training import metrics
 
 # Distinguishable without colour vision (Okabe and Ito 2008); the line style differs as well.
@@ -64,17 +64,8 @@ def main() -> None:
     """Parse the command line and draw."""
     parser = argparse.ArgumentParser(prog="python -m training.plot", description=__doc__.splitlines()[0])
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run folder, such as runs/tiny-rms")
-    parser.add_argument("--out", type=Path, default="loss.png", help="the PNG or SVG file to write (loss.png)")
+    parser.add_argument("--out", type=Path, default="loss.png", help="the picture to write, PNG or SVG (loss.png)")
     arguments = parser.parse_args()
-    if arguments.out.suffix not in (".png", ".svg"):
-        raise UserError(f"--out {arguments.out} must end in .png or .svg.")
-    from training.settings import changed_fields, load_settings  # slow to import, and Ctrl-C is handled by now
-
-    settings = [load_settings(run / "settings.toml") for run in arguments.runs]
-    for run, other in zip(arguments.runs[1:], settings[1:], strict=True):
-        changed = changed_fields(settings[0], other)
-        if len(changed) > 1:
-            print(f"note: {run} differs from {arguments.runs[0]} in more than one setting: {', '.join(changed)}")
     draw(arguments.runs, arguments.out)
     print(f"written: {arguments.out}")
 

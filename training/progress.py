@@ -2,13 +2,10 @@
 
 import math
 import shlex
-import statistics
-import time
 
 from tqdm import tqdm
 
 from generation.generate import complete
-from generation.prompts import encode_prompt
 from generation.terminal import printable
 from model.count import flops_per_token
 from model.device import peak_flops
@@ -16,8 +13,6 @@ from training import plot
 from training.session import Session, StepResult
 
 FINAL_SAMPLE_TOKENS = 200
-SECONDS_PER_PICTURE = 10  # a picture takes a tenth of a second, the first one half a second more
-SECONDS_PER_LINE = 10
 
 
 def progress_bar(session: Session) -> tqdm:
@@ -27,7 +22,7 @@ def progress_bar(session: Session) -> tqdm:
 
 
 def show_step(session: Session, bar: tqdm, result: StepResult) -> None:
-    """Advance the bar, or print a line every ten seconds and 10% of the steps where there is none.
+    """Advance the bar, or where there is none print a line after every hundredth of the steps.
 
     Both have the loss, tokens per second, and the share of the device's peak FLOP/s (MFU) where that is known.
     """
@@ -35,7 +30,7 @@ def show_step(session: Session, bar: tqdm, result: StepResult) -> None:
         scale = session.scaler.get_scale()
         bar.write(f"step {result.step}: float16 overflow, update skipped; loss scale {scale:g}")
     data, steps = session.settings.data, session.steps
-    speed = data.batch_size * data.sequence_length / statistics.median(session.recent_seconds)
+    speed = data.batch_size * data.sequence_length / result.seconds
     shown = {"loss": f"{result.loss:.3f}", "tok/s": f"{speed:,.0f}"}
     peak = peak_flops(session.device, session.dtype)
     if peak is not None:
@@ -43,20 +38,18 @@ def show_step(session: Session, bar: tqdm, result: StepResult) -> None:
         shown["MFU"] = f"{speed * flops / (peak * session.processes.count):.1%}"
     bar.set_postfix(shown, refresh=result.step == 1)
     bar.update()
-    now = time.monotonic()
-    if bar.disable and (result.step % max(1, steps // 10) == 0 or now - session.printed_at >= SECONDS_PER_LINE):
-        session.printed_at = now
+    if bar.disable and result.step % max(1, steps // 100) == 0:
         line = ", ".join(f"{name} {value}" for name, value in shown.items())
         print(f"step {result.step} of {steps}: {line}", flush=True)
 
 
-def sample(session: Session, length: int, prompt: str) -> str:
-    """The prompt and what the current weights continue it with; the same seed and step give the same text."""
+def sample(session: Session, length: int) -> str:
+    """--sample-prompt and what the current weights continue it with; the same seed and step give the same text."""
     session.model.eval()
     text = complete(
         session.model,
         session.corpus.tokenizer,
-        prompt,
+        session.settings.run.sample_prompt,
         max_new_tokens=min(length, session.settings.model.max_position_embeddings - 1),
         seed=session.settings.run.seed + session.state.step,
     )
@@ -65,39 +58,21 @@ def sample(session: Session, length: int, prompt: str) -> str:
 
 
 def report_end(session: Session) -> None:
-    """Print how the run ended, a last sample, and the command to type next."""
+    """Draw loss.png; print how the run ended, a last sample, and the command to type next."""
     state, corpus, run_dir = session.state, session.corpus, shlex.quote(str(session.run_dir))
+    try:
+        plot.draw([session.run_dir], session.run_dir / "loss.png")
+    except Exception as error:  # matplotlib raises errors of many types, also when it is imported
+        print(f"note: loss.png cannot be drawn ({error!r:.200})")
     if state.step < session.steps:
         resume = f"python train.py --resume {run_dir}"
         print(f"stopped and saved at step {state.step} of {session.steps}; resume with: {resume}")
         return
-    prompt = session.settings.run.sample_prompt or first_words(session)
-    print(f"\n{sample(session, FINAL_SAMPLE_TOKENS, prompt)}\n")
+    print(f"\n{sample(session, FINAL_SAMPLE_TOKENS)}\n")
     print(f"validation: {session.evaluation}")
     print(f"xz -9e on the same text: {corpus.xz_bits_per_byte:.4f} bits per byte; hash {corpus.text_hash}")
     speed = state.tokens / state.seconds
     print(f"{state.step:,} steps, {state.tokens:,} tokens in {state.seconds:.0f} s of training, {speed:,.0f} tokens/s")
     if state.best_validation_loss < session.evaluation.loss:
         print(f"best/ has the weights of an earlier step, with {state.best_validation_loss:.4f} nats per token")
-    print(f"next: python generate.py {run_dir} --prompt {shlex.quote(prompt)}")
-
-
-def first_words(session: Session) -> str:
-    """An example of a prompt: the first words of a line of the training text; none in a tiny context."""
-    lines = session.corpus.tokenizer.decode(session.corpus.train[:1000].tolist()).splitlines()
-    lines = [line for line in lines if line[:1].isalpha()] or [line for line in lines if line.strip()]
-    words = printable(" ".join(lines[0].split()[:3])) if lines else ""
-    fits = len(encode_prompt(session.corpus.tokenizer, words)) < session.settings.model.max_position_embeddings
-    return words if fits else ""
-
-
-def draw_losses(session: Session, bar: tqdm) -> None:
-    """Draw loss.png: after the last step, and before that at most every ten seconds; a failure is only a note."""
-    now = time.monotonic()
-    if now - session.drawn_at < SECONDS_PER_PICTURE and session.state.step < session.steps:
-        return
-    session.drawn_at = now
-    try:
-        plot.draw([session.run_dir], session.run_dir / "loss.png")
-    except Exception as error:  # matplotlib raises errors of many types, also when it is imported
-        bar.write(f"note: loss.png cannot be drawn ({error!r:.200})")
+    print(f"next: python generate.py {run_dir}")

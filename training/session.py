@@ -3,10 +3,8 @@
 import dataclasses
 import math
 import platform
-import time
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -57,14 +55,8 @@ class Session:
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
     state: State
-    recent_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=15))
-    """Seconds of each of the last steps."""
     evaluation: Evaluation | None = None
     """The newest evaluation; None before the first after a start or resume."""
-    drawn_at: float = field(default_factory=time.monotonic)
-    """`time.monotonic()` when loss.png was last drawn, or the session was made."""
-    printed_at: float = field(default_factory=time.monotonic)
-    """The same for the last line about a step, where the output is no terminal."""
 
     @property
     def steps(self) -> int:

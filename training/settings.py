@@ -59,11 +59,9 @@ class RunSettings:
     train_only: Literal["all", "norms"] = "all"
     """Which parameters learn: all, or only the weights and biases of the norms."""
     evaluate_every: int = 500
-    """Steps between evaluations on the validation set; each also saves, prints a text sample and, at most every ten
-    seconds, draws loss.png."""
+    """Steps between evaluations on the validation set; each also saves and prints a text sample."""
     sample_prompt: str = ""
-    """Prompt of the text samples. If empty, those of evaluations start a new document, and the one at the end continues
-    the first three words of a line of the training text."""
+    """Prompt of the text samples. If empty, they start a new document."""
 
 
 @dataclass(frozen=True)
@@ -209,7 +207,8 @@ def parse(arguments: list[str], description: str) -> Command:
     It is read twice: first for the few flags that decide the defaults of all others, then for all flags.
     `init_from` is resolved here, once: in the returned settings it is the checkpoint directory itself.
     """
-    arguments = [long_name(argument) for argument in arguments]
+    if any(argument.partition("=")[0] == "--epochs" for argument in arguments):
+        raise UserError("--epochs is not a setting: training is measured in --steps, each of --batch-size sequences.")
     if {"-h", "--help", "--help-all"} & {*arguments}:
         shown = load_settings(config_path("tiny"))
         tables = [Actions(), *(getattr(shown, f.name) for f in dataclasses.fields(shown))]
@@ -242,17 +241,6 @@ def parse(arguments: list[str], description: str) -> Command:
 
 COMMON_FLAGS = ("norm", "data", "config", "steps", "out", "resume", "init_from", "batch_size", "learning_rate")
 COMMON_FLAGS += ("device", "dtype", "processes", "dry_run", "eval_only")
-# What other programs call our flags.
-OTHER_NAMES = {"--lr": "--learning-rate", "--bs": "--batch-size", "--wd": "--weight-decay", "--max-steps": "--steps"}
-OTHER_NAMES |= {"--max-iters": "--steps", "--seq-len": "--sequence-length", "--output-dir": "--out"}
-
-
-def long_name(argument: str) -> str:
-    """The argument, with our name for a flag that other programs call differently."""
-    name, equals, value = argument.partition("=")
-    if name == "--epochs":
-        raise UserError("--epochs is not a setting: training is measured in --steps, each of --batch-size sequences.")
-    return OTHER_NAMES.get(name, name) + equals + value
 
 
 @dataclass(frozen=True)

@@ -107,11 +107,6 @@ def test_values_that_look_like_flags_survive_saving(tmp_path):
     assert (loaded.run.sample_prompt, loaded.data.data) == ("--help", ("--steps", "3"))
 
 
-def test_the_names_that_other_programs_use_for_our_flags_work():
-    settings = settings_from("--lr", "1e-4", "--bs=4", "--wd", "0", "--max-iters", "9")
-    assert (settings.optimizer.learning_rate, settings.data.batch_size, settings.optimizer.steps) == (1e-4, 4, 9)
-
-
 def test_an_unknown_flag_exits_with_status_2_and_the_nearest_known_one(capsys):
     with pytest.raises(SystemExit) as ended:
         settings_from("--learning-rat", "1")
