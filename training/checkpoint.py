@@ -11,16 +11,15 @@ last, last.new, last.old. Nothing is pickled. There is no random state: nothing 
 generators.
 """
 
+import contextlib
 import dataclasses
 import json
-import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from checkpoints import pretrained
@@ -48,7 +47,6 @@ class State:
     """Step of the newest evaluation; -1 until the weights of --init-from have been evaluated."""
     text_hash: str
     """Hash of the text that it trains on."""
-    tokenizer_hash: str
     scaler: dict | None = None
     """State of the float16 gradient scaler, None in other dtypes."""
 
@@ -57,60 +55,38 @@ def save(
     target: Path, state: State, model: Decoder, tokenizer: Tokenizer, optimizer: torch.optim.Optimizer | None = None
 ) -> None:
     """Save the model as the directory `target`; with the optimizer, everything that resuming needs."""
-
-    def write(directory: Path) -> None:
+    with replaced(target) as directory:
         if optimizer is not None:
             tensors = {key: value.detach().contiguous() for key, value in optimizer_tensors(optimizer, model).items()}
             save_tensors(tensors, directory / "training_state.safetensors")
-        write_model(directory, state, model, tokenizer)
-
-    replace_directory(target, write)
-
-
-def write_model(directory: Path, state: State, model: Decoder, tokenizer: Tokenizer) -> None:
-    """Write the model, its tokenizer, and state.json last."""
-    pretrained.save_pretrained(model, directory, bos_token_id=tokenizer.bos_id, eos_token_id=tokenizer.eos_id)
-    tokenizer.save(directory)
-    fsync_directory(directory)  # before state.json, which says that everything else is there
-    replace_text(directory / "state.json", json.dumps(dataclasses.asdict(state), indent=1))
+        pretrained.save_pretrained(model, directory, bos_token_id=tokenizer.bos_id, eos_token_id=tokenizer.eos_id)
+        tokenizer.save(directory)
+        fsync_directory(directory)  # before state.json, which says that everything else is there
+        replace_text(directory / "state.json", json.dumps(dataclasses.asdict(state), indent=1))
 
 
-def replace_directory(target: Path, write: Callable[[Path], None]) -> None:
-    """Replace the directory `target` by what `write` puts into an empty one; at any instant a complete one exists."""
+@contextlib.contextmanager
+def replaced(target: Path) -> Iterator[Path]:
+    """Give an empty directory, which replaces `target` after the block; at any instant a complete one exists."""
+    recover_interrupted_save(target)
     new, old = candidates(target)[1:]
-    try:
-        recover_interrupted_save(target)
-        new.mkdir(parents=True)
-        write(new)
-        fsync_directory(new, files=False)
-        if os.path.lexists(target):  # perhaps a link, also to nothing
-            target.rename(old)
-        new.rename(target)
-        fsync_directory(target.parent, files=False)
-    except (OSError, SafetensorError) as error:
-        recover_interrupted_save(target)
-        raise UserError(
-            f"{target} could not be saved ({error}); free disk space or make it writable, then "
-            f"{how_to_continue(target.parent)}."
-        ) from error
-    remove(old)
+    new.mkdir(parents=True)
+    yield new
+    fsync_directory(new, files=False)
+    if target.exists():
+        target.rename(old)
+    new.rename(target)
+    fsync_directory(target.parent, files=False)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def recover_interrupted_save(target: Path) -> None:
     """Finish or undo an interrupted save: afterwards only `target` is left, if any of the three was complete."""
     for candidate in candidates(target)[1:]:
         if not is_complete(target) and is_complete(candidate):
-            remove(target)
+            shutil.rmtree(target, ignore_errors=True)
             candidate.rename(target)
-        remove(candidate)
-
-
-def remove(directory: Path) -> None:
-    """Delete a directory if there is one, or a link to one, but not what it points to."""
-    if directory.is_symlink():
-        directory.unlink()
-    else:
-        shutil.rmtree(directory, ignore_errors=True)
+        shutil.rmtree(candidate, ignore_errors=True)
 
 
 def is_complete(directory: Path) -> bool:
@@ -121,11 +97,6 @@ def is_complete(directory: Path) -> bool:
 def find_complete(target: Path) -> Path | None:
     """The complete directory of the save `target`: itself, or what an interrupted save left; None if there is none."""
     return next((candidate for candidate in candidates(target) if is_complete(candidate)), None)
-
-
-def how_to_continue(run_dir: Path) -> str:
-    """What to do with a run that stopped: resume it, or start again if nothing was saved."""
-    return f"--resume {run_dir}" if find_complete(run_dir / "last") else f"delete {run_dir} and start again"
 
 
 def find_last(run_dir: Path) -> Path:

@@ -48,11 +48,10 @@ def wait_for_end(children: list[subprocess.Popen], patience: float) -> None:
     """Wait for the processes to end: `patience` seconds, then as long after SIGTERM, and then kill them."""
     for stop, seconds in ((subprocess.Popen.terminate, patience), (subprocess.Popen.kill, PATIENCE)):
         deadline = time.monotonic() + seconds
-        while any(child.poll() is None for child in children):
-            if time.monotonic() > deadline:
-                for child in children:
-                    stop(child)
-                break
-            time.sleep(0.1)
+        for child in children:
+            try:
+                child.wait(max(0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                stop(child)
     for child in children:
         child.wait()

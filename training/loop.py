@@ -13,8 +13,6 @@ from pathlib import Path
 from tqdm import tqdm
 
 from data.batches import validation_windows
-from errors import UserError
-from model.device import device_name, explain_out_of_memory
 from training import checkpoint
 from training.evaluate import evaluate
 from training.metrics import Metrics
@@ -50,7 +48,7 @@ def train_steps(session: Session) -> Iterator[StepResult]:
         try:
             loss, norm = train_step(session.forward, micro_batches, optimizer, scaler, clip, processes, session.device)
         except Diverged as error:
-            raise diverged(session, state.step + 1, str(error)) from None
+            raise diverged(state.step + 1, str(error)) from None
         seconds = time.perf_counter() - start
         session.state = dataclasses.replace(
             state,
@@ -67,53 +65,37 @@ def train(settings: Settings, run_dir: Path, *, resume: bool = False) -> int:
 
     Raises `UserError` for what a user can fix; the last complete checkpoint is then still there.
     """
-    with explain_out_of_memory("too little memory for the text and the model; use a smaller model or less --data."):
-        session = set_up(settings, run_dir, resume=resume)
+    session = set_up(settings, run_dir, resume=resume)
     processes, device = session.processes, session.device
     stopped_by = 0
-    try:
-        log = open_run(session) if processes.is_main else None
-        if log is not None:
-            print(f"run: {run_dir} (loss.png, metrics.jsonl, settings.toml); Ctrl-C stops and saves", flush=True)
-        out_of_memory = explain_out_of_memory(
-            f"{device_name(device)} has too little memory for this run; use a smaller --micro-batch-size "
-            f"(now {session.micro_batch_size}) or --activation-checkpointing."
-        )
-        signals = StopSignals(second_signal_interrupts=processes.count == 1)
-        with out_of_memory, signals as stop, progress_bar(session) as bar:
-            if evaluation_due(session):
-                evaluate_and_save(session, log, bar)  # of weights to start from, or the run was stopped right before it
-            for result in train_steps(session):
-                if log is not None:
-                    log.write(**vars(result) | {"tokens": session.state.tokens, "seconds": session.state.seconds})
-                    show_step(session, bar, result)
-                stopped_by = int(processes.max(stop.received, device=device)[0])
-                finished = session.state.step == session.steps
-                if evaluation_due(session) and (finished or not stopped_by):
-                    evaluate_and_save(session, log, bar)
-                elif stopped_by:
-                    save(session)
-                if stopped_by:
-                    break
-        if log is not None:
-            log.close()
-            report_end(session)
-    except OSError as error:
-        raise UserError(
-            f"{run_dir} cannot be written ({error}); free disk space or make it writable, then "
-            f"{checkpoint.how_to_continue(run_dir)}."
-        ) from error
+    log = open_run(session) if processes.is_main else None
+    if log is not None:
+        print(f"run: {run_dir} (metrics.jsonl, settings.toml); Ctrl-C stops and saves", flush=True)
+    with StopSignals(second_signal_interrupts=processes.count == 1) as stop, progress_bar(session) as bar:
+        if evaluation_due(session):
+            evaluate_and_save(session, log, bar)  # of weights to start from, or the run was stopped right before it
+        for result in train_steps(session):
+            if log is not None:
+                log.write(**vars(result) | {"tokens": session.state.tokens, "seconds": session.state.seconds})
+                show_step(session, bar, result)
+            stopped_by = int(processes.max(stop.received, device=device)[0])
+            finished = session.state.step == session.steps
+            if evaluation_due(session) and (finished or not stopped_by):
+                evaluate_and_save(session, log, bar)
+            elif stopped_by:
+                save(session)
+            if stopped_by:
+                break
+    if log is not None:
+        log.close()
+        report_end(session)
     finish_processes(processes)
     return 0 if session.state.step == session.steps else stopped_by
 
 
-def diverged(session: Session, step: int, what: str) -> Diverged:
+def diverged(step: int, what: str) -> Diverged:
     """The error for a loss, gradient or evaluation that is not finite."""
-    saved = "keeps its last save" if checkpoint.is_complete(session.run_dir / "last") else "had not been saved yet"
-    return Diverged(
-        f"step {step}: {what}; {session.run_dir} {saved}. "
-        f"Try a --learning-rate below {session.settings.optimizer.learning_rate:g}, or --dtype float32."
-    )
+    return Diverged(f"step {step}: {what}; nothing was saved since. Try a lower --learning-rate, or --dtype float32.")
 
 
 def evaluation_due(session: Session) -> bool:
@@ -128,7 +110,7 @@ def evaluate_and_save(session: Session, log: Metrics | None, bar: tqdm) -> None:
     windows = validation_windows(corpus.validation, session.settings.data.sequence_length, session.micro_batch_size)
     result = evaluate(session.model, windows, corpus.validation_bytes, session.device, session.processes)
     if not math.isfinite(result.loss):
-        raise diverged(session, state.step, f"the validation loss is {result.loss:g}")
+        raise diverged(state.step, f"the validation loss is {result.loss:g}")
     better = state.best_validation_loss is None or result.loss < state.best_validation_loss
     best = result.loss if better else state.best_validation_loss
     session.evaluation = result

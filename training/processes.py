@@ -11,7 +11,6 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -94,21 +93,19 @@ def start_processes(device_name: str, timeout_minutes: int) -> tuple[Processes, 
 
 
 @contextlib.contextmanager
-def explain_lost_process(run_dir: Path | None) -> Iterator[None]:
+def explain_lost_process() -> Iterator[None]:
     """Turn the failure of a collective, because another process ended or hangs, into one line that says how to resume.
 
-    run_dir: None in all but the main process, which alone knows the folder. Gloo raises a plain RuntimeError that names
-    its source file.
+    Gloo raises a plain RuntimeError that names its source file.
     """
     try:
         yield
     except RuntimeError as error:
         if not (isinstance(error, dist.DistError) or "gloo" in str(error)):
             raise
-        from training.checkpoint import how_to_continue  # it reads tokenizers, which benchmarks do without
-
-        advice = how_to_continue(run_dir) if run_dir else "resume with --resume and the run's folder"
-        raise UserError(f"another process of this run ended or does not answer; {advice}.") from error
+        raise UserError(
+            "another process of this run ended or does not answer; resume with --resume and the run's folder."
+        ) from error
 
 
 def finish_processes(processes: Processes) -> None:

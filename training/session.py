@@ -14,10 +14,9 @@ from torch import nn
 import kernels
 from checkpoints import pretrained
 from data import batches, tokens
-from data.tokenizer import check_vocabulary, load_tokenizer
+from data.tokenizer import check_vocabulary
 from data.tokens import TokenizedCorpus
 from errors import UserError
-from model.config import ModelConfig
 from model.decoder import Decoder, center_residual_writers
 from model.device import (
     choose_device,
@@ -34,7 +33,7 @@ from training.metrics import Metrics
 from training.optimizer import build_optimizer, freeze_parameters
 from training.processes import Processes, start_processes
 from training.schedule import sequence_length
-from training.settings import RunSettings, Settings, changed_fields, load_settings, save_settings
+from training.settings import Settings, changed_fields, load_settings, save_settings
 
 
 @dataclass
@@ -138,7 +137,6 @@ def set_up(settings: Settings, run_dir: Path, *, resume: bool, log: Callable[[st
         best_validation_loss=None,
         evaluated_at=-1 if settings.run.init_from else 0,
         text_hash=corpus.text_hash,
-        tokenizer_hash=corpus.tokenizer.hash,
     )
     session = Session(settings, run_dir, processes, device, dtype, corpus, model, model, optimizer, scaler, state)
     if last is not None:
@@ -193,18 +191,15 @@ def prepare_corpus(settings: Settings, processes: Processes, last: Path | None) 
 
 
 def initial_model(settings: Settings, dtype: torch.dtype, log: Callable[[str], None], *, load: bool = True) -> Decoder:
-    """The model that training starts from, on the CPU; `load`: with the weights of --init-from, if there is one."""
-    model = Decoder(settings.model, seed=settings.run.seed, compute_dtype=dtype)
-    if settings.run.init_from is not None and load:
-        load_initial_weights(model, settings.run, log)
-    return model
+    """The model that training starts from, on the CPU; `load`: with the weights of --init-from, if there is one.
 
-
-def load_initial_weights(model: Decoder, run: RunSettings, log: Callable[[str], None]) -> None:
-    """Load the weights of --init-from, and list parameters it lacks and tensors that the model has no use for.
-
-    From LayerNorm to RMSNorm, center the weights unless --no-center-weights asks not to.
+    Lists the parameters that these lack and the tensors that the model has no use for. From LayerNorm to RMSNorm, the
+    weights are centered unless --no-center-weights asks not to.
     """
+    model = Decoder(settings.model, seed=settings.run.seed, compute_dtype=dtype)
+    run = settings.run
+    if run.init_from is None or not load:
+        return model
     report, before = pretrained.load_weights(model, run.init_from), pretrained.load_config(run.init_from)
     log(f"weights: {len(report.kept)} tensors kept from {run.init_from}")
     for what, names in (("new", report.new), ("dropped", report.dropped)):
@@ -214,41 +209,23 @@ def load_initial_weights(model: Decoder, run: RunSettings, log: Callable[[str], 
         center = run.center_weights and before.norm_placement == "pre"
         if center:
             center_residual_writers(model)
-        log(f"  LayerNorm to RMSNorm: {describe_conversion(before, model.config, center)}")
-
-
-def describe_conversion(before: ModelConfig, after: ModelConfig, center: bool) -> str:
-    """What a conversion from LayerNorm to RMSNorm did to the biases and the weights."""
-    dropped, tied = before.has_norm_bias and not after.has_norm_bias, after.tie_word_embeddings
-    same = ("norm_eps", "rope_theta", "rope_scaling", "windows")  # what else may differ and changes the function
-    exact = center and not tied and not dropped and all(getattr(before, k) == getattr(after, k) for k in same)
-    words = "weights centered" if center else "weights not centered (--center-weights)"
-    words += " except the embedding, which is also the head" if center and tied else ""
-    words += ", bias dropped (--norm-bias keeps it)" if dropped else ""
-    return f"{words}: {'the same function up to rounding' if exact else 'not the same function'}"
+        log(f"  LayerNorm to RMSNorm: weights {'' if center else 'not '}centered")
+    return model
 
 
 def restore(session: Session, directory: Path, log: Callable[[str], None]) -> None:
-    """Continue from the checkpoint `directory`, after checking that it has this text, tokenizer and model shape."""
+    """Continue from the checkpoint `directory`, if the text, the model and the optimizer have not changed."""
     run_dir, settings = session.run_dir, session.settings
-    saved = checkpoint.read_state(directory)
-    before = load_settings(run_dir / "settings.toml")
-    given, tokenizer_hash = settings.data.tokenizer, session.state.tokenizer_hash
-    if given not in (None, before.data.tokenizer):  # the run's own may be gone: its checkpoints contain a copy
-        tokenizer_hash = load_tokenizer(given).hash
-    shape = changed_fields(dataclasses.replace(settings, model=pretrained.load_config(directory)), settings)
-    differences = {
-        "the text differs": saved.text_hash != session.state.text_hash,
-        "the tokenizer differs": saved.tokenizer_hash != tokenizer_hash,
-        f"its optimizer is {before.optimizer.optimizer}": before.optimizer.optimizer != settings.optimizer.optimizer,
-        f"the model's shape differs ({', '.join(shape)})": bool(shape),
-    }
-    problems = [words for words, differs in differences.items() if differs]
+    saved, before = checkpoint.read_state(directory), load_settings(run_dir / "settings.toml")
+    changed = changed_fields(before, settings)
+    fixed = {"tokenizer", "optimizer", *vars(settings.model)}
+    problems = [change for change in changed if change.partition(":")[0] in fixed]
+    if saved.text_hash != session.state.text_hash:
+        problems.insert(0, "the text differs")
     if problems:
         raise UserError(
             f"{run_dir} cannot be resumed: {'; '.join(problems)}; use what it was started with, or a new --out."
         )
-    changed = changed_fields(before, settings)
     if changed:
         log(f"changed since the run was started: {', '.join(changed)}")
     if saved.step >= session.steps:

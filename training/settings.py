@@ -9,7 +9,6 @@ import dataclasses
 import difflib
 import math
 import sys
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal, TypedDict, TypeVar
@@ -232,10 +231,10 @@ def parse(arguments: list[str], description: str) -> Command:
     default = Command(Actions(config), settings)
     command = tyro.cli(Command, args=arguments, default=default, config=(tyro.conf.OmitArgPrefixes,))
     run, model = command.settings.run, command.settings.model
-    if weights is not None and sources.norm_bias is None and settings.model.has_norm_bias:
-        model = dataclasses.replace(model, norm_bias=True)  # a converted norm keeps its biases
-    if run.init_from is not None and sources.resume is None:
-        run = dataclasses.replace(run, init_from=str(weights or find_checkpoint(run.init_from)))
+    if weights is not None:
+        run = dataclasses.replace(run, init_from=str(weights))
+        if sources.norm_bias is None and settings.model.has_norm_bias:
+            model = dataclasses.replace(model, norm_bias=True)  # a converted norm keeps its biases
     return dataclasses.replace(command, settings=dataclasses.replace(command.settings, run=run, model=model))
 
 
@@ -276,42 +275,31 @@ def load_settings(path: Path) -> Settings:
     """Read a TOML file; its tables and keys are the names in this module, and any other is refused."""
     if not path.exists():
         raise UserError(f"{path} does not exist; a run folder contains settings.toml, last/ and best/.")
-    types = {f.name: f.type for f in dataclasses.fields(Settings)}
-    tables = check_names(path, read_toml(path), types)
-    return Settings(**{name: read_table(path, types[name], values) for name, values in tables.items()})
+    return read_table(path, Settings, read_toml(path))
 
 
 def read_table(path: Path, kind: type[Table], values: dict) -> Table:
-    """The dataclass `kind` from the keys and values of a TOML file, whose types are checked."""
+    """The dataclass `kind`, and those in its fields, from the values of a TOML file; checks their names and types."""
     import msgspec
 
     types = {f.name: f.type for f in dataclasses.fields(kind)}
     with reading(path, "correct it"):
-        return kind(**msgspec.convert(check_names(path, values, types), TypedDict(kind.__name__, types, total=False)))
-
-
-def check_names(path: Path, values: dict, known: Iterable[str]) -> dict:
-    """The values, if each has a known name."""
-    for name in values:
-        if name not in known:
-            close = nearest(name, known) or f" Known: {', '.join(known)}."
-            raise UserError(f"{path}: unknown key {name}.{close}")
-    return values
+        for name, value in values.items():
+            if name not in types:
+                close = nearest(name, types) or f" Known: {', '.join(types)}."
+                raise UserError(f"{path}: unknown key {name}.{close}")
+            if dataclasses.is_dataclass(types[name]):
+                values[name] = read_table(path, types[name], value)
+        return kind(**msgspec.convert(values, TypedDict(kind.__name__, types, total=False)))
 
 
 def save_settings(settings: Settings, path: Path) -> None:
     """Write settings as TOML, without the fields that are None."""
     import tomli_w
 
-    tables = {
-        table: {
-            key: list(value) if isinstance(value, tuple) else value
-            for key, value in values.items()
-            if value is not None
-        }
-        for table, values in dataclasses.asdict(settings).items()
-    }
-    replace_text(path, tomli_w.dumps(tables))
+    tables = dataclasses.asdict(settings)
+    given = {name: {k: v for k, v in table.items() if v is not None} for name, table in tables.items()}
+    replace_text(path, tomli_w.dumps(given))
 
 
 def changed_fields(before: Settings, after: Settings) -> list[str]:

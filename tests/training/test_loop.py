@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from errors import UserError
-from training import loop, metrics, progress
+from training import commands, loop, metrics, progress
 from training.evaluate import Evaluation
 from training.loop import train, train_steps
 from training.session import set_up
@@ -31,7 +31,7 @@ def test_a_run_leaves_settings_metrics_a_plot_and_two_checkpoints(run, settings)
     state = json.loads((run / "last" / "state.json").read_text())
     assert state["step"] == 40 and state["tokens"] == 40 * 8 * 32
     assert state["best_validation_loss"] == min(line.get("validation_loss", 9e9) for line in lines)
-    assert state["text_hash"] and state["tokenizer_hash"]
+    assert state["text_hash"]
 
 
 def test_the_model_learns(run):
@@ -121,7 +121,7 @@ def test_training_draws_nothing_from_the_global_random_generators(flags, tmp_pat
 
 def test_an_evaluation_that_is_not_finite_saves_nothing(flags, tmp_path, monkeypatch):
     monkeypatch.setattr(loop, "evaluate", lambda *_: Evaluation(math.nan, 10, 10))
-    with pytest.raises(UserError, match=r"step 10: the validation loss is nan; .*had not been saved yet"):
+    with pytest.raises(UserError, match=r"step 10: the validation loss is nan; nothing was saved since"):
         train(parse(flags, "test").settings, tmp_path / "run")
     assert not (tmp_path / "run" / "last").exists()
 
@@ -163,5 +163,5 @@ def test_too_little_memory_is_one_line(flags, tmp_path, monkeypatch, error, wher
         raise error
 
     monkeypatch.setattr(loop, where, fail)
-    with pytest.raises(UserError, match="too little memory for "):
-        train(parse(flags, "test").settings, tmp_path / "run")
+    with pytest.raises(UserError, match="too little memory; use a smaller --micro-batch-size"):
+        commands.run(parse([*flags, "--out", str(tmp_path / "run")], "test"))

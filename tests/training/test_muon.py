@@ -9,7 +9,6 @@ import torch
 from safetensors.torch import load_file
 
 from checkpoints.pretrained import unpacked_tensors
-from errors import UserError
 from model.config import NORMS
 from model.decoder import Decoder
 from training.estimate import memory
@@ -130,11 +129,3 @@ def test_a_run_saves_one_moment_of_each_matrix_and_two_of_the_rest(flags, tmp_pa
     size = sum(tensor.nbytes for name, tensor in tensors.items() if not name.startswith("step."))
     assert memory(settings, torch.float32)[1] == pytest.approx(size, rel=0.01) and size > 3e6
     assert size < 1.5 * sum(tensor.nbytes for tensor in model.values())
-
-
-def test_a_run_is_not_resumed_with_another_optimizer(flags, tmp_path):
-    settings = parse([*flags, "--steps", "4", "--optimizer", "muon"], "test").settings
-    train(settings, tmp_path / "run")
-    changed = parse(["--resume", str(tmp_path / "run"), "--steps", "8", "--optimizer", "adamw"], "test").settings
-    with pytest.raises(UserError, match="its optimizer is muon"):
-        train(changed, tmp_path / "run", resume=True)

@@ -169,36 +169,22 @@ def stopped_run(flags, tmp_path, monkeypatch) -> Path:
     return tmp_path / "run"
 
 
-def test_resuming_with_another_text_or_shape_says_what_differs(flags, stopped_run, tmp_path):
+def test_resuming_with_another_text_tokenizer_model_or_optimizer_says_what_differs(flags, stopped_run, tmp_path):
     (tmp_path / "other").mkdir()
     for number in range(60):
         (tmp_path / "other" / f"{number}.txt").write_text(f"something else number {number}\n" * 40)
     for change, message in (
         (("--data", str(tmp_path / "other")), "the text differs"),
-        (("--hidden-size", "64"), "shape differs .*hidden_size: 32 -> 64"),
-        (("--norm", "layer"), "shape differs .*norm: rms -> layer"),
-        (("--qk-norm",), "shape differs .*qk_norm: False -> True"),
+        (("--hidden-size", "64"), "cannot be resumed: hidden_size: 32 -> 64"),
+        (("--norm", "layer"), "cannot be resumed: norm: rms -> layer"),
+        (("--qk-norm",), "cannot be resumed: qk_norm: False -> True"),
+        (("--optimizer", "adamw"), "cannot be resumed: optimizer: muon -> adamw"),
+        (("--tokenizer", str(stopped_run / "last")), "cannot be resumed: tokenizer: None -> "),
     ):
         settings = parse(["--resume", str(stopped_run), *change], "test").settings
         with pytest.raises(UserError, match=message):
             train(settings, stopped_run, resume=True)
     assert checkpoint.read_state(stopped_run / "last").step == 5
-
-
-def test_resuming_needs_the_same_tokenizer_but_not_from_the_same_place(flags, stopped_run, tmp_path):
-    train(parse([*flags, "--steps", "1", "--vocab-size", "390"], "test").settings, tmp_path / "other")
-    other = str(tmp_path / "other" / "last")
-    settings = parse(["--resume", str(stopped_run), "--tokenizer", other], "test").settings
-    with pytest.raises(UserError, match="the tokenizer differs"):
-        train(settings, stopped_run, resume=True)
-    assert checkpoint.read_state(stopped_run / "last").step == 5
-    shutil.copytree(stopped_run / "last", tmp_path / "copy")
-    settings = parse(["--resume", str(stopped_run), "--tokenizer", str(tmp_path / "copy"), "--steps", "6"], "test")
-    assert train(settings.settings, stopped_run, resume=True) == 0
-    shutil.rmtree(tmp_path / "copy")  # settings.toml names it now, but resuming does not need it
-    settings = parse(["--resume", str(stopped_run), "--steps", "7"], "test").settings
-    assert train(settings, stopped_run, resume=True) == 0
-    assert checkpoint.read_state(stopped_run / "last").step == 7
 
 
 def test_a_resumed_run_lists_other_changes_and_ends_at_its_own_number_of_steps_or_the_given_one(stopped_run, capsys):
@@ -270,5 +256,5 @@ with exit_on_user_error():
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, encoding="utf-8", timeout=120)
     assert out.returncode == 2, out.stderr
     assert out.stderr.strip().splitlines()[-1].startswith("error: ") and "Traceback" not in out.stderr
-    assert "ree disk space or make it writable, then --resume" in out.stderr
+    assert "safetensors could not be written" in out.stderr
     assert checkpoint.read_state(stopped_run / "last").step == 5
