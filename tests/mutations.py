@@ -102,8 +102,8 @@ TABLE = r"""
 + session.state = dataclasses.replace(saved, step=saved.step - 1)
 ! training/test_resume.py::test_a_caller_of_the_steps_can_stop_at_any_of_them_save_and_resume_bit_for_bit
 @ training/optimizer.py
-- optimizer.state[parameter][moment] = value.to(device, copy=True)
-+ optimizer.state[parameter][moment] = torch.zeros_like(value, device=device)
+- optimizer.state[parameter][moment] = value.to(parameter.device, copy=True)
++ optimizer.state[parameter][moment] = torch.zeros_like(value, device=parameter.device)
 ! training/test_resume.py::test_a_caller_of_the_steps_can_stop_at_any_of_them_save_and_resume_bit_for_bit
 @ training/checkpoint.py
 - target.rename(old)

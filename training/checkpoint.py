@@ -43,8 +43,6 @@ class State:
     """Seconds of training so far, from the first start over all resumes."""
     best_validation_loss: float | None
     """Lowest validation loss so far, nats per token; None before the first evaluation."""
-    evaluated_at: int
-    """Step of the newest evaluation; -1 until the weights of --init-from have been evaluated."""
     text_hash: str
     """Hash of the text that it trains on."""
     scaler: dict | None = None

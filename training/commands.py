@@ -24,7 +24,7 @@ def run(command: Command) -> int:
     with explain_out_of_memory(f"too little memory; {LESS_MEMORY}."), explain_lost_process():
         if actions.dry_run or actions.eval_only:
             if is_main_process():
-                print(estimate(settings) if actions.dry_run else evaluate_checkpoint(settings))
+                (estimate if actions.dry_run else evaluate_checkpoint)(settings)
             return 0
         if is_main_process():
             stopped_by = train_in_own_folder(command, resume)
@@ -72,8 +72,8 @@ def make_run_dir(settings: Settings, config: str) -> Path:
             run_dir = Path(f"{name}-{number}")
 
 
-def evaluate_checkpoint(settings: Settings) -> str:
-    """The loss of the checkpoint --init-from on all of --data (`--eval-only`)."""
+def evaluate_checkpoint(settings: Settings) -> None:
+    """Print the loss of the checkpoint --init-from on all of --data (`--eval-only`)."""
     if settings.run.init_from is None:
         raise UserError("--eval-only needs --init-from: the run folder, checkpoint directory or Hub id to evaluate.")
     directory = Path(settings.run.init_from)
@@ -87,5 +87,5 @@ def evaluate_checkpoint(settings: Settings) -> str:
     size = settings.data.micro_batch_size or settings.data.batch_size
     windows = validation_windows(tokens, settings.data.sequence_length, size)
     evaluation = evaluate(model, windows, text_bytes, device)
-    text = f"{', '.join(settings.data.data)}, in windows of {settings.data.sequence_length} tokens"
-    return f"{directory} on {text}\n{evaluation}"
+    print(f"{directory} on {', '.join(settings.data.data)}, in windows of {settings.data.sequence_length} tokens")
+    print(evaluation)

@@ -1,6 +1,5 @@
 """What a run would need, without training: parameters, FLOPs, memory, and its time from three measured steps."""
 
-import os
 import time
 
 import torch
@@ -11,7 +10,6 @@ from model.decoder import Decoder
 from model.device import choose_device, choose_kernels, choose_training_dtype, device_name
 from training.optimizer import build_optimizer, freeze_parameters
 from training.processes import Processes
-from training.session import compile_if_asked, no_log
 from training.settings import Settings
 from training.step import train_step
 
@@ -19,8 +17,8 @@ STEPS = 3
 QUICK_FLOPS, MAX_FLOPS = 5e11, 5e12  # of a step that is measured on a CPU: seconds, and a minute
 
 
-def estimate(settings: Settings) -> str:
-    """A few lines to print, for one process; trains a model of the shape on random tokens for three steps if it can."""
+def estimate(settings: Settings) -> None:
+    """Print what one process needs; trains a model of the shape on random tokens for three steps if it can."""
     device = choose_device(settings.machine.device)
     choose_kernels(settings.machine.kernels, device)
     dtype = choose_training_dtype(settings.machine.dtype, device)
@@ -35,10 +33,9 @@ def estimate(settings: Settings) -> str:
         "memory": f"{format_bytes(2 * weights + moments + kept)}: weights {format_bytes(weights)}, "
         f"gradients {format_bytes(weights)}, moments {format_bytes(moments)}, activations {format_bytes(kept)} "
         f"for {data.micro_batch_size or data.batch_size} sequences in {str(dtype)[6:]}",
-        "disk": f"{format_bytes(weights + moments)} in last/, {format_bytes(weights)} in best/, twice that in a save",
-        "time": measure_time(settings, device, dtype),
     }
-    return "\n".join(f"{name:9} {line}" for name, line in lines.items())
+    print("\n".join(f"{name:9} {line}" for name, line in lines.items()), flush=True)
+    print(f"{'time':9} {measure_time(settings, device, dtype)}")
 
 
 def memory(settings: Settings, dtype: torch.dtype) -> tuple[int, int, int]:
@@ -69,29 +66,22 @@ def measure_time(settings: Settings, device: torch.device, dtype: torch.dtype) -
     """The time of all steps, from the fastest of three with as many sequences as are quick; or why none was tried."""
     data, name = settings.data, device_name(device)
     flops = data.sequence_length * flops_per_token(settings.model, data.sequence_length)
-    sequences, total = data.micro_batch_size or data.batch_size, float("inf")
-    if device.type == "cuda":
-        total = torch.cuda.mem_get_info(device)[1]
-    elif hasattr(os, "sysconf"):
-        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    weights, moments, kept = memory(settings, dtype)
-    if 2 * weights + moments + kept > total or (device.type == "cpu" and flops > MAX_FLOPS):
-        return f"not measured: the model is too large for {name}"
+    sequences = data.micro_batch_size or data.batch_size
     if device.type == "cpu":
         sequences = min(sequences, max(1, int(QUICK_FLOPS / flops)))
+        if flops > MAX_FLOPS:
+            return f"not measured: the model is too large for {name}"
     model = Decoder(settings.model, seed=1, compute_dtype=dtype).to(device)
     model.activation_checkpointing = settings.machine.activation_checkpointing
     freeze_parameters(model, settings.run.train_only)
     optimizer = build_optimizer(model, settings.optimizer, device)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
-    forward = compile_if_asked(model, settings, device, no_log)
+    forward = torch.compile(model, fullgraph=True) if settings.machine.compile else model
     batch = torch.randint(settings.model.vocab_size, (2, sequences, data.sequence_length))
     measured = []
     for _ in range(STEPS):
         start = time.perf_counter()
         train_step(forward, [tuple(batch)], optimizer, scaler, settings.optimizer.clip, Processes(), device)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
         measured.append(time.perf_counter() - start)
     seconds = min(measured) * data.batch_size / sequences
     hours = seconds * settings.optimizer.steps / 3600

@@ -24,8 +24,6 @@ from training.settings import Settings
 from training.signals import StopSignals
 from training.step import Diverged, split_batch, train_step
 
-SAMPLE_TOKENS = 64  # length of the text sample at an evaluation
-
 
 def train_steps(session: Session) -> Iterator[StepResult]:
     """Take one optimizer step per iteration, from `session.state.step` to `session.steps`.
@@ -72,15 +70,14 @@ def train(settings: Settings, run_dir: Path, *, resume: bool = False) -> int:
     if log is not None:
         print(f"run: {run_dir} (metrics.jsonl, settings.toml); Ctrl-C stops and saves", flush=True)
     with StopSignals(second_signal_interrupts=processes.count == 1) as stop, progress_bar(session) as bar:
-        if evaluation_due(session):
-            evaluate_and_save(session, log, bar)  # of weights to start from, or the run was stopped right before it
+        if settings.run.init_from is not None and not resume:
+            evaluate_and_save(session, log, bar)
         for result in train_steps(session):
             if log is not None:
                 log.write(**vars(result) | {"tokens": session.state.tokens, "seconds": session.state.seconds})
                 show_step(session, bar, result)
             stopped_by = int(processes.max(stop.received, device=device)[0])
-            finished = session.state.step == session.steps
-            if evaluation_due(session) and (finished or not stopped_by):
+            if result.step % settings.run.evaluate_every == 0 or result.step == session.steps:
                 evaluate_and_save(session, log, bar)
             elif stopped_by:
                 save(session)
@@ -95,13 +92,7 @@ def train(settings: Settings, run_dir: Path, *, resume: bool = False) -> int:
 
 def diverged(step: int, what: str) -> Diverged:
     """The error for a loss, gradient or evaluation that is not finite."""
-    return Diverged(f"step {step}: {what}; nothing was saved since. Try a lower --learning-rate, or --dtype float32.")
-
-
-def evaluation_due(session: Session) -> bool:
-    """Whether the current step calls for an evaluation that has not happened yet."""
-    state, every = session.state, session.settings.run.evaluate_every
-    return state.step > state.evaluated_at and (state.step % every == 0 or state.step == session.steps)
+    return Diverged(f"step {step}: {what}; the last save is kept. Try a lower --learning-rate, or --dtype float32.")
 
 
 def evaluate_and_save(session: Session, log: Metrics | None, bar: tqdm) -> None:
@@ -113,8 +104,7 @@ def evaluate_and_save(session: Session, log: Metrics | None, bar: tqdm) -> None:
         raise diverged(state.step, f"the validation loss is {result.loss:g}")
     better = state.best_validation_loss is None or result.loss < state.best_validation_loss
     best = result.loss if better else state.best_validation_loss
-    session.evaluation = result
-    session.state = dataclasses.replace(state, best_validation_loss=best, evaluated_at=state.step)
+    session.state = dataclasses.replace(state, best_validation_loss=best)
     if log is None:
         return
     log.write(state.step, validation_loss=result.loss, perplexity=result.perplexity, bits_per_byte=result.bits_per_byte)
@@ -122,8 +112,7 @@ def evaluate_and_save(session: Session, log: Metrics | None, bar: tqdm) -> None:
         checkpoint.save(session.run_dir / "best", session.state, session.model, corpus.tokenizer)
     save(session)
     bar.write(f"step {state.step}: validation {result}")
-    if state.step < session.steps:
-        bar.write(sample(session, SAMPLE_TOKENS))
+    bar.write(sample(session))
 
 
 def save(session: Session) -> None:

@@ -13,12 +13,10 @@ from errors import reading, replace_text
 class Metrics:
     """Appends to `run_dir/metrics.jsonl`."""
 
-    def __init__(self, run_dir: Path, *, after_step: int, evaluated_at: int, facts: dict) -> None:
-        """Keep the lines of steps up to `after_step` and of evaluations up to `evaluated_at`; `facts` is line 0."""
+    def __init__(self, run_dir: Path, *, after_step: int) -> None:
+        """Keep the lines of steps up to `after_step`."""
         path = run_dir / "metrics.jsonl"
-        kept = [line for line in read(run_dir) if line["step"] <= (evaluated_at if is_evaluation(line) else after_step)]
-        lines = kept if kept and kept[0]["step"] == 0 else [{"step": 0, **facts}, *kept]
-        replace_text(path, "".join(json.dumps(line) + "\n" for line in lines))
+        replace_text(path, "".join(json.dumps(line) + "\n" for line in read(run_dir) if line["step"] <= after_step))
         # Line buffering: a kill loses no line, so a checkpoint is never ahead of the lines that led to it.
         self.file = path.open("a", encoding="utf-8", buffering=1)
 

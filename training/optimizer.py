@@ -93,5 +93,4 @@ def load_optimizer_tensors(
     for key, value in tensors.items():
         moment, name = key.split(".", 1)
         parameter = parameters[name]
-        device = "cpu" if moment == "step" and not optimizer.defaults["fused"] else parameter.device
-        optimizer.state[parameter][moment] = value.to(device, copy=True)  # copy: the file is only memory-mapped
+        optimizer.state[parameter][moment] = value.to(parameter.device, copy=True)  # not the mapped file

@@ -30,11 +30,8 @@ def draw(runs: list[Path], path: Path) -> None:
         if training:
             axes.plot(*zip(*smooth(training), strict=True), color=colour, alpha=0.45, linewidth=1, linestyle=dash)
         if validation:
-            step, loss = validation[-1]
-            tokens = [line["tokens"] for line in lines if line["step"] == step and "tokens" in line]  # not in ablations
-            done = f"{step:,} steps" + "".join(f", {count / 1e6:.2f}M tokens" for count in tokens)
-            bits = evaluations[-1]["bits_per_byte"]
-            label = f"{run.name}: {done}, {loss:.3f} nats per token, {bits:.3f} bits per byte"
+            (step, loss), bits = validation[-1], evaluations[-1]["bits_per_byte"]
+            label = f"{run.name}: {step:,} steps, {loss:.3f} nats per token, {bits:.3f} bits per byte"
             axes.plot(*zip(*validation, strict=True), "o", color=colour, linestyle=dash, markersize=4, label=label)
     axes.set_yscale("log")  # else the steep first steps would press the rest of the curve into a flat line
     axes.yaxis.set_major_formatter("{x:g}")
@@ -45,8 +42,6 @@ def draw(runs: list[Path], path: Path) -> None:
     axes.grid(alpha=0.25)
     if axes.get_legend_handles_labels()[0]:
         axes.legend(frameon=False)
-    texts = {line["text"] for run in runs for line in metrics.read(run)[:1] if "text" in line}
-    figure.supxlabel("; ".join(sorted(texts)), fontsize=6, color="0.4")
     figure.savefig(path)
 
 

@@ -12,7 +12,7 @@ from model.device import peak_flops
 from training import plot
 from training.session import Session, StepResult
 
-FINAL_SAMPLE_TOKENS = 200
+SAMPLE_TOKENS = 100
 
 
 def progress_bar(session: Session) -> tqdm:
@@ -43,14 +43,14 @@ def show_step(session: Session, bar: tqdm, result: StepResult) -> None:
         print(f"step {result.step} of {steps}: {line}", flush=True)
 
 
-def sample(session: Session, length: int) -> str:
+def sample(session: Session) -> str:
     """--sample-prompt and what the current weights continue it with; the same seed and step give the same text."""
     session.model.eval()
     text = complete(
         session.model,
         session.corpus.tokenizer,
         session.settings.run.sample_prompt,
-        max_new_tokens=min(length, session.settings.model.max_position_embeddings - 1),
+        max_new_tokens=min(SAMPLE_TOKENS, session.settings.model.max_position_embeddings - 1),
         seed=session.settings.run.seed + session.state.step,
     )
     session.model.train()
@@ -58,7 +58,7 @@ def sample(session: Session, length: int) -> str:
 
 
 def report_end(session: Session) -> None:
-    """Draw loss.png; print how the run ended, a last sample, and the command to type next."""
+    """Draw loss.png; print how the run ended and the command to type next."""
     state, corpus, run_dir = session.state, session.corpus, shlex.quote(str(session.run_dir))
     try:
         plot.draw([session.run_dir], session.run_dir / "loss.png")
@@ -68,11 +68,8 @@ def report_end(session: Session) -> None:
         resume = f"python train.py --resume {run_dir}"
         print(f"stopped and saved at step {state.step} of {session.steps}; resume with: {resume}")
         return
-    print(f"\n{sample(session, FINAL_SAMPLE_TOKENS)}\n")
-    print(f"validation: {session.evaluation}")
     print(f"xz -9e on the same text: {corpus.xz_bits_per_byte:.4f} bits per byte; hash {corpus.text_hash}")
     speed = state.tokens / state.seconds
     print(f"{state.step:,} steps, {state.tokens:,} tokens in {state.seconds:.0f} s of training, {speed:,.0f} tokens/s")
-    if state.best_validation_loss < session.evaluation.loss:
-        print(f"best/ has the weights of an earlier step, with {state.best_validation_loss:.4f} nats per token")
+    print(f"best/ has the weights with the lowest validation loss, {state.best_validation_loss:.4f} nats per token")
     print(f"next: python generate.py {run_dir}")

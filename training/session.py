@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import platform
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +27,6 @@ from model.device import (
 )
 from training import checkpoint
 from training.checkpoint import State
-from training.evaluate import Evaluation
 from training.metrics import Metrics
 from training.optimizer import build_optimizer, freeze_parameters
 from training.processes import Processes, start_processes
@@ -54,8 +52,6 @@ class Session:
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
     state: State
-    evaluation: Evaluation | None = None
-    """The newest evaluation; None before the first after a start or resume."""
 
     @property
     def steps(self) -> int:
@@ -119,6 +115,8 @@ def set_up(settings: Settings, run_dir: Path, *, resume: bool, log: Callable[[st
         raise UserError("--norm batch has statistics of its own in each process; use one process.")
     if settings.data.batch_size % processes.count:
         raise UserError(f"--batch-size {settings.data.batch_size} cannot be divided by {processes.count} processes.")
+    if settings.machine.compile and (reason := why_not_compile(device)):
+        raise UserError(f"--compile: {reason}.")
     if not processes.is_main:
         log = no_log
 
@@ -130,14 +128,7 @@ def set_up(settings: Settings, run_dir: Path, *, resume: bool, log: Callable[[st
     freeze_parameters(model, settings.run.train_only)
     optimizer = build_optimizer(model, settings.optimizer, device)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
-    state = State(
-        step=0,
-        tokens=0,
-        seconds=0.0,
-        best_validation_loss=None,
-        evaluated_at=-1 if settings.run.init_from else 0,
-        text_hash=corpus.text_hash,
-    )
+    state = State(step=0, tokens=0, seconds=0.0, best_validation_loss=None, text_hash=corpus.text_hash)
     session = Session(settings, run_dir, processes, device, dtype, corpus, model, model, optimizer, scaler, state)
     if last is not None:
         restore(session, last, log)
@@ -145,7 +136,7 @@ def set_up(settings: Settings, run_dir: Path, *, resume: bool, log: Callable[[st
         f"model: {model.num_parameters() / 1e6:.2f}M parameters, {settings.model.norm} norm; "
         f"{device_name(device)}, {settings.machine.dtype} activations, kernels: {kernels.describe(device)}"
     )
-    session.forward = processes.wrap(compile_if_asked(model, settings, device, log))
+    session.forward = processes.wrap(torch.compile(model, fullgraph=True) if settings.machine.compile else model)
     return session
 
 
@@ -155,15 +146,11 @@ def no_log(_: str) -> None:
 
 def open_run(session: Session) -> Metrics:
     """Make the run folder, finish an interrupted save, write settings.toml, and open the metrics."""
-    run_dir, state, corpus = session.run_dir, session.state, session.corpus
+    run_dir = session.run_dir
     run_dir.mkdir(parents=True, exist_ok=True)
     for name in ("last", "best"):
         checkpoint.recover_interrupted_save(run_dir / name)
-    facts = {
-        "text": f"{corpus.bytes:,} bytes of text, hash {corpus.text_hash}, Python {platform.python_version()}",
-        "machine": device_name(session.device),
-    }
-    metrics = Metrics(run_dir, after_step=state.step, evaluated_at=state.evaluated_at, facts=facts)
+    metrics = Metrics(run_dir, after_step=session.state.step)
     save_settings(session.settings, run_dir / "settings.toml")  # once nothing else can refuse to start
     return metrics
 
@@ -194,7 +181,8 @@ def initial_model(settings: Settings, dtype: torch.dtype, log: Callable[[str], N
     """The model that training starts from, on the CPU; `load`: with the weights of --init-from, if there is one.
 
     Lists the parameters that these lack and the tensors that the model has no use for. From LayerNorm to RMSNorm, the
-    weights are centered unless --no-center-weights asks not to.
+    weights that write to the residual stream are centered over its channels. With the bias, which is kept unless
+    --no-norm-bias drops it, and an untied head, the model computes the same as before.
     """
     model = Decoder(settings.model, seed=settings.run.seed, compute_dtype=dtype)
     run = settings.run
@@ -205,11 +193,9 @@ def initial_model(settings: Settings, dtype: torch.dtype, log: Callable[[str], N
     for what, names in (("new", report.new), ("dropped", report.dropped)):
         if names:
             log(f"  {len(names)} {what}: {', '.join(names)}")
-    if (before.norm, model.config.norm) == ("layer", "rms"):
-        center = run.center_weights and before.norm_placement == "pre"
-        if center:
-            center_residual_writers(model)
-        log(f"  LayerNorm to RMSNorm: weights {'' if center else 'not '}centered")
+    if (before.norm, before.norm_placement, model.config.norm) == ("layer", "pre", "rms"):
+        log("  LayerNorm to RMSNorm: weights centered")
+        center_residual_writers(model)
     return model
 
 
@@ -235,14 +221,3 @@ def restore(session: Session, directory: Path, log: Callable[[str], None]) -> No
         session.scaler.load_state_dict(saved.scaler)
     log(f"resuming from {directory}, step {saved.step} of {session.steps}")
     session.state = saved
-
-
-def compile_if_asked(model: Decoder, settings: Settings, device: torch.device, log: Callable[[str], None]) -> nn.Module:
-    """The model through torch.compile if `--compile` asks for it and this machine can, else the model itself."""
-    if not settings.machine.compile:
-        return model
-    missing = why_not_compile(device)
-    if missing is not None:
-        log(f"--compile: {missing}, so the model runs eagerly")
-        return model
-    return torch.compile(model, fullgraph=True)

@@ -51,10 +51,6 @@ class RunSettings:
     init_from: Annotated[str | None, optional("RUN")] = None
     """Start from the weights of this run folder, checkpoint directory, or model on the Hugging Face Hub (org/name or
     org/name@revision), with a new optimizer; --norm may differ."""
-    center_weights: bool = True
-    """With --init-from a LayerNorm run and --norm rms: center the weights that write to the residual stream over its
-    channels. With the bias (--norm-bias, the default then) and an untied head, the model computes the same as before.
-    """
     train_only: Literal["all", "norms"] = "all"
     """Which parameters learn: all, or only the weights and biases of the norms."""
     evaluate_every: int = 500
@@ -143,28 +139,6 @@ class MachineSettings:
     """With several processes: give up when one has not answered the others for this long."""
 
 
-@dataclass(frozen=True)
-class Settings:
-    """All settings of a run, as saved in settings.toml in its folder."""
-
-    run: RunSettings = field(default_factory=RunSettings)
-    model: ModelConfig = field(default_factory=ModelConfig)
-    data: DataSettings = field(default_factory=DataSettings)
-    optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
-    machine: MachineSettings = field(default_factory=MachineSettings)
-
-    def __post_init__(self) -> None:
-        check(self)
-
-
-@dataclass(frozen=True)
-class Command:
-    """A parsed command line."""
-
-    actions: Annotated[Actions, arg(name="what-to-do")] = field(default_factory=Actions)
-    settings: Annotated[Settings, arg(name="")] = field(default_factory=Settings)
-
-
 # Which values can work, in words and in the settings that must have them. None is always one.
 RULES = {
     "at least 1": (
@@ -178,26 +152,44 @@ RULES = {
 }
 
 
-def check(settings: Settings) -> None:
-    """Raise `UserError` for values that cannot work."""
-    data, model = settings.data, settings.model
-    values = vars(settings.run) | vars(data) | vars(settings.optimizer) | vars(settings.machine)
-    for words, (works, keys) in RULES.items():
-        for key in keys.split():
-            if values[key] is not None and not works(values[key]):
-                raise UserError(f"--{key.replace('_', '-')} is {values[key]} and must be {words}.")
-    if data.sequence_length > model.max_position_embeddings:
-        raise UserError(
-            f"--sequence-length {data.sequence_length} is longer than the model's context of "
-            f"{model.max_position_embeddings} tokens; shorten it or raise --max-position-embeddings."
-        )
-    if data.sequence_length not in ((data.first_sequence_length or data.sequence_length) << n for n in range(31)):
-        raise UserError(
-            f"--first-sequence-length {data.first_sequence_length} is not --sequence-length {data.sequence_length} "
-            f"divided by 2, 4, 8 or another power of two; None: the same length from the start."
-        )
-    if model.norm == "batch" and settings.machine.activation_checkpointing:
-        raise UserError("--norm batch would update its statistics twice a step; leave out --activation-checkpointing.")
+@dataclass(frozen=True)
+class Settings:
+    """All settings of a run, as saved in settings.toml in its folder."""
+
+    run: RunSettings = field(default_factory=RunSettings)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataSettings = field(default_factory=DataSettings)
+    optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
+    machine: MachineSettings = field(default_factory=MachineSettings)
+
+    def __post_init__(self) -> None:
+        """Raise `UserError` for values that cannot work."""
+        data, model = self.data, self.model
+        values = vars(self.run) | vars(data) | vars(self.optimizer) | vars(self.machine)
+        for words, (works, keys) in RULES.items():
+            for key in keys.split():
+                if values[key] is not None and not works(values[key]):
+                    raise UserError(f"--{key.replace('_', '-')} is {values[key]} and must be {words}.")
+        if data.sequence_length > model.max_position_embeddings:
+            raise UserError(
+                f"--sequence-length {data.sequence_length} is longer than the model's context of "
+                f"{model.max_position_embeddings} tokens; shorten it or raise --max-position-embeddings."
+            )
+        if data.sequence_length not in ((data.first_sequence_length or data.sequence_length) << n for n in range(31)):
+            raise UserError(
+                f"--first-sequence-length {data.first_sequence_length} is not --sequence-length {data.sequence_length} "
+                f"divided by 2, 4, 8 or another power of two; None: the same length from the start."
+            )
+        if model.norm == "batch" and self.machine.activation_checkpointing:
+            raise UserError("--norm batch would update its statistics twice; leave out --activation-checkpointing.")
+
+
+@dataclass(frozen=True)
+class Command:
+    """A parsed command line."""
+
+    actions: Annotated[Actions, arg(name="what-to-do")] = field(default_factory=Actions)
+    settings: Annotated[Settings, arg(name="")] = field(default_factory=Settings)
 
 
 def parse(arguments: list[str], description: str) -> Command:

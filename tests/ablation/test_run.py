@@ -247,7 +247,7 @@ def test_update_ratios_are_of_the_step_that_they_are_noted_at(config, tmp_path, 
 
 def write_metrics(folder, losses: list[float]) -> None:
     folder.mkdir()
-    log = Metrics(folder, after_step=0, evaluated_at=0, facts={})
+    log = Metrics(folder, after_step=0)
     for number, loss in enumerate(losses, start=1):
         log.write(number, loss=loss, gradient_norm=2 * loss)
     log.close()

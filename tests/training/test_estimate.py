@@ -39,7 +39,7 @@ def test_the_header_of_a_config_states_the_memory_of_the_formula(config):
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_a_small_run_is_timed_and_a_large_one_is_not(flags, optimizer):
-    found = estimate.estimate(parse([*flags, "--optimizer", optimizer], "test").settings)
-    assert re.search(r"time +\S+ hours on CPU, 1 threads: \S+ s a step, by the fastest of 3 with 8 sequences", found)
-    assert "not measured: the model is too large" in estimate.estimate(parse(["--config", "1b"], "test").settings)
+def test_a_small_run_is_timed(flags, optimizer, capsys):
+    estimate.estimate(parse([*flags, "--optimizer", optimizer], "test").settings)
+    expected = r"time +\S+ hours on CPU, 1 threads: \S+ s a step, by the fastest of 3 with 8 sequences"
+    assert re.search(expected, capsys.readouterr().out)

@@ -234,9 +234,9 @@ def test_a_closed_terminal_stops_a_run_unless_it_ignores_that(flags, tmp_path, m
 def test_lines_after_the_checkpoint_are_removed_on_resume(stopped_run):
     lines = metrics.read(stopped_run)
     with (stopped_run / "metrics.jsonl").open("a", encoding="utf-8") as file:
-        file.write(json.dumps({"step": 5, "validation_loss": 1.0, "perplexity": 2.0, "bits_per_byte": 1.0}) + "\n")
-        file.write('{"step": 6, "los')  # and a line that was never finished
-    log = metrics.Metrics(stopped_run, after_step=5, evaluated_at=0, facts={})
+        file.write(json.dumps({"step": 6, "validation_loss": 1.0, "perplexity": 2.0, "bits_per_byte": 1.0}) + "\n")
+        file.write('{"step": 7, "los')  # and a line that was never finished
+    log = metrics.Metrics(stopped_run, after_step=5)
     log.close()
     assert metrics.read(stopped_run) == lines
 

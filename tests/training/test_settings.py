@@ -124,7 +124,7 @@ def test_an_unknown_flag_exits_with_status_2_and_the_nearest_known_one(capsys):
         (("--validation-fraction", "1.5"), "between 0 and 1"),
         (("--learning-rate", "-1"), "greater than 0"),
         (("--seed", "-1"), "must be 0 or more"),
-        (("--norm", "batch", "--activation-checkpointing"), "statistics twice a step; leave out --act"),
+        (("--norm", "batch", "--activation-checkpointing"), "statistics twice; leave out --act"),
         (("--epochs", "3"), "training is measured in --steps"),
         (("--beta2", "1.0"), "at least 0 and below 1"),
         (("--final-learning-rate", "nan"), "between 0 and 1"),
