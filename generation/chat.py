@@ -47,8 +47,6 @@ class ChatFormat:
         answer = "It is fine."
         example = [{"role": "user", "content": "What is it?"}, {"role": "assistant", "content": answer}]
         text = self.render(example, answer_follows=False)
-        self.leaves_system_out = system is not None and self._break(system, self._control).strip() not in text
-        """Whether the template ignores the system prompt."""
         end = tokenizer.encode_special(text.rpartition(answer)[2].lstrip())
         self.end_of_turn = end[0] if end and end[0] in self._control else None
         """The token that the template writes after an answer. Not every model lists it as EOS."""
@@ -61,7 +59,8 @@ class ChatFormat:
         broken = []
         for message in (*self._system, *messages):
             ids = self._special if message["role"] == "assistant" else self._control
-            broken.append({**message, "content": self._break(message["content"], ids)})
+            contents = [self.tokenizer.added_tokens[i].content for i in sorted(ids)]
+            broken.append({**message, "content": break_tokens(message["content"], contents)})
         try:
             return render_template(self._template, broken, self.tokenizer.special_tokens, answer_follows)
         except Exception as error:  # whatever the template raises
@@ -73,10 +72,6 @@ class ChatFormat:
     def encode(self, messages: Sequence[Message]) -> list[int]:
         """The token ids of the conversation, up to where the model's answer begins."""
         return self.tokenizer.encode_special(self.render(messages))
-
-    def _break(self, text: str, ids: set[int]) -> str:
-        """The text with the tokens of these ids broken."""
-        return break_tokens(text, [self.tokenizer.added_tokens[i].content for i in sorted(ids)])
 
 
 def render_template(source: str, messages: Sequence[Message], variables: dict, add_generation_prompt: bool) -> str:

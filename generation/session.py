@@ -1,13 +1,10 @@
 """What generate.py does: load a checkpoint; then either generate in batches, and print the texts in the order of the
 prompts, or respond to each line that is typed."""
 
-import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-
-import torch
 
 import kernels
 from checkpoints import find
@@ -22,13 +19,11 @@ from generation.prompts import check_prompts, encode_prompt, first_tokens
 from generation.settings import Settings
 from generation.stream import OrderedTexts, TextStream
 from generation.weights import bytes_per_step, quantize_matrices
-from model.config import ModelConfig
 from model.decoder import Decoder
 from model.device import choose_device, choose_inference_dtype, choose_kernels, explain_out_of_memory
-from model.fused_decode import max_sequences
-from model.int8 import ALIGNMENT
 
 
+@explain_out_of_memory("out of memory; use a smaller --batch-size, fewer --max-new-tokens, or --device cpu.")
 def run(
     settings: Settings,
     directory: Path,
@@ -45,16 +40,13 @@ def run(
     context = checkpoint.config.max_position_embeddings
     check_vocabulary(tokenizer, checkpoint.config.vocab_size)
     chat = ChatFormat(directory, tokenizer, settings.system) if settings.chat else None
-    if chat is not None and chat.leaves_system_out:
-        log("note: the model's chat template leaves the system prompt out, so --system has no effect")
     eos_ids = find.eos_ids(directory, tokenizer.eos_id) | ({chat.end_of_turn} - {None} if chat is not None else set())
 
     def encode(text: str) -> list[int]:
         return encode_prompt(tokenizer, text) if chat is None else chat.encode([{"role": "user", "content": text}])
 
     check_prompts([encode(prompt) for prompt in prompts or ()], context)  # before the weights
-    with out_of_memory_advice(settings):
-        decoder = load_decoder(checkpoint, settings)
+    decoder = load_decoder(checkpoint, settings)
     del checkpoint  # with the mapping of its files
     device, dtype = next(decoder.parameters()).device, str(decoder.compute_dtype).removeprefix("torch.")
     dtype += " with int8 matrices" * (settings.dtype == "int8")
@@ -89,52 +81,35 @@ def run(
             results.append(result)
         return results
 
-    def report(respond: Callable[..., list[Generation]], *arguments: object) -> None:
-        with out_of_memory_advice(settings):
-            results = respond(*arguments)
+    def report(results: list[Generation]) -> None:
         if settings.verbose and results:
             log(speed(results, bytes_per_step(decoder)))
 
     if prompts is not None:
-        report(generate_texts, prompts, range(settings.samples))
+        report(generate_texts(prompts, range(settings.samples)))
     elif chat is not None:
         conversation = Conversation(continue_prompts, chat, settings, context, write, log)
-        terminal.prompt_loop(lambda text: report(conversation.answer, text), conversation.reset, read, log)
+        terminal.prompt_loop(lambda text: report(conversation.answer(text)), conversation.reset, read, log)
     else:
-        numbers, no_reset = itertools.count(), lambda: log("nothing to forget: each line is a text of its own")
-        respond = functools.partial(report, lambda text: generate_texts([text], itertools.islice(numbers, 1)))
-        terminal.prompt_loop(respond, no_reset, read, log)
+        numbers = itertools.count()
+
+        def respond(text: str) -> None:
+            report(generate_texts([text], itertools.islice(numbers, 1)))  # a number for each text that fits
+
+        terminal.prompt_loop(respond, lambda: None, read, log)
 
 
 def load_decoder(checkpoint: Checkpoint, settings: Settings) -> Decoder:
     """The model on its device, with its weights in the dtype it computes in."""
     device, int8 = choose_device(settings.device), settings.dtype == "int8"
     choose_kernels(settings.kernels, device)
-    if int8:
-        check_int8(checkpoint.config, device, settings.batch_size)
+    if int8 and device.type != "cpu":
+        raise UserError("--dtype int8 is for CPUs; use bfloat16, or --device cpu.")
     dtype = choose_inference_dtype("bfloat16" if int8 else settings.dtype, device, checkpoint.dtype())
     decoder = load_pretrained(checkpoint, device=device, compute_dtype=dtype, cast=True).eval()
     if int8:
         quantize_matrices(decoder)
     return decoder
-
-
-def check_int8(config: ModelConfig, device: torch.device, batch_size: int) -> None:
-    """Raise `UserError` where no decoding step would use matrices in int8, or only the fewest of them."""
-    most = max_sequences(config, device) if kernels.implementation(device) is kernels.cpu else 0
-    if batch_size > most or config.hidden_size % ALIGNMENT:
-        raise UserError(
-            f"--dtype int8 needs a CPU, a --batch-size (now {batch_size}) of at most {most} for this model, and a "
-            f"hidden size (now {config.hidden_size}) that is a multiple of {ALIGNMENT}; use bfloat16."
-        )
-
-
-def out_of_memory_advice(settings: Settings) -> contextlib.AbstractContextManager[None]:
-    """Turn out-of-memory errors into a `UserError` that names the flags that help."""
-    return explain_out_of_memory(
-        f"out of memory; use a smaller --batch-size (now {settings.batch_size}), fewer --max-new-tokens "
-        f"(now {settings.token_limit}), or --device cpu."
-    )
 
 
 def speed(results: Sequence[Generation], step_bytes: int) -> str:

@@ -36,16 +36,7 @@ def launch(count: int, command: list[str]) -> int:
     while all(child.poll() in (None, 0) for child in children) and any(child.poll() is None for child in children):
         time.sleep(0.1)
     failed = next((child for child in children if child.poll()), main)
-    wait_for_end(children, patience=0 if main.poll() else PATIENCE)
-    status = main.returncode if main.returncode > 0 else failed.returncode
-    if status < 0:
-        rank, name = children.index(failed), signal.Signals(-status).name
-        print(f"error: process {rank} was killed ({name}); resume with --resume and the run's folder.", file=sys.stderr)
-    return status if status >= 0 else 128 - status
-
-
-def wait_for_end(children: list[subprocess.Popen], patience: float) -> None:
-    """Wait for the processes to end: `patience` seconds, then as long after SIGTERM, and then kill them."""
+    patience = 0 if main.poll() else PATIENCE
     for stop, seconds in ((subprocess.Popen.terminate, patience), (subprocess.Popen.kill, PATIENCE)):
         deadline = time.monotonic() + seconds
         for child in children:
@@ -55,3 +46,8 @@ def wait_for_end(children: list[subprocess.Popen], patience: float) -> None:
                 stop(child)
     for child in children:
         child.wait()
+    status = main.returncode if main.returncode > 0 else failed.returncode
+    if status < 0:
+        rank, name = children.index(failed), signal.Signals(-status).name
+        print(f"error: process {rank} was killed ({name}); resume with --resume and the run's folder.", file=sys.stderr)
+    return status if status >= 0 else 128 - status

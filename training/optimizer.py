@@ -31,19 +31,14 @@ def freeze_parameters(model: nn.Module, train_only: str) -> None:
         raise UserError("--train-only norms: this model's norms have no parameters; use --train-only all.")
 
 
-def decays(model: Decoder, name: str) -> bool:
-    """Whether weight decay applies to a vector or scalar: to parameters of norms whose row in `NORMS` says so."""
-    names = {row.name for row in model.config.norm_parameters if row.decays}
-    return is_norm_parameter(name) and name.rpartition(".")[2] in names
-
-
 def build_optimizer(model: Decoder, settings: OptimizerSettings, device: torch.device) -> torch.optim.Optimizer:
     """AdamW (Loshchilov and Hutter 2019, algorithm 2), as one fused kernel over all parameters where torch has it.
 
     With `--optimizer muon` it has all parameters but the matrices of the layers, which `Muon` updates.
     """
+    decaying = {row.name for row in model.config.norm_parameters if row.decays}
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    decay, vector_lr = settings.weight_decay, settings.norm_lr_multiplier
+    decay = settings.weight_decay
     vocabulary_decay = decay if settings.embedding_weight_decay is None else settings.embedding_weight_decay
     matrices = {name: p for name, p in trained.items() if settings.optimizer == "muon" and takes_muon(name, p)}
     parameters = defaultdict(list)  # by weight decay and learning rate multiplier
@@ -52,7 +47,8 @@ def build_optimizer(model: Decoder, settings: OptimizerSettings, device: torch.d
         if name.startswith(("embed_tokens.", "lm_head.")):
             key = vocabulary_decay, settings.embedding_lr_multiplier
         elif parameter.ndim < 2:
-            key = decay if decays(model, name) else 0.0, vector_lr
+            decays = is_norm_parameter(name) and name.rpartition(".")[2] in decaying
+            key = decay if decays else 0.0, settings.norm_lr_multiplier
         if name not in matrices:
             parameters[key].append(parameter)
     adamw = torch.optim.AdamW(

@@ -38,10 +38,9 @@ def draw(runs: list[Path], path: Path) -> None:
     axes.yaxis.set_minor_formatter("{x:g}")
     axes.set_xlabel("step")
     axes.set_ylabel("loss (nats per token)")
-    axes.set_title("thin: training, smoothed     dots: validation", fontsize=9, loc="left")
     axes.grid(alpha=0.25)
     if axes.get_legend_handles_labels()[0]:
-        axes.legend(frameon=False)
+        axes.legend(frameon=False, title="thin: training, smoothed     dots: validation")
     figure.savefig(path)
 
 

@@ -216,17 +216,17 @@ def parse(arguments: list[str], description: str) -> Command:
     else:
         settings = load_settings(Path(sources.resume) / "settings.toml")
     weights = None if sources.init_from is None else find_checkpoint(sources.init_from)
-    if weights is not None:
-        settings = with_checkpoint_shape(settings, weights)
-    if sources.sequence_length is not None:  # it overrides the first length of the TOML file, too
-        settings = dataclasses.replace(settings, data=dataclasses.replace(settings.data, first_sequence_length=None))
-    default = Command(Actions(config), settings)
+    model = settings.model if weights is None else load_config(weights)
+    data, context = settings.data, model.max_position_embeddings
+    if sources.sequence_length is not None or context < data.sequence_length:  # also of the first sequences
+        data = dataclasses.replace(data, sequence_length=min(context, data.sequence_length), first_sequence_length=None)
+    default = Command(Actions(config), dataclasses.replace(settings, model=model, data=data))
     command = tyro.cli(Command, args=arguments, default=default, config=(tyro.conf.OmitArgPrefixes,))
-    run, model = command.settings.run, command.settings.model
-    if weights is not None:
-        run = dataclasses.replace(run, init_from=str(weights))
-        if sources.norm_bias is None and settings.model.has_norm_bias:
-            model = dataclasses.replace(model, norm_bias=True)  # a converted norm keeps its biases
+    if weights is None:
+        return command
+    run = dataclasses.replace(command.settings.run, init_from=str(weights))
+    keeps_bias = {"norm_bias": True} if sources.norm_bias is None and model.has_norm_bias else {}
+    model = dataclasses.replace(command.settings.model, **keeps_bias)
     return dataclasses.replace(command, settings=dataclasses.replace(command.settings, run=run, model=model))
 
 
@@ -244,14 +244,6 @@ class SourceFlags:
     out: str | None = None
     sequence_length: str | None = None
     norm_bias: Annotated[bool | None, DisallowNone] = None
-
-
-def with_checkpoint_shape(settings: Settings, checkpoint: Path) -> Settings:
-    """The settings with the model shape of a checkpoint, and sequences no longer than its context."""
-    model, data = load_config(checkpoint), settings.data
-    if model.max_position_embeddings < data.sequence_length:
-        data = dataclasses.replace(data, sequence_length=model.max_position_embeddings, first_sequence_length=None)
-    return dataclasses.replace(settings, model=model, data=data)
 
 
 def config_path(name: str) -> Path:

@@ -82,15 +82,12 @@ def test_tags_that_are_not_special_are_tokens_in_answers_and_text_in_questions(c
     assert think not in chat.encode(question) and len(chat.encode(question)) > 3
 
 
-def test_a_system_prompt_comes_first_and_it_is_known_if_the_template_leaves_it_out(chat_model, tmp_path):
+def test_a_system_prompt_comes_first_and_a_template_can_refuse_it(chat_model, tmp_path):
     question = [{"role": "user", "content": "q"}]
     with_system = chat_format(chat_model, " Be <s> terse<|im_end|>. ")
     text = with_system.render(question).replace(BREAK, "")
     assert "Be <s> terse<|im_end|>." in text and text.index("terse") < text.index("q")
-    assert not with_system.leaves_system_out and not chat_format(chat_model).leaves_system_out
     shutil.copytree(chat_model, tmp_path, dirs_exist_ok=True)
-    write(tmp_path / "chat_template.jinja", "{{ messages[-1].content }}")
-    assert chat_format(tmp_path, "Be terse.").leaves_system_out
     write(tmp_path / "chat_template.jinja", "{{ raise_exception('no system') if messages[0].role == 'system' }}")
     with pytest.raises(UserError, match="no system"):
         chat_format(tmp_path, "Be terse.")
