@@ -181,8 +181,7 @@ def initial_model(settings: Settings, dtype: torch.dtype, log: Callable[[str], N
     """The model that training starts from, on the CPU; `load`: with the weights of --init-from, if there is one.
 
     Lists the parameters that these lack and the tensors that the model has no use for. From LayerNorm to RMSNorm, the
-    weights that write to the residual stream are centered over its channels. With the bias, which is kept unless
-    --no-norm-bias drops it, and an untied head, the model computes the same as before.
+    weights are centered unless --no-center-weights asks not to.
     """
     model = Decoder(settings.model, seed=settings.run.seed, compute_dtype=dtype)
     run = settings.run
@@ -193,7 +192,8 @@ def initial_model(settings: Settings, dtype: torch.dtype, log: Callable[[str], N
     for what, names in (("new", report.new), ("dropped", report.dropped)):
         if names:
             log(f"  {len(names)} {what}: {', '.join(names)}")
-    if (before.norm, before.norm_placement, model.config.norm) == ("layer", "pre", "rms"):
+    converted = (before.norm, before.norm_placement, model.config.norm) == ("layer", "pre", "rms")
+    if converted and run.center_weights:
         log("  LayerNorm to RMSNorm: weights centered")
         center_residual_writers(model)
     return model

@@ -51,6 +51,10 @@ class RunSettings:
     init_from: Annotated[str | None, optional("RUN")] = None
     """Start from the weights of this run folder, checkpoint directory, or model on the Hugging Face Hub (org/name or
     org/name@revision), with a new optimizer; --norm may differ."""
+    center_weights: bool = True
+    """With --init-from a LayerNorm run and --norm rms: center the weights that write to the residual stream over its
+    channels. With the bias (--norm-bias, the default then) and an untied head, the model computes the same as before.
+    """
     train_only: Literal["all", "norms"] = "all"
     """Which parameters learn: all, or only the weights and biases of the norms."""
     evaluate_every: int = 500
