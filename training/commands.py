@@ -1,5 +1,6 @@
 """The actions of `train.py`: train, resume, evaluate, or estimate."""
 
+import os
 import shutil
 from pathlib import Path
 
@@ -38,20 +39,15 @@ def train_in_own_folder(command: Command, resume: bool) -> int:
     actions, settings = command.actions, command.settings
     run_dir = Path(actions.resume) if resume else make_run_dir(settings, Path(actions.config).stem)
     with locked(run_dir):
-        if not resume and files_in(run_dir):
+        if not resume and os.listdir(run_dir) != [LOCK]:
             raise UserError(
                 f"{run_dir} is not empty, and runs are never overwritten; use another --out, or --resume {run_dir}."
             )
         try:
             return train(settings, run_dir, resume=resume)
         finally:
-            if not files_in(run_dir):
+            if os.listdir(run_dir) == [LOCK]:
                 shutil.rmtree(run_dir, ignore_errors=True)
-
-
-def files_in(run_dir: Path) -> list[Path]:
-    """The contents of a run folder, without its lock."""
-    return [path for path in run_dir.iterdir() if path.name != LOCK]
 
 
 def make_run_dir(settings: Settings, config: str) -> Path:

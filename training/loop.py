@@ -17,7 +17,7 @@ from training import checkpoint
 from training.evaluate import evaluate
 from training.metrics import Metrics
 from training.processes import finish_processes
-from training.progress import progress_bar, report_end, sample, show_step
+from training.progress import report_end, sample, show_step
 from training.schedule import learning_rate
 from training.session import Session, StepResult, open_run, set_up
 from training.settings import Settings
@@ -69,7 +69,9 @@ def train(settings: Settings, run_dir: Path, *, resume: bool = False) -> int:
     log = open_run(session) if processes.is_main else None
     if log is not None:
         print(f"run: {run_dir} (metrics.jsonl, settings.toml); Ctrl-C stops and saves", flush=True)
-    with StopSignals(second_signal_interrupts=processes.count == 1) as stop, progress_bar(session) as bar:
+    hidden = True if log is None else None  # None: hidden where standard error is no terminal
+    progress = tqdm(total=session.steps, initial=session.state.step, unit="step", disable=hidden, dynamic_ncols=True)
+    with StopSignals(second_signal_interrupts=processes.count == 1) as stop, progress as bar:
         if settings.run.init_from is not None and not resume:
             evaluate_and_save(session, log, bar)
         for result in train_steps(session):

@@ -15,12 +15,6 @@ from training.session import Session, StepResult
 SAMPLE_TOKENS = 100
 
 
-def progress_bar(session: Session) -> tqdm:
-    """The bar of steps, shown by the main process in a terminal."""
-    hidden = None if session.processes.is_main else True  # None: hidden where standard error is no terminal
-    return tqdm(total=session.steps, initial=session.state.step, unit="step", disable=hidden, dynamic_ncols=True)
-
-
 def show_step(session: Session, bar: tqdm, result: StepResult) -> None:
     """Advance the bar, or where there is none print a line after every hundredth of the steps.
 
