@@ -107,7 +107,7 @@ TABLE = r"""
 ! training/test_resume.py::test_a_caller_of_the_steps_can_stop_at_any_of_them_save_and_resume_bit_for_bit
 @ training/checkpoint.py
 - target.rename(old)
-+ remove(target)
++ shutil.rmtree(target)
 ! training/test_checkpoint.py::test_a_save_killed_at_any_rename_leaves_a_complete_checkpoint_and_the_next_save_works
 @ data/batches.py
 - np.random.PCG64([seed, epoch])
