@@ -82,13 +82,13 @@ def measure(variant: str, decoder: Decoder, cache: KeyValueCache, cached: int, s
     if variant == "decoder":
         return {"seconds": time_steps(lambda: decoder(token, cache=cache), cache, cached, steps)}
     if variant == "fused":
-        if (obstacle := kernels.find_triton_obstacle(device)) is not None:
-            raise RuntimeError(obstacle)
+        if (reason := kernels.triton_unavailable_reason(device)) is not None:
+            raise RuntimeError(reason)
         step = DecodeStep(decoder, cache)
         seconds = time_steps(lambda: step(token, None), cache, cached, steps)
-        if step.obstacle is not None:  # what was timed is the decoder
-            raise RuntimeError(step.obstacle)
-        return {"seconds": seconds, "graph": step.graph is not None, "graph_obstacle": step.graph_obstacle}
+        if step.unavailable_reason is not None:  # what was timed is the decoder
+            raise RuntimeError(step.unavailable_reason)
+        return {"seconds": seconds, "graph": step.graph is not None, "no_graph_because": step.graph_unavailable_reason}
     kernels.use("reference", device)
     try:
         step = StaticDecoder(decoder, cache, variant == COMPILED)

@@ -50,7 +50,7 @@ def variants(device: torch.device) -> dict[str, tuple[str, bool]]:
     compiles = why_not_compile(device) is None
     if compiles:
         found["torch.compile"] = ("reference", True)
-    if device.type == "cuda" and kernels.find_triton_obstacle(device) is None:
+    if device.type == "cuda" and kernels.triton_unavailable_reason(device) is None:
         found["Triton"] = ("triton", False)
         if compiles:
             found["Triton and torch.compile"] = ("triton", True)

@@ -37,36 +37,36 @@ def use(choice: str, device: torch.device) -> None:
     global _choice
     if choice not in CHOICES:
         raise ValueError(f"kernels {choice!r} are none of {', '.join(CHOICES)}")
-    if choice == "triton" and (obstacle := find_triton_obstacle(device)) is not None:
-        raise ValueError(f"the Triton kernels cannot run on {device.type}: {obstacle}")
+    if choice == "triton" and (reason := triton_unavailable_reason(device)) is not None:
+        raise ValueError(f"the Triton kernels cannot run on {device.type}: {reason}")
     _choice = choice
 
 
-def find_triton_obstacle(device: torch.device) -> str | None:
+def triton_unavailable_reason(device: torch.device) -> str | None:
     """Why the Triton kernels cannot run on a device, or None."""
     if gpu is None:
         return "Triton is not installed"
     if device.type == "cpu" and gpu.INTERPRETED:
         return None
     if device.type == "cuda":
-        return find_gpu_obstacle(device)
+        return gpu_unavailable_reason(device)
     hint = " (or, slowly, in Triton's interpreter: TRITON_INTERPRET=1)" if device.type == "cpu" else ""
     return f"they need an NVIDIA or AMD GPU{hint}"
 
 
-def find_gpu_obstacle(device: torch.device) -> str | None:
+def gpu_unavailable_reason(device: torch.device) -> str | None:
     """What a GPU or its machine lacks, or None."""
-    return cached_gpu_obstacle(device)
+    return cached_gpu_unavailable_reason(device)
 
 
 # Called, not traced: Dynamo would trace into functools.cache and shutil.which. This is all that
 # torch.compiler.assume_constant_result does, but it imports Dynamo, and every command would start a second later.
-find_gpu_obstacle._dynamo_marked_constant = True
+gpu_unavailable_reason._dynamo_marked_constant = True
 
 
 @functools.cache
-def cached_gpu_obstacle(device: torch.device) -> str | None:
-    """`find_gpu_obstacle`, computed once per device. Triton needs a C compiler because it compiles its launchers."""
+def cached_gpu_unavailable_reason(device: torch.device) -> str | None:
+    """`gpu_unavailable_reason`, computed once per device. Triton needs a C compiler because it compiles its launchers."""
     if torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 0):
         return "they need a GPU of compute capability 8.0 (Ampere) or newer"
     if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
@@ -78,7 +78,9 @@ def implementation(device: torch.device) -> ModuleType:
     """The module whose functions run on a device, as `use` chose."""
     if _choice == "reference":
         return reference
-    if _choice == "triton" or (_choice == "auto" and device.type == "cuda" and find_triton_obstacle(device) is None):
+    if _choice == "triton" or (
+        _choice == "auto" and device.type == "cuda" and triton_unavailable_reason(device) is None
+    ):
         return gpu
     # torch.compile fuses the reference itself
     return cpu if device.type == "cpu" and not torch.compiler.is_compiling() else reference
@@ -91,7 +93,9 @@ def describe(device: torch.device) -> str:
         return "Triton, interpreted (slow)" if gpu.INTERPRETED else "Triton"
     if chosen is cpu:
         return "plain PyTorch with CPU functions"
-    return "plain PyTorch" if _choice in ("torch", "reference") else f"plain PyTorch ({find_triton_obstacle(device)})"
+    return (
+        "plain PyTorch" if _choice in ("torch", "reference") else f"plain PyTorch ({triton_unavailable_reason(device)})"
+    )
 
 
 def normalize(

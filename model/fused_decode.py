@@ -52,11 +52,11 @@ class DecodeStep:
         self.rope = decoder.rope.cos, decoder.rope.sin  # a graph keeps reading this memory
         self.logits: Tensor | None = None
         self.graph: torch.cuda.CUDAGraph | None = None
-        self.obstacle: str | None = None
+        self.unavailable_reason: str | None = None
         """Why the kernels cannot run, known after the first step; at once where a sliding window would hide tokens."""
         if config.sliding_window is not None and cache.max_length > config.sliding_window:
             self.give_up(f"the kernels have no sliding window, and the model's is {config.sliding_window} tokens")
-        self.graph_obstacle = None if supports_graphs(device) else f"{device.type} has none"
+        self.graph_unavailable_reason = None if supports_graphs(device) else f"{device.type} has none"
         """Why there is no graph, known after the second step."""
 
     def __call__(self, tokens: Tensor, padding: Tensor | None) -> Tensor:
@@ -67,7 +67,7 @@ class DecodeStep:
         """
         if self.cache.length >= self.cache.max_length:
             raise ValueError(f"the cache has room for {self.cache.max_length} tokens, and it is full")
-        if self.obstacle is None:
+        if self.unavailable_reason is None:
             # Kernels are launched and graphs captured on the current device, which need not be the decoder's.
             device = torch.cuda.device(self.tokens.device) if self.tokens.is_cuda else contextlib.nullcontext()
             try:
@@ -83,10 +83,10 @@ class DecodeStep:
         # The decoder overwrites this position of the cache, whatever the kernels have left there.
         return self._decoder()(tokens, cache=self.cache, padding=padding, last_only=True)
 
-    def give_up(self, obstacle: str) -> None:
+    def give_up(self, reason: str) -> None:
         """Let the decoder compute the steps from now on, and say why."""
-        self.obstacle = obstacle
-        print(f"fused decoding: {obstacle}; the decoder runs without it.", file=sys.stderr)
+        self.unavailable_reason = reason
+        print(f"fused decoding: {reason}; the decoder runs without it.", file=sys.stderr)
 
     def step(self, tokens: Tensor, padding: Tensor | None) -> None:
         """Copy the inputs into the graph's tensors and run it; leaves the result in `self.logits`.
@@ -101,7 +101,7 @@ class DecodeStep:
             self.padding.zero_()
         else:
             self.padding.copy_(padding)
-        if self.logits is not None and self.graph is None and self.graph_obstacle is None:
+        if self.logits is not None and self.graph is None and self.graph_unavailable_reason is None:
             self.capture()
         if self.graph is not None:
             self.graph.replay()
@@ -117,8 +117,8 @@ class DecodeStep:
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # a call that cannot be captured
-            self.graph_obstacle = describe(error)
-            reason = f"no CUDA graph, because {self.graph_obstacle}"
+            self.graph_unavailable_reason = describe(error)
+            reason = f"no CUDA graph, because {self.graph_unavailable_reason}"
             print(f"fused decoding: {reason}; the kernels are launched one by one.", file=sys.stderr)
         else:
             self.graph, self.logits = graph, logits

@@ -44,7 +44,7 @@ def test_a_static_cache_is_refused_a_sliding_window():
 def test_every_variant_is_timed_or_says_why_not(monkeypatch, capsys):
     settings = Settings(model=MODEL, data=DataSettings(sequence_length=8))
     monkeypatch.setattr(decoding, "read_settings", lambda name: settings)
-    monkeypatch.setattr(decoding.kernels, "find_triton_obstacle", lambda device: "not in this test")
+    monkeypatch.setattr(decoding.kernels, "triton_unavailable_reason", lambda device: "not in this test")
     monkeypatch.setattr(torch, "compile", None)
     monkeypatch.setattr(decoding, "copy_rate", lambda device: 1e10)
     flags = ["--device", "cpu", "--sequences", "1", "2", "--cached", "16", "--steps", "2"]

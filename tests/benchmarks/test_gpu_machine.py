@@ -120,7 +120,7 @@ def test_every_command_of_the_script_runs_on_a_cpu_with_small_shapes(run_script,
     monkeypatch.setattr(kernels, "measure", lambda case, *_: measured.append(case.name) or {"ours": {"not_run": ""}})
     monkeypatch.setattr(kernels, "cases", lambda device: cases.cases(torch.device("cuda")))
     no_triton = {"cpu": "not in this test"}.get
-    monkeypatch.setattr(cases.kernels, "find_triton_obstacle", lambda device: no_triton(device.type))
+    monkeypatch.setattr(cases.kernels, "triton_unavailable_reason", lambda device: no_triton(device.type))
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
     for name in ("COPY_BYTES", "PRODUCT_SIZE"):
         monkeypatch.setitem(getattr(timing, name), "cpu", 2**6)

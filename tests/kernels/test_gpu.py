@@ -263,7 +263,7 @@ def test_a_graph_of_the_decoding_step_gives_the_decoders_logits_at_every_positio
         token = torch.randint(1000, (len(lengths), 1), device=GPU)
         expected = decoder(token, cache=caches[0], padding=padding)
         assert relative(step(token, padding), expected.double()) < 2e-5
-    assert step.graph is not None and step.obstacle is None and step.graph_obstacle is None
+    assert step.graph is not None and step.unavailable_reason is None and step.graph_unavailable_reason is None
 
 
 @torch.inference_mode()
@@ -298,7 +298,7 @@ def test_a_decoding_step_in_bfloat16_gives_a_sequence_the_same_bits_in_a_batch_o
         cache.length = 150
         step = DecodeStep(decoder, cache)
         step(token[:batch], None)
-        assert step.obstacle is None
+        assert step.unavailable_reason is None
         found[batch] = step.hidden.clone(), step.qkv.clone()
     for hidden, qkv in found.values():  # what the last layer's launches write, before cuBLAS's head
         assert torch.equal(hidden, found[8][0][: len(hidden)]) and torch.equal(qkv, found[8][1][: len(qkv)])

@@ -70,7 +70,7 @@ def steps(decoder, count, lengths):
         expected.append(decoder(token, cache=caches[0], padding=padding))
         found.append(step(token, padding).clone())
         assert caches[0].length == caches[1].length == position + 1
-    assert step.obstacle is None  # otherwise the decoder would be compared with itself
+    assert step.unavailable_reason is None  # otherwise the decoder would be compared with itself
     return torch.cat(found, 1), torch.cat(expected, 1), [cache.keys for cache in caches], caches
 
 
@@ -101,12 +101,12 @@ def test_where_a_sliding_window_hides_tokens_the_decoder_computes_the_step_and_o
 ):
     decoder, tokens = make_decoder(num_hidden_layers=1, sliding_window=5).eval(), random_tokens(1, 9)
     found, step = decode(decoder, tokens[:, :5], positions=5)
-    assert step.obstacle is None and step.cache.max_length == 5 and capsys.readouterr().err == ""
+    assert step.unavailable_reason is None and step.cache.max_length == 5 and capsys.readouterr().err == ""
     assert relative(found, decoder(tokens[:, :5])) < 2e-6
     found, step = decode(decoder, tokens, positions=9)
     reason = "the kernels have no sliding window, and the model's is 5 tokens"
     assert capsys.readouterr().err == f"fused decoding: {reason}; the decoder runs without it.\n"
-    assert step.obstacle is not None and step.cache.length == 9
+    assert step.unavailable_reason is not None and step.cache.length == 9
     assert relative(found, decoder(tokens)) < 2e-6
 
 
@@ -206,10 +206,10 @@ def test_if_a_kernel_fails_the_decoder_continues_with_the_same_cache_and_one_lin
 
     monkeypatch.setattr(kernels.decode, "project", fail)
     found, step = decode(decoder, tokens)
-    assert step.obstacle == "RuntimeError: ptxas fatal: no such luck"
+    assert step.unavailable_reason == "RuntimeError: ptxas fatal: no such luck"
     assert relative(found, decoder(tokens)) < 2e-6
     printed = capsys.readouterr().err
-    assert printed == f"fused decoding: {step.obstacle}; the decoder runs without it.\n"
+    assert printed == f"fused decoding: {step.unavailable_reason}; the decoder runs without it.\n"
 
 
 @pytest.mark.usefixtures("triton_kernels")
@@ -227,7 +227,7 @@ def test_if_the_capture_fails_kernels_are_launched_one_by_one_and_one_line_says_
     monkeypatch.setattr(torch.cuda, "graph", fail)
     decoder, tokens = make_decoder(num_hidden_layers=1).eval(), random_tokens(2, 3)
     found, step = decode(decoder, tokens)
-    assert step.graph is None and step.obstacle is None
+    assert step.graph is None and step.unavailable_reason is None
     assert relative(found, decoder(tokens)) < 2e-6
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1 and "operation not permitted when stream is capturing; the kernels" in lines[0]
