@@ -22,7 +22,6 @@ from tqdm import tqdm
 from checkpoints.families import choose_model_type, zero_biases
 from checkpoints.find import eos_ids, find_checkpoint
 from checkpoints.pretrained import Checkpoint, open_checkpoint
-from checkpoints.weights import read_tensors
 from contrib.llama_cpp_vocab import Vocabulary, llama_cpp_vocabulary
 from data.chat_template import read_template
 from data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer

@@ -66,7 +66,7 @@ gpu_unavailable_reason._dynamo_marked_constant = True
 
 @functools.cache
 def cached_gpu_unavailable_reason(device: torch.device) -> str | None:
-    """`gpu_unavailable_reason`, computed once per device. Triton needs a C compiler because it compiles its launchers."""
+    """`gpu_unavailable_reason`, computed once per device. Triton compiles its launchers in C."""
     if torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 0):
         return "they need a GPU of compute capability 8.0 (Ampere) or newer"
     if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):

@@ -68,7 +68,6 @@ def count(script: str, arguments: Sequence[str], ids: Sequence[int]) -> dict[str
 def main() -> int:
     sys.path.insert(0, str(ROOT))
     from data.tokenizer import load_tokenizer
-    from training.settings import parse
 
     with tempfile.TemporaryDirectory() as name:
         folder, text = Path(name), Path(name) / "text"
