@@ -1,17 +1,19 @@
-"""The order in which batches take a token stream: a function of the step, not a state.
+"""The order in which batches take token streams: a function of the step, not a state.
 
     stream    t0 t1 t2 t3 t4 t5 t6 t7 t8 t9 ...                 T = 3, offset of this epoch = 1
     windows      [t1 t2 t3]t4                                   window k: inputs from offset + k T,
                           [t4 t5 t6]t7                          targets one further; the last window
                                    [t7 t8 t9]t10                runs over the end into the start
 
-An epoch takes every window once, in a random order given by (seed, epoch); its offset in [0, T) is random too, so each
-epoch divides documents into windows differently. Any step of any process can be computed at once, so a resumed run
-continues exactly, with any number of processes that divides the batch.
+An epoch takes every window once: stream after stream (a text has one, a data set of the Hub one for each file), and in
+a stream in a random order given by (seed, epoch, stream). The offset in [0, T) is random too, so each epoch divides
+documents into windows differently. Any step of any process can be computed at once, so a resumed run continues exactly,
+with any number of processes that divides the batch.
 """
 
-import functools
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
+from operator import itemgetter
 
 import numpy as np
 
@@ -20,18 +22,22 @@ from errors import UserError
 IGNORE = -100  # the target that no loss counts
 
 
-def check_one_batch(tokens: np.ndarray, batch_size: int, sequence_length: int) -> None:
-    """Raise `UserError` when the stream is shorter than one batch."""
-    if len(tokens) // sequence_length < batch_size:
+def check_one_batch(tokens: int, batch_size: int, sequence_length: int) -> None:
+    """Raise `UserError` when there are fewer tokens to train on than one batch has."""
+    if tokens // sequence_length < batch_size:
+        shorter = sequence_length
+        while shorter > 8 and tokens // shorter < 2:
+            shorter //= 2
+        fix = f"the same command with --sequence-length {shorter} --batch-size {tokens // shorter} works"
         raise UserError(
-            f"the text has {len(tokens):,} tokens to train on, but one batch of {batch_size} sequences of "
-            f"{sequence_length} needs {batch_size * sequence_length:,}; give more text, or make the batch or the "
-            f"sequences smaller."
+            f"the text has {tokens:,} tokens to train on, but one batch of {batch_size} sequences of "
+            f"{sequence_length} needs {batch_size * sequence_length:,}; give more text"
+            f"{f', or make the batch smaller: {fix}' if tokens >= shorter else ''}."
         )
 
 
 def batch(
-    tokens: np.ndarray,
+    streams: Sequence[np.ndarray],
     *,
     seed: int,
     step: int,
@@ -44,29 +50,61 @@ def batch(
 
     batch_size counts the sequences of all processes; process `rank` gets its share, and the shares in the order of
     ranks are the sequences that a single process would get. A pure function of its arguments.
-    Raises `UserError` when the stream is shorter than one batch or the processes do not divide the batch.
     """
-    if batch_size % world_size:
-        raise UserError(f"a batch of {batch_size} cannot be shared by {world_size} processes; make it a multiple.")
-    check_one_batch(tokens, batch_size, sequence_length)
-    windows = len(tokens) // sequence_length
     share = batch_size // world_size
-    index = step * batch_size + rank * share + np.arange(share)  # of windows since the run began
-    starts = np.empty(share, np.int64)
-    for epoch in np.unique(index // windows):
-        in_epoch = index // windows == epoch
-        offset, order = _epoch(seed, int(epoch), windows, sequence_length)
-        starts[in_epoch] = offset + order[index[in_epoch] % windows] * sequence_length
-    positions = starts[:, None] + np.arange(sequence_length + 1)  # (B, T + 1)
-    ids = np.asarray(tokens[positions % len(tokens)], np.int64)
+    first = step * batch_size + rank * share  # of windows since the run began
+    places = [find_window(streams, index, sequence_length) for index in range(first, first + share)]
+    rows = []
+    for (epoch, number), group in itertools.groupby(places, key=itemgetter(0, 1)):
+        stream, windows = streams[number], np.array([window for _, _, window in group])
+        *keys, offset = np.random.SeedSequence([seed, epoch, number]).generate_state(5, np.uint64)
+        for window in permute(windows, len(stream) // sequence_length, keys):
+            start = int(offset) % sequence_length + int(window) * sequence_length
+            row = stream[start : start + sequence_length + 1]
+            rows.append(np.concatenate([row, stream[: sequence_length + 1 - len(row)]]))
+    ids = np.stack(rows).astype(np.int64)
     return ids[:, :-1].copy(), ids[:, 1:].copy()
 
 
-@functools.lru_cache(maxsize=2)  # a batch may end one epoch and begin the next
-def _epoch(seed: int, epoch: int, windows: int, sequence_length: int) -> tuple[int, np.ndarray]:
-    """The offset and the order of windows of an epoch: 8 bytes per window, 32 MB for 10^9 tokens at T = 256."""
-    generator = np.random.Generator(np.random.PCG64([seed, epoch]))
-    return int(generator.integers(sequence_length)), generator.permutation(windows)
+def find_window(streams: Sequence[np.ndarray], index: int, sequence_length: int) -> tuple[int, int, int]:
+    """The epoch, the stream and the number within it of a window, counted since the run began.
+
+    No stream after it is asked for: it may not be downloaded yet.
+    """
+    rest = index
+    for number in range(len(streams)):
+        windows = len(streams[number]) // sequence_length
+        if rest < windows:
+            return 0, number, rest
+        rest -= windows
+    epoch, rest = divmod(index, index - rest)  # by the windows of an epoch
+    return epoch, *find_window(streams, rest, sequence_length)[1:]
+
+
+def permute(index: np.ndarray, count: int, keys: Sequence[int]) -> np.ndarray:
+    """Where each index below `count` is in the random order that the keys choose, without a table.
+
+    A Feistel network with a round per key permutes the numbers of 2 b bits; what it takes to `count` or more goes
+    through it again ("cycle walking": Black and Rogaway, Ciphers with Arbitrary Finite Domains, 2002).
+    """
+    bits = np.uint64(max(1, ((count - 1).bit_length() + 1) // 2))
+    mask = (np.uint64(1) << bits) - np.uint64(1)
+    found = np.array(index, np.uint64)
+    outside = np.ones(len(found), bool)
+    while outside.any():
+        left, right = found[outside] >> bits, found[outside] & mask
+        for key in keys:
+            left, right = right, left ^ (mix(right ^ np.uint64(key)) & mask)
+        found[outside] = left << bits | right
+        outside = found >= count
+    return found
+
+
+def mix(values: np.ndarray) -> np.ndarray:
+    """A hash of each uint64: the finalizer of SplitMix64 (Steele, Lea and Flood, 2014)."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
 
 
 def validation_windows(

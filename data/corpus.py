@@ -1,268 +1,245 @@
-"""Where text comes from: names, files, folders and patterns become a list of files, and files become documents.
+"""A text as token streams, one for training and one for validation, kept on disk between runs.
 
-A document is one text file, one row of a jsonl or parquet file, or one topic of Python's own documentation. Text is
-never changed (no newline translation, no stripping), and a document is never held in memory: see `readers.Document`.
+CACHE/tokenizers/KEY/   trained on a sample        CACHE/units/    see `units`
+CACHE/texts/KEY.*       how units are split        CACHE/hub/      lists of files of the Hub
 """
 
-import difflib
-import glob
-import hashlib
-import itertools
-import os
+import dataclasses
+import json
+import lzma
+import shutil
 import sys
-import sysconfig
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
-from tqdm import tqdm
+import numpy as np
 
-from data.readers import READERS, Document
-from errors import UserError, reading
-
-FORMATS = {  # what a file's name ends in -> how it is read
-    ".txt": "text",
-    ".md": "text",
-    ".py": "text",
-    ".jsonl": "jsonl",
-    ".jsonl.gz": "jsonl",
-    ".parquet": "parquet",
-}
-SUFFIXES = " ".join(FORMATS)
-
-
-@dataclass(frozen=True)
-class TextFile:
-    path: Path
-    format: str  # a key of `READERS`
-    field: str = "text"  # of each row, which holds the text
-    optional: bool = False  # found in a folder or by a pattern: left out where it is not text
-
-
-@dataclass(frozen=True)
-class Download:
-    """Files of one dataset repository on the Hugging Face hub."""
-
-    repository: str
-    revision: str
-    files: tuple[str, ...]
-
-
-DOWNLOADS = {
-    # The 1.1 MB corpus is three rows there (90 %, 5 %, 5 % of one text): all three are read, as three documents.
-    "shakespeare": Download(
-        "karpathy/tiny_shakespeare",
-        "refs/convert/parquet",
-        tuple(f"default/{part}/0000.parquet" for part in ("train", "validation", "test")),
-    ),
-    # Its training part only (2.1 million stories, 1.9 GB), which is split into train and validation here.
-    "tinystories": Download(
-        "roneneldan/TinyStories",
-        "main",
-        (
-            "data/train-00000-of-00004-2d5a1467fff1081b.parquet",
-            "data/train-00001-of-00004-5852b56a2bd28fd9.parquet",
-            "data/train-00002-of-00004-a26307300439e943.parquet",
-            "data/train-00003-of-00004-d243063613e5a057.parquet",
-        ),
-    ),
-}
-NAMES = ("python", *DOWNLOADS)
-CHOICES = f"a path, a pattern, or one of {', '.join(NAMES)}"
-
-EXCLUDED = frozenset(  # folders of the standard library that are tests, applications, third-party code or generated
-    "test tests idle_test idlelib tkinter lib2to3 distutils site-packages dist-packages __pycache__ pydoc_data".split()
+from data.readers import BLOCK, read_documents
+from data.sources import resolve
+from data.split import (
+    DUPLICATE,
+    MAX_VALIDATION,
+    TRAIN,
+    VALIDATION,
+    Split,
+    TokenStream,
+    cut_pieces,
+    find_pieces,
+    split_documents,
+    text_hash,
 )
+from data.tokenizer import TRAINER_OPTIONS, Tokenizer, VocabularyTooLarge, load_tokenizer, train_tokenizer
+from data.units import VERSION, Store, Unit, content_hash, digest, group_files, replacing
+from data.workers import Workers, prepare_units
+from errors import UserError, fsync_directory, is_main_process, locked, read_json, replace_text
+
+# Text to train a tokenizer on. Python sources: 3.47 bytes per token from 3 MB, 3.54 from 8 MB, in 3 s on two cores.
+TOKENIZER_BYTES = 10_000_000
+SAMPLE_BYTES = 64_000  # of a larger text that are read in one place
+AHEAD = 3  # units of a data set of the Hub that are prepared while an earlier one is trained on
+WAIT = "waiting for another process that prepares a text ..."
+NO_TEXT = "there is no text in the files that were named; give files that contain text."
 
 
-def resolve(sources: Iterable[str], text_field: str = "text") -> list[TextFile]:
-    """The files behind names (`python`, `shakespeare`, `tinystories`), paths, folders and patterns, in that order.
+@dataclass(frozen=True)
+class Corpus:
+    """A text that can be trained on."""
 
-    A name wins over a folder of the same name; `./python` is the folder. Folders and patterns are sorted, hidden files
-    and folders left out, and only files with a suffix in `FORMATS` taken. Raises `UserError` for a source that does
-    not exist, a single file that is empty, and a folder or pattern without files to read.
-    """
-    files = []
-    for source in sources:
-        path = Path(os.path.expanduser(source))  # unlike Path.expanduser it does not raise for an unknown ~user
-        if source == "python":
-            files += _standard_library()
-        elif source in DOWNLOADS:
-            files += _download(source)
-        elif _is_file(path):
-            files.append(_text_file(path, text_field))
-        elif path.is_dir():
-            files += _text_files(_visible_files(path), f"the folder {source} holds", text_field)
-        elif glob.has_magic(source):
-            files += _text_files(sorted(_matches(path)), f"{source} matches", text_field)
-        else:
-            similar = difflib.get_close_matches(source, NAMES, n=1)
-            hint = f'did you mean "{similar[0]}"?' if similar else f"give {CHOICES}."
-            raise UserError(f'no file, folder or known corpus is called "{source}"; {hint}')
-    if not files:
-        raise UserError(f"no text was named; give {CHOICES}.")
-    return files
+    text_hash: str  # of the documents, in order
+    documents: int  # without duplicates
+    duplicates: int  # documents equal to an earlier one, dropped
+    validation_documents: int  # 0: the end of the text is for validation
+    bytes: int  # of UTF-8 text, training and validation together
+    validation_bytes: int
+    xz_bits_per_byte: float  # what `xz -9e` makes of the validation text
+    tokenizer: Tokenizer
+    train: Sequence[TokenStream]  # one; of a data set of the Hub one per unit, each made when it is asked for
+    validation: np.ndarray  # (tokens,) uint16, or uint32 for a vocabulary over 65,536
+    held_out: np.ndarray  # uint64, hashes of the documents for validation
 
-
-def read_documents(files: Iterable[TextFile], *, report: bool = False) -> Iterator[Document]:
-    """Yield the documents in order, each to be read at most once; documents without text are left out.
-
-    With `report`, a line on standard error says how many rows of a file are left out because their text is null.
-    Raises `UserError` for unreadable input, here or while a document is read.
-    """
-    for file in files:
-        nulls = 0
-        with reading(file.path):
-            for document in READERS[file.format](file.path, file.field):
-                nulls += document is None
-                blocks = (block for block in document or () if block)
-                if first := next(blocks, ""):
-                    yield itertools.chain([first], blocks)
-        if nulls and report:
-            tqdm.write(f"skipped {nulls:,} rows of {file.path} whose {file.field!r} is null", file=sys.stderr)
-
-
-def drop_non_utf8(files: Iterable[TextFile]) -> list[TextFile]:
-    """Leave out the files of folders and patterns that are not UTF-8 text, and name them on standard error."""
-    kept, skipped = [], []
-    for file in files:
-        try:
-            if file.optional and file.format == "text":
-                for document in READERS["text"](file.path, file.field):
-                    for _ in document:
-                        pass
-            kept.append(file)
-        except UserError as error:
-            skipped.append(str(error))
-    for reason in skipped[:5]:
-        print(f"skipped: {reason}", file=sys.stderr)
-    if skipped:
-        print(f"skipped {len(skipped):,} of {len(kept) + len(skipped):,} files", file=sys.stderr)
-    if not kept:
-        raise UserError(f"no file is UTF-8 text: {skipped[0]}")
-    return kept
-
-
-def status_of(file: TextFile) -> os.stat_result:
-    """Its size and times; `UserError` if it is not there."""
-    with reading(file.path):
-        return file.path.stat()
-
-
-def fingerprint(files: Iterable[TextFile]) -> str:
-    """A hash of the files' paths, sizes and times: the same hash means the same text, without reading it.
-
-    `st_ctime` is among the times because an edit can keep the size and set the modification time back. It also changes
-    when a file is only copied, renamed or given other permissions; the text is then read again, and found prepared.
-    """
-    digest = hashlib.blake2b(digest_size=16)
-    for file in files:
-        status = status_of(file)
-        times = (status.st_mtime_ns, status.st_ctime_ns)  # on Windows the second is the time of creation
-        entry = (os.path.abspath(file.path), status.st_size, times, file.format, file.field)
-        digest.update(repr(entry).encode("utf-8", "surrogateescape"))
-    return digest.hexdigest()
-
-
-def _text_file(path: Path, text_field: str) -> TextFile:
-    format = _find_format(path)
-    if format is None:
-        raise UserError(f"{path} has a format that is not supported; the formats are {SUFFIXES}.")
-    if path.stat().st_size == 0:
-        raise UserError(f"{path} is empty; give a file with text in it.")
-    return TextFile(path, format, text_field)
-
-
-def _text_files(paths: Iterable[Path], where: str, text_field: str) -> list[TextFile]:
-    files = [
-        TextFile(path, format, text_field, optional=True)
-        for path in paths
-        if (format := _find_format(path)) and _is_file(path)  # no folders, pipes and devices
-    ]
-    if not files:
-        raise UserError(f"{where} no file to read; the formats are {SUFFIXES}.")
-    return files
-
-
-def _find_format(path: Path) -> str | None:
-    name = path.name.lower()
-    return next((format for suffix, format in FORMATS.items() if name.endswith(suffix)), None)
-
-
-def _is_file(path: Path) -> bool:
-    with reading(path):  # Path.is_file raises where the folder may not be entered
-        return path.is_file()
-
-
-def _visible_files(folder: Path, excluded: frozenset[str] = frozenset({"__pycache__"})) -> Iterator[Path]:
-    for parent, names in _visible_folders(folder, excluded):
-        yield from (parent / name for name in sorted(names) if not name.startswith("."))
-
-
-def _visible_folders(folder: Path, excluded: frozenset[str] = frozenset()) -> Iterator[tuple[Path, list[str]]]:
-    """The folder and those in it, each with the names of its files; links to folders are not followed."""
-
-    def refuse(error: OSError) -> None:  # os.walk leaves the folder out otherwise
-        fix = "make it readable or name other folders"
-        raise UserError(f"the folder {error.filename} cannot be read ({error.strerror}); {fix}.")
-
-    for parent, folders, names in os.walk(folder, onerror=refuse):
-        folders[:] = sorted(name for name in folders if name not in excluded and not name.startswith("."))
-        yield Path(parent), names
-
-
-def _matches(pattern: Path) -> set[Path]:
-    """What a pattern matches, `**` any number of folders: unlike glob's it follows no links, which can be circles."""
-    if "**" not in pattern.parts:
-        return {Path(match) for match in glob.glob(str(pattern))}
-    place = pattern.parts.index("**")
-    rest = list(itertools.dropwhile(lambda part: part == "**", pattern.parts[place:])) or ["*"]
-    parents = (match for match in glob.glob(str(Path(*pattern.parts[:place]))) if os.path.isdir(match))
-    folders = (folder for parent in parents for folder, _ in _visible_folders(Path(parent)))
-    return {match for folder in folders for match in _matches(Path(glob.escape(str(folder)), *rest))}
-
-
-def _standard_library() -> list[TextFile]:
-    """The running interpreter's own sources and its prose documentation: real text on every machine with Python."""
-    root = Path(sysconfig.get_path("stdlib"))
-    sources = [
-        path
-        for path in (_visible_files(root, EXCLUDED) if root.is_dir() else ())
-        if path.suffix == ".py"
-        # 1 MB of `encodings` is generated character tables
-        and not (path.parent.name == "encodings" and b"decoding_table" in path.read_bytes())
-    ]
-    if not sources:
-        raise UserError(
-            f"this Python keeps no sources of its standard library in {root}, and they are the default text; "
-            f"name your own text with --data FILE (or --data shakespeare, a download of 1 MB)."
+    @property
+    def description(self) -> str:
+        """Three lines to print."""
+        tokens, text = len(self.train[0]), self.bytes - self.validation_bytes
+        more = f" in the first of {len(self.train):,} parts" if len(self.train) > 1 else ""
+        held_out = f"{self.validation_documents:,} documents" if self.validation_documents else "the end of the text"
+        return (
+            f"{self.documents:,} documents ({self.duplicates:,} duplicates dropped), {self.bytes / 1e6:.2f} MB{more}, "
+            f"hash {self.text_hash[:12]}\n"
+            f"  {tokens:,} tokens to train on, {text / tokens:.2f} bytes per token, "
+            f"vocabulary {self.tokenizer.vocab_size:,}\n"
+            f"  {len(self.validation):,} for validation ({held_out}, {self.validation_bytes / 1e6:.2f} MB, "
+            f"xz -9e: {self.xz_bits_per_byte:.3f} bits per byte)"
         )
-    topics = root / "pydoc_data" / "topics.py"
-    return [TextFile(path, "source") for path in sources] + [TextFile(topics, "topics")] * topics.is_file()
 
 
-def _download(name: str) -> list[TextFile]:
-    from huggingface_hub import hf_hub_download, logging
-    from huggingface_hub.errors import LocalEntryNotFoundError
+def prepare(
+    sources: list[str],
+    *,
+    text_field: str = "text",
+    tokenizer: str | Path | None = None,
+    vocab_size: int = 4096,
+    cache_dir: str | Path = ".cache",
+    validation_fraction: float = 0.05,
+    validation_salt: int = 0,
+    complete: bool = False,
+) -> Corpus:
+    """Text to token streams; what the cache has is not made again.
 
-    logging.set_verbosity_error()  # no warnings about retries; if all of them fail, the error below says so
-    dataset = DOWNLOADS[name]
-    files = []
-    for file in dataset.files:
-        location = dict(repo_id=dataset.repository, filename=file, revision=dataset.revision, repo_type="dataset")
+    sources: see `data.sources.resolve`; text_field: of jsonl and parquet rows; tokenizer: a file or folder to load, or
+    None to train one of `vocab_size` pieces on the text; complete: prepare all of a data set of the Hub, not only its
+    first unit. Raises `UserError` for text and tokenizers that cannot be used.
+    """
+    cache_dir, split = Path(cache_dir), Split(validation_fraction, validation_salt)
+    units = group_files(resolve(sources, text_field, cache_dir))
+    is_streamed = len(units) > 1 and any(file.dataset for unit in units for file in unit.files)
+    first = units[:1] if is_streamed else units
+    tokenizer = load_tokenizer(tokenizer or trained_tokenizer(first, vocab_size, split, cache_dir))
+    store = Store(cache_dir / "units", tokenizer)
+    prepare_units(store, units if complete else first)
+    corpus = load_corpus(store, first, split)
+    if not is_streamed:
+        return corpus
+    whole_hash = digest(corpus.text_hash, [unit.fingerprint for unit in units])
+    return dataclasses.replace(corpus, train=HubStreams(store, units, split, corpus), text_hash=whole_hash)
+
+
+def tokenize(
+    sources: list[str], tokenizer: Tokenizer, text_field: str = "text", cache_dir: str | Path = ".cache"
+) -> tuple[TokenStream, int]:
+    """All documents as one token stream, and their bytes of UTF-8 text: for evaluation, without a split."""
+    units = group_files(resolve(sources, text_field, Path(cache_dir)))
+    store = Store(Path(cache_dir) / "units", tokenizer)
+    prepare_units(store, units)
+    facts = [store.facts(unit) for unit in units]
+    if not any(one["documents"] for one in facts):
+        raise UserError(NO_TEXT)
+    pieces = [(number, min(number, 1) * store.lead, one["tokens"]) for number, one in enumerate(facts)]
+    stream = TokenStream([store.path(unit, ".bin") for unit in units], store.dtype, np.array(pieces))
+    return stream, sum(one["bytes"] for one in facts)
+
+
+class HubStreams(Sequence[TokenStream]):
+    """The units of a data set of the Hub, each a stream; another process prepares the next ones."""
+
+    def __init__(self, store: Store, units: list[Unit], split: Split, first: Corpus):
+        self._store, self._units, self._split, self._held_out = store, units, split, first.held_out
+        self._streams = [*first.train]
+        self._workers = Workers(store, units, 1, 1 + AHEAD) if is_main_process() else None
+
+    def __len__(self) -> int:
+        return len(self._units)
+
+    def __getitem__(self, number: int) -> TokenStream:
+        while number >= len(self._streams):
+            unit = self._units[len(self._streams)]
+            if self._workers:
+                self._workers.limit.value = len(self._streams) + 1 + AHEAD
+            while self._store.facts(unit) is None:
+                if self._workers and not self._workers.are_working():
+                    prepare_units(self._store, [unit])
+                time.sleep(0.1)
+            self._streams += load_corpus(self._store, [unit], self._split, self._held_out).train
+        return self._streams[number]
+
+
+def trained_tokenizer(units: list[Unit], vocab_size: int, split: Split, cache_dir: Path) -> Path:
+    """The folder of a tokenizer that is trained on a sample of the units, unless it was before."""
+    texts = [unit.fingerprint for unit in units]
+    folder = cache_dir / "tokenizers" / digest(VERSION, vocab_size, split, sorted(TRAINER_OPTIONS.items()), texts)
+    if folder.is_dir():
+        return folder
+    with locked(cache_dir, wait=WAIT):
+        if folder.is_dir():
+            return folder
+        new = folder.with_name(f"{folder.name}.new")
+        shutil.rmtree(new, ignore_errors=True)  # of a killed process
+        new.mkdir(parents=True)
+        print(f"training a tokenizer of {vocab_size:,} pieces (once, some seconds) ...", file=sys.stderr, flush=True)
+        sample = sample_text(units, split)
         try:
-            try:  # what the cache holds needs no network, so a second run starts at once
-                path = hf_hub_download(**location, local_files_only=True)
-            except LocalEntryNotFoundError:
-                path = hf_hub_download(**location)
-        except Exception as error:  # a network fails in many ways, and the hub has a class for each
-            cause = error
-            while cause.__cause__:
-                cause = cause.__cause__
-            reason = str(cause).strip().split("\n")[0].rstrip(".")
-            raise UserError(
-                f"{file} of the dataset {dataset.repository} could not be downloaded "
-                f"({type(cause).__name__}: {reason}); check the connection or name your own text with --data FILE."
-            ) from error
-        files.append(TextFile(Path(path), "parquet"))
-    return files
+            tokenizer = train_tokenizer(sample, vocab_size, new / "tokenizer.model")
+        except VocabularyTooLarge as error:
+            reason = f"the text is too small for a vocabulary of {vocab_size:,}"
+            print(f"note: {reason}; the tokenizer has {error.maximum:,} pieces instead", file=sys.stderr, flush=True)
+            tokenizer = train_tokenizer(sample, error.maximum, new / "tokenizer.model")
+        tokenizer.save(new)
+        fsync_directory(new)
+        new.rename(folder)
+    return folder
+
+
+def sample_text(units: list[Unit], split: Split) -> list[str]:
+    """About `TOKENIZER_BYTES` of text from places all over the units, without documents that may be for validation."""
+    texts, due = [], 0.0
+    fraction = TOKENIZER_BYTES / max(1, sum(unit.text_bytes for unit in units))
+    for file in [file for unit in units for file in unit.files]:
+        due += fraction * file.text_bytes  # what the sample lacks up to here
+        if due < SAMPLE_BYTES and fraction < 1:
+            continue
+        for document in read_documents(file, []):
+            texts.append("".join(islice(document, 1 + 2 * MAX_VALIDATION // BLOCK)))
+            due -= len(texts[-1])
+            if due <= 0:
+                break
+    if not texts:
+        raise UserError(NO_TEXT)
+    held_out = split.candidates(np.array([content_hash(text) for text in texts], np.uint64))
+    return [text for text, is_held_out in zip(texts, held_out, strict=True) if not is_held_out] or texts
+
+
+def load_corpus(store: Store, units: list[Unit], split: Split, held_out: np.ndarray | None = None) -> Corpus:
+    """The streams of complete units, split unless they were before.
+
+    held_out: the hashes of the documents for validation, where other units have given all of them.
+    """
+    others = None if held_out is None else held_out.tolist()
+    key = digest(VERSION, split, others, store.tokenizer.hash, [unit.fingerprint for unit in units])
+    cache_dir, paths = store.folder.parent, [store.path(unit, ".bin") for unit in units]
+    facts_file, arrays_file = cache_dir / "texts" / f"{key}.json", cache_dir / "texts" / f"{key}.npz"
+    if not facts_file.is_file():
+        with locked(cache_dir, wait=WAIT):
+            facts_file.parent.mkdir(exist_ok=True)
+            facts, arrays = split_units(store, units, split, held_out)
+            with replacing(arrays_file) as file:
+                np.savez(file, **arrays)
+            replace_text(facts_file, json.dumps(facts))
+    with np.load(arrays_file) as arrays:
+        train = [TokenStream(paths, store.dtype, arrays["train"])]
+        given = dict(tokenizer=store.tokenizer, train=train, validation=arrays["validation"])
+        return Corpus(**read_json(facts_file), **given, held_out=arrays["held_out"])
+
+
+def split_units(
+    store: Store, units: list[Unit], split: Split, held_out: np.ndarray | None
+) -> tuple[dict[str, object], dict[str, np.ndarray]]:
+    """The fields of a `Corpus` of these units: facts, and arrays (the pieces for training in place of the stream)."""
+    tables = [store.documents(unit) for unit in units]
+    table, unit = np.concatenate(tables), np.repeat(np.arange(len(units)), [len(one) for one in tables])
+    if not len(table):
+        raise UserError(NO_TEXT)
+    kinds = split_documents(table, unit, split, held_out)
+    train, validation = (find_pieces(table, unit, kinds == kind, store.lead) for kind in (TRAIN, VALIDATION))
+    documents = {kind: int((kinds == kind).sum()) for kind in (TRAIN, VALIDATION, DUPLICATE)}
+    sizes = {kind: int(table["bytes"][kinds == kind].sum()) for kind in (TRAIN, VALIDATION)}
+    if held_out is None and not documents[VALIDATION]:
+        tokens = int(table["tokens"][kinds == TRAIN].sum())
+        share = min(split.fraction, MAX_VALIDATION / sizes[TRAIN])
+        train, validation = cut_pieces(train, tokens - max(2, round(share * tokens)))
+    ids = TokenStream([store.path(unit, ".bin") for unit in units], store.dtype, validation)[:]
+    text = store.tokenizer.decode(ids).encode("utf-8")
+    # `xz -9e`, but with a dictionary of 16 MB, not 64: the text is shorter, and 64 would take 700 MB of memory.
+    filters = [{"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "dict_size": 1 << 24}]
+    facts = dict(
+        text_hash=text_hash(table, kinds),
+        documents=documents[TRAIN] + documents[VALIDATION],
+        duplicates=documents[DUPLICATE],
+        validation_documents=documents[VALIDATION],
+        bytes=sizes[TRAIN] + sizes[VALIDATION],
+        validation_bytes=sizes[VALIDATION] or len(text),
+        xz_bits_per_byte=8 * len(lzma.compress(text, filters=filters)) / max(1, len(text)),
+    )
+    return facts, {"train": train, "validation": ids, "held_out": table["hash"][kinds == VALIDATION]}

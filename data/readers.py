@@ -1,95 +1,133 @@
-"""How one file is read: a function per format, each a generator of documents.
+"""How one file is read: a function per format, each a generator of documents; and documents in chunks.
 
-Nothing here holds more than a block, a row or, in parquet, a page and some rows, however large a file is. Each error
-names the file or the row, and what to do.
+Nothing here holds more than a block, a row or, in parquet, some rows. Text is never changed (no
+newline translation, no stripping). Each error names the file or the row, and what to do.
 """
 
-import contextlib
 import gzip
+import itertools
 import json
-from collections.abc import Callable, Iterable, Iterator
+import re
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from data.sources import TextFile
 from errors import UserError, reading
 
-BLOCK = 1 << 20  # characters read at a time
-ROWS = 64  # of parquet, decoded at a time; books of a megabyte each still fit in memory
+BLOCK = 1 << 20  # characters of a text file that are read at a time
+ROWS = 256  # of parquet, decoded at a time
+CHUNK = 1 << 17  # characters that are encoded at once, small enough that several cores share a few MB
 
-Document = Iterable[str]  # its text in blocks, read from the file as one iterates: once, and only as far as needed
-Documents = Iterator[Document | None]  # None: a row whose text is null
+Document = Iterable[str]  # its text in blocks, not empty, to be read at most once
+_UP_TO_A_LINE_START = re.compile(r".*\n(?=\S)", re.DOTALL)
 
 
-def read_text(path: Path, field: str) -> Documents:
+def read_documents(file: TextFile, skipped: list[str]) -> Iterator[Document]:
+    """The documents of a file in order: the text of a text file, or that of each row.
+
+    What is left out is appended to `skipped`: files of folders and patterns that are not UTF-8, rows without text.
+    """
+    path = file.fetch()
+    match file.format:
+        case "text":
+            yield from read_text(path, file.optional, skipped)
+        case "topics":
+            from pydoc_data.topics import topics  # the language reference as `help()` shows it
+
+            yield from ([topics[name]] for name in sorted(topics))
+        case "jsonl":
+            yield from read_rows(jsonl_rows(path, file.field), path, file.field, skipped)
+        case "parquet":
+            yield from read_rows(parquet_rows(path, file.field), path, file.field, skipped)
+
+
+def read_text(path: Path, optional: bool, skipped: list[str]) -> Iterator[Document]:
     """One document, the whole file."""
-    yield _blocks(path)
+    blocks = read_blocks(path)
+    try:
+        if first := next(blocks, ""):
+            yield itertools.chain([first], blocks)
+    except UserError as error:
+        if not optional:
+            raise
+        skipped.append(str(error))
 
 
-def _blocks(path: Path) -> Iterator[str]:
+def read_blocks(path: Path) -> Iterator[str]:
+    """A text file, block by block."""
     fix = "make it readable, convert it to UTF-8, or leave it out"
     with reading(path, fix), open(path, encoding="utf-8", newline="") as file:
         while block := file.read(BLOCK):
             yield block
 
 
-def read_source(path: Path, field: str) -> Documents:
-    """One file of the standard library. The few that another encoding declares (PEP 263) are left out."""
-    with contextlib.suppress(UnicodeDecodeError):
-        yield [path.read_bytes().decode("utf-8")]
+def read_rows(rows: Iterator[tuple[int, object]], path: Path, field: str, skipped: list[str]) -> Iterator[Document]:
+    """One document per row whose text is not empty; `rows` are their numbers and texts."""
+    nulls = 0
+    for number, text in rows:
+        if text is None:
+            nulls += 1
+        elif not isinstance(text, str):
+            kind = type(text).__name__
+            raise UserError(f"{path}, row {number}: {field!r} is {kind}, not text; name another with --text-field.")
+        elif text:
+            yield [text]
+    if nulls:
+        skipped.append(f"{nulls:,} rows of {path} whose {field!r} is null")
 
 
-def read_topics(path: Path, field: str) -> Documents:
-    """The language reference as `help()` shows it: one document per topic."""
-    from pydoc_data.topics import topics
-
-    yield from ([topics[name]] for name in sorted(topics))
-
-
-def read_jsonl(path: Path, field: str) -> Documents:
-    """One document per line, an object whose `field` is the text; blank lines are skipped."""
-    open_file = gzip.open if path.suffix.lower() == ".gz" else open
+def jsonl_rows(path: Path, field: str) -> Iterator[tuple[int, object]]:
+    """The value of `field` in each line, a JSON object; blank lines are skipped."""
+    open_file = gzip.open if path.name.lower().endswith(".gz") else open
+    number = 0
     with reading(path), open_file(path, "rb") as lines:
         for number, line in enumerate(lines, 1):
-            where = f"{path}, line {number}"
-            if line.strip():
-                with reading(where, "a .jsonl file holds one JSON object a line, in UTF-8"):
-                    row = json.loads(line.decode("utf-8"))
-                    if field not in row:
-                        raise _no_field(where, field, row)
-                    document = _document(where, row[field], field)
-                yield document
+            if not line.strip():
+                continue
+            with reading(f"{path}, line {number}", "a .jsonl file holds one JSON object a line, in UTF-8"):
+                row = json.loads(line)
+                if field not in row:
+                    raise no_field(f"{path}, line {number}", field, row)
+                text = row[field]
+                str(text).encode("utf-8")  # JSON can have half a surrogate pair as an escape
+            yield number, text
 
 
-def read_parquet(path: Path, field: str) -> Documents:
-    """One document per row, the string in the column `field`."""
+def parquet_rows(path: Path, field: str) -> Iterator[tuple[int, object]]:
+    """The value of the column `field` in each row."""
     from pyarrow import parquet
 
+    number = 0
     # Without these two settings the whole column is read ahead into memory.
     with reading(path), parquet.ParquetFile(path, pre_buffer=False, buffer_size=BLOCK) as file:
         if field not in file.schema_arrow.names:
-            raise _no_field(str(path), field, file.schema_arrow.names)
-        batches = file.iter_batches(batch_size=ROWS, columns=[field], use_threads=False)
-        for number, value in enumerate((value for batch in batches for value in batch.column(0)), 1):
-            yield _document(f"{path}, row {number}", value.as_py(), field)
+            raise no_field(str(path), field, file.schema_arrow.names)
+        for batch in file.iter_batches(batch_size=ROWS, columns=[field], use_threads=False):
+            yield from enumerate(batch.column(0).to_pylist(), number + 1)
+            number += len(batch)
 
 
-def _document(where: str, text: object, field: str) -> Document | None:
-    if text is None:
-        return None
-    if not isinstance(text, str):
-        raise UserError(f"{where}: {field!r} is {type(text).__name__}, not text; name another field with --text-field.")
-    text.encode("utf-8")  # JSON can have half a surrogate pair as an escape
-    return [text]
-
-
-def _no_field(where: str, field: str, present: Iterable[str]) -> UserError:
+def no_field(where: str, field: str, present: Iterable[str]) -> UserError:
+    """The error for a row or file without the column that holds text."""
     names = ", ".join(list(present)[:8]) or "none"
     return UserError(f"{where} has no field {field!r}; name one with --text-field (there are: {names}).")
 
 
-READERS: dict[str, Callable[[Path, str], Documents]] = {
-    "text": read_text,
-    "jsonl": read_jsonl,
-    "parquet": read_parquet,
-    "source": read_source,
-    "topics": read_topics,
-}
+def chunks(document: Document) -> Iterator[str]:
+    """The same text in chunks of at most `CHUNK` characters, which depend on the text alone and not on its blocks.
+
+    A chunk ends after a newline that a visible character follows: encoding starts afresh there, so the ids of the
+    chunks, end to end, are the ids of the document. Where a chunk has no such place (a line of 130,000 characters) it
+    is cut inside the line; the text stays exact, and ids next to the cut may differ.
+    """
+    text = ""
+    for block in document:
+        text, start = text + block, 0
+        while len(text) - start > CHUNK:
+            line_start = _UP_TO_A_LINE_START.match(text, start, start + CHUNK)
+            end = line_start.end() if line_start else start + CHUNK
+            yield text[start:end]
+            start = end
+        text = text[start:]
+    if text:
+        yield text

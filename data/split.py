@@ -1,133 +1,113 @@
-"""Which documents are for training, which for validation, and which are duplicates.
+"""Which documents of prepared units are for training and which for validation, and both as streams of ids.
 
-Sixteen bytes a document are remembered (a hash of its text and its length), never text. The split depends on the text
-alone, not on paths or times of files: the documents with the smallest hashes are the validation set.
+The split depends on the text alone. It looks at 24 bytes for each document.
 """
 
 import hashlib
-import itertools
-from array import array
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import itemgetter
+from pathlib import Path
 
 import numpy as np
 
-from data.chunks import chunks
-from data.readers import Document
-from errors import UserError
-
-TRAIN, VALIDATION, DUPLICATE = 0, 1, 2
+from data.batches import mix
 
 # A fixed set of 4 MB is about a million tokens: its mean loss has a standard error below 0.002 nats even where tokens
 # vary by 2 nats, and evaluating more would only take time away from training.
 MAX_VALIDATION = 4_000_000  # bytes
+MAX_COMPARED = 10_000_000  # documents; where there are more, each is compared with those of its own unit only
+TRAIN, VALIDATION, DUPLICATE = 0, 1, 2
+
+
+class TokenStream:
+    """Pieces of files of ids, end to end, read when they are asked for."""
+
+    def __init__(self, paths: Sequence[Path], dtype: np.dtype, pieces: np.ndarray):
+        """pieces: int64 (n, 3), each the number of a path, and in that file the first id and the one after the last."""
+        self._paths, self._dtype, self._pieces = paths, dtype, pieces
+        self._ends = np.cumsum(pieces[:, 2] - pieces[:, 1])
+
+    def __len__(self) -> int:
+        return int(self._ends[-1]) if len(self._ends) else 0
+
+    def __getitem__(self, places: slice) -> np.ndarray:
+        """The ids of a slice with step 1.
+
+        They are read, not memory-mapped: pages that stay mapped would count as memory of the process.
+        """
+        start, stop, _ = places.indices(len(self))
+        found, number = [np.empty(0, self._dtype)], int(np.searchsorted(self._ends, start, "right"))
+        while start < stop:
+            path, _, last = self._pieces[number].tolist()
+            left = int(self._ends[number]) - start  # of this piece
+            count = min(stop - start, left)
+            offset = (last - left) * self._dtype.itemsize
+            found.append(np.fromfile(self._paths[path], self._dtype, count, offset=offset))
+            start, number = start + count, number + 1
+        return np.concatenate(found)
 
 
 @dataclass(frozen=True)
-class DividedDocument:
-    """The one document whose start is for training and whose end for validation, where no other can be."""
+class Split:
+    """How documents are chosen for validation: `salt` chooses others, about `fraction` of the bytes, at most 4 MB."""
 
-    index: int
-    train_bytes: int  # the end of a line a little before is taken, if there is one
-    validation_bytes: int
+    fraction: float
+    salt: int
 
-
-@dataclass(frozen=True)
-class CorpusSplit:
-    """The split of every document."""
-
-    splits: np.ndarray  # (documents,) uint8: TRAIN, VALIDATION or DUPLICATE (of an earlier document, dropped)
-    divided: DividedDocument | None
-    text_hash: str  # of the kept documents, in order
-    documents: int  # kept
-    bytes: int  # of the kept documents
+    def candidates(self, hashes: np.ndarray) -> np.ndarray:
+        """Whether each document, given by its hash, may be for validation."""
+        limit = np.uint64(min(self.fraction * 2**64, 2**64 - 2048))
+        return mix(hashes ^ mix(np.array([self.salt], np.uint64))) < limit
 
 
-def hash_documents(
-    documents: Iterable[Document], on_read: Callable[[int], object] = lambda size: None
-) -> tuple[np.ndarray, np.ndarray]:
-    """The hash (uint64) and the length in bytes (uint64) of each document; `on_read` gets the size of each block."""
-    hashes, lengths = array("Q"), array("Q")
-    for document in documents:
-        digest, length = hashlib.blake2b(digest_size=8), 0
-        for block in document:
-            encoded = block.encode("utf-8")
-            digest.update(encoded)
-            length += len(encoded)
-            on_read(len(encoded))
-        hashes.append(int.from_bytes(digest.digest(), "little"))
-        lengths.append(length)
-    return np.frombuffer(hashes, np.uint64), np.frombuffer(lengths, np.uint64)
+def split_documents(table: np.ndarray, unit: np.ndarray, split: Split, held_out: np.ndarray | None) -> np.ndarray:
+    """TRAIN, VALIDATION or DUPLICATE for each row of `units.DOCUMENT`; `unit`: the number of its unit.
 
-
-def split_corpus(hashes: np.ndarray, lengths: np.ndarray, validation_fraction: float) -> CorpusSplit:
-    """Drop duplicates, then give validation about `validation_fraction` of the bytes, at most about 4 MB.
-
-    Documents go to validation in the order of their hashes until the goal is reached; one that would take it past
-    twice the goal is left out. Where every document is that large (a corpus of one file, say), the end of the
-    longest becomes the validation set instead.
+    Of equal documents the first is kept. For validation are, in order, those below a threshold of their hash, until
+    they have 4 MB. One that would take them past twice their share of the bytes is left out, and if no other document
+    remained, none is for validation. held_out: the hashes of the documents for validation, if they are known.
     """
-    if not 0 < validation_fraction < 1:
-        raise UserError(f"the validation fraction is {validation_fraction}; it must lie between 0 and 1.")
-    if not len(hashes):
-        raise UserError("there is no text in the files that were named; give files that contain text.")
-    kept = np.sort(np.unique(hashes, return_index=True)[1])  # of equal hashes, the first
-    splits = np.full(len(hashes), DUPLICATE, np.uint8)
-    splits[kept] = TRAIN
-    total = int(lengths[kept].sum())
-    goal = min(validation_fraction * total, MAX_VALIDATION)
-
-    validation_bytes, divided = 0, None
-    for document in kept[np.argsort(hashes[kept])]:
-        length = int(lengths[document])
-        if validation_bytes + length <= min(2 * goal, total - 1):  # total - 1: one document at least is for training
-            splits[document] = VALIDATION
-            validation_bytes += length
-        if validation_bytes >= goal:
-            break
-    if not validation_bytes:
-        longest = int(kept[np.argmax(lengths[kept])])
-        tail = max(1, round(goal))
-        divided = DividedDocument(longest, int(lengths[longest]) - tail, tail)
-    text_hash = hashlib.blake2b(hashes[kept].tobytes() + lengths[kept].tobytes(), digest_size=16).hexdigest()
-    return CorpusSplit(splits, divided, text_hash, len(kept), total)
+    hashes, kinds = table["hash"], np.full(len(table), DUPLICATE, np.uint8)
+    key = hashes if len(table) <= MAX_COMPARED else mix(hashes + unit.astype(np.uint64))
+    kinds[np.unique(key, return_index=True)[1]] = TRAIN
+    if held_out is None:
+        kept, taken = kinds == TRAIN, 0
+        most = 2 * min(split.fraction * float(table["bytes"][kept].sum()), MAX_VALIDATION)
+        for row in np.flatnonzero(kept & split.candidates(hashes)).tolist():
+            size = int(table["bytes"][row])
+            if taken < MAX_VALIDATION and taken + size <= most:
+                kinds[row] = VALIDATION
+                taken += size
+        if TRAIN not in kinds:
+            kinds[kept] = TRAIN
+        held_out = hashes[kinds == VALIDATION]
+    kinds[(kinds == TRAIN) & np.isin(hashes, held_out)] = DUPLICATE
+    return kinds
 
 
-def kept_documents(documents: Iterable[Document], corpus_split: CorpusSplit) -> Iterator[tuple[int, Iterator[str]]]:
-    """Yield (TRAIN or VALIDATION, chunks) for each document that is kept; the divided document comes as two.
+def find_pieces(table: np.ndarray, unit: np.ndarray, wanted: np.ndarray, lead: int) -> np.ndarray:
+    """The pieces, int64 (n, 3), that are the `wanted` rows; `lead`: ids before the first document of a unit."""
+    tokens = table["tokens"].astype(np.int64)
+    ends = np.cumsum(tokens)
+    first_of_unit = np.searchsorted(unit, unit)  # the row
+    ends += lead - (ends - tokens)[first_of_unit]
+    label = np.where(wanted, unit, -1)
+    edges = np.flatnonzero(np.diff(label, prepend=-2, append=-2))
+    first, last = edges[:-1], edges[1:] - 1
+    pieces = np.column_stack([label[first], (ends - tokens)[first], ends[last]])
+    opening = np.array([[0, 0, lead]])  # EOS, where the tokenizer has no BOS
+    return np.concatenate([opening, pieces[pieces[:, 0] >= 0]])
 
-    Chunks are read as they are iterated: those of one document must be used before the next document is asked for.
-    """
-    divided = corpus_split.divided
-    # Files that have grown since give more documents than were split; the caller notices by their fingerprint.
-    for index, (split, document) in enumerate(zip(corpus_split.splits, documents, strict=False)):
-        if divided and index == divided.index:
-            for part, labelled in itertools.groupby(_divide(chunks(document), divided), key=itemgetter(0)):
-                yield part, (chunk for _, chunk in labelled)
-        elif split != DUPLICATE:
-            yield int(split), chunks(document)
+
+def cut_pieces(pieces: np.ndarray, tokens: int) -> tuple[np.ndarray, np.ndarray]:
+    """The first `tokens` ids of the pieces, and the others."""
+    ends = np.cumsum(pieces[:, 2] - pieces[:, 1])
+    place = int(np.searchsorted(ends, tokens))
+    before, after = pieces[: place + 1].copy(), pieces[place:].copy()
+    before[-1, 2] = after[0, 1] = pieces[place, 2] - (ends[place] - tokens)
+    return before, after
 
 
-def _divide(document: Iterable[str], divided: DividedDocument) -> Iterator[tuple[int, str]]:
-    """Label each chunk TRAIN or VALIDATION; the chunk in which training ends becomes two.
-
-    It is divided at its last line end before byte `train_bytes`; without one near, between two characters.
-    """
-    position = 0  # bytes before this chunk
-    for chunk in document:
-        encoded = chunk.encode("utf-8")
-        end = divided.train_bytes - position
-        position += len(encoded)
-        if end >= len(encoded):
-            yield TRAIN, chunk
-        elif end < 0:
-            yield VALIDATION, chunk
-        else:
-            # No more than `validation_bytes` back, so that the validation set at most doubles.
-            end = encoded.rfind(b"\n", max(0, end - divided.validation_bytes), end) + 1 or end
-            while end > 0 and encoded[end] & 0xC0 == 0x80:
-                end -= 1
-            if end:
-                yield TRAIN, encoded[:end].decode("utf-8")
-            yield VALIDATION, encoded[end:].decode("utf-8")
+def text_hash(table: np.ndarray, kinds: np.ndarray) -> str:
+    """A hash of the documents that are kept, in order."""
+    return hashlib.blake2b(table["hash"][kinds != DUPLICATE].tobytes(), digest_size=16).hexdigest()

@@ -38,8 +38,13 @@ TRAINER_OPTIONS = dict(
     bos_id=1,
     eos_id=2,
     pad_id=-1,
+    control_symbols=["<|system|>", "<|user|>", "<|assistant|>", "<|end|>"],  # for conversations; text never gives them
     minloglevel=2,
 )
+# Words of a vocabulary without a piece that goes on after a newline or from a character to a space: the ids of a text
+# are those of its words, end to end.
+WORD = re.compile("[ ▁]*[^ ▁\n]+|[ ▁]+|\n")
+MAX_WORDS = 1 << 18  # whose ids are remembered, about 50 MB
 
 
 # A random number that no text contains. Digits, because templates may change letters (`upper`), but not digits.
@@ -61,6 +66,7 @@ class Tokenizer:
     def __init__(self, files: dict[str, bytes], folder: Path):
         """files: a tokenizer.json and what lies beside it, by name; folder: where they are from, for messages."""
         self.files, self._folder = files, folder
+        self._ids_of_words: dict[str, list[int]] = {}
         with reading(folder / "tokenizer.json"):
             self._tokenizer = tokenizers.Tokenizer.from_str(files["tokenizer.json"].decode())
             self._tokenizer.encode_special_tokens = True
@@ -78,6 +84,9 @@ class Tokenizer:
         content = files["tokenizer.json"] + f"{self.bos_id},{self.eos_id}".encode()
         self.hash = hashlib.blake2b(content, digest_size=16).hexdigest()
 
+    def __reduce__(self) -> tuple:  # for other processes
+        return Tokenizer, (self.files, self._folder)
+
     def fields(self, name: str) -> dict:
         """The fields of one of its JSON files, none if there is no such file."""
         with reading(self._folder / name):
@@ -92,9 +101,31 @@ class Tokenizer:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Encode many texts on all cores."""
-        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [encoding.ids for encoding in encodings]
+        """Encode many texts on all cores; where words are independent, each word once."""
+        if not self._words_are_independent:
+            encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+            return [encoding.ids for encoding in encodings]
+        if len(self._ids_of_words) > MAX_WORDS:
+            self._ids_of_words.clear()
+        words_of_texts = [WORD.findall(text) for text in texts]
+        new = list(set().union(*words_of_texts) - self._ids_of_words.keys())
+        encodings = self._tokenizer.encode_batch_fast(new, add_special_tokens=False)
+        self._ids_of_words.update((word, encoding.ids) for word, encoding in zip(new, encodings, strict=True))
+        return [
+            list(itertools.chain.from_iterable(map(self._ids_of_words.__getitem__, words))) for words in words_of_texts
+        ]
+
+    @functools.cached_property
+    def _words_are_independent(self) -> bool:
+        """Whether the ids of a text are those of its `WORD`s: no merge and no normalizer looks beyond one."""
+        content = json.loads(self.files["tokenizer.json"])
+        spaces = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
+        return (
+            content["pre_tokenizer"] is None
+            and content["normalizer"] == {"type": "Sequence", "normalizers": [spaces]}
+            and all(token.special for token in self.added_tokens.values())
+            and not any(re.search("[^▁]▁|\n", piece) for piece in content["model"]["vocab"])
+        )
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of ids; special tokens and ids past the vocabulary give nothing, bytes that are no character U+FFFD."""

@@ -6,14 +6,15 @@ from pathlib import Path
 
 from checkpoints.pretrained import load_pretrained
 from data.batches import validation_windows
+from data.corpus import tokenize
 from data.tokenizer import check_vocabulary, load_tokenizer
-from data.tokens import tokenize
 from errors import LOCK, UserError, is_main_process, locked
 from model.device import choose_device, choose_kernels, choose_training_dtype, explain_out_of_memory
 from training.estimate import estimate
 from training.evaluate import evaluate
 from training.loop import train
 from training.processes import explain_lost_process
+from training.session import prepare_corpus
 from training.settings import Command, Settings
 
 LESS_MEMORY = "use a smaller --micro-batch-size, --activation-checkpointing, a smaller model, or less --data"
@@ -23,9 +24,10 @@ def run(command: Command) -> int:
     """Run what the command line asks for; returns the exit status, 128 + the number of the signal that stopped it."""
     actions, settings, resume = command.actions, command.settings, command.actions.resume is not None
     with explain_out_of_memory(f"too little memory; {LESS_MEMORY}."), explain_lost_process():
-        if actions.dry_run or actions.eval_only:
+        asked = (actions.dry_run, estimate), (actions.prepare, prepare_text), (actions.eval_only, evaluate_checkpoint)
+        for _, action in (pair for pair in asked if pair[0]):
             if is_main_process():
-                (estimate if actions.dry_run else evaluate_checkpoint)(settings)
+                action(settings)
             return 0
         if is_main_process():
             stopped_by = train_in_own_folder(command, resume)
@@ -68,6 +70,11 @@ def make_run_dir(settings: Settings, config: str) -> Path:
             run_dir = Path(f"{name}-{number}")
 
 
+def prepare_text(settings: Settings) -> None:
+    """Make the tokenizer and the tokens of all of --data (`--prepare`)."""
+    print(f"text: {prepare_corpus(settings, complete=True).description}")
+
+
 def evaluate_checkpoint(settings: Settings) -> None:
     """Print the loss of the checkpoint --init-from on all of --data (`--eval-only`)."""
     if settings.run.init_from is None:
@@ -79,7 +86,7 @@ def evaluate_checkpoint(settings: Settings) -> None:
     tokenizer = load_tokenizer(settings.data.tokenizer or directory)
     model = load_pretrained(directory, device=device, compute_dtype=dtype)
     check_vocabulary(tokenizer, model.config.vocab_size)
-    tokens, text_bytes = tokenize(list(settings.data.data), tokenizer, settings.data.text_field)
+    tokens, text_bytes = tokenize(list(settings.data.data), tokenizer, settings.data.text_field, settings.data.cache)
     size = settings.data.micro_batch_size or settings.data.batch_size
     windows = validation_windows(tokens, settings.data.sequence_length, size)
     evaluation = evaluate(model, windows, text_bytes, device)

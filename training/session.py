@@ -12,9 +12,9 @@ from torch import nn
 
 import kernels
 from checkpoints import pretrained
-from data import batches, tokens
+from data import batches
+from data.corpus import Corpus, prepare
 from data.tokenizer import check_vocabulary
-from data.tokens import TokenizedCorpus
 from errors import UserError
 from model.decoder import Decoder, center_residual_writers
 from model.device import (
@@ -44,7 +44,7 @@ class Session:
     device: torch.device
     dtype: torch.dtype
     """Dtype of the activations."""
-    corpus: TokenizedCorpus
+    corpus: Corpus
     model: Decoder
     """The weights: what is evaluated and saved."""
     forward: nn.Module
@@ -121,7 +121,9 @@ def set_up(settings: Settings, run_dir: Path, *, resume: bool, log: Callable[[st
         log = no_log
 
     last = checkpoint.find_last(run_dir) if resume else None
-    corpus = prepare_corpus(settings, processes, last)
+    with processes.main_first("text"):
+        corpus = prepare_corpus(settings, last)
+    batches.check_one_batch(len(corpus.train[0]), settings.data.batch_size, settings.data.sequence_length)
     log(f"text: {corpus.description}")
     model = initial_model(settings, dtype, log, load=not resume).to(device)
     model.activation_checkpointing = settings.machine.activation_checkpointing
@@ -155,25 +157,24 @@ def open_run(session: Session) -> Metrics:
     return metrics
 
 
-def prepare_corpus(settings: Settings, processes: Processes, last: Path | None) -> TokenizedCorpus:
-    """The text as tokens; the main process prepares them while the others wait, then read the result.
+def prepare_corpus(settings: Settings, last: Path | None = None, *, complete: bool = False) -> Corpus:
+    """The text as tokens; complete: all of it, also where training could begin with a part.
 
     The tokenizer is that of the checkpoint to resume from, else --tokenizer, else that of --init-from, else one
     trained on the text.
     """
     data = settings.data
-    tokenizer = last or data.tokenizer or settings.run.init_from
-    with processes.main_first("text"):
-        corpus = tokens.prepare(
-            list(data.data),
-            text_field=data.text_field,
-            tokenizer=str(tokenizer) if tokenizer else None,
-            vocab_size=settings.model.vocab_size,
-            cache_dir=data.cache,
-            validation_fraction=data.validation_fraction,
-        )
+    corpus = prepare(
+        list(data.data),
+        text_field=data.text_field,
+        tokenizer=last or data.tokenizer or settings.run.init_from,
+        vocab_size=settings.model.vocab_size,
+        cache_dir=data.cache,
+        validation_fraction=data.validation_fraction,
+        validation_salt=data.validation_salt,
+        complete=complete,
+    )
     check_vocabulary(corpus.tokenizer, settings.model.vocab_size)
-    batches.check_one_batch(corpus.train, data.batch_size, data.sequence_length)
     return corpus
 
 

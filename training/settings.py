@@ -32,6 +32,8 @@ class Actions:
     With --init-from, the default is finetune."""
     resume: Annotated[str | None, optional("RUN")] = None
     """Resume this run folder (runs/NAME) exactly where it stopped, with its own settings and any flags given now."""
+    prepare: bool = False
+    """Do not train; make the tokenizer and the tokens of --data, all of them, so that training starts at once."""
     eval_only: bool = False
     """Do not train; evaluate the weights of --init-from on all of --data: nats per token, perplexity, bits per byte."""
     dry_run: bool = False
@@ -69,13 +71,16 @@ class DataSettings:
 
     data: tuple[str, ...] = ("python",)
     """Files, folders or globs of .txt .md .py .jsonl .jsonl.gz .parquet, or a known name:
-    python (the standard library of this interpreter), shakespeare, tinystories (these two are downloaded)."""
+    python (the standard library of this interpreter), shakespeare, tinystories (these two are downloaded);
+    or hub:OWNER/NAME[/FOLDER], a data set of the Hugging Face Hub, downloaded a few files ahead of training."""
     text_field: str = "text"
     """Field of jsonl and parquet rows that contains the text."""
     tokenizer: Annotated[str | None, optional("FILE")] = None
     """A tokenizer.model, a tokenizer.json, or a directory with one. Default: train a tokenizer on the text."""
     validation_fraction: float = 0.05
     """Fraction of the text, in complete documents, that is held out for validation (at most 4 MB)."""
+    validation_salt: int = 0
+    """Another number holds out other documents, for example to choose settings without looking at the usual ones."""
     cache: str = ".cache"
     """Folder where trained tokenizers and tokenized texts are cached."""
     sequence_length: int = 256
@@ -150,7 +155,7 @@ RULES = {
         "steps batch_size micro_batch_size sequence_length first_sequence_length evaluate_every timeout_minutes",
     ),
     "greater than 0": (lambda value: 0 < value < math.inf, "learning_rate clip"),
-    "0 or more": (lambda value: value >= 0, "seed warmup_steps weight_decay embedding_weight_decay"),
+    "0 or more": (lambda value: value >= 0, "seed validation_salt warmup_steps weight_decay embedding_weight_decay"),
     "between 0 and 1": (lambda value: 0 <= value <= 1, "validation_fraction decay_fraction final_learning_rate"),
     "at least 0 and below 1": (lambda value: 0 <= value < 1, "beta1 beta2"),
 }

@@ -8,7 +8,7 @@ import torch
 from checkpoints.pretrained import load_pretrained
 from data.batches import validation_windows
 from data.tokenizer import load_tokenizer
-from data.tokens import tokenize
+from data.corpus import tokenize
 from training.evaluate import evaluate
 
 

@@ -1,0 +1,220 @@
+"""What `--data` names: paths, folders, patterns, the standard library and data sets of the Hugging Face Hub, as files.
+
+Files are only listed here; a file of the Hub is downloaded when its turn comes.
+"""
+
+import contextlib
+import difflib
+import glob
+import json
+import os
+import sysconfig
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from errors import UserError, read_json, reading, replace_text
+
+FORMATS = {  # what a file's name ends in -> how it is read
+    ".txt": "text",
+    ".md": "text",
+    ".py": "text",
+    ".jsonl": "jsonl",
+    ".jsonl.gz": "jsonl",
+    ".parquet": "parquet",
+}
+EXPANSION = {".gz": 3, ".parquet": 2}  # bytes of text per byte of a compressed file, roughly
+SUFFIXES = " ".join(FORMATS)
+HUB = "hub:"
+KNOWN = {  # name -> data set, its revision, what the names of its files begin with
+    "shakespeare": ("karpathy/tiny_shakespeare", "refs/convert/parquet", "default/"),
+    "tinystories": ("roneneldan/TinyStories", "main", "data/train-"),
+}
+NAMES = ("python", *KNOWN)
+CHOICES = f"a path, a pattern, hub:OWNER/NAME, or one of {', '.join(NAMES)}"
+TRIES = 3  # of a download
+
+EXCLUDED = frozenset(  # folders of the standard library that are tests, applications, third-party code or generated
+    "test tests idle_test idlelib tkinter lib2to3 distutils site-packages dist-packages __pycache__ pydoc_data".split()
+)
+
+
+@dataclass(frozen=True)
+class TextFile:
+    """A file as it was when it was listed."""
+
+    name: str  # absolute path, or path in the data set
+    format: str  # a value of `FORMATS`, or "topics"
+    field: str  # of each row, which holds the text
+    size: int  # bytes
+    version: int | str  # time of the last change in nanoseconds, or commit of the data set
+    dataset: str | None = None  # on the Hub
+    optional: bool = False  # found in a folder or by a pattern: left out where it is not text
+
+    def fetch(self) -> Path:
+        """Its path on this machine, after a download if need be."""
+        return Path(self.name) if self.dataset is None else download(self.dataset, self.version, self.name)
+
+    @property
+    def text_bytes(self) -> int:
+        """The length of its text, roughly."""
+        return self.size * EXPANSION.get(Path(self.name).suffix.lower(), 1)
+
+    @property
+    def is_unchanged(self) -> bool:
+        """Whether a file of this machine still has the size and the time that it was listed with."""
+        if self.dataset is not None:
+            return True
+        status = os.stat(self.name)
+        return (status.st_size, status.st_mtime_ns) == (self.size, self.version)
+
+
+def resolve(names: Iterable[str], text_field: str, cache_dir: Path) -> list[TextFile]:
+    """The files behind names, paths, folders, patterns and `hub:OWNER/NAME[/folder]`, in that order.
+
+    A name wins over a folder of the same name; `./python` is the folder. Folders and patterns are sorted, hidden files
+    and folders left out, and only files with a suffix in `FORMATS` taken. Raises `UserError` for a source that does
+    not exist, a single file that is empty, and a folder or pattern without files to read.
+    """
+    files = []
+    for name in names:
+        path = os.path.expanduser(name)
+        if name == "python":
+            files += standard_library()
+        elif name in KNOWN:
+            files += hub_files(*KNOWN[name], text_field, cache_dir)
+        elif name.startswith(HUB):
+            parts = name.removeprefix(HUB).split("/")
+            files += hub_files("/".join(parts[:2]), "main", "/".join(parts[2:]), text_field, cache_dir)
+        elif os.path.isfile(path):
+            files.append(text_file(path, text_field))
+            if not files[-1].size:
+                raise UserError(f"{path} is empty; give a file with text in it.")
+        elif os.path.isdir(path):
+            files += text_files(visible_files(path), text_field, f"the folder {name} holds")
+        elif glob.has_magic(path):
+            files += text_files(sorted(glob.glob(path, recursive=True)), text_field, f"{name} matches")
+        else:
+            similar = difflib.get_close_matches(name, NAMES, n=1)
+            hint = f'did you mean "{similar[0]}"?' if similar else f"give {CHOICES}."
+            raise UserError(f'no file, folder or known corpus is called "{name}"; {hint}')
+    if not files:
+        raise UserError(f"no text was named; give {CHOICES}.")
+    return files
+
+
+def text_file(path: str | Path, text_field: str, optional: bool = False) -> TextFile:
+    """The file at `path` as it is now."""
+    if find_format(path) is None:
+        raise UserError(f"{path} has a format that is not supported; the formats are {SUFFIXES}.")
+    with reading(path):
+        status = os.stat(path)
+    name, version = os.path.abspath(path), status.st_mtime_ns
+    return TextFile(name, find_format(path), text_field, status.st_size, version, optional=optional)
+
+
+def text_files(paths: Iterable[str], text_field: str, where: str) -> list[TextFile]:
+    """Those of the paths that are files of known formats, not pipes or folders."""
+    known = (path for path in paths if find_format(path) and os.path.isfile(path))
+    files = [text_file(path, text_field, optional=True) for path in known]
+    if not files:
+        raise UserError(f"{where} no file to read; the formats are {SUFFIXES}.")
+    return files
+
+
+def find_format(path: str | Path) -> str | None:
+    """How a file is read, by its name; None if it is not."""
+    name = str(path).lower()
+    return next((format for suffix, format in FORMATS.items() if name.endswith(suffix)), None)
+
+
+def visible_files(folder: str, excluded: frozenset[str] = frozenset()) -> Iterator[str]:
+    """The files in a folder and the folders in it, sorted, without hidden ones; links to folders are not followed."""
+
+    def refuse(error: OSError) -> None:  # os.walk leaves the folder out otherwise
+        fix = "make it readable or name other folders"
+        raise UserError(f"the folder {error.filename} cannot be read ({error.strerror}); {fix}.")
+
+    for parent, folders, names in os.walk(folder, onerror=refuse):
+        folders[:] = sorted(name for name in folders if name not in excluded and not name.startswith("."))
+        yield from (os.path.join(parent, name) for name in sorted(names) if not name.startswith("."))
+
+
+def standard_library() -> list[TextFile]:
+    """The running interpreter's own sources and its prose documentation: real text on every machine with Python."""
+    root = Path(sysconfig.get_path("stdlib"))
+    sources = [
+        path
+        for path in map(Path, visible_files(root, EXCLUDED) if root.is_dir() else ())
+        if path.suffix == ".py"
+        # 1 MB of `encodings` is generated character tables
+        and not (path.parent.name == "encodings" and b"decoding_table" in path.read_bytes())
+    ]
+    if not sources:
+        raise UserError(
+            f"this Python keeps no sources of its standard library in {root}, and they are the default text; "
+            f"name your own text with --data FILE (or --data shakespeare, a download of 1 MB)."
+        )
+    files = [text_file(path, "text", optional=True) for path in sources]
+    topics = root / "pydoc_data" / "topics.py"
+    if topics.is_file():
+        found = text_file(topics, "text")
+        files.append(TextFile(found.name, "topics", found.field, found.size, found.version))
+    return files
+
+
+def hub_files(dataset: str, revision: str, start: str, text_field: str, cache_dir: Path) -> list[TextFile]:
+    """The files of a data set of the Hub whose names begin with `start`, as they were when it was first named.
+
+    Their list is kept in `cache_dir`, so that a resumed run reads the same files, without a network if it has them.
+    """
+    list_file = cache_dir / "hub" / f"{dataset.replace('/', '--')}.json"
+    if not list_file.is_file():
+        from huggingface_hub import HfApi
+
+        with online(f"the list of files of the data set {dataset}"):
+            info = HfApi().dataset_info(dataset, revision=revision, files_metadata=True)
+        sizes = {file.rfilename: file.size for file in info.siblings}
+        list_file.parent.mkdir(parents=True, exist_ok=True)
+        replace_text(list_file, json.dumps({"commit": info.sha, "sizes": sizes}))
+    listed = read_json(list_file)
+    files = [
+        TextFile(path, find_format(path), text_field, size, listed["commit"], dataset)
+        for path, size in sorted(listed["sizes"].items())
+        if path.startswith(start) and find_format(path) and not path.endswith((".md", ".py"))
+    ]
+    if not files:
+        raise UserError(f"the data set {dataset} has no file {start}* to read; the formats are {SUFFIXES}.")
+    return files
+
+
+def download(dataset: str, revision: str, file: str) -> Path:
+    """A file of a data set: from the cache of huggingface_hub, which needs no network, or from the Hub."""
+    from huggingface_hub import hf_hub_download, logging
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    logging.set_verbosity_error()  # no warnings about retries; if all of them fail, the error below says so
+    location = dict(repo_id=dataset, filename=file, revision=revision, repo_type="dataset")
+    with contextlib.suppress(LocalEntryNotFoundError):
+        return Path(hf_hub_download(**location, local_files_only=True))
+    with online(f"{file} of the data set {dataset}"):
+        for _ in range(TRIES - 1):  # the library itself resumes after some failures, but not after all
+            with contextlib.suppress(Exception):
+                return Path(hf_hub_download(**location))
+        return Path(hf_hub_download(**location))
+
+
+@contextlib.contextmanager
+def online(what: str) -> Iterator[None]:
+    """Turn the failure of a download into one line; a network fails in many ways, and the Hub has a class for each."""
+    try:
+        yield
+    except Exception as error:
+        cause = error
+        while cause.__cause__:
+            cause = cause.__cause__
+        reason = str(cause).strip().split("\n")[0].rstrip(".")
+        raise UserError(
+            f"{what} could not be downloaded ({type(cause).__name__}: {reason}); "
+            f"check the connection or name your own text with --data FILE."
+        ) from error
