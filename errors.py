@@ -12,7 +12,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NoReturn
+from typing import BinaryIO, NoReturn
 
 if sys.version_info < (3, 11):  # noqa: UP036 - one line instead of a traceback
     sys.exit(f"error: this needs Python 3.11 or newer, and this is {sys.version.split()[0]}.")
@@ -61,15 +61,16 @@ def read_toml(path: Path) -> dict:
         return tomllib.loads(path.read_text(encoding="utf-8"))
 
 
-def replace_text(path: Path, text: str) -> None:
-    """Write a file atomically: after a kill at any instant it has either its old text or the new one.
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """A file to write instead of `path`: after a kill at any instant, that has either its old content or the new one.
 
     `OSError`, with the file's name, if it cannot be written, for example because the disk is full.
     """
     new = path.with_name(path.name + ".new")
     try:
-        with new.open("w", encoding="utf-8") as file:
-            file.write(text)
+        with new.open("wb") as file:
+            yield file
             file.flush()
             os.fsync(file.fileno())  # else the file may be empty after a power failure, although it has its new name
         new.replace(path)
@@ -78,6 +79,12 @@ def replace_text(path: Path, text: str) -> None:
             new.unlink(missing_ok=True)
         error.filename = str(path)  # the system names no file when a write fails
         raise
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a text file atomically, see `replacing`."""
+    with replacing(path) as file:
+        file.write(text.encode("utf-8"))
 
 
 def fsync_directory(directory: Path, files: bool = True) -> None:

@@ -31,10 +31,10 @@ from data.split import (
     split_documents,
     text_hash,
 )
-from data.tokenizer import TRAINER_OPTIONS, Tokenizer, VocabularyTooLarge, load_tokenizer, train_tokenizer
-from data.units import VERSION, Store, Unit, content_hash, digest, group_files, replacing
+from data.tokenizer import TRAINER_OPTIONS, Tokenizer, load_tokenizer, train_tokenizer
+from data.units import VERSION, Store, Unit, content_hash, digest, group_files
 from data.workers import Workers, prepare_units
-from errors import UserError, fsync_directory, is_main_process, locked, read_json, replace_text
+from errors import UserError, fsync_directory, is_main_process, locked, read_json, replace_text, replacing
 
 # Text to train a tokenizer on. Python sources: 3.47 bytes per token from 3 MB, 3.54 from 8 MB, in 3 s on two cores.
 TOKENIZER_BYTES = 10_000_000
@@ -69,7 +69,7 @@ class Corpus:
         return (
             f"{self.documents:,} documents ({self.duplicates:,} duplicates dropped), {self.bytes / 1e6:.2f} MB{more}, "
             f"hash {self.text_hash[:12]}\n"
-            f"  {tokens:,} tokens to train on, {text / tokens:.2f} bytes per token, "
+            f"  {tokens:,} tokens to train on, {text / max(1, tokens):.2f} bytes per token, "
             f"vocabulary {self.tokenizer.vocab_size:,}\n"
             f"  {len(self.validation):,} for validation ({held_out}, {self.validation_bytes / 1e6:.2f} MB, "
             f"xz -9e: {self.xz_bits_per_byte:.3f} bits per byte)"
@@ -160,12 +160,10 @@ def trained_tokenizer(units: list[Unit], vocab_size: int, split: Split, cache_di
         new.mkdir(parents=True)
         print(f"training a tokenizer of {vocab_size:,} pieces (once, some seconds) ...", file=sys.stderr, flush=True)
         sample = sample_text(units, split)
-        try:
-            tokenizer = train_tokenizer(sample, vocab_size, new / "tokenizer.model")
-        except VocabularyTooLarge as error:
-            reason = f"the text is too small for a vocabulary of {vocab_size:,}"
-            print(f"note: {reason}; the tokenizer has {error.maximum:,} pieces instead", file=sys.stderr, flush=True)
-            tokenizer = train_tokenizer(sample, error.maximum, new / "tokenizer.model")
+        tokenizer = train_tokenizer(sample, vocab_size, new / "tokenizer.model")
+        if tokenizer.vocab_size < vocab_size:
+            pieces = f"{tokenizer.vocab_size:,} instead of {vocab_size:,} pieces"
+            print(f"note: the text is small, so the tokenizer has {pieces}", file=sys.stderr, flush=True)
         tokenizer.save(new)
         fsync_directory(new)
         new.rename(folder)

@@ -1,4 +1,4 @@
-"""How one file is read: a function per format, each a generator of documents; and documents in chunks.
+"""How one file is read: a function per format, each a generator of documents.
 
 Nothing here holds more than a block, a row or, in parquet, some rows. Text is never changed (no
 newline translation, no stripping). Each error names the file or the row, and what to do.
@@ -7,19 +7,16 @@ newline translation, no stripping). Each error names the file or the row, and wh
 import gzip
 import itertools
 import json
-import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from data.sources import TextFile
 from errors import UserError, reading
 
-BLOCK = 1 << 20  # characters of a text file that are read at a time
+BLOCK = 1 << 17  # characters of a text file that are read at a time, and then up to the end of a line
 ROWS = 256  # of parquet, decoded at a time
-CHUNK = 1 << 17  # characters that are encoded at once, small enough that several cores share a few MB
 
 Document = Iterable[str]  # its text in blocks, not empty, to be read at most once
-_UP_TO_A_LINE_START = re.compile(r".*\n(?=\S)", re.DOTALL)
 
 
 def read_documents(file: TextFile, skipped: list[str]) -> Iterator[Document]:
@@ -54,10 +51,10 @@ def read_text(path: Path, optional: bool, skipped: list[str]) -> Iterator[Docume
 
 
 def read_blocks(path: Path) -> Iterator[str]:
-    """A text file, block by block."""
+    """A text file, block by block; only a line that is longer than a block is cut inside."""
     fix = "make it readable, convert it to UTF-8, or leave it out"
     with reading(path, fix), open(path, encoding="utf-8", newline="") as file:
-        while block := file.read(BLOCK):
+        while block := file.read(BLOCK) + file.readline(BLOCK):
             yield block
 
 
@@ -111,23 +108,3 @@ def no_field(where: str, field: str, present: Iterable[str]) -> UserError:
     """The error for a row or file without the column that holds text."""
     names = ", ".join(list(present)[:8]) or "none"
     return UserError(f"{where} has no field {field!r}; name one with --text-field (there are: {names}).")
-
-
-def chunks(document: Document) -> Iterator[str]:
-    """The same text in chunks of at most `CHUNK` characters, which depend on the text alone and not on its blocks.
-
-    A chunk ends after a newline that a visible character follows: encoding starts afresh there, so the ids of the
-    chunks, end to end, are the ids of the document. Where a chunk has no such place (a line of 130,000 characters) it
-    is cut inside the line; the text stays exact, and ids next to the cut may differ.
-    """
-    text = ""
-    for block in document:
-        text, start = text + block, 0
-        while len(text) - start > CHUNK:
-            line_start = _UP_TO_A_LINE_START.match(text, start, start + CHUNK)
-            end = line_start.end() if line_start else start + CHUNK
-            yield text[start:end]
-            start = end
-        text = text[start:]
-    if text:
-        yield text

@@ -73,7 +73,8 @@ def split_documents(table: np.ndarray, unit: np.ndarray, split: Split, held_out:
     if held_out is None:
         kept, taken = kinds == TRAIN, 0
         most = 2 * min(split.fraction * float(table["bytes"][kept].sum()), MAX_VALIDATION)
-        for row in np.flatnonzero(kept & split.candidates(hashes)).tolist():
+        candidates = np.flatnonzero(kept & split.candidates(hashes))
+        for row in candidates[np.sort(np.unique(hashes[candidates], return_index=True)[1])].tolist():
             size = int(table["bytes"][row])
             if taken < MAX_VALIDATION and taken + size <= most:
                 kinds[row] = VALIDATION

@@ -15,6 +15,7 @@ import secrets
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
 import tokenizers
 from tokenizers import AddedToken, normalizers
 
@@ -66,7 +67,7 @@ class Tokenizer:
     def __init__(self, files: dict[str, bytes], folder: Path):
         """files: a tokenizer.json and what lies beside it, by name; folder: where they are from, for messages."""
         self.files, self._folder = files, folder
-        self._ids_of_words: dict[str, list[int]] = {}
+        self._ids_of_words: dict[str, bytes] = {}
         with reading(folder / "tokenizer.json"):
             self._tokenizer = tokenizers.Tokenizer.from_str(files["tokenizer.json"].decode())
             self._tokenizer.encode_special_tokens = True
@@ -100,20 +101,21 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Encode many texts on all cores; where words are independent, each word once."""
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Encode many texts on all cores, uint32; where words are independent, each word once."""
         if not self._words_are_independent:
-            encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-            return [encoding.ids for encoding in encodings]
+            return self._encode_all(texts)
         if len(self._ids_of_words) > MAX_WORDS:
             self._ids_of_words.clear()
         words_of_texts = [WORD.findall(text) for text in texts]
         new = list(set().union(*words_of_texts) - self._ids_of_words.keys())
-        encodings = self._tokenizer.encode_batch_fast(new, add_special_tokens=False)
-        self._ids_of_words.update((word, encoding.ids) for word, encoding in zip(new, encodings, strict=True))
-        return [
-            list(itertools.chain.from_iterable(map(self._ids_of_words.__getitem__, words))) for words in words_of_texts
-        ]
+        self._ids_of_words.update(zip(new, map(np.ndarray.tobytes, self._encode_all(new)), strict=True))
+        ids_of = self._ids_of_words.__getitem__
+        return [np.frombuffer(b"".join(map(ids_of, words)), np.uint32) for words in words_of_texts]
+
+    def _encode_all(self, texts: Sequence[str]) -> list[np.ndarray]:
+        encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        return [np.array(encoding.ids, np.uint32) for encoding in encodings]
 
     @functools.cached_property
     def _words_are_independent(self) -> bool:
@@ -241,22 +243,10 @@ def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
         )
 
 
-class VocabularyTooLarge(UserError):
-    """The text has too few different pieces for the vocabulary; `maximum` is how many it has."""
+def train_tokenizer(texts: Sequence[str], vocab_size: int, path: str | Path) -> Tokenizer:
+    """Train a byte-pair encoding of `vocab_size` pieces, or of all that the texts have; write it to the file `path`.
 
-    def __init__(self, vocab_size: int, maximum: int) -> None:
-        super().__init__(
-            f"the text is too small for a vocabulary of {vocab_size:,}; "
-            f"the maximum for it is {maximum:,}: set --vocab-size to that or less, or give more text."
-        )
-        self.maximum = maximum
-
-
-def train_tokenizer(texts: Iterable[str], vocab_size: int, path: str | Path) -> Tokenizer:
-    """Train a byte-pair encoding of exactly `vocab_size` pieces on the texts and write the model to the file `path`.
-
-    The same texts in the same order give the same file. No piece contains a newline or a tab: those are bytes. Raises
-    `VocabularyTooLarge` where the texts do not have that many pieces.
+    The same texts in the same order give the same file. No piece contains a newline or a tab: those are bytes.
     """
     import sentencepiece
 
@@ -269,7 +259,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, path: str | Path) -> 
         if "KeyboardInterrupt" in str(error):
             raise KeyboardInterrupt from None
         if maximum := re.search(r"Vocabulary size too high .*?<= (\d+)", str(error)):
-            raise VocabularyTooLarge(vocab_size, int(maximum[1])) from None
+            return train_tokenizer(texts, int(maximum[1]), path)
         raise UserError(f"no tokenizer could be trained on this text ({error}); give more text.") from None
     Path(path).write_bytes(model.getvalue())
     return convert(Path(path), {})

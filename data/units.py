@@ -11,9 +11,8 @@ import contextlib
 import functools
 import hashlib
 import json
-import os
 from array import array
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -21,10 +20,10 @@ from typing import BinaryIO
 import numpy as np
 from filelock import FileLock, Timeout
 
-from data.readers import Document, chunks, read_documents
+from data.readers import Document, read_documents
 from data.sources import TextFile
 from data.tokenizer import Tokenizer
-from errors import UserError, fsync_directory, read_json, replace_text
+from errors import UserError, fsync_directory, read_json, replace_text, replacing
 
 VERSION = 4  # of the files; raised when the same text and tokenizer would give other files
 UNIT_BYTES = 64_000_000
@@ -135,28 +134,27 @@ class Store:
 
 
 class UnitWriter:
-    """Encodes documents, a few MB of chunks at a time, and appends their ids to an open file."""
+    """Encodes documents, a few MB at a time, and appends their ids to an open file."""
 
     def __init__(self, file: BinaryIO, store: Store, report: Callable[[int], object]):
-        self._file, self._report, self._tokenizer = file, report, store.tokenizer
-        self._typecode = "H" if store.dtype.itemsize == 2 else "I"
+        self._file, self._report, self._tokenizer, self._dtype = file, report, store.tokenizer, store.dtype
         self._begin = [] if self._tokenizer.bos_id is None else [self._tokenizer.bos_id]
         self._newline = self._tokenizer.encode("\n")
         self._hashes, self._lengths, self._starts = array("Q"), array("Q"), array("Q")
-        self._pending: list[tuple[str, bool]] = []  # chunks not yet encoded, each with whether a document starts there
-        self._pending_characters = self._tokens = 0
+        self._pending: list[tuple[str, bool]] = []  # blocks not yet encoded, each with whether a document starts there
+        self._characters = self._tokens = 0  # pending, written
         self._write([self._tokenizer.eos_id] * store.lead)
 
     def add(self, document: Document) -> None:
         """Append a document."""
         content, length = hashlib.blake2b(digest_size=8), 0
-        for number, chunk in enumerate(chunks(document)):
-            encoded = chunk.encode("utf-8")
+        for number, block in enumerate(document):
+            encoded = block.encode("utf-8")
             content.update(encoded)
             length += len(encoded)
-            self._pending.append((chunk, number == 0))
-            self._pending_characters += len(chunk)
-            if self._pending_characters >= BATCH:
+            self._pending.append((block, number == 0))
+            self._characters += len(block)
+            if self._characters >= BATCH:
                 self._encode_pending()
         self._hashes.append(int.from_bytes(content.digest(), "little"))
         self._lengths.append(length)
@@ -164,53 +162,32 @@ class UnitWriter:
     def finish(self) -> np.ndarray:
         """Write what is pending; a row of `DOCUMENT` for each document."""
         self._encode_pending()
-        self._end_document()
-        documents = np.empty(len(self._starts), DOCUMENT)
-        documents["hash"], documents["bytes"] = self._hashes, self._lengths
-        documents["tokens"] = np.diff(self._starts, append=self._tokens)
-        return documents
+        self._write([self._tokenizer.eos_id] * bool(self._starts))
+        tokens = np.diff(self._starts, append=self._tokens)
+        return np.rec.fromarrays([self._hashes, self._lengths, tokens], DOCUMENT)
 
     def _encode_pending(self) -> None:
-        """A chunk in the middle of a document is encoded after a newline, whose ids are then cut off.
+        """A block in the middle of a document is encoded after a newline, whose ids are then cut off.
 
         Otherwise a tokenizer that puts a space in front of every text (LLaMA's) would put one inside the document.
         """
-        encoded = self._tokenizer.encode_batch([chunk if first else "\n" + chunk for chunk, first in self._pending])
-        for (chunk, first), ids in zip(self._pending, encoded, strict=True):
+        encoded = self._tokenizer.encode_batch([block if first else "\n" + block for block, first in self._pending])
+        for (block, first), ids in zip(self._pending, encoded, strict=True):
             if first:
-                self._end_document()
+                self._write([self._tokenizer.eos_id] * bool(self._starts))
                 self._starts.append(self._tokens)
                 self._write(self._begin)
-            elif ids[: len(self._newline)] == self._newline:
+            elif ids[: len(self._newline)].tolist() == self._newline:
                 ids = ids[len(self._newline) :]
             else:
-                ids = self._tokenizer.encode(chunk)
+                ids = self._tokenizer.encode(block)
             self._write(ids)
-        self._report(self._pending_characters)
-        self._pending, self._pending_characters = [], 0
+        self._report(self._characters)
+        self._pending, self._characters = [], 0
 
-    def _end_document(self) -> None:
-        if self._starts:
-            self._write([self._tokenizer.eos_id])
-
-    def _write(self, ids: list[int]) -> None:
-        self._file.write(array(self._typecode, ids))
+    def _write(self, ids: Sequence[int]) -> None:
+        self._file.write(np.asarray(ids, self._dtype))
         self._tokens += len(ids)
-
-
-@contextlib.contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A file that appears at `path`, complete and on disk, if the block ends without an exception."""
-    new = path.with_name(path.name + ".new")
-    try:
-        with new.open("wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        new.replace(path)
-    except OSError as error:
-        error.filename = str(path)  # the system names no file when a write fails
-        raise
 
 
 def digest(*parts: object) -> str:

@@ -149,6 +149,8 @@ class HubServer(http.server.ThreadingHTTPServer):
         """Answers by path, without the query."""
         self.errors: dict[str, tuple[int, str]] = {}
         """HTTP status and error code by path; all other paths without a file are 404 EntryNotFound."""
+        self.drops: dict[str, int] = {}
+        """How often the connection is lost in the middle of a file, by path."""
         self.asked: list[tuple[str, str]] = []
         """The method and path of each request."""
         self.resume = threading.Event()
@@ -169,7 +171,11 @@ class HubRequest(http.server.BaseHTTPRequestHandler):
         found = self.server.files.get(path)
         status, code = self.server.errors.get(path, (404, "EntryNotFound") if found is None else (200, None))
         found = b"" if found is None or status != 200 else found
-        self.send_response(status)
+        start = int(self.headers.get("Range", "bytes=0-")[6:].partition("-")[0])
+        self.send_response(206 if start else status)
+        if start:
+            self.send_header("Content-Range", f"bytes {start}-{len(found) - 1}/{len(found)}")
+            found = found[start:]
         if code is None:
             self.send_header("X-Repo-Commit", self.server.commit)
             self.send_header("ETag", f'"{abs(hash(path)):040x}"')
@@ -179,6 +185,11 @@ class HubRequest(http.server.BaseHTTPRequestHandler):
         self.end_headers()
         if body:
             half = len(found) // 2 if len(found) > 10_000 else len(found)
+            if self.server.drops.get(path):
+                self.server.drops[path] -= 1
+                self.wfile.write(found[: len(found) // 2])
+                self.close_connection = True
+                return
             self.wfile.write(found[:half])
             self.server.resume.wait(60)
             self.wfile.write(found[half:])

@@ -22,7 +22,8 @@ from hypothesis import strategies as st
 import ablate
 import generate
 from checkpoints.pretrained import save_pretrained
-from data.corpus import read_documents, resolve
+from data.readers import read_documents
+from data.sources import resolve
 from errors import exit_on_user_error
 from model.config import ModelConfig
 from model.decoder import Decoder
@@ -166,8 +167,10 @@ def resume(folder: Path) -> None:
 
 
 def read_texts(folder: Path) -> None:
-    for document in read_documents(resolve([str(path) for path in folder.iterdir()])):
-        "".join(document).encode("utf-8")
+    files = resolve([str(path) for path in folder.iterdir()], "text", folder)
+    for file in files:
+        for document in read_documents(file, []):
+            "".join(document).encode("utf-8")
 
 
 READERS = {  # share of the examples of a profile, what is read, and by what

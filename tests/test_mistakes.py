@@ -23,7 +23,9 @@ train --data nothere
 train --data BAD/empty
     .*BAD/empty holds no file to read; the formats are .txt .md .py
 train --data BAD/small.txt
-    the text has 3 tokens to train on, but one batch .* needs 4,096; give more text
+    the text has 1 tokens to train on, but one batch .* needs 4,096; give more text\.
+train --data BAD/notes.txt
+    the text has .* needs 4,096; .* smaller: the same command with --sequence-length 256 --batch-size 2 works
 train --data BAD/latin.txt
     .*latin.txt .*UTF-8
 train --data BAD/rows.jsonl --text-field body
@@ -131,6 +133,7 @@ def folder(tmp_path_factory) -> Path:
         (bad / name).mkdir()
     files = {
         "small.txt": b"short",
+        "notes.txt": b"Buy milk. " * 300,
         "latin.txt": "é".encode("latin-1") * 100,
         "rows.jsonl": b'{"text": "a"}\n',
         "broken.jsonl": b'{"text": "a"\n',

@@ -24,8 +24,8 @@ def run(command: Command) -> int:
     """Run what the command line asks for; returns the exit status, 128 + the number of the signal that stopped it."""
     actions, settings, resume = command.actions, command.settings, command.actions.resume is not None
     with explain_out_of_memory(f"too little memory; {LESS_MEMORY}."), explain_lost_process():
-        asked = (actions.dry_run, estimate), (actions.prepare, prepare_text), (actions.eval_only, evaluate_checkpoint)
-        for _, action in (pair for pair in asked if pair[0]):
+        if actions.dry_run or actions.prepare or actions.eval_only:
+            action = estimate if actions.dry_run else prepare_text if actions.prepare else evaluate_checkpoint
             if is_main_process():
                 action(settings)
             return 0

@@ -26,7 +26,8 @@ from checkpoints.find import find_checkpoint
 from checkpoints.pretrained import load_pretrained, save_pretrained
 from contrib.gguf import write_gguf
 from contrib.llama_cpp_vocab import PRE_TOKENIZERS, WORDS
-from data.corpus import read_documents, resolve
+from data.readers import read_documents
+from data.sources import resolve
 from data.tokenizer import Tokenizer, load_tokenizer
 from generation.generate import generate
 from generation.prompts import encode_prompt
@@ -163,7 +164,8 @@ def log_probabilities(decoder: Decoder, ids: list[int]) -> list[float]:
 
 
 def library_text() -> list[str]:
-    return ["".join(document) for document in read_documents(resolve(["python"]))]
+    files = resolve(["python"], "text", Path())
+    return ["".join(document) for file in files for document in read_documents(file, [])]
 
 
 def test_qwens_tokenizer_gives_the_same_ids_and_chat_prompt(make_decoder, open_in_llama_cpp, shared, tmp_path, capsys):

@@ -1,18 +1,37 @@
 """What several tests of the data package need: the default corpus, and small tokenizers of each kind."""
 
 import gzip
+import random
 from pathlib import Path
 
 import pytest
 
-from data.corpus import read_documents, resolve
+from data.readers import read_documents
+from data.sources import resolve
 from data.tokenizer import load_tokenizer, train_tokenizer
+
+
+def read(sources: list, field: str = "text", cache_dir: Path = Path("nowhere")) -> list[str]:
+    """The documents of the sources."""
+    files = resolve([str(source) for source in sources], field, cache_dir)
+    return ["".join(document) for file in files for document in read_documents(file, [])]
 
 
 @pytest.fixture(scope="session")
 def library_text() -> list[str]:
     """Every document of the default corpus."""
-    return ["".join(document) for document in read_documents(resolve(["python"]))]
+    return read(["python"])
+
+
+def write_corpus(folder: Path, documents: int = 60, seed: int = 0) -> list[str]:
+    """A folder of small documents of random words; a duplicate and lines of all lengths among them."""
+    generator = random.Random(seed)
+    words = ["".join(generator.choices("etaoin shrdlué😀\n", k=generator.randint(1, 7))) for _ in range(400)]
+    texts = [" ".join(generator.choices(words, k=generator.randint(5, 300))) for _ in range(documents)]
+    folder.mkdir(parents=True, exist_ok=True)
+    for i, text in enumerate([*texts, texts[3]]):
+        (folder / f"{i:03}.txt").write_bytes(text.encode("utf-8"))
+    return texts
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from data.batches import batch, validation_windows
+from data.batches import batch, check_one_batch, permute, validation_windows
 from errors import UserError
 
 STREAM = np.arange(1003, dtype=np.uint16)  # each token is its own position, so a window shows where it was taken
@@ -12,7 +12,7 @@ T, B = 10, 7
 
 def rows(step: int, **changes) -> tuple[np.ndarray, np.ndarray]:
     arguments = dict(seed=5, step=step, batch_size=B, sequence_length=T) | changes
-    return batch(STREAM, **arguments)
+    return batch([STREAM], **arguments)
 
 
 def test_targets_are_the_inputs_one_further():
@@ -47,7 +47,7 @@ def test_a_batch_depends_on_nothing_but_its_arguments():
     assert np.array_equal(rows(123)[0], later[0])
     assert not np.array_equal(rows(124)[0], later[0])
     assert not np.array_equal(rows(123, seed=6)[0], later[0])
-    wider = batch(STREAM.astype(np.uint32), seed=5, step=123, batch_size=B, sequence_length=T)
+    wider = batch([STREAM.astype(np.uint32)], seed=5, step=123, batch_size=B, sequence_length=T)
     assert np.array_equal(wider[0], later[0])
 
 
@@ -60,22 +60,49 @@ def test_the_shares_of_all_processes_are_the_batch_of_one(world_size):
             assert np.array_equal(np.concatenate([share[i] for share in shares]), batch_of_one[i])
 
 
-def test_a_text_too_small_for_a_batch_says_what_is_there_and_what_is_needed():
-    with pytest.raises(UserError) as caught:
-        batch(STREAM[:69], seed=0, step=0, batch_size=B, sequence_length=T)
-    assert "69" in str(caught.value) and "70" in str(caught.value)
-    batch(STREAM[:70], seed=0, step=3, batch_size=B, sequence_length=T)
+def test_streams_are_read_one_after_the_other_and_none_before_it_is_needed():
+    asked = []
+
+    class Streams(list):
+        def __getitem__(self, number):
+            asked.append(number)
+            return super().__getitem__(number)
+
+    streams = Streams([np.arange(0, 75), np.arange(100, 165), np.arange(200, 238)])  # 7, 6 and 3 windows
+    seen = [batch(streams, seed=0, step=step, batch_size=1, sequence_length=T)[0][0] for step in range(7)]
+    assert set(asked) == {0}
+    seen += [batch(streams, seed=0, step=step, batch_size=1, sequence_length=T)[0][0] for step in range(7, 40)]
+    epoch = [row[0] // 100 for row in seen]
+    assert epoch[:32] == ([0] * 7 + [1] * 6 + [2] * 3) * 2
+    assert len({tuple(row) for row in seen[:16]}) == 16
+    across = batch(streams, seed=0, step=3, batch_size=4, sequence_length=T)[0]
+    assert np.array_equal(across, seen[12:16])
 
 
-def test_processes_that_do_not_divide_the_batch_are_refused():
-    with pytest.raises(UserError, match="2 processes"):
-        rows(0, rank=0, world_size=2)
+def test_the_order_of_windows_is_a_bijection_for_any_count():
+    for count in [*range(1, 300), *range(300, 5000, 23), 5000]:
+        order = permute(np.arange(count), count, np.random.SeedSequence(count).generate_state(4, np.uint64))
+        assert np.array_equal(np.sort(order), np.arange(count)), count
 
 
-def test_a_billion_tokens_need_little_memory_for_their_order():
-    tokens = np.lib.stride_tricks.as_strided(np.arange(1, dtype=np.uint16), (10**9,), (0,))  # 2 bytes, repeated
-    inputs, _ = batch(tokens, seed=0, step=10**6, batch_size=32, sequence_length=256)
-    assert inputs.shape == (32, 256)
+def test_neighbours_do_not_stay_neighbours_and_keys_give_other_orders():
+    first, second = (
+        permute(np.arange(10**6), 10**6, np.random.SeedSequence(n).generate_state(4, np.uint64)) for n in (1, 2)
+    )
+    for order in (first, second):
+        steps = np.diff(order.astype(np.int64))
+        assert (np.abs(steps) < 1000).mean() == pytest.approx(0.002, rel=0.1), "as often as by chance"
+        assert abs(np.corrcoef(order[:-1], order[1:])[0, 1]) < 0.01
+    assert (first == second).sum() < 20
+
+
+def test_a_text_too_small_for_a_batch_says_which_batch_it_is_enough_for():
+    check_one_batch(70, B, T)
+    with pytest.raises(UserError, match=r"69 tokens .* needs 70; .*--sequence-length 10 --batch-size 6 works\."):
+        check_one_batch(69, B, T)
+    check_one_batch(69, 6, T)
+    with pytest.raises(UserError, match=r"3 tokens to train on.*give more text\."):
+        check_one_batch(3, 8, 512)
 
 
 @pytest.mark.parametrize("length", [2, 10, 11, 70, 71, 72, 500, 1003])

@@ -1,193 +1,317 @@
-"""Where text comes from: names, files, folders, patterns, formats, and what a user reads when something is wrong."""
+"""From text to token streams, and what the cache holds after kills, changes of the text and other processes."""
 
-import gzip
-import json
+import lzma
 import os
-import sysconfig
+import random
+import subprocess
+import sys
+import time
 from pathlib import Path
 
-import pyarrow
+import numpy as np
 import pytest
-from pyarrow import parquet
 
-from data.corpus import fingerprint, read_documents, resolve
+from data import corpus as corpus_module
+from data import readers, units
+from data.corpus import Corpus, prepare, tokenize
+from data.split import TokenStream
 from errors import UserError
+from tests.data.conftest import write_corpus
+
+ROOT = Path(__file__).parents[2]
 
 
-def documents(*sources: str | Path, field: str = "text") -> list[str]:
-    return ["".join(document) for document in read_documents(resolve([str(source) for source in sources], field))]
+def documents_of(stream: TokenStream | np.ndarray, tokenizer) -> list[str]:
+    """Decode a token stream; its BOS and EOS must stand where they should."""
+    ids = stream[:].tolist()
+    if tokenizer.bos_id is None:
+        assert ids.pop(0) == tokenizer.eos_id
+    found, one = [], []
+    for i in ids:
+        if i == tokenizer.eos_id:
+            if tokenizer.bos_id is not None:
+                assert one.pop(0) == tokenizer.bos_id
+            found.append(tokenizer.decode(one))
+            one = []
+        else:
+            one.append(i)
+    assert not one, "the stream ends with EOS"
+    return found
 
 
-def error_message(*sources: str | Path, field: str = "text") -> str:
-    """What a user reads: one line that ends with a full stop."""
-    with pytest.raises(UserError) as caught:
-        documents(*sources, field=field)
-    message = str(caught.value)
-    assert "\n" not in message and message.endswith((".", "?")), message
-    return message
+def prepared(tmp_path: Path, **changes) -> Corpus:
+    """The corpus of the folder `text`, with a small vocabulary."""
+    arguments = dict(vocab_size=400, cache_dir=tmp_path / "cache", validation_fraction=0.2) | changes
+    return prepare([str(tmp_path / "text")], **arguments)
 
 
-def write_jsonl(path: Path, rows: list[object]) -> Path:
-    content = "".join(json.dumps(row) + "\n" for row in rows).encode("utf-8")
-    path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
-    return path
+def assert_equal(one: Corpus, other: Corpus) -> None:
+    assert np.array_equal(one.train[0][:], other.train[0][:]) and np.array_equal(one.validation, other.validation)
+    assert one.description == other.description and one.tokenizer.hash == other.tokenizer.hash
 
 
-def test_the_default_corpus_is_the_standard_library_and_its_prose_without_tests_and_tables(library_text):
-    names = [file.path for file in resolve(["python"])]
-    root = Path(sysconfig.get_path("stdlib"))
-    inside = {part for path in names for part in path.relative_to(root).parts[:-1]}
-    assert not inside & {"test", "tests", "idlelib", "tkinter", "lib2to3", "distutils", "site-packages", "__pycache__"}
-    kept = {path.relative_to(root).as_posix() for path in names}
-    assert {"argparse.py", "json/decoder.py", "encodings/utf_8.py", "encodings/idna.py"} <= kept
-    assert not kept & {"encodings/cp037.py", "encodings/mac_arabic.py", "encodings/koi8_r.py"}
-    assert any("The `with` statement" in text or 'The "with" statement' in text for text in library_text), "prose"
-    assert 5e6 < sum(len(text) for text in library_text) < 20e6
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file of the cache; the hash of a tokenizer is in the names of units."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_an_interpreter_without_sources_asks_for_data(tmp_path, monkeypatch):
-    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path / "python311.zip"))
-    assert "--data" in error_message("python")
+@pytest.fixture
+def small_units(monkeypatch):
+    """Several units for the texts of these tests, in processes of their own where there is more than one core."""
+    monkeypatch.setattr(units, "UNIT_BYTES", 20_000)
 
 
-def test_sources_that_another_encoding_declares_are_left_out_of_the_default_corpus(tmp_path, monkeypatch):
-    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
-    (tmp_path / "old.py").write_bytes("# coding: latin-1\n# é".encode("latin-1"))
-    (tmp_path / "new.py").write_text("print('é')", encoding="utf-8")
-    assert documents("python") == ["print('é')"]
+def test_the_streams_are_the_documents_between_bos_and_eos(tmp_path, small_units):
+    texts = write_corpus(tmp_path / "text")
+    corpus = prepared(tmp_path)
+    train, validation = (documents_of(stream, corpus.tokenizer) for stream in (corpus.train[0], corpus.validation))
+    assert [text for text in texts if text in set(train)] == train, "in order"
+    assert sorted(train + validation) == sorted(texts) and len(validation) > 3
+    assert corpus.validation.dtype == np.uint16
+    assert (corpus.documents, corpus.duplicates, corpus.validation_documents) == (60, 1, len(validation))
+    assert corpus.bytes == sum(len(text.encode()) for text in texts)
+    assert corpus.validation_bytes == sum(len(text.encode()) for text in validation)
+    expected = 8 * len(lzma.compress("".join(validation).encode(), preset=9 | lzma.PRESET_EXTREME))
+    assert corpus.xz_bits_per_byte == pytest.approx(expected / corpus.validation_bytes, rel=2e-3)
+    lines = corpus.description.splitlines()
+    assert len(lines) == 3 and max(map(len, lines)) < 120 and corpus.text_hash[:12] in lines[0]
 
 
-def test_text_is_never_changed(tmp_path):
-    text = "\ufeffa\r\nb\tc\0d  \n\n  e▁😀\u2028\x85"
+def test_a_tokenizer_without_bos_puts_one_eos_in_front(tmp_path, small_units, qwen_folder):
+    texts = write_corpus(tmp_path / "text")
+    corpus = prepared(tmp_path, tokenizer=str(qwen_folder))
+    assert corpus.validation.dtype == np.uint32, "151,665 ids"
+    streams = corpus.train[0], corpus.validation
+    assert sorted(text for stream in streams for text in documents_of(stream, corpus.tokenizer)) == sorted(texts)
+
+
+@pytest.mark.parametrize("name", ["ours", "llama", "qwen"])
+def test_a_document_in_blocks_gets_the_ids_of_the_undivided_text(tmp_path, monkeypatch, request, name):
+    tokenizer = request.getfixturevalue(name)
+    lines = [line for line in Path(readers.__file__).read_text(encoding="utf-8").split("\n") if line[:1].strip()]
+    text = "\n".join(lines * 3)
     (tmp_path / "a.txt").write_bytes(text.encode("utf-8"))
-    assert documents(tmp_path / "a.txt") == [text]
+    (tmp_path / "b.txt").write_bytes(b" short")
+    monkeypatch.setattr(readers, "BLOCK", 200)
+    monkeypatch.setattr(units, "BATCH", 1000)
+    stream, size = tokenize([str(tmp_path / "*.txt")], tokenizer, cache_dir=tmp_path)
+    begin = [tokenizer.eos_id] if tokenizer.bos_id is None else [tokenizer.bos_id]
+    between = [tokenizer.eos_id] + ([] if tokenizer.bos_id is None else [tokenizer.bos_id])
+    expected = begin + tokenizer.encode(text) + between + tokenizer.encode(" short") + [tokenizer.eos_id]
+    assert stream[:].tolist() == expected
+    assert size == len(text.encode("utf-8")) + 6
 
 
-def test_a_row_is_a_document_in_jsonl_gzip_and_parquet(tmp_path):
-    texts = ["one\ntwo", "", "drei ä", " "]
-    rows = [{"text": text, "n": 1} for text in texts]
-    write_jsonl(tmp_path / "a.jsonl", rows)
-    write_jsonl(tmp_path / "b.jsonl.gz", rows)
-    parquet.write_table(pyarrow.table({"text": texts, "n": [1, 2, 3, 4]}), tmp_path / "c.parquet")
-    for name in ("a.jsonl", "b.jsonl.gz", "c.parquet"):
-        assert documents(tmp_path / name) == ["one\ntwo", "drei ä", " "], name
+def test_tokenize_keeps_duplicates_and_refuses_empty_text(tmp_path, small_units, ours, qwen):
+    texts = write_corpus(tmp_path / "text")
+    for tokenizer in (ours, qwen):
+        stream, size = tokenize([str(tmp_path / "text")], tokenizer, cache_dir=tmp_path / "cache")
+        assert documents_of(stream, tokenizer) == [*texts, texts[3]]
+        assert size == sum(len(text.encode()) for text in [*texts, texts[3]])
+    (tmp_path / "blank.jsonl").write_text("\n\n")
+    with pytest.raises(UserError, match="no text"):
+        tokenize([str(tmp_path / "blank.jsonl")], ours, cache_dir=tmp_path / "cache")
 
 
-def test_a_row_can_be_as_long_as_a_library(tmp_path):
-    text = "a" * 20_000_000
-    write_jsonl(tmp_path / "a.jsonl", [{"text": text}])
-    parquet.write_table(pyarrow.table({"text": [text]}), tmp_path / "b.parquet")
-    assert documents(tmp_path / "a.jsonl", tmp_path / "b.parquet") == [text, text]
+def test_the_bytes_of_the_cache_do_not_depend_on_the_number_of_processes(tmp_path, small_units, monkeypatch):
+    write_corpus(tmp_path / "text", documents=200)
+    started = []
+    for count in (1, 2, 3):
+        monkeypatch.setattr("data.workers.usable_cores", lambda count=count: started.append(count) or count)
+        prepared(tmp_path, cache_dir=tmp_path / str(count))
+    assert set(started) == {1, 2, 3} and len(list((tmp_path / "3" / "units").glob("*.bin"))) > 3
+    assert contents(tmp_path / "1") == contents(tmp_path / "2") == contents(tmp_path / "3")
 
 
-def test_the_text_field_can_have_another_name(tmp_path):
-    write_jsonl(tmp_path / "a.jsonl", [{"story": "x"}])
-    parquet.write_table(pyarrow.table({"story": ["y"]}), tmp_path / "b.parquet")
-    assert documents(tmp_path / "a.jsonl", tmp_path / "b.parquet", field="story") == ["x", "y"]
+def test_what_a_process_raises_is_what_the_user_reads(tmp_path, small_units, tokenizer_file):
+    write_corpus(tmp_path / "text", documents=200)
+    (tmp_path / "text" / "150.jsonl").write_text('{"text": 5}\n')
+    with pytest.raises(UserError, match=r"150.jsonl, row 1: 'text' is int, not text"):
+        prepared(tmp_path, tokenizer=tokenizer_file)
 
 
-def test_folders_and_patterns_are_sorted_and_take_only_text(tmp_path):
-    (tmp_path / "b" / ".git").mkdir(parents=True)
-    for name in ("b/2.md", "b/1.TXT", "a.py", "b/.git/config.txt", ".hidden.txt", "b/picture.png"):
-        (tmp_path / name).write_text(name, encoding="utf-8")
-    assert documents(tmp_path) == ["a.py", "b/1.TXT", "b/2.md"]
-    assert documents(tmp_path / "**" / "*") == ["a.py", "b/1.TXT", "b/2.md"]
-    assert documents(tmp_path / "b" / "*.md", tmp_path / "a.py") == ["b/2.md", "a.py"]
+def test_what_is_left_out_is_named(tmp_path, capsys, tokenizer_file):
+    write_corpus(tmp_path / "text")
+    for number in range(7):
+        (tmp_path / "text" / f"x{number}.txt").write_bytes(b"caf\xe9 " * 1000)
+    corpus = prepared(tmp_path, tokenizer=tokenizer_file)
+    error = capsys.readouterr().err
+    assert error.count("x0.txt cannot be read") == 1 and error.count("cannot be read") == 5
+    assert "skipped: 7 in all" in error and corpus.documents == 60
 
 
-@pytest.mark.skipif(os.name == "nt", reason="links need a privilege on Windows")
-def test_a_pattern_of_all_folders_does_not_follow_links_to_folders(tmp_path, monkeypatch):
-    (tmp_path / "d" / "[e]" / "f").mkdir(parents=True)
-    for name in ("d/1.txt", "d/[e]/2.txt", "d/[e]/f/3.txt", "d/[e]/f/4.md"):
-        (tmp_path / name).write_text(Path(name).stem, encoding="utf-8")
-    for link in ("l1", "l2", "[e]/l3"):
-        (tmp_path / "d" / link).symlink_to(tmp_path / "d")
-    monkeypatch.chdir(tmp_path)
-    for pattern in ("d/**", "d/**/*", "**", "**/**/*", f"{tmp_path}/?/**"):
-        assert documents(pattern) == ["1", "2", "3", "4"], pattern
-    assert documents("**/*.txt") == ["1", "2", "3"] and documents("d/**/f/**/*.md") == ["4"]
-    assert documents("d/**/[[]e]/*.txt") == ["2"]
+def test_the_tokenizer_is_trained_on_a_sample_from_all_of_the_text_without_validation_documents(tmp_path, monkeypatch):
+    texts, seen, train = write_corpus(tmp_path / "text", documents=400), [], corpus_module.train_tokenizer
+    monkeypatch.setattr(
+        corpus_module, "train_tokenizer", lambda sample, *rest: seen.append(sample) or train(sample, *rest)
+    )
+    corpus = prepared(tmp_path)
+    assert set(seen[0]) == set(documents_of(corpus.train[0], corpus.tokenizer))
+    monkeypatch.setattr(corpus_module, "TOKENIZER_BYTES", sum(len(text.encode()) for text in texts) // 5)
+    monkeypatch.setattr(corpus_module, "SAMPLE_BYTES", 1000)
+    prepared(tmp_path, vocab_size=410)
+    assert 40 < len(seen[1]) < 80 and not set(seen[1]) - set(seen[0])
+    places = [texts.index(text) for text in seen[1]]
+    assert min(places) < 40 and max(places) > 360
 
 
-def test_a_folder_that_cannot_be_read_is_named(tmp_path, monkeypatch):
-    (tmp_path / "secret").mkdir()
-    (tmp_path / "a.txt").write_text("text", encoding="utf-8")
-    scandir = os.scandir
-
-    def scandir_of_a_user(path):  # root, as whom tests may run, can read every folder
-        if os.fspath(path).endswith("secret"):
-            raise PermissionError(13, "Permission denied", os.fspath(path))
-        return scandir(path)
-
-    monkeypatch.setattr(os, "scandir", scandir_of_a_user)
-    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
-    for source in (tmp_path, tmp_path / "**", "python"):
-        assert f"the folder {tmp_path / 'secret'} cannot be read (Permission denied);" in error_message(source)
+def test_a_second_run_reads_no_text(tmp_path, monkeypatch):
+    write_corpus(tmp_path / "text")
+    first = prepared(tmp_path)
+    monkeypatch.setattr(units, "read_documents", None)
+    monkeypatch.setattr(corpus_module, "read_documents", None)
+    monkeypatch.setattr(corpus_module, "split_units", None)
+    assert_equal(prepared(tmp_path), first)
 
 
-def test_a_file_whose_name_looks_like_a_pattern_is_that_file(tmp_path):
-    (tmp_path / "a[1].txt").write_text("bracket", encoding="utf-8")
-    assert documents(tmp_path / "a[1].txt") == ["bracket"]
+def test_other_text_another_vocabulary_and_another_split_are_prepared_anew(tmp_path):
+    write_corpus(tmp_path / "text")
+    first = prepared(tmp_path)
+    assert prepared(tmp_path, vocab_size=410).tokenizer.vocab_size == 410
+    assert len(prepared(tmp_path, validation_fraction=0.5).validation) > 1.5 * len(first.validation)
+    assert not np.array_equal(prepared(tmp_path, validation_salt=1).validation, first.validation)
+    (tmp_path / "text" / "new.txt").write_text("something new", encoding="utf-8")
+    assert prepared(tmp_path).text_hash != first.text_hash
+    (tmp_path / "text" / "new.txt").unlink()
+    assert_equal(prepared(tmp_path), first)
 
 
-def test_empty_files_in_a_folder_are_no_documents(tmp_path):
-    (tmp_path / "empty.txt").touch()
-    (tmp_path / "full.txt").write_text("x", encoding="utf-8")
-    assert documents(tmp_path) == ["x"]
+@pytest.mark.parametrize("damage", ["shorter", "no ids", "no facts", "no split"])
+def test_what_is_missing_in_the_cache_is_made_anew(tmp_path, damage):
+    write_corpus(tmp_path / "text")
+    prepared(tmp_path)
+    before = contents(tmp_path / "cache")
+    pattern = {"no facts": "units/*.json", "no split": "texts/*.json"}.get(damage, "units/*.bin")
+    (damaged,) = (tmp_path / "cache").glob(pattern)
+    if damage == "shorter":
+        damaged.write_bytes(damaged.read_bytes()[:-2])
+    else:
+        damaged.unlink()
+    prepared(tmp_path)
+    assert contents(tmp_path / "cache") == before
 
 
-def test_a_file_of_many_blocks_is_one_document_with_characters_across_blocks(tmp_path, monkeypatch):
-    monkeypatch.setattr("data.readers.BLOCK", 7)
-    text = "Übermäßig 😀 größer\n" * 50
-    (tmp_path / "a.txt").write_text(text, encoding="utf-8", newline="")
-    assert documents(tmp_path / "a.txt") == [text]
+def test_text_that_changes_while_it_is_read_is_refused(tmp_path, monkeypatch, tokenizer_file):
+    write_corpus(tmp_path / "text")
+    finish = units.UnitWriter.finish
+
+    def changed_meanwhile(writer):
+        (tmp_path / "text" / "000.txt").write_text("changed", encoding="utf-8")
+        return finish(writer)
+
+    monkeypatch.setattr(units.UnitWriter, "finish", changed_meanwhile)
+    with pytest.raises(UserError, match="changed while"):
+        prepared(tmp_path, tokenizer=tokenizer_file)
+    assert not [path for path in contents(tmp_path / "cache") if path.endswith((".bin", ".json"))]
 
 
-def test_the_fingerprint_changes_with_a_file_its_time_and_the_field(tmp_path):
-    path = tmp_path / "a.txt"
-    path.write_text("one", encoding="utf-8")
-    seen = {fingerprint(resolve([str(path)])), fingerprint(resolve([str(path)], "other"))}
-    path.write_text("three", encoding="utf-8")
-    seen.add(fingerprint(resolve([str(path)])))
-    assert len(seen) == 3
+def test_a_full_disk_is_named_with_the_file(tmp_path, monkeypatch, tokenizer_file):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    write_corpus(tmp_path / "text")
+    monkeypatch.setattr(units.UnitWriter, "_write", full)
+    with pytest.raises(OSError, match="No space left on device") as caught:
+        prepared(tmp_path, tokenizer=tokenizer_file)
+    assert Path(caught.value.filename).parent == tmp_path / "cache" / "units"
 
 
-@pytest.mark.skipif(os.name == "nt", reason="st_ctime is the time of creation on Windows")
-def test_the_fingerprint_changes_with_an_edit_that_keeps_size_and_modification_time(tmp_path):
-    path = tmp_path / "a.txt"
-    path.write_text("one", encoding="utf-8")
-    times, before = (path.stat().st_atime_ns, path.stat().st_mtime_ns), path.stat().st_ctime_ns
-    seen = fingerprint(resolve([str(path)]))
-    while path.stat().st_ctime_ns == before:  # file systems' clocks tick every few milliseconds
-        path.write_text("two", encoding="utf-8")
-        os.utime(path, ns=times)
-    assert path.stat().st_mtime_ns == times[1] and fingerprint(resolve([str(path)])) != seen
+def test_a_unit_gets_its_facts_when_its_other_files_are_on_disk(tmp_path, monkeypatch, tokenizer_file):
+    events, fsync, replace = [], os.fsync, Path.replace
+
+    def logged(path, target):
+        events.append(target.suffix)
+        return replace(path, target)
+
+    monkeypatch.setattr(os, "fsync", lambda descriptor: (events.append("fsync"), fsync(descriptor)))
+    monkeypatch.setattr(Path, "replace", logged)
+    write_corpus(tmp_path / "text")
+    prepared(tmp_path, tokenizer=tokenizer_file)
+    assert events[:7] == ["fsync", ".bin", "fsync", ".docs", "fsync", "fsync", ".json"]
 
 
-@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="Windows has no pipes in folders")
-def test_pipes_in_a_folder_are_left_out(tmp_path):
-    (tmp_path / "a.txt").write_text("text")
-    os.mkfifo(tmp_path / "b.txt")
-    for source in (tmp_path, tmp_path / "*"):
-        assert [file.path.name for file in resolve([str(source)])] == ["a.txt"]
+def start(tmp_path: Path, cache_dir: str) -> subprocess.Popen:
+    code = (
+        "import sys; from data import units; units.UNIT_BYTES = 20_000\n"
+        "from data.corpus import prepare; print('ready', flush=True)\n"
+        "prepare([sys.argv[1]], vocab_size=400, cache_dir=sys.argv[2], validation_fraction=0.2)\n"
+        "assert 'torch' not in sys.modules"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "text"), str(tmp_path / cache_dir)]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
 
 
-def test_sources_that_are_not_there_or_hold_nothing_are_named(tmp_path):
-    assert '"shakespeare"' in error_message("shakespear")
-    assert "no file" in error_message(tmp_path / "missing.txt")
-    assert "no file" in error_message("~nobody-of-this-name/x")
-    assert "matches no file" in error_message(tmp_path / "*.txt")
-    assert "holds no file" in error_message(tmp_path)
-    (tmp_path / "a.docx").write_bytes(b"x")
-    assert ".parquet" in error_message(tmp_path / "a.docx")
-    (tmp_path / "empty.txt").touch()
-    assert "empty" in error_message(tmp_path / "empty.txt")
-    assert "no text" in error_message()
+def test_a_killed_preparation_is_continued_and_gives_the_same(tmp_path, small_units):
+    write_corpus(tmp_path / "text", documents=300)
+    expected = prepared(tmp_path, cache_dir=tmp_path / "untouched")
+    completed = start(tmp_path, "other")
+    completed.stdout.readline()
+    began = time.perf_counter()
+    assert completed.wait() == 0
+    duration = time.perf_counter() - began
+    for _ in range(3):
+        process = start(tmp_path, "cache")
+        process.stdout.readline()
+        time.sleep(random.uniform(0, duration))
+        process.kill()
+        process.wait()
+    assert_equal(prepared(tmp_path), expected)
+    assert contents(tmp_path / "cache") == contents(tmp_path / "untouched") == contents(tmp_path / "other")
 
 
-def test_a_name_wins_over_a_folder_and_a_path_is_the_folder(tmp_path, monkeypatch):
-    (tmp_path / "python").mkdir()
-    (tmp_path / "python" / "own.txt").write_text("own", encoding="utf-8")
-    monkeypatch.chdir(tmp_path)
-    assert len(resolve(["python"])) > 100
-    assert documents("./python") == ["own"]
+def test_two_preparations_at_once_share_the_work(tmp_path, small_units):
+    write_corpus(tmp_path / "text", documents=300)
+    processes = [start(tmp_path, "cache") for _ in range(2)]
+    for process in processes:
+        process.communicate()
+        assert process.returncode == 0
+    prepared(tmp_path, cache_dir=tmp_path / "alone")
+    assert contents(tmp_path / "cache") == contents(tmp_path / "alone")
+
+
+def test_a_unit_that_another_process_makes_is_waited_for(tmp_path, monkeypatch, tokenizer_file, capsys):
+    write_corpus(tmp_path / "text")
+    expected = prepared(tmp_path, tokenizer=tokenizer_file, cache_dir=tmp_path / "other")
+    answers = iter([False, False])
+    real = units.Store.prepare
+    monkeypatch.setattr(units.Store, "prepare", lambda *given: next(answers, True) and real(*given))
+    assert_equal(prepared(tmp_path, tokenizer=tokenizer_file), expected)
+    assert capsys.readouterr().err.count("waiting for another process that prepares the same text") == 1
+
+
+def test_a_text_of_one_document_is_validated_on_its_end(tmp_path):
+    text = "".join(f"line {n} of {n * n}\n" for n in range(2000))
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "one.txt").write_text(text, encoding="utf-8", newline="")
+    corpus = prepared(tmp_path, validation_fraction=0.05)
+    assert "the end of the text" in corpus.description
+    train, validation = corpus.train[0][:].tolist(), corpus.validation.tolist()
+    assert train + validation == [corpus.tokenizer.bos_id, *corpus.tokenizer.encode(text), corpus.tokenizer.eos_id]
+    assert len(validation) == pytest.approx(0.05 * len(train + validation), abs=1)
+    assert corpus.validation_bytes == len(corpus.tokenizer.decode(validation).encode())
+
+
+def test_a_text_too_small_for_the_vocabulary_gets_a_smaller_one_and_a_line_says_so(tmp_path, capsys):
+    text = "too little to learn four thousand pieces from\n" * 9
+    (tmp_path / "two.txt").write_text(text, encoding="utf-8")
+    corpus = prepare([str(tmp_path / "two.txt")], cache_dir=tmp_path / "cache")
+    assert 263 < corpus.tokenizer.vocab_size < 400
+    said = f"the tokenizer has {corpus.tokenizer.vocab_size} instead of 4,096 pieces"
+    assert said in capsys.readouterr().err
+    assert_equal(prepare([str(tmp_path / "two.txt")], cache_dir=tmp_path / "cache"), corpus)
+    assert said not in capsys.readouterr().err
+    (tmp_path / "blank.jsonl").write_text("\n")
+    with pytest.raises(UserError, match="no text"):
+        prepare([str(tmp_path / "blank.jsonl")], cache_dir=tmp_path / "cache")
+
+
+def test_a_cache_that_cannot_be_written_is_named(tmp_path):
+    write_corpus(tmp_path / "text")
+    (tmp_path / "cache").write_text("a file, not a folder")
+    with pytest.raises((UserError, OSError), match="cache"):
+        prepared(tmp_path)
+
+
+def test_the_package_imports_no_torch():
+    code = "import sys, data.corpus; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0

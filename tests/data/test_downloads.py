@@ -1,80 +1,137 @@
-"""The named corpora, downloaded from a local server that answers like the Hugging Face hub."""
+"""Data sets of the Hub, downloaded from a local server that answers like it."""
 
 import io
+import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pyarrow
 import pytest
 from pyarrow import parquet
 
-from data.corpus import DOWNLOADS
+from data.corpus import AHEAD
+from data.sources import KNOWN
 
 ROOT = Path(__file__).parents[2]
+SCRIPT = """
+import json, sys, time
+if __name__ == "__main__":
+    from data import corpus, units
+    from errors import exit_on_user_error
+    units.UNIT_BYTES = 1
+    with exit_on_user_error():
+        text = corpus.prepare([sys.argv[1]], vocab_size=300, cache_dir=sys.argv[2], tokenizer=sys.argv[3])
+        print(len(text.train), flush=True)
+        for line in sys.stdin:
+            print(json.dumps(text.tokenizer.decode(text.train[int(line)][:])), flush=True)
+        print(text.text_hash, text.validation.tolist())
+"""
 
 
-def content(path: str) -> bytes:
-    """A parquet file whose one row says which file it is."""
-    written = io.BytesIO()
-    parquet.write_table(pyarrow.table({"text": [f"the text of {path}"]}), written)
-    return written.getvalue()
+def publish(hub, dataset: str, revision: str, texts: dict[str, str]) -> list[str]:
+    """Put a data set on the server, twenty documents a file; returns the paths of its files there."""
+    files = {}
+    for name, text in texts.items():
+        written = io.BytesIO()
+        parquet.write_table(pyarrow.table({"text": [f"{text} {n} " + "x" * 600 for n in range(20)]}), written)
+        files[f"/datasets/{dataset}/resolve/{hub.commit}/{name}"] = written.getvalue()
+    siblings = [{"rfilename": name, "size": 1000} for name in [*texts, "README.md"]]
+    info = {"id": dataset, "sha": hub.commit, "siblings": siblings}
+    hub.files |= files | {f"/api/datasets/{dataset}/revision/{revision}": json.dumps(info).encode()}
+    return [*files]
 
 
-@pytest.fixture(autouse=True)
-def published(request) -> None:
-    """The files of all named corpora, for tests that have a server."""
-    if "hub" in request.fixturenames:
-        request.getfixturevalue("hub").files = {
-            f"/datasets/{dataset.repository}/resolve/{dataset.revision.replace('/', '%2F')}/{file}": content(file)
-            for dataset in DOWNLOADS.values()
-            for file in dataset.files
-        }
-
-
-def read(name: str, home: Path, port: int) -> subprocess.CompletedProcess:
-    """Read a named corpus in a new process (the hub's library reads its environment once) without pauses to retry."""
-    code = (
-        "import sys, time; time.sleep = lambda seconds: None\n"
-        "from data.corpus import read_documents, resolve; from errors import exit_on_user_error\n"
-        "with exit_on_user_error():\n    print(*map(''.join, read_documents(resolve([sys.argv[1]]))), sep='\\n')"
-    )
+def start(name: str, folder: Path, port: int, tokenizer: Path) -> subprocess.Popen:
+    """Prepare a data set in a new process (the library reads its environment once), which then prints streams."""
+    (folder / "script.py").write_text(SCRIPT)
     environment = {
         key: value for key, value in os.environ.items() if not key.upper().startswith(("HF_", "HUGGINGFACE"))
     }
-    environment |= {"HF_HOME": str(home), "HF_ENDPOINT": f"http://127.0.0.1:{port}", "NO_PROXY": "127.0.0.1"}
-    return subprocess.run(
-        [sys.executable, "-c", code, name], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60
-    )
+    environment |= {"HF_HOME": str(folder), "HF_ENDPOINT": f"http://127.0.0.1:{port}", "NO_PROXY": "127.0.0.1"}
+    environment |= {"PYTHONPATH": str(ROOT), "HF_HUB_DISABLE_XET": "1"}
+    command = [sys.executable, folder / "script.py", name, folder / "cache", tokenizer]
+    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    return subprocess.Popen([*map(str, command)], cwd=folder, env=environment, text=True, **pipes)
 
 
-@pytest.mark.parametrize("name", DOWNLOADS)
-def test_a_named_corpus_is_downloaded_once_into_the_hugging_face_cache(tmp_path, hub, name):
-    expected = [f"the text of {file}" for file in DOWNLOADS[name].files]
-    first = read(name, tmp_path, hub.server_port)
-    assert first.stdout.splitlines() == expected, first.stderr
-    assert len([path for command, path in hub.asked if command == "GET" and path in hub.files]) == len(expected)
+def downloads(hub) -> list[str]:
+    """The files that were asked for, each once."""
+    return sorted({path.rpartition("/")[2] for command, path in hub.asked if command == "GET" and "/resolve/" in path})
+
+
+@pytest.fixture
+def numbers(hub) -> list[str]:
+    """A data set of nine files in a folder, and one beside it."""
+    texts = {f"part/{n}.parquet": f"file {n}" for n in range(9)}
+    return publish(hub, "owner/numbers", "main", texts | {"other.parquet": "other"})
+
+
+def test_a_data_set_is_read_in_order_a_few_files_ahead_of_training(tmp_path, hub, numbers, tokenizer_file):
+    hub.drops = {numbers[n]: 2 for n in (0, 2, 8)}
+    process = start("hub:owner/numbers/part", tmp_path, hub.server_port, tokenizer_file)
+    assert process.stdout.readline() == "9\n", process.stderr.read()
+    for number in (0, 2):
+        process.stdin.write(f"{number}\n")
+        process.stdin.flush()
+        assert f"file {number} " in json.loads(process.stdout.readline())
+        last, until = number + AHEAD, time.monotonic() + 30
+        while f"{last}.parquet" not in downloads(hub) and time.monotonic() < until:
+            time.sleep(0.1)
+        time.sleep(0.7)
+        assert downloads(hub) == [f"{n}.parquet" for n in range(last + 1)]
+    out, error = process.communicate("0\n8\n")
+    first, last, facts = out.splitlines()
+    assert "file 8 " in json.loads(last) and "file 0 " in json.loads(first) and process.returncode == 0, error
+    assert not any(hub.drops.values()), "every connection was lost twice"
     hub.asked.clear()
-    again = read(name, tmp_path, hub.server_port)
-    assert again.stdout.splitlines() == expected
-    assert not [path for _, path in hub.asked if path in hub.files], "what the cache holds needs no network"
+    again = start("hub:owner/numbers/part", tmp_path, hub.server_port, tokenizer_file)
+    assert again.communicate("8\n")[0].splitlines()[1:] == [last, facts]
+    assert not hub.asked, "what the caches hold needs no network"
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM] if os.name != "nt" else [])
+def test_the_process_that_downloads_ahead_ends_with_the_one_that_trains(tmp_path, hub, numbers, tokenizer_file, number):
+    process = start("hub:owner/numbers/part", tmp_path, hub.server_port, tokenizer_file)
+    assert process.stdout.readline() == "9\n"
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    assert children
+    process.send_signal(number)
+    process.communicate()
+    time.sleep(1)
+    places = [Path(f"/proc/{child}/cmdline") for child in children]
+    assert not [place for place in places if place.exists() and place.read_bytes()], "at most a zombie"
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_a_known_text_is_its_files_of_a_data_set(tmp_path, hub, tokenizer_file, name):
+    dataset, revision, begin = KNOWN[name]
+    publish(hub, dataset, revision.replace("/", "%2F"), {f"{begin}{n}.parquet": f"{name} {n}" for n in range(2)})
+    process = start(name, tmp_path, hub.server_port, tokenizer_file)
+    out, error = process.communicate("0\n1\n")
+    assert [f"{name} {n} " in line for n, line in enumerate(out.splitlines()[1:3])] == [True, True], error
     assert list((tmp_path / "hub").glob("datasets--*")), "where every other program looks"
 
 
-def error_message(result: subprocess.CompletedProcess) -> str:
-    assert result.returncode == 2 and not result.stdout
-    assert len(result.stderr.splitlines()) == 1 and result.stderr.startswith("error: "), result.stderr
-    return result.stderr
+def error_message(process: subprocess.Popen) -> str:
+    error = process.communicate()[1]
+    assert process.returncode == 2
+    assert len(error.splitlines()) == 1 and error.startswith("error: "), error
+    return error
 
 
-def test_an_unreachable_server_gives_a_one_line_error(tmp_path):
-    message = error_message(read("shakespeare", tmp_path, 9))  # the port of "discard": nobody listens
-    assert "default/train/0000.parquet" in message and "karpathy/tiny_shakespeare" in message
-    assert "check the connection" in message and "--data" in message
-
-
-def test_a_missing_file_gives_a_one_line_error(tmp_path, hub):
-    hub.files.clear()
-    message = error_message(read("tinystories", tmp_path, hub.server_port))
-    assert "404" in message and "train-00000-of-00004" in message
+def test_what_cannot_be_downloaded_is_one_line(tmp_path, hub, numbers, tokenizer_file):
+    unreachable = error_message(start("hub:owner/numbers", tmp_path, 9, tokenizer_file))  # nobody listens there
+    assert "owner/numbers could not be downloaded" in unreachable and "check the connection" in unreachable
+    missing = error_message(start("hub:owner/nothing", tmp_path, hub.server_port, tokenizer_file))
+    assert "404" in missing and "owner/nothing" in missing
+    assert "no file nowhere*" in error_message(
+        start("hub:owner/numbers/nowhere", tmp_path, hub.server_port, tokenizer_file)
+    )
+    for path in numbers:
+        del hub.files[path]
+    message = error_message(start("hub:owner/numbers/part", tmp_path, hub.server_port, tokenizer_file))
+    assert "part/0.parquet" in message and "404" in message

@@ -1,137 +1,113 @@
-"""Which documents are for training, which for validation, and which are duplicates."""
+"""Which documents are for training, which for validation, and which are duplicates; and streams of pieces."""
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.corpus import read_documents, resolve
-from data.split import DUPLICATE, TRAIN, VALIDATION, CorpusSplit, hash_documents, kept_documents, split_corpus
-from errors import UserError
+from data import split as split_module
+from data.split import DUPLICATE, TRAIN, VALIDATION, Split, TokenStream, cut_pieces, find_pieces, split_documents
+from data.units import DOCUMENT
 
 
-def random_documents(count: int, size: int, seed: int = 0) -> list[str]:
+def table_of(hashes, sizes=None, tokens=None) -> np.ndarray:
+    table = np.ones(len(hashes), DOCUMENT)
+    table["hash"] = hashes
+    table["bytes"] = 100 if sizes is None else sizes
+    table["tokens"] = 3 if tokens is None else tokens
+    return table
+
+
+def random_table(count: int, seed: int = 0) -> np.ndarray:
     generator = np.random.default_rng(seed)
-    return ["".join(generator.choice(list("abcdeé \n"), generator.integers(3, 2 * size))) for _ in range(count)]
+    return table_of(generator.integers(0, 2**63, count), generator.integers(1, 200, count))
 
 
-def split_texts(documents: list[str], fraction: float) -> CorpusSplit:
-    return split_corpus(*hash_documents([text] for text in documents), fraction)
+def kinds_of(table: np.ndarray, fraction: float = 0.05, salt: int = 0, unit=None, held_out=None) -> np.ndarray:
+    unit = np.zeros(len(table), np.int64) if unit is None else unit
+    return split_documents(table, unit, Split(fraction, salt), held_out)
 
 
-def train_and_validation(documents: list[str], tmp_path, fraction: float) -> tuple[list[str], list[str]]:
-    for i, text in enumerate(documents):
-        (tmp_path / f"{i:06}.txt").write_bytes(text.encode("utf-8"))
-    files = resolve([str(tmp_path)])
-    corpus_split = split_corpus(*hash_documents(read_documents(files)), fraction)
-    found: tuple[list[str], list[str]] = [], []
-    for split, document in kept_documents(read_documents(files), corpus_split):
-        found[split].append("".join(document))
-    return found
+def test_of_equal_documents_the_first_is_kept():
+    kinds = kinds_of(table_of([5, 6, 5, 7, 6, 5]), fraction=0)
+    assert kinds.tolist() == [TRAIN, TRAIN, DUPLICATE, TRAIN, DUPLICATE, DUPLICATE]
 
 
-def test_lengths_are_bytes_and_blocks_do_not_change_the_hash():
-    documents = random_documents(20, 50)
-    blocks = [
-        [text[: len(text) // 3], text[len(text) // 3 : len(text) // 2], text[len(text) // 2 :]] for text in documents
-    ]
-    hashes, lengths = hash_documents(blocks)
-    assert lengths.tolist() == [len(text.encode("utf-8")) for text in documents]
-    assert np.array_equal(hashes, hash_documents([text] for text in documents)[0])
-    assert len(set(hashes.tolist())) == 20
-
-
-def test_every_byte_that_is_read_is_reported():
-    reported = []
-    hash_documents([["ab", "é"], ["c"]], reported.append)
-    assert reported == [2, 2, 1]
-
-
-def test_duplicates_are_dropped_and_the_first_is_kept():
-    corpus_split = split_texts(["a", "b", "a", "c", "b", "a"], 0.3)
-    assert (corpus_split.splits == DUPLICATE).tolist() == [False, False, True, False, True, True]
-    assert corpus_split.documents == 3 and corpus_split.bytes == 3
-
-
-def test_duplicates_of_many_blocks_do_not_shift_the_documents_after_them(tmp_path, monkeypatch):
-    monkeypatch.setattr("data.readers.BLOCK", 7)
-    documents = random_documents(30, 100)
-    train, validation = train_and_validation(documents + documents[:9] + ["", "the last one"], tmp_path, 0.2)
-    assert sorted(train + validation) == sorted([*documents, "the last one"]) and len(validation) > 1
+def test_of_very_many_documents_each_is_compared_with_its_unit_and_with_those_for_validation(monkeypatch):
+    table, unit = random_table(1000), np.repeat([0, 1], 500)
+    table["hash"][500:700] = table["hash"][:200]
+    together = kinds_of(table, 0.2, unit=unit)
+    assert (together == DUPLICATE).sum() == 200
+    monkeypatch.setattr(split_module, "MAX_COMPARED", 10)
+    apart = kinds_of(table, 0.2, unit=unit)
+    held_out = set(table["hash"][apart == VALIDATION].tolist())
+    assert held_out and held_out.isdisjoint(table["hash"][apart == TRAIN].tolist()), "no document is in both"
+    assert 0 < (apart == DUPLICATE).sum() < 100
 
 
 @pytest.mark.parametrize("fraction", [0.01, 0.05, 0.3])
-def test_validation_gets_its_fraction_of_the_bytes_in_undivided_documents(tmp_path, fraction):
-    documents = random_documents(400, 200)
-    train, validation = train_and_validation(documents, tmp_path, fraction)
-    assert sorted(train + validation) == sorted(documents)
-    share = sum(len(text.encode()) for text in validation) / sum(len(text.encode()) for text in documents)
-    assert fraction <= share <= fraction + 2 * 200 * 1.2 / sum(map(len, documents)), "past the goal by one document"
+def test_validation_gets_about_its_fraction_of_the_bytes(fraction):
+    table = random_table(20_000)
+    taken = table["bytes"][kinds_of(table, fraction) == VALIDATION].sum() / table["bytes"].sum()
+    assert taken == pytest.approx(fraction, rel=0.15)
 
 
-def test_the_split_depends_on_the_text_and_not_on_names_or_order(tmp_path):
-    documents = random_documents(60, 100)
-    for folder in ("one", "two"):
-        (tmp_path / folder).mkdir()
-    first = train_and_validation(documents, tmp_path / "one", 0.1)
-    second = train_and_validation(documents[::-1], tmp_path / "two", 0.1)
-    assert set(first[1]) == set(second[1]) and len(first[1]) > 1
+def test_a_document_is_chosen_by_its_text_alone_and_another_salt_chooses_others():
+    table = random_table(2000)
+    chosen = set(table["hash"][kinds_of(table) == VALIDATION].tolist())
+    mixed = np.random.default_rng(1).permutation(table)[:1900]
+    assert set(mixed["hash"][kinds_of(mixed) == VALIDATION].tolist()) == chosen & set(mixed["hash"].tolist())
+    salted = set(table["hash"][kinds_of(table, salt=1) == VALIDATION].tolist())
+    assert len(chosen & salted) < 0.2 * len(chosen)
 
 
-def test_validation_is_capped(tmp_path, monkeypatch):
-    monkeypatch.setattr("data.split.MAX_VALIDATION", 1000)
-    _, validation = train_and_validation(random_documents(500, 50), tmp_path, 0.5)
-    assert 1000 <= sum(len(text.encode()) for text in validation) <= 1000 + 150
+def test_validation_ends_at_its_limit_in_the_order_of_files(monkeypatch):
+    monkeypatch.setattr(split_module, "MAX_VALIDATION", 1000)
+    table = random_table(2000)
+    kinds = kinds_of(table, 0.3)
+    assert 1000 <= table["bytes"][kinds == VALIDATION].sum() <= 1200
+    last = int(np.flatnonzero(kinds == VALIDATION)[-1])
+    assert np.array_equal(kinds[: last + 1], kinds_of(table, 0.3)[: last + 1]) and last < 100
 
 
-def test_one_huge_document_never_becomes_the_validation_set(tmp_path):
-    documents = ["x" * 100_000, *random_documents(300, 50)]
-    train, validation = train_and_validation(documents, tmp_path, 0.05)
-    assert documents[0] in train and len(validation) > 10
+def test_one_huge_document_is_not_for_validation():
+    table = table_of(np.arange(1, 301), [100_000] + [50] * 299)
+    assert all(kinds_of(table, 0.05, salt)[0] == TRAIN for salt in range(100))
 
 
 @settings(max_examples=60, deadline=None)
-@given(lengths=st.lists(st.integers(1, 1000), min_size=2, max_size=30), fraction=st.floats(0.01, 0.99))
-def test_training_and_validation_both_get_text_whatever_the_lengths(lengths, fraction):
-    hashes = np.random.default_rng(sum(lengths)).integers(0, 2**63, len(lengths)).astype(np.uint64)
-    corpus_split = split_corpus(hashes, np.array(lengths, np.uint64), fraction)
-    assert (corpus_split.splits == TRAIN).any()
-    assert (corpus_split.splits == VALIDATION).any() != (corpus_split.divided is not None)
+@given(sizes=st.lists(st.integers(1, 1000), min_size=1, max_size=30), fraction=st.floats(0, 1))
+def test_something_remains_to_train_on(sizes, fraction):
+    hashes = np.random.default_rng(sum(sizes)).integers(0, 2**63, len(sizes))
+    assert TRAIN in kinds_of(table_of(hashes, sizes), fraction)
 
 
-@pytest.mark.parametrize("fraction", [0.05, 0.3])
-@pytest.mark.parametrize("line", ["a line of the text é\n", "no end of line ", "é"])
-def test_a_single_document_gives_its_end_cut_at_a_line_end(tmp_path, fraction, line):
-    text = line * 7001  # more than one chunk where there are lines
-    train, validation = train_and_validation([text], tmp_path, fraction)
-    assert [len(train), len(validation)] == [1, 1]
-    assert train[0] + validation[0] == text
-    tail = len(validation[0].encode()) / len(text.encode())
-    assert tail == pytest.approx(fraction, abs=60 / len(text)), "to a line or a character"
-    if "\n" in line:
-        assert train[0].endswith("\n")
+def test_documents_that_are_held_out_elsewhere_are_dropped():
+    assert kinds_of(table_of([1, 2, 3]), 1.0, held_out=np.array([2], np.uint64)).tolist() == [TRAIN, DUPLICATE, TRAIN]
 
 
-def test_of_few_large_documents_the_longest_gives_its_end(tmp_path):
-    documents = ["b\n" * 5000, "a line\n" * 2000, "c" * 9000]
-    train, validation = train_and_validation(documents, tmp_path, 0.05)
-    assert len(validation) == 1 and documents[1].endswith(validation[0])
-    assert sorted(train) == sorted([documents[0], documents[1][: -len(validation[0])], documents[2]])
-
-
-def test_a_document_without_a_line_end_near_the_cut_is_cut_there(tmp_path):
-    text = "short\n" + "x" * 10_000
-    train, validation = train_and_validation([text], tmp_path, 0.05)
-    assert len(validation[0]) == pytest.approx(0.05 * len(text), abs=1)
-    assert train[0] + validation[0] == text
-
-
-@pytest.mark.parametrize("fraction", [0.0, 1.0, -0.1, float("nan")])
-def test_a_fraction_that_leaves_nothing_to_train_or_validate_on_is_refused(fraction):
-    with pytest.raises(UserError, match="between 0 and 1"):
-        split_texts(["text", "more"], fraction)
-
-
-def test_no_text_at_all_is_refused():
-    with pytest.raises(UserError, match="no text"):
-        split_texts([], 0.05)
+@settings(max_examples=100, deadline=None)
+@given(data=st.data(), lead=st.integers(0, 1))
+def test_a_stream_is_the_wanted_documents_end_to_end(tmp_path_factory, data, lead):
+    """Against plain lists, for any documents in any units, any choice of them and any slice."""
+    counts = data.draw(st.lists(st.integers(0, 4), min_size=1, max_size=4).filter(any))
+    documents = [[range(100 * n, 100 * n + data.draw(st.integers(1, 5))) for n in range(count)] for count in counts]
+    wanted = data.draw(st.lists(st.booleans(), min_size=sum(counts), max_size=sum(counts)))
+    folder, paths = tmp_path_factory.mktemp("stream"), []
+    for number, unit in enumerate(documents):
+        paths.append(folder / str(number))
+        np.array([9999] * lead + [i + 1000 * number for one in unit for i in one], np.uint16).tofile(paths[-1])
+    table = table_of(np.arange(sum(counts)), tokens=[len(one) for unit in documents for one in unit])
+    unit = np.repeat(np.arange(len(counts)), counts)
+    flat = [[i + 1000 * number for i in one] for number, unit in enumerate(documents) for one in unit]
+    kept = [one for one, is_wanted in zip(flat, wanted, strict=True) if is_wanted]
+    expected = [9999] * lead + [i for one in kept for i in one]
+    pieces = find_pieces(table, unit, np.array(wanted), lead)
+    stream = TokenStream(paths, np.dtype("<u2"), pieces)
+    assert len(stream) == len(expected) and stream[:].tolist() == expected
+    start, stop = data.draw(st.integers(0, len(expected) + 1)), data.draw(st.integers(0, len(expected) + 3))
+    assert stream[start:stop].tolist() == expected[start:stop]
+    if len(expected) > 1:
+        cut = data.draw(st.integers(1, len(expected) - 1))
+        halves = [TokenStream(paths, np.dtype("<u2"), half)[:].tolist() for half in cut_pieces(pieces, cut)]
+        assert halves == [expected[:cut], expected[cut:]]

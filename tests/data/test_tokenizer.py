@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from sentencepiece.sentencepiece_model_pb2 import ModelProto
 
 from contrib.llama_cpp_vocab import llama_cpp_vocabulary
-from data.tokenizer import VocabularyTooLarge, check_vocabulary, load_tokenizer, train_tokenizer
+from data.tokenizer import check_vocabulary, load_tokenizer, train_tokenizer
 from data.tokenizer_json import PIECE, merges
 from errors import UserError
 
@@ -36,13 +36,14 @@ LLAMA_TEXTS = st.lists(st.one_of(SCALARS, TRAPS, st.sampled_from(["Once upon", "
 def test_the_round_trip_is_exact_for_any_text(ours, text):
     ids = ours.encode(text)
     assert ours.decode(ids) == text
-    assert all(type(i) is int and 2 < i < ours.vocab_size for i in ids), "no BOS, EOS or unknown, whatever the text"
+    assert all(type(i) is int and 6 < i < ours.vocab_size for i in ids), "no special token, whatever the text"
 
 
 def test_a_batch_is_each_text_alone(ours, llama, qwen):
     texts = ["", "one", "two  words", "\n", "ü" * 50]
     for tokenizer in (ours, llama, qwen):
-        assert [list(ids) for ids in tokenizer.encode_batch(texts)] == [tokenizer.encode(text) for text in texts]
+        for _ in range(2):
+            assert [ids.tolist() for ids in tokenizer.encode_batch(texts)] == [tokenizer.encode(text) for text in texts]
 
 
 def test_newlines_and_tabs_are_bytes_and_never_part_of_a_piece(ours):
@@ -69,15 +70,19 @@ def test_training_takes_tabs_long_lines_and_nul_characters(tmp_path):
         assert len(tokenizer.encode(word)) <= 2, "the line was not left out"
 
 
-def test_a_text_too_small_for_the_vocabulary_says_how_large_it_can_be(tmp_path):
-    with pytest.raises(VocabularyTooLarge, match="too small for a vocabulary of 4,096") as caught:
-        train_tokenizer(["a small text, so small"], 4096, tmp_path / "t.model")
-    largest = caught.value.maximum
-    assert train_tokenizer(["a small text, so small"], largest, tmp_path / "t.model").vocab_size == largest
-    with pytest.raises(UserError):
-        train_tokenizer(["a small text, so small"], largest + 1, tmp_path / "t.model")
+def test_a_text_too_small_for_the_vocabulary_gives_all_the_pieces_that_it_has(tmp_path):
+    tokenizer = train_tokenizer(["a small text, so small"], 4096, tmp_path / "t.model")
+    assert 263 < tokenizer.vocab_size < 300 and tokenizer.decode(tokenizer.encode("so small")) == "so small"
     with pytest.raises(UserError, match="give more text"):
         train_tokenizer(["\n\n"], 4096, tmp_path / "t.model")
+
+
+def test_tokens_for_conversations_are_reserved_and_never_come_from_text(ours):
+    tokens = [ours.added_tokens[i].content for i in range(7)]
+    assert tokens == ["<unk>", "<s>", "</s>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"]
+    assert all(token.special for token in ours.added_tokens.values())
+    assert min(ours.encode("<|user|>Hi<|end|>")) > 6 and ours.encode_special("<|user|>Hi<|end|>")[::6] == [4]
+    assert min(ours.encode_batch(["<|user|>Hi<|end|>"])[0]) > 6
 
 
 # The same ids in SentencePiece and in Hugging Face's libraries
@@ -94,7 +99,7 @@ def test_ids_and_texts_are_those_of_sentencepiece_for_any_text(kind, text, reque
     tokenizer = request.getfixturevalue(kind)
     trained = processor(tokenizer)
     ids = tokenizer.encode(text)
-    assert ids == trained.encode(text)
+    assert ids == tokenizer.encode_batch([text])[0].tolist() == trained.encode(text)
     if kind == "ours" or "▁" not in text:  # llama's decoding drops more than one space in front, if there is one
         assert tokenizer.decode(ids) == trained.decode(ids)
 
@@ -115,7 +120,7 @@ def test_ids_are_those_of_sentencepiece_for_real_text_and_where_pieces_overlap(o
         text = "".join(one[: generator.randint(1, len(one))] for one in chosen) * generator.randint(1, 4)
         texts.append(text)
     for text, ids in zip(texts, ours.encode_batch(texts), strict=True):
-        assert ids == trained.encode(text), text
+        assert ids.tolist() == trained.encode(text), text
 
 
 @settings(max_examples=300, deadline=None)

@@ -7,12 +7,12 @@ import torch
 
 from checkpoints.pretrained import load_pretrained
 from data.batches import validation_windows
-from data.tokenizer import load_tokenizer
 from data.corpus import tokenize
+from data.tokenizer import load_tokenizer
 from training.evaluate import evaluate
 
 
-def test_an_evaluation_is_the_mean_over_every_token_of_the_text(run, text_folder):
+def test_an_evaluation_is_the_mean_over_every_token_of_the_text(run, text_folder, tmp_path):
     tokenizer, model = load_tokenizer(run / "last"), load_pretrained(run / "last")
     text = (text_folder / "07.txt").read_text(encoding="utf-8")
     ids = [tokenizer.bos_id, *tokenizer.encode(text), tokenizer.eos_id]
@@ -22,7 +22,7 @@ def test_an_evaluation_is_the_mean_over_every_token_of_the_text(run, text_folder
             window = torch.tensor([ids[start : start + 33]])
             log_p = model(window[:, :-1]).double().log_softmax(-1)
             nats -= log_p.gather(2, window[:, 1:, None]).sum().item()
-    tokens, text_bytes = tokenize([str(text_folder / "07.txt")], tokenizer)
+    tokens, text_bytes = tokenize([str(text_folder / "07.txt")], tokenizer, cache_dir=tmp_path)
     found = evaluate(model, validation_windows(tokens, 32, 4), text_bytes, torch.device("cpu"))
     assert found.tokens == len(ids) - 1 and found.text_bytes == len(text.encode())
     assert found.nats == pytest.approx(nats, rel=1e-6)
