@@ -5,6 +5,7 @@ CACHE/texts/KEY.*       how units are split        CACHE/hub/      lists of file
 """
 
 import dataclasses
+import hashlib
 import json
 import lzma
 import shutil
@@ -21,6 +22,7 @@ from data.readers import BLOCK, read_documents
 from data.sources import resolve
 from data.split import (
     DUPLICATE,
+    MAX_COMPARED,
     MAX_VALIDATION,
     TRAIN,
     VALIDATION,
@@ -29,7 +31,6 @@ from data.split import (
     cut_pieces,
     find_pieces,
     split_documents,
-    text_hash,
 )
 from data.tokenizer import TRAINER_OPTIONS, Tokenizer, load_tokenizer, train_tokenizer
 from data.units import VERSION, Store, Unit, content_hash, digest, group_files
@@ -64,11 +65,12 @@ class Corpus:
     def description(self) -> str:
         """Three lines to print."""
         tokens, text = len(self.train[0]), self.bytes - self.validation_bytes
+        apart = "" if self.documents < MAX_COMPARED else ", compared within each file"
         more = f" in the first of {len(self.train):,} parts" if len(self.train) > 1 else ""
         held_out = f"{self.validation_documents:,} documents" if self.validation_documents else "the end of the text"
         return (
-            f"{self.documents:,} documents ({self.duplicates:,} duplicates dropped), {self.bytes / 1e6:.2f} MB{more}, "
-            f"hash {self.text_hash[:12]}\n"
+            f"{self.documents:,} documents ({self.duplicates:,} duplicates dropped{apart}), "
+            f"{self.bytes / 1e6:.2f} MB{more}, hash {self.text_hash[:12]}\n"
             f"  {tokens:,} tokens to train on, {text / max(1, tokens):.2f} bytes per token, "
             f"vocabulary {self.tokenizer.vocab_size:,}\n"
             f"  {len(self.validation):,} for validation ({held_out}, {self.validation_bytes / 1e6:.2f} MB, "
@@ -150,23 +152,17 @@ def trained_tokenizer(units: list[Unit], vocab_size: int, split: Split, cache_di
     """The folder of a tokenizer that is trained on a sample of the units, unless it was before."""
     texts = [unit.fingerprint for unit in units]
     folder = cache_dir / "tokenizers" / digest(VERSION, vocab_size, split, sorted(TRAINER_OPTIONS.items()), texts)
-    if folder.is_dir():
-        return folder
-    with locked(cache_dir, wait=WAIT):
-        if folder.is_dir():
-            return folder
-        new = folder.with_name(f"{folder.name}.new")
-        shutil.rmtree(new, ignore_errors=True)  # of a killed process
-        new.mkdir(parents=True)
-        print(f"training a tokenizer of {vocab_size:,} pieces (once, some seconds) ...", file=sys.stderr, flush=True)
-        sample = sample_text(units, split)
-        tokenizer = train_tokenizer(sample, vocab_size, new / "tokenizer.model")
-        if tokenizer.vocab_size < vocab_size:
-            pieces = f"{tokenizer.vocab_size:,} instead of {vocab_size:,} pieces"
-            print(f"note: the text is small, so the tokenizer has {pieces}", file=sys.stderr, flush=True)
-        tokenizer.save(new)
-        fsync_directory(new)
-        new.rename(folder)
+    if not folder.is_dir():
+        with locked(cache_dir, wait=WAIT):
+            if folder.is_dir():  # made while this process waited
+                return folder
+            new = folder.with_name(f"{folder.name}.new")
+            shutil.rmtree(new, ignore_errors=True)  # of a killed process
+            new.mkdir(parents=True)
+            print(f"training a tokenizer of {vocab_size:,} pieces (once) ...", file=sys.stderr, flush=True)
+            train_tokenizer(sample_text(units, split), vocab_size, new / "tokenizer.model").save(new)
+            fsync_directory(new)
+            new.rename(folder)
     return folder
 
 
@@ -232,7 +228,7 @@ def split_units(
     # `xz -9e`, but with a dictionary of 16 MB, not 64: the text is shorter, and 64 would take 700 MB of memory.
     filters = [{"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "dict_size": 1 << 24}]
     facts = dict(
-        text_hash=text_hash(table, kinds),
+        text_hash=hashlib.blake2b(table["hash"][kinds != DUPLICATE].tobytes(), digest_size=16).hexdigest(),
         documents=documents[TRAIN] + documents[VALIDATION],
         duplicates=documents[DUPLICATE],
         validation_documents=documents[VALIDATION],

@@ -51,7 +51,11 @@ def read_text(path: Path, optional: bool, skipped: list[str]) -> Iterator[Docume
 
 
 def read_blocks(path: Path) -> Iterator[str]:
-    """A text file, block by block; only a line that is longer than a block is cut inside."""
+    """A text file, block by block; only a line that is longer than a block is cut inside.
+
+    Blocks are encoded one by one. With our own tokenizers, no id reaches beyond a line, so these are the ids of the
+    document; with others the ids next to the end of a block may differ.
+    """
     fix = "make it readable, convert it to UTF-8, or leave it out"
     with reading(path, fix), open(path, encoding="utf-8", newline="") as file:
         while block := file.read(BLOCK) + file.readline(BLOCK):

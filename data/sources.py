@@ -4,7 +4,7 @@ Files are only listed here; a file of the Hub is downloaded when its turn comes.
 """
 
 import contextlib
-import difflib
+import dataclasses
 import glob
 import json
 import os
@@ -30,9 +30,8 @@ KNOWN = {  # name -> data set, its revision, what the names of its files begin w
     "shakespeare": ("karpathy/tiny_shakespeare", "refs/convert/parquet", "default/"),
     "tinystories": ("roneneldan/TinyStories", "main", "data/train-"),
 }
-NAMES = ("python", *KNOWN)
-CHOICES = f"a path, a pattern, hub:OWNER/NAME, or one of {', '.join(NAMES)}"
 TRIES = 3  # of a download
+NO_NETWORK = "check the connection and the name, or give your own text with --data FILE"
 
 EXCLUDED = frozenset(  # folders of the standard library that are tests, applications, third-party code or generated
     "test tests idle_test idlelib tkinter lib2to3 distutils site-packages dist-packages __pycache__ pydoc_data".split()
@@ -74,7 +73,7 @@ def resolve(names: Iterable[str], text_field: str, cache_dir: Path) -> list[Text
 
     A name wins over a folder of the same name; `./python` is the folder. Folders and patterns are sorted, hidden files
     and folders left out, and only files with a suffix in `FORMATS` taken. Raises `UserError` for a source that does
-    not exist, a single file that is empty, and a folder or pattern without files to read.
+    not exist, and a folder or pattern without files to read.
     """
     files = []
     for name in names:
@@ -88,18 +87,13 @@ def resolve(names: Iterable[str], text_field: str, cache_dir: Path) -> list[Text
             files += hub_files("/".join(parts[:2]), "main", "/".join(parts[2:]), text_field, cache_dir)
         elif os.path.isfile(path):
             files.append(text_file(path, text_field))
-            if not files[-1].size:
-                raise UserError(f"{path} is empty; give a file with text in it.")
         elif os.path.isdir(path):
             files += text_files(visible_files(path), text_field, f"the folder {name} holds")
         elif glob.has_magic(path):
             files += text_files(sorted(glob.glob(path, recursive=True)), text_field, f"{name} matches")
         else:
-            similar = difflib.get_close_matches(name, NAMES, n=1)
-            hint = f'did you mean "{similar[0]}"?' if similar else f"give {CHOICES}."
-            raise UserError(f'no file, folder or known corpus is called "{name}"; {hint}')
-    if not files:
-        raise UserError(f"no text was named; give {CHOICES}.")
+            choices = f"a path, a pattern, hub:OWNER/NAME, or one of python, {', '.join(KNOWN)}"
+            raise UserError(f'no file, folder or known text is called "{name}"; give {choices}.')
     return files
 
 
@@ -131,11 +125,10 @@ def find_format(path: str | Path) -> str | None:
 def visible_files(folder: str, excluded: frozenset[str] = frozenset()) -> Iterator[str]:
     """The files in a folder and the folders in it, sorted, without hidden ones; links to folders are not followed."""
 
-    def refuse(error: OSError) -> None:  # os.walk leaves the folder out otherwise
-        fix = "make it readable or name other folders"
-        raise UserError(f"the folder {error.filename} cannot be read ({error.strerror}); {fix}.")
+    def fail(error: OSError) -> None:  # os.walk leaves the folder out otherwise
+        raise error
 
-    for parent, folders, names in os.walk(folder, onerror=refuse):
+    for parent, folders, names in os.walk(folder, onerror=fail):
         folders[:] = sorted(name for name in folders if name not in excluded and not name.startswith("."))
         yield from (os.path.join(parent, name) for name in sorted(names) if not name.startswith("."))
 
@@ -158,8 +151,7 @@ def standard_library() -> list[TextFile]:
     files = [text_file(path, "text", optional=True) for path in sources]
     topics = root / "pydoc_data" / "topics.py"
     if topics.is_file():
-        found = text_file(topics, "text")
-        files.append(TextFile(found.name, "topics", found.field, found.size, found.version))
+        files.append(dataclasses.replace(text_file(topics, "text"), format="topics"))
     return files
 
 
@@ -172,7 +164,7 @@ def hub_files(dataset: str, revision: str, start: str, text_field: str, cache_di
     if not list_file.is_file():
         from huggingface_hub import HfApi
 
-        with online(f"the list of files of the data set {dataset}"):
+        with reading(f"the data set {dataset} of the Hub", NO_NETWORK):
             info = HfApi().dataset_info(dataset, revision=revision, files_metadata=True)
         sizes = {file.rfilename: file.size for file in info.siblings}
         list_file.parent.mkdir(parents=True, exist_ok=True)
@@ -197,24 +189,8 @@ def download(dataset: str, revision: str, file: str) -> Path:
     location = dict(repo_id=dataset, filename=file, revision=revision, repo_type="dataset")
     with contextlib.suppress(LocalEntryNotFoundError):
         return Path(hf_hub_download(**location, local_files_only=True))
-    with online(f"{file} of the data set {dataset}"):
+    with reading(f"{file} of the data set {dataset} of the Hub", NO_NETWORK):
         for _ in range(TRIES - 1):  # the library itself resumes after some failures, but not after all
             with contextlib.suppress(Exception):
                 return Path(hf_hub_download(**location))
         return Path(hf_hub_download(**location))
-
-
-@contextlib.contextmanager
-def online(what: str) -> Iterator[None]:
-    """Turn the failure of a download into one line; a network fails in many ways, and the Hub has a class for each."""
-    try:
-        yield
-    except Exception as error:
-        cause = error
-        while cause.__cause__:
-            cause = cause.__cause__
-        reason = str(cause).strip().split("\n")[0].rstrip(".")
-        raise UserError(
-            f"{what} could not be downloaded ({type(cause).__name__}: {reason}); "
-            f"check the connection or name your own text with --data FILE."
-        ) from error

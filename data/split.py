@@ -3,7 +3,6 @@
 The split depends on the text alone. It looks at 24 bytes for each document.
 """
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -107,8 +106,3 @@ def cut_pieces(pieces: np.ndarray, tokens: int) -> tuple[np.ndarray, np.ndarray]
     before, after = pieces[: place + 1].copy(), pieces[place:].copy()
     before[-1, 2] = after[0, 1] = pieces[place, 2] - (ends[place] - tokens)
     return before, after
-
-
-def text_hash(table: np.ndarray, kinds: np.ndarray) -> str:
-    """A hash of the documents that are kept, in order."""
-    return hashlib.blake2b(table["hash"][kinds != DUPLICATE].tobytes(), digest_size=16).hexdigest()

@@ -139,7 +139,6 @@ class UnitWriter:
     def __init__(self, file: BinaryIO, store: Store, report: Callable[[int], object]):
         self._file, self._report, self._tokenizer, self._dtype = file, report, store.tokenizer, store.dtype
         self._begin = [] if self._tokenizer.bos_id is None else [self._tokenizer.bos_id]
-        self._newline = self._tokenizer.encode("\n")
         self._hashes, self._lengths, self._starts = array("Q"), array("Q"), array("Q")
         self._pending: list[tuple[str, bool]] = []  # blocks not yet encoded, each with whether a document starts there
         self._characters = self._tokens = 0  # pending, written
@@ -167,20 +166,12 @@ class UnitWriter:
         return np.rec.fromarrays([self._hashes, self._lengths, tokens], DOCUMENT)
 
     def _encode_pending(self) -> None:
-        """A block in the middle of a document is encoded after a newline, whose ids are then cut off.
-
-        Otherwise a tokenizer that puts a space in front of every text (LLaMA's) would put one inside the document.
-        """
-        encoded = self._tokenizer.encode_batch([block if first else "\n" + block for block, first in self._pending])
-        for (block, first), ids in zip(self._pending, encoded, strict=True):
-            if first:
+        encoded = self._tokenizer.encode_batch([block for block, _ in self._pending])
+        for (_, starts_document), ids in zip(self._pending, encoded, strict=True):
+            if starts_document:
                 self._write([self._tokenizer.eos_id] * bool(self._starts))
                 self._starts.append(self._tokens)
                 self._write(self._begin)
-            elif ids[: len(self._newline)].tolist() == self._newline:
-                ids = ids[len(self._newline) :]
-            else:
-                ids = self._tokenizer.encode(block)
             self._write(ids)
         self._report(self._characters)
         self._pending, self._characters = [], 0

@@ -19,7 +19,7 @@ PROGRAMS = {"train": train.main, "generate": generate.main, "ablate": ablate.mai
 # A command line, and below it a pattern of its error. RUN is a run of two steps, BAD a folder of what is not right.
 MISTAKES = r"""
 train --data nothere
-    no file, folder or known corpus is called "nothere"; give a path
+    no file, folder or known text is called "nothere"; give a path
 train --data BAD/empty
     .*BAD/empty holds no file to read; the formats are .txt .md .py
 train --data BAD/small.txt

@@ -168,7 +168,7 @@ def test_metadata_describe_the_tokenizer(checkpoint, tokenizer, tmp_path):
     processor = sentencepiece.SentencePieceProcessor(model_proto=tokenizer.files["tokenizer.model"])
     assert tokens[:290] == [processor.id_to_piece(i) for i in range(290)]
     assert scores[:290] == [processor.get_score(i) for i in range(290)]
-    assert types[:4] == [2, 3, 3, 6] and {*types[3:259]} == {6} and {*types[259:290]} == {1}
+    assert types[:8] == [2, 3, 3, 3, 3, 3, 3, 6] and {*types[7:263]} == {6} and {*types[263:290]} == {1}
     assert tokens[290:] == [f"[PAD{i}]" for i in range(290, 300)] and {*types[290:]} == {5}
 
 

@@ -125,7 +125,7 @@ def error_message(process: subprocess.Popen) -> str:
 
 def test_what_cannot_be_downloaded_is_one_line(tmp_path, hub, numbers, tokenizer_file):
     unreachable = error_message(start("hub:owner/numbers", tmp_path, 9, tokenizer_file))  # nobody listens there
-    assert "owner/numbers could not be downloaded" in unreachable and "check the connection" in unreachable
+    assert "the data set owner/numbers of the Hub cannot be read" in unreachable and "connection" in unreachable
     missing = error_message(start("hub:owner/nothing", tmp_path, hub.server_port, tokenizer_file))
     assert "404" in missing and "owner/nothing" in missing
     assert "no file nowhere*" in error_message(

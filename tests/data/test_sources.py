@@ -110,7 +110,8 @@ def test_a_folder_that_cannot_be_read_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "scandir", scandir_of_a_user)
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
     for source in (tmp_path, "python"):
-        assert f"the folder {tmp_path / 'secret'} cannot be read (Permission denied);" in error_message(source)
+        with pytest.raises(PermissionError, match="secret"):
+            documents(source)
 
 
 def test_a_file_whose_name_looks_like_a_pattern_is_that_file(tmp_path):
@@ -156,16 +157,13 @@ def test_pipes_in_a_folder_are_left_out(tmp_path):
 
 
 def test_sources_that_are_not_there_or_hold_nothing_are_named(tmp_path):
-    assert '"shakespeare"' in error_message("shakespear")
+    assert "or one of python, shakespeare" in error_message("shakespear")
     assert "no file" in error_message(tmp_path / "missing.txt")
     assert "no file" in error_message("~nobody-of-this-name/x")
     assert "matches no file" in error_message(tmp_path / "*.txt")
     assert "holds no file" in error_message(tmp_path)
     (tmp_path / "a.docx").write_bytes(b"x")
     assert ".parquet" in error_message(tmp_path / "a.docx")
-    (tmp_path / "empty.txt").touch()
-    assert "empty" in error_message(tmp_path / "empty.txt")
-    assert "no text" in error_message()
 
 
 def test_a_name_wins_over_a_folder_and_a_path_is_the_folder(tmp_path, monkeypatch):

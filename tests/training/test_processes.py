@@ -52,7 +52,7 @@ def test_two_processes_train_the_run_of_one(flags, tmp_path, start, way):
 @pytest.mark.parametrize(
     ("mistake", "line"),
     [
-        (["--data", "nothere"], 'error: no file, folder or known corpus is called "nothere"'),  # only the main sees it
+        (["--data", "nothere"], 'error: no file, folder or known text is called "nothere"'),  # only the main sees it
         (["--batch-size", "3"], "error: --batch-size 3 cannot be divided by 2 processes"),
     ],
 )
