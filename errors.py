@@ -148,7 +148,8 @@ def exit_on_user_error() -> Iterator[None]:
         if hasattr(stream, "reconfigure"):  # not None, nor what a caller has put in its place
             stream.reconfigure(encoding="utf-8", errors="replace")
     show_traceback = "--traceback" in sys.argv
-    sys.argv = [argument for argument in sys.argv if argument != "--traceback"]
+    if show_traceback:
+        sys.argv.remove("--traceback")
     try:
         yield
         print(end="", flush=True)  # not at the exit of the interpreter, where a full disk would be a traceback

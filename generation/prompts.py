@@ -6,14 +6,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from errors import UserError, reading
+from generation.settings import Settings
 
 if TYPE_CHECKING:  # importing the tokenizer libraries would slow down `--help`
     from data.tokenizer import Tokenizer
 
 
-def read_prompts(prompts: Sequence[str], prompt_file: Path | None) -> list[str]:
+def read_prompts(settings: Settings) -> list[str]:
     """The prompts of the command line, then those of the file. Without any: standard input as one prompt."""
-    return [*prompts, *(read_prompt_file(prompt_file) if prompt_file is not None else ())] or [read_standard_input()]
+    prompts = [*settings.prompt] if settings.text is None else [settings.text, *settings.prompt]
+    if settings.prompt_file is not None:
+        prompts += read_prompt_file(settings.prompt_file)
+    return prompts or [read_standard_input()]
 
 
 def read_prompt_file(path: Path) -> list[str]:

@@ -103,18 +103,17 @@ class Settings:
             raise UserError("--max-new-tokens, --samples and --batch-size must be at least 1.")
         if self.system is not None and not self.chat:
             raise UserError("--system is for conversations; give --chat too.")
-        if self.interactive and (self.chat or self.prompts or self.prompt_file):
+        if self.interactive and (self.chat or self.has_prompts):
             raise UserError("--interactive reads prompts line by line; leave out --chat, --prompt and --prompt-file.")
 
     @property
-    def prompts(self) -> tuple[str, ...]:
-        """The prompts of the command line."""
-        return self.prompt if self.text is None else (self.text, *self.prompt)
+    def has_prompts(self) -> bool:
+        """Whether the command line has any prompt."""
+        return self.text is not None or bool(self.prompt) or self.prompt_file is not None
 
     def reads_lines(self, stdin: TextIO) -> bool:
         """Whether to respond to lines as they are typed, instead of to prompts that are known from the start."""
-        typed = not self.prompts and self.prompt_file is None and stdin.isatty()
-        return self.interactive or (self.chat and typed)
+        return self.interactive or (self.chat and not self.has_prompts and stdin.isatty())
 
     @property
     def token_limit(self) -> int:

@@ -23,7 +23,8 @@ def test_prompts_are_the_flags_then_the_lines_of_the_file_and_standard_input_is_
     set_stdin(monkeypatch, b"never read")
     path = tmp_path / "prompts.txt"
     path.write_bytes("\ufeff  two \r\n\n   \nthree\u2028\x0cstill three".encode())
-    assert read_prompts(["one", ""], path) == ["one", "", "  two ", "three\u2028\x0cstill three"]
+    settings = Settings(text="one", prompt=("",), prompt_file=path)
+    assert read_prompts(settings) == ["one", "", "  two ", "three\u2028\x0cstill three"]
     assert sys.stdin.buffer.read() == b"never read"
 
 
@@ -33,12 +34,12 @@ def test_prompts_are_the_flags_then_the_lines_of_the_file_and_standard_input_is_
 )
 def test_standard_input_is_one_prompt_without_its_last_line_break(monkeypatch, content, prompt):
     set_stdin(monkeypatch, content)
-    assert read_prompts([], None) == [prompt]
+    assert read_prompts(Settings()) == [prompt]
 
 
 def test_a_terminal_is_not_read_and_gives_an_empty_prompt_with_a_hint(monkeypatch, capsys):
     set_stdin(monkeypatch, b"typed", terminal=True)
-    assert read_prompts([], None) == [""]
+    assert read_prompts(Settings()) == [""]
     hint = capsys.readouterr().err
     assert hint.startswith("no prompt: the model starts a text of its own;") and "--interactive" in hint
 
@@ -46,7 +47,7 @@ def test_a_terminal_is_not_read_and_gives_an_empty_prompt_with_a_hint(monkeypatc
 def test_input_that_is_not_utf8_or_empty_or_missing_is_a_user_error(monkeypatch, tmp_path):
     set_stdin(monkeypatch, b"\xff\xfe")
     with pytest.raises(UserError, match="standard input cannot be read"):
-        read_prompts([], None)
+        read_prompts(Settings())
     for content, message in ((b"\xff", "can't decode"), (b" \n\n", "it has no prompt")):
         (tmp_path / "prompts").write_bytes(content)
         with pytest.raises(UserError, match=message):
@@ -84,5 +85,5 @@ def test_the_names_that_other_programs_use_for_our_flags_work():
 
 def test_a_text_after_the_run_is_the_first_prompt():
     settings = tyro.cli(Settings, args=["runs/a", "hello", "--prompt", "x", "--prompt", "y"])
-    assert (settings.run, settings.prompts) == ("runs/a", ("hello", "x", "y"))
-    assert tyro.cli(Settings, args=["runs/a"]).prompts == ()
+    assert settings.run == "runs/a" and read_prompts(settings) == ["hello", "x", "y"]
+    assert not tyro.cli(Settings, args=["runs/a"]).has_prompts
