@@ -56,9 +56,10 @@ def main() -> None:
         for sequences in arguments.sequences:
             room = cached + steps + WARM_UP
             cache = KeyValueCache(config, sequences, room, device=device, dtype=torch.bfloat16)
-            cache.keys_and_values.normal_()
+            cache.keys.normal_()
+            cache.values.normal_()
             # Keys and values of every filled position are read once, halfway through the steps that are timed.
-            read = weights + cache.keys_and_values.nbytes // room * (cached + WARM_UP + steps // 2)
+            read = weights + 2 * cache.keys.nbytes // room * (cached + WARM_UP + steps // 2)
             for variant in VARIANTS:
                 row = {"cached": cached, "sequences": sequences, "variant": variant, "bytes": read}
                 try:

@@ -29,11 +29,11 @@ import torch
 from benchmarks.timing import copy_rate, print_header, print_row
 from benchmarks.training import PEER, transformers_model
 from errors import exit_on_user_error
+from generation.cpu_step import MAX_SEQUENCES
 from generation.generate import generate
 from generation.settings import Sampling
 from generation.weights import bytes_per_step, cast_weights, quantize_matrices
 from model.config import ModelConfig
-from model.cpu_decode import MAX_SEQUENCES
 from model.decoder import Decoder
 from model.device import processor
 

@@ -6,14 +6,18 @@ good enough for small batches.
 """
 
 import contextlib
+import functools
 import math
+import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import Literal
 
 import torch
 
+import kernels
 from data.tokenizer import Tokenizer
 from errors import UserError
 from generation.prompts import check_prompts, encode_prompt, first_tokens
@@ -148,7 +152,7 @@ def next_tokens(
     tokens, padding = left_pad(prompts, device)
     seen = token_mask(prompts, vocab_size, device) if sampling.repetition_penalty != 1 else None
     shape = len(prompts), tokens.shape[1] + max_new_tokens
-    with decode_step_for(decoder, *shape) as step:
+    with decode_step(decoder, *shape) as step:
         if step is None:
             cache = KeyValueCache(decoder.config, *shape, device=device, dtype=decoder.compute_dtype)
         else:
@@ -183,6 +187,30 @@ def next_tokens(
             tokens = sampled[:, None]
             if seen is not None:
                 seen.scatter_(1, tokens, True)
+
+
+def decode_step(decoder: Decoder, batch_size: int, positions: int) -> contextlib.AbstractContextManager:
+    """The fastest step for the decoder's device, with an empty cache of `positions`; None where the decoder itself is.
+
+    A step takes tokens (B, 1) and padding, and returns logits (B, 1, V) that are valid until the next call.
+    """
+    if kernels.implementation(decoder.embed_tokens.weight.device) is not kernels.cpu:
+        return decode_step_for(decoder, batch_size, positions)
+    cpu_step = import_cpu_step()
+    if cpu_step is None or not cpu_step.supports(decoder.config, decoder.compute_dtype, batch_size):
+        return contextlib.nullcontext()
+    return contextlib.nullcontext(cpu_step.CpuDecodeStep(decoder, KeyValueCache(decoder.config, batch_size, positions)))
+
+
+@functools.cache
+def import_cpu_step() -> ModuleType | None:
+    """`generation.cpu_step`, imported where it is needed alone; None, and one line, where Numba cannot be imported."""
+    try:
+        from generation import cpu_step
+    except ImportError as error:
+        print(f"decoding on the CPU is slower here ({error}); pip install numba", file=sys.stderr)
+        return None
+    return cpu_step
 
 
 def left_pad(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:

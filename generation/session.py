@@ -6,6 +6,8 @@ import itertools
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+import torch
+
 import kernels
 from checkpoints import find
 from checkpoints.pretrained import Checkpoint, load_pretrained, open_checkpoint
@@ -14,11 +16,12 @@ from errors import UserError
 from generation import terminal
 from generation.chat import ChatFormat
 from generation.conversation import Conversation
-from generation.generate import Generation, generate
+from generation.generate import Generation, generate, import_cpu_step
 from generation.prompts import check_prompts, encode_prompt, first_tokens
 from generation.settings import Settings
 from generation.stream import OrderedTexts, TextStream
 from generation.weights import bytes_per_step, quantize_matrices
+from model.config import ModelConfig
 from model.decoder import Decoder
 from model.device import choose_device, choose_inference_dtype, choose_kernels, explain_out_of_memory
 
@@ -103,13 +106,23 @@ def load_decoder(checkpoint: Checkpoint, settings: Settings) -> Decoder:
     """The model on its device, with its weights in the dtype it computes in."""
     device, int8 = choose_device(settings.device), settings.dtype == "int8"
     choose_kernels(settings.kernels, device)
-    if int8 and device.type != "cpu":
-        raise UserError("--dtype int8 is for CPUs; use bfloat16, or --device cpu.")
+    if int8:
+        check_int8(checkpoint.config, device, settings.batch_size)
     dtype = choose_inference_dtype("bfloat16" if int8 else settings.dtype, device, checkpoint.dtype())
     decoder = load_pretrained(checkpoint, device=device, compute_dtype=dtype, cast=True).eval()
     if int8:
         quantize_matrices(decoder)
     return decoder
+
+
+def check_int8(config: ModelConfig, device: torch.device, batch_size: int) -> None:
+    """Raise `UserError` where no decoding step would use matrices in int8."""
+    cpu_step = import_cpu_step() if kernels.implementation(device) is kernels.cpu else None
+    if cpu_step is None or not cpu_step.supports(config, torch.bfloat16, batch_size):
+        raise UserError(
+            f"--dtype int8 needs a CPU, Numba, a --batch-size (now {batch_size}) of at most 16, and a pre-norm model "
+            "with RMSNorm or LayerNorm and SwiGLU; use bfloat16."
+        )
 
 
 def speed(results: Sequence[Generation], step_bytes: int) -> str:

@@ -4,7 +4,6 @@ import torch
 
 from checkpoints.pretrained import inference_dtype
 from model.decoder import Decoder
-from model.int8 import ALIGNMENT, quantize
 from model.linear import Linear
 
 
@@ -16,17 +15,17 @@ def cast_weights(decoder: Decoder, dtype: torch.dtype) -> None:
 
 
 def quantize_matrices(decoder: Decoder) -> None:
-    """Let decoding steps on a CPU use matrices in int8: of the layers and of the head, beside those in bfloat16.
+    """Give decoding steps on a CPU the matrices in int8: those of the layers and the head, beside those of prompts.
 
-    A matrix whose row length is no multiple of 32 stays in bfloat16. Raises ValueError if the decoder does not compute
-    in bfloat16.
+    Absmax quantization (Dettmers et al. 2022, arXiv 2208.07339, section 2): a row w is stored as the integers closest
+    to w / s, with s = max |w| / 127. Inputs are not quantized.
     """
-    if decoder.compute_dtype != torch.bfloat16:
-        raise ValueError(f"int8 matrices take inputs in bfloat16, and this decoder computes in {decoder.compute_dtype}")
     lookup = None if decoder.lm_head is None else decoder.embed_tokens  # an untied embedding multiplies nothing
     for module in decoder.modules():
-        if isinstance(module, Linear) and module is not lookup and module.weight.shape[1] % ALIGNMENT == 0:
-            module.int8 = quantize(module.weight)
+        if isinstance(module, Linear) and module is not lookup:
+            weight = module.weight.detach().float()
+            scales = weight.abs().amax(1).clamp(min=torch.finfo(torch.float32).tiny) / 127
+            module.int8 = (weight / scales[:, None]).round().to(torch.int8), scales
 
 
 def bytes_per_step(decoder: Decoder) -> int:
@@ -39,7 +38,7 @@ def bytes_per_step(decoder: Decoder) -> int:
     total = sum(parameter.nbytes for parameter in decoder.parameters())
     for module in decoder.modules():
         if isinstance(module, Linear) and module.int8 is not None:
-            total += module.int8.nbytes - module.weight.nbytes
+            total += sum(tensor.nbytes for tensor in module.int8) - module.weight.nbytes
     if config.tie_word_embeddings:
         return total
     return total - config.vocab_size * config.hidden_size * decoder.compute_dtype.itemsize

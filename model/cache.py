@@ -22,26 +22,12 @@ class KeyValueCache:
         dtype: torch.dtype = torch.float32,
     ):
         shape = (config.num_hidden_layers, batch_size, config.num_key_value_heads, max_length, config.resolved_head_dim)
-        # One tensor, so that a step can write k and v of a layer in one copy: (2, L, B, K, max_length, d).
-        self.keys_and_values = torch.empty(2, *shape, device=device, dtype=dtype)
-        self.length = 0
-
-    @property
-    def keys(self) -> Tensor:
-        """(L, B, K, max_length, d)."""
-        return self.keys_and_values[0]  # made anew: autograd refuses writes to a view from another grad mode
-
-    @property
-    def values(self) -> Tensor:
-        """(L, B, K, max_length, d)."""
-        return self.keys_and_values[1]
-
-    @property
-    def max_length(self) -> int:
-        return self.keys_and_values.shape[4]
+        self.keys = torch.empty(shape, device=device, dtype=dtype)  # (L, B, K, max_length, d)
+        self.values = torch.empty(shape, device=device, dtype=dtype)
+        self.max_length, self.length = max_length, 0
 
     def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Append k and v (B, K, T, d) of one layer; return views (B, K, length + T, d) of all filled positions.
+        """Append k and v (B, K, T, d) of one layer; return all filled positions (B, K, length + T, d) in its dtype.
 
         Does not change `length`: the decoder advances it once, after the last layer.
         """
@@ -50,7 +36,7 @@ class KeyValueCache:
             raise ValueError(f"the cache has room for {self.max_length} tokens, and {end} were given")
         self.keys[layer, :, :, self.length : end] = k
         self.values[layer, :, :, self.length : end] = v
-        return self.keys[layer, :, :, :end], self.values[layer, :, :, :end]
+        return self.keys[layer, :, :, :end].to(k.dtype), self.values[layer, :, :, :end].to(v.dtype)
 
     def keep_prefix(self, source: "KeyValueCache", length: int) -> None:
         """Hold exactly the first `length` positions of `source`. It may be this cache, which then forgets the rest."""

@@ -1,5 +1,4 @@
 """Decoding with the fused kernels: one token for each sequence through all layers, on CUDA replayed as one graph.
-`decode_step_for` chooses between this step and the one for a CPU.
 
 Replaying a graph is one call for the host instead of a hundred kernel launches. A graph always reads and writes the
 same memory, so the tokens, the position, the padding, the cache and the logits are tensors that stay where they are.
@@ -16,10 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import kernels
-from model import cpu_decode
 from model.cache import KeyValueCache
-from model.config import ModelConfig
-from model.cpu_decode import CpuDecodeStep
 from model.decoder import Decoder
 from model.norm import Norm
 
@@ -172,33 +168,20 @@ _kept: weakref.WeakKeyDictionary[Decoder, tuple[tuple, DecodeStep]] = weakref.We
 """At most one step that nobody uses at the moment, with what must not change for its graph to be valid."""
 
 
-def max_sequences(config: ModelConfig, device: torch.device) -> int:
-    """The largest batch that a decoding step exists for; 0 if none supports the model on this device."""
-    usual = (config.norm_placement, config.mlp, config.attention_output_bias) == ("pre", "swiglu", False)
-    if not usual or config.norm not in kernels.NORM_KINDS:
-        return 0
-    limits = {kernels.gpu: MAX_SEQUENCES, kernels.cpu: cpu_decode.MAX_SEQUENCES}
-    return limits.get(kernels.implementation(device), 0)
-
-
 @contextlib.contextmanager
-def decode_step_for(decoder: Decoder, batch_size: int, positions: int) -> Iterator[DecodeStep | CpuDecodeStep | None]:
-    """A step whose empty cache has room for `positions`; None if none fits the device, the model and the batch size.
+def decode_step_for(decoder: Decoder, batch_size: int, positions: int) -> Iterator[DecodeStep | None]:
+    """A step whose empty cache has room for `positions`; None if no kernels fit device, model and batch size.
 
-    With the Triton kernels the last step is kept with its cache and graph, until it does not fit or its decoder is
+    The last step is kept with its cache and graph, until it does not fit or its decoder is
     gone. Its cache has room for a power of two of positions, at least 256, so that prompts of different lengths share
     it; a power of two beyond the model's context, or its sliding window, is cut to that. The cache thus holds up to
     twice the memory that it needs, and longer.
     """
     device, config = decoder.embed_tokens.weight.device, decoder.config
-    if batch_size > max_sequences(config, device):
+    usual = (config.norm_placement, config.mlp, config.attention_output_bias) == ("pre", "swiglu", False)
+    on_gpu = kernels.gpu is not None and kernels.implementation(device) is kernels.gpu
+    if not on_gpu or not usual or config.norm not in kernels.NORM_KINDS or batch_size > MAX_SEQUENCES:
         yield None
-        return
-    if kernels.implementation(device) is kernels.cpu:
-        if decoder.compute_dtype not in cpu_decode.DTYPES or torch.is_autocast_enabled("cpu"):
-            yield None  # its buffers have the dtypes that it expects
-            return
-        yield CpuDecodeStep(decoder, KeyValueCache(config, batch_size, positions, dtype=decoder.compute_dtype))
         return
     room = 1 << (max(positions, MIN_POSITIONS) - 1).bit_length()
     window = config.sliding_window  # the kernels can do without it where it hides nothing

@@ -4,8 +4,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from model.int8 import Int8Matrix
-
 
 class Linear(nn.Module):
     """y = W x + b. Unlike torch.nn.Linear it draws no random numbers: `model.decoder.initialize` fills it."""
@@ -14,8 +12,8 @@ class Linear(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(out_features, in_features))
         self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
-        self.int8: Int8Matrix | None = None
-        """The weight quantized to 8 bits, for decoding on a CPU; whoever changes the weight must quantize it again."""
+        self.int8: tuple[Tensor, Tensor] | None = None
+        """The weight as integers and the scale of each row, for decoding on a CPU; not updated with the weight."""
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., in_features) -> (..., out_features), in x's dtype."""

@@ -1,7 +1,7 @@
 """Counts the files that a document passes from disk to its loss, and a prompt to its last character.
 
-A file counts when one of its functions gets or returns the text or its token ids. Run `python tests/doors.py`; it exits with
-status 1 where there are too many.
+A file counts when one of its functions gets or returns the text or its token ids. `python tests/doors.py`
+exits with status 1 where there are too many.
 """
 
 import runpy

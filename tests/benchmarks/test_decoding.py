@@ -25,7 +25,8 @@ def test_a_static_cache_gives_the_decoders_logits_at_every_position(relative, mo
     for parameter in decoder.parameters():
         parameter.normal_(0.1, 0.2)
     prompt, caches = torch.randint(64, (3, 5)), [KeyValueCache(config, 3, 20) for _ in range(2)]
-    caches[1].keys_and_values.fill_(7.0)  # what is beyond the position must be hidden
+    caches[1].keys.fill_(7.0)  # what is beyond the position must be hidden
+    caches[1].values.fill_(7.0)
     for cache in caches:
         decoder(prompt, cache=cache)
     step = StaticDecoder(decoder, caches[1])

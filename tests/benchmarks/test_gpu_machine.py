@@ -34,7 +34,7 @@ ABSENT = {"pytest-xdist": "xdist", "tomli-w": "tomli_w"}  # where the module has
 ABSENT = [ABSENT.get(name, name) for name in sorted(REQUIRED - PRESENT)]
 IMPORTABLE = [
     *(f"benchmarks.{path.stem}" for path in (ROOT / "benchmarks").glob("*.py") if path.stem != "peers"),
-    *(f"model.{name}" for name in ("cpu_decode", "decoder", "fused_decode")),
+    *(f"model.{name}" for name in ("decoder", "fused_decode")),
     "checkpoints.pretrained",
     "training.step",
 ]

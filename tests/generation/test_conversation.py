@@ -7,11 +7,11 @@ import pytest
 from checkpoints.pretrained import load_pretrained
 from data.tokenizer import load_tokenizer
 from errors import UserError
-from generation import session
+from generation import cpu_step, session
 from generation.conversation import Conversation
+from generation.cpu_step import CpuDecodeStep
 from generation.generate import generate
 from generation.settings import Sampling, Settings
-from model.cpu_decode import CpuDecodeStep
 from model.decoder import Decoder
 from tests.generation.conftest import chat_format
 
@@ -156,8 +156,8 @@ def test_an_answer_interrupted_inside_the_decoder_leaves_a_valid_cache(talk, mon
         if stage == "prefill":
             patch.setattr(talk.decoder.layers[1], "forward", interrupt)
         else:
-            finish = CpuDecodeStep.finish_qkv
-            patch.setattr(CpuDecodeStep, "finish_qkv", lambda *arguments: finish(*arguments) or interrupt())
+            normalize = cpu_step.normalize_rows  # called between the last layer and the head
+            patch.setattr(cpu_step, "normalize_rows", lambda *arguments: interrupt() or normalize(*arguments))
         talk.ask("a longer question " * 2)
     assert len(talk.conversation.turns) == 1 + (stage == "step")
     assert talk.lines[-1].strip() == "stopped" + (

@@ -13,6 +13,8 @@ from errors import UserError
 from generation import session
 from generation.generate import Generation
 from generation.settings import Sampling, Settings
+from model.config import ModelConfig
+from model.decoder import Decoder
 
 GREEDY = Sampling(temperature=0)
 
@@ -130,3 +132,14 @@ def test_matrices_are_quantized_for_int8_and_the_log_says_so(checkpoint):
     assert "in bfloat16 with int8 matrices, kernels: " in lines[0] and len(text) > 2
     loaded = session.load_decoder(session.open_checkpoint(checkpoint), Settings(device="cpu", dtype="int8"))
     assert all(layer.self_attn.qkv_proj.int8 is not None for layer in loaded.layers)
+
+
+@pytest.mark.parametrize(("model", "settings"), [({}, {"batch_size": 17}), ({"norm": "dyt"}, {})], ids=str)
+def test_int8_is_refused_before_the_weights_are_read_where_no_step_uses_it(
+    monkeypatch, tmp_path, tokenizer, model, settings
+):
+    save_pretrained(Decoder(ModelConfig(**({"vocab_size": 320, "hidden_size": 32} | model))), tmp_path)
+    tokenizer.save(tmp_path)
+    monkeypatch.setattr(session, "load_pretrained", lambda *_, **__: pytest.fail("the weights were read"))
+    with pytest.raises(UserError, match="--dtype int8 needs a CPU, Numba, a --batch-size"):
+        output(tmp_path, **({"device": "cpu", "dtype": "int8"} | settings))

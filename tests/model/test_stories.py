@@ -11,11 +11,11 @@ import torch
 from torch.nn import functional as F
 
 from checkpoints.pretrained import load_pretrained
+from generation.cpu_step import CpuDecodeStep
 from generation.generate import generate
 from generation.settings import Sampling
 from generation.weights import cast_weights, quantize_matrices
 from model.cache import KeyValueCache
-from model.cpu_decode import CpuDecodeStep
 
 LOGIT, LOSS = 3e-5, 3e-6
 
@@ -76,7 +76,7 @@ def test_the_cpu_step_in_bfloat16_and_int8_predicts_2000_tokens_as_well_as_in_fl
     tokens = torch.tensor([[1, *ids] for ids in sampled.tokens])  # (8, 251)
 
     def loss_by_steps() -> float:
-        cache = KeyValueCache(decoder.config, 8, 251, dtype=decoder.compute_dtype)
+        cache = KeyValueCache(decoder.config, 8, 251)
         step = CpuDecodeStep(decoder, cache)
         losses = [
             F.cross_entropy(step(now, None)[:, 0], following[:, 0])
@@ -91,4 +91,4 @@ def test_the_cpu_step_in_bfloat16_and_int8_predicts_2000_tokens_as_well_as_in_fl
     quantize_matrices(decoder)
     int8 = loss_by_steps()
     print(f"{exact:.4f} nats per token in float32, {bfloat16:.4f} in bfloat16, {int8:.4f} in int8")
-    assert len({exact, bfloat16, int8}) == 3 and max(abs(bfloat16 - exact), abs(int8 - exact)) < 0.01
+    assert len({exact, bfloat16, int8}) == 3 and abs(bfloat16 - exact) < 5e-4 and abs(int8 - exact) < 0.01

@@ -1,0 +1,240 @@
+"""Decoding on a CPU: one token for each sequence through all layers, in plain loops that Numba compiles.
+
+A step of a small model should take as long as reading its weights does. So each matrix is read once, in the form in
+which it is stored: float32, the 16 bits of bfloat16, or 8 bits with a scale for each row; everything else is float32.
+The first call compiles the loops for this processor; later processes find them in a cache beside this file. Only
+pre-norm decoders with SwiGLU and RMSNorm or LayerNorm have a step.
+"""
+
+import math
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import numba
+import numpy as np
+import torch
+from numba import njit, prange
+from numba.extending import overload
+from torch import Tensor
+
+import kernels
+from model.cache import KeyValueCache
+from model.config import ModelConfig
+from model.decoder import Decoder
+from model.linear import Linear
+from model.norm import Norm
+
+MAX_SEQUENCES = 16  # the largest batch that was measured
+
+# Sums may be added in any order, so that they become vectors of sums; NaN stays NaN.
+OPTIONS = {"cache": True, "error_model": "numpy", "fastmath": {"reassoc", "contract", "nsz", "arcp"}}
+compiled, compiled_in_parallel = njit(**OPTIONS), njit(**OPTIONS, parallel=True)
+
+
+class Matrix(NamedTuple):
+    """A linear layer: W = values * scales[:, None], with its bias."""
+
+    values: np.ndarray  # (out_features, in_features) float32, int8, or uint16: the bits of bfloat16
+    scales: np.ndarray  # (out_features,) float32
+    bias: np.ndarray  # (out_features,) float32, zeros if there is none
+
+
+class LayerWeights(NamedTuple):
+    """What a step needs of a layer, and its part of the cache. A norm is two rows: weight, and bias or zeros."""
+
+    attention_norm: np.ndarray  # (2, D)
+    qkv: Matrix  # ((H + 2K) d, D)
+    head_norms: np.ndarray  # of q and k, (2, 2, d); (0, 2, d) if the model has none
+    o: Matrix  # (D, H d)
+    mlp_norm: np.ndarray  # (2, D)
+    gate_up: Matrix  # (2F, D)
+    down: Matrix  # (D, F)
+    keys: np.ndarray  # (B, K, max_length, d) float32
+    values: np.ndarray  # the same
+    window: int  # how many positions a token sees
+
+
+def widen(x):
+    """A number as float32; a uint16 holds the bits of a bfloat16, which are the upper half of a float32's."""
+
+
+@overload(widen)
+def _widen(x):
+    if x == numba.uint16:
+        return lambda x: np.uint32(np.uint32(x) << 16).view(np.float32)
+    return lambda x: np.float32(x)
+
+
+@compiled_in_parallel
+def add_product(out, matrix, x):
+    """out += W x + bias for each row of x (B, in_features) and out (B, out_features)."""
+    for row in prange(len(matrix.values)):
+        for b in range(len(x)):
+            total = np.float32(0)
+            for i in range(x.shape[1]):
+                total += widen(matrix.values[row, i]) * x[b, i]
+            out[b, row] += matrix.scales[row] * total + matrix.bias[row]
+
+
+@compiled
+def normalize(x, out, norm, centered, eps):
+    """out = RMSNorm, or LayerNorm if `centered`, of one row x."""
+    mean, square = np.float32(0), np.float32(0)
+    if centered:
+        for i in range(len(x)):
+            mean += x[i]
+        mean /= np.float32(len(x))
+    for i in range(len(x)):
+        square += (x[i] - mean) ** 2
+    scale = np.float32(1 / math.sqrt(square / len(x) + eps))
+    for i in range(len(x)):
+        out[i] = (x[i] - mean) * scale * norm[0, i] + norm[1, i]
+
+
+@compiled
+def normalize_rows(x, norm, centered, eps):
+    out = np.empty_like(x)
+    for b in range(len(x)):
+        normalize(x[b], out[b], norm, centered, eps)
+    return out
+
+
+@compiled
+def rotate(head, cos, sin):
+    """Rotate the pairs (i, i + d/2) of one head by the angles of its position."""
+    half = len(cos)
+    for i in range(half):
+        a, b = head[i], head[half + i]
+        head[i], head[half + i] = a * cos[i] - b * sin[i], b * cos[i] + a * sin[i]
+
+
+@compiled_in_parallel
+def attend(qkv, keys, values, padding, window, end):
+    """Attention of the queries in qkv (B, (H + 2K) d) to the last `window` of the cache's `end` positions: (B, H d)."""
+    batch, kv_heads, _, width = keys.shape
+    heads = qkv.shape[1] // width - 2 * kv_heads
+    out, all_scores = np.empty((batch, heads * width), np.float32), np.empty((batch * heads, end), np.float32)
+    for task in prange(batch * heads):
+        b, h = task // heads, task % heads
+        kv = h // (heads // kv_heads)
+        first = max(padding[b], end - window)
+        q, y, scores = qkv[b, h * width : (h + 1) * width], out[b, h * width : (h + 1) * width], all_scores[task]
+        largest, total = np.float32(-np.inf), np.float32(0)
+        for s in range(first, end):
+            score = np.float32(0)
+            for i in range(width):
+                score += q[i] * keys[b, kv, s, i]
+            scores[s] = score * np.float32(1 / math.sqrt(width))
+            largest = max(largest, scores[s])
+        for i in range(width):
+            y[i] = 0
+        for s in range(first, end):
+            p = math.exp(scores[s] - largest)
+            total += p
+            for i in range(width):
+                y[i] += p * values[b, kv, s, i]
+        for i in range(width):
+            y[i] /= total
+    return out
+
+
+@compiled
+def run_layer(layer, x, cos, sin, padding, position, centered, eps):
+    """Add the outputs of a layer's two blocks to the residual stream x (B, D)."""
+    batch, kv_heads, _, width = layer.keys.shape
+    qkv = np.zeros((batch, len(layer.qkv.bias)), np.float32)
+    add_product(qkv, layer.qkv, normalize_rows(x, layer.attention_norm, centered, eps))
+    heads = qkv.shape[1] // width - 2 * kv_heads
+    for b in range(batch):
+        for h in range(heads + kv_heads):
+            head = qkv[b, h * width : (h + 1) * width]
+            if len(layer.head_norms):
+                normalize(head, head, layer.head_norms[int(h >= heads)], False, eps)
+            rotate(head, cos[position - padding[b]], sin[position - padding[b]])
+        for h in range(kv_heads):
+            for i in range(width):
+                layer.keys[b, h, position, i] = qkv[b, (heads + h) * width + i]
+                layer.values[b, h, position, i] = qkv[b, (heads + kv_heads + h) * width + i]
+    add_product(x, layer.o, attend(qkv, layer.keys, layer.values, padding, layer.window, position + 1))
+    gate_up = np.zeros((batch, len(layer.gate_up.bias)), np.float32)
+    add_product(gate_up, layer.gate_up, normalize_rows(x, layer.mlp_norm, centered, eps))
+    hidden = np.empty((batch, gate_up.shape[1] // 2), np.float32)
+    for b in range(batch):
+        for i in range(hidden.shape[1]):
+            gate, up = gate_up[b, i], gate_up[b, hidden.shape[1] + i]
+            hidden[b, i] = gate / (np.float32(1) + math.exp(-gate)) * up  # silu(gate) up
+    add_product(x, layer.down, hidden)
+
+
+def supports(config: ModelConfig, dtype: torch.dtype, batch_size: int) -> bool:
+    """Whether there is a step for a model that computes in `dtype`."""
+    usual = (config.norm_placement, config.mlp) == ("pre", "swiglu") and config.norm in kernels.NORM_KINDS
+    return usual and dtype in (torch.float32, torch.bfloat16) and batch_size <= MAX_SEQUENCES
+
+
+class CpuDecodeStep:
+    """Computes the logits that follow one new token of every sequence in a float32 cache."""
+
+    def __init__(self, decoder: Decoder, cache: KeyValueCache):
+        config, self.cache = decoder.config, cache
+        threads = torch.get_num_threads()
+        numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))
+        torch.set_num_threads(threads)  # Numba has just set the number for all of OpenMP, which torch uses too
+        if not any(Path(run_layer.stats.cache_path).glob("cpu_step.run_layer-*")):
+            print("compiling the decoding step for this processor, once: a few seconds", file=sys.stderr)
+        self.embedding, self.dtype = decoder.embed_tokens.weight.detach(), decoder.compute_dtype
+        self.centered, self.eps = config.norm == "layer", config.norm_eps
+
+        def vector(parameter: Tensor | None, length: int) -> np.ndarray:
+            return np.zeros(length, np.float32) if parameter is None else parameter.detach().float().numpy()
+
+        def matrix(linear: Linear) -> Matrix:
+            bias = vector(linear.bias, len(linear.weight))
+            if linear.int8 is not None:
+                return Matrix(*(tensor.numpy() for tensor in linear.int8), bias)
+            weight = linear.weight.detach().to(self.dtype)
+            values = weight if self.dtype == torch.float32 else weight.view(torch.uint16)
+            return Matrix(values.numpy(), np.ones_like(bias), bias)
+
+        def norm(module: Norm) -> np.ndarray:
+            return np.stack([vector(module.weight, config.hidden_size), vector(module.bias, config.hidden_size)])
+
+        self.layers = []
+        for index, (layer, window) in enumerate(zip(decoder.layers, decoder.windows, strict=True)):
+            attention, width = layer.self_attn, config.resolved_head_dim
+            norms = [n.weight for n in (attention.q_norm, attention.k_norm) if n is not None]
+            head_norms = [np.stack([vector(weight, width), vector(None, width)]) for weight in norms]
+            self.layers.append(
+                LayerWeights(
+                    norm(layer.input_layernorm),
+                    matrix(attention.qkv_proj),
+                    np.array(head_norms, np.float32).reshape(-1, 2, width),
+                    matrix(attention.o_proj),
+                    norm(layer.post_attention_layernorm),
+                    matrix(layer.mlp.gate_up_proj),
+                    matrix(layer.mlp.down_proj),
+                    cache.keys[index].numpy(),
+                    cache.values[index].numpy(),
+                    cache.max_length if window is None else window,
+                )
+            )
+        self.norm = norm(decoder.norm)
+        self.head = matrix(decoder.embed_tokens if decoder.lm_head is None else decoder.lm_head)
+        decoder.rope.grow(cache.max_length)
+        self.cos, self.sin = decoder.rope.cos.numpy(), decoder.rope.sin.numpy()
+
+    @torch.inference_mode()
+    def __call__(self, tokens: Tensor, padding: Tensor | None) -> Tensor:
+        """Append tokens (B, 1) int64 to the cache and return float32 logits (B, 1, V)."""
+        position, batch = self.cache.length, len(tokens)
+        if position >= self.cache.max_length:
+            raise ValueError(f"the cache has room for {self.cache.max_length} tokens, and it is full")
+        padding = np.zeros(batch, np.int64) if padding is None else padding.numpy()
+        x = self.embedding[tokens[:, 0]].to(self.dtype).float().numpy()
+        for layer in self.layers:
+            run_layer(layer, x, self.cos, self.sin, padding, position, self.centered, self.eps)
+        logits = np.zeros((batch, len(self.embedding)), np.float32)
+        add_product(logits, self.head, normalize_rows(x, self.norm, self.centered, self.eps))
+        self.cache.length += 1
+        return torch.from_numpy(logits)[:, None]

@@ -1,0 +1,193 @@
+"""The decoding step for a CPU against `Decoder.forward`.
+
+Tolerance: the two add the same float32 numbers in different orders, through three layers: 3e-6.
+"""
+
+import copy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from generation import generate as generation
+from generation.cpu_step import MAX_SEQUENCES, CpuDecodeStep
+from generation.generate import decode_step, generate
+from generation.weights import quantize_matrices
+from model.cache import KeyValueCache
+from model.linear import Linear
+
+VARIANTS = {
+    "rms": {},
+    "rms with bias, biases of q, k, v and o": {
+        "norm_bias": True, "attention_bias": True, "attention_output_bias": True,
+    },
+    "rms, qk norm, wide heads": {"qk_norm": True, "head_dim": 20},
+    "layer, biases, qk norm, untied": {
+        "norm": "layer", "attention_bias": True, "qk_norm": True, "tie_word_embeddings": False,
+    },
+    "layer without bias, one kv head": {"norm": "layer", "norm_bias": False, "num_key_value_heads": 1},
+    "a kv head for each head": {"num_key_value_heads": 6},
+    "a sliding window in some layers": {
+        "sliding_window": 3, "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+    },
+    "linear": {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+}  # fmt: skip
+
+
+def steps(decoder, lengths, count=3):
+    """Logits and caches of `count` tokens after left-padded prompts of these lengths, from the step and the decoder."""
+    padding = torch.tensor([max(lengths) - length for length in lengths])
+    padding = padding if padding.any() else None
+    tokens = torch.randint(97, (len(lengths), max(lengths) + count), generator=torch.Generator().manual_seed(3))
+    shape = len(lengths), max(lengths) + count + 2
+    caches = [KeyValueCache(decoder.config, *shape) for _ in range(2)]
+    for cache in caches:
+        cache.keys.fill_(float("nan"))  # positions that are not filled must not be read
+        cache.values.fill_(float("nan"))
+        decoder(tokens[:, : max(lengths)], cache=cache, padding=padding)
+    step, found, expected = CpuDecodeStep(decoder, caches[1]), [], []
+    for token in tokens[:, max(lengths) :].split(1, 1):
+        expected.append(decoder(token, cache=caches[0], padding=padding))
+        found.append(step(token, padding))
+        assert caches[0].length == caches[1].length
+    return torch.cat(found, 1), torch.cat(expected, 1), caches
+
+
+@pytest.mark.parametrize("lengths", [[4], [5, 2, 1]], ids=str)
+@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS.keys())
+@torch.inference_mode()
+def test_logits_and_cache_equal_the_decoders(make_decoder, relative, variant, lengths):
+    found, expected, caches = steps(make_decoder(**variant).eval(), lengths)
+    assert found.shape == (len(lengths), 3, 97) and found.dtype == torch.float32
+    assert relative(found, expected) < 3e-6
+    for sequence, length in enumerate(lengths):
+        filled = slice(max(lengths) - length, max(lengths) + 3)
+        for kind in ("keys", "values"):
+            expected_kv, found_kv = (getattr(cache, kind)[:, sequence, :, filled] for cache in caches)
+            assert relative(found_kv, expected_kv) < 3e-6
+
+
+@pytest.mark.parametrize("norm", ["rms", "layer"])
+@pytest.mark.parametrize("lengths", [[4], [5, 2, 1]], ids=str)
+@torch.inference_mode()
+def test_bfloat16_errs_less_than_the_decoder_does(make_decoder, relative, norm, lengths):
+    decoder = make_decoder(norm=norm, attention_bias=True, qk_norm=True).eval()
+    exact, _, _ = steps(decoder, lengths)
+    decoder.compute_dtype = torch.bfloat16  # the weights stay float32, as in training: the step casts them once
+    found, expected, _ = steps(decoder, lengths)
+    assert 0 < relative(found, exact) < relative(expected, exact)
+
+
+@torch.inference_mode()
+def test_int8_matrices_are_rounded_to_the_closest_integers_and_computed_with_exactly(make_decoder, relative):
+    decoder = make_decoder(attention_bias=True, tie_word_embeddings=False).eval()
+    quantize_matrices(decoder)
+    expected = copy.deepcopy(decoder)
+    for module in expected.modules():
+        if isinstance(module, Linear) and module.int8 is not None:
+            values, scales = module.int8
+            rounded = values * scales[:, None]
+            assert ((module.weight - rounded).abs() <= 0.5001 * scales[:, None]).all()
+            assert (values.abs().amax(1) == 127).all()
+            module.weight.data, module.int8 = rounded, None
+    assert decoder.embed_tokens.int8 is None and decoder.lm_head.int8 is not None
+    tokens = torch.randint(97, (2, 6), generator=torch.Generator().manual_seed(3))
+    step = CpuDecodeStep(decoder, KeyValueCache(decoder.config, 2, 6))
+    found = torch.cat([step(token, None) for token in tokens.split(1, 1)], 1)
+    assert relative(found, expected(tokens)) < 3e-6 < relative(found, decoder(tokens))
+
+
+def test_rows_of_zeros_and_of_the_smallest_numbers_are_quantized_to_finite_ones(make_decoder):
+    decoder = make_decoder()
+    weight = decoder.embed_tokens.weight.data
+    weight[0], weight[1] = 0, 1e-42
+    quantize_matrices(decoder)
+    values, scales = decoder.embed_tokens.int8
+    assert (scales > 0).all() and not values[:2].any()
+
+
+@torch.inference_mode()
+def test_numbers_that_are_not_finite_reach_the_logits(make_decoder):
+    decoder = make_decoder().eval()
+    decoder.layers[1].mlp.down_proj.weight.data[0, 0] = float("nan")
+    assert CpuDecodeStep(decoder, KeyValueCache(decoder.config, 1, 4))(torch.tensor([[1]]), None).isnan().all()
+
+
+@torch.inference_mode()
+def test_a_full_cache_is_refused(make_decoder):
+    decoder = make_decoder().eval()
+    cache = KeyValueCache(decoder.config, 1, 4)
+    cache.length = 4
+    with pytest.raises(ValueError, match="room for 4 tokens"):
+        CpuDecodeStep(decoder, cache)(torch.zeros(1, 1, dtype=torch.int64), None)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@torch.inference_mode()
+def test_sequences_in_a_batch_have_the_logits_that_they_have_alone_whatever_the_threads(make_decoder, threads):
+    decoder = make_decoder().eval()
+    tokens = torch.randint(97, (5, 1), generator=torch.Generator().manual_seed(3))
+    alone = [CpuDecodeStep(decoder, KeyValueCache(decoder.config, 1, 2))(token[None], None) for token in tokens]
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        together = CpuDecodeStep(decoder, KeyValueCache(decoder.config, 5, 2))(tokens, None)
+        assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(together, torch.cat(alone))
+
+
+@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS.keys())
+def test_text_is_the_same_with_and_without_the_step_and_where_numba_is_missing(make_decoder, monkeypatch, variant):
+    decoder = make_decoder(**variant).eval()
+    prompts = [[1, 2, 3], [4], list(range(30))]
+    with decode_step(decoder, 3, 80) as step:
+        assert isinstance(step, CpuDecodeStep)
+    found = generate(decoder, prompts, max_new_tokens=50).tokens
+    monkeypatch.setattr(generation, "import_cpu_step", lambda: None)
+    assert generate(decoder, prompts, max_new_tokens=50).tokens == found
+    assert [len(text) for text in found] == [50, 50, 34]  # the last one has filled the context
+
+
+def test_that_numba_is_missing_is_said_once(make_decoder, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "generation.cpu_step", None)
+    monkeypatch.delattr("generation.cpu_step", raising=False)
+    generation.import_cpu_step.cache_clear()
+    for _ in range(2):
+        assert len(generate(make_decoder().eval(), [[1]], max_new_tokens=3).tokens[0]) == 3
+    generation.import_cpu_step.cache_clear()
+    assert capsys.readouterr().err.count("pip install numba") == 1
+
+
+def test_there_is_a_step_for_small_batches_and_the_layers_that_it_computes(make_decoder):
+    def exists(batch_size=1, **changes):
+        with decode_step(make_decoder(**changes).eval(), batch_size, 4) as step:
+            return step is not None
+
+    assert exists(MAX_SEQUENCES) and not exists(MAX_SEQUENCES + 1)
+    assert not any(exists(norm=norm) for norm in ("none", "srms", "offset")) and not exists(mlp="geglu")
+    assert not any(exists(norm_placement=placement) for placement in ("post", "sandwich", "output"))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_a_decoder_that_was_cast_as_a_whole_can_generate(make_decoder, dtype):
+    decoder = make_decoder(attention_bias=True, qk_norm=True, norm_bias=True).eval().to(dtype)
+    for compute_dtype in (torch.float32, dtype):
+        decoder.compute_dtype = compute_dtype
+        assert len(generate(decoder, [[1, 2]], max_new_tokens=5).tokens[0]) == 5
+
+
+@pytest.mark.slow
+def test_the_first_process_says_that_it_compiles_and_the_next_ones_need_not(tmp_path, monkeypatch):
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
+    code = (
+        "from generation.generate import generate, Decoder; from model.config import ModelConfig\n"
+        "generate(Decoder(ModelConfig(64, 32, 48, 1)), [[1]], max_new_tokens=3)"
+    )
+    command = [sys.executable, "-c", code]
+    root = Path(__file__).parents[2]
+    said = [subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stderr for _ in range(2)]
+    assert said == ["compiling the decoding step for this processor, once: a few seconds\n", ""]
