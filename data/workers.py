@@ -70,7 +70,7 @@ def prepare_units(store: Store, units: list[Unit]) -> None:
             workers = Workers(store, missing, min(usable_cores(), len(missing)), len(missing))
             while workers.are_working():
                 bar.update(workers.done.value - bar.n)
-                time.sleep(0.2)
+                time.sleep(0.5)
         waiting = False
         while missing := [unit for unit in missing if not store.prepare(unit, bar.update)]:
             if not waiting:
