@@ -23,8 +23,14 @@ def main() -> int:
     if command.report is not None:
         print("written: " + ", ".join(map(str, report.write(study.load(command.report), command.report))))
         return 0
-    from ablation import execute  # imports torch
+    from ablation import execute, judge  # import torch
 
+    run_all = execute.execute
+    if command.ray is not None:
+        from ablation import cluster
+
+        cluster.connect(command.ray)
+        run_all = cluster.execute_on_cluster
     folder = command.out or Path("runs") / f"ablation-{command.plan.name}"
     if command.dry_run:
         print(execute.describe(execute.load_or_create(command.plan, folder, command.device, command.jobs), timed=True))
@@ -32,9 +38,15 @@ def main() -> int:
     with locked(folder):
         experiment = execute.load_or_create(command.plan, folder, command.device, command.jobs)
         print(execute.describe(experiment), flush=True)
-        completed = execute.execute(experiment)
+        if command.judge:
+            said = judge.judge(experiment, run_all)
+            completed = said is not None
+        else:
+            execute.write_plan(experiment)
+            completed = run_all(experiment)
+            said = report.headline(experiment.study)
         written = report.write(experiment.study, folder)
-    print(*report.headline(experiment.study), f"report: {written[0]}", sep="\n")
+    print(f"report: {written[0]}", *(said or ()), sep="\n")
     for row in experiment.failed:
         print(f"failed: {row.folder_name}: {row.reason}", file=sys.stderr)
     if not completed:

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import tyro
 
-from ablation.plan import Plan, load_plan, quick, settings_of_text, varied
+from ablation.plan import Plan, judged, load_plan, quick, settings_of_text, varied
 from errors import UserError
 from flags import optional
 
@@ -68,7 +68,8 @@ def parse(arguments: list[str]) -> Command:
     command = tyro.cli(Command, args=arguments, **options)
     start = starting_plan(command)
     command = tyro.cli(Command, args=arguments, default=dataclasses.replace(Command(), plan=start), **options)
-    return dataclasses.replace(command, plan=quick(command.plan)) if command.quick else command
+    plan = quick(command.plan) if command.quick else command.plan
+    return dataclasses.replace(command, plan=judged(plan) if command.judge else plan)
 
 
 def starting_plan(command: Command) -> Plan:

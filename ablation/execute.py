@@ -112,8 +112,6 @@ def load_or_create(plan: Plan, folder: Path, device: str = "auto", jobs: int | N
         run = Run(*(row[name] for name in names))
         if run.arm in plan.compared and settings_hash(run_settings(plan, run)) != row["settings_hash"]:
             raise UserError(f"the finished run {run.folder_name} of {folder} had other settings; give another --out.")
-    experiment.rows = without_mixed_pairs(experiment.study, rows, hardware(torch.device(experiment.devices[0])))
-    experiment.update()
     return experiment
 
 
@@ -128,10 +126,9 @@ def execute(experiment: Experiment, start: Callable[[Run, str], Future] | None =
 
     start: begins a run on a device; by default in a process of its own on this machine.
     """
-    folder = experiment.folder
-    folder.mkdir(parents=True, exist_ok=True)
-    log_changes(experiment)
-    save_plan(experiment.plan, folder / "plan.toml")
+    here = hardware(torch.device(experiment.devices[0]))
+    experiment.rows = without_mixed_pairs(experiment.study, experiment.rows, here)
+    experiment.update()
     begin = start or (lambda run, device: start_process(experiment, run, device))
     free, running = list(experiment.devices), {}
     with stop_by_signals() as stopped, tqdm(unit="run", dynamic_ncols=True) as bar:
@@ -159,12 +156,14 @@ def execute(experiment: Experiment, start: Callable[[Run, str], Future] | None =
                     os.kill(process.pid, signal.SIGTERM)
 
 
-def log_changes(experiment: Experiment) -> None:
-    """Append to changes.jsonl what differs from the plan under which the finished runs were made."""
+def write_plan(experiment: Experiment) -> None:
+    """Write plan.toml; append to changes.jsonl what differs from the plan under which the finished runs were made."""
+    experiment.folder.mkdir(parents=True, exist_ok=True)
     path = experiment.folder / "plan.toml"
     if path.is_file() and experiment.rows:
         changes = plan_changes(load_plan(str(path)), experiment.plan)
         append(experiment.folder / "changes.jsonl", *(Change(*each, len(experiment.rows)) for each in changes))
+    save_plan(experiment.plan, path)
 
 
 def result(future: Future, run: Run) -> Row | None:

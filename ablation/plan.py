@@ -23,6 +23,7 @@ COMPARISONS = CONFIGS / "comparisons"
 FIRST_SWEEP_SEED, FIRST_PILOT_SEED = 1001, 2001
 MAX_SEEDS = 500  # of the final runs
 EVALUATIONS = 12  # along a run
+JUDGED_PAIRS = 20  # at most
 SWEEP_FACTORS = (0.5, 1.0, 2.0, 4.0)  # of the config's learning rate, where a plan asks for a sweep without values
 PERTURBATION = "perturbation"  # a setting of arms that is none of train.py: relative change of all initial weights
 GIVEN = ("seed", "out", "device", "evaluate_every", "resume")  # settings of the program, not of an arm
@@ -273,6 +274,11 @@ def quick(plan: Plan) -> Plan:
     return dataclasses.replace(
         plan, name=name, seeds=3, steps=300, rerun_seeds=0, sweep=False, learning_rates=plan.learning_rates[:1]
     )
+
+
+def judged(plan: Plan) -> Plan:
+    """The plan of a verdict on two arms: no pilot and no reruns, `seeds` is the most that there will be."""
+    return dataclasses.replace(plan, seeds=plan.seeds or JUDGED_PAIRS, rerun_seeds=0)
 
 
 def load_plan(name: str) -> Plan:

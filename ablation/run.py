@@ -10,7 +10,7 @@ import math
 import platform
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
@@ -57,14 +57,17 @@ def train_run(plan: Plan, run: Run, folder: Path, device: str, threads: int | No
         return measure(session, run, settings_hash(settings), workers)
 
 
-def measure(session: Session, run: Run, hash_of_settings: str, workers: int) -> Row | None:
-    """Train a session to its end and return its row; None if a signal stopped it, with its state saved."""
+def measure(session: Session, run: Run, hash_of_settings: str, workers: int, *, train: bool = True) -> Row | None:
+    """Train a session to its end and return its row; None if a signal stopped it, with its state saved.
+
+    train: False only evaluates its model as it is.
+    """
     on_gpu = session.device.type == "cuda"
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(session.device)
     found = {"status": "completed"}
     try:
-        if not train_to_the_end(session):
+        if train and not train_to_the_end(session):
             return None
         found |= final_loss(session) | probe(session)
     except Diverged as error:
@@ -76,8 +79,8 @@ def measure(session: Session, run: Run, hash_of_settings: str, workers: int) -> 
         **curves(session.run_dir),
         seconds=session.state.seconds,
         peak_memory=torch.cuda.max_memory_allocated(session.device) if on_gpu else None,
-        steps=session.steps,
-        tokens=session.steps * settings.data.batch_size * settings.data.sequence_length,
+        steps=session.state.step,
+        tokens=session.state.tokens,
         parameters=session.model.num_parameters(),
         settings_hash=hash_of_settings,
         weights_hash=weights_hash(settings),
@@ -120,7 +123,7 @@ def limited_threads(threads: int | None) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def train_to_the_end(session: Session, on_evaluation: Callable[[], object] = lambda: None) -> bool:
+def train_to_the_end(session: Session) -> bool:
     """Do all steps; False when a signal stopped it. Everything measured goes to metrics.jsonl, which resumes too."""
     saved_at = time.perf_counter()
     with contextlib.closing(open_run(session)) as log, StopSignals(second_signal_interrupts=False) as stop:
@@ -129,7 +132,6 @@ def train_to_the_end(session: Session, on_evaluation: Callable[[], object] = lam
             log.write(step.step, loss=step.loss)
             if step.step % session.settings.run.evaluate_every == 0 or last:
                 log.write(step.step, curve_loss=curve_loss(session))
-                on_evaluation()
             if stop.received or time.perf_counter() - saved_at > SAVE_SECONDS:
                 save(session)
                 saved_at = time.perf_counter()

@@ -152,9 +152,7 @@ class Study:
         for group in groups:
             missing = len(self.missing(group))
             left -= each * missing
-            if missing and left < 0:
-                break
-            runs += group
+            runs += group if not missing or left >= 0 else []
         return runs
 
     def seeds_of(self, phase: str, seeds: Any) -> list[Run]:
@@ -170,8 +168,9 @@ class Study:
 
     @functools.cached_property
     def is_finished(self) -> bool:
-        """Whether all wanted runs are there; only then the final ones count, as in `final`."""
-        return self.pairs is not None and not self.missing(self.wanted)
+        """Whether all wanted final runs are there; only then they count, as in `final`."""
+        final = [run for run in self.wanted if run.phase == "final"]
+        return bool(final) and self.pairs is not None and not self.missing(final)
 
     # What they show.
 
@@ -208,7 +207,7 @@ class Study:
     @functools.cached_property
     def unit(self) -> str:
         """bits per byte where arms of a seed have other batches than each other: another length or tokenizer."""
-        trained = self.rows[self.rows.batches_hash.notna() & (self.rows.status == "completed")]
+        trained = self.rows[(self.rows.batches_hash != "") & (self.rows.status == "completed")]
         batches = trained.groupby(["phase", "seed"]).batches_hash.nunique()
         return "bits per byte" if (batches > 1).any() else "nats per token"
 

@@ -1,0 +1,127 @@
+"""What a trained LayerNorm model loses when it becomes an RMSNorm model: `python -m ablation.convert`.
+
+RMSNorm lacks LayerNorm's mean and its bias, so there are also conversions that drop only one of them. With the bias and
+centered weights nothing is lost, unless the embedding is tied to the head. The control keeps LayerNorm and trains for
+as many steps as the others, so that what longer training brings does not count as recovery. The folder is that of a
+comparison whose baseline are the models before: `python ablate.py --report FOLDER`.
+"""
+
+import dataclasses
+import multiprocessing
+import sys
+import tempfile
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from ablation import report, study
+from ablation.plan import Plan, Run, base_settings, replace_settings, run_settings, save_plan
+from ablation.records import Row, append, read_lines
+from ablation.run import limited_threads, measure
+from errors import exit_on_user_error, locked, usable_cores
+from flags import optional
+from training.loop import save
+from training.session import no_log, set_up
+
+STEPS_DIVISOR = 8  # converted models train for an eighth of the run's steps
+LR_MULTIPLIER = 0.25  # of the run's peak, because its learning rate has already decayed
+SEED_OFFSET = 5000  # so that the batches differ from those of the run
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """LayerNorm models to train and convert."""
+
+    out: Path
+    """Folder of the results. Seeds that it has are not repeated."""
+    config: str = "ablation"
+    """Model, text and schedule: a TOML file, or a name in configs/."""
+    steps: Annotated[int | None, optional("INT")] = None
+    """Steps of a LayerNorm run; by default the config's."""
+    learning_rate: Annotated[float | None, optional("FLOAT")] = None
+    """Its learning rate; by default the config's."""
+    seeds: int = 5
+    """LayerNorm runs; fewer than five cannot show that a conversion costs nothing."""
+    first_seed: int = 1
+    """Seed of the first; the others follow."""
+    device: str = "auto"
+    """auto or a torch device."""
+
+
+def make_plan(options: Conversion) -> Plan:
+    """A comparison of every conversion with the LayerNorm models; those with `steps` train afterwards."""
+    settings = base_settings(options.config).optimizer
+    steps, rate = options.steps or settings.steps, options.learning_rate or settings.learning_rate
+    after = {"steps": max(steps // STEPS_DIVISOR, 1), "learning_rate": LR_MULTIPLIER * rate}
+
+    def convert(norm: str, norm_bias: bool, *, center_weights: bool = False, **more: Any) -> dict[str, Any]:
+        return {"norm": norm, "norm_bias": norm_bias, "center_weights": center_weights, "init_from": "layer"} | more
+
+    arms = {
+        "layer": {"norm": "layer"},
+        "rms with bias and centered weights at once": convert("rms", True, center_weights=True),
+        "rms with bias at once": convert("rms", True),
+        "rms at once": convert("rms", False),
+        "layer without bias at once": convert("layer", False),
+        "rms, norms trained": convert("rms", False, train_only="norms", **after),
+        "rms, all trained": convert("rms", False, **after),
+        "layer, all trained": convert("layer", True, **after),
+    }
+    return Plan(
+        name="conversion",
+        config=options.config,
+        arms=arms,
+        steps=steps,
+        seeds=options.seeds,
+        rerun_seeds=0,
+        first_seed=options.first_seed,
+        learning_rates=(rate,),
+    )
+
+
+def convert_seed(plan: Plan, seed: int, device: str, threads: int | None, workers: int) -> list[Row]:
+    """Train one LayerNorm model and convert it in every way; the row of each; none if a signal came."""
+    rows = []
+    with tempfile.TemporaryDirectory() as folder, limited_threads(threads):
+        checkpoint = Path(folder) / "layer" / "last"
+        for arm in plan.compared.values():
+            run = Run(arm.name, "final", seed, plan.fixed_rate(arm))
+            converted = arm.baseline is not None
+            settings = run_settings(plan, dataclasses.replace(run, seed=seed + SEED_OFFSET) if converted else run)
+            settings = replace_settings(settings, {"init_from": str(checkpoint)} if converted else {})
+            settings = dataclasses.replace(settings, machine=dataclasses.replace(settings.machine, device=device))
+            session = set_up(settings, checkpoint.parent.with_name(arm.name), resume=False, log=no_log)
+            row = measure(session, run, "", workers, train=not converted or "steps" in arm.settings)
+            if row is None:
+                return []
+            if not converted:
+                save(session)
+            rows.append(dataclasses.replace(row, batches_hash="") if converted else row)
+    return rows
+
+
+def main() -> int:
+    options = tyro.cli(Conversion, description=__doc__, prog="python -m ablation.convert")
+    plan, file = make_plan(options), options.out / "runs.jsonl"
+    workers = 1 if options.device != "cpu" else usable_cores()
+    with locked(options.out):
+        save_plan(plan, options.out / "plan.toml")
+        done = {row["seed"] for row in read_lines(file)}
+        with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+            seeds = range(options.first_seed, options.first_seed + options.seeds)
+            each = max(1, usable_cores() // workers)
+            tasks = [pool.submit(convert_seed, plan, n, options.device, each, workers) for n in seeds if n not in done]
+            for task in as_completed(tasks):
+                append(file, *task.result())
+        found = study.load(options.out)
+        written = report.write(found, options.out)
+    print(*report.headline(found), f"report: {written[0]}", sep="\n")
+    return 0
+
+
+if __name__ == "__main__":
+    with exit_on_user_error():
+        sys.exit(main())
