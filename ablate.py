@@ -11,7 +11,7 @@ def main() -> int:
     os.environ["MPLBACKEND"] = "agg"  # figures are only saved, and a backend that is not there would fail
     from pathlib import Path  # imported here, so that Ctrl-C at any time ends in one line
 
-    from ablation.command import again, parse
+    from ablation.command import parse
     from errors import locked
 
     command = parse(sys.argv[1:])
@@ -40,18 +40,14 @@ def main() -> int:
         print(execute.describe(experiment), flush=True)
         if command.judge:
             said = judge.judge(experiment, run_all)
-            completed = said is not None
         else:
             execute.write_plan(experiment)
-            completed = run_all(experiment)
+            run_all(experiment)
             said = report.headline(experiment.study)
         written = report.write(experiment.study, folder)
-    print(f"report: {written[0]}", *(said or ()), sep="\n")
     for row in experiment.failed:
         print(f"failed: {row.folder_name}: {row.reason}", file=sys.stderr)
-    if not completed:
-        print(f"stopped; {len(experiment.rows)} runs are kept. Resume with: {again(sys.argv[1:])}", file=sys.stderr)
-        return 130
+    print(f"report: {written[0]}", *said, sep="\n")
     return 1 if experiment.failed else 0
 
 

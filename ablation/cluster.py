@@ -13,7 +13,7 @@ from pathlib import Path
 import ray
 import torch
 
-from ablation.execute import Experiment, failure, stop_by_signals
+from ablation.execute import Experiment, failure, remaining
 from ablation.plan import Plan, Run
 from ablation.records import Row
 from ablation.run import hardware, train_run
@@ -43,39 +43,35 @@ def train_seed(plan: Plan, runs: list[Run], left: list[Run], made_on: str | None
                 yield failure(run, f"{type(error).__name__}: {error}")
 
 
-def execute_on_cluster(experiment: Experiment) -> bool:
-    """Do all runs that are wanted, a task for each free GPU (or CPU, if there are none); False when a signal stopped
-    them: the runs under way are then lost.
-    """
+def execute_on_cluster(experiment: Experiment) -> None:
+    """Do all runs that are wanted, a task for each GPU of the cluster, or for each CPU if it has none."""
     resources = ray.cluster_resources()
     kind = "GPU" if resources.get("GPU") else "CPU"
     workers = int(resources[kind])
     options = {"num_gpus": 1} if kind == "GPU" else {"num_cpus": 1}
-    tasks, retries = {}, Counter()
-    with stop_by_signals() as stopped:
-        while not stopped.is_set():
-            left = seeds(experiment.next_runs(set()))
-            for key in [key for key in left if key not in tasks.values()][: workers - len(tasks)]:
-                runs = seeds(experiment.study.wanted)[key]
-                made_on = {row["device"] for row in experiment.rows if (row["phase"], row["seed"]) == key} - {""}
-                arguments = experiment.plan, runs, left[key], next(iter(made_on), None), workers
-                tasks[train_seed.options(num_returns="streaming", **options).remote(*arguments)] = key
-            if not tasks:
-                return True
-            for task in ray.wait([*tasks], timeout=1)[0]:
-                try:
-                    experiment.add(ray.get(next(task)))
-                except StopIteration:
-                    del tasks[task]
-                except ray.exceptions.RayError as error:
-                    key = tasks.pop(task)
-                    retries[key] += 1
-                    for run in left.get(key, []) if retries[key] > MAX_RETRIES else []:
-                        experiment.add(failure(run, f"its worker was lost: {type(error).__name__}"))
-    return False
+    start, tasks, retries = train_seed.options(num_returns="streaming", **options), {}, Counter()
+    while True:
+        left = by_seed(remaining(experiment))
+        for key in [key for key in left if key not in tasks.values()][: workers - len(tasks)]:
+            runs = by_seed(experiment.study.wanted)[key]
+            before = [row["device"] for row in experiment.rows if (row["phase"], row["seed"]) == key and row["device"]]
+            made_on = before[0] if before else None
+            tasks[start.remote(experiment.plan, runs, left[key], made_on, workers)] = key
+        if not tasks:
+            return
+        for task in ray.wait([*tasks])[0]:
+            try:
+                experiment.add(ray.get(next(task)))
+            except StopIteration:
+                del tasks[task]
+            except ray.exceptions.RayError as error:
+                key = tasks.pop(task)
+                retries[key] += 1
+                for run in left.get(key, []) if retries[key] > MAX_RETRIES else []:
+                    experiment.add(failure(run, f"its worker was lost: {type(error).__name__}"))
 
 
-def seeds(runs: list[Run]) -> dict[tuple[str, int], list[Run]]:
+def by_seed(runs: list[Run]) -> dict[tuple[str, int], list[Run]]:
     """The runs by phase and seed."""
     found: dict[tuple[str, int], list[Run]] = {}
     for run in runs:

@@ -2,14 +2,13 @@
 
 import dataclasses
 import re
-import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
 import tyro
 
-from ablation.plan import Plan, judged, load_plan, quick, settings_of_text, varied
+from ablation.plan import Plan, judged, load_plan, quick
 from errors import UserError
 from flags import optional
 
@@ -85,12 +84,13 @@ def starting_plan(command: Command) -> Plan:
         return plan
     start = [command.plan_file] if command.plan_file else []
     name = re.sub(r"[^\w.]+", "-", " ".join([*start, *given])).strip("-")[:64]
-    arms = plan.arms
-    if command.a is not None:
-        arms = {text or "default": settings_of_text(text) for text in (command.a, command.b)}
-    return dataclasses.replace(plan, name=name, arms=arms, vary=plan.vary | varied(command.varied))
+    arms = plan.arms if command.a is None else {text or "default": values(text) for text in (command.a, command.b)}
+    vary = {name: value.split(",") for text in command.varied for name, value in values(text).items()}
+    return dataclasses.replace(plan, name=name, arms=arms, vary=plan.vary | vary)
 
 
-def again(arguments: list[str]) -> str:
-    """The command that resumes this one."""
-    return shlex.join(["python", "ablate.py", *arguments])
+def values(text: str) -> dict[str, str]:
+    """The settings in a text such as `weight_decay=0.5 qk_norm=true`."""
+    if wrong := [part for part in text.split() if "=" not in part]:
+        raise UserError(f"{wrong[0]} must be SETTING=VALUE.")
+    return dict(part.split("=", 1) for part in text.split())

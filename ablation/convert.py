@@ -7,21 +7,20 @@ comparison whose baseline are the models before: `python ablate.py --report FOLD
 """
 
 import dataclasses
-import multiprocessing
 import sys
 import tempfile
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
+from tqdm import tqdm
 
 from ablation import report, study
 from ablation.plan import Plan, Run, base_settings, replace_settings, run_settings, save_plan
 from ablation.records import Row, append, read_lines
-from ablation.run import limited_threads, measure
-from errors import exit_on_user_error, locked, usable_cores
+from ablation.run import measure
+from errors import exit_on_user_error, locked
 from flags import optional
 from training.loop import save
 from training.session import no_log, set_up
@@ -82,40 +81,31 @@ def make_plan(options: Conversion) -> Plan:
     )
 
 
-def convert_seed(plan: Plan, seed: int, device: str, threads: int | None, workers: int) -> list[Row]:
-    """Train one LayerNorm model and convert it in every way; the row of each; none if a signal came."""
+def convert_seed(plan: Plan, seed: int, device: str, folder: Path) -> list[Row]:
+    """Train one LayerNorm model in `folder` and convert it in every way; the row of each."""
     rows = []
-    with tempfile.TemporaryDirectory() as folder, limited_threads(threads):
-        checkpoint = Path(folder) / "layer" / "last"
-        for arm in plan.compared.values():
-            run = Run(arm.name, "final", seed, plan.fixed_rate(arm))
-            converted = arm.baseline is not None
-            settings = run_settings(plan, dataclasses.replace(run, seed=seed + SEED_OFFSET) if converted else run)
-            settings = replace_settings(settings, {"init_from": str(checkpoint)} if converted else {})
-            settings = dataclasses.replace(settings, machine=dataclasses.replace(settings.machine, device=device))
-            session = set_up(settings, checkpoint.parent.with_name(arm.name), resume=False, log=no_log)
-            row = measure(session, run, "", workers, train=not converted or "steps" in arm.settings)
-            if row is None:
-                return []
-            if not converted:
-                save(session)
-            rows.append(dataclasses.replace(row, batches_hash="") if converted else row)
+    for arm in plan.compared.values():
+        run = Run(arm.name, "final", seed, plan.fixed_rate(arm))
+        converted = arm.baseline is not None
+        changes = {"init_from": str(folder / "layer" / "last"), "seed": seed + SEED_OFFSET} if converted else {}
+        settings = replace_settings(run_settings(plan, run), {"device": device} | changes)
+        session = set_up(settings, folder / arm.name, resume=False, log=no_log)
+        row = measure(session, run, "", 1, train=not converted or "steps" in arm.settings)
+        if not converted:
+            save(session)
+        rows.append(dataclasses.replace(row, batches_hash="") if converted else row)
     return rows
 
 
 def main() -> int:
     options = tyro.cli(Conversion, description=__doc__, prog="python -m ablation.convert")
     plan, file = make_plan(options), options.out / "runs.jsonl"
-    workers = 1 if options.device != "cpu" else usable_cores()
     with locked(options.out):
         save_plan(plan, options.out / "plan.toml")
         done = {row["seed"] for row in read_lines(file)}
-        with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
-            seeds = range(options.first_seed, options.first_seed + options.seeds)
-            each = max(1, usable_cores() // workers)
-            tasks = [pool.submit(convert_seed, plan, n, options.device, each, workers) for n in seeds if n not in done]
-            for task in as_completed(tasks):
-                append(file, *task.result())
+        for seed in tqdm(sorted({*plan.final_seeds} - done), unit="model"):
+            with tempfile.TemporaryDirectory() as folder:
+                append(file, *convert_seed(plan, seed, options.device, Path(folder)))
         found = study.load(options.out)
         written = report.write(found, options.out)
     print(*report.headline(found), f"report: {written[0]}", sep="\n")

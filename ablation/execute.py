@@ -1,35 +1,34 @@
 """Do the runs that a study still wants: a fresh process for each, and each device owned by one worker.
 
-A run that raises anything, or whose process is killed, is a row with status "failed" and costs nothing else. Ctrl-C and
-SIGTERM reach the processes too: each saves its run and ends. The same command resumes.
+A run that raises anything, or whose process is killed, is a row with status "failed" and costs nothing else. However
+this process ends, the others end with it; the same command resumes, from saves that are at most half a minute old.
 """
 
 import dataclasses
+import functools
 import multiprocessing
 import os
 import shutil
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from tqdm import tqdm
 
-from ablation.plan import Plan, Run, arm_settings, load_plan, plan_changes, run_settings, save_plan
+from ablation.plan import Plan, Run, arm_settings, load_plan, run_settings, save_plan
 from ablation.records import Change, Row, append, read_lines
-from ablation.run import hardware, limited_threads, settings_hash, train_run
+from ablation.run import hardware, settings_hash, train_run
 from ablation.study import Study, as_table
 from errors import UserError, usable_cores
 from model.device import choose_device, choose_kernels, choose_training_dtype
 from training.estimate import measure_time
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
-ENOUGH_FAILURES = 3  # without a run that worked: the others would fail as well
+ENOUGH_FAILURES = 3
 QUICK = (
     "quick: three pairs show only large differences, and never equivalence; 300 steps are the start of a run; all arms "
     "share a learning rate, which may suit one of them better"
@@ -84,11 +83,6 @@ class Experiment:
         self.rows.append(dataclasses.asdict(row))
         self.update()
 
-    def next_runs(self, running: set[Run]) -> list[Run]:
-        """The runs that are wanted and not made, at most as many as can start; none after too many failures."""
-        hopeless = len(self.failed) >= ENOUGH_FAILURES and all(row["status"] == "failed" for row in self.rows)
-        return [] if hopeless else [run for run in self.study.missing(self.study.wanted) if run not in running]
-
     def run_folder(self, run: Run) -> Path:
         """Where a run keeps its state while it trains."""
         return self.folder / "runs" / run.folder_name
@@ -115,59 +109,61 @@ def load_or_create(plan: Plan, folder: Path, device: str = "auto", jobs: int | N
     return experiment
 
 
+def remaining(experiment: Experiment) -> list[Run]:
+    """The runs that are wanted and have not ended; none where several have failed and no other has worked."""
+    hopeless = len(experiment.failed) >= ENOUGH_FAILURES and len(experiment.failed) == len(experiment.rows)
+    return [] if hopeless else experiment.study.missing(experiment.study.wanted)
+
+
 def without_mixed_pairs(study: Study, rows: list[dict], device: str) -> list[dict]:
     """The rows without those of unfinished seeds that come from another device: arms of a seed share theirs."""
     unfinished = {(run.phase, run.seed) for run in study.missing(study.wanted)}
     return [row for row in rows if row["device"] == device or (row["phase"], row["seed"]) not in unfinished]
 
 
-def execute(experiment: Experiment, start: Callable[[Run, str], Future] | None = None) -> bool:
-    """Do all runs that are wanted; False when a signal stopped them.
-
-    start: begins a run on a device; by default in a process of its own on this machine.
-    """
+def execute(experiment: Experiment, start: Callable[[Run, str], Future] | None = None) -> None:
+    """Do all runs that are wanted. start: begins one on a device; by default in a process of its own."""
     here = hardware(torch.device(experiment.devices[0]))
     experiment.rows = without_mixed_pairs(experiment.study, experiment.rows, here)
     experiment.update()
-    begin = start or (lambda run, device: start_process(experiment, run, device))
+    begin = start or functools.partial(start_process, experiment)
     free, running = list(experiment.devices), {}
-    with stop_by_signals() as stopped, tqdm(unit="run", dynamic_ncols=True) as bar:
+    bar = tqdm(unit="run", dynamic_ncols=True)
+    try:
         while True:
-            waiting = [] if stopped.is_set() else experiment.next_runs({run for run, _ in running.values()})
-            while waiting and free and not stopped.is_set():
-                run, device = waiting.pop(0), free.pop(0)
-                running[begin(run, device)] = run, device
+            started = {run for run, _ in running.values()}
+            waiting = [run for run in remaining(experiment) if run not in started]
             bar.total = len(experiment.rows) + len(running) + len(waiting)
-            if bar.n < len(experiment.rows):
-                bar.update(len(experiment.rows) - bar.n)
+            for run in waiting[: len(free)]:
+                device = free.pop()
+                running[begin(run, device)] = run, device
             if not running:
-                return not stopped.is_set()
-            for future in wait(running, timeout=1, return_when=FIRST_COMPLETED).done:
+                return
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
                 run, device = running.pop(future)
                 free.append(device)
-                row = result(future, run)
-                if row is None:
-                    stopped.set()
-                else:
-                    experiment.add(row)
-                    shutil.rmtree(experiment.run_folder(run), ignore_errors=True)  # its row has all its numbers
-            if stopped.is_set():
-                for process in multiprocessing.active_children():  # Ctrl-C reached them as well, `kill` did not
-                    os.kill(process.pid, signal.SIGTERM)
+                experiment.add(result(future, run))
+                shutil.rmtree(experiment.run_folder(run), ignore_errors=True)  # its row has all its numbers
+                bar.update()
+    finally:
+        bar.close()
+        for process in multiprocessing.active_children():  # after Ctrl-C
+            process.kill()
 
 
 def write_plan(experiment: Experiment) -> None:
     """Write plan.toml; append to changes.jsonl what differs from the plan under which the finished runs were made."""
     experiment.folder.mkdir(parents=True, exist_ok=True)
-    path = experiment.folder / "plan.toml"
-    if path.is_file() and experiment.rows:
-        changes = plan_changes(load_plan(str(path)), experiment.plan)
-        append(experiment.folder / "changes.jsonl", *(Change(*each, len(experiment.rows)) for each in changes))
+    path, now = experiment.folder / "plan.toml", dataclasses.asdict(experiment.plan)
+    before = dataclasses.asdict(load_plan(str(path))) if path.is_file() and experiment.rows else now
+    changed = [name for name in now if before[name] != now[name]]
+    changes = [Change(name, str(before[name]), str(now[name]), len(experiment.rows)) for name in changed]
+    append(experiment.folder / "changes.jsonl", *changes)
     save_plan(experiment.plan, path)
 
 
-def result(future: Future, run: Run) -> Row | None:
-    """The row of a run that has ended; None if a signal stopped it."""
+def result(future: Future, run: Run) -> Row:
+    """The row of a run that has ended."""
     try:
         return future.result()
     except BrokenProcessPool:
@@ -177,17 +173,14 @@ def result(future: Future, run: Run) -> Row | None:
 
 
 def start_process(experiment: Experiment, run: Run, device: str) -> Future:
-    """Begin a run in a fresh process. Signals are ignored while it starts, so that none kills it during its imports."""
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in SIGNALS}
-    try:
-        pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), initializer=end_with_parent)
-        folder, workers = experiment.run_folder(run), len(experiment.devices)
-        future = pool.submit(train_run, experiment.plan, run, folder, device, experiment.threads, workers)
-        pool.shutdown(wait=False)
-        return future
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    """Begin a run in a fresh process, which inherits that Ctrl-C is ignored: this one ends the others."""
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), initializer=end_with_parent)
+    arguments = experiment.plan, run, experiment.run_folder(run), device, experiment.threads, len(experiment.devices)
+    future = pool.submit(train_run, *arguments)
+    signal.signal(signal.SIGINT, handler)
+    pool.shutdown(wait=False)
+    return future
 
 
 def end_with_parent() -> None:
@@ -200,43 +193,24 @@ def end_with_parent() -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-@contextmanager
-def stop_by_signals() -> Iterator[threading.Event]:
-    """An event that Ctrl-C or SIGTERM sets inside the block."""
-    stopped = threading.Event()
-    before = {number: signal.signal(number, lambda *_: stopped.set()) for number in SIGNALS}
-    try:
-        yield stopped
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
 def describe(experiment: Experiment, timed: bool = False) -> str:
-    """The plan in words before it runs; `timed`: also the time of a run, from finished ones or from a few steps."""
+    """The plan in words before it runs; `timed`: also the time of a run, from a few steps."""
     plan, study = experiment.plan, experiment.study
-    settings = arm_settings(plan, next(iter(plan.compared.values())))
-    tokens = settings.optimizer.steps * settings.data.batch_size * settings.data.sequence_length
-    waiting, pairs = len(study.missing(study.wanted)), study.pairs or "as many as the pilot asks for"
-    rates = ", ".join(f"{rate:g}" for rate in study.rates) or ", ".join(
-        f"{rate:g}" for rate in sorted({*study.learning_rates.values()})
-    )
+    rates = study.rates or sorted({*study.learning_rates.values()})
     lines = [
         f"arms: {'; '.join(plan.compared)}",
-        f"learning rates: {rates}" + (" (a sweep)" if study.rates else ""),
-        f"final pairs: {pairs}; at most {plan.hours:g} hours in all",
-        f"runs: {len(study.rows)} done, {waiting} that can start now, {len(experiment.devices)} at once; "
-        f"{tokens:,} tokens each",
-        f"measure: validation loss; differences within {plan.margin:g} nats per token are treated as equivalent",
+        f"learning rates: {', '.join(f'{rate:g}' for rate in rates)}" + (" (a sweep)" if study.rates else ""),
+        f"final pairs: {study.pairs or 'as many as the pilot asks for'}; at most {plan.hours:g} hours in all",
+        f"runs: {len(study.rows)} done, {len(remaining(experiment))} can start, {len(experiment.devices)} at once",
+        f"measure: validation loss; differences within {plan.margin:g} are treated as equivalent",
+        "Ctrl-C stops it, and the same command resumes it",
     ]
-    if plan.seeds == 3 and plan.name.endswith("-quick"):
+    if plan.name.endswith("-quick"):
         lines.append(QUICK)
-    if timed and len(study.rows):
-        lines.append(f"a run took {study.rows.seconds.median():.0f} seconds")
-    elif timed:
+    if timed:
+        settings = arm_settings(plan, next(iter(plan.compared.values())))
         device = choose_device(experiment.devices[0])
         choose_kernels(settings.machine.kernels, device)
-        with limited_threads(experiment.threads):
-            time = measure_time(settings, device, choose_training_dtype(settings.machine.dtype, device))
-        lines.append(f"a run: {time}")
+        torch.set_num_threads(experiment.threads or torch.get_num_threads())
+        lines.append(f"a run: {measure_time(settings, device, choose_training_dtype(settings.machine.dtype, device))}")
     return "\n".join(lines)

@@ -16,7 +16,6 @@ import numpy as np
 from scipy import special
 
 from ablation.execute import Experiment, write_plan
-from ablation.plan import JUDGED_PAIRS
 from ablation.study import Study
 from errors import UserError
 
@@ -49,19 +48,8 @@ def pairs_of_looks(most: int) -> list[int]:
     return [most * look // LOOKS for look in range(1, LOOKS + 1)]
 
 
-def simulate(draw: Callable[[tuple[int, int]], np.ndarray], most: int = JUDGED_PAIRS, times: int = 10_000) -> dict:
-    """Shares of the verdicts, and the mean number of pairs, over many comparisons with differences from `draw`."""
-    differences = draw((times, most))
-    verdict, pairs = np.zeros(times), np.full(times, most)
-    for look, n in enumerate(pairs_of_looks(most), 1):
-        low, high = repeated_interval(differences[:, :n], look)
-        crossed = (verdict == 0) & ((high < 0) | (low > 0))
-        verdict[crossed], pairs[crossed] = np.where(high < 0, -1, 1)[crossed], n
-    return {"keep": (verdict < 0).mean(), "discard": (verdict > 0).mean(), "pairs": pairs.mean()}
-
-
-def judge(experiment: Experiment, run_all: Callable[[Experiment], bool]) -> list[str] | None:
-    """Train pairs until the verdict, by `run_all`, and return it as lines; None when a signal stopped it."""
+def judge(experiment: Experiment, run_all: Callable[[Experiment], None]) -> list[str]:
+    """Train pairs, by `run_all`, until the verdict; what was known at each look, as lines of JSON."""
     plan = experiment.plan
     if len(plan.compared) != 2 or plan.seeds < 2 * LOOKS:
         raise UserError(f"--judge needs two arms (--a and --b), and --seeds of at least {2 * LOOKS}.")
@@ -69,8 +57,7 @@ def judge(experiment: Experiment, run_all: Callable[[Experiment], bool]) -> list
     for look, pairs in enumerate(pairs_of_looks(plan.seeds), 1):
         experiment.plan = dataclasses.replace(plan, seeds=pairs)
         experiment.update()
-        if not run_all(experiment):
-            return None
+        run_all(experiment)
         found = summary(experiment.study, look, pairs)
         said.append(json.dumps(found))
         if found["verdict"] != "inconclusive" or found["pairs"] < pairs:

@@ -8,9 +8,7 @@ sweep, the number of final pairs by a pilot, each on seeds that the final runs d
 import dataclasses
 import functools
 import itertools
-import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_origin
@@ -22,19 +20,11 @@ from training.settings import CONFIGS, Settings, config_path, load_settings, nea
 COMPARISONS = CONFIGS / "comparisons"
 FIRST_SWEEP_SEED, FIRST_PILOT_SEED = 1001, 2001
 MAX_SEEDS = 500  # of the final runs
-EVALUATIONS = 12  # along a run
 JUDGED_PAIRS = 20  # at most
+EVALUATIONS = 12  # along a run
 SWEEP_FACTORS = (0.5, 1.0, 2.0, 4.0)  # of the config's learning rate, where a plan asks for a sweep without values
 PERTURBATION = "perturbation"  # a setting of arms that is none of train.py: relative change of all initial weights
-GIVEN = ("seed", "out", "device", "evaluate_every", "resume")  # settings of the program, not of an arm
-LIMITS = {
-    "seeds": (2, MAX_SEEDS),
-    "pilot_seeds": (3, 1000),
-    "rerun_seeds": (0, 1000),
-    "sweep_seeds": (1, 1000),
-    "first_seed": (0, 2**62),
-    "steps": (1, 10**9),
-}
+GIVEN = ("seed", "out", "device", "evaluate_every")  # settings of the program, not of an arm
 
 
 @dataclass(frozen=True)
@@ -52,7 +42,7 @@ class Arm:
 class Plan:
     """The comparison. `arms` and `vary` have no flags of their own: `--vary`, `--a` and `--b` write them."""
 
-    name: str = "norms"
+    name: Annotated[str, Suppress] = "norms"
     """Name of the comparison and of its folder."""
     config: str = "ablation"
     """What the arms share: a TOML file, or a name in configs/."""
@@ -76,8 +66,6 @@ class Plan:
     learning_rates: Annotated[tuple[float, ...], arg(help_behavior_hint="")] = ()
     """One: that of all arms. Several: those of the sweep. None: the config's, or where the arms differ in the norm
     (beyond rms and layer), its placement, the MLP or the optimizer, a sweep around it."""
-    sweep: bool = True
-    """Whether there is a sweep where the arms ask for one."""
     sweep_seeds: int = 3
     """Runs of each arm at each learning rate of the sweep. Where an arm is best at the lowest or highest one, the sweep
     is extended beyond it."""
@@ -86,23 +74,14 @@ class Plan:
     treated as equivalent."""
 
     def __post_init__(self) -> None:
-        if not re.fullmatch(r"\w[\w .-]{0,63}", self.name):
-            raise UserError(f"--name {self.name!r} must be 1 to 64 letters, digits, spaces, dots or dashes.")
-        for name, (lowest, highest) in LIMITS.items():
-            value = getattr(self, name)
-            if value is not None and not lowest <= value <= highest:
-                raise UserError(f"--{name.replace('_', '-')} is {value} and must be from {lowest} to {highest:,}.")
-        for name in ("margin", "hours", "learning_rates"):
-            values = getattr(self, name) if name == "learning_rates" else [getattr(self, name)]
-            if any(not 0 < value < math.inf for value in values) or len({*values}) < len(values):
-                raise UserError(f"--{name.replace('_', '-')} {values} must be different numbers greater than 0.")
+        if self.seeds is not None and not 2 <= self.seeds <= MAX_SEEDS:
+            raise UserError(f"--seeds is {self.seeds} and must be from 2 to {MAX_SEEDS}.")
+        if {*self.final_seeds} & {*self.seeds_of_sweep, *self.seeds_of_pilot}:
+            raise UserError(f"--first-seed {self.first_seed}: final runs would have seeds of the sweep or the pilot.")
         arms = {name: dict(read_setting(*item) for item in given.items()) for name, given in self.arms.items()}
         vary = {name: [read_setting(name, value)[1] for value in values] for name, values in self.vary.items()}
         object.__setattr__(self, "arms", arms)
         object.__setattr__(self, "vary", {name.rpartition(".")[2]: values for name, values in vary.items()})
-        for seeds, phase in ((self.seeds_of_sweep, "sweep"), (self.seeds_of_pilot, "pilot")):
-            if common := {*seeds} & {*self.final_seeds}:
-                raise UserError(f"seeds {sorted(common)} are those of the {phase}; change --first-seed.")
 
     @functools.cached_property
     def compared(self) -> dict[str, Arm]:
@@ -128,16 +107,17 @@ class Plan:
     def rates(self) -> tuple[float, ...]:
         """Learning rates at which the sweep begins, ascending; empty: there is no sweep."""
         if self.learning_rates:
-            return tuple(sorted(self.learning_rates)) if len(self.learning_rates) > 1 else ()
-        norms, *others = (
-            {self.value(arm, name) for arm in self.compared.values()}
-            for name in ("norm", "norm_placement", "mlp", "optimizer")
-        )
-        differ = (len(norms) > 1 and norms - {"rms", "layer"}) or any(len(values) > 1 for values in others)
-        if not self.sweep or not differ:
-            return ()
+            return tuple(sorted({*self.learning_rates})) if len(self.learning_rates) > 1 else ()
+        norms = {self.value(arm, "norm") for arm in self.compared.values()} if "norm" in self.varied else set()
+        differ = norms - {"rms", "layer"} or {"norm_placement", "mlp", "optimizer"} & {*self.varied}
         rate = base_settings(self.config).optimizer.learning_rate
-        return tuple(float(f"{factor * rate:.3g}") for factor in SWEEP_FACTORS)
+        return tuple(float(f"{factor * rate:.3g}") for factor in SWEEP_FACTORS) if differ else ()
+
+    @property
+    def varied(self) -> list[str]:
+        """The settings in which the arms differ."""
+        names = dict.fromkeys(name for arm in self.compared.values() for name in arm.settings)
+        return [name for name in names if len({self.value(arm, name) for arm in self.compared.values()}) > 1]
 
     def value(self, arm: Arm, setting: str) -> Any:
         """What an arm has for a setting: its own value, or that of the config."""
@@ -190,8 +170,7 @@ class Run:
 def known_settings() -> dict[str, tuple[str, Any]]:
     """Every setting of `train.py`, and `perturbation`: the table of `Settings` that has it, and its type."""
     tables = {table.name: dataclasses.fields(table.type) for table in dataclasses.fields(Settings)}
-    found = {f.name: (table, f.type) for table, fields in tables.items() for f in fields}
-    return {name: kind for name, kind in found.items() if name not in GIVEN} | {PERTURBATION: ("", float)}
+    return {f.name: (table, f.type) for table, fields in tables.items() for f in fields} | {PERTURBATION: ("", float)}
 
 
 def read_setting(name: str, value: object) -> tuple[str, Any]:
@@ -199,7 +178,7 @@ def read_setting(name: str, value: object) -> tuple[str, Any]:
     import msgspec
 
     table, _, short = name.rpartition(".")
-    if short not in known_settings() or table not in ("", known_settings()[short][0]):
+    if short in GIVEN or short not in known_settings() or table not in ("", known_settings()[short][0]):
         raise UserError(f"{name} is not a setting that arms can have.{nearest(short, known_settings())}")
     kind = known_settings()[short][1]
     if get_origin(kind) is tuple and isinstance(value, str):
@@ -225,7 +204,7 @@ def base_settings(config: str) -> Settings:
     return load_settings(config_path(config))
 
 
-def replace_settings(settings: Settings, changes: Mapping[str, Any]) -> Settings:
+def replace_settings(settings: Settings, changes: dict[str, Any]) -> Settings:
     """The settings with those values, by short name, changed."""
     tables: dict[str, dict[str, Any]] = {}
     for name, value in changes.items():
@@ -237,43 +216,25 @@ def replace_settings(settings: Settings, changes: Mapping[str, Any]) -> Settings
 
 def arm_settings(plan: Plan, arm: Arm) -> Settings:
     """The settings of an arm's runs, but for seed and learning rate."""
-    base = base_settings(plan.config)
-    settings = replace_settings(base, ({"steps": plan.steps} if plan.steps else {}) | arm.settings)
-    optimizer, run = settings.optimizer, settings.run
-    warmup = min(optimizer.warmup_steps, max(optimizer.steps // 10, 1))
-    return dataclasses.replace(
-        settings,
-        optimizer=dataclasses.replace(optimizer, warmup_steps=warmup),
-        run=dataclasses.replace(run, evaluate_every=max(1, optimizer.steps // EVALUATIONS)),
+    settings = replace_settings(
+        base_settings(plan.config), ({"steps": plan.steps} if plan.steps else {}) | arm.settings
     )
+    steps, warmup = settings.optimizer.steps, settings.optimizer.warmup_steps
+    schedule = {"warmup_steps": min(warmup, max(steps // 10, 1)), "evaluate_every": max(1, steps // EVALUATIONS)}
+    return replace_settings(settings, schedule)
 
 
 def run_settings(plan: Plan, run: Run) -> Settings:
     """The settings of a training run."""
-    settings = replace_settings(arm_settings(plan, plan.compared[run.arm]), {"learning_rate": run.learning_rate})
-    return dataclasses.replace(settings, run=dataclasses.replace(settings.run, seed=run.seed))
-
-
-def settings_of_text(text: str) -> dict[str, str]:
-    """The settings in a text such as `weight_decay=0.5 qk_norm=true`."""
-    pairs = [part.partition("=") for part in text.split()]
-    for name, equals, _ in pairs:
-        if not equals:
-            raise UserError(f"{name} must be SETTING=VALUE.")
-    return {name: value for name, _, value in pairs}
-
-
-def varied(texts: Iterable[str]) -> dict[str, list[str]]:
-    """The values by setting of texts such as `norm=layer,rms`."""
-    return {name: value.split(",") for text in texts for name, value in settings_of_text(text).items()}
+    of_arm = arm_settings(plan, plan.compared[run.arm])
+    return replace_settings(of_arm, {"learning_rate": run.learning_rate, "seed": run.seed})
 
 
 def quick(plan: Plan) -> Plan:
     """The plan in minutes: three pairs of 300 steps at one learning rate."""
-    name = f"{plan.name}-quick"[:64]
-    return dataclasses.replace(
-        plan, name=name, seeds=3, steps=300, rerun_seeds=0, sweep=False, learning_rates=plan.learning_rates[:1]
-    )
+    rate = (*plan.learning_rates, base_settings(plan.config).optimizer.learning_rate)[:1]
+    name = f"{plan.name}-quick"
+    return dataclasses.replace(plan, name=name, seeds=3, steps=300, rerun_seeds=0, learning_rates=rate)
 
 
 def judged(plan: Plan) -> Plan:
@@ -295,19 +256,4 @@ def save_plan(plan: Plan, path: Path) -> None:
     import tomli_w
 
     values = {name: value for name, value in dataclasses.asdict(plan).items() if value not in (None, (), {})}
-    replace_text(path, tomli_w.dumps(with_null(values)))
-
-
-def with_null(value: Any) -> Any:
-    """A value for TOML, which has no null: a setting of None is "null", as on the command line."""
-    if isinstance(value, dict):
-        return {key: with_null(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [with_null(item) for item in value]
-    return "null" if value is None else value
-
-
-def plan_changes(before: Plan, after: Plan) -> Sequence[tuple[str, str, str]]:
-    """The fields in which two plans differ: name, value before, value after."""
-    old, new = dataclasses.asdict(before), dataclasses.asdict(after)
-    return [(name, str(old[name]), str(new[name])) for name in new if old[name] != new[name]]
+    replace_text(path, tomli_w.dumps(values))

@@ -4,7 +4,6 @@ An unfinished run resumes from its last save; a finished one is never repeated, 
 """
 
 import contextlib
-import dataclasses
 import hashlib
 import math
 import platform
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor
 
 import kernels
-from ablation.plan import Plan, Run, run_settings
+from ablation.plan import Plan, Run, replace_settings, run_settings
 from ablation.records import Row
 from data.batches import validation_windows
 from model.attention import Attention
@@ -31,7 +30,6 @@ from training.evaluate import evaluate
 from training.loop import save, train_steps
 from training.session import Session, initial_model, no_log, open_run, set_up
 from training.settings import Settings, changed_fields, load_settings
-from training.signals import StopSignals
 from training.step import Diverged
 
 CURVE_TOKENS = 16_384  # of the validation set, for the points along a run; the final loss uses all of it
@@ -39,36 +37,29 @@ SAVE_SECONDS = 30.0  # a killed run loses no more
 SPIKE = 0.5  # nats above the median of the 20 steps before
 
 
-def train_run(plan: Plan, run: Run, folder: Path, device: str, threads: int | None, workers: int) -> Row | None:
-    """Train one run in `folder` and return its row; None if a signal stopped it, with its state saved.
-
-    threads: of this process on a CPU; workers: how many runs are made at once.
-    """
+def train_run(plan: Plan, run: Run, folder: Path, device: str, threads: int | None, workers: int) -> Row:
+    """Train one run in `folder` and return its row. threads: of a CPU; workers: how many runs are made at once."""
     settings = run_settings(plan, run)
-    here = dataclasses.replace(settings, machine=dataclasses.replace(settings.machine, device=device))
     resume = can_resume(folder, settings)
     if not resume:
         shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True, exist_ok=True)
-    with limited_threads(threads), (folder / "log.txt").open("a", encoding="utf-8") as file:
-        session = set_up(here, folder, resume=resume, log=lambda line: print(line, file=file))
-        if run.perturbation and not resume:
-            perturb(session.model, run.seed, run.perturbation)
-        return measure(session, run, settings_hash(settings), workers)
+    torch.set_num_threads(threads or torch.get_num_threads())
+    session = set_up(replace_settings(settings, {"device": device}), folder, resume=resume, log=no_log)
+    if run.perturbation and not resume:
+        perturb(session.model, run.seed, run.perturbation)
+    return measure(session, run, settings_hash(settings), workers)
 
 
-def measure(session: Session, run: Run, hash_of_settings: str, workers: int, *, train: bool = True) -> Row | None:
-    """Train a session to its end and return its row; None if a signal stopped it, with its state saved.
-
-    train: False only evaluates its model as it is.
-    """
+def measure(session: Session, run: Run, hash_of_settings: str, workers: int, *, train: bool = True) -> Row:
+    """The row of a session, which is trained to its end first; train: False only evaluates the model as it is."""
     on_gpu = session.device.type == "cuda"
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(session.device)
     found = {"status": "completed"}
     try:
-        if train and not train_to_the_end(session):
-            return None
+        if train:
+            train_to_the_end(session)
         found |= final_loss(session) | probe(session)
     except Diverged as error:
         found = {"status": "diverged", "reason": str(error).partition(";")[0]}
@@ -106,38 +97,22 @@ def can_resume(folder: Path, settings: Settings) -> bool:
     last = checkpoint.find_complete(folder / "last")
     if last is None:
         return False
-    saved = load_settings(folder / "settings.toml")
-    saved = dataclasses.replace(saved, machine=dataclasses.replace(saved.machine, dtype=settings.machine.dtype))
+    saved = replace_settings(load_settings(folder / "settings.toml"), {"dtype": settings.machine.dtype})
     unfinished = checkpoint.read_state(last).step < settings.optimizer.steps
     return unfinished and settings_hash(saved) == settings_hash(settings)
 
 
-@contextlib.contextmanager
-def limited_threads(threads: int | None) -> Iterator[None]:
-    """Use this many CPU threads inside the block, and restore the previous number afterwards."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads or before)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-def train_to_the_end(session: Session) -> bool:
-    """Do all steps; False when a signal stopped it. Everything measured goes to metrics.jsonl, which resumes too."""
+def train_to_the_end(session: Session) -> None:
+    """Do all steps. What is measured goes to metrics.jsonl, which resumes too."""
     saved_at = time.perf_counter()
-    with contextlib.closing(open_run(session)) as log, StopSignals(second_signal_interrupts=False) as stop:
+    with contextlib.closing(open_run(session)) as log:
         for step in train_steps(session):
-            last = step.step == session.steps
             log.write(step.step, loss=step.loss)
-            if step.step % session.settings.run.evaluate_every == 0 or last:
+            if step.step % session.settings.run.evaluate_every == 0 or step.step == session.steps:
                 log.write(step.step, curve_loss=curve_loss(session))
-            if stop.received or time.perf_counter() - saved_at > SAVE_SECONDS:
+            if time.perf_counter() - saved_at > SAVE_SECONDS:
                 save(session)
                 saved_at = time.perf_counter()
-            if stop.received and not last:
-                return False
-    return True
 
 
 def validation(session: Session) -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -238,15 +213,14 @@ def perturb(model: Decoder, seed: int, size: float) -> None:
 
 def settings_hash(settings: Settings) -> str:
     """Hash of a run's settings that are not the default, whatever device it ran on and in which folder."""
-    anywhere = dataclasses.replace(settings, machine=dataclasses.replace(settings.machine, device="auto"))
-    return digest("\n".join(changed_fields(Settings(), anywhere)).encode())
+    return digest("\n".join(changed_fields(Settings(), replace_settings(settings, {"device": "auto"}))).encode())
 
 
 def weights_hash(settings: Settings) -> str:
     """Hash of the weights that training starts from, without the norms: what the arms of a seed share."""
     model = initial_model(settings, torch.float32, log=no_log)
-    shared = [(name, p) for name, p in sorted(model.named_parameters()) if not is_norm_parameter(name)]
-    return digest(*(name.encode() + parameter.detach().numpy().tobytes() for name, parameter in shared))
+    shared = {name: p for name, p in sorted(model.named_parameters()) if not is_norm_parameter(name)}
+    return digest(*(name.encode() + parameter.detach().numpy().tobytes() for name, parameter in shared.items()))
 
 
 def batches_hash(session: Session) -> str:

@@ -49,17 +49,14 @@ def mean_effect(name: str, values: Sequence[float], unit: str, untuned: bool = F
     if n == 1:
         return Effect(name, mean, None, None, None, unit, 1, untuned)
     error = standard_error(values)
-    if error == 0:
-        same = float(values[0])
-        return Effect(name, same, (same, same), (same, same), float(same == 0), unit, n, untuned)
     p = 2 * float(special.stdtr(n - 1, -abs(mean) / error))
     reaches = [float(special.stdtrit(n - 1, (1 + level) / 2)) * error for level in (0.95, 0.90)]
     return Effect(name, mean, *((mean - reach, mean + reach) for reach in reaches), p, unit, n, untuned)
 
 
 def standard_error(values: np.ndarray) -> float:
-    """Of the mean of independent values; exactly 0 where all are equal, which rounding would hide."""
-    return 0.0 if np.ptp(values) == 0 else float(values.std(ddof=1) / np.sqrt(len(values)))
+    """Of the mean of independent values; where all are equal it is not 0, so that each test still has an answer."""
+    return max(float(values.std(ddof=1) / np.sqrt(len(values))), 1e-12)
 
 
 def exact_effect(name: str, value: float, unit: str) -> Effect:
@@ -70,8 +67,6 @@ def exact_effect(name: str, value: float, unit: str) -> Effect:
 def equivalence_p(differences: np.ndarray, margin: float) -> float:
     """The larger p-value of two one-sided tests: below 5% the mean lies within (-margin, margin) (Schuirmann 1987)."""
     distance, error = margin - abs(float(differences.mean())), standard_error(differences)
-    if error == 0:
-        return float(distance <= 0)
     return float(special.stdtr(len(differences) - 1, -distance / error))
 
 

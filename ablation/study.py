@@ -74,30 +74,22 @@ class Study:
         """Arms that are best at the lowest or highest learning rate of the sweep."""
         return {arm for arm, rate in self.best_rates.items() if rate in (self.rates[0], self.rates[-1])}
 
-    @property
-    def next_rate(self) -> float | None:
-        """A learning rate beyond the sweep that is to be tried, because an arm is best at the sweep's edge."""
-        rates, planned = self.rates, self.plan.rates
-        best = {*self.best_rates.values()}
-        for edge, neighbor, extensions in (
-            (rates[0], rates[1], sum(rate < planned[0] for rate in rates)),
-            (rates[-1], rates[-2], sum(rate > planned[-1] for rate in rates)),
-        ):
-            if edge in best and extensions < MAX_EXTENSIONS:
-                return float(f"{edge * edge / neighbor:.3g}")
-        return None
-
     @functools.cached_property
     def sweep_runs(self) -> list[Run]:
-        """All runs of the sweep so far, and those of its extension; seed by seed."""
+        """All runs of the sweep; when they are finished and an arm is best at an edge, also those beyond the edge."""
 
         def runs(rates: list[float]) -> list[Run]:
             choices = itertools.product(self.plan.seeds_of_sweep, self.sweep.index, rates)
             return [self.run(arm, "sweep", seed, rate) for seed, arm, rate in choices]
 
-        known = runs(self.rates)
-        further = None if self.missing(known) or not known else self.next_rate
-        return known if further is None else known + runs([further])
+        rates, planned, known = self.rates, self.plan.rates, runs(self.rates)
+        if self.at_edge and not self.missing(known):
+            best = {*self.best_rates.values()}
+            if rates[0] in best and sum(rate < planned[0] for rate in rates) < MAX_EXTENSIONS:
+                return known + runs([three_digits(rates[0] ** 2 / rates[1])])
+            if rates[-1] in best and sum(rate > planned[-1] for rate in rates) < MAX_EXTENSIONS:
+                return known + runs([three_digits(rates[-1] ** 2 / rates[-2])])
+        return known
 
     @functools.cached_property
     def learning_rates(self) -> dict[str, float]:
@@ -242,10 +234,9 @@ class Study:
         return (both.loss - both.loss_before).tolist()
 
     def spreads(self, arm: str) -> list[float | None]:
-        """Root mean squares of `spread` at the arm's learning rate: for rounding, and for 5%."""
+        """Root mean squares of `spread` at the arm's learning rate, for rounding and for 5%; None: not measured."""
         found = [self.spread(arm, self.learning_rates[arm], perturbation) for perturbation in RERUNS]
-        squares = [float(np.mean(np.square(values))) if values else None for values in found]
-        return [None if s is None else math.inf if math.isnan(s) else math.sqrt(s) for s in squares]
+        return [math.inf if np.isnan(d).any() else float(np.sqrt(np.mean(np.square(d)))) if d else None for d in found]
 
     @functools.cached_property
     def comparisons(self) -> list[Comparison]:
@@ -295,49 +286,35 @@ class Study:
     def effects(self) -> list[Effect]:
         """Of a grid of two settings or more: each setting's main effects, and the interactions of each two.
 
-        Both against the setting's first value, averaged over all other settings within a seed.
+        Against the setting's first value, averaged over all other settings within a seed.
         """
-        values, by_choice = self.grid
-        found = []
-        for names in [*itertools.combinations(values, 1), *itertools.combinations(values, 2)] if by_choice else ():
-            for chosen in itertools.product(*(values[name][1:] for name in names)):
-                weights = contrast([*values], by_choice, dict(zip(names, chosen, strict=True)), values)
-                title = " x ".join(
-                    f"{name}: {v} minus {values[name][0]}" for name, v in zip(names, chosen, strict=True)
-                )
-                effect = self.per_seed(title, {*weights}, lambda losses, w=weights: sum(losses[a] * w[a] for a in w))
-                found += [effect] if effect is not None else []
-        return found
+        settings = {name: [self.plan.value(arm, name) for arm in self.arms.values()] for name in self.plan.varied}
+        grid = pd.MultiIndex.from_arrays([*settings.values()], names=[*settings]) if len(settings) > 1 else []
+        losses = pd.concat({arm: self.final(arm).set_index("seed").loss for arm in self.arms}, axis=1)
+        if len(grid) != math.prod(len({*values}) for values in settings.values()) or losses.isna().any(axis=None):
+            return []
+        losses.columns = grid
+        firsts = {name: values[0] for name, values in settings.items()}
+        others = [
+            (name, value) for name in settings for value in dict.fromkeys(settings[name]) if value != firsts[name]
+        ]
 
-    @functools.cached_property
-    def grid(self) -> tuple[dict[str, list], dict[tuple, str]]:
-        """The values of each setting that differs between arms, and the arm of each choice of them.
+        def effect(losses: pd.DataFrame, name: str, value: Any) -> pd.Series:
+            means = losses.T.groupby(level=name).mean().T
+            return means[value] - means[firsts[name]]
 
-        Without choices where the arms are not a complete grid of two settings or more.
-        """
-        names = dict.fromkeys(name for arm in self.arms.values() for name in arm.settings)
-        choices = {name: [self.plan.value(arm, name) for arm in self.arms.values()] for name in names}
-        values = {name: list(dict.fromkeys(of)) for name, of in choices.items() if len({*of}) > 1}
-        by_choice = {tuple(self.plan.value(arm, name) for name in values): arm.name for arm in self.arms.values()}
-        complete = len(values) > 1 and len(by_choice) == len(self.arms) == math.prod(map(len, values.values()))
-        return values, by_choice if complete else {}
+        found = {f"{name}: {value} minus {firsts[name]}": effect(losses, name, value) for name, value in others}
+        for (a, value), (b, other) in itertools.combinations(others, 2):
+            if a != b:
+                at_value, at_first = (losses.xs(v, axis=1, level=a) for v in (value, firsts[a]))
+                title = f"{a}: {value} minus {firsts[a]} x {b}: {other} minus {firsts[b]}"
+                found[title] = effect(at_value, b, other) - effect(at_first, b, other)
+        untuned = bool(self.untuned)
+        return [mean_effect(title, values, "nats per token", untuned) for title, values in found.items() if len(values)]
 
 
-def contrast(names: list[str], by_choice: dict[tuple, str], chosen: dict[str, Any], values: dict) -> dict[str, float]:
-    """The weight of each arm in the effect of these values against the first ones of their settings.
-
-    One setting: + with its value, - with its first one. Two: the difference of such differences.
-    """
-    weights = {}
-    for choice, arm in by_choice.items():
-        sign = 1.0
-        for name, value in chosen.items():
-            found = choice[names.index(name)]
-            sign *= 1 if found == value else -1 if found == values[name][0] else 0
-        if sign:
-            weights[arm] = sign
-    scale = len(weights) / 2 ** len(chosen)
-    return {arm: sign / scale for arm, sign in weights.items()}
+def three_digits(rate: float) -> float:
+    return float(f"{rate:.3g}")
 
 
 def as_table(rows: list[dict]) -> pd.DataFrame:

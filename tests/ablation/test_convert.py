@@ -26,7 +26,8 @@ def converted(config, tmp_path_factory) -> tuple[study.Study, list]:
     measure = convert.measure
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(convert, "measure", measured)
-        append(options.out / "runs.jsonl", *(row for seed in (1, 2) for row in convert_seed(plan, seed, "cpu", 1, 1)))
+        for seed in (1, 2):
+            append(options.out / "runs.jsonl", *convert_seed(plan, seed, "cpu", tmp_path_factory.mktemp("models")))
     save_plan(plan, options.out / "plan.toml")
     return study.load(options.out), models
 

@@ -46,7 +46,7 @@ def test_a_trained_comparison_has_a_row_for_each_run_and_is_never_repeated(train
     assert len(read_lines(trained.folder / "runs.jsonl")) == len(found.rows) == len(found.wanted)
     assert not [*(trained.folder / "runs").iterdir()]  # the rows have all their numbers
     again = load_or_create(trained.plan, trained.folder, "cpu", 1)
-    assert execute.execute(again, lambda run, device: pytest.fail("it trained again"))
+    execute.execute(again, lambda run, device: pytest.fail("it trained again"))
     paired = found.paired("final", "rms")
     assert (paired.weights_hash == paired.weights_hash_base).all() and found.unit == "nats per token"
     assert (paired.batches_hash == paired.batches_hash_base).all() and (paired.loss != paired.loss_base).all()
@@ -58,12 +58,12 @@ def test_a_run_that_raises_is_a_failed_row_that_costs_no_other_and_is_tried_agai
             raise RuntimeError("boom")
         return 3.0
 
-    assert execute.execute(experiment, instantly(row, loss))
+    execute.execute(experiment, instantly(row, loss))
     assert [(r.arm, r.seed, r.reason) for r in experiment.failed] == [("rms", 1, "RuntimeError: boom")]
     assert len(experiment.rows) == 4 and experiment.study.comparisons == []
     again = load_or_create(experiment.plan, experiment.folder, "cpu", 1)
     made = []
-    assert execute.execute(again, lambda run, device: made.append(run) or instantly(row)(run, device))
+    execute.execute(again, lambda run, device: made.append(run) or instantly(row)(run, device))
     assert [(run.arm, run.seed) for run in made] == [("rms", 1)]
     assert len(study.load(experiment.folder).rows) == 4
 
@@ -71,7 +71,7 @@ def test_a_run_that_raises_is_a_failed_row_that_costs_no_other_and_is_tried_agai
 def test_where_no_run_works_it_ends_after_a_few(experiment, row):
     plan = dataclasses.replace(experiment.plan, seeds=50)
     many = load_or_create(plan, experiment.folder, "cpu", 1)
-    assert execute.execute(many, lambda run, device: instantly(row, lambda run: 1 / 0)(run, device))
+    execute.execute(many, lambda run, device: instantly(row, lambda run: 1 / 0)(run, device))
     assert len(many.failed) == execute.ENOUGH_FAILURES
 
 
@@ -96,7 +96,8 @@ def test_each_device_is_used_by_one_run_at_a_time(experiment, row, monkeypatch):
 
     experiment.plan = dataclasses.replace(experiment.plan, seeds=10)
     experiment.update()
-    assert execute.execute(experiment, start) and len(experiment.rows) == 20 and max(most) == 3
+    execute.execute(experiment, start)
+    assert len(experiment.rows) == 20 and max(most) == 3
 
 
 def test_runs_with_other_settings_are_refused_and_changes_of_the_plan_written_down(trained, tmp_path):
@@ -112,7 +113,7 @@ def test_runs_with_other_settings_are_refused_and_changes_of_the_plan_written_do
 
 def test_a_run_on_another_text_has_failed(experiment, row):
     texts = iter(["one", "one", "two", "one"])
-    assert execute.execute(experiment, lambda run, device: instantly(row, text_hash=next(texts))(run, device))
+    execute.execute(experiment, lambda run, device: instantly(row, text_hash=next(texts))(run, device))
     assert [row.reason for row in experiment.failed] == ["the text has hash two, and that of the runs before is one"]
 
 
@@ -121,7 +122,7 @@ def test_unfinished_seeds_of_another_device_are_made_again_and_finished_ones_kep
     append(experiment.folder / "runs.jsonl", *(row(run, 3.0, device="GPU") for run in wanted[:3]))
     again = load_or_create(experiment.plan, experiment.folder, "cpu", 1)
     made = []
-    assert execute.execute(again, lambda run, device: made.append(run) or instantly(row)(run, device))
+    execute.execute(again, lambda run, device: made.append(run) or instantly(row)(run, device))
     assert made == wanted[2:] and [c.effect.n for c in again.study.comparisons] == [2]
 
 
@@ -134,13 +135,13 @@ def test_runs_in_processes_of_their_own_are_those_of_this_process_and_a_killed_o
     outside = load_or_create(plan, tmp_path / "outside", "cpu", 2)
     for experiment, start in ((inside, here(inside)), (outside, None)):
         write_plan(experiment)
-        assert execute.execute(experiment, start)
+        execute.execute(experiment, start)
     rows = [{(r["arm"], r["seed"]): r["loss"] for r in each.rows} for each in (inside, outside)]
     assert rows[0] == rows[1] and len(rows[0]) == 4
     killed = load_or_create(dataclasses.replace(plan, seeds=3), tmp_path / "outside", "cpu", 2)
     start = functools.partial(execute.start_process, killed)
     monkeypatch.setattr(execute, "train_run", kill_itself)
-    assert execute.execute(killed, start)
+    execute.execute(killed, start)
     assert [row.reason for row in killed.failed] == ["its process was killed, perhaps for lack of memory"] * 2
 
 

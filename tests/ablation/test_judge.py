@@ -3,18 +3,30 @@
 import dataclasses
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from ablation import execute, study
-from ablation.judge import BOUNDARY, LOOKS, boundary_p, decide, judge, pairs_of_looks, simulate
-from ablation.plan import Plan, judged
+from ablation.judge import BOUNDARY, LOOKS, boundary_p, decide, judge, pairs_of_looks, repeated_interval
+from ablation.plan import JUDGED_PAIRS, Plan, judged
 from errors import UserError
 
 RESULTS = Path(__file__).parent.parent.parent / "benchmarks" / "results"
 PLAN = judged(Plan(arms={"default": {}, "qk_norm=true": {"qk_norm": True}}, learning_rates=(1e-3,)))
+
+
+def simulate(draw: Callable, most: int = JUDGED_PAIRS, times: int = 10_000) -> dict:
+    """Shares of the verdicts, and the mean number of pairs, over many comparisons with differences from `draw`."""
+    differences = draw((times, most))
+    verdict, pairs = np.zeros(times), np.full(times, most)
+    for look, n in enumerate(pairs_of_looks(most), 1):
+        low, high = repeated_interval(differences[:, :n], look)
+        crossed = (verdict == 0) & ((high < 0) | (low > 0))
+        verdict[crossed], pairs[crossed] = np.where(high < 0, -1, 1)[crossed], n
+    return {"keep": (verdict < 0).mean(), "discard": (verdict > 0).mean(), "pairs": pairs.mean()}
 
 
 def test_the_boundaries_spend_the_error_of_the_published_table():
@@ -65,15 +77,14 @@ def test_on_recorded_differences_changes_that_do_nothing_are_kept_in_at_most_5_o
 def judged_with(row, config, tmp_path):
     """The lines of a verdict on a plan, with losses by run instead of training."""
 
-    def verdict(loss, **fields) -> list[dict] | None:
+    def verdict(loss, **fields) -> list[dict]:
         plan = dataclasses.replace(PLAN, config=str(config), **fields)
         experiment = execute.Experiment(plan, tmp_path / "out", "cpu", 1)
 
-        def run_all(experiment) -> bool:
+        def run_all(experiment) -> None:
             while missing := experiment.study.missing(experiment.study.wanted):
                 experiment.folder.mkdir(exist_ok=True)
                 experiment.add(row(missing[0], loss(missing[0])))
-            return True
 
         return [json.loads(line) for line in judge(experiment, run_all)]
 

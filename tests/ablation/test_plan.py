@@ -61,7 +61,6 @@ def test_a_sweep_is_the_default_where_one_learning_rate_would_be_unfair(setting,
     assert plan.rates == ((2.5e-4, 5e-4, 1e-3, 2e-3) if swept else ())
     assert dataclasses.replace(plan, learning_rates=(1e-3,)).rates == ()
     assert dataclasses.replace(plan, learning_rates=(2e-3, 1e-3)).rates == (1e-3, 2e-3)
-    assert dataclasses.replace(plan, sweep=False).rates == ()
 
 
 def test_an_arm_that_names_its_learning_rate_keeps_it():
@@ -74,8 +73,8 @@ def test_seeds_of_sweep_pilot_and_final_runs_are_disjoint():
     assert not {*plan.seeds_of_sweep} & {*plan.seeds_of_pilot} and len(plan.seeds_of_pilot) == 8
     assert not {*plan.final_seeds} & ({*plan.seeds_of_sweep} | {*plan.seeds_of_pilot})
     assert len(Plan(vary=GRID, seeds=4).seeds_of_pilot) == 0
-    for first, phase in ((1000, "sweep"), (2003, "pilot")):
-        with pytest.raises(UserError, match=f"those of the {phase}; change --first-seed"):
+    for first in (1000, 2003):
+        with pytest.raises(UserError, match="seeds of the sweep or the pilot"):
             Plan(vary=GRID, first_seed=first)
 
 
@@ -90,10 +89,7 @@ def test_seeds_of_sweep_pilot_and_final_runs_are_disjoint():
         ({"vary": {"weight_decay": ["a", "0.1"]}}, "weight_decay=a: Expected `float`"),
         ({"vary": {"seed": [1, 2]}}, "seed is not a setting that arms can have"),
         ({"arms": {"a": {"norm": "rms"}, "b": {"norm": "rms", "norm_bias": False}}}, "a and b have the same settings"),
-        ({"vary": GRID, "hours": 0.0}, "--hours"),
-        ({"vary": GRID, "learning_rates": (1e-3, 1e-3)}, "--learning-rates"),
         ({"vary": GRID, "seeds": 1}, "--seeds is 1 and must be from 2"),
-        ({"vary": GRID, "name": "../x"}, "--name"),
     ],
 )
 def test_a_plan_that_cannot_work_is_a_one_line_error(fields, words):
@@ -105,13 +101,6 @@ def test_a_plan_that_cannot_work_is_a_one_line_error(fields, words):
 def test_every_plan_of_the_project_has_arms_and_reads_back_as_it_was_saved(path, tmp_path):
     plan = load_plan(path.stem)
     assert plan.name == path.stem and len(plan.compared) > 1
-    save_plan(plan, tmp_path / "plan.toml")
-    assert load_plan(str(tmp_path / "plan.toml")) == plan
-
-
-def test_a_setting_of_none_reads_back_too(tmp_path):
-    plan = Plan(arms={"a": {"micro_batch_size": "null"}, "b": {"micro_batch_size": 2}}, learning_rates=(1e-3, 2e-3))
-    assert plan.arms["a"] == {"micro_batch_size": None}
     save_plan(plan, tmp_path / "plan.toml")
     assert load_plan(str(tmp_path / "plan.toml")) == plan
 

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import math
-import signal
 
 import numpy as np
 import pytest
@@ -21,10 +20,10 @@ from training.session import set_up
 
 
 def plan_of(config, **fields) -> Plan:
-    return Plan(config=str(config), vary={"norm": ["rms", "layer", "none"]}, sweep=False, **fields)
+    return Plan(config=str(config), vary={"norm": ["rms", "layer", "none"]}, **fields)
 
 
-def train(config, folder, arm: str = "rms", seed: int = 1, perturbation: float = 0.0) -> Row | None:
+def train(config, folder, arm: str = "rms", seed: int = 1, perturbation: float = 0.0) -> Row:
     return train_run(plan_of(config), Run(arm, "final", seed, 2e-2, perturbation), folder, "cpu", 1, 1)
 
 
@@ -41,38 +40,28 @@ def unstopped(config, tmp_path_factory) -> Row:
 @pytest.fixture
 def calls(monkeypatch) -> tuple[list, dict]:
     """Counts training steps, and raises before a step what is put at its number."""
-    counted, at, train_step = [], {}, loop.train_step  # at: step -> signal or exception
+    counted, at, train_step = [], {}, loop.train_step
 
     def counting(*arguments):
         counted.append(1)
-        action = at.pop(len(counted), None)
-        if isinstance(action, signal.Signals):
-            signal.raise_signal(action)
-        elif action is not None:
-            raise action
+        if len(counted) in at:
+            raise at.pop(len(counted))
         return train_step(*arguments)
 
     monkeypatch.setattr(loop, "train_step", counting)
     return counted, at
 
 
-@pytest.mark.parametrize(("number", "what"), [(1, signal.SIGINT), (6, signal.SIGTERM), (11, signal.SIGINT)])
-def test_a_stopped_run_resumes_and_ends_bit_for_bit_as_one_that_was_not(
-    config, tmp_path, calls, unstopped, number, what
-):
+@pytest.mark.parametrize("perturbation", [0.0, 0.05])
+def test_a_killed_run_resumes_from_its_last_save_bit_for_bit(config, tmp_path, calls, monkeypatch, perturbation):
     counted, at = calls
-    at[number] = what
-    assert train(config, tmp_path / "run") is None and len(counted) == number
-    assert same(train(config, tmp_path / "run")) == same(unstopped) and len(counted) == 12
-
-
-def test_a_killed_run_resumes_from_its_last_save_bit_for_bit(config, tmp_path, calls, unstopped, monkeypatch):
+    whole = train(config, tmp_path / "whole", perturbation=perturbation)
     monkeypatch.setattr(run_module, "SAVE_SECONDS", 0.0)  # save after every step
-    counted, at = calls
-    at[8] = ZeroDivisionError("killed")
+    at[12 + 8] = ZeroDivisionError("killed")
     with pytest.raises(ZeroDivisionError):
-        train(config, tmp_path / "run")
-    assert same(train(config, tmp_path / "run")) == same(unstopped) and len(counted) == 8 + 5
+        train(config, tmp_path / "run", perturbation=perturbation)
+    assert same(train(config, tmp_path / "run", perturbation=perturbation)) == same(whole)
+    assert len(counted) == 12 + 8 + 5
 
 
 def test_arms_of_a_seed_share_text_batches_and_initial_weights_and_differ_in_their_loss(config, tmp_path, unstopped):
@@ -116,7 +105,7 @@ def test_probes_measure_the_stream_and_the_attention(config, tmp_path, unstopped
     """Against the definitions, in a session whose model is the one that was trained."""
     settings = run_settings(plan_of(config), Run("rms", "final", 1, 2e-2))
     session = set_up(settings, tmp_path, resume=False, log=lambda _: None)
-    assert run_module.train_to_the_end(session)
+    run_module.train_to_the_end(session)
     probes = run_module.probe(session)
     assert probes == {name: getattr(unstopped, name) for name in probes} and len(probes) == 6
     streams, model = [], session.model
@@ -154,12 +143,8 @@ def test_a_spike_is_a_loss_far_above_the_twenty_steps_before_and_counts_once(tmp
     assert curves(tmp_path) == {"curve": [], "spikes": 2}
 
 
-def test_perturbed_runs_start_from_weights_that_differ_by_so_much_and_only_once(config, tmp_path, calls, make_config):
+def test_perturbed_runs_start_from_weights_that_differ_by_so_much(make_config):
     models = [Decoder(make_config(), seed=1) for _ in range(2)]
     perturb(models[1], 5, 0.05)
     changes = [(b / a - 1)[a != 0].flatten() for a, b in zip(*(m.parameters() for m in models), strict=True)]
     assert torch.cat(changes).std().item() == pytest.approx(0.05, rel=0.02)
-    whole = train(config, tmp_path / "whole", perturbation=0.05)
-    calls[1][18] = signal.SIGINT
-    assert train(config, tmp_path / "run", perturbation=0.05) is None
-    assert same(train(config, tmp_path / "run", perturbation=0.05)) == same(whole)
