@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import msgspec
+
 from ablation.plan import Run
 from errors import reading
 
@@ -91,8 +93,8 @@ def append(path: Path, *records: Row | Change) -> None:
         os.fsync(file.fileno())
 
 
-def read_lines(path: Path) -> list[dict]:
-    """The complete lines of a file of records; none if there is no file."""
+def read_lines(path: Path, kind: type = Row) -> list[dict]:
+    """The complete lines of a file of records as their fields; none if there is no file."""
     lines = path.read_bytes().split(b"\n")[:-1] if path.is_file() else []
     with reading(path, "delete the line that is damaged"):
-        return [json.loads(line) for line in lines]
+        return [dataclasses.asdict(msgspec.json.decode(line, type=kind)) for line in lines]

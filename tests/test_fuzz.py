@@ -19,8 +19,8 @@ import pytest
 from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
 
-import ablate
 import generate
+from ablation import study
 from checkpoints.pretrained import save_pretrained
 from data.corpus import read_documents, resolve
 from errors import exit_on_user_error
@@ -156,9 +156,8 @@ def generate_text(folder: Path, *flags: str) -> None:
     generate.main()
 
 
-def report(folder: Path) -> None:
-    sys.argv = ["ablate.py", "--cells", str(folder)]
-    ablate.main()
+def compare(folder: Path) -> None:
+    assert isinstance(study.load(folder).comparisons, list)
 
 
 def resume(folder: Path) -> None:
@@ -176,7 +175,7 @@ READERS = {  # share of the examples of a profile, what is read, and by what
     "a chat model": (0.4, "model", lambda folder: generate_text(folder, "--chat")),
     "a run": (0.2, "run", resume),
     "a text": (0.7, "texts", read_texts),
-    "a comparison": (0.2, "comparison", report),
+    "a comparison": (0.2, "comparison", compare),
 }
 
 

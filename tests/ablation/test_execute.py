@@ -10,7 +10,7 @@ import pytest
 from ablation import execute, study
 from ablation.execute import Experiment, load_or_create, write_plan
 from ablation.plan import Plan
-from ablation.records import append, read_lines
+from ablation.records import Change, append, read_lines
 from errors import UserError
 
 PLAN = Plan(vary={"norm": ["layer", "rms"]}, seeds=2, rerun_seeds=0, learning_rates=(2e-2,))
@@ -106,7 +106,7 @@ def test_runs_with_other_settings_are_refused_and_changes_of_the_plan_written_do
     with pytest.raises(UserError, match="had other settings; give another --out"):
         load_or_create(dataclasses.replace(trained.plan, steps=5), tmp_path)
     write_plan(load_or_create(dataclasses.replace(trained.plan, margin=0.5), tmp_path))
-    changes = read_lines(tmp_path / "changes.jsonl")
+    changes = read_lines(tmp_path / "changes.jsonl", Change)
     count = len(trained.rows)
     assert changes == [{"field": "margin", "before": "0.005", "after": "0.5", "finished_runs": count}]
 

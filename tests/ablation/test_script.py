@@ -41,6 +41,6 @@ def test_a_judge_ends_with_one_json_object_and_a_failed_run_with_status_1(config
     arguments = ["--config", str(config), "--a", "", "--out", str(tmp_path), "--seeds", "10", "--judge"]
     worse = start(*arguments, "--b", "optimizer.learning_rate=1e-9")
     assert json.loads(worse.communicate(timeout=200)[0].splitlines()[-1])["verdict"] == "discard"
-    broken = start(*arguments[:-4], "--out", str(tmp_path / "b"), "--seeds", "2", "--b", "data=/nowhere")
+    broken = start(*arguments[:-5], "--out", str(tmp_path / "b"), "--seeds", "2", "--b", "data=/nowhere")
     _, errors = broken.communicate(timeout=100)
     assert broken.returncode == 1 and "failed: data=-nowhere" in errors
