@@ -7,11 +7,9 @@ comparison whose baseline are the models before: `python ablate.py --report FOLD
 """
 
 import dataclasses
-import sys
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import tyro
 from tqdm import tqdm
@@ -21,7 +19,6 @@ from ablation.plan import Plan, Run, base_settings, replace_settings, run_settin
 from ablation.records import Row, append, read_lines
 from ablation.run import measure
 from errors import exit_on_user_error, locked
-from flags import optional
 from training.loop import save
 from training.session import no_log, set_up
 
@@ -30,30 +27,10 @@ LR_MULTIPLIER = 0.25  # of the run's peak, because its learning rate has already
 SEED_OFFSET = 5000  # so that the batches differ from those of the run
 
 
-@dataclass(frozen=True)
-class Conversion:
-    """LayerNorm models to train and convert."""
-
-    out: Path
-    """Folder of the results. Seeds that it has are not repeated."""
-    config: str = "ablation"
-    """Model, text and schedule: a TOML file, or a name in configs/."""
-    steps: Annotated[int | None, optional("INT")] = None
-    """Steps of a LayerNorm run; by default the config's."""
-    learning_rate: Annotated[float | None, optional("FLOAT")] = None
-    """Its learning rate; by default the config's."""
-    seeds: int = 5
-    """LayerNorm runs; fewer than five cannot show that a conversion costs nothing."""
-    first_seed: int = 1
-    """Seed of the first; the others follow."""
-    device: str = "auto"
-    """auto or a torch device."""
-
-
-def make_plan(options: Conversion) -> Plan:
+def make_plan(config: str, steps: int | None, learning_rate: float | None, seeds: int, first_seed: int) -> Plan:
     """A comparison of every conversion with the LayerNorm models; those with `steps` train afterwards."""
-    settings = base_settings(options.config).optimizer
-    steps, rate = options.steps or settings.steps, options.learning_rate or settings.learning_rate
+    settings = base_settings(config).optimizer
+    steps, rate = steps or settings.steps, learning_rate or settings.learning_rate
     after = {"steps": max(steps // STEPS_DIVISOR, 1), "learning_rate": LR_MULTIPLIER * rate}
 
     def convert(norm: str, norm_bias: bool, *, center_weights: bool = False, **more: Any) -> dict[str, Any]:
@@ -69,16 +46,8 @@ def make_plan(options: Conversion) -> Plan:
         "rms, all trained": convert("rms", False, **after),
         "layer, all trained": convert("layer", True, **after),
     }
-    return Plan(
-        name="conversion",
-        config=options.config,
-        arms=arms,
-        steps=steps,
-        seeds=options.seeds,
-        rerun_seeds=0,
-        first_seed=options.first_seed,
-        learning_rates=(rate,),
-    )
+    seeds_and_rate = {"seeds": seeds, "first_seed": first_seed, "rerun_seeds": 0, "learning_rates": (rate,)}
+    return Plan("conversion", config, arms, steps=steps, **seeds_and_rate)
 
 
 def convert_seed(plan: Plan, seed: int, device: str, folder: Path) -> list[Row]:
@@ -97,21 +66,38 @@ def convert_seed(plan: Plan, seed: int, device: str, folder: Path) -> list[Row]:
     return rows
 
 
-def main() -> int:
-    options = tyro.cli(Conversion, description=__doc__, prog="python -m ablation.convert")
-    plan, file = make_plan(options), options.out / "runs.jsonl"
-    with locked(options.out):
-        save_plan(plan, options.out / "plan.toml")
+def main(
+    out: Path,
+    config: str = "ablation",
+    steps: int | None = None,
+    learning_rate: float | None = None,
+    seeds: int = 5,
+    first_seed: int = 1,
+    device: str = "auto",
+) -> None:
+    """Train LayerNorm models and convert each to RMSNorm, in several ways.
+
+    Args:
+        out: Folder of the results. Seeds that it has are not repeated.
+        config: Model, text and schedule: a TOML file, or a name in configs/.
+        steps: Steps of a LayerNorm model; by default the config's.
+        learning_rate: Its learning rate; by default the config's.
+        seeds: How many; fewer than five cannot show that a conversion costs nothing.
+        first_seed: Seed of the first; the others follow.
+        device: auto, or a torch device.
+    """
+    plan, file = make_plan(config, steps, learning_rate, seeds, first_seed), out / "runs.jsonl"
+    with locked(out):
+        save_plan(plan, out / "plan.toml")
         done = {row["seed"] for row in read_lines(file)}
         for seed in tqdm(sorted({*plan.final_seeds} - done), unit="model"):
             with tempfile.TemporaryDirectory() as folder:
-                append(file, *convert_seed(plan, seed, options.device, Path(folder)))
-        found = study.load(options.out)
-        written = report.write(found, options.out)
+                append(file, *convert_seed(plan, seed, device, Path(folder)))
+        found = study.load(out)
+        written = report.write(found, out)
     print(*report.headline(found), f"report: {written[0]}", sep="\n")
-    return 0
 
 
 if __name__ == "__main__":
     with exit_on_user_error():
-        sys.exit(main())
+        tyro.cli(main, prog="python -m ablation.convert")

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ablation import convert, study
-from ablation.convert import Conversion, convert_seed, make_plan
+from ablation.convert import convert_seed, make_plan
 from ablation.plan import save_plan
 from ablation.records import append
 
@@ -14,8 +14,8 @@ def converted(config, tmp_path_factory) -> tuple[study.Study, list]:
     """Two LayerNorm models and their conversions, and the weights at the start and at the end of each."""
     untied = tmp_path_factory.mktemp("config") / "untied.toml"
     untied.write_text(config.read_text().replace("[data]", "tie_word_embeddings = false\n[data]"))
-    options = Conversion(tmp_path_factory.mktemp("conversion"), str(untied), learning_rate=2e-2, seeds=2)
-    plan, models = make_plan(options), []
+    folder, models = tmp_path_factory.mktemp("conversion"), []
+    plan = make_plan(str(untied), None, 2e-2, seeds=2, first_seed=1)
 
     def measured(session, run, *arguments, **options):
         before = {name: value.clone() for name, value in session.model.state_dict().items()}
@@ -27,9 +27,9 @@ def converted(config, tmp_path_factory) -> tuple[study.Study, list]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(convert, "measure", measured)
         for seed in (1, 2):
-            append(options.out / "runs.jsonl", *convert_seed(plan, seed, "cpu", tmp_path_factory.mktemp("models")))
-    save_plan(plan, options.out / "plan.toml")
-    return study.load(options.out), models
+            append(folder / "runs.jsonl", *convert_seed(plan, seed, "cpu", tmp_path_factory.mktemp("models")))
+    save_plan(plan, folder / "plan.toml")
+    return study.load(folder), models
 
 
 def test_every_model_is_converted_in_every_way_and_compared_with_itself(converted):
