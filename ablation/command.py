@@ -1,28 +1,31 @@
 """The command line of `ablate.py`: its flags, and the plan that they give. Imports no torch, so `--help` is fast."""
 
-from dataclasses import dataclass, field, replace
+import dataclasses
+import re
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
 import tyro
 
-from ablation.plan import Plan, load_plan
+from ablation.plan import Plan, judged, load_plan, quick
+from errors import UserError
 from flags import optional
 
-DESCRIPTION = """Compare norms, or other choices, over paired seeds, with intervals and a verdict for every arm.
+DESCRIPTION = """Compare any settings of train.py over paired seeds, with intervals and a verdict.
 
-python ablate.py: RMSNorm and LayerNorm, eight pilot pairs and as many final ones as they ask for
+python ablate.py                                        RMSNorm or LayerNorm: configs/comparisons/norms.toml, hours
+python ablate.py --quick                                the same in minutes, and what that cannot show
+python ablate.py placement                              a plan from configs/comparisons/, or a TOML file
 
-python ablate.py --norms rms layer none --seeds 3 --learning-rates 5e-4 1e-3 2e-3 4e-3: each at its best learning rate
+python ablate.py --vary norm=layer,dyt                  each at its best learning rate of a sweep
 
-python ablate.py placement: a plan from configs/ablations/
+python ablate.py --vary norm=layer,rms --vary attention_bias=true,false --hours 4   a grid: effects and interactions
 
-python ablate.py mlp --steps 800 --out runs/mlp-long: a plan, with changes
+python ablate.py --a "" --b "weight_decay=0.5 qk_norm=true" --judge   keep or discard a change: stops as soon as it can
 
-python ablate.py --report runs/ablation-norms: only rewrite that folder's report
-
-Ctrl-C stops it and the same command resumes it. The folder has runs.jsonl, every finished run, and report.html,
-report.md and results.json, which are derived from it."""
+Ctrl-C stops it and the same command resumes it. The folder has runs.jsonl, a row for every finished run, and report.md
+and pictures, which are derived from it."""
 
 
 @dataclass(frozen=True)
@@ -30,39 +33,64 @@ class Command:
     """The command line."""
 
     plan_file: Annotated[str | None, optional("[PLAN]"), tyro.conf.Positional] = None
-    """A plan: a TOML file, or a name in configs/ablations/. Flags override what it says."""
+    """A plan: a TOML file, or a name in configs/comparisons/. Flags override what it says."""
+    varied: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, optional("SETTING=V,V", name="vary")] = ()
+    """Values of a setting of train.py to compare, the first as baseline. Several times: a grid."""
+    a: Annotated[str | None, optional('"S=V ..."')] = None
+    """Settings of the baseline, such as "norm=layer steps=600"; "" is the config as it is."""
+    b: Annotated[str | None, optional('"S=V ..."')] = None
+    """Settings of what is compared with it."""
+    quick: bool = False
+    """Three pairs of 300 steps at one learning rate."""
+    judge: bool = False
+    """Of two arms: add pairs until it can say keep, discard or inconclusive. The last line is one JSON object."""
     out: Annotated[Path | None, optional("FOLDER")] = None
-    """Folder of the results (default: runs/ablation-NAME, or runs/ablation-NORMS where --norms changes the plan's)."""
+    """Folder of the results (default: runs/ablation-NAME)."""
     device: str = "auto"
-    """auto (CUDA, else MPS, else CPU) or a torch device; with auto all GPUs are used side by side."""
+    """auto (all GPUs, else MPS, else the cores of the CPU) or a torch device."""
     jobs: Annotated[int | None, optional("INT")] = None
     """Runs at once: by default one for each GPU, and on a CPU one for each core."""
+    ray: Annotated[str | None, optional("ADDRESS")] = None
+    """Make the runs on a Ray cluster: auto, or the address of its head."""
     dry_run: bool = False
-    """Only time a few steps and print the plan."""
+    """Only print the plan, and the time of a run from a few steps."""
     report: Annotated[Path | None, optional("FOLDER")] = None
-    """Only rewrite the report of this folder, from its runs.jsonl."""
+    """Only rewrite the report of this folder."""
     claims: Annotated[tuple[Path, ...] | None, optional("FOLDER ...")] = None
-    """Only print one table of claims; each claim is judged from the first of these folders that measured it."""
-    cells: Annotated[tuple[Path, ...] | None, optional("FOLDER ...")] = None
-    """Only print one table of how RMSNorm and LayerNorm differ in each of these folders, at every learning rate."""
-    picture: Annotated[Path | None, optional("FILE")] = None
-    """With --report: also draw the differences into this PNG or SVG file. With --cells: every pair, and beside it in
-    NAME-noise how far pairs and equal runs scatter."""
+    """Only print one table of published claims; each is judged from the first of these folders that measured it."""
     plan: Annotated[Plan, tyro.conf.arg(name="")] = field(default_factory=Plan)
 
 
 def parse(arguments: list[str]) -> Command:
-    """The command line; read twice when it names a plan, which then gives the defaults of the flags."""
+    """The command line; read twice, since the plan that it names gives the defaults of the flags."""
     options = {"description": DESCRIPTION, "prog": "ablate.py", "config": (tyro.conf.OmitArgPrefixes,)}
     command = tyro.cli(Command, args=arguments, **options)
-    if command.plan_file is None:
-        return command
-    return tyro.cli(Command, args=arguments, default=Command(plan=load_plan(command.plan_file)), **options)
+    start = starting_plan(command)
+    command = tyro.cli(Command, args=arguments, default=dataclasses.replace(Command(), plan=start), **options)
+    plan = quick(command.plan) if command.quick else command.plan
+    return dataclasses.replace(command, plan=judged(plan) if command.judge else plan)
 
 
-def named(command: Command) -> Plan:
-    """The plan; with other norms than the one it started from, it gets their names and so a folder of its own."""
-    base = Plan() if command.plan_file is None else load_plan(command.plan_file)
-    if command.plan.norms == base.norms or command.plan.name != base.name:
-        return command.plan
-    return replace(command.plan, name="-".join(command.plan.norms))
+def starting_plan(command: Command) -> Plan:
+    """The plan of the file, of --vary, or of --a and --b; with a name that tells it from others."""
+    if (command.a is None) != (command.b is None):
+        raise UserError("--a and --b need each other: the settings of the baseline, and of what is compared with it.")
+    if command.plan_file is None and (command.varied or command.a is not None):
+        plan = Plan()
+    else:
+        plan = load_plan(command.plan_file or "norms")
+    given = [text for text in (command.a, command.b, *command.varied) if text]
+    if not given:
+        return plan
+    start = [command.plan_file] if command.plan_file else []
+    name = re.sub(r"[^\w.]+", "-", " ".join([*start, *given])).strip("-")[:64]
+    arms = plan.arms if command.a is None else {text or "default": values(text) for text in (command.a, command.b)}
+    vary = {name: value.split(",") for text in command.varied for name, value in values(text).items()}
+    return dataclasses.replace(plan, name=name, arms=arms, vary=plan.vary | vary)
+
+
+def values(text: str) -> dict[str, str]:
+    """The settings in a text such as `weight_decay=0.5 qk_norm=true`."""
+    if wrong := [part for part in text.split() if "=" not in part]:
+        raise UserError(f"{wrong[0]} must be SETTING=VALUE.")
+    return dict(part.split("=", 1) for part in text.split())

@@ -1,150 +1,138 @@
-"""What an ablation compares, fixed before it runs: arms, seeds, learning rates, metric, equivalence margin.
+"""What a comparison compares, fixed before it runs: arms, seeds, learning rates, equivalence margin, hours.
 
-Imports no torch, so that `python ablate.py --help` answers at once. Within a seed, all arms read the same batches, and
-weights that two arms share start equal. Learning rates are chosen in a sweep, the number of final runs by a pilot, each
-on seeds that the final runs do not use; other runs measure the noise.
+An arm is a name and a set of settings of `train.py`, so that every setting can be compared without an edit here. Within
+a seed, all arms read the same batches, and weights of equal name and shape start equal. Learning rates are chosen in a
+sweep, the number of final pairs by a pilot, each on seeds that the final runs do not use. Imports no torch.
 """
 
 import dataclasses
 import functools
 import itertools
-import math
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
-
-import tomli_w
+from typing import Annotated, Any, Literal, get_origin
 
 from errors import UserError, read_toml, replace_text
-from flags import arg, optional
-from model.config import GATED, NORMS, PLACEMENTS, PLAIN, ModelConfig, canonical_norm_bias
+from flags import Suppress, arg, optional
 from training.settings import CONFIGS, Settings, config_path, load_settings, nearest, read_table
 
-PLANS = CONFIGS / "ablations"
-FIRST_SWEEP_SEED, FIRST_PILOT_SEED = 1001, 2001  # where the seeds of the sweep and of the pilot begin
-DTYPES = ("auto", "float32", "bfloat16", "float16")
+COMPARISONS = CONFIGS / "comparisons"
+FIRST_SWEEP_SEED, FIRST_PILOT_SEED = 1001, 2001
 MAX_SEEDS = 500  # of the final runs
-LIMITS = {
-    "seeds": (2, 10_000),
-    "pilot_seeds": (3, 10_000),
-    "noise_seeds": (0, 10_000),
-    "sweep_seeds": (1, 10_000),
-    "first_seed": (0, 2**62),
-    "steps": (1, 10**9),
-    "evaluations": (1, 10**6),
-}
+JUDGED_PAIRS = 20  # at most
+EVALUATIONS = 12  # along a run
+SWEEP_FACTORS = (0.5, 1.0, 2.0, 4.0)  # of the config's learning rate, where a plan asks for a sweep without values
+PERTURBATION = "perturbation"  # a setting of arms that is none of train.py: relative change of all initial weights
+GIVEN = ("seed", "out", "device", "evaluate_every")  # settings of the program, not of an arm
 
 
 @dataclass(frozen=True)
 class Arm:
-    """One combination of choices. Records of earlier versions lack the last two fields and read as their defaults."""
+    """One of the things that are compared."""
 
-    norm: Literal[*NORMS]
-    placement: Literal[*PLACEMENTS]
-    mlp: Literal[*GATED, *PLAIN]
-    dtype: Literal[*DTYPES]
-    eps: float
-    init_scale: float
-    norm_bias: bool | None = None
-    """As in `ModelConfig`: None is the norm's own default, also where that was asked for."""
-    qk_norm: bool | None = None
-    """None: as the config says."""
-
-    def __post_init__(self) -> None:
-        object.__setattr__(
-            self, "norm_bias", canonical_norm_bias(self.norm, self.norm_bias)
-        )  # equal arms must be equal
+    name: str
+    settings: dict[str, Any]
+    """What it changes, by the short name of a setting, such as {"norm": "layer"}."""
+    baseline: str | None
+    """The arm that it is compared with; None for a baseline."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The comparison. Every combination of norms, placements, MLPs, dtypes and so on is one arm."""
+    """The comparison. `arms` and `vary` have no flags of their own: `--vary`, `--a` and `--b` write them."""
 
-    name: str = "norms"
+    name: Annotated[str, Suppress] = "norms"
     """Name of the comparison and of its folder."""
-    norms: tuple[Literal[*NORMS], ...] = ("rms", "layer")
-    """Norms to compare; the baseline is layer if it is listed, else the first."""
-    placements: tuple[Literal[*PLACEMENTS], ...] = ("pre",)
-    """Where the norms are: before the blocks (pre), after the additions (post), around the blocks (sandwich) or after
-    the blocks (output)."""
-    mlps: tuple[Literal[*GATED, *PLAIN], ...] = ("swiglu",)
-    """Activations of the MLP, at equal numbers of parameters."""
-    dtypes: tuple[Literal[*DTYPES], ...] = ("auto",)
-    """Dtypes of the activations."""
-    eps: tuple[float, ...] = (1e-5,)
-    """Values of the norm's eps."""
-    init_scales: tuple[float, ...] = (1.0,)
-    """Factors on the standard deviation of the initial weights."""
-    norm_biases: Annotated[tuple[bool, ...], arg(help_behavior_hint="")] = ()
-    """Whether the norms have a bias; without values, each norm's own default."""
-    qk_norms: Annotated[tuple[bool, ...], arg(help_behavior_hint="")] = ()
-    """Whether queries and keys go through RMSNorm; without values, as the config says."""
+    config: str = "ablation"
+    """What the arms share: a TOML file, or a name in configs/."""
+    arms: Annotated[dict[str, dict[str, Any]], Suppress] = field(default_factory=dict)
+    """Settings by arm; the first is the baseline of the others."""
+    vary: Annotated[dict[str, list[Any]], Suppress] = field(default_factory=dict)
+    """Values by setting: every arm with every combination of them. Without `arms` the first setting names the arms."""
+    steps: Annotated[int | None, optional("INT")] = None
+    """Steps of a run; by default the config's."""
     seeds: Annotated[int | None, optional("INT")] = None
     """Final runs of each arm, paired by seed; without a value as many as the pilot asks for, at least five."""
     pilot_seeds: int = 8
     """Runs of each arm that only measure how far pairs differ, to fix the number of final runs; unused with --seeds."""
-    noise_seeds: int = 3
-    """On how many seeds the baseline is trained once more, from initial weights changed by a millionth: how far two
-    runs that should be equal drift apart."""
+    rerun_seeds: int = 3
+    """On how many seeds a baseline is trained again from initial weights changed by a millionth, and by 5%: how far
+    equal runs drift apart, and how far runs do that differ in nothing of interest."""
     first_seed: int = 1
-    """Seed of the first final runs; the others follow. Final seeds must not be those of earlier runs of any kind."""
+    """Seed of the first final runs; the others follow."""
     hours: float = 12.0
-    """The most that all runs may take: where the pilot asks for more final runs, as many are done as fit."""
+    """The most that all runs may take, sweep and pilot included: no seed is begun that does not fit."""
     learning_rates: Annotated[tuple[float, ...], arg(help_behavior_hint="")] = ()
-    """Learning rates to choose from, separately for each arm; without them every arm uses the config's."""
+    """One: that of all arms. Several: those of the sweep. None: the config's, or where the arms differ in the norm
+    (beyond rms and layer), its placement, the MLP or the optimizer, a sweep around it."""
     sweep_seeds: int = 3
     """Runs of each arm at each learning rate of the sweep. Where an arm is best at the lowest or highest one, the sweep
     is extended beyond it."""
-    config: str = "ablation"
-    """Model, text and schedule: a TOML file, or a name in configs/."""
-    steps: Annotated[int | None, optional("INT")] = None
-    """Steps of a run; by default the config's."""
-    evaluations: int = 12
-    """Evaluations along each run, on the first part of the validation text."""
     margin: float = 0.005
-    """Equivalence margin in nats per token: smaller differences of validation loss are treated as equivalent."""
-    convert: bool = False
-    """Also convert finished LayerNorm runs to RMSNorm, with and without their bias, and evaluate them without training,
-    after training only the norms, and after training all parameters."""
-    timing: bool = True
-    """Also time every arm in interleaved blocks of five processes, apart from training."""
+    """Equivalence margin in nats per token (bits per byte, where arms cannot share batches): smaller differences are
+    treated as equivalent."""
 
     def __post_init__(self) -> None:
-        if not re.fullmatch(r"\w[\w .-]{0,63}", self.name):
-            raise UserError(f"--name {self.name!r} must be 1 to 64 letters, digits, spaces, dots or dashes.")
-        for name in DIMENSIONS.values():
-            values = [f"{value:g}" if isinstance(value, float) else value for value in getattr(self, name)]
-            if not (values or name in OPTIONAL) or len(set(values)) < len(values):
-                raise UserError(f"--{flag(name)} needs one or more different values, not {values}.")
-        for name, (lowest, highest) in LIMITS.items():
-            value = getattr(self, name)
-            if value is not None and not lowest <= value <= highest:
-                bound = f"least {lowest}" if value < lowest else f"most {highest:,}"
-                raise UserError(f"--{flag(name)} is {value} and must be at {bound}.")
-        for others, what in ((self.seeds_of_sweep, "a sweep"), (self.seeds_of_pilot, "a pilot")):
-            common = [seed for seed in others if seed in self.final_seeds]
-            if common:
-                raise UserError(f"seeds {common} are those of {what}, not of final runs; change --first-seed.")
-        for name in ("margin", "hours"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise UserError(f"--{name} is {getattr(self, name)} and must be a finite number greater than 0.")
-        rates = self.learning_rates
-        if any(not 0 < rate < math.inf for rate in rates) or len(set(rates)) < len(rates):
-            raise UserError(f"--learning-rates {list(rates)} must be different numbers greater than 0.")
-        if self.convert and "layer" not in self.norms:
-            raise UserError("--convert starts from LayerNorm: add layer to --norms.")
-        if self.convert and any(len(getattr(self, name)) > 1 for name in DIMENSIONS.values() if name != "norms"):
-            raise UserError("--convert takes one value of every choice but --norms; give one of each.")
-        if self.convert and self.norm_biases:
-            raise UserError("--convert starts from LayerNorm with its bias; leave out --norm-biases.")
+        if self.seeds is not None and not 2 <= self.seeds <= MAX_SEEDS:
+            raise UserError(f"--seeds is {self.seeds} and must be from 2 to {MAX_SEEDS}.")
+        if {*self.final_seeds} & {*self.seeds_of_sweep, *self.seeds_of_pilot}:
+            raise UserError(f"--first-seed {self.first_seed}: final runs would have seeds of the sweep or the pilot.")
+        arms = {name: dict(read_setting(*item) for item in given.items()) for name, given in self.arms.items()}
+        vary = {name: [read_setting(name, value)[1] for value in values] for name, values in self.vary.items()}
+        object.__setattr__(self, "arms", arms)
+        object.__setattr__(self, "vary", {name.rpartition(".")[2]: values for name, values in vary.items()})
+
+    @functools.cached_property
+    def compared(self) -> dict[str, Arm]:
+        """All arms by name: every combination of `arms` and `vary`. A baseline is the first arm of its combination."""
+        arms, vary = self.arms, [[(name, value) for value in values] for name, values in self.vary.items()]
+        if not arms and vary:
+            arms, vary = {label(*choice): dict([choice]) for choice in vary[0]}, vary[1:]
+        found: dict[str, Arm] = {}
+        for choices in itertools.product(*vary):
+            names = [", ".join([name, *itertools.starmap(label, choices)]) for name in arms]
+            for name, settings in zip(names, arms.values(), strict=True):
+                found[name] = Arm(name, settings | dict(choices), None if name == names[0] else names[0])
+        if len(found) < 2:
+            raise UserError("a comparison needs two arms or more: --vary SETTING=VALUE,VALUE, or --a and --b.")
+        first: dict[str, str] = {}
+        for arm in found.values():
+            same = first.setdefault(str((arm_settings(self, arm), arm.settings.get(PERTURBATION))), arm.name)
+            if same != arm.name:
+                raise UserError(f"the arms {same} and {arm.name} have the same settings.")
+        return found
+
+    @functools.cached_property
+    def rates(self) -> tuple[float, ...]:
+        """Learning rates at which the sweep begins, ascending; empty: there is no sweep."""
+        if self.learning_rates:
+            return tuple(sorted({*self.learning_rates})) if len(self.learning_rates) > 1 else ()
+        norms = {self.value(arm, "norm") for arm in self.compared.values()} if "norm" in self.varied else set()
+        differ = norms - {"rms", "layer"} or {"norm_placement", "mlp", "optimizer"} & {*self.varied}
+        rate = base_settings(self.config).optimizer.learning_rate
+        return tuple(float(f"{factor * rate:.3g}") for factor in SWEEP_FACTORS) if differ else ()
 
     @property
-    def arms(self) -> list[Arm]:
-        """Every combination of the choices, each once: a norm without parameters has no bias to add or drop."""
-        choices = (getattr(self, name) or (None,) for name in DIMENSIONS.values())
-        return list(dict.fromkeys(Arm(*values) for values in itertools.product(*choices)))
+    def varied(self) -> list[str]:
+        """The settings in which the arms differ."""
+        names = dict.fromkeys(name for arm in self.compared.values() for name in arm.settings)
+        return [name for name in names if len({self.value(arm, name) for arm in self.compared.values()}) > 1]
+
+    def value(self, arm: Arm, setting: str) -> Any:
+        """What an arm has for a setting: its own value, or that of the config."""
+        if setting in arm.settings or setting == PERTURBATION:
+            return arm.settings.get(setting, 0.0)
+        table, _ = known_settings()[setting]
+        return getattr(getattr(base_settings(self.config), table), setting)
+
+    def fixed_rate(self, arm: Arm) -> float | None:
+        """The learning rate of an arm for which none is chosen; None where the sweep chooses one."""
+        if "learning_rate" in arm.settings:
+            return arm.settings["learning_rate"]
+        if self.rates:
+            return None
+        return self.learning_rates[0] if self.learning_rates else base_settings(self.config).optimizer.learning_rate
 
     @property
     def final_seeds(self) -> range:
@@ -153,94 +141,61 @@ class Plan:
 
     @property
     def seeds_of_pilot(self) -> range:
-        """Seeds of the pilot, if there is one."""
         return range(FIRST_PILOT_SEED, FIRST_PILOT_SEED + (0 if self.seeds else self.pilot_seeds))
 
     @property
     def seeds_of_sweep(self) -> range:
-        """Seeds of the sweep, if there is one."""
         return range(FIRST_SWEEP_SEED, FIRST_SWEEP_SEED + self.sweep_seeds)
-
-    @property
-    def has_sweep(self) -> bool:
-        """Whether learning rates are chosen by this comparison."""
-        return len(self.learning_rates) > 1
-
-
-DIMENSIONS = {  # a field of Arm -> the field of Plan that lists its values
-    "norm": "norms",
-    "placement": "placements",
-    "mlp": "mlps",
-    "dtype": "dtypes",
-    "eps": "eps",
-    "init_scale": "init_scales",
-    "norm_bias": "norm_biases",
-    "qk_norm": "qk_norms",
-}
-OPTIONAL = ("norm_biases", "qk_norms")  # without values an arm has None
-LABELS = {"eps": "eps {:g}", "init_scale": "initial weights x {:g}"}
 
 
 @dataclass(frozen=True)
 class Run:
-    """One training run of a plan."""
+    """One training run of a plan. Its fields are also the first of its row, and together its key."""
 
-    arm: Arm
-    phase: Literal["sweep", "pilot", "noise", "final"]
+    arm: str
+    phase: Literal["sweep", "pilot", "rerun", "final"]
     seed: int
     learning_rate: float
+    perturbation: float = 0.0
+    """Relative change of the initial weights by which this run differs from the others of its arm and seed."""
 
     @property
     def folder_name(self) -> str:
         """Name of the folder of its state while it trains."""
-        choices = [
-            f"{field}-{value}" if isinstance(value, bool) else str(value)
-            for field, value in vars(self.arm).items()
-            if value is not None
-        ]
-        return "-".join([*choices, self.phase, str(self.learning_rate), str(self.seed)])
+        parts = [re.sub(r"[^\w.=-]+", "-", self.arm), self.phase, f"{self.learning_rate:g}", f"{self.seed}"]
+        return "-".join(parts) + (f"-{self.perturbation:g}" if self.perturbation else "")
 
 
-def flag(name: str) -> str:
-    return name.replace("_", "-")
+@functools.cache
+def known_settings() -> dict[str, tuple[str, Any]]:
+    """Every setting of `train.py`, and `perturbation`: the table of `Settings` that has it, and its type."""
+    tables = {table.name: dataclasses.fields(table.type) for table in dataclasses.fields(Settings)}
+    return {f.name: (table, f.type) for table, fields in tables.items() for f in fields} | {PERTURBATION: ("", float)}
 
 
-def label(plan: Plan, arm: Arm) -> str:
-    """The values in which the plan's arms differ, as text; the norm if there is only one arm.
+def read_setting(name: str, value: object) -> tuple[str, Any]:
+    """The short name and the value of a setting, from a TOML file or as text; `model.norm` is `norm`."""
+    import msgspec
 
-    A norm is named with its bias where that is not its default: rms, rms with bias, layer, layer without bias.
-    """
-    varying = [field for field, name in DIMENSIONS.items() if len(getattr(plan, name)) > 1]
-    bias = {None: "", True: " with bias", False: " without bias"}[arm.norm_bias]
-    words = [
-        LABELS.get(field, "{}").format(getattr(arm, field))
-        for field in varying
-        if field not in ("norm", "norm_bias", "qk_norm")
-    ]
-    if {"norm", "norm_bias"} & {*varying} or not varying:
-        words.insert(0, arm.norm + bias)
-    if "qk_norm" in varying:
-        words.append("qk norm" if arm.qk_norm else "no qk norm")
-    return ", ".join(words)
+    table, _, short = name.rpartition(".")
+    if short in GIVEN or short not in known_settings() or table not in ("", known_settings()[short][0]):
+        raise UserError(f"{name} is not a setting that arms can have.{nearest(short, known_settings())}")
+    kind = known_settings()[short][1]
+    if get_origin(kind) is tuple and isinstance(value, str):
+        value = [value]
+    try:
+        return short, msgspec.convert(value, kind, strict=False)
+    except msgspec.ValidationError as error:
+        raise UserError(f"{name}={value}: {error}.") from None
 
 
-# What arms are compared by: the first of these choices that has several values. A norm and its bias are one choice.
-COMPARED = (("norm", "norm_bias"), ("mlp",), ("placement",), ("dtype",), ("eps",), ("init_scale",), ("qk_norm",))
-PREFERRED = (("layer", None), ("layer", False), ("swiglu",))  # baselines, where the plan has them
-
-
-def baseline(plan: Plan, arm: Arm) -> Arm | None:
-    """The arm that this one is compared with; None for the baseline itself.
-
-    It differs in one choice alone, see `COMPARED`. Its value is one of `PREFERRED`, or else the plan's first value.
-    """
-    for fields in COMPARED:
-        values = list(dict.fromkeys(tuple(getattr(a, field) for field in fields) for a in plan.arms))
-        if len(values) > 1:
-            value = next((preferred for preferred in PREFERRED if preferred in values), values[0])
-            base = dataclasses.replace(arm, **dict(zip(fields, value, strict=True)))
-            return None if base == arm else base
-    return None
+def label(setting: str, value: object) -> str:
+    """A value as part of an arm's name: layer, attention_bias, no attention_bias, weight_decay=0.5."""
+    if isinstance(value, bool):
+        return setting if value else f"no {setting}"
+    if isinstance(value, float):
+        return f"{setting}={value:g}"
+    return value if isinstance(value, str) else f"{setting}={value}"
 
 
 @functools.cache
@@ -249,97 +204,56 @@ def base_settings(config: str) -> Settings:
     return load_settings(config_path(config))
 
 
-def default_learning_rate(plan: Plan) -> float:
-    """The learning rate of every arm of a plan without a sweep."""
-    return (plan.learning_rates or (base_settings(plan.config).optimizer.learning_rate,))[0]
-
-
-def steps_of(plan: Plan) -> int:
-    """Optimizer steps of every run."""
-    return plan.steps or base_settings(plan.config).optimizer.steps
-
-
-def model_config(plan: Plan, arm: Arm) -> ModelConfig:
-    """The model of an arm."""
-    model = base_settings(plan.config).model
-    return dataclasses.replace(
-        model,
-        norm=arm.norm,
-        norm_bias=arm.norm_bias,
-        qk_norm=model.qk_norm if arm.qk_norm is None else arm.qk_norm,
-        norm_placement=arm.placement,
-        mlp=arm.mlp,
-        norm_eps=arm.eps,
-        initializer_range=model.initializer_range * arm.init_scale,
-    )
+def replace_settings(settings: Settings, changes: dict[str, Any]) -> Settings:
+    """The settings with those values, by short name, changed."""
+    tables: dict[str, dict[str, Any]] = {}
+    for name, value in changes.items():
+        if name != PERTURBATION:
+            tables.setdefault(known_settings()[name][0], {})[name] = value
+    changed = {table: dataclasses.replace(getattr(settings, table), **new) for table, new in tables.items()}
+    return dataclasses.replace(settings, **changed)
 
 
 def arm_settings(plan: Plan, arm: Arm) -> Settings:
     """The settings of an arm's runs, but for seed and learning rate."""
-    settings, steps = base_settings(plan.config), steps_of(plan)
-    optimizer = dataclasses.replace(
-        settings.optimizer,
-        steps=steps,
-        warmup_steps=min(settings.optimizer.warmup_steps, steps // 10),
+    settings = replace_settings(
+        base_settings(plan.config), ({"steps": plan.steps} if plan.steps else {}) | arm.settings
     )
-    return dataclasses.replace(
-        settings,
-        model=model_config(plan, arm),
-        optimizer=optimizer,
-        machine=dataclasses.replace(settings.machine, dtype=arm.dtype),
-        run=dataclasses.replace(settings.run, evaluate_every=max(1, steps // plan.evaluations)),
-    )
+    steps, warmup = settings.optimizer.steps, settings.optimizer.warmup_steps
+    schedule = {"warmup_steps": min(warmup, max(steps // 10, 1)), "evaluate_every": max(1, steps // EVALUATIONS)}
+    return replace_settings(settings, schedule)
 
 
 def run_settings(plan: Plan, run: Run) -> Settings:
     """The settings of a training run."""
-    settings = arm_settings(plan, run.arm)
-    return dataclasses.replace(
-        settings,
-        optimizer=dataclasses.replace(settings.optimizer, learning_rate=run.learning_rate),
-        run=dataclasses.replace(settings.run, seed=run.seed),
-    )
+    of_arm = arm_settings(plan, plan.compared[run.arm])
+    return replace_settings(of_arm, {"learning_rate": run.learning_rate, "seed": run.seed})
 
 
-def sweep_runs(plan: Plan, rates: Sequence[float]) -> list[Run]:
-    """The runs that choose each arm's learning rate; seed by seed, so that an early stop leaves complete rows."""
-    if not plan.has_sweep:
-        return []
-    return [Run(arm, "sweep", seed, rate) for seed in plan.seeds_of_sweep for arm in plan.arms for rate in rates]
+def quick(plan: Plan) -> Plan:
+    """The plan in minutes: three pairs of 300 steps at one learning rate."""
+    rate = (*plan.learning_rates, base_settings(plan.config).optimizer.learning_rate)[:1]
+    name = f"{plan.name}-quick"
+    return dataclasses.replace(plan, name=name, seeds=3, steps=300, rerun_seeds=0, learning_rates=rate)
 
 
-def noise_runs(plan: Plan, rates: Sequence[float]) -> list[Run]:
-    """The baselines once more, from perturbed initial weights, at these learning rates.
-
-    Each repeats a run of the sweep; without a sweep one of the pilot, and without either a final one.
-    """
-    arms = [arm for arm in plan.arms if baseline(plan, arm) is None]
-    seeds = (plan.seeds_of_sweep if plan.has_sweep else plan.seeds_of_pilot or plan.final_seeds)[: plan.noise_seeds]
-    return [Run(arm, "noise", seed, rate) for seed in seeds for arm in arms for rate in rates]
-
-
-def pilot_runs(plan: Plan, learning_rates: dict[Arm, float]) -> list[Run]:
-    """The runs that only measure the spread of the pairs' differences."""
-    arms = [arm for arm in plan.arms if arm in learning_rates]
-    return [Run(arm, "pilot", seed, learning_rates[arm]) for seed in plan.seeds_of_pilot for arm in arms]
-
-
-def final_runs(plan: Plan, learning_rates: dict[Arm, float], pairs: int) -> list[Run]:
-    """The runs that are compared; an arm that diverged at every learning rate of the sweep has none."""
-    arms = [arm for arm in plan.arms if arm in learning_rates]
-    return [Run(arm, "final", seed, learning_rates[arm]) for seed in plan.final_seeds[:pairs] for arm in arms]
+def judged(plan: Plan) -> Plan:
+    """The plan of a verdict on two arms: no pilot and no reruns, `seeds` is the most that there will be."""
+    return dataclasses.replace(plan, seeds=plan.seeds or JUDGED_PAIRS, rerun_seeds=0)
 
 
 def load_plan(name: str) -> Plan:
-    """Read a TOML file, or a name in configs/ablations/."""
-    path = next((path for path in (Path(name), PLANS / f"{name}.toml") if path.is_file()), None)
+    """Read a TOML file, or a name in configs/comparisons/; its file name is the default name of the comparison."""
+    path = next((path for path in (Path(name), COMPARISONS / f"{name}.toml") if path.is_file()), None)
     if path is None:
-        known = sorted(path.stem for path in PLANS.glob("*.toml"))
+        known = sorted(path.stem for path in COMPARISONS.glob("*.toml"))
         raise UserError(f"{name} is neither a file nor one of {', '.join(known)}.{nearest(name, known)}")
-    return read_table(path, Plan, read_toml(path))
+    return read_table(path, Plan, {"name": path.stem} | read_toml(path))
 
 
 def save_plan(plan: Plan, path: Path) -> None:
-    """Write a plan that `load_plan` reads, without fields that are None or empty."""
-    values = {key: value for key, value in dataclasses.asdict(plan).items() if value not in (None, ())}
+    """Write a plan that `load_plan` reads, without what is empty."""
+    import tomli_w
+
+    values = {name: value for name, value in dataclasses.asdict(plan).items() if value not in (None, (), {})}
     replace_text(path, tomli_w.dumps(values))

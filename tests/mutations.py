@@ -158,16 +158,16 @@ TABLE = r"""
 - return logits.masked_fill(logits < logits.amax(-1, keepdim=True) + math.log(p), -math.inf)
 + return logits.masked_fill(logits.softmax(-1) < p, -math.inf)
 ! generation/test_sampling.py::test_min_p_keeps_tokens_with_at_least_that_fraction_of_the_highest_probability
-@ ablation/effects.py
+@ ablation/stats.py
 - float(values.std(ddof=1) / np.sqrt(len(values)))
 + float(values.std(ddof=0) / np.sqrt(len(values)))
-! ablation/test_analysis.py::test_a_mean_effect_is_what_hand_and_table_give
+! ablation/test_stats.py::test_a_mean_effect_is_what_hand_and_table_give
 - distance, error = margin - abs(float(differences.mean())), standard_error(differences)
 + distance, error = margin - float(differences.mean()), standard_error(differences)
-! ablation/test_analysis.py::test_a_difference_as_large_as_the_margin_passes_as_equivalent_in_5_of_100_experiments
+! ablation/test_stats.py::test_a_difference_as_large_as_the_margin_passes_as_equivalent_in_5_of_100_experiments
 - np.maximum.accumulate(np.minimum(1, (len(p) - np.arange(len(p))) * p[order]))
 + np.minimum(1, (len(p) - np.arange(len(p))) * p[order])
-! ablation/test_analysis.py::test_holm_multiplies_by_the_tests_left_and_never_falls
+! ablation/test_stats.py::test_holm_multiplies_by_the_tests_left_and_never_falls
 """
 
 

@@ -19,8 +19,8 @@ import pytest
 from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
 
-import ablate
 import generate
+from ablation import study
 from checkpoints.pretrained import save_pretrained
 from data.readers import read_documents
 from data.sources import resolve
@@ -157,9 +157,8 @@ def generate_text(folder: Path, *flags: str) -> None:
     generate.main()
 
 
-def report(folder: Path) -> None:
-    sys.argv = ["ablate.py", "--cells", str(folder)]
-    ablate.main()
+def compare(folder: Path) -> None:
+    assert isinstance(study.load(folder).comparisons, list)
 
 
 def resume(folder: Path) -> None:
@@ -179,7 +178,7 @@ READERS = {  # share of the examples of a profile, what is read, and by what
     "a chat model": (0.4, "model", lambda folder: generate_text(folder, "--chat")),
     "a run": (0.1, "run", resume),
     "a text": (0.9, "texts", read_texts),
-    "a comparison": (0.1, "comparison", report),
+    "a comparison": (0.1, "comparison", compare),
 }
 
 

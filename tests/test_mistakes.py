@@ -110,6 +110,12 @@ ablate nothere
     nothere is neither a file nor one of
 ablate --seeds 0
     --seeds is 0 and must be
+ablate --vary nrom=layer,rms
+    nrom is not a setting that arms can have. Did you mean norm
+ablate --a norm=rms
+    --a and --b need each other
+ablate --vary norm=rms
+    a comparison needs two arms or more
 """
 LINES = MISTAKES.strip().splitlines()
 

@@ -1,23 +1,19 @@
-"""A small comparison that is really trained, once a session, and ways to change its records."""
+"""A small comparison that is really trained, once a session, and studies of made-up rows."""
 
 import dataclasses
 import math
-import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 
-import numpy as np
 import pytest
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from tqdm import tqdm
 
-from ablation import effects, plots, runner
-from ablation.analysis import Study
-from ablation.plan import Plan, Run, save_plan
-from ablation.plots import Picture, Style
-from ablation.results import RunResult
-from ablation.runner import Experiment
+from ablation import execute
+from ablation.execute import Experiment
+from ablation.plan import Plan, Run
+from ablation.records import Row
+from ablation.run import train_run
+from ablation.study import Study, as_table
 
 CONFIG = """[model]
 vocab_size = 300
@@ -51,153 +47,74 @@ def config(tmp_path_factory) -> Path:
     return path
 
 
-def in_this_process(devices: list[str], tasks: list[Callable], on_result: Callable[[RunResult], object]) -> bool:
-    """Instead of `run_in_processes`, whose processes would import torch again."""
-    for task in tasks:
-        result = task(devices[0])
-        if result is None:
-            return False
-        on_result(result)
-    return True
+@pytest.fixture(scope="session")
+def here() -> Callable[[Experiment], Callable[[Run, str], Future]]:
+    """Makes the `start` of `execute` that trains in this process, since others would import torch again."""
 
+    def starter(experiment: Experiment) -> Callable[[Run, str], Future]:
+        def start(run: Run, device: str) -> Future:
+            future = Future()
+            try:
+                row = train_run(experiment.plan, run, experiment.run_folder(run), device, 1, 1)
+                future.set_result(row)
+            except Exception as error:
+                future.set_exception(error)
+            return future
 
-def fields_of(loss: float | None) -> dict:
-    """What a record says about this loss; None: diverged."""
-    if loss is not None:
-        return {"status": "completed", "validation_loss": loss, "bits_per_byte": loss / 2.2}
-    return {"status": "diverged", "validation_loss": None, "bits_per_byte": None, "probes": None, "reason": "it is nan"}
+        return start
 
-
-def with_known_loss(train_run: Callable) -> Callable:
-    """`train_run` with a loss that does not depend on the processor: lowest at 2e-2, and `center` diverges at 0.5."""
-
-    def train(run: Run, *arguments, **options) -> RunResult | None:
-        result = train_run(run, *arguments, **options)
-        if result is None or result.status == "diverged":
-            return result
-        loss = 3 + 2 * math.log(run.learning_rate / 2e-2) ** 2 + random.Random(str(run)).uniform(0, 0.005)
-        diverges = (run.arm.norm, run.learning_rate) == ("center", 0.5)
-        return dataclasses.replace(result, **fields_of(None if diverges else loss))
-
-    return train
-
-
-@pytest.fixture
-def one_process(monkeypatch) -> None:
-    """Let the runner train in this process, with known losses."""
-    monkeypatch.setattr(runner, "run_in_processes", in_this_process)
-    monkeypatch.setattr(runner, "train_run", with_known_loss(runner.train_run))
+    return starter
 
 
 @pytest.fixture(scope="session")
-def train_plan(tmp_path_factory) -> Callable[[Plan], Experiment]:
-    """Train all runs of a plan into a new folder, one thread each, without a report."""
-
-    def train(plan: Plan, known_losses: bool = True) -> Experiment:
-        experiment = runner.load_or_create(plan, tmp_path_factory.mktemp("comparison"), "cpu", None)
-        save_plan(plan, experiment.folder / "plan.toml")
-        with pytest.MonkeyPatch.context() as patch, tqdm(disable=True) as bar:
-            patch.setattr(runner, "run_in_processes", in_this_process)
-            if known_losses:
-                patch.setattr(runner, "train_run", with_known_loss(runner.train_run))
-            runner.train_stages(experiment, bar)
-            if plan.convert:
-                runner.convert_all(experiment)
-        return experiment
-
-    return train
-
-
-@pytest.fixture(scope="session")
-def experiment(train_plan, config) -> Experiment:
-    """Three norms at three learning rates, of which the middle one is the best of each arm."""
-    rates = (5e-3, 2e-2, 0.5)
+def trained(config, here, tmp_path_factory) -> Experiment:
+    """Three norms: two final pairs, and reruns."""
     plan = Plan(
-        norms=("rms", "layer", "center"),
-        seeds=3,
-        noise_seeds=2,
-        sweep_seeds=2,
-        learning_rates=rates,
         config=str(config),
-        timing=False,
+        arms={"layer": {"norm": "layer"}, "rms": {"norm": "rms"}, "none": {"norm": "none"}},
+        seeds=2,
+        rerun_seeds=1,
+        learning_rates=(2e-2,),
     )
-    return train_plan(plan)
+    experiment = execute.load_or_create(plan, tmp_path_factory.mktemp("comparison"), "cpu", 1)
+    execute.write_plan(experiment)
+    execute.execute(experiment, here(experiment))
+    return experiment
 
 
-@pytest.fixture
-def study(experiment) -> Study:
-    return experiment.study
-
-
-@pytest.fixture
-def few_pairs_suffice(monkeypatch) -> None:
-    """Let the three seeds of the comparisons here be enough for equivalence."""
-    monkeypatch.setattr(effects, "MIN_PAIRS_FOR_EQUIVALENCE", 2)
-
-
-@pytest.fixture(scope="session")
-def change() -> Callable[..., Study]:
-    """A copy of a study: `fields` gives the fields of each record that differ."""
-
-    def changed(study: Study, fields: Callable[[RunResult], dict]) -> Study:
-        return dataclasses.replace(study, results=[dataclasses.replace(r, **fields(r)) for r in study.results])
-
-    return changed
+def made_up(run: Run, loss: float | None, **more: object) -> Row:
+    """The row of a run that ended with this loss; None: it diverged."""
+    values = (
+        {"status": "diverged", "reason": "it is nan"} if loss is None else {"loss": loss, "bits_per_byte": loss / 2}
+    )
+    return Row(**vars(run), **{"device": "CPU", "batches_hash": f"{run.seed}", "seconds": 1.0} | values | more)
 
 
 @pytest.fixture(scope="session")
-def with_losses(change) -> Callable[..., Study]:
-    """A study whose final runs have the given losses, a list of seeds for each norm; None: diverged."""
-
-    def changed(study: Study, losses: dict[str, Sequence[float | None]]) -> Study:
-        def fields(result: RunResult) -> dict:
-            used = result.phase == "final" and result.arm.norm in losses
-            return fields_of(losses[result.arm.norm][result.seed - 1]) if used else {}
-
-        return change(study, fields)
-
-    return changed
+def row() -> Callable[..., Row]:
+    return made_up
 
 
 @pytest.fixture(scope="session")
-def with_sweep(change) -> Callable[..., Study]:
-    """A study whose arms have these losses at the learning rates of the sweep, in their order; None: diverged.
+def finish() -> Callable[..., Study]:
+    """The study of a plan, or of some rows, after all runs that it wants, with losses from a function of the run."""
 
-    Their final runs are at the learning rate that is then the best.
-    """
+    def finished(plan: Plan, loss: Callable[[Run], float | None], rows: list[dict] = (), **more: object) -> Study:
+        rows = list(rows)
+        while missing := (study := Study(plan, as_table(rows))).missing(study.wanted):
+            rows += [dataclasses.asdict(made_up(run, loss(run), **more)) for run in missing]
+        return study
 
-    def changed(study: Study, losses: dict[str, Sequence[float | None]]) -> Study:
-        rates = sorted(study.plan.learning_rates)
-
-        def fields(result: RunResult) -> dict:
-            if result.arm.norm not in losses:
-                return {}
-            of_arm = losses[result.arm.norm]
-            if result.phase == "final":
-                best = min((loss, rate) for loss, rate in zip(of_arm, rates, strict=True) if loss is not None)
-                return {"learning_rate": best[1]}
-            return fields_of(of_arm[rates.index(result.learning_rate)])
-
-        return change(study, fields)
-
-    return changed
+    return finished
 
 
 @pytest.fixture
-def panels(monkeypatch) -> dict[str, Axes]:
-    """Replace SVG by the axes themselves, which are quick to draw: the axes of every picture by its caption."""
-    drawn = {}
+def bowl() -> Callable[[Run], float]:
+    """A loss that is lowest at a learning rate of 2e-2, with an offset for each arm, and pairs that differ a little."""
 
-    def render(draw, caption: str, alt: str, width: float = 4.8, height: float = 3.2) -> Picture:
-        axes = Figure(figsize=(width, height)).add_subplot()
-        draw(axes, Style("light"))
-        drawn[caption] = axes
-        return Picture(caption, alt, f"<svg><!-- {points(axes)} --></svg>", "<svg></svg>")
+    def loss(run: Run) -> float:
+        offset = {"layer": 0.0, "rms": 0.001, "none": 0.5}.get(run.arm, 0.0)
+        wobble = math.sin(run.seed * (1 + len(run.arm))) * 1e-4
+        return 3 + math.log(run.learning_rate / 2e-2) ** 2 + offset + wobble + math.sin(run.seed) * 0.01
 
-    monkeypatch.setattr(plots, "render", render)
-    return drawn
-
-
-def points(axes: Axes) -> list[list[list[float]]]:
-    """All that is plotted as lines or markers, to two decimals."""
-    return [np.round(line.get_xydata().astype(float), 2).tolist() for line in axes.lines]
+    return loss

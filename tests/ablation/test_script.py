@@ -1,7 +1,6 @@
-"""`python ablate.py` as a user runs it, with runs in processes of their own: output, exit status, kills, Ctrl-C."""
+"""`python ablate.py` end to end: it is stopped, it resumes, and it names what failed."""
 
-import os
-import re
+import json
 import signal
 import subprocess
 import sys
@@ -10,86 +9,38 @@ from pathlib import Path
 
 import pytest
 
-from ablation.results import read_results
-
-pytestmark = pytest.mark.slow
-
-ROOT = Path(__file__).parents[2]
-REPORTS = ("results.json", "report.md", "report.html")
+ROOT = Path(__file__).parent.parent.parent
 
 
-def ablate(*arguments) -> subprocess.Popen:
-    """The script in a process group of its own, as a terminal starts it."""
-    command = [sys.executable, "ablate.py", *map(str, arguments)]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen(command, cwd=ROOT, text=True, start_new_session=True, **pipes)
+def start(*arguments: str) -> subprocess.Popen:
+    command = [sys.executable, "ablate.py", "--device", "cpu", "--jobs", "1", "--rerun-seeds", "0", *arguments]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def finish(process: subprocess.Popen) -> tuple[int, str, str]:
-    printed, errors = process.communicate(timeout=300)
-    return process.returncode, printed, errors
+def rows(folder: Path) -> list[dict]:
+    path = folder / "runs.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
 
 
-def wait_for_runs(process: subprocess.Popen, path: Path, number: int) -> None:
-    while not path.exists() or path.read_bytes().count(b"\n") < number:
-        assert process.poll() is None, process.stderr.read()
-        time.sleep(0.02)
+@pytest.mark.slow
+def test_ctrl_c_ends_it_in_one_line_and_the_same_command_resumes(config, tmp_path):
+    arguments = ["--config", str(config), "--vary", "norm=layer,rms", "--seeds", "2", "--out", str(tmp_path)]
+    first = start(*arguments)
+    while len(rows(tmp_path)) < 1 and first.poll() is None:
+        time.sleep(0.05)
+    first.send_signal(signal.SIGINT)
+    _, errors = first.communicate(timeout=100)
+    assert first.returncode == 130 and errors.endswith("stopped.\n") and "Traceback" not in errors
+    assert 1 <= len(rows(tmp_path)) < 4
+    output, _ = start(*arguments).communicate(timeout=100)
+    assert len(rows(tmp_path)) == 4 and "report.md" in output and (tmp_path / "report.md").is_file()
 
 
-@pytest.fixture(scope="module")
-def interrupted(config, tmp_path_factory) -> tuple[Path, list, str, str]:
-    """A comparison killed after two runs, then stopped by Ctrl-C: its folder, the records before, and the output."""
-    out = tmp_path_factory.mktemp("work") / "out"
-    arguments = ["--config", config, "--out", out, "--no-timing", "--seeds", 6]
-    arguments += ["--noise-seeds", 0]
-    arguments += ["--steps", 150]  # runs of half a second, so that Ctrl-C comes before the last one
-    runs = out / "runs.jsonl"
-    process = ablate(*arguments)
-    wait_for_runs(process, runs, 2)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()
-    killed = read_results(runs)
-
-    process = ablate(*arguments)
-    wait_for_runs(process, runs, len(killed) + 1)
-    os.killpg(process.pid, signal.SIGINT)
-    status, printed, errors = finish(process)
-    assert status == 130, errors
-    return out, killed, printed, errors
-
-
-def test_a_killed_comparison_keeps_what_is_finished(interrupted):
-    out, killed, _, _ = interrupted
-    results = read_results(out / "runs.jsonl")
-    assert results[: len(killed)] == killed and 2 <= len(killed) < len(results) < 12
-    assert len({result.key for result in results}) == len(results)
-
-
-def test_ctrl_c_prints_the_command_that_resumes_and_that_command_finishes(interrupted):
-    out, _, printed, errors = interrupted
-    finished = read_results(out / "runs.jsonl")
-    assert "Traceback" not in errors
-    hint = errors.strip().splitlines()[-1]
-    assert hint.startswith(
-        f"stopped; {len(finished)} runs are finished and kept. Resume with: python ablate.py --config "
-    )
-    assert "\nrms: " in printed or "\nlayer: " in printed
-
-    status, printed, errors = finish(ablate(*hint.split("python ablate.py ")[1].split()))
-    assert status == 0, errors
-    results = read_results(out / "runs.jsonl")
-    assert results[: len(finished)] == finished and len(results) == 12
-    assert {(result.arm.norm, result.seed) for result in results} == {
-        (n, s) for n in ("rms", "layer") for s in range(1, 7)
-    }
-    assert f"{len(finished)} done" in printed and re.search(r"\nrms: .+ layer \(.+ over 6 pairs", printed)
-    assert all((out / name).is_file() for name in REPORTS)
-    assert len({result.initial_weights_hash for result in results}) == 6
-
-    written = {name: (out / name).read_bytes() for name in REPORTS}
-    for name in REPORTS:
-        (out / name).unlink()
-    picture = out / "differences.png"
-    status, printed, errors = finish(ablate("--report", out, "--picture", picture))
-    assert status == 0 and "report.html" in printed, errors
-    assert {name: (out / name).read_bytes() for name in REPORTS} == written and picture.stat().st_size > 1000
+@pytest.mark.slow
+def test_a_judge_ends_with_one_json_object_and_a_failed_run_with_status_1(config, tmp_path):
+    arguments = ["--config", str(config), "--a", "", "--out", str(tmp_path), "--seeds", "10", "--judge"]
+    worse = start(*arguments, "--b", "optimizer.learning_rate=1e-9")
+    assert json.loads(worse.communicate(timeout=200)[0].splitlines()[-1])["verdict"] == "discard"
+    broken = start(*arguments[:-5], "--out", str(tmp_path / "b"), "--seeds", "2", "--b", "data=/nowhere")
+    _, errors = broken.communicate(timeout=100)
+    assert broken.returncode == 1 and "failed: data=-nowhere" in errors

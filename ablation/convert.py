@@ -1,0 +1,103 @@
+"""What a trained LayerNorm model loses when it becomes an RMSNorm model: `python -m ablation.convert`.
+
+RMSNorm lacks LayerNorm's mean and its bias, so there are also conversions that drop only one of them. With the bias and
+centered weights nothing is lost, unless the embedding is tied to the head. The control keeps LayerNorm and trains for
+as many steps as the others, so that what longer training brings does not count as recovery. The folder is that of a
+comparison whose baseline are the models before: `python ablate.py --report FOLDER`.
+"""
+
+import dataclasses
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import tyro
+from tqdm import tqdm
+
+from ablation import report, study
+from ablation.plan import Plan, Run, base_settings, replace_settings, run_settings, save_plan
+from ablation.records import Row, append, read_lines
+from ablation.run import measure
+from errors import exit_on_user_error, locked
+from training.loop import save
+from training.session import no_log, set_up
+
+STEPS_DIVISOR = 8  # converted models train for an eighth of the run's steps
+LR_MULTIPLIER = 0.25  # of the run's peak, because its learning rate has already decayed
+SEED_OFFSET = 5000  # so that the batches differ from those of the run
+
+
+def make_plan(config: str, steps: int | None, learning_rate: float | None, seeds: int, first_seed: int) -> Plan:
+    """A comparison of every conversion with the LayerNorm models; those with `steps` train afterwards."""
+    settings = base_settings(config).optimizer
+    steps, rate = steps or settings.steps, learning_rate or settings.learning_rate
+    after = {"steps": max(steps // STEPS_DIVISOR, 1), "learning_rate": LR_MULTIPLIER * rate}
+
+    def convert(norm: str, norm_bias: bool, *, center_weights: bool = False, **more: Any) -> dict[str, Any]:
+        return {"norm": norm, "norm_bias": norm_bias, "center_weights": center_weights, "init_from": "layer"} | more
+
+    arms = {
+        "layer": {"norm": "layer"},
+        "rms with bias and centered weights at once": convert("rms", True, center_weights=True),
+        "rms with bias at once": convert("rms", True),
+        "rms at once": convert("rms", False),
+        "layer without bias at once": convert("layer", False),
+        "rms, norms trained": convert("rms", False, train_only="norms", **after),
+        "rms, all trained": convert("rms", False, **after),
+        "layer, all trained": convert("layer", True, **after),
+    }
+    seeds_and_rate = {"seeds": seeds, "first_seed": first_seed, "rerun_seeds": 0, "learning_rates": (rate,)}
+    return Plan("conversion", config, arms, steps=steps, **seeds_and_rate)
+
+
+def convert_seed(plan: Plan, seed: int, device: str, folder: Path) -> list[Row]:
+    """Train one LayerNorm model in `folder` and convert it in every way; the row of each."""
+    rows = []
+    for arm in plan.compared.values():
+        run = Run(arm.name, "final", seed, plan.fixed_rate(arm))
+        converted = arm.baseline is not None
+        changes = {"init_from": str(folder / "layer" / "last"), "seed": seed + SEED_OFFSET} if converted else {}
+        settings = replace_settings(run_settings(plan, run), {"device": device} | changes)
+        session = set_up(settings, folder / arm.name, resume=False, log=no_log)
+        row = measure(session, run, "", 1, train=not converted or "steps" in arm.settings)
+        if not converted:
+            save(session)
+        rows.append(dataclasses.replace(row, batches_hash="") if converted else row)
+    return rows
+
+
+def main(
+    out: Path,
+    config: str = "ablation",
+    steps: int | None = None,
+    learning_rate: float | None = None,
+    seeds: int = 5,
+    first_seed: int = 1,
+    device: str = "auto",
+) -> None:
+    """Train LayerNorm models and convert each to RMSNorm, in several ways.
+
+    Args:
+        out: Folder of the results. Seeds that it has are not repeated.
+        config: Model, text and schedule: a TOML file, or a name in configs/.
+        steps: Steps of a LayerNorm model; by default the config's.
+        learning_rate: Its learning rate; by default the config's.
+        seeds: How many; fewer than five cannot show that a conversion costs nothing.
+        first_seed: Seed of the first; the others follow.
+        device: auto, or a torch device.
+    """
+    plan, file = make_plan(config, steps, learning_rate, seeds, first_seed), out / "runs.jsonl"
+    with locked(out):
+        save_plan(plan, out / "plan.toml")
+        done = {row["seed"] for row in read_lines(file)}
+        for seed in tqdm(sorted({*plan.final_seeds} - done), unit="model"):
+            with tempfile.TemporaryDirectory() as folder:
+                append(file, *convert_seed(plan, seed, device, Path(folder)))
+        found = study.load(out)
+        written = report.write(found, out)
+    print(*report.headline(found), f"report: {written[0]}", sep="\n")
+
+
+if __name__ == "__main__":
+    with exit_on_user_error():
+        tyro.cli(main, prog="python -m ablation.convert")

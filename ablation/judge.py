@@ -1,0 +1,96 @@
+"""Keep or discard a change: two arms, and pairs of runs until a group-sequential test can say which, as one JSON line.
+
+After each fifth of the pairs, their mean is tested with the boundaries of O'Brien and Fleming (1979, Biometrics 35):
+|z| = 2.040 sqrt(5 / k) at the k-th of five looks, for a two-sided error of 5% (Jennison and Turnbull 2000, Group
+Sequential Methods, table 2.3). As the variance is estimated, what is compared is not z but the p-value of the t-test
+with that of the boundary (the same book, section 4.4). So about 2.5% of changes that do nothing are kept where
+differences are normal; the limit is 5%, which leaves room for differences that are skewed.
+"""
+
+import dataclasses
+import json
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import numpy as np
+from scipy import special
+
+from ablation.execute import Experiment, write_plan
+from ablation.study import Study
+from errors import UserError
+
+LOOKS = 5
+BOUNDARY = 2.040  # times sqrt(LOOKS / look)
+Verdict = Literal["keep", "discard", "inconclusive"]
+
+
+def boundary_p(look: int) -> float:
+    """The one-sided p-value below which a test at this look, from 1, decides."""
+    return float(special.ndtr(-BOUNDARY * np.sqrt(LOOKS / look)))
+
+
+def repeated_interval(differences: np.ndarray, look: int) -> tuple[np.ndarray, np.ndarray]:
+    """Intervals of the mean over the last axis; they exclude 0 where the boundary of this look is crossed."""
+    n = differences.shape[-1]
+    error = differences.std(-1, ddof=1) / np.sqrt(n)
+    reach = -special.stdtrit(n - 1, boundary_p(look)) * error
+    return differences.mean(-1) - reach, differences.mean(-1) + reach
+
+
+def decide(differences: Sequence[float], look: int) -> Verdict:
+    """What the differences in loss, changed minus unchanged, of all pairs up to this look say."""
+    low, high = repeated_interval(np.asarray(differences), look)
+    return "keep" if high < 0 else "discard" if low > 0 else "inconclusive"
+
+
+def pairs_of_looks(most: int) -> list[int]:
+    """Pairs that there are at each look; the last has `most`."""
+    return [most * look // LOOKS for look in range(1, LOOKS + 1)]
+
+
+def judge(experiment: Experiment, run_all: Callable[[Experiment], None]) -> list[str]:
+    """Train pairs, by `run_all`, until the verdict; what was known at each look, as lines of JSON."""
+    plan = experiment.plan
+    if len(plan.compared) != 2 or plan.seeds < 2 * LOOKS:
+        raise UserError(f"--judge needs two arms (--a and --b), and --seeds of at least {2 * LOOKS}.")
+    said = []
+    for look, pairs in enumerate(pairs_of_looks(plan.seeds), 1):
+        experiment.plan = dataclasses.replace(plan, seeds=pairs)
+        experiment.update()
+        run_all(experiment)
+        found = summary(experiment.study, look, pairs)
+        said.append(json.dumps(found))
+        if found["verdict"] != "inconclusive" or found["pairs"] < pairs:
+            break
+    write_plan(experiment)  # with the pairs that there are
+    return said
+
+
+def summary(study: Study, look: int, pairs: int) -> dict:
+    """What is known at a look, for people and programs. `interval` is of this look, as in `repeated_interval`."""
+    base, arm = study.arms
+    found = study.compare(arm)
+    n = 0 if found is None else found.effect.n
+    result = {
+        "verdict": "inconclusive",
+        "reason": f"look {look} of {LOOKS}",
+        "a": base,
+        "b": arm,
+        "pairs": n,
+        "difference": None,
+        "interval": None,
+        "unit": study.unit,
+        "learning_rates": study.learning_rates,
+        "hours": float((study.rows.seconds / study.rows.workers).sum()) / 3600,
+    }
+    losses = {name: study.final(name).loss for name in study.arms}
+    if losses[arm].isna().any() and losses[base].notna().all():
+        return result | {"verdict": "discard", "reason": f"{arm} did not complete"}
+    if found is None or n < pairs:
+        return result | {"reason": "runs did not complete, or the hours are used up"}
+    low, high = repeated_interval(np.array(found.differences), look)
+    return result | {
+        "verdict": decide(found.differences, look),
+        "difference": found.effect.estimate,
+        "interval": [float(low), float(high)],
+    }

@@ -1,0 +1,60 @@
+"""The runs of a comparison on a real Ray cluster on this machine, one worker of which is killed."""
+
+import threading
+import time
+
+import pytest
+
+from ablation import execute
+from ablation.plan import Plan
+from ablation.records import read_lines
+
+ray = pytest.importorskip("ray")
+psutil = pytest.importorskip("psutil")
+
+
+@pytest.fixture
+def address():
+    """A head without CPUs and two workers with one each, as processes of their own."""
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+    for _ in range(2):
+        cluster.add_node(num_cpus=1)
+    yield cluster.address
+    ray.shutdown()
+    cluster.shutdown()
+
+
+@pytest.mark.slow
+def test_twelve_runs_on_two_workers_of_which_one_is_killed_are_those_of_the_local_pool(address, config, here, tmp_path):
+    from ablation import cluster
+
+    arms = {"layer": {"norm": "layer"}, "rms": {"norm": "rms"}, "rms with bias": {"norm": "rms", "norm_bias": True}}
+    plan = Plan(config=str(config), arms=arms, seeds=4, rerun_seeds=0, learning_rates=(2e-2,))
+    local, spread = (execute.load_or_create(plan, tmp_path / name, "cpu", 1) for name in ("local", "cluster"))
+    for experiment in (local, spread):
+        execute.write_plan(experiment)
+    execute.execute(local, here(local))
+    killed = []
+
+    def kill_a_worker() -> None:
+        while not killed:
+            time.sleep(0.02)
+            for process in psutil.process_iter(["cmdline"]) if len(spread.rows) >= 4 else ():
+                if not killed and any("ray::train_seed" in word for word in process.info["cmdline"] or ()):
+                    process.kill()
+                    killed.append(process.pid)
+
+    threading.Thread(target=kill_a_worker, daemon=True).start()
+    cluster.connect(address)
+    cluster.execute_on_cluster(spread)
+    assert killed and not spread.failed
+    assert len(read_lines(tmp_path / "cluster" / "runs.jsonl")) == 12
+
+    def rows(experiment: execute.Experiment) -> dict:
+        varies = ("seconds", "workers")
+        table = {(row["arm"], row["seed"]): dict(row) for row in experiment.rows}
+        return {key: {name: row[name] for name in row if name not in varies} for key, row in table.items()}
+
+    assert rows(spread) == rows(local) and len(rows(spread)) == 12

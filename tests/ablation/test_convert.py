@@ -1,0 +1,67 @@
+"""LayerNorm models that become RMSNorm models: what starts from what, what is trained, and what is lost."""
+
+import pytest
+import torch
+
+from ablation import convert, study
+from ablation.convert import convert_seed, make_plan
+from ablation.plan import save_plan
+from ablation.records import append
+
+
+@pytest.fixture(scope="module")
+def converted(config, tmp_path_factory) -> tuple[study.Study, list]:
+    """Two LayerNorm models and their conversions, and the weights at the start and at the end of each."""
+    untied = tmp_path_factory.mktemp("config") / "untied.toml"
+    untied.write_text(config.read_text().replace("[data]", "tie_word_embeddings = false\n[data]"))
+    folder, models = tmp_path_factory.mktemp("conversion"), []
+    plan = make_plan(str(untied), None, 2e-2, seeds=2, first_seed=1)
+
+    def measured(session, run, *arguments, **options):
+        before = {name: value.clone() for name, value in session.model.state_dict().items()}
+        row = measure(session, run, *arguments, **options)
+        models.append((run, before, {name: value.clone() for name, value in session.model.state_dict().items()}))
+        return row
+
+    measure = convert.measure
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(convert, "measure", measured)
+        for seed in (1, 2):
+            append(folder / "runs.jsonl", *convert_seed(plan, seed, "cpu", tmp_path_factory.mktemp("models")))
+    save_plan(plan, folder / "plan.toml")
+    return study.load(folder), models
+
+
+def test_every_model_is_converted_in_every_way_and_compared_with_itself(converted):
+    found, _ = converted
+    assert len(found.rows) == 2 * 8 and found.is_finished and found.unit == "nats per token"
+    costs = {c.arm: c for c in found.comparisons}
+    assert len(costs) == 7 and {c.baseline for c in costs.values()} == {"layer"}
+    steps = found.rows.set_index("arm").steps.groupby(level=0).first()
+    assert steps["rms at once"] == 0 and steps["rms, all trained"] == 1 and steps["layer"] == 12
+
+
+def test_a_conversion_starts_from_the_weights_of_its_model(converted):
+    _, models = converted
+    trained = {run.seed: after for run, _, after in models if run.arm == "layer"}
+    for run, before, after in models:
+        if run.arm == "layer":
+            continue
+        of_model = trained[run.seed]
+        has_bias = any(name.endswith("layernorm.bias") for name in before)
+        assert has_bias == (
+            run.arm in ("rms with bias and centered weights at once", "rms with bias at once", "layer, all trained")
+        )
+        if "centered" not in run.arm:
+            assert all(torch.equal(value, of_model[name]) for name, value in before.items())
+        moved = {name for name, value in after.items() if not torch.equal(value, before[name])}
+        assert bool(moved) == ("trained" in run.arm)
+        if "norms trained" in run.arm:
+            assert all("norm" in name for name in moved)
+
+
+def test_only_centered_weights_with_the_bias_lose_nothing(converted):
+    found, _ = converted
+    costs = {c.arm: abs(c.effect.estimate) for c in found.comparisons}
+    exact = costs.pop("rms with bias and centered weights at once")
+    assert exact < 1e-3 and exact < min(cost for name, cost in costs.items() if "at once" in name)

@@ -1,0 +1,152 @@
+"""Which runs are made and kept: resuming, failures, other settings, texts and devices, and processes of their own."""
+
+import dataclasses
+import functools
+import threading
+from concurrent.futures import Future
+
+import pytest
+
+from ablation import execute, study
+from ablation.execute import Experiment, load_or_create, write_plan
+from ablation.plan import Plan
+from ablation.records import Change, append, read_lines
+from errors import UserError
+
+PLAN = Plan(vary={"norm": ["layer", "rms"]}, seeds=2, rerun_seeds=0, learning_rates=(2e-2,))
+
+
+def instantly(row, loss=lambda run: 3.0, **fields):
+    """The `start` of `execute` whose runs end at once, with this loss; it can return a future of its own."""
+
+    def start(run, device) -> Future:
+        future = Future()
+        try:
+            future.set_result(row(run, loss(run), **fields))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+    return start
+
+
+@pytest.fixture
+def experiment(config, tmp_path, monkeypatch) -> Experiment:
+    """Nothing is done yet. Rows that are made up have no hash of settings and come from "CPU", as this machine does."""
+    monkeypatch.setattr(execute, "settings_hash", lambda settings: "")
+    monkeypatch.setattr(execute, "hardware", lambda device: "CPU")
+    found = load_or_create(dataclasses.replace(PLAN, config=str(config)), tmp_path / "out", "cpu", 2)
+    write_plan(found)
+    return found
+
+
+def test_a_trained_comparison_has_a_row_for_each_run_and_is_never_repeated(trained):
+    found = study.load(trained.folder)
+    assert found.is_finished and not trained.failed and {c.effect.n for c in found.comparisons} == {2}
+    assert len(read_lines(trained.folder / "runs.jsonl")) == len(found.rows) == len(found.wanted)
+    assert not [*(trained.folder / "runs").iterdir()]  # the rows have all their numbers
+    again = load_or_create(trained.plan, trained.folder, "cpu", 1)
+    execute.execute(again, lambda run, device: pytest.fail("it trained again"))
+    paired = found.paired("final", "rms")
+    assert (paired.weights_hash == paired.weights_hash_base).all() and found.unit == "nats per token"
+    assert (paired.batches_hash == paired.batches_hash_base).all() and (paired.loss != paired.loss_base).all()
+
+
+def test_a_run_that_raises_is_a_failed_row_that_costs_no_other_and_is_tried_again(experiment, row):
+    def loss(run):
+        if (run.arm, run.seed) == ("rms", 1):
+            raise RuntimeError("boom")
+        return 3.0
+
+    execute.execute(experiment, instantly(row, loss))
+    assert [(r.arm, r.seed, r.reason) for r in experiment.failed] == [("rms", 1, "RuntimeError: boom")]
+    assert len(experiment.rows) == 4 and experiment.study.comparisons == []
+    again = load_or_create(experiment.plan, experiment.folder, "cpu", 1)
+    made = []
+    execute.execute(again, lambda run, device: made.append(run) or instantly(row)(run, device))
+    assert [(run.arm, run.seed) for run in made] == [("rms", 1)]
+    assert len(study.load(experiment.folder).rows) == 4
+
+
+def test_where_no_run_works_it_ends_after_a_few(experiment, row):
+    plan = dataclasses.replace(experiment.plan, seeds=50)
+    many = load_or_create(plan, experiment.folder, "cpu", 1)
+    execute.execute(many, lambda run, device: instantly(row, lambda run: 1 / 0)(run, device))
+    assert len(many.failed) == execute.ENOUGH_FAILURES
+
+
+def test_each_device_is_used_by_one_run_at_a_time(experiment, row, monkeypatch):
+    monkeypatch.setattr(Experiment, "devices", property(lambda self: ["cuda:0", "cuda:1", "cuda:2"]))
+    used, most, lock = set(), [], threading.Lock()
+
+    def start(run, device) -> Future:
+        with lock:
+            assert device not in used
+            used.add(device)
+            most.append(len(used))
+        future = Future()
+
+        def end() -> None:
+            with lock:
+                used.remove(device)
+            future.set_result(row(run, 3.0))
+
+        threading.Timer(0.01 * (run.seed % 3 + 1), end).start()
+        return future
+
+    experiment.plan = dataclasses.replace(experiment.plan, seeds=10)
+    experiment.update()
+    execute.execute(experiment, start)
+    assert len(experiment.rows) == 20 and max(most) == 3
+
+
+def test_runs_with_other_settings_are_refused_and_changes_of_the_plan_written_down(trained, tmp_path):
+    append(tmp_path / "runs.jsonl", *(execute.Row(**row) for row in read_lines(trained.folder / "runs.jsonl")))
+    write_plan(load_or_create(trained.plan, tmp_path))
+    with pytest.raises(UserError, match="had other settings; give another --out"):
+        load_or_create(dataclasses.replace(trained.plan, steps=5), tmp_path)
+    write_plan(load_or_create(dataclasses.replace(trained.plan, margin=0.5), tmp_path))
+    changes = read_lines(tmp_path / "changes.jsonl", Change)
+    count = len(trained.rows)
+    assert changes == [{"field": "margin", "before": "0.005", "after": "0.5", "finished_runs": count}]
+
+
+def test_a_run_on_another_text_has_failed(experiment, row):
+    texts = iter(["one", "one", "two", "one"])
+    execute.execute(experiment, lambda run, device: instantly(row, text_hash=next(texts))(run, device))
+    assert [row.reason for row in experiment.failed] == ["the text has hash two, and that of the runs before is one"]
+
+
+def test_unfinished_seeds_of_another_device_are_made_again_and_finished_ones_kept(experiment, row):
+    wanted = experiment.study.wanted
+    append(experiment.folder / "runs.jsonl", *(row(run, 3.0, device="GPU") for run in wanted[:3]))
+    again = load_or_create(experiment.plan, experiment.folder, "cpu", 1)
+    made = []
+    execute.execute(again, lambda run, device: made.append(run) or instantly(row)(run, device))
+    assert made == wanted[2:] and [c.effect.n for c in again.study.comparisons] == [2]
+
+
+@pytest.mark.slow
+def test_runs_in_processes_of_their_own_are_those_of_this_process_and_a_killed_one_costs_itself(
+    config, here, tmp_path, monkeypatch
+):
+    plan = dataclasses.replace(PLAN, config=str(config))
+    inside = load_or_create(plan, tmp_path / "inside", "cpu", 1)
+    outside = load_or_create(plan, tmp_path / "outside", "cpu", 2)
+    for experiment, start in ((inside, here(inside)), (outside, None)):
+        write_plan(experiment)
+        execute.execute(experiment, start)
+    rows = [{(r["arm"], r["seed"]): r["loss"] for r in each.rows} for each in (inside, outside)]
+    assert rows[0] == rows[1] and len(rows[0]) == 4
+    killed = load_or_create(dataclasses.replace(plan, seeds=3), tmp_path / "outside", "cpu", 2)
+    start = functools.partial(execute.start_process, killed)
+    monkeypatch.setattr(execute, "train_run", kill_itself)
+    execute.execute(killed, start)
+    assert [row.reason for row in killed.failed] == ["its process was killed, perhaps for lack of memory"] * 2
+
+
+def kill_itself(*_) -> None:
+    import os
+    import signal
+
+    os.kill(os.getpid(), signal.SIGKILL)
