@@ -179,11 +179,14 @@ class Study:
 
         None until all arms have all of theirs: who sees results earlier may stop at one that he likes.
         """
-        if not self.is_finished:
-            return self.rows.iloc[:0]
-        seeds = set.intersection(*(set(self.of("final", name).seed) for name in self.learning_rates))
         rows = self.of("final", arm)
-        return rows[rows.seed.isin(seeds)]
+        return rows[rows.seed.isin(self.common_seeds)]
+
+    @functools.cached_property
+    def common_seeds(self) -> set[int]:
+        """The final seeds of which every arm has its row; none until all wanted ones are there."""
+        seeds = (set(self.of("final", name).seed) for name in self.learning_rates)
+        return set.intersection(*seeds) if self.is_finished else set()
 
     def paired(self, phase: str, arm: str) -> pd.DataFrame:
         """The rows of an arm, those of its baseline with the same seed and device beside them as `NAME_base`, and the
