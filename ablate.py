@@ -15,11 +15,13 @@ def main() -> int:
     from errors import locked
 
     command = parse(sys.argv[1:])
+    if command.claims is not None:
+        from ablation import claims
+
+        print(claims.claims_table(command.claims))
+        return 0
     from ablation import report, study
 
-    if command.claims is not None:
-        print(report.claims_table(command.claims))
-        return 0
     if command.report is not None:
         print("written: " + ", ".join(map(str, report.write(study.load(command.report), command.report))))
         return 0
