@@ -1,14 +1,17 @@
-"""The committed comparisons: what they showed before their records were converted, they show now."""
+"""The committed comparisons: what was published is what their records show."""
 
 import csv
+import re
 from pathlib import Path
 
 import pytest
 
-from ablation import study
+from ablation import report, study
+from ablation.claims import CLAIMS, claims_table
 from ablation.study import Study
 
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
 STUDIES = sorted(folder.name.removeprefix("ablation-") for folder in RESULTS.glob("ablation-*"))
 
 
@@ -27,3 +30,24 @@ def test_every_comparison_has_the_mean_the_interval_and_the_verdict_that_were_pu
         numbers = [float(row[name]) for name in ("mean", "low", "high")]
         assert [effect.estimate, *effect.interval] == pytest.approx(numbers, abs=1e-6), key
         assert found[key].verdict == row["verdict"], key
+
+
+def test_the_table_of_claims_in_the_findings_is_that_of_its_command():
+    text = (ROOT / "docs" / "findings.md").read_text(encoding="utf-8")
+    folders = re.search(r"ablate\.py --claims (.+)", text)[1].split()
+
+    def verdicts(table: str) -> dict[str, str]:
+        return {row[0]: row[-1] for row in (line.strip("| ").split(" | ") for line in table.splitlines())}
+
+    derived = verdicts(claims_table([ROOT / folder for folder in folders]))
+    assert derived.keys() == {"id", "---", *(claim.id for claim in CLAIMS)}
+    published = "\n".join(re.findall(r"^\| C\d.*", text, re.MULTILINE))
+    assert derived.items() - {("id", "verdict"), ("---", "---")} == verdicts(published).items()
+
+
+@pytest.mark.parametrize("name", ["factorial-tuned", "norms-amd", "qk-norm"])
+def test_a_committed_report_is_what_its_records_give(studies, name):
+    folder = RESULTS / f"ablation-{name}"
+    drawn = report.pictures(studies[name])
+    assert {path.stem for path in folder.glob("*.png")} == drawn.keys()
+    assert report.markdown_text(studies[name], folder, drawn) == (folder / "report.md").read_text(encoding="utf-8")
