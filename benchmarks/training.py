@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import kernels
+from ablation.plan import arm_settings, load_plan
 from benchmarks.timing import Timing, interleaved, peak_bytes, print_header, print_row
 from errors import UserError, exit_on_user_error, read_toml
 from model.config import ModelConfig
@@ -170,6 +171,21 @@ def time_together(
         kernels.use("auto", device)
 
 
+def time_arms(name: str, variants: list[str], device: torch.device, blocks: int) -> Path:
+    """Add the times of every part of training, for all arms of a plan, to timings.jsonl, which the report reads.
+
+    It lies in the folder that `python ablate.py PLAN` makes. A process gives one value: intervals take several calls.
+    """
+    plan = load_plan(name)
+    entries = {(variant, arm.name): arm_settings(plan, arm) for variant in variants for arm in plan.compared.values()}
+    path = Path("runs") / f"ablation-{plan.name}" / "timings.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    timings = time_together(entries, PARTS, device, blocks)
+    with path.open("a", encoding="utf-8") as file:
+        file.writelines(json.dumps(dataclasses.asdict(timing)) + "\n" for timing in timings)
+    return path
+
+
 def profile(step: Callable[[], object], device: torch.device, path: Path) -> None:
     """Print where the time of two steps goes, by operator and kernel, and write their trace."""
     for _ in range(4):  # compiles
@@ -192,6 +208,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
     parser.add_argument("--blocks", type=int, default=10, help="turns of 4 steps each (default: %(default)s)")
     parser.add_argument("--profile", type=Path, metavar="TRACE.json.gz", help="instead, trace one variant and norm")
+    parser.add_argument("--arms", metavar="PLAN", help="instead, time the arms of a comparison, for its report")
     arguments = parser.parse_args()
     device = choose_device(arguments.device)
     keep_freed_memory()
@@ -200,6 +217,9 @@ def main() -> None:
     chosen = arguments.variants or [*variants(device)]
     if unknown := set(chosen) - set(known):
         raise UserError(f"--variants {', '.join(unknown)}: on this device there are {', '.join(known)}.")
+    if arguments.arms is not None:
+        print(f"written: {time_arms(arguments.arms, chosen, device, arguments.blocks)}")
+        return None
     entries = {
         (variant, norm): dataclasses.replace(settings, model=dataclasses.replace(settings.model, norm=norm))
         for variant in chosen

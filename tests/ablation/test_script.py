@@ -29,18 +29,19 @@ def test_ctrl_c_ends_it_in_one_line_and_the_same_command_resumes(config, tmp_pat
     while len(rows(tmp_path)) < 1 and first.poll() is None:
         time.sleep(0.05)
     first.send_signal(signal.SIGINT)
-    _, errors = first.communicate(timeout=100)
+    _, errors = first.communicate(timeout=500)
     assert first.returncode == 130 and errors.endswith("stopped.\n") and "Traceback" not in errors
     assert 1 <= len(rows(tmp_path)) < 4
-    output, _ = start(*arguments).communicate(timeout=100)
+    output, _ = start(*arguments).communicate(timeout=500)
     assert len(rows(tmp_path)) == 4 and "report.md" in output and (tmp_path / "report.md").is_file()
 
 
 @pytest.mark.slow
-def test_a_judge_ends_with_one_json_object_and_a_failed_run_with_status_1(config, tmp_path):
-    arguments = ["--config", str(config), "--a", "", "--out", str(tmp_path), "--seeds", "10", "--judge"]
-    worse = start(*arguments, "--b", "optimizer.learning_rate=1e-9")
-    assert json.loads(worse.communicate(timeout=200)[0].splitlines()[-1])["verdict"] == "discard"
-    broken = start(*arguments[:-5], "--out", str(tmp_path / "b"), "--seeds", "2", "--b", "data=/nowhere")
-    _, errors = broken.communicate(timeout=100)
-    assert broken.returncode == 1 and "failed: data=-nowhere" in errors
+def test_a_judge_ends_with_one_json_object_and_failed_runs_are_named_with_status_1(config, tmp_path):
+    arguments = ["--config", str(config), "--a", "", "--b", "data=/nowhere", "--out", str(tmp_path), "--seeds", "10"]
+    judging = start(*arguments, "--judge")
+    output, errors = judging.communicate(timeout=500)
+    last = json.loads(output.splitlines()[-1])
+    assert (last["verdict"], last["reason"]) == ("discard", "data=/nowhere did not complete")
+    assert judging.returncode == 1 and "failed: data=-nowhere-final-0.005-1: UserError: no file" in errors
+    assert [row["status"] for row in rows(tmp_path)].count("failed") == 2

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import kernels
+from ablation.report import read_lines, time_ratios
 from benchmarks import training
 from benchmarks.training import PARTS, PEER, REFERENCE, make_calls, time_together, variants
 from errors import UserError
@@ -99,6 +100,16 @@ def test_what_cannot_run_is_left_out_with_its_reason_the_others_are_timed_and_th
     with pytest.raises(ZeroDivisionError):
         time_together(entries, ("step",), CPU, 2)
     assert kernels.implementation(CPU) is kernels.cpu
+
+
+@pytest.mark.usefixtures("eager")
+def test_the_arms_of_a_plan_are_timed_into_the_file_that_their_report_reads(monkeypatch, tmp_path):
+    monkeypatch.setattr(training, "make_calls", lambda of, *_: dict.fromkeys(PARTS, lambda: None))
+    monkeypatch.chdir(tmp_path)
+    timings = read_lines(training.time_arms("norms", [REFERENCE], CPU, 2))
+    assert [t["arm"] for t in timings[:3]] == ["layer", "rms", "rms-bias"] and len(timings) == 3 * len(PARTS)
+    assert [len(time_ratios(timings, part, "rms", "layer")) for part in PARTS] == [1] * len(PARTS)
+    assert (tmp_path / "runs" / "ablation-norms" / "timings.jsonl").is_file()
 
 
 @pytest.mark.parametrize("path", sorted(training.config_path("tiny").parent.glob("*.toml")), ids=lambda path: path.stem)
