@@ -92,7 +92,7 @@ class Settings:
     dtype: Literal["auto", "float32", "bfloat16", "float16", "int8"] = "auto"
     """Dtype of weights and activations. auto: bfloat16 on CUDA (float16 where that is faster); bfloat16 for a bfloat16
     checkpoint on a CPU with bfloat16 instructions; else float32. int8, on a CPU: bfloat16, but new tokens are computed
-    with 8-bit matrices, which is faster for up to four texts at once and takes 3 bytes per parameter."""
+    with 8-bit matrices, which is faster for few texts at once and takes 3 bytes per parameter."""
     kernels: Literal["auto", "triton", "torch"] = "auto"
     """Fused Triton kernels or plain PyTorch. auto: Triton on an NVIDIA or AMD GPU."""
     verbose: tyro.conf.FlagCreatePairsOff[bool] = False
