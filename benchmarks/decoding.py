@@ -1,115 +1,164 @@
-"""Decoding speed beside the time it takes to read the weights and the cache: `python -m benchmarks.decoding`.
+"""Decoding beside other programs and beside the time it takes to read the weights: `python -m benchmarks.decoding`.
 
-Variants, with random bfloat16 weights: the decoder called step by step; the fused step (five or six kernels per layer,
-one graph on CUDA); and the plain decoder with a static cache in one graph, eager and compiled. Prints a table in
-Markdown and, last, one JSON object.
+Every program (see `benchmarks.programs`) runs in a process of its own, and they take turns. Prints a table in Markdown:
+medians, and the median of the ratios to transformers in the same turn, with their range. The last line is one JSON
+object with every measurement.
 """
 
 import argparse
-import dataclasses
-import json
+import contextlib
+import functools
+import itertools
+import math
+import multiprocessing
+import re
 import statistics
+import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
 
 import torch
-from torch import Tensor
 
-import kernels
-from benchmarks.static_cache import StaticDecoder
-from benchmarks.timing import copy_rate, print_header, print_row
-from benchmarks.training import read_settings
+from benchmarks.programs import COMPILED, DTYPES, LLAMA2C, PROGRAMS, SHAPES, Case, is_possible, our_decoder
+from benchmarks.timing import copy_rate, in_turns, print_header, print_json, print_row, read_rate, relative_speed
+from benchmarks.training import PEER
 from errors import exit_on_user_error
-from generation.weights import bytes_per_step, cast_weights
-from model.cache import KeyValueCache
-from model.decoder import Decoder
-from model.device import choose_device, device_name
-from model.fused_decode import DecodeStep, describe
+from generation.weights import bytes_per_step
+from model.device import choose_device, device_name, processor
+from model.fused_decode import describe
 
-STATIC, COMPILED = "static cache", "static cache, torch.compile"
-VARIANTS = "decoder", "fused", STATIC, COMPILED
-WARM_UP = 8  # steps: they compile the kernels, capture the graph and fill the GPU's caches
+MIN_TURNS = 3
 
 
-@torch.inference_mode()
+@functools.cache
+def prepare(case: Case) -> Callable[[], float]:
+    """The call that is timed, after it has run once."""
+    run = PROGRAMS[case.program](case)
+    run()
+    return run
+
+
+def take_turn(case: Case) -> tuple[float, int | None]:
+    """Seconds of a step, and the most memory that this process has had: on a GPU torch's, else imports included."""
+    seconds, status = prepare(case)(), Path("/proc/self/status")
+    if case.device != "cpu":
+        return seconds, torch.cuda.max_memory_allocated()
+    if case.program == LLAMA2C or not status.exists():  # llama2.c is a child of this process
+        return seconds, None
+    return seconds, int(re.search(r"VmHWM:\s*(\d+) kB", status.read_text())[1]) * 1024
+
+
+def take_turns(cases: list[Case], turns: int, deadline: float = math.inf) -> list[dict]:
+    """A row for each case: `seconds` of a step, a value per turn, or the reason as `not_run`.
+
+    After MIN_TURNS no turn begins beyond the deadline, a time of `time.monotonic`.
+    """
+    rows = {case: {**case._asdict(), "path": None, "seconds": [], "peak_bytes": None} for case in cases}
+    method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
+    context = multiprocessing.get_context(method)
+    if method == "forkserver":  # its children need not import torch and transformers again
+        context.set_forkserver_preload([__name__, "transformers.models.llama.modeling_llama"])
+    with contextlib.ExitStack() as stack:
+        processes = {case: stack.enter_context(ProcessPoolExecutor(1, mp_context=context)) for case in cases}
+        for case in cases:  # one after another: they warm up
+            try:
+                processes[case].submit(take_turn, case).result()
+            except Exception as error:  # whatever a program, a compiler or the capture of a graph may raise
+                rows[case]["not_run"] = describe(error)
+                del processes[case]
+        for number, case in enumerate(in_turns(processes, turns)):
+            if number % len(processes) == 0 and number >= MIN_TURNS * len(processes) and time.monotonic() > deadline:
+                break
+            seconds, rows[case]["peak_bytes"] = processes[case].submit(take_turn, case).result()
+            rows[case]["seconds"].append(seconds)
+    return [*rows.values()]
+
+
+def compare(cases: list[Case], turns: int, rate: float, deadline: float = math.inf) -> list[dict]:
+    """Measure the cases that can run, and print a table; those of one shape, prompt and batch take turns."""
+    columns = ("shape", "prompt", "sequences", "program", "dtype", "ms per step", "tokens/s")
+    print_header(*columns, f"speed relative to {PEER}", "read", "peak MB")
+    groups = [[*group] for _, group in itertools.groupby(filter(is_possible, cases), lambda case: case[:3])]
+    found = []
+    for number, group in enumerate(groups):
+        now = time.monotonic()
+        print(f"{', '.join(map(str, group[0][:3]))}: {len(group)} programs", file=sys.stderr)
+        rows = take_turns(group, turns, now + (deadline - now) / (len(groups) - number))
+        for case, row in zip(group, rows, strict=True):
+            row["bytes"] = bytes_read(case)
+            print_row(*case[:5], *cells(row, rows, rate))
+        found += rows
+    return found
+
+
+def bytes_read(case: Case) -> int:
+    """Bytes of weights, and of keys and values halfway through the steps, that a step of ours reads."""
+    config = case.config
+    weights = bytes_per_step(our_decoder(case._replace(device="meta")))
+    heads = config.num_hidden_layers * config.num_key_value_heads * config.resolved_head_dim
+    width = 2 if case.dtype == "bfloat16" and case.device != "cpu" else 4
+    return weights + 2 * case.sequences * heads * (case.prompt + case.tokens // 2) * width
+
+
+def cells(row: dict, rows: list[dict], rate: float) -> list[str]:
+    """The measured cells of a row: what is read is in GB/s beside `rate`, above 100% where the weights stay in a cache.
+
+    Each is compared with the fastest transformers, of its own dtype if there is one.
+    """
+    if "not_run" in row:
+        return [f"not run: {row['not_run']}", "", "", "", ""]
+    seconds, ratio = statistics.median(row["seconds"]), ""
+    others = [r for r in rows if r["program"] in (PEER, COMPILED) and r["seconds"]]
+    others = [r for r in others if r["dtype"] == row["dtype"]] or others
+    if others:
+        peer = min(others, key=lambda r: statistics.median(r["seconds"]))
+        ratio = relative_speed(peer["seconds"], row["seconds"])
+    read = row["bytes"] / seconds
+    memory = "" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 1e6:,.0f}"
+    speeds = [f"{seconds * 1e3:,.2f}", f"{row['sequences'] / seconds:,.0f}"]
+    return [*speeds, ratio, f"{read / 1e9:.1f} GB/s, {read / rate:.0%}", memory]
+
+
 def main() -> None:
     """Measure what the command line asks for."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.decoding", description=__doc__.split("\n\n")[0])
-    parser.add_argument("--config", default="1b", help="a name in configs/ (default: %(default)s)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
-    parser.add_argument("--sequences", type=int, nargs="+", default=[1, 4, 8], help="default: %(default)s")
-    parser.add_argument("--cached", type=int, nargs="+", default=[128, 4000], help="filled positions: %(default)s")
-    parser.add_argument("--steps", type=int, default=64, help="steps to time (default: %(default)s)")
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["26m"], help="default: 26m")
+    parser.add_argument("--prompt", type=int, nargs="+", default=[1], help="tokens before (default: 1)")
+    parser.add_argument("--sequences", type=int, nargs="+", default=[1, 8], help="default: 1 8")
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=[*DTYPES], help="default: all that there are")
+    parser.add_argument("--turns", type=int, default=7, help="turns of each program (default: %(default)s)")
+    parser.add_argument("--tokens", type=int, default=128, help="tokens of a sequence in a turn (default: %(default)s)")
+    parser.add_argument("--compiled", action="store_true", help=f"also {COMPILED}: minutes on a CPU")
+    parser.add_argument("--llama2c", type=Path, metavar="PATH", help="llama2.c's program, built with `make runomp`")
     arguments = parser.parse_args()
-    device, steps = choose_device(arguments.device), arguments.steps
-    config = read_settings(arguments.config).model
-    config = dataclasses.replace(config, max_position_embeddings=max(arguments.cached) + steps + WARM_UP)
-    decoder = Decoder(config, seed=1).to(device).eval()
-    cast_weights(decoder, torch.bfloat16)
-    copy, weights = copy_rate(device), bytes_per_step(decoder)
-    rates = f"{weights / 1e6:,.0f} MB of weights per step, copy {copy / 1e9:,.0f} GB/s"
-    print(f"{arguments.config} on {device_name(device)}: {rates}\n")
-    print_header("cached", "sequences", "variant", "ms per step", "tokens/s", "share of the copy rate")
-    results = {"device": device_name(device), "torch": torch.__version__, "config": arguments.config}
-    results |= {"weight_bytes": weights, "copy_bytes_per_second": copy, "steps": []}
-    for cached in arguments.cached:
-        for sequences in arguments.sequences:
-            room = cached + steps + WARM_UP
-            cache = KeyValueCache(config, sequences, room, device=device, dtype=torch.bfloat16)
-            cache.keys.normal_()
-            cache.values.normal_()
-            # Keys and values of every filled position are read once, halfway through the steps that are timed.
-            read = weights + 2 * cache.keys.nbytes // room * (cached + WARM_UP + steps // 2)
-            for variant in VARIANTS:
-                row = {"cached": cached, "sequences": sequences, "variant": variant, "bytes": read}
-                try:
-                    row |= measure(variant, decoder, cache, cached, steps)
-                except Exception as error:  # whatever the compiler or the capture of a graph may raise
-                    row["not_run"] = describe(error)
-                cells = f"not run: {row.get('not_run')}", "", ""
-                if "seconds" in row:
-                    row["share_of_copy_rate"] = read / row["seconds"] / copy
-                    speeds = f"{row['seconds'] * 1e3:.3f}", f"{sequences / row['seconds']:,.0f}"
-                    cells = *speeds, f"{row['share_of_copy_rate']:.0%}"
-                print_row(cached, sequences, variant + ("" if row.get("graph", True) else ", no graph"), *cells)
-                results["steps"].append(row)
-    print(json.dumps(results))
+    device = choose_device(arguments.device)
+    rate = read_rate() if device.type == "cpu" else copy_rate(device)
+    print(f"{device_name(device)}, {processor()}: {rate / 1e9:,.1f} GB/s\n")
+    choices = arguments.shapes, arguments.prompt, arguments.sequences
+    cases = list_cases(*choices, arguments.dtypes, arguments.tokens, device, arguments.compiled, arguments.llama2c)
+    rows = compare(cases, arguments.turns, rate)
+    print_json(device, bytes_per_second=rate, rows=rows)
+    if any("not_run" in row for row in rows):
+        sys.exit(1)
 
 
-def measure(variant: str, decoder: Decoder, cache: KeyValueCache, cached: int, steps: int) -> dict:
-    """`seconds` of a step and whether it was a graph; RuntimeError if the fused step cannot run here."""
-    device, sequences = cache.keys.device, cache.keys.shape[1]
-    token = torch.ones(sequences, 1, dtype=torch.int64, device=device)
-    if variant == "decoder":
-        return {"seconds": time_steps(lambda: decoder(token, cache=cache), cache, cached, steps)}
-    if variant == "fused":
-        if (reason := kernels.triton_unavailable_reason(device)) is not None:
-            raise RuntimeError(reason)
-        step = DecodeStep(decoder, cache)
-        seconds = time_steps(lambda: step(token, None), cache, cached, steps)
-        if step.unavailable_reason is not None:  # what was timed is the decoder
-            raise RuntimeError(step.unavailable_reason)
-        return {"seconds": seconds, "graph": step.graph is not None, "no_graph_because": step.graph_unavailable_reason}
-    kernels.use("reference", device)
-    try:
-        step = StaticDecoder(decoder, cache, variant == COMPILED)
-        return {"seconds": time_steps(lambda: step(token), cache, cached, steps), "graph": step.graph is not None}
-    finally:
-        kernels.use("auto", device)
-        torch.compiler.reset()
-
-
-def time_steps(step: Callable[[], Tensor], cache: KeyValueCache, cached: int, steps: int) -> float:
-    """Median seconds of a step, from its start until its first logit is on the host."""
-    cache.length = cached
-    for _ in range(WARM_UP):
-        step()
-    seconds = []
-    for _ in range(steps):
-        start = time.perf_counter()
-        step()[0, 0, 0].item()
-        seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds)
+def list_cases(
+    shapes: list[str],
+    prompts: list[int],
+    sequences: list[int],
+    dtypes: list[str],
+    tokens: int,
+    device: torch.device,
+    compiled: bool,
+    llama2c: Path | None,
+) -> list[Case]:
+    """All programs in all these settings."""
+    programs, path = [name for name in PROGRAMS if compiled or name != COMPILED], llama2c and llama2c.resolve()
+    settings = itertools.product(shapes, prompts, sequences, dtypes, programs)
+    return [Case(*setting[:3], setting[4], setting[3], tokens, device.type, path) for setting in settings]
 
 
 if __name__ == "__main__":

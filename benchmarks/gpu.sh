@@ -9,7 +9,7 @@
 # trace.json.gz. With LIMIT=570, no step is started that might run beyond 570 seconds; the last line then says how to
 # continue. Exit status 1: a step failed, or none ran.
 #
-# Needs torch, triton, numpy, safetensors, tqdm, pytest and a C compiler; for its step transformers. The steps of train.py
+# Needs torch, triton, numpy, safetensors, tqdm, pytest and a C compiler; to compare with it, transformers. The steps of train.py
 # need all of requirements.txt. For a machine without a network, put the wheels of what it lacks into wheels/ on another
 # machine; they are then installed into a temporary folder. For Python 3.12 on Linux:
 #
@@ -125,8 +125,10 @@ main() {
     training 1b-layer 150 1b layer "$ours"
     kernels norms 240 '^(rms|layer) norm'
     kernels loss 120 '^head and loss'
-    step decoding-128 180 "$python" -m benchmarks.decoding --config 1b --sequences 1 8 --cached 128
-    step decoding-4000 240 "$python" -m benchmarks.decoding --config 1b --sequences 1 4 8 --cached 4000
+    step decoding-128 180 "$python" -m benchmarks.decoding --shapes 1b --dtypes bfloat16 \
+        --compiled --sequences 1 8 --prompt 128
+    step decoding-4000 240 "$python" -m benchmarks.decoding --shapes 1b --dtypes bfloat16 \
+        --compiled --sequences 1 4 8 --prompt 4000
     training transformers 180 124m rms "$ours" "transformers and torch.compile" transformers
     step trace 120 "$python" -m benchmarks.training --config 124m --norms rms --variants "$ours" \
         --profile "$folder/trace.json.gz"

@@ -8,9 +8,7 @@ baseline computed something else.
 
 import argparse
 import gc
-import json
 import math
-import platform
 import re
 import statistics
 import sys
@@ -20,9 +18,19 @@ import torch
 
 import kernels
 from benchmarks.cases import OURS, Case, cases
-from benchmarks.timing import BEYOND_CACHE, copy_rate, peak_bytes, print_header, print_row, product_rate, times
+from benchmarks.timing import (
+    BEYOND_CACHE,
+    copy_rate,
+    in_turns,
+    peak_bytes,
+    print_header,
+    print_json,
+    print_row,
+    product_rate,
+    times,
+)
 from errors import UserError, exit_on_user_error
-from model.device import choose_device, device_name, keep_freed_memory, processor
+from model.device import choose_device, device_name, keep_freed_memory
 from model.fused_decode import describe
 
 PARTS = ("forward", "backward", "both")
@@ -86,10 +94,9 @@ def measure(case: Case, device: torch.device, repeats: int) -> dict[str, dict]:
             continue
         calls[name], found[name] = made, {part: [] for part in made}
     turns = repeats // (5 * ROUNDS if case.flops else ROUNDS)  # products take milliseconds and vary less
-    for _ in range(ROUNDS):
-        for name, made in calls.items():
-            for part in made:
-                found[name][part] += times(made[part], device, max(turns, 2))
+    for name in in_turns(calls, ROUNDS):
+        for part, made in calls[name].items():
+            found[name][part] += times(made, device, max(turns, 2))
     for name, made in calls.items():
         found[name] = {part: statistics.median(found[name][part]) for part in PARTS}
         found[name]["peak_bytes"] = peak_bytes(made["both"][0], device)
@@ -133,10 +140,7 @@ def main() -> int:
     keep_freed_memory()
     torch.manual_seed(0)
     copy, product = copy_rate(device), product_rate(device, torch.bfloat16)
-    machine = {"device": device_name(device), "processor": processor(), "torch": torch.__version__}
-    machine |= {"python": platform.python_version(), "kernels": kernels.describe(device)}
-    machine |= {"copy_bytes_per_second": copy, "product_flops_per_second": product}
-    print(f"{machine['device']}: copies {copy / 1e9:.4g} GB/s, products {product / 1e12:.3g} TFLOP/s\n")
+    print(f"{device_name(device)}: copies {copy / 1e9:.4g} GB/s, products {product / 1e12:.3g} TFLOP/s\n")
     results, failed = [], False
     for case in chosen:
         found = measure(case, device, arguments.repeats)
@@ -148,7 +152,8 @@ def main() -> int:
         results.append({"name": case.name, "baselines": found})
         torch.compiler.reset()
         gc.collect()
-    print(json.dumps({"machine": machine, "cases": results}))
+    rates = {"copy_bytes_per_second": copy, "product_flops_per_second": product}
+    print_json(device, kernels=kernels.describe(device), **rates, cases=results)
     return int(failed)
 
 

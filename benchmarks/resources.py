@@ -5,7 +5,6 @@ there: a driver without a GPU replaces the real one, and launches nothing. Print
 """
 
 import argparse
-import json
 import re
 import subprocess
 import tempfile
@@ -21,7 +20,7 @@ from triton.compiler import CompiledKernel
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from benchmarks.timing import print_header, print_row
+from benchmarks.timing import print_header, print_json, print_row
 from generation.weights import cast_weights
 from kernels import cross_entropy, decode, gpu, norm, rope, swiglu
 from model.cache import KeyValueCache
@@ -136,7 +135,7 @@ def main() -> None:
                 sizes = kernel.metadata.num_warps, kernel.n_regs, kernel.n_spills, kernel.metadata.shared
                 rows[kernel.hash] = dict(zip(columns, (name, kernel.name, *sizes), strict=True))
                 print_row(*rows[kernel.hash].values())
-    print(json.dumps([*rows.values()]))
+    print_json(torch.get_default_device(), target=arguments.target, kernels=[*rows.values()])
 
 
 if __name__ == "__main__":

@@ -1,20 +1,25 @@
-"""How long a call takes, what memory it needs, and the tables that benchmarks print.
+"""How long a call takes and how much memory, whose turn it is, the machine's limits, and how results are printed.
 
-Kernels, training steps and ablations are timed here; `benchmarks.decoding` times its own loop, because each step waits
-for a token.
+Every benchmark takes its turns, limits, tables and JSON from here. The programs of `benchmarks.decoding` time their own
+steps, because each waits for a token.
 """
 
+import json
+import platform
 import statistics
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Collection, Hashable, Iterator
 from dataclasses import dataclass
 
 import torch
 
+from model.device import device_name, processor
+
 BEYOND_CACHE = 256e6  # bytes, more than a GPU's cache holds
 PAUSE = 20_000_000  # cycles of a GPU, about 11 ms, in which the host queues the calls to time
 COPY_BYTES = {"cuda": 2**30, "cpu": 2**27}
-PRODUCT_SIZE = {"cuda": 8192, "cpu": 1024}
+READ_BYTES = 2**30  # more than a server's cache holds
+PRODUCT_SIZE = {"cuda": 8192, "cpu": 2048}
 CALLS_PER_BLOCK = 4  # their median is the time of the block
 
 
@@ -44,28 +49,39 @@ def print_row(*cells: object) -> None:
     print("| " + " | ".join(map(str, cells)) + " |", flush=True)
 
 
+def machine(device: torch.device) -> dict[str, object]:
+    """What ran a benchmark, for its JSON."""
+    names = {"device": device_name(device), "processor": processor(), "threads": torch.get_num_threads()}
+    return names | {"torch": torch.__version__, "python": platform.python_version()}
+
+
+def print_json(device: torch.device, **results: object) -> None:
+    """The last line of every benchmark: the machine and everything that was measured."""
+    print(json.dumps({"machine": machine(device), **results}))
+
+
+def relative_speed(baseline: list[float], seconds: list[float]) -> str:
+    """Speed relative to a baseline that took turns with it: the median of the ratios within turns, and their range."""
+    ratios = [theirs / ours for theirs, ours in zip(baseline, seconds, strict=True)]
+    return f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+
+
+def in_turns(keys: Collection[Hashable], turns: int) -> Iterator[Hashable]:
+    """C B A A B C ...: the order of each turn is that of the one before, reversed, so that a drift of speed cancels."""
+    for turn in range(turns):
+        yield from keys if turn % 2 else reversed(list(keys))
+
+
 def interleaved(
     calls: dict[Hashable, Callable[[], object]], device: torch.device, blocks: int
 ) -> dict[Hashable, list[float]]:
-    """Seconds of a call, one value per block: A B B A A B ..., so that a drift of the machine's speed cancels.
-
-    A block is the median of CALLS_PER_BLOCK calls in a row.
-    """
-    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    """Seconds of a call, one value per block, which take turns. A block is the median of CALLS_PER_BLOCK calls."""
     for call in calls.values():  # compiles, fills caches
         for _ in range(3):
             call()
     seconds = {key: [] for key in calls}
-    for block in range(blocks):
-        for key in calls if block % 2 else reversed(calls):
-            taken = []
-            for _ in range(CALLS_PER_BLOCK):
-                wait()
-                start = time.perf_counter()
-                calls[key]()
-                wait()
-                taken.append(time.perf_counter() - start)
-            seconds[key].append(statistics.median(taken))
+    for key in in_turns(calls, blocks):
+        seconds[key].append(statistics.median(times([calls[key]], device, CALLS_PER_BLOCK)))
     return seconds
 
 
@@ -104,18 +120,27 @@ def peak_bytes(call: Callable[[], object], device: torch.device) -> int | None:
     return torch.cuda.max_memory_allocated(device) - before
 
 
+def rate(call: Callable[[], object], amount: float, device: torch.device) -> float:
+    """Amount per second of a call that does `amount`: the median of twenty."""
+    call()
+    return amount / statistics.median(times([call], device, 20))
+
+
 def copy_rate(device: torch.device) -> float:
     """Bytes per second, read plus written, of torch's copy of much memory: the limit for what moves data."""
-    size = COPY_BYTES[device.type]
-    source = torch.randn(size // 4, device=device)
+    source = torch.randn(COPY_BYTES[device.type] // 4, device=device)
     target = torch.empty_like(source)
-    target.copy_(source)
-    return 2 * size / statistics.median(times([lambda: target.copy_(source)], device, 20))
+    return rate(lambda: target.copy_(source), 2 * COPY_BYTES[device.type], device)
+
+
+def read_rate() -> float:
+    """Bytes per second that the CPU reads from memory, in a dot product: the limit for what reads weights."""
+    x = torch.ones(READ_BYTES // 4)
+    return rate(lambda: torch.dot(x, x), READ_BYTES, x.device)
 
 
 def product_rate(device: torch.device, dtype: torch.dtype) -> float:
     """FLOP per second of torch's product of square matrices: the limit for what multiplies."""
     size = PRODUCT_SIZE[device.type]
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    a @ b
-    return 2 * size**3 / statistics.median(times([lambda: a @ b], device, 20))
+    return rate(lambda: a @ b, 2 * size**3, device)

@@ -19,7 +19,16 @@ from torch import Tensor, nn
 
 import kernels
 from ablation.plan import arm_settings, load_plan
-from benchmarks.timing import Timing, interleaved, peak_bytes, print_header, print_row
+from benchmarks.timing import (
+    Timing,
+    interleaved,
+    peak_bytes,
+    print_header,
+    print_json,
+    print_row,
+    product_rate,
+    relative_speed,
+)
 from errors import UserError, exit_on_user_error, read_toml
 from model.config import ModelConfig
 from model.count import flops_per_token
@@ -29,7 +38,6 @@ from model.device import (
     choose_training_dtype,
     device_name,
     keep_freed_memory,
-    peak_flops,
     why_not_compile,
 )
 from model.fused_decode import describe
@@ -89,6 +97,12 @@ class Peer(nn.Module):
             return self.model(input_ids=tokens, labels=tokens, shift_labels=targets, use_cache=False).loss
 
 
+def step_tokens(settings: Settings) -> int:
+    """Tokens of a step that is timed: one micro-batch."""
+    data = settings.data
+    return min(data.micro_batch_size or data.batch_size, data.batch_size) * data.sequence_length
+
+
 def make_calls(
     settings: Settings, compiled: bool, device: torch.device, peer: bool = False
 ) -> dict[str, Callable[[], object]]:
@@ -98,7 +112,7 @@ def make_calls(
     """
     data, config = settings.data, settings.model
     dtype = choose_training_dtype(settings.machine.dtype, device)
-    sequences = min(data.micro_batch_size or data.batch_size, data.batch_size)
+    sequences = step_tokens(settings) // data.sequence_length
     small = Decoder(dataclasses.replace(config, num_hidden_layers=1, vocab_size=1), seed=1).to(device)
     norm = next(module for module in small.modules() if isinstance(module, Norm))
     if peer:
@@ -213,7 +227,7 @@ def main() -> None:
     device = choose_device(arguments.device)
     keep_freed_memory()
     settings = read_settings(arguments.config)
-    data, known = settings.data, variants(device) | PEERS
+    known = variants(device) | PEERS
     chosen = arguments.variants or [*variants(device)]
     if unknown := set(chosen) - set(known):
         raise UserError(f"--variants {', '.join(unknown)}: on this device there are {', '.join(known)}.")
@@ -231,29 +245,39 @@ def main() -> None:
         kernels.use(known[variant][0], device)
         calls = make_calls(settings, known[variant][1], device, variant in PEERS)
         return profile(calls["step"], device, arguments.profile)
-    failures = {}
-    timings = time_together(entries, ("step",), device, arguments.blocks, failures)
-    tokens = min(data.micro_batch_size or data.batch_size, data.batch_size) * data.sequence_length
-    flops = flops_per_token(settings.model, data.sequence_length) * tokens
-    peak = peak_flops(device, choose_training_dtype(settings.machine.dtype, device))
-    print(f"{arguments.config}: steps of {tokens:,} tokens on {device_name(device)}\n")
-    columns = ("variant", "norm", "ms per step", "tokens/s", "time over the first's", "of peak FLOP/s")
-    print_header(*columns, "peak GB without weights and optimizer")
-    first = {timing.arm: timing.seconds for timing in reversed(timings)}
-    for timing in timings:
-        median = statistics.median(timing.seconds)
-        ratio = statistics.median(a / b for a, b in zip(timing.seconds, first[timing.arm], strict=True))
-        share = "not known" if peak is None else f"{flops / median / peak:.1%}"
-        memory = "not known" if timing.peak_bytes is None else f"{timing.peak_bytes / 1e9:.2f}"
-        speeds = f"{median * 1e3:,.1f}", f"{tokens / median:,.0f}", f"{ratio:.3f}"
-        print_row(timing.variant, timing.arm, *speeds, share, memory)
-    for (variant, norm), reason in failures.items():
-        print_row(variant, norm, f"not run: {reason}", "", "", "", "")
-    about = {"device": device_name(device), "torch": torch.__version__, "config": arguments.config}
-    rows = [dataclasses.asdict(timing) for timing in timings]
-    print(json.dumps(about | {"tokens": tokens, "flops": flops, "timings": rows}))
-    if failures:
+    print(f"{arguments.config} on {device_name(device)}\n")
+    results = compare(entries, device, arguments.blocks)
+    print_json(device, config=arguments.config, **results)
+    if results["failures"]:
         sys.exit(1)
+
+
+def compare(entries: dict[tuple[str, str], Settings], device: torch.device, blocks: int) -> dict:
+    """Time a step of every (variant, arm), and print a table: speed relative to the arm's first variant.
+
+    The limit is torch's product of square matrices in the dtype of the step, measured here.
+    """
+    failures = {}
+    dtypes = {arm: choose_training_dtype(settings.machine.dtype, device) for (_, arm), settings in entries.items()}
+    products = {dtype: product_rate(device, dtype) for dtype in dict.fromkeys(dtypes.values())}
+    timings = time_together(entries, ("step",), device, blocks, failures)
+    first = {timing.arm: timing for timing in reversed(timings)}
+    columns = ("arm", "variant", "ms per step", "tokens/s", f"speed relative to {next(iter(entries))[0]}")
+    print_header(*columns, "of the products' rate", "peak GB without weights and optimizer")
+    for timing in timings:
+        settings, median = entries[timing.variant, timing.arm], statistics.median(timing.seconds)
+        tokens = step_tokens(settings)
+        flops = flops_per_token(settings.model, settings.data.sequence_length) * tokens
+        share = f"{flops / median / products[dtypes[timing.arm]]:.0%}"
+        memory = "not known" if timing.peak_bytes is None else f"{timing.peak_bytes / 1e9:.2f}"
+        ratio = relative_speed(first[timing.arm].seconds, timing.seconds)
+        print_row(timing.arm, timing.variant, f"{median * 1e3:,.1f}", f"{tokens / median:,.0f}", ratio, share, memory)
+    for (variant, arm), reason in failures.items():
+        print_row(arm, variant, f"not run: {reason}", *[""] * 4)
+    tokens = {arm: step_tokens(settings) for (_, arm), settings in entries.items()}
+    rates = {str(dtype): rate for dtype, rate in products.items()}
+    rows, reasons = [dataclasses.asdict(timing) for timing in timings], [[*key, failures[key]] for key in failures]
+    return {"tokens": tokens, "product_flops_per_second": rates, "timings": rows, "failures": reasons}
 
 
 if __name__ == "__main__":

@@ -37,7 +37,12 @@ except ImportError:
 ARCHITECTURES = ("llama", "qwen3", "stablelm")  # model types that are architectures of llama.cpp under the same name
 ROPE_TYPES = ("llama3", "linear")  # scalings of the rotary frequencies that a factor for each frequency expresses
 # --dtype -> llama.cpp's names of it: of a tensor, and of a file whose matrices have it
-DTYPES = {"float32": ("F32", "ALL_F32"), "float16": ("F16", "MOSTLY_F16"), "bfloat16": ("BF16", "MOSTLY_BF16")}
+DTYPES = {
+    "float32": ("F32", "ALL_F32"),
+    "float16": ("F16", "MOSTLY_F16"),
+    "bfloat16": ("BF16", "MOSTLY_BF16"),
+    "q8_0": ("Q8_0", "MOSTLY_Q8_0"),  # 8 bits, with a float16 scale for each 32 weights of a row
+}
 
 
 def main() -> None:
@@ -57,7 +62,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         "on it open: `llama-cli -m OUT.gguf`.",
         epilog="Models with RMSNorm are written as llama (qwen3 with --qk-norm), those with LayerNorm as stablelm; "
         "llama.cpp has no architecture for the other norms, placements and MLPs. "
-        "Quantize the file with llama.cpp's llama-quantize.",
+        "For fewer than 8 bits, quantize the file with llama.cpp's llama-quantize.",
     )
     parser.add_argument("run", metavar="RUN", help="a run folder or a checkpoint, as for generate.py")
     parser.add_argument("out", type=Path, metavar="OUT.gguf", help="the file to write; an existing file is kept")
@@ -106,7 +111,10 @@ def convert(checkpoint: Path, path: Path, dtype: str | None, name: str) -> None:
         sizes = {}
         for target, tensor in tensors.items():
             kind = gguf.GGMLQuantizationType[DTYPES[dtype if len(tensor.shape) > 1 else "float32"][0]]
-            sizes[target] = math.prod(tensor.shape) * gguf.GGML_QUANT_SIZES[kind][1]
+            per_block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+            if tensor.shape[-1] % per_block:
+                raise UserError(f"{target} has rows that --dtype {dtype} cannot divide by {per_block}; use bfloat16.")
+            sizes[target] = math.prod(tensor.shape) // per_block * block_bytes
             writer.add_tensor_info(target, tensor.shape, None, sizes[target], raw_dtype=kind)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
@@ -187,12 +195,14 @@ def interleave(source: Source, heads: int) -> Source:
 def to_array(source: Source, dtype: str, name: str) -> np.ndarray:
     """A tensor as it is written: matrices in `dtype`, others in float32. NumPy has no bfloat16: it gets the bits."""
     tensor = source.read()
-    converted = tensor.to(getattr(torch, dtype) if tensor.ndim > 1 else torch.float32)
+    converted = tensor.to(getattr(torch, dtype, torch.float32) if tensor.ndim > 1 else torch.float32)
     if not converted.isfinite().all():
         raise UserError(
             f"{name} has values that {dtype} cannot hold (up to {tensor.float().abs().max():.3g}); "
             f"use --dtype bfloat16 or float32, or another checkpoint if they are not finite."
         )
+    if dtype == "q8_0" and tensor.ndim > 1:
+        return gguf.quants.quantize(converted.numpy(), gguf.GGMLQuantizationType.Q8_0)
     return (converted.view(torch.int16) if converted.dtype == torch.bfloat16 else converted).contiguous().numpy()
 
 

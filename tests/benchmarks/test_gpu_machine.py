@@ -33,7 +33,7 @@ REQUIRED = {
 ABSENT = {"pytest-xdist": "xdist", "tomli-w": "tomli_w"}  # where the module has another name than the package
 ABSENT = [ABSENT.get(name, name) for name in sorted(REQUIRED - PRESENT)]
 IMPORTABLE = [
-    *(f"benchmarks.{path.stem}" for path in (ROOT / "benchmarks").glob("*.py") if path.stem != "peers"),
+    *(f"benchmarks.{path.stem}" for path in (ROOT / "benchmarks").glob("*.py")),
     *(f"model.{name}" for name in ("decoder", "fused_decode")),
     "checkpoints.pretrained",
     "training.step",
@@ -95,7 +95,7 @@ def steps_of(done: subprocess.CompletedProcess) -> list[str]:
 
 @needs_bash
 def test_a_step_that_fails_does_not_stop_the_others_and_a_limit_says_how_to_continue(run_script, tmp_path):
-    done = run_script(FAILING="--config 1b")
+    done = run_script(FAILING=" 1b ")
     assert done.returncode == 1 and "5 failed: 1b 1b-plain 1b-layer decoding-128 decoding-4000" in done.stdout
     assert steps_of(done)[:3] == ["smoke", "124m", "train.py"] and len(steps_of(done)) > 12
     assert (tmp_path / "out" / "gpu.txt").read_text() == done.stdout
@@ -112,7 +112,8 @@ def test_every_command_of_the_script_runs_on_a_cpu_with_small_shapes(run_script,
     data, machine = DataSettings(sequence_length=8, batch_size=2), MachineSettings(dtype="float32")
     small = Settings(model=model, data=data, machine=machine)
     monkeypatch.setattr(training, "read_settings", lambda name: small)
-    monkeypatch.setattr(decoding, "read_settings", lambda name: small)
+    decoded, row = [], {"program": "", "dtype": "", "sequences": 1, "seconds": [0.01], "peak_bytes": None}
+    monkeypatch.setattr(decoding, "take_turns", lambda cases, *_: decoded.extend(cases) or [{**row} for _ in cases])
     there = training.variants(torch.device("cpu"))
     names = ("torch.compile", "Triton and torch.compile")
     monkeypatch.setattr(training, "variants", lambda device: there | dict.fromkeys(names, ("torch", False)))
@@ -124,9 +125,10 @@ def test_every_command_of_the_script_runs_on_a_cpu_with_small_shapes(run_script,
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
     for name in ("COPY_BYTES", "PRODUCT_SIZE"):
         monkeypatch.setitem(getattr(timing, name), "cpu", 2**6)
+    monkeypatch.setattr(timing, "READ_BYTES", 2**6)
     for module in (kernels, training):
         monkeypatch.setattr(module, "keep_freed_memory", lambda: None)  # for the rest of the tests
-    more = {"training": ["--blocks", "1"], "decoding": ["--steps", "1", "--cached", "8"], "kernels": []}
+    more = {"training": ["--blocks", "1"], "decoding": [], "kernels": []}
     commands = [shlex.split(line) for line in re.findall(r"^ran: (.*)$", run_script().stdout, re.MULTILINE)]
     for flag, name, *flags in commands:
         if flag == "train.py":
@@ -137,6 +139,6 @@ def test_every_command_of_the_script_runs_on_a_cpu_with_small_shapes(run_script,
     results = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
     timings = [timing for result in results for timing in result.get("timings", [])]
     assert len(timings) == 10 and (tmp_path / "out" / "trace.json.gz").stat().st_size > 0
-    steps = [row for result in results for row in result.get("steps", [])]
-    assert {row["variant"] for row in steps if "seconds" in row} >= {"decoder", decoding.STATIC}
+    assert {(case.prompt, case.sequences) for case in decoded} == {(128, 1), (128, 8), *((4000, n) for n in (1, 4, 8))}
+    assert {(case.program, case.dtype) for case in decoded} >= {("ours", "bfloat16"), ("transformers", "bfloat16")}
     assert sorted(measured) == sorted(case.name for case in cases.cases(torch.device("cuda")))

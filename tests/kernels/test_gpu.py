@@ -4,7 +4,6 @@ import pytest
 import torch
 
 import kernels
-from benchmarks.static_cache import StaticDecoder
 from kernels import gpu, reference
 from model.cache import KeyValueCache
 from model.config import ModelConfig
@@ -264,22 +263,6 @@ def test_a_graph_of_the_decoding_step_gives_the_decoders_logits_at_every_positio
         expected = decoder(token, cache=caches[0], padding=padding)
         assert relative(step(token, padding), expected.double()) < 2e-5
     assert step.graph is not None and step.unavailable_reason is None and step.graph_unavailable_reason is None
-
-
-@torch.inference_mode()
-def test_the_graph_of_a_static_cache_gives_the_decoders_logits(relative):
-    """It is what the decoding step is measured beside (benchmarks/decoding.py)."""
-    decoder = Decoder(CONFIG, seed=1).to(GPU).eval()
-    torch.backends.cuda.matmul.allow_tf32 = False
-    caches = [KeyValueCache(CONFIG, 2, 64, device=GPU) for _ in range(2)]
-    prompt = torch.randint(1000, (2, 30), device=GPU)
-    for cache in caches:
-        decoder(prompt, cache=cache)
-    step = StaticDecoder(decoder, caches[1])
-    for _ in range(30):
-        token = torch.randint(1000, (2, 1), device=GPU)
-        assert relative(step(token), decoder(token, cache=caches[0]).double()) < 2e-5
-    assert step.graph is not None
 
 
 @pytest.mark.parametrize("room", [200, 1000])
