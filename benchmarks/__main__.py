@@ -6,6 +6,7 @@ of docs/generate.md and docs/kernels.md, and writes what was measured as JSON. O
 
 import argparse
 import dataclasses
+import itertools
 import json
 import os
 import re
@@ -17,7 +18,7 @@ from pathlib import Path
 import torch
 
 from benchmarks import decoding, training
-from benchmarks.programs import COMPILED, DTYPES, SHAPES
+from benchmarks.programs import COMPILED, DTYPES, PROGRAMS, SHAPES, Case
 from benchmarks.timing import machine, read_rate
 from errors import exit_on_user_error
 from model.device import keep_freed_memory
@@ -44,7 +45,10 @@ def main() -> int:
     start, about = time.monotonic(), machine(CPU)
     print(f"{about['processor']}, {about['threads']} threads, torch {about['torch']}, Python {about['python']}\n")
     shapes, tokens = (["260k"], 8) if arguments.quick else (["15m", "26m", "135m"], 64)
-    cases = decoding.list_cases(shapes, [1], [1, 8], [*DTYPES], tokens, CPU, arguments.compiled, arguments.llama2c)
+    settings = itertools.product(shapes, (1, 8), DTYPES, PROGRAMS)
+    path = arguments.llama2c and arguments.llama2c.resolve()
+    cases = [Case(shape, 1, n, program, dtype, tokens, "cpu", path) for shape, n, dtype, program in settings]
+    cases = [case for case in cases if arguments.compiled or case.program != COMPILED]
     rate, deadline = read_rate(), start + 60 * arguments.minutes * (1 - TRAINING_SHARE)
     print(f"## Decoding, {tokens} tokens; memory is read at {rate / 1e9:.1f} GB/s\n")
     rows = decoding.compare(cases, 1 if arguments.quick else 7, rate, deadline)

@@ -131,34 +131,21 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=[*DTYPES], help="default: all that there are")
     parser.add_argument("--turns", type=int, default=7, help="turns of each program (default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=128, help="tokens of a sequence in a turn (default: %(default)s)")
-    parser.add_argument("--compiled", action="store_true", help=f"also {COMPILED}: minutes on a CPU")
+    usual = [name for name in PROGRAMS if name != COMPILED]  # which compiles for minutes on a CPU
+    parser.add_argument("--programs", nargs="+", choices=PROGRAMS, default=usual, help=f"default: all but {COMPILED}")
     parser.add_argument("--llama2c", type=Path, metavar="PATH", help="llama2.c's program, built with `make runomp`")
     arguments = parser.parse_args()
     device = choose_device(arguments.device)
     rate = read_rate() if device.type == "cpu" else copy_rate(device)
     print(f"{device_name(device)}, {processor()}: {rate / 1e9:,.1f} GB/s\n")
-    choices = arguments.shapes, arguments.prompt, arguments.sequences
-    cases = list_cases(*choices, arguments.dtypes, arguments.tokens, device, arguments.compiled, arguments.llama2c)
+    settings = itertools.product(arguments.shapes, arguments.prompt, arguments.sequences)
+    settings = itertools.product(settings, arguments.dtypes, arguments.programs)
+    others = arguments.tokens, device.type, arguments.llama2c and arguments.llama2c.resolve()
+    cases = [Case(*setting, program, dtype, *others) for setting, dtype, program in settings]
     rows = compare(cases, arguments.turns, rate)
     print_json(device, bytes_per_second=rate, rows=rows)
     if any("not_run" in row for row in rows):
         sys.exit(1)
-
-
-def list_cases(
-    shapes: list[str],
-    prompts: list[int],
-    sequences: list[int],
-    dtypes: list[str],
-    tokens: int,
-    device: torch.device,
-    compiled: bool,
-    llama2c: Path | None,
-) -> list[Case]:
-    """All programs in all these settings."""
-    programs, path = [name for name in PROGRAMS if compiled or name != COMPILED], llama2c and llama2c.resolve()
-    settings = itertools.product(shapes, prompts, sequences, dtypes, programs)
-    return [Case(*setting[:3], setting[4], setting[3], tokens, device.type, path) for setting in settings]
 
 
 if __name__ == "__main__":

@@ -98,6 +98,7 @@ for name, call in launches():
 
 main() {
     local absent tool scratch ours="Triton and torch.compile"
+    local decoders=(ours "plain decoder" transformers "transformers compiled")
     date
     nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader 2>&1
     scratch=$(mktemp -d)
@@ -126,9 +127,9 @@ main() {
     kernels norms 240 '^(rms|layer) norm'
     kernels loss 120 '^head and loss'
     step decoding-128 180 "$python" -m benchmarks.decoding --shapes 1b --dtypes bfloat16 \
-        --compiled --sequences 1 8 --prompt 128
+        --programs "${decoders[@]}" --sequences 1 8 --prompt 128
     step decoding-4000 240 "$python" -m benchmarks.decoding --shapes 1b --dtypes bfloat16 \
-        --compiled --sequences 1 4 8 --prompt 4000
+        --programs "${decoders[@]}" --sequences 1 4 8 --prompt 4000
     training transformers 180 124m rms "$ours" "transformers and torch.compile" transformers
     step trace 120 "$python" -m benchmarks.training --config 124m --norms rms --variants "$ours" \
         --profile "$folder/trace.json.gz"

@@ -17,18 +17,8 @@ from collections.abc import Callable
 import torch
 
 import kernels
+from benchmarks import timing
 from benchmarks.cases import OURS, Case, cases
-from benchmarks.timing import (
-    BEYOND_CACHE,
-    copy_rate,
-    in_turns,
-    peak_bytes,
-    print_header,
-    print_json,
-    print_row,
-    product_rate,
-    times,
-)
 from errors import UserError, exit_on_user_error
 from model.device import choose_device, device_name, keep_freed_memory
 from model.fused_decode import describe
@@ -46,7 +36,7 @@ def as_tuple(out) -> tuple[torch.Tensor, ...]:
 def make_inputs(case: Case, device: torch.device) -> list[tuple[torch.Tensor, ...]]:
     """Inputs that take turns: on a GPU as many as exceed its cache together."""
     size = sum(tensor.nbytes for tensor in case.make())
-    count = math.ceil(BEYOND_CACHE / size) if device.type == "cuda" else 2
+    count = math.ceil(timing.BEYOND_CACHE / size) if device.type == "cuda" else 2
     return [case.make() for _ in range(min(count, 64))]
 
 
@@ -94,35 +84,34 @@ def measure(case: Case, device: torch.device, repeats: int) -> dict[str, dict]:
             continue
         calls[name], found[name] = made, {part: [] for part in made}
     turns = repeats // (5 * ROUNDS if case.flops else ROUNDS)  # products take milliseconds and vary less
-    for name in in_turns(calls, ROUNDS):
+    for name in timing.in_turns(calls, ROUNDS):
         for part, made in calls[name].items():
-            found[name][part] += times(made, device, max(turns, 2))
+            found[name][part] += timing.times(made, device, max(turns, 2))
     for name, made in calls.items():
         found[name] = {part: statistics.median(found[name][part]) for part in PARTS}
-        found[name]["peak_bytes"] = peak_bytes(made["both"][0], device)
+        found[name]["peak_bytes"] = timing.peak_bytes(made["both"][0], device)
     return found
 
 
-def shares(case: Case, found: dict, copy: float, product: float) -> dict[str, float]:
+def shares(case: Case, seconds: dict[str, float], copy: float, product: float) -> dict[str, float]:
     """Fraction of the limit that each part reaches."""
     if case.flops:
-        return {"both": case.flops / found["both"] / product}
-    moved = {"forward": case.forward_bytes, "backward": case.backward_bytes}
-    moved["both"] = sum(moved.values())
-    return {part: moved[part] / found[part] / copy for part in PARTS}
+        return {"both": case.flops / seconds["both"] / product}
+    moved = case.forward_bytes, case.backward_bytes, case.forward_bytes + case.backward_bytes
+    return {part: size / seconds[part] / copy for part, size in zip(PARTS, moved, strict=True)}
 
 
 def print_table(case: Case, found: dict[str, dict]) -> None:
     """Markdown: a row per baseline."""
     print(f"### {case.name}\n")
-    print_header("", "forward µs", "backward µs", "both µs", "of the limit", "peak MB")
+    timing.print_header("", "forward µs", "backward µs", "both µs", "of the limit", "peak MB")
     for name, one in found.items():
         if "not_run" in one:
-            print_row(name, f"not run: {one['not_run']}", "", "", "", "")
+            timing.print_row(name, f"not run: {one['not_run']}", "", "", "", "")
             continue
         peak = "" if one["peak_bytes"] is None else f"{one['peak_bytes'] / 1e6:,.1f}"
         share = ", ".join(f"{share:.0%}" for share in one["share_of_limit"].values())
-        print_row(name, *(f"{one[part] * 1e6:,.1f}" for part in PARTS), share, peak)
+        timing.print_row(name, *(f"{one[part] * 1e6:,.1f}" for part in PARTS), share, peak)
     print()
 
 
@@ -139,7 +128,7 @@ def main() -> int:
         raise UserError(f"no case matches --only {arguments.only!r}; without it all are measured.")
     keep_freed_memory()
     torch.manual_seed(0)
-    copy, product = copy_rate(device), product_rate(device, torch.bfloat16)
+    copy, product = timing.copy_rate(device), timing.product_rate(device, torch.bfloat16)
     print(f"{device_name(device)}: copies {copy / 1e9:.4g} GB/s, products {product / 1e12:.3g} TFLOP/s\n")
     results, failed = [], False
     for case in chosen:
@@ -153,7 +142,7 @@ def main() -> int:
         torch.compiler.reset()
         gc.collect()
     rates = {"copy_bytes_per_second": copy, "product_flops_per_second": product}
-    print_json(device, kernels=kernels.describe(device), **rates, cases=results)
+    timing.print_json(device, kernels=kernels.describe(device), **rates, cases=results)
     return int(failed)
 
 

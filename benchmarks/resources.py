@@ -20,7 +20,7 @@ from triton.compiler import CompiledKernel
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from benchmarks.timing import print_header, print_json, print_row
+from benchmarks import timing
 from generation.weights import cast_weights
 from kernels import cross_entropy, decode, gpu, norm, rope, swiglu
 from model.cache import KeyValueCache
@@ -127,15 +127,15 @@ def main() -> None:
     else:
         pretend(arguments.target)
     columns, rows = ("launch", "kernel", "warps", "registers", "spilled", "shared"), {}
-    print_header(*columns)
+    timing.print_header(*columns)
     for name, call in launches():
         call()
         for kernel in compiled_kernels():
             if kernel.hash not in rows:
                 sizes = kernel.metadata.num_warps, kernel.n_regs, kernel.n_spills, kernel.metadata.shared
                 rows[kernel.hash] = dict(zip(columns, (name, kernel.name, *sizes), strict=True))
-                print_row(*rows[kernel.hash].values())
-    print_json(torch.get_default_device(), target=arguments.target, kernels=[*rows.values()])
+                timing.print_row(*rows[kernel.hash].values())
+    timing.print_json(torch.get_default_device(), target=arguments.target, kernels=[*rows.values()])
 
 
 if __name__ == "__main__":

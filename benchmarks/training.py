@@ -12,6 +12,7 @@ import os
 import statistics
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,27 +20,13 @@ from torch import Tensor, nn
 
 import kernels
 from ablation.plan import arm_settings, load_plan
-from benchmarks.timing import (
-    Timing,
-    interleaved,
-    peak_bytes,
-    print_header,
-    print_json,
-    print_row,
-    product_rate,
-    relative_speed,
-)
+from benchmarks import timing
+from benchmarks.timing import Timing
 from errors import UserError, exit_on_user_error, read_toml
 from model.config import ModelConfig
 from model.count import flops_per_token
 from model.decoder import Decoder
-from model.device import (
-    choose_device,
-    choose_training_dtype,
-    device_name,
-    keep_freed_memory,
-    why_not_compile,
-)
+from model.device import choose_device, choose_training_dtype, device_name, keep_freed_memory, why_not_compile
 from model.fused_decode import describe
 from model.norm import Norm
 from training.optimizer import build_optimizer
@@ -155,12 +142,9 @@ def time_together(
     """
     how, calls, timings = variants(device) | PEERS, {}, []
 
-    def choosing(variant: str, call: Callable[[], object]) -> Callable[[], object]:
-        def run() -> object:
-            kernels.use(how[variant][0], device)
-            return call()
-
-        return run
+    def run(variant: str, call: Callable[[], object]) -> object:
+        kernels.use(how[variant][0], device)
+        return call()
 
     try:
         for (variant, arm), settings in entries.items():
@@ -176,9 +160,9 @@ def time_together(
                 continue
             calls[variant, arm] = made
         for part in parts:
-            timed = {key: choosing(key[0], calls[key][part]) for key in calls}
-            for (variant, arm), seconds in interleaved(timed, device, blocks).items():
-                peak = peak_bytes(timed[variant, arm], device)
+            timed = {key: partial(run, key[0], calls[key][part]) for key in calls}
+            for (variant, arm), seconds in timing.interleaved(timed, device, blocks).items():
+                peak = timing.peak_bytes(timed[variant, arm], device)
                 timings.append(Timing(os.getpid(), variant, part, arm, seconds, peak))
         return timings
     finally:
@@ -247,7 +231,7 @@ def main() -> None:
         return profile(calls["step"], device, arguments.profile)
     print(f"{arguments.config} on {device_name(device)}\n")
     results = compare(entries, device, arguments.blocks)
-    print_json(device, config=arguments.config, **results)
+    timing.print_json(device, config=arguments.config, **results)
     if results["failures"]:
         sys.exit(1)
 
@@ -257,27 +241,26 @@ def compare(entries: dict[tuple[str, str], Settings], device: torch.device, bloc
 
     The limit is torch's product of square matrices in the dtype of the step, measured here.
     """
-    failures = {}
-    dtypes = {arm: choose_training_dtype(settings.machine.dtype, device) for (_, arm), settings in entries.items()}
-    products = {dtype: product_rate(device, dtype) for dtype in dict.fromkeys(dtypes.values())}
+    failures, dtypes = {}, [choose_training_dtype(one.machine.dtype, device) for one in entries.values()]
+    products = {dtype: timing.product_rate(device, dtype) for dtype in dict.fromkeys(dtypes)}
+    limits = {key: products[dtype] for key, dtype in zip(entries, dtypes, strict=True)}
     timings = time_together(entries, ("step",), device, blocks, failures)
-    first = {timing.arm: timing for timing in reversed(timings)}
+    first = {one.arm: one.seconds for one in reversed(timings)}
     columns = ("arm", "variant", "ms per step", "tokens/s", f"speed relative to {next(iter(entries))[0]}")
-    print_header(*columns, "of the products' rate", "peak GB without weights and optimizer")
-    for timing in timings:
-        settings, median = entries[timing.variant, timing.arm], statistics.median(timing.seconds)
-        tokens = step_tokens(settings)
-        flops = flops_per_token(settings.model, settings.data.sequence_length) * tokens
-        share = f"{flops / median / products[dtypes[timing.arm]]:.0%}"
-        memory = "not known" if timing.peak_bytes is None else f"{timing.peak_bytes / 1e9:.2f}"
-        ratio = relative_speed(first[timing.arm].seconds, timing.seconds)
-        print_row(timing.arm, timing.variant, f"{median * 1e3:,.1f}", f"{tokens / median:,.0f}", ratio, share, memory)
+    timing.print_header(*columns, "of the products' rate", "peak GB without weights and optimizer")
+    for one in timings:
+        key, seconds = (one.variant, one.arm), statistics.median(one.seconds)
+        rate = step_tokens(entries[key]) / seconds
+        flops = rate * flops_per_token(entries[key].model, entries[key].data.sequence_length)
+        memory = "not known" if one.peak_bytes is None else f"{one.peak_bytes / 1e9:.2f}"
+        cells = f"{seconds * 1e3:,.1f}", f"{rate:,.0f}", timing.relative_speed(first[one.arm], one.seconds)
+        timing.print_row(one.arm, one.variant, *cells, f"{flops / limits[key]:.0%}", memory)
     for (variant, arm), reason in failures.items():
-        print_row(arm, variant, f"not run: {reason}", *[""] * 4)
-    tokens = {arm: step_tokens(settings) for (_, arm), settings in entries.items()}
+        timing.print_row(arm, variant, f"not run: {reason}", *[""] * 4)
     rates = {str(dtype): rate for dtype, rate in products.items()}
-    rows, reasons = [dataclasses.asdict(timing) for timing in timings], [[*key, failures[key]] for key in failures]
-    return {"tokens": tokens, "product_flops_per_second": rates, "timings": rows, "failures": reasons}
+    rows = [dataclasses.asdict(one) | {"tokens": step_tokens(entries[one.variant, one.arm])} for one in timings]
+    reasons = [{"variant": variant, "arm": arm, "not_run": reason} for (variant, arm), reason in failures.items()]
+    return {"product_flops_per_second": rates, "timings": rows, "failures": reasons}
 
 
 if __name__ == "__main__":
