@@ -15,7 +15,9 @@ from flags import optional
 DESCRIPTION = """Compare any settings of train.py over paired seeds, with intervals and a verdict.
 
 python ablate.py                                        RMSNorm or LayerNorm: configs/comparisons/norms.toml, hours
+
 python ablate.py --quick                                the same in minutes, and what that cannot show
+
 python ablate.py placement                              a plan from configs/comparisons/, or a TOML file
 
 python ablate.py --vary norm=layer,dyt                  each at its best learning rate of a sweep
