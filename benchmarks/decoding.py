@@ -29,8 +29,6 @@ from generation.weights import bytes_per_step
 from model.device import choose_device, device_name, processor
 from model.fused_decode import describe
 
-MIN_TURNS = 3
-
 
 @functools.cache
 def prepare(case: Case) -> Callable[[], float]:
@@ -51,10 +49,7 @@ def take_turn(case: Case) -> tuple[float, int | None]:
 
 
 def take_turns(cases: list[Case], turns: int, deadline: float = math.inf) -> list[dict]:
-    """A row for each case: `seconds` of a step, a value per turn, or the reason as `not_run`.
-
-    After MIN_TURNS no turn begins beyond the deadline, a time of `time.monotonic`.
-    """
+    """A row for each case: `seconds` of a step, a value per turn, or the reason as `not_run`."""
     rows = {case: {**case._asdict(), "path": None, "seconds": [], "peak_bytes": None} for case in cases}
     method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
     context = multiprocessing.get_context(method)
@@ -63,14 +58,13 @@ def take_turns(cases: list[Case], turns: int, deadline: float = math.inf) -> lis
     with contextlib.ExitStack() as stack:
         processes = {case: stack.enter_context(ProcessPoolExecutor(1, mp_context=context)) for case in cases}
         for case in cases:  # one after another: they warm up
+            print("preparing", *case[:5], file=sys.stderr, flush=True)
             try:
                 processes[case].submit(take_turn, case).result()
             except Exception as error:  # whatever a program, a compiler or the capture of a graph may raise
                 rows[case]["not_run"] = describe(error)
                 del processes[case]
-        for number, case in enumerate(in_turns(processes, turns)):
-            if number % len(processes) == 0 and number >= MIN_TURNS * len(processes) and time.monotonic() > deadline:
-                break
+        for case in in_turns(processes, turns, deadline):
             seconds, rows[case]["peak_bytes"] = processes[case].submit(take_turn, case).result()
             rows[case]["seconds"].append(seconds)
     return [*rows.values()]
@@ -84,7 +78,6 @@ def compare(cases: list[Case], turns: int, rate: float, deadline: float = math.i
     found = []
     for number, group in enumerate(groups):
         now = time.monotonic()
-        print(f"{', '.join(map(str, group[0][:3]))}: {len(group)} programs", file=sys.stderr)
         rows = take_turns(group, turns, now + (deadline - now) / (len(groups) - number))
         for case, row in zip(group, rows, strict=True):
             row["bytes"] = bytes_read(case)

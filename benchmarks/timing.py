@@ -5,6 +5,7 @@ steps, because each waits for a token.
 """
 
 import json
+import math
 import platform
 import statistics
 import time
@@ -20,6 +21,7 @@ PAUSE = 20_000_000  # cycles of a GPU, about 11 ms, in which the host queues the
 COPY_BYTES = {"cuda": 2**30, "cpu": 2**27}
 READ_BYTES = 2**30  # more than a server's cache holds
 PRODUCT_SIZE = {"cuda": 8192, "cpu": 2048}
+MIN_TURNS = 3
 CALLS_PER_BLOCK = 4  # their median is the time of the block
 
 
@@ -66,21 +68,26 @@ def relative_speed(baseline: list[float], seconds: list[float]) -> str:
     return f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
 
 
-def in_turns(keys: Collection[Hashable], turns: int) -> Iterator[Hashable]:
-    """C B A A B C ...: the order of each turn is that of the one before, reversed, so that a drift of speed cancels."""
+def in_turns(keys: Collection[Hashable], turns: int, deadline: float = math.inf) -> Iterator[Hashable]:
+    """C B A A B C ...: the order of each turn is that of the one before, reversed, so that a drift of speed cancels.
+
+    After MIN_TURNS no turn begins beyond the deadline, a time of `time.monotonic`.
+    """
     for turn in range(turns):
+        if turn >= MIN_TURNS and time.monotonic() > deadline:
+            return
         yield from keys if turn % 2 else reversed(list(keys))
 
 
 def interleaved(
-    calls: dict[Hashable, Callable[[], object]], device: torch.device, blocks: int
+    calls: dict[Hashable, Callable[[], object]], device: torch.device, blocks: int, deadline: float = math.inf
 ) -> dict[Hashable, list[float]]:
     """Seconds of a call, one value per block, which take turns. A block is the median of CALLS_PER_BLOCK calls."""
     for call in calls.values():  # compiles, fills caches
         for _ in range(3):
             call()
     seconds = {key: [] for key in calls}
-    for key in in_turns(calls, blocks):
+    for key in in_turns(calls, blocks, deadline):
         seconds[key].append(statistics.median(times([calls[key]], device, CALLS_PER_BLOCK)))
     return seconds
 

@@ -8,6 +8,7 @@ micro-batch.
 import argparse
 import dataclasses
 import json
+import math
 import os
 import statistics
 import sys
@@ -135,6 +136,7 @@ def time_together(
     device: torch.device,
     blocks: int,
     failures: dict[tuple[str, str], str] | None = None,
+    deadline: float = math.inf,
 ) -> list[Timing]:
     """Time the parts of every (variant, arm), all of them taking turns; leaves `kernels.use` at auto.
 
@@ -161,7 +163,7 @@ def time_together(
             calls[variant, arm] = made
         for part in parts:
             timed = {key: partial(run, key[0], calls[key][part]) for key in calls}
-            for (variant, arm), seconds in timing.interleaved(timed, device, blocks).items():
+            for (variant, arm), seconds in timing.interleaved(timed, device, blocks, deadline).items():
                 peak = timing.peak_bytes(timed[variant, arm], device)
                 timings.append(Timing(os.getpid(), variant, part, arm, seconds, peak))
         return timings
@@ -236,7 +238,9 @@ def main() -> None:
         sys.exit(1)
 
 
-def compare(entries: dict[tuple[str, str], Settings], device: torch.device, blocks: int) -> dict:
+def compare(
+    entries: dict[tuple[str, str], Settings], device: torch.device, blocks: int, deadline: float = math.inf
+) -> dict:
     """Time a step of every (variant, arm), and print a table: speed relative to the arm's first variant.
 
     The limit is torch's product of square matrices in the dtype of the step, measured here.
@@ -244,7 +248,7 @@ def compare(entries: dict[tuple[str, str], Settings], device: torch.device, bloc
     failures, dtypes = {}, [choose_training_dtype(one.machine.dtype, device) for one in entries.values()]
     products = {dtype: timing.product_rate(device, dtype) for dtype in dict.fromkeys(dtypes)}
     limits = {key: products[dtype] for key, dtype in zip(entries, dtypes, strict=True)}
-    timings = time_together(entries, ("step",), device, blocks, failures)
+    timings = time_together(entries, ("step",), device, blocks, failures, deadline)
     first = {one.arm: one.seconds for one in reversed(timings)}
     columns = ("arm", "variant", "ms per step", "tokens/s", f"speed relative to {next(iter(entries))[0]}")
     timing.print_header(*columns, "of the products' rate", "peak GB without weights and optimizer")
