@@ -1,5 +1,7 @@
 """Compare any settings of train.py over paired seeds: `python ablate.py`. Thin: parses, and calls ablation/."""
 
+import contextlib
+import functools
 import os
 import sys
 
@@ -27,28 +29,26 @@ def main() -> int:
         return 0
     from ablation import execute, judge  # import torch
 
-    run_all = execute.execute
-    if command.ray is not None:
-        from ablation import cluster
-
-        cluster.connect(command.ray)
-        run_all = cluster.execute_on_cluster
     folder = command.out or Path("runs") / f"ablation-{command.plan.name}"
-    if command.dry_run:
-        print(execute.describe(execute.load_or_create(command.plan, folder, command.device, command.jobs), timed=True))
-        return 0
-    with locked(folder):
+    with contextlib.nullcontext() if command.dry_run else locked(folder):
         experiment = execute.load_or_create(command.plan, folder, command.device, command.jobs)
-        print(execute.describe(experiment), flush=True)
+        start = None
+        if command.ray is not None:
+            from ablation import cluster
+
+            start = cluster.join(experiment, command.ray)
+        print(execute.describe(experiment, timed=command.dry_run), flush=True)
+        if command.dry_run:
+            return 0
         if command.judge:
-            said = judge.judge(experiment, run_all)
+            said = judge.judge(experiment, functools.partial(execute.execute, start=start))
         else:
             execute.write_plan(experiment)
-            run_all(experiment)
+            execute.execute(experiment, start)
             said = report.headline(experiment.study)
         written = report.write(experiment.study, folder)
     for row in experiment.failed:
-        print(f"failed: {row.folder_name}: {row.reason}", file=sys.stderr)
+        print(f"failed: {row}: {row.reason}", file=sys.stderr)
     print(f"report: {written[0]}", *said, sep="\n")
     return 1 if experiment.failed else 0
 

@@ -1,14 +1,14 @@
 """Do the runs that a study still wants: a fresh process for each, and each device owned by one worker.
 
 A run that raises anything, or whose process is killed, is a row with status "failed" and costs nothing else. However
-this process ends, the others end with it; the same command resumes, from saves that are at most half a minute old.
+this process ends, the others end with it; the same command repeats the runs that had not finished, and no other. On a
+Ray cluster (`cluster`) only the workers and what starts a run differ.
 """
 
 import dataclasses
 import functools
 import multiprocessing
 import os
-import shutil
 import signal
 import threading
 from collections.abc import Callable
@@ -23,7 +23,7 @@ from tqdm import tqdm
 from ablation.plan import Plan, Run, arm_settings, load_plan, run_settings, save_plan
 from ablation.records import Change, Row, append, read_lines
 from ablation.run import hardware, settings_hash, train_run
-from ablation.study import Study, as_table
+from ablation.study import KEY, Study, as_table
 from errors import UserError, usable_cores
 from model.device import choose_device, choose_kernels, choose_training_dtype
 from training.estimate import measure_time
@@ -56,21 +56,21 @@ class Experiment:
     def update(self) -> None:
         self.study = Study(self.plan, as_table(self.rows))
 
-    @property
-    def devices(self) -> list[str]:
-        """The device of each worker: GPUs of one model, so that arms of a seed share it."""
+    @functools.cached_property
+    def workers(self) -> list[str]:
+        """The device of each: GPUs of one model, so that arms of a seed share it."""
         chosen = choose_device(self.device)
         if chosen.type == "cpu":
             return ["cpu"] * (self.jobs or usable_cores())
         if chosen.type == "cuda" and self.device == "auto":
-            names = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
-            return [f"cuda:{number}" for number, name in enumerate(names) if name == names[0]][: self.jobs]
+            every = [f"cuda:{number}" for number in range(torch.cuda.device_count())]
+            return [device for device in every if hardware(device) == hardware(every[0])][: self.jobs]
         return [str(chosen)]
 
-    @property
-    def threads(self) -> int | None:
-        """CPU threads of each run: the cores divided by the workers, since more threads than cores are slower."""
-        return max(1, usable_cores() // len(self.devices)) if self.devices[0] == "cpu" else None
+    @functools.cached_property
+    def hardware(self) -> str:
+        """The model of all workers' GPUs or CPUs."""
+        return hardware(self.workers[0])
 
     def add(self, row: Row) -> None:
         """Append the row of a run; one on another text than those before it has failed."""
@@ -83,15 +83,10 @@ class Experiment:
         self.rows.append(dataclasses.asdict(row))
         self.update()
 
-    def run_folder(self, run: Run) -> Path:
-        """Where a run keeps its state while it trains."""
-        return self.folder / "runs" / run.folder_name
-
 
 def failure(run: Run, reason: str) -> Row:
     """The row of a run that did not end by itself."""
-    key = {name.name: getattr(run, name.name) for name in dataclasses.fields(Run)}
-    return Row(**key, status="failed", reason=reason)
+    return Row(*(getattr(run, name) for name in KEY), status="failed", reason=reason)
 
 
 def load_or_create(plan: Plan, folder: Path, device: str = "auto", jobs: int | None = None) -> Experiment:
@@ -101,11 +96,10 @@ def load_or_create(plan: Plan, folder: Path, device: str = "auto", jobs: int | N
     """
     rows = [row for row in read_lines(folder / "runs.jsonl") if row["status"] != "failed"]
     experiment = Experiment(plan, folder, device, jobs, rows)
-    names = [f.name for f in dataclasses.fields(Run)]
     for row in rows:
-        run = Run(*(row[name] for name in names))
+        run = Run(*(row[name] for name in KEY))
         if run.arm in plan.compared and settings_hash(run_settings(plan, run)) != row["settings_hash"]:
-            raise UserError(f"the finished run {run.folder_name} of {folder} had other settings; give another --out.")
+            raise UserError(f"a finished run ({run}) of {folder} had other settings; give another --out.")
     return experiment
 
 
@@ -115,19 +109,19 @@ def remaining(experiment: Experiment) -> list[Run]:
     return [] if hopeless else experiment.study.missing(experiment.study.wanted)
 
 
-def without_mixed_pairs(study: Study, rows: list[dict], device: str) -> list[dict]:
-    """The rows without those of unfinished seeds that come from another device: arms of a seed share theirs."""
-    unfinished = {(run.phase, run.seed) for run in study.missing(study.wanted)}
-    return [row for row in rows if row["device"] == device or (row["phase"], row["seed"]) not in unfinished]
-
-
 def execute(experiment: Experiment, start: Callable[[Run, str], Future] | None = None) -> None:
-    """Do all runs that are wanted. start: begins one on a device; by default in a process of its own."""
-    here = hardware(torch.device(experiment.devices[0]))
-    experiment.rows = without_mixed_pairs(experiment.study, experiment.rows, here)
+    """Do all runs that are wanted. start: begins one on a worker; by default in a process of its own.
+
+    Arms of a seed share a model of hardware: what unfinished seeds have from another one is trained again.
+    """
+    unfinished = {(run.phase, run.seed) for run in remaining(experiment)}
+    experiment.rows = [
+        row
+        for row in experiment.rows
+        if row["device"] == experiment.hardware or (row["phase"], row["seed"]) not in unfinished
+    ]
     experiment.update()
-    begin = start or functools.partial(start_process, experiment)
-    free, running = list(experiment.devices), {}
+    begin, free, running = start or functools.partial(start_process, experiment), [*experiment.workers], {}
     bar = tqdm(unit="run", dynamic_ncols=True)
     try:
         while True:
@@ -135,15 +129,14 @@ def execute(experiment: Experiment, start: Callable[[Run, str], Future] | None =
             waiting = [run for run in remaining(experiment) if run not in started]
             bar.total = len(experiment.rows) + len(running) + len(waiting)
             for run in waiting[: len(free)]:
-                device = free.pop()
-                running[begin(run, device)] = run, device
+                worker = free.pop()
+                running[begin(run, worker)] = run, worker
             if not running:
                 return
             for future in wait(running, return_when=FIRST_COMPLETED).done:
-                run, device = running.pop(future)
-                free.append(device)
+                run, worker = running.pop(future)
+                free.append(worker)
                 experiment.add(result(future, run))
-                shutil.rmtree(experiment.run_folder(run), ignore_errors=True)  # its row has all its numbers
                 bar.update()
     finally:
         bar.close()
@@ -169,18 +162,24 @@ def result(future: Future, run: Run) -> Row:
     except BrokenProcessPool:
         return failure(run, "its process was killed, perhaps for lack of memory")
     except Exception as error:
+        error = getattr(error, "cause", error)  # Ray's own error has the one that was raised
         return failure(run, f"{type(error).__name__}: {error}")
 
 
 def start_process(experiment: Experiment, run: Run, device: str) -> Future:
     """Begin a run in a fresh process, which inherits that Ctrl-C is ignored: this one ends the others."""
+    workers = len(experiment.workers)
     handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
     pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), initializer=end_with_parent)
-    arguments = experiment.plan, run, experiment.run_folder(run), device, experiment.threads, len(experiment.devices)
-    future = pool.submit(train_run, *arguments)
+    future = pool.submit(train_run, experiment.plan, run, device, threads(device, workers), workers)
     signal.signal(signal.SIGINT, handler)
     pool.shutdown(wait=False)
     return future
+
+
+def threads(device: str, workers: int) -> int | None:
+    """CPU threads of each run: the cores divided by the workers, since more threads than cores are slower."""
+    return max(1, usable_cores() // workers) if device == "cpu" else None
 
 
 def end_with_parent() -> None:
@@ -201,7 +200,7 @@ def describe(experiment: Experiment, timed: bool = False) -> str:
         f"arms: {'; '.join(plan.compared)}",
         f"learning rates: {', '.join(f'{rate:g}' for rate in rates)}" + (" (a sweep)" if study.rates else ""),
         f"final pairs: {study.pairs or 'as many as the pilot asks for'}; at most {plan.hours:g} hours in all",
-        f"runs: {len(study.rows)} done, {len(remaining(experiment))} can start, {len(experiment.devices)} at once",
+        f"runs: {len(study.rows)} done, {len(remaining(experiment))} can start, {len(experiment.workers)} at once",
         f"measure: validation loss; differences within {plan.margin:g} are treated as equivalent",
         "Ctrl-C stops it, and the same command resumes it",
     ]
@@ -209,8 +208,8 @@ def describe(experiment: Experiment, timed: bool = False) -> str:
         lines.append(QUICK)
     if timed:
         settings = arm_settings(plan, next(iter(plan.compared.values())))
-        device = choose_device(experiment.devices[0])
+        device = choose_device(experiment.device)
         choose_kernels(settings.machine.kernels, device)
-        torch.set_num_threads(experiment.threads or torch.get_num_threads())
+        torch.set_num_threads(threads(device.type, len(experiment.workers)) or torch.get_num_threads())
         lines.append(f"a run: {measure_time(settings, device, choose_training_dtype(settings.machine.dtype, device))}")
     return "\n".join(lines)

@@ -8,10 +8,9 @@ sweep, the number of final pairs by a pilot, each on seeds that the final runs d
 import dataclasses
 import functools
 import itertools
-import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 from errors import UserError, read_toml, replace_text
 from flags import Suppress, arg, optional
@@ -23,7 +22,6 @@ MAX_SEEDS = 500  # of the final runs
 JUDGED_PAIRS = 20  # at most
 EVALUATIONS = 12  # along a run
 SWEEP_FACTORS = (0.5, 1.0, 2.0, 4.0)  # of the config's learning rate, where a plan asks for a sweep without values
-PERTURBATION = "perturbation"  # a setting of arms that is none of train.py: relative change of all initial weights
 GIVEN = ("seed", "out", "device", "evaluate_every")  # settings of the program, not of an arm
 
 
@@ -76,12 +74,12 @@ class Plan:
     def __post_init__(self) -> None:
         if self.seeds is not None and not 2 <= self.seeds <= MAX_SEEDS:
             raise UserError(f"--seeds is {self.seeds} and must be from 2 to {MAX_SEEDS}.")
-        if {*self.final_seeds} & {*self.seeds_of_sweep, *self.seeds_of_pilot}:
+        if {*self.phase_seeds["final"]} & {*self.phase_seeds["sweep"], *self.phase_seeds["pilot"]}:
             raise UserError(f"--first-seed {self.first_seed}: final runs would have seeds of the sweep or the pilot.")
         arms = {name: dict(read_setting(*item) for item in given.items()) for name, given in self.arms.items()}
-        vary = {name: [read_setting(name, value)[1] for value in values] for name, values in self.vary.items()}
+        read = [[read_setting(name, value) for value in values] for name, values in self.vary.items()]
         object.__setattr__(self, "arms", arms)
-        object.__setattr__(self, "vary", {name.rpartition(".")[2]: values for name, values in vary.items()})
+        object.__setattr__(self, "vary", {choices[0][0]: [value for _, value in choices] for choices in read})
 
     @functools.cached_property
     def compared(self) -> dict[str, Arm]:
@@ -96,11 +94,10 @@ class Plan:
                 found[name] = Arm(name, settings | dict(choices), None if name == names[0] else names[0])
         if len(found) < 2:
             raise UserError("a comparison needs two arms or more: --vary SETTING=VALUE,VALUE, or --a and --b.")
-        first: dict[str, str] = {}
-        for arm in found.values():
-            same = first.setdefault(str((arm_settings(self, arm), arm.settings.get(PERTURBATION))), arm.name)
-            if same != arm.name:
-                raise UserError(f"the arms {same} and {arm.name} have the same settings.")
+        settings = {name: arm_settings(self, arm) for name, arm in found.items()}
+        for a, b in itertools.combinations(found, 2):
+            if settings[a] == settings[b]:
+                raise UserError(f"the arms {a} and {b} have the same settings.")
         return found
 
     @functools.cached_property
@@ -111,7 +108,7 @@ class Plan:
         norms = {self.value(arm, "norm") for arm in self.compared.values()} if "norm" in self.varied else set()
         differ = norms - {"rms", "layer"} or {"norm_placement", "mlp", "optimizer"} & {*self.varied}
         rate = base_settings(self.config).optimizer.learning_rate
-        return tuple(float(f"{factor * rate:.3g}") for factor in SWEEP_FACTORS) if differ else ()
+        return tuple(three_digits(factor * rate) for factor in SWEEP_FACTORS) if differ else ()
 
     @property
     def varied(self) -> list[str]:
@@ -121,10 +118,8 @@ class Plan:
 
     def value(self, arm: Arm, setting: str) -> Any:
         """What an arm has for a setting: its own value, or that of the config."""
-        if setting in arm.settings or setting == PERTURBATION:
-            return arm.settings.get(setting, 0.0)
         table, _ = known_settings()[setting]
-        return getattr(getattr(base_settings(self.config), table), setting)
+        return arm.settings.get(setting, getattr(getattr(base_settings(self.config), table), setting))
 
     def fixed_rate(self, arm: Arm) -> float | None:
         """The learning rate of an arm for which none is chosen; None where the sweep chooses one."""
@@ -135,17 +130,14 @@ class Plan:
         return self.learning_rates[0] if self.learning_rates else base_settings(self.config).optimizer.learning_rate
 
     @property
-    def final_seeds(self) -> range:
-        """Seeds of the final runs: with a pilot, the seeds from which it takes as many as it needs."""
-        return range(self.first_seed, self.first_seed + (self.seeds or MAX_SEEDS))
-
-    @property
-    def seeds_of_pilot(self) -> range:
-        return range(FIRST_PILOT_SEED, FIRST_PILOT_SEED + (0 if self.seeds else self.pilot_seeds))
-
-    @property
-    def seeds_of_sweep(self) -> range:
-        return range(FIRST_SWEEP_SEED, FIRST_SWEEP_SEED + self.sweep_seeds)
+    def phase_seeds(self) -> dict[str, range]:
+        """The seeds of each phase; with a pilot, the final runs are as many of theirs as it asks for."""
+        pilot = 0 if self.seeds else self.pilot_seeds
+        return {
+            "sweep": range(FIRST_SWEEP_SEED, FIRST_SWEEP_SEED + self.sweep_seeds),
+            "pilot": range(FIRST_PILOT_SEED, FIRST_PILOT_SEED + pilot),
+            "final": range(self.first_seed, self.first_seed + (self.seeds or MAX_SEEDS)),
+        }
 
 
 @dataclass(frozen=True)
@@ -159,18 +151,20 @@ class Run:
     perturbation: float = 0.0
     """Relative change of the initial weights by which this run differs from the others of its arm and seed."""
 
-    @property
-    def folder_name(self) -> str:
-        """Name of the folder of its state while it trains."""
-        parts = [re.sub(r"[^\w.=-]+", "-", self.arm), self.phase, f"{self.learning_rate:g}", f"{self.seed}"]
-        return "-".join(parts) + (f"-{self.perturbation:g}" if self.perturbation else "")
+    def __str__(self) -> str:
+        changed = f", weights changed by {self.perturbation:g}" if self.perturbation else ""
+        return f"{self.arm}, {self.phase} seed {self.seed}, learning rate {self.learning_rate:g}{changed}"
+
+
+def three_digits(rate: float) -> float:
+    return float(f"{rate:.3g}")
 
 
 @functools.cache
 def known_settings() -> dict[str, tuple[str, Any]]:
-    """Every setting of `train.py`, and `perturbation`: the table of `Settings` that has it, and its type."""
-    tables = {table.name: dataclasses.fields(table.type) for table in dataclasses.fields(Settings)}
-    return {f.name: (table, f.type) for table, fields in tables.items() for f in fields} | {PERTURBATION: ("", float)}
+    """Every setting of `train.py`: the table of `Settings` that has it, and its type."""
+    tables = dataclasses.fields(Settings)
+    return {f.name: (table.name, f.type) for table in tables for f in dataclasses.fields(table.type)}
 
 
 def read_setting(name: str, value: object) -> tuple[str, Any]:
@@ -181,6 +175,8 @@ def read_setting(name: str, value: object) -> tuple[str, Any]:
     if short in GIVEN or short not in known_settings() or table not in ("", known_settings()[short][0]):
         raise UserError(f"{name} is not a setting that arms can have.{nearest(short, known_settings())}")
     kind = known_settings()[short][1]
+    if get_origin(kind) is Literal and value not in get_args(kind):
+        raise UserError(f"{name}={value} is none of {', '.join(get_args(kind))}.{nearest(str(value), get_args(kind))}")
     if get_origin(kind) is tuple and isinstance(value, str):
         value = [value]
     try:
@@ -206,19 +202,18 @@ def base_settings(config: str) -> Settings:
 
 def replace_settings(settings: Settings, changes: dict[str, Any]) -> Settings:
     """The settings with those values, by short name, changed."""
-    tables: dict[str, dict[str, Any]] = {}
-    for name, value in changes.items():
-        if name != PERTURBATION:
-            tables.setdefault(known_settings()[name][0], {})[name] = value
-    changed = {table: dataclasses.replace(getattr(settings, table), **new) for table, new in tables.items()}
-    return dataclasses.replace(settings, **changed)
+    return Settings(
+        **{
+            table: dataclasses.replace(before, **{name: changes[name] for name in vars(before) if name in changes})
+            for table, before in vars(settings).items()
+        }
+    )
 
 
 def arm_settings(plan: Plan, arm: Arm) -> Settings:
     """The settings of an arm's runs, but for seed and learning rate."""
-    settings = replace_settings(
-        base_settings(plan.config), ({"steps": plan.steps} if plan.steps else {}) | arm.settings
-    )
+    given = {"steps": plan.steps} if plan.steps else {}
+    settings = replace_settings(base_settings(plan.config), given | arm.settings)
     steps, warmup = settings.optimizer.steps, settings.optimizer.warmup_steps
     schedule = {"warmup_steps": min(warmup, max(steps // 10, 1)), "evaluate_every": max(1, steps // EVALUATIONS)}
     return replace_settings(settings, schedule)

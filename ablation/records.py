@@ -31,8 +31,6 @@ class Row(Run):
     """Steps whose loss is far above the median of the 20 steps before; consecutive steps count as one."""
     seconds: float = 0.0
     """Of training, without evaluations."""
-    peak_memory: int | None = None
-    """Bytes on a GPU."""
     mean_over_std: float | None = None
     """|mean| over the standard deviation of the residual stream, at the norms of the second half of the depth."""
     cosine_with_ones: float | None = None

@@ -1,16 +1,13 @@
 """One run of a comparison: the training loop's own steps, with evaluations and probes between them, to one row.
 
-An unfinished run resumes from its last save; a finished one is never repeated, because its row is in runs.jsonl.
+Writes nothing: a run that is killed starts again, and a finished one is never repeated.
 """
 
-import contextlib
 import hashlib
+import itertools
 import math
 import platform
-import shutil
-import time
 from collections.abc import Iterator
-from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -25,41 +22,34 @@ from model.attention import Attention
 from model.decoder import Decoder
 from model.device import processor
 from model.norm import Norm, is_norm_parameter
-from training import checkpoint, metrics
 from training.evaluate import evaluate
-from training.loop import save, train_steps
-from training.session import Session, initial_model, no_log, open_run, set_up
-from training.settings import Settings, changed_fields, load_settings
+from training.loop import train_steps
+from training.session import Session, initial_model, no_log, set_up
+from training.settings import Settings, changed_fields
 from training.step import Diverged
 
 CURVE_TOKENS = 16_384  # of the validation set, for the points along a run; the final loss uses all of it
-SAVE_SECONDS = 30.0  # a killed run loses no more
 SPIKE = 0.5  # nats above the median of the 20 steps before
 
 
-def train_run(plan: Plan, run: Run, folder: Path, device: str, threads: int | None, workers: int) -> Row:
-    """Train one run in `folder` and return its row. threads: of a CPU; workers: how many runs are made at once."""
+def train_run(plan: Plan, run: Run, device: str, threads: int | None, workers: int) -> Row:
+    """Train a run and return its row. threads: of a CPU; workers: how many runs are made at once."""
     settings = run_settings(plan, run)
-    resume = can_resume(folder, settings)
-    if not resume:
-        shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(threads or torch.get_num_threads())
-    session = set_up(replace_settings(settings, {"device": device}), folder, resume=resume, log=no_log)
-    if run.perturbation and not resume:
+    session = set_up(replace_settings(settings, {"device": device}), Path(), resume=False, log=no_log)
+    if run.perturbation:
         perturb(session.model, run.seed, run.perturbation)
     return measure(session, run, settings_hash(settings), workers)
 
 
 def measure(session: Session, run: Run, hash_of_settings: str, workers: int, *, train: bool = True) -> Row:
     """The row of a session, which is trained to its end first; train: False only evaluates the model as it is."""
-    on_gpu = session.device.type == "cuda"
-    if on_gpu:
-        torch.cuda.reset_peak_memory_stats(session.device)
-    found = {"status": "completed"}
+    losses, curve, found = [], [], {"status": "completed"}
     try:
-        if train:
-            train_to_the_end(session)
+        for result in train_steps(session) if train else ():
+            losses.append(result.loss)
+            if result.step % session.settings.run.evaluate_every == 0 or result.step == session.steps:
+                curve.append((result.step, curve_loss(session)))
         found |= final_loss(session) | probe(session)
     except Diverged as error:
         found = {"status": "diverged", "reason": str(error).partition(";")[0]}
@@ -67,9 +57,9 @@ def measure(session: Session, run: Run, hash_of_settings: str, workers: int, *, 
     return Row(
         **vars(run),
         **found,
-        **curves(session.run_dir),
+        curve=[point for point in curve if math.isfinite(point[1])],
+        spikes=count_spikes(losses),
         seconds=session.state.seconds,
-        peak_memory=torch.cuda.max_memory_allocated(session.device) if on_gpu else None,
         steps=session.state.step,
         tokens=session.state.tokens,
         parameters=session.model.num_parameters(),
@@ -77,42 +67,19 @@ def measure(session: Session, run: Run, hash_of_settings: str, workers: int, *, 
         weights_hash=weights_hash(settings),
         batches_hash=batches_hash(session),
         text_hash=session.corpus.text_hash,
-        device=hardware(session.device),
+        device=hardware(str(session.device)),
         kernels=kernels.describe(session.device),
         dtype=settings.machine.dtype,
         torch=torch.__version__,
         python=platform.python_version(),
-        threads=None if on_gpu else torch.get_num_threads(),
+        threads=None if session.device.type == "cuda" else torch.get_num_threads(),
         workers=workers,
     )
 
 
-def hardware(device: torch.device) -> str:
+def hardware(device: str) -> str:
     """The model of the GPU, or else of the CPU."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else processor()
-
-
-def can_resume(folder: Path, settings: Settings) -> bool:
-    """Whether the folder has a usable save of an unfinished run with these settings; otherwise the run starts again."""
-    last = checkpoint.find_complete(folder / "last")
-    if last is None:
-        return False
-    saved = replace_settings(load_settings(folder / "settings.toml"), {"dtype": settings.machine.dtype})
-    unfinished = checkpoint.read_state(last).step < settings.optimizer.steps
-    return unfinished and settings_hash(saved) == settings_hash(settings)
-
-
-def train_to_the_end(session: Session) -> None:
-    """Do all steps. What is measured goes to metrics.jsonl, which resumes too."""
-    saved_at = time.perf_counter()
-    with contextlib.closing(open_run(session)) as log:
-        for step in train_steps(session):
-            log.write(step.step, loss=step.loss)
-            if step.step % session.settings.run.evaluate_every == 0 or step.step == session.steps:
-                log.write(step.step, curve_loss=curve_loss(session))
-            if time.perf_counter() - saved_at > SAVE_SECONDS:
-                save(session)
-                saved_at = time.perf_counter()
+    return torch.cuda.get_device_name(device) if device.startswith("cuda") else processor()
 
 
 def validation(session: Session) -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -124,8 +91,8 @@ def validation(session: Session) -> Iterator[tuple[np.ndarray, np.ndarray]]:
 def curve_loss(session: Session) -> float:
     """Loss on the first CURVE_TOKENS tokens of the validation set, nats per token."""
     tokens = session.micro_batch_size * session.settings.data.sequence_length
-    few = islice(validation(session), max(1, CURVE_TOKENS // tokens))
-    return evaluate(session.model, few, session.corpus.validation_bytes, session.device).loss
+    few = itertools.islice(validation(session), max(1, CURVE_TOKENS // tokens))
+    return six_digits(evaluate(session.model, few, session.corpus.validation_bytes, session.device).loss)
 
 
 def final_loss(session: Session) -> dict[str, float]:
@@ -169,7 +136,7 @@ def probe(session: Session) -> dict[str, float]:
     hooks = {Norm: probe_stream, Attention: probe_attention}
     handles = [m.register_forward_hook(hooks[type(m)]) for m in session.model.modules() if type(m) in hooks]
     try:
-        evaluate(session.model, islice(validation(session), 1), 1, session.device)
+        evaluate(session.model, itertools.islice(validation(session), 1), 1, session.device)
     finally:
         for handle in handles:
             handle.remove()
@@ -185,21 +152,15 @@ def probe(session: Session) -> dict[str, float]:
     return {name: six_digits(value) for name, value in found.items() if np.isfinite(value)}
 
 
-def curves(folder: Path) -> dict[str, list[tuple[int, float]] | int]:
-    """The validation curve, and the number of loss spikes, from metrics.jsonl."""
-    lines = metrics.read(folder)
-    losses = np.array([float(line["loss"]) for line in lines if "loss" in line])
-    high = [step for step in range(20, len(losses)) if not losses[step] <= np.median(losses[step - 20 : step]) + SPIKE]
-    points = [(line["step"], six_digits(line["curve_loss"])) for line in lines if "curve_loss" in line]
-    return {
-        "curve": [point for point in points if math.isfinite(point[1])],
-        "spikes": sum(step - 1 not in high for step in high),
-    }
+def count_spikes(losses: list[float]) -> int:
+    """Steps whose loss is far above the median of the 20 before; consecutive ones count as one."""
+    high = [not losses[step] <= np.median(losses[step - 20 : step]) + SPIKE for step in range(20, len(losses))]
+    return sum(now and not before for before, now in itertools.pairwise([False, *high]))
 
 
-def six_digits(value: float | str) -> float:
+def six_digits(value: float) -> float:
     """A number rounded to six digits, for what no verdict depends on: all digits would double the size of a row."""
-    return float(f"{float(value):.6g}")
+    return float(f"{value:.6g}")
 
 
 @torch.no_grad()

@@ -8,15 +8,15 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from ablation.plan import MAX_SEEDS, PERTURBATION, Arm, Plan, Run, load_plan
+from ablation.plan import MAX_SEEDS, Arm, Plan, Run, load_plan, three_digits
 from ablation.records import Row, read_lines
 from ablation.stats import Comparison, Effect, equivalence_p, final_pairs, holm, mean_effect
 from errors import UserError
@@ -59,9 +59,10 @@ class Study:
         NaN: a run diverged, or is missing.
         """
         arms = [name for name, arm in self.arms.items() if self.plan.fixed_rate(arm) is None]
-        rows = self.rows[(self.rows.phase == "sweep") & self.rows.seed.isin(self.plan.seeds_of_sweep)]
+        seeds = self.plan.phase_seeds["sweep"]
+        rows = self.rows[(self.rows.phase == "sweep") & self.rows.seed.isin(seeds)]
         losses = rows.pivot_table("loss", ["arm", "learning_rate"], "seed", dropna=False, observed=True)
-        complete = losses.reindex(columns=[*self.plan.seeds_of_sweep]).mean(axis=1, skipna=False)
+        complete = losses.reindex(columns=[*seeds]).mean(axis=1, skipna=False)
         return complete.unstack().reindex(index=arms, columns=self.rates)
 
     @functools.cached_property
@@ -77,19 +78,16 @@ class Study:
     @functools.cached_property
     def sweep_runs(self) -> list[Run]:
         """All runs of the sweep; when they are finished and an arm is best at an edge, also those beyond the edge."""
-
-        def runs(rates: list[float]) -> list[Run]:
-            choices = itertools.product(self.plan.seeds_of_sweep, self.sweep.index, rates)
-            return [self.run(arm, "sweep", seed, rate) for seed, arm, rate in choices]
-
-        rates, planned, known = self.rates, self.plan.rates, runs(self.rates)
-        if self.at_edge and not self.missing(known):
-            best = {*self.best_rates.values()}
-            if rates[0] in best and sum(rate < planned[0] for rate in rates) < MAX_EXTENSIONS:
-                return known + runs([three_digits(rates[0] ** 2 / rates[1])])
-            if rates[-1] in best and sum(rate > planned[-1] for rate in rates) < MAX_EXTENSIONS:
-                return known + runs([three_digits(rates[-1] ** 2 / rates[-2])])
-        return known
+        rates, planned = self.rates, self.plan.rates
+        runs = self.runs("sweep", dict.fromkeys(self.sweep.index, rates))
+        if not self.at_edge or self.missing(runs):
+            return runs
+        beyond, best = [], {*self.best_rates.values()}
+        if rates[0] in best and sum(rate < planned[0] for rate in rates) < MAX_EXTENSIONS:
+            beyond = [three_digits(rates[0] ** 2 / rates[1])]
+        elif rates[-1] in best and sum(rate > planned[-1] for rate in rates) < MAX_EXTENSIONS:
+            beyond = [three_digits(rates[-1] ** 2 / rates[-2])]
+        return runs + self.runs("sweep", dict.fromkeys(self.sweep.index, beyond))
 
     @functools.cached_property
     def learning_rates(self) -> dict[str, float]:
@@ -109,51 +107,51 @@ class Study:
         """Final pairs that the plan or its pilot asks for; None before the pilot has finished."""
         if self.plan.seeds is not None:
             return self.plan.seeds
-        if self.missing(self.sweep_runs) or self.missing(self.seeds_of("pilot", self.plan.seeds_of_pilot)):
+        if self.missing(self.sweep_runs) or self.missing(self.runs("pilot")):
             return None
-        differences = [self.pilot_differences(name) for name, arm in self.arms.items() if arm.baseline is not None]
+        compared = [name for name, arm in self.arms.items() if arm.baseline is not None]
+        differences = [self.paired("pilot", name).difference.dropna().to_numpy() for name in compared]
         return min(final_pairs([found for found in differences if len(found) > 1], self.plan.margin), MAX_SEEDS)
-
-    def pilot_differences(self, arm: str) -> np.ndarray:
-        """Of an arm and its baseline in each pair of the pilot in which both completed."""
-        return self.paired("pilot", arm).difference.dropna().to_numpy()
 
     @functools.cached_property
     def wanted(self) -> list[Run]:
-        """Every run that the plan asks for, as far as the finished ones determine it, in order, within the hours."""
-        plan = self.plan
-        groups = [[run] for run in self.sweep_runs]
-        if not self.missing(self.sweep_runs):
-            pilot, finals = plan.seeds_of_pilot, plan.final_seeds
-            groups += [self.seeds_of("pilot", [seed]) for seed in pilot]
-            again = [
-                self.run(name, "rerun", seed, self.learning_rates[name], perturbation)
-                for seed, perturbation in itertools.product((pilot or finals)[: plan.rerun_seeds], RERUNS)
-                for name, arm in self.arms.items()
-                if arm.baseline is None and name in self.learning_rates
+        """Every run that the plan asks for, as far as the finished ones determine it, in order.
+
+        Seeds that are not finished and do not fit into the hours of the plan are left out.
+        """
+        wanted = self.sweep_runs
+        if not self.missing(wanted):
+            seeds = self.plan.phase_seeds
+            baselines = {arm: [rate] for arm, rate in self.learning_rates.items() if self.arms[arm].baseline is None}
+            again = (seeds["pilot"] or seeds["final"])[: self.plan.rerun_seeds]
+            wanted = [
+                *wanted,
+                *self.runs("pilot"),
+                *self.runs("rerun", baselines, again, RERUNS),
+                *self.runs("final", seeds=seeds["final"][: self.pairs or 0]),
             ]
-            groups += [[run] for run in again]
-            groups += [self.seeds_of("final", [seed]) for seed in finals[: self.pairs or 0]]
-        return self.within_hours(groups)
-
-    def within_hours(self, groups: list[list[Run]]) -> list[Run]:
-        """Those groups of runs, in their order, that are finished or that fit into the hours of the plan."""
-        left = self.plan.hours * 3600 - float((self.rows.seconds / self.rows.workers).sum())
-        each = float((self.rows.seconds / self.rows.workers).mean()) if len(self.rows) else 0.0
-        runs = []
-        for group in groups:
-            missing = len(self.missing(group))
+        hours = self.rows.seconds / self.rows.workers / 3600
+        left, each = self.plan.hours - hours.sum(), hours.mean() if len(hours) else 0.0
+        chosen = []
+        for _, seed in itertools.groupby(wanted, attrgetter("phase", "seed")):
+            runs = [*seed]
+            missing = len(self.missing(runs))
             left -= each * missing
-            runs += group if not missing or left >= 0 else []
-        return runs
+            chosen += runs if not missing or left >= 0 else []
+        return chosen
 
-    def seeds_of(self, phase: str, seeds: Any) -> list[Run]:
-        """A run of every arm that has a learning rate, at each seed."""
-        rates = self.learning_rates.items()
-        return [self.run(arm, phase, seed, rate) for seed in seeds for arm, rate in rates]
-
-    def run(self, arm: str, phase: str, seed: int, rate: float, perturbation: float = 0.0) -> Run:
-        return Run(arm, phase, seed, rate, perturbation or self.arms[arm].settings.get(PERTURBATION, 0.0))
+    def runs(
+        self,
+        phase: str,
+        rates: dict[str, Sequence[float]] | None = None,
+        seeds: Sequence[int] | None = None,
+        perturbations: Sequence[float] = (0.0,),
+    ) -> list[Run]:
+        """Runs seed by seed; without `rates` of every arm that has a learning rate, without `seeds` of all of them."""
+        rates = {arm: [rate] for arm, rate in self.learning_rates.items()} if rates is None else rates
+        seeds = self.plan.phase_seeds[phase] if seeds is None else seeds
+        choices = itertools.product(seeds, perturbations, rates)
+        return [Run(arm, phase, seed, rate, size) for seed, size, arm in choices for rate in rates[arm]]
 
     def missing(self, runs: list[Run]) -> list[Run]:
         return [run for run in runs if dataclasses.astuple(run) not in self.finished]
@@ -168,11 +166,9 @@ class Study:
 
     def of(self, phase: str, arm: str) -> pd.DataFrame:
         """The rows of an arm in a phase, in a sweep at all learning rates, else at its own."""
-        rows = self.rows[(self.rows.phase == phase) & (self.rows.arm == arm)]
-        if phase == "sweep":
-            return rows[rows.learning_rate.isin(self.rates) & rows.seed.isin(self.plan.seeds_of_sweep)]
-        seeds = self.plan.seeds_of_pilot if phase == "pilot" else self.plan.final_seeds
-        return rows[(rows.learning_rate == self.learning_rates.get(arm)) & rows.seed.isin(seeds)].sort_values("seed")
+        rates = self.rates if phase == "sweep" else [self.learning_rates.get(arm)]
+        rows = self.rows[(self.rows.phase == phase) & (self.rows.arm == arm) & self.rows.learning_rate.isin(rates)]
+        return rows[rows.seed.isin(self.plan.phase_seeds[phase])].sort_values("seed")
 
     def final(self, arm: str) -> pd.DataFrame:
         """The final rows of an arm, of the seeds that all arms have, by seed.
@@ -190,12 +186,10 @@ class Study:
 
     def paired(self, phase: str, arm: str) -> pd.DataFrame:
         """The rows of an arm, those of its baseline with the same seed and device beside them as `NAME_base`, and the
-        `difference` of their losses in `unit`; NaN: one of the two did not complete. In a sweep at the same learning
-        rate.
+        `difference` of their losses in `unit`; NaN: one of the two did not complete.
         """
-        same = ["seed", "device"] + (["learning_rate"] if phase == "sweep" else [])
         rows = self.final if phase == "final" else functools.partial(self.of, phase)
-        both = rows(arm).merge(rows(self.arms[arm].baseline), on=same, suffixes=("", "_base"))
+        both = rows(arm).merge(rows(self.arms[arm].baseline), on=["seed", "device"], suffixes=("", "_base"))
         measure = "loss" if self.unit == "nats per token" else "bits_per_byte"
         return both.assign(difference=both[measure] - both[f"{measure}_base"])
 
@@ -206,9 +200,14 @@ class Study:
         batches = trained.groupby(["phase", "seed"]).batches_hash.nunique()
         return "bits per byte" if (batches > 1).any() else "nats per token"
 
+    @functools.cached_property
+    def losses(self) -> pd.DataFrame:
+        """Losses of the final runs: a row for each seed, a column for each arm."""
+        return pd.concat({arm: self.final(arm).set_index("seed").loss for arm in self.arms}, axis=1)
+
     def final_loss(self, arm: str) -> Effect | None:
         """Mean over an arm's final runs, nats per token; None where one did not complete or none is finished."""
-        losses = self.final(arm).loss
+        losses = self.losses[arm]
         return mean_effect(arm, losses, "nats per token") if len(losses) and losses.notna().all() else None
 
     def better_rate(self, arm: str) -> float | None:
@@ -280,10 +279,10 @@ class Study:
 
         None where one of them did not complete, and before the final runs are there.
         """
-        table = pd.concat([self.final(arm) for arm in arms]).pivot_table("loss", "seed", "arm", dropna=False)
-        if not len(table) or table.reindex(columns=[*arms]).isna().any(axis=None):
+        losses = self.losses[[*arms]]
+        if not len(losses) or losses.isna().any(axis=None):
             return None
-        return mean_effect(name, table.apply(difference, axis=1), "nats per token", bool(arms & self.untuned))
+        return mean_effect(name, difference(losses), "nats per token", bool(arms & self.untuned))
 
     @functools.cached_property
     def effects(self) -> list[Effect]:
@@ -291,33 +290,18 @@ class Study:
 
         Against the setting's first value, averaged over all other settings within a seed.
         """
-        settings = {name: [self.plan.value(arm, name) for arm in self.arms.values()] for name in self.plan.varied}
-        grid = pd.MultiIndex.from_arrays([*settings.values()], names=[*settings]) if len(settings) > 1 else []
-        losses = pd.concat({arm: self.final(arm).set_index("seed").loss for arm in self.arms}, axis=1)
-        if len(grid) != math.prod(len({*values}) for values in settings.values()) or losses.isna().any(axis=None):
+        grid = {name: [self.plan.value(arm, name) for arm in self.arms.values()] for name in self.plan.varied}
+        if len(grid) < 2 or len(self.arms) != math.prod(len({*values}) for values in grid.values()):
             return []
-        losses.columns = grid
-        firsts = {name: values[0] for name, values in settings.items()}
-        others = [
-            (name, value) for name in settings for value in dict.fromkeys(settings[name]) if value != firsts[name]
-        ]
-
-        def effect(losses: pd.DataFrame, name: str, value: Any) -> pd.Series:
-            means = losses.T.groupby(level=name).mean().T
-            return means[value] - means[firsts[name]]
-
-        found = {f"{name}: {value} minus {firsts[name]}": effect(losses, name, value) for name, value in others}
-        for (a, value), (b, other) in itertools.combinations(others, 2):
-            if a != b:
-                at_value, at_first = (losses.xs(v, axis=1, level=a) for v in (value, firsts[a]))
-                title = f"{a}: {value} minus {firsts[a]} x {b}: {other} minus {firsts[b]}"
-                found[title] = effect(at_value, b, other) - effect(at_first, b, other)
-        untuned = bool(self.untuned)
-        return [mean_effect(title, values, "nats per token", untuned) for title, values in found.items() if len(values)]
-
-
-def three_digits(rate: float) -> float:
-    return float(f"{rate:.3g}")
+        levels = [(name, value) for name, of in grid.items() for value in dict.fromkeys(of) if value != of[0]]
+        pairs = [pair for pair in itertools.combinations(levels, 2) if pair[0][0] != pair[1][0]]
+        found = []
+        for choice in [*((level,) for level in levels), *pairs]:
+            title = " x ".join(f"{name}: {value} minus {grid[name][0]}" for name, value in choice)
+            signs = math.prod(np.array([(v == value) - (v == grid[n][0]) for v in grid[n]]) for n, value in choice)
+            weights = signs * 2 ** (len(choice) - 1) / (signs > 0).sum()  # of the arms; the positive ones are as many
+            found.append(self.per_seed(title, {*self.arms}, lambda losses, w=weights: losses[[*self.arms]] @ w))
+        return [effect for effect in found if effect is not None]
 
 
 def as_table(rows: list[dict]) -> pd.DataFrame:

@@ -55,8 +55,7 @@ def here() -> Callable[[Experiment], Callable[[Run, str], Future]]:
         def start(run: Run, device: str) -> Future:
             future = Future()
             try:
-                row = train_run(experiment.plan, run, experiment.run_folder(run), device, 1, 1)
-                future.set_result(row)
+                future.set_result(train_run(experiment.plan, run, device, 1, 1))
             except Exception as error:
                 future.set_exception(error)
             return future

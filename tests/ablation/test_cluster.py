@@ -42,13 +42,12 @@ def test_twelve_runs_on_two_workers_of_which_one_is_killed_are_those_of_the_loca
         while not killed:
             time.sleep(0.02)
             for process in psutil.process_iter(["cmdline"]) if len(spread.rows) >= 4 else ():
-                if not killed and any("ray::train_seed" in word for word in process.info["cmdline"] or ()):
+                if not killed and any("ray::train_run" in word for word in process.info["cmdline"] or ()):
                     process.kill()
                     killed.append(process.pid)
 
     threading.Thread(target=kill_a_worker, daemon=True).start()
-    cluster.connect(address)
-    cluster.execute_on_cluster(spread)
+    execute.execute(spread, cluster.join(spread, address))
     assert killed and not spread.failed
     assert len(read_lines(tmp_path / "cluster" / "runs.jsonl")) == 12
 

@@ -1,7 +1,7 @@
-"""One run: the same bits however often it is stopped, a row of what was measured, and probes that say the truth."""
+"""One run: a row of what was measured, and probes that say the truth."""
 
 import dataclasses
-import json
+import itertools
 import math
 
 import numpy as np
@@ -11,7 +11,7 @@ import torch
 from ablation import run as run_module
 from ablation.plan import Plan, Run, run_settings
 from ablation.records import Row
-from ablation.run import curves, digest, perturb, settings_hash, train_run
+from ablation.run import count_spikes, digest, perturb, settings_hash, train_run
 from data.batches import validation_windows
 from model.decoder import Decoder
 from training import loop
@@ -23,91 +23,71 @@ def plan_of(config, **fields) -> Plan:
     return Plan(config=str(config), vary={"norm": ["rms", "layer", "none"]}, **fields)
 
 
-def train(config, folder, arm: str = "rms", seed: int = 1, perturbation: float = 0.0) -> Row:
-    return train_run(plan_of(config), Run(arm, "final", seed, 2e-2, perturbation), folder, "cpu", 1, 1)
-
-
-def same(row: Row) -> Row:
-    """Without the time that it took."""
-    return dataclasses.replace(row, seconds=0.0)
+def train(config, arm: str = "rms", seed: int = 1) -> Row:
+    return train_run(plan_of(config), Run(arm, "final", seed, 2e-2), "cpu", 1, 1)
 
 
 @pytest.fixture(scope="module")
-def unstopped(config, tmp_path_factory) -> Row:
-    return train(config, tmp_path_factory.mktemp("unstopped"))
+def trained_rms(config) -> Row:
+    return train(config)
 
 
-@pytest.fixture
-def calls(monkeypatch) -> tuple[list, dict]:
-    """Counts training steps, and raises before a step what is put at its number."""
-    counted, at, train_step = [], {}, loop.train_step
-
-    def counting(*arguments):
-        counted.append(1)
-        if len(counted) in at:
-            raise at.pop(len(counted))
-        return train_step(*arguments)
-
-    monkeypatch.setattr(loop, "train_step", counting)
-    return counted, at
-
-
-@pytest.mark.parametrize("perturbation", [0.0, 0.05])
-def test_a_killed_run_resumes_from_its_last_save_bit_for_bit(config, tmp_path, calls, monkeypatch, perturbation):
-    counted, at = calls
-    whole = train(config, tmp_path / "whole", perturbation=perturbation)
-    monkeypatch.setattr(run_module, "SAVE_SECONDS", 0.0)  # save after every step
-    at[12 + 8] = ZeroDivisionError("killed")
-    with pytest.raises(ZeroDivisionError):
-        train(config, tmp_path / "run", perturbation=perturbation)
-    assert same(train(config, tmp_path / "run", perturbation=perturbation)) == same(whole)
-    assert len(counted) == 12 + 8 + 5
-
-
-def test_arms_of_a_seed_share_text_batches_and_initial_weights_and_differ_in_their_loss(config, tmp_path, unstopped):
-    rows = [unstopped, *(train(config, tmp_path / arm, arm) for arm in ("layer", "none"))]
+def test_arms_of_a_seed_share_text_batches_and_initial_weights_and_differ_in_their_loss(config, trained_rms):
+    rows = [trained_rms, *(train(config, arm) for arm in ("layer", "none"))]
     for name in ("weights_hash", "text_hash", "batches_hash", "device"):
         assert len({getattr(row, name) for row in rows}) == 1
     assert len({row.settings_hash for row in rows}) == len({row.loss for row in rows}) == 3
-    other = train(config, tmp_path / "seed 2", seed=2)
-    assert other.text_hash == unstopped.text_hash
-    assert other.weights_hash != unstopped.weights_hash and other.batches_hash != unstopped.batches_hash
+    other = train(config, seed=2)
+    assert other.text_hash == trained_rms.text_hash
+    assert other.weights_hash != trained_rms.weights_hash and other.batches_hash != trained_rms.batches_hash
 
 
-def test_a_row_holds_what_the_run_measured(config, tmp_path, unstopped):
+def test_a_row_holds_what_the_run_measured(config, tmp_path, trained_rms):
     settings = run_settings(plan_of(config), Run("rms", "final", 1, 2e-2))
-    assert (unstopped.arm, unstopped.phase, unstopped.seed, unstopped.learning_rate) == ("rms", "final", 1, 2e-2)
-    assert (unstopped.status, unstopped.steps, unstopped.tokens) == ("completed", 12, 12 * 4 * 32)
-    assert [step for step, _ in unstopped.curve] == list(range(1, 13)) and unstopped.seconds > 0
+    assert (trained_rms.arm, trained_rms.phase, trained_rms.seed, trained_rms.learning_rate) == (
+        "rms",
+        "final",
+        1,
+        2e-2,
+    )
+    assert (trained_rms.status, trained_rms.steps, trained_rms.tokens) == ("completed", 12, 12 * 4 * 32)
+    assert [step for step, _ in trained_rms.curve] == list(range(1, 13)) and trained_rms.seconds > 0
     # An untrained model predicts each of the 300 tokens alike; the curve ends at the final loss, since the validation
     # set is shorter than what the points use.
-    assert unstopped.curve[0][1] == pytest.approx(math.log(300), rel=0.15)
-    assert unstopped.curve[-1][1] == float(f"{unstopped.loss:.6g}")
+    assert trained_rms.curve[0][1] == pytest.approx(math.log(300), rel=0.15)
+    assert trained_rms.curve[-1][1] == float(f"{trained_rms.loss:.6g}")
     session = set_up(settings, tmp_path, resume=False, log=lambda _: None)
-    assert unstopped.parameters == session.model.num_parameters()
+    assert trained_rms.parameters == session.model.num_parameters()
     batches = [session.batch(step) for step in range(12)]
-    assert unstopped.batches_hash == digest(*(inputs.tobytes() + targets.tobytes() for inputs, targets in batches))
-    nats = unstopped.loss * (len(session.corpus.validation) - 1)
-    assert unstopped.bits_per_byte == pytest.approx(nats / math.log(2) / session.corpus.validation_bytes)
+    assert trained_rms.batches_hash == digest(*(inputs.tobytes() + targets.tobytes() for inputs, targets in batches))
+    nats = trained_rms.loss * (len(session.corpus.validation) - 1)
+    assert trained_rms.bits_per_byte == pytest.approx(nats / math.log(2) / session.corpus.validation_bytes)
     elsewhere = dataclasses.replace(settings, machine=dataclasses.replace(settings.machine, device="cuda:1"))
-    assert unstopped.settings_hash == settings_hash(settings) == settings_hash(elsewhere)
+    assert trained_rms.settings_hash == settings_hash(settings) == settings_hash(elsewhere)
 
 
 @pytest.mark.parametrize("bad_step", [2, 11])
-def test_a_run_that_diverges_is_a_row_and_not_an_error(config, tmp_path, calls, bad_step):
-    calls[1][bad_step] = loop.Diverged("the loss is nan; and more")
-    row = train(config, tmp_path / "run")
+def test_a_run_that_diverges_is_a_row_and_not_an_error(config, monkeypatch, bad_step):
+    train_step, steps = loop.train_step, itertools.count(1)
+
+    def diverging(*arguments):
+        if next(steps) == bad_step:
+            raise loop.Diverged("the loss is nan; and more")
+        return train_step(*arguments)
+
+    monkeypatch.setattr(loop, "train_step", diverging)
+    row = train(config)
     assert (row.status, row.loss, row.kurtosis) == ("diverged", None, None) and "the loss is nan" in row.reason
     assert row.steps == bad_step - 1 == len(row.curve)
 
 
-def test_probes_measure_the_stream_and_the_attention(config, tmp_path, unstopped):
+def test_probes_measure_the_stream_and_the_attention(config, tmp_path, trained_rms):
     """Against the definitions, in a session whose model is the one that was trained."""
     settings = run_settings(plan_of(config), Run("rms", "final", 1, 2e-2))
     session = set_up(settings, tmp_path, resume=False, log=lambda _: None)
-    run_module.train_to_the_end(session)
+    [*loop.train_steps(session)]
     probes = run_module.probe(session)
-    assert probes == {name: getattr(unstopped, name) for name in probes} and len(probes) == 6
+    assert probes == {name: getattr(trained_rms, name) for name in probes} and len(probes) == 6
     streams, model = [], session.model
     for norm in [m for m in model.modules() if isinstance(m, run_module.Norm)]:
         norm.register_forward_hook(lambda module, inputs, outputs: streams.append(outputs[1].double()))
@@ -136,11 +116,9 @@ def test_attention_to_the_first_token_is_uniform_where_keys_are_equal(config, tm
     assert run_module.probe(session)["first_token_attention"] == pytest.approx(uniform, rel=1e-3)
 
 
-def test_a_spike_is_a_loss_far_above_the_twenty_steps_before_and_counts_once(tmp_path):
-    losses = [3.0] * 25 + [4.0, 4.0, 3.0, 3.4] + [3.0] * 5 + [9.0]
-    lines = [{"step": step, "loss": loss} for step, loss in enumerate(losses, 1)]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert curves(tmp_path) == {"curve": [], "spikes": 2}
+def test_a_spike_is_a_loss_far_above_the_twenty_steps_before_and_counts_once():
+    assert count_spikes([3.0] * 25 + [4.0, 4.0, 3.0, 3.4] + [3.0] * 5 + [9.0]) == 2
+    assert count_spikes([3.0] * 20 + [4.0]) == 1 and count_spikes([3.0] * 19 + [4.0]) == 0
 
 
 def test_perturbed_runs_start_from_weights_that_differ_by_so_much(make_config):

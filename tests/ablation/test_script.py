@@ -43,5 +43,8 @@ def test_a_judge_ends_with_one_json_object_and_failed_runs_are_named_with_status
     output, errors = judging.communicate(timeout=500)
     last = json.loads(output.splitlines()[-1])
     assert (last["verdict"], last["reason"]) == ("discard", "data=/nowhere did not complete")
-    assert judging.returncode == 1 and "failed: data=-nowhere-final-0.005-1: UserError: no file" in errors
+    assert (
+        judging.returncode == 1
+        and "failed: data=/nowhere, final seed 1, learning rate 0.005: UserError: no file" in errors
+    )
     assert [row["status"] for row in rows(tmp_path)].count("failed") == 2

@@ -100,7 +100,7 @@ def test_a_pilot_fixes_the_number_of_final_pairs_and_decides_nothing_else(finish
         return 3 + (np.random.default_rng([run.seed, len(run.phase)]).normal(0, 0.01) if run.arm == "b" else 0)
 
     study = finish(plan, noisy)
-    pilot = study.pilot_differences("b")
+    pilot = study.paired("pilot", "b").difference
     assert len(pilot) == 8 and study.pairs == len(study.final("b")) > 5
     assert len(study.comparisons[0].differences) == study.pairs and not {*pilot} & {*study.comparisons[0].differences}
     started = Study(plan, study.rows[study.rows.phase == "pilot"].iloc[:-1])
