@@ -1,6 +1,6 @@
 """The runs of a comparison on a Ray cluster: `python ablate.py --ray auto`, or with the address of its head.
 
-Ray repeats a run whose process was killed, three times. Only this process writes rows.
+Ray repeats a run whose process was killed, up to three times. Only this process writes rows.
 """
 
 from collections import Counter
