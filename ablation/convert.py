@@ -90,7 +90,7 @@ def main(
     with locked(out):
         save_plan(plan, out / "plan.toml")
         done = {row["seed"] for row in read_lines(file)}
-        for seed in tqdm(sorted({*plan.final_seeds} - done), unit="model"):
+        for seed in tqdm(sorted({*plan.phase_seeds["final"]} - done), unit="model"):
             with tempfile.TemporaryDirectory() as folder:
                 append(file, *convert_seed(plan, seed, device, Path(folder)))
         found = study.load(out)

@@ -4,9 +4,6 @@ import pytest
 import torch
 
 from ablation import convert, study
-from ablation.convert import convert_seed, make_plan
-from ablation.plan import save_plan
-from ablation.records import append
 
 
 @pytest.fixture(scope="module")
@@ -15,7 +12,6 @@ def converted(config, tmp_path_factory) -> tuple[study.Study, list]:
     untied = tmp_path_factory.mktemp("config") / "untied.toml"
     untied.write_text(config.read_text().replace("[data]", "tie_word_embeddings = false\n[data]"))
     folder, models = tmp_path_factory.mktemp("conversion"), []
-    plan = make_plan(str(untied), None, 2e-2, seeds=2, first_seed=1)
 
     def measured(session, run, *arguments, **options):
         before = {name: value.clone() for name, value in session.model.state_dict().items()}
@@ -26,9 +22,7 @@ def converted(config, tmp_path_factory) -> tuple[study.Study, list]:
     measure = convert.measure
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(convert, "measure", measured)
-        for seed in (1, 2):
-            append(folder / "runs.jsonl", *convert_seed(plan, seed, "cpu", tmp_path_factory.mktemp("models")))
-    save_plan(plan, folder / "plan.toml")
+        convert.main(folder, str(untied), learning_rate=2e-2, seeds=2, device="cpu")
     return study.load(folder), models
 
 
