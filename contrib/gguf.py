@@ -6,16 +6,17 @@ else is refused. Tensors are read, converted and written one at a time.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import math
 import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Annotated, Literal
 
 import numpy as np
 import torch
+import tyro
 from torch import Tensor
 from tqdm import tqdm
 
@@ -45,31 +46,23 @@ DTYPES = {
 }
 
 
-def main() -> None:
-    """Parse the command line and write the file."""
-    with exit_on_user_error():
-        arguments = parse(sys.argv[1:])
-        name = Path(os.path.abspath(arguments.run)).name
-        write_gguf(find_checkpoint(arguments.run), arguments.out, arguments.dtype, name=name)
-        print(f"written: {arguments.out}")
+def main(
+    run: Annotated[str, tyro.conf.arg(metavar="RUN"), tyro.conf.Positional],
+    out: Annotated[Path, tyro.conf.arg(metavar="OUT.gguf"), tyro.conf.Positional],
+    dtype: Literal[None, *DTYPES] = None,
+) -> None:
+    """Write a trained model with its tokenizer as one GGUF file: llama-cli -m OUT.gguf
 
+    Models with RMSNorm are written as llama (qwen3 with --qk-norm), those with LayerNorm as stablelm; llama.cpp has no
+    architecture for the other norms, placements and MLPs. For fewer than 8 bits, quantize the file with llama-quantize.
 
-def parse(arguments: list[str]) -> argparse.Namespace:
-    """The command line: `run`, `out` and `dtype`."""
-    parser = argparse.ArgumentParser(
-        prog="python -m contrib.gguf",
-        description="Write a trained model with its tokenizer as one GGUF file, which llama.cpp and the programs built "
-        "on it open: `llama-cli -m OUT.gguf`.",
-        epilog="Models with RMSNorm are written as llama (qwen3 with --qk-norm), those with LayerNorm as stablelm; "
-        "llama.cpp has no architecture for the other norms, placements and MLPs. "
-        "For fewer than 8 bits, quantize the file with llama.cpp's llama-quantize.",
-    )
-    parser.add_argument("run", metavar="RUN", help="a run folder or a checkpoint, as for generate.py")
-    parser.add_argument("out", type=Path, metavar="OUT.gguf", help="the file to write; an existing file is kept")
-    parser.add_argument(
-        "--dtype", choices=DTYPES, help="of the matrices (default: as stored); norms and biases are always float32"
-    )
-    return parser.parse_args(arguments)
+    Args:
+        run: A run folder or a checkpoint, as for generate.py.
+        out: The file to write; an existing file is kept.
+        dtype: Dtype of the matrices, by default as stored. Norms and biases are always float32.
+    """
+    write_gguf(find_checkpoint(run), out, dtype, name=Path(os.path.abspath(run)).name)
+    print(f"written: {out}")
 
 
 def write_gguf(checkpoint: Path, out: Path, dtype: str | None = None, *, name: str = "") -> None:
@@ -254,4 +247,5 @@ def add_tokenizer(writer: gguf.GGUFWriter, checkpoint: Path, tokenizer: Tokenize
 
 
 if __name__ == "__main__":
-    main()
+    with exit_on_user_error():
+        tyro.cli(main, prog="python -m contrib.gguf")

@@ -46,7 +46,7 @@ def test_nothing_that_exists_is_overwritten(saved, tmp_path):
     before = sorted(tmp_path.rglob("*"))
     for out in (directory, directory / "config.json", tmp_path / "left"):
         with pytest.raises(UserError, match="nothing is overwritten"):
-            rewrite.rewrite(str(directory), out, torch.bfloat16)
+            rewrite.rewrite(str(directory), out, "bfloat16")
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -60,7 +60,7 @@ def test_a_copy_that_is_not_complete_leaves_nothing(saved, tmp_path, monkeypatch
 
     monkeypatch.setattr(rewrite, "save_tensors", fail)
     with pytest.raises((KeyboardInterrupt, OSError)):
-        rewrite.rewrite(str(directory), tmp_path / "out", torch.bfloat16)
+        rewrite.rewrite(str(directory), tmp_path / "out", "bfloat16")
     assert list(tmp_path.iterdir()) == [directory]
 
 
@@ -68,5 +68,5 @@ def test_what_float16_cannot_represent_is_refused(saved, edit_weights, tmp_path)
     directory = saved()
     edit_weights(directory, lambda t: t["model.layers.1.mlp.up_proj.weight"][3, 4].fill_(1e6))
     with pytest.raises(UserError, match=r"layers\.1\.mlp\.up_proj\.weight has inf or NaN in float16"):
-        rewrite.rewrite(str(directory), tmp_path / "out", torch.float16)
-    rewrite.rewrite(str(directory), tmp_path / "out", torch.bfloat16)
+        rewrite.rewrite(str(directory), tmp_path / "out", "float16")
+    rewrite.rewrite(str(directory), tmp_path / "out", "bfloat16")
