@@ -122,8 +122,6 @@ def convert(checkpoint: Path, path: Path, dtype: str | None, name: str) -> None:
 
 def choose_architecture(config: ModelConfig) -> str:
     """The architecture of llama.cpp that computes the same function; `UserError` if there is none."""
-    if config.sliding_window is not None:
-        raise UserError("llama.cpp has no sliding windows for these architectures: this model cannot be written.")
     architecture = choose_model_type(config)
     if architecture not in ARCHITECTURES:
         raise UserError(f"llama.cpp has no architecture that computes this model; it has {', '.join(ARCHITECTURES)}.")

@@ -207,7 +207,6 @@ REFUSED = {
     "another mlp": ({"mlp": "gelu"}, "no architecture"),
     "heads that do not divide": ({"hidden_size": 50, "head_dim": 6}, "no architecture"),
     "output bias": ({"qk_norm": True, "attention_bias": True, "attention_output_bias": True}, "qwen3 has no bias"),
-    "windows": ({"qk_norm": True, "sliding_window": 16}, "sliding windows"),
     "scaled rope": ({"norm": "layer", "rope_scaling": LLAMA3}, r"scaled \(stablelm, llama3\)"),
 }
 

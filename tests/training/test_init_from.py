@@ -92,12 +92,11 @@ def test_a_layernorm_run_continues_as_rmsnorm_with_the_same_function_if_it_is_ce
     assert (difference < 1e-5) == exact
 
 
-def test_a_run_continues_a_model_with_windows_yarn_and_a_bias_of_o_proj_and_its_settings_keep_them(flags, tmp_path):
+def test_a_run_continues_a_model_with_yarn_and_a_bias_of_o_proj_and_its_settings_keep_them(flags, tmp_path):
     rope = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 16}
-    window = {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1, "model_type": "qwen3"}
     train(parse([*flags, "--qk-norm", "--attention-bias", "--steps", "2"], "test").settings, tmp_path / "qwen3")
     path = tmp_path / "qwen3" / "last" / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | window | {"rope_scaling": rope}))
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"rope_scaling": rope}))
     weights = load_file(path.with_name("model.safetensors"))
     weights["model.layers.0.self_attn.o_proj.bias"] += 0.1
     save_file(weights, path.with_name("model.safetensors"))
@@ -107,10 +106,8 @@ def test_a_run_continues_a_model_with_windows_yarn_and_a_bias_of_o_proj_and_its_
         load_settings(tmp_path / "next" / "settings.toml").model,
         load_config(tmp_path / "next" / "last"),
     ):
-        assert model.windows == [None, 9] and model.norm == "layer" and model.attention_output_bias
+        assert model.norm == "layer" and model.attention_output_bias
         assert model.rope_scaling["rope_type"] == "yarn" and model.rope_scaling["beta_fast"] == 32
-    full = parse([*flags, *start, "--sliding-window", "None"], "test").settings.model
-    assert full.windows == [None, None]
 
 
 def test_falling_back_to_another_save_prints_one_note_and_the_settings_name_that_save(flags, run, tmp_path, capfd):
