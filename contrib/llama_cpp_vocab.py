@@ -55,7 +55,7 @@ class Vocabulary:
 def llama_cpp_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> Vocabulary:
     """The tokenizer, for a model with `vocab_size` embeddings. Raises `UserError` when llama.cpp cannot express it."""
     try:
-        if tokenizer.is_sentencepiece:
+        if "tokenizer.model" in tokenizer.files:
             return from_sentencepiece(tokenizer, vocab_size)
         return from_json(tokenizer, vocab_size)
     except UnsupportedTokenizer as error:

@@ -14,26 +14,43 @@ with any number of processes that divides the batch.
 import itertools
 from collections.abc import Iterator, Sequence
 from operator import itemgetter
+from pathlib import Path
 
 import numpy as np
-
-from errors import UserError
 
 IGNORE = -100  # the target that no loss counts
 
 
-def check_one_batch(tokens: int, batch_size: int, sequence_length: int) -> None:
-    """Raise `UserError` when there are fewer tokens to train on than one batch has."""
-    if tokens // sequence_length < batch_size:
-        shorter = sequence_length
-        while shorter > 8 and tokens // shorter < 2:
-            shorter //= 2
-        fix = f"the same command with --sequence-length {shorter} --batch-size {tokens // shorter} works"
-        raise UserError(
-            f"the text has {tokens:,} tokens to train on, but one batch of {batch_size} sequences of "
-            f"{sequence_length} needs {batch_size * sequence_length:,}; give more text"
-            f"{f', or make the batch smaller: {fix}' if tokens >= shorter else ''}."
-        )
+class TokenStream:
+    """Pieces of files of ids, end to end, read when they are asked for."""
+
+    def __init__(self, paths: Sequence[Path], dtype: np.dtype, pieces: np.ndarray, length: int | None = None):
+        """pieces: int64 (n, 3), each the number of a path, and in that file the first id and the one after the last.
+
+        length: of the stream in ids, if it ends before its last piece does.
+        """
+        self._paths, self._dtype, self._pieces = paths, dtype, pieces
+        self._ends = np.cumsum(pieces[:, 2] - pieces[:, 1])
+        self._length = int(self._ends[-1]) if length is None else length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, places: slice) -> np.ndarray:
+        """The ids of a slice with step 1.
+
+        They are read, not memory-mapped: pages that stay mapped would count as memory of the process.
+        """
+        start, stop, _ = places.indices(len(self))
+        found, number = [np.empty(0, self._dtype)], int(np.searchsorted(self._ends, start, "right"))
+        while start < stop:
+            path, _, last = self._pieces[number].tolist()
+            left = int(self._ends[number]) - start  # of this piece
+            count = min(stop - start, left)
+            offset = (last - left) * self._dtype.itemsize
+            found.append(np.fromfile(self._paths[path], self._dtype, count, offset=offset))
+            start, number = start + count, number + 1
+        return np.concatenate(found)
 
 
 def batch(

@@ -16,14 +16,15 @@ from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
 import tokenizers
 from tokenizers import AddedToken, normalizers
 
-from errors import UserError, reading
+from errors import UserError, reading, replacing
 
 # What is saved with a model. llama.cpp needs the scores in tokenizer.model; generation_config.json has all EOS ids.
 FILES = ("tokenizer.model", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
-FILES += ("chat_template.jinja", "chat_template.json", "generation_config.json")
+FILES += ("chat_template.jinja", "generation_config.json")
 
 TRAINER_OPTIONS = dict(
     model_type="bpe",
@@ -65,7 +66,7 @@ class Tokenizer:
     """A tokenizer of Hugging Face's format. `bos_id` is None where its configuration says that no BOS is added."""
 
     def __init__(self, files: dict[str, bytes], folder: Path):
-        """files: a tokenizer.json and what lies beside it, by name; folder: where they are from, for messages."""
+        """files: what lies beside a tokenizer.json and, last, itself, by name; folder: of the files, for messages."""
         self.files, self._folder = files, folder
         self._ids_of_words: dict[str, bytes] = {}
         with reading(folder / "tokenizer.json"):
@@ -81,6 +82,8 @@ class Tokenizer:
         with reading(folder / "tokenizer_config.json"):
             self.config = self.fields("tokenizer_config.json")
             self.bos_id, self.eos_id = self._find_bos(), self._find_eos()
+        self.dtype = np.dtype("<u2" if self.vocab_size <= 1 << 16 else "<u4")  # holds every id
+        self.lead = int(self.bos_id is None)  # EOS in front of the first document of a stream: 1 or 0
         # BOS and EOS belong to the hash because they are in the token stream.
         content = files["tokenizer.json"] + f"{self.bos_id},{self.eos_id}".encode()
         self.hash = hashlib.blake2b(content, digest_size=16).hexdigest()
@@ -92,11 +95,6 @@ class Tokenizer:
         """The fields of one of its JSON files, none if there is no such file."""
         with reading(self._folder / name):
             return dict(json.loads(self.files.get(name, b"{}")))
-
-    @property
-    def is_sentencepiece(self) -> bool:
-        """Whether it was made from a SentencePiece model, `files["tokenizer.model"]`."""
-        return "tokenizer.model" in self.files
 
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
@@ -180,9 +178,10 @@ class Tokenizer:
             self._tokenizer.normalizer, self._tokenizer.encode_special_tokens = normalizer, True
 
     def save(self, directory: str | Path) -> None:
-        """Write the files, from which `AutoTokenizer` gives the same ids."""
+        """Write the files, from which `AutoTokenizer` gives the same ids; tokenizer.json is the last of them."""
         for name, content in self.files.items():
-            (Path(directory) / name).write_bytes(content)
+            with replacing(Path(directory) / name) as file:
+                file.write(content)
 
     @functools.cached_property
     def special_tokens(self) -> dict[str, str]:
@@ -191,6 +190,16 @@ class Tokenizer:
         tokens = {name: token for name, token in fields.items() if name.endswith("_token")}
         texts = {name: token["content"] if isinstance(token, dict) else token for name, token in tokens.items()}
         return {name: text for name, text in texts.items() if isinstance(text, str)}
+
+    @property
+    def chat_template(self) -> str | None:
+        """The source of its chat template, None if there is none; a model may have more, for tools and documents."""
+        if "chat_template.jinja" in self.files:
+            with reading(self._folder / "chat_template.jinja"):
+                return self.files["chat_template.jinja"].decode()
+        with reading(self._folder / "tokenizer_config.json"):
+            found = self.config.get("chat_template")
+            return found if isinstance(found, str | None) else {t["name"]: t["template"] for t in found}["default"]
 
     def _find_bos(self) -> int | None:
         """From the configuration or, if it does not say, what the post-processor puts in front of a text."""
@@ -206,9 +215,7 @@ class Tokenizer:
         eos = self.fields("generation_config.json").get("eos_token_id") if eos is None else eos
         eos = eos[0] if isinstance(eos, list) else eos
         if eos is None:
-            raise UserError(
-                f'the tokenizer_config.json in {self._folder} needs an "eos_token" of its tokenizer; add it.'
-            )
+            raise ValueError('it names no "eos_token" of the tokenizer')
         return eos
 
 
@@ -229,14 +236,14 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     return convert(path, files if path.name == "tokenizer.model" else {})
 
 
-def convert(path: Path, files: dict[str, bytes]) -> Tokenizer:
+def convert(path: Path, beside: dict[str, bytes]) -> Tokenizer:
     """The tokenizer of a SentencePiece model, with the files that lie beside it."""
     from data.tokenizer_json import tokenizer_files
 
     with reading(path, "give a tokenizer.json, or a byte-pair encoding with byte fallback that leaves text as it is"):
         model = path.read_bytes()
-        made = tokenizer_files(model, json.loads(files.get("tokenizer_config.json", b"{}")))
-    return Tokenizer({**files, "tokenizer.model": model, **made}, path.parent)
+        made = tokenizer_files(model, json.loads(beside.get("tokenizer_config.json", b"{}")))
+    return Tokenizer(beside | {"tokenizer.model": model} | made, path.parent)
 
 
 def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:

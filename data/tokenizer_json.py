@@ -59,7 +59,7 @@ def tokenizer_files(content: bytes, config: dict) -> dict[str, bytes]:
     if not model.normalizer_spec.add_dummy_prefix:
         fields["add_prefix_space"] = False  # llama.cpp's converter reads it; a missing key means true there
     fields |= {key: config[key] for key in ("chat_template",) if key in config}
-    texts = {"tokenizer.json": tokenizer.to_str(pretty=True), "tokenizer_config.json": json.dumps(fields, indent=2)}
+    texts = {"tokenizer_config.json": json.dumps(fields, indent=2), "tokenizer.json": tokenizer.to_str(pretty=True)}
     return {name: text.encode() for name, text in texts.items()}
 
 

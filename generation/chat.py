@@ -16,7 +16,6 @@ import jinja2
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from data.chat_template import read_template
 from data.tokenizer import Tokenizer, break_tokens
 from errors import UserError
 
@@ -30,7 +29,7 @@ class ChatFormat:
     """
 
     def __init__(self, checkpoint: Path, tokenizer: Tokenizer, system: str | None = None):
-        template = read_template(checkpoint)
+        template = tokenizer.chat_template
         if template is None:
             raise UserError(
                 f"{checkpoint} has no chat template, so the model only continues text: use --interactive or --prompt "
