@@ -14,43 +14,11 @@ with any number of processes that divides the batch.
 import itertools
 from collections.abc import Iterator, Sequence
 from operator import itemgetter
-from pathlib import Path
 
 import numpy as np
 
 IGNORE = -100  # the target that no loss counts
-
-
-class TokenStream:
-    """Pieces of files of ids, end to end, read when they are asked for."""
-
-    def __init__(self, paths: Sequence[Path], dtype: np.dtype, pieces: np.ndarray, length: int | None = None):
-        """pieces: int64 (n, 3), each the number of a path, and in that file the first id and the one after the last.
-
-        length: of the stream in ids, if it ends before its last piece does.
-        """
-        self._paths, self._dtype, self._pieces = paths, dtype, pieces
-        self._ends = np.cumsum(pieces[:, 2] - pieces[:, 1])
-        self._length = int(self._ends[-1]) if length is None else length
-
-    def __len__(self) -> int:
-        return self._length
-
-    def __getitem__(self, places: slice) -> np.ndarray:
-        """The ids of a slice with step 1.
-
-        They are read, not memory-mapped: pages that stay mapped would count as memory of the process.
-        """
-        start, stop, _ = places.indices(len(self))
-        found, number = [np.empty(0, self._dtype)], int(np.searchsorted(self._ends, start, "right"))
-        while start < stop:
-            path, _, last = self._pieces[number].tolist()
-            left = int(self._ends[number]) - start  # of this piece
-            count = min(stop - start, left)
-            offset = (last - left) * self._dtype.itemsize
-            found.append(np.fromfile(self._paths[path], self._dtype, count, offset=offset))
-            start, number = start + count, number + 1
-        return np.concatenate(found)
+Batch = tuple[np.ndarray, np.ndarray]  # inputs and targets
 
 
 def batch(
@@ -62,11 +30,10 @@ def batch(
     sequence_length: int,
     rank: int = 0,
     world_size: int = 1,
-) -> tuple[np.ndarray, np.ndarray]:
+) -> Batch:
     """Inputs and targets of one step, each int64 (batch_size / world_size, sequence_length).
 
-    batch_size counts the sequences of all processes; process `rank` gets its share, and the shares in the order of
-    ranks are the sequences that a single process would get. A pure function of its arguments.
+    batch_size counts the sequences of all processes; the shares in the order of ranks are what one process would get.
     """
     share = batch_size // world_size
     first = step * batch_size + rank * share  # of windows since the run began
@@ -84,10 +51,7 @@ def batch(
 
 
 def find_window(streams: Sequence[np.ndarray], index: int, sequence_length: int) -> tuple[int, int, int]:
-    """The epoch, the stream and the number within it of a window, counted since the run began.
-
-    No stream after it is asked for: it may not be downloaded yet.
-    """
+    """The epoch, the stream and the number in it of the run's window `index`; asks for no stream that comes later."""
     rest = index
     for number in range(len(streams)):
         windows = len(streams[number]) // sequence_length
@@ -124,13 +88,10 @@ def mix(values: np.ndarray) -> np.ndarray:
     return values ^ (values >> np.uint64(31))
 
 
-def validation_windows(
-    tokens: np.ndarray, sequence_length: int, batch_size: int
-) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def validation_windows(tokens: np.ndarray, sequence_length: int, batch_size: int) -> Iterator[Batch]:
     """Yield inputs and targets, int64 (batch_size, sequence_length), that predict every token but the first once.
 
-    Windows follow each other without gap or overlap. All batches have one shape, so the last is padded with inputs 0
-    and targets -100, which no loss counts.
+    All batches have one shape, so the last is padded with inputs 0 and targets -100, which no loss counts.
     """
     size = batch_size * sequence_length
     for start in range(0, len(tokens) - 1, size):

@@ -1,7 +1,7 @@
 """A text as token streams, one for training and one for validation, kept on disk between runs.
 
 CACHE/tokenizers/KEY/   trained on a sample        CACHE/units/    see `units`
-CACHE/texts/KEY.*       how units are split        CACHE/hub/      lists of files of the Hub
+CACHE/texts/KEY.npz     how units are split        CACHE/hub/      lists of files of the Hub
 """
 
 import dataclasses
@@ -17,12 +17,11 @@ from pathlib import Path
 
 import numpy as np
 
-from data.batches import TokenStream
 from data.readers import BLOCK, read_documents
 from data.sources import TextFile, resolve
 from data.split import DUPLICATE, MAX_COMPARED, MAX_VALIDATION, TRAIN, VALIDATION, Split, find_pieces, split_documents
 from data.tokenizer import TRAINER_OPTIONS, Tokenizer, load_tokenizer, train_tokenizer
-from data.units import DOCUMENT, VERSION, Unit, Workers, content_hash, digest, group_files, prepare_units, stream
+from data.units import DOCUMENT, VERSION, TokenStream, Unit, Workers, content_hash, digest, group_files, prepare_units
 from errors import UserError, is_main_process, locked, replacing
 
 # Text to train a tokenizer on. Python sources: 3.47 bytes per token from 3 MB, 3.54 from 8 MB, in 3 s on two cores.
@@ -80,8 +79,7 @@ def prepare(
     """Text to token streams; what the cache has is not made again.
 
     sources: see `data.sources.resolve`; text_field: of jsonl and parquet rows; tokenizer: a file or folder to load, or
-    None to train one of `vocab_size` pieces on the text; complete: prepare all of a data set of the Hub, not only its
-    first unit. Raises `UserError` for text and tokenizers that cannot be used.
+    None to train one of `vocab_size` pieces; complete: prepare all of a data set of the Hub, not only its first unit.
     """
     cache_dir, split = Path(cache_dir), Split(validation_fraction, validation_salt)
     groups = group_files(resolve(sources, text_field, cache_dir))
@@ -108,7 +106,7 @@ def tokenize(
     if not any(one["documents"] for one in facts):
         raise UserError(NO_TEXT)
     pieces = [(number, min(number, 1) * tokenizer.lead, one["tokens"]) for number, one in enumerate(facts)]
-    return stream(units, np.array(pieces)), sum(one["bytes"] for one in facts)
+    return TokenStream(units, np.array(pieces)), sum(one["bytes"] for one in facts)
 
 
 class HubStreams(Sequence[TokenStream]):
@@ -130,7 +128,10 @@ class HubStreams(Sequence[TokenStream]):
                 if self._workers and not self._workers.are_working():
                     prepare_units([unit])
                 time.sleep(0.1)
-            self._streams += load_corpus([unit], self._split, self._held_out).train
+            table = np.fromfile(unit.path(".docs"), DOCUMENT)
+            numbers = np.zeros(len(table), np.int64)
+            is_kept = split_documents(table, numbers, self._split, self._held_out) == TRAIN
+            self._streams.append(TokenStream([unit], find_pieces(table, numbers, is_kept, unit.tokenizer.lead)))
         return self._streams[number]
 
 
@@ -162,50 +163,40 @@ def sample_text(files: list[TextFile], split: Split) -> list[str]:
             due -= len(texts[-1])
             if due <= 0:
                 break
-    if not texts:
-        raise UserError(NO_TEXT)
     held_out = split.candidates(np.array([content_hash(text) for text in texts], np.uint64))
     return [text for text, is_held_out in zip(texts, held_out, strict=True) if not is_held_out] or texts
 
 
-def load_corpus(units: list[Unit], split: Split, held_out: np.ndarray | None = None) -> Corpus:
-    """The streams of complete units, split unless they were before.
-
-    held_out: the hashes of the documents for validation, where other units have given all of them.
-    """
+def load_corpus(units: list[Unit], split: Split) -> Corpus:
+    """The streams of complete units, split unless they were before."""
     tokenizer, cache_dir = units[0].tokenizer, units[0].folder.parent
-    others = None if held_out is None else held_out.tolist()
-    key = digest(VERSION, split, others, tokenizer.hash, [unit.fingerprint for unit in units])
-    path = cache_dir / "texts" / f"{key}.split"
+    key = digest(VERSION, split, tokenizer.hash, [unit.fingerprint for unit in units])
+    path = cache_dir / "texts" / f"{key}.npz"
     if not path.is_file():
         with locked(cache_dir, wait=WAIT):
             path.parent.mkdir(exist_ok=True)
-            facts, arrays = split_units(units, split, held_out)
             with replacing(path) as file:
-                np.savez(file, facts=json.dumps(facts), **arrays)
-    with np.load(path) as found:
-        facts = json.loads(str(found["facts"]))
-        train = stream(units, found["train"], facts.pop("train_tokens"))
-        arrays = {name: found[name] for name in ("validation", "held_out")}
-    return Corpus(tokenizer=tokenizer, train=[train], **arrays, **facts)
+                np.savez(file, **split_units(units, split))
+    with np.load(path) as arrays:
+        found = dict(arrays)
+    facts = json.loads(str(found.pop("facts")))
+    train = TokenStream(units, found.pop("train"), facts.pop("train_tokens"))
+    return Corpus(tokenizer=tokenizer, train=[train], **found, **facts)
 
 
-def split_units(
-    units: list[Unit], split: Split, held_out: np.ndarray | None
-) -> tuple[dict[str, object], dict[str, np.ndarray]]:
-    """What `load_corpus` makes a `Corpus` of: facts, and arrays (for training, the pieces of its stream)."""
+def split_units(units: list[Unit], split: Split) -> dict[str, object]:
+    """What `load_corpus` makes a `Corpus` of; for training, the pieces of its stream."""
     tables, lead = [np.fromfile(unit.path(".docs"), DOCUMENT) for unit in units], units[0].tokenizer.lead
     table, numbers = np.concatenate(tables), np.repeat(np.arange(len(units)), [len(one) for one in tables])
     if not len(table):
         raise UserError(NO_TEXT)
-    kinds = split_documents(table, numbers, split, held_out)
+    kinds = split_documents(table, numbers, split)
     documents = {kind: int((kinds == kind).sum()) for kind in (TRAIN, VALIDATION, DUPLICATE)}
     sizes = {kind: int(table["bytes"][kinds == kind].sum()) for kind in (TRAIN, VALIDATION)}
     pieces = find_pieces(table, numbers, kinds == TRAIN, lead)
-    train = stream(units, pieces)
-    train_tokens = len(train)
-    if documents[VALIDATION] or held_out is not None:
-        validation = stream(units, find_pieces(table, numbers, kinds == VALIDATION, lead))[:]
+    train_tokens = len(train := TokenStream(units, pieces))
+    if documents[VALIDATION]:
+        validation = TokenStream(units, find_pieces(table, numbers, kinds == VALIDATION, lead))[:]
     else:
         share = min(split.fraction, MAX_VALIDATION / sizes[TRAIN])
         train_tokens -= lead + max(2, round(share * (train_tokens - lead)))
@@ -223,4 +214,5 @@ def split_units(
         xz_bits_per_byte=8 * len(lzma.compress(text, filters=filters)) / max(1, len(text)),
         train_tokens=train_tokens,
     )
-    return facts, {"train": pieces, "validation": validation, "held_out": table["hash"][kinds == VALIDATION]}
+    held_out = table["hash"][kinds == VALIDATION]
+    return dict(facts=json.dumps(facts), train=pieces, validation=validation, held_out=held_out)

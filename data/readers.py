@@ -22,10 +22,7 @@ Document = Iterable[str]  # its text in blocks, not empty, to be read at most on
 
 
 def read_documents(file: TextFile, skipped: list[str]) -> Iterator[Document]:
-    """The documents of a file in order: the text of a text file, or that of each row.
-
-    What is left out is appended to `skipped`: files of folders and patterns that are not UTF-8, rows without text.
-    """
+    """The documents of a file in order; why a file (of a folder or pattern) or a row is left out goes to `skipped`."""
     path = file.fetch()
     match file.format:
         case "text":

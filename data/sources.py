@@ -18,8 +18,6 @@ from errors import UserError, read_json, reading, replace_text
 # What a file's name ends in -> how it is read.
 FORMATS = {".txt": "text", ".md": "text", ".py": "text", ".jsonl": "jsonl", ".jsonl.gz": "jsonl", ".parquet": "parquet"}
 EXPANSION = {".gz": 3, ".parquet": 2}  # bytes of text per byte of a compressed file, roughly
-SUFFIXES = " ".join(FORMATS)
-HUB = "hub:"
 KNOWN = {  # name -> data set, its revision, what the names of its files begin with
     "shakespeare": ("karpathy/tiny_shakespeare", "refs/convert/parquet", "default/"),
     "tinystories": ("roneneldan/TinyStories", "main", "data/train-"),
@@ -66,10 +64,8 @@ class TextFile:
     @property
     def is_unchanged(self) -> bool:
         """Whether a file of this machine still has the size and the time that it was listed with."""
-        if self.dataset is not None:
-            return True
-        status = os.stat(self.name)
-        return (status.st_size, status.st_mtime_ns) == (self.size, self.version)
+        status = os.stat(self.name) if self.dataset is None else None
+        return status is None or (status.st_size, status.st_mtime_ns) == (self.size, self.version)
 
 
 def resolve(names: Iterable[str], text_field: str, cache_dir: Path) -> list[TextFile]:
@@ -85,8 +81,8 @@ def resolve(names: Iterable[str], text_field: str, cache_dir: Path) -> list[Text
             found = standard_library()
         elif name in KNOWN:
             found = hub_files(*KNOWN[name], text_field, cache_dir)
-        elif name.startswith(HUB):
-            parts = name.removeprefix(HUB).split("/")
+        elif name.startswith("hub:"):
+            parts = name.removeprefix("hub:").split("/")
             found = hub_files("/".join(parts[:2]), "main", "/".join(parts[2:]), text_field, cache_dir)
         elif os.path.isfile(path):
             found = text_files([path], text_field, optional=False)
@@ -98,7 +94,7 @@ def resolve(names: Iterable[str], text_field: str, cache_dir: Path) -> list[Text
             choices = f"a path, a pattern, hub:OWNER/NAME, or one of python, {', '.join(KNOWN)}"
             raise UserError(f'no file, folder or known text is called "{name}"; give {choices}.')
         if not found:
-            raise UserError(f"{name} names no file to read; the formats are {SUFFIXES}.")
+            raise UserError(f"{name} names no file to read; the formats are {' '.join(FORMATS)}.")
         files += found
     return files
 
@@ -129,19 +125,16 @@ def visible_files(folder: str | Path, excluded: frozenset[str] = frozenset()) ->
 def standard_library() -> list[TextFile]:
     """The running interpreter's own sources and its prose documentation: real text on every machine with Python."""
     root = Path(sysconfig.get_path("stdlib"))
-    sources = (Path(path) for path in visible_files(root, EXCLUDED) if path.endswith(".py"))
-    files = text_files((path for path in sources if not is_character_table(path)), "text")
+    paths = (Path(path) for path in visible_files(root, EXCLUDED) if path.endswith(".py"))
+    # 1 MB of `encodings` is generated character tables.
+    kept = (path for path in paths if path.parent.name != "encodings" or b"decoding_table" not in path.read_bytes())
+    files = text_files(kept, "text")
     topics = text_files([root / "pydoc_data" / "topics.py"], "text", optional=False)
     return files + [dataclasses.replace(file, format="topics") for file in topics]
 
 
-def is_character_table(path: Path) -> bool:
-    """Whether a module is one of the generated tables in `encodings`, which are 1 MB."""
-    return path.parent.name == "encodings" and b"decoding_table" in path.read_bytes()
-
-
 def hub_files(dataset: str, revision: str, start: str, text_field: str, cache_dir: Path) -> list[TextFile]:
-    """The files of a data set of the Hub whose names begin with `start`, as they were when it was first named.
+    """The files of a data set of the Hub whose names begin with `start`.
 
     Their list is kept in `cache_dir`, so that a resumed run reads the same files, without a network if it has them.
     """

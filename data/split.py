@@ -29,7 +29,7 @@ class Split:
         return mix(hashes ^ mix(np.array([self.salt], np.uint64))) < limit
 
 
-def split_documents(table: np.ndarray, unit: np.ndarray, split: Split, held_out: np.ndarray | None) -> np.ndarray:
+def split_documents(table: np.ndarray, unit: np.ndarray, split: Split, held_out: np.ndarray = None) -> np.ndarray:
     """TRAIN, VALIDATION or DUPLICATE for each row of `units.DOCUMENT`; `unit`: the number of its unit.
 
     Of equal documents the first is kept. For validation are, in order, those below a threshold of their hash, until
@@ -56,10 +56,7 @@ def split_documents(table: np.ndarray, unit: np.ndarray, split: Split, held_out:
 
 
 def find_pieces(table: np.ndarray, unit: np.ndarray, wanted: np.ndarray, lead: int) -> np.ndarray:
-    """The pieces, int64 (n, 3), that are the `wanted` rows, see `units.TokenStream`.
-
-    lead: ids before the first document of a unit, which the pieces begin with.
-    """
+    """The pieces of a `units.TokenStream` that are the `wanted` rows, behind the `lead` ids that begin a unit."""
     tokens = table["tokens"].astype(np.int64)
     ends = np.cumsum(tokens)
     first_of_unit = np.searchsorted(unit, unit)  # the row

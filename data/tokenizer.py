@@ -11,7 +11,6 @@ import io
 import itertools
 import json
 import re
-import secrets
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -23,8 +22,8 @@ from tokenizers import AddedToken, normalizers
 from errors import UserError, reading, replacing
 
 # What is saved with a model. llama.cpp needs the scores in tokenizer.model; generation_config.json has all EOS ids.
-FILES = ("tokenizer.model", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
-FILES += ("chat_template.jinja", "generation_config.json")
+FILES = ("tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+FILES += ("generation_config.json", "tokenizer.json")
 
 TRAINER_OPTIONS = dict(
     model_type="bpe",
@@ -47,19 +46,6 @@ TRAINER_OPTIONS = dict(
 # are those of its words, end to end.
 WORD = re.compile("[ ▁]*[^ ▁\n]+|[ ▁]+|\n")
 MAX_WORDS = 1 << 18  # whose ids are remembered, about 50 MB
-
-
-# A random number that no text contains. Digits, because templates may change letters (`upper`), but not digits.
-BREAK = str(10**20 + secrets.randbelow(10**20))
-
-
-def break_tokens(text: str, tokens: Iterable[str]) -> str:
-    """Insert a mark into each of the tokens that the text contains, so that `encode_special` takes them as plain text.
-
-    The mark follows a token's first character. Tokens of one character cannot be broken and are left as they are.
-    """
-    patterns = [f"{re.escape(token[0])}(?={re.escape(token[1:])})" for token in tokens if len(token) > 1]
-    return re.sub("|".join(patterns), lambda match: match[0] + BREAK, text) if patterns else text
 
 
 class Tokenizer:
@@ -138,12 +124,11 @@ class Tokenizer:
 
     def _valid_bytes(self, ids: Iterable[int]) -> Iterator[int]:
         """The ids with U+FFFD for each invalid byte; the library would replace all bytes around it too."""
-        values = self._byte_values
-        byte_ids = {value: i for i, value in values.items()}
-        for is_byte, run in itertools.groupby(ids, values.__contains__):
+        for is_byte, run in itertools.groupby(ids, self._byte_values.__contains__):
             if is_byte:
-                text = bytes(map(values.__getitem__, run)).decode("utf-8", "surrogateescape")
-                run = map(byte_ids.__getitem__, re.sub("[\udc80-\udcff]", "\ufffd", text).encode())
+                text = bytes(map(self._byte_values.__getitem__, run)).decode("utf-8", "surrogateescape")
+                values = re.sub("[\udc80-\udcff]", "\ufffd", text).encode()
+                run = [self._tokenizer.token_to_id(f"<0x{value:02X}>") for value in values]
             yield from run
 
     @functools.cached_property
@@ -164,13 +149,13 @@ class Tokenizer:
         """The tokens that are found in a text before the rest of it is tokenized, by id: special ones and others."""
         return self._tokenizer.get_added_tokens_decoder()
 
-    def encode_special(self, text: str) -> list[int]:
+    def encode_special(self, text: str, mark: str) -> list[int]:
         """Token ids of a text whose special tokens are tokens, as in the text that a chat template writes.
 
-        Tokens that `break_tokens` has broken are plain text: the ids are those of the whole characters.
+        `mark` is removed once tokens have been found: what it breaks is plain text, with the ids of the unbroken text.
         """
-        normalizer, remove_marks = self._tokenizer.normalizer, normalizers.Replace(BREAK, "")
-        steps = [remove_marks] if normalizer is None else [remove_marks, normalizer]  # after tokens have been found
+        normalizer, remove_mark = self._tokenizer.normalizer, normalizers.Replace(mark, "")
+        steps = [remove_mark] if normalizer is None else [remove_mark, normalizer]
         self._tokenizer.normalizer, self._tokenizer.encode_special_tokens = normalizers.Sequence(steps), False
         try:
             return self.encode(text)
@@ -220,30 +205,22 @@ class Tokenizer:
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """Open a `tokenizer.json`, a SentencePiece model, or a folder (a checkpoint, say) that holds either.
-
-    A folder's SentencePiece model is converted where there is no `tokenizer.json`.
-    """
+    """Open a `tokenizer.json`, a SentencePiece model, or a folder (such as a checkpoint) with one of them or both."""
     path = Path(path).expanduser()
     if path.is_dir():
         path /= "tokenizer.json" if (path / "tokenizer.json").is_file() else "tokenizer.model"
     if not path.is_file():
         raise UserError(f"there is no {path}; give a tokenizer.model, a tokenizer.json, or a folder with one of them.")
-    beside = [path.parent / name for name in FILES if name != path.name]
-    files = {file.name: file.read_bytes() for file in beside if file.is_file()}
+    folder = path.parent
+    files = {name: (folder / name).read_bytes() for name in FILES if (folder / name).is_file()}
     if path.suffix == ".json":
-        return Tokenizer(files | {"tokenizer.json": path.read_bytes()}, path.parent)
-    return convert(path, files if path.name == "tokenizer.model" else {})
-
-
-def convert(path: Path, beside: dict[str, bytes]) -> Tokenizer:
-    """The tokenizer of a SentencePiece model, with the files that lie beside it."""
+        return Tokenizer(files | {"tokenizer.json": path.read_bytes()}, folder)
     from data.tokenizer_json import tokenizer_files
 
     with reading(path, "give a tokenizer.json, or a byte-pair encoding with byte fallback that leaves text as it is"):
-        model = path.read_bytes()
+        beside, model = files if path.name == "tokenizer.model" else {}, path.read_bytes()
         made = tokenizer_files(model, json.loads(beside.get("tokenizer_config.json", b"{}")))
-    return Tokenizer(beside | {"tokenizer.model": model} | made, path.parent)
+    return Tokenizer(beside | {"tokenizer.model": model} | made, folder)
 
 
 def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
@@ -274,7 +251,7 @@ def train_tokenizer(texts: Sequence[str], vocab_size: int, path: str | Path) -> 
             return train_tokenizer(texts, int(maximum[1]), path)
         raise UserError(f"no tokenizer could be trained on this text ({error}); give more text.") from None
     Path(path).write_bytes(model.getvalue())
-    return convert(Path(path), {})
+    return load_tokenizer(path)
 
 
 def _lines(texts: Iterable[str]) -> Iterator[str]:

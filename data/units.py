@@ -29,7 +29,6 @@ import numpy as np
 from filelock import FileLock, Timeout
 from tqdm import tqdm
 
-from data.batches import TokenStream
 from data.readers import Document, read_documents
 from data.sources import TextFile
 from data.tokenizer import Tokenizer
@@ -39,7 +38,6 @@ VERSION = 4  # of the files; raised when the same text and tokenizer would give 
 UNIT_BYTES = 64_000_000
 BATCH = 64  # blocks of text that are encoded together, on all cores of a process
 MAX_REASONS = 5  # why something was skipped, in KEY.json
-SHOW_PROGRESS = 32_000_000  # bytes of text below which there is no progress bar
 SPAWN = multiprocessing.get_context("spawn")  # torch's threads do not survive a fork
 DOCUMENT = np.dtype([("hash", "<u8"), ("bytes", "<u8"), ("tokens", "<u8")])
 
@@ -109,9 +107,30 @@ def group_files(files: Iterable[TextFile]) -> list[tuple[TextFile, ...]]:
     return [tuple(group) for group in groups]
 
 
-def stream(units: Sequence[Unit], pieces: np.ndarray, length: int | None = None) -> TokenStream:
-    """Pieces of the ids of units, see `TokenStream`."""
-    return TokenStream([unit.path(".bin") for unit in units], units[0].tokenizer.dtype, pieces, length)
+class TokenStream:
+    """Pieces of the ids of units, end to end, read when they are asked for."""
+
+    def __init__(self, units: Sequence[Unit], pieces: np.ndarray, length: int | None = None):
+        """pieces: int64 (n, 3): a unit's number, the first id in it and the one after the last; length: in ids."""
+        self._paths, self._dtype = [unit.path(".bin") for unit in units], units[0].tokenizer.dtype
+        self._pieces = pieces
+        self._ends = np.cumsum(pieces[:, 2] - pieces[:, 1])
+        self._length = int(self._ends[-1]) if length is None else length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, places: slice) -> np.ndarray:
+        """The ids of a slice with step 1, read anew: pages that stay mapped would count as memory of the process."""
+        start, stop, _ = places.indices(len(self))
+        found, number = [np.empty(0, self._dtype)], int(np.searchsorted(self._ends, start, "right"))
+        while start < stop:
+            unit, _, last = self._pieces[number].tolist()
+            first = last - (int(self._ends[number]) - start)
+            count = min(stop - start, last - first)
+            found.append(np.fromfile(self._paths[unit], self._dtype, count, offset=first * self._dtype.itemsize))
+            start, number = start + count, number + 1
+        return np.concatenate(found)
 
 
 def write_ids(
@@ -183,11 +202,11 @@ def work(units: list[Unit], threads: int, done: object, limit: object, errors: o
 
 
 def prepare_units(units: list[Unit]) -> None:
-    """Make every unit complete, with a process per core; print what was skipped, and a progress bar for large texts."""
+    """Make every unit complete, with a process per core; print what was skipped and, after 2 s, a progress bar."""
     units[0].folder.mkdir(parents=True, exist_ok=True)
     new = missing = [unit for unit in units if unit.facts() is None]
     size = sum(file.text_bytes for unit in missing for file in unit.files)
-    with tqdm(desc="tokenizing", total=size, unit="B", unit_scale=True, disable=size < SHOW_PROGRESS) as bar:
+    with tqdm(desc="tokenizing", total=size, unit="B", unit_scale=True, delay=2) as bar:
         if len(missing) > 1:
             workers = Workers(missing, min(usable_cores(), len(missing)), len(missing))
             while workers.are_working():

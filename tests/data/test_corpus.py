@@ -13,8 +13,8 @@ import pytest
 
 from data import corpus as corpus_module
 from data import readers, units
-from data.batches import TokenStream
 from data.corpus import Corpus, prepare, tokenize
+from data.units import TokenStream
 from errors import UserError
 from tests.data.conftest import write_corpus
 
@@ -286,7 +286,7 @@ def test_a_text_too_small_for_the_vocabulary_gets_a_smaller_one_and_one_without_
     assert_equal(prepare([str(tmp_path / "two.txt")], cache_dir=tmp_path / "cache"), corpus)
     for name in ("blank.jsonl", "empty.txt"):
         (tmp_path / name).write_text("\n" * (name != "empty.txt"))
-        with pytest.raises(UserError, match="no text"):
+        with pytest.raises(UserError, match="give more text"):
             prepare([str(tmp_path / name)], cache_dir=tmp_path / "cache")
 
 

@@ -11,7 +11,7 @@ import pytest
 from pyarrow import parquet
 
 from data.readers import read_documents
-from data.sources import SUFFIXES, resolve
+from data.sources import FORMATS, resolve
 from errors import UserError
 from tests.data.conftest import read
 
@@ -119,7 +119,7 @@ def test_sources_that_are_not_there_or_hold_nothing_are_named(tmp_path):
         assert "no file" in error_message(source)
     (tmp_path / "a.docx").write_bytes(b"x")
     for source in (tmp_path, tmp_path / "*", tmp_path / "a.docx"):
-        assert error_message(source) == f"{source} names no file to read; the formats are {SUFFIXES}."
+        assert error_message(source) == f"{source} names no file to read; the formats are {' '.join(FORMATS)}."
 
 
 def test_a_name_wins_over_a_folder_and_a_path_is_the_folder(tmp_path, monkeypatch):

@@ -5,8 +5,9 @@ import shutil
 
 import pytest
 
-from data.tokenizer import BREAK, break_tokens, load_tokenizer
+from data.tokenizer import load_tokenizer
 from errors import UserError
+from generation.chat import BREAK, break_tokens
 from generation.settings import Sampling, recommended_sampling
 from tests.generation.conftest import chat_format
 
@@ -97,9 +98,9 @@ def test_every_occurrence_of_a_token_is_broken_and_nothing_else_changes():
 def test_after_encoding_special_tokens_plain_encoding_is_still_plain(chat_model):
     tokenizer = load_tokenizer(chat_model)
     text = "</s><|im_end|> x"
-    plain, special = tokenizer.encode(text), tokenizer.encode_special(text)
+    plain, special = tokenizer.encode(text), tokenizer.encode_special(text, BREAK)
     assert tokenizer.encode(text) == plain and len(special) < len(plain)
-    broken = tokenizer.encode_special(break_tokens(text, [t.content for t in tokenizer.added_tokens.values()]))
+    broken = tokenizer.encode_special(break_tokens(text, [t.content for t in tokenizer.added_tokens.values()]), BREAK)
     assert broken == plain and tokenizer.decode(broken) == text
 
 
@@ -117,7 +118,7 @@ def test_text_that_a_normalizer_turns_into_a_token_is_no_token(chatml_model, tmp
     write(tmp_path / "tokenizer.json", fields)
     chat = chat_format(tmp_path)
     end = chat.end_of_turn
-    assert chat.tokenizer.encode_special("a<|im_end|>b").count(end) == 1
+    assert chat.tokenizer.encode_special("a<|im_end|>b", BREAK).count(end) == 1
     harmless, forged = (chat.encode([{"role": "user", "content": text}]).count(end) for text in ("ab", typed))
     assert harmless == forged >= 1
 
