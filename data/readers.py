@@ -1,7 +1,6 @@
-"""How one file is read: a function per format, each a generator of documents.
+"""How one file is read: a function per format, each a generator of documents, whose text is never changed.
 
-Nothing here holds more than a block, a row or, in parquet, some rows. Text is never changed (no newline translation,
-no stripping).
+Nothing here holds more than a block, a row or, in parquet, some rows.
 """
 
 import gzip

@@ -100,7 +100,7 @@ def resolve(names: Iterable[str], text_field: str, cache_dir: Path) -> list[Text
 
 
 def text_files(paths: Iterable[str | Path], text_field: str, optional: bool = True) -> list[TextFile]:
-    """Those of the paths that are files of known formats, as they are now; not pipes or folders."""
+    """Those of the paths that are files of known formats, not pipes or folders."""
     files = []
     for path in paths:
         if (format := find_format(path)) and os.path.isfile(path):
@@ -134,10 +134,7 @@ def standard_library() -> list[TextFile]:
 
 
 def hub_files(dataset: str, revision: str, start: str, text_field: str, cache_dir: Path) -> list[TextFile]:
-    """The files of a data set of the Hub whose names begin with `start`.
-
-    Their list is kept in `cache_dir`, so that a resumed run reads the same files, without a network if it has them.
-    """
+    """The files of a data set whose names begin with `start`. The list is kept: a resumed run reads the same commit."""
     list_file = cache_dir / "hub" / f"{dataset.replace('/', '--')}.json"
     if not list_file.is_file():
         from huggingface_hub import HfApi
