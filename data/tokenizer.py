@@ -211,16 +211,16 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         path /= "tokenizer.json" if (path / "tokenizer.json").is_file() else "tokenizer.model"
     if not path.is_file():
         raise UserError(f"there is no {path}; give a tokenizer.model, a tokenizer.json, or a folder with one of them.")
-    folder = path.parent
-    files = {name: (folder / name).read_bytes() for name in FILES if (folder / name).is_file()}
+    beside = [path.parent / name for name in FILES if name != path.name]
+    files = {file.name: file.read_bytes() for file in beside if file.is_file()}
     if path.suffix == ".json":
-        return Tokenizer(files | {"tokenizer.json": path.read_bytes()}, folder)
+        return Tokenizer(files | {"tokenizer.json": path.read_bytes()}, path.parent)
     from data.tokenizer_json import tokenizer_files
 
     with reading(path, "give a tokenizer.json, or a byte-pair encoding with byte fallback that leaves text as it is"):
-        beside, model = files if path.name == "tokenizer.model" else {}, path.read_bytes()
-        made = tokenizer_files(model, json.loads(beside.get("tokenizer_config.json", b"{}")))
-    return Tokenizer(beside | {"tokenizer.model": model} | made, folder)
+        model, files = path.read_bytes(), files if path.name == "tokenizer.model" else {}
+        made = tokenizer_files(model, json.loads(files.get("tokenizer_config.json", b"{}")))
+    return Tokenizer(files | {"tokenizer.model": model} | made, path.parent)
 
 
 def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
