@@ -24,7 +24,6 @@ from checkpoints.families import choose_model_type, zero_biases
 from checkpoints.find import eos_ids, find_checkpoint
 from checkpoints.pretrained import Checkpoint, open_checkpoint
 from contrib.llama_cpp_vocab import Vocabulary, llama_cpp_vocabulary
-from data.chat_template import read_template
 from data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from errors import UserError, exit_on_user_error
 from model.config import ModelConfig
@@ -239,9 +238,8 @@ def add_tokenizer(writer: gguf.GGUFWriter, checkpoint: Path, tokenizer: Tokenize
     others = sorted(eos_ids(checkpoint, tokenizer.eos_id) - {tokenizer.eos_id})
     for another in [i for i in others if 0 <= i < tokenizer.vocab_size][:1]:
         writer.add_eot_token_id(another)
-    template = read_template(checkpoint)
-    if template is not None:
-        writer.add_chat_template(template)
+    if tokenizer.chat_template is not None:
+        writer.add_chat_template(tokenizer.chat_template)
 
 
 if __name__ == "__main__":
