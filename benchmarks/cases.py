@@ -1,8 +1,7 @@
 """What `benchmarks.kernels` measures: shapes of each kernel, its baselines, and what it must move or compute once."""
 
-import importlib.util
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -30,8 +29,6 @@ class Case:
     backward_bytes: float = 0.0
     flops: float = 0.0
     """Of all matrix products, forward and backward; if not 0, they are the limit instead of the bytes."""
-    prepare: dict[str, Callable] = field(default_factory=dict)
-    """For baselines that take other inputs: makes them from the case's inputs, in the same order. It is not timed."""
 
 
 def cases(device: torch.device) -> Iterator[Case]:
@@ -68,54 +65,38 @@ def by_all(device: torch.device, using: Callable) -> dict[str, Callable]:
 
 
 def norm(device: torch.device, kind: str, rows: int, width: int, after_addition: bool = False) -> Case:
-    """RMSNorm or LayerNorm, alone or after the residual addition.
+    """RMSNorm, or LayerNorm with its bias, alone or after the residual addition.
 
-    Our weight is float32, as in training. torch's own norm and Liger's get a weight of x's dtype.
+    Weight and bias are float32, as in training. torch's own norm gets them in x's dtype.
     """
+    num_vectors = 1 if kind == "rms" else 2
 
     def make():
-        x, weight = random(device, rows, width), random(device, width, dtype=torch.float32, mean=1.0, std=0.1)
-        return (x, weight, random(device, rows, width)) if after_addition else (x, weight)
-
-    def round_weight(x, weight, *rest):
-        return x, weight.to(BF16), *rest
+        vectors = [random(device, width, dtype=torch.float32, mean=1.0, std=0.1) for _ in range(num_vectors)]
+        return random(device, rows, width), *vectors, *(random(device, rows, width) for _ in range(after_addition))
 
     def using(module):
-        def run(x, weight, stream=None):
-            y, s = module.normalize(x, weight, None, stream, kind=kind, eps=1e-5)
-            return y if stream is None else (y, s)
+        def run(x, *rest):
+            vectors, stream = rest[:num_vectors], rest[-1] if after_addition else None
+            y, s = module.normalize(x, *(*vectors, None)[:2], stream, kind=kind, eps=1e-5)
+            return (y, s) if after_addition else y
 
         return run
 
-    def torch_own(x, weight, stream=None):
-        s = x if stream is None else x + stream
-        y = F.rms_norm(s, (width,), weight, 1e-5) if kind == "rms" else F.layer_norm(s, (width,), weight, None, 1e-5)
-        return y if stream is None else (y, s)
+    def torch_own(function):
+        def run(x, *rest):
+            s = x + rest[-1] if after_addition else x
+            y = function(s, (width,), *(one.to(BF16) for one in rest[:num_vectors]), eps=1e-5)
+            return (y, s) if after_addition else y
 
-    own = f"F.{kind}_norm"
-    baselines = by_all(device, using) | {own: torch_own}
-    if has_liger(device) and kind == "rms":
-        baselines["Liger"] = liger_rms_norm
+        return run
+
+    own = F.rms_norm if kind == "rms" else F.layer_norm
+    baselines = by_all(device, using) | {f"F.{own.__name__}": torch_own(own)}
     size = rows * width * BF16.itemsize
     forward, backward = (4 * size, 4 * size) if after_addition else (2 * size, 3 * size)
     name = f"{kind} norm{' after addition' if after_addition else ''}, {rows} x {width}"
-    prepare = {own: round_weight, "Liger": round_weight}
-    return Case(name, make, 3 if after_addition else 2, baselines, forward, backward, prepare=prepare)
-
-
-def has_liger(device: torch.device) -> bool:
-    """Whether there is a Liger-Kernel to compare with. It is called with its own defaults."""
-    return device.type == "cuda" and importlib.util.find_spec("liger_kernel") is not None
-
-
-def liger_rms_norm(x: Tensor, weight: Tensor, stream: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
-    """Liger's RMSNorm. By default it overwrites the gradient that it is given with the one that it returns."""
-    from liger_kernel.ops.fused_add_rms_norm import LigerFusedAddRMSNormFunction
-    from liger_kernel.ops.rms_norm import LigerRMSNormFunction
-
-    if stream is not None:
-        return LigerFusedAddRMSNormFunction.apply(x, stream, weight, 1e-5)
-    return LigerRMSNormFunction.apply(x, weight, 1e-5)
+    return Case(name, make, 1 + num_vectors + after_addition, baselines, forward, backward)
 
 
 def mlp(device: torch.device, rows: int, hidden: int, width: int) -> Case:
@@ -172,9 +153,5 @@ def loss(device: torch.device, rows: int, hidden: int, vocabulary: int) -> Case:
     baselines = {OURS: ours, "F.cross_entropy, all logits": all_logits, "torch.compile": torch.compile(all_logits)}
     if hasattr(F, "linear_cross_entropy"):  # from torch 2.13 on
         baselines["F.linear_cross_entropy"] = lambda *inputs: F.linear_cross_entropy(*inputs[:3])
-    if has_liger(device):
-        from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
-
-        baselines["Liger"] = lambda *inputs: LigerFusedLinearCrossEntropyFunction.apply(*inputs[:3])[0]
     name = f"head and loss, {rows} x {hidden}, vocabulary {vocabulary}"
     return Case(name, make, 2, baselines, flops=6.0 * rows * hidden * vocabulary)

@@ -14,7 +14,7 @@
 # machine; they are then installed into a temporary folder. For Python 3.12 on Linux:
 #
 #   pip download -d wheels --no-deps --only-binary=:all: --python-version 3.12 --platform manylinux2014_x86_64 \
-#       tyro tomli-w typeguard docstring-parser liger-kernel
+#       tyro tomli-w typeguard docstring-parser
 set -u
 cd "$(dirname "$0")/.." || exit 1
 folder=${1:-${OUT:-benchmarks/results/gpu}} chosen=("${@:2}") python=${PYTHON:-python3}
@@ -85,17 +85,6 @@ names = [re.match(r"[\w-]+", line)[0].replace("-", "_") for line in open("requir
 print(*[name for name in names if not u.find_spec(name)])
 '
 
-# Every function that launches kernels, on small inputs, forward and backward.
-launch_all='
-import torch
-torch.set_default_device("cuda")
-from benchmarks.resources import launches
-for name, call in launches():
-    print(name, flush=True)
-    call()
-    torch.cuda.synchronize()
-'
-
 main() {
     local absent tool scratch ours="Triton and torch.compile"
     local decoders=(ours "plain decoder" transformers "transformers compiled")
@@ -134,13 +123,12 @@ main() {
     step trace 120 "$python" -m benchmarks.training --config 124m --norms rms --variants "$ours" \
         --profile "$folder/trace.json.gz"
     kernels others 200 '^(SwiGLU|rotary)'
-    step resources 150 "$python" -m benchmarks.resources
     tests tests 300
     for tool in memcheck racecheck; do
         if command -v compute-sanitizer > /dev/null; then
             # Without torch's allocator, which would hide what lies outside a tensor and inside its pool.
-            PYTORCH_NO_CUDA_MEMORY_CACHING=1 step "$tool" 110 \
-                compute-sanitizer --tool "$tool" --error-exitcode 1 "$python" -c "$launch_all"
+            PYTORCH_NO_CUDA_MEMORY_CACHING=1 step "$tool" 240 compute-sanitizer --tool "$tool" --error-exitcode 1 \
+                --target-processes all "$python" -m pytest -o addopts=--import-mode=importlib -m gpu tests/kernels -k "$smoke"
         elif wanted "$tool"; then
             echo "== $tool: not run, there is no compute-sanitizer"
         fi

@@ -20,7 +20,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from benchmarks.training import PEER, transformers_model
 from generation.weights import cast_weights, quantize_matrices
 from model.cache import KeyValueCache
 from model.config import ModelConfig
@@ -35,7 +34,8 @@ SHAPES = {
     "1b": ModelConfig(128256, 2048, 8192, 16, 32, 8, max_position_embeddings=256),  # Llama-3.2-1B
 }
 PROMPT = 0  # a token
-OURS, DECODER, COMPILED, LLAMA2C, LLAMA_CPP = "ours", "plain decoder", f"{PEER} compiled", "llama2.c", "llama.cpp"
+OURS, DECODER, PEER, LLAMA2C, LLAMA_CPP = "ours", "plain decoder", "transformers", "llama2.c", "llama.cpp"
+COMPILED = f"{PEER} compiled"
 MAX_INT8 = 16  # sequences, `generation.cpu_step.MAX_SEQUENCES`: importing that needs Numba
 DTYPES = {"float32": "float32", "bfloat16": "bfloat16", "int8": "q8_0"}  # and what llama.cpp's file has
 
@@ -71,6 +71,15 @@ def our_decoder(case: Case) -> Decoder:
         if case.dtype == "int8":
             quantize_matrices(decoder)
     return decoder
+
+
+def transformers_model(config: ModelConfig) -> torch.nn.Module:
+    """A LLaMA of the same shape with random weights."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    fields = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    fields += ("num_key_value_heads", "max_position_embeddings", "tie_word_embeddings")
+    return LlamaForCausalLM(LlamaConfig(**{name: getattr(config, name) for name in fields}))
 
 
 class Clock(list):
@@ -188,13 +197,8 @@ def decode_llama_cpp(case: Case) -> Callable[[], float]:
         settings.verbosity = -1
         settings.cpuparams.n_threads = settings.cpuparams_batch.n_threads = torch.get_num_threads()
         server = xllamacpp.Server(settings)
-    question = {
-        "prompt": [1] * case.prompt,
-        "n_predict": case.tokens,
-        "temperature": 0,
-        "ignore_eos": True,
-        "cache_prompt": False,
-    }
+    question = {"prompt": [1] * case.prompt, "n_predict": case.tokens, "temperature": 0}
+    question |= {"ignore_eos": True, "cache_prompt": False}
 
     def run() -> float:
         with ThreadPoolExecutor(case.sequences) as pool:
@@ -205,13 +209,14 @@ def decode_llama_cpp(case: Case) -> Callable[[], float]:
     return run
 
 
+# The first that runs is what the speed of the others is relative to.
 PROGRAMS: dict[str, Callable[[Case], Callable[[], float]]] = {
-    OURS: decode_ours,
-    DECODER: decode_in_steps,
     PEER: decode_transformers,
     COMPILED: functools.partial(decode_transformers, compiled=True),
     LLAMA2C: decode_llama2c,
     LLAMA_CPP: decode_llama_cpp,
+    DECODER: decode_in_steps,
+    OURS: decode_ours,
 }
 
 

@@ -1,20 +1,20 @@
-"""How long a call takes and how much memory, whose turn it is, the machine's limits, and how results are printed.
+"""The harness: what is compared takes turns, and every speed stands beside a limit that the machine reached.
 
-Every benchmark takes its turns, limits, tables and JSON from here. The programs of `benchmarks.decoding` time their own
-steps, because each waits for a token.
+The programs of `benchmarks.decoding` time themselves, each in a process of its own; all else is timed by `block`.
 """
 
 import json
 import math
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable, Collection, Hashable, Iterator
-from dataclasses import dataclass
 
 import torch
 
 from model.device import device_name, processor
+from model.fused_decode import describe
 
 BEYOND_CACHE = 256e6  # bytes, more than a GPU's cache holds
 PAUSE = 20_000_000  # cycles of a GPU, about 11 ms, in which the host queues the calls to time
@@ -22,50 +22,35 @@ COPY_BYTES = {"cuda": 2**30, "cpu": 2**27}
 READ_BYTES = 2**30  # more than a server's cache holds
 PRODUCT_SIZE = {"cuda": 8192, "cpu": 2048}
 MIN_TURNS = 3
-CALLS_PER_BLOCK = 4  # their median is the time of the block
+
+Block = Callable[[], float]
+"""What has a turn. It returns the seconds of one call."""
 
 
-@dataclass(frozen=True)
-class Timing:
-    """Times of one part of training in one variant of the code, for one arm, in blocks that took turns with others."""
+def measure(
+    makers: dict[Hashable, Callable[[], dict[str, Block]]], turns: int, deadline: float = math.inf
+) -> tuple[dict[Hashable, dict[str, list[float]]], dict[Hashable, str]]:
+    """Seconds of the blocks that the makers make, by key and part, and for each key that cannot run, why.
 
-    process: int
-    """Id of the process that measured it; times of one process may share a bias."""
-    variant: str
-    part: str
-    arm: str
-    seconds: list[float]
-    """Of one call, a value per block; equal places in lists of one process were measured next to each other."""
-    peak_bytes: int | None
-    """Bytes that a call allocates beyond those that were in use; None where the device does not count them."""
-
-
-def print_header(*columns: str) -> None:
-    """The first two lines of a table in Markdown."""
-    print_row(*columns)
-    print("|---" * len(columns) + "|")
-
-
-def print_row(*cells: object) -> None:
-    """A row of a table in Markdown."""
-    print("| " + " | ".join(map(str, cells)) + " |", flush=True)
-
-
-def machine(device: torch.device) -> dict[str, object]:
-    """What ran a benchmark, for its JSON."""
-    names = {"device": device_name(device), "processor": processor(), "threads": torch.get_num_threads()}
-    return names | {"torch": torch.__version__, "python": platform.python_version()}
-
-
-def print_json(device: torch.device, **results: object) -> None:
-    """The last line of every benchmark: the machine and everything that was measured."""
-    print(json.dumps({"machine": machine(device), **results}))
-
-
-def relative_speed(baseline: list[float], seconds: list[float]) -> str:
-    """Speed relative to a baseline that took turns with it: the median of the ratios within turns, and their range."""
-    ratios = [theirs / ours for theirs, ours in zip(baseline, seconds, strict=True)]
-    return f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+    Equal places in two lists were measured next to each other. Before the first turn every block runs once, to compile
+    and to fill caches.
+    """
+    blocks, failures = {}, {}
+    for key, make in makers.items():
+        print("preparing", *(key if isinstance(key, tuple) else [key]), file=sys.stderr, flush=True)
+        try:
+            made = make()
+            for run in made.values():
+                run()
+        except Exception as error:  # whatever a program, a compiler or the capture of a graph may raise
+            failures[key] = describe(error)
+        else:
+            blocks[key] = made
+    seconds = {key: {part: [] for part in made} for key, made in blocks.items()}
+    for key in in_turns(blocks, turns, deadline):
+        for part, run in blocks[key].items():
+            seconds[key][part].append(run())
+    return seconds, failures
 
 
 def in_turns(keys: Collection[Hashable], turns: int, deadline: float = math.inf) -> Iterator[Hashable]:
@@ -79,17 +64,9 @@ def in_turns(keys: Collection[Hashable], turns: int, deadline: float = math.inf)
         yield from keys if turn % 2 else reversed(list(keys))
 
 
-def interleaved(
-    calls: dict[Hashable, Callable[[], object]], device: torch.device, blocks: int, deadline: float = math.inf
-) -> dict[Hashable, list[float]]:
-    """Seconds of a call, one value per block, which take turns. A block is the median of CALLS_PER_BLOCK calls."""
-    for call in calls.values():  # compiles, fills caches
-        for _ in range(3):
-            call()
-    seconds = {key: [] for key in calls}
-    for key in in_turns(calls, blocks, deadline):
-        seconds[key].append(statistics.median(times([calls[key]], device, CALLS_PER_BLOCK)))
-    return seconds
+def block(calls: list[Callable[[], object]], device: torch.device, repeats: int = 4) -> float:
+    """The median of `repeats` calls: see `times`."""
+    return statistics.median(times(calls, device, repeats))
 
 
 def times(calls: list[Callable[[], object]], device: torch.device, repeats: int) -> list[float]:
@@ -119,11 +96,9 @@ def peak_bytes(call: Callable[[], object], device: torch.device) -> int | None:
     """Bytes that a call allocates on a GPU at most, beyond what stood there."""
     if device.type != "cuda":
         return None
-    torch.cuda.synchronize(device)
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     call()
-    torch.cuda.synchronize(device)
     return torch.cuda.max_memory_allocated(device) - before
 
 
@@ -151,3 +126,51 @@ def product_rate(device: torch.device, dtype: torch.dtype) -> float:
     size = PRODUCT_SIZE[device.type]
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     return rate(lambda: a @ b, 2 * size**3, device)
+
+
+def compare(
+    title: str,
+    makers: dict[str, Callable[[], dict[str, Block]]],
+    limits: dict[str, dict[str, float]],
+    turns: int,
+    deadline: float = math.inf,
+    tokens: int | None = None,
+) -> dict:
+    """Measure, and print a table in Markdown: a row for each maker; returns it with all seconds.
+
+    limits: by maker and part, the seconds that the machine's measured rates allow. tokens: of the last part; it is also
+    the one whose speed is compared with the first maker's, by the median of the ratios within turns, and their range.
+    """
+    seconds, failures = measure(makers, turns, deadline)
+    parts = [*next(iter(seconds.values()), {"": []})]
+    print(f"\n### {title}\n")
+    rates = [] if tokens is None else ["tokens/s"]
+    print_row(
+        "", *(f"{part}, ms" for part in parts), *rates, "of the limit", f"speed relative to {next(iter(seconds), '')}"
+    )
+    print("|---" * (len(parts) + len(rates) + 3) + "|")
+    for name in makers:
+        if name in failures:
+            print_row(name, f"not run: {failures[name]}")
+            continue
+        medians = {part: statistics.median(values) for part, values in seconds[name].items()}
+        shares = ", ".join(f"{limit / medians[part]:.0%}" for part, limit in limits[name].items())
+        rates = [] if tokens is None else [f"{tokens / medians[parts[-1]]:,.0f}"]
+        times_in_ms = (f"{1e3 * one:,.{3 if one < 0.01 else 1}f}" for one in medians.values())
+        first = next(iter(seconds.values()))[parts[-1]]
+        ratios = [theirs / ours for theirs, ours in zip(first, seconds[name][parts[-1]], strict=True)]
+        speed = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+        print_row(name, *times_in_ms, *rates, shares, speed)
+    return {"title": title, "tokens": tokens, "limits": limits, "seconds": seconds, "not_run": failures}
+
+
+def print_row(*cells: object) -> None:
+    """A row of a table in Markdown."""
+    print("| " + " | ".join(map(str, cells)) + " |", flush=True)
+
+
+def print_json(device: torch.device, **results: object) -> None:
+    """The last line of every benchmark: the machine and everything that was measured."""
+    names = {"device": device_name(device), "processor": processor(), "threads": torch.get_num_threads()}
+    names |= {"torch": torch.__version__, "python": platform.python_version()}
+    print(json.dumps({"machine": names, **results}))

@@ -20,7 +20,7 @@ if importlib.util.find_spec("triton"):  # Linux only
 else:
     decode = gpu = None
 
-__all__ = ["attention", "describe", "linear_cross_entropy", "normalize", "rotary", "swiglu_mlp", "use"]
+__all__ = ["attention", "describe", "linear", "linear_cross_entropy", "normalize", "rotary", "swiglu_mlp", "use"]
 
 NORM_KINDS = ("rms", "layer")
 CHOICES = ("auto", "triton", "torch", "reference")
@@ -131,6 +131,11 @@ def rotary(
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
     """Grouped-query attention, causal or as the mask says; see `reference.attention`."""
     return implementation(q.device).attention(q, k, v, mask)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x W^T + b in x's dtype; see `reference.linear`."""
+    return implementation(x.device).linear(x, weight, bias)
 
 
 def swiglu_mlp(x: Tensor, gate_up_weight: Tensor, down_weight: Tensor) -> Tensor:

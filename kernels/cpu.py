@@ -19,6 +19,44 @@ from kernels import reference
 # Rows of logits: in one product, which is slower with fewer; and in one softmax, few enough to stay in the cache.
 PRODUCT_ROWS = 1024
 SOFTMAX_ROWS = 64
+ONEDNN = torch.backends.mkldnn.is_available() and torch.backends.mkl.is_available()
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """a b^T of a (..., K) and b (N, K), contiguous or the transpose of a contiguous matrix.
+
+    In float32 by oneDNN instead of MKL, which does not use all of the instructions of processors that are not Intel's.
+    """
+    if ONEDNN and a.dtype == torch.float32:
+        return torch.ops.mkldnn._linear_pointwise(a, b, None, "none", [], "")
+    return F.linear(a, b)
+
+
+class Linear(torch.autograd.Function):
+    """See `linear`, without a bias. x (..., in_features), weight (out_features, in_features)."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor, weight: Tensor) -> Tensor:
+        """x W^T."""
+        ctx.save_for_backward(x, weight)
+        return product(x, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """The gradient of W is torch's own product: oneDNN would have to copy x or grad to be as fast."""
+        x, weight = ctx.saved_tensors
+        dx = product(grad, weight.t()) if ctx.needs_input_grad[0] else None
+        dweight = grad.flatten(0, -2).t() @ x.flatten(0, -2) if ctx.needs_input_grad[1] else None
+        return dx, dweight
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """As `reference.linear`. Without gradients it is that, because few rows are slower in oneDNN."""
+    if x.dtype != torch.float32 or not torch.is_grad_enabled():
+        return reference.linear(x, weight, bias)
+    y = Linear.apply(x, weight.to(x.dtype))
+    return y if bias is None else y + bias
 
 
 class Norm(torch.autograd.Function):
@@ -167,33 +205,29 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Te
 
 
 class SwiGLU(torch.autograd.Function):
-    """silu(gate) * up of packed (..., 2F), of which only `packed` itself is kept."""
+    """silu(gate) * up, of which only gate and up themselves are kept."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, packed: Tensor) -> Tensor:
-        """(..., 2F) -> (..., F)."""
-        ctx.save_for_backward(packed)
-        gate, up = packed.chunk(2, dim=-1)
+    def forward(ctx: FunctionCtx, gate: Tensor, up: Tensor) -> Tensor:
+        """(..., F), (..., F) -> (..., F)."""
+        ctx.save_for_backward(gate, up)
         return F.silu(gate).mul_(up)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, grad: Tensor) -> Tensor:
-        """Both halves into one packed gradient."""
-        (packed,) = ctx.saved_tensors
-        gate, up = packed.chunk(2, dim=-1)
-        out = torch.empty_like(packed)
-        dgate, dup = out.chunk(2, dim=-1)
-        torch.mul(grad, up, out=dgate)  # everything is written into the halves of out: no temporaries
-        torch.ops.aten.silu_backward.grad_input(dgate, gate, grad_input=dgate)
-        torch.ops.aten.silu.out(gate, out=dup).mul_(grad)
-        return out
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, Tensor]:
+        """silu'(gate) up grad, silu(gate) grad."""
+        gate, up = ctx.saved_tensors
+        return torch.ops.aten.silu_backward(grad * up, gate), F.silu(gate).mul_(grad)
 
 
 def swiglu_mlp(x: Tensor, gate_up_weight: Tensor, down_weight: Tensor) -> Tensor:
-    """As `reference.swiglu_mlp`, with silu rounded to x's dtype before the product with up."""
-    hidden = SwiGLU.apply(F.linear(x, gate_up_weight.to(x.dtype)))
-    return F.linear(hidden, down_weight.to(x.dtype))
+    """As `reference.swiglu_mlp`, with silu rounded to x's dtype before the product with up.
+
+    Two products, because elementwise operations on halves of rows take twice as long as on contiguous tensors.
+    """
+    gate, up = (linear(x, weight) for weight in gate_up_weight.to(x.dtype).chunk(2))
+    return linear(SwiGLU.apply(gate, up), down_weight)
 
 
 class LinearCrossEntropy(torch.autograd.Function):
@@ -205,19 +239,19 @@ class LinearCrossEntropy(torch.autograd.Function):
         counted = targets != ignore_index
         target = targets.masked_fill(~counted, 0)[:, None]
         loss = torch.empty(len(x), dtype=torch.float32)
-        delta = torch.empty(len(x) if keep else min(len(x), PRODUCT_ROWS), len(weight), dtype=x.dtype)
+        delta = x.new_empty(len(x) if keep else 0, len(weight))
         p = torch.empty(SOFTMAX_ROWS, len(weight), dtype=torch.float32)
         minus_one = torch.full((SOFTMAX_ROWS, 1), -1.0)
         for start in range(0, len(x), PRODUCT_ROWS):
             rows = slice(start, start + PRODUCT_ROWS)
-            logits = delta[rows] if keep else delta[: len(x[rows])]
-            torch.mm(x[rows], weight.t(), out=logits)
-            chunks = (tensor.split(SOFTMAX_ROWS) for tensor in (logits, target[rows], loss[rows]))
-            for chunk, chunk_target, chunk_loss in zip(*chunks, strict=True):
+            logits = product(x[rows], weight)
+            out = delta[rows] if keep else logits
+            chunks = (tensor.split(SOFTMAX_ROWS) for tensor in (logits, out, target[rows], loss[rows]))
+            for chunk, chunk_out, chunk_target, chunk_loss in zip(*chunks, strict=True):
                 chunk_loss.copy_(softmax_and_loss(chunk, chunk_target, p[: len(chunk)]))
                 if keep:
                     p[: len(chunk)].scatter_add_(1, chunk_target, minus_one[: len(chunk)])  # before the rounding
-                    chunk.copy_(p[: len(chunk)])
+                    chunk_out.copy_(p[: len(chunk)])
         if keep:
             ctx.save_for_backward(x, weight, delta, counted)
         return loss.masked_fill_(~counted, 0.0)
@@ -228,7 +262,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         """The loss's gradient scales rows, which commutes with both products: it is applied to the narrower matrix."""
         x, weight, delta, counted = ctx.saved_tensors
         grad = (grad * counted)[:, None]
-        dx = (delta @ weight).mul_(grad) if ctx.needs_input_grad[0] else None
+        dx = product(delta, weight.t()).mul_(grad) if ctx.needs_input_grad[0] else None
         dweight = delta.t() @ (x * grad).to(x.dtype) if ctx.needs_input_grad[1] else None
         return dx, dweight, None, None, None
 

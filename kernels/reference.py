@@ -72,15 +72,20 @@ def rotary(
     return rotate(q, q_norm_weight), rotate(k, k_norm_weight), v
 
 
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x W^T + b in x's dtype: x (..., in_features), weight (out_features, in_features) -> (..., out_features)."""
+    return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+
+
 def swiglu_mlp(x: Tensor, gate_up_weight: Tensor, down_weight: Tensor) -> Tensor:
     """The gated MLP W_down (silu(W_gate x) * W_up x) (Shazeer 2020, equation 6).
 
     x (..., D); gate_up_weight (2F, D), the rows of the gate and then those of up; down_weight (D, F). Matrix products
     run in x's dtype, silu and the product with up in float32. Returns (..., D) in x's dtype.
     """
-    gate, up = F.linear(x, gate_up_weight.to(x.dtype)).chunk(2, dim=-1)  # (..., F) each
+    gate, up = linear(x, gate_up_weight).chunk(2, dim=-1)  # (..., F) each
     hidden = (F.silu(gate.float()) * up.float()).to(x.dtype)
-    return F.linear(hidden, down_weight.to(x.dtype))
+    return linear(hidden, down_weight)
 
 
 def linear_cross_entropy(
@@ -94,7 +99,7 @@ def linear_cross_entropy(
     scalar. Training wants this one number: a GPU computes its gradients without the logits of all tokens in memory.
     The weights are constants: no gradient flows to them.
     """
-    logits = F.linear(x, weight.to(x.dtype)).float()  # (N, V)
+    logits = linear(x, weight).float()  # (N, V)
     losses = F.cross_entropy(logits, targets, ignore_index=ignore_index, reduction="none")
     return losses if token_weights is None else (losses * token_weights.detach()).sum()
 

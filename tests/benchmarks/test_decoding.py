@@ -6,8 +6,8 @@ import sys
 import pytest
 
 from benchmarks import __main__ as everything
-from benchmarks import decoding, programs, training
-from benchmarks.programs import COMPILED, DECODER, LLAMA2C, OURS, PEER, PROGRAMS, Case, is_possible
+from benchmarks import decoding, programs
+from benchmarks.programs import DECODER, LLAMA2C, OURS, PEER, PROGRAMS, Case, is_possible
 
 SMALL = Case("260k", 3, 2, OURS, "float32", tokens=4)
 
@@ -46,39 +46,27 @@ def test_the_time_of_a_step_is_that_between_the_first_and_the_last_new_token():
     assert programs.Clock([0.0, 5.0, 6.0, 8.0]).seconds_per_step(3) == 1.5  # the prompt came at 0
 
 
-def test_a_row_has_the_median_the_ratios_within_turns_and_the_share_of_the_rate():
-    def row(program, seconds, dtype="float32"):
-        read = decoding.bytes_read(Case("15m", 1, 1, program, dtype, tokens=0))
-        return {"program": program, "dtype": dtype, "seconds": seconds, "peak_bytes": 2_000_000} | {
-            "sequences": 1,
-            "bytes": read,
-        }
+def test_the_limit_of_a_step_counts_weights_keys_and_values_in_their_stored_width():
+    def read(dtype: str, tokens: int = 0) -> int:
+        return decoding.bytes_read(Case("15m", 1, 1, OURS, dtype, tokens=tokens))
 
-    ours, theirs = row(OURS, [0.01, 0.02, 0.04]), row(PEER, [0.02, 0.06, 0.04])
-    speeds = ["20.00", "50", "2.00 (1.00 to 3.00)"]
-    # 15.2 million weights of 4 bytes in 20 ms are 3.04 GB/s, 30% of 10 GB/s
-    assert decoding.cells(ours, [ours, theirs], 1e10) == [*speeds, "3.0 GB/s, 30%", "2"]
-    # int8, with a scale of four bytes for each of 49,856 rows, beside the fastest transformers
-    int8, slower = row(OURS, [0.01, 0.02, 0.04], "int8"), row(COMPILED, [0.03, 0.07, 0.05], "bfloat16")
-    assert decoding.cells(int8, [int8, slower, theirs], 1e10) == [*speeds, "0.8 GB/s, 8%", "2"]
-    assert decoding.cells(ours | {"not_run": "why"}, [], 1e10)[0] == "not run: why"
+    cache = 2 * 6 * 288 * 4  # of one position
+    assert read("float32", 10) - read("float32") == 5 * cache
+    weights = read("float32") - cache
+    assert weights > 4 * 15_100_000 and weights / (read("bfloat16") - cache) == pytest.approx(2, rel=1e-3)
 
 
 @pytest.mark.slow
-def test_all_benchmarks_of_a_cpu_run_in_turns_and_are_written_with_the_machines_name(capsys, monkeypatch, tmp_path):
+def test_all_benchmarks_of_a_cpu_run_in_turns_and_are_written_with_the_machines_name(capfd, monkeypatch, tmp_path):
     arguments = ["--quick", "--out", str(tmp_path), "--llama2c", str(tmp_path / "missing")]
     monkeypatch.setattr(sys, "argv", ["benchmarks", *arguments])
-    for name in ("keep_freed_memory", "read_rate"):
-        monkeypatch.setattr(everything, name, lambda: 1e10)
     assert everything.main() == 1  # llama2.c is not there
     (path,) = tmp_path.glob("cpu-*-quick.json")
-    results = json.loads(path.read_text())
-    rows, text = results["decoding"]["rows"], capsys.readouterr().out
-    assert {row["program"]: len(row["seconds"]) for row in rows if row["program"] != "llama.cpp"} == {
-        **{OURS: 1, DECODER: 1, PEER: 1, LLAMA2C: 0}
-    }
+    results, text = json.loads(path.read_text()), capfd.readouterr().out
+    for table in results["decoding"]["tables"]:
+        assert {name: len(parts["step"]) for name, parts in table["seconds"].items() if name != "llama.cpp"} == {
+            **(dict.fromkeys((PEER, DECODER, OURS), 1) if "int8" not in table["title"] else {OURS: 1})
+        }
     assert sum(is_possible(Case("260k", 1, n, PEER, "float32")) for n in (1, 8)) == 2
-    assert [(timing["variant"], timing["arm"]) for timing in results["training"]["timings"]] == [
-        (variant, dtype) for dtype in ("float32", "bfloat16") for variant in (training.PEER, "CPU functions")
-    ]
-    assert "not run: FileNotFoundError" in text and "| 260k | 1 | 8 | transformers | float32 | " in text
+    assert [[*table["seconds"]] for table in results["training"]["tables"]] == [[PEER, "CPU functions"]] * 2
+    assert "| llama2.c | not run: FileNotFoundError" in text and "8 sequences after 1 tokens, bfloat16" in text

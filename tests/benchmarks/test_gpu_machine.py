@@ -100,7 +100,7 @@ def test_a_step_that_fails_does_not_stop_the_others_and_a_limit_says_how_to_cont
     assert steps_of(done)[:3] == ["smoke", "124m", "train.py"] and len(steps_of(done)) > 12
     assert (tmp_path / "out" / "gpu.txt").read_text() == done.stdout
     assert (tmp_path / "out" / "decoding-128-nvidia-h200.json").read_text() == "{}\n"
-    assert steps_of(run_script("norms", "resources..")) == ["norms", "resources", "tests"]
+    assert steps_of(run_script("norms", "others..")) == ["norms", "others", "tests"]
     part = run_script(LIMIT="250")
     assert steps_of(part) == ["smoke", "124m"] and part.stdout.endswith("train.py..\n")
 
@@ -112,13 +112,11 @@ def test_every_command_of_the_script_runs_on_a_cpu_with_small_shapes(run_script,
     data, machine = DataSettings(sequence_length=8, batch_size=2), MachineSettings(dtype="float32")
     small = Settings(model=model, data=data, machine=machine)
     monkeypatch.setattr(training, "read_settings", lambda name: small)
-    decoded, row = [], {"program": "", "dtype": "", "sequences": 1, "seconds": [0.01], "peak_bytes": None}
-    monkeypatch.setattr(decoding, "take_turns", lambda cases, *_: decoded.extend(cases) or [{**row} for _ in cases])
-    there = training.variants(torch.device("cpu"))
-    names = ("torch.compile", "Triton and torch.compile")
-    monkeypatch.setattr(training, "variants", lambda device: there | dict.fromkeys(names, ("torch", False)))
-    measured = []
-    monkeypatch.setattr(kernels, "measure", lambda case, *_: measured.append(case.name) or {"ours": {"not_run": ""}})
+    decoded, measured = [], []
+    monkeypatch.setattr(decoding, "compare", lambda cases, *_: decoded.extend(cases) or {"not_run": {}})
+    for name in ("torch.compile", "Triton and torch.compile"):
+        monkeypatch.setitem(training.VARIANTS, name, ("torch", False))
+    monkeypatch.setattr(kernels, "compare", lambda case, *_: measured.append(case.name) or {"not_run": {}})
     monkeypatch.setattr(kernels, "cases", lambda device: cases.cases(torch.device("cuda")))
     no_triton = {"cpu": "not in this test"}.get
     monkeypatch.setattr(cases.kernels, "triton_unavailable_reason", lambda device: no_triton(device.type))
@@ -128,17 +126,17 @@ def test_every_command_of_the_script_runs_on_a_cpu_with_small_shapes(run_script,
     monkeypatch.setattr(timing, "READ_BYTES", 2**6)
     for module in (kernels, training):
         monkeypatch.setattr(module, "keep_freed_memory", lambda: None)  # for the rest of the tests
-    more = {"training": ["--blocks", "1"], "decoding": [], "kernels": []}
+    more = {"training": ["--turns", "1"], "decoding": [], "kernels": []}
     commands = [shlex.split(line) for line in re.findall(r"^ran: (.*)$", run_script().stdout, re.MULTILINE)]
     for flag, name, *flags in commands:
         if flag == "train.py":
             assert parse([name, *flags], "").settings.optimizer.steps == 40
-        elif name.startswith("benchmarks.") and name != "benchmarks.resources":  # which has a test of its own
+        elif name.startswith("benchmarks."):
             monkeypatch.setattr(sys, "argv", [name, *flags, "--device", "cpu", *more[name.partition(".")[2]]])
-            importlib.import_module(name).main()
+            assert importlib.import_module(name).main() == 0
     results = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
-    timings = [timing for result in results for timing in result.get("timings", [])]
-    assert len(timings) == 10 and (tmp_path / "out" / "trace.json.gz").stat().st_size > 0
+    seconds = [table["seconds"] for result in results for table in result["tables"] if "seconds" in table]
+    assert sum(map(len, seconds)) == 10 and (tmp_path / "out" / "trace.json.gz").stat().st_size > 0
     assert {(case.prompt, case.sequences) for case in decoded} == {(128, 1), (128, 8), *((4000, n) for n in (1, 4, 8))}
     assert {(case.program, case.dtype) for case in decoded} >= {("ours", "bfloat16"), ("transformers", "bfloat16")}
     assert sorted(measured) == sorted(case.name for case in cases.cases(torch.device("cuda")))

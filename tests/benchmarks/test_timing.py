@@ -1,10 +1,9 @@
-"""The timing harness: whose turn it is, and what a block's time is."""
+"""The timing harness: whose turn it is, what a block's time is, and what the tables say."""
 
 import pytest
 import torch
 
 from benchmarks import timing
-from benchmarks.timing import CALLS_PER_BLOCK, interleaved, peak_bytes, times
 
 CPU = torch.device("cpu")
 
@@ -17,33 +16,51 @@ def clock(monkeypatch) -> list[float]:
     return now
 
 
-def test_calls_take_turns_in_an_order_that_reverses_after_every_block():
+def test_blocks_take_turns_in_an_order_that_reverses_after_every_turn():
     order = []
-    calls = {name: lambda name=name: order.append(name) for name in "abc"}
-    seconds = interleaved(calls, CPU, 4)
-    warm_up, timed = order[:9], order[9:]
-    assert sorted(warm_up) == sorted("abc" * 3)
-    turns = [timed[i : i + CALLS_PER_BLOCK] for i in range(0, len(timed), CALLS_PER_BLOCK)]
-    assert all(len(set(turn)) == 1 for turn in turns)
-    assert [turn[0] for turn in turns] == list("cbaabccbaabc")
-    assert list(seconds) == list("abc") and all(len(values) == 4 for values in seconds.values())
+
+    def make(name):
+        return {part: lambda part=part: order.append(name + part) or len(order) for part in "12"}
+
+    seconds, failures = timing.measure({name: lambda name=name: make(name) for name in "abc"}, 4)
+    warm_up, timed = order[:6], "".join(order[6:])
+    assert warm_up == ["a1", "a2", "b1", "b2", "c1", "c2"] and timed[::4] == "cbaabccbaabc" and not failures
+    assert seconds["c"] == {"1": [7, 17, 19, 29], "2": [8, 18, 20, 30]} and list(seconds) == list("abc")
 
 
-def test_a_block_is_the_median_of_its_calls_in_the_order_of_the_blocks(clock):
-    lengths = iter([*[0.0] * 3, 1, 9, 2, 4, *[5, 5, 5, 500]])
-
-    def call():
-        clock[0] += next(lengths)
-
-    assert interleaved({"a": call}, CPU, 2) == {"a": [3.0, 5.0]}
+def test_after_three_turns_none_begins_beyond_the_deadline():
+    assert [*timing.in_turns("ab", 9, deadline=0)] == [*"baabba"]
 
 
-def test_repeated_times_take_turns_between_the_calls(clock):
+def test_what_cannot_run_is_left_out_with_its_reason_and_the_others_are_measured(capsys):
+    def fail():
+        raise ZeroDivisionError("none of this\nhere")
+
+    makers = {"fails": fail, "late": lambda: {"part": fail}, "runs": lambda: {"part": lambda: 0.5}}
+    table = timing.compare("title", makers, {name: {"part": 0.1} for name in makers}, 2)
+    assert table["seconds"] == {"runs": {"part": [0.5, 0.5]}}
+    assert table["not_run"] == dict.fromkeys(("fails", "late"), "ZeroDivisionError: none of this")
+    lines = capsys.readouterr().out.splitlines()
+    assert "| late | not run: ZeroDivisionError: none of this |" in lines
+
+
+def test_a_row_has_medians_tokens_per_second_the_share_of_the_limit_and_the_ratios_within_turns(capsys):
+    values = {"a": iter([9, 0.02, 0.06, 0.04]), "b": iter([9, 0.01, 0.02, 0.04])}
+    makers = {name: lambda name=name: {"step": lambda: next(values[name])} for name in values}
+    table = timing.compare("title", makers, {"a": {"step": 0.01}, "b": {"step": 0.01}}, 3, tokens=8)
+    assert table["seconds"]["b"] == {"step": [0.01, 0.02, 0.04]}
+    lines = capsys.readouterr().out.splitlines()
+    assert "|  | step, ms | tokens/s | of the limit | speed relative to a |" in lines
+    assert "| b | 20.0 | 400 | 50% | 2.00 (1.00 to 3.00) |" in lines
+
+
+def test_a_block_is_the_median_of_calls_that_take_turns(clock):
     def call(seconds: float):
         clock[0] += seconds
 
-    assert times([lambda: call(1.0), lambda: call(3.0)], CPU, 5) == [1, 3, 1, 3, 1]
-    assert peak_bytes(lambda: pytest.fail("a CPU does not count bytes"), CPU) is None
+    calls = [lambda: call(1.0), lambda: call(3.0)]
+    assert timing.times(calls, CPU, 5) == [1, 3, 1, 3, 1] and timing.block(calls, CPU, 5) == 1
+    assert timing.peak_bytes(lambda: pytest.fail("a CPU does not count bytes"), CPU) is None
 
 
 def test_the_limits_count_what_is_copied_and_multiplied(monkeypatch):

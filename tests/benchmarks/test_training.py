@@ -3,7 +3,6 @@
 import dataclasses
 import gzip
 import json
-import os
 import sys
 
 import pytest
@@ -12,7 +11,8 @@ import torch
 import kernels
 from ablation.report import read_lines, time_ratios
 from benchmarks import training
-from benchmarks.training import PARTS, PEER, REFERENCE, make_calls, time_together, variants
+from benchmarks.programs import PEER
+from benchmarks.training import CPU_FUNCTIONS, REFERENCE, make_calls, our_variants
 from errors import UserError
 from model.config import NORMS, PLACEMENTS, ModelConfig
 from training.settings import DataSettings, MachineSettings, OptimizerSettings, Settings, load_settings
@@ -31,85 +31,40 @@ def settings(norm: str = "rms") -> Settings:
     )
 
 
-@pytest.fixture
-def eager(monkeypatch) -> None:
-    """Leave out variants that compile, which takes a minute."""
-    monkeypatch.setattr(training, "why_not_compile", lambda device: "not in this test")
-
-
 @pytest.mark.parametrize(
     ("norm", "placement"), [*((norm, "pre") for norm in NORMS), *(("rms", placement) for placement in PLACEMENTS)]
 )
 def test_every_norm_and_placement_can_be_timed_and_its_steps_change_the_model(norm, placement):
     of = settings(norm)
     of = dataclasses.replace(of, model=dataclasses.replace(of.model, norm_placement=placement))
-    calls = make_calls(of, False, CPU)
-    assert tuple(calls) == PARTS
+    calls = make_calls(of, CPU_FUNCTIONS, CPU)
     first, second = (calls["step"]()[0] for _ in range(2))  # the same batch
     assert 0 < first != second > 0
-    y, residual = calls["norm forward"]()
-    assert y.shape == residual.shape == (2, 16, 32) and torch.isfinite(y).all()
-    gradients = calls["norm backward"]()
-    assert len(gradients) == 2 + len(of.model.norm_parameters) and all(torch.isfinite(g).all() for g in gradients)
     assert calls["forward"]().shape == (2, 16) and calls["forward and backward"]() is None
 
 
-@pytest.mark.usefixtures("eager")
-def test_every_variant_arm_and_part_is_timed_in_equally_many_blocks():
-    assert variants(CPU) == {REFERENCE: ("reference", False), "CPU functions": ("torch", False)}
-    entries = {(variant, norm): settings(norm) for variant in variants(CPU) for norm in ("rms", "layer")}
-    timings = time_together(entries, ("norm forward", "step"), CPU, 3)
-    assert [(t.part, t.variant, t.arm) for t in timings] == [
-        (part, *entry) for part in ("norm forward", "step") for entry in entries
-    ]
-    for timing in timings:
-        assert len(timing.seconds) == 3 and all(second > 0 for second in timing.seconds)
-        assert timing.process == os.getpid() and timing.peak_bytes is None
-
-
-@pytest.mark.usefixtures("eager")
 def test_a_variant_runs_with_the_kernels_that_it_names(monkeypatch):
-    used = {}
-
-    def noting(of: Settings, compiled: bool, device: torch.device, peer: bool):
-        def call():
-            used.setdefault(of.model.norm, set()).add(kernels.implementation(device))
-
-        return {"step": call}
-
-    monkeypatch.setattr(training, "make_calls", noting)
-    entries = {(REFERENCE, "rms"): settings("rms"), ("CPU functions", "layer"): settings("layer")}
-    time_together(entries, ("step",), CPU, 2)
-    assert used == {"rms": {kernels.reference}, "layer": {kernels.cpu}}
+    monkeypatch.setattr(training, "why_not_compile", lambda device: "not in this test")
+    assert our_variants(CPU) == [REFERENCE, CPU_FUNCTIONS]
+    used = []
+    monkeypatch.setattr(training, "train_step", lambda *_: used.append(kernels.implementation(CPU)))
+    steps = [make_calls(settings(), variant, CPU)["step"] for variant in (REFERENCE, CPU_FUNCTIONS)]
+    for step in (*steps, steps[0]):
+        step()
+    assert used == [kernels.reference, kernels.cpu, kernels.reference]
 
 
-@pytest.mark.usefixtures("eager")
-def test_what_cannot_run_is_left_out_with_its_reason_the_others_are_timed_and_the_kernels_are_as_before(monkeypatch):
-    def make(of: Settings, compiled: bool, device: torch.device, peer: bool):
-        if of.model.norm == "layer":
-            raise ZeroDivisionError("none of this\nhere")
-        return {"step": lambda: None}
-
-    monkeypatch.setattr(training, "make_calls", make)
-    failures = {}
-    entries = {(REFERENCE, norm): settings(norm) for norm in ("layer", "rms")}
-    timings = time_together(entries, ("step",), CPU, 2, failures=failures)
-    assert [timing.arm for timing in timings] == ["rms"] and failures == {
-        (REFERENCE, "layer"): "ZeroDivisionError: none of this"
-    }
-    with pytest.raises(ZeroDivisionError):
-        time_together(entries, ("step",), CPU, 2)
-    assert kernels.implementation(CPU) is kernels.cpu
-
-
-@pytest.mark.usefixtures("eager")
 def test_the_arms_of_a_plan_are_timed_into_the_file_that_their_report_reads(monkeypatch, tmp_path):
-    monkeypatch.setattr(training, "make_calls", lambda of, *_: dict.fromkeys(PARTS, lambda: None))
+    parts = ("forward", "step")
+    monkeypatch.setattr(training, "make_calls", lambda of, *_: dict.fromkeys(parts, lambda: None))
     monkeypatch.chdir(tmp_path)
     timings = read_lines(training.time_arms("norms", [REFERENCE], CPU, 2))
-    assert [t["arm"] for t in timings[:3]] == ["layer", "rms", "rms-bias"] and len(timings) == 3 * len(PARTS)
-    assert [len(time_ratios(timings, part, "rms", "layer")) for part in PARTS] == [1] * len(PARTS)
+    assert [t["arm"] for t in timings[::2]] == ["layer", "rms", "rms-bias"] and len(timings) == 6
+    assert [len(time_ratios(timings, part, "rms", "layer")) for part in parts] == [1, 1]
     assert (tmp_path / "runs" / "ablation-norms" / "timings.jsonl").is_file()
+    monkeypatch.setattr(training, "make_calls", lambda of, *_: {}[0])
+    with pytest.raises(UserError, match="layer: KeyError"):
+        training.time_arms("norms", [REFERENCE], CPU, 2)
 
 
 @pytest.mark.parametrize("path", sorted(training.config_path("tiny").parent.glob("*.toml")), ids=lambda path: path.stem)
@@ -119,25 +74,21 @@ def test_settings_are_those_that_the_command_line_reads(path):
     assert dataclasses.replace(found, data=expected.data) == expected
 
 
-@pytest.mark.usefixtures("eager")
 def test_a_step_is_traced_and_every_variant_gets_a_row(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(training, "read_settings", lambda name: settings())
     monkeypatch.setattr(training, "keep_freed_memory", lambda: None)
     monkeypatch.setattr(training.timing, "product_rate", lambda device, dtype: 1e12)
 
     def run(*flags: str) -> list[str]:
-        monkeypatch.setattr(sys, "argv", ["training", "--device", "cpu", "--blocks", "2", *flags])
+        monkeypatch.setattr(sys, "argv", ["training", "--device", "cpu", "--turns", "2", *flags])
         training.main()
         return capsys.readouterr().out.splitlines()
 
     run("--variants", REFERENCE, "--profile", str(tmp_path / "trace.json.gz"))
     assert "aten::mm" in gzip.decompress((tmp_path / "trace.json.gz").read_bytes()).decode()
-    lines = run("--variants", REFERENCE, PEER, "--norms", "rms", "dyt")
-    expected = [(REFERENCE, "rms"), (REFERENCE, "dyt"), (PEER, "rms")]
-    rows = [tuple(cell.strip() for cell in line.split("|")[2:0:-1]) for line in lines if line.startswith("| ")][1:]
-    results = json.loads(lines[-1])
-    assert rows == [(timing["variant"], timing["arm"]) for timing in results["timings"]] == expected
-    assert all((t["tokens"], len(t["seconds"])) == (32, 2) for t in results["timings"])
-    assert all("| 1.00 (1.00 to 1.00) |" in line for line in lines if f"| {REFERENCE}" in line)
-    with pytest.raises(UserError, match="--variants other: on this device there are reference"):
-        run("--variants", "other")
+    lines = run("--variants", REFERENCE, PEER, "--norms", "rms", "dyt", "--dtypes", "float32")
+    rows = [line.split("|")[1].strip() for line in lines if line.startswith("| ")]
+    assert [row for row in rows if row] == [REFERENCE, PEER, REFERENCE]
+    tables = json.loads(lines[-1])["tables"]
+    assert [("dyt" in table["title"], table["tokens"]) for table in tables] == [(False, 32), (True, 32)]
+    assert all(len(parts["step"]) == 2 for table in tables for parts in table["seconds"].values())

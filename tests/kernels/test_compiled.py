@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +17,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(gpu is None, reason="Triton i
 def run_compiled(script: str) -> object:
     """The last line that a script prints, as JSON, from a process whose kernels are compiled."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = str(Path(__file__).parent)
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout.splitlines()[-1])
@@ -24,7 +26,7 @@ def run_compiled(script: str) -> object:
 def test_no_number_of_tokens_causes_a_recompile():
     script = """
 import json, torch
-from benchmarks.resources import compiled_kernels, pretend
+from fake_driver import compiled_kernels, pretend
 from kernels import cross_entropy, norm, rope, swiglu
 
 pretend("sm_90")
@@ -53,7 +55,7 @@ print(json.dumps(compiled))
 def test_rows_are_read_16_bytes_at_a_time_even_if_only_8_and_not_16_divides_their_length():
     script = """
 import json, torch
-from benchmarks.resources import compiled_kernels, pretend
+from fake_driver import compiled_kernels, pretend
 from kernels import norm, swiglu
 
 pretend("sm_90")
@@ -76,7 +78,7 @@ def test_each_thread_replaces_the_logits_that_it_has_read_itself():
     """So that no barrier is needed between reading and replacing: all accesses to logits have one layout of threads."""
     script = """
 import json, torch
-from benchmarks.resources import compiled_kernels, pretend
+from fake_driver import compiled_kernels, pretend
 from kernels import cross_entropy
 
 pretend("sm_90")

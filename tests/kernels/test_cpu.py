@@ -49,3 +49,20 @@ def test_every_public_function_takes_the_arguments_of_its_reference():
         expected = inspect.signature(getattr(reference, name))
         assert inspect.signature(getattr(kernels, name)) == inspect.signature(getattr(cpu, name)) == expected
         assert kernels.gpu is None or inspect.signature(getattr(kernels.gpu, name)) == expected
+
+
+@pytest.mark.parametrize("shape", [(3, 5, 24), (1, 24), (2, 40)])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_linear_layer_and_its_gradients_equal_the_float64_definition(draw, relative, shape, transposed):
+    x, bias, upstream = draw(*shape), draw(56), draw(*shape[:-1], 56)
+    weight = draw(shape[-1], 56).t() if transposed else draw(56, shape[-1])
+
+    def run(function, *inputs):
+        inputs = [tensor.detach().requires_grad_() for tensor in inputs]
+        y = function(*inputs)
+        twice = y.transpose(0, -1) * 2  # its gradient is not contiguous
+        return y, *torch.autograd.grad(twice, inputs, upstream.to(y.dtype).transpose(0, -1))
+
+    exact = run(lambda x, weight, bias: x @ weight.T + bias, *(tensor.double() for tensor in (x, weight, bias)))
+    for ours, theirs in zip(run(cpu.linear, x, weight, bias), exact, strict=True):
+        assert relative(ours, theirs) < 1e-6

@@ -1,10 +1,11 @@
-"""What the compiler makes of every kernel that the model launches, on the table of `benchmarks.resources`."""
+"""What the compiler makes of every kernel that the model launches: registers, and whether it spills any."""
 
 import json
 import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -15,10 +16,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(gpu is None, reason="Triton i
 # Maximum registers of a thread: with 80, a multiprocessor runs three eighths of the threads that it can hold. More
 # where matrix rows, normalized heads or a wide row are kept in registers.
 BUDGETS = {
-    r"norm, \w+, 4104: norm_backward": 192,
-    r"norm, .*: norm_(backward|row)": 132,
-    r"rotary, .*head norms: rotary_backward": 128,
-    r"loss": 64,  # a multiprocessor runs 1,024 threads: all its programs at once
+    r".* norm .*: norm_backward": 132,
+    r"rotary with norms of heads.*: rotary_backward": 128,
+    r"head and loss": 64,  # a multiprocessor runs 1,024 threads: all its programs at once
     r"decoding, .* 1 sequences, 2 heads .*attention": 116,
     r"decoding, .* 1 sequences, 4 heads .*attention": 176,
     r"decoding, .*attention": 288,
@@ -26,16 +26,17 @@ BUDGETS = {
     r"": 82,
 }
 # Registers that may be spilled, where that costs less than a second pass over the row.
-SPILLS = {r"norm, layer, 4096, float32: norm_backward": 4}
+SPILLS = {r"layer norm .* 4096: norm_backward": 2}
 
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100"])
 def test_every_kernel_fits_without_spills_and_within_its_budget(target):
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "benchmarks.resources", "--target", target]
+    environment["PYTHONPATH"] = str(Path(__file__).parents[2])
+    command = [sys.executable, Path(__file__).parent / "fake_driver.py", target]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr[-2000:]  # a kernel that needs more shared memory than there is
-    rows = {f"{row['launch']}: {row['kernel']}": row for row in json.loads(done.stdout.splitlines()[-1])["kernels"]}
+    rows = {f"{row['launch']}: {row['kernel']}": row for row in json.loads(done.stdout)}
     assert len({row["kernel"] for row in rows.values()}) > 10
     for name, row in rows.items():
         assert 32 * row["warps"] * row["registers"] <= 65536, name
