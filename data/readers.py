@@ -14,7 +14,6 @@ from errors import UserError, reading
 
 BLOCK = 1 << 17  # characters of a text file that are read at a time, and then up to the end of a line
 ROWS = 256  # of parquet, decoded at a time
-ENCODING = "make it readable, convert it to UTF-8, or leave it out"
 ROW = "its text is in the field that --text-field names"
 
 Document = Iterable[str]  # its text in blocks, not empty, to be read at most once
@@ -62,7 +61,7 @@ def read_blocks(path: Path) -> Iterator[str]:
     Blocks are encoded one by one. With our own tokenizers, no id reaches beyond a line, so these are the ids of the
     document; with others the ids next to the end of a block may differ.
     """
-    with reading(path, ENCODING), open(path, encoding="utf-8", newline="") as file:
+    with reading(path, "convert it to UTF-8, or leave it out"), open(path, encoding="utf-8", newline="") as file:
         while block := file.read(BLOCK) + file.readline(BLOCK):
             yield block
 

@@ -1,8 +1,7 @@
 """Text <-> ids: a `tokenizer.json`, which the tokenizers library runs. SentencePiece only trains.
 
 `encode` is plain: no BOS or EOS is added and special tokens in the text are text. With a tokenizer that is trained
-here the round trip is exact for any Unicode scalar text with one exception: U+2581 comes back as a space, because
-SentencePiece encodes spaces as U+2581.
+here the round trip is exact for any text without U+2581, which is how SentencePiece writes a space.
 """
 
 import functools
@@ -94,7 +93,7 @@ class Tokenizer:
             ids_of_words.clear()
         ids_of_words["\n"] = array("I", [newline]).tobytes()
         words_of_texts = [WORD.findall(text) for text in texts]
-        new = list(set().union(*words_of_texts) - ids_of_words.keys())
+        new = [word for word in set().union(*words_of_texts) if word not in ids_of_words]
         lines = ["\n".join([*new[i : i + 1000], ""]) for i in range(0, len(new), 1000)]  # faster than one by one
         runs = itertools.groupby(itertools.chain.from_iterable(self._encode_all(lines)), newline.__ne__)
         encoded = (array("I", run).tobytes() for is_word, run in runs if is_word)

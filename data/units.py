@@ -8,7 +8,6 @@ Each process goes through all units in order, and a lock per unit decides who ma
 machines may join at any time. What a killed process has not completed is made anew.
 """
 
-import contextlib
 import functools
 import hashlib
 import itertools
@@ -20,8 +19,9 @@ import sys
 import threading
 import time
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import BinaryIO
 
@@ -36,7 +36,7 @@ from errors import UserError, fsync_directory, read_json, replace_text, replacin
 
 VERSION = 4  # of the files; raised when the same text and tokenizer would give other files
 UNIT_BYTES = 64_000_000
-BATCH = 64  # blocks of text that are encoded together, on all cores of a process
+BATCH = 4_000_000  # characters that are encoded together, on all cores of a process
 MAX_REASONS = 5  # why something was skipped, in KEY.json
 SPAWN = multiprocessing.get_context("spawn")  # torch's threads do not survive a fork
 DOCUMENT = np.dtype([("hash", "<u8"), ("bytes", "<u8"), ("tokens", "<u8")])
@@ -69,8 +69,6 @@ class Unit:
             with FileLock(self.path(".lock")).acquire(timeout=0):
                 if self.facts() is None:
                     self._write(report)
-                with contextlib.suppress(OSError):  # Windows removes no file that is open
-                    self.path(".lock").unlink()
         except Timeout:
             return False
         return True
@@ -85,13 +83,8 @@ class Unit:
         with replacing(self.path(".docs")) as file:
             file.write(rows.tobytes())
         fsync_directory(self.folder, files=False)
-        facts = {
-            "documents": len(rows),
-            "bytes": int(rows["bytes"].sum()),
-            "tokens": int(rows["tokens"].sum()) + self.tokenizer.lead,
-            "skipped": len(skipped),
-            "reasons": skipped[:MAX_REASONS],
-        }
+        sums = {"bytes": int(rows["bytes"].sum()), "tokens": int(rows["tokens"].sum()) + self.tokenizer.lead}
+        facts = {"documents": len(rows), **sums, "skipped": len(skipped), "reasons": skipped[:MAX_REASONS]}
         replace_text(self.path(".json"), json.dumps(facts))
 
 
@@ -141,10 +134,9 @@ def write_ids(
     begin = np.array([] if tokenizer.bos_id is None else [tokenizer.bos_id], dtype)
     end = np.array([tokenizer.eos_id], dtype)
     file.write(end[: tokenizer.lead])
-    blocks = ((block, number == 0) for document in documents for number, block in enumerate(document))
-    while batch := list(itertools.islice(blocks, BATCH)):
-        texts = [block for block, _ in batch]
-        for (block, starts_document), ids in zip(batch, tokenizer.encode_batch(texts), strict=True):
+    for _, batch in itertools.groupby(numbered_blocks(documents), itemgetter(0)):
+        _, texts, starts = zip(*batch, strict=True)
+        for block, starts_document, ids in zip(texts, starts, tokenizer.encode_batch(texts), strict=True):
             if starts_document:
                 file.write(end if rows else b"")
                 file.write(begin)
@@ -159,6 +151,15 @@ def write_ids(
         report(sum(map(len, texts)))
     file.write(end if rows else b"")
     return np.array(rows, "<u8").view(DOCUMENT)
+
+
+def numbered_blocks(documents: Iterable[Document]) -> Iterator[tuple[int, str, bool]]:
+    """The blocks of documents, each with the number of its batch and whether a document starts there."""
+    characters = 0
+    for document in documents:
+        for number, block in enumerate(document):
+            characters += len(block)
+            yield characters // BATCH, block, number == 0
 
 
 class Workers:

@@ -93,7 +93,7 @@ def test_a_document_in_blocks_gets_the_ids_of_the_undivided_text(tmp_path, monke
     (tmp_path / "a.txt").write_bytes(text.encode("utf-8"))
     (tmp_path / "b.txt").write_bytes(b" short")
     monkeypatch.setattr(readers, "BLOCK", 200)
-    monkeypatch.setattr(units, "BATCH", 3)
+    monkeypatch.setattr(units, "BATCH", 1000)
     stream, size = tokenize([str(tmp_path / "*.txt")], tokenizer, cache_dir=tmp_path)
     begin = [tokenizer.eos_id] if tokenizer.bos_id is None else [tokenizer.bos_id]
     between = [tokenizer.eos_id] + ([] if tokenizer.bos_id is None else [tokenizer.bos_id])

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 CODE = """
 import sys
 from data import corpus, units
-units.BATCH = 2
+units.BATCH = 200_000
 corpus.prepare([sys.argv[1]], cache_dir=sys.argv[2], tokenizer=sys.argv[3], validation_fraction=float(sys.argv[4]))
 print(next(line for line in open('/proc/self/status') if line.startswith('VmHWM')).split()[1])
 """
