@@ -22,8 +22,7 @@ def forest(rows: Sequence[tuple[str, Effect]], xlabel: str, margin: float) -> Fi
     axes.axvspan(-margin, margin, color=MUTED, alpha=0.2, linewidth=0)
     axes.axvline(0, color=MUTED, linewidth=1)
     for row, (_, effect) in enumerate(rows):
-        ends = effect.interval or (effect.estimate, effect.estimate)
-        axes.plot(ends, (row, row), color=COLOURS[0], linewidth=4, alpha=0.45, solid_capstyle="butt")
+        axes.plot(effect.interval, (row, row), color=COLOURS[0], linewidth=4, alpha=0.45, solid_capstyle="butt")
         axes.plot(effect.estimate, row, "o", color=COLOURS[0], markersize=6)
     axes.set_yticks(range(len(rows)), [name for name, _ in rows])
     axes.set_ylim(len(rows) - 0.5, -0.5)
