@@ -33,7 +33,7 @@ class Command:
     """The command line."""
 
     plan_file: Annotated[str | None, optional("[PLAN]"), tyro.conf.Positional] = None
-    """A plan: a TOML file, or a name in configs/comparisons/. Flags override what it says."""
+    """A TOML file, or a name in configs/comparisons/. Flags override what it says."""
     varied: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, optional("SETTING=V,V", name="vary")] = ()
     """Values of a setting of train.py to compare, the first as baseline. Several times: a grid."""
     a: Annotated[str | None, optional('"S=V ..."')] = None
