@@ -77,10 +77,12 @@ def starting_plan(command: Command) -> Plan:
     """The plan of the file, of --vary, or of --a and --b; with a name that tells it from others."""
     if (command.a is None) != (command.b is None):
         raise UserError("--a and --b need each other: the settings of the baseline, and of what is compared with it.")
-    given = [text for text in (command.a, command.b, *command.varied) if text]
+    given = [text for text in (command.a, command.b, *command.varied) if text is not None]
     plan = Plan() if given and command.plan_file is None else load_plan(command.plan_file or "norms")
     if not given:
         return plan
+    if command.a is not None and command.a.split() == command.b.split():
+        raise UserError("--a and --b have the same settings.")
     name = re.sub(r"[^\w.]+", "-", " ".join([command.plan_file or "", *given])).strip("-")[:64]
     arms = plan.arms if command.a is None else {text or "default": values(text) for text in (command.a, command.b)}
     vary = {name: value.split(",") for text in command.varied for name, value in values(text).items()}

@@ -128,10 +128,3 @@ def test_labels_of_the_learning_rates_do_not_touch_at_the_width_of_a_phone(finis
     labels = figure.axes[0].get_xticklabels()
     bases = [label.get_window_extent().x1 for label in labels]
     assert len(labels) == 8 and min(np.diff(bases)) > labels[0].get_fontsize()
-
-
-def test_the_report_is_written_with_its_pictures(pair, tmp_path):
-    written = report.write(pair, tmp_path)
-    markdown = written[0].read_text(encoding="utf-8")
-    assert written[0] == tmp_path / "report.md" and all(path.is_file() for path in written)
-    assert all(f"({path.name})" in markdown for path in written[1:])

@@ -98,13 +98,6 @@ def test_probes_measure_the_stream_and_the_attention(session, trained_rms):
     assert probes["largest_channel"] == pytest.approx(largest.max(), rel=1e-3)
 
 
-def test_attention_to_the_first_token_is_uniform_where_keys_are_equal(session):
-    for layer in session.model.layers:
-        torch.nn.init.zeros_(layer.self_attn.qkv_proj.weight)
-    uniform = np.mean([1 / (position + 1) for position in range(16, 32)])
-    assert run_module.probe(session)["first_token_attention"] == pytest.approx(uniform, rel=1e-3)
-
-
 def test_a_spike_is_a_loss_far_above_the_twenty_steps_before_and_counts_once():
     assert count_spikes([3.0] * 25 + [4.0, 4.0, 3.0, 3.4] + [3.0] * 5 + [9.0]) == 2
     assert count_spikes([3.0] * 20 + [4.0]) == 1 and count_spikes([3.0] * 19 + [4.0]) == 0

@@ -115,11 +115,6 @@ def test_a_difference_as_large_as_the_margin_is_called_equivalent_in_at_most_5_o
     assert called < 0.05 + 4 * math.sqrt(0.05 * 0.95 / STUDIES)
 
 
-def test_a_difference_of_twice_the_margin_is_found_in_80_of_100_studies():
-    studies, sizes = run_studies([2 * MARGIN], normal(3))
-    assert np.mean([family[0].verdict == "higher" for family in studies]) > 0.8 and np.median(sizes) < 10
-
-
 def test_a_pilot_plans_for_the_hardest_comparison_and_never_for_fewer_than_five_pairs():
     quiet, loud = np.array([1, -1, 0.5, -0.5]) * 1e-5, np.array([1, -1, 0.5, -0.5]) * 0.01
     assert final_pairs([], MARGIN) == final_pairs([quiet], MARGIN) == MIN_PAIRS_FOR_EQUIVALENCE
@@ -139,13 +134,3 @@ def test_a_verdict_says_what_the_tests_say_and_fewer_than_five_pairs_are_never_e
     assert comparison([d + 0.005 for d in spread]).verdict == "different, within the margin"
     assert comparison([d + 0.1 for d in spread]).verdict == "higher"
     assert comparison([d - 0.1 for d in spread]).verdict == "lower"
-
-
-def test_more_pairs_are_those_of_equivalence_within_the_margin_and_of_a_difference_beyond_it():
-    small, large = comparison([0.03, -0.03, 0.02, -0.01, 0.0]), comparison([0.08, -0.03, 0.05, -0.01, 0.02])
-    for found, distance in ((small, 0.01), (large, 0.022)):
-        needed, fewest, most = found.more_pairs
-        power = 0.9 if found is small else 0.8
-        alpha = 0.05 if found is small else 0.025
-        assert needed == pairs_needed(found.deviation, distance, alpha, power) and fewest < needed < most
-    assert comparison([0.002, -0.001, 0.0, 0.001]).more_pairs[0] == 5

@@ -62,12 +62,6 @@ def test_arms_of_a_pair_never_come_from_different_devices(finish, bowl, row):
     assert found == {"rms": 4, "none": 5}
 
 
-def test_an_arm_with_a_run_that_did_not_complete_is_not_compared_and_the_others_are(finish, bowl):
-    study = finish(PLAN, lambda run: None if (run.arm, run.phase, run.seed) == ("rms", "final", 2) else bowl(run))
-    assert [c.arm for c in study.comparisons] == ["none"] and study.mean_loss("rms", {"rms": 1.0}) is None
-    assert study.mean_loss("none", {"none": 1.0}).n == 5
-
-
 def test_a_pilot_fixes_the_number_of_final_pairs_and_decides_nothing_else(finish):
     plan = Plan(arms={"a": {"norm": "layer"}, "b": {"norm": "rms"}}, learning_rates=(1e-3,), rerun_seeds=0, margin=0.01)
 
