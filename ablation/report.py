@@ -14,7 +14,7 @@ from ablation import plots
 from ablation.plan import arm_settings
 from ablation.records import read_lines
 from ablation.stats import MAX_PAIRS, MIN_PAIRS_FOR_EQUIVALENCE, Comparison, Effect, mean_effect
-from ablation.study import KEY, RERUNS, Study
+from ablation.study import KEY, Study
 from errors import replace_text
 from model.count import num_norm_parameters, num_parameters
 
@@ -165,15 +165,10 @@ def arm_row(study: Study, name: str) -> dict:
 
 
 def spread_rows(study: Study) -> Iterator[dict]:
-    """How far equal runs of each baseline drift apart at each learning rate: weights changed by 1e-6, and by 5%."""
-    rerun = study.rows[study.rows.phase == "rerun"]
-    for (arm, rate), _ in rerun.groupby(["arm", "learning_rate"]):
-        row = {"arm": arm, "learning rate": rate}
-        for size in RERUNS:
-            found = study.spread(arm, rate, size)
-            spread = f"{np.sqrt(np.mean(np.square(found))):.4f} ({len(found)} runs)" if found else None
-            row[f"root mean square difference, weights changed by {size:g}"] = spread
-        yield row
+    """How far equal runs drift apart: weights changed by 1e-6, and by 5%."""
+    for (arm, rate, size), (spread, count) in study.spread.iterrows():
+        row = {"arm": arm, "learning rate": rate, "weights changed by": f"{size:g}"}
+        yield row | {"root mean square difference, nats per token": spread, "runs": int(count)}
 
 
 def probe_rows(study: Study) -> Iterator[dict]:

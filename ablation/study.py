@@ -195,13 +195,14 @@ class Study:
             return None
         return f"not well tuned: at {others.idxmin():g} the sweep ended lower than these runs at {rate:g}"
 
-    def spread(self, arm: str, rate: float, perturbation: float) -> list[float]:
-        """Losses of perturbed runs of an arm minus those of the runs they repeat, nats per token; NaN: diverged."""
-        rows = self.rows[(self.rows.arm == arm) & (self.rows.learning_rate == rate)]
-        first = rows[rows.phase.isin(["sweep", "pilot", "final"])].drop_duplicates("seed")
-        again = rows[(rows.phase == "rerun") & (rows.perturbation == perturbation)]
-        both = again.merge(first, on=["seed", "device"], suffixes=("", "_before"))
-        return (both.loss - both.loss_before).tolist()
+    @property
+    def spread(self) -> pd.DataFrame:
+        """How far perturbed runs of a baseline end from those that they repeat: root mean squares, and how many."""
+        same = ["arm", "learning_rate", "seed", "device"]
+        first = self.rows[self.rows.phase != "rerun"].drop_duplicates(same)
+        both = self.rows[self.rows.phase == "rerun"].merge(first[[*same, "loss"]], on=same, suffixes=("", "_before"))
+        groups = (both.loss - both.loss_before).pow(2).groupby([both.arm, both.learning_rate, both.perturbation])
+        return groups.agg([lambda squares: squares.mean(skipna=False) ** 0.5, "size"])
 
     @functools.cached_property
     def comparisons(self) -> list[Comparison]:

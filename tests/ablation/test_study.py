@@ -93,8 +93,10 @@ def test_an_arm_that_another_learning_rate_may_suit_better_has_a_warning(finish,
 
 def test_reruns_tell_rounding_from_a_change_that_means_nothing(finish, bowl):
     study = finish(dataclasses.replace(PLAN, rerun_seeds=2), lambda run: bowl(run) + 30 * run.perturbation * run.seed)
-    assert study.spread("layer", 2e-2, 0.05) == pytest.approx([1.5, 3.0])
-    assert study.spread("layer", 2e-2, 1e-6) == pytest.approx([3e-5, 6e-5])
+    assert study.spread.index.tolist() == [("layer", 2e-2, 1e-6), ("layer", 2e-2, 0.05)]
+    assert study.spread.iloc[:, 0].tolist() == pytest.approx([3e-5 * math.sqrt(2.5), 1.5 * math.sqrt(2.5)])
+    diverged = finish(PLAN, lambda run: None if run.perturbation == 0.05 else bowl(run))
+    assert diverged.spread.iloc[:, 0].isna().tolist() == [False, True]
 
 
 GRID = Plan(vary={"norm": ["layer", "rms"], "qk_norm": [False, True]}, seeds=4, rerun_seeds=0, learning_rates=(1e-3,))
