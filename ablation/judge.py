@@ -16,6 +16,7 @@ import numpy as np
 from scipy import special
 
 from ablation.execute import Experiment, write_plan
+from ablation.run import six_digits
 from ablation.study import Study
 from errors import UserError
 
@@ -67,11 +68,11 @@ def summary(study: Study, look: int, pairs: int) -> dict:
     result = {"verdict": "inconclusive", "reason": f"look {look} of {LOOKS}", "a": base, "b": arm}
     result |= {"pairs": found.effect.n if found else 0, "difference": None, "interval": None, "unit": study.unit}
     result["learning_rates"] = study.learning_rates
-    result["hours"] = float((study.rows.seconds / study.rows.workers).sum()) / 3600
+    result["hours"] = six_digits((study.rows.seconds / study.rows.workers).sum() / 3600)
     if diverged[arm] and not diverged[base]:
         return result | {"verdict": "discard", "reason": f"{arm} did not complete"}
     if result["pairs"] < pairs:
         return result | {"reason": "runs did not complete, or the hours are used up"}
-    low, high = map(float, repeated_interval(np.array(found.differences), look))
+    interval = [six_digits(end) for end in repeated_interval(np.array(found.differences), look)]
     verdict = decide(found.differences, look)
-    return result | {"verdict": verdict, "difference": found.effect.estimate, "interval": [low, high]}
+    return result | {"verdict": verdict, "difference": six_digits(found.effect.estimate), "interval": interval}

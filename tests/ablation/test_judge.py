@@ -3,10 +3,12 @@
 import dataclasses
 import json
 import math
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from ablation import execute, study
@@ -71,6 +73,17 @@ def test_on_recorded_differences_changes_that_do_nothing_are_kept_in_at_most_5_o
 
     found = simulate(draw)
     assert found["keep"] <= 0.05 and found["discard"] <= 0.055
+
+
+def test_of_20_real_comparisons_of_an_arm_with_itself_one_is_kept_and_one_discarded():
+    table = pd.read_csv(RESULTS / "judge-arm-with-itself.csv")
+    said = []
+    for _, pairs in table.assign(difference=table.loss_again - table.loss).groupby("comparison"):
+        looks = [(look, pairs.difference[pairs.look <= look].to_numpy()) for look in pairs.look.unique()]
+        verdicts = [decide(differences, look) for look, differences in looks]
+        assert verdicts == pairs.verdict.dropna().tolist() and set(verdicts[:-1]) <= {"inconclusive"}
+        said.append(verdicts[-1])
+    assert Counter(said) == {"inconclusive": 18, "keep": 1, "discard": 1} and table.seed.is_unique
 
 
 @pytest.fixture
