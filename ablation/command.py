@@ -64,9 +64,8 @@ class Command:
 def parse(arguments: list[str]) -> Command:
     """The command line; read twice, since the plan that it names gives the defaults of the flags."""
     options = {"description": DESCRIPTION, "prog": "ablate.py", "config": (tyro.conf.OmitArgPrefixes,)}
-    command = tyro.cli(Command, args=arguments, **options)
-    start = dataclasses.replace(Command(), plan=starting_plan(command))
-    command = tyro.cli(Command, args=arguments, default=start, **options)
+    start = starting_plan(tyro.cli(Command, args=arguments, **options))
+    command = tyro.cli(Command, args=arguments, default=dataclasses.replace(Command(), plan=start), **options)
     plan = quick(command.plan) if command.quick else command.plan
     if command.judge:  # no pilot and no reruns; `seeds` is the most that there will be
         plan = dataclasses.replace(plan, seeds=plan.seeds or JUDGED_PAIRS, rerun_seeds=0)
@@ -75,16 +74,14 @@ def parse(arguments: list[str]) -> Command:
 
 def starting_plan(command: Command) -> Plan:
     """The plan of the file, of --vary, or of --a and --b; with a name that tells it from others."""
-    if (command.a is None) != (command.b is None):
-        raise UserError("--a and --b need each other: the settings of the baseline, and of what is compared with it.")
-    given = [text for text in (command.a, command.b, *command.varied) if text is not None]
+    pair, given = (command.a, command.b), [*filter(None, (command.a, command.b, *command.varied))]
+    if pair != (None, None) and (None in pair or command.a == command.b):
+        raise UserError("--a and --b need each other, and differ: settings of the baseline, and of the other arm.")
     plan = Plan() if given and command.plan_file is None else load_plan(command.plan_file or "norms")
     if not given:
         return plan
-    if command.a is not None and command.a.split() == command.b.split():
-        raise UserError("--a and --b have the same settings.")
     name = re.sub(r"[^\w.]+", "-", " ".join([command.plan_file or "", *given])).strip("-")[:64]
-    arms = plan.arms if command.a is None else {text or "default": values(text) for text in (command.a, command.b)}
+    arms = plan.arms if command.a is None else {text or "default": values(text) for text in pair}
     vary = {name: value.split(",") for text in command.varied for name, value in values(text).items()}
     return dataclasses.replace(plan, name=name, arms=arms, vary=plan.vary | vary)
 

@@ -1,9 +1,8 @@
 """What a trained LayerNorm model loses when it becomes an RMSNorm model: `python -m ablation.convert`.
 
-RMSNorm lacks LayerNorm's mean and its bias, so there are also conversions that drop only one of them. With the bias and
-centered weights nothing is lost, unless the embedding is tied to the head. The control keeps LayerNorm and trains for
-as many steps as the others, so that what longer training brings does not count as recovery. The folder is that of a
-comparison whose baseline are the models before: `python ablate.py --report FOLDER`.
+There are also conversions that drop only the mean or only the bias. With the bias and centered weights nothing is lost,
+unless the embedding is tied to the head. The control keeps LayerNorm and trains for as many steps as the others. The
+folder is that of a comparison whose baseline are the models before: `python ablate.py --report FOLDER`.
 """
 
 import dataclasses

@@ -59,7 +59,7 @@ class Experiment:
 
     @functools.cached_property
     def hardware(self) -> str:
-        """The model of all workers' GPUs or CPUs."""
+        """The model of all workers."""
         return hardware(self.workers[0])
 
     def add(self, row: Row) -> None:
@@ -90,15 +90,15 @@ def load_or_create(plan: Plan, folder: Path, device: str = "auto", jobs: int | N
 
 def remaining(experiment: Experiment) -> list[Run]:
     """The runs that are wanted and have not ended; none where several have failed and no other has worked."""
-    hopeless = len(experiment.failed) >= ENOUGH_FAILURES and len(experiment.failed) == len(experiment.rows)
+    hopeless = ENOUGH_FAILURES <= len(experiment.failed) == len(experiment.rows)
     study = experiment.study
     return [] if hopeless else study.missing(study.wanted)
 
 
 def execute(experiment: Experiment, start: Callable[[Run, str], Future] | None = None) -> None:
-    """Do all runs that are wanted. start: begins one on a worker; by default in a process of its own.
+    """Do all runs that are wanted, and again what unfinished seeds have from another model of hardware.
 
-    Arms of a seed share a model of hardware: what unfinished seeds have from another one is trained again.
+    start: begins a run on a worker; by default in a process of its own.
     """
     unfinished, here = {(run.phase, run.seed) for run in remaining(experiment)}, experiment.hardware
     rows = experiment.rows
@@ -131,9 +131,9 @@ def write_plan(experiment: Experiment) -> None:
     experiment.folder.mkdir(parents=True, exist_ok=True)
     path, now, count = experiment.folder / "plan.toml", dataclasses.asdict(experiment.plan), len(experiment.rows)
     before = dataclasses.asdict(load_plan(str(path))) if path.is_file() and experiment.rows else now
-    changes = [(name, str(before[name]), str(now[name]), count) for name in now if before[name] != now[name]]
-    names = ("field", "before", "after", "finished_runs")
-    append(experiment.folder / "changes.jsonl", *(dict(zip(names, change, strict=True)) for change in changes))
+    for name in (name for name in now if before[name] != now[name]):
+        change = {"field": name, "before": str(before[name]), "after": str(now[name]), "finished_runs": count}
+        append(experiment.folder / "changes.jsonl", change)
     save_plan(experiment.plan, path)
 
 
@@ -150,11 +150,10 @@ def result(future: Future, run: Run) -> Row:
 
 def start_process(experiment: Experiment, run: Run, device: str) -> Future:
     """Begin a run in a fresh process, which inherits that Ctrl-C is ignored: this one ends the others."""
-    workers = len(experiment.workers)
-    threads = threads_of_a_run(experiment)
     handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
     pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), initializer=end_with_parent)
-    future = pool.submit(train_run, experiment.plan, run, device, threads, workers)
+    workers = len(experiment.workers)
+    future = pool.submit(train_run, experiment.plan, run, device, threads_of_a_run(experiment), workers)
     signal.signal(signal.SIGINT, handler)
     pool.shutdown(wait=False)
     return future

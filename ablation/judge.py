@@ -2,9 +2,8 @@
 
 After each fifth of the pairs, their mean is tested with the boundaries of O'Brien and Fleming (1979, Biometrics 35):
 |z| = 2.040 sqrt(5 / k) at the k-th of five looks, for a two-sided error of 5% (Jennison and Turnbull 2000, Group
-Sequential Methods, table 2.3). As the variance is estimated, what is compared is not z but the p-value of the t-test
-with that of the boundary (the same book, section 4.4). So about 2.5% of changes that do nothing are kept where
-differences are normal; the limit is 5%, which leaves room for differences that are skewed.
+Sequential Methods, table 2.3). As the variance is estimated, the p-value of the t-test is compared with that of the
+boundary (the same book, section 4.4). docs/judge.md has the error rates.
 """
 
 import dataclasses

@@ -36,34 +36,33 @@ def describe(study: Study, workers: int) -> str:
 
 
 def headline(study: Study) -> list[str]:
-    """A line for each arm, in order of its loss."""
+    """A line for each arm, in order of its loss: what came out, how sure that is, and what to be careful with."""
     losses = {arm: study.mean_loss(arm, {arm: 1.0}) for arm in study.arms}
     order = sorted(losses, key=lambda arm: math.inf if losses[arm] is None else losses[arm].estimate)
-    return [f"{arm}: {outcome(study, arm, losses[arm])}" for arm in order]
+    return ["; ".join(filter(None, [f"{arm}: {outcome(study, arm)}", study.warning(arm)])) for arm in order]
 
 
-def outcome(study: Study, arm: str, loss: Effect | None) -> str:
-    """What came out for an arm, how sure that is, and what to be careful with."""
+def outcome(study: Study, arm: str) -> str:
+    rows, loss = study.final(arm), study.mean_loss(arm, {arm: 1.0})
     if arm not in study.learning_rates:
         return "no learning rate; the sweep is not finished, or a run diverged at every one"
-    rows, found = study.final(arm), next((c for c in study.comparisons if c.arm == arm), None)
     if not len(rows):
-        text = f"not finished, {len(study.of('final', arm))} of {study.pairs or 'a number of'} final runs"
-    elif loss is None:
-        text = f"{(rows.status == 'completed').sum()} of {len(rows)} runs completed"
-    elif found is None:
-        text = f"{loss.estimate:.4f} {loss.unit} over {loss.n} seeds"
-    else:
-        text = f"{found.verdict}, {with_interval(found.effect)} {found.effect.unit} against {found.baseline}"
-        text += f" over {found.effect.n} pairs" + pairs_needed(found, "; it would take ")
-    return "; ".join(filter(None, [text, study.warning(arm)]))
+        return f"not finished, {len(study.of('final', arm))} of {study.pairs or 'a number of'} final runs"
+    if loss is None:
+        return f"{(rows.status == 'completed').sum()} of {len(rows)} runs completed"
+    for c in study.comparisons:
+        if c.arm == arm:
+            text = (
+                f"{c.verdict}, {with_interval(c.effect)} {c.effect.unit} against {c.baseline} over {c.effect.n} pairs"
+            )
+            return f"{text}; it would take {needed}" if (needed := pairs_needed(c)) else text
+    return f"{loss.estimate:.4f} {loss.unit} over {loss.n} seeds"
 
 
-def pairs_needed(found: Comparison, before: str = "") -> str:
-    """What would decide an inconclusive comparison; nothing for another one."""
-    best, fewest, most = (f"{n:,}" if n < MAX_PAIRS else f"over {n:,}" for n in found.more_pairs)
-    text = f"{before}{best} pairs for 80% power ({fewest} to {most})"
-    return text if found.verdict == "inconclusive" else ""
+def pairs_needed(c: Comparison) -> str | None:
+    """What would decide an inconclusive comparison."""
+    best, fewest, most = (f"{n:,}" if n < MAX_PAIRS else f"over {n:,}" for n in c.more_pairs)
+    return f"{best} pairs for 80% power ({fewest} to {most})" if c.verdict == "inconclusive" else None
 
 
 def write(study: Study, folder: Path) -> list[Path]:
@@ -102,12 +101,12 @@ def parts(study: Study, folder: Path) -> Iterator[tuple[str, ...]]:
     """Title, picture and blocks of every part of the report; a block is empty where nothing was measured."""
     effects = [{"effect": e.name, "mean and 95% interval": with_interval(e), "p": e.p} for e in study.effects]
     incomplete = study.rows[study.rows.status != "completed"]
-    yield "Differences", "differences", about(study), table(comparison_row(c) for c in study.comparisons)
+    yield "Differences", "differences", about(study), table(map(comparison_row, study.comparisons))
     yield "Effects of the grid", "effects", table(effects)
     yield "Paired difference over steps", "steps"
     yield "Arms", "", table(arm_row(study, arm) for arm in study.arms)
     yield "Learning rates", "sweep", table(study.sweep.reset_index().to_dict("records") if study.rates else ())
-    yield "Rerun spread and placebo", "", table(spread_rows(study))
+    yield "Rerun spread and placebo", "", table(study.spread.reset_index().to_dict("records"))
     yield "Runs that did not complete", "", table(incomplete[[*KEY, "status", "reason"]].to_dict("records"))
     yield "Inside the model", "", table(probe_rows(study))
     yield "Time of a run's parts over that of the baseline", "", table(time_rows(study, read_lines(folder / TIMINGS)))
@@ -138,37 +137,19 @@ def about(study: Study) -> str:
 
 
 def comparison_row(c: Comparison) -> dict:
-    return {
-        "arm": c.effect.name,
-        f"{c.effect.unit}, mean and 95% interval": with_interval(c.effect),
-        "verdict": c.verdict,
-        "p (Holm)": c.p_holm,
-        "p of equivalence (Holm)": c.p_equivalence,
-        "pairs": c.effect.n,
-        "std of a pair": c.deviation,
-        "it would take": pairs_needed(c) or None,
-    }
+    row = {"arm": c.effect.name, f"{c.effect.unit}, mean and 95% interval": with_interval(c.effect)}
+    row |= {"verdict": c.verdict, "p (Holm)": c.p_holm, "p of equivalence (Holm)": c.p_equivalence}
+    return row | {"pairs": c.effect.n, "std of a pair": c.deviation, "it would take": pairs_needed(c)}
 
 
 def arm_row(study: Study, name: str) -> dict:
     rows, config = study.final(name), arm_settings(study.plan, study.arms[name]).model
     marks = " (at the edge)" * (name in study.at_edge) + " (shared)" * study.shares_rate
-    return {
-        "arm": name,
-        "learning rate": f"{study.learning_rates.get(name, math.nan):g}{marks}",
-        "completed": f"{(rows.status == 'completed').sum()} of {len(rows)}",
-        study.unit: with_interval(study.mean_loss(name, {name: 1.0}), ".4f"),
-        "bits per byte": rows.bits_per_byte.mean(skipna=False),
-        "parameters": num_parameters(config),
-        "in norms": num_norm_parameters(config),
-    }
-
-
-def spread_rows(study: Study) -> Iterator[dict]:
-    """How far equal runs drift apart: weights changed by 1e-6, and by 5%."""
-    for (arm, rate, size), (spread, count) in study.spread.iterrows():
-        row = {"arm": arm, "learning rate": rate, "weights changed by": f"{size:g}"}
-        yield row | {"root mean square difference, nats per token": spread, "runs": int(count)}
+    row = {"arm": name, "learning rate": f"{study.learning_rates.get(name, math.nan):g}{marks}"}
+    row["completed"] = f"{(rows.status == 'completed').sum()} of {len(rows)}"
+    row[study.unit] = with_interval(study.mean_loss(name, {name: 1.0}), ".4f")
+    row["bits per byte"] = rows.bits_per_byte.mean(skipna=False)
+    return row | {"parameters": num_parameters(config), "in norms": num_norm_parameters(config)}
 
 
 def probe_rows(study: Study) -> Iterator[dict]:

@@ -197,12 +197,13 @@ class Study:
 
     @property
     def spread(self) -> pd.DataFrame:
-        """How far perturbed runs of a baseline end from those that they repeat: root mean squares, and how many."""
+        """How far runs of a baseline from changed initial weights end from those that they repeat, nats per token."""
         same = ["arm", "learning_rate", "seed", "device"]
-        first = self.rows[self.rows.phase != "rerun"].drop_duplicates(same)
-        both = self.rows[self.rows.phase == "rerun"].merge(first[[*same, "loss"]], on=same, suffixes=("", "_before"))
+        first = self.rows[self.rows.phase != "rerun"].drop_duplicates(same)[[*same, "loss"]]
+        both = self.rows[self.rows.phase == "rerun"].merge(first, on=same, suffixes=("", "_before"))
         groups = (both.loss - both.loss_before).pow(2).groupby([both.arm, both.learning_rate, both.perturbation])
-        return groups.agg([lambda squares: squares.mean(skipna=False) ** 0.5, "size"])
+        root = ("root mean square difference", lambda squares: squares.mean(skipna=False) ** 0.5)
+        return groups.agg([root, ("runs", "size")])
 
     @functools.cached_property
     def comparisons(self) -> list[Comparison]:

@@ -87,7 +87,7 @@ def test_failed_runs_and_the_spread_of_equal_ones_are_shown(pair, row, tmp_path)
     (found,) = rows_of(text(study, tmp_path), "Runs that did not complete")
     assert (found["arm"], found["status"], found["reason"]) == (failed.arm, "failed", "its process was killed")
     spreads = rows_of(text(pair, tmp_path), "Rerun spread and placebo")
-    assert [(row["weights changed by"], row["runs"]) for row in spreads] == [("1e-06", "3"), ("0.05", "3")]
+    assert [(row["perturbation"], row["runs"]) for row in spreads] == [("1e-06", "3"), ("0.05", "3")]
 
 
 def test_probes_changes_of_the_plan_and_times_are_shown_where_they_are_there(finish, tmp_path):
