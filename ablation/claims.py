@@ -64,7 +64,7 @@ XU, JIANG = "Xu et al. 2019, arXiv 1911.07013", "Jiang et al. 2023, arXiv 2305.1
 SHEN, HENRY = "Shen et al. 2020, arXiv 2003.07845", "Henry et al. 2020, arXiv 2010.04245"
 WORTSMAN, TEXTS = "Wortsman et al. 2023, arXiv 2309.14322", "papers and tutorials on RMSNorm"
 EQUAL_BIAS = "rms with bias minus layer; rms minus layer without bias"
-GRID_OF_NORMS = "norm: rms minus layer x"
+HEADS, WITH = "qk_norm: True minus False", "norm: rms minus layer x"
 CLAIMS = [
     Claim("C1", "RMSNorm saves 7% to 64% of the time (here: of a step, 7% or more)", ZHANG, "step: *", high=0.93),
     Claim("C2", "RMSNorm and LayerNorm reach the same loss", ZHANG, "rms minus layer", -0.01, 0.01),
@@ -73,16 +73,14 @@ CLAIMS = [
     Claim("C4b", "Deep in LayerNorm models they are half of that", GUPTA, "mean over chance, layer: *", high=0.5),
     Claim("C5a", "RMSNorm needs half the norm parameters", ZHANG, "norm parameters: rms", 0.499, 0.501),
     Claim("C5b", "RMSNorm needs measurably less memory in a step", ZHANG, ""),
-    Claim("C6", "RMSNorm loses less to float16", TEXTS, f"{GRID_OF_NORMS} dtype: float16 minus float32", high=0.0),
+    Claim("C6", "RMSNorm loses less to float16", TEXTS, f"{WITH} dtype: float16 minus float32", high=0.0),
     Claim("C7", "Without a float32 upcast squares overflow in float16", TEXTS, "float16 overflows: rms", 0.99),
     Claim("C8a", "The output is invariant to the input's scale", ZHANG, "change by scale: *", high=ROUNDING),
     Claim("C8b", "The gradient is invariant to weights x 10", TEXTS, "gradient by scale: *", 0.99, 1.01),
     Claim("C9a", "RMSNorm keeps the direction of x", ZHANG, "cosine: rms", 0.999999),
     Claim("C9b", "LayerNorm does not keep the direction of x", ZHANG, "cosine: layer", high=0.999999),
     Claim("C9c", "In training removing the mean changes directions", TEXTS, "cosine without mean, *", high=0.99),
-    Claim(
-        "C10", "Post-norm's loss varies more over learning rates", XIONG, "norm_placement: post minus pre, spread*", 0.0
-    ),
+    Claim("C10", "Post-norm's loss varies more over learning rates", XIONG, "*: post minus pre, spread*", 0.0),
     Claim("C11", "eps between 1e-5 and 1e-8 does not matter", TEXTS, "norm_eps: 1e-0? minus 1e-05", -0.01, 0.01),
     Claim("C12a", "SwiGLU is the best gated MLP", SHAZEER, "*glu minus swiglu", 0.0),
     Claim("C12b", "Any gate beats any plain MLP", SHAZEER, "relu minus *glu; gelu minus *glu", 0.0),
@@ -94,14 +92,8 @@ CLAIMS = [
     Claim("C14e", "Training the norms alone restores its loss", TEXTS, "rms, norms trained minus layer", -0.01, 0.01),
     Claim("C15a", "Removing the mean alone does not matter", GUPTA, EQUAL_BIAS, -0.01, 0.01),
     Claim("C15b", "The bias of a norm does not matter", XU, "norm_bias: False minus True", -0.01, 0.01),
-    Claim("C16a", "A norm of q and k lowers the loss", HENRY, "qk_norm: True minus False", high=0.0),
-    Claim(
-        "C16b",
-        "With it the loss varies less over learning rates",
-        WORTSMAN,
-        "qk_norm: True minus False, spread*",
-        high=0.0,
-    ),
+    Claim("C16a", "A norm of q and k lowers the loss", HENRY, HEADS, high=0.0),
+    Claim("C16b", "With it the loss varies less over learning rates", WORTSMAN, f"{HEADS}, spread*", high=0.0),
     Claim("C17", "RMSNorm does not couple the gradients of a row", TEXTS, "coupling: rms", high=ROUNDING),
     Claim("C18", "A row's output depends on no other row of the batch", TEXTS, "others: *", high=ROUNDING),
     Claim("C19", "rsqrt gives what dividing by sqrt gives", TEXTS, "rsqrt: rms", high=ROUNDING),
@@ -110,9 +102,7 @@ CLAIMS = [
     Claim("C21", "The norms' share of operations grows with the model", TEXTS, "operations: rms", 1.0),
     Claim("C22", "What RMSNorm brings takes over a billion parameters", TEXTS, ""),
     Claim("C23", "RMSNorm's loss varies less over learning rates", TEXTS, "norm: rms minus layer, spread*", high=0.0),
-    Claim(
-        "C24", "RMSNorm is less sensitive to initial weights", TEXTS, f"{GRID_OF_NORMS} initializer_range: *", high=0.0
-    ),
+    Claim("C24", "RMSNorm is less sensitive to initial weights", TEXTS, f"{WITH} initializer_range: *", high=0.0),
     Claim("C25", "RMSNorm lowers the latency of a forward pass", TEXTS, "forward: *", high=1.0),
     Claim("C26", "RMSNorm models lose less when they are quantized", TEXTS, ""),
 ]
@@ -158,15 +148,10 @@ def measured(study: Study, timings: list[dict]) -> list[Effect]:
     """Everything that a study has measured: differences of each two arms, effects of a grid, how the loss varies over a
     sweep, what the residual stream is like, and times of RMSNorm over those of LayerNorm.
     """
-    differences = (
-        study.mean_loss(f"{arm} minus {base}", {arm: 1.0, base: -1.0})
-        for arm, base in itertools.permutations(study.arms, 2)
-    )
-    times = [
-        dataclasses.replace(effect, name=f"{part}: {effect.name}")
-        for part in ("step", "forward")
-        for effect in time_ratios(timings, part, "rms", "layer")
-    ]
+    pairs = itertools.permutations(study.arms, 2)
+    differences = (study.mean_loss(f"{arm} minus {base}", {arm: 1.0, base: -1.0}) for arm, base in pairs)
+    ratios = [(part, effect) for part in ("step", "forward") for effect in time_ratios(timings, part, "rms", "layer")]
+    times = [dataclasses.replace(effect, name=f"{part}: {effect.name}") for part, effect in ratios]
     return [*filter(None, differences), *study.effects, *sweeps(study), *stream(study), *times]
 
 
@@ -183,9 +168,8 @@ def sweeps(study: Study) -> Iterator[Effect]:
         first, *others = ((value, pd.concat(found, axis=1).mean(axis=1)) for value, found in varies.items())
         for value, spread in others:
             if len(differences := (spread - first[1]).dropna()):
-                yield mean_effect(
-                    f"{setting}: {value} minus {first[0]}, spread over the sweep", differences, study.unit
-                )
+                name = f"{setting}: {value} minus {first[0]}, spread over the sweep"
+                yield mean_effect(name, differences, study.unit)
 
 
 def stream(study: Study) -> Iterator[Effect]:
@@ -213,9 +197,8 @@ def facts(kind: str) -> list[Effect]:
         for gain in (ones, 0 * ones)
     )
     rms, layer = (dataclasses.replace(base_settings("ablation").model, norm=name) for name in ("rms", "layer"))
-    shares = [
-        8 * c.num_norms * c.hidden_size / flops_per_token(c, 128) for c in (base_settings("ablation-10m").model, rms)
-    ]
+    models = (base_settings("ablation-10m").model, rms)
+    shares = [8 * c.num_norms * c.hidden_size / flops_per_token(c, 128) for c in models]
     overflows = (400 * normal_rows(4)).half().square().mean(-1).isinf().double().mean()
     found = {
         "change by scale": (change(norm(10 * x, ones)[0], y), "relative change"),
