@@ -202,9 +202,10 @@ def initial_model(settings: Settings, dtype: torch.dtype, log: Callable[[str], N
     run = settings.run
     if run.init_from is None or not load:
         return model
-    report, before = pretrained.load_weights(model, run.init_from), pretrained.load_config(run.init_from)
-    log(f"weights: {len(report.kept)} tensors kept from {run.init_from}")
-    for what, names in (("new", report.new), ("dropped", report.dropped)):
+    new, dropped = pretrained.load_weights(model, run.init_from)
+    before = pretrained.load_config(run.init_from)
+    log(f"weights: those of {run.init_from}")
+    for what, names in (("new", new), ("dropped", dropped)):
         if names:
             log(f"  {len(names)} {what}: {', '.join(names)}")
     converted = (before.norm, before.norm_placement, model.config.norm) == ("layer", "pre", "rms")
