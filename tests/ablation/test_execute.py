@@ -41,7 +41,6 @@ def test_a_comparison_killed_within_a_line_resumes_to_the_rows_of_an_uninterrupt
     lines = whole.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join(lines[:5]) + lines[5][:100])
     resumed = load_or_create(trained.plan, tmp_path, "cpu", 1)
-    assert len(resumed.rows) == 5
     execute.execute(resumed, here(resumed))
     found, wanted = ([row | {"seconds": 0} for row in read_rows(each)] for each in (path, whole))
     assert found == wanted

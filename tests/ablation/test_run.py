@@ -73,7 +73,6 @@ def test_probes_measure_the_stream_and_the_attention(session, trained_rms):
     tokens, targets = next(iter(validation_windows(session.corpus.validation, 32, 4)))
     evaluate(model, [(tokens, targets)], 1, session.device)
     x = torch.stack(streams).flatten(1, 2).numpy()  # (norms, tokens, D)
-    assert len(x) == 5
     ratio = np.abs(x.mean(-1)) / x.std(-1)
     assert probes["mean_over_std"] == pytest.approx(ratio[2:].mean(), rel=1e-3)
     cosine = np.abs(x.sum(-1)) / np.linalg.norm(x, axis=-1) / math.sqrt(x.shape[-1])

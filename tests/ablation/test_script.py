@@ -19,6 +19,11 @@ def start(*arguments: str) -> subprocess.Popen:
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
+def test_flags_plans_and_studies_import_no_torch():
+    code = "import sys, ablation.command, ablation.study; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
 @pytest.mark.slow
 def test_ctrl_c_ends_it_in_one_line_and_the_same_command_resumes(config, tmp_path):
     arguments = ["--config", str(config), "--vary", "norm=layer,rms", "--seeds", "2", "--out", str(tmp_path)]
