@@ -1,7 +1,8 @@
 """Which runs are made and kept: resuming, failures, other settings, texts and devices, and processes of their own."""
 
 import dataclasses
-import functools
+import os
+import signal
 import threading
 from concurrent.futures import Future
 
@@ -14,21 +15,6 @@ from ablation.records import append, read_lines, read_rows
 from errors import UserError
 
 PLAN = Plan(vary={"norm": ["layer", "rms"]}, seeds=2, rerun_seeds=0, learning_rates=(2e-2,))
-
-
-def instantly(row, loss=lambda run: 3.0, made=None, **fields):
-    """The `start` of `execute` whose runs end at once, with this loss. made: gets the runs."""
-
-    def start(run, device) -> Future:
-        future = Future()
-        [] if made is None else made.append(run)
-        try:
-            future.set_result(row(run, loss(run), **fields))
-        except Exception as error:
-            future.set_exception(error)
-        return future
-
-    return start
 
 
 @pytest.fixture
@@ -48,28 +34,35 @@ def test_a_trained_comparison_has_a_row_for_each_run_and_is_never_repeated(train
     again, made = load_or_create(trained.plan, trained.folder, "cpu", 1), []
     execute.execute(again, lambda run, device: made.append(run))
     assert not made
-    paired = found.paired("final", "rms")
-    assert (paired.weights_hash == paired.weights_hash_base).all() and found.unit == "nats per token"
-    assert (paired.batches_hash == paired.batches_hash_base).all() and (paired.loss != paired.loss_base).all()
 
 
-def test_a_run_that_raises_is_a_failed_row_that_costs_no_other_and_is_tried_again(experiment, row):
-    def loss(run):
-        return 3.0 if (run.arm, run.seed) != ("rms", 1) else 1 / 0
+def test_a_comparison_killed_within_a_line_resumes_to_the_rows_of_an_uninterrupted_one(trained, here, tmp_path):
+    path, whole = tmp_path / "runs.jsonl", trained.folder / "runs.jsonl"
+    lines = whole.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(lines[:5]) + lines[5][:100])
+    resumed = load_or_create(trained.plan, tmp_path, "cpu", 1)
+    execute.execute(resumed, here(resumed))
+    found, wanted = ([row | {"seconds": 0} for row in read_rows(each)] for each in (path, whole))
+    assert found == wanted
 
-    execute.execute(experiment, instantly(row, loss))
+
+def test_a_run_that_raises_is_a_failed_row_that_costs_no_other_and_is_tried_again(experiment, row, at_once):
+    def raising(run, device):
+        return row(run, 3.0 if (run.arm, run.seed) != ("rms", 1) else 1 / 0)
+
+    execute.execute(experiment, at_once(raising))
     assert [(r.arm, r.seed, r.reason[:17]) for r in experiment.failed] == [("rms", 1, "ZeroDivisionError")]
     assert len(experiment.rows) == 4 and experiment.study.comparisons == []
-    again, made = load_or_create(experiment.plan, experiment.folder, "cpu", 1), []
-    execute.execute(again, instantly(row, made=made))
-    assert [(run.arm, run.seed) for run in made] == [("rms", 1)]
-    assert len(study.load(experiment.folder).rows) == 4
+    again = load_or_create(experiment.plan, experiment.folder, "cpu", 1)
+    execute.execute(again, at_once(lambda run, device: row(run, 4.0)))
+    finished = study.load(experiment.folder).rows
+    assert [(r.arm, r.seed) for r in finished[finished.loss == 4].itertuples()] == [("rms", 1)] and len(finished) == 4
 
 
-def test_where_no_run_works_it_ends_after_a_few(experiment, row):
+def test_where_no_run_works_it_ends_after_a_few(experiment, at_once):
     many = load_or_create(dataclasses.replace(experiment.plan, seeds=50), experiment.folder, "cpu", 1)
-    execute.execute(many, instantly(row, lambda run: 1 / 0))
-    assert len(many.failed) == execute.ENOUGH_FAILURES
+    execute.execute(many, at_once(lambda run, device: 1 / 0))
+    assert len(many.failed) == 3
 
 
 def test_each_device_is_used_by_one_run_at_a_time(experiment, row):
@@ -97,27 +90,27 @@ def test_each_device_is_used_by_one_run_at_a_time(experiment, row):
 def test_runs_with_other_settings_are_refused_and_changes_of_the_plan_written_down(trained, tmp_path):
     append(tmp_path / "runs.jsonl", *trained.rows)
     write_plan(load_or_create(trained.plan, tmp_path))
-    with pytest.raises(UserError, match="had other settings; give another --out"):
+    with pytest.raises(UserError, match="had other settings"):
         load_or_create(dataclasses.replace(trained.plan, steps=5), tmp_path)
     write_plan(load_or_create(dataclasses.replace(trained.plan, margin=0.5), tmp_path))
-    changes = read_lines(tmp_path / "changes.jsonl")
-    count = len(trained.rows)
-    assert changes == [{"field": "margin", "before": "0.005", "after": "0.5", "finished_runs": count}]
+    (change,) = read_lines(tmp_path / "changes.jsonl")
+    assert change == {"field": "margin", "before": "0.005", "after": "0.5", "finished_runs": len(trained.rows)}
 
 
-def test_a_run_on_another_text_or_device_has_failed(experiment, row):
+def test_a_run_on_another_text_or_device_has_failed(experiment, row, at_once):
     others = iter([{}, {}, {"text_hash": "two"}, {"device": "GPU"}])
-    execute.execute(experiment, lambda run, device: instantly(row, **{"text_hash": "one"} | next(others))(run, device))
-    reasons = ["it ran on GPU, and the others on CPU", "the text has hash two, and that of the runs before is one"]
-    assert sorted(row.reason for row in experiment.failed) == reasons
+    execute.execute(experiment, at_once(lambda run, device: row(run, 3.0, **{"text_hash": "one"} | next(others))))
+    reasons = sorted(row.reason for row in experiment.failed)
+    assert len(reasons) == 2 and "it ran on GPU" in reasons[0] and "the text has hash two" in reasons[1]
 
 
-def test_unfinished_seeds_of_another_device_are_made_again_and_finished_ones_kept(experiment, row):
-    wanted, made = experiment.study.wanted, []
+def test_unfinished_seeds_of_another_device_are_made_again_and_finished_ones_kept(experiment, row, at_once):
+    wanted = experiment.study.wanted
     append(experiment.folder / "runs.jsonl", *(dataclasses.asdict(row(run, 3.0, device="GPU")) for run in wanted[:3]))
     again = load_or_create(experiment.plan, experiment.folder, "cpu", 1)
-    execute.execute(again, instantly(row, made=made))
-    assert made == wanted[2:] and [c.effect.n for c in again.study.comparisons] == [2]
+    execute.execute(again, at_once(lambda run, device: row(run, 3.0)))
+    devices = study.load(experiment.folder).rows.set_index(["seed", "arm"]).device.sort_index()
+    assert devices.tolist() == ["GPU", "GPU", "CPU", "CPU"] and [c.effect.n for c in again.study.comparisons] == [2]
 
 
 @pytest.mark.slow
@@ -133,14 +126,10 @@ def test_runs_in_processes_of_their_own_are_those_of_this_process_and_a_killed_o
     rows = [{(r["arm"], r["seed"]): r["loss"] for r in each.rows} for each in (inside, outside)]
     assert rows[0] == rows[1] and len(rows[0]) == 4
     killed = load_or_create(dataclasses.replace(plan, seeds=3), tmp_path / "outside", "cpu", 2)
-    start = functools.partial(execute.start_process, killed)
     monkeypatch.setattr(execute, "train_run", kill_itself)
-    execute.execute(killed, start)
+    execute.execute(killed)
     assert [row.reason for row in killed.failed] == ["its process was killed, perhaps for lack of memory"] * 2
 
 
 def kill_itself(*_) -> None:
-    import os
-    import signal
-
     os.kill(os.getpid(), signal.SIGKILL)

@@ -1,6 +1,6 @@
 """One run: a row of what was measured, and probes that say the truth."""
 
-import itertools
+import dataclasses
 import math
 
 import numpy as np
@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from ablation import run as run_module
-from ablation.plan import Plan, Run, replace_settings, run_settings
+from ablation.plan import Plan, Run, run_settings
 from ablation.records import Row
-from ablation.run import count_spikes, digest, perturb, settings_hash, train_run
+from ablation.run import digest, perturb, train_run
 from data.batches import validation_windows
 from model.decoder import Decoder
 from training import loop
@@ -36,9 +36,8 @@ def session(plan, tmp_path) -> Session:
 
 
 def test_arms_of_a_seed_share_text_batches_and_initial_weights_and_differ_in_their_loss(plan, trained_rms):
-    layer, other = (
-        train_run(plan, run, "cpu", 1, 1) for run in (Run("layer", "final", 1, 2e-2), Run("rms", "final", 2, 2e-2))
-    )
+    runs = Run("layer", "final", 1, 2e-2), Run("rms", "final", 2, 2e-2)
+    layer, other = (train_run(plan, run, "cpu", 1, 1) for run in runs)
     for name in ("weights_hash", "batches_hash"):
         assert getattr(layer, name) == getattr(trained_rms, name) != getattr(other, name)
     assert layer.settings_hash != trained_rms.settings_hash and layer.loss != trained_rms.loss
@@ -46,10 +45,8 @@ def test_arms_of_a_seed_share_text_batches_and_initial_weights_and_differ_in_the
 
 
 def test_a_row_holds_what_the_run_measured(plan, session, trained_rms):
-    assert str(trained_rms) == "rms, final seed 1, learning rate 0.02" and trained_rms.seconds > 0
-    assert (trained_rms.status, trained_rms.tokens) == ("completed", 12 * 4 * 32)
-    # An untrained model predicts each of the 300 tokens alike; the curve ends at the final loss, since the validation
-    # set is shorter than what the points use.
+    assert (trained_rms.status, trained_rms.tokens) == ("completed", 12 * 4 * 32) and trained_rms.seconds > 0
+    # From a model that predicts each of the 300 tokens alike, to the final loss: the whole validation set is used.
     assert [step for step, _ in trained_rms.curve] == list(range(1, 13))
     assert trained_rms.curve[0][1] == pytest.approx(math.log(300), rel=0.15)
     assert trained_rms.curve[-1][1] == float(f"{trained_rms.loss:.6g}")
@@ -57,22 +54,12 @@ def test_a_row_holds_what_the_run_measured(plan, session, trained_rms):
     assert trained_rms.batches_hash == digest(array for step in range(12) for array in session.batch(step))
     nats = trained_rms.loss * (len(session.corpus.validation) - 1)
     assert trained_rms.bits_per_byte == pytest.approx(nats / math.log(2) / session.corpus.validation_bytes)
-    elsewhere = replace_settings(run_settings(plan, RUN), {"device": "cuda:1"})
-    assert trained_rms.settings_hash == settings_hash(elsewhere)
 
 
-def test_a_run_that_diverges_is_a_row_and_not_an_error(plan, monkeypatch):
-    train_step, steps = loop.train_step, itertools.count(1)
-
-    def diverging(*arguments):
-        if next(steps) == 3:
-            raise loop.Diverged("the loss is nan; and more")
-        return train_step(*arguments)
-
-    monkeypatch.setattr(loop, "train_step", diverging)
-    row = train_run(plan, RUN, "cpu", 1, 1)
-    assert (row.status, row.loss, row.kurtosis, row.reason) == ("diverged", None, None, "step 3: the loss is nan")
-    assert row.tokens == 2 * 4 * 32 and len(row.curve) == 2
+def test_a_run_that_diverges_is_a_row_and_not_an_error(plan):
+    row = train_run(plan, dataclasses.replace(RUN, learning_rate=1e30), "cpu", 1, 1)
+    assert (row.status, row.loss, row.kurtosis) == ("diverged", None, None)
+    assert row.reason.startswith("step 2: the loss is ") and row.tokens == 4 * 32 and len(row.curve) == 1
 
 
 def test_probes_measure_the_stream_and_the_attention(session, trained_rms):
@@ -86,7 +73,6 @@ def test_probes_measure_the_stream_and_the_attention(session, trained_rms):
     tokens, targets = next(iter(validation_windows(session.corpus.validation, 32, 4)))
     evaluate(model, [(tokens, targets)], 1, session.device)
     x = torch.stack(streams).flatten(1, 2).numpy()  # (norms, tokens, D)
-    assert len(x) == 5
     ratio = np.abs(x.mean(-1)) / x.std(-1)
     assert probes["mean_over_std"] == pytest.approx(ratio[2:].mean(), rel=1e-3)
     cosine = np.abs(x.sum(-1)) / np.linalg.norm(x, axis=-1) / math.sqrt(x.shape[-1])
@@ -96,11 +82,6 @@ def test_probes_measure_the_stream_and_the_attention(session, trained_rms):
     channels = np.sqrt((x**2).mean(1))
     largest = channels.max(-1) / np.sort(channels, -1)[:, (channels.shape[1] - 1) // 2]
     assert probes["largest_channel"] == pytest.approx(largest.max(), rel=1e-3)
-
-
-def test_a_spike_is_a_loss_far_above_the_twenty_steps_before_and_counts_once():
-    assert count_spikes([3.0] * 25 + [4.0, 4.0, 3.0, 3.4] + [3.0] * 5 + [9.0]) == 2
-    assert count_spikes([3.0] * 20 + [4.0]) == 1 and count_spikes([3.0] * 19 + [4.0]) == 0
 
 
 def test_perturbed_runs_start_from_weights_that_differ_by_so_much(make_config):

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from ablation.records import read_rows
+
 ROOT = Path(__file__).parent.parent.parent
 
 
@@ -17,23 +19,23 @@ def start(*arguments: str) -> subprocess.Popen:
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def rows(folder: Path) -> list[dict]:
-    path = folder / "runs.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+def test_flags_plans_and_studies_import_no_torch():
+    code = "import sys, ablation.command, ablation.study; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 
 @pytest.mark.slow
 def test_ctrl_c_ends_it_in_one_line_and_the_same_command_resumes(config, tmp_path):
     arguments = ["--config", str(config), "--vary", "norm=layer,rms", "--seeds", "2", "--out", str(tmp_path)]
-    first = start(*arguments)
-    while len(rows(tmp_path)) < 1 and first.poll() is None:
+    first, path = start(*arguments), tmp_path / "runs.jsonl"
+    while len(read_rows(path)) < 1 and first.poll() is None:
         time.sleep(0.05)
     first.send_signal(signal.SIGINT)
     _, errors = first.communicate(timeout=500)
     assert first.returncode == 130 and errors.endswith("stopped.\n") and "Traceback" not in errors
-    assert 1 <= len(rows(tmp_path)) < 4
+    assert 1 <= len(read_rows(path)) < 4
     output, _ = start(*arguments).communicate(timeout=500)
-    assert len(rows(tmp_path)) == 4 and "report.md" in output and (tmp_path / "report.md").is_file()
+    assert len(read_rows(path)) == 4 and "report.md" in output and (tmp_path / "report.md").is_file()
 
 
 @pytest.mark.slow
@@ -43,8 +45,5 @@ def test_a_judge_ends_with_one_json_object_and_failed_runs_are_named_with_status
     output, errors = judging.communicate(timeout=500)
     last = json.loads(output.splitlines()[-1])
     assert (last["verdict"], last["reason"]) == ("discard", "data=/nowhere did not complete")
-    assert (
-        judging.returncode == 1
-        and "failed: data=/nowhere, final seed 1, learning rate 0.005: UserError: no file" in errors
-    )
-    assert [row["status"] for row in rows(tmp_path)].count("failed") == 2
+    assert judging.returncode == 1 and "failed: data=/nowhere, final seed 1, " in errors
+    assert [row["status"] for row in read_rows(tmp_path / "runs.jsonl")].count("failed") == 2
