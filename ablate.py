@@ -13,7 +13,7 @@ def main() -> int:
     os.environ["MPLBACKEND"] = "agg"  # figures are only saved, and a backend that is not there would fail
     from pathlib import Path  # imported here, so that Ctrl-C at any time ends in one line
 
-    from ablation.command import parse
+    from ablation.command import QUICK, parse
     from errors import locked
 
     command = parse(sys.argv[1:])
@@ -37,8 +37,11 @@ def main() -> int:
             from ablation import cluster
 
             start = cluster.join(experiment, command.ray)
-        print(execute.describe(experiment, timed=command.dry_run), flush=True)
+        print(
+            report.describe(experiment.study, len(experiment.workers)), *[QUICK] * command.quick, sep="\n", flush=True
+        )
         if command.dry_run:
+            print(execute.time_of_a_run(experiment))
             return 0
         if command.judge:
             said = judge.judge(experiment, functools.partial(execute.execute, start=start))

@@ -16,7 +16,21 @@ DESCRIPTION = """Train a small LLaMA-style transformer on text, on a GPU or a CP
   python train.py --norm layer                   the same run with LayerNorm
   python train.py --data my/texts --steps 3000   on your own text
   python train.py --config small --dry-run       what a larger model would need
-  python train.py --resume runs/tiny-rms         resume a stopped or killed run"""
+  python train.py --resume runs/tiny-rms         resume a stopped or killed run
+
+  --norm rms|layer     the norm (--help-all names ten more)
+  --data PATH ...      files, folders, patterns, hub:OWNER/NAME, or a known text
+  --config NAME        tiny, small, 124m, 1b or finetune of configs/, or a file
+  --steps N            optimizer steps, each of --batch-size sequences
+  --learning-rate X    its peak
+  --out FOLDER         folder of the run; by default a new runs/CONFIG-NORM
+  --resume RUN         resume this run exactly where it stopped
+  --init-from RUN      start from the weights of a run or a model of the Hub
+  --device, --dtype    where it computes, and how precisely; default: auto
+  --processes N        one for each GPU of this machine
+  --dry-run            only print the memory and the time that the run needs
+  --eval-only          only evaluate --init-from on --data
+  --help-all           all flags with their defaults"""
 
 
 def main() -> int:

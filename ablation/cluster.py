@@ -20,10 +20,8 @@ EXCLUDED = [".git", ".cache", "runs", "tests", "docs", "benchmarks/results"]  # 
 
 
 def join(experiment: Experiment, address: str) -> Callable[[Run, str], Future]:
-    """Join the cluster, give its workers this code, and make them those of the experiment: its GPUs, or else its CPUs.
-
-    Arms of a seed share a model of hardware, so all are of the one that the cluster has most of. Returns the `start` of
-    `execute`.
+    """Join the cluster, give its workers this code, and make them those of the experiment: GPUs or else CPUs, all of
+    the model that the cluster has most of. Returns the `start` of `execute`.
     """
     ray.init(address, runtime_env={"working_dir": str(ROOT), "excludes": EXCLUDED}, log_to_driver=False)
     kind, device = ("GPU", "cuda") if ray.cluster_resources().get("GPU") else ("CPU", "cpu")

@@ -8,26 +8,24 @@ from typing import Annotated
 
 import tyro
 
-from ablation.plan import Plan, judged, load_plan, quick
+from ablation.plan import JUDGED_PAIRS, Plan, load_plan, quick
 from errors import UserError
 from flags import optional
 
 DESCRIPTION = """Compare any settings of train.py over paired seeds, with intervals and a verdict.
 
-python ablate.py                                        RMSNorm or LayerNorm: configs/comparisons/norms.toml, hours
+python ablate.py                        RMSNorm or LayerNorm: configs/comparisons/norms.toml, hours
 
-python ablate.py --quick                                the same in minutes, and what that cannot show
+python ablate.py --quick                the same in minutes, and what that cannot show
 
-python ablate.py placement                              a plan from configs/comparisons/, or a TOML file
-
-python ablate.py --vary norm=layer,dyt                  each at its best learning rate of a sweep
-
-python ablate.py --vary norm=layer,rms --vary attention_bias=true,false --hours 4   a grid: effects and interactions
+python ablate.py --vary norm=layer,dyt  each at its best learning rate of a sweep; several --vary: effects of a grid
 
 python ablate.py --a "" --b "weight_decay=0.5 qk_norm=true" --judge   keep or discard a change: stops as soon as it can
 
 Ctrl-C stops it and the same command resumes it. The folder has runs.jsonl, a row for every finished run, and report.md
 and pictures, which are derived from it."""
+QUICK = """quick: three pairs show only large differences, and never equivalence; 300 steps are the start of a run; all
+arms share a learning rate, which may suit one of them better"""
 
 
 @dataclass(frozen=True)
@@ -35,7 +33,7 @@ class Command:
     """The command line."""
 
     plan_file: Annotated[str | None, optional("[PLAN]"), tyro.conf.Positional] = None
-    """A plan: a TOML file, or a name in configs/comparisons/. Flags override what it says."""
+    """A TOML file, or a name in configs/comparisons/. Flags override what it says."""
     varied: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, optional("SETTING=V,V", name="vary")] = ()
     """Values of a setting of train.py to compare, the first as baseline. Several times: a grid."""
     a: Annotated[str | None, optional('"S=V ..."')] = None
@@ -66,27 +64,24 @@ class Command:
 def parse(arguments: list[str]) -> Command:
     """The command line; read twice, since the plan that it names gives the defaults of the flags."""
     options = {"description": DESCRIPTION, "prog": "ablate.py", "config": (tyro.conf.OmitArgPrefixes,)}
-    command = tyro.cli(Command, args=arguments, **options)
-    start = starting_plan(command)
+    start = starting_plan(tyro.cli(Command, args=arguments, **options))
     command = tyro.cli(Command, args=arguments, default=dataclasses.replace(Command(), plan=start), **options)
     plan = quick(command.plan) if command.quick else command.plan
-    return dataclasses.replace(command, plan=judged(plan) if command.judge else plan)
+    if command.judge:  # no pilot and no reruns; `seeds` is the most that there will be
+        plan = dataclasses.replace(plan, seeds=plan.seeds or JUDGED_PAIRS, rerun_seeds=0)
+    return dataclasses.replace(command, plan=plan)
 
 
 def starting_plan(command: Command) -> Plan:
     """The plan of the file, of --vary, or of --a and --b; with a name that tells it from others."""
-    if (command.a is None) != (command.b is None):
-        raise UserError("--a and --b need each other: the settings of the baseline, and of what is compared with it.")
-    if command.plan_file is None and (command.varied or command.a is not None):
-        plan = Plan()
-    else:
-        plan = load_plan(command.plan_file or "norms")
-    given = [text for text in (command.a, command.b, *command.varied) if text]
+    pair, given = (command.a, command.b), [*filter(None, (command.a, command.b, *command.varied))]
+    if pair != (None, None) and (None in pair or command.a == command.b):
+        raise UserError("--a and --b need each other, and differ: settings of the baseline, and of the other arm.")
+    plan = Plan() if given and command.plan_file is None else load_plan(command.plan_file or "norms")
     if not given:
         return plan
-    start = [command.plan_file] if command.plan_file else []
-    name = re.sub(r"[^\w.]+", "-", " ".join([*start, *given])).strip("-")[:64]
-    arms = plan.arms if command.a is None else {text or "default": values(text) for text in (command.a, command.b)}
+    name = re.sub(r"[^\w.]+", "-", " ".join([command.plan_file or "", *given])).strip("-")[:64]
+    arms = plan.arms if command.a is None else {text or "default": values(text) for text in pair}
     vary = {name: value.split(",") for text in command.varied for name, value in values(text).items()}
     return dataclasses.replace(plan, name=name, arms=arms, vary=plan.vary | vary)
 

@@ -1,22 +1,20 @@
 """What a trained LayerNorm model loses when it becomes an RMSNorm model: `python -m ablation.convert`.
 
-RMSNorm lacks LayerNorm's mean and its bias, so there are also conversions that drop only one of them. With the bias and
-centered weights nothing is lost, unless the embedding is tied to the head. The control keeps LayerNorm and trains for
-as many steps as the others, so that what longer training brings does not count as recovery. The folder is that of a
-comparison whose baseline are the models before: `python ablate.py --report FOLDER`.
+There are also conversions that drop only the mean or only the bias. With the bias and centered weights nothing is lost,
+unless the embedding is tied to the head. The control keeps LayerNorm and trains for as many steps as the others. The
+folder is that of a comparison whose baseline are the models before: `python ablate.py --report FOLDER`.
 """
 
 import dataclasses
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import tyro
 from tqdm import tqdm
 
 from ablation import report, study
 from ablation.plan import Plan, Run, base_settings, replace_settings, run_settings, save_plan
-from ablation.records import Row, append, read_lines
+from ablation.records import Row, append, read_rows
 from ablation.run import measure
 from errors import exit_on_user_error, locked
 from training.loop import save
@@ -32,19 +30,16 @@ def make_plan(config: str, steps: int | None, learning_rate: float | None, seeds
     settings = base_settings(config).optimizer
     steps, rate = steps or settings.steps, learning_rate or settings.learning_rate
     after = {"steps": max(steps // STEPS_DIVISOR, 1), "learning_rate": LR_MULTIPLIER * rate}
-
-    def convert(norm: str, norm_bias: bool, *, center_weights: bool = False, **more: Any) -> dict[str, Any]:
-        return {"norm": norm, "norm_bias": norm_bias, "center_weights": center_weights, "init_from": "layer"} | more
-
+    layer, rms = ({"norm": norm, "init_from": "layer", "center_weights": False} for norm in ("layer", "rms"))
     arms = {
         "layer": {"norm": "layer"},
-        "rms with bias and centered weights at once": convert("rms", True, center_weights=True),
-        "rms with bias at once": convert("rms", True),
-        "rms at once": convert("rms", False),
-        "layer without bias at once": convert("layer", False),
-        "rms, norms trained": convert("rms", False, train_only="norms", **after),
-        "rms, all trained": convert("rms", False, **after),
-        "layer, all trained": convert("layer", True, **after),
+        "rms with bias and centered weights at once": rms | {"norm_bias": True, "center_weights": True},
+        "rms with bias at once": rms | {"norm_bias": True},
+        "rms at once": rms | {"norm_bias": False},
+        "layer without bias at once": layer | {"norm_bias": False},
+        "rms, norms trained": rms | {"norm_bias": False, "train_only": "norms"} | after,
+        "rms, all trained": rms | {"norm_bias": False} | after,
+        "layer, all trained": layer | {"norm_bias": True} | after,
     }
     seeds_and_rate = {"seeds": seeds, "first_seed": first_seed, "rerun_seeds": 0, "learning_rates": (rate,)}
     return Plan("conversion", config, arms, steps=steps, **seeds_and_rate)
@@ -89,10 +84,10 @@ def main(
     plan, file = make_plan(config, steps, learning_rate, seeds, first_seed), out / "runs.jsonl"
     with locked(out):
         save_plan(plan, out / "plan.toml")
-        done = {row["seed"] for row in read_lines(file)}
+        done = {row["seed"] for row in read_rows(file)}
         for seed in tqdm(sorted({*plan.phase_seeds["final"]} - done), unit="model"):
             with tempfile.TemporaryDirectory() as folder:
-                append(file, *convert_seed(plan, seed, device, Path(folder)))
+                append(file, *map(dataclasses.asdict, convert_seed(plan, seed, device, Path(folder))))
         found = study.load(out)
         written = report.write(found, out)
     print(*report.headline(found), f"report: {written[0]}", sep="\n")

@@ -21,7 +21,7 @@ import torch
 from tqdm import tqdm
 
 from ablation.plan import Plan, Run, arm_settings, load_plan, run_settings, save_plan
-from ablation.records import Change, Row, append, read_lines
+from ablation.records import Row, append, read_rows
 from ablation.run import hardware, settings_hash, train_run
 from ablation.study import KEY, Study, as_table
 from errors import UserError, usable_cores
@@ -29,10 +29,6 @@ from model.device import choose_device, choose_kernels, choose_training_dtype
 from training.estimate import measure_time
 
 ENOUGH_FAILURES = 3
-QUICK = (
-    "quick: three pairs show only large differences, and never equivalence; 300 steps are the start of a run; all arms "
-    "share a learning rate, which may suit one of them better"
-)
 
 
 @dataclass
@@ -41,20 +37,14 @@ class Experiment:
 
     plan: Plan
     folder: Path
-    device: str = "auto"
-    """auto (all GPUs, else MPS, else the CPU's cores), or a torch device."""
-    jobs: int | None = None
-    """Runs at once on a CPU, one for each core by default; on GPUs how many of them are used."""
+    device: str = "auto"  # all GPUs, else MPS, else the CPU's cores; or a torch device
+    jobs: int | None = None  # runs at once on a CPU, one for each core by default; on GPUs how many of them are used
     rows: list[dict] = field(default_factory=list)
-    study: Study = field(init=False)
-    failed: list[Row] = field(default_factory=list)
-    """Of this command; another one tries them again."""
+    failed: list[Row] = field(default_factory=list)  # of this command; another one tries them again
 
-    def __post_init__(self) -> None:
-        self.update()
-
-    def update(self) -> None:
-        self.study = Study(self.plan, as_table(self.rows))
+    @property
+    def study(self) -> Study:
+        return Study(self.plan, as_table(self.rows))
 
     @functools.cached_property
     def workers(self) -> list[str]:
@@ -69,58 +59,50 @@ class Experiment:
 
     @functools.cached_property
     def hardware(self) -> str:
-        """The model of all workers' GPUs or CPUs."""
+        """The model of all workers."""
         return hardware(self.workers[0])
 
     def add(self, row: Row) -> None:
-        """Append the row of a run; one on another text than those before it has failed."""
-        texts = {before["text_hash"] for before in self.rows if before["text_hash"]}
-        if row.status != "failed" and not texts <= {row.text_hash}:
+        """Append the row of a run. One on another device, or on another text than the runs before, has failed."""
+        texts = {before["text_hash"] for before in self.rows if before["text_hash"]} or {row.text_hash}
+        if row.status != "failed" and row.device != self.hardware:
+            row = failure(row, f"it ran on {row.device}, and the others on {self.hardware}")
+        elif row.status != "failed" and row.text_hash not in texts:
             row = failure(row, f"the text has hash {row.text_hash}, and that of the runs before is {texts.pop()}")
-        append(self.folder / "runs.jsonl", row)
-        if row.status == "failed":
-            self.failed.append(row)
         self.rows.append(dataclasses.asdict(row))
-        self.update()
+        self.failed += [row] * (row.status == "failed")
+        append(self.folder / "runs.jsonl", self.rows[-1])
 
 
 def failure(run: Run, reason: str) -> Row:
-    """The row of a run that did not end by itself."""
     return Row(*(getattr(run, name) for name in KEY), status="failed", reason=reason)
 
 
 def load_or_create(plan: Plan, folder: Path, device: str = "auto", jobs: int | None = None) -> Experiment:
-    """The experiment of a folder with its finished runs; those that failed are forgotten and made again.
-
-    Raises `UserError` where runs had other settings than the plan gives them now.
-    """
-    rows = [row for row in read_lines(folder / "runs.jsonl") if row["status"] != "failed"]
-    experiment = Experiment(plan, folder, device, jobs, rows)
+    """The experiment of a folder with its finished runs; those that failed are forgotten and made again."""
+    rows = [row for row in read_rows(folder / "runs.jsonl") if row["status"] != "failed"]
     for row in rows:
         run = Run(*(row[name] for name in KEY))
         if run.arm in plan.compared and settings_hash(run_settings(plan, run)) != row["settings_hash"]:
             raise UserError(f"a finished run ({run}) of {folder} had other settings; give another --out.")
-    return experiment
+    return Experiment(plan, folder, device, jobs, rows)
 
 
 def remaining(experiment: Experiment) -> list[Run]:
     """The runs that are wanted and have not ended; none where several have failed and no other has worked."""
-    hopeless = len(experiment.failed) >= ENOUGH_FAILURES and len(experiment.failed) == len(experiment.rows)
-    return [] if hopeless else experiment.study.missing(experiment.study.wanted)
+    hopeless = ENOUGH_FAILURES <= len(experiment.failed) == len(experiment.rows)
+    study = experiment.study
+    return [] if hopeless else study.missing(study.wanted)
 
 
 def execute(experiment: Experiment, start: Callable[[Run, str], Future] | None = None) -> None:
-    """Do all runs that are wanted. start: begins one on a worker; by default in a process of its own.
+    """Do all runs that are wanted, and again what unfinished seeds have from another model of hardware.
 
-    Arms of a seed share a model of hardware: what unfinished seeds have from another one is trained again.
+    start: begins a run on a worker; by default in a process of its own.
     """
-    unfinished = {(run.phase, run.seed) for run in remaining(experiment)}
-    experiment.rows = [
-        row
-        for row in experiment.rows
-        if row["device"] == experiment.hardware or (row["phase"], row["seed"]) not in unfinished
-    ]
-    experiment.update()
+    unfinished, here = {(run.phase, run.seed) for run in remaining(experiment)}, experiment.hardware
+    rows = experiment.rows
+    experiment.rows = [r for r in rows if r["device"] == here or (r["phase"], r["seed"]) not in unfinished]
     begin, free, running = start or functools.partial(start_process, experiment), [*experiment.workers], {}
     bar = tqdm(unit="run", dynamic_ncols=True)
     try:
@@ -147,11 +129,11 @@ def execute(experiment: Experiment, start: Callable[[Run, str], Future] | None =
 def write_plan(experiment: Experiment) -> None:
     """Write plan.toml; append to changes.jsonl what differs from the plan under which the finished runs were made."""
     experiment.folder.mkdir(parents=True, exist_ok=True)
-    path, now = experiment.folder / "plan.toml", dataclasses.asdict(experiment.plan)
+    path, now, count = experiment.folder / "plan.toml", dataclasses.asdict(experiment.plan), len(experiment.rows)
     before = dataclasses.asdict(load_plan(str(path))) if path.is_file() and experiment.rows else now
-    changed = [name for name in now if before[name] != now[name]]
-    changes = [Change(name, str(before[name]), str(now[name]), len(experiment.rows)) for name in changed]
-    append(experiment.folder / "changes.jsonl", *changes)
+    for name in (name for name in now if before[name] != now[name]):
+        change = {"field": name, "before": str(before[name]), "after": str(now[name]), "finished_runs": count}
+        append(experiment.folder / "changes.jsonl", change)
     save_plan(experiment.plan, path)
 
 
@@ -168,18 +150,13 @@ def result(future: Future, run: Run) -> Row:
 
 def start_process(experiment: Experiment, run: Run, device: str) -> Future:
     """Begin a run in a fresh process, which inherits that Ctrl-C is ignored: this one ends the others."""
-    workers = len(experiment.workers)
     handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
     pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), initializer=end_with_parent)
-    future = pool.submit(train_run, experiment.plan, run, device, threads(device, workers), workers)
+    workers = len(experiment.workers)
+    future = pool.submit(train_run, experiment.plan, run, device, threads_of_a_run(experiment), workers)
     signal.signal(signal.SIGINT, handler)
     pool.shutdown(wait=False)
     return future
-
-
-def threads(device: str, workers: int) -> int | None:
-    """CPU threads of each run: the cores divided by the workers, since more threads than cores are slower."""
-    return max(1, usable_cores() // workers) if device == "cpu" else None
 
 
 def end_with_parent() -> None:
@@ -192,24 +169,16 @@ def end_with_parent() -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def describe(experiment: Experiment, timed: bool = False) -> str:
-    """The plan in words before it runs; `timed`: also the time of a run, from a few steps."""
-    plan, study = experiment.plan, experiment.study
-    rates = study.rates or sorted({*study.learning_rates.values()})
-    lines = [
-        f"arms: {'; '.join(plan.compared)}",
-        f"learning rates: {', '.join(f'{rate:g}' for rate in rates)}" + (" (a sweep)" if study.rates else ""),
-        f"final pairs: {study.pairs or 'as many as the pilot asks for'}; at most {plan.hours:g} hours in all",
-        f"runs: {len(study.rows)} done, {len(remaining(experiment))} can start, {len(experiment.workers)} at once",
-        f"measure: validation loss; differences within {plan.margin:g} are treated as equivalent",
-        "Ctrl-C stops it, and the same command resumes it",
-    ]
-    if plan.name.endswith("-quick"):
-        lines.append(QUICK)
-    if timed:
-        settings = arm_settings(plan, next(iter(plan.compared.values())))
-        device = choose_device(experiment.device)
-        choose_kernels(settings.machine.kernels, device)
-        torch.set_num_threads(threads(device.type, len(experiment.workers)) or torch.get_num_threads())
-        lines.append(f"a run: {measure_time(settings, device, choose_training_dtype(settings.machine.dtype, device))}")
-    return "\n".join(lines)
+def threads_of_a_run(experiment: Experiment) -> int | None:
+    """On a CPU its cores divided by the workers, since more threads than cores are slower."""
+    workers = experiment.workers
+    return max(1, usable_cores() // len(workers)) if workers[0] == "cpu" else None
+
+
+def time_of_a_run(experiment: Experiment) -> str:
+    """How long a run takes, from a few steps of the first arm."""
+    settings = arm_settings(experiment.plan, next(iter(experiment.plan.compared.values())))
+    device = choose_device(experiment.device)
+    choose_kernels(settings.machine.kernels, device)
+    torch.set_num_threads(threads_of_a_run(experiment) or torch.get_num_threads())
+    return f"a run: {measure_time(settings, device, choose_training_dtype(settings.machine.dtype, device))}"

@@ -2,9 +2,8 @@
 
 After each fifth of the pairs, their mean is tested with the boundaries of O'Brien and Fleming (1979, Biometrics 35):
 |z| = 2.040 sqrt(5 / k) at the k-th of five looks, for a two-sided error of 5% (Jennison and Turnbull 2000, Group
-Sequential Methods, table 2.3). As the variance is estimated, what is compared is not z but the p-value of the t-test
-with that of the boundary (the same book, section 4.4). So about 2.5% of changes that do nothing are kept where
-differences are normal; the limit is 5%, which leaves room for differences that are skewed.
+Sequential Methods, table 2.3). As the variance is estimated, the p-value of the t-test is compared with that of the
+boundary (the same book, section 4.4). docs/judge.md has the error rates.
 """
 
 import dataclasses
@@ -16,6 +15,7 @@ import numpy as np
 from scipy import special
 
 from ablation.execute import Experiment, write_plan
+from ablation.run import six_digits
 from ablation.study import Study
 from errors import UserError
 
@@ -24,16 +24,10 @@ BOUNDARY = 2.040  # times sqrt(LOOKS / look)
 Verdict = Literal["keep", "discard", "inconclusive"]
 
 
-def boundary_p(look: int) -> float:
-    """The one-sided p-value below which a test at this look, from 1, decides."""
-    return float(special.ndtr(-BOUNDARY * np.sqrt(LOOKS / look)))
-
-
 def repeated_interval(differences: np.ndarray, look: int) -> tuple[np.ndarray, np.ndarray]:
-    """Intervals of the mean over the last axis; they exclude 0 where the boundary of this look is crossed."""
-    n = differences.shape[-1]
-    error = differences.std(-1, ddof=1) / np.sqrt(n)
-    reach = -special.stdtrit(n - 1, boundary_p(look)) * error
+    """Intervals of the mean over the last axis; they exclude 0 where the boundary of this look, from 1, is crossed."""
+    n, p = differences.shape[-1], special.ndtr(-BOUNDARY * np.sqrt(LOOKS / look))
+    reach = -special.stdtrit(n - 1, p) * differences.std(-1, ddof=1) / np.sqrt(n)
     return differences.mean(-1) - reach, differences.mean(-1) + reach
 
 
@@ -56,7 +50,6 @@ def judge(experiment: Experiment, run_all: Callable[[Experiment], None]) -> list
     said = []
     for look, pairs in enumerate(pairs_of_looks(plan.seeds), 1):
         experiment.plan = dataclasses.replace(plan, seeds=pairs)
-        experiment.update()
         run_all(experiment)
         found = summary(experiment.study, look, pairs)
         said.append(json.dumps(found))
@@ -69,28 +62,16 @@ def judge(experiment: Experiment, run_all: Callable[[Experiment], None]) -> list
 def summary(study: Study, look: int, pairs: int) -> dict:
     """What is known at a look, for people and programs. `interval` is of this look, as in `repeated_interval`."""
     base, arm = study.arms
-    found = study.compare(arm)
-    n = 0 if found is None else found.effect.n
-    result = {
-        "verdict": "inconclusive",
-        "reason": f"look {look} of {LOOKS}",
-        "a": base,
-        "b": arm,
-        "pairs": n,
-        "difference": None,
-        "interval": None,
-        "unit": study.unit,
-        "learning_rates": study.learning_rates,
-        "hours": float((study.rows.seconds / study.rows.workers).sum()) / 3600,
-    }
-    losses = {name: study.final(name).loss for name in study.arms}
-    if losses[arm].isna().any() and losses[base].notna().all():
+    found = next(iter(study.comparisons), None)
+    diverged = {name: study.final(name).loss.isna().any() for name in study.arms}
+    result = {"verdict": "inconclusive", "reason": f"look {look} of {LOOKS}", "a": base, "b": arm}
+    result |= {"pairs": found.effect.n if found else 0, "difference": None, "interval": None, "unit": study.unit}
+    result["learning_rates"] = study.learning_rates
+    result["hours"] = six_digits((study.rows.seconds / study.rows.workers).sum() / 3600)
+    if diverged[arm] and not diverged[base]:
         return result | {"verdict": "discard", "reason": f"{arm} did not complete"}
-    if found is None or n < pairs:
+    if result["pairs"] < pairs:
         return result | {"reason": "runs did not complete, or the hours are used up"}
-    low, high = repeated_interval(np.array(found.differences), look)
-    return result | {
-        "verdict": decide(found.differences, look),
-        "difference": found.effect.estimate,
-        "interval": [float(low), float(high)],
-    }
+    interval = [six_digits(end) for end in repeated_interval(np.array(found.differences), look)]
+    verdict = decide(found.differences, look)
+    return result | {"verdict": verdict, "difference": six_digits(found.effect.estimate), "interval": interval}

@@ -21,7 +21,7 @@ FIRST_SWEEP_SEED, FIRST_PILOT_SEED = 1001, 2001
 MAX_SEEDS = 500  # of the final runs
 JUDGED_PAIRS = 20  # at most
 EVALUATIONS = 12  # along a run
-SWEEP_FACTORS = (0.5, 1.0, 2.0, 4.0)  # of the config's learning rate, where a plan asks for a sweep without values
+SWEEP_FACTORS = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0)  # of the config's learning rate, in a sweep without given ones
 GIVEN = ("seed", "out", "device", "evaluate_every")  # settings of the program, not of an arm
 
 
@@ -30,10 +30,8 @@ class Arm:
     """One of the things that are compared."""
 
     name: str
-    settings: dict[str, Any]
-    """What it changes, by the short name of a setting, such as {"norm": "layer"}."""
-    baseline: str | None
-    """The arm that it is compared with; None for a baseline."""
+    settings: dict[str, Any]  # what it changes, by the short name of a setting, such as {"norm": "layer"}
+    baseline: str | None  # the arm that it is compared with; None for a baseline
 
 
 @dataclass(frozen=True)
@@ -53,20 +51,18 @@ class Plan:
     seeds: Annotated[int | None, optional("INT")] = None
     """Final runs of each arm, paired by seed; without a value as many as the pilot asks for, at least five."""
     pilot_seeds: int = 8
-    """Runs of each arm that only measure how far pairs differ, to fix the number of final runs; unused with --seeds."""
+    """Runs of each arm that only fix the number of final ones; unused with --seeds."""
     rerun_seeds: int = 3
-    """On how many seeds a baseline is trained again from initial weights changed by a millionth, and by 5%: how far
-    equal runs drift apart, and how far runs do that differ in nothing of interest."""
+    """Seeds on which a baseline is trained again from initial weights changed by a millionth, and by 5%."""
     first_seed: int = 1
     """Seed of the first final runs; the others follow."""
     hours: float = 12.0
-    """The most that all runs may take, sweep and pilot included: no seed is begun that does not fit."""
+    """The most that all runs may take, sweep and pilot included."""
     learning_rates: Annotated[tuple[float, ...], arg(help_behavior_hint="")] = ()
     """One: that of all arms. Several: those of the sweep. None: the config's, or where the arms differ in the norm
     (beyond rms and layer), its placement, the MLP or the optimizer, a sweep around it."""
     sweep_seeds: int = 3
-    """Runs of each arm at each learning rate of the sweep. Where an arm is best at the lowest or highest one, the sweep
-    is extended beyond it."""
+    """Runs of each arm at each learning rate of the sweep."""
     margin: float = 0.005
     """Equivalence margin in nats per token (bits per byte, where arms cannot share batches): smaller differences are
     treated as equivalent."""
@@ -78,8 +74,7 @@ class Plan:
             raise UserError(f"--first-seed {self.first_seed}: final runs would have seeds of the sweep or the pilot.")
         arms = {name: dict(read_setting(*item) for item in given.items()) for name, given in self.arms.items()}
         read = [[read_setting(name, value) for value in values] for name, values in self.vary.items()]
-        object.__setattr__(self, "arms", arms)
-        object.__setattr__(self, "vary", {choices[0][0]: [value for _, value in choices] for choices in read})
+        vars(self).update(arms=arms, vary={choices[0][0]: [value for _, value in choices] for choices in read})
 
     @functools.cached_property
     def compared(self) -> dict[str, Arm]:
@@ -105,10 +100,10 @@ class Plan:
         """Learning rates at which the sweep begins, ascending; empty: there is no sweep."""
         if self.learning_rates:
             return tuple(sorted({*self.learning_rates})) if len(self.learning_rates) > 1 else ()
-        norms = {self.value(arm, "norm") for arm in self.compared.values()} if "norm" in self.varied else set()
+        norms = {self.value(arm, "norm") for arm in self.compared.values() if "norm" in self.varied}
         differ = norms - {"rms", "layer"} or {"norm_placement", "mlp", "optimizer"} & {*self.varied}
         rate = base_settings(self.config).optimizer.learning_rate
-        return tuple(three_digits(factor * rate) for factor in SWEEP_FACTORS) if differ else ()
+        return tuple(factor * rate for factor in SWEEP_FACTORS) if differ else ()
 
     @property
     def varied(self) -> list[str]:
@@ -123,11 +118,8 @@ class Plan:
 
     def fixed_rate(self, arm: Arm) -> float | None:
         """The learning rate of an arm for which none is chosen; None where the sweep chooses one."""
-        if "learning_rate" in arm.settings:
-            return arm.settings["learning_rate"]
-        if self.rates:
-            return None
-        return self.learning_rates[0] if self.learning_rates else base_settings(self.config).optimizer.learning_rate
+        of_all = (*self.learning_rates, base_settings(self.config).optimizer.learning_rate)[0]
+        return arm.settings.get("learning_rate", None if self.rates else of_all)
 
     @property
     def phase_seeds(self) -> dict[str, range]:
@@ -154,10 +146,6 @@ class Run:
     def __str__(self) -> str:
         changed = f", weights changed by {self.perturbation:g}" if self.perturbation else ""
         return f"{self.arm}, {self.phase} seed {self.seed}, learning rate {self.learning_rate:g}{changed}"
-
-
-def three_digits(rate: float) -> float:
-    return float(f"{rate:.3g}")
 
 
 @functools.cache
@@ -189,9 +177,13 @@ def label(setting: str, value: object) -> str:
     """A value as part of an arm's name: layer, attention_bias, no attention_bias, weight_decay=0.5."""
     if isinstance(value, bool):
         return setting if value else f"no {setting}"
-    if isinstance(value, float):
-        return f"{setting}={value:g}"
-    return value if isinstance(value, str) else f"{setting}={value}"
+    return (
+        value
+        if isinstance(value, str)
+        else f"{setting}={value:g}"
+        if isinstance(value, float)
+        else f"{setting}={value}"
+    )
 
 
 @functools.cache
@@ -202,12 +194,11 @@ def base_settings(config: str) -> Settings:
 
 def replace_settings(settings: Settings, changes: dict[str, Any]) -> Settings:
     """The settings with those values, by short name, changed."""
-    return Settings(
-        **{
-            table: dataclasses.replace(before, **{name: changes[name] for name in vars(before) if name in changes})
-            for table, before in vars(settings).items()
-        }
-    )
+    changed = {
+        table: dataclasses.replace(before, **{name: changes[name] for name in vars(before) if name in changes})
+        for table, before in vars(settings).items()
+    }
+    return Settings(**changed)
 
 
 def arm_settings(plan: Plan, arm: Arm) -> Settings:
@@ -228,13 +219,8 @@ def run_settings(plan: Plan, run: Run) -> Settings:
 def quick(plan: Plan) -> Plan:
     """The plan in minutes: three pairs of 300 steps at one learning rate."""
     rate = (*plan.learning_rates, base_settings(plan.config).optimizer.learning_rate)[:1]
-    name = f"{plan.name}-quick"
-    return dataclasses.replace(plan, name=name, seeds=3, steps=300, rerun_seeds=0, learning_rates=rate)
-
-
-def judged(plan: Plan) -> Plan:
-    """The plan of a verdict on two arms: no pilot and no reruns, `seeds` is the most that there will be."""
-    return dataclasses.replace(plan, seeds=plan.seeds or JUDGED_PAIRS, rerun_seeds=0)
+    fields = {"seeds": 3, "steps": 300, "rerun_seeds": 0, "learning_rates": rate}
+    return dataclasses.replace(plan, name=f"{plan.name}-quick", **fields)
 
 
 def load_plan(name: str) -> Plan:

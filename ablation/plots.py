@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -22,8 +23,7 @@ def forest(rows: Sequence[tuple[str, Effect]], xlabel: str, margin: float) -> Fi
     axes.axvspan(-margin, margin, color=MUTED, alpha=0.2, linewidth=0)
     axes.axvline(0, color=MUTED, linewidth=1)
     for row, (_, effect) in enumerate(rows):
-        ends = effect.interval or (effect.estimate, effect.estimate)
-        axes.plot(ends, (row, row), color=COLOURS[0], linewidth=4, alpha=0.45, solid_capstyle="butt")
+        axes.plot(effect.interval, (row, row), color=COLOURS[0], linewidth=4, alpha=0.45, solid_capstyle="butt")
         axes.plot(effect.estimate, row, "o", color=COLOURS[0], markersize=6)
     axes.set_yticks(range(len(rows)), [name for name, _ in rows])
     axes.set_ylim(len(rows) - 0.5, -0.5)
@@ -35,9 +35,8 @@ def forest(rows: Sequence[tuple[str, Effect]], xlabel: str, margin: float) -> Fi
 def curve_differences(study: Study, arm: str) -> list[tuple[int, Effect]]:
     """Loss of an arm minus that of its baseline at each step at which all final runs of both were evaluated."""
     pairs = study.paired("final", arm)
-    curves = [(dict(a), dict(b)) for a, b in zip(pairs.curve, pairs.curve_base, strict=True)]
-    steps = set.intersection(*(a.keys() & b.keys() for a, b in curves)) if curves else set()
-    return [(step, mean_effect(arm, [a[step] - b[step] for a, b in curves], study.unit)) for step in sorted(steps)]
+    own, base = (pd.DataFrame([*map(dict, curves)]) for curves in (pairs.curve, pairs.curve_base))
+    return [(step, mean_effect(arm, values, study.unit)) for step, values in (own - base).dropna(axis=1).items()]
 
 
 def differences_over_steps(study: Study) -> Figure | None:
@@ -81,7 +80,7 @@ def sweep(study: Study) -> Figure:
     axes.set_xticks(study.rates, [f"{rate:g}" for rate in study.rates], rotation=45)
     axes.minorticks_off()
     axes.set_xlabel("learning rate")
-    axes.set_ylabel("validation loss, nats per token")
+    axes.set_ylabel(f"validation loss, {study.unit}")
     figure.legend(loc="outside lower center", frameon=False, fontsize=8, ncols=3)
     return figure
 

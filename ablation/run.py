@@ -7,7 +7,7 @@ import hashlib
 import itertools
 import math
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +22,7 @@ from model.attention import Attention
 from model.decoder import Decoder
 from model.device import processor
 from model.norm import Norm, is_norm_parameter
-from training.evaluate import evaluate
+from training.evaluate import Evaluation, evaluate
 from training.loop import train_steps
 from training.session import Session, initial_model, no_log, set_up
 from training.settings import Settings, changed_fields
@@ -44,28 +44,29 @@ def train_run(plan: Plan, run: Run, device: str, threads: int | None, workers: i
 
 def measure(session: Session, run: Run, hash_of_settings: str, workers: int, *, train: bool = True) -> Row:
     """The row of a session, which is trained to its end first; train: False only evaluates the model as it is."""
-    losses, curve, found = [], [], {"status": "completed"}
+    settings, losses, curve, found = session.settings, [], [], {"status": "completed"}
     try:
         for result in train_steps(session) if train else ():
             losses.append(result.loss)
-            if result.step % session.settings.run.evaluate_every == 0 or result.step == session.steps:
-                curve.append((result.step, curve_loss(session)))
-        found |= final_loss(session) | probe(session)
+            if result.step % settings.run.evaluate_every == 0 or result.step == session.steps:
+                curve.append((result.step, six_digits(validate(session, CURVE_TOKENS).loss)))
+        final = validate(session)
+        if not math.isfinite(final.loss):
+            raise Diverged(f"the validation loss is {final.loss:g}, not finite")
+        found |= {"loss": final.loss, "bits_per_byte": final.bits_per_byte} | probe(session)
     except Diverged as error:
         found = {"status": "diverged", "reason": str(error).partition(";")[0]}
-    settings = session.settings
     return Row(
         **vars(run),
         **found,
         curve=[point for point in curve if math.isfinite(point[1])],
         spikes=count_spikes(losses),
         seconds=session.state.seconds,
-        steps=session.state.step,
         tokens=session.state.tokens,
         parameters=session.model.num_parameters(),
         settings_hash=hash_of_settings,
         weights_hash=weights_hash(settings),
-        batches_hash=batches_hash(session),
+        batches_hash=digest(array for step in range(session.state.step) for array in session.batch(step)),
         text_hash=session.corpus.text_hash,
         device=hardware(str(session.device)),
         kernels=kernels.describe(session.device),
@@ -82,25 +83,12 @@ def hardware(device: str) -> str:
     return torch.cuda.get_device_name(device) if device.startswith("cuda") else processor()
 
 
-def validation(session: Session) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Inputs and targets of the validation set, in batches."""
-    length = session.settings.data.sequence_length
-    return validation_windows(session.corpus.validation, length, session.micro_batch_size)
-
-
-def curve_loss(session: Session) -> float:
-    """Loss on the first CURVE_TOKENS tokens of the validation set, nats per token."""
-    tokens = session.micro_batch_size * session.settings.data.sequence_length
-    few = itertools.islice(validation(session), max(1, CURVE_TOKENS // tokens))
-    return six_digits(evaluate(session.model, few, session.corpus.validation_bytes, session.device).loss)
-
-
-def final_loss(session: Session) -> dict[str, float]:
-    """Loss on the whole validation set, every token counted."""
-    found = evaluate(session.model, validation(session), session.corpus.validation_bytes, session.device)
-    if not math.isfinite(found.loss):
-        raise Diverged(f"the validation loss is {found.loss:g}, not finite")
-    return {"loss": found.loss, "bits_per_byte": found.bits_per_byte}
+def validate(session: Session, tokens: int | None = None) -> Evaluation:
+    """The loss on the first so many tokens of the validation set, at least a batch, or on all of them."""
+    length, sequences = session.settings.data.sequence_length, session.micro_batch_size
+    windows = validation_windows(session.corpus.validation, length, sequences)
+    some = itertools.islice(windows, None if tokens is None else max(1, tokens // (sequences * length)))
+    return evaluate(session.model, some, session.corpus.validation_bytes, session.device)
 
 
 @torch.no_grad()
@@ -115,38 +103,32 @@ def probe(session: Session) -> dict[str, float]:
         x = outputs[1].float().flatten(0, 1)  # (N, D)
         mean, squares = x.mean(-1).abs(), x.square()
         length, channels = squares.mean(-1).sqrt().clamp(min=1e-20), squares.mean(0).sqrt()
-        values = (
-            (mean / x.std(-1, correction=0).clamp(min=1e-20)).mean(),
-            (mean / length).mean(),
-            (x / length[:, None]).pow(4).mean(),
-            channels.max() / channels.median().clamp(min=1e-20),
-            x.abs().max(),
-        )
-        of_norms.append([value.item() for value in values])
+        over_std = (mean / x.std(-1, correction=0).clamp(min=1e-20)).mean()
+        kurtosis = (x / length[:, None]).pow(4).mean()
+        largest = channels.max() / channels.median().clamp(min=1e-20)
+        of_norms.append([value.item() for value in (over_std, (mean / length).mean(), kurtosis, largest)])
 
     def probe_attention(module: Attention, inputs: tuple, output: Tensor) -> None:
         x, cos, sin, mask, _ = inputs
         q, k, _ = module.queries_keys_values(x, cos, sin)  # (B, H, T, d), (B, K, T, d)
-        k = k.repeat_interleave(module.heads // module.kv_heads, 1)
-        scores = (q @ k.mT).float() / math.sqrt(q.shape[-1])  # (B, H, T, T)
+        scores = (q @ k.repeat_interleave(module.heads // module.kv_heads, 1).mT).float() / math.sqrt(q.shape[-1])
         visible = torch.ones_like(scores, dtype=torch.bool).tril() if mask is None else mask
-        weights = scores.masked_fill(~visible, -math.inf).softmax(-1)
+        weights = scores.masked_fill(~visible, -math.inf).softmax(-1)  # (B, H, T, T)
         first_token.append(weights[..., weights.shape[-1] // 2 :, 0].mean().item())
 
     hooks = {Norm: probe_stream, Attention: probe_attention}
     handles = [m.register_forward_hook(hooks[type(m)]) for m in session.model.modules() if type(m) in hooks]
     try:
-        evaluate(session.model, itertools.islice(validation(session), 1), 1, session.device)
+        validate(session, 1)
     finally:
         for handle in handles:
             handle.remove()
-    mean_over_std, cosine, kurtosis, channel, activation = np.array(of_norms).T
+    mean_over_std, cosine, kurtosis, channel = np.array(of_norms).T
     found = {
         "mean_over_std": mean_over_std[len(of_norms) // 2 :].mean(),
         "cosine_with_ones": cosine.mean(),
         "kurtosis": kurtosis.max(),
         "largest_channel": channel.max(),
-        "largest_activation": activation.max(),
         "first_token_attention": np.mean(first_token),
     }
     return {name: six_digits(value) for name, value in found.items() if np.isfinite(value)}
@@ -174,23 +156,17 @@ def perturb(model: Decoder, seed: int, size: float) -> None:
 
 def settings_hash(settings: Settings) -> str:
     """Hash of a run's settings that are not the default, whatever device it ran on and in which folder."""
-    return digest("\n".join(changed_fields(Settings(), replace_settings(settings, {"device": "auto"}))).encode())
+    return digest(["\n".join(changed_fields(Settings(), replace_settings(settings, {"device": "auto"}))).encode()])
 
 
 def weights_hash(settings: Settings) -> str:
     """Hash of the weights that training starts from, without the norms: what the arms of a seed share."""
-    model = initial_model(settings, torch.float32, log=no_log)
-    shared = {name: p for name, p in sorted(model.named_parameters()) if not is_norm_parameter(name)}
-    return digest(*(name.encode() + parameter.detach().numpy().tobytes() for name, parameter in shared.items()))
+    weights = sorted(initial_model(settings, torch.float32, log=no_log).named_parameters())
+    shared = [(name.encode(), weight.detach().numpy()) for name, weight in weights if not is_norm_parameter(name)]
+    return digest(part for pair in shared for part in pair)
 
 
-def batches_hash(session: Session) -> str:
-    """Hash of the batches of all steps done."""
-    batches = (session.batch(step) for step in range(session.state.step))
-    return digest(*(inputs.tobytes() + targets.tobytes() for inputs, targets in batches))
-
-
-def digest(*parts: bytes) -> str:
+def digest(parts: Iterable[bytes | np.ndarray]) -> str:
     found = hashlib.blake2b(digest_size=16)
     for part in parts:
         found.update(part)

@@ -16,7 +16,7 @@ from typing import Literal
 
 from checkpoints.weights import StoredTensor, stored_tensors
 from errors import UserError, is_main_process, read_json, reading
-from model.config import LAYER_TYPES, ModelConfig
+from model.config import ModelConfig
 from model.rope_scaling import ROPE_SCALING
 
 
@@ -39,8 +39,6 @@ class Family:
     head_dim: Literal["free", "divides", "exact"] = "free"
     """The widths of heads that it allows. free: every width. divides: every width, but num_attention_heads must divide
     hidden_size. exact: only hidden_size / num_attention_heads."""
-    windows: Literal["none", "all", "by layer"] = "none"
-    """The layers that can have a sliding window."""
     constants: tuple[tuple[str, object], ...] = ()
     """Keys of this family that are always written, with these values."""
     written: bool = True
@@ -49,7 +47,7 @@ class Family:
     """The meaning of a missing key, where it differs from `DEFAULTS`."""
 
 
-QWEN_DEFAULTS = {"num_key_value_heads": 32, "max_position_embeddings": 32768, "sliding_window": 4096}
+QWEN_DEFAULTS = {"num_key_value_heads": 32, "max_position_embeddings": 32768, "use_sliding_window": False}
 
 # The only table that decides how models are written and which are read. Nothing is written as qwen2 or mistral: with
 # model_type qwen2, transformers would choose a tokenizer class that encodes with other token ids; with mistral, it
@@ -70,7 +68,6 @@ FAMILIES = {
         "attention_bias",
         output_bias=True,
         qk_norm=True,
-        windows="by layer",
         defaults=QWEN_DEFAULTS | {"head_dim": 128},
     ),
     "stablelm": Family(
@@ -82,14 +79,11 @@ FAMILIES = {
         constants=(("partial_rotary_factor", 1.0), ("use_parallel_residual", False), ("qk_layernorm", False)),
         defaults={"num_key_value_heads": 32, "max_position_embeddings": 4096, "partial_rotary_factor": 0.25},
     ),
-    "qwen2": Family(
-        "Qwen2ForCausalLM", "rms", qkv_bias=True, windows="by layer", written=False, defaults=QWEN_DEFAULTS
-    ),
+    "qwen2": Family("Qwen2ForCausalLM", "rms", qkv_bias=True, written=False, defaults=QWEN_DEFAULTS),
     "mistral": Family(
         "MistralForCausalLM",
         "rms",
         qkv_bias=False,
-        windows="all",
         written=False,
         defaults={"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096},
     ),
@@ -108,8 +102,7 @@ DEFAULTS = {
     "tie_word_embeddings": False,
     "initializer_range": 0.02,
     "sliding_window": None,
-    "use_sliding_window": False,
-    "max_window_layers": 28,
+    "use_sliding_window": True,
     "layer_types": None,
 }
 # Keys that change what a model computes, with the values under which they do not.
@@ -127,7 +120,7 @@ NO_EFFECT = """
     model_type architectures transformers_version name_or_path _name_or_path _model_name_or_path dtype torch_dtype
     use_cache pretraining_tp attention_dropout hidden_dropout max_sequence_length rope_scaling rope_parameters prenorm
     original_max_position_embeddings is_llama_config transformers.js_config _attn_implementation_autoset
-    unsloth_fixed unsloth_version
+    unsloth_fixed unsloth_version max_window_layers
 """.split()
 KNOWN = {*DEFAULTS, *HARMLESS, *NO_EFFECT, *(field.name for field in dataclasses.fields(ModelConfig))}
 ROPE_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "truncate"}
@@ -145,7 +138,6 @@ def choose_model_type(config: ModelConfig) -> str:
         same = family.norm == config.norm and family.qk_norm == config.qk_norm
         same = same and (config.norm_placement, config.mlp) == ("pre", "swiglu")
         same = same and (family.norm == "layer" or not config.has_norm_bias)  # no family has RMSNorm with a bias
-        same = same and (family.windows == "by layer" or config.sliding_window is None)
         same = same and (not config.attention_output_bias or (family.output_bias and config.attention_bias))
         if family.written and same and allowed[family.head_dim]:
             return model_type
@@ -185,10 +177,6 @@ def to_json(config: ModelConfig, *, dtype: str, bos_token_id: int | None, eos_to
     }
     if isinstance(family.qkv_bias, str):
         fields[family.qkv_bias] = config.attention_bias
-    if config.sliding_window is not None:
-        types = [LAYER_TYPES[window is not None] for window in config.windows]
-        fields |= {"use_sliding_window": True, "sliding_window": config.sliding_window, "layer_types": types}
-        fields["max_window_layers"] = types.index("sliding_attention")
     if config.norm_bias is False:
         fields["prenorm"] = {"norm_bias": False}  # our own key: the zero biases in the file are dropped on reading
     return fields
@@ -209,7 +197,10 @@ def load_config(directory: Path | str, tensors: Mapping[str, StoredTensor] | Non
             config = from_json(fields)
         except UserError as error:
             raise ValueError(str(error).rstrip(".")) from None
-    note_ignored_keys(path, tuple(key for key in fields if key not in KNOWN and not key.endswith("_token_id")))
+    if unknown := [key for key in fields if key not in KNOWN and not key.endswith("_token_id")]:
+        note(path, f"has unknown keys, which are ignored: {', '.join(map(repr, unknown))}")
+    if config.max_position_embeddings < fields.get("max_position_embeddings", 0):
+        note(path, f"has a sliding window, which is the context here: {config.max_position_embeddings} tokens")
     if biases := zero_biases(config, fields["model_type"]):
         tensors = stored_tensors(path.parent) if tensors is None else tensors
         if any(tensors[name].read().any() for name in biases if name in tensors):
@@ -219,10 +210,10 @@ def load_config(directory: Path | str, tensors: Mapping[str, StoredTensor] | Non
 
 
 @functools.cache
-def note_ignored_keys(path: Path, keys: tuple[str, ...]) -> None:
-    """Say on stderr, once, which keys of a config.json are unknown."""
-    if keys and is_main_process():
-        print(f"note: {path} has unknown keys, which are ignored: {', '.join(map(repr, keys))}", file=sys.stderr)
+def note(path: Path, text: str) -> None:
+    """Say something about a file on stderr, once."""
+    if is_main_process():
+        print(f"note: {path} {text}", file=sys.stderr)
 
 
 def zero_biases(config: ModelConfig, model_type: str | None = None) -> list[str]:
@@ -253,12 +244,17 @@ def from_json(fields: dict) -> ModelConfig:
     for key, value in {**given, "partial_rotary_factor": rope.pop("partial_rotary_factor")}.items():
         if value not in HARMLESS.get(key, (value,)):
             raise ValueError(f"{key} is {value!r}, which this decoder cannot represent")
-    kv_heads = fields["num_key_value_heads"]
+    kv_heads, context = fields["num_key_value_heads"], fields["max_position_embeddings"]
+    kinds, window = fields["layer_types"] or (), fields["sliding_window"]
+    if unknown := {*kinds} - {"full_attention", "sliding_attention"}:
+        raise ValueError(f"layer_types has {', '.join(sorted(unknown))}, which this decoder cannot represent")
+    if window is not None and (fields["use_sliding_window"] or "sliding_attention" in kinds):
+        context = min(context, window)  # up to the length of its window, such a layer attends to all tokens
     config = ModelConfig(
         **{key: fields[key] for key in SHAPE_FIELDS},
         num_key_value_heads=fields["num_attention_heads"] if kv_heads is None else kv_heads,
         head_dim=fields["head_dim"],
-        max_position_embeddings=fields["max_position_embeddings"],
+        max_position_embeddings=context,
         rope_theta=rope.pop("rope_theta"),
         rope_scaling=rope or None,
         norm=family.norm,
@@ -271,7 +267,7 @@ def from_json(fields: dict) -> ModelConfig:
     )
     if family.head_dim == "exact" and config.head_dim is not None:
         raise ValueError(f"head_dim is {config.head_dim}, and {model_type} has only hidden_size / num_attention_heads")
-    return dataclasses.replace(config, **read_windows(fields, family, config))
+    return config
 
 
 def read_rope(fields: dict) -> dict:
@@ -298,22 +294,3 @@ def read_rope(fields: dict) -> dict:
         if scaling["attention_factor"] is None:  # Peng et al. 2023, equation 22
             scaling["attention_factor"] = 0.1 * math.log(max(scaling["factor"], 1.0)) + 1
     return {**found, "rope_type": kind, **scaling}
-
-
-def read_windows(fields: dict, family: Family, config: ModelConfig) -> dict:
-    """`sliding_window` and `layer_types` of a `ModelConfig`, the rest of which is `config`."""
-    window, types, layers = fields["sliding_window"], fields["layer_types"], config.num_hidden_layers
-    if family.windows == "by layer":
-        window = window if fields["use_sliding_window"] else None
-        first = fields["max_window_layers"] or 0  # the layers before it attend to all tokens
-        if types is None and window is not None:
-            types = [LAYER_TYPES[layer >= first] for layer in range(layers)]
-        if window is None and types is not None and "sliding_attention" in types:
-            raise ValueError("layer_types has sliding_attention without a sliding window")
-        return {"sliding_window": window, "layer_types": types}
-    slides = window is not None and window < config.max_position_embeddings
-    if slides and family.windows == "none":
-        raise ValueError(f"sliding_window is {window}, which {fields['model_type']} does not have")
-    if types is not None and types != [LAYER_TYPES[slides]] * layers:  # transformers uses them only for its cache
-        raise ValueError(f"layer_types are not those that {fields['model_type']} has")
-    return {"sliding_window": window if slides else None}

@@ -5,10 +5,9 @@ Imports no torch, and huggingface_hub only when the id of a model is given.
 """
 
 import re
-import sys
 from pathlib import Path
 
-from checkpoints.weights import SIDE_FILES, check_format, find_weight_files
+from checkpoints.weights import SIDE_FILES, check_format
 from errors import UserError, read_json, reading
 
 HUB_ID = re.compile(r"((?!runs/)\w[\w.-]*/(\w[\w.-]*))(?:@(.+))?", re.ASCII)  # org/name or org/name@revision
@@ -17,8 +16,8 @@ HUB_ID = re.compile(r"((?!runs/)\w[\w.-]*/(\w[\w.-]*))(?:@(.+))?", re.ASCII)  # 
 def find_checkpoint(path: Path | str) -> Path:
     """The checkpoint directory that `path` means: itself, or in a run folder the best complete one.
 
-    A path that does not exist may be the id of a model on the Hugging Face Hub, which is then downloaded. Prints a note
-    when a better checkpoint is damaged; raises `UserError` when there is none.
+    A path that does not exist may be the id of a model on the Hugging Face Hub, which is then downloaded. Raises
+    `UserError` when there is none.
     """
     name, path = str(path), Path(path)
     if path.is_file():
@@ -29,16 +28,8 @@ def find_checkpoint(path: Path | str) -> Path:
         return download(model[1], model[3])
     if (path / "config.json").is_file():
         return path
-    damaged = []
-    for checkpoint in checkpoints_in(path):
-        damage = find_damage(checkpoint)
-        if damage is None:
-            if damaged:
-                print(f"note: using {checkpoint}, as better ones are damaged: {' '.join(damaged)}", file=sys.stderr)
-            return checkpoint
-        damaged.append(damage)
-    if damaged:
-        raise UserError(f"no checkpoint in {path} is complete: {' '.join(damaged)}")
+    if saves := saves_in(path):
+        return saves[0]
     if path.is_dir():
         check_format(path)
     runs = runs_in(path.parent) or runs_in(Path("runs"))
@@ -72,35 +63,27 @@ def newest_run(folder: Path) -> Path:
         raise UserError(
             f"there is no run in {folder}/; train one with `python train.py`, or give a run folder or a checkpoint."
         )
-    return max(runs, key=lambda run: max(checkpoint.stat().st_mtime for checkpoint in checkpoints_in(run)))
+    return max(runs, key=lambda run: max(save.stat().st_mtime for save in saves_in(run)))
 
 
 def runs_in(folder: Path) -> list[Path]:
     """The run folders in `folder`, by name."""
-    return sorted(run for run in folder.glob("*") if checkpoints_in(run))
+    return sorted(run for run in folder.glob("*") if saves_in(run))
 
 
-def checkpoints_in(run: Path) -> list[Path]:
-    """The checkpoints in a run folder, complete or not, in the order in which they are preferred."""
-    return [path for name in ("best", "last") for path in candidates(run / name) if path.is_dir()]
+def saves_in(run: Path) -> list[Path]:
+    """The complete checkpoints in a run folder, in the order in which they are preferred."""
+    return [path for name in ("best", "last") for path in candidates(run / name) if is_complete(path)]
+
+
+def is_complete(directory: Path) -> bool:
+    """Whether a save into this directory was finished: state.json is written last."""
+    return (directory / "state.json").is_file()
 
 
 def candidates(target: Path) -> list[Path]:
     """The directories that may hold checkpoint `target`, in this order: an interrupted save leaves .new or .old."""
     return [target.with_name(target.name + suffix) for suffix in ("", ".new", ".old")]
-
-
-def find_damage(directory: Path) -> str | None:
-    """What is missing from a checkpoint, or None. Opens no weights: those are read once, when they are loaded."""
-    if not (directory / "config.json").is_file():
-        return f"{directory} has no config.json."
-    if not any((directory / name).is_file() for name in ("tokenizer.model", "tokenizer.json")):
-        return f"{directory} has no tokenizer."
-    try:
-        missing = [path for path in find_weight_files(directory) if not path.is_file()]
-    except UserError as error:
-        return str(error)
-    return f"{missing[0]} is missing." if missing else None
 
 
 def eos_ids(directory: Path, tokenizer_eos: int) -> frozenset[int]:

@@ -182,24 +182,12 @@ def inference_dtype(parameter: Tensor, compute_dtype: torch.dtype) -> torch.dtyp
     return compute_dtype if parameter.ndim >= 2 else torch.float32
 
 
-@dataclass(frozen=True)
-class WeightReport:
-    """Which tensors were loaded into a decoder whose norm may differ; names as in files."""
-
-    kept: list[str]
-    """In the checkpoint and in the decoder: loaded."""
-    new: list[str]
-    """Only in the decoder: they keep their initial values."""
-    dropped: list[str]
-    """Only in the checkpoint: ignored."""
-
-
 @torch.no_grad()
-def load_weights(decoder: Decoder, directory: Path | str) -> WeightReport:
+def load_weights(decoder: Decoder, directory: Path | str) -> tuple[list[str], list[str]]:
     """Copy a directory's weights into a decoder whose norm may differ; all other tensors must match.
 
     Norm parameters that both norms have, such as `weight`, are loaded. The decoder keeps its dtypes, so master weights
-    stay float32.
+    stay float32. Returns the names in files of tensors that only the decoder has, and of those that only the file has.
     """
     checkpoint, views = open_checkpoint(directory), unpacked_tensors(decoder.state_dict(), decoder.config)
     check_fields_match(checkpoint.config, decoder.config, directory)
@@ -208,7 +196,7 @@ def load_weights(decoder: Decoder, directory: Path | str) -> WeightReport:
     dropped = [name for name in checkpoint.tensors if name not in kept]
     assert all(map(is_norm_parameter, [*new, *dropped]))
     copy_tensors(kept, views)
-    return WeightReport(list(kept), new, dropped)
+    return new, dropped
 
 
 def check_fields_match(theirs: ModelConfig, ours: ModelConfig, directory: Path | str) -> None:

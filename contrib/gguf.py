@@ -6,16 +6,17 @@ else is refused. Tensors are read, converted and written one at a time.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import math
 import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Annotated, Literal
 
 import numpy as np
 import torch
+import tyro
 from torch import Tensor
 from tqdm import tqdm
 
@@ -23,7 +24,6 @@ from checkpoints.families import choose_model_type, zero_biases
 from checkpoints.find import eos_ids, find_checkpoint
 from checkpoints.pretrained import Checkpoint, open_checkpoint
 from contrib.llama_cpp_vocab import Vocabulary, llama_cpp_vocabulary
-from data.chat_template import read_template
 from data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from errors import UserError, exit_on_user_error
 from model.config import ModelConfig
@@ -45,31 +45,23 @@ DTYPES = {
 }
 
 
-def main() -> None:
-    """Parse the command line and write the file."""
-    with exit_on_user_error():
-        arguments = parse(sys.argv[1:])
-        name = Path(os.path.abspath(arguments.run)).name
-        write_gguf(find_checkpoint(arguments.run), arguments.out, arguments.dtype, name=name)
-        print(f"written: {arguments.out}")
+def main(
+    run: Annotated[str, tyro.conf.arg(metavar="RUN"), tyro.conf.Positional],
+    out: Annotated[Path, tyro.conf.arg(metavar="OUT.gguf"), tyro.conf.Positional],
+    dtype: Literal[None, *DTYPES] = None,
+) -> None:
+    """Write a trained model with its tokenizer as one GGUF file: llama-cli -m OUT.gguf
 
+    Models with RMSNorm are written as llama (qwen3 with --qk-norm), those with LayerNorm as stablelm; llama.cpp has no
+    architecture for the other norms, placements and MLPs. For fewer than 8 bits, quantize the file with llama-quantize.
 
-def parse(arguments: list[str]) -> argparse.Namespace:
-    """The command line: `run`, `out` and `dtype`."""
-    parser = argparse.ArgumentParser(
-        prog="python -m contrib.gguf",
-        description="Write a trained model with its tokenizer as one GGUF file, which llama.cpp and the programs built "
-        "on it open: `llama-cli -m OUT.gguf`.",
-        epilog="Models with RMSNorm are written as llama (qwen3 with --qk-norm), those with LayerNorm as stablelm; "
-        "llama.cpp has no architecture for the other norms, placements and MLPs. "
-        "For fewer than 8 bits, quantize the file with llama.cpp's llama-quantize.",
-    )
-    parser.add_argument("run", metavar="RUN", help="a run folder or a checkpoint, as for generate.py")
-    parser.add_argument("out", type=Path, metavar="OUT.gguf", help="the file to write; an existing file is kept")
-    parser.add_argument(
-        "--dtype", choices=DTYPES, help="of the matrices (default: as stored); norms and biases are always float32"
-    )
-    return parser.parse_args(arguments)
+    Args:
+        run: A run folder or a checkpoint, as for generate.py.
+        out: The file to write; an existing file is kept.
+        dtype: Dtype of the matrices, by default as stored. Norms and biases are always float32.
+    """
+    write_gguf(find_checkpoint(run), out, dtype, name=Path(os.path.abspath(run)).name)
+    print(f"written: {out}")
 
 
 def write_gguf(checkpoint: Path, out: Path, dtype: str | None = None, *, name: str = "") -> None:
@@ -129,8 +121,6 @@ def convert(checkpoint: Path, path: Path, dtype: str | None, name: str) -> None:
 
 def choose_architecture(config: ModelConfig) -> str:
     """The architecture of llama.cpp that computes the same function; `UserError` if there is none."""
-    if config.sliding_window is not None:
-        raise UserError("llama.cpp has no sliding windows for these architectures: this model cannot be written.")
     architecture = choose_model_type(config)
     if architecture not in ARCHITECTURES:
         raise UserError(f"llama.cpp has no architecture that computes this model; it has {', '.join(ARCHITECTURES)}.")
@@ -248,10 +238,10 @@ def add_tokenizer(writer: gguf.GGUFWriter, checkpoint: Path, tokenizer: Tokenize
     others = sorted(eos_ids(checkpoint, tokenizer.eos_id) - {tokenizer.eos_id})
     for another in [i for i in others if 0 <= i < tokenizer.vocab_size][:1]:
         writer.add_eot_token_id(another)
-    template = read_template(checkpoint)
-    if template is not None:
-        writer.add_chat_template(template)
+    if tokenizer.chat_template is not None:
+        writer.add_chat_template(tokenizer.chat_template)
 
 
 if __name__ == "__main__":
-    main()
+    with exit_on_user_error():
+        tyro.cli(main, prog="python -m contrib.gguf")

@@ -12,7 +12,7 @@ from typing import Literal
 from tokenizers.pre_tokenizers import ByteLevel
 
 from data.tokenizer import Tokenizer
-from data.tokenizer_json import PIECE, UnsupportedTokenizer, last_merge, read_model
+from data.tokenizer_json import PIECE, last_merge, read_model
 from errors import UserError
 
 CONTROL, USER_DEFINED, UNUSED = 3, 4, 5  # types of tokens: llama.cpp's numbers are those of SentencePiece's files
@@ -55,10 +55,10 @@ class Vocabulary:
 def llama_cpp_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> Vocabulary:
     """The tokenizer, for a model with `vocab_size` embeddings. Raises `UserError` when llama.cpp cannot express it."""
     try:
-        if tokenizer.is_sentencepiece:
+        if "tokenizer.model" in tokenizer.files:
             return from_sentencepiece(tokenizer, vocab_size)
         return from_json(tokenizer, vocab_size)
-    except UnsupportedTokenizer as error:
+    except ValueError as error:
         raise UserError(
             f"llama.cpp cannot give the ids of this model's tokenizer: {error}; "
             f"only SentencePiece models with byte fallback and byte-level tokenizer.json files can be written."
@@ -70,7 +70,7 @@ def from_sentencepiece(tokenizer: Tokenizer, vocab_size: int) -> Vocabulary:
     model = read_model(tokenizer.files["tokenizer.model"])
     pieces = [(piece.piece, piece.score, piece.type) for piece in model.pieces]
     if len(pieces) < tokenizer.vocab_size:
-        raise UnsupportedTokenizer("its tokenizer.json has more tokens than its tokenizer.model")
+        raise ValueError("its tokenizer.json has more tokens than its tokenizer.model")
     notes = []
     if model.normalizer_spec.remove_extra_whitespaces:
         notes.append("this tokenizer drops extra spaces and llama.cpp keeps them: texts with such spaces get other ids")
@@ -91,12 +91,12 @@ def from_json(tokenizer: Tokenizer, vocab_size: int) -> Vocabulary:
     content = tokenizer.fields("tokenizer.json")
     model, added = content["model"], content.get("added_tokens", [])
     if model.get("type") != "BPE" or not set(ByteLevel.alphabet()) <= set(model["vocab"]):
-        raise UnsupportedTokenizer("its tokenizer.json is not a byte-level byte-pair encoding with all 256 bytes")
+        raise ValueError("its tokenizer.json is not a byte-level byte-pair encoding with all 256 bytes")
     if any(model.get(key) for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix")):
-        raise UnsupportedTokenizer("its byte-pair encoding marks the parts of words or is random")
+        raise ValueError("its byte-pair encoding marks the parts of words or is random")
     split = tuple(splitters(content.get("pre_tokenizer") or {})), bool(model.get("ignore_merges"))
     if split not in PRE_TOKENIZERS:
-        raise UnsupportedTokenizer(f"it splits text in a way that is not known here ({' and then '.join(split[0])})")
+        raise ValueError(f"it splits text in a way that is not known here ({' and then '.join(split[0])})")
     notes = []
     normalizer = (content.get("normalizer") or {}).get("type")
     if normalizer == "NFC":
@@ -104,7 +104,7 @@ def from_json(tokenizer: Tokenizer, vocab_size: int) -> Vocabulary:
             "this tokenizer normalizes text to NFC and llama.cpp does not: texts that are not NFC get other ids"
         )
     elif normalizer is not None:
-        raise UnsupportedTokenizer(f"it changes text with the normalizer {normalizer}")
+        raise ValueError(f"it changes text with the normalizer {normalizer}")
     tokens, types = [f"[PAD{i}]" for i in range(vocab_size)], [UNUSED] * vocab_size
     for token, i in model["vocab"].items():
         tokens[i], types[i] = token, PIECE.NORMAL

@@ -17,23 +17,8 @@ from operator import itemgetter
 
 import numpy as np
 
-from errors import UserError
-
 IGNORE = -100  # the target that no loss counts
-
-
-def check_one_batch(tokens: int, batch_size: int, sequence_length: int) -> None:
-    """Raise `UserError` when there are fewer tokens to train on than one batch has."""
-    if tokens // sequence_length < batch_size:
-        shorter = sequence_length
-        while shorter > 8 and tokens // shorter < 2:
-            shorter //= 2
-        fix = f"the same command with --sequence-length {shorter} --batch-size {tokens // shorter} works"
-        raise UserError(
-            f"the text has {tokens:,} tokens to train on, but one batch of {batch_size} sequences of "
-            f"{sequence_length} needs {batch_size * sequence_length:,}; give more text"
-            f"{f', or make the batch smaller: {fix}' if tokens >= shorter else ''}."
-        )
+Batch = tuple[np.ndarray, np.ndarray]  # inputs and targets
 
 
 def batch(
@@ -45,11 +30,10 @@ def batch(
     sequence_length: int,
     rank: int = 0,
     world_size: int = 1,
-) -> tuple[np.ndarray, np.ndarray]:
+) -> Batch:
     """Inputs and targets of one step, each int64 (batch_size / world_size, sequence_length).
 
-    batch_size counts the sequences of all processes; process `rank` gets its share, and the shares in the order of
-    ranks are the sequences that a single process would get. A pure function of its arguments.
+    batch_size counts the sequences of all processes; the shares in the order of ranks are what one process would get.
     """
     share = batch_size // world_size
     first = step * batch_size + rank * share  # of windows since the run began
@@ -67,10 +51,7 @@ def batch(
 
 
 def find_window(streams: Sequence[np.ndarray], index: int, sequence_length: int) -> tuple[int, int, int]:
-    """The epoch, the stream and the number within it of a window, counted since the run began.
-
-    No stream after it is asked for: it may not be downloaded yet.
-    """
+    """The epoch, the stream and the number in it of the run's window `index`; asks for no stream that comes later."""
     rest = index
     for number in range(len(streams)):
         windows = len(streams[number]) // sequence_length
@@ -107,13 +88,10 @@ def mix(values: np.ndarray) -> np.ndarray:
     return values ^ (values >> np.uint64(31))
 
 
-def validation_windows(
-    tokens: np.ndarray, sequence_length: int, batch_size: int
-) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def validation_windows(tokens: np.ndarray, sequence_length: int, batch_size: int) -> Iterator[Batch]:
     """Yield inputs and targets, int64 (batch_size, sequence_length), that predict every token but the first once.
 
-    Windows follow each other without gap or overlap. All batches have one shape, so the last is padded with inputs 0
-    and targets -100, which no loss counts.
+    All batches have one shape, so the last is padded with inputs 0 and targets -100, which no loss counts.
     """
     size = batch_size * sequence_length
     for start in range(0, len(tokens) - 1, size):

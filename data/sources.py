@@ -15,22 +15,14 @@ from pathlib import Path
 
 from errors import UserError, read_json, reading, replace_text
 
-FORMATS = {  # what a file's name ends in -> how it is read
-    ".txt": "text",
-    ".md": "text",
-    ".py": "text",
-    ".jsonl": "jsonl",
-    ".jsonl.gz": "jsonl",
-    ".parquet": "parquet",
-}
+# What a file's name ends in -> how it is read.
+FORMATS = {".txt": "text", ".md": "text", ".py": "text", ".jsonl": "jsonl", ".jsonl.gz": "jsonl", ".parquet": "parquet"}
 EXPANSION = {".gz": 3, ".parquet": 2}  # bytes of text per byte of a compressed file, roughly
-SUFFIXES = " ".join(FORMATS)
-HUB = "hub:"
 KNOWN = {  # name -> data set, its revision, what the names of its files begin with
     "shakespeare": ("karpathy/tiny_shakespeare", "refs/convert/parquet", "default/"),
     "tinystories": ("roneneldan/TinyStories", "main", "data/train-"),
 }
-TRIES = 3  # of a download
+TRIES = 3  # of a download: huggingface_hub resumes after some failures, but not after all
 NO_NETWORK = "check the connection and the name, or give your own text with --data FILE"
 
 EXCLUDED = frozenset(  # folders of the standard library that are tests, applications, third-party code or generated
@@ -52,7 +44,17 @@ class TextFile:
 
     def fetch(self) -> Path:
         """Its path on this machine, after a download if need be."""
-        return Path(self.name) if self.dataset is None else download(self.dataset, self.version, self.name)
+        if self.dataset is None:
+            return Path(self.name)
+        from huggingface_hub import hf_hub_download, logging
+
+        logging.set_verbosity_error()  # no warnings about retries; if all of them fail, the error below says so
+        arguments = dict(repo_id=self.dataset, filename=self.name, revision=self.version, repo_type="dataset")
+        with reading(f"{self.name} of the data set {self.dataset} of the Hub", NO_NETWORK):
+            for _ in range(TRIES - 1):
+                with contextlib.suppress(Exception):
+                    return Path(hf_hub_download(**arguments))
+            return Path(hf_hub_download(**arguments))
 
     @property
     def text_bytes(self) -> int:
@@ -62,57 +64,48 @@ class TextFile:
     @property
     def is_unchanged(self) -> bool:
         """Whether a file of this machine still has the size and the time that it was listed with."""
-        if self.dataset is not None:
-            return True
-        status = os.stat(self.name)
-        return (status.st_size, status.st_mtime_ns) == (self.size, self.version)
+        status = os.stat(self.name) if self.dataset is None else None
+        return status is None or (status.st_size, status.st_mtime_ns) == (self.size, self.version)
 
 
 def resolve(names: Iterable[str], text_field: str, cache_dir: Path) -> list[TextFile]:
     """The files behind names, paths, folders, patterns and `hub:OWNER/NAME[/folder]`, in that order.
 
     A name wins over a folder of the same name; `./python` is the folder. Folders and patterns are sorted, hidden files
-    and folders left out, and only files with a suffix in `FORMATS` taken. Raises `UserError` for a source that does
-    not exist, and a folder or pattern without files to read.
+    and folders left out, and only files with a suffix in `FORMATS` taken. A source without any is an error.
     """
     files = []
     for name in names:
         path = os.path.expanduser(name)
         if name == "python":
-            files += standard_library()
+            found = standard_library()
         elif name in KNOWN:
-            files += hub_files(*KNOWN[name], text_field, cache_dir)
-        elif name.startswith(HUB):
-            parts = name.removeprefix(HUB).split("/")
-            files += hub_files("/".join(parts[:2]), "main", "/".join(parts[2:]), text_field, cache_dir)
+            found = hub_files(*KNOWN[name], text_field, cache_dir)
+        elif name.startswith("hub:"):
+            parts = name.removeprefix("hub:").split("/")
+            found = hub_files("/".join(parts[:2]), "main", "/".join(parts[2:]), text_field, cache_dir)
         elif os.path.isfile(path):
-            files.append(text_file(path, text_field))
+            found = text_files([path], text_field, optional=False)
         elif os.path.isdir(path):
-            files += text_files(visible_files(path), text_field, f"the folder {name} holds")
+            found = text_files(visible_files(path), text_field)
         elif glob.has_magic(path):
-            files += text_files(sorted(glob.glob(path, recursive=True)), text_field, f"{name} matches")
+            found = text_files(sorted(glob.glob(path, recursive=True)), text_field)
         else:
             choices = f"a path, a pattern, hub:OWNER/NAME, or one of python, {', '.join(KNOWN)}"
             raise UserError(f'no file, folder or known text is called "{name}"; give {choices}.')
+        if not found:
+            raise UserError(f"{name} names no file to read; the formats are {' '.join(FORMATS)}.")
+        files += found
     return files
 
 
-def text_file(path: str | Path, text_field: str, optional: bool = False) -> TextFile:
-    """The file at `path` as it is now."""
-    if find_format(path) is None:
-        raise UserError(f"{path} has a format that is not supported; the formats are {SUFFIXES}.")
-    with reading(path):
-        status = os.stat(path)
-    name, version = os.path.abspath(path), status.st_mtime_ns
-    return TextFile(name, find_format(path), text_field, status.st_size, version, optional=optional)
-
-
-def text_files(paths: Iterable[str], text_field: str, where: str) -> list[TextFile]:
+def text_files(paths: Iterable[str | Path], text_field: str, optional: bool = True) -> list[TextFile]:
     """Those of the paths that are files of known formats, not pipes or folders."""
-    known = (path for path in paths if find_format(path) and os.path.isfile(path))
-    files = [text_file(path, text_field, optional=True) for path in known]
-    if not files:
-        raise UserError(f"{where} no file to read; the formats are {SUFFIXES}.")
+    files = []
+    for path in paths:
+        if (format := find_format(path)) and os.path.isfile(path):
+            status, name = os.stat(path), os.path.abspath(path)
+            files.append(TextFile(name, format, text_field, status.st_size, status.st_mtime_ns, optional=optional))
     return files
 
 
@@ -122,13 +115,9 @@ def find_format(path: str | Path) -> str | None:
     return next((format for suffix, format in FORMATS.items() if name.endswith(suffix)), None)
 
 
-def visible_files(folder: str, excluded: frozenset[str] = frozenset()) -> Iterator[str]:
+def visible_files(folder: str | Path, excluded: frozenset[str] = frozenset()) -> Iterator[str]:
     """The files in a folder and the folders in it, sorted, without hidden ones; links to folders are not followed."""
-
-    def fail(error: OSError) -> None:  # os.walk leaves the folder out otherwise
-        raise error
-
-    for parent, folders, names in os.walk(folder, onerror=fail):
+    for parent, folders, names in os.walk(folder):
         folders[:] = sorted(name for name in folders if name not in excluded and not name.startswith("."))
         yield from (os.path.join(parent, name) for name in sorted(names) if not name.startswith("."))
 
@@ -136,30 +125,16 @@ def visible_files(folder: str, excluded: frozenset[str] = frozenset()) -> Iterat
 def standard_library() -> list[TextFile]:
     """The running interpreter's own sources and its prose documentation: real text on every machine with Python."""
     root = Path(sysconfig.get_path("stdlib"))
-    sources = [
-        path
-        for path in map(Path, visible_files(root, EXCLUDED) if root.is_dir() else ())
-        if path.suffix == ".py"
-        # 1 MB of `encodings` is generated character tables
-        and not (path.parent.name == "encodings" and b"decoding_table" in path.read_bytes())
-    ]
-    if not sources:
-        raise UserError(
-            f"this Python keeps no sources of its standard library in {root}, and they are the default text; "
-            f"name your own text with --data FILE (or --data shakespeare, a download of 1 MB)."
-        )
-    files = [text_file(path, "text", optional=True) for path in sources]
-    topics = root / "pydoc_data" / "topics.py"
-    if topics.is_file():
-        files.append(dataclasses.replace(text_file(topics, "text"), format="topics"))
-    return files
+    paths = (Path(path) for path in visible_files(root, EXCLUDED) if path.endswith(".py"))
+    # 1 MB of `encodings` is generated character tables.
+    kept = (path for path in paths if path.parent.name != "encodings" or b"decoding_table" not in path.read_bytes())
+    files = text_files(kept, "text")
+    topics = text_files([root / "pydoc_data" / "topics.py"], "text", optional=False)
+    return files + [dataclasses.replace(file, format="topics") for file in topics]
 
 
 def hub_files(dataset: str, revision: str, start: str, text_field: str, cache_dir: Path) -> list[TextFile]:
-    """The files of a data set of the Hub whose names begin with `start`, as they were when it was first named.
-
-    Their list is kept in `cache_dir`, so that a resumed run reads the same files, without a network if it has them.
-    """
+    """The files of a data set whose names begin with `start`. The list is kept: a resumed run reads the same commit."""
     list_file = cache_dir / "hub" / f"{dataset.replace('/', '--')}.json"
     if not list_file.is_file():
         from huggingface_hub import HfApi
@@ -170,27 +145,8 @@ def hub_files(dataset: str, revision: str, start: str, text_field: str, cache_di
         list_file.parent.mkdir(parents=True, exist_ok=True)
         replace_text(list_file, json.dumps({"commit": info.sha, "sizes": sizes}))
     listed = read_json(list_file)
-    files = [
+    return [
         TextFile(path, find_format(path), text_field, size, listed["commit"], dataset)
         for path, size in sorted(listed["sizes"].items())
         if path.startswith(start) and find_format(path) and not path.endswith((".md", ".py"))
     ]
-    if not files:
-        raise UserError(f"the data set {dataset} has no file {start}* to read; the formats are {SUFFIXES}.")
-    return files
-
-
-def download(dataset: str, revision: str, file: str) -> Path:
-    """A file of a data set: from the cache of huggingface_hub, which needs no network, or from the Hub."""
-    from huggingface_hub import hf_hub_download, logging
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
-    logging.set_verbosity_error()  # no warnings about retries; if all of them fail, the error below says so
-    location = dict(repo_id=dataset, filename=file, revision=revision, repo_type="dataset")
-    with contextlib.suppress(LocalEntryNotFoundError):
-        return Path(hf_hub_download(**location, local_files_only=True))
-    with reading(f"{file} of the data set {dataset} of the Hub", NO_NETWORK):
-        for _ in range(TRIES - 1):  # the library itself resumes after some failures, but not after all
-            with contextlib.suppress(Exception):
-                return Path(hf_hub_download(**location))
-        return Path(hf_hub_download(**location))

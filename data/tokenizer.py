@@ -1,8 +1,7 @@
 """Text <-> ids: a `tokenizer.json`, which the tokenizers library runs. SentencePiece only trains.
 
 `encode` is plain: no BOS or EOS is added and special tokens in the text are text. With a tokenizer that is trained
-here the round trip is exact for any Unicode scalar text with one exception: U+2581 comes back as a space, because
-SentencePiece encodes spaces as U+2581.
+here the round trip is exact for any text without U+2581, which is how SentencePiece writes a space.
 """
 
 import functools
@@ -11,19 +10,19 @@ import io
 import itertools
 import json
 import re
-import secrets
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
 import tokenizers
 from tokenizers import AddedToken, normalizers
 
-from errors import UserError, reading
+from errors import UserError, reading, replacing
 
 # What is saved with a model. llama.cpp needs the scores in tokenizer.model; generation_config.json has all EOS ids.
-FILES = ("tokenizer.model", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
-FILES += ("chat_template.jinja", "chat_template.json", "generation_config.json")
+FILES = ("tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+FILES += ("generation_config.json", "tokenizer.json")
 
 TRAINER_OPTIONS = dict(
     model_type="bpe",
@@ -48,24 +47,11 @@ WORD = re.compile("[ ▁]*[^ ▁\n]+|[ ▁]+|\n")
 MAX_WORDS = 1 << 18  # whose ids are remembered, about 50 MB
 
 
-# A random number that no text contains. Digits, because templates may change letters (`upper`), but not digits.
-BREAK = str(10**20 + secrets.randbelow(10**20))
-
-
-def break_tokens(text: str, tokens: Iterable[str]) -> str:
-    """Insert a mark into each of the tokens that the text contains, so that `encode_special` takes them as plain text.
-
-    The mark follows a token's first character. Tokens of one character cannot be broken and are left as they are.
-    """
-    patterns = [f"{re.escape(token[0])}(?={re.escape(token[1:])})" for token in tokens if len(token) > 1]
-    return re.sub("|".join(patterns), lambda match: match[0] + BREAK, text) if patterns else text
-
-
 class Tokenizer:
     """A tokenizer of Hugging Face's format. `bos_id` is None where its configuration says that no BOS is added."""
 
     def __init__(self, files: dict[str, bytes], folder: Path):
-        """files: a tokenizer.json and what lies beside it, by name; folder: where they are from, for messages."""
+        """files: what lies beside a tokenizer.json and, last, itself, by name; folder: of the files, for messages."""
         self.files, self._folder = files, folder
         self._ids_of_words: dict[str, bytes] = {}
         with reading(folder / "tokenizer.json"):
@@ -81,6 +67,8 @@ class Tokenizer:
         with reading(folder / "tokenizer_config.json"):
             self.config = self.fields("tokenizer_config.json")
             self.bos_id, self.eos_id = self._find_bos(), self._find_eos()
+        self.dtype = np.dtype("<u2" if self.vocab_size <= 1 << 16 else "<u4")  # holds every id
+        self.lead = int(self.bos_id is None)  # EOS in front of the first document of a stream: 1 or 0
         # BOS and EOS belong to the hash because they are in the token stream.
         content = files["tokenizer.json"] + f"{self.bos_id},{self.eos_id}".encode()
         self.hash = hashlib.blake2b(content, digest_size=16).hexdigest()
@@ -92,11 +80,6 @@ class Tokenizer:
         """The fields of one of its JSON files, none if there is no such file."""
         with reading(self._folder / name):
             return dict(json.loads(self.files.get(name, b"{}")))
-
-    @property
-    def is_sentencepiece(self) -> bool:
-        """Whether it was made from a SentencePiece model, `files["tokenizer.model"]`."""
-        return "tokenizer.model" in self.files
 
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
@@ -110,7 +93,7 @@ class Tokenizer:
             ids_of_words.clear()
         ids_of_words["\n"] = array("I", [newline]).tobytes()
         words_of_texts = [WORD.findall(text) for text in texts]
-        new = list(set().union(*words_of_texts) - ids_of_words.keys())
+        new = [word for word in set().union(*words_of_texts) if word not in ids_of_words]
         lines = ["\n".join([*new[i : i + 1000], ""]) for i in range(0, len(new), 1000)]  # faster than one by one
         runs = itertools.groupby(itertools.chain.from_iterable(self._encode_all(lines)), newline.__ne__)
         encoded = (array("I", run).tobytes() for is_word, run in runs if is_word)
@@ -140,12 +123,11 @@ class Tokenizer:
 
     def _valid_bytes(self, ids: Iterable[int]) -> Iterator[int]:
         """The ids with U+FFFD for each invalid byte; the library would replace all bytes around it too."""
-        values = self._byte_values
-        byte_ids = {value: i for i, value in values.items()}
-        for is_byte, run in itertools.groupby(ids, values.__contains__):
+        for is_byte, run in itertools.groupby(ids, self._byte_values.__contains__):
             if is_byte:
-                text = bytes(map(values.__getitem__, run)).decode("utf-8", "surrogateescape")
-                run = map(byte_ids.__getitem__, re.sub("[\udc80-\udcff]", "\ufffd", text).encode())
+                text = bytes(map(self._byte_values.__getitem__, run)).decode("utf-8", "surrogateescape")
+                values = re.sub("[\udc80-\udcff]", "\ufffd", text).encode()
+                run = [self._tokenizer.token_to_id(f"<0x{value:02X}>") for value in values]
             yield from run
 
     @functools.cached_property
@@ -166,13 +148,13 @@ class Tokenizer:
         """The tokens that are found in a text before the rest of it is tokenized, by id: special ones and others."""
         return self._tokenizer.get_added_tokens_decoder()
 
-    def encode_special(self, text: str) -> list[int]:
+    def encode_special(self, text: str, mark: str) -> list[int]:
         """Token ids of a text whose special tokens are tokens, as in the text that a chat template writes.
 
-        Tokens that `break_tokens` has broken are plain text: the ids are those of the whole characters.
+        `mark` is removed once tokens have been found: what it breaks is plain text, with the ids of the unbroken text.
         """
-        normalizer, remove_marks = self._tokenizer.normalizer, normalizers.Replace(BREAK, "")
-        steps = [remove_marks] if normalizer is None else [remove_marks, normalizer]  # after tokens have been found
+        normalizer, remove_mark = self._tokenizer.normalizer, normalizers.Replace(mark, "")
+        steps = [remove_mark] if normalizer is None else [remove_mark, normalizer]
         self._tokenizer.normalizer, self._tokenizer.encode_special_tokens = normalizers.Sequence(steps), False
         try:
             return self.encode(text)
@@ -180,9 +162,10 @@ class Tokenizer:
             self._tokenizer.normalizer, self._tokenizer.encode_special_tokens = normalizer, True
 
     def save(self, directory: str | Path) -> None:
-        """Write the files, from which `AutoTokenizer` gives the same ids."""
+        """Write the files, from which `AutoTokenizer` gives the same ids; tokenizer.json is the last of them."""
         for name, content in self.files.items():
-            (Path(directory) / name).write_bytes(content)
+            with replacing(Path(directory) / name) as file:
+                file.write(content)
 
     @functools.cached_property
     def special_tokens(self) -> dict[str, str]:
@@ -191,6 +174,16 @@ class Tokenizer:
         tokens = {name: token for name, token in fields.items() if name.endswith("_token")}
         texts = {name: token["content"] if isinstance(token, dict) else token for name, token in tokens.items()}
         return {name: text for name, text in texts.items() if isinstance(text, str)}
+
+    @property
+    def chat_template(self) -> str | None:
+        """The source of its chat template, None if there is none; a model may have more, for tools and documents."""
+        if "chat_template.jinja" in self.files:
+            with reading(self._folder / "chat_template.jinja"):
+                return self.files["chat_template.jinja"].decode()
+        with reading(self._folder / "tokenizer_config.json"):
+            found = self.config.get("chat_template")
+            return found if isinstance(found, str | None) else {t["name"]: t["template"] for t in found}["default"]
 
     def _find_bos(self) -> int | None:
         """From the configuration or, if it does not say, what the post-processor puts in front of a text."""
@@ -206,17 +199,12 @@ class Tokenizer:
         eos = self.fields("generation_config.json").get("eos_token_id") if eos is None else eos
         eos = eos[0] if isinstance(eos, list) else eos
         if eos is None:
-            raise UserError(
-                f'the tokenizer_config.json in {self._folder} needs an "eos_token" of its tokenizer; add it.'
-            )
+            raise ValueError('it names no "eos_token" of the tokenizer')
         return eos
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """Open a `tokenizer.json`, a SentencePiece model, or a folder (a checkpoint, say) that holds either.
-
-    A folder's SentencePiece model is converted where there is no `tokenizer.json`.
-    """
+    """Open a `tokenizer.json`, a SentencePiece model, or a folder (such as a checkpoint) with one of them or both."""
     path = Path(path).expanduser()
     if path.is_dir():
         path /= "tokenizer.json" if (path / "tokenizer.json").is_file() else "tokenizer.model"
@@ -226,17 +214,12 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     files = {file.name: file.read_bytes() for file in beside if file.is_file()}
     if path.suffix == ".json":
         return Tokenizer(files | {"tokenizer.json": path.read_bytes()}, path.parent)
-    return convert(path, files if path.name == "tokenizer.model" else {})
-
-
-def convert(path: Path, files: dict[str, bytes]) -> Tokenizer:
-    """The tokenizer of a SentencePiece model, with the files that lie beside it."""
     from data.tokenizer_json import tokenizer_files
 
     with reading(path, "give a tokenizer.json, or a byte-pair encoding with byte fallback that leaves text as it is"):
-        model = path.read_bytes()
+        model, files = path.read_bytes(), files if path.name == "tokenizer.model" else {}
         made = tokenizer_files(model, json.loads(files.get("tokenizer_config.json", b"{}")))
-    return Tokenizer({**files, "tokenizer.model": model, **made}, path.parent)
+    return Tokenizer(files | {"tokenizer.model": model} | made, path.parent)
 
 
 def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
@@ -267,7 +250,7 @@ def train_tokenizer(texts: Sequence[str], vocab_size: int, path: str | Path) -> 
             return train_tokenizer(texts, int(maximum[1]), path)
         raise UserError(f"no tokenizer could be trained on this text ({error}); give more text.") from None
     Path(path).write_bytes(model.getvalue())
-    return convert(Path(path), {})
+    return load_tokenizer(path)
 
 
 def _lines(texts: Iterable[str]) -> Iterator[str]:

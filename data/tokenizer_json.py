@@ -21,15 +21,8 @@ SPACE = "▁"  # U+2581: how SentencePiece writes a space
 PIECE = ModelProto.SentencePiece
 
 
-class UnsupportedTokenizer(Exception):
-    """No `tokenizer.json` of this construction gives the same ids as the model."""
-
-
 def tokenizer_files(content: bytes, config: dict) -> dict[str, bytes]:
-    """The tokenizer.json and tokenizer_config.json of a SentencePiece model, whose own configuration is `config`.
-
-    `AutoTokenizer` gives the same ids. Raises `UnsupportedTokenizer`.
-    """
+    """The tokenizer_config.json (from the one in `config`) and the tokenizer.json of a SentencePiece model."""
     model = read_model(content)
     ids = {piece.piece: i for i, piece in enumerate(model.pieces)}
     unknown, bos = model.trainer_spec.unk_piece, model.trainer_spec.bos_piece
@@ -59,7 +52,7 @@ def tokenizer_files(content: bytes, config: dict) -> dict[str, bytes]:
     if not model.normalizer_spec.add_dummy_prefix:
         fields["add_prefix_space"] = False  # llama.cpp's converter reads it; a missing key means true there
     fields |= {key: config[key] for key in ("chat_template",) if key in config}
-    texts = {"tokenizer.json": tokenizer.to_str(pretty=True), "tokenizer_config.json": json.dumps(fields, indent=2)}
+    texts = {"tokenizer_config.json": json.dumps(fields, indent=2), "tokenizer.json": tokenizer.to_str(pretty=True)}
     return {name: text.encode() for name, text in texts.items()}
 
 
@@ -81,7 +74,7 @@ def merges(model: ModelProto) -> list[tuple[str, str]]:
     normal = {piece.piece: piece.score for piece in model.pieces if piece.type == PIECE.NORMAL}
     scores = {piece: score for piece, score in normal.items() if len(piece) > 1}
     if len(set(scores.values())) < len(scores):
-        raise UnsupportedTokenizer("two pieces have the same score")
+        raise ValueError("two pieces have the same score")
     ranked = sorted(scores, key=scores.__getitem__, reverse=True)
     rank = {piece: i for i, piece in enumerate(ranked)}
     pairs = (last_merge(piece, rank) for piece in ranked if set(piece) <= normal.keys())
@@ -103,7 +96,7 @@ def last_merge(piece: str, rank: dict[str, int]) -> tuple[str, str] | None:
 
 
 def read_model(content: bytes) -> ModelProto:
-    """Read a SentencePiece model file. Raises `UnsupportedTokenizer` unless it is a plain BPE with byte fallback."""
+    """Read a SentencePiece model file. Raises `ValueError` unless it is a plain BPE with byte fallback."""
     model = ModelProto.FromString(content)
     trainer, normalizer, kinds = model.trainer_spec, model.normalizer_spec, [piece.type for piece in model.pieces]
     requirements = {
@@ -114,5 +107,5 @@ def read_model(content: bytes) -> ModelProto:
     }
     for reason, holds in requirements.items():
         if not holds:
-            raise UnsupportedTokenizer(reason)
+            raise ValueError(reason)
     return model

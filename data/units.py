@@ -4,31 +4,41 @@
     KEY.docs    a row of `DOCUMENT` for each document
     KEY.json    sums, and what was skipped; it is written last, so a unit that has it is complete
 
-A lock per unit lets processes of several machines share a folder. What a killed process has not completed is made anew.
+Each process goes through all units in order, and a lock per unit decides who makes it, so other commands and other
+machines may join at any time. What a killed process has not completed is made anew.
 """
 
-import contextlib
 import functools
 import hashlib
+import itertools
 import json
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
 from filelock import FileLock, Timeout
+from tqdm import tqdm
 
 from data.readers import Document, read_documents
 from data.sources import TextFile
 from data.tokenizer import Tokenizer
-from errors import UserError, fsync_directory, read_json, replace_text, replacing
+from errors import UserError, fsync_directory, read_json, replace_text, replacing, usable_cores
 
 VERSION = 4  # of the files; raised when the same text and tokenizer would give other files
 UNIT_BYTES = 64_000_000
 BATCH = 4_000_000  # characters that are encoded together, on all cores of a process
 MAX_REASONS = 5  # why something was skipped, in KEY.json
+SPAWN = multiprocessing.get_context("spawn")  # torch's threads do not survive a fork
 DOCUMENT = np.dtype([("hash", "<u8"), ("bytes", "<u8"), ("tokens", "<u8")])
 
 
@@ -37,20 +47,49 @@ class Unit:
     """Files that are tokenized together."""
 
     files: tuple[TextFile, ...]
+    tokenizer: Tokenizer
+    folder: Path
 
     @functools.cached_property
     def fingerprint(self) -> str:
         """A hash of the files' names, sizes and times: the same hash means the same text, without reading it."""
         return digest(*self.files)
 
-    @property
-    def text_bytes(self) -> int:
-        """The length of its text, roughly."""
-        return sum(file.text_bytes for file in self.files)
+    def path(self, suffix: str) -> Path:
+        """One of its own files."""
+        return self.folder / f"{digest(VERSION, self.fingerprint, self.tokenizer.hash)}{suffix}"
+
+    def facts(self) -> dict | None:
+        """What KEY.json says; None for a unit that is not complete."""
+        return read_json(self.path(".json")) or None
+
+    def prepare(self, report: Callable[[int], object]) -> bool:
+        """Make it complete; False if another process is at it. `report` receives the characters that are done."""
+        try:
+            with FileLock(self.path(".lock")).acquire(timeout=0):
+                if self.facts() is None:
+                    self._write(report)
+        except Timeout:
+            return False
+        return True
+
+    def _write(self, report: Callable[[int], object]) -> None:
+        skipped: list[str] = []
+        documents = (document for file in self.files for document in read_documents(file, skipped))
+        with replacing(self.path(".bin")) as file:
+            rows = write_ids(file, documents, self.tokenizer, report)
+            if not all(file.is_unchanged for file in self.files):
+                raise UserError("the text changed while it was read; run the same command when nothing writes it.")
+        with replacing(self.path(".docs")) as file:
+            file.write(rows.tobytes())
+        fsync_directory(self.folder, files=False)
+        sums = {"bytes": int(rows["bytes"].sum()), "tokens": int(rows["tokens"].sum()) + self.tokenizer.lead}
+        facts = {"documents": len(rows), **sums, "skipped": len(skipped), "reasons": skipped[:MAX_REASONS]}
+        replace_text(self.path(".json"), json.dumps(facts))
 
 
-def group_files(files: Iterable[TextFile]) -> list[Unit]:
-    """Units of neighbouring files, each of `UNIT_BYTES` or more but for the last."""
+def group_files(files: Iterable[TextFile]) -> list[tuple[TextFile, ...]]:
+    """Groups of neighbouring files, each of `UNIT_BYTES` or more but for the last."""
     groups, size = [[]], 0
     for file in files:
         if size >= UNIT_BYTES:
@@ -58,127 +97,130 @@ def group_files(files: Iterable[TextFile]) -> list[Unit]:
             size = 0
         groups[-1].append(file)
         size += file.size
-    return [Unit(tuple(group)) for group in groups]
+    return [tuple(group) for group in groups]
 
 
-@dataclass(frozen=True)
-class Store:
-    """The units of one tokenizer in a folder."""
+class TokenStream:
+    """Pieces of the ids of units, end to end, read when they are asked for."""
 
-    folder: Path
-    tokenizer: Tokenizer
+    def __init__(self, units: Sequence[Unit], pieces: np.ndarray, length: int | None = None):
+        """pieces: int64 (n, 3): a unit's number, the first id in it and the one after the last; length: in ids."""
+        self._paths, self._dtype = [unit.path(".bin") for unit in units], units[0].tokenizer.dtype
+        self._pieces = pieces
+        self._ends = np.cumsum(pieces[:, 2] - pieces[:, 1])
+        self._length = int(self._ends[-1]) if length is None else length
 
-    @property
-    def dtype(self) -> np.dtype:
-        """The smallest type that holds every id."""
-        return np.dtype("<u2" if self.tokenizer.vocab_size <= 1 << 16 else "<u4")
+    def __len__(self) -> int:
+        return self._length
 
-    @property
-    def lead(self) -> int:
-        """Ids before the first document of a unit: EOS where the tokenizer has no BOS."""
-        return int(self.tokenizer.bos_id is None)
-
-    def path(self, unit: Unit, suffix: str) -> Path:
-        """One of the files of a unit."""
-        return self.folder / f"{digest(VERSION, unit.fingerprint, self.tokenizer.hash)}{suffix}"
-
-    def facts(self, unit: Unit) -> dict | None:
-        """What KEY.json says; None for a unit that is not complete."""
-        facts, ids = read_json(self.path(unit, ".json")), self.path(unit, ".bin")
-        complete = facts and ids.is_file() and ids.stat().st_size == facts["tokens"] * self.dtype.itemsize
-        return facts if complete else None
-
-    def documents(self, unit: Unit) -> np.ndarray:
-        """The rows of KEY.docs."""
-        return np.fromfile(self.path(unit, ".docs"), DOCUMENT)
-
-    def prepare(self, unit: Unit, report: Callable[[int], object]) -> bool:
-        """Make a unit complete; False if another process is at it.
-
-        report: receives the characters of text as they are done.
-        """
-        lock = FileLock(self.path(unit, ".lock"))
-        try:
-            with lock.acquire(timeout=0):
-                if self.facts(unit) is None:
-                    self._write(unit, report)
-                with contextlib.suppress(OSError):  # Windows removes no file that is open
-                    self.path(unit, ".lock").unlink()
-        except Timeout:
-            return False
-        return True
-
-    def _write(self, unit: Unit, report: Callable[[int], object]) -> None:
-        skipped: list[str] = []
-        with replacing(self.path(unit, ".bin")) as ids_file:
-            writer = UnitWriter(ids_file, self, report)
-            for file in unit.files:
-                for document in read_documents(file, skipped):
-                    writer.add(document)
-            documents = writer.finish()
-            if not all(file.is_unchanged for file in unit.files):
-                raise UserError(
-                    "the text changed while it was read; run the same command again when nothing writes it."
-                )
-        with replacing(self.path(unit, ".docs")) as file:
-            file.write(documents.tobytes())
-        fsync_directory(self.folder, files=False)
-        facts = {
-            "documents": len(documents),
-            "bytes": int(documents["bytes"].sum()),
-            "tokens": int(documents["tokens"].sum()) + self.lead,
-            "skipped": len(skipped),
-            "reasons": skipped[:MAX_REASONS],
-        }
-        replace_text(self.path(unit, ".json"), json.dumps(facts))
+    def __getitem__(self, places: slice) -> np.ndarray:
+        """The ids of a slice with step 1, read anew: pages that stay mapped would count as memory of the process."""
+        start, stop, _ = places.indices(len(self))
+        found, number = [np.empty(0, self._dtype)], int(np.searchsorted(self._ends, start, "right"))
+        while start < stop:
+            unit, _, last = self._pieces[number].tolist()
+            first = last - (int(self._ends[number]) - start)
+            count = min(stop - start, last - first)
+            found.append(np.fromfile(self._paths[unit], self._dtype, count, offset=first * self._dtype.itemsize))
+            start, number = start + count, number + 1
+        return np.concatenate(found)
 
 
-class UnitWriter:
-    """Encodes documents, a few MB at a time, and appends their ids to an open file."""
-
-    def __init__(self, file: BinaryIO, store: Store, report: Callable[[int], object]):
-        self._file, self._report, self._tokenizer, self._dtype = file, report, store.tokenizer, store.dtype
-        self._begin = [] if self._tokenizer.bos_id is None else [self._tokenizer.bos_id]
-        self._hashes, self._lengths, self._starts = array("Q"), array("Q"), array("Q")
-        self._pending: list[tuple[str, bool]] = []  # blocks not yet encoded, each with whether a document starts there
-        self._characters = self._tokens = 0  # pending, written
-        self._write([self._tokenizer.eos_id] * store.lead)
-
-    def add(self, document: Document) -> None:
-        """Append a document."""
-        content, length = hashlib.blake2b(digest_size=8), 0
-        for number, block in enumerate(document):
+def write_ids(
+    file: BinaryIO, documents: Iterable[Document], tokenizer: Tokenizer, report: Callable[[int], object]
+) -> np.ndarray:
+    """Append the ids of documents to an open file; a row of `DOCUMENT` for each."""
+    dtype, rows = tokenizer.dtype, array("Q")
+    begin = np.array([] if tokenizer.bos_id is None else [tokenizer.bos_id], dtype)
+    end = np.array([tokenizer.eos_id], dtype)
+    file.write(end[: tokenizer.lead])
+    for _, batch in itertools.groupby(numbered_blocks(documents), itemgetter(0)):
+        _, texts, starts = zip(*batch, strict=True)
+        for block, starts_document, ids in zip(texts, starts, tokenizer.encode_batch(texts), strict=True):
+            if starts_document:
+                file.write(end if rows else b"")
+                file.write(begin)
+                content = hashlib.blake2b(digest_size=8)
+                rows.extend((0, 0, len(begin) + len(end)))
             encoded = block.encode("utf-8")
             content.update(encoded)
-            length += len(encoded)
-            self._pending.append((block, number == 0))
-            self._characters += len(block)
-            if self._characters >= BATCH:
-                self._encode_pending()
-        self._hashes.append(int.from_bytes(content.digest(), "little"))
-        self._lengths.append(length)
+            rows[-3] = int.from_bytes(content.digest(), "little")
+            rows[-2] += len(encoded)
+            rows[-1] += len(ids)
+            file.write(np.asarray(ids, dtype))
+        report(sum(map(len, texts)))
+    file.write(end if rows else b"")
+    return np.array(rows, "<u8").view(DOCUMENT)
 
-    def finish(self) -> np.ndarray:
-        """Write what is pending; a row of `DOCUMENT` for each document."""
-        self._encode_pending()
-        self._write([self._tokenizer.eos_id] * bool(self._starts))
-        tokens = np.diff(self._starts, append=self._tokens)
-        return np.rec.fromarrays([self._hashes, self._lengths, tokens], DOCUMENT)
 
-    def _encode_pending(self) -> None:
-        encoded = self._tokenizer.encode_batch([block for block, _ in self._pending])
-        for (_, starts_document), ids in zip(self._pending, encoded, strict=True):
-            if starts_document:
-                self._write([self._tokenizer.eos_id] * bool(self._starts))
-                self._starts.append(self._tokens)
-                self._write(self._begin)
-            self._write(ids)
-        self._report(self._characters)
-        self._pending, self._characters = [], 0
+def numbered_blocks(documents: Iterable[Document]) -> Iterator[tuple[int, str, bool]]:
+    """The blocks of documents, each with the number of its batch and whether a document starts there."""
+    characters = 0
+    for document in documents:
+        for number, block in enumerate(document):
+            characters += len(block)
+            yield characters // BATCH, block, number == 0
 
-    def _write(self, ids: Sequence[int]) -> None:
-        self._file.write(np.asarray(ids, self._dtype))
-        self._tokens += len(ids)
+
+class Workers:
+    """`count` processes that make the first `limit` units complete. They end with this process, however it ends."""
+
+    def __init__(self, units: list[Unit], count: int, limit: int):
+        self.done, self.limit, self._errors = SPAWN.Value("q"), SPAWN.Value("q", limit), SPAWN.SimpleQueue()
+        arguments = (units, usable_cores() // count, self.done, self.limit, self._errors)
+        self._processes = [SPAWN.Process(target=work, args=arguments, daemon=True) for _ in range(count)]
+        for process in self._processes:
+            process.start()
+
+    def are_working(self) -> bool:
+        """Whether any of them has not ended; raises what one of them raised."""
+        if not self._errors.empty():
+            raise self._errors.get()
+        return any(process.is_alive() for process in self._processes)
+
+
+def work(units: list[Unit], threads: int, done: object, limit: object, errors: object) -> None:
+    """What one of the `Workers` does; `done`: characters that all of them have encoded."""
+
+    def report(count: int) -> None:
+        with done.get_lock():
+            done.value += count
+
+    def end_with_parent() -> None:
+        multiprocessing.parent_process().join()
+        os._exit(1)
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C does
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    os.environ["RAYON_NUM_THREADS"] = str(threads)  # of the tokenizers library
+    try:
+        for number, unit in enumerate(units):
+            while number >= limit.value:
+                time.sleep(0.5)
+            unit.prepare(report)
+    except Exception as error:
+        errors.put(error)
+
+
+def prepare_units(units: list[Unit]) -> None:
+    """Make every unit complete, with a process per core; print what was skipped and, after 2 s, a progress bar."""
+    units[0].folder.mkdir(parents=True, exist_ok=True)
+    new = missing = [unit for unit in units if unit.facts() is None]
+    size = sum(file.text_bytes for unit in missing for file in unit.files)
+    with tqdm(desc="tokenizing", total=size, unit="B", unit_scale=True, delay=2) as bar:
+        if len(missing) > 1:
+            workers = Workers(missing, min(usable_cores(), len(missing)), len(missing))
+            while workers.are_working():
+                bar.update(workers.done.value - bar.n)
+                time.sleep(0.5)
+        while missing := [unit for unit in missing if not unit.prepare(bar.update)]:
+            bar.set_description("waiting for another process")
+            time.sleep(0.5)
+    facts = [unit.facts() for unit in new]
+    for reason in [reason for one in facts for reason in one["reasons"]][:MAX_REASONS]:
+        print(f"skipped: {reason}", file=sys.stderr)
+    if (count := sum(one["skipped"] for one in facts)) > MAX_REASONS:
+        print(f"skipped: {count:,} in all", file=sys.stderr)
 
 
 def digest(*parts: object) -> str:

@@ -7,7 +7,8 @@ end a turn or forge another one by typing `<|im_end|>`.
 import functools
 import json
 import re
-from collections.abc import Sequence
+import secrets
+from collections.abc import Iterable, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,21 @@ import jinja2
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from data.chat_template import read_template
-from data.tokenizer import Tokenizer, break_tokens
+from data.tokenizer import Tokenizer
 from errors import UserError
 
 Message = dict[str, Any]
+# A random number that no text contains. Digits, because templates may change letters (`upper`), but not digits.
+BREAK = str(10**20 + secrets.randbelow(10**20))
+
+
+def break_tokens(text: str, tokens: Iterable[str]) -> str:
+    """Insert a mark into each of the tokens that the text contains, so that they are plain text to the tokenizer.
+
+    The mark follows a token's first character. Tokens of one character cannot be broken and are left as they are.
+    """
+    patterns = [f"{re.escape(token[0])}(?={re.escape(token[1:])})" for token in tokens if len(token) > 1]
+    return re.sub("|".join(patterns), lambda match: match[0] + BREAK, text) if patterns else text
 
 
 class ChatFormat:
@@ -30,7 +41,7 @@ class ChatFormat:
     """
 
     def __init__(self, checkpoint: Path, tokenizer: Tokenizer, system: str | None = None):
-        template = read_template(checkpoint)
+        template = tokenizer.chat_template
         if template is None:
             raise UserError(
                 f"{checkpoint} has no chat template, so the model only continues text: use --interactive or --prompt "
@@ -47,7 +58,7 @@ class ChatFormat:
         answer = "It is fine."
         example = [{"role": "user", "content": "What is it?"}, {"role": "assistant", "content": answer}]
         text = self.render(example, answer_follows=False)
-        end = tokenizer.encode_special(text.rpartition(answer)[2].lstrip())
+        end = tokenizer.encode_special(text.rpartition(answer)[2].lstrip(), BREAK)
         self.end_of_turn = end[0] if end and end[0] in self._control else None
         """The token that the template writes after an answer. Not every model lists it as EOS."""
 
@@ -71,7 +82,7 @@ class ChatFormat:
 
     def encode(self, messages: Sequence[Message]) -> list[int]:
         """The token ids of the conversation, up to where the model's answer begins."""
-        return self.tokenizer.encode_special(self.render(messages))
+        return self.tokenizer.encode_special(self.render(messages), BREAK)
 
 
 def render_template(source: str, messages: Sequence[Message], variables: dict, add_generation_prompt: bool) -> str:

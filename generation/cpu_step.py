@@ -52,7 +52,6 @@ class LayerWeights(NamedTuple):
     down: Matrix  # (D, F)
     keys: np.ndarray  # (B, K, max_length, d) float32
     values: np.ndarray  # the same
-    window: int  # how many positions a token sees
 
 
 def widen(x):
@@ -110,15 +109,15 @@ def rotate(head, cos, sin):
 
 
 @compiled_in_parallel
-def attend(qkv, keys, values, padding, window, end):
-    """Attention of the queries in qkv (B, (H + 2K) d) to the last `window` of the cache's `end` positions: (B, H d)."""
+def attend(qkv, keys, values, padding, end):
+    """Attention of the queries in qkv (B, (H + 2K) d) to the cache's first `end` positions: (B, H d)."""
     batch, kv_heads, _, width = keys.shape
     heads = qkv.shape[1] // width - 2 * kv_heads
     out, all_scores = np.empty((batch, heads * width), np.float32), np.empty((batch * heads, end), np.float32)
     for task in prange(batch * heads):
         b, h = task // heads, task % heads
         kv = h // (heads // kv_heads)
-        first = max(padding[b], end - window)
+        first = padding[b]
         q, y, scores = qkv[b, h * width : (h + 1) * width], out[b, h * width : (h + 1) * width], all_scores[task]
         largest, total = np.float32(-np.inf), np.float32(0)
         for s in range(first, end):
@@ -156,7 +155,7 @@ def run_layer(layer, x, cos, sin, padding, position, centered, eps):
             for i in range(width):
                 layer.keys[b, h, position, i] = qkv[b, (heads + h) * width + i]
                 layer.values[b, h, position, i] = qkv[b, (heads + kv_heads + h) * width + i]
-    add_product(x, layer.o, attend(qkv, layer.keys, layer.values, padding, layer.window, position + 1))
+    add_product(x, layer.o, attend(qkv, layer.keys, layer.values, padding, position + 1))
     gate_up = np.zeros((batch, len(layer.gate_up.bias)), np.float32)
     add_product(gate_up, layer.gate_up, normalize_rows(x, layer.mlp_norm, centered, eps))
     hidden = np.empty((batch, gate_up.shape[1] // 2), np.float32)
@@ -201,7 +200,7 @@ class CpuDecodeStep:
             return np.stack([vector(module.weight, config.hidden_size), vector(module.bias, config.hidden_size)])
 
         self.layers = []
-        for index, (layer, window) in enumerate(zip(decoder.layers, decoder.windows, strict=True)):
+        for index, layer in enumerate(decoder.layers):
             attention, width = layer.self_attn, config.resolved_head_dim
             norms = [n.weight for n in (attention.q_norm, attention.k_norm) if n is not None]
             head_norms = [np.stack([vector(weight, width), vector(None, width)]) for weight in norms]
@@ -216,7 +215,6 @@ class CpuDecodeStep:
                     matrix(layer.mlp.down_proj),
                     cache.keys[index].numpy(),
                     cache.values[index].numpy(),
-                    cache.max_length if window is None else window,
                 )
             )
         self.norm = norm(decoder.norm)

@@ -51,7 +51,6 @@ NORMS: dict[str, tuple[NormParameter, ...]] = {
 }
 PLACEMENTS = {"pre": 2, "post": 2, "sandwich": 4, "output": 2}  # placement of the norms: how many norms a layer has
 GATED, PLAIN = ("swiglu", "geglu", "reglu", "glu"), ("relu", "gelu")  # MLPs with three matrices, and with two
-LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 @dataclass(frozen=True)
@@ -79,10 +78,6 @@ class ModelConfig:
     rope_scaling: Annotated[dict | None, Suppress] = None  # no flag: it comes with loaded weights
     """Scaling of the rotary frequencies for longer contexts: `rope_type`, and the numbers that this type needs
     (model/rope_scaling.py); yarn also has `truncate`, true or false."""
-    sliding_window: Annotated[int | None, optional("INT")] = None
-    """Number of tokens that each token attends to: itself and those just before it; by default all before it."""
-    layer_types: Annotated[list[str] | None, Suppress] = None  # no flag: it comes with loaded weights
-    """With a sliding window, full_attention or sliding_attention for each layer; by default every layer slides."""
     norm: Literal[*NORMS] = "rms"
     """The norm around every block and before the head; nothing else changes with it. rms: RMSNorm. layer: LayerNorm.
     The others are for comparisons, and slower. center: x minus its mean. prms: RMSNorm whose mean square is that of
@@ -121,17 +116,6 @@ class ModelConfig:
         if self.head_dim is not None and self.head_dim * self.num_attention_heads == self.hidden_size:
             object.__setattr__(self, "head_dim", None)  # equal models must have equal configurations
         object.__setattr__(self, "norm_bias", canonical_norm_bias(self.norm, self.norm_bias))
-        slides = self.sliding_window is not None and self.sliding_window < self.max_position_embeddings
-        if not slides or not any(self.windows):  # a window as wide as the context hides nothing
-            object.__setattr__(self, "sliding_window", None)
-        if self.sliding_window is None or all(self.windows):
-            object.__setattr__(self, "layer_types", None)
-
-    @property
-    def windows(self) -> list[int | None]:
-        """The sliding window of each layer; None where a token attends to all tokens before it."""
-        types = self.layer_types or ["sliding_attention"] * self.num_hidden_layers
-        return [self.sliding_window if kind == "sliding_attention" else None for kind in types]
 
     @property
     def resolved_head_dim(self) -> int:
@@ -169,10 +153,10 @@ def canonical_norm_bias(norm: str, norm_bias: bool | None) -> bool | None:
 def check(config: ModelConfig) -> None:
     """Raise `UserError`, which says how to fix it, for a configuration that no decoder can have."""
     sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-    sizes += ("num_key_value_heads", "head_dim", "max_position_embeddings", "sliding_window", "norm_groups")
+    sizes += ("num_key_value_heads", "head_dim", "max_position_embeddings", "norm_groups")
     for name in sizes:
         value = getattr(config, name)
-        if name in ("head_dim", "sliding_window") and value is None:
+        if name == "head_dim" and value is None:
             continue
         if type(value) is not int or value < 1:
             raise UserError(f"{name} is {value!r} and must be an integer of at least 1.")
@@ -201,7 +185,4 @@ def check(config: ModelConfig) -> None:
         raise UserError(f"hidden_size {config.hidden_size} is not a multiple of norm_groups {config.norm_groups}.")
     if config.mlp in PLAIN and config.intermediate_size % 2:
         raise UserError(f"intermediate_size {config.intermediate_size} must be even for --mlp {config.mlp}.")
-    types, layers = config.layer_types, config.num_hidden_layers
-    if types is not None and (len(types) != layers or not {*types} <= {*LAYER_TYPES}):
-        raise UserError(f"layer_types is {types!r} and must be {' or '.join(LAYER_TYPES)} for each of {layers} layers.")
     check_rope_scaling(config.rope_scaling, config.rope_theta)

@@ -95,7 +95,6 @@ class Decoder(nn.Module):
         self.config = config
         self.compute_dtype = compute_dtype
         self.activation_checkpointing = False
-        self.windows = config.windows  # of each layer
         # A Linear, since a tied embedding is also the head; torch's own Embedding would draw from the global generator.
         self.embed_tokens = Linear(config.hidden_size, config.vocab_size)
         self.layers = nn.ModuleList(Layer(config, index) for index in range(config.num_hidden_layers))
@@ -131,14 +130,14 @@ class Decoder(nn.Module):
         if padding is None and start + length > self.config.max_position_embeddings:
             raise ValueError(f"{start + length} tokens exceed the context of {self.config.max_position_embeddings}")
         cos, sin = self.rope(start, length, padding)
-        masks = {w: attention_mask(start, length, padding, tokens.device, w) for w in dict.fromkeys(self.windows)}
+        mask = attention_mask(start, length, padding, tokens.device)
         x, residual = F.embedding(tokens, self.embed_tokens.weight).to(self.compute_dtype), None  # (B, T, D)
-        for layer, window in zip(self.layers, self.windows, strict=True):
+        for layer in self.layers:
             if self.activation_checkpointing and torch.is_grad_enabled():
-                inputs = (x, residual, cos, sin, masks[window], cache)
+                inputs = (x, residual, cos, sin, mask, cache)
                 x, residual = checkpoint(layer, *inputs, use_reentrant=False, preserve_rng_state=False)
             else:
-                x, residual = layer(x, residual, cos, sin, masks[window], cache)
+                x, residual = layer(x, residual, cos, sin, mask, cache)
         if cache is not None:
             cache.length += length
         if last_only:

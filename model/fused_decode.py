@@ -49,9 +49,7 @@ class DecodeStep:
         self.logits: Tensor | None = None
         self.graph: torch.cuda.CUDAGraph | None = None
         self.unavailable_reason: str | None = None
-        """Why the kernels cannot run, known after the first step; at once where a sliding window would hide tokens."""
-        if config.sliding_window is not None and cache.max_length > config.sliding_window:
-            self.give_up(f"the kernels have no sliding window, and the model's is {config.sliding_window} tokens")
+        """Why the kernels cannot run, known after the first step."""
         self.graph_unavailable_reason = None if supports_graphs(device) else f"{device.type} has none"
         """Why there is no graph, known after the second step."""
 
@@ -174,8 +172,8 @@ def decode_step_for(decoder: Decoder, batch_size: int, positions: int) -> Iterat
 
     The last step is kept with its cache and graph, until it does not fit or its decoder is
     gone. Its cache has room for a power of two of positions, at least 256, so that prompts of different lengths share
-    it; a power of two beyond the model's context, or its sliding window, is cut to that. The cache thus holds up to
-    twice the memory that it needs, and longer.
+    it; a power of two beyond the model's context is cut to that. The cache thus holds up to twice the memory that it
+    needs, and longer.
     """
     device, config = decoder.embed_tokens.weight.device, decoder.config
     usual = (config.norm_placement, config.mlp, config.attention_output_bias) == ("pre", "swiglu", False)
@@ -184,9 +182,7 @@ def decode_step_for(decoder: Decoder, batch_size: int, positions: int) -> Iterat
         yield None
         return
     room = 1 << (max(positions, MIN_POSITIONS) - 1).bit_length()
-    window = config.sliding_window  # the kernels can do without it where it hides nothing
-    limit = window if window is not None and positions <= window else config.max_position_embeddings
-    room = max(positions, min(room, limit))
+    room = max(positions, min(room, config.max_position_embeddings))
     # A graph reads the memory that held the weights when it was captured: if they are now elsewhere, it is useless.
     weights = [*decoder.parameters(), *decoder.buffers()]
     valid_for = batch_size, room, decoder.compute_dtype, *((w.data_ptr(), w.dtype, w.device) for w in weights)

@@ -21,7 +21,7 @@ MISTAKES = r"""
 train --data nothere
     no file, folder or known text is called "nothere"; give a path
 train --data BAD/empty
-    .*BAD/empty holds no file to read; the formats are .txt .md .py
+    .*BAD/empty names no file to read; the formats are .txt .md .py
 train --data BAD/small.txt
     the text has 1 tokens to train on, but one batch .* needs 4,096; give more text\.
 train --data BAD/notes.txt
@@ -29,13 +29,13 @@ train --data BAD/notes.txt
 train --data BAD/latin.txt
     .*latin.txt .*UTF-8
 train --data BAD/rows.jsonl --text-field body
-    .*rows.jsonl, line 1 has no field 'body'; name one with --text-field \(there are: text\)
+    .*rows.jsonl, line 1 cannot be read \(no field 'body' among text\); .* --text-field
 train --data BAD/broken.jsonl
     .*broken.jsonl.* line 1 .*JSON
 train --data BAD/broken.parquet
     .*broken.parquet .*Parquet file size is 4 bytes
 train --data BAD/picture.png
-    .*picture.png has a format that is not supported; the formats are .txt
+    .*picture.png names no file to read; the formats are .txt
 train --config huge
     --config huge is neither a file nor one of 124m, 1b
 train --config BAD/wrong.toml

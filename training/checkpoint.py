@@ -23,7 +23,7 @@ import torch
 from safetensors.torch import load_file
 
 from checkpoints import pretrained
-from checkpoints.find import candidates
+from checkpoints.find import candidates, is_complete
 from checkpoints.pretrained import save_tensors
 from data.tokenizer import Tokenizer
 from errors import UserError, fsync_directory, reading, replace_text
@@ -85,11 +85,6 @@ def recover_interrupted_save(target: Path) -> None:
             shutil.rmtree(target, ignore_errors=True)
             candidate.rename(target)
         shutil.rmtree(candidate, ignore_errors=True)
-
-
-def is_complete(directory: Path) -> bool:
-    """Whether a save into this directory was finished."""
-    return (directory / "state.json").is_file()
 
 
 def find_complete(target: Path) -> Path | None:

@@ -123,7 +123,7 @@ def set_up(settings: Settings, run_dir: Path, *, resume: bool, log: Callable[[st
     last = checkpoint.find_last(run_dir) if resume else None
     with processes.main_first("text"):
         corpus = prepare_corpus(settings, last)
-    batches.check_one_batch(len(corpus.train[0]), settings.data.batch_size, settings.data.sequence_length)
+    check_one_batch(len(corpus.train[0]), settings.data.batch_size, settings.data.sequence_length)
     log(f"text: {corpus.description}")
     model = initial_model(settings, dtype, log, load=not resume).to(device)
     model.activation_checkpointing = settings.machine.activation_checkpointing
@@ -140,6 +140,20 @@ def set_up(settings: Settings, run_dir: Path, *, resume: bool, log: Callable[[st
     )
     session.forward = processes.wrap(torch.compile(model, fullgraph=True) if settings.machine.compile else model)
     return session
+
+
+def check_one_batch(tokens: int, batch_size: int, sequence_length: int) -> None:
+    """Raise `UserError` when there are fewer tokens to train on than one batch has."""
+    if tokens // sequence_length < batch_size:
+        shorter = sequence_length
+        while shorter > 8 and tokens // shorter < 2:
+            shorter //= 2
+        fix = f"the same command with --sequence-length {shorter} --batch-size {tokens // shorter} works"
+        raise UserError(
+            f"the text has {tokens:,} tokens to train on, but one batch of {batch_size} sequences of "
+            f"{sequence_length} needs {batch_size * sequence_length:,}; give more text"
+            f"{f', or make the batch smaller: {fix}' if tokens >= shorter else ''}."
+        )
 
 
 def no_log(_: str) -> None:
@@ -188,9 +202,10 @@ def initial_model(settings: Settings, dtype: torch.dtype, log: Callable[[str], N
     run = settings.run
     if run.init_from is None or not load:
         return model
-    report, before = pretrained.load_weights(model, run.init_from), pretrained.load_config(run.init_from)
-    log(f"weights: {len(report.kept)} tensors kept from {run.init_from}")
-    for what, names in (("new", report.new), ("dropped", report.dropped)):
+    new, dropped = pretrained.load_weights(model, run.init_from)
+    before = pretrained.load_config(run.init_from)
+    log(f"weights: those of {run.init_from}")
+    for what, names in (("new", new), ("dropped", dropped)):
         if names:
             log(f"  {len(names)} {what}: {', '.join(names)}")
     converted = (before.norm, before.norm_placement, model.config.norm) == ("layer", "pre", "rms")

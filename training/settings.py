@@ -16,7 +16,7 @@ from typing import Annotated, Literal, TypedDict, TypeVar
 from checkpoints.families import load_config
 from checkpoints.find import find_checkpoint
 from errors import UserError, read_toml, reading, replace_text
-from flags import DisallowNone, arg, help_text, optional
+from flags import DisallowNone, arg, optional
 from model.config import ModelConfig
 
 CONFIGS = Path(__file__).parent.parent / "configs"
@@ -195,7 +195,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Command:
-    """A parsed command line."""
+    """All flags of train.py. The defaults shown here are those of the TOML file."""
 
     actions: Annotated[Actions, arg(name="what-to-do")] = field(default_factory=Actions)
     settings: Annotated[Settings, arg(name="")] = field(default_factory=Settings)
@@ -209,12 +209,12 @@ def parse(arguments: list[str], description: str) -> Command:
     """
     if any(argument.partition("=")[0] == "--epochs" for argument in arguments):
         raise UserError("--epochs is not a setting: training is measured in --steps, each of --batch-size sequences.")
-    if {"-h", "--help", "--help-all"} & {*arguments}:
-        shown = load_settings(config_path("tiny"))
-        tables = [Actions(), *(getattr(shown, f.name) for f in dataclasses.fields(shown))]
-        print(help_text(description, tables, () if "--help-all" in arguments else COMMON_FLAGS))
+    if {"-h", "--help"} & {*arguments}:
+        print(description)
         sys.exit()
     import tyro
+
+    arguments = ["--help" if argument == "--help-all" else argument for argument in arguments]
 
     sources, _ = tyro.cli(SourceFlags, args=arguments, return_unknown_args=True, add_help=False)
     config = sources.config or ("finetune" if sources.init_from else "tiny")
@@ -230,17 +230,13 @@ def parse(arguments: list[str], description: str) -> Command:
     if sources.sequence_length is not None or context < data.sequence_length:  # also of the first sequences
         data = dataclasses.replace(data, sequence_length=min(context, data.sequence_length), first_sequence_length=None)
     default = Command(Actions(config), dataclasses.replace(settings, model=model, data=data))
-    command = tyro.cli(Command, args=arguments, default=default, config=(tyro.conf.OmitArgPrefixes,))
+    command = tyro.cli(Command, args=arguments, default=default, prog="train.py", config=(tyro.conf.OmitArgPrefixes,))
     if weights is None:
         return command
     run = dataclasses.replace(command.settings.run, init_from=str(weights))
     keeps_bias = {"norm_bias": True} if sources.norm_bias is None and model.has_norm_bias else {}
     model = dataclasses.replace(command.settings.model, **keeps_bias)
     return dataclasses.replace(command, settings=dataclasses.replace(command.settings, run=run, model=model))
-
-
-COMMON_FLAGS = ("norm", "data", "config", "steps", "out", "resume", "init_from", "batch_size", "learning_rate")
-COMMON_FLAGS += ("device", "dtype", "processes", "dry_run", "eval_only")
 
 
 @dataclass(frozen=True)

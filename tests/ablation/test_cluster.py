@@ -7,7 +7,7 @@ import pytest
 
 from ablation import execute
 from ablation.plan import Plan
-from ablation.records import read_lines
+from ablation.records import read_rows
 
 ray = pytest.importorskip("ray")
 psutil = pytest.importorskip("psutil")
@@ -49,7 +49,7 @@ def test_twelve_runs_on_two_workers_of_which_one_is_killed_are_those_of_the_loca
     threading.Thread(target=kill_a_worker, daemon=True).start()
     execute.execute(spread, cluster.join(spread, address))
     assert killed and not spread.failed
-    assert len(read_lines(tmp_path / "cluster" / "runs.jsonl")) == 12
+    assert len(read_rows(tmp_path / "cluster" / "runs.jsonl")) == 12
 
     def rows(experiment: execute.Experiment) -> dict:
         varies = ("seconds", "workers")

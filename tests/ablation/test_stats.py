@@ -1,6 +1,5 @@
 """Statistics against values worked by hand, other implementations, and the truth in simulated experiments."""
 
-import functools
 import math
 from collections import Counter
 
@@ -12,29 +11,21 @@ from ablation.stats import (
     MAX_PAIRS,
     MIN_PAIRS_FOR_EQUIVALENCE,
     Comparison,
-    Effect,
     equivalence_p,
     final_pairs,
     holm,
     mean_effect,
-    minimum_detectable_effect,
     pairs_needed,
 )
 
 EXPERIMENTS, STD = 800, 0.03
 STUDIES, PILOT, MARGIN = 1_500, 8, 0.005
+EQUIVALENT = ("equivalent", "different, within the margin")
 
 
 def close_to(share: float, number: int = EXPERIMENTS) -> object:
     """A share of the experiments within 4 standard errors of a binomial one."""
     return pytest.approx(share, abs=4 * math.sqrt(share * (1 - share) / number))
-
-
-@functools.cache
-def experiments(truth: float, n: int) -> tuple[np.ndarray, list[Effect]]:
-    """Differences of n pairs whose mean is truly `truth`, and the effects that follow."""
-    values = np.random.default_rng(1).normal(truth, STD, (EXPERIMENTS, n))
-    return values, [mean_effect("d", row, "nats") for row in values]
 
 
 def t_tail(t: float, freedom: int) -> float:
@@ -67,15 +58,8 @@ def test_intervals_and_p_values_agree_with_those_of_scipy(n):
 
 @pytest.mark.parametrize("side", [-1, 1])
 def test_a_difference_as_large_as_the_margin_passes_as_equivalent_in_5_of_100_experiments(side):
-    values, _ = experiments(0.1 * side, 5)  # several standard errors: nearly all of the 5% is used
+    values = np.random.default_rng(1).normal(0.1 * side, STD, (EXPERIMENTS, 5))  # nearly all of the 5% is used
     assert np.mean([equivalence_p(row, 0.1) < 0.05 for row in values]) == close_to(0.05)
-
-
-def test_values_without_spread_decide_every_test():
-    same = mean_effect("d", [0.1] * 3, "nats")  # 0.1 + 0.1 + 0.1 is not 0.3
-    assert same.interval == pytest.approx((0.1, 0.1)) and same.p == pytest.approx(0, abs=1e-9)
-    assert mean_effect("d", [0.0] * 3, "nats").p == 1
-    assert equivalence_p(np.array([0.1] * 3), 0.2) < 1e-9 and equivalence_p(np.array([-0.1] * 3), 0.05) > 1 - 1e-9
 
 
 def test_holm_multiplies_by_the_tests_left_and_never_falls():
@@ -84,19 +68,11 @@ def test_holm_multiplies_by_the_tests_left_and_never_falls():
     assert holm([0.5, 0.9]) == [1.0, 1.0] and holm([0.04]) == [0.04] and holm([]) == []
 
 
-@pytest.mark.parametrize(("n", "at_least"), [(2, 0.72), (5, 0.785), (40, 0.799)])
-def test_the_minimum_detectable_effect_is_detected_in_80_of_100_experiments(n, at_least):
-    shift = minimum_detectable_effect(1.0, n) * math.sqrt(n)
-    reach = special.stdtrit(n - 1, 0.975)
-    power = stats.nct.sf(reach, n - 1, shift) + stats.nct.cdf(-reach, n - 1, shift)
-    assert at_least < power < 0.801
-
-
-@pytest.mark.parametrize("ratio", [0.05, 0.2, 0.7, 1.5])
-def test_pairs_needed_is_the_first_number_that_is_enough_and_never_more_than_the_limit(ratio):
-    n = pairs_needed(1.0, ratio, 0.025, 0.8)
-    reach = [(special.stdtrit(k - 1, 0.975) + special.stdtrit(k - 1, 0.8)) / math.sqrt(k) for k in (n - 1, n) if k > 1]
-    assert reach[-1] <= ratio and all(r > ratio for r in reach[:-1])
+def test_pairs_needed_is_the_first_number_that_is_enough_and_never_more_than_the_limit():
+    for ratio in (0.05, 0.2, 0.7, 1.5):
+        n = pairs_needed(1.0, ratio, 0.025, 0.8)
+        reach = [(special.stdtrit(k - 1, 0.975) + special.stdtrit(k - 1, 0.8)) / math.sqrt(k) for k in (n - 1, n)]
+        assert reach[1] <= ratio and not reach[0] <= ratio
     assert pairs_needed(1.0, 1e-6, 0.025, 0.8) == MAX_PAIRS
 
 
@@ -110,7 +86,7 @@ def run_studies(truths, draw, number: int = STUDIES) -> tuple[list[list[Comparis
         different = holm([effect.p for effect in effects])
         equivalent = holm([equivalence_p(values, MARGIN) for values in finals])
         judged = zip(finals, effects, different, equivalent, strict=True)
-        found.append([Comparison("a", "b", d, e, e, MARGIN, 0, None, None, p, q, len(truths)) for d, e, p, q in judged])
+        found.append([Comparison("a", "b", d, e, MARGIN, p, q, len(truths)) for d, e, p, q in judged])
         sizes.append(pairs)
     return found, sizes
 
@@ -135,13 +111,8 @@ def test_equal_arms_are_found_equivalent_in_80_of_100_studies_and_the_interval_c
 @pytest.mark.parametrize("side", [-1, 1])
 def test_a_difference_as_large_as_the_margin_is_called_equivalent_in_at_most_5_of_100_studies(side):
     studies, _ = run_studies([side * MARGIN], normal(2))
-    called = np.mean([family[0].equivalent for family in studies])
+    called = np.mean([family[0].verdict in EQUIVALENT for family in studies])
     assert called < 0.05 + 4 * math.sqrt(0.05 * 0.95 / STUDIES)
-
-
-def test_a_difference_of_twice_the_margin_is_found_in_80_of_100_studies():
-    studies, sizes = run_studies([2 * MARGIN], normal(3))
-    assert np.mean([family[0].verdict == "higher" for family in studies]) > 0.8 and np.median(sizes) < 10
 
 
 def test_a_pilot_plans_for_the_hardest_comparison_and_never_for_fewer_than_five_pairs():
@@ -152,10 +123,9 @@ def test_a_pilot_plans_for_the_hardest_comparison_and_never_for_fewer_than_five_
     assert final_pairs([loud + 0.01], MARGIN) == final_pairs([loud], MARGIN)  # it may be large by chance
 
 
-def comparison(differences: list[float], margin: float = 0.01, rerun: float | None = None) -> Comparison:
+def comparison(differences: list[float], margin: float = 0.01) -> Comparison:
     effect = mean_effect("a minus b", differences, "nats")
-    p = equivalence_p(np.array(differences), margin)
-    return Comparison("a", "b", differences, effect, effect, margin, 0.0, rerun, None, effect.p, p)
+    return Comparison("a", "b", differences, effect, margin, effect.p, equivalence_p(np.array(differences), margin), 1)
 
 
 def test_a_verdict_says_what_the_tests_say_and_fewer_than_five_pairs_are_never_equivalent():
@@ -164,19 +134,3 @@ def test_a_verdict_says_what_the_tests_say_and_fewer_than_five_pairs_are_never_e
     assert comparison([d + 0.005 for d in spread]).verdict == "different, within the margin"
     assert comparison([d + 0.1 for d in spread]).verdict == "higher"
     assert comparison([d - 0.1 for d in spread]).verdict == "lower"
-
-
-def test_more_pairs_are_those_of_equivalence_within_the_margin_and_of_a_difference_beyond_it():
-    small, large = comparison([0.03, -0.03, 0.02, -0.01, 0.0]), comparison([0.08, -0.03, 0.05, -0.01, 0.02])
-    for found, distance in ((small, 0.01), (large, 0.022)):
-        needed, fewest, most = found.more_pairs
-        power = 0.9 if found is small else 0.8
-        alpha = 0.05 if found is small else 0.025
-        assert needed == pairs_needed(found.deviation, distance, alpha, power) and fewest < needed < most
-    assert comparison([0.002, -0.001, 0.0, 0.001]).more_pairs[0] == 5
-
-
-def test_equal_runs_that_drift_as_far_as_pairs_differ_are_called_chaotic():
-    differences = [0.01, -0.01, 0.01, -0.01]
-    assert comparison(differences, rerun=0.009).chaotic and comparison(differences, rerun=math.inf).chaotic
-    assert not comparison(differences, rerun=0.005).chaotic and not comparison(differences).chaotic

@@ -16,7 +16,6 @@ SHAPE = dict(
 )  # fmt: skip
 YARN = {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32}
 STABLE = {"model_type": "stablelm", "partial_rotary_factor": 1.0}
-QWEN_WINDOW = {"model_type": "qwen3", "use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}
 
 REFUSED = {
     "another model": {"model_type": "gpt2"},
@@ -32,10 +31,7 @@ REFUSED = {
     "rope by layer type": {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
     "broken llama3 rope": {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
     "broken yarn": {"rope_scaling": {"type": "yarn"}},
-    "llama's window": {"sliding_window": 16},
-    "windows by layer of llama": {"layer_types": ["full_attention", "sliding_attention"]},
-    "windows without a window": QWEN_WINDOW | {"use_sliding_window": False, "layer_types": ["sliding_attention"] * 3},
-    "windows for too few layers": {**QWEN_WINDOW, "layer_types": ["sliding_attention"]},
+    "layers of other kinds": {"layer_types": ["full_attention", "chunked_attention"]},
     "parallel residual": {**STABLE, "use_parallel_residual": True},
     "another per-head norm": {**STABLE, "qk_layernorm": True},
     "an ignored head_dim": {**STABLE, "head_dim": 20},
@@ -63,7 +59,9 @@ def test_a_missing_key_means_what_it_means_in_transformers(model_type):
     partial = {"partial_rotary_factor": 1.0} if model_type == "stablelm" else {}
     theirs = type(transformers.AutoConfig.for_model(model_type)).from_dict(shape | partial)
     ours = from_json({"model_type": model_type, **shape, **partial})
-    for key in ("num_key_value_heads", "max_position_embeddings", "tie_word_embeddings", "initializer_range"):
+    window = getattr(theirs, "sliding_window", None) or theirs.max_position_embeddings
+    assert ours.max_position_embeddings == min(theirs.max_position_embeddings, window)
+    for key in ("num_key_value_heads", "tie_word_embeddings", "initializer_range"):
         assert getattr(ours, key) == getattr(theirs, key), key
     assert ours.resolved_head_dim == (getattr(theirs, "head_dim", None) or 256 // 32)
     assert ours.norm_eps == getattr(theirs, FAMILIES[model_type].eps)
@@ -71,13 +69,6 @@ def test_a_missing_key_means_what_it_means_in_transformers(model_type):
     assert {"rope_theta": ours.rope_theta, "rope_type": "default"} == {
         key: theirs.rope_parameters[key] for key in ("rope_theta", "rope_type")
     }
-    assert ours.sliding_window == getattr(theirs, "sliding_window", None)
-    if hasattr(theirs, "max_window_layers"):  # the default counts where a file has a window
-        window = {"use_sliding_window": True, "num_hidden_layers": 32}
-        windows = from_json({"model_type": model_type, **shape, **window}).windows
-        layers = type(theirs).from_dict(shape | window)
-        expected = [layers.sliding_window if "sliding" in kind else None for kind in layers.layer_types]
-        assert windows == expected and set(expected) == {None, 4096}
 
 
 def test_unknown_keys_are_ignored_with_one_note(saved, edit_config, capsys):
@@ -99,10 +90,11 @@ def test_the_config_of_a_published_checkpoint_is_read_as_transformers_reads_it(p
     fields = published["config"]
     (tmp_path / "config.json").write_text(json.dumps(fields))
     ours, theirs = load_config(tmp_path), transformers.AutoConfig.for_model(**fields)
-    assert capsys.readouterr().err == ""
+    noted = "sliding window" in capsys.readouterr().err
+    assert noted == (ours.max_position_embeddings < theirs.max_position_embeddings)
     assert ours.num_key_value_heads == theirs.num_key_value_heads
     assert ours.resolved_head_dim == getattr(theirs, "head_dim", theirs.hidden_size // theirs.num_attention_heads)
     assert (ours.rope_scaling or {}).get("rope_type", "default") == theirs.rope_parameters["rope_type"]
     assert ours.rope_theta == theirs.rope_parameters["rope_theta"]
-    window = getattr(theirs, "sliding_window", None)
-    assert ours.sliding_window == (window if window is None or window < theirs.max_position_embeddings else None)
+    window = getattr(theirs, "sliding_window", None) or theirs.max_position_embeddings
+    assert ours.max_position_embeddings == min(theirs.max_position_embeddings, window)

@@ -22,7 +22,6 @@ LLAMA3 = {
     "original_max_position_embeddings": 32,
 }  # fmt: skip
 THREE_BANDS = {"rope_scaling": LLAMA3, "rope_theta": 100.0}  # scaled, in between and not scaled
-LAYER_TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
 ALL_BIASES = {"attention_bias": True, "attention_output_bias": True}
 WRITTEN = {
     "rms": ("LlamaForCausalLM", {}),
@@ -35,8 +34,6 @@ WRITTEN = {
     "qk norm with qkv bias": ("Qwen3ForCausalLM", {"qk_norm": True, "attention_bias": True}),
     "qk norm with all biases": ("Qwen3ForCausalLM", {"qk_norm": True, **ALL_BIASES}),
     "qk norm with odd heads": ("Qwen3ForCausalLM", {"qk_norm": True, "hidden_size": 50, "head_dim": 6}),
-    "qk norm with a window": ("Qwen3ForCausalLM", {"qk_norm": True, "sliding_window": 5}),
-    "qk norm with windows": ("Qwen3ForCausalLM", {"qk_norm": True, "sliding_window": 5, "layer_types": LAYER_TYPES}),
     "rms with linear rope": ("LlamaForCausalLM", {"rope_scaling": {"rope_type": "linear", "factor": 3.0}}),
     "rms with llama3 rope": ("LlamaForCausalLM", THREE_BANDS),
     "qk norm with llama3 rope": ("Qwen3ForCausalLM", THREE_BANDS | {"qk_norm": True}),
@@ -53,10 +50,8 @@ NO_FAMILY = {
     "layer with wide heads": {"norm": "layer", "head_dim": 20},
     "rms with heads that do not divide": {"hidden_size": 50, "head_dim": 6},
     "rms with bias": {"norm_bias": True},
-    "rms with a window": {"sliding_window": 5},
     "rms with the bias of o_proj alone": {"attention_output_bias": True},
     "layer with all biases": {"norm": "layer", **ALL_BIASES},
-    "layer with windows": {"norm": "layer", "sliding_window": 5, "layer_types": LAYER_TYPES},
 }
 
 
@@ -124,8 +119,8 @@ FOREIGN = {
     "qwen3": ("Qwen3", {"head_dim": 16}),
     "qwen3, all biases": ("Qwen3", {"head_dim": 16, "attention_bias": True}),
     "mistral": ("Mistral", {"sliding_window": None}),
-    "mistral, window": ("Mistral", {"sliding_window": 7}),
-    "qwen2, windows": ("Qwen2", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 2}),
+    "mistral, window": ("Mistral", {"sliding_window": 24}),
+    "qwen2, windows": ("Qwen2", {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 2}),
     "llama, yarn": ("Llama", {"rope_parameters": {**YARN, "rope_theta": 500.0}}),
     "stablelm": ("StableLm", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 1.0}}),
     "stablelm, qkv bias": (

@@ -5,6 +5,7 @@ itself is asked in test_llama_cpp.py.
 """
 
 import json
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,13 +16,13 @@ import sentencepiece
 import torch
 
 from checkpoints.pretrained import save_pretrained
-from contrib import gguf as command
 from contrib.gguf import write_gguf
 from data.tokenizer import train_tokenizer
 from errors import UserError
 
 gguf = pytest.importorskip("gguf", reason="needs the gguf package: pip install gguf")
 
+ROOT = Path(__file__).parent.parent.parent
 LLAMA3 = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
@@ -206,7 +207,6 @@ REFUSED = {
     "another mlp": ({"mlp": "gelu"}, "no architecture"),
     "heads that do not divide": ({"hidden_size": 50, "head_dim": 6}, "no architecture"),
     "output bias": ({"qk_norm": True, "attention_bias": True, "attention_output_bias": True}, "qwen3 has no bias"),
-    "windows": ({"qk_norm": True, "sliding_window": 16}, "sliding windows"),
     "scaled rope": ({"norm": "layer", "rope_scaling": LLAMA3}, r"scaled \(stablelm, llama3\)"),
 }
 
@@ -230,18 +230,15 @@ def test_weights_that_float16_cannot_hold_are_refused(make_decoder, tokenizer, t
     write_gguf(tmp_path / "model", tmp_path / "model.gguf", "bfloat16")
 
 
-def test_the_command_takes_a_run_folder_and_keeps_an_existing_file(checkpoint, tmp_path, monkeypatch, capsys):
+def test_the_command_takes_a_run_folder_and_keeps_an_existing_file(checkpoint, tmp_path):
     _, directory = checkpoint()
     (tmp_path / "run").mkdir()
     directory.rename(tmp_path / "run" / "best")
-    arguments = ["gguf", str(tmp_path / "run"), str(tmp_path / "out.gguf"), "--dtype", "float16"]
-    monkeypatch.setattr(sys, "argv", arguments)
-    command.main()
-    assert "100%" in capsys.readouterr().err
+    (tmp_path / "run" / "best" / "state.json").write_text("{}")  # the last file of a save
+    command = [sys.executable, "-m", "contrib.gguf", tmp_path / "run", tmp_path / "out.gguf", "--dtype", "float16"]
+    first, second = (subprocess.run(command, cwd=ROOT, capture_output=True, text=True) for _ in range(2))
+    assert first.returncode == 0 and "100%" in first.stderr
     fields, _ = read(tmp_path / "out.gguf")
     assert fields["general.name"] == "run" and fields["general.file_type"] == gguf.LlamaFileType.MOSTLY_F16
-    with pytest.raises(SystemExit) as caught:
-        command.main()
-    error = capsys.readouterr().err
-    assert caught.value.code == 2 and error.startswith("error: ") and "is not overwritten" in error
+    assert second.returncode == 2 and second.stderr.startswith("error: ") and "is not overwritten" in second.stderr
     assert read(tmp_path / "out.gguf")[0] == fields

@@ -1,20 +1,15 @@
-"""lm-eval's requests: the arithmetic against one position at a time, and the results against lm-eval's own `hf` model.
+"""The answers to lm-eval's requests are those of its own `hf` model.
 
-The second half needs lm-eval: `pip install lm_eval accelerate`, then `python -m pytest -m slow tests/contrib`.
+Run with `pip install lm_eval accelerate`, then `python -m pytest -m slow tests/contrib`.
 """
 
 import json
 from pathlib import Path
 
 import pytest
-import torch
 
 from checkpoints.pretrained import save_pretrained
-from contrib.lm_eval import continuations, log_likelihoods, read_arguments, register
 from data.tokenizer import train_tokenizer
-from errors import UserError
-from generation.generate import generate
-from generation.settings import Sampling
 from model.config import ModelConfig
 from model.decoder import Decoder
 
@@ -40,70 +35,6 @@ def make_decoder(**changes) -> Decoder:
     decoder.lm_head.weight.data[:259] = 0  # unknown, BOS, EOS and the bytes
     return decoder
 
-
-@torch.no_grad()
-def one_by_one(decoder: Decoder, context: list[int], continuation: list[int]) -> tuple[float, bool]:
-    """Log-likelihood in float64, each token from a forward of its own, with as much before it as lm-eval keeps."""
-    ids = (context + continuation)[-CONTEXT - 1 :]
-    total, greedy = 0.0, True
-    for place in range(len(ids) - len(continuation), len(ids)):
-        logits = decoder(torch.tensor([ids[:place]]))[0, -1].double()
-        total += (logits[ids[place]] - logits.exp().sum().log()).item()
-        greedy = greedy and logits.argmax().item() == ids[place]
-    return total, greedy
-
-
-@pytest.mark.parametrize("batch_size", [1, 3, 100])
-@pytest.mark.parametrize("changes", [{}, {"norm": "layer", "norm_placement": "post"}], ids=["llama", "no family"])
-def test_log_likelihoods_are_those_of_one_position_at_a_time(changes, batch_size):
-    decoder = make_decoder(**changes)
-    generator = torch.Generator().manual_seed(1)
-    lengths = [(1, 1), (5, 3), (1, CONTEXT), (20, 5), (40, 2), (3, 1), (24, 24), (7, 9)]
-    pairs = [[torch.randint(0, 300, (n,), generator=generator).tolist() for n in both] for both in lengths]
-    greedy = generate(decoder, [pairs[1][0]], max_new_tokens=4, sampling=Sampling(temperature=0)).tokens[0]
-    pairs += [[pairs[1][0], greedy], [pairs[1][0], [*greedy[:-1], (greedy[-1] + 1) % 300]]]
-    found = log_likelihoods(decoder, pairs, batch_size)
-    expected = [one_by_one(decoder, *pair) for pair in pairs]
-    assert [value for value, _ in found] == pytest.approx([value for value, _ in expected], rel=1e-5)
-    assert [flag for _, flag in found] == [flag for _, flag in expected]
-    assert [flag for _, flag in found][-2:] == [True, False]
-
-
-@pytest.mark.parametrize("batch_size", [1, 4])
-def test_continuations_end_before_a_stop_string_and_see_the_end_of_long_prompts(tokenizer, batch_size):
-    decoder = make_decoder()
-    prompts = [tokenizer.encode(text) for text in ("the", "the quick brown", "dog " * 30)]
-    arguments = {"until": [], "max_gen_toks": 10}
-    plain = [
-        tokenizer.decode(
-            generate(decoder, [ids[-CONTEXT + 10 :]], max_new_tokens=10, sampling=Sampling(temperature=0)).tokens[0]
-        )
-        for ids in prompts
-    ]
-    assert len(prompts[2]) > CONTEXT and all(len(text) > 4 for text in plain)
-    none = frozenset()
-    assert continuations(decoder, tokenizer, prompts, arguments, none, batch_size) == plain
-    stop = plain[1][2:4]
-    cut = [text.split(stop)[0] for text in plain]
-    assert continuations(decoder, tokenizer, prompts, arguments | {"until": [stop]}, none, batch_size) == cut
-    begun = [text[-2:] + "never" for text in plain]  # the texts end with what may be the beginning of a stop string
-    assert continuations(decoder, tokenizer, prompts, arguments | {"until": begun}, none, batch_size) == plain
-    with pytest.raises(UserError, match=rf"max_gen_toks is {CONTEXT}"):
-        continuations(decoder, tokenizer, prompts, {"max_gen_toks": CONTEXT}, none, batch_size)
-
-
-def test_generation_arguments_are_read_as_lm_eval_means_them():
-    assert read_arguments({}) == ([], 256, Sampling(temperature=0.0))
-    greedy = read_arguments({"until": "x", "max_new_tokens": 5, "do_sample": False, "temperature": 0.7})
-    assert greedy == (["x"], 5, Sampling(temperature=0.0))
-    sampled = read_arguments({"until": ["", "y"], "temperature": 0.5, "top_k": 3, "do_sample": True})
-    assert sampled == (["y"], 256, Sampling(temperature=0.5, top_k=3))
-    assert read_arguments({"do_sample": True})[2] == Sampling(temperature=1.0)
-    with pytest.raises(UserError, match="num_beams"):
-        read_arguments({"num_beams": 4})
-
-
-# In lm-eval itself
 
 TASKS = {
     "rolling": (
@@ -173,7 +104,8 @@ def save(tokenizer, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("changes", [{}, {"qk_norm": True}, {"norm": "layer"}], ids=["llama", "qwen3", "stablelm"])
 def test_a_model_of_a_family_gets_the_answers_of_lm_evals_own_hf_model(evaluate, save, changes):
-    register()
+    import contrib.lm_eval  # noqa: F401 - it registers `prenorm`
+
     checkpoint = save(make_decoder(**changes))
     ours, theirs = evaluate("prenorm", checkpoint), evaluate("hf", checkpoint)
     assert len(ours["rolling"]) == 4 and len(ours["choice"]) == 8

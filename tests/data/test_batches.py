@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from data.batches import batch, check_one_batch, permute, validation_windows
-from errors import UserError
+from data.batches import batch, permute, validation_windows
 
 STREAM = np.arange(1003, dtype=np.uint16)  # each token is its own position, so a window shows where it was taken
 T, B = 10, 7
@@ -80,9 +79,10 @@ def test_streams_are_read_one_after_the_other_and_none_before_it_is_needed():
 
 
 def test_the_order_of_windows_is_a_bijection_for_any_count():
-    for count in [*range(1, 300), *range(300, 5000, 23), 5000]:
-        order = permute(np.arange(count), count, np.random.SeedSequence(count).generate_state(4, np.uint64))
-        assert np.array_equal(np.sort(order), np.arange(count)), count
+    keys = np.random.SeedSequence(5).generate_state(4, np.uint64)
+    for count in range(1, 5001):
+        found = permute(np.arange(count), count, keys).astype(np.int64)
+        assert len(found) == count and (np.bincount(found, minlength=count) == 1).all(), count
 
 
 def test_neighbours_do_not_stay_neighbours_and_keys_give_other_orders():
@@ -94,15 +94,6 @@ def test_neighbours_do_not_stay_neighbours_and_keys_give_other_orders():
         assert (np.abs(steps) < 1000).mean() == pytest.approx(0.002, rel=0.1), "as often as by chance"
         assert abs(np.corrcoef(order[:-1], order[1:])[0, 1]) < 0.01
     assert (first == second).sum() < 20
-
-
-def test_a_text_too_small_for_a_batch_says_which_batch_it_is_enough_for():
-    check_one_batch(70, B, T)
-    with pytest.raises(UserError, match=r"69 tokens .* needs 70; .*--sequence-length 10 --batch-size 6 works\."):
-        check_one_batch(69, B, T)
-    check_one_batch(69, 6, T)
-    with pytest.raises(UserError, match=r"3 tokens to train on.*give more text\."):
-        check_one_batch(3, 8, 512)
 
 
 @pytest.mark.parametrize("length", [2, 10, 11, 70, 71, 72, 500, 1003])

@@ -2,7 +2,6 @@
 
 import json
 import random
-import shutil
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from sentencepiece.sentencepiece_model_pb2 import ModelProto
 
-from contrib.llama_cpp_vocab import llama_cpp_vocabulary
 from data.tokenizer import check_vocabulary, load_tokenizer, train_tokenizer
 from data.tokenizer_json import PIECE, merges
 from errors import UserError
@@ -81,7 +79,7 @@ def test_tokens_for_conversations_are_reserved_and_never_come_from_text(ours):
     tokens = [ours.added_tokens[i].content for i in range(7)]
     assert tokens == ["<unk>", "<s>", "</s>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"]
     assert all(token.special for token in ours.added_tokens.values())
-    assert min(ours.encode("<|user|>Hi<|end|>")) > 6 and ours.encode_special("<|user|>Hi<|end|>")[::6] == [4]
+    assert min(ours.encode("<|user|>Hi<|end|>")) > 6 and ours.encode_special("<|user|>Hi<|end|>", "mark")[::6] == [4]
     assert min(ours.encode_batch(["<|user|>Hi<|end|>"])[0]) > 6
 
 
@@ -161,20 +159,17 @@ def test_autotokenizer_gives_the_same_ids_in_every_family(ours, saved, tmp_path,
         assert auto.decode(ours.encode(text)) == text
 
 
-def test_that_no_space_is_added_is_written_only_where_it_is_true(saved, llama, tmp_path):
-    assert json.loads((saved / "tokenizer_config.json").read_text())["add_prefix_space"] is False
-    llama.save(tmp_path)
-    assert "add_prefix_space" not in json.loads((tmp_path / "tokenizer_config.json").read_text())
-
-
-def test_a_saved_tokenizer_loads_as_the_same_tokenizer_and_saves_the_same_files(ours, saved, tmp_path):
-    again = load_tokenizer(shutil.copytree(saved, tmp_path / "before"))
-    shutil.rmtree(tmp_path / "before")
-    assert (again.hash, again.bos_id, again.eos_id) == (ours.hash, ours.bos_id, ours.eos_id)
-    again.save(tmp_path)
-    names = {"tokenizer.model", "tokenizer.json", "tokenizer_config.json"}
-    assert {path.name for path in tmp_path.iterdir()} == names
-    assert all((tmp_path / name).read_bytes() == (saved / name).read_bytes() for name in names)
+@pytest.mark.parametrize("name", ["ours", "llama", "qwen"])
+def test_a_saved_tokenizer_loads_as_the_same_tokenizer_and_saves_the_same_files(name, tmp_path, request):
+    tokenizer, folders = request.getfixturevalue(name), [tmp_path / "one", tmp_path / "two"]
+    for folder in folders:
+        folder.mkdir()
+        tokenizer.save(folder)
+        again = load_tokenizer(folder)
+        assert (again.hash, again.bos_id, again.eos_id) == (tokenizer.hash, tokenizer.bos_id, tokenizer.eos_id)
+        tokenizer = again
+    one, two = ({path.name: path.read_bytes() for path in folder.iterdir()} for folder in folders)
+    assert one == two and {"tokenizer.json", "tokenizer_config.json"} <= set(one)
 
 
 # Tokenizers that were given
@@ -218,30 +213,8 @@ def test_qwen_gives_the_golden_ids(qwen, shared):
 
 
 def test_qwen_has_no_bos_and_its_own_eos_and_special_tokens_are_text(qwen):
-    assert qwen.bos_id is None
-    assert qwen.eos_id == 151645
+    assert (qwen.bos_id, qwen.eos_id, qwen.vocab_size) == (None, 151645, 151665)
     assert qwen.eos_id not in qwen.encode("<|im_end|>") and qwen.decode(qwen.encode("<|im_end|>")) == "<|im_end|>"
-    assert qwen.vocab_size == 151665
-
-
-def test_qwens_tokenizer_is_known_to_llama_cpp_with_all_its_tokens_and_merges(qwen, qwen_folder):
-    found = llama_cpp_vocabulary(qwen, 151936)
-    content = json.loads((qwen_folder / "tokenizer.json").read_text(encoding="utf-8"))
-    assert (found.kind, found.pre_tokenizer, found.add_space_prefix) == ("gpt2", "qwen2", False)
-    assert len(found.tokens) == len(found.types) == 151936
-    assert all(found.tokens[i] == token for token, i in content["model"]["vocab"].items())
-    assert found.merges == content["model"]["merges"]
-    assert (found.tokens[151645], found.types[151645]) == ("<|im_end|>", 3)
-    assert (found.tokens[151657], found.types[151657]) == ("<tool_call>", 4)
-    assert found.types[:151643] == [1] * 151643
-    assert (found.tokens[151665], found.types[151665:]) == ("[PAD151665]", [5] * 271)
-    assert [note for note in found.notes if "NFC" in note] == found.notes != []
-
-
-def test_a_given_folder_is_saved_by_copying_its_files(qwen, qwen_folder, tmp_path):
-    qwen.save(tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == {path.name for path in qwen_folder.iterdir()}
-    assert load_tokenizer(tmp_path).hash == qwen.hash
 
 
 def edited(saved: Path, folder: Path, generation: dict | None = None, **changes) -> Path:
@@ -276,17 +249,16 @@ def test_eos_follows_the_tokenizer_configuration_and_then_the_generation_configu
 
 
 def test_files_that_are_no_tokenizers_are_named(saved, tmp_path):
+    folder = edited(saved, tmp_path / "broken")
+    (folder / "tokenizer_config.json").write_text("{")
     for name, content in (("a.model", b"nothing"), ("b.json", b"{}"), ("c.model", b"")):
         (tmp_path / name).write_bytes(content)
-        with pytest.raises(UserError, match=r"(\.model|tokenizer\.json) cannot be read"):
-            load_tokenizer(tmp_path / name)
+    for path in ("a.model", "b.json", "c.model", "broken"):
+        with pytest.raises(UserError, match=r"(\.model|tokenizer\.json|tokenizer_config\.json) cannot be read"):
+            load_tokenizer(tmp_path / path)
     for path in (tmp_path, tmp_path / "missing"):
         with pytest.raises(UserError, match="there is no"):
             load_tokenizer(path)
-    folder = edited(saved, tmp_path / "broken")
-    (folder / "tokenizer_config.json").write_text("{")
-    with pytest.raises(UserError, match=r"tokenizer_config\.json cannot be read"):
-        load_tokenizer(folder)
 
 
 def test_ctrl_c_while_a_tokenizer_is_trained_is_ctrl_c(tmp_path):

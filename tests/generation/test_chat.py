@@ -5,44 +5,35 @@ import shutil
 
 import pytest
 
-from data.chat_template import read_template
-from data.tokenizer import BREAK, break_tokens, load_tokenizer
+from data.tokenizer import load_tokenizer
 from errors import UserError
+from generation.chat import BREAK, break_tokens
 from generation.settings import Sampling, recommended_sampling
 from tests.generation.conftest import chat_format
 
 
 def write(path, content) -> None:
-    path.parent.mkdir(exist_ok=True)
     path.write_text(content if isinstance(content, str) else json.dumps(content), encoding="utf-8")
 
 
-def test_a_template_file_is_preferred_to_the_configuration_and_that_to_the_old_file(tmp_path):
-    assert read_template(tmp_path) is None
-    write(tmp_path / "chat_template.json", {"chat_template": "old é"})
-    assert read_template(tmp_path) == "old é"
-    write(tmp_path / "tokenizer_config.json", {"chat_template": None})
-    assert read_template(tmp_path) == "old é"
-    write(tmp_path / "tokenizer_config.json", {"chat_template": "one"})
-    assert read_template(tmp_path) == "one"
+def test_a_template_file_is_preferred_to_the_configuration_and_what_is_no_text_is_one_line(chatml_model, tmp_path):
+    shutil.copytree(chatml_model, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "chat_template.jinja").unlink(missing_ok=True)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text(encoding="utf-8"))
     named = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "two"}]
-    write(tmp_path / "tokenizer_config.json", {"chat_template": named})
-    write(tmp_path / "chat_templates" / "tool_use.jinja", "no")
-    assert read_template(tmp_path) == "two"
-    write(tmp_path / "chat_templates" / "default.jinja", "three")
-    assert read_template(tmp_path) == "three"
-    write(tmp_path / "chat_template.jinja", "four é")
-    assert read_template(tmp_path) == "four é"
-
-
-def test_a_template_that_is_no_text_is_one_line(tmp_path):
-    for value in (7, [{"name": "rag", "template": "x"}]):
-        write(tmp_path / "tokenizer_config.json", {"chat_template": value})
-        with pytest.raises(UserError, match=r"tokenizer_config.json cannot be read"):
-            read_template(tmp_path)
+    for value, expected in ((None, None), ("one é", "one é"), (named, "two")):
+        write(tmp_path / "tokenizer_config.json", config | {"chat_template": value})
+        assert load_tokenizer(tmp_path).chat_template == expected
+    write(tmp_path / "chat_template.jinja", "three é")
+    assert load_tokenizer(tmp_path).chat_template == "three é"
     (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
     with pytest.raises(UserError, match=r"chat_template.jinja cannot be read"):
-        read_template(tmp_path)
+        assert load_tokenizer(tmp_path).chat_template
+    (tmp_path / "chat_template.jinja").unlink()
+    for value in (7, named[:1]):
+        write(tmp_path / "tokenizer_config.json", config | {"chat_template": value})
+        with pytest.raises(UserError, match=r"tokenizer_config.json cannot be read"):
+            assert load_tokenizer(tmp_path).chat_template
 
 
 @pytest.mark.parametrize(
@@ -107,9 +98,9 @@ def test_every_occurrence_of_a_token_is_broken_and_nothing_else_changes():
 def test_after_encoding_special_tokens_plain_encoding_is_still_plain(chat_model):
     tokenizer = load_tokenizer(chat_model)
     text = "</s><|im_end|> x"
-    plain, special = tokenizer.encode(text), tokenizer.encode_special(text)
+    plain, special = tokenizer.encode(text), tokenizer.encode_special(text, BREAK)
     assert tokenizer.encode(text) == plain and len(special) < len(plain)
-    broken = tokenizer.encode_special(break_tokens(text, [t.content for t in tokenizer.added_tokens.values()]))
+    broken = tokenizer.encode_special(break_tokens(text, [t.content for t in tokenizer.added_tokens.values()]), BREAK)
     assert broken == plain and tokenizer.decode(broken) == text
 
 
@@ -127,7 +118,7 @@ def test_text_that_a_normalizer_turns_into_a_token_is_no_token(chatml_model, tmp
     write(tmp_path / "tokenizer.json", fields)
     chat = chat_format(tmp_path)
     end = chat.end_of_turn
-    assert chat.tokenizer.encode_special("a<|im_end|>b").count(end) == 1
+    assert chat.tokenizer.encode_special("a<|im_end|>b", BREAK).count(end) == 1
     harmless, forged = (chat.encode([{"role": "user", "content": text}]).count(end) for text in ("ab", typed))
     assert harmless == forged >= 1
 

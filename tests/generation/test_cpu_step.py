@@ -29,9 +29,6 @@ VARIANTS = {
     },
     "layer without bias, one kv head": {"norm": "layer", "norm_bias": False, "num_key_value_heads": 1},
     "a kv head for each head": {"num_key_value_heads": 6},
-    "a sliding window in some layers": {
-        "sliding_window": 3, "layer_types": ["full_attention", "sliding_attention", "full_attention"],
-    },
     "linear": {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
 }  # fmt: skip
 

@@ -32,7 +32,6 @@ YARN = {
     "beta_slow": 1,
     "truncate": True,
 }
-LAYER_TYPES = ["full_attention", "sliding_attention", "full_attention"]
 
 
 def test_configuration_and_families_import_no_torch():
@@ -55,8 +54,6 @@ def test_the_default_model_has_four_million_parameters():
         ({"rope_theta": float("inf")}, "rope_theta is inf"),
         ({"rope_scaling": {"rope_type": "dynamic"}}, "'dynamic' is not supported; linear, llama3, yarn are"),
         ({"rope_scaling": {**YARN, "beta_slow": 0}}, "beta_slow 0; yarn needs a number"),
-        ({"sliding_window": 0}, "sliding_window is 0"),
-        ({"sliding_window": 8, "layer_types": ["sliding_attention"]}, "for each of 3 layers"),
         ({"rope_scaling": {**LLAMA3, "high_freq_factor": 1.0}}, "high_freq_factor above"),
     ],
 )
@@ -66,19 +63,13 @@ def test_an_impossible_configuration_is_an_error_that_says_how_to_fix_it(make_co
 
 
 def test_a_configuration_survives_json_unchanged(make_config):
-    config = make_config(rope_scaling=LLAMA3, head_dim=4, sliding_window=5, layer_types=LAYER_TYPES)
+    config = make_config(rope_scaling=LLAMA3, head_dim=4)
     assert ModelConfig(**json.loads(json.dumps(dataclasses.asdict(config)))) == config
 
 
-def test_a_head_dim_and_windows_that_change_nothing_give_an_equal_configuration(make_config):
+def test_a_head_dim_that_changes_nothing_gives_an_equal_configuration(make_config):
     assert make_config(head_dim=8) == make_config() and make_config(head_dim=8).resolved_head_dim == 8
     assert make_config(head_dim=10) != make_config() and make_config(head_dim=10).head_dim == 10
-    assert make_config(sliding_window=64) == make_config(sliding_window=65) == make_config()
-    assert make_config(layer_types=LAYER_TYPES) == make_config()
-    assert make_config(sliding_window=8, layer_types=["full_attention"] * 3) == make_config()
-    assert make_config(sliding_window=8, layer_types=["sliding_attention"] * 3) == make_config(sliding_window=8)
-    assert make_config(sliding_window=63).windows == [63] * 3 and make_config().windows == [None] * 3
-    assert make_config(sliding_window=8, layer_types=LAYER_TYPES).windows == [None, 8, None]
 
 
 @pytest.mark.parametrize("norm", NORMS)

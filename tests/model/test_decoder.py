@@ -12,7 +12,6 @@ from model.cache import KeyValueCache
 from model.config import GATED, NORMS, PLACEMENTS, PLAIN
 
 FLOAT32 = 2e-6
-LAYER_TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
 
 
 def tolerance(decoder):
@@ -26,8 +25,6 @@ VARIANTS = {
     "biases and qk norm": {"attention_bias": True, "attention_output_bias": True, "qk_norm": True},
     "one kv head, wide heads": {"num_key_value_heads": 1, "head_dim": 20},
     "no grouping": {"num_key_value_heads": 6},
-    "a window": {"sliding_window": 9},
-    "windows by layer": {"sliding_window": 4, "layer_types": LAYER_TYPES, "num_key_value_heads": 6},
     "post": {"norm_placement": "post", "norm": "layer"},
     "sandwich": {"norm_placement": "sandwich", "norm": "offset"},
     "output": {"norm_placement": "output", "norm": "derf"},
@@ -67,7 +64,7 @@ def plain_logits(config, weights, tokens, norm_formula):
             return x
         return x / ((x**2).mean(-1, keepdim=True) + config.norm_eps).sqrt() * weights[f"{name}.weight"]
 
-    def attention(x, name, window):
+    def attention(x, name):
         qkv = x @ weights[f"{name}.qkv_proj.weight"].T + weights.get(f"{name}.qkv_proj.bias", 0)
         q, k, v = qkv.split((heads * width, kv_heads * width, kv_heads * width), -1)
         q = rotate(head_norm(q.reshape(length, heads, width), f"{name}.q_norm"))
@@ -77,9 +74,8 @@ def plain_logits(config, weights, tokens, norm_formula):
         for head in range(heads):
             group = head // (heads // kv_heads)
             for t in range(length):
-                seen = slice(max(0, t + 1 - (window or length)), t + 1)
-                probabilities = torch.softmax(k[seen, group] @ q[t, head] / width**0.5, 0)
-                outputs[t, head] = probabilities @ v[seen, group]
+                probabilities = torch.softmax(k[: t + 1, group] @ q[t, head] / width**0.5, 0)
+                outputs[t, head] = probabilities @ v[: t + 1, group]
         return outputs.flatten(1) @ weights[f"{name}.o_proj.weight"].T + weights.get(f"{name}.o_proj.bias", 0)
 
     def activation(x):
@@ -97,18 +93,17 @@ def plain_logits(config, weights, tokens, norm_formula):
 
     x = weights["embed_tokens.weight"][tokens]
     for i in range(config.num_hidden_layers):
-        layer, slides = f"layers.{i}", config.layer_types is None or config.layer_types[i] == "sliding_attention"
-        window = config.sliding_window if slides else None
+        layer = f"layers.{i}"
         if config.norm_placement == "post":
-            x = norm(x + attention(x, f"{layer}.self_attn", window), f"{layer}.input_layernorm")
+            x = norm(x + attention(x, f"{layer}.self_attn"), f"{layer}.input_layernorm")
             x = norm(x + mlp(x, f"{layer}.mlp"), f"{layer}.post_attention_layernorm")
             continue
         if config.norm_placement == "output":
-            x = x + norm(attention(x, f"{layer}.self_attn", window), f"{layer}.attention_output_layernorm")
+            x = x + norm(attention(x, f"{layer}.self_attn"), f"{layer}.attention_output_layernorm")
             x = x + norm(mlp(x, f"{layer}.mlp"), f"{layer}.mlp_output_layernorm")
             continue
         after = {"pre": lambda y, name: y, "sandwich": norm}[config.norm_placement]
-        y = attention(norm(x, f"{layer}.input_layernorm"), f"{layer}.self_attn", window)
+        y = attention(norm(x, f"{layer}.input_layernorm"), f"{layer}.self_attn")
         x = x + after(y, f"{layer}.attention_output_layernorm")
         y = mlp(norm(x, f"{layer}.post_attention_layernorm"), f"{layer}.mlp")
         x = x + after(y, f"{layer}.mlp_output_layernorm")
@@ -205,27 +200,6 @@ def test_attention_masks_are_as_drawn_in_the_docstring():
     assert drawn(masks[1]) == ["#...", ".#..", "..#.", "..##"]
     assert drawn(attention_mask(3, 2, None, cpu)[0, 0]) == ["####.", "#####"]
     assert attention_mask(0, 4, None, cpu) is None and attention_mask(3, 1, None, cpu) is None
-    assert drawn(attention_mask(0, 4, None, cpu, 2)[0, 0]) == ["#...", "##..", ".##.", "..##"]
-    masks = attention_mask(0, 5, torch.tensor([0, 2]), cpu, 2)[:, 0]
-    assert drawn(masks[0]) == ["#....", "##...", ".##..", "..##.", "...##"]
-    assert drawn(masks[1]) == ["#....", ".#...", "..#..", "..##.", "...##"]
-    assert drawn(attention_mask(3, 1, None, cpu, 3)[0, 0]) == [".###"]
-
-
-def test_a_window_that_hides_nothing_needs_no_mask():
-    cpu = torch.device("cpu")
-    assert attention_mask(0, 4, None, cpu, 4) is None and attention_mask(3, 1, None, cpu, 4) is None
-    assert attention_mask(0, 5, None, cpu, 4) is not None and attention_mask(4, 1, None, cpu, 4) is not None
-
-
-@torch.no_grad()
-def test_the_output_of_a_layer_with_a_window_depends_on_the_tokens_in_it_alone(make_decoder, tokens):
-    decoder = make_decoder(sliding_window=5, num_hidden_layers=1).eval()
-    before, last = decoder(tokens), tokens.shape[1] - 1
-    for position in range(last + 1):
-        other = tokens.clone()
-        other[:, position] = (other[:, position] + 1) % 97
-        assert torch.equal(decoder(other)[:, last], before[:, last]) == (position <= last - 5)
 
 
 @torch.no_grad()
@@ -270,8 +244,7 @@ def test_activation_checkpointing_stores_fewer_activations(make_decoder, tokens)
 @pytest.mark.parametrize(("backend", "norm"), [("aot_eager", "layer"), ("eager", "rms"), ("eager", "batch")])
 def test_the_forward_pass_compiles_without_graph_breaks(make_decoder, tokens, relative, backend, norm):
     torch._dynamo.reset()
-    window = {"sliding_window": 5, "layer_types": LAYER_TYPES[:2]} if norm == "rms" else {}
-    decoder = make_decoder(norm=norm, qk_norm=True, num_hidden_layers=2, **window)
+    decoder = make_decoder(norm=norm, qk_norm=True, num_hidden_layers=2)
     targets = tokens.roll(-1, 1)
     compiled = torch.compile(decoder, backend=backend, fullgraph=True)
     assert relative(compiled(tokens, targets), decoder(tokens, targets)) < tolerance(decoder)

@@ -94,22 +94,6 @@ def test_a_prompt_of_one_token_and_one_of_more_tokens_than_a_range_are_right(mak
         assert relative(found, expected) < 2e-6
 
 
-@pytest.mark.usefixtures("triton_kernels")
-@torch.inference_mode()
-def test_where_a_sliding_window_hides_tokens_the_decoder_computes_the_step_and_one_line_says_so(
-    make_decoder, relative, capsys
-):
-    decoder, tokens = make_decoder(num_hidden_layers=1, sliding_window=5).eval(), random_tokens(1, 9)
-    found, step = decode(decoder, tokens[:, :5], positions=5)
-    assert step.unavailable_reason is None and step.cache.max_length == 5 and capsys.readouterr().err == ""
-    assert relative(found, decoder(tokens[:, :5])) < 2e-6
-    found, step = decode(decoder, tokens, positions=9)
-    reason = "the kernels have no sliding window, and the model's is 5 tokens"
-    assert capsys.readouterr().err == f"fused decoding: {reason}; the decoder runs without it.\n"
-    assert step.unavailable_reason is not None and step.cache.length == 9
-    assert relative(found, decoder(tokens)) < 2e-6
-
-
 def test_a_fused_step_exists_for_triton_small_batches_and_the_layers_that_it_computes(make_decoder):
     def exists(batch_size=1, **changes):
         with decode_step_for(make_decoder(**changes).eval(), batch_size, 4) as step:

@@ -18,13 +18,12 @@ LOGITS = 2e-6
 FAMILIES = {
     "llama": ("Llama", {"attention_bias": True}),
     "mistral": ("Mistral", {"sliding_window": None, "head_dim": 12}),
-    "mistral, window": ("Mistral", {"sliding_window": 7}),
+    "mistral, window": ("Mistral", {"sliding_window": 60}),
     "qwen2": ("Qwen2", {}),
-    "qwen2, window": ("Qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
     "qwen3": ("Qwen3", {"head_dim": 16}),
     "qwen3, windows by layer": (
         "Qwen3",
-        {"head_dim": 12, "use_sliding_window": True, "sliding_window": 9}
+        {"head_dim": 12, "use_sliding_window": True, "sliding_window": 60}
         | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
     ),
     "stablelm": ("StableLm", {"use_qkv_bias": True, "partial_rotary_factor": 1.0}),
@@ -80,7 +79,7 @@ def test_logits_at_once_and_of_greedy_decoding_in_a_padded_batch_equal_those_of_
     again = load_pretrained(tmp_path / "ours")
     assert again.config == decoder.config
 
-    tokens = torch.randint(0, shape["vocab_size"], (2, CONTEXT))
+    tokens = torch.randint(0, shape["vocab_size"], (2, decoder.config.max_position_embeddings))
     expected = model(tokens).logits
     errors = [relative(decoder(tokens), expected), relative(again(tokens), expected)]
 
@@ -106,10 +105,8 @@ def test_logits_at_once_and_of_greedy_decoding_in_a_padded_batch_equal_those_of_
     assert max(errors) <= LOGITS
 
 
-@pytest.mark.parametrize("family", ["qwen2, window", "qwen3, windows by layer"])
-def test_gradients_of_models_with_windows_and_yarn_equal_those_of_transformers_in_float64(
-    shape, relative, tmp_path, family
-):
+@pytest.mark.parametrize("family", ["qwen2", "qwen3, windows by layer"])
+def test_gradients_of_models_with_yarn_equal_those_of_transformers_in_float64(shape, relative, tmp_path, family):
     """Tolerance: three times the error of the same gradient in transformers in float32, plus that of the logits."""
     model = random_model(family, "yarn", shape)
     model.save_pretrained(tmp_path)

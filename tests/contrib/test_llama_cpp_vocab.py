@@ -1,5 +1,6 @@
-"""Tokenizers in llama.cpp's terms. That llama.cpp then gives the same ids: tests/contrib/test_llama_cpp.py."""
+"""Tokenizers in llama.cpp's terms. That llama.cpp then gives the same ids: test_llama_cpp.py."""
 
+import json
 from collections.abc import Callable
 
 import pytest
@@ -121,3 +122,17 @@ def test_special_tokens_that_llama_cpp_finds_in_plain_text_are_named(tmp_path):
     # `<s` becomes a piece, and `<s` + `>` is the text of BOS.
     tags = train_tokenizer(["<s <s <s <sp <sp ></ > >"] * 9, 273, tmp_path / "b.model")
     assert any(note.startswith("llama.cpp reads the texts <s> as") for note in llama_cpp_vocabulary(tags, 273).notes)
+
+
+def test_qwens_tokenizer_is_known_to_llama_cpp_with_all_its_tokens_and_merges(qwen, qwen_folder):
+    found = llama_cpp_vocabulary(qwen, 151936)
+    content = json.loads((qwen_folder / "tokenizer.json").read_text(encoding="utf-8"))
+    assert (found.kind, found.pre_tokenizer, found.add_space_prefix) == ("gpt2", "qwen2", False)
+    assert len(found.tokens) == len(found.types) == 151936
+    assert all(found.tokens[i] == token for token, i in content["model"]["vocab"].items())
+    assert found.merges == content["model"]["merges"]
+    assert (found.tokens[151645], found.types[151645]) == ("<|im_end|>", 3)
+    assert (found.tokens[151657], found.types[151657]) == ("<tool_call>", 4)
+    assert found.types[:151643] == [1] * 151643
+    assert (found.tokens[151665], found.types[151665:]) == ("[PAD151665]", [5] * 271)
+    assert [note for note in found.notes if "NFC" in note] == found.notes != []
