@@ -87,7 +87,7 @@ print(*[name for name in names if not u.find_spec(name)])
 
 main() {
     local absent tool scratch ours="Triton and torch.compile"
-    local decoders=(ours "plain decoder" transformers "transformers compiled")
+    local decoders=(transformers "transformers compiled" "plain decoder" ours)
     date
     nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader 2>&1
     scratch=$(mktemp -d)

@@ -21,6 +21,7 @@ from checkpoints.weights import StoredTensor, stored_tensors
 from errors import UserError, reading
 from model.config import ModelConfig
 from model.decoder import Decoder
+from model.device import allocate
 from model.norm import is_norm_parameter
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -159,10 +160,12 @@ def load_pretrained(
     checkpoint = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
     with torch.device("meta"):
         decoder = Decoder(checkpoint.config, seed=None, compute_dtype=compute_dtype)
-    state = {}
-    for name, parameter in decoder.state_dict().items():
-        dtype = inference_dtype(parameter, compute_dtype) if cast else checkpoint.dtype(*unpacked_names(name))
-        state[name] = torch.empty(parameter.shape, dtype=dtype, device=device)
+    parameters = decoder.state_dict()
+    sizes = [
+        (one.shape, inference_dtype(one, compute_dtype) if cast else checkpoint.dtype(*unpacked_names(name)))
+        for name, one in parameters.items()
+    ]
+    state = dict(zip(parameters, allocate(sizes, torch.device(device)), strict=True))
     copy_tensors(checkpoint.tensors, unpacked_tensors(state, checkpoint.config))
     decoder.load_state_dict(state, assign=True)
     return decoder.to(device)

@@ -1,17 +1,22 @@
 """Weights for inference: stored in the dtype they are used in. Counts the bytes of them that a decoding step reads."""
 
+from itertools import chain
+
 import torch
 
 from checkpoints.pretrained import inference_dtype
 from model.decoder import Decoder
+from model.device import allocate
 from model.linear import Linear
 
 
 def cast_weights(decoder: Decoder, dtype: torch.dtype) -> None:
     """Compute in `dtype` and store the matrices in it, so that no step casts them. Norm weights and biases: float32."""
     decoder.compute_dtype = dtype
-    for parameter in decoder.parameters():
-        parameter.data = parameter.data.to(inference_dtype(parameter, dtype))
+    parameters = [*decoder.parameters()]
+    sizes = [(parameter.shape, inference_dtype(parameter, dtype)) for parameter in parameters]
+    for parameter, data in zip(parameters, allocate(sizes, parameters[0].device), strict=True):
+        parameter.data = data.copy_(parameter.data)
 
 
 def quantize_matrices(decoder: Decoder) -> None:
@@ -21,11 +26,14 @@ def quantize_matrices(decoder: Decoder) -> None:
     to w / s, with s = max |w| / 127. Inputs are not quantized.
     """
     lookup = None if decoder.lm_head is None else decoder.embed_tokens  # an untied embedding multiplies nothing
-    for module in decoder.modules():
-        if isinstance(module, Linear) and module is not lookup:
-            weight = module.weight.detach().float()
-            scales = weight.abs().amax(1).clamp(min=torch.finfo(torch.float32).tiny) / 127
-            module.int8 = (weight / scales[:, None]).round().to(torch.int8), scales
+    linears = [module for module in decoder.modules() if isinstance(module, Linear) and module is not lookup]
+    shapes = [linear.weight.shape for linear in linears]
+    sizes = chain.from_iterable(((shape, torch.int8), (shape[:1], torch.float32)) for shape in shapes)
+    memory = iter(allocate([*sizes], linears[0].weight.device))
+    for linear in linears:
+        weight = linear.weight.detach().float()
+        scales = weight.abs().amax(1).clamp(min=torch.finfo(torch.float32).tiny) / 127
+        linear.int8 = next(memory).copy_((weight / scales[:, None]).round()), next(memory).copy_(scales)
 
 
 def bytes_per_step(decoder: Decoder) -> int:

@@ -7,7 +7,7 @@ from errors import UserError
 from generation.generate import generate
 from model.config import ModelConfig
 from model.decoder import Decoder
-from model.device import choose_device, choose_inference_dtype, fast_at_bfloat16, peak_flops, threads_for
+from model.device import allocate, choose_device, choose_inference_dtype, fast_at_bfloat16, peak_flops, threads_for
 
 CPU = torch.device("cpu")
 
@@ -67,3 +67,15 @@ def test_the_peak_is_known_only_for_devices_in_the_table(monkeypatch):
         assert peak_flops(torch.device("cuda"), torch.bfloat16) == peak
     assert peak_flops(torch.device("cuda"), torch.float32) is None
     assert peak_flops(torch.device("cpu"), torch.bfloat16) is None
+
+
+def test_weights_lie_side_by_side_without_overlap_and_begin_cache_lines():
+    sizes = [((3, 5), torch.bfloat16), ((7,), torch.int8), ((0, 4), torch.float32), ((2, 2), torch.float32)]
+    tensors = allocate([(torch.Size(shape), dtype) for shape, dtype in sizes], torch.device("cpu"))
+    for number, tensor in enumerate(tensors):
+        tensor.fill_(number)
+    for number, (tensor, (shape, dtype)) in enumerate(zip(tensors, sizes, strict=True)):
+        assert (tuple(tensor.shape), tensor.dtype) == (shape, dtype) and (tensor == number).all()
+        assert tensor.is_contiguous() and (tensor.data_ptr() - tensors[0].data_ptr()) % 64 == 0
+    (meta,) = allocate([(torch.Size((2, 3)), torch.int8)], torch.device("meta"))
+    assert (meta.shape, meta.dtype, meta.device.type) == ((2, 3), torch.int8, "meta")
