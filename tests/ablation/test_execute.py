@@ -66,12 +66,6 @@ def test_a_run_that_raises_is_a_failed_row_that_costs_no_other_and_is_tried_agai
     assert len(study.load(experiment.folder).rows) == 4
 
 
-def test_where_no_run_works_it_ends_after_a_few(experiment, row):
-    many = load_or_create(dataclasses.replace(experiment.plan, seeds=50), experiment.folder, "cpu", 1)
-    execute.execute(many, instantly(row, lambda run: 1 / 0))
-    assert len(many.failed) == execute.ENOUGH_FAILURES
-
-
 def test_each_device_is_used_by_one_run_at_a_time(experiment, row):
     experiment.workers = ["cuda:0", "cuda:1", "cuda:2"]
     experiment.plan = dataclasses.replace(experiment.plan, seeds=10)

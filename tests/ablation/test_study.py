@@ -84,13 +84,6 @@ def test_hours_limit_all_runs_and_cut_whole_seeds(finish, bowl):
     assert hardly.comparisons == [] and not hardly.final_seeds
 
 
-def test_an_arm_that_another_learning_rate_may_suit_better_has_a_warning(finish, bowl):
-    study = finish(PLAN, lambda run: bowl(run) + (0.6 if (run.arm, run.phase) == ("rms", "final") else 0))
-    assert study.warning("rms").startswith("not well tuned: at ") and study.warning("none") is None
-    falling = finish(PLAN, lambda run: 3 - run.learning_rate)
-    assert all(falling.warning(arm) == "its learning rate, 0.04, is at the edge of the sweep" for arm in ARMS)
-
-
 def test_reruns_tell_rounding_from_a_change_that_means_nothing(finish, bowl):
     study = finish(dataclasses.replace(PLAN, rerun_seeds=2), lambda run: bowl(run) + 30 * run.perturbation * run.seed)
     assert study.spread.index.tolist() == [("layer", 2e-2, 1e-6), ("layer", 2e-2, 0.05)]
