@@ -41,7 +41,8 @@ def main() -> int:
             report.describe(experiment.study, len(experiment.workers)), *[QUICK] * command.quick, sep="\n", flush=True
         )
         if command.dry_run:
-            print(execute.time_of_a_run(experiment))
+            print("one run:", flush=True)
+            execute.estimate_run(experiment)
             return 0
         if command.judge:
             said = judge.judge(experiment, functools.partial(execute.execute, start=start))

@@ -1,7 +1,6 @@
 """Published claims about norms as data, and verdicts on them: `python ablate.py --claims FOLDER ...`.
 
-A claim names the effects that it is about, and says in which region they lie. One rule, `judge`, turns effects and
-region into a verdict; there is no other. Claims whose ids differ in a letter are parts of one.
+A claim names effects and the region in which they lie; one rule, `judge`, turns both into a verdict.
 """
 
 import dataclasses
@@ -13,6 +12,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import torch
 from torch import Tensor
@@ -37,18 +37,14 @@ class Claim:
     id: str
     text: str
     source: str
-    effects: str
-    """Names of effects (`measured`, `facts`) with a semicolon between them; * is any text. Empty: not measured."""
+    effects: str  # their names in `measured` or `facts`; "; " between them, * is any text, none: not measured
     low: float = -math.inf
     high: float = math.inf
 
 
 def judge(effect: Effect, low: float, high: float) -> str:
-    """Does the effect lie between low and high?
-
-    It holds where the whole interval lies inside: the 95% interval, or between two finite bounds the 90% interval,
-    which is two one-sided tests at 5% and takes as many pairs as any equivalence. It does not hold where the whole 95%
-    interval lies outside.
+    """Whether the effect lies between low and high: where its 95% interval lies inside, or outside. Between two finite
+    bounds it is inside where that of 90% is, which is two one-sided tests at 5% and takes five pairs.
     """
     if effect.interval[1] <= low or effect.interval[0] >= high:
         return "does not hold"
@@ -110,8 +106,7 @@ CLAIMS = [
 
 def claims_table(folders: Sequence[Path]) -> str:
     """One Markdown table of claims; each is judged from the first of the folders that measured it."""
-    studies = {folder: load(folder) for folder in folders}
-    found = [(of, measured(of, read_lines(folder / TIMINGS))) for folder, of in studies.items()]
+    found = [(study := load(folder), measured(study, read_lines(folder / TIMINGS))) for folder in folders]
     arithmetic = None, [fact for kind in ("rms", "layer") for fact in facts(kind)]
     return table(claim_row(claim, [*found, arithmetic]) for claim in CLAIMS)
 
@@ -123,11 +118,11 @@ def claim_row(claim: Claim, known: Sequence[tuple[Study | None, list[Effect]]]) 
     for study, effects in known:
         if about := [e for e in effects if any(fnmatchcase(e.name, name) for name in claim.effects.split("; "))]:
             verdicts = [judge(effect, claim.low, claim.high) for effect in about]
-            found = [f"{e.name} {with_interval(e, '.4g')} {e.unit}".rstrip() for e in about]
+            texts = [f"{e.name} {with_interval(e, '.4g')} {e.unit}".rstrip() for e in about]
             if len(about) > 1:
-                found = [f"{text} ({verdict})" for text, verdict in zip(found, verdicts, strict=True)]
+                texts = [f"{text} ({verdict})" for text, verdict in zip(texts, verdicts, strict=True)]
             verdict = next(verdict for verdict in VERDICTS if verdict in verdicts)
-            return row | {"measured": "; ".join(found), "judged at": judged_at(study, about), "verdict": verdict}
+            return row | {"measured": "; ".join(texts), "judged at": judged_at(study, about), "verdict": verdict}
     return row | {"measured": MISSING, "judged at": MISSING, "verdict": "not measured"}
 
 
@@ -135,19 +130,16 @@ def judged_at(study: Study | None, effects: list[Effect]) -> str:
     """Scale and learning rates of the runs that the effects are of."""
     if study is None:
         return "arithmetic"
-    arms = {arm for effect in effects for arm in effect.name.split(" minus ")} & {*study.learning_rates}
-    rates = {study.learning_rates[arm] for arm in arms or study.learning_rates}
-    if any("sweep" in effect.name for effect in effects):
-        rates = study.rates
+    named = {arm for effect in effects for arm in effect.name.split(" minus ")} & {*study.learning_rates}
+    swept = any("sweep" in effect.name for effect in effects)
+    rates = study.rates if swept else {study.learning_rates[arm] for arm in named or study.learning_rates}
     scale = f"{study.rows.parameters.max() / 1e6:.3g}M parameters, {study.rows.tokens.max() / 1e6:.2g}M tokens"
     shared = " of all arms" if study.shares_rate else ""
     return f"{scale}, learning rate {', '.join(f'{rate:g}' for rate in sorted(rates))}{shared}"
 
 
 def measured(study: Study, timings: list[dict]) -> list[Effect]:
-    """Everything that a study has measured: differences of each two arms, effects of a grid, how the loss varies over a
-    sweep, what the residual stream is like, and times of RMSNorm over those of LayerNorm.
-    """
+    """Everything that a study has measured, and the times of RMSNorm over those of LayerNorm."""
     pairs = itertools.permutations(study.arms, 2)
     differences = (study.mean_loss(f"{arm} minus {base}", {arm: 1.0, base: -1.0}) for arm, base in pairs)
     ratios = [(part, effect) for part in ("step", "forward") for effect in time_ratios(timings, part, "rms", "layer")]
@@ -159,13 +151,13 @@ def sweeps(study: Study) -> Iterator[Effect]:
     """For each setting, how much more the losses of arms with one of its values vary over the learning rates than those
     of arms with its first value. A seed with a diverged run is left out: leaving out the learning rate would flatter.
     """
-    for setting in study.plan.varied if study.rates else ():
-        varies: dict[object, list[pd.Series]] = {}
-        for name, arm in study.arms.items():
-            losses = study.of("sweep", name).pivot(index="seed", columns="learning_rate", values=study.measure)
-            spread = losses.max(axis=1, skipna=False) - losses.min(axis=1, skipna=False)
-            varies.setdefault(study.plan.value(arm, setting), []).append(spread)
-        first, *others = ((value, pd.concat(found, axis=1).mean(axis=1)) for value, found in varies.items())
+    varies = pd.DataFrame(index=study.arms, columns=study.plan.phase_seeds["sweep"], dtype=float)
+    for arm in study.arms if study.rates else ():
+        losses = study.of("sweep", arm).pivot(index="learning_rate", columns="seed", values=study.measure)
+        varies.loc[arm] = losses.max(skipna=False) - losses.min(skipna=False)
+    for setting in study.plan.varied:
+        values = [str(study.plan.value(arm, setting)) for arm in study.arms.values()]
+        first, *others = varies.groupby(np.array(values), sort=False).mean().iterrows()
         for value, spread in others:
             if len(differences := (spread - first[1]).dropna()):
                 name = f"{setting}: {value} minus {first[0]}, spread over the sweep"
@@ -173,9 +165,7 @@ def sweeps(study: Study) -> Iterator[Effect]:
 
 
 def stream(study: Study) -> Iterator[Effect]:
-    """What a norm before each block gets: |mean| / std over that of rows of D independent normal numbers, which is
-    sqrt(2 / (pi D)), and the cosine of a row with itself minus its mean.
-    """
+    """What a norm before a block gets: |mean| / std over that of random rows, and the cosine with x minus its mean."""
     for name, arm in study.arms.items():
         model, rows = arm_settings(study.plan, arm).model, study.final(name)
         over_chance = rows.mean_over_std * math.sqrt(math.pi * model.hidden_size / 2)
@@ -196,10 +186,9 @@ def facts(kind: str) -> list[Effect]:
         torch.autograd.functional.jacobian(lambda row, g=gain: norm(row[None], g)[0][0], x[0]).abs()
         for gain in (ones, 0 * ones)
     )
-    rms, layer = (dataclasses.replace(base_settings("ablation").model, norm=name) for name in ("rms", "layer"))
-    models = (base_settings("ablation-10m").model, rms)
-    shares = [8 * c.num_norms * c.hidden_size / flops_per_token(c, 128) for c in models]
-    overflows = (400 * normal_rows(4)).half().square().mean(-1).isinf().double().mean()
+    large, rms = (base_settings(config).model for config in ("ablation-10m", "ablation"))
+    layer = dataclasses.replace(rms, norm="layer")
+    shares = [8 * c.num_norms * c.hidden_size / flops_per_token(c, 128) for c in (large, rms)]
     found = {
         "change by scale": (change(norm(10 * x, ones)[0], y), "relative change"),
         "gradient by scale": (lengths[0] / lengths[1], "ratio"),
@@ -208,12 +197,12 @@ def facts(kind: str) -> list[Effect]:
         "others": (change(norm(x[:1], ones)[0], y[:1]), "relative change"),
         "weight 0": (blocked.max(), "largest derivative"),
         "rsqrt": (change(x * torch.rsqrt(mean_square), x / mean_square.sqrt()), "relative change"),
-        "float16 overflows": (overflows, "of rows"),
+        "float16 overflows": ((400 * normal_rows(4)).half().square().mean(-1).isinf().double().mean(), "of rows"),
         "norm parameters": (num_norm_parameters(rms) / num_norm_parameters(layer), "rms over layer"),
         "operations": (shares[0] / shares[1], "of 10M over 1.3M parameters"),
     }
-    values = {f"{name}: {kind}": (float(value), unit) for name, (value, unit) in found.items()}
-    return [Effect(name, value, (value, value), (value, value), 0.0, unit, 0) for name, (value, unit) in values.items()]
+    exact = {f"{name}: {kind}": ((float(value),) * 2, unit) for name, (value, unit) in found.items()}
+    return [Effect(name, limits[0], limits, limits, 0.0, unit, 0) for name, (limits, unit) in exact.items()]
 
 
 def normal_rows(seed: int, width: int = 256) -> Tensor:

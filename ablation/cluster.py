@@ -1,7 +1,4 @@
-"""The runs of a comparison on a Ray cluster: `python ablate.py --ray auto`, or with the address of its head.
-
-Ray repeats a run whose process was killed, up to three times. Only this process writes rows.
-"""
+"""The runs of a comparison on a Ray cluster, which repeats killed ones. Only this process writes rows."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -20,9 +17,7 @@ EXCLUDED = [".git", ".cache", "runs", "tests", "docs", "benchmarks/results"]  # 
 
 
 def join(experiment: Experiment, address: str) -> Callable[[Run, str], Future]:
-    """Join the cluster, give its workers this code, and make them those of the experiment: GPUs or else CPUs, all of
-    the model that the cluster has most of. Returns the `start` of `execute`.
-    """
+    """Make GPUs, or else CPUs, of the cluster's most frequent model the workers; returns the `start` of `execute`."""
     ray.init(address, runtime_env={"working_dir": str(ROOT), "excludes": EXCLUDED}, log_to_driver=False)
     kind, device = ("GPU", "cuda") if ray.cluster_resources().get("GPU") else ("CPU", "cpu")
     options = {f"num_{kind.lower()}s": 1, "max_retries": 3}
@@ -31,11 +26,11 @@ def join(experiment: Experiment, address: str) -> Callable[[Run, str], Future]:
         place = NodeAffinitySchedulingStrategy(node, soft=True)  # soft: on another where it has died
         return ray.remote(function).options(scheduling_strategy=place, **options)
 
-    counts = {node["NodeID"]: int(node["Resources"].get(kind, 0)) for node in ray.nodes() if node["Alive"]}
-    models = {node: ray.get(on_node(hardware, node).remote(device)) for node, count in counts.items() if count}
-    most = Counter(name for node, name in models.items() for _ in range(counts[node])).most_common(1)[0][0]
-    experiment.hardware = most
-    experiment.workers = [node for node, name in models.items() if name == most for _ in range(counts[node])]
+    alive = [node for node in ray.nodes() if node["Alive"]]
+    nodes = [node["NodeID"] for node in alive for _ in range(int(node["Resources"].get(kind, 0)))]
+    models = {node: ray.get(on_node(hardware, node).remote(device)) for node in {*nodes}}
+    experiment.hardware = Counter(models[node] for node in nodes).most_common(1)[0][0]
+    experiment.workers = [node for node in nodes if models[node] == experiment.hardware]
     threads = 1 if device == "cpu" else None
 
     def start(run: Run, node: str) -> Future:

@@ -14,50 +14,36 @@ from flags import optional
 
 DESCRIPTION = """Compare any settings of train.py over paired seeds, with intervals and a verdict.
 
-python ablate.py                        RMSNorm or LayerNorm: configs/comparisons/norms.toml, hours
-
-python ablate.py --quick                the same in minutes, and what that cannot show
+python ablate.py                        RMSNorm or LayerNorm in hours; --quick: in minutes, and what that cannot show
 
 python ablate.py --vary norm=layer,dyt  each at its best learning rate of a sweep; several --vary: effects of a grid
 
 python ablate.py --a "" --b "weight_decay=0.5 qk_norm=true" --judge   keep or discard a change: stops as soon as it can
 
-Ctrl-C stops it and the same command resumes it. The folder has runs.jsonl, a row for every finished run, and report.md
-and pictures, which are derived from it."""
+Ctrl-C stops it and the same command resumes it. Its folder gets runs.jsonl, and report.md, which is derived from it."""
 QUICK = """quick: three pairs show only large differences, and never equivalence; 300 steps are the start of a run; all
 arms share a learning rate, which may suit one of them better"""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True)  # comments and docstrings of fields are the help of the flags
 class Command:
-    """The command line."""
-
     plan_file: Annotated[str | None, optional("[PLAN]"), tyro.conf.Positional] = None
-    """A TOML file, or a name in configs/comparisons/. Flags override what it says."""
+    """A TOML file, or a name in configs/comparisons/; flags override what it says"""
     varied: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, optional("SETTING=V,V", name="vary")] = ()
-    """Values of a setting of train.py to compare, the first as baseline. Several times: a grid."""
+    """Values of a setting to compare, the first as baseline; several times: a grid"""
     a: Annotated[str | None, optional('"S=V ..."')] = None
-    """Settings of the baseline, such as "norm=layer steps=600"; "" is the config as it is."""
-    b: Annotated[str | None, optional('"S=V ..."')] = None
-    """Settings of what is compared with it."""
-    quick: bool = False
-    """Three pairs of 300 steps at one learning rate."""
-    judge: bool = False
-    """Of two arms: add pairs until it can say keep, discard or inconclusive. The last line is one JSON object."""
-    out: Annotated[Path | None, optional("FOLDER")] = None
-    """Folder of the results (default: runs/ablation-NAME)."""
-    device: str = "auto"
-    """auto (all GPUs, else MPS, else the cores of the CPU) or a torch device."""
-    jobs: Annotated[int | None, optional("INT")] = None
-    """Runs at once: by default one for each GPU, and on a CPU one for each core."""
-    ray: Annotated[str | None, optional("ADDRESS")] = None
-    """Make the runs on a Ray cluster: auto, or the address of its head."""
-    dry_run: bool = False
-    """Only print the plan, and the time of a run from a few steps."""
-    report: Annotated[Path | None, optional("FOLDER")] = None
-    """Only rewrite the report of this folder."""
+    """Settings of the baseline, such as "norm=layer steps=600"; "" is the config as it is"""
+    b: Annotated[str | None, optional('"S=V ..."')] = None  # Settings of what is compared with it
+    quick: bool = False  # Three pairs of 300 steps at one learning rate
+    judge: bool = False  # Of two arms: add pairs until it can say keep, discard or inconclusive; ends with a JSON line
+    out: Annotated[Path | None, optional("FOLDER")] = None  # Folder of the results (default: runs/ablation-NAME)
+    device: str = "auto"  # auto (all GPUs, else MPS, else the cores of the CPU) or a torch device
+    jobs: Annotated[int | None, optional("INT")] = None  # Runs at once; by default one for each GPU, or core of a CPU
+    ray: Annotated[str | None, optional("ADDRESS")] = None  # Use a Ray cluster: auto, or the address of its head
+    dry_run: bool = False  # Only print the plan, and what a run needs
+    report: Annotated[Path | None, optional("FOLDER")] = None  # Only rewrite the report of this folder
     claims: Annotated[tuple[Path, ...] | None, optional("FOLDER ...")] = None
-    """Only print one table of published claims; each is judged from the first of these folders that measured it."""
+    """Only print one table of published claims; each is judged from the first of these folders that measured it"""
     plan: Annotated[Plan, tyro.conf.arg(name="")] = field(default_factory=Plan)
 
 
@@ -74,16 +60,16 @@ def parse(arguments: list[str]) -> Command:
 
 def starting_plan(command: Command) -> Plan:
     """The plan of the file, of --vary, or of --a and --b; with a name that tells it from others."""
-    pair, given = (command.a, command.b), [*filter(None, (command.a, command.b, *command.varied))]
-    if pair != (None, None) and (None in pair or command.a == command.b):
-        raise UserError("--a and --b need each other, and differ: settings of the baseline, and of the other arm.")
-    plan = Plan() if given and command.plan_file is None else load_plan(command.plan_file or "norms")
-    if not given:
-        return plan
-    name = re.sub(r"[^\w.]+", "-", " ".join([command.plan_file or "", *given])).strip("-")[:64]
-    arms = plan.arms if command.a is None else {text or "default": values(text) for text in pair}
+    arms = {text or "default": values(text) for text in (command.a, command.b) if text is not None}
     vary = {name: value.split(",") for text in command.varied for name, value in values(text).items()}
-    return dataclasses.replace(plan, name=name, arms=arms, vary=plan.vary | vary)
+    if len(arms) == 1:
+        raise UserError("--a and --b need each other, and differ: settings of the baseline, and of the other arm.")
+    if not arms and not vary:
+        return load_plan(command.plan_file or "norms")
+    plan = load_plan(command.plan_file) if command.plan_file else Plan()
+    text = " ".join(filter(None, (command.plan_file, command.a, command.b, *command.varied)))
+    name = re.sub(r"[^\w.]+", "-", text).strip("-")[:64]
+    return dataclasses.replace(plan, name=name, arms=arms or plan.arms, vary=plan.vary | vary)
 
 
 def values(text: str) -> dict[str, str]:

@@ -1,8 +1,6 @@
-"""What a trained LayerNorm model loses when it becomes an RMSNorm model: `python -m ablation.convert`.
+"""What a trained LayerNorm model loses when it becomes an RMSNorm model, as a folder for `python ablate.py --report`.
 
-There are also conversions that drop only the mean or only the bias. With the bias and centered weights nothing is lost,
-unless the embedding is tied to the head. The control keeps LayerNorm and trains for as many steps as the others. The
-folder is that of a comparison whose baseline are the models before: `python ablate.py --report FOLDER`.
+With bias and centered weights nothing is lost, unless the embedding is tied to the head. The control keeps LayerNorm.
 """
 
 import dataclasses
@@ -20,16 +18,15 @@ from errors import exit_on_user_error, locked
 from training.loop import save
 from training.session import no_log, set_up
 
-STEPS_DIVISOR = 8  # converted models train for an eighth of the run's steps
-LR_MULTIPLIER = 0.25  # of the run's peak, because its learning rate has already decayed
+LR_MULTIPLIER = 0.25  # of converted models that are trained: the learning rate of their run has already decayed
 SEED_OFFSET = 5000  # so that the batches differ from those of the run
 
 
-def make_plan(config: str, steps: int | None, learning_rate: float | None, seeds: int, first_seed: int) -> Plan:
-    """A comparison of every conversion with the LayerNorm models; those with `steps` train afterwards."""
+def make_plan(config: str, steps: int | None, learning_rate: float | None, **seeds: int) -> Plan:
+    """A comparison of every conversion with the LayerNorm models; some train afterwards, for an eighth of the steps."""
     settings = base_settings(config).optimizer
     steps, rate = steps or settings.steps, learning_rate or settings.learning_rate
-    after = {"steps": max(steps // STEPS_DIVISOR, 1), "learning_rate": LR_MULTIPLIER * rate}
+    after = {"steps": max(steps // 8, 1), "learning_rate": LR_MULTIPLIER * rate}
     layer, rms = ({"norm": norm, "init_from": "layer", "center_weights": False} for norm in ("layer", "rms"))
     arms = {
         "layer": {"norm": "layer"},
@@ -41,8 +38,7 @@ def make_plan(config: str, steps: int | None, learning_rate: float | None, seeds
         "rms, all trained": rms | {"norm_bias": False} | after,
         "layer, all trained": layer | {"norm_bias": True} | after,
     }
-    seeds_and_rate = {"seeds": seeds, "first_seed": first_seed, "rerun_seeds": 0, "learning_rates": (rate,)}
-    return Plan("conversion", config, arms, steps=steps, **seeds_and_rate)
+    return Plan("conversion", arms, config=config, steps=steps, rerun_seeds=0, learning_rates=(rate,), **seeds)
 
 
 def convert_seed(plan: Plan, seed: int, device: str, folder: Path) -> list[Row]:
@@ -70,18 +66,8 @@ def main(
     first_seed: int = 1,
     device: str = "auto",
 ) -> None:
-    """Train LayerNorm models and convert each to RMSNorm, in several ways.
-
-    Args:
-        out: Folder of the results. Seeds that it has are not repeated.
-        config: Model, text and schedule: a TOML file, or a name in configs/.
-        steps: Steps of a LayerNorm model; by default the config's.
-        learning_rate: Its learning rate; by default the config's.
-        seeds: How many; fewer than five cannot show that a conversion costs nothing.
-        first_seed: Seed of the first; the others follow.
-        device: auto, or a torch device.
-    """
-    plan, file = make_plan(config, steps, learning_rate, seeds, first_seed), out / "runs.jsonl"
+    """Train LayerNorm models and convert each in several ways; at least five can show that a conversion is free."""
+    plan, file = make_plan(config, steps, learning_rate, seeds=seeds, first_seed=first_seed), out / "runs.jsonl"
     with locked(out):
         save_plan(plan, out / "plan.toml")
         done = {row["seed"] for row in read_rows(file)}

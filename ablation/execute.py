@@ -1,8 +1,6 @@
 """Do the runs that a study still wants: a fresh process for each, and each device owned by one worker.
 
-A run that raises anything, or whose process is killed, is a row with status "failed" and costs nothing else. However
-this process ends, the others end with it; the same command repeats the runs that had not finished, and no other. On a
-Ray cluster (`cluster`) only the workers and what starts a run differ.
+A run that raises or is killed is a row with status "failed" and costs nothing else. All processes end with this one.
 """
 
 import dataclasses
@@ -20,15 +18,13 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from ablation.plan import Plan, Run, arm_settings, load_plan, run_settings, save_plan
+from ablation.plan import Plan, Run, arm_settings, load_plan, replace_settings, run_settings, save_plan
 from ablation.records import Row, append, read_rows
 from ablation.run import hardware, settings_hash, train_run
 from ablation.study import KEY, Study, as_table
 from errors import UserError, usable_cores
-from model.device import choose_device, choose_kernels, choose_training_dtype
-from training.estimate import measure_time
-
-ENOUGH_FAILURES = 3
+from model.device import choose_device
+from training.estimate import estimate
 
 
 @dataclass
@@ -46,36 +42,51 @@ class Experiment:
     def study(self) -> Study:
         return Study(self.plan, as_table(self.rows))
 
+    @property
+    def remaining(self) -> list[Run]:
+        """The runs that are wanted and have not ended."""
+        study = self.study
+        return study.missing(study.wanted)
+
     @functools.cached_property
     def workers(self) -> list[str]:
         """The device of each: GPUs of one model, so that arms of a seed share it."""
         chosen = choose_device(self.device)
         if chosen.type == "cpu":
             return ["cpu"] * (self.jobs or usable_cores())
-        if chosen.type == "cuda" and self.device == "auto":
-            every = [f"cuda:{number}" for number in range(torch.cuda.device_count())]
-            return [device for device in every if hardware(device) == hardware(every[0])][: self.jobs]
-        return [str(chosen)]
+        all_gpus = chosen.type == "cuda" and self.device == "auto"
+        devices = [f"cuda:{number}" for number in range(torch.cuda.device_count())] if all_gpus else [str(chosen)]
+        return [device for device in devices if hardware(device) == hardware(devices[0])][: self.jobs]
 
     @functools.cached_property
     def hardware(self) -> str:
         """The model of all workers."""
         return hardware(self.workers[0])
 
-    def add(self, row: Row) -> None:
-        """Append the row of a run. One on another device, or on another text than the runs before, has failed."""
-        texts = {before["text_hash"] for before in self.rows if before["text_hash"]} or {row.text_hash}
-        if row.status != "failed" and row.device != self.hardware:
-            row = failure(row, f"it ran on {row.device}, and the others on {self.hardware}")
-        elif row.status != "failed" and row.text_hash not in texts:
-            row = failure(row, f"the text has hash {row.text_hash}, and that of the runs before is {texts.pop()}")
+    @property
+    def threads(self) -> int | None:
+        """Of a run: on a CPU its cores divided by the workers, since more threads than cores are slower."""
+        return max(1, usable_cores() // len(self.workers)) if self.workers[0] == "cpu" else None
+
+    def add(self, run: Run, future: Future) -> None:
+        """Append the row of a run that has ended. On another device or text than the runs before it has failed."""
+        texts, reason = {row["text_hash"] for row in self.rows} - {""}, None
+        try:
+            row = future.result()
+            if row.device != self.hardware:
+                reason = f"it ran on {row.device}, and the others on {self.hardware}"
+            elif texts and row.text_hash not in texts:
+                reason = f"the text has hash {row.text_hash}, and that of the runs before is {texts.pop()}"
+        except BrokenProcessPool:
+            reason = "its process was killed, perhaps for lack of memory"
+        except Exception as error:
+            error = getattr(error, "cause", error)  # Ray's own error has the one that was raised
+            reason = f"{type(error).__name__}: {error}"
+        if reason is not None:
+            row = Row(**vars(run), status="failed", reason=reason)
+            self.failed.append(row)
         self.rows.append(dataclasses.asdict(row))
-        self.failed += [row] * (row.status == "failed")
         append(self.folder / "runs.jsonl", self.rows[-1])
-
-
-def failure(run: Run, reason: str) -> Row:
-    return Row(*(getattr(run, name) for name in KEY), status="failed", reason=reason)
 
 
 def load_or_create(plan: Plan, folder: Path, device: str = "auto", jobs: int | None = None) -> Experiment:
@@ -88,27 +99,17 @@ def load_or_create(plan: Plan, folder: Path, device: str = "auto", jobs: int | N
     return Experiment(plan, folder, device, jobs, rows)
 
 
-def remaining(experiment: Experiment) -> list[Run]:
-    """The runs that are wanted and have not ended; none where several have failed and no other has worked."""
-    hopeless = ENOUGH_FAILURES <= len(experiment.failed) == len(experiment.rows)
-    study = experiment.study
-    return [] if hopeless else study.missing(study.wanted)
-
-
 def execute(experiment: Experiment, start: Callable[[Run, str], Future] | None = None) -> None:
-    """Do all runs that are wanted, and again what unfinished seeds have from another model of hardware.
-
-    start: begins a run on a worker; by default in a process of its own.
-    """
-    unfinished, here = {(run.phase, run.seed) for run in remaining(experiment)}, experiment.hardware
-    rows = experiment.rows
+    """Do all runs that are wanted, each begun by `start`, and again those of unfinished seeds on other hardware."""
+    rows, unfinished = experiment.rows, {(run.phase, run.seed) for run in experiment.remaining}
+    here = experiment.hardware
     experiment.rows = [r for r in rows if r["device"] == here or (r["phase"], r["seed"]) not in unfinished]
     begin, free, running = start or functools.partial(start_process, experiment), [*experiment.workers], {}
     bar = tqdm(unit="run", dynamic_ncols=True)
     try:
         while True:
             started = {run for run, _ in running.values()}
-            waiting = [run for run in remaining(experiment) if run not in started]
+            waiting = [run for run in experiment.remaining if run not in started]
             bar.total = len(experiment.rows) + len(running) + len(waiting)
             for run in waiting[: len(free)]:
                 worker = free.pop()
@@ -118,7 +119,7 @@ def execute(experiment: Experiment, start: Callable[[Run, str], Future] | None =
             for future in wait(running, return_when=FIRST_COMPLETED).done:
                 run, worker = running.pop(future)
                 free.append(worker)
-                experiment.add(result(future, run))
+                experiment.add(run, future)
                 bar.update()
     finally:
         bar.close()
@@ -137,23 +138,11 @@ def write_plan(experiment: Experiment) -> None:
     save_plan(experiment.plan, path)
 
 
-def result(future: Future, run: Run) -> Row:
-    """The row of a run that has ended."""
-    try:
-        return future.result()
-    except BrokenProcessPool:
-        return failure(run, "its process was killed, perhaps for lack of memory")
-    except Exception as error:
-        error = getattr(error, "cause", error)  # Ray's own error has the one that was raised
-        return failure(run, f"{type(error).__name__}: {error}")
-
-
 def start_process(experiment: Experiment, run: Run, device: str) -> Future:
     """Begin a run in a fresh process, which inherits that Ctrl-C is ignored: this one ends the others."""
     handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
     pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), initializer=end_with_parent)
-    workers = len(experiment.workers)
-    future = pool.submit(train_run, experiment.plan, run, device, threads_of_a_run(experiment), workers)
+    future = pool.submit(train_run, experiment.plan, run, device, experiment.threads, len(experiment.workers))
     signal.signal(signal.SIGINT, handler)
     pool.shutdown(wait=False)
     return future
@@ -169,16 +158,8 @@ def end_with_parent() -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def threads_of_a_run(experiment: Experiment) -> int | None:
-    """On a CPU its cores divided by the workers, since more threads than cores are slower."""
-    workers = experiment.workers
-    return max(1, usable_cores() // len(workers)) if workers[0] == "cpu" else None
-
-
-def time_of_a_run(experiment: Experiment) -> str:
-    """How long a run takes, from a few steps of the first arm."""
+def estimate_run(experiment: Experiment) -> None:
+    """Print what a run of the first arm needs, and its time from a few steps."""
     settings = arm_settings(experiment.plan, next(iter(experiment.plan.compared.values())))
-    device = choose_device(experiment.device)
-    choose_kernels(settings.machine.kernels, device)
-    torch.set_num_threads(threads_of_a_run(experiment) or torch.get_num_threads())
-    return f"a run: {measure_time(settings, device, choose_training_dtype(settings.machine.dtype, device))}"
+    torch.set_num_threads(experiment.threads or torch.get_num_threads())
+    estimate(replace_settings(settings, {"device": experiment.device}))

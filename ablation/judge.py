@@ -1,15 +1,13 @@
 """Keep or discard a change: two arms, and pairs of runs until a group-sequential test can say which, as one JSON line.
 
-After each fifth of the pairs, their mean is tested with the boundaries of O'Brien and Fleming (1979, Biometrics 35):
-|z| = 2.040 sqrt(5 / k) at the k-th of five looks, for a two-sided error of 5% (Jennison and Turnbull 2000, Group
-Sequential Methods, table 2.3). As the variance is estimated, the p-value of the t-test is compared with that of the
-boundary (the same book, section 4.4). docs/judge.md has the error rates.
+After each fifth of the pairs the p-value of a t-test is compared with that of the boundary of O'Brien and Fleming
+(1979, Biometrics 35), |z| = 2.040 sqrt(5 / k) at the k-th of five looks, for a two-sided error of 5% (Jennison and
+Turnbull 2000, Group Sequential Methods, table 2.3 and section 4.4). docs/judge.md has the error rates.
 """
 
 import dataclasses
 import json
 from collections.abc import Callable, Sequence
-from typing import Literal
 
 import numpy as np
 from scipy import special
@@ -21,7 +19,6 @@ from errors import UserError
 
 LOOKS = 5
 BOUNDARY = 2.040  # times sqrt(LOOKS / look)
-Verdict = Literal["keep", "discard", "inconclusive"]
 
 
 def repeated_interval(differences: np.ndarray, look: int) -> tuple[np.ndarray, np.ndarray]:
@@ -31,8 +28,8 @@ def repeated_interval(differences: np.ndarray, look: int) -> tuple[np.ndarray, n
     return differences.mean(-1) - reach, differences.mean(-1) + reach
 
 
-def decide(differences: Sequence[float], look: int) -> Verdict:
-    """What the differences in loss, changed minus unchanged, of all pairs up to this look say."""
+def decide(differences: Sequence[float], look: int) -> str:
+    """keep, discard or inconclusive, by the differences in loss, changed minus unchanged, of all pairs to this look."""
     low, high = repeated_interval(np.asarray(differences), look)
     return "keep" if high < 0 else "discard" if low > 0 else "inconclusive"
 

@@ -1,8 +1,5 @@
-"""What a comparison compares, fixed before it runs: arms, seeds, learning rates, equivalence margin, hours.
-
-An arm is a name and a set of settings of `train.py`, so that every setting can be compared without an edit here. Within
-a seed, all arms read the same batches, and weights of equal name and shape start equal. Learning rates are chosen in a
-sweep, the number of final pairs by a pilot, each on seeds that the final runs do not use. Imports no torch.
+"""What a comparison compares, fixed before it runs: arms, seeds, learning rates, equivalence margin, hours. Within a
+seed, arms read the same batches, and weights of equal name and shape start equal. Imports no torch.
 """
 
 import dataclasses
@@ -12,12 +9,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
+import msgspec
+import tomli_w
+
 from errors import UserError, read_toml, replace_text
 from flags import Suppress, arg, optional
 from training.settings import CONFIGS, Settings, config_path, load_settings, nearest, read_table
 
 COMPARISONS = CONFIGS / "comparisons"
-FIRST_SWEEP_SEED, FIRST_PILOT_SEED = 1001, 2001
+FIRST_SEEDS = {"sweep": 1001, "pilot": 2001}
 MAX_SEEDS = 500  # of the final runs
 JUDGED_PAIRS = 20  # at most
 EVALUATIONS = 12  # along a run
@@ -27,8 +27,6 @@ GIVEN = ("seed", "out", "device", "evaluate_every")  # settings of the program, 
 
 @dataclass(frozen=True)
 class Arm:
-    """One of the things that are compared."""
-
     name: str
     settings: dict[str, Any]  # what it changes, by the short name of a setting, such as {"norm": "layer"}
     baseline: str | None  # the arm that it is compared with; None for a baseline
@@ -36,36 +34,25 @@ class Arm:
 
 @dataclass(frozen=True)
 class Plan:
-    """The comparison. `arms` and `vary` have no flags of their own: `--vary`, `--a` and `--b` write them."""
+    """The comparison. `arms` has settings by arm, the baseline first; every arm gets every combination of the values by
+    setting in `vary`, whose first setting makes the arms where there are no others. Comments are the help of flags.
+    """
 
     name: Annotated[str, Suppress] = "norms"
-    """Name of the comparison and of its folder."""
-    config: str = "ablation"
-    """What the arms share: a TOML file, or a name in configs/."""
     arms: Annotated[dict[str, dict[str, Any]], Suppress] = field(default_factory=dict)
-    """Settings by arm; the first is the baseline of the others."""
     vary: Annotated[dict[str, list[Any]], Suppress] = field(default_factory=dict)
-    """Values by setting: every arm with every combination of them. Without `arms` the first setting names the arms."""
-    steps: Annotated[int | None, optional("INT")] = None
-    """Steps of a run; by default the config's."""
-    seeds: Annotated[int | None, optional("INT")] = None
-    """Final runs of each arm, paired by seed; without a value as many as the pilot asks for, at least five."""
-    pilot_seeds: int = 8
-    """Runs of each arm that only fix the number of final ones; unused with --seeds."""
-    rerun_seeds: int = 3
-    """Seeds on which a baseline is trained again from initial weights changed by a millionth, and by 5%."""
-    first_seed: int = 1
-    """Seed of the first final runs; the others follow."""
-    hours: float = 12.0
-    """The most that all runs may take, sweep and pilot included."""
+    config: str = "ablation"  # What the arms share: a TOML file, or a name in configs/
+    steps: Annotated[int | None, optional("INT")] = None  # Steps of a run; by default the config's
+    seeds: Annotated[int | None, optional("INT")] = None  # Final pairs; by default as many as the pilot asks for
+    pilot_seeds: int = 8  # Runs of each arm that only fix the number of final ones; unused with --seeds
+    rerun_seeds: int = 3  # Seeds that a baseline repeats from initial weights changed by a millionth, and by 5%
+    first_seed: int = 1  # Seed of the first final runs; the others follow
+    hours: float = 12.0  # The most that all runs may take, sweep and pilot included
     learning_rates: Annotated[tuple[float, ...], arg(help_behavior_hint="")] = ()
-    """One: that of all arms. Several: those of the sweep. None: the config's, or where the arms differ in the norm
-    (beyond rms and layer), its placement, the MLP or the optimizer, a sweep around it."""
-    sweep_seeds: int = 3
-    """Runs of each arm at each learning rate of the sweep."""
-    margin: float = 0.005
-    """Equivalence margin in nats per token (bits per byte, where arms cannot share batches): smaller differences are
-    treated as equivalent."""
+    """One for all arms, or several to sweep. By default the config's, or a sweep around it where the arms differ in the
+    norm (beyond rms and layer), its placement, the MLP or the optimizer"""
+    sweep_seeds: int = 3  # Runs of each arm at each learning rate of the sweep
+    margin: float = 0.005  # Smaller differences, in nats per token or the unit of the report, count as equivalent
 
     def __post_init__(self) -> None:
         if self.seeds is not None and not 2 <= self.seeds <= MAX_SEEDS:
@@ -124,24 +111,21 @@ class Plan:
     @property
     def phase_seeds(self) -> dict[str, range]:
         """The seeds of each phase; with a pilot, the final runs are as many of theirs as it asks for."""
-        pilot = 0 if self.seeds else self.pilot_seeds
-        return {
-            "sweep": range(FIRST_SWEEP_SEED, FIRST_SWEEP_SEED + self.sweep_seeds),
-            "pilot": range(FIRST_PILOT_SEED, FIRST_PILOT_SEED + pilot),
-            "final": range(self.first_seed, self.first_seed + (self.seeds or MAX_SEEDS)),
-        }
+        pilot, final = (0, self.seeds) if self.seeds else (self.pilot_seeds, MAX_SEEDS)
+        counts = {"sweep": self.sweep_seeds, "pilot": pilot, "final": final}
+        first = FIRST_SEEDS | {"final": self.first_seed}
+        return {phase: range(first[phase], first[phase] + count) for phase, count in counts.items()}
 
 
 @dataclass(frozen=True)
 class Run:
-    """One training run of a plan. Its fields are also the first of its row, and together its key."""
+    """One training run of a plan; its fields are also the key of its row."""
 
     arm: str
     phase: Literal["sweep", "pilot", "rerun", "final"]
     seed: int
     learning_rate: float
-    perturbation: float = 0.0
-    """Relative change of the initial weights by which this run differs from the others of its arm and seed."""
+    perturbation: float = 0.0  # relative change of the initial weights
 
     def __str__(self) -> str:
         changed = f", weights changed by {self.perturbation:g}" if self.perturbation else ""
@@ -157,33 +141,22 @@ def known_settings() -> dict[str, tuple[str, Any]]:
 
 def read_setting(name: str, value: object) -> tuple[str, Any]:
     """The short name and the value of a setting, from a TOML file or as text; `model.norm` is `norm`."""
-    import msgspec
-
     table, _, short = name.rpartition(".")
     if short in GIVEN or short not in known_settings() or table not in ("", known_settings()[short][0]):
         raise UserError(f"{name} is not a setting that arms can have.{nearest(short, known_settings())}")
     kind = known_settings()[short][1]
-    if get_origin(kind) is Literal and value not in get_args(kind):
-        raise UserError(f"{name}={value} is none of {', '.join(get_args(kind))}.{nearest(str(value), get_args(kind))}")
-    if get_origin(kind) is tuple and isinstance(value, str):
-        value = [value]
     try:
-        return short, msgspec.convert(value, kind, strict=False)
+        texts = [value] if get_origin(kind) is tuple and isinstance(value, str) else value
+        return short, msgspec.convert(texts, kind, strict=False)
     except msgspec.ValidationError as error:
-        raise UserError(f"{name}={value}: {error}.") from None
+        raise UserError(f"{name}={value}: {error}.{nearest(str(value), map(str, get_args(kind)))}") from None
 
 
 def label(setting: str, value: object) -> str:
     """A value as part of an arm's name: layer, attention_bias, no attention_bias, weight_decay=0.5."""
     if isinstance(value, bool):
         return setting if value else f"no {setting}"
-    return (
-        value
-        if isinstance(value, str)
-        else f"{setting}={value:g}"
-        if isinstance(value, float)
-        else f"{setting}={value}"
-    )
+    return value if isinstance(value, str) else f"{setting}={value}"
 
 
 @functools.cache
@@ -211,16 +184,14 @@ def arm_settings(plan: Plan, arm: Arm) -> Settings:
 
 
 def run_settings(plan: Plan, run: Run) -> Settings:
-    """The settings of a training run."""
     of_arm = arm_settings(plan, plan.compared[run.arm])
     return replace_settings(of_arm, {"learning_rate": run.learning_rate, "seed": run.seed})
 
 
 def quick(plan: Plan) -> Plan:
     """The plan in minutes: three pairs of 300 steps at one learning rate."""
-    rate = (*plan.learning_rates, base_settings(plan.config).optimizer.learning_rate)[:1]
-    fields = {"seeds": 3, "steps": 300, "rerun_seeds": 0, "learning_rates": rate}
-    return dataclasses.replace(plan, name=f"{plan.name}-quick", **fields)
+    rate = plan.learning_rates[:1] or (base_settings(plan.config).optimizer.learning_rate,)
+    return dataclasses.replace(plan, name=f"{plan.name}-quick", seeds=3, steps=300, rerun_seeds=0, learning_rates=rate)
 
 
 def load_plan(name: str) -> Plan:
@@ -234,7 +205,5 @@ def load_plan(name: str) -> Plan:
 
 def save_plan(plan: Plan, path: Path) -> None:
     """Write a plan that `load_plan` reads, without what is empty."""
-    import tomli_w
-
     values = {name: value for name, value in dataclasses.asdict(plan).items() if value not in (None, (), {})}
     replace_text(path, tomli_w.dumps(values))

@@ -10,24 +10,32 @@ from ablation.stats import Effect, mean_effect
 from ablation.study import Study
 from training.plot import COLOURS
 
-WIDTH = 5.4  # inches; with this DPI 594 pixels
-DPI = 110
+WIDTH, DPI = 5.4, 110  # inches; 594 pixels
 MUTED = "0.45"
 MARKERS = "os^D"
 
 
+def panels(height: float, rows: int = 1, columns: int = 1) -> tuple[Figure, list[Axes]]:
+    """A figure of this height in inches and its axes, row by row."""
+    figure = Figure(figsize=(WIDTH, height), dpi=DPI, layout="constrained")
+    every = [*figure.subplots(rows, columns, sharex=True, squeeze=False).flat]
+    for axes in every:
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.tick_params(labelsize=9)
+    return figure, every
+
+
 def forest(rows: Sequence[tuple[str, Effect]], xlabel: str, margin: float) -> Figure:
     """Effects by name: a dot with its 95% interval each; the equivalence margin is shaded."""
-    figure = Figure(figsize=(WIDTH, 0.8 + 0.32 * len(rows)), dpi=DPI, layout="constrained")
-    axes = plain_axes(figure.add_subplot())
+    figure, [axes] = panels(0.8 + 0.32 * len(rows))
     axes.axvspan(-margin, margin, color=MUTED, alpha=0.2, linewidth=0)
     axes.axvline(0, color=MUTED, linewidth=1)
     for row, (_, effect) in enumerate(rows):
         axes.plot(effect.interval, (row, row), color=COLOURS[0], linewidth=4, alpha=0.45, solid_capstyle="butt")
         axes.plot(effect.estimate, row, "o", color=COLOURS[0], markersize=6)
     axes.set_yticks(range(len(rows)), [name for name, _ in rows])
-    axes.set_ylim(len(rows) - 0.5, -0.5)
-    axes.set_xlabel(xlabel)
+    axes.set(ylim=(len(rows) - 0.5, -0.5), xlabel=xlabel)
     axes.locator_params(axis="x", nbins=5)
     return figure
 
@@ -41,20 +49,17 @@ def curve_differences(study: Study, arm: str) -> list[tuple[int, Effect]]:
 
 def differences_over_steps(study: Study) -> Figure | None:
     """A panel for each comparison: the mean difference along the runs, and its 95% interval; None without curves."""
-    if study.unit != "nats per token":  # other tokens: curves in nats are not comparable
-        return None
     curves = {c.arm: curve_differences(study, c.arm) for c in study.comparisons}
     curves = {arm: curve for arm, curve in curves.items() if len(curve) > 1}
-    if not curves:
+    if not curves or study.measure != "loss":  # with other tokens, curves in nats are not comparable
         return None
     columns = min(2, len(curves))
     rows = -(-len(curves) // columns)
-    figure = Figure(figsize=(WIDTH, 0.4 + 1.9 * rows), dpi=DPI, layout="constrained")
-    panels = figure.subplots(rows, columns, sharex=True, squeeze=False).flat
-    for (arm, curve), axes in zip(curves.items(), panels, strict=False):
+    figure, every = panels(0.4 + 1.9 * rows, rows, columns)
+    for (arm, curve), axes in zip(curves.items(), every, strict=False):
         steps, effects = zip(*curve, strict=True)
         low, high = zip(*(effect.interval for effect in effects), strict=True)
-        plain_axes(axes).axhspan(-study.plan.margin, study.plan.margin, color=MUTED, alpha=0.2, linewidth=0)
+        axes.axhspan(-study.plan.margin, study.plan.margin, color=MUTED, alpha=0.2, linewidth=0)
         axes.axhline(0, color=MUTED, linewidth=1)
         axes.fill_between(steps, low, high, color=COLOURS[0], alpha=0.25, linewidth=0)
         axes.plot(steps, [effect.estimate for effect in effects], "o-", color=COLOURS[0], markersize=3)
@@ -62,7 +67,7 @@ def differences_over_steps(study: Study) -> Figure | None:
         axes.locator_params(nbins=5)
         late = len(steps) // 4  # the first quarter may leave the axis: it would flatten the rest
         axes.set_ylim(min(0, *low[late:]) - study.plan.margin, max(0, *high[late:]) + study.plan.margin)
-    for axes in panels:  # those that are left
+    for axes in every[len(curves) :]:
         axes.set_visible(False)
     figure.supxlabel("step (line: mean of the pairs; band: its 95% interval)", fontsize=9)
     figure.supylabel("difference, nats per token", fontsize=9)
@@ -71,22 +76,12 @@ def differences_over_steps(study: Study) -> Figure | None:
 
 def sweep(study: Study) -> Figure:
     """Mean loss of every arm over the learning rates of the sweep; no point where a run diverged or is missing."""
-    figure = Figure(figsize=(WIDTH, 3.6 + 0.1 * len(study.sweep)), dpi=DPI, layout="constrained")
-    axes = plain_axes(figure.add_subplot())
+    figure, [axes] = panels(3.6 + 0.1 * len(study.sweep))
     for number, (arm, losses) in enumerate(study.sweep.iterrows()):
         look = {"color": COLOURS[number % len(COLOURS)], "marker": MARKERS[number // len(COLOURS) % len(MARKERS)]}
         axes.plot(study.rates, losses, **look, markersize=5, linewidth=1, label=arm)
-    axes.set_xscale("log")
+    axes.set(xscale="log", xlabel="learning rate", ylabel=f"validation loss, {study.unit}")
     axes.set_xticks(study.rates, [f"{rate:g}" for rate in study.rates], rotation=45)
     axes.minorticks_off()
-    axes.set_xlabel("learning rate")
-    axes.set_ylabel(f"validation loss, {study.unit}")
     figure.legend(loc="outside lower center", frameon=False, fontsize=8, ncols=3)
     return figure
-
-
-def plain_axes(axes: Axes) -> Axes:
-    axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(labelsize=9)
-    return axes

@@ -23,21 +23,14 @@ class Row(Run):
     reason: str | None = None  # why it did not complete
     loss: float | None = None  # on the whole validation set after the last step, nats per token
     bits_per_byte: float | None = None
-    curve: list[tuple[int, float]] = dataclasses.field(default_factory=list)
-    """(step, nats per token) on the first part of the validation set, 12 times along the run."""
-    spikes: int = 0
-    """Steps whose loss is far above the median of the 20 steps before; consecutive steps count as one."""
+    curve: list[tuple[int, float]] = dataclasses.field(default_factory=list)  # (step, nats per token), 12 along the run
+    spikes: int = 0  # steps whose loss is far above the median of the 20 before; consecutive ones count as one
     seconds: float = 0.0  # of training, without evaluations
-    mean_over_std: float | None = None
-    """|mean| over the standard deviation of the residual stream, at the norms of the second half of the depth."""
-    cosine_with_ones: float | None = None
-    """|cosine| of the residual stream with the vector of ones, mean over all norms."""
-    kurtosis: float | None = None
-    """E[x^4] / E[x^2]^2 over the channels of the residual stream, mean over tokens, at the norm where it is largest."""
-    largest_channel: float | None = None
-    """Root mean square of the stream's largest channel over that of its median one, at the norm where it is largest."""
-    first_token_attention: float | None = None
-    """Share of attention that the queries of the context's second half give to the first token, mean over all heads."""
+    mean_over_std: float | None = None  # |mean| / std of the residual stream, at the norms of the deeper half
+    cosine_with_ones: float | None = None  # |cosine| of the stream with the vector of ones, mean over all norms
+    kurtosis: float | None = None  # E[x^4] / E[x^2]^2 over channels, mean over tokens, at the norm where it is largest
+    largest_channel: float | None = None  # root mean square over that of the median channel, likewise
+    first_token_attention: float | None = None  # that queries of the later half pay to it, mean over all heads
     tokens: int = 0  # that it trained on
     parameters: int = 0
     settings_hash: str = ""  # of its settings but for device and folder

@@ -1,6 +1,5 @@
-"""From a study to report.md and its pictures.
-
-Nothing is concluded here: numbers and verdicts come from `study` and `stats`. What was not measured is left out.
+"""From a study to report.md and its pictures. All numbers and verdicts come from `study` and `stats`, and what was not
+measured is left out.
 """
 
 import math
@@ -25,12 +24,12 @@ ORIGIN = ["device", "workers", "threads", "kernels", "dtype", "torch", "python",
 
 def describe(study: Study, workers: int) -> str:
     """The plan in words before it runs."""
-    plan, rates = study.plan, study.rates or sorted({*study.learning_rates.values()})
+    rates, hours = study.rates or sorted({*study.learning_rates.values()}), study.plan.hours
     pairs = study.pairs or "as many as the pilot asks for"
     return (
-        f"arms: {'; '.join(plan.compared)}\n"
-        f"learning rates: {numbers(rates)}{' (a sweep)' if study.rates else ''}\n"
-        f"final pairs: {pairs}; at most {plan.hours:g} hours in all, and Ctrl-C stops it for a while\n"
+        f"arms: {'; '.join(study.arms)}\n"
+        f"learning rates: {numbers(rates)}{' (a sweep)' * bool(study.rates)}\n"
+        f"final pairs: {pairs}; at most {hours:g} hours in all, and Ctrl-C stops it for a while\n"
         f"runs: {len(study.rows)} done, {len(study.missing(study.wanted))} can start, {workers} at once"
     )
 
@@ -39,7 +38,8 @@ def headline(study: Study) -> list[str]:
     """A line for each arm, in order of its loss: what came out, how sure that is, and what to be careful with."""
     losses = {arm: study.mean_loss(arm, {arm: 1.0}) for arm in study.arms}
     order = sorted(losses, key=lambda arm: math.inf if losses[arm] is None else losses[arm].estimate)
-    return ["; ".join(filter(None, [f"{arm}: {outcome(study, arm)}", study.warning(arm)])) for arm in order]
+    edge, ends = "; its learning rate is at the edge of the sweep", study.rates[:1] + study.rates[-1:]
+    return [f"{arm}: {outcome(study, arm)}{edge * (study.best_rates.get(arm) in ends)}" for arm in order]
 
 
 def outcome(study: Study, arm: str) -> str:
@@ -50,19 +50,18 @@ def outcome(study: Study, arm: str) -> str:
         return f"not finished, {len(study.of('final', arm))} of {study.pairs or 'a number of'} final runs"
     if loss is None:
         return f"{(rows.status == 'completed').sum()} of {len(rows)} runs completed"
-    for c in study.comparisons:
-        if c.arm == arm:
-            text = (
-                f"{c.verdict}, {with_interval(c.effect)} {c.effect.unit} against {c.baseline} over {c.effect.n} pairs"
-            )
-            return f"{text}; it would take {needed}" if (needed := pairs_needed(c)) else text
+    for c in (c for c in study.comparisons if c.arm == arm):
+        text = f"{c.verdict}, {with_interval(c.effect)} {study.unit} against {c.baseline} over {c.effect.n} pairs"
+        return f"{text}; it would take {needed}" if (needed := pairs_needed(c)) else text
     return f"{loss.estimate:.4f} {loss.unit} over {loss.n} seeds"
 
 
 def pairs_needed(c: Comparison) -> str | None:
     """What would decide an inconclusive comparison."""
+    if c.verdict != "inconclusive":
+        return None
     best, fewest, most = (f"{n:,}" if n < MAX_PAIRS else f"over {n:,}" for n in c.more_pairs)
-    return f"{best} pairs for 80% power ({fewest} to {most})" if c.verdict == "inconclusive" else None
+    return f"{best} pairs for 80% power ({fewest} to {most})"
 
 
 def write(study: Study, folder: Path) -> list[Path]:
@@ -116,22 +115,19 @@ def parts(study: Study, folder: Path) -> Iterator[tuple[str, ...]]:
 
 def about(study: Study) -> str:
     """How the arms were compared, in words."""
-    plan, pairs = study.plan, [c.effect.n for c in study.comparisons]
+    plan, pairs, done = study.plan, [c.effect.n for c in study.comparisons], len(study.final_seeds)
     steps = {arm_settings(plan, arm).optimizer.steps for arm in study.arms.values()}
-    text = (
-        f"Final validation loss minus that of the baseline over paired seeds, {numbers(steps)} steps; the dots are "
-        "means, the bars 95% intervals. "
-        f"Differences within {plan.margin:g} {study.unit} (shaded) are treated as equivalent."
-    )
+    text = f"Final validation loss minus that of the baseline over paired seeds, {numbers(steps)} steps; the dots are "
+    text += f"means, the bars 95% intervals. Differences within {plan.margin:g} {study.unit} (shaded) are treated as "
+    text += "equivalent."
     if study.shares_rate:
         rates = numbers({*study.learning_rates.values()})
         text += f" All arms share the learning rate {rates}: none was chosen for each of them."
     if plan.seeds is None and study.pairs is not None:
-        text += f" The pilot asked for {study.pairs} pairs; {len(study.final_seeds)} are finished, within "
-        text += f"{plan.hours:g} hours."
+        text += f" The pilot asked for {study.pairs} pairs; {done} are finished, within {plan.hours:g} hours."
     if min(pairs, default=MIN_PAIRS_FOR_EQUIVALENCE) < MIN_PAIRS_FOR_EQUIVALENCE:
         text += f" {min(pairs)} pairs cannot show equivalence, which takes {MIN_PAIRS_FOR_EQUIVALENCE}."
-    if study.unit == "bits per byte":
+    if study.measure != "loss":
         text += " Within a seed arms have different batches, so the measure is bits per byte."
     return text
 
@@ -144,8 +140,8 @@ def comparison_row(c: Comparison) -> dict:
 
 def arm_row(study: Study, name: str) -> dict:
     rows, config = study.final(name), arm_settings(study.plan, study.arms[name]).model
-    marks = " (at the edge)" * (name in study.at_edge) + " (shared)" * study.shares_rate
-    row = {"arm": name, "learning rate": f"{study.learning_rates.get(name, math.nan):g}{marks}"}
+    shared = " (shared)" * study.shares_rate
+    row = {"arm": name, "learning rate": f"{study.learning_rates.get(name, math.nan):g}{shared}"}
     row["completed"] = f"{(rows.status == 'completed').sum()} of {len(rows)}"
     row[study.unit] = with_interval(study.mean_loss(name, {name: 1.0}), ".4f")
     row["bits per byte"] = rows.bits_per_byte.mean(skipna=False)
@@ -162,17 +158,12 @@ def probe_rows(study: Study) -> Iterator[dict]:
 
 
 def time_ratios(timings: list[dict], part: str, arm: str, base: str) -> list[Effect]:
-    """Time of an arm over that of another, an effect for each variant of the code.
-
-    The unit is the process: its blocks share the layout of its memory and what else ran at that time. Within one it is
-    the median over pairs of neighboring blocks, which the few that another program disturbed do not move.
-    """
-    seconds = {(t["variant"], t["process"], t["arm"]): t["seconds"] for t in timings if t["part"] == part}
+    """Time of an arm over that of another, by variant of the code: a mean over processes of medians of block pairs."""
+    seconds = {(t["variant"], t["process"], t["arm"]): np.array(t["seconds"]) for t in timings if t["part"] == part}
     medians: dict[str, list[float]] = {}
     for (variant, process, timed), values in seconds.items():
         if timed == arm and (variant, process, base) in seconds:
-            ratios = np.divide(values, seconds[variant, process, base])
-            medians.setdefault(variant, []).append(float(np.median(ratios)))
+            medians.setdefault(variant, []).append(np.median(values / seconds[variant, process, base]))
     return [mean_effect(variant, values, "ratio") for variant, values in medians.items()]
 
 

@@ -1,8 +1,8 @@
-"""One run of a comparison: the training loop's own steps, with evaluations and probes between them, to one row.
-
-Writes nothing: a run that is killed starts again, and a finished one is never repeated.
+"""One run of a comparison: the training loop's own steps, with evaluations and probes between them, to one row. Writes
+nothing: a run that is killed starts again.
 """
 
+import contextlib
 import hashlib
 import itertools
 import math
@@ -93,10 +93,7 @@ def validate(session: Session, tokens: int | None = None) -> Evaluation:
 
 @torch.no_grad()
 def probe(session: Session) -> dict[str, float]:
-    """What `Row` says of the residual stream and of attention, on the first batch of the validation set.
-
-    Nothing where a value is not finite. With other placements than pre the input of a norm is not the stream itself.
-    """
+    """What `Row` says of the stream (with pre, the input of norms) and attention, on a batch of the validation set."""
     of_norms, first_token = [], []
 
     def probe_stream(module: Norm, inputs: tuple, outputs: tuple[Tensor, Tensor]) -> None:
@@ -117,12 +114,11 @@ def probe(session: Session) -> dict[str, float]:
         first_token.append(weights[..., weights.shape[-1] // 2 :, 0].mean().item())
 
     hooks = {Norm: probe_stream, Attention: probe_attention}
-    handles = [m.register_forward_hook(hooks[type(m)]) for m in session.model.modules() if type(m) in hooks]
-    try:
+    with contextlib.ExitStack() as handles:
+        for module in session.model.modules():
+            if type(module) in hooks:
+                handles.enter_context(module.register_forward_hook(hooks[type(module)]))
         validate(session, 1)
-    finally:
-        for handle in handles:
-            handle.remove()
     mean_over_std, cosine, kurtosis, channel = np.array(of_norms).T
     found = {
         "mean_over_std": mean_over_std[len(of_norms) // 2 :].mean(),

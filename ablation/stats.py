@@ -1,6 +1,5 @@
-"""Numbers to effects: means of paired differences, their intervals, equivalence, multiple testing, power.
-
-Tests are at 5%; intervals are 95% unless their name says otherwise. Knows nothing of runs, norms or files.
+"""Numbers to effects: means of paired differences, their intervals, equivalence, multiple testing, power. Tests are at
+5%; intervals are 95% unless their name says otherwise.
 """
 
 import bisect
@@ -14,7 +13,6 @@ from scipy import special, stats
 SIGNIFICANCE, POWER = 0.05, 0.8
 MAX_PAIRS = 10_000
 MIN_PAIRS_FOR_EQUIVALENCE = 5  # with fewer, a spread that is small by chance makes any two arms look equivalent
-PILOT_CONFIDENCE = 0.8  # that the deviation used for planning is not below the true one
 
 
 @dataclass(frozen=True)
@@ -27,7 +25,7 @@ class Effect:
     interval_90: tuple[float, float]  # inside (-margin, margin) exactly where both tests of equivalence pass at 5%
     p: float  # two-sided, against an effect of 0
     unit: str
-    n: int  # seeds, pairs of seeds, or processes that measured a time; 0 for an exact value
+    n: int  # values: seeds, pairs, or processes that measured a time; 0: it is exact
 
 
 def mean_effect(name: str, values: Sequence[float], unit: str) -> Effect:
@@ -64,44 +62,38 @@ def holm(p_values: Sequence[float]) -> list[float]:
     return adjusted.tolist()
 
 
-def pairs_needed(std: float, distance: float, alpha: float, power: float) -> int:
-    """Pairs at which (t_{1-alpha} + t_power) s / sqrt(n) falls to `distance` (NIST/SEMATECH e-Handbook, 7.2.2.2);
-    MAX_PAIRS if more would be needed.
-    """
+def pairs_needed(std: float, distance: float, alpha: float, power: float, least: int = 2) -> int:
+    """Pairs where (t_{1-alpha} + t_power) s / sqrt(n) falls to `distance` (NIST/SEMATECH e-Handbook, 7.2.2.2)."""
 
     def reach(n: int) -> float:
         return (special.stdtrit(n - 1, 1 - alpha) + special.stdtrit(n - 1, power)) * std / np.sqrt(n)
 
-    return bisect.bisect_left(range(MAX_PAIRS), -distance, lo=2, key=lambda n: -reach(n))
+    return bisect.bisect_left(range(MAX_PAIRS), -distance, lo=least, key=lambda n: -reach(n))
 
 
 def pairs_for_equivalence(std: float, margin: float, comparisons: int) -> int:
-    """Pairs that show equivalence with 80% power if there is no difference; at least five. Each of the two one-sided
-    tests may fail in half of the other 20%; Holm leaves the hardest of the comparisons a share of the 5%.
-    """
-    needed = pairs_needed(std, margin, SIGNIFICANCE / comparisons, 1 - (1 - POWER) / 2)
-    return max(needed, MIN_PAIRS_FOR_EQUIVALENCE)
+    """Pairs that show equivalence with 80% power if there is no difference, where Holm is hardest."""
+    power = (1 + POWER) / 2  # each of the two one-sided tests may fail in half of the other 20%
+    return pairs_needed(std, margin, SIGNIFICANCE / comparisons, power, MIN_PAIRS_FOR_EQUIVALENCE)
 
 
-def deviation_interval(values: Sequence[float], level: float) -> tuple[float, float]:
-    """The interval of the true standard deviation of normal values."""
-    n, std, tail = len(values), np.std(values, ddof=1), (1 - level) / 2
-    return tuple(float(std * np.sqrt((n - 1) / stats.chi2.ppf(q, n - 1))) for q in (1 - tail, tail))
+def deviation_limit(values: Sequence[float], confidence: float) -> float:
+    """What the true standard deviation of normal values is below, with this confidence."""
+    freedom = len(values) - 1
+    return float(np.std(values, ddof=1) * np.sqrt(freedom / stats.chi2.ppf(1 - confidence, freedom)))
 
 
 def final_pairs(differences: Sequence[np.ndarray], margin: float) -> int:
     """Pairs that a pilot's differences ask for, one array for each comparison of a family; at least five.
 
-    Enough to show equivalence, or to detect a difference whose 95% interval in the pilot lies beyond the margin: at the
-    end of that interval which is nearer to 0, since the mean of a noisy pilot is often large by chance. The deviation
-    is the upper limit of its one-sided 80% interval, because planning with the estimate itself gives too few pairs in
-    about half of all cases (Browne 1995, Statistics in Medicine 14).
+    Enough to show equivalence, or a difference as large as the end nearer to 0 of its 95% interval in the pilot, where
+    that is beyond the margin. The deviation is its upper 80% limit, because planning with the estimate gives too few
+    pairs in about half of all cases (Browne 1995, Statistics in Medicine 14).
     """
     needed = [MIN_PAIRS_FOR_EQUIVALENCE]
-    for of_one in differences:
-        low, high = mean_effect("pilot", of_one, "").interval
-        _, std = deviation_interval(of_one, 2 * PILOT_CONFIDENCE - 1)
-        needed.append(pairs_for_equivalence(std, max(margin, low, -high), len(differences)))
+    for values in differences:
+        low, high = mean_effect("pilot", values, "").interval
+        needed.append(pairs_for_equivalence(deviation_limit(values, 0.8), max(margin, low, -high), len(differences)))
     return max(needed)
 
 
@@ -134,16 +126,11 @@ class Comparison:
 
     @property
     def more_pairs(self) -> tuple[int, int, int]:
-        """Pairs for 80% power, more than there are, and their range, as a deviation from few pairs is itself uncertain:
-        for equivalence, or where the difference is beyond the margin for finding it.
-        """
-
-        def needed(std: float) -> int:
-            distance = abs(self.effect.estimate)
-            if distance < self.margin:
-                return pairs_for_equivalence(std, self.margin, self.comparisons)
-            alpha = SIGNIFICANCE * min(1, self.effect.p / self.p_holm) / 2  # what Holm leaves this comparison
-            return pairs_needed(std, distance, alpha, POWER)
-
-        best, fewest, most = map(needed, (self.deviation, *deviation_interval(self.differences, 0.95)))
-        return max(best, self.effect.n + 1), fewest, most
+        """Pairs for 80% power, for equivalence or a difference beyond the margin; then fewest and most by its std."""
+        stds = self.deviation, *(deviation_limit(self.differences, level) for level in (0.025, 0.975))
+        distance, alpha = abs(self.effect.estimate), SIGNIFICANCE / 2 * min(1, self.effect.p / self.p_holm)  # by Holm
+        if distance < self.margin:
+            best, *ends = (pairs_for_equivalence(std, self.margin, self.comparisons) for std in stds)
+        else:
+            best, *ends = (pairs_needed(std, distance, alpha, POWER) for std in stds)
+        return max(best, self.effect.n + 1), *ends

@@ -1,7 +1,6 @@
-"""From a plan and its finished runs: which runs are still wanted, and what the finished ones show.
+"""From a plan and its finished runs: which runs are still wanted, and what the finished ones show. Imports no torch.
 
-The seed is the unit: runs of one seed that differ in another choice are averaged before they are counted. Nothing is
-trained here, and no torch imported.
+The seed is the unit: runs of one seed that differ in another choice are averaged before they are counted.
 """
 
 import dataclasses
@@ -10,7 +9,6 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 from pathlib import Path
 
 import numpy as np
@@ -36,25 +34,16 @@ class Study:
     def arms(self) -> dict[str, Arm]:
         return self.plan.compared
 
-    # Which runs.
-
     def missing(self, runs: list[Run]) -> list[Run]:
         """Those that have not ended, well or not."""
         ended = set(self.rows[KEY].itertuples(index=False, name=None))
         return [run for run in runs if dataclasses.astuple(run) not in ended]
 
-    def runs(
-        self,
-        phase: str,
-        rates: dict[str, Sequence[float]] | None = None,
-        seeds: Sequence[int] | None = None,
-        perturbations: Sequence[float] = (0.0,),
-    ) -> list[Run]:
-        """Runs seed by seed; without `rates` of every arm that has a learning rate, without `seeds` of all of them."""
+    def runs(self, phase: str, seeds: Sequence[int], rates: dict | None = None, changes: tuple = (0.0,)) -> list[Run]:
+        """Runs seed by seed. rates: learning rates by arm, by default its own; changes: of the initial weights."""
         rates = {arm: [rate] for arm, rate in self.learning_rates.items()} if rates is None else rates
-        seeds = self.plan.phase_seeds[phase] if seeds is None else seeds
-        choices = itertools.product(seeds, perturbations, rates)
-        return [Run(arm, phase, seed, rate, size) for seed, size, arm in choices for rate in rates[arm]]
+        choices = itertools.product(seeds, changes, rates)
+        return [Run(arm, phase, seed, rate, change) for seed, change, arm in choices for rate in rates[arm]]
 
     @functools.cached_property
     def rates(self) -> list[float]:
@@ -74,17 +63,12 @@ class Study:
 
     @functools.cached_property
     def sweep_runs(self) -> list[Run]:
-        return self.runs("sweep", dict.fromkeys(self.sweep.index, self.rates))
+        return self.runs("sweep", self.plan.phase_seeds["sweep"], dict.fromkeys(self.sweep.index, self.rates))
 
     @functools.cached_property
     def best_rates(self) -> dict[str, float]:
         """Of every arm that is swept and has a learning rate at which no run diverged, the best."""
         return self.sweep.dropna(how="all").idxmin(axis=1).to_dict()
-
-    @functools.cached_property
-    def at_edge(self) -> set[str]:
-        """Arms that are best at the lowest or highest learning rate of the sweep."""
-        return {arm for arm, rate in self.best_rates.items() if rate in (self.rates[0], self.rates[-1])}
 
     @functools.cached_property
     def learning_rates(self) -> dict[str, float]:
@@ -103,7 +87,7 @@ class Study:
         """Final pairs that the plan or its pilot asks for; None before the pilot has finished."""
         if self.plan.seeds is not None:
             return self.plan.seeds
-        if self.missing(self.sweep_runs) or self.missing(self.runs("pilot")):
+        if self.missing(self.sweep_runs) or self.missing(self.runs("pilot", self.plan.phase_seeds["pilot"])):
             return None
         compared = [name for name, arm in self.arms.items() if arm.baseline is not None]
         differences = [self.paired("pilot", name).difference.dropna().to_numpy() for name in compared]
@@ -111,34 +95,25 @@ class Study:
 
     @functools.cached_property
     def wanted(self) -> list[Run]:
-        """Every run that the plan asks for, as far as the finished ones determine it, in order.
-
-        Seeds that are not finished and do not fit into the hours of the plan are left out.
-        """
+        """Every run that the plan asks for, as far as that is known; without open seeds that its hours do not allow."""
         wanted, seeds = self.sweep_runs, self.plan.phase_seeds
         if not self.missing(wanted):
             baselines = {arm: [rate] for arm, rate in self.learning_rates.items() if self.arms[arm].baseline is None}
             again = (seeds["pilot"] or seeds["final"])[: self.plan.rerun_seeds]
-            wanted = [*wanted, *self.runs("pilot"), *self.runs("rerun", baselines, again, RERUNS)]
-            wanted += self.runs("final", seeds=seeds["final"][: self.pairs or 0])
+            wanted = [*wanted, *self.runs("pilot", seeds["pilot"]), *self.runs("rerun", again, baselines, RERUNS)]
+            wanted += self.runs("final", seeds["final"][: self.pairs or 0])
         hours = self.rows.seconds / self.rows.workers / 3600
-        left, each, chosen = self.plan.hours - hours.sum(), hours.mean() if len(hours) else 0.0, []
-        for _, of_seed in itertools.groupby(wanted, attrgetter("phase", "seed")):
-            runs = [*of_seed]
-            missing = len(self.missing(runs))
-            left -= each * missing
-            chosen += runs if not missing or left >= 0 else []
-        return chosen
+        by_seed = [[*runs] for _, runs in itertools.groupby(wanted, lambda run: (run.phase, run.seed))]
+        missing = [len(self.missing(runs)) for runs in by_seed]
+        ends = hours.sum() + (hours.mean() if len(hours) else 0.0) * np.cumsum(missing)
+        chosen = (ends <= self.plan.hours) | (np.array(missing) == 0)
+        return [run for runs in itertools.compress(by_seed, chosen) for run in runs]
 
     @functools.cached_property
     def final_seeds(self) -> set[int]:
-        """The seeds of the final runs that count: none before all wanted ones are there, since who sees results earlier
-        may stop at one that he likes.
-        """
+        """The seeds that count: none before all final runs are there, as who sees results may stop where it suits."""
         final = [run for run in self.wanted if run.phase == "final"]
         return set() if self.pairs is None or self.missing(final) else {run.seed for run in final}
-
-    # What they show.
 
     def of(self, phase: str, arm: str) -> pd.DataFrame:
         """The rows of an arm in a phase by seed, in a sweep at all learning rates, else at its own."""
@@ -152,9 +127,7 @@ class Study:
         return rows[rows.seed.isin(self.final_seeds)]
 
     def paired(self, phase: str, arm: str) -> pd.DataFrame:
-        """The rows of an arm, those of its baseline with the same seed and device beside them as `NAME_base`, and the
-        `difference` of their losses in `unit`; NaN: one of the two did not complete.
-        """
+        """Rows of an arm beside those of its baseline with equal seed and device, and the `difference` in loss."""
         rows = self.final if phase == "final" else functools.partial(self.of, phase)
         both = rows(arm).merge(rows(self.arms[arm].baseline), on=["seed", "device"], suffixes=("", "_base"))
         return both.assign(difference=both[self.measure] - both[f"{self.measure}_base"])
@@ -175,69 +148,46 @@ class Study:
         return "nats per token" if self.measure == "loss" else "bits per byte"
 
     def mean_loss(self, name: str, weights: dict[str, float]) -> Effect | None:
-        """Mean over the final seeds of a weighted sum of the losses of arms; None where a run of them did not complete,
-        and before the final runs are there.
-        """
+        """Mean over the final seeds of a weighted sum of the losses of arms; None where a run of them is missing."""
         losses = pd.concat({arm: self.final(arm).set_index("seed")[self.measure] for arm in weights}, axis=1)
         if not len(losses) or losses.isna().any(axis=None):
             return None
         return mean_effect(name, losses @ np.array([*weights.values()]), self.unit)
 
-    def warning(self, arm: str) -> str | None:
-        """Why another learning rate may suit an arm better: its own is at the edge of the sweep, or the sweep's few
-        seeds misled, since another one's mean there is below the 95% interval of the final loss.
-        """
-        rate, loss = self.best_rates.get(arm), self.mean_loss(arm, {arm: 1.0})
-        if arm in self.at_edge:
-            return f"its learning rate, {rate:g}, is at the edge of the sweep"
-        others = self.sweep.loc[arm].drop(rate) if rate else pd.Series(dtype=float)
-        if loss is None or not others.min() < loss.interval[0]:
-            return None
-        return f"not well tuned: at {others.idxmin():g} the sweep ended lower than these runs at {rate:g}"
-
     @property
     def spread(self) -> pd.DataFrame:
         """How far runs of a baseline from changed initial weights end from those that they repeat, nats per token."""
-        same = ["arm", "learning_rate", "seed", "device"]
-        first = self.rows[self.rows.phase != "rerun"].drop_duplicates(same)[[*same, "loss"]]
-        both = self.rows[self.rows.phase == "rerun"].merge(first, on=same, suffixes=("", "_before"))
+        same, again = ["arm", "learning_rate", "seed", "device"], self.rows.phase == "rerun"
+        first = self.rows[~again].drop_duplicates(same)[[*same, "loss"]]
+        both = self.rows[again].merge(first, on=same, suffixes=("", "_before"))
         groups = (both.loss - both.loss_before).pow(2).groupby([both.arm, both.learning_rate, both.perturbation])
         root = ("root mean square difference", lambda squares: squares.mean(skipna=False) ** 0.5)
         return groups.agg([root, ("runs", "size")])
 
     @functools.cached_property
     def comparisons(self) -> list[Comparison]:
-        """Every arm with its baseline, in order of the difference, Holm-adjusted.
-
-        Tests of a difference and tests of equivalence are two families: an arm cannot pass both wrongly. Absent are
-        arms with a run that did not complete, and all of them before the final runs are there.
-        """
-        margin, found = self.plan.margin, []
-        for arm, base in ((name, arm.baseline) for name, arm in self.arms.items() if arm.baseline is not None):
-            differences = self.paired("final", arm).difference.to_numpy()
-            if len(differences) > 1 and np.isfinite(differences).all():
-                found.append((arm, base, differences, mean_effect(f"{arm} minus {base}", differences, self.unit)))
-        found.sort(key=lambda each: each[-1].estimate)
-        different = holm([effect.p for *_, effect in found])
-        equivalent = holm([equivalence_p(differences, margin) for *_, differences, _ in found])
-        return [
-            Comparison(arm, base, differences.tolist(), effect, margin, p, q, len(found))
-            for (arm, base, differences, effect), p, q in zip(found, different, equivalent, strict=True)
-        ]
+        """Every arm with its baseline, in order of the difference, where all their final runs completed."""
+        margin, bases = self.plan.margin, {name: arm.baseline for name, arm in self.arms.items() if arm.baseline}
+        pairs = {arm: self.paired("final", arm).difference.to_numpy() for arm in bases}
+        pairs = {arm: values for arm, values in pairs.items() if len(values) > 1 and np.isfinite(values).all()}
+        found = [mean_effect(f"{arm} minus {bases[arm]}", values, self.unit) for arm, values in pairs.items()]
+        different = holm([effect.p for effect in found])
+        # A family of its own, since an arm cannot pass the tests of a difference and of equivalence both wrongly.
+        equivalent = holm([equivalence_p(values, margin) for values in pairs.values()])
+        tests = zip(pairs.items(), found, different, equivalent, strict=True)
+        compared = (Comparison(arm, bases[arm], d.tolist(), e, margin, p, q, len(found)) for (arm, d), e, p, q in tests)
+        return sorted(compared, key=lambda comparison: comparison.effect.estimate)
 
     @functools.cached_property
     def effects(self) -> list[Effect]:
-        """Of a grid of two settings or more: each setting's main effects, and the interactions of each two.
-
-        Against the setting's first value, averaged over all other settings within a seed.
-        """
+        """Of a grid: main effects against the first value of a setting, means over all others, and interactions."""
         grid = {name: [self.plan.value(arm, name) for arm in self.arms.values()] for name in self.plan.varied}
         if len(grid) < 2 or len(self.arms) != math.prod(len({*values}) for values in grid.values()):
             return []
         levels = [(name, value) for name, of in grid.items() for value in dict.fromkeys(of) if value != of[0]]
         pairs = [pair for pair in itertools.combinations(levels, 2) if pair[0][0] != pair[1][0]]
         found = []
-        for choice in [*((level,) for level in levels), *pairs]:
+        for choice in [*itertools.combinations(levels, 1), *pairs]:
             title = " x ".join(f"{name}: {value} minus {grid[name][0]}" for name, value in choice)
             signs = math.prod(np.array([(v == value) - (v == grid[n][0]) for v in grid[n]]) for n, value in choice)
             weights = signs * 2 ** (len(choice) - 1) / (signs > 0).sum()  # of the arms; the positive ones are as many

@@ -76,11 +76,6 @@ def test_hours_limit_all_runs_and_cut_whole_seeds(finish):
     assert len(cut.final_seeds) == 3 and {c.effect.n for c in cut.comparisons} == {3} and cut.pairs == 5
 
 
-def test_an_arm_that_another_learning_rate_may_suit_better_has_a_warning(finish):
-    unlucky = finish(PLAN, lambda run: bowl(run) + (0.6 if (run.arm, run.phase) == ("rms", "final") else 0))
-    assert unlucky.warning("rms").startswith("not well tuned: at ") and unlucky.warning("none") is None
-
-
 def test_reruns_tell_rounding_from_a_change_that_means_nothing(finish):
     moved = finish(dataclasses.replace(PLAN, rerun_seeds=2), lambda run: bowl(run) + 30 * run.perturbation * run.seed)
     assert moved.spread.index.tolist() == [("layer", 2e-2, 1e-6), ("layer", 2e-2, 0.05)]
