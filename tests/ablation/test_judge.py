@@ -5,7 +5,6 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import Future
 from pathlib import Path
 
 import numpy as np
