@@ -9,9 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
-import msgspec
-import tomli_w
-
 from errors import UserError, read_toml, replace_text
 from flags import Suppress, arg, optional
 from training.settings import CONFIGS, Settings, config_path, load_settings, nearest, read_table
@@ -141,6 +138,8 @@ def known_settings() -> dict[str, tuple[str, Any]]:
 
 def read_setting(name: str, value: object) -> tuple[str, Any]:
     """The short name and the value of a setting, from a TOML file or as text; `model.norm` is `norm`."""
+    import msgspec  # benchmarks work without it
+
     table, _, short = name.rpartition(".")
     if short in GIVEN or short not in known_settings() or table not in ("", known_settings()[short][0]):
         raise UserError(f"{name} is not a setting that arms can have.{nearest(short, known_settings())}")
@@ -205,5 +204,7 @@ def load_plan(name: str) -> Plan:
 
 def save_plan(plan: Plan, path: Path) -> None:
     """Write a plan that `load_plan` reads, without what is empty."""
+    import tomli_w
+
     values = {name: value for name, value in dataclasses.asdict(plan).items() if value not in (None, (), {})}
     replace_text(path, tomli_w.dumps(values))
