@@ -5,7 +5,7 @@ float32 copies of what the reference upcasts. Here each function keeps only what
 activations' dtype, and writes in place where it owns the memory. Both norms are one source. docs/kernels.md has the
 measurements, also of slower formulations.
 
-The backward passes call a few of torch's own kernels (torch.ops.aten, torch._softmax_backward_data). They are not a
+A few of torch's own kernels are called (torch.ops.aten, torch.ops.mkldnn, torch._softmax_backward_data). They are not a
 public interface, but stable in the versions that requirements.txt allows (below torch 2.14), and tests/kernels check.
 """
 
