@@ -42,7 +42,8 @@ class Plan:
     steps: Annotated[int | None, optional("INT")] = None  # Steps of a run; by default the config's
     seeds: Annotated[int | None, optional("INT")] = None  # Final pairs; by default as many as the pilot asks for
     pilot_seeds: int = 8  # Runs of each arm that only fix the number of final ones; unused with --seeds
-    rerun_seeds: int = 3  # Seeds that a baseline repeats from initial weights changed by a millionth, and by 5%
+    rerun_seeds: int = 3  # Seeds that a baseline repeats from changed initial weights
+    perturbations: tuple[float, ...] = (1e-6, 0.05)  # How much, relatively: rounding, and a change that means nothing
     first_seed: int = 1  # Seed of the first final runs; the others follow
     hours: float = 12.0  # The most that all runs may take, sweep and pilot included
     learning_rates: Annotated[tuple[float, ...], arg(help_behavior_hint="")] = ()

@@ -20,7 +20,6 @@ from ablation.stats import Comparison, Effect, equivalence_p, final_pairs, holm,
 from errors import UserError
 
 KEY = [field.name for field in dataclasses.fields(Run)]  # the columns that make a row that of one particular run
-RERUNS = (1e-6, 0.05)  # relative changes of the initial weights: rounding, and a change that means nothing
 
 
 @dataclass(frozen=True)
@@ -100,7 +99,7 @@ class Study:
         if not self.missing(wanted):
             baselines = {arm: [rate] for arm, rate in self.learning_rates.items() if self.arms[arm].baseline is None}
             again = (seeds["pilot"] or seeds["final"])[: self.plan.rerun_seeds]
-            wanted = [*wanted, *self.runs("pilot", seeds["pilot"]), *self.runs("rerun", again, baselines, RERUNS)]
+            wanted = [*wanted, *self.runs("pilot", seeds["pilot"]), *self.runs("rerun", again, baselines, self.plan.perturbations)]
             wanted += self.runs("final", seeds["final"][: self.pairs or 0])
         hours = self.rows.seconds / self.rows.workers / 3600
         by_seed = [[*runs] for _, runs in itertools.groupby(wanted, lambda run: (run.phase, run.seed))]
