@@ -99,7 +99,11 @@ class Study:
         if not self.missing(wanted):
             baselines = {arm: [rate] for arm, rate in self.learning_rates.items() if self.arms[arm].baseline is None}
             again = (seeds["pilot"] or seeds["final"])[: self.plan.rerun_seeds]
-            wanted = [*wanted, *self.runs("pilot", seeds["pilot"]), *self.runs("rerun", again, baselines, self.plan.perturbations)]
+            wanted = [
+                *wanted,
+                *self.runs("pilot", seeds["pilot"]),
+                *self.runs("rerun", again, baselines, self.plan.perturbations),
+            ]
             wanted += self.runs("final", seeds["final"][: self.pairs or 0])
         hours = self.rows.seconds / self.rows.workers / 3600
         by_seed = [[*runs] for _, runs in itertools.groupby(wanted, lambda run: (run.phase, run.seed))]

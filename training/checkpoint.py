@@ -110,6 +110,12 @@ def read_state(directory: Path) -> State:
 def load_last(directory: Path, model: Decoder, optimizer: torch.optim.Optimizer) -> None:
     """Load the weights and the optimizer's moments of a checkpoint, bit for bit."""
     pretrained.load_weights(model, directory)
+    load_moments(directory, model, optimizer)
+
+
+def load_moments(directory: Path, model: Decoder, optimizer: torch.optim.Optimizer) -> State:
+    """Load the optimizer's moments, those of parameters that the model has; returns the state that they are of."""
     path = directory / "training_state.safetensors"
     with reading(path, "the run cannot be resumed"):
         load_optimizer_tensors(optimizer, model, load_file(path))
+    return read_state(directory)

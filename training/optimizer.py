@@ -84,9 +84,10 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module) -> dic
 def load_optimizer_tensors(
     optimizer: torch.optim.Optimizer, model: nn.Module, tensors: dict[str, torch.Tensor]
 ) -> None:
-    """Put back what `optimizer_tensors` returned."""
+    """Put back what `optimizer_tensors` returned, for the parameters that the model has."""
     parameters = dict(model.named_parameters())
     for key, value in tensors.items():
         moment, name = key.split(".", 1)
-        parameter = parameters[name]
-        optimizer.state[parameter][moment] = value.to(parameter.device, copy=True)  # not the mapped file
+        if name in parameters:
+            parameter = parameters[name]
+            optimizer.state[parameter][moment] = value.to(parameter.device, copy=True)  # not the mapped file
