@@ -7,7 +7,7 @@ import hashlib
 import itertools
 import math
 import platform
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +17,7 @@ from torch import Tensor
 import kernels
 from ablation.plan import Plan, Run, replace_settings, run_settings
 from ablation.records import Row
-from data.batches import validation_windows
+from data.batches import Batch, validation_windows
 from model.attention import Attention
 from model.decoder import Decoder
 from model.device import processor
@@ -44,12 +44,12 @@ def train_run(plan: Plan, run: Run, device: str, threads: int | None, workers: i
 
 def measure(session: Session, run: Run, hash_of_settings: str, workers: int, *, train: bool = True) -> Row:
     """The row of a session, which is trained to its end first; train: False only evaluates the model as it is."""
-    settings, losses, curve, found = session.settings, [], [], {"status": "completed"}
+    settings, losses, points, found = session.settings, [], {}, {"status": "completed"}
     try:
         for result in train_steps(session) if train else ():
             losses.append(result.loss)
             if result.step % settings.run.evaluate_every == 0 or result.step == session.steps:
-                curve.append((result.step, six_digits(validate(session, CURVE_TOKENS).loss)))
+                points[result.step] = look(session)
         final = validate(session)
         if not math.isfinite(final.loss):
             raise Diverged(f"the validation loss is {final.loss:g}, not finite")
@@ -59,7 +59,8 @@ def measure(session: Session, run: Run, hash_of_settings: str, workers: int, *, 
     return Row(
         **vars(run),
         **found,
-        curve=[point for point in curve if math.isfinite(point[1])],
+        curve=[(step, point[0]) for step, point in points.items() if math.isfinite(point[0])],
+        copying=[(step, *point[1:]) for step, point in points.items() if all(map(math.isfinite, point))],
         spikes=count_spikes(losses),
         seconds=session.state.seconds,
         tokens=session.state.tokens,
@@ -78,6 +79,61 @@ def measure(session: Session, run: Run, hash_of_settings: str, workers: int, *, 
     )
 
 
+@torch.no_grad()
+def look(session: Session) -> tuple[float, ...]:
+    """The loss on the first `CURVE_TOKENS` of the validation set, and how well the model copies, on the same windows.
+
+    That is `copying_shares` of the head with the largest, each; then the mean loss of the positions 0 to 15 of a window,
+    16 to 31, 32 to 63 and so on.
+    """
+    sums = []  # of each batch: nats by position (T,), how many tokens were predicted (T,), and two shares by head
+    session.model.eval()
+    with attention_weights(session.model) as layers:
+        for inputs, targets in first_windows(session, CURVE_TOKENS):
+            tokens, targets = (torch.from_numpy(ids).to(session.device) for ids in (inputs, targets))
+            nats = session.model(tokens, targets).double().sum(0)  # (T,)
+            heads = torch.cat([copying_shares(tokens, weights) for weights in layers])
+            layers.clear()
+            sums.append((nats, (targets >= 0).sum(0), heads))
+    session.model.train()
+    nats, counts, heads = (torch.stack(parts) for parts in zip(*sums, strict=True))
+    nats, counts, copying = nats.sum(0), counts.sum(0), heads.mean(0).amax(0)
+    ends = [0, *itertools.takewhile(lambda end: end < len(nats), (16 << n for n in range(32))), len(nats)]
+    parts = [nats[start:end].sum() / counts[start:end].sum() for start, end in itertools.pairwise(ends)]
+    return tuple(six_digits(value.item()) for value in (nats.sum() / counts.sum(), *copying, *parts))
+
+
+def copying_shares(tokens: Tensor, weights: Tensor) -> Tensor:
+    """What heads with weights (B, H, T, T) pay to the token before, and to the one after the last earlier occurrence.
+
+    (H, 2): means over all tokens, and over those (B, T) that occurred before (Olsson et al. 2022, arXiv 2209.11895).
+    """
+    before = (tokens[:, :, None] == tokens[:, None, :]).tril(-1)  # (B, T, T)
+    last = torch.where(before, torch.arange(tokens.shape[1], device=tokens.device), -1).amax(-1)[:, None]  # (B, 1, T)
+    index = (last + 1)[..., None].expand(*weights.shape[:3], 1)
+    copied = weights.gather(-1, index)[..., 0] * (last >= 0)  # (B, H, T)
+    previous = weights.diagonal(-1, -2, -1).mean((0, 2))
+    return torch.stack([previous, copied.sum((0, 2)) / (last >= 0).sum().clamp(min=1)], 1)
+
+
+@contextlib.contextmanager
+def attention_weights(model: Decoder) -> Iterator[list[Tensor]]:
+    """A list that gets the attention weights of each layer, float32 (B, H, T, T), of every pass inside the block."""
+    layers: list[Tensor] = []
+
+    def compute(module: Attention, inputs: tuple, output: Tensor) -> None:
+        x, cos, sin, mask, _ = inputs
+        q, k, _ = module.queries_keys_values(x, cos, sin)  # (B, H, T, d), (B, K, T, d)
+        scores = (q @ k.repeat_interleave(module.heads // module.kv_heads, 1).mT).float() / math.sqrt(q.shape[-1])
+        visible = torch.ones_like(scores, dtype=torch.bool).tril() if mask is None else mask
+        layers.append(scores.masked_fill(~visible, -math.inf).softmax(-1))
+
+    with contextlib.ExitStack() as handles:
+        for layer in model.layers:
+            handles.enter_context(layer.self_attn.register_forward_hook(compute))
+        yield layers
+
+
 def hardware(device: str) -> str:
     """The model of the GPU, or else of the CPU."""
     return torch.cuda.get_device_name(device) if device.startswith("cuda") else processor()
@@ -85,16 +141,19 @@ def hardware(device: str) -> str:
 
 def validate(session: Session, tokens: int | None = None) -> Evaluation:
     """The loss on the first so many tokens of the validation set, at least a batch, or on all of them."""
+    return evaluate(session.model, first_windows(session, tokens), session.corpus.validation_bytes, session.device)
+
+
+def first_windows(session: Session, tokens: int | None) -> Iterable[Batch]:
     length, sequences = session.settings.data.sequence_length, session.micro_batch_size
     windows = validation_windows(session.corpus.validation, length, sequences)
-    some = itertools.islice(windows, None if tokens is None else max(1, tokens // (sequences * length)))
-    return evaluate(session.model, some, session.corpus.validation_bytes, session.device)
+    return itertools.islice(windows, None if tokens is None else max(1, tokens // (sequences * length)))
 
 
 @torch.no_grad()
 def probe(session: Session) -> dict[str, float]:
     """What `Row` says of the stream (with pre, the input of norms) and attention, on a batch of the validation set."""
-    of_norms, first_token = [], []
+    of_norms = []
 
     def probe_stream(module: Norm, inputs: tuple, outputs: tuple[Tensor, Tensor]) -> None:
         x = outputs[1].float().flatten(0, 1)  # (N, D)
@@ -105,20 +164,12 @@ def probe(session: Session) -> dict[str, float]:
         largest = channels.max() / channels.median().clamp(min=1e-20)
         of_norms.append([value.item() for value in (over_std, (mean / length).mean(), kurtosis, largest)])
 
-    def probe_attention(module: Attention, inputs: tuple, output: Tensor) -> None:
-        x, cos, sin, mask, _ = inputs
-        q, k, _ = module.queries_keys_values(x, cos, sin)  # (B, H, T, d), (B, K, T, d)
-        scores = (q @ k.repeat_interleave(module.heads // module.kv_heads, 1).mT).float() / math.sqrt(q.shape[-1])
-        visible = torch.ones_like(scores, dtype=torch.bool).tril() if mask is None else mask
-        weights = scores.masked_fill(~visible, -math.inf).softmax(-1)  # (B, H, T, T)
-        first_token.append(weights[..., weights.shape[-1] // 2 :, 0].mean().item())
-
-    hooks = {Norm: probe_stream, Attention: probe_attention}
-    with contextlib.ExitStack() as handles:
-        for module in session.model.modules():
-            if type(module) in hooks:
-                handles.enter_context(module.register_forward_hook(hooks[type(module)]))
+    norms = [module for module in session.model.modules() if isinstance(module, Norm)]
+    with contextlib.ExitStack() as handles, attention_weights(session.model) as layers:
+        for module in norms:
+            handles.enter_context(module.register_forward_hook(probe_stream))
         validate(session, 1)
+    first_token = [weights[..., weights.shape[-1] // 2 :, 0].mean().item() for weights in layers]
     mean_over_std, cosine, kurtosis, channel = np.array(of_norms).T
     found = {
         "mean_over_std": mean_over_std[len(of_norms) // 2 :].mean(),
