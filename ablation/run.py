@@ -83,8 +83,8 @@ def measure(session: Session, run: Run, hash_of_settings: str, workers: int, *, 
 def look(session: Session) -> tuple[float, ...]:
     """The loss on the first `CURVE_TOKENS` of the validation set, and how well the model copies, on the same windows.
 
-    That is `copying_shares` of the head with the largest, each; then the mean loss of the positions 0 to 15 of a window,
-    16 to 31, 32 to 63 and so on.
+    That is `copying_shares`, each of the head where it is largest; then the mean loss of the positions 0 to 15 of a
+    window, 16 to 31, 32 to 63 and so on.
     """
     sums = []  # of each batch: nats by position (T,), how many tokens were predicted (T,), and two shares by head
     session.model.eval()
