@@ -17,7 +17,7 @@ from training import checkpoint
 from training.evaluate import evaluate
 from training.metrics import Metrics
 from training.processes import finish_processes
-from training.progress import report_end, sample, show_step
+from training.progress import report_end, samples, show_step
 from training.schedule import learning_rate
 from training.session import Session, StepResult, open_run, set_up
 from training.settings import Settings
@@ -114,7 +114,7 @@ def evaluate_and_save(session: Session, log: Metrics | None, bar: tqdm) -> None:
         checkpoint.save(session.run_dir / "best", session.state, session.model, corpus.tokenizer)
     save(session)
     bar.write(f"step {state.step}: validation {result}")
-    bar.write(sample(session))
+    bar.write(samples(session))
 
 
 def save(session: Session) -> None:

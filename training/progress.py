@@ -6,6 +6,7 @@ import shlex
 from tqdm import tqdm
 
 from generation.generate import complete
+from generation.settings import Sampling
 from generation.terminal import printable
 from model.count import flops_per_token
 from model.device import peak_flops
@@ -13,6 +14,7 @@ from training import plot
 from training.session import Session, StepResult
 
 SAMPLE_TOKENS = 100
+SAMPLING = Sampling(temperature=0.5)  # of a small model, above which it reads worse
 
 
 def show_step(session: Session, bar: tqdm, result: StepResult) -> None:
@@ -37,18 +39,17 @@ def show_step(session: Session, bar: tqdm, result: StepResult) -> None:
         print(f"step {result.step} of {steps}: {line}", flush=True)
 
 
-def sample(session: Session) -> str:
-    """--sample-prompt and what the current weights continue it with; the same seed and step give the same text."""
+def samples(session: Session) -> str:
+    """The first of --sample-prompts, at the end of the run all, and what the current weights continue them with."""
+    prompts = session.settings.run.sample_prompts
+    tokens = min(SAMPLE_TOKENS, session.settings.model.max_position_embeddings - 1)
     session.model.eval()
-    text = complete(
-        session.model,
-        session.corpus.tokenizer,
-        session.settings.run.sample_prompt,
-        max_new_tokens=min(SAMPLE_TOKENS, session.settings.model.max_position_embeddings - 1),
-        seed=session.settings.run.seed + session.state.step,
-    )
+    texts = [
+        complete(session.model, session.corpus.tokenizer, prompt, max_new_tokens=tokens, sampling=SAMPLING)
+        for prompt in (prompts if session.state.step == session.steps else prompts[:1])
+    ]
     session.model.train()
-    return "  | " + printable(text).replace("\n", "\n  | ")
+    return "\n\n".join("  | " + printable(text).replace("\n", "\n  | ") for text in texts)
 
 
 def report_end(session: Session) -> None:

@@ -61,8 +61,8 @@ class RunSettings:
     """Which parameters learn: all, or only the weights and biases of the norms."""
     evaluate_every: int = 500
     """Steps between evaluations on the validation set; each also saves and prints a text sample."""
-    sample_prompt: str = ""
-    """Prompt of the text samples. If empty, they start a new document."""
+    sample_prompts: tuple[str, ...] = ("",)
+    """Prompts of the text samples: the first at each evaluation, all at the end. An empty one starts a new document."""
 
 
 @dataclass(frozen=True)

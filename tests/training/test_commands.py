@@ -40,7 +40,7 @@ def test_a_run_that_cannot_start_leaves_no_folder(train_script, flags, tmp_path)
 def test_a_finished_run_prints_a_text_the_next_command_and_its_checkpoint_can_be_evaluated(
     train_script, flags, tmp_path
 ):
-    out = train_script(*flags, "--sample-prompt", "the quick", cwd=tmp_path)
+    out = train_script(*flags, "--sample-prompts", "the quick", cwd=tmp_path)
     assert out.returncode == 0, out.stderr
     assert (tmp_path / "runs" / "tiny-rms" / "best" / "config.json").exists()
     assert "bits per byte" in out.stdout and "xz -9e" in out.stdout

@@ -102,10 +102,10 @@ def test_a_mistake_in_a_file_is_one_line(tmp_path, content, message):
 
 def test_values_that_look_like_flags_survive_saving(tmp_path):
     (tmp_path / "mine.toml").write_text('[data]\ndata = ["--steps", "3"]\n')
-    settings = settings_from("--config", str(tmp_path / "mine.toml"), "--sample-prompt=--help")
+    settings = settings_from("--config", str(tmp_path / "mine.toml"), "--sample-prompts=--help")
     save_settings(settings, tmp_path / "settings.toml")
     loaded = load_settings(tmp_path / "settings.toml")
-    assert (loaded.run.sample_prompt, loaded.data.data) == ("--help", ("--steps", "3"))
+    assert (loaded.run.sample_prompts, loaded.data.data) == (("--help",), ("--steps", "3"))
 
 
 def test_an_unknown_flag_exits_with_status_2_and_the_nearest_known_one(capsys):
