@@ -6,14 +6,14 @@ from errors import UserError, exit_on_user_error
 
 
 def main() -> None:
-    """Parse the command line, find the checkpoint, read the prompts; then import torch, which is slow, and generate."""
+    """Parse the command line, find the checkpoint, read the prompt; then import torch, which is slow, and generate."""
     with exit_on_user_error():  # around the imports too: they take time, in which Ctrl-C may come
         from pathlib import Path
 
         import tyro
 
         from checkpoints.find import find_checkpoint, newest_run
-        from generation.prompts import read_prompts
+        from generation.prompts import read_standard_input
         from generation.settings import Settings, recommended_sampling
         from generation.terminal import log
 
@@ -24,7 +24,9 @@ def main() -> None:
             values = ", ".join(f"{name} {value:g}" for name, value in vars(settings.sampling).items())
             log(f"sampling (generation_config.json, then flags): {values}")
         sys.stdout.reconfigure(newline="\n")  # the same bytes on Windows
-        prompts = None if settings.reads_lines(sys.stdin) else read_prompts(settings)
+        prompts = settings.prompts
+        if not prompts and not (settings.chat and sys.stdin.isatty()):
+            prompts = [read_standard_input()]
         if settings.chat and prompts == [""]:
             raise UserError("there is no message to answer; give one after the run, or on standard input.")
         from generation.session import run  # imports torch

@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Callable
 
+from errors import UserError
 from generation.chat import ChatFormat, Message
 from generation.generate import Generation, PrefixCache
 from generation.prompts import check_prompts
@@ -36,18 +37,33 @@ class Conversation:
         self._answers = 0  # since the start: the number of the next sample
         self._prefix = PrefixCache()
 
-    def reset(self) -> None:
-        """Forget all turns. The system prompt stays."""
-        self.turns = []
-        self._log("a new conversation begins")
+    def run(self, read: Callable[[], str]) -> None:
+        """Answer the lines that are typed until the input ends. A `UserError` ends an answer, not the conversation."""
+        leave = "Ctrl-D leaves (on Windows: Ctrl-Z, then Enter)"
+        self._log(f"Ctrl-C stops an answer, /reset starts a new conversation, {leave}")
+        while True:
+            try:
+                line = read()
+                if line.strip() == "/reset":  # others are text: models have commands of their own, such as /no_think
+                    self.turns = []
+                    self._log("a new conversation begins")
+                elif line.strip():
+                    self.answer(line)
+            except EOFError:
+                self._log("")  # the next prompt of the shell starts on a line of its own
+                return
+            except UserError as error:
+                self._log(f"error: {error}")
+            except KeyboardInterrupt:
+                self._log(f"\n{leave}")
 
-    def answer(self, text: str) -> list[Generation]:
-        """Generate the answer to `text` and write it. Returns the result, nothing if it was interrupted."""
+    def answer(self, text: str) -> None:
+        """Generate the answer to `text` and write it."""
         question = {"role": "user", "content": text}
         turns, prompt = self._fit(question)
         if dropped := len(self.turns) - len(turns):
             self._log(f"dropped the oldest {dropped} of {len(self.turns)} turns: the context is {self._context} tokens")
-        stream, parts, results = TextStream(self._format.tokenizer, self._settings.stop), [], []
+        stream, parts = TextStream(self._format.tokenizer, self._settings.stop), []
 
         def emit(part: str) -> bool:
             parts.append(part)
@@ -62,11 +78,11 @@ class Conversation:
                 prefix=self._prefix,
             )
             emit(stream.flush())
-            results, end = [result], result.finish_reasons[0]
+            end = result.finish_reasons[0]
         except KeyboardInterrupt:
             if not any(parts):
                 self._log("\nstopped before the answer began; your message is forgotten")
-                return []
+                return
             end = "interrupted"
         self._write("\n")
         self.turns = [*turns, (question, {"role": "assistant", "content": "".join(parts)})]
@@ -78,7 +94,6 @@ class Conversation:
         }
         if end in reasons:
             self._log(reasons[end])
-        return results
 
     def _fit(self, question: Message) -> tuple[list[Turn], list[int]]:
         """The newest turns that leave room for an answer, and the token ids of them and the question.

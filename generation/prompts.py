@@ -1,38 +1,19 @@
-"""Reads prompts (a file, standard input) and encodes them to token ids. Imports no torch."""
+"""Encodes prompts to token ids, and reads one from standard input. Imports no torch."""
 
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from errors import UserError, reading
-from generation.settings import Settings
 
 if TYPE_CHECKING:  # importing the tokenizer libraries would slow down `--help`
     from data.tokenizer import Tokenizer
 
 
-def read_prompts(settings: Settings) -> list[str]:
-    """The prompts of the command line, then those of the file. Without any: standard input as one prompt."""
-    prompts = [*settings.prompt] if settings.text is None else [settings.text, *settings.prompt]
-    if settings.prompt_file is not None:
-        prompts += read_prompt_file(settings.prompt_file)
-    return prompts or [read_standard_input()]
-
-
-def read_prompt_file(path: Path) -> list[str]:
-    """The lines of a file that are not blank. Only \\n ends a line: U+2028 and form feeds are part of a prompt."""
-    with reading(path, "give a UTF-8 text file with a prompt per line"):
-        lines = [line for line in path.read_text(encoding="utf-8-sig").split("\n") if line.strip()]
-        if not lines:
-            raise ValueError("it has no prompt")
-    return lines
-
-
 def read_standard_input() -> str:
     """All of standard input, minus the one line break that `echo` and editors append. Empty if it is a terminal."""
     if sys.stdin.isatty():
-        hint = "give one after the run, type several with --interactive, or talk with a chat model with --chat"
+        hint = "give one after the run, or talk with a chat model with --chat"
         print(f"no prompt: the model starts a text of its own; {hint}", file=sys.stderr, flush=True)
         return ""
     # Printed first: if standard input is a pipe that nobody writes to, the program would seem to hang.

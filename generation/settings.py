@@ -6,7 +6,7 @@ Imports no torch: `python generate.py --help` answers at once, and wrong values 
 import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal, TextIO
+from typing import Annotated, Literal
 
 import tyro
 
@@ -21,7 +21,7 @@ class Sampling:
     repetition_penalty: float = 1.0
     """Above 1, tokens that already occur in the prompt or the text become less likely: positive logits are divided by
     this, negative ones multiplied (1: off)."""
-    temperature: Annotated[float, tyro.conf.arg(aliases=["--temp"])] = 0.8
+    temperature: float = 0.8
     """Divides the logits: below 1 the text is more predictable, above 1 more random. 0 always takes the most likely
     token and ignores the filters below."""
     top_k: int = 0
@@ -32,12 +32,10 @@ class Sampling:
     """Sample from tokens whose probability is at least this fraction of the most likely token's (0: all)."""
 
     def __post_init__(self) -> None:
-        largest = {"repetition_penalty": 1e9, "temperature": 1e9, "top_k": 2**31, "top_p": 1, "min_p": 1}
-        for name, high in largest.items():
-            low = 0.01 if name == "repetition_penalty" else 0
-            if not low <= getattr(self, name) <= high:  # fails for NaN too
-                flag = "--" + name.replace("_", "-")
-                raise UserError(f"{flag} is {getattr(self, name)} but must be from {low} to {high:g}.")
+        ranges = dict(temperature=(0, 1e9), top_k=(0, 2**31), top_p=(0, 1), min_p=(0, 1))
+        for name, (low, high) in {"repetition_penalty": (0.01, 1e9), **ranges}.items():
+            if not low <= (value := getattr(self, name)) <= high:  # fails for NaN too
+                raise UserError(f"--{name.replace('_', '-')} is {value} but must be from {low} to {high:g}.")
 
 
 @dataclass(frozen=True)
@@ -46,16 +44,14 @@ class Settings:
 
     Continue a text: generate.py runs/NAME "def "
 
-    Continue what you type, line by line: generate.py runs/NAME --interactive
-
     Hold a conversation: generate.py ~/Qwen2.5-0.5B-Instruct --chat
 
     Answer one message: echo "Why is the sky blue?" | generate.py ~/Qwen2.5-0.5B-Instruct --chat > answer.txt
 
-    The text, prompt included, or in a chat the answer alone, is printed to standard output as it is generated.
-    Everything else goes to standard error. Several texts are printed one after another, with a blank line between
-    them. A text ends at the model's end-of-text token, before a stop string, after --max-new-tokens, or when the
-    model's context is full.
+    The text, prompt included, or in a chat the answer alone, is printed to standard output as it is generated, and
+    everything else to standard error. Several texts are printed one after another, with a blank line between them. A
+    text ends at the model's end-of-text token, before a stop string, after --max-new-tokens, or when the model's
+    context is full.
     """
 
     run: Annotated[str | None, optional("[RUN]"), tyro.conf.Positional] = None
@@ -67,16 +63,12 @@ class Settings:
     that is a terminal or empty, the model starts a text of its own."""
     prompt: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """More texts like TEXT (--prompt=TEXT if it starts with a dash). Repeat the flag for several."""
-    prompt_file: Annotated[Path | None, optional("FILE")] = None
-    """UTF-8 text file with one prompt per line; blank lines are skipped."""
     chat: tyro.conf.FlagCreatePairsOff[bool] = False
-    """Answer messages as the model's own chat template has them, in a terminal without a prompt as a conversation
-    (/help lists its commands). When that is longer than the model's context, the oldest turns are dropped."""
+    """Answer messages as the model's own chat template has them, in a terminal without a prompt as a conversation.
+    When that is longer than the model's context, the oldest turns are dropped."""
     system: Annotated[str | None, optional("TEXT")] = None
     """System prompt of a chat: who the model is and how it answers. Default: what the chat template says."""
-    interactive: tyro.conf.FlagCreatePairsOff[bool] = False
-    """Read a prompt per line from the terminal, and continue each by itself."""
-    max_new_tokens: Annotated[int | None, optional("INT", aliases=["--max-tokens"])] = None
+    max_new_tokens: Annotated[int | None, optional("INT")] = None
     """Maximum number of tokens to generate per text. Default: 200, in a chat 2048."""
     sampling: Annotated[Sampling, tyro.conf.arg(name="")] = field(default_factory=Sampling)
     seed: int = 1
@@ -95,25 +87,17 @@ class Settings:
     with 8-bit matrices, which is faster for few texts at once and takes 3 bytes per parameter."""
     kernels: Literal["auto", "triton", "torch"] = "auto"
     """Fused Triton kernels or plain PyTorch. auto: Triton on an NVIDIA or AMD GPU."""
-    verbose: tyro.conf.FlagCreatePairsOff[bool] = False
-    """Print the speed: tokens per second, and the rate at which weights were read from memory."""
 
     def __post_init__(self) -> None:
         if min(self.token_limit, self.samples, self.batch_size) < 1:
             raise UserError("--max-new-tokens, --samples and --batch-size must be at least 1.")
         if self.system is not None and not self.chat:
             raise UserError("--system is for conversations; give --chat too.")
-        if self.interactive and (self.chat or self.has_prompts):
-            raise UserError("--interactive reads prompts line by line; leave out --chat, --prompt and --prompt-file.")
 
     @property
-    def has_prompts(self) -> bool:
-        """Whether the command line has any prompt."""
-        return self.text is not None or bool(self.prompt) or self.prompt_file is not None
-
-    def reads_lines(self, stdin: TextIO) -> bool:
-        """Whether to respond to lines as they are typed, instead of to prompts that are known from the start."""
-        return self.interactive or (self.chat and not self.has_prompts and stdin.isatty())
+    def prompts(self) -> list[str]:
+        """Those of the command line."""
+        return [*self.prompt] if self.text is None else [self.text, *self.prompt]
 
     @property
     def token_limit(self) -> int:
@@ -126,10 +110,10 @@ def recommended_sampling(checkpoint: Path) -> Sampling | None:
     """The sampling that the model's authors recommend for conversations in generation_config.json, or None."""
     path = checkpoint / "generation_config.json"
     fields = read_json(path)
-    known = {field.name: fields.get(field.name) for field in dataclasses.fields(Sampling)}
-    if not any(known.values()) or not fields.get("do_sample"):
-        return None
+    names = [field.name for field in dataclasses.fields(Sampling)]
     with reading(path, "correct or delete it"):
-        values = {name: float(value) for name, value in known.items() if value is not None}
+        values = {name: float(fields[name]) for name in names if fields.get(name) is not None}
+        if not values or not fields.get("do_sample"):
+            return None
         top_k = max(int(values.get("top_k", 0)), 0)  # vLLM's files have -1 for off
         return Sampling(**{"temperature": 1.0, **values, "top_k": top_k})

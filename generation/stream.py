@@ -79,38 +79,30 @@ class OrderedTexts:
     The first unfinished text is written as it is generated; the text of later ones is kept until it is their turn.
     """
 
-    def __init__(self, streams: Sequence[TextStream], write: Callable[[str], object], log: Callable[[str], object]):
-        self._streams, self._write, self._log = streams, write, log
+    def __init__(self, streams: Sequence[TextStream], write: Callable[[str], object]):
+        self._streams, self._write = streams, write
         self._waiting = [stream.prompt for stream in streams]
-        self._finish_reasons: list[str | None] = [None] * len(streams)
+        self._finished = [False] * len(streams)
         self._current = 0
-        self._begin()
+        self._write_waiting()
 
     def push(self, index: int, token: int) -> bool:
         """Add a token to a text; returns whether a stop string ends it."""
-        self._add(index, self._streams[index].push(token))
+        self._waiting[index] += self._streams[index].push(token)
+        self._write_waiting()
         return self._streams[index].stopped
 
-    def finish(self, index: int, reason: str) -> None:
+    def finish(self, index: int) -> None:
         """Complete a text. If it is the current one, write those after it, up to the next unfinished one."""
-        self._add(index, self._streams[index].flush())
-        self._finish_reasons[index] = reason
-        while self._current < len(self._streams) and self._finish_reasons[self._current] is not None:
-            self._write("\n")
-            if self._finish_reasons[self._current] == "context":
-                self._log("the text ends here because the model's context is full")
+        self._waiting[index] += self._streams[index].flush()
+        self._finished[index] = True
+        self._write_waiting()
+
+    def _write_waiting(self) -> None:
+        while self._current < len(self._streams):
+            self._write(self._waiting[self._current])
+            self._waiting[self._current] = ""
+            if not self._finished[self._current]:
+                break
             self._current += 1
-            if self._current < len(self._streams):
-                self._write("\n")
-                self._begin()
-
-    def _begin(self) -> None:
-        if len(self._streams) > 1:
-            self._log(f"text {self._current + 1} of {len(self._streams)}")
-        self._write(self._waiting[self._current])
-
-    def _add(self, index: int, text: str) -> None:
-        if index == self._current:
-            self._write(text)
-        else:
-            self._waiting[index] += text
+            self._write("\n" if self._current == len(self._streams) else "\n\n")

@@ -1,16 +1,7 @@
-"""The terminal: lines that are typed, and text that cannot change the terminal's state. Imports no torch."""
+"""Reads lines from the terminal, and writes text that cannot change its state. Imports no torch."""
 
 import contextlib
 import sys
-from collections.abc import Callable
-
-from errors import UserError
-
-HELP = """/reset  start a new conversation: the model forgets everything said so far
-/help   show this
-Ctrl-C  stop the answer; at the prompt: clear the line
-Ctrl-D  leave (on Windows: Ctrl-Z, then Enter)
-Anything else goes to the model."""
 
 # A model's text may contain escape sequences, which move the cursor, rename the window or hide text. All control
 # characters but tab and newline are shown as their Unicode pictures; C1 has none.
@@ -40,32 +31,7 @@ def read_line() -> str:
     """
     with contextlib.suppress(ImportError):  # Windows, whose console edits lines itself
         import readline  # noqa: F401
-    if sys.stdin.isatty() and sys.stdout.isatty():
+    if sys.stdout.isatty():
         return input("> ")
-    print("> " if sys.stdin.isatty() else "", end="", file=sys.stderr, flush=True)  # standard output is for the text
+    print("> ", end="", file=sys.stderr, flush=True)  # standard output is for the text
     return input()
-
-
-def prompt_loop(respond: Callable[[str], object], reset: Callable[[], object], read: Callable[[], str], log) -> None:
-    """Read lines until the input ends, and hand each to `respond`, unless it is blank or one of the commands of `HELP`.
-
-    Other lines that begin with a slash are text: models have commands of their own, such as /no_think. A
-    `UserError` or Ctrl-C ends a response, not the session.
-    """
-    commands = {"/reset": reset, "/help": lambda: log(HELP)}
-    while True:
-        responding = False
-        try:
-            line = read()
-            responding = True
-            if command := commands.get(line.strip()):
-                command()
-            elif line.strip():
-                respond(line)
-        except EOFError:
-            log("")  # the next prompt of the shell starts on a line of its own
-            return
-        except UserError as error:
-            log(f"error: {error}")
-        except KeyboardInterrupt:
-            log("\nstopped" if responding else "\nCtrl-D leaves (on Windows: Ctrl-Z, then Enter); /help lists more")

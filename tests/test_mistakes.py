@@ -96,8 +96,6 @@ generate BAD/quantized --prompt a
     .*config.json cannot be read \(quantization_config is .*; give another model
 generate BAD/no_tokenizer --prompt a
     there is no .*no_tokenizer/tokenizer.model; give
-generate RUN --prompt-file nothere
-    nothere cannot be read .*; give a UTF-8 text file
 generate RUN --prompt a --temperature -1
     --temperature is -1
 generate RUN --prompt a --top-p 2

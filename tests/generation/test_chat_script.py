@@ -9,10 +9,8 @@ import time
 from pathlib import Path
 
 import pytest
-import tyro
 
 import generate
-from generation.settings import Settings
 
 SCRIPT = Path(__file__).parent.parent.parent / "generate.py"
 FLAGS = ("--chat", "--device", "cpu")
@@ -55,7 +53,8 @@ class Terminal:
 def test_a_conversation_in_a_terminal(talkative_model):
     terminal = Terminal(talkative_model, *FLAGS, "--max-new-tokens", 16000)
     try:
-        assert f"{talkative_model} on cpu" in terminal.read_until("> ")
+        assert f"{talkative_model} on cpu" in terminal.read_until("Ctrl-C stops an answer")
+        terminal.read_until("\n> ")
         time.sleep(0.5)  # Python notices a signal only once readline waits for a key, shortly after it shows the prompt
         terminal.type("\x03")
         assert "Ctrl-D leaves" in terminal.read_until("\n> ")
@@ -102,18 +101,16 @@ def test_flags_that_are_given_win_over_the_recommended_sampling_even_with_the_va
     )
 
 
-def test_no_message_is_an_error_and_a_terminal_is_read_line_by_line(chatml_model, monkeypatch, capsys):
+def test_no_message_is_an_error_and_a_terminal_without_a_prompt_is_a_conversation(chatml_model, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["generate.py", str(chatml_model), *FLAGS])
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\n")))
     with pytest.raises(SystemExit, match="2"):
         generate.main()
     assert "error: there is no message to answer" in capsys.readouterr().err
-    cases = [((), True, False), (FLAGS, True, True), (FLAGS, False, False), (("--interactive",), False, True)]
-    cases += [
-        ((*FLAGS, "--prompt", "x"), True, False),
-        (("run", "x", *FLAGS), True, False),
-        ((*FLAGS, "--prompt-file", "x"), True, False),
-    ]
-    for flags, typed, expected in cases:
-        monkeypatch.setattr(sys.stdin, "isatty", lambda typed=typed: typed, raising=False)
-        assert tyro.cli(Settings, args=flags).reads_lines(sys.stdin) is expected
+    seen = []
+    monkeypatch.setattr("generation.session.run", lambda settings, checkpoint, prompts: seen.append(prompts))
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
+    for flags in (FLAGS, (*FLAGS, "--prompt", "x"), FLAGS[1:]):
+        monkeypatch.setattr(sys, "argv", ["generate.py", str(chatml_model), *flags])
+        generate.main()
+    assert seen == [[], ["x"], [""]]

@@ -166,7 +166,7 @@ def test_an_answer_interrupted_inside_the_decoder_leaves_a_valid_cache(talk, mon
     assert talk.ask("x") == talk.fresh_answer()
 
 
-# What generate.py prints in a chat, and in a session without a template.
+# What generate.py prints in a chat.
 
 
 def run(directory, prompts, *lines: str, **settings) -> tuple[str, list[str]]:
@@ -187,9 +187,9 @@ def run(directory, prompts, *lines: str, **settings) -> tuple[str, list[str]]:
 def test_messages_on_the_command_line_are_conversations_of_their_own_and_only_answers_are_printed(chat_model):
     single = [run(chat_model, [prompt], chat=True)[0] for prompt in ("def add", "x")]
     both, lines = run(chat_model, ["def add", "x"], chat=True, batch_size=2)
-    assert both == "\n".join(single) and not both.startswith("def add") and len(lines) == 3
-    typed, lines = run(chat_model, None, "def add", "/reset", chat=True)
-    assert typed == single[0] and lines[1:] == [
+    assert both == "\n".join(single) and not both.startswith("def add") and len(lines) == 1
+    typed, lines = run(chat_model, [], "def add", "/reset", chat=True)
+    assert typed == single[0] and lines[2:] == [
         "the answer was cut after 9 tokens (--max-new-tokens)",
         "a new conversation begins",
         "",
@@ -206,25 +206,29 @@ def test_every_id_that_ends_a_turn_ends_an_answer(chatml_model, monkeypatch):
 
     monkeypatch.setattr(session, "generate", record)
     run(chatml_model, ["x"], chat=True)
-    run(chatml_model, None, "x", chat=True)
+    run(chatml_model, [], "x", chat=True)
     assert seen == [ids, ids] and len(ids) == 2
 
 
-def test_each_line_of_an_interactive_session_is_a_text_of_its_own(chatml_model, monkeypatch):
-    text, lines = run(chatml_model, None, "def add", "0123456789" * 30, "/reset", "def add", interactive=True)
-    second = text.rindex("def add")
-    assert text[:second] == run(chatml_model, ["def add"])[0] != text[second:]
-    assert text[second:] == run(chatml_model, ["def add"], samples=2)[0].removeprefix(text[:second] + "\n")
-    assert lines[1].startswith("error: the prompt has 300 tokens")
-    assert lines[2:] == [""]
+def test_an_error_or_ctrl_c_does_not_end_the_conversation(talk):
+    typed = iter(["", "  ", "0123456789" * 30, KeyboardInterrupt(), UserError("not UTF-8"), "/rest", EOFError()])
+
+    def read() -> str:
+        line = next(typed)
+        if isinstance(line, BaseException):
+            raise line
+        return line
+
+    talk.conversation.run(read)
+    first, too_long, interrupted, not_utf8, _, last = talk.lines
+    assert "Ctrl-D" in first and "Ctrl-D" in interrupted and last == ""
+    assert too_long.startswith("error: the prompt has") and not_utf8 == "error: not UTF-8"
+    assert [question["content"] for question, _ in talk.conversation.turns] == ["/rest"]
 
 
 def test_what_makes_no_sense_is_a_user_error(chatml_model, tmp_path):
     with pytest.raises(UserError, match="--system is for conversations"):
         Settings(system="x")
-    for other in ({"chat": True}, {"prompt": ("x",)}, {"text": "x"}, {"prompt_file": tmp_path}):
-        with pytest.raises(UserError, match="--interactive reads prompts line by line"):
-            Settings(interactive=True, **other)
     for name in ("config.json", "model.safetensors", "tokenizer.json"):
         (tmp_path / name).write_bytes((chatml_model / name).read_bytes())
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>"}')

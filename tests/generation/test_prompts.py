@@ -9,7 +9,7 @@ import pytest
 import tyro
 
 from errors import UserError
-from generation.prompts import encode_prompt, first_tokens, read_prompt_file, read_prompts
+from generation.prompts import encode_prompt, first_tokens, read_standard_input
 from generation.settings import Settings
 
 
@@ -19,41 +19,26 @@ def set_stdin(monkeypatch, content: bytes, terminal: bool = False):
     monkeypatch.setattr(sys, "stdin", stream)
 
 
-def test_prompts_are_the_flags_then_the_lines_of_the_file_and_standard_input_is_not_read(monkeypatch, tmp_path):
-    set_stdin(monkeypatch, b"never read")
-    path = tmp_path / "prompts.txt"
-    path.write_bytes("\ufeff  two \r\n\n   \nthree\u2028\x0cstill three".encode())
-    settings = Settings(text="one", prompt=("",), prompt_file=path)
-    assert read_prompts(settings) == ["one", "", "  two ", "three\u2028\x0cstill three"]
-    assert sys.stdin.buffer.read() == b"never read"
-
-
 @pytest.mark.parametrize(
     ("content", "prompt"),
     [(b"a\nb\n", "a\nb"), (b"a\r\n", "a"), (b"a\n\n", "a\n"), (b" a ", " a "), (b"", ""), ("é☺".encode(), "é☺")],
 )
 def test_standard_input_is_one_prompt_without_its_last_line_break(monkeypatch, content, prompt):
     set_stdin(monkeypatch, content)
-    assert read_prompts(Settings()) == [prompt]
+    assert read_standard_input() == prompt
 
 
 def test_a_terminal_is_not_read_and_gives_an_empty_prompt_with_a_hint(monkeypatch, capsys):
     set_stdin(monkeypatch, b"typed", terminal=True)
-    assert read_prompts(Settings()) == [""]
+    assert read_standard_input() == ""
     hint = capsys.readouterr().err
-    assert hint.startswith("no prompt: the model starts a text of its own;") and "--interactive" in hint
+    assert hint.startswith("no prompt: the model starts a text of its own;") and "--chat" in hint
 
 
-def test_input_that_is_not_utf8_or_empty_or_missing_is_a_user_error(monkeypatch, tmp_path):
+def test_input_that_is_not_utf8_is_a_user_error(monkeypatch):
     set_stdin(monkeypatch, b"\xff\xfe")
     with pytest.raises(UserError, match="standard input cannot be read"):
-        read_prompts(Settings())
-    for content, message in ((b"\xff", "can't decode"), (b" \n\n", "it has no prompt")):
-        (tmp_path / "prompts").write_bytes(content)
-        with pytest.raises(UserError, match=message):
-            read_prompt_file(tmp_path / "prompts")
-    with pytest.raises(UserError, match="missing cannot be read"):
-        read_prompt_file(tmp_path / "missing")
+        read_standard_input()
 
 
 def test_prompts_start_with_bos_and_an_empty_prompt_is_bos_or_else_eos():
@@ -78,12 +63,7 @@ def test_a_space_at_the_end_of_a_prompt_is_left_to_the_first_token(kind, request
             assert (i in ids) == tokenizer.decode([*tokenizer.encode("a"), i]).startswith("a "), i
 
 
-def test_the_names_that_other_programs_use_for_our_flags_work():
-    settings = tyro.cli(Settings, args=["--temp", "0.5", "--max-tokens=9"], config=(tyro.conf.OmitArgPrefixes,))
-    assert (settings.sampling.temperature, settings.max_new_tokens) == (0.5, 9)
-
-
 def test_a_text_after_the_run_is_the_first_prompt():
     settings = tyro.cli(Settings, args=["runs/a", "hello", "--prompt", "x", "--prompt", "y"])
-    assert settings.run == "runs/a" and read_prompts(settings) == ["hello", "x", "y"]
-    assert not tyro.cli(Settings, args=["runs/a"]).has_prompts
+    assert settings.run == "runs/a" and settings.prompts == ["hello", "x", "y"]
+    assert not tyro.cli(Settings, args=["runs/a"]).prompts

@@ -11,7 +11,6 @@ from checkpoints.find import find_checkpoint
 from checkpoints.pretrained import save_pretrained
 from errors import UserError
 from generation import session
-from generation.generate import Generation
 from generation.settings import Sampling, Settings
 from model.config import ModelConfig
 from model.decoder import Decoder
@@ -38,10 +37,9 @@ def output(checkpoint, prompts=("x",), **settings) -> tuple[str, list[str]]:
 def test_texts_are_printed_in_order_with_blank_lines_between_and_equal_each_text_alone(checkpoint):
     prompts = ("def add", "x", "def add_b(x, y):")
     alone = [output(checkpoint, [prompt], max_new_tokens=9)[0] for prompt in prompts]
-    together, lines = output(checkpoint, prompts, max_new_tokens=9)
+    together, _ = output(checkpoint, prompts, max_new_tokens=9)
     assert together == "\n".join(alone)
     assert all(text.startswith(prompt) and text.endswith("\n") for text, prompt in zip(alone, prompts, strict=True))
-    assert [line for line in lines if line.startswith("text ")] == [f"text {n} of 3" for n in (1, 2, 3)]
     assert output(checkpoint, prompts, max_new_tokens=9, batch_size=2)[0] == together
 
 
@@ -71,19 +69,17 @@ def test_a_text_is_printed_as_it_is_generated_and_ends_before_a_stop_string(chec
     )
 
 
-def test_the_log_says_checkpoint_device_dtype_speed_and_how_fast_weights_were_read(checkpoint):
-    _, lines = output(checkpoint, max_new_tokens=5, device="cpu", verbose=True)
-    assert lines[0] == f"{checkpoint} on cpu in float32, kernels: plain PyTorch with CPU functions"
-    for part in ("prefill 2 tokens, ", "decode 4 tokens, ", "MB of weights per step, read at ", "GB/s"):
-        assert part in lines[-1]
-    _, lines = output(checkpoint, max_new_tokens=1, device="cpu", dtype="bfloat16", verbose=True)
-    assert lines[0].endswith("in bfloat16, kernels: plain PyTorch with CPU functions") and "decode" not in lines[-1]
-    assert output(checkpoint, max_new_tokens=5, device="cpu")[1] == [lines[0].replace("bfloat16", "float32")]
+def test_the_log_says_checkpoint_device_and_dtype(checkpoint):
+    _, lines = output(checkpoint, max_new_tokens=5, device="cpu")
+    assert lines == [f"{checkpoint} on cpu in float32, kernels: plain PyTorch with CPU functions"]
+    assert output(checkpoint, max_new_tokens=1, device="cpu", dtype="bfloat16")[1] == [
+        lines[0].replace("float32", "bfloat16")
+    ]
 
 
 def test_one_log_line_says_that_a_text_filled_the_context(checkpoint):
-    _, lines = output(checkpoint, max_new_tokens=500, sampling=Sampling(temperature=3.0))
-    assert [line for line in lines if "context is full" in line] == lines[1:2]
+    _, lines = output(checkpoint, ["x", "y"], max_new_tokens=500, sampling=Sampling(temperature=3.0))
+    assert lines[1:] == ["a text ends where the model's context is full"]
 
 
 def test_a_start_opens_the_configuration_the_weights_and_the_tokenizer_once(checkpoint, monkeypatch):
@@ -107,15 +103,6 @@ def test_errors_are_found_before_the_weights_are_read(checkpoint, monkeypatch, t
         (tmp_path / name).write_bytes((checkpoint / name).read_bytes())
     with pytest.raises(UserError, match=r"there is no .*tokenizer"):
         output(tmp_path)
-
-
-def test_decoded_tokens_exclude_the_first_of_each_sequence_which_the_prefill_computes():
-    result = Generation([[5, 6, 7], [], [5]], ["length", "eos", "length"], 9, 4, 0.5, 2.0)
-    first_only = Generation([[], [4]], ["eos"] * 2, 3, 0, 0.5, 0.0)
-    assert session.speed([result, first_only], 1_000_000) == (
-        "prefill 12 tokens, 12 tokens/s; decode 2 tokens, 1 tokens/s; 1.0 MB of weights per step, read at 0.00 GB/s"
-    )
-    assert session.speed([first_only], 1) == "prefill 3 tokens, 6 tokens/s"
 
 
 @pytest.mark.parametrize("place", ["load_pretrained", "generate"])
@@ -142,5 +129,5 @@ def test_int8_is_refused_before_the_weights_are_read_where_no_step_uses_it(
     save_pretrained(Decoder(ModelConfig(**({"vocab_size": 320, "hidden_size": 32} | model))), tmp_path)
     tokenizer.save(tmp_path)
     monkeypatch.setattr(session, "load_pretrained", lambda *_, **__: pytest.fail("the weights were read"))
-    with pytest.raises(UserError, match="--dtype int8 needs a CPU, Numba, a --batch-size"):
+    with pytest.raises(UserError, match="--dtype int8 needs a CPU, a --batch-size"):
         output(tmp_path, **({"device": "cpu", "dtype": "int8"} | settings))
