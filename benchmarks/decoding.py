@@ -23,8 +23,8 @@ from benchmarks import timing
 from benchmarks.programs import COMPILED, DTYPES, PROGRAMS, SHAPES, Case, is_possible, our_decoder
 from benchmarks.timing import Block, copy_rate, read_rate
 from errors import exit_on_user_error
-from generation.weights import bytes_per_step
 from model.device import choose_device, device_name, processor
+from model.linear import Linear
 
 
 @functools.cache
@@ -64,7 +64,11 @@ def compare(cases: list[Case], turns: int, rate: float, minutes: float = math.in
 def bytes_read(case: Case) -> int:
     """Bytes of weights, and of keys and values halfway through the steps, that a step of ours reads."""
     config = case.config
-    weights = bytes_per_step(our_decoder(case._replace(device="meta")))
+    decoder = our_decoder(case._replace(device="meta"))
+    weights = sum(parameter.nbytes for parameter in decoder.parameters())
+    for module in decoder.modules():
+        if isinstance(module, Linear) and module.int8 is not None:
+            weights += sum(tensor.nbytes for tensor in module.int8) - module.weight.nbytes
     heads = config.num_hidden_layers * config.num_key_value_heads * config.resolved_head_dim
     width = 2 if case.dtype == "bfloat16" and case.device != "cpu" else 4
     return weights + 2 * case.sequences * heads * (case.prompt + case.tokens // 2) * width

@@ -106,8 +106,10 @@ def decode_ours(case: Case) -> Callable[[], float]:
     decoder, prompts = our_decoder(case), [[PROMPT] * case.prompt] * case.sequences
 
     def run() -> float:
-        result = generate(decoder, prompts, max_new_tokens=case.tokens, sampling=Sampling(temperature=0))
-        return result.decode_seconds / result.steps
+        clock = Clock()
+        options = {"max_new_tokens": case.tokens, "sampling": Sampling(temperature=0)}
+        generate(decoder, prompts, on_token=lambda i, token: clock.put(token) if i == 0 else None, **options)
+        return clock.seconds_per_step(case.tokens)
 
     return run
 

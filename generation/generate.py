@@ -6,13 +6,9 @@ good enough for small batches.
 """
 
 import contextlib
-import functools
 import math
-import sys
-import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from types import ModuleType
 from typing import Literal
 
 import torch
@@ -33,20 +29,12 @@ FinishReason = Literal["eos", "stop", "length", "context"]
 
 @dataclass
 class Generation:
-    """What `generate` produced, and how long it took. Lists have an element per prompt."""
+    """What `generate` produced. Lists have an element per prompt."""
 
     tokens: list[list[int]]
     """New tokens of each sequence, without the EOS that ended it."""
     finish_reasons: list[FinishReason | None]
     """Why each sequence ended: EOS token, stopped by `on_token`, max_new_tokens reached, or context full."""
-    prompt_tokens: int
-    """Tokens of all prompts together, without those whose keys and values were already known."""
-    steps: int = 0
-    """Decoding steps after the prefill."""
-    prefill_seconds: float = 0.0
-    """Time until the first new token of every sequence is known."""
-    decode_seconds: float = 0.0
-    """Time of everything after that, callbacks included."""
 
 
 @dataclass
@@ -64,6 +52,7 @@ class PrefixCache:
         return next((i for i, (a, b) in pairs if a != b), min(len(cached), len(prompt) - 1))
 
 
+@torch.inference_mode()
 def generate(
     decoder: Decoder,
     prompts: Sequence[Sequence[int]],
@@ -94,11 +83,16 @@ def generate(
     It stays valid if this call is interrupted anywhere, but not if a call without it comes in between.
     """
     check_prompts(prompts, context := decoder.config.max_position_embeddings)
-    max_new = [min(max_new_tokens, context - len(prompt)) for prompt in prompts]
-    device = next(decoder.parameters()).device
+    device = decoder.embed_tokens.weight.device
+    sampling, vocab_size = sampling or Sampling(), vocab_size or decoder.config.vocab_size
+    limits = [min(max_new_tokens, context - len(prompt)) for prompt in prompts]
     generators = [generator_for(seed, number, device) for number in sample_numbers or [0] * len(prompts)]
+    allowed = token_mask(first_tokens, vocab_size, device) if any(first_tokens or ()) else None
+    seen = token_mask(prompts, vocab_size, device) if sampling.repetition_penalty != 1 else None
+    tokens, padding = left_pad(prompts, device)
+    shape = len(prompts), tokens.shape[1] + max(limits)
     cached = 0 if prefix is None else prefix.cached_tokens(prompts[0])
-    result = Generation([[] for _ in prompts], [None] * len(prompts), prompt_tokens=sum(map(len, prompts)) - cached)
+    result = Generation([[] for _ in prompts], [None] * len(prompts))
 
     def add_token(i: int, token: int) -> FinishReason | None:
         if token in eos_ids:
@@ -106,53 +100,11 @@ def generate(
         result.tokens[i].append(token)
         if on_token(i, token):
             return "stop"
-        if len(result.tokens[i]) == max_new[i]:
-            return "length" if max_new[i] == max_new_tokens else "context"
+        if len(result.tokens[i]) >= limits[i]:
+            return "length" if limits[i] == max_new_tokens else "context"
         return None
 
-    start = time.perf_counter()
-    vocab_size = vocab_size or decoder.config.vocab_size
-    allowed = token_mask(first_tokens, vocab_size, device) if any(first_tokens or ()) else None
-    sampling = sampling or Sampling()
-    steps = next_tokens(decoder, prompts, max(max_new), sampling, generators, vocab_size, allowed, prefix, cached)
-    with threads_for(decoder, len(prompts)), contextlib.closing(steps):
-        for step, tokens in enumerate(steps):
-            if step == 0:
-                result.prefill_seconds = time.perf_counter() - start
-            for i, token in enumerate(tokens):
-                if result.finish_reasons[i] is None:
-                    result.finish_reasons[i] = reason = add_token(i, token)
-                    if reason is not None:
-                        on_finish(i, reason)
-            result.steps = step
-            if all(result.finish_reasons):
-                break
-    result.decode_seconds = time.perf_counter() - start - result.prefill_seconds
-    return result
-
-
-@torch.inference_mode()
-def next_tokens(
-    decoder: Decoder,
-    prompts: Sequence[Sequence[int]],
-    max_new_tokens: int,
-    sampling: Sampling,
-    generators: list[torch.Generator],
-    vocab_size: int,
-    allowed: torch.Tensor | None,
-    prefix: PrefixCache | None,
-    cached: int,
-) -> Iterator[list[int]]:
-    """Yield the next token of every sequence, `max_new_tokens` times, also of sequences that the caller has ended.
-
-    allowed (B, V) bool: what the first token may be, None for all.
-    The first `cached` tokens of the prompt are taken from `prefix`, which holds all tokens of this call afterwards.
-    """
-    context, device = decoder.config.max_position_embeddings, next(decoder.parameters()).device
-    tokens, padding = left_pad(prompts, device)
-    seen = token_mask(prompts, vocab_size, device) if sampling.repetition_penalty != 1 else None
-    shape = len(prompts), tokens.shape[1] + max_new_tokens
-    with decode_step(decoder, *shape) as step:
+    with threads_for(decoder, len(prompts)), decode_step(decoder, *shape) as step:
         if step is None:
             cache = KeyValueCache(decoder.config, *shape, device=device, dtype=decoder.compute_dtype)
         else:
@@ -162,7 +114,7 @@ def next_tokens(
                 cache.keep_prefix(prefix.cache, cached)
             prefix.cache, prefix.tokens = cache, list(prompts[0])
             tokens = tokens[:, cached:]
-        for _ in range(max_new_tokens):
+        while None in result.finish_reasons:
             if cache.length >= context:
                 # Only shorter, padded prompts still have room in the context. The sequences that have filled it are
                 # finished but still computed: more padding keeps their rotary positions below max_position_embeddings.
@@ -183,10 +135,14 @@ def next_tokens(
                 )
             if prefix is not None:
                 prefix.tokens += ids
-            yield ids
             tokens = sampled[:, None]
             if seen is not None:
                 seen.scatter_(1, tokens, True)
+            for i, token in enumerate(ids):
+                if result.finish_reasons[i] is None and (reason := add_token(i, token)) is not None:
+                    result.finish_reasons[i] = reason
+                    on_finish(i, reason)
+    return result
 
 
 def decode_step(decoder: Decoder, batch_size: int, positions: int) -> contextlib.AbstractContextManager:
@@ -196,21 +152,11 @@ def decode_step(decoder: Decoder, batch_size: int, positions: int) -> contextlib
     """
     if kernels.implementation(decoder.embed_tokens.weight.device) is not kernels.cpu:
         return decode_step_for(decoder, batch_size, positions)
-    cpu_step = import_cpu_step()
-    if cpu_step is None or not cpu_step.supports(decoder.config, decoder.compute_dtype, batch_size):
+    from generation import cpu_step  # needs Numba, which a GPU does not
+
+    if not cpu_step.supports(decoder.config, decoder.compute_dtype, batch_size):
         return contextlib.nullcontext()
     return contextlib.nullcontext(cpu_step.CpuDecodeStep(decoder, KeyValueCache(decoder.config, batch_size, positions)))
-
-
-@functools.cache
-def import_cpu_step() -> ModuleType | None:
-    """`generation.cpu_step`, imported where it is needed alone; None, and one line, where Numba cannot be imported."""
-    try:
-        from generation import cpu_step
-    except ImportError as error:
-        print(f"decoding on the CPU is slower here ({error}); pip install numba", file=sys.stderr)
-        return None
-    return cpu_step
 
 
 def left_pad(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -242,6 +188,7 @@ def complete(
     seed: int = 0,
 ) -> str:
     """The prompt and its continuation as one string. Depends on its arguments alone; torch's global RNG is not used."""
-    ids, first, eos_ids = encode_prompt(tokenizer, prompt), first_tokens(tokenizer, prompt), (tokenizer.eos_id,)
-    options = dict(max_new_tokens=max_new_tokens, sampling=sampling, seed=seed, vocab_size=tokenizer.vocab_size)
-    return tokenizer.decode(ids + generate(decoder, [ids], first_tokens=[first], eos_ids=eos_ids, **options).tokens[0])
+    ids, first = encode_prompt(tokenizer, prompt), first_tokens(tokenizer, prompt)
+    options = dict(eos_ids=(tokenizer.eos_id,), vocab_size=tokenizer.vocab_size, first_tokens=[first])
+    result = generate(decoder, [ids], max_new_tokens=max_new_tokens, sampling=sampling, seed=seed, **options)
+    return tokenizer.decode(ids + result.tokens[0])

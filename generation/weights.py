@@ -1,4 +1,4 @@
-"""Weights for inference: stored in the dtype they are used in. Counts the bytes of them that a decoding step reads."""
+"""Weights for inference: stored in the dtype they are used in."""
 
 from itertools import chain
 
@@ -34,19 +34,3 @@ def quantize_matrices(decoder: Decoder) -> None:
         weight = linear.weight.detach().float()
         scales = weight.abs().amax(1).clamp(min=torch.finfo(torch.float32).tiny) / 127
         linear.int8 = next(memory).copy_((weight / scales[:, None]).round()), next(memory).copy_(scales)
-
-
-def bytes_per_step(decoder: Decoder) -> int:
-    """Bytes of weights that one decoding step reads, however many sequences are in the batch.
-
-    The head's matrix product reads its whole matrix. An untied embedding is not counted: a step reads one row of it for
-    each sequence. Where a matrix is quantized, its int8 values and its scales are read.
-    """
-    config = decoder.config
-    total = sum(parameter.nbytes for parameter in decoder.parameters())
-    for module in decoder.modules():
-        if isinstance(module, Linear) and module.int8 is not None:
-            total += sum(tensor.nbytes for tensor in module.int8) - module.weight.nbytes
-    if config.tie_word_embeddings:
-        return total
-    return total - config.vocab_size * config.hidden_size * decoder.compute_dtype.itemsize

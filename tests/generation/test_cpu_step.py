@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from generation import generate as generation
+from generation import cpu_step
 from generation.cpu_step import MAX_SEQUENCES, CpuDecodeStep
 from generation.generate import decode_step, generate
 from generation.weights import quantize_matrices
@@ -138,25 +138,15 @@ def test_sequences_in_a_batch_have_the_logits_that_they_have_alone_whatever_the_
 
 
 @pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS.keys())
-def test_text_is_the_same_with_and_without_the_step_and_where_numba_is_missing(make_decoder, monkeypatch, variant):
+def test_text_is_the_same_with_and_without_the_step(make_decoder, monkeypatch, variant):
     decoder = make_decoder(**variant).eval()
     prompts = [[1, 2, 3], [4], list(range(30))]
     with decode_step(decoder, 3, 80) as step:
         assert isinstance(step, CpuDecodeStep)
     found = generate(decoder, prompts, max_new_tokens=50).tokens
-    monkeypatch.setattr(generation, "import_cpu_step", lambda: None)
+    monkeypatch.setattr(cpu_step, "supports", lambda *_: False)
     assert generate(decoder, prompts, max_new_tokens=50).tokens == found
     assert [len(text) for text in found] == [50, 50, 34]  # the last one has filled the context
-
-
-def test_that_numba_is_missing_is_said_once(make_decoder, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "generation.cpu_step", None)
-    monkeypatch.delattr("generation.cpu_step", raising=False)
-    generation.import_cpu_step.cache_clear()
-    for _ in range(2):
-        assert len(generate(make_decoder().eval(), [[1]], max_new_tokens=3).tokens[0]) == 3
-    generation.import_cpu_step.cache_clear()
-    assert capsys.readouterr().err.count("pip install numba") == 1
 
 
 def test_there_is_a_step_for_small_batches_and_the_layers_that_it_computes(make_decoder):

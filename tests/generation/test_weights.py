@@ -1,8 +1,8 @@
-"""Weights stored in the dtype of the activations change no result, and the bytes that a step reads are counted."""
+"""Weights stored in the dtype of the activations change no result."""
 
 import torch
 
-from generation.weights import bytes_per_step, cast_weights, quantize_matrices
+from generation.weights import cast_weights
 from model.config import ModelConfig
 from model.decoder import Decoder
 
@@ -20,16 +20,3 @@ def test_matrices_stored_in_bfloat16_give_the_same_logits_as_matrices_cast_at_ea
     assert torch.equal(stored(tokens), cast(tokens))
     assert {p.dtype for p in stored.parameters() if p.ndim == 2} == {torch.bfloat16}
     assert {p.dtype for p in stored.parameters() if p.ndim == 1} == {torch.float32}
-
-
-def test_bytes_per_step_do_not_count_an_untied_embedding():
-    shape = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1)
-    tied = Decoder(ModelConfig(**shape))
-    untied = Decoder(ModelConfig(**shape, tie_word_embeddings=False))
-    assert bytes_per_step(tied) == 4 * tied.num_parameters() == bytes_per_step(untied)
-    cast_weights(untied, torch.bfloat16)
-    vectors = sum(p.numel() for p in untied.parameters() if p.ndim == 1)
-    assert bytes_per_step(untied) == 2 * tied.num_parameters() + 2 * vectors
-    quantize_matrices(untied)
-    scales = sum(len(p) for name, p in untied.named_parameters() if p.ndim == 2 and not name.endswith("tokens.weight"))
-    assert bytes_per_step(untied) == tied.num_parameters() - vectors + 4 * scales + 4 * vectors
