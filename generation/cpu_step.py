@@ -23,7 +23,6 @@ from model.cache import KeyValueCache
 from model.config import ModelConfig
 from model.decoder import Decoder
 from model.linear import Linear
-from model.norm import Norm
 
 MAX_SEQUENCES = 16  # the largest batch that was measured
 
@@ -185,39 +184,34 @@ class CpuDecodeStep:
         self.embedding, self.dtype = decoder.embed_tokens.weight.detach(), decoder.compute_dtype
         self.centered, self.eps = config.norm == "layer", config.norm_eps
 
-        def vector(parameter: Tensor | None, length: int) -> np.ndarray:
-            return np.zeros(length, np.float32) if parameter is None else parameter.detach().float().numpy()
+        def norm(weight: Tensor, bias: Tensor | None = None) -> np.ndarray:
+            bias = torch.zeros_like(weight) if bias is None else bias
+            return torch.stack([weight, bias]).detach().float().numpy()
 
         def matrix(linear: Linear) -> Matrix:
-            bias = vector(linear.bias, len(linear.weight))
-            if linear.int8 is not None:
-                return Matrix(*(tensor.numpy() for tensor in linear.int8), bias)
-            weight = linear.weight.detach().to(self.dtype)
-            values = weight if self.dtype == torch.float32 else weight.view(torch.uint16)
-            return Matrix(values.numpy(), np.ones_like(bias), bias)
-
-        def norm(module: Norm) -> np.ndarray:
-            return np.stack([vector(module.weight, config.hidden_size), vector(module.bias, config.hidden_size)])
+            values, scales = linear.int8 or (linear.weight.detach().to(self.dtype), torch.ones(len(linear.weight)))
+            values = values.view(torch.uint16) if values.dtype == torch.bfloat16 else values
+            bias = torch.zeros(len(scales)) if linear.bias is None else linear.bias.detach().float()
+            return Matrix(values.numpy(), scales.numpy(), bias.numpy())
 
         self.layers = []
-        for index, layer in enumerate(decoder.layers):
-            attention, width = layer.self_attn, config.resolved_head_dim
-            norms = [n.weight for n in (attention.q_norm, attention.k_norm) if n is not None]
-            head_norms = [np.stack([vector(weight, width), vector(None, width)]) for weight in norms]
+        for layer, keys, values in zip(decoder.layers, cache.keys, cache.values, strict=True):
+            attention, before, after = layer.self_attn, layer.input_layernorm, layer.post_attention_layernorm
+            head_norms = [norm(n.weight) for n in (attention.q_norm, attention.k_norm) if n is not None]
             self.layers.append(
                 LayerWeights(
-                    norm(layer.input_layernorm),
+                    norm(before.weight, before.bias),
                     matrix(attention.qkv_proj),
-                    np.array(head_norms, np.float32).reshape(-1, 2, width),
+                    np.array(head_norms, np.float32).reshape(-1, 2, config.resolved_head_dim),
                     matrix(attention.o_proj),
-                    norm(layer.post_attention_layernorm),
+                    norm(after.weight, after.bias),
                     matrix(layer.mlp.gate_up_proj),
                     matrix(layer.mlp.down_proj),
-                    cache.keys[index].numpy(),
-                    cache.values[index].numpy(),
+                    keys.numpy(),
+                    values.numpy(),
                 )
             )
-        self.norm = norm(decoder.norm)
+        self.norm = norm(decoder.norm.weight, decoder.norm.bias)
         self.head = matrix(decoder.embed_tokens if decoder.lm_head is None else decoder.lm_head)
         decoder.rope.grow(cache.max_length)
         self.cos, self.sin = decoder.rope.cos.numpy(), decoder.rope.sin.numpy()
@@ -226,8 +220,7 @@ class CpuDecodeStep:
     def __call__(self, tokens: Tensor, padding: Tensor | None) -> Tensor:
         """Append tokens (B, 1) int64 to the cache and return float32 logits (B, 1, V)."""
         position, batch = self.cache.length, len(tokens)
-        if position >= self.cache.max_length:
-            raise ValueError(f"the cache has room for {self.cache.max_length} tokens, and it is full")
+        assert position < self.cache.max_length, "the cache is full"
         padding = np.zeros(batch, np.int64) if padding is None else padding.numpy()
         x = self.embedding[tokens[:, 0]].to(self.dtype).float().numpy()
         for layer in self.layers:

@@ -64,19 +64,11 @@ def generator_for(seed: int, sample: int, device: torch.device) -> torch.Generat
     return torch.Generator(device).manual_seed(int.from_bytes(digest, "big"))
 
 
-def draw(logits: torch.Tensor, generators: list[torch.Generator]) -> torch.Tensor:
-    """Sample from softmax(logits), (B, V) to (B,) int64; row b depends on generators[b] alone.
-
-    On a CPU a random number for every token of a large vocabulary takes as long as a step of a small model.
-    """
-    return (sample_inverse_cdf if logits.device.type == "cpu" else sample_gumbel)(logits, generators)
-
-
 def sample_inverse_cdf(logits: torch.Tensor, generators: list[torch.Generator]) -> torch.Tensor:
-    """The first token at which the cumulative probability reaches a random number in (0, 1]: one number a row.
+    """Sample from softmax(logits): the first token at which the sum of probabilities reaches a number in (0, 1].
 
-    So a filtered token, at which the sum does not grow, is never the first. Not for a GPU, whose sums may differ from
-    run to run.
+    A filtered token, at which the sum does not grow, is never the first. One random number for each row: on a CPU, one
+    for each token of a large vocabulary takes as long as a step of a small model. A GPU's sums may differ between runs.
     """
     sums = logits.softmax(-1).cumsum(-1, dtype=torch.float64)
     uniform = [torch.rand(1, generator=generator, dtype=torch.float64) for generator in generators]  # in [0, 1)
@@ -84,7 +76,7 @@ def sample_inverse_cdf(logits: torch.Tensor, generators: list[torch.Generator]) 
 
 
 def sample_gumbel(logits: torch.Tensor, generators: list[torch.Generator]) -> torch.Tensor:
-    """The argmax of p/e with e exponential (the Gumbel-max trick): no wait for the device."""
+    """Sample from softmax(logits): the argmax of p/e with e exponential (the Gumbel-max trick)."""
     noise = torch.empty_like(logits)
     for row, generator in zip(noise, generators, strict=True):
         row.exponential_(generator=generator)
@@ -104,6 +96,7 @@ def sample(
     if sampling.temperature == 0:
         largest, tokens = logits.max(-1)
     else:
+        draw = sample_inverse_cdf if logits.device.type == "cpu" else sample_gumbel
         largest, tokens = logits.amax(-1), draw(filter_logits(logits, sampling), generators)
     # The maximum is NaN or inf if any logit is; single -inf are valid.
     return tokens.masked_fill(~largest.isfinite(), -1)

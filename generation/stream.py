@@ -15,7 +15,7 @@ REPLACEMENT = "\ufffd"  # what decoders return for bytes that are not, or not ye
 class TextStream:
     """The text of one sequence, returned as soon as it is certain, up to the first stop string after the prompt."""
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), prompt: Sequence[int] = ()) -> None:
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), prompt: Sequence[int] = ()):
         self._decode = tokenizer.decode
         # Once the text has begun, new ids are decoded behind this ordinary token instead of behind all earlier ids:
         # cheap, and their leading spaces are kept all the same.

@@ -1,7 +1,5 @@
 """Weights for inference: stored in the dtype they are used in."""
 
-from itertools import chain
-
 import torch
 
 from checkpoints.pretrained import inference_dtype
@@ -20,16 +18,17 @@ def cast_weights(decoder: Decoder, dtype: torch.dtype) -> None:
 
 
 def quantize_matrices(decoder: Decoder) -> None:
-    """Give decoding steps on a CPU the matrices in int8: those of the layers and the head, beside those of prompts.
+    """Give decoding steps on a CPU the matrices of the layers and the head in int8 too; prompts use the others.
 
     Absmax quantization (Dettmers et al. 2022, arXiv 2208.07339, section 2): a row w is stored as the integers closest
     to w / s, with s = max |w| / 127. Inputs are not quantized.
     """
     lookup = None if decoder.lm_head is None else decoder.embed_tokens  # an untied embedding multiplies nothing
     linears = [module for module in decoder.modules() if isinstance(module, Linear) and module is not lookup]
-    shapes = [linear.weight.shape for linear in linears]
-    sizes = chain.from_iterable(((shape, torch.int8), (shape[:1], torch.float32)) for shape in shapes)
-    memory = iter(allocate([*sizes], linears[0].weight.device))
+    sizes = []
+    for linear in linears:
+        sizes += [(linear.weight.shape, torch.int8), (linear.weight.shape[:1], torch.float32)]
+    memory = iter(allocate(sizes, linears[0].weight.device))
     for linear in linears:
         weight = linear.weight.detach().float()
         scales = weight.abs().amax(1).clamp(min=torch.finfo(torch.float32).tiny) / 127
