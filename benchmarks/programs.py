@@ -36,7 +36,7 @@ SHAPES = {
 PROMPT = 0  # a token
 OURS, DECODER, PEER, LLAMA2C, LLAMA_CPP = "ours", "plain decoder", "transformers", "llama2.c", "llama.cpp"
 COMPILED = f"{PEER} compiled"
-MAX_INT8 = 16  # sequences, `generation.cpu_step.MAX_SEQUENCES`: importing that needs Numba
+MAX_INT8 = 16  # `generation.generate.MAX_CPU_SEQUENCES`: importing that needs more packages
 DTYPES = {"float32": "float32", "bfloat16": "bfloat16", "int8": "q8_0"}  # and what llama.cpp's file has
 
 

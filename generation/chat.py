@@ -86,24 +86,17 @@ class ChatFormat:
 
 
 def render_template(source: str, messages: Sequence[Message], variables: dict, add_generation_prompt: bool) -> str:
-    """The conversation as text. `variables` are more names for the template, such as bos_token."""
-    arguments = {"tools": None, "documents": None, "add_generation_prompt": add_generation_prompt, **variables}
-    return compile_template(source).render(messages=messages, **arguments)
+    """The conversation as text, in Jinja's sandbox, with the settings and functions that transformers gives to it.
 
-
-@functools.cache
-def compile_template(source: str) -> jinja2.Template:
-    """A chat template in Jinja's sandbox, with the settings and functions that transformers gives to it."""
+    variables: more names for the template, such as bos_token.
+    """
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
-    environment.filters["tojson"] = to_json
+    environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)  # Jinja's own escapes for HTML
     environment.globals |= {"raise_exception": refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
     # `{% generation %}` marks the model's own text for training. It is a block with a scope of its own.
-    return environment.from_string(re.sub(r"(\{%[-+]?\s*(?:end)?)generation(?=\s*[-+]?%\})", r"\1with", source))
-
-
-def to_json(value: object, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys=False):
-    """JSON as it is. Jinja's own filter escapes <, > and & for HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    source = re.sub(r"(\{%[-+]?\s*(?:end)?)generation(?=\s*[-+]?%\})", r"\1with", source)
+    arguments = {"tools": None, "documents": None, "add_generation_prompt": add_generation_prompt, **variables}
+    return environment.from_string(source).render(messages=messages, **arguments)
 
 
 def refuse(message: str) -> None:

@@ -10,9 +10,6 @@ from generation.prompts import check_prompts
 from generation.settings import Settings
 from generation.stream import TextStream
 
-Turn = tuple[Message, Message]
-"""A question and its answer."""
-
 
 class Conversation:
     """The turns so far. An answer that was interrupted counts with the text that it has.
@@ -33,7 +30,7 @@ class Conversation:
         """continue_prompts: `generate` with a decoder and the settings; context: the decoder's, in tokens."""
         self._continue_prompts, self._format, self._settings = continue_prompts, chat_format, settings
         self._context, self._write, self._log = context, write, log
-        self.turns: list[Turn] = []
+        self.turns: list[tuple[Message, Message]] = []  # questions and their answers
         self._answers = 0  # since the start: the number of the next sample
         self._prefix = PrefixCache()
 
@@ -59,8 +56,12 @@ class Conversation:
 
     def answer(self, text: str) -> None:
         """Generate the answer to `text` and write it."""
-        question = {"role": "user", "content": text}
-        turns, prompt = self._fit(question)
+        question, turns = {"role": "user", "content": text}, [*self.turns]
+        # An answer may need `max_new_tokens`, but at most half of the context is kept free for it.
+        room = self._context - min(self._settings.token_limit, self._context // 2)
+        while len(prompt := self._format.encode([*itertools.chain(*turns), question])) > room and turns:
+            del turns[0]
+        check_prompts([prompt], self._context)
         if dropped := len(self.turns) - len(turns):
             self._log(f"dropped the oldest {dropped} of {len(self.turns)} turns: the context is {self._context} tokens")
         stream, parts = TextStream(self._format.tokenizer, self._settings.stop), []
@@ -94,16 +95,3 @@ class Conversation:
         }
         if end in reasons:
             self._log(reasons[end])
-
-    def _fit(self, question: Message) -> tuple[list[Turn], list[int]]:
-        """The newest turns that leave room for an answer, and the token ids of them and the question.
-
-        An answer may need `max_new_tokens`, but at most half of the context is kept free for it.
-        """
-        room = self._context - min(self._settings.token_limit, self._context // 2)
-        for dropped in range(len(self.turns) + 1):
-            prompt = self._format.encode([*itertools.chain(*self.turns[dropped:]), question])
-            if len(prompt) <= room:
-                break
-        check_prompts([prompt], self._context)
-        return self.turns[dropped:], prompt

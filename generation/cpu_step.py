@@ -18,13 +18,9 @@ from numba import njit, prange
 from numba.extending import overload
 from torch import Tensor
 
-import kernels
 from model.cache import KeyValueCache
-from model.config import ModelConfig
 from model.decoder import Decoder
 from model.linear import Linear
-
-MAX_SEQUENCES = 16  # the largest batch that was measured
 
 # Sums may be added in any order, so that they become vectors of sums; NaN stays NaN.
 OPTIONS = {"cache": True, "error_model": "numpy", "fastmath": {"reassoc", "contract", "nsz", "arcp"}}
@@ -163,12 +159,6 @@ def run_layer(layer, x, cos, sin, padding, position, centered, eps):
             gate, up = gate_up[b, i], gate_up[b, hidden.shape[1] + i]
             hidden[b, i] = gate / (np.float32(1) + math.exp(-gate)) * up  # silu(gate) up
     add_product(x, layer.down, hidden)
-
-
-def supports(config: ModelConfig, dtype: torch.dtype, batch_size: int) -> bool:
-    """Whether there is a step for a model that computes in `dtype`."""
-    usual = (config.norm_placement, config.mlp) == ("pre", "swiglu") and config.norm in kernels.NORM_KINDS
-    return usual and dtype in (torch.float32, torch.bfloat16) and batch_size <= MAX_SEQUENCES
 
 
 class CpuDecodeStep:

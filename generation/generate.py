@@ -20,10 +20,12 @@ from generation.prompts import check_prompts, encode_prompt, first_tokens
 from generation.sampling import generator_for, sample
 from generation.settings import Sampling
 from model.cache import KeyValueCache
+from model.config import ModelConfig
 from model.decoder import Decoder
 from model.device import threads_for
 from model.fused_decode import decode_step_for
 
+MAX_CPU_SEQUENCES = 16  # the largest batch that `CpuDecodeStep` was measured with
 FinishReason = Literal["eos", "stop", "length", "context"]
 
 
@@ -150,13 +152,18 @@ def decode_step(decoder: Decoder, batch_size: int, positions: int) -> contextlib
 
     A step takes tokens (B, 1) and padding, and returns logits (B, 1, V) that are valid until the next call.
     """
-    if kernels.implementation(decoder.embed_tokens.weight.device) is not kernels.cpu:
+    if not has_cpu_step(decoder.config, decoder.embed_tokens.weight.device, decoder.compute_dtype, batch_size):
         return decode_step_for(decoder, batch_size, positions)
-    from generation import cpu_step  # needs Numba, which a GPU does not
+    from generation.cpu_step import CpuDecodeStep  # imports Numba, which a GPU does not need
 
-    if not cpu_step.supports(decoder.config, decoder.compute_dtype, batch_size):
-        return contextlib.nullcontext()
-    return contextlib.nullcontext(cpu_step.CpuDecodeStep(decoder, KeyValueCache(decoder.config, batch_size, positions)))
+    return contextlib.nullcontext(CpuDecodeStep(decoder, KeyValueCache(decoder.config, batch_size, positions)))
+
+
+def has_cpu_step(config: ModelConfig, device: torch.device, dtype: torch.dtype, batch_size: int) -> bool:
+    """Whether `CpuDecodeStep` computes the steps of a model."""
+    usual = (config.norm_placement, config.mlp) == ("pre", "swiglu") and config.norm in kernels.NORM_KINDS
+    small = batch_size <= MAX_CPU_SEQUENCES and dtype in (torch.float32, torch.bfloat16)
+    return kernels.implementation(device) is kernels.cpu and usual and small
 
 
 def left_pad(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:

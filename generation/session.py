@@ -15,7 +15,7 @@ from errors import UserError
 from generation import terminal
 from generation.chat import ChatFormat
 from generation.conversation import Conversation
-from generation.generate import generate
+from generation.generate import MAX_CPU_SEQUENCES, generate, has_cpu_step
 from generation.prompts import check_prompts, encode_prompt, first_tokens
 from generation.settings import Settings
 from generation.stream import OrderedTexts, TextStream
@@ -87,22 +87,13 @@ def load_decoder(checkpoint: Checkpoint, settings: Settings) -> Decoder:
     """The model on its device, with its weights in the dtype it computes in."""
     device, int8 = choose_device(settings.device), settings.dtype == "int8"
     choose_kernels(settings.kernels, device)
-    if int8 and not has_int8_step(checkpoint, device, settings.batch_size):
+    if int8 and not has_cpu_step(checkpoint.config, device, torch.bfloat16, settings.batch_size):
         raise UserError(
-            f"--dtype int8 needs a CPU, a --batch-size (now {settings.batch_size}) of at most 16, and a pre-norm model "
-            "with RMSNorm or LayerNorm and SwiGLU; use bfloat16."
+            f"--dtype int8 needs a CPU, a --batch-size (now {settings.batch_size}) of at most {MAX_CPU_SEQUENCES}, and "
+            "a pre-norm model with RMSNorm or LayerNorm and SwiGLU; use bfloat16."
         )
     dtype = choose_inference_dtype("bfloat16" if int8 else settings.dtype, device, checkpoint.dtype())
     decoder = load_pretrained(checkpoint, device=device, compute_dtype=dtype, cast=True).eval()
     if int8:
         quantize_matrices(decoder)
     return decoder
-
-
-def has_int8_step(checkpoint: Checkpoint, device: torch.device, batch_size: int) -> bool:
-    """Whether a decoding step uses matrices in int8."""
-    if kernels.implementation(device) is not kernels.cpu:
-        return False
-    from generation import cpu_step  # needs Numba, which a GPU does not
-
-    return cpu_step.supports(checkpoint.config, torch.bfloat16, batch_size)

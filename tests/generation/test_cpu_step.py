@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from generation import cpu_step
-from generation.cpu_step import MAX_SEQUENCES, CpuDecodeStep
-from generation.generate import decode_step, generate
+from generation import generate as generation
+from generation.cpu_step import CpuDecodeStep
+from generation.generate import MAX_CPU_SEQUENCES, decode_step, generate
 from generation.weights import quantize_matrices
 from model.cache import KeyValueCache
 from model.linear import Linear
@@ -144,7 +144,7 @@ def test_text_is_the_same_with_and_without_the_step(make_decoder, monkeypatch, v
     with decode_step(decoder, 3, 80) as step:
         assert isinstance(step, CpuDecodeStep)
     found = generate(decoder, prompts, max_new_tokens=50).tokens
-    monkeypatch.setattr(cpu_step, "supports", lambda *_: False)
+    monkeypatch.setattr(generation, "has_cpu_step", lambda *_: False)
     assert generate(decoder, prompts, max_new_tokens=50).tokens == found
     assert [len(text) for text in found] == [50, 50, 34]  # the last one has filled the context
 
@@ -154,7 +154,7 @@ def test_there_is_a_step_for_small_batches_and_the_layers_that_it_computes(make_
         with decode_step(make_decoder(**changes).eval(), batch_size, 4) as step:
             return step is not None
 
-    assert exists(MAX_SEQUENCES) and not exists(MAX_SEQUENCES + 1)
+    assert exists(MAX_CPU_SEQUENCES) and not exists(MAX_CPU_SEQUENCES + 1)
     assert not any(exists(norm=norm) for norm in ("none", "srms", "offset")) and not exists(mlp="geglu")
     assert not any(exists(norm_placement=placement) for placement in ("post", "sandwich", "output"))
 
