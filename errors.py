@@ -18,7 +18,6 @@ if sys.version_info < (3, 11):  # noqa: UP036 - one line instead of a traceback
     sys.exit(f"error: this needs Python 3.11 or newer, and this is {sys.version.split()[0]}.")
 import tomllib
 
-MAX_MESSAGE = 2000  # characters
 LOCK = ".lock"  # of the file in a folder; the system releases its lock when the process ends, however it ends
 
 
@@ -26,10 +25,8 @@ class UserError(Exception):
     """Something that the user can fix. The message is one line: what is wrong, where, and what to do."""
 
     def __str__(self) -> str:
-        """The message with control characters as escapes, as it may quote files of others, and not too long to read."""
-        half = MAX_MESSAGE // 2
-        text = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in super().__str__())
-        return text if len(text) <= MAX_MESSAGE else f"{text[:half]} [...] {text[-half:]}"
+        """The message with control characters as escapes, as it may quote files of others."""
+        return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in super().__str__())
 
 
 @contextlib.contextmanager
@@ -155,7 +152,7 @@ def exit_on_user_error() -> Iterator[None]:
         print(end="", flush=True)  # not at the exit of the interpreter, where a full disk would be a traceback
     except SystemExit as error:  # such as after --help
         if error.code:
-            let_main_process_speak()
+            wait_for_main_process()
         raise
     except BrokenPipeError:  # without this Python reports it again on exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -164,8 +161,8 @@ def exit_on_user_error() -> Iterator[None]:
             traceback.print_exc()
         text = str(error)
         if isinstance(error, OSError):  # such as a folder that may not be read, or a full disk
-            name = f"{str(error.filename)[:200]}: " if error.filename else ""
-            text = f"{name}{error.strerror or error}."
+            text = f"{error.strerror or error}."
+            text = f"{error.filename}: {text}" if error.filename else text
         end(f"error: {text}", 2)
     except ModuleNotFoundError as error:
         end(f"error: this needs the package {error.name}: pip install {error.name}", 2)
@@ -175,14 +172,14 @@ def exit_on_user_error() -> Iterator[None]:
 
 def end(message: str, status: int) -> NoReturn:
     """Print the message to standard error and exit."""
-    let_main_process_speak()
+    wait_for_main_process()
     print(message, file=sys.stderr, flush=True)
     if os.environ.get("WORLD_SIZE", "1") != "1":
         os._exit(status)  # at Python's own exit, a process group that has lost a process may abort
     sys.exit(status)
 
 
-def let_main_process_speak() -> None:
-    """Before the end of a process that is not the main one, wait to be stopped because the main one failed as well."""
+def wait_for_main_process() -> None:
+    """Let the main process print its error first: when another process ends, all are stopped."""
     if not is_main_process():
         time.sleep(3)

@@ -44,22 +44,21 @@ class ChatFormat:
         template = tokenizer.chat_template
         if template is None:
             raise UserError(
-                f"{checkpoint} has no chat template, so the model only continues text: use --interactive or --prompt "
-                f"without --chat, or a model trained for conversations (often named Instruct or Chat)."
+                f"{checkpoint} has no chat template, so the model only continues text: leave out --chat, or use a "
+                f"model trained for conversations (often named Instruct or Chat)."
             )
         self._template, self.tokenizer = template, tokenizer
-        added = tokenizer.added_tokens
+        added = {i: token.content for i, token in tokenizer.added_tokens.items()}
+        self._special = {token.content for token in tokenizer.added_tokens.values() if token.special}
         # Some models have turn markers that are not marked as special. Runs of spaces are tokens, too, and no markers.
-        in_template = {i for i, token in added.items() if token.content.strip() and token.content in template}
-        self._special = {i for i, token in added.items() if token.special}
-        self._control = self._special | in_template
+        self._control = self._special | {token for token in added.values() if token.strip() and token in template}
         self._system = [] if system is None else [{"role": "system", "content": system}]
 
         answer = "It is fine."
         example = [{"role": "user", "content": "What is it?"}, {"role": "assistant", "content": answer}]
         text = self.render(example, answer_follows=False)
         end = tokenizer.encode_special(text.rpartition(answer)[2].lstrip(), BREAK)
-        self.end_of_turn = end[0] if end and end[0] in self._control else None
+        self.end_of_turn = end[0] if end and added.get(end[0]) in self._control else None
         """The token that the template writes after an answer. Not every model lists it as EOS."""
 
     def render(self, messages: Sequence[Message], *, answer_follows: bool = True) -> str:
@@ -69,9 +68,8 @@ class ChatFormat:
         """
         broken = []
         for message in (*self._system, *messages):
-            ids = self._special if message["role"] == "assistant" else self._control
-            contents = [self.tokenizer.added_tokens[i].content for i in sorted(ids)]
-            broken.append({**message, "content": break_tokens(message["content"], contents)})
+            tokens = self._special if message["role"] == "assistant" else self._control
+            broken.append({**message, "content": break_tokens(message["content"], tokens)})
         try:
             return render_template(self._template, broken, self.tokenizer.special_tokens, answer_follows)
         except Exception as error:  # whatever the template raises

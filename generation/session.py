@@ -71,11 +71,11 @@ def run(
     streams = [TextStream(tokenizer, settings.stop, () if settings.chat else ids) for ids, _, _ in requests]
     output = OrderedTexts(streams, write)
     for start in range(0, len(requests), settings.batch_size):
-        batch, firsts, numbers = zip(*requests[start : start + settings.batch_size], strict=True)
+        batch, first, numbers = zip(*requests[start : start + settings.batch_size], strict=True)
         result = continue_prompts(
             batch,
             sample_numbers=numbers,
-            first_tokens=firsts,
+            first_tokens=first,
             on_token=lambda i, token, start=start: output.push(start + i, token),
             on_finish=lambda i, reason, start=start: output.finish(start + i),
         )

@@ -19,11 +19,9 @@ class Sampling:
     """How the next token is sampled from the model's logits. The steps apply in the order of these fields."""
 
     repetition_penalty: float = 1.0
-    """Above 1, tokens that already occur in the prompt or the text become less likely: positive logits are divided by
-    this, negative ones multiplied (1: off)."""
+    """Above 1, tokens of the prompt and of the text so far become less likely (1: off)."""
     temperature: float = 0.8
-    """Divides the logits: below 1 the text is more predictable, above 1 more random. 0 always takes the most likely
-    token and ignores the filters below."""
+    """Divides the logits: below 1 the text is more predictable, above 1 more random. 0: the most likely token."""
     top_k: int = 0
     """Sample from the k most likely tokens only (0: all)."""
     top_p: float = 1.0
@@ -48,10 +46,8 @@ class Settings:
 
     Answer one message: echo "Why is the sky blue?" | generate.py ~/Qwen2.5-0.5B-Instruct --chat > answer.txt
 
-    The text, prompt included, or in a chat the answer alone, is printed to standard output as it is generated, and
-    everything else to standard error. Several texts are printed one after another, with a blank line between them. A
-    text ends at the model's end-of-text token, before a stop string, after --max-new-tokens, or when the model's
-    context is full.
+    The text, prompt included, or in a chat the answer alone, is printed to standard output as it is generated. It ends
+    at the model's end-of-text token, before a stop string, after --max-new-tokens, or when its context is full.
     """
 
     run: Annotated[str | None, optional("[RUN]"), tyro.conf.Positional] = None

@@ -1,8 +1,8 @@
 """Token ids in one at a time, printable text out: never part of a character, and nothing from a stop string on.
 
-The texts of a stream joined equal `tokenizer.decode` of all ids (up to the stop string). This holds for tokenizers of
-the LLaMA and Qwen families. There, a token's text depends on its neighbours in two ways only: a character's bytes may
-be spread over several tokens, and spaces at the very start of the text may be dropped.
+The texts of a stream joined equal `tokenizer.decode` of all ids, for tokenizers of the LLaMA and Qwen families. There,
+a token's text depends on its neighbours in two ways only: a character's bytes may be spread over several tokens, and
+spaces at the very start of the text may be dropped.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,8 +17,8 @@ class TextStream:
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), prompt: Sequence[int] = ()):
         self._decode = tokenizer.decode
-        # Once the text has begun, new ids are decoded behind this ordinary token instead of behind all earlier ids:
-        # cheap, and their leading spaces are kept all the same.
+        # Once the text has begun, new ids are decoded behind this token instead of all earlier ids: that is cheap, and
+        # keeps their leading spaces.
         self._anchor = tokenizer.encode("a")
         self._context: list[int] = []
         self._pending: list[int] = []
@@ -63,9 +63,9 @@ class TextStream:
         if matches:
             self.stopped, self._held = True, ""
             return text[: min(matches)[1]]
-        held = max((overlap(text, stop) for stop in self._stop), default=0)
-        self._held = text[len(text) - held :]
-        return text[: len(text) - held]
+        end = len(text) - max((overlap(text, stop) for stop in self._stop), default=0)
+        self._held = text[end:]
+        return text[:end]
 
 
 def overlap(text: str, stop: str) -> int:
