@@ -13,7 +13,7 @@ def main() -> None:
         import tyro
 
         from checkpoints.find import find_checkpoint, newest_run
-        from generation.prompts import read_standard_input
+        from generation.prompts import read_prompts
         from generation.settings import Settings, recommended_sampling
         from generation.terminal import log
 
@@ -24,9 +24,7 @@ def main() -> None:
             values = ", ".join(f"{name} {value:g}" for name, value in vars(settings.sampling).items())
             log(f"sampling (generation_config.json, then flags): {values}")
         sys.stdout.reconfigure(newline="\n")  # the same bytes on Windows
-        prompts = settings.prompts
-        if not prompts and not (settings.chat and sys.stdin.isatty()):
-            prompts = [read_standard_input()]
+        prompts = read_prompts(settings)
         if settings.chat and prompts == [""]:
             raise UserError("there is no message to answer; give one after the run, or on standard input.")
         from generation.session import run  # imports torch

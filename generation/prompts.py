@@ -1,13 +1,21 @@
-"""Encodes prompts to token ids, and reads one from standard input. Imports no torch."""
+"""Reads prompts and encodes them to token ids. Imports no torch."""
 
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from errors import UserError, reading
+from generation.settings import Settings
 
 if TYPE_CHECKING:  # importing the tokenizer libraries would slow down `--help`
     from data.tokenizer import Tokenizer
+
+
+def read_prompts(settings: Settings) -> list[str]:
+    """The prompts of the command line, else standard input as one; none for a conversation in a terminal."""
+    prompts = [*settings.prompt] if settings.text is None else [settings.text, *settings.prompt]
+    in_conversation = settings.chat and sys.stdin.isatty()
+    return prompts if prompts or in_conversation else [read_standard_input()]
 
 
 def read_standard_input() -> str:

@@ -91,11 +91,6 @@ class Settings:
             raise UserError("--system is for conversations; give --chat too.")
 
     @property
-    def prompts(self) -> list[str]:
-        """Those of the command line."""
-        return [*self.prompt] if self.text is None else [self.text, *self.prompt]
-
-    @property
     def token_limit(self) -> int:
         """Maximum number of tokens to generate per text."""
         default = 2048 if self.chat else 200

@@ -9,7 +9,7 @@ import pytest
 import tyro
 
 from errors import UserError
-from generation.prompts import encode_prompt, first_tokens, read_standard_input
+from generation.prompts import encode_prompt, first_tokens, read_prompts
 from generation.settings import Settings
 
 
@@ -25,12 +25,12 @@ def set_stdin(monkeypatch, content: bytes, terminal: bool = False):
 )
 def test_standard_input_is_one_prompt_without_its_last_line_break(monkeypatch, content, prompt):
     set_stdin(monkeypatch, content)
-    assert read_standard_input() == prompt
+    assert read_prompts(Settings()) == [prompt]
 
 
 def test_a_terminal_is_not_read_and_gives_an_empty_prompt_with_a_hint(monkeypatch, capsys):
     set_stdin(monkeypatch, b"typed", terminal=True)
-    assert read_standard_input() == ""
+    assert read_prompts(Settings()) == [""]
     hint = capsys.readouterr().err
     assert hint.startswith("no prompt: the model starts a text of its own;") and "--chat" in hint
 
@@ -38,7 +38,7 @@ def test_a_terminal_is_not_read_and_gives_an_empty_prompt_with_a_hint(monkeypatc
 def test_input_that_is_not_utf8_is_a_user_error(monkeypatch):
     set_stdin(monkeypatch, b"\xff\xfe")
     with pytest.raises(UserError, match="standard input cannot be read"):
-        read_standard_input()
+        read_prompts(Settings())
 
 
 def test_prompts_start_with_bos_and_an_empty_prompt_is_bos_or_else_eos():
@@ -65,5 +65,4 @@ def test_a_space_at_the_end_of_a_prompt_is_left_to_the_first_token(kind, request
 
 def test_a_text_after_the_run_is_the_first_prompt():
     settings = tyro.cli(Settings, args=["runs/a", "hello", "--prompt", "x", "--prompt", "y"])
-    assert settings.run == "runs/a" and settings.prompts == ["hello", "x", "y"]
-    assert not tyro.cli(Settings, args=["runs/a"]).prompts
+    assert settings.run == "runs/a" and read_prompts(settings) == ["hello", "x", "y"]
