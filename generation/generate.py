@@ -6,7 +6,9 @@ good enough for small batches.
 """
 
 import contextlib
+import functools
 import math
+import sys
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -163,7 +165,18 @@ def has_cpu_step(config: ModelConfig, device: torch.device, dtype: torch.dtype, 
     """Whether `CpuDecodeStep` computes the steps of a model."""
     usual = (config.norm_placement, config.mlp) == ("pre", "swiglu") and config.norm in kernels.NORM_KINDS
     small = batch_size <= MAX_CPU_SEQUENCES and dtype in (torch.float32, torch.bfloat16)
-    return kernels.implementation(device) is kernels.cpu and usual and small
+    return kernels.implementation(device) is kernels.cpu and usual and small and has_numba()
+
+
+@functools.cache
+def has_numba() -> bool:
+    """Whether Numba can be imported, which new versions of Python wait for; one line where it cannot."""
+    try:
+        import numba  # noqa: F401
+    except ImportError as error:
+        print(f"decoding on the CPU is slower here ({error}); pip install numba", file=sys.stderr)
+        return False
+    return True
 
 
 def left_pad(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -149,6 +149,17 @@ def test_text_is_the_same_with_and_without_the_step(make_decoder, monkeypatch, v
     assert [len(text) for text in found] == [50, 50, 34]  # the last one has filled the context
 
 
+def test_where_numba_is_missing_the_decoder_decodes_and_says_so_once(make_decoder, monkeypatch, capsys):
+    decoder = make_decoder().eval()
+    found = generate(decoder, [[1, 2, 3]], max_new_tokens=20).tokens
+    monkeypatch.setitem(sys.modules, "numba", None)
+    generation.has_numba.cache_clear()
+    assert [generate(decoder, [[1, 2, 3]], max_new_tokens=20).tokens for _ in range(2)] == [found, found]
+    assert capsys.readouterr().err.count("pip install numba") == 1
+    monkeypatch.undo()
+    generation.has_numba.cache_clear()
+
+
 def test_there_is_a_step_for_small_batches_and_the_layers_that_it_computes(make_decoder):
     def exists(batch_size=1, **changes):
         with decode_step(make_decoder(**changes).eval(), batch_size, 4) as step:
