@@ -27,7 +27,6 @@ DESCRIPTION = """Train a small LLaMA-style transformer on text, on a GPU or a CP
   --resume RUN         resume this run exactly where it stopped
   --init-from RUN      start from the weights of a run or a model of the Hub
   --device, --dtype    where it computes, and how precisely; default: auto
-  --processes N        one for each GPU of this machine
   --dry-run            only print the memory and the time that the run needs
   --eval-only          only evaluate --init-from on --data
   --help-all           all flags with their defaults"""
@@ -36,13 +35,10 @@ DESCRIPTION = """Train a small LLaMA-style transformer on text, on a GPU or a CP
 def main() -> int:
     os.environ["MPLBACKEND"] = "agg"  # figures are only saved, and a backend that is not there would fail
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a lost process is one line, not a stack of C++ frames
-    from training.launch import launch
     from training.settings import parse  # imported here, so that Ctrl-C at any time ends in one line
 
     with contextlib.nullcontext() if is_main_process() else contextlib.redirect_stderr(io.StringIO()):
         command = parse(sys.argv[1:], DESCRIPTION)
-    if command.actions.processes > 1 and "WORLD_SIZE" not in os.environ:
-        return launch(command.actions.processes, [sys.executable, *sys.argv])
     from training import commands  # imports torch, which --help does not wait for
 
     return commands.run(command)

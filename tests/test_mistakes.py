@@ -44,7 +44,7 @@ train --epochs 3
     --epochs is not a setting: training is measured in --steps
 train --steps 0
     --steps is 0 and must be
-train --processes 2 --timeout-minutes 0
+train --timeout-minutes 0
     --timeout-minutes is 0 and must be
 train --batch-size 0
     --batch-size is 0 and must be

@@ -1,4 +1,4 @@
-"""Data-parallel training in several processes, one for each GPU, started by `--processes` or by torchrun.
+"""Data-parallel training in several processes, one for each GPU, started by `torchrun --nproc-per-node N train.py`.
 
 The process group exists only when there is more than one process. With a single one, sums and maxima return their
 arguments, and everything else here does nothing.

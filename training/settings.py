@@ -38,8 +38,6 @@ class Actions:
     """Do not train; evaluate the weights of --init-from on all of --data: nats per token, perplexity, bits per byte."""
     dry_run: bool = False
     """Do not train; print the parameters, FLOPs, memory and, from three measured steps, the time that the run needs."""
-    processes: int = 1
-    """Train in this many processes of this machine, one for each GPU; --batch-size is divided among them."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""One run in several processes, as `train.py --processes N` starts them."""
+"""One run in several processes, as torchrun starts them."""
 
 import dataclasses
 import os
@@ -13,6 +13,7 @@ import pytest
 
 from errors import UserError, is_main_process
 from training import metrics, session
+from training.checkpoint import find_last, read_state
 from training.loop import train
 from training.processes import Processes, start_processes
 from training.settings import parse
@@ -22,11 +23,12 @@ ROOT = Path(__file__).parent.parent.parent
 
 @pytest.fixture
 def start(tmp_path):
-    """A function that starts `train.py --processes 2` in the folder of the test, with a pipe for each stream."""
+    """A function that starts `torchrun train.py` in the folder of the test, with a pipe for each stream."""
     children = []
 
     def popen(*arguments: str) -> subprocess.Popen:
-        command = [sys.executable, str(ROOT / "train.py"), "--processes", "2", *arguments]
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+        command = [*torchrun, str(ROOT / "train.py"), *arguments]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         pipe = subprocess.PIPE
         children.append(subprocess.Popen(command, cwd=tmp_path, stdout=pipe, stderr=pipe, text=True, env=environment))
@@ -34,7 +36,8 @@ def start(tmp_path):
 
     yield popen
     for child in children:
-        child.kill()
+        child.terminate()  # torchrun then stops its own
+        child.communicate()
 
 
 @pytest.mark.parametrize("way", ["--activation-checkpointing", pytest.param("--compile", marks=pytest.mark.slow)])
@@ -49,41 +52,26 @@ def test_two_processes_train_the_run_of_one(flags, tmp_path, start, way):
     assert two == pytest.approx(one, rel=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("mistake", "line"),
-    [
-        (["--data", "nothere"], 'error: no file, folder or known text is called "nothere"'),  # only the main sees it
-        (["--batch-size", "3"], "error: --batch-size 3 cannot be divided by 2 processes"),
-    ],
-)
-def test_a_mistake_is_one_line_of_the_main_process_and_status_2(flags, start, mistake, line):
-    process = start(*flags, *mistake)
+def test_a_mistake_is_a_line_of_the_main_process(flags, start):
+    process = start(*flags, "--batch-size", "3")
     _, errors = process.communicate(timeout=100)
-    assert process.returncode == 2 and errors.startswith(line) and errors.count("\n") == 1
+    assert process.returncode == 1 and errors.count("error: --batch-size 3 cannot be divided by 2 processes") == 1
 
 
-@pytest.mark.parametrize("killed", [0, 1])
-def test_after_a_kill_one_line_says_how_to_resume(flags, tmp_path, start, killed):
+@pytest.mark.parametrize("stopped", ["SIGTERM", pytest.param("kill", marks=pytest.mark.slow)])
+def test_a_run_whose_process_is_killed_or_that_is_stopped_resumes(flags, tmp_path, start, stopped):
     process = start(*flags, "--steps", "100000", "--out", "run")
     wait_for_lines(tmp_path / "run" / "metrics.jsonl", 16)  # past the evaluation of step 10, which saves
-    ranks = {child.environ()["RANK"]: child for child in psutil.Process(process.pid).children()}
-    ranks[str(killed)].kill()
-    _, errors = process.communicate(timeout=60)
-    expected = "error: process 0 was killed (SIGKILL)" if killed == 0 else "error: another process of this run ended"
-    assert process.returncode == (137 if killed == 0 else 2) and "Traceback" not in errors
-    assert expected in errors.splitlines()[-1] and "--resume" in errors.splitlines()[-1]
-
-
-def test_a_stop_is_saved_and_resumes(flags, tmp_path, start):
-    process = start(*flags, "--steps", "100000", "--out", "run")
-    wait_for_lines(tmp_path / "run" / "metrics.jsonl", 3)
-    process.send_signal(signal.SIGTERM)
-    out, errors = process.communicate(timeout=60)
-    assert process.returncode == 143 and "stopped and saved at step" in out and "Traceback" not in errors
-    done = metrics.read(tmp_path / "run")[-1]["step"]
+    if stopped == "kill":
+        psutil.Process(process.pid).children()[1].kill()
+    else:
+        process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode != 0 and ("stopped and saved at step" in out) == (stopped == "SIGTERM")
+    done = read_state(find_last(tmp_path / "run")).step
     process = start("--resume", "run", "--steps", str(done + 2))
     out, errors = process.communicate(timeout=60)
-    assert process.returncode == 0 and f"resuming from run/last, step {done} of {done + 2}" in out
+    assert process.returncode == 0 and f"resuming from run/last, step {done} of {done + 2}" in out, errors[-3000:]
 
 
 def wait_for_lines(path: Path, count: int) -> None:
