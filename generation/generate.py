@@ -194,6 +194,8 @@ def decode_step(decoder: Decoder, batch_size: int, positions: int) -> contextlib
 
     A step takes tokens (B, 1) and padding, and returns logits (B, 1, V) that are valid until the next call.
     """
+    if decoder.lora is not None:  # in training; elsewhere an adapter is part of the weights
+        return contextlib.nullcontext()
     if kernels.implementation(decoder.embed_tokens.weight.device) is not kernels.cpu:
         return decode_step_for(decoder, batch_size, positions)
     cpu_step = import_cpu_step()

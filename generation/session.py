@@ -10,8 +10,8 @@ import torch
 
 import kernels
 from checkpoints import find
-from checkpoints.pretrained import Checkpoint, load_pretrained, open_checkpoint
-from data.tokenizer import check_vocabulary, load_tokenizer
+from checkpoints.pretrained import Checkpoint, load_pretrained, open_checkpoint, save_pretrained
+from data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from errors import UserError
 from generation import terminal
 from generation.chat import ChatFormat
@@ -39,7 +39,10 @@ def run(
 
     Without prompts, `read` gives one line after another to respond to, until it raises EOFError.
     """
-    checkpoint, tokenizer = open_checkpoint(directory), load_tokenizer(directory)
+    adapter = None if settings.adapter is None else find.find_checkpoint(settings.adapter)
+    checkpoint, tokenizer = open_checkpoint(directory, adapter), load_tokenizer(directory)
+    if settings.merge is not None:
+        return merge(checkpoint, tokenizer, settings.merge)
     context = checkpoint.config.max_position_embeddings
     check_vocabulary(tokenizer, checkpoint.config.vocab_size)
     chat = ChatFormat(directory, tokenizer, settings.system) if settings.chat else None
@@ -100,6 +103,16 @@ def run(
             report(generate_texts([text], itertools.islice(numbers, 1)))  # a number for each text that fits
 
         terminal.prompt_loop(respond, lambda: None, read, log)
+
+
+def merge(checkpoint: Checkpoint, tokenizer: Tokenizer, new: Path) -> None:
+    """Write a model with its adapter added, in the dtypes of its files, as the directory `new`."""
+    if new.exists():
+        raise UserError(f"--merge {new} exists; give a new directory.")
+    decoder, unfinished = load_pretrained(checkpoint), new.with_name(f"{new.name}.new")
+    save_pretrained(decoder, unfinished, bos_token_id=tokenizer.bos_id, eos_token_id=tokenizer.eos_id)
+    tokenizer.save(unfinished)
+    unfinished.rename(new)
 
 
 def load_decoder(checkpoint: Checkpoint, settings: Settings) -> Decoder:
