@@ -32,7 +32,7 @@ def add_adapter(weights: Mapping[str, Tensor], directory: Path) -> None:
                 raise ValueError(f"{key} {value!r} is not supported")
         scale = fields["lora_alpha"] / (math.sqrt(fields["r"]) if fields.get("use_rslora") else fields["r"])
         tensors = load_file(directory / WEIGHTS)
-        for matrix in {name.rpartition(".lora_")[0] for name in tensors}:
+        for matrix in [name.removesuffix(".lora_A.weight") for name in tensors if name.endswith(".lora_A.weight")]:
             weight = weights[f"{matrix.removeprefix(PREFIX)}.weight"]
             a, b = (tensors.pop(f"{matrix}.lora_{letter}.weight").to(weight.device).float() for letter in "AB")
             weight.copy_(weight.float() + scale * (b @ a))
