@@ -54,8 +54,8 @@ def unpacked_tensors(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict
     rows, unpacked = {len(sizes): sizes for sizes in packed_rows(config).values()}, {}
     for name, tensor in tensors.items():
         names = unpacked_names(name)
-        equal = len(names) == 1 or ".lora_A." in name
-        parts = tensor.chunk(len(names)) if equal else tensor.split(rows[len(names)])
+        sizes = len(tensor) // len(names) if ".lora_A." in name else rows.get(len(names))
+        parts = tensor.split(sizes) if len(names) > 1 else [tensor]
         unpacked.update(zip(names, parts, strict=True))
     return unpacked
 
