@@ -39,15 +39,17 @@ def find_checkpoint(path: Path | str) -> Path:
     )
 
 
-def find_base(directory: Path) -> Path | None:
-    """The directory of the model that an adapter names; None for a model."""
+def find_adapter(directory: Path, adapter: str | None = None) -> tuple[Path, Path | None]:
+    """The directories of a model and of its adapter, if it has one; an adapter as `directory` names its model."""
     path = directory / "adapter_config.json"
+    if adapter is not None:
+        return directory, find_checkpoint(adapter)
     if (directory / "config.json").is_file() or not path.is_file():
-        return None
+        return directory, None
     with reading(path):
         base = read_json(path)["base_model_name_or_path"]
     try:
-        return find_checkpoint(base)
+        return find_checkpoint(base), directory
     except UserError as error:
         raise UserError(f"{error} Give the model itself: python generate.py MODEL --adapter {directory}") from None
 

@@ -18,7 +18,6 @@ from tqdm import tqdm
 
 from checkpoints import adapters
 from checkpoints.families import SHAPE_FIELDS, load_config, to_json, zero_biases
-from checkpoints.find import find_base
 from checkpoints.weights import StoredTensor, stored_tensors
 from errors import UserError, reading
 from model.config import ModelConfig
@@ -118,8 +117,6 @@ class Checkpoint:
     config: ModelConfig
     tensors: dict[str, StoredTensor]
     """Those that the decoder has, by their names in files."""
-    adapter: Path | None = None
-    """The directory of an adapter that changes them."""
 
     def dtype(self, *names: str) -> torch.dtype:
         """The smallest dtype that holds the named tensors exactly; without names, the dtype of the largest tensor."""
@@ -129,14 +126,11 @@ class Checkpoint:
             return functools.reduce(torch.promote_types, [DTYPES[tensor.dtype] for tensor in chosen])
 
 
-def open_checkpoint(directory: Path | str, adapter: Path | None = None) -> Checkpoint:
+def open_checkpoint(directory: Path | str) -> Checkpoint:
     """The configuration and the stored tensors of a directory; `UserError` unless their names and shapes match.
 
-    Where the directory has an adapter alone, they are those of the model that it names.
     Drops what the decoder does not need: zero biases, a copy of a tied head, rotary tables of old files.
     """
-    if adapter is None and (base := find_base(Path(directory))) is not None:
-        directory, adapter = base, Path(directory)
     stored = stored_tensors(Path(directory))
     config = load_config(directory, stored)
     with torch.device("meta"):  # shapes without memory
@@ -156,7 +150,7 @@ def open_checkpoint(directory: Path | str, adapter: Path | None = None) -> Check
     if wrong:
         more = f" and {len(wrong) - 8} more" if len(wrong) > 8 else ""
         raise UserError(f"the tensors of {directory} do not fit its config.json: {', '.join(wrong[:8])}{more}.")
-    return Checkpoint(Path(directory), config, tensors, adapter)
+    return Checkpoint(Path(directory), config, tensors)
 
 
 def load_pretrained(
@@ -165,9 +159,10 @@ def load_pretrained(
     device: torch.device | str = "cpu",
     compute_dtype: torch.dtype = torch.float32,
     cast: bool = False,
+    adapter: Path | None = None,
 ) -> Decoder:
     """The decoder of a directory; activations in `compute_dtype`. Each weight has the dtype of its file, or with `cast`
-    that of `inference_dtype`.
+    that of `inference_dtype`. A LoRA `adapter` is added to the weights.
 
     Reads llama, qwen2, qwen3, mistral, stablelm and prenorm, sharded or not. `decoder.float()` makes the float32 master
     weights that training needs.
@@ -183,8 +178,8 @@ def load_pretrained(
     state = dict(zip(parameters, allocate(sizes, torch.device(device)), strict=True))
     weights = unpacked_tensors(state, checkpoint.config)
     copy_tensors(checkpoint.tensors, weights)
-    if checkpoint.adapter is not None:
-        adapters.add_adapter(weights, checkpoint.adapter)
+    if adapter is not None:
+        adapters.add_adapter(weights, adapter)
     decoder.load_state_dict(state, assign=True)
     return decoder.to(device)
 

@@ -39,20 +39,23 @@ def run(
 
     Without prompts, `read` gives one line after another to respond to, until it raises EOFError.
     """
-    adapter = None if settings.adapter is None else find.find_checkpoint(settings.adapter)
-    checkpoint, tokenizer = open_checkpoint(directory, adapter), load_tokenizer(directory)
+    model, adapter = find.find_adapter(directory, settings.adapter)
+    checkpoint, tokenizer = (
+        open_checkpoint(model),
+        load_tokenizer(directory if [*directory.glob("tokenizer.*")] else model),
+    )
     if settings.merge is not None:
-        return merge(checkpoint, tokenizer, settings.merge)
+        return merge(checkpoint, adapter, tokenizer, settings.merge)
     context = checkpoint.config.max_position_embeddings
     check_vocabulary(tokenizer, checkpoint.config.vocab_size)
     chat = ChatFormat(directory, tokenizer, settings.system) if settings.chat else None
-    eos_ids = find.eos_ids(directory, tokenizer.eos_id) | ({chat.end_of_turn} - {None} if chat is not None else set())
+    eos_ids = find.eos_ids(model, tokenizer.eos_id) | ({chat.end_of_turn} - {None} if chat is not None else set())
 
     def encode(text: str) -> list[int]:
         return encode_prompt(tokenizer, text) if chat is None else chat.encode([{"role": "user", "content": text}])
 
     check_prompts([encode(prompt) for prompt in prompts or ()], context)  # before the weights
-    decoder = load_decoder(checkpoint, settings)
+    decoder = load_decoder(checkpoint, settings, adapter)
     del checkpoint  # with the mapping of its files
     device, dtype = next(decoder.parameters()).device, str(decoder.compute_dtype).removeprefix("torch.")
     dtype += " with int8 matrices" * (settings.dtype == "int8")
@@ -105,24 +108,24 @@ def run(
         terminal.prompt_loop(respond, lambda: None, read, log)
 
 
-def merge(checkpoint: Checkpoint, tokenizer: Tokenizer, new: Path) -> None:
+def merge(checkpoint: Checkpoint, adapter: Path | None, tokenizer: Tokenizer, new: Path) -> None:
     """Write a model with its adapter added, in the dtypes of its files, as the directory `new`."""
     if new.exists():
         raise UserError(f"--merge {new} exists; give a new directory.")
-    decoder, unfinished = load_pretrained(checkpoint), new.with_name(f"{new.name}.new")
+    decoder, unfinished = load_pretrained(checkpoint, adapter=adapter), new.with_name(f"{new.name}.new")
     save_pretrained(decoder, unfinished, bos_token_id=tokenizer.bos_id, eos_token_id=tokenizer.eos_id)
     tokenizer.save(unfinished)
     unfinished.rename(new)
 
 
-def load_decoder(checkpoint: Checkpoint, settings: Settings) -> Decoder:
+def load_decoder(checkpoint: Checkpoint, settings: Settings, adapter: Path | None = None) -> Decoder:
     """The model on its device, with its weights in the dtype it computes in."""
     device, int8 = choose_device(settings.device), settings.dtype == "int8"
     choose_kernels(settings.kernels, device)
     if int8:
         check_int8(checkpoint.config, device, settings.batch_size)
     dtype = choose_inference_dtype("bfloat16" if int8 else settings.dtype, device, checkpoint.dtype())
-    decoder = load_pretrained(checkpoint, device=device, compute_dtype=dtype, cast=True).eval()
+    decoder = load_pretrained(checkpoint, device=device, compute_dtype=dtype, cast=True, adapter=adapter).eval()
     if int8:
         quantize_matrices(decoder)
     return decoder

@@ -58,8 +58,7 @@ class RunSettings:
     channels. With the bias (--norm-bias, the default then) and an untied head, the model computes the same as before.
     """
     lora: Annotated[int | None, optional("RANK")] = None
-    """Train an adapter of this rank to --init-from and nothing else (LoRA). best/ and last/ then have only the adapter,
-    as PEFT writes it. The frozen matrices are stored in the dtype of the activations."""
+    """Train an adapter of this rank to --init-from (LoRA). best/ and last/ then have only that, as PEFT writes it."""
     lora_alpha: Annotated[int | None, optional("INT")] = None
     """What the adapter adds is multiplied by this divided by RANK. Default: 2 RANK."""
     train_only: Literal["all", "norms"] = "all"

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from checkpoints.find import find_base, find_checkpoint
+from checkpoints.find import find_adapter, find_checkpoint
 from checkpoints.pretrained import load_pretrained, open_checkpoint, save_pretrained
 from errors import UserError
 from model.lora import add_lora
@@ -11,6 +11,12 @@ from model.lora import add_lora
 peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
 LOGITS = 2e-6
 LAYER = {"norm": "layer"}
+
+
+def load(directory):
+    """The model of an adapter's directory, with the adapter added to its weights."""
+    model, adapter = find_adapter(directory)
+    return load_pretrained(model, adapter=adapter)
 
 
 @pytest.fixture
@@ -65,8 +71,7 @@ def test_adapters_of_peft_have_equal_logits_here(peft_model, tokens, relative, t
     expected = model(tokens).logits
     with model.disable_adapter():
         assert relative(model(tokens).logits, expected) > 0.01
-    for checkpoint in (tmp_path / "adapter", open_checkpoint(tmp_path / "model", tmp_path / "adapter")):
-        assert relative(load_pretrained(checkpoint)(tokens), expected) <= LOGITS
+    assert relative(load(tmp_path / "adapter")(tokens), expected) <= LOGITS
 
 
 @torch.no_grad()
@@ -83,7 +88,7 @@ def test_ours_open_in_peft_by_their_directory_alone_with_equal_logits(lora, toke
 def test_merged_equals_not_merged_within_1e_6(lora, tokens, relative, tmp_path, changes):
     decoder = lora(**changes)
     save_pretrained(decoder, tmp_path / "adapter")
-    merged = load_pretrained(tmp_path / "adapter")
+    merged = load(tmp_path / "adapter")
     assert merged.lora is None and relative(merged(tokens), decoder(tokens)) <= 1e-6
 
 
@@ -92,7 +97,7 @@ def test_a_merged_matrix_is_computed_in_float32_and_rounded_once(lora, tmp_path,
     decoder = lora()
     save_pretrained(decoder, tmp_path / "adapter")
     save_pretrained(make_decoder().bfloat16(), tmp_path / "model")
-    merged, base = load_pretrained(tmp_path / "adapter"), load_pretrained(tmp_path / "model")
+    merged, base = load(tmp_path / "adapter"), load_pretrained(tmp_path / "model")
     for layer, plain, adapted in zip(merged.layers, base.layers, decoder.layers, strict=True):
         a, b = (m.weight.double() for m in (adapted.mlp.down_proj.lora_A, adapted.mlp.down_proj.lora_B))
         exact = plain.mlp.down_proj.weight.double() + 2 * (b @ a)
@@ -116,24 +121,26 @@ REFUSED = {
 def test_what_is_more_than_a_and_b_is_refused(peft_model, tmp_path, reason):
     peft_model(REFUSED[reason]).save_pretrained(tmp_path / "adapter")
     with pytest.raises(UserError, match=rf"adapter cannot be read \({reason} is not supported\); give a plain LoRA"):
-        load_pretrained(tmp_path / "adapter")
+        load(tmp_path / "adapter")
 
 
 def test_an_adapter_of_another_model_is_refused(lora, tmp_path):
     save_pretrained(lora(num_hidden_layers=4), tmp_path / "adapter")
     lora(num_hidden_layers=3)
     with pytest.raises(UserError, match=r"no 'model\.layers\.3\."):
-        load_pretrained(tmp_path / "adapter")
+        load(tmp_path / "adapter")
     lora(num_hidden_layers=4, intermediate_size=96)
     with pytest.raises(UserError, match=r"adapter cannot be read .*size"):
-        load_pretrained(tmp_path / "adapter")
+        load(tmp_path / "adapter")
 
 
 def test_an_adapter_whose_model_is_gone_says_what_to_type(lora, tmp_path):
     save_pretrained(lora(), tmp_path / "adapter")
-    assert find_checkpoint(tmp_path / "adapter") == tmp_path / "adapter"
-    assert find_base(tmp_path / "adapter") == tmp_path / "model" and find_base(tmp_path / "model") is None
+    model, adapter = tmp_path / "model", find_checkpoint(tmp_path / "adapter")
+    assert find_adapter(adapter) == (model, adapter) and find_adapter(model) == (model, None)
+    assert find_adapter(model, str(adapter)) == (model, adapter)
+    with pytest.raises(UserError, match=r"adapter has an adapter and no model; .*generate.py ADAPTER --merge NEW"):
+        open_checkpoint(adapter)
     (tmp_path / "model").rename(tmp_path / "moved")
     with pytest.raises(UserError, match=r"model does not exist.* python generate.py MODEL --adapter .*adapter$"):
-        load_pretrained(tmp_path / "adapter")
-    load_pretrained(open_checkpoint(tmp_path / "moved", tmp_path / "adapter"))
+        load(tmp_path / "adapter")
