@@ -40,10 +40,8 @@ def run(
     Without prompts, `read` gives one line after another to respond to, until it raises EOFError.
     """
     model, adapter = find.find_adapter(directory, settings.adapter)
-    checkpoint, tokenizer = (
-        open_checkpoint(model),
-        load_tokenizer(directory if [*directory.glob("tokenizer.*")] else model),
-    )
+    checkpoint = open_checkpoint(model)
+    tokenizer = load_tokenizer(directory if [*directory.glob("tokenizer.*")] else model)
     if settings.merge is not None:
         return merge(checkpoint, adapter, tokenizer, settings.merge)
     context = checkpoint.config.max_position_embeddings
