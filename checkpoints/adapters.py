@@ -1,7 +1,4 @@
-"""LoRA adapters in PEFT's format: adapter_config.json, and A and B of each matrix in adapter_model.safetensors.
-
-They are added to the weights of their model as these are loaded. PEFT's may be for some of its matrices only.
-"""
+"""LoRA adapters in PEFT's format, whose matrices A and B are added to the weights of their model as these are loaded."""
 
 import math
 from collections.abc import Mapping

@@ -4,7 +4,6 @@ import time
 
 import torch
 
-from errors import UserError
 from model.config import ModelConfig
 from model.count import flops_per_token, layer_matrices, num_parameters
 from model.decoder import Decoder
@@ -20,8 +19,6 @@ QUICK_FLOPS, MAX_FLOPS = 5e11, 5e12  # of a step that is measured on a CPU: seco
 
 def estimate(settings: Settings) -> None:
     """Print what one process needs; trains a model of the shape on random tokens for three steps if it can."""
-    if settings.run.lora is not None:
-        raise UserError("--dry-run estimates training of all parameters; leave out --lora.")
     device = choose_device(settings.machine.device)
     choose_kernels(settings.machine.kernels, device)
     dtype = choose_training_dtype(settings.machine.dtype, device)
