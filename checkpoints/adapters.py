@@ -1,4 +1,4 @@
-"""LoRA adapters in PEFT's format, whose matrices A and B are added to the weights of their model as these are loaded."""
+"""LoRA adapters in PEFT's format: A and B of each matrix, which are added to the weights of a model as it is loaded."""
 
 import math
 from collections.abc import Mapping
