@@ -15,7 +15,7 @@ from checkpoints import pretrained
 from data import batches
 from data.corpus import Corpus, prepare
 from data.tokenizer import check_vocabulary
-from errors import UserError
+from errors import UserError, reading
 from model.decoder import Decoder, center_residual_writers
 from model.device import (
     choose_device,
@@ -201,7 +201,8 @@ def initial_model(settings: Settings, dtype: torch.dtype, log: Callable[[str], N
     """
     run = settings.run
     if run.lora is not None:
-        model = pretrained.load_pretrained(run.init_from, compute_dtype=dtype, cast=True)
+        with reading(run.init_from, "the adapter needs the model that its run was started from, at the same path"):
+            model = pretrained.load_pretrained(run.init_from, compute_dtype=dtype, cast=True)
         if model.config != settings.model:
             raise UserError("--lora leaves the model as it is; leave out --norm and other flags of its shape.")
         log(f"weights: those of {run.init_from}, frozen; LoRA of rank {run.lora}")

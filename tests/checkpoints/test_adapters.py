@@ -6,6 +6,8 @@ import torch
 from checkpoints.find import find_adapter, find_checkpoint
 from checkpoints.pretrained import load_pretrained, open_checkpoint, save_pretrained
 from errors import UserError
+from generation.generate import generate
+from generation.settings import Sampling
 from model.lora import add_lora
 
 peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
@@ -90,6 +92,18 @@ def test_merged_equals_not_merged_within_1e_6(lora, tokens, relative, tmp_path, 
     save_pretrained(decoder, tmp_path / "adapter")
     merged = load(tmp_path / "adapter")
     assert merged.lora is None and relative(merged(tokens), decoder(tokens)) <= 1e-6
+
+
+def test_samples_of_a_model_in_training_have_its_adapter(lora, tokens, tmp_path):
+    """The faster decoding steps read the weights alone, and would continue the text as the base does."""
+    decoder = lora()
+    save_pretrained(decoder, tmp_path / "adapter")
+    models = [decoder, load(tmp_path / "adapter"), load_pretrained(tmp_path / "model")]
+    adapted, merged, base = (
+        generate(model, tokens[:, :5].tolist(), max_new_tokens=12, sampling=Sampling(temperature=0)).tokens
+        for model in models
+    )
+    assert adapted == merged != base
 
 
 @torch.no_grad()

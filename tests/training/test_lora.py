@@ -134,6 +134,18 @@ def test_a_changed_model_is_refused(start, tmp_path, extra):
         set_up(settings, tmp_path / "lora", resume=False, log=no_log)
 
 
+def test_a_run_whose_base_is_gone_says_so(folder, base, tmp_path):
+    settings = parse(["--resume", str(folder), "--steps", "20"], "test").settings
+    base.rename(tmp_path / "moved")
+    try:
+        with pytest.raises(
+            UserError, match=r"best cannot be read \(No such .*\); the adapter needs the model that its run"
+        ):
+            set_up(settings, folder, resume=True, log=no_log)
+    finally:
+        (tmp_path / "moved").rename(base)
+
+
 def test_lora_says_what_it_needs(flags, base, start):
     for wrong in (
         [*flags, "--lora", "4"],
