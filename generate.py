@@ -24,7 +24,7 @@ def main() -> None:
             values = ", ".join(f"{name} {value:g}" for name, value in vars(settings.sampling).items())
             log(f"sampling (generation_config.json, then flags): {values}")
         sys.stdout.reconfigure(newline="\n")  # the same bytes on Windows
-        prompts = read_prompts(settings)
+        prompts = [] if settings.merge else read_prompts(settings)
         if settings.chat and prompts == [""]:
             raise UserError("there is no message to answer; give one after the run, or on standard input.")
         from generation.session import run  # imports torch

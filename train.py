@@ -26,6 +26,7 @@ DESCRIPTION = """Train a small LLaMA-style transformer on text, on a GPU or a CP
   --out FOLDER         folder of the run; by default a new runs/CONFIG-NORM
   --resume RUN         resume this run exactly where it stopped
   --init-from RUN      start from the weights of a run or a model of the Hub
+  --lora RANK          train only an adapter to --init-from, as PEFT saves it
   --device, --dtype    where it computes, and how precisely; default: auto
   --dry-run            only print the memory and the time that the run needs
   --eval-only          only evaluate --init-from on --data

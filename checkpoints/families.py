@@ -190,7 +190,7 @@ def load_config(directory: Path | str, tensors: Mapping[str, StoredTensor] | Non
     """
     path = Path(directory) / "config.json"
     if not path.is_file():
-        raise UserError(f"{directory} has no config.json; give the directory of a model.")
+        raise UserError(f"{directory} has no config.json; give a model (generate.py ADAPTER --merge NEW makes one).")
     fields = read_json(path)
     with reading(path, "give another model"):
         try:

@@ -14,7 +14,7 @@ HUB_ID = re.compile(r"((?!runs/)\w[\w.-]*/(\w[\w.-]*))(?:@(.+))?", re.ASCII)  # 
 
 
 def find_checkpoint(path: Path | str) -> Path:
-    """The checkpoint directory that `path` means: itself, or in a run folder the best complete one.
+    """The checkpoint or adapter directory that `path` means: itself, or in a run folder the best complete one.
 
     A path that does not exist may be the id of a model on the Hugging Face Hub, which is then downloaded. Raises
     `UserError` when there is none.
@@ -26,7 +26,7 @@ def find_checkpoint(path: Path | str) -> Path:
         if (run := Path("runs") / model[2]).is_dir():
             raise UserError(f"{name} does not exist; did you mean {run}?")
         return download(model[1], model[3])
-    if (path / "config.json").is_file():
+    if (path / "config.json").is_file() or (path / "adapter_config.json").is_file():
         return path
     if saves := saves_in(path):
         return saves[0]
@@ -39,6 +39,21 @@ def find_checkpoint(path: Path | str) -> Path:
     )
 
 
+def find_adapter(directory: Path, adapter: str | None = None) -> tuple[Path, Path | None]:
+    """The directories of a model and of its adapter, if it has one; an adapter as `directory` names its model."""
+    path = directory / "adapter_config.json"
+    if adapter is not None:
+        return directory, find_checkpoint(adapter)
+    if (directory / "config.json").is_file() or not path.is_file():
+        return directory, None
+    with reading(path):
+        base = read_json(path)["base_model_name_or_path"]
+    try:
+        return find_checkpoint(base), directory
+    except UserError as error:
+        raise UserError(f"{error} Give the model itself: python generate.py MODEL --adapter {directory}") from None
+
+
 def download(name: str, revision: str | None) -> Path:
     """The directory of a Hub model's files in the cache of huggingface_hub, after downloading those that it lacks.
 
@@ -47,7 +62,7 @@ def download(name: str, revision: str | None) -> Path:
     """
     from huggingface_hub import snapshot_download
 
-    wanted = ["model.safetensors", "model-*.safetensors", *SIDE_FILES]
+    wanted = ["model.safetensors", "model-*.safetensors", "adapter_model.safetensors", *SIDE_FILES]
     try:
         # `*` matches `/` too, so that folders such as original/ and onnx/ are excluded separately
         return Path(snapshot_download(name, revision=revision, allow_patterns=wanted, ignore_patterns="*/*"))

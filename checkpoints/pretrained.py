@@ -12,16 +12,18 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from tqdm import tqdm
 
+from checkpoints import adapters
 from checkpoints.families import SHAPE_FIELDS, load_config, to_json, zero_biases
 from checkpoints.weights import StoredTensor, stored_tensors
 from errors import UserError, reading
 from model.config import ModelConfig
 from model.decoder import Decoder
 from model.device import allocate
+from model.lora import packed_rows
 from model.norm import is_norm_parameter
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -48,12 +50,11 @@ def unpacked_tensors(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict
 
     The views work both ways: saving reads them, loading copies a file's tensors into them.
     """
-    q, kv = (n * config.resolved_head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
-    rows = {3: (q, kv, kv), 2: (config.intermediate_size,) * 2}
-    unpacked = {}
+    rows, unpacked = {len(sizes): sizes for sizes in packed_rows(config).values()}, {}
     for name, tensor in tensors.items():
         names = unpacked_names(name)
-        parts = tensor.split(rows[len(names)]) if len(names) > 1 else [tensor]
+        sizes = len(tensor) // len(names) if ".lora_A." in name else rows.get(len(names))
+        parts = tensor.split(sizes) if len(names) > 1 else [tensor]
         unpacked.update(zip(names, parts, strict=True))
     return unpacked
 
@@ -67,15 +68,23 @@ def save_pretrained(
 ) -> None:
     """Write config.json, generation_config.json and model.safetensors (weights in their own dtype) into `directory`.
 
+    Of a decoder with LoRA, only the adapter is written.
     Raises `OSError` when a file cannot be written, for example on a full disk; the directory is then incomplete.
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
+    tensors = unpacked_tensors(decoder.state_dict(), decoder.config)
+    if decoder.lora is not None:
+        tensors = {adapters.PREFIX + name: tensor.cpu() for name, tensor in tensors.items() if ".lora_" in name}
+        targets = sorted({name.split(".")[-3] for name in tensors})
+        fields = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "bias": "none", "target_modules": targets}
+        write_json(directory / adapters.CONFIG, fields | decoder.lora)
+        save_tensors(tensors, directory / adapters.WEIGHTS)
+        return
     ids = {"bos_token_id": bos_token_id, "eos_token_id": eos_token_id}
     dtype = decoder.embed_tokens.weight.dtype
     write_json(directory / "config.json", to_json(decoder.config, dtype=str(dtype).removeprefix("torch."), **ids))
     write_json(directory / "generation_config.json", {key: value for key, value in ids.items() if value is not None})
-    tensors = unpacked_tensors(decoder.state_dict(), decoder.config)
     for name in zero_biases(decoder.config):
         tensors[name] = torch.zeros(decoder.config.hidden_size, dtype=dtype)
     save_tensors({name: tensor.cpu() for name, tensor in tensors.items()}, directory / "model.safetensors")
@@ -150,9 +159,10 @@ def load_pretrained(
     device: torch.device | str = "cpu",
     compute_dtype: torch.dtype = torch.float32,
     cast: bool = False,
+    adapter: Path | None = None,
 ) -> Decoder:
     """The decoder of a directory; activations in `compute_dtype`. Each weight has the dtype of its file, or with `cast`
-    that of `inference_dtype`.
+    that of `inference_dtype`. A LoRA `adapter` is added to the weights.
 
     Reads llama, qwen2, qwen3, mistral, stablelm and prenorm, sharded or not. `decoder.float()` makes the float32 master
     weights that training needs.
@@ -166,7 +176,10 @@ def load_pretrained(
         for name, one in parameters.items()
     ]
     state = dict(zip(parameters, allocate(sizes, torch.device(device)), strict=True))
-    copy_tensors(checkpoint.tensors, unpacked_tensors(state, checkpoint.config))
+    weights = unpacked_tensors(state, checkpoint.config)
+    copy_tensors(checkpoint.tensors, weights)
+    if adapter is not None:
+        adapters.add_adapter(weights, adapter)
     decoder.load_state_dict(state, assign=True)
     return decoder.to(device)
 
@@ -191,8 +204,14 @@ def load_weights(decoder: Decoder, directory: Path | str) -> tuple[list[str], li
 
     Norm parameters that both norms have, such as `weight`, are loaded. The decoder keeps its dtypes, so master weights
     stay float32. Returns the names in files of tensors that only the decoder has, and of those that only the file has.
+    With LoRA, the directory is that of an adapter.
     """
-    checkpoint, views = open_checkpoint(directory), unpacked_tensors(decoder.state_dict(), decoder.config)
+    views = unpacked_tensors(decoder.state_dict(), decoder.config)
+    if decoder.lora is not None:
+        for name, tensor in load_file(Path(directory) / adapters.WEIGHTS).items():
+            views[name.removeprefix(adapters.PREFIX)].copy_(tensor)
+        return [], []
+    checkpoint = open_checkpoint(directory)
     check_fields_match(checkpoint.config, decoder.config, directory)
     kept = {name: tensor for name, tensor in checkpoint.tensors.items() if name in views}
     new = [name for name in views if name not in kept]

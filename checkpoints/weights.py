@@ -22,7 +22,7 @@ DOWNLOAD = "download or save it again, in a clone with `git lfs pull`"
 # The small files that belong to a checkpoint: configurations, tokenizers and chat templates.
 SIDE_FILES = ("*.json", "*.model", "*.jinja", "merges.txt")
 OTHER_FORMATS = {  # a file of a directory without model.safetensors -> what the directory has, and what to do
-    "adapter_config.json": "a PEFT adapter without its base model; save the result of peft's merge_and_unload()",
+    "adapter_config.json": "an adapter and no model; make it one: python generate.py ADAPTER --merge NEW",
     "*.gguf": "GGUF weights, which are only written here; give the model that they were made from",
     **dict.fromkeys(
         ("*.bin", "*.pt", "*.pth"),

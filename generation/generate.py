@@ -154,6 +154,8 @@ def decode_step(decoder: Decoder, batch_size: int, positions: int) -> contextlib
 
     A step takes tokens (B, 1) and padding, and returns logits (B, 1, V) that are valid until the next call.
     """
+    if decoder.lora is not None:  # in training; elsewhere an adapter is part of the weights
+        return contextlib.nullcontext()
     if not has_cpu_step(decoder.config, decoder.embed_tokens.weight.device, decoder.compute_dtype, batch_size):
         return decode_step_for(decoder, batch_size, positions)
     from generation.cpu_step import CpuDecodeStep  # imports Numba, which a GPU does not need

@@ -9,8 +9,8 @@ import torch
 
 import kernels
 from checkpoints import find
-from checkpoints.pretrained import Checkpoint, load_pretrained, open_checkpoint
-from data.tokenizer import check_vocabulary, load_tokenizer
+from checkpoints.pretrained import Checkpoint, load_pretrained, open_checkpoint, save_pretrained
+from data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from errors import UserError
 from generation import terminal
 from generation.chat import ChatFormat
@@ -37,10 +37,14 @@ def run(
 
     A chat without prompts is a conversation: `read` gives one message after another, until it raises EOFError.
     """
-    checkpoint, tokenizer = open_checkpoint(directory), load_tokenizer(directory)
+    model, adapter = find.find_adapter(directory, settings.adapter)
+    checkpoint = open_checkpoint(model)
+    tokenizer = load_tokenizer(directory if [*directory.glob("tokenizer.*")] else model)
+    if settings.merge is not None:
+        return merge(checkpoint, adapter, tokenizer, settings.merge)
     context = checkpoint.config.max_position_embeddings
     check_vocabulary(tokenizer, checkpoint.config.vocab_size)
-    eos_ids = find.eos_ids(directory, tokenizer.eos_id)
+    eos_ids = find.eos_ids(model, tokenizer.eos_id)
     if settings.chat:
         chat = ChatFormat(directory, tokenizer, settings.system)
         eos_ids |= {chat.end_of_turn} - {None}
@@ -48,7 +52,7 @@ def run(
     else:
         encoded = [encode_prompt(tokenizer, text) for text in prompts]
     check_prompts(encoded, context)  # before the weights
-    decoder = load_decoder(checkpoint, settings)
+    decoder = load_decoder(checkpoint, settings, adapter)
     del checkpoint  # with the mapping of its files
     device, dtype = next(decoder.parameters()).device, str(decoder.compute_dtype).removeprefix("torch.")
     dtype += " with int8 matrices" * (settings.dtype == "int8")
@@ -83,7 +87,17 @@ def run(
             log("a text ends where the model's context is full")
 
 
-def load_decoder(checkpoint: Checkpoint, settings: Settings) -> Decoder:
+def merge(checkpoint: Checkpoint, adapter: Path | None, tokenizer: Tokenizer, new: Path) -> None:
+    """Write a model with its adapter added, in the dtypes of its files, as the directory `new`."""
+    if new.exists():
+        raise UserError(f"--merge {new} exists; give a new directory.")
+    decoder, unfinished = load_pretrained(checkpoint, adapter=adapter), new.with_name(f"{new.name}.new")
+    save_pretrained(decoder, unfinished, bos_token_id=tokenizer.bos_id, eos_token_id=tokenizer.eos_id)
+    tokenizer.save(unfinished)
+    unfinished.rename(new)
+
+
+def load_decoder(checkpoint: Checkpoint, settings: Settings, adapter: Path | None = None) -> Decoder:
     """The model on its device, with its weights in the dtype it computes in."""
     device, int8 = choose_device(settings.device), settings.dtype == "int8"
     choose_kernels(settings.kernels, device)
@@ -93,7 +107,7 @@ def load_decoder(checkpoint: Checkpoint, settings: Settings) -> Decoder:
             "a pre-norm model with RMSNorm or LayerNorm and SwiGLU; use bfloat16."
         )
     dtype = choose_inference_dtype("bfloat16" if int8 else settings.dtype, device, checkpoint.dtype())
-    decoder = load_pretrained(checkpoint, device=device, compute_dtype=dtype, cast=True).eval()
+    decoder = load_pretrained(checkpoint, device=device, compute_dtype=dtype, cast=True, adapter=adapter).eval()
     if int8:
         quantize_matrices(decoder)
     return decoder

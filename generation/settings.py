@@ -54,6 +54,10 @@ class Settings:
     """A run directory (runs/NAME: uses its best/ if there is one, else its last/), a checkpoint directory with
     config.json and *.safetensors, or a model on the Hugging Face Hub (org/name or org/name@revision), which is
     downloaded once. Default: the newest run in runs/."""
+    adapter: Annotated[str | None, optional("ADAPTER")] = None
+    """A LoRA adapter of RUN, as PEFT writes it, or the run that trained it. RUN may also be an adapter itself."""
+    merge: Annotated[Path | None, optional("NEW")] = None
+    """Do not generate; write RUN and its adapter as one model, the new directory NEW."""
     text: Annotated[str | None, optional("[TEXT]"), tyro.conf.Positional] = None
     """Text to continue, or with --chat the message to answer. Default: standard input, minus one final line break; if
     that is a terminal or empty, the model starts a text of its own."""

@@ -81,7 +81,11 @@ train --init-from BAD/pickled
 train --init-from BAD/gguf
     .*gguf has GGUF weights
 generate BAD/adapter --prompt a
-    .*adapter has a PEFT adapter
+    .*nothere does not exist; .* Give the model itself: python generate.py MODEL --adapter .*adapter
+train --init-from BAD/adapter
+    .*adapter has no config.json; .*generate.py ADAPTER --merge NEW
+train --init-from RUN --lora 4 --optimizer muon
+    LoRA needs --lora RANK, --init-from MODEL, --optimizer adamw and --train-only all
 train --init-from BAD/lfs
     .*lfs/model.safetensors .*git lfs pull
 train --eval-only
@@ -148,7 +152,7 @@ def folder(tmp_path_factory) -> Path:
         "pickled/config.json": (folder / "RUN" / "best" / "config.json").read_bytes(),
         "pickled/pytorch_model.bin": b"",
         "gguf/model.gguf": b"GGUF",
-        "adapter/adapter_config.json": b"{}",
+        "adapter/adapter_config.json": b'{"base_model_name_or_path": "nothere"}',
         "lfs/model.safetensors": b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n",
     }
     for name, content in files.items():

@@ -3,7 +3,7 @@
     last/    config.json model.safetensors generation_config.json tokenizer.* : what Hugging Face tools open
              training_state.safetensors : the optimizer's moments
              state.json : step, tokens, hashes; written last, so a directory that has it is complete
-    best/    the same without training_state.safetensors
+    best/    the same without training_state.safetensors; with LoRA, both have an adapter instead of a model
 
 Saving `last` writes `last.new`, fsyncs it, renames `last` to `last.old` and `last.new` to `last`, and then deletes
 `last.old`. Wherever a save is interrupted, one of the three is complete, and readers take the first complete one of

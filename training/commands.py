@@ -23,6 +23,8 @@ LESS_MEMORY = "use a smaller --micro-batch-size, --activation-checkpointing, a s
 def run(command: Command) -> int:
     """Run what the command line asks for; returns the exit status, 128 + the number of the signal that stopped it."""
     actions, settings, resume = command.actions, command.settings, command.actions.resume is not None
+    if actions.dry_run and settings.run.lora is not None:
+        raise UserError("--dry-run estimates training of all parameters; leave out --lora.")
     with explain_out_of_memory(f"too little memory; {LESS_MEMORY}."), explain_lost_process():
         if actions.dry_run or actions.prepare or actions.eval_only:
             action = estimate if actions.dry_run else prepare_text if actions.prepare else evaluate_checkpoint

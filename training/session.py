@@ -15,7 +15,7 @@ from checkpoints import pretrained
 from data import batches
 from data.corpus import Corpus, prepare
 from data.tokenizer import check_vocabulary
-from errors import UserError
+from errors import UserError, reading
 from model.decoder import Decoder, center_residual_writers
 from model.device import (
     choose_device,
@@ -25,6 +25,7 @@ from model.device import (
     keep_freed_memory,
     why_not_compile,
 )
+from model.lora import add_lora
 from training import checkpoint
 from training.checkpoint import State
 from training.metrics import Metrics
@@ -198,8 +199,16 @@ def initial_model(settings: Settings, dtype: torch.dtype, log: Callable[[str], N
     Lists the parameters that these lack and the tensors that the model has no use for. From LayerNorm to RMSNorm, the
     weights are centered unless --no-center-weights asks not to.
     """
-    model = Decoder(settings.model, seed=settings.run.seed, compute_dtype=dtype)
     run = settings.run
+    if run.lora is not None:
+        with reading(run.init_from, "the adapter needs the model that its run was started from, at the same path"):
+            model = pretrained.load_pretrained(run.init_from, compute_dtype=dtype, cast=True)
+        if model.config != settings.model:
+            raise UserError("--lora leaves the model as it is; leave out --norm and other flags of its shape.")
+        log(f"weights: those of {run.init_from}, frozen; LoRA of rank {run.lora}")
+        fields = {"r": run.lora, "lora_alpha": run.lora_alpha or 2 * run.lora, "base_model_name_or_path": run.init_from}
+        return add_lora(model, fields, run.seed)
+    model = Decoder(settings.model, seed=run.seed, compute_dtype=dtype)
     if run.init_from is None or not load:
         return model
     new, dropped = pretrained.load_weights(model, run.init_from)
@@ -220,7 +229,7 @@ def restore(session: Session, directory: Path, log: Callable[[str], None]) -> No
     run_dir, settings = session.run_dir, session.settings
     saved, before = checkpoint.read_state(directory), load_settings(run_dir / "settings.toml")
     changed = changed_fields(before, settings)
-    fixed = {"tokenizer", "optimizer", *vars(settings.model)}
+    fixed = {"tokenizer", "optimizer", "lora", "lora_alpha", *vars(settings.model)}
     problems = [change for change in changed if change.partition(":")[0] in fixed]
     if saved.text_hash != session.state.text_hash:
         problems.insert(0, "the text differs")

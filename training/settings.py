@@ -55,6 +55,10 @@ class RunSettings:
     """With --init-from a LayerNorm run and --norm rms: center the weights that write to the residual stream over its
     channels. With the bias (--norm-bias, the default then) and an untied head, the model computes the same as before.
     """
+    lora: Annotated[int | None, optional("RANK")] = None
+    """Train an adapter of this rank to --init-from (LoRA). best/ and last/ then have only that, as PEFT writes it."""
+    lora_alpha: Annotated[int | None, optional("INT")] = None
+    """What the adapter adds is multiplied by this divided by RANK. Default: 2 RANK."""
     train_only: Literal["all", "norms"] = "all"
     """Which parameters learn: all, or only the weights and biases of the norms."""
     evaluate_every: int = 500
@@ -152,7 +156,7 @@ RULES = {
         lambda value: value >= 1,
         "steps batch_size micro_batch_size sequence_length first_sequence_length evaluate_every timeout_minutes",
     ),
-    "greater than 0": (lambda value: 0 < value < math.inf, "learning_rate clip"),
+    "greater than 0": (lambda value: 0 < value < math.inf, "learning_rate clip lora lora_alpha"),
     "0 or more": (lambda value: value >= 0, "seed validation_salt warmup_steps weight_decay embedding_weight_decay"),
     "between 0 and 1": (lambda value: 0 <= value <= 1, "validation_fraction decay_fraction final_learning_rate"),
     "at least 0 and below 1": (lambda value: 0 <= value < 1, "beta1 beta2"),
@@ -171,12 +175,15 @@ class Settings:
 
     def __post_init__(self) -> None:
         """Raise `UserError` for values that cannot work."""
-        data, model = self.data, self.model
-        values = vars(self.run) | vars(data) | vars(self.optimizer) | vars(self.machine)
+        data, model, run = self.data, self.model, self.run
+        values = vars(run) | vars(data) | vars(self.optimizer) | vars(self.machine)
         for words, (works, keys) in RULES.items():
             for key in keys.split():
                 if values[key] is not None and not works(values[key]):
                     raise UserError(f"--{key.replace('_', '-')} is {values[key]} and must be {words}.")
+        lora = run.lora and run.init_from and self.optimizer.optimizer == "adamw" and run.train_only == "all"
+        if (run.lora or run.lora_alpha) and not lora:
+            raise UserError("LoRA needs --lora RANK, --init-from MODEL, --optimizer adamw and --train-only all.")
         if data.sequence_length > model.max_position_embeddings:
             raise UserError(
                 f"--sequence-length {data.sequence_length} is longer than the model's context of "

@@ -1,0 +1,59 @@
+"""LoRA: beside each matrix W (out, in) of the layers, A (r, in) and B (out, r) learn, and all else stays as it is.
+
+A layer's matrix then gives y = W x + (alpha / r) B A x (Hu et al. 2021, arXiv 2106.09685, section 4.1).
+"""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+import kernels
+from model.config import ModelConfig
+from model.decoder import Decoder, generator_for
+from model.linear import Linear
+
+
+class LoraLinear(nn.Module):
+    """A frozen `Linear` with A and B. Where it packs several matrices, A and B pack those of each, also by rows."""
+
+    def __init__(self, linear: Linear, rows: list[int], rank: int, scale: float):
+        super().__init__()
+        self.weight, self.bias, self.rows, self.scale = linear.weight, linear.bias, rows, scale
+        self.lora_A = Linear(self.weight.shape[1], rank * len(rows))
+        self.lora_B = Linear(rank, len(self.weight))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., in) -> (..., out), in x's dtype."""
+        low = (self.scale * self.lora_A(x)).chunk(len(self.rows), dim=-1)  # (..., r) each
+        update = [kernels.linear(z, b) for z, b in zip(low, self.lora_B.weight.split(self.rows), strict=True)]
+        return kernels.linear(x, self.weight, self.bias) + torch.cat(update, dim=-1)
+
+
+def packed_rows(config: ModelConfig) -> dict[str, list[int]]:
+    """The rows of each matrix that a packed matrix of the decoder consists of."""
+    q, kv = (n * config.resolved_head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
+    return {"qkv_proj": [q, kv, kv], "gate_up_proj": [config.intermediate_size] * 2}
+
+
+@torch.no_grad()
+def add_lora(decoder: Decoder, fields: dict, seed: int) -> Decoder:
+    """Freeze the decoder; give each matrix of its layers an A, uniform within 1/sqrt(in) of 0 as in PEFT, and a B of 0.
+
+    fields: `r`, `lora_alpha` and `base_model_name_or_path`, as in PEFT's adapter_config.json.
+    """
+    decoder.requires_grad_(False)
+    decoder.lora = fields
+    packed, scale = packed_rows(decoder.config), fields["lora_alpha"] / fields["r"]
+    for layer in decoder.layers:
+        layer.mlp.fused = False
+        for block in (layer.self_attn, layer.mlp):
+            for name, linear in [*block.named_children()]:
+                if isinstance(linear, Linear):
+                    rows = packed.get(name, [len(linear.weight)])
+                    setattr(block, name, LoraLinear(linear, rows, fields["r"], scale))
+    for name, parameter in decoder.named_parameters():
+        if ".lora_" in name:
+            bound = 1 / math.sqrt(parameter.shape[1]) if ".lora_A." in name else 0
+            parameter.uniform_(-bound, bound, generator=generator_for(seed, name))
+    return decoder

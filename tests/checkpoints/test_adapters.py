@@ -1,0 +1,160 @@
+"""Adapters that PEFT wrote for our directories, ours in PEFT, and both merged: equal logits in float32."""
+
+import pytest
+import torch
+
+from checkpoints.find import find_adapter, find_checkpoint
+from checkpoints.pretrained import load_pretrained, open_checkpoint, save_pretrained
+from errors import UserError
+from generation.generate import generate
+from generation.settings import Sampling
+from model.lora import add_lora
+
+peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+LOGITS = 2e-6
+LAYER = {"norm": "layer"}
+
+
+def load(directory):
+    """The model of an adapter's directory, with the adapter added to its weights."""
+    model, adapter = find_adapter(directory)
+    return load_pretrained(model, adapter=adapter)
+
+
+@pytest.fixture
+def peft_model(saved):
+    """A model of transformers, opened from our directory, with an adapter of PEFT whose matrices are all random."""
+
+    def make(config=None, **changes):
+        base = transformers.AutoModelForCausalLM.from_pretrained(saved(**changes))
+        model = peft.get_peft_model(base, config or peft.LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear"))
+        generator = torch.Generator().manual_seed(6)
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.data = torch.randn(parameter.shape, generator=generator) * 0.1
+        return model.eval()
+
+    return make
+
+
+@pytest.fixture
+def lora(saved):
+    """A decoder with a random adapter, not merged."""
+
+    def make(**changes):
+        base = saved(**changes)
+        decoder = add_lora(load_pretrained(base), {"r": 4, "lora_alpha": 8, "base_model_name_or_path": str(base)}, 1)
+        generator = torch.Generator().manual_seed(6)
+        for name, parameter in decoder.named_parameters():
+            if ".lora_B." in name:
+                parameter.data = torch.randn(parameter.shape, generator=generator) * 0.1
+        return decoder
+
+    return make
+
+
+SUBSETS = {
+    "all": {"target_modules": "all-linear", "r": 3, "lora_alpha": 7},
+    "attention": {"target_modules": ["q_proj", "v_proj"], "r": 4},
+    "one part of the MLP": {"target_modules": ["up_proj"], "lora_dropout": 0.1},
+    "rank-stabilized, a pattern": {"target_modules": r".*\.1\..*(k|o|down)_proj", "use_rslora": True, "r": 5},
+    "some layers": {"target_modules": ["gate_proj", "o_proj"], "layers_to_transform": [0, 2]},
+    "gaussian, the head too": {"target_modules": ["lm_head", "q_proj"], "init_lora_weights": "gaussian"},
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("norm", ["rms", "layer"])
+@pytest.mark.parametrize("options", SUBSETS.values(), ids=SUBSETS.keys())
+def test_adapters_of_peft_have_equal_logits_here(peft_model, tokens, relative, tmp_path, options, norm):
+    untied = {"tie_word_embeddings": "lm_head" not in options["target_modules"]}
+    model = peft_model(peft.LoraConfig(task_type="CAUSAL_LM", **options), norm=norm, **untied)
+    model.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
+    expected = model(tokens).logits
+    with model.disable_adapter():
+        assert relative(model(tokens).logits, expected) > 0.01
+    assert relative(load(tmp_path / "adapter")(tokens), expected) <= LOGITS
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("changes", [{}, LAYER, {"qk_norm": True, "tie_word_embeddings": False}])
+def test_ours_open_in_peft_by_their_directory_alone_with_equal_logits(lora, tokens, relative, tmp_path, changes):
+    decoder = lora(**changes)
+    save_pretrained(decoder, tmp_path / "adapter")
+    model = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter")
+    assert relative(decoder(tokens), model(tokens).logits) <= LOGITS
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("changes", [{}, LAYER, {"mlp": "gelu", "attention_bias": True}])
+def test_merged_equals_not_merged_within_1e_6(lora, tokens, relative, tmp_path, changes):
+    decoder = lora(**changes)
+    save_pretrained(decoder, tmp_path / "adapter")
+    merged = load(tmp_path / "adapter")
+    assert merged.lora is None and relative(merged(tokens), decoder(tokens)) <= 1e-6
+
+
+def test_samples_of_a_model_in_training_have_its_adapter(lora, tokens, tmp_path):
+    """The faster decoding steps read the weights alone, and would continue the text as the base does."""
+    decoder = lora()
+    save_pretrained(decoder, tmp_path / "adapter")
+    models = [decoder, load(tmp_path / "adapter"), load_pretrained(tmp_path / "model")]
+    adapted, merged, base = (
+        generate(model, tokens[:, :5].tolist(), max_new_tokens=12, sampling=Sampling(temperature=0)).tokens
+        for model in models
+    )
+    assert adapted == merged != base
+
+
+@torch.no_grad()
+def test_a_merged_matrix_is_computed_in_float32_and_rounded_once(lora, tmp_path, make_decoder):
+    decoder = lora()
+    save_pretrained(decoder, tmp_path / "adapter")
+    save_pretrained(make_decoder().bfloat16(), tmp_path / "model")
+    merged, base = load(tmp_path / "adapter"), load_pretrained(tmp_path / "model")
+    for layer, plain, adapted in zip(merged.layers, base.layers, decoder.layers, strict=True):
+        a, b = (m.weight.double() for m in (adapted.mlp.down_proj.lora_A, adapted.mlp.down_proj.lora_B))
+        exact = plain.mlp.down_proj.weight.double() + 2 * (b @ a)
+        found = layer.mlp.down_proj.weight
+        assert found.dtype == torch.bfloat16
+        assert ((found.double() - exact).abs() <= exact.abs() * (2**-8 + 1e-5) + 1e-6).all()
+
+
+REFUSED = {
+    "use_dora True": peft.LoraConfig(target_modules=["q_proj"], use_dora=True),
+    "bias 'all'": peft.LoraConfig(target_modules=["q_proj"], bias="all"),
+    r"modules_to_save \['norm'\]": peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["norm"]),
+    "rank_pattern {'v_proj': 2}": peft.LoraConfig(target_modules=["q_proj", "v_proj"], rank_pattern={"v_proj": 2}),
+    "alpha_pattern {'v_proj': 2}": peft.LoraConfig(target_modules=["q_proj", "v_proj"], alpha_pattern={"v_proj": 2}),
+    "init_lora_weights 'pissa'": peft.LoraConfig(target_modules=["q_proj"], init_lora_weights="pissa"),
+    "peft_type 'IA3'": peft.IA3Config(target_modules=["k_proj"], feedforward_modules=[]),
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_what_is_more_than_a_and_b_is_refused(peft_model, tmp_path, reason):
+    peft_model(REFUSED[reason]).save_pretrained(tmp_path / "adapter")
+    with pytest.raises(UserError, match=rf"adapter cannot be read \({reason} is not supported\); give a plain LoRA"):
+        load(tmp_path / "adapter")
+
+
+def test_an_adapter_of_another_model_is_refused(lora, tmp_path):
+    save_pretrained(lora(num_hidden_layers=4), tmp_path / "adapter")
+    lora(num_hidden_layers=3)
+    with pytest.raises(UserError, match=r"no 'model\.layers\.3\."):
+        load(tmp_path / "adapter")
+    lora(num_hidden_layers=4, intermediate_size=96)
+    with pytest.raises(UserError, match=r"adapter cannot be read .*size"):
+        load(tmp_path / "adapter")
+
+
+def test_an_adapter_whose_model_is_gone_says_what_to_type(lora, tmp_path):
+    save_pretrained(lora(), tmp_path / "adapter")
+    model, adapter = tmp_path / "model", find_checkpoint(tmp_path / "adapter")
+    assert find_adapter(adapter) == (model, adapter) and find_adapter(model) == (model, None)
+    assert find_adapter(model, str(adapter)) == (model, adapter)
+    with pytest.raises(UserError, match=r"adapter has an adapter and no model; .*generate.py ADAPTER --merge NEW"):
+        open_checkpoint(adapter)
+    (tmp_path / "model").rename(tmp_path / "moved")
+    with pytest.raises(UserError, match=r"model does not exist.* python generate.py MODEL --adapter .*adapter$"):
+        load(tmp_path / "adapter")

@@ -1,0 +1,129 @@
+"""LoRA against PEFT, and what learns, what is stored and in which dtype.
+
+The base and the adapter are written here and opened by PEFT. Tolerance of logits: 2e-6, as against transformers.
+"""
+
+import math
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from checkpoints.pretrained import load_pretrained, save_pretrained, unpacked_tensors
+from model.lora import add_lora
+
+LOGITS = 2e-6
+RANK = 3
+
+
+@pytest.fixture
+def make_lora(saved):
+    """A small decoder with LoRA whose B is not 0, and the directory of its base."""
+
+    def make(compute_dtype: torch.dtype = torch.float32, **changes):
+        base = saved(**changes)
+        decoder = load_pretrained(base, compute_dtype=compute_dtype, cast=True)
+        add_lora(decoder, {"r": RANK, "lora_alpha": 5, "base_model_name_or_path": str(base)}, seed=7)
+        generator = torch.Generator().manual_seed(3)
+        for name, parameter in decoder.named_parameters():
+            if ".lora_B." in name:
+                parameter.data = torch.randn(parameter.shape, generator=generator) * 0.1
+        return decoder, base
+
+    return make
+
+
+def learning(decoder) -> dict[str, torch.nn.Parameter]:
+    return {name: parameter for name, parameter in decoder.named_parameters() if parameter.requires_grad}
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"norm": "layer"}, {"attention_bias": True, "tie_word_embeddings": False}, {"qk_norm": True}]
+)
+def test_logits_and_gradients_equal_those_of_peft_on_the_same_base(make_lora, tokens, relative, tmp_path, changes):
+    """Tolerance of gradients: three times PEFT's own error against float64, plus that of the logits."""
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    decoder, base = make_lora(**changes)
+    save_pretrained(decoder, tmp_path / "adapter")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(base)
+    theirs = peft.PeftModel.from_pretrained(theirs, tmp_path / "adapter", is_trainable=True)
+    assert relative(decoder(tokens), theirs(tokens).logits) <= LOGITS
+
+    weights = torch.randn(tokens.numel(), generator=torch.Generator().manual_seed(4)) + 0.5
+    (decoder(tokens, tokens.roll(-1, 1)).flatten() * weights).sum().backward()
+    found = {name: parameter.grad for name, parameter in learning(decoder).items()}
+    found = {f"base_model.model.{name}": grad for name, grad in unpacked_tensors(found, decoder.config).items()}
+
+    def gradients() -> dict[str, torch.Tensor]:
+        theirs.zero_grad()
+        losses = F.cross_entropy(theirs(tokens).logits.flatten(0, 1), tokens.roll(-1, 1).flatten(), reduction="none")
+        (losses * weights).sum().backward()
+        parameters = theirs.named_parameters()
+        return {name.replace(".default", ""): p.grad.clone() for name, p in parameters if p.requires_grad}
+
+    single, double = gradients(), (theirs.double(), gradients())[1]
+    assert found.keys() == double.keys() and len(found) == 2 * 7 * decoder.config.num_hidden_layers
+    for name, expected in double.items():
+        assert relative(found[name], expected) <= 3 * relative(single[name], expected) + LOGITS, name
+
+
+@pytest.mark.parametrize("mlp", ["swiglu", "relu"])
+def test_a_new_adapter_changes_nothing_and_is_a_function_of_the_seed(make_decoder, tokens, relative, mlp):
+    fields = {"r": RANK, "lora_alpha": 5, "base_model_name_or_path": ""}
+    plain, first, other = make_decoder(mlp=mlp), *(add_lora(make_decoder(mlp=mlp), fields, seed=s) for s in (1, 2))
+    assert relative(first(tokens), plain(tokens)) <= LOGITS
+    for name, parameter in learning(first).items():
+        if ".lora_A." in name:
+            bound = 1 / math.sqrt(parameter.shape[1])
+            assert 0.9 * bound < parameter.abs().max() <= bound and abs(parameter.mean()) < 0.2 * bound
+            assert not torch.equal(parameter, learning(other)[name])
+    again = learning(add_lora(make_decoder(mlp=mlp), fields, seed=1))
+    assert all(torch.equal(parameter, again[name]) for name, parameter in learning(first).items())
+
+
+def test_frozen_matrices_in_bfloat16_change_no_result_and_only_a_and_b_have_gradients(make_lora, tokens):
+    decoder, _ = make_lora(torch.bfloat16)
+    copy, _ = make_lora(torch.bfloat16)
+    for name, parameter in copy.named_parameters():
+        parameter.data = parameter.data.float()
+        stored = decoder.get_parameter(name).dtype
+        assert stored == (torch.float32 if ".lora_" in name or parameter.ndim < 2 else torch.bfloat16)
+    for model in (decoder, copy):
+        model(tokens, tokens.roll(-1, 1)).mean().backward()
+    for name, parameter in decoder.named_parameters():
+        assert (parameter.grad is None) == (".lora_" not in name)
+        if parameter.grad is not None:
+            assert parameter.grad.any() and torch.equal(parameter.grad, copy.get_parameter(name).grad), name
+
+
+def test_gradients_are_equal_with_activation_checkpointing(make_lora, tokens):
+    gradients = []
+    for checkpointing in (False, True):
+        decoder, _ = make_lora()
+        decoder.activation_checkpointing = checkpointing
+        decoder(tokens, tokens.roll(-1, 1)).mean().backward()
+        gradients.append({name: parameter.grad for name, parameter in learning(decoder).items()})
+    assert all(torch.equal(grad, gradients[1][name]) for name, grad in gradients[0].items())
+
+
+def test_a_135m_shape_needs_less_than_a_fifth_of_its_bfloat16_weights_for_what_learns(make_config):
+    """SmolLM-135M's shape: A and B in float32, their gradients and both moments, counted as tensors."""
+    from model.decoder import Decoder
+    from training.optimizer import build_optimizer
+    from training.settings import OptimizerSettings
+
+    shape = dict(hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9)
+    config = make_config(**shape, num_key_value_heads=3, vocab_size=49152)
+    with torch.device("meta"):
+        decoder = Decoder(config, seed=None)
+    weights = 2 * decoder.num_parameters()
+    decoder = add_lora(decoder.bfloat16().to_empty(device="cpu"), {"r": 8, "lora_alpha": 16}, seed=1)
+    optimizer = build_optimizer(decoder, OptimizerSettings(), torch.device("cpu"))
+    for parameter in learning(decoder).values():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    frozen = sum(p.nbytes for p in decoder.parameters() if not p.requires_grad)
+    moments = [state[key] for state in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
+    learned = sum(p.nbytes + p.grad.nbytes for p in learning(decoder).values()) + sum(m.nbytes for m in moments)
+    assert frozen == weights and optimizer.state.keys() == {*learning(decoder).values()}
+    assert 0.1 * weights < learned <= 0.2 * weights
