@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Callable
 
-from generation.chat import ChatFormat, Message
+from data.chat import ChatFormat, Message
 from generation.generate import Generation, PrefixCache
 from generation.prompts import check_prompts
 from generation.settings import Settings

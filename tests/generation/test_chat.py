@@ -5,9 +5,9 @@ import shutil
 
 import pytest
 
+from data.chat import BREAK, break_tokens
 from data.tokenizer import load_tokenizer
 from errors import UserError
-from generation.chat import BREAK, break_tokens
 from generation.settings import Sampling, recommended_sampling
 from tests.generation.conftest import chat_format
 

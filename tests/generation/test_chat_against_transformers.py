@@ -4,8 +4,8 @@ import datetime
 
 import pytest
 
-from generation import chat
-from generation.chat import render_template
+from data import chat
+from data.chat import render_template
 from tests.generation.conftest import chat_format
 
 transformers = pytest.importorskip("transformers")
