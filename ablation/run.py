@@ -17,7 +17,6 @@ from torch import Tensor
 import kernels
 from ablation.plan import Plan, Run, replace_settings, run_settings
 from ablation.records import Row
-from data.batches import validation_windows
 from model.attention import Attention
 from model.decoder import Decoder
 from model.device import processor
@@ -66,7 +65,7 @@ def measure(session: Session, run: Run, hash_of_settings: str, workers: int, *, 
         parameters=session.model.num_parameters(),
         settings_hash=hash_of_settings,
         weights_hash=weights_hash(settings),
-        batches_hash=digest(array for step in range(session.state.step) for array in session.batch(step)),
+        batches_hash=digest(array for step in range(session.state.step) for array in session.batch(step)[:2]),
         text_hash=session.corpus.text_hash,
         device=hardware(str(session.device)),
         kernels=kernels.describe(session.device),
@@ -86,7 +85,7 @@ def hardware(device: str) -> str:
 def validate(session: Session, tokens: int | None = None) -> Evaluation:
     """The loss on the first so many tokens of the validation set, at least a batch, or on all of them."""
     length, sequences = session.settings.data.sequence_length, session.micro_batch_size
-    windows = validation_windows(session.corpus.validation, length, sequences)
+    windows = session.corpus.validation_batches(length, sequences)
     some = itertools.islice(windows, None if tokens is None else max(1, tokens // (sequences * length)))
     return evaluate(session.model, some, session.corpus.validation_bytes, session.device)
 

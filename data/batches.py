@@ -18,7 +18,7 @@ from operator import itemgetter
 import numpy as np
 
 IGNORE = -100  # the target that no loss counts
-Batch = tuple[np.ndarray, np.ndarray]  # inputs and targets
+Batch = tuple[np.ndarray, ...]  # inputs, targets and, where attention keeps documents apart, each input's document
 
 
 def batch(
@@ -30,9 +30,11 @@ def batch(
     sequence_length: int,
     rank: int = 0,
     world_size: int = 1,
+    document_start: int | None = None,
 ) -> Batch:
     """Inputs and targets of one step, each int64 (batch_size / world_size, sequence_length).
 
+    With `document_start`, the id that begins a document, also the number of each input's document in its row.
     batch_size counts the sequences of all processes; the shares in the order of ranks are what one process would get.
     """
     share = batch_size // world_size
@@ -47,7 +49,12 @@ def batch(
             row = stream[start : start + sequence_length + 1]
             rows.append(np.concatenate([row, stream[: sequence_length + 1 - len(row)]]))
     ids = np.stack(rows).astype(np.int64)
-    return ids[:, :-1].copy(), ids[:, 1:].copy()
+    return number_documents(ids[:, :-1].copy(), ids[:, 1:].copy(), document_start)
+
+
+def number_documents(inputs: np.ndarray, targets: np.ndarray, document_start: int | None) -> Batch:
+    """A batch, with the number of each input's document unless `document_start` is None."""
+    return (inputs, targets) + (() if document_start is None else (np.cumsum(inputs == document_start, 1),))
 
 
 def find_window(streams: Sequence[np.ndarray], index: int, sequence_length: int) -> tuple[int, int, int]:
@@ -88,7 +95,9 @@ def mix(values: np.ndarray) -> np.ndarray:
     return values ^ (values >> np.uint64(31))
 
 
-def validation_windows(tokens: np.ndarray, sequence_length: int, batch_size: int) -> Iterator[Batch]:
+def validation_windows(
+    tokens: np.ndarray, sequence_length: int, batch_size: int, document_start: int | None = None
+) -> Iterator[Batch]:
     """Yield inputs and targets, int64 (batch_size, sequence_length), that predict every token but the first once.
 
     All batches have one shape, so the last is padded with inputs 0 and targets -100, which no loss counts.
@@ -98,4 +107,5 @@ def validation_windows(tokens: np.ndarray, sequence_length: int, batch_size: int
         ids = np.asarray(tokens[start : start + size + 1], np.int64)
         inputs, targets = np.zeros(size, np.int64), np.full(size, IGNORE, np.int64)
         inputs[: len(ids) - 1], targets[: len(ids) - 1] = ids[:-1], ids[1:]
-        yield inputs.reshape(batch_size, sequence_length), targets.reshape(batch_size, sequence_length)
+        shape = batch_size, sequence_length
+        yield number_documents(inputs.reshape(shape), targets.reshape(shape), document_start)

@@ -10,13 +10,14 @@ import json
 import lzma
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
 import numpy as np
 
+from data.batches import Batch, batch, validation_windows
 from data.readers import BLOCK, read_documents
 from data.sources import TextFile, resolve
 from data.split import DUPLICATE, MAX_COMPARED, MAX_VALIDATION, TRAIN, VALIDATION, Split, find_pieces, split_documents
@@ -47,6 +48,7 @@ class Corpus:
     train: Sequence[TokenStream]  # one; of a data set of the Hub one per unit, each made when it is asked for
     validation: np.ndarray  # (tokens,) uint16, or uint32 for a vocabulary over 65,536
     held_out: np.ndarray  # uint64, hashes of the documents for validation
+    document_mask: bool = False  # batches have the numbers of documents
 
     @property
     def description(self) -> str:
@@ -64,6 +66,18 @@ class Corpus:
             f"xz -9e: {self.xz_bits_per_byte:.3f} bits per byte)"
         )
 
+    def batch(self, **order: int) -> Batch:
+        """This process's share of a step, see `batches.batch`."""
+        return batch(self.train, document_start=self._document_start, **order)
+
+    def validation_batches(self, sequence_length: int, batch_size: int) -> Iterator[Batch]:
+        """The validation text, see `batches.validation_windows`."""
+        return validation_windows(self.validation, sequence_length, batch_size, self._document_start)
+
+    @property
+    def _document_start(self) -> int | None:
+        return self.tokenizer.document_start if self.document_mask else None
+
 
 def prepare(
     sources: list[str],
@@ -75,11 +89,13 @@ def prepare(
     validation_fraction: float = 0.05,
     validation_salt: int = 0,
     complete: bool = False,
+    document_mask: bool = False,
 ) -> Corpus:
     """Text to token streams; what the cache has is not made again.
 
     sources: see `data.sources.resolve`; text_field: of jsonl and parquet rows; tokenizer: a file or folder to load, or
-    None to train one of `vocab_size` pieces; complete: prepare all of a data set of the Hub, not only its first unit.
+    None to train one of `vocab_size` pieces; complete: prepare all of a data set of the Hub, not only its first unit;
+    document_mask: batches say which tokens are of one document.
     """
     cache_dir, split = Path(cache_dir), Split(validation_fraction, validation_salt)
     groups = group_files(resolve(sources, text_field, cache_dir))
@@ -88,7 +104,7 @@ def prepare(
     tokenizer = load_tokenizer(tokenizer or trained_tokenizer(groups[:first], vocab_size, split, cache_dir))
     units = [Unit(group, tokenizer, cache_dir / "units") for group in groups]
     prepare_units(units if complete else units[:first])
-    corpus = load_corpus(units[:first], split)
+    corpus = dataclasses.replace(load_corpus(units[:first], split), document_mask=document_mask)
     if not is_streamed:
         return corpus
     text_hash = digest(corpus.text_hash, [unit.fingerprint for unit in units])

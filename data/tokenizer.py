@@ -167,6 +167,11 @@ class Tokenizer:
             with replacing(Path(directory) / name) as file:
                 file.write(content)
 
+    @property
+    def document_start(self) -> int:
+        """The id that begins a document in a token stream: BOS, or the EOS of the document before."""
+        return self.eos_id if self.bos_id is None else self.bos_id
+
     @functools.cached_property
     def special_tokens(self) -> dict[str, str]:
         """The texts of bos_token, eos_token, pad_token and so on, as the configuration has them."""

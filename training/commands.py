@@ -88,7 +88,8 @@ def evaluate_checkpoint(settings: Settings) -> None:
     check_vocabulary(tokenizer, model.config.vocab_size)
     tokens, text_bytes = tokenize(list(settings.data.data), tokenizer, settings.data.text_field, settings.data.cache)
     size = settings.data.micro_batch_size or settings.data.batch_size
-    windows = validation_windows(tokens, settings.data.sequence_length, size)
+    document_start = tokenizer.document_start if settings.data.document_mask else None
+    windows = validation_windows(tokens, settings.data.sequence_length, size, document_start)
     evaluation = evaluate(model, windows, text_bytes, device)
     print(f"{directory} on {', '.join(settings.data.data)}, in windows of {settings.data.sequence_length} tokens")
     print(evaluation)

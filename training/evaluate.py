@@ -4,9 +4,9 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
+from data.batches import Batch
 from model.decoder import Decoder
 from training.processes import Processes
 
@@ -47,22 +47,22 @@ class Evaluation:
 @torch.no_grad()
 def evaluate(
     model: Decoder,
-    windows: Iterable[tuple[np.ndarray, np.ndarray]],
+    windows: Iterable[Batch],
     text_bytes: int,
     device: torch.device,
     processes: Processes | None = None,
 ) -> Evaluation:
-    """Sum the loss over `windows` of (inputs, targets), int64 (B, T); the processes share the windows out."""
+    """Sum the loss over `windows`, batches of int64 (B, T); the processes share the windows out."""
     processes = processes or Processes()
     nats, tokens = 0.0, 0
     training = model.training
     model.eval()  # matters to BatchNorm, the one norm that keeps running statistics
-    for i, (inputs, targets) in enumerate(windows):
+    for i, batch in enumerate(windows):
         if i % processes.count != processes.rank:
             continue
-        losses = model(torch.from_numpy(inputs).to(device), torch.from_numpy(targets).to(device))
+        losses = model(*(torch.from_numpy(array).to(device) for array in batch))
         nats += losses.sum().item()
-        tokens += int((targets >= 0).sum())
+        tokens += int((batch[1] >= 0).sum())
     model.train(training)
     nats, tokens = processes.sum(nats, tokens, device=device)
     return Evaluation(nats, int(tokens), text_bytes)

@@ -6,13 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import nn
 
 import kernels
 from checkpoints import pretrained
-from data import batches
+from data.batches import Batch
 from data.corpus import Corpus, prepare
 from data.tokenizer import check_vocabulary
 from errors import UserError
@@ -64,15 +63,14 @@ class Session:
         data = self.settings.data
         return min(data.micro_batch_size or math.inf, data.batch_size // self.processes.count)
 
-    def batch(self, step: int) -> tuple[np.ndarray, np.ndarray]:
-        """This process's inputs and targets of a step, each int64 (b, t): as many tokens in each, t as scheduled.
+    def batch(self, step: int) -> Batch:
+        """This process's share of a step, arrays of int64 (b, t): as many tokens in each step, t as scheduled.
 
         Shorter sequences are windows of the full length cut into equal parts, so that the length changes nothing about
         the order in which an epoch reads its text.
         """
         data = self.settings.data
-        inputs, targets = batches.batch(
-            self.corpus.train,
+        batch = self.corpus.batch(
             seed=self.settings.run.seed,
             step=step,
             batch_size=data.batch_size,
@@ -81,7 +79,7 @@ class Session:
             world_size=self.processes.count,
         )
         length = sequence_length(step, self.steps, data)
-        return inputs.reshape(-1, length), targets.reshape(-1, length)
+        return tuple(array.reshape(-1, length) for array in batch)
 
 
 @dataclass(frozen=True)
@@ -187,6 +185,7 @@ def prepare_corpus(settings: Settings, last: Path | None = None, *, complete: bo
         validation_fraction=data.validation_fraction,
         validation_salt=data.validation_salt,
         complete=complete,
+        document_mask=data.document_mask,
     )
     check_vocabulary(corpus.tokenizer, settings.model.vocab_size)
     return corpus

@@ -89,6 +89,8 @@ class DataSettings:
     """Tokens per sequence at first, then twice as many in equal parts of the first 40% of the steps until it is
     --sequence-length, with as many tokens in every step. --sequence-length overrides what the TOML file sets.
     None: --sequence-length from the start."""
+    document_mask: bool = False
+    """Attention sees the token's own document alone, not those before it in a sequence. Conversations always do so."""
     batch_size: int = 16
     """Sequences per optimizer step, over all processes and micro-batches."""
     micro_batch_size: Annotated[int | None, optional("INT")] = None

@@ -109,3 +109,16 @@ def test_evaluation_predicts_every_token_but_the_first_once(length):
         counted += int(kept.sum())
         assert kept.any()
     assert counted == length - 1
+
+
+def test_documents_are_numbered_from_the_ids_that_begin_them():
+    stream = np.array([1, 5, 6, 2, 1, 7, 2, 1, 8, 9, 2], np.uint16)
+    (whole,) = validation_windows(stream, 10, 1, document_start=1)
+    assert whole[2].tolist() == [[1, 1, 1, 1, 2, 2, 2, 3, 3, 3]]
+    for step in range(4):
+        inputs, targets, documents = batch(
+            [stream], seed=1, step=step, batch_size=2, sequence_length=4, document_start=1
+        )
+        plain = batch([stream], seed=1, step=step, batch_size=2, sequence_length=4)
+        assert np.array_equal(inputs, plain[0]) and np.array_equal(targets, plain[1]) and len(plain) == 2
+        assert np.array_equal(np.diff(documents, axis=1), inputs[:, 1:] == 1)

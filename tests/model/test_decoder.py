@@ -218,7 +218,7 @@ def test_gradients_of_packed_documents_equal_those_of_one_document_a_row(decoder
             decoder(*batch, token_weights=weight).backward()
         return {name: parameter.grad.clone() for name, parameter in decoder.named_parameters()}
 
-    cut = [zip(*(t.split(row, 1) for t in (ids[i : i + 1], targets[i : i + 1]))) for i, row in enumerate(lengths)]
+    cut = [zip(ids[[i]].split(row, 1), targets[[i]].split(row, 1), strict=True) for i, row in enumerate(lengths)]
     alone = gradients(batch for row in cut for batch in row)
     packed, without_mask = gradients([(ids, targets, documents)]), gradients([(ids, targets)])
     factor = 6 if decoder.config.norm in ("dyt", "derf") else 3
