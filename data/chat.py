@@ -5,6 +5,7 @@ end a turn or forge another one by typing `<|im_end|>`.
 """
 
 import functools
+import itertools
 import json
 import re
 import secrets
@@ -14,15 +15,19 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
+import jinja2.ext
+import numpy as np
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Encoding
 
 from data.tokenizer import Tokenizer
 from errors import UserError
 
 Message = dict[str, Any]
-# A random number that no text contains. Digits, because templates may change letters (`upper`), but not digits.
-BREAK = str(10**20 + secrets.randbelow(10**20))
+# Random numbers that no text contains. Digits, because templates may change letters (`upper`), but not digits.
+BREAK, BORDER = (str(10**20 + secrets.randbelow(10**20)) for _ in range(2))
+GENERATION = re.compile(r"\{%[-+]?\s*generation\b")
 
 
 def break_tokens(text: str, tokens: Iterable[str]) -> str:
@@ -32,6 +37,12 @@ def break_tokens(text: str, tokens: Iterable[str]) -> str:
     """
     patterns = [f"{re.escape(token[0])}(?={re.escape(token[1:])})" for token in tokens if len(token) > 1]
     return re.sub("|".join(patterns), lambda match: match[0] + BREAK, text) if patterns else text
+
+
+def learned_tokens(encoding: Encoding, spans: Iterable[tuple[int, int]]) -> np.ndarray:
+    """Whether each token has a character of the spans, bool (tokens,)."""
+    begins, ends = np.array(encoding.offsets).reshape(-1, 2).T
+    return np.any([(ends > start) & (begins < end) for start, end in spans] or [begins < 0], axis=0)
 
 
 class ChatFormat:
@@ -67,6 +78,30 @@ class ChatFormat:
 
         The model's own text may contain tokens that are not special, such as </think>; those stay tokens.
         """
+        return "".join(self._render_parts(messages, answer_follows))
+
+    def render_learned(self, messages: Sequence[Message]) -> tuple[str, list[tuple[int, int]], list[int]]:
+        """The conversation as `render` gives it, the spans of its characters that the model learns to write, and the
+        numbers of answers whose span is unknown.
+
+        The spans are the blocks `{% generation %}` of the template. Without them, an answer is what the template adds
+        to the messages before it and the beginning of an answer. Its span is unknown if the template writes these
+        otherwise where the conversation continues.
+        """
+        parts = self._render_parts(messages, answer_follows=False)
+        if GENERATION.search(self._template):
+            ends = [*itertools.accumulate(map(len, parts))]
+            return "".join(parts), [*zip(ends[::2], ends[1::2], strict=False)], []
+        text, spans, unknown = "".join(parts), [], []
+        for i in [i for i, message in enumerate(messages) if message["role"] == "assistant"]:
+            before, after = self.render(messages[:i]), self.render(messages[: i + 1], answer_follows=False)
+            if text.startswith(after) and after.startswith(before):
+                spans.append((len(before), len(after)))
+            else:
+                unknown.append(i + 1)
+        return text, spans, unknown
+
+    def _render_parts(self, messages: Sequence[Message], answer_follows: bool) -> list[str]:
         broken = []
         for message in (*self._system, *messages):
             ids = self._special if message["role"] == "assistant" else self._control
@@ -85,20 +120,39 @@ class ChatFormat:
         return self.tokenizer.encode_special(self.render(messages), BREAK)
 
 
-def render_template(source: str, messages: Sequence[Message], variables: dict, add_generation_prompt: bool) -> str:
-    """The conversation as text. `variables` are more names for the template, such as bos_token."""
+def render_template(
+    source: str, messages: Sequence[Message], variables: dict, add_generation_prompt: bool
+) -> list[str]:
+    """The conversation as parts of a text; every second one is the content of a block `{% generation %}`.
+
+    `variables` are more names for the template, such as bos_token.
+    """
     arguments = {"tools": None, "documents": None, "add_generation_prompt": add_generation_prompt, **variables}
-    return compile_template(source).render(messages=messages, **arguments)
+    return compile_template(source).render(messages=messages, **arguments).split(BORDER)
 
 
 @functools.cache
 def compile_template(source: str) -> jinja2.Template:
     """A chat template in Jinja's sandbox, with the settings and functions that transformers gives to it."""
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    extensions = [loopcontrols, Generation]
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
     environment.filters["tojson"] = to_json
     environment.globals |= {"raise_exception": refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
-    # `{% generation %}` marks the model's own text for training. It is a block with a scope of its own.
-    return environment.from_string(re.sub(r"(\{%[-+]?\s*(?:end)?)generation(?=\s*[-+]?%\})", r"\1with", source))
+    return environment.from_string(source)
+
+
+class Generation(jinja2.ext.Extension):
+    """`{% generation %}`, a block with a scope of its own around the model's own text. It writes `BORDER` around it."""
+
+    tags = {"generation"}  # noqa: RUF012 - as Jinja names it
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.CallBlock(self.call_method("_between_borders"), [], [], body).set_lineno(line)
+
+    def _between_borders(self, caller: jinja2.runtime.Macro) -> str:
+        return BORDER + caller() + BORDER
 
 
 def to_json(value: object, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys=False):

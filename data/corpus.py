@@ -2,6 +2,8 @@
 
 CACHE/tokenizers/KEY/   trained on a sample        CACHE/units/    see `units`
 CACHE/texts/KEY.npz     how units are split        CACHE/hub/      lists of files of the Hub
+
+Files of conversations become `conversations.Conversations` instead.
 """
 
 import dataclasses
@@ -18,18 +20,29 @@ from pathlib import Path
 import numpy as np
 
 from data.batches import Batch, batch, validation_windows
+from data.conversations import Conversations, has_conversations, prepare_conversations
 from data.readers import BLOCK, read_documents
 from data.sources import TextFile, resolve
 from data.split import DUPLICATE, MAX_COMPARED, MAX_VALIDATION, TRAIN, VALIDATION, Split, find_pieces, split_documents
 from data.tokenizer import TRAINER_OPTIONS, Tokenizer, load_tokenizer, train_tokenizer
-from data.units import DOCUMENT, VERSION, TokenStream, Unit, Workers, content_hash, digest, group_files, prepare_units
+from data.units import (
+    DOCUMENT,
+    VERSION,
+    WAIT,
+    TokenStream,
+    Unit,
+    Workers,
+    content_hash,
+    digest,
+    group_files,
+    prepare_units,
+)
 from errors import UserError, is_main_process, locked, replacing
 
 # Text to train a tokenizer on. Python sources: 3.47 bytes per token from 3 MB, 3.54 from 8 MB, in 3 s on two cores.
 TOKENIZER_BYTES = 10_000_000
 SAMPLE_BYTES = 64_000  # of a larger text that are read in one place
 AHEAD = 3  # units of a data set of the Hub that are prepared while an earlier one is trained on
-WAIT = "waiting for another process that prepares a text ..."
 NO_TEXT = "there is no text in the files that were named; give files that contain text."
 
 
@@ -90,15 +103,21 @@ def prepare(
     validation_salt: int = 0,
     complete: bool = False,
     document_mask: bool = False,
-) -> Corpus:
-    """Text to token streams; what the cache has is not made again.
+    sequence_length: int = 256,
+) -> Corpus | Conversations:
+    """Text to token streams, or conversations to rows; what the cache has is not made again.
 
     sources: see `data.sources.resolve`; text_field: of jsonl and parquet rows; tokenizer: a file or folder to load, or
     None to train one of `vocab_size` pieces; complete: prepare all of a data set of the Hub, not only its first unit;
-    document_mask: batches say which tokens are of one document.
+    document_mask: batches say which tokens are of one document; sequence_length: of the rows of conversations.
     """
     cache_dir, split = Path(cache_dir), Split(validation_fraction, validation_salt)
-    groups = group_files(resolve(sources, text_field, cache_dir))
+    files = resolve(sources, text_field, cache_dir)
+    if has_conversations(files):
+        if tokenizer is None:
+            raise UserError(f"{files[0].name} has conversations; give a model to teach them with --init-from.")
+        return prepare_conversations(files, load_tokenizer(tokenizer), sequence_length, cache_dir, split)
+    groups = group_files(files)
     is_streamed = len(groups) > 1 and any(file.dataset for group in groups for file in group)
     first = 1 if is_streamed else len(groups)
     tokenizer = load_tokenizer(tokenizer or trained_tokenizer(groups[:first], vocab_size, split, cache_dir))

@@ -19,8 +19,8 @@ class Evaluation:
     """Negative log-likelihood of the whole text, nats."""
     tokens: int
     """Tokens predicted, including those that begin and end documents."""
-    text_bytes: int
-    """Length of the text in bytes of UTF-8."""
+    text_bytes: int | None
+    """Length of the text in bytes of UTF-8; None for conversations, of which only answers are predicted."""
 
     @property
     def loss(self) -> float:
@@ -33,11 +33,13 @@ class Evaluation:
         return math.exp(min(self.loss, 700))
 
     @property
-    def bits_per_byte(self) -> float:
+    def bits_per_byte(self) -> float | None:
         """Bits per byte of text: unlike the others, it compares models with different tokenizers."""
-        return self.nats / math.log(2) / self.text_bytes
+        return None if self.text_bytes is None else self.nats / math.log(2) / self.text_bytes
 
     def __str__(self) -> str:
+        if self.text_bytes is None:
+            return f"{self.loss:.4f} nats per answer token, perplexity {self.perplexity:.2f} ({self.tokens:,} tokens)"
         return (
             f"{self.loss:.4f} nats per token, perplexity {self.perplexity:.2f}, "
             f"{self.bits_per_byte:.4f} bits per byte ({self.tokens:,} tokens, {self.text_bytes:,} bytes)"
@@ -48,7 +50,7 @@ class Evaluation:
 def evaluate(
     model: Decoder,
     windows: Iterable[Batch],
-    text_bytes: int,
+    text_bytes: int | None,
     device: torch.device,
     processes: Processes | None = None,
 ) -> Evaluation:

@@ -108,7 +108,8 @@ def evaluate_and_save(session: Session, log: Metrics | None, bar: tqdm) -> None:
     session.state = dataclasses.replace(state, best_validation_loss=best)
     if log is None:
         return
-    log.write(state.step, validation_loss=result.loss, perplexity=result.perplexity, bits_per_byte=result.bits_per_byte)
+    measured = {"validation_loss": result.loss, "perplexity": result.perplexity, "bits_per_byte": result.bits_per_byte}
+    log.write(state.step, **{name: value for name, value in measured.items() if value is not None})
     if better:
         checkpoint.save(session.run_dir / "best", session.state, session.model, corpus.tokenizer)
     save(session)

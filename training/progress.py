@@ -5,9 +5,12 @@ import shlex
 
 from tqdm import tqdm
 
-from generation.generate import complete
+from data.conversations import Conversations
+from data.corpus import Corpus
+from generation.generate import complete, generate
 from generation.terminal import printable
 from model.count import flops_per_token
+from model.decoder import Decoder
 from model.device import peak_flops
 from training import plot
 from training.session import Session, StepResult
@@ -38,17 +41,30 @@ def show_step(session: Session, bar: tqdm, result: StepResult) -> None:
 
 
 def sample(session: Session) -> str:
-    """--sample-prompt and what the current weights continue it with; the same seed and step give the same text."""
+    """--sample-prompt and what the current weights continue it with; the same seed and step give the same text.
+
+    Of conversations: a question, --sample-prompt or else one that is held out, and the answer.
+    """
     session.model.eval()
-    text = complete(
+    write = complete if isinstance(session.corpus, Corpus) else answer
+    text = write(
         session.model,
-        session.corpus.tokenizer,
+        session.corpus.tokenizer if isinstance(session.corpus, Corpus) else session.corpus,
         session.settings.run.sample_prompt,
         max_new_tokens=min(SAMPLE_TOKENS, session.settings.model.max_position_embeddings - 1),
         seed=session.settings.run.seed + session.state.step,
     )
     session.model.train()
     return "  | " + printable(text).replace("\n", "\n  | ")
+
+
+def answer(model: Decoder, corpus: Conversations, question: str, max_new_tokens: int, seed: int) -> str:
+    """A question, or where that is empty one that is held out, and the model's answer to it."""
+    messages = [{"role": "user", "content": question}] if question else corpus.question
+    ids = corpus.chat.encode(messages)[1 - model.config.max_position_embeddings :]
+    options = dict(max_new_tokens=max_new_tokens, seed=seed, vocab_size=corpus.tokenizer.vocab_size)
+    tokens = generate(model, [ids], eos_ids={corpus.tokenizer.eos_id, corpus.chat.end_of_turn}, **options).tokens[0]
+    return f"{messages[-1]['content']}\n> {corpus.tokenizer.decode(tokens)}"
 
 
 def report_end(session: Session) -> None:
@@ -62,8 +78,10 @@ def report_end(session: Session) -> None:
         resume = f"python train.py --resume {run_dir}"
         print(f"stopped and saved at step {state.step} of {session.steps}; resume with: {resume}")
         return
-    print(f"xz -9e on the same text: {corpus.xz_bits_per_byte:.4f} bits per byte; hash {corpus.text_hash}")
+    is_text = isinstance(corpus, Corpus)
+    if is_text:
+        print(f"xz -9e on the same text: {corpus.xz_bits_per_byte:.4f} bits per byte; hash {corpus.text_hash}")
     speed = state.tokens / state.seconds
     print(f"{state.step:,} steps, {state.tokens:,} tokens in {state.seconds:.0f} s of training, {speed:,.0f} tokens/s")
     print(f"best/ has the weights with the lowest validation loss, {state.best_validation_loss:.4f} nats per token")
-    print(f"next: python generate.py {run_dir}")
+    print(f"next: python generate.py {run_dir}{'' if is_text else ' --chat'}")

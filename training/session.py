@@ -12,6 +12,7 @@ from torch import nn
 import kernels
 from checkpoints import pretrained
 from data.batches import Batch
+from data.conversations import Conversations
 from data.corpus import Corpus, prepare
 from data.tokenizer import check_vocabulary
 from errors import UserError
@@ -43,7 +44,7 @@ class Session:
     device: torch.device
     dtype: torch.dtype
     """Dtype of the activations."""
-    corpus: Corpus
+    corpus: Corpus | Conversations
     model: Decoder
     """The weights: what is evaluated and saved."""
     forward: nn.Module
@@ -121,7 +122,10 @@ def set_up(settings: Settings, run_dir: Path, *, resume: bool, log: Callable[[st
     last = checkpoint.find_last(run_dir) if resume else None
     with processes.main_first("text"):
         corpus = prepare_corpus(settings, last)
-    check_one_batch(len(corpus.train[0]), settings.data.batch_size, settings.data.sequence_length)
+    if isinstance(corpus, Corpus):
+        check_one_batch(len(corpus.train[0]), settings.data.batch_size, settings.data.sequence_length)
+    elif settings.data.first_sequence_length not in (None, settings.data.sequence_length):
+        raise UserError("--first-sequence-length would cut conversations into parts; use --first-sequence-length None.")
     log(f"text: {corpus.description}")
     model = initial_model(settings, dtype, log, load=not resume).to(device)
     model.activation_checkpointing = settings.machine.activation_checkpointing
@@ -169,7 +173,7 @@ def open_run(session: Session) -> Metrics:
     return metrics
 
 
-def prepare_corpus(settings: Settings, last: Path | None = None, *, complete: bool = False) -> Corpus:
+def prepare_corpus(settings: Settings, last: Path | None = None, *, complete: bool = False) -> Corpus | Conversations:
     """The text as tokens; complete: all of it, also where training could begin with a part.
 
     The tokenizer is that of the checkpoint to resume from, else --tokenizer, else that of --init-from, else one
@@ -186,6 +190,7 @@ def prepare_corpus(settings: Settings, last: Path | None = None, *, complete: bo
         validation_salt=data.validation_salt,
         complete=complete,
         document_mask=data.document_mask,
+        sequence_length=data.sequence_length,
     )
     check_vocabulary(corpus.tokenizer, settings.model.vocab_size)
     return corpus
