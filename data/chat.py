@@ -15,11 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-import jinja2.ext
 import numpy as np
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from tokenizers import Encoding
 
 from data.tokenizer import Tokenizer
 from errors import UserError
@@ -27,7 +25,8 @@ from errors import UserError
 Message = dict[str, Any]
 # Random numbers that no text contains. Digits, because templates may change letters (`upper`), but not digits.
 BREAK, BORDER = (str(10**20 + secrets.randbelow(10**20)) for _ in range(2))
-GENERATION = re.compile(r"\{%[-+]?\s*generation\b")
+
+GENERATION, GENERATION_END = (re.compile(rf"\{{%([-+]?)\s*{end}generation\s*([-+]?)%\}}") for end in ("", "end"))
 
 
 def break_tokens(text: str, tokens: Iterable[str]) -> str:
@@ -37,12 +36,6 @@ def break_tokens(text: str, tokens: Iterable[str]) -> str:
     """
     patterns = [f"{re.escape(token[0])}(?={re.escape(token[1:])})" for token in tokens if len(token) > 1]
     return re.sub("|".join(patterns), lambda match: match[0] + BREAK, text) if patterns else text
-
-
-def learned_tokens(encoding: Encoding, spans: Iterable[tuple[int, int]]) -> np.ndarray:
-    """Whether each token has a character of the spans, bool (tokens,)."""
-    begins, ends = np.array(encoding.offsets).reshape(-1, 2).T
-    return np.any([(ends > start) & (begins < end) for start, end in spans] or [begins < 0], axis=0)
 
 
 class ChatFormat:
@@ -56,22 +49,51 @@ class ChatFormat:
         if template is None:
             raise UserError(
                 f"{checkpoint} has no chat template, so the model only continues text: use --interactive or --prompt "
-                f"without --chat, or a model trained for conversations (often named Instruct or Chat)."
+                f"without --chat, a model trained for conversations (often named Instruct or Chat), or, to teach it "
+                f"conversations, put a chat_template.jinja into its folder."
             )
         self._template, self.tokenizer = template, tokenizer
         added = tokenizer.added_tokens
         # Some models have turn markers that are not marked as special. Runs of spaces are tokens, too, and no markers.
-        in_template = {i for i, token in added.items() if token.content.strip() and token.content in template}
-        self._special = {i for i, token in added.items() if token.special}
-        self._control = self._special | in_template
+        self._special = [token.content for token in added.values() if token.special]
+        in_template = [token.content for token in added.values() if token.content.strip() and token.content in template]
+        self._control = self._special + in_template
         self._system = [] if system is None else [{"role": "system", "content": system}]
 
         answer = "It is fine."
         example = [{"role": "user", "content": "What is it?"}, {"role": "assistant", "content": answer}]
         text = self.render(example, answer_follows=False)
-        end = tokenizer.encode_special(text.rpartition(answer)[2].lstrip(), BREAK)
-        self.end_of_turn = end[0] if end and end[0] in self._control else None
+        ends = tokenizer.encode_special(text.rpartition(answer)[2].lstrip(), BREAK).ids[:1]
+        self.end_of_turn = next((i for i in ends if i in added and added[i].content in self._control), None)
         """The token that the template writes after an answer. Not every model lists it as EOS."""
+
+    def encode(self, messages: Sequence[Message]) -> list[int]:
+        """The token ids of the conversation, up to where the model's answer begins."""
+        return self.tokenizer.encode_special(self.render(messages), BREAK).ids
+
+    def encode_learned(self, messages: Sequence[Message]) -> tuple[np.ndarray, np.ndarray, list[int]]:
+        """The ids of the complete conversation; which of them the model learns, bool; the messages it cannot learn.
+
+        It learns the blocks `{% generation %}` of the template. Without them, an answer is what the template adds to
+        the messages before it and the beginning of an answer. An answer cannot be learned where the template writes
+        these otherwise because the conversation continues.
+        """
+        parts, unknown = self._render_parts(messages, answer_follows=False), []
+        text, ends = "".join(parts), [*itertools.accumulate(map(len, parts))]
+        spans = [*zip(ends[::2], ends[1::2], strict=False)]  # of the characters that are learned
+        if not GENERATION.search(self._template):
+            for i in [i for i, message in enumerate(messages) if message["role"] == "assistant"]:
+                before, after = self.render(messages[:i]), self.render(messages[: i + 1], answer_follows=False)
+                if text.startswith(after) and after.startswith(before):
+                    spans.append((len(before), len(after)))
+                else:
+                    unknown.append(i + 1)
+        encoding = self.tokenizer.encode_special(text, BREAK)
+        begins, ends = np.array(encoding.offsets).reshape(-1, 2).T
+        learned = np.zeros(len(begins), bool)
+        for start, end in spans:
+            learned |= (ends > start) & (begins < end)
+        return np.array(encoding.ids), learned, unknown
 
     def render(self, messages: Sequence[Message], *, answer_follows: bool = True) -> str:
         """The conversation as text, in which `break_tokens` has broken the special tokens of the messages.
@@ -80,33 +102,11 @@ class ChatFormat:
         """
         return "".join(self._render_parts(messages, answer_follows))
 
-    def render_learned(self, messages: Sequence[Message]) -> tuple[str, list[tuple[int, int]], list[int]]:
-        """The conversation as `render` gives it, the spans of its characters that the model learns to write, and the
-        numbers of answers whose span is unknown.
-
-        The spans are the blocks `{% generation %}` of the template. Without them, an answer is what the template adds
-        to the messages before it and the beginning of an answer. Its span is unknown if the template writes these
-        otherwise where the conversation continues.
-        """
-        parts = self._render_parts(messages, answer_follows=False)
-        if GENERATION.search(self._template):
-            ends = [*itertools.accumulate(map(len, parts))]
-            return "".join(parts), [*zip(ends[::2], ends[1::2], strict=False)], []
-        text, spans, unknown = "".join(parts), [], []
-        for i in [i for i, message in enumerate(messages) if message["role"] == "assistant"]:
-            before, after = self.render(messages[:i]), self.render(messages[: i + 1], answer_follows=False)
-            if text.startswith(after) and after.startswith(before):
-                spans.append((len(before), len(after)))
-            else:
-                unknown.append(i + 1)
-        return text, spans, unknown
-
     def _render_parts(self, messages: Sequence[Message], answer_follows: bool) -> list[str]:
         broken = []
         for message in (*self._system, *messages):
-            ids = self._special if message["role"] == "assistant" else self._control
-            contents = [self.tokenizer.added_tokens[i].content for i in sorted(ids)]
-            broken.append({**message, "content": break_tokens(message["content"], contents)})
+            tokens = self._special if message["role"] == "assistant" else self._control
+            broken.append({**message, "content": break_tokens(message["content"], tokens)})
         try:
             return render_template(self._template, broken, self.tokenizer.special_tokens, answer_follows)
         except Exception as error:  # whatever the template raises
@@ -114,10 +114,6 @@ class ChatFormat:
                 f"the model's chat template does not support this conversation ({type(error).__name__}: {error}); "
                 f"leave out --system, or use another version of the model."
             ) from error
-
-    def encode(self, messages: Sequence[Message]) -> list[int]:
-        """The token ids of the conversation, up to where the model's answer begins."""
-        return self.tokenizer.encode_special(self.render(messages), BREAK)
 
 
 def render_template(
@@ -134,25 +130,13 @@ def render_template(
 @functools.cache
 def compile_template(source: str) -> jinja2.Template:
     """A chat template in Jinja's sandbox, with the settings and functions that transformers gives to it."""
-    extensions = [loopcontrols, Generation]
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
     environment.filters["tojson"] = to_json
     environment.globals |= {"raise_exception": refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
-    return environment.from_string(source)
-
-
-class Generation(jinja2.ext.Extension):
-    """`{% generation %}`, a block with a scope of its own around the model's own text. It writes `BORDER` around it."""
-
-    tags = {"generation"}  # noqa: RUF012 - as Jinja names it
-
-    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return jinja2.nodes.CallBlock(self.call_method("_between_borders"), [], [], body).set_lineno(line)
-
-    def _between_borders(self, caller: jinja2.runtime.Macro) -> str:
-        return BORDER + caller() + BORDER
+    # `{% generation %}` marks the model's own text for training. It is a block with a scope of its own; the blocks
+    # around the borders treat the whitespace next to them as it would.
+    source = GENERATION.sub(rf"{{%\1 if 1 %}}{BORDER}{{% endif %}}{{% with \2%}}", source)
+    return environment.from_string(GENERATION_END.sub(rf"{{%\1 endwith %}}{BORDER}{{% if 1 %}}{{% endif \2%}}", source))
 
 
 def to_json(value: object, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys=False):

@@ -25,24 +25,14 @@ from data.readers import BLOCK, read_documents
 from data.sources import TextFile, resolve
 from data.split import DUPLICATE, MAX_COMPARED, MAX_VALIDATION, TRAIN, VALIDATION, Split, find_pieces, split_documents
 from data.tokenizer import TRAINER_OPTIONS, Tokenizer, load_tokenizer, train_tokenizer
-from data.units import (
-    DOCUMENT,
-    VERSION,
-    WAIT,
-    TokenStream,
-    Unit,
-    Workers,
-    content_hash,
-    digest,
-    group_files,
-    prepare_units,
-)
+from data.units import DOCUMENT, VERSION, TokenStream, Unit, Workers, content_hash, digest, group_files, prepare_units
 from errors import UserError, is_main_process, locked, replacing
 
 # Text to train a tokenizer on. Python sources: 3.47 bytes per token from 3 MB, 3.54 from 8 MB, in 3 s on two cores.
 TOKENIZER_BYTES = 10_000_000
 SAMPLE_BYTES = 64_000  # of a larger text that are read in one place
 AHEAD = 3  # units of a data set of the Hub that are prepared while an earlier one is trained on
+WAIT = "waiting for another process that prepares a text ..."
 NO_TEXT = "there is no text in the files that were named; give files that contain text."
 
 
@@ -61,7 +51,7 @@ class Corpus:
     train: Sequence[TokenStream]  # one; of a data set of the Hub one per unit, each made when it is asked for
     validation: np.ndarray  # (tokens,) uint16, or uint32 for a vocabulary over 65,536
     held_out: np.ndarray  # uint64, hashes of the documents for validation
-    document_mask: bool = False  # batches have the numbers of documents
+    document_start: int | None = None  # the id that begins a document, where attention keeps documents apart
 
     @property
     def description(self) -> str:
@@ -81,15 +71,11 @@ class Corpus:
 
     def batch(self, **order: int) -> Batch:
         """This process's share of a step, see `batches.batch`."""
-        return batch(self.train, document_start=self._document_start, **order)
+        return batch(self.train, document_start=self.document_start, **order)
 
     def validation_batches(self, sequence_length: int, batch_size: int) -> Iterator[Batch]:
-        """The validation text, see `batches.validation_windows`."""
-        return validation_windows(self.validation, sequence_length, batch_size, self._document_start)
-
-    @property
-    def _document_start(self) -> int | None:
-        return self.tokenizer.document_start if self.document_mask else None
+        """All of the validation text."""
+        return validation_windows(self.validation, sequence_length, batch_size, self.document_start)
 
 
 def prepare(
@@ -109,13 +95,13 @@ def prepare(
 
     sources: see `data.sources.resolve`; text_field: of jsonl and parquet rows; tokenizer: a file or folder to load, or
     None to train one of `vocab_size` pieces; complete: prepare all of a data set of the Hub, not only its first unit;
-    document_mask: batches say which tokens are of one document; sequence_length: of the rows of conversations.
+    document_mask: batches have the numbers of documents; sequence_length: of the rows of conversations.
     """
     cache_dir, split = Path(cache_dir), Split(validation_fraction, validation_salt)
     files = resolve(sources, text_field, cache_dir)
     if has_conversations(files):
         if tokenizer is None:
-            raise UserError(f"{files[0].name} has conversations; give a model to teach them with --init-from.")
+            raise UserError(f"{', '.join(sources)} has conversations; give a model to teach them with --init-from.")
         return prepare_conversations(files, load_tokenizer(tokenizer), sequence_length, cache_dir, split)
     groups = group_files(files)
     is_streamed = len(groups) > 1 and any(file.dataset for group in groups for file in group)
@@ -123,7 +109,8 @@ def prepare(
     tokenizer = load_tokenizer(tokenizer or trained_tokenizer(groups[:first], vocab_size, split, cache_dir))
     units = [Unit(group, tokenizer, cache_dir / "units") for group in groups]
     prepare_units(units if complete else units[:first])
-    corpus = dataclasses.replace(load_corpus(units[:first], split), document_mask=document_mask)
+    start = tokenizer.document_start if document_mask else None
+    corpus = dataclasses.replace(load_corpus(units[:first], split), document_start=start)
     if not is_streamed:
         return corpus
     text_hash = digest(corpus.text_hash, [unit.fingerprint for unit in units])

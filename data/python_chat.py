@@ -10,62 +10,40 @@ from collections.abc import Iterator
 from pathlib import Path
 
 PUBLIC_NAMES = {"posixpath": "os.path", "_pydatetime": "datetime", "_pydecimal": "decimal", "_pyio": "io"}
-PUBLIC_NAMES |= {"_collections_abc": "collections.abc", "_strptime": "time"}
-LENGTH = range(20, 161)  # characters of a sentence
-ARGUMENTS = range(1, 121)  # characters of a signature
-VERBS = """add append apply build call check clear close compare compile compute convert copy create decode delete
- determine dump encode execute extract find format generate get handle insert iterate join list load make match merge
- move open parse pop print process put raise read register release remove replace reset return run save search select
- send set shut skip sort split start stop store test try update wait wrap write yield""".split()
+LENGTH = range(20, 161)  # characters of a sentence; a signature may be shorter
 
 
 def questions_and_answers(path: Path) -> Iterator[dict]:
-    """Rows with two messages each, in the order of a source file."""
+    """Rows of two messages, in the order of a source file; none for private modules."""
     parts = path.relative_to(sysconfig.get_path("stdlib")).with_suffix("").parts
-    module = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-    module = PUBLIC_NAMES.get(module, module)
-    if module == "ntpath" or any(part.startswith("_") for part in module.split(".")):
+    name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+    name = PUBLIC_NAMES.get(name, name)
+    if name == "ntpath" or name.startswith("_") or "._" in name:
         return
-    tree = ast.parse(path.read_bytes())
-    if sentence := first_sentence(tree):
-        yield row(f"What is the module {module}?", sentence)
-    yield from about(tree, module)
+    for question, answer in about(ast.parse(path.read_bytes()), name):
+        yield {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
 
 
-def about(parent: ast.AST, name: str) -> Iterator[dict]:
-    """Questions about the public functions and classes in a module or class called `name`."""
-    for node in parent.body:
-        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) or node.name.startswith("_"):
-            continue
-        full, sentence = f"{name}.{node.name}", first_sentence(node)
-        if isinstance(node, ast.ClassDef):
-            if sentence:
-                yield row(f"What is {full}?", sentence)
-            yield from about(node, full)
-            continue
-        verb, _, rest = (sentence or "").partition(" ")
+def about(node: ast.AST, name: str) -> Iterator[tuple[str, str]]:
+    """Questions about a module, class or function and the public ones in it, with their answers."""
+    sentence, is_function = first_sentence(node), isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    if sentence:
+        yield (f"What does {name} do?" if is_function else f"What is {name}?"), sentence
+    if is_function:
+        outer, _, own = name.rpartition(".")
         if sentence:
-            yield row(f"What does {full} do?", sentence)
-        if verb.lower() in VERBS:
-            kind = "method" if isinstance(parent, ast.ClassDef) else "function"
-            yield row(f"Which {kind} of {name} {third_person(verb.lower())} {rest[:-1]}?", f"{full} does that.")
-        arguments = ast.unparse(node.args).removeprefix("self").removeprefix("cls").removeprefix(", ")
-        if len(arguments) in ARGUMENTS:
-            yield row(f"What are the arguments of {full}?", f"{full} is called as {node.name}({arguments}).")
+            yield f"Which function of {outer} does this: {sentence[:-1]}?", f"That is {name}."
+        arguments = re.sub("^(self|cls)(, )?", "", ast.unparse(node.args))
+        if arguments and len(arguments) < LENGTH.stop:
+            yield f"What are the arguments of {name}?", f"It is called as {own}({arguments})."
+        return
+    for child in node.body:
+        if hasattr(child, "body") and not getattr(child, "name", "_").startswith("_"):
+            yield from about(child, f"{name}.{child.name}")
 
 
 def first_sentence(node: ast.AST) -> str | None:
-    """The first sentence of a docstring on one line, None unless it is one of sensible length."""
+    """The first sentence of a docstring in one line, None unless it has a sensible length."""
     text = " ".join((ast.get_docstring(node) or "").partition("\n\n")[0].split())
     found = re.match(r"[A-Z].*?[\w)\]'\"`]\.(?= [A-Z]|$)", text)
     return found[0] if found and len(found[0]) in LENGTH and found[0].count(" ") > 2 else None
-
-
-def third_person(verb: str) -> str:
-    if verb.endswith("y") and verb[-2] not in "aeiou":
-        return f"{verb[:-1]}ies"
-    return verb + ("es" if verb.endswith(("s", "sh", "ch", "x", "z")) else "s")
-
-
-def row(question: str, answer: str) -> dict:
-    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}

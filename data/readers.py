@@ -14,7 +14,7 @@ from errors import UserError, reading
 
 BLOCK = 1 << 17  # characters of a text file that are read at a time, and then up to the end of a line
 ROWS = 256  # of parquet, decoded at a time
-ROW = "its text is in the field that --text-field names (for conversations, give a model to teach with --init-from)"
+ROW = "its text is in the field that --text-field names (conversations only train a model: --init-from)"
 
 Document = Iterable[str]  # its text in blocks, not empty, to be read at most once
 

@@ -159,12 +159,8 @@ class Tokenizer:
         """The tokens that are found in a text before the rest of it is tokenized, by id: special ones and others."""
         return self._tokenizer.get_added_tokens_decoder()
 
-    def encode_special(self, text: str, mark: str) -> list[int]:
-        """Token ids of a text whose special tokens are tokens, see `encode_special_batch`."""
-        return self.encode_special_batch([text], mark)[0].ids
-
-    def encode_special_batch(self, texts: Sequence[str], mark: str) -> list[tokenizers.Encoding]:
-        """Encode texts whose special tokens are tokens, as in the text that a chat template writes.
+    def encode_special(self, text: str, mark: str) -> tokenizers.Encoding:
+        """Encode a text whose special tokens are tokens, as in the text that a chat template writes.
 
         `mark` is removed once tokens have been found: what it breaks is plain text, with the ids of the unbroken text.
         Offsets count the characters of the text with the mark.
@@ -173,7 +169,7 @@ class Tokenizer:
         steps = [remove_mark] if normalizer is None else [remove_mark, normalizer]
         self._tokenizer.normalizer, self._tokenizer.encode_special_tokens = normalizers.Sequence(steps), False
         try:
-            return self._tokenizer.encode_batch(texts, add_special_tokens=False)
+            return self._tokenizer.encode(text, add_special_tokens=False)
         finally:
             self._tokenizer.normalizer, self._tokenizer.encode_special_tokens = normalizer, True
 

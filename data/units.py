@@ -39,7 +39,6 @@ UNIT_BYTES = 64_000_000
 BATCH = 4_000_000  # characters that are encoded together, on all cores of a process
 MAX_REASONS = 5  # why something was skipped, in KEY.json
 SPAWN = multiprocessing.get_context("spawn")  # torch's threads do not survive a fork
-WAIT = "waiting for another process that prepares a text ..."
 DOCUMENT = np.dtype([("hash", "<u8"), ("bytes", "<u8"), ("tokens", "<u8")])
 
 

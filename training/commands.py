@@ -1,15 +1,12 @@
 """The actions of `train.py`: train, resume, evaluate, or estimate."""
 
-import itertools
 import os
 import shutil
 from pathlib import Path
 
 from checkpoints.pretrained import load_pretrained
 from data.batches import validation_windows
-from data.conversations import has_conversations
 from data.corpus import tokenize
-from data.sources import resolve
 from data.tokenizer import check_vocabulary, load_tokenizer
 from errors import LOCK, UserError, is_main_process, locked
 from model.device import choose_device, choose_kernels, choose_training_dtype, explain_out_of_memory
@@ -89,18 +86,11 @@ def evaluate_checkpoint(settings: Settings) -> None:
     tokenizer = load_tokenizer(settings.data.tokenizer or directory)
     model = load_pretrained(directory, device=device, compute_dtype=dtype)
     check_vocabulary(tokenizer, model.config.vocab_size)
-    data, text_bytes = settings.data, None
+    data = settings.data
+    tokens, text_bytes = tokenize(list(data.data), tokenizer, data.text_field, data.cache)
     size = data.micro_batch_size or data.batch_size
-    if has_conversations(resolve(data.data, data.text_field, Path(data.cache))):
-        corpus = prepare_corpus(settings)
-        parts = [
-            corpus.validation_batches(data.sequence_length, size, rows) for rows in (corpus.train, corpus.validation)
-        ]
-        windows = itertools.chain(*parts)
-    else:
-        tokens, text_bytes = tokenize(list(data.data), tokenizer, data.text_field, data.cache)
-        document_start = tokenizer.document_start if data.document_mask else None
-        windows = validation_windows(tokens, data.sequence_length, size, document_start)
+    document_start = tokenizer.document_start if data.document_mask else None
+    windows = validation_windows(tokens, data.sequence_length, size, document_start)
     evaluation = evaluate(model, windows, text_bytes, device)
     print(f"{directory} on {', '.join(data.data)}, in windows of {data.sequence_length} tokens")
     print(evaluation)

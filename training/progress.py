@@ -46,13 +46,14 @@ def sample(session: Session) -> str:
     Of conversations: a question, --sample-prompt or else one that is held out, and the answer.
     """
     session.model.eval()
-    write = complete if isinstance(session.corpus, Corpus) else answer
+    corpus, run = session.corpus, session.settings.run
+    write, source = (complete, corpus.tokenizer) if isinstance(corpus, Corpus) else (answer, corpus)
     text = write(
         session.model,
-        session.corpus.tokenizer if isinstance(session.corpus, Corpus) else session.corpus,
-        session.settings.run.sample_prompt,
+        source,
+        run.sample_prompt,
         max_new_tokens=min(SAMPLE_TOKENS, session.settings.model.max_position_embeddings - 1),
-        seed=session.settings.run.seed + session.state.step,
+        seed=run.seed + session.state.step,
     )
     session.model.train()
     return "  | " + printable(text).replace("\n", "\n  | ")

@@ -1,19 +1,12 @@
 """Which tokens of a conversation are learned, against transformers and against marks made by hand; and packed rows."""
 
-import gzip
 import importlib.util
-import json
 import re
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from data.chat import BREAK, ChatFormat, learned_tokens
-from data.conversations import Encoded, best_fit, encode_conversations, pack, prepare_conversations
-from data.corpus import prepare
-from data.sources import resolve
-from data.split import Split
+from data.chat import ChatFormat
 from data.tokenizer import load_tokenizer
 from errors import UserError
 
@@ -40,10 +33,9 @@ CONVERSATIONS = [
 
 def encode(chat: ChatFormat, messages: list[dict]) -> tuple[list[int], list[int]]:
     """The ids and the mask of the learned ones."""
-    text, spans, unknown = chat.render_learned(messages)
-    (encoding,) = chat.tokenizer.encode_special_batch([text], BREAK)
+    ids, learned, unknown = chat.encode_learned(messages)
     assert not unknown
-    return encoding.ids, learned_tokens(encoding, spans).astype(int).tolist()
+    return ids.tolist(), learned.astype(int).tolist()
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +64,7 @@ def test_what_is_learned_is_what_transformers_marks_in_the_training_templates_of
             expected = theirs.apply_chat_template(messages, **options)
         except Exception:
             with pytest.raises(UserError):
-                ChatFormat(Path(), tokenizer).render_learned(messages)
+                ChatFormat(Path(), tokenizer).encode_learned(messages)
             continue
         ids, mask = encode(ChatFormat(Path(), tokenizer), messages)
         assert ids == expected["input_ids"]
