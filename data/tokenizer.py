@@ -178,11 +178,13 @@ class Tokenizer:
         names = {token.content: i for i, token in self.added_tokens.items()}
         if self.chat_template is not None or not names.keys() >= {*TRAINER_OPTIONS["control_symbols"]}:
             return self
-        # What ends a text of other programs; the end of an answer is one more.
-        fields = self.fields("generation_config.json") | {"eos_token_id": [self.eos_id, names["<|end|>"]]}
-        added = {"chat_template.jinja": CHAT_TEMPLATE.encode(), "generation_config.json": json.dumps(fields).encode()}
-        others = {name: content for name, content in self.files.items() if name not in added}
-        return Tokenizer(added | others, self.folder)
+        # For other programs: special tokens are tokens where the template writes them, and <|end|> ends a text, too.
+        config = self.config | {"chat_template": CHAT_TEMPLATE, "split_special_tokens": False}
+        ends = self.fields("generation_config.json") | {"eos_token_id": [self.eos_id, names["<|end|>"]]}
+        files = {"tokenizer_config.json": config, "generation_config.json": ends}
+        changed = {name: json.dumps(fields, indent=2).encode() for name, fields in files.items()}
+        kept = {name: content for name, content in self.files.items() if name not in changed}
+        return Tokenizer(changed | kept, self.folder)
 
     def save(self, directory: str | Path) -> None:
         """Write the files, from which `AutoTokenizer` gives the same ids; tokenizer.json is the last of them."""
