@@ -9,6 +9,7 @@ CACHE/conversations/KEY.train.npy and KEY.validation.npy hold all rows.
 """
 
 import bisect
+import contextlib
 import itertools
 import json
 import sys
@@ -50,13 +51,11 @@ class Conversations:
     @property
     def description(self) -> str:
         """Two lines to print."""
-        sizes = [
-            f"{documents.max(1).sum():,} conversations, {learned.sum():,} tokens to learn, in {len(ids):,} rows"
-            for ids, learned, documents in (self.train, self.validation)
-        ]
-        return (
-            f"{sizes[0]}, {(self.train[2] > 0).mean():.1%} full, hash {self.text_hash[:12]}\n  validation: {sizes[1]}"
+        train, validation = (
+            f"{part[2].max(1).sum():,} conversations, {part[1].sum():,} tokens to learn, in {part.shape[1]:,} rows"
+            for part in (self.train, self.validation)
         )
+        return f"{train}, hash {self.text_hash[:12]}\n  validation: {validation}"
 
     def batch(self, seed: int, step: int, batch_size: int, rank: int = 0, world_size: int = 1, **_: int) -> Batch:
         """This process's share of a step. An epoch takes every row once, in an order given by (seed, epoch)."""
@@ -89,10 +88,8 @@ def batch_of(rows: np.ndarray) -> Batch:
 def has_conversations(files: Sequence[TextFile]) -> bool:
     """Whether the first row of the files has messages, and not the field of a text."""
     _, row = next(itertools.chain.from_iterable(map(read_rows, files)), ("", b"{}"))
-    try:
+    with contextlib.suppress(ValueError):
         row = json.loads(row) if isinstance(row, bytes) else row
-    except ValueError:
-        return False
     return isinstance(row, dict) and files[0].field not in row and any(key in row for key in KEYS)
 
 

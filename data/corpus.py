@@ -2,8 +2,6 @@
 
 CACHE/tokenizers/KEY/   trained on a sample        CACHE/units/    see `units`
 CACHE/texts/KEY.npz     how units are split        CACHE/hub/      lists of files of the Hub
-
-Files of conversations become `conversations.Conversations` instead.
 """
 
 import dataclasses

@@ -41,16 +41,10 @@ TRAINER_OPTIONS = dict(
     control_symbols=["<|system|>", "<|user|>", "<|assistant|>", "<|end|>"],  # for conversations; text never gives them
     minloglevel=2,
 )
-CHAT_TEMPLATE = """\
-{{- bos_token }}
-{%- for message in messages %}
-    {{- '<|' + message.role + '|>' }}
-    {%- if message.role == 'assistant' %}
-        {%- generation %}{{ message.content + '<|end|>' }}{% endgeneration %}
-    {%- else %}{{ message.content + '<|end|>' }}{% endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}
-"""
+CHAT_TEMPLATE = """{{ bos_token }}{% for message in messages %}{{ '<|' + message.role + '|>' }}
+{%- if message.role == 'assistant' %}{% generation %}{{ message.content + '<|end|>' }}{% endgeneration %}
+{%- else %}{{ message.content + '<|end|>' }}{% endif %}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"""
 # Words of a vocabulary without a piece that goes on after a newline or from a character to a space: the ids of a text
 # are those of its words, end to end.
 WORD = re.compile("[ ▁]*[^ ▁\n]+|[ ▁]+|\n")
@@ -79,6 +73,7 @@ class Tokenizer:
             self.bos_id, self.eos_id = self._find_bos(), self._find_eos()
         self.dtype = np.dtype("<u2" if self.vocab_size <= 1 << 16 else "<u4")  # holds every id
         self.lead = int(self.bos_id is None)  # EOS in front of the first document of a stream: 1 or 0
+        self.document_start = self.eos_id if self.bos_id is None else self.bos_id  # the id that begins a document
         # BOS and EOS belong to the hash because they are in the token stream.
         content = files["tokenizer.json"] + f"{self.bos_id},{self.eos_id}".encode()
         self.hash = hashlib.blake2b(content, digest_size=16).hexdigest()
@@ -191,11 +186,6 @@ class Tokenizer:
         for name, content in self.files.items():
             with replacing(Path(directory) / name) as file:
                 file.write(content)
-
-    @property
-    def document_start(self) -> int:
-        """The id that begins a document in a token stream: BOS, or the EOS of the document before."""
-        return self.eos_id if self.bos_id is None else self.bos_id
 
     @functools.cached_property
     def special_tokens(self) -> dict[str, str]:

@@ -5,12 +5,10 @@ import shlex
 
 from tqdm import tqdm
 
-from data.conversations import Conversations
 from data.corpus import Corpus
 from generation.generate import complete, generate
 from generation.terminal import printable
 from model.count import flops_per_token
-from model.decoder import Decoder
 from model.device import peak_flops
 from training import plot
 from training.session import Session, StepResult
@@ -43,29 +41,22 @@ def show_step(session: Session, bar: tqdm, result: StepResult) -> None:
 def sample(session: Session) -> str:
     """--sample-prompt and what the current weights continue it with; the same seed and step give the same text.
 
-    Of conversations: a question, --sample-prompt or else one that is held out, and the answer.
+    Of conversations: --sample-prompt or else a question that is held out, and the answer to it.
     """
-    session.model.eval()
     corpus, run = session.corpus, session.settings.run
-    write, source = (complete, corpus.tokenizer) if isinstance(corpus, Corpus) else (answer, corpus)
-    text = write(
-        session.model,
-        source,
-        run.sample_prompt,
-        max_new_tokens=min(SAMPLE_TOKENS, session.settings.model.max_position_embeddings - 1),
-        seed=run.seed + session.state.step,
-    )
+    context, seed = session.settings.model.max_position_embeddings, run.seed + session.state.step
+    options = dict(max_new_tokens=min(SAMPLE_TOKENS, context - 1), seed=seed)
+    session.model.eval()
+    if isinstance(corpus, Corpus):
+        text = complete(session.model, corpus.tokenizer, run.sample_prompt, **options)
+    else:
+        messages = [{"role": "user", "content": run.sample_prompt}] if run.sample_prompt else corpus.question
+        ids, ends = corpus.chat.encode(messages)[1 - context :], {corpus.tokenizer.eos_id, corpus.chat.end_of_turn}
+        options |= dict(eos_ids=ends, vocab_size=corpus.tokenizer.vocab_size)
+        tokens = generate(session.model, [ids], **options).tokens[0]
+        text = f"{messages[-1]['content']}\n> {corpus.tokenizer.decode(tokens)}"
     session.model.train()
     return "  | " + printable(text).replace("\n", "\n  | ")
-
-
-def answer(model: Decoder, corpus: Conversations, question: str, max_new_tokens: int, seed: int) -> str:
-    """A question, or where that is empty one that is held out, and the model's answer to it."""
-    messages = [{"role": "user", "content": question}] if question else corpus.question
-    ids = corpus.chat.encode(messages)[1 - model.config.max_position_embeddings :]
-    options = dict(max_new_tokens=max_new_tokens, seed=seed, vocab_size=corpus.tokenizer.vocab_size)
-    tokens = generate(model, [ids], eos_ids={corpus.tokenizer.eos_id, corpus.chat.end_of_turn}, **options).tokens[0]
-    return f"{messages[-1]['content']}\n> {corpus.tokenizer.decode(tokens)}"
 
 
 def report_end(session: Session) -> None:
