@@ -30,11 +30,9 @@ def batch(
     sequence_length: int,
     rank: int = 0,
     world_size: int = 1,
-    document_start: int | None = None,
 ) -> Batch:
     """Inputs and targets of one step, each int64 (batch_size / world_size, sequence_length).
 
-    With `document_start`, the id that begins a document, also the number of each input's document in its row.
     batch_size counts the sequences of all processes; the shares in the order of ranks are what one process would get.
     """
     share = batch_size // world_size
@@ -49,12 +47,12 @@ def batch(
             row = stream[start : start + sequence_length + 1]
             rows.append(np.concatenate([row, stream[: sequence_length + 1 - len(row)]]))
     ids = np.stack(rows).astype(np.int64)
-    return number_documents(ids[:, :-1].copy(), ids[:, 1:].copy(), document_start)
+    return ids[:, :-1].copy(), ids[:, 1:].copy()
 
 
-def number_documents(inputs: np.ndarray, targets: np.ndarray, document_start: int | None) -> Batch:
-    """A batch, with the number of each input's document unless `document_start` is None."""
-    return (inputs, targets) + (() if document_start is None else (np.cumsum(inputs == document_start, 1),))
+def number_documents(batch: Batch, document_start: int | None) -> Batch:
+    """A batch with the number of each input's document, if the id that begins a document is given."""
+    return batch if document_start is None else (*batch, np.cumsum(batch[0] == document_start, 1))
 
 
 def find_window(streams: Sequence[np.ndarray], index: int, sequence_length: int) -> tuple[int, int, int]:
@@ -95,9 +93,7 @@ def mix(values: np.ndarray) -> np.ndarray:
     return values ^ (values >> np.uint64(31))
 
 
-def validation_windows(
-    tokens: np.ndarray, sequence_length: int, batch_size: int, document_start: int | None = None
-) -> Iterator[Batch]:
+def validation_windows(tokens: np.ndarray, sequence_length: int, batch_size: int) -> Iterator[Batch]:
     """Yield inputs and targets, int64 (batch_size, sequence_length), that predict every token but the first once.
 
     All batches have one shape, so the last is padded with inputs 0 and targets -100, which no loss counts.
@@ -107,5 +103,4 @@ def validation_windows(
         ids = np.asarray(tokens[start : start + size + 1], np.int64)
         inputs, targets = np.zeros(size, np.int64), np.full(size, IGNORE, np.int64)
         inputs[: len(ids) - 1], targets[: len(ids) - 1] = ids[:-1], ids[1:]
-        shape = batch_size, sequence_length
-        yield number_documents(inputs.reshape(shape), targets.reshape(shape), document_start)
+        yield inputs.reshape(batch_size, sequence_length), targets.reshape(batch_size, sequence_length)

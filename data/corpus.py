@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data.batches import Batch, batch, validation_windows
+from data.batches import Batch, batch, number_documents, validation_windows
 from data.conversations import Conversations, has_conversations, prepare_conversations
 from data.readers import BLOCK, read_documents
 from data.sources import TextFile, resolve
@@ -69,11 +69,12 @@ class Corpus:
 
     def batch(self, **order: int) -> Batch:
         """This process's share of a step, see `batches.batch`."""
-        return batch(self.train, document_start=self.document_start, **order)
+        return number_documents(batch(self.train, **order), self.document_start)
 
     def validation_batches(self, sequence_length: int, batch_size: int) -> Iterator[Batch]:
         """All of the validation text."""
-        return validation_windows(self.validation, sequence_length, batch_size, self.document_start)
+        windows = validation_windows(self.validation, sequence_length, batch_size)
+        return (number_documents(window, self.document_start) for window in windows)
 
 
 def prepare(

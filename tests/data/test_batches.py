@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from data.batches import batch, permute, validation_windows
+from data.batches import batch, number_documents, permute, validation_windows
 
 STREAM = np.arange(1003, dtype=np.uint16)  # each token is its own position, so a window shows where it was taken
 T, B = 10, 7
@@ -113,12 +113,11 @@ def test_evaluation_predicts_every_token_but_the_first_once(length):
 
 def test_documents_are_numbered_from_the_ids_that_begin_them():
     stream = np.array([1, 5, 6, 2, 1, 7, 2, 1, 8, 9, 2], np.uint16)
-    (whole,) = validation_windows(stream, 10, 1, document_start=1)
-    assert whole[2].tolist() == [[1, 1, 1, 1, 2, 2, 2, 3, 3, 3]]
+    (whole,) = validation_windows(stream, 10, 1)
+    assert number_documents(whole, None) is whole
+    assert number_documents(whole, 1)[2].tolist() == [[1, 1, 1, 1, 2, 2, 2, 3, 3, 3]]
     for step in range(4):
-        inputs, targets, documents = batch(
-            [stream], seed=1, step=step, batch_size=2, sequence_length=4, document_start=1
-        )
         plain = batch([stream], seed=1, step=step, batch_size=2, sequence_length=4)
-        assert np.array_equal(inputs, plain[0]) and np.array_equal(targets, plain[1]) and len(plain) == 2
+        inputs, targets, documents = number_documents(plain, 1)
+        assert inputs is plain[0] and targets is plain[1]
         assert np.array_equal(np.diff(documents, axis=1), inputs[:, 1:] == 1)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from checkpoints.pretrained import load_pretrained
-from data.batches import validation_windows
+from data.batches import number_documents, validation_windows
 from data.corpus import tokenize
 from data.tokenizer import load_tokenizer
 from training.evaluate import evaluate
@@ -34,7 +34,8 @@ def test_with_document_mask_the_loss_of_a_document_does_not_depend_on_those_befo
     tokenizer, model = load_tokenizer(run / "last"), load_pretrained(run / "last")
     random = np.random.default_rng(1)
     documents = [np.array([tokenizer.bos_id, *random.integers(10, 300, length)]) for length in (9, 14, 7)]
-    (batch,) = validation_windows(np.concatenate(documents), 32, 1, tokenizer.document_start)
+    (window,) = validation_windows(np.concatenate(documents), 32, 1)
+    batch = number_documents(window, tokenizer.document_start)
     batch[1][batch[1] == tokenizer.bos_id] = -100
     alone = [evaluate(model, validation_windows(one, 32, 1), 1, torch.device("cpu")).nats for one in documents]
     assert evaluate(model, [batch], 1, torch.device("cpu")).nats == pytest.approx(sum(alone), rel=1e-6)
