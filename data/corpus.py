@@ -98,14 +98,16 @@ def prepare(
     """
     cache_dir, split = Path(cache_dir), Split(validation_fraction, validation_salt)
     files = resolve(sources, text_field, cache_dir)
-    if has_conversations(files):
+    groups, tokenizer = group_files(files), tokenizer and load_tokenizer(tokenizer)
+    # A data set of the Hub is not opened where it is known to be text, or has no model to teach.
+    is_new = files[0].dataset is None or (tokenizer and Unit(groups[0], tokenizer, cache_dir / "units").facts() is None)
+    if is_new and has_conversations(files):
         if tokenizer is None:
             raise UserError(f"{', '.join(sources)} has conversations; give a model to teach them with --init-from.")
-        return prepare_conversations(files, load_tokenizer(tokenizer), sequence_length, cache_dir, split)
-    groups = group_files(files)
+        return prepare_conversations(files, tokenizer, sequence_length, cache_dir, split)
     is_streamed = len(groups) > 1 and any(file.dataset for group in groups for file in group)
     first = 1 if is_streamed else len(groups)
-    tokenizer = load_tokenizer(tokenizer or trained_tokenizer(groups[:first], vocab_size, split, cache_dir))
+    tokenizer = tokenizer or load_tokenizer(trained_tokenizer(groups[:first], vocab_size, split, cache_dir))
     units = [Unit(group, tokenizer, cache_dir / "units") for group in groups]
     prepare_units(units if complete else units[:first])
     start = tokenizer.document_start if document_mask else None
