@@ -40,6 +40,7 @@ Encoded = tuple[list[Message], np.ndarray, np.ndarray]  # a conversation, its id
 class Conversations:
     """Conversations that can be trained on: what `corpus.Corpus` is for a text."""
 
+    description: str  # two lines to print
     text_hash: str  # of the messages, in order
     question: list[Message]  # of a conversation for validation, up to its first answer
     chat: ChatFormat
@@ -47,15 +48,6 @@ class Conversations:
     train: np.ndarray  # (3, rows, T + 1): ids; whether they are learned; their conversations in the row, 0: padding
     validation: np.ndarray
     validation_bytes = None  # bits per byte would count what is not learned
-
-    @property
-    def description(self) -> str:
-        """Two lines to print."""
-        train, validation = (
-            f"{part[2].max(1).sum():,} conversations, {part[1].sum():,} tokens to learn, in {part.shape[1]:,} rows"
-            for part in (self.train, self.validation)
-        )
-        return f"{train}, hash {self.text_hash[:12]}\n  validation: {validation}"
 
     def batch(self, seed: int, step: int, batch_size: int, rank: int = 0, world_size: int = 1, **_: int) -> Batch:
         """This process's share of a step. An epoch takes every row once, in an order given by (seed, epoch)."""
@@ -123,12 +115,21 @@ def prepare_conversations(
             table = np.array([(hash, len(one[1]), len(one[1])) for hash, one in found.items()], DOCUMENT)
             is_held_out = split_documents(table, np.zeros(len(table), np.int64), split) == VALIDATION
             is_held_out[-1] |= not is_held_out.any()
-            for path, wanted in zip(paths, (~is_held_out, is_held_out), strict=True):
+            parts = [[*itertools.compress(found.values(), wanted)] for wanted in (~is_held_out, is_held_out)]
+            arrays = [pack(part, size, tokenizer.dtype) for part in parts]
+            for path, array in zip(paths, arrays, strict=True):
                 with replacing(path) as file:
-                    np.save(file, pack([*itertools.compress(found.values(), wanted)], size, tokenizer.dtype))
-            messages, *_ = next(itertools.compress(found.values(), is_held_out))
-            question = [*itertools.takewhile(lambda message: message["role"] != "assistant", messages)]
-            replace_text(facts, json.dumps({"text_hash": digest(*found), "question": question}))
+                    np.save(file, array)
+            train, validation = (
+                f"{len(part):,} conversations, {array[1].sum():,} tokens to learn in {array.shape[1]:,} rows"
+                for part, array in zip(parts, arrays, strict=True)
+            )
+            text_hash = digest(*found)
+            description = f"{train}, hash {text_hash[:12]}\n  for validation {validation}"
+            questions = ([*itertools.takewhile(lambda one: one["role"] != "assistant", one[0])] for one in parts[1])
+            question = next(filter(None, questions), [{"role": "user", "content": "Hello."}])
+            values = {"description": description, "text_hash": text_hash, "question": question}
+            replace_text(facts, json.dumps(values))
     train, validation = (np.load(path, mmap_mode="r") for path in paths)
     return Conversations(**read_json(facts), chat=chat, tokenizer=tokenizer, train=train, validation=validation)
 

@@ -244,6 +244,9 @@ def test_what_is_unusual_is_one_line_with_a_count_and_the_first_place(tokenizer_
         f"1 conversations shortened to the answers that fit into --sequence-length (the first: {path}, row 15)",
     ])  # fmt: skip
     texts = packed(corpus.train, corpus.tokenizer) + packed(corpus.validation, corpus.tokenizer)
+    assert (
+        corpus.description.startswith("8 conversations, ") and "for validation 1 conversations, " in corpus.description
+    )
     assert len(texts) == 9 and ("<s><|user|>q<|end|><|assistant|>short<|end|>", "short") in texts
 
 
@@ -304,3 +307,12 @@ def test_questions_about_python_come_from_its_own_docstrings():
     )
     assert pairs["What are the arguments of os.path.join?"] == "It is called as join(a, *p)."
     assert not any(re.search(r"\b_|ntpath|\n", question) for question in pairs if question.startswith("What "))
+
+
+def test_the_question_of_the_samples_is_one_that_somebody_asks(tokenizer_file, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"messages": said("", f"{n}")[1:]}) + "\n" for n in range(8)))
+    corpus = prepare([str(path)], tokenizer=tokenizer_file, cache_dir=tmp_path)
+    assert corpus.question == said("Hello.") and ("<s><|assistant|>1<|end|>", "1") in packed(
+        corpus.train, corpus.tokenizer
+    )
