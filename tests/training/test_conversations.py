@@ -84,6 +84,10 @@ def test_loss_and_gradients_equal_those_of_trl_on_the_same_conversations(flags, 
         processing_class=AutoTokenizer.from_pretrained(tmp_path / "model", pad_token="<unk>"),
     )
     (batch,) = trainer.get_train_dataloader()
+    rows_of_ids = [
+        ids[mask > 0].tolist() for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)
+    ]
+    assert sorted(rows_of_ids) == sorted(ids.tolist() for _, ids, _ in found.values())
     theirs = trainer.compute_loss(trainer.model, batch)
     theirs.backward()
     assert int((batch["labels"] >= 0).sum()) == int((batch_of(packed)[1] >= 0).sum())
