@@ -3,4 +3,5 @@
 sources, readers   where text comes from            units     documents to ids in files, by many processes
 corpus             all of it, kept between runs     split     training, validation, duplicates
 tokenizer          text <-> ids                     batches   the order in which batches take the ids
+chat               conversations <-> text
 """

@@ -18,7 +18,7 @@ from operator import itemgetter
 import numpy as np
 
 IGNORE = -100  # the target that no loss counts
-Batch = tuple[np.ndarray, np.ndarray]  # inputs and targets
+Batch = tuple[np.ndarray, ...]  # inputs, targets and, where attention keeps documents apart, each input's document
 
 
 def batch(
@@ -48,6 +48,11 @@ def batch(
             rows.append(np.concatenate([row, stream[: sequence_length + 1 - len(row)]]))
     ids = np.stack(rows).astype(np.int64)
     return ids[:, :-1].copy(), ids[:, 1:].copy()
+
+
+def number_documents(batch: Batch, document_start: int | None) -> Batch:
+    """A batch with the number of each input's document, if the id that begins a document is given."""
+    return batch if document_start is None else (*batch, np.cumsum(batch[0] == document_start, 1))
 
 
 def find_window(streams: Sequence[np.ndarray], index: int, sequence_length: int) -> tuple[int, int, int]:

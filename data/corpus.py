@@ -10,13 +10,15 @@ import json
 import lzma
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
 import numpy as np
 
+from data.batches import Batch, batch, number_documents, validation_windows
+from data.conversations import Conversations, has_conversations, prepare_conversations
 from data.readers import BLOCK, read_documents
 from data.sources import TextFile, resolve
 from data.split import DUPLICATE, MAX_COMPARED, MAX_VALIDATION, TRAIN, VALIDATION, Split, find_pieces, split_documents
@@ -47,6 +49,7 @@ class Corpus:
     train: Sequence[TokenStream]  # one; of a data set of the Hub one per unit, each made when it is asked for
     validation: np.ndarray  # (tokens,) uint16, or uint32 for a vocabulary over 65,536
     held_out: np.ndarray  # uint64, hashes of the documents for validation
+    document_start: int | None = None  # the id that begins a document, where attention keeps documents apart
 
     @property
     def description(self) -> str:
@@ -64,6 +67,15 @@ class Corpus:
             f"xz -9e: {self.xz_bits_per_byte:.3f} bits per byte)"
         )
 
+    def batch(self, **order: int) -> Batch:
+        """This process's share of a step, see `batches.batch`."""
+        return number_documents(batch(self.train, **order), self.document_start)
+
+    def validation_batches(self, sequence_length: int, batch_size: int) -> Iterator[Batch]:
+        """All of the validation text."""
+        windows = validation_windows(self.validation, sequence_length, batch_size)
+        return (number_documents(window, self.document_start) for window in windows)
+
 
 def prepare(
     sources: list[str],
@@ -75,20 +87,31 @@ def prepare(
     validation_fraction: float = 0.05,
     validation_salt: int = 0,
     complete: bool = False,
-) -> Corpus:
-    """Text to token streams; what the cache has is not made again.
+    document_mask: bool = False,
+    sequence_length: int = 256,
+) -> Corpus | Conversations:
+    """Text to token streams, or conversations to rows; what the cache has is not made again.
 
     sources: see `data.sources.resolve`; text_field: of jsonl and parquet rows; tokenizer: a file or folder to load, or
-    None to train one of `vocab_size` pieces; complete: prepare all of a data set of the Hub, not only its first unit.
+    None to train one of `vocab_size` pieces; complete: prepare all of a data set of the Hub, not only its first unit;
+    document_mask: batches have the numbers of documents; sequence_length: of the rows of conversations.
     """
     cache_dir, split = Path(cache_dir), Split(validation_fraction, validation_salt)
-    groups = group_files(resolve(sources, text_field, cache_dir))
+    files = resolve(sources, text_field, cache_dir)
+    groups, tokenizer = group_files(files), tokenizer and load_tokenizer(tokenizer)
+    # A data set of the Hub is not opened where it is known to be text, or has no model to teach.
+    is_new = files[0].dataset is None or (tokenizer and Unit(groups[0], tokenizer, cache_dir / "units").facts() is None)
+    if is_new and has_conversations(files):
+        if tokenizer is None:
+            raise UserError(f"{', '.join(sources)} has conversations; give a model to teach them with --init-from.")
+        return prepare_conversations(files, tokenizer, sequence_length, cache_dir, split)
     is_streamed = len(groups) > 1 and any(file.dataset for group in groups for file in group)
     first = 1 if is_streamed else len(groups)
-    tokenizer = load_tokenizer(tokenizer or trained_tokenizer(groups[:first], vocab_size, split, cache_dir))
+    tokenizer = tokenizer or load_tokenizer(trained_tokenizer(groups[:first], vocab_size, split, cache_dir))
     units = [Unit(group, tokenizer, cache_dir / "units") for group in groups]
     prepare_units(units if complete else units[:first])
-    corpus = load_corpus(units[:first], split)
+    start = tokenizer.document_start if document_mask else None
+    corpus = dataclasses.replace(load_corpus(units[:first], split), document_start=start)
     if not is_streamed:
         return corpus
     text_hash = digest(corpus.text_hash, [unit.fingerprint for unit in units])

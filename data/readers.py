@@ -14,7 +14,7 @@ from errors import UserError, reading
 
 BLOCK = 1 << 17  # characters of a text file that are read at a time, and then up to the end of a line
 ROWS = 256  # of parquet, decoded at a time
-ROW = "its text is in the field that --text-field names"
+ROW = "its text is in the field that --text-field names (conversations only train a model: --init-from)"
 
 Document = Iterable[str]  # its text in blocks, not empty, to be read at most once
 
@@ -67,24 +67,34 @@ def read_blocks(path: Path) -> Iterator[str]:
 
 
 def read_jsonl(path: Path, field: str) -> Iterator[str | None]:
-    """The text of each line; blank lines are skipped."""
+    """The text of each line."""
+    for number, line in read_lines(path):
+        with reading(f"{path}, line {number}", f"a line is a JSON object in UTF-8, and {ROW}"):
+            yield text_of(json.loads(line), field)
+
+
+def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """The lines of a jsonl file with their numbers; blank lines are skipped."""
     open_file = gzip.open if path.name.lower().endswith(".gz") else open
     with reading(path), open_file(path, "rb") as lines:
-        for number, line in enumerate(lines, 1):
-            if line.strip():
-                with reading(f"{path}, line {number}", f"a line is a JSON object in UTF-8, and {ROW}"):
-                    yield text_of(json.loads(line), field)
+        yield from ((number, line) for number, line in enumerate(lines, 1) if line.strip())
 
 
 def read_parquet(path: Path, field: str) -> Iterator[str | None]:
     """The text of each row."""
+    with reading(path, ROW):
+        yield from (text_of(row, field) for row in read_table(path, [field]))
+
+
+def read_table(path: Path, fields: Iterable[str]) -> Iterator[dict]:
+    """The rows of a parquet file, with those of the fields that it has, or else with all that it has."""
     from pyarrow import parquet
 
     # Without these two settings the whole column is read ahead into memory.
     with reading(path, ROW), parquet.ParquetFile(path, pre_buffer=False, buffer_size=BLOCK) as file:
-        columns = [field] if field in file.schema_arrow.names else None
+        columns = [field for field in fields if field in file.schema_arrow.names] or None
         for batch in file.iter_batches(batch_size=ROWS, columns=columns, use_threads=False):
-            yield from (text_of(row, field) for row in batch.to_pylist())
+            yield from batch.to_pylist()
 
 
 def text_of(row: dict, field: str) -> str | None:

@@ -35,7 +35,7 @@ class TextFile:
     """A file as it was when it was listed."""
 
     name: str  # absolute path, or path in the data set
-    format: str  # a value of `FORMATS`, or "topics"
+    format: str  # a value of `FORMATS`, "topics" or "python-chat"
     field: str  # of each row, which holds the text
     size: int  # bytes
     version: int | str  # time of the last change in nanoseconds, or commit of the data set
@@ -79,6 +79,8 @@ def resolve(names: Iterable[str], text_field: str, cache_dir: Path) -> list[Text
         path = os.path.expanduser(name)
         if name == "python":
             found = standard_library()
+        elif name == "python-chat":
+            found = [dataclasses.replace(file, format=name) for file in standard_library() if file.format == "text"]
         elif name in KNOWN:
             found = hub_files(*KNOWN[name], text_field, cache_dir)
         elif name.startswith("hub:"):
@@ -91,7 +93,7 @@ def resolve(names: Iterable[str], text_field: str, cache_dir: Path) -> list[Text
         elif glob.has_magic(path):
             found = text_files(sorted(glob.glob(path, recursive=True)), text_field)
         else:
-            choices = f"a path, a pattern, hub:OWNER/NAME, or one of python, {', '.join(KNOWN)}"
+            choices = f"a path, a pattern, hub:OWNER/NAME, or one of python, python-chat, {', '.join(KNOWN)}"
             raise UserError(f'no file, folder or known text is called "{name}"; give {choices}.')
         if not found:
             raise UserError(f"{name} names no file to read; the formats are {' '.join(FORMATS)}.")

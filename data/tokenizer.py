@@ -41,6 +41,10 @@ TRAINER_OPTIONS = dict(
     control_symbols=["<|system|>", "<|user|>", "<|assistant|>", "<|end|>"],  # for conversations; text never gives them
     minloglevel=2,
 )
+CHAT_TEMPLATE = """{{ bos_token }}{% for message in messages %}{{ '<|' + message.role + '|>' }}
+{%- if message.role == 'assistant' %}{% generation %}{{ message.content + '<|end|>' }}{% endgeneration %}
+{%- else %}{{ message.content + '<|end|>' }}{% endif %}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"""
 # Words of a vocabulary without a piece that goes on after a newline or from a character to a space: the ids of a text
 # are those of its words, end to end.
 WORD = re.compile("[ ▁]*[^ ▁\n]+|[ ▁]+|\n")
@@ -52,7 +56,7 @@ class Tokenizer:
 
     def __init__(self, files: dict[str, bytes], folder: Path):
         """files: what lies beside a tokenizer.json and, last, itself, by name; folder: of the files, for messages."""
-        self.files, self._folder = files, folder
+        self.files, self.folder = files, folder
         self._ids_of_words: dict[str, bytes] = {}
         with reading(folder / "tokenizer.json"):
             self._tokenizer = tokenizers.Tokenizer.from_str(files["tokenizer.json"].decode())
@@ -69,16 +73,17 @@ class Tokenizer:
             self.bos_id, self.eos_id = self._find_bos(), self._find_eos()
         self.dtype = np.dtype("<u2" if self.vocab_size <= 1 << 16 else "<u4")  # holds every id
         self.lead = int(self.bos_id is None)  # EOS in front of the first document of a stream: 1 or 0
+        self.document_start = self.eos_id if self.bos_id is None else self.bos_id  # the id that begins a document
         # BOS and EOS belong to the hash because they are in the token stream.
         content = files["tokenizer.json"] + f"{self.bos_id},{self.eos_id}".encode()
         self.hash = hashlib.blake2b(content, digest_size=16).hexdigest()
 
     def __reduce__(self) -> tuple:  # for other processes
-        return Tokenizer, (self.files, self._folder)
+        return Tokenizer, (self.files, self.folder)
 
     def fields(self, name: str) -> dict:
         """The fields of one of its JSON files, none if there is no such file."""
-        with reading(self._folder / name):
+        with reading(self.folder / name):
             return dict(json.loads(self.files.get(name, b"{}")))
 
     def encode(self, text: str) -> list[int]:
@@ -117,9 +122,10 @@ class Tokenizer:
             and self.encode("\n") == [self._tokenizer.token_to_id("<0x0A>")]
         )
 
-    def decode(self, ids: Iterable[int]) -> str:
-        """Text of ids; special tokens and ids past the vocabulary give nothing, bytes that are no character U+FFFD."""
-        return self._tokenizer.decode(list(self._valid_bytes(map(int, ids))), skip_special_tokens=True)
+    def decode(self, ids: Iterable[int], *, special: bool = False) -> str:
+        """Text of ids. Special tokens (without `special`) and ids past the vocabulary give nothing, bytes that are no
+        character U+FFFD."""
+        return self._tokenizer.decode(list(self._valid_bytes(map(int, ids))), skip_special_tokens=not special)
 
     def _valid_bytes(self, ids: Iterable[int]) -> Iterator[int]:
         """The ids with U+FFFD for each invalid byte; the library would replace all bytes around it too."""
@@ -148,18 +154,32 @@ class Tokenizer:
         """The tokens that are found in a text before the rest of it is tokenized, by id: special ones and others."""
         return self._tokenizer.get_added_tokens_decoder()
 
-    def encode_special(self, text: str, mark: str) -> list[int]:
-        """Token ids of a text whose special tokens are tokens, as in the text that a chat template writes.
+    def encode_special(self, text: str, mark: str) -> tokenizers.Encoding:
+        """Encode a text whose special tokens are tokens, as in the text that a chat template writes.
 
         `mark` is removed once tokens have been found: what it breaks is plain text, with the ids of the unbroken text.
+        Offsets count the characters of the text with the mark.
         """
         normalizer, remove_mark = self._tokenizer.normalizer, normalizers.Replace(mark, "")
         steps = [remove_mark] if normalizer is None else [remove_mark, normalizer]
         self._tokenizer.normalizer, self._tokenizer.encode_special_tokens = normalizers.Sequence(steps), False
         try:
-            return self.encode(text)
+            return self._tokenizer.encode(text, add_special_tokens=False)
         finally:
             self._tokenizer.normalizer, self._tokenizer.encode_special_tokens = normalizer, True
+
+    def for_conversations(self) -> "Tokenizer":
+        """Itself, with `CHAT_TEMPLATE` if it has no template but the tokens for roles, as those trained here."""
+        names = {token.content: i for i, token in self.added_tokens.items()}
+        if self.chat_template is not None or not names.keys() >= {*TRAINER_OPTIONS["control_symbols"]}:
+            return self
+        # For other programs: special tokens are tokens where the template writes them, and <|end|> ends a text, too.
+        config = self.config | {"chat_template": CHAT_TEMPLATE, "split_special_tokens": False}
+        ends = self.fields("generation_config.json") | {"eos_token_id": [self.eos_id, names["<|end|>"]]}
+        files = {"tokenizer_config.json": config, "generation_config.json": ends}
+        changed = {name: json.dumps(fields, indent=2).encode() for name, fields in files.items()}
+        kept = {name: content for name, content in self.files.items() if name not in changed}
+        return Tokenizer(changed | kept, self.folder)
 
     def save(self, directory: str | Path) -> None:
         """Write the files, from which `AutoTokenizer` gives the same ids; tokenizer.json is the last of them."""
@@ -179,9 +199,9 @@ class Tokenizer:
     def chat_template(self) -> str | None:
         """The source of its chat template, None if there is none; a model may have more, for tools and documents."""
         if "chat_template.jinja" in self.files:
-            with reading(self._folder / "chat_template.jinja"):
+            with reading(self.folder / "chat_template.jinja"):
                 return self.files["chat_template.jinja"].decode()
-        with reading(self._folder / "tokenizer_config.json"):
+        with reading(self.folder / "tokenizer_config.json"):
             found = self.config.get("chat_template")
             return found if isinstance(found, str | None) else {t["name"]: t["template"] for t in found}["default"]
 

@@ -3,8 +3,8 @@
 import itertools
 from collections.abc import Callable
 
+from data.chat import ChatFormat, Message
 from errors import UserError
-from generation.chat import ChatFormat, Message
 from generation.generate import Generation, PrefixCache
 from generation.prompts import check_prompts
 from generation.settings import Settings

@@ -10,10 +10,10 @@ import torch
 import kernels
 from checkpoints import find
 from checkpoints.pretrained import Checkpoint, load_pretrained, open_checkpoint, save_pretrained
+from data.chat import ChatFormat
 from data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from errors import UserError
 from generation import terminal
-from generation.chat import ChatFormat
 from generation.conversation import Conversation
 from generation.generate import MAX_CPU_SEQUENCES, generate, has_cpu_step
 from generation.prompts import check_prompts, encode_prompt, first_tokens

@@ -48,20 +48,24 @@ class HeadNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(head_dim))
 
 
-def attention_mask(start: int, length: int, padding: Tensor | None, device: torch.device) -> Tensor | None:
+def attention_mask(
+    start: int, length: int, padding: Tensor | None, device: torch.device, documents: Tensor | None = None
+) -> Tensor | None:
     """Which keys the queries at cache positions start .. start + length may attend to, or None if no mask is needed.
 
-    padding 0      padding 2       rows: queries, columns: keys, both by cache position; #: visible.
-    # . . .        # . . .         A query sees every position up to its own that is not padding.
-    # # . .        . # . .         A padded position sees itself alone, so that its softmax is not 0/0;
-    # # # .        . . # .         no other position sees it.
-    # # # #        . . # #
+    padding 0      padding 2      documents 1 1 2 2       rows: queries, columns: keys, by cache position; #: visible.
+    # . . .        # . . .        # . . .                 A query sees every position up to its own that is neither
+    # # . .        . # . .        # # . .                 padding nor of another document. A padded position sees
+    # # # .        . . # .        . . # .                 itself alone, so that its softmax is not 0/0; no other
+    # # # #        . . # #        . . # #                 position sees it.
     """
-    if padding is None and (start == 0 or length == 1):
+    if padding is None and documents is None and (start == 0 or length == 1):
         return None
     keys = torch.arange(start + length, device=device)
     queries = keys[start:, None]
     mask = (keys <= queries)[None, None]  # (1, 1, T, S)
     if padding is not None:
         mask = mask & ((keys >= padding[:, None, None, None]) | (keys == queries))  # (B, 1, T, S)
+    if documents is not None:
+        mask = mask & (documents[:, None, :, None] == documents[:, None, None, :])  # (B, 1, T, T)
     return mask

@@ -109,6 +109,7 @@ class Decoder(nn.Module):
         self,
         tokens: Tensor,
         targets: Tensor | None = None,
+        documents: Tensor | None = None,
         *,
         token_weights: Tensor | None = None,
         cache: KeyValueCache | None = None,
@@ -119,6 +120,8 @@ class Decoder(nn.Module):
 
         targets (B, T) int64, -100 to ignore a position: return the loss of each token instead, in nats, float32 (B, T),
         0 where ignored.
+        documents (B, T) int64: the number of each token's document, without a cache. A token sees its own document
+        alone. Its rotary position is still its place in the row: attention depends on differences of positions.
         token_weights, float32 (B, T) or 0-dimensional: return the sum of weight times loss, a scalar, instead of the
         losses. It costs less to train on: see `kernels.linear_cross_entropy`.
         cache: earlier keys and values of the same sequences; the tokens follow them and are appended.
@@ -131,7 +134,7 @@ class Decoder(nn.Module):
         if padding is None and start + length > self.config.max_position_embeddings:
             raise ValueError(f"{start + length} tokens exceed the context of {self.config.max_position_embeddings}")
         cos, sin = self.rope(start, length, padding)
-        mask = attention_mask(start, length, padding, tokens.device)
+        mask = attention_mask(start, length, padding, tokens.device, documents)
         x, residual = F.embedding(tokens, self.embed_tokens.weight).to(self.compute_dtype), None  # (B, T, D)
         for layer in self.layers:
             if self.activation_checkpointing and torch.is_grad_enabled():

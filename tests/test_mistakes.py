@@ -30,6 +30,10 @@ train --data BAD/latin.txt
     .*latin.txt .*UTF-8
 train --data BAD/rows.jsonl --text-field body
     .*rows.jsonl, line 1 cannot be read \(no field 'body' among text\); .* --text-field
+train --data BAD/chat.jsonl
+    .*chat.jsonl has conversations; give a model to teach them with --init-from
+train --init-from RUN --data BAD/chat.jsonl
+    1 different conversations are too few to learn from; give more
 train --data BAD/broken.jsonl
     .*broken.jsonl.* line 1 .*JSON
 train --data BAD/broken.parquet
@@ -144,6 +148,7 @@ def folder(tmp_path_factory) -> Path:
         "notes.txt": b"Buy milk. " * 300,
         "latin.txt": "é".encode("latin-1") * 100,
         "rows.jsonl": b'{"text": "a"}\n',
+        "chat.jsonl": b'{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n',
         "broken.jsonl": b'{"text": "a"\n',
         "broken.parquet": b"PAR1",
         "picture.png": b"\x89PNG",

@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 from checkpoints.pretrained import load_pretrained
-from data.batches import validation_windows
+from data.batches import number_documents, validation_windows
 from data.corpus import tokenize
 from data.tokenizer import check_vocabulary, load_tokenizer
 from errors import LOCK, UserError, is_main_process, locked
@@ -88,9 +88,12 @@ def evaluate_checkpoint(settings: Settings) -> None:
     tokenizer = load_tokenizer(settings.data.tokenizer or directory)
     model = load_pretrained(directory, device=device, compute_dtype=dtype)
     check_vocabulary(tokenizer, model.config.vocab_size)
-    tokens, text_bytes = tokenize(list(settings.data.data), tokenizer, settings.data.text_field, settings.data.cache)
-    size = settings.data.micro_batch_size or settings.data.batch_size
-    windows = validation_windows(tokens, settings.data.sequence_length, size)
+    data = settings.data
+    tokens, text_bytes = tokenize(list(data.data), tokenizer, data.text_field, data.cache)
+    size = data.micro_batch_size or data.batch_size
+    document_start = tokenizer.document_start if data.document_mask else None
+    windows = validation_windows(tokens, data.sequence_length, size)
+    windows = (number_documents(window, document_start) for window in windows)
     evaluation = evaluate(model, windows, text_bytes, device)
-    print(f"{directory} on {', '.join(settings.data.data)}, in windows of {settings.data.sequence_length} tokens")
+    print(f"{directory} on {', '.join(data.data)}, in windows of {data.sequence_length} tokens")
     print(evaluation)

@@ -4,9 +4,9 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
+from data.batches import Batch
 from model.decoder import Decoder
 from training.processes import Processes
 
@@ -19,8 +19,8 @@ class Evaluation:
     """Negative log-likelihood of the whole text, nats."""
     tokens: int
     """Tokens predicted, including those that begin and end documents."""
-    text_bytes: int
-    """Length of the text in bytes of UTF-8."""
+    text_bytes: int | None
+    """Length of the text in bytes of UTF-8; None for conversations, of which only answers are predicted."""
 
     @property
     def loss(self) -> float:
@@ -33,11 +33,13 @@ class Evaluation:
         return math.exp(min(self.loss, 700))
 
     @property
-    def bits_per_byte(self) -> float:
+    def bits_per_byte(self) -> float | None:
         """Bits per byte of text: unlike the others, it compares models with different tokenizers."""
-        return self.nats / math.log(2) / self.text_bytes
+        return None if self.text_bytes is None else self.nats / math.log(2) / self.text_bytes
 
     def __str__(self) -> str:
+        if self.text_bytes is None:
+            return f"{self.loss:.4f} nats per answer token, perplexity {self.perplexity:.2f} ({self.tokens:,} tokens)"
         return (
             f"{self.loss:.4f} nats per token, perplexity {self.perplexity:.2f}, "
             f"{self.bits_per_byte:.4f} bits per byte ({self.tokens:,} tokens, {self.text_bytes:,} bytes)"
@@ -47,22 +49,22 @@ class Evaluation:
 @torch.no_grad()
 def evaluate(
     model: Decoder,
-    windows: Iterable[tuple[np.ndarray, np.ndarray]],
-    text_bytes: int,
+    windows: Iterable[Batch],
+    text_bytes: int | None,
     device: torch.device,
     processes: Processes | None = None,
 ) -> Evaluation:
-    """Sum the loss over `windows` of (inputs, targets), int64 (B, T); the processes share the windows out."""
+    """Sum the loss over `windows`, batches of int64 (B, T); the processes share the windows out."""
     processes = processes or Processes()
     nats, tokens = 0.0, 0
     training = model.training
     model.eval()  # matters to BatchNorm, the one norm that keeps running statistics
-    for i, (inputs, targets) in enumerate(windows):
+    for i, batch in enumerate(windows):
         if i % processes.count != processes.rank:
             continue
-        losses = model(torch.from_numpy(inputs).to(device), torch.from_numpy(targets).to(device))
+        losses = model(*(torch.from_numpy(array).to(device) for array in batch))
         nats += losses.sum().item()
-        tokens += int((targets >= 0).sum())
+        tokens += int((batch[1] >= 0).sum())
     model.train(training)
     nats, tokens = processes.sum(nats, tokens, device=device)
     return Evaluation(nats, int(tokens), text_bytes)

@@ -12,7 +12,6 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from data.batches import validation_windows
 from training import checkpoint
 from training.evaluate import evaluate
 from training.metrics import Metrics
@@ -39,9 +38,9 @@ def train_steps(session: Session) -> Iterator[StepResult]:
         lr = learning_rate(state.step, session.steps, session.settings.optimizer)
         for group in optimizer.param_groups:
             group["lr"] = lr * group["lr_multiplier"]
-        inputs, targets = session.batch(state.step)
-        sequences = session.micro_batch_size * data.sequence_length // inputs.shape[1]
-        micro_batches = split_batch(inputs, targets, sequences, session.device)
+        batch = session.batch(state.step)
+        sequences = session.micro_batch_size * data.sequence_length // batch[0].shape[1]
+        micro_batches = split_batch(batch, sequences, session.device)
         clip, processes = session.settings.optimizer.clip, session.processes
         try:
             loss, norm = train_step(session.forward, micro_batches, optimizer, scaler, clip, processes, session.device)
@@ -100,7 +99,7 @@ def diverged(step: int, what: str) -> Diverged:
 def evaluate_and_save(session: Session, log: Metrics | None, bar: tqdm) -> None:
     """Evaluate on all processes; then the main one saves and prints a text sample."""
     corpus, state = session.corpus, session.state
-    windows = validation_windows(corpus.validation, session.settings.data.sequence_length, session.micro_batch_size)
+    windows = corpus.validation_batches(session.settings.data.sequence_length, session.micro_batch_size)
     result = evaluate(session.model, windows, corpus.validation_bytes, session.device, session.processes)
     if not math.isfinite(result.loss):
         raise diverged(state.step, f"the validation loss is {result.loss:g}")
@@ -109,7 +108,8 @@ def evaluate_and_save(session: Session, log: Metrics | None, bar: tqdm) -> None:
     session.state = dataclasses.replace(state, best_validation_loss=best)
     if log is None:
         return
-    log.write(state.step, validation_loss=result.loss, perplexity=result.perplexity, bits_per_byte=result.bits_per_byte)
+    measured = {"validation_loss": result.loss, "perplexity": result.perplexity, "bits_per_byte": result.bits_per_byte}
+    log.write(state.step, **{name: value for name, value in measured.items() if value is not None})
     if better:
         checkpoint.save(session.run_dir / "best", session.state, session.model, corpus.tokenizer)
     save(session)

@@ -30,8 +30,9 @@ def draw(runs: list[Path], path: Path) -> None:
         if training:
             axes.plot(*zip(*smooth(training), strict=True), color=colour, alpha=0.45, linewidth=1, linestyle=dash)
         if validation:
-            (step, loss), bits = validation[-1], evaluations[-1]["bits_per_byte"]
-            label = f"{run.name}: {step:,} steps, {loss:.3f} nats per token, {bits:.3f} bits per byte"
+            (step, loss), bits = validation[-1], evaluations[-1].get("bits_per_byte")
+            label = f"{run.name}: {step:,} steps, {loss:.3f} nats per token"
+            label += "" if bits is None else f", {bits:.3f} bits per byte"
             axes.plot(*zip(*validation, strict=True), "o", color=colour, linestyle=dash, markersize=4, label=label)
     axes.set_yscale("log")  # else the steep first steps would press the rest of the curve into a flat line
     axes.yaxis.set_major_formatter("{x:g}")

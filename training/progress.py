@@ -5,7 +5,8 @@ import shlex
 
 from tqdm import tqdm
 
-from generation.generate import complete
+from data.corpus import Corpus
+from generation.generate import complete, generate
 from generation.settings import Sampling
 from generation.terminal import printable
 from model.count import flops_per_token
@@ -40,14 +41,24 @@ def show_step(session: Session, bar: tqdm, result: StepResult) -> None:
 
 
 def samples(session: Session) -> str:
-    """The first of --sample-prompts, at the end of the run all, and what the current weights continue them with."""
-    prompts = session.settings.run.sample_prompts
-    tokens = min(SAMPLE_TOKENS, session.settings.model.max_position_embeddings - 1)
+    """The first of --sample-prompts, at the end of the run all, and what the current weights continue them with.
+
+    Of conversations: these or else a question that is held out, and the answers to them.
+    """
+    corpus, prompts = session.corpus, session.settings.run.sample_prompts
+    context = session.settings.model.max_position_embeddings
+    options = dict(max_new_tokens=min(SAMPLE_TOKENS, context - 1), sampling=SAMPLING)
+    texts = []
     session.model.eval()
-    texts = [
-        complete(session.model, session.corpus.tokenizer, prompt, max_new_tokens=tokens, sampling=SAMPLING)
-        for prompt in (prompts if session.state.step == session.steps else prompts[:1])
-    ]
+    for prompt in prompts if session.state.step == session.steps else prompts[:1]:
+        if isinstance(corpus, Corpus):
+            texts.append(complete(session.model, corpus.tokenizer, prompt, **options))
+            continue
+        messages = [{"role": "user", "content": prompt}] if prompt else corpus.question
+        ids, ends = corpus.chat.encode(messages)[1 - context :], {corpus.tokenizer.eos_id, corpus.chat.end_of_turn}
+        size = corpus.tokenizer.vocab_size
+        tokens = generate(session.model, [ids], eos_ids=ends, vocab_size=size, **options).tokens[0]
+        texts.append(f"{messages[-1]['content']}\n> {corpus.tokenizer.decode(tokens)}")
     session.model.train()
     return "\n\n".join("  | " + printable(text).replace("\n", "\n  | ") for text in texts)
 
@@ -63,8 +74,10 @@ def report_end(session: Session) -> None:
         resume = f"python train.py --resume {run_dir}"
         print(f"stopped and saved at step {state.step} of {session.steps}; resume with: {resume}")
         return
-    print(f"xz -9e on the same text: {corpus.xz_bits_per_byte:.4f} bits per byte; hash {corpus.text_hash}")
+    is_text = isinstance(corpus, Corpus)
+    if is_text:
+        print(f"xz -9e on the same text: {corpus.xz_bits_per_byte:.4f} bits per byte; hash {corpus.text_hash}")
     speed = state.tokens / state.seconds
     print(f"{state.step:,} steps, {state.tokens:,} tokens in {state.seconds:.0f} s of training, {speed:,.0f} tokens/s")
     print(f"best/ has the weights with the lowest validation loss, {state.best_validation_loss:.4f} nats per token")
-    print(f"next: python generate.py {run_dir}")
+    print(f"next: python generate.py {run_dir}{'' if is_text else ' --chat'}")

@@ -6,13 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import nn
 
 import kernels
 from checkpoints import pretrained
-from data import batches
+from data.batches import Batch
+from data.conversations import Conversations
 from data.corpus import Corpus, prepare
 from data.tokenizer import check_vocabulary
 from errors import UserError, reading
@@ -45,7 +45,7 @@ class Session:
     device: torch.device
     dtype: torch.dtype
     """Dtype of the activations."""
-    corpus: Corpus
+    corpus: Corpus | Conversations
     model: Decoder
     """The weights: what is evaluated and saved."""
     forward: nn.Module
@@ -65,15 +65,14 @@ class Session:
         data = self.settings.data
         return min(data.micro_batch_size or math.inf, data.batch_size // self.processes.count)
 
-    def batch(self, step: int) -> tuple[np.ndarray, np.ndarray]:
-        """This process's inputs and targets of a step, each int64 (b, t): as many tokens in each, t as scheduled.
+    def batch(self, step: int) -> Batch:
+        """This process's share of a step, arrays of int64 (b, t): as many tokens in each step, t as scheduled.
 
         Shorter sequences are windows of the full length cut into equal parts, so that the length changes nothing about
         the order in which an epoch reads its text.
         """
         data = self.settings.data
-        inputs, targets = batches.batch(
-            self.corpus.train,
+        batch = self.corpus.batch(
             seed=self.settings.run.seed,
             step=step,
             batch_size=data.batch_size,
@@ -82,7 +81,7 @@ class Session:
             world_size=self.processes.count,
         )
         length = sequence_length(step, self.steps, data)
-        return inputs.reshape(-1, length), targets.reshape(-1, length)
+        return tuple(array.reshape(-1, length) for array in batch)
 
 
 @dataclass(frozen=True)
@@ -124,7 +123,10 @@ def set_up(settings: Settings, run_dir: Path, *, resume: bool, log: Callable[[st
     last = checkpoint.find_last(run_dir) if resume else None
     with processes.main_first("text"):
         corpus = prepare_corpus(settings, last)
-    check_one_batch(len(corpus.train[0]), settings.data.batch_size, settings.data.sequence_length)
+    if isinstance(corpus, Corpus):
+        check_one_batch(len(corpus.train[0]), settings.data.batch_size, settings.data.sequence_length)
+    elif settings.data.first_sequence_length not in (None, settings.data.sequence_length):
+        raise UserError("--first-sequence-length would cut conversations into parts; use --first-sequence-length None.")
     log(f"text: {corpus.description}")
     model = initial_model(settings, dtype, log, load=not resume).to(device)
     model.activation_checkpointing = settings.machine.activation_checkpointing
@@ -172,7 +174,7 @@ def open_run(session: Session) -> Metrics:
     return metrics
 
 
-def prepare_corpus(settings: Settings, last: Path | None = None, *, complete: bool = False) -> Corpus:
+def prepare_corpus(settings: Settings, last: Path | None = None, *, complete: bool = False) -> Corpus | Conversations:
     """The text as tokens; complete: all of it, also where training could begin with a part.
 
     The tokenizer is that of the checkpoint to resume from, else --tokenizer, else that of --init-from, else one
@@ -188,6 +190,8 @@ def prepare_corpus(settings: Settings, last: Path | None = None, *, complete: bo
         validation_fraction=data.validation_fraction,
         validation_salt=data.validation_salt,
         complete=complete,
+        document_mask=data.document_mask,
+        sequence_length=data.sequence_length,
     )
     check_vocabulary(corpus.tokenizer, settings.model.vocab_size)
     return corpus

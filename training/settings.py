@@ -73,7 +73,8 @@ class DataSettings:
 
     data: tuple[str, ...] = ("python",)
     """Files, folders or globs of .txt .md .py .jsonl .jsonl.gz .parquet, or a known name:
-    python (the standard library of this interpreter), shakespeare, tinystories (these two are downloaded);
+    python (the standard library of this interpreter), python-chat (questions and answers about it), shakespeare,
+    tinystories (these two are downloaded);
     or hub:OWNER/NAME[/FOLDER], a data set of the Hugging Face Hub, downloaded a few files ahead of training."""
     text_field: str = "text"
     """Field of jsonl and parquet rows that contains the text."""
@@ -91,6 +92,8 @@ class DataSettings:
     """Tokens per sequence at first, then twice as many in equal parts of the first 40% of the steps until it is
     --sequence-length, with as many tokens in every step. --sequence-length overrides what the TOML file sets.
     None: --sequence-length from the start."""
+    document_mask: bool = False
+    """Attention sees the token's own document alone, not those before it in a sequence. Conversations always do so."""
     batch_size: int = 16
     """Sequences per optimizer step, over all processes and micro-batches."""
     micro_batch_size: Annotated[int | None, optional("INT")] = None

@@ -3,23 +3,23 @@
 import contextlib
 import math
 
-import numpy as np
 import torch
 from torch import nn
 
+from data.batches import Batch
 from errors import UserError
 from training.processes import Processes
 
-MicroBatches = list[tuple[torch.Tensor, torch.Tensor]]
+MicroBatches = list[tuple[torch.Tensor, ...]]
 
 
 class Diverged(UserError):
     """The loss or the gradient is not finite."""
 
 
-def split_batch(inputs: np.ndarray, targets: np.ndarray, size: int, device: torch.device) -> MicroBatches:
+def split_batch(batch: Batch, size: int, device: torch.device) -> MicroBatches:
     """Cut a batch, int64 (B, T), into micro-batches of at most `size` sequences, still on the host."""
-    tensors = torch.from_numpy(inputs), torch.from_numpy(targets)
+    tensors = tuple(map(torch.from_numpy, batch))
     if device.type == "cuda":
         tensors = tuple(tensor.pin_memory() for tensor in tensors)  # so that copying does not block the host
     return list(zip(*(tensor.split(size) for tensor in tensors), strict=True))
@@ -36,23 +36,23 @@ def train_step(
 ) -> tuple[float, float]:
     """Take one optimizer step; returns the loss in nats per token and the gradient's norm before clipping.
 
-    micro_batches: this process's inputs and targets, each int64 (b, T), on the host or the device; a target of -100
-    is not predicted. The loss is the mean over the predicted tokens of all micro-batches of all processes, so every
-    token has the same weight, however the batch is split.
+    micro_batches: this process's inputs, targets and, if need be, documents, each int64 (b, T), on the host or the
+    device; a target of -100 is not predicted. The loss is the mean over the predicted tokens of all micro-batches of
+    all processes, so every token has the same weight, however the batch is split.
     Under float16 a gradient that overflows makes the scaler skip the update; the returned norm is then infinite.
     Any other loss or gradient that is not finite raises `Diverged` and leaves the weights as they were.
     """
-    predicted = sum(int((targets >= 0).sum()) for _, targets in micro_batches)
+    predicted = sum(int((targets >= 0).sum()) for _, targets, *_ in micro_batches)
     predicted = max(1, processes.sum(predicted, device=device)[0])
     # One weight for all tokens. DistributedDataParallel averages gradients over the processes, we want their sum.
     weight = torch.full((), processes.count / predicted, device=device)
 
     total = torch.zeros((), device=device)
     for i, micro_batch in enumerate(micro_batches):
-        inputs, targets = (tensor.to(device, non_blocking=device.type == "cuda") for tensor in micro_batch)
+        tensors = [tensor.to(device, non_blocking=device.type == "cuda") for tensor in micro_batch]
         last = i == len(micro_batches) - 1  # only its backward pass exchanges gradients between processes
         with contextlib.nullcontext() if last or processes.count == 1 else model.no_sync():
-            loss = model(inputs, targets, token_weights=weight)
+            loss = model(*tensors, token_weights=weight)
             scaler.scale(loss).backward()
         total += loss.detach()
     loss = processes.sum(total.item(), device=device)[0] / processes.count

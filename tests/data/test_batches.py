@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from data.batches import batch, permute, validation_windows
+from data.batches import batch, number_documents, permute, validation_windows
 
 STREAM = np.arange(1003, dtype=np.uint16)  # each token is its own position, so a window shows where it was taken
 T, B = 10, 7
@@ -109,3 +109,15 @@ def test_evaluation_predicts_every_token_but_the_first_once(length):
         counted += int(kept.sum())
         assert kept.any()
     assert counted == length - 1
+
+
+def test_documents_are_numbered_from_the_ids_that_begin_them():
+    stream = np.array([1, 5, 6, 2, 1, 7, 2, 1, 8, 9, 2], np.uint16)
+    (whole,) = validation_windows(stream, 10, 1)
+    assert number_documents(whole, None) is whole
+    assert number_documents(whole, 1)[2].tolist() == [[1, 1, 1, 1, 2, 2, 2, 3, 3, 3]]
+    for step in range(4):
+        plain = batch([stream], seed=1, step=step, batch_size=2, sequence_length=4)
+        inputs, targets, documents = number_documents(plain, 1)
+        assert inputs is plain[0] and targets is plain[1]
+        assert np.array_equal(np.diff(documents, axis=1), inputs[:, 1:] == 1)

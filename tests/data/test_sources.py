@@ -114,7 +114,7 @@ def test_pipes_in_a_folder_are_left_out(tmp_path):
 
 
 def test_sources_that_are_not_there_or_hold_nothing_are_named(tmp_path):
-    assert "or one of python, shakespeare" in error_message("shakespear")
+    assert "or one of python, python-chat, shakespeare" in error_message("shakespear")
     for source in ("missing.txt", "~nobody-of-this-name/x"):
         assert "no file" in error_message(source)
     (tmp_path / "a.docx").write_bytes(b"x")

@@ -10,8 +10,8 @@ import torch
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from checkpoints.pretrained import save_pretrained
+from data.chat import ChatFormat
 from data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
-from generation.chat import ChatFormat
 from model.config import ModelConfig
 from model.decoder import Decoder
 

@@ -5,9 +5,9 @@ import shutil
 
 import pytest
 
+from data.chat import BREAK, break_tokens
 from data.tokenizer import load_tokenizer
 from errors import UserError
-from generation.chat import BREAK, break_tokens
 from generation.settings import Sampling, recommended_sampling
 from tests.generation.conftest import chat_format
 
@@ -98,9 +98,11 @@ def test_every_occurrence_of_a_token_is_broken_and_nothing_else_changes():
 def test_after_encoding_special_tokens_plain_encoding_is_still_plain(chat_model):
     tokenizer = load_tokenizer(chat_model)
     text = "</s><|im_end|> x"
-    plain, special = tokenizer.encode(text), tokenizer.encode_special(text, BREAK)
+    plain, special = tokenizer.encode(text), tokenizer.encode_special(text, BREAK).ids
     assert tokenizer.encode(text) == plain and len(special) < len(plain)
-    broken = tokenizer.encode_special(break_tokens(text, [t.content for t in tokenizer.added_tokens.values()]), BREAK)
+    broken = tokenizer.encode_special(
+        break_tokens(text, [t.content for t in tokenizer.added_tokens.values()]), BREAK
+    ).ids
     assert broken == plain and tokenizer.decode(broken) == text
 
 
@@ -118,7 +120,7 @@ def test_text_that_a_normalizer_turns_into_a_token_is_no_token(chatml_model, tmp
     write(tmp_path / "tokenizer.json", fields)
     chat = chat_format(tmp_path)
     end = chat.end_of_turn
-    assert chat.tokenizer.encode_special("a<|im_end|>b", BREAK).count(end) == 1
+    assert chat.tokenizer.encode_special("a<|im_end|>b", BREAK).ids.count(end) == 1
     harmless, forged = (chat.encode([{"role": "user", "content": text}]).count(end) for text in ("ab", typed))
     assert harmless == forged >= 1
 

@@ -4,8 +4,8 @@ import datetime
 
 import pytest
 
-from generation import chat
-from generation.chat import render_template
+from data import chat
+from data.chat import render_template
 from tests.generation.conftest import chat_format
 
 transformers = pytest.importorskip("transformers")
@@ -123,7 +123,7 @@ def test_a_template_renders_to_the_bytes_of_transformers(name, monkeypatch):
         for prompt in (False, True):
             arguments = TEMPLATES[name], messages, SPECIAL, prompt
             expected = rendered(reference_render, *arguments)
-            assert rendered(render_template, *arguments) == expected
+            assert rendered(lambda *them: "".join(render_template(*them)), *arguments) == expected
             texts += expected[0] is not None
     assert texts >= (4 if "errors" in name else 12)
 

@@ -36,6 +36,26 @@ def test_output_and_gradients_equal_the_float64_definition(kernel, draw, relativ
         assert relative(ours, theirs) < gradient
 
 
+@pytest.mark.parametrize(("dtype", "out", "gradient"), [(torch.float32, 1e-6, 1e-6), (torch.bfloat16, 5e-3, 1e-2)])
+def test_with_a_mask_of_documents_each_is_computed_as_if_it_were_alone(kernel, draw, relative, dtype, out, gradient):
+    lengths = ((7, 12), (1, 18))
+    documents = torch.stack([torch.repeat_interleave(torch.arange(2), torch.tensor(row)) for row in lengths])
+    mask = (documents[:, None, :, None] == documents[:, None, None, :]) & torch.ones(T, T, dtype=torch.bool).tril()
+    tensors = [draw(B, heads, T, D).to(dtype).requires_grad_() for heads in (H, K, K)]
+    upstream = draw(B, H, T, D).to(dtype)
+    y = kernel.attention(*tensors, mask)
+    gradients = torch.autograd.grad(y, tensors, upstream)
+    doubles = [tensor.detach().double().requires_grad_() for tensor in tensors]
+    rows = [
+        torch.cat([definition(*part) for part in zip(*(x[i : i + 1].split(row, 2) for x in doubles), strict=True)], 2)
+        for i, row in enumerate(lengths)
+    ]
+    expected = torch.cat(rows)
+    assert relative(y, expected) < out
+    for ours, theirs in zip(gradients, torch.autograd.grad(expected, doubles, upstream.double()), strict=True):
+        assert relative(ours, theirs) < gradient
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_position_does_not_depend_on_later_ones(kernel, draw, dtype):
     q, k, v = (draw(B, heads, T, D).to(dtype) for heads in (H, K, K))

@@ -199,7 +199,33 @@ def test_attention_masks_are_as_drawn_in_the_docstring():
     assert drawn(masks[0]) == ["#...", "##..", "###.", "####"]
     assert drawn(masks[1]) == ["#...", ".#..", "..#.", "..##"]
     assert drawn(attention_mask(3, 2, None, cpu)[0, 0]) == ["####.", "#####"]
+    documents = torch.tensor([[1, 1, 2, 2]])
+    assert drawn(attention_mask(0, 4, None, cpu, documents)[0, 0]) == ["#...", "##..", "..#.", "..##"]
     assert attention_mask(0, 4, None, cpu) is None and attention_mask(3, 1, None, cpu) is None
+
+
+def test_gradients_of_packed_documents_equal_those_of_one_document_a_row(decoder, relative):
+    """Tolerance: as for other gradients; a document that starts later in a row is rotated by other, larger angles."""
+    ids = torch.randint(0, 97, (2, 24), generator=torch.Generator().manual_seed(12))
+    targets = ids.roll(-1, 1).masked_fill(torch.arange(24) % 5 == 0, -100)
+    lengths = ((7, 1, 16), (12, 9, 3))
+    documents = torch.stack([torch.repeat_interleave(torch.arange(3), torch.tensor(row)) for row in lengths])
+    weight = torch.tensor(0.05)
+
+    def gradients(batches):
+        decoder.zero_grad()
+        for batch in batches:
+            decoder(*batch, token_weights=weight).backward()
+        return {name: parameter.grad.clone() for name, parameter in decoder.named_parameters()}
+
+    cut = [zip(ids[[i]].split(row, 1), targets[[i]].split(row, 1), strict=True) for i, row in enumerate(lengths)]
+    alone = gradients(batch for row in cut for batch in row)
+    packed, without_mask = gradients([(ids, targets, documents)]), gradients([(ids, targets)])
+    factor = 6 if decoder.config.norm in ("dyt", "derf") else 3
+    for name, expected in alone.items():
+        assert relative(packed[name], expected) < factor * tolerance(decoder), name
+    wrong = [relative(without_mask[name], expected) for name, expected in alone.items() if "proj.weight" in name]
+    assert min(wrong) > 0.01
 
 
 @torch.no_grad()

@@ -2,11 +2,12 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
 from checkpoints.pretrained import load_pretrained
-from data.batches import validation_windows
+from data.batches import number_documents, validation_windows
 from data.corpus import tokenize
 from data.tokenizer import load_tokenizer
 from training.evaluate import evaluate
@@ -27,3 +28,15 @@ def test_an_evaluation_is_the_mean_over_every_token_of_the_text(run, text_folder
     assert found.tokens == len(ids) - 1 and found.text_bytes == len(text.encode())
     assert found.nats == pytest.approx(nats, rel=1e-6)
     assert found.bits_per_byte == pytest.approx(nats / math.log(2) / len(text.encode()), rel=1e-6)
+
+
+def test_with_document_mask_the_loss_of_a_document_does_not_depend_on_those_before_it(run):
+    tokenizer, model = load_tokenizer(run / "last"), load_pretrained(run / "last")
+    random = np.random.default_rng(1)
+    documents = [np.array([tokenizer.bos_id, *random.integers(10, 300, length)]) for length in (9, 14, 7)]
+    (window,) = validation_windows(np.concatenate(documents), 32, 1)
+    batch = number_documents(window, tokenizer.document_start)
+    batch[1][batch[1] == tokenizer.bos_id] = -100
+    alone = [evaluate(model, validation_windows(one, 32, 1), 1, torch.device("cpu")).nats for one in documents]
+    assert evaluate(model, [batch], 1, torch.device("cpu")).nats == pytest.approx(sum(alone), rel=1e-6)
+    assert abs(evaluate(model, [batch[:2]], 1, torch.device("cpu")).nats - sum(alone)) > 1e-3

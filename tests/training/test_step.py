@@ -48,7 +48,7 @@ def step(model, micro_batches, optimizer, clip=float("inf"), scaler=NO_SCALER, p
 
 def gradients(size: int) -> tuple[float, dict[str, torch.Tensor]]:
     model = Decoder(CONFIG, seed=3)
-    loss, _ = step(model, split_batch(*a_batch(), size, CPU), KeepsGradients(model))
+    loss, _ = step(model, split_batch(a_batch(), size, CPU), KeepsGradients(model))
     return loss, {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
@@ -93,7 +93,7 @@ def sum_over_count(model, micro_batches, optimizer) -> float:
 def test_steps_on_the_weighted_loss_are_bit_equal_to_steps_on_the_losses_over_their_count(dtype):
     models = [Decoder(CONFIG, seed=3, compute_dtype=dtype) for _ in range(2)]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
-    micro_batches = split_batch(*a_batch(), 3, CPU)
+    micro_batches = split_batch(a_batch(), 3, CPU)
     for _ in range(3):
         expected = sum_over_count(models[0], micro_batches, optimizers[0])
         loss, _ = step(models[1], micro_batches, optimizers[1])
@@ -105,7 +105,7 @@ def test_steps_on_the_weighted_loss_are_bit_equal_to_steps_on_the_losses_over_th
 def test_a_batch_without_any_predicted_token_gives_zero_gradients():
     model = Decoder(CONFIG, seed=3)
     inputs, targets = a_batch()
-    micro_batches = split_batch(inputs, np.full_like(targets, -100), 4, CPU)
+    micro_batches = split_batch((inputs, np.full_like(targets, -100)), 4, CPU)
     assert step(model, micro_batches, KeepsGradients(model)) == (0.0, 0.0)
     assert all(not parameter.grad.any() for parameter in model.parameters())
 
@@ -116,7 +116,7 @@ def test_clipping_scales_the_gradient_of_all_parameters_to_the_limit():
         model = Decoder(CONFIG, seed=3)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         before = torch.cat([parameter.detach().flatten().clone() for parameter in model.parameters()])
-        _, norm = step(model, split_batch(*a_batch(), 8, CPU), optimizer, clip)
+        _, norm = step(model, split_batch(a_batch(), 8, CPU), optimizer, clip)
         moved = (torch.cat([parameter.detach().flatten() for parameter in model.parameters()]) - before).norm()
         assert moved.item() == pytest.approx(min(norm, clip), rel=1e-3)
         assert norm == pytest.approx(torch.stack(norms).norm().item(), rel=1e-5)
@@ -130,5 +130,5 @@ def test_a_gradient_that_is_not_finite_leaves_the_weights_alone():
     parameter = list(model.parameters())[3]
     parameter.register_hook(lambda gradient: torch.where(gradient == gradient.max(), torch.inf, gradient))
     with pytest.raises(Diverged, match="norm of the gradient inf"):
-        step(model, split_batch(*a_batch(), 8, CPU), optimizer, clip=1.0)
+        step(model, split_batch(a_batch(), 8, CPU), optimizer, clip=1.0)
     assert all(torch.equal(before[name], parameter) for name, parameter in model.named_parameters())

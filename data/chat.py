@@ -5,6 +5,7 @@ end a turn or forge another one by typing `<|im_end|>`.
 """
 
 import functools
+import itertools
 import json
 import re
 import secrets
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
+import numpy as np
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -21,8 +23,10 @@ from data.tokenizer import Tokenizer
 from errors import UserError
 
 Message = dict[str, Any]
-# A random number that no text contains. Digits, because templates may change letters (`upper`), but not digits.
-BREAK = str(10**20 + secrets.randbelow(10**20))
+# Random numbers that no text contains. Digits, because templates may change letters (`upper`), but not digits.
+BREAK, BORDER = (str(10**20 + secrets.randbelow(10**20)) for _ in range(2))
+
+GENERATION, GENERATION_END = (re.compile(rf"\{{%([-+]?)\s*{end}generation\s*([-+]?)%\}}") for end in ("", "end"))
 
 
 def break_tokens(text: str, tokens: Iterable[str]) -> str:
@@ -44,8 +48,9 @@ class ChatFormat:
         template = tokenizer.chat_template
         if template is None:
             raise UserError(
-                f"{checkpoint} has no chat template, so the model only continues text: leave out --chat, or use a "
-                f"model trained for conversations (often named Instruct or Chat)."
+                f"{checkpoint} has no chat template, so the model only continues text: leave out --chat, use a model "
+                f"trained for conversations (often named Instruct or Chat), or, to teach it conversations, put a "
+                f"chat_template.jinja into its folder."
             )
         self._template, self.tokenizer = template, tokenizer
         added = {i: token.content for i, token in tokenizer.added_tokens.items()}
@@ -57,15 +62,46 @@ class ChatFormat:
         answer = "It is fine."
         example = [{"role": "user", "content": "What is it?"}, {"role": "assistant", "content": answer}]
         text = self.render(example, answer_follows=False)
-        end = tokenizer.encode_special(text.rpartition(answer)[2].lstrip(), BREAK)
-        self.end_of_turn = end[0] if end and added.get(end[0]) in self._control else None
+        ends = tokenizer.encode_special(text.rpartition(answer)[2].lstrip(), BREAK).ids[:1]
+        self.end_of_turn = next((i for i in ends if added.get(i) in self._control), None)
         """The token that the template writes after an answer. Not every model lists it as EOS."""
+
+    def encode(self, messages: Sequence[Message]) -> list[int]:
+        """The token ids of the conversation, up to where the model's answer begins."""
+        return self.tokenizer.encode_special(self.render(messages), BREAK).ids
+
+    def encode_learned(self, messages: Sequence[Message]) -> tuple[np.ndarray, np.ndarray, list[int]]:
+        """The ids of the complete conversation; which of them the model learns, bool; the messages it cannot learn.
+
+        It learns the blocks `{% generation %}` of the template. Without them, an answer is what the template adds to
+        the messages before it and the beginning of an answer. An answer cannot be learned where the template writes
+        these otherwise because the conversation continues.
+        """
+        parts, unknown = self._render_parts(messages, answer_follows=False), []
+        text, ends = "".join(parts), [*itertools.accumulate(map(len, parts))]
+        spans = [*zip(ends[::2], ends[1::2], strict=False)]  # of the characters that are learned
+        if not GENERATION.search(self._template):
+            for i in [i for i, message in enumerate(messages) if message["role"] == "assistant"]:
+                before, after = self.render(messages[:i]), self.render(messages[: i + 1], answer_follows=False)
+                if text.startswith(after) and after.startswith(before):
+                    spans.append((len(before), len(after)))
+                else:
+                    unknown.append(i + 1)
+        encoding = self.tokenizer.encode_special(text, BREAK)
+        begins, ends = np.array(encoding.offsets).reshape(-1, 2).T
+        learned = np.zeros(len(begins), bool)
+        for start, end in spans:
+            learned |= (ends > start) & (begins < end)
+        return np.array(encoding.ids), learned, unknown
 
     def render(self, messages: Sequence[Message], *, answer_follows: bool = True) -> str:
         """The conversation as text, in which `break_tokens` has broken the special tokens of the messages.
 
         The model's own text may contain tokens that are not special, such as </think>; those stay tokens.
         """
+        return "".join(self._render_parts(messages, answer_follows))
+
+    def _render_parts(self, messages: Sequence[Message], answer_follows: bool) -> list[str]:
         broken = []
         for message in (*self._system, *messages):
             tokens = self._special if message["role"] == "assistant" else self._control
@@ -78,23 +114,28 @@ class ChatFormat:
                 f"leave out --system, or use another version of the model."
             ) from error
 
-    def encode(self, messages: Sequence[Message]) -> list[int]:
-        """The token ids of the conversation, up to where the model's answer begins."""
-        return self.tokenizer.encode_special(self.render(messages), BREAK)
 
+def render_template(
+    source: str, messages: Sequence[Message], variables: dict, add_generation_prompt: bool
+) -> list[str]:
+    """The conversation as parts of a text; every second one is the content of a block `{% generation %}`.
 
-def render_template(source: str, messages: Sequence[Message], variables: dict, add_generation_prompt: bool) -> str:
-    """The conversation as text, in Jinja's sandbox, with the settings and functions that transformers gives to it.
-
-    variables: more names for the template, such as bos_token.
+    `variables` are more names for the template, such as bos_token.
     """
+    arguments = {"tools": None, "documents": None, "add_generation_prompt": add_generation_prompt, **variables}
+    return compile_template(source).render(messages=messages, **arguments).split(BORDER)
+
+
+@functools.cache
+def compile_template(source: str) -> jinja2.Template:
+    """A chat template in Jinja's sandbox, with the settings and functions that transformers gives to it."""
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
     environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)  # Jinja's own escapes for HTML
     environment.globals |= {"raise_exception": refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
-    # `{% generation %}` marks the model's own text for training. It is a block with a scope of its own.
-    source = re.sub(r"(\{%[-+]?\s*(?:end)?)generation(?=\s*[-+]?%\})", r"\1with", source)
-    arguments = {"tools": None, "documents": None, "add_generation_prompt": add_generation_prompt, **variables}
-    return environment.from_string(source).render(messages=messages, **arguments)
+    # `{% generation %}` marks the model's own text for training. It is a block with a scope of its own; the blocks
+    # around the borders treat the whitespace next to them as it would.
+    source = GENERATION.sub(rf"{{%\1 if 1 %}}{BORDER}{{% endif %}}{{% with \2%}}", source)
+    return environment.from_string(GENERATION_END.sub(rf"{{%\1 endwith %}}{BORDER}{{% if 1 %}}{{% endif \2%}}", source))
 
 
 def refuse(message: str) -> None:

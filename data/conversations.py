@@ -1,0 +1,212 @@
+"""Conversations as rows of ids, of which the model learns what the assistant says, kept on disk between runs.
+
+    ids        <s> <|user|> 2 + 2 ? <|end|> <|assistant|> 4 <|end|> <s> <|user|> Bye <|end|> <|assistant|> Hi <|end|>
+    learned     .     .     . . . .    .          .       +    +     .     .      .     .          .       +     +
+    documents   1     1     1 1 1 1    1          1       1    1     2     2      2     2          2       2     2
+
+A row has T + 1 ids of complete conversations, packed where they fit best. Attention sees one conversation alone.
+CACHE/conversations/KEY.train.npy and KEY.validation.npy hold all rows.
+"""
+
+import bisect
+import contextlib
+import itertools
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from tqdm import tqdm
+
+from data.batches import IGNORE, Batch, permute
+from data.chat import ChatFormat, Message
+from data.python_chat import questions_and_answers
+from data.readers import read_lines, read_table
+from data.sources import TextFile
+from data.split import VALIDATION, Split, split_documents
+from data.tokenizer import Tokenizer
+from data.units import DOCUMENT, content_hash, digest
+from errors import UserError, locked, read_json, replace_text, replacing
+
+VERSION = 1  # of the files; raised when the same conversations and tokenizer would give other rows
+KEYS = ("messages", "conversations")  # of a row, for its messages
+ROLES = {"human": "user", "gpt": "assistant"}  # ShareGPT's names
+Encoded = tuple[list[Message], np.ndarray, np.ndarray]  # a conversation, its ids and which of them are learned
+
+
+@dataclass(frozen=True)
+class Conversations:
+    """Conversations that can be trained on: what `corpus.Corpus` is for a text."""
+
+    description: str  # two lines to print
+    text_hash: str  # of the messages, in order
+    question: list[Message]  # of a conversation for validation, up to its first answer
+    chat: ChatFormat
+    tokenizer: Tokenizer
+    train: np.ndarray  # (3, rows, T + 1): ids; whether they are learned; their conversations in the row, 0: padding
+    validation: np.ndarray
+    validation_bytes = None  # bits per byte would count what is not learned
+
+    def batch(self, seed: int, step: int, batch_size: int, rank: int = 0, world_size: int = 1, **_: int) -> Batch:
+        """This process's share of a step. An epoch takes every row once, in an order given by (seed, epoch)."""
+        count, share = self.train.shape[1], batch_size // world_size
+        first, numbers = step * batch_size + rank * share, []
+        for epoch, indices in itertools.groupby(range(first, first + share), lambda index: index // count):
+            keys = np.random.SeedSequence([seed, epoch]).generate_state(4, np.uint64)
+            numbers.extend(permute(np.array([*indices]) % count, count, keys).tolist())
+        return batch_of(self.train[:, numbers])
+
+    def validation_batches(self, _: int, batch_size: int) -> Iterator[Batch]:
+        """All rows for validation, in order."""
+        for start in range(0, self.validation.shape[1], batch_size):
+            yield batch_of(self.validation[:, start : start + batch_size])
+
+    def show_row(self) -> str:
+        """The first row to train on, as text; `+` marks the lines that are learned."""
+        ids, learned, documents = self.train[:, 0]
+        runs = itertools.groupby(range(len(ids)), key=lambda i: (documents[i], "+ " if learned[i] else "  "))
+        texts = [(mark, self.tokenizer.decode(ids[[*run]], special=True)) for (number, mark), run in runs if number]
+        return "\n".join(mark + text.replace("\n", f"\n{mark}") for mark, text in texts)
+
+
+def batch_of(rows: np.ndarray) -> Batch:
+    """Inputs, targets and documents, int64; targets that are not learned are `IGNORE`."""
+    ids, learned, documents = rows.astype(np.int64)
+    return ids[:, :-1], np.where(learned, ids, IGNORE)[:, 1:], documents[:, :-1]
+
+
+def has_conversations(files: Sequence[TextFile]) -> bool:
+    """Whether the first row of the files has messages, and not the field of a text."""
+    _, row = next(itertools.chain.from_iterable(map(read_rows, files)), ("", b"{}"))
+    with contextlib.suppress(ValueError):
+        row = json.loads(row) if isinstance(row, bytes) else row
+    return isinstance(row, dict) and files[0].field not in row and any(key in row for key in KEYS)
+
+
+def read_rows(file: TextFile) -> Iterator[tuple[str, bytes | dict]]:
+    """The rows of a file, in jsonl not yet decoded, each with its place for messages; none of a text."""
+    readers = {
+        "jsonl": read_lines,
+        "parquet": lambda path: enumerate(read_table(path, [*KEYS, file.field]), 1),
+        "python-chat": lambda path: enumerate(questions_and_answers(path), 1),
+    }
+    if file.format in readers:
+        path = file.fetch()
+        yield from ((f"{path}, row {number}", row) for number, row in readers[file.format](path))
+
+
+def prepare_conversations(
+    files: Sequence[TextFile], tokenizer: Tokenizer, sequence_length: int, cache_dir: Path, split: Split
+) -> Conversations:
+    """Rows of `sequence_length` + 1 ids, packed unless the cache has them."""
+    tokenizer = tokenizer.for_conversations()
+    chat, size = ChatFormat(tokenizer.folder, tokenizer), sequence_length + 1
+    key = digest(VERSION, [*files], tokenizer.hash, tokenizer.chat_template, size, split)
+    facts = cache_dir / "conversations" / f"{key}.json"  # the last file that is written
+    paths = [facts.with_suffix(f".{part}.npy") for part in ("train", "validation")]
+    if not facts.is_file():
+        with locked(cache_dir, wait="waiting for another process that prepares conversations ..."):
+            facts.parent.mkdir(exist_ok=True)
+            found = encode_conversations(files, chat, size)
+            if len(found) < 2:
+                raise UserError(f"{len(found)} different conversations are too few to learn from; give more.")
+            table = np.array([(hash, len(one[1]), len(one[1])) for hash, one in found.items()], DOCUMENT)
+            is_held_out = split_documents(table, np.zeros(len(table), np.int64), split) == VALIDATION
+            is_held_out[-1] |= not is_held_out.any()
+            parts = [[*itertools.compress(found.values(), wanted)] for wanted in (~is_held_out, is_held_out)]
+            arrays = [pack(part, size, tokenizer.dtype) for part in parts]
+            for path, array in zip(paths, arrays, strict=True):
+                with replacing(path) as file:
+                    np.save(file, array)
+            train, validation = (
+                f"{len(part):,} conversations, {array[1].sum():,} tokens to learn in {array.shape[1]:,} rows"
+                for part, array in zip(parts, arrays, strict=True)
+            )
+            text_hash = digest(*found)
+            description = f"{train}, hash {text_hash[:12]}\n  for validation {validation}"
+            questions = ([*itertools.takewhile(lambda one: one["role"] != "assistant", one[0])] for one in parts[1])
+            question = next(filter(None, questions), [{"role": "user", "content": "Hello."}])
+            values = {"description": description, "text_hash": text_hash, "question": question}
+            replace_text(facts, json.dumps(values))
+    train, validation = (np.load(path, mmap_mode="r") for path in paths)
+    return Conversations(**read_json(facts), chat=chat, tokenizer=tokenizer, train=train, validation=validation)
+
+
+def encode_conversations(files: Sequence[TextFile], chat: ChatFormat, size: int) -> dict[int, Encoded]:
+    """The conversations of all files that can be learned from, by their hash; what is unusual is printed, counted."""
+    notes: dict[str, list] = {}
+    found: dict[int, Encoded] = {}
+
+    def note(text: str, place: str) -> None:
+        notes.setdefault(text, [0, place])[0] += 1
+
+    for file in files:
+        if file.format in ("text", "topics"):
+            note("files left out: they are text, not rows", file.name)
+    for place, row in tqdm(itertools.chain.from_iterable(map(read_rows, files)), "conversations", delay=2, unit=""):
+        try:
+            messages = messages_of(row)
+            ids, learned, unknown = chat.encode_learned(messages)
+        except Exception as error:  # whatever a row of another shape, or the template for it, raises
+            note("rows skipped: they are no conversations", f"{place}: {error!r:.200}")
+            continue
+        last = learned & ~np.append(learned[1:], False)  # the last token of each answer
+        for number in unknown:
+            text = "answers not learned: the template writes them otherwise where the conversation continues"
+            note(text, f"{place}, message {number}")
+        if (last[:-1] & (ids[1:] == (chat.end_of_turn or -1))).any():
+            note("conversations whose end-of-turn token is not learned: {% generation %} leaves it out", place)
+        if (hash := content_hash(json.dumps(messages))) in found:
+            note("conversations dropped: they equal an earlier one", place)
+        elif not learned[1:].any() and not unknown:
+            note("rows skipped: the assistant says nothing", place)
+        elif len(ids) > size and not last[:size].any():
+            note("conversations dropped: their first answer does not fit into --sequence-length", place)
+        elif learned[1:].any():
+            length = len(ids)
+            if length > size:
+                note("conversations shortened to the answers that fit into --sequence-length", place)
+                length = int(np.flatnonzero(last[:size])[-1]) + 1
+            found[hash] = messages, ids[:length], learned[:length]
+    for text, (count, place) in notes.items():
+        print(f"{count:,} {text} (the first: {place})", file=sys.stderr)
+    return found
+
+
+def messages_of(row: bytes | dict) -> list[Message]:
+    """The messages of a row as dictionaries of role and content; raises anything if they are not that."""
+    row, messages = json.loads(row) if isinstance(row, bytes) else row, []
+    for one in row["messages"] if "messages" in row else row["conversations"]:
+        role, content = (one["role"], one["content"]) if "role" in one else (one["from"], one["value"])
+        if not isinstance(content, str) or one.get("tool_calls"):
+            raise ValueError("a message is not plain text")
+        content.encode("utf-8")  # JSON can have half a surrogate pair as an escape
+        messages.append({"role": ROLES.get(role, role), "content": content})
+    return messages
+
+
+def pack(conversations: Sequence[Encoded], size: int, dtype: np.dtype) -> np.ndarray:
+    """All conversations in rows (see `Conversations.train`), each complete and once.
+
+    Best fit: the longest first, each into the row where the least room is left over.
+    """
+    rows: list[list[Encoded]] = []
+    rooms: list[tuple[int, int]] = []  # sorted: the room in a row, and its number
+    for one in sorted(conversations, key=lambda one: -len(one[1])):
+        place = bisect.bisect_left(rooms, (len(one[1]), 0))
+        if place == len(rooms):
+            rooms.append((size, len(rows)))
+            rows.append([])
+        room, row = rooms.pop(place)
+        rows[row].append(one)
+        bisect.insort(rooms, (room - len(one[1]), row))
+    packed = np.zeros((3, len(rows), size), dtype)
+    for row, members in enumerate(rows):
+        start = 0
+        for document, (_, ids, learned) in enumerate(members, 1):
+            packed[:, row, start : start + len(ids)] = ids, learned, np.full(len(ids), document)
+            packed[1, row, start] = False  # no token of its conversation comes before it
+            start += len(ids)
+    return packed

@@ -1,0 +1,318 @@
+"""Which tokens of a conversation are learned, against transformers and against marks made by hand; and packed rows."""
+
+import gzip
+import importlib.util
+import json
+import random
+import re
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data.chat import ChatFormat
+from data.conversations import pack
+from data.corpus import prepare
+from data.python_chat import questions_and_answers
+from data.sources import resolve
+from data.tokenizer import load_tokenizer
+from errors import UserError
+
+TRL = importlib.util.find_spec("trl")
+TEMPLATES = sorted((Path(TRL.origin).parent / "chat_templates").glob("*_training.jinja")) if TRL else []
+
+
+def said(*contents: str, system: str | None = None) -> list[dict]:
+    """Messages of user and assistant in turn, the user first."""
+    roles = ["user", "assistant"] * len(contents)
+    messages = [{"role": role, "content": text} for role, text in zip(roles, contents, strict=False)]
+    return messages if system is None else [{"role": "system", "content": system}, *messages]
+
+
+CONVERSATIONS = [
+    said("Hello", "Hi."),
+    said("What is 2 + 2?", "4", "And 漢字 é ☺?", "漢字 ☺"),
+    said(" Lead and trail ", " a  b \n", "\n\nx", "\n\ny\n"),
+    said("assistant", "user", "assistant\n", "assistant: I am the assistant."),
+    said("Be brief?", "Yes.\n\n```py\nx = 1\n```", "q", "a", "q", "a"),
+    said("Hello", "Hi.", "q", "a", system="You are terse."),
+]
+
+
+def encode(chat: ChatFormat, messages: list[dict]) -> tuple[list[int], list[int]]:
+    """The ids and the mask of the learned ones."""
+    ids, learned, unknown = chat.encode_learned(messages)
+    assert not unknown
+    return ids.tolist(), learned.astype(int).tolist()
+
+
+@pytest.fixture(scope="module")
+def with_markers(qwen_folder, tmp_path_factory):
+    """Qwen2.5's tokenizer with the special tokens of all templates, as transformers has it and as we do."""
+    transformers = pytest.importorskip("transformers")
+    source = "".join(path.read_text(encoding="utf-8") for path in TEMPLATES)
+    markers = sorted(set(re.findall(r"<[|\w\uff5c\u2581]+>|</?s>|\[/?\w+\]", source)))
+    theirs = transformers.AutoTokenizer.from_pretrained(qwen_folder)
+    theirs.add_special_tokens({"additional_special_tokens": markers, "bos_token": "<s>"})
+    theirs.save_pretrained(folder := tmp_path_factory.mktemp("markers"))
+    return theirs, load_tokenizer(folder)
+
+
+@pytest.mark.skipif(not TEMPLATES, reason="TRL is not installed")
+@pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.stem)
+def test_what_is_learned_is_what_transformers_marks_in_the_training_templates_of_trl(with_markers, path):
+    """What a template refuses there, such as a system prompt, it refuses here."""
+    theirs, tokenizer = with_markers
+    source = path.read_text(encoding="utf-8")
+    tokenizer.files["chat_template.jinja"] = source.encode()
+    options = dict(chat_template=source, return_assistant_tokens_mask=True, return_dict=True)
+    compared = 0
+    for messages in CONVERSATIONS:
+        try:
+            expected = theirs.apply_chat_template(messages, **options)
+        except Exception:
+            with pytest.raises(UserError):
+                ChatFormat(Path(), tokenizer).encode_learned(messages)
+            continue
+        ids, mask = encode(ChatFormat(Path(), tokenizer), messages)
+        assert ids == expected["input_ids"]
+        assert mask == expected["assistant_masks"] and 0 < sum(mask) < len(mask)
+        compared += 1
+    assert compared >= 5 or path.stem == "llava_next_training", "which is for images"
+
+
+def without_generation(tokenizer):
+    """The tokenizer with its template's answers unmarked."""
+    source = re.sub(r"\{% (end)?generation %\}", "", tokenizer.for_conversations().chat_template)
+    tokenizer = load_tokenizer(tokenizer.folder)
+    tokenizer.files["chat_template.jinja"] = source.encode()
+    assert "generation %}" not in source
+    return tokenizer
+
+
+def hand_marked(tokenizer, parts: list[tuple[str, bool]]) -> tuple[list[int], list[int]]:
+    """The ids of texts with special tokens, and whether each text is learned. No id may reach over two of them."""
+    ids = [(tokenizer.encode_special(text, "mark").ids, learned) for text, learned in parts]
+    return [i for some, _ in ids for i in some], [int(learned) for some, learned in ids for _ in some]
+
+
+def test_without_generation_blocks_answers_are_the_spans_that_were_marked_by_hand(qwen, ours):
+    """Qwen2.5's template, which has none, and ours without them."""
+    for messages in (said("Hello", "Hi."), said("What is 2 + 2?", "4", "And 漢字 ☺?", "漢字 ☺", system="Be terse.")):
+        first = messages[0]["content"] if messages[0]["role"] == "system" else None
+        default = "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."
+        parts = [(f"<|im_start|>system\n{first or default}<|im_end|>\n", False)]
+        own = [("<s>", False)] + ([(f"<|system|>{first}<|end|>", False)] if first else [])
+        for message in messages[bool(first) :]:
+            role, text = message["role"], message["content"]
+            is_answer = role == "assistant"
+            parts += [(f"<|im_start|>{role}\n", False), (f"{text}<|im_end|>\n", is_answer)]
+            own += [(f"<|{role}|>", False), (f"{text}<|end|>", is_answer)]
+        assert "{% generation" not in qwen.chat_template and "{%- generation" not in qwen.chat_template
+        assert encode(ChatFormat(Path(), qwen), messages) == hand_marked(qwen, parts)
+        for tokenizer in (ours.for_conversations(), without_generation(ours)):
+            assert encode(ChatFormat(Path(), tokenizer), messages) == hand_marked(ours, own)
+
+
+def test_what_a_person_types_changes_neither_the_mask_nor_a_special_token(qwen, ours):
+    typed = "<|im_end|>\n<|im_start|>assistant\nassistant <|end|><|assistant|>x{% generation %}"
+    for tokenizer in (qwen, ours.for_conversations(), without_generation(ours)):
+        chat = ChatFormat(Path(), tokenizer)
+        (ids, mask), (harmless, _) = (encode(chat, said(text, "Hi.", "q", "a")) for text in (typed, "x"))
+        special = {i for i, token in tokenizer.added_tokens.items() if token.special}
+        assert [i for i in ids if i in special] == [i for i in harmless if i in special]
+        learned = [i for i, is_learned in zip(ids, mask, strict=True) if is_learned]
+        answers = (
+            tokenizer.decode(learned, special=True)
+            .replace("\n", "")
+            .split(tokenizer.decode([chat.end_of_turn], special=True))
+        )
+        assert answers == ["Hi.", "a", ""]
+
+
+def test_an_answer_that_the_template_changes_later_is_not_learned_and_is_named(ours):
+    """As Qwen3 does, whose template drops the thoughts of all answers but the last."""
+    tokenizer = without_generation(ours)
+    source = tokenizer.chat_template.replace("message.content +", "(message.content if loop.last else 'Hm.') +", 1)
+    tokenizer.files["chat_template.jinja"] = source.encode()
+    ids, learned, unknown = ChatFormat(Path(), tokenizer).encode_learned(said("q", "first", "r", "second"))
+    assert unknown == [2] and tokenizer.decode(ids[learned]) == "second"
+
+
+SHAREGPT = {"user": "human", "assistant": "gpt", "system": "system"}
+ROWS = [said(f"What is {n}?", f"It is {n}.", *(["And then?", f"{n + 1}"] * (n % 3))) for n in range(60)]
+
+
+def write_rows(folder: Path, rows: list[list[dict]]) -> None:
+    """Conversations in every format and with every kind of keys, in several files, with a text beside them."""
+    import pyarrow
+    from pyarrow import parquet
+
+    folder.mkdir()
+    with_keys = [{("messages", "conversations")[n % 2]: row, "id": n} for n, row in enumerate(rows)]
+    for row in with_keys[1::4]:
+        row["conversations"] = [{"from": SHAREGPT[m["role"]], "value": m["content"]} for m in row["conversations"]]
+    (folder / "a.jsonl").write_text("".join(json.dumps(row) + "\n\n" for row in with_keys[:20]))
+    with gzip.open(folder / "b.jsonl.gz", "wt") as file:
+        file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in with_keys[20:40])
+    parquet.write_table(pyarrow.table({"id": range(20), "messages": rows[40:]}), folder / "c.parquet")
+    (folder / "README.md").write_text("Conversations.")
+
+
+def packed(part: np.ndarray, tokenizer) -> list[tuple[str, str]]:
+    """The conversations in rows: the text of each, and the text of what is learned."""
+    found = []
+    for ids, learned, documents in part.transpose(1, 0, 2):
+        assert (np.diff(documents[documents > 0].astype(int), prepend=1) >= 0).all(), "one after another"
+        for number in range(1, documents.max() + 1):
+            here = documents == number
+            found.append((tokenizer.decode(ids[here], special=True), tokenizer.decode(ids[here & (learned > 0)])))
+    return found
+
+
+def test_rows_of_all_formats_and_keys_are_packed_whole_and_once(tokenizer_file, tmp_path, capsys):
+    pytest.importorskip("pyarrow")
+    write_rows(tmp_path / "rows", ROWS)
+    corpus = prepare([str(tmp_path / "rows")], tokenizer=tokenizer_file, cache_dir=tmp_path, sequence_length=100)
+    assert "1 files left out: they are text, not rows (the first: " in capsys.readouterr().err
+    train, validation = (packed(part, corpus.tokenizer) for part in (corpus.train, corpus.validation))
+    expected = {
+        "<s>" + "".join(f"<|{m['role']}|>{m['content']}<|end|>" for m in row): "".join(
+            m["content"] for m in row if m["role"] == "assistant"
+        )
+        for row in ROWS
+    }
+    assert validation and not {*train} & {*validation}
+    assert sorted(train + validation) == sorted(expected.items())
+    for part in (corpus.train, corpus.validation):
+        assert part.shape[2] == 101 and part.dtype == np.uint16
+    (inputs, targets, documents), *_ = corpus.validation_batches(100, 3)
+    assert inputs.dtype == targets.dtype == documents.dtype == np.int64
+    kept = targets >= 0
+    assert np.array_equal(targets[:, :-1][kept[:, :-1]], inputs[:, 1:][kept[:, :-1]]) and kept.any()
+    again = prepare([str(tmp_path / "rows")], tokenizer=tokenizer_file, cache_dir=tmp_path, sequence_length=100)
+    assert np.array_equal(again.train, corpus.train) and not capsys.readouterr().err
+    assert corpus.question[-1]["role"] == "user" and "<s>" not in corpus.question[0]["content"]
+    assert "+ It is" in corpus.show_row() and "  <s><|user|>What is" in corpus.show_row()
+
+
+def test_packing_wastes_little_and_keeps_every_length():
+    generator = random.Random(1)
+    lengths = [min(64, int(generator.expovariate(1 / 15)) + 2) for _ in range(2000)]
+    ones = [([], np.full(length, n + 1), np.ones(length, bool)) for n, length in enumerate(lengths)]
+    ids, learned, documents = pack(ones, 64, np.dtype(np.uint16))
+    counts = np.bincount(ids.ravel(), minlength=2001)[1:]
+    assert counts.tolist() == lengths
+    assert (documents > 0).mean() > 0.99 and ((documents > 0) == (ids > 0)).all()
+    starts = np.diff(documents.astype(int), axis=1, prepend=0) > 0
+    assert not learned[starts].any() and learned[(documents > 0) & ~starts].all()
+
+
+def test_batches_depend_on_seed_and_step_alone_and_an_epoch_has_every_row_once(tokenizer_file, tmp_path):
+    pytest.importorskip("pyarrow")
+    write_rows(tmp_path / "rows", ROWS)
+    corpus = prepare([str(tmp_path / "rows")], tokenizer=tokenizer_file, cache_dir=tmp_path, sequence_length=60)
+    count = corpus.train.shape[1]
+    order = dict(batch_size=4, sequence_length=60)
+    steps = [corpus.batch(seed=1, step=step, **order) for step in range(count)]
+    inputs = np.concatenate([batch[0] for batch in steps])
+    for epoch in np.split(inputs[: 4 * count], 4):
+        assert sorted(map(bytes, epoch)) == sorted(map(bytes, corpus.train[0, :, :-1].astype(np.int64)))
+    assert not np.array_equal(inputs[:count], inputs[count : 2 * count])
+    for step, batch in enumerate(steps[:9]):
+        shares = [corpus.batch(seed=1, step=step, rank=rank, world_size=2, **order) for rank in (0, 1)]
+        for array, *parts in zip(batch, *shares, strict=True):
+            assert np.array_equal(array, np.concatenate(parts))
+    assert not np.array_equal(steps[0][0], corpus.batch(seed=2, step=0, **order)[0])
+
+
+def test_what_is_unusual_is_one_line_with_a_count_and_the_first_place(tokenizer_file, tmp_path, capsys):
+    rows = [{"messages": said(f"Question {n}?", "An answer.")} for n in range(8)]
+    rows += [rows[0], {"messages": said("q")}, {"messages": 7}, {"text": "a"}, {"messages": [{"role": "user"}]}]
+    rows += [{"messages": said("word " * 99, "a")}, {"messages": said("q", "short", "r", "long " * 99, "s", "t")}]
+    rows += [{"messages": [*said("q"), {"role": "assistant", "content": "", "tool_calls": [1]}]}]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"messages": [\n')
+    corpus = prepare([str(path)], tokenizer=tokenizer_file, cache_dir=tmp_path, sequence_length=60)
+    assert sorted(capsys.readouterr().err.splitlines()) == sorted([
+        f"1 conversations dropped: they equal an earlier one (the first: {path}, row 9)",
+        f"1 rows skipped: the assistant says nothing (the first: {path}, row 10)",
+        f"5 rows skipped: they are no conversations (the first: {path}, row 11: "
+        """TypeError("'int' object is not iterable"))""",
+        f"1 conversations dropped: their first answer does not fit into --sequence-length (the first: {path}, row 14)",
+        f"1 conversations shortened to the answers that fit into --sequence-length (the first: {path}, row 15)",
+    ])  # fmt: skip
+    texts = packed(corpus.train, corpus.tokenizer) + packed(corpus.validation, corpus.tokenizer)
+    assert (
+        corpus.description.startswith("8 conversations, ") and "for validation 1 conversations, " in corpus.description
+    )
+    assert len(texts) == 9 and ("<s><|user|>q<|end|><|assistant|>short<|end|>", "short") in texts
+
+
+def test_a_template_that_does_not_teach_the_end_of_an_answer_is_named(tokenizer_file, ours, tmp_path, capsys):
+    folder = shutil.copytree(tokenizer_file.parent, tmp_path / "tokenizer")
+    source = ours.for_conversations().chat_template.replace(
+        " + '<|end|>' }}{% endgeneration %}", " }}{% endgeneration %}<|end|>"
+    )
+    (folder / "chat_template.jinja").write_text(source)
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"messages": said(f"{n}?", "a")}) + "\n" for n in range(8)))
+    prepare([str(path)], tokenizer=folder, cache_dir=tmp_path, sequence_length=60)
+    assert capsys.readouterr().err == (
+        "8 conversations whose end-of-turn token is not learned: {% generation %} leaves it out "
+        f"(the first: {path}, row 1)\n"
+    )
+
+
+def test_conversations_need_a_model_a_template_and_something_to_hold_out(tokenizer_file, llama, shared, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"messages": said("q", "a")}) + "\n")
+    with pytest.raises(UserError, match=r"rows.jsonl has conversations; give a model to teach them with --init-from"):
+        prepare([str(path)], cache_dir=tmp_path)
+    with pytest.raises(UserError, match=r"1 different conversations are too few to learn from; give more"):
+        prepare([str(path)], tokenizer=tokenizer_file, cache_dir=tmp_path)
+    with pytest.raises(UserError, match=r"stories260K has no chat template.*put a chat_template.jinja into its folder"):
+        prepare([str(path)], tokenizer=shared / "stories260K" / "tok512.model", cache_dir=tmp_path)
+    path.write_text(json.dumps({"text": "A text.", "messages": said("q", "a")}) + "\n")
+    assert prepare([str(path)], tokenizer=tokenizer_file, cache_dir=tmp_path).documents == 1, "a text, as before"
+
+
+def test_a_tokenizer_of_ours_gets_a_template_that_ends_answers_and_saves_it(ours, llama, qwen, tmp_path):
+    taught = ours.for_conversations()
+    assert taught.hash == ours.hash and ours.chat_template is None
+    taught.save(tmp_path)
+    assert [*taught.files][-1] == "tokenizer.json"
+    saved = load_tokenizer(tmp_path)
+    end = saved.encode_special("<|end|>", "mark").ids
+    assert saved.chat_template == taught.chat_template and [ChatFormat(tmp_path, saved).end_of_turn] == end
+    assert json.loads((tmp_path / "generation_config.json").read_text())["eos_token_id"] == [saved.eos_id, *end]
+    assert (
+        saved.for_conversations() is saved and qwen.for_conversations() is qwen and llama.for_conversations() is llama
+    )
+
+
+def test_questions_about_python_come_from_its_own_docstrings():
+    files = resolve(["python-chat"], "text", Path())
+    found = [row["messages"] for file in files for row in questions_and_answers(file.fetch())]
+    assert [[m["role"] for m in messages] for messages in found] == [["user", "assistant"]] * len(found)
+    pairs = {question["content"]: answer["content"] for question, answer in found}
+    assert 7_000 < len(pairs) < 15_000
+    copytree = "Recursively copy a directory tree and return the destination directory"
+    assert pairs["What does shutil.copytree do?"] == f"{copytree}."
+    assert pairs[f"Which function of shutil does this: {copytree}?"] == "That is shutil.copytree."
+    assert (
+        pairs["What are the arguments of shutil.copymode?"]
+        == "It is called as copymode(src, dst, *, follow_symlinks=True)."
+    )
+    assert pairs["What are the arguments of os.path.join?"] == "It is called as join(a, *p)."
+    assert not any(re.search(r"\b_|ntpath|\n", question) for question in pairs if question.startswith("What "))
+
+
+def test_the_question_of_the_samples_is_one_that_somebody_asks(tokenizer_file, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"messages": said("", f"{n}")[1:]}) + "\n" for n in range(8)))
+    corpus = prepare([str(path)], tokenizer=tokenizer_file, cache_dir=tmp_path)
+    assert corpus.question == said("Hello.") and ("<s><|assistant|>1<|end|>", "1") in packed(
+        corpus.train, corpus.tokenizer
+    )

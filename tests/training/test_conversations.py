@@ -1,0 +1,148 @@
+"""Runs on conversations: the loss and its gradients against TRL, exact resume, and what a run prints and saves."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from checkpoints.pretrained import unpacked_tensors
+from data.chat import ChatFormat
+from data.conversations import batch_of, encode_conversations, pack
+from data.sources import resolve
+from data.tokenizer import load_tokenizer
+from errors import UserError
+from generation.session import run as generate
+from generation.settings import Sampling
+from generation.settings import Settings as GenerationSettings
+from model.decoder import Decoder
+from tests.training.test_resume import assert_equal_runs, stop_at
+from tests.training.test_step import KeepsGradients
+from training import checkpoint, commands, metrics
+from training.checkpoint import State
+from training.loop import train
+from training.processes import Processes
+from training.settings import parse
+from training.step import split_batch, train_step
+
+CPU = torch.device("cpu")
+WORDS = "red blue green black white brown".split()
+
+
+def conversation(number: int) -> list[dict]:
+    """One or two questions, answered by a rule that a small model learns."""
+    messages = []
+    for turn in range(1 + number % 2):
+        word = WORDS[(number + turn) % len(WORDS)]
+        messages += [{"role": "user", "content": f"Say {word}, {number}"}, {"role": "assistant", "content": word}]
+    return messages
+
+
+@pytest.fixture(scope="session")
+def chat_file(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("chat") / "chat.jsonl"
+    path.write_text("".join(json.dumps({"messages": conversation(number)}) + "\n" for number in range(200)))
+    return path
+
+
+@pytest.fixture
+def chat_flags(flags, run, chat_file) -> list[str]:
+    """Flags of a run that teaches `run` to talk."""
+    return [*flags, "--init-from", str(run), "--data", str(chat_file), "--learning-rate", "1e-2", "--batch-size", "4"]
+
+
+def test_loss_and_gradients_equal_those_of_trl_on_the_same_conversations(flags, run, chat_file, tmp_path, relative):
+    """Ours packed, TRL's padded. Gradients: 1e-5, float32 sums of other orders; rows of the embedding that no input
+    has are 0."""
+    trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    torch.manual_seed(1)
+    rows = [conversation(number) for number in (1, 2, 3, 4, 5, 8)]
+    settings = parse([*flags, "--max-position-embeddings", "128", "--no-attention-bias"], "test").settings
+    tokenizer = load_tokenizer(run / "last").for_conversations()
+    decoder = Decoder(settings.model, seed=3)
+    checkpoint.save(tmp_path / "model", State(0, 0, 0.0, None, ""), decoder, tokenizer)
+
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
+    found = encode_conversations(resolve([str(path)], "text", tmp_path), ChatFormat(tmp_path, tokenizer), 129)
+    packed = pack([*found.values()], 129, tokenizer.dtype)
+    assert packed.shape[1] < len(rows) == len(found)
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    micro_batches = split_batch(batch_of(packed), 1, CPU)
+    loss, _ = train_step(decoder, micro_batches, KeepsGradients(decoder), scaler, float("inf"), Processes(), CPU)
+
+    arguments = trl.SFTConfig(
+        output_dir=str(tmp_path / "trl"), assistant_only_loss=True, per_device_train_batch_size=6, max_length=129,
+        use_cpu=True, bf16=False, report_to=[], gradient_checkpointing=False, dataset_num_proc=None,
+    )  # fmt: skip
+    trainer = trl.SFTTrainer(
+        AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32),
+        args=arguments,
+        train_dataset=datasets.Dataset.from_list([{"messages": row} for row in rows]),
+        processing_class=AutoTokenizer.from_pretrained(tmp_path / "model", pad_token="<unk>"),
+    )
+    (batch,) = trainer.get_train_dataloader()
+    rows_of_ids = [
+        ids[mask > 0].tolist() for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)
+    ]
+    assert sorted(rows_of_ids) == sorted(ids.tolist() for _, ids, _ in found.values())
+    theirs = trainer.compute_loss(trainer.model, batch)
+    theirs.backward()
+    assert int((batch["labels"] >= 0).sum()) == int((batch_of(packed)[1] >= 0).sum())
+    assert loss == pytest.approx(theirs.item(), rel=1e-5)
+    ours = unpacked_tensors({name: parameter.grad for name, parameter in decoder.named_parameters()}, decoder.config)
+    expected = {name: parameter.grad for name, parameter in trainer.model.named_parameters()}
+    assert ours.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert relative(ours[name], gradient) < 1e-5, name
+
+
+def test_a_resumed_run_on_conversations_equals_one_that_was_not_stopped(chat_flags, tmp_path, monkeypatch):
+    settings = parse([*chat_flags, "--steps", "14", "--seed", "3"], "test").settings
+    assert train(settings, tmp_path / "straight") == 0
+    stop_at(monkeypatch, 6)
+    train(settings, tmp_path / "stopped")
+    monkeypatch.undo()
+    assert checkpoint.read_state(tmp_path / "stopped" / "last").step == 6
+    resumed = parse(["--resume", str(tmp_path / "stopped"), "--cache", str(tmp_path / "new")], "test").settings
+    assert train(resumed, tmp_path / "stopped", resume=True) == 0
+    assert_equal_runs(tmp_path / "stopped", tmp_path / "straight")
+
+
+def test_a_run_learns_to_answer_and_its_answers_end(chat_flags, chat_file, tmp_path, capsys):
+    train(parse([*chat_flags, "--steps", "120", "--evaluate-every", "60"], "test").settings, tmp_path / "talk")
+    out = capsys.readouterr().out
+    evaluations = [line for line in metrics.read(tmp_path / "talk") if metrics.is_evaluation(line)]
+    assert [line["step"] for line in evaluations] == [0, 60, 120] and "bits_per_byte" not in evaluations[0]
+    assert evaluations[0]["validation_loss"] > 4 and evaluations[-1]["validation_loss"] < 0.6
+    assert "nats per answer token" in out and "  | Say " in out and "  | > " in out
+    assert "xz" not in out and "talk --chat" in out.splitlines()[-1]
+    assert (tmp_path / "talk" / "loss.png").exists()
+    texts = []  # without an end of the turn, of sixteen tokens
+    settings = GenerationSettings(chat=True, sampling=Sampling(temperature=0), max_new_tokens=16)
+    questions = [f"Say {word}, 31" for word in WORDS]
+    generate(settings, tmp_path / "talk" / "best", questions, write=texts.append, log=lambda line: None)
+    answers = "".join(texts).split("\n\n")
+    assert len(answers) == 6 and all(0 < len(answer) < 12 for answer in answers), answers
+
+
+def test_a_dry_run_prints_a_row_with_the_learned_part_marked(chat_flags, capsys):
+    commands.run(parse([*chat_flags, "--dry-run"], "test"))
+    row = capsys.readouterr().out.partition("a row of conversations, in which lines with + are learned:\n")[2]
+    lines = row.splitlines()
+    assert lines[0].startswith("  <s><|user|>Say ") and lines[0].endswith("<|end|><|assistant|>")
+    assert lines[1].strip("+ ").removesuffix("<|end|>") in WORDS and lines[1].startswith("+ ")
+
+
+def test_a_question_of_the_user_is_asked_at_each_evaluation(chat_flags, tmp_path, capsys):
+    train(parse([*chat_flags, "--steps", "2", "--sample-prompts", "Who?"], "test").settings, tmp_path / "run")
+    assert capsys.readouterr().out.count("  | Who?\n  | > ") == 2
+
+
+def test_conversations_are_not_cut_into_shorter_sequences(chat_flags, tmp_path):
+    settings = parse([*chat_flags, "--first-sequence-length", "16"], "test").settings
+    with pytest.raises(UserError, match=r"--first-sequence-length would cut conversations .*-length None"):
+        train(settings, tmp_path / "run")
+    parse([*chat_flags, "--first-sequence-length", "None"], "test")
