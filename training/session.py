@@ -16,7 +16,7 @@ from data.conversations import Conversations
 from data.corpus import Corpus, prepare
 from data.tokenizer import check_vocabulary
 from errors import UserError, reading
-from model.decoder import Decoder, center_residual_writers
+from model.decoder import Decoder, attend_to_previous_token, center_residual_writers
 from model.device import (
     choose_device,
     choose_kernels,
@@ -213,6 +213,8 @@ def initial_model(settings: Settings, dtype: torch.dtype, log: Callable[[str], N
         fields = {"r": run.lora, "lora_alpha": run.lora_alpha or 2 * run.lora, "base_model_name_or_path": run.init_from}
         return add_lora(model, fields, run.seed)
     model = Decoder(settings.model, seed=run.seed, compute_dtype=dtype)
+    if run.previous_token_head and settings.model.attention_bias:
+        attend_to_previous_token(model)
     if run.init_from is None or not load:
         return model
     new, dropped = pretrained.load_weights(model, run.init_from)

@@ -51,6 +51,9 @@ class RunSettings:
     init_from: Annotated[str | None, optional("RUN")] = None
     """Start from the weights of this run folder, checkpoint directory, or model on the Hugging Face Hub (org/name or
     org/name@revision), with a new optimizer; --norm may differ."""
+    previous_token_head: bool = False
+    """Begin with a head of the first layer that attends to the token before each: heads that copy need one. It takes
+    effect with --attention-bias and without --init-from."""
     center_weights: bool = True
     """With --init-from a LayerNorm run and --norm rms: center the weights that write to the residual stream over its
     channels. With the bias (--norm-bias, the default then) and an untied head, the model computes the same as before.

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from model.attention import attention_mask
 from model.cache import KeyValueCache
 from model.config import GATED, NORMS, PLACEMENTS, PLAIN
+from model.decoder import Decoder, attend_to_previous_token
 
 FLOAT32 = 2e-6
 
@@ -321,3 +322,21 @@ def test_more_tokens_than_the_context_or_the_cache_holds_are_an_error(make_decod
 def test_a_tied_head_is_the_embedding_matrix(make_decoder):
     assert "lm_head.weight" not in make_decoder().state_dict()
     assert "lm_head.weight" in make_decoder(tie_word_embeddings=False).state_dict()
+
+
+@pytest.mark.parametrize("shape", [{"head_dim": 64}, {"head_dim": 8, "num_key_value_heads": 1}])
+def test_a_head_can_begin_by_attending_to_the_token_before(make_decoder, shape):
+    decoder = Decoder(make_decoder(attention_bias=True, **shape).config, seed=1)
+    attend_to_previous_token(decoder)
+    attention, found = decoder.layers[0].self_attn, []
+
+    def weights(module, inputs, output):
+        q, k, _ = module.queries_keys_values(*inputs[:3])
+        k = k.repeat_interleave(module.heads // module.kv_heads, 1)
+        scores = q @ k.mT / q.shape[-1] ** 0.5
+        found.append(scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), float("-inf")).softmax(-1))
+
+    with attention.register_forward_hook(weights), torch.no_grad():
+        decoder(torch.arange(20)[None])
+    before = found[0].diagonal(-1, -2, -1)[0]  # (H, T - 1)
+    assert before[0].min() > 0.85 and before[1:].mean() < 0.5

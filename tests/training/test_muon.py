@@ -41,7 +41,7 @@ def polynomial_of_singular_values(matrix: torch.Tensor) -> torch.Tensor:
     return u @ s.diag() @ v
 
 
-@pytest.mark.parametrize("shape", [(3, 40, 40), (2, 24, 90), (1, 1, 7)])
+@pytest.mark.parametrize("shape", [(3, 40, 40), (2, 24, 90), (2, 90, 24), (1, 1, 7)])
 def test_orthogonalizing_applies_the_polynomial_to_the_singular_values(shape, relative):
     matrices = 0.2 + torch.randn(shape)
     expected = torch.stack([polynomial_of_singular_values(matrix) for matrix in matrices])
@@ -67,6 +67,7 @@ def test_steps_equal_the_definition_in_float64(settings, relative, bias):
     optimizer = build_optimizer(model, settings.optimizer, CPU)
     weights = {name: part.double() for name, part in unpacked(model, torch.Tensor.detach).items()}
     momenta = {name: torch.zeros_like(part) for name, part in weights.items()}
+    squares = {name: torch.zeros(len(part), 1) for name, part in weights.items()}
     for step in range(3):
         before = {name: part.clone() for name, part in weights.items()}
         lr = 0.01 / (step + 1)
@@ -76,7 +77,11 @@ def test_steps_equal_the_definition_in_float64(settings, relative, bias):
         for name, gradient in unpacked(model, lambda parameter: parameter.grad.double()).items():
             momenta[name] = 0.95 * momenta[name] + 0.05 * gradient
             update = polynomial_of_singular_values(0.05 * gradient + 0.95 * momenta[name])
-            weights[name] = (1 - lr * 0.3) * weights[name] - lr * 0.2 * math.sqrt(max(update.shape)) * update
+            squares[name] = 0.95 * squares[name] + 0.05 * update.square().mean(1, keepdim=True)
+            rows = update / squares[name].sqrt()
+            update = rows * update.norm() / rows.norm()
+            decay = torch.where(update.sign() == weights[name].sign(), 1 - lr * 0.3, 1.0)
+            weights[name] = decay * weights[name] - lr * 0.2 * math.sqrt(max(update.shape)) * update
         optimizer.step()
         for name, found in unpacked(model, torch.Tensor.detach).items():
             assert relative(found - before[name], weights[name] - before[name]) < 3e-4, name
@@ -123,7 +128,7 @@ def test_a_run_saves_one_moment_of_each_matrix_and_two_of_the_rest(flags, tmp_pa
     tensors = load_file(tmp_path / "run" / "last" / "training_state.safetensors")
     model = load_file(tmp_path / "run" / "last" / "model.safetensors")
     moments = {name.partition(".")[0] for name in tensors if ".layers.0.mlp.down_proj" in name}
-    assert moments == {"momentum_buffer"}
+    assert moments == {"momentum_buffer", "row_squares"}
     moments = {name.partition(".")[0] for name in tensors if name.endswith("norm.weight")}
     assert moments == {"exp_avg", "exp_avg_sq", "step"}
     size = sum(tensor.nbytes for name, tensor in tensors.items() if not name.startswith("step."))
