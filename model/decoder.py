@@ -192,10 +192,10 @@ def generator_for(seed: int, name: str) -> torch.Generator:
 def attend_to_previous_token(decoder: Decoder, gap: float = 4.0, pairs: int = 6) -> None:
     """Set biases of q and k so that the first head of the first layer attends to the token before each token.
 
-    Heads that copy what followed an earlier occurrence need one below them (Olsson et al. 2022, arXiv 2209.11895), which
-    a small model learns late or never. k's bias is a in the first of the two elements of some pairs, q's the same turned
-    back by a position: the score at distance n is a^2 sum cos((n - 1) theta_i) / sqrt(d), the largest at n = 1, and
-    there `gap` larger than at 0 and 2. The fastest pairs suffice: slower ones tell near positions apart less.
+    Heads that copy what followed an earlier occurrence need one below them (Olsson et al. 2022, arXiv 2209.11895),
+    which a small model learns late or never. k's bias is a in the first of the two elements of some pairs, q's the same
+    turned back by a position: the score at distance n is a^2 sum cos((n - 1) theta_i) / sqrt(d), the largest at n = 1,
+    and there `gap` larger than at 0 and 2. The fastest pairs suffice: slower ones tell near positions apart less.
     """
     attention = decoder.layers[0].self_attn
     cos, sin = decoder.rope.cos[1, :pairs], decoder.rope.sin[1, :pairs]
