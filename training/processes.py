@@ -92,22 +92,6 @@ def start_processes(device_name: str, timeout_minutes: int) -> tuple[Processes, 
     return Processes(rank, count, store), device_name
 
 
-@contextlib.contextmanager
-def explain_lost_process() -> Iterator[None]:
-    """Turn the failure of a collective, because another process ended or hangs, into one line that says how to resume.
-
-    Gloo raises a plain RuntimeError that names its source file.
-    """
-    try:
-        yield
-    except RuntimeError as error:
-        if not (isinstance(error, dist.DistError) or "gloo" in str(error)):
-            raise
-        raise UserError(
-            "another process of this run ended or does not answer; resume with --resume and the run's folder."
-        ) from error
-
-
 def finish_processes(processes: Processes) -> None:
     """Wait until every process is done, the main one with its last save, and leave the process group.
 
