@@ -56,7 +56,11 @@ def our_variants(device: torch.device) -> list[str]:
 def read_settings(name: str) -> Settings:
     """The settings in a file of configs/, without the command line's library, which would also check their types."""
     types = {field.name: field.type for field in fields(Settings)}
-    return Settings(**{table: types[table](**values) for table, values in read_toml(config_path(name)).items()})
+    tables = {
+        table: {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
+        for table, values in read_toml(config_path(name)).items()
+    }
+    return Settings(**{table: types[table](**values) for table, values in tables.items()})
 
 
 class Peer(nn.Module):
