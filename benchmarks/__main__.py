@@ -48,9 +48,8 @@ def main() -> int:
     training = [*sizes[:2], "--config", "small", "--shape", shape, "--minutes", arguments.minutes * TRAINING_SHARE]
     training += ["--norms", "rms", "--dtypes", "float32", "bfloat16", "--variants", PEER, "CPU functions"]
     results = {"decoding": run("decoding", *decoding), "training": run("training", *training)}
-    about = results["decoding"]["machine"]
-    name = re.sub(r"\W+", "-", f"cpu {about['processor']} {about['threads']} threads").lower()
-    path = arguments.out / f"{name}{'-quick' if arguments.quick else ''}.json"
+    name = "cpu {processor} {threads} threads".format(**results["decoding"]["machine"]) + " quick" * arguments.quick
+    path = arguments.out / (re.sub(r"\W+", "-", name).lower() + ".json")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(results) + "\n", encoding="utf-8")
     print(f"\nwritten: {path}")

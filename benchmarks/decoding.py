@@ -20,11 +20,10 @@ from pathlib import Path
 import torch
 
 from benchmarks import timing
-from benchmarks.programs import COMPILED, DTYPES, PROGRAMS, SHAPES, Case, is_possible, our_decoder
+from benchmarks.programs import COMPILED, DTYPES, PROGRAMS, SHAPES, USUAL, Case, is_possible, our_decoder
 from benchmarks.timing import Block, copy_rate, read_rate
 from errors import exit_on_user_error
 from model.device import choose_device, device_name, processor
-from model.linear import Linear
 
 
 @functools.cache
@@ -65,10 +64,9 @@ def bytes_read(case: Case) -> int:
     """Bytes of weights, and of keys and values halfway through the steps, that a step of ours reads."""
     config = case.config
     decoder = our_decoder(case._replace(device="meta"))
-    weights = sum(parameter.nbytes for parameter in decoder.parameters())
-    for module in decoder.modules():
-        if isinstance(module, Linear) and module.int8 is not None:
-            weights += sum(tensor.nbytes for tensor in module.int8) - module.weight.nbytes
+    quantized = [module for module in decoder.modules() if getattr(module, "int8", None) is not None]
+    weights = sum(p.nbytes for p in decoder.parameters()) - sum(module.weight.nbytes for module in quantized)
+    weights += sum(tensor.nbytes for module in quantized for tensor in module.int8)
     heads = config.num_hidden_layers * config.num_key_value_heads * config.resolved_head_dim
     width = 2 if case.dtype == "bfloat16" and case.device != "cpu" else 4
     return weights + 2 * case.sequences * heads * (case.prompt + case.tokens // 2) * width
@@ -85,8 +83,7 @@ def main() -> int:
     parser.add_argument("--turns", type=int, default=7, help="turns of each program (default: %(default)s)")
     parser.add_argument("--minutes", type=float, default=math.inf, help="after that no fourth turn begins")
     parser.add_argument("--tokens", type=int, default=128, help="tokens of a sequence in a turn (default: %(default)s)")
-    usual = [name for name in PROGRAMS if name != COMPILED]  # which compiles for minutes on a CPU
-    parser.add_argument("--programs", nargs="+", choices=PROGRAMS, default=usual, help=f"default: all but {COMPILED}")
+    parser.add_argument("--programs", nargs="+", choices=PROGRAMS, default=USUAL, help=f"default: all but {COMPILED}")
     parser.add_argument("--llama2c", type=Path, metavar="PATH", help="llama2.c's program, built with `make runomp`")
     arguments = parser.parse_args()
     device = choose_device(arguments.device)

@@ -33,10 +33,8 @@ SHAPES = {
     "135m": ModelConfig(32000, 768, 2048, 16, 12, 12, max_position_embeddings=256),
     "1b": ModelConfig(128256, 2048, 8192, 16, 32, 8, max_position_embeddings=256),  # Llama-3.2-1B
 }
-PROMPT = 0  # a token
 OURS, DECODER, PEER, LLAMA2C, LLAMA_CPP = "ours", "plain decoder", "transformers", "llama2.c", "llama.cpp"
 COMPILED = f"{PEER} compiled"
-MAX_INT8 = 16  # `generation.generate.MAX_CPU_SEQUENCES`: importing that needs more packages
 DTYPES = {"float32": "float32", "bfloat16": "bfloat16", "int8": "q8_0"}  # and what llama.cpp's file has
 
 
@@ -103,7 +101,7 @@ def decode_ours(case: Case) -> Callable[[], float]:
     from generation.generate import generate
     from generation.settings import Sampling
 
-    decoder, prompts = our_decoder(case), [[PROMPT] * case.prompt] * case.sequences
+    decoder, prompts = our_decoder(case), [[0] * case.prompt] * case.sequences
 
     def run() -> float:
         clock = Clock()
@@ -124,7 +122,7 @@ def decode_in_steps(case: Case, fused: bool = False) -> Callable[[], float]:
     @torch.inference_mode()
     def run() -> float:
         clock, cache.length = Clock(), 0
-        logits = decoder(torch.full((case.sequences, case.prompt), PROMPT, device=device), cache=cache, last_only=True)
+        logits = decoder(torch.full((case.sequences, case.prompt), 0, device=device), cache=cache, last_only=True)
         for _ in range(case.tokens - 1):
             tokens = logits.argmax(-1)
             clock.put(tokens.tolist())
@@ -141,7 +139,7 @@ def decode_transformers(case: Case, compiled: bool = False) -> Callable[[], floa
     """transformers' `generate`: eager with its usual cache, or compiled with a static one."""
     with torch.device(case.device):
         model = transformers_model(case.config).to(getattr(torch, case.dtype)).eval()
-        tokens = torch.full((case.sequences, case.prompt), PROMPT)
+        tokens = torch.full((case.sequences, case.prompt), 0)
     options = {"max_new_tokens": case.tokens, "min_new_tokens": case.tokens, "do_sample": False, "pad_token_id": 0}
     if compiled:
         options["cache_implementation"] = "static"  # on a GPU, generate itself then compiles into CUDA graphs
@@ -220,13 +218,14 @@ PROGRAMS: dict[str, Callable[[Case], Callable[[], float]]] = {
     DECODER: decode_in_steps,
     OURS: decode_ours,
 }
+USUAL = [name for name in PROGRAMS if name != COMPILED]  # which compiles for minutes on a CPU
 
 
 def is_possible(case: Case) -> bool:
-    """Whether a program is here and has a setting: llama2.c decodes one sequence in float32, few decode in int8."""
+    """Whether a program is here and has a setting: llama2.c decodes one sequence in float32, ours up to 16 in int8."""
     if case.program == LLAMA2C:
         return case.path is not None and (case.prompt, case.sequences, case.dtype) == (1, 1, "float32")
     if case.program == LLAMA_CPP:
         installed = all(map(importlib.util.find_spec, ("xllamacpp", "gguf"))) and case.device == "cpu"
         return installed and (case.dtype != "int8" or case.config.intermediate_size % 32 == 0)  # blocks of q8_0
-    return case.dtype != "int8" or (case.program == OURS and case.device == "cpu" and case.sequences <= MAX_INT8)
+    return case.dtype != "int8" or (case.program == OURS and case.device == "cpu" and case.sequences <= 16)

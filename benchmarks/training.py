@@ -55,12 +55,11 @@ def our_variants(device: torch.device) -> list[str]:
 
 def read_settings(name: str) -> Settings:
     """The settings in a file of configs/, without the command line's library, which would also check their types."""
-    types = {field.name: field.type for field in fields(Settings)}
-    tables = {
-        table: {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
-        for table, values in read_toml(config_path(name)).items()
-    }
-    return Settings(**{table: types[table](**values) for table, values in tables.items()})
+    tables = read_toml(config_path(name))
+    for field in (field for field in fields(Settings) if field.name in tables):
+        values = {k: tuple(value) if isinstance(value, list) else value for k, value in tables[field.name].items()}
+        tables[field.name] = field.type(**values)
+    return Settings(**tables)
 
 
 class Peer(nn.Module):

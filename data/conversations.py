@@ -193,15 +193,15 @@ def pack(conversations: Sequence[Encoded], size: int, dtype: np.dtype) -> np.nda
     Best fit: the longest first, each into the row where the least room is left over.
     """
     rows: list[list[Encoded]] = []
-    rooms: list[tuple[int, int]] = []  # sorted: the room in a row, and its number
+    free: list[tuple[int, int]] = []  # sorted: the room in a row, and its number
     for one in sorted(conversations, key=lambda one: -len(one[1])):
-        place = bisect.bisect_left(rooms, (len(one[1]), 0))
-        if place == len(rooms):
-            rooms.append((size, len(rows)))
+        place = bisect.bisect_left(free, (len(one[1]), 0))
+        if place == len(free):
+            free.append((size, len(rows)))
             rows.append([])
-        room, row = rooms.pop(place)
+        room, row = free.pop(place)
         rows[row].append(one)
-        bisect.insort(rooms, (room - len(one[1]), row))
+        bisect.insort(free, (room - len(one[1]), row))
     packed = np.zeros((3, len(rows), size), dtype)
     for row, members in enumerate(rows):
         start = 0
