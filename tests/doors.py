@@ -28,7 +28,7 @@ class Doors:
 
     def __call__(self, frame, event: str, argument: object) -> None:
         path = frame.f_code.co_filename
-        if event not in ("call", "return") or not path.startswith(str(ROOT)) or path.startswith(str(ROOT / "tests")):
+        if event not in ("call", "return") or not path.startswith(f"{ROOT}/") or path.startswith(str(ROOT / "tests")):
             return
         values = [argument] if event == "return" else list(frame.f_locals.values())
         name = str(Path(path).relative_to(ROOT))
