@@ -11,9 +11,6 @@ the upstream gradient first: where they are needed, the reference runs, with the
 The host never waits for a result.
 """
 
-import sys
-from functools import cache
-
 import torch
 import triton
 import triton.language as tl
@@ -154,38 +151,11 @@ def run_chunks(
 
 
 def multiply(a: Tensor, b: Tensor, total: Tensor, *, add: bool) -> None:
-    """Write a @ b to total, or add it, in float32 for a and b of any dtype."""
-    if a.dtype == torch.float32 or not has_float32_products(a.device, a.dtype):
+    """Write a @ b to total, or add it, in float32 for a and b of any dtype: only CUDA multiplies 16 bits into 32."""
+    if a.dtype == torch.float32 or a.device.type == "cpu" or torch.version.hip:
         torch.addmm(total, a.float(), b.float(), beta=int(add), out=total)
     else:
         torch.addmm(total, a, b, out_dtype=torch.float32, beta=int(add), out=total)
-
-
-@cache
-def has_float32_products(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether torch multiplies matrices of a 16-bit dtype into a float32 one: tried once, since only CUDA can.
-
-    A GPU that cannot is reported on stderr, because the float32 product in its place is several times slower.
-    """
-    a, total = torch.ones(16, 16, device=device, dtype=dtype), torch.ones(16, 16, device=device)
-    try:
-        torch.addmm(total, a, a, out_dtype=torch.float32, beta=1, out=total)
-    except (NotImplementedError, RuntimeError, TypeError) as error:
-        if device.type != "cpu":
-            reason = str(error).partition("\n")[0]
-            print(f"the gradients of the loss use slow float32 products: {reason}", file=sys.stderr)
-        return False
-    return True
-
-
-def loss_forward_fake(x, weight, targets, ignore_index):
-    return x.new_empty(x.shape[0], dtype=torch.float32)
-
-
-@register_op("loss_forward(Tensor x, Tensor weight, Tensor targets, int ignore_index) -> Tensor", loss_forward_fake)
-def loss_forward(x, weight, targets, ignore_index):
-    """Losses (N,)."""
-    return run_chunks(x, weight, targets, None, ignore_index, False, False)[0]
 
 
 def loss_gradients_fake(x, weight, targets, token_weights, ignore_index, needs_dx, needs_dweight):
@@ -194,7 +164,7 @@ def loss_gradients_fake(x, weight, targets, token_weights, ignore_index, needs_d
 
 
 @register_op(
-    "loss_gradients(Tensor x, Tensor weight, Tensor targets, Tensor token_weights, int ignore_index, bool needs_dx,"
+    "loss_gradients(Tensor x, Tensor weight, Tensor targets, Tensor? token_weights, int ignore_index, bool needs_dx,"
     " bool needs_dweight) -> (Tensor loss, Tensor dx, Tensor dweight, Tensor scale)",
     loss_gradients_fake,
 )
@@ -203,8 +173,10 @@ def loss_gradients(x, weight, targets, token_weights, ignore_index, needs_dx, ne
 
     The weights are divided by the largest of them, and the caller multiplies the gradients by it (see `rescale`):
     1/N times a small probability would vanish in float16, and where all weights are equal, -1 of -onehot needs no
-    rounding, whereas -1/N would be rounded in the same direction for all tokens.
+    rounding, whereas -1/N would be rounded in the same direction for all tokens. Without weights: the losses alone.
     """
+    if token_weights is None:
+        return *run_chunks(x, weight, targets, None, ignore_index, False, False), x.new_ones((), dtype=torch.float32)
     token_weights = token_weights.float().masked_fill(targets == ignore_index, 0.0)
     scale = largest_magnitude(token_weights)
     loss, dx, dweight = run_chunks(x, weight, targets, token_weights / scale, ignore_index, needs_dx, needs_dweight)
@@ -250,7 +222,7 @@ def linear_cross_entropy(
     """
     needs = [torch.is_grad_enabled() and tensor.requires_grad for tensor in (x, weight)]
     if not any(needs):
-        losses = loss_forward(x, weight.to(x.dtype), targets, ignore_index)
+        losses, *_ = loss_gradients(x, weight.to(x.dtype), targets, None, ignore_index, False, False)
         return losses if token_weights is None else (losses * token_weights.detach().float()).sum()
     if token_weights is None:
         return reference.linear_cross_entropy(x, weight, targets, ignore_index)
