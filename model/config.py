@@ -156,9 +156,7 @@ def check(config: ModelConfig) -> None:
     sizes += ("num_key_value_heads", "head_dim", "max_position_embeddings", "norm_groups")
     for name in sizes:
         value = getattr(config, name)
-        if name == "head_dim" and value is None:
-            continue
-        if type(value) is not int or value < 1:
+        if (name, value) != ("head_dim", None) and (type(value) is not int or value < 1):
             raise UserError(f"{name} is {value!r} and must be an integer of at least 1.")
     for name in ("rope_theta", "norm_eps", "initializer_range"):
         value = getattr(config, name)
@@ -173,10 +171,7 @@ def check(config: ModelConfig) -> None:
     if config.head_dim is None and config.hidden_size % heads:
         raise UserError(f"hidden_size {config.hidden_size} is no multiple of {heads} heads; set head_dim.")
     if config.resolved_head_dim % 2:
-        raise UserError(
-            f"heads are {config.resolved_head_dim} wide, but rotary positions rotate pairs of elements; "
-            f"choose hidden_size, num_attention_heads or head_dim so that the width is even."
-        )
+        raise UserError(f"heads are {config.resolved_head_dim} wide; rotary positions need an even head_dim.")
     for name, allowed in {"norm": [*NORMS], "norm_placement": [*PLACEMENTS], "mlp": [*GATED, *PLAIN]}.items():
         value = getattr(config, name)
         if value not in allowed:  # allowed is a list: a value from a file may be unhashable

@@ -49,7 +49,7 @@ for tokens in (100, 1, 2, 3, 7, 8, 15, 16, 17, 31, 32, 33, 48, 63, 64, 65, 128, 
 print(json.dumps(compiled))
 """
     first, *others = run_compiled(script)
-    assert len(first) == 10 and all(found == first for found in others)
+    assert len(first) == 8 and all(found == first for found in others)
 
 
 def test_rows_are_read_16_bytes_at_a_time_even_if_only_8_and_not_16_divides_their_length():
@@ -66,7 +66,7 @@ swiglu.swiglu_backward(swiglu.swiglu_forward(gate_up), gate_up)
 print(json.dumps({kernel.name: kernel.asm["ptx"] for kernel in compiled_kernels()}))
 """
     code = run_compiled(script)
-    assert len(code) == 5
+    assert len(code) == 4
     for name, ptx in code.items():
         loads = re.findall(r"ld\.global(?:\.[a-zA-Z]\w*(?:::\w+)?)*?(?:\.v(\d))?\.[bfsu](\d+)", ptx)
         widths = {int(vector or 1) * int(bits) // 8 for vector, bits in loads}
