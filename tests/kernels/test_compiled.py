@@ -52,28 +52,6 @@ print(json.dumps(compiled))
     assert len(first) == 8 and all(found == first for found in others)
 
 
-def test_rows_are_read_16_bytes_at_a_time_even_if_only_8_and_not_16_divides_their_length():
-    script = """
-import json, torch
-from fake_driver import compiled_kernels, pretend
-from kernels import norm, swiglu
-
-pretend("sm_90")
-x, weight, gate_up = torch.empty(40, 4104).bfloat16(), torch.empty(4104), torch.empty(40, 2 * 2824).bfloat16()
-norm.norm_forward(x, x, weight, None, True, 1e-5)
-norm.norm_backward(x, x, x, weight, torch.empty(2, 40), True, True, False)
-swiglu.swiglu_backward(swiglu.swiglu_forward(gate_up), gate_up)
-print(json.dumps({kernel.name: kernel.asm["ptx"] for kernel in compiled_kernels()}))
-"""
-    code = run_compiled(script)
-    assert len(code) == 4
-    for name, ptx in code.items():
-        loads = re.findall(r"ld\.global(?:\.[a-zA-Z]\w*(?:::\w+)?)*?(?:\.v(\d))?\.[bfsu](\d+)", ptx)
-        widths = {int(vector or 1) * int(bits) // 8 for vector, bits in loads}
-        widths |= {int(size, 16) for size in re.findall(r"cp\.async\.c[ag].*?\], (0x\w+)", ptx)}
-        assert 16 in widths and min(widths) >= 4, (name, widths)
-
-
 def test_each_thread_replaces_the_logits_that_it_has_read_itself():
     """So that no barrier is needed between reading and replacing: all accesses to logits have one layout of threads."""
     script = """

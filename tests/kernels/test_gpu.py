@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-import kernels
 from kernels import gpu, reference
 from model.cache import KeyValueCache
 from model.config import ModelConfig
@@ -283,8 +282,3 @@ def test_a_decoding_step_in_bfloat16_gives_a_sequence_the_same_bits_in_a_batch_o
         found[batch] = step.hidden.clone(), step.qkv.clone()
     for hidden, qkv in found.values():  # what the last layer's launches write, before cuBLAS's head
         assert torch.equal(hidden, found[8][0][: len(hidden)]) and torch.equal(qkv, found[8][1][: len(qkv)])
-
-
-def test_auto_chooses_triton_on_a_gpu():
-    kernels.use("auto", GPU)
-    assert kernels.describe(GPU) == "Triton"
