@@ -136,8 +136,6 @@ def swiglu_mlp(x: Tensor, gate_up_weight: Tensor, down_weight: Tensor) -> Tensor
     return implementation(x.device).swiglu_mlp(x, gate_up_weight, down_weight)
 
 
-def linear_cross_entropy(
-    x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int = -100, token_weights: Tensor | None = None
-) -> Tensor:
+def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, token_weights: Tensor | None = None) -> Tensor:
     """The loss of each token from the head's input x, or their weighted sum; see `reference.linear_cross_entropy`."""
-    return implementation(x.device).linear_cross_entropy(x, weight, targets, ignore_index, token_weights)
+    return implementation(x.device).linear_cross_entropy(x, weight, targets, token_weights)

@@ -95,7 +95,7 @@ def test_without_a_counted_token_losses_and_gradients_are_0(draw):
     targets = torch.full((9,), -100)
     assert not run(x, weight, targets, draw(9))[0].any()
     logits, loss = torch.full((9, 304), float("nan")), torch.full((9,), float("nan"))
-    cross_entropy.cross_entropy(logits[:, :V], targets, torch.ones(9), loss, -100)
+    cross_entropy.cross_entropy(logits[:, :V], targets, torch.ones(9), loss)
     assert not logits.any() and not loss.any()
     _, dx, dweight = run(x[:0], weight, targets[:0], draw(0))
     assert dx.shape == (0, D) and dweight.shape == (V, D) and not dweight.any()
@@ -147,12 +147,12 @@ def loss_and_gradient(logits, targets, weights=None):
     view.copy_(logits)
     loss = torch.full((len(logits),), float("nan"))
     weights = torch.ones(len(logits)) if weights is None else weights
-    cross_entropy.cross_entropy(view, targets, weights, loss, -100)
+    cross_entropy.cross_entropy(view, targets, weights, loss)
     assert not buffer[loss.isfinite(), logits.shape[1] :].any()  # some products read the padding: 0 times NaN is NaN
     alone = torch.full_like(loss, float("nan"))
     buffer[:, logits.shape[1] :], copy = float("-inf"), view.clone()
     view.copy_(logits)
-    cross_entropy.cross_entropy(view, targets, None, alone, -100)
+    cross_entropy.cross_entropy(view, targets, None, alone)
     assert torch.equal(view.view(torch.int32), logits.view(torch.int32)) and torch.equal(alone.isnan(), loss.isnan())
     assert torch.equal(alone.nan_to_num(), loss.nan_to_num())
     return loss, copy

@@ -36,9 +36,9 @@ def operators():
         "rotary_forward with head norms": (ops.rotary_forward, (qkv, cos, sin, 2, 1, weight, bias, 1e-5)),
         "rotary_backward": (ops.rotary_backward, (*heads, None, cos, sin, None, None, 1e-5)),
         "rotary_backward with head norms": (ops.rotary_backward, (*heads, qkv, cos, sin, weight, bias, 1e-5)),
-        "loss_gradients without weights": (ops.loss_gradients, (x, head, targets, None, -100, False, False)),
-        "loss_gradients": (ops.loss_gradients, (x, head, targets, torch.randn(6), -100, True, True)),
-        "loss_gradients of x": (ops.loss_gradients, (x, head, targets, torch.randn(6), -100, True, False)),
+        "loss_gradients without weights": (ops.loss_gradients, (x, head, targets, None, False, False)),
+        "loss_gradients": (ops.loss_gradients, (x, head, targets, torch.randn(6), True, True)),
+        "loss_gradients of x": (ops.loss_gradients, (x, head, targets, torch.randn(6), True, False)),
     }
 
 
