@@ -49,7 +49,7 @@ for tokens in (100, 1, 2, 3, 7, 8, 15, 16, 17, 31, 32, 33, 48, 63, 64, 65, 128, 
 print(json.dumps(compiled))
 """
     first, *others = run_compiled(script)
-    assert len(first) == 8 and all(found == first for found in others)
+    assert len(first) == 9 and all(found == first for found in others)
 
 
 def test_each_thread_replaces_the_logits_that_it_has_read_itself():
