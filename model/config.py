@@ -180,4 +180,4 @@ def check(config: ModelConfig) -> None:
         raise UserError(f"hidden_size {config.hidden_size} is not a multiple of norm_groups {config.norm_groups}.")
     if config.mlp in PLAIN and config.intermediate_size % 2:
         raise UserError(f"intermediate_size {config.intermediate_size} must be even for --mlp {config.mlp}.")
-    check_rope_scaling(config.rope_scaling, config.rope_theta)
+    check_rope_scaling(config.rope_scaling)
