@@ -1,9 +1,11 @@
 """What a trained LayerNorm model loses when it becomes an RMSNorm model, as a folder for `python ablate.py --report`.
 
 With bias and centered weights nothing is lost, unless the embedding is tied to the head. The control keeps LayerNorm.
+With --branches, models are converted before their training ends, and trained on like the one that they were.
 """
 
 import dataclasses
+import itertools
 import tempfile
 from pathlib import Path
 
@@ -15,11 +17,13 @@ from ablation.plan import Plan, Run, base_settings, replace_settings, run_settin
 from ablation.records import Row, append, read_rows
 from ablation.run import measure
 from errors import exit_on_user_error, locked
-from training.loop import save
+from training.checkpoint import load_moments
+from training.loop import save, train_steps
 from training.session import no_log, set_up
 
 LR_MULTIPLIER = 0.25  # of converted models that are trained: the learning rate of their run has already decayed
 SEED_OFFSET = 5000  # so that the batches differ from those of the run
+QUARTERS = (1, 2, 3)  # of the steps, after which branches begin
 
 
 def make_plan(config: str, steps: int | None, learning_rate: float | None, **seeds: int) -> Plan:
@@ -57,6 +61,35 @@ def convert_seed(plan: Plan, seed: int, device: str, folder: Path) -> list[Row]:
     return rows
 
 
+def make_branch_plan(config: str, steps: int | None, learning_rate: float | None, **seeds: int) -> Plan:
+    """A comparison of LayerNorm with models that were converted, exactly but for a bias, after a part of the steps."""
+    settings = base_settings(config).optimizer
+    rate, arms = learning_rate or settings.learning_rate, {"layer": {"norm": "layer"}}
+    kinds = {"layer without bias": ("layer", False), "rms with bias": ("rms", True), "rms": ("rms", False)}
+    for quarter, (kind, (norm, bias)) in itertools.product(QUARTERS, kinds.items()):
+        begin = {"init_from": f"quarter {quarter}", "center_weights": norm == "rms"}
+        arms[f"{kind} from {quarter}/4"] = {"norm": norm, "norm_bias": bias} | begin
+    return Plan("branches", arms, config=config, steps=steps, rerun_seeds=0, learning_rates=(rate,), **seeds)
+
+
+def branch_seed(plan: Plan, seed: int, device: str, folder: Path) -> list[Row]:
+    """Train one LayerNorm model and all branches of it, on the batches and at the learning rates that it has."""
+    rows = []
+    for arm in plan.compared.values():
+        run, begin = Run(arm.name, "final", seed, plan.fixed_rate(arm)), arm.settings.get("init_from")
+        changes = {"device": device} | ({"init_from": str(folder / begin / "last")} if begin else {})
+        session = set_up(replace_settings(run_settings(plan, run), changes), folder, resume=False, log=no_log)
+        for quarter in () if begin else QUARTERS:
+            next(result for result in train_steps(session) if result.step == quarter * session.steps // 4)
+            session.run_dir = folder / f"quarter {quarter}"
+            save(session)
+        if begin:
+            before = load_moments(folder / begin / "last", session.model, session.optimizer)
+            session.state = dataclasses.replace(before, seconds=0.0)
+        rows.append(measure(session, run, "", 1))
+    return rows
+
+
 def main(
     out: Path,
     config: str = "ablation",
@@ -65,15 +98,17 @@ def main(
     seeds: int = 5,
     first_seed: int = 1,
     device: str = "auto",
+    branches: bool = False,
 ) -> None:
     """Train LayerNorm models and convert each in several ways; at least five can show that a conversion is free."""
-    plan, file = make_plan(config, steps, learning_rate, seeds=seeds, first_seed=first_seed), out / "runs.jsonl"
+    make, run_seed = (make_branch_plan, branch_seed) if branches else (make_plan, convert_seed)
+    plan, file = make(config, steps, learning_rate, seeds=seeds, first_seed=first_seed), out / "runs.jsonl"
     with locked(out):
         save_plan(plan, out / "plan.toml")
         done = {row["seed"] for row in read_rows(file)}
         for seed in tqdm(sorted({*plan.phase_seeds["final"]} - done), unit="model"):
             with tempfile.TemporaryDirectory() as folder:
-                append(file, *map(dataclasses.asdict, convert_seed(plan, seed, device, Path(folder))))
+                append(file, *map(dataclasses.asdict, run_seed(plan, seed, device, Path(folder))))
         found = study.load(out)
         written = report.write(found, out)
     print(*report.headline(found), f"report: {written[0]}", sep="\n")

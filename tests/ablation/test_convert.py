@@ -1,5 +1,7 @@
 """LayerNorm models that become RMSNorm models: what starts from what, what is trained, and what is lost."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -50,3 +52,17 @@ def test_a_conversion_starts_from_the_weights_of_its_model(converted):
         assert bool(moved) == ("trained" in run.arm)
         if "norms trained" in run.arm:
             assert all("norm" in name for name in moved)
+
+
+def test_a_branch_goes_on_exactly_where_its_model_was(config, tmp_path):
+    untied = tmp_path / "untied.toml"
+    untied.write_text(config.read_text().replace("[data]", "tie_word_embeddings = false\n[data]"))
+    plan = convert.make_branch_plan(str(untied), None, 2e-2, seeds=2)
+    assert len(plan.compared) == 1 + 3 * 3
+    arms = {name: plan.arms[name] for name in ("layer", "rms with bias from 2/4", "rms from 2/4")}
+    arms["layer from 2/4"] = {"norm": "layer", "init_from": "quarter 2"}
+    rows = convert.branch_seed(dataclasses.replace(plan, arms=arms), 1, "cpu", tmp_path)
+    trunk, with_bias, without, same = (row.loss for row in rows)
+    assert same == trunk and with_bias != trunk and abs(with_bias - trunk) < abs(without - trunk) < 0.5
+    assert len({row.batches_hash for row in rows}) == len({row.tokens for row in rows}) == 1
+    assert rows[0].curve[-1][0] == rows[1].curve[-1][0] and rows[1].curve[0][0] == 7
