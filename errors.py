@@ -5,6 +5,7 @@ becomes one line and exit status 2. `--traceback` on any command line shows wher
 """
 
 import contextlib
+import functools
 import json
 import os
 import sys
@@ -36,10 +37,9 @@ def reading(path: Path | str, fix: str = "download or save it again") -> Iterato
         yield
     except (UserError, MemoryError):
         raise
-    except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror or error}); {fix}.") from error
     except Exception as error:
-        reason = f"no {error}" if isinstance(error, KeyError) else str(error) or type(error).__name__
+        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        reason = f"no {reason}" if isinstance(error, KeyError) else reason
         raise UserError(f"{path} cannot be read ({reason}); {fix}.") from error
 
 
@@ -117,12 +117,17 @@ def locked(folder: Path, *, wait: str | None = None) -> Iterator[None]:
             ) from None
         print(wait, file=sys.stderr, flush=True)
         lock.acquire()
-    except (OSError, NotImplementedError) as error:
-        raise UserError(f"{folder} cannot be used ({error}); give a folder that can be written.") from None
     try:
         yield
     finally:
         lock.release()
+
+
+@functools.cache
+def note(text: str) -> None:
+    """Print a line to standard error, once, if this is the main process."""
+    if is_main_process():
+        print(text, file=sys.stderr)
 
 
 def usable_cores() -> int:

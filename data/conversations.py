@@ -5,7 +5,7 @@
     documents   1     1     1 1 1 1    1          1       1    1     2     2      2     2          2       2     2
 
 A row has T + 1 ids of complete conversations, packed where they fit best. Attention sees one conversation alone.
-CACHE/conversations/KEY.train.npy and KEY.validation.npy hold all rows.
+CACHE/conversations/KEY.npy holds all rows, KEY.json what is known of them.
 """
 
 import bisect
@@ -30,7 +30,7 @@ from data.tokenizer import Tokenizer
 from data.units import DOCUMENT, content_hash, digest
 from errors import UserError, locked, read_json, replace_text, replacing
 
-VERSION = 1  # of the files; raised when the same conversations and tokenizer would give other rows
+VERSION = 2  # of the files; raised when the same conversations and tokenizer would give other rows
 KEYS = ("messages", "conversations")  # of a row, for its messages
 ROLES = {"human": "user", "gpt": "assistant"}  # ShareGPT's names
 Encoded = tuple[list[Message], np.ndarray, np.ndarray]  # a conversation, its ids and which of them are learned
@@ -105,7 +105,6 @@ def prepare_conversations(
     chat, size = ChatFormat(tokenizer.folder, tokenizer), sequence_length + 1
     key = digest(VERSION, [*files], tokenizer.hash, tokenizer.chat_template, size, split)
     facts = cache_dir / "conversations" / f"{key}.json"  # the last file that is written
-    paths = [facts.with_suffix(f".{part}.npy") for part in ("train", "validation")]
     if not facts.is_file():
         with locked(cache_dir, wait="waiting for another process that prepares conversations ..."):
             facts.parent.mkdir(exist_ok=True)
@@ -113,25 +112,25 @@ def prepare_conversations(
             if len(found) < 2:
                 raise UserError(f"{len(found)} different conversations are too few to learn from; give more.")
             table = np.array([(hash, len(one[1]), len(one[1])) for hash, one in found.items()], DOCUMENT)
-            is_held_out = split_documents(table, np.zeros(len(table), np.int64), split) == VALIDATION
+            is_held_out = split_documents(table, split) == VALIDATION
             is_held_out[-1] |= not is_held_out.any()
             parts = [[*itertools.compress(found.values(), wanted)] for wanted in (~is_held_out, is_held_out)]
             arrays = [pack(part, size, tokenizer.dtype) for part in parts]
-            for path, array in zip(paths, arrays, strict=True):
-                with replacing(path) as file:
-                    np.save(file, array)
+            with replacing(facts.with_suffix(".npy")) as file:
+                np.save(file, np.concatenate(arrays, 1))
             train, validation = (
                 f"{len(part):,} conversations, {array[1].sum():,} tokens to learn in {array.shape[1]:,} rows"
                 for part, array in zip(parts, arrays, strict=True)
             )
             text_hash = digest(*found)
             description = f"{train}, hash {text_hash[:12]}\n  for validation {validation}"
-            questions = ([*itertools.takewhile(lambda one: one["role"] != "assistant", one[0])] for one in parts[1])
-            question = next(filter(None, questions), [{"role": "user", "content": "Hello."}])
+            asked = [*itertools.takewhile(lambda message: message["role"] != "assistant", parts[1][0][0])]
+            question = asked or [{"role": "user", "content": "Hello."}]
             values = {"description": description, "text_hash": text_hash, "question": question}
-            replace_text(facts, json.dumps(values))
-    train, validation = (np.load(path, mmap_mode="r") for path in paths)
-    return Conversations(**read_json(facts), chat=chat, tokenizer=tokenizer, train=train, validation=validation)
+            replace_text(facts, json.dumps(values | {"train_rows": arrays[0].shape[1]}))
+    known, rows = read_json(facts), np.load(facts.with_suffix(".npy"), mmap_mode="r")
+    train, validation = np.split(rows, [known.pop("train_rows")], 1)
+    return Conversations(**known, chat=chat, tokenizer=tokenizer, train=train, validation=validation)
 
 
 def encode_conversations(files: Sequence[TextFile], chat: ChatFormat, size: int) -> dict[int, Encoded]:
@@ -158,18 +157,14 @@ def encode_conversations(files: Sequence[TextFile], chat: ChatFormat, size: int)
             note(text, f"{place}, message {number}")
         if (last[:-1] & (ids[1:] == (chat.end_of_turn or -1))).any():
             note("conversations whose end-of-turn token is not learned: {% generation %} leaves it out", place)
-        if (hash := content_hash(json.dumps(messages))) in found:
-            note("conversations dropped: they equal an earlier one", place)
-        elif not learned[1:].any() and not unknown:
-            note("rows skipped: the assistant says nothing", place)
-        elif len(ids) > size and not last[:size].any():
-            note("conversations dropped: their first answer does not fit into --sequence-length", place)
-        elif learned[1:].any():
-            length = len(ids)
-            if length > size:
-                note("conversations shortened to the answers that fit into --sequence-length", place)
-                length = int(np.flatnonzero(last[:size])[-1]) + 1
-            found[hash] = messages, ids[:length], learned[:length]
+        length = len(ids)
+        if length > size:
+            note("conversations cut after the last answer that fits into --sequence-length", place)
+            length = max(np.flatnonzero(last[:size]), default=-1) + 1
+        if learned[1:length].any():  # of equal conversations the first is kept
+            found.setdefault(content_hash(json.dumps(messages)), (messages, ids[:length], learned[:length]))
+        else:
+            note("conversations dropped: no answer is left to learn", place)
     for text, (count, place) in notes.items():
         print(f"{count:,} {text} (the first: {place})", file=sys.stderr)
     return found

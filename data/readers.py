@@ -4,27 +4,27 @@ Nothing here holds more than a block, a row or, in parquet, some rows.
 """
 
 import gzip
-import itertools
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from data.sources import TextFile
-from errors import UserError, reading
+from errors import UserError, note, reading
 
 BLOCK = 1 << 17  # characters of a text file that are read at a time, and then up to the end of a line
 ROWS = 256  # of parquet, decoded at a time
 ROW = "its text is in the field that --text-field names (conversations only train a model: --init-from)"
 
-Document = Iterable[str]  # its text in blocks, not empty, to be read at most once
+Document = Iterable[str]  # its text in blocks, to be read at most once
 
 
-def read_documents(file: TextFile, skipped: list[str]) -> Iterator[Document]:
-    """The documents of a file in order; why a file (of a folder or pattern) or a row is left out goes to `skipped`."""
+def read_documents(file: TextFile) -> Iterator[Document]:
+    """The documents of a file in order; a note says why a file (of a folder or pattern) or a row is left out."""
     path = file.fetch()
     match file.format:
         case "text":
-            yield from read_text(path, file.optional, skipped)
+            if not file.optional or is_utf8(path):
+                yield read_blocks(path)
         case "topics":
             from pydoc_data.topics import topics  # the language reference as `help()` shows it
 
@@ -36,23 +36,18 @@ def read_documents(file: TextFile, skipped: list[str]) -> Iterator[Document]:
                     yield [text]
                 nulls += text is None
             if nulls:
-                skipped.append(f"{nulls:,} rows of {path} whose {file.field!r} is null")
+                note(f"skipped: {nulls:,} rows of {path} whose {file.field!r} is null")
 
 
-def read_text(path: Path, optional: bool, skipped: list[str]) -> Iterator[Document]:
-    """One document, the whole file."""
-    blocks = read_blocks(path)
+def is_utf8(path: Path) -> bool:
+    """Whether a text file can be read to its end."""
     try:
-        start = list(itertools.islice(blocks, 2))
-        for _ in read_blocks(path) if optional and len(start) > 1 else ():
-            pass  # bytes that are not UTF-8 may come after others that are
+        for _ in read_blocks(path):
+            pass
     except UserError as error:
-        if not optional:
-            raise
-        skipped.append(str(error))
-    else:
-        if start:
-            yield itertools.chain(start, blocks)
+        note(f"skipped: {error}")
+        return False
+    return True
 
 
 def read_blocks(path: Path) -> Iterator[str]:

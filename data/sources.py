@@ -61,12 +61,6 @@ class TextFile:
         """The length of its text, roughly."""
         return self.size * EXPANSION.get(Path(self.name).suffix.lower(), 1)
 
-    @property
-    def is_unchanged(self) -> bool:
-        """Whether a file of this machine still has the size and the time that it was listed with."""
-        status = os.stat(self.name) if self.dataset is None else None
-        return status is None or (status.st_size, status.st_mtime_ns) == (self.size, self.version)
-
 
 def resolve(names: Iterable[str], text_field: str, cache_dir: Path) -> list[TextFile]:
     """The files behind names, paths, folders, patterns and `hub:OWNER/NAME[/folder]`, in that order.

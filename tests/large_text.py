@@ -64,9 +64,6 @@ def make(text: Path, tokens: int, **arguments) -> None:
     sums = {"documents": len(documents), "bytes": 3 * tokens, "tokens": tokens}
     facts.write_text(json.dumps(json.loads(facts.read_text()) | sums))
     os.truncate(facts.with_suffix(".bin"), tokens * 2)
-    for split in (text.parent / "cache" / "texts").iterdir():
-        split.unlink()
-    corpus.prepare([str(text)], **arguments)
 
 
 def measure(tokens: int) -> None:

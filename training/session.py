@@ -148,14 +148,9 @@ def set_up(settings: Settings, run_dir: Path, *, resume: bool, log: Callable[[st
 def check_one_batch(tokens: int, batch_size: int, sequence_length: int) -> None:
     """Raise `UserError` when there are fewer tokens to train on than one batch has."""
     if tokens // sequence_length < batch_size:
-        shorter = sequence_length
-        while shorter > 8 and tokens // shorter < 2:
-            shorter //= 2
-        fix = f"the same command with --sequence-length {shorter} --batch-size {tokens // shorter} works"
         raise UserError(
-            f"the text has {tokens:,} tokens to train on, but one batch of {batch_size} sequences of "
-            f"{sequence_length} needs {batch_size * sequence_length:,}; give more text"
-            f"{f', or make the batch smaller: {fix}' if tokens >= shorter else ''}."
+            f"the text has {tokens:,} tokens to train on, but one batch of {batch_size} sequences of {sequence_length} "
+            f"needs {batch_size * sequence_length:,}; give more text, or a smaller --batch-size or --sequence-length."
         )
 
 

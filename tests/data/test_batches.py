@@ -80,7 +80,7 @@ def test_streams_are_read_one_after_the_other_and_none_before_it_is_needed():
 
 def test_the_order_of_windows_is_a_bijection_for_any_count():
     keys = np.random.SeedSequence(5).generate_state(4, np.uint64)
-    for count in range(1, 5001):
+    for count in [*range(1, 300), 4095, 4096, 4097, 100_003]:
         found = permute(np.arange(count), count, keys).astype(np.int64)
         assert len(found) == count and (np.bincount(found, minlength=count) == 1).all(), count
 

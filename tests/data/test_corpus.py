@@ -1,7 +1,6 @@
 """From text to token streams, and what the cache holds after kills, changes of the text and other processes."""
 
 import lzma
-import os
 import random
 import subprocess
 import sys
@@ -72,7 +71,7 @@ def test_the_streams_are_the_documents_between_bos_and_eos(tmp_path, small_units
     assert corpus.bytes == sum(len(text.encode()) for text in texts)
     assert corpus.validation_bytes == sum(len(text.encode()) for text in validation)
     expected = 8 * len(lzma.compress("".join(validation).encode(), preset=9 | lzma.PRESET_EXTREME))
-    assert corpus.xz_bits_per_byte == pytest.approx(expected / corpus.validation_bytes, rel=2e-3)
+    assert corpus.xz_bits_per_byte() == pytest.approx(expected / corpus.validation_bytes, rel=2e-3)
     lines = corpus.description.splitlines()
     assert len(lines) == 3 and max(map(len, lines)) < 120 and corpus.text_hash[:12] in lines[0]
 
@@ -102,12 +101,11 @@ def test_a_document_in_blocks_gets_the_ids_of_the_undivided_text(tmp_path, monke
     assert size == len(text.encode("utf-8")) + 6
 
 
-def test_tokenize_keeps_duplicates_and_refuses_empty_text(tmp_path, small_units, ours, qwen):
+def test_tokenize_keeps_duplicates_and_refuses_empty_text(tmp_path, small_units, ours):
     texts = write_corpus(tmp_path / "text")
-    for tokenizer in (ours, qwen):
-        stream, size = tokenize([str(tmp_path / "text")], tokenizer, cache_dir=tmp_path / "cache")
-        assert documents_of(stream, tokenizer) == [*texts, texts[3]]
-        assert size == sum(len(text.encode()) for text in [*texts, texts[3]])
+    stream, size = tokenize([str(tmp_path / "text")], ours, cache_dir=tmp_path / "cache")
+    assert documents_of(stream, ours) == [*texts, texts[3]]
+    assert size == sum(len(text.encode()) for text in [*texts, texts[3]])
     (tmp_path / "blank.jsonl").write_text("\n\n")
     with pytest.raises(UserError, match="no text"):
         tokenize([str(tmp_path / "blank.jsonl")], ours, cache_dir=tmp_path / "cache")
@@ -135,9 +133,7 @@ def test_what_is_left_out_is_named(tmp_path, capsys, tokenizer_file):
     for number in range(7):
         (tmp_path / "text" / f"x{number}.txt").write_bytes(b"caf\xe9 " * 1000)
     corpus = prepared(tmp_path, tokenizer=tokenizer_file)
-    error = capsys.readouterr().err
-    assert error.count("x0.txt cannot be read") == 1 and error.count("cannot be read") == 5
-    assert "skipped: 7 in all" in error and corpus.documents == 60
+    assert capsys.readouterr().err.count("cannot be read") == 7 and corpus.documents == 60
 
 
 def test_the_tokenizer_is_trained_on_a_sample_from_all_of_the_text_without_validation_documents(tmp_path, monkeypatch):
@@ -160,7 +156,6 @@ def test_a_second_run_reads_no_text(tmp_path, monkeypatch):
     first = prepared(tmp_path)
     monkeypatch.setattr(units, "read_documents", None)
     monkeypatch.setattr(corpus_module, "read_documents", None)
-    monkeypatch.setattr(corpus_module, "split_units", None)
     assert_equal(prepared(tmp_path), first)
 
 
@@ -174,7 +169,7 @@ def test_other_text_another_vocabulary_and_another_split_are_prepared_anew(tmp_p
     assert prepared(tmp_path).text_hash != first.text_hash
 
 
-@pytest.mark.parametrize("pattern", ["units/*.json", "texts/*", "tokenizers/*/tokenizer.json"])
+@pytest.mark.parametrize("pattern", ["units/*.json", "tokenizers/*/tokenizer.json"])
 def test_what_is_missing_in_the_cache_is_made_anew(tmp_path, pattern):
     write_corpus(tmp_path / "text")
     prepared(tmp_path)
@@ -183,34 +178,6 @@ def test_what_is_missing_in_the_cache_is_made_anew(tmp_path, pattern):
     missing.unlink()
     prepared(tmp_path)
     assert contents(tmp_path / "cache") == before
-
-
-def test_text_that_changes_while_it_is_read_is_refused(tmp_path, monkeypatch, tokenizer_file):
-    write_corpus(tmp_path / "text")
-    write_ids = units.write_ids
-
-    def changed_meanwhile(*arguments):
-        (tmp_path / "text" / "000.txt").write_text("changed", encoding="utf-8")
-        return write_ids(*arguments)
-
-    monkeypatch.setattr(units, "write_ids", changed_meanwhile)
-    with pytest.raises(UserError, match="changed while"):
-        prepared(tmp_path, tokenizer=tokenizer_file)
-    assert not [path for path in contents(tmp_path / "cache") if path.endswith((".bin", ".json"))]
-
-
-def test_a_unit_gets_its_facts_when_its_other_files_are_on_disk(tmp_path, monkeypatch, tokenizer_file):
-    events, fsync, replace = [], os.fsync, Path.replace
-
-    def logged(path, target):
-        events.append(target.suffix)
-        return replace(path, target)
-
-    monkeypatch.setattr(os, "fsync", lambda descriptor: (events.append("fsync"), fsync(descriptor)))
-    monkeypatch.setattr(Path, "replace", logged)
-    write_corpus(tmp_path / "text")
-    prepared(tmp_path, tokenizer=tokenizer_file)
-    assert events[:7] == ["fsync", ".bin", "fsync", ".docs", "fsync", "fsync", ".json"]
 
 
 def start(tmp_path: Path, cache_dir: str) -> subprocess.Popen:
