@@ -15,6 +15,7 @@ import json
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
 from array import array
@@ -52,6 +53,11 @@ class Unit:
     def fingerprint(self) -> str:
         """A hash of the files' names, sizes and times: the same hash means the same text, without reading it."""
         return digest(*self.files)
+
+    @property
+    def text_bytes(self) -> int:
+        """The length of its text, roughly."""
+        return sum(file.text_bytes for file in self.files)
 
     def path(self, suffix: str) -> Path:
         """One of its own files."""
@@ -156,29 +162,16 @@ def numbered_blocks(documents: Iterable[Document]) -> Iterator[tuple[int, str, b
             yield characters // BATCH, block, number == 0
 
 
-class Workers:
-    """`count` processes that make units complete. They end with this process, however it ends."""
-
-    def __init__(self, units: list[Unit], count: int):
-        self.done, self._errors = SPAWN.Value("q"), SPAWN.SimpleQueue()
-        arguments = (units, usable_cores() // count, self.done, self._errors)
-        self._processes = [SPAWN.Process(target=work, args=arguments, daemon=True) for _ in range(count)]
-        for process in self._processes:
-            process.start()
-
-    def are_working(self) -> bool:
-        """Whether any of them has not ended; raises what one of them raised."""
-        if not self._errors.empty():
-            raise self._errors.get()
-        return any(process.is_alive() for process in self._processes)
+def start_workers(units: list[Unit], count: int) -> list[multiprocessing.Process]:
+    """Start `count` processes that make units complete. They end with this process, however it ends."""
+    processes = [SPAWN.Process(target=work, args=(units, usable_cores() // count), daemon=True) for _ in range(count)]
+    for process in processes:
+        process.start()
+    return processes
 
 
-def work(units: list[Unit], threads: int, done: object, errors: object) -> None:
-    """What one of the `Workers` does; `done`: characters that all of them have encoded."""
-
-    def report(count: int) -> None:
-        with done.get_lock():
-            done.value += count
+def work(units: list[Unit], threads: int) -> None:
+    """What a worker does. It ends with status 1 where something is wrong, and the main process meets that, too."""
 
     def end_with_parent() -> None:
         multiprocessing.parent_process().join()
@@ -189,21 +182,21 @@ def work(units: list[Unit], threads: int, done: object, errors: object) -> None:
     os.environ["RAYON_NUM_THREADS"] = str(threads)  # of the tokenizers library
     try:
         for unit in units:
-            unit.prepare(report)
-    except Exception as error:
-        errors.put(error)
+            unit.prepare(lambda count: None)
+    except Exception:
+        sys.exit(1)
 
 
 def prepare_units(units: list[Unit]) -> None:
     """Make every unit complete, with a process per core and, after 2 s, a progress bar."""
     units[0].folder.mkdir(parents=True, exist_ok=True)
-    missing = [unit for unit in units if unit.facts() is None]
-    size, hidden = sum(file.text_bytes for unit in missing for file in unit.files), not is_main_process()
-    with tqdm(desc="tokenizing", total=size, unit="B", unit_scale=True, delay=2, disable=hidden) as bar:
+    missing, hidden = [unit for unit in units if unit.facts() is None], not is_main_process()
+    total = sum(unit.text_bytes for unit in missing)
+    with tqdm(desc="tokenizing", total=total, unit="B", unit_scale=True, delay=2, disable=hidden) as bar:
         if len(missing) > 1:
-            workers = Workers(missing, min(usable_cores(), len(missing)))
-            while workers.are_working():
-                bar.update(workers.done.value - bar.n)
+            workers = start_workers(missing, min(usable_cores(), len(missing)))
+            while any(worker.is_alive() for worker in workers) and not any(worker.exitcode for worker in workers):
+                bar.update(sum(unit.text_bytes for unit in missing if unit.facts()) - bar.n)
                 time.sleep(0.5)
         while missing := [unit for unit in missing if not unit.prepare(bar.update)]:
             bar.set_description("waiting for another process")
