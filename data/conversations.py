@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from data.batches import IGNORE, Batch, permute
+from data.batches import IGNORE, Batch, draw
 from data.chat import ChatFormat, Message
 from data.python_chat import questions_and_answers
 from data.readers import read_lines, read_table
@@ -51,12 +51,8 @@ class Conversations:
 
     def batch(self, seed: int, step: int, batch_size: int, rank: int = 0, world_size: int = 1, **_: int) -> Batch:
         """This process's share of a step. An epoch takes every row once, in an order given by (seed, epoch)."""
-        count, share = self.train.shape[1], batch_size // world_size
-        first, numbers = step * batch_size + rank * share, []
-        for epoch, indices in itertools.groupby(range(first, first + share), lambda index: index // count):
-            keys = np.random.SeedSequence([seed, epoch]).generate_state(4, np.uint64)
-            numbers.extend(permute(np.array([*indices]) % count, count, keys).tolist())
-        return batch_of(self.train[:, numbers])
+        drawn = draw(self.train.shape[1], seed, step, batch_size, rank, world_size)
+        return batch_of(self.train[:, np.concatenate([numbers for numbers, _ in drawn]).astype(np.int64)])
 
     def validation_batches(self, _: int, batch_size: int) -> Iterator[Batch]:
         """All rows for validation, in order."""

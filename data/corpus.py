@@ -3,7 +3,6 @@
 CACHE/tokenizers/KEY/   trained on a sample     CACHE/units/   see `units`     CACHE/hub/   lists of files of the Hub
 """
 
-import dataclasses
 import hashlib
 import lzma
 import sys
@@ -29,14 +28,12 @@ from data.units import (
     digest,
     group_files,
     prepare_units,
-    start_workers,
 )
-from errors import UserError, is_main_process, locked
+from errors import UserError, locked
 
 # Text to train a tokenizer on. Python sources: 3.47 bytes per token from 3 MB, 3.54 from 8 MB, in 3 s on two cores.
 TOKENIZER_BYTES = 10_000_000
 SAMPLE_BYTES = 64_000  # of a larger text that are read in one place
-AHEAD = 3  # units of a data set of the Hub that are prepared while an earlier one is trained on
 NO_TEXT = "there is no text in the files that were named; give files that contain text."
 
 
@@ -51,20 +48,18 @@ class Corpus:
     bytes: int  # of UTF-8 text, training and validation together
     validation_bytes: int
     tokenizer: Tokenizer
-    train: Sequence[TokenStream]  # one; of a data set of the Hub one per unit, each made when it is asked for
+    train: TokenStream
     validation: np.ndarray  # (tokens,) uint16, or uint32 for a vocabulary over 65,536
-    held_out: np.ndarray  # uint64, hashes of the documents for validation
     document_start: int | None = None  # the id that begins a document, where attention keeps documents apart
 
     @property
     def description(self) -> str:
         """Three lines to print."""
-        tokens, text = len(self.train[0]), self.bytes - self.validation_bytes
-        more = f" in the first of {len(self.train):,} parts" if len(self.train) > 1 else ""
+        tokens, text = len(self.train), self.bytes - self.validation_bytes
         held_out = f"{self.validation_documents:,} documents" if self.validation_documents else "the end of the text"
         return (
             f"{self.documents:,} documents ({self.duplicates:,} duplicates dropped), "
-            f"{self.bytes / 1e6:.2f} MB{more}, hash {self.text_hash[:12]}\n"
+            f"{self.bytes / 1e6:.2f} MB, hash {self.text_hash[:12]}\n"
             f"  {tokens:,} tokens to train on, {text / max(1, tokens):.2f} bytes per token, "
             f"vocabulary {self.tokenizer.vocab_size:,}\n"
             f"  {len(self.validation):,} for validation ({held_out}, {self.validation_bytes / 1e6:.2f} MB)"
@@ -95,35 +90,26 @@ def prepare(
     cache_dir: str | Path = ".cache",
     validation_fraction: float = 0.05,
     validation_salt: int = 0,
-    complete: bool = False,
     document_mask: bool = False,
     sequence_length: int = 256,
 ) -> Corpus | Conversations:
     """Text to token streams, or conversations to rows; what the cache has is not made again.
 
     sources: see `data.sources.resolve`; text_field: of jsonl and parquet rows; tokenizer: a file or folder to load, or
-    None to train one of `vocab_size` pieces; complete: prepare all of a data set of the Hub, not only its first unit;
-    document_mask: batches have the numbers of documents; sequence_length: of the rows of conversations.
+    None to train one of `vocab_size` pieces; document_mask: batches have the numbers of documents; sequence_length: of
+    the rows of conversations.
     """
     cache_dir, split = Path(cache_dir), Split(validation_fraction, validation_salt)
     files = resolve(sources, text_field, cache_dir)
     groups, tokenizer = group_files(files), tokenizer and load_tokenizer(tokenizer)
-    # A data set of the Hub is not opened where it is known to be text, or has no model to teach.
-    is_new = files[0].dataset is None or (tokenizer and Unit(groups[0], tokenizer, cache_dir / "units").facts() is None)
-    if is_new and has_conversations(files):
+    if has_conversations(files):
         if tokenizer is None:
             raise UserError(f"{', '.join(sources)} has conversations; give a model to teach them with --init-from.")
         return prepare_conversations(files, tokenizer, sequence_length, cache_dir, split)
-    is_streamed = len(groups) > 1 and any(file.dataset for group in groups for file in group)
-    first = 1 if is_streamed else len(groups)
-    tokenizer = tokenizer or load_tokenizer(trained_tokenizer(groups[:first], vocab_size, split, cache_dir))
+    tokenizer = tokenizer or load_tokenizer(trained_tokenizer(groups, vocab_size, split, cache_dir))
     units = [Unit(group, tokenizer, cache_dir / "units") for group in groups]
-    prepare_units(units if complete else units[:first])
-    corpus = split_units(units[:first], split, tokenizer.document_start if document_mask else None)
-    if not is_streamed:
-        return corpus
-    text_hash = digest(corpus.text_hash, [unit.fingerprint for unit in units])
-    return dataclasses.replace(corpus, train=HubStreams(units, split, corpus), text_hash=text_hash)
+    prepare_units(units)
+    return split_units(units, split, tokenizer.document_start if document_mask else None)
 
 
 def tokenize(
@@ -138,33 +124,6 @@ def tokenize(
         raise UserError(NO_TEXT)
     pieces = [(number, min(number, 1) * tokenizer.lead, one["tokens"]) for number, one in enumerate(facts)]
     return TokenStream(units, np.array(pieces)), sum(one["bytes"] for one in facts)
-
-
-class HubStreams(Sequence[TokenStream]):
-    """The units of a data set of the Hub, each a stream; another process prepares the next ones."""
-
-    def __init__(self, units: list[Unit], split: Split, first: Corpus):
-        self._units, self._split, self._held_out, self._streams = units, split, first.held_out, [*first.train]
-        self._prepare_ahead()
-
-    def _prepare_ahead(self) -> None:
-        count = len(self._streams)
-        if is_main_process() and count < len(self._units):
-            start_workers(self._units[count : count + AHEAD], 1)
-
-    def __len__(self) -> int:
-        return len(self._units)
-
-    def __getitem__(self, number: int) -> TokenStream:
-        while number >= len(self._streams):
-            unit = self._units[len(self._streams)]
-            prepare_units([unit])
-            table = np.fromfile(unit.path(".docs"), DOCUMENT)
-            is_kept = split_documents(table, self._split, self._held_out) == TRAIN
-            pieces = find_pieces(table, np.zeros(len(table), np.int64), is_kept, unit.tokenizer.lead)
-            self._streams.append(TokenStream([unit], pieces))
-            self._prepare_ahead()
-        return self._streams[number]
 
 
 def trained_tokenizer(groups: list[Sequence[TextFile]], vocab_size: int, split: Split, cache_dir: Path) -> Path:
@@ -225,8 +184,7 @@ def split_units(units: list[Unit], split: Split, document_start: int | None) -> 
         bytes=sizes[TRAIN] + sizes[VALIDATION],
         validation_bytes=validation_bytes,
         tokenizer=units[0].tokenizer,
-        train=[train],
+        train=train,
         validation=validation,
-        held_out=table["hash"][kinds == VALIDATION],
         document_start=document_start,
     )

@@ -162,16 +162,8 @@ def numbered_blocks(documents: Iterable[Document]) -> Iterator[tuple[int, str, b
             yield characters // BATCH, block, number == 0
 
 
-def start_workers(units: list[Unit], count: int) -> list[multiprocessing.Process]:
-    """Start `count` processes that make units complete. They end with this process, however it ends."""
-    processes = [SPAWN.Process(target=work, args=(units, usable_cores() // count), daemon=True) for _ in range(count)]
-    for process in processes:
-        process.start()
-    return processes
-
-
 def work(units: list[Unit], threads: int) -> None:
-    """What a worker does. It ends with status 1 where something is wrong, and the main process meets that, too."""
+    """What a worker does. Where something is wrong it ends with status 1, and the main process meets that, too."""
 
     def end_with_parent() -> None:
         multiprocessing.parent_process().join()
@@ -194,7 +186,11 @@ def prepare_units(units: list[Unit]) -> None:
     total = sum(unit.text_bytes for unit in missing)
     with tqdm(desc="tokenizing", total=total, unit="B", unit_scale=True, delay=2, disable=hidden) as bar:
         if len(missing) > 1:
-            workers = start_workers(missing, min(usable_cores(), len(missing)))
+            count = min(usable_cores(), len(missing))
+            arguments = missing, usable_cores() // count
+            workers = [SPAWN.Process(target=work, args=arguments, daemon=True) for _ in range(count)]
+            for worker in workers:
+                worker.start()
             while any(worker.is_alive() for worker in workers) and not any(worker.exitcode for worker in workers):
                 bar.update(sum(unit.text_bytes for unit in missing if unit.facts()) - bar.n)
                 time.sleep(0.5)

@@ -73,7 +73,7 @@ def make_run_dir(settings: Settings, config: str) -> Path:
 
 def prepare_text(settings: Settings) -> None:
     """Make the tokenizer and the tokens of all of --data (`--prepare`)."""
-    print(f"text: {prepare_corpus(settings, complete=True).description}")
+    print(f"text: {prepare_corpus(settings).description}")
 
 
 def evaluate_checkpoint(settings: Settings) -> None:

@@ -124,7 +124,7 @@ def set_up(settings: Settings, run_dir: Path, *, resume: bool, log: Callable[[st
     with processes.main_first("text"):
         corpus = prepare_corpus(settings, last)
     if isinstance(corpus, Corpus):
-        check_one_batch(len(corpus.train[0]), settings.data.batch_size, settings.data.sequence_length)
+        check_one_batch(len(corpus.train), settings.data.batch_size, settings.data.sequence_length)
     elif settings.data.first_sequence_length not in (None, settings.data.sequence_length):
         raise UserError("--first-sequence-length would cut conversations into parts; use --first-sequence-length None.")
     log(f"text: {corpus.description}")
@@ -169,8 +169,8 @@ def open_run(session: Session) -> Metrics:
     return metrics
 
 
-def prepare_corpus(settings: Settings, last: Path | None = None, *, complete: bool = False) -> Corpus | Conversations:
-    """The text as tokens; complete: all of it, also where training could begin with a part.
+def prepare_corpus(settings: Settings, last: Path | None = None) -> Corpus | Conversations:
+    """The text as tokens.
 
     The tokenizer is that of the checkpoint to resume from, else --tokenizer, else that of --init-from, else one
     trained on the text.
@@ -184,7 +184,6 @@ def prepare_corpus(settings: Settings, last: Path | None = None, *, complete: bo
         cache_dir=data.cache,
         validation_fraction=data.validation_fraction,
         validation_salt=data.validation_salt,
-        complete=complete,
         document_mask=data.document_mask,
         sequence_length=data.sequence_length,
     )

@@ -174,7 +174,8 @@ def packed(part: np.ndarray, tokenizer) -> list[tuple[str, str]]:
 def test_rows_of_all_formats_and_keys_are_packed_whole_and_once(tokenizer_file, tmp_path, capsys):
     pytest.importorskip("pyarrow")
     write_rows(tmp_path / "rows", ROWS)
-    corpus = prepare([str(tmp_path / "rows")], tokenizer=tokenizer_file, cache_dir=tmp_path, sequence_length=100)
+    arguments = dict(tokenizer=tokenizer_file, cache_dir=tmp_path, sequence_length=100, validation_fraction=0.3)
+    corpus = prepare([str(tmp_path / "rows")], **arguments)
     assert "1 files left out: they are text, not rows (the first: " in capsys.readouterr().err
     train, validation = (packed(part, corpus.tokenizer) for part in (corpus.train, corpus.validation))
     expected = {
@@ -183,7 +184,7 @@ def test_rows_of_all_formats_and_keys_are_packed_whole_and_once(tokenizer_file, 
         )
         for row in ROWS
     }
-    assert validation and not {*train} & {*validation}
+    assert 0.1 < len(validation) / len(expected) < 0.5 and not {*train} & {*validation}
     assert sorted(train + validation) == sorted(expected.items())
     for part in (corpus.train, corpus.validation):
         assert part.shape[2] == 101 and part.dtype == np.uint16
@@ -191,7 +192,7 @@ def test_rows_of_all_formats_and_keys_are_packed_whole_and_once(tokenizer_file, 
     assert inputs.dtype == targets.dtype == documents.dtype == np.int64
     kept = targets >= 0
     assert np.array_equal(targets[:, :-1][kept[:, :-1]], inputs[:, 1:][kept[:, :-1]]) and kept.any()
-    again = prepare([str(tmp_path / "rows")], tokenizer=tokenizer_file, cache_dir=tmp_path, sequence_length=100)
+    again = prepare([str(tmp_path / "rows")], **arguments)
     assert np.array_equal(again.train, corpus.train) and not capsys.readouterr().err
     assert corpus.question[-1]["role"] == "user" and "<s>" not in corpus.question[0]["content"]
     assert "+ It is" in corpus.show_row() and "  <s><|user|>What is" in corpus.show_row()

@@ -45,7 +45,7 @@ def prepared(tmp_path: Path, **changes) -> Corpus:
 
 
 def assert_equal(one: Corpus, other: Corpus) -> None:
-    assert np.array_equal(one.train[0][:], other.train[0][:]) and np.array_equal(one.validation, other.validation)
+    assert np.array_equal(one.train[:], other.train[:]) and np.array_equal(one.validation, other.validation)
     assert one.description == other.description and one.tokenizer.hash == other.tokenizer.hash
 
 
@@ -63,7 +63,7 @@ def small_units(monkeypatch):
 def test_the_streams_are_the_documents_between_bos_and_eos(tmp_path, small_units):
     texts = write_corpus(tmp_path / "text")
     corpus = prepared(tmp_path)
-    train, validation = (documents_of(stream, corpus.tokenizer) for stream in (corpus.train[0], corpus.validation))
+    train, validation = (documents_of(stream, corpus.tokenizer) for stream in (corpus.train, corpus.validation))
     assert [text for text in texts if text in set(train)] == train, "in order"
     assert sorted(train + validation) == sorted(texts) and len(validation) > 3
     assert corpus.validation.dtype == np.uint16
@@ -80,7 +80,7 @@ def test_a_tokenizer_without_bos_puts_one_eos_in_front(tmp_path, small_units, qw
     texts = write_corpus(tmp_path / "text")
     corpus = prepared(tmp_path, tokenizer=str(qwen_folder))
     assert corpus.validation.dtype == np.uint32, "151,665 ids"
-    streams = corpus.train[0], corpus.validation
+    streams = corpus.train, corpus.validation
     assert sorted(text for stream in streams for text in documents_of(stream, corpus.tokenizer)) == sorted(texts)
 
 
@@ -142,7 +142,7 @@ def test_the_tokenizer_is_trained_on_a_sample_from_all_of_the_text_without_valid
         corpus_module, "train_tokenizer", lambda sample, *rest: seen.append(sample) or train(sample, *rest)
     )
     corpus = prepared(tmp_path)
-    assert set(seen[0]) == set(documents_of(corpus.train[0], corpus.tokenizer))
+    assert set(seen[0]) == set(documents_of(corpus.train, corpus.tokenizer))
     monkeypatch.setattr(corpus_module, "TOKENIZER_BYTES", sum(len(text.encode()) for text in texts) // 5)
     monkeypatch.setattr(corpus_module, "SAMPLE_BYTES", 1000)
     prepared(tmp_path, vocab_size=410)
@@ -209,6 +209,19 @@ def test_a_killed_preparation_is_continued_and_gives_the_same(tmp_path, small_un
     assert contents(tmp_path / "cache") == contents(tmp_path / "untouched") == contents(tmp_path / "other")
 
 
+def test_the_workers_of_a_killed_preparation_end_with_it(tmp_path, small_units):
+    write_corpus(tmp_path / "text", documents=2000)
+    process, units_made = start(tmp_path, "cache"), (tmp_path / "cache" / "units").glob
+    while not list(units_made("*.json")):
+        time.sleep(0.01)
+    process.kill()
+    process.wait()
+    time.sleep(2)
+    made = len(list(units_made("*.json")))
+    prepared(tmp_path)
+    assert made < len(list(units_made("*.json")))
+
+
 def test_two_preparations_at_once_share_the_work(tmp_path, small_units):
     write_corpus(tmp_path / "text", documents=300)
     processes = [start(tmp_path, "cache") for _ in range(2)]
@@ -225,7 +238,7 @@ def test_a_text_of_one_document_is_validated_on_its_end(tmp_path):
     (tmp_path / "text" / "one.txt").write_text(text, encoding="utf-8", newline="")
     corpus = prepared(tmp_path, validation_fraction=0.05)
     assert "the end of the text" in corpus.description
-    train, validation = corpus.train[0][:].tolist(), corpus.validation.tolist()
+    train, validation = corpus.train[:].tolist(), corpus.validation.tolist()
     assert train + validation == [corpus.tokenizer.bos_id, *corpus.tokenizer.encode(text), corpus.tokenizer.eos_id]
     assert len(validation) == pytest.approx(0.05 * len(train + validation), abs=1)
     assert corpus.validation_bytes == len(corpus.tokenizer.decode(validation).encode())

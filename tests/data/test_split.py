@@ -26,8 +26,8 @@ def random_table(count: int, seed: int = 0) -> np.ndarray:
     return table_of(generator.integers(0, 2**63, count), generator.integers(1, 200, count))
 
 
-def kinds_of(table: np.ndarray, fraction: float = 0.05, salt: int = 0, held_out=None) -> np.ndarray:
-    return split_documents(table, Split(fraction, salt), held_out)
+def kinds_of(table: np.ndarray, fraction: float = 0.05, salt: int = 0) -> np.ndarray:
+    return split_documents(table, Split(fraction, salt))
 
 
 def test_of_equal_documents_the_first_is_kept():
@@ -70,10 +70,6 @@ def test_one_huge_document_is_not_for_validation():
 def test_something_remains_to_train_on(sizes, fraction):
     hashes = np.random.default_rng(sum(sizes)).integers(0, 2**63, len(sizes))
     assert TRAIN in kinds_of(table_of(hashes, sizes), fraction)
-
-
-def test_documents_that_are_held_out_elsewhere_are_dropped():
-    assert kinds_of(table_of([1, 2, 3]), 1.0, held_out=np.array([2], np.uint64)).tolist() == [TRAIN, DUPLICATE, TRAIN]
 
 
 @settings(max_examples=100, deadline=None)
