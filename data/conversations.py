@@ -22,8 +22,7 @@ from tqdm import tqdm
 
 from data.batches import IGNORE, Batch, draw
 from data.chat import ChatFormat, Message
-from data.python_chat import questions_and_answers
-from data.readers import read_lines, read_table
+from data.readers import read_rows
 from data.sources import TextFile
 from data.split import VALIDATION, Split, split_documents
 from data.tokenizer import Tokenizer
@@ -75,22 +74,15 @@ def batch_of(rows: np.ndarray) -> Batch:
 
 def has_conversations(files: Sequence[TextFile]) -> bool:
     """Whether the first row of the files has messages, and not the field of a text."""
-    _, row = next(itertools.chain.from_iterable(map(read_rows, files)), ("", b"{}"))
+    _, row = next(rows_of(files), ("", b"{}"))
     with contextlib.suppress(ValueError):
         row = json.loads(row) if isinstance(row, bytes) else row
     return isinstance(row, dict) and files[0].field not in row and any(key in row for key in KEYS)
 
 
-def read_rows(file: TextFile) -> Iterator[tuple[str, bytes | dict]]:
-    """The rows of a file, in jsonl not yet decoded, each with its place for messages; none of a text."""
-    readers = {
-        "jsonl": read_lines,
-        "parquet": lambda path: enumerate(read_table(path, [*KEYS, file.field]), 1),
-        "python-chat": lambda path: enumerate(questions_and_answers(path), 1),
-    }
-    if file.format in readers:
-        path = file.fetch()
-        yield from ((f"{path}, row {number}", row) for number, row in readers[file.format](path))
+def rows_of(files: Sequence[TextFile]) -> Iterator[tuple[str, bytes | dict]]:
+    """The rows of all files, see `read_rows`."""
+    return itertools.chain.from_iterable(read_rows(file, [*KEYS, file.field]) for file in files)
 
 
 def prepare_conversations(
@@ -140,7 +132,7 @@ def encode_conversations(files: Sequence[TextFile], chat: ChatFormat, size: int)
     for file in files:
         if file.format in ("text", "topics"):
             note("files left out: they are text, not rows", file.name)
-    for place, row in tqdm(itertools.chain.from_iterable(map(read_rows, files)), "conversations", delay=2, unit=""):
+    for place, row in tqdm(rows_of(files), "conversations", delay=2, unit=""):
         try:
             messages = messages_of(row)
             ids, learned, unknown = chat.encode_learned(messages)

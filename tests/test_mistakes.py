@@ -27,13 +27,13 @@ train --data BAD/small.txt
 train --data BAD/latin.txt
     .*latin.txt .*UTF-8
 train --data BAD/rows.jsonl --text-field body
-    .*rows.jsonl, line 1 cannot be read \(no field 'body' among text\); .* --text-field
+    .*rows.jsonl, row 1 cannot be read \(no field 'body' among text\); .* --text-field
 train --data BAD/chat.jsonl
     .*chat.jsonl has conversations; give a model to teach them with --init-from
 train --init-from RUN --data BAD/chat.jsonl
     1 different conversations are too few to learn from; give more
 train --data BAD/broken.jsonl
-    .*broken.jsonl.* line 1 .*JSON
+    .*broken.jsonl, row 1 .*
 train --data BAD/broken.parquet
     .*broken.parquet .*Parquet file size is 4 bytes
 train --data BAD/picture.png

@@ -124,7 +124,7 @@ def test_the_bytes_of_the_cache_do_not_depend_on_the_number_of_processes(tmp_pat
 def test_what_a_process_raises_is_what_the_user_reads(tmp_path, small_units, tokenizer_file):
     write_corpus(tmp_path / "text", documents=200)
     (tmp_path / "text" / "150.jsonl").write_text('{"text": 5}\n')
-    with pytest.raises(UserError, match=r"150.jsonl, line 1 .*'text' is int, not text"):
+    with pytest.raises(UserError, match=r"150.jsonl, row 1 .*'text' is int, not text"):
         prepared(tmp_path, tokenizer=tokenizer_file)
 
 

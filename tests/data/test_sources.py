@@ -96,10 +96,10 @@ def test_a_row_whose_text_is_missing_or_is_no_text_is_named_with_its_line(tmp_pa
     for number, reason in ((1, "'text' is int, not text"), (2, "no field 'text' among body, n"), (3, "surrogates")):
         path = write_jsonl(tmp_path / f"{number}.jsonl", [rows[0], rows[number]])
         message = error_message(path)
-        assert f"{path}, line 2 cannot be read" in message and reason in message and "--text-field" in message
+        assert f"{path}, row 2 cannot be read" in message and reason in message and "--text-field" in message
     for number in (1, 2):
         parquet.write_table(pyarrow.Table.from_pylist([rows[number]]), tmp_path / "a.parquet")
-        assert "a.parquet cannot be read" in error_message(tmp_path / "a.parquet")
+        assert "a.parquet, row 1 cannot be read" in error_message(tmp_path / "a.parquet")
 
 
 def test_sources_that_are_not_there_or_hold_nothing_are_named(tmp_path):
