@@ -41,29 +41,13 @@ NO_TEXT = "there is no text in the files that were named; give files that contai
 class Corpus:
     """A text that can be trained on."""
 
+    description: str  # three lines to print
     text_hash: str  # of the documents, in order
-    documents: int  # without duplicates
-    duplicates: int  # documents equal to an earlier one, dropped
-    validation_documents: int  # 0: the end of the text is for validation
-    bytes: int  # of UTF-8 text, training and validation together
-    validation_bytes: int
     tokenizer: Tokenizer
     train: TokenStream
     validation: np.ndarray  # (tokens,) uint16, or uint32 for a vocabulary over 65,536
+    validation_bytes: int  # of UTF-8 text
     document_start: int | None = None  # the id that begins a document, where attention keeps documents apart
-
-    @property
-    def description(self) -> str:
-        """Three lines to print."""
-        tokens, text = len(self.train), self.bytes - self.validation_bytes
-        held_out = f"{self.validation_documents:,} documents" if self.validation_documents else "the end of the text"
-        return (
-            f"{self.documents:,} documents ({self.duplicates:,} duplicates dropped), "
-            f"{self.bytes / 1e6:.2f} MB, hash {self.text_hash[:12]}\n"
-            f"  {tokens:,} tokens to train on, {text / max(1, tokens):.2f} bytes per token, "
-            f"vocabulary {self.tokenizer.vocab_size:,}\n"
-            f"  {len(self.validation):,} for validation ({held_out}, {self.validation_bytes / 1e6:.2f} MB)"
-        )
 
     def xz_bits_per_byte(self) -> float:
         """What `xz -9e` makes of the validation text: a number to compare a model with."""
@@ -164,27 +148,24 @@ def split_units(units: list[Unit], split: Split, document_start: int | None) -> 
     table, numbers = np.concatenate(tables), np.repeat(np.arange(len(units)), [len(one) for one in tables])
     if not len(table):
         raise UserError(NO_TEXT)
-    kinds = split_documents(table, split)
-    documents = {kind: int((kinds == kind).sum()) for kind in (TRAIN, VALIDATION, DUPLICATE)}
-    sizes = {kind: int(table["bytes"][kinds == kind].sum()) for kind in (TRAIN, VALIDATION)}
+    kinds, tokenizer = split_documents(table, split), units[0].tokenizer
+    counts = {kind: int((kinds == kind).sum()) for kind in (TRAIN, VALIDATION, DUPLICATE)}
+    size, validation_bytes = (int(table["bytes"][chosen].sum()) for chosen in (kinds != DUPLICATE, kinds == VALIDATION))
     pieces = find_pieces(table, numbers, kinds == TRAIN, lead)
-    train, validation_bytes = TokenStream(units, pieces), sizes[VALIDATION]
-    if documents[VALIDATION]:
+    train, held_out = TokenStream(units, pieces), f"{counts[VALIDATION]:,} documents"
+    if counts[VALIDATION]:
         validation = TokenStream(units, find_pieces(table, numbers, kinds == VALIDATION, lead))[:]
     else:
-        share = min(split.fraction, MAX_VALIDATION / sizes[TRAIN])
+        share, held_out = min(split.fraction, MAX_VALIDATION / size), "the end of the text"
         end = len(train) - lead - max(2, round(share * (len(train) - lead)))
         train, validation = TokenStream(units, pieces, end), train[end:]
-        validation_bytes = len(units[0].tokenizer.decode(validation).encode("utf-8"))
-    return Corpus(
-        text_hash=hashlib.blake2b(table["hash"][kinds != DUPLICATE].tobytes(), digest_size=16).hexdigest(),
-        documents=documents[TRAIN] + documents[VALIDATION],
-        duplicates=documents[DUPLICATE],
-        validation_documents=documents[VALIDATION],
-        bytes=sizes[TRAIN] + sizes[VALIDATION],
-        validation_bytes=validation_bytes,
-        tokenizer=units[0].tokenizer,
-        train=train,
-        validation=validation,
-        document_start=document_start,
+        validation_bytes = len(tokenizer.decode(validation).encode("utf-8"))
+    text_hash = hashlib.blake2b(table["hash"][kinds != DUPLICATE].tobytes(), digest_size=16).hexdigest()
+    description = (
+        f"{counts[TRAIN] + counts[VALIDATION]:,} documents ({counts[DUPLICATE]:,} duplicates dropped), "
+        f"{size / 1e6:.2f} MB, hash {text_hash[:12]}\n"
+        f"  {len(train):,} tokens to train on, {(size - validation_bytes) / max(1, len(train)):.2f} bytes per token, "
+        f"vocabulary {tokenizer.vocab_size:,}\n"
+        f"  {len(validation):,} for validation ({held_out}, {validation_bytes / 1e6:.2f} MB)"
     )
+    return Corpus(description, text_hash, tokenizer, train, validation, validation_bytes, document_start)

@@ -67,8 +67,9 @@ def test_the_streams_are_the_documents_between_bos_and_eos(tmp_path, small_units
     assert [text for text in texts if text in set(train)] == train, "in order"
     assert sorted(train + validation) == sorted(texts) and len(validation) > 3
     assert corpus.validation.dtype == np.uint16
-    assert (corpus.documents, corpus.duplicates, corpus.validation_documents) == (60, 1, len(validation))
-    assert corpus.bytes == sum(len(text.encode()) for text in texts)
+    size = sum(len(text.encode()) for text in texts)
+    assert corpus.description.startswith(f"60 documents (1 duplicates dropped), {size / 1e6:.2f} MB, hash ")
+    assert f" for validation ({len(validation)} documents, " in corpus.description
     assert corpus.validation_bytes == sum(len(text.encode()) for text in validation)
     expected = 8 * len(lzma.compress("".join(validation).encode(), preset=9 | lzma.PRESET_EXTREME))
     assert corpus.xz_bits_per_byte() == pytest.approx(expected / corpus.validation_bytes, rel=2e-3)
@@ -133,7 +134,7 @@ def test_what_is_left_out_is_named(tmp_path, capsys, tokenizer_file):
     for number in range(7):
         (tmp_path / "text" / f"x{number}.txt").write_bytes(b"caf\xe9 " * 1000)
     corpus = prepared(tmp_path, tokenizer=tokenizer_file)
-    assert capsys.readouterr().err.count("cannot be read") == 7 and corpus.documents == 60
+    assert capsys.readouterr().err.count("cannot be read") == 7 and corpus.description.startswith("60 documents ")
 
 
 def test_the_tokenizer_is_trained_on_a_sample_from_all_of_the_text_without_validation_documents(tmp_path, monkeypatch):
