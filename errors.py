@@ -99,24 +99,16 @@ def fsync_directory(directory: Path, files: bool = True) -> None:
 
 
 @contextlib.contextmanager
-def locked(folder: Path, *, wait: str | None = None) -> Iterator[None]:
-    """Make a folder and hold its lock inside the block.
-
-    Where another process holds it: print `wait` to standard error and wait, or without that line raise `UserError`.
-    """
+def locked(folder: Path) -> Iterator[None]:
+    """Make a folder and hold its lock inside the block; `UserError` where another process holds it."""
     from filelock import FileLock, Timeout
 
+    folder.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder / LOCK)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         lock.acquire(timeout=0)
     except Timeout:
-        if wait is None:
-            raise UserError(
-                f"{folder} is in use by another process; wait until it ends, or give another folder."
-            ) from None
-        print(wait, file=sys.stderr, flush=True)
-        lock.acquire()
+        raise UserError(f"{folder} is in use by another process; wait until it ends, or give another folder.") from None
     try:
         yield
     finally:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from filelock import FileLock
 from tqdm import tqdm
 
 from data.batches import IGNORE, Batch, draw
@@ -27,7 +28,7 @@ from data.sources import TextFile
 from data.split import VALIDATION, Split, split_documents
 from data.tokenizer import Tokenizer
 from data.units import DOCUMENT, content_hash, digest
-from errors import UserError, locked, read_json, replace_text, replacing
+from errors import UserError, read_json, replace_text, replacing
 
 VERSION = 2  # of the files; raised when the same conversations and tokenizer would give other rows
 KEYS = ("messages", "conversations")  # of a row, for its messages
@@ -93,32 +94,36 @@ def prepare_conversations(
     chat, size = ChatFormat(tokenizer.folder, tokenizer), sequence_length + 1
     key = digest(VERSION, [*files], tokenizer.hash, tokenizer.chat_template, size, split)
     facts = cache_dir / "conversations" / f"{key}.json"  # the last file that is written
-    if not facts.is_file():
-        with locked(cache_dir, wait="waiting for another process that prepares conversations ..."):
-            facts.parent.mkdir(exist_ok=True)
-            found = encode_conversations(files, chat, size)
-            if len(found) < 2:
-                raise UserError(f"{len(found)} different conversations are too few to learn from; give more.")
-            table = np.array([(hash, len(one[1]), len(one[1])) for hash, one in found.items()], DOCUMENT)
-            is_held_out = split_documents(table, split) == VALIDATION
-            is_held_out[-1] |= not is_held_out.any()
-            parts = [[*itertools.compress(found.values(), wanted)] for wanted in (~is_held_out, is_held_out)]
-            arrays = [pack(part, size, tokenizer.dtype) for part in parts]
-            with replacing(facts.with_suffix(".npy")) as file:
-                np.save(file, np.concatenate(arrays, 1))
-            train, validation = (
-                f"{len(part):,} conversations, {array[1].sum():,} tokens to learn in {array.shape[1]:,} rows"
-                for part, array in zip(parts, arrays, strict=True)
-            )
-            text_hash = digest(*found)
-            description = f"{train}, hash {text_hash[:12]}\n  for validation {validation}"
-            asked = [*itertools.takewhile(lambda message: message["role"] != "assistant", parts[1][0][0])]
-            question = asked or [{"role": "user", "content": "Hello."}]
-            values = {"description": description, "text_hash": text_hash, "question": question}
-            replace_text(facts, json.dumps(values | {"train_rows": arrays[0].shape[1]}))
+    facts.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(facts.with_suffix(".lock")):
+        if not facts.is_file():
+            write_rows(facts, encode_conversations(files, chat, size), size, tokenizer, split)
     known, rows = read_json(facts), np.load(facts.with_suffix(".npy"), mmap_mode="r")
     train, validation = np.split(rows, [known.pop("train_rows")], 1)
     return Conversations(**known, chat=chat, tokenizer=tokenizer, train=train, validation=validation)
+
+
+def write_rows(facts: Path, found: dict[int, Encoded], size: int, tokenizer: Tokenizer, split: Split) -> None:
+    """Divide and pack conversations, and write them with what is known of them."""
+    if len(found) < 2:
+        raise UserError(f"{len(found)} different conversations are too few to learn from; give more.")
+    table = np.array([(hash, len(one[1]), len(one[1])) for hash, one in found.items()], DOCUMENT)
+    is_held_out = split_documents(table, split) == VALIDATION
+    is_held_out[-1] |= not is_held_out.any()
+    parts = [[*itertools.compress(found.values(), wanted)] for wanted in (~is_held_out, is_held_out)]
+    arrays = [pack(part, size, tokenizer.dtype) for part in parts]
+    with replacing(facts.with_suffix(".npy")) as file:
+        np.save(file, np.concatenate(arrays, 1))
+    train, validation = (
+        f"{len(part):,} conversations, {array[1].sum():,} tokens to learn in {array.shape[1]:,} rows"
+        for part, array in zip(parts, arrays, strict=True)
+    )
+    text_hash = digest(*found)
+    description = f"{train}, hash {text_hash[:12]}\n  for validation {validation}"
+    asked = [*itertools.takewhile(lambda message: message["role"] != "assistant", parts[1][0][0])]
+    question = asked or [{"role": "user", "content": "Hello."}]
+    values = {"description": description, "text_hash": text_hash, "question": question}
+    replace_text(facts, json.dumps(values | {"train_rows": arrays[0].shape[1]}))
 
 
 def encode_conversations(files: Sequence[TextFile], chat: ChatFormat, size: int) -> dict[int, Encoded]:

@@ -12,6 +12,7 @@ from itertools import islice
 from pathlib import Path
 
 import numpy as np
+from filelock import FileLock
 
 from data.batches import Batch, batch, number_documents, validation_windows
 from data.conversations import Conversations, has_conversations, prepare_conversations
@@ -29,7 +30,7 @@ from data.units import (
     group_files,
     prepare_units,
 )
-from errors import UserError, locked
+from errors import UserError
 
 # Text to train a tokenizer on. Python sources: 3.47 bytes per token from 3 MB, 3.54 from 8 MB, in 3 s on two cores.
 TOKENIZER_BYTES = 10_000_000
@@ -116,10 +117,10 @@ def trained_tokenizer(groups: list[Sequence[TextFile]], vocab_size: int, split: 
     folder = cache_dir / "tokenizers" / digest(VERSION, vocab_size, split, sorted(TRAINER_OPTIONS.items()), texts)
     made = folder / "tokenizer.json"  # the last file that is saved
     if not made.is_file():
-        with locked(cache_dir, wait="waiting for another process that prepares a text ..."):
+        folder.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder / ".lock"):
             if not made.is_file():  # by another process while this one waited
                 print(f"training a tokenizer of {vocab_size:,} pieces (once) ...", file=sys.stderr, flush=True)
-                folder.mkdir(parents=True, exist_ok=True)
                 sample = sample_text([file for group in groups for file in group], split)
                 train_tokenizer(sample, vocab_size, folder / "tokenizer.model").save(folder)
     return folder
@@ -128,9 +129,9 @@ def trained_tokenizer(groups: list[Sequence[TextFile]], vocab_size: int, split: 
 def sample_text(files: list[TextFile], split: Split) -> list[str]:
     """About `TOKENIZER_BYTES` of text from places all over the files, without documents that may be for validation."""
     texts, due = [], 0.0
-    fraction = TOKENIZER_BYTES / max(1, sum(file.text_bytes for file in files))
+    fraction = TOKENIZER_BYTES / max(1, sum(file.size for file in files))
     for file in files:
-        due += fraction * file.text_bytes  # what the sample lacks up to here
+        due += fraction * file.size  # what the sample lacks up to here
         if due < SAMPLE_BYTES and fraction < 1:
             continue
         for document in read_documents(file):

@@ -55,9 +55,9 @@ class Unit:
         return digest(*self.files)
 
     @property
-    def text_bytes(self) -> int:
-        """The length of its text, roughly."""
-        return sum(file.text_bytes for file in self.files)
+    def size(self) -> int:
+        """Bytes of its files."""
+        return sum(file.size for file in self.files)
 
     def path(self, suffix: str) -> Path:
         """One of its own files."""
@@ -183,7 +183,7 @@ def prepare_units(units: list[Unit]) -> None:
     """Make every unit complete, with a process per core and, after 2 s, a progress bar."""
     units[0].folder.mkdir(parents=True, exist_ok=True)
     missing, hidden = [unit for unit in units if unit.facts() is None], not is_main_process()
-    total = sum(unit.text_bytes for unit in missing)
+    total = sum(unit.size for unit in missing)
     with tqdm(desc="tokenizing", total=total, unit="B", unit_scale=True, delay=2, disable=hidden) as bar:
         if len(missing) > 1:
             count = min(usable_cores(), len(missing))
@@ -192,7 +192,7 @@ def prepare_units(units: list[Unit]) -> None:
             for worker in workers:
                 worker.start()
             while any(worker.is_alive() for worker in workers) and not any(worker.exitcode for worker in workers):
-                bar.update(sum(unit.text_bytes for unit in missing if unit.facts()) - bar.n)
+                bar.update(sum(unit.size for unit in missing if unit.facts()) - bar.n)
                 time.sleep(0.5)
         while missing := [unit for unit in missing if not unit.prepare(bar.update)]:
             bar.set_description("waiting for another process")
