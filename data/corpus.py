@@ -6,7 +6,7 @@ CACHE/tokenizers/KEY/   trained on a sample     CACHE/units/   see `units`     C
 import hashlib
 import lzma
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -27,7 +27,6 @@ from data.units import (
     Unit,
     content_hash,
     digest,
-    group_files,
     prepare_units,
 )
 from errors import UserError
@@ -86,14 +85,13 @@ def prepare(
     """
     cache_dir, split = Path(cache_dir), Split(validation_fraction, validation_salt)
     files = resolve(sources, text_field, cache_dir)
-    groups, tokenizer = group_files(files), tokenizer and load_tokenizer(tokenizer)
+    tokenizer = tokenizer and load_tokenizer(tokenizer)
     if has_conversations(files):
         if tokenizer is None:
             raise UserError(f"{', '.join(sources)} has conversations; give a model to teach them with --init-from.")
         return prepare_conversations(files, tokenizer, sequence_length, cache_dir, split)
-    tokenizer = tokenizer or load_tokenizer(trained_tokenizer(groups, vocab_size, split, cache_dir))
-    units = [Unit(group, tokenizer, cache_dir / "units") for group in groups]
-    prepare_units(units)
+    tokenizer = tokenizer or load_tokenizer(trained_tokenizer(files, vocab_size, split, cache_dir))
+    units = prepare_units(files, tokenizer, cache_dir / "units")
     return split_units(units, split, tokenizer.document_start if document_mask else None)
 
 
@@ -101,9 +99,7 @@ def tokenize(
     sources: list[str], tokenizer: Tokenizer, text_field: str = "text", cache_dir: str | Path = ".cache"
 ) -> tuple[TokenStream, int]:
     """All documents as one token stream, and their bytes of UTF-8 text: for evaluation, without a split."""
-    groups = group_files(resolve(sources, text_field, Path(cache_dir)))
-    units = [Unit(group, tokenizer, Path(cache_dir) / "units") for group in groups]
-    prepare_units(units)
+    units = prepare_units(resolve(sources, text_field, Path(cache_dir)), tokenizer, Path(cache_dir) / "units")
     facts = [unit.facts() for unit in units]
     if not any(one["documents"] for one in facts):
         raise UserError(NO_TEXT)
@@ -111,18 +107,16 @@ def tokenize(
     return TokenStream(units, np.array(pieces)), sum(one["bytes"] for one in facts)
 
 
-def trained_tokenizer(groups: list[Sequence[TextFile]], vocab_size: int, split: Split, cache_dir: Path) -> Path:
+def trained_tokenizer(files: list[TextFile], vocab_size: int, split: Split, cache_dir: Path) -> Path:
     """The folder of a tokenizer that is trained on a sample of the files, unless it was before."""
-    texts = [digest(*group) for group in groups]
-    folder = cache_dir / "tokenizers" / digest(VERSION, vocab_size, split, sorted(TRAINER_OPTIONS.items()), texts)
+    folder = cache_dir / "tokenizers" / digest(VERSION, vocab_size, split, sorted(TRAINER_OPTIONS.items()), files)
     made = folder / "tokenizer.json"  # the last file that is saved
     if not made.is_file():
         folder.mkdir(parents=True, exist_ok=True)
         with FileLock(folder / ".lock"):
             if not made.is_file():  # by another process while this one waited
                 print(f"training a tokenizer of {vocab_size:,} pieces (once) ...", file=sys.stderr, flush=True)
-                sample = sample_text([file for group in groups for file in group], split)
-                train_tokenizer(sample, vocab_size, folder / "tokenizer.model").save(folder)
+                train_tokenizer(sample_text(files, split), vocab_size, folder / "tokenizer.model").save(folder)
     return folder
 
 

@@ -50,9 +50,9 @@ class Unit:
     folder: Path
 
     @functools.cached_property
-    def fingerprint(self) -> str:
-        """A hash of the files' names, sizes and times: the same hash means the same text, without reading it."""
-        return digest(*self.files)
+    def key(self) -> str:
+        """A hash of the files' names, sizes and times, so of the text without reading it, and of the tokenizer."""
+        return digest(VERSION, self.files, self.tokenizer.hash)
 
     @property
     def size(self) -> int:
@@ -61,7 +61,7 @@ class Unit:
 
     def path(self, suffix: str) -> Path:
         """One of its own files."""
-        return self.folder / f"{digest(VERSION, self.fingerprint, self.tokenizer.hash)}{suffix}"
+        return self.folder / f"{self.key}{suffix}"
 
     def facts(self) -> dict | None:
         """What KEY.json says; None for a unit that is not complete."""
@@ -179,9 +179,10 @@ def work(units: list[Unit], threads: int) -> None:
         sys.exit(1)
 
 
-def prepare_units(units: list[Unit]) -> None:
-    """Make every unit complete, with a process per core and, after 2 s, a progress bar."""
-    units[0].folder.mkdir(parents=True, exist_ok=True)
+def prepare_units(files: Iterable[TextFile], tokenizer: Tokenizer, folder: Path) -> list[Unit]:
+    """The units of files, made complete by a process per core with, after 2 s, a progress bar."""
+    folder.mkdir(parents=True, exist_ok=True)
+    units = [Unit(group, tokenizer, folder) for group in group_files(files)]
     missing, hidden = [unit for unit in units if unit.facts() is None], not is_main_process()
     total = sum(unit.size for unit in missing)
     with tqdm(desc="tokenizing", total=total, unit="B", unit_scale=True, delay=2, disable=hidden) as bar:
@@ -197,6 +198,7 @@ def prepare_units(units: list[Unit]) -> None:
         while missing := [unit for unit in missing if not unit.prepare(bar.update)]:
             bar.set_description("waiting for another process")
             time.sleep(0.5)
+    return units
 
 
 def digest(*parts: object) -> str:
