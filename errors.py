@@ -60,22 +60,13 @@ def read_toml(path: Path) -> dict:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A file to write instead of `path`: after a kill at any instant, that has either its old content or the new one.
-
-    `OSError`, with the file's name, if it cannot be written, for example because the disk is full.
-    """
+    """A file to write instead of `path`, which has its old content or the new one after a kill at any instant."""
     new = path.with_name(path.name + ".new")
-    try:
-        with new.open("wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())  # else the file may be empty after a power failure, although it has its new name
-        new.replace(path)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            new.unlink(missing_ok=True)
-        error.filename = str(path)  # the system names no file when a write fails
-        raise
+    with new.open("wb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())  # else the file may be empty after a power failure, although it has its new name
+    new.replace(path)
 
 
 def replace_text(path: Path, text: str) -> None:

@@ -32,7 +32,7 @@ from tqdm import tqdm
 from data.readers import Document, read_documents
 from data.sources import TextFile
 from data.tokenizer import Tokenizer
-from errors import fsync_directory, is_main_process, read_json, replace_text, replacing, usable_cores
+from errors import is_main_process, read_json, replace_text, replacing, usable_cores
 
 VERSION = 4  # of the files; raised when the same text and tokenizer would give other files
 UNIT_BYTES = 64_000_000
@@ -83,7 +83,6 @@ class Unit:
             rows = write_ids(file, documents, self.tokenizer, report)
         with replacing(self.path(".docs")) as file:
             file.write(rows.tobytes())
-        fsync_directory(self.folder, files=False)
         sums = {"bytes": int(rows["bytes"].sum()), "tokens": int(rows["tokens"].sum()) + self.tokenizer.lead}
         replace_text(self.path(".json"), json.dumps({"documents": len(rows), **sums}))
 
