@@ -2,10 +2,12 @@
 
 import json
 import os
+import random
 import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -89,6 +91,21 @@ def test_a_caller_of_the_steps_can_stop_at_any_of_them_save_and_resume_bit_for_b
     for file in ("model.safetensors", "training_state.safetensors"):
         found, straight = (load_file(tmp_path / name / "last" / file) for name in ("steps", "straight"))
         assert found.keys() == straight.keys() and all(torch.equal(found[name], straight[name]) for name in straight)
+
+
+def test_a_run_that_is_killed_ends_bit_for_bit_like_one_that_was_not(train_script, flags, tmp_path):
+    flags = [*flags, "--steps", "120", "--evaluate-every", "4"]
+    assert train_script(*flags, "--out", "straight", cwd=tmp_path).returncode == 0
+    command = [sys.executable, str(ROOT / "train.py"), *flags, "--out", "killed"]
+    with subprocess.Popen(command, cwd=tmp_path, env=ONE_THREAD, stdout=subprocess.DEVNULL) as process:
+        while checkpoint.find_complete(tmp_path / "killed" / "last") is None and process.poll() is None:
+            time.sleep(0.005)
+        time.sleep(random.uniform(0, 0.3))
+        process.kill()
+    assert process.returncode != 0, "it ended before it was killed"
+    resumed = train_script("--resume", "killed", cwd=tmp_path)
+    assert resumed.returncode == 0, resumed.stderr
+    assert_equal_runs(tmp_path / "killed", tmp_path / "straight")
 
 
 @pytest.fixture
