@@ -110,8 +110,8 @@ TABLE = r"""
 + shutil.rmtree(target)
 ! training/test_checkpoint.py::test_a_save_killed_at_any_rename_leaves_a_complete_checkpoint_and_the_next_save_works
 @ data/batches.py
-- np.random.SeedSequence([seed, epoch, number])
-+ np.random.SeedSequence([seed, 0, number])
+- np.random.SeedSequence([seed, epoch])
++ np.random.SeedSequence([seed, 0])
 ! data/test_batches.py::test_an_epoch_takes_every_window_once_in_another_order_each_time
 @ training/step.py
 - predicted = sum(int((targets >= 0).sum()) for _, targets, *_ in micro_batches)
@@ -132,9 +132,9 @@ TABLE = r"""
 + return settings.learning_rate * step / warmup
 ! training/test_schedule.py::test_warm_up_rises_linearly_to_the_peak
 @ data/split.py
-- kinds[(kinds == TRAIN) & np.isin(hashes, held_out)] = DUPLICATE
-+ kinds[(kinds == VALIDATION) & np.isin(hashes, held_out)] = DUPLICATE
-! data/test_split.py::test_documents_that_are_held_out_elsewhere_are_dropped
+- kinds[np.unique(hashes, return_index=True)[1]] = TRAIN
++ kinds[:] = TRAIN
+! data/test_split.py::test_of_equal_documents_the_first_is_kept
 @ data/tokenizer.py
 - byte_fallback=True,
 + byte_fallback=False,

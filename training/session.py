@@ -124,7 +124,7 @@ def set_up(settings: Settings, run_dir: Path, *, resume: bool, log: Callable[[st
     with processes.main_first("text"):
         corpus = prepare_corpus(settings, last)
     if isinstance(corpus, Corpus):
-        check_one_batch(len(corpus.train[0]), settings.data.batch_size, settings.data.sequence_length)
+        check_one_batch(len(corpus.train), settings.data.batch_size, settings.data.sequence_length)
     elif settings.data.first_sequence_length not in (None, settings.data.sequence_length):
         raise UserError("--first-sequence-length would cut conversations into parts; use --first-sequence-length None.")
     log(f"text: {corpus.description}")
@@ -148,14 +148,9 @@ def set_up(settings: Settings, run_dir: Path, *, resume: bool, log: Callable[[st
 def check_one_batch(tokens: int, batch_size: int, sequence_length: int) -> None:
     """Raise `UserError` when there are fewer tokens to train on than one batch has."""
     if tokens // sequence_length < batch_size:
-        shorter = sequence_length
-        while shorter > 8 and tokens // shorter < 2:
-            shorter //= 2
-        fix = f"the same command with --sequence-length {shorter} --batch-size {tokens // shorter} works"
         raise UserError(
-            f"the text has {tokens:,} tokens to train on, but one batch of {batch_size} sequences of "
-            f"{sequence_length} needs {batch_size * sequence_length:,}; give more text"
-            f"{f', or make the batch smaller: {fix}' if tokens >= shorter else ''}."
+            f"the text has {tokens:,} tokens to train on, but one batch of {batch_size} sequences of {sequence_length} "
+            f"needs {batch_size * sequence_length:,}; give more text, or a smaller --batch-size or --sequence-length."
         )
 
 
@@ -174,8 +169,8 @@ def open_run(session: Session) -> Metrics:
     return metrics
 
 
-def prepare_corpus(settings: Settings, last: Path | None = None, *, complete: bool = False) -> Corpus | Conversations:
-    """The text as tokens; complete: all of it, also where training could begin with a part.
+def prepare_corpus(settings: Settings, last: Path | None = None) -> Corpus | Conversations:
+    """The text as tokens.
 
     The tokenizer is that of the checkpoint to resume from, else --tokenizer, else that of --init-from, else one
     trained on the text.
@@ -189,7 +184,6 @@ def prepare_corpus(settings: Settings, last: Path | None = None, *, complete: bo
         cache_dir=data.cache,
         validation_fraction=data.validation_fraction,
         validation_salt=data.validation_salt,
-        complete=complete,
         document_mask=data.document_mask,
         sequence_length=data.sequence_length,
     )

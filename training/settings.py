@@ -78,7 +78,7 @@ class DataSettings:
     """Files, folders or globs of .txt .md .py .jsonl .jsonl.gz .parquet, or a known name:
     python (the standard library of this interpreter), python-chat (questions and answers about it), shakespeare,
     tinystories (these two are downloaded);
-    or hub:OWNER/NAME[/FOLDER], a data set of the Hugging Face Hub, downloaded a few files ahead of training."""
+    or hub:OWNER/NAME[/FOLDER], a data set of the Hugging Face Hub."""
     text_field: str = "text"
     """Field of jsonl and parquet rows that contains the text."""
     tokenizer: Annotated[str | None, optional("FILE")] = None
