@@ -5,6 +5,8 @@
              state.json : step, tokens, hashes; written last, so a directory that has it is complete
     best/    the same without training_state.safetensors; with LoRA, both have an adapter instead of a model
 
+With --shard, the tensors are in several files with an index, see training/background.py.
+
 Saving `last` writes `last.new`, fsyncs it, renames `last` to `last.old` and `last.new` to `last`, and then deletes
 `last.old`. Wherever a save is interrupted, one of the three is complete, and readers take the first complete one of
 last, last.new, last.old. Nothing is pickled. There is no random state: nothing in training draws from torch's global
@@ -25,6 +27,7 @@ from safetensors.torch import load_file
 from checkpoints import pretrained
 from checkpoints.find import candidates, is_complete
 from checkpoints.pretrained import save_tensors
+from checkpoints.weights import find_weight_files
 from data.tokenizer import Tokenizer
 from errors import UserError, fsync_directory, reading, replace_text
 from model.decoder import Decoder
@@ -107,15 +110,9 @@ def read_state(directory: Path) -> State:
         return State(**json.loads(path.read_bytes()))
 
 
-def load_last(directory: Path, model: Decoder, optimizer: torch.optim.Optimizer) -> None:
-    """Load the weights and the optimizer's moments of a checkpoint, bit for bit."""
-    pretrained.load_weights(model, directory)
-    load_moments(directory, model, optimizer)
-
-
 def load_moments(directory: Path, model: Decoder, optimizer: torch.optim.Optimizer) -> State:
     """Load the optimizer's moments, those of parameters that the model has; returns the state that they are of."""
-    path = directory / "training_state.safetensors"
-    with reading(path, "the run cannot be resumed"):
-        load_optimizer_tensors(optimizer, model, load_file(path))
+    for path in find_weight_files(directory, "training_state.safetensors"):
+        with reading(path, "the run cannot be resumed"):
+            load_optimizer_tensors(optimizer, model, load_file(path))
     return read_state(directory)

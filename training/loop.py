@@ -12,7 +12,9 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from errors import UserError
 from training import checkpoint
+from training.background import BackgroundSave
 from training.evaluate import evaluate
 from training.metrics import Metrics
 from training.processes import finish_processes
@@ -65,6 +67,7 @@ def train(settings: Settings, run_dir: Path, *, resume: bool = False) -> int:
     session = set_up(settings, run_dir, resume=resume)
     processes, device = session.processes, session.device
     stopped_by = 0
+    saver = BackgroundSave(session) if hasattr(session.model, "unshard") else None
     log = open_run(session) if processes.is_main else None
     if log is not None:
         print(f"run: {run_dir} (metrics.jsonl, settings.toml); Ctrl-C stops and saves", flush=True)
@@ -72,18 +75,22 @@ def train(settings: Settings, run_dir: Path, *, resume: bool = False) -> int:
     progress = tqdm(total=session.steps, initial=session.state.step, unit="step", disable=hidden, dynamic_ncols=True)
     with StopSignals(second_signal_interrupts=processes.count == 1) as stop, progress as bar:
         if settings.run.init_from is not None and not resume:
-            evaluate_and_save(session, log, bar)
+            evaluate_and_save(session, saver, log, bar)
         for result in train_steps(session):
             if log is not None:
                 log.write(**vars(result) | {"tokens": session.state.tokens, "seconds": session.state.seconds})
                 show_step(session, bar, result)
             stopped_by = int(processes.max(stop.received, device=device)[0])
+            if saver is not None:
+                saver.finish(wait=False)
             if result.step % settings.run.evaluate_every == 0 or result.step == session.steps:
-                evaluate_and_save(session, log, bar)
+                evaluate_and_save(session, saver, log, bar)
             elif stopped_by:
-                save(session)
+                save(session, saver)
             if stopped_by:
                 break
+        if saver is not None and not saver.finish():
+            raise UserError(f"the last save of {run_dir} failed; make room, and resume it with --resume.")
     if log is not None:
         log.close()
         report_end(session)
@@ -96,8 +103,8 @@ def diverged(step: int, what: str) -> Diverged:
     return Diverged(f"step {step}: {what}; the last save is kept. Try a lower --learning-rate, or --dtype float32.")
 
 
-def evaluate_and_save(session: Session, log: Metrics | None, bar: tqdm) -> None:
-    """Evaluate on all processes; then the main one saves and prints a text sample."""
+def evaluate_and_save(session: Session, saver: BackgroundSave | None, log: Metrics | None, bar: tqdm) -> None:
+    """Evaluate on all processes and save; then the main one prints a text sample."""
     corpus, state = session.corpus, session.state
     windows = corpus.validation_batches(session.settings.data.sequence_length, session.micro_batch_size)
     result = evaluate(session.model, windows, corpus.validation_bytes, session.device, session.processes)
@@ -106,19 +113,22 @@ def evaluate_and_save(session: Session, log: Metrics | None, bar: tqdm) -> None:
     better = state.best_validation_loss is None or result.loss < state.best_validation_loss
     best = result.loss if better else state.best_validation_loss
     session.state = dataclasses.replace(state, best_validation_loss=best)
-    if log is None:
-        return
     measured = {"validation_loss": result.loss, "perplexity": result.perplexity, "bits_per_byte": result.bits_per_byte}
-    log.write(state.step, **{name: value for name, value in measured.items() if value is not None})
-    if better:
-        checkpoint.save(session.run_dir / "best", session.state, session.model, corpus.tokenizer)
-    save(session)
-    bar.write(f"step {state.step}: validation {result}")
-    bar.write(samples(session))
+    if log is not None:
+        log.write(state.step, **{name: value for name, value in measured.items() if value is not None})
+    save(session, saver, better)
+    if log is not None:
+        bar.write(f"step {state.step}: validation {result}")
+    if log is not None and saver is None:  # with --shard, each token of a sample would gather all weights
+        bar.write(samples(session))
 
 
-def save(session: Session) -> None:
-    """Save everything that a resumed run needs as `last/`; only the main process writes."""
-    if session.processes.is_main:
+def save(session: Session, saver: BackgroundSave | None, better: bool = False) -> None:
+    """Save all that a resumed run needs as `last/`, and a better model as `best/`: the main process, or the `saver`."""
+    if saver is not None:
+        saver.start(["last", "best"] if better else ["last"])
+    elif session.processes.is_main:
         tokenizer, optimizer = session.corpus.tokenizer, session.optimizer
+        if better:
+            checkpoint.save(session.run_dir / "best", session.state, session.model, tokenizer)
         checkpoint.save(session.run_dir / "last", session.state, session.model, tokenizer, optimizer)

@@ -13,6 +13,8 @@ from collections import defaultdict
 import torch
 from torch import Tensor, nn
 
+from training.shard import Matrix, whole_matrices
+
 MOMENTUM = 0.95
 ROW_DECAY = 0.95  # of the moving average of a row's mean square
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the polynomial that each iteration applies to the singular values
@@ -38,7 +40,7 @@ class Muon(torch.optim.Optimizer):
         """Update every parameter that has a gradient."""
         self.adamw.step()
         lr, decay = self.matrices["lr"], self.matrices["weight_decay"]
-        same_shape = defaultdict(list)
+        matrices = []
         for parameter in self.matrices["params"]:
             if parameter.grad is None:
                 continue
@@ -48,8 +50,15 @@ class Muon(torch.optim.Optimizer):
                 state["row_squares"] = torch.zeros_like(parameter[:, :1])
             momentum = state["momentum_buffer"].lerp_(parameter.grad, 1 - MOMENTUM)
             update = parameter.grad.lerp(momentum, MOMENTUM)  # Nesterov's
-            packed = (t.split(self.rows[parameter]) for t in (parameter, update, state["row_squares"]))
-            for part in zip(*packed, strict=True):
+            matrices.append((self.rows[parameter], parameter, update, state["row_squares"]))
+        with whole_matrices(matrices) as share:
+            self.update(share, lr, decay)
+
+    def update(self, share: list[Matrix], lr: float, decay: float) -> None:
+        """Update each of the matrices, which are whole."""
+        same_shape = defaultdict(list)
+        for rows, *tensors in share:
+            for part in zip(*(tensor.split(rows) for tensor in tensors), strict=True):
                 same_shape[part[0].shape].append(part)
         for shape, matrices in same_shape.items():
             for i in range(0, len(matrices), BATCH):

@@ -19,6 +19,7 @@ from model.decoder import Decoder
 from model.norm import is_norm_parameter
 from training.muon import Muon
 from training.settings import OptimizerSettings
+from training.shard import part_of
 
 
 def freeze_parameters(model: nn.Module, train_only: str) -> None:
@@ -89,5 +90,4 @@ def load_optimizer_tensors(
     for key, value in tensors.items():
         moment, name = key.split(".", 1)
         if name in parameters:
-            parameter = parameters[name]
-            optimizer.state[parameter][moment] = value.to(parameter.device, copy=True)  # not the mapped file
+            optimizer.state[parameters[name]][moment] = part_of(value, parameters[name])  # not the mapped file

@@ -33,6 +33,7 @@ from training.optimizer import build_optimizer, freeze_parameters
 from training.processes import Processes, start_processes
 from training.schedule import sequence_length
 from training.settings import Settings, changed_fields, load_settings, save_settings
+from training.shard import shard
 
 
 @dataclass
@@ -128,10 +129,14 @@ def set_up(settings: Settings, run_dir: Path, *, resume: bool, log: Callable[[st
     elif settings.data.first_sequence_length not in (None, settings.data.sequence_length):
         raise UserError("--first-sequence-length would cut conversations into parts; use --first-sequence-length None.")
     log(f"text: {corpus.description}")
-    model = initial_model(settings, dtype, log, load=not resume).to(device)
+    model = initial_model(settings, dtype, log, load=not resume)
+    if last is not None:
+        pretrained.load_weights(model, last)
     model.activation_checkpointing = settings.machine.activation_checkpointing
     freeze_parameters(model, settings.run.train_only)
-    optimizer = build_optimizer(model, settings.optimizer, device)
+    if sharded := settings.machine.shard and processes.count > 1:
+        shard(model, device, compiled=settings.machine.compile)
+    optimizer = build_optimizer(model.to(device), settings.optimizer, device)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     state = State(step=0, tokens=0, seconds=0.0, best_validation_loss=None, text_hash=corpus.text_hash)
     session = Session(settings, run_dir, processes, device, dtype, corpus, model, model, optimizer, scaler, state)
@@ -141,7 +146,8 @@ def set_up(settings: Settings, run_dir: Path, *, resume: bool, log: Callable[[st
         f"model: {model.num_parameters() / 1e6:.2f}M parameters, {settings.model.norm} norm; "
         f"{device_name(device)}, {settings.machine.dtype} activations, kernels: {kernels.describe(device)}"
     )
-    session.forward = processes.wrap(torch.compile(model, fullgraph=True) if settings.machine.compile else model)
+    if not sharded:
+        session.forward = processes.wrap(torch.compile(model, fullgraph=True) if settings.machine.compile else model)
     return session
 
 
@@ -247,7 +253,7 @@ def restore(session: Session, directory: Path, log: Callable[[str], None]) -> No
         log(f"changed since the run was started: {', '.join(changed)}")
     if saved.step >= session.steps:
         raise UserError(f"{run_dir} has already done {saved.step} steps; for more, raise --steps.")
-    checkpoint.load_last(directory, session.model, session.optimizer)
+    checkpoint.load_moments(directory, session.model, session.optimizer)
     if saved.scaler is not None and session.scaler.is_enabled():
         session.scaler.load_state_dict(saved.scaler)
     log(f"resuming from {directory}, step {saved.step} of {session.steps}")
