@@ -14,7 +14,6 @@ from tqdm import tqdm
 
 from errors import UserError
 from training import checkpoint
-from training.background import BackgroundSave
 from training.evaluate import evaluate
 from training.metrics import Metrics
 from training.processes import finish_processes
@@ -67,7 +66,6 @@ def train(settings: Settings, run_dir: Path, *, resume: bool = False) -> int:
     session = set_up(settings, run_dir, resume=resume)
     processes, device = session.processes, session.device
     stopped_by = 0
-    saver = BackgroundSave(session) if hasattr(session.model, "unshard") else None
     log = open_run(session) if processes.is_main else None
     if log is not None:
         print(f"run: {run_dir} (metrics.jsonl, settings.toml); Ctrl-C stops and saves", flush=True)
@@ -75,21 +73,21 @@ def train(settings: Settings, run_dir: Path, *, resume: bool = False) -> int:
     progress = tqdm(total=session.steps, initial=session.state.step, unit="step", disable=hidden, dynamic_ncols=True)
     with StopSignals(second_signal_interrupts=processes.count == 1) as stop, progress as bar:
         if settings.run.init_from is not None and not resume:
-            evaluate_and_save(session, saver, log, bar)
+            evaluate_and_save(session, log, bar)
         for result in train_steps(session):
             if log is not None:
                 log.write(**vars(result) | {"tokens": session.state.tokens, "seconds": session.state.seconds})
                 show_step(session, bar, result)
             stopped_by = int(processes.max(stop.received, device=device)[0])
-            if saver is not None:
-                saver.finish(wait=False)
+            if session.saver is not None:
+                session.saver.finish(wait=False)
             if result.step % settings.run.evaluate_every == 0 or result.step == session.steps:
-                evaluate_and_save(session, saver, log, bar)
+                evaluate_and_save(session, log, bar)
             elif stopped_by:
-                save(session, saver)
+                save(session)
             if stopped_by:
                 break
-        if saver is not None and not saver.finish():
+        if session.saver is not None and not session.saver.finish():
             raise UserError(f"the last save of {run_dir} failed; make room, and resume it with --resume.")
     if log is not None:
         log.close()
@@ -103,7 +101,7 @@ def diverged(step: int, what: str) -> Diverged:
     return Diverged(f"step {step}: {what}; the last save is kept. Try a lower --learning-rate, or --dtype float32.")
 
 
-def evaluate_and_save(session: Session, saver: BackgroundSave | None, log: Metrics | None, bar: tqdm) -> None:
+def evaluate_and_save(session: Session, log: Metrics | None, bar: tqdm) -> None:
     """Evaluate on all processes and save; then the main one prints a text sample."""
     corpus, state = session.corpus, session.state
     windows = corpus.validation_batches(session.settings.data.sequence_length, session.micro_batch_size)
@@ -116,17 +114,16 @@ def evaluate_and_save(session: Session, saver: BackgroundSave | None, log: Metri
     measured = {"validation_loss": result.loss, "perplexity": result.perplexity, "bits_per_byte": result.bits_per_byte}
     if log is not None:
         log.write(state.step, **{name: value for name, value in measured.items() if value is not None})
-    save(session, saver, better)
+    save(session, better)
     if log is not None:
         bar.write(f"step {state.step}: validation {result}")
-    if log is not None and saver is None:  # with --shard, each token of a sample would gather all weights
-        bar.write(samples(session))
+        bar.write(samples(session) if session.saver is None else "")  # sharded, each token would gather all weights
 
 
-def save(session: Session, saver: BackgroundSave | None, better: bool = False) -> None:
-    """Save all that a resumed run needs as `last/`, and a better model as `best/`: the main process, or the `saver`."""
-    if saver is not None:
-        saver.start(["last", "best"] if better else ["last"])
+def save(session: Session, better: bool = False) -> None:
+    """Save all that a resumed run needs as `last/`, a better model as `best/`: the main process, or all if sharded."""
+    if session.saver is not None:
+        session.saver.start(session.state, ["last", "best"] if better else ["last"])
     elif session.processes.is_main:
         tokenizer, optimizer = session.corpus.tokenizer, session.optimizer
         if better:

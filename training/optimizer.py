@@ -19,7 +19,6 @@ from model.decoder import Decoder
 from model.norm import is_norm_parameter
 from training.muon import Muon
 from training.settings import OptimizerSettings
-from training.shard import part_of
 
 
 def freeze_parameters(model: nn.Module, train_only: str) -> None:
@@ -90,4 +89,9 @@ def load_optimizer_tensors(
     for key, value in tensors.items():
         moment, name = key.split(".", 1)
         if name in parameters:
-            optimizer.state[parameters[name]][moment] = part_of(value, parameters[name])  # not the mapped file
+            parameter = parameters[name]
+            value = value.to(parameter.device, copy=True)  # not the mapped file
+            if value.ndim and hasattr(parameter, "full_tensor"):
+                place = parameter.device_mesh, parameter.placements
+                value = torch.distributed.tensor.distribute_tensor(value, *place, src_data_rank=None)
+            optimizer.state[parameter][moment] = value

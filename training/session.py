@@ -54,6 +54,7 @@ class Session:
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
     state: State
+    saver: checkpoint.BackgroundSave | None = None
 
     @property
     def steps(self) -> int:
@@ -146,7 +147,9 @@ def set_up(settings: Settings, run_dir: Path, *, resume: bool, log: Callable[[st
         f"model: {model.num_parameters() / 1e6:.2f}M parameters, {settings.model.norm} norm; "
         f"{device_name(device)}, {settings.machine.dtype} activations, kernels: {kernels.describe(device)}"
     )
-    if not sharded:
+    if sharded:
+        session.saver = checkpoint.BackgroundSave(run_dir, model, optimizer, corpus.tokenizer, processes, device)
+    else:
         session.forward = processes.wrap(torch.compile(model, fullgraph=True) if settings.machine.compile else model)
     return session
 

@@ -1,20 +1,17 @@
 """Every weight, gradient and moment divided by rows among the processes (`--shard`): PyTorch's FSDP2.
 
 The weights of a layer are gathered just before it runs, in float32, and freed after it: what is computed is what one
-process computes. torch's modules for this are imported where they are used: that takes half a second.
+process computes. torch's modules for this are imported by `shard`, because that takes half a second.
 """
 
 import contextlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
-from torch import Tensor
 
 from errors import UserError
 from model.decoder import Decoder
-
-Matrix = tuple[list[int], Tensor, Tensor, Tensor]  # rows of what it packs; weight, update (R, C); row squares (R, 1)
 
 
 def shard(model: Decoder, device: torch.device, *, compiled: bool) -> None:
@@ -33,48 +30,35 @@ def shard(model: Decoder, device: torch.device, *, compiled: bool) -> None:
     fully_shard(model, mesh=mesh)
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """The tensor that the processes hold parts of; any other as it is. All processes must call it."""
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-
-
-def part_of(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """A copy of this process's part of a tensor that all have, divided as the parameter is; scalars stay whole."""
-    if not hasattr(parameter, "full_tensor") or tensor.ndim == 0:
-        return tensor.to(parameter.device, copy=True)
-    from torch.distributed.tensor import distribute_tensor
-
-    return distribute_tensor(tensor, parameter.device_mesh, parameter.placements, src_data_rank=None)
-
-
-def share_out(tensors: list[Tensor], count: int) -> tuple[list[int], dict[int, Tensor]]:
-    """For each tensor the process that takes it, the one with the least so far; and this process's whole ones."""
+def share_out(tensors: Mapping, count: int, device: torch.device | str) -> tuple[list[int], dict]:
+    """For each tensor the process that takes it, the one with the least so far; and whole copies of this process's."""
     sums, owners, share = [0] * count, [], {}
-    for i, tensor in enumerate(tensors):
+    for key, tensor in tensors.items():
         owners.append(sums.index(min(sums)))
-        sums[owners[i]] += tensor.numel()
-        full = whole(tensor)  # one at a time
-        if owners[i] == torch.distributed.get_rank():
-            share[i] = full
+        sums[owners[-1]] += tensor.numel()
+        full = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # gathered by all, one at a time
+        if owners[-1] == torch.distributed.get_rank():
+            share[key] = full.to(device, copy=True).contiguous()
     return owners, share
 
 
 @contextlib.contextmanager
-def whole_matrices(matrices: list[Matrix]) -> Iterator[list[Matrix]]:
-    """This process's share of the matrices, as whole ones; what the block writes into them is divided again."""
+def whole_matrices(matrices: list[tuple]) -> Iterator[list[tuple]]:
+    """This process's share of the matrices, as whole ones; what the block writes into them is divided again.
+
+    Each is: the rows of what it packs, its weight and update (R, C), and the mean squares of its rows (R, 1).
+    """
     if not matrices or not hasattr(matrices[0][1], "full_tensor"):
         yield matrices
         return
-    from torch.distributed.tensor import distribute_tensor
-
     mesh = matrices[0][1].device_mesh
-    packed = [torch.cat([weight, squares, update], dim=1) for _, weight, update, squares in matrices]  # (R, 2 C + 1)
-    owners, share = share_out(packed, mesh.size())
+    packed = {i: torch.cat([w, squares, update], dim=1) for i, (_, w, update, squares) in enumerate(matrices)}
+    owners, share = share_out(packed, mesh.size(), matrices[0][1].device)  # (R, 2 C + 1) each
     split = {i: full.tensor_split([len(full[0]) // 2, len(full[0]) // 2 + 1], dim=1) for i, full in share.items()}
     yield [(matrices[i][0], weight, update, squares) for i, (weight, squares, update) in split.items()]
     for i, (_, weight, _, squares) in enumerate(matrices):
         shape = len(weight), weight.shape[1] + 1
         full = share[i][:, : shape[1]].contiguous() if i in share else squares.to_local().new_empty(shape)
-        part = distribute_tensor(full, mesh, weight.placements, src_data_rank=owners[i])
+        part = torch.distributed.tensor.distribute_tensor(full, mesh, weight.placements, src_data_rank=owners[i])
         weight.copy_(part[:, :-1])
         squares.copy_(part[:, -1:])

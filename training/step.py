@@ -9,7 +9,6 @@ from torch import nn
 from data.batches import Batch
 from errors import UserError
 from training.processes import Processes
-from training.shard import whole
 
 MicroBatches = list[tuple[torch.Tensor, ...]]
 
@@ -60,7 +59,8 @@ def train_step(
 
     scaler.unscale_(optimizer)
     trained = [parameter for parameter in model.parameters() if parameter.grad is not None]
-    norm = whole(nn.utils.get_total_norm([parameter.grad for parameter in trained]))
+    norm = nn.utils.get_total_norm([parameter.grad for parameter in trained])
+    norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
     finite = math.isfinite(norm.item())
     if not math.isfinite(loss) or not (finite or scaler.is_enabled()):
         raise Diverged(f"the loss is {loss:g} and the norm of the gradient {norm.item():g}")
