@@ -63,8 +63,8 @@ def find_weight_files(directory: Path, single: str = SINGLE) -> list[Path]:
     index = directory / f"{single}.index.json"
     if (directory / single).is_file():
         return [directory / single]
-    check_format(directory)
     if not index.is_file():
+        check_format(directory)
         raise UserError(f"{directory} has no {single}; download or save the checkpoint again.")
     with reading(index):
         names = sorted(set(read_json(index)["weight_map"].values()))

@@ -139,15 +139,16 @@ def test_every_kind_of_run_is_that_of_one_process(flags, tmp_path, groups, one, 
     way = way.split()
     statuses, _, errors = groups((count, sharded(flags, *way, "--out", "run")))
     assert statuses == [[0] * count], errors[-3000:]
-    assert losses(tmp_path / "run") == pytest.approx(one(*(w for w in way if w != "--compile")), abs=3e-6)
+    expected = one(*(word for word in way if word != "--compile"))
+    assert losses(tmp_path / "run") == pytest.approx(expected, abs=3e-5)  # the gradient's norm is another sum
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_an_adapter_is_trained_beside_a_sharded_model(flags, tmp_path, groups, one, dtype):
     one()
-    few = [*flags, "--steps", "10", "--dtype", dtype, "--lora", "4", "--init-from", str(tmp_path / "one")]
-    statuses, _, errors = groups((2, [*few, "--shard", "--out", "run"], "stop", 5), (2, ["--resume", "run"]))
+    few = sharded(flags, "--steps", "10", "--dtype", dtype, "--lora", "4", "--init-from", str(tmp_path / "one"))
+    statuses, _, errors = groups((2, [*few, "--out", "run"], "stop", 5), (2, ["--resume", "run"]))
     assert statuses == [[143] * 2, [0] * 2], errors[-3000:]
     train(parse(few, "test").settings, tmp_path / "alone")
     tolerance = 3e-6 if dtype == "float32" else 0.01
