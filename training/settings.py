@@ -152,6 +152,8 @@ class MachineSettings:
     """Compile the model with torch.compile: slow first step, faster training."""
     activation_checkpointing: bool = False
     """Recompute the activations of each layer in the backward pass: less memory, about a third more time."""
+    shard: bool = False
+    """With several processes: divide weights, gradients and moments among them (FSDP2), if one GPU cannot hold them."""
     timeout_minutes: int = 10
     """With several processes: give up when one has not answered the others for this long."""
 
