@@ -1,8 +1,8 @@
 """Teaching a model conversations, ours beside TRL's SFTTrainer: `python -m benchmarks.conversations RUN`.
 
 RUN is a directory that has learned to talk, such as runs/talk. Both train all of its weights with AdamW on python-chat,
-and take turns. Ours packs conversations into rows; TRL pads them, as its packing needs FlashAttention, which is for
-GPUs. Tokens are those of conversations, without padding.
+and take turns of a few steps. Ours packs conversations into rows; TRL pads them, as its packing needs FlashAttention,
+which is for GPUs. Tokens are those of conversations, without padding.
 """
 
 import argparse
@@ -21,41 +21,43 @@ from data.conversations import rows_of
 from data.sources import resolve
 from errors import exit_on_user_error
 from model.count import flops_per_token
-from model.device import choose_device, choose_training_dtype, device_name
+from model.device import choose_training_dtype, device_name
 from training.loop import train_steps
 from training.session import no_log, set_up
 from training.settings import parse
 
 STEPS = 4  # of a block
+CONVERSATIONS = 8, 32  # in TRL's batches; ours has eight rows
 
 
-def ours(directory: str, dtype: str, device: torch.device, folder: Path) -> dict[str, timing.Block]:
-    flags = ["--init-from", directory, "--data", "python-chat", "--dtype", dtype, "--device", str(device)]
-    settings = parse(flags, "benchmarks.conversations").settings
+def ours(run: str, dtype: str, folder: Path) -> dict[str, timing.Block]:
+    settings = parse(["--init-from", run, "--data", "python-chat", "--dtype", dtype], "").settings
     session = set_up(settings, folder / "ours", resume=False, log=no_log)
-    results, batch_size = train_steps(session), settings.data.batch_size
+    results, batch = train_steps(session), partial(session.corpus.batch, settings.run.seed)
 
-    def run() -> float:
-        """Seconds of a token."""
+    def seconds_per_token() -> float:
         first, start = session.state.step, time.perf_counter()
-        for _ in itertools.islice(results, STEPS):
-            pass
+        steps = [result.step - 1 for result in itertools.islice(results, STEPS)]
         seconds = time.perf_counter() - start
-        batches = (session.corpus.batch(settings.run.seed, first + i, batch_size) for i in range(STEPS))
-        return seconds / sum(int((documents > 0).sum()) for _, _, documents in batches)
+        assert steps == [*range(first, first + STEPS)]
+        return seconds / sum(int((batch(step, settings.data.batch_size)[2] > 0).sum()) for step in steps)
 
-    return {"a token": run}
+    return {"token": seconds_per_token}
 
 
-def theirs(directory: str, dtype: str, device: torch.device, folder: Path, sequences: int) -> dict[str, timing.Block]:
+def theirs(run: str, dtype: str, folder: Path, conversations: int) -> dict[str, timing.Block]:
     import datasets
     import trl
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    path = find_checkpoint(directory)
-    rows = [row for _, row in rows_of(resolve(["python-chat"], "text", Path(".cache")))]
-    options = {"per_device_train_batch_size": sequences, "max_length": 512, "assistant_only_loss": True}
-    options |= {"bf16": dtype == "bfloat16", "use_cpu": device.type == "cpu", "activation_checkpointing": False}
+    path = find_checkpoint(run)
+    rows = [row for _, row in rows_of(resolve(["python-chat"], "text", folder))]
+    options = {"per_device_train_batch_size": conversations, "max_length": 512, "assistant_only_loss": True}
+    options |= {
+        "bf16": dtype == "bfloat16",
+        "use_cpu": not torch.cuda.is_available(),
+        "activation_checkpointing": False,
+    }
     trainer = trl.SFTTrainer(
         AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32),
         args=trl.SFTConfig(str(folder / "trl"), report_to=[], disable_tqdm=True, **options),
@@ -65,8 +67,7 @@ def theirs(directory: str, dtype: str, device: torch.device, folder: Path, seque
     trainer.current_gradient_accumulation_steps = 1
     optimizer, batches = trainer.create_optimizer(), itertools.cycle(trainer.get_train_dataloader())
 
-    def run() -> float:
-        """Seconds of a token."""
+    def seconds_per_token() -> float:
         tokens, start = 0, time.perf_counter()
         for batch in itertools.islice(batches, STEPS):
             trainer.training_step(trainer.model, batch)
@@ -76,30 +77,26 @@ def theirs(directory: str, dtype: str, device: torch.device, folder: Path, seque
             tokens += int(batch["attention_mask"].sum())
         return (time.perf_counter() - start) / tokens
 
-    return {"a token": run}
+    return {"token": seconds_per_token}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.conversations", description=__doc__.split("\n\n")[0])
     parser.add_argument("run", help="a directory that transformers opens, with a chat template")
-    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], help="default: %(default)s")
-    parser.add_argument(
-        "--sequences", type=int, nargs="+", default=[8, 32], help="TRL's batches (default: %(default)s)"
-    )
-    parser.add_argument("--device", default="auto", help="default: %(default)s")
-    parser.add_argument("--turns", type=int, default=5, help="of 4 steps each (default: %(default)s)")
+    parser.add_argument("--turns", type=int, default=5, help="of four steps each (default: %(default)s)")
     arguments, tables = parser.parse_args(), []
-    device = choose_device(arguments.device)
-    for dtype in arguments.dtypes:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    for dtype in ("float32", "bfloat16"):
         rate = timing.product_rate(device, choose_training_dtype(dtype, device))
+        limit = flops_per_token(load_config(find_checkpoint(arguments.run)), 512) / rate
         with tempfile.TemporaryDirectory() as folder:
-            common = arguments.run, dtype, device, Path(folder)
-            makers = {f"TRL, {n} conversations a step": partial(theirs, *common, n) for n in arguments.sequences}
+            common = arguments.run, dtype, Path(folder)
+            makers = {f"TRL, {n} conversations a step": partial(theirs, *common, n) for n in CONVERSATIONS}
             makers["ours, 8 rows a step"] = partial(ours, *common)
-            limit = flops_per_token(load_config(find_checkpoint(arguments.run)), 512) / rate
-            limits = {name: {"a token": limit} for name in makers}
             title = f"Conversations, {dtype}, on {device_name(device)}"
-            tables.append(timing.compare(title, makers, limits, arguments.turns, tokens=1))
+            tables.append(
+                timing.compare(title, makers, dict.fromkeys(makers, {"token": limit}), arguments.turns, tokens=1)
+            )
     timing.print_json(device, tables=tables)
 
 
