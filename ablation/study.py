@@ -201,13 +201,16 @@ class Study:
     def parts(self) -> dict[str, Effect]:
         """RMSNorm minus LayerNorm, and, where both were trained with and without a bias, what each part of it does."""
         models = {name: arm_settings(self.plan, arm).model for name, arm in self.arms.items()}
-        cells = {(model.norm, model.has_norm_bias): name for name, model in models.items()}
+        cells = {}
+        for name, model in models.items():
+            cells.setdefault((model.norm, model.has_norm_bias), []).append(name)
         signs = {  # of LayerNorm with and without a bias, and of RMSNorm
             "RMSNorm minus LayerNorm": (-1, 0, 0, 1),
             "no mean": (-0.5, -0.5, 0.5, 0.5),
             "no bias": (-0.5, 0.5, -0.5, 0.5),
         }
-        arms, found = [cells.get(cell) for cell in itertools.product(("layer", "rms"), (True, False))], {}
+        four = [cells.get(cell, []) for cell in itertools.product(("layer", "rms"), (True, False))]
+        arms, found = [names[0] if len(names) == 1 else None for names in four], {}
         for name, weights in signs.items():
             chosen = {arm: weight for arm, weight in zip(arms, weights, strict=True) if weight}
             found[name] = None if None in chosen else self.mean_loss(name, chosen)

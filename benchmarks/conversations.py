@@ -95,7 +95,7 @@ def main() -> None:
             makers["ours, 8 rows a step"] = partial(ours, *common)
             title = f"Conversations, {dtype}, on {device_name(device)}"
             tables.append(
-                timing.compare(title, makers, dict.fromkeys(makers, {"token": limit}), arguments.turns, tokens=1)
+                timing.compare(title, makers, {key: {"token": limit} for key in makers}, arguments.turns, tokens=1)
             )
     timing.print_json(device, tables=tables)
 
