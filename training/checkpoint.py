@@ -181,8 +181,9 @@ class BackgroundSave:
         self.thread = None
         if not self.processes.max(self.error is not None, device=self.device)[0] and self.processes.is_main:
             self.attempt(self.complete)
-        failed = self.processes.max(self.processes.rank + 1 if self.error else 0, device=self.device)[0]
-        if failed == self.processes.rank + 1:
+        order = self.processes.count - self.processes.rank  # the error of the first process causes the others
+        failed = self.processes.max(order if self.error else 0, device=self.device)[0]
+        if failed == order:
             print(f"note: step {self.state.step} is not saved ({self.error}); the save before it is kept", flush=True)
         return not failed
 
