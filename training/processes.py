@@ -99,7 +99,7 @@ def explain_lost_process() -> Iterator[None]:
         yield
     except RuntimeError as error:
         if isinstance(error, dist.DistError) or "gloo" in str(error):
-            raise UserError("another process has ended or does not answer; --resume RUN takes the last save.") from error
+            raise UserError("another process ended or does not answer; --resume RUN takes the last save.") from error
         raise
 
 

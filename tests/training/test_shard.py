@@ -59,55 +59,48 @@ def one(flags, tmp_path):
     return run
 
 
-@pytest.mark.parametrize("counts", [(4, 2), pytest.param((4, 2, 1, 2, 4), marks=pytest.mark.slow)])
-def test_a_run_resumed_by_other_numbers_of_processes_is_that_of_one(flags, tmp_path, groups, one, counts):
+def assert_opens_in_transformers(directory: Path) -> None:
+    assert {path.suffix for path in directory.iterdir()} == {".safetensors", ".json", ".model"}
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    tokens = torch.arange(30)[None]
+    with torch.no_grad():
+        assert torch.allclose(theirs(tokens).logits, load_pretrained(directory)(tokens), atol=1e-5)
+
+
+def test_a_failed_write_a_kill_in_a_save_and_other_numbers_of_processes_change_no_loss(flags, tmp_path, groups, one):
     way = ("--optimizer", "muon", "--norm", "layer", "--activation-checkpointing", "--no-tie-word-embeddings")
-    new = sharded(flags, *way, "--micro-batch-size", "1", "--out", "run")
-    parts = [(count, ["--resume", "run"] if i else new, "stop", 3 * i + 3) for i, count in enumerate(counts)]
-    statuses, out, errors = groups(*parts[:-1], parts[-1][:2])
-    assert statuses == [*([143] * count for count in counts[:-1]), [0] * counts[-1]], errors[-3000:]
-    assert out.count("next: ") == 1 and "Warning" not in errors
-    assert losses(tmp_path / "run") == pytest.approx(one(*way), abs=3e-6)
-    held = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(counts[-1])]
-    assert all(0.9 < mine / whole * counts[-1] < 1.1 for mine, whole in held)  # 401 rows are no multiple of it
-    for name in ("best", "last"):
-        directory = tmp_path / "run" / name
-        assert {path.suffix for path in directory.iterdir()} == {".safetensors", ".json", ".model"}
-        theirs = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-        tokens = torch.arange(30)[None]
-        with torch.no_grad():
-            assert torch.allclose(theirs(tokens).logits, load_pretrained(directory)(tokens), atol=1e-5)
-
-
-def test_a_failed_write_is_a_line_and_a_kill_in_a_save_loses_only_that_save(flags, tmp_path, groups, one):
-    new = sharded(flags, "--evaluate-every", "4", "--out", "run")
-    statuses, out, errors = groups((2, new, "fail", 4), (2, [*new[:-1], "killed"], "kill", 8))
-    assert statuses[0] == [0, 0], errors[-3000:]
-    assert out.count("note: step 4 is not saved ([Errno 28] No space left on device") == 1
-    assert statuses[1][1] == -9 and statuses[1][0] != 0
-    assert read_state(find_last(tmp_path / "killed")).step == 4
-    train(parse(["--resume", str(tmp_path / "killed")], "test").settings, tmp_path / "killed", resume=True)
-    expected = one("--evaluate-every", "4")
+    new = sharded(flags, *way, "--micro-batch-size", "1", "--out")
+    statuses, out, errors = groups(
+        (4, [*new, "run"], "stop", 3), (2, ["--resume", "run"], "fail", 8), (2, [*new, "killed"], "kill", 16)
+    )
+    assert statuses[:2] == [[143] * 4, [0] * 2] and out.count("next: ") == 1 and "Warning" not in errors, errors[-3000:]
+    assert out.count("note: step 8 is not saved ([Errno 28] No space left on device") == 1
+    assert statuses[2] == [2, -9] and "error: another process ended or does not answer" in errors
+    expected = one(*way)
     assert losses(tmp_path / "run") == pytest.approx(expected, abs=3e-6)
-    assert losses(tmp_path / "killed") == pytest.approx(expected, abs=3e-6)
+    held = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2)]
+    assert all(0.9 < 2 * mine / whole < 1.1 for mine, whole in held)  # 401 rows are no multiple of it
+    for name in ("best", "last"):
+        assert_opens_in_transformers(tmp_path / "run" / name)
 
-    def resume_error(file: str) -> str:
-        broken = tmp_path / file
-        shutil.copytree(tmp_path / "run", broken)
-        if file == "other":
-            shutil.copytree(other, broken / "last", dirs_exist_ok=True)
-        else:
-            (broken / "last" / file).unlink()
-        with pytest.raises(UserError) as caught:
-            train(parse(["--resume", str(broken), "--steps", "30"], "test").settings, broken, resume=True)
-        return str(caught.value)
+    killed = tmp_path / "killed"
+    assert read_state(find_last(killed)).step == 8
+    shutil.copytree(killed, tmp_path / "broken")
+    train(parse(["--resume", str(killed)], "test").settings, killed, resume=True)
+    assert losses(killed) == pytest.approx(expected, abs=3e-6)
+    for file in ("training_state-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"):
+        (tmp_path / "broken" / "last" / file).unlink()
+        with pytest.raises(UserError, match=f"{file} cannot be read .No such file"):
+            train(parse(["--resume", str(tmp_path / "broken")], "test").settings, tmp_path / "broken", resume=True)
 
-    for file in ("model-00002-of-00002.safetensors", "training_state-00001-of-00002.safetensors"):
-        assert f"{file} cannot be read (No such file" in resume_error(file)
-    wide = parse(sharded(flags, "--steps", "2", "--hidden-size", "64"), "test").settings
-    train(wide, tmp_path / "wide")
-    other = tmp_path / "wide" / "last"
-    assert "do not fit this model: hidden_size 64 instead of 32" in resume_error("other")
+
+@pytest.mark.slow
+def test_a_run_resumed_by_other_numbers_of_processes_is_that_of_one(flags, tmp_path, groups, one):
+    parts = [(count, ["--resume", "run"], "stop", 3 * i + 3) for i, count in enumerate((4, 2, 1, 2, 4))]
+    parts[0][1][:] = sharded(flags, "--optimizer", "adamw", "--out", "run")
+    statuses, _, errors = groups(*parts[:-1], parts[-1][:2])
+    assert statuses == [[143] * 4, [143] * 2, [143], [143] * 2, [0] * 4], errors[-3000:]
+    assert losses(tmp_path / "run") == pytest.approx(one("--optimizer", "adamw"), abs=3e-6)
 
 
 def test_more_processes_than_sequences_is_a_line(flags, tmp_path, monkeypatch):
@@ -158,5 +151,5 @@ def test_an_adapter_is_trained_beside_a_sharded_model(flags, tmp_path, groups, o
 
 @pytest.mark.slow
 def test_a_process_that_hangs_ends_the_run_after_the_timeout(flags, groups):
-    statuses, _, _ = groups((2, sharded(flags, "--timeout-minutes", "1", "--out", "run"), "hang", 5))
-    assert statuses[0][0] not in (0, -9)
+    statuses, _, errors = groups((2, sharded(flags, "--timeout-minutes", "1", "--out", "run"), "hang", 5))
+    assert statuses == [[2, -9]] and errors.count("error: another process ended or does not answer") == 1
