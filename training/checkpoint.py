@@ -13,13 +13,12 @@ last, last.new, last.old. Nothing is pickled. There is no random state: nothing 
 generators.
 """
 
-import contextlib
 import dataclasses
 import json
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -61,23 +60,28 @@ def save(
     target: Path, state: State, model: Decoder, tokenizer: Tokenizer, optimizer: torch.optim.Optimizer | None = None
 ) -> None:
     """Save the model as the directory `target`; with the optimizer, everything that resuming needs."""
-    with replaced(target) as directory:
-        if optimizer is not None:
-            tensors = {key: value.detach().contiguous() for key, value in optimizer_tensors(optimizer, model).items()}
-            save_tensors(tensors, directory / "training_state.safetensors")
-        pretrained.save_pretrained(model, directory, bos_token_id=tokenizer.bos_id, eos_token_id=tokenizer.eos_id)
-        tokenizer.save(directory)
-        fsync_directory(directory)  # before state.json, which says that everything else is there
-        replace_text(directory / "state.json", json.dumps(dataclasses.asdict(state), indent=1))
+    directory = begin_save(target)
+    if optimizer is not None:
+        tensors = {key: value.detach().contiguous() for key, value in optimizer_tensors(optimizer, model).items()}
+        save_tensors(tensors, directory / "training_state.safetensors")
+    pretrained.save_pretrained(model, directory, bos_token_id=tokenizer.bos_id, eos_token_id=tokenizer.eos_id)
+    tokenizer.save(directory)
+    finish_save(target, state)
 
 
-@contextlib.contextmanager
-def replaced(target: Path) -> Iterator[Path]:
-    """Give an empty directory, which replaces `target` after the block; at any instant a complete one exists."""
+def begin_save(target: Path) -> Path:
+    """Make an empty directory, which `finish_save` puts in the place of `target`."""
     recover_interrupted_save(target)
-    new, old = candidates(target)[1:]
+    new = candidates(target)[1]
     new.mkdir(parents=True)
-    yield new
+    return new
+
+
+def finish_save(target: Path, state: State) -> None:
+    """Write state.json beside everything else, and replace `target`; at any instant a complete directory exists."""
+    new, old = candidates(target)[1:]
+    fsync_directory(new)  # before state.json, which says that everything else is there
+    replace_text(new / "state.json", json.dumps(dataclasses.asdict(state), indent=1))
     fsync_directory(new, files=False)
     if target.exists():
         target.rename(old)
@@ -140,11 +144,10 @@ class BackgroundSave:
         self.finish()
         if self.processes.is_main:
             self.processes.store.set("folder", str(self.run_dir.absolute()))  # the others were not told
-        self.run_dir = Path(self.processes.store.get("folder").decode())
-        self.state, self.error, self.unfinished = state, None, contextlib.ExitStack()
-        self.directories = [candidates(self.run_dir / name)[1] for name in names]
-        for name in names if self.processes.is_main else ():
-            self.attempt(self.unfinished.enter_context, replaced(self.run_dir / name))
+        run_dir = Path(self.processes.store.get("folder").decode())
+        self.state, self.error, self.targets = state, None, [run_dir / name for name in names]
+        for target in self.targets if self.processes.is_main else ():
+            self.attempt(begin_save, target)
         lora = self.model.lora is not None  # an adapter is one file
         weights = {name: tensor for name, tensor in self.model.state_dict().items() if not lora or ".lora_" in name}
         moments = optimizer_tensors(self.optimizer, self.model)
@@ -163,10 +166,11 @@ class BackgroundSave:
         """Write this process's files, and config.json, the same from all."""
         number = f"-{self.processes.rank + 1:05}-of-{self.processes.count:05}.safetensors"
         ids = dict(bos_token_id=self.tokenizer.bos_id, eos_token_id=self.tokenizer.eos_id)
-        for directory in self.directories if weights else ():
+        for target in self.targets if weights or moments else ():
+            directory = candidates(target)[1]
             if self.processes.is_main:
                 self.tokenizer.save(directory)
-            if directory.name == "last.new":
+            if target.name == "last":
                 save_tensors(moments, directory / f"training_state{number}")
             pretrained.save_pretrained(self.model, directory, **ids, state=weights, file=f"model{number}")
             for path in directory.glob(f"*{number}"):
@@ -181,19 +185,20 @@ class BackgroundSave:
         self.thread = None
         if not self.processes.max(self.error is not None, device=self.device)[0] and self.processes.is_main:
             self.attempt(self.complete)
-        failed = self.processes.max(self.processes.rank + 1 if self.error else 0, device=self.device)[0]
-        if failed == self.processes.rank + 1:
+        order = self.processes.count - self.processes.rank  # the error of the first process causes the others
+        failed = self.processes.max(order if self.error else 0, device=self.device)[0]
+        if failed == order:
+            for target in self.targets:
+                shutil.rmtree(candidates(target)[1], ignore_errors=True)  # it may fill the disk
             print(f"note: step {self.state.step} is not saved ({self.error}); the save before it is kept", flush=True)
         return not failed
 
     def complete(self) -> None:
-        """Write the indexes, from the headers of the files, and state.json; give the directories their names."""
-        for directory in self.directories:
+        """Write the indexes, from the headers of the files, and replace the saves before."""
+        for target in self.targets:
+            directory = candidates(target)[1]
             for kind in ("model", "training_state"):
-                paths = directory.glob(f"{kind}-*.safetensors")
-                places = {key: path.name for path in paths for key in safe_open(path, framework="pt").keys()}  # noqa: SIM118
-                if places:
-                    write_json(directory / f"{kind}.safetensors.index.json", {"metadata": {}, "weight_map": places})
-            fsync_directory(directory)
-            replace_text(directory / "state.json", json.dumps(dataclasses.asdict(self.state), indent=1))
-        self.unfinished.close()
+                if paths := [*directory.glob(f"{kind}-*.safetensors")]:
+                    names = {key: path.name for path in paths for key in safe_open(path, "pt").keys()}  # noqa: SIM118
+                    write_json(directory / f"{kind}.safetensors.index.json", {"metadata": {}, "weight_map": names})
+            finish_save(target, self.state)

@@ -15,6 +15,7 @@ from model.device import choose_device, choose_kernels, choose_training_dtype, e
 from training.estimate import estimate
 from training.evaluate import evaluate
 from training.loop import train
+from training.processes import explain_lost_process
 from training.session import prepare_corpus
 from training.settings import Command, Settings
 
@@ -26,7 +27,7 @@ def run(command: Command) -> int:
     actions, settings, resume = command.actions, command.settings, command.actions.resume is not None
     if actions.dry_run and settings.run.lora is not None:
         raise UserError("--dry-run estimates training of all parameters; leave out --lora.")
-    with explain_out_of_memory(f"too little memory; {LESS_MEMORY}."):
+    with explain_out_of_memory(f"too little memory; {LESS_MEMORY}."), explain_lost_process():
         if actions.dry_run or actions.prepare or actions.eval_only:
             action = estimate if actions.dry_run else prepare_text if actions.prepare else evaluate_checkpoint
             if is_main_process():

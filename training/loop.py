@@ -75,12 +75,12 @@ def train(settings: Settings, run_dir: Path, *, resume: bool = False) -> int:
         if settings.run.init_from is not None and not resume:
             evaluate_and_save(session, log, bar)
         for result in train_steps(session):
+            if session.saver is not None:
+                session.saver.finish(wait=False)
             if log is not None:
                 log.write(**vars(result) | {"tokens": session.state.tokens, "seconds": session.state.seconds})
                 show_step(session, bar, result)
             stopped_by = int(processes.max(stop.received, device=device)[0])
-            if session.saver is not None:
-                session.saver.finish(wait=False)
             if result.step % settings.run.evaluate_every == 0 or result.step == session.steps:
                 evaluate_and_save(session, log, bar)
             elif stopped_by:
@@ -117,13 +117,14 @@ def evaluate_and_save(session: Session, log: Metrics | None, bar: tqdm) -> None:
     save(session, better)
     if log is not None:
         bar.write(f"step {state.step}: validation {result}")
-        bar.write(samples(session) if session.saver is None else "")  # sharded, each token would gather all weights
+        if session.saver is None:  # else each token of a sample would gather all weights
+            bar.write(samples(session))
 
 
 def save(session: Session, better: bool = False) -> None:
     """Save all that a resumed run needs as `last/`, a better model as `best/`: the main process, or all if sharded."""
     if session.saver is not None:
-        session.saver.start(session.state, ["last", "best"] if better else ["last"])
+        session.saver.start(session.state, ["best", "last"] if better else ["last"])
     elif session.processes.is_main:
         tokenizer, optimizer = session.corpus.tokenizer, session.optimizer
         if better:

@@ -13,7 +13,7 @@ from collections import defaultdict
 import torch
 from torch import Tensor, nn
 
-from training.shard import whole_matrices
+from training.shard import whole
 
 MOMENTUM = 0.95
 ROW_DECAY = 0.95  # of the moving average of a row's mean square
@@ -40,35 +40,37 @@ class Muon(torch.optim.Optimizer):
         """Update every parameter that has a gradient."""
         self.adamw.step()
         lr, decay = self.matrices["lr"], self.matrices["weight_decay"]
-        matrices, same_shape = [], defaultdict(list)
-        for parameter in self.matrices["params"]:
-            if parameter.grad is None:
-                continue
+        parameters = [parameter for parameter in self.matrices["params"] if parameter.grad is not None]
+        updates, same_shape = [], defaultdict(list)  # (R, C + 1): momentum, and the mean squares of rows
+        for parameter in parameters:
             state = self.state[parameter]
             if "momentum_buffer" not in state:
                 state["momentum_buffer"] = torch.zeros_like(parameter)
                 state["row_squares"] = torch.zeros_like(parameter[:, :1])
             momentum = state["momentum_buffer"].lerp_(parameter.grad, 1 - MOMENTUM)
             update = parameter.grad.lerp(momentum, MOMENTUM)  # Nesterov's
-            matrices.append((self.rows[parameter], parameter, update, state["row_squares"]))
-        with whole_matrices(matrices) as share:
-            for rows, *tensors in share:
-                for part in zip(*(tensor.split(rows) for tensor in tensors), strict=True):
-                    same_shape[part[0].shape].append(part)
+            updates.append(torch.cat([update, state["row_squares"]], dim=1))
+        with whole(updates) as share:
+            for i, packed in share.items():
+                for part in packed.split(self.rows[parameters[i]]):
+                    same_shape[part.shape].append(part)
             for parts in same_shape.values():
                 for i in range(0, len(parts), BATCH):
-                    self.update(parts[i : i + BATCH], lr, decay)
+                    scale_rows(parts[i : i + BATCH], self.dtype)
+        for parameter, packed in zip(parameters, updates, strict=True):
+            update = packed[:, :-1]
+            self.state[parameter]["row_squares"].copy_(packed[:, -1:])
+            parameter.sub_(parameter * (update * parameter > 0), alpha=lr * decay)
+            parameter.sub_(update, alpha=lr)
 
-    def update(self, matrices: list[tuple[Tensor, Tensor, Tensor]], lr: float, decay: float) -> None:
-        """Update matrices of one shape: each with its update (R, C) and the mean squares of its rows (R, 1)."""
-        parts, updates, squares = zip(*matrices, strict=True)
-        stacked = orthogonalize(torch.stack([update.to(self.dtype) for update in updates])).float()
-        for part, update, square in zip(parts, stacked, squares, strict=True):
-            square.lerp_(update.square().mean(1, keepdim=True), 1 - ROW_DECAY)
-            rows = update / square.sqrt().clamp_min(1e-8)
-            update = rows * (update.norm() / rows.norm())
-            part.sub_(part * (update * part > 0), alpha=lr * decay)
-            part.sub_(update, alpha=lr * 0.2 * math.sqrt(max(part.shape)))
+
+def scale_rows(matrices: list[Tensor], dtype: torch.dtype) -> None:
+    """Make updates of momentum, in place, in matrices of one shape (R, C + 1) with the mean squares of their rows."""
+    stacked = orthogonalize(torch.stack([matrix[:, :-1].to(dtype) for matrix in matrices])).float()
+    for matrix, update in zip(matrices, stacked, strict=True):
+        squares = matrix[:, -1:].lerp_(update.square().mean(1, keepdim=True), 1 - ROW_DECAY)
+        rows = update / squares.sqrt().clamp_min(1e-8)
+        matrix[:, :-1] = rows * (0.2 * math.sqrt(max(update.shape)) * update.norm() / rows.norm())
 
 
 def orthogonalize(matrices: Tensor) -> Tensor:

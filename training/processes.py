@@ -92,6 +92,17 @@ def start_processes(device_name: str, timeout_minutes: int) -> tuple[Processes, 
     return Processes(rank, count, store), device_name
 
 
+@contextlib.contextmanager
+def explain_lost_process() -> Iterator[None]:
+    """Turn what Gloo and NCCL raise when another process has ended, or hangs, into a `UserError`."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, dist.DistError) or "gloo" in str(error):
+            raise UserError("another process ended or does not answer; --resume RUN takes the last save.") from error
+        raise
+
+
 def finish_processes(processes: Processes) -> None:
     """Wait until every process is done, the main one with its last save, and leave the process group.
 

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 
 import torch
+from torch import Tensor
 
 from errors import UserError
 from model.decoder import Decoder
@@ -43,22 +44,15 @@ def share_out(tensors: Mapping, count: int, device: torch.device | str) -> tuple
 
 
 @contextlib.contextmanager
-def whole_matrices(matrices: list[tuple]) -> Iterator[list[tuple]]:
-    """This process's share of the matrices, as whole ones; what the block writes into them is divided again.
-
-    Each is: the rows of what it packs, its weight and update (R, C), and the mean squares of its rows (R, 1).
-    """
-    if not matrices or not hasattr(matrices[0][1], "full_tensor"):
-        yield matrices
+def whole(tensors: list[Tensor]) -> Iterator[dict[int, Tensor]]:
+    """By index, this process's share of the tensors, each whole; what the block writes into them is divided again."""
+    if not tensors or not hasattr(tensors[0], "full_tensor"):
+        yield dict(enumerate(tensors))
         return
-    mesh = matrices[0][1].device_mesh
-    packed = {i: torch.cat([w, squares, update], dim=1) for i, (_, w, update, squares) in enumerate(matrices)}
-    owners, share = share_out(packed, mesh.size(), matrices[0][1].device)  # (R, 2 C + 1) each
-    split = {i: full.tensor_split([len(full[0]) // 2, len(full[0]) // 2 + 1], dim=1) for i, full in share.items()}
-    yield [(matrices[i][0], weight, update, squares) for i, (weight, squares, update) in split.items()]
-    for i, (_, weight, _, squares) in enumerate(matrices):
-        shape = len(weight), weight.shape[1] + 1
-        full = share[i][:, : shape[1]].contiguous() if i in share else squares.to_local().new_empty(shape)
-        part = torch.distributed.tensor.distribute_tensor(full, mesh, weight.placements, src_data_rank=owners[i])
-        weight.copy_(part[:, :-1])
-        squares.copy_(part[:, -1:])
+    mesh = tensors[0].device_mesh
+    owners, share = share_out(dict(enumerate(tensors)), mesh.size(), tensors[0].device)
+    yield share
+    for i, tensor in enumerate(tensors):
+        full = share[i] if i in share else tensor.to_local().new_empty(tensor.shape)
+        place = mesh, tensor.placements
+        tensor.copy_(torch.distributed.tensor.distribute_tensor(full, *place, src_data_rank=owners[i]))

@@ -15,9 +15,8 @@ from training.settings import parse
 
 
 def save(target: Path, content: str) -> None:
-    with checkpoint.replaced(target) as directory:
-        (directory / "weights").write_text(content)
-        (directory / "state.json").write_text("{}")
+    (checkpoint.begin_save(target) / "weights").write_text(content)
+    checkpoint.finish_save(target, checkpoint.State(0, 0, 0.0, None, ""))
 
 
 def found(run: Path) -> str:
