@@ -68,7 +68,7 @@ class DecodeStep:
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:  # whatever Triton, ptxas or the driver may raise
-                self.unavailable_reason = describe(error)
+                self.unavailable_reason = f"{type(error).__name__}: {error}".partition("\n")[0]
                 print(f"fused decoding: {self.unavailable_reason}; the decoder runs without it.", file=sys.stderr)
             else:
                 self.cache.length += 1
@@ -126,12 +126,6 @@ class DecodeStep:
         x, _ = decoder.norm(residual)
         head = decoder.embed_tokens if decoder.lm_head is None else decoder.lm_head
         return head(x).float()
-
-
-def describe(error: Exception) -> str:
-    """An error in one line."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def norm_arguments(norm: Norm) -> tuple[str, Tensor | None, Tensor | None, float]:
