@@ -247,12 +247,12 @@ def test_activation_checkpointing_gives_the_same_gradients_bit_for_bit(decoder, 
         assert torch.equal(plain, recomputed)
 
 
-@pytest.mark.parametrize(("backend", "norm"), [("aot_eager", "layer"), ("eager", "rms"), ("eager", "batch")])
-def test_the_forward_pass_compiles_without_graph_breaks(make_decoder, tokens, relative, backend, norm):
+@pytest.mark.parametrize("norm", ["rms", "batch"])
+def test_the_forward_pass_compiles_without_graph_breaks(make_decoder, tokens, relative, norm):
     torch._dynamo.reset()
     decoder = make_decoder(norm=norm, qk_norm=True, num_hidden_layers=2)
     targets = tokens.roll(-1, 1)
-    compiled = torch.compile(decoder, backend=backend, fullgraph=True)
+    compiled = torch.compile(decoder, backend="eager", fullgraph=True)
     assert relative(compiled(tokens, targets), decoder(tokens, targets)) < tolerance(decoder)
     upstream = torch.rand(2, 24)
     gradients = []
