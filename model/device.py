@@ -68,10 +68,9 @@ def fast_at_bfloat16(device: torch.device) -> bool:
     """
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 0)
-    if device.type == "cpu":
-        found = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-        return found and torch.backends.cpu.get_cpu_capability() == "AVX512"  # ATEN_CPU_CAPABILITY can rule it out
-    return False
+    found = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    allowed = torch.backends.cpu.get_cpu_capability() == "AVX512"  # ATEN_CPU_CAPABILITY can rule it out
+    return device.type == "cpu" and found and allowed
 
 
 def why_not_compile(device: torch.device) -> str | None:

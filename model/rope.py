@@ -82,6 +82,13 @@ class Rope(nn.Module):
         if count < min(length, context):
             self.cos, self.sin = (t.to(self.cos.device) for t in self.tables(min(max(length, 2 * count), context)))
 
+    def _apply(self, fn, recurse: bool = True):
+        """Move with the model to a device but stay float32: bfloat16 cannot tell positions above 256 apart."""
+        cos, sin = self.cos, self.sin
+        super()._apply(fn, recurse)
+        self.cos, self.sin = cos.to(self.cos.device), sin.to(self.sin.device)
+        return self
+
     def forward(self, start: int, length: int, padding: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """cos and sin at cache positions start .. start + length: (T, d/2), or (B, T, d/2) with left padding (B,).
 

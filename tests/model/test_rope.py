@@ -37,6 +37,15 @@ def test_tables_equal_complex_powers_at_positions_up_to_131071(make_config, thet
             assert abs(sin[position, pair].item() - rotation.imag) < 6e-8
 
 
+def test_tables_stay_float32_when_the_model_changes_its_dtype(make_decoder):
+    decoder = make_decoder()
+    before = decoder.rope.cos.clone()
+    decoder.to(torch.bfloat16)
+    assert decoder.embed_tokens.weight.dtype == torch.bfloat16
+    assert decoder.rope.cos.dtype == decoder.rope.sin.dtype == torch.float32
+    assert torch.equal(decoder.rope.cos, before)
+
+
 def test_left_padding_shifts_positions_and_padding_gets_position_zero(make_config):
     rope = Rope(make_config())
     cos, sin = rope(2, 4, torch.tensor([0, 4]))
