@@ -10,14 +10,11 @@ import json
 import os
 import sys
 import time
+import tomllib
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO, NoReturn
-
-if sys.version_info < (3, 11):  # noqa: UP036 - one line instead of a traceback
-    sys.exit(f"error: this needs Python 3.11 or newer, and this is {sys.version.split()[0]}.")
-import tomllib
 
 LOCK = ".lock"  # of the file in a folder; the system releases its lock when the process ends, however it ends
 
@@ -39,17 +36,13 @@ def reading(path: Path | str, fix: str = "download or save it again") -> Iterato
         raise
     except Exception as error:
         reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
-        reason = f"no {reason}" if isinstance(error, KeyError) else reason
-        raise UserError(f"{path} cannot be read ({reason}); {fix}.") from error
+        raise UserError(f"{path} cannot be read ({'no ' * isinstance(error, KeyError)}{reason}); {fix}.") from error
 
 
 def read_json(path: Path) -> dict:
     """The JSON object in a file; an empty one if there is no file."""
     with reading(path):
-        fields = json.loads(path.read_bytes()) if path.exists() else {}
-        if not isinstance(fields, dict):
-            raise ValueError("it is not a JSON object")
-    return fields
+        return dict(json.loads(path.read_bytes())) if path.exists() else {}
 
 
 def read_toml(path: Path) -> dict:
@@ -77,15 +70,10 @@ def replace_text(path: Path, text: str) -> None:
 
 def fsync_directory(directory: Path, files: bool = True) -> None:
     """fsync a directory and, if `files`, the files in it (Windows can fsync only files)."""
-    for path in directory.iterdir() if files else ():
-        if path.is_file():
-            with path.open("rb+") as file:
-                os.fsync(file.fileno())
-    if os.name != "nt":
-        descriptor = os.open(directory, os.O_RDONLY)
-        try:
+    for path in [*directory.iterdir(), directory] if files else [directory]:
+        if path.is_file() or os.name != "nt":
+            descriptor = os.open(path, os.O_RDWR if path.is_file() else os.O_RDONLY)
             os.fsync(descriptor)
-        finally:
             os.close(descriptor)
 
 
@@ -95,15 +83,12 @@ def locked(folder: Path) -> Iterator[None]:
     from filelock import FileLock, Timeout
 
     folder.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(folder / LOCK)
     try:
-        lock.acquire(timeout=0)
+        lock = FileLock(folder / LOCK).acquire(timeout=0)
     except Timeout:
         raise UserError(f"{folder} is in use by another process; wait until it ends, or give another folder.") from None
-    try:
+    with lock:
         yield
-    finally:
-        lock.release()
 
 
 @functools.cache
@@ -130,28 +115,21 @@ def exit_on_user_error() -> Iterator[None]:
     A pipe that its reader has closed (`| head`) is no error. Standard output and error are UTF-8 on every system.
     """
     for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):  # not None, nor what a caller has put in its place
-            stream.reconfigure(encoding="utf-8", errors="replace")
-    show_traceback = "--traceback" in sys.argv
-    if show_traceback:
+        stream.reconfigure(encoding="utf-8", errors="replace")
+    if show_traceback := "--traceback" in sys.argv:
         sys.argv.remove("--traceback")
     try:
         yield
         print(end="", flush=True)  # not at the exit of the interpreter, where a full disk would be a traceback
-    except SystemExit as error:  # such as after --help
-        if error.code:
-            wait_for_main_process()
+    except SystemExit as error:  # such as after a wrong flag
+        wait_for_main_process(error.code)
         raise
     except BrokenPipeError:  # without this Python reports it again on exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (UserError, OSError) as error:
         if show_traceback:
             traceback.print_exc()
-        text = str(error)
-        if isinstance(error, OSError):  # such as a folder that may not be read, or a full disk
-            text = f"{error.strerror or error}."
-            text = f"{error.filename}: {text}" if error.filename else text
-        end(f"error: {text}", 2)
+        end(f"error: {error}", 2)
     except ModuleNotFoundError as error:
         end(f"error: this needs the package {error.name}: pip install {error.name}", 2)
     except KeyboardInterrupt:
@@ -160,14 +138,14 @@ def exit_on_user_error() -> Iterator[None]:
 
 def end(message: str, status: int) -> NoReturn:
     """Print the message to standard error and exit."""
-    wait_for_main_process()
+    wait_for_main_process(status)
     print(message, file=sys.stderr, flush=True)
     if os.environ.get("WORLD_SIZE", "1") != "1":
         os._exit(status)  # at Python's own exit, a process group that has lost a process may abort
     sys.exit(status)
 
 
-def wait_for_main_process() -> None:
+def wait_for_main_process(status: int) -> None:
     """Let the main process print its error first: when another process ends, all are stopped."""
-    if not is_main_process():
+    if status and not is_main_process():
         time.sleep(3)

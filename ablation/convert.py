@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from ablation import report, study
 from ablation.plan import Plan, Run, base_settings, replace_settings, run_settings, save_plan
-from ablation.records import Row, append, read_rows
+from ablation.records import Row, append, read_lines
 from ablation.run import measure
 from errors import exit_on_user_error, locked
 from training.checkpoint import load_moments
@@ -105,10 +105,10 @@ def main(
     plan, file = make(config, steps, learning_rate, seeds=seeds, first_seed=first_seed), out / "runs.jsonl"
     with locked(out):
         save_plan(plan, out / "plan.toml")
-        done = {row["seed"] for row in read_rows(file)}
+        done = {row.seed for row in read_lines(file, Row)}
         for seed in tqdm(sorted({*plan.phase_seeds["final"]} - done), unit="model"):
             with tempfile.TemporaryDirectory() as folder:
-                append(file, *map(dataclasses.asdict, run_seed(plan, seed, device, Path(folder))))
+                append(file, *run_seed(plan, seed, device, Path(folder)))
         found = study.load(out)
         written = report.write(found, out)
     print(*report.headline(found), f"report: {written[0]}", sep="\n")

@@ -6,9 +6,7 @@ A run that raises or is killed is a row with status "failed" and costs nothing e
 import dataclasses
 import functools
 import multiprocessing
-import os
 import signal
-import threading
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -19,9 +17,10 @@ import torch
 from tqdm import tqdm
 
 from ablation.plan import Plan, Run, arm_settings, load_plan, replace_settings, run_settings, save_plan
-from ablation.records import Row, append, read_rows
+from ablation.records import Row, append, read_lines
 from ablation.run import hardware, settings_hash, train_run
-from ablation.study import KEY, Study, as_table
+from ablation.study import Study, as_table
+from data.units import end_with_parent
 from errors import UserError, usable_cores
 from model.device import choose_device
 from training.estimate import estimate
@@ -35,7 +34,7 @@ class Experiment:
     folder: Path
     device: str = "auto"  # all GPUs, else MPS, else the CPU's cores; or a torch device
     jobs: int | None = None  # runs at once on a CPU, one for each core by default; on GPUs how many of them are used
-    rows: list[dict] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
     failed: list[Row] = field(default_factory=list)  # of this command; another one tries them again
 
     @property
@@ -70,7 +69,7 @@ class Experiment:
 
     def add(self, run: Run, future: Future) -> None:
         """Append the row of a run that has ended. On another device or text than the runs before it has failed."""
-        texts, reason = {row["text_hash"] for row in self.rows} - {""}, None
+        texts, reason = {row.text_hash for row in self.rows} - {""}, None
         try:
             row = future.result()
             if row.device != self.hardware:
@@ -85,25 +84,23 @@ class Experiment:
         if reason is not None:
             row = Row(**vars(run), status="failed", reason=reason)
             self.failed.append(row)
-        self.rows.append(dataclasses.asdict(row))
-        append(self.folder / "runs.jsonl", self.rows[-1])
+        self.rows.append(row)
+        append(self.folder / "runs.jsonl", row)
 
 
 def load_or_create(plan: Plan, folder: Path, device: str = "auto", jobs: int | None = None) -> Experiment:
     """The experiment of a folder with its finished runs; those that failed are forgotten and made again."""
-    rows = [row for row in read_rows(folder / "runs.jsonl") if row["status"] != "failed"]
+    rows = [row for row in read_lines(folder / "runs.jsonl", Row) if row.status != "failed"]
     for row in rows:
-        run = Run(*(row[name] for name in KEY))
-        if run.arm in plan.compared and settings_hash(run_settings(plan, run)) != row["settings_hash"]:
-            raise UserError(f"a finished run ({run}) of {folder} had other settings; give another --out.")
+        if row.arm in plan.compared and settings_hash(run_settings(plan, row)) != row.settings_hash:
+            raise UserError(f"a finished run ({row}) of {folder} had other settings; give another --out.")
     return Experiment(plan, folder, device, jobs, rows)
 
 
 def execute(experiment: Experiment, start: Callable[[Run, str], Future] | None = None) -> None:
     """Do all runs that are wanted, each begun by `start`, and again those of unfinished seeds on other hardware."""
-    rows, unfinished = experiment.rows, {(run.phase, run.seed) for run in experiment.remaining}
-    here = experiment.hardware
-    experiment.rows = [r for r in rows if r["device"] == here or (r["phase"], r["seed"]) not in unfinished]
+    unfinished, here = {(run.phase, run.seed) for run in experiment.remaining}, experiment.hardware
+    experiment.rows = [r for r in experiment.rows if r.device == here or (r.phase, r.seed) not in unfinished]
     begin, free, running = start or functools.partial(start_process, experiment), [*experiment.workers], {}
     bar = tqdm(unit="run", dynamic_ncols=True)
     try:
@@ -146,16 +143,6 @@ def start_process(experiment: Experiment, run: Run, device: str) -> Future:
     signal.signal(signal.SIGINT, handler)
     pool.shutdown(wait=False)
     return future
-
-
-def end_with_parent() -> None:
-    """In a new process: end when the parent has died, so that no run is ever trained twice at once."""
-
-    def watch() -> None:
-        multiprocessing.parent_process().join()
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
 
 
 def estimate_run(experiment: Experiment) -> None:

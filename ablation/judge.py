@@ -7,7 +7,7 @@ Turnbull 2000, Group Sequential Methods, table 2.3 and section 4.4). docs/judge.
 
 import dataclasses
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 from scipy import special
@@ -26,12 +26,6 @@ def repeated_interval(differences: np.ndarray, look: int) -> tuple[np.ndarray, n
     n, p = differences.shape[-1], special.ndtr(-BOUNDARY * np.sqrt(LOOKS / look))
     reach = -special.stdtrit(n - 1, p) * differences.std(-1, ddof=1) / np.sqrt(n)
     return differences.mean(-1) - reach, differences.mean(-1) + reach
-
-
-def decide(differences: Sequence[float], look: int) -> str:
-    """keep, discard or inconclusive, by the differences in loss, changed minus unchanged, of all pairs to this look."""
-    low, high = repeated_interval(np.asarray(differences), look)
-    return "keep" if high < 0 else "discard" if low > 0 else "inconclusive"
 
 
 def pairs_of_looks(most: int) -> list[int]:
@@ -69,6 +63,7 @@ def summary(study: Study, look: int, pairs: int) -> dict:
         return result | {"verdict": "discard", "reason": f"{arm} did not complete"}
     if result["pairs"] < pairs:
         return result | {"reason": "runs did not complete, or the hours are used up"}
-    interval = [six_digits(end) for end in repeated_interval(np.array(found.differences), look)]
-    verdict = decide(found.differences, look)
-    return result | {"verdict": verdict, "difference": six_digits(found.effect.estimate), "interval": interval}
+    low, high = repeated_interval(np.array(found.differences), look)
+    verdict = "keep" if high < 0 else "discard" if low > 0 else "inconclusive"
+    result |= {"difference": six_digits(found.effect.estimate), "interval": [six_digits(low), six_digits(high)]}
+    return result | {"verdict": verdict}

@@ -3,11 +3,9 @@ comparison keeps; everything else is derived from them.
 """
 
 import dataclasses
-import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
@@ -47,15 +45,12 @@ class Row(Run):
     workers: int = 1  # runs that were made at once
 
 
-def append(path: Path, *records: dict[str, Any]) -> None:
-    """Append one line for each. A line cut short by a kill is removed first; a disk has the lines on return."""
-    lines = "".join(json.dumps(record, allow_nan=False) + "\n" for record in records)
+def append(path: Path, *records: Row | dict) -> None:
+    """Append one line for each. A line cut short by a kill is removed first."""
     with path.open("ab+") as file:
         file.seek(0)
         file.truncate(file.read().rfind(b"\n") + 1)
-        file.write(lines.encode())
-        file.flush()
-        os.fsync(file.fileno())
+        file.write(msgspec.json.Encoder().encode_lines(records))
 
 
 def read_lines(path: Path, kind: type = dict) -> list:
@@ -63,7 +58,3 @@ def read_lines(path: Path, kind: type = dict) -> list:
     lines = path.read_bytes().split(b"\n")[:-1] if path.is_file() else []
     with reading(path, "delete the line that is damaged"):
         return [msgspec.json.decode(line, type=kind) for line in lines]
-
-
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    return [dataclasses.asdict(row) for row in read_lines(path, Row)]

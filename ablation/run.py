@@ -22,7 +22,7 @@ from model.attention import Attention
 from model.decoder import Decoder
 from model.device import processor
 from model.norm import Norm, is_norm_parameter
-from training.evaluate import Evaluation, evaluate
+from training.evaluate import evaluate
 from training.loop import train_steps
 from training.session import Session, initial_model, no_log, set_up
 from training.settings import Settings, changed_fields
@@ -50,7 +50,7 @@ def measure(session: Session, run: Run, hash_of_settings: str, workers: int, *, 
             losses.append(result.loss)
             if result.step % settings.run.evaluate_every == 0 or result.step == session.steps:
                 points[result.step] = look(session)
-        final = validate(session)
+        final = evaluate(session.model, first_windows(session), session.corpus.validation_bytes, session.device)
         if not math.isfinite(final.loss):
             raise Diverged(f"the validation loss is {final.loss:g}, not finite")
         found |= {"loss": final.loss, "bits_per_byte": final.bits_per_byte} | probe(session)
@@ -72,7 +72,7 @@ def measure(session: Session, run: Run, hash_of_settings: str, workers: int, *, 
         device=hardware(str(session.device)),
         kernels=kernels.describe(session.device),
         dtype=settings.machine.dtype,
-        torch=torch.__version__,
+        torch=str(torch.__version__),
         python=platform.python_version(),
         threads=None if session.device.type == "cuda" else torch.get_num_threads(),
         workers=workers,
@@ -139,12 +139,8 @@ def hardware(device: str) -> str:
     return torch.cuda.get_device_name(device) if device.startswith("cuda") else processor()
 
 
-def validate(session: Session, tokens: int | None = None) -> Evaluation:
-    """The loss on the first so many tokens of the validation set, at least a batch, or on all of them."""
-    return evaluate(session.model, first_windows(session, tokens), session.corpus.validation_bytes, session.device)
-
-
-def first_windows(session: Session, tokens: int | None) -> Iterable[Batch]:
+def first_windows(session: Session, tokens: int | None = None) -> Iterable[Batch]:
+    """The first so many tokens of the validation set, at least a batch, or all of them."""
     length, sequences = session.settings.data.sequence_length, session.micro_batch_size
     windows = session.corpus.validation_batches(length, sequences)
     return itertools.islice(windows, None if tokens is None else max(1, tokens // (sequences * length)))
@@ -168,7 +164,7 @@ def probe(session: Session) -> dict[str, float]:
     with contextlib.ExitStack() as handles, attention_weights(session.model) as layers:
         for module in norms:
             handles.enter_context(module.register_forward_hook(probe_stream))
-        validate(session, 1)
+        evaluate(session.model, first_windows(session, 1), None, session.device)
     first_token = [weights[..., weights.shape[-1] // 2 :, 0].mean().item() for weights in layers]
     mean_over_std, cosine, kurtosis, channel = np.array(of_norms).T
     found = {

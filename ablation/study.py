@@ -15,7 +15,7 @@ import numpy as np
 import pandas as pd
 
 from ablation.plan import MAX_SEEDS, Arm, Plan, Run, arm_settings, load_plan
-from ablation.records import Row, read_rows
+from ablation.records import Row, read_lines
 from ablation.stats import Comparison, Effect, equivalence_p, final_pairs, holm, mean_effect
 from errors import UserError
 
@@ -99,11 +99,8 @@ class Study:
         if not self.missing(wanted):
             baselines = {arm: [rate] for arm, rate in self.learning_rates.items() if self.arms[arm].baseline is None}
             again = (seeds["pilot"] or seeds["final"])[: self.plan.rerun_seeds]
-            wanted = [
-                *wanted,
-                *self.runs("pilot", seeds["pilot"]),
-                *self.runs("rerun", again, baselines, self.plan.perturbations),
-            ]
+            wanted = wanted + self.runs("pilot", seeds["pilot"])
+            wanted += self.runs("rerun", again, baselines, self.plan.perturbations)
             wanted += self.runs("final", seeds["final"][: self.pairs or 0])
         hours = self.rows.seconds / self.rows.workers / 3600
         by_seed = [[*runs] for _, runs in itertools.groupby(wanted, lambda run: (run.phase, run.seed))]
@@ -217,7 +214,7 @@ class Study:
         return {name: effect for name, effect in found.items() if effect is not None}
 
 
-def as_table(rows: list[dict]) -> pd.DataFrame:
+def as_table(rows: list[Row]) -> pd.DataFrame:
     """One row for each run, with the fields of `Row` as columns: of rows of the same run the last."""
     fields = dataclasses.fields(Row)
     numbers = [field.name for field in fields if field.type in (float, float | None)]
@@ -229,4 +226,4 @@ def load(folder: Path) -> Study:
     """The study of a folder of results."""
     if not (folder / "plan.toml").is_file() or not (folder / "runs.jsonl").is_file():
         raise UserError(f"{folder} has no plan.toml and runs.jsonl; give the folder of a comparison.")
-    return Study(load_plan(str(folder / "plan.toml")), as_table(read_rows(folder / "runs.jsonl")))
+    return Study(load_plan(str(folder / "plan.toml")), as_table(read_lines(folder / "runs.jsonl", Row)))

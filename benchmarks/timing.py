@@ -14,7 +14,6 @@ from collections.abc import Callable, Collection, Hashable, Iterator
 import torch
 
 from model.device import device_name, processor
-from model.fused_decode import describe
 
 BEYOND_CACHE = 256e6  # bytes, more than a GPU's cache holds
 PAUSE = 20_000_000  # cycles of a GPU, about 11 ms, in which the host queues the calls to time
@@ -43,7 +42,7 @@ def measure(
             for run in made.values():
                 run()
         except Exception as error:  # whatever a program, a compiler or the capture of a graph may raise
-            failures[key] = describe(error)
+            failures[key] = f"{type(error).__name__}: {error}".partition("\n")[0]
         else:
             blocks[key] = made
     seconds = {key: {part: [] for part in made} for key, made in blocks.items()}

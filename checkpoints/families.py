@@ -14,8 +14,7 @@ from typing import Literal
 
 from checkpoints.weights import StoredTensor, stored_tensors
 from errors import UserError, note, read_json, reading
-from model.config import ModelConfig
-from model.rope_scaling import ROPE_SCALING
+from model.config import ROPE_SCALING, ModelConfig
 
 
 @dataclass(frozen=True)

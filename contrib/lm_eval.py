@@ -18,7 +18,7 @@ from checkpoints.find import find_checkpoint
 from checkpoints.pretrained import load_pretrained
 from errors import exit_on_user_error
 from model.decoder import Decoder
-from model.device import choose_device, choose_inference_dtype, choose_kernels
+from model.device import choose_device, choose_inference_dtype
 
 
 class TransformersModel(PreTrainedModel, GenerationMixin):
@@ -50,7 +50,6 @@ class Prenorm(HFLM):
         if device.startswith("cuda") and not torch.cuda.is_available():
             device = "auto"  # lm-eval's command line asks for cuda:0 where its user asked for nothing
         checkpoint, device = find_checkpoint(pretrained), choose_device(device)
-        choose_kernels("auto", device)
         compute_dtype = choose_inference_dtype(dtype, device, torch.float32)
         decoder = load_pretrained(checkpoint, device=device, compute_dtype=compute_dtype, cast=True).eval()
         tokenizer = PreTrainedTokenizerFast.from_pretrained(checkpoint)

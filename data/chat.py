@@ -102,12 +102,14 @@ class ChatFormat:
         return "".join(self._render_parts(messages, answer_follows))
 
     def _render_parts(self, messages: Sequence[Message], answer_follows: bool) -> list[str]:
+        """Parts of that text, of which every second one is the content of a block `{% generation %}`."""
         broken = []
         for message in (*self._system, *messages):
             tokens = self._special if message["role"] == "assistant" else self._control
             broken.append({**message, "content": break_tokens(message["content"], tokens)})
         try:
-            return render_template(self._template, broken, self.tokenizer.special_tokens, answer_follows)
+            template, given = compile_template(self._template), self.tokenizer.special_tokens
+            return template.render(messages=broken, add_generation_prompt=answer_follows, **given).split(BORDER)
         except Exception as error:  # whatever the template raises
             raise UserError(
                 f"the model's chat template does not support this conversation ({type(error).__name__}: {error}); "
@@ -115,23 +117,17 @@ class ChatFormat:
             ) from error
 
 
-def render_template(
-    source: str, messages: Sequence[Message], variables: dict, add_generation_prompt: bool
-) -> list[str]:
-    """The conversation as parts of a text; every second one is the content of a block `{% generation %}`.
-
-    `variables` are more names for the template, such as bos_token.
-    """
-    arguments = {"tools": None, "documents": None, "add_generation_prompt": add_generation_prompt, **variables}
-    return compile_template(source).render(messages=messages, **arguments).split(BORDER)
-
-
 @functools.cache
 def compile_template(source: str) -> jinja2.Template:
     """A chat template in Jinja's sandbox, with the settings and functions that transformers gives to it."""
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
     environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)  # Jinja's own escapes for HTML
-    environment.globals |= {"raise_exception": refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
+    environment.globals |= {
+        "tools": None,
+        "documents": None,
+        "raise_exception": refuse,
+        "strftime_now": lambda form: datetime.now().strftime(form),
+    }
     # `{% generation %}` marks the model's own text for training. It is a block with a scope of its own; the blocks
     # around the borders treat the whitespace next to them as it would.
     source = GENERATION.sub(rf"{{%\1 if 1 %}}{BORDER}{{% endif %}}{{% with \2%}}", source)

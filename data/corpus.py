@@ -20,15 +20,7 @@ from data.readers import BLOCK, read_documents
 from data.sources import TextFile, resolve
 from data.split import DUPLICATE, MAX_VALIDATION, TRAIN, VALIDATION, Split, find_pieces, split_documents
 from data.tokenizer import TRAINER_OPTIONS, Tokenizer, load_tokenizer, train_tokenizer
-from data.units import (
-    DOCUMENT,
-    VERSION,
-    TokenStream,
-    Unit,
-    content_hash,
-    digest,
-    prepare_units,
-)
+from data.units import DOCUMENT, VERSION, TokenStream, Unit, content_hash, digest, prepare_units
 from errors import UserError
 
 # Text to train a tokenizer on. Python sources: 3.47 bytes per token from 3 MB, 3.54 from 8 MB, in 3 s on two cores.
@@ -103,7 +95,7 @@ def tokenize(
     facts = [unit.facts() for unit in units]
     if not any(one["documents"] for one in facts):
         raise UserError(NO_TEXT)
-    pieces = [(number, min(number, 1) * tokenizer.lead, one["tokens"]) for number, one in enumerate(facts)]
+    pieces = [(number, 0, one["tokens"]) for number, one in enumerate(facts)]
     return TokenStream(units, np.array(pieces)), sum(one["bytes"] for one in facts)
 
 
@@ -139,20 +131,20 @@ def sample_text(files: list[TextFile], split: Split) -> list[str]:
 
 def split_units(units: list[Unit], split: Split, document_start: int | None) -> Corpus:
     """The text of complete units as one stream for training and one for validation."""
-    tables, lead = [np.fromfile(unit.path(".docs"), DOCUMENT) for unit in units], units[0].tokenizer.lead
+    tables = [np.fromfile(unit.path(".docs"), DOCUMENT) for unit in units]
     table, numbers = np.concatenate(tables), np.repeat(np.arange(len(units)), [len(one) for one in tables])
     if not len(table):
         raise UserError(NO_TEXT)
     kinds, tokenizer = split_documents(table, split), units[0].tokenizer
     counts = {kind: int((kinds == kind).sum()) for kind in (TRAIN, VALIDATION, DUPLICATE)}
     size, validation_bytes = (int(table["bytes"][chosen].sum()) for chosen in (kinds != DUPLICATE, kinds == VALIDATION))
-    pieces = find_pieces(table, numbers, kinds == TRAIN, lead)
+    pieces = find_pieces(table, numbers, kinds == TRAIN)
     train, held_out = TokenStream(units, pieces), f"{counts[VALIDATION]:,} documents"
     if counts[VALIDATION]:
-        validation = TokenStream(units, find_pieces(table, numbers, kinds == VALIDATION, lead))[:]
+        validation = TokenStream(units, find_pieces(table, numbers, kinds == VALIDATION))[:]
     else:
         share, held_out = min(split.fraction, MAX_VALIDATION / size), "the end of the text"
-        end = len(train) - lead - max(2, round(share * (len(train) - lead)))
+        end = len(train) - max(2, round(share * len(train)))
         train, validation = TokenStream(units, pieces, end), train[end:]
         validation_bytes = len(tokenizer.decode(validation).encode("utf-8"))
     text_hash = hashlib.blake2b(table["hash"][kinds != DUPLICATE].tobytes(), digest_size=16).hexdigest()

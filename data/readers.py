@@ -72,16 +72,16 @@ def read_rows(file: TextFile, fields: Iterable[str]) -> Iterator[tuple[str, byte
     if file.format == "jsonl":
         rows = read_lines(path)
     else:
-        rows = enumerate(read_table(path, fields) if file.format == "parquet" else questions_and_answers(path), 1)
-    for number, row in rows:
-        yield f"{path}, row {number}", row
+        rows = read_table(path, fields) if file.format == "parquet" else questions_and_answers(path)
+    for number, row in enumerate(rows, 1):
+        if row not in (b"\n", b"\r\n"):
+            yield f"{path}, row {number}", row
 
 
-def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """The lines of a jsonl file with their numbers; blank lines are skipped."""
-    open_file = gzip.open if path.name.lower().endswith(".gz") else open
-    with reading(path), open_file(path, "rb") as lines:
-        yield from ((number, line) for number, line in enumerate(lines, 1) if line.strip())
+def read_lines(path: Path) -> Iterator[bytes]:
+    """The lines of a jsonl file."""
+    with reading(path), (gzip.open if path.name.lower().endswith(".gz") else open)(path, "rb") as lines:
+        yield from lines
 
 
 def read_table(path: Path, fields: Iterable[str]) -> Iterator[dict]:

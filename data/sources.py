@@ -3,7 +3,6 @@
 Files are only listed here; a file of the Hub is downloaded when its turn comes.
 """
 
-import contextlib
 import dataclasses
 import glob
 import json
@@ -21,7 +20,6 @@ KNOWN = {  # name -> data set, its revision, what the names of its files begin w
     "shakespeare": ("karpathy/tiny_shakespeare", "refs/convert/parquet", "default/"),
     "tinystories": ("roneneldan/TinyStories", "main", "data/train-"),
 }
-TRIES = 3  # of a download: huggingface_hub resumes after some failures, but not after all
 NO_NETWORK = "check the connection and the name, or give your own text with --data FILE"
 
 EXCLUDED = frozenset(  # folders of the standard library that are tests, applications, third-party code or generated
@@ -45,15 +43,10 @@ class TextFile:
         """Its path on this machine, after a download if need be."""
         if self.dataset is None:
             return Path(self.name)
-        from huggingface_hub import hf_hub_download, logging
+        from huggingface_hub import hf_hub_download
 
-        logging.set_verbosity_error()  # no warnings about retries; if all of them fail, the error below says so
-        arguments = dict(repo_id=self.dataset, filename=self.name, revision=self.version, repo_type="dataset")
         with reading(f"{self.name} of the data set {self.dataset} of the Hub", NO_NETWORK):
-            for _ in range(TRIES - 1):
-                with contextlib.suppress(Exception):
-                    return Path(hf_hub_download(**arguments))
-            return Path(hf_hub_download(**arguments))
+            return Path(hf_hub_download(self.dataset, self.name, revision=self.version, repo_type="dataset"))
 
 
 def resolve(names: Iterable[str], text_field: str, cache_dir: Path) -> list[TextFile]:

@@ -49,14 +49,14 @@ def split_documents(table: np.ndarray, split: Split) -> np.ndarray:
     return kinds
 
 
-def find_pieces(table: np.ndarray, unit: np.ndarray, wanted: np.ndarray, lead: int) -> np.ndarray:
-    """The pieces of a `units.TokenStream` that are the `wanted` rows, behind the `lead` ids that begin a unit."""
+def find_pieces(table: np.ndarray, unit: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+    """The pieces of a `units.TokenStream` that are the `wanted` rows."""
     tokens = table["tokens"].astype(np.int64)
     ends = np.cumsum(tokens)
     first_of_unit = np.searchsorted(unit, unit)  # the row
-    ends += lead - (ends - tokens)[first_of_unit]
+    ends -= (ends - tokens)[first_of_unit]
     label = np.where(wanted, unit, -1)
     edges = np.flatnonzero(np.diff(label, prepend=-2, append=-2))
     first, last = edges[:-1], edges[1:] - 1
     pieces = np.column_stack([label[first], (ends - tokens)[first], ends[last]])
-    return np.concatenate([[[0, 0, lead]], pieces[pieces[:, 0] >= 0]])
+    return pieces[pieces[:, 0] >= 0]

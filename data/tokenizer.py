@@ -72,7 +72,6 @@ class Tokenizer:
             self.config = self.fields("tokenizer_config.json")
             self.bos_id, self.eos_id = self._find_bos(), self._find_eos()
         self.dtype = np.dtype("<u2" if self.vocab_size <= 1 << 16 else "<u4")  # holds every id
-        self.lead = int(self.bos_id is None)  # EOS in front of the first document of a stream: 1 or 0
         self.document_start = self.eos_id if self.bos_id is None else self.bos_id  # the id that begins a document
         # BOS and EOS belong to the hash because they are in the token stream.
         content = files["tokenizer.json"] + f"{self.bos_id},{self.eos_id}".encode()

@@ -1,6 +1,6 @@
 """Units: files of about 64 MB or more that are read, tokenized and written once, by any number of processes.
 
-    KEY.bin     ids: BOS a a a EOS BOS b b EOS; without a BOS in the tokenizer EOS a a a EOS b b EOS
+    KEY.bin     ids: BOS a a a EOS BOS b b EOS, or without a BOS in the tokenizer a a a EOS b b EOS
     KEY.docs    a row of `DOCUMENT` for each document
     KEY.json    sums; it is written last, so a unit that has it is complete
 
@@ -8,6 +8,7 @@ Each process goes through all units in order, and a lock per unit decides who ma
 machines may join at any time. What a killed process has not completed is made anew.
 """
 
+import contextlib
 import functools
 import hashlib
 import itertools
@@ -15,11 +16,9 @@ import json
 import multiprocessing
 import os
 import signal
-import sys
 import threading
-import time
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
@@ -34,7 +33,7 @@ from data.sources import TextFile
 from data.tokenizer import Tokenizer
 from errors import is_main_process, read_json, replace_text, replacing, usable_cores
 
-VERSION = 4  # of the files; raised when the same text and tokenizer would give other files
+VERSION = 5  # of the files; raised when the same text and tokenizer would give other files
 UNIT_BYTES = 64_000_000
 BATCH = 4_000_000  # characters that are encoded together, on all cores of a process
 SPAWN = multiprocessing.get_context("spawn")  # torch's threads do not survive a fork
@@ -54,11 +53,6 @@ class Unit:
         """A hash of the files' names, sizes and times, so of the text without reading it, and of the tokenizer."""
         return digest(VERSION, self.files, self.tokenizer.hash)
 
-    @property
-    def size(self) -> int:
-        """Bytes of its files."""
-        return sum(file.size for file in self.files)
-
     def path(self, suffix: str) -> Path:
         """One of its own files."""
         return self.folder / f"{self.key}{suffix}"
@@ -67,23 +61,19 @@ class Unit:
         """What KEY.json says; None for a unit that is not complete."""
         return read_json(self.path(".json")) or None
 
-    def prepare(self, report: Callable[[int], object]) -> bool:
-        """Make it complete; False if another process is at it. `report` receives the characters that are done."""
-        try:
-            with FileLock(self.path(".lock")).acquire(timeout=0):
-                if self.facts() is None:
-                    self._write(report)
-        except Timeout:
-            return False
-        return True
+    def prepare(self, *, wait: bool) -> None:
+        """Make it complete. If another process is at it: wait for that one, or leave it to that one."""
+        with contextlib.suppress(Timeout), FileLock(self.path(".lock")).acquire(timeout=-1 if wait else 0):
+            if self.facts() is None:
+                self._write()
 
-    def _write(self, report: Callable[[int], object]) -> None:
+    def _write(self) -> None:
         documents = itertools.chain.from_iterable(map(read_documents, self.files))
         with replacing(self.path(".bin")) as file:
-            rows = write_ids(file, documents, self.tokenizer, report)
+            rows = write_ids(file, documents, self.tokenizer)
         with replacing(self.path(".docs")) as file:
             file.write(rows.tobytes())
-        sums = {"bytes": int(rows["bytes"].sum()), "tokens": int(rows["tokens"].sum()) + self.tokenizer.lead}
+        sums = {name: int(rows[name].sum()) for name in ("bytes", "tokens")}
         replace_text(self.path(".json"), json.dumps({"documents": len(rows), **sums}))
 
 
@@ -125,14 +115,11 @@ class TokenStream:
         return np.concatenate(found)
 
 
-def write_ids(
-    file: BinaryIO, documents: Iterable[Document], tokenizer: Tokenizer, report: Callable[[int], object]
-) -> np.ndarray:
+def write_ids(file: BinaryIO, documents: Iterable[Document], tokenizer: Tokenizer) -> np.ndarray:
     """Append the ids of documents to an open file; a row of `DOCUMENT` for each."""
     dtype, rows = tokenizer.dtype, array("Q")
     begin = np.array([] if tokenizer.bos_id is None else [tokenizer.bos_id], dtype)
     end = np.array([tokenizer.eos_id], dtype)
-    file.write(end[: tokenizer.lead])
     for _, batch in itertools.groupby(numbered_blocks(documents), itemgetter(0)):
         _, texts, starts = zip(*batch, strict=True)
         for block, starts_document, ids in zip(texts, starts, tokenizer.encode_batch(texts), strict=True):
@@ -147,7 +134,6 @@ def write_ids(
             rows[-2] += len(encoded)
             rows[-1] += len(ids)
             file.write(np.asarray(ids, dtype))
-        report(sum(map(len, texts)))
     file.write(end if rows else b"")
     return np.array(rows, "<u8").view(DOCUMENT)
 
@@ -161,43 +147,39 @@ def numbered_blocks(documents: Iterable[Document]) -> Iterator[tuple[int, str, b
             yield characters // BATCH, block, number == 0
 
 
-def work(units: list[Unit], threads: int) -> None:
-    """What a worker does. Where something is wrong it ends with status 1, and the main process meets that, too."""
+def prepare_units(files: Iterable[TextFile], tokenizer: Tokenizer, folder: Path) -> list[Unit]:
+    """The units of files, made complete by a process per core; this one is one of them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    units = [Unit(group, tokenizer, folder) for group in group_files(files)]
+    missing = [unit for unit in units if unit.facts() is None]
+    count = min(usable_cores(), len(missing))
+    for _ in range(count - 1):
+        SPAWN.Process(target=work, args=(missing, usable_cores() // count), daemon=True).start()
+    for unit in tqdm(missing, "tokenizing", unit="unit", delay=2, disable=not is_main_process()):
+        unit.prepare(wait=False)
+    for unit in missing:
+        unit.prepare(wait=True)
+    return units
 
-    def end_with_parent() -> None:
+
+def work(units: list[Unit], threads: int) -> None:
+    """What each other process does. Where something is wrong it just ends, and the main process meets that, too."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C does
+    end_with_parent()
+    os.environ["RAYON_NUM_THREADS"] = str(threads)  # of the tokenizers library
+    with contextlib.suppress(Exception):
+        for unit in units:
+            unit.prepare(wait=False)
+
+
+def end_with_parent() -> None:
+    """End this process, in whatever it is doing, when the one that started it has died."""
+
+    def watch() -> None:
         multiprocessing.parent_process().join()
         os._exit(1)
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C does
-    threading.Thread(target=end_with_parent, daemon=True).start()
-    os.environ["RAYON_NUM_THREADS"] = str(threads)  # of the tokenizers library
-    try:
-        for unit in units:
-            unit.prepare(lambda count: None)
-    except Exception:
-        sys.exit(1)
-
-
-def prepare_units(files: Iterable[TextFile], tokenizer: Tokenizer, folder: Path) -> list[Unit]:
-    """The units of files, made complete by a process per core with, after 2 s, a progress bar."""
-    folder.mkdir(parents=True, exist_ok=True)
-    units = [Unit(group, tokenizer, folder) for group in group_files(files)]
-    missing, hidden = [unit for unit in units if unit.facts() is None], not is_main_process()
-    total = sum(unit.size for unit in missing)
-    with tqdm(desc="tokenizing", total=total, unit="B", unit_scale=True, delay=2, disable=hidden) as bar:
-        if len(missing) > 1:
-            count = min(usable_cores(), len(missing))
-            arguments = missing, usable_cores() // count
-            workers = [SPAWN.Process(target=work, args=arguments, daemon=True) for _ in range(count)]
-            for worker in workers:
-                worker.start()
-            while any(worker.is_alive() for worker in workers) and not any(worker.exitcode for worker in workers):
-                bar.update(sum(unit.size for unit in missing if unit.facts()) - bar.n)
-                time.sleep(0.5)
-        while missing := [unit for unit in missing if not unit.prepare(bar.update)]:
-            bar.set_description("waiting for another process")
-            time.sleep(0.5)
-    return units
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def digest(*parts: object) -> str:

@@ -21,7 +21,7 @@ from generation.settings import Settings
 from generation.stream import OrderedTexts, TextStream
 from generation.weights import quantize_matrices
 from model.decoder import Decoder
-from model.device import choose_device, choose_inference_dtype, choose_kernels, explain_out_of_memory
+from model.device import choose_device, choose_inference_dtype, explain_out_of_memory
 
 
 @explain_out_of_memory("out of memory; use a smaller --batch-size, fewer --max-new-tokens, or --device cpu.")
@@ -100,7 +100,7 @@ def merge(checkpoint: Checkpoint, adapter: Path | None, tokenizer: Tokenizer, ne
 def load_decoder(checkpoint: Checkpoint, settings: Settings, adapter: Path | None = None) -> Decoder:
     """The model on its device, with its weights in the dtype it computes in."""
     device, int8 = choose_device(settings.device), settings.dtype == "int8"
-    choose_kernels(settings.kernels, device)
+    kernels.use(settings.kernels, device)
     if int8 and not has_cpu_step(checkpoint.config, device, torch.bfloat16, settings.batch_size):
         raise UserError(
             f"--dtype int8 needs a CPU, a --batch-size (now {settings.batch_size}) of at most {MAX_CPU_SEQUENCES}, and "

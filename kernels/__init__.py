@@ -13,6 +13,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from errors import UserError
 from kernels import cpu, reference
 
 if importlib.util.find_spec("triton"):  # Linux only
@@ -23,7 +24,6 @@ else:
 __all__ = ["attention", "describe", "linear", "linear_cross_entropy", "normalize", "rotary", "swiglu_mlp", "use"]
 
 NORM_KINDS = ("rms", "layer")
-CHOICES = ("auto", "triton", "torch", "reference")
 
 _choice = "auto"
 
@@ -32,13 +32,11 @@ def use(choice: str, device: torch.device) -> None:
     """Choose the implementation for this process: `triton`, `torch`, or `auto`, Triton wherever a GPU can run it.
 
     `reference` is plain PyTorch on every device, for comparisons; on a CPU, `torch` means faster functions than that.
-    Raises ValueError, with the reason in one line, for `triton` where it does not run on the device.
+    Raises `UserError` for `triton` where it does not run on the device.
     """
     global _choice
-    if choice not in CHOICES:
-        raise ValueError(f"kernels {choice!r} are none of {', '.join(CHOICES)}")
     if choice == "triton" and (reason := triton_unavailable_reason(device)) is not None:
-        raise ValueError(f"the Triton kernels cannot run on {device.type}: {reason}")
+        raise UserError(f"the Triton kernels cannot run on {device.type}: {reason}; use --kernels auto.")
     _choice = choice
 
 
@@ -71,9 +69,9 @@ def implementation(device: torch.device) -> ModuleType:
     """The module whose functions run on a device, as `use` chose."""
     if _choice == "reference":
         return reference
-    if _choice == "triton" or (
-        _choice == "auto" and device.type == "cuda" and triton_unavailable_reason(device) is None
-    ):
+    if _choice == "triton":
+        return gpu
+    if _choice == "auto" and device.type == "cuda" and triton_unavailable_reason(device) is None:
         return gpu
     # torch.compile fuses the reference itself
     return cpu if device.type == "cpu" and not torch.compiler.is_compiling() else reference
@@ -86,9 +84,7 @@ def describe(device: torch.device) -> str:
         return "Triton, interpreted (slow)" if gpu.INTERPRETED else "Triton"
     if chosen is cpu:
         return "plain PyTorch with CPU functions"
-    return (
-        "plain PyTorch" if _choice in ("torch", "reference") else f"plain PyTorch ({triton_unavailable_reason(device)})"
-    )
+    return "plain PyTorch" if _choice != "auto" else f"plain PyTorch ({triton_unavailable_reason(device)})"
 
 
 def normalize(
@@ -101,8 +97,7 @@ def normalize(
     eps: float,
 ) -> tuple[Tensor, Tensor]:
     """RMSNorm or LayerNorm of x, or of x + residual, and the residual stream; see `reference.normalize`."""
-    if kind not in NORM_KINDS:  # checked once for all implementations
-        raise ValueError(f"norm kind {kind!r} is none of {', '.join(NORM_KINDS)}")
+    assert kind in NORM_KINDS
     return implementation(x.device).normalize(x, weight, bias, residual, kind=kind, eps=eps)
 
 

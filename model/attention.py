@@ -19,8 +19,9 @@ class Attention(nn.Module):
         head_dim = config.resolved_head_dim
         rows = (self.heads + 2 * self.kv_heads) * head_dim  # those of q, then k, then v
         self.qkv_proj = Linear(config.hidden_size, rows, bias=config.attention_bias)
-        self.q_norm = HeadNorm(head_dim) if config.qk_norm else None
-        self.k_norm = HeadNorm(head_dim) if config.qk_norm else None
+        # RMSNorm of each head, whatever `norm` is: `kernels.rotary` applies the weights (d,), before the rotation.
+        self.q_norm = nn.RMSNorm(head_dim) if config.qk_norm else None
+        self.k_norm = nn.RMSNorm(head_dim) if config.qk_norm else None
         self.o_proj = Linear(self.heads * head_dim, config.hidden_size, bias=config.attention_output_bias)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: KeyValueCache | None) -> Tensor:
@@ -35,17 +36,6 @@ class Attention(nn.Module):
         norms = (None, None) if self.q_norm is None else (self.q_norm.weight, self.k_norm.weight)
         q, k, v = kernels.rotary(self.qkv_proj(x), cos, sin, self.heads, self.kv_heads, *norms, eps=self.eps)
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-
-
-class HeadNorm(nn.Module):
-    """The weight (d,) of the RMSNorm that all heads of q (or of k) share. It is RMSNorm whatever `norm` is.
-
-    `kernels.rotary` applies it, together with the rotation.
-    """
-
-    def __init__(self, head_dim: int):
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(head_dim))
 
 
 def attention_mask(

@@ -32,8 +32,6 @@ class KeyValueCache:
         Does not change `length`: the decoder advances it once, after the last layer.
         """
         end = self.length + k.shape[2]
-        if end > self.max_length:
-            raise ValueError(f"the cache has room for {self.max_length} tokens, and {end} were given")
         self.keys[layer, :, :, self.length : end] = k
         self.values[layer, :, :, self.length : end] = v
         return self.keys[layer, :, :, :end].to(k.dtype), self.values[layer, :, :, :end].to(v.dtype)

@@ -4,12 +4,11 @@ Imports no torch, so that `--help` answers at once. Fields have the names of Hug
 the text under a field is its help on the command line.
 """
 
-from dataclasses import dataclass
-from typing import Annotated, Literal
+from dataclasses import dataclass, fields
+from typing import Annotated, Literal, get_args, get_origin
 
 from errors import UserError
 from flags import DisallowNone, Suppress, arg, optional
-from model.rope_scaling import check_rope_scaling
 
 
 @dataclass(frozen=True)
@@ -51,6 +50,12 @@ NORMS: dict[str, tuple[NormParameter, ...]] = {
 }
 NORM_GROUPS = 8  # slices of the channels for the norm `group`
 PLACEMENTS = {"pre": 2, "post": 2, "sandwich": 4, "output": 2}  # placement of the norms: how many norms a layer has
+# Types of rope_scaling, and the numbers that each needs; `unscaled_part` in model/rope.py has the formulas.
+ROPE_SCALING = {
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow"),
+}
 GATED, PLAIN = ("swiglu", "geglu", "reglu", "glu"), ("relu", "gelu")  # MLPs with three matrices, and with two
 
 
@@ -78,7 +83,7 @@ class ModelConfig:
     """Base of the rotary frequencies; models with longer contexts use larger ones."""
     rope_scaling: Annotated[dict | None, Suppress] = None  # no flag: it comes with loaded weights
     """Scaling of the rotary frequencies for longer contexts: `rope_type`, and the numbers that this type needs
-    (model/rope_scaling.py); yarn also has `truncate`, true or false."""
+    (`ROPE_SCALING`); yarn also has `truncate`, true or false."""
     norm: Literal[*NORMS] = "rms"
     """The norm around every block and before the head; nothing else changes with it. rms: RMSNorm. layer: LayerNorm.
     The others are for comparisons, and slower. center: x minus its mean. prms: RMSNorm whose mean square is that of
@@ -114,7 +119,9 @@ class ModelConfig:
         check(self)
         if self.head_dim is not None and self.head_dim * self.num_attention_heads == self.hidden_size:
             object.__setattr__(self, "head_dim", None)  # equal models must have equal configurations
-        object.__setattr__(self, "norm_bias", canonical_norm_bias(self.norm, self.norm_bias))
+        row = NORMS[self.norm]
+        if not row or self.norm_bias == (BIAS in row):  # the default; a norm without parameters never has a bias
+            object.__setattr__(self, "norm_bias", None)
 
     @property
     def resolved_head_dim(self) -> int:
@@ -140,27 +147,17 @@ class ModelConfig:
         return self.num_hidden_layers * PLACEMENTS[self.norm_placement] + (self.norm_placement != "post")
 
 
-def canonical_norm_bias(norm: str, norm_bias: bool | None) -> bool | None:
-    """`norm_bias`, or None where that is the norm's default, so that equal models have equal configurations.
-
-    It is also None for norms that never have parameters: `srms` and `none`.
-    """
-    row = NORMS[norm]
-    return None if not row or norm_bias == (BIAS in row) else norm_bias
-
-
 def check(config: ModelConfig) -> None:
     """Raise `UserError`, which says how to fix it, for a configuration that no decoder can have."""
-    sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-    sizes += ("num_key_value_heads", "head_dim", "max_position_embeddings")
-    for name in sizes:
-        value = getattr(config, name)
-        if (name, value) != ("head_dim", None) and (type(value) is not int or value < 1):
-            raise UserError(f"{name} is {value!r} and must be an integer of at least 1.")
-    for name in ("rope_theta", "norm_eps", "initializer_range"):
-        value = getattr(config, name)
-        if not isinstance(value, int | float) or not 0 < value < float("inf"):
+    for field in fields(config):
+        name, kind, value = field.name, field.type, getattr(config, field.name)
+        if kind is int or (name == "head_dim" and value is not None):
+            if type(value) is not int or value < 1:
+                raise UserError(f"{name} is {value!r} and must be an integer of at least 1.")
+        elif kind is float and not (isinstance(value, int | float) and 0 < value < float("inf")):
             raise UserError(f"{name} is {value!r} and must be a number greater than 0.")
+        elif get_origin(kind) is Literal and value not in (choices := get_args(kind)):
+            raise UserError(f"{name} is {value!r} and must be {', '.join(choices[:-1])} or {choices[-1]}.")
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     if heads % kv_heads:
         raise UserError(
@@ -171,12 +168,11 @@ def check(config: ModelConfig) -> None:
         raise UserError(f"hidden_size {config.hidden_size} is no multiple of {heads} heads; set head_dim.")
     if config.resolved_head_dim % 2:
         raise UserError(f"heads are {config.resolved_head_dim} wide; rotary positions need an even head_dim.")
-    for name, allowed in {"norm": [*NORMS], "norm_placement": [*PLACEMENTS], "mlp": [*GATED, *PLAIN]}.items():
-        value = getattr(config, name)
-        if value not in allowed:  # allowed is a list: a value from a file may be unhashable
-            raise UserError(f"{name} is {value!r} and must be {', '.join(allowed[:-1])} or {allowed[-1]}.")
     if config.norm == "group" and config.hidden_size % NORM_GROUPS:
         raise UserError(f"hidden_size {config.hidden_size} is not a multiple of {NORM_GROUPS}, as --norm group needs.")
     if config.mlp in PLAIN and config.intermediate_size % 2:
         raise UserError(f"intermediate_size {config.intermediate_size} must be even for --mlp {config.mlp}.")
-    check_rope_scaling(config.rope_scaling)
+    for key in () if config.rope_scaling is None else ROPE_SCALING[config.rope_scaling["rope_type"]]:
+        value = config.rope_scaling.get(key)
+        if type(value) not in (int, float) or not 0 < value < 1e9:  # scores are products of two attention factors
+            raise UserError(f"rope_scaling has {key} {value!r} and needs a number above 0 and below 1e9.")

@@ -6,11 +6,8 @@ from model.config import ModelConfig
 def num_parameters(config: ModelConfig) -> int:
     """Number of parameters."""
     head_dim = config.resolved_head_dim
-    attention = 2 * head_dim if config.qk_norm else 0
-    if config.attention_bias:
-        attention += (config.num_attention_heads + 2 * config.num_key_value_heads) * head_dim
-    if config.attention_output_bias:
-        attention += config.hidden_size
+    attention = 2 * head_dim * config.qk_norm + config.hidden_size * config.attention_output_bias
+    attention += (config.num_attention_heads + 2 * config.num_key_value_heads) * head_dim * config.attention_bias
     vocabulary = config.vocab_size * config.hidden_size * (1 if config.tie_word_embeddings else 2)
     return vocabulary + config.num_hidden_layers * (layer_matrices(config) + attention) + num_norm_parameters(config)
 

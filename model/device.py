@@ -1,4 +1,4 @@
-"""Device, kernels, dtype and threads: how each setting is resolved here, and what is known about a device.
+"""Device, dtype and threads: how each setting is resolved here, and what is known about a device.
 
 Every choice is a rule and no measurement, so that two runs on one machine never differ because it was busy.
 """
@@ -8,7 +8,6 @@ import ctypes
 import importlib.util
 import itertools
 import platform
-import re
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
@@ -17,25 +16,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-import kernels
 from errors import UserError
 
 ONE_THREAD_BELOW = 8_000_000  # multiply-adds in a decoding step: about a millisecond of one core
-
-# Dense bfloat16 peak in TFLOP/s, without sparsity, from the vendors' data sheets; by device name as CUDA reports it.
-PEAK_TFLOPS = {
-    r"B200": 2250,
-    r"H200": 989,
-    r"H100 80GB": 989,
-    r"H100 PCIe": 756,
-    r"H100 NVL": 835,
-    r"A100": 312,
-    r"L40S": 362,
-    r"L4$": 121,
-    r"A10$": 125,
-    r"RTX 4090$": 165,
-    r"RTX 3090$": 71,
-}
 
 
 def choose_device(name: str) -> torch.device:
@@ -49,14 +32,6 @@ def choose_device(name: str) -> torch.device:
         reason = str(error).splitlines()[0]
         raise UserError(f"--device {name} cannot be used here ({reason}); use --device auto.") from None
     return device
-
-
-def choose_kernels(name: str, device: torch.device) -> None:
-    """Use the kernels that `--kernels name` means on this device, for the whole process."""
-    try:
-        kernels.use(name, device)
-    except ValueError as error:
-        raise UserError(f"{error}; use --kernels auto.") from None
 
 
 def choose_training_dtype(name: str, device: torch.device) -> torch.dtype:
@@ -93,12 +68,9 @@ def fast_at_bfloat16(device: torch.device) -> bool:
     """
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 0)
-    if device.type == "cpu":
-        # Private functions of torch: a version that lacks them gets float32, which is correct everywhere.
-        checks = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
-        found = any(getattr(torch.cpu, check, bool)() for check in checks)
-        return found and torch.backends.cpu.get_cpu_capability() == "AVX512"  # ATEN_CPU_CAPABILITY can rule it out
-    return False
+    found = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    allowed = torch.backends.cpu.get_cpu_capability() == "AVX512"  # ATEN_CPU_CAPABILITY can rule it out
+    return device.type == "cpu" and found and allowed
 
 
 def why_not_compile(device: torch.device) -> str | None:
@@ -181,11 +153,3 @@ def processor() -> str:
         return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     except (OSError, StopIteration):
         return platform.processor() or platform.machine()
-
-
-def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """The device's peak FLOP/s in 16-bit matrix products, or None where it is not known."""
-    if device.type != "cuda" or dtype == torch.float32:
-        return None
-    name = torch.cuda.get_device_name(device)
-    return next((tflops * 1e12 for known, tflops in PEAK_TFLOPS.items() if re.search(rf"\b{known}", name)), None)

@@ -17,7 +17,6 @@ from torch.nn import functional as F
 import kernels
 from model.cache import KeyValueCache
 from model.decoder import Decoder
-from model.norm import Norm
 
 MAX_SEQUENCES = 8  # more need more registers than a thread has; an ordinary matrix product is good at more
 MIN_POSITIONS = 256  # of a kept cache
@@ -68,7 +67,7 @@ class DecodeStep:
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:  # whatever Triton, ptxas or the driver may raise
-                self.unavailable_reason = describe(error)
+                self.unavailable_reason = f"{type(error).__name__}: {error}".partition("\n")[0]
                 print(f"fused decoding: {self.unavailable_reason}; the decoder runs without it.", file=sys.stderr)
             else:
                 self.cache.length += 1
@@ -105,7 +104,8 @@ class DecodeStep:
         residual = F.embedding(self.tokens, decoder.embed_tokens.weight).to(decoder.compute_dtype)  # (B, D)
         for index, layer in enumerate(decoder.layers):
             block = layer.self_attn
-            qkv_norm, mlp_norm = norm_arguments(layer.input_layernorm), norm_arguments(layer.post_attention_layernorm)
+            norms = layer.input_layernorm, layer.post_attention_layernorm
+            qkv_norm, mlp_norm = ((norm.kind, norm.weight, norm.bias, norm.eps) for norm in norms)
             kernels.decode.qkv(residual, qkv_norm, block.qkv_proj.weight, block.qkv_proj.bias, self.qkv)
             kernels.decode.attention(
                 self.qkv,
@@ -126,17 +126,6 @@ class DecodeStep:
         x, _ = decoder.norm(residual)
         head = decoder.embed_tokens if decoder.lm_head is None else decoder.lm_head
         return head(x).float()
-
-
-def describe(error: Exception) -> str:
-    """An error in one line."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-
-
-def norm_arguments(norm: Norm) -> tuple[str, Tensor | None, Tensor | None, float]:
-    """A norm in the form that the kernels take: kind, weight, bias, eps."""
-    return norm.kind, norm.weight, norm.bias, norm.eps
 
 
 _kept: weakref.WeakKeyDictionary[Decoder, tuple[tuple, DecodeStep]] = weakref.WeakKeyDictionary()

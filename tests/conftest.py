@@ -149,13 +149,8 @@ class HubServer(http.server.ThreadingHTTPServer):
         """Answers by path, without the query."""
         self.errors: dict[str, tuple[int, str]] = {}
         """HTTP status and error code by path; all other paths without a file are 404 EntryNotFound."""
-        self.drops: dict[str, int] = {}
-        """How often the connection is lost in the middle of a file, by path."""
         self.asked: list[tuple[str, str]] = []
         """The method and path of each request."""
-        self.resume = threading.Event()
-        """While it is not set, the second half of a large file is not sent."""
-        self.resume.set()
 
 
 class HubRequest(http.server.BaseHTTPRequestHandler):
@@ -171,11 +166,7 @@ class HubRequest(http.server.BaseHTTPRequestHandler):
         found = self.server.files.get(path)
         status, code = self.server.errors.get(path, (404, "EntryNotFound") if found is None else (200, None))
         found = b"" if found is None or status != 200 else found
-        start = int(self.headers.get("Range", "bytes=0-")[6:].partition("-")[0])
-        self.send_response(206 if start else status)
-        if start:
-            self.send_header("Content-Range", f"bytes {start}-{len(found) - 1}/{len(found)}")
-            found = found[start:]
+        self.send_response(status)
         if code is None:
             self.send_header("X-Repo-Commit", self.server.commit)
             self.send_header("ETag", f'"{abs(hash(path)):040x}"')
@@ -184,15 +175,7 @@ class HubRequest(http.server.BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(found)))
         self.end_headers()
         if body:
-            half = len(found) // 2 if len(found) > 10_000 else len(found)
-            if self.server.drops.get(path):
-                self.server.drops[path] -= 1
-                self.wfile.write(found[: len(found) // 2])
-                self.close_connection = True
-                return
-            self.wfile.write(found[:half])
-            self.server.resume.wait(60)
-            self.wfile.write(found[half:])
+            self.wfile.write(found)
 
     def log_message(self, *arguments) -> None:
         pass
@@ -204,7 +187,6 @@ def hub() -> Iterator[HubServer]:
     server = HubServer()
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield server
-    server.resume.set()
     server.shutdown()
     server.server_close()
 

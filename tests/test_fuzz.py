@@ -115,14 +115,14 @@ def test_a_damaged_file_is_read_or_ends_in_one_line(folders, reader, tmp_path, m
         files = sorted(path for path in copy.rglob("*") if path.is_file() and path.suffix not in (".png", ".toml"))
         for path in source.sample(files, min(len(files), source.choice((1, 1, 2)))):
             damage(path, source)
-        errors, status = io.StringIO(), 0
+        (errors, out), status = (io.TextIOWrapper(io.BytesIO(), write_through=True) for _ in range(2)), 0
         try:
-            out = io.TextIOWrapper(io.BytesIO())
             with contextlib.redirect_stderr(errors), contextlib.redirect_stdout(out), exit_on_user_error():
                 act(copy)
         except SystemExit as end:
             status = end.code or 0
-        said = [line for line in errors.getvalue().splitlines() if line.startswith("error: ")]
-        assert len(said) == bool(status) and status in (0, 2), errors.getvalue()[-2000:]
+        text = errors.buffer.getvalue().decode()
+        said = [line for line in text.splitlines() if line.startswith("error: ")]
+        assert len(said) == bool(status) and status in (0, 2), text[-2000:]
 
     try_damage()

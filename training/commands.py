@@ -6,12 +6,13 @@ import os
 import shutil
 from pathlib import Path
 
+import kernels
 from checkpoints.pretrained import load_pretrained
 from data.batches import number_documents, validation_windows
 from data.corpus import tokenize
 from data.tokenizer import check_vocabulary, load_tokenizer
 from errors import LOCK, UserError, is_main_process, locked
-from model.device import choose_device, choose_kernels, choose_training_dtype, explain_out_of_memory
+from model.device import choose_device, choose_training_dtype, explain_out_of_memory
 from training.estimate import estimate
 from training.evaluate import evaluate
 from training.loop import train
@@ -82,7 +83,7 @@ def evaluate_checkpoint(settings: Settings) -> None:
         raise UserError("--eval-only needs --init-from: the run folder, checkpoint directory or Hub id to evaluate.")
     directory = Path(settings.run.init_from)
     device = choose_device(settings.machine.device)
-    choose_kernels(settings.machine.kernels, device)
+    kernels.use(settings.machine.kernels, device)
     dtype = choose_training_dtype(settings.machine.dtype, device)
     tokenizer = load_tokenizer(settings.data.tokenizer or directory)
     model = load_pretrained(directory, device=device, compute_dtype=dtype)

@@ -5,12 +5,13 @@ from pathlib import Path
 
 import torch
 
+import kernels
 from data.conversations import has_conversations
 from data.sources import resolve
 from model.config import ModelConfig
 from model.count import flops_per_token, layer_matrices, num_parameters
 from model.decoder import Decoder
-from model.device import choose_device, choose_kernels, choose_training_dtype, device_name
+from model.device import choose_device, choose_training_dtype, device_name
 from training.optimizer import build_optimizer, freeze_parameters
 from training.processes import Processes
 from training.session import prepare_corpus
@@ -24,7 +25,7 @@ QUICK_FLOPS, MAX_FLOPS = 5e11, 5e12  # of a step that is measured on a CPU: seco
 def estimate(settings: Settings) -> None:
     """Print what one process needs; trains a model of the shape on random tokens for three steps if it can."""
     device = choose_device(settings.machine.device)
-    choose_kernels(settings.machine.kernels, device)
+    kernels.use(settings.machine.kernels, device)
     dtype = choose_training_dtype(settings.machine.dtype, device)
     model, data, steps = settings.model, settings.data, settings.optimizer.steps
     tokens = steps * data.batch_size * data.sequence_length

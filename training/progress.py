@@ -9,8 +9,6 @@ from data.corpus import Corpus
 from generation.generate import complete, generate
 from generation.settings import Sampling
 from generation.terminal import printable
-from model.count import flops_per_token
-from model.device import peak_flops
 from training import plot
 from training.session import Session, StepResult
 
@@ -19,20 +17,13 @@ SAMPLING = Sampling(repetition_penalty=1.15, temperature=0.7, min_p=0.05)  # rea
 
 
 def show_step(session: Session, bar: tqdm, result: StepResult) -> None:
-    """Advance the bar, or where there is none print a line after every hundredth of the steps.
-
-    Both have the loss, tokens per second, and the share of the device's peak FLOP/s (MFU) where that is known.
-    """
+    """Advance the bar, or where there is none print a line after every hundredth of the steps."""
     if math.isinf(result.gradient_norm):
         scale = session.scaler.get_scale()
         bar.write(f"step {result.step}: float16 overflow, update skipped; loss scale {scale:g}")
     data, steps = session.settings.data, session.steps
     speed = data.batch_size * data.sequence_length / result.seconds
     shown = {"loss": f"{result.loss:.3f}", "tok/s": f"{speed:,.0f}"}
-    peak = peak_flops(session.device, session.dtype)
-    if peak is not None:
-        flops = flops_per_token(session.settings.model, data.sequence_length)
-        shown["MFU"] = f"{speed * flops / (peak * session.processes.count):.1%}"
     bar.set_postfix(shown, refresh=result.step == 1)
     bar.update()
     if bar.disable and result.step % max(1, steps // 100) == 0:

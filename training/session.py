@@ -17,14 +17,7 @@ from data.corpus import Corpus, prepare
 from data.tokenizer import check_vocabulary
 from errors import UserError, reading
 from model.decoder import Decoder, attend_to_previous_token, center_residual_writers
-from model.device import (
-    choose_device,
-    choose_kernels,
-    choose_training_dtype,
-    device_name,
-    keep_freed_memory,
-    why_not_compile,
-)
+from model.device import choose_device, choose_training_dtype, device_name, keep_freed_memory, why_not_compile
 from model.lora import add_lora
 from training import checkpoint
 from training.checkpoint import State
@@ -109,7 +102,7 @@ def set_up(settings: Settings, run_dir: Path, *, resume: bool, log: Callable[[st
     """
     processes, local_device = start_processes(settings.machine.device, settings.machine.timeout_minutes)
     device = choose_device(local_device)
-    choose_kernels(settings.machine.kernels, device)
+    kernels.use(settings.machine.kernels, device)
     dtype = choose_training_dtype(settings.machine.dtype, device)
     settings = dataclasses.replace(settings, machine=dataclasses.replace(settings.machine, dtype=str(dtype)[6:]))
     keep_freed_memory()

@@ -1,6 +1,5 @@
 """A small comparison that is really trained, once a session, and studies of made-up rows."""
 
-import dataclasses
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -99,7 +98,7 @@ def finish(row) -> Callable[..., Study]:
     def finished(plan: Plan, loss: Callable[[Run], float | None], **more: object) -> Study:
         rows = []
         while missing := (study := Study(plan, as_table(rows))).missing(study.wanted):
-            rows += [dataclasses.asdict(row(run, loss(run), **more)) for run in missing]
+            rows += [row(run, loss(run), **more) for run in missing]
         return study
 
     return finished

@@ -11,7 +11,7 @@ import pytest
 from ablation import execute, study
 from ablation.execute import Experiment, load_or_create, write_plan
 from ablation.plan import Plan
-from ablation.records import append, read_lines, read_rows
+from ablation.records import Row, append, read_lines
 from errors import UserError
 
 PLAN = Plan(vary={"norm": ["layer", "rms"]}, seeds=2, rerun_seeds=0, learning_rates=(2e-2,))
@@ -30,7 +30,7 @@ def experiment(config, tmp_path, monkeypatch) -> Experiment:
 def test_a_trained_comparison_has_a_row_for_each_run_and_is_never_repeated(trained):
     found = study.load(trained.folder)
     assert found.final_seeds and not trained.failed and {c.effect.n for c in found.comparisons} == {2}
-    assert len(read_rows(trained.folder / "runs.jsonl")) == len(found.rows) == len(found.wanted)
+    assert len(read_lines(trained.folder / "runs.jsonl", Row)) == len(found.rows) == len(found.wanted)
     again, made = load_or_create(trained.plan, trained.folder, "cpu", 1), []
     execute.execute(again, lambda run, device: made.append(run))
     assert not made
@@ -42,7 +42,7 @@ def test_a_comparison_killed_within_a_line_resumes_to_the_rows_of_an_uninterrupt
     path.write_bytes(b"".join(lines[:5]) + lines[5][:100])
     resumed = load_or_create(trained.plan, tmp_path, "cpu", 1)
     execute.execute(resumed, here(resumed))
-    found, wanted = ([row | {"seconds": 0} for row in read_rows(each)] for each in (path, whole))
+    found, wanted = ([dataclasses.replace(row, seconds=0) for row in read_lines(each, Row)] for each in (path, whole))
     assert found == wanted
 
 
@@ -100,7 +100,7 @@ def test_a_run_on_another_text_or_device_has_failed(experiment, row, at_once):
 
 def test_unfinished_seeds_of_another_device_are_made_again_and_finished_ones_kept(experiment, row, at_once):
     wanted = experiment.study.wanted
-    append(experiment.folder / "runs.jsonl", *(dataclasses.asdict(row(run, 3.0, device="GPU")) for run in wanted[:3]))
+    append(experiment.folder / "runs.jsonl", *(row(run, 3.0, device="GPU") for run in wanted[:3]))
     again = load_or_create(experiment.plan, experiment.folder, "cpu", 1)
     execute.execute(again, at_once(lambda run, device: row(run, 3.0)))
     devices = study.load(experiment.folder).rows.set_index(["seed", "arm"]).device.sort_index()
@@ -117,7 +117,7 @@ def test_runs_in_processes_of_their_own_are_those_of_this_process_and_a_killed_o
     for experiment, start in ((inside, here(inside)), (outside, None)):
         write_plan(experiment)
         execute.execute(experiment, start)
-    rows = [{(r["arm"], r["seed"]): r["loss"] for r in each.rows} for each in (inside, outside)]
+    rows = [{(r.arm, r.seed): r.loss for r in each.rows} for each in (inside, outside)]
     assert rows[0] == rows[1] and len(rows[0]) == 4
     killed = load_or_create(dataclasses.replace(plan, seeds=3), tmp_path / "outside", "cpu", 2)
     monkeypatch.setattr(execute, "train_run", kill_itself)

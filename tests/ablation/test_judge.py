@@ -12,7 +12,7 @@ import pandas as pd
 import pytest
 
 from ablation import execute, study
-from ablation.judge import BOUNDARY, LOOKS, decide, judge, pairs_of_looks, repeated_interval
+from ablation.judge import BOUNDARY, LOOKS, judge, pairs_of_looks, repeated_interval
 from ablation.plan import JUDGED_PAIRS, Plan
 from errors import UserError
 
@@ -67,8 +67,9 @@ def test_of_20_real_comparisons_of_an_arm_with_itself_one_is_kept_and_one_discar
     table = pd.read_csv(RESULTS / "judge-arm-with-itself.csv")
     said = []
     for _, pairs in table.assign(difference=table.loss_again - table.loss).groupby("comparison"):
-        looks = [(look, pairs.difference[pairs.look <= look].to_numpy()) for look in pairs.look.unique()]
-        verdicts = [decide(differences, look) for look, differences in looks]
+        known = ((look, pairs.difference[pairs.look <= look].to_numpy()) for look in pairs.look.unique())
+        ends = [repeated_interval(differences, look) for look, differences in known]
+        verdicts = ["keep" if high < 0 else "discard" if low > 0 else "inconclusive" for low, high in ends]
         assert verdicts == pairs.verdict.dropna().tolist() and set(verdicts[:-1]) <= {"inconclusive"}
         said.append(verdicts[-1])
     assert Counter(said) == {"inconclusive": 18, "keep": 1, "discard": 1} and table.seed.is_unique

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ablation.records import read_rows
+from ablation.records import Row, read_lines
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -28,14 +28,14 @@ def test_flags_plans_and_studies_import_no_torch():
 def test_ctrl_c_ends_it_in_one_line_and_the_same_command_resumes(config, tmp_path):
     arguments = ["--config", str(config), "--vary", "norm=layer,rms", "--seeds", "2", "--out", str(tmp_path)]
     first, path = start(*arguments), tmp_path / "runs.jsonl"
-    while len(read_rows(path)) < 1 and first.poll() is None:
+    while len(read_lines(path, Row)) < 1 and first.poll() is None:
         time.sleep(0.05)
     first.send_signal(signal.SIGINT)
     _, errors = first.communicate(timeout=500)
     assert first.returncode == 130 and errors.endswith("stopped.\n") and "Traceback" not in errors
-    assert 1 <= len(read_rows(path)) < 4
+    assert 1 <= len(read_lines(path, Row)) < 4
     output, _ = start(*arguments).communicate(timeout=500)
-    assert len(read_rows(path)) == 4 and "report.md" in output and (tmp_path / "report.md").is_file()
+    assert len(read_lines(path, Row)) == 4 and "report.md" in output and (tmp_path / "report.md").is_file()
 
 
 @pytest.mark.slow
@@ -46,4 +46,4 @@ def test_a_judge_ends_with_one_json_object_and_failed_runs_are_named_with_status
     last = json.loads(output.splitlines()[-1])
     assert (last["verdict"], last["reason"]) == ("discard", "data=/nowhere did not complete")
     assert judging.returncode == 1 and "failed: data=/nowhere, final seed 1, " in errors
-    assert [row["status"] for row in read_rows(tmp_path / "runs.jsonl")].count("failed") == 2
+    assert [row.status for row in read_lines(tmp_path / "runs.jsonl", Row)].count("failed") == 2

@@ -247,12 +247,12 @@ def test_activation_checkpointing_gives_the_same_gradients_bit_for_bit(decoder, 
         assert torch.equal(plain, recomputed)
 
 
-@pytest.mark.parametrize(("backend", "norm"), [("aot_eager", "layer"), ("eager", "rms"), ("eager", "batch")])
-def test_the_forward_pass_compiles_without_graph_breaks(make_decoder, tokens, relative, backend, norm):
+@pytest.mark.parametrize("norm", ["rms", "batch"])
+def test_the_forward_pass_compiles_without_graph_breaks(make_decoder, tokens, relative, norm):
     torch._dynamo.reset()
     decoder = make_decoder(norm=norm, qk_norm=True, num_hidden_layers=2)
     targets = tokens.roll(-1, 1)
-    compiled = torch.compile(decoder, backend=backend, fullgraph=True)
+    compiled = torch.compile(decoder, backend="eager", fullgraph=True)
     assert relative(compiled(tokens, targets), decoder(tokens, targets)) < tolerance(decoder)
     upstream = torch.rand(2, 24)
     gradients = []
@@ -289,13 +289,10 @@ def test_activations_have_the_compute_dtype_and_master_weights_stay_float32(make
     assert {p.dtype for p in decoder.parameters()} == {p.grad.dtype for p in decoder.parameters()} == {torch.float32}
 
 
-def test_more_tokens_than_the_context_or_the_cache_holds_are_an_error(make_decoder, tokens):
+def test_more_tokens_than_the_context_holds_are_an_error(make_decoder, tokens):
     decoder = make_decoder(max_position_embeddings=24)
-    cache = KeyValueCache(decoder.config, 2, 20)
     with pytest.raises(ValueError, match="25 tokens exceed the context of 24"):
         decoder(torch.cat((tokens, tokens[:, :1]), 1))
-    with pytest.raises(ValueError, match="the cache has room for 20 tokens, and 24 were given"):
-        decoder(tokens, cache=cache)
 
 
 @pytest.mark.parametrize("shape", [{"head_dim": 64}, {"head_dim": 8, "num_key_value_heads": 1}])
