@@ -1,1 +1,1 @@
-"""An OpenAI-compatible server and its page, to look into models: one worker answers in order. Needs starlette, uvicorn."""
+"""An OpenAI-compatible server with one page, to look into models. Needs starlette and uvicorn."""

@@ -47,6 +47,7 @@ class ServedModel:
             self._score(request.prompt, request.top_logprobs or 0, emit, check)
             return usage
         streams = [TextStream(self.tokenizer, request.stop, request.prompt) for _ in range(request.samples)]
+        space = [request.first is not None] * request.samples
         use_prefix = request.chat and request.samples == 1  # a completion is computed exactly as generate.py does
         self._prefix, logprobs = self._prefix if use_prefix else PrefixCache(), []
         usage["prompt_tokens_details"] = {"cached_tokens": self._prefix.cached_tokens(request.prompt)}
@@ -58,6 +59,8 @@ class ServedModel:
 
         def on_token(i: int, token: int) -> bool:
             text = streams[i].push(token)
+            if text and space[i]:  # the prompt ends with the space of the first token
+                text, space[i] = text.removeprefix(" "), False
             emit((i, text, self._describe(logprobs[i], token, request.top_logprobs) if logprobs else None, None))
             return streams[i].stopped
 

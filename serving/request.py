@@ -1,4 +1,4 @@
-"""The body of a request -> `Request`. Whatever is wrong in it is a `Refused`, which becomes a 4xx in OpenAI's format."""
+"""The body of a request -> `Request`. What is wrong in it is a `Refused`, which becomes a 4xx in OpenAI's format."""
 
 import json
 import secrets

@@ -42,7 +42,7 @@ class Server(uvicorn.Server):
             requests.ClientDisconnect: lambda http, error: refuse(Refused(400, "the client has left")),
         }
         self.app = applications.Starlette(routes=routes, exception_handlers=handlers)
-        options = {"interface": "asgi3", "lifespan": "off", "log_level": "error", "timeout_graceful_shutdown": 0}
+        options = {"interface": "asgi3", "lifespan": "off", "log_level": "error", "timeout_graceful_shutdown": 0.5}
         super().__init__(uvicorn.Config(self.check_host, **options))
 
     def handle_exit(self, sig, frame) -> None:

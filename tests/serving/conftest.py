@@ -1,0 +1,55 @@
+"""A server with two models in this process: `chat` has a template, `text` has none."""
+
+import contextlib
+import shutil
+import socket
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from generation.settings import Settings
+from tests.generation.conftest import write_chat_model
+
+pytest.importorskip("uvicorn", reason="needs starlette and uvicorn")
+pytest.importorskip("starlette")
+
+
+@contextlib.contextmanager
+def served(*directories):
+    """A running server of the directories, under their names."""
+    from serving.model import ServedModel
+    from serving.server import Server
+
+    models = [ServedModel(path.name, path, Settings(device="cpu")) for path in directories]
+    listener = socket.create_server(("127.0.0.1", 0))
+    server, port = Server(models, "127.0.0.1"), listener.getsockname()[1]
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    try:
+        yield SimpleNamespace(server=server, port=port, url=f"http://127.0.0.1:{port}", models=models)
+    finally:
+        server.handle_exit(2, None)
+        server._captured_signals.clear()
+        thread.join(10)
+        assert not thread.is_alive()
+
+
+@pytest.fixture(scope="session")
+def directories(tmp_path_factory):
+    """Random models whose answers are long enough to be interrupted."""
+    folder = tmp_path_factory.mktemp("served")
+    chat = write_chat_model(folder / "chat", "chatml", context=4096)
+    text = shutil.copytree(chat, folder / "text")
+    config = (text / "tokenizer_config.json").read_text(encoding="utf-8")
+    (text / "tokenizer_config.json").write_text(config.replace('"chat_template"', '"no_template"'), encoding="utf-8")
+    return chat, text
+
+
+@pytest.fixture(scope="module")
+def running(directories):
+    with served(*directories) as running:
+        yield running
