@@ -11,10 +11,11 @@ import pytest
 
 import ablate
 import generate
+import serve
 import train
 from errors import exit_on_user_error
 
-PROGRAMS = {"train": train.main, "generate": generate.main, "ablate": ablate.main}
+PROGRAMS = {"train": train.main, "generate": generate.main, "ablate": ablate.main, "serve": serve.main}
 
 # A command line, and below it a pattern of its error. RUN is a run of two steps, BAD a folder of what is not right.
 MISTAKES = r"""
@@ -112,6 +113,12 @@ generate RUN --prompt a --max-new-tokens 0
     --max-new-tokens, .* must be at least 1
 generate RUN --prompt LONG
     the prompt has .* tokens, .* context is 64 tokens .*; shorten it
+serve nothere
+    nothere does not exist; give a directory
+serve BAD/empty --port 0
+    .*BAD/empty has no config.json, best/ or last/
+serve RUN --port 0 --chat
+    .*RUN/best has no chat template
 ablate nothere
     nothere is neither a file nor one of
 ablate --seeds 0
