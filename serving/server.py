@@ -26,7 +26,7 @@ class Server(uvicorn.Server):
 
     def __init__(self, models: list[ServedModel], host: str):
         self.models, self.host = {model.card["id"]: model for model in models}, host
-        self.turn, self.pool, self.waiting, self.stopping = asyncio.Lock(), ThreadPoolExecutor(1), 0, False
+        self.turn, self.pool, self.waiting, self.stopping = asyncio.Lock(), ThreadPoolExecutor(1), set(), False
         routes = [
             routing.Route(f"/v1/{path}", self.answer, methods=["POST"]) for path in ("completions", "chat/completions")
         ]
@@ -66,10 +66,10 @@ class Server(uvicorn.Server):
             if len(content) > MAX_BODY:
                 raise Refused(413, f"the body is larger than {MAX_BODY:,} bytes")
         request = parse(bytes(content), "chat" in http.url.path, self.models)
-        if self.waiting >= MAX_WAITING:
+        if len(self.waiting) >= MAX_WAITING:
             raise Refused(429, f"{MAX_WAITING} requests are waiting; try again later", "rate_limit_exceeded")
-        self.waiting += 1
-        return Answer(request, self)
+        self.waiting.add(answer := Answer(request, self))
+        return answer
 
 
 class Answer(responses.Response):
@@ -80,18 +80,21 @@ class Answer(responses.Response):
         self.events: asyncio.Queue[tuple | dict | Refused] = asyncio.Queue()
 
     async def __call__(self, scope, receive, send) -> None:
+        def leave() -> None:
+            self.left = True
+            self.server.waiting.discard(self)
+            computing.cancel()
+
         async def watch() -> None:
             while (await receive())["type"] != "http.disconnect":
                 pass
-            self.left = True
-            computing.cancel()
+            leave()
 
         computing, watching = asyncio.ensure_future(self.compute()), asyncio.ensure_future(watch())
         try:
             await (self.stream(send) if self.request.stream else self.complete(scope, receive, send))
         finally:
-            self.left = True
-            computing.cancel()
+            leave()
             watching.cancel()
 
     async def compute(self) -> None:
@@ -100,21 +103,16 @@ class Answer(responses.Response):
 
         def check() -> None:
             if self.left or self.server.stopping:
-                raise Refused(503, "the answer was ended")
+                raise end
 
         def emit(event: tuple) -> None:
             loop.call_soon_threadsafe(self.events.put_nowait, event)
 
         try:
-            try:
-                await self.server.turn.acquire()
-            finally:
-                self.server.waiting -= 1
-            try:
+            async with self.server.turn:
+                self.server.waiting.discard(self)
                 check()
                 end = await loop.run_in_executor(self.server.pool, self.request.model.answer, self.request, emit, check)
-            finally:
-                self.server.turn.release()
         except UserError as error:
             end = error if isinstance(error, Refused) else Refused(500, str(error))
         except Exception as error:

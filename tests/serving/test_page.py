@@ -84,6 +84,7 @@ def test_two_models_stream_side_by_side_and_the_place_where_they_part_is_marked(
     window.locator("section .status").nth(1).filter(has_text="tokens, ").wait_for()
     assert window.locator("section").nth(0).inner_text() == before
     window.reload()
+    window.locator("#mode option").first.wait_for(state="attached")
     assert window.locator("#max_tokens").input_value() == "20" and window.locator(".token").count() == 0
 
 
