@@ -5,6 +5,7 @@ becomes one line and exit status 2. `--traceback` on any command line shows wher
 """
 
 import contextlib
+import functools
 import json
 import os
 import sys
@@ -36,10 +37,9 @@ def reading(path: Path | str, fix: str = "download or save it again") -> Iterato
         yield
     except (UserError, MemoryError):
         raise
-    except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror or error}); {fix}.") from error
     except Exception as error:
-        reason = f"no {error}" if isinstance(error, KeyError) else str(error) or type(error).__name__
+        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        reason = f"no {reason}" if isinstance(error, KeyError) else reason
         raise UserError(f"{path} cannot be read ({reason}); {fix}.") from error
 
 
@@ -60,22 +60,13 @@ def read_toml(path: Path) -> dict:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A file to write instead of `path`: after a kill at any instant, that has either its old content or the new one.
-
-    `OSError`, with the file's name, if it cannot be written, for example because the disk is full.
-    """
+    """A file to write instead of `path`, which has its old content or the new one after a kill at any instant."""
     new = path.with_name(path.name + ".new")
-    try:
-        with new.open("wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())  # else the file may be empty after a power failure, although it has its new name
-        new.replace(path)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            new.unlink(missing_ok=True)
-        error.filename = str(path)  # the system names no file when a write fails
-        raise
+    with new.open("wb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())  # else the file may be empty after a power failure, although it has its new name
+    new.replace(path)
 
 
 def replace_text(path: Path, text: str) -> None:
@@ -99,30 +90,27 @@ def fsync_directory(directory: Path, files: bool = True) -> None:
 
 
 @contextlib.contextmanager
-def locked(folder: Path, *, wait: str | None = None) -> Iterator[None]:
-    """Make a folder and hold its lock inside the block.
-
-    Where another process holds it: print `wait` to standard error and wait, or without that line raise `UserError`.
-    """
+def locked(folder: Path) -> Iterator[None]:
+    """Make a folder and hold its lock inside the block; `UserError` where another process holds it."""
     from filelock import FileLock, Timeout
 
+    folder.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder / LOCK)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         lock.acquire(timeout=0)
     except Timeout:
-        if wait is None:
-            raise UserError(
-                f"{folder} is in use by another process; wait until it ends, or give another folder."
-            ) from None
-        print(wait, file=sys.stderr, flush=True)
-        lock.acquire()
-    except (OSError, NotImplementedError) as error:
-        raise UserError(f"{folder} cannot be used ({error}); give a folder that can be written.") from None
+        raise UserError(f"{folder} is in use by another process; wait until it ends, or give another folder.") from None
     try:
         yield
     finally:
         lock.release()
+
+
+@functools.cache
+def note(text: str) -> None:
+    """Print a line to standard error, once, if this is the main process."""
+    if is_main_process():
+        print(text, file=sys.stderr)
 
 
 def usable_cores() -> int:

@@ -6,16 +6,14 @@ is known to change the function, and notes keys that are unknown. Imports no tor
 """
 
 import dataclasses
-import functools
 import math
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from checkpoints.weights import StoredTensor, stored_tensors
-from errors import UserError, is_main_process, read_json, reading
+from errors import UserError, note, read_json, reading
 from model.config import ModelConfig
 from model.rope_scaling import ROPE_SCALING
 
@@ -198,22 +196,16 @@ def load_config(directory: Path | str, tensors: Mapping[str, StoredTensor] | Non
         except UserError as error:
             raise ValueError(str(error).rstrip(".")) from None
     if unknown := [key for key in fields if key not in KNOWN and not key.endswith("_token_id")]:
-        note(path, f"has unknown keys, which are ignored: {', '.join(map(repr, unknown))}")
+        note(f"note: {path} has unknown keys, which are ignored: {', '.join(map(repr, unknown))}")
     if config.max_position_embeddings < fields.get("max_position_embeddings", 0):
-        note(path, f"has a sliding window, which is the context here: {config.max_position_embeddings} tokens")
+        context = config.max_position_embeddings
+        note(f"note: {path} has a sliding window, which is the context here: {context} tokens")
     if biases := zero_biases(config, fields["model_type"]):
         tensors = stored_tensors(path.parent) if tensors is None else tensors
         if any(tensors[name].read().any() for name in biases if name in tensors):
             trained = "norm_bias" if config.norm == "layer" else "attention_output_bias"
             config = dataclasses.replace(config, **{trained: True})
     return config
-
-
-@functools.cache
-def note(path: Path, text: str) -> None:
-    """Say something about a file on stderr, once."""
-    if is_main_process():
-        print(f"note: {path} {text}", file=sys.stderr)
 
 
 def zero_biases(config: ModelConfig, model_type: str | None = None) -> list[str]:

@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from checkpoints import adapters
 from checkpoints.families import SHAPE_FIELDS, load_config, to_json, zero_biases
-from checkpoints.weights import StoredTensor, stored_tensors
+from checkpoints.weights import SINGLE, StoredTensor, stored_tensors
 from errors import UserError, reading
 from model.config import ModelConfig
 from model.decoder import Decoder
@@ -65,15 +65,17 @@ def save_pretrained(
     *,
     bos_token_id: int | None = None,
     eos_token_id: int | None = None,
+    state: Mapping[str, Tensor] | None = None,
+    file: str = SINGLE,
 ) -> None:
     """Write config.json, generation_config.json and model.safetensors (weights in their own dtype) into `directory`.
 
-    Of a decoder with LoRA, only the adapter is written.
+    Of a decoder with LoRA, only the adapter is written. `state`: write some of the decoder's tensors alone, as `file`.
     Raises `OSError` when a file cannot be written, for example on a full disk; the directory is then incomplete.
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    tensors = unpacked_tensors(decoder.state_dict(), decoder.config)
+    tensors = unpacked_tensors(decoder.state_dict() if state is None else state, decoder.config)
     if decoder.lora is not None:
         tensors = {adapters.PREFIX + name: tensor.cpu() for name, tensor in tensors.items() if ".lora_" in name}
         targets = sorted({name.split(".")[-3] for name in tensors})
@@ -86,8 +88,9 @@ def save_pretrained(
     write_json(directory / "config.json", to_json(decoder.config, dtype=str(dtype).removeprefix("torch."), **ids))
     write_json(directory / "generation_config.json", {key: value for key, value in ids.items() if value is not None})
     for name in zero_biases(decoder.config):
-        tensors[name] = torch.zeros(decoder.config.hidden_size, dtype=dtype)
-    save_tensors({name: tensor.cpu() for name, tensor in tensors.items()}, directory / "model.safetensors")
+        if name.removesuffix("bias") + "weight" in tensors:
+            tensors[name] = torch.zeros(decoder.config.hidden_size, dtype=dtype)
+    save_tensors({name: tensor.cpu() for name, tensor in tensors.items()}, directory / file)
 
 
 def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:

@@ -58,14 +58,14 @@ def check_format(directory: Path) -> None:
             raise UserError(f"{directory} has {advice}.")
 
 
-def find_weight_files(directory: Path) -> list[Path]:
+def find_weight_files(directory: Path, single: str = SINGLE) -> list[Path]:
     """The safetensors files of a directory: one, or the shards that its index names."""
-    index = directory / INDEX
-    if (directory / SINGLE).is_file():
-        return [directory / SINGLE]
-    check_format(directory)
+    index = directory / f"{single}.index.json"
+    if (directory / single).is_file():
+        return [directory / single]
     if not index.is_file():
-        raise UserError(f"{directory} has no {SINGLE}; download or save the checkpoint again.")
+        check_format(directory)
+        raise UserError(f"{directory} has no {single}; download or save the checkpoint again.")
     with reading(index):
         names = sorted(set(read_json(index)["weight_map"].values()))
         if outside := [name for name in names if PureWindowsPath(name).name != name]:  # knows / and \ and drives

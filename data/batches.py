@@ -5,15 +5,13 @@
                           [t4 t5 t6]t7                          targets one further; the last window
                                    [t7 t8 t9]t10                runs over the end into the start
 
-An epoch takes every window once: stream after stream (a text has one, a data set of the Hub one for each file), and in
-a stream in a random order given by (seed, epoch, stream). The offset in [0, T) is random too, so each epoch divides
-documents into windows differently. Any step of any process can be computed at once, so a resumed run continues exactly,
-with any number of processes that divides the batch.
+An epoch takes every window once, in a random order given by (seed, epoch). The offset in [0, T) is random too, so each
+epoch divides documents into windows differently. Any step of any process can be computed at once, so a resumed run
+continues exactly, with any number of processes that divides the batch.
 """
 
 import itertools
 from collections.abc import Iterator, Sequence
-from operator import itemgetter
 
 import numpy as np
 
@@ -22,7 +20,7 @@ Batch = tuple[np.ndarray, ...]  # inputs, targets and, where attention keeps doc
 
 
 def batch(
-    streams: Sequence[np.ndarray],
+    stream: np.ndarray,
     *,
     seed: int,
     step: int,
@@ -35,36 +33,33 @@ def batch(
 
     batch_size counts the sequences of all processes; the shares in the order of ranks are what one process would get.
     """
-    share = batch_size // world_size
-    first = step * batch_size + rank * share  # of windows since the run began
-    places = [find_window(streams, index, sequence_length) for index in range(first, first + share)]
     rows = []
-    for (epoch, number), group in itertools.groupby(places, key=itemgetter(0, 1)):
-        stream, windows = streams[number], np.array([window for _, _, window in group])
-        *keys, offset = np.random.SeedSequence([seed, epoch, number]).generate_state(5, np.uint64)
-        for window in permute(windows, len(stream) // sequence_length, keys):
-            start = int(offset) % sequence_length + int(window) * sequence_length
+    for windows, number in draw(len(stream) // sequence_length, seed, step, batch_size, rank, world_size):
+        for window in windows:
+            start = number % sequence_length + int(window) * sequence_length
             row = stream[start : start + sequence_length + 1]
             rows.append(np.concatenate([row, stream[: sequence_length + 1 - len(row)]]))
     ids = np.stack(rows).astype(np.int64)
     return ids[:, :-1].copy(), ids[:, 1:].copy()
 
 
+def draw(
+    count: int, seed: int, step: int, batch_size: int, rank: int, world_size: int
+) -> Iterator[tuple[np.ndarray, int]]:
+    """The numbers below `count` that a process takes in a step, epoch by epoch, each with a random number of its epoch.
+
+    An epoch has every number once.
+    """
+    share = batch_size // world_size
+    first = step * batch_size + rank * share  # since the run began
+    for epoch, group in itertools.groupby(range(first, first + share), lambda index: index // count):
+        *keys, number = np.random.SeedSequence([seed, epoch]).generate_state(5, np.uint64)
+        yield permute(np.array([*group]) % count, count, keys), int(number)
+
+
 def number_documents(batch: Batch, document_start: int | None) -> Batch:
     """A batch with the number of each input's document, if the id that begins a document is given."""
     return batch if document_start is None else (*batch, np.cumsum(batch[0] == document_start, 1))
-
-
-def find_window(streams: Sequence[np.ndarray], index: int, sequence_length: int) -> tuple[int, int, int]:
-    """The epoch, the stream and the number in it of the run's window `index`; asks for no stream that comes later."""
-    rest = index
-    for number in range(len(streams)):
-        windows = len(streams[number]) // sequence_length
-        if rest < windows:
-            return 0, number, rest
-        rest -= windows
-    epoch, rest = divmod(index, index - rest)  # by the windows of an epoch
-    return epoch, *find_window(streams, rest, sequence_length)[1:]
 
 
 def permute(index: np.ndarray, count: int, keys: Sequence[int]) -> np.ndarray:

@@ -5,7 +5,7 @@
     documents   1     1     1 1 1 1    1          1       1    1     2     2      2     2          2       2     2
 
 A row has T + 1 ids of complete conversations, packed where they fit best. Attention sees one conversation alone.
-CACHE/conversations/KEY.train.npy and KEY.validation.npy hold all rows.
+CACHE/conversations/KEY.npy holds all rows, KEY.json what is known of them.
 """
 
 import bisect
@@ -18,19 +18,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from filelock import FileLock
 from tqdm import tqdm
 
-from data.batches import IGNORE, Batch, permute
+from data.batches import IGNORE, Batch, draw
 from data.chat import ChatFormat, Message
-from data.python_chat import questions_and_answers
-from data.readers import read_lines, read_table
+from data.readers import read_rows
 from data.sources import TextFile
 from data.split import VALIDATION, Split, split_documents
 from data.tokenizer import Tokenizer
 from data.units import DOCUMENT, content_hash, digest
-from errors import UserError, locked, read_json, replace_text, replacing
+from errors import UserError, read_json, replace_text, replacing
 
-VERSION = 1  # of the files; raised when the same conversations and tokenizer would give other rows
+VERSION = 2  # of the files; raised when the same conversations and tokenizer would give other rows
 KEYS = ("messages", "conversations")  # of a row, for its messages
 ROLES = {"human": "user", "gpt": "assistant"}  # ShareGPT's names
 Encoded = tuple[list[Message], np.ndarray, np.ndarray]  # a conversation, its ids and which of them are learned
@@ -51,12 +51,8 @@ class Conversations:
 
     def batch(self, seed: int, step: int, batch_size: int, rank: int = 0, world_size: int = 1, **_: int) -> Batch:
         """This process's share of a step. An epoch takes every row once, in an order given by (seed, epoch)."""
-        count, share = self.train.shape[1], batch_size // world_size
-        first, numbers = step * batch_size + rank * share, []
-        for epoch, indices in itertools.groupby(range(first, first + share), lambda index: index // count):
-            keys = np.random.SeedSequence([seed, epoch]).generate_state(4, np.uint64)
-            numbers.extend(permute(np.array([*indices]) % count, count, keys).tolist())
-        return batch_of(self.train[:, numbers])
+        drawn = draw(self.train.shape[1], seed, step, batch_size, rank, world_size)
+        return batch_of(self.train[:, np.concatenate([numbers for numbers, _ in drawn]).astype(np.int64)])
 
     def validation_batches(self, _: int, batch_size: int) -> Iterator[Batch]:
         """All rows for validation, in order."""
@@ -79,22 +75,15 @@ def batch_of(rows: np.ndarray) -> Batch:
 
 def has_conversations(files: Sequence[TextFile]) -> bool:
     """Whether the first row of the files has messages, and not the field of a text."""
-    _, row = next(itertools.chain.from_iterable(map(read_rows, files)), ("", b"{}"))
+    _, row = next(rows_of(files), ("", b"{}"))
     with contextlib.suppress(ValueError):
         row = json.loads(row) if isinstance(row, bytes) else row
     return isinstance(row, dict) and files[0].field not in row and any(key in row for key in KEYS)
 
 
-def read_rows(file: TextFile) -> Iterator[tuple[str, bytes | dict]]:
-    """The rows of a file, in jsonl not yet decoded, each with its place for messages; none of a text."""
-    readers = {
-        "jsonl": read_lines,
-        "parquet": lambda path: enumerate(read_table(path, [*KEYS, file.field]), 1),
-        "python-chat": lambda path: enumerate(questions_and_answers(path), 1),
-    }
-    if file.format in readers:
-        path = file.fetch()
-        yield from ((f"{path}, row {number}", row) for number, row in readers[file.format](path))
+def rows_of(files: Sequence[TextFile]) -> Iterator[tuple[str, bytes | dict]]:
+    """The rows of all files, see `read_rows`."""
+    return itertools.chain.from_iterable(read_rows(file, [*KEYS, file.field]) for file in files)
 
 
 def prepare_conversations(
@@ -105,33 +94,36 @@ def prepare_conversations(
     chat, size = ChatFormat(tokenizer.folder, tokenizer), sequence_length + 1
     key = digest(VERSION, [*files], tokenizer.hash, tokenizer.chat_template, size, split)
     facts = cache_dir / "conversations" / f"{key}.json"  # the last file that is written
-    paths = [facts.with_suffix(f".{part}.npy") for part in ("train", "validation")]
-    if not facts.is_file():
-        with locked(cache_dir, wait="waiting for another process that prepares conversations ..."):
-            facts.parent.mkdir(exist_ok=True)
-            found = encode_conversations(files, chat, size)
-            if len(found) < 2:
-                raise UserError(f"{len(found)} different conversations are too few to learn from; give more.")
-            table = np.array([(hash, len(one[1]), len(one[1])) for hash, one in found.items()], DOCUMENT)
-            is_held_out = split_documents(table, np.zeros(len(table), np.int64), split) == VALIDATION
-            is_held_out[-1] |= not is_held_out.any()
-            parts = [[*itertools.compress(found.values(), wanted)] for wanted in (~is_held_out, is_held_out)]
-            arrays = [pack(part, size, tokenizer.dtype) for part in parts]
-            for path, array in zip(paths, arrays, strict=True):
-                with replacing(path) as file:
-                    np.save(file, array)
-            train, validation = (
-                f"{len(part):,} conversations, {array[1].sum():,} tokens to learn in {array.shape[1]:,} rows"
-                for part, array in zip(parts, arrays, strict=True)
-            )
-            text_hash = digest(*found)
-            description = f"{train}, hash {text_hash[:12]}\n  for validation {validation}"
-            questions = ([*itertools.takewhile(lambda one: one["role"] != "assistant", one[0])] for one in parts[1])
-            question = next(filter(None, questions), [{"role": "user", "content": "Hello."}])
-            values = {"description": description, "text_hash": text_hash, "question": question}
-            replace_text(facts, json.dumps(values))
-    train, validation = (np.load(path, mmap_mode="r") for path in paths)
-    return Conversations(**read_json(facts), chat=chat, tokenizer=tokenizer, train=train, validation=validation)
+    facts.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(facts.with_suffix(".lock")):
+        if not facts.is_file():
+            write_rows(facts, encode_conversations(files, chat, size), size, tokenizer, split)
+    known, rows = read_json(facts), np.load(facts.with_suffix(".npy"), mmap_mode="r")
+    train, validation = np.split(rows, [known.pop("train_rows")], 1)
+    return Conversations(**known, chat=chat, tokenizer=tokenizer, train=train, validation=validation)
+
+
+def write_rows(facts: Path, found: dict[int, Encoded], size: int, tokenizer: Tokenizer, split: Split) -> None:
+    """Divide and pack conversations, and write them with what is known of them."""
+    if len(found) < 2:
+        raise UserError(f"{len(found)} different conversations are too few to learn from; give more.")
+    table = np.array([(hash, len(one[1]), len(one[1])) for hash, one in found.items()], DOCUMENT)
+    is_held_out = split_documents(table, split) == VALIDATION
+    is_held_out[-1] |= not is_held_out.any()
+    parts = [[*itertools.compress(found.values(), wanted)] for wanted in (~is_held_out, is_held_out)]
+    arrays = [pack(part, size, tokenizer.dtype) for part in parts]
+    with replacing(facts.with_suffix(".npy")) as file:
+        np.save(file, np.concatenate(arrays, 1))
+    train, validation = (
+        f"{len(part):,} conversations, {array[1].sum():,} tokens to learn in {array.shape[1]:,} rows"
+        for part, array in zip(parts, arrays, strict=True)
+    )
+    text_hash = digest(*found)
+    description = f"{train}, hash {text_hash[:12]}\n  for validation {validation}"
+    asked = [*itertools.takewhile(lambda message: message["role"] != "assistant", parts[1][0][0])]
+    question = asked or [{"role": "user", "content": "Hello."}]
+    values = {"description": description, "text_hash": text_hash, "question": question}
+    replace_text(facts, json.dumps(values | {"train_rows": arrays[0].shape[1]}))
 
 
 def encode_conversations(files: Sequence[TextFile], chat: ChatFormat, size: int) -> dict[int, Encoded]:
@@ -145,7 +137,7 @@ def encode_conversations(files: Sequence[TextFile], chat: ChatFormat, size: int)
     for file in files:
         if file.format in ("text", "topics"):
             note("files left out: they are text, not rows", file.name)
-    for place, row in tqdm(itertools.chain.from_iterable(map(read_rows, files)), "conversations", delay=2, unit=""):
+    for place, row in tqdm(rows_of(files), "conversations", delay=2, unit=""):
         try:
             messages = messages_of(row)
             ids, learned, unknown = chat.encode_learned(messages)
@@ -158,18 +150,14 @@ def encode_conversations(files: Sequence[TextFile], chat: ChatFormat, size: int)
             note(text, f"{place}, message {number}")
         if (last[:-1] & (ids[1:] == (chat.end_of_turn or -1))).any():
             note("conversations whose end-of-turn token is not learned: {% generation %} leaves it out", place)
-        if (hash := content_hash(json.dumps(messages))) in found:
-            note("conversations dropped: they equal an earlier one", place)
-        elif not learned[1:].any() and not unknown:
-            note("rows skipped: the assistant says nothing", place)
-        elif len(ids) > size and not last[:size].any():
-            note("conversations dropped: their first answer does not fit into --sequence-length", place)
-        elif learned[1:].any():
-            length = len(ids)
-            if length > size:
-                note("conversations shortened to the answers that fit into --sequence-length", place)
-                length = int(np.flatnonzero(last[:size])[-1]) + 1
-            found[hash] = messages, ids[:length], learned[:length]
+        length = len(ids)
+        if length > size:
+            note("conversations cut after the last answer that fits into --sequence-length", place)
+            length = max(np.flatnonzero(last[:size]), default=-1) + 1
+        if learned[1:length].any():  # of equal conversations the first is kept
+            found.setdefault(content_hash(json.dumps(messages)), (messages, ids[:length], learned[:length]))
+        else:
+            note("conversations dropped: no answer is left to learn", place)
     for text, (count, place) in notes.items():
         print(f"{count:,} {text} (the first: {place})", file=sys.stderr)
     return found

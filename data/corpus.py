@@ -1,36 +1,39 @@
 """A text as token streams, one for training and one for validation, kept on disk between runs.
 
-CACHE/tokenizers/KEY/   trained on a sample        CACHE/units/    see `units`
-CACHE/texts/KEY.npz     how units are split        CACHE/hub/      lists of files of the Hub
+CACHE/tokenizers/KEY/   trained on a sample     CACHE/units/   see `units`     CACHE/hub/   lists of files of the Hub
 """
 
-import dataclasses
 import hashlib
-import json
 import lzma
 import sys
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
 import numpy as np
+from filelock import FileLock
 
 from data.batches import Batch, batch, number_documents, validation_windows
 from data.conversations import Conversations, has_conversations, prepare_conversations
 from data.readers import BLOCK, read_documents
 from data.sources import TextFile, resolve
-from data.split import DUPLICATE, MAX_COMPARED, MAX_VALIDATION, TRAIN, VALIDATION, Split, find_pieces, split_documents
+from data.split import DUPLICATE, MAX_VALIDATION, TRAIN, VALIDATION, Split, find_pieces, split_documents
 from data.tokenizer import TRAINER_OPTIONS, Tokenizer, load_tokenizer, train_tokenizer
-from data.units import DOCUMENT, VERSION, TokenStream, Unit, Workers, content_hash, digest, group_files, prepare_units
-from errors import UserError, is_main_process, locked, replacing
+from data.units import (
+    DOCUMENT,
+    VERSION,
+    TokenStream,
+    Unit,
+    content_hash,
+    digest,
+    prepare_units,
+)
+from errors import UserError
 
 # Text to train a tokenizer on. Python sources: 3.47 bytes per token from 3 MB, 3.54 from 8 MB, in 3 s on two cores.
 TOKENIZER_BYTES = 10_000_000
 SAMPLE_BYTES = 64_000  # of a larger text that are read in one place
-AHEAD = 3  # units of a data set of the Hub that are prepared while an earlier one is trained on
-WAIT = "waiting for another process that prepares a text ..."
 NO_TEXT = "there is no text in the files that were named; give files that contain text."
 
 
@@ -38,34 +41,19 @@ NO_TEXT = "there is no text in the files that were named; give files that contai
 class Corpus:
     """A text that can be trained on."""
 
+    description: str  # three lines to print
     text_hash: str  # of the documents, in order
-    documents: int  # without duplicates
-    duplicates: int  # documents equal to an earlier one, dropped
-    validation_documents: int  # 0: the end of the text is for validation
-    bytes: int  # of UTF-8 text, training and validation together
-    validation_bytes: int
-    xz_bits_per_byte: float  # what `xz -9e` makes of the validation text
     tokenizer: Tokenizer
-    train: Sequence[TokenStream]  # one; of a data set of the Hub one per unit, each made when it is asked for
+    train: TokenStream
     validation: np.ndarray  # (tokens,) uint16, or uint32 for a vocabulary over 65,536
-    held_out: np.ndarray  # uint64, hashes of the documents for validation
+    validation_bytes: int  # of UTF-8 text
     document_start: int | None = None  # the id that begins a document, where attention keeps documents apart
 
-    @property
-    def description(self) -> str:
-        """Three lines to print."""
-        tokens, text = len(self.train[0]), self.bytes - self.validation_bytes
-        apart = ", compared within each file" if self.documents + self.duplicates > MAX_COMPARED else ""
-        more = f" in the first of {len(self.train):,} parts" if len(self.train) > 1 else ""
-        held_out = f"{self.validation_documents:,} documents" if self.validation_documents else "the end of the text"
-        return (
-            f"{self.documents:,} documents ({self.duplicates:,} duplicates dropped{apart}), "
-            f"{self.bytes / 1e6:.2f} MB{more}, hash {self.text_hash[:12]}\n"
-            f"  {tokens:,} tokens to train on, {text / max(1, tokens):.2f} bytes per token, "
-            f"vocabulary {self.tokenizer.vocab_size:,}\n"
-            f"  {len(self.validation):,} for validation ({held_out}, {self.validation_bytes / 1e6:.2f} MB, "
-            f"xz -9e: {self.xz_bits_per_byte:.3f} bits per byte)"
-        )
+    def xz_bits_per_byte(self) -> float:
+        """What `xz -9e` makes of the validation text: a number to compare a model with."""
+        text = self.tokenizer.decode(self.validation).encode("utf-8")
+        # 7e is 9e with a dictionary of 16 MB, not 64: the text is shorter, and 64 would take 700 MB of memory.
+        return 8 * len(lzma.compress(text, preset=7 | lzma.PRESET_EXTREME)) / max(1, len(text))
 
     def batch(self, **order: int) -> Batch:
         """This process's share of a step, see `batches.batch`."""
@@ -86,45 +74,32 @@ def prepare(
     cache_dir: str | Path = ".cache",
     validation_fraction: float = 0.05,
     validation_salt: int = 0,
-    complete: bool = False,
     document_mask: bool = False,
     sequence_length: int = 256,
 ) -> Corpus | Conversations:
     """Text to token streams, or conversations to rows; what the cache has is not made again.
 
     sources: see `data.sources.resolve`; text_field: of jsonl and parquet rows; tokenizer: a file or folder to load, or
-    None to train one of `vocab_size` pieces; complete: prepare all of a data set of the Hub, not only its first unit;
-    document_mask: batches have the numbers of documents; sequence_length: of the rows of conversations.
+    None to train one of `vocab_size` pieces; document_mask: batches have the numbers of documents; sequence_length: of
+    the rows of conversations.
     """
     cache_dir, split = Path(cache_dir), Split(validation_fraction, validation_salt)
     files = resolve(sources, text_field, cache_dir)
-    groups, tokenizer = group_files(files), tokenizer and load_tokenizer(tokenizer)
-    # A data set of the Hub is not opened where it is known to be text, or has no model to teach.
-    is_new = files[0].dataset is None or (tokenizer and Unit(groups[0], tokenizer, cache_dir / "units").facts() is None)
-    if is_new and has_conversations(files):
+    tokenizer = tokenizer and load_tokenizer(tokenizer)
+    if has_conversations(files):
         if tokenizer is None:
             raise UserError(f"{', '.join(sources)} has conversations; give a model to teach them with --init-from.")
         return prepare_conversations(files, tokenizer, sequence_length, cache_dir, split)
-    is_streamed = len(groups) > 1 and any(file.dataset for group in groups for file in group)
-    first = 1 if is_streamed else len(groups)
-    tokenizer = tokenizer or load_tokenizer(trained_tokenizer(groups[:first], vocab_size, split, cache_dir))
-    units = [Unit(group, tokenizer, cache_dir / "units") for group in groups]
-    prepare_units(units if complete else units[:first])
-    start = tokenizer.document_start if document_mask else None
-    corpus = dataclasses.replace(load_corpus(units[:first], split), document_start=start)
-    if not is_streamed:
-        return corpus
-    text_hash = digest(corpus.text_hash, [unit.fingerprint for unit in units])
-    return dataclasses.replace(corpus, train=HubStreams(units, split, corpus), text_hash=text_hash)
+    tokenizer = tokenizer or load_tokenizer(trained_tokenizer(files, vocab_size, split, cache_dir))
+    units = prepare_units(files, tokenizer, cache_dir / "units")
+    return split_units(units, split, tokenizer.document_start if document_mask else None)
 
 
 def tokenize(
     sources: list[str], tokenizer: Tokenizer, text_field: str = "text", cache_dir: str | Path = ".cache"
 ) -> tuple[TokenStream, int]:
     """All documents as one token stream, and their bytes of UTF-8 text: for evaluation, without a split."""
-    groups = group_files(resolve(sources, text_field, Path(cache_dir)))
-    units = [Unit(group, tokenizer, Path(cache_dir) / "units") for group in groups]
-    prepare_units(units)
+    units = prepare_units(resolve(sources, text_field, Path(cache_dir)), tokenizer, Path(cache_dir) / "units")
     facts = [unit.facts() for unit in units]
     if not any(one["documents"] for one in facts):
         raise UserError(NO_TEXT)
@@ -132,56 +107,28 @@ def tokenize(
     return TokenStream(units, np.array(pieces)), sum(one["bytes"] for one in facts)
 
 
-class HubStreams(Sequence[TokenStream]):
-    """The units of a data set of the Hub, each a stream; another process prepares the next ones."""
-
-    def __init__(self, units: list[Unit], split: Split, first: Corpus):
-        self._units, self._split, self._held_out, self._streams = units, split, first.held_out, [*first.train]
-        self._workers = Workers(units, 1, 1 + AHEAD) if is_main_process() else None
-
-    def __len__(self) -> int:
-        return len(self._units)
-
-    def __getitem__(self, number: int) -> TokenStream:
-        while number >= len(self._streams):
-            unit = self._units[len(self._streams)]
-            if self._workers:
-                self._workers.limit.value = len(self._streams) + 1 + AHEAD
-            while unit.facts() is None:
-                if self._workers and not self._workers.are_working():
-                    prepare_units([unit])
-                time.sleep(0.1)
-            table = np.fromfile(unit.path(".docs"), DOCUMENT)
-            numbers = np.zeros(len(table), np.int64)
-            is_kept = split_documents(table, numbers, self._split, self._held_out) == TRAIN
-            self._streams.append(TokenStream([unit], find_pieces(table, numbers, is_kept, unit.tokenizer.lead)))
-        return self._streams[number]
-
-
-def trained_tokenizer(groups: list[Sequence[TextFile]], vocab_size: int, split: Split, cache_dir: Path) -> Path:
+def trained_tokenizer(files: list[TextFile], vocab_size: int, split: Split, cache_dir: Path) -> Path:
     """The folder of a tokenizer that is trained on a sample of the files, unless it was before."""
-    texts = [digest(*group) for group in groups]
-    folder = cache_dir / "tokenizers" / digest(VERSION, vocab_size, split, sorted(TRAINER_OPTIONS.items()), texts)
+    folder = cache_dir / "tokenizers" / digest(VERSION, vocab_size, split, sorted(TRAINER_OPTIONS.items()), files)
     made = folder / "tokenizer.json"  # the last file that is saved
     if not made.is_file():
-        with locked(cache_dir, wait=WAIT):
+        folder.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder / ".lock"):
             if not made.is_file():  # by another process while this one waited
                 print(f"training a tokenizer of {vocab_size:,} pieces (once) ...", file=sys.stderr, flush=True)
-                folder.mkdir(parents=True, exist_ok=True)
-                sample = sample_text([file for group in groups for file in group], split)
-                train_tokenizer(sample, vocab_size, folder / "tokenizer.model").save(folder)
+                train_tokenizer(sample_text(files, split), vocab_size, folder / "tokenizer.model").save(folder)
     return folder
 
 
 def sample_text(files: list[TextFile], split: Split) -> list[str]:
     """About `TOKENIZER_BYTES` of text from places all over the files, without documents that may be for validation."""
     texts, due = [], 0.0
-    fraction = TOKENIZER_BYTES / max(1, sum(file.text_bytes for file in files))
+    fraction = TOKENIZER_BYTES / max(1, sum(file.size for file in files))
     for file in files:
-        due += fraction * file.text_bytes  # what the sample lacks up to here
+        due += fraction * file.size  # what the sample lacks up to here
         if due < SAMPLE_BYTES and fraction < 1:
             continue
-        for document in read_documents(file, []):
+        for document in read_documents(file):
             texts.append("".join(islice(document, 1 + 2 * MAX_VALIDATION // BLOCK)))
             due -= len(texts[-1])
             if due <= 0:
@@ -190,52 +137,30 @@ def sample_text(files: list[TextFile], split: Split) -> list[str]:
     return [text for text, is_held_out in zip(texts, held_out, strict=True) if not is_held_out] or texts
 
 
-def load_corpus(units: list[Unit], split: Split) -> Corpus:
-    """The streams of complete units, split unless they were before."""
-    tokenizer, cache_dir = units[0].tokenizer, units[0].folder.parent
-    key = digest(VERSION, split, tokenizer.hash, [unit.fingerprint for unit in units])
-    path = cache_dir / "texts" / f"{key}.npz"
-    if not path.is_file():
-        with locked(cache_dir, wait=WAIT):
-            path.parent.mkdir(exist_ok=True)
-            with replacing(path) as file:
-                np.savez(file, **split_units(units, split))
-    with np.load(path) as arrays:
-        found = dict(arrays)
-    facts = json.loads(str(found.pop("facts")))
-    train = TokenStream(units, found.pop("train"), facts.pop("train_tokens"))
-    return Corpus(tokenizer=tokenizer, train=[train], **found, **facts)
-
-
-def split_units(units: list[Unit], split: Split) -> dict[str, object]:
-    """What `load_corpus` makes a `Corpus` of; for training, the pieces of its stream."""
+def split_units(units: list[Unit], split: Split, document_start: int | None) -> Corpus:
+    """The text of complete units as one stream for training and one for validation."""
     tables, lead = [np.fromfile(unit.path(".docs"), DOCUMENT) for unit in units], units[0].tokenizer.lead
     table, numbers = np.concatenate(tables), np.repeat(np.arange(len(units)), [len(one) for one in tables])
     if not len(table):
         raise UserError(NO_TEXT)
-    kinds = split_documents(table, numbers, split)
-    documents = {kind: int((kinds == kind).sum()) for kind in (TRAIN, VALIDATION, DUPLICATE)}
-    sizes = {kind: int(table["bytes"][kinds == kind].sum()) for kind in (TRAIN, VALIDATION)}
+    kinds, tokenizer = split_documents(table, split), units[0].tokenizer
+    counts = {kind: int((kinds == kind).sum()) for kind in (TRAIN, VALIDATION, DUPLICATE)}
+    size, validation_bytes = (int(table["bytes"][chosen].sum()) for chosen in (kinds != DUPLICATE, kinds == VALIDATION))
     pieces = find_pieces(table, numbers, kinds == TRAIN, lead)
-    train_tokens = len(train := TokenStream(units, pieces))
-    if documents[VALIDATION]:
+    train, held_out = TokenStream(units, pieces), f"{counts[VALIDATION]:,} documents"
+    if counts[VALIDATION]:
         validation = TokenStream(units, find_pieces(table, numbers, kinds == VALIDATION, lead))[:]
     else:
-        share = min(split.fraction, MAX_VALIDATION / sizes[TRAIN])
-        train_tokens -= lead + max(2, round(share * (train_tokens - lead)))
-        validation = train[train_tokens:]
-    text = units[0].tokenizer.decode(validation).encode("utf-8")
-    # `xz -9e`, but with a dictionary of 16 MB, not 64: the text is shorter, and 64 would take 700 MB of memory.
-    filters = [{"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "dict_size": 1 << 24}]
-    facts = dict(
-        text_hash=hashlib.blake2b(table["hash"][kinds != DUPLICATE].tobytes(), digest_size=16).hexdigest(),
-        documents=documents[TRAIN] + documents[VALIDATION],
-        duplicates=documents[DUPLICATE],
-        validation_documents=documents[VALIDATION],
-        bytes=sizes[TRAIN] + sizes[VALIDATION],
-        validation_bytes=sizes[VALIDATION] or len(text),
-        xz_bits_per_byte=8 * len(lzma.compress(text, filters=filters)) / max(1, len(text)),
-        train_tokens=train_tokens,
+        share, held_out = min(split.fraction, MAX_VALIDATION / size), "the end of the text"
+        end = len(train) - lead - max(2, round(share * (len(train) - lead)))
+        train, validation = TokenStream(units, pieces, end), train[end:]
+        validation_bytes = len(tokenizer.decode(validation).encode("utf-8"))
+    text_hash = hashlib.blake2b(table["hash"][kinds != DUPLICATE].tobytes(), digest_size=16).hexdigest()
+    description = (
+        f"{counts[TRAIN] + counts[VALIDATION]:,} documents ({counts[DUPLICATE]:,} duplicates dropped), "
+        f"{size / 1e6:.2f} MB, hash {text_hash[:12]}\n"
+        f"  {len(train):,} tokens to train on, {(size - validation_bytes) / max(1, len(train)):.2f} bytes per token, "
+        f"vocabulary {tokenizer.vocab_size:,}\n"
+        f"  {len(validation):,} for validation ({held_out}, {validation_bytes / 1e6:.2f} MB)"
     )
-    held_out = table["hash"][kinds == VALIDATION]
-    return dict(facts=json.dumps(facts), train=pieces, validation=validation, held_out=held_out)
+    return Corpus(description, text_hash, tokenizer, train, validation, validation_bytes, document_start)

@@ -4,55 +4,53 @@ Nothing here holds more than a block, a row or, in parquet, some rows.
 """
 
 import gzip
-import itertools
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from data.python_chat import questions_and_answers
 from data.sources import TextFile
-from errors import UserError, reading
+from errors import UserError, note, reading
 
 BLOCK = 1 << 17  # characters of a text file that are read at a time, and then up to the end of a line
 ROWS = 256  # of parquet, decoded at a time
-ROW = "its text is in the field that --text-field names (conversations only train a model: --init-from)"
+ROW = "a row has its text in the field that --text-field names (conversations only train a model: --init-from)"
 
-Document = Iterable[str]  # its text in blocks, not empty, to be read at most once
+Document = Iterable[str]  # its text in blocks, to be read at most once
 
 
-def read_documents(file: TextFile, skipped: list[str]) -> Iterator[Document]:
-    """The documents of a file in order; why a file (of a folder or pattern) or a row is left out goes to `skipped`."""
+def read_documents(file: TextFile) -> Iterator[Document]:
+    """The documents of a file in order; a note says why a file (of a folder or pattern) or a row is left out."""
     path = file.fetch()
     match file.format:
         case "text":
-            yield from read_text(path, file.optional, skipped)
+            if not file.optional or is_utf8(path):
+                yield read_blocks(path)
         case "topics":
             from pydoc_data.topics import topics  # the language reference as `help()` shows it
 
             yield from ([topics[name]] for name in sorted(topics))
         case "jsonl" | "parquet":
             nulls = 0
-            for text in (read_jsonl if file.format == "jsonl" else read_parquet)(path, file.field):
+            for place, row in read_rows(file, [file.field]):
+                with reading(place, ROW):
+                    text = text_of(row, file.field)
                 if text:
                     yield [text]
                 nulls += text is None
             if nulls:
-                skipped.append(f"{nulls:,} rows of {path} whose {file.field!r} is null")
+                note(f"skipped: {nulls:,} rows of {path} whose {file.field!r} is null")
 
 
-def read_text(path: Path, optional: bool, skipped: list[str]) -> Iterator[Document]:
-    """One document, the whole file."""
-    blocks = read_blocks(path)
+def is_utf8(path: Path) -> bool:
+    """Whether a text file can be read to its end."""
     try:
-        start = list(itertools.islice(blocks, 2))
-        for _ in read_blocks(path) if optional and len(start) > 1 else ():
-            pass  # bytes that are not UTF-8 may come after others that are
+        for _ in read_blocks(path):
+            pass
     except UserError as error:
-        if not optional:
-            raise
-        skipped.append(str(error))
-    else:
-        if start:
-            yield itertools.chain(start, blocks)
+        note(f"skipped: {error}")
+        return False
+    return True
 
 
 def read_blocks(path: Path) -> Iterator[str]:
@@ -66,11 +64,17 @@ def read_blocks(path: Path) -> Iterator[str]:
             yield block
 
 
-def read_jsonl(path: Path, field: str) -> Iterator[str | None]:
-    """The text of each line."""
-    for number, line in read_lines(path):
-        with reading(f"{path}, line {number}", f"a line is a JSON object in UTF-8, and {ROW}"):
-            yield text_of(json.loads(line), field)
+def read_rows(file: TextFile, fields: Iterable[str]) -> Iterator[tuple[str, bytes | dict]]:
+    """The rows of a file, each with its place for messages; none of a text. Lines of jsonl are not decoded."""
+    if file.format in ("text", "topics"):
+        return
+    path = file.fetch()
+    if file.format == "jsonl":
+        rows = read_lines(path)
+    else:
+        rows = enumerate(read_table(path, fields) if file.format == "parquet" else questions_and_answers(path), 1)
+    for number, row in rows:
+        yield f"{path}, row {number}", row
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
@@ -78,12 +82,6 @@ def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
     open_file = gzip.open if path.name.lower().endswith(".gz") else open
     with reading(path), open_file(path, "rb") as lines:
         yield from ((number, line) for number, line in enumerate(lines, 1) if line.strip())
-
-
-def read_parquet(path: Path, field: str) -> Iterator[str | None]:
-    """The text of each row."""
-    with reading(path, ROW):
-        yield from (text_of(row, field) for row in read_table(path, [field]))
 
 
 def read_table(path: Path, fields: Iterable[str]) -> Iterator[dict]:
@@ -97,8 +95,9 @@ def read_table(path: Path, fields: Iterable[str]) -> Iterator[dict]:
             yield from batch.to_pylist()
 
 
-def text_of(row: dict, field: str) -> str | None:
+def text_of(row: bytes | dict, field: str) -> str | None:
     """The text of a row; None for a null."""
+    row = json.loads(row) if isinstance(row, bytes) else row
     if field not in row:
         raise ValueError(f"no field {field!r} among {', '.join(row)}")
     text = row[field]

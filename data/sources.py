@@ -17,7 +17,6 @@ from errors import UserError, read_json, reading, replace_text
 
 # What a file's name ends in -> how it is read.
 FORMATS = {".txt": "text", ".md": "text", ".py": "text", ".jsonl": "jsonl", ".jsonl.gz": "jsonl", ".parquet": "parquet"}
-EXPANSION = {".gz": 3, ".parquet": 2}  # bytes of text per byte of a compressed file, roughly
 KNOWN = {  # name -> data set, its revision, what the names of its files begin with
     "shakespeare": ("karpathy/tiny_shakespeare", "refs/convert/parquet", "default/"),
     "tinystories": ("roneneldan/TinyStories", "main", "data/train-"),
@@ -55,17 +54,6 @@ class TextFile:
                 with contextlib.suppress(Exception):
                     return Path(hf_hub_download(**arguments))
             return Path(hf_hub_download(**arguments))
-
-    @property
-    def text_bytes(self) -> int:
-        """The length of its text, roughly."""
-        return self.size * EXPANSION.get(Path(self.name).suffix.lower(), 1)
-
-    @property
-    def is_unchanged(self) -> bool:
-        """Whether a file of this machine still has the size and the time that it was listed with."""
-        status = os.stat(self.name) if self.dataset is None else None
-        return status is None or (status.st_size, status.st_mtime_ns) == (self.size, self.version)
 
 
 def resolve(names: Iterable[str], text_field: str, cache_dir: Path) -> list[TextFile]:

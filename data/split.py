@@ -12,7 +12,6 @@ from data.batches import mix
 # A fixed set of 4 MB is about a million tokens: its mean loss has a standard error below 0.002 nats even where tokens
 # vary by 2 nats, and evaluating more would only take time away from training.
 MAX_VALIDATION = 4_000_000  # bytes
-MAX_COMPARED = 10_000_000  # documents; where there are more, each is compared with those of its own unit only
 TRAIN, VALIDATION, DUPLICATE = 0, 1, 2
 
 
@@ -29,29 +28,24 @@ class Split:
         return mix(hashes ^ mix(np.array([self.salt], np.uint64))) < limit
 
 
-def split_documents(table: np.ndarray, unit: np.ndarray, split: Split, held_out: np.ndarray = None) -> np.ndarray:
-    """TRAIN, VALIDATION or DUPLICATE for each row of `units.DOCUMENT`; `unit`: the number of its unit.
+def split_documents(table: np.ndarray, split: Split) -> np.ndarray:
+    """TRAIN, VALIDATION or DUPLICATE for each row of `units.DOCUMENT`.
 
     Of equal documents the first is kept. For validation are, in order, those below a threshold of their hash, until
     they have 4 MB. One that would take them past twice their share of the bytes is left out, and if no other document
-    remained, none is for validation. held_out: the hashes of the documents for validation, if they are known.
+    remained, none is for validation.
     """
     hashes, kinds = table["hash"], np.full(len(table), DUPLICATE, np.uint8)
-    key = hashes if len(table) <= MAX_COMPARED else mix(hashes + unit.astype(np.uint64))
-    kinds[np.unique(key, return_index=True)[1]] = TRAIN
-    if held_out is None:
-        kept, taken = kinds == TRAIN, 0
-        most = 2 * min(split.fraction * float(table["bytes"][kept].sum()), MAX_VALIDATION)
-        candidates = np.flatnonzero(kept & split.candidates(hashes))
-        for row in candidates[np.sort(np.unique(hashes[candidates], return_index=True)[1])].tolist():
-            size = int(table["bytes"][row])
-            if taken < MAX_VALIDATION and taken + size <= most:
-                kinds[row] = VALIDATION
-                taken += size
-        if TRAIN not in kinds:
-            kinds[kept] = TRAIN
-        held_out = hashes[kinds == VALIDATION]
-    kinds[(kinds == TRAIN) & np.isin(hashes, held_out)] = DUPLICATE
+    kinds[np.unique(hashes, return_index=True)[1]] = TRAIN
+    kept, taken = kinds == TRAIN, 0
+    most = 2 * min(split.fraction * float(table["bytes"][kept].sum()), MAX_VALIDATION)
+    for row in np.flatnonzero(kept & split.candidates(hashes)).tolist():
+        size = int(table["bytes"][row])
+        if taken < MAX_VALIDATION and taken + size <= most:
+            kinds[row] = VALIDATION
+            taken += size
+    if TRAIN not in kinds:
+        kinds[kept] = TRAIN
     return kinds
 
 

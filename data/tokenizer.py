@@ -264,8 +264,6 @@ def train_tokenizer(texts: Sequence[str], vocab_size: int, path: str | Path) -> 
             sentence_iterator=_lines(texts), model_writer=model, vocab_size=vocab_size, **TRAINER_OPTIONS
         )
     except (RuntimeError, ValueError, OSError) as error:
-        if "KeyboardInterrupt" in str(error):
-            raise KeyboardInterrupt from None
         if maximum := re.search(r"Vocabulary size too high .*?<= (\d+)", str(error)):
             return train_tokenizer(texts, int(maximum[1]), path)
         raise UserError(f"no tokenizer could be trained on this text ({error}); give more text.") from None

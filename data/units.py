@@ -2,7 +2,7 @@
 
     KEY.bin     ids: BOS a a a EOS BOS b b EOS; without a BOS in the tokenizer EOS a a a EOS b b EOS
     KEY.docs    a row of `DOCUMENT` for each document
-    KEY.json    sums, and what was skipped; it is written last, so a unit that has it is complete
+    KEY.json    sums; it is written last, so a unit that has it is complete
 
 Each process goes through all units in order, and a lock per unit decides who makes it, so other commands and other
 machines may join at any time. What a killed process has not completed is made anew.
@@ -32,12 +32,11 @@ from tqdm import tqdm
 from data.readers import Document, read_documents
 from data.sources import TextFile
 from data.tokenizer import Tokenizer
-from errors import UserError, fsync_directory, read_json, replace_text, replacing, usable_cores
+from errors import is_main_process, read_json, replace_text, replacing, usable_cores
 
 VERSION = 4  # of the files; raised when the same text and tokenizer would give other files
 UNIT_BYTES = 64_000_000
 BATCH = 4_000_000  # characters that are encoded together, on all cores of a process
-MAX_REASONS = 5  # why something was skipped, in KEY.json
 SPAWN = multiprocessing.get_context("spawn")  # torch's threads do not survive a fork
 DOCUMENT = np.dtype([("hash", "<u8"), ("bytes", "<u8"), ("tokens", "<u8")])
 
@@ -51,13 +50,18 @@ class Unit:
     folder: Path
 
     @functools.cached_property
-    def fingerprint(self) -> str:
-        """A hash of the files' names, sizes and times: the same hash means the same text, without reading it."""
-        return digest(*self.files)
+    def key(self) -> str:
+        """A hash of the files' names, sizes and times, so of the text without reading it, and of the tokenizer."""
+        return digest(VERSION, self.files, self.tokenizer.hash)
+
+    @property
+    def size(self) -> int:
+        """Bytes of its files."""
+        return sum(file.size for file in self.files)
 
     def path(self, suffix: str) -> Path:
         """One of its own files."""
-        return self.folder / f"{digest(VERSION, self.fingerprint, self.tokenizer.hash)}{suffix}"
+        return self.folder / f"{self.key}{suffix}"
 
     def facts(self) -> dict | None:
         """What KEY.json says; None for a unit that is not complete."""
@@ -74,18 +78,13 @@ class Unit:
         return True
 
     def _write(self, report: Callable[[int], object]) -> None:
-        skipped: list[str] = []
-        documents = (document for file in self.files for document in read_documents(file, skipped))
+        documents = itertools.chain.from_iterable(map(read_documents, self.files))
         with replacing(self.path(".bin")) as file:
             rows = write_ids(file, documents, self.tokenizer, report)
-            if not all(file.is_unchanged for file in self.files):
-                raise UserError("the text changed while it was read; run the same command when nothing writes it.")
         with replacing(self.path(".docs")) as file:
             file.write(rows.tobytes())
-        fsync_directory(self.folder, files=False)
         sums = {"bytes": int(rows["bytes"].sum()), "tokens": int(rows["tokens"].sum()) + self.tokenizer.lead}
-        facts = {"documents": len(rows), **sums, "skipped": len(skipped), "reasons": skipped[:MAX_REASONS]}
-        replace_text(self.path(".json"), json.dumps(facts))
+        replace_text(self.path(".json"), json.dumps({"documents": len(rows), **sums}))
 
 
 def group_files(files: Iterable[TextFile]) -> list[tuple[TextFile, ...]]:
@@ -162,29 +161,8 @@ def numbered_blocks(documents: Iterable[Document]) -> Iterator[tuple[int, str, b
             yield characters // BATCH, block, number == 0
 
 
-class Workers:
-    """`count` processes that make the first `limit` units complete. They end with this process, however it ends."""
-
-    def __init__(self, units: list[Unit], count: int, limit: int):
-        self.done, self.limit, self._errors = SPAWN.Value("q"), SPAWN.Value("q", limit), SPAWN.SimpleQueue()
-        arguments = (units, usable_cores() // count, self.done, self.limit, self._errors)
-        self._processes = [SPAWN.Process(target=work, args=arguments, daemon=True) for _ in range(count)]
-        for process in self._processes:
-            process.start()
-
-    def are_working(self) -> bool:
-        """Whether any of them has not ended; raises what one of them raised."""
-        if not self._errors.empty():
-            raise self._errors.get()
-        return any(process.is_alive() for process in self._processes)
-
-
-def work(units: list[Unit], threads: int, done: object, limit: object, errors: object) -> None:
-    """What one of the `Workers` does; `done`: characters that all of them have encoded."""
-
-    def report(count: int) -> None:
-        with done.get_lock():
-            done.value += count
+def work(units: list[Unit], threads: int) -> None:
+    """What a worker does. Where something is wrong it ends with status 1, and the main process meets that, too."""
 
     def end_with_parent() -> None:
         multiprocessing.parent_process().join()
@@ -194,33 +172,32 @@ def work(units: list[Unit], threads: int, done: object, limit: object, errors: o
     threading.Thread(target=end_with_parent, daemon=True).start()
     os.environ["RAYON_NUM_THREADS"] = str(threads)  # of the tokenizers library
     try:
-        for number, unit in enumerate(units):
-            while number >= limit.value:
-                time.sleep(0.5)
-            unit.prepare(report)
-    except Exception as error:
-        errors.put(error)
+        for unit in units:
+            unit.prepare(lambda count: None)
+    except Exception:
+        sys.exit(1)
 
 
-def prepare_units(units: list[Unit]) -> None:
-    """Make every unit complete, with a process per core; print what was skipped and, after 2 s, a progress bar."""
-    units[0].folder.mkdir(parents=True, exist_ok=True)
-    new = missing = [unit for unit in units if unit.facts() is None]
-    size = sum(file.text_bytes for unit in missing for file in unit.files)
-    with tqdm(desc="tokenizing", total=size, unit="B", unit_scale=True, delay=2) as bar:
+def prepare_units(files: Iterable[TextFile], tokenizer: Tokenizer, folder: Path) -> list[Unit]:
+    """The units of files, made complete by a process per core with, after 2 s, a progress bar."""
+    folder.mkdir(parents=True, exist_ok=True)
+    units = [Unit(group, tokenizer, folder) for group in group_files(files)]
+    missing, hidden = [unit for unit in units if unit.facts() is None], not is_main_process()
+    total = sum(unit.size for unit in missing)
+    with tqdm(desc="tokenizing", total=total, unit="B", unit_scale=True, delay=2, disable=hidden) as bar:
         if len(missing) > 1:
-            workers = Workers(missing, min(usable_cores(), len(missing)), len(missing))
-            while workers.are_working():
-                bar.update(workers.done.value - bar.n)
+            count = min(usable_cores(), len(missing))
+            arguments = missing, usable_cores() // count
+            workers = [SPAWN.Process(target=work, args=arguments, daemon=True) for _ in range(count)]
+            for worker in workers:
+                worker.start()
+            while any(worker.is_alive() for worker in workers) and not any(worker.exitcode for worker in workers):
+                bar.update(sum(unit.size for unit in missing if unit.facts()) - bar.n)
                 time.sleep(0.5)
         while missing := [unit for unit in missing if not unit.prepare(bar.update)]:
             bar.set_description("waiting for another process")
             time.sleep(0.5)
-    facts = [unit.facts() for unit in new]
-    for reason in [reason for one in facts for reason in one["reasons"]][:MAX_REASONS]:
-        print(f"skipped: {reason}", file=sys.stderr)
-    if (count := sum(one["skipped"] for one in facts)) > MAX_REASONS:
-        print(f"skipped: {count:,} in all", file=sys.stderr)
+    return units
 
 
 def digest(*parts: object) -> str:

@@ -44,29 +44,22 @@ def use(choice: str, device: torch.device) -> None:
 
 def triton_unavailable_reason(device: torch.device) -> str | None:
     """Why the Triton kernels cannot run on a device, or None."""
-    if gpu is None:
-        return "Triton is not installed"
-    if device.type == "cpu" and gpu.INTERPRETED:
-        return None
-    if device.type == "cuda":
-        return gpu_unavailable_reason(device)
-    hint = " (or, slowly, in Triton's interpreter: TRITON_INTERPRET=1)" if device.type == "cpu" else ""
-    return f"they need an NVIDIA or AMD GPU{hint}"
-
-
-def gpu_unavailable_reason(device: torch.device) -> str | None:
-    """What a GPU or its machine lacks, or None."""
-    return cached_gpu_unavailable_reason(device)
+    return "Triton is not installed" if gpu is None else cached_unavailable_reason(device)
 
 
 # Called, not traced: Dynamo would trace into functools.cache and shutil.which. This is all that
 # torch.compiler.assume_constant_result does, but it imports Dynamo, and every command would start a second later.
-gpu_unavailable_reason._dynamo_marked_constant = True
+triton_unavailable_reason._dynamo_marked_constant = True
 
 
 @functools.cache
-def cached_gpu_unavailable_reason(device: torch.device) -> str | None:
-    """`gpu_unavailable_reason`, computed once per device. Triton compiles its launchers in C."""
+def cached_unavailable_reason(device: torch.device) -> str | None:
+    """`triton_unavailable_reason`, computed once per device. Triton compiles its launchers in C."""
+    if device.type == "cpu" and gpu.INTERPRETED:
+        return None
+    if device.type != "cuda":
+        hint = " (or, slowly, in Triton's interpreter: TRITON_INTERPRET=1)" if device.type == "cpu" else ""
+        return f"they need an NVIDIA or AMD GPU{hint}"
     if torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 0):
         return "they need a GPU of compute capability 8.0 (Ampere) or newer"
     if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
@@ -143,8 +136,6 @@ def swiglu_mlp(x: Tensor, gate_up_weight: Tensor, down_weight: Tensor) -> Tensor
     return implementation(x.device).swiglu_mlp(x, gate_up_weight, down_weight)
 
 
-def linear_cross_entropy(
-    x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int = -100, token_weights: Tensor | None = None
-) -> Tensor:
+def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, token_weights: Tensor | None = None) -> Tensor:
     """The loss of each token from the head's input x, or their weighted sum; see `reference.linear_cross_entropy`."""
-    return implementation(x.device).linear_cross_entropy(x, weight, targets, ignore_index, token_weights)
+    return implementation(x.device).linear_cross_entropy(x, weight, targets, token_weights)

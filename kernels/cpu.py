@@ -237,9 +237,9 @@ class LinearCrossEntropy(torch.autograd.Function):
     """See `linear_cross_entropy`. x and weight of one dtype."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, keep: bool) -> Tensor:
+    def forward(ctx: FunctionCtx, x: Tensor, weight: Tensor, targets: Tensor, keep: bool) -> Tensor:
         """Loss of each token, chunk by chunk; with `keep` also softmax - onehot, rounded as a gradient would be."""
-        counted = targets != ignore_index
+        counted = targets != reference.IGNORED
         target = targets.masked_fill(~counted, 0)[:, None]
         loss = torch.empty(len(x), dtype=torch.float32)
         delta = x.new_empty(len(x) if keep else 0, len(weight))
@@ -267,7 +267,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         grad = (grad * counted)[:, None]
         dx = product(delta, weight.t()).mul_(grad) if ctx.needs_input_grad[0] else None
         dweight = delta.t() @ (x * grad).to(x.dtype) if ctx.needs_input_grad[1] else None
-        return dx, dweight, None, None, None
+        return dx, dweight, None, None
 
 
 def softmax_and_loss(logits: Tensor, target: Tensor, out: Tensor) -> Tensor:
@@ -278,10 +278,8 @@ def softmax_and_loss(logits: Tensor, target: Tensor, out: Tensor) -> Tensor:
     return largest - out.amax(-1).log_() - logits.gather(1, target)[:, 0]
 
 
-def linear_cross_entropy(
-    x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int = -100, token_weights: Tensor | None = None
-) -> Tensor:
+def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, token_weights: Tensor | None = None) -> Tensor:
     """As `reference.linear_cross_entropy`, without float32 logits of all tokens."""
     keep = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-    losses = LinearCrossEntropy.apply(x, weight.to(x.dtype), targets, ignore_index, keep)
+    losses = LinearCrossEntropy.apply(x, weight.to(x.dtype), targets, keep)
     return losses if token_weights is None else (losses * token_weights.detach()).sum()

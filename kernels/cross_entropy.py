@@ -11,9 +11,6 @@ the upstream gradient first: where they are needed, the reference runs, with the
 The host never waits for a result.
 """
 
-import sys
-from functools import cache
-
 import torch
 import triton
 import triton.language as tl
@@ -24,13 +21,14 @@ from kernels import launch, reference
 from kernels.launch import register_op, tile_width
 
 WORKSPACE = 2**30  # bytes of logits at once
+IGNORED = tl.constexpr(reference.IGNORED)
 
 
-@triton.jit(do_not_specialize=["rows", "width", "stride", "ignore_index"])
+@triton.jit(do_not_specialize=["rows", "width", "stride"])
 def cross_entropy_kernel(
     logits_ptr,  # (rows, 8 stride), of which the columns from `width` are -inf; overwritten with GRADIENT
     target_ptr, weight_ptr, loss_ptr,  # int64, float32 and float32 output, (rows,) each; weight only with GRADIENT
-    rows, width, stride, ignore_index,
+    rows, width, stride,
     BLOCK: tl.constexpr, GRADIENT: tl.constexpr,
 ):  # fmt: skip
     """Each program takes every n-th row: loss = log sum exp(logits) - logits[target].
@@ -49,7 +47,7 @@ def cross_entropy_kernel(
         row = tl.cast(i, tl.int64)
         row_ptr = logits_ptr + row * stride
         target = tl.load(target_ptr + row)
-        counted = target != ignore_index
+        counted = target != IGNORED
         valid = (target >= 0) & (target < width)
         column = tl.where(counted & valid, target, -1).to(tl.int32)
         end = tl.where(counted, stride, 0)
@@ -88,7 +86,7 @@ def cross_entropy_kernel(
                 tl.store(row_ptr + start + offset, delta, mask=offset < stride - start)
 
 
-def cross_entropy(logits: Tensor, targets: Tensor, weights: Tensor | None, loss: Tensor, ignore_index: int) -> None:
+def cross_entropy(logits: Tensor, targets: Tensor, weights: Tensor | None, loss: Tensor) -> None:
     """Write losses (n,) of logits (n, V); with weights (n,), the gradient overwrites the logits.
 
     Rows of logits have a stride divisible by 8, and what follows a row up to the next is -inf.
@@ -100,7 +98,7 @@ def cross_entropy(logits: Tensor, targets: Tensor, weights: Tensor | None, loss:
     limits = launch.device_limits(logits.device)
     block = min(max(tile_width(width) // 16, 256), 8192)
     cross_entropy_kernel[(min(rows, limits.multiprocessors * (8192 // block)),)](
-        logits, targets, weights, loss, rows, width, logits.stride(0) // 8, ignore_index,
+        logits, targets, weights, loss, rows, width, logits.stride(0) // 8,
         BLOCK=block, GRADIENT=weights is not None, num_warps=min(block // 256, limits.max_warps),
     )  # fmt: skip
 
@@ -125,7 +123,7 @@ def largest_magnitude(weights: Tensor) -> Tensor:
 
 
 def run_chunks(
-    x: Tensor, weight: Tensor, targets: Tensor, token_weights: Tensor | None, ignore_index: int,
+    x: Tensor, weight: Tensor, targets: Tensor, token_weights: Tensor | None,
     needs_dx: bool, needs_dweight: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Losses (N,), and with token_weights (N,) the gradients of their weighted sum, in float32, as x and weight."""
@@ -145,7 +143,7 @@ def run_chunks(
         if vocabulary % 8:
             buffer[:, vocabulary:] = float("-inf")  # classes without probability: the kernel needs no other mask
         weights = None if token_weights is None else token_weights[part]
-        cross_entropy(logits, targets[part], weights, loss[part], ignore_index)
+        cross_entropy(logits, targets[part], weights, loss[part])
         if needs_dx:
             multiply(logits, weight, dx[part], add=False)
         if needs_dweight:
@@ -154,60 +152,35 @@ def run_chunks(
 
 
 def multiply(a: Tensor, b: Tensor, total: Tensor, *, add: bool) -> None:
-    """Write a @ b to total, or add it, in float32 for a and b of any dtype."""
-    if a.dtype == torch.float32 or not has_float32_products(a.device, a.dtype):
+    """Write a @ b to total, or add it, in float32 for a and b of any dtype; only CUDA has such 16-bit products."""
+    if a.dtype == torch.float32 or a.device.type == "cpu" or torch.version.hip:
         torch.addmm(total, a.float(), b.float(), beta=int(add), out=total)
     else:
         torch.addmm(total, a, b, out_dtype=torch.float32, beta=int(add), out=total)
 
 
-@cache
-def has_float32_products(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether torch multiplies matrices of a 16-bit dtype into a float32 one: tried once, since only CUDA can.
-
-    A GPU that cannot is reported on stderr, because the float32 product in its place is several times slower.
-    """
-    a, total = torch.ones(16, 16, device=device, dtype=dtype), torch.ones(16, 16, device=device)
-    try:
-        torch.addmm(total, a, a, out_dtype=torch.float32, beta=1, out=total)
-    except (NotImplementedError, RuntimeError, TypeError) as error:
-        if device.type != "cpu":
-            reason = str(error).partition("\n")[0]
-            print(f"the gradients of the loss use slow float32 products: {reason}", file=sys.stderr)
-        return False
-    return True
-
-
-def loss_forward_fake(x, weight, targets, ignore_index):
-    return x.new_empty(x.shape[0], dtype=torch.float32)
-
-
-@register_op("loss_forward(Tensor x, Tensor weight, Tensor targets, int ignore_index) -> Tensor", loss_forward_fake)
-def loss_forward(x, weight, targets, ignore_index):
-    """Losses (N,)."""
-    return run_chunks(x, weight, targets, None, ignore_index, False, False)[0]
-
-
-def loss_gradients_fake(x, weight, targets, token_weights, ignore_index, needs_dx, needs_dweight):
+def loss_gradients_fake(x, weight, targets, token_weights, needs_dx, needs_dweight):
     shapes = x.shape[:1], x.shape if needs_dx else (0,), weight.shape if needs_dweight else (0,), ()
     return tuple(x.new_empty(shape, dtype=torch.float32) for shape in shapes)
 
 
 @register_op(
-    "loss_gradients(Tensor x, Tensor weight, Tensor targets, Tensor token_weights, int ignore_index, bool needs_dx,"
+    "loss_gradients(Tensor x, Tensor weight, Tensor targets, Tensor? token_weights, bool needs_dx,"
     " bool needs_dweight) -> (Tensor loss, Tensor dx, Tensor dweight, Tensor scale)",
     loss_gradients_fake,
 )
-def loss_gradients(x, weight, targets, token_weights, ignore_index, needs_dx, needs_dweight):
+def loss_gradients(x, weight, targets, token_weights, needs_dx, needs_dweight):
     """Losses (N,), and the gradients of the weighted sum of the losses divided by `scale`, in float32 or empty.
 
     The weights are divided by the largest of them, and the caller multiplies the gradients by it (see `rescale`):
     1/N times a small probability would vanish in float16, and where all weights are equal, -1 of -onehot needs no
-    rounding, whereas -1/N would be rounded in the same direction for all tokens.
+    rounding, whereas -1/N would be rounded in the same direction for all tokens. Without weights: the losses alone.
     """
-    token_weights = token_weights.float().masked_fill(targets == ignore_index, 0.0)
+    if token_weights is None:
+        return *run_chunks(x, weight, targets, None, False, False), x.new_ones((), dtype=torch.float32)
+    token_weights = token_weights.float().masked_fill(targets == reference.IGNORED, 0.0)
     scale = largest_magnitude(token_weights)
-    loss, dx, dweight = run_chunks(x, weight, targets, token_weights / scale, ignore_index, needs_dx, needs_dweight)
+    loss, dx, dweight = run_chunks(x, weight, targets, token_weights / scale, needs_dx, needs_dweight)
     return loss, dx, dweight, scale
 
 
@@ -221,10 +194,10 @@ class WeightedLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx, x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, token_weights: Tensor,
+        ctx: FunctionCtx, x: Tensor, weight: Tensor, targets: Tensor, token_weights: Tensor,
         needs_dx: bool, needs_dweight: bool,
     ) -> Tensor:  # fmt: skip
-        arguments = targets, token_weights, ignore_index, needs_dx, needs_dweight
+        arguments = targets, token_weights, needs_dx, needs_dweight
         losses, dx, dweight, scale = loss_gradients(x, weight.to(x.dtype), *arguments)
         ctx.dtypes = x.dtype, weight.dtype
         ctx.save_for_backward(dx, dweight, scale)
@@ -238,21 +211,19 @@ class WeightedLoss(torch.autograd.Function):
         factor = (grad * scale)[None]
         needs_dx, needs_dweight = ctx.needs_input_grad[:2]
         dx = rescale(dx, factor, ctx.dtypes[0]) if needs_dx else None
-        return dx, rescale(dweight, factor, ctx.dtypes[1]) if needs_dweight else None, *[None] * 5
+        return dx, rescale(dweight, factor, ctx.dtypes[1]) if needs_dweight else None, *[None] * 4
 
 
-def linear_cross_entropy(
-    x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int = -100, token_weights: Tensor | None = None
-) -> Tensor:
+def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, token_weights: Tensor | None = None) -> Tensor:
     """As `reference.linear_cross_entropy`, which runs for gradients of the losses of single tokens.
 
     A target that is no class gives a NaN loss and NaN gradients.
     """
     needs = [torch.is_grad_enabled() and tensor.requires_grad for tensor in (x, weight)]
     if not any(needs):
-        losses = loss_forward(x, weight.to(x.dtype), targets, ignore_index)
+        losses, *_ = loss_gradients(x, weight.to(x.dtype), targets, None, False, False)
         return losses if token_weights is None else (losses * token_weights.detach().float()).sum()
     if token_weights is None:
-        return reference.linear_cross_entropy(x, weight, targets, ignore_index)
+        return reference.linear_cross_entropy(x, weight, targets)
     token_weights = token_weights.detach().float().expand(targets.shape)
-    return WeightedLoss.apply(x, weight, targets, ignore_index, token_weights, *needs)
+    return WeightedLoss.apply(x, weight, targets, token_weights, *needs)

@@ -303,6 +303,14 @@ def product_geometry(rows: int, width: int) -> dict[str, int]:
     return {"ROWS": 4, "BLOCK": min(256 * warps, tile_width(width)), "num_warps": warps}
 
 
+def launch_product(kernel: triton.JITFunction, tensors: tuple, weight: Tensor, rows: int, **options: object) -> None:
+    """Launch a kernel that multiplies by weight (N, width); `rows` is what the kernel calls so."""
+    matrix_rows, width = weight.shape
+    align, geometry = alignment(width), product_geometry(matrix_rows, width)
+    grid = (triton.cdiv(matrix_rows, geometry["ROWS"]),)
+    kernel[grid](*tensors, rows, width // align, ALIGNMENT=align, **options, **geometry)
+
+
 def qkv(
     s: Tensor, norm: tuple[str, Tensor | None, Tensor | None, float], weight: Tensor, bias: Tensor | None, out: Tensor
 ) -> None:
@@ -311,13 +319,8 @@ def qkv(
     norm: kind, weight, bias and eps.
     """
     kind, norm_weight, norm_bias, eps = norm
-    (batch, width), rows = s.shape, len(weight)
-    align = alignment(width)
-    geometry = product_geometry(rows, width)
-    decode_qkv_kernel[(triton.cdiv(rows, geometry["ROWS"]),)](
-        s, norm_weight, norm_bias, weight, bias, out, rows, width // align, eps,
-        NORM=kind, ALIGNMENT=align, SEQUENCES=batch, **geometry,
-    )  # fmt: skip
+    tensors = s, norm_weight, norm_bias, weight, bias, out
+    launch_product(decode_qkv_kernel, tensors, weight, len(weight), eps=eps, NORM=kind, SEQUENCES=len(s))
 
 
 def attention(
@@ -360,22 +363,11 @@ def attention(
 
 def project(x: Tensor, weight: Tensor, s: Tensor) -> None:
     """s (B, D) += W x, of x (B, N) and weight (D, N)."""
-    (batch, width), rows = x.shape, len(weight)
-    align = alignment(width)
-    geometry = product_geometry(rows, width)
-    decode_project_kernel[(triton.cdiv(rows, geometry["ROWS"]),)](
-        x, weight, s, rows, width // align,
-        ALIGNMENT=align, SEQUENCES=batch, **geometry,
-    )  # fmt: skip
+    launch_product(decode_project_kernel, (x, weight, s), weight, len(weight), SEQUENCES=len(x))
 
 
 def gate_up(s: Tensor, norm: tuple[str, Tensor | None, Tensor | None, float], weight: Tensor, hidden: Tensor) -> None:
     """Fill hidden (B, F) from the stream s (B, D) and the packed weight (2F, D)."""
     kind, norm_weight, norm_bias, eps = norm
-    (batch, rows), width = hidden.shape, s.shape[1]
-    align = alignment(width)
-    geometry = product_geometry(2 * rows, width)
-    decode_gate_up_kernel[(triton.cdiv(2 * rows, geometry["ROWS"]),)](
-        s, norm_weight, norm_bias, weight, hidden, rows, width // align, eps,
-        NORM=kind, ALIGNMENT=align, SEQUENCES=batch, **geometry,
-    )  # fmt: skip
+    tensors = s, norm_weight, norm_bias, weight, hidden
+    launch_product(decode_gate_up_kernel, tensors, weight, hidden.shape[1], eps=eps, NORM=kind, SEQUENCES=len(s))

@@ -119,34 +119,6 @@ def norm_backward_kernel(
         tl.store(parts_ptr + DWEIGHT * width, tl.sum(dbias, 0), mask=column < width)
 
 
-@triton.jit(do_not_specialize=["rows", "width"])
-def column_sum_kernel(
-    x_ptr, out_ptr, rows, width, ALIGNMENT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
-    """out (width,) = sum of the rows of a contiguous float32 matrix (rows, width), always in the same order."""
-    width = width * ALIGNMENT
-    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, :]
-    total = tl.zeros((ROWS, BLOCK), tl.float32)
-    for start in range(0, rows, ROWS):
-        row = tl.cast(start, tl.int64) + tl.arange(0, ROWS)[:, None]
-        total += tl.load(x_ptr + row * width + column, mask=(row < rows) & (column < width), other=0.0)
-    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(out_ptr + column, tl.sum(total, 0), mask=column < width)
-
-
-def column_sum(x: Tensor) -> Tensor:
-    """Sum over the first dimension of contiguous float32 (P, N)."""
-    rows, width = x.shape
-    out = torch.empty(width, device=x.device, dtype=torch.float32)
-    align = alignment(width)
-    # About 128 programs. Columns of a program: at least 8, the 32 bytes that memory transfers at once.
-    block = min(max(triton.next_power_of_2(width // 128), 8), 64)
-    column_sum_kernel[(triton.cdiv(width, block),)](
-        x, out, rows, width // align, ALIGNMENT=align, ROWS=8192 // block, BLOCK=block, num_warps=8
-    )
-    return out
-
-
 def norm_forward_fake(x, residual, weight, bias, layer_norm, eps):
     rows = x.numel() // x.shape[-1]
     s = x.new_empty(0) if residual is None else residual.new_empty(x.shape)
@@ -203,9 +175,7 @@ def norm_backward(dy, ds, s, weight, statistics, layer_norm, needs_dweight, need
         rows, dy_stride // align, ds_stride // align, s_stride // align, width // align,
         LAYER_NORM=layer_norm, DWEIGHT=needs_dweight, DBIAS=needs_dbias, ALIGNMENT=align, BLOCK=block, **options,
     )  # fmt: skip
-    if sums == 0:
-        return dx, parts.new_empty(0, width)
-    return dx, column_sum(parts).view(sums, width)
+    return dx, parts.sum(0).view(sums, width)
 
 
 def backward_geometry(block: int, rows: int, limits: launch.DeviceLimits) -> tuple[int, dict[str, int]]:

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+IGNORED = -100  # a target that does not count
+
 
 def normalize(
     x: Tensor,
@@ -88,10 +90,8 @@ def swiglu_mlp(x: Tensor, gate_up_weight: Tensor, down_weight: Tensor) -> Tensor
     return linear(hidden, down_weight)
 
 
-def linear_cross_entropy(
-    x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int = -100, token_weights: Tensor | None = None
-) -> Tensor:
-    """The loss -log softmax(W x)[target] of each token, in nats; 0 where the target is `ignore_index`.
+def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, token_weights: Tensor | None = None) -> Tensor:
+    """The loss -log softmax(W x)[target] of each token, in nats; 0 where the target is IGNORED.
 
     x (N, D); weight (V, D); targets (N,) int64. The product runs in x's dtype, the softmax in
     float32. Returns (N,) float32.
@@ -100,7 +100,7 @@ def linear_cross_entropy(
     The weights are constants: no gradient flows to them.
     """
     logits = linear(x, weight).float()  # (N, V)
-    losses = F.cross_entropy(logits, targets, ignore_index=ignore_index, reduction="none")
+    losses = F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="none")
     return losses if token_weights is None else (losses * token_weights.detach()).sum()
 
 

@@ -23,7 +23,6 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 
 from kernels import launch
 from kernels.launch import alignment, register_op, tile_width
-from kernels.norm import column_sum
 
 TILE = 2048  # pairs in a tile: eight for each of 256 threads, for loads of 16 bytes and few registers
 NUM_WARPS = 8
@@ -261,7 +260,7 @@ def rotary_backward(dq, dk, dv, qkv, cos, sin, q_weight, k_weight, eps):
             *(stride // align for stride in strides), eps,
             **constants, ALIGNMENT=align, STAGES=1 if parts is None else 3, num_warps=NUM_WARPS,
         )  # fmt: skip
-    return dqkv, dweights if parts is None else column_sum(parts).view_as(dweights)
+    return dqkv, dweights if parts is None else parts.sum(0).view_as(dweights)
 
 
 class Rotary(torch.autograd.Function):

@@ -49,6 +49,7 @@ NORMS: dict[str, tuple[NormParameter, ...]] = {
     ),
     "none": (),
 }
+NORM_GROUPS = 8  # slices of the channels for the norm `group`
 PLACEMENTS = {"pre": 2, "post": 2, "sandwich": 4, "output": 2}  # placement of the norms: how many norms a layer has
 GATED, PLAIN = ("swiglu", "geglu", "reglu", "glu"), ("relu", "gelu")  # MLPs with three matrices, and with two
 
@@ -83,15 +84,13 @@ class ModelConfig:
     The others are for comparisons, and slower. center: x minus its mean. prms: RMSNorm whose mean square is that of
     the first sixteenth of the channels. srms: RMSNorm without a weight. offset: RMSNorm whose weight is 1 plus a
     learned offset that weight decay pulls towards 0. l2: x divided by its length. group: GroupNorm, LayerNorm within
-    norm_groups slices of the channels. batch: BatchNorm, which also sees other tokens, later ones among them.
+    eight slices of the channels. batch: BatchNorm, which also sees other tokens, later ones among them.
     dyt: DyT, tanh(alpha x) with a learned scalar alpha. derf: Derf, erf(alpha x + shift) with two learned scalars.
     none: no norm."""
     norm_placement: Literal[*PLACEMENTS] = "pre"
     """Where the norms are. pre: before each block, and before the head. post: after each residual addition, as in the
     original Transformer, and none before the head. sandwich: pre, and another norm on the output of each block.
     output: on the output of each block, and before the head, as in OLMo 2."""
-    norm_groups: int = 8
-    """Number of slices of the channels for --norm group."""
     norm_bias: Annotated[bool | None, DisallowNone, arg(help_behavior_hint="")] = None
     """Whether the norms have a bias. Default: layer, center, group, batch, dyt and derf do; rms, prms, offset and l2 do
     not. srms and none have no parameters, and never a bias."""
@@ -153,12 +152,10 @@ def canonical_norm_bias(norm: str, norm_bias: bool | None) -> bool | None:
 def check(config: ModelConfig) -> None:
     """Raise `UserError`, which says how to fix it, for a configuration that no decoder can have."""
     sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-    sizes += ("num_key_value_heads", "head_dim", "max_position_embeddings", "norm_groups")
+    sizes += ("num_key_value_heads", "head_dim", "max_position_embeddings")
     for name in sizes:
         value = getattr(config, name)
-        if name == "head_dim" and value is None:
-            continue
-        if type(value) is not int or value < 1:
+        if (name, value) != ("head_dim", None) and (type(value) is not int or value < 1):
             raise UserError(f"{name} is {value!r} and must be an integer of at least 1.")
     for name in ("rope_theta", "norm_eps", "initializer_range"):
         value = getattr(config, name)
@@ -173,16 +170,13 @@ def check(config: ModelConfig) -> None:
     if config.head_dim is None and config.hidden_size % heads:
         raise UserError(f"hidden_size {config.hidden_size} is no multiple of {heads} heads; set head_dim.")
     if config.resolved_head_dim % 2:
-        raise UserError(
-            f"heads are {config.resolved_head_dim} wide, but rotary positions rotate pairs of elements; "
-            f"choose hidden_size, num_attention_heads or head_dim so that the width is even."
-        )
+        raise UserError(f"heads are {config.resolved_head_dim} wide; rotary positions need an even head_dim.")
     for name, allowed in {"norm": [*NORMS], "norm_placement": [*PLACEMENTS], "mlp": [*GATED, *PLAIN]}.items():
         value = getattr(config, name)
         if value not in allowed:  # allowed is a list: a value from a file may be unhashable
             raise UserError(f"{name} is {value!r} and must be {', '.join(allowed[:-1])} or {allowed[-1]}.")
-    if config.norm == "group" and config.hidden_size % config.norm_groups:
-        raise UserError(f"hidden_size {config.hidden_size} is not a multiple of norm_groups {config.norm_groups}.")
+    if config.norm == "group" and config.hidden_size % NORM_GROUPS:
+        raise UserError(f"hidden_size {config.hidden_size} is not a multiple of {NORM_GROUPS}, as --norm group needs.")
     if config.mlp in PLAIN and config.intermediate_size % 2:
         raise UserError(f"intermediate_size {config.intermediate_size} must be even for --mlp {config.mlp}.")
-    check_rope_scaling(config.rope_scaling, config.rope_theta)
+    check_rope_scaling(config.rope_scaling)

@@ -26,8 +26,8 @@ MIN_POSITIONS = 256  # of a kept cache
 class DecodeStep:
     """Computes the logits that follow one new token of every sequence in a cache.
 
-    If the kernels fail, the decoder itself computes them from then on, with the same cache; if only the capture of a
-    graph fails, the kernels are launched one by one. Either prints one line on stderr.
+    If the kernels or the capture of their graph fail, one line on stderr says so, and the decoder itself computes them
+    from then on, with the same cache.
     """
 
     def __init__(self, decoder: Decoder, cache: KeyValueCache):
@@ -50,8 +50,6 @@ class DecodeStep:
         self.graph: torch.cuda.CUDAGraph | None = None
         self.unavailable_reason: str | None = None
         """Why the kernels cannot run, known after the first step."""
-        self.graph_unavailable_reason = None if supports_graphs(device) else f"{device.type} has none"
-        """Why there is no graph, known after the second step."""
 
     def __call__(self, tokens: Tensor, padding: Tensor | None) -> Tensor:
         """Append tokens (B, 1) int64 to the cache; returns float32 logits (B, 1, V), valid until the next call.
@@ -70,17 +68,13 @@ class DecodeStep:
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:  # whatever Triton, ptxas or the driver may raise
-                self.give_up(describe(error))
+                self.unavailable_reason = describe(error)
+                print(f"fused decoding: {self.unavailable_reason}; the decoder runs without it.", file=sys.stderr)
             else:
                 self.cache.length += 1
                 return self.logits[:, None]
         # The decoder overwrites this position of the cache, whatever the kernels have left there.
         return self._decoder()(tokens, cache=self.cache, padding=padding, last_only=True)
-
-    def give_up(self, reason: str) -> None:
-        """Let the decoder compute the steps from now on, and say why."""
-        self.unavailable_reason = reason
-        print(f"fused decoding: {reason}; the decoder runs without it.", file=sys.stderr)
 
     def step(self, tokens: Tensor, padding: Tensor | None) -> None:
         """Copy the inputs into the graph's tensors and run it; leaves the result in `self.logits`.
@@ -95,27 +89,15 @@ class DecodeStep:
             self.padding.zero_()
         else:
             self.padding.copy_(padding)
-        if self.logits is not None and self.graph is None and self.graph_unavailable_reason is None:
-            self.capture()
+        if self.logits is not None and self.graph is None and self.tokens.is_cuda:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):  # records a step, on a stream of its own, and does not run it yet
+                self.logits = self.run()
+            self.graph = graph
         if self.graph is not None:
             self.graph.replay()
         else:
             self.logits = self.run()
-
-    def capture(self) -> None:
-        """Record a step as a graph, which does not run it yet. torch.cuda.graph does so on a stream of its own."""
-        graph = torch.cuda.CUDAGraph()
-        try:
-            with torch.cuda.graph(graph):
-                logits = self.run()
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:  # a call that cannot be captured
-            self.graph_unavailable_reason = describe(error)
-            reason = f"no CUDA graph, because {self.graph_unavailable_reason}"
-            print(f"fused decoding: {reason}; the kernels are launched one by one.", file=sys.stderr)
-        else:
-            self.graph, self.logits = graph, logits
 
     def run(self) -> Tensor:
         """Launch the kernels of all layers, then the final norm and the head; returns float32 logits (B, V)."""
@@ -144,11 +126,6 @@ class DecodeStep:
         x, _ = decoder.norm(residual)
         head = decoder.embed_tokens if decoder.lm_head is None else decoder.lm_head
         return head(x).float()
-
-
-def supports_graphs(device: torch.device) -> bool:
-    """Whether launches on the device can be captured as a graph."""
-    return device.type == "cuda"
 
 
 def describe(error: Exception) -> str:

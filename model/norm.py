@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import kernels
-from model.config import NORMS, ModelConfig
+from model.config import NORM_GROUPS, NORMS, ModelConfig
 
 # BatchNorm alone also has buffers: saved with the weights, updated in training, not learned by gradients.
 RUNNING_STATISTICS = {"running_mean": 0.0, "running_var": 1.0}
@@ -27,7 +27,7 @@ class Norm(nn.Module):
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        self.kind, self.eps, self.groups = config.norm, config.norm_eps, config.norm_groups
+        self.kind, self.eps = config.norm, config.norm_eps
         self.register_parameter("weight", None)  # None unless the loop below replaces it
         self.register_parameter("bias", None)
         for parameter in config.norm_parameters:
@@ -103,8 +103,8 @@ def l2(norm: Norm, s: Tensor) -> Tensor:
 
 @unfused
 def group(norm: Norm, s: Tensor) -> Tensor:
-    """LayerNorm within each of `norm_groups` slices of a row: Wu and He 2018, equation 7, one token at a time."""
-    slices = s.unflatten(-1, (norm.groups, -1))
+    """LayerNorm within each of NORM_GROUPS slices of a row: Wu and He 2018, equation 7, one token at a time."""
+    slices = s.unflatten(-1, (NORM_GROUPS, -1))
     slices = slices - slices.mean(-1, keepdim=True)
     return (slices * torch.rsqrt(slices.square().mean(-1, keepdim=True) + norm.eps)).flatten(-2)
 

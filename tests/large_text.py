@@ -64,9 +64,6 @@ def make(text: Path, tokens: int, **arguments) -> None:
     sums = {"documents": len(documents), "bytes": 3 * tokens, "tokens": tokens}
     facts.write_text(json.dumps(json.loads(facts.read_text()) | sums))
     os.truncate(facts.with_suffix(".bin"), tokens * 2)
-    for split in (text.parent / "cache" / "texts").iterdir():
-        split.unlink()
-    corpus.prepare([str(text)], **arguments)
 
 
 def measure(tokens: int) -> None:
@@ -82,7 +79,7 @@ def measure(tokens: int) -> None:
         seconds = time.perf_counter() - began
         for step in range(1000):
             batch(opened.train, seed=1, step=step, batch_size=8, sequence_length=512)
-        print(f"{len(opened.train[0]):,} tokens: {seconds:.2f} s to open, {private_memory():.1f} MB of private memory")
+        print(f"{len(opened.train):,} tokens: {seconds:.2f} s to open, {private_memory():.1f} MB of private memory")
 
 
 if __name__ == "__main__":

@@ -98,20 +98,20 @@ TABLE = r"""
 + return source.read().unflatten(0, (heads, -1, 2))
 ! contrib/test_gguf.py::test_the_file_computes_the_same_logits_by_the_conventions_of_llama_cpp
 @ training/session.py
-- session.state = saved
-+ session.state = dataclasses.replace(saved, step=saved.step - 1)
+- return saved
++ return dataclasses.replace(saved, step=saved.step - 1)
 ! training/test_resume.py::test_a_caller_of_the_steps_can_stop_at_any_of_them_save_and_resume_bit_for_bit
 @ training/optimizer.py
-- optimizer.state[parameter][moment] = value.to(parameter.device, copy=True)
-+ optimizer.state[parameter][moment] = torch.zeros_like(value, device=parameter.device)
+- value = value.to(parameter.device, copy=True)
++ value = torch.zeros_like(value, device=parameter.device)
 ! training/test_resume.py::test_a_caller_of_the_steps_can_stop_at_any_of_them_save_and_resume_bit_for_bit
 @ training/checkpoint.py
 - target.rename(old)
 + shutil.rmtree(target)
 ! training/test_checkpoint.py::test_a_save_killed_at_any_rename_leaves_a_complete_checkpoint_and_the_next_save_works
 @ data/batches.py
-- np.random.SeedSequence([seed, epoch, number])
-+ np.random.SeedSequence([seed, 0, number])
+- np.random.SeedSequence([seed, epoch])
++ np.random.SeedSequence([seed, 0])
 ! data/test_batches.py::test_an_epoch_takes_every_window_once_in_another_order_each_time
 @ training/step.py
 - predicted = sum(int((targets >= 0).sum()) for _, targets, *_ in micro_batches)
@@ -132,9 +132,9 @@ TABLE = r"""
 + return settings.learning_rate * step / warmup
 ! training/test_schedule.py::test_warm_up_rises_linearly_to_the_peak
 @ data/split.py
-- kinds[(kinds == TRAIN) & np.isin(hashes, held_out)] = DUPLICATE
-+ kinds[(kinds == VALIDATION) & np.isin(hashes, held_out)] = DUPLICATE
-! data/test_split.py::test_documents_that_are_held_out_elsewhere_are_dropped
+- kinds[np.unique(hashes, return_index=True)[1]] = TRAIN
++ kinds[:] = TRAIN
+! data/test_split.py::test_of_equal_documents_the_first_is_kept
 @ data/tokenizer.py
 - byte_fallback=True,
 + byte_fallback=False,

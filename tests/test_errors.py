@@ -64,15 +64,6 @@ def test_a_folder_is_used_by_one_process_at_a_time(tmp_path):
         pass
 
 
-def test_a_process_that_waits_for_a_folder_says_so_and_continues_when_it_is_free(tmp_path):
-    code = "import sys, pathlib, errors\nwith errors.locked(pathlib.Path(sys.argv[1]), wait='waiting'): print('mine')"
-    with locked(tmp_path):
-        command = [sys.executable, "-c", code, str(tmp_path)]
-        waiting = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        assert waiting.stderr.readline() == "waiting\n" and waiting.poll() is None
-    assert waiting.communicate(timeout=30)[0] == "mine\n"
-
-
 def test_a_lock_ends_with_its_process(tmp_path):
     code = "import os, sys, pathlib, errors\nwith errors.locked(pathlib.Path(sys.argv[1])): os.kill(os.getpid(), 9)"
     killed = subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, timeout=60)

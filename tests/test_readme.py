@@ -1,4 +1,4 @@
-"""README.md and docs/*.md name only commands, flags, files and sections that exist; imports follow README's arrows."""
+"""README.md and docs/*.md name only commands, flags, files and sections that exist."""
 
 import ast
 import re
@@ -14,7 +14,6 @@ DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 TEXTS = {path: path.read_text(encoding="utf-8") for path in DOCUMENTS}
 README = TEXTS[ROOT / "README.md"]
 PACKAGES = sorted(path.name for path in ROOT.iterdir() if next(path.glob("*.py"), None) and path.name != "tests")
-COMMON = {"errors", "flags"}  # files that every package may import
 
 
 def section(title: str) -> str:
@@ -130,29 +129,3 @@ def test_a_norm_that_is_added_as_in_the_example_leaves_the_tests_of_norms_green(
 
 def test_the_table_of_packages_lists_every_package():
     assert sorted(re.findall(r"\| `(\w+)/` \|", section("Code map"))) == sorted([*PACKAGES, "tests"])
-
-
-def imported_packages(paths: list[Path]) -> set[str]:
-    """First-party packages and scripts that the files import, anywhere in them."""
-    modules = set()
-    for path in paths:
-        for node in ast.walk(parse(path)):
-            if isinstance(node, ast.Import):
-                modules |= {alias.name for alias in node.names}
-            elif isinstance(node, ast.ImportFrom) and node.level == 0:
-                modules.add(node.module)
-    scripts = {path.stem for path in ROOT.glob("*.py")}
-    return {module.split(".")[0] for module in modules} & {*PACKAGES, *scripts}
-
-
-def test_every_import_between_packages_follows_the_arrows_in_the_readme():
-    chain = next(line for line in section("Code map").splitlines() if "→" in line).split("→")
-    groups = [set(re.findall(r"`([\w.]+)`", group)) for group in chain]
-    after = {name: set().union(*groups[i + 1 :]) for i, group in enumerate(groups) for name in group}
-    for name in after.keys() - {"model", "kernels"}:
-        after[name].add("data")
-    after |= {"data": set(), "benchmarks": {*PACKAGES}, "contrib": {*PACKAGES}}  # as the line after the arrows says
-    assert sorted(name for name in after if "." not in name) == PACKAGES
-    for name, allowed in after.items():
-        paths = [ROOT / name] if name.endswith(".py") else [*(ROOT / name).rglob("*.py")]
-        assert imported_packages(paths) <= allowed | {name} | COMMON, name

@@ -5,6 +5,8 @@
              state.json : step, tokens, hashes; written last, so a directory that has it is complete
     best/    the same without training_state.safetensors; with LoRA, both have an adapter instead of a model
 
+With --shard they have files such as model-00001-of-00004.safetensors and an index instead, as Hugging Face does.
+
 Saving `last` writes `last.new`, fsyncs it, renames `last` to `last.old` and `last.new` to `last`, and then deletes
 `last.old`. Wherever a save is interrupted, one of the three is complete, and readers take the first complete one of
 last, last.new, last.old. Nothing is pickled. There is no random state: nothing in training draws from torch's global
@@ -14,21 +16,27 @@ generators.
 import contextlib
 import dataclasses
 import json
+import os
 import shutil
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 
 from checkpoints import pretrained
 from checkpoints.find import candidates, is_complete
-from checkpoints.pretrained import save_tensors
+from checkpoints.pretrained import save_tensors, write_json
+from checkpoints.weights import find_weight_files
 from data.tokenizer import Tokenizer
 from errors import UserError, fsync_directory, reading, replace_text
 from model.decoder import Decoder
 from training.optimizer import load_optimizer_tensors, optimizer_tensors
+from training.processes import Processes
+from training.shard import share_out
 
 
 @dataclass(frozen=True)
@@ -107,15 +115,85 @@ def read_state(directory: Path) -> State:
         return State(**json.loads(path.read_bytes()))
 
 
-def load_last(directory: Path, model: Decoder, optimizer: torch.optim.Optimizer) -> None:
-    """Load the weights and the optimizer's moments of a checkpoint, bit for bit."""
-    pretrained.load_weights(model, directory)
-    load_moments(directory, model, optimizer)
-
-
 def load_moments(directory: Path, model: Decoder, optimizer: torch.optim.Optimizer) -> State:
     """Load the optimizer's moments, those of parameters that the model has; returns the state that they are of."""
-    path = directory / "training_state.safetensors"
-    with reading(path, "the run cannot be resumed"):
-        load_optimizer_tensors(optimizer, model, load_file(path))
+    for path in find_weight_files(directory, "training_state.safetensors"):
+        with reading(path, "the run cannot be resumed"):
+            load_optimizer_tensors(optimizer, model, load_file(path))
     return read_state(directory)
+
+
+@dataclass
+class BackgroundSave:
+    """Saves of a sharded run, in a thread of each process: all call `start` and `finish`, and see one file system."""
+
+    run_dir: Path
+    model: Decoder
+    optimizer: torch.optim.Optimizer
+    tokenizer: Tokenizer
+    processes: Processes
+    device: torch.device
+    thread: threading.Thread | None = None
+
+    def start(self, state: State, names: list[str]) -> None:
+        """Finish the save before; copy everything to the host and begin to write it as the directories `names`."""
+        self.finish()
+        if self.processes.is_main:
+            self.processes.store.set("folder", str(self.run_dir.absolute()))  # the others were not told
+        self.run_dir = Path(self.processes.store.get("folder").decode())
+        self.state, self.error, self.unfinished = state, None, contextlib.ExitStack()
+        self.directories = [candidates(self.run_dir / name)[1] for name in names]
+        for name in names if self.processes.is_main else ():
+            self.attempt(self.unfinished.enter_context, replaced(self.run_dir / name))
+        lora = self.model.lora is not None  # an adapter is one file
+        weights = {name: tensor for name, tensor in self.model.state_dict().items() if not lora or ".lora_" in name}
+        moments = optimizer_tensors(self.optimizer, self.model)
+        shares = [share_out(part, 1 if lora else self.processes.count, "cpu")[1] for part in (weights, moments)]
+        self.thread = threading.Thread(target=self.attempt, args=(self.write, *shares), daemon=True)
+        self.thread.start()
+
+    def attempt(self, function: Callable, *arguments: object) -> None:
+        """Call the function; whatever it raises is an error of the save, not of the run."""
+        try:
+            function(*arguments)
+        except Exception as error:
+            self.error = self.error or error
+
+    def write(self, weights: dict[str, torch.Tensor], moments: dict[str, torch.Tensor]) -> None:
+        """Write this process's files, and config.json, the same from all."""
+        number = f"-{self.processes.rank + 1:05}-of-{self.processes.count:05}.safetensors"
+        ids = dict(bos_token_id=self.tokenizer.bos_id, eos_token_id=self.tokenizer.eos_id)
+        for directory in self.directories if weights else ():
+            if self.processes.is_main:
+                self.tokenizer.save(directory)
+            if directory.name == "last.new":
+                save_tensors(moments, directory / f"training_state{number}")
+            pretrained.save_pretrained(self.model, directory, **ids, state=weights, file=f"model{number}")
+            for path in directory.glob(f"*{number}"):
+                with path.open("rb+") as file:
+                    os.fsync(file.fileno())
+
+    def finish(self, *, wait: bool = True) -> bool:
+        """Complete the save if all processes have written, or wait for them; False, with one line, if it failed."""
+        if self.thread is None or (not wait and self.processes.max(self.thread.is_alive(), device=self.device)[0]):
+            return True
+        self.thread.join()
+        self.thread = None
+        if not self.processes.max(self.error is not None, device=self.device)[0] and self.processes.is_main:
+            self.attempt(self.complete)
+        failed = self.processes.max(self.processes.rank + 1 if self.error else 0, device=self.device)[0]
+        if failed == self.processes.rank + 1:
+            print(f"note: step {self.state.step} is not saved ({self.error}); the save before it is kept", flush=True)
+        return not failed
+
+    def complete(self) -> None:
+        """Write the indexes, from the headers of the files, and state.json; give the directories their names."""
+        for directory in self.directories:
+            for kind in ("model", "training_state"):
+                paths = directory.glob(f"{kind}-*.safetensors")
+                places = {key: path.name for path in paths for key in safe_open(path, framework="pt").keys()}  # noqa: SIM118
+                if places:
+                    write_json(directory / f"{kind}.safetensors.index.json", {"metadata": {}, "weight_map": places})
+            fsync_directory(directory)
+            replace_text(directory / "state.json", json.dumps(dataclasses.asdict(self.state), indent=1))
+        self.unfinished.close()

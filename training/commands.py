@@ -1,5 +1,7 @@
 """The actions of `train.py`: train, resume, evaluate, or estimate."""
 
+import contextlib
+import itertools
 import os
 import shutil
 from pathlib import Path
@@ -60,20 +62,17 @@ def make_run_dir(settings: Settings, config: str) -> Path:
     """
     if settings.run.out is not None:
         return Path(settings.run.out)
-    name = Path("runs") / f"{config}-{settings.model.norm}"
-    run_dir, number = name, 1
-    while True:
-        try:
+    name = f"{config}-{settings.model.norm}"
+    for number in itertools.count(1):
+        run_dir = Path("runs") / (name if number == 1 else f"{name}-{number}")
+        with contextlib.suppress(FileExistsError):
             run_dir.mkdir(parents=True)
             return run_dir
-        except FileExistsError:
-            number += 1
-            run_dir = Path(f"{name}-{number}")
 
 
 def prepare_text(settings: Settings) -> None:
     """Make the tokenizer and the tokens of all of --data (`--prepare`)."""
-    print(f"text: {prepare_corpus(settings, complete=True).description}")
+    print(f"text: {prepare_corpus(settings).description}")
 
 
 def evaluate_checkpoint(settings: Settings) -> None:

@@ -65,6 +65,8 @@ def evaluate(
         losses = model(*(torch.from_numpy(array).to(device) for array in batch))
         nats += losses.sum().item()
         tokens += int((batch[1] >= 0).sum())
+    if i % processes.count < processes.rank:  # a sharded model runs in all processes or in none
+        model(*(torch.from_numpy(array).to(device) for array in batch))
     model.train(training)
     nats, tokens = processes.sum(nats, tokens, device=device)
     return Evaluation(nats, int(tokens), text_bytes)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from errors import UserError
 from training import checkpoint
 from training.evaluate import evaluate
 from training.metrics import Metrics
@@ -78,12 +79,16 @@ def train(settings: Settings, run_dir: Path, *, resume: bool = False) -> int:
                 log.write(**vars(result) | {"tokens": session.state.tokens, "seconds": session.state.seconds})
                 show_step(session, bar, result)
             stopped_by = int(processes.max(stop.received, device=device)[0])
+            if session.saver is not None:
+                session.saver.finish(wait=False)
             if result.step % settings.run.evaluate_every == 0 or result.step == session.steps:
                 evaluate_and_save(session, log, bar)
             elif stopped_by:
                 save(session)
             if stopped_by:
                 break
+        if session.saver is not None and not session.saver.finish():
+            raise UserError(f"the last save of {run_dir} failed; make room, and resume it with --resume.")
     if log is not None:
         log.close()
         report_end(session)
@@ -97,7 +102,7 @@ def diverged(step: int, what: str) -> Diverged:
 
 
 def evaluate_and_save(session: Session, log: Metrics | None, bar: tqdm) -> None:
-    """Evaluate on all processes; then the main one saves and prints a text sample."""
+    """Evaluate on all processes and save; then the main one prints a text sample."""
     corpus, state = session.corpus, session.state
     windows = corpus.validation_batches(session.settings.data.sequence_length, session.micro_batch_size)
     result = evaluate(session.model, windows, corpus.validation_bytes, session.device, session.processes)
@@ -106,19 +111,21 @@ def evaluate_and_save(session: Session, log: Metrics | None, bar: tqdm) -> None:
     better = state.best_validation_loss is None or result.loss < state.best_validation_loss
     best = result.loss if better else state.best_validation_loss
     session.state = dataclasses.replace(state, best_validation_loss=best)
-    if log is None:
-        return
     measured = {"validation_loss": result.loss, "perplexity": result.perplexity, "bits_per_byte": result.bits_per_byte}
-    log.write(state.step, **{name: value for name, value in measured.items() if value is not None})
-    if better:
-        checkpoint.save(session.run_dir / "best", session.state, session.model, corpus.tokenizer)
-    save(session)
-    bar.write(f"step {state.step}: validation {result}")
-    bar.write(samples(session))
+    if log is not None:
+        log.write(state.step, **{name: value for name, value in measured.items() if value is not None})
+    save(session, better)
+    if log is not None:
+        bar.write(f"step {state.step}: validation {result}")
+        bar.write(samples(session) if session.saver is None else "")  # sharded, each token would gather all weights
 
 
-def save(session: Session) -> None:
-    """Save everything that a resumed run needs as `last/`; only the main process writes."""
-    if session.processes.is_main:
+def save(session: Session, better: bool = False) -> None:
+    """Save all that a resumed run needs as `last/`, a better model as `best/`: the main process, or all if sharded."""
+    if session.saver is not None:
+        session.saver.start(session.state, ["last", "best"] if better else ["last"])
+    elif session.processes.is_main:
         tokenizer, optimizer = session.corpus.tokenizer, session.optimizer
+        if better:
+            checkpoint.save(session.run_dir / "best", session.state, session.model, tokenizer)
         checkpoint.save(session.run_dir / "last", session.state, session.model, tokenizer, optimizer)

@@ -13,6 +13,8 @@ from collections import defaultdict
 import torch
 from torch import Tensor, nn
 
+from training.shard import whole_matrices
+
 MOMENTUM = 0.95
 ROW_DECAY = 0.95  # of the moving average of a row's mean square
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the polynomial that each iteration applies to the singular values
@@ -38,7 +40,7 @@ class Muon(torch.optim.Optimizer):
         """Update every parameter that has a gradient."""
         self.adamw.step()
         lr, decay = self.matrices["lr"], self.matrices["weight_decay"]
-        same_shape = defaultdict(list)
+        matrices, same_shape = [], defaultdict(list)
         for parameter in self.matrices["params"]:
             if parameter.grad is None:
                 continue
@@ -48,19 +50,25 @@ class Muon(torch.optim.Optimizer):
                 state["row_squares"] = torch.zeros_like(parameter[:, :1])
             momentum = state["momentum_buffer"].lerp_(parameter.grad, 1 - MOMENTUM)
             update = parameter.grad.lerp(momentum, MOMENTUM)  # Nesterov's
-            packed = (t.split(self.rows[parameter]) for t in (parameter, update, state["row_squares"]))
-            for part in zip(*packed, strict=True):
-                same_shape[part[0].shape].append(part)
-        for shape, matrices in same_shape.items():
-            for i in range(0, len(matrices), BATCH):
-                parts, updates, squares = zip(*matrices[i : i + BATCH], strict=True)
-                stacked = orthogonalize(torch.stack([update.to(self.dtype) for update in updates])).float()
-                for part, update, square in zip(parts, stacked, squares, strict=True):
-                    square.lerp_(update.square().mean(1, keepdim=True), 1 - ROW_DECAY)
-                    rows = update / square.sqrt().clamp_min(1e-8)
-                    update = rows * (update.norm() / rows.norm())
-                    part.sub_(part * (update * part > 0), alpha=lr * decay)
-                    part.sub_(update, alpha=lr * 0.2 * math.sqrt(max(shape)))
+            matrices.append((self.rows[parameter], parameter, update, state["row_squares"]))
+        with whole_matrices(matrices) as share:
+            for rows, *tensors in share:
+                for part in zip(*(tensor.split(rows) for tensor in tensors), strict=True):
+                    same_shape[part[0].shape].append(part)
+            for parts in same_shape.values():
+                for i in range(0, len(parts), BATCH):
+                    self.update(parts[i : i + BATCH], lr, decay)
+
+    def update(self, matrices: list[tuple[Tensor, Tensor, Tensor]], lr: float, decay: float) -> None:
+        """Update matrices of one shape: each with its update (R, C) and the mean squares of its rows (R, 1)."""
+        parts, updates, squares = zip(*matrices, strict=True)
+        stacked = orthogonalize(torch.stack([update.to(self.dtype) for update in updates])).float()
+        for part, update, square in zip(parts, stacked, squares, strict=True):
+            square.lerp_(update.square().mean(1, keepdim=True), 1 - ROW_DECAY)
+            rows = update / square.sqrt().clamp_min(1e-8)
+            update = rows * (update.norm() / rows.norm())
+            part.sub_(part * (update * part > 0), alpha=lr * decay)
+            part.sub_(update, alpha=lr * 0.2 * math.sqrt(max(part.shape)))
 
 
 def orthogonalize(matrices: Tensor) -> Tensor:

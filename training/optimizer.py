@@ -90,4 +90,8 @@ def load_optimizer_tensors(
         moment, name = key.split(".", 1)
         if name in parameters:
             parameter = parameters[name]
-            optimizer.state[parameter][moment] = value.to(parameter.device, copy=True)  # not the mapped file
+            value = value.to(parameter.device, copy=True)  # not the mapped file
+            if value.ndim and hasattr(parameter, "full_tensor"):
+                place = parameter.device_mesh, parameter.placements
+                value = torch.distributed.tensor.distribute_tensor(value, *place, src_data_rank=None)
+            optimizer.state[parameter][moment] = value

@@ -4,7 +4,6 @@
 """
 
 import argparse
-import os
 from pathlib import Path
 
 from errors import exit_on_user_error
@@ -66,6 +65,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    os.environ["MPLBACKEND"] = "agg"  # figures are only saved, and a backend that is not there would fail
     with exit_on_user_error():
         main()

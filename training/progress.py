@@ -66,17 +66,14 @@ def samples(session: Session) -> str:
 def report_end(session: Session) -> None:
     """Draw loss.png; print how the run ended and the command to type next."""
     state, corpus, run_dir = session.state, session.corpus, shlex.quote(str(session.run_dir))
-    try:
-        plot.draw([session.run_dir], session.run_dir / "loss.png")
-    except Exception as error:  # matplotlib raises errors of many types, also when it is imported
-        print(f"note: loss.png cannot be drawn ({error!r:.200})")
+    plot.draw([session.run_dir], session.run_dir / "loss.png")
     if state.step < session.steps:
         resume = f"python train.py --resume {run_dir}"
         print(f"stopped and saved at step {state.step} of {session.steps}; resume with: {resume}")
         return
     is_text = isinstance(corpus, Corpus)
     if is_text:
-        print(f"xz -9e on the same text: {corpus.xz_bits_per_byte:.4f} bits per byte; hash {corpus.text_hash}")
+        print(f"xz -9e on the same text: {corpus.xz_bits_per_byte():.4f} bits per byte; hash {corpus.text_hash}")
     speed = state.tokens / state.seconds
     print(f"{state.step:,} steps, {state.tokens:,} tokens in {state.seconds:.0f} s of training, {speed:,.0f} tokens/s")
     print(f"best/ has the weights with the lowest validation loss, {state.best_validation_loss:.4f} nats per token")

@@ -33,6 +33,7 @@ from training.optimizer import build_optimizer, freeze_parameters
 from training.processes import Processes, start_processes
 from training.schedule import sequence_length
 from training.settings import Settings, changed_fields, load_settings, save_settings
+from training.shard import shard
 
 
 @dataclass
@@ -53,6 +54,7 @@ class Session:
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
     state: State
+    saver: checkpoint.BackgroundSave | None = None
 
     @property
     def steps(self) -> int:
@@ -124,38 +126,44 @@ def set_up(settings: Settings, run_dir: Path, *, resume: bool, log: Callable[[st
     with processes.main_first("text"):
         corpus = prepare_corpus(settings, last)
     if isinstance(corpus, Corpus):
-        check_one_batch(len(corpus.train[0]), settings.data.batch_size, settings.data.sequence_length)
+        check_one_batch(len(corpus.train), settings.data.batch_size, settings.data.sequence_length)
     elif settings.data.first_sequence_length not in (None, settings.data.sequence_length):
         raise UserError("--first-sequence-length would cut conversations into parts; use --first-sequence-length None.")
     log(f"text: {corpus.description}")
-    model = initial_model(settings, dtype, log, load=not resume).to(device)
+    model = initial_model(settings, dtype, log, load=not resume)
+    state = State(step=0, tokens=0, seconds=0.0, best_validation_loss=None, text_hash=corpus.text_hash)
+    if last is not None:
+        state = check_unchanged(settings, run_dir, last, corpus.text_hash, log)
+        pretrained.load_weights(model, last)
     model.activation_checkpointing = settings.machine.activation_checkpointing
     freeze_parameters(model, settings.run.train_only)
-    optimizer = build_optimizer(model, settings.optimizer, device)
+    if sharded := settings.machine.shard and processes.count > 1:
+        shard(model, device, compiled=settings.machine.compile)
+    optimizer = build_optimizer(model.to(device), settings.optimizer, device)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
-    state = State(step=0, tokens=0, seconds=0.0, best_validation_loss=None, text_hash=corpus.text_hash)
     session = Session(settings, run_dir, processes, device, dtype, corpus, model, model, optimizer, scaler, state)
     if last is not None:
-        restore(session, last, log)
+        checkpoint.load_moments(last, model, optimizer)
+        if state.scaler is not None and scaler.is_enabled():
+            scaler.load_state_dict(state.scaler)
+        log(f"resuming from {last}, step {state.step} of {session.steps}")
     log(
         f"model: {model.num_parameters() / 1e6:.2f}M parameters, {settings.model.norm} norm; "
         f"{device_name(device)}, {settings.machine.dtype} activations, kernels: {kernels.describe(device)}"
     )
-    session.forward = processes.wrap(torch.compile(model, fullgraph=True) if settings.machine.compile else model)
+    if sharded:
+        session.saver = checkpoint.BackgroundSave(run_dir, model, optimizer, corpus.tokenizer, processes, device)
+    else:
+        session.forward = processes.wrap(torch.compile(model, fullgraph=True) if settings.machine.compile else model)
     return session
 
 
 def check_one_batch(tokens: int, batch_size: int, sequence_length: int) -> None:
     """Raise `UserError` when there are fewer tokens to train on than one batch has."""
     if tokens // sequence_length < batch_size:
-        shorter = sequence_length
-        while shorter > 8 and tokens // shorter < 2:
-            shorter //= 2
-        fix = f"the same command with --sequence-length {shorter} --batch-size {tokens // shorter} works"
         raise UserError(
-            f"the text has {tokens:,} tokens to train on, but one batch of {batch_size} sequences of "
-            f"{sequence_length} needs {batch_size * sequence_length:,}; give more text"
-            f"{f', or make the batch smaller: {fix}' if tokens >= shorter else ''}."
+            f"the text has {tokens:,} tokens to train on, but one batch of {batch_size} sequences of {sequence_length} "
+            f"needs {batch_size * sequence_length:,}; give more text, or a smaller --batch-size or --sequence-length."
         )
 
 
@@ -174,8 +182,8 @@ def open_run(session: Session) -> Metrics:
     return metrics
 
 
-def prepare_corpus(settings: Settings, last: Path | None = None, *, complete: bool = False) -> Corpus | Conversations:
-    """The text as tokens; complete: all of it, also where training could begin with a part.
+def prepare_corpus(settings: Settings, last: Path | None = None) -> Corpus | Conversations:
+    """The text as tokens.
 
     The tokenizer is that of the checkpoint to resume from, else --tokenizer, else that of --init-from, else one
     trained on the text.
@@ -189,7 +197,6 @@ def prepare_corpus(settings: Settings, last: Path | None = None, *, complete: bo
         cache_dir=data.cache,
         validation_fraction=data.validation_fraction,
         validation_salt=data.validation_salt,
-        complete=complete,
         document_mask=data.document_mask,
         sequence_length=data.sequence_length,
     )
@@ -230,14 +237,13 @@ def initial_model(settings: Settings, dtype: torch.dtype, log: Callable[[str], N
     return model
 
 
-def restore(session: Session, directory: Path, log: Callable[[str], None]) -> None:
-    """Continue from the checkpoint `directory`, if the text, the model and the optimizer have not changed."""
-    run_dir, settings = session.run_dir, session.settings
+def check_unchanged(settings: Settings, run_dir: Path, directory: Path, text_hash: str, log: Callable) -> State:
+    """The state of the checkpoint `directory`, if the text, the model and the optimizer have not changed."""
     saved, before = checkpoint.read_state(directory), load_settings(run_dir / "settings.toml")
     changed = changed_fields(before, settings)
     fixed = {"tokenizer", "optimizer", "lora", "lora_alpha", *vars(settings.model)}
     problems = [change for change in changed if change.partition(":")[0] in fixed]
-    if saved.text_hash != session.state.text_hash:
+    if saved.text_hash != text_hash:
         problems.insert(0, "the text differs")
     if problems:
         raise UserError(
@@ -245,10 +251,6 @@ def restore(session: Session, directory: Path, log: Callable[[str], None]) -> No
         )
     if changed:
         log(f"changed since the run was started: {', '.join(changed)}")
-    if saved.step >= session.steps:
+    if saved.step >= settings.optimizer.steps:
         raise UserError(f"{run_dir} has already done {saved.step} steps; for more, raise --steps.")
-    checkpoint.load_last(directory, session.model, session.optimizer)
-    if saved.scaler is not None and session.scaler.is_enabled():
-        session.scaler.load_state_dict(saved.scaler)
-    log(f"resuming from {directory}, step {saved.step} of {session.steps}")
-    session.state = saved
+    return saved

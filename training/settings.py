@@ -78,7 +78,7 @@ class DataSettings:
     """Files, folders or globs of .txt .md .py .jsonl .jsonl.gz .parquet, or a known name:
     python (the standard library of this interpreter), python-chat (questions and answers about it), shakespeare,
     tinystories (these two are downloaded);
-    or hub:OWNER/NAME[/FOLDER], a data set of the Hugging Face Hub, downloaded a few files ahead of training."""
+    or hub:OWNER/NAME[/FOLDER], a data set of the Hugging Face Hub."""
     text_field: str = "text"
     """Field of jsonl and parquet rows that contains the text."""
     tokenizer: Annotated[str | None, optional("FILE")] = None
@@ -152,6 +152,8 @@ class MachineSettings:
     """Compile the model with torch.compile: slow first step, faster training."""
     activation_checkpointing: bool = False
     """Recompute the activations of each layer in the backward pass: less memory, about a third more time."""
+    shard: bool = False
+    """With several processes: divide weights, gradients and moments among them (FSDP2), if one GPU cannot hold them."""
     timeout_minutes: int = 10
     """With several processes: give up when one has not answered the others for this long."""
 

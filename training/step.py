@@ -50,8 +50,8 @@ def train_step(
     total = torch.zeros((), device=device)
     for i, micro_batch in enumerate(micro_batches):
         tensors = [tensor.to(device, non_blocking=device.type == "cuda") for tensor in micro_batch]
-        last = i == len(micro_batches) - 1  # only its backward pass exchanges gradients between processes
-        with contextlib.nullcontext() if last or processes.count == 1 else model.no_sync():
+        last = i == len(micro_batches) - 1  # without --shard, only its backward pass exchanges gradients
+        with contextlib.nullcontext() if last or not hasattr(model, "no_sync") else model.no_sync():
             loss = model(*tensors, token_weights=weight)
             scaler.scale(loss).backward()
         total += loss.detach()
@@ -60,6 +60,7 @@ def train_step(
     scaler.unscale_(optimizer)
     trained = [parameter for parameter in model.parameters() if parameter.grad is not None]
     norm = nn.utils.get_total_norm([parameter.grad for parameter in trained])
+    norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
     finite = math.isfinite(norm.item())
     if not math.isfinite(loss) or not (finite or scaler.is_enabled()):
         raise Diverged(f"the loss is {loss:g} and the norm of the gradient {norm.item():g}")

@@ -57,17 +57,6 @@ def test_models_and_benchmarks_import_on_a_machine_made_for_torch_and_triton():
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.skipif(gpu is None, reason="Triton is not installed")
-def test_the_tests_that_need_a_gpu_are_collected_there_and_few_of_them_run_each_kernel_once():
-    smoke = "".join(re.findall(r'^smoke\+?="(.*)"', SCRIPT.read_text(encoding="utf-8"), re.MULTILINE))
-    flags = ["-o", "addopts=--import-mode=importlib", "-m", "gpu", "-k", smoke, "--collect-only", "-q", "tests/kernels"]
-    done = run_without_absent("import pytest\nsys.exit(pytest.main())", *flags)
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = re.findall(r"::test_(.*?)_(?:is|are|equal|gives)_\S*\[", done.stdout)
-    kinds = {"norms", "the_activation", "the_loss_and_its_gradients", "rotary", "a_graph_of_the_decoding_step"}
-    assert {*found} == kinds and len(found) < 12
-
-
 @pytest.fixture
 def run_script(tmp_path):
     """Run gpu.sh with a Python that prints its arguments and an object, and fails where they contain $FAILING."""

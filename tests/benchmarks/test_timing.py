@@ -1,19 +1,10 @@
 """The timing harness: whose turn it is, what a block's time is, and what the tables say."""
 
-import pytest
 import torch
 
 from benchmarks import timing
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture
-def clock(monkeypatch) -> list[float]:
-    """What `time.perf_counter` returns."""
-    now = [0.0]
-    monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
-    return now
 
 
 def test_blocks_take_turns_in_an_order_that_reverses_after_every_turn():
@@ -52,20 +43,3 @@ def test_a_row_has_medians_tokens_per_second_the_share_of_the_limit_and_the_rati
     lines = capsys.readouterr().out.splitlines()
     assert "|  | step, ms | tokens/s | of the limit | speed relative to a |" in lines
     assert "| b | 20.0 | 400 | 50% | 2.00 (1.00 to 3.00) |" in lines
-
-
-def test_a_block_is_the_median_of_calls_that_take_turns(clock):
-    def call(seconds: float):
-        clock[0] += seconds
-
-    calls = [lambda: call(1.0), lambda: call(3.0)]
-    assert timing.times(calls, CPU, 5) == [1, 3, 1, 3, 1] and timing.block(calls, CPU, 5) == 1
-    assert timing.peak_bytes(lambda: pytest.fail("a CPU does not count bytes"), CPU) is None
-
-
-def test_the_limits_count_what_is_copied_and_multiplied(monkeypatch):
-    monkeypatch.setitem(timing.COPY_BYTES, "cpu", 2**20)
-    monkeypatch.setitem(timing.PRODUCT_SIZE, "cpu", 8)
-    monkeypatch.setattr(timing, "times", lambda calls, device, repeats: [2.0, 4.0, 8.0])
-    assert timing.copy_rate(CPU) == 2 * 2**20 / 4
-    assert timing.product_rate(CPU, torch.bfloat16) == 2 * 8**3 / 4

@@ -86,22 +86,13 @@ def test_missing_unexpected_and_wrongly_shaped_tensors_are_named(saved, edit_wei
         load_pretrained(directory)
 
 
-def test_what_cannot_be_read_is_one_line(saved, edit_weights, tmp_path):
+def test_what_cannot_be_read_is_one_line(saved, edit_weights):
     directory = saved()
     path, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
     edit_weights(directory, lambda t: t.update({"model.norm.weight": torch.ones(48, dtype=torch.int8)}))
     with pytest.raises(UserError, match=r"cannot be read \(no 'I8'\); give the unquantized model"):
         load_pretrained(directory)
-    path.write_bytes(path.read_bytes()[:-4])
-    with pytest.raises(UserError, match=r"model\.safetensors cannot be read \(.*; download or save it again"):
-        load_pretrained(directory)
     index.write_text(json.dumps({"weight_map": {"a": "model-1.safetensors"}}))
-    path.rename(directory / "pytorch_model.bin")
+    path.unlink()
     with pytest.raises(UserError, match=r"model-1\.safetensors cannot be read \(No such file"):
-        load_pretrained(directory)
-    index.unlink()
-    with pytest.raises(UserError, match="pickled weights, which can run code and are never opened"):
-        load_pretrained(directory)
-    (directory / "pytorch_model.bin").unlink()
-    with pytest.raises(UserError, match=r"has no model\.safetensors"):
         load_pretrained(directory)

@@ -165,7 +165,7 @@ def log_probabilities(decoder: Decoder, ids: list[int]) -> list[float]:
 
 def library_text() -> list[str]:
     files = resolve(["python"], "text", Path())
-    return ["".join(document) for file in files for document in read_documents(file, [])]
+    return ["".join(document) for file in files for document in read_documents(file)]
 
 
 def test_qwens_tokenizer_gives_the_same_ids_and_chat_prompt(make_decoder, open_in_llama_cpp, shared, tmp_path, capsys):

@@ -79,13 +79,6 @@ def test_an_unknown_way_to_split_text_is_refused(byte_level, pre_tokenizer):
         llama_cpp_vocabulary(byte_level(pre_tokenizer), 300)
 
 
-@pytest.mark.parametrize("name", KNOWN)
-def test_ignoring_merges_belongs_to_the_way_to_split_text(byte_level, name):
-    pre_tokenizer, ignore_merges = KNOWN[name]
-    with pytest.raises(UserError, match="not known here"):
-        llama_cpp_vocabulary(byte_level(pre_tokenizer, ignore_merges=not ignore_merges), 300)
-
-
 def test_other_normalizers_and_encodings_are_refused(byte_level):
     plain = ByteLevel(add_prefix_space=False)
     with pytest.raises(UserError, match="normalizer Lowercase"):

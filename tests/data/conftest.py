@@ -14,7 +14,7 @@ from data.tokenizer import load_tokenizer, train_tokenizer
 def read(sources: list, field: str = "text", cache_dir: Path = Path("nowhere")) -> list[str]:
     """The documents of the sources."""
     files = resolve([str(source) for source in sources], field, cache_dir)
-    return ["".join(document) for file in files for document in read_documents(file, [])]
+    return ["".join(document) for file in files for document in read_documents(file)]
 
 
 @pytest.fixture(scope="session")

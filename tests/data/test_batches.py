@@ -11,7 +11,7 @@ T, B = 10, 7
 
 def rows(step: int, **changes) -> tuple[np.ndarray, np.ndarray]:
     arguments = dict(seed=5, step=step, batch_size=B, sequence_length=T) | changes
-    return batch([STREAM], **arguments)
+    return batch(STREAM, **arguments)
 
 
 def test_targets_are_the_inputs_one_further():
@@ -46,7 +46,7 @@ def test_a_batch_depends_on_nothing_but_its_arguments():
     assert np.array_equal(rows(123)[0], later[0])
     assert not np.array_equal(rows(124)[0], later[0])
     assert not np.array_equal(rows(123, seed=6)[0], later[0])
-    wider = batch([STREAM.astype(np.uint32)], seed=5, step=123, batch_size=B, sequence_length=T)
+    wider = batch(STREAM.astype(np.uint32), seed=5, step=123, batch_size=B, sequence_length=T)
     assert np.array_equal(wider[0], later[0])
 
 
@@ -59,28 +59,9 @@ def test_the_shares_of_all_processes_are_the_batch_of_one(world_size):
             assert np.array_equal(np.concatenate([share[i] for share in shares]), batch_of_one[i])
 
 
-def test_streams_are_read_one_after_the_other_and_none_before_it_is_needed():
-    asked = []
-
-    class Streams(list):
-        def __getitem__(self, number):
-            asked.append(number)
-            return super().__getitem__(number)
-
-    streams = Streams([np.arange(0, 75), np.arange(100, 165), np.arange(200, 238)])  # 7, 6 and 3 windows
-    seen = [batch(streams, seed=0, step=step, batch_size=1, sequence_length=T)[0][0] for step in range(7)]
-    assert set(asked) == {0}
-    seen += [batch(streams, seed=0, step=step, batch_size=1, sequence_length=T)[0][0] for step in range(7, 40)]
-    epoch = [row[0] // 100 for row in seen]
-    assert epoch[:32] == ([0] * 7 + [1] * 6 + [2] * 3) * 2
-    assert len({tuple(row) for row in seen[:16]}) == 16
-    across = batch(streams, seed=0, step=3, batch_size=4, sequence_length=T)[0]
-    assert np.array_equal(across, seen[12:16])
-
-
 def test_the_order_of_windows_is_a_bijection_for_any_count():
     keys = np.random.SeedSequence(5).generate_state(4, np.uint64)
-    for count in range(1, 5001):
+    for count in [*range(1, 300), 4095, 4096, 4097, 100_003]:
         found = permute(np.arange(count), count, keys).astype(np.int64)
         assert len(found) == count and (np.bincount(found, minlength=count) == 1).all(), count
 
@@ -117,7 +98,7 @@ def test_documents_are_numbered_from_the_ids_that_begin_them():
     assert number_documents(whole, None) is whole
     assert number_documents(whole, 1)[2].tolist() == [[1, 1, 1, 1, 2, 2, 2, 3, 3, 3]]
     for step in range(4):
-        plain = batch([stream], seed=1, step=step, batch_size=2, sequence_length=4)
+        plain = batch(stream, seed=1, step=step, batch_size=2, sequence_length=4)
         inputs, targets, documents = number_documents(plain, 1)
         assert inputs is plain[0] and targets is plain[1]
         assert np.array_equal(np.diff(documents, axis=1), inputs[:, 1:] == 1)

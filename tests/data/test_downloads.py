@@ -3,41 +3,38 @@
 import io
 import json
 import os
-import signal
+import random
+import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pyarrow
 import pytest
 from pyarrow import parquet
 
-from data.corpus import AHEAD
 from data.sources import KNOWN
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = """
-import json, sys, time
+import json, sys
 if __name__ == "__main__":
     from data import corpus, units
     from errors import exit_on_user_error
     units.UNIT_BYTES = 1
     with exit_on_user_error():
-        text = corpus.prepare([sys.argv[1]], vocab_size=300, cache_dir=sys.argv[2], tokenizer=sys.argv[3])
-        print(len(text.train), flush=True)
-        for line in sys.stdin:
-            print(json.dumps(text.tokenizer.decode(text.train[int(line)][:])), flush=True)
+        text = corpus.prepare([sys.argv[1]], cache_dir=sys.argv[2], tokenizer=sys.argv[3])
+        print(json.dumps(text.tokenizer.decode(text.train[:])))
         print(text.text_hash, text.validation.tolist())
 """
 
 
 def publish(hub, dataset: str, revision: str, texts: dict[str, str]) -> list[str]:
     """Put a data set on the server, twenty documents a file; returns the paths of its files there."""
-    files = {}
+    files, generator = {}, random.Random(0)
     for name, text in texts.items():
-        written = io.BytesIO()
-        parquet.write_table(pyarrow.table({"text": [f"{text} {n} " + "x" * 600 for n in range(20)]}), written)
+        written, documents = io.BytesIO(), [f"{text} {n} {generator.randbytes(500).hex()}" for n in range(20)]
+        parquet.write_table(pyarrow.table({"text": documents}), written)
         files[f"/datasets/{dataset}/resolve/{hub.commit}/{name}"] = written.getvalue()
     siblings = [{"rfilename": name, "size": 1000} for name in [*texts, "README.md"]]
     info = {"id": dataset, "sha": hub.commit, "siblings": siblings}
@@ -46,7 +43,7 @@ def publish(hub, dataset: str, revision: str, texts: dict[str, str]) -> list[str
 
 
 def start(name: str, folder: Path, port: int, tokenizer: Path) -> subprocess.Popen:
-    """Prepare a data set in a new process (the library reads its environment once), which then prints streams."""
+    """Prepare a data set in a new process (the library reads its environment once), which then prints it."""
     (folder / "script.py").write_text(SCRIPT)
     environment = {
         key: value for key, value in os.environ.items() if not key.upper().startswith(("HF_", "HUGGINGFACE"))
@@ -54,7 +51,7 @@ def start(name: str, folder: Path, port: int, tokenizer: Path) -> subprocess.Pop
     environment |= {"HF_HOME": str(folder), "HF_ENDPOINT": f"http://127.0.0.1:{port}", "NO_PROXY": "127.0.0.1"}
     environment |= {"PYTHONPATH": str(ROOT), "HF_HUB_DISABLE_XET": "1"}
     command = [sys.executable, folder / "script.py", name, folder / "cache", tokenizer]
-    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     return subprocess.Popen([*map(str, command)], cwd=folder, env=environment, text=True, **pipes)
 
 
@@ -70,40 +67,18 @@ def numbers(hub) -> list[str]:
     return publish(hub, "owner/numbers", "main", texts | {"other.parquet": "other"})
 
 
-def test_a_data_set_is_read_in_order_a_few_files_ahead_of_training(tmp_path, hub, numbers, tokenizer_file):
+def test_a_data_set_is_read_in_order_and_downloaded_once(tmp_path, hub, numbers, tokenizer_file):
     hub.drops = {numbers[n]: 2 for n in (0, 2, 8)}
     process = start("hub:owner/numbers/part", tmp_path, hub.server_port, tokenizer_file)
-    assert process.stdout.readline() == "9\n", process.stderr.read()
-    for number in (0, 2):
-        process.stdin.write(f"{number}\n")
-        process.stdin.flush()
-        assert f"file {number} " in json.loads(process.stdout.readline())
-        last, until = number + AHEAD, time.monotonic() + 30
-        while f"{last}.parquet" not in downloads(hub) and time.monotonic() < until:
-            time.sleep(0.1)
-        time.sleep(0.7)
-        assert downloads(hub) == [f"{n}.parquet" for n in range(last + 1)]
-    out, error = process.communicate("0\n8\n")
-    first, last, facts = out.splitlines()
-    assert "file 8 " in json.loads(last) and "file 0 " in json.loads(first) and process.returncode == 0, error
+    out, error = process.communicate()
+    assert process.returncode == 0, error
+    assert list(dict.fromkeys(re.findall("file [0-9]", out))) == [f"file {n}" for n in range(9)]
+    assert downloads(hub) == [f"{n}.parquet" for n in range(9)]
     assert not any(hub.drops.values()), "every connection was lost twice"
     hub.asked.clear()
     again = start("hub:owner/numbers/part", tmp_path, hub.server_port, tokenizer_file)
-    assert again.communicate("8\n")[0].splitlines()[1:] == [last, facts]
-    assert not hub.asked, "what the caches hold needs no network"
-
-
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM] if os.name != "nt" else [])
-def test_the_process_that_downloads_ahead_ends_with_the_one_that_trains(tmp_path, hub, numbers, tokenizer_file, number):
-    process = start("hub:owner/numbers/part", tmp_path, hub.server_port, tokenizer_file)
-    assert process.stdout.readline() == "9\n"
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    assert children
-    process.send_signal(number)
-    process.communicate()
-    time.sleep(1)
-    places = [Path(f"/proc/{child}/cmdline") for child in children]
-    assert not [place for place in places if place.exists() and place.read_bytes()], "at most a zombie"
+    assert again.communicate()[0] == out
+    assert not downloads(hub)
 
 
 @pytest.mark.parametrize("name", KNOWN)
@@ -111,8 +86,8 @@ def test_a_known_text_is_its_files_of_a_data_set(tmp_path, hub, tokenizer_file, 
     dataset, revision, begin = KNOWN[name]
     publish(hub, dataset, revision.replace("/", "%2F"), {f"{begin}{n}.parquet": f"{name} {n}" for n in range(2)})
     process = start(name, tmp_path, hub.server_port, tokenizer_file)
-    out, error = process.communicate("0\n1\n")
-    assert [f"{name} {n} " in line for n, line in enumerate(out.splitlines()[1:3])] == [True, True], error
+    out, error = process.communicate()
+    assert f"{name} 0 " in out and f"{name} 1 " in out, error
     assert list((tmp_path / "hub").glob("datasets--*")), "where every other program looks"
 
 

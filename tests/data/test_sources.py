@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import os
 import sysconfig
 from pathlib import Path
 
@@ -10,7 +9,6 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from data.readers import read_documents
 from data.sources import FORMATS, resolve
 from errors import UserError
 from tests.data.conftest import read
@@ -63,7 +61,6 @@ def test_folders_and_patterns_are_sorted_and_take_only_text(tmp_path):
     (tmp_path / "b" / ".git").mkdir(parents=True)
     for name in ("b/2.md", "b/1.TXT", "a[1].py", "b/.git/config.txt", ".hidden.txt", "b/picture.png"):
         (tmp_path / name).write_text(name, encoding="utf-8")
-    (tmp_path / "empty.txt").touch()
     assert documents(tmp_path) == ["a[1].py", "b/1.TXT", "b/2.md"]
     assert documents(tmp_path / "**" / "*") == ["a[1].py", "b/1.TXT", "b/2.md"]
     assert documents(tmp_path / "b" / "*.md", tmp_path / "a[1].py") == ["b/2.md", "a[1].py"]
@@ -76,20 +73,20 @@ def test_a_file_of_many_blocks_is_one_document_with_characters_across_blocks(tmp
     assert documents(tmp_path / "a.txt") == [text]
 
 
-def test_files_of_a_folder_that_are_not_utf8_and_rows_without_text_are_left_out_with_the_reason(tmp_path, monkeypatch):
+def test_files_of_a_folder_that_are_not_utf8_and_rows_without_text_are_left_out_with_the_reason(
+    tmp_path, monkeypatch, capsys
+):
     monkeypatch.setattr("data.readers.BLOCK", 100)
     (tmp_path / "a.txt").write_bytes("text".encode("utf-16"))
     (tmp_path / "b.txt").write_bytes(b"a\0b")
     (tmp_path / "c.txt").write_bytes(b"ascii for many blocks\n" * 1000 + b"\xe9")
     write_jsonl(tmp_path / "d.jsonl", [{"text": None}, {"text": "d"}, {"text": None}])
     parquet.write_table(pyarrow.table({"text": ["e", None]}), tmp_path / "e.parquet")
-    skipped = []
-    files = resolve([str(tmp_path)], "text", tmp_path)
-    assert ["".join(document) for file in files for document in read_documents(file, skipped)] == ["a\0b", "d", "e"]
-    assert [Path(reason.partition(" cannot")[0]).name for reason in skipped[:2]] == ["a.txt", "c.txt"]
-    assert [reason.replace(f"{tmp_path}/", "") for reason in skipped[2:]] == [
-        "2 rows of d.jsonl whose 'text' is null",
-        "1 rows of e.parquet whose 'text' is null",
+    assert documents(tmp_path) == ["a\0b", "d", "e"]
+    notes = capsys.readouterr().err.replace(f"{tmp_path}/", "").splitlines()
+    assert [note.partition(" cannot")[0] for note in notes[:2]] == ["skipped: a.txt", "skipped: c.txt"]
+    assert notes[2:] == [
+        f"skipped: {rows} whose 'text' is null" for rows in ("2 rows of d.jsonl", "1 rows of e.parquet")
     ]
     assert "convert it to UTF-8, or leave it out" in error_message(tmp_path / "c.txt"), "named by itself"
 
@@ -99,18 +96,10 @@ def test_a_row_whose_text_is_missing_or_is_no_text_is_named_with_its_line(tmp_pa
     for number, reason in ((1, "'text' is int, not text"), (2, "no field 'text' among body, n"), (3, "surrogates")):
         path = write_jsonl(tmp_path / f"{number}.jsonl", [rows[0], rows[number]])
         message = error_message(path)
-        assert f"{path}, line 2 cannot be read" in message and reason in message and "--text-field" in message
+        assert f"{path}, row 2 cannot be read" in message and reason in message and "--text-field" in message
     for number in (1, 2):
         parquet.write_table(pyarrow.Table.from_pylist([rows[number]]), tmp_path / "a.parquet")
-        assert "a.parquet cannot be read" in error_message(tmp_path / "a.parquet")
-
-
-@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="Windows has no pipes in folders")
-def test_pipes_in_a_folder_are_left_out(tmp_path):
-    (tmp_path / "a.txt").write_text("text")
-    os.mkfifo(tmp_path / "b.txt")
-    for source in (tmp_path, tmp_path / "*"):
-        assert [Path(file.name).name for file in resolve([str(source)], "text", tmp_path)] == ["a.txt"]
+        assert "a.parquet, row 1 cannot be read" in error_message(tmp_path / "a.parquet")
 
 
 def test_sources_that_are_not_there_or_hold_nothing_are_named(tmp_path):

@@ -26,26 +26,13 @@ def random_table(count: int, seed: int = 0) -> np.ndarray:
     return table_of(generator.integers(0, 2**63, count), generator.integers(1, 200, count))
 
 
-def kinds_of(table: np.ndarray, fraction: float = 0.05, salt: int = 0, unit=None, held_out=None) -> np.ndarray:
-    unit = np.zeros(len(table), np.int64) if unit is None else unit
-    return split_documents(table, unit, Split(fraction, salt), held_out)
+def kinds_of(table: np.ndarray, fraction: float = 0.05, salt: int = 0) -> np.ndarray:
+    return split_documents(table, Split(fraction, salt))
 
 
 def test_of_equal_documents_the_first_is_kept():
     kinds = kinds_of(table_of([5, 6, 5, 7, 6, 5]), fraction=0)
     assert kinds.tolist() == [TRAIN, TRAIN, DUPLICATE, TRAIN, DUPLICATE, DUPLICATE]
-
-
-def test_of_very_many_documents_each_is_compared_with_its_unit_and_with_those_for_validation(monkeypatch):
-    table, unit = random_table(1000), np.repeat([0, 1], 500)
-    table["hash"][500:700] = table["hash"][:200]
-    together = kinds_of(table, 0.2, unit=unit)
-    assert (together == DUPLICATE).sum() == 200
-    monkeypatch.setattr(split_module, "MAX_COMPARED", 10)
-    apart = kinds_of(table, 0.2, unit=unit)
-    held_out = set(table["hash"][apart == VALIDATION].tolist())
-    assert held_out and held_out.isdisjoint(table["hash"][apart == TRAIN].tolist()), "no document is in both"
-    assert 0 < (apart == DUPLICATE).sum() < 100
 
 
 @pytest.mark.parametrize("fraction", [0.01, 0.05, 0.3])
@@ -83,10 +70,6 @@ def test_one_huge_document_is_not_for_validation():
 def test_something_remains_to_train_on(sizes, fraction):
     hashes = np.random.default_rng(sum(sizes)).integers(0, 2**63, len(sizes))
     assert TRAIN in kinds_of(table_of(hashes, sizes), fraction)
-
-
-def test_documents_that_are_held_out_elsewhere_are_dropped():
-    assert kinds_of(table_of([1, 2, 3]), 1.0, held_out=np.array([2], np.uint64)).tolist() == [TRAIN, DUPLICATE, TRAIN]
 
 
 @settings(max_examples=100, deadline=None)

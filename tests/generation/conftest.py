@@ -149,9 +149,3 @@ def chat_model(request, tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def chatml_model(tmp_path_factory) -> Path:
     return write_chat_model(tmp_path_factory.mktemp("chatml"), "chatml")
-
-
-@pytest.fixture(scope="session")
-def talkative_model(tmp_path_factory) -> Path:
-    """Its answers take long enough to be interrupted."""
-    return write_chat_model(tmp_path_factory.mktemp("talkative"), "chatml", context=16384)

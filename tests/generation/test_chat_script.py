@@ -1,11 +1,9 @@
-"""`python generate.py --chat` as a user runs it: in a pseudo-terminal, and with a message on standard input."""
+"""`python generate.py --chat` as a user runs it, with a message on standard input."""
 
 import io
-import os
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -14,64 +12,6 @@ import generate
 
 SCRIPT = Path(__file__).parent.parent.parent / "generate.py"
 FLAGS = ("--chat", "--device", "cpu")
-
-
-class Terminal:
-    """The script in a pseudo-terminal, which shows standard output and standard error as a user sees them."""
-
-    def __init__(self, *arguments):
-        import pty
-
-        self._screen, slave = pty.openpty()
-        command = [sys.executable, str(SCRIPT), *map(str, arguments)]
-        environment = {**os.environ, "TERM": "dumb", "INPUTRC": os.devnull}
-        ends = dict.fromkeys(("stdin", "stdout", "stderr"), slave)
-        # The controlling terminal of a session of its own, so that Ctrl-C becomes a signal to the script alone. Shells
-        # start what runs in the background with Ctrl-C ignored.
-        code = "import fcntl, os, signal, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
-        code += "signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])"
-        command = [sys.executable, "-c", code, *command]
-        self.process = subprocess.Popen(command, **ends, env=environment, start_new_session=True)
-        os.close(slave)
-
-    def type(self, text: str) -> None:
-        os.write(self._screen, text.encode())
-
-    def read_until(self, expected: str, seconds: float = 60) -> str:
-        """What the screen shows, up to and with `expected`."""
-        import select
-
-        text, end = b"", time.monotonic() + seconds
-        while expected.encode() not in text:
-            if not select.select([self._screen], [], [], max(0, end - time.monotonic()))[0]:
-                pytest.fail(f"no {expected!r} within {seconds} s after {text.decode(errors='replace')!r}")
-            text += os.read(self._screen, 1)
-        return text.decode(errors="replace")
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no pseudo-terminals")
-def test_a_conversation_in_a_terminal(talkative_model):
-    terminal = Terminal(talkative_model, *FLAGS, "--max-new-tokens", 16000)
-    try:
-        assert f"{talkative_model} on cpu" in terminal.read_until("Ctrl-C stops an answer")
-        terminal.read_until("\n> ")
-        time.sleep(0.5)  # Python notices a signal only once readline waits for a key, shortly after it shows the prompt
-        terminal.type("\x03")
-        assert "Ctrl-D leaves" in terminal.read_until("\n> ")
-        terminal.type("hello\n")
-        terminal.read_until("hello\r\n")
-        first = terminal.read_until("\n")  # the model never ends an answer by itself
-        terminal.type("\x03")
-        rest = terminal.read_until("stopped\r\n> ")
-        assert len(first) > 1 and "Traceback" not in rest and "forgotten" not in rest
-        assert not any(ch in first + rest for ch in "\x1b\x07\x08")
-        terminal.type("/reset\n")
-        assert "a new conversation begins" in terminal.read_until("\n> ")
-        terminal.type("\x04")
-        assert terminal.process.wait(30) == 0
-    finally:
-        terminal.process.kill()
-        terminal.process.wait()
 
 
 def test_a_message_on_standard_input_gets_the_answer_alone_on_standard_output(chatml_model):

@@ -69,19 +69,6 @@ def test_a_text_is_printed_as_it_is_generated_and_ends_before_a_stop_string(chec
     )
 
 
-def test_the_log_says_checkpoint_device_and_dtype(checkpoint):
-    _, lines = output(checkpoint, max_new_tokens=5, device="cpu")
-    assert lines == [f"{checkpoint} on cpu in float32, kernels: plain PyTorch with CPU functions"]
-    assert output(checkpoint, max_new_tokens=1, device="cpu", dtype="bfloat16")[1] == [
-        lines[0].replace("float32", "bfloat16")
-    ]
-
-
-def test_one_log_line_says_that_a_text_filled_the_context(checkpoint):
-    _, lines = output(checkpoint, ["x", "y"], max_new_tokens=500, sampling=Sampling(temperature=3.0))
-    assert lines[1:] == ["a text ends where the model's context is full"]
-
-
 def test_a_start_opens_the_configuration_the_weights_and_the_tokenizer_once(checkpoint, monkeypatch):
     opened = []
 

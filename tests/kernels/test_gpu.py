@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-import kernels
 from kernels import gpu, reference
 from model.cache import KeyValueCache
 from model.config import ModelConfig
@@ -155,10 +154,9 @@ def test_kernels_run_on_the_device_of_their_tensors():
 
 @pytest.mark.parametrize("dtype", [torch.float32, HALF, torch.float16])
 @pytest.mark.parametrize("vocabulary", [5003, 50304])
-def test_the_loss_and_its_gradients_are_within_one_rounding_of_float64(relative, monkeypatch, capfd, vocabulary, dtype):
+def test_the_loss_and_its_gradients_are_within_one_rounding_of_float64(relative, monkeypatch, vocabulary, dtype):
     """Of the logits as the product rounded them, and of softmax - onehot rounded once; see test_triton_loss.py."""
     torch.backends.cuda.matmul.allow_tf32 = False
-    cross_entropy.has_float32_products.cache_clear()
     x, weight = normal(1500, 256, mean=0.05, dtype=dtype), normal(vocabulary, 256, mean=0.0, std=0.1)
     targets = torch.arange(1500, device=GPU) * 7 % vocabulary
     targets[::5] = -100
@@ -189,7 +187,6 @@ def test_the_loss_and_its_gradients_are_within_one_rounding_of_float64(relative,
             assert relative(ours, exact) < tolerance
         first = first or found
         assert workspace == 1 or all(map(torch.equal, first, found))
-    assert "slow float32 products" not in capfd.readouterr().err  # addmm(out_dtype=, out=) works on this GPU
 
 
 def test_a_label_that_is_no_class_gives_nan_and_no_illegal_access():
@@ -262,7 +259,7 @@ def test_a_graph_of_the_decoding_step_gives_the_decoders_logits_at_every_positio
         token = torch.randint(1000, (len(lengths), 1), device=GPU)
         expected = decoder(token, cache=caches[0], padding=padding)
         assert relative(step(token, padding), expected.double()) < 2e-5
-    assert step.graph is not None and step.unavailable_reason is None and step.graph_unavailable_reason is None
+    assert step.graph is not None and step.unavailable_reason is None
 
 
 @pytest.mark.parametrize("room", [200, 1000])
@@ -285,8 +282,3 @@ def test_a_decoding_step_in_bfloat16_gives_a_sequence_the_same_bits_in_a_batch_o
         found[batch] = step.hidden.clone(), step.qkv.clone()
     for hidden, qkv in found.values():  # what the last layer's launches write, before cuBLAS's head
         assert torch.equal(hidden, found[8][0][: len(hidden)]) and torch.equal(qkv, found[8][1][: len(qkv)])
-
-
-def test_auto_chooses_triton_on_a_gpu():
-    kernels.use("auto", GPU)
-    assert kernels.describe(GPU) == "Triton"

@@ -33,7 +33,7 @@ def test_triton_needs_a_recent_gpu_and_a_c_compiler_and_torch_compile_traces_the
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(kernels.shutil, "which", lambda name: compiler)
-    kernels.cached_gpu_unavailable_reason.cache_clear()
+    kernels.cached_unavailable_reason.cache_clear()
 
     def function(x):
         return x + 1 if kernels.implementation(CUDA) is gpu else x - 1
@@ -41,12 +41,12 @@ def test_triton_needs_a_recent_gpu_and_a_c_compiler_and_torch_compile_traces_the
     found = torch.compile(function, fullgraph=True, backend="eager")(torch.zeros(3))
     assert torch.equal(found, torch.full((3,), 1.0 if words == "Triton" else -1.0))
     assert words in kernels.describe(CUDA)
-    kernels.cached_gpu_unavailable_reason.cache_clear()
+    kernels.cached_unavailable_reason.cache_clear()
     torch.compiler.reset()
 
 
 def test_the_chosen_implementation_runs_and_is_described(triton, monkeypatch):
-    monkeypatch.setattr(kernels, "gpu_unavailable_reason", lambda device: None)
+    monkeypatch.setattr(kernels, "triton_unavailable_reason", lambda device: None)
     assert kernels.implementation(CPU) is kernels.implementation(CUDA) is gpu
     assert kernels.describe(CPU) == "Triton, interpreted (slow)"
     kernels.use("torch", CUDA)

@@ -11,8 +11,6 @@ from kernels import gpu
 pytestmark = pytest.mark.skipif(gpu is None, reason="Triton is not installed")
 
 if gpu is not None:
-    from triton.runtime.interpreter import InterpreterBuilder
-
     from kernels import rope
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -112,21 +110,6 @@ def test_gradients_may_be_expanded(draw, relative, rounding, expanded, head_norm
         upstream.append(draw(*(1 if axis in expanded else size for axis, size in enumerate(shape))).expand(shape))
     tables = angles.cos().float(), angles.sin().float()
     assert_equals_float64(relative, rounding, tensors, tables, 4, 2, upstream)
-
-
-def test_partial_sums_do_not_depend_on_the_order_of_programs(draw, monkeypatch):
-    """The interpreter runs programs in order, a GPU in any: each must write what no other writes."""
-    tensors = [draw(2, 19, 16 * 32), draw(32, mean=1.0), draw(32, mean=1.0)]
-    angles, upstream = draw(19, 16), [draw(2, 19, n, 32) for n in (8, 4, 4)]
-    *_, forwards = run(gpu.rotary, tensors, (angles.cos(), angles.sin()), 8, 4, upstream)
-    set_index = InterpreterBuilder.set_grid_idx
-
-    def set_reversed_index(self, *index):
-        set_index(self, *(n - 1 - i for n, i in zip(self.grid_dim, index, strict=True)))
-
-    monkeypatch.setattr(InterpreterBuilder, "set_grid_idx", set_reversed_index)
-    *_, backwards = run(gpu.rotary, tensors, (angles.cos(), angles.sin()), 8, 4, upstream)
-    assert all(map(torch.equal, forwards, backwards))
 
 
 def test_the_backward_rotation_undoes_the_forward_rotation(draw, relative):

@@ -61,9 +61,3 @@ def norm_formula() -> Callable[..., torch.Tensor]:
         return NORM_FORMULAS[config.norm](x, config, tensors) * tensors.get("weight", 1) + tensors.get("bias", 0)
 
     return norm
-
-
-@pytest.fixture
-def known_norms() -> list[str]:
-    """The norms of this project, without those that somebody adds."""
-    return [norm for norm in NORMS if norm in NORM_FORMULAS]

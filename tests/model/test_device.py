@@ -1,4 +1,4 @@
-"""Devices: what `auto` chooses, which devices are fast at bfloat16, the number of threads, and peak FLOP/s."""
+"""Devices: what `auto` chooses, which CPUs are fast at bfloat16, and the number of threads."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from errors import UserError
 from generation.generate import generate
 from model.config import ModelConfig
 from model.decoder import Decoder
-from model.device import allocate, choose_device, choose_inference_dtype, fast_at_bfloat16, peak_flops, threads_for
+from model.device import allocate, choose_device, choose_inference_dtype, threads_for
 
 CPU = torch.device("cpu")
 
@@ -19,14 +19,6 @@ def test_a_device_that_this_machine_lacks_is_a_user_error():
     assert choose_device("cpu") == CPU
 
 
-@pytest.mark.parametrize(("cuda", "mps", "name"), [(True, True, "cuda"), (False, True, "mps"), (False, False, "cpu")])
-def test_auto_chooses_cuda_before_mps_before_the_cpu(monkeypatch, cuda, mps, name):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
-    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: mps)
-    monkeypatch.setattr(torch, "empty", lambda *_, **__: None)
-    assert choose_device("auto").type == name
-
-
 def test_auto_on_a_cpu_is_bfloat16_only_where_the_weights_are_and_the_cpu_and_torch_have_instructions(monkeypatch):
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
@@ -35,15 +27,6 @@ def test_auto_on_a_cpu_is_bfloat16_only_where_the_weights_are_and_the_cpu_and_to
         assert choose_inference_dtype("auto", CPU, torch.bfloat16) == native
         assert choose_inference_dtype("auto", CPU, torch.float32) == torch.float32
         assert choose_inference_dtype("float16", CPU, torch.float32) == torch.float16
-
-
-@pytest.mark.parametrize(
-    ("capability", "dtype"), [((7, 5), torch.float16), ((8, 0), torch.bfloat16), ((9, 0), torch.bfloat16)]
-)
-def test_cuda_is_fast_at_bfloat16_from_compute_capability_8_on(monkeypatch, capability, dtype):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert choose_inference_dtype("auto", torch.device("cuda"), torch.float32) == dtype
-    assert fast_at_bfloat16(torch.device("cuda")) is (dtype == torch.bfloat16)
 
 
 def test_a_small_step_uses_one_thread_and_the_number_is_restored_even_after_an_error():
@@ -59,14 +42,6 @@ def test_a_small_step_uses_one_thread_and_the_number_is_restored_even_after_an_e
     with threads_for(decoder, 10_000_000):
         assert torch.get_num_threads() == 2
     torch.set_num_threads(before)
-
-
-def test_the_peak_is_known_only_for_devices_in_the_table(monkeypatch):
-    for name, peak in {"NVIDIA H200": 989e12, "NVIDIA L4": 121e12, "NVIDIA L40": None}.items():
-        monkeypatch.setattr(torch.cuda, "get_device_name", lambda _, name=name: name)
-        assert peak_flops(torch.device("cuda"), torch.bfloat16) == peak
-    assert peak_flops(torch.device("cuda"), torch.float32) is None
-    assert peak_flops(torch.device("cpu"), torch.bfloat16) is None
 
 
 def test_weights_lie_side_by_side_without_overlap_and_begin_cache_lines():

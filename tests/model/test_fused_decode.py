@@ -3,7 +3,6 @@
 Tolerance: the two add the same float32 numbers in different orders, through two layers: 2e-6, as in test_decoder.py.
 """
 
-import contextlib
 import gc
 import weakref
 
@@ -23,7 +22,6 @@ YARN = {
 }  # fmt: skip
 VARIANTS = {
     "rms": {},
-    "rms with bias": {"norm_bias": True, "attention_bias": True},
     "layer, biases, qk norm, untied": {
         "norm": "layer", "attention_bias": True, "qk_norm": True, "tie_word_embeddings": False,
     },
@@ -135,16 +133,14 @@ def test_the_next_prompt_uses_the_same_step_an_empty_cache_no_padding_of_the_las
 
 
 @pytest.mark.usefixtures("triton_kernels")
-@pytest.mark.parametrize("change", ["weight replaced", "weight cast", "dtype", "batch", "room", "table"])
+@pytest.mark.parametrize("change", ["weight", "dtype", "batch", "room", "table"])
 def test_a_step_is_made_again_where_its_graph_would_read_other_memory_or_the_shape_changes(make_decoder, change):
     decoder, size = make_decoder(max_position_embeddings=600).eval(), {"batch_size": 1, "positions": 8}
     with decode_step_for(decoder, **size) as before:
         pass
     weight = decoder.layers[0].mlp.down_proj.weight
-    if change == "weight replaced":
+    if change == "weight":
         weight.data = weight.data * 2
-    elif change == "weight cast":
-        weight.data = weight.data.double()
     elif change == "dtype":
         decoder.compute_dtype = torch.bfloat16
     elif change == "batch":
@@ -194,35 +190,3 @@ def test_if_a_kernel_fails_the_decoder_continues_with_the_same_cache_and_one_lin
     assert relative(found, decoder(tokens)) < 2e-6
     printed = capsys.readouterr().err
     assert printed == f"fused decoding: {step.unavailable_reason}; the decoder runs without it.\n"
-
-
-@pytest.mark.usefixtures("triton_kernels")
-@torch.inference_mode()
-def test_if_the_capture_fails_kernels_are_launched_one_by_one_and_one_line_says_so(
-    make_decoder, relative, monkeypatch, capsys
-):
-    @contextlib.contextmanager
-    def fail(graph):
-        yield
-        raise RuntimeError("CUDA error: operation not permitted when stream is capturing\nmore")
-
-    monkeypatch.setattr(fused_decode, "supports_graphs", lambda device: True)
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
-    monkeypatch.setattr(torch.cuda, "graph", fail)
-    decoder, tokens = make_decoder(num_hidden_layers=1).eval(), random_tokens(2, 3)
-    found, step = decode(decoder, tokens)
-    assert step.graph is None and step.unavailable_reason is None
-    assert relative(found, decoder(tokens)) < 2e-6
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 1 and "operation not permitted when stream is capturing; the kernels" in lines[0]
-
-
-@pytest.mark.usefixtures("triton_kernels")
-@torch.inference_mode()
-def test_lack_of_memory_is_not_hidden(make_decoder, monkeypatch):
-    def fail(*arguments):
-        raise torch.OutOfMemoryError("none left")
-
-    monkeypatch.setattr(kernels.decode, "qkv", fail)
-    with pytest.raises(torch.OutOfMemoryError):
-        decode(make_decoder(num_hidden_layers=1).eval(), random_tokens(1, 2))

@@ -67,11 +67,6 @@ def test_weights_of_another_shape_are_refused_with_both_values_and_nothing_is_lo
     assert torch.equal(decoder.norm.weight, before)
 
 
-def test_context_rope_theta_and_norm_eps_may_differ(make_decoder, saved):
-    decoder = make_decoder(seed=1, max_position_embeddings=128, rope_theta=500.0, norm_eps=1e-6)
-    assert load_weights(decoder, saved())[0] == []
-
-
 @pytest.fixture
 def converted(make_decoder):
     """A LayerNorm decoder, and RMSNorm with its weights centered, both in float64."""

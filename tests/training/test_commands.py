@@ -1,18 +1,10 @@
 """The actions of train.py: where a run is written, what it prints at its end, and what is never overwritten."""
 
-import re
-
 import pytest
 
 from errors import UserError, locked
 from training import commands
-from training.session import check_one_batch
 from training.settings import parse
-
-
-def test_a_finished_run_is_never_overwritten(train_script, flags, run, tmp_path):
-    out = train_script(*flags, "--out", str(run), cwd=tmp_path)
-    assert out.returncode == 2 and "never overwritten" in out.stderr and len(out.stderr.strip().splitlines()) == 1
 
 
 def test_two_runs_that_start_at_the_same_time_get_different_folders(settings, tmp_path, monkeypatch):
@@ -57,14 +49,3 @@ def test_a_dry_run_trains_nothing_and_prints_what_the_run_would_need(train_scrip
     assert out.returncode == 0, out.stderr
     assert "1,235,814,400 parameters" in out.stdout and "not measured" in out.stdout
     assert not list(tmp_path.iterdir())
-
-
-def test_a_text_too_small_for_a_batch_names_one_that_it_is_enough_for():
-    check_one_batch(4096, 8, 512)
-    for tokens in (20, 444, 3000, 4095):
-        with pytest.raises(UserError, match=f"{tokens:,} tokens .* needs 4,096") as caught:
-            check_one_batch(tokens, 8, 512)
-        length, size = re.search(r"--sequence-length (\d+) --batch-size (\d+) works", str(caught.value)).groups()
-        check_one_batch(tokens, int(size), int(length))
-    with pytest.raises(UserError, match=r"3 tokens to train on.*give more text\.$"):
-        check_one_batch(3, 8, 512)

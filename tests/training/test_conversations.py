@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from checkpoints.pretrained import unpacked_tensors
+from checkpoints.pretrained import load_pretrained, unpacked_tensors
 from data.chat import ChatFormat
 from data.conversations import batch_of, encode_conversations, pack
 from data.sources import resolve
@@ -97,6 +97,39 @@ def test_loss_and_gradients_equal_those_of_trl_on_the_same_conversations(flags, 
     assert ours.keys() == expected.keys()
     for name, gradient in expected.items():
         assert relative(ours[name], gradient) < 1e-5, name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("norm", ["rms", "layer"])
+def test_trl_learns_preferences_from_our_directory_and_it_comes_back(norm, flags, run, tmp_path, relative):
+    trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    torch.manual_seed(1)
+    settings = parse([*flags, "--norm", norm, "--max-position-embeddings", "128"], "test").settings
+    decoder, tokenizer = Decoder(settings.model, seed=3), load_tokenizer(run / "last").for_conversations()
+    checkpoint.save(tmp_path / "model", State(0, 0, 0.0, None, ""), decoder, tokenizer)
+    rows = []
+    for number in range(0, 8, 2):
+        question, answer = conversation(number)
+        worse = {"role": "assistant", "content": WORDS[number % len(WORDS) - 1]}
+        rows.append({"prompt": [question], "chosen": [answer], "rejected": [worse]})
+    trainer = trl.DPOTrainer(
+        AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32),
+        args=trl.DPOConfig(
+            output_dir=str(tmp_path / "trl"), max_steps=2, per_device_train_batch_size=2, learning_rate=1e-2,
+            use_cpu=True, bf16=False, report_to=[], gradient_checkpointing=False,
+        ),
+        train_dataset=datasets.Dataset.from_list(rows),
+        processing_class=AutoTokenizer.from_pretrained(tmp_path / "model", pad_token="<unk>"),
+    )  # fmt: skip
+    trainer.train()
+    trainer.save_model(str(tmp_path / "preferred"))
+    back, ids = load_pretrained(tmp_path / "preferred").eval(), torch.randint(9, 200, (2, 16))
+    with torch.no_grad():
+        ours, theirs, before = back(ids), trainer.model.eval()(ids).logits, decoder.eval()(ids)
+    assert back.config.norm == norm
+    assert relative(ours, theirs) < 1e-5 and relative(ours, before) > 1e-3
 
 
 def test_a_resumed_run_on_conversations_equals_one_that_was_not_stopped(chat_flags, tmp_path, monkeypatch):

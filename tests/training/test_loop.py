@@ -139,15 +139,6 @@ def test_a_log_file_gets_plain_lines(settings, tmp_path, capsys):
     assert "\r" not in out + err
 
 
-def test_a_picture_that_cannot_be_drawn_is_a_note_and_training_continues(flags, tmp_path, monkeypatch, capsys):
-    def fail(*_) -> None:
-        raise ValueError("no backend")
-
-    monkeypatch.setattr(progress.plot, "draw", fail)
-    assert train(parse([*flags, "--steps", "4"], "test").settings, tmp_path / "run") == 0
-    assert "note: loss.png cannot be drawn (ValueError('no backend'))" in capsys.readouterr().out
-
-
 OUT_OF_MEMORY = [
     torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
     RuntimeError("[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory"),

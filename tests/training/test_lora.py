@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 import generate
 from checkpoints.pretrained import load_pretrained
 from errors import UserError
-from training import checkpoint, commands, metrics
+from training import checkpoint, metrics
 from training.loop import save, train, train_steps
 from training.session import no_log, set_up
 from training.settings import parse, save_settings
@@ -144,23 +144,3 @@ def test_a_run_whose_base_is_gone_says_so(folder, base, tmp_path):
             set_up(settings, folder, resume=True, log=no_log)
     finally:
         (tmp_path / "moved").rename(base)
-
-
-def test_lora_says_what_it_needs(flags, base, start):
-    for wrong in (
-        [*flags, "--lora", "4"],
-        [*flags, "--init-from", str(base), "--lora-alpha", "4"],
-        [*start, "--optimizer", "muon"],
-        [*start, "--train-only", "norms"],
-    ):
-        with pytest.raises(UserError, match="LoRA needs --lora RANK, --init-from MODEL, --optimizer adamw and --train"):
-            parse(wrong, "test")
-    with pytest.raises(UserError, match="--lora is 0 and must be greater than 0"):
-        parse([*start, "--lora", "0"], "test")
-    with pytest.raises(UserError, match="--dry-run estimates training of all parameters; leave out --lora"):
-        commands.run(parse([*start, "--dry-run"], "test"))
-
-
-def test_a_lora_run_as_init_from_says_how_to_merge_it(flags, folder):
-    with pytest.raises(UserError, match=r"best has no config.json; .*generate.py ADAPTER --merge NEW"):
-        parse([*flags, "--init-from", str(folder)], "test")

@@ -2,7 +2,6 @@ import math
 
 import pytest
 
-from errors import UserError
 from training.loop import train_steps
 from training.schedule import learning_rate, sequence_length
 from training.session import set_up
@@ -73,9 +72,3 @@ def test_shorter_sequences_read_the_same_text_in_the_same_order(flags, tmp_path)
         for expected, cut in zip(whole.batch(step), growing.batch(step), strict=True):
             assert cut.tolist() == expected.reshape(cut.shape).tolist()
     assert growing.batch(0)[0].shape == (32, 8) and whole.batch(0)[0].shape == (8, 32)
-
-
-@pytest.mark.parametrize("first", ["24", "64", "0", "-8"])
-def test_a_first_length_that_no_doubling_brings_to_the_full_one_is_refused(flags, first):
-    with pytest.raises(UserError, match=f"--first-sequence-length (is )?{first} "):
-        parse([*flags, f"--first-sequence-length={first}"], "test")
