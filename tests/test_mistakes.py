@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import tyro
 
 import ablate
 import generate
@@ -15,7 +16,8 @@ import serve
 import train
 from errors import exit_on_user_error
 
-PROGRAMS = {"train": train.main, "generate": generate.main, "ablate": ablate.main, "serve": serve.main}
+PROGRAMS = {script.__name__: script.main for script in (train, generate, ablate)}
+PROGRAMS["serve"] = lambda: tyro.cli(serve.main)
 
 # A command line, and below it a pattern of its error. RUN is a run of two steps, BAD a folder of what is not right.
 MISTAKES = r"""
@@ -123,8 +125,8 @@ serve nothere
     nothere does not exist; give a directory
 serve BAD/empty --port 0
     .*BAD/empty has no config.json, best/ or last/
-serve RUN --port 0 --chat
-    .*RUN/best has no chat template
+serve RUN --port 99999
+    cannot listen on port 99999 .*; give another --port
 ablate nothere
     nothere is neither a file nor one of
 ablate --seeds 0

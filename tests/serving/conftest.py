@@ -5,7 +5,6 @@ import shutil
 import socket
 import threading
 import time
-from types import SimpleNamespace
 
 import pytest
 
@@ -19,23 +18,20 @@ pytest.importorskip("starlette")
 @contextlib.contextmanager
 def served(*directories):
     """A running server of the directories, under their names."""
-    from serving.model import ServedModel
     from serving.server import Server
 
-    models = [ServedModel(path.name, path, Settings(device="cpu")) for path in directories]
+    server = Server({path.name: path for path in directories}, Settings(device="cpu"), "127.0.0.1")
     listener = socket.create_server(("127.0.0.1", 0))
-    server, port = Server(models, "127.0.0.1"), listener.getsockname()[1]
+    server.port = listener.getsockname()[1]
+    server.url = f"http://127.0.0.1:{server.port}"
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
     while not server.started:
         time.sleep(0.01)
-    try:
-        yield SimpleNamespace(server=server, port=port, url=f"http://127.0.0.1:{port}", models=models)
-    finally:
-        server.handle_exit(2, None)
-        server._captured_signals.clear()
-        thread.join(10)
-        assert not thread.is_alive()
+    yield server
+    server.should_exit = True
+    thread.join(10)
+    assert not thread.is_alive()
 
 
 @pytest.fixture(scope="session")
@@ -50,6 +46,6 @@ def directories(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def running(directories):
-    with served(*directories) as running:
-        yield running
+def server(directories):
+    with served(*directories) as server:
+        yield server
