@@ -1,5 +1,6 @@
 """Serve models to a browser and to OpenAI's clients: `python serve.py RUN [RUN]`. See `python serve.py --help`."""
 
+import contextlib
 import os
 import socket
 from typing import Annotated, Literal
@@ -36,10 +37,9 @@ def main(
 
     server = Server(directories, Settings(device=device, dtype=dtype), host)
     print(f"http://{host}:{listener.getsockname()[1]}/ (Ctrl-C ends it)", flush=True)
-    try:
+    with contextlib.suppress(KeyboardInterrupt):
         server.run(sockets=[listener])
-    except KeyboardInterrupt:
-        os._exit(130)  # without waiting for the thread, which may be in the middle of a long prompt
+    os._exit(130)  # without waiting for the thread, which may be in the middle of a long prompt
 
 
 if __name__ == "__main__":

@@ -70,10 +70,7 @@ class ServedModel:
 
 
 class Request:
-    """What a body asks for: texts that continue the ids `prompt`, or with `score` nothing but the prompt's logprobs.
-
-    A body that is wrong raises any exception, as in `errors.reading`.
-    """
+    """What a body asks for. A wrong body raises whatever exception: it is parsed in `errors.reading`."""
 
     def __init__(self, content: bytes, chat: bool, models: dict[str, ServedModel]):
         body = {name: value for name, value in json.loads(content).items() if value is not None}
@@ -110,7 +107,7 @@ class Request:
         self.before = begin if chat else [] if self.score else self.prompt  # what the text of an answer continues
         if not self.prompt or not all(type(i) is int and 0 <= i < tokenizer.vocab_size for i in self.prompt):
             raise ValueError("a prompt is one text, or a list of token ids")
-        check_prompts([self.prompt], self.model.context)
+        check_prompts([self.prompt], min(self.model.context, 2048) if self.score else self.model.context)
         self.options = dict(max_new_tokens=get("max_completion_tokens", limit, [int], *limits), sampling=sampling)
         self.options |= dict(sample_numbers=range(self.samples), first_tokens=[first] * self.samples)
         self.options |= dict(seed=get("seed", secrets.randbelow(1 << 31), [int], -(1 << 63), (1 << 63) - 1))

@@ -21,7 +21,7 @@ class Server(uvicorn.Server):
         self.worker, self.answers = ThreadPoolExecutor(1), set()  # the answer that is computed, and those that wait
         cards = {"object": "list", "data": [model.card for model in self.models.values()]}
         routes = [
-            routing.Route("/", responses.FileResponse(Path(__file__).with_name("page.html")), methods=["GET"]),
+            routing.Route("/", lambda http: responses.FileResponse(Path(__file__).with_name("page.html"))),
             routing.Route("/health", responses.JSONResponse({"status": "ok"}), methods=["GET"]),
             routing.Route("/v1/models", responses.JSONResponse(cards), methods=["GET"]),
             routing.Route("/v1/completions", self.answer, methods=["POST"]),

@@ -23,7 +23,6 @@ def served(*directories):
     server = Server({path.name: path for path in directories}, Settings(device="cpu"), "127.0.0.1")
     listener = socket.create_server(("127.0.0.1", 0))
     server.port = listener.getsockname()[1]
-    server.url = f"http://127.0.0.1:{server.port}"
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
     while not server.started:
@@ -37,15 +36,8 @@ def served(*directories):
 @pytest.fixture(scope="session")
 def directories(tmp_path_factory):
     """Random models whose answers are long enough to be interrupted."""
-    folder = tmp_path_factory.mktemp("served")
-    chat = write_chat_model(folder / "chat", "chatml", context=4096)
-    text = shutil.copytree(chat, folder / "text")
+    chat = write_chat_model(tmp_path_factory.mktemp("served") / "chat", "chatml", context=4096)
+    text = shutil.copytree(chat, chat.with_name("text"))
     config = (text / "tokenizer_config.json").read_text(encoding="utf-8")
     (text / "tokenizer_config.json").write_text(config.replace('"chat_template"', '"no_template"'), encoding="utf-8")
     return chat, text
-
-
-@pytest.fixture(scope="module")
-def server(directories):
-    with served(*directories) as server:
-        yield server

@@ -21,6 +21,7 @@ from errors import UserError
 from generation import generate, session
 from generation.settings import Sampling, Settings
 from model.decoder import Decoder
+from tests.serving.conftest import served
 
 openai = pytest.importorskip("openai", reason="needs the package openai")
 HELLO = [{"role": "user", "content": "hello"}]
@@ -28,8 +29,14 @@ LONG = {"prompt": "a", "max_tokens": 4000, "temperature": 0}  # an answer that t
 
 
 @pytest.fixture(scope="module")
+def server(directories):
+    with served(*directories) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
 def client(server):
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+    return openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="none", max_retries=0)
 
 
 def send(port: int, body: bytes | dict, path: str = "completions", **headers) -> http.client.HTTPConnection:
