@@ -23,8 +23,8 @@ class ServedModel:
     def __init__(self, name: str, directory: Path, settings: Settings):
         checkpoint, adapter, self.tokenizer, self.eos_ids = open_directory(directory)
         self.decoder, self._prefix = load_decoder(checkpoint, settings, adapter), PrefixCache()
-        self.directory, self.context = directory, checkpoint.config.max_position_embeddings
-        self.sampling = recommended_sampling(directory) or Sampling()  # of chats
+        self.directory, self.sampling = directory, recommended_sampling(directory) or Sampling()  # of chats
+        self.context, self._anchor = checkpoint.config.max_position_embeddings, self.tokenizer.encode("a")
         self.card = {"id": name, "object": "model", "created": 0, "owned_by": "prenorm", "context": self.context}
         self.card |= {"chat": self.tokenizer.chat_template is not None, "tokenizer": self.tokenizer.hash}
         self.card["sampling"] = vars(self.sampling)
@@ -64,7 +64,7 @@ class ServedModel:
     def _describe(self, logprobs: torch.Tensor, token: int, request: "Request") -> dict:
         """A token in OpenAI's format, and its id; `top_logprobs` has the most likely ones in its place."""
         ids = [token, *logprobs.topk(min(request.top_logprobs, len(logprobs))).indices.tolist()]
-        texts = [self.tokenizer.decode([*self.tokenizer.encode("a"), i], special=True)[len("a") :] for i in ids]
+        texts = [self.tokenizer.decode([*self._anchor, i], special=True)[len("a") :] for i in ids]
         entries = [{"token": text, "id": i, "logprob": float(logprobs[i])} for i, text in zip(ids, texts, strict=True)]
         return entries[0] | {"bytes": None, "top_logprobs": entries[1:]}
 

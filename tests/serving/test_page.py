@@ -12,32 +12,24 @@ from tests.serving.conftest import served
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="needs the package playwright")
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium, such as of apt-get install chromium"),
-]
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with sync_api.sync_playwright() as playwright:
-        yield playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt-get install chromium")]
 
 
 @pytest.fixture
-def open_page(browser):
-    """A new window with the page of a server; what its script raises fails the test."""
+def open_page():
+    """Opens the page of a server; what its script raises fails the test."""
     errors = []
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
 
-    def open_page(server, width: int = 1000, **options):
-        window = browser.new_context(viewport={"width": width, "height": 700}, **options).new_page()
-        window.set_default_timeout(20_000)
-        window.on("pageerror", lambda error: errors.append(error))
-        window.goto(f"http://localhost:{server.port}")
-        window.locator("#seed").wait_for(state="attached")
-        return window
+        def open_page(server, width: int = 1000, **options):
+            window = browser.new_context(viewport={"width": width, "height": 700}, **options).new_page()
+            window.on("pageerror", lambda error: errors.append(error))
+            window.goto(f"http://localhost:{server.port}")
+            window.locator("#seed").wait_for(state="attached")
+            return window
 
-    yield open_page
+        yield open_page
     assert errors == []
 
 
