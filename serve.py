@@ -16,7 +16,6 @@ def main(
     runs: Annotated[tuple[str, ...], tyro.conf.arg(metavar="RUN"), tyro.conf.Positional],
     host: str = "127.0.0.1",
     port: int = 8000,
-    device: str = "auto",
     dtype: Literal["auto", "float32", "bfloat16", "float16", "int8"] = "auto",
 ) -> None:
     """Serve models to a browser, two side by side, and to clients of OpenAI's API under /v1.
@@ -25,7 +24,6 @@ def main(
         runs: Runs, checkpoint directories or models of the Hugging Face Hub.
         host: Address to listen on. 0.0.0.0 lets the whole network in, without a password.
         port: Port to listen on (0: any).
-        device: As in generate.py.
         dtype: As in generate.py.
     """
     directories = {run: find_checkpoint(run) for run in runs}
@@ -35,7 +33,7 @@ def main(
         raise UserError(f"cannot listen on port {port} ({error}); give another --port.") from None
     from serving.server import Server  # imports torch
 
-    server = Server(directories, Settings(device=device, dtype=dtype), host)
+    server = Server(directories, Settings(dtype=dtype), host)
     print(f"http://{host}:{listener.getsockname()[1]}/ (Ctrl-C ends it)", flush=True)
     with contextlib.suppress(KeyboardInterrupt):
         server.run(sockets=[listener])

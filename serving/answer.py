@@ -124,8 +124,7 @@ class Request:
         text, tokens = "".join(step[1] for step in steps), [step[2] for step in steps if step[2]]
         choice = {"index": sample, "finish_reason": steps[-1][3], "logprobs": {"content": tokens} if tokens else None}
         if self.chat:
-            role = {} if self.stream and any(steps[0][1:]) else {"role": "assistant"}  # in the first chunk
-            return choice | {"delta" if self.stream else "message": role | {"content": text}}
+            return choice | {"delta" if self.stream else "message": {"role": "assistant", "content": text}}
         if tokens:
             top = [{other["token"]: other["logprob"] for other in token["top_logprobs"]} for token in tokens]
             names, logprobs = [token["token"] for token in tokens], [token["logprob"] for token in tokens]

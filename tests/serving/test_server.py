@@ -160,7 +160,7 @@ def test_a_client_that_reads_slowly_delays_nobody(server):
 
 
 def test_ctrl_c_ends_the_answer_in_flight_and_the_server_within_a_second(directories):
-    command = [sys.executable, "serve.py", str(directories[0]), "--port", "0", "--device", "cpu"]
+    command = [sys.executable, "serve.py", str(directories[0]), "--port", "0"]
     process = subprocess.Popen(command, cwd=Path(serve.__file__).parent, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     port = int(process.stdout.readline().split(b"/")[2].partition(b":")[2])
     answer = send(port, LONG | {"stream": True}).getresponse()
