@@ -22,8 +22,13 @@ def main() -> int:
 
         print(claims.claims_table(command.claims))
         return 0
-    from ablation import report, study
+    from ablation import plots, report, study
 
+    if command.effects is not None:
+        path = command.effects[0].parent / "effects.png"
+        plots.parts([study.load(folder) for folder in command.effects]).savefig(path)
+        print(f"written: {path}")
+        return 0
     if command.report is not None:
         print("written: " + ", ".join(map(str, report.write(study.load(command.report), command.report))))
         return 0

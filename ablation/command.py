@@ -44,6 +44,8 @@ class Command:
     report: Annotated[Path | None, optional("FOLDER")] = None  # Only rewrite the report of this folder
     claims: Annotated[tuple[Path, ...] | None, optional("FOLDER ...")] = None
     """Only print one table of published claims; each is judged from the first of these folders that measured it"""
+    effects: Annotated[tuple[Path, ...] | None, optional("FOLDER ...")] = None
+    """Only draw what the mean and the bias do in each of these folders, as effects.png beside them"""
     plan: Annotated[Plan, tyro.conf.arg(name="")] = field(default_factory=Plan)
 
 

@@ -40,6 +40,25 @@ def forest(rows: Sequence[tuple[str, Effect]], xlabel: str, margin: float) -> Fi
     return figure
 
 
+def parts(studies: Sequence[Study]) -> Figure:
+    """A row for each study: RMSNorm minus LayerNorm, and what the mean and the bias do in it."""
+    figure, [axes] = panels(1.2 + 0.45 * len(studies))
+    axes.axvline(0, color=MUTED, linewidth=1)
+    for row, study in enumerate(studies):
+        for number, (name, effect) in enumerate(study.parts.items()):
+            place, colour = row + 0.22 * (number - 1), COLOURS[number]
+            axes.plot(effect.interval, (place, place), color=colour, linewidth=3, alpha=0.5, solid_capstyle="butt")
+            axes.plot(effect.estimate, place, MARKERS[number], color=colour, markersize=4, label=name)
+    names = [f"{study.plan.name}, {effect.n} pairs" for study in studies for effect in [*study.parts.values()][:1]]
+    axes.set_yticks(range(len(names)), names)
+    axes.set_xscale("symlog", linthresh=0.01)
+    axes.set(ylim=(len(names) - 0.5, -0.5), xlabel="difference in loss, nats per token")
+    handles, labels = axes.get_legend_handles_labels()
+    shown = dict(zip(labels, handles, strict=True))
+    figure.legend(shown.values(), shown, loc="outside lower center", frameon=False, fontsize=8, ncols=3)
+    return figure
+
+
 def curve_differences(study: Study, arm: str) -> list[tuple[int, Effect]]:
     """Loss of an arm minus that of its baseline at each step at which all final runs of both were evaluated."""
     pairs = study.paired("final", arm)

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from ablation.plan import MAX_SEEDS, Arm, Plan, Run, load_plan
+from ablation.plan import MAX_SEEDS, Arm, Plan, Run, arm_settings, load_plan
 from ablation.records import Row, read_rows
 from ablation.stats import Comparison, Effect, equivalence_p, final_pairs, holm, mean_effect
 from errors import UserError
@@ -196,6 +196,25 @@ class Study:
             weights = signs * 2 ** (len(choice) - 1) / (signs > 0).sum()  # of the arms; the positive ones are as many
             found.append(self.mean_loss(title, dict(zip(self.arms, weights, strict=True))))
         return [effect for effect in found if effect is not None]
+
+    @functools.cached_property
+    def parts(self) -> dict[str, Effect]:
+        """RMSNorm minus LayerNorm, and, where both were trained with and without a bias, what each part of it does."""
+        models = {name: arm_settings(self.plan, arm).model for name, arm in self.arms.items()}
+        cells = {}
+        for name, model in models.items():
+            cells.setdefault((model.norm, model.has_norm_bias), []).append(name)
+        signs = {  # of LayerNorm with and without a bias, and of RMSNorm
+            "RMSNorm minus LayerNorm": (-1, 0, 0, 1),
+            "no mean": (-0.5, -0.5, 0.5, 0.5),
+            "no bias": (-0.5, 0.5, -0.5, 0.5),
+        }
+        four = [cells.get(cell, []) for cell in itertools.product(("layer", "rms"), (True, False))]
+        arms, found = [names[0] if len(names) == 1 else None for names in four], {}
+        for name, weights in signs.items():
+            chosen = {arm: weight for arm, weight in zip(arms, weights, strict=True) if weight}
+            found[name] = None if None in chosen else self.mean_loss(name, chosen)
+        return {name: effect for name, effect in found.items() if effect is not None}
 
 
 def as_table(rows: list[dict]) -> pd.DataFrame:

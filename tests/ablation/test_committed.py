@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ablation import report, study
+from ablation import plots, report, study
 from ablation.claims import CLAIMS, claims_table
 from ablation.study import Study
 
@@ -30,6 +30,14 @@ def test_every_comparison_has_the_mean_the_interval_and_the_verdict_that_were_pu
         numbers = [float(row[name]) for name in ("mean", "low", "high")]
         assert [effect.estimate, *effect.interval] == pytest.approx(numbers, abs=1e-6), key
         assert found[key].verdict == row["verdict"], key
+
+
+def test_what_mean_and_bias_do_is_the_effect_of_each_factor_and_is_drawn_for_every_study(studies):
+    found = studies["factorial"]
+    for effect, name in zip(found.effects, ("no mean", "no bias"), strict=False):
+        assert found.parts[name].interval == pytest.approx(effect.interval)
+    drawn = plots.parts([studies["factorial"], studies["budget-600"]]).axes[0]
+    assert [label.get_text() for label in drawn.get_yticklabels()] == ["factorial, 30 pairs", "budget-600, 6 pairs"]
 
 
 def test_the_table_of_claims_in_the_findings_is_that_of_its_command():

@@ -66,11 +66,11 @@ def test_a_run_whose_process_is_killed_or_that_is_stopped_resumes(flags, tmp_pat
         psutil.Process(process.pid).children()[1].kill()
     else:
         process.send_signal(signal.SIGTERM)
-    out, _ = process.communicate(timeout=60)
+    out, _ = process.communicate(timeout=200)
     assert process.returncode != 0 and ("stopped and saved at step" in out) == (stopped == "SIGTERM")
     done = read_state(find_last(tmp_path / "run")).step
     process = start("--resume", "run", "--steps", str(done + 2))
-    out, errors = process.communicate(timeout=60)
+    out, errors = process.communicate(timeout=200)
     assert process.returncode == 0 and f"resuming from run/last, step {done} of {done + 2}" in out, errors[-3000:]
 
 
