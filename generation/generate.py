@@ -70,6 +70,7 @@ def generate(
     vocab_size: int | None = None,
     on_token: Callable[[int, int], bool | None] = lambda i, token: False,
     on_finish: Callable[[int, FinishReason], object] = lambda i, reason: None,
+    on_logits: Callable[[torch.Tensor], object] = lambda logits: None,
     prefix: PrefixCache | None = None,
 ) -> Generation:
     """Continue each prompt (one token or more), deterministically.
@@ -81,7 +82,8 @@ def generate(
     Sequence i ends at an EOS id, when `on_token(i, token)` returns true, after max_new_tokens, or when prompt and new
     tokens together fill `max_position_embeddings`; then `on_finish(i, reason)` is called once. A prompt that is too
     long to generate even one token raises `UserError`. Only ids below `vocab_size` are sampled: a model may have more
-    ids than its tokenizer.
+    ids than its tokenizer. `on_logits` gets the logits (B, V) of each step before anything is sampled; they are valid
+    until it returns.
 
     With `prefix`, for a single prompt: what the prompt has in common with the last call's tokens is not computed again.
     It stays valid if this call is interrupted anywhere, but not if a call without it comes in between.
@@ -128,6 +130,7 @@ def generate(
             else:
                 logits = decoder(tokens, cache=cache, padding=padding, last_only=True)
             logits = logits[:, -1, :vocab_size]  # (B, V)
+            on_logits(logits)
             if allowed is not None:
                 logits, allowed = logits.masked_fill(~allowed, -math.inf), None
             sampled = sample(logits, sampling, generators, seen)  # (B,)

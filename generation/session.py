@@ -37,14 +37,10 @@ def run(
 
     A chat without prompts is a conversation: `read` gives one message after another, until it raises EOFError.
     """
-    model, adapter = find.find_adapter(directory, settings.adapter)
-    checkpoint = open_checkpoint(model)
-    tokenizer = load_tokenizer(directory if [*directory.glob("tokenizer.*")] else model)
+    checkpoint, adapter, tokenizer, eos_ids = open_directory(directory, settings.adapter)
     if settings.merge is not None:
         return merge(checkpoint, adapter, tokenizer, settings.merge)
     context = checkpoint.config.max_position_embeddings
-    check_vocabulary(tokenizer, checkpoint.config.vocab_size)
-    eos_ids = find.eos_ids(model, tokenizer.eos_id)
     if settings.chat:
         chat = ChatFormat(directory, tokenizer, settings.system)
         eos_ids |= {chat.end_of_turn} - {None}
@@ -85,6 +81,17 @@ def run(
         )
         if "context" in result.finish_reasons:
             log("a text ends where the model's context is full")
+
+
+def open_directory(
+    directory: Path, adapter: str | None = None
+) -> tuple[Checkpoint, Path | None, Tokenizer, frozenset[int]]:
+    """A checkpoint whose weights are not read yet, its adapter, its tokenizer, and the ids that end a text."""
+    model, found = find.find_adapter(directory, adapter)
+    checkpoint = open_checkpoint(model)
+    tokenizer = load_tokenizer(directory if [*directory.glob("tokenizer.*")] else model)
+    check_vocabulary(tokenizer, checkpoint.config.vocab_size)
+    return checkpoint, found, tokenizer, find.eos_ids(model, tokenizer.eos_id)
 
 
 def merge(checkpoint: Checkpoint, adapter: Path | None, tokenizer: Tokenizer, new: Path) -> None:

@@ -8,13 +8,16 @@ import sys
 from pathlib import Path
 
 import pytest
+import tyro
 
 import ablate
 import generate
+import serve
 import train
 from errors import exit_on_user_error
 
-PROGRAMS = {"train": train.main, "generate": generate.main, "ablate": ablate.main}
+PROGRAMS = {script.__name__: script.main for script in (train, generate, ablate)}
+PROGRAMS["serve"] = lambda: tyro.cli(serve.main)
 
 # A command line, and below it a pattern of its error. RUN is a run of two steps, BAD a folder of what is not right.
 MISTAKES = r"""
@@ -118,6 +121,12 @@ generate RUN --prompt a --max-new-tokens 0
     --max-new-tokens, .* must be at least 1
 generate RUN --prompt LONG
     the prompt has .* tokens, .* context is 64 tokens .*; shorten it
+serve nothere
+    nothere does not exist; give a directory
+serve BAD/empty --port 0
+    .*BAD/empty has no config.json, best/ or last/
+serve RUN --port 99999
+    cannot listen on port 99999 .*; give another --port
 ablate nothere
     nothere is neither a file nor one of
 ablate --seeds 0

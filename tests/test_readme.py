@@ -51,7 +51,7 @@ def test_every_file_module_config_and_plan_that_a_document_names_exists(document
     assert [name for name in named if not (ROOT / name.strip()).is_file()] == []
 
 
-@pytest.mark.parametrize("script", ["train.py", "generate.py", "ablate.py"])
+@pytest.mark.parametrize("script", ["train.py", "generate.py", "ablate.py", "serve.py"])
 def test_every_flag_in_the_commands_of_the_documents_exists(script):
     used = [command for text in TEXTS.values() for command in commands(text) if f"python {script}" in command]
     flags = {flag for command in used for flag in re.findall(r"\s(--\w[\w-]*)", command)}

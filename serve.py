@@ -1,0 +1,45 @@
+"""Serve models to a browser and to OpenAI's clients: `python serve.py RUN [RUN]`. See `python serve.py --help`."""
+
+import contextlib
+import os
+import socket
+from typing import Annotated, Literal
+
+import tyro
+
+from checkpoints.find import find_checkpoint
+from errors import UserError, exit_on_user_error
+from generation.settings import Settings
+
+
+def main(
+    runs: Annotated[tuple[str, ...], tyro.conf.arg(metavar="RUN"), tyro.conf.Positional],
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    dtype: Literal["auto", "float32", "bfloat16", "float16", "int8"] = "auto",
+) -> None:
+    """Serve models to a browser, two side by side, and to clients of OpenAI's API under /v1.
+
+    Args:
+        runs: Runs, checkpoint directories or models of the Hugging Face Hub.
+        host: Address to listen on. 0.0.0.0 lets the whole network in, without a password.
+        port: Port to listen on (0: any).
+        dtype: As in generate.py.
+    """
+    directories = {run: find_checkpoint(run) for run in runs}
+    try:
+        listener = socket.create_server((host, port))
+    except (OSError, OverflowError) as error:
+        raise UserError(f"cannot listen on port {port} ({error}); give another --port.") from None
+    from serving.server import Server  # imports torch
+
+    server = Server(directories, Settings(dtype=dtype), host)
+    print(f"http://{host}:{listener.getsockname()[1]}/ (Ctrl-C ends it)", flush=True)
+    with contextlib.suppress(KeyboardInterrupt):
+        server.run(sockets=[listener])
+    os._exit(130)  # without waiting for the thread, which may be in the middle of a long prompt
+
+
+if __name__ == "__main__":
+    with exit_on_user_error():
+        tyro.cli(main, prog="serve.py")

@@ -1,0 +1,43 @@
+"""A server with two models in this process: `chat` has a template, `text` has none."""
+
+import contextlib
+import shutil
+import socket
+import threading
+import time
+
+import pytest
+
+from generation.settings import Settings
+from tests.generation.conftest import write_chat_model
+
+pytest.importorskip("uvicorn", reason="needs starlette and uvicorn")
+pytest.importorskip("starlette")
+
+
+@contextlib.contextmanager
+def served(*directories):
+    """A running server of the directories, under their names."""
+    from serving.server import Server
+
+    server = Server({path.name: path for path in directories}, Settings(device="cpu"), "127.0.0.1")
+    listener = socket.create_server(("127.0.0.1", 0))
+    server.port = listener.getsockname()[1]
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    yield server
+    server.should_exit = True
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+@pytest.fixture(scope="session")
+def directories(tmp_path_factory):
+    """Random models whose answers are long enough to be interrupted."""
+    chat = write_chat_model(tmp_path_factory.mktemp("served") / "chat", "chatml", context=4096)
+    text = shutil.copytree(chat, chat.with_name("text"))
+    config = (text / "tokenizer_config.json").read_text(encoding="utf-8")
+    (text / "tokenizer_config.json").write_text(config.replace('"chat_template"', '"no_template"'), encoding="utf-8")
+    return chat, text

@@ -1,0 +1,186 @@
+"""The server as OpenAI's client sees it, and what it does with bad requests and bad clients."""
+
+import concurrent.futures
+import http.client
+import itertools
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+import serve
+from errors import UserError
+from generation import generate, session
+from generation.settings import Sampling, Settings
+from model.decoder import Decoder
+from tests.serving.conftest import served
+
+openai = pytest.importorskip("openai", reason="needs the package openai")
+HELLO = [{"role": "user", "content": "hello"}]
+LONG = {"prompt": "a", "max_tokens": 4000, "temperature": 0}  # an answer that takes seconds
+
+
+@pytest.fixture(scope="module")
+def server(directories):
+    with served(*directories) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    return openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="none", max_retries=0)
+
+
+def send(port: int, body: bytes | dict, path: str = "completions", **headers) -> http.client.HTTPConnection:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    connection.request("POST", f"/v1/{path}", content, headers)
+    return connection
+
+
+def post(server, *request, **headers) -> tuple[int, dict]:
+    """The status and the JSON of an answer."""
+    answer = send(server.port, *request, **headers).getresponse()
+    return answer.status, json.load(answer)
+
+
+def generated(directory, prompt: str, **settings) -> str:
+    """What generate.py prints."""
+    parts = []
+    session.run(Settings(device="cpu", **settings), directory, [prompt], parts.append, lambda line: None)
+    return "".join(parts).removesuffix("\n")
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.5, "top_p": 0.9, "top_k": 9, "min_p": 0.01}])
+def test_the_text_equals_that_of_generate_py_streamed_or_not(client, directories, options):
+    settings = {"seed": 7, "max_new_tokens": 30, "sampling": Sampling(**options)}
+    options = {"extra_body": options, "seed": 7, "max_tokens": 30}
+    arguments = {"model": "text", "prompt": "def add ", **options}
+    whole = client.completions.create(**arguments)
+    assert "def add" + whole.choices[0].text == generated(directories[1], "def add ", **settings)
+    assert whole.usage.completion_tokens == 30 and whole.choices[0].finish_reason == "length"
+    parts = [chunk.choices[0].text for chunk in client.completions.create(**arguments, stream=True)]
+    assert "".join(parts) == whole.choices[0].text and len(parts) > 10
+    options |= {"stream": True, "stream_options": {"include_usage": True}}
+    *chunks, last = client.chat.completions.create(model="chat", messages=HELLO, **options)
+    answer = "".join(chunk.choices[0].delta.content for chunk in chunks)
+    assert answer == generated(directories[0], "hello", chat=True, **settings) and last.usage.completion_tokens == 30
+
+
+def test_samples_stop_strings_and_models(client):
+    assert [model.id for model in client.models.list()] == ["chat", "text"]
+    arguments = {"model": "text", "prompt": "def", "seed": 3, "max_tokens": 20}
+    texts = [choice.text for choice in client.completions.create(**arguments, n=3).choices]
+    assert len({*texts}) == 3 and client.completions.create(**arguments).choices[0].text == texts[0]
+    stop = texts[0][5:8]
+    stopped = client.completions.create(**arguments, stop=[stop]).choices[0]
+    assert stopped.text == texts[0][: texts[0].index(stop)] and stopped.finish_reason == "stop"
+
+
+def test_logprobs_of_an_answer_are_those_of_its_text_and_its_ids_continue_it(client, server):
+    start = server.models["text"].tokenizer.document_start
+    arguments = {"model": "text", "seed": 3, "max_tokens": 12, "temperature": 0, "prompt": [start, 70]}
+    choice = client.completions.create(**arguments, logprobs=5).choices[0]
+    ids = [entry["id"] for entry in choice.logprobs.content]
+    assert [entry["top_logprobs"][0]["id"] for entry in choice.logprobs.content] == ids
+    echo = {"prompt": [70, *ids], "echo": True, "max_tokens": 0, "logprobs": 0}
+    scored = client.completions.create(**(arguments | echo)).choices[0]
+    assert scored.logprobs.token_logprobs[1:] == pytest.approx(choice.logprobs.token_logprobs, abs=1e-4)
+    assert scored.text.endswith(choice.text) and scored.logprobs.content[0]["top_logprobs"] == []
+    rest = client.completions.create(**arguments | {"max_tokens": 6}, extra_body={"begin_ids": ids[:6]})
+    assert choice.text.endswith(rest.choices[0].text)
+
+
+def test_a_conversation_computes_only_what_is_new(client, monkeypatch):
+    computed, forward = [], Decoder.forward
+    monkeypatch.setattr(Decoder, "forward", lambda *a, **k: computed.append(a[1].shape[1]) or forward(*a, **k))
+    first = client.chat.completions.create(model="chat", messages=HELLO, max_tokens=20, seed=1, temperature=0)
+    longer = [*HELLO, {"role": "assistant", "content": first.choices[0].message.content}, *HELLO]
+    second = client.chat.completions.create(model="chat", messages=longer, max_tokens=5)
+    assert computed[-1] <= second.usage.prompt_tokens - first.usage.prompt_tokens
+
+
+def malformed() -> list[bytes]:
+    """200 bodies that no request should have."""
+    fields = "prompt model max_tokens temperature top_p top_k min_p n seed stop logprobs".split()
+    wrong = (-1, 1e400, "\ud800", [[]], {"a": 1}, True, [None], 10**30, -0.5, "x" * 20000, [-1], [10**9])
+    pairs = [{field: value} for field, value in itertools.product(fields, wrong)]
+    bodies = [json.dumps({"prompt": "a", "max_tokens": 2} | pair).encode() for pair in pairs]
+    bodies += [b"", b"[]", b"null", b"3", b'"a"', b"[" * 100_000, b'{"prompt": NaN}', b'{"messages": 3}']
+    good, draw = json.dumps({"prompt": "a", "max_tokens": 2, "stop": ["b"]}).encode(), random.Random(1)
+    return (
+        bodies + [good[: draw.randrange(1, len(good))] for _ in range(40)] + [bytes([i]) * 9 for i in range(128, 148)]
+    )
+
+
+def test_malformed_bodies_get_an_error_in_openais_format(server, capfd):
+    answers = [post(server, body, "completions" if n % 7 else "chat/completions") for n, body in enumerate(malformed())]
+    refused = [answer for answer in answers if answer[0] != 200]  # a long stop string is legal
+    refused += [post(server, b" " * 1_000_001), post(server, {}, "nothing"), post(server, {}, "models")]
+    refused += [post(server, {"model": "text", "messages": HELLO}, "chat/completions")]
+    refused += [post(server, {"prompt": "a " * 5000}), post(server, {"prompt": "a"}, Host="evil.com")]
+    assert len(refused) >= 190 and {status for status, _ in refused} == {400, 404, 405, 413}
+    assert {answer["error"]["type"] for _, answer in refused} == {"invalid_request_error"}
+    for (_, answer), words in zip(refused[-3:], ("no chat template", "context is 4096", "Not Found"), strict=True):
+        assert words in answer["error"]["message"]
+    assert capfd.readouterr().err == ""
+
+
+def test_fifty_clients_at_once_are_answered_in_order_or_told_to_wait(server):
+    with concurrent.futures.ThreadPoolExecutor(50) as pool:
+        answers = pool.map(lambda _: post(server, {"prompt": "a", "max_tokens": 30}), range(50))
+        statuses = [status for status, _ in answers]
+    assert {*statuses} <= {200, 429} and statuses.count(200) >= 8 and not server.answers
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_generation_stops_within_two_tokens_when_the_client_leaves(server, monkeypatch, stream):
+    steps, sample = [], generate.sample
+    monkeypatch.setattr(generate, "sample", lambda *a: time.sleep(0.02) or steps.append(0) or sample(*a))
+    connection, end = send(server.port, LONG | {"stream": stream}), time.monotonic() + 20
+    while len(steps) < 5 and time.monotonic() < end:
+        time.sleep(0.005)
+    connection.close()
+    before = len(steps)
+    time.sleep(0.5)
+    assert not server.answers and before >= 5 and len(steps) <= before + 2
+
+
+def test_a_client_that_reads_slowly_delays_nobody(server):
+    slow = send(server.port, LONG | {"max_tokens": 300, "stream": True, "logprobs": 20, "n": 4})  # 2 MB
+    assert post(server, {"prompt": "a", "max_tokens": 3})[0] == 200
+    assert slow.getresponse().read().endswith(b"data: [DONE]\n\n")
+
+
+def test_ctrl_c_ends_the_answer_in_flight_and_the_server_within_a_second(directories):
+    command = [sys.executable, "serve.py", str(directories[0]), "--port", "0"]
+    process = subprocess.Popen(command, cwd=Path(serve.__file__).parent, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    port = int(process.stdout.readline().split(b"/")[2].partition(b":")[2])
+    answer = send(port, LONG | {"stream": True}).getresponse()
+    assert [answer.readline() for _ in range(3)]  # the first token, too
+    os.kill(process.pid, signal.SIGINT)
+    start, rest = time.monotonic(), answer.read()
+    assert process.wait(10) == 130 and time.monotonic() - start < 1.5  # other programs use the machine too
+    assert b"the answer was ended" in rest and b"[DONE]" in rest and process.stderr.read() == b""
+
+
+def test_a_port_in_use_is_one_line(server, directories):
+    with pytest.raises(UserError, match=rf"cannot listen on port {server.port} .*; give another --port\.$"):
+        serve.main([str(directories[0])], port=server.port)
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_over_500_requests(server):
+    body, process, sizes = {"messages": HELLO, "max_tokens": 5, "logprobs": True}, psutil.Process(), []
+    for number in range(600):
+        assert post(server, body, "chat/completions")[0] == 200
+        if number in (99, 599):
+            sizes.append(process.memory_info().rss)
+    assert sizes[1] - sizes[0] < 5e6
