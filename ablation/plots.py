@@ -53,8 +53,7 @@ def parts(studies: Sequence[Study]) -> Figure:
     axes.set_yticks(range(len(names)), names)
     axes.set_xscale("symlog", linthresh=0.01)
     axes.set(ylim=(len(names) - 0.5, -0.5), xlabel="difference in loss, nats per token")
-    handles, labels = axes.get_legend_handles_labels()
-    shown = dict(zip(labels, handles, strict=True))
+    shown = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
     figure.legend(shown.values(), shown, loc="outside lower center", frameon=False, fontsize=8, ncols=3)
     return figure
 
