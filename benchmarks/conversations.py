@@ -1,8 +1,7 @@
 """Teaching a model conversations, ours beside TRL's SFTTrainer: `python -m benchmarks.conversations RUN`.
 
-RUN is a directory that has learned to talk, such as runs/talk. Both train all of its weights with AdamW on python-chat,
-and take turns of a few steps. Ours packs conversations into rows; TRL pads them, as its packing needs FlashAttention,
-which is for GPUs. Tokens are those of conversations, without padding.
+RUN has learned to talk, such as runs/talk. Both train all of its weights with AdamW on python-chat, and take turns. Ours
+packs conversations into rows; TRL pads them, as its packing needs FlashAttention. Tokens are counted without padding.
 """
 
 import argparse
@@ -17,20 +16,18 @@ import torch
 from benchmarks import timing
 from checkpoints.families import load_config
 from checkpoints.find import find_checkpoint
-from data.conversations import rows_of
-from data.sources import resolve
 from errors import exit_on_user_error
 from model.count import flops_per_token
 from model.device import choose_training_dtype, device_name
-from training.loop import train_steps
-from training.session import no_log, set_up
-from training.settings import parse
 
 STEPS = 4  # of a block
-CONVERSATIONS = 8, 32  # in TRL's batches; ours has eight rows
 
 
 def ours(run: str, dtype: str, folder: Path) -> dict[str, timing.Block]:
+    from training.loop import train_steps
+    from training.session import no_log, set_up
+    from training.settings import parse
+
     settings = parse(["--init-from", run, "--data", "python-chat", "--dtype", dtype], "").settings
     session = set_up(settings, folder / "ours", resume=False, log=no_log)
     results, batch = train_steps(session), partial(session.corpus.batch, settings.run.seed)
@@ -48,6 +45,9 @@ def theirs(run: str, dtype: str, folder: Path, conversations: int) -> dict[str, 
     import datasets
     import trl
     from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from data.conversations import rows_of
+    from data.sources import resolve
 
     path = find_checkpoint(run)
     rows = [row for _, row in rows_of(resolve(["python-chat"], "text", folder))]
@@ -90,7 +90,7 @@ def main() -> None:
         limit = flops_per_token(load_config(find_checkpoint(arguments.run)), 512) / rate
         with tempfile.TemporaryDirectory() as folder:
             common = arguments.run, dtype, Path(folder)
-            makers = {f"TRL, {n} conversations a step": partial(theirs, *common, n) for n in CONVERSATIONS}
+            makers = {f"TRL, {n} conversations a step": partial(theirs, *common, n) for n in (8, 32)}
             makers["ours, 8 rows a step"] = partial(ours, *common)
             title = f"Conversations, {dtype}, on {device_name(device)}"
             tables.append(
