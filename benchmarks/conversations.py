@@ -1,6 +1,6 @@
 """Teaching a model conversations, ours beside TRL's SFTTrainer: `python -m benchmarks.conversations RUN`.
 
-RUN has learned to talk, such as runs/talk. Both train all of its weights with AdamW on python-chat, and take turns. Ours
+RUN has learned to talk, such as runs/talk. Both train all its weights with AdamW on python-chat, and take turns. Ours
 packs conversations into rows; TRL pads them, as its packing needs FlashAttention. Tokens are counted without padding.
 """
 
