@@ -46,9 +46,8 @@ class ChatFormat:
         template = tokenizer.chat_template
         if template is None:
             raise UserError(
-                f"{checkpoint} has no chat template, so the model only continues text: leave out --chat, use a model "
-                f"trained for conversations (often named Instruct or Chat), or, to teach it conversations, put a "
-                f"chat_template.jinja into its folder."
+                f"{checkpoint} has no chat template, so the model only continues text: leave out --chat, use an "
+                f"Instruct or Chat model, or, to teach it conversations, put a chat_template.jinja into its folder."
             )
         self._template, self.tokenizer = template, tokenizer
         added = {i: token.content for i, token in tokenizer.added_tokens.items()}

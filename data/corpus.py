@@ -69,11 +69,10 @@ def prepare(
     document_mask: bool = False,
     sequence_length: int = 256,
 ) -> Corpus | Conversations:
-    """Text to token streams, or conversations to rows; what the cache has is not made again.
+    """Text to token streams, or conversations to rows of `sequence_length`; what the cache has is not made again.
 
-    sources: see `data.sources.resolve`; text_field: of jsonl and parquet rows; tokenizer: a file or folder to load, or
-    None to train one of `vocab_size` pieces; document_mask: batches have the numbers of documents; sequence_length: of
-    the rows of conversations.
+    sources: see `resolve`; tokenizer: a file or folder to load, or None to train one of `vocab_size` pieces;
+    document_mask: batches have the numbers of documents.
     """
     cache_dir, split = Path(cache_dir), Split(validation_fraction, validation_salt)
     files = resolve(sources, text_field, cache_dir)
@@ -103,12 +102,11 @@ def trained_tokenizer(files: list[TextFile], vocab_size: int, split: Split, cach
     """The folder of a tokenizer that is trained on a sample of the files, unless it was before."""
     folder = cache_dir / "tokenizers" / digest(VERSION, vocab_size, split, sorted(TRAINER_OPTIONS.items()), files)
     made = folder / "tokenizer.json"  # the last file that is saved
-    if not made.is_file():
-        folder.mkdir(parents=True, exist_ok=True)
-        with FileLock(folder / ".lock"):
-            if not made.is_file():  # by another process while this one waited
-                print(f"training a tokenizer of {vocab_size:,} pieces (once) ...", file=sys.stderr, flush=True)
-                train_tokenizer(sample_text(files, split), vocab_size, folder / "tokenizer.model").save(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder / ".lock"):
+        if not made.is_file():
+            print(f"training a tokenizer of {vocab_size:,} pieces (once) ...", file=sys.stderr, flush=True)
+            train_tokenizer(sample_text(files, split), vocab_size, folder / "tokenizer.model").save(folder)
     return folder
 
 

@@ -54,17 +54,16 @@ class Unit:
         return digest(VERSION, self.files, self.tokenizer.hash)
 
     def path(self, suffix: str) -> Path:
-        """One of its own files."""
         return self.folder / f"{self.key}{suffix}"
 
-    def facts(self) -> dict | None:
-        """What KEY.json says; None for a unit that is not complete."""
-        return read_json(self.path(".json")) or None
+    def facts(self) -> dict:
+        """What KEY.json says; nothing for a unit that is not complete."""
+        return read_json(self.path(".json"))
 
     def prepare(self, *, wait: bool) -> None:
         """Make it complete. If another process is at it: wait for that one, or leave it to that one."""
         with contextlib.suppress(Timeout), FileLock(self.path(".lock")).acquire(timeout=-1 if wait else 0):
-            if self.facts() is None:
+            if not self.facts():
                 self._write()
 
     def _write(self) -> None:
@@ -151,7 +150,7 @@ def prepare_units(files: Iterable[TextFile], tokenizer: Tokenizer, folder: Path)
     """The units of files, made complete by a process per core; this one is one of them."""
     folder.mkdir(parents=True, exist_ok=True)
     units = [Unit(group, tokenizer, folder) for group in group_files(files)]
-    missing = [unit for unit in units if unit.facts() is None]
+    missing = [unit for unit in units if not unit.facts()]
     count = min(usable_cores(), len(missing))
     for _ in range(count - 1):
         SPAWN.Process(target=work, args=(missing, usable_cores() // count), daemon=True).start()
