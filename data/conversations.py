@@ -154,7 +154,6 @@ def messages_of(row: dict) -> list[Message]:
         role, content = (one["role"], one["content"]) if "role" in one else (one["from"], one["value"])
         if not isinstance(content, str) or one.get("tool_calls"):
             raise ValueError("a message is not plain text")
-        content.encode("utf-8")  # JSON can have half a surrogate pair as an escape
         messages.append({"role": ROLES.get(role, role), "content": content})
     return messages
 
