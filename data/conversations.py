@@ -54,7 +54,6 @@ class Conversations:
         return batch_of(self.train[:, np.concatenate([numbers for numbers, _ in drawn]).astype(np.int64)])
 
     def validation_batches(self, _: int, batch_size: int) -> Iterator[Batch]:
-        """All rows for validation, in order."""
         for start in range(0, self.validation.shape[1], batch_size):
             yield batch_of(self.validation[:, start : start + batch_size])
 
@@ -72,7 +71,6 @@ def has_conversations(files: Sequence[TextFile]) -> bool:
 
 
 def rows_of(files: Sequence[TextFile]) -> Iterator[tuple[str, dict]]:
-    """The rows of all files, see `read_rows`."""
     return itertools.chain.from_iterable(map(read_rows, files))
 
 
@@ -120,7 +118,7 @@ def encode_conversations(files: Sequence[TextFile], chat: ChatFormat, size: int)
     """The conversations of all files that can be learned from, by their hash; what is unusual is printed, counted."""
     found: dict[int, Encoded] = {}
     notes = defaultdict(list)  # what is unusual -> where
-    notes["files left out: they are text, not rows"] += [f.name for f in files if f.format in ("text", "topics")]
+    notes["files left out: they are text, not rows"] += [f.name for f in files if f.format == "text"]
     for place, row in tqdm(rows_of(files), "conversations", delay=2, unit=""):
         try:
             messages = messages_of(row)

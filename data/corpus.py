@@ -52,7 +52,6 @@ class Corpus:
         return number_documents(batch(self.train, **order), self.document_start)
 
     def validation_batches(self, sequence_length: int, batch_size: int) -> Iterator[Batch]:
-        """All of the validation text."""
         windows = validation_windows(self.validation, sequence_length, batch_size)
         return (number_documents(window, self.document_start) for window in windows)
 

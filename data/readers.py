@@ -3,6 +3,7 @@
 Nothing here holds more than a block, a row or, in parquet, some rows.
 """
 
+import functools
 import gzip
 import json
 from collections.abc import Iterable, Iterator
@@ -22,21 +23,15 @@ Document = Iterable[str]  # its text in blocks, to be read at most once
 
 def read_documents(file: TextFile) -> Iterator[Document]:
     """The documents of a file in order; a note says why a file of a folder or pattern is left out."""
-    path = file.fetch()
-    match file.format:
-        case "text":
-            if not file.optional or is_utf8(path):
-                yield read_blocks(path)
-        case "topics":
-            from pydoc_data.topics import topics  # the language reference as `help()` shows it
-
-            yield from ([topics[name]] for name in sorted(topics))
-        case "jsonl" | "parquet":
-            for place, row in read_rows(file):
-                with reading(place, ROW):
-                    text = text_of(row, file.field)
-                if text:
-                    yield [text]
+    if file.format == "text":
+        path = file.fetch()
+        if not file.optional or is_utf8(path):
+            yield read_blocks(path)
+    for place, row in read_rows(file):
+        with reading(place, ROW):
+            text = text_of(row, file.field)
+        if text:
+            yield [text]
 
 
 def is_utf8(path: Path) -> bool:
@@ -63,16 +58,13 @@ def read_blocks(path: Path) -> Iterator[str]:
 
 def read_rows(file: TextFile) -> Iterator[tuple[str, dict]]:
     """The rows of a file, each with its place for messages; none of a text."""
-    if file.format in ("text", "topics"):
-        return
-    path = file.fetch()
-    if file.format == "jsonl":
-        rows = read_lines(path)
-    else:
-        rows = read_table(path, file.field) if file.format == "parquet" else questions_and_answers(path)
-    for number, row in enumerate(rows, 1):
-        if row:
-            yield f"{path}, row {number}", row
+    readers = {"jsonl": read_lines, "parquet": functools.partial(read_table, field=file.field)}
+    readers |= {"topics": read_topics, "python-chat": questions_and_answers}
+    if file.format in readers:
+        path = file.fetch()
+        for number, row in enumerate(readers[file.format](path), 1):
+            if row:
+                yield f"{path}, row {number}", row
 
 
 def read_lines(path: Path) -> Iterator[dict]:
@@ -93,6 +85,13 @@ def read_table(path: Path, field: str) -> Iterator[dict]:
         columns = [name for name in (field, *MESSAGES) if name in file.schema_arrow.names] or None
         for batch in file.iter_batches(batch_size=ROWS, columns=columns, use_threads=False):
             yield from batch.to_pylist()
+
+
+def read_topics(_: Path) -> Iterator[dict]:
+    """The language reference as `help()` shows it."""
+    from pydoc_data.topics import topics
+
+    yield from ({"text": topics[name]} for name in sorted(topics))
 
 
 def text_of(row: dict, field: str) -> str:

@@ -187,5 +187,4 @@ def digest(*parts: object) -> str:
 
 
 def content_hash(text: str) -> int:
-    """The hash of a document."""
     return int.from_bytes(hashlib.blake2b(text.encode("utf-8"), digest_size=8).digest(), "little")
