@@ -57,6 +57,13 @@ class Conversations:
         for start in range(0, self.validation.shape[1], batch_size):
             yield batch_of(self.validation[:, start : start + batch_size])
 
+    def show_row(self) -> str:
+        """The first row to train on, as text; `+` marks the lines that are learned."""
+        ids, learned, documents = self.train[:, 0]
+        runs = itertools.groupby(range(len(ids)), key=lambda i: (documents[i], "+ " if learned[i] else "  "))
+        texts = [(mark, self.tokenizer.decode(ids[[*run]], special=True)) for (number, mark), run in runs if number]
+        return "\n".join(mark + text.replace("\n", f"\n{mark}") for mark, text in texts)
+
 
 def batch_of(rows: np.ndarray) -> Batch:
     """Inputs, targets and documents, int64; targets that are not learned are `IGNORE`."""

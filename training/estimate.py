@@ -1,16 +1,20 @@
 """What a run would need, without training: parameters, FLOPs, memory, and its time from three measured steps."""
 
 import time
+from pathlib import Path
 
 import torch
 
 import kernels
+from data.conversations import has_conversations
+from data.sources import resolve
 from model.config import ModelConfig
 from model.count import flops_per_token, layer_matrices, num_parameters
 from model.decoder import Decoder
 from model.device import choose_device, choose_training_dtype, device_name
 from training.optimizer import build_optimizer, freeze_parameters
 from training.processes import Processes
+from training.session import prepare_corpus
 from training.settings import Settings
 from training.step import train_step
 
@@ -39,6 +43,8 @@ def estimate(settings: Settings) -> None:
         lines["sharded"] = ", ".join(f"{format_bytes((2 * weights + moments) / n)} on each of {n}" for n in (2, 4, 8))
     print("\n".join(f"{name:9} {line}" for name, line in lines.items()), flush=True)
     print(f"{'time':9} {measure_time(settings, device, dtype)}")
+    if settings.run.init_from and has_conversations(resolve(data.data, data.text_field, Path(data.cache))):
+        print(f"a row of conversations, in which lines with + are learned:\n{prepare_corpus(settings).show_row()}")
 
 
 def memory(settings: Settings, dtype: torch.dtype) -> tuple[int, int, int]:

@@ -195,6 +195,7 @@ def test_rows_of_all_formats_and_keys_are_packed_whole_and_once(tokenizer_file, 
     again = prepare([str(tmp_path / "rows")], **arguments)
     assert np.array_equal(again.train, corpus.train) and not capsys.readouterr().err
     assert corpus.question[-1]["role"] == "user" and "<s>" not in corpus.question[0]["content"]
+    assert "+ It is" in corpus.show_row() and "  <s><|user|>What is" in corpus.show_row()
 
 
 def test_packing_wastes_little_and_keeps_every_length():

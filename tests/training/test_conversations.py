@@ -18,7 +18,7 @@ from generation.settings import Settings as GenerationSettings
 from model.decoder import Decoder
 from tests.training.test_resume import assert_equal_runs, stop_at
 from tests.training.test_step import KeepsGradients
-from training import checkpoint, metrics
+from training import checkpoint, commands, metrics
 from training.checkpoint import State
 from training.loop import train
 from training.processes import Processes
@@ -159,6 +159,14 @@ def test_a_run_learns_to_answer_and_its_answers_end(chat_flags, chat_file, tmp_p
     generate(settings, tmp_path / "talk" / "best", questions, write=texts.append, log=lambda line: None)
     answers = "".join(texts).split("\n\n")
     assert len(answers) == 6 and all(0 < len(answer) < 12 for answer in answers), answers
+
+
+def test_a_dry_run_prints_a_row_with_the_learned_part_marked(chat_flags, capsys):
+    commands.run(parse([*chat_flags, "--dry-run"], "test"))
+    row = capsys.readouterr().out.partition("a row of conversations, in which lines with + are learned:\n")[2]
+    lines = row.splitlines()
+    assert lines[0].startswith("  <s><|user|>Say ") and lines[0].endswith("<|end|><|assistant|>")
+    assert lines[1].strip("+ ").removesuffix("<|end|>") in WORDS and lines[1].startswith("+ ")
 
 
 def test_a_question_of_the_user_is_asked_at_each_evaluation(chat_flags, tmp_path, capsys):
