@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from data.batches import IGNORE, Batch, draw
 from data.chat import ChatFormat, Message
-from data.readers import MESSAGES, read_rows
+from data.readers import MESSAGES, decode, read_rows
 from data.sources import TextFile
 from data.split import VALIDATION, Split, split_documents
 from data.tokenizer import Tokenizer
@@ -74,10 +74,14 @@ def batch_of(rows: np.ndarray) -> Batch:
 def has_conversations(files: Sequence[TextFile]) -> bool:
     """Whether the first row of the files has messages, and not the field of a text."""
     _, row = next(rows_of(files), ("", {}))
-    return files[0].field not in row and any(key in row for key in MESSAGES)
+    try:
+        row = decode(row)
+        return files[0].field not in row and any(key in row for key in MESSAGES)
+    except (TypeError, ValueError):
+        return False
 
 
-def rows_of(files: Sequence[TextFile]) -> Iterator[tuple[str, dict]]:
+def rows_of(files: Sequence[TextFile]) -> Iterator[tuple[str, bytes | dict]]:
     return itertools.chain.from_iterable(map(read_rows, files))
 
 
@@ -128,7 +132,7 @@ def encode_conversations(files: Sequence[TextFile], chat: ChatFormat, size: int)
     notes["files left out: they are text, not rows"] += [f.name for f in files if f.format == "text"]
     for place, row in tqdm(rows_of(files), "conversations", delay=2, unit=""):
         try:
-            messages = messages_of(row)
+            messages = messages_of(decode(row))
             ids, learned, unknown = chat.encode_learned(messages)
         except Exception as error:  # whatever a row of another shape, or the template for it, raises
             notes["rows skipped: they are no conversations"].append(f"{place}: {error!r:.200}")

@@ -29,7 +29,7 @@ def read_documents(file: TextFile) -> Iterator[Document]:
             yield read_blocks(path)
     for place, row in read_rows(file):
         with reading(place, ROW):
-            text = text_of(row, file.field)
+            text = text_of(decode(row), file.field)
         if text:
             yield [text]
 
@@ -56,8 +56,8 @@ def read_blocks(path: Path) -> Iterator[str]:
             yield block
 
 
-def read_rows(file: TextFile) -> Iterator[tuple[str, dict]]:
-    """The rows of a file, each with its place for messages; none of a text."""
+def read_rows(file: TextFile) -> Iterator[tuple[str, bytes | dict]]:
+    """The rows of a file for `decode`, each with its place for messages; none of a text."""
     readers = {"jsonl": read_lines, "parquet": functools.partial(read_table, field=file.field)}
     readers |= {"topics": read_topics, "python-chat": questions_and_answers}
     if file.format in readers:
@@ -67,13 +67,14 @@ def read_rows(file: TextFile) -> Iterator[tuple[str, dict]]:
                 yield f"{path}, row {number}", row
 
 
-def read_lines(path: Path) -> Iterator[dict]:
-    """The rows of a jsonl file, empty ones for blank lines."""
+def read_lines(path: Path) -> Iterator[bytes]:
+    """The lines of a jsonl file, not decoded: who reads conversations skips bad ones."""
     with reading(path), (gzip.open if path.name.lower().endswith(".gz") else open)(path, "rb") as lines:
-        for number, line in enumerate(lines, 1):
-            with reading(f"{path}, row {number}", "each line has to be a JSON object"):
-                row = dict(json.loads(line)) if line.strip() else {}
-            yield row
+        yield from map(bytes.strip, lines)
+
+
+def decode(row: bytes | dict) -> dict:
+    return json.loads(row) if isinstance(row, bytes) else row
 
 
 def read_table(path: Path, field: str) -> Iterator[dict]:

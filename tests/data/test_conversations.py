@@ -234,11 +234,11 @@ def test_what_is_unusual_is_one_line_with_a_count_and_the_first_place(tokenizer_
     rows += [{"messages": said("word " * 99, "a")}, {"messages": said("q", "short", "r", "long " * 99, "s", "t")}]
     rows += [{"messages": [*said("q"), {"role": "assistant", "content": "", "tool_calls": [1]}]}]
     path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"messages": [\n')
     corpus = prepare([str(path)], tokenizer=tokenizer_file, cache_dir=tmp_path, sequence_length=60)
     assert sorted(capsys.readouterr().err.splitlines()) == sorted([
         f"2 conversations dropped: no answer is left to learn (the first: {path}, row 10)",
-        f"4 rows skipped: they are no conversations (the first: {path}, row 11: "
+        f"5 rows skipped: they are no conversations (the first: {path}, row 11: "
         """TypeError("'int' object is not iterable"))""",
         f"2 conversations cut after the last answer that fits into --sequence-length (the first: {path}, row 14)",
     ])  # fmt: skip
