@@ -46,10 +46,7 @@ def batch(
 def draw(
     count: int, seed: int, step: int, batch_size: int, rank: int, world_size: int
 ) -> Iterator[tuple[np.ndarray, int]]:
-    """The numbers below `count` that a process takes in a step, epoch by epoch, each with a random number of its epoch.
-
-    An epoch has every number once.
-    """
+    """The numbers below `count` that a process takes in a step, by epoch, and a random number for each epoch."""
     share = batch_size // world_size
     first = step * batch_size + rank * share  # since the run began
     for epoch, group in itertools.groupby(range(first, first + share), lambda index: index // count):

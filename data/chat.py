@@ -26,8 +26,6 @@ Message = dict[str, Any]
 # Random numbers that no text contains. Digits, because templates may change letters (`upper`), but not digits.
 BREAK, BORDER = (str(10**20 + secrets.randbelow(10**20)) for _ in range(2))
 
-GENERATION, GENERATION_END = (re.compile(rf"\{{%([-+]?)\s*{end}generation\s*([-+]?)%\}}") for end in ("", "end"))
-
 
 def break_tokens(text: str, tokens: Iterable[str]) -> str:
     """Insert a mark into each of the tokens that the text contains, so that they are plain text to the tokenizer.
@@ -48,27 +46,26 @@ class ChatFormat:
         template = tokenizer.chat_template
         if template is None:
             raise UserError(
-                f"{checkpoint} has no chat template, so the model only continues text: leave out --chat, use a model "
-                f"trained for conversations (often named Instruct or Chat), or, to teach it conversations, put a "
-                f"chat_template.jinja into its folder."
+                f"{checkpoint} has no chat template, so the model only continues text: leave out --chat, use an "
+                f"Instruct or Chat model, or, to teach it conversations, put a chat_template.jinja into its folder."
             )
         self._template, self.tokenizer = template, tokenizer
         added = {i: token.content for i, token in tokenizer.added_tokens.items()}
-        self._special = {token.content for token in tokenizer.added_tokens.values() if token.special}
+        self._special = {added[i] for i, token in tokenizer.added_tokens.items() if token.special}
         # Some models have turn markers that are not marked as special. Runs of spaces are tokens, too, and no markers.
         self._control = self._special | {token for token in added.values() if token.strip() and token in template}
         self._system = [] if system is None else [{"role": "system", "content": system}]
 
         answer = "It is fine."
         example = [{"role": "user", "content": "What is it?"}, {"role": "assistant", "content": answer}]
-        text = self.render(example, answer_follows=False)
+        text = "".join(self.render(example, answer_follows=False))
         ends = tokenizer.encode_special(text.rpartition(answer)[2].lstrip(), BREAK).ids[:1]
         self.end_of_turn = next((i for i in ends if added.get(i) in self._control), None)
         """The token that the template writes after an answer. Not every model lists it as EOS."""
 
     def encode(self, messages: Sequence[Message]) -> list[int]:
         """The token ids of the conversation, up to where the model's answer begins."""
-        return self.tokenizer.encode_special(self.render(messages), BREAK).ids
+        return self.tokenizer.encode_special("".join(self.render(messages)), BREAK).ids
 
     def encode_learned(self, messages: Sequence[Message]) -> tuple[np.ndarray, np.ndarray, list[int]]:
         """The ids of the complete conversation; which of them the model learns, bool; the messages it cannot learn.
@@ -77,12 +74,12 @@ class ChatFormat:
         the messages before it and the beginning of an answer. An answer cannot be learned where the template writes
         these otherwise because the conversation continues.
         """
-        parts, unknown = self._render_parts(messages, answer_follows=False), []
+        parts, unknown = self.render(messages, answer_follows=False), []
         text, ends = "".join(parts), [*itertools.accumulate(map(len, parts))]
         spans = [*zip(ends[::2], ends[1::2], strict=False)]  # of the characters that are learned
-        if not GENERATION.search(self._template):
+        if "endgeneration" not in self._template:
             for i in [i for i, message in enumerate(messages) if message["role"] == "assistant"]:
-                before, after = self.render(messages[:i]), self.render(messages[: i + 1], answer_follows=False)
+                [before], [after] = self.render(messages[:i]), self.render(messages[: i + 1], answer_follows=False)
                 if text.startswith(after) and after.startswith(before):
                     spans.append((len(before), len(after)))
                 else:
@@ -94,15 +91,12 @@ class ChatFormat:
             learned |= (ends > start) & (begins < end)
         return np.array(encoding.ids), learned, unknown
 
-    def render(self, messages: Sequence[Message], *, answer_follows: bool = True) -> str:
-        """The conversation as text, in which `break_tokens` has broken the special tokens of the messages.
+    def render(self, messages: Sequence[Message], *, answer_follows: bool = True) -> list[str]:
+        """The text of the conversation, of which every second part is the content of a block `{% generation %}`.
 
-        The model's own text may contain tokens that are not special, such as </think>; those stay tokens.
+        `break_tokens` has broken the special tokens of the messages. The model's own text may contain tokens that are
+        not special, such as </think>; those stay tokens.
         """
-        return "".join(self._render_parts(messages, answer_follows))
-
-    def _render_parts(self, messages: Sequence[Message], answer_follows: bool) -> list[str]:
-        """Parts of that text, of which every second one is the content of a block `{% generation %}`."""
         broken = []
         for message in (*self._system, *messages):
             tokens = self._special if message["role"] == "assistant" else self._control
@@ -122,16 +116,12 @@ def compile_template(source: str) -> jinja2.Template:
     """A chat template in Jinja's sandbox, with the settings and functions that transformers gives to it."""
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
     environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)  # Jinja's own escapes for HTML
-    environment.globals |= {
-        "tools": None,
-        "documents": None,
-        "raise_exception": refuse,
-        "strftime_now": lambda form: datetime.now().strftime(form),
-    }
-    # `{% generation %}` marks the model's own text for training. It is a block with a scope of its own; the blocks
-    # around the borders treat the whitespace next to them as it would.
-    source = GENERATION.sub(rf"{{%\1 if 1 %}}{BORDER}{{% endif %}}{{% with \2%}}", source)
-    return environment.from_string(GENERATION_END.sub(rf"{{%\1 endwith %}}{BORDER}{{% if 1 %}}{{% endif \2%}}", source))
+    environment.filters["learned"] = lambda text: BORDER + text + BORDER
+    environment.globals.update(tools=None, documents=None, raise_exception=refuse)
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    # `{% generation %}` marks the model's own text for training.
+    source = re.sub(r"(\{%[-+]?\s*)generation\b", r"\1filter learned", source)
+    return environment.from_string(re.sub(r"(\{%[-+]?\s*)endgeneration\b", r"\1endfilter", source))
 
 
 def refuse(message: str) -> None:

@@ -9,10 +9,10 @@ CACHE/conversations/KEY.npy holds all rows, KEY.json what is known of them.
 """
 
 import bisect
-import contextlib
 import itertools
 import json
 import sys
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from data.batches import IGNORE, Batch, draw
 from data.chat import ChatFormat, Message
-from data.readers import read_rows
+from data.readers import MESSAGES, decode, read_rows
 from data.sources import TextFile
 from data.split import VALIDATION, Split, split_documents
 from data.tokenizer import Tokenizer
@@ -31,7 +31,6 @@ from data.units import DOCUMENT, content_hash, digest
 from errors import UserError, read_json, replace_text, replacing
 
 VERSION = 2  # of the files; raised when the same conversations and tokenizer would give other rows
-KEYS = ("messages", "conversations")  # of a row, for its messages
 ROLES = {"human": "user", "gpt": "assistant"}  # ShareGPT's names
 Encoded = tuple[list[Message], np.ndarray, np.ndarray]  # a conversation, its ids and which of them are learned
 
@@ -55,7 +54,6 @@ class Conversations:
         return batch_of(self.train[:, np.concatenate([numbers for numbers, _ in drawn]).astype(np.int64)])
 
     def validation_batches(self, _: int, batch_size: int) -> Iterator[Batch]:
-        """All rows for validation, in order."""
         for start in range(0, self.validation.shape[1], batch_size):
             yield batch_of(self.validation[:, start : start + batch_size])
 
@@ -75,15 +73,16 @@ def batch_of(rows: np.ndarray) -> Batch:
 
 def has_conversations(files: Sequence[TextFile]) -> bool:
     """Whether the first row of the files has messages, and not the field of a text."""
-    _, row = next(rows_of(files), ("", b"{}"))
-    with contextlib.suppress(ValueError):
-        row = json.loads(row) if isinstance(row, bytes) else row
-    return isinstance(row, dict) and files[0].field not in row and any(key in row for key in KEYS)
+    _, row = next(rows_of(files), ("", {}))
+    try:
+        row = decode(row)
+        return files[0].field not in row and any(key in row for key in MESSAGES)
+    except (TypeError, ValueError):
+        return False
 
 
 def rows_of(files: Sequence[TextFile]) -> Iterator[tuple[str, bytes | dict]]:
-    """The rows of all files, see `read_rows`."""
-    return itertools.chain.from_iterable(read_rows(file, [*KEYS, file.field]) for file in files)
+    return itertools.chain.from_iterable(map(read_rows, files))
 
 
 def prepare_conversations(
@@ -128,49 +127,42 @@ def write_rows(facts: Path, found: dict[int, Encoded], size: int, tokenizer: Tok
 
 def encode_conversations(files: Sequence[TextFile], chat: ChatFormat, size: int) -> dict[int, Encoded]:
     """The conversations of all files that can be learned from, by their hash; what is unusual is printed, counted."""
-    notes: dict[str, list] = {}
     found: dict[int, Encoded] = {}
-
-    def note(text: str, place: str) -> None:
-        notes.setdefault(text, [0, place])[0] += 1
-
-    for file in files:
-        if file.format in ("text", "topics"):
-            note("files left out: they are text, not rows", file.name)
+    notes = defaultdict(list)  # what is unusual -> where
+    notes["files left out: they are text, not rows"] += [f.name for f in files if f.format == "text"]
     for place, row in tqdm(rows_of(files), "conversations", delay=2, unit=""):
         try:
-            messages = messages_of(row)
+            messages = messages_of(decode(row))
             ids, learned, unknown = chat.encode_learned(messages)
         except Exception as error:  # whatever a row of another shape, or the template for it, raises
-            note("rows skipped: they are no conversations", f"{place}: {error!r:.200}")
+            notes["rows skipped: they are no conversations"].append(f"{place}: {error!r:.200}")
             continue
         last = learned & ~np.append(learned[1:], False)  # the last token of each answer
-        for number in unknown:
-            text = "answers not learned: the template writes them otherwise where the conversation continues"
-            note(text, f"{place}, message {number}")
+        later = "answers not learned: the template writes them otherwise where the conversation continues"
+        notes[later] += [f"{place}, message {number}" for number in unknown]
         if (last[:-1] & (ids[1:] == (chat.end_of_turn or -1))).any():
-            note("conversations whose end-of-turn token is not learned: {% generation %} leaves it out", place)
+            notes["conversations whose end-of-turn token is not learned: {% generation %} leaves it out"].append(place)
         length = len(ids)
         if length > size:
-            note("conversations cut after the last answer that fits into --sequence-length", place)
+            notes["conversations cut after the last answer that fits into --sequence-length"].append(place)
             length = max(np.flatnonzero(last[:size]), default=-1) + 1
         if learned[1:length].any():  # of equal conversations the first is kept
             found.setdefault(content_hash(json.dumps(messages)), (messages, ids[:length], learned[:length]))
         else:
-            note("conversations dropped: no answer is left to learn", place)
-    for text, (count, place) in notes.items():
-        print(f"{count:,} {text} (the first: {place})", file=sys.stderr)
+            notes["conversations dropped: no answer is left to learn"].append(place)
+    for text, places in notes.items():
+        if places:
+            print(f"{len(places):,} {text} (the first: {places[0]})", file=sys.stderr)
     return found
 
 
-def messages_of(row: bytes | dict) -> list[Message]:
+def messages_of(row: dict) -> list[Message]:
     """The messages of a row as dictionaries of role and content; raises anything if they are not that."""
-    row, messages = json.loads(row) if isinstance(row, bytes) else row, []
+    messages = []
     for one in row["messages"] if "messages" in row else row["conversations"]:
         role, content = (one["role"], one["content"]) if "role" in one else (one["from"], one["value"])
         if not isinstance(content, str) or one.get("tool_calls"):
             raise ValueError("a message is not plain text")
-        content.encode("utf-8")  # JSON can have half a surrogate pair as an escape
         messages.append({"role": ROLES.get(role, role), "content": content})
     return messages
 
@@ -180,21 +172,16 @@ def pack(conversations: Sequence[Encoded], size: int, dtype: np.dtype) -> np.nda
 
     Best fit: the longest first, each into the row where the least room is left over.
     """
-    rows: list[list[Encoded]] = []
+    rows: list[np.ndarray] = []  # each (3, size)
     free: list[tuple[int, int]] = []  # sorted: the room in a row, and its number
-    for one in sorted(conversations, key=lambda one: -len(one[1])):
-        place = bisect.bisect_left(free, (len(one[1]), 0))
+    for _, ids, learned in sorted(conversations, key=lambda one: -len(one[1])):
+        place = bisect.bisect_left(free, (len(ids), 0))
         if place == len(free):
             free.append((size, len(rows)))
-            rows.append([])
-        room, row = free.pop(place)
-        rows[row].append(one)
-        bisect.insort(free, (room - len(one[1]), row))
-    packed = np.zeros((3, len(rows), size), dtype)
-    for row, members in enumerate(rows):
-        start = 0
-        for document, (_, ids, learned) in enumerate(members, 1):
-            packed[:, row, start : start + len(ids)] = ids, learned, np.full(len(ids), document)
-            packed[1, row, start] = False  # no token of its conversation comes before it
-            start += len(ids)
-    return packed
+            rows.append(np.zeros((3, size), dtype))
+        room, number = free.pop(place)
+        start, row = size - room, rows[number]
+        row[:, start : start + len(ids)] = ids, learned, np.full(len(ids), row[2].max() + 1)
+        row[1, start] = False  # no token of its conversation comes before it
+        bisect.insort(free, (room - len(ids), number))
+    return np.stack(rows, 1)

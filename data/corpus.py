@@ -26,7 +26,6 @@ from errors import UserError
 # Text to train a tokenizer on. Python sources: 3.47 bytes per token from 3 MB, 3.54 from 8 MB, in 3 s on two cores.
 TOKENIZER_BYTES = 10_000_000
 SAMPLE_BYTES = 64_000  # of a larger text that are read in one place
-NO_TEXT = "there is no text in the files that were named; give files that contain text."
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,6 @@ class Corpus:
         return number_documents(batch(self.train, **order), self.document_start)
 
     def validation_batches(self, sequence_length: int, batch_size: int) -> Iterator[Batch]:
-        """All of the validation text."""
         windows = validation_windows(self.validation, sequence_length, batch_size)
         return (number_documents(window, self.document_start) for window in windows)
 
@@ -69,11 +67,10 @@ def prepare(
     document_mask: bool = False,
     sequence_length: int = 256,
 ) -> Corpus | Conversations:
-    """Text to token streams, or conversations to rows; what the cache has is not made again.
+    """Text to token streams, or conversations to rows of `sequence_length`; what the cache has is not made again.
 
-    sources: see `data.sources.resolve`; text_field: of jsonl and parquet rows; tokenizer: a file or folder to load, or
-    None to train one of `vocab_size` pieces; document_mask: batches have the numbers of documents; sequence_length: of
-    the rows of conversations.
+    sources: see `resolve`; tokenizer: a file or folder to load, or None to train one of `vocab_size` pieces;
+    document_mask: batches have the numbers of documents.
     """
     cache_dir, split = Path(cache_dir), Split(validation_fraction, validation_salt)
     files = resolve(sources, text_field, cache_dir)
@@ -92,23 +89,19 @@ def tokenize(
 ) -> tuple[TokenStream, int]:
     """All documents as one token stream, and their bytes of UTF-8 text: for evaluation, without a split."""
     units = prepare_units(resolve(sources, text_field, Path(cache_dir)), tokenizer, Path(cache_dir) / "units")
-    facts = [unit.facts() for unit in units]
-    if not any(one["documents"] for one in facts):
-        raise UserError(NO_TEXT)
-    pieces = [(number, 0, one["tokens"]) for number, one in enumerate(facts)]
-    return TokenStream(units, np.array(pieces)), sum(one["bytes"] for one in facts)
+    table, numbers = read_tables(units)
+    return TokenStream(units, find_pieces(table, numbers, table["tokens"] > 0)), int(table["bytes"].sum())
 
 
 def trained_tokenizer(files: list[TextFile], vocab_size: int, split: Split, cache_dir: Path) -> Path:
     """The folder of a tokenizer that is trained on a sample of the files, unless it was before."""
     folder = cache_dir / "tokenizers" / digest(VERSION, vocab_size, split, sorted(TRAINER_OPTIONS.items()), files)
     made = folder / "tokenizer.json"  # the last file that is saved
-    if not made.is_file():
-        folder.mkdir(parents=True, exist_ok=True)
-        with FileLock(folder / ".lock"):
-            if not made.is_file():  # by another process while this one waited
-                print(f"training a tokenizer of {vocab_size:,} pieces (once) ...", file=sys.stderr, flush=True)
-                train_tokenizer(sample_text(files, split), vocab_size, folder / "tokenizer.model").save(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder / ".lock"):
+        if not made.is_file():
+            print(f"training a tokenizer of {vocab_size:,} pieces (once) ...", file=sys.stderr, flush=True)
+            train_tokenizer(sample_text(files, split), vocab_size, folder / "tokenizer.model").save(folder)
     return folder
 
 
@@ -129,12 +122,17 @@ def sample_text(files: list[TextFile], split: Split) -> list[str]:
     return [text for text, is_held_out in zip(texts, held_out, strict=True) if not is_held_out] or texts
 
 
+def read_tables(units: list[Unit]) -> tuple[np.ndarray, np.ndarray]:
+    """A row of `DOCUMENT` for each document of units, and the number of its unit."""
+    tables = [np.fromfile(unit.path(".docs"), DOCUMENT) for unit in units]
+    if not any(map(len, tables)):
+        raise UserError("there is no text in the files that were named; give files that contain text.")
+    return np.concatenate(tables), np.repeat(np.arange(len(units)), [len(one) for one in tables])
+
+
 def split_units(units: list[Unit], split: Split, document_start: int | None) -> Corpus:
     """The text of complete units as one stream for training and one for validation."""
-    tables = [np.fromfile(unit.path(".docs"), DOCUMENT) for unit in units]
-    table, numbers = np.concatenate(tables), np.repeat(np.arange(len(units)), [len(one) for one in tables])
-    if not len(table):
-        raise UserError(NO_TEXT)
+    table, numbers = read_tables(units)
     kinds, tokenizer = split_documents(table, split), units[0].tokenizer
     counts = {kind: int((kinds == kind).sum()) for kind in (TRAIN, VALIDATION, DUPLICATE)}
     size, validation_bytes = (int(table["bytes"][chosen].sum()) for chosen in (kinds != DUPLICATE, kinds == VALIDATION))

@@ -3,6 +3,7 @@
 Nothing here holds more than a block, a row or, in parquet, some rows.
 """
 
+import functools
 import gzip
 import json
 from collections.abc import Iterable, Iterator
@@ -14,32 +15,23 @@ from errors import UserError, note, reading
 
 BLOCK = 1 << 17  # characters of a text file that are read at a time, and then up to the end of a line
 ROWS = 256  # of parquet, decoded at a time
+MESSAGES = ("messages", "conversations")  # fields of a row that is a conversation
 ROW = "a row has its text in the field that --text-field names (conversations only train a model: --init-from)"
 
 Document = Iterable[str]  # its text in blocks, to be read at most once
 
 
 def read_documents(file: TextFile) -> Iterator[Document]:
-    """The documents of a file in order; a note says why a file (of a folder or pattern) or a row is left out."""
-    path = file.fetch()
-    match file.format:
-        case "text":
-            if not file.optional or is_utf8(path):
-                yield read_blocks(path)
-        case "topics":
-            from pydoc_data.topics import topics  # the language reference as `help()` shows it
-
-            yield from ([topics[name]] for name in sorted(topics))
-        case "jsonl" | "parquet":
-            nulls = 0
-            for place, row in read_rows(file, [file.field]):
-                with reading(place, ROW):
-                    text = text_of(row, file.field)
-                if text:
-                    yield [text]
-                nulls += text is None
-            if nulls:
-                note(f"skipped: {nulls:,} rows of {path} whose {file.field!r} is null")
+    """The documents of a file in order; a note says why a file of a folder or pattern is left out."""
+    if file.format == "text":
+        path = file.fetch()
+        if not file.optional or is_utf8(path):
+            yield read_blocks(path)
+    for place, row in read_rows(file):
+        with reading(place, ROW):
+            text = text_of(decode(row), file.field)
+        if text:
+            yield [text]
 
 
 def is_utf8(path: Path) -> bool:
@@ -47,10 +39,10 @@ def is_utf8(path: Path) -> bool:
     try:
         for _ in read_blocks(path):
             pass
+        return True
     except UserError as error:
         note(f"skipped: {error}")
         return False
-    return True
 
 
 def read_blocks(path: Path) -> Iterator[str]:
@@ -64,44 +56,51 @@ def read_blocks(path: Path) -> Iterator[str]:
             yield block
 
 
-def read_rows(file: TextFile, fields: Iterable[str]) -> Iterator[tuple[str, bytes | dict]]:
-    """The rows of a file, each with its place for messages; none of a text. Lines of jsonl are not decoded."""
-    if file.format in ("text", "topics"):
-        return
-    path = file.fetch()
-    if file.format == "jsonl":
-        rows = read_lines(path)
-    else:
-        rows = read_table(path, fields) if file.format == "parquet" else questions_and_answers(path)
-    for number, row in enumerate(rows, 1):
-        if row not in (b"\n", b"\r\n"):
-            yield f"{path}, row {number}", row
+def read_rows(file: TextFile) -> Iterator[tuple[str, bytes | dict]]:
+    """The rows of a file for `decode`, each with its place for messages; none of a text."""
+    readers = {"jsonl": read_lines, "parquet": functools.partial(read_table, field=file.field)}
+    readers |= {"topics": read_topics, "python-chat": questions_and_answers}
+    if file.format in readers:
+        path = file.fetch()
+        for number, row in enumerate(readers[file.format](path), 1):
+            if row:
+                yield f"{path}, row {number}", row
 
 
 def read_lines(path: Path) -> Iterator[bytes]:
-    """The lines of a jsonl file."""
+    """The lines of a jsonl file, not decoded: who reads conversations skips bad ones."""
     with reading(path), (gzip.open if path.name.lower().endswith(".gz") else open)(path, "rb") as lines:
-        yield from lines
+        yield from map(bytes.strip, lines)
 
 
-def read_table(path: Path, fields: Iterable[str]) -> Iterator[dict]:
-    """The rows of a parquet file, with those of the fields that it has, or else with all that it has."""
+def decode(row: bytes | dict) -> dict:
+    return json.loads(row) if isinstance(row, bytes) else row
+
+
+def read_table(path: Path, field: str) -> Iterator[dict]:
+    """The rows of a parquet file, with the columns of text and messages, or else with all that it has."""
     from pyarrow import parquet
 
     # Without these two settings the whole column is read ahead into memory.
     with reading(path, ROW), parquet.ParquetFile(path, pre_buffer=False, buffer_size=BLOCK) as file:
-        columns = [field for field in fields if field in file.schema_arrow.names] or None
+        columns = [name for name in (field, *MESSAGES) if name in file.schema_arrow.names] or None
         for batch in file.iter_batches(batch_size=ROWS, columns=columns, use_threads=False):
             yield from batch.to_pylist()
 
 
-def text_of(row: bytes | dict, field: str) -> str | None:
-    """The text of a row; None for a null."""
-    row = json.loads(row) if isinstance(row, bytes) else row
+def read_topics(_: Path) -> Iterator[dict]:
+    """The language reference as `help()` shows it."""
+    from pydoc_data.topics import topics
+
+    yield from ({"text": topics[name]} for name in sorted(topics))
+
+
+def text_of(row: dict, field: str) -> str:
+    """The text of a row, empty for a null."""
     if field not in row:
         raise ValueError(f"no field {field!r} among {', '.join(row)}")
-    text = row[field]
-    if not isinstance(text, str | None):
+    text = "" if row[field] is None else row[field]
+    if not isinstance(text, str):
         raise ValueError(f"{field!r} is {type(text).__name__}, not text")
-    str(text).encode("utf-8")  # JSON can have half a surrogate pair as an escape
+    text.encode("utf-8")  # JSON can have half a surrogate pair as an escape
     return text

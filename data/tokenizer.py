@@ -45,8 +45,7 @@ CHAT_TEMPLATE = """{{ bos_token }}{% for message in messages %}{{ '<|' + message
 {%- if message.role == 'assistant' %}{% generation %}{{ message.content + '<|end|>' }}{% endgeneration %}
 {%- else %}{{ message.content + '<|end|>' }}{% endif %}{% endfor %}
 {%- if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"""
-# Words of a vocabulary without a piece that goes on after a newline or from a character to a space: the ids of a text
-# are those of its words, end to end.
+# Where no piece goes on after a newline or from a character to a space, the ids of a text are those of its words.
 WORD = re.compile("[ ▁]*[^ ▁\n]+|[ ▁]+|\n")
 MAX_WORDS = 1 << 18  # whose ids are remembered, about 50 MB
 
@@ -97,7 +96,7 @@ class Tokenizer:
             ids_of_words.clear()
         ids_of_words["\n"] = array("I", [newline]).tobytes()
         words_of_texts = [WORD.findall(text) for text in texts]
-        new = [word for word in set().union(*words_of_texts) if word not in ids_of_words]
+        new = [*set().union(*words_of_texts) - ids_of_words.keys()]
         lines = ["\n".join([*new[i : i + 1000], ""]) for i in range(0, len(new), 1000)]  # faster than one by one
         runs = itertools.groupby(itertools.chain.from_iterable(self._encode_all(lines)), newline.__ne__)
         encoded = (array("I", run).tobytes() for is_word, run in runs if is_word)
@@ -123,17 +122,15 @@ class Tokenizer:
 
     def decode(self, ids: Iterable[int], *, special: bool = False) -> str:
         """Text of ids. Special tokens (without `special`) and ids past the vocabulary give nothing, bytes that are no
-        character U+FFFD."""
-        return self._tokenizer.decode(list(self._valid_bytes(map(int, ids))), skip_special_tokens=not special)
-
-    def _valid_bytes(self, ids: Iterable[int]) -> Iterator[int]:
-        """The ids with U+FFFD for each invalid byte; the library would replace all bytes around it too."""
-        for is_byte, run in itertools.groupby(ids, self._byte_values.__contains__):
+        character U+FFFD each; the library would replace all bytes around them too."""
+        valid = []
+        for is_byte, run in itertools.groupby(map(int, ids), self._byte_values.__contains__):
             if is_byte:
                 text = bytes(map(self._byte_values.__getitem__, run)).decode("utf-8", "surrogateescape")
                 values = re.sub("[\udc80-\udcff]", "\ufffd", text).encode()
                 run = [self._tokenizer.token_to_id(f"<0x{value:02X}>") for value in values]
-            yield from run
+            valid += run
+        return self._tokenizer.decode(valid, skip_special_tokens=not special)
 
     @functools.cached_property
     def _byte_values(self) -> dict[int, int]:

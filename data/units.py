@@ -1,8 +1,7 @@
 """Units: files of about 64 MB or more that are read, tokenized and written once, by any number of processes.
 
     KEY.bin     ids: BOS a a a EOS BOS b b EOS, or without a BOS in the tokenizer a a a EOS b b EOS
-    KEY.docs    a row of `DOCUMENT` for each document
-    KEY.json    sums; it is written last, so a unit that has it is complete
+    KEY.docs    a row of `DOCUMENT` for each document; it is written last, so a unit that has it is complete
 
 Each process goes through all units in order, and a lock per unit decides who makes it, so other commands and other
 machines may join at any time. What a killed process has not completed is made anew.
@@ -12,7 +11,6 @@ import contextlib
 import functools
 import hashlib
 import itertools
-import json
 import multiprocessing
 import os
 import signal
@@ -31,7 +29,7 @@ from tqdm import tqdm
 from data.readers import Document, read_documents
 from data.sources import TextFile
 from data.tokenizer import Tokenizer
-from errors import is_main_process, read_json, replace_text, replacing, usable_cores
+from errors import is_main_process, replacing, usable_cores
 
 VERSION = 5  # of the files; raised when the same text and tokenizer would give other files
 UNIT_BYTES = 64_000_000
@@ -54,17 +52,15 @@ class Unit:
         return digest(VERSION, self.files, self.tokenizer.hash)
 
     def path(self, suffix: str) -> Path:
-        """One of its own files."""
         return self.folder / f"{self.key}{suffix}"
 
-    def facts(self) -> dict | None:
-        """What KEY.json says; None for a unit that is not complete."""
-        return read_json(self.path(".json")) or None
+    def is_complete(self) -> bool:
+        return self.path(".docs").is_file()
 
     def prepare(self, *, wait: bool) -> None:
         """Make it complete. If another process is at it: wait for that one, or leave it to that one."""
         with contextlib.suppress(Timeout), FileLock(self.path(".lock")).acquire(timeout=-1 if wait else 0):
-            if self.facts() is None:
+            if not self.is_complete():
                 self._write()
 
     def _write(self) -> None:
@@ -73,8 +69,6 @@ class Unit:
             rows = write_ids(file, documents, self.tokenizer)
         with replacing(self.path(".docs")) as file:
             file.write(rows.tobytes())
-        sums = {name: int(rows[name].sum()) for name in ("bytes", "tokens")}
-        replace_text(self.path(".json"), json.dumps({"documents": len(rows), **sums}))
 
 
 def group_files(files: Iterable[TextFile]) -> list[tuple[TextFile, ...]]:
@@ -151,7 +145,7 @@ def prepare_units(files: Iterable[TextFile], tokenizer: Tokenizer, folder: Path)
     """The units of files, made complete by a process per core; this one is one of them."""
     folder.mkdir(parents=True, exist_ok=True)
     units = [Unit(group, tokenizer, folder) for group in group_files(files)]
-    missing = [unit for unit in units if unit.facts() is None]
+    missing = [unit for unit in units if not unit.is_complete()]
     count = min(usable_cores(), len(missing))
     for _ in range(count - 1):
         SPAWN.Process(target=work, args=(missing, usable_cores() // count), daemon=True).start()
@@ -188,5 +182,4 @@ def digest(*parts: object) -> str:
 
 
 def content_hash(text: str) -> int:
-    """The hash of a document."""
     return int.from_bytes(hashlib.blake2b(text.encode("utf-8"), digest_size=8).digest(), "little")

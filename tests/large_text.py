@@ -56,14 +56,12 @@ def make(text: Path, tokens: int, **arguments) -> None:
     """Prepare a small text, make its unit as long as `tokens`, and split that."""
     text.write_text("".join(f"line {n} of {n * n}\n" for n in range(3000)))
     corpus.prepare([str(text)], **arguments)
-    (facts,) = (text.parent / "cache" / "units").glob("*.json")
+    (table,) = (text.parent / "cache" / "units").glob("*.docs")
     documents = np.zeros(tokens // LENGTH, DOCUMENT)
     documents["hash"] = np.random.default_rng(0).integers(0, 2**63, len(documents))
     documents["bytes"], documents["tokens"] = 3 * LENGTH, LENGTH
-    facts.with_suffix(".docs").write_bytes(documents.tobytes())
-    sums = {"documents": len(documents), "bytes": 3 * tokens, "tokens": tokens}
-    facts.write_text(json.dumps(json.loads(facts.read_text()) | sums))
-    os.truncate(facts.with_suffix(".bin"), tokens * 2)
+    table.write_bytes(documents.tobytes())
+    os.truncate(table.with_suffix(".bin"), tokens * 2)
 
 
 def measure(tokens: int) -> None:

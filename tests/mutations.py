@@ -147,7 +147,7 @@ TABLE = r"""
 + learned |= (begins >= start) & (begins <= end)
 ! data/test_conversations.py::test_without_generation_blocks_answers_are_the_spans_that_were_marked_by_hand
 @ data/conversations.py
-- packed[1, row, start] = False  # no token of its conversation comes before it
+- row[1, start] = False  # no token of its conversation comes before it
 + pass
 ! data/test_conversations.py::test_packing_wastes_little_and_keeps_every_length
 @ generation/cpu_step.py

@@ -167,7 +167,7 @@ def test_other_text_another_vocabulary_and_another_split_are_prepared_anew(tmp_p
     assert prepared(tmp_path).text_hash != first.text_hash
 
 
-@pytest.mark.parametrize("pattern", ["units/*.json", "tokenizers/*/tokenizer.json"])
+@pytest.mark.parametrize("pattern", ["units/*.docs", "tokenizers/*/tokenizer.json"])
 def test_what_is_missing_in_the_cache_is_made_anew(tmp_path, pattern):
     write_corpus(tmp_path / "text")
     prepared(tmp_path)
@@ -210,14 +210,14 @@ def test_a_killed_preparation_is_continued_and_gives_the_same(tmp_path, small_un
 def test_the_workers_of_a_killed_preparation_end_with_it(tmp_path, small_units):
     write_corpus(tmp_path / "text", documents=2000)
     process, units_made = start(tmp_path, "cache"), (tmp_path / "cache" / "units").glob
-    while not list(units_made("*.json")):
+    while not list(units_made("*.docs")):
         time.sleep(0.01)
     process.kill()
     process.wait()
     time.sleep(2)
-    made = len(list(units_made("*.json")))
+    made = len(list(units_made("*.docs")))
     prepared(tmp_path)
-    assert made < len(list(units_made("*.json")))
+    assert made < len(list(units_made("*.docs")))
 
 
 def test_two_preparations_at_once_share_the_work(tmp_path, small_units):
