@@ -52,7 +52,7 @@ class RunSettings:
     """Start from the weights of this run folder, checkpoint directory, or model on the Hugging Face Hub (org/name or
     org/name@revision), with a new optimizer; --norm may differ."""
     previous_token_head: bool = False
-    """With --attention-bias: begin with a head that attends to the token before each, as heads that copy need one."""
+    """With --attention-bias, without --init-from: begin with a head that attends to the token before each."""
     center_weights: bool = True
     """With --init-from a LayerNorm run and --norm rms: center the weights that write to the residual stream. With the
     bias (--norm-bias, the default then) and an untied head, the model computes the same as before."""
