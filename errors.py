@@ -68,9 +68,9 @@ def replace_text(path: Path, text: str) -> None:
         file.write(text.encode("utf-8"))
 
 
-def fsync_directory(directory: Path, files: bool = True) -> None:
-    """fsync a directory and, if `files`, the files in it (Windows can fsync only files)."""
-    for path in [*directory.iterdir(), directory] if files else [directory]:
+def fsync(*paths: Path) -> None:
+    """fsync files and directories (Windows can fsync only files)."""
+    for path in paths:
         if path.is_file() or os.name != "nt":
             descriptor = os.open(path, os.O_RDWR if path.is_file() else os.O_RDONLY)
             os.fsync(descriptor)

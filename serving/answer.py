@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 
 from data.chat import ChatFormat
-from errors import UserError
 from generation.generate import PrefixCache, generate
 from generation.prompts import check_prompts, encode_prompt, first_tokens
 from generation.session import load_decoder, open_directory
@@ -81,9 +80,8 @@ class Request:
                 raise ValueError(f"{name} must be of type {kinds[0].__name__}, and an int from {low} to {high}")
             return value
 
-        if (name := get("model", next(iter(models)), [str])) not in models:
-            raise UserError(f"there is no model {name!r}; there are: {', '.join(models)}")
-        self.model, self.samples, self.stream = models[name], get("n", 1, [int], 1, 16), get("stream", False, [bool])
+        self.model = models[get("model", next(iter(models)), [str])]
+        self.samples, self.stream = get("n", 1, [int], 1, 16), get("stream", False, [bool])
         self.stream_usage = get("stream_options", {}, [dict]).get("include_usage")
         stop, tokenizer = get("stop", [], [str, list]), self.model.tokenizer
         self.stop = [text for text in ([stop] if isinstance(stop, str) else stop) if str.encode(text)]

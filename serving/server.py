@@ -1,7 +1,6 @@
 """The web application: the event loop reads requests and sends answers, a thread of its own computes them in order."""
 
 import asyncio
-from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -22,7 +21,6 @@ class Server(uvicorn.Server):
         cards = {"object": "list", "data": [model.card for model in self.models.values()]}
         routes = [
             routing.Route("/", lambda http: responses.FileResponse(Path(__file__).with_name("page.html"))),
-            routing.Route("/health", responses.JSONResponse({"status": "ok"}), methods=["GET"]),
             routing.Route("/v1/models", responses.JSONResponse(cards), methods=["GET"]),
             routing.Route("/v1/completions", self.answer, methods=["POST"]),
             routing.Route("/v1/chat/completions", self.answer, methods=["POST"]),
@@ -54,11 +52,9 @@ class Server(uvicorn.Server):
         answer.add_done_callback(steps.put_nowait)
         left.add_done_callback(lambda _: answer.cancel())  # if it has not begun
 
-        async def chunks() -> AsyncIterator[str]:
-            yield f"data: {request.body([(sample, '', None, None) for sample in range(request.samples)])}\n\n"
+        async def chunks():
             while (step := await steps.get()) is not answer:
-                if any(step[1:]):
-                    yield f"data: {request.body([step])}\n\n"
+                yield f"data: {request.body([step])}\n\n"
             if answer.exception():
                 yield f"data: {refuse(http, answer.exception()).body.decode()}\n\n"
             elif request.stream_usage:

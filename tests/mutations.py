@@ -101,11 +101,10 @@ TABLE = r"""
 - return saved
 + return dataclasses.replace(saved, step=saved.step - 1)
 ! training/test_resume.py::test_a_caller_of_the_steps_can_stop_at_any_of_them_save_and_resume_bit_for_bit
-@ training/optimizer.py
-- value = value.to(parameter.device, copy=True)
-+ value = torch.zeros_like(value, device=parameter.device)
-! training/test_resume.py::test_a_caller_of_the_steps_can_stop_at_any_of_them_save_and_resume_bit_for_bit
 @ training/checkpoint.py
+- value = value.to(parameters[name].device, copy=True)
++ value = torch.zeros_like(value, device=parameters[name].device)
+! training/test_resume.py::test_a_caller_of_the_steps_can_stop_at_any_of_them_save_and_resume_bit_for_bit
 - target.rename(old)
 + shutil.rmtree(target)
 ! training/test_checkpoint.py::test_a_save_killed_at_any_rename_leaves_a_complete_checkpoint_and_the_next_save_works

@@ -8,18 +8,15 @@
 With --shard they have files such as model-00001-of-00004.safetensors and an index instead, as Hugging Face does.
 
 Saving `last` writes `last.new`, fsyncs it, renames `last` to `last.old` and `last.new` to `last`, and then deletes
-`last.old`. Wherever a save is interrupted, one of the three is complete, and readers take the first complete one of
-last, last.new, last.old. Nothing is pickled. There is no random state: nothing in training draws from torch's global
-generators.
+`last.old`. Wherever that is interrupted, one of the three is complete, and readers take the first complete one. Nothing
+is pickled. There is no random state: nothing in training draws from torch's global generators.
 """
 
 import dataclasses
 import json
-import os
 import shutil
-import threading
-from collections.abc import Callable
-from dataclasses import dataclass
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -31,11 +28,10 @@ from checkpoints.find import candidates, is_complete
 from checkpoints.pretrained import save_tensors, write_json
 from checkpoints.weights import find_weight_files
 from data.tokenizer import Tokenizer
-from errors import UserError, fsync_directory, reading, replace_text
+from errors import UserError, fsync, reading, replace_text
 from model.decoder import Decoder
-from training.optimizer import load_optimizer_tensors, optimizer_tensors
 from training.processes import Processes
-from training.shard import share_out
+from training.shard import divide, share_out
 
 
 @dataclass(frozen=True)
@@ -80,13 +76,13 @@ def begin_save(target: Path) -> Path:
 def finish_save(target: Path, state: State) -> None:
     """Write state.json beside everything else, and replace `target`; at any instant a complete directory exists."""
     new, old = candidates(target)[1:]
-    fsync_directory(new)  # before state.json, which says that everything else is there
+    fsync(*new.iterdir(), new)  # before state.json, which says that everything else is there
     replace_text(new / "state.json", json.dumps(dataclasses.asdict(state), indent=1))
-    fsync_directory(new, files=False)
+    fsync(new)
     if target.exists():
         target.rename(old)
     new.rename(target)
-    fsync_directory(target.parent, files=False)
+    fsync(target.parent)
     shutil.rmtree(old, ignore_errors=True)
 
 
@@ -106,8 +102,7 @@ def find_complete(target: Path) -> Path | None:
 
 def find_last(run_dir: Path) -> Path:
     """The complete checkpoint that a run resumes from."""
-    last = find_complete(run_dir / "last")
-    if last is None:
+    if (last := find_complete(run_dir / "last")) is None:
         raise UserError(f"{run_dir} ended before its first save and cannot be resumed; delete it and start again.")
     return last
 
@@ -121,10 +116,25 @@ def read_state(directory: Path) -> State:
 
 def load_moments(directory: Path, model: Decoder, optimizer: torch.optim.Optimizer) -> State:
     """Load the optimizer's moments, those of parameters that the model has; returns the state that they are of."""
+    parameters = dict(model.named_parameters())
     for path in find_weight_files(directory, "training_state.safetensors"):
         with reading(path, "the run cannot be resumed"):
-            load_optimizer_tensors(optimizer, model, load_file(path))
+            tensors = load_file(path)
+        for key, value in tensors.items():
+            moment, name = key.split(".", 1)
+            if name in parameters:
+                value = value.to(parameters[name].device, copy=True)  # not the mapped file
+                optimizer.state[parameters[name]][moment] = divide(value, parameters[name])
     return read_state(directory)
+
+
+def optimizer_tensors(optimizer: torch.optim.Optimizer, model: Decoder) -> dict[str, torch.Tensor]:
+    """The optimizer's state as a flat mapping `moment.parameter` -> tensor, for a safetensors file."""
+    return {
+        f"{moment}.{name}": value
+        for name, parameter in model.named_parameters()
+        for moment, value in optimizer.state.get(parameter, {}).items()
+    }
 
 
 @dataclass
@@ -137,7 +147,8 @@ class BackgroundSave:
     tokenizer: Tokenizer
     processes: Processes
     device: torch.device
-    thread: threading.Thread | None = None
+    pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
+    writing: Future | None = None
 
     def start(self, state: State, names: list[str]) -> None:
         """Finish the save before; copy everything to the host and begin to write it as the directories `names`."""
@@ -145,22 +156,12 @@ class BackgroundSave:
         if self.processes.is_main:
             self.processes.store.set("folder", str(self.run_dir.absolute()))  # the others were not told
         run_dir = Path(self.processes.store.get("folder").decode())
-        self.state, self.error, self.targets = state, None, [run_dir / name for name in names]
-        for target in self.targets if self.processes.is_main else ():
-            self.attempt(begin_save, target)
+        self.state, self.targets = state, [run_dir / name for name in names]
         lora = self.model.lora is not None  # an adapter is one file
         weights = {name: tensor for name, tensor in self.model.state_dict().items() if not lora or ".lora_" in name}
         moments = optimizer_tensors(self.optimizer, self.model)
         shares = [share_out(part, 1 if lora else self.processes.count, "cpu")[1] for part in (weights, moments)]
-        self.thread = threading.Thread(target=self.attempt, args=(self.write, *shares), daemon=True)
-        self.thread.start()
-
-    def attempt(self, function: Callable, *arguments: object) -> None:
-        """Call the function; whatever it raises is an error of the save, not of the run."""
-        try:
-            function(*arguments)
-        except Exception as error:
-            self.error = self.error or error
+        self.writing = self.pool.submit(self.write, *shares)
 
     def write(self, weights: dict[str, torch.Tensor], moments: dict[str, torch.Tensor]) -> None:
         """Write this process's files, and config.json, the same from all."""
@@ -168,29 +169,26 @@ class BackgroundSave:
         ids = dict(bos_token_id=self.tokenizer.bos_id, eos_token_id=self.tokenizer.eos_id)
         for target in self.targets if weights or moments else ():
             directory = candidates(target)[1]
-            if self.processes.is_main:
-                self.tokenizer.save(directory)
+            pretrained.save_pretrained(self.model, directory, **ids, state=weights, file=f"model{number}")
             if target.name == "last":
                 save_tensors(moments, directory / f"training_state{number}")
-            pretrained.save_pretrained(self.model, directory, **ids, state=weights, file=f"model{number}")
-            for path in directory.glob(f"*{number}"):
-                with path.open("rb+") as file:
-                    os.fsync(file.fileno())
+            if self.processes.is_main:
+                self.tokenizer.save(directory)
+            fsync(*directory.glob(f"*{number}"))
 
     def finish(self, *, wait: bool = True) -> bool:
         """Complete the save if all processes have written, or wait for them; False, with one line, if it failed."""
-        if self.thread is None or (not wait and self.processes.max(self.thread.is_alive(), device=self.device)[0]):
+        if self.writing is None or (not wait and self.processes.max(not self.writing.done(), self.device)):
             return True
-        self.thread.join()
-        self.thread = None
-        if not self.processes.max(self.error is not None, device=self.device)[0] and self.processes.is_main:
-            self.attempt(self.complete)
-        order = self.processes.count - self.processes.rank  # the error of the first process causes the others
-        failed = self.processes.max(order if self.error else 0, device=self.device)[0]
-        if failed == order:
+        error, self.writing = self.writing.exception(), None  # waits
+        if not self.processes.max(error is not None, self.device) and self.processes.is_main:
+            error = self.pool.submit(self.complete).exception()
+        number = self.processes.rank + 1
+        failed = self.processes.max(number if error else 0, self.device)
+        if failed == number:  # one of those with an error
             for target in self.targets:
                 shutil.rmtree(candidates(target)[1], ignore_errors=True)  # it may fill the disk
-            print(f"note: step {self.state.step} is not saved ({self.error}); the save before it is kept", flush=True)
+            print(f"note: step {self.state.step} is not saved ({error}); the save before it is kept", flush=True)
         return not failed
 
     def complete(self) -> None:

@@ -25,7 +25,7 @@ LESS_MEMORY = "use a smaller --micro-batch-size, --activation-checkpointing, a s
 
 def run(command: Command) -> int:
     """Run what the command line asks for; returns the exit status, 128 + the number of the signal that stopped it."""
-    actions, settings, resume = command.actions, command.settings, command.actions.resume is not None
+    actions, settings = command.actions, command.settings
     if actions.dry_run and settings.run.lora is not None:
         raise UserError("--dry-run estimates training of all parameters; leave out --lora.")
     with explain_out_of_memory(f"too little memory; {LESS_MEMORY}."), explain_lost_process():
@@ -35,21 +35,19 @@ def run(command: Command) -> int:
                 action(settings)
             return 0
         if is_main_process():
-            stopped_by = train_in_own_folder(command, resume)
+            stopped_by = train_in_own_folder(command)
         else:
-            stopped_by = train(settings, Path(actions.resume or "runs"), resume=resume)
+            stopped_by = train(settings, Path(actions.resume or "runs"), resume=actions.resume is not None)
     return 128 + stopped_by if stopped_by else 0
 
 
-def train_in_own_folder(command: Command, resume: bool) -> int:
+def train_in_own_folder(command: Command) -> int:
     """Train in a folder that no other process uses: the one to resume, or a new one, which a failed start deletes."""
-    actions, settings = command.actions, command.settings
+    actions, settings, resume = command.actions, command.settings, command.actions.resume is not None
     run_dir = Path(actions.resume) if resume else make_run_dir(settings, Path(actions.config).stem)
     with locked(run_dir):
         if not resume and os.listdir(run_dir) != [LOCK]:
-            raise UserError(
-                f"{run_dir} is not empty, and runs are never overwritten; use another --out, or --resume {run_dir}."
-            )
+            raise UserError(f"{run_dir} is not empty, and runs are never overwritten; use another --out, or --resume.")
         try:
             return train(settings, run_dir, resume=resume)
         finally:
@@ -58,10 +56,7 @@ def train_in_own_folder(command: Command, resume: bool) -> int:
 
 
 def make_run_dir(settings: Settings, config: str) -> Path:
-    """The folder of a new run: `--out`, or runs/CONFIG-NORM with a number that is not taken.
-
-    The latter is made here, so that two runs that start at the same time get different folders.
-    """
+    """The folder of a new run: `--out`, or runs/CONFIG-NORM with a number, made here so that no other run gets it."""
     if settings.run.out is not None:
         return Path(settings.run.out)
     name = f"{config}-{settings.model.norm}"
@@ -81,19 +76,16 @@ def evaluate_checkpoint(settings: Settings) -> None:
     """Print the loss of the checkpoint --init-from on all of --data (`--eval-only`)."""
     if settings.run.init_from is None:
         raise UserError("--eval-only needs --init-from: the run folder, checkpoint directory or Hub id to evaluate.")
-    directory = Path(settings.run.init_from)
+    data, directory = settings.data, Path(settings.run.init_from)
     device = choose_device(settings.machine.device)
     kernels.use(settings.machine.kernels, device)
     dtype = choose_training_dtype(settings.machine.dtype, device)
-    tokenizer = load_tokenizer(settings.data.tokenizer or directory)
+    tokenizer = load_tokenizer(data.tokenizer or directory)
     model = load_pretrained(directory, device=device, compute_dtype=dtype)
     check_vocabulary(tokenizer, model.config.vocab_size)
-    data = settings.data
     tokens, text_bytes = tokenize(list(data.data), tokenizer, data.text_field, data.cache)
-    size = data.micro_batch_size or data.batch_size
     document_start = tokenizer.document_start if data.document_mask else None
-    windows = validation_windows(tokens, data.sequence_length, size)
+    windows = validation_windows(tokens, data.sequence_length, data.micro_batch_size or data.batch_size)
     windows = (number_documents(window, document_start) for window in windows)
-    evaluation = evaluate(model, windows, text_bytes, device)
     print(f"{directory} on {', '.join(data.data)}, in windows of {data.sequence_length} tokens")
-    print(evaluation)
+    print(evaluate(model, windows, text_bytes, device))

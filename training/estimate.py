@@ -39,8 +39,6 @@ def estimate(settings: Settings) -> None:
         f"gradients {format_bytes(weights)}, moments {format_bytes(moments)}, activations {format_bytes(kept)} "
         f"for {data.micro_batch_size or data.batch_size} sequences in {str(dtype)[6:]}",
     }
-    if settings.machine.shard:
-        lines["sharded"] = ", ".join(f"{format_bytes((2 * weights + moments) / n)} on each of {n}" for n in (2, 4, 8))
     print("\n".join(f"{name:9} {line}" for name, line in lines.items()), flush=True)
     print(f"{'time':9} {measure_time(settings, device, dtype)}")
     if settings.run.init_from and has_conversations(resolve(data.data, data.text_field, Path(data.cache))):
@@ -58,11 +56,10 @@ def memory(settings: Settings, dtype: torch.dtype) -> tuple[int, int, int]:
 
 
 def kept_elements(config: ModelConfig, checkpointing: bool) -> int:
-    """Elements that the forward pass keeps for the backward pass per token, in the activations' dtype.
+    """Elements that the forward pass keeps per token. Norms, MLPs and attention that are not fused keep more.
 
     A layer keeps the inputs and outputs of two norms; the packed q, k and v, and these rotated; the attention's output;
-    the MLP's packed gate and up, and their product. Norms and MLPs that are not fused keep more, and so does a CPU in
-    bfloat16, which keeps the probabilities of attention over at most 512 tokens.
+    the MLP's packed gate and up, and their product.
     """
     width, heads = config.hidden_size, config.num_attention_heads + config.num_key_value_heads
     layer = 4 * width + 3 * heads * config.resolved_head_dim + 3 * config.intermediate_size

@@ -8,7 +8,7 @@ import torch
 
 from data.batches import Batch
 from model.decoder import Decoder
-from training.processes import Processes
+from training.processes import ALONE, Processes
 
 
 @dataclass(frozen=True)
@@ -48,16 +48,10 @@ class Evaluation:
 
 @torch.no_grad()
 def evaluate(
-    model: Decoder,
-    windows: Iterable[Batch],
-    text_bytes: int | None,
-    device: torch.device,
-    processes: Processes | None = None,
+    model: Decoder, windows: Iterable[Batch], text_bytes: int | None, device: torch.device, processes: Processes = ALONE
 ) -> Evaluation:
     """Sum the loss over `windows`, batches of int64 (B, T); the processes share the windows out."""
-    processes = processes or Processes()
     nats, tokens = 0.0, 0
-    training = model.training
     model.eval()  # matters to BatchNorm, the one norm that keeps running statistics
     for i, batch in enumerate(windows):
         if i % processes.count != processes.rank:
@@ -67,6 +61,6 @@ def evaluate(
         tokens += int((batch[1] >= 0).sum())
     if i % processes.count < processes.rank:  # a sharded model runs in all processes or in none
         model(*(torch.from_numpy(array).to(device) for array in batch))
-    model.train(training)
+    model.train()
     nats, tokens = processes.sum(nats, tokens, device=device)
     return Evaluation(nats, int(tokens), text_bytes)

@@ -21,7 +21,7 @@ from training.progress import report_end, samples, show_step
 from training.schedule import learning_rate
 from training.session import Session, StepResult, open_run, set_up
 from training.settings import Settings
-from training.signals import StopSignals
+from training.signals import stop_signals
 from training.step import Diverged, split_batch, train_step
 
 
@@ -71,7 +71,7 @@ def train(settings: Settings, run_dir: Path, *, resume: bool = False) -> int:
         print(f"run: {run_dir} (metrics.jsonl, settings.toml); Ctrl-C stops and saves", flush=True)
     hidden = True if log is None else None  # None: hidden where standard error is no terminal
     progress = tqdm(total=session.steps, initial=session.state.step, unit="step", disable=hidden, dynamic_ncols=True)
-    with StopSignals(second_signal_interrupts=processes.count == 1) as stop, progress as bar:
+    with stop_signals(second_interrupts=processes.count == 1) as received, progress as bar:
         if settings.run.init_from is not None and not resume:
             evaluate_and_save(session, log, bar)
         for result in train_steps(session):
@@ -80,7 +80,7 @@ def train(settings: Settings, run_dir: Path, *, resume: bool = False) -> int:
             if log is not None:
                 log.write(**vars(result) | {"tokens": session.state.tokens, "seconds": session.state.seconds})
                 show_step(session, bar, result)
-            stopped_by = int(processes.max(stop.received, device=device)[0])
+            stopped_by = int(processes.max(received[-1], device))
             if result.step % settings.run.evaluate_every == 0 or result.step == session.steps:
                 evaluate_and_save(session, log, bar)
             elif stopped_by:
@@ -90,7 +90,7 @@ def train(settings: Settings, run_dir: Path, *, resume: bool = False) -> int:
         if session.saver is not None and not session.saver.finish():
             raise UserError(f"the last save of {run_dir} failed; make room, and resume it with --resume.")
     if log is not None:
-        log.close()
+        log.file.close()
         report_end(session)
     finish_processes(processes)
     return 0 if session.state.step == session.steps else stopped_by
@@ -123,10 +123,9 @@ def evaluate_and_save(session: Session, log: Metrics | None, bar: tqdm) -> None:
 
 def save(session: Session, better: bool = False) -> None:
     """Save all that a resumed run needs as `last/`, a better model as `best/`: the main process, or all if sharded."""
+    names = ["best", "last"] if better else ["last"]
     if session.saver is not None:
-        session.saver.start(session.state, ["best", "last"] if better else ["last"])
-    elif session.processes.is_main:
-        tokenizer, optimizer = session.corpus.tokenizer, session.optimizer
-        if better:
-            checkpoint.save(session.run_dir / "best", session.state, session.model, tokenizer)
-        checkpoint.save(session.run_dir / "last", session.state, session.model, tokenizer, optimizer)
+        session.saver.start(session.state, names)
+    for name in names if session.saver is None and session.processes.is_main else ():
+        optimizer = session.optimizer if name == "last" else None
+        checkpoint.save(session.run_dir / name, session.state, session.model, session.corpus.tokenizer, optimizer)

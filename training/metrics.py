@@ -25,17 +25,9 @@ class Metrics:
         line = {key: value if math.isfinite(value) else str(value) for key, value in values.items()}
         self.file.write(json.dumps({"step": step, **line}) + "\n")
 
-    def close(self) -> None:
-        self.file.close()
-
 
 def read(run_dir: Path) -> list[dict]:
     """The lines of `run_dir/metrics.jsonl`, without an incomplete last one that a kill may leave."""
     path = run_dir / "metrics.jsonl"
     with reading(path, "delete the damaged line"):
         return [json.loads(line) for line in path.read_bytes().split(b"\n")[:-1]] if path.exists() else []
-
-
-def is_evaluation(line: dict) -> bool:
-    """Whether a line describes an evaluation, not a step."""
-    return "validation_loss" in line

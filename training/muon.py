@@ -3,8 +3,7 @@
 Jordan et al. 2024 (kellerjordan.github.io/posts/muon), with the scale of Liu et al. 2025 (Muon is Scalable for LLM
 Training, arXiv 2502.16982, equation 4), so that learning rate and weight decay mean what they mean for AdamW. Rows of
 the update are divided by the root mean square that they usually have (NorMuon: Li et al. 2025, arXiv 2510.05491), and a
-weight decays only where the update makes it smaller, too (Chen et al. 2025, arXiv 2510.12402). Many small matrices are
-one batch: on two cores a third of the time of `torch.optim.Muon`.
+weight decays only where the update makes it smaller, too (Chen et al. 2025, arXiv 2510.12402).
 """
 
 import math
@@ -19,7 +18,7 @@ MOMENTUM = 0.95
 ROW_DECAY = 0.95  # of the moving average of a row's mean square
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the polynomial that each iteration applies to the singular values
 ITERATIONS = 5
-BATCH = 8  # matrices that are orthogonalized together; more would cost memory and gain nothing
+BATCH = 8  # matrices orthogonalized together: on two cores a third of the time of `torch.optim.Muon`
 
 
 class Muon(torch.optim.Optimizer):

@@ -1,11 +1,9 @@
 """AdamW or Muon, with weight decay on matrices, and a separate learning rate for embedding and head.
 
-The number of dimensions decides which parameters decay: norm weights and biases are vectors, and decaying those towards
-zero would switch channels off. Only the parameters of norms whose row in `NORMS` says so decay as well. Embeddings are
-matrices and decay. A row of the embedding, or of the head, learns only when its token occurs, so these two take a
-larger learning rate than the matrices that learn from every token (as in Yang et al. 2022, Tensor Programs V, table 3:
-the embedding keeps its learning rate where wider matrices need a smaller one). Norms and biases can have a
-larger one as well (`--norm-lr-multiplier`).
+Norm weights and biases are vectors, and decaying those towards zero would switch channels off; only the parameters of
+norms whose row in `NORMS` says so decay as well. A row of the embedding, or of the head, learns only when its token
+occurs, so these two take a larger learning rate than the matrices that learn from every token (as in Yang et al. 2022,
+Tensor Programs V, table 3: the embedding keeps its learning rate where wider matrices need a smaller one).
 """
 
 from collections import defaultdict
@@ -13,9 +11,8 @@ from collections import defaultdict
 import torch
 from torch import nn
 
-from checkpoints.pretrained import unpacked_tensors
-from errors import UserError
 from model.decoder import Decoder
+from model.lora import packed_rows
 from model.norm import is_norm_parameter
 from training.muon import Muon
 from training.settings import OptimizerSettings
@@ -23,12 +20,8 @@ from training.settings import OptimizerSettings
 
 def freeze_parameters(model: nn.Module, train_only: str) -> None:
     """Freeze all parameters but those of the norms when `train_only` is "norms"."""
-    if train_only == "all":
-        return
-    for name, parameter in model.named_parameters():
+    for name, parameter in model.named_parameters() if train_only == "norms" else ():
         parameter.requires_grad_(is_norm_parameter(name))
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise UserError("--train-only norms: this model's norms have no parameters; use --train-only all.")
 
 
 def build_optimizer(model: Decoder, settings: OptimizerSettings, device: torch.device) -> torch.optim.Optimizer:
@@ -59,10 +52,8 @@ def build_optimizer(model: Decoder, settings: OptimizerSettings, device: torch.d
     )
     if not matrices:
         return adamw
-    rows = {
-        p: [part.shape[0] for part in unpacked_tensors({name: p.detach()}, model.config).values()]
-        for name, p in matrices.items()
-    }
+    packed = packed_rows(model.config)
+    rows = {p: packed.get(name.split(".")[-2], [len(p)]) for name, p in matrices.items()}
     dtype = torch.bfloat16 if model.compute_dtype == torch.bfloat16 else torch.float32
     return Muon({"params": [*matrices.values()], "weight_decay": decay, "lr_multiplier": 1.0}, rows, adamw, dtype)
 
@@ -70,28 +61,3 @@ def build_optimizer(model: Decoder, settings: OptimizerSettings, device: torch.d
 def takes_muon(name: str, parameter: nn.Parameter) -> bool:
     """Whether `--optimizer muon` updates this parameter by Muon: the matrices of the layers."""
     return parameter.ndim == 2 and name.startswith("layers.")
-
-
-def optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, torch.Tensor]:
-    """The optimizer's state as a flat mapping `moment.parameter` -> tensor, for a safetensors file."""
-    return {
-        f"{moment}.{name}": value
-        for name, parameter in model.named_parameters()
-        for moment, value in optimizer.state.get(parameter, {}).items()
-    }
-
-
-def load_optimizer_tensors(
-    optimizer: torch.optim.Optimizer, model: nn.Module, tensors: dict[str, torch.Tensor]
-) -> None:
-    """Put back what `optimizer_tensors` returned, for the parameters that the model has."""
-    parameters = dict(model.named_parameters())
-    for key, value in tensors.items():
-        moment, name = key.split(".", 1)
-        if name in parameters:
-            parameter = parameters[name]
-            value = value.to(parameter.device, copy=True)  # not the mapped file
-            if value.ndim and hasattr(parameter, "full_tensor"):
-                place = parameter.device_mesh, parameter.placements
-                value = torch.distributed.tensor.distribute_tensor(value, *place, src_data_rank=None)
-            optimizer.state[parameter][moment] = value

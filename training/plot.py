@@ -23,7 +23,7 @@ def draw(runs: list[Path], path: Path) -> None:
     for i, run in enumerate(runs):
         lines = metrics.read(run)
         training = [(line["step"], line["loss"]) for line in lines if isinstance(line.get("loss"), float)]
-        evaluations = [line for line in lines if metrics.is_evaluation(line)]
+        evaluations = [line for line in lines if "validation_loss" in line]
         validation = [(line["step"], line["validation_loss"]) for line in evaluations]
         colour, dash = COLOURS[i % len(COLOURS)], DASHES[i % len(DASHES)]
         if training:
@@ -55,7 +55,6 @@ def smooth(points: list[tuple[int, float]], keep: float = 0.95) -> list[tuple[in
 
 
 def main() -> None:
-    """Parse the command line and draw."""
     parser = argparse.ArgumentParser(prog="python -m training.plot", description=__doc__.splitlines()[0])
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run folder, such as runs/tiny-rms")
     parser.add_argument("--out", type=Path, default="loss.png", help="the picture to write, PNG or SVG (loss.png)")

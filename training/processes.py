@@ -1,7 +1,6 @@
 """Data-parallel training in several processes, one for each GPU, started by `torchrun --nproc-per-node N train.py`.
 
-The process group exists only when there is more than one process. With a single one, sums and maxima return their
-arguments, and everything else here does nothing.
+With a single process there is no group: sums and maxima return their arguments, and everything else does nothing.
 """
 
 import contextlib
@@ -45,15 +44,12 @@ class Processes:
         if self.count > 1 and self.is_main:
             self.store.set(key, "")
 
-    def sum(self, *values: float, device: torch.device) -> list[float]:
+    def max(self, value: float, device: torch.device) -> float:
+        """The maximum of a value over the processes."""
+        return self.sum(value, device=device, operation=dist.ReduceOp.MAX)[0]
+
+    def sum(self, *values: float, device: torch.device, operation: dist.ReduceOp = dist.ReduceOp.SUM) -> list[float]:
         """Each value summed over the processes, in float64."""
-        return self.reduce(values, device, dist.ReduceOp.SUM)
-
-    def max(self, *values: float, device: torch.device) -> list[float]:
-        """The maximum of each value over the processes, in float64."""
-        return self.reduce(values, device, dist.ReduceOp.MAX)
-
-    def reduce(self, values: tuple[float, ...], device: torch.device, operation: dist.ReduceOp) -> list[float]:
         if self.count == 1:
             return list(values)
         combined = torch.tensor(values, dtype=torch.float64, device=device)
@@ -68,6 +64,9 @@ class Processes:
             return DistributedDataParallel(model, broadcast_buffers=False, gradient_as_bucket_view=True)
 
 
+ALONE = Processes()
+
+
 def start_processes(device_name: str, timeout_minutes: int) -> tuple[Processes, str]:
     """Join the process group if several processes were started; also returns the device name of this process.
 
@@ -75,12 +74,10 @@ def start_processes(device_name: str, timeout_minutes: int) -> tuple[Processes, 
     """
     count, local_rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0"))
     if count == 1:
-        return Processes(), device_name
+        return ALONE, device_name
     on_cuda = device_name == "cuda" or (device_name == "auto" and torch.cuda.is_available())
     if on_cuda and local_rank >= torch.cuda.device_count():
-        raise UserError(
-            f"more processes were started than the {torch.cuda.device_count()} CUDA devices here; start one per device."
-        )
+        raise UserError(f"there are only {torch.cuda.device_count()} CUDA devices here; start one process for each.")
     if not on_cuda and device_name not in ("auto", "cpu"):
         raise UserError(f"--device {device_name} cannot be shared by {count} processes; use cuda or cpu.")
     device_name = f"cuda:{local_rank}" if on_cuda else "cpu"
@@ -106,9 +103,8 @@ def explain_lost_process() -> Iterator[None]:
 def finish_processes(processes: Processes) -> None:
     """Wait until every process is done, the main one with its last save, and leave the process group.
 
-    A thread of Gloo needs Python's lock to release the tensors of the last collective. Deleting the model holds the
-    lock and waits for that thread: with torch 2.13, a process that ends too soon after a collective may hang. The sleep
-    gives the thread the lock first.
+    With torch 2.13, a process that ends too soon after a collective may hang: deleting the model holds Python's lock,
+    for which a thread of Gloo waits to release its tensors.
     """
     if processes.count > 1:
         dist.barrier()

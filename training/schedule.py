@@ -16,11 +16,10 @@ def learning_rate(step: int, steps: int, settings: OptimizerSettings) -> float:
     warmup = min(settings.warmup_steps, steps)
     if step < warmup:
         return settings.learning_rate * (step + 1) / warmup
-    decay_start = warmup
-    if settings.schedule == "wsd":
-        decay_start = max(warmup, steps - round(settings.decay_fraction * steps))
+    wsd = settings.schedule == "wsd"
+    decay_start = max(warmup, steps - round(settings.decay_fraction * steps)) if wsd else warmup
     progress = max(0, step + 1 - decay_start) / max(1, steps - decay_start)  # 0 before the decay, 1 at the last step
-    remaining = 1 - progress if settings.schedule == "wsd" else (1 + math.cos(math.pi * progress)) / 2
+    remaining = 1 - progress if wsd else (1 + math.cos(math.pi * progress)) / 2
     final = settings.final_learning_rate
     return settings.learning_rate * (final + (1 - final) * remaining)
 

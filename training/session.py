@@ -61,11 +61,7 @@ class Session:
         return min(data.micro_batch_size or math.inf, data.batch_size // self.processes.count)
 
     def batch(self, step: int) -> Batch:
-        """This process's share of a step, arrays of int64 (b, t): as many tokens in each step, t as scheduled.
-
-        Shorter sequences are windows of the full length cut into equal parts, so that the length changes nothing about
-        the order in which an epoch reads its text.
-        """
+        """This process's share of a step, arrays of int64 (b, t): windows, cut into equal parts of the scheduled t."""
         data = self.settings.data
         batch = self.corpus.batch(
             seed=self.settings.run.seed,
@@ -96,10 +92,7 @@ class StepResult:
 
 
 def set_up(settings: Settings, run_dir: Path, *, resume: bool, log: Callable[[str], None] = print) -> Session:
-    """Build the session of a new run, or of the last checkpoint in `run_dir` when resuming. Writes nothing there.
-
-    log: receives one line of text at a time, on the main process only.
-    """
+    """Build the session of a new run, or of the last checkpoint in `run_dir` when resuming. Writes nothing there."""
     processes, local_device = start_processes(settings.machine.device, settings.machine.timeout_minutes)
     device = choose_device(local_device)
     kernels.use(settings.machine.kernels, device)
@@ -112,14 +105,18 @@ def set_up(settings: Settings, run_dir: Path, *, resume: bool, log: Callable[[st
         raise UserError(f"--batch-size {settings.data.batch_size} cannot be divided by {processes.count} processes.")
     if settings.machine.compile and (reason := why_not_compile(device)):
         raise UserError(f"--compile: {reason}.")
-    if not processes.is_main:
-        log = no_log
+    log = log if processes.is_main else no_log
 
     last = checkpoint.find_last(run_dir) if resume else None
     with processes.main_first("text"):
         corpus = prepare_corpus(settings, last)
     if isinstance(corpus, Corpus):
-        check_one_batch(len(corpus.train), settings.data.batch_size, settings.data.sequence_length)
+        tokens, size, length = len(corpus.train), settings.data.batch_size, settings.data.sequence_length
+        if tokens // length < size:
+            raise UserError(
+                f"the text has {tokens:,} tokens to train on, but one batch of {size} sequences of {length} needs "
+                f"{size * length:,}; give more text, or a smaller --batch-size or --sequence-length."
+            )
     elif settings.data.first_sequence_length not in (None, settings.data.sequence_length):
         raise UserError("--first-sequence-length would cut conversations into parts; use --first-sequence-length None.")
     log(f"text: {corpus.description}")
@@ -151,15 +148,6 @@ def set_up(settings: Settings, run_dir: Path, *, resume: bool, log: Callable[[st
     return session
 
 
-def check_one_batch(tokens: int, batch_size: int, sequence_length: int) -> None:
-    """Raise `UserError` when there are fewer tokens to train on than one batch has."""
-    if tokens // sequence_length < batch_size:
-        raise UserError(
-            f"the text has {tokens:,} tokens to train on, but one batch of {batch_size} sequences of {sequence_length} "
-            f"needs {batch_size * sequence_length:,}; give more text, or a smaller --batch-size or --sequence-length."
-        )
-
-
 def no_log(_: str) -> None:
     """A `log` that prints nothing."""
 
@@ -176,11 +164,7 @@ def open_run(session: Session) -> Metrics:
 
 
 def prepare_corpus(settings: Settings, last: Path | None = None) -> Corpus | Conversations:
-    """The text as tokens.
-
-    The tokenizer is that of the checkpoint to resume from, else --tokenizer, else that of --init-from, else one
-    trained on the text.
-    """
+    """The text as tokens, by the tokenizer of `last`, else --tokenizer, else that of --init-from, else a new one."""
     data = settings.data
     corpus = prepare(
         list(data.data),
@@ -198,11 +182,7 @@ def prepare_corpus(settings: Settings, last: Path | None = None) -> Corpus | Con
 
 
 def initial_model(settings: Settings, dtype: torch.dtype, log: Callable[[str], None], *, load: bool = True) -> Decoder:
-    """The model that training starts from, on the CPU; `load`: with the weights of --init-from, if there is one.
-
-    Lists the parameters that these lack and the tensors that the model has no use for. From LayerNorm to RMSNorm, the
-    weights are centered unless --no-center-weights asks not to.
-    """
+    """The model that training starts from, on the CPU; `load`: with the weights of --init-from, if there is one."""
     run = settings.run
     if run.lora is not None:
         with reading(run.init_from, "the adapter needs the model that its run was started from, at the same path"):
@@ -239,9 +219,7 @@ def check_unchanged(settings: Settings, run_dir: Path, directory: Path, text_has
     if saved.text_hash != text_hash:
         problems.insert(0, "the text differs")
     if problems:
-        raise UserError(
-            f"{run_dir} cannot be resumed: {'; '.join(problems)}; use what it was started with, or a new --out."
-        )
+        raise UserError(f"{run_dir} cannot be resumed: {'; '.join(problems)}; start a new run in another --out.")
     if changed:
         log(f"changed since the run was started: {', '.join(changed)}")
     if saved.step >= settings.optimizer.steps:

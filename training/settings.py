@@ -1,10 +1,10 @@
 """Every setting of a training run, as one tree of dataclasses that TOML files and command-line flags both fill.
 
 Each source overrides the one before: the defaults here, the TOML file (`--config`), the shape of the checkpoint
-(`--init-from`), the flags. This module imports no torch, so that `--help` answers at once; and the command-line library
-only where it is used, so that benchmarks can be imported without it.
+(`--init-from`), the flags. `--help` and benchmarks need neither torch nor the command-line library.
 """
 
+import argparse
 import dataclasses
 import difflib
 import math
@@ -16,7 +16,7 @@ from typing import Annotated, Literal, TypedDict, TypeVar
 from checkpoints.families import load_config
 from checkpoints.find import find_checkpoint
 from errors import UserError, read_toml, reading, replace_text
-from flags import DisallowNone, arg, optional
+from flags import arg, optional
 from model.config import ModelConfig
 
 CONFIGS = Path(__file__).parent.parent / "configs"
@@ -52,12 +52,10 @@ class RunSettings:
     """Start from the weights of this run folder, checkpoint directory, or model on the Hugging Face Hub (org/name or
     org/name@revision), with a new optimizer; --norm may differ."""
     previous_token_head: bool = False
-    """Begin with a head of the first layer that attends to the token before each: heads that copy need one. It takes
-    effect with --attention-bias and without --init-from."""
+    """With --attention-bias, without --init-from: begin with a head that attends to the token before each."""
     center_weights: bool = True
-    """With --init-from a LayerNorm run and --norm rms: center the weights that write to the residual stream over its
-    channels. With the bias (--norm-bias, the default then) and an untied head, the model computes the same as before.
-    """
+    """With --init-from a LayerNorm run and --norm rms: center the weights that write to the residual stream. With the
+    bias (--norm-bias, the default then) and an untied head, the model computes the same as before."""
     lora: Annotated[int | None, optional("RANK")] = None
     """Train an adapter of this rank to --init-from (LoRA). best/ and last/ then have only that, as PEFT writes it."""
     lora_alpha: Annotated[int | None, optional("INT")] = None
@@ -75,10 +73,9 @@ class DataSettings:
     """The text and how it becomes batches."""
 
     data: tuple[str, ...] = ("python",)
-    """Files, folders or globs of .txt .md .py .jsonl .jsonl.gz .parquet, or a known name:
-    python (the standard library of this interpreter), python-chat (questions and answers about it), shakespeare,
-    tinystories (these two are downloaded);
-    or hub:OWNER/NAME[/FOLDER], a data set of the Hugging Face Hub."""
+    """Files, folders or globs of .txt .md .py .jsonl .jsonl.gz .parquet; hub:OWNER/NAME[/FOLDER], a data set of the
+    Hugging Face Hub; or python (the standard library of this interpreter), python-chat (questions and answers about
+    it), shakespeare, tinystories (these two are downloaded)."""
     text_field: str = "text"
     """Field of jsonl and parquet rows that contains the text."""
     tokenizer: Annotated[str | None, optional("FILE")] = None
@@ -93,8 +90,7 @@ class DataSettings:
     """Tokens per sequence."""
     first_sequence_length: Annotated[int | None, optional("INT")] = None
     """Tokens per sequence at first, then twice as many in equal parts of the first 40% of the steps until it is
-    --sequence-length, with as many tokens in every step. --sequence-length overrides what the TOML file sets.
-    None: --sequence-length from the start."""
+    --sequence-length; giving that one overrides what the TOML file sets here. None: all steps have the same."""
     document_mask: bool = False
     """Attention sees the token's own document alone, not those before it in a sequence. Conversations always do so."""
     batch_size: int = 16
@@ -144,8 +140,7 @@ class MachineSettings:
     device: str = "auto"
     """auto (CUDA, else MPS, else CPU) or a torch device such as cuda:1."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Dtype of the activations; weights stay float32.
-    auto: bfloat16 if the device is fast at it, else float16 on CUDA and float32 elsewhere."""
+    """Of activations; weights stay float32. auto: bfloat16 if that is fast, else float16 on CUDA, else float32."""
     kernels: Literal["auto", "triton", "torch"] = "auto"
     """Fused Triton kernels or plain PyTorch. auto: Triton on an NVIDIA or AMD GPU."""
     compile: bool = False
@@ -228,8 +223,11 @@ def parse(arguments: list[str], description: str) -> Command:
     import tyro
 
     arguments = ["--help" if argument == "--help-all" else argument for argument in arguments]
-
-    sources, _ = tyro.cli(SourceFlags, args=arguments, return_unknown_args=True, add_help=False)
+    parser = argparse.ArgumentParser(prog="train.py", add_help=False, allow_abbrev=False)
+    for name in ("config", "resume", "init-from", "out", "sequence-length"):
+        parser.add_argument(f"--{name}", f"--{name.replace('-', '_')}")
+    parser.add_argument("--norm-bias", "--norm_bias", action=argparse.BooleanOptionalAction)
+    sources, _ = parser.parse_known_args(arguments)
     config = sources.config or ("finetune" if sources.init_from else "tiny")
     if sources.resume is None:
         settings = load_settings(config_path(config))
@@ -250,18 +248,6 @@ def parse(arguments: list[str], description: str) -> Command:
     keeps_bias = {"norm_bias": True} if sources.norm_bias is None and model.has_norm_bias else {}
     model = dataclasses.replace(command.settings.model, **keeps_bias)
     return dataclasses.replace(command, settings=dataclasses.replace(command.settings, run=run, model=model))
-
-
-@dataclass(frozen=True)
-class SourceFlags:
-    """The flags that decide the defaults of others; None for a flag that is not given."""
-
-    config: str | None = None
-    resume: Annotated[str | None, optional("RUN")] = None
-    init_from: str | None = None
-    out: str | None = None
-    sequence_length: str | None = None
-    norm_bias: Annotated[bool | None, DisallowNone] = None
 
 
 def config_path(name: str) -> Path:

@@ -1,7 +1,7 @@
 """Every weight, gradient and moment divided by rows among the processes (`--shard`): PyTorch's FSDP2.
 
 The weights of a layer are gathered just before it runs, in float32, and freed after it: what is computed is what one
-process computes. torch's modules for this are imported by `shard`, because that takes half a second.
+process computes.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from model.decoder import Decoder
 
 def shard(model: Decoder, device: torch.device, *, compiled: bool) -> None:
     """Divide the parameters, which are on the CPU, and move this process's part of them to the device."""
-    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.device_mesh import init_device_mesh  # takes half a second
     from torch.distributed.fsdp import fully_shard
 
     if model.compute_dtype == torch.float16 or any(parameter.ndim == 0 for parameter in model.parameters()):
@@ -43,16 +43,21 @@ def share_out(tensors: Mapping, count: int, device: torch.device | str) -> tuple
     return owners, share
 
 
+def divide(tensor: Tensor, like: Tensor, source: int | None = None) -> Tensor:
+    """The tensor divided as `like` is, if that is divided; `source` is the process that has it, None: all have it."""
+    if not hasattr(like, "full_tensor") or tensor.ndim == 0:
+        return tensor
+    return torch.distributed.tensor.distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=source)
+
+
 @contextlib.contextmanager
 def whole(tensors: list[Tensor]) -> Iterator[dict[int, Tensor]]:
     """By index, this process's share of the tensors, each whole; what the block writes into them is divided again."""
     if not tensors or not hasattr(tensors[0], "full_tensor"):
         yield dict(enumerate(tensors))
         return
-    mesh = tensors[0].device_mesh
-    owners, share = share_out(dict(enumerate(tensors)), mesh.size(), tensors[0].device)
+    owners, share = share_out(dict(enumerate(tensors)), tensors[0].device_mesh.size(), tensors[0].device)
     yield share
     for i, tensor in enumerate(tensors):
         full = share[i] if i in share else tensor.to_local().new_empty(tensor.shape)
-        place = mesh, tensor.placements
-        tensor.copy_(torch.distributed.tensor.distribute_tensor(full, *place, src_data_rank=owners[i]))
+        tensor.copy_(divide(full, tensor, owners[i]))

@@ -3,33 +3,28 @@
 With several processes a second signal is ignored: the terminal signals every process, and torchrun does so again.
 """
 
+import contextlib
 import signal
+from collections.abc import Iterator
 from types import FrameType
 
 
-class StopSignals:
-    """Context in which the first SIGINT, SIGTERM or SIGHUP only sets `received`.
+@contextlib.contextmanager
+def stop_signals(*, second_interrupts: bool) -> Iterator[list[int]]:
+    """SIGINT, SIGTERM and SIGHUP are only appended to this list, which begins with a 0; a second one may interrupt."""
+    received = [0]
 
-    second_signal_interrupts: whether a second one raises KeyboardInterrupt; otherwise it is ignored.
-    """
-
-    def __init__(self, *, second_signal_interrupts: bool) -> None:
-        self.second_signal_interrupts = second_signal_interrupts
-        self.received = 0
-        """Number of the newest signal, 0 before the first."""
-
-    def __enter__(self) -> "StopSignals":
-        handled = [signal.SIGINT, signal.SIGTERM]
-        if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as nohup sets it
-            handled.append(signal.SIGHUP)
-        self.previous = {number: signal.signal(number, self.receive) for number in handled}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self.previous.items():
-            signal.signal(number, handler)
-
-    def receive(self, number: int, _: FrameType | None) -> None:
-        if self.received and self.second_signal_interrupts:
+    def receive(number: int, _: FrameType | None) -> None:
+        if received[-1] and second_interrupts:
             raise KeyboardInterrupt
-        self.received = number
+        received.append(number)
+
+    handled = [signal.SIGINT, signal.SIGTERM]
+    if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as nohup sets it
+        handled.append(signal.SIGHUP)
+    previous = {number: signal.signal(number, receive) for number in handled}
+    try:
+        yield received
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

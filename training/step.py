@@ -10,14 +10,12 @@ from data.batches import Batch
 from errors import UserError
 from training.processes import Processes
 
-MicroBatches = list[tuple[torch.Tensor, ...]]
-
 
 class Diverged(UserError):
     """The loss or the gradient is not finite."""
 
 
-def split_batch(batch: Batch, size: int, device: torch.device) -> MicroBatches:
+def split_batch(batch: Batch, size: int, device: torch.device) -> list[tuple[torch.Tensor, ...]]:
     """Cut a batch, int64 (B, T), into micro-batches of at most `size` sequences, still on the host."""
     tensors = tuple(map(torch.from_numpy, batch))
     if device.type == "cuda":
@@ -27,7 +25,7 @@ def split_batch(batch: Batch, size: int, device: torch.device) -> MicroBatches:
 
 def train_step(
     model: nn.Module,
-    micro_batches: MicroBatches,
+    micro_batches: list[tuple[torch.Tensor, ...]],
     optimizer: torch.optim.Optimizer,
     scaler: torch.amp.GradScaler,
     clip: float,
@@ -37,8 +35,7 @@ def train_step(
     """Take one optimizer step; returns the loss in nats per token and the gradient's norm before clipping.
 
     micro_batches: this process's inputs, targets and, if need be, documents, each int64 (b, T), on the host or the
-    device; a target of -100 is not predicted. The loss is the mean over the predicted tokens of all micro-batches of
-    all processes, so every token has the same weight, however the batch is split.
+    device; a target of -100 is not predicted. The loss is the mean over the predicted tokens of all processes.
     Under float16 a gradient that overflows makes the scaler skip the update; the returned norm is then infinite.
     Any other loss or gradient that is not finite raises `Diverged` and leaves the weights as they were.
     """

@@ -177,7 +177,7 @@ def test_lines_after_the_checkpoint_are_removed_on_resume(stopped_run):
         file.write(json.dumps({"step": 6, "validation_loss": 1.0, "perplexity": 2.0, "bits_per_byte": 1.0}) + "\n")
         file.write('{"step": 7, "los')  # and a line that was never finished
     log = metrics.Metrics(stopped_run, after_step=5)
-    log.close()
+    log.file.close()
     assert metrics.read(stopped_run) == lines
 
 
