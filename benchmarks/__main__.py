@@ -1,4 +1,4 @@
-"""The benchmarks for this machine: `python -m benchmarks`.
+"""The benchmarks for this machine, in about a quarter of an hour: `python -m benchmarks`.
 
 On a CPU: decoding beside other programs, then training beside transformers in float32 and bfloat16. Prints the tables
 of docs/generate.md and docs/kernels.md, and writes what was measured as JSON. On a GPU: runs `benchmarks/gpu.sh`.
@@ -17,6 +17,7 @@ import torch
 from benchmarks.programs import PEER
 
 FOLDER = Path(__file__).parent
+TRAINING_SHARE = 0.3  # of the minutes; the rest is for decoding
 
 
 def run(name: str, *flags: object) -> dict:
@@ -31,19 +32,20 @@ def run(name: str, *flags: object) -> dict:
 def main() -> int:
     """Measure; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__.split("\n\n")[0])
-    parser.add_argument("--turns", type=int, default=5, help="of each program (default: %(default)s)")
+    parser.add_argument("--minutes", type=float, default=14, help="after that no fourth turn begins (default: 14)")
     parser.add_argument("--quick", action="store_true", help="tiny models and one turn, to see that all of it runs")
     parser.add_argument("--llama2c", type=Path, metavar="PATH", help="llama2.c's program, built with `make runomp`")
     parser.add_argument("--out", type=Path, default=FOLDER / "results", help="folder of the JSON (default: results)")
     arguments = parser.parse_args()
     if torch.cuda.is_available():
-        return subprocess.run(["bash", FOLDER / "gpu.sh"], env=os.environ | {"PYTHON": sys.executable}).returncode
-    shapes, shape, sizes = ["15m", "26m", "135m"], "26m", ["--turns", arguments.turns, "--tokens", 64]
+        environment = os.environ | {"LIMIT": str(int(60 * arguments.minutes)), "PYTHON": sys.executable}
+        return subprocess.run(["bash", FOLDER / "gpu.sh"], env=environment).returncode
+    shapes, shape, sizes = ["15m", "26m", "135m"], "26m", ["--turns", 7, "--tokens", 64]
     if arguments.quick:
         shapes, shape, sizes = ["260k"], "260k", ["--turns", 1, "--tokens", 8]
-    decoding = [*sizes, "--shapes", *shapes]
+    decoding = [*sizes, "--shapes", *shapes, "--minutes", arguments.minutes * (1 - TRAINING_SHARE)]
     decoding += ["--llama2c", arguments.llama2c] if arguments.llama2c else []
-    training = [*sizes[:2], "--config", "small", "--shape", shape]
+    training = [*sizes[:2], "--config", "small", "--shape", shape, "--minutes", arguments.minutes * TRAINING_SHARE]
     training += ["--norms", "rms", "--dtypes", "float32", "bfloat16", "--variants", PEER, "CPU functions"]
     results = {"decoding": run("decoding", *decoding), "training": run("training", *training)}
     name = "cpu {processor} {threads} threads".format(**results["decoding"]["machine"]) + " quick" * arguments.quick

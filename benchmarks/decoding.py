@@ -8,8 +8,10 @@ import argparse
 import contextlib
 import functools
 import itertools
+import math
 import multiprocessing
 import sys
+import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
@@ -35,22 +37,27 @@ def decode(case: Case) -> float:
     return prepare(case)()
 
 
-def compare(cases: list[Case], turns: int, rate: float) -> dict:
+def compare(cases: list[Case], turns: int, rate: float, minutes: float = math.inf) -> dict:
     """Measure cases of one shape, prompt, batch and dtype, which take turns, and print a table.
 
     What a step reads has 100% at the memory's `rate`, and more where the weights stay in a cache.
     """
+    deadline = time.monotonic() + 60 * minutes
+    method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
+    context = multiprocessing.get_context(method)
+    if method == "forkserver":  # its children need not import torch and transformers again
+        context.set_forkserver_preload([__name__, "transformers.models.llama.modeling_llama"])
     with contextlib.ExitStack() as stack:
 
         def start(case: Case) -> dict[str, Block]:
-            process = stack.enter_context(ProcessPoolExecutor(1, multiprocessing.get_context("spawn")))
+            process = stack.enter_context(ProcessPoolExecutor(1, mp_context=context))
             return {"step": lambda: process.submit(decode, case).result()}
 
         makers = {case.program: partial(start, case) for case in cases}
         limits = {case.program: {"step": bytes_read(case) / rate} for case in cases}
         shape, prompt, sequences, _, dtype = cases[0][:5]
         title = f"Decoding {shape}, {sequences} sequences after {prompt} tokens, {dtype}"
-        return timing.compare(title, makers, limits, turns, sequences)
+        return timing.compare(title, makers, limits, turns, deadline, sequences)
 
 
 def bytes_read(case: Case) -> int:
@@ -74,6 +81,7 @@ def main() -> int:
     parser.add_argument("--sequences", type=int, nargs="+", default=[1, 8], help="default: 1 8")
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=[*DTYPES], help="default: all that there are")
     parser.add_argument("--turns", type=int, default=7, help="turns of each program (default: %(default)s)")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="after that no fourth turn begins")
     parser.add_argument("--tokens", type=int, default=128, help="tokens of a sequence in a turn (default: %(default)s)")
     parser.add_argument("--programs", nargs="+", choices=PROGRAMS, default=USUAL, help=f"default: all but {COMPILED}")
     parser.add_argument("--llama2c", type=Path, metavar="PATH", help="llama2.c's program, built with `make runomp`")
@@ -85,7 +93,7 @@ def main() -> int:
     others = arguments.tokens, device.type, arguments.llama2c and arguments.llama2c.resolve()
     groups = [[Case(*one[:3], name, one[3], *others) for name in arguments.programs] for one in settings]
     groups = [possible for group in groups if (possible := [*filter(is_possible, group)])]
-    tables = [compare(group, arguments.turns, rate) for group in groups]
+    tables = [compare(group, arguments.turns, rate, arguments.minutes / len(groups)) for group in groups]
     timing.print_json(device, bytes_per_second=rate, tables=tables)
     return int(any(table["not_run"] for table in tables))
 

@@ -53,8 +53,10 @@ class Case(NamedTuple):
     @property
     def config(self) -> ModelConfig:
         """The shape, with positions for prompt and new tokens."""
-        shape, positions = SHAPES[self.shape], self.prompt + self.tokens
-        return dataclasses.replace(shape, max_position_embeddings=max(shape.max_position_embeddings, positions))
+        shape = SHAPES[self.shape]
+        return dataclasses.replace(
+            shape, max_position_embeddings=max(shape.max_position_embeddings, self.prompt + self.tokens)
+        )
 
 
 def our_decoder(case: Case) -> Decoder:

@@ -4,11 +4,12 @@ The programs of `benchmarks.decoding` time themselves, each in a process of its 
 """
 
 import json
+import math
 import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Collection, Hashable, Iterator
 
 import torch
 
@@ -19,18 +20,19 @@ PAUSE = 20_000_000  # cycles of a GPU, about 11 ms, in which the host queues the
 COPY_BYTES = {"cuda": 2**30, "cpu": 2**27}
 READ_BYTES = 2**30  # more than a server's cache holds
 PRODUCT_SIZE = {"cuda": 8192, "cpu": 2048}
+MIN_TURNS = 3
 
 Block = Callable[[], float]
 """What has a turn. It returns the seconds of one call."""
 
 
 def measure(
-    makers: dict[Hashable, Callable[[], dict[str, Block]]], turns: int
+    makers: dict[Hashable, Callable[[], dict[str, Block]]], turns: int, deadline: float = math.inf
 ) -> tuple[dict[Hashable, dict[str, list[float]]], dict[Hashable, str]]:
     """Seconds of the blocks that the makers make, by key and part, and for each key that cannot run, why.
 
     Equal places in two lists were measured next to each other. Before the first turn every block runs once, to compile
-    and to fill caches. The order of each turn is that of the one before, reversed, so that a drift of speed cancels.
+    and to fill caches.
     """
     blocks, failures = {}, {}
     for key, make in makers.items():
@@ -44,11 +46,21 @@ def measure(
         else:
             blocks[key] = made
     seconds = {key: {part: [] for part in made} for key, made in blocks.items()}
-    for turn in range(turns):
-        for key, made in blocks.items() if turn % 2 else reversed(blocks.items()):
-            for part, run in made.items():
-                seconds[key][part].append(run())
+    for key in in_turns(blocks, turns, deadline):
+        for part, run in blocks[key].items():
+            seconds[key][part].append(run())
     return seconds, failures
+
+
+def in_turns(keys: Collection[Hashable], turns: int, deadline: float = math.inf) -> Iterator[Hashable]:
+    """C B A A B C ...: the order of each turn is that of the one before, reversed, so that a drift of speed cancels.
+
+    After MIN_TURNS no turn begins beyond the deadline, a time of `time.monotonic`.
+    """
+    for turn in range(turns):
+        if turn >= MIN_TURNS and time.monotonic() > deadline:
+            return
+        yield from keys if turn % 2 else reversed(list(keys))
 
 
 def block(calls: list[Callable[[], object]], device: torch.device, repeats: int = 4) -> float:
@@ -77,6 +89,16 @@ def times(calls: list[Callable[[], object]], device: torch.device, repeats: int)
         events[2 * i + 1].record()
     torch.cuda.synchronize(device)
     return [events[2 * i].elapsed_time(events[2 * i + 1]) / 1e3 for i in range(repeats)]
+
+
+def peak_bytes(call: Callable[[], object], device: torch.device) -> int | None:
+    """Bytes that a call allocates on a GPU at most, beyond what stood there."""
+    if device.type != "cuda":
+        return None
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    call()
+    return torch.cuda.max_memory_allocated(device) - before
 
 
 def rate(call: Callable[[], object], amount: float, device: torch.device) -> float:
@@ -110,6 +132,7 @@ def compare(
     makers: dict[str, Callable[[], dict[str, Block]]],
     limits: dict[str, dict[str, float]],
     turns: int,
+    deadline: float = math.inf,
     tokens: int | None = None,
 ) -> dict:
     """Measure, and print a table in Markdown: a row for each maker; returns it with all seconds.
@@ -117,12 +140,13 @@ def compare(
     limits: by maker and part, the seconds that the machine's measured rates allow. tokens: of the last part; it is also
     the one whose speed is compared with the first maker's, by the median of the ratios within turns, and their range.
     """
-    seconds, failures = measure(makers, turns)
+    seconds, failures = measure(makers, turns, deadline)
     parts = [*next(iter(seconds.values()), {"": []})]
     print(f"\n### {title}\n")
     rates = [] if tokens is None else ["tokens/s"]
-    speed = f"speed relative to {next(iter(seconds), '')}"
-    print_row("", *(f"{part}, ms" for part in parts), *rates, "of the limit", speed)
+    print_row(
+        "", *(f"{part}, ms" for part in parts), *rates, "of the limit", f"speed relative to {next(iter(seconds), '')}"
+    )
     print("|---" * (len(parts) + len(rates) + 3) + "|")
     for name in makers:
         if name in failures:

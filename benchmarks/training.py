@@ -1,13 +1,17 @@
 """Training steps and their parts in every variant of the code, side by side: `python -m benchmarks.training`.
 
-They take turns in blocks of a few calls on random tokens; a step has one micro-batch.
+Variants: the reference in plain PyTorch, torch.compile of it, our functions for the device and, if it is asked for,
+transformers' LLaMA of the same shape. They take turns in blocks of a few calls on random tokens; a step has one
+micro-batch.
 """
 
 import argparse
 import itertools
 import json
+import math
 import os
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import fields, replace
 from functools import partial
@@ -111,17 +115,19 @@ def make_calls(settings: Settings, variant: str, device: torch.device) -> dict[s
 
 
 def time_arms(name: str, variants: list[str], device: torch.device, turns: int) -> Path:
-    """Add the times of every part of training, for all arms of a plan, to timings.jsonl in the folder of its report.
+    """Add the times of every part of training, for all arms of a plan, to timings.jsonl, which the report reads.
 
-    A process gives one value: intervals take several.
+    It lies in the folder that `python ablate.py PLAN` makes. A process gives one value: intervals take several.
     """
     plan = load_plan(name)
     entries = {(variant, arm.name): arm_settings(plan, arm) for variant in variants for arm in plan.compared.values()}
     path = Path("runs") / f"ablation-{plan.name}" / "timings.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
+    peaks = {}
 
     def make(variant: str, arm: str) -> dict[str, timing.Block]:
         calls = make_calls(entries[variant, arm], variant, device)
+        peaks[variant, arm] = {part: timing.peak_bytes(call, device) for part, call in calls.items()}
         return {part: partial(timing.block, [call], device) for part, call in calls.items()}
 
     found, failures = timing.measure({key: partial(make, *key) for key in entries}, turns)
@@ -131,7 +137,7 @@ def time_arms(name: str, variants: list[str], device: torch.device, turns: int) 
         for (variant, arm), parts in found.items():
             for part, seconds in parts.items():
                 row = {"process": os.getpid(), "variant": variant, "part": part, "arm": arm, "seconds": seconds}
-                file.write(json.dumps(row) + "\n")
+                file.write(json.dumps(row | {"peak_bytes": peaks[variant, arm][part]}) + "\n")
     return path
 
 
@@ -148,8 +154,11 @@ def profile(step: Callable[[], object], device: torch.device, path: Path) -> Non
     found.export_chrome_trace(str(path))
 
 
-def compare(title: str, settings: Settings, chosen: list[str], device: torch.device, turns: int) -> dict:
+def compare(
+    title: str, settings: Settings, chosen: list[str], device: torch.device, turns: int, minutes: float
+) -> dict:
     """Time a step of every variant, and print a table. The limit is the rate of torch's product, measured here."""
+    deadline = time.monotonic() + 60 * minutes
     product = timing.product_rate(device, choose_training_dtype(settings.machine.dtype, device))
     tokens = step_tokens(settings)
     flops = tokens * flops_per_token(settings.model, settings.data.sequence_length)
@@ -159,7 +168,7 @@ def compare(title: str, settings: Settings, chosen: list[str], device: torch.dev
 
     makers = {variant: partial(make, variant) for variant in chosen}
     title += f"; products at {product / 1e12:.2f} TFLOP/s"
-    return timing.compare(title, makers, {name: {"step": flops / product} for name in chosen}, turns, tokens)
+    return timing.compare(title, makers, {name: {"step": flops / product} for name in chosen}, turns, deadline, tokens)
 
 
 def main() -> int:
@@ -172,6 +181,7 @@ def main() -> int:
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, help=f"default: all but {PEER}")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
     parser.add_argument("--turns", type=int, default=10, help="of 4 steps each (default: %(default)s)")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="after that no fourth turn begins")
     parser.add_argument("--profile", type=Path, metavar="TRACE.json.gz", help="instead, trace one variant and norm")
     parser.add_argument("--arms", metavar="PLAN", help="instead, time the arms of a comparison, for its report")
     arguments = parser.parse_args()
@@ -186,8 +196,8 @@ def main() -> int:
     if arguments.shape is not None:
         data = replace(settings.data, batch_size=8, sequence_length=256)
         settings = replace(settings, model=SHAPES[arguments.shape], data=data)
-    tables = []
-    for dtype, norm in itertools.product(arguments.dtypes or [settings.machine.dtype], arguments.norms):
+    tables, kinds = [], [*itertools.product(arguments.dtypes or [settings.machine.dtype], arguments.norms)]
+    for dtype, norm in kinds:
         model, machine = replace(settings.model, norm=norm), replace(settings.machine, dtype=dtype)
         one = replace(settings, model=model, machine=machine)
         if arguments.profile is not None:
@@ -195,7 +205,7 @@ def main() -> int:
             return 0
         title = f"A training step of {name}, {norm} norm, {dtype}, on {device_name(device)}"
         able = [variant for variant in chosen if norm == "rms" or not variant.startswith(PEER)]
-        tables.append(compare(title, one, able, device, arguments.turns))
+        tables.append(compare(title, one, able, device, arguments.turns, arguments.minutes / len(kinds)))
     timing.print_json(device, tables=tables)
     return int(any(table["not_run"] for table in tables))
 

@@ -19,6 +19,10 @@ def test_blocks_take_turns_in_an_order_that_reverses_after_every_turn():
     assert seconds["c"] == {"1": [7, 17, 19, 29], "2": [8, 18, 20, 30]} and list(seconds) == list("abc")
 
 
+def test_after_three_turns_none_begins_beyond_the_deadline():
+    assert [*timing.in_turns("ab", 9, deadline=0)] == [*"baabba"]
+
+
 def test_what_cannot_run_is_left_out_with_its_reason_and_the_others_are_measured(capsys):
     def fail():
         raise ZeroDivisionError("none of this\nhere")
