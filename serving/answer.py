@@ -34,7 +34,6 @@ class ServedModel:
         prompt, samples, logprobs, new = request.prompt, request.samples, [], 0
         streams = [TextStream(self.tokenizer, request.stop, request.before) for _ in range(samples)]
         reuse = request.chat and samples == 1  # a completion is computed exactly as generate.py does
-        self._prefix = self._prefix if reuse else PrefixCache()
 
         def on_logits(logits: torch.Tensor) -> None:
             if request.top_logprobs is not None:

@@ -21,6 +21,7 @@ class Server(uvicorn.Server):
         cards = {"object": "list", "data": [model.card for model in self.models.values()]}
         routes = [
             routing.Route("/", lambda http: responses.FileResponse(Path(__file__).with_name("page.html"))),
+            routing.Route("/health", responses.JSONResponse({"status": "ok"}), methods=["GET"]),
             routing.Route("/v1/models", responses.JSONResponse(cards), methods=["GET"]),
             routing.Route("/v1/completions", self.answer, methods=["POST"]),
             routing.Route("/v1/chat/completions", self.answer, methods=["POST"]),
@@ -34,7 +35,7 @@ class Server(uvicorn.Server):
     async def answer(self, http: requests.Request) -> responses.Response:
         if int(http.headers.get("content-length", MAX_BODY + 1)) > MAX_BODY:
             raise exceptions.HTTPException(413, f"a body must have a Content-Length of at most {MAX_BODY:,}")
-        with reading("the request", "see OpenAI's reference of the API"):
+        with reading("the request", "see /v1/models and OpenAI's reference of the API"):
             request = Request(await http.body(), "chat" in http.url.path, self.models)
         if len(self.answers) > MAX_WAITING:
             raise exceptions.HTTPException(429, f"{MAX_WAITING} requests are waiting; try again later")

@@ -39,6 +39,8 @@ def estimate(settings: Settings) -> None:
         f"gradients {format_bytes(weights)}, moments {format_bytes(moments)}, activations {format_bytes(kept)} "
         f"for {data.micro_batch_size or data.batch_size} sequences in {str(dtype)[6:]}",
     }
+    if settings.machine.shard:
+        lines["sharded"] = ", ".join(f"{format_bytes((2 * weights + moments) / n)} on each of {n}" for n in (2, 4, 8))
     print("\n".join(f"{name:9} {line}" for name, line in lines.items()), flush=True)
     print(f"{'time':9} {measure_time(settings, device, dtype)}")
     if settings.run.init_from and has_conversations(resolve(data.data, data.text_field, Path(data.cache))):
