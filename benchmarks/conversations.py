@@ -52,14 +52,11 @@ def theirs(run: str, dtype: str, folder: Path, conversations: int) -> dict[str, 
     path = find_checkpoint(run)
     rows = [row for _, row in rows_of(resolve(["python-chat"], "text", folder))]
     options = {"per_device_train_batch_size": conversations, "max_length": 512, "assistant_only_loss": True}
-    options |= {
-        "bf16": dtype == "bfloat16",
-        "use_cpu": not torch.cuda.is_available(),
-        "activation_checkpointing": False,
-    }
+    options |= {"bf16": dtype == "bfloat16", "use_cpu": not torch.cuda.is_available(), "report_to": []}
+    options |= {"activation_checkpointing": False, "disable_tqdm": True}
     trainer = trl.SFTTrainer(
         AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32),
-        args=trl.SFTConfig(str(folder / "trl"), report_to=[], disable_tqdm=True, **options),
+        args=trl.SFTConfig(str(folder / "trl"), **options),
         train_dataset=datasets.Dataset.from_list(rows),
         processing_class=AutoTokenizer.from_pretrained(path, pad_token="<unk>"),
     )
@@ -92,10 +89,9 @@ def main() -> None:
             common = arguments.run, dtype, Path(folder)
             makers = {f"TRL, {n} conversations a step": partial(theirs, *common, n) for n in (8, 32)}
             makers["ours, 8 rows a step"] = partial(ours, *common)
+            limits = {key: {"token": limit} for key in makers}
             title = f"Conversations, {dtype}, on {device_name(device)}"
-            tables.append(
-                timing.compare(title, makers, {key: {"token": limit} for key in makers}, arguments.turns, tokens=1)
-            )
+            tables.append(timing.compare(title, makers, limits, arguments.turns, tokens=1))
     timing.print_json(device, tables=tables)
 
 

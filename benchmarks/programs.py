@@ -53,10 +53,8 @@ class Case(NamedTuple):
     @property
     def config(self) -> ModelConfig:
         """The shape, with positions for prompt and new tokens."""
-        shape = SHAPES[self.shape]
-        return dataclasses.replace(
-            shape, max_position_embeddings=max(shape.max_position_embeddings, self.prompt + self.tokens)
-        )
+        shape, positions = SHAPES[self.shape], self.prompt + self.tokens
+        return dataclasses.replace(shape, max_position_embeddings=max(shape.max_position_embeddings, positions))
 
 
 def our_decoder(case: Case) -> Decoder:

@@ -24,9 +24,8 @@ class ServedModel:
         self.decoder, self._prefix = load_decoder(checkpoint, settings, adapter), PrefixCache()
         self.directory, self.sampling = directory, recommended_sampling(directory) or Sampling()  # of chats
         self.context, self._anchor = checkpoint.config.max_position_embeddings, self.tokenizer.encode("a")
-        self.card = {"id": name, "object": "model", "created": 0, "owned_by": "prenorm", "context": self.context}
+        self.card = {"id": name, "object": "model", "created": 0, "owned_by": "prenorm", "sampling": vars(self.sampling)}
         self.card |= {"chat": self.tokenizer.chat_template is not None, "tokenizer": self.tokenizer.hash}
-        self.card["sampling"] = vars(self.sampling)
 
     @torch.inference_mode()
     def answer(self, request: "Request", emit: Callable[[int, str, dict | None, str | None], object]) -> dict:
@@ -34,6 +33,7 @@ class ServedModel:
         prompt, samples, logprobs, new = request.prompt, request.samples, [], 0
         streams = [TextStream(self.tokenizer, request.stop, request.before) for _ in range(samples)]
         reuse = request.chat and samples == 1  # a completion is computed exactly as generate.py does
+        self._prefix = self._prefix if reuse else PrefixCache()
 
         def on_logits(logits: torch.Tensor) -> None:
             if request.top_logprobs is not None:
