@@ -24,8 +24,8 @@ class ServedModel:
         self.decoder, self._prefix = load_decoder(checkpoint, settings, adapter), PrefixCache()
         self.directory, self.sampling = directory, recommended_sampling(directory) or Sampling()  # of chats
         self.context, self._anchor = checkpoint.config.max_position_embeddings, self.tokenizer.encode("a")
-        self.card = {"id": name, "object": "model", "created": 0, "owned_by": "prenorm", "sampling": vars(self.sampling)}
-        self.card |= {"chat": self.tokenizer.chat_template is not None, "tokenizer": self.tokenizer.hash}
+        self.card = {"id": name, "object": "model", "owned_by": "prenorm", "sampling": vars(self.sampling)}
+        self.card |= {"created": 0, "chat": bool(self.tokenizer.chat_template), "tokenizer": self.tokenizer.hash}
 
     @torch.inference_mode()
     def answer(self, request: "Request", emit: Callable[[int, str, dict | None, str | None], object]) -> dict:
