@@ -47,7 +47,8 @@ class ChatFormat:
         if template is None:
             raise UserError(
                 f"{checkpoint} has no chat template, so the model only continues text: leave out --chat, use an "
-                f"Instruct or Chat model, or, to teach it conversations, put a chat_template.jinja into its folder."
+                f"Instruct or Chat model, or fine-tune it on conversations (another base model needs a "
+                f"chat_template.jinja in its folder)."
             )
         self._template, self.tokenizer = template, tokenizer
         added = {i: token.content for i, token in tokenizer.added_tokens.items()}

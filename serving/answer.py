@@ -68,7 +68,7 @@ class ServedModel:
 
 
 class Request:
-    """What a body asks for. A wrong body raises whatever exception: it is parsed in `errors.reading`."""
+    """What a body asks for. A malformed body raises any exception, which `errors.reading` turns into one line."""
 
     def __init__(self, content: bytes, chat: bool, models: dict[str, ServedModel]):
         body = {name: value for name, value in json.loads(content).items() if value is not None}

@@ -26,7 +26,7 @@ class Server(uvicorn.Server):
             routing.Route("/v1/completions", self.answer, methods=["POST"]),
             routing.Route("/v1/chat/completions", self.answer, methods=["POST"]),
         ]
-        # A page of another site can make a browser send requests to this server, but only under that site's name.
+        # Against DNS rebinding: a page of another site can send requests here, but with that site's name as Host.
         names, handlers = ("localhost", "{a:int}.{b:int}.{c:int}.{d:int}", host), (exceptions.HTTPException, Exception)
         hosts = [routing.Host(name, routing.Router(routes)) for name in names]
         app = applications.Starlette(routes=hosts, exception_handlers=dict.fromkeys(handlers, refuse))

@@ -154,7 +154,7 @@ class BackgroundSave:
         """Finish the save before; copy everything to the host and begin to write it as the directories `names`."""
         self.finish()
         if self.processes.is_main:
-            self.processes.store.set("folder", str(self.run_dir.absolute()))  # the others were not told
+            self.processes.store.set("folder", str(self.run_dir.absolute()))  # only the main process knows it
         run_dir = Path(self.processes.store.get("folder").decode())
         self.state, self.targets = state, [run_dir / name for name in names]
         lora = self.model.lora is not None  # an adapter is one file

@@ -59,7 +59,7 @@ class RunSettings:
     lora: Annotated[int | None, optional("RANK")] = None
     """Train an adapter of this rank to --init-from (LoRA). best/ and last/ then have only that, as PEFT writes it."""
     lora_alpha: Annotated[int | None, optional("INT")] = None
-    """What the adapter adds is multiplied by this divided by RANK. Default: 2 RANK."""
+    """The adapter's output is multiplied by this divided by RANK. Default: 2 RANK."""
     train_only: Literal["all", "norms"] = "all"
     """Which parameters learn: all, or only the weights and biases of the norms."""
     evaluate_every: int = 500
@@ -153,7 +153,7 @@ class MachineSettings:
     """With several processes: give up when one has not answered the others for this long."""
 
 
-# Which values can work, in words and in the settings that must have them. None is always one.
+# What values must be, in the words of the error -> a test, and the settings that it is for. None is always allowed.
 RULES = {
     "at least 1": (
         lambda value: value >= 1,

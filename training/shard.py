@@ -21,7 +21,7 @@ def shard(model: Decoder, device: torch.device, *, compiled: bool) -> None:
     from torch.distributed.fsdp import fully_shard
 
     if model.compute_dtype == torch.float16 or any(parameter.ndim == 0 for parameter in model.parameters()):
-        raise UserError("--shard needs --dtype bfloat16 or float32, and a --norm whose parameters are no scalars.")
+        raise UserError("--shard needs --dtype bfloat16 or float32, and a --norm without scalar parameters.")
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")  # nothing is written into it
     mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
     for layer in model.layers:
