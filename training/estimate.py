@@ -93,7 +93,7 @@ def measure_time(settings: Settings, device: torch.device, dtype: torch.dtype) -
         measured.append(time.perf_counter() - start)
     seconds = min(measured) * data.batch_size / sequences
     hours = seconds * settings.optimizer.steps / 3600
-    return f"{hours:.2g} hours on {name}: {seconds:.2g} s a step, by the fastest of {STEPS} with {sequences} sequences"
+    return f"{hours:,.2f} hours on {name}: {seconds:,.2f} s a step, the fastest of {STEPS} with {sequences} sequences"
 
 
 def format_bytes(count: float) -> str:

@@ -64,7 +64,7 @@ def report_end(session: Session) -> None:
         return
     is_text = isinstance(corpus, Corpus)
     if is_text:
-        print(f"xz -9e on the same text: {corpus.xz_bits_per_byte():.4f} bits per byte; hash {corpus.text_hash}")
+        print(f"xz -9e on the same text: {corpus.xz_bits_per_byte():.4f} bits per byte; text hash {corpus.text_hash}")
     speed = state.tokens / state.seconds
     print(f"{state.step:,} steps, {state.tokens:,} tokens in {state.seconds:.0f} s of training, {speed:,.0f} tokens/s")
     print(f"best/ has the weights with the lowest validation loss, {state.best_validation_loss:.4f} nats per token")
