@@ -13,7 +13,7 @@ from generation.settings import Settings
 
 
 def main(
-    runs: Annotated[tuple[str, ...], tyro.conf.arg(metavar="RUN"), tyro.conf.Positional],
+    runs: Annotated[tuple[str, ...], tyro.conf.arg(metavar="RUN"), tyro.conf.Positional] = ("runs/tiny-rms",),
     host: str = "127.0.0.1",
     port: int = 8000,
     dtype: Literal["auto", "float32", "bfloat16", "float16", "int8"] = "auto",

@@ -9,6 +9,7 @@ CACHE/conversations/KEY.npy holds all rows, KEY.json what is known of them.
 """
 
 import bisect
+import contextlib
 import itertools
 import json
 import sys
@@ -72,17 +73,16 @@ def batch_of(rows: np.ndarray) -> Batch:
 
 
 def has_conversations(files: Sequence[TextFile]) -> bool:
-    """Whether the first row of the files has messages, and not the field of a text."""
-    _, row = next(rows_of(files), ("", {}))
-    try:
-        row = decode(row)
-        return files[0].field not in row and any(key in row for key in MESSAGES)
-    except (TypeError, ValueError):
-        return False
+    """Whether the first good row of the files has messages, and not the field of a text."""
+    for _, row in rows_of(files):
+        with contextlib.suppress(TypeError, ValueError):
+            row = decode(row)
+            return files[0].field not in row and any(key in row for key in MESSAGES)
+    return False
 
 
 def rows_of(files: Sequence[TextFile]) -> Iterator[tuple[str, bytes | dict]]:
-    return itertools.chain.from_iterable(map(read_rows, files))
+    return itertools.chain.from_iterable(read_rows(file) for file in files if file.format != "topics")
 
 
 def prepare_conversations(
@@ -129,7 +129,7 @@ def encode_conversations(files: Sequence[TextFile], chat: ChatFormat, size: int)
     """The conversations of all files that can be learned from, by their hash; what is unusual is printed, counted."""
     found: dict[int, Encoded] = {}
     notes = defaultdict(list)  # what is unusual -> where
-    notes["files left out: they are text, not rows"] += [f.name for f in files if f.format == "text"]
+    notes["files left out: they are text, not rows"] += [f.name for f in files if f.format in ("text", "topics")]
     for place, row in tqdm(rows_of(files), "conversations", delay=2, unit=""):
         try:
             messages = messages_of(decode(row))

@@ -56,7 +56,7 @@ def resolve(names: Iterable[str], text_field: str, cache_dir: Path) -> list[Text
     and folders left out, and only files with a suffix in `FORMATS` taken. A source without any is an error.
     """
     files = []
-    for name in names:
+    for name in names or [""]:
         path = os.path.expanduser(name)
         if name == "python":
             found = standard_library()

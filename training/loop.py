@@ -65,7 +65,7 @@ def train(settings: Settings, run_dir: Path, *, resume: bool = False) -> int:
     """
     session = set_up(settings, run_dir, resume=resume)
     processes, device = session.processes, session.device
-    stopped_by = 0
+    stopped_by = int(processes.max(0, device))  # waits: all have read the save that `open_run` may rename
     log = open_run(session) if processes.is_main else None
     if log is not None:
         print(f"run: {run_dir} (metrics.jsonl, settings.toml); Ctrl-C stops and saves", flush=True)

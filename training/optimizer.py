@@ -11,6 +11,7 @@ from collections import defaultdict
 import torch
 from torch import nn
 
+from errors import UserError
 from model.decoder import Decoder
 from model.lora import packed_rows
 from model.norm import is_norm_parameter
@@ -22,6 +23,8 @@ def freeze_parameters(model: nn.Module, train_only: str) -> None:
     """Freeze all parameters but those of the norms when `train_only` is "norms"."""
     for name, parameter in model.named_parameters() if train_only == "norms" else ():
         parameter.requires_grad_(is_norm_parameter(name))
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise UserError("--train-only norms: this model's norms have no parameters; use --train-only all.")
 
 
 def build_optimizer(model: Decoder, settings: OptimizerSettings, device: torch.device) -> torch.optim.Optimizer:

@@ -223,7 +223,7 @@ def parse(arguments: list[str], description: str) -> Command:
     import tyro
 
     arguments = ["--help" if argument == "--help-all" else argument for argument in arguments]
-    parser = argparse.ArgumentParser(prog="train.py", add_help=False, allow_abbrev=False)
+    parser = argparse.ArgumentParser(usage="train.py [FLAGS]", add_help=False, allow_abbrev=False)
     for name in ("config", "resume", "init-from", "out", "sequence-length"):
         parser.add_argument(f"--{name}", f"--{name.replace('-', '_')}")
     parser.add_argument("--norm-bias", "--norm_bias", action=argparse.BooleanOptionalAction)
