@@ -104,7 +104,7 @@ def test_more_processes_than_sequences_is_a_line(flags, tmp_path, monkeypatch):
 @pytest.mark.parametrize("norm, dtype", [("dyt", torch.float32), ("rms", torch.float16)])
 def test_scalars_and_float16_cannot_be_sharded(make_config, norm, dtype):
     model = Decoder(make_config(norm=norm), compute_dtype=dtype)
-    with pytest.raises(UserError, match="--shard needs --dtype bfloat16 or float32, and a --norm whose"):
+    with pytest.raises(UserError, match="--shard needs --dtype bfloat16 or float32, and a --norm without"):
         shard(model, torch.device("cpu"), compiled=False)
 
 
