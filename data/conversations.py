@@ -75,9 +75,9 @@ def batch_of(rows: np.ndarray) -> Batch:
 def has_conversations(files: Sequence[TextFile]) -> bool:
     """Whether the first good row of the files has messages, and not the field of a text."""
     for _, row in rows_of(files):
-        with contextlib.suppress(TypeError, ValueError):
-            row = decode(row)
-            return files[0].field not in row and any(key in row for key in MESSAGES)
+        with contextlib.suppress(ValueError):
+            if isinstance(row := decode(row), dict):
+                return files[0].field not in row and any(key in row for key in MESSAGES)
     return False
 
 
