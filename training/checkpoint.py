@@ -146,7 +146,6 @@ class BackgroundSave:
     optimizer: torch.optim.Optimizer
     tokenizer: Tokenizer
     processes: Processes
-    device: torch.device
     pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
     writing: Future | None = None
 
@@ -178,13 +177,13 @@ class BackgroundSave:
 
     def finish(self, *, wait: bool = True) -> bool:
         """Complete the save if all processes have written, or wait for them; False, with one line, if it failed."""
-        if self.writing is None or (not wait and self.processes.max(not self.writing.done(), self.device)):
+        if self.writing is None or (not wait and self.processes.max(not self.writing.done())):
             return True
         error, self.writing = self.writing.exception(), None  # waits
-        if not self.processes.max(error is not None, self.device) and self.processes.is_main:
+        if not self.processes.max(error is not None) and self.processes.is_main:
             error = self.pool.submit(self.complete).exception()
         number = self.processes.rank + 1
-        failed = self.processes.max(number if error else 0, self.device)
+        failed = self.processes.max(number if error else 0)
         if failed == number:  # one of those with an error
             for target in self.targets:
                 shutil.rmtree(candidates(target)[1], ignore_errors=True)  # it may fill the disk

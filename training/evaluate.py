@@ -62,5 +62,5 @@ def evaluate(
     if i % processes.count < processes.rank:  # a sharded model runs in all processes or in none
         model(*(torch.from_numpy(array).to(device) for array in batch))
     model.train()
-    nats, tokens = processes.sum(nats, tokens, device=device)
+    nats, tokens = processes.sum(nats, tokens)
     return Evaluation(nats, int(tokens), text_bytes)

@@ -64,8 +64,8 @@ def train(settings: Settings, run_dir: Path, *, resume: bool = False) -> int:
     Raises `UserError` for what a user can fix; the last complete checkpoint is then still there.
     """
     session = set_up(settings, run_dir, resume=resume)
-    processes, device = session.processes, session.device
-    stopped_by = int(processes.max(0, device))  # waits: all have read the save that `open_run` may rename
+    processes = session.processes
+    stopped_by = int(processes.max(0))  # waits: all have read the save that `open_run` may rename
     log = open_run(session) if processes.is_main else None
     if log is not None:
         print(f"run: {run_dir} (metrics.jsonl, settings.toml); Ctrl-C stops and saves", flush=True)
@@ -80,7 +80,7 @@ def train(settings: Settings, run_dir: Path, *, resume: bool = False) -> int:
             if log is not None:
                 log.write(**vars(result) | {"tokens": session.state.tokens, "seconds": session.state.seconds})
                 show_step(session, bar, result)
-            stopped_by = int(processes.max(received[-1], device))
+            stopped_by = int(processes.max(received[-1]))
             if result.step % settings.run.evaluate_every == 0 or result.step == session.steps:
                 evaluate_and_save(session, log, bar)
             elif stopped_by:

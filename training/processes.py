@@ -29,6 +29,8 @@ class Processes:
     count: int = 1
     store: dist.Store | None = None
     """Keys that all processes see; None with a single process."""
+    device: torch.device | None = None
+    """This process's; a single process chooses its own."""
 
     @property
     def is_main(self) -> bool:
@@ -44,15 +46,15 @@ class Processes:
         if self.count > 1 and self.is_main:
             self.store.set(key, "")
 
-    def max(self, value: float, device: torch.device) -> float:
+    def max(self, value: float) -> float:
         """The maximum of a value over the processes."""
-        return self.sum(value, device=device, operation=dist.ReduceOp.MAX)[0]
+        return self.sum(value, operation=dist.ReduceOp.MAX)[0]
 
-    def sum(self, *values: float, device: torch.device, operation: dist.ReduceOp = dist.ReduceOp.SUM) -> list[float]:
+    def sum(self, *values: float, operation: dist.ReduceOp = dist.ReduceOp.SUM) -> list[float]:
         """Each value summed over the processes, in float64."""
         if self.count == 1:
             return list(values)
-        combined = torch.tensor(values, dtype=torch.float64, device=device)
+        combined = torch.tensor(values, dtype=torch.float64, device=self.device)
         dist.all_reduce(combined, operation)
         return combined.tolist()
 
@@ -67,26 +69,25 @@ class Processes:
 ALONE = Processes()
 
 
-def start_processes(device_name: str, timeout_minutes: int) -> tuple[Processes, str]:
-    """Join the process group if several processes were started; also returns the device name of this process.
+def start_processes(device_name: str, timeout_minutes: int) -> Processes:
+    """Join the process group if several processes were started.
 
     timeout_minutes: how long a process waits for the others in one collective before it gives up.
     """
     count, local_rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0"))
     if count == 1:
-        return ALONE, device_name
+        return ALONE
     on_cuda = device_name == "cuda" or (device_name == "auto" and torch.cuda.is_available())
     if on_cuda and local_rank >= torch.cuda.device_count():
         raise UserError(f"there are only {torch.cuda.device_count()} CUDA devices here; start one process for each.")
     if not on_cuda and device_name not in ("auto", "cpu"):
         raise UserError(f"--device {device_name} cannot be shared by {count} processes; use cuda or cpu.")
-    device_name = f"cuda:{local_rank}" if on_cuda else "cpu"
     if on_cuda:
-        torch.cuda.set_device(device_name)
+        torch.cuda.set_device(local_rank)
     store, rank, count = next(dist.rendezvous("env://"))
     timeout = timedelta(minutes=timeout_minutes)
     dist.init_process_group("nccl" if on_cuda else "gloo", store=store, rank=rank, world_size=count, timeout=timeout)
-    return Processes(rank, count, store), device_name
+    return Processes(rank, count, store, torch.device("cuda", local_rank) if on_cuda else torch.device("cpu"))
 
 
 @contextlib.contextmanager

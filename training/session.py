@@ -93,8 +93,8 @@ class StepResult:
 
 def set_up(settings: Settings, run_dir: Path, *, resume: bool, log: Callable[[str], None] = print) -> Session:
     """Build the session of a new run, or of the last checkpoint in `run_dir` when resuming. Writes nothing there."""
-    processes, local_device = start_processes(settings.machine.device, settings.machine.timeout_minutes)
-    device = choose_device(local_device)
+    processes = start_processes(settings.machine.device, settings.machine.timeout_minutes)
+    device = processes.device or choose_device(settings.machine.device)
     kernels.use(settings.machine.kernels, device)
     dtype = choose_training_dtype(settings.machine.dtype, device)
     settings = dataclasses.replace(settings, machine=dataclasses.replace(settings.machine, dtype=str(dtype)[6:]))
@@ -142,7 +142,7 @@ def set_up(settings: Settings, run_dir: Path, *, resume: bool, log: Callable[[st
         f"{device_name(device)}, {settings.machine.dtype} activations, kernels: {kernels.describe(device)}"
     )
     if sharded:
-        session.saver = checkpoint.BackgroundSave(run_dir, model, optimizer, corpus.tokenizer, processes, device)
+        session.saver = checkpoint.BackgroundSave(run_dir, model, optimizer, corpus.tokenizer, processes)
     else:
         session.forward = processes.wrap(torch.compile(model, fullgraph=True) if settings.machine.compile else model)
     return session

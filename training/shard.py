@@ -24,21 +24,19 @@ def shard(model: Decoder, device: torch.device, *, compiled: bool) -> None:
         raise UserError("--shard needs --dtype bfloat16 or float32, and a --norm without scalar parameters.")
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")  # nothing is written into it
     mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
-    for layer in model.layers:
-        if compiled:  # without the hooks that gather the weights
-            layer.forward = torch.compile(layer.forward, fullgraph=True)
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    for layer in model.layers if compiled else ():
+        layer.forward = torch.compile(layer.forward, fullgraph=True)  # without the hooks that gather the weights
+    for module in (*model.layers, model):
+        fully_shard(module, mesh=mesh)
 
 
-def share_out(tensors: Mapping, count: int, device: torch.device | str) -> tuple[list[int], dict]:
-    """For each tensor the process that takes it, the one with the least so far; and whole copies of this process's."""
-    sums, owners, share = [0] * count, [], {}
+def share_out(tensors: Mapping, count: int, device: torch.device | str) -> tuple[dict, dict]:
+    """For each tensor the process that takes it, in turns from the largest on; and whole copies of this process's."""
+    by_size, share = sorted(tensors, key=lambda key: -tensors[key].numel()), {}
+    owners = {key: i % count for i, key in enumerate(by_size)}
     for key, tensor in tensors.items():
-        owners.append(sums.index(min(sums)))
-        sums[owners[-1]] += tensor.numel()
         full = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # gathered by all, one at a time
-        if owners[-1] == torch.distributed.get_rank():
+        if owners[key] == torch.distributed.get_rank():
             share[key] = full.to(device, copy=True).contiguous()
     return owners, share
 

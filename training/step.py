@@ -40,7 +40,7 @@ def train_step(
     Any other loss or gradient that is not finite raises `Diverged` and leaves the weights as they were.
     """
     predicted = sum(int((targets >= 0).sum()) for _, targets, *_ in micro_batches)
-    predicted = max(1, processes.sum(predicted, device=device)[0])
+    predicted = max(1, processes.sum(predicted)[0])
     # One weight for all tokens. DistributedDataParallel averages gradients over the processes, we want their sum.
     weight = torch.full((), processes.count / predicted, device=device)
 
@@ -52,7 +52,7 @@ def train_step(
             loss = model(*tensors, token_weights=weight)
             scaler.scale(loss).backward()
         total += loss.detach()
-    loss = processes.sum(total.item(), device=device)[0] / processes.count
+    loss = processes.sum(total.item())[0] / processes.count
 
     scaler.unscale_(optimizer)
     trained = [parameter for parameter in model.parameters() if parameter.grad is not None]

@@ -83,7 +83,7 @@ def wait_for_lines(path: Path, count: int) -> None:
 
 
 def test_batchnorm_in_several_processes_is_refused(settings, tmp_path, monkeypatch):
-    monkeypatch.setattr(session, "start_processes", lambda device, _: (Processes(count=2), device))
+    monkeypatch.setattr(session, "start_processes", lambda *_: Processes(count=2))
     batch = dataclasses.replace(settings, model=dataclasses.replace(settings.model, norm="batch"))
     with pytest.raises(UserError, match="--norm batch has statistics of its own in each process"):
         session.set_up(batch, tmp_path / "run", resume=False)
@@ -92,4 +92,4 @@ def test_batchnorm_in_several_processes_is_refused(settings, tmp_path, monkeypat
 def test_a_process_alone_is_the_main_one_whatever_rank_the_environment_has(monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     monkeypatch.setenv("RANK", "1")
-    assert is_main_process() and start_processes("cpu", 10)[0].is_main
+    assert is_main_process() and start_processes("cpu", 10).is_main

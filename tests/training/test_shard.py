@@ -96,7 +96,7 @@ def test_a_run_resumed_by_other_numbers_of_processes_is_that_of_one(flags, tmp_p
 
 
 def test_more_processes_than_sequences_is_a_line(flags, tmp_path, monkeypatch):
-    monkeypatch.setattr(session, "start_processes", lambda device, _: (Processes(count=4), device))
+    monkeypatch.setattr(session, "start_processes", lambda *_: Processes(count=4))
     with pytest.raises(UserError, match="--batch-size 2 cannot be divided by 4 processes"):
         session.set_up(parse(sharded(flags, "--batch-size", "2"), "test").settings, tmp_path, resume=False)
 
