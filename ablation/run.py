@@ -89,9 +89,9 @@ def look(session: Session) -> tuple[float, ...]:
     sums = []  # of each batch: nats by position (T,), how many tokens were predicted (T,), and two shares by head
     session.model.eval()
     with attention_weights(session.model) as layers:
-        for inputs, targets in first_windows(session, CURVE_TOKENS):
-            tokens, targets = (torch.from_numpy(ids).to(session.device) for ids in (inputs, targets))
-            nats = session.model(tokens, targets).double().sum(0)  # (T,)
+        for window in first_windows(session, CURVE_TOKENS):
+            tokens, targets, *documents = (torch.from_numpy(ids).to(session.device) for ids in window)
+            nats = session.model(tokens, targets, *documents).double().sum(0)  # (T,)
             heads = torch.cat([copying_shares(tokens, weights) for weights in layers])
             layers.clear()
             sums.append((nats, (targets >= 0).sum(0), heads))

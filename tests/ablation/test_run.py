@@ -59,6 +59,12 @@ def test_a_row_holds_what_the_run_measured(plan, session, trained_rms):
     assert trained_rms.bits_per_byte == pytest.approx(nats / math.log(2) / session.corpus.validation_bytes)
 
 
+def test_a_run_with_document_masks_is_measured_with_them(config, trained_rms):
+    plan = Plan(config=str(config), arms={"rms": {}, "masked": {"document_mask": True}})
+    row = train_run(plan, dataclasses.replace(RUN, arm="masked"), "cpu", 1, 1)
+    assert row.status == "completed" and row.curve[-1][1] == float(f"{row.loss:.6g}") != trained_rms.curve[-1][1]
+
+
 def test_a_run_that_diverges_is_a_row_and_not_an_error(plan):
     row = train_run(plan, dataclasses.replace(RUN, learning_rate=1e30), "cpu", 1, 1)
     assert (row.status, row.loss, row.kurtosis) == ("diverged", None, None)
