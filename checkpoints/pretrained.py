@@ -120,6 +120,8 @@ class Checkpoint:
     config: ModelConfig
     tensors: dict[str, StoredTensor]
     """Those that the decoder has, by their names in files."""
+    adapter: Path | None = None
+    """A LoRA adapter to add to them."""
 
     def dtype(self, *names: str) -> torch.dtype:
         """The smallest dtype that holds the named tensors exactly; without names, the dtype of the largest tensor."""
@@ -129,7 +131,7 @@ class Checkpoint:
             return functools.reduce(torch.promote_types, [DTYPES[tensor.dtype] for tensor in chosen])
 
 
-def open_checkpoint(directory: Path | str) -> Checkpoint:
+def open_checkpoint(directory: Path | str, adapter: Path | None = None) -> Checkpoint:
     """The configuration and the stored tensors of a directory; `UserError` unless their names and shapes match.
 
     Drops what the decoder does not need: zero biases, a copy of a tied head, rotary tables of old files.
@@ -153,7 +155,7 @@ def open_checkpoint(directory: Path | str) -> Checkpoint:
     if wrong:
         more = f" and {len(wrong) - 8} more" if len(wrong) > 8 else ""
         raise UserError(f"the tensors of {directory} do not fit its config.json: {', '.join(wrong[:8])}{more}.")
-    return Checkpoint(Path(directory), config, tensors)
+    return Checkpoint(Path(directory), config, tensors, adapter)
 
 
 def load_pretrained(
@@ -162,10 +164,9 @@ def load_pretrained(
     device: torch.device | str = "cpu",
     compute_dtype: torch.dtype = torch.float32,
     cast: bool = False,
-    adapter: Path | None = None,
 ) -> Decoder:
     """The decoder of a directory; activations in `compute_dtype`. Each weight has the dtype of its file, or with `cast`
-    that of `inference_dtype`. A LoRA `adapter` is added to the weights.
+    that of `inference_dtype`.
 
     Reads llama, qwen2, qwen3, mistral, stablelm and prenorm, sharded or not. `decoder.float()` makes the float32 master
     weights that training needs.
@@ -181,8 +182,8 @@ def load_pretrained(
     state = dict(zip(parameters, allocate(sizes, torch.device(device)), strict=True))
     weights = unpacked_tensors(state, checkpoint.config)
     copy_tensors(checkpoint.tensors, weights)
-    if adapter is not None:
-        adapters.add_adapter(weights, adapter)
+    if checkpoint.adapter is not None:
+        adapters.add_adapter(weights, checkpoint.adapter)
     decoder.load_state_dict(state, assign=True)
     return decoder.to(device)
 

@@ -37,9 +37,9 @@ def run(
 
     A chat without prompts is a conversation: `read` gives one message after another, until it raises EOFError.
     """
-    checkpoint, adapter, tokenizer, eos_ids = open_directory(directory, settings.adapter)
+    checkpoint, tokenizer, eos_ids = open_directory(directory, settings.adapter)
     if settings.merge is not None:
-        return merge(checkpoint, adapter, tokenizer, settings.merge)
+        return merge(checkpoint, tokenizer, settings.merge)
     context = checkpoint.config.max_position_embeddings
     if settings.chat:
         chat = ChatFormat(directory, tokenizer, settings.system)
@@ -48,7 +48,7 @@ def run(
     else:
         encoded = [encode_prompt(tokenizer, text) for text in prompts]
     check_prompts(encoded, context)  # before the weights
-    decoder = load_decoder(checkpoint, settings, adapter)
+    decoder = load_decoder(checkpoint, settings)
     del checkpoint  # with the mapping of its files
     device, dtype = next(decoder.parameters()).device, str(decoder.compute_dtype).removeprefix("torch.")
     dtype += " with int8 matrices" * (settings.dtype == "int8")
@@ -83,28 +83,26 @@ def run(
             log("a text ends where the model's context is full")
 
 
-def open_directory(
-    directory: Path, adapter: str | None = None
-) -> tuple[Checkpoint, Path | None, Tokenizer, frozenset[int]]:
-    """A checkpoint whose weights are not read yet, its adapter, its tokenizer, and the ids that end a text."""
+def open_directory(directory: Path, adapter: str | None = None) -> tuple[Checkpoint, Tokenizer, frozenset[int]]:
+    """A checkpoint whose weights are not read yet, its tokenizer, and the ids that end a text."""
     model, found = find.find_adapter(directory, adapter)
-    checkpoint = open_checkpoint(model)
+    checkpoint = open_checkpoint(model, found)
     tokenizer = load_tokenizer(directory if [*directory.glob("tokenizer.*")] else model)
     check_vocabulary(tokenizer, checkpoint.config.vocab_size)
-    return checkpoint, found, tokenizer, find.eos_ids(model, tokenizer.eos_id)
+    return checkpoint, tokenizer, find.eos_ids(model, tokenizer.eos_id)
 
 
-def merge(checkpoint: Checkpoint, adapter: Path | None, tokenizer: Tokenizer, new: Path) -> None:
+def merge(checkpoint: Checkpoint, tokenizer: Tokenizer, new: Path) -> None:
     """Write a model with its adapter added, in the dtypes of its files, as the directory `new`."""
     if new.exists():
         raise UserError(f"--merge {new} exists; give a new directory.")
-    decoder, unfinished = load_pretrained(checkpoint, adapter=adapter), new.with_name(f"{new.name}.new")
+    decoder, unfinished = load_pretrained(checkpoint), new.with_name(f"{new.name}.new")
     save_pretrained(decoder, unfinished, bos_token_id=tokenizer.bos_id, eos_token_id=tokenizer.eos_id)
     tokenizer.save(unfinished)
     unfinished.rename(new)
 
 
-def load_decoder(checkpoint: Checkpoint, settings: Settings, adapter: Path | None = None) -> Decoder:
+def load_decoder(checkpoint: Checkpoint, settings: Settings) -> Decoder:
     """The model on its device, with its weights in the dtype it computes in."""
     device, int8 = choose_device(settings.device), settings.dtype == "int8"
     kernels.use(settings.kernels, device)
@@ -114,7 +112,7 @@ def load_decoder(checkpoint: Checkpoint, settings: Settings, adapter: Path | Non
             "a pre-norm model with RMSNorm or LayerNorm and SwiGLU; use bfloat16."
         )
     dtype = choose_inference_dtype("bfloat16" if int8 else settings.dtype, device, checkpoint.dtype())
-    decoder = load_pretrained(checkpoint, device=device, compute_dtype=dtype, cast=True, adapter=adapter).eval()
+    decoder = load_pretrained(checkpoint, device=device, compute_dtype=dtype, cast=True).eval()
     if int8:
         quantize_matrices(decoder)
     return decoder

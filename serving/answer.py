@@ -20,8 +20,8 @@ class ServedModel:
     """A checkpoint with its tokenizer, its chat template if it has one, and the keys and values of its last chat."""
 
     def __init__(self, name: str, directory: Path, settings: Settings):
-        checkpoint, adapter, self.tokenizer, self.eos_ids = open_directory(directory)
-        self.decoder, self._prefix = load_decoder(checkpoint, settings, adapter), PrefixCache()
+        checkpoint, self.tokenizer, self.eos_ids = open_directory(directory)
+        self.decoder, self._prefix = load_decoder(checkpoint, settings), PrefixCache()
         self.directory, self.sampling = directory, recommended_sampling(directory) or Sampling()  # of chats
         self.context, self._anchor = checkpoint.config.max_position_embeddings, self.tokenizer.encode("a")
         self.card = {"id": name, "object": "model", "owned_by": "prenorm", "sampling": vars(self.sampling)}

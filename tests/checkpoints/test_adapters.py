@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from checkpoints.find import find_adapter, find_checkpoint
-from checkpoints.pretrained import load_pretrained, save_pretrained
+from checkpoints.pretrained import load_pretrained, open_checkpoint, save_pretrained
 from errors import UserError
 from generation.generate import generate
 from generation.settings import Sampling
@@ -17,8 +17,7 @@ LAYER = {"norm": "layer"}
 
 def load(directory):
     """The model of an adapter's directory, with the adapter added to its weights."""
-    model, adapter = find_adapter(directory)
-    return load_pretrained(model, adapter=adapter)
+    return load_pretrained(open_checkpoint(*find_adapter(directory)))
 
 
 @pytest.fixture

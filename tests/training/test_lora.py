@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 import generate
-from checkpoints.pretrained import load_pretrained
+from checkpoints.pretrained import load_pretrained, open_checkpoint
 from errors import UserError
 from training import checkpoint, metrics
 from training.loop import save, train, train_steps
@@ -114,7 +114,7 @@ def test_a_run_its_adapter_on_the_base_and_the_two_merged_generate_the_same_text
     assert generated(bare, "the ") == text
     assert generated(folder, "--merge", merged) == "" and {*tmp_path.iterdir()} == {bare, merged}
     assert generated(merged, "the ") == text
-    adapted = load_pretrained(base / "best", adapter=folder / "best")
+    adapted = load_pretrained(open_checkpoint(base / "best", folder / "best"))
     models = [adapted, *(load_pretrained(directory) for directory in (merged, base / "best"))]
     states = [model.state_dict() for model in models]
     assert all(torch.equal(tensor, states[1][name]) for name, tensor in states[0].items())
