@@ -125,16 +125,20 @@ def test_logits_equal_those_of_a_plain_float64_implementation(decoder, tokens, r
 def test_gradients_equal_those_of_the_plain_float64_implementation(decoder, tokens, relative, norm_formula):
     """Tolerance: forward and backward pass have three times the products of the forward pass.
 
-    Ten times that for a scalar: its gradient is one sum over all tokens and channels, with terms of both signs, of
-    which a tenth or less is left.
+    The gradient of a scalar (dyt, derf) is a sum over tokens and channels that cancels, to 1/360 in one case. So its
+    error is relative to the sum of the sizes of its terms, which a weight for each token and channel has as gradient.
     """
     upstream = torch.randn(24, 97, generator=torch.Generator().manual_seed(3))
     decoder(tokens[:1]).backward(upstream[None])
-    weights = {name: tensor.requires_grad_() for name, tensor in double_weights(decoder).items()}
+    weights = {
+        name: (tensor.expand(24, 48).clone() if tensor.ndim == 0 else tensor).requires_grad_()
+        for name, tensor in double_weights(decoder).items()
+    }
     plain_logits(decoder.config, weights, tokens[0], norm_formula).backward(upstream.double())
     for name, parameter in decoder.named_parameters():
-        factor = 30 if parameter.numel() == 1 else 3
-        assert relative(parameter.grad, weights[name].grad) < factor * tolerance(decoder), name
+        actual, terms = parameter.grad, weights[name].grad
+        error = relative(actual, terms) if actual.ndim else (actual - terms.sum()) / terms.abs().sum()
+        assert abs(error) < 3 * tolerance(decoder), name
 
 
 @torch.no_grad()
@@ -206,7 +210,10 @@ def test_attention_masks_are_as_drawn_in_the_docstring():
 
 
 def test_gradients_of_packed_documents_equal_those_of_one_document_a_row(decoder, relative):
-    """Tolerance: as for other gradients; a document that starts later in a row is rotated by other, larger angles."""
+    """Tolerance: as for other gradients; a document that starts later in a row is rotated by other, larger angles.
+
+    Scalars, whose gradients cancel, are left out.
+    """
     ids = torch.randint(0, 97, (2, 24), generator=torch.Generator().manual_seed(12))
     targets = ids.roll(-1, 1).masked_fill(torch.arange(24) % 5 == 0, -100)
     lengths = ((7, 1, 16), (12, 9, 3))
@@ -217,14 +224,13 @@ def test_gradients_of_packed_documents_equal_those_of_one_document_a_row(decoder
         decoder.zero_grad()
         for batch in batches:
             decoder(*batch, token_weights=weight).backward()
-        return {name: parameter.grad.clone() for name, parameter in decoder.named_parameters()}
+        return {name: parameter.grad.clone() for name, parameter in decoder.named_parameters() if parameter.ndim}
 
     cut = [zip(ids[[i]].split(row, 1), targets[[i]].split(row, 1), strict=True) for i, row in enumerate(lengths)]
     alone = gradients(batch for row in cut for batch in row)
     packed, without_mask = gradients([(ids, targets, documents)]), gradients([(ids, targets)])
     for name, expected in alone.items():
-        factor = 30 if expected.numel() == 1 else 3
-        assert relative(packed[name], expected) < factor * tolerance(decoder), name
+        assert relative(packed[name], expected) < 3 * tolerance(decoder), name
     wrong = [relative(without_mask[name], expected) for name, expected in alone.items() if "proj.weight" in name]
     assert min(wrong) > 0.01
 
