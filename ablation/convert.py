@@ -57,6 +57,7 @@ def convert_seed(plan: Plan, seed: int, device: str, folder: Path) -> list[Row]:
         row = measure(session, run, "", 1, train=not converted or "steps" in arm.settings)
         if not converted:
             save(session)
+            session.saver.finish()
         rows.append(dataclasses.replace(row, batches_hash="") if converted else row)
     return rows
 
@@ -83,6 +84,7 @@ def branch_seed(plan: Plan, seed: int, device: str, folder: Path) -> list[Row]:
             next(result for result in train_steps(session) if result.step == quarter * session.steps // 4)
             session.run_dir = folder / f"quarter {quarter}"
             save(session)
+            session.saver.finish()
         if begin:
             before = load_moments(folder / begin / "last", session.model, session.optimizer)
             session.state = dataclasses.replace(before, seconds=0.0)

@@ -52,29 +52,8 @@ class State:
     """State of the float16 gradient scaler, None in other dtypes."""
 
 
-def save(
-    target: Path, state: State, model: Decoder, tokenizer: Tokenizer, optimizer: torch.optim.Optimizer | None = None
-) -> None:
-    """Save the model as the directory `target`; with the optimizer, everything that resuming needs."""
-    directory = begin_save(target)
-    if optimizer is not None:
-        tensors = {key: value.detach().contiguous() for key, value in optimizer_tensors(optimizer, model).items()}
-        save_tensors(tensors, directory / "training_state.safetensors")
-    pretrained.save_pretrained(model, directory, bos_token_id=tokenizer.bos_id, eos_token_id=tokenizer.eos_id)
-    tokenizer.save(directory)
-    finish_save(target, state)
-
-
-def begin_save(target: Path) -> Path:
-    """Make an empty directory, which `finish_save` puts in the place of `target`."""
-    recover_interrupted_save(target)
-    new = candidates(target)[1]
-    new.mkdir(parents=True)
-    return new
-
-
 def finish_save(target: Path, state: State) -> None:
-    """Write state.json beside everything else, and replace `target`; at any instant a complete directory exists."""
+    """Write state.json beside all that `target`.new has, and replace `target`: at any instant, one is complete."""
     new, old = candidates(target)[1:]
     fsync(*new.iterdir(), new)  # before state.json, which says that everything else is there
     replace_text(new / "state.json", json.dumps(dataclasses.asdict(state), indent=1))
@@ -139,48 +118,52 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer, model: Decoder) -> dict[
 
 @dataclass
 class BackgroundSave:
-    """Saves of a sharded run, in a thread of each process: all call `start` and `finish`, and see one file system."""
+    """Saves in a thread. All processes call `start` and `finish`; the main one writes, or all if `sharded`."""
 
-    run_dir: Path
     model: Decoder
     optimizer: torch.optim.Optimizer
     tokenizer: Tokenizer
     processes: Processes
+    sharded: bool
     pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
     writing: Future | None = None
 
-    def start(self, state: State, names: list[str]) -> None:
+    def start(self, state: State, run_dir: Path, names: list[str]) -> None:
         """Finish the save before; copy everything to the host and begin to write it as the directories `names`."""
         self.finish()
-        if self.processes.is_main:
-            self.processes.store.set("folder", str(self.run_dir.absolute()))  # only the main process knows it
-        run_dir = Path(self.processes.store.get("folder").decode())
+        if self.sharded:  # in one file system; only the main process knows the folder
+            if self.processes.is_main:
+                self.processes.store.set("folder", str(run_dir.absolute()))
+            run_dir = Path(self.processes.store.get("folder").decode())
         self.state, self.targets = state, [run_dir / name for name in names]
         lora = self.model.lora is not None  # an adapter is one file
         weights = {name: tensor for name, tensor in self.model.state_dict().items() if not lora or ".lora_" in name}
         moments = optimizer_tensors(self.optimizer, self.model)
-        shares = [share_out(part, 1 if lora else self.processes.count, "cpu")[1] for part in (weights, moments)]
+        files = self.processes.count if self.sharded and not lora else 1
+        shares = [share_out(part, files, self.processes.rank, "cpu")[1] for part in (weights, moments)]
         self.writing = self.pool.submit(self.write, *shares)
 
     def write(self, weights: dict[str, torch.Tensor], moments: dict[str, torch.Tensor]) -> None:
         """Write this process's files, and config.json, the same from all."""
-        number = f"-{self.processes.rank + 1:05}-of-{self.processes.count:05}.safetensors"
+        part = f"-{self.processes.rank + 1:05}-of-{self.processes.count:05}" if self.sharded else ""
         ids = dict(bos_token_id=self.tokenizer.bos_id, eos_token_id=self.tokenizer.eos_id)
         for target in self.targets if weights or moments else ():
             directory = candidates(target)[1]
-            pretrained.save_pretrained(self.model, directory, **ids, state=weights, file=f"model{number}")
+            pretrained.save_pretrained(self.model, directory, **ids, state=weights, file=f"model{part}.safetensors")
             if target.name == "last":
-                save_tensors(moments, directory / f"training_state{number}")
+                save_tensors(moments, directory / f"training_state{part}.safetensors")
             if self.processes.is_main:
                 self.tokenizer.save(directory)
-            fsync(*directory.glob(f"*{number}"))
+            fsync(*directory.glob(f"*{part}.safetensors"))
+        if self.processes.is_main and not self.sharded:
+            self.complete()
 
     def finish(self, *, wait: bool = True) -> bool:
         """Complete the save if all processes have written, or wait for them; False, with one line, if it failed."""
         if self.writing is None or (not wait and self.processes.max(not self.writing.done())):
             return True
         error, self.writing = self.writing.exception(), None  # waits
-        if not self.processes.max(error is not None) and self.processes.is_main:
+        if self.sharded and not self.processes.max(error is not None) and self.processes.is_main:
             error = self.pool.submit(self.complete).exception()
         number = self.processes.rank + 1
         failed = self.processes.max(number if error else 0)

@@ -13,7 +13,6 @@ from pathlib import Path
 from tqdm import tqdm
 
 from errors import UserError
-from training import checkpoint
 from training.evaluate import evaluate
 from training.metrics import Metrics
 from training.processes import finish_processes
@@ -71,12 +70,11 @@ def train(settings: Settings, run_dir: Path, *, resume: bool = False) -> int:
         print(f"run: {run_dir} (metrics.jsonl, settings.toml); Ctrl-C stops and saves", flush=True)
     hidden = True if log is None else None  # None: hidden where standard error is no terminal
     progress = tqdm(total=session.steps, initial=session.state.step, unit="step", disable=hidden, dynamic_ncols=True)
-    with stop_signals(second_interrupts=processes.count == 1) as received, progress as bar:
+    with stop_signals(second_interrupts=processes.count == 1) as received, progress as bar, session.saver.pool:
         if settings.run.init_from is not None and not resume:
             evaluate_and_save(session, log, bar)
         for result in train_steps(session):
-            if session.saver is not None:
-                session.saver.finish(wait=False)
+            session.saver.finish(wait=False)
             if log is not None:
                 log.write(**vars(result) | {"tokens": session.state.tokens, "seconds": session.state.seconds})
                 show_step(session, bar, result)
@@ -87,7 +85,7 @@ def train(settings: Settings, run_dir: Path, *, resume: bool = False) -> int:
                 save(session)
             if stopped_by:
                 break
-        if session.saver is not None and not session.saver.finish():
+        if not session.saver.finish():
             raise UserError(f"the last save of {run_dir} failed; make room, and resume it with --resume.")
     if log is not None:
         log.file.close()
@@ -117,15 +115,10 @@ def evaluate_and_save(session: Session, log: Metrics | None, bar: tqdm) -> None:
     save(session, better)
     if log is not None:
         bar.write(f"step {state.step}: validation {result}")
-        if session.saver is None:  # else each token of a sample would gather all weights
+        if not session.saver.sharded:  # else each token of a sample would gather all weights
             bar.write(samples(session))
 
 
 def save(session: Session, better: bool = False) -> None:
-    """Save all that a resumed run needs as `last/`, a better model as `best/`: the main process, or all if sharded."""
-    names = ["best", "last"] if better else ["last"]
-    if session.saver is not None:
-        session.saver.start(session.state, names)
-    for name in names if session.saver is None and session.processes.is_main else ():
-        optimizer = session.optimizer if name == "last" else None
-        checkpoint.save(session.run_dir / name, session.state, session.model, session.corpus.tokenizer, optimizer)
+    """Begin to save all that a resumed run needs as `last/`, and a better model as `best/` too."""
+    session.saver.start(session.state, session.run_dir, ["best", "last"] if better else ["last"])

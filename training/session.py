@@ -47,7 +47,7 @@ class Session:
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
     state: State
-    saver: checkpoint.BackgroundSave | None = None
+    saver: checkpoint.BackgroundSave
 
     @property
     def steps(self) -> int:
@@ -131,7 +131,12 @@ def set_up(settings: Settings, run_dir: Path, *, resume: bool, log: Callable[[st
         shard(model, device, compiled=settings.machine.compile)
     optimizer = build_optimizer(model.to(device), settings.optimizer, device)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
-    session = Session(settings, run_dir, processes, device, dtype, corpus, model, model, optimizer, scaler, state)
+    forward = model
+    if not sharded:
+        forward = processes.wrap(torch.compile(model, fullgraph=True) if settings.machine.compile else model)
+    saver = checkpoint.BackgroundSave(model, optimizer, corpus.tokenizer, processes, sharded)
+    of_run = (settings, run_dir, processes, device, dtype, corpus)
+    session = Session(*of_run, model, forward, optimizer, scaler, state, saver)
     if last is not None:
         checkpoint.load_moments(last, model, optimizer)
         if state.scaler is not None and scaler.is_enabled():
@@ -141,10 +146,6 @@ def set_up(settings: Settings, run_dir: Path, *, resume: bool, log: Callable[[st
         f"model: {model.num_parameters() / 1e6:.2f}M parameters, {settings.model.norm} norm; "
         f"{device_name(device)}, {settings.machine.dtype} activations, kernels: {kernels.describe(device)}"
     )
-    if sharded:
-        session.saver = checkpoint.BackgroundSave(run_dir, model, optimizer, corpus.tokenizer, processes)
-    else:
-        session.forward = processes.wrap(torch.compile(model, fullgraph=True) if settings.machine.compile else model)
     return session
 
 

@@ -30,13 +30,13 @@ def shard(model: Decoder, device: torch.device, *, compiled: bool) -> None:
         fully_shard(module, mesh=mesh)
 
 
-def share_out(tensors: Mapping, count: int, device: torch.device | str) -> tuple[dict, dict]:
-    """For each tensor the process that takes it, in turns from the largest on; and whole copies of this process's."""
+def share_out(tensors: Mapping, count: int, rank: int, device: torch.device | str) -> tuple[dict, dict]:
+    """For each tensor the process that takes it, in turns from the largest on; and whole copies of those of `rank`."""
     by_size, share = sorted(tensors, key=lambda key: -tensors[key].numel()), {}
     owners = {key: i % count for i, key in enumerate(by_size)}
     for key, tensor in tensors.items():
         full = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # gathered by all, one at a time
-        if owners[key] == torch.distributed.get_rank():
+        if owners[key] == rank:
             share[key] = full.to(device, copy=True).contiguous()
     return owners, share
 
@@ -54,7 +54,8 @@ def whole(tensors: list[Tensor]) -> Iterator[dict[int, Tensor]]:
     if not tensors or not hasattr(tensors[0], "full_tensor"):
         yield dict(enumerate(tensors))
         return
-    owners, share = share_out(dict(enumerate(tensors)), tensors[0].device_mesh.size(), tensors[0].device)
+    mesh, device = tensors[0].device_mesh, tensors[0].device
+    owners, share = share_out(dict(enumerate(tensors)), mesh.size(), mesh.get_rank(), device)
     yield share
     for i, tensor in enumerate(tensors):
         full = share[i] if i in share else tensor.to_local().new_empty(tensor.shape)

@@ -15,7 +15,9 @@ from training.settings import parse
 
 
 def save(target: Path, content: str) -> None:
-    (checkpoint.begin_save(target) / "weights").write_text(content)
+    checkpoint.recover_interrupted_save(target)
+    (new := target.with_name("last.new")).mkdir()
+    (new / "weights").write_text(content)
     checkpoint.finish_save(target, checkpoint.State(0, 0, 0.0, None, ""))
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from checkpoints.pretrained import load_pretrained, unpacked_tensors
+from checkpoints.pretrained import load_pretrained, save_pretrained, unpacked_tensors
 from data.chat import ChatFormat
 from data.conversations import batch_of, encode_conversations, pack
 from data.sources import resolve
@@ -19,7 +19,6 @@ from model.decoder import Decoder
 from tests.training.test_resume import assert_equal_runs, stop_at
 from tests.training.test_step import KeepsGradients
 from training import checkpoint, commands, metrics
-from training.checkpoint import State
 from training.loop import train
 from training.processes import Processes
 from training.settings import parse
@@ -62,7 +61,8 @@ def test_loss_and_gradients_equal_those_of_trl_on_the_same_conversations(flags, 
     settings = parse([*flags, "--max-position-embeddings", "128", "--no-attention-bias"], "test").settings
     tokenizer = load_tokenizer(run / "last").for_conversations()
     decoder = Decoder(settings.model, seed=3)
-    checkpoint.save(tmp_path / "model", State(0, 0, 0.0, None, ""), decoder, tokenizer)
+    save_pretrained(decoder, tmp_path / "model", bos_token_id=tokenizer.bos_id, eos_token_id=tokenizer.eos_id)
+    tokenizer.save(tmp_path / "model")
 
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
@@ -108,7 +108,8 @@ def test_trl_learns_preferences_from_our_directory_and_it_comes_back(norm, flags
     torch.manual_seed(1)
     settings = parse([*flags, "--norm", norm, "--max-position-embeddings", "128"], "test").settings
     decoder, tokenizer = Decoder(settings.model, seed=3), load_tokenizer(run / "last").for_conversations()
-    checkpoint.save(tmp_path / "model", State(0, 0, 0.0, None, ""), decoder, tokenizer)
+    save_pretrained(decoder, tmp_path / "model", bos_token_id=tokenizer.bos_id, eos_token_id=tokenizer.eos_id)
+    tokenizer.save(tmp_path / "model")
     rows = []
     for number in range(0, 8, 2):
         question, answer = conversation(number)

@@ -76,6 +76,7 @@ def test_a_run_stopped_and_resumed_equals_one_that_was_not(start, tmp_path, dtyp
             if result.step == stop:
                 break
         save(session)
+        assert session.saver.finish()
         save_settings(settings, tmp_path / "resumed" / "settings.toml")
     for file in ("adapter_model.safetensors", "training_state.safetensors"):
         found, straight = (load_file(tmp_path / name / "last" / file) for name in ("resumed", "straight"))
