@@ -74,15 +74,11 @@ def batch_of(rows: np.ndarray) -> Batch:
 
 def has_conversations(files: Sequence[TextFile]) -> bool:
     """Whether the first good row of the files has messages, and not the field of a text."""
-    for _, row in rows_of(files):
+    for _, row in itertools.chain.from_iterable(map(read_rows, files)):
         with contextlib.suppress(ValueError):
             if isinstance(row := decode(row), dict):
                 return files[0].field not in row and any(key in row for key in MESSAGES)
     return False
-
-
-def rows_of(files: Sequence[TextFile]) -> Iterator[tuple[str, bytes | dict]]:
-    return itertools.chain.from_iterable(read_rows(file) for file in files if file.format != "topics")
 
 
 def prepare_conversations(
@@ -130,7 +126,8 @@ def encode_conversations(files: Sequence[TextFile], chat: ChatFormat, size: int)
     found: dict[int, Encoded] = {}
     notes = defaultdict(list)  # what is unusual -> where
     notes["files left out: they are text, not rows"] += [f.name for f in files if f.format in ("text", "topics")]
-    for place, row in tqdm(rows_of(files), "conversations", delay=2, unit=""):
+    rows = itertools.chain.from_iterable(map(read_rows, files))
+    for place, row in tqdm(rows, "conversations", delay=2, unit=""):
         try:
             messages = messages_of(decode(row))
             ids, learned, unknown = chat.encode_learned(messages)

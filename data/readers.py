@@ -27,6 +27,10 @@ def read_documents(file: TextFile) -> Iterator[Document]:
         path = file.fetch()
         if not file.optional or is_utf8(path):
             yield read_blocks(path)
+    if file.format == "topics":  # the language reference as `help()` shows it
+        from pydoc_data.topics import topics
+
+        yield from ([topics[name]] for name in sorted(topics))
     for place, row in read_rows(file):
         with reading(place, ROW):
             text = text_of(decode(row), file.field)
@@ -58,8 +62,8 @@ def read_blocks(path: Path) -> Iterator[str]:
 
 def read_rows(file: TextFile) -> Iterator[tuple[str, bytes | dict]]:
     """The rows of a file for `decode`, each with its place for messages; none of a text."""
-    readers = {"jsonl": read_lines, "parquet": functools.partial(read_table, field=file.field)}
-    readers |= {"topics": read_topics, "python-chat": questions_and_answers}
+    table = functools.partial(read_table, field=file.field)
+    readers = {"jsonl": read_lines, "parquet": table, "python-chat": questions_and_answers}
     if file.format in readers:
         path = file.fetch()
         for number, row in enumerate(readers[file.format](path), 1):
@@ -86,13 +90,6 @@ def read_table(path: Path, field: str) -> Iterator[dict]:
         columns = [name for name in (field, *MESSAGES) if name in file.schema_arrow.names] or None
         for batch in file.iter_batches(batch_size=ROWS, columns=columns, use_threads=False):
             yield from batch.to_pylist()
-
-
-def read_topics(_: Path) -> Iterator[dict]:
-    """The language reference as `help()` shows it."""
-    from pydoc_data.topics import topics
-
-    yield from ({"text": topics[name]} for name in sorted(topics))
 
 
 def text_of(row: dict, field: str) -> str:

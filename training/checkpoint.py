@@ -170,7 +170,7 @@ class BackgroundSave:
         if failed == number:  # one of those with an error
             for target in self.targets:
                 shutil.rmtree(candidates(target)[1], ignore_errors=True)  # it may fill the disk
-            print(f"note: step {self.state.step} is not saved ({error}); the save before it is kept", flush=True)
+            print(f"note: step {self.state.step} is not saved ({error}); earlier saves are kept", flush=True)
         return not failed
 
     def complete(self) -> None:
