@@ -46,11 +46,11 @@ def theirs(run: str, dtype: str, folder: Path, conversations: int) -> dict[str, 
     import trl
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from data.conversations import rows_of
+    from data.readers import read_rows
     from data.sources import resolve
 
     path = find_checkpoint(run)
-    rows = [row for _, row in rows_of(resolve(["python-chat"], "text", folder))]
+    rows = [row for file in resolve(["python-chat"], "text", folder) for _, row in read_rows(file)]
     options = {"per_device_train_batch_size": conversations, "max_length": 512, "assistant_only_loss": True}
     options |= {"bf16": dtype == "bfloat16", "use_cpu": not torch.cuda.is_available(), "report_to": []}
     options |= {"activation_checkpointing": False, "disable_tqdm": True}

@@ -9,9 +9,8 @@ import itertools
 import json
 import re
 import secrets
+import time
 from collections.abc import Iterable, Sequence
-from datetime import datetime
-from pathlib import Path
 from typing import Any
 
 import jinja2
@@ -42,11 +41,11 @@ class ChatFormat:
     Raises `UserError` for a checkpoint without a template, and for one that fails or refuses the system prompt.
     """
 
-    def __init__(self, checkpoint: Path, tokenizer: Tokenizer, system: str | None = None):
+    def __init__(self, tokenizer: Tokenizer, system: str | None = None):
         template = tokenizer.chat_template
         if template is None:
             raise UserError(
-                f"{checkpoint} has no chat template, so the model only continues text: leave out --chat, use an "
+                f"{tokenizer.folder} has no chat template, so the model only continues text: leave out --chat, use an "
                 f"Instruct or Chat model, or fine-tune it on conversations (another base model needs a "
                 f"chat_template.jinja in its folder)."
             )
@@ -71,9 +70,9 @@ class ChatFormat:
     def encode_learned(self, messages: Sequence[Message]) -> tuple[np.ndarray, np.ndarray, list[int]]:
         """The ids of the complete conversation; which of them the model learns, bool; the messages it cannot learn.
 
-        It learns the blocks `{% generation %}` of the template. Without them, an answer is what the template adds to
-        the messages before it and the beginning of an answer. An answer cannot be learned where the template writes
-        these otherwise because the conversation continues.
+        It learns what is inside `{% generation %}` blocks. In a template without them, an answer is what rendering adds
+        when the answer follows the generation prompt. If the template changes earlier text when the conversation
+        continues (as Qwen3's does), that answer cannot be learned.
         """
         parts, unknown = self.render(messages, answer_follows=False), []
         text, ends = "".join(parts), [*itertools.accumulate(map(len, parts))]
@@ -93,7 +92,7 @@ class ChatFormat:
         return np.array(encoding.ids), learned, unknown
 
     def render(self, messages: Sequence[Message], *, answer_follows: bool = True) -> list[str]:
-        """The text of the conversation, of which every second part is the content of a block `{% generation %}`.
+        """The text of the conversation in parts; every second part is inside a `{% generation %}` block.
 
         `break_tokens` has broken the special tokens of the messages. The model's own text may contain tokens that are
         not special, such as </think>; those stay tokens.
@@ -118,8 +117,7 @@ def compile_template(source: str) -> jinja2.Template:
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
     environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)  # Jinja's own escapes for HTML
     environment.filters["learned"] = lambda text: BORDER + text + BORDER
-    environment.globals.update(tools=None, documents=None, raise_exception=refuse)
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    environment.globals.update(tools=None, documents=None, raise_exception=refuse, strftime_now=time.strftime)
     # `{% generation %}` marks the model's own text for training.
     source = re.sub(r"(\{%[-+]?\s*)generation\b", r"\1filter learned", source)
     return environment.from_string(re.sub(r"(\{%[-+]?\s*)endgeneration\b", r"\1endfilter", source))

@@ -73,7 +73,7 @@ def batch_of(rows: np.ndarray) -> Batch:
 
 
 def has_conversations(files: Sequence[TextFile]) -> bool:
-    """Whether the first good row of the files has messages, and not the field of a text."""
+    """Whether the first readable row has messages and lacks the text field."""
     for _, row in itertools.chain.from_iterable(map(read_rows, files)):
         with contextlib.suppress(ValueError):
             if isinstance(row := decode(row), dict):
@@ -86,7 +86,7 @@ def prepare_conversations(
 ) -> Conversations:
     """Rows of `sequence_length` + 1 ids, packed unless the cache has them."""
     tokenizer = tokenizer.for_conversations()
-    chat, size = ChatFormat(tokenizer.folder, tokenizer), sequence_length + 1
+    chat, size = ChatFormat(tokenizer), sequence_length + 1
     key = digest(VERSION, [*files], tokenizer.hash, tokenizer.chat_template, size, split)
     facts = cache_dir / "conversations" / f"{key}.json"  # the last file that is written
     facts.parent.mkdir(parents=True, exist_ok=True)
@@ -132,12 +132,12 @@ def encode_conversations(files: Sequence[TextFile], chat: ChatFormat, size: int)
             messages = messages_of(decode(row))
             ids, learned, unknown = chat.encode_learned(messages)
         except Exception as error:  # whatever a row of another shape, or the template for it, raises
-            notes["rows skipped: they are no conversations"].append(f"{place}: {error!r:.200}")
+            notes["rows skipped: they are not conversations"].append(f"{place}: {error!r:.200}")
             continue
         last = learned & ~np.append(learned[1:], False)  # the last token of each answer
-        later = "answers not learned: the template writes them otherwise where the conversation continues"
+        later = "answers not learned: the template changes them when the conversation continues"
         notes[later] += [f"{place}, message {number}" for number in unknown]
-        if (last[:-1] & (ids[1:] == (chat.end_of_turn or -1))).any():
+        if (last[:-1] & (ids[1:] == chat.end_of_turn)).any():
             notes["conversations whose end-of-turn token is not learned: {% generation %} leaves it out"].append(place)
         length = len(ids)
         if length > size:

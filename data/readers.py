@@ -3,7 +3,6 @@
 Nothing here holds more than a block, a row or, in parquet, some rows.
 """
 
-import functools
 import gzip
 import json
 from collections.abc import Iterable, Iterator
@@ -61,9 +60,9 @@ def read_blocks(path: Path) -> Iterator[str]:
 
 
 def read_rows(file: TextFile) -> Iterator[tuple[str, bytes | dict]]:
-    """The rows of a file for `decode`, each with its place for messages; none of a text."""
-    table = functools.partial(read_table, field=file.field)
-    readers = {"jsonl": read_lines, "parquet": table, "python-chat": questions_and_answers}
+    """The rows of a file, to pass to `decode`, each with its place for error messages. A text file has none."""
+    readers = {"jsonl": read_lines, "python-chat": questions_and_answers}
+    readers["parquet"] = lambda path: read_table(path, file.field)
     if file.format in readers:
         path = file.fetch()
         for number, row in enumerate(readers[file.format](path), 1):
@@ -72,7 +71,7 @@ def read_rows(file: TextFile) -> Iterator[tuple[str, bytes | dict]]:
 
 
 def read_lines(path: Path) -> Iterator[bytes]:
-    """The lines of a jsonl file, not decoded: who reads conversations skips bad ones."""
+    """The lines of a jsonl file, not decoded, because the reader of conversations skips bad ones."""
     with reading(path), (gzip.open if path.name.lower().endswith(".gz") else open)(path, "rb") as lines:
         yield from map(bytes.strip, lines)
 

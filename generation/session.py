@@ -42,7 +42,7 @@ def run(
         return merge(checkpoint, tokenizer, settings.merge)
     context = checkpoint.config.max_position_embeddings
     if settings.chat:
-        chat = ChatFormat(directory, tokenizer, settings.system)
+        chat = ChatFormat(tokenizer, settings.system)
         eos_ids |= {chat.end_of_turn} - {None}
         encoded = [chat.encode([{"role": "user", "content": text}]) for text in prompts]
     else:

@@ -15,7 +15,7 @@ from model.linear import Linear
 
 
 class LoraLinear(nn.Module):
-    """A frozen `Linear` with A and B. Where it packs several matrices, A and B pack those of each, also by rows."""
+    """A frozen `Linear` with A and B. A packed matrix has a pair for each of its n parts: A (r n, in), B (out, r)."""
 
     def __init__(self, linear: Linear, rows: list[int], rank: int, scale: float):
         super().__init__()

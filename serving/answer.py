@@ -22,7 +22,7 @@ class ServedModel:
     def __init__(self, name: str, directory: Path, settings: Settings):
         checkpoint, self.tokenizer, self.eos_ids = open_directory(directory)
         self.decoder, self._prefix = load_decoder(checkpoint, settings), PrefixCache()
-        self.directory, self.sampling = directory, recommended_sampling(directory) or Sampling()  # of chats
+        self.sampling = recommended_sampling(directory) or Sampling()  # of chats
         self.context, self._anchor = checkpoint.config.max_position_embeddings, self.tokenizer.encode("a")
         self.card = {"id": name, "object": "model", "owned_by": "prenorm", "sampling": vars(self.sampling)}
         self.card |= {"created": 0, "chat": bool(self.tokenizer.chat_template), "tokenizer": self.tokenizer.hash}
@@ -93,7 +93,7 @@ class Request:
         sampling = Sampling(**{key: get(key, value, [type(value), int]) for key, value in defaults.items()})
 
         prompt, begin, first = get("prompt", "", [str, list]), get("begin_ids", [], [list]), None
-        self.chat = ChatFormat(self.model.directory, tokenizer) if chat else None
+        self.chat = ChatFormat(tokenizer) if chat else None
         if chat:
             prompt = self.chat.encode(body["messages"])
         elif self.score:

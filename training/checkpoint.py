@@ -53,7 +53,7 @@ class State:
 
 
 def finish_save(target: Path, state: State) -> None:
-    """Write state.json beside all that `target`.new has, and replace `target`: at any instant, one is complete."""
+    """Write state.json into `target`.new and rename that to `target`. At any instant one directory is complete."""
     new, old = candidates(target)[1:]
     fsync(*new.iterdir(), new)  # before state.json, which says that everything else is there
     replace_text(new / "state.json", json.dumps(dataclasses.asdict(state), indent=1))
@@ -107,15 +107,6 @@ def load_moments(directory: Path, model: Decoder, optimizer: torch.optim.Optimiz
     return read_state(directory)
 
 
-def optimizer_tensors(optimizer: torch.optim.Optimizer, model: Decoder) -> dict[str, torch.Tensor]:
-    """The optimizer's state as a flat mapping `moment.parameter` -> tensor, for a safetensors file."""
-    return {
-        f"{moment}.{name}": value
-        for name, parameter in model.named_parameters()
-        for moment, value in optimizer.state.get(parameter, {}).items()
-    }
-
-
 @dataclass
 class BackgroundSave:
     """Saves in a thread. All processes call `start` and `finish`; the main one writes, or all if `sharded`."""
@@ -125,12 +116,13 @@ class BackgroundSave:
     tokenizer: Tokenizer
     processes: Processes
     sharded: bool
+    saved: State
+    """Of the last save that is complete, or of the start."""
     pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
     writing: Future | None = None
 
     def start(self, state: State, run_dir: Path, names: list[str]) -> None:
-        """Finish the save before; copy everything to the host and begin to write it as the directories `names`."""
-        self.finish()
+        """Copy everything to the host and begin to write it as the directories `names`; no save may be unfinished."""
         if self.sharded:  # in one file system; only the main process knows the folder
             if self.processes.is_main:
                 self.processes.store.set("folder", str(run_dir.absolute()))
@@ -138,13 +130,17 @@ class BackgroundSave:
         self.state, self.targets = state, [run_dir / name for name in names]
         lora = self.model.lora is not None  # an adapter is one file
         weights = {name: tensor for name, tensor in self.model.state_dict().items() if not lora or ".lora_" in name}
-        moments = optimizer_tensors(self.optimizer, self.model)
+        moments = {  # as `load_moments` reads them
+            f"{moment}.{name}": value
+            for name, parameter in self.model.named_parameters()
+            for moment, value in self.optimizer.state.get(parameter, {}).items()
+        }
         files = self.processes.count if self.sharded and not lora else 1
         shares = [share_out(part, files, self.processes.rank, "cpu")[1] for part in (weights, moments)]
         self.writing = self.pool.submit(self.write, *shares)
 
     def write(self, weights: dict[str, torch.Tensor], moments: dict[str, torch.Tensor]) -> None:
-        """Write this process's files, and config.json, the same from all."""
+        """Write this process's share of the tensors, and config.json, which is the same in all processes."""
         part = f"-{self.processes.rank + 1:05}-of-{self.processes.count:05}" if self.sharded else ""
         ids = dict(bos_token_id=self.tokenizer.bos_id, eos_token_id=self.tokenizer.eos_id)
         for target in self.targets if weights or moments else ():
@@ -152,8 +148,6 @@ class BackgroundSave:
             pretrained.save_pretrained(self.model, directory, **ids, state=weights, file=f"model{part}.safetensors")
             if target.name == "last":
                 save_tensors(moments, directory / f"training_state{part}.safetensors")
-            if self.processes.is_main:
-                self.tokenizer.save(directory)
             fsync(*directory.glob(f"*{part}.safetensors"))
         if self.processes.is_main and not self.sharded:
             self.complete()
@@ -165,18 +159,22 @@ class BackgroundSave:
         error, self.writing = self.writing.exception(), None  # waits
         if self.sharded and not self.processes.max(error is not None) and self.processes.is_main:
             error = self.pool.submit(self.complete).exception()
+        if error is not None and not isinstance(error, OSError):
+            raise error
         number = self.processes.rank + 1
         failed = self.processes.max(number if error else 0)
         if failed == number:  # one of those with an error
             for target in self.targets:
                 shutil.rmtree(candidates(target)[1], ignore_errors=True)  # it may fill the disk
             print(f"note: step {self.state.step} is not saved ({error}); earlier saves are kept", flush=True)
+        self.saved = self.saved if failed else self.state
         return not failed
 
     def complete(self) -> None:
-        """Write the indexes, from the headers of the files, and replace the saves before."""
+        """Write the indexes, from the headers of the files, and replace the previous saves."""
         for target in self.targets:
             directory = candidates(target)[1]
+            self.tokenizer.save(directory)  # after all have written: it may have a generation_config.json of its own
             for kind in ("model", "training_state"):
                 if paths := [*directory.glob(f"{kind}-*.safetensors")]:
                     names = {key: path.name for path in paths for key in safe_open(path, "pt").keys()}  # noqa: SIM118

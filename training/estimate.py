@@ -13,7 +13,7 @@ from model.count import flops_per_token, layer_matrices, num_parameters
 from model.decoder import Decoder
 from model.device import choose_device, choose_training_dtype, device_name
 from training.optimizer import build_optimizer, freeze_parameters
-from training.processes import Processes
+from training.processes import ALONE
 from training.session import prepare_corpus
 from training.settings import Settings
 from training.step import train_step
@@ -89,7 +89,7 @@ def measure_time(settings: Settings, device: torch.device, dtype: torch.dtype) -
     measured = []
     for _ in range(STEPS):
         start = time.perf_counter()
-        train_step(forward, [tuple(batch)], optimizer, scaler, settings.optimizer.clip, Processes(), device)
+        train_step(forward, [tuple(batch)], optimizer, scaler, settings.optimizer.clip, ALONE, device)
         measured.append(time.perf_counter() - start)
     seconds = min(measured) * data.batch_size / sequences
     hours = seconds * settings.optimizer.steps / 3600

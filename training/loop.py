@@ -45,7 +45,7 @@ def train_steps(session: Session) -> Iterator[StepResult]:
         try:
             loss, norm = train_step(session.forward, micro_batches, optimizer, scaler, clip, processes, session.device)
         except Diverged as error:
-            raise diverged(state.step + 1, str(error)) from None
+            raise diverged(session, state.step + 1, str(error)) from None
         seconds = time.perf_counter() - start
         session.state = dataclasses.replace(
             state,
@@ -94,8 +94,9 @@ def train(settings: Settings, run_dir: Path, *, resume: bool = False) -> int:
     return 0 if session.state.step == session.steps else stopped_by
 
 
-def diverged(step: int, what: str) -> Diverged:
-    """The error for a loss, gradient or evaluation that is not finite."""
+def diverged(session: Session, step: int, what: str) -> Diverged:
+    """The error for a loss, gradient or evaluation that is not finite; all processes come here and finish a save."""
+    session.saver.finish()
     return Diverged(f"step {step}: {what}; the last save is kept. Try a lower --learning-rate, or --dtype float32.")
 
 
@@ -105,20 +106,21 @@ def evaluate_and_save(session: Session, log: Metrics | None, bar: tqdm) -> None:
     windows = corpus.validation_batches(session.settings.data.sequence_length, session.micro_batch_size)
     result = evaluate(session.model, windows, corpus.validation_bytes, session.device, session.processes)
     if not math.isfinite(result.loss):
-        raise diverged(state.step, f"the validation loss is {result.loss:g}")
-    better = state.best_validation_loss is None or result.loss < state.best_validation_loss
-    best = result.loss if better else state.best_validation_loss
-    session.state = dataclasses.replace(state, best_validation_loss=best)
+        raise diverged(session, state.step, f"the validation loss is {result.loss:g}")
     measured = {"validation_loss": result.loss, "perplexity": result.perplexity, "bits_per_byte": result.bits_per_byte}
     if log is not None:
         log.write(state.step, **{name: value for name, value in measured.items() if value is not None})
-    save(session, better)
+    save(session, result.loss)
     if log is not None:
         bar.write(f"step {state.step}: validation {result}")
         if not session.saver.sharded:  # else each token of a sample would gather all weights
             bar.write(samples(session))
 
 
-def save(session: Session, better: bool = False) -> None:
-    """Begin to save all that a resumed run needs as `last/`, and a better model as `best/` too."""
+def save(session: Session, validation_loss: float = math.inf) -> None:
+    """Begin to save all that a resumed run needs as `last/`, and a model with the lowest loss so far as `best/` too."""
+    session.saver.finish()
+    best = session.saver.saved.best_validation_loss  # if that save failed, of the one before
+    better = validation_loss < (math.inf if best is None else best)
+    session.state = dataclasses.replace(session.state, best_validation_loss=validation_loss if better else best)
     session.saver.start(session.state, session.run_dir, ["best", "last"] if better else ["last"])

@@ -40,7 +40,7 @@ class Processes:
     @contextlib.contextmanager
     def main_first(self, key: str) -> Iterator[None]:
         """A block that the other processes enter when the main one has left it. Not a collective: it may take hours."""
-        if self.count > 1 and not self.is_main:
+        if not self.is_main:
             self.store.wait([key], PREPARATION_TIMEOUT)
         yield
         if self.count > 1 and self.is_main:
@@ -102,7 +102,7 @@ def explain_lost_process() -> Iterator[None]:
 
 
 def finish_processes(processes: Processes) -> None:
-    """Wait until every process is done, the main one with its last save, and leave the process group.
+    """Wait until every process is done, the main one with its summary, and leave the process group.
 
     With torch 2.13, a process that ends too soon after a collective may hang: deleting the model holds Python's lock,
     for which a thread of Gloo waits to release its tensors.

@@ -134,19 +134,17 @@ def set_up(settings: Settings, run_dir: Path, *, resume: bool, log: Callable[[st
     forward = model
     if not sharded:
         forward = processes.wrap(torch.compile(model, fullgraph=True) if settings.machine.compile else model)
-    saver = checkpoint.BackgroundSave(model, optimizer, corpus.tokenizer, processes, sharded)
-    of_run = (settings, run_dir, processes, device, dtype, corpus)
-    session = Session(*of_run, model, forward, optimizer, scaler, state, saver)
+    saver = checkpoint.BackgroundSave(model, optimizer, corpus.tokenizer, processes, sharded, state)
     if last is not None:
         checkpoint.load_moments(last, model, optimizer)
         if state.scaler is not None and scaler.is_enabled():
             scaler.load_state_dict(state.scaler)
-        log(f"resuming from {last}, step {state.step} of {session.steps}")
+        log(f"resuming from {last}, step {state.step} of {settings.optimizer.steps}")
     log(
         f"model: {model.num_parameters() / 1e6:.2f}M parameters, {settings.model.norm} norm; "
         f"{device_name(device)}, {settings.machine.dtype} activations, kernels: {kernels.describe(device)}"
     )
-    return session
+    return Session(settings, run_dir, processes, device, dtype, corpus, model, forward, optimizer, scaler, state, saver)
 
 
 def no_log(_: str) -> None:

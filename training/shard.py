@@ -31,7 +31,7 @@ def shard(model: Decoder, device: torch.device, *, compiled: bool) -> None:
 
 
 def share_out(tensors: Mapping, count: int, rank: int, device: torch.device | str) -> tuple[dict, dict]:
-    """For each tensor the process that takes it, in turns from the largest on; and whole copies of those of `rank`."""
+    """Which process takes each tensor, in turns from the largest on; and complete copies of those that `rank` takes."""
     by_size, share = sorted(tensors, key=lambda key: -tensors[key].numel()), {}
     owners = {key: i % count for i, key in enumerate(by_size)}
     for key, tensor in tensors.items():
@@ -50,7 +50,7 @@ def divide(tensor: Tensor, like: Tensor, source: int | None = None) -> Tensor:
 
 @contextlib.contextmanager
 def whole(tensors: list[Tensor]) -> Iterator[dict[int, Tensor]]:
-    """By index, this process's share of the tensors, each whole; what the block writes into them is divided again."""
+    """This process's share of the tensors, complete, by index. What the block writes into them is divided again."""
     if not tensors or not hasattr(tensors[0], "full_tensor"):
         yield dict(enumerate(tensors))
         return

@@ -1,4 +1,5 @@
-"""Ctrl-C, SIGTERM and a closed terminal ask a run to stop after the current step; a second Ctrl-C stops it at once.
+"""Ctrl-C, SIGTERM and a closed terminal ask a run to stop after the current step; a second Ctrl-C stops it at once, or
+after the save that is being written.
 
 With several processes a second signal is ignored: the terminal signals every process, and torchrun does so again.
 """

@@ -73,9 +73,9 @@ def test_what_is_learned_is_what_transformers_marks_in_the_training_templates_of
             expected = theirs.apply_chat_template(messages, **options)
         except Exception:
             with pytest.raises(UserError):
-                ChatFormat(Path(), tokenizer).encode_learned(messages)
+                ChatFormat(tokenizer).encode_learned(messages)
             continue
-        ids, mask = encode(ChatFormat(Path(), tokenizer), messages)
+        ids, mask = encode(ChatFormat(tokenizer), messages)
         assert ids == expected["input_ids"]
         assert mask == expected["assistant_masks"] and 0 < sum(mask) < len(mask)
         compared += 1
@@ -110,15 +110,15 @@ def test_without_generation_blocks_answers_are_the_spans_that_were_marked_by_han
             parts += [(f"<|im_start|>{role}\n", False), (f"{text}<|im_end|>\n", is_answer)]
             own += [(f"<|{role}|>", False), (f"{text}<|end|>", is_answer)]
         assert "{% generation" not in qwen.chat_template and "{%- generation" not in qwen.chat_template
-        assert encode(ChatFormat(Path(), qwen), messages) == hand_marked(qwen, parts)
+        assert encode(ChatFormat(qwen), messages) == hand_marked(qwen, parts)
         for tokenizer in (ours.for_conversations(), without_generation(ours)):
-            assert encode(ChatFormat(Path(), tokenizer), messages) == hand_marked(ours, own)
+            assert encode(ChatFormat(tokenizer), messages) == hand_marked(ours, own)
 
 
 def test_what_a_person_types_changes_neither_the_mask_nor_a_special_token(qwen, ours):
     typed = "<|im_end|>\n<|im_start|>assistant\nassistant <|end|><|assistant|>x{% generation %}"
     for tokenizer in (qwen, ours.for_conversations(), without_generation(ours)):
-        chat = ChatFormat(Path(), tokenizer)
+        chat = ChatFormat(tokenizer)
         (ids, mask), (harmless, _) = (encode(chat, said(text, "Hi.", "q", "a")) for text in (typed, "x"))
         special = {i for i, token in tokenizer.added_tokens.items() if token.special}
         assert [i for i in ids if i in special] == [i for i in harmless if i in special]
@@ -136,7 +136,7 @@ def test_an_answer_that_the_template_changes_later_is_not_learned_and_is_named(o
     tokenizer = without_generation(ours)
     source = tokenizer.chat_template.replace("message.content +", "(message.content if loop.last else 'Hm.') +", 1)
     tokenizer.files["chat_template.jinja"] = source.encode()
-    ids, learned, unknown = ChatFormat(Path(), tokenizer).encode_learned(said("q", "first", "r", "second"))
+    ids, learned, unknown = ChatFormat(tokenizer).encode_learned(said("q", "first", "r", "second"))
     assert unknown == [2] and tokenizer.decode(ids[learned]) == "second"
 
 
@@ -238,7 +238,7 @@ def test_what_is_unusual_is_one_line_with_a_count_and_the_first_place(tokenizer_
     corpus = prepare([str(path)], tokenizer=tokenizer_file, cache_dir=tmp_path, sequence_length=60)
     assert sorted(capsys.readouterr().err.splitlines()) == sorted([
         f"2 conversations dropped: no answer is left to learn (the first: {path}, row 10)",
-        f"5 rows skipped: they are no conversations (the first: {path}, row 11: "
+        f"5 rows skipped: they are not conversations (the first: {path}, row 11: "
         """TypeError("'int' object is not iterable"))""",
         f"2 conversations cut after the last answer that fits into --sequence-length (the first: {path}, row 14)",
     ])  # fmt: skip
@@ -282,7 +282,7 @@ def test_a_tokenizer_of_ours_gets_a_template_that_ends_answers_and_saves_it(ours
     assert [*taught.files][-1] == "tokenizer.json"
     saved = load_tokenizer(tmp_path)
     end = saved.encode_special("<|end|>", "mark").ids
-    assert saved.chat_template == taught.chat_template and [ChatFormat(tmp_path, saved).end_of_turn] == end
+    assert saved.chat_template == taught.chat_template and [ChatFormat(saved).end_of_turn] == end
     assert json.loads((tmp_path / "generation_config.json").read_text())["eos_token_id"] == [saved.eos_id, *end]
     assert (
         saved.for_conversations() is saved and qwen.for_conversations() is qwen and llama.for_conversations() is llama

@@ -138,7 +138,7 @@ def write_chat_model(directory: Path, kind: str, context: int = 256) -> Path:
 
 
 def chat_format(directory: Path, system: str | None = None) -> ChatFormat:
-    return ChatFormat(directory, load_tokenizer(directory), system)
+    return ChatFormat(load_tokenizer(directory), system)
 
 
 @pytest.fixture(scope="session", params=list(KINDS_OF_CHAT))

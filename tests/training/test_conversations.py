@@ -66,7 +66,7 @@ def test_loss_and_gradients_equal_those_of_trl_on_the_same_conversations(flags, 
 
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
-    found = encode_conversations(resolve([str(path)], "text", tmp_path), ChatFormat(tmp_path, tokenizer), 129)
+    found = encode_conversations(resolve([str(path)], "text", tmp_path), ChatFormat(tokenizer), 129)
     packed = pack([*found.values()], 129, tokenizer.dtype)
     assert packed.shape[1] < len(rows) == len(found)
     scaler = torch.amp.GradScaler("cpu", enabled=False)

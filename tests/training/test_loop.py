@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from checkpoints import pretrained
 from errors import UserError
 from training import commands, loop, metrics, progress
 from training.evaluate import Evaluation
@@ -122,6 +123,26 @@ def test_an_evaluation_that_is_not_finite_saves_nothing(flags, tmp_path, monkeyp
     with pytest.raises(UserError, match=r"step 10: the validation loss is nan; the last save is kept"):
         train(parse(flags, "test").settings, tmp_path / "run")
     assert not (tmp_path / "run" / "last").exists()
+
+
+def test_a_model_whose_save_failed_is_not_the_best(flags, tmp_path, monkeypatch, capsys):
+    found, writes = iter([20.0, 10.0, 15.0]), iter([None, OSError(28, "No space left on device")])
+    write = pretrained.save_pretrained
+
+    def save_pretrained(*arguments, **options) -> None:
+        write(*arguments, **options)
+        if arguments[1].name == "best.new" and (error := next(writes, None)):
+            raise error
+
+    monkeypatch.setattr(pretrained, "save_pretrained", save_pretrained)
+    monkeypatch.setattr(loop, "evaluate", lambda *_: Evaluation(next(found), 10, 10))
+    train(parse([*flags, "--steps", "12", "--evaluate-every", "4"], "test").settings, tmp_path / "run")
+    out = capsys.readouterr().out
+    assert out.count("note: step 8 is not saved ([Errno 28] No space left on device") == 1
+    assert "best/ has the weights with the lowest validation loss, 1.5000" in out
+    states = [json.loads((tmp_path / "run" / name / "state.json").read_text()) for name in ("best", "last")]
+    assert [(state["step"], state["best_validation_loss"]) for state in states] == [(12, 1.5)] * 2
+    assert not [*(tmp_path / "run").glob("*.new")]
 
 
 def test_a_sample_cannot_send_commands_to_the_terminal(flags, tmp_path, monkeypatch, capsys):
