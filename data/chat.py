@@ -9,8 +9,8 @@ import itertools
 import json
 import re
 import secrets
-import time
 from collections.abc import Iterable, Sequence
+from datetime import datetime
 from typing import Any
 
 import jinja2
@@ -117,7 +117,8 @@ def compile_template(source: str) -> jinja2.Template:
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
     environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)  # Jinja's own escapes for HTML
     environment.filters["learned"] = lambda text: BORDER + text + BORDER
-    environment.globals.update(tools=None, documents=None, raise_exception=refuse, strftime_now=time.strftime)
+    environment.globals.update(tools=None, documents=None, raise_exception=refuse)
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     # `{% generation %}` marks the model's own text for training.
     source = re.sub(r"(\{%[-+]?\s*)generation\b", r"\1filter learned", source)
     return environment.from_string(re.sub(r"(\{%[-+]?\s*)endgeneration\b", r"\1endfilter", source))
