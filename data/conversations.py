@@ -31,7 +31,7 @@ from data.tokenizer import Tokenizer
 from data.units import DOCUMENT, content_hash, digest
 from errors import UserError, read_json, replace_text, replacing
 
-VERSION = 2  # of the files; raised when the same conversations and tokenizer would give other rows
+VERSION = 3  # of the files; raised when the same conversations and tokenizer would give other rows
 ROLES = {"human": "user", "gpt": "assistant"}  # ShareGPT's names
 Encoded = tuple[list[Message], np.ndarray, np.ndarray]  # a conversation, its ids and which of them are learned
 

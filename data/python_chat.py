@@ -33,7 +33,7 @@ def about(node: ast.AST, name: str) -> Iterator[tuple[str, str]]:
         outer, _, own = name.rpartition(".")
         if sentence:
             yield f"Which function of {outer} does this: {sentence[:-1]}?", f"That is {name}."
-        arguments = re.sub("^(self|cls)(, )?", "", ast.unparse(node.args))
+        arguments = re.sub("^(self|cls)(, |$)", "", ast.unparse(node.args))
         if arguments and len(arguments) < LENGTH.stop:
             yield f"What are the arguments of {name}?", f"It is called as {own}({arguments})."
         return
