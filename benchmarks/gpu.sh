@@ -14,7 +14,7 @@
 # machine; they are then installed into a temporary folder. For Python 3.12 on Linux:
 #
 #   pip download -d wheels --no-deps --only-binary=:all: --python-version 3.12 --platform manylinux2014_x86_64 \
-#       tyro tomli-w typeguard docstring-parser
+#       tyro tomli-w typeguard docstring-parser msgspec
 set -u
 cd "$(dirname "$0")/.." || exit 1
 folder=${1:-${OUT:-benchmarks/results/gpu}} chosen=("${@:2}") python=${PYTHON:-python3}
@@ -44,7 +44,7 @@ step() {
     names+=("$name")
     [ -f "$folder/clocks.csv" ] && before=$(wc -l < "$folder/clocks.csv")
     echo "== $name (at most $limit s): $*"
-    timeout --signal=TERM --kill-after=10 "$limit" "$@" | tee "$folder/last.txt"
+    timeout --signal=ABRT --kill-after=10 "$limit" "$@" | tee "$folder/last.txt"
     status=${PIPESTATUS[0]}
     if tail -n 1 "$folder/last.txt" | grep -q '^[[{]'; then
         tail -n 1 "$folder/last.txt" > "$folder/$name-$machine.json"
@@ -101,7 +101,7 @@ main() {
     local sampler=$!
 
     tests smoke 90 -k "$smoke"
-    training 124m 200 124m rms "$ours" torch.compile
+    training 124m 400 124m rms "$ours" torch.compile # compiling one variant took over 200 s beside an H200
     absent=$("$python" -c "$missing")
     if [ -z "$absent" ]; then
         step train.py 280 "$python" train.py --config 124m --data python --steps 40 --warmup-steps 10 \
@@ -109,7 +109,7 @@ main() {
     elif wanted train.py; then
         echo "== train.py: not run, these packages are missing: $absent"
     fi
-    training layer 200 124m layer "$ours" torch.compile
+    training layer 400 124m layer "$ours" torch.compile
     training 1b 150 1b rms "$ours" # one variant and norm each: two together may need too much memory
     training 1b-plain 150 1b rms torch.compile
     training 1b-layer 150 1b layer "$ours"
@@ -142,6 +142,6 @@ main() {
 }
 
 mkdir -p "$folder" || exit 1
-export PYTHONUNBUFFERED=1
+export PYTHONUNBUFFERED=1 PYTHONFAULTHANDLER=1 # at its time limit, a step says where it was
 main 2>&1 | tee -a "$folder/gpu.txt"
 exit "${PIPESTATUS[0]}"

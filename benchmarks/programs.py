@@ -66,7 +66,7 @@ def our_decoder(case: Case) -> Decoder:
         cast_weights(decoder, torch.float32 if case.dtype == "float32" else torch.bfloat16)
         if case.dtype == "int8":
             quantize_matrices(decoder)
-    return decoder
+    return decoder.to(case.device)  # tables of angles are made on the CPU
 
 
 def transformers_model(config: ModelConfig) -> torch.nn.Module:

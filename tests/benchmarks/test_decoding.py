@@ -24,6 +24,11 @@ def test_llama_cpp_decodes_several_sequences_of_our_export():
     assert 0 < run() < 60 and 0 < run() < 60
 
 
+def test_our_decoder_is_on_the_device_of_its_case_with_its_tables_of_angles():
+    decoder = programs.our_decoder(SMALL._replace(device="meta"))
+    assert {tensor.device.type for tensor in [*decoder.parameters(), *decoder.buffers()]} == {"meta"}
+
+
 def test_ours_and_transformers_have_as_many_parameters():
     theirs = sum(parameter.numel() for parameter in programs.transformers_model(SMALL.config).parameters())
     assert theirs == programs.our_decoder(SMALL).num_parameters() == 260_032
