@@ -16,6 +16,7 @@ import torch
 import tyro
 from torch import Tensor
 from torch.func import functional_call, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from tqdm import tqdm
 
 import kernels
@@ -53,7 +54,8 @@ class Stack:
         def of_one(weights: dict[str, Tensor], *batch: Tensor) -> Tensor:
             return functional_call(self.session.model, weights, batch)
 
-        return vmap(of_one, (0, over_seeds, over_seeds))(self.weights, tokens, targets)
+        with sdpa_kernel(SDPBackend.MATH):  # in bfloat16 the fused ones gave no finite loss under vmap (torch 2.11)
+            return vmap(of_one, (0, over_seeds, over_seeds))(self.weights, tokens, targets)
 
     def update(self) -> Tensor:
         """A step on `self.batch`, whose gradients are clipped for each seed by itself; the mean losses (S,)."""

@@ -101,7 +101,7 @@ main() {
     local sampler=$!
 
     tests smoke 90 -k "$smoke"
-    training 124m 400 124m rms "$ours" torch.compile # compiling one variant took over 200 s beside an H200
+    training 124m 300 124m rms "$ours" torch.compile
     absent=$("$python" -c "$missing")
     if [ -z "$absent" ]; then
         step train.py 280 "$python" train.py --config 124m --data python --steps 40 --warmup-steps 10 \
@@ -109,7 +109,7 @@ main() {
     elif wanted train.py; then
         echo "== train.py: not run, these packages are missing: $absent"
     fi
-    training layer 400 124m layer "$ours" torch.compile
+    training layer 300 124m layer "$ours" torch.compile
     training 1b 150 1b rms "$ours" # one variant and norm each: two together may need too much memory
     training 1b-plain 150 1b rms torch.compile
     training 1b-layer 150 1b layer "$ours"

@@ -28,7 +28,14 @@ from errors import UserError, exit_on_user_error, read_toml
 from model.config import ModelConfig
 from model.count import flops_per_token
 from model.decoder import Decoder
-from model.device import choose_device, choose_training_dtype, device_name, keep_freed_memory, why_not_compile
+from model.device import (
+    choose_device,
+    choose_training_dtype,
+    compile_model,
+    device_name,
+    keep_freed_memory,
+    why_not_compile,
+)
 from training.optimizer import build_optimizer
 from training.processes import Processes
 from training.settings import Settings, config_path
@@ -95,7 +102,8 @@ def make_calls(settings: Settings, variant: str, device: torch.device) -> dict[s
         model.activation_checkpointing = settings.machine.activation_checkpointing
         optimizer = build_optimizer(model, settings.optimizer, device)
     scaler = torch.amp.GradScaler(device.type, enabled=False)
-    run = torch.compile(model, fullgraph=not variant.startswith(PEER)) if compiled else model
+    compile_it = torch.compile if variant.startswith(PEER) else compile_model
+    run = compile_it(model) if compiled else model
 
     shape, pinned = (step_tokens(settings) // data.sequence_length, data.sequence_length), device.type == "cuda"
     on_host = [torch.randint(config.vocab_size, shape, pin_memory=pinned) for _ in range(2)]  # tokens and targets

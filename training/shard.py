@@ -13,6 +13,7 @@ from torch import Tensor
 
 from errors import UserError
 from model.decoder import Decoder
+from model.device import compile_model
 
 
 def shard(model: Decoder, device: torch.device, *, compiled: bool) -> None:
@@ -25,7 +26,7 @@ def shard(model: Decoder, device: torch.device, *, compiled: bool) -> None:
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")  # nothing is written into it
     mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
     for layer in model.layers if compiled else ():
-        layer.forward = torch.compile(layer.forward, fullgraph=True)  # without the hooks that gather the weights
+        layer.forward = compile_model(layer.forward)  # without the hooks that gather the weights
     for module in (*model.layers, model):
         fully_shard(module, mesh=mesh)
 
