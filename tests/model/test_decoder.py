@@ -17,7 +17,7 @@ FLOAT32 = 2e-6
 
 def tolerance(decoder):
     """Twenty times larger for prms, whose statistic comes from three elements, which may all be small at once, and for
-    derf: the derivative exp(-u^2) has 2 u^2 times the relative error of u, and u reaches 3."""
+    derf: the derivative exp(-u^2) has 2 u^2 times the relative error of u."""
     return FLOAT32 * (20 if decoder.config.norm in ("prms", "derf") else 1)
 
 
