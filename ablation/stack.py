@@ -21,13 +21,14 @@ from tqdm import tqdm
 
 import kernels
 from ablation import report, study
-from ablation.plan import Plan, Run, load_plan, replace_settings, run_settings, save_plan
+from ablation.plan import Plan, Run, arm_settings, load_plan, replace_settings, run_settings, save_plan
 from ablation.records import Row, append
 from ablation.run import count_spikes, hardware, settings_hash, weights_hash
-from errors import exit_on_user_error, locked
+from errors import UserError, exit_on_user_error, locked
 from training.evaluate import Evaluation
 from training.schedule import learning_rate
 from training.session import Session, initial_model, no_log, set_up
+from training.settings import Settings
 
 EAGER_STEPS = 3  # before the step is captured as a CUDA graph: most of its time would be the host's
 
@@ -54,7 +55,7 @@ class Stack:
         def of_one(weights: dict[str, Tensor], *batch: Tensor) -> Tensor:
             return functional_call(self.session.model, weights, batch)
 
-        with sdpa_kernel(SDPBackend.MATH):  # in bfloat16 the fused ones gave no finite loss under vmap (torch 2.11)
+        with sdpa_kernel(SDPBackend.MATH):  # with the fused ones, bfloat16 ended at NaN on an H200 (torch 2.11)
             return vmap(of_one, (0, over_seeds, over_seeds))(self.weights, tokens, targets)
 
     def update(self) -> Tensor:
@@ -132,10 +133,7 @@ def train_stacks(plan: Plan, device: str, seeds: range) -> list[Row]:
     return [
         Row(
             **vars(run),
-            status="completed" if np.isfinite(final.loss) else "diverged",
-            reason=None if np.isfinite(final.loss) else f"the validation loss is {final.loss:g}, not finite",
-            loss=final.loss if np.isfinite(final.loss) else None,
-            bits_per_byte=final.bits_per_byte if np.isfinite(final.loss) else None,
+            **ended(final),
             spikes=count_spikes(each),
             seconds=seconds,
             tokens=first.steps * data.batch_size * data.sequence_length,
@@ -156,9 +154,28 @@ def train_stacks(plan: Plan, device: str, seeds: range) -> list[Row]:
     ]
 
 
+def cannot_stack(settings: Settings) -> bool:
+    """Whether a step depends on more than weights (S, ...) and batches (S, B, T)."""
+    model, data, optimizer = settings.model, settings.data, settings.optimizer
+    return model.norm == "batch" or data.document_mask or data.first_sequence_length or optimizer.optimizer != "adamw"
+
+
+def ended(final: Evaluation) -> dict[str, object]:
+    """What a row says of a final loss."""
+    if np.isfinite(final.loss):
+        return {"loss": final.loss, "bits_per_byte": final.bits_per_byte}
+    return {"status": "diverged", "reason": f"the validation loss is {final.loss:g}, not finite"}
+
+
 def main(plan: tyro.conf.Positional[str], out: Path, device: str = "auto") -> None:
     """Train all final seeds of a comparison (a TOML file, or a name in configs/comparisons/) together on one GPU."""
     chosen = load_plan(plan)
+    of_arms = [arm_settings(chosen, arm) for arm in chosen.compared.values()]
+    if chosen.seeds is None or chosen.rates or any(map(cannot_stack, of_arms)):
+        raise UserError(
+            "models are stacked for a plan with seeds, one learning rate, AdamW and sequences of one length, without "
+            "batch norm and document masks; for any other use ablate.py."
+        )
     with locked(out):
         save_plan(chosen, out / "plan.toml")
         append(out / "runs.jsonl", *train_stacks(chosen, device, chosen.phase_seeds["final"]))

@@ -28,14 +28,7 @@ from errors import UserError, exit_on_user_error, read_toml
 from model.config import ModelConfig
 from model.count import flops_per_token
 from model.decoder import Decoder
-from model.device import (
-    choose_device,
-    choose_training_dtype,
-    compile_model,
-    device_name,
-    keep_freed_memory,
-    why_not_compile,
-)
+from model.device import choose_device, choose_training_dtype, device_name, keep_freed_memory, why_not_compile
 from training.optimizer import build_optimizer
 from training.processes import Processes
 from training.settings import Settings, config_path
@@ -102,7 +95,7 @@ def make_calls(settings: Settings, variant: str, device: torch.device) -> dict[s
         model.activation_checkpointing = settings.machine.activation_checkpointing
         optimizer = build_optimizer(model, settings.optimizer, device)
     scaler = torch.amp.GradScaler(device.type, enabled=False)
-    compile_it = torch.compile if variant.startswith(PEER) else compile_model
+    compile_it = torch.compile if variant.startswith(PEER) else kernels.compile_model
     run = compile_it(model) if compiled else model
 
     shape, pinned = (step_tokens(settings) // data.sequence_length, data.sequence_length), device.type == "cuda"

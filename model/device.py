@@ -10,7 +10,7 @@ import itertools
 import platform
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -79,18 +79,6 @@ def why_not_compile(device: torch.device) -> str | None:
         found = any(map(shutil.which, ("g++", "clang++", "c++", "cl")))
         return None if found else "no C++ compiler found (install g++, clang++ or Visual C++)"
     return None if importlib.util.find_spec("triton") else "Triton is not installed"
-
-
-def compile_model(model: Callable) -> Callable:
-    """torch.compile without graph breaks, and without a text of arguments that torch 2.11 writes for its log.
-
-    It does so for every operator of ours when it first meets one. The text of the loss's input doubles with each layer:
-    12 layers took more than seven minutes. torch 2.13 writes it only if somebody reads the log.
-    """
-    from torch._inductor.exc import OperatorIssue
-
-    OperatorIssue.operator_str = staticmethod(lambda target, args, kwargs: str(target))
-    return torch.compile(model, fullgraph=True)
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ from data.sources import resolve
 from model.config import ModelConfig
 from model.count import flops_per_token, layer_matrices, num_parameters
 from model.decoder import Decoder
-from model.device import choose_device, choose_training_dtype, compile_model, device_name
+from model.device import choose_device, choose_training_dtype, device_name
 from training.optimizer import build_optimizer, freeze_parameters
 from training.processes import ALONE
 from training.session import prepare_corpus
@@ -84,7 +84,7 @@ def measure_time(settings: Settings, device: torch.device, dtype: torch.dtype) -
     freeze_parameters(model, settings.run.train_only)
     optimizer = build_optimizer(model, settings.optimizer, device)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
-    forward = compile_model(model) if settings.machine.compile else model
+    forward = kernels.compile_model(model) if settings.machine.compile else model
     batch = torch.randint(settings.model.vocab_size, (2, sequences, data.sequence_length))
     measured = []
     for _ in range(STEPS):

@@ -17,14 +17,7 @@ from data.corpus import Corpus, prepare
 from data.tokenizer import check_vocabulary
 from errors import UserError, reading
 from model.decoder import Decoder, attend_to_previous_token, center_residual_writers
-from model.device import (
-    choose_device,
-    choose_training_dtype,
-    compile_model,
-    device_name,
-    keep_freed_memory,
-    why_not_compile,
-)
+from model.device import choose_device, choose_training_dtype, device_name, keep_freed_memory, why_not_compile
 from model.lora import add_lora
 from training import checkpoint
 from training.checkpoint import State
@@ -140,7 +133,7 @@ def set_up(settings: Settings, run_dir: Path, *, resume: bool, log: Callable[[st
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     forward = model
     if not sharded:
-        forward = processes.wrap(compile_model(model) if settings.machine.compile else model)
+        forward = processes.wrap(kernels.compile_model(model) if settings.machine.compile else model)
     saver = checkpoint.BackgroundSave(model, optimizer, corpus.tokenizer, processes, sharded, state)
     if last is not None:
         checkpoint.load_moments(last, model, optimizer)

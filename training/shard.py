@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
+import kernels
 from errors import UserError
 from model.decoder import Decoder
-from model.device import compile_model
 
 
 def shard(model: Decoder, device: torch.device, *, compiled: bool) -> None:
@@ -26,7 +26,7 @@ def shard(model: Decoder, device: torch.device, *, compiled: bool) -> None:
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")  # nothing is written into it
     mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
     for layer in model.layers if compiled else ():
-        layer.forward = compile_model(layer.forward)  # without the hooks that gather the weights
+        layer.forward = kernels.compile_model(layer.forward)  # without the hooks that gather the weights
     for module in (*model.layers, model):
         fully_shard(module, mesh=mesh)
 

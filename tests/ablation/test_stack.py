@@ -5,6 +5,7 @@ import pytest
 from ablation import stack, study
 from ablation.plan import Plan, Run, save_plan
 from ablation.run import train_run
+from errors import UserError
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -23,3 +24,9 @@ def test_a_stack_trains_each_model_like_a_run_of_its_own(config, device, tmp_pat
         assert row["loss"] == pytest.approx(alone["loss"], rel=1e-4)
         equal = "settings_hash", "weights_hash", "batches_hash", "text_hash", "tokens", "parameters", "device", "dtype"
         assert {name: row[name] for name in equal} == {name: alone[name] for name in equal}
+
+
+@pytest.mark.parametrize("plan", ["recipe", "factorial"])  # Muon, and a number of seeds that a pilot is to find
+def test_a_plan_that_cannot_be_stacked_is_refused(plan, tmp_path):
+    with pytest.raises(UserError, match="any other use ablate"):
+        stack.main(plan, tmp_path, "cpu")

@@ -55,3 +55,10 @@ def test_the_chosen_implementation_runs_and_is_described(triton, monkeypatch):
     assert kernels.implementation(CUDA) is kernels.implementation(CPU) is reference
     kernels.use("auto", CUDA)
     assert kernels.implementation(CUDA) is gpu and kernels.implementation(CPU) is kernels.cpu
+
+
+def test_a_model_to_compile_never_has_an_operators_arguments_written_out(monkeypatch):
+    issue = pytest.importorskip("torch._inductor.exc").OperatorIssue
+    monkeypatch.setattr(issue, "operator_str", staticmethod(lambda target, args, kwargs: f"{target} of {args}"))
+    kernels.compile_model(torch.nn.Identity())
+    assert issue.operator_str("prenorm::loss", ["a long text"], {}) == "prenorm::loss"

@@ -16,9 +16,8 @@ FLOAT32 = 2e-6
 
 
 def tolerance(decoder):
-    """Twenty times larger for prms, whose statistic comes from three elements, which may all be small at once, and for
-    derf: the derivative exp(-u^2) has 2 u^2 times the relative error of u."""
-    return FLOAT32 * (20 if decoder.config.norm in ("prms", "derf") else 1)
+    """Twenty times larger for prms, whose statistic comes from three elements, which may all be small at once."""
+    return FLOAT32 * (20 if decoder.config.norm == "prms" else 1)
 
 
 VARIANTS = {
@@ -128,6 +127,7 @@ def test_gradients_equal_those_of_the_plain_float64_implementation(decoder, toke
 
     The gradient of a scalar (dyt, derf) is a sum over tokens and channels that cancels, to 1/360 in one case. So its
     error is relative to the sum of the sizes of its terms, which a weight for each token and channel has as gradient.
+    The slope exp(-u^2) of derf has 2 u^2 times the relative error of u: up to 18, since beyond u = 3 it is almost 0.
     """
     upstream = torch.randn(24, 97, generator=torch.Generator().manual_seed(3))
     decoder(tokens[:1]).backward(upstream[None])
@@ -139,7 +139,7 @@ def test_gradients_equal_those_of_the_plain_float64_implementation(decoder, toke
     for name, parameter in decoder.named_parameters():
         actual, terms = parameter.grad, weights[name].grad
         error = relative(actual, terms) if actual.ndim else (actual - terms.sum()) / terms.abs().sum()
-        assert abs(error) < 3 * tolerance(decoder), name
+        assert abs(error) < 3 * tolerance(decoder) * (18 if decoder.config.norm == "derf" else 1), name
 
 
 @torch.no_grad()

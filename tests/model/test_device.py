@@ -7,7 +7,7 @@ from errors import UserError
 from generation.generate import generate
 from model.config import ModelConfig
 from model.decoder import Decoder
-from model.device import allocate, choose_device, choose_inference_dtype, compile_model, threads_for
+from model.device import allocate, choose_device, choose_inference_dtype, threads_for
 
 CPU = torch.device("cpu")
 
@@ -54,10 +54,3 @@ def test_weights_lie_side_by_side_without_overlap_and_begin_cache_lines():
         assert tensor.is_contiguous() and (tensor.data_ptr() - tensors[0].data_ptr()) % 64 == 0
     (meta,) = allocate([(torch.Size((2, 3)), torch.int8)], torch.device("meta"))
     assert (meta.shape, meta.dtype, meta.device.type) == ((2, 3), torch.int8, "meta")
-
-
-def test_a_model_to_compile_never_has_an_operators_arguments_written_out(monkeypatch):
-    issue = pytest.importorskip("torch._inductor.exc").OperatorIssue
-    monkeypatch.setattr(issue, "operator_str", staticmethod(lambda target, args, kwargs: f"{target} of {args}"))
-    compile_model(torch.nn.Identity())
-    assert issue.operator_str("prenorm::loss", ["a long text"], {}) == "prenorm::loss"
