@@ -19,7 +19,7 @@ from ablation.run import measure
 from errors import exit_on_user_error, locked
 from training.checkpoint import load_moments
 from training.loop import save, train_steps
-from training.session import no_log, set_up
+from training.session import Session, no_log, set_up
 
 LR_MULTIPLIER = 0.25  # of converted models that are trained: the learning rate of their run has already decayed
 SEED_OFFSET = 5000  # so that the batches differ from those of the run
@@ -45,23 +45,6 @@ def make_plan(config: str, steps: int | None, learning_rate: float | None, **see
     return Plan("conversion", arms, config=config, steps=steps, rerun_seeds=0, learning_rates=(rate,), **seeds)
 
 
-def convert_seed(plan: Plan, seed: int, device: str, folder: Path) -> list[Row]:
-    """Train one LayerNorm model in `folder` and convert it in every way; the row of each."""
-    rows = []
-    for arm in plan.compared.values():
-        run = Run(arm.name, "final", seed, plan.fixed_rate(arm))
-        converted = arm.baseline is not None
-        changes = {"init_from": str(folder / "layer" / "last"), "seed": seed + SEED_OFFSET} if converted else {}
-        settings = replace_settings(run_settings(plan, run), {"device": device} | changes)
-        session = set_up(settings, folder / arm.name, resume=False, log=no_log)
-        row = measure(session, run, "", 1, train=not converted or "steps" in arm.settings)
-        if not converted:
-            save(session)
-            session.saver.finish()
-        rows.append(dataclasses.replace(row, batches_hash="") if converted else row)
-    return rows
-
-
 def make_branch_plan(config: str, steps: int | None, learning_rate: float | None, **seeds: int) -> Plan:
     """A comparison of LayerNorm with models that were converted, exactly but for a bias, after a part of the steps."""
     settings = base_settings(config).optimizer
@@ -73,23 +56,32 @@ def make_branch_plan(config: str, steps: int | None, learning_rate: float | None
     return Plan("branches", arms, config=config, steps=steps, rerun_seeds=0, learning_rates=(rate,), **seeds)
 
 
-def branch_seed(plan: Plan, seed: int, device: str, folder: Path) -> list[Row]:
-    """Train one LayerNorm model and all branches of it, on the batches and at the learning rates that it has."""
-    rows = []
+def train_models(plan: Plan, seed: int, device: str, folder: Path) -> list[Row]:
+    """Train one LayerNorm model in `folder`, and all that begin as it ended; branches continue it from a quarter."""
+    rows, branches = [], plan.name == "branches"
     for arm in plan.compared.values():
         run, begin = Run(arm.name, "final", seed, plan.fixed_rate(arm)), arm.settings.get("init_from")
-        changes = {"device": device} | ({"init_from": str(folder / begin / "last")} if begin else {})
+        converted = begin is not None and not branches
+        changes = {"init_from": str(folder / begin / "last")} if begin else {}
+        changes |= {"device": device, "seed": seed + SEED_OFFSET * converted}
         session = set_up(replace_settings(run_settings(plan, run), changes), folder, resume=False, log=no_log)
-        for quarter in () if begin else QUARTERS:
-            next(result for result in train_steps(session) if result.step == quarter * session.steps // 4)
-            session.run_dir = folder / f"quarter {quarter}"
-            save(session)
-            session.saver.finish()
-        if begin:
+        if begin and branches:
             before = load_moments(folder / begin / "last", session.model, session.optimizer)
             session.state = dataclasses.replace(before, seconds=0.0)
-        rows.append(measure(session, run, "", 1))
+        for quarter in QUARTERS if branches and not begin else ():
+            next(result for result in train_steps(session) if result.step == quarter * session.steps // 4)
+            save_as(session, folder / f"quarter {quarter}")
+        row = measure(session, run, "", 1, train=not converted or "steps" in arm.settings)
+        rows.append(dataclasses.replace(row, batches_hash="") if converted else row)
+        if not begin:
+            save_as(session, folder / arm.name)
     return rows
+
+
+def save_as(session: Session, folder: Path) -> None:
+    session.run_dir = folder
+    save(session)
+    session.saver.finish()
 
 
 def main(
@@ -103,14 +95,14 @@ def main(
     branches: bool = False,
 ) -> None:
     """Train LayerNorm models and convert each in several ways; at least five can show that a conversion is free."""
-    make, run_seed = (make_branch_plan, branch_seed) if branches else (make_plan, convert_seed)
-    plan, file = make(config, steps, learning_rate, seeds=seeds, first_seed=first_seed), out / "runs.jsonl"
+    make, file = make_branch_plan if branches else make_plan, out / "runs.jsonl"
+    plan = make(config, steps, learning_rate, seeds=seeds, first_seed=first_seed)
     with locked(out):
         save_plan(plan, out / "plan.toml")
         done = {row.seed for row in read_lines(file, Row)}
         for seed in tqdm(sorted({*plan.phase_seeds["final"]} - done), unit="model"):
             with tempfile.TemporaryDirectory() as folder:
-                append(file, *run_seed(plan, seed, device, Path(folder)))
+                append(file, *train_models(plan, seed, device, Path(folder)))
         found = study.load(out)
         written = report.write(found, out)
     print(*report.headline(found), f"report: {written[0]}", sep="\n")

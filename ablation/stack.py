@@ -1,11 +1,12 @@
-"""Hundreds of pairs in minutes, on a GPU: the models of all seeds, stacked and trained together by `torch.func.vmap`.
+"""Train all seeds of a comparison together on one GPU: their models are stacked by `torch.func.vmap`.
 
-Alone, a model of this size leaves a GPU idle. Each reads the batches and starts with the weights that `ablate.py` gives
-its seed, and ends elsewhere by rounding alone. AdamW only: Muon would orthogonalize the matrices of all seeds as one.
+One model of this size leaves a GPU mostly idle. A stacked model has the initial weights and batches that `ablate.py`
+gives to its seed, and differs by rounding alone. AdamW only: Muon would orthogonalize the matrices of all seeds as one.
 """
 
 import dataclasses
 import hashlib
+import math
 import platform
 import time
 from collections.abc import Iterator
@@ -116,7 +117,7 @@ def train_stacks(plan: Plan, device: str, seeds: range) -> list[Row]:
     settings = {arm: replace_settings(run_settings(plan, some[0]), {"device": device}) for arm, some in runs.items()}
     sessions = {arm: set_up(each, Path(), resume=False, log=no_log) for arm, each in settings.items()}
     first, hashes = next(iter(sessions.values())), [hashlib.blake2b(digest_size=16) for _ in seeds]
-    kernels.use("reference", first.device)  # the one implementation that vmap can look into
+    kernels.use("reference", first.device)  # the only one that vmap can transform
     on_gpu = first.device.type == "cuda"
     if on_gpu:
         torch.cuda.set_stream(torch.cuda.Stream())  # a graph cannot be captured on the default one
@@ -133,7 +134,9 @@ def train_stacks(plan: Plan, device: str, seeds: range) -> list[Row]:
     return [
         Row(
             **vars(run),
-            **ended(final),
+            status="completed" if math.isfinite(final.loss) else "diverged",
+            loss=final.loss,  # null in runs.jsonl if it is not finite
+            bits_per_byte=final.bits_per_byte,
             spikes=count_spikes(each),
             seconds=seconds,
             tokens=first.steps * data.batch_size * data.sequence_length,
@@ -154,27 +157,23 @@ def train_stacks(plan: Plan, device: str, seeds: range) -> list[Row]:
     ]
 
 
-def cannot_stack(settings: Settings) -> bool:
-    """Whether a step depends on more than weights (S, ...) and batches (S, B, T)."""
-    model, data, optimizer = settings.model, settings.data, settings.optimizer
-    return model.norm == "batch" or data.document_mask or data.first_sequence_length or optimizer.optimizer != "adamw"
-
-
-def ended(final: Evaluation) -> dict[str, object]:
-    """What a row says of a final loss."""
-    if np.isfinite(final.loss):
-        return {"loss": final.loss, "bits_per_byte": final.bits_per_byte}
-    return {"status": "diverged", "reason": f"the validation loss is {final.loss:g}, not finite"}
+def can_stack(arms: list[Settings]) -> bool:
+    """Whether arms differ in the model alone, and steps depend on nothing but weights and batches that all share."""
+    first, data = arms[0], arms[0].data
+    plain = data.first_sequence_length is None and not data.document_mask and first.run.train_only == "all"
+    alike = all(vars(arm) | {"model": None} == vars(first) | {"model": None} for arm in arms)
+    models = {(arm.model.vocab_size, arm.model.norm == "batch") for arm in arms}
+    return plain and alike and first.optimizer.optimizer == "adamw" and models == {(first.model.vocab_size, False)}
 
 
 def main(plan: tyro.conf.Positional[str], out: Path, device: str = "auto") -> None:
     """Train all final seeds of a comparison (a TOML file, or a name in configs/comparisons/) together on one GPU."""
     chosen = load_plan(plan)
-    of_arms = [arm_settings(chosen, arm) for arm in chosen.compared.values()]
-    if chosen.seeds is None or chosen.rates or any(map(cannot_stack, of_arms)):
+    arms = [arm_settings(chosen, arm) for arm in chosen.compared.values()]
+    if chosen.seeds is None or chosen.rates or not can_stack(arms):
         raise UserError(
-            "models are stacked for a plan with seeds, one learning rate, AdamW and sequences of one length, without "
-            "batch norm and document masks; for any other use ablate.py."
+            "models are stacked for a plan with seeds and one learning rate, whose arms differ in the model alone: "
+            "with AdamW, sequences of one length, and no batch norm or document masks; for any other use ablate.py."
         )
     with locked(out):
         save_plan(chosen, out / "plan.toml")

@@ -13,7 +13,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -24,14 +24,14 @@ import kernels
 from ablation.plan import arm_settings, load_plan
 from benchmarks import timing
 from benchmarks.programs import PEER, SHAPES, transformers_model
-from errors import UserError, exit_on_user_error, read_toml
+from errors import UserError, exit_on_user_error
 from model.config import ModelConfig
 from model.count import flops_per_token
 from model.decoder import Decoder
 from model.device import choose_device, choose_training_dtype, device_name, keep_freed_memory, why_not_compile
 from training.optimizer import build_optimizer
 from training.processes import Processes
-from training.settings import Settings, config_path
+from training.settings import Settings, config_path, load_settings
 from training.step import train_step
 
 REFERENCE, CPU_FUNCTIONS = "reference, eager", "CPU functions"
@@ -51,15 +51,6 @@ def our_variants(device: torch.device) -> list[str]:
     how = ["reference", "torch" if device.type == "cpu" else "triton"]
     compiles = why_not_compile(device) is None
     return [name for name, (choice, compiled) in VARIANTS.items() if choice in how and (compiles or not compiled)]
-
-
-def read_settings(name: str) -> Settings:
-    """The settings in a file of configs/, without the command line's library, which would also check their types."""
-    tables = read_toml(config_path(name))
-    for field in (field for field in fields(Settings) if field.name in tables):
-        values = {k: tuple(value) if isinstance(value, list) else value for k, value in tables[field.name].items()}
-        tables[field.name] = field.type(**values)
-    return Settings(**tables)
 
 
 class Peer(nn.Module):
@@ -188,7 +179,7 @@ def main() -> int:
     arguments = parser.parse_args()
     device = choose_device(arguments.device)
     keep_freed_memory()
-    settings = read_settings(arguments.config)
+    settings = load_settings(config_path(arguments.config))
     chosen = arguments.variants or our_variants(device)
     if arguments.arms is not None:
         print(f"written: {time_arms(arguments.arms, chosen, device, arguments.turns)}")

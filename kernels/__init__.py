@@ -80,10 +80,10 @@ def implementation(device: torch.device) -> ModuleType:
 
 
 def compile_model(model: Callable) -> Callable:
-    """torch.compile without graph breaks, and without a text of arguments that torch 2.11 writes for its log.
+    """torch.compile without graph breaks.
 
-    It does so for every operator of ours when it first meets one. The text of the loss's input doubles with each layer:
-    12 layers were not compiled after seven minutes. torch 2.13 writes it only if somebody reads the log.
+    For its log torch 2.11 formats the arguments of each custom operator, a text that doubles with each layer (12 layers
+    were not compiled after seven minutes), so its name replaces it. torch 2.13 formats it only if the log is on.
     """
     from torch._inductor.exc import OperatorIssue
 

@@ -26,7 +26,7 @@ def test_a_stack_trains_each_model_like_a_run_of_its_own(config, device, tmp_pat
         assert {name: row[name] for name in equal} == {name: alone[name] for name in equal}
 
 
-@pytest.mark.parametrize("plan", ["recipe", "factorial"])  # Muon, and a number of seeds that a pilot is to find
+@pytest.mark.parametrize("plan", ["recipe", "factorial", "precision"])  # Muon; seeds from a pilot; two dtypes
 def test_a_plan_that_cannot_be_stacked_is_refused(plan, tmp_path):
     with pytest.raises(UserError, match="any other use ablate"):
         stack.main(plan, tmp_path, "cpu")

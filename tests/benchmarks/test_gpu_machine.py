@@ -100,7 +100,7 @@ def test_every_command_of_the_script_runs_on_a_cpu_with_small_shapes(run_script,
     model = ModelConfig(64, num_key_value_heads=1, max_position_embeddings=16, **shape)
     data, machine = DataSettings(sequence_length=8, batch_size=2), MachineSettings(dtype="float32")
     small = Settings(model=model, data=data, machine=machine)
-    monkeypatch.setattr(training, "read_settings", lambda name: small)
+    monkeypatch.setattr(training, "load_settings", lambda path: small)
     decoded, measured = [], []
     monkeypatch.setattr(decoding, "compare", lambda cases, *_: decoded.extend(cases) or {"not_run": {}})
     for name in ("torch.compile", "Triton and torch.compile"):
