@@ -52,12 +52,13 @@ class Command:
 def parse(arguments: list[str]) -> Command:
     """The command line; read twice, since the plan that it names gives the defaults of the flags."""
     options = {"description": DESCRIPTION, "prog": "ablate.py", "config": (tyro.conf.OmitArgPrefixes,)}
-    start = starting_plan(tyro.cli(Command, args=arguments, **options))
+    first = tyro.cli(Command, args=arguments, **options)
+    start = quick(starting_plan(first)) if first.quick else starting_plan(first)
     command = tyro.cli(Command, args=arguments, default=dataclasses.replace(Command(), plan=start), **options)
-    plan = quick(command.plan) if command.quick else command.plan
-    if command.judge:  # no pilot and no reruns; `seeds` is the most that there will be
-        plan = dataclasses.replace(plan, seeds=plan.seeds or JUDGED_PAIRS, rerun_seeds=0)
-    return dataclasses.replace(command, plan=plan)
+    if not command.judge:
+        return command
+    judged = dataclasses.replace(command.plan, seeds=command.plan.seeds or JUDGED_PAIRS, rerun_seeds=0)
+    return dataclasses.replace(command, plan=judged)  # no pilot; `seeds` is the most that there will be
 
 
 def starting_plan(command: Command) -> Plan:

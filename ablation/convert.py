@@ -19,7 +19,7 @@ from ablation.run import measure
 from errors import exit_on_user_error, locked
 from training.checkpoint import load_moments
 from training.loop import save, train_steps
-from training.session import Session, no_log, set_up
+from training.session import no_log, set_up
 
 LR_MULTIPLIER = 0.25  # of converted models that are trained: the learning rate of their run has already decayed
 SEED_OFFSET = 5000  # so that the batches differ from those of the run
@@ -70,18 +70,13 @@ def train_models(plan: Plan, seed: int, device: str, folder: Path) -> list[Row]:
             session.state = dataclasses.replace(before, seconds=0.0)
         for quarter in QUARTERS if branches and not begin else ():
             next(result for result in train_steps(session) if result.step == quarter * session.steps // 4)
-            save_as(session, folder / f"quarter {quarter}")
+            save(dataclasses.replace(session, run_dir=folder / f"quarter {quarter}"))
         row = measure(session, run, "", 1, train=not converted or "steps" in arm.settings)
         rows.append(dataclasses.replace(row, batches_hash="") if converted else row)
         if not begin:
-            save_as(session, folder / arm.name)
+            save(dataclasses.replace(session, run_dir=folder / arm.name))
+            session.saver.finish()
     return rows
-
-
-def save_as(session: Session, folder: Path) -> None:
-    session.run_dir = folder
-    save(session)
-    session.saver.finish()
 
 
 def main(

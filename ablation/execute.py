@@ -108,6 +108,7 @@ def execute(experiment: Experiment, start: Callable[[Run, str], Future] | None =
             started = {run for run, _ in running.values()}
             waiting = [run for run in experiment.remaining if run not in started]
             bar.total = len(experiment.rows) + len(running) + len(waiting)
+            bar.refresh()
             for run in waiting[: len(free)]:
                 worker = free.pop()
                 running[begin(run, worker)] = run, worker
