@@ -13,10 +13,10 @@ import tyro
 from tqdm import tqdm
 
 from ablation import report, study
-from ablation.plan import Plan, Run, base_settings, replace_settings, run_settings, save_plan
+from ablation.plan import Plan, Run, base_settings, load_plan, replace_settings, run_settings, save_plan
 from ablation.records import Row, append, read_lines
 from ablation.run import measure
-from errors import exit_on_user_error, locked
+from errors import UserError, exit_on_user_error, locked
 from training.checkpoint import load_moments
 from training.loop import save, train_steps
 from training.session import no_log, set_up
@@ -93,7 +93,9 @@ def main(
     make, file = make_branch_plan if branches else make_plan, out / "runs.jsonl"
     plan = make(config, steps, learning_rate, seeds=seeds, first_seed=first_seed)
     with locked(out):
-        save_plan(plan, out / "plan.toml")
+        if (path := out / "plan.toml").exists() and dataclasses.replace(load_plan(str(path)), seeds=seeds) != plan:
+            raise UserError(f"{out} has runs of another plan; give another --out.")
+        save_plan(plan, path)
         done = {row.seed for row in read_lines(file, Row)}
         for seed in tqdm(sorted({*plan.phase_seeds["final"]} - done), unit="model"):
             with tempfile.TemporaryDirectory() as folder:

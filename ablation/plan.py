@@ -143,7 +143,7 @@ def read_setting(name: str, value: object) -> tuple[str, Any]:
 
     table, _, short = name.rpartition(".")
     if short in GIVEN or short not in known_settings() or table not in ("", known_settings()[short][0]):
-        raise UserError(f"{name} is not a setting that arms can have.{nearest(short, known_settings())}")
+        raise UserError(f"{name} is not a setting that arms can have.{nearest(short, {*known_settings()} - {*GIVEN})}")
     kind = known_settings()[short][1]
     try:
         texts = [value] if get_origin(kind) is tuple and isinstance(value, str) else value

@@ -65,7 +65,7 @@ class Stack:
         means = self.losses(tokens, targets).sum((1, 2)) / (targets >= 0).sum((1, 2))
         means.sum().backward()
         gradients = [weight.grad for weight in self.weights.values()]
-        norms = torch.stack([gradient.flatten(1).norm(dim=1) for gradient in gradients]).norm(dim=0)  # (S,)
+        norms = torch.stack([one.reshape(len(one), -1).norm(dim=1) for one in gradients]).norm(dim=0)  # (S,)
         scale = (self.session.settings.optimizer.clip / (norms + 1e-6)).clamp(max=1)
         for gradient in gradients:
             gradient.mul_(scale.view(-1, *[1] * (gradient.ndim - 1)))
@@ -160,10 +160,10 @@ def train_stacks(plan: Plan, device: str, seeds: range) -> list[Row]:
 def can_stack(arms: list[Settings]) -> bool:
     """Whether arms differ in the model alone, and steps depend on nothing but weights and batches that all share."""
     first, data = arms[0], arms[0].data
-    plain = data.first_sequence_length is None and not data.document_mask and first.run.train_only == "all"
     alike = all(vars(arm) | {"model": None} == vars(first) | {"model": None} for arm in arms)
     models = {(arm.model.vocab_size, arm.model.norm == "batch") for arm in arms}
-    return plain and alike and first.optimizer.optimizer == "adamw" and models == {(first.model.vocab_size, False)}
+    fixed = first.optimizer.optimizer, first.run.train_only, data.document_mask, data.first_sequence_length
+    return alike and models == {(first.model.vocab_size, False)} and fixed == ("adamw", "all", False, None)
 
 
 def main(plan: tyro.conf.Positional[str], out: Path, device: str = "auto") -> None:
@@ -176,6 +176,8 @@ def main(plan: tyro.conf.Positional[str], out: Path, device: str = "auto") -> No
             "with AdamW, sequences of one length, and no batch norm or document masks; for any other use ablate.py."
         )
     with locked(out):
+        if (out / "runs.jsonl").exists():
+            raise UserError(f"{out} has runs; give another --out.")
         save_plan(chosen, out / "plan.toml")
         append(out / "runs.jsonl", *train_stacks(chosen, device, chosen.phase_seeds["final"]))
         found = study.load(out)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from ablation import convert, study
+from errors import UserError
 
 
 @pytest.fixture(scope="module")
@@ -25,6 +26,8 @@ def converted(config, tmp_path_factory) -> tuple[study.Study, list]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(convert, "measure", measured)
         convert.main(folder, str(untied), learning_rate=2e-2, seeds=2, device="cpu")
+        with pytest.raises(UserError, match="runs of another plan; give another --out"):
+            convert.main(folder, str(untied), learning_rate=1e-2, seeds=2, device="cpu")
     return study.load(folder), models
 
 

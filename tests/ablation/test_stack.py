@@ -11,12 +11,14 @@ from errors import UserError
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.filterwarnings("ignore:There is a performance drop")  # attention on a CPU has no rule for vmap
 def test_a_stack_trains_each_model_like_a_run_of_its_own(config, device, tmp_path):
-    arms = {norm: {"norm": norm, "dtype": "float32"} for norm in ("layer", "rms")}
-    plan = Plan("stack", arms, config=str(config), seeds=2, rerun_seeds=0)
+    arms = {norm: {"norm": norm, "dtype": "float32"} for norm in ("layer", "rms", "dyt")}  # dyt has a scalar parameter
+    plan = Plan("stack", arms, config=str(config), seeds=2, rerun_seeds=0, learning_rates=(5e-3,))
     save_plan(plan, tmp_path / "plan.toml")
     stack.main(str(tmp_path / "plan.toml"), tmp_path, device)
     found = study.load(tmp_path)
-    assert len(found.rows) == 4 and len(found.comparisons) == 1
+    assert len(found.rows) == 6 and len(found.comparisons) == 2
+    with pytest.raises(UserError, match="has runs; give another"):
+        stack.main(str(tmp_path / "plan.toml"), tmp_path, device)
     for row in found.rows.to_dict("records"):
         alone = vars(train_run(plan, Run(row["arm"], "final", row["seed"], row["learning_rate"]), device, 1, 1))
         # Sums in another order differ by 1e-7; twelve steps at 5e-3 enlarge that. Gradients that are clipped over all
