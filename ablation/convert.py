@@ -56,9 +56,9 @@ def make_branch_plan(config: str, steps: int | None, learning_rate: float | None
     return Plan("branches", arms, config=config, steps=steps, rerun_seeds=0, learning_rates=(rate,), **seeds)
 
 
-def train_models(plan: Plan, seed: int, device: str, folder: Path) -> list[Row]:
-    """Train one LayerNorm model in `folder`, and all that begin as it ended; branches continue it from a quarter."""
-    rows, branches = [], plan.name == "branches"
+def train_models(plan: Plan, seed: int, device: str, folder: Path, branches: bool) -> list[Row]:
+    """Train one LayerNorm model in `folder`, and all that begin as it ended, or `branches` of it from each quarter on."""
+    rows = []
     for arm in plan.compared.values():
         run, begin = Run(arm.name, "final", seed, plan.fixed_rate(arm)), arm.settings.get("init_from")
         converted = begin is not None and not branches
@@ -99,7 +99,7 @@ def main(
         done = {row.seed for row in read_lines(file, Row)}
         for seed in tqdm(sorted({*plan.phase_seeds["final"]} - done), unit="model"):
             with tempfile.TemporaryDirectory() as folder:
-                append(file, *train_models(plan, seed, device, Path(folder)))
+                append(file, *train_models(plan, seed, device, Path(folder), branches))
         found = study.load(out)
         written = report.write(found, out)
     print(*report.headline(found), f"report: {written[0]}", sep="\n")

@@ -10,8 +10,8 @@
 # continue. Exit status 1: a step failed, or none ran.
 #
 # Needs torch, triton, numpy, safetensors, msgspec, tqdm, pytest and a C compiler; to compare with it, transformers. The
-# steps of train.py need all of requirements.txt. For a machine without a network, put the wheels of what it lacks into wheels/ on another
-# machine; they are then installed into a temporary folder. For Python 3.12 on Linux:
+# steps of train.py need all of requirements.txt. For a machine without a network, put the wheels of what it lacks into
+# wheels/ on another machine; they are then installed into a temporary folder. For Python 3.12 on Linux:
 #
 #   pip download -d wheels --no-deps --only-binary=:all: --python-version 3.12 --platform manylinux2014_x86_64 \
 #       tyro tomli-w typeguard docstring-parser msgspec

@@ -64,7 +64,7 @@ def test_a_branch_goes_on_exactly_where_its_model_was(config, tmp_path):
     assert len(plan.compared) == 1 + 3 * 3
     arms = {name: plan.arms[name] for name in ("layer", "rms with bias from 2/4", "rms from 2/4")}
     arms["layer from 2/4"] = {"norm": "layer", "init_from": "quarter 2"}
-    rows = convert.train_models(dataclasses.replace(plan, arms=arms), 1, "cpu", tmp_path)
+    rows = convert.train_models(dataclasses.replace(plan, arms=arms), 1, "cpu", tmp_path, True)
     trunk, with_bias, without, same = (row.loss for row in rows)
     assert same == trunk and with_bias != trunk and abs(with_bias - trunk) < abs(without - trunk) < 0.5
     assert len({row.batches_hash for row in rows}) == len({row.tokens for row in rows}) == 1
