@@ -57,7 +57,7 @@ def make_branch_plan(config: str, steps: int | None, learning_rate: float | None
 
 
 def train_models(plan: Plan, seed: int, device: str, folder: Path, branches: bool) -> list[Row]:
-    """Train one LayerNorm model in `folder`, and all that begin as it ended, or `branches` of it from each quarter on."""
+    """Train one LayerNorm model in `folder`, and all that begin as it ended; `branches` begin at each quarter."""
     rows = []
     for arm in plan.compared.values():
         run, begin = Run(arm.name, "final", seed, plan.fixed_rate(arm)), arm.settings.get("init_from")
