@@ -42,9 +42,8 @@ def main() -> int:
             from ablation import cluster
 
             start = cluster.join(experiment, command.ray)
-        print(
-            report.describe(experiment.study, len(experiment.workers)), *[QUICK] * command.quick, sep="\n", flush=True
-        )
+        described = report.describe(experiment.study, len(experiment.workers))
+        print(described, *[QUICK] * command.quick, sep="\n", flush=True)
         if command.dry_run:
             print("one run:", flush=True)
             execute.estimate_run(experiment)

@@ -47,8 +47,7 @@ def make_plan(config: str, steps: int | None, learning_rate: float | None, **see
 
 def make_branch_plan(config: str, steps: int | None, learning_rate: float | None, **seeds: int) -> Plan:
     """A comparison of LayerNorm with models that were converted, exactly but for a bias, after a part of the steps."""
-    settings = base_settings(config).optimizer
-    rate, arms = learning_rate or settings.learning_rate, {"layer": {"norm": "layer"}}
+    rate, arms = learning_rate or base_settings(config).optimizer.learning_rate, {"layer": {"norm": "layer"}}
     kinds = {"layer without bias": ("layer", False), "rms with bias": ("rms", True), "rms": ("rms", False)}
     for quarter, (kind, (norm, bias)) in itertools.product(QUARTERS, kinds.items()):
         begin = {"init_from": f"quarter {quarter}", "center_weights": norm == "rms"}

@@ -7,7 +7,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from ablation.stats import Effect, mean_effect
-from ablation.study import Study
+from ablation.study import PARTS, Study
 from training.plot import COLOURS
 
 WIDTH, DPI = 5.4, 110  # inches; 594 pixels
@@ -41,18 +41,19 @@ def forest(rows: Sequence[tuple[str, Effect]], xlabel: str, margin: float) -> Fi
 
 
 def parts(studies: Sequence[Study]) -> Figure:
-    """A row for each study: RMSNorm minus LayerNorm, and what the mean and the bias do in it."""
-    figure, [axes] = panels(1.2 + 0.45 * len(studies))
+    """A row for each study, or setting in it: RMSNorm minus LayerNorm, and what the mean and the bias do."""
+    rows = [(f"{study.plan.name} {group}".strip(), found) for study in studies for group, found in study.parts.items()]
+    figure, [axes] = panels(1.2 + 0.45 * len(rows))
     axes.axvline(0, color=MUTED, linewidth=1)
-    for row, study in enumerate(studies):
-        for number, (name, effect) in enumerate(study.parts.items()):
+    for row, (_, found) in enumerate(rows):
+        for name, effect in found.items():
+            number = [*PARTS].index(name)
             place, colour = row + 0.22 * (number - 1), COLOURS[number]
             axes.plot(effect.interval, (place, place), color=colour, linewidth=3, alpha=0.5, solid_capstyle="butt")
             axes.plot(effect.estimate, place, MARKERS[number], color=colour, markersize=4, label=name)
-    names = [f"{study.plan.name}, {effect.n} pairs" for study in studies for effect in [*study.parts.values()][:1]]
-    axes.set_yticks(range(len(names)), names)
+    axes.set_yticks(range(len(rows)), [f"{name}, {next(iter(found.values())).n} pairs" for name, found in rows])
     axes.set_xscale("symlog", linthresh=0.01)
-    axes.set(ylim=(len(names) - 0.5, -0.5), xlabel="difference in loss, nats per token")
+    axes.set(ylim=(len(rows) - 0.5, -0.5), xlabel="difference in loss, nats per token")
     shown = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
     figure.legend(shown.values(), shown, loc="outside lower center", frameon=False, fontsize=8, ncols=3)
     return figure

@@ -14,12 +14,18 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from ablation.plan import MAX_SEEDS, Arm, Plan, Run, arm_settings, load_plan
+from ablation.plan import MAX_SEEDS, Arm, Plan, Run, arm_settings, label, load_plan
 from ablation.records import Row, read_lines
 from ablation.stats import Comparison, Effect, equivalence_p, final_pairs, holm, mean_effect
 from errors import UserError
 
 KEY = [field.name for field in dataclasses.fields(Run)]  # the columns that make a row that of one particular run
+LAYER, LAYER_PLAIN, RMS_BIAS, RMS = itertools.product(("layer", "rms"), (True, False))  # norms, and whether with a bias
+PARTS = {
+    "RMSNorm minus LayerNorm": [(RMS, LAYER)],
+    "no mean": [(RMS_BIAS, LAYER), (RMS, LAYER_PLAIN)],
+    "no bias": [(LAYER_PLAIN, LAYER), (RMS, RMS_BIAS)],
+}
 
 
 @dataclass(frozen=True)
@@ -195,23 +201,22 @@ class Study:
         return [effect for effect in found if effect is not None]
 
     @functools.cached_property
-    def parts(self) -> dict[str, Effect]:
-        """RMSNorm minus LayerNorm, and, where both were trained with and without a bias, what each part of it does."""
-        models = {name: arm_settings(self.plan, arm).model for name, arm in self.arms.items()}
-        cells = {}
-        for name, model in models.items():
-            cells.setdefault((model.norm, model.has_norm_bias), []).append(name)
-        signs = {  # of LayerNorm with and without a bias, and of RMSNorm
-            "RMSNorm minus LayerNorm": (-1, 0, 0, 1),
-            "no mean": (-0.5, -0.5, 0.5, 0.5),
-            "no bias": (-0.5, 0.5, -0.5, 0.5),
-        }
-        four = [cells.get(cell, []) for cell in itertools.product(("layer", "rms"), (True, False))]
-        arms, found = [names[0] if len(names) == 1 else None for names in four], {}
-        for name, weights in signs.items():
-            chosen = {arm: weight for arm, weight in zip(arms, weights, strict=True) if weight}
-            found[name] = None if None in chosen else self.mean_loss(name, chosen)
-        return {name: effect for name, effect in found.items() if effect is not None}
+    def parts(self) -> dict[str, dict[str, Effect]]:
+        """RMSNorm minus LayerNorm, and what each part of it does; a set for every choice of all that is no norm."""
+        groups: dict[str, dict] = {}
+        others = {*self.plan.varied} - {"norm", "norm_bias", "center_weights"}
+        for arm in self.arms.values():
+            group = ", ".join(label(name, value) for name, value in arm.settings.items() if name in others)
+            for name in filter(None, (arm.baseline, arm.name)):
+                model = arm_settings(self.plan, self.arms[name]).model
+                groups.setdefault(group, {})[model.norm, model.has_norm_bias] = name
+        found: dict[str, dict[str, Effect]] = {}
+        for (group, cells), (part, pairs) in itertools.product(groups.items(), PARTS.items()):
+            trained = [pair for pair in pairs if {*pair} <= {*cells}]
+            weights = {cells[cell]: (1 - 2 * i) / len(trained) for pair in trained for i, cell in enumerate(pair)}
+            if effect := self.mean_loss(part, weights) if trained else None:
+                found.setdefault(group, {})[part] = effect
+        return found
 
 
 def as_table(rows: list[Row]) -> pd.DataFrame:

@@ -35,7 +35,7 @@ def test_every_comparison_has_the_mean_the_interval_and_the_verdict_that_were_pu
 def test_what_mean_and_bias_do_is_the_effect_of_each_factor_and_is_drawn_for_every_study(studies):
     found = studies["factorial"]
     for effect, name in zip(found.effects, ("no mean", "no bias"), strict=False):
-        assert found.parts[name].interval == pytest.approx(effect.interval)
+        assert found.parts[""][name].interval == pytest.approx(effect.interval)
     drawn = plots.parts([studies["factorial"], studies["budget-600"]]).axes[0]
     assert [label.get_text() for label in drawn.get_yticklabels()] == ["factorial, 30 pairs", "budget-600, 6 pairs"]
 
