@@ -203,8 +203,7 @@ class Study:
     @functools.cached_property
     def parts(self) -> dict[str, dict[str, Effect]]:
         """RMSNorm minus LayerNorm, and what each part of it does; a set for every choice of all that is no norm."""
-        groups: dict[str, dict] = {}
-        others = {*self.plan.varied} - {"norm", "norm_bias", "center_weights"}
+        groups, others = {}, {*self.plan.varied} - {"norm", "norm_bias", "center_weights"}
         for arm in self.arms.values():
             group = ", ".join(label(name, value) for name, value in arm.settings.items() if name in others)
             for name in filter(None, (arm.baseline, arm.name)):

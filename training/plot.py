@@ -33,11 +33,9 @@ def draw(runs: list[Path], path: Path) -> None:
             label = f"{run.name}: {step:,} steps, {loss:.3f} nats per token"
             label += "" if bits is None else f", {bits:.3f} bits per byte"
             axes.plot(*zip(*validation, strict=True), "o", color=colour, linestyle=dash, markersize=4, label=label)
-    axes.set_yscale("log")  # else the steep first steps would press the rest of the curve into a flat line
-    axes.yaxis.set_major_formatter("{x:g}")
-    axes.yaxis.set_minor_formatter("{x:g}")
-    axes.set_xlabel("step")
-    axes.set_ylabel("loss (nats per token)")
+    # On a linear axis the steep first steps would press the rest of the curve into a flat line.
+    axes.set(yscale="log", xlabel="step", ylabel="loss (nats per token)")
+    axes.yaxis.set(major_formatter="{x:g}", minor_formatter="{x:g}")
     axes.grid(alpha=0.25)
     if axes.get_legend_handles_labels()[0]:
         axes.legend(frameon=False, title="thin: training, smoothed     dots: validation")

@@ -131,9 +131,8 @@ def set_up(settings: Settings, run_dir: Path, *, resume: bool, log: Callable[[st
         shard(model, device, compiled=settings.machine.compile)
     optimizer = build_optimizer(model.to(device), settings.optimizer, device)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
-    forward = model
-    if not sharded:
-        forward = processes.wrap(kernels.compile_model(model) if settings.machine.compile else model)
+    forward = kernels.compile_model(model) if settings.machine.compile and not sharded else model
+    forward = model if sharded else processes.wrap(forward)
     saver = checkpoint.BackgroundSave(model, optimizer, corpus.tokenizer, processes, sharded, state)
     if last is not None:
         checkpoint.load_moments(last, model, optimizer)
