@@ -20,11 +20,11 @@ from ablation.stats import Comparison, Effect, equivalence_p, final_pairs, holm,
 from errors import UserError
 
 KEY = [field.name for field in dataclasses.fields(Run)]  # the columns that make a row that of one particular run
-LAYER, LAYER_PLAIN, RMS_BIAS, RMS = itertools.product(("layer", "rms"), (True, False))  # norms, and whether with a bias
+LAYER, LAYER_NO_BIAS, RMS_BIAS, RMS = itertools.product(("layer", "rms"), (True, False))  # the norm, and its bias
 PARTS = {
     "RMSNorm minus LayerNorm": [(RMS, LAYER)],
-    "no mean": [(RMS_BIAS, LAYER), (RMS, LAYER_PLAIN)],
-    "no bias": [(LAYER_PLAIN, LAYER), (RMS, RMS_BIAS)],
+    "no mean": [(RMS_BIAS, LAYER), (RMS, LAYER_NO_BIAS)],
+    "no bias": [(LAYER_NO_BIAS, LAYER), (RMS, RMS_BIAS)],
 }
 
 
@@ -202,18 +202,18 @@ class Study:
 
     @functools.cached_property
     def parts(self) -> dict[str, dict[str, Effect]]:
-        """RMSNorm minus LayerNorm, and what each part of it does; a set for every choice of all that is no norm."""
+        """RMSNorm minus LayerNorm, and what each part of it does, by the values of the other settings that vary."""
         groups, others = {}, {*self.plan.varied} - {"norm", "norm_bias", "center_weights"}
-        for arm in self.arms.values():
-            group = ", ".join(label(name, value) for name, value in arm.settings.items() if name in others)
-            for name in filter(None, (arm.baseline, arm.name)):
-                model = arm_settings(self.plan, self.arms[name]).model
-                groups.setdefault(group, {})[model.norm, model.has_norm_bias] = name
+        branches = [(a.baseline, a) for a in self.arms.values() if a.baseline is not None and "init_from" in a.settings]
+        for name, arm in [*branches, *self.arms.items()]:  # an arm of the group replaces the run that it begins with
+            group = ", ".join(label(key, value) for key, value in arm.settings.items() if key in others)
+            model = arm_settings(self.plan, self.arms[name]).model
+            groups.setdefault(group, {})[model.norm, model.has_norm_bias] = name
         found: dict[str, dict[str, Effect]] = {}
         for (group, cells), (part, pairs) in itertools.product(groups.items(), PARTS.items()):
-            trained = [pair for pair in pairs if {*pair} <= {*cells}]
-            weights = {cells[cell]: (1 - 2 * i) / len(trained) for pair in trained for i, cell in enumerate(pair)}
-            if effect := self.mean_loss(part, weights) if trained else None:
+            known = [pair for pair in pairs if {*pair} <= {*cells}]
+            weights = {cells[a]: sign / len(known) for pair in known for a, sign in zip(pair, (1, -1), strict=True)}
+            if effect := self.mean_loss(part, weights) if known else None:
                 found.setdefault(group, {})[part] = effect
         return found
 

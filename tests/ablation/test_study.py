@@ -114,6 +114,11 @@ def test_parts_are_found_for_each_learning_rate_and_for_branches_against_the_run
     quarter = {"RMSNorm minus LayerNorm": 0.013, "no mean": 0.002, "no bias": 0.011}
     half = {"RMSNorm minus LayerNorm": 0.023, "no mean": 0.002, "no bias": 0.021}
     assert rounded[1] == {"quarter 1": quarter, "quarter 2": half, "quarter 3": quarter}
+    three = [("layer", {}), ("layer 0.5", {"weight_decay": 0.5}), ("rms 0.5", {"weight_decay": 0.5, "norm": "rms"})]
+    for order in (three, [three[0], *three[:0:-1]]):  # a baseline with another setting is nobody's partner
+        arms = {name: {"norm": "layer"} | settings for name, settings in order}
+        [(group, parts)] = finish(Plan(arms=arms, seeds=2, rerun_seeds=0), lambda run: len(run.arm)).parts.items()
+        assert group == "weight_decay=0.5" and parts["RMSNorm minus LayerNorm"].estimate == len("rms") - len("layer")
 
 
 def test_arms_without_common_batches_are_compared_in_bits_per_byte(study):
