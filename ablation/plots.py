@@ -42,16 +42,17 @@ def forest(rows: Sequence[tuple[str, Effect]], xlabel: str, margin: float) -> Fi
 
 def parts(studies: Sequence[Study]) -> Figure:
     """A row for each study, or setting in it: RMSNorm minus LayerNorm, and what the mean and the bias do."""
-    rows = [(f"{study.plan.name} {group}".strip(), found) for study in studies for group, found in study.parts.items()]
+    rows = [(study.plan.name, *part) for study in studies for part in study.parts.items()]
     figure, [axes] = panels(1.2 + 0.45 * len(rows))
     axes.axvline(0, color=MUTED, linewidth=1)
-    for row, (_, found) in enumerate(rows):
+    for row, (*_, found) in enumerate(rows):
         for name, effect in found.items():
             number = [*PARTS].index(name)
             place, colour = row + 0.22 * (number - 1), COLOURS[number]
             axes.plot(effect.interval, (place, place), color=colour, linewidth=3, alpha=0.5, solid_capstyle="butt")
             axes.plot(effect.estimate, place, MARKERS[number], color=colour, markersize=4, label=name)
-    axes.set_yticks(range(len(rows)), [f"{name}, {next(iter(found.values())).n} pairs" for name, found in rows])
+    names = [f"{name}, {next(iter(found.values())).n} pairs\n{group}".strip() for name, group, found in rows]
+    axes.set_yticks(range(len(rows)), names)
     axes.set_xscale("symlog", linthresh=0.01)
     axes.set(ylim=(len(rows) - 0.5, -0.5), xlabel="difference in loss, nats per token")
     shown = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
@@ -72,8 +73,7 @@ def differences_over_steps(study: Study) -> Figure | None:
     curves = {arm: curve for arm, curve in curves.items() if len(curve) > 1}
     if not curves or study.measure != "loss":  # with other tokens, curves in nats are not comparable
         return None
-    columns = min(2, len(curves))
-    rows = -(-len(curves) // columns)
+    columns, rows = min(2, len(curves)), -(-len(curves) // 2)
     figure, every = panels(0.4 + 1.9 * rows, rows, columns)
     for (arm, curve), axes in zip(curves.items(), every, strict=False):
         steps, effects = zip(*curve, strict=True)
