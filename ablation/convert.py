@@ -1,7 +1,7 @@
 """What a trained LayerNorm model loses when it becomes an RMSNorm model, as a folder for `python ablate.py --report`.
 
 With bias and centered weights nothing is lost, unless the embedding is tied to the head. The control keeps LayerNorm.
-With --branches, models are converted before their training ends, and trained on like the one that they were.
+With --branches, models are converted partway, and their training continues with the same batches and moments.
 """
 
 import dataclasses
@@ -46,7 +46,7 @@ def make_plan(config: str, steps: int | None, learning_rate: float | None, **see
 
 
 def make_branch_plan(config: str, steps: int | None, learning_rate: float | None, **seeds: int) -> Plan:
-    """A comparison of LayerNorm with models that were converted, exactly but for a bias, after a part of the steps."""
+    """A comparison of LayerNorm with models that were converted after a part of the steps; at most a bias is lost."""
     rate, arms = learning_rate or base_settings(config).optimizer.learning_rate, {"layer": {"norm": "layer"}}
     kinds = {"layer without bias": ("layer", False), "rms with bias": ("rms", True), "rms": ("rms", False)}
     for quarter, (kind, (norm, bias)) in itertools.product(QUARTERS, kinds.items()):
@@ -56,7 +56,7 @@ def make_branch_plan(config: str, steps: int | None, learning_rate: float | None
 
 
 def train_models(plan: Plan, seed: int, device: str, folder: Path, branches: bool) -> list[Row]:
-    """Train one LayerNorm model in `folder`, and all that begin as it ended; `branches` begin at each quarter."""
+    """Train one LayerNorm model in `folder`, and all that start from its weights; `branches`: those of each quarter."""
     rows = []
     for arm in plan.compared.values():
         run, begin = Run(arm.name, "final", seed, plan.fixed_rate(arm)), arm.settings.get("init_from")

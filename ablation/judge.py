@@ -28,9 +28,9 @@ def repeated_interval(differences: np.ndarray, look: int) -> tuple[np.ndarray, n
     return differences.mean(-1) - reach, differences.mean(-1) + reach
 
 
-def pairs_of_looks(most: int) -> list[int]:
-    """Pairs that there are at each look; the last has `most`."""
-    return [most * look // LOOKS for look in range(1, LOOKS + 1)]
+def pairs_of_looks(maximum: int) -> list[int]:
+    """Pairs that there are at each look; the last has the maximum."""
+    return [maximum * look // LOOKS for look in range(1, LOOKS + 1)]
 
 
 def judge(experiment: Experiment, run_all: Callable[[Experiment], None]) -> list[str]:

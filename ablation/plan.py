@@ -196,10 +196,7 @@ def quick(plan: Plan) -> Plan:
 
 def load_plan(name: str) -> Plan:
     """Read a TOML file, or a name in configs/comparisons/; its file name is the default name of the comparison."""
-    path = next((path for path in (Path(name), COMPARISONS / f"{name}.toml") if path.is_file()), None)
-    if path is None:
-        known = sorted(path.stem for path in COMPARISONS.glob("*.toml"))
-        raise UserError(f"{name} is neither a file nor one of {', '.join(known)}.{nearest(name, known)}")
+    path = config_path(name, COMPARISONS)
     return read_table(path, Plan, {"name": path.stem} | read_toml(path))
 
 

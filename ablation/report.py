@@ -29,7 +29,7 @@ def describe(study: Study, workers: int) -> str:
     return (
         f"arms: {'; '.join(study.arms)}\n"
         f"learning rates: {numbers(rates)}{' (a sweep)' * bool(study.rates)}\n"
-        f"final pairs: {pairs}; at most {hours:g} hours in all, and Ctrl-C stops it for a while\n"
+        f"final pairs: {pairs}; at most {hours:g} hours in all, and Ctrl-C stops it until the same command resumes it\n"
         f"runs: {len(study.rows)} done, {len(study.missing(study.wanted))} can start, {workers} at once"
     )
 

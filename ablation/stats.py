@@ -62,13 +62,13 @@ def holm(p_values: Sequence[float]) -> list[float]:
     return adjusted.tolist()
 
 
-def pairs_needed(std: float, distance: float, alpha: float, power: float, least: int = 2) -> int:
+def pairs_needed(std: float, distance: float, alpha: float, power: float, minimum: int = 2) -> int:
     """Pairs where (t_{1-alpha} + t_power) s / sqrt(n) falls to `distance` (NIST/SEMATECH e-Handbook, 7.2.2.2)."""
 
     def reach(n: int) -> float:
         return (special.stdtrit(n - 1, 1 - alpha) + special.stdtrit(n - 1, power)) * std / np.sqrt(n)
 
-    return bisect.bisect_left(range(MAX_PAIRS), -distance, lo=least, key=lambda n: -reach(n))
+    return bisect.bisect_left(range(MAX_PAIRS), -distance, lo=minimum, key=lambda n: -reach(n))
 
 
 def pairs_for_equivalence(std: float, margin: float, comparisons: int) -> int:

@@ -100,7 +100,7 @@ class Study:
 
     @functools.cached_property
     def wanted(self) -> list[Run]:
-        """Every run that the plan asks for, as far as that is known; without open seeds that its hours do not allow."""
+        """Every run that the plan asks for, as far as that is known; without unfinished seeds beyond its hours."""
         wanted, seeds = self.sweep_runs, self.plan.phase_seeds
         if not self.missing(wanted):
             baselines = {arm: [rate] for arm, rate in self.learning_rates.items() if self.arms[arm].baseline is None}
@@ -117,7 +117,7 @@ class Study:
 
     @functools.cached_property
     def final_seeds(self) -> set[int]:
-        """The seeds that count: none before all final runs are there, as who sees results may stop where it suits."""
+        """The seeds that count: none before all final runs are there, since stopping at a good moment is a bias."""
         final = [run for run in self.wanted if run.phase == "final"]
         return set() if self.pairs is None or self.missing(final) else {run.seed for run in final}
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.programs import PEER
+from benchmarks.programs import TRANSFORMERS
 
 FOLDER = Path(__file__).parent
 TRAINING_SHARE = 0.3  # of the minutes; the rest is for decoding
@@ -46,7 +46,7 @@ def main() -> int:
     decoding = [*sizes, "--shapes", *shapes, "--minutes", arguments.minutes * (1 - TRAINING_SHARE)]
     decoding += ["--llama2c", arguments.llama2c] if arguments.llama2c else []
     training = [*sizes[:2], "--config", "small", "--shape", shape, "--minutes", arguments.minutes * TRAINING_SHARE]
-    training += ["--norms", "rms", "--dtypes", "float32", "bfloat16", "--variants", PEER, "CPU functions"]
+    training += ["--norms", "rms", "--dtypes", "float32", "bfloat16", "--variants", TRANSFORMERS, "CPU functions"]
     results = {"decoding": run("decoding", *decoding), "training": run("training", *training)}
     name = "cpu {processor} {threads} threads".format(**results["decoding"]["machine"]) + " quick" * arguments.quick
     path = arguments.out / (re.sub(r"\W+", "-", name).lower() + ".json")

@@ -40,7 +40,7 @@ def decode(case: Case) -> float:
 def compare(cases: list[Case], turns: int, rate: float, minutes: float = math.inf) -> dict:
     """Measure cases of one shape, prompt, batch and dtype, which take turns, and print a table.
 
-    What a step reads has 100% at the memory's `rate`, and more where the weights stay in a cache.
+    A step that reads its weights at the memory's `rate` is at 100% of the limit; with weights in a cache it exceeds it.
     """
     deadline = time.monotonic() + 60 * minutes
     method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"

@@ -5,9 +5,9 @@
 #
 # Every step has its own time limit, and a step that fails does not stop the next. All output is appended to
 # FOLDER/gpu.txt (FOLDER: default $OUT, else benchmarks/results/gpu), and what a benchmark measured goes to
-# STEP-MACHINE.json; the SM clock, power and temperature of every second go to clocks.csv, the trace of a training step to
-# trace.json.gz. With LIMIT=570, no step is started that might run beyond 570 seconds; the last line then says how to
-# continue. Exit status 1: a step failed, or none ran.
+# STEP-MACHINE.json; the SM clock, power and temperature of every second go to clocks.csv. With LIMIT=570, no step is
+# started that might run beyond 570 seconds; the last line then says how to continue. Exit status 1: a step failed, or
+# none ran.
 #
 # Needs torch, triton, numpy, safetensors, msgspec, tqdm, pytest and a C compiler; to compare with it, transformers. The
 # steps of train.py need all of requirements.txt. For a machine without a network, put the wheels of what it lacks into
@@ -34,7 +34,7 @@ wanted() {
 
 # step NAME SECONDS COMMAND...
 step() {
-    local name=$1 limit=$2 start=$SECONDS before=0 status
+    local name=$1 limit=$2 start=$SECONDS status
     shift 2
     wanted "$name" && [ -z "$full" ] || return 0
     if [ $((start + limit)) -gt "${LIMIT:-1000000}" ]; then
@@ -42,24 +42,14 @@ step() {
         return
     fi
     names+=("$name")
-    [ -f "$folder/clocks.csv" ] && before=$(wc -l < "$folder/clocks.csv")
     echo "== $name (at most $limit s): $*"
     timeout --signal=ABRT --kill-after=10 "$limit" "$@" | tee "$folder/last.txt"
     status=${PIPESTATUS[0]}
     if tail -n 1 "$folder/last.txt" | grep -q '^[[{]'; then
         tail -n 1 "$folder/last.txt" > "$folder/$name-$machine.json"
     fi
-    echo "== $name: exit status $status after $((SECONDS - start)) s$(clocks "$before")"
+    echo "== $name: exit status $status after $((SECONDS - start)) s"
     [ "$status" = 0 ] || failed+=("$name")
-}
-
-# The range of the clock and the power in clocks.csv beyond a number of lines.
-clocks() {
-    [ -s "$folder/clocks.csv" ] || return 0
-    tail -n "+$(($1 + 1))" "$folder/clocks.csv" | awk -F', *' '
-        { clock = $2 + 0; power = $3 + 0; if (NR == 1) low = clock
-          if (clock < low) low = clock; if (clock > high) high = clock; if (power > most) most = power }
-        END { if (NR) printf "; SM clock %d to %d MHz, at most %d W", low, high, most }'
 }
 
 training() { # NAME SECONDS CONFIG NORMS VARIANT...
@@ -78,15 +68,8 @@ tests() { # NAME SECONDS FLAGS...
 smoke="norms_are_within and 2048-1024 or 1000-2816-dtype2"
 smoke+=" or rotary_is_within and dtype2-0.00175-32-8-128-0 or 5003-dtype2 or graph_of_the_decoding and lengths0"
 
-# The packages of requirements.txt that Python cannot import.
-missing='
-import importlib.util as u, re
-names = [re.match(r"[\w-]+", line)[0].replace("-", "_") for line in open("requirements.txt")]
-print(*[name for name in names if not u.find_spec(name)])
-'
-
 main() {
-    local absent tool scratch ours="Triton and torch.compile"
+    local tool scratch ours="Triton and torch.compile"
     local decoders=(transformers "transformers compiled" "plain decoder" ours)
     date
     nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader 2>&1
@@ -102,13 +85,8 @@ main() {
 
     tests smoke 90 -k "$smoke"
     training 124m 300 124m rms "$ours" torch.compile
-    absent=$("$python" -c "$missing")
-    if [ -z "$absent" ]; then
-        step train.py 280 "$python" train.py --config 124m --data python --steps 40 --warmup-steps 10 \
-            --cache "$scratch/cache" --out "$scratch/run"
-    elif wanted train.py; then
-        echo "== train.py: not run, these packages are missing: $absent"
-    fi
+    step train.py 280 "$python" train.py --config 124m --data python --steps 40 --warmup-steps 10 \
+        --cache "$scratch/cache" --out "$scratch/run"
     training layer 300 124m layer "$ours" torch.compile
     training 1b 150 1b rms "$ours" # one variant and norm each: two together may need too much memory
     training 1b-plain 150 1b rms torch.compile
@@ -120,8 +98,6 @@ main() {
     step decoding-4000 240 "$python" -m benchmarks.decoding --shapes 1b --dtypes bfloat16 \
         --programs "${decoders[@]}" --sequences 1 4 8 --prompt 4000
     training transformers 180 124m rms "$ours" "transformers and torch.compile" transformers
-    step trace 120 "$python" -m benchmarks.training --config 124m --norms rms --variants "$ours" \
-        --profile "$folder/trace.json.gz"
     kernels others 200 '^(SwiGLU|rotary)'
     tests tests 300
     for tool in memcheck racecheck; do

@@ -33,8 +33,8 @@ SHAPES = {
     "135m": ModelConfig(32000, 768, 2048, 16, 12, 12, max_position_embeddings=256),
     "1b": ModelConfig(128256, 2048, 8192, 16, 32, 8, max_position_embeddings=256),  # Llama-3.2-1B
 }
-OURS, DECODER, PEER, LLAMA2C, LLAMA_CPP = "ours", "plain decoder", "transformers", "llama2.c", "llama.cpp"
-COMPILED = f"{PEER} compiled"
+OURS, DECODER, TRANSFORMERS, LLAMA2C, LLAMA_CPP = "ours", "plain decoder", "transformers", "llama2.c", "llama.cpp"
+COMPILED = f"{TRANSFORMERS} compiled"
 DTYPES = {"float32": "float32", "bfloat16": "bfloat16", "int8": "q8_0"}  # and what llama.cpp's file has
 
 
@@ -153,7 +153,7 @@ def decode_transformers(case: Case, compiled: bool = False) -> Callable[[], floa
 
 def decode_llama2c(case: Case) -> Callable[[], float]:
     """llama2.c prints its own tokens per second. It is given random weights, and a tokenizer of numbers."""
-    config, folder = case.config, tempfile.TemporaryDirectory(prefix="peers")
+    config, folder = case.config, tempfile.TemporaryDirectory(prefix="benchmark")
     width, kv_width = config.hidden_size, config.num_key_value_heads * config.resolved_head_dim
     matrices = 2 * width * (width + kv_width) + 3 * width * config.intermediate_size
     layers = config.num_hidden_layers * (2 * width + matrices)
@@ -185,7 +185,7 @@ def decode_llama_cpp(case: Case) -> Callable[[], float]:
     from contrib.gguf import write_gguf
     from data.tokenizer import train_tokenizer
 
-    with tempfile.TemporaryDirectory(prefix="peers") as folder:  # the server has read the file when it is deleted
+    with tempfile.TemporaryDirectory(prefix="benchmark") as folder:  # the server has read the file when it is deleted
         train_tokenizer([" ".join(map(str, range(1000)))], 300, Path(folder, "tokenizer.model")).save(folder)
         save_pretrained(our_decoder(case._replace(dtype="float32")), folder, bos_token_id=1, eos_token_id=2)
         write_gguf(Path(folder), Path(folder, "model.gguf"), DTYPES[case.dtype])
@@ -209,7 +209,7 @@ def decode_llama_cpp(case: Case) -> Callable[[], float]:
 
 # The first that runs is what the speed of the others is relative to.
 PROGRAMS: dict[str, Callable[[Case], Callable[[], float]]] = {
-    PEER: decode_transformers,
+    TRANSFORMERS: decode_transformers,
     COMPILED: functools.partial(decode_transformers, compiled=True),
     LLAMA2C: decode_llama2c,
     LLAMA_CPP: decode_llama_cpp,

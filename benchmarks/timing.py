@@ -64,12 +64,7 @@ def in_turns(keys: Collection[Hashable], turns: int, deadline: float = math.inf)
 
 
 def block(calls: list[Callable[[], object]], device: torch.device, repeats: int = 4) -> float:
-    """The median of `repeats` calls: see `times`."""
-    return statistics.median(times(calls, device, repeats))
-
-
-def times(calls: list[Callable[[], object]], device: torch.device, repeats: int) -> list[float]:
-    """Seconds of each of `repeats` calls, which take turns: give calls on different data, so that none stays cached.
+    """Median seconds of `repeats` calls, which take turns: give calls on different data, so that none stays cached.
 
     On a GPU the host first queues all of them behind a pause, so that what is measured is the device's time alone.
     """
@@ -79,7 +74,7 @@ def times(calls: list[Callable[[], object]], device: torch.device, repeats: int)
             start = time.perf_counter()
             calls[i % len(calls)]()
             found.append(time.perf_counter() - start)
-        return found
+        return statistics.median(found)
     events = [torch.cuda.Event(enable_timing=True) for _ in range(2 * repeats)]
     torch.cuda.synchronize(device)
     torch.cuda._sleep(PAUSE)
@@ -88,7 +83,7 @@ def times(calls: list[Callable[[], object]], device: torch.device, repeats: int)
         calls[i % len(calls)]()
         events[2 * i + 1].record()
     torch.cuda.synchronize(device)
-    return [events[2 * i].elapsed_time(events[2 * i + 1]) / 1e3 for i in range(repeats)]
+    return statistics.median(events[2 * i].elapsed_time(events[2 * i + 1]) / 1e3 for i in range(repeats))
 
 
 def peak_bytes(call: Callable[[], object], device: torch.device) -> int | None:
@@ -104,7 +99,7 @@ def peak_bytes(call: Callable[[], object], device: torch.device) -> int | None:
 def rate(call: Callable[[], object], amount: float, device: torch.device) -> float:
     """Amount per second of a call that does `amount`: the median of twenty."""
     call()
-    return amount / statistics.median(times([call], device, 20))
+    return amount / block([call], device, 20)
 
 
 def copy_rate(device: torch.device) -> float:
@@ -141,13 +136,12 @@ def compare(
     the one whose speed is compared with the first maker's, by the median of the ratios within turns, and their range.
     """
     seconds, failures = measure(makers, turns, deadline)
-    parts = [*next(iter(seconds.values()), {"": []})]
+    first = next(iter(seconds), "")
+    parts = [*seconds.get(first, [""])]
+    columns = [f"{part}, ms" for part in parts] + ["tokens/s"] * (tokens is not None)
     print(f"\n### {title}\n")
-    rates = [] if tokens is None else ["tokens/s"]
-    print_row(
-        "", *(f"{part}, ms" for part in parts), *rates, "of the limit", f"speed relative to {next(iter(seconds), '')}"
-    )
-    print("|---" * (len(parts) + len(rates) + 3) + "|")
+    print_row("", *columns, "of the limit", f"speed relative to {first}")
+    print("|---" * (len(columns) + 3) + "|")
     for name in makers:
         if name in failures:
             print_row(name, f"not run: {failures[name]}")
@@ -156,8 +150,8 @@ def compare(
         shares = ", ".join(f"{limit / medians[part]:.0%}" for part, limit in limits[name].items())
         rates = [] if tokens is None else [f"{tokens / medians[parts[-1]]:,.0f}"]
         times_in_ms = (f"{1e3 * one:,.{3 if one < 0.01 else 1}f}" for one in medians.values())
-        first = next(iter(seconds.values()))[parts[-1]]
-        ratios = [theirs / ours for theirs, ours in zip(first, seconds[name][parts[-1]], strict=True)]
+        pairs = zip(seconds[first][parts[-1]], seconds[name][parts[-1]], strict=True)
+        ratios = [theirs / ours for theirs, ours in pairs]
         speed = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
         print_row(name, *times_in_ms, *rates, shares, speed)
     return {"title": title, "tokens": tokens, "limits": limits, "seconds": seconds, "not_run": failures}

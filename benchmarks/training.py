@@ -23,7 +23,7 @@ from torch import Tensor, nn
 import kernels
 from ablation.plan import arm_settings, load_plan
 from benchmarks import timing
-from benchmarks.programs import PEER, SHAPES, transformers_model
+from benchmarks.programs import SHAPES, TRANSFORMERS, transformers_model
 from errors import UserError, exit_on_user_error
 from model.config import ModelConfig
 from model.count import flops_per_token
@@ -41,8 +41,8 @@ VARIANTS = {  # what `kernels.use` is told, and whether the model is compiled
     CPU_FUNCTIONS: ("torch", False),
     "Triton": ("triton", False),
     "Triton and torch.compile": ("triton", True),
-    PEER: ("auto", False),
-    f"{PEER} and torch.compile": ("auto", True),
+    TRANSFORMERS: ("auto", False),
+    f"{TRANSFORMERS} and torch.compile": ("auto", True),
 }
 
 
@@ -53,7 +53,7 @@ def our_variants(device: torch.device) -> list[str]:
     return [name for name, (choice, compiled) in VARIANTS.items() if choice in how and (compiles or not compiled)]
 
 
-class Peer(nn.Module):
+class TransformersModel(nn.Module):
     """transformers' LLaMA called like our decoder. Its users train float32 weights under autocast."""
 
     def __init__(self, config: ModelConfig, compute_dtype: torch.dtype):
@@ -78,15 +78,15 @@ def make_calls(settings: Settings, variant: str, device: torch.device) -> dict[s
     kernels.use(choice, device)
     data, config = settings.data, settings.model
     dtype = choose_training_dtype(settings.machine.dtype, device)
-    if variant.startswith(PEER):
-        model = Peer(config, dtype).to(device)
+    if variant.startswith(TRANSFORMERS):
+        model = TransformersModel(config, dtype).to(device)
         optimizer = torch.optim.AdamW(model.parameters(), lr=settings.optimizer.learning_rate, fused=True)
     else:
         model = Decoder(config, seed=1, compute_dtype=dtype).to(device)
         model.activation_checkpointing = settings.machine.activation_checkpointing
         optimizer = build_optimizer(model, settings.optimizer, device)
     scaler = torch.amp.GradScaler(device.type, enabled=False)
-    compile_it = torch.compile if variant.startswith(PEER) else kernels.compile_model
+    compile_it = torch.compile if variant.startswith(TRANSFORMERS) else kernels.compile_model
     run = compile_it(model) if compiled else model
 
     shape, pinned = (step_tokens(settings) // data.sequence_length, data.sequence_length), device.type == "cuda"
@@ -133,19 +133,6 @@ def time_arms(name: str, variants: list[str], device: torch.device, turns: int) 
     return path
 
 
-def profile(step: Callable[[], object], device: torch.device, path: Path) -> None:
-    """Print where the time of two steps goes, by operator and kernel, and write their trace."""
-    for _ in range(4):  # compiles
-        step()
-    on_gpu, activity = device.type == "cuda", torch.profiler.ProfilerActivity
-    with torch.profiler.profile(activities=[activity.CPU, *[activity.CUDA] * on_gpu]) as found:
-        for _ in range(2):
-            step()
-    order = "self_device_time_total" if on_gpu else "self_cpu_time_total"
-    print(found.key_averages().table(sort_by=order, row_limit=40, max_name_column_width=90))
-    found.export_chrome_trace(str(path))
-
-
 def compare(
     title: str, settings: Settings, chosen: list[str], device: torch.device, turns: int, minutes: float
 ) -> dict:
@@ -170,11 +157,10 @@ def main() -> int:
     parser.add_argument("--shape", choices=SHAPES, help="instead, this model and 8 sequences of 256 tokens")
     parser.add_argument("--dtypes", nargs="+", metavar="DTYPE", help="default: that of the configuration")
     parser.add_argument("--norms", nargs="+", default=["rms", "layer"], help="default: %(default)s")
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, help=f"default: all but {PEER}")
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, help=f"default: all but {TRANSFORMERS}")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
     parser.add_argument("--turns", type=int, default=10, help="of 4 steps each (default: %(default)s)")
     parser.add_argument("--minutes", type=float, default=math.inf, help="after that no fourth turn begins")
-    parser.add_argument("--profile", type=Path, metavar="TRACE.json.gz", help="instead, trace one variant and norm")
     parser.add_argument("--arms", metavar="PLAN", help="instead, time the arms of a comparison, for its report")
     arguments = parser.parse_args()
     device = choose_device(arguments.device)
@@ -192,11 +178,8 @@ def main() -> int:
     for dtype, norm in kinds:
         model, machine = replace(settings.model, norm=norm), replace(settings.machine, dtype=dtype)
         one = replace(settings, model=model, machine=machine)
-        if arguments.profile is not None:
-            profile(make_calls(one, chosen[0], device)["step"], device, arguments.profile)
-            return 0
         title = f"A training step of {name}, {norm} norm, {dtype}, on {device_name(device)}"
-        able = [variant for variant in chosen if norm == "rms" or not variant.startswith(PEER)]
+        able = [variant for variant in chosen if norm == "rms" or not variant.startswith(TRANSFORMERS)]
         tables.append(compare(title, one, able, device, arguments.turns, arguments.minutes / len(kinds)))
     timing.print_json(device, tables=tables)
     return int(any(table["not_run"] for table in tables))

@@ -42,9 +42,9 @@ train --data BAD/broken.parquet
 train --data BAD/picture.png
     .*picture.png names no file to read; the formats are .txt
 train --config huge
-    --config huge is neither a file nor one of 124m, 1b
+    huge is neither a file nor one of 124m, 1b
 train --config tinny
-    --config tinny is neither a file nor one of .* Did you mean tiny\?
+    tinny is neither a file nor one of .* Did you mean tiny\?
 train --config BAD/wrong.toml
     .*wrong.toml: .*modell.* Did you mean model\?
 train --epochs 3

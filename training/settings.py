@@ -250,13 +250,13 @@ def parse(arguments: list[str], description: str) -> Command:
     return dataclasses.replace(command, settings=dataclasses.replace(command.settings, run=run, model=model))
 
 
-def config_path(name: str) -> Path:
-    """The TOML file that `--config NAME` names: a path, or a name in configs/."""
-    for path in (Path(name), CONFIGS / f"{name}.toml"):
+def config_path(name: str, folder: Path = CONFIGS) -> Path:
+    """The TOML file that a name stands for: a path, or a name in the folder."""
+    for path in (Path(name), folder / f"{name}.toml"):
         if path.is_file():
             return path
-    known = sorted(path.stem for path in CONFIGS.glob("*.toml"))
-    raise UserError(f"--config {name} is neither a file nor one of {', '.join(known)}.{nearest(name, known)}")
+    known = sorted(path.stem for path in folder.glob("*.toml"))
+    raise UserError(f"{name} is neither a file nor one of {', '.join(known)}.{nearest(name, known)}")
 
 
 def load_settings(path: Path) -> Settings:

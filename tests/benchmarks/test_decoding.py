@@ -7,12 +7,12 @@ import pytest
 
 from benchmarks import __main__ as everything
 from benchmarks import decoding, programs
-from benchmarks.programs import DECODER, LLAMA2C, OURS, PEER, PROGRAMS, Case, is_possible
+from benchmarks.programs import DECODER, LLAMA2C, OURS, PROGRAMS, TRANSFORMERS, Case, is_possible
 
 SMALL = Case("260k", 3, 2, OURS, "float32", tokens=4)
 
 
-@pytest.mark.parametrize(("name", "dtype"), [(OURS, "int8"), (DECODER, "bfloat16"), (PEER, "bfloat16")])
+@pytest.mark.parametrize(("name", "dtype"), [(OURS, "int8"), (DECODER, "bfloat16"), (TRANSFORMERS, "bfloat16")])
 def test_every_program_runs_as_often_as_it_is_told(name, dtype):
     run = PROGRAMS[name](SMALL._replace(program=name, dtype=dtype))
     assert 0 < run() < 60 and 0 < run() < 60
@@ -70,8 +70,8 @@ def test_all_benchmarks_of_a_cpu_run_in_turns_and_are_written_with_the_machines_
     results, text = json.loads(path.read_text()), capfd.readouterr().out
     for table in results["decoding"]["tables"]:
         assert {name: len(parts["step"]) for name, parts in table["seconds"].items() if name != "llama.cpp"} == {
-            **(dict.fromkeys((PEER, DECODER, OURS), 1) if "int8" not in table["title"] else {OURS: 1})
+            **(dict.fromkeys((TRANSFORMERS, DECODER, OURS), 1) if "int8" not in table["title"] else {OURS: 1})
         }
-    assert sum(is_possible(Case("260k", 1, n, PEER, "float32")) for n in (1, 8)) == 2
-    assert [[*table["seconds"]] for table in results["training"]["tables"]] == [[PEER, "CPU functions"]] * 2
+    assert sum(is_possible(Case("260k", 1, n, TRANSFORMERS, "float32")) for n in (1, 8)) == 2
+    assert [[*table["seconds"]] for table in results["training"]["tables"]] == [[TRANSFORMERS, "CPU functions"]] * 2
     assert "| llama2.c | not run: FileNotFoundError" in text and "8 sequences after 1 tokens, bfloat16" in text

@@ -95,7 +95,7 @@ def test_a_step_that_fails_does_not_stop_the_others_and_a_limit_says_how_to_cont
 
 
 @needs_bash
-def test_every_command_of_the_script_runs_on_a_cpu_with_small_shapes(run_script, tmp_path, monkeypatch, capsys):
+def test_every_command_of_the_script_runs_on_a_cpu_with_small_shapes(run_script, monkeypatch, capsys):
     shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
     model = ModelConfig(64, num_key_value_heads=1, max_position_embeddings=16, **shape)
     data, machine = DataSettings(sequence_length=8, batch_size=2), MachineSettings(dtype="float32")
@@ -125,7 +125,7 @@ def test_every_command_of_the_script_runs_on_a_cpu_with_small_shapes(run_script,
             assert importlib.import_module(name).main() == 0
     results = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
     seconds = [table["seconds"] for result in results for table in result["tables"] if "seconds" in table]
-    assert sum(map(len, seconds)) == 10 and (tmp_path / "out" / "trace.json.gz").stat().st_size > 0
+    assert sum(map(len, seconds)) == 10
     assert {(case.prompt, case.sequences) for case in decoded} == {(128, 1), (128, 8), *((4000, n) for n in (1, 4, 8))}
     assert {(case.program, case.dtype) for case in decoded} >= {("ours", "bfloat16"), ("transformers", "bfloat16")}
     assert sorted(measured) == sorted(case.name for case in cases.cases(torch.device("cuda")))

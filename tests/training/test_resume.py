@@ -94,7 +94,7 @@ def test_a_caller_of_the_steps_can_stop_at_any_of_them_save_and_resume_bit_for_b
         assert found.keys() == straight.keys() and all(torch.equal(found[name], straight[name]) for name in straight)
 
 
-def test_a_run_that_is_killed_ends_bit_for_bit_like_one_that_was_not(train_script, flags, tmp_path):
+def test_a_run_that_is_killed_ends_bit_for_bit_like_one_that_was_not(flags, tmp_path):
     flags = [*flags, "--steps", "80", "--evaluate-every", "4"]
     train(parse(flags, "test").settings, tmp_path / "straight")
     command = [sys.executable, str(ROOT / "train.py"), *flags, "--out", "killed"]
@@ -104,9 +104,9 @@ def test_a_run_that_is_killed_ends_bit_for_bit_like_one_that_was_not(train_scrip
         time.sleep(random.uniform(0, 0.3))
         process.kill()
     assert process.returncode != 0, "it ended before it was killed"
-    resumed = train_script("--resume", "killed", cwd=tmp_path)
-    assert resumed.returncode == 0, resumed.stderr
-    assert_equal_runs(tmp_path / "killed", tmp_path / "straight")
+    killed = tmp_path / "killed"
+    assert train(parse(["--resume", str(killed)], "test").settings, killed, resume=True) == 0
+    assert_equal_runs(killed, tmp_path / "straight")
 
 
 @pytest.fixture
