@@ -54,6 +54,8 @@ def parts(studies: Sequence[Study]) -> Figure:
     names = [f"{name}, {next(iter(found.values())).n} pairs\n{group}".strip() for name, group, found in rows]
     axes.set_yticks(range(len(rows)), names)
     axes.set_xscale("symlog", linthresh=0.01)
+    ticks = (-0.01, -0.005, 0, 0.005, 0.01, 0.03, 0.1)
+    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     axes.set(ylim=(len(rows) - 0.5, -0.5), xlabel="difference in loss, nats per token")
     shown = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
     figure.legend(shown.values(), shown, loc="outside lower center", frameon=False, fontsize=8, ncols=3)
