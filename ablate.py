@@ -25,8 +25,9 @@ def main() -> int:
     from ablation import plots, report, study
 
     if command.effects is not None:
+        figure = plots.parts([study.load(folder) for folder in command.effects])
         path = command.effects[0].parent / "effects.png"
-        plots.parts([study.load(folder) for folder in command.effects]).savefig(path)
+        figure.savefig(path)
         print(f"written: {path}")
         return 0
     if command.report is not None:

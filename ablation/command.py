@@ -69,7 +69,7 @@ def starting_plan(command: Command) -> Plan:
         raise UserError("--a and --b need each other, and differ: settings of the baseline, and of the other arm.")
     if not arms and not vary:
         return load_plan(command.plan_file or "norms")
-    plan = load_plan(command.plan_file) if command.plan_file else Plan()
+    plan = load_plan(command.plan_file) if command.plan_file else Plan(config=command.plan.config)
     text = " ".join(filter(None, (command.plan_file, command.a, command.b, *command.varied)))
     name = re.sub(r"[^\w.]+", "-", text).strip("-")[:64]
     return dataclasses.replace(plan, name=name, arms=arms or plan.arms, vary=plan.vary | vary)

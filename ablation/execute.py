@@ -50,6 +50,8 @@ class Experiment:
     @functools.cached_property
     def workers(self) -> list[str]:
         """The device of each: GPUs of one model, so that arms of a seed share it."""
+        if self.jobs is not None and self.jobs < 1:
+            raise UserError(f"--jobs {self.jobs} must be at least 1.")
         chosen = choose_device(self.device)
         if chosen.type == "cpu":
             return ["cpu"] * (self.jobs or usable_cores())

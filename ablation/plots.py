@@ -8,6 +8,7 @@ from matplotlib.figure import Figure
 
 from ablation.stats import Effect, mean_effect
 from ablation.study import PARTS, Study
+from errors import UserError
 from training.plot import COLOURS
 
 WIDTH, DPI = 5.4, 110  # inches; 594 pixels
@@ -43,6 +44,8 @@ def forest(rows: Sequence[tuple[str, Effect]], xlabel: str, margin: float) -> Fi
 def parts(studies: Sequence[Study]) -> Figure:
     """A row for each study, or setting in it: RMSNorm minus LayerNorm, and what the mean and the bias do."""
     rows = [(study.plan.name, *part) for study in studies for part in study.parts.items()]
+    if not rows:
+        raise UserError("--effects needs folders with finished comparisons of RMSNorm and LayerNorm, or of their bias.")
     figure, [axes] = panels(1.2 + 0.45 * len(rows))
     axes.axvline(0, color=MUTED, linewidth=1)
     for row, (*_, found) in enumerate(rows):

@@ -15,8 +15,9 @@ import generate
 import serve
 import train
 from errors import exit_on_user_error
+from training import plot
 
-PROGRAMS = {script.__name__: script.main for script in (train, generate, ablate)}
+PROGRAMS = {script.__name__: script.main for script in (train, generate, ablate)} | {"plot": plot.main}
 PROGRAMS["serve"] = lambda: tyro.cli(serve.main)
 
 # A command line, and below it a pattern of its error. RUN is a run of two steps, BAD a folder of what is not right.
@@ -137,6 +138,12 @@ ablate --a norm=rms
     --a and --b need each other
 ablate --vary norm=rms
     a comparison needs two arms or more
+ablate --jobs -1 --dry-run
+    --jobs -1 must be at least 1
+ablate --effects
+    --effects needs folders with finished comparisons
+plot nothere
+    nothere has no metrics.jsonl; give the folder of a run
 """
 LINES = MISTAKES.strip().splitlines()
 

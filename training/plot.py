@@ -6,7 +6,7 @@
 import argparse
 from pathlib import Path
 
-from errors import exit_on_user_error
+from errors import UserError, exit_on_user_error
 from training import metrics
 
 # Distinguishable without colour vision (Okabe and Ito 2008); the line style differs as well.
@@ -57,6 +57,9 @@ def main() -> None:
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run folder, such as runs/tiny-rms")
     parser.add_argument("--out", type=Path, default="loss.png", help="the picture to write, PNG or SVG (loss.png)")
     arguments = parser.parse_args()
+    for run in arguments.runs:
+        if not (run / "metrics.jsonl").is_file():
+            raise UserError(f"{run} has no metrics.jsonl; give the folder of a run, such as runs/tiny-rms.")
     draw(arguments.runs, arguments.out)
     print(f"written: {arguments.out}")
 

@@ -73,6 +73,7 @@ def test_the_command_line_makes_plans():
     quick = command.parse(["placement", "--quick"]).plan
     assert (quick.seeds, quick.steps, quick.rates) == (3, 300, ())
     assert command.parse(["--quick", "--steps", "20"]).plan.steps == 20
+    assert command.parse(["--config", "tiny", "--quick", "--vary", "norm=rms,layer"]).plan.learning_rates == (0.0024,)
     more = command.parse(["family", "--vary", "qk_norm=true,false", "--margin", "0.02"]).plan
     assert len(more.compared) == 24 and more.margin == 0.02 and more.seeds == 6
     with pytest.raises(UserError, match="differ"):
