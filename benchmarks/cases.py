@@ -69,7 +69,7 @@ def norm(device: torch.device, kind: str, rows: int, width: int, after_addition:
 
     Weight and bias are float32, as in training. torch's own norm gets them in x's dtype.
     """
-    num_vectors = 1 if kind == "rms" else 2
+    num_vectors, own = (1, F.rms_norm) if kind == "rms" else (2, F.layer_norm)
 
     def make():
         vectors = [random(device, width, dtype=torch.float32, mean=1.0, std=0.1) for _ in range(num_vectors)]
@@ -83,16 +83,12 @@ def norm(device: torch.device, kind: str, rows: int, width: int, after_addition:
 
         return run
 
-    def torch_own(function):
-        def run(x, *rest):
-            s = x + rest[-1] if after_addition else x
-            y = function(s, (width,), *(one.to(BF16) for one in rest[:num_vectors]), eps=1e-5)
-            return (y, s) if after_addition else y
+    def torch_own(x, *rest):
+        s = x + rest[-1] if after_addition else x
+        y = own(s, (width,), *(one.to(BF16) for one in rest[:num_vectors]), eps=1e-5)
+        return (y, s) if after_addition else y
 
-        return run
-
-    own = F.rms_norm if kind == "rms" else F.layer_norm
-    baselines = by_all(device, using) | {f"F.{own.__name__}": torch_own(own)}
+    baselines = by_all(device, using) | {f"F.{own.__name__}": torch_own}
     size = rows * width * BF16.itemsize
     forward, backward = (4 * size, 4 * size) if after_addition else (2 * size, 3 * size)
     name = f"{kind} norm{' after addition' if after_addition else ''}, {rows} x {width}"

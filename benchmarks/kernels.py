@@ -29,13 +29,6 @@ def as_tuple(out: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return out if isinstance(out, tuple) else (out,)
 
 
-def make_inputs(case: Case, device: torch.device) -> list[tuple[Tensor, ...]]:
-    """Inputs that take turns: on a GPU as many as exceed its cache together."""
-    size = sum(tensor.nbytes for tensor in case.make())
-    count = math.ceil(timing.BEYOND_CACHE / size) if device.type == "cuda" else 2
-    return [case.make() for _ in range(min(count, 64))]
-
-
 def make_blocks(
     case: Case, name: str, sets: list[tuple[Tensor, ...]], device: torch.device, repeats: int
 ) -> dict[str, timing.Block]:
@@ -71,7 +64,9 @@ def limits(case: Case, copy: float, product: float) -> dict[str, float]:
 
 def compare(case: Case, device: torch.device, repeats: int, copy: float, product: float) -> dict:
     """Measure a case and print its table."""
-    sets = make_inputs(case, device)
+    size = sum(tensor.nbytes for tensor in case.make())
+    count = math.ceil(timing.BEYOND_CACHE / size) if device.type == "cuda" else 2
+    sets = [case.make() for _ in range(count)]  # of inputs, which take turns
     repeats = max(2, repeats // (5 * TURNS if case.flops else TURNS))  # products take milliseconds and vary less
     makers = {name: partial(make_blocks, case, name, sets, device, repeats) for name in case.baselines}
     return timing.compare(case.name, makers, dict.fromkeys(makers, limits(case, copy, product)), TURNS)
