@@ -144,6 +144,8 @@ ablate --effects
     --effects needs folders with finished comparisons
 plot nothere
     nothere has no metrics.jsonl; give the folder of a run
+plot RUN --out loss.txt
+    --out loss.txt must end in .png or .svg
 """
 LINES = MISTAKES.strip().splitlines()
 

@@ -60,6 +60,8 @@ def main() -> None:
     for run in arguments.runs:
         if not (run / "metrics.jsonl").is_file():
             raise UserError(f"{run} has no metrics.jsonl; give the folder of a run, such as runs/tiny-rms.")
+    if arguments.out.suffix not in (".png", ".svg"):
+        raise UserError(f"--out {arguments.out} must end in .png or .svg.")
     draw(arguments.runs, arguments.out)
     print(f"written: {arguments.out}")
 
