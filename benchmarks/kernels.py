@@ -66,7 +66,7 @@ def compare(case: Case, device: torch.device, repeats: int, copy: float, product
     """Measure a case and print its table."""
     size = sum(tensor.nbytes for tensor in case.make())
     count = math.ceil(timing.BEYOND_CACHE / size) if device.type == "cuda" else 2
-    sets = [case.make() for _ in range(count)]  # of inputs, which take turns
+    sets = [case.make() for _ in range(count)]  # inputs that take turns; on a GPU they exceed its cache together
     repeats = max(2, repeats // (5 * TURNS if case.flops else TURNS))  # products take milliseconds and vary less
     makers = {name: partial(make_blocks, case, name, sets, device, repeats) for name in case.baselines}
     return timing.compare(case.name, makers, dict.fromkeys(makers, limits(case, copy, product)), TURNS)
