@@ -1,4 +1,4 @@
-"""The order in which batches take token streams: a function of the step, not a state.
+"""The order in which batches take token streams: a function of how many sequences came before, not a state.
 
     stream    t0 t1 t2 t3 t4 t5 t6 t7 t8 t9 ...                 T = 3, offset of this epoch = 1
     windows      [t1 t2 t3]t4                                   window k: inputs from offset + k T,
@@ -6,8 +6,8 @@
                                    [t7 t8 t9]t10                runs over the end into the start
 
 An epoch takes every window once, in a random order given by (seed, epoch). The offset in [0, T) is random too, so each
-epoch divides documents into windows differently. Any step of any process can be computed at once, so a resumed run
-continues exactly, with any number of processes that divides the batch.
+epoch divides documents into windows differently. Any sequence of a run can be computed at once, so a resumed run
+continues exactly, with any number of processes that divides the batch; with another batch size it repeats nothing.
 """
 
 import itertools
@@ -19,22 +19,13 @@ IGNORE = -100  # the target that no loss counts
 Batch = tuple[np.ndarray, ...]  # inputs, targets and, where attention keeps documents apart, each input's document
 
 
-def batch(
-    stream: np.ndarray,
-    *,
-    seed: int,
-    step: int,
-    batch_size: int,
-    sequence_length: int,
-    rank: int = 0,
-    world_size: int = 1,
-) -> Batch:
-    """Inputs and targets of one step, each int64 (batch_size / world_size, sequence_length).
+def batch(stream: Sequence, *, seed: int, first: int, size: int, sequence_length: int) -> Batch:
+    """Inputs and targets, each int64 (size, sequence_length), of the sequences from `first` on, counted over the run.
 
-    batch_size counts the sequences of all processes; the shares in the order of ranks are what one process would get.
+    The shares of processes are consecutive: in the order of ranks, they are what one process would get.
     """
     rows = []
-    for windows, number in draw(len(stream) // sequence_length, seed, step, batch_size, rank, world_size):
+    for windows, number in draw(len(stream) // sequence_length, seed, first, size):
         for window in windows:
             start = number % sequence_length + int(window) * sequence_length
             row = stream[start : start + sequence_length + 1]
@@ -43,13 +34,9 @@ def batch(
     return ids[:, :-1].copy(), ids[:, 1:].copy()
 
 
-def draw(
-    count: int, seed: int, step: int, batch_size: int, rank: int, world_size: int
-) -> Iterator[tuple[np.ndarray, int]]:
-    """The numbers below `count` that a process takes in a step, by epoch, and a random number for each epoch."""
-    share = batch_size // world_size
-    first = step * batch_size + rank * share  # since the run began
-    for epoch, group in itertools.groupby(range(first, first + share), lambda index: index // count):
+def draw(count: int, seed: int, first: int, size: int) -> Iterator[tuple[np.ndarray, int]]:
+    """The numbers below `count` of the sequences from `first` on, by epoch, and a random number for each epoch."""
+    for epoch, group in itertools.groupby(range(first, first + size), lambda index: index // count):
         *keys, number = np.random.SeedSequence([seed, epoch]).generate_state(5, np.uint64)
         yield permute(np.array([*group]) % count, count, keys), int(number)
 

@@ -49,9 +49,9 @@ class Conversations:
     validation: np.ndarray
     validation_bytes = None  # bits per byte would count what is not learned
 
-    def batch(self, seed: int, step: int, batch_size: int, rank: int = 0, world_size: int = 1, **_: int) -> Batch:
-        """This process's share of a step. An epoch takes every row once, in an order given by (seed, epoch)."""
-        drawn = draw(self.train.shape[1], seed, step, batch_size, rank, world_size)
+    def batch(self, seed: int, first: int, size: int, **_: int) -> Batch:
+        """The rows from `first` on. An epoch takes every row once, in an order given by (seed, epoch)."""
+        drawn = draw(self.train.shape[1], seed, first, size)
         return batch_of(self.train[:, np.concatenate([numbers for numbers, _ in drawn]).astype(np.int64)])
 
     def validation_batches(self, _: int, batch_size: int) -> Iterator[Batch]:

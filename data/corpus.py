@@ -20,7 +20,7 @@ from data.readers import BLOCK, read_documents
 from data.sources import TextFile, resolve
 from data.split import DUPLICATE, MAX_VALIDATION, TRAIN, VALIDATION, Split, find_pieces, split_documents
 from data.tokenizer import TRAINER_OPTIONS, Tokenizer, load_tokenizer, train_tokenizer
-from data.units import DOCUMENT, VERSION, TokenStream, Unit, content_hash, digest, prepare_units
+from data.units import VERSION, TokenStream, Unit, content_hash, digest, prepare_units
 from errors import UserError
 
 # Text to train a tokenizer on. Python sources: 3.47 bytes per token from 3 MB, 3.54 from 8 MB, in 3 s on two cores.
@@ -47,7 +47,7 @@ class Corpus:
         return 8 * len(lzma.compress(text, preset=7 | lzma.PRESET_EXTREME)) / max(1, len(text))
 
     def batch(self, **order: int) -> Batch:
-        """This process's share of a step, see `batches.batch`."""
+        """Some sequences of the run, see `batches.batch`."""
         return number_documents(batch(self.train, **order), self.document_start)
 
     def validation_batches(self, sequence_length: int, batch_size: int) -> Iterator[Batch]:
@@ -124,7 +124,7 @@ def sample_text(files: list[TextFile], split: Split) -> list[str]:
 
 def read_tables(units: list[Unit]) -> tuple[np.ndarray, np.ndarray]:
     """A row of `DOCUMENT` for each document of units, and the number of its unit."""
-    tables = [np.fromfile(unit.path(".docs"), DOCUMENT) for unit in units]
+    tables = [unit.read_table() for unit in units]
     if not any(map(len, tables)):
         raise UserError("there is no text in the files that were named; give files that contain text.")
     return np.concatenate(tables), np.repeat(np.arange(len(units)), [len(one) for one in tables])

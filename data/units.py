@@ -29,7 +29,7 @@ from tqdm import tqdm
 from data.readers import Document, read_documents
 from data.sources import TextFile
 from data.tokenizer import Tokenizer
-from errors import is_main_process, replacing, usable_cores
+from errors import UserError, is_main_process, replacing, usable_cores
 
 VERSION = 5  # of the files; raised when the same text and tokenizer would give other files
 UNIT_BYTES = 64_000_000
@@ -57,6 +57,13 @@ class Unit:
     def is_complete(self) -> bool:
         return self.path(".docs").is_file()
 
+    def read_table(self) -> np.ndarray:
+        """The rows of its documents; `UserError` unless its ids are as many as they say."""
+        table, path = np.fromfile(self.path(".docs"), DOCUMENT), self.path(".bin")
+        if int(table["tokens"].sum()) * self.tokenizer.dtype.itemsize != path.stat().st_size:
+            raise damaged(path)
+        return table
+
     def prepare(self, *, wait: bool) -> None:
         """Make it complete. If another process is at it: wait for that one, or leave it to that one."""
         with contextlib.suppress(Timeout), FileLock(self.path(".lock")).acquire(timeout=-1 if wait else 0):
@@ -69,6 +76,11 @@ class Unit:
             rows = write_ids(file, documents, self.tokenizer)
         with replacing(self.path(".docs")) as file:
             file.write(rows.tobytes())
+
+
+def damaged(path: Path) -> UserError:
+    """The error for a file of ids that is shorter or longer than its table says."""
+    return UserError(f"{path} is damaged: it has not the ids of its table; delete {path.parent}, which is made anew.")
 
 
 def group_files(files: Iterable[TextFile]) -> list[tuple[TextFile, ...]]:
@@ -104,7 +116,10 @@ class TokenStream:
             unit, _, last = self._pieces[number].tolist()
             first = last - (int(self._ends[number]) - start)
             count = min(stop - start, last - first)
-            found.append(np.fromfile(self._paths[unit], self._dtype, count, offset=first * self._dtype.itemsize))
+            ids = np.fromfile(self._paths[unit], self._dtype, count, offset=first * self._dtype.itemsize)
+            if len(ids) < count:
+                raise damaged(self._paths[unit])
+            found.append(ids)
             start, number = start + count, number + 1
         return np.concatenate(found)
 

@@ -76,7 +76,7 @@ def measure(tokens: int) -> None:
         opened = corpus.prepare([str(text)], **arguments)
         seconds = time.perf_counter() - began
         for step in range(1000):
-            batch(opened.train, seed=1, step=step, batch_size=8, sequence_length=512)
+            batch(opened.train, seed=1, first=8 * step, size=8, sequence_length=512)
         print(f"{len(opened.train):,} tokens: {seconds:.2f} s to open, {private_memory():.1f} MB of private memory")
 
 

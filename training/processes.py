@@ -4,6 +4,7 @@ With a single process there is no group: sums and maxima return their arguments,
 """
 
 import contextlib
+import hashlib
 import os
 import time
 import warnings
@@ -45,6 +46,14 @@ class Processes:
         yield
         if self.count > 1 and self.is_main:
             self.store.set(key, "")
+
+    def check_equal(self, **values: object) -> None:
+        """Raise `UserError` in all processes unless each has the same values, by their `repr`."""
+        for name, value in values.items():
+            number = int(hashlib.blake2b(repr(value).encode(), digest_size=6).hexdigest(), 16)  # exact as a float64
+            if self.max(number) != -self.max(-number):
+                what = name.replace("_", " ")
+                raise UserError(f"the {what} of the processes differ; give all the same files, settings and Python.")
 
     def max(self, value: float) -> float:
         """The maximum of a value over the processes."""
@@ -97,7 +106,7 @@ def explain_lost_process() -> Iterator[None]:
         yield
     except RuntimeError as error:
         if isinstance(error, dist.DistError) or "gloo" in str(error):
-            raise UserError("another process ended or does not answer; --resume RUN takes the last save.") from error
+            raise UserError("another process ended or does not answer; --resume RUN takes the last save, if any.") from error
         raise
 
 

@@ -62,15 +62,12 @@ class Session:
 
     def batch(self, step: int) -> Batch:
         """This process's share of a step, arrays of int64 (b, t): windows, cut into equal parts of the scheduled t."""
-        data = self.settings.data
-        batch = self.corpus.batch(
-            seed=self.settings.run.seed,
-            step=step,
-            batch_size=data.batch_size,
-            sequence_length=data.sequence_length,
-            rank=self.processes.rank,
-            world_size=self.processes.count,
-        )
+        data, processes = self.settings.data, self.processes
+        share = data.batch_size // processes.count
+        # What was read counts, not the steps: a resumed run may have had another batch size.
+        before = self.state.tokens // data.sequence_length + (step - self.state.step) * data.batch_size
+        first, seed = before + processes.rank * share, self.settings.run.seed
+        batch = self.corpus.batch(seed=seed, first=first, size=share, sequence_length=data.sequence_length)
         length = sequence_length(step, self.steps, data)
         return tuple(array.reshape(-1, length) for array in batch)
 
@@ -125,6 +122,14 @@ def set_up(settings: Settings, run_dir: Path, *, resume: bool, log: Callable[[st
     if last is not None:
         state = check_unchanged(settings, run_dir, last, corpus.text_hash, log)
         pretrained.load_weights(model, last)
+    if processes.count > 1:
+        given = dataclasses.replace(settings.data, data=(), tokenizer=None, cache="")  # paths may differ
+        processes.check_equal(
+            texts=corpus.text_hash,
+            tokenizers=(corpus.tokenizer.hash, corpus.tokenizer.chat_template),
+            settings=(settings.model, settings.optimizer, given, settings.run.seed, settings.machine.dtype),
+            saves=state,
+        )
     model.activation_checkpointing = settings.machine.activation_checkpointing
     freeze_parameters(model, settings.run.train_only)
     if sharded := settings.machine.shard and processes.count > 1:
@@ -212,7 +217,9 @@ def check_unchanged(settings: Settings, run_dir: Path, directory: Path, text_has
     """The state of the checkpoint `directory`, if the text, the model and the optimizer have not changed."""
     saved, before = checkpoint.read_state(directory), load_settings(run_dir / "settings.toml")
     changed = changed_fields(before, settings)
-    fixed = {"tokenizer", "optimizer", "lora", "lora_alpha", *vars(settings.model)}
+    # Another split would validate on documents that were trained on, and another seed train on some of them again.
+    fixed = {"tokenizer", "optimizer", "lora", "lora_alpha", "seed", "validation_fraction", "validation_salt"}
+    fixed |= {*vars(settings.model)}
     problems = [change for change in changed if change.partition(":")[0] in fixed]
     if saved.text_hash != text_hash:
         problems.insert(0, "the text differs")

@@ -160,7 +160,11 @@ RULES = {
         "steps batch_size micro_batch_size sequence_length first_sequence_length evaluate_every timeout_minutes",
     ),
     "greater than 0": (lambda value: 0 < value < math.inf, "learning_rate clip lora lora_alpha"),
-    "0 or more": (lambda value: value >= 0, "seed validation_salt warmup_steps weight_decay embedding_weight_decay"),
+    "0 or more": (
+        lambda value: 0 <= value < math.inf,
+        "seed validation_salt warmup_steps weight_decay embedding_weight_decay embedding_lr_multiplier "
+        "norm_lr_multiplier",
+    ),
     "between 0 and 1": (lambda value: 0 <= value <= 1, "validation_fraction decay_fraction final_learning_rate"),
     "at least 0 and below 1": (lambda value: 0 <= value < 1, "beta1 beta2"),
 }
@@ -278,7 +282,11 @@ def read_table(path: Path, kind: type[Table], values: dict) -> Table:
                 raise UserError(f"{path}: unknown key {name}.{close}")
             if dataclasses.is_dataclass(types[name]):
                 values[name] = read_table(path, types[name], value)
-        return kind(**msgspec.convert(values, TypedDict(kind.__name__, types, total=False)))
+        converted = msgspec.convert(values, TypedDict(kind.__name__, types, total=False))
+        try:
+            return kind(**converted)
+        except UserError as error:
+            raise UserError(f"{path}: {error}") from None
 
 
 def save_settings(settings: Settings, path: Path) -> None:

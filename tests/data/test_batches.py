@@ -10,7 +10,7 @@ T, B = 10, 7
 
 
 def rows(step: int, **changes) -> tuple[np.ndarray, np.ndarray]:
-    arguments = dict(seed=5, step=step, batch_size=B, sequence_length=T) | changes
+    arguments = dict(seed=5, first=step * B, size=B, sequence_length=T) | changes
     return batch(STREAM, **arguments)
 
 
@@ -46,17 +46,17 @@ def test_a_batch_depends_on_nothing_but_its_arguments():
     assert np.array_equal(rows(123)[0], later[0])
     assert not np.array_equal(rows(124)[0], later[0])
     assert not np.array_equal(rows(123, seed=6)[0], later[0])
-    wider = batch(STREAM.astype(np.uint32), seed=5, step=123, batch_size=B, sequence_length=T)
+    wider = batch(STREAM.astype(np.uint32), seed=5, first=123 * B, size=B, sequence_length=T)
     assert np.array_equal(wider[0], later[0])
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 6])
-def test_the_shares_of_all_processes_are_the_batch_of_one(world_size):
-    for step in (0, 15, 16, 17, 200):  # 16 and 17 lie across the end of an epoch
-        batch_of_one = rows(step, batch_size=6)
-        shares = [rows(step, batch_size=6, rank=rank, world_size=world_size) for rank in range(world_size)]
+@pytest.mark.parametrize("size", [1, 2, 3, 6])
+def test_the_order_does_not_depend_on_how_it_is_divided_into_batches_and_shares(size):
+    for first in (0, 90, 96, 102, 1200):  # 96 and 102 lie across the end of an epoch
+        whole = rows(0, first=first, size=6)
+        parts = [rows(0, first=first + start, size=size) for start in range(0, 6, size)]
         for i in (0, 1):  # inputs, targets
-            assert np.array_equal(np.concatenate([share[i] for share in shares]), batch_of_one[i])
+            assert np.array_equal(np.concatenate([part[i] for part in parts]), whole[i])
 
 
 def test_the_order_of_windows_is_a_bijection_for_any_count():
@@ -98,7 +98,7 @@ def test_documents_are_numbered_from_the_ids_that_begin_them():
     assert number_documents(whole, None) is whole
     assert number_documents(whole, 1)[2].tolist() == [[1, 1, 1, 1, 2, 2, 2, 3, 3, 3]]
     for step in range(4):
-        plain = batch(stream, seed=1, step=step, batch_size=2, sequence_length=4)
+        plain = batch(stream, seed=1, first=2 * step, size=2, sequence_length=4)
         inputs, targets, documents = number_documents(plain, 1)
         assert inputs is plain[0] and targets is plain[1]
         assert np.array_equal(np.diff(documents, axis=1), inputs[:, 1:] == 1)

@@ -1,8 +1,8 @@
 """Start groups of processes of train.py one after another, as torchrun would: `python run_processes.py`.
 
-groups.json has for each group its number of processes, its arguments, and what happens to the last process, by step:
-`stop` (a signal to all), `kill` and `fail` (in a save), `diverge` (after it), or `hang`. They are forked from one that
-has imported torch.
+groups.json has for each group its number of processes, its arguments, in which RANK is the process's, and what happens
+to the last process, by step: `stop` (a signal to all), `kill` and `fail` (in a save), `diverge` (after it), or `hang`.
+They are forked from one that has imported torch.
 Prints the exit statuses of each group. Each process writes how many elements it holds to rank-K.json.
 """
 
@@ -71,7 +71,7 @@ def run(count: int, arguments: list[str], happens: dict[str, str]) -> list[int]:
         names = dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(count))
         os.environ.update(names, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
         disturb(rank, count, happens)
-        sys.argv[1:] = arguments
+        sys.argv[1:] = [argument.replace("RANK", str(rank)) for argument in arguments]
         status = 1
         try:
             with exit_on_user_error():

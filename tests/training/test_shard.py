@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -55,6 +56,30 @@ def one(flags, tmp_path):
         return losses(tmp_path / "one")
 
     return run
+
+
+def test_processes_that_were_given_different_files_do_not_begin(flags, text_folder, tmp_path, groups):
+    for rank, lr in enumerate(("1e-3", "2e-3")):
+        shutil.copytree(text_folder, tmp_path / f"text-{rank}")
+        (tmp_path / f"{rank}.toml").write_text(f"[optimizer]\nlearning_rate = {lr}\n")
+        short = [*flags, "--steps", str(8 + 8 * rank), "--evaluate-every", "4"]
+        train(parse(short, "test").settings, tmp_path / f"run-{rank}")
+        shutil.copytree(tmp_path / f"run-{rank}" / "last", tmp_path / f"tokenizer-{rank}")
+    (tmp_path / "text-1" / "00.txt").write_text("another text")
+    plain = [flag for flag in flags if flag not in ("--learning-rate", "3e-3")]
+    others = [*plain, "--tokenizer", "tokenizer-RANK"]
+    config = tmp_path / "tokenizer-1" / "tokenizer_config.json"
+    config.write_text(config.read_text().replace('"add_bos_token": true', '"add_bos_token": false'))
+    statuses, _, errors = groups(
+        (2, [*plain, "--data", "text-RANK", "--out", "a"], {}),
+        (2, [*others, "--out", "b"], {}),
+        (2, [*plain, "--config", "RANK.toml", "--out", "c"], {}),
+        (2, ["--resume", "run-RANK", "--steps", "24"], {}),
+    )
+    assert statuses == [[2, 2]] * 4, errors[-3000:]
+    for what in ("texts", "tokenizers", "settings", "saves"):
+        assert f"error: the {what} of the processes differ" in errors, (what, errors[-3000:])
+    assert not [path for path in tmp_path.glob("[abc]")]
 
 
 def test_neither_a_failed_write_nor_a_kill_in_a_save_changes_a_loss(flags, tmp_path, groups, one):
