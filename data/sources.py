@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from errors import UserError, read_json, reading, replace_text
+from errors import UserError, note, read_json, reading, replace_text
 
 # What a file's name ends in -> how it is read.
 FORMATS = {".txt": "text", ".md": "text", ".py": "text", ".jsonl": "jsonl", ".jsonl.gz": "jsonl", ".parquet": "parquet"}
@@ -66,7 +66,9 @@ def resolve(names: Iterable[str], text_field: str, cache_dir: Path) -> list[Text
             found = hub_files(*KNOWN[name], text_field, cache_dir)
         elif name.startswith("hub:"):
             parts = name.removeprefix("hub:").split("/")
-            found = hub_files("/".join(parts[:2]), "main", "/".join(parts[2:]), text_field, cache_dir)
+            folder = "/".join(parts[2:]).strip("/")
+            found = hub_files("/".join(parts[:2]), "main", folder, text_field, cache_dir)
+            found = [file for file in found if not folder or f"{file.name}/".startswith(f"{folder}/")]
         elif os.path.isfile(path):
             found = text_files([path], text_field, optional=False)
         elif os.path.isdir(path):
@@ -102,6 +104,8 @@ def visible_files(folder: str | Path, excluded: frozenset[str] = frozenset()) ->
     """The files in a folder and the folders in it, sorted, without hidden ones; links to folders are not followed."""
     for parent, folders, names in os.walk(folder):
         folders[:] = sorted(name for name in folders if name not in excluded and not name.startswith("."))
+        for link in filter(os.path.islink, (os.path.join(parent, name) for name in folders if not excluded)):
+            note(f"skipped: {link} is a link to a folder; name it in --data too")
         yield from (os.path.join(parent, name) for name in sorted(names) if not name.startswith("."))
 
 
@@ -118,7 +122,7 @@ def standard_library() -> list[TextFile]:
 
 def hub_files(dataset: str, revision: str, start: str, text_field: str, cache_dir: Path) -> list[TextFile]:
     """The files of a data set whose names begin with `start`. The list is kept: a resumed run reads the same commit."""
-    list_file = cache_dir / "hub" / f"{dataset.replace('/', '--')}.json"
+    list_file = cache_dir / "hub" / f"{dataset}@{revision}.json".replace("/", "--")
     if not list_file.is_file():
         from huggingface_hub import HfApi
 
