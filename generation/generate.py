@@ -16,9 +16,8 @@ from typing import Literal
 import torch
 
 import kernels
-from data.tokenizer import Tokenizer
 from errors import UserError
-from generation.prompts import check_prompts, encode_prompt, first_tokens
+from generation.prompts import check_prompts
 from generation.sampling import generator_for, sample
 from generation.settings import Sampling
 from model.cache import KeyValueCache
@@ -202,18 +201,3 @@ def token_mask(rows: Sequence[Sequence[int] | None], vocab_size: int, device: to
     for i, ids in enumerate(rows):
         mask[i, list(ids) if ids else slice(None)] = True
     return mask.to(device)
-
-
-def complete(
-    decoder: Decoder,
-    tokenizer: Tokenizer,
-    prompt: str = "",
-    max_new_tokens: int = 200,
-    sampling: Sampling | None = None,
-    seed: int = 0,
-) -> str:
-    """The prompt and its continuation as one string. Depends on its arguments alone; torch's global RNG is not used."""
-    ids, first = encode_prompt(tokenizer, prompt), first_tokens(tokenizer, prompt)
-    options = dict(eos_ids=(tokenizer.eos_id,), vocab_size=tokenizer.vocab_size, first_tokens=[first])
-    result = generate(decoder, [ids], max_new_tokens=max_new_tokens, sampling=sampling, seed=seed, **options)
-    return tokenizer.decode(ids + result.tokens[0])

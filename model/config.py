@@ -152,8 +152,9 @@ def check(config: ModelConfig) -> None:
     for field in fields(config):
         name, kind, value = field.name, field.type, getattr(config, field.name)
         if kind is int or (name == "head_dim" and value is not None):
-            if type(value) is not int or value < 1:
-                raise UserError(f"{name} is {value!r} and must be an integer of at least 1.")
+            least = 2 if name == "max_position_embeddings" else 1  # a token, and the one that follows
+            if type(value) is not int or value < least:
+                raise UserError(f"{name} is {value!r} and must be an integer of at least {least}.")
         elif kind is float and not (isinstance(value, int | float) and 0 < value < float("inf")):
             raise UserError(f"{name} is {value!r} and must be a number greater than 0.")
         elif get_origin(kind) is Literal and value not in (choices := get_args(kind)):

@@ -82,8 +82,17 @@ def find_complete(target: Path) -> Path | None:
 def find_last(run_dir: Path) -> Path:
     """The complete checkpoint that a run resumes from."""
     if (last := find_complete(run_dir / "last")) is None:
-        raise UserError(f"{run_dir} ended before its first save and cannot be resumed; delete it and start again.")
+        raise UserError(f"{run_dir} cannot be resumed: {describe_saves(run_dir)}.")
     return last
+
+
+def describe_saves(run_dir: Path) -> str:
+    """Which of its saves a run has, and what to do with it."""
+    if find_complete(run_dir / "last"):
+        return f"the last save is kept; resume it with --resume {run_dir}"
+    if find_complete(run_dir / "best"):
+        return f"only best/ was saved, from which a new run can start: --init-from {run_dir} --out NEW"
+    return "nothing was saved yet, so start a new run"
 
 
 def read_state(directory: Path) -> State:
@@ -166,7 +175,8 @@ class BackgroundSave:
         if failed == number:  # one of those with an error
             for target in self.targets:
                 shutil.rmtree(candidates(target)[1], ignore_errors=True)  # it may fill the disk
-            print(f"note: step {self.state.step} is not saved ({error}); earlier saves are kept", flush=True)
+            saved = describe_saves(self.targets[0].parent)
+            print(f"note: step {self.state.step} is not saved ({error}); {saved}", flush=True)
         self.saved = self.saved if failed else self.state
         return not failed
 

@@ -30,7 +30,7 @@ def estimate(settings: Settings) -> None:
     model, data, steps = settings.model, settings.data, settings.optimizer.steps
     tokens = steps * data.batch_size * data.sequence_length
     flops = flops_per_token(model, data.sequence_length)
-    weights, moments, kept = memory(settings, dtype)
+    weights, moments, kept = memory(settings, dtype, device)
     lines = {
         "model": f"{num_parameters(model):,} parameters, {model.norm} norm",
         "training": f"{tokens:,} tokens in {steps:,} steps of {data.batch_size} sequences of {data.sequence_length}",
@@ -47,18 +47,22 @@ def estimate(settings: Settings) -> None:
         print(f"a row of conversations, in which lines with + are learned:\n{prepare_corpus(settings).show_row()}")
 
 
-def memory(settings: Settings, dtype: torch.dtype) -> tuple[int, int, int]:
+def memory(settings: Settings, dtype: torch.dtype, device: torch.device) -> tuple[int, int, int]:
     """Bytes of the float32 weights (the gradients need as many), of the optimizer's moments, and of the activations."""
     model, data = settings.model, settings.data
     weights = 4 * num_parameters(model)
     of_muon = 4 * model.num_hidden_layers * layer_matrices(model)  # it keeps one moment, AdamW two
     moments = 2 * weights - (of_muon if settings.optimizer.optimizer == "muon" else 0)
     tokens = (data.micro_batch_size or data.batch_size) * data.sequence_length
-    return weights, moments, tokens * dtype.itemsize * kept_elements(model, settings.machine.activation_checkpointing)
+    kept = tokens * dtype.itemsize * kept_elements(model, settings.machine.activation_checkpointing)
+    logits = tokens * dtype.itemsize * model.vocab_size  # or their gradient
+    if kernels.implementation(device) is kernels.gpu:  # some tokens at a time
+        logits = min(logits, kernels.gpu.WORKSPACE)
+    return weights, moments, kept + logits
 
 
 def kept_elements(config: ModelConfig, checkpointing: bool) -> int:
-    """Elements that the forward pass keeps per token. Norms, MLPs and attention that are not fused keep more.
+    """Elements that the forward pass keeps per token, without logits. What is not fused keeps more.
 
     A layer keeps the inputs and outputs of two norms; the packed q, k and v, and these rotated; the attention's output;
     the MLP's packed gate and up, and their product.
@@ -67,7 +71,7 @@ def kept_elements(config: ModelConfig, checkpointing: bool) -> int:
     layer = 4 * width + 3 * heads * config.resolved_head_dim + 3 * config.intermediate_size
     # With checkpointing: the two inputs of each layer, and one layer that is computed again.
     layers = config.num_hidden_layers * 2 * width + layer if checkpointing else config.num_hidden_layers * layer
-    return layers + 2 * width + config.vocab_size  # the final norm, and the logits or their gradient
+    return layers + 2 * width  # the final norm
 
 
 def measure_time(settings: Settings, device: torch.device, dtype: torch.dtype) -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from errors import UserError
+from training import checkpoint
 from training.evaluate import evaluate
 from training.metrics import Metrics
 from training.processes import finish_processes
@@ -76,6 +77,8 @@ def train(settings: Settings, run_dir: Path, *, resume: bool = False) -> int:
         for result in train_steps(session):
             session.saver.finish(wait=False)
             if log is not None:
+                if not run_dir.is_dir():
+                    raise UserError(f"{run_dir} was deleted or moved, so the run ends at step {result.step}.")
                 log.write(**vars(result) | {"tokens": session.state.tokens, "seconds": session.state.seconds})
                 show_step(session, bar, result)
             stopped_by = int(processes.max(received[-1]))
@@ -86,7 +89,7 @@ def train(settings: Settings, run_dir: Path, *, resume: bool = False) -> int:
             if stopped_by:
                 break
         if not session.saver.finish():
-            raise UserError(f"the last save of {run_dir} failed; make room, and resume it with --resume.")
+            raise UserError(f"{run_dir} could not be saved; make room. Of it, {checkpoint.describe_saves(run_dir)}.")
     if log is not None:
         log.file.close()
         report_end(session)
@@ -97,7 +100,8 @@ def train(settings: Settings, run_dir: Path, *, resume: bool = False) -> int:
 def diverged(session: Session, step: int, what: str) -> Diverged:
     """The error for a loss, gradient or evaluation that is not finite; all processes come here and finish a save."""
     session.saver.finish()
-    return Diverged(f"step {step}: {what}; the last save is kept. Try a lower --learning-rate, or --dtype float32.")
+    kept = checkpoint.describe_saves(session.run_dir)
+    return Diverged(f"step {step}: {what}. Try a lower --learning-rate, or --dtype float32; {kept}.")
 
 
 def evaluate_and_save(session: Session, log: Metrics | None, bar: tqdm) -> None:

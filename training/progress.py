@@ -6,7 +6,8 @@ import shlex
 from tqdm import tqdm
 
 from data.corpus import Corpus
-from generation.generate import complete, generate
+from generation.generate import generate
+from generation.prompts import encode_prompt, first_tokens
 from generation.settings import Sampling
 from generation.terminal import printable
 from training import plot
@@ -38,25 +39,30 @@ def samples(session: Session) -> str:
     """
     corpus, prompts = session.corpus, session.settings.run.sample_prompts
     context = session.settings.model.max_position_embeddings
-    options = dict(max_new_tokens=min(SAMPLE_TOKENS, context - 1), sampling=SAMPLING)
-    texts = []
+    new, tokenizer, texts = min(SAMPLE_TOKENS, context - 1), corpus.tokenizer, []
     session.model.eval()
     for prompt in prompts if session.state.step == session.steps else prompts[:1]:
         if isinstance(corpus, Corpus):
-            texts.append(complete(session.model, corpus.tokenizer, prompt, **options))
-            continue
-        messages = [{"role": "user", "content": prompt}] if prompt else corpus.question
-        ids, ends = corpus.chat.encode(messages)[1 - context :], {corpus.tokenizer.eos_id, corpus.chat.end_of_turn}
-        size = corpus.tokenizer.vocab_size
-        tokens = generate(session.model, [ids], eos_ids=ends, vocab_size=size, **options).tokens[0]
-        texts.append(f"{messages[-1]['content']}\n> {corpus.tokenizer.decode(tokens)}")
+            ids, first, ends = encode_prompt(tokenizer, prompt), first_tokens(tokenizer, prompt), {tokenizer.eos_id}
+        else:
+            messages = [{"role": "user", "content": prompt}] if prompt else corpus.question
+            ids, first, ends = corpus.chat.encode(messages), None, {tokenizer.eos_id, corpus.chat.end_of_turn}
+        ids = ids[min(new, context // 2) - context :]  # of a longer prompt, the end
+        options = dict(eos_ids=ends, vocab_size=tokenizer.vocab_size, first_tokens=[first], sampling=SAMPLING)
+        tokens = generate(session.model, [ids], max_new_tokens=new, **options).tokens[0]
+        if isinstance(corpus, Corpus):
+            texts.append(tokenizer.decode(ids + tokens))
+        else:
+            texts.append(f"{messages[-1]['content']}\n> {tokenizer.decode(tokens)}")
     session.model.train()
     return "\n\n".join("  | " + printable(text).replace("\n", "\n  | ") for text in texts)
 
 
 def report_end(session: Session) -> None:
     """Draw loss.png; print how the run ended and the command to type next."""
-    state, corpus, run_dir = session.state, session.corpus, shlex.quote(str(session.run_dir))
+    state, corpus = session.state, session.corpus
+    folder = str(session.run_dir)
+    run_dir = shlex.quote(f"./{folder}" if folder.startswith("-") else folder)  # no flag
     plot.draw([session.run_dir], session.run_dir / "loss.png")
     if state.step < session.steps:
         resume = f"python train.py --resume {run_dir}"

@@ -7,7 +7,7 @@ import torch
 
 import kernels
 from errors import UserError
-from generation.generate import complete, generate
+from generation.generate import generate
 from generation.sampling import generator_for, sample
 from generation.settings import Sampling
 from model.config import ModelConfig
@@ -136,16 +136,13 @@ def test_logits_that_are_not_finite_are_a_user_error():
         generate(broken, [[1, 2]], max_new_tokens=3)
 
 
-def test_complete_depends_on_its_arguments_only_and_does_not_use_the_global_generator(decoder, tokenizer):
+def test_tokens_depend_on_the_arguments_only_and_do_not_use_the_global_generator(decoder):
     torch.manual_seed(11)
     before, threads = torch.get_rng_state(), torch.get_num_threads()
-    texts = [complete(decoder, tokenizer, "def ", 15, SAMPLED, seed) for seed in (1, 1, 2)]
+    options = dict(max_new_tokens=15, sampling=SAMPLED)
+    tokens = [generate(decoder, [[1, 5, 7]], seed=seed, **options).tokens for seed in (1, 1, 2)]
     assert torch.equal(before, torch.get_rng_state()) and threads == torch.get_num_threads()
-    assert texts[0] == texts[1] != texts[2]
-    assert all(text.startswith("def ") for text in texts)
-    assert complete(decoder, tokenizer, "", 15, GREEDY) == complete(
-        decoder, tokenizer, max_new_tokens=15, sampling=GREEDY
-    )
+    assert tokens[0] == tokens[1] != tokens[2]
 
 
 def test_the_trained_stories_model_generates_what_the_reference_program_generates(stories260k_directory, shared):
@@ -158,5 +155,6 @@ def test_the_trained_stories_model_generates_what_the_reference_program_generate
         prompt, ids = golden[part]["prompt_ids"], golden[part]["greedy_ids"]
         result = generate(model, [prompt], max_new_tokens=len(ids) - len(prompt), sampling=GREEDY)
         assert prompt + result.tokens[0] == ids
-    text = complete(model, tokenizer, max_new_tokens=200, sampling=GREEDY) + "\n"
+    tokens = generate(model, [[1]], max_new_tokens=200, eos_ids=[2], sampling=GREEDY).tokens[0]
+    text = tokenizer.decode([1, *tokens]) + "\n"
     assert text.encode() == (shared / "stories260K" / "greedy_200_steps.txt").read_bytes()

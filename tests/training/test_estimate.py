@@ -6,9 +6,12 @@ import re
 import pytest
 import torch
 
+import kernels
 from model.decoder import Decoder
 from training import estimate
 from training.settings import CONFIGS, config_path, load_settings, parse
+
+CPU = torch.device("cpu")
 
 
 def test_the_formula_counts_what_the_forward_pass_keeps(settings):
@@ -23,7 +26,7 @@ def test_the_formula_counts_what_the_forward_pass_keeps(settings):
         model(tokens, tokens)
     weights = {p.data_ptr() for p in model.parameters()}
     found = sum(storage.nbytes() for address, storage in kept.items() if address not in weights)
-    assert estimate.memory(settings, torch.float32)[2] == pytest.approx(found, rel=0.05)
+    assert estimate.memory(settings, torch.float32, CPU)[2] == pytest.approx(found, rel=0.05)
     deep = dataclasses.replace(settings.model, num_hidden_layers=8)
     assert estimate.kept_elements(deep, True) < 0.5 * estimate.kept_elements(deep, False)
 
@@ -31,11 +34,19 @@ def test_the_formula_counts_what_the_forward_pass_keeps(settings):
 @pytest.mark.parametrize(
     "config", sorted(path.stem for path in CONFIGS.glob("*.toml") if "[model]" in path.read_text(encoding="utf-8"))
 )
-def test_the_header_of_a_config_states_the_memory_of_the_formula(config):
+def test_the_header_of_a_config_states_the_memory_of_the_formula(config, monkeypatch):
     path = config_path(config)
-    weights, moments, kept = estimate.memory(load_settings(path), torch.bfloat16)
-    header = re.search(r"# Memory: (\S+ [MG]B), by the formula", path.read_text(encoding="utf-8"))[1]
-    assert header == estimate.format_bytes(2 * weights + moments + kept)
+    header, settings = path.read_text(encoding="utf-8"), load_settings(path)
+
+    def formula() -> str:
+        weights, moments, kept = estimate.memory(settings, torch.bfloat16, CPU)
+        return estimate.format_bytes(2 * weights + moments + kept)
+
+    assert re.search(r"# Memory: (\S+ [MG]B), by the formula", header)[1] == formula()
+    if config == "1b":
+        on_gpu = pytest.importorskip("kernels.gpu")
+        monkeypatch.setattr(kernels, "implementation", lambda device: on_gpu)
+        assert f"{formula()} on a GPU" in header.replace("\n# ", " ")
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])

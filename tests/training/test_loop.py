@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import random
+import shutil
 
 import numpy as np
 import pytest
@@ -11,8 +12,9 @@ import torch
 from safetensors.torch import load_file
 
 from checkpoints import pretrained
+from data.tokenizer import Tokenizer
 from errors import UserError
-from training import commands, loop, metrics, progress
+from training import commands, loop, metrics
 from training.evaluate import Evaluation
 from training.loop import train, train_steps
 from training.session import set_up
@@ -77,7 +79,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_good_checkpo
     monkeypatch.setattr(metrics.Metrics, "write", poison)
     learning_rate = loop.learning_rate
     monkeypatch.setattr(loop, "learning_rate", lambda *args: float("nan") if poisoned else learning_rate(*args))
-    with pytest.raises(UserError, match=r"step 15: the loss is nan and the norm of the gradient nan; .*learning-rate"):
+    with pytest.raises(UserError, match=r"step 15: the loss is nan .*learning-rate, .*; the last save is kept"):
         train(parse(flags, "test").settings, tmp_path / "run")
     assert json.loads((tmp_path / "run" / "last" / "state.json").read_text())["step"] == 10
     weights = load_file(tmp_path / "run" / "last" / "model.safetensors")
@@ -120,7 +122,7 @@ def test_training_draws_nothing_from_the_global_random_generators(flags, tmp_pat
 
 def test_an_evaluation_that_is_not_finite_saves_nothing(flags, tmp_path, monkeypatch):
     monkeypatch.setattr(loop, "evaluate", lambda *_: Evaluation(math.nan, 10, 10))
-    with pytest.raises(UserError, match=r"step 10: the validation loss is nan; the last save is kept"):
+    with pytest.raises(UserError, match=r"step 10: the validation loss is nan\. .*; nothing was saved yet"):
         train(parse(flags, "test").settings, tmp_path / "run")
     assert not (tmp_path / "run" / "last").exists()
 
@@ -146,10 +148,31 @@ def test_a_model_whose_save_failed_is_not_the_best(flags, tmp_path, monkeypatch,
 
 
 def test_a_sample_cannot_send_commands_to_the_terminal(flags, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(progress, "complete", lambda *_, **__: "\x1b]0;title\x07\nnext")
+    monkeypatch.setattr(Tokenizer, "decode", lambda *_, **__: "\x1b]0;title\x07\nnext")
     train(parse([*flags, "--steps", "2"], "test").settings, tmp_path / "run")
     out = capsys.readouterr().out
     assert "  | \u241b]0;title\u2407\n  | next" in out and "\x1b" not in out
+
+
+def test_a_prompt_of_a_sample_that_is_longer_than_the_context_is_cut(flags, tmp_path, capsys):
+    long = " ".join(map(str, range(200)))
+    train(parse([*flags, "--steps", "2", "--sample-prompts", long, "one"], "test").settings, tmp_path / "run")
+    out = capsys.readouterr().out
+    assert "198 199" in out and " 150 " not in out and "\n  | one" in out and "next: " in out
+
+
+def test_a_run_whose_folder_is_deleted_ends_and_does_not_make_it_again(flags, tmp_path, monkeypatch):
+    write = metrics.Metrics.write
+
+    def delete(self, step: int, **values: float) -> None:
+        write(self, step, **values)
+        if step == 13:
+            shutil.rmtree(tmp_path / "run")
+
+    monkeypatch.setattr(metrics.Metrics, "write", delete)
+    with pytest.raises(UserError, match=r"run was deleted or moved, so the run ends at step 14"):
+        train(parse(flags, "test").settings, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_log_file_gets_plain_lines(settings, tmp_path, capsys):

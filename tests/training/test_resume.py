@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -128,6 +129,9 @@ def test_resuming_with_another_text_tokenizer_model_or_optimizer_says_what_diffe
         (("--qk-norm",), "cannot be resumed: qk_norm: False -> True"),
         (("--optimizer", "adamw"), "cannot be resumed: optimizer: muon -> adamw"),
         (("--tokenizer", str(stopped_run / "last")), "cannot be resumed: tokenizer: None -> "),
+        (("--validation-salt", "1"), "cannot be resumed: validation_salt: 0 -> 1"),
+        (("--validation-fraction", "0.1"), "cannot be resumed: validation_fraction: 0.05 -> 0.1"),
+        (("--seed", "2"), "cannot be resumed: seed: 1 -> 2"),
     ):
         settings = parse(["--resume", str(stopped_run), *change], "test").settings
         with pytest.raises(UserError, match=message):
@@ -146,6 +150,29 @@ def test_a_resumed_run_lists_other_changes_and_ends_at_its_own_number_of_steps_o
     with pytest.raises(UserError, match=r"has already done 7 steps; for more, raise --steps"):
         resume()
     assert resume("--steps", "40") == 40
+
+
+@pytest.mark.parametrize("size", [1, 3, 16])
+def test_a_resumed_run_with_another_batch_size_goes_on_with_the_text_where_it_was(flags, stopped_run, size):
+    given = parse(flags, "test").settings
+    whole = set_up(given, stopped_run, resume=False)
+    expected = np.concatenate([whole.batch(step)[0] for step in range(5 + 6)])[5 * 8 :]
+    changed = parse(["--resume", str(stopped_run), "--batch-size", str(size), "--steps", "60"], "test").settings
+    resumed = set_up(changed, stopped_run, resume=True)
+    found = [resumed.batch(step)[0] for step in range(5, 5 + 48 // size)]
+    assert np.array_equal(np.concatenate(found), expected[: 48 // size * size])
+    next(train_steps(resumed))
+    assert np.array_equal(np.concatenate([resumed.batch(step)[0] for step in (5, 6)]), expected[: 2 * size][:48])
+
+
+def test_a_run_with_best_and_without_last_keeps_its_model(stopped_run):
+    (stopped_run / "last").rename(stopped_run / "best")
+    settings = parse(["--resume", str(stopped_run)], "test").settings
+    with pytest.raises(UserError, match=rf"only best/ was saved, .*: --init-from {stopped_run} --out NEW"):
+        train(settings, stopped_run, resume=True)
+    shutil.rmtree(stopped_run / "best")
+    with pytest.raises(UserError, match="cannot be resumed: nothing was saved yet, so start a new run"):
+        train(settings, stopped_run, resume=True)
 
 
 def test_a_resumed_run_needs_neither_the_weights_it_started_from_nor_the_cache(flags, stopped_run, tmp_path, cache):
