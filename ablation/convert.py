@@ -48,6 +48,8 @@ def make_plan(config: str, steps: int | None, learning_rate: float | None, **see
 def make_branch_plan(config: str, steps: int | None, learning_rate: float | None, **seeds: int) -> Plan:
     """A comparison of LayerNorm with models that were converted after a part of the steps; at most a bias is lost."""
     rate, arms = learning_rate or base_settings(config).optimizer.learning_rate, {"layer": {"norm": "layer"}}
+    if (steps or base_settings(config).optimizer.steps) < 4:
+        raise UserError("--branches divides a run into quarters; give it --steps of at least 4.")
     kinds = {"layer without bias": ("layer", False), "rms with bias": ("rms", True), "rms": ("rms", False)}
     for quarter, (kind, (norm, bias)) in itertools.product(QUARTERS, kinds.items()):
         begin = {"init_from": f"quarter {quarter}", "center_weights": norm == "rms"}

@@ -106,7 +106,9 @@ def explain_lost_process() -> Iterator[None]:
         yield
     except RuntimeError as error:
         if isinstance(error, dist.DistError) or "gloo" in str(error):
-            raise UserError("another process ended or does not answer; --resume RUN takes the last save, if any.") from error
+            raise UserError(
+                "another process ended or does not answer; --resume RUN takes the last save, if there is one."
+            ) from error
         raise
 
 

@@ -1,6 +1,7 @@
 """From text to token streams, and what the cache holds after kills, changes of the text and other processes."""
 
 import lzma
+import os
 import random
 import subprocess
 import sys
@@ -176,6 +177,25 @@ def test_what_is_missing_in_the_cache_is_made_anew(tmp_path, pattern):
     missing.unlink()
     prepared(tmp_path)
     assert contents(tmp_path / "cache") == before
+
+
+@pytest.mark.parametrize(("pattern", "change"), [("bin", -2), ("bin", 2), ("bin", -1500), ("docs", -24), ("docs", -7)])
+def test_a_file_of_the_cache_with_another_size_is_refused(tmp_path, pattern, change):
+    write_corpus(tmp_path / "text")
+    prepared(tmp_path)
+    (damaged,) = (tmp_path / "cache" / "units").glob(f"*.{pattern}")
+    os.truncate(damaged, damaged.stat().st_size + change)
+    with pytest.raises(UserError, match=r"is damaged: .*; delete .*units, which is made anew"):
+        prepared(tmp_path)
+
+
+def test_a_file_of_ids_that_becomes_shorter_while_it_is_read_gives_no_other_text(tmp_path):
+    write_corpus(tmp_path / "text")
+    train = prepared(tmp_path).train
+    (ids,) = (tmp_path / "cache" / "units").glob("*.bin")
+    os.truncate(ids, 100)
+    with pytest.raises(UserError, match="is damaged"):
+        train[len(train) - 20 : len(train)]
 
 
 def start(tmp_path: Path, cache_dir: str) -> subprocess.Popen:

@@ -64,14 +64,15 @@ def downloads(hub) -> list[str]:
 def numbers(hub) -> list[str]:
     """A data set of nine files in a folder, and one beside it."""
     texts = {f"part/{n}.parquet": f"file {n}" for n in range(9)}
-    return publish(hub, "owner/numbers", "main", texts | {"other.parquet": "other"})
+    beside = {name: "other" for name in ("other.parquet", "part-2/0.parquet", "part.parquet")}
+    return publish(hub, "owner/numbers", "main", texts | beside)
 
 
 def test_a_data_set_is_read_in_order_and_downloaded_once(tmp_path, hub, numbers, tokenizer_file):
     process = start("hub:owner/numbers/part", tmp_path, hub.server_port, tokenizer_file)
     out, error = process.communicate()
     assert process.returncode == 0, error
-    assert list(dict.fromkeys(re.findall("file [0-9]", out))) == [f"file {n}" for n in range(9)]
+    assert list(dict.fromkeys(re.findall("file [0-9]", out))) == [f"file {n}" for n in range(9)] and "other" not in out
     assert downloads(hub) == [f"{n}.parquet" for n in range(9)]
     hub.asked.clear()
     again = start("hub:owner/numbers/part", tmp_path, hub.server_port, tokenizer_file)
@@ -87,6 +88,14 @@ def test_a_known_text_is_its_files_of_a_data_set(tmp_path, hub, tokenizer_file, 
     out, error = process.communicate()
     assert f"{name} 0 " in out and f"{name} 1 " in out, error
     assert list((tmp_path / "hub").glob("datasets--*")), "where every other program looks"
+
+
+def test_the_list_of_a_data_set_is_kept_for_each_revision(tmp_path, hub, tokenizer_file):
+    dataset, revision, begin = KNOWN["shakespeare"]
+    publish(hub, dataset, "main", {"plain.parquet": "of main"})
+    assert "of main" in start(f"hub:{dataset}", tmp_path, hub.server_port, tokenizer_file).communicate()[0]
+    publish(hub, dataset, revision.replace("/", "%2F"), {f"{begin}0.parquet": "of another"})
+    assert "of another" in start("shakespeare", tmp_path, hub.server_port, tokenizer_file).communicate()[0]
 
 
 def error_message(process: subprocess.Popen) -> str:
