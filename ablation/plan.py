@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 from errors import UserError, read_toml, replace_text
 from flags import Suppress, arg, optional
-from training.settings import CONFIGS, Settings, config_path, load_settings, nearest, read_table
+from training.settings import CONFIGS, Settings, check_numbers, config_path, load_settings, nearest, read_table
 
 COMPARISONS = CONFIGS / "comparisons"
 FIRST_SEEDS = {"sweep": 1001, "pilot": 2001}
@@ -53,6 +53,7 @@ class Plan:
     margin: float = 0.005  # Smaller differences, in nats per token or the unit of the report, count as equivalent
 
     def __post_init__(self) -> None:
+        check_numbers(vars(self))
         if self.seeds is not None and not 2 <= self.seeds <= MAX_SEEDS:
             raise UserError(f"--seeds is {self.seeds} and must be from 2 to {MAX_SEEDS}.")
         if {*self.phase_seeds["final"]} & {*self.phase_seeds["sweep"], *self.phase_seeds["pilot"]}:

@@ -69,7 +69,7 @@ def scale_rows(matrices: list[Tensor], dtype: torch.dtype) -> None:
     for matrix, update in zip(matrices, stacked, strict=True):
         squares = matrix[:, -1:].lerp_(update.square().mean(1, keepdim=True), 1 - ROW_DECAY)
         rows = update / squares.sqrt().clamp_min(1e-8)
-        matrix[:, :-1] = rows * (0.2 * math.sqrt(max(update.shape)) * update.norm() / rows.norm())
+        matrix[:, :-1] = rows * (0.2 * math.sqrt(max(update.shape)) * update.norm() / rows.norm().clamp_min(1e-8))
 
 
 def orthogonalize(matrices: Tensor) -> Tensor:

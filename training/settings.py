@@ -153,21 +153,36 @@ class MachineSettings:
     """With several processes: give up when one has not answered the others for this long."""
 
 
-# What values must be, in the words of the error -> a test, and the settings that it is for. None is always allowed.
+# What numbers must be, in the words of the error -> a test, and the settings, here and of comparisons, that it is for.
 RULES = {
     "at least 1": (
         lambda value: value >= 1,
-        "steps batch_size micro_batch_size sequence_length first_sequence_length evaluate_every timeout_minutes",
+        "steps batch_size micro_batch_size sequence_length first_sequence_length evaluate_every timeout_minutes "
+        "sweep_seeds",
     ),
-    "greater than 0": (lambda value: 0 < value < math.inf, "learning_rate clip lora lora_alpha"),
+    "at least 2": (lambda value: value >= 2, "pilot_seeds"),
+    "greater than 0": (
+        lambda value: 0 < value < math.inf,
+        "learning_rate clip lora lora_alpha hours learning_rates",
+    ),
     "0 or more": (
         lambda value: 0 <= value < math.inf,
         "seed validation_salt warmup_steps weight_decay embedding_weight_decay embedding_lr_multiplier "
-        "norm_lr_multiplier",
+        "norm_lr_multiplier first_seed rerun_seeds perturbations margin",
     ),
     "between 0 and 1": (lambda value: 0 <= value <= 1, "validation_fraction decay_fraction final_learning_rate"),
     "at least 0 and below 1": (lambda value: 0 <= value < 1, "beta1 beta2"),
 }
+
+
+def check_numbers(values: dict[str, object]) -> None:
+    """Raise `UserError` for a number, or one of several, that breaks its rule; None is always allowed."""
+    for words, (works, keys) in RULES.items():
+        for key in keys.split():
+            value = values.get(key)
+            for number in value if isinstance(value, tuple) else (value,):
+                if number is not None and not works(number):
+                    raise UserError(f"--{key.replace('_', '-')} is {number} and must be {words}.")
 
 
 @dataclass(frozen=True)
@@ -183,11 +198,7 @@ class Settings:
     def __post_init__(self) -> None:
         """Raise `UserError` for values that cannot work."""
         data, model, run = self.data, self.model, self.run
-        values = vars(run) | vars(data) | vars(self.optimizer) | vars(self.machine)
-        for words, (works, keys) in RULES.items():
-            for key in keys.split():
-                if values[key] is not None and not works(values[key]):
-                    raise UserError(f"--{key.replace('_', '-')} is {values[key]} and must be {words}.")
+        check_numbers(vars(run) | vars(data) | vars(self.optimizer) | vars(self.machine))
         lora = run.lora and run.init_from and self.optimizer.optimizer == "adamw" and run.train_only == "all"
         if (run.lora or run.lora_alpha) and not lora:
             raise UserError("LoRA needs --lora RANK, --init-from MODEL, --optimizer adamw and --train-only all.")

@@ -88,6 +88,15 @@ def test_steps_equal_the_definition_in_float64(settings, relative, bias):
     assert len(weights) == 7 * model.config.num_hidden_layers
 
 
+def test_a_matrix_without_a_gradient_stays_finite(settings):
+    model = Decoder(with_muon(settings).model, seed=3)
+    optimizer = build_optimizer(model, with_muon(settings).optimizer, CPU)
+    set_gradients(model, 0)
+    model.layers[0].self_attn.qkv_proj.weight.grad.zero_()  # as in sequences of one token
+    optimizer.step()
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
+
+
 @pytest.mark.parametrize("norm", NORMS)
 def test_the_matrices_of_the_layers_take_muon_and_the_rest_what_it_has_without(settings, norm):
     shape = {"attention_bias": True, "qk_norm": True, "tie_word_embeddings": False, "norm_placement": "sandwich"}
