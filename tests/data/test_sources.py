@@ -57,13 +57,17 @@ def test_text_is_never_changed_in_any_format_and_a_row_is_a_document(tmp_path):
         assert documents(tmp_path / name, field="story") == texts, name
 
 
-def test_folders_and_patterns_are_sorted_and_take_only_text(tmp_path):
+def test_folders_and_patterns_are_sorted_and_take_only_text_and_links_to_folders_are_named(tmp_path, capsys):
     (tmp_path / "b" / ".git").mkdir(parents=True)
     for name in ("b/2.md", "b/1.TXT", "a[1].py", "b/.git/config.txt", ".hidden.txt", "b/picture.png"):
         (tmp_path / name).write_text(name, encoding="utf-8")
     assert documents(tmp_path) == ["a[1].py", "b/1.TXT", "b/2.md"]
     assert documents(tmp_path / "**" / "*") == ["a[1].py", "b/1.TXT", "b/2.md"]
     assert documents(tmp_path / "b" / "*.md", tmp_path / "a[1].py") == ["b/2.md", "a[1].py"]
+    (tmp_path / "b" / "linked").symlink_to(tmp_path.parent)
+    assert documents(tmp_path) == ["a[1].py", "b/1.TXT", "b/2.md"]
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == f"skipped: {tmp_path}/b/linked is a link to a folder; name it in --data too"
 
 
 def test_a_file_of_many_blocks_is_one_document_with_characters_across_blocks(tmp_path, monkeypatch):
