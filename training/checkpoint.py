@@ -82,17 +82,17 @@ def find_complete(target: Path) -> Path | None:
 def find_last(run_dir: Path) -> Path:
     """The complete checkpoint that a run resumes from."""
     if (last := find_complete(run_dir / "last")) is None:
-        raise UserError(f"{run_dir} cannot be resumed: {describe_saves(run_dir)}.")
+        raise UserError(f"{run_dir} cannot be resumed: {describe_saves(run_dir)}; start a new run.")
     return last
 
 
 def describe_saves(run_dir: Path) -> str:
-    """Which of its saves a run has, and what to do with it."""
+    """Which of its saves a run has, and the flag that takes it."""
     if find_complete(run_dir / "last"):
-        return f"the last save is kept; resume it with --resume {run_dir}"
+        return f"the last save is kept: --resume {run_dir}"
     if find_complete(run_dir / "best"):
-        return f"only best/ was saved, from which a new run can start: --init-from {run_dir} --out NEW"
-    return "nothing was saved yet, so start a new run"
+        return f"only best/ was saved, whose weights --init-from {run_dir} takes"
+    return "nothing was saved yet"
 
 
 def read_state(directory: Path) -> State:

@@ -168,10 +168,10 @@ def test_a_resumed_run_with_another_batch_size_goes_on_with_the_text_where_it_wa
 def test_a_run_with_best_and_without_last_keeps_its_model(stopped_run):
     (stopped_run / "last").rename(stopped_run / "best")
     settings = parse(["--resume", str(stopped_run)], "test").settings
-    with pytest.raises(UserError, match=rf"only best/ was saved, .*: --init-from {stopped_run} --out NEW"):
+    with pytest.raises(UserError, match=rf"only best/ was saved, .* --init-from {stopped_run} .*; start a new run"):
         train(settings, stopped_run, resume=True)
     shutil.rmtree(stopped_run / "best")
-    with pytest.raises(UserError, match="cannot be resumed: nothing was saved yet, so start a new run"):
+    with pytest.raises(UserError, match="cannot be resumed: nothing was saved yet; start a new run"):
         train(settings, stopped_run, resume=True)
 
 
