@@ -1,15 +1,20 @@
 """The actions of `train.py`: train, resume, evaluate, or estimate."""
 
 import contextlib
+import dataclasses
 import itertools
 import os
 import shutil
 from pathlib import Path
 
+import numpy as np
+
 import kernels
 from checkpoints.pretrained import load_pretrained
 from data.batches import number_documents, validation_windows
+from data.conversations import has_conversations
 from data.corpus import tokenize
+from data.sources import resolve
 from data.tokenizer import check_vocabulary, load_tokenizer
 from errors import LOCK, UserError, is_main_process, locked
 from model.device import choose_device, choose_training_dtype, explain_out_of_memory
@@ -83,9 +88,15 @@ def evaluate_checkpoint(settings: Settings) -> None:
     tokenizer = load_tokenizer(data.tokenizer or directory)
     model = load_pretrained(directory, device=device, compute_dtype=dtype)
     check_vocabulary(tokenizer, model.config.vocab_size)
-    tokens, text_bytes = tokenize(list(data.data), tokenizer, data.text_field, data.cache)
-    document_start = tokenizer.document_start if data.document_mask else None
-    windows = validation_windows(tokens, data.sequence_length, data.micro_batch_size or data.batch_size)
-    windows = (number_documents(window, document_start) for window in windows)
+    size = data.micro_batch_size or data.batch_size
+    if has_conversations(resolve(data.data, data.text_field, Path(data.cache))):
+        corpus = prepare_corpus(settings)
+        rows = np.concatenate([corpus.train, corpus.validation], 1)
+        windows, text_bytes = dataclasses.replace(corpus, validation=rows).validation_batches(0, size), None
+    else:
+        tokens, text_bytes = tokenize(list(data.data), tokenizer, data.text_field, data.cache)
+        document_start = tokenizer.document_start if data.document_mask else None
+        windows = validation_windows(tokens, data.sequence_length, size)
+        windows = (number_documents(window, document_start) for window in windows)
     print(f"{directory} on {', '.join(data.data)}, in windows of {data.sequence_length} tokens")
     print(evaluate(model, windows, text_bytes, device))

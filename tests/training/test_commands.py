@@ -1,7 +1,10 @@
 """The actions of train.py: where a run is written, what it prints at its end, and what is never overwritten."""
 
+import json
+
 import pytest
 
+from data.tokenizer import load_tokenizer
 from errors import UserError, locked
 from training import commands
 from training.settings import parse
@@ -41,6 +44,13 @@ def test_a_finished_run_prints_a_text_the_next_command_and_its_checkpoint_can_be
     assert commands.run(parse([*flags, "--steps", "2"], "test")) == 0 and (tmp_path / "runs" / "tiny-rms-2").exists()
     assert commands.run(parse(["--eval-only", "--init-from", "runs/tiny-rms", *flags[:4]], "test")) == 0
     assert "nats per token, perplexity" in capsys.readouterr().out
+    said = [{"role": "user", "content": "the"}, {"role": "assistant", "content": "quick brown fox"}]
+    rows = [json.dumps({"messages": [{**said[0], "content": f"the {n}"}, said[1]]}) + "\n" for n in range(30)]
+    (tmp_path / "chat.jsonl").write_text("".join(rows))
+    evaluate = ["--eval-only", "--init-from", "runs/tiny-rms", "--data", "chat.jsonl"]
+    assert commands.run(parse(evaluate, "test")) == 0
+    tokens = 30 * (len(load_tokenizer("runs/tiny-rms/best").encode("quick brown fox")) + 1)  # all, and their end of turn
+    assert f"({tokens} tokens)" in capsys.readouterr().out
 
 
 def test_a_dry_run_trains_nothing_and_prints_what_the_run_would_need(train_script, tmp_path):
