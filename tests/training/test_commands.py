@@ -49,7 +49,7 @@ def test_a_finished_run_prints_a_text_the_next_command_and_its_checkpoint_can_be
     (tmp_path / "chat.jsonl").write_text("".join(rows))
     evaluate = ["--eval-only", "--init-from", "runs/tiny-rms", "--data", "chat.jsonl"]
     assert commands.run(parse(evaluate, "test")) == 0
-    tokens = 30 * (len(load_tokenizer("runs/tiny-rms/best").encode("quick brown fox")) + 1)  # all, and their end of turn
+    tokens = 30 * (len(load_tokenizer("runs/tiny-rms/best").encode("quick brown fox")) + 1)  # and <end>
     assert f"({tokens} tokens)" in capsys.readouterr().out
 
 
