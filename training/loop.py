@@ -5,6 +5,7 @@ are the whole state of a run, and a resumed run continues bit for bit.
 """
 
 import dataclasses
+import itertools
 import math
 import time
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from errors import UserError
-from training import checkpoint
+from training import checkpoint, metrics
 from training.evaluate import evaluate
 from training.metrics import Metrics
 from training.processes import finish_processes
@@ -23,6 +24,11 @@ from training.session import Session, StepResult, open_run, set_up
 from training.settings import Settings
 from training.signals import stop_signals
 from training.step import Diverged, split_batch, train_step
+
+RISING = (
+    "note: the validation loss has risen twice: the model learns its text by heart. best/ keeps the best weights; give "
+    "more text, fewer --steps or a smaller model"
+)
 
 
 def train_steps(session: Session) -> Iterator[StepResult]:
@@ -117,7 +123,11 @@ def evaluate_and_save(session: Session, log: Metrics | None, bar: tqdm) -> None:
     save(session, result.loss)
     if log is not None:
         bar.write(f"step {state.step}: validation {result}")
-        if not session.saver.sharded:  # else each token of a sample would gather all weights
+        losses = [line["validation_loss"] for line in metrics.read(session.run_dir) if "validation_loss" in line]
+        rises = [after > before for before, after in itertools.pairwise(losses)]
+        if rises[-2:] == [True, True] and rises[-3:-2] != [True]:
+            bar.write(RISING)
+        if not session.saver.sharded and state.step < session.steps:  # else each token would gather all weights
             bar.write(samples(session))
 
 

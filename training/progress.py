@@ -3,8 +3,10 @@
 import math
 import shlex
 
+import numpy as np
 from tqdm import tqdm
 
+from checkpoints import pretrained
 from data.corpus import Corpus
 from generation.generate import generate
 from generation.prompts import encode_prompt, first_tokens
@@ -40,6 +42,7 @@ def samples(session: Session) -> str:
     corpus, prompts = session.corpus, session.settings.run.sample_prompts
     context = session.settings.model.max_position_embeddings
     new, tokenizer, texts = min(SAMPLE_TOKENS, context - 1), corpus.tokenizer, []
+    prompts = prompts or (first_words(corpus) if isinstance(corpus, Corpus) else [""])
     session.model.eval()
     for prompt in prompts if session.state.step == session.steps else prompts[:1]:
         if isinstance(corpus, Corpus):
@@ -58,8 +61,15 @@ def samples(session: Session) -> str:
     return "\n\n".join("  | " + printable(text).replace("\n", "\n  | ") for text in texts)
 
 
+def first_words(corpus: Corpus) -> list[str]:
+    """The first words of up to three held-out documents."""
+    ids, tokenizer = corpus.validation, corpus.tokenizer
+    starts = np.flatnonzero(ids == tokenizer.document_start)[:3].tolist() or [0]
+    return [tokenizer.decode(ids[start : start + 8]).rstrip("\ufffd ") for start in starts]
+
+
 def report_end(session: Session) -> None:
-    """Draw loss.png; print how the run ended and the command to type next."""
+    """Draw loss.png; print samples of the best weights, how the run ended and the command to type next."""
     state, corpus = session.state, session.corpus
     folder = str(session.run_dir)
     run_dir = shlex.quote(f"./{folder}" if folder.startswith("-") else folder)  # no flag
@@ -68,6 +78,9 @@ def report_end(session: Session) -> None:
         resume = f"python train.py --resume {run_dir}"
         print(f"stopped and saved at step {state.step} of {session.steps}; resume with: {resume}")
         return
+    if not session.saver.sharded:
+        pretrained.load_weights(session.model, session.run_dir / "best")
+        print(samples(session))
     is_text = isinstance(corpus, Corpus)
     if is_text:
         print(f"xz -9e on the same text: {corpus.xz_bits_per_byte():.4f} bits per byte; text hash {corpus.text_hash}")

@@ -107,8 +107,9 @@ def set_up(settings: Settings, run_dir: Path, *, resume: bool, log: Callable[[st
     last = checkpoint.find_last(run_dir) if resume else None
     with processes.main_first("text"):
         corpus = prepare_corpus(settings, last)
-    if isinstance(corpus, Corpus):
-        tokens, size, length = len(corpus.train), settings.data.batch_size, settings.data.sequence_length
+    size, length = settings.data.batch_size, settings.data.sequence_length
+    if is_text := isinstance(corpus, Corpus):
+        tokens = len(corpus.train)
         if tokens // length < size:
             raise UserError(
                 f"the text has {tokens:,} tokens to train on, but one batch of {size} sequences of {length} needs "
@@ -116,7 +117,11 @@ def set_up(settings: Settings, run_dir: Path, *, resume: bool, log: Callable[[st
             )
     elif settings.data.first_sequence_length not in (None, settings.data.sequence_length):
         raise UserError("--first-sequence-length would cut conversations into parts; use --first-sequence-length None.")
-    log(f"text: {corpus.description}")
+    steps, sequences = settings.optimizer.steps, len(corpus.train) // length if is_text else corpus.train.shape[1]
+    log(f"text: {corpus.description}\n  {steps:,} steps read what is to train on {steps * size / sequences:.3g} times")
+    if last is None and settings.run.init_from is None and settings.data.tokenizer is None:  # a small text has fewer
+        model = dataclasses.replace(settings.model, vocab_size=corpus.tokenizer.vocab_size)
+        settings = dataclasses.replace(settings, model=model)
     model = initial_model(settings, dtype, log, load=not resume)
     state = State(step=0, tokens=0, seconds=0.0, best_validation_loss=None, text_hash=corpus.text_hash)
     if last is not None:

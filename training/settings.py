@@ -45,7 +45,8 @@ class RunSettings:
     """The run itself: its folder, its seed, the weights it starts from, and how often it is evaluated."""
 
     out: Annotated[str | None, optional("FOLDER")] = None
-    """Folder of the run, new or empty. Default: runs/CONFIG-NORM, with a number appended if that exists."""
+    """Folder of the run, new or empty. Default: runs/CONFIG-NORM, with --data runs/DATA-NORM, and a number appended if
+    that exists."""
     seed: int = 1
     """Seed of the initial weights, the order of the batches and the text samples."""
     init_from: Annotated[str | None, optional("RUN")] = None
@@ -65,7 +66,8 @@ class RunSettings:
     evaluate_every: int = 500
     """Steps between evaluations on the validation set; each also saves and prints a text sample."""
     sample_prompts: tuple[str, ...] = ("",)
-    """Prompts of the text samples: the first at each evaluation, all at the end. An empty one starts a new document."""
+    """Prompts of the text samples: the first at each evaluation, all at the end. An empty one starts a new document.
+    With --data, by default the first words of held-out documents."""
 
 
 @dataclass(frozen=True)
@@ -257,6 +259,10 @@ def parse(arguments: list[str], description: str) -> Command:
         data = dataclasses.replace(data, sequence_length=min(context, data.sequence_length), first_sequence_length=None)
     default = Command(Actions(config), dataclasses.replace(settings, model=model, data=data))
     command = tyro.cli(Command, args=arguments, default=default, prog="train.py", config=(tyro.conf.OmitArgPrefixes,))
+    given = command.settings
+    if given.data.data != data.data and given.run.sample_prompts == settings.run.sample_prompts:  # made for other text
+        run = dataclasses.replace(given.run, sample_prompts=())
+        command = dataclasses.replace(command, settings=dataclasses.replace(given, run=run))
     if weights is None:
         return command
     run = dataclasses.replace(command.settings.run, init_from=str(weights))

@@ -1,5 +1,6 @@
 """The actions of train.py: where a run is written, what it prints at its end, and what is never overwritten."""
 
+import dataclasses
 import json
 
 import pytest
@@ -13,7 +14,9 @@ from training.settings import parse
 def test_two_runs_that_start_at_the_same_time_get_different_folders(settings, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     folders = {commands.make_run_dir(settings, "tiny") for _ in range(3)}
-    assert {path.name for path in folders} == {"tiny-rms", "tiny-rms-2", "tiny-rms-3"}
+    assert {path.name for path in folders} == {"text0-rms", "text0-rms-2", "text0-rms-3"}
+    python = dataclasses.replace(settings, data=dataclasses.replace(settings.data, data=("python",)))
+    assert commands.make_run_dir(python, "tiny").name == "tiny-rms"
 
 
 def test_two_processes_never_share_a_run_folder(flags, run, tmp_path):
@@ -38,18 +41,18 @@ def test_a_finished_run_prints_a_text_the_next_command_and_its_checkpoint_can_be
     monkeypatch.chdir(tmp_path)
     assert commands.run(parse([*flags, "--sample-prompts", "the quick"], "test")) == 0
     out = capsys.readouterr().out
-    assert (tmp_path / "runs" / "tiny-rms" / "best" / "config.json").exists()
+    assert (tmp_path / "runs" / "text0-rms" / "best" / "config.json").exists()
     assert "bits per byte" in out and "xz -9e" in out
-    assert "\n  | the quick" in out and out.endswith("next: python generate.py runs/tiny-rms\n")
-    assert commands.run(parse([*flags, "--steps", "2"], "test")) == 0 and (tmp_path / "runs" / "tiny-rms-2").exists()
-    assert commands.run(parse(["--eval-only", "--init-from", "runs/tiny-rms", *flags[:4]], "test")) == 0
+    assert "\n  | the quick" in out and out.endswith("next: python generate.py runs/text0-rms\n")
+    assert commands.run(parse([*flags, "--steps", "2"], "test")) == 0 and (tmp_path / "runs" / "text0-rms-2").exists()
+    assert commands.run(parse(["--eval-only", "--init-from", "runs/text0-rms", *flags[:4]], "test")) == 0
     assert "nats per token, perplexity" in capsys.readouterr().out
     said = [{"role": "user", "content": "the"}, {"role": "assistant", "content": "quick brown fox"}]
     rows = [json.dumps({"messages": [{**said[0], "content": f"the {n}"}, said[1]]}) + "\n" for n in range(30)]
     (tmp_path / "chat.jsonl").write_text("".join(rows))
-    evaluate = ["--eval-only", "--init-from", "runs/tiny-rms", "--data", "chat.jsonl"]
+    evaluate = ["--eval-only", "--init-from", "runs/text0-rms", "--data", "chat.jsonl"]
     assert commands.run(parse(evaluate, "test")) == 0
-    tokens = 30 * (len(load_tokenizer("runs/tiny-rms/best").encode("quick brown fox")) + 1)  # and <end>
+    tokens = 30 * (len(load_tokenizer("runs/text0-rms/best").encode("quick brown fox")) + 1)  # and <end>
     assert f"({tokens} tokens)" in capsys.readouterr().out
 
 
