@@ -8,6 +8,7 @@ import glob
 import json
 import os
 import sysconfig
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,7 +73,12 @@ def resolve(names: Iterable[str], text_field: str, cache_dir: Path) -> list[Text
         elif os.path.isfile(path):
             found = text_files([path], text_field, optional=False)
         elif os.path.isdir(path):
-            found = text_files(visible_files(path), text_field)
+            paths = [*visible_files(path)]
+            found = text_files(paths, text_field)
+            left_out = Counter(Path(path).suffix or "without a suffix" for path in paths if not find_format(path))
+            if left_out:
+                kinds = ", ".join(f"{count} {suffix}" for suffix, count in left_out.most_common(8))
+                note(f"left out of {name}: {kinds}; export or rename to .txt what should be read")
         elif glob.has_magic(path):
             found = text_files(sorted(glob.glob(path, recursive=True)), text_field)
         else:

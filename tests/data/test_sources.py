@@ -66,7 +66,8 @@ def test_folders_and_patterns_are_sorted_and_take_only_text_and_links_to_folders
     assert documents(tmp_path / "b" / "*.md", tmp_path / "a[1].py") == ["b/2.md", "a[1].py"]
     (tmp_path / "b" / "linked").symlink_to(tmp_path.parent)
     assert documents(tmp_path) == ["a[1].py", "b/1.TXT", "b/2.md"]
-    (line,) = capsys.readouterr().err.splitlines()
+    left_out, line = capsys.readouterr().err.splitlines()[-2:]
+    assert left_out.startswith(f"left out of {tmp_path}: 1 .png; ")
     assert line == f"skipped: {tmp_path}/b/linked is a link to a folder; name it in --data too"
 
 
