@@ -80,6 +80,7 @@ def differences_over_steps(study: Study) -> Figure | None:
         return None
     columns, rows = min(2, len(curves)), -(-len(curves) // 2)
     figure, every = panels(0.4 + 1.9 * rows, rows, columns)
+    lowest, highest = 0.0, 0.0
     for (arm, curve), axes in zip(curves.items(), every, strict=False):
         steps, effects = zip(*curve, strict=True)
         low, high = zip(*(effect.interval for effect in effects), strict=True)
@@ -90,11 +91,13 @@ def differences_over_steps(study: Study) -> Figure | None:
         axes.set_title(arm, fontsize=9)
         axes.locator_params(nbins=5)
         late = len(steps) // 4  # the first quarter may leave the axis: it would flatten the rest
-        axes.set_ylim(min(0, *low[late:]) - study.plan.margin, max(0, *high[late:]) + study.plan.margin)
+        lowest, highest = min(lowest, *low[late:]), max(highest, *high[late:])
+    for axes in every:
+        axes.set_ylim(lowest - study.plan.margin, highest + study.plan.margin)  # all alike, to be compared
     for axes in every[len(curves) :]:
         axes.set_visible(False)
     figure.supxlabel("step (line: mean of the pairs; band: its 95% interval)", fontsize=9)
-    figure.supylabel("difference, nats per token", fontsize=9)
+    figure.supylabel("loss minus the baseline's, nats per token (lower: better)", fontsize=9)
     return figure
 
 

@@ -39,6 +39,7 @@ class Row(Run):
     device: str = ""  # model of the GPU or CPU; arms of a pair never come from different ones
     kernels: str = ""
     dtype: str = ""  # of the activations
+    commit: str = ""  # of this project
     torch: str = ""
     python: str = ""  # its standard library is the default text
     threads: int | None = None  # of the CPU

@@ -7,19 +7,28 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 from matplotlib.figure import Figure
 
 from ablation import plots
 from ablation.plan import arm_settings
 from ablation.records import read_lines
-from ablation.stats import MAX_PAIRS, MIN_PAIRS_FOR_EQUIVALENCE, Comparison, Effect, mean_effect
+from ablation.stats import MAX_PAIRS, MIN_PAIRS_FOR_EQUIVALENCE, Comparison, Effect, holm, mean_effect
 from ablation.study import KEY, Study
 from errors import replace_text
 from model.count import num_norm_parameters, num_parameters
 
 MISSING, TIMINGS = "-", "timings.jsonl"
 PROBES = ["mean_over_std", "cosine_with_ones", "kurtosis", "largest_channel", "first_token_attention", "spikes"]
-ORIGIN = ["device", "workers", "threads", "kernels", "dtype", "torch", "python", "parameters", "tokens", "text_hash"]
+ORIGIN = ["commit", "device", "workers", "threads", "kernels", "dtype", "torch", "python", "parameters", "tokens"]
+ORIGIN += ["text_hash"]
+
+
+COLUMNS = """p (Holm): of a paired t-test over the seeds, adjusted for the number of comparisons (Holm 1979). p of
+equivalence: of two one-sided t-tests against the margin, adjusted likewise. std of a pair: of the differences over the
+seeds. It would take: pairs that decide with a power of 80%, from the deviation of these pairs (in brackets from the
+ends of its interval). `python ablate.py --report FOLDER` rewrites this page from plan.toml and runs.jsonl, and
+`python ablate.py FOLDER/plan.toml --out NEW` repeats the comparison."""
 
 
 def describe(study: Study, workers: int) -> str:
@@ -39,7 +48,14 @@ def headline(study: Study) -> list[str]:
     losses = {arm: study.mean_loss(arm, {arm: 1.0}) for arm in study.arms}
     order = sorted(losses, key=lambda arm: math.inf if losses[arm] is None else losses[arm].estimate)
     edge, ends = "; its learning rate is at the edge of the sweep", study.rates[:1] + study.rates[-1:]
-    return [f"{arm}: {outcome(study, arm)}{edge * (study.best_rates.get(arm) in ends)}" for arm in order]
+    lines = [f"{arm}: {outcome(study, arm)}{edge * (study.best_rates.get(arm) in ends)}" for arm in order]
+    significant = [(effect, p) for effect, p in grid_effects(study) if p < 0.05]
+    return lines + [f"effect of {e.name}: {with_interval(e)} {e.unit}, p = {p:.2g} (Holm)" for e, p in significant]
+
+
+def grid_effects(study: Study) -> list[tuple[Effect, float]]:
+    """The effects of a grid, each with its p-value, adjusted for their number."""
+    return [*zip(study.effects, holm([effect.p for effect in study.effects]), strict=True)]
 
 
 def outcome(study: Study, arm: str) -> str:
@@ -49,7 +65,9 @@ def outcome(study: Study, arm: str) -> str:
     if not len(rows):
         return f"not finished, {len(study.of('final', arm))} of {study.pairs or 'a number of'} final runs"
     if loss is None:
-        return f"{(rows.status == 'completed').sum()} of {len(rows)} runs completed"
+        others = rows[rows.status != "completed"]
+        reasons = "; ".join(f"seed {r.seed} at {r.learning_rate:g}: {r.reason}" for r in others.head(3).itertuples())
+        return f"{len(rows) - len(others)} of {len(rows)} runs completed ({reasons})"
     for c in (c for c in study.comparisons if c.arm == arm):
         text = f"{c.verdict}, {with_interval(c.effect)} {study.unit} against {c.baseline} over {c.effect.n} pairs"
         return f"{text}; it would take {needed}" if (needed := pairs_needed(c)) else text
@@ -65,19 +83,25 @@ def pairs_needed(c: Comparison) -> str | None:
 
 
 def write(study: Study, folder: Path) -> list[Path]:
-    """Write report.md and its pictures into the folder of the records; returns the paths, report.md first."""
-    drawn = pictures(study)
-    replace_text(folder / "report.md", markdown_text(study, folder, drawn))
-    for name, figure in drawn.items():
-        figure.savefig(folder / f"{name}.png")
-    return [folder / "report.md", *(folder / f"{name}.png" for name in drawn)]
+    """Write report.md, its pictures (PNG and PDF) and its first table (CSV and LaTeX); the paths, report.md first."""
+    drawn, compared = pictures(study), pd.DataFrame(map(comparison_row, study.comparisons))
+    texts = {"report.md": markdown_text(study, folder, drawn)}
+    if len(compared):
+        texts |= {"differences.csv": compared.to_csv(index=False), "differences.tex": compared.to_latex(index=False)}
+    for name, text in texts.items():
+        replace_text(folder / name, text)
+    paths = [folder / f"{name}.{kind}" for name in drawn for kind in ("png", "pdf")]
+    for path in paths:
+        drawn[path.stem].savefig(path)
+    return [folder / name for name in texts] + paths
 
 
 def pictures(study: Study) -> dict[str, Figure]:
     """Every picture that there is something to draw in, by the name of its file."""
     compared = [(f"{c.arm}: {c.verdict}", c.effect) for c in study.comparisons]
     effects = [(effect.name.replace(" x ", "\nx "), effect) for effect in study.effects]
-    label, margin = f"difference in loss, {study.unit}", study.plan.margin
+    bases = ", ".join(dict.fromkeys(c.baseline for c in study.comparisons))
+    label, margin = f"loss minus that of {bases}, {study.unit}\nlower loss: better", study.plan.margin
     drawn = {
         "differences": plots.forest(compared, label, margin) if compared else None,
         "effects": plots.forest(effects, label, margin) if effects else None,
@@ -98,9 +122,10 @@ def markdown_text(study: Study, folder: Path, drawn: dict[str, Figure]) -> str:
 
 def parts(study: Study, folder: Path) -> Iterator[tuple[str, ...]]:
     """Title, picture and blocks of every part of the report; a block is empty where nothing was measured."""
-    effects = [{"effect": e.name, "mean and 95% interval": with_interval(e), "p": e.p} for e in study.effects]
+    interval, found = "mean and 95% interval", grid_effects(study)
+    effects = [{"effect": effect.name, interval: with_interval(effect), "p (Holm)": p} for effect, p in found]
     incomplete = study.rows[study.rows.status != "completed"]
-    yield "Differences", "differences", about(study), table(map(comparison_row, study.comparisons))
+    yield "Differences", "differences", about(study), table(map(comparison_row, study.comparisons)), COLUMNS
     yield "Effects of the grid", "effects", table(effects)
     yield "Paired difference over steps", "steps"
     yield "Arms", "", table(arm_row(study, arm) for arm in study.arms)

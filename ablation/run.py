@@ -7,6 +7,7 @@ import hashlib
 import itertools
 import math
 import platform
+import subprocess
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -72,6 +73,7 @@ def measure(session: Session, run: Run, hash_of_settings: str, workers: int, *, 
         device=hardware(str(session.device)),
         kernels=kernels.describe(session.device),
         dtype=settings.machine.dtype,
+        commit=commit(),
         torch=str(torch.__version__),
         python=platform.python_version(),
         threads=None if session.device.type == "cuda" else torch.get_num_threads(),
@@ -137,6 +139,15 @@ def attention_weights(model: Decoder) -> Iterator[list[Tensor]]:
 def hardware(device: str) -> str:
     """The model of the GPU, or else of the CPU."""
     return torch.cuda.get_device_name(device) if device.startswith("cuda") else processor()
+
+
+def commit() -> str:
+    """The commit of this project that trains, with a + if files have changed since; empty where git knows none."""
+    command = ["git", "describe", "--always", "--dirty=+", "--exclude=*"]
+    try:
+        return subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip()
+    except OSError:  # no git
+        return ""
 
 
 def first_windows(session: Session, tokens: int | None = None) -> Iterable[Batch]:

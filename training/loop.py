@@ -107,7 +107,7 @@ def diverged(session: Session, step: int, what: str) -> Diverged:
     """The error for a loss, gradient or evaluation that is not finite; all processes come here and finish a save."""
     session.saver.finish()
     kept = checkpoint.describe_saves(session.run_dir)
-    return Diverged(f"step {step}: {what}. Try a lower --learning-rate, or --dtype float32; {kept}.")
+    return Diverged(f"step {step}: {what}; {kept}. Try a lower --learning-rate, or --dtype float32.")
 
 
 def evaluate_and_save(session: Session, log: Metrics | None, bar: tqdm) -> None:

@@ -79,7 +79,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_good_checkpo
     monkeypatch.setattr(metrics.Metrics, "write", poison)
     learning_rate = loop.learning_rate
     monkeypatch.setattr(loop, "learning_rate", lambda *args: float("nan") if poisoned else learning_rate(*args))
-    with pytest.raises(UserError, match=r"step 15: the loss is nan .*learning-rate, .*; the last save is kept"):
+    with pytest.raises(UserError, match=r"step 15: the loss is nan .*; the last save is kept: .*learning-rate"):
         train(parse(flags, "test").settings, tmp_path / "run")
     assert json.loads((tmp_path / "run" / "last" / "state.json").read_text())["step"] == 10
     weights = load_file(tmp_path / "run" / "last" / "model.safetensors")
@@ -122,7 +122,7 @@ def test_training_draws_nothing_from_the_global_random_generators(flags, tmp_pat
 
 def test_an_evaluation_that_is_not_finite_saves_nothing(flags, tmp_path, monkeypatch):
     monkeypatch.setattr(loop, "evaluate", lambda *_: Evaluation(math.nan, 10, 10))
-    with pytest.raises(UserError, match=r"step 10: the validation loss is nan\. .*; nothing was saved yet"):
+    with pytest.raises(UserError, match=r"step 10: the validation loss is nan; nothing was saved yet"):
         train(parse(flags, "test").settings, tmp_path / "run")
     assert not (tmp_path / "run" / "last").exists()
 
