@@ -23,7 +23,7 @@ from ablation.study import Study, as_table
 from data.units import end_with_parent
 from errors import UserError, usable_cores
 from model.device import choose_device
-from training.estimate import estimate
+from training.estimate import estimate, format_time
 
 
 @dataclass
@@ -104,7 +104,7 @@ def execute(experiment: Experiment, start: Callable[[Run, str], Future] | None =
     unfinished, here = {(run.phase, run.seed) for run in experiment.remaining}, experiment.hardware
     experiment.rows = [r for r in experiment.rows if r.device == here or (r.phase, r.seed) not in unfinished]
     begin, free, running = start or functools.partial(start_process, experiment), [*experiment.workers], {}
-    bar = tqdm(unit="run", dynamic_ncols=True)
+    bar = tqdm(unit="run", initial=len(experiment.rows), dynamic_ncols=True, disable=None)
     try:
         while True:
             started = {run for run, _ in running.values()}
@@ -116,7 +116,7 @@ def execute(experiment: Experiment, start: Callable[[Run, str], Future] | None =
                 running[begin(run, worker)] = run, worker
             if not running:
                 return
-            for future in wait(running, return_when=FIRST_COMPLETED).done:
+            for future in wait(running, timeout=5, return_when=FIRST_COMPLETED).done:  # the bar shows that time passes
                 run, worker = running.pop(future)
                 free.append(worker)
                 experiment.add(run, future)
@@ -149,7 +149,9 @@ def start_process(experiment: Experiment, run: Run, device: str) -> Future:
 
 
 def estimate_run(experiment: Experiment) -> None:
-    """Print what a run of the first arm needs, and its time from a few steps."""
+    """Print what a run of the first arm needs, its time from a few steps, and that of all runs that remain."""
     settings = arm_settings(experiment.plan, next(iter(experiment.plan.compared.values())))
     torch.set_num_threads(experiment.threads or torch.get_num_threads())
-    estimate(replace_settings(settings, {"device": experiment.device}))
+    runs, workers = len(experiment.remaining), len(experiment.workers)
+    seconds = estimate(replace_settings(settings, {"device": experiment.device})) * runs / workers
+    print(f"all runs that can start: {runs}, {workers} at once, about {format_time(seconds)}")

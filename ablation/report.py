@@ -3,6 +3,7 @@ measured is left out.
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -24,6 +25,12 @@ ORIGIN = ["commit", "device", "workers", "threads", "kernels", "dtype", "torch",
 ORIGIN += ["text_hash"]
 
 
+PHASES = {
+    "sweep": "to find learning rates",
+    "pilot": "to fix the number of pairs",
+    "rerun": "again from changed weights",
+    "final": "in pairs",
+}
 COLUMNS = """p (Holm): of a paired t-test over the seeds, adjusted for the number of comparisons (Holm 1979). p of
 equivalence: of two one-sided t-tests against the margin, adjusted likewise. std of a pair: of the differences over the
 seeds. It would take: pairs that decide with a power of 80%, from the deviation of these pairs (in brackets from the
@@ -35,11 +42,13 @@ def describe(study: Study, workers: int) -> str:
     """The plan in words before it runs."""
     rates, hours = study.rates or sorted({*study.learning_rates.values()}), study.plan.hours
     pairs = study.pairs or "as many as the pilot asks for"
+    phases = Counter(run.phase for run in study.wanted)
+    kinds = ", ".join(f"{count} {PHASES[phase]}" for phase, count in phases.items())
     return (
         f"arms: {'; '.join(study.arms)}\n"
         f"learning rates: {numbers(rates)}{' (a sweep)' * bool(study.rates)}\n"
         f"final pairs: {pairs}; at most {hours:g} hours in all, and Ctrl-C stops it until the same command resumes it\n"
-        f"runs: {len(study.rows)} done, {len(study.missing(study.wanted))} can start, {workers} at once"
+        f"runs: {len(study.rows)} done, {len(study.missing(study.wanted))} can start, {workers} at once ({kinds})"
     )
 
 

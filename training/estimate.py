@@ -1,5 +1,6 @@
 """What a run would need, without training: parameters, FLOPs, memory, and its time from three measured steps."""
 
+import math
 import time
 from pathlib import Path
 
@@ -22,8 +23,11 @@ STEPS = 3
 QUICK_FLOPS, MAX_FLOPS = 5e11, 5e12  # of a step that is measured on a CPU: seconds, and a minute
 
 
-def estimate(settings: Settings) -> None:
-    """Print what one process needs; trains a model of the shape on random tokens for three steps if it can."""
+def estimate(settings: Settings) -> float:
+    """Print what one process needs, and return the seconds, NaN where none were measured.
+
+    It trains a model of the shape on random tokens for three steps if it can.
+    """
     device = choose_device(settings.machine.device)
     kernels.use(settings.machine.kernels, device)
     dtype = choose_training_dtype(settings.machine.dtype, device)
@@ -42,9 +46,11 @@ def estimate(settings: Settings) -> None:
     if settings.machine.shard:
         lines["sharded"] = ", ".join(f"{format_bytes((2 * weights + moments) / n)} on each of {n}" for n in (2, 4, 8))
     print("\n".join(f"{name:9} {line}" for name, line in lines.items()), flush=True)
-    print(f"{'time':9} {measure_time(settings, device, dtype)}")
+    seconds, how = measure_time(settings, device, dtype)
+    print(f"{'time':9} {how}")
     if settings.run.init_from and has_conversations(resolve(data.data, data.text_field, Path(data.cache))):
         print(f"a row of conversations, in which lines with + are learned:\n{prepare_corpus(settings).show_row()}")
+    return seconds
 
 
 def memory(settings: Settings, dtype: torch.dtype, device: torch.device) -> tuple[int, int, int]:
@@ -74,15 +80,15 @@ def kept_elements(config: ModelConfig, checkpointing: bool) -> int:
     return layers + 2 * width  # the final norm
 
 
-def measure_time(settings: Settings, device: torch.device, dtype: torch.dtype) -> str:
-    """The time of all steps, from the fastest of three with as many sequences as are quick; or why none was tried."""
+def measure_time(settings: Settings, device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
+    """The seconds of all steps, from the fastest of three with as many sequences as are quick; or NaN; and in words."""
     data, name = settings.data, device_name(device)
     flops = data.sequence_length * flops_per_token(settings.model, data.sequence_length)
     sequences = data.micro_batch_size or data.batch_size
     if device.type == "cpu":
         sequences = min(sequences, max(1, int(QUICK_FLOPS / flops)))
         if flops > MAX_FLOPS:
-            return f"not measured: the model is too large for {name}"
+            return math.nan, f"not measured: the model is too large for {name}"
     model = Decoder(settings.model, seed=1, compute_dtype=dtype).to(device)
     model.activation_checkpointing = settings.machine.activation_checkpointing
     freeze_parameters(model, settings.run.train_only)
@@ -96,8 +102,17 @@ def measure_time(settings: Settings, device: torch.device, dtype: torch.dtype) -
         train_step(forward, [tuple(batch)], optimizer, scaler, settings.optimizer.clip, ALONE, device)
         measured.append(time.perf_counter() - start)
     seconds = min(measured) * data.batch_size / sequences
-    hours = seconds * settings.optimizer.steps / 3600
-    return f"{hours:,.2f} hours on {name}: {seconds:,.2f} s a step, the fastest of {STEPS} with {sequences} sequences"
+    total = seconds * settings.optimizer.steps
+    how = f"{seconds:,.2f} s a step, the fastest of {STEPS} with {sequences} sequences"
+    return total, f"{format_time(total)} on {name}: {how}"
+
+
+def format_time(seconds: float) -> str:
+    """A duration in the unit that people would say it in."""
+    for unit, size in (("days", 86400), ("hours", 3600), ("minutes", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:,.1f} {unit}"
+    return f"{seconds:.0f} seconds"
 
 
 def format_bytes(count: float) -> str:

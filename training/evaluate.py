@@ -30,7 +30,7 @@ class Evaluation:
     @property
     def perplexity(self) -> float:
         """e to the power of the loss."""
-        return math.exp(min(self.loss, 700))
+        return math.exp(self.loss) if self.loss < 700 else math.inf
 
     @property
     def bits_per_byte(self) -> float | None:
