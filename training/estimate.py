@@ -112,7 +112,7 @@ def format_time(seconds: float) -> str:
     for unit, size in (("days", 86400), ("hours", 3600), ("minutes", 60)):
         if seconds >= 2 * size:
             return f"{seconds / size:,.1f} {unit}"
-    return f"{seconds:.0f} seconds"
+    return "a time that is not measured" if math.isnan(seconds) else f"{seconds:.0f} seconds"
 
 
 def format_bytes(count: float) -> str:
