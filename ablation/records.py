@@ -22,7 +22,6 @@ class Row(Run):
     loss: float | None = None  # on the whole validation set after the last step, nats per token
     bits_per_byte: float | None = None
     curve: list[tuple[int, float]] = dataclasses.field(default_factory=list)  # (step, nats per token), 12 along the run
-    copying: list[tuple[float, ...]] = dataclasses.field(default_factory=list)  # step, then see `run.look`
     spikes: int = 0  # steps whose loss is far above the median of the 20 before; consecutive ones count as one
     seconds: float = 0.0  # of training, without evaluations
     mean_over_std: float | None = None  # |mean| / std of the residual stream, at the norms of the deeper half

@@ -50,7 +50,8 @@ def measure(session: Session, run: Run, hash_of_settings: str, workers: int, *, 
         for result in train_steps(session) if train else ():
             losses.append(result.loss)
             if result.step % settings.run.evaluate_every == 0 or result.step == session.steps:
-                points[result.step] = look(session)
+                windows = first_windows(session, CURVE_TOKENS)
+                points[result.step] = evaluate(session.model, windows, None, session.device).loss
         final = evaluate(session.model, first_windows(session), session.corpus.validation_bytes, session.device)
         if not math.isfinite(final.loss):
             raise Diverged(f"the validation loss is {final.loss:g}, not finite")
@@ -60,8 +61,7 @@ def measure(session: Session, run: Run, hash_of_settings: str, workers: int, *, 
     return Row(
         **vars(run),
         **found,
-        curve=[(step, point[0]) for step, point in points.items() if math.isfinite(point[0])],
-        copying=[(step, *point[1:]) for step, point in points.items() if all(map(math.isfinite, point))],
+        curve=[(step, six_digits(loss)) for step, loss in points.items() if math.isfinite(loss)],
         spikes=count_spikes(losses),
         seconds=session.state.seconds,
         tokens=session.state.tokens,
@@ -79,43 +79,6 @@ def measure(session: Session, run: Run, hash_of_settings: str, workers: int, *, 
         threads=None if session.device.type == "cuda" else torch.get_num_threads(),
         workers=workers,
     )
-
-
-@torch.no_grad()
-def look(session: Session) -> tuple[float, ...]:
-    """The loss on the first `CURVE_TOKENS` of the validation set, and how well the model copies, on the same windows.
-
-    That is `copying_shares`, each of the head where it is largest; then the mean loss of the positions 0 to 15 of a
-    window, 16 to 31, 32 to 63 and so on.
-    """
-    sums = []  # of each batch: nats by position (T,), how many tokens were predicted (T,), and two shares by head
-    session.model.eval()
-    with attention_weights(session.model) as layers:
-        for window in first_windows(session, CURVE_TOKENS):
-            tokens, targets, *documents = (torch.from_numpy(ids).to(session.device) for ids in window)
-            nats = session.model(tokens, targets, *documents).double().sum(0)  # (T,)
-            heads = torch.cat([copying_shares(tokens, weights) for weights in layers])
-            layers.clear()
-            sums.append((nats, (targets >= 0).sum(0), heads))
-    session.model.train()
-    nats, counts, heads = (torch.stack(parts) for parts in zip(*sums, strict=True))
-    nats, counts, copying = nats.sum(0), counts.sum(0), heads.mean(0).amax(0)
-    ends = [0, *itertools.takewhile(lambda end: end < len(nats), (16 << n for n in range(32))), len(nats)]
-    parts = [nats[start:end].sum() / counts[start:end].sum() for start, end in itertools.pairwise(ends)]
-    return tuple(six_digits(value.item()) for value in (nats.sum() / counts.sum(), *copying, *parts))
-
-
-def copying_shares(tokens: Tensor, weights: Tensor) -> Tensor:
-    """What heads with weights (B, H, T, T) pay to the token before, and to the one after the last earlier occurrence.
-
-    (H, 2): means over all tokens, and over those (B, T) that occurred before (Olsson et al. 2022, arXiv 2209.11895).
-    """
-    before = (tokens[:, :, None] == tokens[:, None, :]).tril(-1)  # (B, T, T)
-    last = torch.where(before, torch.arange(tokens.shape[1], device=tokens.device), -1).amax(-1)[:, None]  # (B, 1, T)
-    index = (last + 1)[..., None].expand(*weights.shape[:3], 1)
-    copied = weights.gather(-1, index)[..., 0] * (last >= 0)  # (B, H, T)
-    previous = weights.diagonal(-1, -2, -1).mean((0, 2))
-    return torch.stack([previous, copied.sum((0, 2)) / (last >= 0).sum().clamp(min=1)], 1)
 
 
 @contextlib.contextmanager

@@ -50,9 +50,6 @@ def test_a_row_holds_what_the_run_measured(plan, session, trained_rms):
     assert [step for step, _ in trained_rms.curve] == list(range(1, 13))
     assert trained_rms.curve[0][1] == pytest.approx(math.log(300), rel=0.15)
     assert trained_rms.curve[-1][1] == float(f"{trained_rms.loss:.6g}")
-    step, previous, copied, *by_position = trained_rms.copying[-1]
-    assert step == 12 and 0 < previous < 1 and 0 < copied < 1 and len(by_position) == 2  # positions 0 to 15, 16 to 31
-    assert np.mean(by_position) == pytest.approx(trained_rms.loss, abs=0.01)
     assert trained_rms.parameters == session.model.num_parameters()
     assert trained_rms.batches_hash == digest(array for step in range(12) for array in session.batch(step))
     nats = trained_rms.loss * (len(session.corpus.validation) - 1)
@@ -98,18 +95,3 @@ def test_perturbed_runs_start_from_weights_that_differ_by_so_much(make_config):
     perturb(models[1], 5, 0.05)
     changes = [(b / a - 1)[a != 0].flatten() for a, b in zip(*(m.parameters() for m in models), strict=True)]
     assert torch.cat(changes).std().item() == pytest.approx(0.05, rel=0.02)
-
-
-def test_heads_that_copy_are_found_by_what_they_attend_to():
-    generator = torch.Generator().manual_seed(1)
-    tokens = torch.randint(5, (2, 12), generator=generator)
-    weights = torch.rand(2, 3, 12, 12, generator=generator).tril()
-    found = run_module.copying_shares(tokens, weights)
-    assert found.shape == (3, 2)
-    for head in range(3):
-        previous, copied = [], []
-        for b, t in np.ndindex(2, 12):
-            previous += [weights[b, head, t, t - 1]] if t else []
-            if earlier := [s for s in range(t) if tokens[b, s] == tokens[b, t]]:
-                copied.append(weights[b, head, t, earlier[-1] + 1])
-        assert found[head].tolist() == pytest.approx([float(np.mean(previous)), float(np.mean(copied))])
