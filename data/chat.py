@@ -25,6 +25,7 @@ Message = dict[str, Any]
 # Random numbers that no text contains. Digits, because templates may change letters (`upper`), but not digits.
 BREAK, BORDER = (str(10**20 + secrets.randbelow(10**20)) for _ in range(2))
 ROLES = {"developer": "system", "human": "user"} | dict.fromkeys(("gpt", "chatgpt", "bing", "bard"), "assistant")
+NUMBERS = re.compile("(?=([0-9]{21}))")  # such as these, wherever one begins
 # What stands before, in and after a thought.
 THOUGHTS = re.compile(r"(\A|</?think>)\s*(?!</?think>)\S.*?(?=</?think>|\Z)", re.DOTALL)
 
@@ -128,17 +129,13 @@ class ChatFormat:
         numbers = itertools.count(int(BORDER) + 1)  # instead of texts: a template may change letters and spaces
         replace = functools.partial(THOUGHTS.sub, lambda match: match[1] + str(next(numbers)))
         marked = [message | {key: replace(message[key]) for key in message if key != "role"} for message in messages]
-        rendered = "".join(self.render(marked, answer_follows=answer_follows))
-
-        def is_left_out(text: str) -> bool:
-            return any(number not in rendered for number in re.findall("[0-9]{21}", text))
-
+        shown = {*NUMBERS.findall("".join(self.render(marked, answer_follows=answer_follows)))}
         for i, message in enumerate(marked, 1):
-            if is_left_out(message["content"].rpartition("</think>")[2]):
-                raise UserError(
-                    f"the model's chat template leaves out message {i} ({message['role']}); use another role."
-                )
-        keys = {key for message in marked for key, text in message.items() if is_left_out(text)}
+            if not shown.issuperset(NUMBERS.findall(message["content"].rpartition("</think>")[2])):
+                role = message["role"]
+                raise UserError(f"the model's chat template leaves out message {i} ({role}); use another role.")
+        texts = [(key, text) for message in marked for key, text in message.items()]
+        keys = {key for key, text in texts if not shown.issuperset(NUMBERS.findall(text))}
         return {"<think>" if key == "content" else key for key in keys}
 
     def render(self, messages: Sequence[Message], *, answer_follows: bool = True) -> list[str]:

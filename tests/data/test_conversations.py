@@ -144,23 +144,29 @@ def test_an_answer_that_the_template_changes_later_is_not_learned_and_is_named(o
     assert unknown == [2] and tokenizer.decode(ids[learned]) == "second"
 
 
-SHAREGPT = {"user": "human", "assistant": "gpt", "system": "system"}
-ROWS = [said(f"What is {n}?", f"It is {n}.", *(["And then?", f"{n + 1}"] * (n % 3))) for n in range(60)]
+SHAREGPT = {"user": "human", "assistant": "bing"}
+ROWS = [said(f"What is {n}?", f"It is {n}.", *(["And then?", f"{n + 1}"] * (n % 3)), system="Be.") for n in range(60)]
 
 
 def write_rows(folder: Path, rows: list[list[dict]]) -> None:
-    """Conversations in every format and with every kind of keys, in several files, with a text beside them."""
+    """Conversations in every format and with every kind of keys, in several files, with a text beside them.
+
+    Some have a byte order mark, CRLF, columns of null, or the system prompt beside the messages.
+    """
     import pyarrow
     from pyarrow import parquet
 
     folder.mkdir()
     with_keys = [{("messages", "conversations")[n % 2]: row, "id": n} for n, row in enumerate(rows)]
+    with_keys[0]["text"] = None
     for row in with_keys[1::4]:
-        row["conversations"] = [{"from": SHAREGPT[m["role"]], "value": m["content"]} for m in row["conversations"]]
-    (folder / "a.jsonl").write_text("".join(json.dumps(row) + "\n\n" for row in with_keys[:20]))
+        given = [{"from": SHAREGPT[m["role"]], "value": m["content"]} for m in row["conversations"][1:]]
+        row |= {"system": row["conversations"][0]["content"], "conversations": given, "messages": None}
+    (folder / "a.jsonl").write_text("\ufeff" + "".join(json.dumps(row) + "\r\n\n" for row in with_keys[:20]))
     with gzip.open(folder / "b.jsonl.gz", "wt") as file:
         file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in with_keys[20:40])
-    parquet.write_table(pyarrow.table({"id": range(20), "messages": rows[40:]}), folder / "c.parquet")
+    columns = {"id": range(20), "conversations": [None] * 5 + rows[45:], "messages": rows[40:45] + [[]] * 15}
+    parquet.write_table(pyarrow.table(columns), folder / "c.parquet")
     (folder / "README.md").write_text("Conversations.")
 
 
@@ -199,7 +205,7 @@ def test_rows_of_all_formats_and_keys_are_packed_whole_and_once(tokenizer_file, 
     again = prepare([str(tmp_path / "rows")], **arguments)
     assert np.array_equal(again.train, corpus.train) and not capsys.readouterr().err
     assert corpus.question[-1]["role"] == "user" and "<s>" not in corpus.question[0]["content"]
-    assert "+ It is" in corpus.show_row() and "  <s><|user|>What is" in corpus.show_row()
+    assert "+ It is" in corpus.show_row() and "  <s><|system|>Be.<|end|><|user|>What is" in corpus.show_row()
 
 
 def test_packing_wastes_little_and_keeps_every_length():
@@ -256,22 +262,6 @@ def test_what_is_unusual_is_one_line_with_a_count_and_the_first_place(tokenizer_
         corpus.description.startswith("9 conversations, ") and "for validation 1 conversations, " in corpus.description
     )
     assert len(texts) == 10 and ("<s><|user|>q<|end|><|assistant|>short<|end|>", "short") in texts
-
-
-def test_a_system_prompt_of_a_row_and_columns_of_null_are_read(tokenizer_file, tmp_path):
-    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    rows = [{"text": None, "messages": said(f"{n}", "a", system="s"), "conversations": None} for n in range(3)]
-    for n in range(3, 9):
-        given = [{"from": "human", "value": f"{n}"}, {"from": "bing", "value": "a"}]
-        rows.append({"messages": [None, []][n % 2], "conversations": given, "system": "s", "id": n})
-    table = pyarrow.Table.from_pylist([dict.fromkeys(rows[-1]) | row for row in rows])
-    parquet.write_table(table, tmp_path / "a.parquet")
-    (tmp_path / "b.jsonl").write_text("\ufeff" + "".join(json.dumps(row) + "\r\n" for row in reversed(rows)))
-    for name in ("a.parquet", "b.jsonl"):
-        corpus = prepare([str(tmp_path / name)], tokenizer=tokenizer_file, cache_dir=tmp_path, sequence_length=60)
-        texts = packed(corpus.train, corpus.tokenizer) + packed(corpus.validation, corpus.tokenizer)
-        expected = {f"<s><|system|>s<|end|><|user|>{n}<|end|><|assistant|>a<|end|>" for n in range(9)}
-        assert {text for text, _ in texts} == expected and len(texts) == 9
 
 
 def test_a_template_that_does_not_teach_the_end_of_an_answer_is_named(tokenizer_file, ours, tmp_path, capsys):
