@@ -19,11 +19,15 @@ from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from data.tokenizer import Tokenizer
-from errors import UserError
+from errors import UserError, reading
 
 Message = dict[str, Any]
 # Random numbers that no text contains. Digits, because templates may change letters (`upper`), but not digits.
 BREAK, BORDER = (str(10**20 + secrets.randbelow(10**20)) for _ in range(2))
+ROLES = {"developer": "system", "human": "user"} | dict.fromkeys(("gpt", "chatgpt", "bing", "bard"), "assistant")
+NUMBERS = re.compile("(?=([0-9]{21}))")  # such as these, wherever one begins
+# What stands before, in and after a thought.
+THOUGHTS = re.compile(r"(\A|</?think>)\s*(?!</?think>)\S.*?(?=</?think>|\Z)", re.DOTALL)
 
 
 def break_tokens(text: str, tokens: Iterable[str]) -> str:
@@ -33,6 +37,28 @@ def break_tokens(text: str, tokens: Iterable[str]) -> str:
     """
     patterns = [f"{re.escape(token[0])}(?={re.escape(token[1:])})" for token in tokens if len(token) > 1]
     return re.sub("|".join(patterns), lambda match: match[0] + BREAK, text) if patterns else text
+
+
+def plain_messages(messages: Sequence[dict]) -> list[Message]:
+    """Messages of a request or a row with role, content and other keys that have text; `UserError` for what is more."""
+    if not isinstance(messages, list) or not messages:
+        raise UserError("messages must be a list, and not an empty one.")
+    plain = []
+    for number, message in enumerate(messages, 1):
+        with reading(f"message {number}", "a message has a role, and its content is text or a list of text parts"):
+            given = {key: value for key, value in message.items() if value not in (None, [], {})}
+            role, content = given.pop("role", given.pop("from", None)), given.pop("content", given.pop("value", None))
+            parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+            refused = {str(part["type"]) for part in parts} - {"text"} | given.keys() & {"tool_calls", "function_call"}
+            if refused:
+                raise ValueError(f"{', '.join(sorted(refused))} is not supported")
+            texts = [part["text"] for part in parts]
+            if not all(isinstance(text, str) for text in (role, *texts)):
+                raise ValueError("its role or its content is not text")
+            others = {key: value for key, value in given.items() if isinstance(value, str)}
+            plain.append({"role": ROLES.get(role, role), "content": "".join(texts)} | others)
+            "".join(plain[-1].values()).encode("utf-8")  # JSON can have half a surrogate pair as an escape
+    return plain
 
 
 class ChatFormat:
@@ -45,9 +71,8 @@ class ChatFormat:
         template = tokenizer.chat_template
         if template is None:
             raise UserError(
-                f"{tokenizer.folder} has no chat template, so the model only continues text: leave out --chat, use an "
-                f"Instruct or Chat model, or fine-tune it on conversations (another base model needs a "
-                f"chat_template.jinja in its folder)."
+                f"{tokenizer.folder} has no chat template, so the model only continues text: use an Instruct or Chat "
+                f"model, fine-tune it on conversations, or put a chat_template.jinja in its folder."
             )
         self._template, self.tokenizer = template, tokenizer
         added = {i: token.content for i, token in tokenizer.added_tokens.items()}
@@ -56,23 +81,28 @@ class ChatFormat:
         self._control = self._special | {token for token in added.values() if token.strip() and token in template}
         self._system = [] if system is None else [{"role": "system", "content": system}]
 
-        answer = "It is fine."
-        example = [{"role": "user", "content": "What is it?"}, {"role": "assistant", "content": answer}]
-        text = "".join(self.render(example, answer_follows=False))
+        question, answer = {"role": "user", "content": "What is it?"}, "It is fine."
+        self.encode([question])  # so that a template that fails, or leaves out the system prompt, does so now
+        text = "".join(self.render([question, {"role": "assistant", "content": answer}], answer_follows=False))
         ends = tokenizer.encode_special(text.rpartition(answer)[2].lstrip(), BREAK).ids[:1]
         self.end_of_turn = next((i for i in ends if added.get(i) in self._control), None)
         """The token that the template writes after an answer. Not every model lists it as EOS."""
 
     def encode(self, messages: Sequence[Message]) -> list[int]:
         """The token ids of the conversation, up to where the model's answer begins."""
-        return self.tokenizer.encode_special("".join(self.render(messages)), BREAK).ids
+        messages = [*self._system, *plain_messages(messages)]
+        self.find_left_out(messages)
+        ids = self.tokenizer.encode_special("".join(self.render(messages)), BREAK).ids
+        if not ids:
+            raise UserError("the model's chat template writes nothing for these messages; give them a content.")
+        return ids
 
     def encode_learned(self, messages: Sequence[Message]) -> tuple[np.ndarray, np.ndarray, list[int]]:
         """The ids of the complete conversation; which of them the model learns, bool; the messages it cannot learn.
 
-        It learns what is inside `{% generation %}` blocks. In a template without them, an answer is what rendering adds
-        when the answer follows the generation prompt. If the template changes earlier text when the conversation
-        continues (as Qwen3's does), that answer cannot be learned.
+        It learns what is inside `{% generation %}` blocks. In a template without them, an answer begins where it parts
+        from the generation prompt, which may have an empty thought for it. If the template changes earlier text when
+        the conversation continues (as Qwen3's does), that answer cannot be learned.
         """
         parts, unknown = self.render(messages, answer_follows=False), []
         text, ends = "".join(parts), [*itertools.accumulate(map(len, parts))]
@@ -80,8 +110,11 @@ class ChatFormat:
         if "endgeneration" not in self._template:
             for i in [i for i, message in enumerate(messages) if message["role"] == "assistant"]:
                 [before], [after] = self.render(messages[:i]), self.render(messages[: i + 1], answer_follows=False)
-                if text.startswith(after) and after.startswith(before):
-                    spans.append((len(before), len(after)))
+                [question] = self.render(messages[:i], answer_follows=False)
+                equal = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(before, after, strict=False))
+                start = sum(1 for _ in equal)
+                if text.startswith(after) and (start == len(before) or before[:start].startswith(question)):
+                    spans.append((start, len(after)))
                 else:
                     unknown.append(i + 1)
         encoding = self.tokenizer.encode_special(text, BREAK)
@@ -91,6 +124,20 @@ class ChatFormat:
             learned |= (ends > start) & (begins < end)
         return np.array(encoding.ids), learned, unknown
 
+    def find_left_out(self, messages: Sequence[Message], *, answer_follows: bool = True) -> set[str]:
+        """The keys, "<think>" for thoughts, that the template leaves out; `UserError` if it leaves out a content."""
+        numbers = itertools.count(int(BORDER) + 1)  # instead of texts: a template may change letters and spaces
+        replace = functools.partial(THOUGHTS.sub, lambda match: match[1] + str(next(numbers)))
+        marked = [message | {key: replace(message[key]) for key in message if key != "role"} for message in messages]
+        shown = {*NUMBERS.findall("".join(self.render(marked, answer_follows=answer_follows)))}
+        for i, message in enumerate(marked, 1):
+            if not shown.issuperset(NUMBERS.findall(message["content"].rpartition("</think>")[2])):
+                role = message["role"]
+                raise UserError(f"the model's chat template leaves out message {i} ({role}); use another role.")
+        texts = [(key, text) for message in marked for key, text in message.items()]
+        keys = {key for key, text in texts if not shown.issuperset(NUMBERS.findall(text))}
+        return {"<think>" if key == "content" else key for key in keys}
+
     def render(self, messages: Sequence[Message], *, answer_follows: bool = True) -> list[str]:
         """The text of the conversation in parts; every second part is inside a `{% generation %}` block.
 
@@ -98,17 +145,16 @@ class ChatFormat:
         not special, such as </think>; those stay tokens.
         """
         broken = []
-        for message in (*self._system, *messages):
+        for message in messages:
             tokens = self._special if message["role"] == "assistant" else self._control
-            broken.append({**message, "content": break_tokens(message["content"], tokens)})
+            texts = {key: break_tokens(text, tokens) for key, text in message.items() if key != "role"}
+            broken.append(message | texts)
         try:
             template, given = compile_template(self._template), self.tokenizer.special_tokens
             return template.render(messages=broken, add_generation_prompt=answer_follows, **given).split(BORDER)
         except Exception as error:  # whatever the template raises
-            raise UserError(
-                f"the model's chat template does not support this conversation ({type(error).__name__}: {error}); "
-                f"leave out --system, or use another version of the model."
-            ) from error
+            reason = f"{type(error).__name__}: {error}"
+            raise UserError(f"the model's chat template does not support this conversation ({reason}).") from error
 
 
 @functools.cache

@@ -23,7 +23,7 @@ from filelock import FileLock
 from tqdm import tqdm
 
 from data.batches import IGNORE, Batch, draw
-from data.chat import ChatFormat, Message
+from data.chat import ChatFormat, Message, plain_messages
 from data.readers import MESSAGES, decode, read_rows
 from data.sources import TextFile
 from data.split import VALIDATION, Split, split_documents
@@ -31,8 +31,7 @@ from data.tokenizer import Tokenizer
 from data.units import DOCUMENT, content_hash, digest
 from errors import UserError, read_json, replace_text, replacing
 
-VERSION = 3  # of the files; raised when the same conversations and tokenizer would give other rows
-ROLES = {"human": "user", "gpt": "assistant"}  # ShareGPT's names
+VERSION = 4  # of the files; raised when the same conversations and tokenizer would give other rows
 Encoded = tuple[list[Message], np.ndarray, np.ndarray]  # a conversation, its ids and which of them are learned
 
 
@@ -73,11 +72,11 @@ def batch_of(rows: np.ndarray) -> Batch:
 
 
 def has_conversations(files: Sequence[TextFile]) -> bool:
-    """Whether the first readable row has messages and lacks the text field."""
+    """Whether the first readable row has messages and no text."""
     for _, row in itertools.chain.from_iterable(map(read_rows, files)):
-        with contextlib.suppress(ValueError):
-            if isinstance(row := decode(row), dict):
-                return files[0].field not in row and any(key in row for key in MESSAGES)
+        with contextlib.suppress(ValueError, RecursionError):
+            row = decode(row)
+            return row.get(files[0].field) is None and any(key in row for key in MESSAGES)
     return False
 
 
@@ -129,11 +128,14 @@ def encode_conversations(files: Sequence[TextFile], chat: ChatFormat, size: int)
     rows = itertools.chain.from_iterable(map(read_rows, files))
     for place, row in tqdm(rows, "conversations", delay=2, unit=""):
         try:
-            messages = messages_of(decode(row))
+            messages, unused = messages_of(decode(row))
+            unused |= chat.find_left_out(messages, answer_follows=False)
             ids, learned, unknown = chat.encode_learned(messages)
         except Exception as error:  # whatever a row of another shape, or the template for it, raises
-            notes["rows skipped: they are not conversations"].append(f"{place}: {error!r:.200}")
+            unfit = "rows skipped: each must be one object, with messages that the template supports"
+            notes[unfit].append(f"{place}: {error!s:.200}")
             continue
+        notes[f"rows in which nothing uses these keys: {', '.join(sorted(unused))}"] += [place] * bool(unused)
         last = learned & ~np.append(learned[1:], False)  # the last token of each answer
         later = "answers not learned: the template changes them when the conversation continues"
         notes[later] += [f"{place}, message {number}" for number in unknown]
@@ -153,15 +155,15 @@ def encode_conversations(files: Sequence[TextFile], chat: ChatFormat, size: int)
     return found
 
 
-def messages_of(row: dict) -> list[Message]:
-    """The messages of a row as dictionaries of role and content; raises anything if they are not that."""
-    messages = []
-    for one in row["messages"] if "messages" in row else row["conversations"]:
-        role, content = (one["role"], one["content"]) if "role" in one else (one["from"], one["value"])
-        if not isinstance(content, str) or one.get("tool_calls"):
-            raise ValueError("a message is not plain text")
-        messages.append({"role": ROLES.get(role, role), "content": content})
-    return messages
+def messages_of(row: dict) -> tuple[list[Message], set[str]]:
+    """The messages of a row, and the keys that are not used; `UserError` if they are not messages."""
+    name = next((name for name in MESSAGES if row.get(name)), MESSAGES[0])
+    messages, used = plain_messages(row.get(name)), {name, "from", "value"}
+    if row.get("system") and messages[0]["role"] != "system":
+        messages = plain_messages([{"role": "system", "content": row["system"]}, *messages])
+        used.add("system")
+    given = {key for one in (row, *row[name]) for key in one if one[key] not in (None, "", [], {})}
+    return messages, given - used.union(*messages)
 
 
 def pack(conversations: Sequence[Encoded], size: int, dtype: np.dtype) -> np.ndarray:

@@ -15,7 +15,7 @@ from errors import UserError, note, reading
 BLOCK = 1 << 17  # characters of a text file that are read at a time, and then up to the end of a line
 ROWS = 256  # of parquet, decoded at a time
 MESSAGES = ("messages", "conversations")  # fields of a row that is a conversation
-ROW = "a row has its text in the field that --text-field names (conversations only train a model: --init-from)"
+ROW = "each line or row is an object with its text in the field of --text-field (conversations need --init-from)"
 
 Document = Iterable[str]  # its text in blocks, to be read at most once
 
@@ -54,7 +54,7 @@ def read_blocks(path: Path) -> Iterator[str]:
     Blocks are encoded one by one. With our own tokenizers, no id reaches beyond a line, so these are the ids of the
     document; with others the ids next to the end of a block may differ.
     """
-    with reading(path, "convert it to UTF-8, or leave it out"), open(path, encoding="utf-8", newline="") as file:
+    with reading(path, "convert it to UTF-8, or leave it out"), open(path, encoding="utf-8-sig", newline="") as file:
         while block := file.read(BLOCK) + file.readline(BLOCK):
             yield block
 
@@ -73,22 +73,26 @@ def read_rows(file: TextFile) -> Iterator[tuple[str, bytes | dict]]:
 def read_lines(path: Path) -> Iterator[bytes]:
     """The lines of a jsonl file, not decoded, because the reader of conversations skips bad ones."""
     with reading(path), (gzip.open if path.name.lower().endswith(".gz") else open)(path, "rb") as lines:
-        yield from map(bytes.strip, lines)
+        yield from (line.removeprefix(b"\xef\xbb\xbf").strip() for line in lines)
 
 
 def decode(row: bytes | dict) -> dict:
-    return json.loads(row) if isinstance(row, bytes) else row
+    row = json.loads(row) if isinstance(row, bytes) else row
+    if not isinstance(row, dict):
+        raise ValueError(f"the line is of type {type(row).__name__}, not an object")
+    return row
 
 
 def read_table(path: Path, field: str) -> Iterator[dict]:
-    """The rows of a parquet file, with the columns of text and messages, or else with all that it has."""
+    """The rows of a parquet file. Only the columns of text and of conversations are read; the others are True."""
     from pyarrow import parquet
 
     # Without these two settings the whole column is read ahead into memory.
     with reading(path, ROW), parquet.ParquetFile(path, pre_buffer=False, buffer_size=BLOCK) as file:
-        columns = [name for name in (field, *MESSAGES) if name in file.schema_arrow.names] or None
+        others = dict.fromkeys(file.schema_arrow.names, True)
+        columns = [name for name in (field, *MESSAGES, "system") if name in others]
         for batch in file.iter_batches(batch_size=ROWS, columns=columns, use_threads=False):
-            yield from batch.to_pylist()
+            yield from (others | row for row in batch.to_pylist())
 
 
 def text_of(row: dict, field: str) -> str:

@@ -41,7 +41,9 @@ TRAINER_OPTIONS = dict(
     control_symbols=["<|system|>", "<|user|>", "<|assistant|>", "<|end|>"],  # for conversations; text never gives them
     minloglevel=2,
 )
-CHAT_TEMPLATE = """{{ bos_token }}{% for message in messages %}{{ '<|' + message.role + '|>' }}
+CHAT_TEMPLATE = """{{ bos_token }}{% for message in messages %}
+{%- if message.role not in ['system', 'user', 'assistant'] %}{{ raise_exception('no role ' + message.role) }}{% endif %}
+{{- '<|' + message.role + '|>' }}
 {%- if message.role == 'assistant' %}{% generation %}{{ message.content + '<|end|>' }}{% endgeneration %}
 {%- else %}{{ message.content + '<|end|>' }}{% endif %}{% endfor %}
 {%- if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"""

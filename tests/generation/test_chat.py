@@ -76,10 +76,11 @@ def test_tags_that_are_not_special_are_tokens_in_answers_and_text_in_questions(c
 def test_a_system_prompt_comes_first_and_a_template_can_refuse_it(chat_model, tmp_path):
     question = [{"role": "user", "content": "q"}]
     with_system = chat_format(chat_model, " Be <s> terse<|im_end|>. ")
-    text = "".join(with_system.render(question)).replace(BREAK, "")
+    text = with_system.tokenizer.decode(with_system.encode(question), special=True)
     assert "Be <s> terse<|im_end|>." in text and text.index("terse") < text.index("q")
     shutil.copytree(chat_model, tmp_path, dirs_exist_ok=True)
-    write(tmp_path / "chat_template.jinja", "{{ raise_exception('no system') if messages[0].role == 'system' }}")
+    refusal = "{{ raise_exception('no system') if messages[0].role == 'system' }}{{ messages[0].content }}"
+    write(tmp_path / "chat_template.jinja", refusal)
     with pytest.raises(UserError, match="no system"):
         chat_format(tmp_path, "Be terse.")
     chat_format(tmp_path)
