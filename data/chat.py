@@ -45,9 +45,8 @@ class ChatFormat:
         template = tokenizer.chat_template
         if template is None:
             raise UserError(
-                f"{tokenizer.folder} has no chat template, so the model only continues text: leave out --chat, use an "
-                f"Instruct or Chat model, or fine-tune it on conversations (another base model needs a "
-                f"chat_template.jinja in its folder)."
+                f"{tokenizer.folder} has no chat template, so the model only continues text: use an Instruct or Chat "
+                f"model, fine-tune it on conversations, or put a chat_template.jinja in its folder."
             )
         self._template, self.tokenizer = template, tokenizer
         added = {i: token.content for i, token in tokenizer.added_tokens.items()}
