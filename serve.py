@@ -1,5 +1,6 @@
 """Serve models to a browser and to OpenAI's clients: `python serve.py RUN [RUN]`. See `python serve.py --help`."""
 
+import gc
 import os
 import signal
 
@@ -39,6 +40,7 @@ def main(
 
     server = Server(directories, Settings(dtype=dtype), host)
     print(f"http://{host}:{listener.getsockname()[1]}/ (Ctrl-C ends it)", flush=True)
+    gc.freeze()  # else a body of many lists stops all answers for half a second, to look for cycles in all of torch
     server.run(sockets=[listener])
 
 

@@ -43,7 +43,8 @@ class ServedModel:
         What is wrong with a prompt is raised before the first step. A choice begins with a step without tokens.
         """
         prompts, ends = self._encode(request)
-        chat, n, top, start, new, streams, logprobs = request.chat, request.n, request.top, 0, 0, [], []
+        chat, n, top = request.chat, request.n, request.top
+        start, new, streams, logprobs = 0, 0, [], []
 
         def on_logits(logits: torch.Tensor) -> None:
             if top is not None:

@@ -79,8 +79,13 @@ def test_the_text_equals_that_of_generate_py_streamed_or_not(client, directories
     assert answer == generated(directories[0], "hello", chat=True, **settings) and last.usage.completion_tokens == 30
 
 
-def test_samples_stop_strings_and_models(client):
+def test_samples_stop_strings_and_models(client, server, monkeypatch):
     assert [model.id for model in client.models.list()] == ["chat", "text"]
+    for request in (client.models.retrieve, functools.partial(client.completions.create, prompt="a")):
+        with pytest.raises(openai.NotFoundError, match="there is no model 'gpt', only chat, text"):
+            request(model="gpt")
+    monkeypatch.setitem(server.models, "/runs/a b", server.models["text"])
+    assert client.models.retrieve("/runs/a b").id == "text"
     arguments = {"model": "text", "prompt": "def", "seed": 3, "max_tokens": 20}
     texts = [choice.text for choice in client.completions.create(**arguments, n=3).choices]
     assert len({*texts}) == 3 and client.completions.create(**arguments).choices[0].text == texts[0]
@@ -103,14 +108,6 @@ def test_logprobs_of_an_answer_are_those_of_its_text_and_its_ids_continue_it(cli
     assert choice.text.endswith(rest.choices[0].text)
 
 
-def test_several_prompts_are_answered_in_order_each_as_if_alone(client):
-    prompts, options = ["def add", "x ", [70, 80]], {"model": "text", "seed": 3, "max_tokens": 8, "n": 2}
-    alone = [choice.text for p in prompts for choice in client.completions.create(prompt=p, **options).choices]
-    together = client.completions.create(prompt=prompts, **options)
-    assert [choice.text for choice in together.choices] == alone
-    assert [choice.index for choice in together.choices] == [0, 1, 2, 3, 4, 5]
-
-
 def test_the_accumulator_of_openais_client_gets_what_an_answer_without_stream_has(client):
     options = {"model": "chat", "messages": HELLO, "seed": 3, "max_tokens": 9, "n": 3, "logprobs": True}
     whole = client.chat.completions.create(**options)
@@ -122,16 +119,18 @@ def test_the_accumulator_of_openais_client_gets_what_an_answer_without_stream_ha
     assert final.usage == whole.usage
 
 
-def test_an_echo_is_the_prompt_with_its_logprobs_and_then_the_answer(client):
-    options = {"model": "text", "max_tokens": 1, "logprobs": 2, "temperature": 0, "stop": ["add"]}
+def test_several_prompts_are_answered_in_order_as_if_alone_and_an_echo_begins_with_the_prompt(client):
+    options = {"model": "text", "seed": 3, "max_tokens": 2, "logprobs": 2, "n": 2, "stop": ["add"]}
     prompts = [[70, 71, 72], [80, 70], "def add("]  # lm-eval sends lists of lists of ids
+    alone = [choice for prompt in prompts for choice in client.completions.create(prompt=[prompt], **options).choices]
+    together = client.completions.create(prompt=prompts, **options).choices
     echoed = client.completions.create(prompt=prompts, echo=True, **options).choices
-    for choice, prompt in zip(echoed, prompts, strict=True):
-        alone = client.completions.create(prompt=[prompt], **options).choices[0]
-        assert choice.logprobs.token_logprobs[-1] == pytest.approx(alone.logprobs.token_logprobs[0])
-        assert choice.logprobs.token_logprobs.index(None) == 0 and choice.finish_reason == "length"
-        ids = [entry["id"] for entry in choice.logprobs.content[:-1]]
-        assert ids == prompt if isinstance(prompt, list) else choice.text == prompt + alone.text
+    for i, (a, b, echo) in enumerate(zip(alone, together, echoed, strict=True)):
+        assert (i, a.text, a.logprobs) == (b.index, b.text, b.logprobs) and i == echo.index
+        assert echo.logprobs.token_logprobs[-2:] == pytest.approx(a.logprobs.token_logprobs)
+        assert echo.logprobs.token_logprobs.index(None) == 0 and echo.text.endswith(a.text)
+        ids = [entry["id"] for entry in echo.logprobs.content[:-2]]
+        assert ids == prompts[i // 2] if i < 4 else echo.text == prompts[2] + a.text
 
 
 def test_the_bytes_of_tokens_join_to_the_text_and_no_two_tokens_have_one_name(client, server):
@@ -142,15 +141,6 @@ def test_the_bytes_of_tokens_join_to_the_text_and_no_two_tokens_have_one_name(cl
     assert all(len(top) == 20 for top in logprobs.top_logprobs[1:])
     tokens = [{"token": "a", "id": i, "logprob": -i} for i in range(3)]
     assert by_text(tokens) == {"a": 0, "token_id:1": -1, "token_id:2": -2}
-
-
-def test_models_are_found_by_names_with_slashes_and_others_are_404(server, client):
-    server.models["runs/a b"] = server.models["text"]
-    assert client.models.retrieve("runs/a b").id == "text"
-    del server.models["runs/a b"]
-    for request in (client.models.retrieve, functools.partial(client.completions.create, prompt="a")):
-        with pytest.raises(openai.NotFoundError, match="there is no model 'gpt', only chat, text"):
-            request(model="gpt")
 
 
 def test_a_fault_of_the_server_is_500_and_its_message_no_advice(server, monkeypatch):
