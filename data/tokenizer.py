@@ -88,7 +88,7 @@ class Tokenizer:
             return dict(json.loads(self.files.get(name, b"{}")))
 
     def encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids  # lets other threads run
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[array]:
         """Encode many texts on all cores; where words are independent, each word once."""
@@ -172,7 +172,7 @@ class Tokenizer:
         steps = [remove_mark] if normalizer is None else [remove_mark, normalizer]
         self._tokenizer.normalizer, self._tokenizer.encode_special_tokens = normalizers.Sequence(steps), False
         try:
-            return self._tokenizer.encode_batch([text], add_special_tokens=False)[0]
+            return self._tokenizer.encode_batch([text], add_special_tokens=False)[0]  # lets other threads run
         finally:
             self._tokenizer.normalizer, self._tokenizer.encode_special_tokens = normalizer, True
 

@@ -32,6 +32,7 @@ class ServedModel:
         checkpoint, self.tokenizer, self.eos_ids = open_directory(directory)
         self.decoder, self._prefix = load_decoder(checkpoint, settings), PrefixCache()
         self.sampling = recommended_sampling(directory) or Sampling()  # of chats
+        self.vocab_size = min(self.tokenizer.vocab_size, checkpoint.config.vocab_size)
         self.card = {"id": name, "object": "model", "owned_by": "prenorm", "sampling": vars(self.sampling)}
         self.card |= {"created": 0, "chat": bool(self.tokenizer.chat_template), "tokenizer": self.tokenizer.hash}
 
@@ -72,7 +73,7 @@ class ServedModel:
                     emit(start + i, "", described, None)
             if request.max_tokens:
                 options |= dict(first_tokens=[first] * n, prefix=self._prefix if n == 1 else None)
-                result = generate(self.decoder, [ids] * n, vocab_size=self.tokenizer.vocab_size, **options)
+                result = generate(self.decoder, [ids] * n, vocab_size=self.vocab_size, **options)
                 new += sum(map(len, result.tokens))
             else:
                 for i in range(n):
@@ -93,8 +94,8 @@ class ServedModel:
             elif isinstance(prompt, str):  # only scored: from the token that begins a document to the last space
                 ids = [tokenizer.document_start, *tokenizer.encode(prompt)]
             encoded.append(([*ids, *request.begin_ids], None if request.begin_ids else first))
-        if not all(ids and min(ids) >= 0 and max(ids) < tokenizer.vocab_size for ids, _ in encoded):
-            raise UserError(f"a prompt must be a text, or token ids from 0 to {tokenizer.vocab_size - 1}.")
+        if not all(ids and min(ids) >= 0 and max(ids) < self.vocab_size for ids, _ in encoded):
+            raise UserError(f"a prompt must be a text, or token ids from 0 to {self.vocab_size - 1}.")
         check_prompts([ids for ids, _ in encoded], self.decoder.config.max_position_embeddings)
         return encoded, ends
 
@@ -105,7 +106,7 @@ class ServedModel:
         cache = KeyValueCache(self.decoder.config, 1, len(ids), device=weight.device, dtype=self.decoder.compute_dtype)
         for start in range(0, len(ids), SCORED_AT_ONCE):
             part = torch.tensor([ids[start : start + SCORED_AT_ONCE]], device=weight.device)
-            logits = self.decoder(part, cache=cache)[0, :, : self.tokenizer.vocab_size]
+            logits = self.decoder(part, cache=cache)[0, :, : self.vocab_size]
             yield from zip(ids[start + 1 :], logits.log_softmax(-1), strict=False)
         self._prefix = PrefixCache(ids, cache)
 
