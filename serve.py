@@ -1,7 +1,12 @@
 """Serve models to a browser and to OpenAI's clients: `python serve.py RUN [RUN]`. See `python serve.py --help`."""
 
-import contextlib
+import gc
 import os
+import signal
+
+if __name__ == "__main__":  # before imports, some of which would ignore a KeyboardInterrupt; nothing has to be saved
+    signal.signal(signal.SIGINT, lambda *_: os._exit(os.write(2, b"stopped.\n") and 130))
+
 import socket
 from typing import Annotated, Literal
 
@@ -35,9 +40,8 @@ def main(
 
     server = Server(directories, Settings(dtype=dtype), host)
     print(f"http://{host}:{listener.getsockname()[1]}/ (Ctrl-C ends it)", flush=True)
-    with contextlib.suppress(KeyboardInterrupt):
-        server.run(sockets=[listener])
-    os._exit(130)  # without waiting for the thread, which may be in the middle of a long prompt
+    gc.freeze()  # else a body of many lists stops all answers for half a second, to look for cycles in all of torch
+    server.run(sockets=[listener])
 
 
 if __name__ == "__main__":

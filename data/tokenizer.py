@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import tokenizers
 from tokenizers import AddedToken, normalizers
+from tokenizers.pre_tokenizers import ByteLevel
 
 from errors import UserError, reading, replacing
 
@@ -49,6 +50,8 @@ CHAT_TEMPLATE = """{{ bos_token }}{% for message in messages %}
 {%- if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"""
 # Where no piece goes on after a newline or from a character to a space, the ids of a text are those of its words.
 WORD = re.compile("[ ▁]*[^ ▁\n]+|[ ▁]+|\n")
+# Byte-level vocabularies write each byte as a character: some as Latin-1 has them, and these as U+0100 on, in order.
+UNPRINTABLE = [byte for byte in range(256) if chr(byte) not in ByteLevel.alphabet()]
 MAX_WORDS = 1 << 18  # whose ids are remembered, about 50 MB
 
 
@@ -140,6 +143,15 @@ class Tokenizer:
         ids = [self._tokenizer.token_to_id(f"<0x{value:02X}>") for value in range(256)]
         return {} if None in ids else dict(zip(ids, range(256), strict=True))
 
+    def token_bytes(self, token: int) -> bytes:
+        """What a token stands for, special ones too: its text in UTF-8, or bytes that are no character alone."""
+        if token in self._byte_values:
+            return bytes([self._byte_values[token]])
+        text, name = self.decode([*self.encode("a"), token], special=True)[1:], self._tokenizer.id_to_token(token)
+        if "\ufffd" in text and {*name} <= {*ByteLevel.alphabet()}:
+            return bytes(code if (code := ord(c)) < 256 else UNPRINTABLE[code - 256] for c in name)
+        return text.encode()
+
     @functools.cached_property
     def tokens_with_space(self) -> list[int]:
         """The ids of the tokens that begin with a space, which a vocabulary writes as another character."""
@@ -162,7 +174,7 @@ class Tokenizer:
         steps = [remove_mark] if normalizer is None else [remove_mark, normalizer]
         self._tokenizer.normalizer, self._tokenizer.encode_special_tokens = normalizers.Sequence(steps), False
         try:
-            return self._tokenizer.encode(text, add_special_tokens=False)
+            return self._tokenizer.encode_batch([text], add_special_tokens=False)[0]  # lets other threads run
         finally:
             self._tokenizer.normalizer, self._tokenizer.encode_special_tokens = normalizer, True
 

@@ -137,7 +137,7 @@ def generate(
             if min(ids) < 0:
                 raise UserError(
                     "the model's logits are not finite; its weights are damaged, or its activations overflow: "
-                    "try --dtype float32."
+                    "try float32."
                 )
             if prefix is not None:
                 prefix.tokens += ids

@@ -33,7 +33,7 @@ class Sampling:
         ranges = dict(temperature=(0, 1e9), top_k=(0, 2**31), top_p=(0, 1), min_p=(0, 1))
         for name, (low, high) in {"repetition_penalty": (0.01, 1e9), **ranges}.items():
             if not low <= (value := getattr(self, name)) <= high:  # fails for NaN too
-                raise UserError(f"--{name.replace('_', '-')} is {value} but must be from {low} to {high:g}.")
+                raise UserError(f"{name} is {value} but must be from {low} to {high:g}.")
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,9 @@
 """The web application: the event loop reads requests and sends answers, a thread of its own computes them in order."""
 
 import asyncio
+import json
+import secrets
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -23,6 +26,7 @@ class Server(uvicorn.Server):
             routing.Route("/", lambda http: responses.FileResponse(Path(__file__).with_name("page.html"))),
             routing.Route("/health", responses.JSONResponse({"status": "ok"}), methods=["GET"]),
             routing.Route("/v1/models", responses.JSONResponse(cards), methods=["GET"]),
+            routing.Route("/v1/models/{id:path}", self.card),
             routing.Route("/v1/completions", self.answer, methods=["POST"]),
             routing.Route("/v1/chat/completions", self.answer, methods=["POST"]),
         ]
@@ -30,13 +34,22 @@ class Server(uvicorn.Server):
         names, handlers = ("localhost", "{a:int}.{b:int}.{c:int}.{d:int}", host), (exceptions.HTTPException, Exception)
         hosts = [routing.Host(name, routing.Router(routes)) for name in names]
         app = applications.Starlette(routes=hosts, exception_handlers=dict.fromkeys(handlers, refuse))
+        app.router.default = refuse_host
         super().__init__(uvicorn.Config(app, lifespan="off", log_level="critical", timeout_graceful_shutdown=0.5))
 
+    def find(self, id: str) -> ServedModel:
+        if id not in self.models:
+            raise exceptions.HTTPException(404, f"there is no model {id!r}, only {', '.join(self.models)}")
+        return self.models[id]
+
+    def card(self, http: requests.Request) -> responses.Response:
+        return responses.JSONResponse(self.find(http.path_params["id"]).card)
+
     async def answer(self, http: requests.Request) -> responses.Response:
-        if int(http.headers.get("content-length", MAX_BODY + 1)) > MAX_BODY:
-            raise exceptions.HTTPException(413, f"a body must have a Content-Length of at most {MAX_BODY:,}")
-        with reading("the request", "see /v1/models and OpenAI's reference of the API"):
-            request = Request(await http.body(), "chat" in http.url.path, self.models)
+        content, chat = await read_body(http), "chat" in http.url.path
+        with reading("the request", "see OpenAI's reference of the API"):
+            request = Request.read(content, chat, self.models)
+        model = self.find(request.model)
         if len(self.answers) > MAX_WAITING:
             raise exceptions.HTTPException(429, f"{MAX_WAITING} requests are waiting; try again later")
         loop, steps = asyncio.get_running_loop(), asyncio.Queue()
@@ -47,29 +60,53 @@ class Server(uvicorn.Server):
                 raise UserError("the answer was ended")
             loop.call_soon_threadsafe(steps.put_nowait, step)
 
-        answer = loop.run_in_executor(self.worker, request.model.answer, request, emit)
+        answer = loop.run_in_executor(self.worker, model.answer, request, emit)
         self.answers.add(answer)
         answer.add_done_callback(self.answers.discard)
         answer.add_done_callback(steps.put_nowait)
         left.add_done_callback(lambda _: answer.cancel())  # if it has not begun
 
-        async def chunks():
-            while (step := await steps.get()) is not answer:
-                yield f"data: {request.body([step])}\n\n"
+        reply = {"id": f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}", "model": model.card["id"]}
+        reply |= {"object": "chat.completion" + ".chunk" * request.stream if chat else "text_completion"}
+        reply |= {"created": int(time.time())}
+
+        def body(steps: list[tuple], usage: dict | None = None) -> str:
+            return json.dumps(reply | {"choices": request.choices(steps)} | ({"usage": usage} if usage else {}))
+
+        async def chunks(step: tuple | asyncio.Future):
+            while step is not answer:
+                yield f"data: {body([step])}\n\n"
+                step = await steps.get()
             if answer.exception():
                 yield f"data: {refuse(http, answer.exception()).body.decode()}\n\n"
-            elif request.stream_usage:
-                yield f"data: {request.body([], answer.result())}\n\n"
+            elif request.stream_options.get("include_usage"):
+                yield f"data: {body([], answer.result())}\n\n"
             yield "data: [DONE]\n\n"
 
-        if request.stream:
-            return responses.StreamingResponse(chunks(), media_type="text/event-stream")
+        if request.stream and (first := await steps.get()) is not answer:
+            return responses.StreamingResponse(chunks(first), media_type="text/event-stream")
         usage = await answer
-        return responses.Response(request.body([*iter(steps.get_nowait, answer)], usage), media_type="application/json")
+        return responses.Response(body([*iter(steps.get_nowait, answer)], usage), media_type="application/json")
+
+
+async def read_body(http: requests.Request) -> bytes:
+    """A body. What arrives is counted, whatever the headers say, and read to its end, as clients listen only then."""
+    content = b""
+    async for part in http.stream():
+        content += part if len(content) <= MAX_BODY else b""
+    if len(content) > MAX_BODY:
+        raise exceptions.HTTPException(413, f"a body may have at most {MAX_BODY:,} bytes")
+    return content
+
+
+async def refuse_host(scope: dict, *_) -> None:
+    host = requests.Request(scope).headers.get("host")
+    raise exceptions.HTTPException(403, f"the Host {host!r} is refused: it must be localhost or an IPv4 address")
 
 
 def refuse(http: requests.Request, error: Exception) -> responses.JSONResponse:
     """An error in OpenAI's format."""
     status = getattr(error, "status_code", 400 if isinstance(error, UserError) else 500)
+    message = getattr(error, "detail", str(error) if status < 500 else repr(error))
     kind = "invalid_request_error" if status < 500 else "server_error"
-    return responses.JSONResponse({"error": {"message": str(error), "type": kind, "param": None, "code": None}}, status)
+    return responses.JSONResponse({"error": {"message": message, "type": kind, "param": None, "code": None}}, status)

@@ -65,7 +65,7 @@ def test_standard_input_and_the_newest_run_are_the_default_prompt_and_run(folder
 def test_a_wrong_value_is_named_with_exit_status_2(folder):
     result = generate(folder, "--temperature", "-1")
     assert result.returncode == 2 and result.stdout == b""
-    assert "--temperature is -1.0" in result.stderr.decode() and b"Traceback" not in result.stderr
+    assert "temperature is -1.0" in result.stderr.decode() and b"Traceback" not in result.stderr
 
 
 def test_a_closed_pipe_ends_the_program_quietly(folder):

@@ -115,9 +115,9 @@ generate BAD/quantized --prompt a
 generate BAD/no_tokenizer --prompt a
     there is no .*no_tokenizer/tokenizer.model; give
 generate RUN --prompt a --temperature -1
-    --temperature is -1
+    temperature is -1
 generate RUN --prompt a --top-p 2
-    --top-p is 2
+    top_p is 2
 generate RUN --prompt a --max-new-tokens 0
     --max-new-tokens, .* must be at least 1
 generate RUN --prompt LONG

@@ -139,5 +139,5 @@ def test_sampling_is_what_the_generation_config_recommends(tmp_path):
     assert recommended_sampling(tmp_path) == Sampling(temperature=1.0, top_k=0)
     for fields in ({"temperature": "hot"}, {"temperature": [1]}, {"temperature": -1}):
         write(path, {"do_sample": True, **fields})
-        with pytest.raises(UserError, match=r"generation_config.json cannot be read|--temperature is -1"):
+        with pytest.raises(UserError, match=r"generation_config.json cannot be read|temperature is -1"):
             recommended_sampling(tmp_path)

@@ -1,6 +1,7 @@
 """The server as OpenAI's client sees it, and what it does with bad requests and bad clients."""
 
 import concurrent.futures
+import functools
 import http.client
 import itertools
 import json
@@ -9,6 +10,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -18,8 +20,10 @@ import pytest
 import serve
 from errors import UserError
 from generation import generate, session
+from generation.prompts import encode_prompt
 from generation.settings import Sampling, Settings
 from model.decoder import Decoder
+from serving.answer import by_text
 from tests.serving.conftest import served
 
 openai = pytest.importorskip("openai", reason="needs the package openai")
@@ -71,11 +75,17 @@ def test_the_text_equals_that_of_generate_py_streamed_or_not(client, directories
     options |= {"stream": True, "stream_options": {"include_usage": True}}
     *chunks, last = client.chat.completions.create(model="chat", messages=HELLO, **options)
     answer = "".join(chunk.choices[0].delta.content for chunk in chunks)
+    assert [chunk.choices[0].delta.role for chunk in chunks[:3]] == ["assistant", None, None]
     assert answer == generated(directories[0], "hello", chat=True, **settings) and last.usage.completion_tokens == 30
 
 
-def test_samples_stop_strings_and_models(client):
+def test_samples_stop_strings_and_models(client, server, monkeypatch):
     assert [model.id for model in client.models.list()] == ["chat", "text"]
+    for request in (client.models.retrieve, functools.partial(client.completions.create, prompt="a")):
+        with pytest.raises(openai.NotFoundError, match="there is no model 'gpt', only chat, text"):
+            request(model="gpt")
+    monkeypatch.setitem(server.models, "/runs/a b", server.models["text"])
+    assert client.models.retrieve("/runs/a b").id == "text"
     arguments = {"model": "text", "prompt": "def", "seed": 3, "max_tokens": 20}
     texts = [choice.text for choice in client.completions.create(**arguments, n=3).choices]
     assert len({*texts}) == 3 and client.completions.create(**arguments).choices[0].text == texts[0]
@@ -90,12 +100,72 @@ def test_logprobs_of_an_answer_are_those_of_its_text_and_its_ids_continue_it(cli
     choice = client.completions.create(**arguments, logprobs=5).choices[0]
     ids = [entry["id"] for entry in choice.logprobs.content]
     assert [entry["top_logprobs"][0]["id"] for entry in choice.logprobs.content] == ids
-    echo = {"prompt": [70, *ids], "echo": True, "max_tokens": 0, "logprobs": 0}
+    echo = {"prompt": [start, 70, *ids], "echo": True, "max_tokens": 0, "logprobs": 0}
     scored = client.completions.create(**(arguments | echo)).choices[0]
-    assert scored.logprobs.token_logprobs[1:] == pytest.approx(choice.logprobs.token_logprobs, abs=1e-4)
+    assert scored.logprobs.token_logprobs[2:] == pytest.approx(choice.logprobs.token_logprobs, abs=1e-4)
     assert scored.text.endswith(choice.text) and scored.logprobs.content[0]["top_logprobs"] == []
     rest = client.completions.create(**arguments | {"max_tokens": 6}, extra_body={"begin_ids": ids[:6]})
     assert choice.text.endswith(rest.choices[0].text)
+
+
+def test_the_accumulator_of_openais_client_gets_what_an_answer_without_stream_has(client):
+    options = {"model": "chat", "messages": HELLO, "seed": 3, "max_tokens": 9, "n": 3, "logprobs": True}
+    whole = client.chat.completions.create(**options)
+    with client.chat.completions.stream(**options, stream_options={"include_usage": True}) as stream:
+        final = stream.until_done().current_completion_snapshot
+    for a, b in zip(whole.choices, final.choices, strict=True):
+        assert (a.message.role, a.message.content) == (b.message.role, b.message.content) and a.logprobs == b.logprobs
+        assert (a.index, a.finish_reason) == (b.index, b.finish_reason) and a.message.role == "assistant"
+    assert final.usage == whole.usage
+
+
+def test_several_prompts_are_answered_in_order_as_if_alone_and_an_echo_begins_with_the_prompt(client):
+    options = {"model": "text", "seed": 3, "max_tokens": 2, "logprobs": 2, "n": 2, "stop": ["add"]}
+    prompts = [[70, 71, 72], [80, 70], "def add("]  # lm-eval sends lists of lists of ids
+    alone = [choice for prompt in prompts for choice in client.completions.create(prompt=[prompt], **options).choices]
+    together = client.completions.create(prompt=prompts, **options).choices
+    echoed = client.completions.create(prompt=prompts, echo=True, **options).choices
+    for i, (a, b, echo) in enumerate(zip(alone, together, echoed, strict=True)):
+        assert (i, a.text, a.logprobs) == (b.index, b.text, b.logprobs) and i == echo.index
+        assert echo.logprobs.token_logprobs[-2:] == pytest.approx(a.logprobs.token_logprobs)
+        assert echo.logprobs.token_logprobs.index(None) == 0 and echo.text.endswith(a.text)
+        ids = [entry["id"] for entry in echo.logprobs.content[:-2]]
+        assert ids == prompts[i // 2] if i < 4 else echo.text == prompts[2] + a.text
+
+
+def test_the_bytes_of_tokens_join_to_the_text_and_no_two_tokens_have_one_name(client, server):
+    text = "é☺ def 漢𝄞\n"
+    echo = {"model": "text", "prompt": text, "echo": True, "max_tokens": 0}
+    logprobs = client.completions.create(**echo, logprobs=20).choices[0].logprobs
+    assert bytes(byte for entry in logprobs.content[1:] for byte in entry["bytes"]).decode() == text
+    assert all(len(top) == 20 for top in logprobs.top_logprobs[1:])
+    tokens = [{"token": "a", "id": i, "logprob": -i} for i in range(3)]
+    assert by_text(tokens) == {"a": 0, "token_id:1": -1, "token_id:2": -2}
+
+
+def test_a_fault_of_the_server_is_500_and_its_message_no_advice(server, monkeypatch):
+    monkeypatch.setattr("serving.answer.encode_prompt", lambda *_: {}["oops"])
+    for stream in (False, True):
+        status, body = post(server, {"model": "text", "prompt": "a", "stream": stream})
+        assert status == 500 and body["error"]["message"] == "KeyError('oops')"
+
+
+def test_what_arrives_of_a_body_is_counted(server):
+    for size, status in ((1_000_000, 200), (1_000_001, 413), (5_000_000, 413)):
+        body = json.dumps({"model": "text", "max_tokens": 1}).encode().ljust(size)
+        chunk, lie = b"%x\r\n%s\r\n0\r\n\r\n" % (size, body), {"Content-Length": "5", "Transfer-Encoding": "chunked"}
+        assert post(server, body)[0] == post(server, chunk, **lie)[0] == status
+
+
+def test_others_are_answered_while_a_prompt_is_tokenized(server, monkeypatch):
+    tokenizing, answered = threading.Event(), threading.Event()
+    wait = lambda *_: tokenizing.set() or (answered.wait(10) and encode_prompt(*_))  # noqa: E731
+    monkeypatch.setattr("serving.answer.encode_prompt", wait)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        slow = pool.submit(post, server, {"model": "text", "prompt": "a", "max_tokens": 1})
+        assert tokenizing.wait(10) and post(server, {"n": 0})[0] == 400 and not slow.done()
+        answered.set()
+        assert slow.result()[0] == 200
 
 
 def test_a_conversation_computes_only_what_is_new(client, monkeypatch):
@@ -126,10 +196,11 @@ def test_malformed_bodies_get_an_error_in_openais_format(server, capfd):
     refused += [post(server, b" " * 1_000_001), post(server, {}, "nothing"), post(server, {}, "models")]
     refused += [post(server, {"model": "text", "messages": HELLO}, "chat/completions")]
     refused += [post(server, {"prompt": "a " * 5000}), post(server, {"prompt": "a"}, Host="evil.com")]
-    assert len(refused) >= 190 and {status for status, _ in refused} == {400, 404, 405, 413}
+    assert len(refused) >= 190 and {status for status, _ in refused} == {400, 403, 404, 405, 413}
     assert {answer["error"]["type"] for _, answer in refused} == {"invalid_request_error"}
-    for (_, answer), words in zip(refused[-3:], ("no chat template", "context is 4096", "Not Found"), strict=True):
+    for (_, answer), words in zip(refused[-3:], ("no chat template", "context is 4096", "'evil.com'"), strict=True):
         assert words in answer["error"]["message"]
+    assert not any("--" in answer["error"]["message"] for _, answer in refused)  # flags are of the command line
     assert capfd.readouterr().err == ""
 
 
@@ -168,7 +239,16 @@ def test_ctrl_c_ends_the_answer_in_flight_and_the_server_within_a_second(directo
     os.kill(process.pid, signal.SIGINT)
     start, rest = time.monotonic(), answer.read()
     assert process.wait(10) == 130 and time.monotonic() - start < 1.5  # other programs use the machine too
-    assert b"the answer was ended" in rest and b"[DONE]" in rest and process.stderr.read() == b""
+    assert b"the answer was ended" in rest and b"[DONE]" in rest and process.stderr.read() == b"stopped.\n"
+
+
+@pytest.mark.parametrize("seconds", [0.15, 0.4, 1])
+def test_ctrl_c_while_it_starts_is_one_line(directories, seconds):
+    command = [sys.executable, Path(serve.__file__), str(directories[0]), "--port", "0"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    time.sleep(seconds)
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=10)[1] == b"stopped.\n" and process.returncode == 130
 
 
 def test_a_port_in_use_is_one_line(server, directories):
