@@ -1,5 +1,6 @@
 """From text to token streams, and what the cache holds after kills, changes of the text and other processes."""
 
+import io
 import lzma
 import os
 import random
@@ -273,3 +274,8 @@ def test_a_text_too_small_for_the_vocabulary_gets_a_smaller_one_and_one_without_
         (tmp_path / name).write_text("\n" * (name != "empty.txt"))
         with pytest.raises(UserError, match="give more text"):
             prepare([str(tmp_path / name)], cache_dir=tmp_path / "cache")
+
+
+def test_the_hash_of_a_document_is_that_of_its_complete_text_also_of_several_blocks(ours):
+    rows = units.write_ids(io.BytesIO(), [["one ", "end"], ["two ", "end"]], ours)
+    assert rows["hash"].tolist() == [units.content_hash(text) for text in ("one end", "two end")]

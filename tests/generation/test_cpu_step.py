@@ -66,6 +66,16 @@ def test_logits_and_cache_equal_the_decoders(make_decoder, relative, variant, le
             assert relative(found_kv, expected_kv) < 3e-6
 
 
+@torch.inference_mode()
+def test_positions_after_the_first_table_of_angles_and_scores_too_large_for_exp_are_right(make_decoder, relative):
+    decoder = make_decoder(attention_bias=True).eval()
+    decoder.rope.cos, decoder.rope.sin = decoder.rope.cos[:4].clone(), decoder.rope.sin[:4].clone()
+    for layer in decoder.layers:
+        layer.self_attn.qkv_proj.bias *= 50
+    found, expected, _ = steps(decoder, [4])
+    assert relative(found, expected) < 3e-6
+
+
 @pytest.mark.parametrize("norm", ["rms", "layer"])
 @pytest.mark.parametrize("lengths", [[4], [5, 2, 1]], ids=str)
 @torch.inference_mode()

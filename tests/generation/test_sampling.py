@@ -55,7 +55,7 @@ def test_repetition_penalty_divides_positive_and_multiplies_negative_logits_of_s
     torch.testing.assert_close(sampling.penalize_repetition(logits, seen, 1.7), torch.tensor(expected))
 
 
-@pytest.mark.parametrize("temperature", [0.3, 0.8, 1.0, 2.5])
+@pytest.mark.parametrize("temperature", [1e-60, 0.3, 0.8, 1.0, 2.5])
 def test_temperature_divides_the_logits(logits, temperature):
     expected = [softmax([x / temperature for x in row]) for row in logits.tolist()]
     torch.testing.assert_close(sampling.apply_temperature(logits, temperature).softmax(-1), torch.tensor(expected))
@@ -71,9 +71,10 @@ def test_top_k_keeps_the_k_most_likely_tokens_and_their_logits(logits, k):
 
 @pytest.mark.parametrize("p", [1e-6, 0.1, 0.5, 0.9, 0.999])
 def test_top_p_keeps_the_smallest_set_with_that_probability(logits, p):
-    result = sampling.keep_top_p(logits, p)
+    result = sampling.filter_logits(logits, Sampling(temperature=1.0, top_p=p))
     assert kept(result) == [reference_top_p(row, p) for row in logits.tolist()]
-    torch.testing.assert_close(result[result > -math.inf], logits[result > -math.inf], rtol=0, atol=0)
+    expected = sampling.apply_temperature(logits, 1.0)
+    torch.testing.assert_close(result[result > -math.inf], expected[result > -math.inf], rtol=0, atol=0)
 
 
 def test_top_p_keeps_no_more_tokens_when_their_probability_is_exactly_p():
@@ -83,7 +84,8 @@ def test_top_p_keeps_no_more_tokens_when_their_probability_is_exactly_p():
 
 @pytest.mark.parametrize("p", [0.01, 0.1, 0.5, 1.0])
 def test_min_p_keeps_tokens_with_at_least_that_fraction_of_the_highest_probability(logits, p):
-    assert kept(sampling.keep_min_p(logits, p)) == [reference_min_p(row, p) for row in logits.tolist()]
+    result = sampling.filter_logits(logits, Sampling(temperature=1.0, min_p=p))
+    assert kept(result) == [reference_min_p(row, p) for row in logits.tolist()]
 
 
 def test_filters_apply_in_the_order_temperature_top_k_top_p_min_p(logits):
@@ -128,9 +130,10 @@ def test_samples_follow_the_softmax(draw):
 
 @pytest.mark.parametrize("draw", DRAWS)
 @pytest.mark.parametrize("uniform", [0.0, 1 - 2**-53], ids=["minimum", "maximum"])
-def test_a_filtered_token_is_never_sampled_whatever_the_random_number_is(monkeypatch, draw, uniform):
+def test_no_filtered_token_or_none_at_all_is_sampled_whatever_the_random_number_is(monkeypatch, draw, uniform, logits):
     monkeypatch.setattr(torch.Tensor, "exponential_", lambda self, generator: self.fill_(uniform))
     monkeypatch.setattr(torch, "rand", lambda *size, generator, dtype: torch.full(size, uniform, dtype=dtype))
+    assert (draw(logits, [torch.Generator()] * ROWS) < VOCABULARY).all()  # float32 probabilities do not sum to 1
     logits = torch.full((2, 5), -math.inf)
     logits[0, 1], logits[1, 2:4] = 0.5, torch.tensor([3.0, -90.0])  # a likely token, and one whose probability is 4e-41
     assert draw(logits, [torch.Generator(), torch.Generator()]).tolist() == [1, 2]

@@ -52,9 +52,11 @@ def byte_ids(tokenizer, text: str) -> list[int]:
 
 
 @pytest.mark.parametrize("kind", KINDS[:2])
-def test_an_emoji_of_byte_tokens_is_returned_with_its_last_byte(kind, request):
+def test_an_emoji_of_byte_tokens_is_returned_with_its_last_byte_and_bytes_of_none_after_three(kind, request):
     tokenizer = request.getfixturevalue(kind)
-    assert stream_texts(tokenizer, byte_ids(tokenizer, "🦜")) == ["", "", "", "🦜", ""]
+    ids = byte_ids(tokenizer, "🦜")
+    assert stream_texts(tokenizer, ids) == ["", "", "", "🦜", ""]
+    assert stream_texts(tokenizer, ids[:1] * 6) == ["", "", "", *"\ufffd\ufffd\ufffd", "\ufffd\ufffd\ufffd"]
 
 
 def reference_stop(text: str, stops: list[str]) -> str:
@@ -87,7 +89,7 @@ def test_text_ends_before_the_first_stop_string_however_it_is_split(parts, stops
 
 
 def test_only_a_possible_beginning_of_a_stop_string_is_held_back():
-    stream = stop_stream(["a", "b\n", "\ncl", "ean", "E", "N", "T", ".", "EN"], ["\n\nclass", "END"])
+    stream = stop_stream(["a", "b\n", "\n", "clean", "E", "N", "T", ".", "EN"], ["\n\nclass", "END"])
     assert [stream.push(i) for i in range(9)] == ["a", "b", "", "\n\nclean", "", "", "ENT", ".", ""]
     assert (stream.flush(), stream.stopped) == ("EN", False)
 

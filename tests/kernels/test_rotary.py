@@ -73,7 +73,7 @@ def test_queries_and_keys_are_normalized_per_head_before_the_rotation(kernel, dr
 @pytest.mark.parametrize("with_norm", [False, True])
 def test_gradients_equal_those_of_the_float64_definition(kernel, draw, relative, with_norm):
     qkv, weights = draw(B, T, (H + 2 * K) * D), [draw(D, mean=1.0), draw(D, mean=1.0)] if with_norm else []
-    angles = tables(torch.arange(50, 50 + T))
+    angles = tables(torch.stack((torch.arange(50, 50 + T), torch.arange(T))))  # each sequence at its own positions
     upstream = [draw(B, T, H, D), draw(B, T, K, D), draw(B, T, K, D)]
 
     def definition(qkv, *weights):

@@ -10,9 +10,6 @@ from kernels import gpu
 
 pytestmark = pytest.mark.skipif(gpu is None, reason="Triton is not installed")
 
-if gpu is not None:
-    from kernels import rope
-
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 SHAPES = {  # heads of q and of k, width of a head, sequences, length: blocks of tokens end inside sequences
     "one token of one head": (1, 1, 64, 1, 1),
@@ -110,11 +107,3 @@ def test_gradients_may_be_expanded(draw, relative, rounding, expanded, head_norm
         upstream.append(draw(*(1 if axis in expanded else size for axis, size in enumerate(shape))).expand(shape))
     tables = angles.cos().float(), angles.sin().float()
     assert_equals_float64(relative, rounding, tensors, tables, 4, 2, upstream)
-
-
-def test_the_backward_rotation_undoes_the_forward_rotation(draw, relative):
-    qkv, angles = draw(1, 7, 3 * 64), draw(7, 32, std=100.0)
-    cos, sin = angles.cos(), angles.sin()
-    q, k, v = rope.rotary_forward(qkv, cos, sin, 1, 1, None, None, 0.0)
-    back, _ = rope.rotary_backward(q, k, v, None, cos, sin, None, None, 0.0)
-    assert relative(back, qkv.double()) < 3e-7

@@ -67,17 +67,17 @@ def test_logits_and_gradients_equal_those_of_peft_on_the_same_base(make_lora, to
         assert relative(found[name], expected) <= 3 * relative(single[name], expected) + LOGITS, name
 
 
-@pytest.mark.parametrize("mlp", ["swiglu", "relu"])
-def test_a_new_adapter_changes_nothing_and_is_a_function_of_the_seed(make_decoder, tokens, relative, mlp):
+@pytest.mark.parametrize("changes", [{"attention_bias": True, "attention_output_bias": True}, {"mlp": "relu"}])
+def test_a_new_adapter_changes_nothing_and_is_a_function_of_the_seed(make_decoder, tokens, relative, changes):
     fields = {"r": RANK, "lora_alpha": 5, "base_model_name_or_path": ""}
-    plain, first, other = make_decoder(mlp=mlp), *(add_lora(make_decoder(mlp=mlp), fields, seed=s) for s in (1, 2))
+    plain, first, other = make_decoder(**changes), *(add_lora(make_decoder(**changes), fields, seed=s) for s in (1, 2))
     assert relative(first(tokens), plain(tokens)) <= LOGITS
     for name, parameter in learning(first).items():
         if ".lora_A." in name:
             bound = 1 / math.sqrt(parameter.shape[1])
             assert 0.9 * bound < parameter.abs().max() <= bound and abs(parameter.mean()) < 0.2 * bound
             assert not torch.equal(parameter, learning(other)[name])
-    again = learning(add_lora(make_decoder(mlp=mlp), fields, seed=1))
+    again = learning(add_lora(make_decoder(**changes), fields, seed=1))
     assert all(torch.equal(parameter, again[name]) for name, parameter in learning(first).items())
 
 
@@ -96,14 +96,15 @@ def test_frozen_matrices_in_bfloat16_change_no_result_and_only_a_and_b_have_grad
             assert parameter.grad.any() and torch.equal(parameter.grad, copy.get_parameter(name).grad), name
 
 
-def test_gradients_are_equal_with_activation_checkpointing(make_lora, tokens):
-    gradients = []
+def test_gradients_are_equal_with_activation_checkpointing_which_computes_layers_again(make_lora, tokens):
+    gradients, calls = [], []
     for checkpointing in (False, True):
         decoder, _ = make_lora()
         decoder.activation_checkpointing = checkpointing
+        decoder.layers[0].register_forward_pre_hook(lambda *_: calls.append(1))
         decoder(tokens, tokens.roll(-1, 1)).mean().backward()
         gradients.append({name: parameter.grad for name, parameter in learning(decoder).items()})
-    assert all(torch.equal(grad, gradients[1][name]) for name, grad in gradients[0].items())
+    assert all(torch.equal(grad, gradients[1][name]) for name, grad in gradients[0].items()) and len(calls) == 1 + 2
 
 
 def test_a_135m_shape_needs_less_than_a_fifth_of_its_bfloat16_weights_for_what_learns(make_config):
@@ -127,3 +128,16 @@ def test_a_135m_shape_needs_less_than_a_fifth_of_its_bfloat16_weights_for_what_l
     learned = sum(p.nbytes + p.grad.nbytes for p in learning(decoder).values()) + sum(m.nbytes for m in moments)
     assert frozen == weights and optimizer.state.keys() == {*learning(decoder).values()}
     assert 0.1 * weights < learned <= 0.2 * weights
+
+
+@torch.no_grad()
+def test_each_part_of_a_matrix_gets_its_own_b_times_a_times_alpha_over_r(make_lora, tokens, relative):
+    """Also without PEFT: the same as a decoder without LoRA, into whose matrices the products are added here."""
+    decoder, base = make_lora(attention_bias=True)
+    merged = load_pretrained(base)
+    rows = {"self_attn.qkv_proj": [48, 16, 16], "self_attn.o_proj": [48], "mlp.gate_up_proj": [80, 80]}
+    for layer, adapted in zip(merged.layers, decoder.layers, strict=True):
+        for name, parts in (rows | {"mlp.down_proj": [48]}).items():
+            a, b = (adapted.get_parameter(f"{name}.lora_{m}.weight").split(n) for m, n in (("A", RANK), ("B", parts)))
+            layer.get_parameter(f"{name}.weight").add_(5 / RANK * torch.cat([b @ a for a, b in zip(a, b, strict=True)]))
+    assert relative(decoder(tokens), merged(tokens)) <= LOGITS

@@ -7,6 +7,7 @@ Twice that allows for errors of the float64 cosines.
 import cmath
 import math
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -59,10 +60,10 @@ def test_a_table_grows_with_the_text_to_what_a_complete_one_has(make_config, rel
     rope = Rope(config)
     assert len(rope.cos) == 2**15
     with torch.inference_mode():
-        cos, sin = rope(2**15 - 1, 3)
-        assert 2**15 + 2 <= len(rope.cos) <= 2**17 and not rope.cos.is_inference()
+        cos, sin = rope(2**15 - 1, 2)  # the last row, and one more
+        assert 2**15 + 1 <= len(rope.cos) <= 2**17 and not rope.cos.is_inference()
         padded, _ = rope(70_000, 1, torch.tensor([0, 69_000]))
-    angles = torch.outer(torch.arange(2**15 - 1, 2**15 + 2).double(), frequencies(config))
+    angles = torch.outer(torch.arange(2**15 - 1, 2**15 + 1).double(), frequencies(config))
     assert relative(cos, angles.cos()) < 1e-7 and relative(sin, angles.sin()) < 1e-7
     assert (
         torch.equal(padded[1, 0], rope.cos[1000])
@@ -97,30 +98,48 @@ SCALED = {
     "yarn, the factor from the contexts": {
         "rope_type": "yarn", "factor": None, "original_max_position_embeddings": 1000, "beta_fast": 5, "beta_slow": 0.5,
     },
-    "yarn that shrinks": {"rope_type": "yarn", "factor": 0.5, "original_max_position_embeddings": 4096},
     "yarn with a step": {
         "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096, "beta_fast": 2.0,
         "beta_slow": 2.0, "truncate": False,
     },
-    "yarn beyond all pairs": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 5},
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("scaling", SCALED.values(), ids=SCALED.keys())
-def test_scaled_frequencies_and_the_factor_of_cos_and_sin_equal_transformers(scaling):
+def assert_equals_transformers(scaling: dict, ends: float = 1.0, **changes: int) -> None:
     """Tolerance: transformers computes the frequencies in float32, with about four roundings of 6e-8.
 
     It also rounds the kept part of yarn, 1 minus the ramp, to 2^-24, which counts `factor` times as much in a frequency
-    that is nearly divided by it.
+    that is nearly divided by it; and the ramp's ends, which may be `ends` times its length.
     """
-    shape = dict(SHAPE, max_position_embeddings=LONG)
+    shape = dict(SHAPE, max_position_embeddings=LONG, **changes)
     rope = {"rope_theta": 10000.0, **scaling}
     config = from_json({"model_type": "llama", **shape, "rope_parameters": rope})
     theirs = transformers.LlamaConfig(**shape, rope_parameters=rope)
     expected, factor = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](theirs)
-    rtol = 4e-7 + 2**-24 * config.rope_scaling["factor"]
+    rtol = 4e-7 + 2**-24 * ends * config.rope_scaling["factor"]
     torch.testing.assert_close(frequencies(config), expected.double(), rtol=rtol, atol=0)
     assert config.rope_scaling.get("attention_factor", 1.0) == pytest.approx(factor, rel=1e-12)
+
+
+@pytest.mark.parametrize("scaling", SCALED.values(), ids=SCALED.keys())
+def test_scaled_frequencies_and_the_factor_of_cos_and_sin_equal_transformers(scaling):
+    assert_equals_transformers(scaling)
+
+
+def test_any_scaling_has_the_frequencies_of_transformers_also_with_ramps_beyond_the_pairs():
+    random = np.random.default_rng(8)
+
+    def between(low: float, high: float) -> float:
+        return float(low * (high / low) ** random.random())
+
+    for _ in range(100):
+        scaling = {"factor": between(0.3, 100), "rope_theta": between(10, 1e7)}
+        scaling["original_max_position_embeddings"], slow = int(between(4, 1e6)), between(0.01, 10)
+        fast, truncate, width = slow * between(2, 50), bool(random.integers(2)), 2 * int(random.integers(1, 65))
+        llama3 = {"rope_type": "llama3", "low_freq_factor": slow, "high_freq_factor": fast}
+        assert_equals_transformers(scaling | llama3, 25.0, head_dim=width)
+        yarn = {"rope_type": "yarn", "beta_slow": slow, "beta_fast": fast, "truncate": truncate}
+        assert_equals_transformers(scaling | yarn, 25.0, head_dim=width)
 
 
 def test_yarn_multiplies_cos_and_sin_by_the_attention_factor(make_config):

@@ -75,6 +75,7 @@ def test_a_run_keeps_the_generation_config_of_its_parent_and_writes_one_if_it_ha
     train(parse([*flags, "--init-from", str(run), "--steps", "2"], "test").settings, child)
     train(parse(["--resume", str(child), "--steps", "3"], "test").settings, child, resume=True)
     assert {(child / save / path.name).read_text() for save in ("best", "last")} == {content}
+    assert [line["step"] for line in metrics.read(child) if "validation_loss" in line] == [0, 2, 3]
 
 
 @pytest.mark.parametrize(

@@ -97,16 +97,20 @@ def test_float16_skips_updates_that_overflow_and_saves_the_loss_scale(flags, tmp
 
 
 def test_the_steps_report_what_the_run_logs_and_neither_print_nor_write(flags, tmp_path, capfd):
-    settings = parse([*flags, "--steps", "6"], "test").settings
+    extended = [*flags, "--steps", "6", *"--embedding-lr-multiplier 5 --norm-lr-multiplier 3".split()]
+    settings = parse(extended, "test").settings
     train(settings, tmp_path / "run")
     capfd.readouterr()
-    lines = []
+    lines, seconds = [], 0.0
     session = set_up(settings, tmp_path / "steps", resume=False, log=lines.append)
     for result, logged in zip(train_steps(session), metrics.read(tmp_path / "run")[:6], strict=True):
         assert result.step == session.state.step == logged["step"]
-        assert session.state.tokens == logged["tokens"] and session.state.seconds >= result.seconds > 0
+        seconds += result.seconds
+        assert session.state.tokens == logged["tokens"] and session.state.seconds == seconds >= result.seconds > 0
         for name in ("loss", "gradient_norm", "learning_rate"):
             assert getattr(result, name) == logged[name]
+        rates = {group["lr"] for group in session.optimizer.param_groups}
+        assert rates == {multiplier * result.learning_rate for multiplier in (1, 3, 5)}
     assert session.state.step == 6
     assert [line.split(":")[0] for line in lines] == ["text", "model"]
     assert capfd.readouterr() == ("", "") and not (tmp_path / "steps").exists()

@@ -50,6 +50,7 @@ def test_two_processes_train_the_run_of_one(flags, tmp_path, start, way):
     assert out.count("next: ") == 1 and "Warning" not in errors  # only the main process prints
     one, two = ([line["loss"] for line in metrics.read(tmp_path / name) if "loss" in line] for name in ("one", "two"))
     assert two == pytest.approx(one, rel=1e-4)
+    assert read_state(tmp_path / "two" / "last").tokens == 10 * 8 * 32
 
 
 def test_a_mistake_is_a_line_of_the_main_process(flags, start):

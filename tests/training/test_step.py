@@ -1,3 +1,5 @@
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -110,16 +112,20 @@ def test_a_batch_without_any_predicted_token_gives_zero_gradients():
     assert all(not parameter.grad.any() for parameter in model.parameters())
 
 
-def test_clipping_scales_the_gradient_of_all_parameters_to_the_limit():
-    norms = [gradient.double().norm() for gradient in gradients(8)[1].values()]
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.float16, 2e-3)])
+def test_clipping_scales_the_gradient_of_all_parameters_to_the_limit(dtype, tolerance):
+    """In float16 backward gives the gradient of the scaled loss; norm, limit and update are those without the scale."""
+    gradient = torch.cat([gradient.flatten() for gradient in gradients(8)[1].values()])
     for clip in (0.01, 1e6):
-        model = Decoder(CONFIG, seed=3)
+        model = Decoder(CONFIG, seed=3, compute_dtype=dtype)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2**12, enabled=dtype == torch.float16)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         before = torch.cat([parameter.detach().flatten().clone() for parameter in model.parameters()])
-        _, norm = step(model, split_batch(a_batch(), 8, CPU), optimizer, clip)
-        moved = (torch.cat([parameter.detach().flatten() for parameter in model.parameters()]) - before).norm()
-        assert moved.item() == pytest.approx(min(norm, clip), rel=1e-3)
-        assert norm == pytest.approx(torch.stack(norms).norm().item(), rel=1e-5)
+        _, norm = step(model, split_batch(a_batch(), 8, CPU), optimizer, clip, scaler)
+        moved = before - torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+        clipped = gradient * min(1, clip / gradient.norm())
+        assert (moved - clipped).norm() < tolerance * clipped.norm()
+        assert norm == pytest.approx(gradient.norm().item(), rel=tolerance / 10)
         assert all(parameter.grad is None for parameter in model.parameters())
 
 
@@ -131,4 +137,11 @@ def test_a_gradient_that_is_not_finite_leaves_the_weights_alone():
     parameter.register_hook(lambda gradient: torch.where(gradient == gradient.max(), torch.inf, gradient))
     with pytest.raises(Diverged, match="norm of the gradient inf"):
         step(model, split_batch(a_batch(), 8, CPU), optimizer, clip=1.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)  # float16: the step is skipped, unless the loss is NaN as well
+    parameter.register_hook(lambda gradient: gradient * math.nan)
+    assert step(model, split_batch(a_batch(), 8, CPU), optimizer, clip=1.0, scaler=scaler)[1] == math.inf
+    assert scaler.get_scale() == 2.0
     assert all(torch.equal(before[name], parameter) for name, parameter in model.named_parameters())
+    model.norm.weight.data.fill_(math.nan)
+    with pytest.raises(Diverged, match="loss is nan"):
+        step(model, split_batch(a_batch(), 8, CPU), optimizer, clip=1.0, scaler=scaler)
