@@ -45,9 +45,6 @@ CHAT_TEMPLATE = """{{ bos_token }}{% for message in messages %}{{ '<|' + message
 {%- if message.role == 'assistant' %}{% generation %}{{ message.content + '<|end|>' }}{% endgeneration %}
 {%- else %}{{ message.content + '<|end|>' }}{% endif %}{% endfor %}
 {%- if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"""
-# Where no piece goes on after a newline or from a character to a space, the ids of a text are those of its words.
-WORD = re.compile("[ ▁]*[^ ▁\n]+|[ ▁]+|\n")
-MAX_WORDS = 1 << 18  # whose ids are remembered, about 50 MB
 
 
 class Tokenizer:
@@ -56,7 +53,6 @@ class Tokenizer:
     def __init__(self, files: dict[str, bytes], folder: Path):
         """files: what lies beside a tokenizer.json and, last, itself, by name; folder: of the files, for messages."""
         self.files, self.folder = files, folder
-        self._ids_of_words: dict[str, bytes] = {}
         with reading(folder / "tokenizer.json"):
             self._tokenizer = tokenizers.Tokenizer.from_str(files["tokenizer.json"].decode())
             self._tokenizer.encode_special_tokens = True
@@ -88,37 +84,9 @@ class Tokenizer:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[array]:
-        """Encode many texts on all cores; where words are independent, each word once."""
-        if not self._words_are_independent:
-            return self._encode_all(texts)
-        newline, ids_of_words = self.encode("\n")[0], self._ids_of_words
-        if len(ids_of_words) > MAX_WORDS:
-            ids_of_words.clear()
-        ids_of_words["\n"] = array("I", [newline]).tobytes()
-        words_of_texts = [WORD.findall(text) for text in texts]
-        new = [*set().union(*words_of_texts) - ids_of_words.keys()]
-        lines = ["\n".join([*new[i : i + 1000], ""]) for i in range(0, len(new), 1000)]  # faster than one by one
-        runs = itertools.groupby(itertools.chain.from_iterable(self._encode_all(lines)), newline.__ne__)
-        encoded = (array("I", run).tobytes() for is_word, run in runs if is_word)
-        ids_of_words.update(zip(new, encoded, strict=True))
-        return [array("I", b"".join(map(ids_of_words.__getitem__, words))) for words in words_of_texts]
-
-    def _encode_all(self, texts: Sequence[str]) -> list[array]:
+        """Encode many texts on all cores."""
         encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [array("I", encoding.ids) for encoding in encodings]
-
-    @functools.cached_property
-    def _words_are_independent(self) -> bool:
-        """Whether the ids of a text are those of its `WORD`s: no merge and no normalizer looks beyond one."""
-        content = json.loads(self.files["tokenizer.json"])
-        spaces = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
-        return (
-            content["pre_tokenizer"] is None
-            and content["normalizer"] == {"type": "Sequence", "normalizers": [spaces]}
-            and all(token.special for token in self.added_tokens.values())
-            and not any(re.search("[^▁]▁|\n", piece) for piece in content["model"]["vocab"])
-            and self.encode("\n") == [self._tokenizer.token_to_id("<0x0A>")]
-        )
 
     def decode(self, ids: Iterable[int], *, special: bool = False) -> str:
         """Text of ids. Special tokens (without `special`) and ids past the vocabulary give nothing, bytes that are no
