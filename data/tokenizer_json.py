@@ -7,7 +7,8 @@ listed pairs by their rank, leftmost first. One pair per piece is enough to make
     are those that P alone would see, in the same order. The last of them is therefore always the same pair, whatever
     the text around. Listing exactly that pair, in the order of scores, leaves the best merge at each step unchanged.
 
-It needs distinct scores, which BPE training gives: minus the rank.
+It needs distinct scores, which BPE training gives: minus the rank. LLaMA 2 and Mistral have added runs of 2, 3, ...
+spaces, all with one score. SentencePiece lets the first run grow as far as it can, so among these the longest is first.
 """
 
 import itertools
@@ -73,9 +74,11 @@ def merges(model: ModelProto) -> list[tuple[str, str]]:
     """For each piece of more than one character, best score first, the one pair that forms it."""
     normal = {piece.piece: piece.score for piece in model.pieces if piece.type == PIECE.NORMAL}
     scores = {piece: score for piece, score in normal.items() if len(piece) > 1}
-    if len(set(scores.values())) < len(scores):
-        raise ValueError("two pieces have the same score")
-    ranked = sorted(scores, key=scores.__getitem__, reverse=True)
+    ranked = sorted(scores, key=lambda piece: (-scores[piece], -len(piece)))
+    for one, other in itertools.pairwise(ranked):
+        runs = len(set(one + other)) == 1 and scores.get(one[0] * 2) == scores[one]
+        if scores[one] == scores[other] and not runs:
+            raise ValueError("two pieces have the same score")
     rank = {piece: i for i, piece in enumerate(ranked)}
     pairs = (last_merge(piece, rank) for piece in ranked if set(piece) <= normal.keys())
     return [pair for pair in pairs if pair]

@@ -111,21 +111,33 @@ def test_ids_are_those_of_sentencepiece_for_real_text_and_where_pieces_overlap(o
         assert ids.tolist() == trained.encode(text), text
 
 
-@settings(max_examples=300, deadline=None)
-@given(st.lists(st.text("ab", min_size=2, max_size=5), min_size=1, max_size=12, unique=True), st.data())
-def test_one_pair_per_piece_is_enough_for_any_ranking_of_pieces(ranked, draw):
-    """Against a plain definition of SentencePiece's rule, with vocabularies that no training would give."""
-    rank = {piece: i for i, piece in enumerate(ranked)}
-    scores = {"a": 0.0, "b": 0.0} | {piece: -float(i + 1) for piece, i in rank.items()}
+@settings(max_examples=600, deadline=None)
+@given(
+    st.lists(st.text("ab", min_size=2, max_size=5), min_size=1, max_size=12, unique=True),
+    st.sets(st.integers(3, 9)),
+    st.data(),
+)
+def test_one_pair_per_piece_is_enough_for_any_ranking_of_pieces(ranked, tied, draw):
+    """Against a plain definition of SentencePiece's rule, with vocabularies that no training would give: runs of "a"
+    may share one score, as the runs of spaces of LLaMA 2 do."""
+    scores = {"a": 0.0, "b": 0.0} | {piece: -float(i + 1) for i, piece in enumerate(ranked)}
+    scores |= dict.fromkeys(["a" * size for size in {2} | tied], draw.draw(st.sampled_from([-0.5, -3.5, -99.0])))
     model = ModelProto(pieces=[PIECE(piece=piece, score=score, type=PIECE.NORMAL) for piece, score in scores.items()])
     vocabulary = {piece: i for i, piece in enumerate(scores)}
     merged = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, merges(model)))
-    text = draw.draw(st.text("ab", min_size=1, max_size=24))
+    text = draw.draw(st.text(st.sampled_from("aaab"), min_size=1, max_size=40))
     symbols = list(text)
-    while found := [(rank[a + b], i) for i, (a, b) in enumerate(zip(symbols, symbols[1:])) if a + b in rank]:  # noqa: B905, RUF007
+    while found := [(-scores[a + b], i) for i, (a, b) in enumerate(zip(symbols, symbols[1:])) if a + b in scores]:  # noqa: B905, RUF007
         i = min(found)[1]
         symbols[i : i + 2] = [symbols[i] + symbols[i + 1]]
     assert merged.encode(text).tokens == symbols
+
+
+@pytest.mark.parametrize("tied", [("ab", "ba"), ("aa", "bb"), ("aa", "aab"), ("aaa", "aaaa")])
+def test_pieces_of_the_same_score_that_are_no_runs_of_two_and_more_are_refused(tied):
+    pieces = [PIECE(piece=piece, score=-1.0 * (len(piece) > 1), type=PIECE.NORMAL) for piece in ("a", "b", *tied)]
+    with pytest.raises(ValueError, match="the same score"):
+        merges(ModelProto(pieces=pieces))
 
 
 @pytest.fixture(scope="module")
