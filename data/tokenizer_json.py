@@ -18,6 +18,8 @@ from sentencepiece.sentencepiece_model_pb2 import ModelProto
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, processors
 from tokenizers.models import BPE
 
+from data.tokenizer import NAMED
+
 SPACE = "▁"  # U+2581: how SentencePiece writes a space
 PIECE = ModelProto.SentencePiece
 
@@ -26,7 +28,7 @@ def tokenizer_files(content: bytes, config: dict) -> dict[str, bytes]:
     """The tokenizer_config.json (from the one in `config`) and the tokenizer.json of a SentencePiece model."""
     model = read_model(content)
     ids = {piece.piece: i for i, piece in enumerate(model.pieces)}
-    unknown, bos = model.trainer_spec.unk_piece, model.trainer_spec.bos_piece
+    unknown, bos, eos = (getattr(model.trainer_spec, f"{name}_piece") for name in ("unk", "bos", "eos"))
     tokenizer = Tokenizer(BPE(ids, merges(model), unk_token=unknown, byte_fallback=True, fuse_unk=False))
     tokenizer.normalizer = normalizers.Sequence(_normalizers(model.normalizer_spec))
     tokenizer.decoder = decoders.Sequence(
@@ -45,14 +47,15 @@ def tokenizer_files(content: bytes, config: dict) -> dict[str, bytes]:
         "add_bos_token": bos is not None,
         "add_eos_token": False,
         "bos_token": bos,
-        "eos_token": model.trainer_spec.eos_piece,
+        "eos_token": eos if eos in special else None,
         "unk_token": unknown,
         "split_special_tokens": True,  # "</s>" in a text is four characters
         "clean_up_tokenization_spaces": False,
     }
     if not model.normalizer_spec.add_dummy_prefix:
         fields["add_prefix_space"] = False  # llama.cpp's converter reads it; a missing key means true there
-    fields |= {key: config[key] for key in ("chat_template",) if key in config}
+    kept = ("chat_template", "added_tokens_decoder", "additional_special_tokens", "extra_special_tokens", *NAMED)
+    fields |= {key: config[key] for key in kept if config.get(key)}
     texts = {"tokenizer_config.json": json.dumps(fields, indent=2), "tokenizer.json": tokenizer.to_str(pretty=True)}
     return {name: text.encode() for name, text in texts.items()}
 
@@ -76,8 +79,7 @@ def merges(model: ModelProto) -> list[tuple[str, str]]:
     scores = {piece: score for piece, score in normal.items() if len(piece) > 1}
     ranked = sorted(scores, key=lambda piece: (-scores[piece], -len(piece)))
     for one, other in itertools.pairwise(ranked):
-        runs = len(set(one + other)) == 1 and scores.get(one[0] * 2) == scores[one]
-        if scores[one] == scores[other] and not runs:
+        if scores[one] == scores[other] and not (len({*one, *other}) == 1 and scores.get(one[0] * 2) == scores[one]):
             raise ValueError("two pieces have the same score")
     rank = {piece: i for i, piece in enumerate(ranked)}
     pairs = (last_merge(piece, rank) for piece in ranked if set(piece) <= normal.keys())
