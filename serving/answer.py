@@ -24,6 +24,7 @@ class ServedModel:
         self.decoder, self._prefix = load_decoder(checkpoint, settings), PrefixCache()
         self.sampling = recommended_sampling(directory) or Sampling()  # of chats
         self.context, self._anchor = checkpoint.config.max_position_embeddings, self.tokenizer.encode("a")
+        self.vocab_size = min(self.tokenizer.vocab_size, checkpoint.config.vocab_size)
         self.card = {"id": name, "object": "model", "owned_by": "prenorm", "sampling": vars(self.sampling)}
         self.card |= {"created": 0, "chat": bool(self.tokenizer.chat_template), "tokenizer": self.tokenizer.hash}
 
@@ -102,8 +103,8 @@ class Request:
             prompt, first = encode_prompt(tokenizer, prompt), None if begin else first_tokens(tokenizer, prompt)
         self.prompt = [*prompt, *begin]  # the answer begins with the ids `begin`, which are not sent again
         self.before = begin if chat else [] if self.score else self.prompt  # what the text of an answer continues
-        if not self.prompt or not all(type(i) is int and 0 <= i < tokenizer.vocab_size for i in self.prompt):
-            raise ValueError("a prompt is one text, or a list of token ids")
+        if not self.prompt or not all(type(i) is int and 0 <= i < self.model.vocab_size for i in self.prompt):
+            raise ValueError("a prompt is one text, or a list of token ids that the model has")
         check_prompts([self.prompt], min(self.model.context, 2048) if self.score else self.model.context)
         self.options = dict(max_new_tokens=get("max_completion_tokens", limit, [int], *limits), sampling=sampling)
         self.options |= dict(sample_numbers=range(self.samples), first_tokens=[first] * self.samples)
