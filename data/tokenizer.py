@@ -96,7 +96,6 @@ class Tokenizer:
             listed = {i: {"content": text} for text, i in self.fields("added_tokens.json").items()} | known
         listed = sorted(listed.items(), key=lambda item: int(item[0]))
         tokens = {token["content"]: token for _, token in (*known.items(), *listed)}
-
         fields, extra = self.config | old, self.config.get("extra_special_tokens") or []
         found = {name: fields.get(name) for name in (*NAMED, *fields) if name.endswith("_token")}
         found |= extra if isinstance(extra, dict) else {}
@@ -110,7 +109,8 @@ class Tokenizer:
         flags = {text: {flag: token.get(flag, False) for flag in FLAGS} for text, token in tokens.items()}
         # Text that a normalizer turns into a token, such as the same in capitals, is no token.
         self._tokenizer.add_tokens([AddedToken(text, normalized=False, **flags[text]) for text in tokens])
-        if (every := {i: token.__getstate__() for i, token in self.added_tokens.items()}) != known:
+        every = {i: token.__getstate__() for i, token in self.added_tokens.items()}
+        if every != known or len(self.config.get("added_tokens_decoder", every)) < len(every):
             self.config = self.config | self.special_tokens | {"added_tokens_decoder": every}
             texts = {"tokenizer_config.json": json.dumps(self.config), "tokenizer.json": self._tokenizer.to_str()}
             self.files = {"tokenizer_config.json": b"", **self.files} | {name: texts[name].encode() for name in texts}
