@@ -34,7 +34,9 @@ def reading(path: Path | str, fix: str = "download or save it again") -> Iterato
         yield
     except (UserError, MemoryError):
         raise
-    except Exception as error:
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # of libraries in Rust
+            raise
         reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
         raise UserError(f"{path} cannot be read ({'no ' * isinstance(error, KeyError)}{reason}); {fix}.") from error
 

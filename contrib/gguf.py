@@ -145,14 +145,9 @@ class Source:
 
 def gguf_tensors(checkpoint: Checkpoint, architecture: str) -> dict[str, Source]:
     """The tensors of the file under llama.cpp's names, from those of a checkpoint."""
-
-    def source(name: str) -> Source:
-        stored = checkpoint.tensors[name]
-        return Source(stored.shape, stored.read)
-
     config = checkpoint.config
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], config.num_hidden_layers)
-    sources = {name: source(name) for name in checkpoint.tensors}
+    sources = dict(checkpoint.tensors)
     if architecture == "llama":
         for projection, heads in {"q": config.num_attention_heads, "k": config.num_key_value_heads}.items():
             for name in [name for name in sources if f".{projection}_proj." in name]:
@@ -236,7 +231,7 @@ def add_tokenizer(writer: gguf.GGUFWriter, checkpoint: Path, tokenizer: Tokenize
     writer.add_bos_token_id(tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id)
     writer.add_eos_token_id(tokenizer.eos_id)
     others = sorted(eos_ids(checkpoint, tokenizer.eos_id) - {tokenizer.eos_id})
-    for another in [i for i in others if 0 <= i < tokenizer.vocab_size][:1]:
+    for another in [i for i in others if 0 <= i < len(vocabulary.tokens)][:1]:
         writer.add_eot_token_id(another)
     if tokenizer.chat_template is not None:
         writer.add_chat_template(tokenizer.chat_template)

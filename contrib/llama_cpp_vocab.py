@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
+import sentencepiece
 from tokenizers.pre_tokenizers import ByteLevel
 
 from data.tokenizer import Tokenizer
@@ -34,82 +35,82 @@ PRE_TOKENIZERS = {
 class Vocabulary:
     """What llama.cpp needs to encode and decode text."""
 
-    kind: Literal["llama", "gpt2"]
-    """SentencePiece with scores, or byte-level byte-pair encoding with merges."""
-    tokens: list[str]
-    """The text of each id; where the model has more ids than the tokenizer, unused tokens."""
-    types: list[int]
-    """The type of each id: 1 normal, 2 unknown, 3 control, 4 user-defined, 5 unused, 6 byte."""
-    scores: list[float] = field(default_factory=list)
-    """Of "llama": the pair with the best score is merged first."""
-    merges: list[str] = field(default_factory=list)
-    """Of "gpt2": pairs in the order in which they are merged, with a space between the two."""
-    pre_tokenizer: str = "default"
-    """llama.cpp's name for how text is split before merging."""
-    add_space_prefix: bool = False
-    """Whether a space is put in front of a text."""
-    notes: list[str] = field(default_factory=list)
-    """One line for each kind of text that llama.cpp encodes differently."""
+    kind: Literal["llama", "gpt2"]  # SentencePiece with scores, or byte-level byte-pair encoding with merges
+    tokens: list[str]  # the text of each id; where the model has more ids than the tokenizer, unused tokens
+    types: list[int]  # of each id: 1 normal, 2 unknown, 3 control, 4 user-defined, 5 unused, 6 byte
+    scores: list[float] = field(default_factory=list)  # of "llama": the pair with the best score is merged first
+    merges: list[str] = field(default_factory=list)  # of "gpt2": pairs, best first, with a space between the two
+    pre_tokenizer: str = "default"  # llama.cpp's name for how text is split before merging
+    add_space_prefix: bool = False  # whether a space is put in front of a text
+    notes: list[str] = field(default_factory=list)  # a line for each kind of text that llama.cpp encodes differently
 
 
 def llama_cpp_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> Vocabulary:
     """The tokenizer, for a model with `vocab_size` embeddings. Raises `UserError` when llama.cpp cannot express it."""
     try:
-        if "tokenizer.model" in tokenizer.files:
+        content = tokenizer.fields("tokenizer.json")
+        if content["model"].get("byte_fallback"):
             return from_sentencepiece(tokenizer, vocab_size)
-        return from_json(tokenizer, vocab_size)
+        return from_json(tokenizer, content, vocab_size)
     except ValueError as error:
         raise UserError(
             f"llama.cpp cannot give the ids of this model's tokenizer: {error}; "
-            f"only SentencePiece models with byte fallback and byte-level tokenizer.json files can be written."
+            f"only byte-level tokenizer.json files, and those of a tokenizer.model that is beside them, can be written."
         ) from None
 
 
 def from_sentencepiece(tokenizer: Tokenizer, vocab_size: int) -> Vocabulary:
-    """SentencePiece's pieces as they are: llama.cpp merges by score in the same order."""
+    """A tokenizer.json that gives the ids of the tokenizer.model beside it: llama.cpp merges by that one's scores."""
+    if "tokenizer.model" not in tokenizer.files:
+        raise ValueError("its tokenizer.model, which has the scores of its pieces, is missing")
     model = read_model(tokenizer.files["tokenizer.model"])
+    trained = sentencepiece.SentencePieceProcessor(model_proto=tokenizer.files["tokenizer.model"])
     pieces = [(piece.piece, piece.score, piece.type) for piece in model.pieces]
-    if len(pieces) < tokenizer.vocab_size:
-        raise ValueError("its tokenizer.json has more tokens than its tokenizer.model")
+    texts = [piece.lstrip("▁").replace("▁", " ") for piece, _, kind in pieces if kind == PIECE.NORMAL]
+    if [ids.tolist() for ids in tokenizer.encode_batch(texts)] != trained.encode(texts):
+        raise ValueError("its tokenizer.json gives other ids than its tokenizer.model")
     notes = []
+    if tokenizer.encode(" a") != trained.encode(" a"):
+        notes.append("this tokenizer drops a space in front and llama.cpp keeps it: texts with one get other ids")
     if model.normalizer_spec.remove_extra_whitespaces:
         notes.append("this tokenizer drops extra spaces and llama.cpp keeps them: texts with such spaces get other ids")
+    pieces += [(f"[PAD{i}]", 0.0, UNUSED) for i in range(len(pieces), vocab_size)]
+    for i, token in tokenizer.added_tokens.items():
+        if i < vocab_size and pieces[i][2] in (PIECE.NORMAL, UNUSED):
+            pieces[i] = token.content, pieces[i][1], CONTROL if token.special else USER_DEFINED
     # llama.cpp merges towards every token, SentencePiece only towards normal pieces.
     scores = {piece: score for piece, score, _ in pieces if len(piece) > 1}
     rank = {piece: i for i, piece in enumerate(sorted(scores, key=scores.__getitem__, reverse=True))}
-    reserved = [piece for piece, _, kind in pieces if kind != PIECE.NORMAL and last_merge(piece, rank)]
-    if reserved:
+    if reserved := [piece for piece, _, kind in pieces if kind != PIECE.NORMAL and last_merge(piece, rank)]:
         notes.append(f"llama.cpp reads the texts {', '.join(reserved)} as those special tokens")
-    pieces += [(f"[PAD{i}]", 0.0, UNUSED) for i in range(len(pieces), vocab_size)]
     texts, scores, types = (list(column) for column in zip(*pieces, strict=True))
     prefix = model.normalizer_spec.add_dummy_prefix
     return Vocabulary("llama", texts, types, scores, add_space_prefix=prefix, notes=notes)
 
 
-def from_json(tokenizer: Tokenizer, vocab_size: int) -> Vocabulary:
+def from_json(tokenizer: Tokenizer, content: dict, vocab_size: int) -> Vocabulary:
     """A byte-level byte-pair encoding, whose way of splitting text must be one that llama.cpp knows by name."""
-    content = tokenizer.fields("tokenizer.json")
-    model, added = content["model"], content.get("added_tokens", [])
-    if model.get("type") != "BPE" or not set(ByteLevel.alphabet()) <= set(model["vocab"]):
-        raise ValueError("its tokenizer.json is not a byte-level byte-pair encoding with all 256 bytes")
+    model = content["model"]
+    if model.get("type") != "BPE" or (model.get("unk_token") and not {*ByteLevel.alphabet()} <= {*model["vocab"]}):
+        raise ValueError("its tokenizer.json is not a byte-pair encoding, or has a token for unknown bytes")
     if any(model.get(key) for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix")):
         raise ValueError("its byte-pair encoding marks the parts of words or is random")
     split = tuple(splitters(content.get("pre_tokenizer") or {})), bool(model.get("ignore_merges"))
     if split not in PRE_TOKENIZERS:
         raise ValueError(f"it splits text in a way that is not known here ({' and then '.join(split[0])})")
     notes = []
+    if not {*ByteLevel.alphabet()} <= {*model["vocab"]}:
+        notes.append("this tokenizer drops bytes without a token: next to them llama.cpp may give other ids")
     normalizer = (content.get("normalizer") or {}).get("type")
     if normalizer == "NFC":
-        notes.append(
-            "this tokenizer normalizes text to NFC and llama.cpp does not: texts that are not NFC get other ids"
-        )
+        notes.append("llama.cpp does not normalize text to NFC, as this tokenizer does: other texts get other ids")
     elif normalizer is not None:
         raise ValueError(f"it changes text with the normalizer {normalizer}")
     tokens, types = [f"[PAD{i}]" for i in range(vocab_size)], [UNUSED] * vocab_size
-    for token, i in model["vocab"].items():
-        tokens[i], types[i] = token, PIECE.NORMAL
-    for token in added:
-        tokens[token["id"]], types[token["id"]] = token["content"], CONTROL if token["special"] else USER_DEFINED
+    added = {i: CONTROL if token.special else USER_DEFINED for i, token in tokenizer.added_tokens.items()}
+    for token, i in tokenizer.vocabulary.items():
+        if i < vocab_size:
+            tokens[i], types[i] = token, added.get(i, PIECE.NORMAL)
     merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
     return Vocabulary("gpt2", tokens, types, merges=merges, pre_tokenizer=PRE_TOKENIZERS[split], notes=notes)
 

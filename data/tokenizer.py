@@ -4,6 +4,7 @@
 here the round trip is exact for any text without U+2581, which is how SentencePiece writes a space.
 """
 
+import contextlib
 import functools
 import hashlib
 import io
@@ -23,7 +24,10 @@ from errors import UserError, reading, replacing
 
 # What is saved with a model. llama.cpp needs the scores in tokenizer.model; generation_config.json has all EOS ids.
 FILES = ("tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
-FILES += ("generation_config.json", "tokenizer.json")
+FILES += ("generation_config.json", "added_tokens.json", "tokenizer.json")
+BOM = "\ufeff".encode()  # some editors begin a file with it
+FLAGS = ("special", "lstrip", "rstrip", "single_word")  # of an added token
+NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 TRAINER_OPTIONS = dict(
     model_type="bpe",
@@ -48,11 +52,8 @@ CHAT_TEMPLATE = """{{ bos_token }}{% for message in messages %}
 {%- if message.role == 'assistant' %}{% generation %}{{ message.content + '<|end|>' }}{% endgeneration %}
 {%- else %}{{ message.content + '<|end|>' }}{% endif %}{% endfor %}
 {%- if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"""
-# Where no piece goes on after a newline or from a character to a space, the ids of a text are those of its words.
-WORD = re.compile("[ ▁]*[^ ▁\n]+|[ ▁]+|\n")
 # Byte-level vocabularies write each byte as a character: some as Latin-1 has them, and these as U+0100 on, in order.
 UNPRINTABLE = [byte for byte in range(256) if chr(byte) not in ByteLevel.alphabet()]
-MAX_WORDS = 1 << 18  # whose ids are remembered, about 50 MB
 
 
 class Tokenizer:
@@ -61,28 +62,63 @@ class Tokenizer:
     def __init__(self, files: dict[str, bytes], folder: Path):
         """files: what lies beside a tokenizer.json and, last, itself, by name; folder: of the files, for messages."""
         self.files, self.folder = files, folder
-        self._ids_of_words: dict[str, bytes] = {}
-        with reading(folder / "tokenizer.json"):
+        with self._library():
             self._tokenizer = tokenizers.Tokenizer.from_str(files["tokenizer.json"].decode())
             self._tokenizer.encode_special_tokens = True
             self._tokenizer.no_truncation()
             self._tokenizer.no_padding()
-            # Text that a normalizer turns into a token, such as the same in capitals, is no token.
-            for t in self.added_tokens.values():
-                flags = {flag: getattr(t, flag) for flag in ("special", "lstrip", "rstrip", "single_word")}
-                self._tokenizer.add_tokens([AddedToken(t.content, normalized=False, **flags)])
-            self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
         with reading(folder / "tokenizer_config.json"):
             self.config = self.fields("tokenizer_config.json")
+            self._add_tokens()
             self.bos_id, self.eos_id = self._find_bos(), self._find_eos()
+        self.vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)  # the id of each token
+        self.vocab_size = max(self.vocabulary.values()) + 1
         self.dtype = np.dtype("<u2" if self.vocab_size <= 1 << 16 else "<u4")  # holds every id
         self.document_start = self.eos_id if self.bos_id is None else self.bos_id  # the id that begins a document
         # BOS and EOS belong to the hash because they are in the token stream.
-        content = files["tokenizer.json"] + f"{self.bos_id},{self.eos_id}".encode()
+        content = self.files["tokenizer.json"] + f"{self.bos_id},{self.eos_id}".encode()
         self.hash = hashlib.blake2b(content, digest_size=16).hexdigest()
 
     def __reduce__(self) -> tuple:  # for other processes
         return Tokenizer, (self.files, self.folder)
+
+    @contextlib.contextmanager
+    def _library(self) -> Iterator[None]:
+        """Its library runs in this block: whatever that raises is a fault of tokenizer.json, unless it got no text."""
+        try:
+            with reading(self.folder / "tokenizer.json"):
+                yield
+        except UserError as error:
+            raise error.__cause__ if isinstance(error.__cause__, TypeError) else error from None
+
+    def _add_tokens(self) -> None:
+        """Add the tokens that only the configuration has, with its flags, as transformers does: a new token gets the
+        next id, whatever the configuration says. Then tokenizer.json and tokenizer_config.json both have all tokens."""
+        known = {i: token.__getstate__() for i, token in self.added_tokens.items()}
+        listed, old = self.config.get("added_tokens_decoder"), {}
+        if listed is None:  # in old folders, where two more files count
+            old = self.fields("special_tokens_map.json")
+            listed = {i: {"content": text} for text, i in self.fields("added_tokens.json").items()} | known
+        listed = sorted(listed.items(), key=lambda item: int(item[0]))
+        tokens = {token["content"]: token for _, token in (*known.items(), *listed)}
+        fields, extra = self.config | old, self.config.get("extra_special_tokens") or []
+        found = {name: fields.get(name) for name in (*NAMED, *fields) if name.endswith("_token")}
+        found |= extra if isinstance(extra, dict) else {}
+        unnamed = (old | self.config).get("additional_special_tokens") or []
+        found |= enumerate(extra if extra and isinstance(extra, list) else unnamed)
+        found = {n: {"content": t} if isinstance(t, str) else t for n, t in found.items() if isinstance(t, str | dict)}
+        self.special_tokens = {name: token["content"] for name, token in found.items() if isinstance(name, str)}
+        for token in found.values():
+            tokens[token["content"]] = token | tokens.get(token["content"], {}) | {"special": True}
+
+        flags = {text: {flag: token.get(flag, False) for flag in FLAGS} for text, token in tokens.items()}
+        # Text that a normalizer turns into a token, such as the same in capitals, is no token.
+        self._tokenizer.add_tokens([AddedToken(text, normalized=False, **flags[text]) for text in tokens])
+        every = {i: token.__getstate__() for i, token in self.added_tokens.items()}
+        if every != known or len(self.config.get("added_tokens_decoder", every)) < len(every):
+            self.config = self.config | self.special_tokens | {"added_tokens_decoder": every}
+            texts = {"tokenizer_config.json": json.dumps(self.config), "tokenizer.json": self._tokenizer.to_str()}
+            self.files = {"tokenizer_config.json": b"", **self.files} | {name: texts[name].encode() for name in texts}
 
     def fields(self, name: str) -> dict:
         """The fields of one of its JSON files, none if there is no such file."""
@@ -90,40 +126,13 @@ class Tokenizer:
             return dict(json.loads(self.files.get(name, b"{}")))
 
     def encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        return self.encode_batch([text])[0].tolist()
 
     def encode_batch(self, texts: Sequence[str]) -> list[array]:
-        """Encode many texts on all cores; where words are independent, each word once."""
-        if not self._words_are_independent:
-            return self._encode_all(texts)
-        newline, ids_of_words = self.encode("\n")[0], self._ids_of_words
-        if len(ids_of_words) > MAX_WORDS:
-            ids_of_words.clear()
-        ids_of_words["\n"] = array("I", [newline]).tobytes()
-        words_of_texts = [WORD.findall(text) for text in texts]
-        new = [*set().union(*words_of_texts) - ids_of_words.keys()]
-        lines = ["\n".join([*new[i : i + 1000], ""]) for i in range(0, len(new), 1000)]  # faster than one by one
-        runs = itertools.groupby(itertools.chain.from_iterable(self._encode_all(lines)), newline.__ne__)
-        encoded = (array("I", run).tobytes() for is_word, run in runs if is_word)
-        ids_of_words.update(zip(new, encoded, strict=True))
-        return [array("I", b"".join(map(ids_of_words.__getitem__, words))) for words in words_of_texts]
-
-    def _encode_all(self, texts: Sequence[str]) -> list[array]:
-        encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        """Encode many texts on all cores."""
+        with self._library():
+            encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [array("I", encoding.ids) for encoding in encodings]
-
-    @functools.cached_property
-    def _words_are_independent(self) -> bool:
-        """Whether the ids of a text are those of its `WORD`s: no merge and no normalizer looks beyond one."""
-        content = json.loads(self.files["tokenizer.json"])
-        spaces = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
-        return (
-            content["pre_tokenizer"] is None
-            and content["normalizer"] == {"type": "Sequence", "normalizers": [spaces]}
-            and all(token.special for token in self.added_tokens.values())
-            and not any(re.search("[^▁]▁|\n", piece) for piece in content["model"]["vocab"])
-            and self.encode("\n") == [self._tokenizer.token_to_id("<0x0A>")]
-        )
 
     def decode(self, ids: Iterable[int], *, special: bool = False) -> str:
         """Text of ids. Special tokens (without `special`) and ids past the vocabulary give nothing, bytes that are no
@@ -135,7 +144,8 @@ class Tokenizer:
                 values = re.sub("[\udc80-\udcff]", "\ufffd", text).encode()
                 run = [self._tokenizer.token_to_id(f"<0x{value:02X}>") for value in values]
             valid += run
-        return self._tokenizer.decode(valid, skip_special_tokens=not special)
+        with self._library():
+            return self._tokenizer.decode(valid, skip_special_tokens=not special)
 
     @functools.cached_property
     def _byte_values(self) -> dict[int, int]:
@@ -157,7 +167,7 @@ class Tokenizer:
         """The ids of the tokens that begin with a space, which a vocabulary writes as another character."""
         text = "".join(map(self._tokenizer.id_to_token, self.encode("a a")))
         marks = tuple(mark for mark in ("▁", "Ġ", " ") if mark in text)
-        return [i for token, i in self._tokenizer.get_vocab().items() if token.startswith(marks)]
+        return [i for token, i in self.vocabulary.items() if token.startswith(marks)]
 
     @property
     def added_tokens(self) -> dict[int, AddedToken]:
@@ -174,7 +184,8 @@ class Tokenizer:
         steps = [remove_mark] if normalizer is None else [remove_mark, normalizer]
         self._tokenizer.normalizer, self._tokenizer.encode_special_tokens = normalizers.Sequence(steps), False
         try:
-            return self._tokenizer.encode_batch([text], add_special_tokens=False)[0]  # lets other threads run
+            with self._library():
+                return self._tokenizer.encode_batch([text], add_special_tokens=False)[0]  # lets other threads run
         finally:
             self._tokenizer.normalizer, self._tokenizer.encode_special_tokens = normalizer, True
 
@@ -197,14 +208,6 @@ class Tokenizer:
             with replacing(Path(directory) / name) as file:
                 file.write(content)
 
-    @functools.cached_property
-    def special_tokens(self) -> dict[str, str]:
-        """The texts of bos_token, eos_token, pad_token and so on, as the configuration has them."""
-        fields = self.fields("special_tokens_map.json") | self.config
-        tokens = {name: token for name, token in fields.items() if name.endswith("_token")}
-        texts = {name: token["content"] if isinstance(token, dict) else token for name, token in tokens.items()}
-        return {name: text for name, text in texts.items() if isinstance(text, str)}
-
     @property
     def chat_template(self) -> str | None:
         """The source of its chat template, None if there is none; a model may have more, for tools and documents."""
@@ -220,8 +223,8 @@ class Tokenizer:
         if "add_bos_token" in self.config:
             bos = self.special_tokens.get("bos_token") if self.config["add_bos_token"] else None
             return None if bos is None else self._tokenizer.token_to_id(bos)
-        full = self._tokenizer.encode("a").ids
-        return full[0] if full[:1] != self.encode("a")[:1] else None
+        plain, full = self.encode("a"), self._tokenizer.encode("a").ids
+        return full[0] if full[:1] != plain[:1] else None
 
     def _find_eos(self) -> int:
         """From the configuration, or the first of generation_config.json."""
@@ -241,23 +244,27 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     if not path.is_file():
         raise UserError(f"there is no {path}; give a tokenizer.model, a tokenizer.json, or a folder with one of them.")
     beside = [path.parent / name for name in FILES if name != path.name]
-    files = {file.name: file.read_bytes() for file in beside if file.is_file()}
+    files = {file.name: file.read_bytes().removeprefix(BOM) for file in (*beside, path) if file.is_file()}
+    content = files.pop(path.name)
     if path.suffix == ".json":
-        return Tokenizer(files | {"tokenizer.json": path.read_bytes()}, path.parent)
+        return Tokenizer(files | {"tokenizer.json": content}, path.parent)
     from data.tokenizer_json import tokenizer_files
 
     with reading(path, "give a tokenizer.json, or a byte-pair encoding with byte fallback that leaves text as it is"):
-        model, files = path.read_bytes(), files if path.name == "tokenizer.model" else {}
-        made = tokenizer_files(model, json.loads(files.get("tokenizer_config.json", b"{}")))
-    return Tokenizer(files | {"tokenizer.model": model} | made, path.parent)
+        files = files if path.name == "tokenizer.model" else {}
+        made = tokenizer_files(content, json.loads(files.get("tokenizer_config.json", b"{}")))
+    return Tokenizer(files | {"tokenizer.model": content} | made, path.parent)
 
 
 def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
-    """Raise `UserError` unless a model with `vocab_size` embeddings has one for every id of the tokenizer."""
-    if tokenizer.vocab_size > vocab_size:
+    """Raise `UserError` unless a model with `vocab_size` embeddings has one for BOS, EOS and each id that text gives:
+    other special tokens may lie beyond, such as a <pad> that somebody has added."""
+    special = {i for i, token in tokenizer.added_tokens.items() if token.special}
+    needed = 1 + max({*tokenizer.vocabulary.values()} - special | {tokenizer.eos_id, tokenizer.document_start})
+    if needed > vocab_size:
         raise UserError(
-            f"the tokenizer has {tokenizer.vocab_size:,} ids but the model only {vocab_size:,}; a trained model needs "
-            f"the tokenizer that it was trained with, and a new one --vocab-size {tokenizer.vocab_size:,} or more."
+            f"the tokenizer has {needed:,} ids but the model only {vocab_size:,}; a trained model needs "
+            f"the tokenizer that it was trained with, and a new one --vocab-size {needed:,} or more."
         )
 
 

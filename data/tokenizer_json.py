@@ -7,7 +7,8 @@ listed pairs by their rank, leftmost first. One pair per piece is enough to make
     are those that P alone would see, in the same order. The last of them is therefore always the same pair, whatever
     the text around. Listing exactly that pair, in the order of scores, leaves the best merge at each step unchanged.
 
-It needs distinct scores, which BPE training gives: minus the rank.
+It needs distinct scores, which BPE training gives: minus the rank. LLaMA 2 and Mistral have added runs of 2, 3, ...
+spaces, all with one score. SentencePiece lets the first run grow as far as it can, so among these the longest is first.
 """
 
 import itertools
@@ -17,6 +18,8 @@ from sentencepiece.sentencepiece_model_pb2 import ModelProto
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, processors
 from tokenizers.models import BPE
 
+from data.tokenizer import NAMED
+
 SPACE = "▁"  # U+2581: how SentencePiece writes a space
 PIECE = ModelProto.SentencePiece
 
@@ -25,7 +28,7 @@ def tokenizer_files(content: bytes, config: dict) -> dict[str, bytes]:
     """The tokenizer_config.json (from the one in `config`) and the tokenizer.json of a SentencePiece model."""
     model = read_model(content)
     ids = {piece.piece: i for i, piece in enumerate(model.pieces)}
-    unknown, bos = model.trainer_spec.unk_piece, model.trainer_spec.bos_piece
+    unknown, bos, eos = (getattr(model.trainer_spec, f"{name}_piece") for name in ("unk", "bos", "eos"))
     tokenizer = Tokenizer(BPE(ids, merges(model), unk_token=unknown, byte_fallback=True, fuse_unk=False))
     tokenizer.normalizer = normalizers.Sequence(_normalizers(model.normalizer_spec))
     tokenizer.decoder = decoders.Sequence(
@@ -44,14 +47,15 @@ def tokenizer_files(content: bytes, config: dict) -> dict[str, bytes]:
         "add_bos_token": bos is not None,
         "add_eos_token": False,
         "bos_token": bos,
-        "eos_token": model.trainer_spec.eos_piece,
+        "eos_token": eos if eos in special else None,
         "unk_token": unknown,
         "split_special_tokens": True,  # "</s>" in a text is four characters
         "clean_up_tokenization_spaces": False,
     }
     if not model.normalizer_spec.add_dummy_prefix:
         fields["add_prefix_space"] = False  # llama.cpp's converter reads it; a missing key means true there
-    fields |= {key: config[key] for key in ("chat_template",) if key in config}
+    kept = ("chat_template", "added_tokens_decoder", "additional_special_tokens", "extra_special_tokens", *NAMED)
+    fields |= {key: config[key] for key in kept if config.get(key)}
     texts = {"tokenizer_config.json": json.dumps(fields, indent=2), "tokenizer.json": tokenizer.to_str(pretty=True)}
     return {name: text.encode() for name, text in texts.items()}
 
@@ -73,9 +77,10 @@ def merges(model: ModelProto) -> list[tuple[str, str]]:
     """For each piece of more than one character, best score first, the one pair that forms it."""
     normal = {piece.piece: piece.score for piece in model.pieces if piece.type == PIECE.NORMAL}
     scores = {piece: score for piece, score in normal.items() if len(piece) > 1}
-    if len(set(scores.values())) < len(scores):
-        raise ValueError("two pieces have the same score")
-    ranked = sorted(scores, key=scores.__getitem__, reverse=True)
+    ranked = sorted(scores, key=lambda piece: (-scores[piece], -len(piece)))
+    for one, other in itertools.pairwise(ranked):
+        if scores[one] == scores[other] and not (len({*one, *other}) == 1 and scores.get(one[0] * 2) == scores[one]):
+            raise ValueError("two pieces have the same score")
     rank = {piece: i for i, piece in enumerate(ranked)}
     pairs = (last_merge(piece, rank) for piece in ranked if set(piece) <= normal.keys())
     return [pair for pair in pairs if pair]

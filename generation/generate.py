@@ -81,15 +81,17 @@ def generate(
     Sequence i ends at an EOS id, when `on_token(i, token)` returns true, after max_new_tokens, or when prompt and new
     tokens together fill `max_position_embeddings`; then `on_finish(i, reason)` is called once. A prompt that is too
     long to generate even one token raises `UserError`. Only ids below `vocab_size` are sampled: a model may have more
-    ids than its tokenizer. `on_logits` gets the logits (B, V) of each step before anything is sampled; they are valid
-    until it returns.
+    ids than its tokenizer, or fewer. `on_logits` gets the logits (B, V) of each step before anything is sampled; they
+    are valid until it returns.
 
     With `prefix`, for a single prompt: what the prompt has in common with the last call's tokens is not computed again.
     It stays valid if this call is interrupted anywhere, but not if a call without it comes in between.
     """
     check_prompts(prompts, context := decoder.config.max_position_embeddings)
+    if (last := max(map(max, prompts))) >= decoder.config.vocab_size:
+        raise UserError(f"the model has no embedding of token {last}; leave it out of the prompt or the chat template.")
     device = decoder.embed_tokens.weight.device
-    sampling, vocab_size = sampling or Sampling(), vocab_size or decoder.config.vocab_size
+    sampling, vocab_size = sampling or Sampling(), min(vocab_size or math.inf, decoder.config.vocab_size)
     limits = [min(max_new_tokens, context - len(prompt)) for prompt in prompts]
     generators = [generator_for(seed, number, device) for number in sample_numbers or [0] * len(prompts)]
     allowed = token_mask(first_tokens, vocab_size, device) if any(first_tokens or ()) else None

@@ -185,7 +185,9 @@ def prepare_corpus(settings: Settings, last: Path | None = None) -> Corpus | Con
         document_mask=data.document_mask,
         sequence_length=data.sequence_length,
     )
-    check_vocabulary(corpus.tokenizer, settings.model.vocab_size)
+    check_vocabulary(corpus.tokenizer, size := settings.model.vocab_size)
+    if isinstance(corpus, Conversations) and max(corpus.train[0].max(), corpus.validation[0].max()) >= size:
+        raise UserError("the chat template writes tokens that the model has no embeddings of; give another one.")
     return corpus
 
 

@@ -81,26 +81,33 @@ def test_an_unknown_way_to_split_text_is_refused(byte_level, pre_tokenizer):
 
 def test_other_normalizers_and_encodings_are_refused(byte_level):
     plain = ByteLevel(add_prefix_space=False)
+    assert "drops bytes" in llama_cpp_vocabulary(byte_level(plain, alphabet=ALPHABET[1:]), 300).notes[0]
     with pytest.raises(UserError, match="normalizer Lowercase"):
         llama_cpp_vocabulary(byte_level(plain, normalizers.Lowercase()), 300)
-    with pytest.raises(UserError, match="all 256 bytes"):
-        llama_cpp_vocabulary(byte_level(plain, alphabet=ALPHABET[1:]), 300)
+    with pytest.raises(UserError, match="unknown bytes"):
+        llama_cpp_vocabulary(byte_level(plain, alphabet=ALPHABET[1:], unk_token="ab"), 300)
     with pytest.raises(UserError, match="marks the parts of words or is random"):
         llama_cpp_vocabulary(byte_level(plain, dropout=0.1), 300)
 
 
 def test_a_sentencepiece_model_keeps_its_pieces_scores_and_types(tmp_path):
     ours = train_tokenizer(["some text  to train on, and more text"] * 9, 290, tmp_path / "t.model")
-    found = llama_cpp_vocabulary(ours, 300)
+    ours.save(tmp_path)
+    (tmp_path / "added_tokens.json").write_text('{"<pad>": 290}')
+    found = llama_cpp_vocabulary(load_tokenizer(tmp_path), 300)
     processor = sentencepiece.SentencePieceProcessor(model_proto=ours.files["tokenizer.model"])
     assert (found.kind, found.add_space_prefix, found.merges) == ("llama", False, [])
-    assert found.tokens == [processor.id_to_piece(i) for i in range(290)] + [f"[PAD{i}]" for i in range(290, 300)]
+    pieces = [processor.id_to_piece(i) for i in range(290)]
+    assert found.tokens == [*pieces, "<pad>"] + [f"[PAD{i}]" for i in range(291, 300)]
     assert found.scores[:290] == [processor.get_score(i) for i in range(290)]
     assert found.types[:290] == [
         2 if processor.is_unknown(i) else 3 if processor.is_control(i) else 6 if processor.is_byte(i) else 1
         for i in range(290)
     ]
-    assert found.types[290:] == [UNUSED] * 10
+    assert found.types[290:] == [USER_DEFINED] + [UNUSED] * 9
+    train_tokenizer(["other words"] * 9, 275, tmp_path / "tokenizer.model")
+    with pytest.raises(UserError, match=r"tokenizer\.json gives other ids than its tokenizer\.model"):
+        llama_cpp_vocabulary(load_tokenizer(tmp_path), 300)
 
 
 def test_a_model_that_adds_and_drops_spaces_says_so(llama):

@@ -109,6 +109,8 @@ def test_no_sequence_exceeds_the_context_and_the_finish_reason_says_so(decoder):
 def test_a_prompt_that_fills_the_context_is_a_user_error_with_both_lengths(decoder, extra):
     with pytest.raises(UserError, match=rf"the prompt has {LIMIT + extra} tokens.* context is {LIMIT} .*; shorten it"):
         generate(decoder, [[1] * (LIMIT + extra)], max_new_tokens=1)
+    with pytest.raises(UserError, match="no embedding of token 320;"):
+        generate(decoder, [[1, 320]], max_new_tokens=1)
     with pytest.raises(UserError, match="prompt 2 has"):
         generate(decoder, [[1], [1] * (LIMIT + extra)], max_new_tokens=1)
 
