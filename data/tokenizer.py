@@ -33,6 +33,7 @@ TRAINER_OPTIONS = dict(
     model_type="bpe",
     byte_fallback=True,  # a character without a piece becomes its UTF-8 bytes, so no text is unknown
     character_coverage=0.9995,  # the rarest characters are left to the bytes
+    required_chars="▁",  # a space, which would come back as ▁ where a text has few
     normalization_rule_name="identity",
     add_dummy_prefix=False,
     remove_extra_whitespaces=False,

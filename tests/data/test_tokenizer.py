@@ -282,3 +282,14 @@ def test_a_vocabulary_that_does_not_fit_the_model_is_refused(ours, saved, tmp_pa
     check_vocabulary(load_tokenizer(edited(saved, tmp_path / "a", pad_token="<pad>")), 2000)  # text never gives it
     with pytest.raises(UserError, match="2,001 ids"):
         check_vocabulary(load_tokenizer(edited(saved, tmp_path / "b", eos_token="<end>")), 2000)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["今天天气很好我们去公园玩", "おはようございます東京", "😀🎉🚀✨", "x=y;a[0]=f(b,c)\t{}\n", "abcd" * 1000 + " "],
+)
+def test_a_space_stays_a_space_where_the_text_has_few_or_none(tmp_path, text):
+    texts = [text[i % 7 :] * 40 + str(i) for i in range(50)]
+    tokenizer = train_tokenizer(texts, 300, tmp_path / "tokenizer.model")
+    for again in (texts[0], "a b", " hello  world ", "今 天\n  x", "😀 😀"):
+        assert tokenizer.decode(tokenizer.encode(again)) == again

@@ -168,6 +168,6 @@ def test_rows_with_logits_that_are_not_finite_give_minus_1_and_other_rows_a_toke
         *({"top_p": 1.1}, {"min_p": -0.1}, {"min_p": 2.0}, {"repetition_penalty": 0.0}),
     ],
 )
-def test_a_value_outside_its_range_is_a_user_error_that_names_the_flag(values):
-    with pytest.raises(UserError, match="--" + next(iter(values)).replace("_", "-")):
+def test_a_value_outside_its_range_is_a_user_error_that_names_it(values):
+    with pytest.raises(UserError, match=f"{next(iter(values))} is .* but must be from"):
         Sampling(**values)
