@@ -1,4 +1,4 @@
-"""Sixty plausible bugs, each with the test that finds it: `python tests/mutations.py [PATTERN]`.
+"""Seventy plausible bugs, each with the test that finds it: `python tests/mutations.py [PATTERN]`.
 
 A test that passes says little until it is known to fail. The script copies the tracked files into a temporary folder,
 makes one bug at a time there, and runs its test, which has to fail. PATTERN, a regular expression, chooses bugs by
@@ -73,6 +73,12 @@ TABLE = r"""
 - return kernels.normalize(x, norm.weight, norm.bias, residual, kind="rms", eps=norm.eps)
 + return kernels.normalize(x, norm.weight, None, residual, kind="rms", eps=norm.eps)
 ! model/test_norm.py::test_values_and_gradients_equal_those_of_the_float64_formula[rms-True]
+- y = normalize(norm, s.float())
++ y = normalize(norm, s)
+! model/test_norm.py::test_the_output_has_the_dtype_of_x_and_the_stream_is_the_rounded_sum
+- norm.training, MOMENTUM, norm.eps)
++ norm.training, MOMENTUM)
+! model/test_norm.py::test_values_and_gradients_equal_those_of_the_float64_formula[batch-True]
 @ model/rope.py
 - return self.cos[start : start + length], self.sin[start : start + length]
 + return self.cos[:length], self.sin[:length]
@@ -97,6 +103,13 @@ TABLE = r"""
 - mask = mask & ((keys >= padding[:, None, None, None]) | (keys == queries))
 + mask = mask & ((keys > padding[:, None, None, None]) | (keys == queries))
 ! model/test_decoder.py::test_attention_masks_are_as_drawn_in_the_docstring
+@ model/config.py
+- if config.head_dim is None and config.hidden_size % heads:
++ if config.hidden_size % heads:
+! model/test_config.py::test_a_head_dim_that_changes_nothing_gives_an_equal_configuration
+- if type(value) not in (int, float) or not 0 < value < 1e9:
++ if not 0 < value < 1e9:
+! model/test_config.py::test_an_impossible_configuration_is_an_error_that_says_how_to_fix_it
 @ model/decoder.py
 - x, residual = self.post_attention_layernorm(x, residual)
 + x, _ = self.post_attention_layernorm(x, residual)
@@ -127,6 +140,9 @@ TABLE = r"""
 - value = value.to(parameters[name].device, copy=True)
 + value = torch.zeros_like(value, device=parameters[name].device)
 ! training/test_resume.py::test_a_caller_of_the_steps_can_stop_at_any_of_them_save_and_resume_bit_for_bit
+- if not is_complete(target) and is_complete(candidate):
++ if is_complete(candidate):
+! training/test_checkpoint.py::test_a_save_killed_at_any_rename_leaves_a_complete_checkpoint_and_the_next_save_works
 - target.rename(old)
 + shutil.rmtree(target)
 ! training/test_checkpoint.py::test_a_save_killed_at_any_rename_leaves_a_complete_checkpoint_and_the_next_save_works

@@ -51,6 +51,7 @@ def test_the_default_model_has_four_million_parameters():
         ({"norm_eps": 0.0}, "norm_eps is 0.0"),
         ({"rope_theta": float("inf")}, "rope_theta is inf"),
         ({"rope_scaling": {**YARN, "beta_slow": 0}}, "beta_slow 0 and needs a number"),
+        ({"rope_scaling": {**YARN, "factor": "4"}}, "factor '4' and needs a number"),
     ],
 )
 def test_an_impossible_configuration_is_an_error_that_says_how_to_fix_it(make_config, changes, words):
@@ -60,7 +61,7 @@ def test_an_impossible_configuration_is_an_error_that_says_how_to_fix_it(make_co
 
 def test_a_head_dim_that_changes_nothing_gives_an_equal_configuration(make_config):
     assert make_config(head_dim=8) == make_config() and make_config(head_dim=8).resolved_head_dim == 8
-    assert make_config(head_dim=10) != make_config() and make_config(head_dim=10).head_dim == 10
+    assert make_config(head_dim=10) != make_config() and make_config(head_dim=10, hidden_size=50).head_dim == 10
 
 
 @pytest.mark.parametrize("norm", NORMS)

@@ -98,10 +98,6 @@ SCALED = {
     "yarn, the factor from the contexts": {
         "rope_type": "yarn", "factor": None, "original_max_position_embeddings": 1000, "beta_fast": 5, "beta_slow": 0.5,
     },
-    "yarn with a step": {
-        "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096, "beta_fast": 2.0,
-        "beta_slow": 2.0, "truncate": False,
-    },
 }  # fmt: skip
 
 

@@ -53,7 +53,9 @@ def test_a_save_killed_at_any_rename_leaves_a_complete_checkpoint_and_the_next_s
     with pytest.raises(Killed):
         save(tmp_path / "last", "after")
     monkeypatch.undo()
-    assert found(tmp_path) == ("before" if renames_done == 0 else "after")
+    for _ in range(2):
+        assert found(tmp_path) == ("before" if renames_done == 0 else "after")
+        checkpoint.recover_interrupted_save(tmp_path / "last")
     save(tmp_path / "last", "later")
     assert found(tmp_path) == "later"
     assert [path.name for path in tmp_path.iterdir()] == ["last"]

@@ -1,5 +1,3 @@
-import math
-
 import numpy as np
 import pytest
 import torch
@@ -138,10 +136,10 @@ def test_a_gradient_that_is_not_finite_leaves_the_weights_alone():
     with pytest.raises(Diverged, match="norm of the gradient inf"):
         step(model, split_batch(a_batch(), 8, CPU), optimizer, clip=1.0)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)  # float16: the step is skipped, unless the loss is NaN as well
-    parameter.register_hook(lambda gradient: gradient * math.nan)
-    assert step(model, split_batch(a_batch(), 8, CPU), optimizer, clip=1.0, scaler=scaler)[1] == math.inf
+    parameter.register_hook(lambda gradient: gradient * torch.nan)
+    assert step(model, split_batch(a_batch(), 8, CPU), optimizer, clip=1.0, scaler=scaler)[1] == torch.inf
     assert scaler.get_scale() == 2.0
     assert all(torch.equal(before[name], parameter) for name, parameter in model.named_parameters())
-    model.norm.weight.data.fill_(math.nan)
+    model.norm.weight.data.fill_(torch.nan)
     with pytest.raises(Diverged, match="loss is nan"):
         step(model, split_batch(a_batch(), 8, CPU), optimizer, clip=1.0, scaler=scaler)
