@@ -80,7 +80,11 @@ def resumes_like(run: Path, straight: Path) -> bool:
         settings = parse(["--resume", str(run)], "test").settings
         train(settings, run, resume=True)
     except UserError as error:
-        if "before its first save" in str(error) or "settings.toml" in str(error):
+        if (
+            "nothing was saved yet" in str(error)
+            or "only best/ was saved" in str(error)
+            or "settings.toml" in str(error)
+        ):
             assert checkpoint.find_complete(run / "last") is None, error
             return False
         assert "has already done" in str(error), error
