@@ -44,7 +44,7 @@ def reading(path: Path | str, fix: str = "download or save it again") -> Iterato
 def read_json(path: Path) -> dict:
     """The JSON object in a file; an empty one if there is no file."""
     with reading(path):
-        return dict(json.loads(path.read_bytes())) if path.exists() else {}
+        return dict(json.loads(path.read_bytes())) if path.is_file() else {}  # a named pipe is none
 
 
 def read_toml(path: Path) -> dict:

@@ -4,9 +4,11 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 
+import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from checkpoints.weights import StoredTensor, find_weight_files
 from errors import read_json, reading
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -20,18 +22,29 @@ KNOWN = """
 """.split()
 
 
-def add_adapter(weights: Mapping[str, Tensor], directory: Path) -> None:
+def add_adapter(weights: Mapping[str, Tensor], directory: Path, stored: Mapping[str, StoredTensor]) -> None:
     """Add (alpha / r) B A to the weights, by their names in files: in float32, rounded once to the weight's dtype."""
     fields = {"peft_type": None, **read_json(directory / CONFIG)}
     with reading(directory, "give a plain LoRA adapter of this model, or the result of peft's merge_and_unload()"):
         for key, value in fields.items():
             if key not in KNOWN and value not in SUPPORTED.get(key, (None, False, "none", [], {})):
                 raise ValueError(f"{key} {value!r} is not supported")
-        scale = fields["lora_alpha"] / (math.sqrt(fields["r"]) if fields.get("use_rslora") else fields["r"])
-        tensors = load_file(directory / WEIGHTS)
-        for matrix in [name.removesuffix(".lora_A.weight") for name in tensors if name.endswith(".lora_A.weight")]:
+        rank, alpha, targets = fields["r"], fields["lora_alpha"], fields.get("target_modules")
+        if type(rank) is not int or rank < 1 or type(alpha) not in (int, float) or not math.isfinite(alpha):
+            raise ValueError(f"r {rank!r} with lora_alpha {alpha!r} is not supported")
+        scale = alpha / (math.sqrt(rank) if fields.get("use_rslora") else rank)
+        tensors = load_file(*find_weight_files(directory, WEIGHTS))
+        matrices = {name.partition(".lora_")[0] for name in tensors if ".lora_" in name}
+        if isinstance(targets, list) and fields.get("layers_to_transform") is fields.get("exclude_modules") is None:
+            ends = tuple(f".{target}.weight" for target in targets)  # of the matrices that must have A and B
+            matrices |= {PREFIX + name.removesuffix(".weight") for name in weights if f".{name}".endswith(ends)}
+        for matrix in sorted(matrices):
+            a, b = (tensors.pop(f"{matrix}.lora_{letter}.weight") for letter in "AB")
             weight = weights[f"{matrix.removeprefix(PREFIX)}.weight"]
-            a, b = (tensors.pop(f"{matrix}.lora_{letter}.weight").to(weight.device).float() for letter in "AB")
-            weight.copy_(weight.float() + scale * (b @ a))
-        if tensors:
-            raise ValueError(f"{min(tensors)} is not supported")
+            if (a.shape, b.shape) != ((rank, weight.shape[-1]), (len(weight), rank)):
+                raise ValueError(f"{matrix} has sizes {[*a.shape]} and {[*b.shape]}, and r is {rank}")
+            weight.copy_(weight.float() + scale * (b.to(weight.device).float() @ a.to(weight.device).float()))
+        for name, tensor in tensors.items():  # beside the A and B of a head, PEFT writes the head itself
+            own = stored.get(name.removeprefix(PREFIX).replace(".base_layer.", "."))
+            if own is None or not torch.equal(own.read().to(tensor.dtype), tensor):
+                raise ValueError(f"{name} is not supported")

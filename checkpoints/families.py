@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from checkpoints.weights import StoredTensor, stored_tensors
+from checkpoints.weights import StoredTensor, check_format, stored_tensors
 from errors import UserError, note, read_json, reading
 from model.config import ROPE_SCALING, ModelConfig
+from model.count import num_parameters
 
 
 @dataclass(frozen=True)
@@ -186,24 +187,30 @@ def load_config(directory: Path | str, tensors: Mapping[str, StoredTensor] | Non
     `tensors`, or those of the directory.
     """
     path = Path(directory) / "config.json"
+    if tensors is None and check_format(path.parent):
+        tensors = stored_tensors(path.parent)
     if not path.is_file():
-        raise UserError(f"{directory} has no config.json; give a model (generate.py ADAPTER --merge NEW makes one).")
+        raise UserError(f"{directory} has no config.json; give the directory of a model.")
     fields = read_json(path)
     with reading(path, "give another model"):
         try:
             config = from_json(fields)
         except UserError as error:
             raise ValueError(str(error).rstrip(".")) from None
+        if tensors is not None:  # before anything is made whose size only config.json says
+            last = tensors.get(f"model.layers.{config.num_hidden_layers - 1}.self_attn.o_proj.weight")
+            fits = last is not None and last.shape[-1] == config.num_attention_heads * config.resolved_head_dim
+            if not fits or num_parameters(config) > 2 * sum(math.prod(tensor.shape) for tensor in tensors.values()):
+                raise ValueError("the weights beside it have other numbers of layers, heads or parameters")
     if unknown := [key for key in fields if key not in KNOWN and not key.endswith("_token_id")]:
         note(f"note: {path} has unknown keys, which are ignored: {', '.join(map(repr, unknown))}")
     if config.max_position_embeddings < fields.get("max_position_embeddings", 0):
         context = config.max_position_embeddings
         note(f"note: {path} has a sliding window, which is the context here: {context} tokens")
-    if biases := zero_biases(config, fields["model_type"]):
-        tensors = stored_tensors(path.parent) if tensors is None else tensors
-        if any(tensors[name].read().any() for name in biases if name in tensors):
-            trained = "norm_bias" if config.norm == "layer" else "attention_output_bias"
-            config = dataclasses.replace(config, **{trained: True})
+    biases = [] if tensors is None else zero_biases(config, fields["model_type"])
+    if any(tensors[name].read().any() for name in biases if name in tensors):
+        trained = "norm_bias" if config.norm == "layer" else "attention_output_bias"
+        config = dataclasses.replace(config, **{trained: True})
     return config
 
 

@@ -4,10 +4,11 @@ Reads only file names and JSON; `checkpoints.pretrained` and `data.tokenizer` lo
 Imports no torch, and huggingface_hub only when the id of a model is given.
 """
 
+import operator
 import re
 from pathlib import Path
 
-from checkpoints.weights import SIDE_FILES, check_format
+from checkpoints.weights import INDEX, SIDE_FILES, SINGLE, check_format
 from errors import UserError, read_json, reading
 
 HUB_ID = re.compile(r"((?!runs/)\w[\w.-]*/(\w[\w.-]*))(?:@(.+))?", re.ASCII)  # org/name or org/name@revision
@@ -40,18 +41,27 @@ def find_checkpoint(path: Path | str) -> Path:
 
 
 def find_adapter(directory: Path, adapter: str | None = None) -> tuple[Path, Path | None]:
-    """The directories of a model and of its adapter, if it has one; an adapter as `directory` names its model."""
+    """The directories of a model and its adapter, if it has one; an adapter as `directory` has or names its model."""
     path = directory / "adapter_config.json"
     if adapter is not None:
         return directory, find_checkpoint(adapter)
-    if (directory / "config.json").is_file() or not path.is_file():
+    if not path.is_file():
         return directory, None
-    with reading(path):
-        base = read_json(path)["base_model_name_or_path"]
+    if any((directory / name).is_file() for name in (SINGLE, INDEX)):  # as in transformers
+        return directory, directory
+    base, revision = (read_json(path).get(key) for key in ("base_model_name_or_path", "revision"))
+    if not isinstance(base, str) or Path(base) in (Path(), directory):
+        base = f"the model {base!r} of {path.name}"
     try:
-        return find_checkpoint(base), directory
+        return find_checkpoint(f"{base}@{revision}" if revision and not Path(base).exists() else base), directory
     except UserError as error:
         raise UserError(f"{error} Give the model itself: python generate.py MODEL --adapter {directory}") from None
+
+
+def generation_config(model: Path, adapter: Path | None) -> Path:
+    """The generation_config.json of an adapter, if it has one, or else of its model."""
+    own = (adapter or model) / "generation_config.json"
+    return own if own.is_file() else model / "generation_config.json"
 
 
 def download(name: str, revision: str | None) -> Path:
@@ -101,14 +111,14 @@ def candidates(target: Path) -> list[Path]:
     return [target.with_name(target.name + suffix) for suffix in ("", ".new", ".old")]
 
 
-def eos_ids(directory: Path, tokenizer_eos: int) -> frozenset[int]:
+def eos_ids(directory: Path, tokenizer_eos: int, adapter: Path | None = None) -> frozenset[int]:
     """Every token id that ends a text: the tokenizer's EOS, and those of generation_config.json or else config.json.
 
     Chat models list several, while their tokenizer has only one EOS.
     """
-    for name in ("generation_config.json", "config.json"):
-        with reading(directory / name):
-            eos = read_json(directory / name).get("eos_token_id")
+    for path in (generation_config(directory, adapter), directory / "config.json"):
+        with reading(path):
+            eos = read_json(path).get("eos_token_id")
             if eos is not None:
-                return frozenset([tokenizer_eos, *(eos if isinstance(eos, list) else [eos])])
+                return frozenset(map(operator.index, [tokenizer_eos, *(eos if isinstance(eos, list) else [eos])]))
     return frozenset([tokenizer_eos])

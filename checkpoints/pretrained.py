@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from checkpoints import adapters
 from checkpoints.families import SHAPE_FIELDS, load_config, to_json, zero_biases
-from checkpoints.weights import SINGLE, StoredTensor, stored_tensors
+from checkpoints.weights import SINGLE, StoredTensor, check_format, find_weight_files, stored_tensors
 from errors import UserError, reading
 from model.config import ModelConfig
 from model.decoder import Decoder
@@ -136,15 +136,16 @@ def open_checkpoint(directory: Path | str, adapter: Path | None = None) -> Check
 
     Drops what the decoder does not need: zero biases, a copy of a tied head, rotary tables of old files.
     """
+    if adapter != directory:
+        check_format(Path(directory))
     stored = stored_tensors(Path(directory))
     config = load_config(directory, stored)
     with torch.device("meta"):  # shapes without memory
         decoder = Decoder(config, seed=None)
     shapes = {name: tensor.shape for name, tensor in unpacked_tensors(decoder.state_dict(), config).items()}
     redundant = {*zero_biases(config), *(name for name in stored if name.endswith("rotary_emb.inv_freq"))}
-    heads = [stored[name] for name in ("lm_head.weight", "model.embed_tokens.weight") if name in stored]
-    if config.tie_word_embeddings and len(heads) == 2:
-        if not torch.equal(*(head.read() for head in heads)):
+    if config.tie_word_embeddings and (head := stored.get("lm_head.weight")) is not None:  # one of them is enough
+        if not torch.equal(stored.setdefault("model.embed_tokens.weight", head).read(), head.read()):
             raise UserError(f"{directory} has a head beside its tied embedding; set tie_word_embeddings to false.")
         redundant.add("lm_head.weight")
     tensors = {name: tensor for name, tensor in stored.items() if name not in redundant}
@@ -183,7 +184,7 @@ def load_pretrained(
     weights = unpacked_tensors(state, checkpoint.config)
     copy_tensors(checkpoint.tensors, weights)
     if checkpoint.adapter is not None:
-        adapters.add_adapter(weights, checkpoint.adapter)
+        adapters.add_adapter(weights, checkpoint.adapter, checkpoint.tensors)
     decoder.load_state_dict(state, assign=True)
     return decoder.to(device)
 
@@ -212,8 +213,10 @@ def load_weights(decoder: Decoder, directory: Path | str) -> tuple[list[str], li
     """
     views = unpacked_tensors(decoder.state_dict(), decoder.config)
     if decoder.lora is not None:
-        for name, tensor in load_file(Path(directory) / adapters.WEIGHTS).items():
-            views[name.removeprefix(adapters.PREFIX)].copy_(tensor)
+        with reading(directory, "the run cannot be resumed"):
+            tensors = load_file(*find_weight_files(Path(directory), adapters.WEIGHTS))
+            for name in [name for name in views if ".lora_" in name]:
+                views[name].copy_(tensors[adapters.PREFIX + name].view_as(views[name]))
         return [], []
     checkpoint = open_checkpoint(directory)
     check_fields_match(checkpoint.config, decoder.config, directory)

@@ -6,7 +6,6 @@ Nothing is ever unpickled. Imports no torch before a file is opened.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from fnmatch import fnmatch
 from pathlib import Path, PureWindowsPath
 from typing import TYPE_CHECKING
 
@@ -21,13 +20,10 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DOWNLOAD = "download or save it again, in a clone with `git lfs pull`"
 # The small files that belong to a checkpoint: configurations, tokenizers and chat templates.
 SIDE_FILES = ("*.json", "*.model", "*.jinja", "merges.txt")
-OTHER_FORMATS = {  # a file of a directory without model.safetensors -> what the directory has, and what to do
-    "adapter_config.json": "an adapter and no model; make it one: python generate.py ADAPTER --merge NEW",
-    "*.gguf": "GGUF weights, which are only written here; give the model that they were made from",
-    **dict.fromkeys(
-        ("*.bin", "*.pt", "*.pth"),
-        "pickled weights, which can run code and are never opened; save them with transformers as safetensors",
-    ),
+PICKLED = "pickled weights, which can run code and are never opened; save them with transformers as safetensors"
+OTHER_FORMATS = {  # the first four bytes of a file -> what a directory without safetensors has, and what to do
+    **dict.fromkeys((b"PK\3\4", b"\x80\2\x8a\n", b""), PICKLED),  # of torch.save, today and before 2020
+    b"GGUF": "GGUF weights, which are only written here; give the model that they were made from",
 }
 
 
@@ -50,12 +46,17 @@ class StoredTensor:
             return self.file.get_tensor(self.key)
 
 
-def check_format(directory: Path) -> None:
-    """Raise `UserError` for a directory that has weights, but in another format than safetensors."""
-    names = {path.name for path in directory.iterdir()}
-    for pattern, advice in OTHER_FORMATS.items():
-        if not names & {SINGLE, INDEX} and any(fnmatch(name, pattern) for name in names):
-            raise UserError(f"{directory} has {advice}.")
+def check_format(directory: Path) -> bool:
+    """Whether a directory has safetensors; `UserError` for an adapter, and for weights in another format alone."""
+    if (directory / "adapter_config.json").is_file():
+        raise UserError(f"{directory} is an adapter; make it a model: python generate.py '{directory}' --merge NEW")
+    files = [path for path in sorted(directory.iterdir()) if path.is_file()]
+    found = any(path.name in (SINGLE, INDEX) for path in files)
+    for path in [path for path in files if path.suffix in (".gguf", ".bin", ".pt", ".pth") and not found]:
+        with path.open("rb") as file:
+            unknown = f"{path.name}, whose format is not read; give safetensors"
+            raise UserError(f"{directory} has {OTHER_FORMATS.get(file.read(4), unknown)}.")
+    return found
 
 
 def find_weight_files(directory: Path, single: str = SINGLE) -> list[Path]:
@@ -64,11 +65,11 @@ def find_weight_files(directory: Path, single: str = SINGLE) -> list[Path]:
     if (directory / single).is_file():
         return [directory / single]
     if not index.is_file():
-        check_format(directory)
         raise UserError(f"{directory} has no {single}; download or save the checkpoint again.")
     with reading(index):
         names = sorted(set(read_json(index)["weight_map"].values()))
-        if outside := [name for name in names if PureWindowsPath(name).name != name]:  # knows / and \ and drives
+        # PureWindowsPath knows / and \ and drives
+        if outside := [n for n in names if PureWindowsPath(n).name != n or not (directory / n).is_file()]:
             raise ValueError(f"{outside[0]} is not beside it")
     return [directory / name for name in names]
 

@@ -9,10 +9,10 @@ import torch
 
 import kernels
 from checkpoints import find
-from checkpoints.pretrained import Checkpoint, load_pretrained, open_checkpoint, save_pretrained
+from checkpoints.pretrained import Checkpoint, load_pretrained, open_checkpoint, save_pretrained, write_json
 from data.chat import ChatFormat
 from data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
-from errors import UserError
+from errors import UserError, read_json
 from generation import terminal
 from generation.conversation import Conversation
 from generation.generate import MAX_CPU_SEQUENCES, generate, has_cpu_step
@@ -39,7 +39,7 @@ def run(
     """
     checkpoint, tokenizer, eos_ids = open_directory(directory, settings.adapter)
     if settings.merge is not None:
-        return merge(checkpoint, tokenizer, settings.merge)
+        return merge(checkpoint, tokenizer, eos_ids, settings.merge)
     context = checkpoint.config.max_position_embeddings
     if settings.chat:
         chat = ChatFormat(tokenizer, settings.system)
@@ -87,18 +87,21 @@ def open_directory(directory: Path, adapter: str | None = None) -> tuple[Checkpo
     """A checkpoint whose weights are not read yet, its tokenizer, and the ids that end a text."""
     model, found = find.find_adapter(directory, adapter)
     checkpoint = open_checkpoint(model, found)
-    tokenizer = load_tokenizer(directory if [*directory.glob("tokenizer.*")] else model)
+    tokenizer = load_tokenizer(found if found is not None and [*found.glob("tokenizer.*")] else model)
     check_vocabulary(tokenizer, checkpoint.config.vocab_size)
-    return checkpoint, tokenizer, find.eos_ids(model, tokenizer.eos_id)
+    return checkpoint, tokenizer, find.eos_ids(model, tokenizer.eos_id, found)
 
 
-def merge(checkpoint: Checkpoint, tokenizer: Tokenizer, new: Path) -> None:
+def merge(checkpoint: Checkpoint, tokenizer: Tokenizer, eos_ids: frozenset[int], new: Path) -> None:
     """Write a model with its adapter added, in the dtypes of its files, as the directory `new`."""
     if new.exists():
         raise UserError(f"--merge {new} exists; give a new directory.")
     decoder, unfinished = load_pretrained(checkpoint), new.with_name(f"{new.name}.new")
     save_pretrained(decoder, unfinished, bos_token_id=tokenizer.bos_id, eos_token_id=tokenizer.eos_id)
     tokenizer.save(unfinished)
+    fields = read_json(find.generation_config(checkpoint.directory, checkpoint.adapter))
+    ends = [tokenizer.eos_id, *sorted(eos_ids - {tokenizer.eos_id})]
+    write_json(unfinished / "generation_config.json", fields | {"eos_token_id": ends})
     unfinished.rename(new)
 
 

@@ -10,7 +10,8 @@ from typing import Annotated, Literal
 
 import tyro
 
-from errors import UserError, read_json, reading
+from checkpoints.find import find_adapter, generation_config
+from errors import UserError, read_json
 from flags import optional
 
 
@@ -32,8 +33,9 @@ class Sampling:
     def __post_init__(self) -> None:
         ranges = dict(temperature=(0, 1e9), top_k=(0, 2**31), top_p=(0, 1), min_p=(0, 1))
         for name, (low, high) in {"repetition_penalty": (0.01, 1e9), **ranges}.items():
-            if not low <= (value := getattr(self, name)) <= high:  # fails for NaN too
-                raise UserError(f"{name} is {value} but must be from {low} to {high:g}.")
+            kinds, value = (int,) if name == "top_k" else (int, float), getattr(self, name)
+            if type(value) not in kinds or not low <= value <= high:  # fails for NaN too
+                raise UserError(f"{name} is {value!r} but must be from {low} to {high:g}.")
 
 
 @dataclass(frozen=True)
@@ -101,14 +103,18 @@ class Settings:
         return default if self.max_new_tokens is None else self.max_new_tokens
 
 
-def recommended_sampling(checkpoint: Path) -> Sampling | None:
-    """The sampling that the model's authors recommend for conversations in generation_config.json, or None."""
-    path = checkpoint / "generation_config.json"
-    fields = read_json(path)
-    names = [field.name for field in dataclasses.fields(Sampling)]
-    with reading(path, "correct or delete it"):
-        values = {name: float(fields[name]) for name in names if fields.get(name) is not None}
-        if not values or not fields.get("do_sample"):
-            return None
-        top_k = max(int(values.get("top_k", 0)), 0)  # vLLM's files have -1 for off
-        return Sampling(**{"temperature": 1.0, **values, "top_k": top_k})
+def recommended_sampling(directory: Path, adapter: str | None = None) -> Sampling | None:
+    """The sampling that generation_config.json recommends for conversations, as transformers reads it, or None."""
+    path = generation_config(*find_adapter(directory, adapter))
+    fields = {key: value for key, value in read_json(path).items() if value is not None}
+    values = {field.name: fields[field.name] for field in dataclasses.fields(Sampling) if field.name in fields}
+    if not values and "do_sample" not in fields:
+        return None
+    if fields.get("do_sample") is not True:
+        values = {"temperature": 0, "top_k": 0, "repetition_penalty": values.get("repetition_penalty", 1)}
+    elif values.get("top_k") == -1:  # off, in vLLM's files
+        values["top_k"] = 0
+    try:
+        return Sampling(**{"temperature": 1.0, "top_k": 50} | values)
+    except UserError as error:
+        raise UserError(f"{path} cannot be read ({str(error).rstrip('.')}); correct or delete it.") from None

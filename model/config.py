@@ -151,19 +151,20 @@ def check(config: ModelConfig) -> None:
     """Raise `UserError`, which says how to fix it, for a configuration that no decoder can have."""
     for field in fields(config):
         name, kind, value = field.name, field.type, getattr(config, field.name)
+        low = 1 if name == "rope_theta" else 0
         if kind is int or (name == "head_dim" and value is not None):
             least = 2 if name == "max_position_embeddings" else 1  # a token, and the one that follows
             if type(value) is not int or value < least:
                 raise UserError(f"{name} is {value!r} and must be an integer of at least {least}.")
-        elif kind is float and not (isinstance(value, int | float) and 0 < value < float("inf")):
-            raise UserError(f"{name} is {value!r} and must be a number greater than 0.")
+        elif kind is float and not (type(value) in (int, float) and low < value < 1e18):
+            raise UserError(f"{name} is {value!r} and must be a number greater than {low} and below 1e18.")
         elif get_origin(kind) is Literal and value not in (choices := get_args(kind)):
             raise UserError(f"{name} is {value!r} and must be {', '.join(choices[:-1])} or {choices[-1]}.")
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     if heads % kv_heads:
         raise UserError(
             f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}; "
-            f"use one of {', '.join(str(n) for n in range(1, heads + 1) if heads % n == 0)} key/value heads."
+            f"use one of {', '.join(str(n) for n in range(1, min(heads, 256) + 1) if heads % n == 0)} key/value heads."
         )
     if config.head_dim is None and config.hidden_size % heads:
         raise UserError(f"hidden_size {config.hidden_size} is no multiple of {heads} heads; set head_dim.")

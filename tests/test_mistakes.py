@@ -95,7 +95,7 @@ train --init-from BAD/gguf
 generate BAD/adapter --prompt a
     .*nothere does not exist; .* Give the model itself: python generate.py MODEL --adapter .*adapter
 train --init-from BAD/adapter
-    .*adapter has no config.json; .*generate.py ADAPTER --merge NEW
+    .*adapter is an adapter; make it a model: python generate.py '.*adapter' --merge NEW
 train --init-from RUN --lora 4 --optimizer muon
     LoRA needs --lora RANK, --init-from MODEL, --optimizer adamw and --train-only all
 train --init-from RUN --lora 4 --dry-run

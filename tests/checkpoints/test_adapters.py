@@ -1,16 +1,25 @@
-"""Adapters that PEFT wrote for our directories, ours in PEFT, and both merged: equal logits in float32."""
+"""Adapters that PEFT wrote for our directories, ours in PEFT, and both merged: equal logits in float32.
+
+What the directory of an adapter means, and which are refused. Some tests need PEFT.
+"""
+
+import json
+import math
+import shutil
 
 import pytest
 import torch
+import transformers
+from safetensors.torch import load_file, save_file
 
+from checkpoints.families import load_config
 from checkpoints.find import find_adapter, find_checkpoint
-from checkpoints.pretrained import load_pretrained, open_checkpoint, save_pretrained
+from checkpoints.pretrained import load_pretrained, load_weights, open_checkpoint, save_pretrained
 from errors import UserError
 from generation.generate import generate
 from generation.settings import Sampling
 from model.lora import add_lora
 
-peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
 LOGITS = 2e-6
 LAYER = {"norm": "layer"}
 
@@ -21,12 +30,17 @@ def load(directory):
 
 
 @pytest.fixture
-def peft_model(saved):
+def peft():
+    return pytest.importorskip("peft")
+
+
+@pytest.fixture
+def peft_model(peft, saved):
     """A model of transformers, opened from our directory, with an adapter of PEFT whose matrices are all random."""
 
-    def make(config=None, **changes):
+    def make(config, **changes):
         base = transformers.AutoModelForCausalLM.from_pretrained(saved(**changes))
-        model = peft.get_peft_model(base, config or peft.LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear"))
+        model = peft.get_peft_model(base, config)
         generator = torch.Generator().manual_seed(6)
         for parameter in model.parameters():
             if parameter.requires_grad:
@@ -65,10 +79,10 @@ SUBSETS = {
 @torch.no_grad()
 @pytest.mark.parametrize("norm", ["rms", "layer"])
 @pytest.mark.parametrize("options", SUBSETS.values(), ids=SUBSETS.keys())
-def test_adapters_of_peft_have_equal_logits_here(peft_model, tokens, relative, tmp_path, options, norm):
+def test_adapters_of_peft_have_equal_logits_here(peft, peft_model, tokens, relative, tmp_path, options, norm):
     untied = {"tie_word_embeddings": "lm_head" not in options["target_modules"]}
     model = peft_model(peft.LoraConfig(task_type="CAUSAL_LM", **options), norm=norm, **untied)
-    model.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
+    model.save_pretrained(tmp_path / "adapter")
     expected = model(tokens).logits
     with model.disable_adapter():
         assert relative(model(tokens).logits, expected) > 0.01
@@ -77,7 +91,7 @@ def test_adapters_of_peft_have_equal_logits_here(peft_model, tokens, relative, t
 
 @torch.no_grad()
 @pytest.mark.parametrize("changes", [{}, LAYER, {"qk_norm": True, "tie_word_embeddings": False}])
-def test_ours_open_in_peft_by_their_directory_alone_with_equal_logits(lora, tokens, relative, tmp_path, changes):
+def test_ours_open_in_peft_by_their_directory_alone_with_equal_logits(peft, lora, tokens, relative, tmp_path, changes):
     decoder = lora(**changes)
     save_pretrained(decoder, tmp_path / "adapter")
     model = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter")
@@ -120,17 +134,18 @@ def test_a_merged_matrix_is_computed_in_float32_and_rounded_once(lora, tmp_path,
 
 
 REFUSED = {
-    "use_dora True": peft.LoraConfig(target_modules=["q_proj"], use_dora=True),
-    "bias 'all'": peft.LoraConfig(target_modules=["q_proj"], bias="all"),
-    "rank_pattern {'v_proj': 2}": peft.LoraConfig(target_modules=["q_proj", "v_proj"], rank_pattern={"v_proj": 2}),
-    "init_lora_weights 'pissa'": peft.LoraConfig(target_modules=["q_proj"], init_lora_weights="pissa"),
-    "peft_type 'IA3'": peft.IA3Config(target_modules=["k_proj"], feedforward_modules=[]),
+    "use_dora True": dict(use_dora=True),
+    "bias 'all'": dict(bias="all"),
+    "rank_pattern {'v_proj': 2}": dict(target_modules=["q_proj", "v_proj"], rank_pattern={"v_proj": 2}),
+    "init_lora_weights 'pissa'": dict(init_lora_weights="pissa"),
+    "peft_type 'IA3'": dict(feedforward_modules=[]),
 }
 
 
 @pytest.mark.parametrize("reason", REFUSED)
-def test_what_is_more_than_a_and_b_is_refused(peft_model, tmp_path, reason):
-    peft_model(REFUSED[reason]).save_pretrained(tmp_path / "adapter")
+def test_what_is_more_than_a_and_b_is_refused(peft, peft_model, tmp_path, reason):
+    kind = peft.IA3Config if "IA3" in reason else peft.LoraConfig
+    peft_model(kind(**{"target_modules": ["q_proj"]} | REFUSED[reason])).save_pretrained(tmp_path / "adapter")
     with pytest.raises(UserError, match=rf"adapter cannot be read \({reason} is not supported\); give a plain LoRA"):
         load(tmp_path / "adapter")
 
@@ -145,8 +160,59 @@ def test_an_adapter_of_another_model_is_refused(lora, tmp_path):
         load(tmp_path / "adapter")
 
 
-def test_an_adapter_names_its_model(lora, tmp_path):
-    save_pretrained(lora(), tmp_path / "adapter")
-    model, adapter = tmp_path / "model", find_checkpoint(tmp_path / "adapter")
-    assert find_adapter(adapter) == (model, adapter) and find_adapter(model) == (model, None)
-    assert find_adapter(model, str(adapter)) == (model, adapter)
+@pytest.fixture
+def adapter(lora, tmp_path):
+    save_pretrained(lora(tie_word_embeddings=False), tmp_path / "adapter")
+    return tmp_path / "adapter"
+
+
+def edit(adapter, change=lambda tensors: None, **fields):
+    """Change the fields and the tensors of an adapter in place."""
+    path, weights = adapter / "adapter_config.json", adapter / "adapter_model.safetensors"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+    change(tensors := load_file(weights))
+    save_file(tensors, weights)
+
+
+HEAD, Q = "base_model.model.lm_head.base_layer.weight", "base_model.model.model.layers.1.self_attn.q_proj.lora_"
+DAMAGED = [
+    ({"r": 8}, lambda t: t, "sizes .* and r is 8"),
+    ({"r": 0}, lambda t: t, "r 0 "),
+    ({"lora_alpha": math.nan}, lambda t: t, "lora_alpha nan"),
+    ({"lora_alpha": "8"}, lambda t: t, "lora_alpha '8'"),
+    ({}, lambda t: t.pop(f"{Q}A.weight"), f"no '{Q}A"),
+    ({}, lambda t: [t.pop(f"{Q}{letter}.weight") for letter in "AB"], f"no '{Q}A"),
+    ({}, lambda t: t.update({f"{Q}A.weight": torch.ones(4, 1)}), r"sizes \[4, 1\]"),
+    ({}, lambda t: t.update({HEAD: torch.ones(97, 48)}), "lm_head.base_layer.weight is not supported"),
+]
+
+
+@pytest.mark.parametrize(("fields", "change", "reason"), DAMAGED)
+def test_files_that_do_not_agree_are_refused(adapter, lora, fields, change, reason):
+    edit(adapter, change, **fields)
+    with pytest.raises(UserError, match=rf"adapter cannot be read \(.*{reason}"):
+        load(adapter)
+    if Q in reason:  # and the run that wrote them is not resumed
+        with pytest.raises(UserError, match="the run cannot be resumed"):
+            load_weights(lora(tie_word_embeddings=False), adapter)
+
+
+@torch.no_grad()
+def test_with_config_json_or_a_copy_of_the_head_it_is_the_same_adapter_and_no_model(adapter, lora, tokens, relative):
+    model, expected = adapter.parent / "model", lora(tie_word_embeddings=False)(tokens)
+    head = load_file(model / "model.safetensors")["lm_head.weight"]
+    edit(adapter, lambda t: t.update({HEAD: head.bfloat16()}))  # as of a model that PEFT opened in bfloat16
+    for file in ("generation_config.json", "config.json", "model.safetensors"):  # the last: a model with its adapter
+        shutil.copy(model / file, adapter)
+        assert find_adapter(adapter) == (adapter if file == "model.safetensors" else model, find_checkpoint(adapter))
+        assert relative(load(adapter)(tokens), expected) <= 1e-6 < relative(load_pretrained(model)(tokens), expected)
+        for command in (load_config, open_checkpoint, load_pretrained):
+            with pytest.raises(UserError, match=r"is an adapter; .*: python generate.py '.*adapter' --merge NEW"):
+                command(adapter)
+
+
+@pytest.mark.parametrize("base", [None, "", ["a"], 7, {}, "nothere", "a\0b"])
+def test_an_adapter_that_names_no_model_says_what_to_give(adapter, base):
+    edit(adapter, base_model_name_or_path=base)
+    with pytest.raises(UserError, match=r"Give the model itself: python generate.py MODEL --adapter .*adapter"):
+        find_adapter(adapter)

@@ -39,6 +39,10 @@ REFUSED = {
     "an impossible shape": {"num_key_value_heads": 4},
     "a number as text": {"hidden_size": "48"},
     "a key that prenorm needs": {"model_type": "prenorm"},
+    **{f"layers: {n}": {"num_hidden_layers": n, "attention_bias": True} for n in (100_000, 10**9, 2**62, 10**30)},
+    **{f"{key}, too large": {key: size} for key in SHAPE_FIELDS for size in (10**6, 2**62)},
+    **{f"head_dim {size}": {"head_dim": size} for size in (10, 10**6, 2**62)},
+    "a base that is no float": {"rope_theta": 10**400},
 }
 
 

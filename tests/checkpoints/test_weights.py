@@ -55,18 +55,24 @@ def test_loaded_weights_do_not_change_with_their_file(make_decoder, saved):
 
 
 @torch.no_grad()
-def test_a_base_model_without_a_head_is_read_when_the_embedding_is_the_head(tokens, tmp_path, relative):
+def test_a_base_model_without_a_head_is_read_when_the_embedding_is_the_head(edit_weights, tokens, tmp_path, relative):
     shape = dict(vocab_size=97, hidden_size=48, intermediate_size=80, num_hidden_layers=2, num_attention_heads=6)
     config = transformers.LlamaConfig(**shape, max_position_embeddings=64, tie_word_embeddings=True)
     model = transformers.LlamaForCausalLM(config).eval()
     model.model.save_pretrained(tmp_path)
     assert relative(load_pretrained(tmp_path)(tokens), model(tokens).logits) <= 1e-6
+    model.save_pretrained(tmp_path)  # and the other way round, the head alone
+    edit_weights(tmp_path, lambda t: t.update({"lm_head.weight": t.pop("model.embed_tokens.weight")}))
+    assert relative(load_pretrained(tmp_path)(tokens), model(tokens).logits) <= 1e-6
 
 
-@pytest.mark.parametrize("name", ["../outside.safetensors", "/tmp/outside.safetensors", "..\\x", "C:x", "a/b", "."])
+@pytest.mark.parametrize(
+    "name", ["../outside.safetensors", "/tmp/outside.safetensors", "..\\x", "C:x", "a/b", ".", "pipe"]
+)
 def test_an_index_may_only_name_files_beside_it(saved, tmp_path, name):
     directory = saved()
     (directory / "model.safetensors").rename(tmp_path / "outside.safetensors")
+    os.mkfifo(directory / "pipe")
     index = {"weight_map": {"model.norm.weight": name}}
     (directory / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(UserError, match=r"index\.json cannot be read \(.* is not beside it\)"):
@@ -94,5 +100,14 @@ def test_what_cannot_be_read_is_one_line(saved, edit_weights):
         load_pretrained(directory)
     index.write_text(json.dumps({"weight_map": {"a": "model-1.safetensors"}}))
     path.unlink()
-    with pytest.raises(UserError, match=r"model-1\.safetensors cannot be read \(No such file"):
+    with pytest.raises(UserError, match=r"index\.json cannot be read \(model-1\.safetensors is not beside it"):
         load_pretrained(directory)
+    index.unlink()
+    torch.save({}, directory / "old.bin", _use_new_zipfile_serialization=False)
+    torch.save({}, directory / "new.bin")
+    old, new = ((directory / name).read_bytes() for name in ("old.bin", "new.bin"))
+    found = {old: "pickled", new: "pickled", b"GGUF": "GGUF", b"\x80\2\0\0": "a.bin, whose"}  # the last: of llama2.c
+    for start, reason in found.items():
+        (directory / "a.bin").write_bytes(start)
+        with pytest.raises(UserError, match=f"model has {reason}"):
+            load_pretrained(directory)

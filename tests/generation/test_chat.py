@@ -129,15 +129,18 @@ def test_text_that_a_normalizer_turns_into_a_token_is_no_token(chatml_model, tmp
 def test_sampling_is_what_the_generation_config_recommends(tmp_path):
     assert recommended_sampling(tmp_path) is None
     path = tmp_path / "generation_config.json"
-    write(path, {"temperature": 0.6, "top_p": 0.9})
-    assert recommended_sampling(tmp_path) is None  # transformers samples only with do_sample
-    write(path, {"do_sample": True, "eos_token_id": 2})
+    write(path, {"eos_token_id": 2})
     assert recommended_sampling(tmp_path) is None
+    for fields in ({"do_sample": False}, {}):  # transformers samples only with do_sample
+        write(path, {"temperature": 0.6, "top_p": 0.9, "repetition_penalty": 1.3, **fields})
+        assert recommended_sampling(tmp_path) == Sampling(temperature=0, repetition_penalty=1.3)
+    write(path, {"do_sample": True, "eos_token_id": 2})
+    assert recommended_sampling(tmp_path) == Sampling(temperature=1.0, top_k=50)
     write(path, {"do_sample": True, "top_k": 20, "top_p": 0.9, "repetition_penalty": 1.05, "temperature": None})
     assert recommended_sampling(tmp_path) == Sampling(temperature=1.0, top_k=20, top_p=0.9, repetition_penalty=1.05)
     write(path, {"do_sample": True, "top_k": -1})  # as vLLM has it
     assert recommended_sampling(tmp_path) == Sampling(temperature=1.0, top_k=0)
-    for fields in ({"temperature": "hot"}, {"temperature": [1]}, {"temperature": -1}):
+    for fields in ({"temperature": "0.6"}, {"top_p": [1]}, {"min_p": float("nan")}, {"top_k": 2.5}, {"top_k": True}):
         write(path, {"do_sample": True, **fields})
-        with pytest.raises(UserError, match=r"generation_config.json cannot be read|temperature is -1"):
+        with pytest.raises(UserError, match=r"generation_config.json cannot be read \((top_|min_|temp)"):
             recommended_sampling(tmp_path)

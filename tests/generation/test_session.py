@@ -1,6 +1,7 @@
 """What generate.py prints: texts in order, log lines, and errors before the weights are read."""
 
 import io
+import json
 from pathlib import Path
 
 import pytest
@@ -8,12 +9,13 @@ import torch
 
 from checkpoints import weights
 from checkpoints.find import find_checkpoint
-from checkpoints.pretrained import save_pretrained
+from checkpoints.pretrained import load_pretrained, save_pretrained
 from errors import UserError
 from generation import session
-from generation.settings import Sampling, Settings
+from generation.settings import Sampling, Settings, recommended_sampling
 from model.config import ModelConfig
 from model.decoder import Decoder
+from model.lora import add_lora
 
 GREEDY = Sampling(temperature=0)
 
@@ -118,3 +120,23 @@ def test_int8_is_refused_before_the_weights_are_read_where_no_step_uses_it(
     monkeypatch.setattr(session, "load_pretrained", lambda *_, **__: pytest.fail("the weights were read"))
     with pytest.raises(UserError, match="--dtype int8 needs a CPU, a --batch-size"):
         output(tmp_path, **({"device": "cpu", "dtype": "int8"} | settings))
+
+
+def test_tokenizer_template_and_ends_are_those_of_the_adapter_alone_beside_its_model_and_merged(
+    checkpoint, tokenizer, tmp_path
+):
+    decoder = load_pretrained(checkpoint)
+    add_lora(decoder, {"r": 2, "lora_alpha": 4, "base_model_name_or_path": str(checkpoint)}, seed=1)
+    bare, adapter, merged = (tmp_path / name for name in ("bare", "adapter", "merged"))
+    for directory in (bare, adapter):
+        save_pretrained(decoder, directory)
+    tokenizer.for_conversations().save(adapter)
+    fields = {"do_sample": True, "temperature": 0.3, "eos_token_id": [5, tokenizer.eos_id]}
+    (adapter / "generation_config.json").write_text(json.dumps(fields))
+    session.run(Settings(merge=merged, adapter=str(adapter)), checkpoint, [])
+    for directory, option in ((adapter, None), (checkpoint, str(adapter)), (merged, None)):
+        _, found, ends = session.open_directory(directory, option)
+        assert found.chat_template is not None and ends == {5, tokenizer.eos_id}
+        assert recommended_sampling(directory, option) == Sampling(temperature=0.3, top_k=50)
+    _, found, ends = session.open_directory(checkpoint, str(bare))
+    assert found.chat_template is None and ends == {tokenizer.eos_id}
