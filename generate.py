@@ -19,7 +19,8 @@ def main() -> None:
 
         settings = tyro.cli(Settings, prog="generate.py")
         checkpoint = find_checkpoint(newest_run(Path("runs")) if settings.run is None else settings.run)
-        if settings.chat and (recommended := recommended_sampling(checkpoint, settings.adapter)) is not None:
+        recommended = recommended_sampling(checkpoint, settings.adapter)
+        if recommended is not None and (settings.chat or recommended.temperature > 0):  # a text would repeat itself
             settings = tyro.cli(Settings, prog="generate.py", default=Settings(sampling=recommended))
             values = ", ".join(f"{name} {value:g}" for name, value in vars(settings.sampling).items())
             log(f"sampling (generation_config.json, then flags): {values}")

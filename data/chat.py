@@ -87,6 +87,9 @@ class ChatFormat:
         ends = tokenizer.encode_special(text.rpartition(answer)[2].lstrip(), BREAK).ids[:1]
         self.end_of_turn = next((i for i in ends if added.get(i) in self._control), None)
         """The token that the template writes after an answer. Not every model lists it as EOS."""
+        written = {*tokenizer.encode_special(text, BREAK).ids, self.end_of_turn} - {None}
+        self.ends = {i for i in written if i == self.end_of_turn or added.get(i) in self._special}
+        """What ends an answer: that token, and those that begin other turns, with which a small model may run on."""
 
     def encode(self, messages: Sequence[Message]) -> list[int]:
         """The token ids of the conversation, up to where the model's answer begins."""

@@ -36,11 +36,13 @@ class Conversation:
 
     def run(self, read: Callable[[], str]) -> None:
         """Answer the lines that are typed until the input ends. A `UserError` ends an answer, not the conversation."""
-        leave = "Ctrl-D leaves (on Windows: Ctrl-Z, then Enter)"
+        leave = "/quit leaves"
         self._log(f"Ctrl-C stops an answer, /reset starts a new conversation, {leave}")
         while True:
             try:
                 line = read()
+                if line.strip() in ("/quit", "/exit", "exit", "quit"):
+                    return
                 if line.strip() == "/reset":  # others are text: models have commands of their own, such as /no_think
                     self.turns = []
                     self._log("a new conversation begins")

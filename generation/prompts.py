@@ -1,5 +1,6 @@
 """Reads prompts and encodes them to token ids. Imports no torch."""
 
+import json
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -14,6 +15,10 @@ if TYPE_CHECKING:  # importing the tokenizer libraries would slow down `--help`
 def read_prompts(settings: Settings) -> list[str]:
     """The prompts of the command line, else standard input as one; none for a conversation in a terminal."""
     prompts = [*settings.prompt] if settings.text is None else [settings.text, *settings.prompt]
+    if settings.jsonl and not prompts:
+        with reading("standard input", 'give a JSON text, or an object with "prompt", in each line'):
+            rows = [json.loads(line) for line in sys.stdin.buffer if line.strip()]
+            return [(row if isinstance(row, str) else row["prompt"]).encode().decode() for row in rows]
     in_conversation = settings.chat and sys.stdin.isatty()
     return prompts if prompts or in_conversation else [read_standard_input()]
 

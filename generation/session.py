@@ -2,6 +2,8 @@
 prompts, or hold a conversation."""
 
 import functools
+import json
+import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -41,9 +43,12 @@ def run(
     if settings.merge is not None:
         return merge(checkpoint, tokenizer, eos_ids, settings.merge)
     context = checkpoint.config.max_position_embeddings
+    if settings.chat and tokenizer.chat_template is None:
+        teach = f"python train.py --init-from {shlex.quote(str(directory))} --data python-chat, or your own chat.jsonl"
+        raise UserError(f"{directory} has no chat template, so it only continues text; teach it to talk: {teach}")
     if settings.chat:
         chat = ChatFormat(tokenizer, settings.system)
-        eos_ids |= {chat.end_of_turn} - {None}
+        eos_ids |= chat.ends
         encoded = [chat.encode([{"role": "user", "content": text}]) for text in prompts]
     else:
         encoded = [encode_prompt(tokenizer, text) for text in prompts]
@@ -69,15 +74,29 @@ def run(
     firsts = [None if settings.chat else first_tokens(tokenizer, text) for text in prompts]
     requests = [(*pair, n) for pair in zip(encoded, firsts, strict=True) for n in range(settings.samples)]
     streams = [TextStream(tokenizer, settings.stop, () if settings.chat else ids) for ids, _, _ in requests]
-    output = OrderedTexts(streams, write)
+    parts = [[stream.prompt] for stream in streams]  # with --jsonl, the texts
+
+    def finish(i: int, reason: str) -> None:
+        parts[i].append(streams[i].flush())
+        number, sample = divmod(i, settings.samples)
+        found = {"prompt": prompts[number], "sample": sample, "text": "".join(parts[i]), "end": reason}
+        write(json.dumps(found, ensure_ascii=False) + "\n")
+
+    def push(i: int, token: int) -> bool:
+        parts[i].append(streams[i].push(token))
+        return streams[i].stopped
+
+    if not settings.jsonl:
+        output = OrderedTexts(streams, write)
+        push, finish = output.push, lambda i, _: output.finish(i)
     for start in range(0, len(requests), settings.batch_size):
         batch, first, numbers = zip(*requests[start : start + settings.batch_size], strict=True)
         result = continue_prompts(
             batch,
             sample_numbers=numbers,
             first_tokens=first,
-            on_token=lambda i, token, start=start: output.push(start + i, token),
-            on_finish=lambda i, reason, start=start: output.finish(start + i),
+            on_token=lambda i, token, start=start: push(start + i, token),
+            on_finish=lambda i, reason, start=start: finish(start + i, reason),
         )
         if "context" in result.finish_reasons:
             log("a text ends where the model's context is full")
@@ -103,6 +122,7 @@ def merge(checkpoint: Checkpoint, tokenizer: Tokenizer, eos_ids: frozenset[int],
     ends = [tokenizer.eos_id, *sorted(eos_ids - {tokenizer.eos_id})]
     write_json(unfinished / "generation_config.json", fields | {"eos_token_id": ends})
     unfinished.rename(new)
+    terminal.log(f"written: {new}; try it: python generate.py {shlex.quote(str(new))}")
 
 
 def load_decoder(checkpoint: Checkpoint, settings: Settings) -> Decoder:

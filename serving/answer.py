@@ -86,7 +86,7 @@ class ServedModel:
         tokenizer, prompts, encoded, ends = self.tokenizer, request.prompt, [], self.eos_ids
         if request.chat:
             chat = ChatFormat(tokenizer)
-            prompts, ends = [chat.encode(request.messages)], ends | ({chat.end_of_turn} - {None})
+            prompts, ends = [chat.encode(request.messages)], ends | chat.ends
         for prompt in prompts:
             ids, first = prompt, None
             if isinstance(prompt, str) and request.max_tokens:

@@ -1,5 +1,6 @@
 """`python generate.py` as a user runs it: standard output, standard error and exit status."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -66,6 +67,16 @@ def test_a_wrong_value_is_named_with_exit_status_2(folder):
     result = generate(folder, "--temperature", "-1")
     assert result.returncode == 2 and result.stdout == b""
     assert "temperature is -1.0" in result.stderr.decode() and b"Traceback" not in result.stderr
+
+
+def test_prompts_as_lines_of_json_give_an_object_for_each_text(folder):
+    lines = '"def "\n{"prompt": "a\\nb", "id": 7}\n\n'
+    out = generate(folder, "runs/newest", "--jsonl", "--samples", "2", "--max-new-tokens", "4", prompt=lines)
+    found = [json.loads(line) for line in out.stdout.decode().splitlines()]
+    assert [(one["prompt"], one["sample"]) for one in found] == [("def ", 0), ("def ", 1), ("a\nb", 0), ("a\nb", 1)]
+    assert all(one["text"].startswith(one["prompt"]) and one["end"] in ("length", "eos") for one in found), out.stderr
+    wrong = generate(folder, "runs/newest", "--jsonl", prompt='{"text": "x"}\n')
+    assert wrong.returncode == 2 and "no 'prompt'" in wrong.stderr.decode()
 
 
 def test_a_closed_pipe_ends_the_program_quietly(folder):

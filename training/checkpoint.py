@@ -28,7 +28,8 @@ from checkpoints.find import candidates, is_complete
 from checkpoints.pretrained import save_tensors, write_json
 from checkpoints.weights import find_weight_files
 from data.tokenizer import Tokenizer
-from errors import UserError, fsync, reading, replace_text
+from errors import UserError, fsync, read_json, reading, replace_text
+from generation.settings import SMALL_MODELS
 from model.decoder import Decoder
 from training.processes import Processes
 from training.shard import divide, share_out
@@ -185,6 +186,9 @@ class BackgroundSave:
         for target in self.targets:
             directory = candidates(target)[1]
             self.tokenizer.save(directory)  # after all have written: it may have a generation_config.json of its own
+            recommended = read_json(path := directory / "generation_config.json")
+            if recommended and not {"do_sample", "temperature"} & recommended.keys():
+                write_json(path, recommended | {"do_sample": True} | vars(SMALL_MODELS))
             for kind in ("model", "training_state"):
                 if paths := [*directory.glob(f"{kind}-*.safetensors")]:
                     names = {key: path.name for path in paths for key in safe_open(path, "pt").keys()}  # noqa: SIM118

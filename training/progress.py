@@ -10,13 +10,12 @@ from checkpoints import pretrained
 from data.corpus import Corpus
 from generation.generate import generate
 from generation.prompts import encode_prompt, first_tokens
-from generation.settings import Sampling
+from generation.settings import SMALL_MODELS
 from generation.terminal import printable
 from training import plot
 from training.session import Session, StepResult
 
 SAMPLE_TOKENS = 100
-SAMPLING = Sampling(repetition_penalty=1.15, temperature=0.7, min_p=0.05)  # reads well from a small model
 
 
 def show_step(session: Session, bar: tqdm, result: StepResult) -> None:
@@ -49,9 +48,9 @@ def samples(session: Session) -> str:
             ids, first, ends = encode_prompt(tokenizer, prompt), first_tokens(tokenizer, prompt), {tokenizer.eos_id}
         else:
             messages = [{"role": "user", "content": prompt}] if prompt else corpus.question
-            ids, first, ends = corpus.chat.encode(messages), None, {tokenizer.eos_id, corpus.chat.end_of_turn}
+            ids, first, ends = corpus.chat.encode(messages), None, {tokenizer.eos_id, *corpus.chat.ends}
         ids = ids[min(new, context // 2) - context :]  # of a longer prompt, the end
-        options = dict(eos_ids=ends, vocab_size=tokenizer.vocab_size, first_tokens=[first], sampling=SAMPLING)
+        options = dict(eos_ids=ends, vocab_size=tokenizer.vocab_size, first_tokens=[first], sampling=SMALL_MODELS)
         tokens = generate(session.model, [ids], max_new_tokens=new, **options).tokens[0]
         if isinstance(corpus, Corpus):
             texts.append(tokenizer.decode(ids + tokens))
@@ -87,4 +86,6 @@ def report_end(session: Session) -> None:
     speed = state.tokens / state.seconds
     print(f"{state.step:,} steps, {state.tokens:,} tokens in {state.seconds:.0f} s of training, {speed:,.0f} tokens/s")
     print(f"best/ has the weights with the lowest validation loss, {state.best_validation_loss:.4f} nats per token")
-    print(f"next: python generate.py {run_dir}{'' if is_text else ' --chat'}")
+    prompts = session.settings.run.sample_prompts or (first_words(corpus) if is_text else [])
+    prompt = " ".join([*prompts, ""][0].split()[:5])
+    print(f"next: python generate.py {run_dir} {shlex.quote(prompt) if is_text else '--chat'}")

@@ -198,7 +198,8 @@ def test_messages_on_the_command_line_are_conversations_of_their_own_and_only_an
 
 def test_every_id_that_ends_a_turn_ends_an_answer(chatml_model, monkeypatch):
     tokenizer, seen = load_tokenizer(chatml_model), []
-    ids = {i for i, token in tokenizer.added_tokens.items() if token.content in ("<|endoftext|>", "<|im_end|>")}
+    markers = "<|endoftext|>", "<|im_end|>", "<|im_start|>"  # the last one begins another turn
+    ids = {i for i, token in tokenizer.added_tokens.items() if token.content in markers}
 
     def record(*arguments, eos_ids, **options):
         seen.append(eos_ids)
@@ -207,7 +208,7 @@ def test_every_id_that_ends_a_turn_ends_an_answer(chatml_model, monkeypatch):
     monkeypatch.setattr(session, "generate", record)
     run(chatml_model, ["x"], chat=True)
     run(chatml_model, [], "x", chat=True)
-    assert seen == [ids, ids] and len(ids) == 2
+    assert seen == [ids, ids] and len(ids) == 3
 
 
 def test_an_error_or_ctrl_c_does_not_end_the_conversation(talk):
@@ -221,7 +222,7 @@ def test_an_error_or_ctrl_c_does_not_end_the_conversation(talk):
 
     talk.conversation.run(read)
     first, too_long, interrupted, not_utf8, _, last = talk.lines
-    assert "Ctrl-D" in first and "Ctrl-D" in interrupted and last == ""
+    assert "/quit" in first and "/quit" in interrupted and last == ""
     assert too_long.startswith("error: the prompt has") and not_utf8 == "error: not UTF-8"
     assert [question["content"] for question, _ in talk.conversation.turns] == ["/rest"]
 
@@ -232,5 +233,7 @@ def test_what_makes_no_sense_is_a_user_error(chatml_model, tmp_path):
     for name in ("config.json", "model.safetensors", "tokenizer.json"):
         (tmp_path / name).write_bytes((chatml_model / name).read_bytes())
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>"}')
-    with pytest.raises(UserError, match="has no chat template, so the model only continues text"):
+    with pytest.raises(
+        UserError, match="has no chat template, so it only continues text; teach it to talk: python train.py"
+    ):
         run(tmp_path, ["x"], chat=True)

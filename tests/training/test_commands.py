@@ -43,7 +43,7 @@ def test_a_finished_run_prints_a_text_the_next_command_and_its_checkpoint_can_be
     out = capsys.readouterr().out
     assert (tmp_path / "runs" / "text0-rms" / "best" / "config.json").exists()
     assert "bits per byte" in out and "xz -9e" in out
-    assert "\n  | the quick" in out and out.endswith("next: python generate.py runs/text0-rms\n")
+    assert "\n  | the quick" in out and out.endswith("next: python generate.py runs/text0-rms 'the quick'\n")
     assert commands.run(parse([*flags, "--steps", "2"], "test")) == 0 and (tmp_path / "runs" / "text0-rms-2").exists()
     assert commands.run(parse(["--eval-only", "--init-from", "runs/text0-rms", *flags[:4]], "test")) == 0
     assert "nats per token, perplexity" in capsys.readouterr().out
