@@ -6,9 +6,9 @@ import shlex
 from tqdm import tqdm
 
 from data.corpus import Corpus
+from errors import printable
 from generation.generate import complete, generate
 from generation.settings import Sampling
-from generation.terminal import printable
 from training import plot
 from training.session import Session, StepResult
 
