@@ -14,7 +14,7 @@ from ablation.plan import arm_settings
 from ablation.records import read_lines
 from ablation.stats import MAX_PAIRS, MIN_PAIRS_FOR_EQUIVALENCE, Comparison, Effect, mean_effect
 from ablation.study import KEY, Study
-from errors import replace_text
+from errors import replace_text, replacing
 from model.count import num_norm_parameters, num_parameters
 
 MISSING, TIMINGS = "-", "timings.jsonl"
@@ -69,7 +69,8 @@ def write(study: Study, folder: Path) -> list[Path]:
     drawn = pictures(study)
     replace_text(folder / "report.md", markdown_text(study, folder, drawn))
     for name, figure in drawn.items():
-        figure.savefig(folder / f"{name}.png")
+        with replacing(folder / f"{name}.png") as file:
+            figure.savefig(file)
     return [folder / "report.md", *(folder / f"{name}.png" for name in drawn)]
 
 
