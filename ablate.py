@@ -5,7 +5,7 @@ import functools
 import os
 import sys
 
-from errors import exit_on_user_error
+from errors import exit_on_user_error, printable, replacing
 
 
 def main() -> int:
@@ -27,11 +27,12 @@ def main() -> int:
     if command.effects is not None:
         figure = plots.parts([study.load(folder) for folder in command.effects])
         path = command.effects[0].parent / "effects.png"
-        figure.savefig(path)
-        print(f"written: {path}")
+        with replacing(path) as file:
+            figure.savefig(file)
+        print(printable(f"written: {path}"))
         return 0
     if command.report is not None:
-        print("written: " + ", ".join(map(str, report.write(study.load(command.report), command.report))))
+        print(printable("written: " + ", ".join(map(str, report.write(study.load(command.report), command.report)))))
         return 0
     from ablation import execute, judge  # import torch
 
@@ -57,8 +58,8 @@ def main() -> int:
             said = report.headline(experiment.study)
         written = report.write(experiment.study, folder)
     for row in experiment.failed:
-        print(f"failed: {row}: {row.reason}", file=sys.stderr)
-    print(f"report: {written[0]}", *said, sep="\n")
+        print(printable(f"failed: {row}: {row.reason}"), file=sys.stderr)
+    print(printable(f"report: {written[0]}"), *said, sep="\n")
     return 1 if experiment.failed else 0
 
 

@@ -6,17 +6,25 @@ becomes one line and exit status 2. `--traceback` on any command line shows wher
 
 import contextlib
 import functools
-import json
 import os
+import signal
 import sys
 import time
-import tomllib
-import traceback
 from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 from typing import BinaryIO, NoReturn
 
 LOCK = ".lock"  # of the file in a folder; the system releases its lock when the process ends, however it ends
+# A text of others may contain escape sequences, which move the cursor, rename the window or hide text. All control
+# characters but tab and newline are shown as their Unicode pictures; C1 has none.
+PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n"}
+PICTURES |= {0x7F: 0x2421} | dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
+
+
+def printable(text: str) -> str:
+    """The text with its control characters made visible, except tab and newline."""
+    return text.translate(PICTURES)
 
 
 class UserError(Exception):
@@ -43,21 +51,26 @@ def reading(path: Path | str, fix: str = "download or save it again") -> Iterato
 
 def read_json(path: Path) -> dict:
     """The JSON object in a file; an empty one if there is no file."""
+    import json  # here, as Ctrl-C in an import before `exit_on_user_error` is a traceback
+
     with reading(path):
         return dict(json.loads(path.read_bytes())) if path.is_file() else {}  # a named pipe is none
 
 
 def read_toml(path: Path) -> dict:
     """The tables and keys of a TOML file."""
+    import tomllib
+
     with reading(path, "correct it, or give another file"):
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))  # which may begin with a byte order mark
 
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """A file to write instead of `path`, which has its old content or the new one after a kill at any instant."""
     new = path.with_name(path.name + ".new")
-    with new.open("wb") as file:
+    new.unlink(missing_ok=True)  # in a folder of others it may be a link to any file
+    with new.open("xb") as file:
         yield file
         file.flush()
         os.fsync(file.fileno())  # else the file may be empty after a power failure, although it has its new name
@@ -97,7 +110,7 @@ def locked(folder: Path) -> Iterator[None]:
 def note(text: str) -> None:
     """Print a line to standard error, once, if this is the main process."""
     if is_main_process():
-        print(text, file=sys.stderr)
+        print(printable(text), file=sys.stderr)
 
 
 def usable_cores() -> int:
@@ -114,37 +127,64 @@ def is_main_process() -> bool:
 def exit_on_user_error() -> Iterator[None]:
     """Turn a `UserError`, or what the system says about a file, into one line and exit status 2; Ctrl-C into 130.
 
-    A pipe that its reader has closed (`| head`) is no error. Standard output and error are UTF-8 on every system.
+    A pipe that its reader has closed (`| head`) is status 141, as if SIGPIPE had ended the program. Standard output and
+    error are UTF-8 on every system, and so must the command line be.
     """
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed, so that the next file to be opened would get its number
+            setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(encoding="utf-8", errors="replace")
+    signal.signal(signal.SIGINT, interrupt)
     if show_traceback := "--traceback" in sys.argv:
         sys.argv.remove("--traceback")
     try:
-        yield
-        print(end="", flush=True)  # not at the exit of the interpreter, where a full disk would be a traceback
+        for text in (__file__, *sys.argv[1:]):
+            with reading(text, "give texts and names of files in UTF-8"):
+                text.encode("utf-8")
+        try:
+            yield
+        finally:
+            print(end="", flush=True)  # not at the exit of the interpreter, where a full disk would be a traceback
     except SystemExit as error:  # such as after a wrong flag
         wait_for_main_process(error.code)
         raise
-    except BrokenPipeError:  # without this Python reports it again on exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError as error:
+        end(f"stopped: {error}", 141)
     except (UserError, OSError) as error:
         if show_traceback:
-            traceback.print_exc()
+            sys.excepthook(*sys.exc_info())
         end(f"error: {error}", 2)
     except ModuleNotFoundError as error:
         end(f"error: this needs the package {error.name}: pip install {error.name}", 2)
     except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # until the process has ended
         end("stopped.", 130)
 
 
 def end(message: str, status: int) -> NoReturn:
     """Print the message to standard error and exit."""
     wait_for_main_process(status)
-    print(message, file=sys.stderr, flush=True)
+    for stream, text in ((sys.stdout, ""), (sys.stderr, message + "\n")):
+        try:
+            print(text, end="", file=stream, flush=True)
+        except OSError:  # Python would report it again on exit
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
     if os.environ.get("WORLD_SIZE", "1") != "1":
         os._exit(status)  # at Python's own exit, a process group that has lost a process may abort
     sys.exit(status)
+
+
+def interrupt(_: int, frame: FrameType | None) -> None:
+    """Raise `KeyboardInterrupt`, but end the process where that may be lost or become another error: in an import, and
+    in a callback of Numba's compiler.
+    """
+    while frame is not None:
+        if "<frozen importlib" in frame.f_code.co_filename or "llvmlite" in frame.f_code.co_filename:
+            os.write(2, b"stopped.\n")
+            os._exit(130)
+        frame = frame.f_back
+    raise KeyboardInterrupt
 
 
 def wait_for_main_process(status: int) -> None:

@@ -16,7 +16,7 @@ from ablation import report, study
 from ablation.plan import Plan, Run, base_settings, load_plan, replace_settings, run_settings, save_plan
 from ablation.records import Row, append, read_lines
 from ablation.run import measure
-from errors import UserError, exit_on_user_error, locked
+from errors import UserError, exit_on_user_error, locked, printable
 from training.checkpoint import load_moments
 from training.loop import save, train_steps
 from training.session import no_log, set_up
@@ -103,7 +103,7 @@ def main(
                 append(file, *train_models(plan, seed, device, Path(folder), branches))
         found = study.load(out)
         written = report.write(found, out)
-    print(*report.headline(found), f"report: {written[0]}", sep="\n")
+    print(*report.headline(found), printable(f"report: {written[0]}"), sep="\n")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from typing import Literal
 import msgspec
 
 from ablation.plan import Run
-from errors import reading
+from errors import reading, replacing
 
 
 @dataclass(frozen=True)
@@ -46,11 +46,10 @@ class Row(Run):
 
 
 def append(path: Path, *records: Row | dict) -> None:
-    """Append one line for each. A line cut short by a kill is removed first."""
-    with path.open("ab+") as file:
-        file.seek(0)
-        file.truncate(file.read().rfind(b"\n") + 1)
-        file.write(msgspec.json.Encoder().encode_lines(records))
+    """Append one line for each, atomically."""
+    before = path.read_bytes() if path.is_file() else b""
+    with replacing(path) as file:
+        file.write(before[: before.rfind(b"\n") + 1] + msgspec.json.Encoder().encode_lines(records))
 
 
 def read_lines(path: Path, kind: type = dict) -> list:

@@ -16,7 +16,7 @@ from ablation.plan import arm_settings
 from ablation.records import read_lines
 from ablation.stats import MAX_PAIRS, MIN_PAIRS_FOR_EQUIVALENCE, Comparison, Effect, holm, mean_effect
 from ablation.study import KEY, Study
-from errors import replace_text
+from errors import replace_text, replacing
 from model.count import num_norm_parameters, num_parameters
 
 MISSING, TIMINGS = "-", "timings.jsonl"
@@ -101,7 +101,8 @@ def write(study: Study, folder: Path) -> list[Path]:
         replace_text(folder / name, text)
     paths = [folder / f"{name}.{kind}" for name in drawn for kind in ("png", "pdf")]
     for path in paths:
-        drawn[path.stem].savefig(path)
+        with replacing(path) as file:
+            drawn[path.stem].savefig(file, format=path.suffix[1:])
     return [folder / name for name in texts] + paths
 
 

@@ -25,7 +25,7 @@ from ablation import report, study
 from ablation.plan import Plan, Run, arm_settings, load_plan, replace_settings, run_settings, save_plan
 from ablation.records import Row, append
 from ablation.run import count_spikes, hardware, settings_hash, weights_hash
-from errors import UserError, exit_on_user_error, locked
+from errors import UserError, exit_on_user_error, locked, printable
 from training.evaluate import Evaluation
 from training.schedule import learning_rate
 from training.session import Session, initial_model, no_log, set_up
@@ -182,7 +182,7 @@ def main(plan: tyro.conf.Positional[str], out: Path, device: str = "auto") -> No
         append(out / "runs.jsonl", *train_stacks(chosen, device, chosen.phase_seeds["final"]))
         found = study.load(out)
         written = report.write(found, out)
-    print(*report.headline(found), f"report: {written[0]}", sep="\n")
+    print(*report.headline(found), printable(f"report: {written[0]}"), sep="\n")
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.programs import TRANSFORMERS
+from errors import exit_on_user_error, printable
 
 FOLDER = Path(__file__).parent
 TRAINING_SHARE = 0.3  # of the minutes; the rest is for decoding
@@ -52,9 +53,10 @@ def main() -> int:
     path = arguments.out / (re.sub(r"\W+", "-", name).lower() + ".json")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(results) + "\n", encoding="utf-8")
-    print(f"\nwritten: {path}")
+    print(printable(f"\nwritten: {path}"))
     return max(result["exit_status"] for result in results.values())
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with exit_on_user_error():
+        sys.exit(main())

@@ -25,7 +25,7 @@ from checkpoints.find import eos_ids, find_checkpoint
 from checkpoints.pretrained import Checkpoint, open_checkpoint
 from contrib.llama_cpp_vocab import Vocabulary, llama_cpp_vocabulary
 from data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
-from errors import UserError, exit_on_user_error
+from errors import UserError, exit_on_user_error, printable
 from model.config import ModelConfig
 from model.rope import frequencies
 
@@ -61,7 +61,7 @@ def main(
         dtype: Dtype of the matrices, by default as stored. Norms and biases are always float32.
     """
     write_gguf(find_checkpoint(run), out, dtype, name=Path(os.path.abspath(run)).name)
-    print(f"written: {out}")
+    print(printable(f"written: {out}"))
 
 
 def write_gguf(checkpoint: Path, out: Path, dtype: str | None = None, *, name: str = "") -> None:

@@ -6,8 +6,9 @@ The first call compiles the loops for this processor; later processes find them 
 pre-norm decoders with SwiGLU and RMSNorm or LayerNorm have a step.
 """
 
+import contextlib
 import math
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,15 +16,37 @@ import numba
 import numpy as np
 import torch
 from numba import njit, prange
+from numba.core.caching import FunctionCache
 from numba.extending import overload
 from torch import Tensor
 
+from errors import note
 from model.cache import KeyValueCache
 from model.decoder import Decoder
 from model.linear import Linear
 
 # Sums may be added in any order, so that they become vectors of sums; NaN stays NaN.
 OPTIONS = {"cache": True, "error_model": "numpy", "fastmath": {"reassoc", "contract", "nsz", "arcp"}}
+
+
+@contextlib.contextmanager
+def optional(cache: FunctionCache) -> Iterator[None]:
+    """What fails in this block, reading or writing the cache, is compiled anew, after one note."""
+    try:
+        yield
+    except Exception as error:
+        reason = str(error).partition(":")[0]
+        note(f"the decoding step is compiled anew: its cache in {cache.cache_path} cannot be used ({reason})")
+        with contextlib.suppress(OSError):
+            cache.flush()  # a file that is cut short
+
+
+FunctionCache._guard_against_spurious_io_errors = optional  # Numba's own passes over some errors of Windows
+try:
+    FunctionCache(optional.__wrapped__)
+except RuntimeError:  # nor in the home directory
+    OPTIONS["cache"] = False
+    note(f"the decoding step is compiled in each process: {Path(__file__).parent} cannot be written")
 compiled, compiled_in_parallel = njit(**OPTIONS), njit(**OPTIONS, parallel=True)
 
 
@@ -169,8 +192,8 @@ class CpuDecodeStep:
         threads = torch.get_num_threads()
         numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))
         torch.set_num_threads(threads)  # Numba has just set the number for all of OpenMP, which torch uses too
-        if not any(Path(run_layer.stats.cache_path).glob("cpu_step.run_layer-*")):
-            print("compiling the decoding step for this processor, once: a few seconds", file=sys.stderr)
+        if (folder := run_layer.stats.cache_path) and not any(Path(folder).glob("cpu_step.run_layer-*")):
+            note("compiling the decoding step for this processor, once: a few seconds")
         self.embedding, self.dtype = decoder.embed_tokens.weight.detach(), decoder.compute_dtype
         self.centered, self.eps = config.norm == "layer", config.norm_eps
 

@@ -8,7 +8,6 @@ good enough for small batches.
 import contextlib
 import functools
 import math
-import sys
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -16,7 +15,7 @@ from typing import Literal
 import torch
 
 import kernels
-from errors import UserError
+from errors import UserError, note
 from generation.prompts import check_prompts
 from generation.sampling import generator_for, sample
 from generation.settings import Sampling
@@ -180,7 +179,7 @@ def has_numba() -> bool:
     try:
         import numba  # noqa: F401
     except ImportError as error:
-        print(f"decoding on the CPU is slower here ({error}); pip install numba", file=sys.stderr)
+        note(f"decoding on the CPU is slower here ({error}); pip install numba")
         return False
     return True
 

@@ -3,15 +3,7 @@
 import contextlib
 import sys
 
-# A model's text may contain escape sequences, which move the cursor, rename the window or hide text. All control
-# characters but tab and newline are shown as their Unicode pictures; C1 has none.
-PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n"}
-PICTURES |= {0x7F: 0x2421} | dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
-
-
-def printable(text: str) -> str:
-    """The text with its control characters made visible, except tab and newline."""
-    return text.translate(PICTURES)
+from errors import printable
 
 
 def write(text: str) -> None:
@@ -21,7 +13,7 @@ def write(text: str) -> None:
 
 def log(line: str) -> None:
     """Print a line to standard error."""
-    print(line, file=sys.stderr, flush=True)
+    print(printable(line), file=sys.stderr, flush=True)
 
 
 def read_line() -> str:
@@ -31,6 +23,8 @@ def read_line() -> str:
     """
     with contextlib.suppress(ImportError):  # Windows, whose console edits lines itself
         import readline  # noqa: F401
+    if sys.stdin.errors != "replace":  # the first time
+        sys.stdin.reconfigure(encoding="utf-8", errors="replace")
     if sys.stdout.isatty():
         return input("> ")
     print("> ", end="", file=sys.stderr, flush=True)  # standard output is for the text

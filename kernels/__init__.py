@@ -8,6 +8,7 @@ import functools
 import importlib.util
 import os
 import shutil
+import tempfile
 from collections.abc import Callable
 from types import ModuleType
 
@@ -64,6 +65,8 @@ def cached_unavailable_reason(device: torch.device) -> str | None:
         return "they need a GPU of compute capability 8.0 (Ampere) or newer"
     if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
         return "Triton finds no C compiler (install gcc or clang)"
+    if not os.access(os.path.expanduser("~"), os.W_OK):  # where Triton has its cache, without which it cannot compile
+        os.environ.setdefault("TRITON_CACHE_DIR", tempfile.mkdtemp())
     return None
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from errors import UserError, exit_on_user_error, locked, read_json, reading
+from errors import UserError, exit_on_user_error, locked, note, read_json, read_toml, reading
 
 ROOT = Path(__file__).parent.parent
 FULL = Path("/dev/full")  # every write to it fails as on a full disk
@@ -24,6 +24,53 @@ def test_output_that_is_the_product_and_cannot_be_written_is_one_line():
     with FULL.open("w") as full:
         done = python(code, stdout=full, stderr=subprocess.PIPE, text=True)
     assert (done.returncode, done.stderr) == (2, f"error: [Errno {errno.ENOSPC}] {os.strerror(errno.ENOSPC)}\n")
+
+
+def test_a_closed_pipe_is_the_status_of_sigpipe_also_at_the_end():
+    code = "import errors, sys\nwith errors.exit_on_user_error():\n print(sys.stdin.read())\n sys.exit(0)"
+    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    program = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, **pipes)
+    program.stdout.close()
+    program.stdin.close()
+    assert program.wait(60) == 141
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no such descriptors")
+@pytest.mark.parametrize("closed", [{0}, {1}, {2}, {0, 1, 2}], ids=str)
+def test_standard_streams_may_be_closed_and_files_do_not_get_what_is_printed(tmp_path, closed):
+    code = f"""import errors, sys
+with errors.exit_on_user_error(), open({str(tmp_path / "file")!r}, "w") as file:
+    print("x" + sys.stdin.read()), print("y", file=sys.stderr), file.write("kept" * (file.fileno() > 2))"""
+    done = python(code, preexec_fn=lambda: [os.close(n) for n in closed], stdin=subprocess.DEVNULL)
+    assert done.returncode == 0 and (tmp_path / "file").read_text() == "kept"
+
+
+@pytest.mark.skipif(os.name == "nt", reason="there, command lines are Unicode")
+def test_a_command_line_that_is_not_utf_8_is_one_line_before_anything_is_made(tmp_path):
+    command = [sys.executable, ROOT / "train.py", "--out", tmp_path / "run", "--sample-prompts", b"caf\xe9"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and done.stderr.startswith(r"error: caf\udce9 cannot be read")
+    assert len(done.stderr.splitlines()) == 1 and not os.listdir(tmp_path)
+
+
+@pytest.mark.parametrize("work", ["import slow", "signal.raise_signal(2)"])
+def test_ctrl_c_is_one_line_in_an_import_that_would_lose_it_and_again_while_the_process_ends(tmp_path, work):
+    (tmp_path / "slow.py").write_text("import signal\ntry: signal.raise_signal(2)\nexcept BaseException: pass")
+    code = f"""import atexit, errors, signal, sys
+sys.path.append({str(tmp_path)!r})
+with errors.exit_on_user_error():
+    atexit.register(signal.raise_signal, 2)
+    {work}"""
+    done = python(code, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (130, "stopped.\n")
+
+
+def test_files_may_begin_with_a_byte_order_mark_and_notes_cannot_change_the_state_of_a_terminal(tmp_path, capsys):
+    for reader, text in ((read_toml, "seed = 3\n"), (read_json, '{"seed": 3}')):
+        (tmp_path / "file").write_text(text, encoding="utf-8-sig")
+        assert reader(tmp_path / "file") == {"seed": 3}
+    note("a/\x1b]0;title\x07/b")
+    assert capsys.readouterr().err == "a/␛]0;title␇/b\n"
 
 
 def test_what_is_wrong_in_a_file_is_one_line_with_its_name_and_the_fix(tmp_path):

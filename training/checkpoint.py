@@ -12,6 +12,7 @@ Saving `last` writes `last.new`, fsyncs it, renames `last` to `last.old` and `la
 is pickled. There is no random state: nothing in training draws from torch's global generators.
 """
 
+import contextlib
 import dataclasses
 import json
 import shutil
@@ -59,20 +60,27 @@ def finish_save(target: Path, state: State) -> None:
     fsync(*new.iterdir(), new)  # before state.json, which says that everything else is there
     replace_text(new / "state.json", json.dumps(dataclasses.asdict(state), indent=1))
     fsync(new)
-    if target.exists():
+    with contextlib.suppress(FileNotFoundError):
         target.rename(old)
     new.rename(target)
     fsync(target.parent)
-    shutil.rmtree(old, ignore_errors=True)
+    delete(old)
+
+
+def delete(directory: Path) -> None:
+    """Delete a directory; of a link, which a run of others may have, only the link."""
+    if directory.is_symlink():
+        directory.unlink()
+    shutil.rmtree(directory, ignore_errors=True)
 
 
 def recover_interrupted_save(target: Path) -> None:
     """Finish or undo an interrupted save: afterwards only `target` is left, if any of the three was complete."""
     for candidate in candidates(target)[1:]:
         if not is_complete(target) and is_complete(candidate):
-            shutil.rmtree(target, ignore_errors=True)
+            delete(target)
             candidate.rename(target)
-        shutil.rmtree(candidate, ignore_errors=True)
+        delete(candidate)
 
 
 def find_complete(target: Path) -> Path | None:

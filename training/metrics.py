@@ -30,4 +30,4 @@ def read(run_dir: Path) -> list[dict]:
     """The lines of `run_dir/metrics.jsonl`, without an incomplete last one that a kill may leave."""
     path = run_dir / "metrics.jsonl"
     with reading(path, "delete the damaged line"):
-        return [json.loads(line) for line in path.read_bytes().split(b"\n")[:-1]] if path.exists() else []
+        return [json.loads(line) for line in path.read_bytes().split(b"\n")[:-1]] if path.is_file() else []

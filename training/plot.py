@@ -6,7 +6,7 @@
 import argparse
 from pathlib import Path
 
-from errors import UserError, exit_on_user_error
+from errors import UserError, exit_on_user_error, printable, replacing
 from training import metrics
 
 # Distinguishable without colour vision (Okabe and Ito 2008); the line style differs as well.
@@ -39,7 +39,8 @@ def draw(runs: list[Path], path: Path) -> None:
     axes.grid(alpha=0.25)
     if axes.get_legend_handles_labels()[0]:
         axes.legend(frameon=False, title="thin: training, smoothed     dots: validation")
-    figure.savefig(path)
+    with replacing(path) as file:
+        figure.savefig(file, format=path.suffix[1:])
 
 
 def smooth(points: list[tuple[int, float]], keep: float = 0.95) -> list[tuple[int, float]]:
@@ -63,7 +64,7 @@ def main() -> None:
     if arguments.out.suffix not in (".png", ".svg"):
         raise UserError(f"--out {arguments.out} must end in .png or .svg.")
     draw(arguments.runs, arguments.out)
-    print(f"written: {arguments.out}")
+    print(printable(f"written: {arguments.out}"))
 
 
 if __name__ == "__main__":

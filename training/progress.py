@@ -8,10 +8,10 @@ from tqdm import tqdm
 
 from checkpoints import pretrained
 from data.corpus import Corpus
+from errors import printable
 from generation.generate import generate
 from generation.prompts import encode_prompt, first_tokens
 from generation.settings import SMALL_MODELS
-from generation.terminal import printable
 from training import plot
 from training.session import Session, StepResult
 

@@ -174,17 +174,20 @@ def open_run(session: Session) -> Metrics:
 def prepare_corpus(settings: Settings, last: Path | None = None) -> Corpus | Conversations:
     """The text as tokens, by the tokenizer of `last`, else --tokenizer, else that of --init-from, else a new one."""
     data = settings.data
-    corpus = prepare(
-        list(data.data),
-        text_field=data.text_field,
-        tokenizer=last or data.tokenizer or settings.run.init_from,
-        vocab_size=settings.model.vocab_size,
-        cache_dir=data.cache,
-        validation_fraction=data.validation_fraction,
-        validation_salt=data.validation_salt,
-        document_mask=data.document_mask,
-        sequence_length=data.sequence_length,
-    )
+    try:
+        corpus = prepare(
+            list(data.data),
+            text_field=data.text_field,
+            tokenizer=last or data.tokenizer or settings.run.init_from,
+            vocab_size=settings.model.vocab_size,
+            cache_dir=data.cache,
+            validation_fraction=data.validation_fraction,
+            validation_salt=data.validation_salt,
+            document_mask=data.document_mask,
+            sequence_length=data.sequence_length,
+        )
+    except OSError as error:
+        raise UserError(f"the text cannot be kept in --cache {data.cache} ({error}); give another folder.") from error
     check_vocabulary(corpus.tokenizer, size := settings.model.vocab_size)
     if isinstance(corpus, Conversations) and max(corpus.train[0].max(), corpus.validation[0].max()) >= size:
         raise UserError("the chat template writes tokens that the model has no embeddings of; give another one.")

@@ -4,13 +4,18 @@ Tolerance: the two add the same float32 numbers in different orders, through thr
 """
 
 import copy
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import numba
 import pytest
 import torch
 
+from errors import note
+from generation import cpu_step
 from generation import generate as generation
 from generation.cpu_step import CpuDecodeStep
 from generation.generate import MAX_CPU_SEQUENCES, decode_step, generate
@@ -18,6 +23,7 @@ from generation.weights import quantize_matrices
 from model.cache import KeyValueCache
 from model.linear import Linear
 
+ROOT = Path(__file__).parents[2]
 VARIANTS = {
     "rms": {},
     "rms with bias, biases of q, k, v and o": {
@@ -172,6 +178,36 @@ def test_a_decoder_that_was_cast_as_a_whole_can_generate(make_decoder, dtype):
         assert len(generate(decoder, [[1, 2]], max_new_tokens=5).tokens[0]) == 5
 
 
+def add_one(x):
+    return x + 1
+
+
+@pytest.mark.parametrize("size", [0, 30])
+def test_a_cache_that_is_cut_short_is_made_again_and_a_full_disk_is_one_note(tmp_path, monkeypatch, capsys, size):
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+    note.cache_clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", lambda *paths: os.stat("/dev/null/full"))
+        assert cpu_step.compiled(add_one)(1) == 2 and capsys.readouterr().err.count("compiled anew") == 1
+    assert cpu_step.compiled(add_one)(1) == 2 and capsys.readouterr().err == ""
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    for path in files:
+        path.write_bytes(path.read_bytes()[:size])
+    assert cpu_step.compiled(add_one)(1) == 2 and capsys.readouterr().err.count("compiled anew") == 1
+    note.cache_clear()
+    assert cpu_step.compiled(add_one)(1) == 2 and capsys.readouterr().err == "" and len(files) == 2
+
+
+def test_where_no_cache_can_be_written_every_process_compiles(tmp_path):
+    shutil.copytree(ROOT / "generation", tmp_path / "generation", ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "generation" / "__pycache__").touch()  # no folder
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from generation.cpu_step import rotate; "
+    code += "import numpy as np; x = np.ones(4, np.float32); rotate(x, x[:2], x[2:]); print(x)"
+    environment = {key: value for key, value in os.environ.items() if key != "NUMBA_CACHE_DIR"} | {"HOME": "/dev/null"}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0 and len(done.stderr.splitlines()) == 1 and "in each process" in done.stderr
+
+
 @pytest.mark.slow
 def test_the_first_process_says_that_it_compiles_and_the_next_ones_need_not(tmp_path, monkeypatch):
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
@@ -180,6 +216,5 @@ def test_the_first_process_says_that_it_compiles_and_the_next_ones_need_not(tmp_
         "generate(Decoder(ModelConfig(64, 32, 48, 1)), [[1]], max_new_tokens=3)"
     )
     command = [sys.executable, "-c", code]
-    root = Path(__file__).parents[2]
-    said = [subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stderr for _ in range(2)]
+    said = [subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stderr for _ in range(2)]
     assert said == ["compiling the decoding step for this processor, once: a few seconds\n", ""]

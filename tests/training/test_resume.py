@@ -209,6 +209,23 @@ def test_lines_after_the_checkpoint_are_removed_on_resume(stopped_run):
     assert metrics.read(stopped_run) == lines
 
 
+@pytest.mark.parametrize("exists", [True, False])
+def test_a_resumed_run_writes_nothing_through_links(stopped_run, tmp_path, exists):
+    folder, file = tmp_path / "others" / "folder", tmp_path / "others" / "file"
+    if exists:
+        folder.mkdir(parents=True)
+        file.write_text("kept")
+    files = ("settings.toml.new", "metrics.jsonl.new", "loss.png", "loss.png.new")
+    for name in ("best", "best.new", "best.old", "last.new", "last.old", *files):
+        (stopped_run / name).unlink(missing_ok=True)
+        (stopped_run / name).symlink_to(file if name in files else folder)
+    train(parse(["--resume", str(stopped_run)], "test").settings, stopped_run, resume=True)
+    assert not any(path.is_symlink() for path in stopped_run.iterdir())
+    assert checkpoint.read_state(stopped_run / "last").step == 40 and (stopped_run / "best" / "state.json").is_file()
+    assert sorted((tmp_path / "others").rglob("*")) == [file, folder] * exists
+    assert not exists or file.read_text() == "kept"
+
+
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no limit on the size of a file to simulate a full disk with")
 def test_a_disk_that_fills_up_during_a_run_leaves_the_last_save_intact(stopped_run):
     code = f"""
