@@ -66,11 +66,21 @@ def read_toml(path: Path) -> dict:
 
 
 @contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Write to `path` in this block: what the system says of it, such as a full disk, names the file."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
+
+
+@contextlib.contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """A file to write instead of `path`, which has its old content or the new one after a kill at any instant."""
     new = path.with_name(path.name + ".new")
     new.unlink(missing_ok=True)  # in a folder of others it may be a link to any file
-    with new.open("xb") as file:
+    with writing(new), new.open("xb") as file:
         yield file
         file.flush()
         os.fsync(file.fileno())  # else the file may be empty after a power failure, although it has its new name

@@ -4,8 +4,14 @@ import gc
 import os
 import signal
 
-if __name__ == "__main__":  # before imports, some of which would ignore a KeyboardInterrupt; nothing has to be saved
-    signal.signal(signal.SIGINT, lambda *_: os._exit(os.write(2, b"stopped.\n") and 130))
+
+def stop(*_: object) -> None:
+    """End the process: nothing has to be saved, and the thread may be in the middle of a long prompt."""
+    os._exit(os.write(2, b"stopped.\n") and 130)
+
+
+if __name__ == "__main__":  # before imports, some of which would ignore a KeyboardInterrupt
+    signal.signal(signal.SIGINT, stop)
 
 import socket
 from typing import Annotated, Literal
@@ -41,6 +47,7 @@ def main(
     server = Server(directories, Settings(dtype=dtype), host)
     print(f"http://{host}:{listener.getsockname()[1]}/ (Ctrl-C ends it)", flush=True)
     gc.freeze()  # else a body of many lists stops all answers for half a second, to look for cycles in all of torch
+    signal.signal(signal.SIGINT, stop)
     server.run(sockets=[listener])
 
 

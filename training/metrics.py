@@ -7,7 +7,7 @@ import json
 import math
 from pathlib import Path
 
-from errors import reading, replace_text
+from errors import reading, replace_text, writing
 
 
 class Metrics:
@@ -23,7 +23,8 @@ class Metrics:
     def write(self, step: int, **values: float) -> None:
         """Add one line; infinity and NaN, which JSON lacks, are written as strings."""
         line = {key: value if math.isfinite(value) else str(value) for key, value in values.items()}
-        self.file.write(json.dumps({"step": step, **line}) + "\n")
+        with writing(Path(self.file.name)):
+            self.file.write(json.dumps({"step": step, **line}) + "\n")
 
 
 def read(run_dir: Path) -> list[dict]:

@@ -87,5 +87,5 @@ def report_end(session: Session) -> None:
     print(f"{state.step:,} steps, {state.tokens:,} tokens in {state.seconds:.0f} s of training, {speed:,.0f} tokens/s")
     print(f"best/ has the weights with the lowest validation loss, {state.best_validation_loss:.4f} nats per token")
     prompts = session.settings.run.sample_prompts or (first_words(corpus) if is_text else [])
-    prompt = " ".join([*prompts, ""][0].split()[:5])
+    prompt = printable(" ".join([*prompts, ""][0].split()[:5]))
     print(f"next: python generate.py {run_dir} {shlex.quote(prompt) if is_text else '--chat'}")

@@ -233,7 +233,5 @@ def test_what_makes_no_sense_is_a_user_error(chatml_model, tmp_path):
     for name in ("config.json", "model.safetensors", "tokenizer.json"):
         (tmp_path / name).write_bytes((chatml_model / name).read_bytes())
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>"}')
-    with pytest.raises(
-        UserError, match="has no chat template, so it only continues text; teach it to talk: python train.py"
-    ):
+    with pytest.raises(UserError, match="has no chat template, so it only continues text; teach it to talk: python"):
         run(tmp_path, ["x"], chat=True)

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from checkpoints.families import load_config
+from generation.settings import SMALL_MODELS
 from training import metrics
 from training.loop import train
 from training.session import no_log, set_up
@@ -66,7 +67,8 @@ def test_a_converted_norm_keeps_the_biases_of_the_run_unless_they_are_dropped(la
 @pytest.mark.parametrize("tokenizer", ["tokenizer.model", "tokenizer.json"])
 def test_a_run_keeps_the_generation_config_of_its_parent_and_writes_one_if_it_has_none(flags, run, tmp_path, tokenizer):
     path = run / "best" / "generation_config.json"
-    assert json.loads(path.read_text()) == {"bos_token_id": 1, "eos_token_id": 2}
+    sampling = {"do_sample": True} | vars(SMALL_MODELS)
+    assert json.loads(path.read_text()) == {"bos_token_id": 1, "eos_token_id": 2} | sampling
     content = '{"eos_token_id": [2, 7], "temperature": 0.6, "do_sample": true}'
     path.write_text(content)
     for name in {"tokenizer.model", "tokenizer.json"} - {tokenizer}:
