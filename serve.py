@@ -4,14 +4,8 @@ import gc
 import os
 import signal
 
-
-def stop(*_: object) -> None:
-    """End the process: nothing has to be saved, and the thread may be in the middle of a long prompt."""
-    os._exit(os.write(2, b"stopped.\n") and 130)
-
-
 if __name__ == "__main__":  # before imports, some of which would ignore a KeyboardInterrupt
-    signal.signal(signal.SIGINT, stop)
+    signal.signal(signal.SIGINT, lambda *_: os._exit(os.write(2, b"stopped.\n") and 130))
 
 import socket
 from typing import Annotated, Literal
@@ -21,6 +15,11 @@ import tyro
 from checkpoints.find import find_checkpoint
 from errors import UserError, exit_on_user_error
 from generation.settings import Settings
+
+
+def stop(*_: object) -> None:
+    """End the process: nothing has to be saved, and the thread may be in the middle of a long prompt."""
+    os._exit(os.write(2, b"stopped.\n") and 130)
 
 
 def main(
