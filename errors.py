@@ -149,9 +149,8 @@ def exit_on_user_error() -> Iterator[None]:
     if show_traceback := "--traceback" in sys.argv:
         sys.argv.remove("--traceback")
     try:
-        for text in (__file__, *sys.argv[1:]):
-            with reading(text, "give texts and names of files in UTF-8"):
-                text.encode("utf-8")
+        if wrong := [text for text in (__file__, *sys.argv[1:]) if text != text.encode("utf-8", "replace").decode()]:
+            raise UserError(f"{wrong[0]} is not UTF-8; give texts and names of files in UTF-8.")
         try:
             yield
         finally:

@@ -46,6 +46,11 @@ class Corpus:
         # 7e is 9e with a dictionary of 16 MB, not 64: the text is shorter, and 64 would take 700 MB of memory.
         return 8 * len(lzma.compress(text, preset=7 | lzma.PRESET_EXTREME)) / max(1, len(text))
 
+    def first_words(self) -> list[str]:
+        """The first words of up to three held-out documents."""
+        starts = np.flatnonzero(self.validation == self.tokenizer.document_start)[:3].tolist() or [0]
+        return [self.tokenizer.decode(self.validation[start : start + 8]).rstrip("\ufffd ") for start in starts]
+
     def batch(self, **order: int) -> Batch:
         """Some sequences of the run, see `batches.batch`."""
         return number_documents(batch(self.train, **order), self.document_start)

@@ -28,6 +28,8 @@ FILES += ("generation_config.json", "added_tokens.json", "tokenizer.json")
 BOM = "\ufeff".encode()  # some editors begin a file with it
 FLAGS = ("special", "lstrip", "rstrip", "single_word")  # of an added token
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+KEPT = (*NAMED, "add_bos_token", "chat_template", "added_tokens_decoder", "additional_special_tokens")
+KEPT += ("extra_special_tokens",)  # fields of tokenizer_config.json beside a tokenizer.model
 
 TRAINER_OPTIONS = dict(
     model_type="bpe",
@@ -253,7 +255,8 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
     with reading(path, "give a tokenizer.json, or a byte-pair encoding with byte fallback that leaves text as it is"):
         files = files if path.name == "tokenizer.model" else {}
-        made = tokenizer_files(content, json.loads(files.get("tokenizer_config.json", b"{}")))
+        config = json.loads(files.get("tokenizer_config.json", b"{}"))
+        made = tokenizer_files(content, {key: config[key] for key in KEPT if key in config})
     return Tokenizer(files | {"tokenizer.model": content} | made, path.parent)
 
 

@@ -18,14 +18,12 @@ from sentencepiece.sentencepiece_model_pb2 import ModelProto
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, processors
 from tokenizers.models import BPE
 
-from data.tokenizer import NAMED
-
 SPACE = "▁"  # U+2581: how SentencePiece writes a space
 PIECE = ModelProto.SentencePiece
 
 
 def tokenizer_files(content: bytes, config: dict) -> dict[str, bytes]:
-    """The tokenizer_config.json (from the one in `config`) and the tokenizer.json of a SentencePiece model."""
+    """The tokenizer_config.json, with the fields of `config`, and the tokenizer.json of a SentencePiece model."""
     model = read_model(content)
     ids = {piece.piece: i for i, piece in enumerate(model.pieces)}
     unknown, bos, eos = (getattr(model.trainer_spec, f"{name}_piece") for name in ("unk", "bos", "eos"))
@@ -54,8 +52,7 @@ def tokenizer_files(content: bytes, config: dict) -> dict[str, bytes]:
     }
     if not model.normalizer_spec.add_dummy_prefix:
         fields["add_prefix_space"] = False  # llama.cpp's converter reads it; a missing key means true there
-    kept = ("chat_template", "added_tokens_decoder", "additional_special_tokens", "extra_special_tokens", *NAMED)
-    fields |= {key: config[key] for key in kept if config.get(key)}
+    fields |= {key: value for key, value in config.items() if value and key != "add_bos_token"}
     texts = {"tokenizer_config.json": json.dumps(fields, indent=2), "tokenizer.json": tokenizer.to_str(pretty=True)}
     return {name: text.encode() for name, text in texts.items()}
 

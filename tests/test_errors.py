@@ -49,7 +49,7 @@ with errors.exit_on_user_error(), open({str(tmp_path / "file")!r}, "w") as file:
 def test_a_command_line_that_is_not_utf_8_is_one_line_before_anything_is_made(tmp_path):
     command = [sys.executable, ROOT / "train.py", "--out", tmp_path / "run", "--sample-prompts", b"caf\xe9"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 2 and done.stderr.startswith(r"error: caf\udce9 cannot be read")
+    assert done.returncode == 2 and done.stderr.startswith(r"error: caf\udce9 is not UTF-8")
     assert len(done.stderr.splitlines()) == 1 and not os.listdir(tmp_path)
 
 

@@ -3,7 +3,6 @@
 import math
 import shlex
 
-import numpy as np
 from tqdm import tqdm
 
 from checkpoints import pretrained
@@ -41,7 +40,7 @@ def samples(session: Session) -> str:
     corpus, prompts = session.corpus, session.settings.run.sample_prompts
     context = session.settings.model.max_position_embeddings
     new, tokenizer, texts = min(SAMPLE_TOKENS, context - 1), corpus.tokenizer, []
-    prompts = prompts or (first_words(corpus) if isinstance(corpus, Corpus) else [""])
+    prompts = prompts or (corpus.first_words() if isinstance(corpus, Corpus) else [""])
     session.model.eval()
     for prompt in prompts if session.state.step == session.steps else prompts[:1]:
         if isinstance(corpus, Corpus):
@@ -58,13 +57,6 @@ def samples(session: Session) -> str:
             texts.append(f"{messages[-1]['content']}\n> {tokenizer.decode(tokens)}")
     session.model.train()
     return "\n\n".join("  | " + printable(text).replace("\n", "\n  | ") for text in texts)
-
-
-def first_words(corpus: Corpus) -> list[str]:
-    """The first words of up to three held-out documents."""
-    ids, tokenizer = corpus.validation, corpus.tokenizer
-    starts = np.flatnonzero(ids == tokenizer.document_start)[:3].tolist() or [0]
-    return [tokenizer.decode(ids[start : start + 8]).rstrip("\ufffd ") for start in starts]
 
 
 def report_end(session: Session) -> None:
@@ -86,6 +78,6 @@ def report_end(session: Session) -> None:
     speed = state.tokens / state.seconds
     print(f"{state.step:,} steps, {state.tokens:,} tokens in {state.seconds:.0f} s of training, {speed:,.0f} tokens/s")
     print(f"best/ has the weights with the lowest validation loss, {state.best_validation_loss:.4f} nats per token")
-    prompts = session.settings.run.sample_prompts or (first_words(corpus) if is_text else [])
+    prompts = session.settings.run.sample_prompts or (corpus.first_words() if is_text else [])
     prompt = printable(" ".join([*prompts, ""][0].split()[:5]))
     print(f"next: python generate.py {run_dir} {shlex.quote(prompt) if is_text else '--chat'}")
