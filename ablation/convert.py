@@ -98,7 +98,7 @@ def main(
             raise UserError(f"{out} has runs of another plan; give another --out.")
         save_plan(plan, path)
         done = {row.seed for row in read_lines(file, Row)}
-        for seed in tqdm(sorted({*plan.phase_seeds["final"]} - done), unit="model"):
+        for seed in tqdm(sorted({*plan.phase_seeds["final"]} - done), unit="model", disable=None):
             with tempfile.TemporaryDirectory() as folder:
                 append(file, *train_models(plan, seed, device, Path(folder), branches))
         found = study.load(out)

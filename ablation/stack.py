@@ -125,7 +125,8 @@ def train_stacks(plan: Plan, device: str, seeds: range) -> list[Row]:
     stacks = {arm: Stack(session, seeds, pool) for arm, session in sessions.items()}
     losses: dict[str, list[Tensor]] = {arm: [] for arm in stacks}
     start = time.perf_counter()
-    for step, pair in enumerate(tqdm(batches(first, seeds, hashes), total=first.steps, unit="step", mininterval=2)):
+    options = {"total": first.steps, "unit": "step", "mininterval": 2, "disable": None}
+    for step, pair in enumerate(tqdm(batches(first, seeds, hashes), **options)):
         tokens, targets = (t.to(first.device, non_blocking=True) for t in pair)
         for arm, stack in stacks.items():
             losses[arm].append(stack.step(step, tokens, targets))

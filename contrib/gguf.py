@@ -111,7 +111,7 @@ def convert(checkpoint: Path, path: Path, dtype: str | None, name: str) -> None:
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
-        with tqdm(total=sum(sizes.values()), unit="B", unit_scale=True, desc="writing") as bar:
+        with tqdm(total=sum(sizes.values()), unit="B", unit_scale=True, desc="writing", disable=None) as bar:
             for target, tensor in tensors.items():
                 writer.write_tensor_data(to_array(tensor, dtype, target))
                 bar.update(sizes[target])

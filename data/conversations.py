@@ -29,7 +29,7 @@ from data.sources import TextFile
 from data.split import VALIDATION, Split, split_documents
 from data.tokenizer import Tokenizer
 from data.units import DOCUMENT, content_hash, digest
-from errors import UserError, read_json, replace_text, replacing
+from errors import UserError, read_json, reading, replace_text, replacing
 
 VERSION = 4  # of the files; raised when the same conversations and tokenizer would give other rows
 Encoded = tuple[list[Message], np.ndarray, np.ndarray]  # a conversation, its ids and which of them are learned
@@ -92,7 +92,9 @@ def prepare_conversations(
     with FileLock(facts.with_suffix(".lock")):
         if not facts.is_file():
             write_rows(facts, encode_conversations(files, chat, size), size, tokenizer, split)
-    known, rows = read_json(facts), np.load(facts.with_suffix(".npy"), mmap_mode="r")
+    path, known = facts.with_suffix(".npy"), read_json(facts)
+    with reading(path, f"delete {path.parent}, which is made anew"):
+        rows = np.load(path, mmap_mode="r")
     train, validation = np.split(rows, [known.pop("train_rows")], 1)
     return Conversations(**known, chat=chat, tokenizer=tokenizer, train=train, validation=validation)
 
@@ -126,7 +128,7 @@ def encode_conversations(files: Sequence[TextFile], chat: ChatFormat, size: int)
     notes = defaultdict(list)  # what is unusual -> where
     notes["files left out: they are text, not rows"] += [f.name for f in files if f.format in ("text", "topics")]
     rows = itertools.chain.from_iterable(map(read_rows, files))
-    for place, row in tqdm(rows, "conversations", delay=2, unit=""):
+    for place, row in tqdm(rows, "conversations", delay=2, unit="", disable=None):
         try:
             messages, unused = messages_of(decode(row))
             unused |= chat.find_left_out(messages, answer_follows=False)

@@ -164,7 +164,8 @@ def prepare_units(files: Iterable[TextFile], tokenizer: Tokenizer, folder: Path)
     count = min(usable_cores(), len(missing))
     for _ in range(count - 1):
         SPAWN.Process(target=work, args=(missing, usable_cores() // count), daemon=True).start()
-    for unit in tqdm(missing, "tokenizing", unit="unit", delay=2, disable=not is_main_process()):
+    hidden = None if is_main_process() else True  # None: hidden where standard error is no terminal
+    for unit in tqdm(missing, "tokenizing", unit="unit", delay=2, disable=hidden):
         unit.prepare(wait=False)
     for unit in missing:
         unit.prepare(wait=True)

@@ -3,6 +3,7 @@
 import gzip
 import importlib.util
 import json
+import os
 import random
 import re
 import shutil
@@ -318,3 +319,13 @@ def test_questions_about_python_come_from_its_own_docstrings():
     )
     assert pairs["What are the arguments of os.path.join?"] == "It is called as join(a, *p)."
     assert not any(re.search(r"\b_|ntpath|\n", question) for question in pairs if question.startswith("What "))
+
+
+def test_rows_of_the_cache_that_were_cut_short_are_refused(tokenizer_file, tmp_path):
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"messages": row}) + "\n" for row in ROWS))
+    options = dict(tokenizer=tokenizer_file, cache_dir=tmp_path, sequence_length=60)
+    prepare([str(tmp_path / "a.jsonl")], **options)
+    (rows,) = (tmp_path / "conversations").glob("*.npy")
+    os.truncate(rows, rows.stat().st_size - 200)
+    with pytest.raises(UserError, match=r"npy cannot be read .*; delete .*conversations, which is made anew"):
+        prepare([str(tmp_path / "a.jsonl")], **options)
