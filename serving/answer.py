@@ -12,13 +12,14 @@ import torch
 from msgspec import Meta
 
 from data.chat import ChatFormat
-from errors import UserError
+from errors import UserError, read_json, read_toml
 from generation.generate import PrefixCache, generate
 from generation.prompts import check_prompts, encode_prompt, first_tokens
 from generation.session import load_decoder, open_directory
 from generation.settings import Sampling, Settings, recommended_sampling
 from generation.stream import TextStream
 from model.cache import KeyValueCache
+from model.count import num_parameters
 from model.device import explain_out_of_memory
 
 SCORED_AT_ONCE = 256  # tokens of a prompt: the logits of a long one would take gigabytes
@@ -35,6 +36,10 @@ class ServedModel:
         self.vocab_size = min(self.tokenizer.vocab_size, checkpoint.config.vocab_size)
         self.card = {"id": name, "object": "model", "owned_by": "prenorm", "sampling": vars(self.sampling)}
         self.card |= {"created": 0, "chat": bool(self.tokenizer.chat_template), "tokenizer": self.tokenizer.hash}
+        config, state, run = checkpoint.config, read_json(directory / "state.json"), directory.parent / "settings.toml"
+        self.card |= {"norm": config.norm, "placement": config.norm_placement, "parameters": num_parameters(config)}
+        self.card |= {"context": config.max_position_embeddings, "validation_loss": state.get("best_validation_loss")}
+        self.card["examples"] = [*filter(None, read_toml(run)["run"]["sample_prompts"])] if run.exists() else []
 
     @explain_out_of_memory("out of memory; send a shorter prompt, or ask for fewer samples.")
     @torch.inference_mode()

@@ -1,5 +1,6 @@
 """The page in a real browser, the Chromium of the system: `python -m pytest -m slow tests/serving`."""
 
+import random
 import shutil
 import subprocess
 import time
@@ -98,10 +99,56 @@ def test_a_chat_is_stopped_regenerated_and_continued_on_a_narrow_dark_screen(dir
         window.locator(".said").filter(has_text="> more").wait_for()
         wait(window, "12 tokens, ")
         assert window.evaluate("document.documentElement.scrollWidth") <= 390
-        window.focus("summary")
-        for key in ("Tab", "ArrowRight", "Enter", "ArrowDown", "Enter"):  # the second alternative of the second token
+        assert window.locator("#prompt").bounding_box()["y"] > window.locator("section").bounding_box()["y"]
+        window.locator(".token").nth(3).hover()  # of the first turn
+        assert "%" in window.inner_text("#why") and window.locator("#why button:enabled").count() == 0
+        window.locator(".said", has_text="> more").evaluate("said => said.nextSibling.focus()")
+        for key in ("ArrowRight", "Enter", "ArrowDown", "Enter"):  # the second alternative of the second token
             window.keyboard.press(key)
         wait(window, "14 tokens, ")
         window.focus(".token")
         window.keyboard.press("Escape")
         assert window.locator("#why").is_hidden()
+
+
+def test_an_empty_page_on_a_phone_explains_itself_and_settings_refuse_nonsense(directories, open_page, tmp_path):
+    best = shutil.copytree(directories[1], tmp_path / "run" / "best")
+    (best / "state.json").write_text('{"best_validation_loss": 1.23456}')
+    (best.parent / "settings.toml").write_text('[run]\nsample_prompts = ["", "Es war einmal"]')
+    with served(best) as server:
+        window = open_page(server, width=390, is_mobile=True, has_touch=True)
+        text, said = window.inner_text("body"), ("RMSNorm (pre)", "best validation loss 1.2346", "Tap a token")
+        assert all(part in text for part in said) and "Enter" not in text
+        assert all(button.bounding_box()["height"] >= 44 for button in window.locator("button:visible").all())
+        assert window.locator("#examples button").count() == 3
+        window.tap("#examples button")
+        wait(window, "tokens, ")
+        assert "Es war einmal" in window.inner_text(".text") and window.locator("#examples button").count() == 0
+        window.locator(".token").nth(2).tap()
+        assert window.locator("#why .chosen").count() == 1
+        window.click("summary")
+        for name, nonsense in {"top_p": "1.5", "seed": "1.5", "max_tokens": "0", "min_p": ""}.items():
+            window.fill(f"#{name}", nonsense)
+            window.focus("#prompt")
+            assert window.input_value(f"#{name}") != nonsense and name[:3] in window.inner_text("#refused")
+        window.fill("#temperature", "0.3")
+        window.click("text=Reset")
+        assert window.input_value("#temperature") == "0.8" and window.evaluate("localStorage.length") == 0
+
+
+def test_a_text_of_any_length_is_compared_and_an_error_is_told_where_it_belongs(directories, open_page, tmp_path):
+    small = write_chat_model(tmp_path / "small", "inst", context=128)
+    text = "".join(random.choices(["def f(x):\n", "    ", "归一化", "é☺", "\n", " word", ";"], k=600))
+    with served(directories[1], small) as server:
+        window = open_page(server)
+        window.select_option("#mode", "compare")
+        window.fill("#prompt", text)
+        window.click("#go")
+        window.locator("#summary").filter(has_text="Second model minus first").wait_for()
+        scored = window.evaluate("columns.map(column => column.tokens.flatMap(token => token.bytes))")
+        assert [bytes(column).decode() for column in scored] == [text, text]
+        del server.models["small"]
+        window.click("#go")
+        wait(window, "there is no model 'small'", 1), wait(window, "bits per byte", 0)
+    window.click("#go")
+    wait(window, "does not answer", 0), wait(window, "does not answer", 1)
