@@ -39,7 +39,8 @@ class ServedModel:
         config, state, run = checkpoint.config, read_json(directory / "state.json"), directory.parent / "settings.toml"
         self.card |= {"norm": config.norm, "placement": config.norm_placement, "parameters": num_parameters(config)}
         self.card |= {"context": config.max_position_embeddings, "validation_loss": state.get("best_validation_loss")}
-        self.card["examples"] = [*filter(None, read_toml(run)["run"]["sample_prompts"])] if run.exists() else []
+        prompts = read_toml(run).get("run", {}).get("sample_prompts", ()) if run.exists() else ()
+        self.card["examples"] = [*filter(None, prompts)]
 
     @explain_out_of_memory("out of memory; send a shorter prompt, or ask for fewer samples.")
     @torch.inference_mode()

@@ -237,7 +237,7 @@ def test_the_command_takes_a_run_folder_and_keeps_an_existing_file(checkpoint, t
     (tmp_path / "run" / "best" / "state.json").write_text("{}")  # the last file of a save
     command = [sys.executable, "-m", "contrib.gguf", tmp_path / "run", tmp_path / "out.gguf", "--dtype", "float16"]
     first, second = (subprocess.run(command, cwd=ROOT, capture_output=True, text=True) for _ in range(2))
-    assert first.returncode == 0 and "100%" in first.stderr
+    assert first.returncode == 0
     fields, _ = read(tmp_path / "out.gguf")
     assert fields["general.name"] == "run" and fields["general.file_type"] == gguf.LlamaFileType.MOSTLY_F16
     assert second.returncode == 2 and second.stderr.startswith("error: ") and "is not overwritten" in second.stderr
