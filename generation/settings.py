@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 import tyro
 
 from checkpoints.find import find_adapter, generation_config
-from errors import UserError, read_json
+from errors import UserError, note, read_json
 from flags import optional
 
 
@@ -38,6 +38,10 @@ class Sampling:
                 raise UserError(f"{name} is {value!r} but must be from {low} to {high:g}.")
 
 
+UNUSED = """
+    typical_p epsilon_cutoff eta_cutoff num_beams penalty_alpha no_repeat_ngram_size bad_words_ids sequence_bias
+    suppress_tokens begin_suppress_tokens forced_bos_token_id forced_eos_token_id min_length min_new_tokens guidance_scale
+""".split()  # fields of generation_config.json that change what transformers generates
 # What reads well from a small model: saved with each that is trained here.
 SMALL_MODELS = Sampling(repetition_penalty=1.15, temperature=0.7, min_p=0.05)
 
@@ -114,6 +118,8 @@ def recommended_sampling(directory: Path, adapter: str | None = None) -> Samplin
     path = generation_config(*find_adapter(directory, adapter))
     fields = {key: value for key, value in read_json(path).items() if value is not None}
     values = {field.name: fields[field.name] for field in dataclasses.fields(Sampling) if field.name in fields}
+    if unused := [key for key in UNUSED if fields.get(key) not in (None, 0, 1, [])]:
+        note(f"note: {path} has {', '.join(unused)}, without effect here")
     if not values and "do_sample" not in fields:
         return None
     if fields.get("do_sample") is not True:

@@ -126,7 +126,7 @@ def test_text_that_a_normalizer_turns_into_a_token_is_no_token(chatml_model, tmp
     assert harmless == forged >= 1
 
 
-def test_sampling_is_what_the_generation_config_recommends(tmp_path):
+def test_sampling_is_what_the_generation_config_recommends(tmp_path, capsys):
     assert recommended_sampling(tmp_path) is None
     path = tmp_path / "generation_config.json"
     write(path, {"eos_token_id": 2})
@@ -140,6 +140,9 @@ def test_sampling_is_what_the_generation_config_recommends(tmp_path):
     assert recommended_sampling(tmp_path) == Sampling(temperature=1.0, top_k=20, top_p=0.9, repetition_penalty=1.05)
     write(path, {"do_sample": True, "top_k": -1})  # as vLLM has it
     assert recommended_sampling(tmp_path) == Sampling(temperature=1.0, top_k=0)
+    write(path, {"do_sample": True, "no_repeat_ngram_size": 3, "num_beams": 1, "suppress_tokens": [5]})
+    assert recommended_sampling(tmp_path) == Sampling(temperature=1.0, top_k=50)
+    assert "has no_repeat_ngram_size, suppress_tokens, without effect here" in capsys.readouterr().err
     for fields in ({"temperature": "0.6"}, {"top_p": [1]}, {"min_p": float("nan")}, {"top_k": 2.5}, {"top_k": True}):
         write(path, {"do_sample": True, **fields})
         with pytest.raises(UserError, match=r"generation_config.json cannot be read \((top_|min_|temp)"):
