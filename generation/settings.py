@@ -40,7 +40,7 @@ class Sampling:
 
 UNUSED = """
     typical_p epsilon_cutoff eta_cutoff num_beams penalty_alpha no_repeat_ngram_size bad_words_ids sequence_bias
-    suppress_tokens begin_suppress_tokens forced_bos_token_id forced_eos_token_id min_length min_new_tokens guidance_scale
+    suppress_tokens begin_suppress_tokens forced_bos_token_id forced_eos_token_id min_new_tokens guidance_scale
 """.split()  # fields of generation_config.json that change what transformers generates
 # What reads well from a small model: saved with each that is trained here.
 SMALL_MODELS = Sampling(repetition_penalty=1.15, temperature=0.7, min_p=0.05)
