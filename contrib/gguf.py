@@ -9,10 +9,16 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Literal
+
+if __name__ == "__main__":  # before the slow imports
+    from errors import interrupt
+
+    signal.signal(signal.SIGINT, interrupt)
 
 import numpy as np
 import torch

@@ -90,12 +90,11 @@ def prepare_conversations(
     facts = cache_dir / "conversations" / f"{key}.json"  # the last file that is written
     facts.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(facts.with_suffix(".lock")):
-        if not facts.is_file():
+        if not (facts.is_file() and facts.with_suffix(".npy").is_file()):
             write_rows(facts, encode_conversations(files, chat, size), size, tokenizer, split)
     path, known = facts.with_suffix(".npy"), read_json(facts)
     with reading(path, f"delete {path.parent}, which is made anew"):
-        rows = np.load(path, mmap_mode="r")
-    train, validation = np.split(rows, [known.pop("train_rows")], 1)
+        train, validation = np.split(np.load(path, mmap_mode="r"), [known.pop("train_rows")], 1)
     return Conversations(**known, chat=chat, tokenizer=tokenizer, train=train, validation=validation)
 
 

@@ -55,7 +55,7 @@ class Unit:
         return self.folder / f"{self.key}{suffix}"
 
     def is_complete(self) -> bool:
-        return self.path(".docs").is_file()
+        return self.path(".docs").is_file() and self.path(".bin").is_file()
 
     def read_table(self) -> np.ndarray:
         """The rows of its documents; `UserError` unless its ids are as many as they say."""

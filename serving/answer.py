@@ -22,6 +22,7 @@ from model.cache import KeyValueCache
 from model.count import num_parameters
 from model.device import explain_out_of_memory
 
+MAX_CHOICES = 128  # of one request
 SCORED_AT_ONCE = 256  # tokens of a prompt: the logits of a long one would take gigabytes
 Likeliest = Annotated[int, Meta(ge=0, le=20)]
 
@@ -168,6 +169,8 @@ class Request(msgspec.Struct, dict=True):
             self.prompt = [self.prompt]
         if any(isinstance(part, int) for part in self.prompt):
             raise ValueError("`prompt` must be a text, a list of token ids, or a list of such")
+        if self.n * len(self.prompt) > MAX_CHOICES:
+            raise ValueError(f"at most {MAX_CHOICES} choices can be asked for at once")
         if not self.max_tokens and not self.echo:
             raise ValueError("`max_tokens` must be at least 1, or 0 with `echo`")
 

@@ -52,6 +52,8 @@ class State:
     """Hash of the text that it trains on."""
     scaler: dict | None = None
     """State of the float16 gradient scaler, None in other dtypes."""
+    fixed_hash: str | None = None
+    """Hash of the settings that a resumed run must keep; settings.toml may have been edited."""
 
 
 def finish_save(target: Path, state: State) -> None:
@@ -68,8 +70,8 @@ def finish_save(target: Path, state: State) -> None:
 
 
 def delete(directory: Path) -> None:
-    """Delete a directory; of a link, which a run of others may have, only the link."""
-    if directory.is_symlink():
+    """Delete a directory; of a link or a file, which a run of others may have, only that."""
+    if directory.is_symlink() or directory.is_file():
         directory.unlink()
     shutil.rmtree(directory, ignore_errors=True)
 

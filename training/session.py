@@ -15,6 +15,7 @@ from data.batches import Batch
 from data.conversations import Conversations
 from data.corpus import Corpus, prepare
 from data.tokenizer import check_vocabulary
+from data.units import digest
 from errors import UserError, reading
 from model.decoder import Decoder, attend_to_previous_token, center_residual_writers
 from model.device import choose_device, choose_training_dtype, device_name, keep_freed_memory, why_not_compile
@@ -123,16 +124,17 @@ def set_up(settings: Settings, run_dir: Path, *, resume: bool, log: Callable[[st
         model = dataclasses.replace(settings.model, vocab_size=corpus.tokenizer.vocab_size)
         settings = dataclasses.replace(settings, model=model)
     model = initial_model(settings, dtype, log, load=not resume)
-    state = State(step=0, tokens=0, seconds=0.0, best_validation_loss=None, text_hash=corpus.text_hash)
+    state = State(0, 0, 0.0, None, corpus.text_hash, fixed_hash=digest(fixed_settings(settings)))
     if last is not None:
         state = check_unchanged(settings, run_dir, last, corpus.text_hash, log)
         pretrained.load_weights(model, last)
     if processes.count > 1:
         given = dataclasses.replace(settings.data, data=(), tokenizer=None, cache="")  # paths may differ
+        run = dataclasses.replace(settings.run, out=None, init_from=None)
         processes.check_equal(
             texts=corpus.text_hash,
             tokenizers=(corpus.tokenizer.hash, corpus.tokenizer.chat_template),
-            settings=(settings.model, settings.optimizer, given, settings.run.seed, settings.machine.dtype),
+            settings=(settings.model, settings.optimizer, given, settings.machine.dtype, run),
             saves=state,
         )
     model.activation_checkpointing = settings.machine.activation_checkpointing
@@ -223,16 +225,25 @@ def initial_model(settings: Settings, dtype: torch.dtype, log: Callable[[str], N
     return model
 
 
+def fixed_settings(settings: Settings) -> dict[str, object]:
+    """What a resumed run must keep. Another split would validate on documents that were trained on, and another seed
+    train on some of them again.
+    """
+    values = vars(settings.run) | vars(settings.data) | vars(settings.optimizer)
+    names = ("optimizer", "lora", "lora_alpha", "seed", "validation_fraction", "validation_salt")
+    return {name: values[name] for name in names} | vars(settings.model)
+
+
 def check_unchanged(settings: Settings, run_dir: Path, directory: Path, text_hash: str, log: Callable) -> State:
     """The state of the checkpoint `directory`, if the text, the model and the optimizer have not changed."""
     saved, before = checkpoint.read_state(directory), load_settings(run_dir / "settings.toml")
     changed = changed_fields(before, settings)
-    # Another split would validate on documents that were trained on, and another seed train on some of them again.
-    fixed = {"tokenizer", "optimizer", "lora", "lora_alpha", "seed", "validation_fraction", "validation_salt"}
-    fixed |= {*vars(settings.model)}
-    problems = [change for change in changed if change.partition(":")[0] in fixed]
+    fixed = fixed_settings(settings)
+    problems = [change for change in changed if change.partition(":")[0] in {*fixed, "tokenizer"}]
     if saved.text_hash != text_hash:
         problems.insert(0, "the text differs")
+    if saved.fixed_hash not in (None, digest(fixed)) and not problems:
+        problems.append("settings.toml is not that of its start")
     if problems:
         raise UserError(f"{run_dir} cannot be resumed: {'; '.join(problems)}; start a new run in another --out.")
     if changed:

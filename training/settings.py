@@ -282,7 +282,7 @@ def config_path(name: str, folder: Path = CONFIGS) -> Path:
 
 def load_settings(path: Path) -> Settings:
     """Read a TOML file; its tables and keys are the names in this module, and any other is refused."""
-    if not path.exists():
+    if not path.is_file():
         raise UserError(f"{path} does not exist; a run folder contains settings.toml, last/ and best/.")
     return read_table(path, Settings, read_toml(path))
 

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -150,6 +151,17 @@ def test_a_resumed_run_lists_other_changes_and_ends_at_its_own_number_of_steps_o
     with pytest.raises(UserError, match=r"has already done 7 steps; for more, raise --steps"):
         resume()
     assert resume("--steps", "40") == 40
+
+
+@pytest.mark.parametrize(
+    "change", ["validation_salt = 9", "validation_fraction = 0.6", "seed = 2", "norm_eps = 0.5", 'optimizer = "adamw"']
+)
+def test_an_edited_file_of_settings_does_not_change_what_a_run_must_keep(stopped_run, change):
+    path, name = stopped_run / "settings.toml", change.partition(" =")[0]
+    path.write_text(re.sub(rf"^{name} = .*$", change, path.read_text(), flags=re.MULTILINE))
+    settings = parse(["--resume", str(stopped_run)], "test").settings
+    with pytest.raises(UserError, match=r"cannot be resumed: settings.toml is not that of its start"):
+        train(settings, stopped_run, resume=True)
 
 
 @pytest.mark.parametrize("size", [1, 3, 16])
