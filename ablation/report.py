@@ -34,8 +34,7 @@ PHASES = {
 COLUMNS = """p (Holm): of a paired t-test over the seeds, adjusted for the number of comparisons (Holm 1979). p of
 equivalence: of two one-sided t-tests against the margin, adjusted likewise. std of a pair: of the differences over the
 seeds. It would take: pairs that decide with a power of 80%, from the deviation of these pairs (in brackets from the
-ends of its interval). `python ablate.py --report FOLDER` rewrites this page from plan.toml and runs.jsonl, and
-`python ablate.py FOLDER/plan.toml --out NEW` repeats the comparison."""
+ends of its interval). `python ablate.py --report FOLDER` rewrites this page from plan.toml and runs.jsonl."""
 
 
 def describe(study: Study, workers: int) -> str:

@@ -25,7 +25,7 @@ Message = dict[str, Any]
 # Random numbers that no text contains. Digits, because templates may change letters (`upper`), but not digits.
 BREAK, BORDER = (str(10**20 + secrets.randbelow(10**20)) for _ in range(2))
 ROLES = {"developer": "system", "human": "user"} | dict.fromkeys(("gpt", "chatgpt", "bing", "bard"), "assistant")
-NUMBERS = re.compile("(?=([0-9]{21}))")  # such as these, wherever one begins
+NUMBERS = re.compile("(?=([0-9]{21}))")  # the numbers above, also where two overlap
 # What stands before, in and after a thought.
 THOUGHTS = re.compile(r"(\A|</?think>)\s*(?!</?think>)\S.*?(?=</?think>|\Z)", re.DOTALL)
 

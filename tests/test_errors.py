@@ -40,7 +40,10 @@ def test_a_closed_pipe_is_the_status_of_sigpipe_also_at_the_end():
 def test_standard_streams_may_be_closed_and_files_do_not_get_what_is_printed(tmp_path, closed):
     code = f"""import errors, sys
 with errors.exit_on_user_error(), open({str(tmp_path / "file")!r}, "w") as file:
-    print("x" + sys.stdin.read()), print("y", file=sys.stderr), file.write("kept" * (file.fileno() > 2))"""
+    print("x" + sys.stdin.read())
+    print("y", file=sys.stderr)
+    file.write("kept")
+    assert file.fileno() > 2"""
     done = python(code, preexec_fn=lambda: [os.close(n) for n in closed], stdin=subprocess.DEVNULL)
     assert done.returncode == 0 and (tmp_path / "file").read_text() == "kept"
 

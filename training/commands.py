@@ -65,7 +65,9 @@ def make_run_dir(settings: Settings, config: str) -> Path:
     """The folder of a new run: `--out`, or runs/CONFIG-NORM with a number, made here so that no other run gets it."""
     if settings.run.out is not None:
         return Path(settings.run.out)
-    text = re.sub(r"\W+", "-", Path(settings.data.data[0]).stem).strip("-")  # of a folder, file or data set its name
+    text = re.sub(r"\W+", "-", Path(settings.data.data[0]).stem)[:64].strip(
+        "-"
+    )  # of a folder, file or data set its name
     name = f"{config if not text or text == 'python' else text}-{settings.model.norm}"
     for number in itertools.count(1):
         run_dir = Path("runs") / (name if number == 1 else f"{name}-{number}")

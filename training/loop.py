@@ -95,9 +95,7 @@ def train(settings: Settings, run_dir: Path, *, resume: bool = False) -> int:
             if stopped_by:
                 break
         if not session.saver.finish():
-            raise UserError(
-                f"{run_dir}: the end is not saved, as noted; {checkpoint.describe_saves(run_dir)}."
-            )
+            raise UserError(f"{run_dir}: the end is not saved, as noted; {checkpoint.describe_saves(run_dir)}.")
     if log is not None:
         log.file.close()
         report_end(session)

@@ -11,7 +11,7 @@ from errors import printable
 from generation.generate import generate
 from generation.prompts import encode_prompt, first_tokens
 from generation.settings import SMALL_MODELS
-from training import plot
+from training import checkpoint, plot
 from training.session import Session, StepResult
 
 SAMPLE_TOKENS = 100
@@ -70,7 +70,8 @@ def report_end(session: Session) -> None:
         print(f"stopped and saved at step {state.step} of {session.steps}; resume with: {resume}")
         return
     if not session.saver.sharded:
-        pretrained.load_weights(session.model, session.run_dir / "best")
+        if (best := checkpoint.find_complete(session.run_dir / "best")) is not None:
+            pretrained.load_weights(session.model, best)
         print(samples(session))
     is_text = isinstance(corpus, Corpus)
     if is_text:

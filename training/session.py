@@ -231,7 +231,9 @@ def fixed_settings(settings: Settings) -> dict[str, object]:
     """
     values = vars(settings.run) | vars(settings.data) | vars(settings.optimizer)
     names = ("optimizer", "lora", "lora_alpha", "seed", "validation_fraction", "validation_salt")
-    return {name: values[name] for name in names} | vars(settings.model)
+    fixed = {name: values[name] for name in names} | vars(settings.model)
+    # A config.json may have 10000 where settings.toml then has 10000.0: equal, but not as text.
+    return {name: float(value) if type(value) is int else value for name, value in fixed.items()}
 
 
 def check_unchanged(settings: Settings, run_dir: Path, directory: Path, text_hash: str, log: Callable) -> State:

@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 
 from errors import UserError
 from training import checkpoint, metrics
+from training.evaluate import Evaluation
 from training.loop import save, train, train_steps
 from training.session import set_up
 from training.settings import parse, save_settings
@@ -175,6 +176,17 @@ def test_a_resumed_run_with_another_batch_size_goes_on_with_the_text_where_it_wa
     assert np.array_equal(np.concatenate(found), expected[: 48 // size * size])
     next(train_steps(resumed))
     assert np.array_equal(np.concatenate([resumed.batch(step)[0] for step in (5, 6)]), expected[: 2 * size][:48])
+
+
+def test_a_resumed_run_whose_best_was_deleted_ends_with_its_summary(flags, stopped_run, monkeypatch, capsys):
+    shutil.rmtree(stopped_run / "best", ignore_errors=True)
+    worse = Evaluation(1e6, 10, 10)  # never better, so that best/ is not written again
+    state = checkpoint.read_state(stopped_run / "last")
+    (stopped_run / "last" / "state.json").write_text(json.dumps(vars(state) | {"best_validation_loss": 1.0}))
+    monkeypatch.setattr("training.loop.evaluate", lambda *_: worse)
+    settings = parse(["--resume", str(stopped_run), "--steps", "8"], "test").settings
+    assert train(settings, stopped_run, resume=True) == 0
+    assert "next: python generate.py" in capsys.readouterr().out
 
 
 def test_a_run_with_best_and_without_last_keeps_its_model(stopped_run):
