@@ -5,7 +5,8 @@ import functools
 import os
 import sys
 
-from errors import exit_on_user_error, printable, replacing
+from errors import exit_on_user_error, printable
+from files import replacing
 
 
 def main() -> int:
@@ -14,7 +15,7 @@ def main() -> int:
     from pathlib import Path  # imported here, so that Ctrl-C at any time ends in one line
 
     from ablation.command import QUICK, parse
-    from errors import locked
+    from files import locked
 
     command = parse(sys.argv[1:])
     if command.claims is not None:

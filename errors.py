@@ -1,4 +1,4 @@
-"""How a program ends when something is wrong, and the operations on files that all packages share.
+"""How a program ends when something is wrong.
 
 Everything that a user hands in is read inside `reading`, in code that takes files to be good: whatever is raised there
 becomes one line and exit status 2. `--traceback` on any command line shows where it was raised.
@@ -13,9 +13,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
-from typing import BinaryIO, NoReturn
+from typing import NoReturn
 
-LOCK = ".lock"  # of the file in a folder; the system releases its lock when the process ends, however it ends
 # A text of others may contain escape sequences, which move the cursor, rename the window or hide text. All control
 # characters but tab and newline are shown as their Unicode pictures; C1 has none.
 PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n"}
@@ -47,73 +46,6 @@ def reading(path: Path | str, fix: str = "download or save it again") -> Iterato
             raise
         reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
         raise UserError(f"{path} cannot be read ({'no ' * isinstance(error, KeyError)}{reason}); {fix}.") from error
-
-
-def read_json(path: Path) -> dict:
-    """The JSON object in a file; an empty one if there is no file."""
-    import json  # here, as Ctrl-C in an import before `exit_on_user_error` is a traceback
-
-    with reading(path):
-        return dict(json.loads(path.read_bytes())) if path.is_file() else {}  # a named pipe is none
-
-
-def read_toml(path: Path) -> dict:
-    """The tables and keys of a TOML file."""
-    import tomllib
-
-    with reading(path, "correct it, or give another file"):
-        return tomllib.loads(path.read_text(encoding="utf-8-sig"))  # which may begin with a byte order mark
-
-
-@contextlib.contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Write to `path` in this block: what the system says of it, such as a full disk, names the file."""
-    try:
-        yield
-    except OSError as error:
-        error.filename = error.filename or str(path)
-        raise
-
-
-@contextlib.contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A file to write instead of `path`, which has its old content or the new one after a kill at any instant."""
-    new = path.with_name(path.name + ".new")
-    new.unlink(missing_ok=True)  # in a folder of others it may be a link to any file
-    with writing(new), new.open("xb") as file:
-        yield file
-        file.flush()
-        os.fsync(file.fileno())  # else the file may be empty after a power failure, although it has its new name
-    new.replace(path)
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Write a text file atomically, see `replacing`."""
-    with replacing(path) as file:
-        file.write(text.encode("utf-8"))
-
-
-def fsync(*paths: Path) -> None:
-    """fsync files and directories (Windows can fsync only files)."""
-    for path in paths:
-        if path.is_file() or os.name != "nt":
-            descriptor = os.open(path, os.O_RDWR if path.is_file() else os.O_RDONLY)
-            os.fsync(descriptor)
-            os.close(descriptor)
-
-
-@contextlib.contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Make a folder and hold its lock inside the block; `UserError` where another process holds it."""
-    from filelock import FileLock, Timeout
-
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        lock = FileLock(folder / LOCK).acquire(timeout=0)
-    except Timeout:
-        raise UserError(f"{folder} is in use by another process; wait until it ends, or give another folder.") from None
-    with lock:
-        yield
 
 
 @functools.cache

@@ -16,7 +16,8 @@ from ablation import report, study
 from ablation.plan import Plan, Run, base_settings, load_plan, replace_settings, run_settings, save_plan
 from ablation.records import Row, append, read_lines
 from ablation.run import measure
-from errors import UserError, exit_on_user_error, locked, printable
+from errors import UserError, exit_on_user_error, printable
+from files import locked
 from training.checkpoint import load_moments
 from training.loop import save, train_steps
 from training.session import no_log, set_up

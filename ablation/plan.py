@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
-from errors import UserError, read_toml, replace_text
+from errors import UserError
+from files import read_toml, replace_text
 from flags import Suppress, arg, optional
 from training.settings import CONFIGS, Settings, check_numbers, config_path, load_settings, nearest, read_table
 

@@ -10,7 +10,8 @@ from typing import Literal
 import msgspec
 
 from ablation.plan import Run
-from errors import reading, replacing
+from errors import reading
+from files import replacing
 
 
 @dataclass(frozen=True)

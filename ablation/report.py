@@ -16,7 +16,7 @@ from ablation.plan import arm_settings
 from ablation.records import read_lines
 from ablation.stats import MAX_PAIRS, MIN_PAIRS_FOR_EQUIVALENCE, Comparison, Effect, holm, mean_effect
 from ablation.study import KEY, Study
-from errors import replace_text, replacing
+from files import replace_text, replacing
 from model.count import num_norm_parameters, num_parameters
 
 MISSING, TIMINGS = "-", "timings.jsonl"

@@ -25,7 +25,8 @@ from ablation import report, study
 from ablation.plan import Plan, Run, arm_settings, load_plan, replace_settings, run_settings, save_plan
 from ablation.records import Row, append
 from ablation.run import count_spikes, hardware, settings_hash, weights_hash
-from errors import UserError, exit_on_user_error, locked, printable
+from errors import UserError, exit_on_user_error, printable
+from files import locked
 from training.evaluate import Evaluation
 from training.schedule import learning_rate
 from training.session import Session, initial_model, no_log, set_up

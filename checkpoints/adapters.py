@@ -9,7 +9,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from checkpoints.weights import StoredTensor, find_weight_files
-from errors import read_json, reading
+from errors import reading
+from files import read_json
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."  # of PEFT's names for tensors; what follows is Hugging Face's

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Literal
 
 from checkpoints.weights import StoredTensor, check_format, stored_tensors
-from errors import UserError, note, read_json, reading
+from errors import UserError, note, reading
+from files import read_json
 from model.config import ROPE_SCALING, ModelConfig
 from model.count import num_parameters
 

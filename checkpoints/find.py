@@ -9,7 +9,8 @@ import re
 from pathlib import Path
 
 from checkpoints.weights import INDEX, SIDE_FILES, SINGLE, check_format
-from errors import UserError, read_json, reading
+from errors import UserError, reading
+from files import read_json
 
 HUB_ID = re.compile(r"((?!runs/)\w[\w.-]*/(\w[\w.-]*))(?:@(.+))?", re.ASCII)  # org/name or org/name@revision
 

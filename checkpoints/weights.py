@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 from safetensors import safe_open
 
-from errors import UserError, read_json, reading
+from errors import UserError, reading
+from files import read_json
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -29,7 +29,8 @@ from data.sources import TextFile
 from data.split import VALIDATION, Split, split_documents
 from data.tokenizer import Tokenizer
 from data.units import DOCUMENT, content_hash, digest
-from errors import UserError, read_json, reading, replace_text, replacing
+from errors import UserError, reading
+from files import read_json, replace_text, replacing
 
 VERSION = 4  # of the files; raised when the same conversations and tokenizer would give other rows
 Encoded = tuple[list[Message], np.ndarray, np.ndarray]  # a conversation, its ids and which of them are learned

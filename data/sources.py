@@ -13,7 +13,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from errors import UserError, note, read_json, reading, replace_text
+from errors import UserError, note, reading
+from files import read_json, replace_text
 
 # What a file's name ends in -> how it is read.
 FORMATS = {".txt": "text", ".md": "text", ".py": "text", ".jsonl": "jsonl", ".jsonl.gz": "jsonl", ".parquet": "parquet"}

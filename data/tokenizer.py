@@ -20,7 +20,8 @@ import tokenizers
 from tokenizers import AddedToken, normalizers
 from tokenizers.pre_tokenizers import ByteLevel
 
-from errors import UserError, reading, replacing
+from errors import UserError, reading
+from files import replacing
 
 # What is saved with a model. llama.cpp needs the scores in tokenizer.model; generation_config.json has all EOS ids.
 FILES = ("tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")

@@ -29,7 +29,8 @@ from tqdm import tqdm
 from data.readers import Document, read_documents
 from data.sources import TextFile
 from data.tokenizer import Tokenizer
-from errors import UserError, is_main_process, replacing, usable_cores
+from errors import UserError, is_main_process, usable_cores
+from files import replacing
 
 VERSION = 6  # of the files; raised when the same text and tokenizer would give other files
 UNIT_BYTES = 64_000_000

@@ -14,7 +14,8 @@ from checkpoints import find
 from checkpoints.pretrained import Checkpoint, load_pretrained, open_checkpoint, save_pretrained, write_json
 from data.chat import ChatFormat
 from data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
-from errors import UserError, read_json
+from errors import UserError
+from files import read_json
 from generation import terminal
 from generation.conversation import Conversation
 from generation.generate import MAX_CPU_SEQUENCES, generate, has_cpu_step

@@ -11,7 +11,8 @@ from typing import Annotated, Literal
 import tyro
 
 from checkpoints.find import find_adapter, generation_config
-from errors import UserError, note, read_json
+from errors import UserError, note
+from files import read_json
 from flags import optional
 
 

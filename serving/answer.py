@@ -12,7 +12,8 @@ import torch
 from msgspec import Meta
 
 from data.chat import ChatFormat
-from errors import UserError, read_json, read_toml
+from errors import UserError
+from files import read_json, read_toml
 from generation.generate import PrefixCache, generate
 from generation.prompts import check_prompts, encode_prompt, first_tokens
 from generation.session import load_decoder, open_directory

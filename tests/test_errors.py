@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from errors import UserError, exit_on_user_error, locked, note, read_json, read_toml, reading
+from errors import UserError, exit_on_user_error, note, reading
+from files import locked, read_json, read_toml
 
 ROOT = Path(__file__).parent.parent
 FULL = Path("/dev/full")  # every write to it fails as on a full disk
@@ -115,7 +116,7 @@ def test_a_folder_is_used_by_one_process_at_a_time(tmp_path):
 
 
 def test_a_lock_ends_with_its_process(tmp_path):
-    code = "import os, sys, pathlib, errors\nwith errors.locked(pathlib.Path(sys.argv[1])): os.kill(os.getpid(), 9)"
+    code = "import os, sys, pathlib, files\nwith files.locked(pathlib.Path(sys.argv[1])): os.kill(os.getpid(), 9)"
     killed = subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, timeout=60)
     assert killed.returncode != 0
     with locked(tmp_path):

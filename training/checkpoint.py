@@ -29,7 +29,8 @@ from checkpoints.find import candidates, is_complete
 from checkpoints.pretrained import save_tensors, write_json
 from checkpoints.weights import find_weight_files
 from data.tokenizer import Tokenizer
-from errors import UserError, fsync, read_json, reading, replace_text
+from errors import UserError, reading
+from files import fsync, read_json, replace_text
 from generation.settings import SMALL_MODELS
 from model.decoder import Decoder
 from training.processes import Processes

@@ -17,7 +17,8 @@ from data.conversations import has_conversations
 from data.corpus import tokenize
 from data.sources import resolve
 from data.tokenizer import check_vocabulary, load_tokenizer
-from errors import LOCK, UserError, is_main_process, locked
+from errors import UserError, is_main_process
+from files import LOCK, locked
 from model.device import choose_device, choose_training_dtype, explain_out_of_memory
 from training.estimate import estimate
 from training.evaluate import evaluate

@@ -7,7 +7,8 @@ import json
 import math
 from pathlib import Path
 
-from errors import reading, replace_text, writing
+from errors import reading
+from files import replace_text, writing
 
 
 class Metrics:

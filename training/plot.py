@@ -6,7 +6,8 @@
 import argparse
 from pathlib import Path
 
-from errors import UserError, exit_on_user_error, printable, replacing
+from errors import UserError, exit_on_user_error, printable
+from files import replacing
 from training import metrics
 
 # Distinguishable without colour vision (Okabe and Ito 2008); the line style differs as well.

@@ -15,7 +15,8 @@ from typing import Annotated, Literal, TypedDict, TypeVar
 
 from checkpoints.families import load_config
 from checkpoints.find import find_checkpoint
-from errors import UserError, read_toml, reading, replace_text
+from errors import UserError, reading
+from files import read_toml, replace_text
 from flags import arg, optional
 from model.config import ModelConfig
 

@@ -6,7 +6,8 @@ import json
 import pytest
 
 from data.tokenizer import load_tokenizer
-from errors import UserError, locked
+from errors import UserError
+from files import locked
 from training import commands
 from training.settings import parse
 

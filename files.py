@@ -1,0 +1,78 @@
+"""The operations on files that all packages share: read JSON and TOML, replace a file atomically, lock a folder."""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from errors import UserError, reading
+
+LOCK = ".lock"  # of the file in a folder; the system releases its lock when the process ends, however it ends
+
+
+def read_json(path: Path) -> dict:
+    """The JSON object in a file; an empty one if there is no file."""
+    import json  # here, as Ctrl-C in an import before `exit_on_user_error` is a traceback
+
+    with reading(path):
+        return dict(json.loads(path.read_bytes())) if path.is_file() else {}  # a named pipe is none
+
+
+def read_toml(path: Path) -> dict:
+    """The tables and keys of a TOML file."""
+    import tomllib
+
+    with reading(path, "correct it, or give another file"):
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))  # which may begin with a byte order mark
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Write to `path` in this block: what the system says of it, such as a full disk, names the file."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """A file to write instead of `path`, which has its old content or the new one after a kill at any instant."""
+    new = path.with_name(path.name + ".new")
+    new.unlink(missing_ok=True)  # in a folder of others it may be a link to any file
+    with writing(new), new.open("xb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())  # else the file may be empty after a power failure, although it has its new name
+    new.replace(path)
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a text file atomically, see `replacing`."""
+    with replacing(path) as file:
+        file.write(text.encode("utf-8"))
+
+
+def fsync(*paths: Path) -> None:
+    """fsync files and directories (Windows can fsync only files)."""
+    for path in paths:
+        if path.is_file() or os.name != "nt":
+            descriptor = os.open(path, os.O_RDWR if path.is_file() else os.O_RDONLY)
+            os.fsync(descriptor)
+            os.close(descriptor)
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Make a folder and hold its lock inside the block; `UserError` where another process holds it."""
+    from filelock import FileLock, Timeout
+
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        lock = FileLock(folder / LOCK).acquire(timeout=0)
+    except Timeout:
+        raise UserError(f"{folder} is in use by another process; wait until it ends, or give another folder.") from None
+    with lock:
+        yield
