@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from generation.weights import cast_weights, quantize_matrices
+from checkpoints.inference import cast_weights, quantize_matrices
 from model.cache import KeyValueCache
 from model.config import ModelConfig
 from model.decoder import Decoder

@@ -8,8 +8,7 @@ from tqdm import tqdm
 from checkpoints import pretrained
 from data.corpus import Corpus
 from errors import printable
-from generation.generate import generate
-from generation.prompts import encode_prompt, first_tokens
+from generation.generate import encode_prompt, generate, tokens_after
 from generation.settings import SMALL_MODELS
 from training import checkpoint, plot
 from training.session import Session, StepResult
@@ -44,7 +43,7 @@ def samples(session: Session) -> str:
     session.model.eval()
     for prompt in prompts if session.state.step == session.steps else prompts[:1]:
         if isinstance(corpus, Corpus):
-            ids, first, ends = encode_prompt(tokenizer, prompt), first_tokens(tokenizer, prompt), {tokenizer.eos_id}
+            ids, first, ends = encode_prompt(tokenizer, prompt), tokens_after(tokenizer, prompt), {tokenizer.eos_id}
         else:
             messages = [{"role": "user", "content": prompt}] if prompt else corpus.question
             ids, first, ends = corpus.chat.encode(messages), None, {tokenizer.eos_id, *corpus.chat.ends}

@@ -14,12 +14,12 @@ import numba
 import pytest
 import torch
 
+from checkpoints.inference import quantize_matrices
 from errors import note
 from generation import cpu_step
 from generation import generate as generation
 from generation.cpu_step import CpuDecodeStep
 from generation.generate import MAX_CPU_SEQUENCES, decode_step, generate
-from generation.weights import quantize_matrices
 from model.cache import KeyValueCache
 from model.linear import Linear
 
@@ -153,11 +153,9 @@ def test_where_numba_is_missing_the_decoder_decodes_and_says_so_once(make_decode
     decoder = make_decoder().eval()
     found = generate(decoder, [[1, 2, 3]], max_new_tokens=20).tokens
     monkeypatch.setitem(sys.modules, "numba", None)
-    generation.has_numba.cache_clear()
+    note.cache_clear()
     assert [generate(decoder, [[1, 2, 3]], max_new_tokens=20).tokens for _ in range(2)] == [found, found]
     assert capsys.readouterr().err.count("pip install numba") == 1
-    monkeypatch.undo()
-    generation.has_numba.cache_clear()
 
 
 def test_there_is_a_step_for_small_batches_and_the_layers_that_it_computes(make_decoder):

@@ -23,7 +23,7 @@ from triton.runtime.jit import JITFunction
 import kernels
 from benchmarks import cases
 from benchmarks.kernels import make_blocks
-from generation.weights import cast_weights
+from checkpoints.inference import cast_weights
 from kernels import cross_entropy, decode, norm, rope, swiglu
 from model.cache import KeyValueCache
 from model.config import ModelConfig

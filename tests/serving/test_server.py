@@ -19,8 +19,8 @@ import pytest
 
 import serve
 from errors import UserError
-from generation import generate, session
-from generation.prompts import encode_prompt
+from generation import cli, generate
+from generation.generate import encode_prompt
 from generation.settings import Sampling, Settings
 from model.decoder import Decoder
 from serving.answer import by_text
@@ -58,7 +58,9 @@ def post(server, *request, **headers) -> tuple[int, dict]:
 def generated(directory, prompt: str, **settings) -> str:
     """What generate.py prints."""
     parts = []
-    session.run(Settings(device="cpu", **settings), directory, [prompt], parts.append, lambda line: None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cli, "write", parts.append)
+        cli.run(Settings(device="cpu", **settings), directory, [prompt])
     return "".join(parts).removesuffix("\n")
 
 

@@ -12,7 +12,7 @@ from data.conversations import batch_of, encode_conversations, pack
 from data.sources import resolve
 from data.tokenizer import load_tokenizer
 from errors import UserError
-from generation.session import run as generate
+from generation import cli
 from generation.settings import Sampling
 from generation.settings import Settings as GenerationSettings
 from model.decoder import Decoder
@@ -154,11 +154,11 @@ def test_a_run_learns_to_answer_and_its_answers_end(chat_flags, chat_file, tmp_p
     assert "nats per answer token" in out and "  | Say " in out and "  | > " in out
     assert "xz" not in out and "talk --chat" in out.splitlines()[-1]
     assert (tmp_path / "talk" / "loss.png").exists()
-    texts = []  # without an end of the turn, of sixteen tokens
+    # Without an end of the turn, answers would have sixteen tokens.
     settings = GenerationSettings(chat=True, sampling=Sampling(temperature=0), max_new_tokens=16)
     questions = [f"Say {word}, 31" for word in WORDS]
-    generate(settings, tmp_path / "talk" / "best", questions, write=texts.append, log=lambda line: None)
-    answers = "".join(texts).split("\n\n")
+    cli.run(settings, tmp_path / "talk" / "best", questions)
+    answers = capsys.readouterr().out.split("\n\n")
     assert len(answers) == 6 and all(0 < len(answer) < 12 for answer in answers), answers
 
 
