@@ -26,7 +26,7 @@ from model.device import choose_device, choose_inference_dtype, explain_out_of_m
 
 @explain_out_of_memory("out of memory; use a smaller --batch-size, fewer --max-new-tokens, or --device cpu.")
 def run(settings: Settings, directory: Path, prompts: Sequence[str]) -> None:
-    """Print the continuations of the prompts, in a chat the answers to them. A chat without prompts is a conversation."""
+    """Print the continuations of the prompts, in a chat the answers. A chat without prompts is a conversation."""
     checkpoint, tokenizer, ends = open_model(directory, settings.adapter)
     if settings.merge is not None:
         merge(checkpoint, tokenizer, ends, settings.merge)

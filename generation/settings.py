@@ -14,7 +14,6 @@ from errors import UserError, note
 from files import read_json
 from flags import optional
 
-
 RANGES = dict(repetition_penalty=(0.01, 1e9), temperature=(0, 1e9), top_k=(0, 2**31), top_p=(0, 1), min_p=(0, 1))
 
 
