@@ -29,8 +29,7 @@ from contrib.llama_cpp_vocab import PRE_TOKENIZERS, WORDS
 from data.readers import read_documents
 from data.sources import resolve
 from data.tokenizer import Tokenizer, load_tokenizer
-from generation.generate import generate
-from generation.prompts import encode_prompt
+from generation.generate import encode_prompt, generate
 from generation.settings import Sampling
 from model.decoder import Decoder
 
