@@ -137,9 +137,8 @@ def test_sequences_in_a_batch_have_the_logits_that_they_have_alone_whatever_the_
     assert torch.equal(together, torch.cat(alone))
 
 
-@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS.keys())
-def test_text_is_the_same_with_and_without_the_step(make_decoder, monkeypatch, variant):
-    decoder = make_decoder(**variant).eval()
+def test_text_is_the_same_with_and_without_the_step(make_decoder, monkeypatch):
+    decoder = make_decoder(attention_bias=True, qk_norm=True).eval()
     prompts = [[1, 2, 3], [4], list(range(30))]
     with decode_step(decoder, 3, 80) as step:
         assert isinstance(step, CpuDecodeStep)
@@ -204,15 +203,3 @@ def test_where_no_cache_can_be_written_every_process_compiles(tmp_path):
     environment = {key: value for key, value in os.environ.items() if key != "NUMBA_CACHE_DIR"} | {"HOME": "/dev/null"}
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0 and len(done.stderr.splitlines()) == 1 and "in each process" in done.stderr
-
-
-@pytest.mark.slow
-def test_the_first_process_says_that_it_compiles_and_the_next_ones_need_not(tmp_path, monkeypatch):
-    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
-    code = (
-        "from generation.generate import generate, Decoder; from model.config import ModelConfig\n"
-        "generate(Decoder(ModelConfig(64, 32, 48, 1)), [[1]], max_new_tokens=3)"
-    )
-    command = [sys.executable, "-c", code]
-    said = [subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stderr for _ in range(2)]
-    assert said == ["compiling the decoding step for this processor, once: a few seconds\n", ""]
