@@ -15,7 +15,6 @@ from errors import UserError, reading
 from generation.settings import Sampling, Settings
 from serving.answer import ChatRequest, CompletionRequest, Request, ServedModel, Step, to_choices
 
-PLACE = "the request", "see OpenAI's reference of the API"  # of an error, and its fix
 MAX_WAITING, MAX_BODY = 8, 1_000_000  # requests, bytes
 
 
@@ -49,16 +48,16 @@ class Server(uvicorn.Server):
 
     def read(self, content: bytes, kind: type[Request]) -> Request:
         """The request of a body, in which null means nothing. The model of a chat has defaults for its sampling."""
-        with reading(*PLACE):
+        with reading("the request", "see OpenAI's reference of the API"):
             given = msgspec.json.decode(content, type=dict)
-        body = {name: value for name, value in given.items() if value is not None}
-        body.setdefault("model", next(iter(self.models)))
-        if "max_completion_tokens" in body:
-            body["max_tokens"] = body["max_completion_tokens"]
-        if body.get("top_k") == -1:  # as vLLM writes "all"
-            body["top_k"] = 0
-        default = self.find(str(body["model"])).sampling if kind is ChatRequest else Sampling()
-        with reading(*PLACE):
+            body = {name: value for name, value in given.items() if value is not None}
+            body.setdefault("model", next(iter(self.models)))
+            if "max_completion_tokens" in body:
+                body["max_tokens"] = body["max_completion_tokens"]
+            if body.get("top_k") == -1:  # as vLLM writes "all"
+                body["top_k"] = 0
+            model = self.models.get(str(body["model"]))
+            default = model.sampling if model is not None and kind is ChatRequest else Sampling()
             return msgspec.convert(body | {"sampling": msgspec.convert(vars(default) | body, Sampling)}, kind)
 
     async def answer(self, http: requests.Request) -> responses.Response:
@@ -82,10 +81,8 @@ class Server(uvicorn.Server):
         left.add_done_callback(lambda _: answer.cancel())  # if it has not begun
         about = {"id": f"cmpl-{secrets.token_hex(12)}", "object": "text_completion"}
         if kind is ChatRequest:
-            about = {
-                "id": f"chat{about['id']}",
-                "object": "chat.completion.chunk" if request.stream else "chat.completion",
-            }
+            chunk = ".chunk" if request.stream else ""
+            about = {"id": f"chat{about['id']}", "object": f"chat.completion{chunk}"}
         about |= {"model": request.model, "created": int(time.time())}
 
         def response(steps: list[Step], **usage: dict) -> str:

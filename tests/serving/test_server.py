@@ -253,9 +253,11 @@ def test_ctrl_c_while_it_starts_is_one_line(directories, seconds):
     assert process.communicate(timeout=10)[1] == b"stopped.\n" and process.returncode == 130
 
 
-def test_a_port_in_use_is_one_line(server, directories):
+def test_a_port_in_use_and_a_host_that_is_none_are_one_line(server, directories):
     with pytest.raises(UserError, match=rf"cannot listen on port {server.port} .*; give another --port\.$"):
         serve.main([str(directories[0])], port=server.port)
+    with pytest.raises(UserError, match=r"cannot listen .*; give another --host\.$"):
+        serve.main([str(directories[0])], host="nosuch.invalid")
 
 
 @pytest.mark.slow
