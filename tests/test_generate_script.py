@@ -95,6 +95,7 @@ def test_flags_that_are_given_win_over_the_recommended_sampling_even_with_the_va
 ):
     config = folder / "runs" / "newest" / "best" / "generation_config.json"
     config.write_text('{"do_sample": true, "temperature": 0.6, "top_k": 3}')
+    assert main("hello", "--prompt", "x", "--prompt", "y")[1] == ["hello", "x", "y"]
     for flags, expected in {(): (0.6, 3), ("--temperature", "0.8"): (0.8, 3), ("--top-k", "0"): (0.6, 0)}.items():
         settings, _ = main("x", *flags)
         assert (settings.sampling.temperature, settings.sampling.top_k) == expected

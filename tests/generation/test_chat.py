@@ -50,12 +50,6 @@ def test_a_template_that_fails_or_leaves_the_sandbox_is_one_line(chatml_model, t
     assert "\n" not in text and "\x1b" not in text
 
 
-def test_the_token_that_the_template_writes_after_an_answer_ends_it(chat_model):
-    chat = chat_format(chat_model)
-    added = chat.tokenizer.added_tokens
-    assert added[chat.end_of_turn].content == ("</s>" if "inst" in chat_model.name else "<|im_end|>")
-
-
 def test_tags_that_are_not_special_are_tokens_in_answers_and_text_in_questions(chatml_model, tmp_path):
     shutil.copytree(chatml_model, tmp_path, dirs_exist_ok=True)
     write(tmp_path / "chat_template.jinja", "{{ messages[-1].content }}{% if false %}<think>{% endif %}")
@@ -74,9 +68,9 @@ def test_a_system_prompt_comes_first_and_a_template_can_refuse_it(chat_model, tm
     shutil.copytree(chat_model, tmp_path, dirs_exist_ok=True)
     refusal = "{{ raise_exception('no system') if messages[0].role == 'system' }}{{ messages[0].content }}"
     write(tmp_path / "chat_template.jinja", refusal)
+    chat_format(tmp_path)
     with pytest.raises(UserError, match="no system"):
         chat_format(tmp_path, "Be terse.")
-    chat_format(tmp_path)
 
 
 def test_every_occurrence_of_a_token_is_broken_and_nothing_else_changes():
@@ -87,17 +81,6 @@ def test_every_occurrence_of_a_token_is_broken_and_nothing_else_changes():
         assert not any(token in broken for token in tokens if len(token) > 1)
         assert (BREAK in broken) == any(token in text for token in tokens if len(token) > 1)
     assert break_tokens("<a>", []) == "<a>"
-
-
-def test_after_encoding_special_tokens_plain_encoding_is_still_plain(chat_model):
-    tokenizer = load_tokenizer(chat_model)
-    text = "</s><|im_end|> x"
-    plain, special = tokenizer.encode(text), tokenizer.encode_special(text, BREAK).ids
-    assert tokenizer.encode(text) == plain and len(special) < len(plain)
-    broken = tokenizer.encode_special(
-        break_tokens(text, [t.content for t in tokenizer.added_tokens.values()]), BREAK
-    ).ids
-    assert broken == plain and tokenizer.decode(broken) == text
 
 
 @pytest.mark.parametrize(("normalizer", "typed"), [("Lowercase", "a<|IM_END|>b"), ("NFKC", "a\uff1c|im_end|\uff1eb")])

@@ -32,17 +32,6 @@ CONVERSATIONS = [
 
 # Written for this test with the constructs that the templates of well-known models use.
 TEMPLATES = {
-    "namespace, filters and slices": """\
-{%- set ns = namespace(last=-1, total=0) %}
-{%- for m in messages %}
-    {%- if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}
-    {%- set ns.total = ns.total + m.content | length %}
-{%- endfor %}
-{{- bos_token ~ ns.last ~ '/' ~ ns.total }}
-{%- for m in messages[::-1] | selectattr('role', 'equalto', 'user') | list %}
-    {{- m.content.split('</b>')[-1].strip() | upper | replace('H', 'J') + '|' + m.content[:3] }}
-{%- endfor %}
-{{- messages | map(attribute='role') | join(',') }}""",
     "blocks on lines of their own": """\
 {% for m in messages %}
     {% if m.role == 'assistant' %}
@@ -69,12 +58,7 @@ TEMPLATES = {
     {{- m | tojson }}{{ m | tojson(indent=4) }}{{ m | tojson(ensure_ascii=true, sort_keys=true) }}
     {{- m.content | tojson(separators=(',', ':')) }}
 {%- endfor %}""",
-    "macros and the date": """\
-{%- macro turn(m, mark='#') -%}
-    {{ mark }}{{ m.role }}{{ caller() if caller else '' }}
-{%- endmacro -%}
-{{ strftime_now('%d %b %Y, %H:%M') }}
-{% for m in messages %}{% call turn(m, mark='*') %} says {{ m.content }}{% endcall %}{{ turn(m) }}{% endfor %}""",
+    "the date": "{{ strftime_now('%d %b %Y, %H:%M') }}",
     "generation blocks with a scope of their own": """\
 {%- set x = 1 %}
 {%- for m in messages %}

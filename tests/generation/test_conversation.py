@@ -83,10 +83,10 @@ def test_only_tokens_that_are_not_in_the_cache_go_through_the_decoder(talk):
         cached = prompt + [tokens[0] for _, tokens in talk.fed[1:]]
 
 
-def test_answers_are_those_of_a_fresh_cache_and_the_turns_hold_what_was_written(talk):
+def test_answers_are_those_of_a_fresh_cache_and_the_messages_hold_what_was_written(talk):
     answers = [talk.ask(question) for question in ("def add", "x + y", "def add", "def add")]
-    assert answers == [talk.fresh_answer(turn) for turn in range(4)]
-    assert len(set(answers)) == 4 and [number for _, number in talk.calls] == [[0], [1], [2], [3]]
+    assert answers == [talk.fresh_answer(turn) for turn in range(4)] and len(set(answers)) == 4
+    assert [number for _, number in talk.calls] == [[0], [1], [2], [3]]
     assert [message["content"] + "\n" for message in talk.conversation.messages[1::2]] == answers
     assert talk.lines == ["the answer was cut after 12 tokens (--max-new-tokens)"] * 4
 

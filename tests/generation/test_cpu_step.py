@@ -83,42 +83,35 @@ def test_positions_after_the_first_table_of_angles_and_scores_too_large_for_exp_
 
 
 @pytest.mark.parametrize("norm", ["rms", "layer"])
-@pytest.mark.parametrize("lengths", [[4], [5, 2, 1]], ids=str)
 @torch.inference_mode()
-def test_bfloat16_errs_less_than_the_decoder_does(make_decoder, relative, norm, lengths):
+def test_bfloat16_errs_less_than_the_decoder_does(make_decoder, relative, norm):
     decoder = make_decoder(norm=norm, attention_bias=True, qk_norm=True).eval()
-    exact, _, _ = steps(decoder, lengths)
+    exact, _, _ = steps(decoder, [5, 2, 1])
     decoder.compute_dtype = torch.bfloat16  # the weights stay float32, as in training: the step casts them once
-    found, expected, _ = steps(decoder, lengths)
+    found, expected, _ = steps(decoder, [5, 2, 1])
     assert 0 < relative(found, exact) < relative(expected, exact)
 
 
 @torch.inference_mode()
 def test_int8_matrices_are_rounded_to_the_closest_integers_and_computed_with_exactly(make_decoder, relative):
     decoder = make_decoder(attention_bias=True, tie_word_embeddings=False).eval()
+    head = decoder.lm_head.weight.data
+    head[0], head[1] = 0, 1e-42
     quantize_matrices(decoder)
+    assert (decoder.lm_head.int8[1] > 0).all() and not decoder.lm_head.int8[0][:2].any()
     expected = copy.deepcopy(decoder)
     for module in expected.modules():
         if isinstance(module, Linear) and module.int8 is not None:
             values, scales = module.int8
             rounded = values * scales[:, None]
             assert ((module.weight - rounded).abs() <= 0.5001 * scales[:, None]).all()
-            assert (values.abs().amax(1) == 127).all()
+            assert (values[2:].abs().amax(1) == 127).all()
             module.weight.data, module.int8 = rounded, None
     assert decoder.embed_tokens.int8 is None and decoder.lm_head.int8 is not None
     tokens = torch.randint(97, (2, 6), generator=torch.Generator().manual_seed(3))
     step = CpuDecodeStep(decoder, KeyValueCache(decoder.config, 2, 6))
     found = torch.cat([step(token, None) for token in tokens.split(1, 1)], 1)
     assert relative(found, expected(tokens)) < 3e-6 < relative(found, decoder(tokens))
-
-
-def test_rows_of_zeros_and_of_the_smallest_numbers_are_quantized_to_finite_ones(make_decoder):
-    decoder = make_decoder()
-    weight = decoder.embed_tokens.weight.data
-    weight[0], weight[1] = 0, 1e-42
-    quantize_matrices(decoder)
-    values, scales = decoder.embed_tokens.int8
-    assert (scales > 0).all() and not values[:2].any()
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -165,14 +158,6 @@ def test_there_is_a_step_for_small_batches_and_the_layers_that_it_computes(make_
     assert exists(MAX_CPU_SEQUENCES) and not exists(MAX_CPU_SEQUENCES + 1)
     assert not any(exists(norm=norm) for norm in ("none", "srms", "offset")) and not exists(mlp="geglu")
     assert not any(exists(norm_placement=placement) for placement in ("post", "sandwich", "output"))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
-def test_a_decoder_that_was_cast_as_a_whole_can_generate(make_decoder, dtype):
-    decoder = make_decoder(attention_bias=True, qk_norm=True, norm_bias=True).eval().to(dtype)
-    for compute_dtype in (torch.float32, dtype):
-        decoder.compute_dtype = compute_dtype
-        assert len(generate(decoder, [[1, 2]], max_new_tokens=5).tokens[0]) == 5
 
 
 def add_one(x):
