@@ -80,9 +80,11 @@ class Step(NamedTuple):
 
 def to_choices(request: Request, steps: Sequence[Step]) -> list[dict]:
     """The choices of a response, or of a chunk of one, in OpenAI's format."""
+    by_choice: dict[int, list[Step]] = {}
+    for step in steps:
+        by_choice.setdefault(step.choice, []).append(step)
     choices = []
-    for index in sorted({step.choice for step in steps}):
-        own = [step for step in steps if step.choice == index]
+    for index, own in sorted(by_choice.items()):
         text, tokens = "".join(step.text for step in own), [token for step in own for token in step.tokens]
         choice = {"index": index, "finish_reason": own[-1].end, "logprobs": {"content": tokens} if tokens else None}
         if isinstance(request, ChatRequest):
