@@ -197,11 +197,12 @@ def test_malformed_bodies_get_an_error_in_openais_format(server, capfd):
     refused = [answer for answer in answers if answer[0] != 200]  # a long stop string is legal
     refused += [post(server, b" " * 1_000_001), post(server, {}, "nothing"), post(server, {}, "models")]
     refused += [post(server, {"model": "text", "messages": HELLO}, "chat/completions")]
+    refused += [post(server, {"messages": [{"role": "user", "content": ["a", "b"]}]}, "chat/completions")]
     refused += [post(server, {"prompt": "a " * 5000}), post(server, {"prompt": "a"}, Host="evil.com")]
     assert len(refused) >= 190 and {status for status, _ in refused} == {400, 403, 404, 405, 413}
     assert {answer["error"]["type"] for _, answer in refused} == {"invalid_request_error"}
-    for (_, answer), words in zip(refused[-3:], ("no chat template", "context is 4096", "'evil.com'"), strict=True):
-        assert words in answer["error"]["message"]
+    said = ("no chat template", "(a part of its content is no object", "context is 4096", "'evil.com'")
+    assert all(words in answer["error"]["message"] for (_, answer), words in zip(refused[-4:], said, strict=True))
     assert not any("--" in answer["error"]["message"] for _, answer in refused)  # flags are of the command line
     assert capfd.readouterr().err == ""
 
