@@ -4,6 +4,7 @@ import io
 import json
 import random
 import sys
+import unittest.mock
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -168,10 +169,8 @@ def test_errors_are_found_before_the_weights_are_read(checkpoint, monkeypatch, t
 
 @pytest.mark.parametrize("place", ["load_pretrained", "generate"])
 def test_out_of_memory_is_a_user_error_that_names_the_flag(checkpoint, monkeypatch, place, output):
-    def fail(*_, **__):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-
-    monkeypatch.setattr(cli, place, fail)
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+    monkeypatch.setattr(cli, place, unittest.mock.Mock(side_effect=error))
     with pytest.raises(UserError, match="smaller --batch-size"):
         output(checkpoint)
 

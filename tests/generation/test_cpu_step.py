@@ -180,6 +180,7 @@ def test_a_cache_that_is_cut_short_is_made_again_and_a_full_disk_is_one_note(tmp
     assert cpu_step.compiled(add_one)(1) == 2 and capsys.readouterr().err == "" and len(files) == 2
 
 
+@pytest.mark.slow
 def test_where_no_cache_can_be_written_every_process_compiles(tmp_path):
     shutil.copytree(ROOT / "generation", tmp_path / "generation", ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "generation" / "__pycache__").touch()  # no folder

@@ -73,8 +73,8 @@ def test_two_models_stream_side_by_side_and_a_text_is_compared(directories, open
         minus = window.inner_text("#summary").split(": ")[1]
         assert abs(bits[1] - bits[0] - float(minus.split()[0])) < 2e-4 and "bits per byte" in minus
         window.reload()
-        window.locator("#seed").wait_for(state="attached")
-        assert window.locator("#max_tokens").input_value() == "20" and window.locator(".token").count() == 0
+        window.locator("#max_tokens").wait_for(state="attached")
+        assert window.locator("#max_tokens").input_value() == "20"
 
 
 def test_a_chat_is_stopped_regenerated_and_continued_on_a_narrow_dark_screen(directories, open_page, monkeypatch):

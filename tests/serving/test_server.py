@@ -6,7 +6,6 @@ import http.client
 import itertools
 import json
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -179,27 +178,28 @@ def test_a_conversation_computes_only_what_is_new(client, monkeypatch):
     assert computed[-1] <= second.usage.prompt_tokens - first.usage.prompt_tokens
 
 
-def malformed() -> list[bytes]:
-    """200 bodies that no request should have."""
+def test_malformed_bodies_get_an_error_in_openais_format(server, capfd):
     fields = "prompt model max_tokens temperature top_p top_k min_p n seed stop logprobs".split()
-    wrong = (-1, 1e400, "\ud800", [[]], {"a": 1}, True, [None], 10**30, -0.5, "x" * 20000, [-1], [10**9])
+    wrong = (-1, 1e400, "\ud800", [[]], {"a": 1}, True, [None], 10**30, -0.5, [-1], [10**9])
     pairs = [{field: value} for field, value in itertools.product(fields, wrong)]
     bodies = [json.dumps({"prompt": "a", "max_tokens": 2} | pair).encode() for pair in pairs]
-    bodies += [b"", b"[]", b"null", b"3", b'"a"', b"[" * 100_000, b'{"prompt": NaN}', b'{"messages": 3}']
-    good, draw = json.dumps({"prompt": "a", "max_tokens": 2, "stop": ["b"]}).encode(), random.Random(1)
-    return (
-        bodies + [good[: draw.randrange(1, len(good))] for _ in range(40)] + [bytes([i]) * 9 for i in range(128, 148)]
-    )
-
-
-def test_malformed_bodies_get_an_error_in_openais_format(server, capfd):
-    answers = [post(server, body, "completions" if n % 7 else "chat/completions") for n, body in enumerate(malformed())]
-    refused = [answer for answer in answers if answer[0] != 200]  # a long stop string is legal
+    bodies += [
+        b"",
+        b"[]",
+        b"null",
+        b"3",
+        b'"a"',
+        b"[" * 100_000,
+        b'{"prompt": NaN}',
+        *(bodies[0][:n] for n in range(30)),
+    ]
+    answers = [post(server, body, "completions" if n % 7 else "chat/completions") for n, body in enumerate(bodies)]
+    refused = [answer for answer in answers if answer[0] != 200]  # `true` is a number of logprobs
     refused += [post(server, b" " * 1_000_001), post(server, {}, "nothing"), post(server, {}, "models")]
     refused += [post(server, {"model": "text", "messages": HELLO}, "chat/completions")]
     refused += [post(server, {"messages": [{"role": "user", "content": ["a", "b"]}]}, "chat/completions")]
     refused += [post(server, {"prompt": "a " * 5000}), post(server, {"prompt": "a"}, Host="evil.com")]
-    assert len(refused) >= 190 and {status for status, _ in refused} == {400, 403, 404, 405, 413}
+    assert len(refused) >= 130 and {status for status, _ in refused} == {400, 403, 404, 405, 413}
     assert {answer["error"]["type"] for _, answer in refused} == {"invalid_request_error"}
     said = ("no chat template", "(a part of its content is no object", "context is 4096", "'evil.com'")
     assert all(words in answer["error"]["message"] for (_, answer), words in zip(refused[-4:], said, strict=True))
