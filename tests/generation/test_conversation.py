@@ -65,7 +65,7 @@ def test_only_tokens_that_are_not_in_the_cache_go_through_the_decoder(talk):
         talk.ask(question)
         [(known, tokens)] = talk.fed  # new tokens go through the step for a CPU
         assert tokens == talk.calls[turn][0][known:] and tokens
-        assert known == 0 if turn == 0 else known > len(talk.calls[turn - 1][0])  # with the last answer
+        assert known >= (len(talk.calls[turn - 1][0]) if turn else 0)  # the last prompt is computed once
 
 
 def test_answers_are_those_of_a_fresh_cache_and_the_messages_hold_what_was_written(talk):
