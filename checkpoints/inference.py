@@ -4,15 +4,9 @@ from pathlib import Path
 
 import torch
 
+from checkpoints import pretrained
 from checkpoints.find import eos_ids, find_adapter, generation_config
-from checkpoints.pretrained import (
-    Checkpoint,
-    inference_dtype,
-    load_pretrained,
-    open_checkpoint,
-    save_pretrained,
-    write_json,
-)
+from checkpoints.pretrained import Checkpoint
 from data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from errors import UserError
 from files import read_json
@@ -24,7 +18,7 @@ from model.linear import Linear
 def open_model(directory: Path, adapter: str | None = None) -> tuple[Checkpoint, Tokenizer, frozenset[int]]:
     """A checkpoint whose weights are not read yet, its tokenizer, and the ids that end a text."""
     model, found = find_adapter(directory, adapter)
-    checkpoint = open_checkpoint(model, found)
+    checkpoint = pretrained.open_checkpoint(model, found)
     tokenizer = load_tokenizer(found if found is not None and [*found.glob("tokenizer.*")] else model)
     check_vocabulary(tokenizer, checkpoint.config.vocab_size)
     return checkpoint, tokenizer, eos_ids(model, tokenizer.eos_id, found)
@@ -34,12 +28,12 @@ def merge(checkpoint: Checkpoint, tokenizer: Tokenizer, ends: frozenset[int], ne
     """Write a model with its adapter added, in the dtypes of its files, as the directory `new`."""
     if new.exists():
         raise UserError(f"--merge {new} exists; give a new directory.")
-    decoder, unfinished = load_pretrained(checkpoint), new.with_name(f"{new.name}.new")
-    save_pretrained(decoder, unfinished, bos_token_id=tokenizer.bos_id, eos_token_id=tokenizer.eos_id)
+    decoder, unfinished = pretrained.load_pretrained(checkpoint), new.with_name(f"{new.name}.new")
+    pretrained.save_pretrained(decoder, unfinished, bos_token_id=tokenizer.bos_id, eos_token_id=tokenizer.eos_id)
     tokenizer.save(unfinished)
     fields = read_json(generation_config(checkpoint.directory, checkpoint.adapter))
     fields["eos_token_id"] = [tokenizer.eos_id, *sorted(ends - {tokenizer.eos_id})]
-    write_json(unfinished / "generation_config.json", fields)
+    pretrained.write_json(unfinished / "generation_config.json", fields)
     unfinished.rename(new)
 
 
@@ -47,7 +41,7 @@ def cast_weights(decoder: Decoder, dtype: torch.dtype) -> None:
     """Compute in `dtype` and store the matrices in it, so that no step casts them. Norm weights and biases: float32."""
     decoder.compute_dtype = dtype
     parameters = [*decoder.parameters()]
-    sizes = [(parameter.shape, inference_dtype(parameter, dtype)) for parameter in parameters]
+    sizes = [(parameter.shape, pretrained.inference_dtype(parameter, dtype)) for parameter in parameters]
     for parameter, data in zip(parameters, allocate(sizes, parameters[0].device), strict=True):
         parameter.data = data.copy_(parameter.data)
 

@@ -12,10 +12,7 @@ from generation.stream import TextStream
 
 @dataclass
 class Conversation:
-    """The turns so far. A turn takes effect completely or not at all: an exception leaves the conversation as it was.
-
-    An answer that was interrupted counts with the text that it has.
-    """
+    """What was said so far; of an interrupted answer its text so far. An exception leaves it as it was before the turn."""
 
     continue_prompts: Callable[..., Generation]  # `generate` with a decoder and the settings
     format: ChatFormat
@@ -84,9 +81,8 @@ class Conversation:
             self.log(reasons[end])
 
     def fit(self, messages: list[Message]) -> tuple[list[Message], list[int]]:
-        """The messages with their ids, without the oldest turns if there is no room: for an answer, `max_new_tokens`
-        but at most half of the context is kept free.
-        """
+        """The messages and their ids; without the oldest turns if there is no room for an answer."""
+        # An answer may need `max_new_tokens`, but at most half of the context is kept free for it.
         room, turns = self.context - min(self.settings.token_limit, self.context // 2), len(messages) // 2
         prompt = self.format.encode(messages)
         while len(prompt) > room and len(messages) > 1:

@@ -31,18 +31,15 @@ FinishReason = Literal["eos", "stop", "length", "context"]
 class Generation:
     """What `generate` produced. Lists have an element per prompt."""
 
-    tokens: list[list[int]]
-    """New tokens of each sequence, without the EOS that ended it."""
-    finish_reasons: list[FinishReason | None]
-    """Why each sequence ended: EOS token, stopped by `on_token`, max_new_tokens reached, or context full."""
+    tokens: list[list[int]]  # new ones, without the EOS that ended the sequence
+    finish_reasons: list[FinishReason | None]  # EOS, stopped by `on_token`, max_new_tokens reached, or context full
 
 
 @dataclass
 class PrefixCache:
     """The tokens of the last call of `generate`, and their keys and values: the next call computes only what is new."""
 
-    tokens: list[int] = field(default_factory=list)
-    """At least those that the cache holds, in order."""
+    tokens: list[int] = field(default_factory=list)  # at least those that the cache holds, in order
     cache: KeyValueCache | None = None
 
     def cached_tokens(self, prompt: Sequence[int]) -> int:
@@ -136,10 +133,8 @@ def generate(
             sampled = sample(logits, sampling, generators, seen)  # (B,)
             ids = sampled.tolist()  # the only wait for the device in a step
             if min(ids) < 0:
-                raise UserError(
-                    "the model's logits are not finite; its weights are damaged, or its activations overflow: "
-                    "try float32."
-                )
+                reason = "its weights are damaged, or its activations overflow"
+                raise UserError(f"the model's logits are not finite; {reason}: try float32.")
             if prefix is not None:
                 prefix.tokens += ids
             tokens = sampled[:, None]
