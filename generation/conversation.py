@@ -12,7 +12,7 @@ from generation.stream import TextStream
 
 @dataclass
 class Conversation:
-    """What was said so far, of an interrupted answer what it has. An exception undoes the turn in which it is raised."""
+    """What was said so far, of an interrupted answer what it has. An exception undoes the turn that raised it."""
 
     continue_prompts: Callable[..., Generation]  # `generate` with a decoder and the settings
     format: ChatFormat
