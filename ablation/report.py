@@ -23,8 +23,6 @@ MISSING, TIMINGS = "-", "timings.jsonl"
 PROBES = ["mean_over_std", "cosine_with_ones", "kurtosis", "largest_channel", "first_token_attention", "spikes"]
 ORIGIN = ["commit", "device", "workers", "threads", "kernels", "dtype", "torch", "python", "parameters", "tokens"]
 ORIGIN += ["text_hash"]
-
-
 PHASES = {
     "sweep": "to find learning rates",
     "pilot": "to fix the number of pairs",
@@ -34,7 +32,8 @@ PHASES = {
 COLUMNS = """p (Holm): of a paired t-test over the seeds, adjusted for the number of comparisons (Holm 1979). p of
 equivalence: of two one-sided t-tests against the margin, adjusted likewise. std of a pair: of the differences over the
 seeds. It would take: pairs that decide with a power of 80%, from the deviation of these pairs (in brackets from the
-ends of its interval). `python ablate.py --report FOLDER` rewrites this page from plan.toml and runs.jsonl."""
+ends of its interval). `python ablate.py report FOLDER` writes this page again, with its pictures, from
+plan.toml and runs.jsonl; `python ablate.py NAME` runs a plan of studies/ again."""
 
 
 def describe(study: Study, workers: int) -> str:
@@ -90,11 +89,12 @@ def pairs_needed(c: Comparison) -> str | None:
     return f"{best} pairs for 80% power ({fewest} to {most})"
 
 
-def write(study: Study, folder: Path) -> list[Path]:
+def write(study: Study, folder: Path, *, text_only: bool = False) -> list[Path]:
     """Write report.md, its pictures (PNG and PDF) and its first table (CSV and LaTeX); the paths, report.md first."""
-    drawn, compared = pictures(study), pd.DataFrame(map(comparison_row, study.comparisons))
-    texts = {"report.md": markdown_text(study, folder, drawn)}
-    if len(compared):
+    drawn = {} if text_only else pictures(study)
+    texts, compared = {"report.md": markdown_text(study, folder, drawn)}, study.comparisons
+    if compared and not text_only:
+        compared = pd.DataFrame(map(comparison_row, compared))
         texts |= {"differences.csv": compared.to_csv(index=False), "differences.tex": compared.to_latex(index=False)}
     for name, text in texts.items():
         replace_text(folder / name, text)
@@ -151,9 +151,8 @@ def about(study: Study) -> str:
     """How the arms were compared, in words."""
     plan, pairs, done = study.plan, [c.effect.n for c in study.comparisons], len(study.final_seeds)
     steps = {arm_settings(plan, arm).optimizer.steps for arm in study.arms.values()}
-    text = f"Final validation loss minus that of the baseline over paired seeds, {numbers(steps)} steps; the dots are "
-    text += f"means, the bars 95% intervals. Differences within {plan.margin:g} {study.unit} (shaded) are treated as "
-    text += "equivalent."
+    text = f"Final validation loss minus that of the baseline over paired seeds, {numbers(steps)} steps: means and "
+    text += f"95% intervals. Differences within {plan.margin:g} {study.unit}, shaded in pictures, count as equivalent."
     if study.shares_rate:
         rates = numbers({*study.learning_rates.values()})
         text += f" All arms share the learning rate {rates}: none was chosen for each of them."
@@ -210,13 +209,16 @@ def time_rows(study: Study, timings: list[dict]) -> Iterator[dict]:
 
 def origin_rows(study: Study) -> list[dict]:
     """What the runs were made on and from, and what the arms of a seed share."""
-    rows, of_seeds = study.rows, study.trained.groupby("seed")
-    found = {name: numbers(rows[name].dropna().unique()) for name in ORIGIN}
+    rows = study.rows
+    found = {name: numbers(value for value in rows[name].dropna().unique() if value != "") for name in ORIGIN}
     for name in ("batches", "weights"):  # those of the norms apart
-        equal = (of_seeds[f"{name}_hash"].nunique() == 1).all()
-        found[f"{name} of a seed"] = "equal in all its runs" if equal else "differ between its runs"
+        hashes = rows[rows[f"{name}_hash"] != ""].groupby("seed")[f"{name}_hash"].nunique()
+        if len(hashes):
+            found[f"{name} of a seed"] = "differ between its runs" if hashes.max() > 1 else "equal in all its runs"
+        else:
+            found[f"{name} of a seed"] = ""
     found["training time"] = f"{rows.seconds.sum() / 3600:.2f} hours, summed over {len(rows)} runs"
-    return [{"what": name, "which": value} for name, value in found.items() if value]
+    return [{"what": name, "which": value or "not recorded"} for name, value in found.items()]
 
 
 def numbers(values: Iterable) -> str:

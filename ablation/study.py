@@ -14,18 +14,12 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from ablation.plan import MAX_SEEDS, Arm, Plan, Run, arm_settings, label, load_plan
-from ablation.records import Row, read_lines
+from ablation.plan import MAX_SEEDS, Arm, Plan, Run, load_plan
+from ablation.records import Row, read_rows
 from ablation.stats import Comparison, Effect, equivalence_p, final_pairs, holm, mean_effect
 from errors import UserError
 
 KEY = [field.name for field in dataclasses.fields(Run)]  # the columns that make a row that of one particular run
-LAYER, LAYER_NO_BIAS, RMS_BIAS, RMS = itertools.product(("layer", "rms"), (True, False))  # the norm, and its bias
-PARTS = {
-    "RMSNorm minus LayerNorm": [(RMS, LAYER)],
-    "no mean": [(RMS_BIAS, LAYER), (RMS, LAYER_NO_BIAS)],
-    "no bias": [(LAYER_NO_BIAS, LAYER), (RMS, RMS_BIAS)],
-}
 
 
 @dataclass(frozen=True)
@@ -200,23 +194,6 @@ class Study:
             found.append(self.mean_loss(title, dict(zip(self.arms, weights, strict=True))))
         return [effect for effect in found if effect is not None]
 
-    @functools.cached_property
-    def parts(self) -> dict[str, dict[str, Effect]]:
-        """RMSNorm minus LayerNorm, and what each part of it does, by the values of the other settings that vary."""
-        groups, others = {}, {*self.plan.varied} - {"norm", "norm_bias", "center_weights"}
-        branches = [(a.baseline, a) for a in self.arms.values() if a.baseline is not None and "init_from" in a.settings]
-        for name, arm in [*branches, *self.arms.items()]:  # an arm of the group replaces the run that it begins with
-            group = ", ".join(label(key, value) for key, value in arm.settings.items() if key in others)
-            model = arm_settings(self.plan, self.arms[name]).model
-            groups.setdefault(group, {})[model.norm, model.has_norm_bias] = name
-        found: dict[str, dict[str, Effect]] = {}
-        for (group, cells), (part, pairs) in itertools.product(groups.items(), PARTS.items()):
-            known = [pair for pair in pairs if {*pair} <= {*cells}]
-            weights = {cells[a]: sign / len(known) for pair in known for a, sign in zip(pair, (1, -1), strict=True)}
-            if effect := self.mean_loss(part, weights) if known else None:
-                found.setdefault(group, {})[part] = effect
-        return found
-
 
 def as_table(rows: list[Row]) -> pd.DataFrame:
     """One row for each run, with the fields of `Row` as columns: of rows of the same run the last."""
@@ -230,4 +207,4 @@ def load(folder: Path) -> Study:
     """The study of a folder of results."""
     if not (folder / "plan.toml").is_file() or not (folder / "runs.jsonl").is_file():
         raise UserError(f"{folder} has no plan.toml and runs.jsonl; give the folder of a comparison.")
-    return Study(load_plan(str(folder / "plan.toml")), as_table(read_lines(folder / "runs.jsonl", Row)))
+    return Study(load_plan(folder / "plan.toml"), as_table(read_rows(folder)))
