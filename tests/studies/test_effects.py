@@ -6,8 +6,8 @@ import pytest
 
 from ablation import study
 from ablation.plan import Plan
-from studies.effects import draw, parts
 from studies.convert import make_branch_plan
+from studies.effects import draw, parts
 
 STUDIES = Path(__file__).parents[2] / "studies"
 
