@@ -133,14 +133,10 @@ class Study:
         return both.assign(difference=both[self.measure] - both[f"{self.measure}_base"])
 
     @functools.cached_property
-    def trained(self) -> pd.DataFrame:
-        """The completed rows of models that were trained; those that were only converted have no batches."""
-        return self.rows[(self.rows.batches_hash != "") & (self.rows.status == "completed")]
-
-    @functools.cached_property
     def measure(self) -> str:
         """The column of losses; in bits where arms of a seed have other batches: another length or tokenizer."""
-        batches = self.trained.groupby(["phase", "seed"]).batches_hash.nunique()
+        trained = self.rows[(self.rows.batches_hash != "") & (self.rows.status == "completed")]  # others were converted
+        batches = trained.groupby(["phase", "seed"]).batches_hash.nunique()
         return "bits_per_byte" if (batches > 1).any() else "loss"
 
     @property
