@@ -37,7 +37,7 @@ python ablate.py judge --a "" --b "weight_decay=0.5 qk_norm=true"   keep or disc
 python ablate.py report FOLDER          write the report of a comparison again
 
 Ctrl-C stops it and the same command resumes it. Its folder gets runs.jsonl, and report.md, which is derived from it."""
-QUICK = """quick: few pairs show only large differences, and fewer than five never equivalence; 300 steps are the start of a
+QUICK = """quick: few pairs show only large differences, fewer than five never equivalence; 300 steps are the start of a
 run; all arms share a learning rate, which may suit one of them better. More pairs: the same command with --seeds 8"""
 
 

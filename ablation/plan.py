@@ -67,12 +67,14 @@ class Plan:
         """All arms by name: every combination of `arms` and `vary`. A baseline is the first arm of its combination."""
         arms, vary = self.arms, [[(name, value) for value in values] for name, values in self.vary.items()]
         if not arms and vary:
-            arms, vary = {label(*choice): dict([choice]) for choice in vary[0]}, vary[1:]
+            arms = {label(name, value): {name: value} for name, value in vary.pop(0)}
         found: dict[str, Arm] = {}
         for choices in itertools.product(*vary):
-            names = [", ".join([name, *itertools.starmap(label, choices)]) for name in arms]
-            for name, settings in zip(names, arms.values(), strict=True):
-                found[name] = Arm(name, settings | dict(choices), None if name == names[0] else names[0])
+            baseline = None
+            for arm, settings in arms.items():
+                name = ", ".join([arm, *(label(*choice) for choice in choices)])
+                found[name] = Arm(name, settings | dict(choices), baseline)
+                baseline = baseline or name
         if len(found) < 2:
             raise UserError("a comparison needs two arms or more: --vary SETTING=VALUE,VALUE, or --a and --b.")
         settings = {name: arm_settings(self, arm) for name, arm in found.items()}
@@ -87,9 +89,10 @@ class Plan:
         if self.learning_rates:
             return tuple(sorted({*self.learning_rates})) if len(self.learning_rates) > 1 else ()
         norms = {self.value(arm, "norm") for arm in self.compared.values() if "norm" in self.varied}
-        differ = norms - {"rms", "layer"} or {"norm_placement", "mlp", "optimizer"} & {*self.varied}
+        if norms <= {"rms", "layer"} and not {"norm_placement", "mlp", "optimizer"} & {*self.varied}:
+            return ()
         rate = base_settings(self.config).optimizer.learning_rate
-        return tuple(factor * rate for factor in SWEEP_FACTORS) if differ else ()
+        return tuple(factor * rate for factor in SWEEP_FACTORS)
 
     @property
     def varied(self) -> list[str]:
@@ -104,8 +107,11 @@ class Plan:
 
     def fixed_rate(self, arm: Arm) -> float | None:
         """The learning rate of an arm for which none is chosen; None where the sweep chooses one."""
-        of_all = (*self.learning_rates, base_settings(self.config).optimizer.learning_rate)[0]
-        return arm.settings.get("learning_rate", None if self.rates else of_all)
+        if "learning_rate" in arm.settings:
+            return arm.settings["learning_rate"]
+        if self.rates:
+            return None
+        return self.learning_rates[0] if self.learning_rates else base_settings(self.config).optimizer.learning_rate
 
     @property
     def phase_seeds(self) -> dict[str, range]:

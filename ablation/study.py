@@ -103,11 +103,14 @@ class Study:
             wanted += self.runs("rerun", again, baselines, self.plan.perturbations)
             wanted += self.runs("final", seeds["final"][: self.pairs or 0])
         hours = self.rows.seconds / self.rows.workers / 3600
-        by_seed = [[*runs] for _, runs in itertools.groupby(wanted, lambda run: (run.phase, run.seed))]
-        missing = [len(self.missing(runs)) for runs in by_seed]
-        ends = hours.sum() + (hours.mean() if len(hours) else 0.0) * np.cumsum(missing)
-        chosen = (ends <= self.plan.hours) | (np.array(missing) == 0)
-        return [run for runs in itertools.compress(by_seed, chosen) for run in runs]
+        end, chosen = hours.sum(), []
+        for _, of_seed in itertools.groupby(wanted, lambda run: (run.phase, run.seed)):
+            runs = [*of_seed]
+            missing = self.missing(runs)
+            end += len(missing) * hours.mean() if len(hours) else 0.0
+            if not missing or end <= self.plan.hours:
+                chosen += runs
+        return chosen
 
     @functools.cached_property
     def final_seeds(self) -> set[int]:
@@ -166,12 +169,14 @@ class Study:
         margin, bases = self.plan.margin, {name: arm.baseline for name, arm in self.arms.items() if arm.baseline}
         pairs = {arm: self.paired("final", arm).difference.to_numpy() for arm in bases}
         pairs = {arm: values for arm, values in pairs.items() if len(values) > 1 and np.isfinite(values).all()}
-        found = [mean_effect(f"{arm} minus {bases[arm]}", values, self.unit) for arm, values in pairs.items()]
-        different = holm([effect.p for effect in found])
+        effects = {arm: mean_effect(f"{arm} minus {bases[arm]}", values, self.unit) for arm, values in pairs.items()}
+        different = holm([effect.p for effect in effects.values()])
         # A family of its own, since an arm cannot pass the tests of a difference and of equivalence both wrongly.
         equivalent = holm([equivalence_p(values, margin) for values in pairs.values()])
-        tests = zip(pairs.items(), found, different, equivalent, strict=True)
-        compared = (Comparison(arm, bases[arm], d.tolist(), e, margin, p, q, len(found)) for (arm, d), e, p, q in tests)
+        compared = [
+            Comparison(arm, bases[arm], pairs[arm].tolist(), effects[arm], margin, p, q, len(pairs))
+            for arm, p, q in zip(pairs, different, equivalent, strict=True)
+        ]
         return sorted(compared, key=lambda comparison: comparison.effect.estimate)
 
     @functools.cached_property
@@ -185,7 +190,9 @@ class Study:
         found = []
         for choice in [*itertools.combinations(levels, 1), *pairs]:
             title = " x ".join(f"{name}: {value} minus {grid[name][0]}" for name, value in choice)
-            signs = math.prod(np.array([(v == value) - (v == grid[n][0]) for v in grid[n]]) for n, value in choice)
+            signs = np.ones(len(self.arms))
+            for name, value in choice:
+                signs *= [1 if of == value else -1 if of == grid[name][0] else 0 for of in grid[name]]
             weights = signs * 2 ** (len(choice) - 1) / (signs > 0).sum()  # of the arms; the positive ones are as many
             found.append(self.mean_loss(title, dict(zip(self.arms, weights, strict=True))))
         return [effect for effect in found if effect is not None]
