@@ -2,12 +2,12 @@
 
 import dataclasses
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from ablation.convert import make_branch_plan
-from ablation.plan import Plan
+from ablation.plan import Plan, load_plan
 from ablation.stats import holm
 from ablation.study import Study, as_table
 
@@ -108,7 +108,8 @@ def test_parts_are_found_for_each_learning_rate_and_for_branches_against_the_run
 
     bias = {name: {"norm": "layer", "norm_bias": "without" not in name} for name in ("layer", "layer without bias")}
     rates = Plan(arms=bias, vary={"learning_rate": [1e-3, 2e-3]}, seeds=2, rerun_seeds=0)
-    found = [finish(plan, loss).parts for plan in (rates, make_branch_plan("ablation", None, 1e-3, seeds=2))]
+    branches = load_plan(str(Path(__file__).parents[2] / "benchmarks/results/ablation-branches/plan.toml"))
+    found = [finish(plan, loss).parts for plan in (rates, dataclasses.replace(branches, seeds=2))]
     rounded = [{at: {k: round(e.estimate, 6) for k, e in parts.items()} for at, parts in f.items()} for f in found]
     assert rounded[0] == {"learning_rate=0.001": {"no bias": 0.01}, "learning_rate=0.002": {"no bias": 0.02}}
     quarter = {"RMSNorm minus LayerNorm": 0.013, "no mean": 0.002, "no bias": 0.011}

@@ -1,0 +1,1 @@
+from tests.ablation.conftest import config  # noqa: F401 - a fixture
