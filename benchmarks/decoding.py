@@ -145,7 +145,7 @@ def llama2c(case: Case) -> Block:
     Path(folder.name, "model.bin").write_bytes(struct.pack("7i", *sizes) + weights.astype(np.float32).tobytes())
     pieces = b"".join(struct.pack("fi", 0, 7) + b"%07d" % index for index in range(config.vocab_size))
     Path(folder.name, "tokenizer.bin").write_bytes(struct.pack("i", 7) + pieces)
-    command = [case.llama2c, "model.bin", "-t", "0", "-n", str(max(case.tokens, 128)), "-z", "tokenizer.bin"]
+    command = [case.llama2c.resolve(), "model.bin", "-t", "0", "-n", str(max(case.tokens, 128)), "-z", "tokenizer.bin"]
 
     def run() -> float:
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", cwd=folder.name)
