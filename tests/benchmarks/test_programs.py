@@ -26,12 +26,10 @@ def test_llama2c_gets_a_checkpoint_of_the_right_size_and_its_tokens_per_second_a
 
 
 def test_the_limit_of_a_step_counts_weights_keys_and_values_in_their_stored_width():
-    of = [
-        bytes_read(Case("260k", 1, 1, *choice, "cpu", None))
-        for choice in (("float32", 0), ("float32", 10), ("int8", 0))
-    ]
+    choices = ("float32", 0), ("float32", 10), ("int8", 0)
+    read = [bytes_read(Case("260k", 1, 1, dtype, tokens, "cpu", None)) for dtype, tokens in choices]
     cache = 2 * 5 * 4 * 8 * 4  # of one position
-    assert of == [4 * 260_032 + cache, 4 * 260_032 + 6 * cache, 260_032 + cache]
+    assert read == [4 * 260_032 + cache, 4 * 260_032 + 6 * cache, 260_032 + cache]
 
 
 def test_a_variant_runs_with_the_kernels_that_it_names(monkeypatch):
