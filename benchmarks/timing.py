@@ -1,6 +1,6 @@
 """The harness: what is compared takes turns, and every speed stands beside a limit that the machine reached.
 
-The programs of `benchmarks.decoding` time themselves, each in a process of its own; all else is timed by `block`.
+The programs of `benchmarks.decoding` time themselves; all else is timed by `block`.
 """
 
 import json
