@@ -22,7 +22,7 @@ import kernels
 from ablation.plan import arm_settings, load_plan, replace_settings
 from benchmarks import timing
 from benchmarks.decoding import SHAPES, TRANSFORMERS, transformers_model
-from errors import UserError, exit_on_user_error
+from errors import UserError, exit_on_user_error, printable
 from model.config import ModelConfig
 from model.count import flops_per_token
 from model.decoder import Decoder
@@ -154,6 +154,7 @@ def main(flags: list[str] | None = None) -> dict:
     variants = arguments.variants or USUAL[device.type]
     if arguments.arms is not None:
         time_arms(arguments.arms, variants, device, arguments.turns)
+        print(printable(f"written: {arguments.arms / 'timings.jsonl'}"))
         return timing.results(device, tables=tables)
     settings = load_settings(config_path(arguments.config))
     if arguments.shape is not None:
