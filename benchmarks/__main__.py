@@ -11,8 +11,6 @@ from pathlib import Path
 
 from errors import exit_on_user_error, printable
 
-TRAINING_SHARE = 0.3  # of the minutes; the rest is for decoding
-
 
 def main() -> int:
     """Measure; returns the exit status."""
@@ -33,8 +31,8 @@ def main() -> int:
     if arguments.quick:
         decode, step = "--shapes 260k --tokens 8", "--config small --shape 260k"
     turns = "--turns 1" if arguments.quick else "--turns 7"
-    decode = f"{decode} {turns} --minutes {arguments.minutes * (1 - TRAINING_SHARE)}".split()
-    step = f"{step} {turns} --minutes {arguments.minutes * TRAINING_SHARE}".split()
+    decode = f"{decode} {turns} --minutes {0.7 * arguments.minutes}".split()
+    step = f"{step} {turns} --minutes {0.3 * arguments.minutes}".split()
     if arguments.llama2c:
         decode += ["--llama2c", arguments.llama2c]
     step += ["--norms", "rms", "--dtypes", "float32", "bfloat16", "--variants", "transformers", ours]

@@ -1,8 +1,8 @@
 """Decoding beside other programs and beside the time it takes to read the weights: `python -m benchmarks.decoding`.
 
-All programs have the same shape and random weights, and take turns. A program is a function that prepares it for a
-case; what it returns decodes once, greedily, and returns the seconds of a step, without what the prompt takes. Exit
-status 1: a program did not run.
+All programs have the same shape and random weights, and take turns. Each is a function that prepares it for a case; the
+block that it returns decodes once, greedily, and returns the seconds of a step, without what the prompt takes. With
+weights in a cache a step is faster than the limit. Exit status 1: a program did not run.
 """
 
 import argparse
@@ -16,7 +16,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -43,8 +42,7 @@ SHAPES = {
     "135m": ModelConfig(32000, 768, 2048, 16, 12, 12, max_position_embeddings=256),
     "1b": ModelConfig(128256, 2048, 8192, 16, 32, 8, max_position_embeddings=256),  # Llama-3.2-1B
 }
-OURS, TRANSFORMERS, COMPILED = "ours", "transformers", "transformers compiled"
-LLAMA2C, LLAMA_CPP = "llama2.c", "llama.cpp"
+TRANSFORMERS, COMPILED = "transformers", "transformers compiled"
 WEIGHT_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
 
 
@@ -99,7 +97,7 @@ def transformers_model(config: ModelConfig) -> torch.nn.Module:
     return LlamaForCausalLM(LlamaConfig(**to_json(config, dtype="float32", bos_token_id=None, eos_token_id=None)))
 
 
-def ours(case: Case, choice: str = "auto") -> Block:
+def ours(case: Case, choice: str = "auto") -> dict[str, Block]:
     """`generate` with the fast steps of the chosen kernels; the reference has none, so the decoder itself is called."""
     from generation.generate import generate
     from generation.settings import Sampling
@@ -112,10 +110,10 @@ def ours(case: Case, choice: str = "auto") -> Block:
         generate(decoder, prompts, max_new_tokens=case.tokens, sampling=greedy, on_logits=clock.put)
         return clock.seconds_per_step(case.tokens)
 
-    return run
+    return {"step": run}
 
 
-def transformers(case: Case, compiled: bool = False) -> Block:
+def transformers(case: Case, compiled: bool = False) -> dict[str, Block]:
     """transformers' `generate`: eager with its usual cache, or compiled with a static one."""
     with torch.device(case.device):
         model = transformers_model(case.config).to(getattr(torch, case.dtype)).eval()
@@ -131,10 +129,10 @@ def transformers(case: Case, compiled: bool = False) -> Block:
         model.generate(tokens, attention_mask=torch.ones_like(tokens), streamer=clock, **options)
         return clock.seconds_per_step(case.tokens)
 
-    return run
+    return {"step": run}
 
 
-def llama2c(case: Case) -> Block:
+def llama2c(case: Case) -> dict[str, Block]:
     """llama2.c prints its own tokens per second. It is given random weights, and a tokenizer of numbers."""
     config, width, folder = case.config, case.config.hidden_size, tempfile.TemporaryDirectory(prefix="benchmark")
     tables = config.max_position_embeddings * config.resolved_head_dim  # of angles, which it skips
@@ -151,10 +149,10 @@ def llama2c(case: Case) -> Block:
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", cwd=folder.name)
         return 1 / float(re.search(r"achieved tok/s: ([\d.]+)", done.stderr)[1])
 
-    return run
+    return {"step": run}
 
 
-def llama_cpp(case: Case) -> Block:
+def llama_cpp(case: Case) -> dict[str, Block]:
     """llama.cpp's server in this process, with a file that `contrib.gguf` wrote; all sequences are asked for at once.
 
     Its settings are its own, except for the number of threads, which is torch's.
@@ -184,44 +182,37 @@ def llama_cpp(case: Case) -> Block:
         assert all(answer["usage"]["completion_tokens"] == case.tokens for answer in answers)
         return max(answer["timings"]["predicted_per_token_ms"] for answer in answers) / 1e3
 
-    return run
+    return {"step": run}
 
 
 # The first that runs is what the speed of the others is relative to.
-PROGRAMS: dict[str, Callable[[Case], Block]] = {
+PROGRAMS = {
     TRANSFORMERS: transformers,
     COMPILED: partial(transformers, compiled=True),
-    LLAMA2C: llama2c,
-    LLAMA_CPP: llama_cpp,
+    "llama2.c": llama2c,
+    "llama.cpp": llama_cpp,
     "plain decoder": partial(ours, choice="reference"),
-    OURS: ours,
+    "ours": ours,
 }
 USUAL = [name for name in PROGRAMS if name != COMPILED]  # which compiles for minutes on a CPU
 
 
 def is_possible(program: str, case: Case) -> bool:
     """Whether a program is here and has a setting: llama2.c decodes one sequence in float32, ours up to 16 in int8."""
-    if program == LLAMA2C:
+    if program == "llama2.c":
         return case.llama2c is not None and (case.prompt, case.sequences, case.dtype) == (1, 1, "float32")
-    if program == LLAMA_CPP:
+    if program == "llama.cpp":
         installed = all(map(importlib.util.find_spec, ("xllamacpp", "gguf"))) and case.device == "cpu"
         return installed and (case.dtype != "int8" or case.config.intermediate_size % 32 == 0)  # blocks of q8_0
-    return case.dtype != "int8" or (program == OURS and case.device == "cpu" and case.sequences <= 16)
+    return case.dtype != "int8" or (program == "ours" and case.device == "cpu" and case.sequences <= 16)
 
 
 def bytes_read(case: Case) -> float:
-    """Bytes of weights, and of keys and values halfway through the steps, that a step of ours reads: its limit. With
-    weights in a cache it is faster.
-    """
+    """Bytes of weights, and of keys and values halfway through the steps, that a step of ours reads."""
     config, weights = case.config, num_parameters(case.config) * WEIGHT_BYTES[case.dtype]
     width = 2 if case.dtype == "bfloat16" and case.device != "cpu" else 4
     keys = config.num_hidden_layers * config.num_key_value_heads * config.resolved_head_dim * width
     return weights + 2 * case.sequences * keys * (case.prompt + case.tokens // 2)
-
-
-def make_block(program: str, case: Case) -> dict[str, Block]:
-    """The only part of a program."""
-    return {"step": PROGRAMS[program](case)}
 
 
 def main(flags: list[str] | None = None) -> dict:
@@ -248,7 +239,7 @@ def main(flags: list[str] | None = None) -> dict:
     tables = []
     for case in cases:
         programs = [program for program in arguments.programs if is_possible(program, case)]
-        makers = {program: partial(make_block, program, case) for program in programs}
+        makers = {program: partial(PROGRAMS[program], case) for program in programs}
         limits = {program: {"step": bytes_read(case) / rate} for program in programs}
         title = f"Decoding {case.shape}, {case.sequences} sequences after {case.prompt} tokens, {case.dtype}"
         end = time.monotonic() + 60 * arguments.minutes / len(cases)

@@ -21,9 +21,7 @@ step() { # NAME COMMAND...
     echo "== $name, after $SECONDS s: $*"
     ran+=("$name")
     timeout --signal=ABRT --kill-after=10 600 "$@" | tee "$scratch/output" || failed+=("$name")
-    if tail -n 1 "$scratch/output" | grep '^{' > "$scratch/json"; then
-        cp "$scratch/json" "$out/$name-$machine.json"
-    fi
+    if tail -n 1 "$scratch/output" | grep '^{' > "$scratch/json"; then cp "$scratch/json" "$out/$name-$machine.json"; fi
 }
 
 training() { step "$1" "$python" -m benchmarks.training --config "$2" --norms "$3" --variants "${@:4}"; }
@@ -34,7 +32,7 @@ tests() { # NAME PATTERN [TOOL...]
 }
 
 ours="Triton and torch.compile" programs=(transformers "transformers compiled" "plain decoder" ours)
-# Tests that run each kernel once against float64; pytest takes no line break here.
+# Tests that run each kernel once against float64.
 smoke="norms_are_within and 2048-1024 or 1000-2816-dtype2 or rotary_is_within and dtype2-0.00175-32-8-128-0"
 smoke+=" or 5003-dtype2 or graph_of_the_decoding and lengths0"
 

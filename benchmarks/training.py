@@ -45,6 +45,7 @@ USUAL = {
     "cpu": ["reference, eager", "torch.compile", "CPU functions"],
     "cuda": ["reference, eager", "torch.compile", "Triton", "Triton and torch.compile"],
 }
+PARTS = "forward", "forward and backward", "step"
 
 
 class TransformersModel(nn.Module):
@@ -66,8 +67,8 @@ def micro_batch(settings: Settings) -> tuple[int, int]:
     return min(data.micro_batch_size or data.batch_size, data.batch_size), data.sequence_length
 
 
-def make_blocks(settings: Settings, variant: str, device: torch.device) -> dict[str, timing.Block]:
-    """The block of each part: the model's passes on random tokens, and an optimizer step."""
+def make_blocks(settings: Settings, variant: str, device: torch.device, *parts: str) -> dict[str, timing.Block]:
+    """The blocks of parts of PARTS: the model's passes on random tokens, and an optimizer step."""
     choice, compiled = VARIANTS[variant]
     kernels.use(choice, device)
     dtype = choose_training_dtype(settings.machine.dtype, device)
@@ -95,7 +96,7 @@ def make_blocks(settings: Settings, variant: str, device: torch.device) -> dict[
         kernels.use(choice, device)
         return timing.block([calls[part]], device)
 
-    return {part: partial(use_and_time, part) for part in calls}
+    return {part: partial(use_and_time, part) for part in parts}
 
 
 def time_arms(folder: Path, variants: list[str], device: torch.device, turns: int) -> None:
@@ -105,7 +106,7 @@ def time_arms(folder: Path, variants: list[str], device: torch.device, turns: in
     """
     plan = load_plan(str(folder / "plan.toml"))
     makers = {
-        (variant, name): partial(make_blocks, arm_settings(plan, arm), variant, device)
+        (variant, name): partial(make_blocks, arm_settings(plan, arm), variant, device, *PARTS)
         for variant in variants
         for name, arm in plan.compared.items()
     }
@@ -127,11 +128,7 @@ def time_steps(
     product = timing.product_rate(device, choose_training_dtype(settings.machine.dtype, device))
     tokens = math.prod(micro_batch(settings))
     limit = tokens * flops_per_token(settings.model, settings.data.sequence_length) / product
-
-    def make(variant: str) -> dict[str, timing.Block]:
-        return {"step": make_blocks(settings, variant, device)["step"]}
-
-    makers = {variant: partial(make, variant) for variant in variants}
+    makers = {variant: partial(make_blocks, settings, variant, device, "step") for variant in variants}
     limits = {variant: {"step": limit} for variant in variants}
     return timing.compare(f"{title}; products at {product / 1e12:.2f} TFLOP/s", makers, limits, turns, end, tokens)
 

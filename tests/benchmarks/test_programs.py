@@ -22,7 +22,7 @@ def test_llama2c_gets_a_checkpoint_of_the_right_size_and_its_tokens_per_second_a
     program.write_text(f"#!{sys.executable}\n{code}\n")
     program.chmod(0o755)
     tables = 512 * 8  # of cosines and sines, which the program skips
-    assert llama2c(Case("260k", 1, 1, "float32", 4, "cpu", program))() == 1 / (4 * (7 + 260_032 + tables))
+    assert llama2c(Case("260k", 1, 1, "float32", 4, "cpu", program))["step"]() == 1 / (4 * (7 + 260_032 + tables))
 
 
 def test_the_limit_of_a_step_counts_weights_keys_and_values_in_their_stored_width():
@@ -37,7 +37,7 @@ def test_a_variant_runs_with_the_kernels_that_it_names(monkeypatch):
     settings, used, cpu = replace_settings(Settings(), small), [], torch.device("cpu")
     monkeypatch.setattr(training, "train_step", lambda *_: used.append(kernels.implementation(cpu)))
     variants = ("reference, eager", "CPU functions")
-    reference, functions = (training.make_blocks(settings, variant, cpu)["step"] for variant in variants)
+    reference, functions = (training.make_blocks(settings, variant, cpu, "step")["step"] for variant in variants)
     assert reference() > 0 and functions() > 0 and reference() > 0
     assert used[::4] == [kernels.reference, kernels.cpu, kernels.reference]  # a block calls it four times
 
