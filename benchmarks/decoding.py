@@ -34,6 +34,7 @@ from model.config import ModelConfig
 from model.count import num_parameters
 from model.decoder import Decoder
 from model.device import choose_device, device_name, processor
+from model.fused_decode import decode_step_for
 
 SHAPES = {
     "260k": ModelConfig(512, 64, 172, 5, 8, 4, max_position_embeddings=512),  # stories260K of llama2.c
@@ -108,6 +109,9 @@ def ours(case: Case, choice: str = "auto") -> dict[str, Block]:
         kernels.use(choice, torch.device(case.device))
         clock = Clock()
         generate(decoder, prompts, max_new_tokens=case.tokens, sampling=greedy, on_logits=clock.put)
+        with decode_step_for(decoder, case.sequences, case.prompt + case.tokens) as step:
+            if step is not None and step.unavailable_reason is not None:  # what was timed is the decoder
+                raise RuntimeError(step.unavailable_reason)
         return clock.seconds_per_step(case.tokens)
 
     return {"step": run}
