@@ -1,12 +1,12 @@
 """What RMSNorm, the mean and the bias do, derived from the arms of a study."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 
 from ablation import study
-from ablation.plan import Plan
-from studies.convert import make_branch_plan
+from ablation.plan import Plan, find_plan, load_plan
 from studies.effects import draw, parts
 
 STUDIES = Path(__file__).parents[2] / "studies"
@@ -20,7 +20,8 @@ def test_parts_are_found_for_each_learning_rate_and_for_branches_against_the_run
 
     bias = {name: {"norm": "layer", "norm_bias": "without" not in name} for name in ("layer", "layer without bias")}
     rates = Plan(arms=bias, vary={"learning_rate": [1e-3, 2e-3]}, seeds=2, rerun_seeds=0)
-    found = [parts(finish(plan, loss)) for plan in (rates, make_branch_plan("ablation", None, 1e-3, seeds=2))]
+    branches = dataclasses.replace(load_plan(find_plan("branches")), seeds=2)
+    found = [parts(finish(plan, loss)) for plan in (rates, branches)]
     rounded = [{at: {k: round(e.estimate, 6) for k, e in known.items()} for at, known in f.items()} for f in found]
     assert rounded[0] == {"learning_rate=0.001": {"no bias": 0.01}, "learning_rate=0.002": {"no bias": 0.02}}
     quarter = {"RMSNorm minus LayerNorm": 0.013, "no mean": 0.002, "no bias": 0.011}
