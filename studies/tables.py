@@ -1,0 +1,99 @@
+"""Tables of docs/ from the records of studies: `python -m studies.tables` writes them again between their marks."""
+
+import functools
+import re
+from pathlib import Path
+
+from ablation.claims import claims_table
+from ablation.report import table, with_interval
+from ablation.stats import Effect
+from ablation.study import Study, load
+from files import replace_text
+from studies.effects import PARTS, named, parts
+
+ROOT = Path(__file__).parent.parent
+MARKED = re.compile(r"(<!-- table: (\w+) ([^>]*) -->\n).*?(<!-- end -->)", re.DOTALL)
+WORDS = {"rms": "RMSNorm", "layer": "LayerNorm", "with bias": "with a bias", "without bias": "without a bias"}
+WORDS |= {"higher": "worse", "lower": "better", "different, within": "worse, but within", "learning_rate=": "rate "}
+load_study = functools.cache(lambda name: load(ROOT / "studies" / name))
+
+
+def in_words(text: str) -> str:
+    return re.sub(rf"\b({'|'.join(WORDS)})", lambda match: WORDS[match[0]], text)
+
+
+def shown(effect: Effect | None) -> str:  # with a fifth digit where the interval is that narrow
+    return with_interval(effect, "+.5f" if effect and effect.interval[1] - effect.interval[0] < 3.5e-4 else "+.4f")
+
+
+def link(study: Study, group: str = "") -> str:
+    return f"[{named(study, group)}](studies/{study.plan.name}/report.md)"
+
+
+def parts_rows(*studies: Study) -> list[dict]:
+    """What the bias, the mean and both do, for each study or choice of its other settings."""
+    rows = []
+    for study in studies:
+        for group, effects in parts(study).items():
+            row = {"runs": link(study, group), "pairs": max(effect.n for effect in effects.values())}
+            rows.append(row | {part: shown(effects.get(part)) for part in reversed(PARTS)})
+    return rows
+
+
+def difference_rows(*studies: Study) -> list[dict]:
+    """Every arm of the studies against its baseline."""
+    rows = []
+    for study in studies:
+        for c in study.comparisons:
+            row = {"runs": link(study)} if len(studies) > 1 else {}
+            row |= {"difference": in_words(c.effect.name), "pairs": c.effect.n}
+            row |= {"worse in": sum(value > 0 for value in c.differences), "mean and 95% interval": shown(c.effect)}
+            rows.append(row | {"verdict": in_words(c.verdict)})
+    return rows
+
+
+def set_rows(*studies: Study) -> list[dict]:
+    """RMSNorm minus LayerNorm in sets of pairs at 5e-4, and their means, weighted by the inverse of their variances."""
+    rows = [row for row in difference_rows(*studies) if row.pop("difference") == "RMSNorm minus LayerNorm"]
+    swept = load_study("factorial-tuned").rows.query("phase == 'sweep' and learning_rate == 5e-4").set_index("seed")
+    sets = [study.paired("final", "rms").difference for study in studies]
+    sets.append(load_study("factorial").paired("pilot", "rms").difference)
+    sets.append(swept.loss[swept.arm == "rms"] - swept.loss[swept.arm == "layer"])
+    for name, chosen in {"these, a pilot and a sweep, pooled": sets, "the same without the first": sets[1:]}.items():
+        weights = [len(values) / values.var() for values in chosen]
+        mean = sum(w * values.mean() for w, values in zip(weights, chosen, strict=True)) / sum(weights)
+        low, high = (mean + reach * sum(weights) ** -0.5 for reach in (-1.96, 1.96))
+        row = {"runs": name, "pairs": sum(map(len, chosen)), "worse in": sum((v > 0).sum() for v in chosen)}
+        rows.append(row | {"mean and 95% interval": f"{mean:+.4f} [{low:+.4f}, {high:+.4f}]", "verdict": "exploratory"})
+    return rows
+
+
+def claim_rows(*studies: Study) -> list[dict]:
+    """Each claim with the first effect that decides; `python -m studies.claims` prints all of them."""
+    rows = []
+    for line in claims_table([ROOT / "studies" / study.plan.name for study in studies]).splitlines()[2:]:
+        name, claim, source, region, measured, _, verdict = line.strip("| ").split(" | ")
+        effect = next((effect for effect in measured.split("; ") if f"({verdict})" in effect), measured)
+        effect = in_words(effect.replace(f" ({verdict})", "").replace(" nats per token", ""))
+        row = {"": name, "claim": claim, "arXiv": source.partition("arXiv ")[2], "measured": effect}
+        rows.append(row | {"holds": region, "verdict": verdict})
+    return rows
+
+
+KINDS = {"parts": parts_rows, "differences": difference_rows, "sets": set_rows, "claims": claim_rows}
+
+
+def filled(text: str, depth: int) -> str:
+    """A document in `depth` folders with its tables, from `<!-- table: KIND STUDY ... -->` to `<!-- end -->`."""
+
+    def fill(match: re.Match) -> str:
+        rows = table(KINDS[match[2]](*map(load_study, match[3].split())))
+        return match[1] + rows.replace("](studies/", f"]({'../' * depth}studies/") + "\n" + match[4]
+
+    return MARKED.sub(fill, text)
+
+
+if __name__ == "__main__":
+    for path in sorted((ROOT / "docs").rglob("*.md")):
+        text = path.read_text(encoding="utf-8")
+        replace_text(path, filled(text, len(path.relative_to(ROOT).parts) - 1))
