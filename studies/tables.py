@@ -46,7 +46,7 @@ def difference_rows(*studies: Study) -> list[dict]:
     for study in studies:
         for c in study.comparisons:
             row = {"runs": link(study)} if len(studies) > 1 else {}
-            row |= {"difference": in_words(c.effect.name), "pairs": c.effect.n}
+            row |= {"arm minus baseline": in_words(c.arm), "pairs": c.effect.n}
             row |= {"worse in": sum(value > 0 for value in c.differences), "mean and 95% interval": shown(c.effect)}
             rows.append(row | {"verdict": in_words(c.verdict)})
     return rows
@@ -54,7 +54,7 @@ def difference_rows(*studies: Study) -> list[dict]:
 
 def set_rows(*studies: Study) -> list[dict]:
     """RMSNorm minus LayerNorm in sets of pairs at 5e-4, and their means, weighted by the inverse of their variances."""
-    rows = [row for row in difference_rows(*studies) if row.pop("difference") == "RMSNorm minus LayerNorm"]
+    rows = [row for row in difference_rows(*studies) if row.pop("arm minus baseline") == "RMSNorm"]
     swept = load_study("factorial-tuned").rows.query("phase == 'sweep' and learning_rate == 5e-4").set_index("seed")
     sets = [study.paired("final", "rms").difference for study in studies]
     sets.append(load_study("factorial").paired("pilot", "rms").difference)
@@ -76,7 +76,7 @@ def claim_rows(*studies: Study) -> list[dict]:
         effect = next((effect for effect in measured.split("; ") if f"({verdict})" in effect), measured)
         effect = in_words(effect.replace(f" ({verdict})", "").replace(" nats per token", ""))
         row = {"": name, "claim": claim, "arXiv": source.partition("arXiv ")[2], "measured": effect}
-        rows.append(row | {"holds": region, "verdict": verdict})
+        rows.append(row | {"holds if": region, "verdict": verdict})
     return rows
 
 
