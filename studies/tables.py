@@ -6,7 +6,6 @@ from pathlib import Path
 
 from ablation.claims import claims_table
 from ablation.report import table, with_interval
-from ablation.stats import Effect
 from ablation.study import Study, load
 from files import replace_text
 from studies.effects import PARTS, named, parts
@@ -22,12 +21,8 @@ def in_words(text: str) -> str:
     return re.sub(rf"\b({'|'.join(WORDS)})", lambda match: WORDS[match[0]], text)
 
 
-def shown(effect: Effect | None) -> str:  # with a fifth digit where the interval is that narrow
+def shown(effect) -> str:  # with a fifth digit where the interval is that narrow
     return with_interval(effect, "+.5f" if effect and effect.interval[1] - effect.interval[0] < 3.5e-4 else "+.4f")
-
-
-def link(study: Study, group: str = "") -> str:
-    return f"[{named(study, group)}](studies/{study.plan.name}/report.md)"
 
 
 def parts_rows(*studies: Study) -> list[dict]:
@@ -35,7 +30,8 @@ def parts_rows(*studies: Study) -> list[dict]:
     rows = []
     for study in studies:
         for group, effects in parts(study).items():
-            row = {"runs": link(study, group), "pairs": max(effect.n for effect in effects.values())}
+            row = {"runs": f"[{named(study, group)}](studies/{study.plan.name}/report.md)"}
+            row |= {"pairs": max(effect.n for effect in effects.values())}
             rows.append(row | {part: shown(effects.get(part)) for part in reversed(PARTS)})
     return rows
 
@@ -45,20 +41,21 @@ def difference_rows(*studies: Study) -> list[dict]:
     rows = []
     for study in studies:
         for c in study.comparisons:
-            row = {"runs": link(study)} if len(studies) > 1 else {}
-            row |= {"arm minus baseline": in_words(c.arm), "pairs": c.effect.n}
-            row |= {"worse in": sum(value > 0 for value in c.differences), "mean and 95% interval": shown(c.effect)}
-            rows.append(row | {"verdict": in_words(c.verdict)})
+            runs = {"runs": f"[{named(study, '')}](studies/{study.plan.name}/report.md)"} if len(studies) > 1 else {}
+            row = {"arm": in_words(c.arm), "pairs": c.effect.n, "worse in": sum(d > 0 for d in c.differences)}
+            rows.append(runs | row | {"mean and 95% interval": shown(c.effect), "verdict": in_words(c.verdict)})
     return rows
 
 
 def set_rows(*studies: Study) -> list[dict]:
     """RMSNorm minus LayerNorm in sets of pairs at 5e-4, and their means, weighted by the inverse of their variances."""
-    rows = [row for row in difference_rows(*studies) if row.pop("arm minus baseline") == "RMSNorm"]
-    swept = load_study("factorial-tuned").rows.query("phase == 'sweep' and learning_rate == 5e-4").set_index("seed")
-    sets = [study.paired("final", "rms").difference for study in studies]
-    sets.append(load_study("factorial").paired("pilot", "rms").difference)
-    sets.append(swept.loss[swept.arm == "rms"] - swept.loss[swept.arm == "layer"])
+    rows = [row for row in difference_rows(*studies) if row.pop("arm") == "RMSNorm"]
+    runs = load_study("factorial-tuned").rows.query("phase == 'sweep' and learning_rate == 5e-4").set_index("seed")
+    sets = [study.paired("final", "rms").difference for study in studies]  # then a pilot, and a sweep
+    sets += [
+        studies[0].paired("pilot", "rms").difference,
+        runs.loss[runs.arm == "rms"] - runs.loss[runs.arm == "layer"],
+    ]
     for name, chosen in {"these, a pilot and a sweep, pooled": sets, "the same without the first": sets[1:]}.items():
         weights = [len(values) / values.var() for values in chosen]
         mean = sum(w * values.mean() for w, values in zip(weights, chosen, strict=True)) / sum(weights)
@@ -74,26 +71,23 @@ def claim_rows(*studies: Study) -> list[dict]:
     for line in claims_table([ROOT / "studies" / study.plan.name for study in studies]).splitlines()[2:]:
         name, claim, source, region, measured, _, verdict = line.strip("| ").split(" | ")
         effect = next((effect for effect in measured.split("; ") if f"({verdict})" in effect), measured)
-        effect = in_words(effect.replace(f" ({verdict})", "").replace(" nats per token", ""))
-        row = {"": name, "claim": claim, "arXiv": source.partition("arXiv ")[2], "measured": effect}
+        effect = effect.replace(f" ({verdict})", "").replace(" nats per token", "")
+        effect = re.sub(r"[\d.]+e-\d+", lambda small: f"{float(small[0]):.2g}", effect)  # more depends on the processor
+        row = {"": name, "claim": claim, "arXiv": source.partition("arXiv ")[2], "measured": in_words(effect)}
         rows.append(row | {"holds if": region, "verdict": verdict})
     return rows
 
 
-KINDS = {"parts": parts_rows, "differences": difference_rows, "sets": set_rows, "claims": claim_rows}
-
-
 def filled(text: str, depth: int) -> str:
     """A document in `depth` folders with its tables, from `<!-- table: KIND STUDY ... -->` to `<!-- end -->`."""
-
-    def fill(match: re.Match) -> str:
-        rows = table(KINDS[match[2]](*map(load_study, match[3].split())))
-        return match[1] + rows.replace("](studies/", f"]({'../' * depth}studies/") + "\n" + match[4]
-
-    return MARKED.sub(fill, text)
+    kinds = {"parts": parts_rows, "differences": difference_rows, "sets": set_rows, "claims": claim_rows}
+    for match in MARKED.finditer(text):
+        rows = table(kinds[match[2]](*map(load_study, match[3].split())))
+        rows = rows.replace("](studies/", f"]({'../' * depth}studies/")
+        text = text.replace(match[0], f"{match[1]}{rows}\n{match[4]}")
+    return text
 
 
 if __name__ == "__main__":
     for path in sorted((ROOT / "docs").rglob("*.md")):
-        text = path.read_text(encoding="utf-8")
-        replace_text(path, filled(text, len(path.relative_to(ROOT).parts) - 1))
+        replace_text(path, filled(path.read_text(encoding="utf-8"), len(path.relative_to(ROOT).parts) - 1))
