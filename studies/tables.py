@@ -50,9 +50,9 @@ def difference_rows(*studies: Study) -> list[dict]:
 def set_rows(*studies: Study) -> list[dict]:
     """RMSNorm minus LayerNorm in sets of pairs at 5e-4, and their means, weighted by the inverse of their variances."""
     rows = [row for row in difference_rows(*studies) if row.pop("arm") == "RMSNorm"]
-    six = load_study("factorial-tuned").rows.query("phase == 'sweep' and learning_rate == 5e-4").set_index("seed")
-    sets = [study.paired("final", "rms").difference for study in studies]  # then a pilot, and the six runs of a sweep
-    sets += [studies[0].paired("pilot", "rms").difference, six.loss[six.arm == "rms"] - six.loss[six.arm == "layer"]]
+    few = load_study("factorial-tuned").rows.query("phase == 'sweep' and learning_rate == 5e-4").set_index("seed")
+    sets = [study.paired("final", "rms").difference for study in studies]  # then a pilot, and three pairs of a sweep
+    sets += [studies[0].paired("pilot", "rms").difference, few.loss[few.arm == "rms"] - few.loss[few.arm == "layer"]]
     for name, chosen in {"these, a pilot and a sweep, pooled": sets, "the same without the first": sets[1:]}.items():
         weights = [len(values) / values.var() for values in chosen]
         mean = sum(w * values.mean() for w, values in zip(weights, chosen, strict=True)) / sum(weights)
