@@ -23,6 +23,34 @@ PARTS = {
     "no mean": [(RMS_BIAS, LAYER), (RMS, LAYER_NO_BIAS)],
     "no bias": [(LAYER_NO_BIAS, LAYER), (RMS, RMS_BIAS)],
 }
+# What a study's runs are, or those of one choice of its other settings; a study without an entry keeps its own name.
+NAMES = {
+    "recipe": "default run, longer decay",
+    "factorial": "small model, 2,400 steps",
+    "budget-1200": "small model, 1,200 steps",
+    "budget-600": "small model, 600 steps",
+    "placebo": "1,200 steps, another processor",
+    "factorial-tuned": "1,200 steps, each at its best rate",
+    "tuned-2e-3": "1,200 steps, rate 2e-3",
+    "tuned-4e-3": "1,200 steps, rate 4e-3",
+    "scale-4m": "4M parameters",
+    "scale-10m": "10M parameters",
+    "shakespeare": "plays of Shakespeare",
+    "bias-rates": "bias alone, three rates",
+    "bias-rates learning_rate=0.0005": "bias alone, rate 5e-4",
+    "bias-rates learning_rate=0.001": "bias alone, rate 1e-3",
+    "bias-rates learning_rate=0.0014": "bias alone, rate 1.4e-3",
+    "bias-2e-3": "bias alone, rate 2e-3",
+    "branches quarter 1": "converted at 1/4, rate 5e-4",
+    "branches quarter 2": "converted at 2/4, rate 5e-4",
+    "branches quarter 3": "converted at 3/4, rate 5e-4",
+    "branches-2e-3 quarter 1": "converted at 1/4, rate 2e-3",
+    "branches-2e-3 quarter 2": "converted at 2/4, rate 2e-3",
+    "branches-2e-3 quarter 3": "converted at 3/4, rate 2e-3",
+}
+WORDS = {"no mean": "mean not subtracted"}  # of a part, in the legend
+MARGIN = "margin: counts as equal"
+TICKS = (-0.1, -0.03, -0.01, -0.005, 0, 0.005, 0.01, 0.03, 0.1)
 
 
 def cells_of(study: Study) -> dict[str, dict[tuple[str, bool], str]]:
@@ -55,27 +83,37 @@ def parts(study: Study) -> dict[str, dict[str, Effect]]:
     return found
 
 
+def named(study: Study, group: str) -> str:
+    """What these runs are, in words."""
+    name = f"{study.plan.name} {group}".strip()
+    return NAMES.get(name, name)
+
+
 def draw(studies: Sequence[Study]) -> Figure:
     """A row for each study, or choice of its other settings, with a mark and a 95% interval for each part."""
-    rows = [(study.plan.name, *part) for study in studies for part in parts(study).items()]
+    rows = [(study, *part) for study in studies for part in parts(study).items()]
     if not rows:
         raise UserError("these folders have no finished comparison of RMSNorm and LayerNorm, or of their bias.")
-    figure, [axes] = panels(1.2 + 0.45 * len(rows))
+    figure, [axes] = panels(1.6 + 0.42 * len(rows))
     axes.axvline(0, color=MUTED, linewidth=1)
-    for row, (_, _, found) in enumerate(rows):
+    for row, (study, _, found) in enumerate(rows):
+        margin = study.plan.margin
+        axes.fill_betweenx((row - 0.5, row + 0.5), -margin, margin, color=MUTED, alpha=0.15, linewidth=0, label=MARGIN)
         for name, effect in found.items():
             number = [*PARTS].index(name)
             place, colour = row + 0.22 * (number - 1), COLOURS[number]
             axes.plot(effect.interval, (place, place), color=colour, linewidth=3, alpha=0.5, solid_capstyle="butt")
-            axes.plot(effect.estimate, place, MARKERS[number], color=colour, markersize=4, label=name)
-    names = [f"{name}, {next(iter(found.values())).n} pairs\n{group}".strip() for name, group, found in rows]
-    axes.set_yticks(range(len(rows)), names)
+            axes.plot(effect.estimate, place, MARKERS[number], color=colour, markersize=4, label=WORDS.get(name, name))
+    names = [f"{named(study, group)}\n{next(iter(found.values())).n} pairs" for study, group, found in rows]
+    axes.set_yticks(range(len(rows)), names, fontsize=8)
     axes.set_xscale("symlog", linthresh=0.01)
-    ticks = (-0.01, -0.005, 0, 0.005, 0.01, 0.03, 0.1)
-    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
-    axes.set(ylim=(len(rows) - 0.5, -0.5), xlabel="difference in loss, nats per token")
+    axes.set_xticks(TICKS, [f"{tick:g}" for tick in TICKS], fontsize=8)
+    axes.set(xlim=(-0.12, 0.12), ylim=(len(rows) - 0.5, -0.5), xlabel="difference in loss, nats per token")
+    axes.set_title("← better", loc="left", fontsize=9)
+    axes.set_title("worse →", loc="right", fontsize=9)
+    figure.suptitle("Is RMSNorm worse than LayerNorm, and by which part?", fontsize=11)
     shown = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
-    figure.legend(shown.values(), shown, loc="outside lower center", frameon=False, fontsize=8, ncols=3)
+    figure.legend(shown.values(), shown, loc="outside lower center", frameon=False, fontsize=8, ncols=2)
     return figure
 
 

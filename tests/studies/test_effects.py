@@ -39,4 +39,5 @@ def test_they_are_the_effects_of_a_grid_and_drawn_for_every_study():
     for effect, name in zip(found.effects, ("no mean", "no bias"), strict=False):
         assert parts(found)[""][name].interval == pytest.approx(effect.interval)
     drawn = draw([found, budget]).axes[0]
-    assert [label.get_text() for label in drawn.get_yticklabels()] == ["factorial, 30 pairs", "budget-600, 6 pairs"]
+    rows = ["small model, 2,400 steps\n30 pairs", "small model, 600 steps\n6 pairs"]
+    assert [label.get_text() for label in drawn.get_yticklabels()] == rows
