@@ -1,8 +1,10 @@
 """docs/rmsnorm.md, in both languages: its blocks run as printed, and the lines and names it quotes are in the code."""
 
 import ast
+import json
 import re
 from pathlib import Path
+from statistics import median
 
 import pytest
 import torch
@@ -75,6 +77,25 @@ def test_names_in_the_section_on_triton_are_in_its_kernels(text):
     code = re.findall(r"`([^`]+)`", re.sub(r"\[`[^`]+`\]", "", section))
     names = {name for part in code for name in re.findall(r"[A-Za-z_]{2,}", part)}
     assert len(names) > 20 and {name for name in names if not re.search(rf"\b{name}\b", source)} == set()
+
+
+@LANGUAGES
+def test_the_times_of_the_gpu_and_their_limits_are_those_of_the_record(text):
+    [path] = [path for folder in ("speed", "benchmarks") for path in (ROOT / folder).rglob("norms-nvidia-h200.json")]
+    record = json.loads(path.read_text(encoding="utf-8"))
+    cases = {case["title"]: case for case in record["tables"]}
+    expected = []
+    for after in ("", " after addition"):
+        rms, layer = (cases[f"{kind} norm{after}, 8192 x 4096"] for kind in ("rms", "layer"))
+        for part in ("forward", "backward"):
+            times = rms["limits"]["ours"][part], *(median(case["seconds"]["ours"][part]) for case in (rms, layer))
+            expected.append([round(seconds * 1e6) for seconds in times])
+    rows = re.findall(r"^\|[^|]+\| (\d) \+ (\d) \|[^|]+\| (\d+) \| (\d+) \| (\d+) \|$", text, re.MULTILINE)
+    assert [[int(cell) for cell in row[2:]] for row in rows] == expected
+    for read, written, limit, *_ in rows:
+        moved = 8192 * 4096 * (int(read) + int(written))
+        assert round(moved / record["copy_bytes_per_second"] * 1e6) == int(limit)
+    assert f"{record['product_flops_per_second'] / record['copy_bytes_per_second']:.0f} " in text
 
 
 def test_the_picture_shows_what_the_norms_read_and_divide():
