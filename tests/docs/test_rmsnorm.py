@@ -79,6 +79,17 @@ def test_names_in_the_section_on_triton_are_in_its_kernels(text):
     assert len(names) > 20 and {name for name in names if not re.search(rf"\b{name}\b", source)} == set()
 
 
+@torch.no_grad()
+def test_all_matrices_that_write_to_the_stream_can_be_scaled_together():
+    shape = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "tie_word_embeddings": False}
+    decoder, tokens = Decoder(ModelConfig(**shape, norm_eps=1e-12)), torch.arange(64)[None]
+    before = decoder(tokens)
+    for name, parameter in decoder.named_parameters():
+        if name.endswith(("embed_tokens.weight", "o_proj.weight", "down_proj.weight")):
+            parameter *= 10
+    torch.testing.assert_close(decoder(tokens), before)
+
+
 @LANGUAGES
 def test_the_times_of_the_gpu_and_their_limits_are_those_of_the_record(text):
     [path] = [path for folder in ("speed", "benchmarks") for path in (ROOT / folder).rglob("norms-nvidia-h200.json")]
