@@ -276,6 +276,29 @@ TABLE = r"""
 - return logits.masked_fill(logits < logits.amax(-1, keepdim=True) + math.log(p), -math.inf)
 + return logits.masked_fill(logits.softmax(-1) < p, -math.inf)
 ! generation/test_sampling.py::test_min_p_keeps_tokens_with_at_least_that_fraction_of_the_highest_probability
+@ benchmarks/timing.py
+- yield from keys if turn % 2 else reversed(list(keys))
++ yield from keys
+! benchmarks/test_timing.py::test_blocks_take_turns_in_an_order_that_reverses_after_every_turn
+- ratios = [theirs / ours for theirs, ours in pairs]
++ ratios = [ours / theirs for theirs, ours in pairs]
+! benchmarks/test_timing.py::test_a_row_has_medians_tokens_per_second_the_share_of_the_limit_and_the_ratios_within_turns
+@ benchmarks/training.py
+- process = uuid.uuid4().hex
++ process = __import__("os").getpid()
+! benchmarks/test_programs.py::test_the_arms_of_a_study_are_timed_into_the_file_that_its_report_reads
+@ benchmarks/kernels.py
+- 2 * rotated, 2 * packed + rotated
++ 2 * rotated, 2 * packed
+! benchmarks/test_kernels.py::test_the_baselines_of_a_case_compute_what_ours_does_and_are_timed_in_all_parts
+@ studies/claims.py
+- inside = effect.interval_90 if two_sided else effect.interval
++ inside = effect.interval
+! studies/test_claims.py::test_a_claim_holds_inside_its_region_does_not_outside_and_is_inconclusive_at_its_ends
+@ studies/effects.py
+- (spread - first[1]).dropna()
++ (first[1] - spread).dropna()
+! studies/test_claims.py::test_the_table_of_claims_in_the_findings_is_that_of_its_command
 @ ablation/stats.py
 - float(values.std(ddof=1) / np.sqrt(len(values)))
 + float(values.std(ddof=0) / np.sqrt(len(values)))

@@ -1,4 +1,4 @@
-"""README.md and docs/*.md name only commands, flags, files and sections that exist."""
+"""README.md and docs/ name only commands, flags, files and sections that exist."""
 
 import ast
 import re
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 TEXTS = {path: path.read_text(encoding="utf-8") for path in DOCUMENTS}
 README = TEXTS[ROOT / "README.md"]
 PACKAGES = sorted(path.name for path in ROOT.iterdir() if next(path.glob("*.py"), None) and path.name != "tests")
@@ -47,7 +47,8 @@ def test_every_file_module_config_and_plan_that_a_document_names_exists(document
         named += re.findall(r"python (\w+\.py)", command) + re.findall(r"\stests/\S+\.py", command)
         named += [f"{name.replace('.', '/')}.py" for name in re.findall(r"python -m (\w+\.\w+)", command)]
         named += [f"configs/{name}.toml" for name in re.findall(r"--config (\w[\w-]*)", command)]
-        named += [f"configs/comparisons/{name}.toml" for name in re.findall(r"ablate\.py (\w[\w-]*)", command)]
+        studies = set(re.findall(r"ablate\.py (\w[\w-]*)", command)) - {"judge", "report"}
+        named += [f"studies/{name}/plan.toml" for name in studies]
     assert [name for name in named if not (ROOT / name.strip()).is_file()] == []
 
 
