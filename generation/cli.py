@@ -11,7 +11,8 @@ from pathlib import Path
 import torch
 
 import kernels
-from checkpoints.inference import merge, open_model, quantize_matrices
+from checkpoints.bundle import merge, open_model
+from checkpoints.inference import quantize_matrices
 from checkpoints.pretrained import Checkpoint, load_pretrained
 from data.chat import ChatFormat
 from data.tokenizer import Tokenizer

@@ -9,7 +9,7 @@ import msgspec
 import torch
 from msgspec import Meta
 
-from checkpoints.inference import open_model
+from checkpoints.bundle import open_model
 from data.chat import ChatFormat
 from errors import UserError
 from files import read_json, read_toml

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from checkpoints import weights
+from checkpoints.bundle import open_model
 from checkpoints.find import find_checkpoint
-from checkpoints.inference import open_model
 from checkpoints.pretrained import load_pretrained, save_pretrained
 from errors import UserError
 from generation import cli
