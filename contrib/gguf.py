@@ -41,13 +41,8 @@ from model.rope import frequencies
 
 ARCHITECTURES = ("llama", "qwen3", "stablelm")  # model types that are architectures of llama.cpp under the same name
 ROPE_TYPES = ("llama3", "linear")  # scalings of the rotary frequencies that a factor for each frequency expresses
-# --dtype -> llama.cpp's names of it: of a tensor, and of a file whose matrices have it
-DTYPES = {
-    "float32": ("F32", "ALL_F32"),
-    "float16": ("F16", "MOSTLY_F16"),
-    "bfloat16": ("BF16", "MOSTLY_BF16"),
-    "q8_0": ("Q8_0", "MOSTLY_Q8_0"),  # 8 bits, with a float16 scale for each 32 weights of a row
-}
+# --dtype -> llama.cpp's name of it. Q8_0: 8 bits, with a float16 scale for each 32 weights of a row.
+DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "q8_0": "Q8_0"}
 
 
 def main(
@@ -104,7 +99,7 @@ def convert(checkpoint: Path, path: Path, dtype: str | None, name: str) -> None:
         add_tokenizer(writer, checkpoint, tokenizer, vocabulary)
         sizes = {}
         for target, tensor in tensors.items():
-            kind = gguf.GGMLQuantizationType[DTYPES[dtype if len(tensor.shape) > 1 else "float32"][0]]
+            kind = gguf.GGMLQuantizationType[DTYPES[dtype] if len(tensor.shape) > 1 else "F32"]
             per_block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
             if tensor.shape[-1] % per_block:
                 raise UserError(f"{target} has rows that --dtype {dtype} cannot divide by {per_block}; use bfloat16.")
@@ -196,7 +191,7 @@ def to_array(source: Source, dtype: str, name: str) -> np.ndarray:
 def add_model(writer: gguf.GGUFWriter, config: ModelConfig, name: str, dtype: str) -> None:
     """Describe the model's shape, in llama.cpp's keys."""
     writer.add_name(name)
-    writer.add_file_type(gguf.LlamaFileType[DTYPES[dtype][1]])
+    writer.add_file_type(gguf.LlamaFileType["ALL_F32" if dtype == "float32" else f"MOSTLY_{DTYPES[dtype]}"])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     writer.add_vocab_size(config.vocab_size)
     writer.add_context_length(config.max_position_embeddings)
