@@ -77,7 +77,6 @@ def train_models(plan: Plan, seed: int, device: str, folder: Path, branches: boo
         rows.append(dataclasses.replace(row, batches_hash="") if converted else row)
         if not begin:
             save(dataclasses.replace(session, run_dir=folder / arm.name))
-            session.saver.finish()
     return rows
 
 

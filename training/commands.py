@@ -32,16 +32,13 @@ LESS_MEMORY = "use a smaller --micro-batch-size, --activation-checkpointing, a s
 
 def run(command: Command) -> int:
     """Run what the command line asks for; returns the exit status, 128 + the number of the signal that stopped it."""
-    actions, settings = command.actions, command.settings
-    if actions.dry_run and settings.run.lora is not None:
-        raise UserError("--dry-run estimates training of all parameters; leave out --lora.")
+    actions, settings, stopped_by = command.actions, command.settings, 0
     with explain_out_of_memory(f"too little memory; {LESS_MEMORY}."), explain_lost_process():
         if actions.dry_run or actions.prepare or actions.eval_only:
             action = estimate if actions.dry_run else prepare_text if actions.prepare else evaluate_checkpoint
             if is_main_process():
                 action(settings)
-            return 0
-        if is_main_process():
+        elif is_main_process():
             stopped_by = train_in_own_folder(command)
         else:
             stopped_by = train(settings, Path(actions.resume or "runs"), resume=actions.resume is not None)
@@ -66,12 +63,10 @@ def make_run_dir(settings: Settings, config: str) -> Path:
     """The folder of a new run: `--out`, or runs/CONFIG-NORM with a number, made here so that no other run gets it."""
     if settings.run.out is not None:
         return Path(settings.run.out)
-    text = re.sub(r"\W+", "-", Path(settings.data.data[0]).stem)[:64].strip(
-        "-"
-    )  # of a folder, file or data set its name
-    name = f"{config if not text or text == 'python' else text}-{settings.model.norm}"
+    text = re.sub(r"\W+", "-", Path(settings.data.data[0]).stem)[:64].strip("-")  # of a file, folder or data set
+    first = Path("runs", f"{config if text in ('', 'python') else text}-{settings.model.norm}")
     for number in itertools.count(1):
-        run_dir = Path("runs") / (name if number == 1 else f"{name}-{number}")
+        run_dir = first if number == 1 else first.with_name(f"{first.name}-{number}")
         with contextlib.suppress(FileExistsError):
             run_dir.mkdir(parents=True)
             return run_dir
@@ -93,11 +88,11 @@ def evaluate_checkpoint(settings: Settings) -> None:
     tokenizer = load_tokenizer(data.tokenizer or directory)
     model = load_pretrained(directory, device=device, compute_dtype=dtype)
     check_vocabulary(tokenizer, model.config.vocab_size)
-    size = data.micro_batch_size or data.batch_size
+    size, text_bytes = data.micro_batch_size or data.batch_size, None
     if has_conversations(resolve(data.data, data.text_field, Path(data.cache))):
         corpus = prepare_corpus(settings)
         rows = np.concatenate([corpus.train, corpus.validation], 1)
-        windows, text_bytes = dataclasses.replace(corpus, validation=rows).validation_batches(0, size), None
+        windows = dataclasses.replace(corpus, validation=rows).validation_batches(0, size)
     else:
         tokens, text_bytes = tokenize(list(data.data), tokenizer, data.text_field, data.cache)
         document_start = tokenizer.document_start if data.document_mask else None

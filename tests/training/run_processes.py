@@ -23,14 +23,14 @@ import tyro  # noqa: E402, F401 - imported once for all
 
 import train  # noqa: E402
 from errors import exit_on_user_error  # noqa: E402
-from training import checkpoint, commands, loop  # noqa: E402, F401
+from training import commands, loop, save  # noqa: E402, F401
 
 torch.set_num_threads(1)
 
 
 def disturb(rank: int, count: int, happens: dict[str, str]) -> None:
     """Let the things happen."""
-    train_steps, save_tensors = loop.train_steps, checkpoint.save_tensors
+    train_steps, save_tensors = loop.train_steps, save.save_tensors
     now = [None]
 
     def steps(session):
@@ -47,7 +47,7 @@ def disturb(rank: int, count: int, happens: dict[str, str]) -> None:
         held = sum((t.to_local() if hasattr(t, "to_local") else t).numel() for t in tensors)
         Path(f"rank-{rank}.json").write_text(json.dumps([held, sum(t.numel() for t in tensors)]))
 
-    def save(tensors, path):
+    def write(tensors, path):
         if now[0] == "kill" and rank == count - 1:
             path.write_bytes(b"half of a file")
             os.kill(os.getpid(), signal.SIGKILL)
@@ -55,7 +55,7 @@ def disturb(rank: int, count: int, happens: dict[str, str]) -> None:
             raise OSError(28, "No space left on device", str(path))
         save_tensors(tensors, path)
 
-    loop.train_steps, checkpoint.save_tensors = steps, save
+    loop.train_steps, save.save_tensors = steps, write
 
 
 def run(count: int, arguments: list[str], happens: dict[str, str]) -> list[int]:

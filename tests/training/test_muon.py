@@ -11,11 +11,11 @@ from safetensors.torch import load_file
 from checkpoints.pretrained import unpacked_tensors
 from model.config import NORMS
 from model.decoder import Decoder
+from tests.training.runs import open_session
 from training.estimate import memory
-from training.loop import train
+from training.loop import save, train_steps
 from training.muon import COEFFICIENTS, orthogonalize
 from training.optimizer import build_optimizer, takes_muon
-from training.settings import parse
 
 CPU = torch.device("cpu")
 
@@ -132,14 +132,14 @@ def test_a_gradient_that_overflows_under_float16_changes_nothing(settings):
 
 def test_a_run_saves_one_moment_of_each_matrix_and_two_of_the_rest(flags, tmp_path):
     wide = ["--hidden-size", "192", "--intermediate-size", "512", "--steps", "3", "--optimizer", "muon"]
-    settings = parse([*flags, *wide], "test").settings
-    train(settings, tmp_path / "run")
-    tensors = load_file(tmp_path / "run" / "last" / "training_state.safetensors")
-    model = load_file(tmp_path / "run" / "last" / "model.safetensors")
+    session = open_session(tmp_path, *flags, *wide)
+    next(train_steps(session))
+    assert save(session)
+    tensors, model = (load_file(tmp_path / "last" / f"{name}.safetensors") for name in ("training_state", "model"))
     moments = {name.partition(".")[0] for name in tensors if ".layers.0.mlp.down_proj" in name}
     assert moments == {"momentum_buffer", "row_squares"}
     moments = {name.partition(".")[0] for name in tensors if name.endswith("norm.weight")}
     assert moments == {"exp_avg", "exp_avg_sq", "step"}
     size = sum(tensor.nbytes for name, tensor in tensors.items() if not name.startswith("step."))
-    assert memory(settings, torch.float32, torch.device("cpu"))[1] == pytest.approx(size, rel=0.01) and size > 3e6
+    assert memory(session.settings, torch.float32, CPU)[1] == pytest.approx(size, rel=0.01) and size > 3e6
     assert size < 1.5 * sum(tensor.nbytes for tensor in model.values())
