@@ -45,7 +45,9 @@ def reading(path: Path | str, fix: str = "download or save it again") -> Iterato
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # of libraries in Rust
             raise
         reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
-        raise UserError(f"{path} cannot be read ({'no ' * isinstance(error, KeyError)}{reason}); {fix}.") from error
+        if isinstance(error, KeyError):
+            reason = f"no {reason}"
+        raise UserError(f"{path} cannot be read ({reason}); {fix}.") from error
 
 
 @functools.cache
@@ -78,11 +80,13 @@ def exit_on_user_error() -> Iterator[None]:
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(encoding="utf-8", errors="replace")
     signal.signal(signal.SIGINT, interrupt)
-    if show_traceback := "--traceback" in sys.argv:
+    show_traceback = "--traceback" in sys.argv
+    if show_traceback:
         sys.argv.remove("--traceback")
     try:
-        if wrong := [text for text in (__file__, *sys.argv[1:]) if text != text.encode("utf-8", "replace").decode()]:
-            raise UserError(f"{wrong[0]} is not UTF-8; give texts and names of files in UTF-8.")
+        for text in (__file__, *sys.argv[1:]):
+            if text != text.encode("utf-8", "replace").decode():
+                raise UserError(f"{text} is not UTF-8; give texts and names of files in UTF-8.")
         try:
             yield
         finally:
