@@ -169,10 +169,10 @@ TABLE = r"""
 @ training/step.py
 - predicted = sum(int((targets >= 0).sum()) for _, targets, *_ in micro_batches)
 + predicted = sum(targets.numel() for _, targets, *_ in micro_batches)
-! training/test_step.py::test_the_gradient_is_that_of_the_mean_over_all_predicted_tokens
+! training/test_step.py::test_the_gradient_is_that_of_the_mean_over_all_predicted_tokens_in_any_number_of_micro_batches
 - total += loss.detach()
 + total = loss.detach()
-! training/test_step.py::test_one_batch_of_8_equals_4_of_2_also_with_ignored_tokens
+! training/test_step.py::test_the_gradient_is_that_of_the_mean_over_all_predicted_tokens_in_any_number_of_micro_batches
 - nn.utils.clip_grads_with_norm_(trained, clip, norm)
 + [nn.utils.clip_grad_norm_(parameter, clip) for parameter in trained]
 ! training/test_step.py::test_clipping_scales_the_gradient_of_all_parameters_to_the_limit

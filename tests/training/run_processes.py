@@ -1,13 +1,12 @@
 """Start groups of processes of train.py one after another, as torchrun would: `python run_processes.py`.
 
 groups.json has for each group its number of processes, its arguments, in which RANK is the process's, and what happens
-to the last process, by step: `stop` (a signal to all), `kill` and `fail` (in a save), `diverge` (after it), or `hang`.
+to the last process, by step: `stop` (a signal to all), `kill` and `fail` (in a save), or `hang`.
 They are forked from one that has imported torch.
 Prints the exit statuses of each group. Each process writes how many elements it holds to rank-K.json.
 """
 
 import json
-import math
 import os
 import signal
 import socket
@@ -41,8 +40,6 @@ def disturb(rank: int, count: int, happens: dict[str, str]) -> None:
             if now[0] == "hang" and rank == count - 1:
                 os.kill(os.getpid(), signal.SIGSTOP)
             yield result
-            if now[0] == "diverge":  # after the step's save
-                next(session.model.parameters()).detach().fill_(math.nan)
         tensors = [*session.model.parameters(), *(t for s in session.optimizer.state.values() for t in s.values())]
         held = sum((t.to_local() if hasattr(t, "to_local") else t).numel() for t in tensors)
         Path(f"rank-{rank}.json").write_text(json.dumps([held, sum(t.numel() for t in tensors)]))

@@ -113,13 +113,6 @@ def test_what_several_processes_cannot_train_is_a_line(flags, tmp_path, monkeypa
         open_session(tmp_path, *flags, *flag.split())
 
 
-@pytest.mark.slow
-def test_a_mistake_is_a_line_of_the_main_process(flags, start):
-    process = start(*flags, "--batch-size", "3")
-    _, errors = process.communicate(timeout=100)
-    assert process.returncode == 1 and errors.count("error: --batch-size 3 cannot be divided by 2 processes") == 1
-
-
 def test_a_process_alone_is_the_main_one_whatever_rank_the_environment_has(monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     monkeypatch.setenv("RANK", "1")

@@ -87,16 +87,6 @@ def test_a_run_resumed_by_other_numbers_of_processes_is_that_of_one(flags, tmp_p
             assert torch.allclose(theirs(tokens).logits, load_pretrained(directory)(tokens), atol=1e-5)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("shard", ["--shard", "--no-shard"])
-def test_a_run_that_diverges_right_after_a_save_has_that_save(flags, tmp_path, groups, one, shard):
-    new = sharded(flags, shard, "--evaluate-every", "2", "--out", "run")
-    statuses, out, errors = groups((2, new, {4: "diverge"}), (2, ["--resume", "run"], {}))
-    assert statuses == [[2, 2], [0, 0]] and errors.count("error: step 5: the loss is nan") == 2
-    assert out.count("resuming from run/last, step 4 of 16") == 1
-    assert losses(tmp_path / "run") == pytest.approx(one(), abs=3e-6)
-
-
 @pytest.mark.parametrize("norm, dtype", [("dyt", torch.float32), ("rms", torch.float16)])
 def test_scalars_and_float16_cannot_be_sharded(make_config, norm, dtype):
     model = Decoder(make_config(norm=norm), compute_dtype=dtype)
