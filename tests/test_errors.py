@@ -1,6 +1,7 @@
 """What a program does about output that nobody takes, and about a folder that another process uses."""
 
 import errno
+import io
 import os
 import subprocess
 import sys
@@ -8,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from errors import UserError, note, reading
+from errors import UserError, fit_terminal, note, reading
 from files import locked, read_json, read_toml
 
 ROOT = Path(__file__).parent.parent
@@ -98,6 +99,14 @@ def test_a_mistake_or_a_missing_package_is_one_line_and_a_traceback_is_shown_whe
         assert (done.returncode, done.stderr) == (2, line)
     shown = python("with errors.exit_on_user_error(): raise errors.UserError('wrong')", "--traceback").stderr
     assert shown.startswith("Traceback") and shown.endswith("error: wrong\n")
+
+
+def test_a_terminal_gets_lines_that_end_between_words_and_whole_commands(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "20")
+    terminal, text = io.StringIO(), "one long line of many words\nshort\nnext: python generate.py run"
+    assert fit_terminal(text, terminal) == text
+    terminal.isatty = lambda: True
+    assert fit_terminal(text, terminal) == text.replace(" many", "\n  many")
 
 
 def test_a_folder_is_used_by_one_process_at_a_time_until_that_ends(tmp_path):

@@ -25,7 +25,7 @@ BYTES_PER_TOKEN = 3.5  # of text: see TOKENIZER_BYTES in data/corpus.py
 
 
 def estimate(settings: Settings) -> float:
-    """Print what one process needs, and return the seconds, NaN where none were measured."""
+    """Print what one process needs, and return the seconds of all steps, NaN where they are not measured."""
     if settings.run.lora is not None:
         raise UserError("--dry-run estimates training of all parameters; leave out --lora.")
     device = choose_device(settings.machine.device)
@@ -41,15 +41,14 @@ def estimate(settings: Settings) -> float:
         print(f"epochs    about {tokens / size:.2g} of {size / 1e6:.3g}M tokens")
     print(f"compute   {flops * tokens:.2e} FLOPs, {flops / 1e6:,.1f} million per token")
     print(
-        f"memory    {format_bytes(2 * weights + moments + kept)}: weights and gradients {format_bytes(weights)} each, "
-        f"moments {format_bytes(moments)},\n          activations {format_bytes(kept)} for "
+        f"memory    {format_bytes(2 * weights + moments + kept)}: weights {format_bytes(weights)}, gradients "
+        f"{format_bytes(weights)}, moments {format_bytes(moments)}, activations {format_bytes(kept)} for "
         f"{data.micro_batch_size or data.batch_size} sequences in {str(dtype).removeprefix('torch.')}"
     )
     if settings.machine.shard:
         parts = [f"{format_bytes((2 * weights + moments) / count)} on each of {count}" for count in (2, 4, 8)]
-        print(f"sharded   {', '.join(parts)}")
-    seconds, how = measure_time(settings, device, dtype)
-    print(f"time      {how}")
+        print(f"sharded   {', '.join(parts)}", flush=True)
+    seconds = measure_time(settings, device, dtype)
     if settings.run.init_from and has_conversations(resolve(data.data, data.text_field, Path(data.cache))):
         print(f"a row of conversations, in which lines with + are learned:\n{prepare_corpus(settings).show_row()}")
     return seconds
@@ -83,15 +82,15 @@ def kept_elements(config: ModelConfig, checkpointing: bool) -> int:
     return layers + 2 * width  # the final norm
 
 
-def measure_time(settings: Settings, device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
-    """The seconds of all steps, by the fastest of three with as many sequences as are quick; or NaN; and in words."""
-    data, name = settings.data, device_name(device)
-    sequences = data.micro_batch_size or data.batch_size
+def measure_time(settings: Settings, device: torch.device, dtype: torch.dtype) -> float:
+    """Print and return the seconds of all steps: NaN, or by the fastest of three with a quick number of sequences."""
+    data, sequences = settings.data, settings.data.micro_batch_size or settings.data.batch_size
     if device.type == "cpu":
         flops = data.sequence_length * flops_per_token(settings.model, data.sequence_length)
-        sequences = min(sequences, max(1, int(QUICK_FLOPS / flops)))
         if flops > MAX_FLOPS:
-            return math.nan, f"not measured: the model is too large for {name}"
+            print(f"time      not measured: the model is too large for {device_name(device)}")
+            return math.nan
+        sequences = min(sequences, max(1, int(QUICK_FLOPS / flops)))
     model = Decoder(settings.model, seed=1, compute_dtype=dtype)
     forward, optimizer, scaler = prepare_training(model, settings, device, ALONE)
     batch = torch.randint(settings.model.vocab_size, (2, sequences, data.sequence_length))
@@ -100,10 +99,11 @@ def measure_time(settings: Settings, device: torch.device, dtype: torch.dtype) -
         start = time.perf_counter()
         train_step(forward, [tuple(batch)], optimizer, scaler, settings.optimizer.clip, ALONE, device)
         measured.append(time.perf_counter() - start)
-    seconds = min(measured) * data.batch_size / sequences
-    total = seconds * settings.optimizer.steps
-    how = f"{seconds:,.2f} s a step, the fastest of {STEPS} with {sequences} sequences"
-    return total, f"{format_time(total)} on {name}: {how}"
+    step = min(measured) * data.batch_size / sequences
+    seconds = step * settings.optimizer.steps
+    how = f"{step:,.2f} s a step, the fastest of {STEPS} with {sequences} sequences"
+    print(f"time      {format_time(seconds)} on {device_name(device)}: {how}")
+    return seconds
 
 
 def format_time(seconds: float) -> str:

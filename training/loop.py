@@ -29,12 +29,11 @@ from training.step import Diverged, StepResult, split_batch, train_step
 def train_steps(session: Session) -> Iterator[StepResult]:
     """Take one optimizer step per iteration, from `session.state.step` to `session.steps`.
 
-    Whenever a result is yielded, the weights and `session.state` include its step: the caller can evaluate, save,
-    change the state, or stop iterating. Writes nothing to disk and prints nothing. Raises `Diverged` when the loss or
-    gradient is not finite; the weights are then those of the step before.
+    When a result is yielded, the weights and `session.state` include its step: the caller can evaluate, save, change
+    the state, or stop. Raises `Diverged` when the loss or gradient is not finite; the weights are then those before.
     """
     settings, optimizer, scaler = session.settings, session.optimizer, session.scaler
-    data, clip = settings.data, settings.optimizer.clip
+    data, clip, processes = settings.data, settings.optimizer.clip, session.processes
     while session.state.step < session.steps:
         start = time.perf_counter()
         state = session.state
@@ -45,9 +44,7 @@ def train_steps(session: Session) -> Iterator[StepResult]:
         sequences = session.micro_batch_size * data.sequence_length // batch[0].shape[1]
         micro_batches = split_batch(batch, sequences, session.device)
         try:
-            loss, norm = train_step(
-                session.forward, micro_batches, optimizer, scaler, clip, session.processes, session.device
-            )
+            loss, norm = train_step(session.forward, micro_batches, optimizer, scaler, clip, processes, session.device)
         except Diverged as error:
             raise diverged(session, state.step + 1, str(error)) from None
         seconds = time.perf_counter() - start
@@ -70,7 +67,7 @@ def train(settings: Settings, run_dir: Path, *, resume: bool = False) -> int:
     processes, stopped_by, saved = session.processes, 0, True
     processes.max(0)  # waits: all have read the save that `open_run` may rename
     if processes.is_main:
-        open_run(session)
+        open_run(session, run_dir)
     hidden = None if processes.is_main else True  # None: hidden where standard error is no terminal
     progress = tqdm(total=session.steps, initial=session.state.step, unit="step", disable=hidden, dynamic_ncols=True)
     with stop_signals(second_interrupts=processes.count == 1) as received, progress as bar:
@@ -96,9 +93,8 @@ def train(settings: Settings, run_dir: Path, *, resume: bool = False) -> int:
     return 0 if session.state.step == session.steps else stopped_by
 
 
-def open_run(session: Session) -> None:
+def open_run(session: Session, run_dir: Path) -> None:
     """Make the run folder, finish an interrupted save, shorten metrics.jsonl to it, and write settings.toml."""
-    run_dir = session.run_dir
     run_dir.mkdir(parents=True, exist_ok=True)
     for name in ("last", "best"):
         checkpoint.recover_interrupted_save(run_dir / name)

@@ -78,9 +78,15 @@ def set_up(settings: Settings, run_dir: Path, *, resume: bool, log: Log = print)
     processes = start_processes(settings.machine.device, settings.machine.timeout_minutes)
     log = log if processes.is_main else no_log
     device = processes.device or choose_device(settings.machine.device)
+    if settings.model.norm == "batch" and processes.count > 1:
+        raise UserError("--norm batch has statistics of its own in each process; use one process.")
+    if settings.data.batch_size % processes.count:
+        raise UserError(f"--batch-size {settings.data.batch_size} cannot be divided by {processes.count} processes.")
+    reason = why_not_compile(device)
+    if settings.machine.compile and reason:
+        raise UserError(f"--compile: {reason}.")
     kernels.use(settings.machine.kernels, device)
     keep_freed_memory()
-    check_machine(settings, processes, device)
     dtype = choose_training_dtype(settings.machine.dtype, device)
     machine = dataclasses.replace(settings.machine, dtype=str(dtype).removeprefix("torch."))
     settings = dataclasses.replace(settings, machine=machine)
@@ -127,17 +133,6 @@ def set_up(settings: Settings, run_dir: Path, *, resume: bool, log: Log = print)
 
 def no_log(_: str) -> None:
     """A `log` that prints nothing."""
-
-
-def check_machine(settings: Settings, processes: Processes, device: torch.device) -> None:
-    """Raise `UserError` for settings that do not go with this number of processes, or this device."""
-    if settings.model.norm == "batch" and processes.count > 1:
-        raise UserError("--norm batch has statistics of its own in each process; use one process.")
-    if settings.data.batch_size % processes.count:
-        raise UserError(f"--batch-size {settings.data.batch_size} cannot be divided by {processes.count} processes.")
-    reason = why_not_compile(device)
-    if settings.machine.compile and reason:
-        raise UserError(f"--compile: {reason}.")
 
 
 def open_text(
@@ -256,7 +251,8 @@ def check_unchanged(settings: Settings, run_dir: Path, last: Path, text_hash: st
             problems.append(f"{name}: {fixed[name]} -> {value}")
     if problems:
         raise UserError(f"{run_dir} cannot be resumed: {'; '.join(problems)}; start a new run in another --out.")
-    if changed := changed_fields(before, settings):
+    changed = changed_fields(before, settings)
+    if changed:
         log(f"changed since the run was started: {', '.join(changed)}")
     if saved.step >= settings.optimizer.steps:
         raise UserError(f"{run_dir} has already done {saved.step} steps; for more, raise --steps.")

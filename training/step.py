@@ -16,12 +16,11 @@ from training.processes import Processes
 class StepResult:
     """What one optimizer step measured."""
 
-    step: int  # Steps done so far, this one included.
-    loss: float  # Mean loss of the batch before the update, nats per token.
-    gradient_norm: float
-    """Norm of the gradient before clipping; infinite when float16 overflowed and the update was skipped."""
-    learning_rate: float  # Learning rate of the update, before the multiplier of a parameter group.
-    seconds: float  # Wall-clock time of the step.
+    step: int  # done so far, this one included
+    loss: float  # mean of the batch before the update, nats per token
+    gradient_norm: float  # before clipping; infinite when float16 overflowed and the update was skipped
+    learning_rate: float  # of the update, before the multiplier of a parameter group
+    seconds: float  # wall-clock time of the step
 
 
 class Diverged(UserError):

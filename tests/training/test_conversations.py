@@ -50,22 +50,27 @@ def chat_flags(flags, finished_run, chat_file) -> list[str]:
     return [*flags, *start, "--learning-rate", "1e-2", "--batch-size", "4"]
 
 
-def test_loss_and_gradients_equal_those_of_trl_on_the_same_conversations(flags, run, chat_file, tmp_path, relative):
+@pytest.fixture
+def decoder(request, flags, finished_run, tmp_path) -> Decoder:
+    """An untrained model with the given flags, and in the test's folder its directory with a chat template."""
+    settings = settings_of(*flags, "--max-position-embeddings", "128", *request.param.split())
+    tokenizer, decoder = load_tokenizer(finished_run / "last").for_conversations(), Decoder(settings.model, seed=3)
+    save_pretrained(decoder, tmp_path / "model", bos_token_id=tokenizer.bos_id, eos_token_id=tokenizer.eos_id)
+    tokenizer.save(tmp_path / "model")
+    torch.manual_seed(1)
+    return decoder
+
+
+@pytest.mark.parametrize("decoder", ["--no-attention-bias"], indirect=True)
+def test_loss_and_gradients_equal_those_of_trl_on_the_same_conversations(decoder, tmp_path, relative):
     """Ours packed, TRL's padded. Gradients: 1e-5, float32 sums of other orders; rows of the embedding that no input
     has are 0."""
     trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    torch.manual_seed(1)
-    rows = [conversation(number) for number in (1, 2, 3, 4, 5, 8)]
-    settings = settings_of(*flags, "--max-position-embeddings", "128", "--no-attention-bias")
-    tokenizer = load_tokenizer(run / "last").for_conversations()
-    decoder = Decoder(settings.model, seed=3)
-    save_pretrained(decoder, tmp_path / "model", bos_token_id=tokenizer.bos_id, eos_token_id=tokenizer.eos_id)
-    tokenizer.save(tmp_path / "model")
-
-    path = tmp_path / "rows.jsonl"
+    rows, path = [conversation(number) for number in (1, 2, 3, 4, 5, 8)], tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
+    tokenizer = load_tokenizer(tmp_path / "model")
     found = encode_conversations(resolve([str(path)], "text", tmp_path), ChatFormat(tokenizer), 129)
     packed = pack([*found.values()], 129, tokenizer.dtype)
     assert packed.shape[1] < len(rows) == len(found)
@@ -84,10 +89,8 @@ def test_loss_and_gradients_equal_those_of_trl_on_the_same_conversations(flags, 
         processing_class=AutoTokenizer.from_pretrained(tmp_path / "model", pad_token="<unk>"),
     )
     (batch,) = trainer.get_train_dataloader()
-    rows_of_ids = [
-        ids[mask > 0].tolist() for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)
-    ]
-    assert sorted(rows_of_ids) == sorted(ids.tolist() for _, ids, _ in found.values())
+    pairs = zip(batch["input_ids"], batch["attention_mask"], strict=True)
+    assert sorted(ids[mask > 0].tolist() for ids, mask in pairs) == sorted(ids.tolist() for _, ids, _ in found.values())
     theirs = trainer.compute_loss(trainer.model, batch)
     theirs.backward()
     assert int((batch["labels"] >= 0).sum()) == int((batch_of(packed)[1] >= 0).sum())
@@ -100,16 +103,11 @@ def test_loss_and_gradients_equal_those_of_trl_on_the_same_conversations(flags, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("norm", ["rms", "layer"])
-def test_trl_learns_preferences_from_our_directory_and_it_comes_back(norm, flags, run, tmp_path, relative):
+@pytest.mark.parametrize("decoder", ["--norm rms", "--norm layer"], indirect=True)
+def test_trl_learns_preferences_from_our_directory_and_it_comes_back(decoder, tmp_path, relative):
     trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    torch.manual_seed(1)
-    settings = settings_of(*flags, "--norm", norm, "--max-position-embeddings", "128")
-    decoder, tokenizer = Decoder(settings.model, seed=3), load_tokenizer(run / "last").for_conversations()
-    save_pretrained(decoder, tmp_path / "model", bos_token_id=tokenizer.bos_id, eos_token_id=tokenizer.eos_id)
-    tokenizer.save(tmp_path / "model")
     rows = []
     for number in range(0, 8, 2):
         question, answer = conversation(number)
@@ -129,7 +127,7 @@ def test_trl_learns_preferences_from_our_directory_and_it_comes_back(norm, flags
     back, ids = load_pretrained(tmp_path / "preferred").eval(), torch.randint(9, 200, (2, 16))
     with torch.no_grad():
         ours, theirs, before = back(ids), trainer.model.eval()(ids).logits, decoder.eval()(ids)
-    assert back.config.norm == norm
+    assert back.config.norm == decoder.config.norm
     assert relative(ours, theirs) < 1e-5 and relative(ours, before) > 1e-3
 
 

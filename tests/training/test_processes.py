@@ -3,7 +3,6 @@
 import itertools
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -22,35 +21,20 @@ from training.processes import Processes, start_processes
 ROOT = Path(__file__).parent.parent.parent
 
 
-@pytest.fixture
-def start(tmp_path):
-    """A function that starts `torchrun train.py` in the folder of the test, with a pipe for each stream."""
-    children = []
-
-    def popen(*arguments: str) -> subprocess.Popen:
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
-        command = [*torchrun, str(ROOT / "train.py"), *arguments]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        pipe = subprocess.PIPE
-        children.append(subprocess.Popen(command, cwd=tmp_path, stdout=pipe, stderr=pipe, text=True, env=environment))
-        return children[-1]
-
-    yield popen
-    for child in children:
-        child.terminate()  # torchrun then stops its own
-        child.communicate()
-
-
 @pytest.mark.parametrize("stopped", ["SIGTERM", pytest.param("kill", marks=pytest.mark.slow)])
-def test_two_processes_train_the_run_of_one_and_it_resumes_after_a_signal_or_a_kill(flags, tmp_path, start, stopped):
+def test_two_processes_train_the_run_of_one_and_it_resumes_after_a_signal_or_a_kill(flags, tmp_path, stopped):
     flags = [*flags, "--steps", "100000", "--micro-batch-size", "2", "--activation-checkpointing"]
-    process, run = start(*flags, "--out", "run"), tmp_path / "run"
-    wait_for_lines(run / "metrics.jsonl", 16)  # past the evaluation of step 10, which saves
-    if stopped == "kill":
-        psutil.Process(process.pid).children()[1].kill()
-    else:
-        process.send_signal(signal.SIGTERM)
-    out, errors = process.communicate(timeout=200)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+    command, run = [*torchrun, str(ROOT / "train.py"), *flags, "--out", "run"], tmp_path / "run"
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"}, **pipes)
+    try:
+        wait_for_lines(run / "metrics.jsonl", 16)  # past the evaluation of step 10, which saves
+        if stopped == "kill":
+            psutil.Process(process.pid).children()[1].kill()
+    finally:
+        process.terminate()
+        out, errors = process.communicate(timeout=200)
     assert process.returncode != 0 and out.count("stopped and saved at step") == (1 if stopped == "SIGTERM" else 0)
     assert out.count("run: ") == 1 and "Warning" not in errors  # only the main process prints
     state = read_state(find_last(run))
