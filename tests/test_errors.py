@@ -71,10 +71,18 @@ with errors.exit_on_user_error():
     assert (done.returncode, done.stderr) == (130, "stopped.\n")
 
 
-def test_files_may_begin_with_a_byte_order_mark_and_notes_cannot_change_the_state_of_a_terminal(tmp_path, capsys):
+def test_files_may_begin_with_a_byte_order_mark(tmp_path):
     for reader, text in ((read_toml, "seed = 3\n"), (read_json, '{"seed": 3}')):
         (tmp_path / "file").write_text(text, encoding="utf-8-sig")
         assert reader(tmp_path / "file") == {"seed": 3}
+
+
+def test_a_terminal_gets_no_control_characters_lines_that_end_between_words_and_whole_commands(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "20")
+    terminal, text = io.StringIO(), "one long line of many words\nshort\nnext: python generate.py run"
+    assert fit_terminal(text, terminal) == text
+    terminal.isatty = lambda: True
+    assert fit_terminal(text, terminal) == text.replace(" many", "\n  many")
     assert str(UserError("é ▁ a\nb\x1b[31m\x9b\ud800\t")) == r"é ▁ a\nb\x1b[31m\x9b\ud800\t"
     note("a/\x1b]0;title\x07/b")
     assert capsys.readouterr().err == "a/␛]0;title␇/b\n"
@@ -99,14 +107,6 @@ def test_a_mistake_or_a_missing_package_is_one_line_and_a_traceback_is_shown_whe
         assert (done.returncode, done.stderr) == (2, line)
     shown = python("with errors.exit_on_user_error(): raise errors.UserError('wrong')", "--traceback").stderr
     assert shown.startswith("Traceback") and shown.endswith("error: wrong\n")
-
-
-def test_a_terminal_gets_lines_that_end_between_words_and_whole_commands(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "20")
-    terminal, text = io.StringIO(), "one long line of many words\nshort\nnext: python generate.py run"
-    assert fit_terminal(text, terminal) == text
-    terminal.isatty = lambda: True
-    assert fit_terminal(text, terminal) == text.replace(" many", "\n  many")
 
 
 def test_a_folder_is_used_by_one_process_at_a_time_until_that_ends(tmp_path):

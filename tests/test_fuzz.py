@@ -70,9 +70,9 @@ def folders(tmp_path_factory) -> dict[str, Path]:
         template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
         path.write_text(json.dumps(json.loads(path.read_text("utf-8")) | {"chat_template": template}))
     texts = tmp_path_factory.mktemp("texts")
+    rows = "".join(json.dumps({"text": f"Document {n} é 漢字\n" * (n % 7 + 1)}) + "\n" for n in range(30))
     for name in ("a.txt", "b.jsonl", "c.jsonl"):
-        rows = (json.dumps({"text": f"Document {n} é 漢字\n" * (n % 7 + 1)}) + "\n" for n in range(30))
-        (texts / name).write_text("".join(rows), encoding="utf-8")
+        (texts / name).write_text(rows, encoding="utf-8")
     run = folder / "RUN"
     return {"model": run / "best", "chat": run / "best", "run": run, "texts": texts}
 
@@ -98,8 +98,8 @@ READERS = {  # share of the examples of a profile, and what reads the files
 
 @pytest.mark.parametrize("reader", READERS)
 def test_a_damaged_file_is_read_or_ends_in_one_line(folders, reader, tmp_path, monkeypatch):
-    share, act = READERS[reader]
     monkeypatch.setattr(sys, "argv", ["program"])
+    share, act = READERS[reader]
     examples = round(share * settings.default.max_examples)
 
     @settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck))

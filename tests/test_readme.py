@@ -94,15 +94,12 @@ def test_the_example_of_a_norm_consists_of_lines_of_the_source():
 def test_a_norm_that_is_added_as_in_the_example_leaves_the_tests_of_norms_green(tmp_path):
     copy = shutil.copytree(ROOT, tmp_path / "copy", ignore=shutil.ignore_patterns(".*", "runs"))
     row, function = re.findall(r"```python\n(.*?)```", section("Compare your own"), re.DOTALL)
-    for name, before, added in (
-        ("config.py", '    "none": ', f"    {row}"),
-        ("norm.py", "FUNCTIONS = ", f"{function}\n\n"),
-    ):
-        path = copy / "model" / name
-        text = path.read_text(encoding="utf-8")
+    added = {"config.py": ('    "none": ', f"    {row}"), "norm.py": ("FUNCTIONS = ", f"{function}\n\n")}
+    for name, (before, lines) in added.items():
+        text = (copy / "model" / name).read_text(encoding="utf-8")
         assert text.count(before) == 1
-        path.write_text(text.replace(before, added + before), encoding="utf-8")
-    command = [sys.executable, "-m", "pytest", "-n", "0", "-k", "norm or mine"]
+        (copy / "model" / name).write_text(text.replace(before, lines + before), encoding="utf-8")
     packages = ["tests/model", "tests/checkpoints", "tests/training"]
-    done = subprocess.run([*command, *packages], cwd=copy, capture_output=True, text=True)
+    command = [sys.executable, "-m", "pytest", "-n", "0", "-k", "norm or mine", *packages]
+    done = subprocess.run(command, cwd=copy, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:]
