@@ -28,15 +28,16 @@ def printable(text: str) -> str:
 
 def fit_terminal(text: str, stream: TextIO) -> str:
     """For a terminal, long lines are broken between words; a line with a command stays whole, to be copied."""
-    import shutil
+    if not stream.isatty():
+        return text
+    import shutil  # these two only here, as Ctrl-C in an import is a traceback
     import textwrap
 
+    options = {"subsequent_indent": "  ", "break_long_words": False, "break_on_hyphens": False}
     columns, lines = shutil.get_terminal_size().columns, text.split("\n")
     for i, line in enumerate(lines):
-        if stream.isatty() and len(line) > columns and "python " not in line:
-            lines[i] = textwrap.fill(
-                line, columns, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
-            )
+        if len(line) > columns and "python " not in line:
+            lines[i] = textwrap.fill(line, columns, **options)
     return "\n".join(lines)
 
 

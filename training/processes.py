@@ -114,12 +114,8 @@ def explain_lost_process() -> Iterator[None]:
 
 
 def finish_processes(processes: Processes) -> None:
-    """Wait until every process is done, the main one with its summary, and leave the process group.
-
-    With torch 2.13, a process that ends too soon after a collective may hang: deleting the model holds Python's lock,
-    for which a thread of Gloo waits to release its tensors.
-    """
+    """Wait until every process is done, the main one with its summary, and leave the process group."""
     if processes.count > 1:
         dist.barrier()
         dist.destroy_process_group()
-        time.sleep(0.2)
+        time.sleep(0.2)  # torch 2.13: at once, deleting the model and a thread of Gloo may wait for each other

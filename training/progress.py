@@ -41,13 +41,13 @@ def show_evaluation(session: Session, bar: tqdm, result: Evaluation) -> None:
     bar.write(f"step {session.state.step}: validation {result}")
     losses = [line["validation_loss"] for line in metrics.read(session.run_dir) if "validation_loss" in line]
     rises = [after > before for before, after in itertools.pairwise(losses)]
-    if rises[-2:] == [True, True] and rises[-3:-2] != [True]:
+    if rises[-3:] in ([True, True], [False, True, True]):  # said once
         bar.write(RISING)
     if session.state.step < session.steps and not session.sharded:  # sharded, each token would gather all weights
-        bar.write(samples(session, prompts(session)[:1]))
+        bar.write(samples(session, sample_prompts(session)[:1]))
 
 
-def prompts(session: Session) -> list[str]:
+def sample_prompts(session: Session) -> list[str]:
     """--sample-prompts, or else the first words of held-out documents; "" stands for a held-out question."""
     corpus, given = session.corpus, [*session.settings.run.sample_prompts]
     return given or (corpus.first_words() if isinstance(corpus, Corpus) else [""])
@@ -91,11 +91,11 @@ def report_end(session: Session) -> None:
         best = checkpoint.find_complete(session.run_dir / "best")
         if best is not None:
             pretrained.load_weights(session.model, best)
-        print(samples(session, prompts(session)))
+        print(samples(session, sample_prompts(session)))
     words = "--chat"
     if isinstance(corpus, Corpus):
         print(f"xz -9e on the same text: {corpus.xz_bits_per_byte():.4f} bits per byte; text hash {corpus.text_hash}")
-        words = shlex.quote(printable(" ".join(prompts(session)[0].split()[:5])))
+        words = shlex.quote(printable(" ".join(sample_prompts(session)[0].split()[:5])))
     speed = f"{state.tokens / state.seconds:,.0f} tokens/s"
     print(f"{state.step:,} steps, {state.tokens:,} tokens in {state.seconds:.0f} s of training, {speed}")
     print(f"best/ has the weights with the lowest validation loss, {state.best_validation_loss:.4f} nats per token")

@@ -28,7 +28,7 @@ from training.schedule import sequence_length
 from training.settings import Settings, changed_fields, load_settings
 from training.shard import shard
 
-Log = Callable[[str], object]
+Log, Text = Callable[[str], object], Corpus | Conversations
 
 
 @dataclass
@@ -40,7 +40,7 @@ class Session:
     processes: Processes
     device: torch.device
     dtype: torch.dtype  # of the activations
-    corpus: Corpus | Conversations
+    corpus: Text
     model: Decoder  # the weights: what is evaluated and saved
     forward: nn.Module  # the same weights, compiled and wrapped for several processes: what is trained
     optimizer: torch.optim.Optimizer
@@ -135,9 +135,7 @@ def no_log(_: str) -> None:
     """A `log` that prints nothing."""
 
 
-def open_text(
-    settings: Settings, last: Path | None, processes: Processes, log: Log
-) -> tuple[Settings, Corpus | Conversations]:
+def open_text(settings: Settings, last: Path | None, processes: Processes, log: Log) -> tuple[Settings, Text]:
     """The text to train on, and the settings with the size of its vocabulary: a small text has a smaller one."""
     with processes.main_first("text"):
         corpus = prepare_corpus(settings, last)
@@ -159,7 +157,7 @@ def open_text(
     return settings, corpus
 
 
-def prepare_corpus(settings: Settings, last: Path | None = None) -> Corpus | Conversations:
+def prepare_corpus(settings: Settings, last: Path | None = None) -> Text:
     """The text as tokens, by the tokenizer of `last`, else --tokenizer, else that of --init-from, else a new one."""
     data, size = settings.data, settings.model.vocab_size
     try:
@@ -233,9 +231,7 @@ def prepare_training(
 
 
 def fixed_settings(settings: Settings) -> dict[str, object]:
-    """What a resumed run must keep, as state.json has it. Another split would validate on documents that were trained
-    on, and another seed train on some of them again.
-    """
+    """What a resumed run must keep, as JSON has it; another split would validate on documents that were trained on."""
     values = vars(settings.run) | vars(settings.data) | vars(settings.optimizer)
     names = ("optimizer", "lora", "lora_alpha", "seed", "tokenizer", "validation_fraction", "validation_salt")
     return json.loads(json.dumps({name: values[name] for name in names} | vars(settings.model)))
