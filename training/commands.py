@@ -12,9 +12,8 @@ import numpy as np
 
 import kernels
 from checkpoints.pretrained import load_pretrained
-from data.batches import number_documents, validation_windows
 from data.conversations import has_conversations
-from data.corpus import tokenize
+from data.corpus import Corpus, tokenize
 from data.sources import resolve
 from data.tokenizer import check_vocabulary, load_tokenizer
 from errors import UserError, is_main_process
@@ -88,15 +87,13 @@ def evaluate_checkpoint(settings: Settings) -> None:
     tokenizer = load_tokenizer(data.tokenizer or directory)
     model = load_pretrained(directory, device=device, compute_dtype=dtype)
     check_vocabulary(tokenizer, model.config.vocab_size)
-    size, text_bytes = data.micro_batch_size or data.batch_size, None
     if has_conversations(resolve(data.data, data.text_field, Path(data.cache))):
         corpus = prepare_corpus(settings)
-        rows = np.concatenate([corpus.train, corpus.validation], 1)
-        windows = dataclasses.replace(corpus, validation=rows).validation_batches(0, size)
+        corpus = dataclasses.replace(corpus, validation=np.concatenate([corpus.train, corpus.validation], 1))
     else:
         tokens, text_bytes = tokenize(list(data.data), tokenizer, data.text_field, data.cache)
         document_start = tokenizer.document_start if data.document_mask else None
-        windows = validation_windows(tokens, data.sequence_length, size)
-        windows = (number_documents(window, document_start) for window in windows)
+        corpus = Corpus("", "", tokenizer, tokens, tokens, text_bytes, document_start)
     print(f"{directory} on {', '.join(data.data)}, in windows of {data.sequence_length} tokens")
-    print(evaluate(model, windows, text_bytes, device))
+    windows = corpus.validation_batches(data.sequence_length, data.micro_batch_size or data.batch_size)
+    print(evaluate(model, windows, corpus.validation_bytes, device))

@@ -69,8 +69,7 @@ class DataSettings:
     Hugging Face Hub; or python (the standard library of this interpreter), python-chat (questions and answers about
     it), shakespeare, tinystories (these two are downloaded)."""
     text_field: str = "text"  # Field of jsonl and parquet rows that contains the text.
-    tokenizer: Annotated[str | None, optional("FILE")] = None
-    """A tokenizer.model, a tokenizer.json, or a directory with one. Default: train a tokenizer on the text."""
+    tokenizer: Annotated[str | None, optional("FILE")] = None  # A tokenizer or its folder. Default: made of the text.
     validation_fraction: float = 0.05  # Fraction of the text, in complete documents, that is held out (at most 4 MB).
     validation_salt: int = 0  # Another number holds out other documents, to choose settings on others than the usual.
     cache: str = ".cache"  # Folder where trained tokenizers and tokenized texts are cached.
@@ -88,14 +87,12 @@ class DataSettings:
 class OptimizerSettings:
     """The optimizer and the schedule of its learning rate."""
 
-    optimizer: Literal["adamw", "muon"] = "adamw"
-    """AdamW for all parameters, or Muon for the matrices of the layers and AdamW for the rest."""
+    optimizer: Literal["adamw", "muon"] = "adamw"  # AdamW, or Muon for matrices of the layers and AdamW for the rest.
     steps: int = 1000  # Number of optimizer steps.
     learning_rate: float = 3e-3  # Peak learning rate.
     embedding_lr_multiplier: float = 1.0  # Learning rate of embedding and head, in multiples of --learning-rate.
     norm_lr_multiplier: float = 1.0  # That of the norms' parameters and of biases, in multiples of --learning-rate.
-    schedule: Literal["cosine", "wsd"] = "wsd"
-    """Learning rate after the warm-up: cosine decay, or constant and then a linear decay (warmup-stable-decay)."""
+    schedule: Literal["cosine", "wsd"] = "wsd"  # After the warm-up: cosine decay, or constant and then a linear one.
     warmup_steps: int = 50  # Steps of linear warm-up.
     decay_fraction: float = 0.5  # Fraction of the steps that wsd spends in its decay, at the end.
     final_learning_rate: float = 0.0  # Learning rate at the last step, as a fraction of the peak.
