@@ -31,7 +31,6 @@ train --data BAD/chat.jsonl -> .*chat.jsonl has conversations; give a model to t
 train --init-from RUN --data BAD/chat.jsonl -> 1 different conversations are too few to learn from; give more
 train --data BAD/broken.jsonl -> .*broken.jsonl, row 1 .*
 train --data BAD/broken.parquet -> .*broken.parquet .*Parquet file size is 4 bytes
-train --data BAD/picture.png -> .*picture.png names no file to read; the formats are .txt
 train --config tinny -> tinny is neither a file nor one of .* Did you mean tiny\?
 train --epochs 3 -> --epochs is not a setting: training is measured in --steps
 train --sequence-length 4096 -> --sequence-length 4096 is longer than the model's context of 512 tokens; shorten it
@@ -47,7 +46,6 @@ train --resume RUN --out other -> --resume uses the settings of the run itself; 
 train --resume RUN --steps 9 --data BAD/other.txt -> .*RUN cannot be resumed: the text differs
 train --out RUN -> .*RUN is not empty, and runs are never overwritten; use another --out, or --resume
 train --init-from nothere -> nothere does not exist; give a directory .* Existing runs: RUN
-train --init-from RUN/best/model.safetensors -> .*model.safetensors is a file; give the directory
 train --init-from BAD/pickled -> .*pickled has pickled weights, which can run code and are never opened; save them
 train --init-from BAD/gguf -> .*gguf has GGUF weights
 generate BAD/adapter --prompt a -> .*nothere does not exist; .*: python generate.py MODEL --adapter .*adapter
@@ -56,7 +54,7 @@ train --init-from RUN --lora 4 --optimizer muon -> LoRA needs --lora RANK, --ini
 train --init-from RUN --lora 4 --dry-run -> --dry-run estimates training of all parameters; leave out --lora
 train --init-from BAD/lfs -> .*lfs/model.safetensors .*git lfs pull
 train --eval-only -> --eval-only needs --init-from
-train --tokenizer BAD/empty -> there is no .*BAD/empty/tokenizer.model; give a tokenizer.model, a tokenizer.json
+train --init-from RUN/best/model.safetensors -> .*model.safetensors is a file; give the directory
 generate nothere -> nothere does not exist; give a directory
 generate BAD/empty -> .*BAD/empty has no config.json, best/ or last/
 generate BAD/quantized --prompt a -> .*config.json cannot be read \(quantization_config is .*; give another model
@@ -106,7 +104,6 @@ def folder(tmp_path_factory) -> Path:
         "chat.jsonl": b'{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n',
         "broken.jsonl": b'{"text": "a"\n',
         "broken.parquet": b"PAR1",
-        "picture.png": b"\x89PNG",
         "other.txt": b"Another text. " * 2000,
         "pickled/config.json": (folder / "RUN" / "best" / "config.json").read_bytes(),
         "pickled/pytorch_model.bin": b"",
