@@ -31,10 +31,15 @@ LESS_MEMORY = "use a smaller --micro-batch-size, --activation-checkpointing, a s
 
 def run(command: Command) -> int:
     """Run what the command line asks for; returns the exit status, 128 + the number of the signal that stopped it."""
-    actions, settings, stopped_by = command.actions, command.settings, 0
+    actions, settings, action, stopped_by = command.actions, command.settings, None, 0
+    if actions.dry_run:
+        action = estimate
+    elif actions.prepare:
+        action = prepare_text
+    elif actions.eval_only:
+        action = evaluate_checkpoint
     with explain_out_of_memory(f"too little memory; {LESS_MEMORY}."), explain_lost_process():
-        if actions.dry_run or actions.prepare or actions.eval_only:
-            action = estimate if actions.dry_run else prepare_text if actions.prepare else evaluate_checkpoint
+        if action is not None:
             if is_main_process():
                 action(settings)
         elif is_main_process():

@@ -60,9 +60,11 @@ def write_tensors(session: Session, _: State, targets: list[Path]) -> None:
     }
     writers = count if session.sharded and not lora else 1  # an adapter is one file
     weights, moments = (share_out(tensors, writers, rank, "cpu")[1] for tensors in (weights, moments))
+    if rank >= writers:
+        return
     part = f"-{rank + 1:05}-of-{count:05}" if session.sharded else ""
     ids = dict(bos_token_id=tokenizer.bos_id, eos_token_id=tokenizer.eos_id)
-    for target in targets if rank < writers else ():
+    for target in targets:
         directory = candidates(target)[1]
         pretrained.save_pretrained(model, directory, **ids, state=weights, file=f"model{part}.safetensors")
         if target.name == "last":
@@ -72,7 +74,9 @@ def write_tensors(session: Session, _: State, targets: list[Path]) -> None:
 
 def complete(session: Session, state: State, targets: list[Path]) -> None:
     """In the main process: write the other files, with the indexes of several, and replace the saves before."""
-    for target in targets if session.processes.is_main else ():
+    if not session.processes.is_main:
+        return
+    for target in targets:
         directory = candidates(target)[1]
         session.corpus.tokenizer.save(directory)  # it may have a generation_config.json of its own
         path = directory / "generation_config.json"

@@ -28,7 +28,8 @@ from training.schedule import sequence_length
 from training.settings import Settings, changed_fields, load_settings
 from training.shard import shard
 
-Log, Text = Callable[[str], object], Corpus | Conversations
+Log = Callable[[str], object]
+Text = Corpus | Conversations
 
 
 @dataclass
