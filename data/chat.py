@@ -7,6 +7,7 @@ end a turn or forge another one by typing `<|im_end|>`.
 import functools
 import itertools
 import json
+import os
 import re
 import secrets
 from collections.abc import Iterable, Sequence
@@ -24,19 +25,10 @@ from errors import UserError, reading
 Message = dict[str, Any]
 # Random numbers that no text contains. Digits, because templates may change letters (`upper`), but not digits.
 BREAK, BORDER = (str(10**20 + secrets.randbelow(10**20)) for _ in range(2))
+NUMBERS = re.compile("(?=([0-9]{21}))")  # such numbers, also where two overlap
 ROLES = {"developer": "system", "human": "user"} | dict.fromkeys(("gpt", "chatgpt", "bing", "bard"), "assistant")
-NUMBERS = re.compile("(?=([0-9]{21}))")  # the numbers above, also where two overlap
 # What stands before, in and after a thought.
 THOUGHTS = re.compile(r"(\A|</?think>)\s*(?!</?think>)\S.*?(?=</?think>|\Z)", re.DOTALL)
-
-
-def break_tokens(text: str, tokens: Iterable[str]) -> str:
-    """Insert a mark into each of the tokens that the text contains, so that they are plain text to the tokenizer.
-
-    The mark follows a token's first character. Tokens of one character cannot be broken and are left as they are.
-    """
-    patterns = [f"{re.escape(token[0])}(?={re.escape(token[1:])})" for token in tokens if len(token) > 1]
-    return re.sub("|".join(patterns), lambda match: match[0] + BREAK, text) if patterns else text
 
 
 def plain_messages(messages: Sequence[dict]) -> list[Message]:
@@ -62,34 +54,34 @@ def plain_messages(messages: Sequence[dict]) -> list[Message]:
 
 
 class ChatFormat:
-    """A checkpoint's chat template with its tokenizer, and a system prompt that precedes every conversation.
-
-    Raises `UserError` for a checkpoint without a template, and for one that fails or refuses the system prompt.
-    """
+    """A checkpoint's chat template with its tokenizer; `UserError` for one that fails or refuses the system prompt."""
 
     def __init__(self, tokenizer: Tokenizer, system: str | None = None):
-        template = tokenizer.chat_template
+        template, added = tokenizer.chat_template, tokenizer.added_tokens
         if template is None:
             raise UserError(
                 f"{tokenizer.folder} has no chat template, so the model only continues text: use an Instruct or Chat "
                 f"model, fine-tune it on conversations, or put a chat_template.jinja in its folder."
             )
         self._template, self.tokenizer = template, tokenizer
-        added = {i: token.content for i, token in tokenizer.added_tokens.items()}
-        self._special = {added[i] for i, token in tokenizer.added_tokens.items() if token.special}
+        self._special = {token.content for token in added.values() if token.special}
         # Some models have turn markers that are not marked as special. Runs of spaces are tokens, too, and no markers.
-        self._control = self._special | {token for token in added.values() if token.strip() and token in template}
+        contents = {token.content for token in added.values() if token.content.strip()}
+        self._control = self._special | {content for content in contents if content in template}
         self._system = [] if system is None else [{"role": "system", "content": system}]
 
         question, answer = {"role": "user", "content": "What is it?"}, "It is fine."
         self.encode([question])  # so that a template that fails, or leaves out the system prompt, does so now
         text = "".join(self.render([question, {"role": "assistant", "content": answer}], answer_follows=False))
-        ends = tokenizer.encode_special(text.rpartition(answer)[2].lstrip(), BREAK).ids[:1]
-        self.end_of_turn = next((i for i in ends if added.get(i) in self._control), None)
+        self.end_of_turn: int | None = None
         """The token that the template writes after an answer. Not every model lists it as EOS."""
-        written = {*tokenizer.encode_special(text, BREAK).ids, self.end_of_turn} - {None}
-        self.ends = {i for i in written if i == self.end_of_turn or added.get(i) in self._special}
+        for i in tokenizer.encode_special(text.rpartition(answer)[2].lstrip(), BREAK).ids[:1]:
+            if i in added and added[i].content in self._control:
+                self.end_of_turn = i
+        self.ends = {i for i in tokenizer.encode_special(text, BREAK).ids if i in added and added[i].special}
         """What ends an answer: that token, and those that begin other turns, with which a small model may run on."""
+        if self.end_of_turn is not None:
+            self.ends.add(self.end_of_turn)
 
     def encode(self, messages: Sequence[Message]) -> list[int]:
         """The token ids of the conversation, up to where the model's answer begins."""
@@ -104,22 +96,20 @@ class ChatFormat:
         """The ids of the complete conversation; which of them the model learns, bool; the messages it cannot learn.
 
         It learns what is inside `{% generation %}` blocks. In a template without them, an answer begins where it parts
-        from the generation prompt, which may have an empty thought for it. If the template changes earlier text when
-        the conversation continues (as Qwen3's does), that answer cannot be learned.
+        from the generation prompt, and one that the template changes later (as Qwen3's does) cannot be learned.
         """
         parts, unknown = self.render(messages, answer_follows=False), []
-        text, ends = "".join(parts), [*itertools.accumulate(map(len, parts))]
-        spans = [*zip(ends[::2], ends[1::2], strict=False)]  # of the characters that are learned
-        if "endgeneration" not in self._template:
-            for i in [i for i, message in enumerate(messages) if message["role"] == "assistant"]:
-                [before], [after] = self.render(messages[:i]), self.render(messages[: i + 1], answer_follows=False)
-                [question] = self.render(messages[:i], answer_follows=False)
-                equal = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(before, after, strict=False))
-                start = sum(1 for _ in equal)
-                if text.startswith(after) and (start == len(before) or before[:start].startswith(question)):
-                    spans.append((start, len(after)))
-                else:
-                    unknown.append(i + 1)
+        text, ends = "".join(parts), list(itertools.accumulate(map(len, parts)))
+        spans = list(zip(ends[::2], ends[1::2], strict=False))  # of the characters that are learned
+        answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        for i in answers if "endgeneration" not in self._template else ():
+            [before], [after] = self.render(messages[:i]), self.render(messages[: i + 1], answer_follows=False)
+            [question] = self.render(messages[:i], answer_follows=False)
+            prompt = os.path.commonprefix([before, after])  # noqa: RUF071 - no paths
+            if text.startswith(after) and (prompt == before or prompt.startswith(question)):
+                spans.append((len(prompt), len(after)))
+            else:
+                unknown.append(i + 1)
         encoding = self.tokenizer.encode_special(text, BREAK)
         begins, ends = np.array(encoding.offsets).reshape(-1, 2).T
         learned = np.zeros(len(begins), bool)
@@ -133,19 +123,18 @@ class ChatFormat:
         replace = functools.partial(THOUGHTS.sub, lambda match: match[1] + str(next(numbers)))
         marked = [message | {key: replace(message[key]) for key in message if key != "role"} for message in messages]
         shown = {*NUMBERS.findall("".join(self.render(marked, answer_follows=answer_follows)))}
+        left_out = set()
         for i, message in enumerate(marked, 1):
             if not shown.issuperset(NUMBERS.findall(message["content"].rpartition("</think>")[2])):
                 role = message["role"]
                 raise UserError(f"the model's chat template leaves out message {i} ({role}); use another role.")
-        texts = [(key, text) for message in marked for key, text in message.items()]
-        keys = {key for key, text in texts if not shown.issuperset(NUMBERS.findall(text))}
-        return {"<think>" if key == "content" else key for key in keys}
+            left_out |= {key for key, text in message.items() if not shown.issuperset(NUMBERS.findall(text))}
+        return {"<think>" if key == "content" else key for key in left_out}
 
     def render(self, messages: Sequence[Message], *, answer_follows: bool = True) -> list[str]:
         """The text of the conversation in parts; every second part is inside a `{% generation %}` block.
 
-        `break_tokens` has broken the special tokens of the messages. The model's own text may contain tokens that are
-        not special, such as </think>; those stay tokens.
+        Tokens in messages are broken. Those of the model's own text that are not special, such as </think>, are not.
         """
         broken = []
         for message in messages:
@@ -158,6 +147,12 @@ class ChatFormat:
         except Exception as error:  # whatever the template raises
             reason = f"{type(error).__name__}: {error}"
             raise UserError(f"the model's chat template does not support this conversation ({reason}).") from error
+
+
+def break_tokens(text: str, tokens: Iterable[str]) -> str:
+    """Make tokens in the text plain text by a mark after their first character; one character cannot be broken."""
+    patterns = [f"{re.escape(token[0])}(?={re.escape(token[1:])})" for token in tokens if len(token) > 1]
+    return re.sub("|".join(patterns), lambda match: match[0] + BREAK, text) if patterns else text
 
 
 @functools.cache

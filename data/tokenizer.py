@@ -1,10 +1,8 @@
 """Text <-> ids: a `tokenizer.json`, which the tokenizers library runs. SentencePiece only trains.
 
-`encode` is plain: no BOS or EOS is added and special tokens in the text are text. With a tokenizer that is trained
-here the round trip is exact for any text without U+2581, which is how SentencePiece writes a space.
+With a tokenizer that is trained here the round trip is exact for any text without U+2581, SentencePiece's space.
 """
 
-import contextlib
 import functools
 import hashlib
 import io
@@ -20,15 +18,13 @@ import tokenizers
 from tokenizers import AddedToken, normalizers
 from tokenizers.pre_tokenizers import ByteLevel
 
+from data.added_tokens import NAMED, read_added_tokens
 from errors import UserError, reading
 from files import replacing
 
 # What is saved with a model. llama.cpp needs the scores in tokenizer.model; generation_config.json has all EOS ids.
 FILES = ("tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 FILES += ("generation_config.json", "added_tokens.json", "tokenizer.json")
-BOM = "\ufeff".encode()  # some editors begin a file with it
-FLAGS = ("special", "lstrip", "rstrip", "single_word")  # of an added token
-NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 KEPT = (*NAMED, "add_bos_token", "chat_template", "added_tokens_decoder", "additional_special_tokens")
 KEPT += ("extra_special_tokens",)  # fields of tokenizer_config.json beside a tokenizer.model
 
@@ -66,8 +62,8 @@ class Tokenizer:
     def __init__(self, files: dict[str, bytes], folder: Path):
         """files: what lies beside a tokenizer.json and, last, itself, by name; folder: of the files, for messages."""
         self.files, self.folder = files, folder
-        with self._library():
-            self._tokenizer = tokenizers.Tokenizer.from_str(files["tokenizer.json"].decode())
+        with reading(self.folder / "tokenizer.json"):
+            self._tokenizer = tokenizers.Tokenizer.from_str(files["tokenizer.json"].decode("utf-8-sig"))
             self._tokenizer.encode_special_tokens = True
             self._tokenizer.no_truncation()
             self._tokenizer.no_padding()
@@ -86,38 +82,14 @@ class Tokenizer:
     def __reduce__(self) -> tuple:  # for other processes
         return Tokenizer, (self.files, self.folder)
 
-    @contextlib.contextmanager
-    def _library(self) -> Iterator[None]:
-        """Its library runs in this block: whatever that raises is a fault of tokenizer.json, unless it got no text."""
-        try:
-            with reading(self.folder / "tokenizer.json"):
-                yield
-        except UserError as error:
-            raise error.__cause__ if isinstance(error.__cause__, TypeError) else error from None
-
     def _add_tokens(self) -> None:
-        """Add the tokens that only the configuration has, with its flags, as transformers does: a new token gets the
-        next id, whatever the configuration says. Then tokenizer.json and tokenizer_config.json both have all tokens."""
+        """Add the tokens that only the configuration has, to both files. A new token gets the next id, whatever the
+        configuration says, as in transformers."""
+        old = [self.fields(name) for name in ("special_tokens_map.json", "added_tokens.json")]
         known = {i: token.__getstate__() for i, token in self.added_tokens.items()}
-        listed, old = self.config.get("added_tokens_decoder"), {}
-        if listed is None:  # in old folders, where two more files count
-            old = self.fields("special_tokens_map.json")
-            listed = {i: {"content": text} for text, i in self.fields("added_tokens.json").items()} | known
-        listed = sorted(listed.items(), key=lambda item: int(item[0]))
-        tokens = {token["content"]: token for _, token in (*known.items(), *listed)}
-        fields, extra = self.config | old, self.config.get("extra_special_tokens") or []
-        found = {name: fields.get(name) for name in (*NAMED, *fields) if name.endswith("_token")}
-        found |= extra if isinstance(extra, dict) else {}
-        unnamed = (old | self.config).get("additional_special_tokens") or []
-        found |= enumerate(extra if extra and isinstance(extra, list) else unnamed)
-        found = {n: {"content": t} if isinstance(t, str) else t for n, t in found.items() if isinstance(t, str | dict)}
-        self.special_tokens = {name: token["content"] for name, token in found.items() if isinstance(name, str)}
-        for token in found.values():
-            tokens[token["content"]] = token | tokens.get(token["content"], {}) | {"special": True}
-
-        flags = {text: {flag: token.get(flag, False) for flag in FLAGS} for text, token in tokens.items()}
+        tokens, self.special_tokens = read_added_tokens(self.config, *old, known)
         # Text that a normalizer turns into a token, such as the same in capitals, is no token.
-        self._tokenizer.add_tokens([AddedToken(text, normalized=False, **flags[text]) for text in tokens])
+        self._tokenizer.add_tokens([AddedToken(text, normalized=False, **flags) for text, flags in tokens.items()])
         every = {i: token.__getstate__() for i, token in self.added_tokens.items()}
         if every != known or len(self.config.get("added_tokens_decoder", every)) < len(every):
             self.config = self.config | self.special_tokens | {"added_tokens_decoder": every}
@@ -130,11 +102,12 @@ class Tokenizer:
             return dict(json.loads(self.files.get(name, b"{}")))
 
     def encode(self, text: str) -> list[int]:
+        """The ids of plain text: no BOS or EOS is added, and special tokens in the text are text."""
         return self.encode_batch([text])[0].tolist()
 
     def encode_batch(self, texts: Sequence[str]) -> list[array]:
         """Encode many texts on all cores."""
-        with self._library():
+        with reading(self.folder / "tokenizer.json"):
             encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [array("I", encoding.ids) for encoding in encodings]
 
@@ -148,7 +121,7 @@ class Tokenizer:
                 values = re.sub("[\udc80-\udcff]", "\ufffd", text).encode()
                 run = [self._tokenizer.token_to_id(f"<0x{value:02X}>") for value in values]
             valid += run
-        with self._library():
+        with reading(self.folder / "tokenizer.json"):
             return self._tokenizer.decode(valid, skip_special_tokens=not special)
 
     @functools.cached_property
@@ -181,14 +154,13 @@ class Tokenizer:
     def encode_special(self, text: str, mark: str) -> tokenizers.Encoding:
         """Encode a text whose special tokens are tokens, as in the text that a chat template writes.
 
-        `mark` is removed once tokens have been found: what it breaks is plain text, with the ids of the unbroken text.
-        Offsets count the characters of the text with the mark.
+        `mark` is removed once they are found: what it breaks is plain text. Offsets count the marks' characters, too.
         """
         normalizer, remove_mark = self._tokenizer.normalizer, normalizers.Replace(mark, "")
         steps = [remove_mark] if normalizer is None else [remove_mark, normalizer]
         self._tokenizer.normalizer, self._tokenizer.encode_special_tokens = normalizers.Sequence(steps), False
         try:
-            with self._library():
+            with reading(self.folder / "tokenizer.json"):
                 return self._tokenizer.encode_batch([text], add_special_tokens=False)[0]  # lets other threads run
         finally:
             self._tokenizer.normalizer, self._tokenizer.encode_special_tokens = normalizer, True
@@ -217,7 +189,7 @@ class Tokenizer:
         """The source of its chat template, None if there is none; a model may have more, for tools and documents."""
         if "chat_template.jinja" in self.files:
             with reading(self.folder / "chat_template.jinja"):
-                return self.files["chat_template.jinja"].decode()
+                return self.files["chat_template.jinja"].decode("utf-8-sig")
         with reading(self.folder / "tokenizer_config.json"):
             found = self.config.get("chat_template")
             return found if isinstance(found, str | None) else {t["name"]: t["template"] for t in found}["default"]
@@ -248,7 +220,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     if not path.is_file():
         raise UserError(f"there is no {path}; give a tokenizer.model, a tokenizer.json, or a folder with one of them.")
     beside = [path.parent / name for name in FILES if name != path.name]
-    files = {file.name: file.read_bytes().removeprefix(BOM) for file in (*beside, path) if file.is_file()}
+    files = {file.name: file.read_bytes() for file in (*beside, path) if file.is_file()}
     content = files.pop(path.name)
     if path.suffix == ".json":
         return Tokenizer(files | {"tokenizer.json": content}, path.parent)

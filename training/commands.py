@@ -13,7 +13,7 @@ import numpy as np
 import kernels
 from checkpoints.pretrained import load_pretrained
 from data.batches import number_documents, validation_windows
-from data.conversations import has_conversations
+from data.conversations import find_conversations
 from data.corpus import tokenize
 from data.sources import resolve
 from data.tokenizer import check_vocabulary, load_tokenizer
@@ -94,7 +94,7 @@ def evaluate_checkpoint(settings: Settings) -> None:
     model = load_pretrained(directory, device=device, compute_dtype=dtype)
     check_vocabulary(tokenizer, model.config.vocab_size)
     size = data.micro_batch_size or data.batch_size
-    if has_conversations(resolve(data.data, data.text_field, Path(data.cache))):
+    if find_conversations(resolve(data.data, data.text_field, Path(data.cache))):
         corpus = prepare_corpus(settings)
         rows = np.concatenate([corpus.train, corpus.validation], 1)
         windows, text_bytes = dataclasses.replace(corpus, validation=rows).validation_batches(0, size), None

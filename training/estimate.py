@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 import kernels
-from data.conversations import has_conversations
+from data.conversations import find_conversations
 from data.sources import resolve
 from model.config import ModelConfig
 from model.count import flops_per_token, layer_matrices, num_parameters
@@ -48,7 +48,7 @@ def estimate(settings: Settings) -> float:
     print("\n".join(f"{name:9} {line}" for name, line in lines.items()), flush=True)
     seconds, how = measure_time(settings, device, dtype)
     print(f"{'time':9} {how}")
-    if settings.run.init_from and has_conversations(resolve(data.data, data.text_field, Path(data.cache))):
+    if settings.run.init_from and find_conversations(resolve(data.data, data.text_field, Path(data.cache))):
         print(f"a row of conversations, in which lines with + are learned:\n{prepare_corpus(settings).show_row()}")
     return seconds
 

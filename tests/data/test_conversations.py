@@ -327,5 +327,5 @@ def test_rows_of_the_cache_that_were_cut_short_are_refused(tokenizer_file, tmp_p
     prepare([str(tmp_path / "a.jsonl")], **options)
     (rows,) = (tmp_path / "conversations").glob("*.npy")
     os.truncate(rows, rows.stat().st_size - 200)
-    with pytest.raises(UserError, match=r"npy cannot be read .*; delete .*conversations, which is made anew"):
+    with pytest.raises(UserError, match=r"cannot be read .*; delete .*conversations, which is made anew"):
         prepare([str(tmp_path / "a.jsonl")], **options)

@@ -1,6 +1,5 @@
 """Which documents are for training, which for validation, and which are duplicates; and streams of pieces."""
 
-import functools
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data import split as split_module
-from data.split import DUPLICATE, TRAIN, VALIDATION, Split, find_pieces, split_documents
+from data.split import DUPLICATE, TRAIN, VALIDATION, Split, split_documents
 from data.units import DOCUMENT, TokenStream
 
 
@@ -74,26 +73,22 @@ def test_something_remains_to_train_on(sizes, fraction):
 
 @settings(max_examples=100, deadline=None)
 @given(data=st.data())
-def test_a_stream_is_the_wanted_documents_end_to_end(tmp_path_factory, data):
+def test_a_stream_is_the_chosen_documents_end_to_end(tmp_path_factory, data):
     """Against plain lists, for any documents in any units, any choice of them and any slice."""
-    counts = data.draw(st.lists(st.integers(0, 4), min_size=1, max_size=4).filter(any))
-    documents = [[range(100 * n, 100 * n + data.draw(st.integers(1, 5))) for n in range(count)] for count in counts]
-    wanted = data.draw(st.lists(st.booleans(), min_size=sum(counts), max_size=sum(counts)).filter(any))
-    folder, units = tmp_path_factory.mktemp("stream"), []
-    for number, unit in enumerate(documents):
-        np.array([i + 1000 * number for one in unit for i in one], "<u2").tofile(folder / f"{number}.bin")
-        path = functools.partial(lambda number, suffix: folder / f"{number}{suffix}", number)
-        units.append(SimpleNamespace(path=path, tokenizer=SimpleNamespace(dtype=np.dtype("<u2"))))
-    table = table_of(np.arange(sum(counts)), tokens=[len(one) for unit in documents for one in unit])
-    unit = np.repeat(np.arange(len(counts)), counts)
-    flat = [[i + 1000 * number for i in one] for number, unit in enumerate(documents) for one in unit]
-    kept = [one for one, is_wanted in zip(flat, wanted, strict=True) if is_wanted]
-    expected = [i for one in kept for i in one]
-    pieces = find_pieces(table, unit, np.array(wanted))
-    stream = TokenStream(units, pieces)
+    folder, units, tables, chosen, expected = tmp_path_factory.mktemp("stream"), [], [], [], []
+    draw_unit = st.lists(st.tuples(st.integers(1, 5), st.booleans()), max_size=4)
+    for number, unit in enumerate(data.draw(st.lists(draw_unit, min_size=1, max_size=4))):
+        ids, path = np.arange(sum(tokens for tokens, _ in unit), dtype="<u2") + 1000 * number, folder / f"{number}.bin"
+        ids.tofile(path)
+        units.append(SimpleNamespace(path=path, tokenizer=SimpleNamespace(dtype=ids.dtype)))
+        tables.append(table_of([0] * len(unit), tokens=[tokens for tokens, _ in unit]))
+        for tokens, is_chosen in unit:
+            chosen.append(is_chosen)
+            expected += ids[:tokens].tolist() * is_chosen
+            ids = ids[tokens:]
+    stream = TokenStream(units, tables, chosen)
     assert len(stream) == len(expected) and stream[:].tolist() == expected
     start, stop = data.draw(st.integers(0, len(expected) + 1)), data.draw(st.integers(0, len(expected) + 3))
     assert stream[start:stop].tolist() == expected[start:stop]
-    if len(expected) > 1:
-        cut = data.draw(st.integers(1, len(expected) - 1))
-        assert TokenStream(units, pieces, cut)[:].tolist() == expected[:cut]
+    stream.length = min(stop, len(expected))
+    assert stream[:].tolist() == expected[:stop]
