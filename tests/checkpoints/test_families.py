@@ -39,9 +39,9 @@ REFUSED = {
     "an impossible shape": {"num_key_value_heads": 4},
     "a number as text": {"hidden_size": "48"},
     "a key that prenorm needs": {"model_type": "prenorm"},
-    **{f"layers: {n}": {"num_hidden_layers": n, "attention_bias": True} for n in (100_000, 10**9, 2**62, 10**30)},
-    **{f"{key}, too large": {key: size} for key in SHAPE_FIELDS for size in (10**6, 2**62)},
-    **{f"head_dim {size}": {"head_dim": size} for size in (10, 10**6, 2**62)},
+    "layers": {"num_hidden_layers": 100_000, "attention_bias": True},
+    **{f"{key}, too large": {key: 2**62} for key in (*SHAPE_FIELDS, "head_dim")},
+    "another head_dim": {"head_dim": 10},
     "a base that is no float": {"rope_theta": 10**400},
 }
 
@@ -75,15 +75,11 @@ def test_a_missing_key_means_what_it_means_in_transformers(model_type):
     }
 
 
-def test_unknown_keys_are_ignored_with_one_note(saved, edit_config, capsys):
+def test_unknown_keys_are_ignored_as_in_transformers(saved, edit_config, capsys):
     directory = saved()
     expected = load_config(directory)
-    edit_config(directory, _model_name_or_path="a", pad_token_id=0)
+    edit_config(directory, logit_scale=0.5, auto_map={"AutoModelForCausalLM": "x.Y"}, pad_token_id=0)
     assert load_config(directory) == expected and capsys.readouterr().err == ""
-    edit_config(directory, logit_scale=0.5, auto_map={"AutoModelForCausalLM": "x.Y"})
-    assert load_config(directory) == load_config(directory) == expected
-    path, unknown = directory / "config.json", "unknown keys, which are ignored: 'logit_scale', 'auto_map'"
-    assert capsys.readouterr().err == f"note: {path} has {unknown}\n"
 
 
 PUBLISHED = [json.loads(line) for line in (Path(__file__).parent / "published_configs.jsonl").read_text().splitlines()]
