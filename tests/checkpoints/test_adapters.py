@@ -34,18 +34,22 @@ def peft():
     return pytest.importorskip("peft")
 
 
+def randomize(model):
+    """Random values for all that the model trains."""
+    generator = torch.Generator().manual_seed(6)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = torch.randn(parameter.shape, generator=generator) * 0.1
+    return model.eval()
+
+
 @pytest.fixture
 def peft_model(peft, saved):
     """A model of transformers, opened from our directory, with an adapter of PEFT whose matrices are all random."""
 
     def make(config, **changes):
         base = transformers.AutoModelForCausalLM.from_pretrained(saved(**changes))
-        model = peft.get_peft_model(base, config)
-        generator = torch.Generator().manual_seed(6)
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.data = torch.randn(parameter.shape, generator=generator) * 0.1
-        return model.eval()
+        return randomize(peft.get_peft_model(base, config))
 
     return make
 
@@ -56,12 +60,8 @@ def lora(saved):
 
     def make(**changes):
         base = saved(**changes)
-        decoder = add_lora(load_pretrained(base), {"r": 4, "lora_alpha": 8, "base_model_name_or_path": str(base)}, 1)
-        generator = torch.Generator().manual_seed(6)
-        for name, parameter in decoder.named_parameters():
-            if ".lora_B." in name:
-                parameter.data = torch.randn(parameter.shape, generator=generator) * 0.1
-        return decoder
+        fields = {"r": 4, "lora_alpha": 8, "base_model_name_or_path": str(base)}
+        return randomize(add_lora(load_pretrained(base).requires_grad_(False), fields, 1))
 
     return make
 
@@ -152,12 +152,10 @@ def test_what_is_more_than_a_and_b_is_refused(peft, peft_model, tmp_path, reason
 
 def test_an_adapter_of_another_model_is_refused(lora, tmp_path):
     save_pretrained(lora(num_hidden_layers=4), tmp_path / "adapter")
-    lora(num_hidden_layers=3)
-    with pytest.raises(UserError, match=r"no 'model\.layers\.3\."):
-        load(tmp_path / "adapter")
-    lora(num_hidden_layers=4, intermediate_size=96)
-    with pytest.raises(UserError, match=r"adapter cannot be read .*size"):
-        load(tmp_path / "adapter")
+    for other, reason in ({"num_hidden_layers": 3}, r"no 'model\.layers\.3\."), ({"intermediate_size": 96}, "size"):
+        lora(**{"num_hidden_layers": 4} | other)
+        with pytest.raises(UserError, match=rf"adapter cannot be read .*{reason}"):
+            load(tmp_path / "adapter")
 
 
 @pytest.fixture
