@@ -107,16 +107,14 @@ def test_merged_equals_not_merged_within_1e_6(lora, tokens, relative, tmp_path, 
     assert merged.lora is None and relative(merged(tokens), decoder(tokens)) <= 1e-6
 
 
-def test_samples_of_a_model_in_training_have_its_adapter(lora, tokens, tmp_path):
+@torch.no_grad()
+def test_samples_of_a_model_in_training_have_its_adapter(lora, tokens):
     """The faster decoding steps read the weights alone, and would continue the text as the base does."""
-    decoder = lora()
-    save_pretrained(decoder, tmp_path / "adapter")
-    models = [decoder, load(tmp_path / "adapter"), load_pretrained(tmp_path / "model")]
-    adapted, merged, base = (
-        generate(model, tokens[:, :5].tolist(), max_new_tokens=12, sampling=Sampling(temperature=0)).tokens
-        for model in models
-    )
-    assert adapted == merged != base
+    decoder, ids = lora(), tokens[0, :5].tolist()
+    found = generate(decoder, [ids], max_new_tokens=12, sampling=Sampling(temperature=0)).tokens[0]
+    for _ in range(12):
+        ids.append(decoder(torch.tensor([ids]))[0, -1].argmax().item())
+    assert ids[5:] == found
 
 
 @torch.no_grad()
