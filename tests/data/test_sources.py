@@ -34,13 +34,12 @@ def write_jsonl(path: Path, rows: list[object]) -> Path:
 
 
 def test_the_default_corpus_is_the_standard_library_and_its_prose_without_tests_and_tables(library_text):
-    names = [Path(file.name) for file in resolve(["python"], "text", Path())]
     root = Path(sysconfig.get_path("stdlib"))
-    inside = {part for path in names for part in path.relative_to(root).parts[:-1]}
-    assert not inside & {"test", "tests", "idlelib", "tkinter", "lib2to3", "distutils", "site-packages", "__pycache__"}
-    kept = {path.relative_to(root).as_posix() for path in names}
-    assert {"argparse.py", "json/decoder.py", "encodings/utf_8.py", "encodings/idna.py"} <= kept
-    assert not kept & {"encodings/cp037.py", "encodings/mac_arabic.py", "encodings/koi8_r.py"}
+    names = {Path(file.name).relative_to(root).as_posix() for file in resolve(["python"], "text", Path())}
+    folders = {part for name in names for part in Path(name).parts[:-1]}
+    assert not folders & {"test", "tests", "idlelib", "tkinter", "lib2to3", "distutils", "site-packages", "__pycache__"}
+    assert {"argparse.py", "json/decoder.py", "encodings/utf_8.py", "encodings/idna.py"} <= names
+    assert not names & {"encodings/cp037.py", "encodings/mac_arabic.py", "encodings/koi8_r.py"}
     assert any("The `with` statement" in text or 'The "with" statement' in text for text in library_text), "prose"
     assert 5e6 < sum(len(text) for text in library_text) < 20e6
 
@@ -119,3 +118,20 @@ def test_a_name_wins_over_a_folder_and_a_path_is_the_folder(tmp_path, monkeypatc
     monkeypatch.chdir(tmp_path)
     assert len(resolve(["python"], "text", tmp_path)) > 100
     assert documents("./python") == ["own"]
+
+
+def test_a_byte_order_mark_is_not_text(tmp_path):
+    for name in ("a.txt", "a.md", "a.py", "b.jsonl", "b.jsonl.gz"):
+        for content in (b"", b'{"text": "one"}\r\n\r\n{"text": "two"}\r\n'):
+            marked = b"\xef\xbb\xbf" + content
+            (tmp_path / name).write_bytes(gzip.compress(marked) if name.endswith("gz") else marked)
+            expected = content.decode() if name[0] == "a" else "onetwo" if content else ""
+            assert "".join(documents(tmp_path / name)) == expected
+
+
+@pytest.mark.parametrize("line", ['[{"text": "a"}]', '"text"', "null", "{\n", "\0\0"])
+def test_a_line_that_is_no_object_is_named(line, tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n' + line)
+    reason = "Expecting " if line[0] in "{\0" else "the line is of type (list|str|NoneType), not an object"
+    with pytest.raises(UserError, match=rf"a.jsonl, row 2 cannot be read \({reason}.*; each line or row is an object"):
+        documents(tmp_path / "a.jsonl")
