@@ -24,7 +24,6 @@ TRAPS = st.sampled_from(
 )
 TEXTS = st.lists(st.one_of(SCALARS, TRAPS), max_size=30).map("".join)
 
-
 LLAMA_TEXTS = st.lists(st.one_of(SCALARS, TRAPS, st.sampled_from(["Once upon", "the ", "▁"])), max_size=20).map("".join)
 
 
@@ -37,16 +36,11 @@ def test_the_round_trip_is_exact_for_any_text(ours, text):
     assert all(type(i) is int and 6 < i < ours.vocab_size for i in ids), "no special token, whatever the text"
 
 
-def test_decoding_leaves_out_special_tokens_and_unknown_ids(ours):
-    assert ours.decode([ours.bos_id, *ours.encode("text"), 10**6, ours.eos_id]) == "text"
-
-
 def test_training_prints_nothing_and_gives_the_same_file_each_time(tmp_path, library_text, capfd):
     made = [train_tokenizer(library_text[:40], 700, tmp_path / str(i)) for i in range(2)]
-    assert made[0].vocab_size == 700
     assert (tmp_path / "0").read_bytes() == (tmp_path / "1").read_bytes()
     assert made[0].hash == made[1].hash == load_tokenizer(tmp_path / "0").hash
-    assert (made[0].bos_id, made[0].eos_id) == (1, 2) and capfd.readouterr() == ("", "")
+    assert (made[0].vocab_size, made[0].bos_id, made[0].eos_id) == (700, 1, 2) and capfd.readouterr() == ("", "")
 
 
 def test_training_takes_tabs_long_lines_and_nul_characters(tmp_path):
@@ -60,10 +54,10 @@ def test_tokens_for_conversations_are_reserved_and_never_come_from_text(ours):
     tokens = [ours.added_tokens[i].content for i in range(7)]
     assert tokens == ["<unk>", "<s>", "</s>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"]
     assert all(token.special for token in ours.added_tokens.values())
-    assert min(ours.encode("<|user|>Hi<|end|>")) > 6 and ours.encode_special("<|user|>Hi<|end|>", "mark").ids[::6] == [
-        4
-    ]
-    assert min(ours.encode_batch(["<|user|>Hi<|end|>"])[0]) > 6
+    text = "<|user|>Hi<|end|>"
+    assert min(ours.encode(text)) > 6 and ours.encode_special(text, "mark").ids[::6] == [4]
+    assert min(ours.encode(text)) > 6, "also afterwards"
+    assert ours.decode([ours.bos_id, *ours.encode("text"), 10**6, ours.eos_id]) == "text"
 
 
 # The same ids in SentencePiece and in Hugging Face's libraries
@@ -94,8 +88,8 @@ def test_bytes_that_are_no_character_do_not_change_the_text_around_them(ours, id
 def test_ids_are_those_of_sentencepiece_for_real_text_and_where_pieces_overlap(ours, library_text):
     trained, generator = processor(ours), random.Random(0)
     pieces = [p.piece for p in ModelProto.FromString(ours.files["tokenizer.model"]).pieces if p.type == PIECE.NORMAL]
-    texts = library_text[::4] + [run * n for run in (" ", "\n", "=", "ab", "\t", "é", "  x") for n in range(1, 101)]
-    for _ in range(5000):
+    texts = library_text[::8] + [run * n for run in (" ", "\n", "=", "ab", "\t", "é", "  x") for n in range(1, 101)]
+    for _ in range(3000):
         chosen = [piece.replace("▁", " ") for piece in generator.choices(pieces, k=generator.randint(2, 6))]
         # overlap: the end of one piece is the start of the next, which is where merges compete
         text = "".join(one[: generator.randint(1, len(one))] for one in chosen) * generator.randint(1, 4)
@@ -137,15 +131,14 @@ def saved(ours, tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize("model_type", [None, "llama", "qwen3", "stablelm"])
-def test_autotokenizer_gives_the_same_ids_in_every_family(ours, saved, tmp_path, model_type):
+def test_autotokenizer_gives_the_same_ids_in_every_family(ours, tmp_path, model_type):
     ours.save(tmp_path)
     if model_type:
         (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
     auto = transformers.AutoTokenizer.from_pretrained(tmp_path)
     assert (auto.bos_token_id, auto.eos_token_id) == (ours.bos_id, ours.eos_id)
     assert auto.add_prefix_space is False  # what llama.cpp's converter reads
-    texts = ["", "a", " a", "</s><s><unk>", "<0x0A>\n", "\t\tif x:\r\n", "Grüße 😀", "a .  b , c n't", " " * 33, "\0"]
-    for text in texts:
+    for text in ["", " a", "</s><s><unk>", "<0x0A>\n", "\t\tif x:\r\n", "Grüße 😀", "a .  b , c n't", " " * 33, "\0"]:
         assert auto(text).input_ids == [ours.bos_id, *ours.encode(text)], text
         assert auto.decode(ours.encode(text)) == text
 
@@ -180,16 +173,6 @@ def test_a_folder_with_a_model_alone_keeps_its_configuration_and_its_chat_templa
     assert tokenizer.bos_id is None and tokenizer.config["chat_template"] == "x" and tokenizer.eos_id == 2
     tokenizer.save(tmp_path)
     assert load_tokenizer(tmp_path).hash == tokenizer.hash and (tmp_path / "tokenizer.json").is_file()
-
-
-def test_a_model_of_another_kind_is_refused(tmp_path):
-    words = ["the quick brown fox", "jumps over the lazy dog", "and runs away"] * 50
-    with open(tmp_path / "tokenizer.model", "wb") as file:
-        sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(words), model_writer=file, vocab_size=32, model_type="unigram", minloglevel=2
-        )
-    with pytest.raises(UserError, match=r"tokenizer\.model cannot be read \(it is not a byte-pair encoding\); give a"):
-        load_tokenizer(tmp_path)
 
 
 def test_qwen_gives_the_golden_ids_and_its_special_tokens_are_text(qwen, shared):
@@ -262,14 +245,19 @@ def test_a_panic_of_the_library_is_one_line(saved, tmp_path, normalizer):
         load_tokenizer(path).encode_batch(["some text"])
 
 
-def test_files_that_are_no_tokenizers_are_named(saved, tmp_path):
+def test_files_that_are_no_tokenizers_or_of_another_kind_are_named(saved, tmp_path):
     folder = edited(saved, tmp_path / "broken")
     (folder / "tokenizer_config.json").write_text("{")
     for name, content in (("a.model", b"nothing"), ("b.json", b"{}"), ("c.model", b"")):
         (tmp_path / name).write_bytes(content)
+    words, unigram = iter(["the quick brown fox", "and runs away"] * 50), dict(model_type="unigram", vocab_size=25)
+    prefix = str(tmp_path / "d")
+    sentencepiece.SentencePieceTrainer.train(sentence_iterator=words, model_prefix=prefix, minloglevel=2, **unigram)
     for path in ("a.model", "b.json", "c.model", "broken"):
         with pytest.raises(UserError, match=r"(\.model|tokenizer\.json|tokenizer_config\.json) cannot be read"):
             load_tokenizer(tmp_path / path)
+    with pytest.raises(UserError, match=r"d\.model cannot be read \(it is not a byte-pair encoding\); give a"):
+        load_tokenizer(tmp_path / "d.model")
     for path in (tmp_path, tmp_path / "missing"):
         with pytest.raises(UserError, match="there is no"):
             load_tokenizer(path)
