@@ -66,22 +66,20 @@ class ChatFormat:
         self._template, self.tokenizer = template, tokenizer
         self._special = {token.content for token in added.values() if token.special}
         # Some models have turn markers that are not marked as special. Runs of spaces are tokens, too, and no markers.
-        contents = {token.content for token in added.values() if token.content.strip()}
-        self._control = self._special | {content for content in contents if content in template}
+        markers = {token.content for token in added.values() if token.content.strip()}
+        self._control = self._special | {marker for marker in markers if marker in template}
         self._system = [] if system is None else [{"role": "system", "content": system}]
 
         question, answer = {"role": "user", "content": "What is it?"}, "It is fine."
         self.encode([question])  # so that a template that fails, or leaves out the system prompt, does so now
         text = "".join(self.render([question, {"role": "assistant", "content": answer}], answer_follows=False))
-        self.end_of_turn: int | None = None
+        after = tokenizer.encode_special(text.rpartition(answer)[2].lstrip(), BREAK).ids[:1]
+        ends = [i for i in after if i in added and added[i].content in self._control]
+        self.end_of_turn = ends[0] if ends else None
         """The token that the template writes after an answer. Not every model lists it as EOS."""
-        for i in tokenizer.encode_special(text.rpartition(answer)[2].lstrip(), BREAK).ids[:1]:
-            if i in added and added[i].content in self._control:
-                self.end_of_turn = i
-        self.ends = {i for i in tokenizer.encode_special(text, BREAK).ids if i in added and added[i].special}
+        written = tokenizer.encode_special(text, BREAK).ids
+        self.ends = {*ends, *(i for i in written if i in added and added[i].special)}
         """What ends an answer: that token, and those that begin other turns, with which a small model may run on."""
-        if self.end_of_turn is not None:
-            self.ends.add(self.end_of_turn)
 
     def encode(self, messages: Sequence[Message]) -> list[int]:
         """The token ids of the conversation, up to where the model's answer begins."""

@@ -4,11 +4,11 @@
     learned     .     .     . . . .    .          .       +    +     .     .      .     .          .       +     +
     documents   1     1     1 1 1 1    1          1       1    1     2     2      2     2          2       2     2
 
-A row has T + 1 ids of complete conversations, packed where they fit best. Attention sees one conversation alone.
-CACHE/conversations/KEY.npy holds all rows, KEY.json what is known of them.
+A row has T + 1 ids of complete conversations. CACHE/conversations/KEY.npy holds all rows, KEY.json what is known.
 """
 
 import bisect
+import contextlib
 import itertools
 import json
 import sys
@@ -75,12 +75,10 @@ def find_conversations(files: Sequence[TextFile]) -> str | None:
     """The file of the first readable row, if that has messages and no text."""
     for file in files:
         for _, row in read_rows(file):
-            try:
+            with contextlib.suppress(ValueError, RecursionError):
                 row = decode(row)
-            except (ValueError, RecursionError):
-                continue
-            has_messages = any(key in row for key in MESSAGES)
-            return file.name if has_messages and row.get(file.field) is None else None
+                found = row.get(file.field) is None and any(key in row for key in MESSAGES)
+                return file.name if found else None
     return None
 
 
@@ -111,21 +109,23 @@ def write_rows(facts: Path, found: dict[int, Encoded], size: int, tokenizer: Tok
     is_held_out = split_documents(table, split) == VALIDATION
     if not is_held_out.any():
         is_held_out[-1] = True
-    train = [one for one, held_out in zip(found.values(), is_held_out, strict=True) if not held_out]
-    validation = [one for one, held_out in zip(found.values(), is_held_out, strict=True) if held_out]
-    rows, more_rows = pack(train, size, tokenizer.dtype), pack(validation, size, tokenizer.dtype)
+    arrays, texts = [], []
+    for wanted in (False, True):
+        part = [one for one, held_out in zip(found.values(), is_held_out, strict=True) if held_out == wanted]
+        rows = pack(part, size, tokenizer.dtype)
+        texts.append(f"{len(part):,} conversations, {rows[1].sum():,} tokens to learn in {rows.shape[1]:,} rows")
+        arrays.append(rows)
     with replacing(facts.with_suffix(".npy")) as file:
-        np.save(file, np.concatenate([rows, more_rows], 1))
+        np.save(file, np.concatenate(arrays, 1))
     text_hash = digest(*found)
-    description = f"{describe(train, rows)}, hash {text_hash[:12]}\n  for validation {describe(validation, more_rows)}"
-    asked = itertools.takewhile(lambda message: message["role"] != "assistant", validation[0][0])
-    question = list(asked) or [{"role": "user", "content": "Hello."}]
-    values = {"description": description, "text_hash": text_hash, "question": question, "train_rows": rows.shape[1]}
+    asked = itertools.takewhile(lambda message: message["role"] != "assistant", part[0][0])
+    values = {
+        "description": f"{texts[0]}, hash {text_hash[:12]}\n  for validation {texts[1]}",
+        "text_hash": text_hash,
+        "question": list(asked) or [{"role": "user", "content": "Hello."}],
+        "train_rows": arrays[0].shape[1],
+    }
     replace_text(facts, json.dumps(values))
-
-
-def describe(conversations: Sequence[Encoded], rows: np.ndarray) -> str:
-    return f"{len(conversations):,} conversations, {rows[1].sum():,} tokens to learn in {rows.shape[1]:,} rows"
 
 
 def encode_conversations(files: Sequence[TextFile], chat: ChatFormat, size: int) -> dict[int, Encoded]:
@@ -168,7 +168,7 @@ def encode_conversations(files: Sequence[TextFile], chat: ChatFormat, size: int)
 
 def messages_of(row: dict) -> tuple[list[Message], set[str]]:
     """The messages of a row, and the keys that are not used; `UserError` if they are not messages."""
-    name = next((name for name in MESSAGES if row.get(name)), MESSAGES[0])
+    name = MESSAGES[0] if row.get(MESSAGES[0]) else MESSAGES[1]
     messages, used = plain_messages(row.get(name)), {name, "from", "value"}
     if row.get("system") and messages[0]["role"] != "system":
         messages = plain_messages([{"role": "system", "content": row["system"]}, *messages])

@@ -20,8 +20,9 @@ from data.conversations import Conversations, find_conversations, prepare_conver
 from data.readers import BLOCK, read_documents
 from data.sources import TextFile, resolve
 from data.split import DUPLICATE, MAX_VALIDATION, TRAIN, VALIDATION, Split, split_documents
-from data.tokenizer import TRAINER_OPTIONS, Tokenizer, load_tokenizer, train_tokenizer
+from data.tokenizer import Tokenizer, load_tokenizer
 from data.tokenizer_json import read_model
+from data.train_tokenizer import TRAINER_OPTIONS, train_tokenizer
 from data.units import VERSION, TokenStream, Unit, content_hash, digest, prepare_units
 from errors import UserError, reading
 

@@ -5,12 +5,11 @@ With a tokenizer that is trained here the round trip is exact for any text witho
 
 import functools
 import hashlib
-import io
 import itertools
 import json
 import re
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -28,32 +27,18 @@ FILES += ("generation_config.json", "added_tokens.json", "tokenizer.json")
 KEPT = (*NAMED, "add_bos_token", "chat_template", "added_tokens_decoder", "additional_special_tokens")
 KEPT += ("extra_special_tokens",)  # fields of tokenizer_config.json beside a tokenizer.model
 
-TRAINER_OPTIONS = dict(
-    model_type="bpe",
-    byte_fallback=True,  # a character without a piece becomes its UTF-8 bytes, so no text is unknown
-    character_coverage=0.9995,  # the rarest characters are left to the bytes
-    required_chars="▁",  # a space, which would come back as ▁ where a text has few
-    normalization_rule_name="identity",
-    add_dummy_prefix=False,
-    remove_extra_whitespaces=False,
-    allow_whitespace_only_pieces=True,  # indentation: one id for a run of spaces
-    split_by_unicode_script=False,  # pieces such as "(self" and "):": 7 % more bytes per token on Python sources
-    max_sentence_length=1 << 16,  # bytes; longer lines would be left out, so they are cut
-    unk_id=0,
-    bos_id=1,
-    eos_id=2,
-    pad_id=-1,
-    control_symbols=["<|system|>", "<|user|>", "<|assistant|>", "<|end|>"],  # for conversations; text never gives them
-    minloglevel=2,
-)
+# Special tokens of conversations in tokenizers that are trained here; no text gives them.
+TURNS = ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
 CHAT_TEMPLATE = """{{ bos_token }}{% for message in messages %}
 {%- if message.role not in ['system', 'user', 'assistant'] %}{{ raise_exception('no role ' + message.role) }}{% endif %}
 {{- '<|' + message.role + '|>' }}
 {%- if message.role == 'assistant' %}{% generation %}{{ message.content + '<|end|>' }}{% endgeneration %}
 {%- else %}{{ message.content + '<|end|>' }}{% endif %}{% endfor %}
 {%- if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"""
-# Byte-level vocabularies write each byte as a character: some as Latin-1 has them, and these as U+0100 on, in order.
-UNPRINTABLE = [byte for byte in range(256) if chr(byte) not in ByteLevel.alphabet()]
+# How byte-level vocabularies write each byte: as Latin-1 has it, or, what cannot be printed, as U+0100 on, in order.
+PRINTABLE = [byte for byte in range(256) if chr(byte) in ByteLevel.alphabet()]
+OTHERS = [byte for byte in range(256) if byte not in PRINTABLE]
+BYTES = {chr(byte): byte for byte in PRINTABLE} | {chr(256 + i): byte for i, byte in enumerate(OTHERS)}
 
 
 class Tokenizer:
@@ -135,8 +120,8 @@ class Tokenizer:
         if token in self._byte_values:
             return bytes([self._byte_values[token]])
         text, name = self.decode([*self.encode("a"), token], special=True)[1:], self._tokenizer.id_to_token(token)
-        if "\ufffd" in text and {*name} <= {*ByteLevel.alphabet()}:
-            return bytes(code if (code := ord(c)) < 256 else UNPRINTABLE[code - 256] for c in name)
+        if "\ufffd" in text and BYTES.keys() >= {*name}:
+            return bytes(BYTES[character] for character in name)
         return text.encode()
 
     @functools.cached_property
@@ -168,7 +153,7 @@ class Tokenizer:
     def for_conversations(self) -> "Tokenizer":
         """Itself, with `CHAT_TEMPLATE` if it has no template but the tokens for roles, as those trained here."""
         names = {token.content: i for i, token in self.added_tokens.items()}
-        if self.chat_template is not None or not names.keys() >= {*TRAINER_OPTIONS["control_symbols"]}:
+        if self.chat_template is not None or not names.keys() >= {*TURNS}:
             return self
         # For other programs: special tokens are tokens where the template writes them, and <|end|> ends a text, too.
         config = self.config | {"chat_template": CHAT_TEMPLATE, "split_special_tokens": False}
@@ -196,17 +181,20 @@ class Tokenizer:
 
     def _find_bos(self) -> int | None:
         """From the configuration or, if it does not say, what the post-processor puts in front of a text."""
-        if "add_bos_token" in self.config:
-            bos = self.special_tokens.get("bos_token") if self.config["add_bos_token"] else None
-            return None if bos is None else self._tokenizer.token_to_id(bos)
-        plain, full = self.encode("a"), self._tokenizer.encode("a").ids
-        return full[0] if full[:1] != plain[:1] else None
+        if "add_bos_token" not in self.config:
+            plain, full = self.encode("a"), self._tokenizer.encode("a").ids
+            return full[0] if full[:1] != plain[:1] else None
+        if self.config["add_bos_token"] and "bos_token" in self.special_tokens:
+            return self._tokenizer.token_to_id(self.special_tokens["bos_token"])
+        return None
 
     def _find_eos(self) -> int:
         """From the configuration, or the first of generation_config.json."""
         eos = self._tokenizer.token_to_id(self.special_tokens.get("eos_token", ""))
-        eos = self.fields("generation_config.json").get("eos_token_id") if eos is None else eos
-        eos = eos[0] if isinstance(eos, list) else eos
+        if eos is None:
+            eos = self.fields("generation_config.json").get("eos_token_id")
+        if isinstance(eos, list):
+            eos = eos[0]
         if eos is None:
             raise ValueError('it names no "eos_token" of the tokenizer')
         return eos
@@ -243,31 +231,3 @@ def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
             f"the tokenizer has {needed:,} ids but the model only {vocab_size:,}; a trained model needs "
             f"the tokenizer that it was trained with, and a new one --vocab-size {needed:,} or more."
         )
-
-
-def train_tokenizer(texts: Sequence[str], vocab_size: int, path: str | Path) -> Tokenizer:
-    """Train a byte-pair encoding of `vocab_size` pieces, or of all that the texts have; write it to the file `path`.
-
-    The same texts in the same order give the same file. No piece contains a newline or a tab: those are bytes.
-    """
-    import sentencepiece
-
-    model = io.BytesIO()
-    try:
-        sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=_lines(texts), model_writer=model, vocab_size=vocab_size, **TRAINER_OPTIONS
-        )
-    except (RuntimeError, ValueError, OSError) as error:
-        if maximum := re.search(r"Vocabulary size too high .*?<= (\d+)", str(error)):
-            return train_tokenizer(texts, int(maximum[1]), path)
-        raise UserError(f"no tokenizer could be trained on this text ({error}); give more text.") from None
-    Path(path).write_bytes(model.getvalue())
-    return load_tokenizer(path)
-
-
-def _lines(texts: Iterable[str]) -> Iterator[str]:
-    """Lines that the trainer does not skip: without newline, tab and NUL, and not too long."""
-    max_length = TRAINER_OPTIONS["max_sentence_length"] // 4  # a character has at most 4 bytes
-    for text in texts:
-        for line in re.split("[\n\t\0]+", text):
-            yield from (line[start : start + max_length] for start in range(0, len(line), max_length))
