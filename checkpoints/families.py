@@ -129,29 +129,22 @@ def choose_model_type(config: ModelConfig) -> str:
 def to_json(config: ModelConfig, *, dtype: str, bos_token_id: int | None, eos_token_id: int | None) -> dict:
     """The contents of config.json, readable by transformers 4 (`rope_theta`, `torch_dtype`) and 5."""
     model_type = choose_model_type(config)
-    common = {
-        "model_type": model_type,
-        "bos_token_id": bos_token_id,  # null where there is none: a missing key means a default
-        "eos_token_id": eos_token_id,
-        "dtype": dtype,
-        "torch_dtype": dtype,
-    }
+    ids = {"bos_token_id": bos_token_id, "eos_token_id": eos_token_id}  # or null: a missing key means a default
+    common = {"model_type": model_type, **ids, "dtype": dtype, "torch_dtype": dtype}
     if model_type == "prenorm":
         return {"architectures": ["PrenormForCausalLM"], **common, **dataclasses.asdict(config)}
     family = FAMILIES[model_type]
-    rope = {"rope_type": "default", **(config.rope_scaling or {}), "rope_theta": config.rope_theta}
     fields = {
         "architectures": [family.architecture],
         **common,
-        **{key: getattr(config, key) for key in SHAPE_FIELDS},
-        "num_key_value_heads": config.num_key_value_heads,
+        **{key: getattr(config, key) for key in (*SHAPE_FIELDS, "num_key_value_heads")},
         "head_dim": config.resolved_head_dim,
         "hidden_act": "silu",
         "max_position_embeddings": config.max_position_embeddings,
         family.eps: config.norm_eps,
         "rope_theta": config.rope_theta,
         "rope_scaling": config.rope_scaling,
-        "rope_parameters": rope,
+        "rope_parameters": {"rope_type": "default", **(config.rope_scaling or {}), "rope_theta": config.rope_theta},
         "tie_word_embeddings": config.tie_word_embeddings,
         "initializer_range": config.initializer_range,
         "attention_dropout": 0.0,

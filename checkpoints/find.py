@@ -79,8 +79,9 @@ def download(name: str, revision: str | None) -> Path:
 
 def newest_run(folder: Path) -> Path:
     """The run folder in `folder` whose newest checkpoint was saved last."""
-    runs, fix = runs_in(folder), "train one with `python train.py`, or give a run folder or a checkpoint"
+    runs = runs_in(folder)
     if not runs:
+        fix = "train one with `python train.py`, or give a run folder or a checkpoint"
         raise UserError(f"there is no run in {folder}/; {fix}.")
     return max(runs, key=lambda run: max(save.stat().st_mtime for save in saves_in(run)))
 

@@ -68,10 +68,9 @@ def save_pretrained(
     state: Mapping[str, Tensor] | None = None,
     file: str = SINGLE,
 ) -> None:
-    """Write config.json, generation_config.json and model.safetensors (weights in their own dtype) into `directory`.
+    """Write config.json, generation_config.json and weights in their own dtype; of a decoder with LoRA, the adapter.
 
-    Of a decoder with LoRA, only the adapter is written. `state`: write some of the decoder's tensors alone, as `file`.
-    Raises `OSError` when a file cannot be written, for example on a full disk; the directory is then incomplete.
+    state: write some of the decoder's tensors alone, as `file`. After an `OSError` the directory is incomplete.
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
@@ -83,8 +82,7 @@ def save_pretrained(
         write_json(directory / adapters.CONFIG, fields | decoder.lora)
         save_tensors(tensors, directory / adapters.WEIGHTS)
         return
-    ids = {"bos_token_id": bos_token_id, "eos_token_id": eos_token_id}
-    dtype = decoder.embed_tokens.weight.dtype
+    ids, dtype = {"bos_token_id": bos_token_id, "eos_token_id": eos_token_id}, decoder.embed_tokens.weight.dtype
     write_json(directory / "config.json", to_json(decoder.config, dtype=str(dtype).removeprefix("torch."), **ids))
     write_json(directory / "generation_config.json", {key: value for key, value in ids.items() if value is not None})
     for name in zero_biases(decoder.config):
@@ -162,11 +160,9 @@ def load_pretrained(
     compute_dtype: torch.dtype = torch.float32,
     cast: bool = False,
 ) -> Decoder:
-    """The decoder of a directory; activations in `compute_dtype`. Each weight has the dtype of its file, or with `cast`
-    that of `inference_dtype`.
+    """The decoder of a directory of llama, qwen2, qwen3, mistral, stablelm or prenorm; activations in `compute_dtype`.
 
-    Reads llama, qwen2, qwen3, mistral, stablelm and prenorm, sharded or not. `decoder.float()` makes the float32 master
-    weights that training needs.
+    Each weight has the dtype of its file, or with `cast` that of `inference_dtype`.
     """
     checkpoint = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
     with torch.device("meta"):
@@ -221,10 +217,7 @@ def load_weights(decoder: Decoder, directory: Path | str) -> tuple[list[str], li
 
 
 def check_fields_match(theirs: ModelConfig, ours: ModelConfig, directory: Path | str) -> None:
-    """Raise one `UserError` that lists all fields in which a directory's model differs from the model to load it into.
-
-    Comparing tensors would not be enough: other numbers of heads can give the same shapes.
-    """
+    """`UserError` with all fields in which two models differ: other numbers of heads can give the same shapes."""
     different = []
     for key in FIELDS_THAT_MUST_MATCH:
         found, wanted = getattr(theirs, key), getattr(ours, key)

@@ -98,9 +98,8 @@ def tokenize(
 ) -> tuple[TokenStream, int]:
     """All documents as one token stream, and their bytes of UTF-8 text: for evaluation, without a split."""
     units = prepare_units(resolve(sources, text_field, Path(cache_dir)), tokenizer, Path(cache_dir) / "units")
-    tables = read_tables(units)
-    rows = np.concatenate(tables)
-    return TokenStream(units, tables, [True] * len(rows)), int(rows["bytes"].sum())
+    rows = np.concatenate([unit.table for unit in units])
+    return TokenStream(units, [True] * len(rows)), int(rows["bytes"].sum())
 
 
 def trained_tokenizer(files: list[TextFile], vocab_size: int, split: Split, cache_dir: Path) -> Tokenizer:
@@ -135,25 +134,16 @@ def sample_text(files: list[TextFile], split: Split) -> list[str]:
     return [text for text, is_held_out in zip(texts, held_out, strict=True) if not is_held_out] or texts
 
 
-def read_tables(units: list[Unit]) -> list[np.ndarray]:
-    """The rows of `units.DOCUMENT` of each unit; `UserError` if no document has any text."""
-    tables = [unit.read_table() for unit in units]
-    if not any(map(len, tables)):
-        raise UserError("there is no text in the files that were named; give files that contain text.")
-    return tables
-
-
 def split_units(units: list[Unit], split: Split, document_start: int | None) -> Corpus:
     """The text of complete units as one stream for training and one for validation."""
-    tables, tokenizer = read_tables(units), units[0].tokenizer
-    rows = np.concatenate(tables)
+    rows, tokenizer = np.concatenate([unit.table for unit in units]), units[0].tokenizer
     kinds = split_documents(rows, split)
     kept, held_out = rows[kinds != DUPLICATE], rows[kinds == VALIDATION]
     size, validation_bytes = int(kept["bytes"].sum()), int(held_out["bytes"].sum())
-    train = TokenStream(units, tables, (kinds == TRAIN).tolist())
+    train = TokenStream(units, (kinds == TRAIN).tolist())
     if len(held_out) > 0:
         origin = f"{len(held_out):,} documents"
-        validation = TokenStream(units, tables, (kinds == VALIDATION).tolist())[:]
+        validation = TokenStream(units, (kinds == VALIDATION).tolist())[:]
     else:
         origin = "the end of the text"
         fraction = min(split.fraction, MAX_VALIDATION / size)

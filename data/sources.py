@@ -67,14 +67,13 @@ def resolve(names: Iterable[str], text_field: str, cache_dir: Path) -> list[Text
         elif name in KNOWN:
             found = hub_files(*KNOWN[name], text_field, cache_dir)
         elif name.startswith("hub:"):
-            parts = name.removeprefix("hub:").split("/")
-            folder = "/".join(parts[2:]).strip("/")
-            found = hub_files("/".join(parts[:2]), "main", folder, text_field, cache_dir)
-            found = [file for file in found if not folder or f"{file.name}/".startswith(f"{folder}/")]
+            owner, dataset, *folders = [*name.removeprefix("hub:").rstrip("/").split("/"), ""]
+            start = "".join(f"{folder}/" for folder in folders if folder)
+            found = hub_files(f"{owner}/{dataset}", "main", start, text_field, cache_dir)
         elif os.path.isfile(path):
             found = text_files([path], text_field, optional=False)
         elif os.path.isdir(path):
-            paths = [*visible_files(path)]
+            paths = list(visible_files(path))
             found = text_files(paths, text_field)
             left_out = Counter(Path(path).suffix or "without a suffix" for path in paths if not find_format(path))
             if left_out:
@@ -95,7 +94,8 @@ def text_files(paths: Iterable[str | Path], text_field: str, optional: bool = Tr
     """Those of the paths that are files of known formats, not pipes or folders."""
     files = []
     for path in paths:
-        if (format := find_format(path)) and os.path.isfile(path):
+        format = find_format(path)
+        if format is not None and os.path.isfile(path):
             status, name = os.stat(path), os.path.abspath(path)
             files.append(TextFile(name, format, text_field, status.st_size, status.st_mtime_ns, optional=optional))
     return files
@@ -111,8 +111,9 @@ def visible_files(folder: str | Path, excluded: frozenset[str] = frozenset()) ->
     """The files in a folder and the folders in it, sorted, without hidden ones; links to folders are not followed."""
     for parent, folders, names in os.walk(folder):
         folders[:] = sorted(name for name in folders if name not in excluded and not name.startswith("."))
-        for link in filter(os.path.islink, (os.path.join(parent, name) for name in folders if not excluded)):
-            note(f"skipped: {link} is a link to a folder; name it in --data too")
+        for name in folders:
+            if os.path.islink(os.path.join(parent, name)) and not excluded:
+                note(f"skipped: {os.path.join(parent, name)} is a link to a folder; name it in --data too")
         yield from (os.path.join(parent, name) for name in sorted(names) if not name.startswith("."))
 
 
@@ -128,7 +129,7 @@ def standard_library() -> list[TextFile]:
 
 
 def hub_files(dataset: str, revision: str, start: str, text_field: str, cache_dir: Path) -> list[TextFile]:
-    """The files of a data set whose names begin with `start`. The list is kept: a resumed run reads the same commit."""
+    """The files of a data set whose paths begin with `start`. The list is kept: a resumed run reads the same commit."""
     list_file = cache_dir / "hub" / f"{dataset}@{revision}.json".replace("/", "--")
     if not list_file.is_file():
         from huggingface_hub import HfApi
@@ -142,5 +143,5 @@ def hub_files(dataset: str, revision: str, start: str, text_field: str, cache_di
     return [
         TextFile(path, find_format(path), text_field, size, listed["commit"], dataset)
         for path, size in sorted(listed["sizes"].items())
-        if path.startswith(start) and find_format(path) and not path.endswith((".md", ".py"))
+        if f"{path}/".startswith(start) and find_format(path) and not path.endswith((".md", ".py"))
     ]

@@ -1,7 +1,4 @@
-"""Which documents of prepared units are for training and which for validation.
-
-The split depends on the text alone. It looks at 24 bytes for each document.
-"""
+"""Which documents of prepared units are for training and which for validation: it depends on the text alone."""
 
 from dataclasses import dataclass
 

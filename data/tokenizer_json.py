@@ -1,11 +1,8 @@
 """A SentencePiece byte-pair encoding written as a `tokenizer.json` that gives the same ids for every text.
 
 SentencePiece merges whichever neighbours form the piece of best score, leftmost first; the `tokenizers` library merges
-listed pairs by their rank, leftmost first. One pair per piece is enough to make the two the same:
-
-    While a piece P is being formed, neighbours outside its span never merge with anything inside, so the merges inside
-    are those that P alone would see, in the same order. The last of them is therefore always the same pair, whatever
-    the text around. Listing exactly that pair, in the order of scores, leaves the best merge at each step unchanged.
+listed pairs by their rank, leftmost first. One pair per piece is enough to make the two the same: while a piece is
+being formed, nothing outside merges with anything inside, so its last merge is always that of the piece alone.
 
 It needs distinct scores, which BPE training gives: minus the rank. LLaMA 2 and Mistral have added runs of 2, 3, ...
 spaces, all with one score. SentencePiece lets the first run grow as far as it can, so among these the longest is first.

@@ -3,12 +3,13 @@
     KEY.bin     ids: BOS a a a EOS BOS b b EOS, or without a BOS in the tokenizer a a a EOS b b EOS
     KEY.docs    a row of `DOCUMENT` for each document; it is written last, so a unit that has it is complete
 
-Each process goes through all units in order, and a lock per unit decides who makes it, so other commands and other
-machines may join at any time. What a killed process has not completed is made anew.
+Each process goes through all units, and a lock per unit decides who makes it, so other commands and machines may join
+at any time. What a killed process has not completed is made anew.
 """
 
 import bisect
 import contextlib
+import functools
 import hashlib
 import itertools
 import multiprocessing
@@ -61,7 +62,8 @@ class Unit:
             with replacing(self.path.with_suffix(".docs")) as file:
                 file.write(table.tobytes())
 
-    def read_table(self) -> np.ndarray:
+    @functools.cached_property
+    def table(self) -> np.ndarray:
         """The rows of its documents; `UserError` unless its ids are as many as they say."""
         table, path = np.fromfile(self.path.with_suffix(".docs"), DOCUMENT), self.path
         if int(table["tokens"].sum()) * self.tokenizer.dtype.itemsize != path.stat().st_size:
@@ -121,6 +123,8 @@ def prepare_units(files: Iterable[TextFile], tokenizer: Tokenizer, folder: Path)
         unit.prepare(timeout=0)
     for unit in missing:
         unit.prepare(timeout=-1)
+    if not any(len(unit.table) for unit in units):
+        raise UserError("there is no text in the files that were named; give files that contain text.")
     return units
 
 
@@ -160,15 +164,15 @@ def end_with_parent() -> None:
 class TokenStream:
     """The ids of documents, end to end, read when they are asked for."""
 
-    def __init__(self, units: Sequence[Unit], tables: Sequence[np.ndarray], chosen: list[bool]):
-        """chosen: whether a document is in the stream, for each row of all tables, which are those of the units."""
+    def __init__(self, units: Sequence[Unit], chosen: list[bool]):
+        """chosen: whether a document is in the stream, for each row of the units' tables."""
         self._dtype, self.length = units[0].tokenizer.dtype, 0  # in ids; may be set to fewer
         # For each run of neighbouring documents: its file, its end in the stream, and how much later it is in the file.
         self._paths, self._ends, self._shifts = [], [], []
         row = 0
-        for unit, table in zip(units, tables, strict=True):
-            place, is_open = 0, False
-            for tokens, is_chosen in zip(table["tokens"].tolist(), chosen[row : row + len(table)], strict=True):
+        for unit in units:
+            place, is_open, last = 0, False, row + len(unit.table)
+            for tokens, is_chosen in zip(unit.table["tokens"].tolist(), chosen[row:last], strict=True):
                 if is_chosen:
                     if not is_open:
                         self._paths.append(unit.path)
@@ -178,7 +182,7 @@ class TokenStream:
                     self._ends[-1] = self.length
                 place += tokens
                 is_open = is_chosen
-            row += len(table)
+            row = last
 
     def __len__(self) -> int:
         return self.length

@@ -75,18 +75,18 @@ def test_something_remains_to_train_on(sizes, fraction):
 @given(data=st.data())
 def test_a_stream_is_the_chosen_documents_end_to_end(tmp_path_factory, data):
     """Against plain lists, for any documents in any units, any choice of them and any slice."""
-    folder, units, tables, chosen, expected = tmp_path_factory.mktemp("stream"), [], [], [], []
+    folder, units, chosen, expected = tmp_path_factory.mktemp("stream"), [], [], []
     draw_unit = st.lists(st.tuples(st.integers(1, 5), st.booleans()), max_size=4)
     for number, unit in enumerate(data.draw(st.lists(draw_unit, min_size=1, max_size=4))):
         ids, path = np.arange(sum(tokens for tokens, _ in unit), dtype="<u2") + 1000 * number, folder / f"{number}.bin"
         ids.tofile(path)
-        units.append(SimpleNamespace(path=path, tokenizer=SimpleNamespace(dtype=ids.dtype)))
-        tables.append(table_of([0] * len(unit), tokens=[tokens for tokens, _ in unit]))
+        table = table_of([0] * len(unit), tokens=[tokens for tokens, _ in unit])
+        units.append(SimpleNamespace(path=path, table=table, tokenizer=SimpleNamespace(dtype=ids.dtype)))
         for tokens, is_chosen in unit:
             chosen.append(is_chosen)
             expected += ids[:tokens].tolist() * is_chosen
             ids = ids[tokens:]
-    stream = TokenStream(units, tables, chosen)
+    stream = TokenStream(units, chosen)
     assert len(stream) == len(expected) and stream[:].tolist() == expected
     start, stop = data.draw(st.integers(0, len(expected) + 1)), data.draw(st.integers(0, len(expected) + 3))
     assert stream[start:stop].tolist() == expected[start:stop]
