@@ -7,10 +7,9 @@ FLAGS = ("special", "lstrip", "rstrip", "single_word")
 def read_added_tokens(
     config: dict, old_names: dict, old_ids: dict[str, int], known: dict[int, dict]
 ) -> tuple[dict[str, dict], dict[str, str]]:
-    """The flags of all added tokens by their text, those with known ids first, and the text of special ones by name.
+    """The flags of all added tokens by their text, those that are `known` first; the text of special ones by name.
 
-    config: tokenizer_config.json; old_names, old_ids: special_tokens_map.json and added_tokens.json, which count only
-    in folders without an `added_tokens_decoder`; known: the added tokens of tokenizer.json.
+    config: tokenizer_config.json; old_names, old_ids: special_tokens_map.json and added_tokens.json, of old folders.
     """
     listed = config.get("added_tokens_decoder")
     if listed is None:

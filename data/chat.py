@@ -27,8 +27,6 @@ Message = dict[str, Any]
 BREAK, BORDER = (str(10**20 + secrets.randbelow(10**20)) for _ in range(2))
 NUMBERS = re.compile("(?=([0-9]{21}))")  # such numbers, also where two overlap
 ROLES = {"developer": "system", "human": "user"} | dict.fromkeys(("gpt", "chatgpt", "bing", "bard"), "assistant")
-# What stands before, in and after a thought.
-THOUGHTS = re.compile(r"(\A|</?think>)\s*(?!</?think>)\S.*?(?=</?think>|\Z)", re.DOTALL)
 
 
 def plain_messages(messages: Sequence[dict]) -> list[Message]:
@@ -117,9 +115,13 @@ class ChatFormat:
 
     def find_left_out(self, messages: Sequence[Message], *, answer_follows: bool = True) -> set[str]:
         """The keys, "<think>" for thoughts, that the template leaves out; `UserError` if it leaves out a content."""
-        numbers = itertools.count(int(BORDER) + 1)  # instead of texts: a template may change letters and spaces
-        replace = functools.partial(THOUGHTS.sub, lambda match: match[1] + str(next(numbers)))
-        marked = [message | {key: replace(message[key]) for key in message if key != "role"} for message in messages]
+        numbers = map(str, itertools.count(int(BORDER) + 1))
+        marked = []
+        for message in messages:  # numbers instead of texts and thoughts: a template may change letters and spaces
+            texts = {key: re.split("(</?think>)", text) for key, text in message.items() if key != "role"}
+            for parts in texts.values():
+                parts[::2] = [next(numbers) if part.strip() else part for part in parts[::2]]
+            marked.append(message | {key: "".join(parts) for key, parts in texts.items()})
         shown = {*NUMBERS.findall("".join(self.render(marked, answer_follows=answer_follows)))}
         left_out = set()
         for i, message in enumerate(marked, 1):

@@ -178,10 +178,7 @@ def messages_of(row: dict) -> tuple[list[Message], set[str]]:
 
 
 def pack(conversations: Sequence[Encoded], size: int, dtype: np.dtype) -> np.ndarray:
-    """All conversations in rows (see `Conversations.train`), each complete and once.
-
-    Best fit: the longest first, each into the row where the least room is left over.
-    """
+    """All conversations in rows (see `Conversations.train`): the longest first, each where the least room is left."""
     rows: list[np.ndarray] = []  # each (3, size)
     free: list[tuple[int, int]] = []  # sorted: the room in a row, and its number
     for _, ids, learned in sorted(conversations, key=lambda one: -len(one[1])):

@@ -77,8 +77,7 @@ def prepare(
 ) -> Corpus | Conversations:
     """Text to token streams, or conversations to rows of `sequence_length`; what the cache has is not made again.
 
-    sources: see `resolve`; tokenizer: a file or folder to load, or None to train one of `vocab_size` pieces;
-    document_mask: batches have the numbers of documents.
+    sources: see `resolve`; tokenizer: to load, or None to train one; document_mask: batches number documents.
     """
     cache_dir, split = Path(cache_dir), Split(validation_fraction, validation_salt)
     files = resolve(sources, text_field, cache_dir)

@@ -1,7 +1,4 @@
-"""How one file is read: a function per format, each a generator of documents, whose text is never changed.
-
-Nothing here holds more than a block, a row or, in parquet, some rows.
-"""
+"""How one file is read: a generator for each format, which holds no more than a block of text or some rows."""
 
 import gzip
 import json
@@ -47,8 +44,7 @@ def read_documents(file: TextFile) -> Iterator[Document]:
 def read_blocks(path: Path) -> Iterator[str]:
     """A text file, block by block; only a line that is longer than a block is cut inside.
 
-    Blocks are encoded one by one. With our own tokenizers, no id reaches beyond a line, so these are the ids of the
-    document; with others the ids next to the end of a block may differ.
+    No id of our own tokenizers reaches beyond a line, so encoded blocks are the ids of the document.
     """
     with reading(path, "convert it to UTF-8, or leave it out"), open(path, encoding="utf-8-sig", newline="") as file:
         while block := file.read(BLOCK) + file.readline(BLOCK):

@@ -1,7 +1,4 @@
-"""What `--data` names: paths, folders, patterns, the standard library and data sets of the Hugging Face Hub, as files.
-
-Files are only listed here; a file of the Hub is downloaded when its turn comes.
-"""
+"""What `--data` names, as a list of files; a file of the Hugging Face Hub is downloaded when its turn comes."""
 
 import dataclasses
 import glob
@@ -54,8 +51,8 @@ class TextFile:
 def resolve(names: Iterable[str], text_field: str, cache_dir: Path) -> list[TextFile]:
     """The files behind names, paths, folders, patterns and `hub:OWNER/NAME[/folder]`, in that order.
 
-    A name wins over a folder of the same name; `./python` is the folder. Folders and patterns are sorted, hidden files
-    and folders left out, and only files with a suffix in `FORMATS` taken. A source without any is an error.
+    A name wins over a folder of that name; `./python` is the folder. Folders and patterns are sorted, hidden files left
+    out, and only files with a suffix in `FORMATS` taken. A source without any is an error.
     """
     files = []
     for name in names or [""]:

@@ -28,9 +28,8 @@ class Split:
 def split_documents(table: np.ndarray, split: Split) -> np.ndarray:
     """TRAIN, VALIDATION or DUPLICATE for each row of `units.DOCUMENT`.
 
-    Of equal documents the first is kept. For validation are, in order, those below a threshold of their hash, until
-    they have 4 MB. One that would take them past twice their share of the bytes is left out, and if no other document
-    remained, none is for validation.
+    Of equal documents the first is kept. For validation are, in order, candidates until they have 4 MB, but none that
+    would take them past twice their share of the bytes; and none at all if nothing else remained.
     """
     _, first = np.unique(table["hash"], return_index=True)
     kinds = np.full(len(table), DUPLICATE, np.uint8)
