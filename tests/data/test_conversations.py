@@ -190,16 +190,13 @@ def test_packing_wastes_little_and_keeps_every_length():
 def test_batches_depend_on_seed_and_step_alone_and_an_epoch_has_every_row_once(tokenizer_file, tmp_path):
     corpus = prepare([write_jsonl(tmp_path, ROWS)], tokenizer=tokenizer_file, cache_dir=tmp_path, sequence_length=60)
     count = corpus.train.shape[1]
-    steps = [corpus.batch(seed=1, first=4 * step, size=4, sequence_length=60) for step in range(count)]
-    inputs = np.concatenate([batch[0] for batch in steps])
-    for epoch in np.split(inputs[: 4 * count], 4):
+    inputs = np.concatenate([corpus.batch(seed=1, first=4 * step, size=4)[0] for step in range(count)])
+    for epoch in np.split(inputs, 4):
         assert sorted(map(bytes, epoch)) == sorted(map(bytes, corpus.train[0, :, :-1].astype(np.int64)))
     assert not np.array_equal(inputs[:count], inputs[count : 2 * count])
-    for step, batch in enumerate(steps[:9]):
-        shares = [corpus.batch(seed=1, first=4 * step + start, size=2) for start in (0, 2)]
-        for array, *parts in zip(batch, *shares, strict=True):
-            assert np.array_equal(array, np.concatenate(parts))
-    assert not np.array_equal(steps[0][0], corpus.batch(seed=2, first=0, size=4)[0])
+    for start in range(0, 36, 2):
+        assert np.array_equal(corpus.batch(seed=1, first=start, size=2)[0], inputs[start : start + 2])
+    assert not np.array_equal(inputs[:4], corpus.batch(seed=2, first=0, size=4)[0])
 
 
 def test_what_is_unusual_is_one_line_with_a_count_and_the_first_place(tokenizer_file, tmp_path, capsys):

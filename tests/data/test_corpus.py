@@ -60,13 +60,16 @@ def small_units(monkeypatch):
     monkeypatch.setattr(units, "UNIT_BYTES", 20_000)
 
 
-def test_the_streams_are_the_documents_between_bos_and_eos(tmp_path, small_units):
+def test_the_streams_are_the_documents_between_bos_and_eos(tmp_path, small_units, qwen_folder):
     texts = write_corpus(tmp_path / "text")
     corpus = prepared(tmp_path)
     train, validation = (documents_of(stream, corpus.tokenizer) for stream in (corpus.train, corpus.validation))
     assert [text for text in texts if text in set(train)] == train, "in order"
     assert sorted(train + validation) == sorted(texts) and len(validation) > 3
-    assert corpus.validation.dtype == np.uint16
+    other = prepared(tmp_path, tokenizer=str(qwen_folder))  # without BOS
+    streams = other.train, other.validation
+    assert sorted(text for stream in streams for text in documents_of(stream, other.tokenizer)) == sorted(texts)
+    assert (corpus.validation.dtype, other.validation.dtype) == (np.uint16, np.uint32), "151,665 ids"
     size = sum(len(text.encode()) for text in texts)
     assert corpus.description.startswith(f"60 documents (1 duplicates dropped), {size / 1e6:.2f} MB, hash ")
     assert f" for validation ({len(validation)} documents, " in corpus.description
@@ -75,14 +78,6 @@ def test_the_streams_are_the_documents_between_bos_and_eos(tmp_path, small_units
     assert corpus.xz_bits_per_byte() == pytest.approx(expected / corpus.validation_bytes, rel=2e-3)
     lines = corpus.description.splitlines()
     assert len(lines) == 3 and max(map(len, lines)) < 120 and corpus.text_hash[:12] in lines[0]
-
-
-def test_a_tokenizer_without_bos_puts_eos_between_documents(tmp_path, small_units, qwen_folder):
-    texts = write_corpus(tmp_path / "text")
-    corpus = prepared(tmp_path, tokenizer=str(qwen_folder))
-    assert corpus.validation.dtype == np.uint32, "151,665 ids"
-    streams = corpus.train, corpus.validation
-    assert sorted(text for stream in streams for text in documents_of(stream, corpus.tokenizer)) == sorted(texts)
 
 
 @pytest.mark.parametrize("name", ["ours", "qwen"])
@@ -234,12 +229,10 @@ def test_a_text_of_one_document_is_validated_on_its_end(tmp_path):
 
 
 def test_a_text_too_small_for_the_vocabulary_gets_a_smaller_one_and_one_without_text_is_refused(tmp_path):
-    text = "too little to learn four thousand pieces from\n" * 9
-    (tmp_path / "two.txt").write_text(text, encoding="utf-8")
+    (tmp_path / "two.txt").write_text("too little to learn four thousand pieces from\n" * 9, encoding="utf-8")
     corpus = prepare([str(tmp_path / "two.txt")], cache_dir=tmp_path / "cache")
     assert 263 < corpus.tokenizer.vocab_size < 400
     assert f"vocabulary {corpus.tokenizer.vocab_size}" in corpus.description
-    assert_equal(prepare([str(tmp_path / "two.txt")], cache_dir=tmp_path / "cache"), corpus)
     for name, text in {"blank.jsonl": "\n", "empty.txt": ""}.items():
         (tmp_path / name).write_text(text)
         with pytest.raises(UserError, match="give more text"):
