@@ -181,10 +181,10 @@ def load_config(directory: Path | str, tensors: Mapping[str, StoredTensor] | Non
     if config.max_position_embeddings < fields.get("max_position_embeddings", 0):
         context = config.max_position_embeddings
         note(f"note: {path} has a sliding window, which is the context here: {context} tokens")
-    biases = [] if tensors is None else zero_biases(config, fields["model_type"])
-    if any(tensors[name].read().any() for name in biases if name in tensors):
-        trained = "norm_bias" if config.norm == "layer" else "attention_output_bias"
-        config = dataclasses.replace(config, **{trained: True})
+    for name in zero_biases(config, fields["model_type"]):
+        if tensors is not None and name in tensors and tensors[name].read().any():
+            trained = "norm_bias" if config.norm == "layer" else "attention_output_bias"
+            return dataclasses.replace(config, **{trained: True})
     return config
 
 
@@ -216,7 +216,9 @@ def from_json(fields: dict) -> ModelConfig:
     for key, value in {**given, "partial_rotary_factor": rope.pop("partial_rotary_factor")}.items():
         if value not in HARMLESS.get(key, (value,)):
             raise ValueError(f"{key} is {value!r}, which this decoder cannot represent")
-    kv_heads, context = fields["num_key_value_heads"], fields["max_position_embeddings"]
+    kv_heads, context, bias = fields["num_key_value_heads"], fields["max_position_embeddings"], family.qkv_bias
+    if isinstance(bias, str):
+        bias = fields[bias] or False
     kinds, window = fields["layer_types"] or (), fields["sliding_window"]
     if unknown := {*kinds} - {"full_attention", "sliding_attention"}:
         raise ValueError(f"layer_types has {', '.join(sorted(unknown))}, which this decoder cannot represent")
@@ -232,7 +234,7 @@ def from_json(fields: dict) -> ModelConfig:
         norm=family.norm,
         norm_bias=(fields.get("prenorm") or {}).get("norm_bias"),
         norm_eps=fields[family.eps],
-        attention_bias=(fields[family.qkv_bias] or False) if isinstance(family.qkv_bias, str) else family.qkv_bias,
+        attention_bias=bias,
         qk_norm=family.qk_norm,
         tie_word_embeddings=fields["tie_word_embeddings"] or False,
         initializer_range=fields["initializer_range"],

@@ -20,19 +20,20 @@ def read_added_tokens(
     tokens |= {listed[i]["content"]: listed[i] for i in sorted(listed, key=int)}
 
     fields = dict.fromkeys(NAMED) | config | old_names
-    special = {name: token for name, token in fields.items() if name.endswith("_token")}
-    more = config.get("extra_special_tokens") or []
-    if isinstance(more, dict):
-        special |= more
-    if isinstance(more, dict) or not more:
-        more = (old_names | config).get("additional_special_tokens") or []
-    names = {}
-    for name, token in [*special.items(), *enumerate(more)]:
-        if isinstance(token, str):
-            token = {"content": token}
-        if isinstance(token, dict):
-            text = token["content"]
-            tokens[text] = token | tokens.get(text, {}) | {"special": True}
-            if isinstance(name, str):
-                names[name] = text
-    return {text: {flag: token.get(flag, False) for flag in FLAGS} for text, token in tokens.items()}, names
+    named = {name: as_dict(token) for name, token in fields.items() if name.endswith("_token")}
+    others = config.get("extra_special_tokens") or {}
+    if isinstance(others, dict):
+        named |= {name: as_dict(token) for name, token in others.items()}
+        others = (old_names | config).get("additional_special_tokens") or []
+    for token in filter(None, [*named.values(), *map(as_dict, others)]):
+        text = token["content"]
+        tokens[text] = token | tokens.get(text, {}) | {"special": True}
+    flags = {text: {flag: token.get(flag, False) for flag in FLAGS} for text, token in tokens.items()}
+    return flags, {name: token["content"] for name, token in named.items() if token}
+
+
+def as_dict(token: object) -> dict:
+    """A token that may be given as its text; empty if it is none."""
+    if isinstance(token, str):
+        return {"content": token}
+    return token if isinstance(token, dict) else {}

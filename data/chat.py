@@ -91,27 +91,37 @@ class ChatFormat:
     def encode_learned(self, messages: Sequence[Message]) -> tuple[np.ndarray, np.ndarray, list[int]]:
         """The ids of the complete conversation; which of them the model learns, bool; the messages it cannot learn.
 
-        It learns what is inside `{% generation %}` blocks. In a template without them, an answer begins where it parts
-        from the generation prompt, and one that the template changes later (as Qwen3's does) cannot be learned.
+        It learns what is inside `{% generation %}` blocks, or in a template without them the answers that it finds.
         """
         parts, unknown = self.render(messages, answer_follows=False), []
         text, ends = "".join(parts), list(itertools.accumulate(map(len, parts)))
         spans = list(zip(ends[::2], ends[1::2], strict=False))  # of the characters that are learned
-        answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-        for i in answers if "endgeneration" not in self._template else ():
-            [before], [after] = self.render(messages[:i]), self.render(messages[: i + 1], answer_follows=False)
-            [question] = self.render(messages[:i], answer_follows=False)
-            prompt = os.path.commonprefix([before, after])  # noqa: RUF071 - no paths
-            if text.startswith(after) and (prompt == before or prompt.startswith(question)):
-                spans.append((len(prompt), len(after)))
-            else:
-                unknown.append(i + 1)
+        if "endgeneration" not in self._template:
+            spans, unknown = self._find_answers(messages, text)
         encoding = self.tokenizer.encode_special(text, BREAK)
         begins, ends = np.array(encoding.offsets).reshape(-1, 2).T
         learned = np.zeros(len(begins), bool)
         for start, end in spans:
             learned |= (ends > start) & (begins < end)
         return np.array(encoding.ids), learned, unknown
+
+    def _find_answers(self, messages: Sequence[Message], text: str) -> tuple[list[tuple[int, int]], list[int]]:
+        """Where the answers are in the text of a conversation, and which messages are not found there.
+
+        An answer begins where it parts from the generation prompt, which may have an empty thought for it. One that
+        the template changes when the conversation continues (as Qwen3's does) is not found.
+        """
+        spans, unknown = [], []
+        for i, message in enumerate(messages):
+            if message["role"] == "assistant":
+                [before], [after] = self.render(messages[:i]), self.render(messages[: i + 1], answer_follows=False)
+                [question] = self.render(messages[:i], answer_follows=False)
+                prompt = os.path.commonprefix([before, after])  # noqa: RUF071 - no paths
+                if text.startswith(after) and (prompt == before or prompt.startswith(question)):
+                    spans.append((len(prompt), len(after)))
+                else:
+                    unknown.append(i + 1)
+        return spans, unknown
 
     def find_left_out(self, messages: Sequence[Message], *, answer_follows: bool = True) -> set[str]:
         """The keys, "<think>" for thoughts, that the template leaves out; `UserError` if it leaves out a content."""

@@ -60,9 +60,12 @@ class Conversations:
     def show_row(self) -> str:
         """The first row to train on, as text; `+` marks the lines that are learned."""
         ids, learned, documents = self.train[:, 0]
-        runs = itertools.groupby(range(len(ids)), key=lambda i: (documents[i], "+ " if learned[i] else "  "))
-        texts = [(mark, self.tokenizer.decode(ids[[*run]], special=True)) for (number, mark), run in runs if number]
-        return "\n".join(mark + text.replace("\n", f"\n{mark}") for mark, text in texts)
+        lines = []
+        for (number, is_learned), run in itertools.groupby(range(len(ids)), lambda i: (documents[i], learned[i])):
+            if number > 0:
+                text = self.tokenizer.decode(ids[list(run)], special=True)
+                lines += [("+ " if is_learned else "  ") + line for line in text.split("\n")]
+        return "\n".join(lines)
 
 
 def batch_of(rows: np.ndarray) -> Batch:

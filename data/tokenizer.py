@@ -68,8 +68,7 @@ class Tokenizer:
         return Tokenizer, (self.files, self.folder)
 
     def _add_tokens(self) -> None:
-        """Add the tokens that only the configuration has, to both files. A new token gets the next id, whatever the
-        configuration says, as in transformers."""
+        """Add tokens that only the configuration has, to both files; as in transformers, each gets the next free id."""
         old = [self.fields(name) for name in ("special_tokens_map.json", "added_tokens.json")]
         known = {i: token.__getstate__() for i, token in self.added_tokens.items()}
         tokens, self.special_tokens = read_added_tokens(self.config, *old, known)
@@ -97,12 +96,12 @@ class Tokenizer:
         return [array("I", encoding.ids) for encoding in encodings]
 
     def decode(self, ids: Iterable[int], *, special: bool = False) -> str:
-        """Text of ids. Special tokens (without `special`) and ids past the vocabulary give nothing, bytes that are no
-        character U+FFFD each; the library would replace all bytes around them too."""
+        """Text of ids. Special tokens (without `special`) and unknown ids give nothing, bytes that are no character
+        U+FFFD each; the library would replace all bytes around them too."""
         valid = []
-        for is_byte, run in itertools.groupby(map(int, ids), self._byte_values.__contains__):
+        for is_byte, run in itertools.groupby(map(int, ids), lambda i: i in self._byte_values):
             if is_byte:
-                text = bytes(map(self._byte_values.__getitem__, run)).decode("utf-8", "surrogateescape")
+                text = bytes(self._byte_values[i] for i in run).decode("utf-8", "surrogateescape")
                 values = re.sub("[\udc80-\udcff]", "\ufffd", text).encode()
                 run = [self._tokenizer.token_to_id(f"<0x{value:02X}>") for value in values]
             valid += run
@@ -177,7 +176,9 @@ class Tokenizer:
                 return self.files["chat_template.jinja"].decode("utf-8-sig")
         with reading(self.folder / "tokenizer_config.json"):
             found = self.config.get("chat_template")
-            return found if isinstance(found, str | None) else {t["name"]: t["template"] for t in found}["default"]
+            if not isinstance(found, str | None):
+                found = {template["name"]: template["template"] for template in found}["default"]
+            return found
 
     def _find_bos(self) -> int | None:
         """From the configuration or, if it does not say, what the post-processor puts in front of a text."""
@@ -222,12 +223,9 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
 
 def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
-    """Raise `UserError` unless a model with `vocab_size` embeddings has one for BOS, EOS and each id that text gives:
-    other special tokens may lie beyond, such as a <pad> that somebody has added."""
+    """`UserError` unless `vocab_size` embeddings suffice for BOS, EOS and all ids of text; a <pad> may lie beyond."""
     special = {i for i, token in tokenizer.added_tokens.items() if token.special}
     needed = 1 + max({*tokenizer.vocabulary.values()} - special | {tokenizer.eos_id, tokenizer.document_start})
     if needed > vocab_size:
-        raise UserError(
-            f"the tokenizer has {needed:,} ids but the model only {vocab_size:,}; a trained model needs "
-            f"the tokenizer that it was trained with, and a new one --vocab-size {needed:,} or more."
-        )
+        fix = f"needs the tokenizer that it was trained with, and a new one --vocab-size {needed:,} or more"
+        raise UserError(f"the tokenizer has {needed:,} ids but the model only {vocab_size:,}; a trained model {fix}.")

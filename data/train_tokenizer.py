@@ -24,6 +24,7 @@ TRAINER_OPTIONS = dict(
     eos_id=2,
     pad_id=-1,
     control_symbols=[*TURNS],
+    hard_vocab_limit=False,  # a small text has fewer pieces
     minloglevel=2,
 )
 
@@ -35,20 +36,16 @@ def train_tokenizer(texts: Sequence[str], vocab_size: int, path: str | Path) -> 
     """
     import sentencepiece
 
-    model = io.BytesIO()
+    model, options = io.BytesIO(), TRAINER_OPTIONS | {"vocab_size": vocab_size}
     try:
-        sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=_lines(texts), model_writer=model, vocab_size=vocab_size, **TRAINER_OPTIONS
-        )
+        sentencepiece.SentencePieceTrainer.train(sentence_iterator=lines(texts), model_writer=model, **options)
     except (RuntimeError, ValueError, OSError) as error:
-        if maximum := re.search(r"Vocabulary size too high .*?<= (\d+)", str(error)):
-            return train_tokenizer(texts, int(maximum[1]), path)
         raise UserError(f"no tokenizer could be trained on this text ({error}); give more text.") from None
     Path(path).write_bytes(model.getvalue())
     return load_tokenizer(path)
 
 
-def _lines(texts: Iterable[str]) -> Iterator[str]:
+def lines(texts: Iterable[str]) -> Iterator[str]:
     """Lines that the trainer does not skip: without newline, tab and NUL, and not too long."""
     max_length = TRAINER_OPTIONS["max_sentence_length"] // 4  # a character has at most 4 bytes
     for text in texts:
