@@ -21,10 +21,8 @@ from checkpoints.pretrained import load_pretrained
 from errors import UserError
 
 LOGITS = 2e-6
-SHAPE = dict(
-    vocab_size=29, hidden_size=32, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
-    num_key_value_heads=2, max_position_embeddings=32, tie_word_embeddings=False,
-)  # fmt: skip
+SHAPE = dict(vocab_size=29, hidden_size=32, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4)
+SHAPE |= dict(num_key_value_heads=2, max_position_embeddings=32, tie_word_embeddings=False)
 WINDOW = {"sliding_window": 4, "use_sliding_window": True, "max_window_layers": 1}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8, "attention_factor": 1.2}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}

@@ -15,21 +15,17 @@ STABLE = {"model_type": "stablelm", "partial_rotary_factor": 1.0}
 
 REFUSED = {
     "another model": {"model_type": "gpt2"},
-    "another activation": {"hidden_act": "gelu"},
     "biases in the MLP": {"mlp_bias": True},
     "quantized": {"quantization_config": {"bits": 4}},
     "attention in both directions": {"is_causal": False},
     "partial rotation": {"partial_rotary_factor": 0.5},
-    "partial rotation inside": {"rope_parameters": {"partial_rotary_factor": 0.5}},
     "old rope type": {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
-    "new rope type": {"rope_parameters": {"rope_type": "longrope", "factor": 2.0}},
     "unknown rope key": {"rope_scaling": {**YARN, "sections": 1}},
     "rope by layer type": {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
     "broken llama3 rope": {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
     "broken yarn": {"rope_scaling": {"type": "yarn"}},
     "layers of other kinds": {"layer_types": ["full_attention", "chunked_attention"]},
     "parallel residual": {**STABLE, "use_parallel_residual": True},
-    "another per-head norm": {**STABLE, "qk_layernorm": True},
     "an ignored head_dim": {**STABLE, "head_dim": 20},
     "a quarter is rotated by default": {"model_type": "stablelm"},
     "an impossible shape": {"num_key_value_heads": 4},
@@ -38,7 +34,6 @@ REFUSED = {
     "layers": {"num_hidden_layers": 100_000, "attention_bias": True},
     **{f"{key}, too large": {key: 2**62} for key in (*SHAPE_FIELDS, "head_dim")},
     "another head_dim": {"head_dim": 10},
-    "a base that is no float": {"rope_theta": 10**400},
 }
 
 
