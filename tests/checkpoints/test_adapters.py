@@ -29,11 +29,6 @@ def load(directory):
     return load_pretrained(open_checkpoint(*find_adapter(directory)))
 
 
-@pytest.fixture
-def peft():
-    return pytest.importorskip("peft")
-
-
 def randomize(model):
     """Random values for all that the model trains."""
     generator = torch.Generator().manual_seed(6)
@@ -44,12 +39,13 @@ def randomize(model):
 
 
 @pytest.fixture
-def peft_model(peft, saved):
+def peft_model(saved):
     """A model of transformers, opened from our directory, with an adapter of PEFT whose matrices are all random."""
+    peft = pytest.importorskip("peft")
 
-    def make(config, **changes):
+    def make(options, **changes):
         base = transformers.AutoModelForCausalLM.from_pretrained(saved(**changes))
-        return randomize(peft.get_peft_model(base, config))
+        return randomize(peft.get_peft_model(base, peft.LoraConfig(task_type="CAUSAL_LM", **options)))
 
     return make
 
@@ -79,9 +75,9 @@ SUBSETS = {
 @torch.no_grad()
 @pytest.mark.parametrize("norm", ["rms", "layer"])
 @pytest.mark.parametrize("options", SUBSETS.values(), ids=SUBSETS.keys())
-def test_adapters_of_peft_have_equal_logits_here(peft, peft_model, tokens, relative, tmp_path, options, norm):
+def test_adapters_of_peft_have_equal_logits_here(peft_model, tokens, relative, tmp_path, options, norm):
     untied = {"tie_word_embeddings": "lm_head" not in options["target_modules"]}
-    model = peft_model(peft.LoraConfig(task_type="CAUSAL_LM", **options), norm=norm, **untied)
+    model = peft_model(options, norm=norm, **untied)
     model.save_pretrained(tmp_path / "adapter")
     expected = model(tokens).logits
     with model.disable_adapter():
@@ -91,8 +87,8 @@ def test_adapters_of_peft_have_equal_logits_here(peft, peft_model, tokens, relat
 
 @torch.no_grad()
 @pytest.mark.parametrize("changes", [{}, LAYER, {"qk_norm": True, "tie_word_embeddings": False}])
-def test_ours_open_in_peft_by_their_directory_alone_with_equal_logits(peft, lora, tokens, relative, tmp_path, changes):
-    decoder = lora(**changes)
+def test_ours_open_in_peft_by_their_directory_alone_with_equal_logits(lora, tokens, relative, tmp_path, changes):
+    peft, decoder = pytest.importorskip("peft"), lora(**changes)
     save_pretrained(decoder, tmp_path / "adapter")
     model = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter")
     assert relative(decoder(tokens), model(tokens).logits) <= LOGITS

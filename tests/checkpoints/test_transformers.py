@@ -37,8 +37,7 @@ WRITTEN = {
     "layer": ("StableLmForCausalLM", {"norm": "layer", "norm_eps": 1e-3}),
     "layer without bias": ("StableLmForCausalLM", {"norm": "layer", "norm_bias": False}),
     "layer with qkv bias": ("StableLmForCausalLM", {"norm": "layer", "attention_bias": True, "rope_theta": 500.0}),
-}
-WRITTEN |= {  # no family of transformers computes these, so it refuses them
+    # No family of transformers computes these, so it refuses them.
     "layer with qk norm": (None, {"norm": "layer", "qk_norm": True}),
     "layer with wide heads": (None, {"norm": "layer", "head_dim": 20}),
     "rms with heads that do not divide": (None, {"hidden_size": 50, "head_dim": 6}),

@@ -73,15 +73,9 @@ def test_an_index_may_only_name_files_beside_it(saved, tmp_path, name):
 
 
 def test_missing_unexpected_and_wrongly_shaped_tensors_are_named(saved, edit_weights):
-    directory = saved()
-
-    def damage(tensors):
-        tensors["model.extra"] = tensors.pop("model.layers.0.mlp.up_proj.weight")
-        tensors["model.norm.weight"] = torch.zeros(7)
-
-    edit_weights(directory, damage)
-    wrong = ("model.layers.0.mlp.up_proj.weight is missing", "model.extra is unexpected", "model.norm.weight has shape")
-    with pytest.raises(UserError, match=", ".join(wrong)):
+    directory, names = saved(), ("model.layers.0.mlp.up_proj.weight", "model.extra", "model.norm.weight")
+    edit_weights(directory, lambda t: t.update({names[1]: t.pop(names[0]), names[2]: torch.zeros(7)}))
+    with pytest.raises(UserError, match="{} is missing, {} is unexpected, {} has shape".format(*names)):
         load_pretrained(directory)
 
 
