@@ -36,8 +36,7 @@ def test_the_newest_run_is_the_one_that_saved_a_checkpoint_last(tmp_path):
     with pytest.raises(UserError, match=r"there is no run in .* `python train.py`"):
         newest_run(tmp_path)
     for age, (run, save) in enumerate([("c", "best"), ("a", "last.new"), ("b", "last.old"), ("a", "best")]):
-        directory = checkpoint(tmp_path / run / save)
-        os.utime(directory, (2_000_000_000 - age, 2_000_000_000 - age))
+        os.utime(checkpoint(tmp_path / run / save), (2_000_000_000 - age, 2_000_000_000 - age))
     (tmp_path / "a-file").write_text("x")
     assert newest_run(tmp_path) == tmp_path / "c"
     os.utime(tmp_path / "b" / "last.old", (2_100_000_000, 2_100_000_000))

@@ -51,13 +51,8 @@ def test_a_model_with_any_norm_in_any_place_is_read_back_bit_equal(make_decoder,
 
 def test_weights_of_different_dtypes_in_one_file_are_read_exactly(saved, edit_weights):
     directory = saved()
-
-    def halve(tensors):
-        for name in list(tensors):
-            if "proj" in name and "k_proj" not in name:
-                tensors[name] = tensors[name].bfloat16()
-
-    edit_weights(directory, halve)
+    halved = [f"model.layers.{i}.{name}_proj.weight" for i in range(3) for name in ("self_attn.q", "mlp.down")]
+    edit_weights(directory, lambda t: t.update({name: t[name].bfloat16() for name in halved}))
     tensors, decoder = load_file(directory / "model.safetensors"), load_pretrained(directory)
     for name, tensor in unpacked_tensors(decoder.state_dict(), decoder.config).items():
         assert torch.equal(tensor.float(), tensors[name].float())
@@ -65,16 +60,11 @@ def test_weights_of_different_dtypes_in_one_file_are_read_exactly(saved, edit_we
     assert decoder.layers[0].self_attn.qkv_proj.weight.dtype == torch.float32
 
 
-def test_a_head_in_a_tied_checkpoint_must_equal_the_embedding(saved, edit_weights):
+def test_copies_of_the_head_must_equal_the_tied_embedding_and_old_rotary_tables_are_ignored(saved, edit_weights):
     directory = saved()
-    edit_weights(directory, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
+    more = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
+    edit_weights(directory, lambda t: t.update(more | {"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
     assert load_pretrained(directory).lm_head is None
     edit_weights(directory, lambda t: t["lm_head.weight"].add_(1))
     with pytest.raises(UserError, match="a head beside its tied embedding"):
         load_pretrained(directory)
-
-
-def test_tables_of_rotary_frequencies_in_old_files_are_ignored(saved, edit_weights):
-    directory = saved()
-    edit_weights(directory, lambda t: t.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}))
-    load_pretrained(directory)

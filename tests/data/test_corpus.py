@@ -24,18 +24,12 @@ ROOT = Path(__file__).parents[2]
 
 def documents_of(stream: TokenStream | np.ndarray, tokenizer) -> list[str]:
     """Decode a token stream; its BOS and EOS must stand where they should."""
-    ids = stream[:].tolist()
-    found, one = [], []
-    for i in ids:
-        if i == tokenizer.eos_id:
-            if tokenizer.bos_id is not None:
-                assert one.pop(0) == tokenizer.bos_id
-            found.append(tokenizer.decode(one))
-            one = []
-        else:
-            one.append(i)
-    assert not one, "the stream ends with EOS"
-    return found
+    ids, begin = stream[:], 0 if tokenizer.bos_id is None else 1
+    ends = np.flatnonzero(ids == tokenizer.eos_id) + 1
+    assert ends[-1] == len(ids), "the stream ends with EOS"
+    documents = [ids[start:end].tolist() for start, end in zip([0, *ends], ends, strict=False)]
+    assert begin == 0 or all(document[0] == tokenizer.bos_id for document in documents)
+    return [tokenizer.decode(document[begin:-1]) for document in documents]
 
 
 def prepared(tmp_path: Path, **changes) -> Corpus:
@@ -210,7 +204,7 @@ def test_the_workers_of_a_killed_preparation_end_with_it(tmp_path, small_units):
         time.sleep(0.01)
     process.kill()
     process.wait()
-    time.sleep(2)
+    time.sleep(1)
     made = len(list(units_made("*.docs")))
     prepared(tmp_path)
     assert made < len(list(units_made("*.docs")))
