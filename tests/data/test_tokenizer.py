@@ -192,23 +192,23 @@ def edited(saved: Path, folder: Path, generation: dict | None = None, **changes)
     return folder
 
 
-def test_bos_follows_the_configuration_and_then_the_post_processor(saved, tmp_path):
-    assert load_tokenizer(edited(saved, tmp_path / "a", add_bos_token=False)).bos_id is None
-    assert load_tokenizer(edited(saved, tmp_path / "b", add_bos_token=True)).bos_id == 1
-    assert load_tokenizer(edited(saved, tmp_path / "c", add_bos_token=...)).bos_id == 1
-    changed = load_tokenizer(edited(saved, tmp_path / "d", add_bos_token=True, bos_token={"content": "<unk>"}))
-    assert changed.bos_id == 0
-    plain = edited(saved, tmp_path / "e", add_bos_token=...)
+def test_bos_and_eos_follow_the_configuration_then_the_post_processor_and_the_generation_configuration(saved, tmp_path):
+    cases = [
+        ({"add_bos_token": False}, None, (None, 2)),
+        ({"add_bos_token": ...}, None, (1, 2)),
+        ({"add_bos_token": True, "bos_token": {"content": "<unk>"}}, None, (0, 2)),
+        ({"eos_token": {"content": "<unk>"}}, None, (1, 0)),
+        ({"eos_token": None}, {"eos_token_id": [7, 8]}, (1, 7)),
+    ]
+    for number, (changes, generation, expected) in enumerate(cases):
+        tokenizer = load_tokenizer(edited(saved, tmp_path / str(number), generation, **changes))
+        assert (tokenizer.bos_id, tokenizer.eos_id) == expected
+    with pytest.raises(UserError, match="eos_token"):
+        load_tokenizer(edited(saved, tmp_path / "without", eos_token=None))
+    plain = edited(saved, tmp_path / "plain", add_bos_token=...)
     content = json.loads((plain / "tokenizer.json").read_text(encoding="utf-8")) | {"post_processor": None}
     (plain / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8-sig")  # as some editors write it
     assert load_tokenizer(plain).bos_id is None
-
-
-def test_eos_follows_the_tokenizer_configuration_and_then_the_generation_configuration(saved, tmp_path):
-    assert load_tokenizer(edited(saved, tmp_path / "a", eos_token={"content": "<unk>"})).eos_id == 0
-    assert load_tokenizer(edited(saved, tmp_path / "b", {"eos_token_id": [7, 8]}, eos_token=None)).eos_id == 7
-    with pytest.raises(UserError, match="eos_token"):
-        load_tokenizer(edited(saved, tmp_path / "c", eos_token=None))
 
 
 @pytest.mark.parametrize("seed", range(8))
