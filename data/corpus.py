@@ -1,13 +1,15 @@
-"""A text as token streams, one for training and one for validation, kept on disk between runs.
+"""A text as token streams, one for training and one for validation, and the tokenizer that is trained on a sample.
 
-CACHE/tokenizers/KEY/   trained on a sample     CACHE/units/   see `units`     CACHE/hub/   lists of files of the Hub
+CACHE/tokenizers/KEY/   trained here     CACHE/units/   see `units`     CACHE/hub/   lists of files of the Hub
 """
 
 import contextlib
 import hashlib
+import io
 import lzma
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -20,15 +22,33 @@ from data.conversations import Conversations, find_conversations, prepare_conver
 from data.readers import BLOCK, read_documents
 from data.sources import TextFile, resolve
 from data.split import DUPLICATE, MAX_VALIDATION, TRAIN, VALIDATION, Split, split_documents
-from data.tokenizer import Tokenizer, load_tokenizer
+from data.tokenizer import TURNS, Tokenizer, load_tokenizer
 from data.tokenizer_json import read_model
-from data.train_tokenizer import TRAINER_OPTIONS, train_tokenizer
 from data.units import VERSION, TokenStream, Unit, content_hash, digest, prepare_units
 from errors import UserError, reading
 
 # Text to train a tokenizer on. Python sources: 3.47 bytes per token from 3 MB, 3.54 from 8 MB, in 3 s on two cores.
 TOKENIZER_BYTES = 10_000_000
 SAMPLE_BYTES = 64_000  # of a larger text that are read in one place
+TRAINER_OPTIONS = dict(
+    model_type="bpe",
+    byte_fallback=True,  # a character without a piece becomes its UTF-8 bytes, so no text is unknown
+    character_coverage=0.9995,  # the rarest characters are left to the bytes
+    required_chars="▁",  # a space, which would come back as ▁ where a text has few
+    normalization_rule_name="identity",
+    add_dummy_prefix=False,
+    remove_extra_whitespaces=False,
+    allow_whitespace_only_pieces=True,  # indentation: one id for a run of spaces
+    split_by_unicode_script=False,  # pieces such as "(self" and "):": 7 % more bytes per token on Python sources
+    max_sentence_length=1 << 16,  # bytes; longer lines would be left out, so they are cut
+    unk_id=0,
+    bos_id=1,
+    eos_id=2,
+    pad_id=-1,
+    control_symbols=[*TURNS],
+    hard_vocab_limit=False,  # a small text has fewer pieces
+    minloglevel=2,
+)
 
 
 @dataclass(frozen=True)
@@ -101,6 +121,34 @@ def tokenize(
     return TokenStream(units, [True] * len(rows)), int(rows["bytes"].sum())
 
 
+def split_units(units: list[Unit], split: Split, document_start: int | None) -> Corpus:
+    """The text of complete units as one stream for training and one for validation."""
+    rows, tokenizer = np.concatenate([unit.table for unit in units]), units[0].tokenizer
+    kinds = split_documents(rows, split)
+    kept, held_out = rows[kinds != DUPLICATE], rows[kinds == VALIDATION]
+    size, validation_bytes = int(kept["bytes"].sum()), int(held_out["bytes"].sum())
+    train = TokenStream(units, (kinds == TRAIN).tolist())
+    if len(held_out) > 0:
+        origin = f"{len(held_out):,} documents"
+        validation = TokenStream(units, (kinds == VALIDATION).tolist())[:]
+    else:
+        origin = "the end of the text"
+        fraction = min(split.fraction, MAX_VALIDATION / size)
+        end = len(train) - max(2, round(fraction * len(train)))
+        validation = train[end:]
+        validation_bytes = len(tokenizer.decode(validation).encode("utf-8"))
+        train.length = end
+    text_hash = hashlib.blake2b(kept["hash"].tobytes(), digest_size=16).hexdigest()
+    description = (
+        f"{len(kept):,} documents ({len(rows) - len(kept):,} duplicates dropped), "
+        f"{size / 1e6:.2f} MB, hash {text_hash[:12]}\n"
+        f"  {len(train):,} tokens to train on, {(size - validation_bytes) / max(1, len(train)):.2f} bytes per token, "
+        f"vocabulary {tokenizer.vocab_size:,}\n"
+        f"  {len(validation):,} for validation ({origin}, {validation_bytes / 1e6:.2f} MB)"
+    )
+    return Corpus(description, text_hash, tokenizer, train, validation, validation_bytes, document_start)
+
+
 def trained_tokenizer(files: list[TextFile], vocab_size: int, split: Split, cache_dir: Path) -> Tokenizer:
     """A tokenizer that is trained on a sample of the files, unless the cache has it, complete."""
     folder = cache_dir / "tokenizers" / digest(VERSION, vocab_size, split, sorted(TRAINER_OPTIONS.items()), files)
@@ -133,29 +181,25 @@ def sample_text(files: list[TextFile], split: Split) -> list[str]:
     return [text for text, is_held_out in zip(texts, held_out, strict=True) if not is_held_out] or texts
 
 
-def split_units(units: list[Unit], split: Split, document_start: int | None) -> Corpus:
-    """The text of complete units as one stream for training and one for validation."""
-    rows, tokenizer = np.concatenate([unit.table for unit in units]), units[0].tokenizer
-    kinds = split_documents(rows, split)
-    kept, held_out = rows[kinds != DUPLICATE], rows[kinds == VALIDATION]
-    size, validation_bytes = int(kept["bytes"].sum()), int(held_out["bytes"].sum())
-    train = TokenStream(units, (kinds == TRAIN).tolist())
-    if len(held_out) > 0:
-        origin = f"{len(held_out):,} documents"
-        validation = TokenStream(units, (kinds == VALIDATION).tolist())[:]
-    else:
-        origin = "the end of the text"
-        fraction = min(split.fraction, MAX_VALIDATION / size)
-        end = len(train) - max(2, round(fraction * len(train)))
-        validation = train[end:]
-        validation_bytes = len(tokenizer.decode(validation).encode("utf-8"))
-        train.length = end
-    text_hash = hashlib.blake2b(kept["hash"].tobytes(), digest_size=16).hexdigest()
-    description = (
-        f"{len(kept):,} documents ({len(rows) - len(kept):,} duplicates dropped), "
-        f"{size / 1e6:.2f} MB, hash {text_hash[:12]}\n"
-        f"  {len(train):,} tokens to train on, {(size - validation_bytes) / max(1, len(train)):.2f} bytes per token, "
-        f"vocabulary {tokenizer.vocab_size:,}\n"
-        f"  {len(validation):,} for validation ({origin}, {validation_bytes / 1e6:.2f} MB)"
-    )
-    return Corpus(description, text_hash, tokenizer, train, validation, validation_bytes, document_start)
+def train_tokenizer(texts: Sequence[str], vocab_size: int, path: str | Path) -> Tokenizer:
+    """Train a byte-pair encoding of `vocab_size` pieces, or of all that the texts have; write it to the file `path`.
+
+    The same texts in the same order give the same file. No piece contains a newline or a tab: those are bytes.
+    """
+    import sentencepiece
+
+    model, options = io.BytesIO(), TRAINER_OPTIONS | {"vocab_size": vocab_size}
+    try:
+        sentencepiece.SentencePieceTrainer.train(sentence_iterator=lines(texts), model_writer=model, **options)
+    except (RuntimeError, ValueError, OSError) as error:
+        raise UserError(f"no tokenizer could be trained on this text ({error}); give more text.") from None
+    Path(path).write_bytes(model.getvalue())
+    return load_tokenizer(path)
+
+
+def lines(texts: Iterable[str]) -> Iterator[str]:
+    """Lines that the trainer does not skip: without newline, tab and NUL, and not too long."""
+    max_length = TRAINER_OPTIONS["max_sentence_length"] // 4  # a character has at most 4 bytes
+    for text in texts:
+        for line in re.split("[\n\t\0]+", text):
+            yield from (line[start : start + max_length] for start in range(0, len(line), max_length))

@@ -217,7 +217,6 @@ TABLE = r"""
 - read_model(found.files["tokenizer.model"])
 + pass
 ! data/test_corpus.py::test_what_is_missing_in_the_cache_and_a_damaged_tokenizer_are_made_anew
-@ data/train_tokenizer.py
 - byte_fallback=True,
 + byte_fallback=False,
 ! data/test_tokenizer.py::test_the_round_trip_is_exact_for_any_text

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from checkpoints.pretrained import save_pretrained
-from data.train_tokenizer import train_tokenizer
+from data.corpus import train_tokenizer
 from model.config import ModelConfig
 from model.decoder import Decoder
 

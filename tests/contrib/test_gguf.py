@@ -17,7 +17,7 @@ import torch
 
 from checkpoints.pretrained import save_pretrained
 from contrib.gguf import write_gguf
-from data.train_tokenizer import train_tokenizer
+from data.corpus import train_tokenizer
 from errors import UserError
 
 gguf = pytest.importorskip("gguf", reason="needs the gguf package: pip install gguf")

@@ -11,8 +11,8 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from checkpoints.pretrained import save_pretrained
 from data.chat import ChatFormat
+from data.corpus import train_tokenizer
 from data.tokenizer import Tokenizer, load_tokenizer
-from data.train_tokenizer import train_tokenizer
 from model.config import ModelConfig
 from model.decoder import Decoder
 
