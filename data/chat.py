@@ -57,10 +57,9 @@ class ChatFormat:
     def __init__(self, tokenizer: Tokenizer, system: str | None = None):
         template, added = tokenizer.chat_template, tokenizer.added_tokens
         if template is None:
-            raise UserError(
-                f"{tokenizer.folder} has no chat template, so the model only continues text: use an Instruct or Chat "
-                f"model, fine-tune it on conversations, or put a chat_template.jinja in its folder."
-            )
+            problem = f"{tokenizer.folder} has no chat template, so the model only continues text"
+            fix = "fine-tune it on conversations, or put a chat_template.jinja in its folder"
+            raise UserError(f"{problem}: use an Instruct or Chat model, {fix}.")
         self._template, self.tokenizer = template, tokenizer
         self._special = {token.content for token in added.values() if token.special}
         # Some models have turn markers that are not marked as special. Runs of spaces are tokens, too, and no markers.
@@ -94,8 +93,8 @@ class ChatFormat:
         It learns what is inside `{% generation %}` blocks, or in a template without them the answers that it finds.
         """
         parts, unknown = self.render(messages, answer_follows=False), []
-        text, ends = "".join(parts), list(itertools.accumulate(map(len, parts)))
-        spans = list(zip(ends[::2], ends[1::2], strict=False))  # of the characters that are learned
+        text, borders = "".join(parts), list(itertools.accumulate(map(len, parts)))
+        spans = list(zip(borders[::2], borders[1::2], strict=False))  # of the characters that are learned
         if "endgeneration" not in self._template:
             spans, unknown = self._find_answers(messages, text)
         encoding = self.tokenizer.encode_special(text, BREAK)

@@ -122,12 +122,9 @@ def write_rows(facts: Path, found: dict[int, Encoded], size: int, tokenizer: Tok
         np.save(file, np.concatenate(arrays, 1))
     text_hash = digest(*found)
     asked = itertools.takewhile(lambda message: message["role"] != "assistant", part[0][0])
-    values = {
-        "description": f"{texts[0]}, hash {text_hash[:12]}\n  for validation {texts[1]}",
-        "text_hash": text_hash,
-        "question": list(asked) or [{"role": "user", "content": "Hello."}],
-        "train_rows": arrays[0].shape[1],
-    }
+    description = f"{texts[0]}, hash {text_hash[:12]}\n  for validation {texts[1]}"
+    question = list(asked) or [{"role": "user", "content": "Hello."}]
+    values = dict(description=description, text_hash=text_hash, question=question, train_rows=arrays[0].shape[1])
     replace_text(facts, json.dumps(values))
 
 

@@ -21,9 +21,8 @@ KNOWN = {  # name -> data set, its revision, what the names of its files begin w
 }
 NO_NETWORK = "check the connection and the name, or give your own text with --data FILE"
 
-EXCLUDED = frozenset(  # folders of the standard library that are tests, applications, third-party code or generated
-    "test tests idle_test idlelib tkinter lib2to3 distutils site-packages dist-packages __pycache__ pydoc_data".split()
-)
+# Folders of the standard library that are tests, applications, third-party code or generated.
+EXCLUDED = "test tests idle_test idlelib tkinter lib2to3 distutils site-packages dist-packages __pycache__ pydoc_data"
 
 
 @dataclass(frozen=True)
@@ -64,9 +63,9 @@ def resolve(names: Iterable[str], text_field: str, cache_dir: Path) -> list[Text
         elif name in KNOWN:
             found = hub_files(*KNOWN[name], text_field, cache_dir)
         elif name.startswith("hub:"):
-            owner, dataset, *folders = [*name.removeprefix("hub:").rstrip("/").split("/"), ""]
-            start = "".join(f"{folder}/" for folder in folders if folder)
-            found = hub_files(f"{owner}/{dataset}", "main", start, text_field, cache_dir)
+            parts = name.removeprefix("hub:").rstrip("/").split("/")
+            start = "".join(f"{part}/" for part in parts[2:])  # files are compared with a slash at their end, too
+            found = hub_files("/".join(parts[:2]), "main", start, text_field, cache_dir)
         elif os.path.isfile(path):
             found = text_files([path], text_field, optional=False)
         elif os.path.isdir(path):
@@ -104,7 +103,7 @@ def find_format(path: str | Path) -> str | None:
     return next((format for suffix, format in FORMATS.items() if name.endswith(suffix)), None)
 
 
-def visible_files(folder: str | Path, excluded: frozenset[str] = frozenset()) -> Iterator[str]:
+def visible_files(folder: str | Path, excluded: Iterable[str] = ()) -> Iterator[str]:
     """The files in a folder and the folders in it, sorted, without hidden ones; links to folders are not followed."""
     for parent, folders, names in os.walk(folder):
         folders[:] = sorted(name for name in folders if name not in excluded and not name.startswith("."))
@@ -117,7 +116,7 @@ def visible_files(folder: str | Path, excluded: frozenset[str] = frozenset()) ->
 def standard_library() -> list[TextFile]:
     """The running interpreter's own sources and its prose documentation: real text on every machine with Python."""
     root = Path(sysconfig.get_path("stdlib"))
-    paths = (Path(path) for path in visible_files(root, EXCLUDED) if path.endswith(".py"))
+    paths = (Path(path) for path in visible_files(root, EXCLUDED.split()) if path.endswith(".py"))
     # 1 MB of `encodings` is generated character tables.
     kept = (path for path in paths if path.parent.name != "encodings" or b"decoding_table" not in path.read_bytes())
     files = text_files(kept, "text")

@@ -95,16 +95,15 @@ def last_merge(piece: str, rank: dict[str, int]) -> tuple[str, str] | None:
 
 
 def read_model(content: bytes) -> ModelProto:
-    """Read a SentencePiece model file. Raises `ValueError` unless it is a plain BPE with byte fallback."""
+    """Read a SentencePiece model file; `ValueError` unless it is a plain BPE with byte fallback."""
     model = ModelProto.FromString(content)
     trainer, normalizer, kinds = model.trainer_spec, model.normalizer_spec, [piece.type for piece in model.pieces]
-    requirements = {
-        "it is not a byte-pair encoding": trainer.model_type == trainer.BPE,
-        "it has no byte fallback": trainer.byte_fallback and kinds.count(PIECE.BYTE) == 256,
-        "it changes characters": not normalizer.precompiled_charsmap and not normalizer.normalization_rule_tsv,
-        "it has user-defined or unused pieces": not {PIECE.USER_DEFINED, PIECE.UNUSED} & set(kinds),
-    }
-    for reason, holds in requirements.items():
-        if not holds:
-            raise ValueError(reason)
+    if trainer.model_type != trainer.BPE:
+        raise ValueError("it is not a byte-pair encoding")
+    if not trainer.byte_fallback or kinds.count(PIECE.BYTE) != 256:
+        raise ValueError("it has no byte fallback")
+    if normalizer.precompiled_charsmap or normalizer.normalization_rule_tsv:
+        raise ValueError("it changes characters")
+    if PIECE.USER_DEFINED in kinds or PIECE.UNUSED in kinds:
+        raise ValueError("it has user-defined or unused pieces")
     return model

@@ -32,7 +32,7 @@ from data.tokenizer import Tokenizer
 from errors import UserError, is_main_process, usable_cores
 from files import replacing
 
-VERSION = 6  # of the files; raised when the same text and tokenizer would give other files
+VERSION = 6  # raised when the same text and tokenizer would give other files
 UNIT_BYTES = 64_000_000
 BATCH = 4_000_000  # characters that are encoded together, on all cores of a process
 SPAWN = multiprocessing.get_context("spawn")  # torch's threads do not survive a fork
