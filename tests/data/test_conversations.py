@@ -200,21 +200,22 @@ def test_batches_depend_on_seed_and_step_alone_and_an_epoch_has_every_row_once(t
 
 
 def test_what_is_unusual_is_one_line_with_a_count_and_the_first_place(tokenizer_file, tmp_path, capsys):
-    rows = [{"messages": said(f"Question {n}?", "An answer.")} for n in range(8)]
-    rows += [rows[0], {"messages": said("q")}, {"messages": 7}, {"text": "a"}, {"messages": [{"role": "user"}]}]
-    rows += [{"messages": said("word " * 99, "a")}, {"messages": said("q", "short", "r", "long " * 99, "s", "t")}]
-    rows += [{"messages": [*said("q"), {"role": "assistant", "content": "", "tool_calls": [1]}]}, rows[:1]]
-    rows += [{"messages": [*said("q", "a"), {"role": "tool", "content": "x"}]}]
-    rows += [{"messages": [message | {"weight": 0} for message in rows[n]["messages"]], "tools": [1]} for n in (0, 1)]
-    rows += [{"messages": said("q", "", system="s"), "system": "t", "source": None}]
+    rows = [said(f"Question {n}?", "An answer.") for n in range(8)]
+    rows += [rows[0], said("q"), 7, [{"role": "user"}]]
+    rows += [said("word " * 99, "a"), said("q", "short", "r", "long " * 99, "s", "t")]
+    rows += [[*said("q"), {"role": "assistant", "content": "", "tool_calls": [1]}]]
+    rows += [[*said("q", "a"), {"role": "tool", "content": "x"}]]
+    lines = [{"messages": row} for row in rows] + [{"text": "a"}, rows[:1]]
+    lines += [{"messages": [message | {"weight": 0} for message in rows[n]], "tools": [1]} for n in (0, 1)]
+    lines += [{"messages": said("q", "", system="s"), "system": "t", "source": None}]
     path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"messages": [\n')
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"messages": [\n')
     corpus = prepare([str(path)], tokenizer=tokenizer_file, cache_dir=tmp_path, sequence_length=60)
     assert sorted(capsys.readouterr().err.splitlines()) == sorted([
         f"2 conversations dropped: no answer is left to learn (the first: {path}, row 10)",
         f"7 rows skipped: each must be one object, with messages that the template supports (the first: {path}, row "
         "11: messages must be a list, and not an empty one.)",
-        f"2 conversations cut after the last answer that fits into --sequence-length (the first: {path}, row 14)",
+        f"2 conversations cut after the last answer that fits into --sequence-length (the first: {path}, row 13)",
         f"2 rows in which nothing uses these keys: tools, weight (the first: {path}, row 19)",
         f"1 rows in which nothing uses these keys: system (the first: {path}, row 21)",
     ])  # fmt: skip
