@@ -260,6 +260,8 @@ def read_rope(fields: dict) -> dict:
     if "original_max_position_embeddings" in scaling:
         context, key = fields["max_position_embeddings"], "original_max_position_embeddings"
         scaling[key] = fields.get(key, rope.get(key, context))  # the key outside of the object counts first
+    if kind == "llama3" and scaling["high_freq_factor"] <= scaling["low_freq_factor"]:
+        raise ValueError("rope_type llama3 needs a high_freq_factor above low_freq_factor")
     if kind == "yarn":
         scaling["beta_fast"], scaling["beta_slow"] = rope.get("beta_fast") or 32, rope.get("beta_slow") or 1
         scaling["truncate"] = bool(rope.get("truncate", True))

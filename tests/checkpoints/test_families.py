@@ -21,6 +21,9 @@ REFUSED = {
     "partial rotation": {"partial_rotary_factor": 0.5},
     "unknown rope key": {"rope_scaling": {**YARN, "sections": 1}},
     "rope by layer type": {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
+    "bands in reverse": {
+        "rope_scaling": {"rope_type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_factor": 1}
+    },
     "broken yarn": {"rope_scaling": {"type": "yarn"}},
     "layers of other kinds": {"layer_types": ["full_attention", "chunked_attention"]},
     "parallel residual": {**STABLE, "use_parallel_residual": True},
