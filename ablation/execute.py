@@ -17,7 +17,7 @@ import torch
 from tqdm import tqdm
 
 from ablation.plan import Plan, Run, arm_settings, load_plan, replace_settings, run_settings, save_plan
-from ablation.records import Row, append, read_lines
+from ablation.records import Row, append, append_rows, read_rows
 from ablation.run import hardware, settings_hash, train_run
 from ablation.study import Study, as_table
 from data.units import end_with_parent
@@ -66,8 +66,8 @@ class Experiment:
 
     @property
     def threads(self) -> int | None:
-        """Of a run: on a CPU its cores divided by the workers, since more threads than cores are slower."""
-        return max(1, usable_cores() // len(self.workers)) if self.workers[0] == "cpu" else None
+        """Of a run: on a CPU those of this process (OMP_NUM_THREADS, or its cores) divided by the workers."""
+        return max(1, torch.get_num_threads() // len(self.workers)) if self.workers[0] == "cpu" else None
 
     def add(self, run: Run, future: Future) -> None:
         """Append the row of a run that has ended. On another device or text than the runs before it has failed."""
@@ -87,13 +87,17 @@ class Experiment:
             row = Row(**vars(run), status="failed", reason=reason)
             self.failed.append(row)
         self.rows.append(row)
-        append(self.folder / "runs.jsonl", row)
+        append_rows(self.folder, row)
 
 
 def load_or_create(plan: Plan, folder: Path, device: str = "auto", jobs: int | None = None) -> Experiment:
     """The experiment of a folder with its finished runs; those that failed are forgotten and made again."""
-    rows = [row for row in read_lines(folder / "runs.jsonl", Row) if row.status != "failed"]
+    rows = [row for row in read_rows(folder) if row.status != "failed"]
+    if rows and not {row.arm for row in rows} & {*plan.compared}:
+        raise UserError(f"{folder} has the runs of another comparison; give another --out.")
     for row in rows:
+        if not row.settings_hash:
+            raise UserError(f"the runs of {folder} did not record their settings; give another --out to repeat them.")
         if row.arm in plan.compared and settings_hash(run_settings(plan, row)) != row.settings_hash:
             raise UserError(f"a finished run ({row}) of {folder} had other settings; give another --out.")
     return Experiment(plan, folder, device, jobs, rows)
@@ -131,11 +135,13 @@ def write_plan(experiment: Experiment) -> None:
     """Write plan.toml; append to changes.jsonl what differs from the plan under which the finished runs were made."""
     experiment.folder.mkdir(parents=True, exist_ok=True)
     path, now, count = experiment.folder / "plan.toml", dataclasses.asdict(experiment.plan), len(experiment.rows)
-    before = dataclasses.asdict(load_plan(str(path))) if path.is_file() and experiment.rows else now
-    for name in (name for name in now if before[name] != now[name]):
+    before = dataclasses.asdict(load_plan(path)) if path.is_file() else {}
+    changed = [name for name in before if before[name] != now[name]]
+    for name in changed if experiment.rows else ():
         change = {"field": name, "before": str(before[name]), "after": str(now[name]), "finished_runs": count}
         append(experiment.folder / "changes.jsonl", change)
-    save_plan(experiment.plan, path)
+    if changed or not before:  # else it keeps its comments
+        save_plan(experiment.plan, path)
 
 
 def start_process(experiment: Experiment, run: Run, device: str) -> Future:

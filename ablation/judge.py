@@ -13,6 +13,7 @@ import numpy as np
 from scipy import special
 
 from ablation.execute import Experiment, write_plan
+from ablation.plan import Plan
 from ablation.run import six_digits
 from ablation.study import Study
 from errors import UserError
@@ -33,12 +34,15 @@ def pairs_of_looks(maximum: int) -> list[int]:
     return [maximum * look // LOOKS for look in range(1, LOOKS + 1)]
 
 
+def check(plan: Plan) -> None:
+    """Refuse a plan that cannot be judged."""
+    if len(plan.compared) != 2 or plan.seeds < 2 * LOOKS:
+        raise UserError(f"judge needs two arms (--a and --b), and --seeds of at least {2 * LOOKS}.")
+
+
 def judge(experiment: Experiment, run_all: Callable[[Experiment], None]) -> list[str]:
     """Train pairs, by `run_all`, until the verdict; what was known at each look, as lines of JSON."""
-    plan = experiment.plan
-    if len(plan.compared) != 2 or plan.seeds < 2 * LOOKS:
-        raise UserError(f"--judge needs two arms (--a and --b), and --seeds of at least {2 * LOOKS}.")
-    said = []
+    plan, said = experiment.plan, []
     for look, pairs in enumerate(pairs_of_looks(plan.seeds), 1):
         experiment.plan = dataclasses.replace(plan, seeds=pairs)
         run_all(experiment)

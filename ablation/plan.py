@@ -14,7 +14,7 @@ from files import read_toml, replace_text
 from flags import Suppress, arg, optional
 from training.settings import CONFIGS, Settings, check_numbers, config_path, load_settings, nearest, read_table
 
-COMPARISONS = CONFIGS / "comparisons"
+STUDIES = CONFIGS.parent / "studies"
 FIRST_SEEDS = {"sweep": 1001, "pilot": 2001}
 MAX_SEEDS = 500  # of the final runs
 JUDGED_PAIRS = 20  # at most
@@ -59,21 +59,22 @@ class Plan:
             raise UserError(f"--seeds is {self.seeds} and must be from 2 to {MAX_SEEDS}.")
         if {*self.phase_seeds["final"]} & {*self.phase_seeds["sweep"], *self.phase_seeds["pilot"]}:
             raise UserError(f"--first-seed {self.first_seed}: final runs would have seeds of the sweep or the pilot.")
-        arms = {name: dict(read_setting(*item) for item in given.items()) for name, given in self.arms.items()}
-        read = [[read_setting(name, value) for value in values] for name, values in self.vary.items()]
-        vars(self).update(arms=arms, vary={choices[0][0]: [value for _, value in choices] for choices in read})
+        vars(self).update(arms={name: read_settings(given) for name, given in self.arms.items()})
+        vars(self).update(vary=read_settings(self.vary, several=True))
 
     @functools.cached_property
     def compared(self) -> dict[str, Arm]:
         """All arms by name: every combination of `arms` and `vary`. A baseline is the first arm of its combination."""
         arms, vary = self.arms, [[(name, value) for value in values] for name, values in self.vary.items()]
         if not arms and vary:
-            arms, vary = {label(*choice): dict([choice]) for choice in vary[0]}, vary[1:]
+            arms = {label(name, value): {name: value} for name, value in vary.pop(0)}
         found: dict[str, Arm] = {}
         for choices in itertools.product(*vary):
-            names = [", ".join([name, *itertools.starmap(label, choices)]) for name in arms]
-            for name, settings in zip(names, arms.values(), strict=True):
-                found[name] = Arm(name, settings | dict(choices), None if name == names[0] else names[0])
+            baseline = None
+            for arm, settings in arms.items():
+                name = ", ".join([arm, *(label(*choice) for choice in choices)])
+                found[name] = Arm(name, settings | dict(choices), baseline)
+                baseline = baseline or name
         if len(found) < 2:
             raise UserError("a comparison needs two arms or more: --vary SETTING=VALUE,VALUE, or --a and --b.")
         settings = {name: arm_settings(self, arm) for name, arm in found.items()}
@@ -88,9 +89,10 @@ class Plan:
         if self.learning_rates:
             return tuple(sorted({*self.learning_rates})) if len(self.learning_rates) > 1 else ()
         norms = {self.value(arm, "norm") for arm in self.compared.values() if "norm" in self.varied}
-        differ = norms - {"rms", "layer"} or {"norm_placement", "mlp", "optimizer"} & {*self.varied}
+        if norms <= {"rms", "layer"} and not {"norm_placement", "mlp", "optimizer"} & {*self.varied}:
+            return ()
         rate = base_settings(self.config).optimizer.learning_rate
-        return tuple(factor * rate for factor in SWEEP_FACTORS) if differ else ()
+        return tuple(factor * rate for factor in SWEEP_FACTORS)
 
     @property
     def varied(self) -> list[str]:
@@ -105,8 +107,11 @@ class Plan:
 
     def fixed_rate(self, arm: Arm) -> float | None:
         """The learning rate of an arm for which none is chosen; None where the sweep chooses one."""
-        of_all = (*self.learning_rates, base_settings(self.config).optimizer.learning_rate)[0]
-        return arm.settings.get("learning_rate", None if self.rates else of_all)
+        if "learning_rate" in arm.settings:
+            return arm.settings["learning_rate"]
+        if self.rates:
+            return None
+        return self.learning_rates[0] if self.learning_rates else base_settings(self.config).optimizer.learning_rate
 
     @property
     def phase_seeds(self) -> dict[str, range]:
@@ -154,6 +159,18 @@ def read_setting(name: str, value: object) -> tuple[str, Any]:
         raise UserError(f"{name}={value}: {error}.{nearest(str(value), map(str, get_args(kind)))}") from None
 
 
+def read_settings(given: dict[str, Any], *, several: bool = False) -> dict[str, Any]:
+    """Settings by short name; `several`: with a list of values each."""
+    found = {}
+    for name, value in given.items():
+        read = [read_setting(name, one) for one in (value if several else [value])]
+        short = read[0][0]
+        if short in found:
+            raise UserError(f"{short} is given twice, once as {name}.")
+        found[short] = [one for _, one in read] if several else read[0][1]
+    return found
+
+
 def label(setting: str, value: object) -> str:
     """A value as part of an arm's name: layer, attention_bias, no attention_bias, weight_decay=0.5."""
     if isinstance(value, bool):
@@ -196,10 +213,19 @@ def quick(plan: Plan) -> Plan:
     return dataclasses.replace(plan, name=f"{plan.name}-quick", seeds=3, steps=300, rerun_seeds=0, learning_rates=rate)
 
 
-def load_plan(name: str) -> Plan:
-    """Read a TOML file, or a name in configs/comparisons/; its file name is the default name of the comparison."""
-    path = config_path(name, COMPARISONS)
-    return read_table(path, Plan, {"name": path.stem} | read_toml(path))
+def find_plan(name: str) -> Path:
+    """The TOML file that a name stands for: a path, the folder of a study, or its name in studies/."""
+    for path in (Path(name), Path(name) / "plan.toml", STUDIES / name / "plan.toml"):
+        if path.is_file():
+            return path
+    known = sorted(path.parent.name for path in STUDIES.glob("*/plan.toml"))
+    raise UserError(f"{name} is neither a file nor a study ({', '.join(known)}).{nearest(name, known)}")
+
+
+def load_plan(path: Path) -> Plan:
+    """Read a plan; its default name is that of its file, or of the folder of a plan.toml."""
+    name = path.parent.name if path.name == "plan.toml" else path.stem
+    return read_table(path, Plan, {"name": name} | read_toml(path))
 
 
 def save_plan(plan: Plan, path: Path) -> None:

@@ -7,8 +7,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from ablation.stats import Effect, mean_effect
-from ablation.study import PARTS, Study
-from errors import UserError
+from ablation.study import Study
 from training.plot import COLOURS
 
 WIDTH, DPI = 5.4, 110  # inches; 594 pixels
@@ -41,30 +40,6 @@ def forest(rows: Sequence[tuple[str, Effect]], xlabel: str, margin: float) -> Fi
     return figure
 
 
-def parts(studies: Sequence[Study]) -> Figure:
-    """A row for each study, or setting in it: RMSNorm minus LayerNorm, and what the mean and the bias do."""
-    rows = [(study.plan.name, *part) for study in studies for part in study.parts.items()]
-    if not rows:
-        raise UserError("--effects needs folders with finished comparisons of RMSNorm and LayerNorm, or of their bias.")
-    figure, [axes] = panels(1.2 + 0.45 * len(rows))
-    axes.axvline(0, color=MUTED, linewidth=1)
-    for row, (*_, found) in enumerate(rows):
-        for name, effect in found.items():
-            number = [*PARTS].index(name)
-            place, colour = row + 0.22 * (number - 1), COLOURS[number]
-            axes.plot(effect.interval, (place, place), color=colour, linewidth=3, alpha=0.5, solid_capstyle="butt")
-            axes.plot(effect.estimate, place, MARKERS[number], color=colour, markersize=4, label=name)
-    names = [f"{name}, {next(iter(found.values())).n} pairs\n{group}".strip() for name, group, found in rows]
-    axes.set_yticks(range(len(rows)), names)
-    axes.set_xscale("symlog", linthresh=0.01)
-    ticks = (-0.01, -0.005, 0, 0.005, 0.01, 0.03, 0.1)
-    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
-    axes.set(ylim=(len(rows) - 0.5, -0.5), xlabel="difference in loss, nats per token")
-    shown = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
-    figure.legend(shown.values(), shown, loc="outside lower center", frameon=False, fontsize=8, ncols=3)
-    return figure
-
-
 def curve_differences(study: Study, arm: str) -> list[tuple[int, Effect]]:
     """Loss of an arm minus that of its baseline at each step at which all final runs of both were evaluated."""
     pairs = study.paired("final", arm)
@@ -94,8 +69,9 @@ def differences_over_steps(study: Study) -> Figure | None:
         lowest, highest = min(lowest, *low[late:]), max(highest, *high[late:])
     for axes in every:
         axes.set_ylim(lowest - study.plan.margin, highest + study.plan.margin)  # all alike, to be compared
-    for axes in every[len(curves) :]:
-        axes.set_visible(False)
+    for empty in range(len(curves), len(every)):
+        every[empty].set_visible(False)
+        every[empty - columns].tick_params(labelbottom=True)
     figure.supxlabel("step (line: mean of the pairs; band: its 95% interval)", fontsize=9)
     figure.supylabel("loss minus the baseline's, nats per token (lower: better)", fontsize=9)
     return figure

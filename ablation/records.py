@@ -1,5 +1,6 @@
-"""What a run leaves behind: one flat row, a line of runs.jsonl. plan.toml, runs.jsonl and changes.jsonl are all that a
-comparison keeps; everything else is derived from them.
+"""What a run leaves behind: one flat row, a line of runs.jsonl. What its machine and versions were stands once in
+machine.toml, for all rows with the same. With plan.toml and changes.jsonl that is all that a study keeps: everything
+else is derived from it.
 """
 
 import dataclasses
@@ -11,7 +12,9 @@ import msgspec
 
 from ablation.plan import Run
 from errors import reading
-from files import replacing
+from files import read_toml, replace_text, replacing
+
+MACHINE = ("device", "kernels", "dtype", "commit", "torch", "python", "threads", "workers", "text_hash")
 
 
 @dataclass(frozen=True)
@@ -42,19 +45,49 @@ class Row(Run):
     commit: str = ""  # of this project
     torch: str = ""
     python: str = ""  # its standard library is the default text
-    threads: int | None = None  # of the CPU
+    threads: int | None = None  # of PyTorch on the CPU
     workers: int = 1  # runs that were made at once
 
 
-def append(path: Path, *records: Row | dict) -> None:
+def append(path: Path, *records: dict) -> None:
     """Append one line for each, atomically."""
     before = path.read_bytes() if path.is_file() else b""
     with replacing(path) as file:
         file.write(before[: before.rfind(b"\n") + 1] + msgspec.json.Encoder().encode_lines(records))
 
 
-def read_lines(path: Path, kind: type = dict) -> list:
+def read_lines(path: Path) -> list[dict]:
     """The complete lines of a file of JSON; none if there is no file."""
     lines = path.read_bytes().split(b"\n")[:-1] if path.is_file() else []
     with reading(path, "delete the line that is damaged"):
-        return [msgspec.json.decode(line, type=kind) for line in lines]
+        return [msgspec.json.decode(line, type=dict) for line in lines]
+
+
+def append_rows(folder: Path, *rows: Row) -> None:
+    """Append rows to runs.jsonl, without what has its default, and their machines to machine.toml."""
+    import tomli_w
+
+    defaults = {field.name: field.default for field in dataclasses.fields(Row)}
+    machines, lines = read_machines(folder), []
+    for row in rows:
+        line = {name: value for name, value in vars(row).items() if value != defaults[name]}
+        machine = {name: line.pop(name) for name in MACHINE if name in line}
+        if machine and machine not in machines.values():
+            machines[str(len(machines) + 1)] = machine
+        if machine:
+            line["machine"] = next(number for number, known in machines.items() if known == machine)
+        lines.append(line)
+    replace_text(folder / "machine.toml", tomli_w.dumps(machines))  # first: a row names a machine that is there
+    append(folder / "runs.jsonl", *lines)
+
+
+def read_rows(folder: Path) -> list[Row]:
+    """The rows of a study; none if there is no runs.jsonl."""
+    machines, lines = read_machines(folder), read_lines(folder / "runs.jsonl")
+    with reading(folder / "runs.jsonl", "delete the line that is damaged"):
+        return [msgspec.convert(line | machines.get(line.get("machine"), {}), Row) for line in lines]
+
+
+def read_machines(folder: Path) -> dict[str, dict]:
+    path = folder / "machine.toml"
+    return read_toml(path) if path.is_file() else {}

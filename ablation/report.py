@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from ablation import plots
 from ablation.plan import arm_settings
 from ablation.records import read_lines
-from ablation.stats import MAX_PAIRS, MIN_PAIRS_FOR_EQUIVALENCE, Comparison, Effect, holm, mean_effect
+from ablation.stats import MAX_PAIRS, MIN_PAIRS_FOR_EQUIVALENCE, SIGNIFICANCE, Comparison, Effect, holm, mean_effect
 from ablation.study import KEY, Study
 from files import replace_text, replacing
 from model.count import num_norm_parameters, num_parameters
@@ -23,8 +23,6 @@ MISSING, TIMINGS = "-", "timings.jsonl"
 PROBES = ["mean_over_std", "cosine_with_ones", "kurtosis", "largest_channel", "first_token_attention", "spikes"]
 ORIGIN = ["commit", "device", "workers", "threads", "kernels", "dtype", "torch", "python", "parameters", "tokens"]
 ORIGIN += ["text_hash"]
-
-
 PHASES = {
     "sweep": "to find learning rates",
     "pilot": "to fix the number of pairs",
@@ -34,7 +32,8 @@ PHASES = {
 COLUMNS = """p (Holm): of a paired t-test over the seeds, adjusted for the number of comparisons (Holm 1979). p of
 equivalence: of two one-sided t-tests against the margin, adjusted likewise. std of a pair: of the differences over the
 seeds. It would take: pairs that decide with a power of 80%, from the deviation of these pairs (in brackets from the
-ends of its interval). `python ablate.py --report FOLDER` rewrites this page from plan.toml and runs.jsonl."""
+ends of its interval). `python ablate.py report FOLDER` writes this page again, with its pictures, from
+plan.toml and runs.jsonl; `python ablate.py NAME` runs a plan of studies/ again."""
 
 
 def describe(study: Study, workers: int) -> str:
@@ -43,9 +42,10 @@ def describe(study: Study, workers: int) -> str:
     pairs = study.pairs or "as many as the pilot asks for"
     phases = Counter(run.phase for run in study.wanted)
     kinds = ", ".join(f"{count} {PHASES[phase]}" for phase, count in phases.items())
+    sweep = " (a sweep)" if study.rates else ""
     return (
         f"arms: {'; '.join(study.arms)}\n"
-        f"learning rates: {numbers(rates)}{' (a sweep)' * bool(study.rates)}\n"
+        f"learning rates: {numbers(rates)}{sweep}\n"
         f"final pairs: {pairs}; at most {hours:g} hours in all, and Ctrl-C stops it until the same command resumes it\n"
         f"runs: {len(study.rows)} done, {len(study.missing(study.wanted))} can start, {workers} at once ({kinds})"
     )
@@ -54,11 +54,16 @@ def describe(study: Study, workers: int) -> str:
 def headline(study: Study) -> list[str]:
     """A line for each arm, in order of its loss: what came out, how sure that is, and what to be careful with."""
     losses = {arm: study.mean_loss(arm, {arm: 1.0}) for arm in study.arms}
-    order = sorted(losses, key=lambda arm: math.inf if losses[arm] is None else losses[arm].estimate)
-    edge, ends = "; its learning rate is at the edge of the sweep", study.rates[:1] + study.rates[-1:]
-    lines = [f"{arm}: {outcome(study, arm)}{edge * (study.best_rates.get(arm) in ends)}" for arm in order]
-    significant = [(effect, p) for effect, p in grid_effects(study) if p < 0.05]
-    return lines + [f"effect of {e.name}: {with_interval(e)} {e.unit}, p = {p:.2g} (Holm)" for e, p in significant]
+    lines = []
+    for arm in sorted(losses, key=lambda arm: math.inf if losses[arm] is None else losses[arm].estimate):
+        line = f"{arm}: {outcome(study, arm)}"
+        if study.best_rates.get(arm) in (*study.rates[:1], *study.rates[-1:]):
+            line += "; its learning rate is at the edge of the sweep"
+        lines.append(line)
+    for effect, p in grid_effects(study):
+        if p < SIGNIFICANCE:
+            lines.append(f"effect of {effect.name}: {with_interval(effect)} {effect.unit}, p = {p:.2g} (Holm)")
+    return lines
 
 
 def grid_effects(study: Study) -> list[tuple[Effect, float]]:
@@ -76,10 +81,12 @@ def outcome(study: Study, arm: str) -> str:
         others = rows[rows.status != "completed"]
         reasons = "; ".join(f"seed {r.seed} at {r.learning_rate:g}: {r.reason}" for r in others.head(3).itertuples())
         return f"{len(rows) - len(others)} of {len(rows)} runs completed ({reasons})"
-    for c in (c for c in study.comparisons if c.arm == arm):
-        text = f"{c.verdict}, {with_interval(c.effect)} {study.unit} against {c.baseline} over {c.effect.n} pairs"
-        return f"{text}; it would take {needed}" if (needed := pairs_needed(c)) else text
-    return f"{loss.estimate:.4f} {loss.unit} over {loss.n} seeds"
+    c = next((c for c in study.comparisons if c.arm == arm), None)
+    if c is None:
+        return f"{loss.estimate:.4f} {loss.unit} over {loss.n} seeds"
+    text = f"{c.verdict}, {with_interval(c.effect)} {study.unit} against {c.baseline} over {c.effect.n} pairs"
+    needed = pairs_needed(c)
+    return text if needed is None else f"{text}; it would take {needed}"
 
 
 def pairs_needed(c: Comparison) -> str | None:
@@ -90,11 +97,12 @@ def pairs_needed(c: Comparison) -> str | None:
     return f"{best} pairs for 80% power ({fewest} to {most})"
 
 
-def write(study: Study, folder: Path) -> list[Path]:
+def write(study: Study, folder: Path, *, text_only: bool = False) -> list[Path]:
     """Write report.md, its pictures (PNG and PDF) and its first table (CSV and LaTeX); the paths, report.md first."""
-    drawn, compared = pictures(study), pd.DataFrame(map(comparison_row, study.comparisons))
-    texts = {"report.md": markdown_text(study, folder, drawn)}
-    if len(compared):
+    drawn = {} if text_only else pictures(study)
+    texts, compared = {"report.md": markdown_text(study, folder, drawn)}, study.comparisons
+    if compared and not text_only:
+        compared = pd.DataFrame(map(comparison_row, compared))
         texts |= {"differences.csv": compared.to_csv(index=False), "differences.tex": compared.to_latex(index=False)}
     for name, text in texts.items():
         replace_text(folder / name, text)
@@ -122,23 +130,27 @@ def pictures(study: Study) -> dict[str, Figure]:
 
 def markdown_text(study: Study, folder: Path, drawn: dict[str, Figure]) -> str:
     """report.md: parts of a title, a picture and blocks of text, without those that have neither."""
-    text = f"# {study.plan.name}\n\n" + "\n".join(f"- {line}" for line in headline(study))
+    text = f"# {study.plan.name}\n\n" + "\n".join(f"- {line}" for line in headline(study)) + "\n"
     for title, picture, *blocks in parts(study, folder):
-        shown = [f"![{title}]({picture}.png)"] * (picture in drawn) + [block for block in blocks if block]
-        text += "".join(f"\n\n{block}" for block in [f"## {title}", *shown] if shown)
-    return text + "\n"
+        shown = [block for block in blocks if block]
+        if picture in drawn:
+            shown.insert(0, f"![{title}]({picture}.png)")
+        if shown:
+            text += "\n" + "\n\n".join([f"## {title}", *shown]) + "\n"
+    return text
 
 
 def parts(study: Study, folder: Path) -> Iterator[tuple[str, ...]]:
     """Title, picture and blocks of every part of the report; a block is empty where nothing was measured."""
     interval, found = "mean and 95% interval", grid_effects(study)
     effects = [{"effect": effect.name, interval: with_interval(effect), "p (Holm)": p} for effect, p in found]
+    sweep = study.sweep.reset_index().to_dict("records") if study.rates else []
     incomplete = study.rows[study.rows.status != "completed"]
     yield "Differences", "differences", about(study), table(map(comparison_row, study.comparisons)), COLUMNS
     yield "Effects of the grid", "effects", table(effects)
     yield "Paired difference over steps", "steps"
     yield "Arms", "", table(arm_row(study, arm) for arm in study.arms)
-    yield "Learning rates", "sweep", table(study.sweep.reset_index().to_dict("records") if study.rates else ())
+    yield "Learning rates", "sweep", table(sweep)
     yield "Rerun spread and placebo", "", table(study.spread.reset_index().to_dict("records"))
     yield "Runs that did not complete", "", table(incomplete[[*KEY, "status", "reason"]].to_dict("records"))
     yield "Inside the model", "", table(probe_rows(study))
@@ -151,9 +163,8 @@ def about(study: Study) -> str:
     """How the arms were compared, in words."""
     plan, pairs, done = study.plan, [c.effect.n for c in study.comparisons], len(study.final_seeds)
     steps = {arm_settings(plan, arm).optimizer.steps for arm in study.arms.values()}
-    text = f"Final validation loss minus that of the baseline over paired seeds, {numbers(steps)} steps; the dots are "
-    text += f"means, the bars 95% intervals. Differences within {plan.margin:g} {study.unit} (shaded) are treated as "
-    text += "equivalent."
+    text = f"Final validation loss minus that of the baseline over paired seeds, {numbers(steps)} steps: means and "
+    text += f"95% intervals. Differences within {plan.margin:g} {study.unit}, shaded in pictures, count as equivalent."
     if study.shares_rate:
         rates = numbers({*study.learning_rates.values()})
         text += f" All arms share the learning rate {rates}: none was chosen for each of them."
@@ -174,8 +185,9 @@ def comparison_row(c: Comparison) -> dict:
 
 def arm_row(study: Study, name: str) -> dict:
     rows, config = study.final(name), arm_settings(study.plan, study.arms[name]).model
-    shared = " (shared)" * study.shares_rate
-    row = {"arm": name, "learning rate": f"{study.learning_rates.get(name, math.nan):g}{shared}"}
+    row = {"arm": name, "learning rate": f"{study.learning_rates.get(name, math.nan):g}"}
+    if study.shares_rate:
+        row["learning rate"] += " (shared)"
     row["completed"] = f"{(rows.status == 'completed').sum()} of {len(rows)}"
     row[study.unit] = with_interval(study.mean_loss(name, {name: 1.0}), ".4f")
     row["bits per byte"] = rows.bits_per_byte.mean(skipna=False)
@@ -210,13 +222,16 @@ def time_rows(study: Study, timings: list[dict]) -> Iterator[dict]:
 
 def origin_rows(study: Study) -> list[dict]:
     """What the runs were made on and from, and what the arms of a seed share."""
-    rows, of_seeds = study.rows, study.trained.groupby("seed")
-    found = {name: numbers(rows[name].dropna().unique()) for name in ORIGIN}
+    rows = study.rows
+    found = {name: numbers(value for value in rows[name].dropna().unique() if value != "") for name in ORIGIN}
     for name in ("batches", "weights"):  # those of the norms apart
-        equal = (of_seeds[f"{name}_hash"].nunique() == 1).all()
-        found[f"{name} of a seed"] = "equal in all its runs" if equal else "differ between its runs"
+        hashes = rows[rows[f"{name}_hash"] != ""].groupby("seed")[f"{name}_hash"].nunique()
+        if len(hashes):
+            found[f"{name} of a seed"] = "differ between its runs" if hashes.max() > 1 else "equal in all its runs"
+        else:
+            found[f"{name} of a seed"] = ""
     found["training time"] = f"{rows.seconds.sum() / 3600:.2f} hours, summed over {len(rows)} runs"
-    return [{"what": name, "which": value} for name, value in found.items() if value]
+    return [{"what": name, "which": value or "not recorded"} for name, value in found.items()]
 
 
 def numbers(values: Iterable) -> str:

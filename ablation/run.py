@@ -8,7 +8,7 @@ import itertools
 import math
 import platform
 import subprocess
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -81,24 +81,6 @@ def measure(session: Session, run: Run, hash_of_settings: str, workers: int, *, 
     )
 
 
-@contextlib.contextmanager
-def attention_weights(model: Decoder) -> Iterator[list[Tensor]]:
-    """A list that gets the attention weights of each layer, float32 (B, H, T, T), of every pass inside the block."""
-    layers: list[Tensor] = []
-
-    def compute(module: Attention, inputs: tuple, output: Tensor) -> None:
-        x, cos, sin, mask, _ = inputs
-        q, k, _ = module.queries_keys_values(x, cos, sin)  # (B, H, T, d), (B, K, T, d)
-        scores = (q @ k.repeat_interleave(module.heads // module.kv_heads, 1).mT).float() / math.sqrt(q.shape[-1])
-        visible = torch.ones_like(scores, dtype=torch.bool).tril() if mask is None else mask
-        layers.append(scores.masked_fill(~visible, -math.inf).softmax(-1))
-
-    with contextlib.ExitStack() as handles:
-        for layer in model.layers:
-            handles.enter_context(layer.self_attn.register_forward_hook(compute))
-        yield layers
-
-
 def hardware(device: str) -> str:
     """The model of the GPU, or else of the CPU."""
     return torch.cuda.get_device_name(device) if device.startswith("cuda") else processor()
@@ -123,7 +105,7 @@ def first_windows(session: Session, tokens: int | None = None) -> Iterable[Batch
 @torch.no_grad()
 def probe(session: Session) -> dict[str, float]:
     """What `Row` says of the stream (with pre, the input of norms) and attention, on a batch of the validation set."""
-    of_norms = []
+    of_norms, first_token = [], []
 
     def probe_stream(module: Norm, inputs: tuple, outputs: tuple[Tensor, Tensor]) -> None:
         x = outputs[1].float().flatten(0, 1)  # (N, D)
@@ -134,12 +116,20 @@ def probe(session: Session) -> dict[str, float]:
         largest = channels.max() / channels.median().clamp(min=1e-20)
         of_norms.append([value.item() for value in (over_std, (mean / length).mean(), kurtosis, largest)])
 
-    norms = [module for module in session.model.modules() if isinstance(module, Norm)]
-    with contextlib.ExitStack() as handles, attention_weights(session.model) as layers:
-        for module in norms:
-            handles.enter_context(module.register_forward_hook(probe_stream))
+    def probe_attention(module: Attention, inputs: tuple, output: Tensor) -> None:
+        x, cos, sin, mask, _ = inputs
+        q, k, _ = module.queries_keys_values(x, cos, sin)  # (B, H, T, d), (B, K, T, d)
+        scores = (q @ k.repeat_interleave(module.heads // module.kv_heads, 1).mT).float() / math.sqrt(q.shape[-1])
+        visible = torch.ones_like(scores, dtype=torch.bool).tril() if mask is None else mask
+        weights = scores.masked_fill(~visible, -math.inf).softmax(-1)  # (B, H, T, T)
+        first_token.append(weights[..., weights.shape[-1] // 2 :, 0].mean().item())
+
+    hooks = {Norm: probe_stream, Attention: probe_attention}
+    with contextlib.ExitStack() as handles:
+        for module in session.model.modules():
+            if type(module) in hooks:
+                handles.enter_context(module.register_forward_hook(hooks[type(module)]))
         evaluate(session.model, first_windows(session, 1), None, session.device)
-    first_token = [weights[..., weights.shape[-1] // 2 :, 0].mean().item() for weights in layers]
     mean_over_std, cosine, kurtosis, channel = np.array(of_norms).T
     found = {
         "mean_over_std": mean_over_std[len(of_norms) // 2 :].mean(),

@@ -14,18 +14,12 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from ablation.plan import MAX_SEEDS, Arm, Plan, Run, arm_settings, label, load_plan
-from ablation.records import Row, read_lines
+from ablation.plan import MAX_SEEDS, Arm, Plan, Run, load_plan
+from ablation.records import Row, read_rows
 from ablation.stats import Comparison, Effect, equivalence_p, final_pairs, holm, mean_effect
 from errors import UserError
 
 KEY = [field.name for field in dataclasses.fields(Run)]  # the columns that make a row that of one particular run
-LAYER, LAYER_NO_BIAS, RMS_BIAS, RMS = itertools.product(("layer", "rms"), (True, False))  # the norm, and its bias
-PARTS = {
-    "RMSNorm minus LayerNorm": [(RMS, LAYER)],
-    "no mean": [(RMS_BIAS, LAYER), (RMS, LAYER_NO_BIAS)],
-    "no bias": [(LAYER_NO_BIAS, LAYER), (RMS, RMS_BIAS)],
-}
 
 
 @dataclass(frozen=True)
@@ -109,11 +103,14 @@ class Study:
             wanted += self.runs("rerun", again, baselines, self.plan.perturbations)
             wanted += self.runs("final", seeds["final"][: self.pairs or 0])
         hours = self.rows.seconds / self.rows.workers / 3600
-        by_seed = [[*runs] for _, runs in itertools.groupby(wanted, lambda run: (run.phase, run.seed))]
-        missing = [len(self.missing(runs)) for runs in by_seed]
-        ends = hours.sum() + (hours.mean() if len(hours) else 0.0) * np.cumsum(missing)
-        chosen = (ends <= self.plan.hours) | (np.array(missing) == 0)
-        return [run for runs in itertools.compress(by_seed, chosen) for run in runs]
+        end, chosen = hours.sum(), []
+        for _, of_seed in itertools.groupby(wanted, lambda run: (run.phase, run.seed)):
+            runs = [*of_seed]
+            missing = self.missing(runs)
+            end += len(missing) * hours.mean() if len(hours) else 0.0
+            if not missing or end <= self.plan.hours:
+                chosen += runs
+        return chosen
 
     @functools.cached_property
     def final_seeds(self) -> set[int]:
@@ -139,14 +136,10 @@ class Study:
         return both.assign(difference=both[self.measure] - both[f"{self.measure}_base"])
 
     @functools.cached_property
-    def trained(self) -> pd.DataFrame:
-        """The completed rows of models that were trained; those that were only converted have no batches."""
-        return self.rows[(self.rows.batches_hash != "") & (self.rows.status == "completed")]
-
-    @functools.cached_property
     def measure(self) -> str:
         """The column of losses; in bits where arms of a seed have other batches: another length or tokenizer."""
-        batches = self.trained.groupby(["phase", "seed"]).batches_hash.nunique()
+        trained = self.rows[(self.rows.batches_hash != "") & (self.rows.status == "completed")]  # others were converted
+        batches = trained.groupby(["phase", "seed"]).batches_hash.nunique()
         return "bits_per_byte" if (batches > 1).any() else "loss"
 
     @property
@@ -176,12 +169,14 @@ class Study:
         margin, bases = self.plan.margin, {name: arm.baseline for name, arm in self.arms.items() if arm.baseline}
         pairs = {arm: self.paired("final", arm).difference.to_numpy() for arm in bases}
         pairs = {arm: values for arm, values in pairs.items() if len(values) > 1 and np.isfinite(values).all()}
-        found = [mean_effect(f"{arm} minus {bases[arm]}", values, self.unit) for arm, values in pairs.items()]
-        different = holm([effect.p for effect in found])
+        effects = {arm: mean_effect(f"{arm} minus {bases[arm]}", values, self.unit) for arm, values in pairs.items()}
+        different = holm([effect.p for effect in effects.values()])
         # A family of its own, since an arm cannot pass the tests of a difference and of equivalence both wrongly.
         equivalent = holm([equivalence_p(values, margin) for values in pairs.values()])
-        tests = zip(pairs.items(), found, different, equivalent, strict=True)
-        compared = (Comparison(arm, bases[arm], d.tolist(), e, margin, p, q, len(found)) for (arm, d), e, p, q in tests)
+        compared = [
+            Comparison(arm, bases[arm], pairs[arm].tolist(), effects[arm], margin, p, q, len(pairs))
+            for arm, p, q in zip(pairs, different, equivalent, strict=True)
+        ]
         return sorted(compared, key=lambda comparison: comparison.effect.estimate)
 
     @functools.cached_property
@@ -195,27 +190,12 @@ class Study:
         found = []
         for choice in [*itertools.combinations(levels, 1), *pairs]:
             title = " x ".join(f"{name}: {value} minus {grid[name][0]}" for name, value in choice)
-            signs = math.prod(np.array([(v == value) - (v == grid[n][0]) for v in grid[n]]) for n, value in choice)
+            signs = np.ones(len(self.arms))
+            for name, value in choice:
+                signs *= [1 if of == value else -1 if of == grid[name][0] else 0 for of in grid[name]]
             weights = signs * 2 ** (len(choice) - 1) / (signs > 0).sum()  # of the arms; the positive ones are as many
             found.append(self.mean_loss(title, dict(zip(self.arms, weights, strict=True))))
         return [effect for effect in found if effect is not None]
-
-    @functools.cached_property
-    def parts(self) -> dict[str, dict[str, Effect]]:
-        """RMSNorm minus LayerNorm, and what each part of it does, by the values of the other settings that vary."""
-        groups, others = {}, {*self.plan.varied} - {"norm", "norm_bias", "center_weights"}
-        branches = [(a.baseline, a) for a in self.arms.values() if a.baseline is not None and "init_from" in a.settings]
-        for name, arm in [*branches, *self.arms.items()]:  # an arm of the group replaces the run that it begins with
-            group = ", ".join(label(key, value) for key, value in arm.settings.items() if key in others)
-            model = arm_settings(self.plan, self.arms[name]).model
-            groups.setdefault(group, {})[model.norm, model.has_norm_bias] = name
-        found: dict[str, dict[str, Effect]] = {}
-        for (group, cells), (part, pairs) in itertools.product(groups.items(), PARTS.items()):
-            known = [pair for pair in pairs if {*pair} <= {*cells}]
-            weights = {cells[a]: sign / len(known) for pair in known for a, sign in zip(pair, (1, -1), strict=True)}
-            if effect := self.mean_loss(part, weights) if known else None:
-                found.setdefault(group, {})[part] = effect
-        return found
 
 
 def as_table(rows: list[Row]) -> pd.DataFrame:
@@ -230,4 +210,4 @@ def load(folder: Path) -> Study:
     """The study of a folder of results."""
     if not (folder / "plan.toml").is_file() or not (folder / "runs.jsonl").is_file():
         raise UserError(f"{folder} has no plan.toml and runs.jsonl; give the folder of a comparison.")
-    return Study(load_plan(str(folder / "plan.toml")), as_table(read_lines(folder / "runs.jsonl", Row)))
+    return Study(load_plan(folder / "plan.toml"), as_table(read_rows(folder)))

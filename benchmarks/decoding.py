@@ -1,103 +1,257 @@
 """Decoding beside other programs and beside the time it takes to read the weights: `python -m benchmarks.decoding`.
 
-Every program (see `benchmarks.programs`) runs in a process of its own, and they take turns. Prints tables in Markdown,
-and everything as JSON in its last line. Exit status 1: a program did not run.
+All programs have the same shape and random weights, and take turns. Each is a function that prepares it for a case; the
+block that it returns decodes once, greedily, and returns the seconds of a step, without what the prompt takes. With
+weights in a cache a step is faster than the limit. Exit status 1: a program did not run.
 """
 
 import argparse
-import contextlib
-import functools
+import dataclasses
+import importlib.util
 import itertools
 import math
-import multiprocessing
+import re
+import struct
+import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
+import numpy as np
 import torch
 
+import kernels
 from benchmarks import timing
-from benchmarks.programs import COMPILED, DTYPES, PROGRAMS, SHAPES, USUAL, Case, is_possible, our_decoder
-from benchmarks.timing import Block, copy_rate, read_rate
+from benchmarks.timing import Block
+from checkpoints.families import to_json
+from checkpoints.inference import cast_weights, quantize_matrices
 from errors import exit_on_user_error
+from model.config import ModelConfig
+from model.count import num_parameters
+from model.decoder import Decoder
 from model.device import choose_device, device_name, processor
+from model.fused_decode import decode_step_for
+
+SHAPES = {
+    "260k": ModelConfig(512, 64, 172, 5, 8, 4, max_position_embeddings=512),  # stories260K of llama2.c
+    "15m": ModelConfig(32000, 288, 768, 6, 6, 6, max_position_embeddings=256),  # stories15M of llama2.c
+    "26m": ModelConfig(6400, 512, 1408, 8, 8, 2, max_position_embeddings=512),  # MiniMind, and configs/small.toml
+    "135m": ModelConfig(32000, 768, 2048, 16, 12, 12, max_position_embeddings=256),
+    "1b": ModelConfig(128256, 2048, 8192, 16, 32, 8, max_position_embeddings=256),  # Llama-3.2-1B
+}
+TRANSFORMERS, COMPILED = "transformers", "transformers compiled"
+WEIGHT_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
 
 
-@functools.cache
-def prepare(case: Case) -> Callable[[], float]:
-    """The function that decodes once and returns the seconds of a step."""
-    return PROGRAMS[case.program](case)
+class Case(NamedTuple):
+    """What is decoded."""
+
+    shape: str  # a key of SHAPES
+    prompt: int  # tokens
+    sequences: int
+    dtype: str  # a key of WEIGHT_BYTES
+    tokens: int  # of each sequence, to decode in a turn
+    device: str
+    llama2c: Path | None  # llama2.c's program
+
+    @property
+    def config(self) -> ModelConfig:
+        """The shape, with positions for prompt and new tokens."""
+        shape, positions = SHAPES[self.shape], self.prompt + self.tokens
+        return dataclasses.replace(shape, max_position_embeddings=max(shape.max_position_embeddings, positions))
 
 
-def decode(case: Case) -> float:
-    """Seconds of a step, in the process of a case."""
-    return prepare(case)()
+class Clock:
+    """When each token came. transformers takes it for a streamer, which gets the prompt first."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, _: object) -> None:
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        """Called after the last token."""
+
+    def seconds_per_step(self, tokens: int) -> float:
+        """Between the last `tokens`."""
+        return (self.times[-1] - self.times[-tokens]) / (tokens - 1)
 
 
-def compare(cases: list[Case], turns: int, rate: float, minutes: float = math.inf) -> dict:
-    """Measure cases of one shape, prompt, batch and dtype, which take turns, and print a table.
+def our_decoder(case: Case) -> Decoder:
+    """Our decoder with random weights, as `generate.py --dtype` stores it."""
+    decoder = Decoder(case.config, seed=1).eval()
+    cast_weights(decoder, torch.float32 if case.dtype == "float32" else torch.bfloat16)
+    if case.dtype == "int8":
+        quantize_matrices(decoder)
+    return decoder.to(case.device)
 
-    A step that reads its weights at the memory's `rate` is at 100% of the limit; with weights in a cache it exceeds it.
+
+def transformers_model(config: ModelConfig) -> torch.nn.Module:
+    """A LLaMA of the same shape with random weights."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(LlamaConfig(**to_json(config, dtype="float32", bos_token_id=None, eos_token_id=None)))
+
+
+def ours(case: Case, choice: str = "auto") -> dict[str, Block]:
+    """`generate` with the fast steps of the chosen kernels; the reference has none, so the decoder itself is called."""
+    from generation.generate import generate
+    from generation.settings import Sampling
+
+    decoder, prompts, greedy = our_decoder(case), [[0] * case.prompt] * case.sequences, Sampling(temperature=0)
+
+    def run() -> float:
+        kernels.use(choice, torch.device(case.device))
+        clock = Clock()
+        generate(decoder, prompts, max_new_tokens=case.tokens, sampling=greedy, on_logits=clock.put)
+        with decode_step_for(decoder, case.sequences, case.prompt + case.tokens) as step:
+            if step is not None and step.unavailable_reason is not None:  # what was timed is the decoder
+                raise RuntimeError(step.unavailable_reason)
+        return clock.seconds_per_step(case.tokens)
+
+    return {"step": run}
+
+
+def transformers(case: Case, compiled: bool = False) -> dict[str, Block]:
+    """transformers' `generate`: eager with its usual cache, or compiled with a static one."""
+    with torch.device(case.device):
+        model = transformers_model(case.config).to(getattr(torch, case.dtype)).eval()
+        tokens = torch.full((case.sequences, case.prompt), 0)
+    options = {"max_new_tokens": case.tokens, "min_new_tokens": case.tokens, "do_sample": False, "pad_token_id": 0}
+    if compiled:
+        options["cache_implementation"] = "static"  # on a GPU, generate itself then compiles into CUDA graphs
+        if case.device == "cpu":
+            model.forward = torch.compile(model.forward)
+
+    def run() -> float:
+        clock = Clock()
+        model.generate(tokens, attention_mask=torch.ones_like(tokens), streamer=clock, **options)
+        return clock.seconds_per_step(case.tokens)
+
+    return {"step": run}
+
+
+def llama2c(case: Case) -> dict[str, Block]:
+    """llama2.c prints its own tokens per second. It is given random weights, and a tokenizer of numbers."""
+    config, width, folder = case.config, case.config.hidden_size, tempfile.TemporaryDirectory(prefix="benchmark")
+    tables = config.max_position_embeddings * config.resolved_head_dim  # of angles, which it skips
+    weights = np.random.default_rng(1).normal(0, 0.02, num_parameters(config) + tables)
+    weights[width : 2 * width] = 0  # token 1, <s>, ends the program's loop: with a logit of 0 it is never the likeliest
+    sizes = (width, config.intermediate_size, config.num_hidden_layers, config.num_attention_heads)
+    sizes += (config.num_key_value_heads, config.vocab_size, config.max_position_embeddings)
+    Path(folder.name, "model.bin").write_bytes(struct.pack("7i", *sizes) + weights.astype(np.float32).tobytes())
+    pieces = b"".join(struct.pack("fi", 0, 7) + b"%07d" % index for index in range(config.vocab_size))
+    Path(folder.name, "tokenizer.bin").write_bytes(struct.pack("i", 7) + pieces)
+    command = [case.llama2c.resolve(), "model.bin", "-t", "0", "-n", str(max(case.tokens, 128)), "-z", "tokenizer.bin"]
+
+    def run() -> float:
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", cwd=folder.name)
+        return 1 / float(re.search(r"achieved tok/s: ([\d.]+)", done.stderr)[1])
+
+    return {"step": run}
+
+
+def llama_cpp(case: Case) -> dict[str, Block]:
+    """llama.cpp's server in this process, with a file that `contrib.gguf` wrote; all sequences are asked for at once.
+
+    Its settings are its own, except for the number of threads, which is torch's.
     """
-    deadline = time.monotonic() + 60 * minutes
-    method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
-    context = multiprocessing.get_context(method)
-    if method == "forkserver":  # its children need not import torch and transformers again
-        context.set_forkserver_preload([__name__, "transformers.models.llama.modeling_llama"])
-    with contextlib.ExitStack() as stack:
+    import xllamacpp
 
-        def start(case: Case) -> dict[str, Block]:
-            process = stack.enter_context(ProcessPoolExecutor(1, mp_context=context))
-            return {"step": lambda: process.submit(decode, case).result()}
+    from checkpoints.pretrained import save_pretrained
+    from contrib.gguf import write_gguf
+    from data.corpus import train_tokenizer
 
-        makers = {case.program: partial(start, case) for case in cases}
-        limits = {case.program: {"step": bytes_read(case) / rate} for case in cases}
-        shape, prompt, sequences, _, dtype = cases[0][:5]
-        title = f"Decoding {shape}, {sequences} sequences after {prompt} tokens, {dtype}"
-        return timing.compare(title, makers, limits, turns, deadline, sequences)
+    with tempfile.TemporaryDirectory(prefix="benchmark") as folder:  # the server has read the file when it is deleted
+        train_tokenizer([" ".join(map(str, range(1000)))], 300, Path(folder, "tokenizer.model")).save(folder)
+        save_pretrained(our_decoder(case._replace(dtype="float32")), folder, bos_token_id=1, eos_token_id=2)
+        write_gguf(Path(folder), Path(folder, "model.gguf"), "q8_0" if case.dtype == "int8" else case.dtype)
+        settings = xllamacpp.CommonParams()
+        settings.model.path = str(Path(folder, "model.gguf"))
+        settings.n_parallel, settings.n_ctx = case.sequences, case.sequences * case.config.max_position_embeddings
+        settings.verbosity = -1
+        settings.cpuparams.n_threads = settings.cpuparams_batch.n_threads = torch.get_num_threads()
+        server = xllamacpp.Server(settings)
+    question = {"prompt": [1] * case.prompt, "n_predict": case.tokens, "temperature": 0}
+    question |= {"ignore_eos": True, "cache_prompt": False}
+
+    def run() -> float:
+        with ThreadPoolExecutor(case.sequences) as pool:
+            answers = [*pool.map(lambda _: server.handle_completions(question), range(case.sequences))]
+        assert all(answer["usage"]["completion_tokens"] == case.tokens for answer in answers)
+        return max(answer["timings"]["predicted_per_token_ms"] for answer in answers) / 1e3
+
+    return {"step": run}
 
 
-def bytes_read(case: Case) -> int:
+# The first that runs is what the speed of the others is relative to.
+PROGRAMS = {
+    TRANSFORMERS: transformers,
+    COMPILED: partial(transformers, compiled=True),
+    "llama2.c": llama2c,
+    "llama.cpp": llama_cpp,
+    "plain decoder": partial(ours, choice="reference"),
+    "ours": ours,
+}
+USUAL = [name for name in PROGRAMS if name != COMPILED]  # which compiles for minutes on a CPU
+
+
+def is_possible(program: str, case: Case) -> bool:
+    """Whether a program is here and has a setting: llama2.c decodes one sequence in float32, ours up to 16 in int8."""
+    if program == "llama2.c":
+        return case.llama2c is not None and (case.prompt, case.sequences, case.dtype) == (1, 1, "float32")
+    if program == "llama.cpp":
+        installed = all(map(importlib.util.find_spec, ("xllamacpp", "gguf"))) and case.device == "cpu"
+        return installed and (case.dtype != "int8" or case.config.intermediate_size % 32 == 0)  # blocks of q8_0
+    return case.dtype != "int8" or (program == "ours" and case.device == "cpu" and case.sequences <= 16)
+
+
+def bytes_read(case: Case) -> float:
     """Bytes of weights, and of keys and values halfway through the steps, that a step of ours reads."""
-    config = case.config
-    decoder = our_decoder(case._replace(device="meta"))
-    quantized = [module for module in decoder.modules() if getattr(module, "int8", None) is not None]
-    weights = sum(p.nbytes for p in decoder.parameters()) - sum(module.weight.nbytes for module in quantized)
-    weights += sum(tensor.nbytes for module in quantized for tensor in module.int8)
-    heads = config.num_hidden_layers * config.num_key_value_heads * config.resolved_head_dim
+    config, weights = case.config, num_parameters(case.config) * WEIGHT_BYTES[case.dtype]
     width = 2 if case.dtype == "bfloat16" and case.device != "cpu" else 4
-    return weights + 2 * case.sequences * heads * (case.prompt + case.tokens // 2) * width
+    keys = config.num_hidden_layers * config.num_key_value_heads * config.resolved_head_dim * width
+    return weights + 2 * case.sequences * keys * (case.prompt + case.tokens // 2)
 
 
-def main() -> int:
-    """Measure what the command line asks for."""
+def main(flags: list[str] | None = None) -> dict:
+    """Measure what the command line asks for, and print it as tables in Markdown; returns all of it."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.decoding", description=__doc__.split("\n\n")[0])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["26m"], help="default: 26m")
     parser.add_argument("--prompt", type=int, nargs="+", default=[1], help="tokens before (default: 1)")
     parser.add_argument("--sequences", type=int, nargs="+", default=[1, 8], help="default: 1 8")
-    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=[*DTYPES], help="default: all that there are")
+    parser.add_argument(
+        "--dtypes", nargs="+", choices=WEIGHT_BYTES, default=[*WEIGHT_BYTES], help="default: all that there are"
+    )
     parser.add_argument("--turns", type=int, default=7, help="turns of each program (default: %(default)s)")
     parser.add_argument("--minutes", type=float, default=math.inf, help="after that no fourth turn begins")
     parser.add_argument("--tokens", type=int, default=128, help="tokens of a sequence in a turn (default: %(default)s)")
     parser.add_argument("--programs", nargs="+", choices=PROGRAMS, default=USUAL, help=f"default: all but {COMPILED}")
     parser.add_argument("--llama2c", type=Path, metavar="PATH", help="llama2.c's program, built with `make runomp`")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(flags)
     device = choose_device(arguments.device)
-    rate = read_rate() if device.type == "cpu" else copy_rate(device)
+    rate = timing.read_rate() if device.type == "cpu" else timing.copy_rate(device)
     print(f"{device_name(device)}, {processor()}: memory at {rate / 1e9:,.1f} GB/s")
     settings = itertools.product(arguments.shapes, arguments.prompt, arguments.sequences, arguments.dtypes)
-    others = arguments.tokens, device.type, arguments.llama2c and arguments.llama2c.resolve()
-    groups = [[Case(*one[:3], name, one[3], *others) for name in arguments.programs] for one in settings]
-    groups = [possible for group in groups if (possible := [*filter(is_possible, group)])]
-    tables = [compare(group, arguments.turns, rate, arguments.minutes / len(groups)) for group in groups]
-    timing.print_json(device, bytes_per_second=rate, tables=tables)
-    return int(any(table["not_run"] for table in tables))
+    cases = [Case(*setting, arguments.tokens, device.type, arguments.llama2c) for setting in settings]
+    tables = []
+    for case in cases:
+        programs = [program for program in arguments.programs if is_possible(program, case)]
+        makers = {program: partial(PROGRAMS[program], case) for program in programs}
+        limits = {program: {"step": bytes_read(case) / rate} for program in programs}
+        title = f"Decoding {case.shape}, {case.sequences} sequences after {case.prompt} tokens, {case.dtype}"
+        end = time.monotonic() + 60 * arguments.minutes / len(cases)
+        if programs:
+            tables.append(timing.compare(title, makers, limits, arguments.turns, end, case.sequences))
+    return timing.results(device, bytes_per_second=rate, tables=tables)
 
 
 if __name__ == "__main__":
     with exit_on_user_error():
-        sys.exit(main())
+        sys.exit(timing.finish(main()))

@@ -1,7 +1,7 @@
 """Every kernel beside its baselines and the machine's limit: `python -m benchmarks.kernels`.
 
 For each shape: forward, backward and both on random data, on a GPU over buffers that exceed its cache. The limit,
-torch's copy or its matrix product, is measured in the same run. Exit status 1: ours did not run.
+torch's copy or its matrix product, is measured in the same run. Exit status 1: something did not run.
 """
 
 import argparse
@@ -9,92 +9,212 @@ import gc
 import math
 import re
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 import kernels
 from benchmarks import timing
-from benchmarks.cases import OURS, Case, cases
 from errors import exit_on_user_error
+from kernels import reference
 from model.device import choose_device, device_name, keep_freed_memory
 
-PARTS = ("forward", "backward", "both")
-TURNS = 5
+BF16, OURS, TURNS = torch.bfloat16, "ours", 5
+# Shapes by device: large ones on a GPU, those of configs/tiny.toml and small.toml on a CPU.
+NORMS = {
+    "cuda": [(8192, 4096), (16384, 8192), (65536, 1024), (32768, 768), (8192, 4104)],
+    "cpu": [(4096, 256), (2048, 512)],
+}
+MLPS = {"cuda": [(8192, 4096, 14336), (8192, 1024, 2816)], "cpu": [(4096, 256, 704)]}  # rows, hidden, width
+ROTARIES = {"cuda": [(16384, 32, 8, 128), (16384, 16, 8, 64)], "cpu": [(4096, 4, 2, 64)]}  # tokens, heads, k/v, width
+LOSSES = {"cuda": [(8192, 1024, 50304), (8192, 4096, 131072)], "cpu": [(4096, 256, 4096), (2048, 512, 6400)]}
 
 
-def as_tuple(out: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """One tensor as a tuple of one."""
-    return out if isinstance(out, tuple) else (out,)
+@dataclass
+class Case:
+    """One kernel on one shape."""
+
+    name: str
+    make: Callable[[], tuple]  # new random inputs, tensors or None
+    baselines: dict[str, Callable]  # functions of the inputs that return tuples, `ours` first
+    moved: tuple[int, int] = (0, 0)  # bytes that the forward and the backward pass must move once
+    flops: float = 0.0  # of all products, forward and backward; if not 0, they are the limit instead of the bytes
 
 
-def make_blocks(
-    case: Case, name: str, sets: list[tuple[Tensor, ...]], device: torch.device, repeats: int
-) -> dict[str, timing.Block]:
+def all_cases(device: torch.device) -> list[Case]:
+    """The cases of a device."""
+    on, both = device.type, (False, True)
+    found = [norm_case(device, k, *shape, after) for k in ("rms", "layer") for shape in NORMS[on] for after in both]
+    found += [mlp_case(device, *shape) for shape in MLPS[on]]
+    found += [rotary_case(device, *shape, normed) for shape in ROTARIES[on] for normed in both]
+    return found + [loss_case(device, *shape) for shape in LOSSES[on]]
+
+
+def random(device: torch.device, *shape: int, dtype: torch.dtype = BF16, mean: float = 0.3, std: float = 1.0) -> Tensor:
+    """Normal numbers with a mean away from zero, which get a gradient."""
+    return (torch.randn(shape, device=device) * std + mean).to(dtype).requires_grad_()
+
+
+def random_vector(device: torch.device, width: int) -> Tensor:
+    """The weight or bias of a norm, float32 as in training."""
+    return random(device, width, dtype=torch.float32, mean=1.0, std=0.1)
+
+
+def by_all(device: torch.device, call: Callable) -> dict[str, Callable]:
+    """Ours, the reference and its compiled version; `call` gets a module of functions and the inputs."""
+    ours, eager = partial(call, kernels.implementation(device)), partial(call, reference)
+    return {OURS: ours, "reference, eager": eager, "torch.compile": torch.compile(lambda *inputs: eager(*inputs))}
+
+
+def norm_case(device: torch.device, kind: str, rows: int, width: int, after_addition: bool) -> Case:
+    """RMSNorm, or LayerNorm with its bias. torch's own norm gets both vectors in bfloat16."""
+    outputs = 2 if after_addition else 1  # y, and the sum
+
+    def make():
+        bias = random_vector(device, width) if kind == "layer" else None
+        residual = random(device, rows, width) if after_addition else None
+        return random(device, rows, width), random_vector(device, width), bias, residual
+
+    def call(module, x, weight, bias, residual):
+        return module.normalize(x, weight, bias, residual, kind=kind, eps=1e-5)[:outputs]
+
+    def torch_own(x, weight, bias, residual):
+        total = x if residual is None else x + residual
+        if kind == "rms":
+            y = F.rms_norm(total, (width,), weight.to(BF16), 1e-5)
+        else:
+            y = F.layer_norm(total, (width,), weight.to(BF16), bias.to(BF16), 1e-5)
+        return (y, total)[:outputs]
+
+    baselines = by_all(device, call) | {f"F.{kind}_norm": torch_own}
+    size = rows * width * BF16.itemsize
+    if after_addition:
+        return Case(f"{kind} norm after addition, {rows} x {width}", make, baselines, (4 * size, 4 * size))
+    return Case(f"{kind} norm, {rows} x {width}", make, baselines, (2 * size, 3 * size))
+
+
+def mlp_case(device: torch.device, rows: int, hidden: int, width: int) -> Case:
+    """The SwiGLU MLP."""
+
+    def make():
+        matrices = {"mean": 0.0, "std": hidden**-0.5}
+        gate_up, down = random(device, 2 * width, hidden, **matrices), random(device, hidden, width, **matrices)
+        return random(device, rows, hidden), gate_up, down
+
+    def call(module, *inputs):
+        return (module.swiglu_mlp(*inputs),)
+
+    name = f"SwiGLU MLP, {rows} x {hidden}, {width} wide"
+    return Case(name, make, by_all(device, call), flops=18.0 * rows * hidden * width)
+
+
+def rotary_case(device: torch.device, tokens: int, heads: int, kv_heads: int, width: int, normed: bool) -> Case:
+    """q and k rotated, from the packed product, with or without the norm of each head."""
+    length = 1024 if tokens > 4096 else min(tokens, 256)
+
+    def make():
+        angles = torch.rand(length, width // 2, device=device) * 100
+        qkv = random(device, tokens // length, length, (heads + 2 * kv_heads) * width)
+        weights = [random_vector(device, width) if normed else None for _ in range(2)]
+        return qkv, angles.cos(), angles.sin(), *weights
+
+    def call(module, qkv, cos, sin, *weights):
+        return module.rotary(qkv, cos, sin, heads, kv_heads, *weights, 1e-6)
+
+    # Forward: q and k alone, although without the norms ours also copies v (see `kernels.rope`). Backward: the
+    # gradients of q, k and v become packed ones; with the norms, q and k are read again.
+    size = BF16.itemsize * tokens * width
+    rotated, packed = size * (heads + kv_heads), size * (heads + 2 * kv_heads)
+    name, baselines = f"{tokens} tokens, {heads} + {kv_heads} heads of {width}", by_all(device, call)
+    if normed:
+        return Case(f"rotary with norms of heads, {name}", make, baselines, (2 * rotated, 2 * packed + rotated))
+    return Case(f"rotary, {name}", make, baselines, (2 * rotated, 2 * packed))
+
+
+def loss_case(device: torch.device, rows: int, hidden: int, vocabulary: int) -> Case:
+    """The head's product and the mean cross-entropy, as training calls it: the forward pass computes the gradients."""
+
+    def make():
+        x, weight = random(device, rows, hidden), random(device, vocabulary, hidden, mean=0.0, std=hidden**-0.5)
+        return x, weight, torch.randint(vocabulary, (rows,), device=device), torch.tensor(1 / rows, device=device)
+
+    def ours(x, weight, targets, mean):
+        return (kernels.linear_cross_entropy(x, weight, targets, token_weights=mean),)
+
+    def all_logits(x, weight, targets, _):
+        return (reference.linear_cross_entropy(x, weight, targets).mean(),)
+
+    def torch_own(x, weight, targets, _):
+        return (F.linear_cross_entropy(x, weight, targets),)
+
+    baselines = {OURS: ours, "F.cross_entropy, all logits": all_logits, "torch.compile": torch.compile(all_logits)}
+    if hasattr(F, "linear_cross_entropy"):  # from torch 2.13 on
+        baselines["F.linear_cross_entropy"] = torch_own
+    name = f"head and loss, {rows} x {hidden}, vocabulary {vocabulary}"
+    return Case(name, make, baselines, flops=6.0 * rows * hidden * vocabulary)
+
+
+def make_blocks(baseline: Callable, sets: list[tuple], device: torch.device, repeats: int) -> dict[str, timing.Block]:
     """A baseline's block for each part: calls on all sets of inputs in turn."""
-    baseline = case.baselines[name]
-    inputs = [[tensor.detach() for tensor in tensors] for tensors in sets]
-    learned = [[tensor.requires_grad_() for tensor in tensors[: case.num_learned]] for tensors in inputs]
-    outputs = [as_tuple(baseline(*tensors)) for tensors in inputs]
+    learned = [[x for x in inputs if x is not None and x.requires_grad] for inputs in sets]
+    outputs = [baseline(*inputs) for inputs in sets]
     upstream = [[torch.randn_like(out) for out in one] for one in outputs]
 
     def forward(i):
-        return baseline(*inputs[i])
+        return baseline(*sets[i])
 
     def backward(i):
         return torch.autograd.grad(outputs[i], learned[i], upstream[i], retain_graph=True)
 
     def both(i):
-        return torch.autograd.grad(as_tuple(baseline(*inputs[i])), learned[i], upstream[i])
+        return torch.autograd.grad(baseline(*sets[i]), learned[i], upstream[i])
 
-    return {
-        run.__name__: partial(timing.block, [partial(run, i) for i in range(len(sets))], device, repeats)
-        for run in (forward, backward, both)
-    }
+    def block_of(run):
+        return partial(timing.block, [partial(run, i) for i in range(len(sets))], device, repeats)
 
-
-def limits(case: Case, copy: float, product: float) -> dict[str, float]:
-    """Seconds that each part needs at the machine's rates; of a case of products, both passes together."""
-    if case.flops:
-        return {"both": case.flops / product}
-    moved = case.forward_bytes, case.backward_bytes, case.forward_bytes + case.backward_bytes
-    return {part: size / copy for part, size in zip(PARTS, moved, strict=True)}
+    return {"forward": block_of(forward), "backward": block_of(backward), "both": block_of(both)}
 
 
 def compare(case: Case, device: torch.device, repeats: int, copy: float, product: float) -> dict:
-    """Measure a case and print its table."""
-    size = sum(tensor.nbytes for tensor in case.make())
+    """Measure a case and print its table; the limit is the machine's `copy` (bytes/s) or `product` (FLOP/s)."""
+    size = sum(x.nbytes for x in case.make() if x is not None)
     count = math.ceil(timing.BEYOND_CACHE / size) if device.type == "cuda" else 2
     sets = [case.make() for _ in range(count)]  # inputs that take turns; on a GPU they exceed its cache together
     repeats = max(2, repeats // (5 * TURNS if case.flops else TURNS))  # products take milliseconds and vary less
-    makers = {name: partial(make_blocks, case, name, sets, device, repeats) for name in case.baselines}
-    return timing.compare(case.name, makers, dict.fromkeys(makers, limits(case, copy, product)), TURNS)
+    makers = {name: partial(make_blocks, call, sets, device, repeats) for name, call in case.baselines.items()}
+    forward, backward = case.moved
+    limits = {"forward": forward / copy, "backward": backward / copy, "both": (forward + backward) / copy}
+    if case.flops:
+        limits = {"both": case.flops / product}
+    return timing.compare(case.name, makers, dict.fromkeys(makers, limits), TURNS)
 
 
-def main() -> int:
-    """Measure what the command line asks for; returns the exit status."""
+def main() -> dict:
+    """Measure what the command line asks for, and print it as tables in Markdown; returns all of it."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.kernels", description=__doc__.split("\n\n")[0])
     parser.add_argument("--only", default="", metavar="PATTERN", help="cases whose name matches, such as 'rms norm'")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
     parser.add_argument("--repeats", type=int, default=50, help="calls of each part (default: %(default)s)")
     arguments = parser.parse_args()
     device = choose_device(arguments.device)
-    chosen = [case for case in cases(device) if re.search(arguments.only, case.name)]
     keep_freed_memory()
     torch.manual_seed(0)
     copy, product = timing.copy_rate(device), timing.product_rate(device, torch.bfloat16)
     print(f"{device_name(device)}: copies {copy / 1e9:.4g} GB/s, products {product / 1e12:.3g} TFLOP/s\n")
     tables = []
-    for case in chosen:
-        tables.append(compare(case, device, arguments.repeats, copy, product))
-        torch.compiler.reset()
-        gc.collect()
+    for case in all_cases(device):
+        if re.search(arguments.only, case.name):
+            tables.append(compare(case, device, arguments.repeats, copy, product))
+            torch.compiler.reset()
+            gc.collect()
     rates = {"copy_bytes_per_second": copy, "product_flops_per_second": product}
-    timing.print_json(device, kernels=kernels.describe(device), **rates, tables=tables)
-    return int(any(OURS in table["not_run"] for table in tables))
+    return timing.results(device, kernels=kernels.describe(device), **rates, tables=tables)
 
 
 if __name__ == "__main__":
     with exit_on_user_error():
-        sys.exit(main())
+        sys.exit(timing.finish(main()))

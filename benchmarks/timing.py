@@ -1,6 +1,6 @@
 """The harness: what is compared takes turns, and every speed stands beside a limit that the machine reached.
 
-The programs of `benchmarks.decoding` time themselves, each in a process of its own; all else is timed by `block`.
+The programs of `benchmarks.decoding` time themselves; all else is timed by `block`.
 """
 
 import json
@@ -86,16 +86,6 @@ def block(calls: list[Callable[[], object]], device: torch.device, repeats: int 
     return statistics.median(events[2 * i].elapsed_time(events[2 * i + 1]) / 1e3 for i in range(repeats))
 
 
-def peak_bytes(call: Callable[[], object], device: torch.device) -> int | None:
-    """Bytes that a call allocates on a GPU at most, beyond what stood there."""
-    if device.type != "cuda":
-        return None
-    before = torch.cuda.memory_allocated(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    call()
-    return torch.cuda.max_memory_allocated(device) - before
-
-
 def rate(call: Callable[[], object], amount: float, device: torch.device) -> float:
     """Amount per second of a call that does `amount`: the median of twenty."""
     call()
@@ -162,8 +152,14 @@ def print_row(*cells: object) -> None:
     print("| " + " | ".join(map(str, cells)) + " |", flush=True)
 
 
-def print_json(device: torch.device, **results: object) -> None:
-    """The last line of every benchmark: the machine and everything that was measured."""
+def results(device: torch.device, **measured: object) -> dict:
+    """What a benchmark returns: the machine and everything that was measured."""
     names = {"device": device_name(device), "processor": processor(), "threads": torch.get_num_threads()}
     names |= {"torch": torch.__version__, "python": platform.python_version()}
-    print(json.dumps({"machine": names, **results}))
+    return {"machine": names, **measured}
+
+
+def finish(found: dict) -> int:
+    """Print what a benchmark returned as its last line; the exit status, 1 if something did not run."""
+    print(json.dumps(found))
+    return int(any(table["not_run"] for table in found["tables"]))

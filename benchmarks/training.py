@@ -2,18 +2,16 @@
 
 Variants: the reference in plain PyTorch, torch.compile of it, our functions for the device and, if it is asked for,
 transformers' LLaMA of the same shape. They take turns in blocks of a few calls on random tokens; a step has one
-micro-batch.
+micro-batch. Exit status 1: a variant did not run.
 """
 
 import argparse
 import itertools
 import json
 import math
-import os
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import replace
+import uuid
 from functools import partial
 from pathlib import Path
 
@@ -21,36 +19,33 @@ import torch
 from torch import Tensor, nn
 
 import kernels
-from ablation.plan import arm_settings, load_plan
+from ablation.plan import arm_settings, load_plan, replace_settings
 from benchmarks import timing
-from benchmarks.programs import SHAPES, TRANSFORMERS, transformers_model
-from errors import UserError, exit_on_user_error
+from benchmarks.decoding import SHAPES, TRANSFORMERS, transformers_model
+from errors import UserError, exit_on_user_error, printable
 from model.config import ModelConfig
 from model.count import flops_per_token
 from model.decoder import Decoder
-from model.device import choose_device, choose_training_dtype, device_name, keep_freed_memory, why_not_compile
+from model.device import choose_device, choose_training_dtype, device_name, keep_freed_memory
 from training.optimizer import build_optimizer
 from training.processes import Processes
 from training.settings import Settings, config_path, load_settings
 from training.step import train_step
 
-REFERENCE, CPU_FUNCTIONS = "reference, eager", "CPU functions"
 VARIANTS = {  # what `kernels.use` is told, and whether the model is compiled
-    REFERENCE: ("reference", False),
+    "reference, eager": ("reference", False),
     "torch.compile": ("reference", True),
-    CPU_FUNCTIONS: ("torch", False),
+    "CPU functions": ("torch", False),
     "Triton": ("triton", False),
     "Triton and torch.compile": ("triton", True),
     TRANSFORMERS: ("auto", False),
     f"{TRANSFORMERS} and torch.compile": ("auto", True),
 }
-
-
-def our_variants(device: torch.device) -> list[str]:
-    """Those that run on a device, without transformers."""
-    how = ["reference", "torch" if device.type == "cpu" else "triton"]
-    compiles = why_not_compile(device) is None
-    return [name for name, (choice, compiled) in VARIANTS.items() if choice in how and (compiles or not compiled)]
+USUAL = {
+    "cpu": ["reference, eager", "torch.compile", "CPU functions"],
+    "cuda": ["reference, eager", "torch.compile", "Triton", "Triton and torch.compile"],
+}
+PARTS = "forward", "forward and backward", "step"
 
 
 class TransformersModel(nn.Module):
@@ -66,32 +61,30 @@ class TransformersModel(nn.Module):
             return self.model(input_ids=tokens, labels=tokens, shift_labels=targets, use_cache=False).loss
 
 
-def step_tokens(settings: Settings) -> int:
-    """Tokens of a step that is timed: one micro-batch."""
+def micro_batch(settings: Settings) -> tuple[int, int]:
+    """Sequences and their length in a step that is timed."""
     data = settings.data
-    return min(data.micro_batch_size or data.batch_size, data.batch_size) * data.sequence_length
+    return min(data.micro_batch_size or data.batch_size, data.batch_size), data.sequence_length
 
 
-def make_calls(settings: Settings, variant: str, device: torch.device) -> dict[str, Callable[[], object]]:
-    """What is timed, by name of the part: the model's passes on random tokens, and an optimizer step."""
+def make_blocks(settings: Settings, variant: str, device: torch.device, *parts: str) -> dict[str, timing.Block]:
+    """The blocks of parts of PARTS: the model's passes on random tokens, and an optimizer step."""
     choice, compiled = VARIANTS[variant]
     kernels.use(choice, device)
-    data, config = settings.data, settings.model
     dtype = choose_training_dtype(settings.machine.dtype, device)
     if variant.startswith(TRANSFORMERS):
-        model = TransformersModel(config, dtype).to(device)
+        model = TransformersModel(settings.model, dtype).to(device)
         optimizer = torch.optim.AdamW(model.parameters(), lr=settings.optimizer.learning_rate, fused=True)
+        run = torch.compile(model) if compiled else model
     else:
-        model = Decoder(config, seed=1, compute_dtype=dtype).to(device)
+        model = Decoder(settings.model, seed=1, compute_dtype=dtype).to(device)
         model.activation_checkpointing = settings.machine.activation_checkpointing
         optimizer = build_optimizer(model, settings.optimizer, device)
+        run = kernels.compile_model(model) if compiled else model
     scaler = torch.amp.GradScaler(device.type, enabled=False)
-    compile_it = torch.compile if variant.startswith(TRANSFORMERS) else kernels.compile_model
-    run = compile_it(model) if compiled else model
-
-    shape, pinned = (step_tokens(settings) // data.sequence_length, data.sequence_length), device.type == "cuda"
-    on_host = [torch.randint(config.vocab_size, shape, pin_memory=pinned) for _ in range(2)]  # tokens and targets
-    batch = tuple(part.to(device) for part in on_host)
+    shape, pinned = micro_batch(settings), device.type == "cuda"
+    on_host = [torch.randint(settings.model.vocab_size, shape, pin_memory=pinned) for _ in range(2)]  # tokens, targets
+    batch = [part.to(device) for part in on_host]
     mean = torch.full((), 1 / batch[1].numel(), device=device)
     calls = {
         "forward": lambda: run(*batch),
@@ -99,59 +92,49 @@ def make_calls(settings: Settings, variant: str, device: torch.device) -> dict[s
         "step": lambda: train_step(run, [on_host], optimizer, scaler, settings.optimizer.clip, Processes(), device),
     }
 
-    def use_and_call(call: Callable[[], object]) -> object:
+    def use_and_time(part: str) -> float:
         kernels.use(choice, device)
-        return call()
+        return timing.block([calls[part]], device)
 
-    return {part: partial(use_and_call, call) for part, call in calls.items()}
+    return {part: partial(use_and_time, part) for part in parts}
 
 
-def time_arms(name: str, variants: list[str], device: torch.device, turns: int) -> Path:
-    """Add the times of every part of training, for all arms of a plan, to timings.jsonl, which the report reads.
+def time_arms(folder: Path, variants: list[str], device: torch.device, turns: int) -> None:
+    """Add the times of every part of training, for all arms of a study, to its timings.jsonl, which its report reads.
 
-    It lies in the folder that `python ablate.py PLAN` makes. A process gives one value: intervals take several.
+    A process gives one value: intervals take several.
     """
-    plan = load_plan(name)
-    entries = {(variant, arm.name): arm_settings(plan, arm) for variant in variants for arm in plan.compared.values()}
-    path = Path("runs") / f"ablation-{plan.name}" / "timings.jsonl"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    peaks = {}
-
-    def make(variant: str, arm: str) -> dict[str, timing.Block]:
-        calls = make_calls(entries[variant, arm], variant, device)
-        peaks[variant, arm] = {part: timing.peak_bytes(call, device) for part, call in calls.items()}
-        return {part: partial(timing.block, [call], device) for part, call in calls.items()}
-
-    found, failures = timing.measure({key: partial(make, *key) for key in entries}, turns)
+    plan = load_plan(folder / "plan.toml")
+    makers = {
+        (variant, name): partial(make_blocks, arm_settings(plan, arm), variant, device, *PARTS)
+        for variant in variants
+        for name, arm in plan.compared.items()
+    }
+    found, failures = timing.measure(makers, turns)
     for (variant, arm), reason in failures.items():
         raise UserError(f"{variant}, {arm}: {reason}")
-    with path.open("a", encoding="utf-8") as file:
+    process = uuid.uuid4().hex  # the ids of processes in two containers may be equal
+    with (folder / "timings.jsonl").open("a", encoding="utf-8") as file:
         for (variant, arm), parts in found.items():
             for part, seconds in parts.items():
-                row = {"process": os.getpid(), "variant": variant, "part": part, "arm": arm, "seconds": seconds}
-                file.write(json.dumps(row | {"peak_bytes": peaks[variant, arm][part]}) + "\n")
-    return path
+                row = {"process": process, "variant": variant, "part": part, "arm": arm, "seconds": seconds}
+                file.write(json.dumps(row) + "\n")
 
 
-def compare(
-    title: str, settings: Settings, chosen: list[str], device: torch.device, turns: int, minutes: float
+def time_steps(
+    title: str, settings: Settings, variants: list[str], device: torch.device, turns: int, end: float
 ) -> dict:
     """Time a step of every variant, and print a table. The limit is the rate of torch's product, measured here."""
-    deadline = time.monotonic() + 60 * minutes
     product = timing.product_rate(device, choose_training_dtype(settings.machine.dtype, device))
-    tokens = step_tokens(settings)
-    flops = tokens * flops_per_token(settings.model, settings.data.sequence_length)
-
-    def make(variant: str) -> dict[str, timing.Block]:
-        return {"step": partial(timing.block, [make_calls(settings, variant, device)["step"]], device)}
-
-    makers = {variant: partial(make, variant) for variant in chosen}
-    title += f"; products at {product / 1e12:.2f} TFLOP/s"
-    return timing.compare(title, makers, {name: {"step": flops / product} for name in chosen}, turns, deadline, tokens)
+    tokens = math.prod(micro_batch(settings))
+    limit = tokens * flops_per_token(settings.model, settings.data.sequence_length) / product
+    makers = {variant: partial(make_blocks, settings, variant, device, "step") for variant in variants}
+    limits = {variant: {"step": limit} for variant in variants}
+    return timing.compare(f"{title}; products at {product / 1e12:.2f} TFLOP/s", makers, limits, turns, end, tokens)
 
 
-def main() -> int:
-    """Measure what the command line asks for; prints tables in Markdown, and one JSON object last."""
+def main(flags: list[str] | None = None) -> dict:
+    """Measure what the command line asks for, and print it as tables in Markdown; returns all of it."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.training", description=__doc__.split("\n\n")[0])
     parser.add_argument("--config", default="tiny", help="a name in configs/ (default: %(default)s)")
     parser.add_argument("--shape", choices=SHAPES, help="instead, this model and 8 sequences of 256 tokens")
@@ -161,30 +144,29 @@ def main() -> int:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
     parser.add_argument("--turns", type=int, default=10, help="of 4 steps each (default: %(default)s)")
     parser.add_argument("--minutes", type=float, default=math.inf, help="after that no fourth turn begins")
-    parser.add_argument("--arms", metavar="PLAN", help="instead, time the arms of a comparison, for its report")
-    arguments = parser.parse_args()
-    device = choose_device(arguments.device)
+    parser.add_argument("--arms", type=Path, metavar="FOLDER", help="instead, time the arms of a study, for its report")
+    arguments = parser.parse_args(flags)
+    device, tables = choose_device(arguments.device), []
     keep_freed_memory()
-    settings = load_settings(config_path(arguments.config))
-    chosen = arguments.variants or our_variants(device)
+    variants = arguments.variants or USUAL[device.type]
     if arguments.arms is not None:
-        print(f"written: {time_arms(arguments.arms, chosen, device, arguments.turns)}")
-        return 0
-    name = arguments.shape or arguments.config
+        time_arms(arguments.arms, variants, device, arguments.turns)
+        print(printable(f"written: {arguments.arms / 'timings.jsonl'}"))
+        return timing.results(device, tables=tables)
+    settings = load_settings(config_path(arguments.config))
     if arguments.shape is not None:
-        data = replace(settings.data, batch_size=8, sequence_length=256)
-        settings = replace(settings, model=SHAPES[arguments.shape], data=data)
-    tables, kinds = [], [*itertools.product(arguments.dtypes or [settings.machine.dtype], arguments.norms)]
+        data = {"batch_size": 8, "sequence_length": 256}
+        settings = replace_settings(settings, vars(SHAPES[arguments.shape]) | data)
+    kinds = [*itertools.product(arguments.dtypes or [settings.machine.dtype], arguments.norms)]
     for dtype, norm in kinds:
-        model, machine = replace(settings.model, norm=norm), replace(settings.machine, dtype=dtype)
-        one = replace(settings, model=model, machine=machine)
-        title = f"A training step of {name}, {norm} norm, {dtype}, on {device_name(device)}"
-        able = [variant for variant in chosen if norm == "rms" or not variant.startswith(TRANSFORMERS)]
-        tables.append(compare(title, one, able, device, arguments.turns, arguments.minutes / len(kinds)))
-    timing.print_json(device, tables=tables)
-    return int(any(table["not_run"] for table in tables))
+        title = f"A step of {arguments.shape or arguments.config}, {norm} norm, {dtype}, on {device_name(device)}"
+        able = [variant for variant in variants if norm == "rms" or not variant.startswith(TRANSFORMERS)]
+        of_kind = replace_settings(settings, {"dtype": dtype, "norm": norm})
+        end = time.monotonic() + 60 * arguments.minutes / len(kinds)
+        tables.append(time_steps(title, of_kind, able, device, arguments.turns, end))
+    return timing.results(device, tables=tables)
 
 
 if __name__ == "__main__":
     with exit_on_user_error():
-        sys.exit(main())
+        sys.exit(timing.finish(main()))

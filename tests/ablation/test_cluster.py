@@ -8,7 +8,7 @@ import pytest
 
 from ablation import execute
 from ablation.plan import Plan
-from ablation.records import Row, read_lines
+from ablation.records import read_rows
 
 ray = pytest.importorskip("ray")
 psutil = pytest.importorskip("psutil")
@@ -50,7 +50,7 @@ def test_twelve_runs_on_two_workers_of_which_one_is_killed_are_those_of_the_loca
     threading.Thread(target=kill_a_worker, daemon=True).start()
     execute.execute(spread, cluster.join(spread, address))
     assert killed and not spread.failed
-    assert len(read_lines(tmp_path / "cluster" / "runs.jsonl", Row)) == 12
+    assert len(read_rows(tmp_path / "cluster")) == 12
     same = {"seconds": 0, "workers": 0}  # apart from these, the rows are equal
     found, wanted = ({(r.arm, r.seed): dataclasses.replace(r, **same) for r in e.rows} for e in (spread, local))
     assert found == wanted and len(found) == 12

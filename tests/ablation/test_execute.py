@@ -2,64 +2,79 @@
 
 import dataclasses
 import os
+import shutil
 import signal
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future
 
 import pytest
 
 from ablation import execute, study
 from ablation.execute import Experiment, load_or_create, write_plan
-from ablation.plan import Plan
-from ablation.records import Row, append, read_lines
+from ablation.plan import Plan, Run, run_settings
+from ablation.records import Row, append_rows, read_lines, read_rows
+from ablation.run import settings_hash
 from errors import UserError
+from files import read_toml
 
 PLAN = Plan(vary={"norm": ["layer", "rms"]}, seeds=2, rerun_seeds=0, learning_rates=(2e-2,))
 
 
 @pytest.fixture
-def experiment(config, tmp_path, monkeypatch) -> Experiment:
-    """Nothing is done yet. Rows that are made up have no hash of settings and come from "CPU", as this machine does."""
-    monkeypatch.setattr(execute, "settings_hash", lambda settings: "")
-    monkeypatch.setattr(execute, "hardware", lambda device: "CPU")
+def experiment(config, tmp_path) -> Experiment:
+    """Nothing is done yet."""
     found = load_or_create(dataclasses.replace(PLAN, config=str(config)), tmp_path / "out", "cpu", 2)
     write_plan(found)
     return found
 
 
+@pytest.fixture
+def ended(experiment, row) -> Callable[..., Row]:
+    """The row of a run that ended with this loss on this machine, with the hash that its settings have."""
+
+    def made(run: Run, loss: float = 3.0, **more: object) -> Row:
+        recorded = {"settings_hash": settings_hash(run_settings(experiment.plan, run)), "device": experiment.hardware}
+        return row(run, loss, **recorded | more)
+
+    return made
+
+
 def test_a_trained_comparison_has_a_row_for_each_run_and_is_never_repeated(trained):
     found = study.load(trained.folder)
     assert found.final_seeds and not trained.failed and {c.effect.n for c in found.comparisons} == {2}
-    assert len(read_lines(trained.folder / "runs.jsonl", Row)) == len(found.rows) == len(found.wanted)
+    assert len(read_rows(trained.folder)) == len(found.rows) == len(found.wanted)
     again, made = load_or_create(trained.plan, trained.folder, "cpu", 1), []
     execute.execute(again, lambda run, device: made.append(run))
     assert not made
 
 
 def test_a_comparison_killed_within_a_line_resumes_to_the_rows_of_an_uninterrupted_one(trained, here, tmp_path):
-    path, whole = tmp_path / "runs.jsonl", trained.folder / "runs.jsonl"
-    lines = whole.read_bytes().splitlines(keepends=True)
-    path.write_bytes(b"".join(lines[:5]) + lines[5][:100])
+    shutil.copy(trained.folder / "machine.toml", tmp_path)
+    lines = (trained.folder / "runs.jsonl").read_bytes().splitlines(keepends=True)
+    (tmp_path / "runs.jsonl").write_bytes(b"".join(lines[:5]) + lines[5][:100])
     resumed = load_or_create(trained.plan, tmp_path, "cpu", 1)
     execute.execute(resumed, here(resumed))
-    found, wanted = ([dataclasses.replace(row, seconds=0) for row in read_lines(each, Row)] for each in (path, whole))
+    folders = (tmp_path, trained.folder)
+    found, wanted = ([dataclasses.replace(row, seconds=0) for row in read_rows(folder)] for folder in folders)
     assert found == wanted
 
 
-def test_a_run_that_raises_is_a_failed_row_that_costs_no_other_and_is_tried_again(experiment, row, at_once):
+def test_a_run_that_raises_is_a_failed_row_that_costs_no_other_and_is_tried_again(experiment, ended, at_once):
     def raising(run, device):
-        return row(run, 3.0 if (run.arm, run.seed) != ("rms", 1) else 1 / 0)
+        return ended(run, 3.0 if (run.arm, run.seed) != ("rms", 1) else 1 / 0)
 
     execute.execute(experiment, at_once(raising))
     assert [(r.arm, r.seed, r.reason[:17]) for r in experiment.failed] == [("rms", 1, "ZeroDivisionError")]
     assert len(experiment.rows) == 4 and experiment.study.comparisons == []
     again = load_or_create(experiment.plan, experiment.folder, "cpu", 1)
-    execute.execute(again, at_once(lambda run, device: row(run, 4.0)))
+    execute.execute(again, at_once(lambda run, device: ended(run, 4.0)))
     finished = study.load(experiment.folder).rows
     assert [(r.arm, r.seed) for r in finished[finished.loss == 4].itertuples()] == [("rms", 1)] and len(finished) == 4
 
 
-def test_each_device_is_used_by_one_run_at_a_time(experiment, row):
+def test_each_device_is_used_by_one_run_at_a_time(experiment, ended):
+    assert experiment.hardware
     experiment.workers = ["cuda:0", "cuda:1", "cuda:2"]
     experiment.plan = dataclasses.replace(experiment.plan, seeds=10)
     used, most = set(), []
@@ -72,7 +87,7 @@ def test_each_device_is_used_by_one_run_at_a_time(experiment, row):
 
         def end() -> None:
             used.remove(device)
-            future.set_result(row(run, 3.0))
+            future.set_result(ended(run))
 
         threading.Timer(0.01 * (run.seed % 3 + 1), end).start()
         return future
@@ -82,29 +97,43 @@ def test_each_device_is_used_by_one_run_at_a_time(experiment, row):
 
 
 def test_runs_with_other_settings_are_refused_and_changes_of_the_plan_written_down(trained, tmp_path):
-    append(tmp_path / "runs.jsonl", *trained.rows)
+    append_rows(tmp_path, *trained.rows)
     write_plan(load_or_create(trained.plan, tmp_path))
     with pytest.raises(UserError, match="had other settings"):
         load_or_create(dataclasses.replace(trained.plan, steps=5), tmp_path)
+    with pytest.raises(UserError, match="runs of another comparison"):
+        load_or_create(dataclasses.replace(trained.plan, vary={"qk_norm": [True, False]}), tmp_path)
     write_plan(load_or_create(dataclasses.replace(trained.plan, margin=0.5), tmp_path))
     (change,) = read_lines(tmp_path / "changes.jsonl")
     assert change == {"field": "margin", "before": "0.005", "after": "0.5", "finished_runs": len(trained.rows)}
 
 
-def test_a_run_on_another_text_or_device_has_failed(experiment, row, at_once):
+def test_rows_say_what_they_ran_on_once_for_all_of_a_machine_and_are_read_as_they_were(trained, tmp_path):
+    rows = [*trained.rows, dataclasses.replace(trained.rows[0], seed=9, torch="2.11.0")]
+    append_rows(tmp_path, *rows[:2])
+    append_rows(tmp_path, *rows[2:])
+    assert read_rows(tmp_path) == rows
+    first, second = read_toml(tmp_path / "machine.toml").values()
+    assert first == {"torch": second.pop("torch")} | second | {"torch": rows[0].torch} and first["device"]
+    assert not {*first} & {*read_lines(tmp_path / "runs.jsonl")[0]}
+
+
+def test_a_run_on_another_text_or_device_has_failed(experiment, ended, at_once):
     others = iter([{}, {}, {"text_hash": "two"}, {"device": "GPU"}])
-    execute.execute(experiment, at_once(lambda run, device: row(run, 3.0, **{"text_hash": "one"} | next(others))))
+    execute.execute(experiment, at_once(lambda run, device: ended(run, **{"text_hash": "one"} | next(others))))
     reasons = sorted(row.reason for row in experiment.failed)
     assert len(reasons) == 2 and "it ran on GPU" in reasons[0] and "the text has hash two" in reasons[1]
 
 
-def test_unfinished_seeds_of_another_device_are_made_again_and_finished_ones_kept(experiment, row, at_once):
+def test_unfinished_seeds_of_another_device_are_made_again_and_finished_ones_kept(experiment, ended, at_once):
     wanted = experiment.study.wanted
-    append(experiment.folder / "runs.jsonl", *(row(run, 3.0, device="GPU") for run in wanted[:3]))
+    append_rows(experiment.folder, *(ended(run, device="GPU") for run in wanted[:3]))
     again = load_or_create(experiment.plan, experiment.folder, "cpu", 1)
-    execute.execute(again, at_once(lambda run, device: row(run, 3.0)))
+    execute.execute(again, at_once(lambda run, device: ended(run)))
     devices = study.load(experiment.folder).rows.set_index(["seed", "arm"]).device.sort_index()
-    assert devices.tolist() == ["GPU", "GPU", "CPU", "CPU"] and [c.effect.n for c in again.study.comparisons] == [2]
+    assert devices.tolist() == ["GPU"] * 2 + [experiment.hardware] * 2 and [
+        c.effect.n for c in again.study.comparisons
+    ] == [2]
 
 
 @pytest.mark.slow

@@ -5,18 +5,16 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
 
 from ablation import execute, study
-from ablation.judge import BOUNDARY, LOOKS, judge, pairs_of_looks, repeated_interval
-from ablation.plan import JUDGED_PAIRS, Plan
+from ablation.judge import BOUNDARY, LOOKS, check, judge, pairs_of_looks, repeated_interval
+from ablation.plan import JUDGED_PAIRS, STUDIES, Plan
 from errors import UserError
 
-RESULTS = Path(__file__).parent.parent.parent / "benchmarks" / "results"
 SIMULATED = 10_000
 PLAN = Plan(arms={"default": {}, "qk_norm=true": {"qk_norm": True}}, learning_rates=(1e-3,), seeds=20, rerun_seeds=0)
 
@@ -53,7 +51,7 @@ def test_changes_that_do_nothing_are_kept_in_at_most_5_of_100_and_large_ones_nea
 @pytest.mark.slow
 def test_on_recorded_differences_changes_that_do_nothing_are_kept_in_at_most_5_of_100():
     """Each simulated comparison draws from the centered differences of one of the committed ones."""
-    folders = [path.parent for path in sorted(RESULTS.glob("ablation-*/runs.jsonl"))]
+    folders = [path.parent for path in sorted(STUDIES.glob("*/runs.jsonl"))]
     recorded = [np.array(c.differences) for folder in folders for c in study.load(folder).comparisons]
     centered = [values - values.mean() for values in recorded if len(values) >= 5]
     assert len(centered) > 30
@@ -64,7 +62,7 @@ def test_on_recorded_differences_changes_that_do_nothing_are_kept_in_at_most_5_o
 
 
 def test_of_20_real_comparisons_of_an_arm_with_itself_one_is_kept_and_one_discarded():
-    table = pd.read_csv(RESULTS / "judge-arm-with-itself.csv")
+    table = pd.read_csv(STUDIES / "arm-with-itself" / "pairs.csv")
     said = []
     for _, pairs in table.assign(difference=table.loss_again - table.loss).groupby("comparison"):
         known = ((look, pairs.difference[pairs.look <= look].to_numpy()) for look in pairs.look.unique())
@@ -110,7 +108,7 @@ def test_no_difference_and_used_up_hours_decide_nothing_and_a_change_that_diverg
     assert judged_with(lambda run: None if run.arm != "default" else 3.0)[-1]["verdict"] == "discard"
 
 
-def test_what_cannot_be_judged_is_refused(judged_with):
+def test_what_cannot_be_judged_is_refused():
     for fields in ({"seeds": 8}, {"arms": {"a": {}, "b": {"qk_norm": True}, "c": {"norm": "layer"}}}):
-        with pytest.raises(UserError, match="--judge needs two arms"):
-            judged_with(lambda run: 3.0, **fields)
+        with pytest.raises(UserError, match="judge needs two arms"):
+            check(dataclasses.replace(PLAN, **fields))

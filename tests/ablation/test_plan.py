@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
-from ablation import command
-from ablation.plan import COMPARISONS, Plan, load_plan, save_plan
+import ablate
+from ablation.plan import STUDIES, Plan, find_plan, load_plan, save_plan
 from errors import UserError
 
 GRID = {"norm": ["layer", "rms"], "qk_norm": [False, True]}
@@ -59,25 +59,44 @@ def test_a_plan_that_cannot_work_is_a_one_line_error(fields, words):
 
 
 def test_every_plan_of_the_project_has_arms_and_reads_back_as_it_was_saved(tmp_path):
-    for path in COMPARISONS.glob("*.toml"):
-        plan = load_plan(path.stem)
-        assert plan.name == path.stem and len(plan.compared) > 1
+    for path in STUDIES.glob("*/plan.toml"):
+        plan = load_plan(find_plan(path.parent.name))
+        assert plan.name == path.parent.name and len(plan.compared) > 1
         save_plan(plan, tmp_path / "plan.toml")
-        assert load_plan(str(tmp_path / "plan.toml")) == plan
+        assert load_plan(tmp_path / "plan.toml") == plan
 
 
 def test_the_command_line_makes_plans():
-    assert command.parse([]).plan == load_plan("norms")
-    grid = command.parse(["--vary", "norm=layer,rms", "--vary", "attention_bias=true,false", "--seeds", "4"]).plan
+    assert ablate.parse([]).plan == load_plan(find_plan("norms"))
+    grid = ablate.parse(["--vary", "norm=layer,rms", "--vary", "attention_bias=true,false", "--seeds", "4"]).plan
     assert grid.vary == {"norm": ["layer", "rms"], "attention_bias": [True, False]} and grid.seeds == 4
-    pair = command.parse(["--a", "", "--b", "weight_decay=0.5 qk_norm=true", "--judge"]).plan
+    pair = ablate.parse(["--a", "", "--b", "weight_decay=0.5 qk_norm=true"]).plan
     assert pair.arms == {"default": {}, "weight_decay=0.5 qk_norm=true": {"weight_decay": 0.5, "qk_norm": True}}
-    assert (pair.seeds, pair.rerun_seeds) == (20, 0)
-    quick = command.parse(["placement", "--quick"]).plan
+    quick = ablate.parse(["placement", "--quick"]).plan
     assert (quick.seeds, quick.steps, quick.rates) == (3, 300, ())
-    assert command.parse(["--quick", "--steps", "20"]).plan.steps == 20
-    assert command.parse(["--config", "tiny", "--quick", "--vary", "norm=rms,layer"]).plan.learning_rates == (0.0024,)
-    more = command.parse(["family", "--vary", "qk_norm=true,false", "--margin", "0.02"]).plan
+    assert ablate.parse(["--quick", "--steps", "20"]).plan.steps == 20
+    assert ablate.parse(["--config", "tiny", "--quick", "--vary", "norm=rms,layer"]).plan.learning_rates == (0.0024,)
+    more = ablate.parse(["family", "--vary", "qk_norm=true,false", "--margin", "0.02"]).plan
     assert len(more.compared) == 24 and more.margin == 0.02 and more.seeds == 6
     with pytest.raises(UserError, match="differ"):
-        command.parse(["--a", "", "--b", ""])
+        ablate.parse(["--a", "", "--b", ""])
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [["--vary", "norm=layer,rms", "--vary", "norm=dyt,derf"], ["--a", "", "--b", "norm=rms norm=layer"]],
+)
+def test_a_setting_given_twice_is_refused_and_not_silently_the_last(flags):
+    with pytest.raises(UserError, match="norm is given twice"):
+        ablate.parse(flags)
+    with pytest.raises(UserError, match="norm is given twice"):
+        Plan(vary={"norm": ["layer", "rms"], "model.norm": ["dyt", "derf"]})
+    with pytest.raises(UserError, match="norm is given twice"):
+        Plan(arms={"a": {}, "b": {"norm": "layer", "model.norm": "rms"}})
+
+
+def test_ideas_that_begin_alike_or_swap_their_arms_have_folders_of_their_own():
+    long = "weight_decay=0.5 qk_norm=true learning_rate=0.002 warmup_steps=40 steps="
+    pairs = [("", long + "600"), ("", long + "1200"), (long + "600", ""), ("", "qk_norm=true"), ("qk_norm=true", "")]
+    names = {ablate.parse(["--a", a, "--b", b]).plan.name for a, b in pairs}
+    assert len(names) == len(pairs)

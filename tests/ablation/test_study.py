@@ -6,7 +6,6 @@ import math
 import numpy as np
 import pytest
 
-from ablation.convert import make_branch_plan
 from ablation.plan import Plan
 from ablation.stats import holm
 from ablation.study import Study, as_table
@@ -98,27 +97,6 @@ def test_a_grid_has_main_effects_and_interactions_averaged_within_a_seed(finish)
         "norm: rms minus layer x qk_norm: True minus False": 0.04,
     }
     assert found["norm: rms minus layer"].n == 4 and found["norm: rms minus layer"].p < 0.01
-
-
-def test_parts_are_found_for_each_learning_rate_and_for_branches_against_the_run_that_they_leave(finish):
-    def loss(run):
-        no_bias, no_mean = "without bias" in run.arm or run.arm.startswith("rms from"), "rms" in run.arm
-        later = "2/4" in run.arm or run.arm.endswith("0.002")
-        return 3 + 0.01 * no_bias * (1 + later) + 0.001 * no_mean + 0.002 * (no_bias and no_mean) + 0.1 * run.seed
-
-    bias = {name: {"norm": "layer", "norm_bias": "without" not in name} for name in ("layer", "layer without bias")}
-    rates = Plan(arms=bias, vary={"learning_rate": [1e-3, 2e-3]}, seeds=2, rerun_seeds=0)
-    found = [finish(plan, loss).parts for plan in (rates, make_branch_plan("ablation", None, 1e-3, seeds=2))]
-    rounded = [{at: {k: round(e.estimate, 6) for k, e in parts.items()} for at, parts in f.items()} for f in found]
-    assert rounded[0] == {"learning_rate=0.001": {"no bias": 0.01}, "learning_rate=0.002": {"no bias": 0.02}}
-    quarter = {"RMSNorm minus LayerNorm": 0.013, "no mean": 0.002, "no bias": 0.011}
-    half = {"RMSNorm minus LayerNorm": 0.023, "no mean": 0.002, "no bias": 0.021}
-    assert rounded[1] == {"quarter 1": quarter, "quarter 2": half, "quarter 3": quarter}
-    three = [("layer", {}), ("layer 0.5", {"weight_decay": 0.5}), ("rms 0.5", {"weight_decay": 0.5, "norm": "rms"})]
-    for order in (three, [three[0], *three[:0:-1]]):  # a baseline with another setting is nobody's partner
-        arms = {name: {"norm": "layer"} | settings for name, settings in order}
-        [(group, parts)] = finish(Plan(arms=arms, seeds=2, rerun_seeds=0), lambda run: len(run.arm)).parts.items()
-        assert group == "weight_decay=0.5" and parts["RMSNorm minus LayerNorm"].estimate == len("rms") - len("layer")
 
 
 def test_arms_without_common_batches_are_compared_in_bits_per_byte(study):

@@ -1,10 +1,6 @@
 """The timing harness: whose turn it is, what a block's time is, and what the tables say."""
 
-import torch
-
 from benchmarks import timing
-
-CPU = torch.device("cpu")
 
 
 def test_blocks_take_turns_in_an_order_that_reverses_after_every_turn():
@@ -17,10 +13,7 @@ def test_blocks_take_turns_in_an_order_that_reverses_after_every_turn():
     warm_up, timed = order[:6], "".join(order[6:])
     assert warm_up == ["a1", "a2", "b1", "b2", "c1", "c2"] and timed[::4] == "cbaabccbaabc" and not failures
     assert seconds["c"] == {"1": [7, 17, 19, 29], "2": [8, 18, 20, 30]} and list(seconds) == list("abc")
-
-
-def test_after_three_turns_none_begins_beyond_the_deadline():
-    assert [*timing.in_turns("ab", 9, deadline=0)] == [*"baabba"]
+    assert [*timing.in_turns("ab", 9, deadline=0)] == [*"baabba"]  # after three turns none begins beyond the deadline
 
 
 def test_what_cannot_run_is_left_out_with_its_reason_and_the_others_are_measured(capsys):

@@ -21,9 +21,8 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 import kernels
-from benchmarks import cases
-from benchmarks.kernels import make_blocks
-from generation.weights import cast_weights
+from benchmarks.kernels import OURS, loss_case, make_blocks, mlp_case, norm_case, rotary_case
+from checkpoints.inference import cast_weights
 from kernels import cross_entropy, decode, norm, rope, swiglu
 from model.cache import KeyValueCache
 from model.config import ModelConfig
@@ -73,12 +72,12 @@ def compiled_kernels() -> Iterator[CompiledKernel]:
 
 def launches() -> Iterator[tuple[str, Callable[[], object]]]:
     """Names and calls of all functions that launch kernels, with shapes for each launch geometry."""
-    some = [cases.norm(CPU, kind, 40, width, True) for kind in ("rms", "layer") for width in (256, 4096, 4104, 8192)]
-    some += [cases.mlp(CPU, 40, 64, width) for width in (248, 2824)]  # divisible by 8 and not by 16
-    some += [cases.rotary(CPU, 48, 8, 4, width, normed) for width in (64, 128, 256) for normed in (False, True)]
-    some += [cases.loss(CPU, 16, 64, vocabulary) for vocabulary in (61, 50257, 131072)]
+    some = [norm_case(CPU, kind, 40, width, True) for kind in ("rms", "layer") for width in (256, 4096, 4104, 8192)]
+    some += [mlp_case(CPU, 40, 64, width) for width in (248, 2824)]  # divisible by 8 and not by 16
+    some += [rotary_case(CPU, 48, 8, 4, width, normed) for width in (64, 128, 256) for normed in (False, True)]
+    some += [loss_case(CPU, 16, 64, vocabulary) for vocabulary in (61, 50257, 131072)]
     for case in some:
-        yield case.name, make_blocks(case, cases.OURS, [case.make()], CPU, 1)["both"]
+        yield case.name, make_blocks(case.baselines[OURS], [case.make()], CPU, 1)["both"]
     for kind, heads, kv_heads, sequences, positions in (
         ("rms", 32, 8, 1, 4096), ("layer", 32, 8, 8, 4096), ("rms", 16, 8, 1, 256), ("rms", 32, 4, 1, 4096),
     ):  # fmt: skip

@@ -1,0 +1,1 @@
+"""Experiments: scripts that import the packages, and a folder of plan, records and report for each comparison."""

@@ -1,0 +1,129 @@
+"""RMSNorm minus LayerNorm, and what the mean and the bias do in it, one picture for many studies:
+`python -m studies.effects studies/factorial studies/recipe ... --out docs/effects.png`.
+"""
+
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+from matplotlib.figure import Figure
+
+from ablation.plan import arm_settings, label
+from ablation.plots import COLOURS, MARKERS, MUTED, panels
+from ablation.stats import Effect
+from ablation.study import Study, load
+from errors import UserError, exit_on_user_error
+from files import replacing
+
+LAYER, LAYER_NO_BIAS, RMS_BIAS, RMS = itertools.product(("layer", "rms"), (True, False))  # the norm, and its bias
+PARTS = {
+    "RMSNorm minus LayerNorm": [(RMS, LAYER)],
+    "no mean": [(RMS_BIAS, LAYER), (RMS, LAYER_NO_BIAS)],
+    "no bias": [(LAYER_NO_BIAS, LAYER), (RMS, RMS_BIAS)],
+}
+# What a study's runs are, or those of one choice of its other settings; a study without an entry keeps its own name.
+NAMES = {
+    "recipe": "default run, longer decay",
+    "factorial": "small model, 2,400 steps",
+    "budget-1200": "small model, 1,200 steps",
+    "budget-600": "small model, 600 steps",
+    "placebo": "1,200 steps, another processor",
+    "factorial-tuned": "1,200 steps, each at its best rate",
+    "tuned-2e-3": "1,200 steps, rate 2e-3",
+    "tuned-4e-3": "1,200 steps, rate 4e-3",
+    "scale-4m": "4M parameters",
+    "scale-10m": "10M parameters",
+    "shakespeare": "plays of Shakespeare",
+    "bias-rates": "bias alone, three rates",
+    "bias-rates learning_rate=0.0005": "bias alone, rate 5e-4",
+    "bias-rates learning_rate=0.001": "bias alone, rate 1e-3",
+    "bias-rates learning_rate=0.0014": "bias alone, rate 1.4e-3",
+    "bias-2e-3": "bias alone, rate 2e-3",
+    "branches quarter 1": "converted at 1/4, rate 5e-4",
+    "branches quarter 2": "converted at 2/4, rate 5e-4",
+    "branches quarter 3": "converted at 3/4, rate 5e-4",
+    "branches-2e-3 quarter 1": "converted at 1/4, rate 2e-3",
+    "branches-2e-3 quarter 2": "converted at 2/4, rate 2e-3",
+    "branches-2e-3 quarter 3": "converted at 3/4, rate 2e-3",
+}
+WORDS = {"no mean": "mean not subtracted"}  # of a part, in the legend
+MARGIN = "margin: counts as equal"
+TICKS = (-0.1, -0.03, -0.01, -0.005, 0, 0.005, 0.01, 0.03, 0.1)
+
+
+def cells_of(study: Study) -> dict[str, dict[tuple[str, bool], str]]:
+    """For each choice of the settings that vary beside the norm: the arm with each norm, with and without a bias."""
+    others = {*study.plan.varied} - {"norm", "norm_bias", "center_weights"}
+    found: dict[str, dict[tuple[str, bool], str]] = {}
+    for name, arm in study.arms.items():
+        group = ", ".join(label(key, value) for key, value in arm.settings.items() if key in others)
+        cells, model = found.setdefault(group, {}), arm_settings(study.plan, arm).model
+        if arm.baseline is not None and "init_from" in arm.settings:  # a branch is compared with the run it left
+            base = arm_settings(study.plan, study.arms[arm.baseline]).model
+            cells.setdefault((base.norm, base.has_norm_bias), arm.baseline)
+        cells[model.norm, model.has_norm_bias] = name
+    return found
+
+
+def parts(study: Study) -> dict[str, dict[str, Effect]]:
+    """By the values of the other settings: each part that the study has the arms of, a mean over its pairs of arms."""
+    found: dict[str, dict[str, Effect]] = {}
+    for group, cells in cells_of(study).items():
+        for part, pairs in PARTS.items():
+            known = [pair for pair in pairs if {*pair} <= {*cells}]
+            weights = {}
+            for changed, base in known:
+                weights[cells[changed]] = 1 / len(known)
+                weights[cells[base]] = -1 / len(known)
+            effect = study.mean_loss(part, weights) if known else None
+            if effect is not None:
+                found.setdefault(group, {})[part] = effect
+    return found
+
+
+def named(study: Study, group: str) -> str:
+    """What these runs are, in words."""
+    name = f"{study.plan.name} {group}".strip()
+    return NAMES.get(name, name)
+
+
+def draw(studies: Sequence[Study]) -> Figure:
+    """A row for each study, or choice of its other settings, with a mark and a 95% interval for each part."""
+    rows = [(study, *part) for study in studies for part in parts(study).items()]
+    if not rows:
+        raise UserError("these folders have no finished comparison of RMSNorm and LayerNorm, or of their bias.")
+    figure, [axes] = panels(1.6 + 0.42 * len(rows))
+    axes.axvline(0, color=MUTED, linewidth=1)
+    for row, (study, _, found) in enumerate(rows):
+        margin = study.plan.margin
+        axes.fill_betweenx((row - 0.5, row + 0.5), -margin, margin, color=MUTED, alpha=0.15, linewidth=0, label=MARGIN)
+        for name, effect in found.items():
+            number = [*PARTS].index(name)
+            place, colour = row + 0.22 * (number - 1), COLOURS[number]
+            axes.plot(effect.interval, (place, place), color=colour, linewidth=3, alpha=0.5, solid_capstyle="butt")
+            axes.plot(effect.estimate, place, MARKERS[number], color=colour, markersize=4, label=WORDS.get(name, name))
+    names = [f"{named(study, group)}\n{next(iter(found.values())).n} pairs" for study, group, found in rows]
+    axes.set_yticks(range(len(rows)), names, fontsize=8)
+    axes.set_xscale("symlog", linthresh=0.01)
+    axes.set_xticks(TICKS, [f"{tick:g}" for tick in TICKS], fontsize=8)
+    axes.set(xlim=(-0.12, 0.12), ylim=(len(rows) - 0.5, -0.5), xlabel="difference in loss, nats per token")
+    axes.set_title("← better", loc="left", fontsize=9)
+    axes.set_title("worse →", loc="right", fontsize=9)
+    figure.suptitle("Is RMSNorm worse than LayerNorm, and by which part?", fontsize=11)
+    shown = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
+    figure.legend(shown.values(), shown, loc="outside lower center", frameon=False, fontsize=8, ncols=2)
+    return figure
+
+
+def main(folders: Annotated[tuple[Path, ...], tyro.conf.Positional], out: Path = Path("docs/effects.png")) -> None:
+    """Draw what RMSNorm, the mean and the bias do in the comparisons of these folders."""
+    with replacing(out) as file:
+        draw([load(folder) for folder in folders]).savefig(file)
+    print(f"written: {out}")
+
+
+if __name__ == "__main__":
+    with exit_on_user_error():
+        tyro.cli(main, prog="python -m studies.effects")

@@ -1,0 +1,118 @@
+"""docs/rmsnorm.md, in both languages: its blocks run as printed, and the lines and names it quotes are in the code."""
+
+import ast
+import json
+import re
+from pathlib import Path
+from statistics import median
+
+import pytest
+import torch
+
+from model.config import ModelConfig
+from model.decoder import Decoder
+from studies.stream import sizes
+
+ROOT = Path(__file__).parents[2]
+ENGLISH, CHINESE = ((ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("rmsnorm.md", "rmsnorm.zh.md"))
+LANGUAGES = pytest.mark.parametrize("text", [ENGLISH, CHINESE], ids=["English", "Chinese"])
+
+
+def blocks(text: str) -> list[str]:
+    """The Python blocks of a document."""
+    return re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+
+
+def functions(text: str) -> str:
+    """The source of the functions that a text names as `file.py:function`."""
+    found = []
+    for file, name in re.findall(r"`([\w/]+\.py):(\w+)`", text):
+        source = (ROOT / file).read_text(encoding="utf-8")
+        found += [
+            ast.get_source_segment(source, node) for node in ast.parse(source).body if vars(node).get("name") == name
+        ]
+    return "\n".join(found)
+
+
+def test_every_block_runs_as_it_is_printed():
+    namespace = {}
+    for block in blocks(ENGLISH):
+        exec(compile(block, "docs/rmsnorm.md", "exec"), namespace)
+
+
+def test_every_block_is_short_and_ends_with_an_assertion():
+    assert len(blocks(ENGLISH)) > 10
+    for block in blocks(ENGLISH):
+        assert isinstance(ast.parse(block).body[-1], ast.Assert) and block.count("\n") <= 10, block
+
+
+def test_both_languages_have_the_same_blocks_sections_and_links():
+    assert blocks(CHINESE) == blocks(ENGLISH)
+    for what in (r"^## (\d+)\.", r"\]\((?!#|rmsnorm)([^)]+)\)"):
+        assert sorted(re.findall(what, CHINESE, re.MULTILINE)) == sorted(re.findall(what, ENGLISH, re.MULTILINE))
+
+
+@LANGUAGES
+def test_a_page_has_at_most_220_lines(text):
+    assert text.count("\n") <= 220
+
+
+@LANGUAGES
+def test_a_line_of_code_beside_a_formula_is_in_the_function_that_the_section_names(text):
+    lines = 0
+    sections = re.split(r"^## ", text, flags=re.MULTILINE)
+    for section in (sections[2], sections[5]):
+        source = functions(section)
+        for row in re.findall(r"^\|.*\|$", section, re.MULTILINE):
+            for line in re.findall(r"`([^`]+ [-+*]?= [^`]+)`", row.split(" | ")[-1]):
+                assert line in source, line
+                lines += 1
+    assert lines == 12
+
+
+@LANGUAGES
+def test_names_in_the_section_on_triton_are_in_its_kernels(text):
+    section = re.split(r"^## ", text, flags=re.MULTILINE)[9]
+    source = (ROOT / "kernels" / "norm.py").read_text(encoding="utf-8")
+    code = re.findall(r"`([^`]+)`", re.sub(r"\[`[^`]+`\]", "", section))
+    names = {name for part in code for name in re.findall(r"[A-Za-z_]{2,}", part)}
+    assert len(names) > 20 and {name for name in names if not re.search(rf"\b{name}\b", source)} == set()
+
+
+@torch.no_grad()
+def test_all_matrices_that_write_to_the_stream_can_be_scaled_together():
+    shape = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "tie_word_embeddings": False}
+    decoder, tokens = Decoder(ModelConfig(**shape, norm_eps=1e-12)), torch.arange(64)[None]
+    before = decoder(tokens)
+    for name, parameter in decoder.named_parameters():
+        if name.endswith(("embed_tokens.weight", "o_proj.weight", "down_proj.weight")):
+            parameter *= 10
+    torch.testing.assert_close(decoder(tokens), before)
+
+
+@LANGUAGES
+def test_the_times_of_the_gpu_and_their_limits_are_those_of_the_record(text):
+    [path] = [path for folder in ("speed", "benchmarks") for path in (ROOT / folder).rglob("norms-nvidia-h200.json")]
+    record = json.loads(path.read_text(encoding="utf-8"))
+    cases = {case["title"]: case for case in record["tables"]}
+    expected = []
+    for after in ("", " after addition"):
+        rms, layer = (cases[f"{kind} norm{after}, 8192 x 4096"] for kind in ("rms", "layer"))
+        for part in ("forward", "backward"):
+            times = rms["limits"]["ours"][part], *(median(case["seconds"]["ours"][part]) for case in (rms, layer))
+            expected.append([round(seconds * 1e6) for seconds in times])
+    rows = re.findall(r"^\|[^|]+\| (\d) \+ (\d) \|[^|]+\| (\d+) \| (\d+) \| (\d+) \|$", text, re.MULTILINE)
+    assert [[int(cell) for cell in row[2:]] for row in rows] == expected
+    for read, written, limit, *_ in rows:
+        moved = 8192 * 4096 * (int(read) + int(written))
+        assert round(moved / record["copy_bytes_per_second"] * 1e6) == int(limit)
+    assert f"{record['product_flops_per_second'] / record['copy_bytes_per_second']:.0f} " in text
+
+
+def test_the_picture_shows_what_the_norms_read_and_divide():
+    config = ModelConfig(vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=3, norm_eps=1e-12)
+    decoder, tokens = Decoder(config, seed=1), torch.arange(40).view(2, 20)
+    found = sizes(decoder, tokens)
+    assert found.shape == (7, 2, 40)
+    torch.testing.assert_close(found[0, 0], decoder.embed_tokens.weight[:40].detach().square().mean(-1).sqrt())
+    torch.testing.assert_close(found[:, 1], torch.ones(7, 40))

@@ -1,0 +1,42 @@
+"""LayerNorm models that become RMSNorm models: what starts from what, and what is lost."""
+
+import pytest
+
+from ablation import study
+from ablation.plan import Plan, save_plan
+from studies import convert
+
+pytestmark = pytest.mark.slow
+
+
+def make_plan(config, folder, arms: dict) -> Plan:
+    untied = folder / "untied.toml"
+    untied.write_text(config.read_text().replace("[data]", "tie_word_embeddings = false\n[data]"))
+    return Plan("p", arms, config=str(untied), seeds=2, rerun_seeds=0, learning_rates=(2e-2,))
+
+
+def test_every_model_is_converted_in_every_way_and_compared_with_itself(config, tmp_path):
+    start = {"init_from": "layer", "center_weights": False}
+    arms = {"layer": {"norm": "layer"}, "rms": start | {"norm": "rms", "norm_bias": False}}
+    arms["centered rms with bias"] = start | {"norm": "rms", "norm_bias": True, "center_weights": True}
+    arms["rms, norms trained"] = arms["rms"] | {"train_only": "norms", "steps": 1, "learning_rate": 1e-2}
+    save_plan(make_plan(config, tmp_path, arms), tmp_path / "plan.toml")
+    for _ in range(2):  # the second has no more to do
+        convert.main(tmp_path, "cpu")
+    found = study.load(tmp_path)
+    assert len(found.rows) == 2 * 4
+    costs = {c.arm: abs(c.effect.estimate) for c in found.comparisons}
+    assert costs["centered rms with bias"] < 1e-3 < costs["rms"] < 0.5
+    tokens = found.rows.set_index("arm").tokens.groupby(level=0).first() / (4 * 32)
+    assert tokens.to_dict() == {"layer": 12, "rms": 0, "centered rms with bias": 0, "rms, norms trained": 1}
+
+
+def test_a_branch_goes_on_exactly_where_its_model_was(config, tmp_path):
+    layer = {"norm": "layer", "init_from": "quarter 2", "center_weights": False}
+    with_bias = {"norm": "rms", "norm_bias": True, "init_from": "quarter 2", "center_weights": True}
+    arms = {"layer": {"norm": "layer"}, "same": layer, "with bias": with_bias, "rms": with_bias | {"norm_bias": False}}
+    rows = convert.train_models(make_plan(config, tmp_path, arms), 1, "cpu", tmp_path)
+    trunk, same, with_bias, without = (row.loss for row in rows)
+    assert same == trunk and with_bias != trunk and abs(with_bias - trunk) < abs(without - trunk) < 0.5
+    assert len({row.batches_hash for row in rows}) == len({row.tokens for row in rows}) == 1
+    assert rows[0].curve[-1][0] == rows[1].curve[-1][0] and rows[1].curve[0][0] == 7

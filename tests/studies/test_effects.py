@@ -1,0 +1,43 @@
+"""What RMSNorm, the mean and the bias do, derived from the arms of a study."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from ablation import study
+from ablation.plan import Plan, find_plan, load_plan
+from studies.effects import draw, parts
+
+STUDIES = Path(__file__).parents[2] / "studies"
+
+
+def test_parts_are_found_for_each_learning_rate_and_for_branches_against_the_run_that_they_leave(finish):
+    def loss(run):
+        no_bias, no_mean = "without bias" in run.arm or run.arm.startswith("rms from"), "rms" in run.arm
+        later = "2/4" in run.arm or run.arm.endswith("0.002")
+        return 3 + 0.01 * no_bias * (1 + later) + 0.001 * no_mean + 0.002 * (no_bias and no_mean) + 0.1 * run.seed
+
+    bias = {name: {"norm": "layer", "norm_bias": "without" not in name} for name in ("layer", "layer without bias")}
+    rates = Plan(arms=bias, vary={"learning_rate": [1e-3, 2e-3]}, seeds=2, rerun_seeds=0)
+    branches = dataclasses.replace(load_plan(find_plan("branches")), seeds=2)
+    found = [parts(finish(plan, loss)) for plan in (rates, branches)]
+    rounded = [{at: {k: round(e.estimate, 6) for k, e in known.items()} for at, known in f.items()} for f in found]
+    assert rounded[0] == {"learning_rate=0.001": {"no bias": 0.01}, "learning_rate=0.002": {"no bias": 0.02}}
+    quarter = {"RMSNorm minus LayerNorm": 0.013, "no mean": 0.002, "no bias": 0.011}
+    half = {"RMSNorm minus LayerNorm": 0.023, "no mean": 0.002, "no bias": 0.021}
+    assert rounded[1] == {"quarter 1": quarter, "quarter 2": half, "quarter 3": quarter}
+    three = [("layer", {}), ("layer 0.5", {"weight_decay": 0.5}), ("rms 0.5", {"weight_decay": 0.5, "norm": "rms"})]
+    for order in (three, [three[0], *three[:0:-1]]):  # a baseline with another setting is nobody's partner
+        arms = {name: {"norm": "layer"} | settings for name, settings in order}
+        [(group, known)] = parts(finish(Plan(arms=arms, seeds=2, rerun_seeds=0), lambda run: len(run.arm))).items()
+        assert group == "weight_decay=0.5" and known["RMSNorm minus LayerNorm"].estimate == len("rms") - len("layer")
+
+
+def test_they_are_the_effects_of_a_grid_and_drawn_for_every_study():
+    found, budget = (study.load(STUDIES / name) for name in ("factorial", "budget-600"))
+    for effect, name in zip(found.effects, ("no mean", "no bias"), strict=False):
+        assert parts(found)[""][name].interval == pytest.approx(effect.interval)
+    drawn = draw([found, budget]).axes[0]
+    rows = ["small model, 2,400 steps\n30 pairs", "small model, 600 steps\n6 pairs"]
+    assert [label.get_text() for label in drawn.get_yticklabels()] == rows
