@@ -2,7 +2,7 @@
 
 A model is written as a Hugging Face family only when that family computes exactly the same function. All others are
 written as `model_type: prenorm`, which transformers refuses instead of computing something else. Reading refuses what
-is known to change the function, and notes keys that are unknown. Imports no torch.
+changes the function in transformers, and ignores all other keys, as transformers does. Imports no torch.
 """
 
 import dataclasses
@@ -23,27 +23,17 @@ from model.count import num_parameters
 class Family:
     """How one Hugging Face model_type expresses a `ModelConfig` in config.json."""
 
-    architecture: str
-    """The class of transformers that loads it."""
+    architecture: str  # the class of transformers that loads it
     norm: Literal["rms", "layer"]
-    """The norm that it has."""
-    qkv_bias: str | bool
-    """The key that says whether q, k and v have biases; True or False where the family always or never has them."""
-    output_bias: bool = False
-    """Whether `qkv_bias` gives o_proj a bias too; where the decoder has no such bias, zeros are written."""
-    qk_norm: bool = False
-    """Whether each head of q and k has an RMSNorm."""
-    eps: str = "rms_norm_eps"
-    """The key of norm_eps."""
+    qkv_bias: str | bool  # the key that says whether q, k and v have biases, or whether the family always has them
+    output_bias: bool = False  # whether that key gives o_proj a bias too, which is zeros where the decoder has none
+    qk_norm: bool = False  # whether each head of q and k has an RMSNorm
+    eps: str = "rms_norm_eps"  # the key of norm_eps
+    # Widths of heads. divides: any, but num_attention_heads divides hidden_size. exact: that quotient alone.
     head_dim: Literal["free", "divides", "exact"] = "free"
-    """The widths of heads that it allows. free: every width. divides: every width, but num_attention_heads must divide
-    hidden_size. exact: only hidden_size / num_attention_heads."""
-    constants: tuple[tuple[str, object], ...] = ()
-    """Keys of this family that are always written, with these values."""
-    written: bool = True
-    """Whether models are written as this family; if not, they are only read."""
-    defaults: dict[str, object] = field(default_factory=dict)
-    """The meaning of a missing key, where it differs from `DEFAULTS`."""
+    constants: dict[str, object] = field(default_factory=dict)  # keys that are always written, with their values
+    written: bool = True  # whether models are written as this family, not only read
+    defaults: dict[str, object] = field(default_factory=dict)  # of missing keys, where they differ from `DEFAULTS`
 
 
 QWEN_DEFAULTS = {"num_key_value_heads": 32, "max_position_embeddings": 32768, "use_sliding_window": False}
@@ -58,7 +48,7 @@ FAMILIES = {
         "attention_bias",
         output_bias=True,
         head_dim="divides",
-        constants=(("mlp_bias", False),),
+        constants={"mlp_bias": False},
         defaults={"max_position_embeddings": 2048},
     ),
     "qwen3": Family(
@@ -75,7 +65,7 @@ FAMILIES = {
         "use_qkv_bias",
         eps="layer_norm_eps",
         head_dim="exact",
-        constants=(("partial_rotary_factor", 1.0), ("use_parallel_residual", False), ("qk_layernorm", False)),
+        constants={"partial_rotary_factor": 1.0, "use_parallel_residual": False, "qk_layernorm": False},
         defaults={"num_key_value_heads": 32, "max_position_embeddings": 4096, "partial_rotary_factor": 0.25},
     ),
     "qwen2": Family("Qwen2ForCausalLM", "rms", qkv_bias=True, written=False, defaults=QWEN_DEFAULTS),
@@ -114,31 +104,24 @@ HARMLESS: dict[str, tuple] = {
     **dict.fromkeys(("mlp_bias", "use_parallel_residual", "qk_layernorm"), (False, None)),
     **dict.fromkeys(("use_bidirectional_attention", "rope_interleaved", "use_mrope"), (False, None)),
 }
-# Keys that this decoder does not need; those of published configurations among them, so that they give no note.
-NO_EFFECT = """
-    model_type architectures transformers_version name_or_path _name_or_path _model_name_or_path dtype torch_dtype
-    use_cache pretraining_tp attention_dropout hidden_dropout max_sequence_length rope_scaling rope_parameters prenorm
-    original_max_position_embeddings is_llama_config transformers.js_config _attn_implementation_autoset
-    unsloth_fixed unsloth_version max_window_layers
-""".split()
-KNOWN = {*DEFAULTS, *HARMLESS, *NO_EFFECT, *(field.name for field in dataclasses.fields(ModelConfig))}
 ROPE_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "truncate"}
 ROPE_KEYS |= {"finetuned"}.union(*ROPE_SCALING.values())
 
 
 def choose_model_type(config: ModelConfig) -> str:
     """The model_type that a model is written as."""
+    if (config.norm_placement, config.mlp) != ("pre", "swiglu"):
+        return "prenorm"
+    if (config.norm == "rms" and config.has_norm_bias) or (config.attention_output_bias and not config.attention_bias):
+        return "prenorm"  # no family has RMSNorm with a bias, or a bias of o_proj alone
     allowed = {
         "free": True,
         "divides": config.hidden_size % config.num_attention_heads == 0,
         "exact": config.resolved_head_dim * config.num_attention_heads == config.hidden_size,
     }
     for model_type, family in FAMILIES.items():
-        same = family.norm == config.norm and family.qk_norm == config.qk_norm
-        same = same and (config.norm_placement, config.mlp) == ("pre", "swiglu")
-        same = same and (family.norm == "layer" or not config.has_norm_bias)  # no family has RMSNorm with a bias
-        same = same and (not config.attention_output_bias or (family.output_bias and config.attention_bias))
-        if family.written and same and allowed[family.head_dim]:
+        same = (family.norm, family.qk_norm) == (config.norm, config.qk_norm) and allowed[family.head_dim]
+        if family.written and same and (family.output_bias or not config.attention_output_bias):
             return model_type
     return "prenorm"
 
@@ -146,33 +129,26 @@ def choose_model_type(config: ModelConfig) -> str:
 def to_json(config: ModelConfig, *, dtype: str, bos_token_id: int | None, eos_token_id: int | None) -> dict:
     """The contents of config.json, readable by transformers 4 (`rope_theta`, `torch_dtype`) and 5."""
     model_type = choose_model_type(config)
-    common = {
-        "model_type": model_type,
-        "bos_token_id": bos_token_id,  # null where there is none: a missing key means a default
-        "eos_token_id": eos_token_id,
-        "dtype": dtype,
-        "torch_dtype": dtype,
-    }
+    ids = {"bos_token_id": bos_token_id, "eos_token_id": eos_token_id}  # or null: a missing key means a default
+    common = {"model_type": model_type, **ids, "dtype": dtype, "torch_dtype": dtype}
     if model_type == "prenorm":
         return {"architectures": ["PrenormForCausalLM"], **common, **dataclasses.asdict(config)}
     family = FAMILIES[model_type]
-    rope = {"rope_type": "default", **(config.rope_scaling or {}), "rope_theta": config.rope_theta}
     fields = {
         "architectures": [family.architecture],
         **common,
-        **{key: getattr(config, key) for key in SHAPE_FIELDS},
-        "num_key_value_heads": config.num_key_value_heads,
+        **{key: getattr(config, key) for key in (*SHAPE_FIELDS, "num_key_value_heads")},
         "head_dim": config.resolved_head_dim,
         "hidden_act": "silu",
         "max_position_embeddings": config.max_position_embeddings,
         family.eps: config.norm_eps,
         "rope_theta": config.rope_theta,
         "rope_scaling": config.rope_scaling,
-        "rope_parameters": rope,
+        "rope_parameters": {"rope_type": "default", **(config.rope_scaling or {}), "rope_theta": config.rope_theta},
         "tie_word_embeddings": config.tie_word_embeddings,
         "initializer_range": config.initializer_range,
         "attention_dropout": 0.0,
-        **dict(family.constants),
+        **family.constants,
     }
     if isinstance(family.qkv_bias, str):
         fields[family.qkv_bias] = config.attention_bias
@@ -184,8 +160,7 @@ def to_json(config: ModelConfig, *, dtype: str, bos_token_id: int | None, eos_to
 def load_config(directory: Path | str, tensors: Mapping[str, StoredTensor] | None = None) -> ModelConfig:
     """The configuration of a model's directory, ours or Hugging Face's; `UserError` if it cannot be represented.
 
-    Where a bias that the decoder would lack is not zero, since transformers has trained it, the decoder gets it: in
-    `tensors`, or those of the directory.
+    Where transformers has trained a bias that the decoder would lack, the decoder gets it. tensors: of the directory.
     """
     path = Path(directory) / "config.json"
     if tensors is None and check_format(path.parent):
@@ -203,22 +178,20 @@ def load_config(directory: Path | str, tensors: Mapping[str, StoredTensor] | Non
             fits = last is not None and last.shape[-1] == config.num_attention_heads * config.resolved_head_dim
             if not fits or num_parameters(config) > 2 * sum(math.prod(tensor.shape) for tensor in tensors.values()):
                 raise ValueError("the weights beside it have other numbers of layers, heads or parameters")
-    if unknown := [key for key in fields if key not in KNOWN and not key.endswith("_token_id")]:
-        note(f"note: {path} has unknown keys, which are ignored: {', '.join(map(repr, unknown))}")
     if config.max_position_embeddings < fields.get("max_position_embeddings", 0):
         context = config.max_position_embeddings
         note(f"note: {path} has a sliding window, which is the context here: {context} tokens")
-    biases = [] if tensors is None else zero_biases(config, fields["model_type"])
-    if any(tensors[name].read().any() for name in biases if name in tensors):
-        trained = "norm_bias" if config.norm == "layer" else "attention_output_bias"
-        config = dataclasses.replace(config, **{trained: True})
+    for name in zero_biases(config, fields["model_type"]):
+        if tensors is not None and name in tensors and tensors[name].read().any():
+            trained = "norm_bias" if config.norm == "layer" else "attention_output_bias"
+            return dataclasses.replace(config, **{trained: True})
     return config
 
 
 def zero_biases(config: ModelConfig, model_type: str | None = None) -> list[str]:
-    """The biases that a family has and the decoder lacks, by their names in files, where they are zeros.
+    """The biases that a family (by default that of the file) has and the decoder lacks; files have zeros for them.
 
-    By default the family is the one that the model is written as.
+    Without the zeros, transformers computes the same, but warns that it has made up new weights.
     """
     family = FAMILIES.get(model_type or choose_model_type(config))
     layers = [f"model.layers.{index}" for index in range(config.num_hidden_layers)]
@@ -243,7 +216,9 @@ def from_json(fields: dict) -> ModelConfig:
     for key, value in {**given, "partial_rotary_factor": rope.pop("partial_rotary_factor")}.items():
         if value not in HARMLESS.get(key, (value,)):
             raise ValueError(f"{key} is {value!r}, which this decoder cannot represent")
-    kv_heads, context = fields["num_key_value_heads"], fields["max_position_embeddings"]
+    kv_heads, context, bias = fields["num_key_value_heads"], fields["max_position_embeddings"], family.qkv_bias
+    if isinstance(bias, str):
+        bias = fields[bias] or False
     kinds, window = fields["layer_types"] or (), fields["sliding_window"]
     if unknown := {*kinds} - {"full_attention", "sliding_attention"}:
         raise ValueError(f"layer_types has {', '.join(sorted(unknown))}, which this decoder cannot represent")
@@ -259,7 +234,7 @@ def from_json(fields: dict) -> ModelConfig:
         norm=family.norm,
         norm_bias=(fields.get("prenorm") or {}).get("norm_bias"),
         norm_eps=fields[family.eps],
-        attention_bias=(fields[family.qkv_bias] or False) if isinstance(family.qkv_bias, str) else family.qkv_bias,
+        attention_bias=bias,
         qk_norm=family.qk_norm,
         tie_word_embeddings=fields["tie_word_embeddings"] or False,
         initializer_range=fields["initializer_range"],
@@ -285,6 +260,8 @@ def read_rope(fields: dict) -> dict:
     if "original_max_position_embeddings" in scaling:
         context, key = fields["max_position_embeddings"], "original_max_position_embeddings"
         scaling[key] = fields.get(key, rope.get(key, context))  # the key outside of the object counts first
+    if kind == "llama3" and scaling["high_freq_factor"] <= scaling["low_freq_factor"]:
+        raise ValueError("rope_type llama3 needs a high_freq_factor above low_freq_factor")
     if kind == "yarn":
         scaling["beta_fast"], scaling["beta_slow"] = rope.get("beta_fast") or 32, rope.get("beta_slow") or 1
         scaling["truncate"] = bool(rope.get("truncate", True))

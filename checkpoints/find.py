@@ -1,7 +1,6 @@
 """Which checkpoint directory a RUN argument means: itself, the best one in a run folder, or a download of the Hub's.
 
-Reads only file names and JSON; `checkpoints.pretrained` and `data.tokenizer` load the rest.
-Imports no torch, and huggingface_hub only when the id of a model is given.
+Reads only file names and JSON. Imports no torch, and huggingface_hub only when the id of a model is given.
 """
 
 import operator
@@ -18,27 +17,27 @@ HUB_ID = re.compile(r"((?!runs/)\w[\w.-]*/(\w[\w.-]*))(?:@(.+))?", re.ASCII)  # 
 def find_checkpoint(path: Path | str) -> Path:
     """The checkpoint or adapter directory that `path` means: itself, or in a run folder the best complete one.
 
-    A path that does not exist may be the id of a model on the Hugging Face Hub, which is then downloaded. Raises
-    `UserError` when there is none.
+    A path that does not exist may be a model of the Hugging Face Hub, which is downloaded. `UserError` if it is none.
     """
     name, path = str(path), Path(path)
     if path.is_file():
         raise UserError(f"{path} is a file; give the directory of a checkpoint or a run.")
-    if not path.exists() and (model := HUB_ID.fullmatch(name)) and not Path(name.partition("/")[0]).is_dir():
-        if (run := Path("runs") / model[2]).is_dir():
+    model = HUB_ID.fullmatch(name)
+    if model and not path.exists() and not Path(name.partition("/")[0]).is_dir():
+        run = Path("runs") / model[2]
+        if run.is_dir():
             raise UserError(f"{name} does not exist; did you mean {run}?")
         return download(model[1], model[3])
     if (path / "config.json").is_file() or (path / "adapter_config.json").is_file():
         return path
-    if saves := saves_in(path):
-        return saves[0]
+    for save in saves_in(path):
+        return save
+    problem = f"{path} does not exist; give a directory with"
     if path.is_dir():
         check_format(path)
-    runs = runs_in(path.parent) or runs_in(Path("runs"))
-    raise UserError(
-        f"{path} {'has no' if path.is_dir() else 'does not exist; give a directory with'} config.json, best/ or last/."
-        + (f" Existing runs: {', '.join(map(str, runs))}." if runs else "")
-    )
+        problem = f"{path} has no"
+    runs = ", ".join(map(str, runs_in(path.parent) or runs_in(Path("runs"))))
+    raise UserError(f"{problem} config.json, best/ or last/." + (f" Existing runs: {runs}." if runs else ""))
 
 
 def find_adapter(directory: Path, adapter: str | None = None) -> tuple[Path, Path | None]:
@@ -62,15 +61,11 @@ def find_adapter(directory: Path, adapter: str | None = None) -> tuple[Path, Pat
 def generation_config(model: Path, adapter: Path | None) -> Path:
     """The generation_config.json of an adapter, if it has one, or else of its model."""
     own = (adapter or model) / "generation_config.json"
-    return own if own.is_file() else model / "generation_config.json"
+    return own if own.is_file() else model / own.name
 
 
 def download(name: str, revision: str | None) -> Path:
-    """The directory of a Hub model's files in the cache of huggingface_hub, after downloading those that it lacks.
-
-    Only what is read here: safetensors, JSON, tokenizer and template files. Without a network, the cached files are
-    used.
-    """
+    """The directory of a Hub model's files that are read here, after downloading those that its cache lacks."""
     from huggingface_hub import snapshot_download
 
     wanted = ["model.safetensors", "model-*.safetensors", "adapter_model.safetensors", *SIDE_FILES]
@@ -86,9 +81,8 @@ def newest_run(folder: Path) -> Path:
     """The run folder in `folder` whose newest checkpoint was saved last."""
     runs = runs_in(folder)
     if not runs:
-        raise UserError(
-            f"there is no run in {folder}/; train one with `python train.py`, or give a run folder or a checkpoint."
-        )
+        fix = "train one with `python train.py`, or give a run folder or a checkpoint"
+        raise UserError(f"there is no run in {folder}/; {fix}.")
     return max(runs, key=lambda run: max(save.stat().st_mtime for save in saves_in(run)))
 
 
@@ -113,10 +107,7 @@ def candidates(target: Path) -> list[Path]:
 
 
 def eos_ids(directory: Path, tokenizer_eos: int, adapter: Path | None = None) -> frozenset[int]:
-    """Every token id that ends a text: the tokenizer's EOS, and those of generation_config.json or else config.json.
-
-    Chat models list several, while their tokenizer has only one EOS.
-    """
+    """All ids that end a text: the tokenizer's EOS, and those (of chat models several) that the model's files list."""
     for path in (generation_config(directory, adapter), directory / "config.json"):
         with reading(path):
             eos = read_json(path).get("eos_token_id")

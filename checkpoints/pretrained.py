@@ -68,10 +68,9 @@ def save_pretrained(
     state: Mapping[str, Tensor] | None = None,
     file: str = SINGLE,
 ) -> None:
-    """Write config.json, generation_config.json and model.safetensors (weights in their own dtype) into `directory`.
+    """Write config.json, generation_config.json and weights in their own dtype; of a decoder with LoRA, the adapter.
 
-    Of a decoder with LoRA, only the adapter is written. `state`: write some of the decoder's tensors alone, as `file`.
-    Raises `OSError` when a file cannot be written, for example on a full disk; the directory is then incomplete.
+    state: write some of the decoder's tensors alone, as `file`. After an `OSError` the directory is incomplete.
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
@@ -83,8 +82,7 @@ def save_pretrained(
         write_json(directory / adapters.CONFIG, fields | decoder.lora)
         save_tensors(tensors, directory / adapters.WEIGHTS)
         return
-    ids = {"bos_token_id": bos_token_id, "eos_token_id": eos_token_id}
-    dtype = decoder.embed_tokens.weight.dtype
+    ids, dtype = {"bos_token_id": bos_token_id, "eos_token_id": eos_token_id}, decoder.embed_tokens.weight.dtype
     write_json(directory / "config.json", to_json(decoder.config, dtype=str(dtype).removeprefix("torch."), **ids))
     write_json(directory / "generation_config.json", {key: value for key, value in ids.items() if value is not None})
     for name in zero_biases(decoder.config):
@@ -94,12 +92,9 @@ def save_pretrained(
 
 
 def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Write contiguous tensors as a safetensors file; `OSError` when that fails.
-
-    The library makes a file that only its owner may read; it gets the permissions of any other new file.
-    """
+    """Write contiguous tensors as a safetensors file; `OSError` when that fails."""
     path.touch()
-    permissions = path.stat().st_mode
+    permissions = path.stat().st_mode  # of any other new file; the library's would be for its owner only
     try:
         save_file(tensors, path, metadata={"format": "pt"})
     except SafetensorError as error:
@@ -118,10 +113,8 @@ class Checkpoint:
 
     directory: Path
     config: ModelConfig
-    tensors: dict[str, StoredTensor]
-    """Those that the decoder has, by their names in files."""
-    adapter: Path | None = None
-    """A LoRA adapter to add to them."""
+    tensors: dict[str, StoredTensor]  # those that the decoder has, by their names in files
+    adapter: Path | None = None  # a LoRA adapter to add to them
 
     def dtype(self, *names: str) -> torch.dtype:
         """The smallest dtype that holds the named tensors exactly; without names, the dtype of the largest tensor."""
@@ -144,7 +137,8 @@ def open_checkpoint(directory: Path | str, adapter: Path | None = None) -> Check
         decoder = Decoder(config, seed=None)
     shapes = {name: tensor.shape for name, tensor in unpacked_tensors(decoder.state_dict(), config).items()}
     redundant = {*zero_biases(config), *(name for name in stored if name.endswith("rotary_emb.inv_freq"))}
-    if config.tie_word_embeddings and (head := stored.get("lm_head.weight")) is not None:  # one of them is enough
+    if config.tie_word_embeddings and "lm_head.weight" in stored:  # one of them is enough
+        head = stored["lm_head.weight"]
         if not torch.equal(stored.setdefault("model.embed_tokens.weight", head).read(), head.read()):
             raise UserError(f"{directory} has a head beside its tied embedding; set tie_word_embeddings to false.")
         redundant.add("lm_head.weight")
@@ -166,11 +160,9 @@ def load_pretrained(
     compute_dtype: torch.dtype = torch.float32,
     cast: bool = False,
 ) -> Decoder:
-    """The decoder of a directory; activations in `compute_dtype`. Each weight has the dtype of its file, or with `cast`
-    that of `inference_dtype`.
+    """The decoder of a directory of llama, qwen2, qwen3, mistral, stablelm or prenorm; activations in `compute_dtype`.
 
-    Reads llama, qwen2, qwen3, mistral, stablelm and prenorm, sharded or not. `decoder.float()` makes the float32 master
-    weights that training needs.
+    Each weight has the dtype of its file, or with `cast` that of `inference_dtype`.
     """
     checkpoint = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
     with torch.device("meta"):
@@ -191,25 +183,21 @@ def load_pretrained(
 
 def copy_tensors(stored: Mapping[str, StoredTensor], targets: Mapping[str, Tensor]) -> None:
     """Copy stored tensors to their targets, with a progress bar when that takes more than two seconds."""
-    progress = {"delay": 2, "leave": False, "disable": None}  # None: only in a terminal
-    for name, tensor in tqdm(stored.items(), "reading the weights", **progress):
+    for name, tensor in tqdm(stored.items(), "reading the weights", delay=2, leave=False, disable=None):
         targets[name].copy_(tensor.read())
 
 
 def inference_dtype(parameter: Tensor, compute_dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which inference stores a parameter: `compute_dtype` for a matrix, so that no step casts it, and
-    float32 for norm weights and biases.
-    """
+    """The dtype of a parameter in inference: that of the computation for matrices, which no step then casts."""
     return compute_dtype if parameter.ndim >= 2 else torch.float32
 
 
 @torch.no_grad()
 def load_weights(decoder: Decoder, directory: Path | str) -> tuple[list[str], list[str]]:
-    """Copy a directory's weights into a decoder whose norm may differ; all other tensors must match.
+    """Copy a directory's weights into a decoder, which keeps its dtypes. With LoRA, the directory is an adapter's.
 
-    Norm parameters that both norms have, such as `weight`, are loaded. The decoder keeps its dtypes, so master weights
-    stay float32. Returns the names in files of tensors that only the decoder has, and of those that only the file has.
-    With LoRA, the directory is that of an adapter.
+    Norms may differ, and parameters of both are loaded. Returns the names in files of tensors that only the decoder
+    has, and of those that only the file has.
     """
     views = unpacked_tensors(decoder.state_dict(), decoder.config)
     if decoder.lora is not None:
@@ -229,16 +217,12 @@ def load_weights(decoder: Decoder, directory: Path | str) -> tuple[list[str], li
 
 
 def check_fields_match(theirs: ModelConfig, ours: ModelConfig, directory: Path | str) -> None:
-    """Raise one `UserError` that lists all fields in which a directory's model differs from the model to load it into.
-
-    Comparing tensors would not be enough: other numbers of heads can give the same shapes.
-    """
-    different = [
-        f"{key.removeprefix('resolved_')} {getattr(theirs, key)} instead of {getattr(ours, key)}"
-        for key in FIELDS_THAT_MUST_MATCH
-        if getattr(theirs, key) != getattr(ours, key)
-    ]
+    """`UserError` with all fields in which two models differ: other numbers of heads can give the same shapes."""
+    different = []
+    for key in FIELDS_THAT_MUST_MATCH:
+        found, wanted = getattr(theirs, key), getattr(ours, key)
+        if found != wanted:
+            different.append(f"{key.removeprefix('resolved_')} {found} instead of {wanted}")
     if different:
-        raise UserError(
-            f"the weights of {directory} do not fit this model: {', '.join(different)}; use the same values."
-        )
+        problem = ", ".join(different)
+        raise UserError(f"the weights of {directory} do not fit this model: {problem}; use the same values.")

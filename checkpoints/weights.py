@@ -33,13 +33,10 @@ class StoredTensor:
     """A tensor in a safetensors file."""
 
     path: Path
-    file: safe_open
-    """The open file, mapped into memory as long as one of its tensors is in use."""
-    key: str
-    """Its name in the file."""
+    file: safe_open  # mapped into memory as long as one of its tensors is in use
+    key: str  # its name in the file
     shape: tuple[int, ...]
-    dtype: str
-    """F32, BF16, ..."""
+    dtype: str  # F32, BF16, ...
 
     def read(self) -> Tensor:
         """The tensor, in the pages of its mapped file: it is not in memory before it is used."""
@@ -51,13 +48,14 @@ def check_format(directory: Path) -> bool:
     """Whether a directory has safetensors; `UserError` for an adapter, and for weights in another format alone."""
     if (directory / "adapter_config.json").is_file():
         raise UserError(f"{directory} is an adapter; make it a model: python generate.py '{directory}' --merge NEW")
-    files = [path for path in sorted(directory.iterdir()) if path.is_file()]
-    found = any(path.name in (SINGLE, INDEX) for path in files)
-    for path in [path for path in files if path.suffix in (".gguf", ".bin", ".pt", ".pth") and not found]:
-        with path.open("rb") as file:
-            unknown = f"{path.name}, whose format is not read; give safetensors"
-            raise UserError(f"{directory} has {OTHER_FORMATS.get(file.read(4), unknown)}.")
-    return found
+    if (directory / SINGLE).is_file() or (directory / INDEX).is_file():
+        return True
+    for path in sorted(directory.iterdir()):
+        if path.suffix in (".gguf", ".bin", ".pt", ".pth") and path.is_file():
+            with path.open("rb") as file:
+                unknown = f"{path.name}, whose format is not read; give safetensors"
+                raise UserError(f"{directory} has {OTHER_FORMATS.get(file.read(4), unknown)}.")
+    return False
 
 
 def find_weight_files(directory: Path, single: str = SINGLE) -> list[Path]:
@@ -69,9 +67,9 @@ def find_weight_files(directory: Path, single: str = SINGLE) -> list[Path]:
         raise UserError(f"{directory} has no {single}; download or save the checkpoint again.")
     with reading(index):
         names = sorted(set(read_json(index)["weight_map"].values()))
-        # PureWindowsPath knows / and \ and drives
-        if outside := [n for n in names if PureWindowsPath(n).name != n or not (directory / n).is_file()]:
-            raise ValueError(f"{outside[0]} is not beside it")
+        for name in names:  # PureWindowsPath knows / and \ and drives
+            if PureWindowsPath(name).name != name or not (directory / name).is_file():
+                raise ValueError(f"{name} is not beside it")
     return [directory / name for name in names]
 
 

@@ -1,7 +1,6 @@
 """Text to documents, units of ids and batches. This package knows nothing of the model and never imports torch.
 
-sources, readers   where text comes from            units     documents to ids in files, by many processes
-corpus             all of it, kept between runs     split     training, validation, duplicates
-tokenizer          text <-> ids                     batches   the order in which batches take the ids
-chat               conversations <-> text
+sources, readers, python_chat              where text comes from     units     documents to ids in files
+tokenizer, added_tokens, tokenizer_json    text <-> ids              batches   the order in which batches take the ids
+corpus, split                              a text to train on        chat, conversations   the same of messages
 """

@@ -7,6 +7,7 @@ end a turn or forge another one by typing `<|im_end|>`.
 import functools
 import itertools
 import json
+import os
 import re
 import secrets
 from collections.abc import Iterable, Sequence
@@ -24,19 +25,8 @@ from errors import UserError, reading
 Message = dict[str, Any]
 # Random numbers that no text contains. Digits, because templates may change letters (`upper`), but not digits.
 BREAK, BORDER = (str(10**20 + secrets.randbelow(10**20)) for _ in range(2))
+NUMBERS = re.compile("(?=([0-9]{21}))")  # such numbers, also where two overlap
 ROLES = {"developer": "system", "human": "user"} | dict.fromkeys(("gpt", "chatgpt", "bing", "bard"), "assistant")
-NUMBERS = re.compile("(?=([0-9]{21}))")  # the numbers above, also where two overlap
-# What stands before, in and after a thought.
-THOUGHTS = re.compile(r"(\A|</?think>)\s*(?!</?think>)\S.*?(?=</?think>|\Z)", re.DOTALL)
-
-
-def break_tokens(text: str, tokens: Iterable[str]) -> str:
-    """Insert a mark into each of the tokens that the text contains, so that they are plain text to the tokenizer.
-
-    The mark follows a token's first character. Tokens of one character cannot be broken and are left as they are.
-    """
-    patterns = [f"{re.escape(token[0])}(?={re.escape(token[1:])})" for token in tokens if len(token) > 1]
-    return re.sub("|".join(patterns), lambda match: match[0] + BREAK, text) if patterns else text
 
 
 def plain_messages(messages: Sequence[dict]) -> list[Message]:
@@ -64,33 +54,30 @@ def plain_messages(messages: Sequence[dict]) -> list[Message]:
 
 
 class ChatFormat:
-    """A checkpoint's chat template with its tokenizer, and a system prompt that precedes every conversation.
-
-    Raises `UserError` for a checkpoint without a template, and for one that fails or refuses the system prompt.
-    """
+    """A checkpoint's chat template with its tokenizer; `UserError` for one that fails or refuses the system prompt."""
 
     def __init__(self, tokenizer: Tokenizer, system: str | None = None):
-        template = tokenizer.chat_template
+        template, added = tokenizer.chat_template, tokenizer.added_tokens
         if template is None:
-            raise UserError(
-                f"{tokenizer.folder} has no chat template, so the model only continues text: use an Instruct or Chat "
-                f"model, fine-tune it on conversations, or put a chat_template.jinja in its folder."
-            )
+            problem = f"{tokenizer.folder} has no chat template, so the model only continues text"
+            fix = "fine-tune it on conversations, or put a chat_template.jinja in its folder"
+            raise UserError(f"{problem}: use an Instruct or Chat model, {fix}.")
         self._template, self.tokenizer = template, tokenizer
-        added = {i: token.content for i, token in tokenizer.added_tokens.items()}
-        self._special = {added[i] for i, token in tokenizer.added_tokens.items() if token.special}
+        self._special = {token.content for token in added.values() if token.special}
         # Some models have turn markers that are not marked as special. Runs of spaces are tokens, too, and no markers.
-        self._control = self._special | {token for token in added.values() if token.strip() and token in template}
+        markers = {token.content for token in added.values() if token.content.strip()}
+        self._control = self._special | {marker for marker in markers if marker in template}
         self._system = [] if system is None else [{"role": "system", "content": system}]
 
         question, answer = {"role": "user", "content": "What is it?"}, "It is fine."
         self.encode([question])  # so that a template that fails, or leaves out the system prompt, does so now
         text = "".join(self.render([question, {"role": "assistant", "content": answer}], answer_follows=False))
-        ends = tokenizer.encode_special(text.rpartition(answer)[2].lstrip(), BREAK).ids[:1]
-        self.end_of_turn = next((i for i in ends if added.get(i) in self._control), None)
+        after = tokenizer.encode_special(text.rpartition(answer)[2].lstrip(), BREAK).ids[:1]
+        ends = [i for i in after if i in added and added[i].content in self._control]
+        self.end_of_turn = ends[0] if ends else None
         """The token that the template writes after an answer. Not every model lists it as EOS."""
-        written = {*tokenizer.encode_special(text, BREAK).ids, self.end_of_turn} - {None}
-        self.ends = {i for i in written if i == self.end_of_turn or added.get(i) in self._special}
+        written = tokenizer.encode_special(text, BREAK).ids
+        self.ends = {*ends, *(i for i in written if i in added and added[i].special)}
         """What ends an answer: that token, and those that begin other turns, with which a small model may run on."""
 
     def encode(self, messages: Sequence[Message]) -> list[int]:
@@ -105,23 +92,13 @@ class ChatFormat:
     def encode_learned(self, messages: Sequence[Message]) -> tuple[np.ndarray, np.ndarray, list[int]]:
         """The ids of the complete conversation; which of them the model learns, bool; the messages it cannot learn.
 
-        It learns what is inside `{% generation %}` blocks. In a template without them, an answer begins where it parts
-        from the generation prompt, which may have an empty thought for it. If the template changes earlier text when
-        the conversation continues (as Qwen3's does), that answer cannot be learned.
+        It learns what is inside `{% generation %}` blocks, or in a template without them the answers that it finds.
         """
         parts, unknown = self.render(messages, answer_follows=False), []
-        text, ends = "".join(parts), [*itertools.accumulate(map(len, parts))]
-        spans = [*zip(ends[::2], ends[1::2], strict=False)]  # of the characters that are learned
+        text, borders = "".join(parts), list(itertools.accumulate(map(len, parts)))
+        spans = list(zip(borders[::2], borders[1::2], strict=False))  # of the characters that are learned
         if "endgeneration" not in self._template:
-            for i in [i for i, message in enumerate(messages) if message["role"] == "assistant"]:
-                [before], [after] = self.render(messages[:i]), self.render(messages[: i + 1], answer_follows=False)
-                [question] = self.render(messages[:i], answer_follows=False)
-                equal = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(before, after, strict=False))
-                start = sum(1 for _ in equal)
-                if text.startswith(after) and (start == len(before) or before[:start].startswith(question)):
-                    spans.append((start, len(after)))
-                else:
-                    unknown.append(i + 1)
+            spans, unknown = self._find_answers(messages, text)
         encoding = self.tokenizer.encode_special(text, BREAK)
         begins, ends = np.array(encoding.offsets).reshape(-1, 2).T
         learned = np.zeros(len(begins), bool)
@@ -129,25 +106,46 @@ class ChatFormat:
             learned |= (ends > start) & (begins < end)
         return np.array(encoding.ids), learned, unknown
 
+    def _find_answers(self, messages: Sequence[Message], text: str) -> tuple[list[tuple[int, int]], list[int]]:
+        """Where the answers are in the text of a conversation, and which messages are not found there.
+
+        An answer begins where it parts from the generation prompt, which may have an empty thought for it. One that
+        the template changes when the conversation continues (as Qwen3's does) is not found.
+        """
+        spans, unknown = [], []
+        for i, message in enumerate(messages):
+            if message["role"] == "assistant":
+                [before], [after] = self.render(messages[:i]), self.render(messages[: i + 1], answer_follows=False)
+                [question] = self.render(messages[:i], answer_follows=False)
+                prompt = os.path.commonprefix([before, after])  # noqa: RUF071 - no paths
+                if text.startswith(after) and (prompt == before or prompt.startswith(question)):
+                    spans.append((len(prompt), len(after)))
+                else:
+                    unknown.append(i + 1)
+        return spans, unknown
+
     def find_left_out(self, messages: Sequence[Message], *, answer_follows: bool = True) -> set[str]:
         """The keys, "<think>" for thoughts, that the template leaves out; `UserError` if it leaves out a content."""
-        numbers = itertools.count(int(BORDER) + 1)  # instead of texts: a template may change letters and spaces
-        replace = functools.partial(THOUGHTS.sub, lambda match: match[1] + str(next(numbers)))
-        marked = [message | {key: replace(message[key]) for key in message if key != "role"} for message in messages]
+        numbers = map(str, itertools.count(int(BORDER) + 1))
+        marked = []
+        for message in messages:  # numbers instead of texts and thoughts: a template may change letters and spaces
+            texts = {key: re.split("(</?think>)", text) for key, text in message.items() if key != "role"}
+            for parts in texts.values():
+                parts[::2] = [next(numbers) if part.strip() else part for part in parts[::2]]
+            marked.append(message | {key: "".join(parts) for key, parts in texts.items()})
         shown = {*NUMBERS.findall("".join(self.render(marked, answer_follows=answer_follows)))}
+        left_out = set()
         for i, message in enumerate(marked, 1):
             if not shown.issuperset(NUMBERS.findall(message["content"].rpartition("</think>")[2])):
                 role = message["role"]
                 raise UserError(f"the model's chat template leaves out message {i} ({role}); use another role.")
-        texts = [(key, text) for message in marked for key, text in message.items()]
-        keys = {key for key, text in texts if not shown.issuperset(NUMBERS.findall(text))}
-        return {"<think>" if key == "content" else key for key in keys}
+            left_out |= {key for key, text in message.items() if not shown.issuperset(NUMBERS.findall(text))}
+        return {"<think>" if key == "content" else key for key in left_out}
 
     def render(self, messages: Sequence[Message], *, answer_follows: bool = True) -> list[str]:
         """The text of the conversation in parts; every second part is inside a `{% generation %}` block.
 
-        `break_tokens` has broken the special tokens of the messages. The model's own text may contain tokens that are
-        not special, such as </think>; those stay tokens.
+        Tokens in messages are broken. Those of the model's own text that are not special, such as </think>, are not.
         """
         broken = []
         for message in messages:
@@ -160,6 +158,12 @@ class ChatFormat:
         except Exception as error:  # whatever the template raises
             reason = f"{type(error).__name__}: {error}"
             raise UserError(f"the model's chat template does not support this conversation ({reason}).") from error
+
+
+def break_tokens(text: str, tokens: Iterable[str]) -> str:
+    """Make tokens in the text plain text by a mark after their first character; one character cannot be broken."""
+    patterns = [f"{re.escape(token[0])}(?={re.escape(token[1:])})" for token in tokens if len(token) > 1]
+    return re.sub("|".join(patterns), lambda match: match[0] + BREAK, text) if patterns else text
 
 
 @functools.cache

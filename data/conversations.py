@@ -4,8 +4,7 @@
     learned     .     .     . . . .    .          .       +    +     .     .      .     .          .       +     +
     documents   1     1     1 1 1 1    1          1       1    1     2     2      2     2          2       2     2
 
-A row has T + 1 ids of complete conversations, packed where they fit best. Attention sees one conversation alone.
-CACHE/conversations/KEY.npy holds all rows, KEY.json what is known of them.
+A row has T + 1 ids of complete conversations. CACHE/conversations/KEY.npy holds all rows, KEY.json what is known.
 """
 
 import bisect
@@ -30,7 +29,7 @@ from data.split import VALIDATION, Split, split_documents
 from data.tokenizer import Tokenizer
 from data.units import DOCUMENT, content_hash, digest
 from errors import UserError, reading
-from files import read_json, replace_text, replacing
+from files import replace_text, replacing
 
 VERSION = 4  # of the files; raised when the same conversations and tokenizer would give other rows
 Encoded = tuple[list[Message], np.ndarray, np.ndarray]  # a conversation, its ids and which of them are learned
@@ -61,9 +60,12 @@ class Conversations:
     def show_row(self) -> str:
         """The first row to train on, as text; `+` marks the lines that are learned."""
         ids, learned, documents = self.train[:, 0]
-        runs = itertools.groupby(range(len(ids)), key=lambda i: (documents[i], "+ " if learned[i] else "  "))
-        texts = [(mark, self.tokenizer.decode(ids[[*run]], special=True)) for (number, mark), run in runs if number]
-        return "\n".join(mark + text.replace("\n", f"\n{mark}") for mark, text in texts)
+        lines = []
+        for (number, is_learned), run in itertools.groupby(range(len(ids)), lambda i: (documents[i], learned[i])):
+            if number > 0:
+                text = self.tokenizer.decode(ids[list(run)], special=True)
+                lines += [("+ " if is_learned else "  ") + line for line in text.split("\n")]
+        return "\n".join(lines)
 
 
 def batch_of(rows: np.ndarray) -> Batch:
@@ -72,13 +74,15 @@ def batch_of(rows: np.ndarray) -> Batch:
     return ids[:, :-1], np.where(learned, ids, IGNORE)[:, 1:], documents[:, :-1]
 
 
-def has_conversations(files: Sequence[TextFile]) -> bool:
-    """Whether the first readable row has messages and no text."""
-    for _, row in itertools.chain.from_iterable(map(read_rows, files)):
-        with contextlib.suppress(ValueError, RecursionError):
-            row = decode(row)
-            return row.get(files[0].field) is None and any(key in row for key in MESSAGES)
-    return False
+def find_conversations(files: Sequence[TextFile]) -> str | None:
+    """The file of the first readable row, if that has messages and no text."""
+    for file in files:
+        for _, row in read_rows(file):
+            with contextlib.suppress(ValueError, RecursionError):
+                row = decode(row)
+                found = row.get(file.field) is None and any(key in row for key in MESSAGES)
+                return file.name if found else None
+    return None
 
 
 def prepare_conversations(
@@ -93,9 +97,10 @@ def prepare_conversations(
     with FileLock(facts.with_suffix(".lock")):
         if not (facts.is_file() and facts.with_suffix(".npy").is_file()):
             write_rows(facts, encode_conversations(files, chat, size), size, tokenizer, split)
-    path, known = facts.with_suffix(".npy"), read_json(facts)
-    with reading(path, f"delete {path.parent}, which is made anew"):
-        train, validation = np.split(np.load(path, mmap_mode="r"), [known.pop("train_rows")], 1)
+    with reading(facts.with_suffix(""), f"delete {facts.parent}, which is made anew"):
+        known = json.loads(facts.read_bytes())
+        rows, count = np.load(facts.with_suffix(".npy"), mmap_mode="r"), known.pop("train_rows")
+        train, validation = rows[:, :count], rows[:, count:]
     return Conversations(**known, chat=chat, tokenizer=tokenizer, train=train, validation=validation)
 
 
@@ -103,30 +108,33 @@ def write_rows(facts: Path, found: dict[int, Encoded], size: int, tokenizer: Tok
     """Divide and pack conversations, and write them with what is known of them."""
     if len(found) < 2:
         raise UserError(f"{len(found)} different conversations are too few to learn from; give more.")
-    table = np.array([(hash, len(one[1]), len(one[1])) for hash, one in found.items()], DOCUMENT)
+    table = np.array([(hash, len(ids), len(ids)) for hash, (_, ids, _) in found.items()], DOCUMENT)
     is_held_out = split_documents(table, split) == VALIDATION
-    is_held_out[-1] |= not is_held_out.any()
-    parts = [[*itertools.compress(found.values(), wanted)] for wanted in (~is_held_out, is_held_out)]
-    arrays = [pack(part, size, tokenizer.dtype) for part in parts]
+    if not is_held_out.any():
+        is_held_out[-1] = True
+    arrays, texts = [], []
+    for wanted in (False, True):
+        part = [one for one, held_out in zip(found.values(), is_held_out, strict=True) if held_out == wanted]
+        rows = pack(part, size, tokenizer.dtype)
+        texts.append(f"{len(part):,} conversations, {rows[1].sum():,} tokens to learn in {rows.shape[1]:,} rows")
+        arrays.append(rows)
     with replacing(facts.with_suffix(".npy")) as file:
         np.save(file, np.concatenate(arrays, 1))
-    train, validation = (
-        f"{len(part):,} conversations, {array[1].sum():,} tokens to learn in {array.shape[1]:,} rows"
-        for part, array in zip(parts, arrays, strict=True)
-    )
     text_hash = digest(*found)
-    description = f"{train}, hash {text_hash[:12]}\n  for validation {validation}"
-    asked = [*itertools.takewhile(lambda message: message["role"] != "assistant", parts[1][0][0])]
-    question = asked or [{"role": "user", "content": "Hello."}]
-    values = {"description": description, "text_hash": text_hash, "question": question}
-    replace_text(facts, json.dumps(values | {"train_rows": arrays[0].shape[1]}))
+    asked = itertools.takewhile(lambda message: message["role"] != "assistant", part[0][0])
+    description = f"{texts[0]}, hash {text_hash[:12]}\n  for validation {texts[1]}"
+    question = list(asked) or [{"role": "user", "content": "Hello."}]
+    values = dict(description=description, text_hash=text_hash, question=question, train_rows=arrays[0].shape[1])
+    replace_text(facts, json.dumps(values))
 
 
 def encode_conversations(files: Sequence[TextFile], chat: ChatFormat, size: int) -> dict[int, Encoded]:
     """The conversations of all files that can be learned from, by their hash; what is unusual is printed, counted."""
     found: dict[int, Encoded] = {}
     notes = defaultdict(list)  # what is unusual -> where
-    notes["files left out: they are text, not rows"] += [f.name for f in files if f.format in ("text", "topics")]
+    for file in files:
+        if file.format in ("text", "topics"):
+            notes["files left out: they are text, not rows"].append(file.name)
     rows = itertools.chain.from_iterable(map(read_rows, files))
     for place, row in tqdm(rows, "conversations", delay=2, unit="", disable=None):
         try:
@@ -137,10 +145,12 @@ def encode_conversations(files: Sequence[TextFile], chat: ChatFormat, size: int)
             unfit = "rows skipped: each must be one object, with messages that the template supports"
             notes[unfit].append(f"{place}: {error!s:.200}")
             continue
-        notes[f"rows in which nothing uses these keys: {', '.join(sorted(unused))}"] += [place] * bool(unused)
+        if unused:
+            notes[f"rows in which nothing uses these keys: {', '.join(sorted(unused))}"].append(place)
+        for number in unknown:
+            later = "answers not learned: the template changes them when the conversation continues"
+            notes[later].append(f"{place}, message {number}")
         last = learned & ~np.append(learned[1:], False)  # the last token of each answer
-        later = "answers not learned: the template changes them when the conversation continues"
-        notes[later] += [f"{place}, message {number}" for number in unknown]
         if (last[:-1] & (ids[1:] == chat.end_of_turn)).any():
             notes["conversations whose end-of-turn token is not learned: {% generation %} leaves it out"].append(place)
         length = len(ids)
@@ -152,14 +162,13 @@ def encode_conversations(files: Sequence[TextFile], chat: ChatFormat, size: int)
         else:
             notes["conversations dropped: no answer is left to learn"].append(place)
     for text, places in notes.items():
-        if places:
-            print(f"{len(places):,} {text} (the first: {places[0]})", file=sys.stderr)
+        print(f"{len(places):,} {text} (the first: {places[0]})", file=sys.stderr)
     return found
 
 
 def messages_of(row: dict) -> tuple[list[Message], set[str]]:
     """The messages of a row, and the keys that are not used; `UserError` if they are not messages."""
-    name = next((name for name in MESSAGES if row.get(name)), MESSAGES[0])
+    name = MESSAGES[0] if row.get(MESSAGES[0]) else MESSAGES[1]
     messages, used = plain_messages(row.get(name)), {name, "from", "value"}
     if row.get("system") and messages[0]["role"] != "system":
         messages = plain_messages([{"role": "system", "content": row["system"]}, *messages])
@@ -169,10 +178,7 @@ def messages_of(row: dict) -> tuple[list[Message], set[str]]:
 
 
 def pack(conversations: Sequence[Encoded], size: int, dtype: np.dtype) -> np.ndarray:
-    """All conversations in rows (see `Conversations.train`), each complete and once.
-
-    Best fit: the longest first, each into the row where the least room is left over.
-    """
+    """All conversations in rows (see `Conversations.train`): the longest first, each where the least room is left."""
     rows: list[np.ndarray] = []  # each (3, size)
     free: list[tuple[int, int]] = []  # sorted: the room in a row, and its number
     for _, ids, learned in sorted(conversations, key=lambda one: -len(one[1])):

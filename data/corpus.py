@@ -1,12 +1,15 @@
-"""A text as token streams, one for training and one for validation, kept on disk between runs.
+"""A text as token streams, one for training and one for validation, and the tokenizer that is trained on a sample.
 
-CACHE/tokenizers/KEY/   trained on a sample     CACHE/units/   see `units`     CACHE/hub/   lists of files of the Hub
+CACHE/tokenizers/KEY/   trained here     CACHE/units/   see `units`     CACHE/hub/   lists of files of the Hub
 """
 
+import contextlib
 import hashlib
+import io
 import lzma
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -15,17 +18,37 @@ import numpy as np
 from filelock import FileLock
 
 from data.batches import Batch, batch, number_documents, validation_windows
-from data.conversations import Conversations, has_conversations, prepare_conversations
+from data.conversations import Conversations, find_conversations, prepare_conversations
 from data.readers import BLOCK, read_documents
 from data.sources import TextFile, resolve
-from data.split import DUPLICATE, MAX_VALIDATION, TRAIN, VALIDATION, Split, find_pieces, split_documents
-from data.tokenizer import TRAINER_OPTIONS, Tokenizer, load_tokenizer, train_tokenizer
+from data.split import DUPLICATE, MAX_VALIDATION, TRAIN, VALIDATION, Split, split_documents
+from data.tokenizer import TURNS, Tokenizer, load_tokenizer
+from data.tokenizer_json import read_model
 from data.units import VERSION, TokenStream, Unit, content_hash, digest, prepare_units
-from errors import UserError
+from errors import UserError, reading
 
 # Text to train a tokenizer on. Python sources: 3.47 bytes per token from 3 MB, 3.54 from 8 MB, in 3 s on two cores.
 TOKENIZER_BYTES = 10_000_000
 SAMPLE_BYTES = 64_000  # of a larger text that are read in one place
+TRAINER_OPTIONS = dict(
+    model_type="bpe",
+    byte_fallback=True,  # a character without a piece becomes its UTF-8 bytes, so no text is unknown
+    character_coverage=0.9995,  # the rarest characters are left to the bytes
+    required_chars="▁",  # a space, which would come back as ▁ where a text has few
+    normalization_rule_name="identity",
+    add_dummy_prefix=False,
+    remove_extra_whitespaces=False,
+    allow_whitespace_only_pieces=True,  # indentation: one id for a run of spaces
+    split_by_unicode_script=False,  # pieces such as "(self" and "):": 7 % more bytes per token on Python sources
+    max_sentence_length=1 << 16,  # bytes; longer lines would be left out, so they are cut
+    unk_id=0,
+    bos_id=1,
+    eos_id=2,
+    pad_id=-1,
+    control_symbols=[*TURNS],
+    hard_vocab_limit=False,  # a small text has fewer pieces
+    minloglevel=2,
+)
 
 
 @dataclass(frozen=True)
@@ -74,19 +97,19 @@ def prepare(
 ) -> Corpus | Conversations:
     """Text to token streams, or conversations to rows of `sequence_length`; what the cache has is not made again.
 
-    sources: see `resolve`; tokenizer: a file or folder to load, or None to train one of `vocab_size` pieces;
-    document_mask: batches have the numbers of documents.
+    sources: see `resolve`; tokenizer: to load, or None to train one; document_mask: batches number documents.
     """
     cache_dir, split = Path(cache_dir), Split(validation_fraction, validation_salt)
     files = resolve(sources, text_field, cache_dir)
-    tokenizer = tokenizer and load_tokenizer(tokenizer)
-    if has_conversations(files):
-        if tokenizer is None:
-            raise UserError(f"{', '.join(sources)} has conversations; give a model to teach them with --init-from.")
-        return prepare_conversations(files, tokenizer, sequence_length, cache_dir, split)
-    tokenizer = tokenizer or load_tokenizer(trained_tokenizer(files, vocab_size, split, cache_dir))
-    units = prepare_units(files, tokenizer, cache_dir / "units")
-    return split_units(units, split, tokenizer.document_start if document_mask else None)
+    loaded = tokenizer and load_tokenizer(tokenizer)
+    if found := find_conversations(files):
+        if loaded is None:
+            fix = f"give a model to teach them with --init-from, or leave out {found}"
+            raise UserError(f"{', '.join(sources)} has conversations; {fix}.")
+        return prepare_conversations(files, loaded, sequence_length, cache_dir, split)
+    loaded = loaded or trained_tokenizer(files, vocab_size, split, cache_dir)
+    units = prepare_units(files, loaded, cache_dir / "units")
+    return split_units(units, split, loaded.document_start if document_mask else None)
 
 
 def tokenize(
@@ -94,20 +117,51 @@ def tokenize(
 ) -> tuple[TokenStream, int]:
     """All documents as one token stream, and their bytes of UTF-8 text: for evaluation, without a split."""
     units = prepare_units(resolve(sources, text_field, Path(cache_dir)), tokenizer, Path(cache_dir) / "units")
-    table, numbers = read_tables(units)
-    return TokenStream(units, find_pieces(table, numbers, table["tokens"] > 0)), int(table["bytes"].sum())
+    rows = np.concatenate([unit.table for unit in units])
+    return TokenStream(units, [True] * len(rows)), int(rows["bytes"].sum())
 
 
-def trained_tokenizer(files: list[TextFile], vocab_size: int, split: Split, cache_dir: Path) -> Path:
-    """The folder of a tokenizer that is trained on a sample of the files, unless it was before."""
+def split_units(units: list[Unit], split: Split, document_start: int | None) -> Corpus:
+    """The text of complete units as one stream for training and one for validation."""
+    rows, tokenizer = np.concatenate([unit.table for unit in units]), units[0].tokenizer
+    kinds = split_documents(rows, split)
+    kept, held_out = rows[kinds != DUPLICATE], rows[kinds == VALIDATION]
+    size, validation_bytes = int(kept["bytes"].sum()), int(held_out["bytes"].sum())
+    train = TokenStream(units, (kinds == TRAIN).tolist())
+    if len(held_out) > 0:
+        origin = f"{len(held_out):,} documents"
+        validation = TokenStream(units, (kinds == VALIDATION).tolist())[:]
+    else:
+        origin = "the end of the text"
+        fraction = min(split.fraction, MAX_VALIDATION / size)
+        end = len(train) - max(2, round(fraction * len(train)))
+        validation = train[end:]
+        validation_bytes = len(tokenizer.decode(validation).encode("utf-8"))
+        train.length = end
+    text_hash = hashlib.blake2b(kept["hash"].tobytes(), digest_size=16).hexdigest()
+    description = (
+        f"{len(kept):,} documents ({len(rows) - len(kept):,} duplicates dropped), "
+        f"{size / 1e6:.2f} MB, hash {text_hash[:12]}\n"
+        f"  {len(train):,} tokens to train on, {(size - validation_bytes) / max(1, len(train)):.2f} bytes per token, "
+        f"vocabulary {tokenizer.vocab_size:,}\n"
+        f"  {len(validation):,} for validation ({origin}, {validation_bytes / 1e6:.2f} MB)"
+    )
+    return Corpus(description, text_hash, tokenizer, train, validation, validation_bytes, document_start)
+
+
+def trained_tokenizer(files: list[TextFile], vocab_size: int, split: Split, cache_dir: Path) -> Tokenizer:
+    """A tokenizer that is trained on a sample of the files, unless the cache has it, complete."""
     folder = cache_dir / "tokenizers" / digest(VERSION, vocab_size, split, sorted(TRAINER_OPTIONS.items()), files)
-    made = folder / "tokenizer.json"  # the last file that is saved
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(folder / ".lock"):
-        if not made.is_file():
-            print(f"training a tokenizer of {vocab_size:,} pieces (once) ...", file=sys.stderr, flush=True)
-            train_tokenizer(sample_text(files, split), vocab_size, folder / "tokenizer.model").save(folder)
-    return folder
+        with contextlib.suppress(UserError), reading(folder):
+            found = load_tokenizer(folder / "tokenizer.json")  # the last file that is saved
+            read_model(found.files["tokenizer.model"])  # it goes into every checkpoint
+            return found
+        print(f"training a tokenizer of {vocab_size:,} pieces (once) ...", file=sys.stderr, flush=True)
+        made = train_tokenizer(sample_text(files, split), vocab_size, folder / "tokenizer.model")
+        made.save(folder)
+        return made
 
 
 def sample_text(files: list[TextFile], split: Split) -> list[str]:
@@ -127,35 +181,25 @@ def sample_text(files: list[TextFile], split: Split) -> list[str]:
     return [text for text, is_held_out in zip(texts, held_out, strict=True) if not is_held_out] or texts
 
 
-def read_tables(units: list[Unit]) -> tuple[np.ndarray, np.ndarray]:
-    """A row of `DOCUMENT` for each document of units, and the number of its unit."""
-    tables = [unit.read_table() for unit in units]
-    if not any(map(len, tables)):
-        raise UserError("there is no text in the files that were named; give files that contain text.")
-    return np.concatenate(tables), np.repeat(np.arange(len(units)), [len(one) for one in tables])
+def train_tokenizer(texts: Sequence[str], vocab_size: int, path: str | Path) -> Tokenizer:
+    """Train a byte-pair encoding of `vocab_size` pieces, or of all that the texts have; write it to the file `path`.
+
+    The same texts in the same order give the same file. No piece contains a newline or a tab: those are bytes.
+    """
+    import sentencepiece
+
+    model, options = io.BytesIO(), TRAINER_OPTIONS | {"vocab_size": vocab_size}
+    try:
+        sentencepiece.SentencePieceTrainer.train(sentence_iterator=lines(texts), model_writer=model, **options)
+    except (RuntimeError, ValueError, OSError) as error:
+        raise UserError(f"no tokenizer could be trained on this text ({error}); give more text.") from None
+    Path(path).write_bytes(model.getvalue())
+    return load_tokenizer(path)
 
 
-def split_units(units: list[Unit], split: Split, document_start: int | None) -> Corpus:
-    """The text of complete units as one stream for training and one for validation."""
-    table, numbers = read_tables(units)
-    kinds, tokenizer = split_documents(table, split), units[0].tokenizer
-    counts = {kind: int((kinds == kind).sum()) for kind in (TRAIN, VALIDATION, DUPLICATE)}
-    size, validation_bytes = (int(table["bytes"][chosen].sum()) for chosen in (kinds != DUPLICATE, kinds == VALIDATION))
-    pieces = find_pieces(table, numbers, kinds == TRAIN)
-    train, held_out = TokenStream(units, pieces), f"{counts[VALIDATION]:,} documents"
-    if counts[VALIDATION]:
-        validation = TokenStream(units, find_pieces(table, numbers, kinds == VALIDATION))[:]
-    else:
-        share, held_out = min(split.fraction, MAX_VALIDATION / size), "the end of the text"
-        end = len(train) - max(2, round(share * len(train)))
-        train, validation = TokenStream(units, pieces, end), train[end:]
-        validation_bytes = len(tokenizer.decode(validation).encode("utf-8"))
-    text_hash = hashlib.blake2b(table["hash"][kinds != DUPLICATE].tobytes(), digest_size=16).hexdigest()
-    description = (
-        f"{counts[TRAIN] + counts[VALIDATION]:,} documents ({counts[DUPLICATE]:,} duplicates dropped), "
-        f"{size / 1e6:.2f} MB, hash {text_hash[:12]}\n"
-        f"  {len(train):,} tokens to train on, {(size - validation_bytes) / max(1, len(train)):.2f} bytes per token, "
-        f"vocabulary {tokenizer.vocab_size:,}\n"
-        f"  {len(validation):,} for validation ({held_out}, {validation_bytes / 1e6:.2f} MB)"
-    )
-    return Corpus(description, text_hash, tokenizer, train, validation, validation_bytes, document_start)
+def lines(texts: Iterable[str]) -> Iterator[str]:
+    """Lines that the trainer does not skip: without newline, tab and NUL, and not too long."""
+    max_length = TRAINER_OPTIONS["max_sentence_length"] // 4  # a character has at most 4 bytes
+    for text in texts:
+        for line in re.split("[\n\t\0]+", text):
+            yield from (line[start : start + max_length] for start in range(0, len(line), max_length))

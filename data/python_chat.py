@@ -1,7 +1,4 @@
-"""Questions and answers about the standard library, from the docstrings in its sources: `--data python-chat`.
-
-Sources are parsed, never imported. A model that has read them learns to answer, without a download.
-"""
+"""Questions and answers about the standard library, from the docstrings in its sources: `--data python-chat`."""
 
 import ast
 import re

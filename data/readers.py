@@ -1,7 +1,4 @@
-"""How one file is read: a function per format, each a generator of documents, whose text is never changed.
-
-Nothing here holds more than a block, a row or, in parquet, some rows.
-"""
+"""How one file is read: a generator for each format, which holds no more than a block of text or some rows."""
 
 import gzip
 import json
@@ -24,12 +21,19 @@ def read_documents(file: TextFile) -> Iterator[Document]:
     """The documents of a file in order; a note says why a file of a folder or pattern is left out."""
     if file.format == "text":
         path = file.fetch()
-        if not file.optional or is_utf8(path):
-            yield read_blocks(path)
+        if file.optional:
+            try:
+                for _ in read_blocks(path):
+                    pass
+            except UserError as error:
+                note(f"skipped: {error}")
+                return
+        yield read_blocks(path)
     if file.format == "topics":  # the language reference as `help()` shows it
         from pydoc_data.topics import topics
 
-        yield from ([topics[name]] for name in sorted(topics))
+        for name in sorted(topics):
+            yield [topics[name]]
     for place, row in read_rows(file):
         with reading(place, ROW):
             text = text_of(decode(row), file.field)
@@ -37,22 +41,10 @@ def read_documents(file: TextFile) -> Iterator[Document]:
             yield [text]
 
 
-def is_utf8(path: Path) -> bool:
-    """Whether a text file can be read to its end."""
-    try:
-        for _ in read_blocks(path):
-            pass
-        return True
-    except UserError as error:
-        note(f"skipped: {error}")
-        return False
-
-
 def read_blocks(path: Path) -> Iterator[str]:
     """A text file, block by block; only a line that is longer than a block is cut inside.
 
-    Blocks are encoded one by one. With our own tokenizers, no id reaches beyond a line, so these are the ids of the
-    document; with others the ids next to the end of a block may differ.
+    No id of our own tokenizers reaches beyond a line, so encoded blocks are the ids of the document.
     """
     with reading(path, "convert it to UTF-8, or leave it out"), open(path, encoding="utf-8-sig", newline="") as file:
         while block := file.read(BLOCK) + file.readline(BLOCK):
@@ -61,18 +53,24 @@ def read_blocks(path: Path) -> Iterator[str]:
 
 def read_rows(file: TextFile) -> Iterator[tuple[str, bytes | dict]]:
     """The rows of a file, to pass to `decode`, each with its place for error messages. A text file has none."""
-    readers = {"jsonl": read_lines, "python-chat": questions_and_answers}
-    readers["parquet"] = lambda path: read_table(path, file.field)
-    if file.format in readers:
-        path = file.fetch()
-        for number, row in enumerate(readers[file.format](path), 1):
-            if row:
-                yield f"{path}, row {number}", row
+    if file.format in ("text", "topics"):
+        return
+    path = file.fetch()
+    if file.format == "jsonl":
+        rows = read_lines(path)
+    elif file.format == "parquet":
+        rows = read_table(path, file.field)
+    else:
+        rows = questions_and_answers(path)
+    for number, row in enumerate(rows, 1):
+        if row:
+            yield f"{path}, row {number}", row
 
 
 def read_lines(path: Path) -> Iterator[bytes]:
     """The lines of a jsonl file, not decoded, because the reader of conversations skips bad ones."""
-    with reading(path), (gzip.open if path.name.lower().endswith(".gz") else open)(path, "rb") as lines:
+    open_file = gzip.open if path.suffix.lower() == ".gz" else open
+    with reading(path), open_file(path, "rb") as lines:
         yield from (line.removeprefix(b"\xef\xbb\xbf").strip() for line in lines)
 
 

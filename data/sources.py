@@ -1,7 +1,4 @@
-"""What `--data` names: paths, folders, patterns, the standard library and data sets of the Hugging Face Hub, as files.
-
-Files are only listed here; a file of the Hub is downloaded when its turn comes.
-"""
+"""What `--data` names, as a list of files; a file of the Hugging Face Hub is downloaded when its turn comes."""
 
 import dataclasses
 import glob
@@ -24,9 +21,8 @@ KNOWN = {  # name -> data set, its revision, what the names of its files begin w
 }
 NO_NETWORK = "check the connection and the name, or give your own text with --data FILE"
 
-EXCLUDED = frozenset(  # folders of the standard library that are tests, applications, third-party code or generated
-    "test tests idle_test idlelib tkinter lib2to3 distutils site-packages dist-packages __pycache__ pydoc_data".split()
-)
+# Folders of the standard library that are tests, applications, third-party code or generated.
+EXCLUDED = "test tests idle_test idlelib tkinter lib2to3 distutils site-packages dist-packages __pycache__ pydoc_data"
 
 
 @dataclass(frozen=True)
@@ -54,8 +50,8 @@ class TextFile:
 def resolve(names: Iterable[str], text_field: str, cache_dir: Path) -> list[TextFile]:
     """The files behind names, paths, folders, patterns and `hub:OWNER/NAME[/folder]`, in that order.
 
-    A name wins over a folder of the same name; `./python` is the folder. Folders and patterns are sorted, hidden files
-    and folders left out, and only files with a suffix in `FORMATS` taken. A source without any is an error.
+    A name wins over a folder of that name; `./python` is the folder. Folders and patterns are sorted, hidden files left
+    out, and only files with a suffix in `FORMATS` taken. A source without any is an error.
     """
     files = []
     for name in names or [""]:
@@ -67,14 +63,13 @@ def resolve(names: Iterable[str], text_field: str, cache_dir: Path) -> list[Text
         elif name in KNOWN:
             found = hub_files(*KNOWN[name], text_field, cache_dir)
         elif name.startswith("hub:"):
-            parts = name.removeprefix("hub:").split("/")
-            folder = "/".join(parts[2:]).strip("/")
-            found = hub_files("/".join(parts[:2]), "main", folder, text_field, cache_dir)
-            found = [file for file in found if not folder or f"{file.name}/".startswith(f"{folder}/")]
+            parts = name.removeprefix("hub:").rstrip("/").split("/")
+            start = "".join(f"{part}/" for part in parts[2:])  # files are compared with a slash at their end, too
+            found = hub_files("/".join(parts[:2]), "main", start, text_field, cache_dir)
         elif os.path.isfile(path):
             found = text_files([path], text_field, optional=False)
         elif os.path.isdir(path):
-            paths = [*visible_files(path)]
+            paths = list(visible_files(path))
             found = text_files(paths, text_field)
             left_out = Counter(Path(path).suffix or "without a suffix" for path in paths if not find_format(path))
             if left_out:
@@ -95,7 +90,8 @@ def text_files(paths: Iterable[str | Path], text_field: str, optional: bool = Tr
     """Those of the paths that are files of known formats, not pipes or folders."""
     files = []
     for path in paths:
-        if (format := find_format(path)) and os.path.isfile(path):
+        format = find_format(path)
+        if format is not None and os.path.isfile(path):
             status, name = os.stat(path), os.path.abspath(path)
             files.append(TextFile(name, format, text_field, status.st_size, status.st_mtime_ns, optional=optional))
     return files
@@ -107,19 +103,20 @@ def find_format(path: str | Path) -> str | None:
     return next((format for suffix, format in FORMATS.items() if name.endswith(suffix)), None)
 
 
-def visible_files(folder: str | Path, excluded: frozenset[str] = frozenset()) -> Iterator[str]:
+def visible_files(folder: str | Path, excluded: Iterable[str] = ()) -> Iterator[str]:
     """The files in a folder and the folders in it, sorted, without hidden ones; links to folders are not followed."""
     for parent, folders, names in os.walk(folder):
         folders[:] = sorted(name for name in folders if name not in excluded and not name.startswith("."))
-        for link in filter(os.path.islink, (os.path.join(parent, name) for name in folders if not excluded)):
-            note(f"skipped: {link} is a link to a folder; name it in --data too")
+        for name in folders:
+            if os.path.islink(os.path.join(parent, name)) and not excluded:
+                note(f"skipped: {os.path.join(parent, name)} is a link to a folder; name it in --data too")
         yield from (os.path.join(parent, name) for name in sorted(names) if not name.startswith("."))
 
 
 def standard_library() -> list[TextFile]:
     """The running interpreter's own sources and its prose documentation: real text on every machine with Python."""
     root = Path(sysconfig.get_path("stdlib"))
-    paths = (Path(path) for path in visible_files(root, EXCLUDED) if path.endswith(".py"))
+    paths = (Path(path) for path in visible_files(root, EXCLUDED.split()) if path.endswith(".py"))
     # 1 MB of `encodings` is generated character tables.
     kept = (path for path in paths if path.parent.name != "encodings" or b"decoding_table" not in path.read_bytes())
     files = text_files(kept, "text")
@@ -128,7 +125,7 @@ def standard_library() -> list[TextFile]:
 
 
 def hub_files(dataset: str, revision: str, start: str, text_field: str, cache_dir: Path) -> list[TextFile]:
-    """The files of a data set whose names begin with `start`. The list is kept: a resumed run reads the same commit."""
+    """The files of a data set whose paths begin with `start`. The list is kept: a resumed run reads the same commit."""
     list_file = cache_dir / "hub" / f"{dataset}@{revision}.json".replace("/", "--")
     if not list_file.is_file():
         from huggingface_hub import HfApi
@@ -142,5 +139,5 @@ def hub_files(dataset: str, revision: str, start: str, text_field: str, cache_di
     return [
         TextFile(path, find_format(path), text_field, size, listed["commit"], dataset)
         for path, size in sorted(listed["sizes"].items())
-        if path.startswith(start) and find_format(path) and not path.endswith((".md", ".py"))
+        if f"{path}/".startswith(start) and find_format(path) and not path.endswith((".md", ".py"))
     ]

@@ -1,7 +1,4 @@
-"""Which documents of prepared units are for training and which for validation.
-
-The split depends on the text alone. It looks at 24 bytes for each document.
-"""
+"""Which documents of prepared units are for training and which for validation: it depends on the text alone."""
 
 from dataclasses import dataclass
 
@@ -31,32 +28,19 @@ class Split:
 def split_documents(table: np.ndarray, split: Split) -> np.ndarray:
     """TRAIN, VALIDATION or DUPLICATE for each row of `units.DOCUMENT`.
 
-    Of equal documents the first is kept. For validation are, in order, those below a threshold of their hash, until
-    they have 4 MB. One that would take them past twice their share of the bytes is left out, and if no other document
-    remained, none is for validation.
+    Of equal documents the first is kept. For validation are, in order, candidates until they have 4 MB, but none that
+    would take them past twice their share of the bytes; and none at all if nothing else remained.
     """
-    hashes, kinds = table["hash"], np.full(len(table), DUPLICATE, np.uint8)
-    kinds[np.unique(hashes, return_index=True)[1]] = TRAIN
-    kept, taken = kinds == TRAIN, 0
-    most = 2 * min(split.fraction * float(table["bytes"][kept].sum()), MAX_VALIDATION)
-    for row in np.flatnonzero(kept & split.candidates(hashes)).tolist():
+    _, first = np.unique(table["hash"], return_index=True)
+    kinds = np.full(len(table), DUPLICATE, np.uint8)
+    kinds[first] = TRAIN
+    most = 2 * min(split.fraction * float(table["bytes"][first].sum()), MAX_VALIDATION)
+    taken = 0
+    for row in np.flatnonzero(split.candidates(table["hash"])):
         size = int(table["bytes"][row])
-        if taken < MAX_VALIDATION and taken + size <= most:
+        if kinds[row] == TRAIN and taken < MAX_VALIDATION and taken + size <= most:
             kinds[row] = VALIDATION
             taken += size
     if TRAIN not in kinds:
-        kinds[kept] = TRAIN
+        kinds[kinds == VALIDATION] = TRAIN
     return kinds
-
-
-def find_pieces(table: np.ndarray, unit: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """The pieces of a `units.TokenStream` that are the `wanted` rows."""
-    tokens = table["tokens"].astype(np.int64)
-    ends = np.cumsum(tokens)
-    first_of_unit = np.searchsorted(unit, unit)  # the row
-    ends -= (ends - tokens)[first_of_unit]
-    label = np.where(wanted, unit, -1)
-    edges = np.flatnonzero(np.diff(label, prepend=-2, append=-2))
-    first, last = edges[:-1], edges[1:] - 1
-    pieces = np.column_stack([label[first], (ends - tokens)[first], ends[last]])
-    return pieces[pieces[:, 0] >= 0]

@@ -1,18 +1,15 @@
 """Text <-> ids: a `tokenizer.json`, which the tokenizers library runs. SentencePiece only trains.
 
-`encode` is plain: no BOS or EOS is added and special tokens in the text are text. With a tokenizer that is trained
-here the round trip is exact for any text without U+2581, which is how SentencePiece writes a space.
+With a tokenizer that is trained here the round trip is exact for any text without U+2581, SentencePiece's space.
 """
 
-import contextlib
 import functools
 import hashlib
-import io
 import itertools
 import json
 import re
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -20,44 +17,28 @@ import tokenizers
 from tokenizers import AddedToken, normalizers
 from tokenizers.pre_tokenizers import ByteLevel
 
+from data.added_tokens import NAMED, read_added_tokens
 from errors import UserError, reading
 from files import replacing
 
 # What is saved with a model. llama.cpp needs the scores in tokenizer.model; generation_config.json has all EOS ids.
 FILES = ("tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 FILES += ("generation_config.json", "added_tokens.json", "tokenizer.json")
-BOM = "\ufeff".encode()  # some editors begin a file with it
-FLAGS = ("special", "lstrip", "rstrip", "single_word")  # of an added token
-NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 KEPT = (*NAMED, "add_bos_token", "chat_template", "added_tokens_decoder", "additional_special_tokens")
 KEPT += ("extra_special_tokens",)  # fields of tokenizer_config.json beside a tokenizer.model
 
-TRAINER_OPTIONS = dict(
-    model_type="bpe",
-    byte_fallback=True,  # a character without a piece becomes its UTF-8 bytes, so no text is unknown
-    character_coverage=0.9995,  # the rarest characters are left to the bytes
-    required_chars="▁",  # a space, which would come back as ▁ where a text has few
-    normalization_rule_name="identity",
-    add_dummy_prefix=False,
-    remove_extra_whitespaces=False,
-    allow_whitespace_only_pieces=True,  # indentation: one id for a run of spaces
-    split_by_unicode_script=False,  # pieces such as "(self" and "):": 7 % more bytes per token on Python sources
-    max_sentence_length=1 << 16,  # bytes; longer lines would be left out, so they are cut
-    unk_id=0,
-    bos_id=1,
-    eos_id=2,
-    pad_id=-1,
-    control_symbols=["<|system|>", "<|user|>", "<|assistant|>", "<|end|>"],  # for conversations; text never gives them
-    minloglevel=2,
-)
+# Special tokens of conversations in tokenizers that are trained here; no text gives them.
+TURNS = ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
 CHAT_TEMPLATE = """{{ bos_token }}{% for message in messages %}
 {%- if message.role not in ['system', 'user', 'assistant'] %}{{ raise_exception('no role ' + message.role) }}{% endif %}
 {{- '<|' + message.role + '|>' }}
 {%- if message.role == 'assistant' %}{% generation %}{{ message.content + '<|end|>' }}{% endgeneration %}
 {%- else %}{{ message.content + '<|end|>' }}{% endif %}{% endfor %}
 {%- if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"""
-# Byte-level vocabularies write each byte as a character: some as Latin-1 has them, and these as U+0100 on, in order.
-UNPRINTABLE = [byte for byte in range(256) if chr(byte) not in ByteLevel.alphabet()]
+# How byte-level vocabularies write each byte: as Latin-1 has it, or, what cannot be printed, as U+0100 on, in order.
+PRINTABLE = [byte for byte in range(256) if chr(byte) in ByteLevel.alphabet()]
+OTHERS = [byte for byte in range(256) if byte not in PRINTABLE]
+BYTES = {chr(byte): byte for byte in PRINTABLE} | {chr(256 + i): byte for i, byte in enumerate(OTHERS)}
 
 
 class Tokenizer:
@@ -66,8 +47,8 @@ class Tokenizer:
     def __init__(self, files: dict[str, bytes], folder: Path):
         """files: what lies beside a tokenizer.json and, last, itself, by name; folder: of the files, for messages."""
         self.files, self.folder = files, folder
-        with self._library():
-            self._tokenizer = tokenizers.Tokenizer.from_str(files["tokenizer.json"].decode())
+        with reading(self.folder / "tokenizer.json"):
+            self._tokenizer = tokenizers.Tokenizer.from_str(files["tokenizer.json"].decode("utf-8-sig"))
             self._tokenizer.encode_special_tokens = True
             self._tokenizer.no_truncation()
             self._tokenizer.no_padding()
@@ -86,38 +67,13 @@ class Tokenizer:
     def __reduce__(self) -> tuple:  # for other processes
         return Tokenizer, (self.files, self.folder)
 
-    @contextlib.contextmanager
-    def _library(self) -> Iterator[None]:
-        """Its library runs in this block: whatever that raises is a fault of tokenizer.json, unless it got no text."""
-        try:
-            with reading(self.folder / "tokenizer.json"):
-                yield
-        except UserError as error:
-            raise error.__cause__ if isinstance(error.__cause__, TypeError) else error from None
-
     def _add_tokens(self) -> None:
-        """Add the tokens that only the configuration has, with its flags, as transformers does: a new token gets the
-        next id, whatever the configuration says. Then tokenizer.json and tokenizer_config.json both have all tokens."""
+        """Add tokens that only the configuration has, to both files; as in transformers, each gets the next free id."""
+        old = [self.fields(name) for name in ("special_tokens_map.json", "added_tokens.json")]
         known = {i: token.__getstate__() for i, token in self.added_tokens.items()}
-        listed, old = self.config.get("added_tokens_decoder"), {}
-        if listed is None:  # in old folders, where two more files count
-            old = self.fields("special_tokens_map.json")
-            listed = {i: {"content": text} for text, i in self.fields("added_tokens.json").items()} | known
-        listed = sorted(listed.items(), key=lambda item: int(item[0]))
-        tokens = {token["content"]: token for _, token in (*known.items(), *listed)}
-        fields, extra = self.config | old, self.config.get("extra_special_tokens") or []
-        found = {name: fields.get(name) for name in (*NAMED, *fields) if name.endswith("_token")}
-        found |= extra if isinstance(extra, dict) else {}
-        unnamed = (old | self.config).get("additional_special_tokens") or []
-        found |= enumerate(extra if extra and isinstance(extra, list) else unnamed)
-        found = {n: {"content": t} if isinstance(t, str) else t for n, t in found.items() if isinstance(t, str | dict)}
-        self.special_tokens = {name: token["content"] for name, token in found.items() if isinstance(name, str)}
-        for token in found.values():
-            tokens[token["content"]] = token | tokens.get(token["content"], {}) | {"special": True}
-
-        flags = {text: {flag: token.get(flag, False) for flag in FLAGS} for text, token in tokens.items()}
+        tokens, self.special_tokens = read_added_tokens(self.config, *old, known)
         # Text that a normalizer turns into a token, such as the same in capitals, is no token.
-        self._tokenizer.add_tokens([AddedToken(text, normalized=False, **flags[text]) for text in tokens])
+        self._tokenizer.add_tokens([AddedToken(text, normalized=False, **flags) for text, flags in tokens.items()])
         every = {i: token.__getstate__() for i, token in self.added_tokens.items()}
         if every != known or len(self.config.get("added_tokens_decoder", every)) < len(every):
             self.config = self.config | self.special_tokens | {"added_tokens_decoder": every}
@@ -130,25 +86,26 @@ class Tokenizer:
             return dict(json.loads(self.files.get(name, b"{}")))
 
     def encode(self, text: str) -> list[int]:
+        """The ids of plain text: no BOS or EOS is added, and special tokens in the text are text."""
         return self.encode_batch([text])[0].tolist()
 
     def encode_batch(self, texts: Sequence[str]) -> list[array]:
         """Encode many texts on all cores."""
-        with self._library():
+        with reading(self.folder / "tokenizer.json"):
             encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [array("I", encoding.ids) for encoding in encodings]
 
     def decode(self, ids: Iterable[int], *, special: bool = False) -> str:
-        """Text of ids. Special tokens (without `special`) and ids past the vocabulary give nothing, bytes that are no
-        character U+FFFD each; the library would replace all bytes around them too."""
+        """Text of ids. Special tokens (without `special`) and unknown ids give nothing, bytes that are no character
+        U+FFFD each; the library would replace all bytes around them too."""
         valid = []
-        for is_byte, run in itertools.groupby(map(int, ids), self._byte_values.__contains__):
+        for is_byte, run in itertools.groupby(map(int, ids), lambda i: i in self._byte_values):
             if is_byte:
-                text = bytes(map(self._byte_values.__getitem__, run)).decode("utf-8", "surrogateescape")
+                text = bytes(self._byte_values[i] for i in run).decode("utf-8", "surrogateescape")
                 values = re.sub("[\udc80-\udcff]", "\ufffd", text).encode()
                 run = [self._tokenizer.token_to_id(f"<0x{value:02X}>") for value in values]
             valid += run
-        with self._library():
+        with reading(self.folder / "tokenizer.json"):
             return self._tokenizer.decode(valid, skip_special_tokens=not special)
 
     @functools.cached_property
@@ -162,8 +119,8 @@ class Tokenizer:
         if token in self._byte_values:
             return bytes([self._byte_values[token]])
         text, name = self.decode([*self.encode("a"), token], special=True)[1:], self._tokenizer.id_to_token(token)
-        if "\ufffd" in text and {*name} <= {*ByteLevel.alphabet()}:
-            return bytes(code if (code := ord(c)) < 256 else UNPRINTABLE[code - 256] for c in name)
+        if "\ufffd" in text and BYTES.keys() >= {*name}:
+            return bytes(BYTES[character] for character in name)
         return text.encode()
 
     @functools.cached_property
@@ -181,14 +138,13 @@ class Tokenizer:
     def encode_special(self, text: str, mark: str) -> tokenizers.Encoding:
         """Encode a text whose special tokens are tokens, as in the text that a chat template writes.
 
-        `mark` is removed once tokens have been found: what it breaks is plain text, with the ids of the unbroken text.
-        Offsets count the characters of the text with the mark.
+        `mark` is removed once they are found: what it breaks is plain text. Offsets count the marks' characters, too.
         """
         normalizer, remove_mark = self._tokenizer.normalizer, normalizers.Replace(mark, "")
         steps = [remove_mark] if normalizer is None else [remove_mark, normalizer]
         self._tokenizer.normalizer, self._tokenizer.encode_special_tokens = normalizers.Sequence(steps), False
         try:
-            with self._library():
+            with reading(self.folder / "tokenizer.json"):
                 return self._tokenizer.encode_batch([text], add_special_tokens=False)[0]  # lets other threads run
         finally:
             self._tokenizer.normalizer, self._tokenizer.encode_special_tokens = normalizer, True
@@ -196,7 +152,7 @@ class Tokenizer:
     def for_conversations(self) -> "Tokenizer":
         """Itself, with `CHAT_TEMPLATE` if it has no template but the tokens for roles, as those trained here."""
         names = {token.content: i for i, token in self.added_tokens.items()}
-        if self.chat_template is not None or not names.keys() >= {*TRAINER_OPTIONS["control_symbols"]}:
+        if self.chat_template is not None or not names.keys() >= {*TURNS}:
             return self
         # For other programs: special tokens are tokens where the template writes them, and <|end|> ends a text, too.
         config = self.config | {"chat_template": CHAT_TEMPLATE, "split_special_tokens": False}
@@ -217,24 +173,29 @@ class Tokenizer:
         """The source of its chat template, None if there is none; a model may have more, for tools and documents."""
         if "chat_template.jinja" in self.files:
             with reading(self.folder / "chat_template.jinja"):
-                return self.files["chat_template.jinja"].decode()
+                return self.files["chat_template.jinja"].decode("utf-8-sig")
         with reading(self.folder / "tokenizer_config.json"):
             found = self.config.get("chat_template")
-            return found if isinstance(found, str | None) else {t["name"]: t["template"] for t in found}["default"]
+            if not isinstance(found, str | None):
+                found = {template["name"]: template["template"] for template in found}["default"]
+            return found
 
     def _find_bos(self) -> int | None:
         """From the configuration or, if it does not say, what the post-processor puts in front of a text."""
-        if "add_bos_token" in self.config:
-            bos = self.special_tokens.get("bos_token") if self.config["add_bos_token"] else None
-            return None if bos is None else self._tokenizer.token_to_id(bos)
-        plain, full = self.encode("a"), self._tokenizer.encode("a").ids
-        return full[0] if full[:1] != plain[:1] else None
+        if "add_bos_token" not in self.config:
+            plain, full = self.encode("a"), self._tokenizer.encode("a").ids
+            return full[0] if full[:1] != plain[:1] else None
+        if self.config["add_bos_token"] and "bos_token" in self.special_tokens:
+            return self._tokenizer.token_to_id(self.special_tokens["bos_token"])
+        return None
 
     def _find_eos(self) -> int:
         """From the configuration, or the first of generation_config.json."""
         eos = self._tokenizer.token_to_id(self.special_tokens.get("eos_token", ""))
-        eos = self.fields("generation_config.json").get("eos_token_id") if eos is None else eos
-        eos = eos[0] if isinstance(eos, list) else eos
+        if eos is None:
+            eos = self.fields("generation_config.json").get("eos_token_id")
+        if isinstance(eos, list):
+            eos = eos[0]
         if eos is None:
             raise ValueError('it names no "eos_token" of the tokenizer')
         return eos
@@ -248,7 +209,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     if not path.is_file():
         raise UserError(f"there is no {path}; give a tokenizer.model, a tokenizer.json, or a folder with one of them.")
     beside = [path.parent / name for name in FILES if name != path.name]
-    files = {file.name: file.read_bytes().removeprefix(BOM) for file in (*beside, path) if file.is_file()}
+    files = {file.name: file.read_bytes() for file in (*beside, path) if file.is_file()}
     content = files.pop(path.name)
     if path.suffix == ".json":
         return Tokenizer(files | {"tokenizer.json": content}, path.parent)
@@ -262,40 +223,9 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
 
 def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
-    """Raise `UserError` unless a model with `vocab_size` embeddings has one for BOS, EOS and each id that text gives:
-    other special tokens may lie beyond, such as a <pad> that somebody has added."""
+    """`UserError` unless `vocab_size` embeddings suffice for BOS, EOS and all ids of text; a <pad> may lie beyond."""
     special = {i for i, token in tokenizer.added_tokens.items() if token.special}
     needed = 1 + max({*tokenizer.vocabulary.values()} - special | {tokenizer.eos_id, tokenizer.document_start})
     if needed > vocab_size:
-        raise UserError(
-            f"the tokenizer has {needed:,} ids but the model only {vocab_size:,}; a trained model needs "
-            f"the tokenizer that it was trained with, and a new one --vocab-size {needed:,} or more."
-        )
-
-
-def train_tokenizer(texts: Sequence[str], vocab_size: int, path: str | Path) -> Tokenizer:
-    """Train a byte-pair encoding of `vocab_size` pieces, or of all that the texts have; write it to the file `path`.
-
-    The same texts in the same order give the same file. No piece contains a newline or a tab: those are bytes.
-    """
-    import sentencepiece
-
-    model = io.BytesIO()
-    try:
-        sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=_lines(texts), model_writer=model, vocab_size=vocab_size, **TRAINER_OPTIONS
-        )
-    except (RuntimeError, ValueError, OSError) as error:
-        if maximum := re.search(r"Vocabulary size too high .*?<= (\d+)", str(error)):
-            return train_tokenizer(texts, int(maximum[1]), path)
-        raise UserError(f"no tokenizer could be trained on this text ({error}); give more text.") from None
-    Path(path).write_bytes(model.getvalue())
-    return load_tokenizer(path)
-
-
-def _lines(texts: Iterable[str]) -> Iterator[str]:
-    """Lines that the trainer does not skip: without newline, tab and NUL, and not too long."""
-    max_length = TRAINER_OPTIONS["max_sentence_length"] // 4  # a character has at most 4 bytes
-    for text in texts:
-        for line in re.split("[\n\t\0]+", text):
-            yield from (line[start : start + max_length] for start in range(0, len(line), max_length))
+        fix = f"needs the tokenizer that it was trained with, and a new one --vocab-size {needed:,} or more"
+        raise UserError(f"the tokenizer has {needed:,} ids but the model only {vocab_size:,}; a trained model {fix}.")

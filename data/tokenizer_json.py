@@ -1,11 +1,8 @@
 """A SentencePiece byte-pair encoding written as a `tokenizer.json` that gives the same ids for every text.
 
 SentencePiece merges whichever neighbours form the piece of best score, leftmost first; the `tokenizers` library merges
-listed pairs by their rank, leftmost first. One pair per piece is enough to make the two the same:
-
-    While a piece P is being formed, neighbours outside its span never merge with anything inside, so the merges inside
-    are those that P alone would see, in the same order. The last of them is therefore always the same pair, whatever
-    the text around. Listing exactly that pair, in the order of scores, leaves the best merge at each step unchanged.
+listed pairs by their rank, leftmost first. One pair per piece is enough to make the two the same: while a piece is
+being formed, nothing outside merges with anything inside, so its last merge is always that of the piece alone.
 
 It needs distinct scores, which BPE training gives: minus the rank. LLaMA 2 and Mistral have added runs of 2, 3, ...
 spaces, all with one score. SentencePiece lets the first run grow as far as it can, so among these the longest is first.
@@ -98,16 +95,15 @@ def last_merge(piece: str, rank: dict[str, int]) -> tuple[str, str] | None:
 
 
 def read_model(content: bytes) -> ModelProto:
-    """Read a SentencePiece model file. Raises `ValueError` unless it is a plain BPE with byte fallback."""
+    """Read a SentencePiece model file; `ValueError` unless it is a plain BPE with byte fallback."""
     model = ModelProto.FromString(content)
     trainer, normalizer, kinds = model.trainer_spec, model.normalizer_spec, [piece.type for piece in model.pieces]
-    requirements = {
-        "it is not a byte-pair encoding": trainer.model_type == trainer.BPE,
-        "it has no byte fallback": trainer.byte_fallback and kinds.count(PIECE.BYTE) == 256,
-        "it changes characters": not normalizer.precompiled_charsmap and not normalizer.normalization_rule_tsv,
-        "it has user-defined or unused pieces": not {PIECE.USER_DEFINED, PIECE.UNUSED} & set(kinds),
-    }
-    for reason, holds in requirements.items():
-        if not holds:
-            raise ValueError(reason)
+    if trainer.model_type != trainer.BPE:
+        raise ValueError("it is not a byte-pair encoding")
+    if not trainer.byte_fallback or kinds.count(PIECE.BYTE) != 256:
+        raise ValueError("it has no byte fallback")
+    if normalizer.precompiled_charsmap or normalizer.normalization_rule_tsv:
+        raise ValueError("it changes characters")
+    if PIECE.USER_DEFINED in kinds or PIECE.UNUSED in kinds:
+        raise ValueError("it has user-defined or unused pieces")
     return model

@@ -3,10 +3,11 @@
     KEY.bin     ids: BOS a a a EOS BOS b b EOS, or without a BOS in the tokenizer a a a EOS b b EOS
     KEY.docs    a row of `DOCUMENT` for each document; it is written last, so a unit that has it is complete
 
-Each process goes through all units in order, and a lock per unit decides who makes it, so other commands and other
-machines may join at any time. What a killed process has not completed is made anew.
+Each process goes through all units, and a lock per unit decides who makes it, so other commands and machines may join
+at any time. What a killed process has not completed is made anew.
 """
 
+import bisect
 import contextlib
 import functools
 import hashlib
@@ -18,7 +19,6 @@ import threading
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from operator import itemgetter
 from pathlib import Path
 from typing import BinaryIO
 
@@ -32,11 +32,12 @@ from data.tokenizer import Tokenizer
 from errors import UserError, is_main_process, usable_cores
 from files import replacing
 
-VERSION = 6  # of the files; raised when the same text and tokenizer would give other files
+VERSION = 6  # raised when the same text and tokenizer would give other files
 UNIT_BYTES = 64_000_000
 BATCH = 4_000_000  # characters that are encoded together, on all cores of a process
 SPAWN = multiprocessing.get_context("spawn")  # torch's threads do not survive a fork
 DOCUMENT = np.dtype([("hash", "<u8"), ("bytes", "<u8"), ("tokens", "<u8")])
+END = ""  # stands after the blocks of a document
 
 
 @dataclass(frozen=True)
@@ -45,132 +46,99 @@ class Unit:
 
     files: tuple[TextFile, ...]
     tokenizer: Tokenizer
-    folder: Path
-
-    @functools.cached_property
-    def key(self) -> str:
-        """A hash of the files' names, sizes and times, so of the text without reading it, and of the tokenizer."""
-        return digest(VERSION, self.files, self.tokenizer.hash)
-
-    def path(self, suffix: str) -> Path:
-        return self.folder / f"{self.key}{suffix}"
+    path: Path  # of the ids; the table lies beside it
 
     def is_complete(self) -> bool:
-        return self.path(".docs").is_file() and self.path(".bin").is_file()
+        return self.path.with_suffix(".docs").is_file() and self.path.is_file()
 
-    def read_table(self) -> np.ndarray:
+    def prepare(self, timeout: float) -> None:
+        """Make it complete; if another process is at it, wait so many seconds for that one, any time if negative."""
+        with contextlib.suppress(Timeout), FileLock(self.path.with_suffix(".lock")).acquire(timeout):
+            if self.is_complete():
+                return
+            documents = itertools.chain.from_iterable(map(read_documents, self.files))
+            with replacing(self.path) as file:
+                table = write_ids(file, documents, self.tokenizer)
+            with replacing(self.path.with_suffix(".docs")) as file:
+                file.write(table.tobytes())
+
+    @functools.cached_property
+    def table(self) -> np.ndarray:
         """The rows of its documents; `UserError` unless its ids are as many as they say."""
-        table, path = np.fromfile(self.path(".docs"), DOCUMENT), self.path(".bin")
+        table, path = np.fromfile(self.path.with_suffix(".docs"), DOCUMENT), self.path
         if int(table["tokens"].sum()) * self.tokenizer.dtype.itemsize != path.stat().st_size:
-            raise damaged(path)
+            raise UserError(f"{path} is damaged: its table has other ids; delete {path.parent}, which is made anew.")
         return table
-
-    def prepare(self, *, wait: bool) -> None:
-        """Make it complete. If another process is at it: wait for that one, or leave it to that one."""
-        with contextlib.suppress(Timeout), FileLock(self.path(".lock")).acquire(timeout=-1 if wait else 0):
-            if not self.is_complete():
-                self._write()
-
-    def _write(self) -> None:
-        documents = itertools.chain.from_iterable(map(read_documents, self.files))
-        with replacing(self.path(".bin")) as file:
-            rows = write_ids(file, documents, self.tokenizer)
-        with replacing(self.path(".docs")) as file:
-            file.write(rows.tobytes())
-
-
-def damaged(path: Path) -> UserError:
-    """The error for a file of ids that is shorter or longer than its table says."""
-    return UserError(f"{path} is damaged: it has not the ids of its table; delete {path.parent}, which is made anew.")
-
-
-def group_files(files: Iterable[TextFile]) -> list[tuple[TextFile, ...]]:
-    """Groups of neighbouring files, each of `UNIT_BYTES` or more but for the last."""
-    groups, size = [[]], 0
-    for file in files:
-        if size >= UNIT_BYTES:
-            groups.append([])
-            size = 0
-        groups[-1].append(file)
-        size += file.size
-    return [tuple(group) for group in groups]
-
-
-class TokenStream:
-    """Pieces of the ids of units, end to end, read when they are asked for."""
-
-    def __init__(self, units: Sequence[Unit], pieces: np.ndarray, length: int | None = None):
-        """pieces: int64 (n, 3): a unit's number, the first id in it and the one after the last; length: in ids."""
-        self._paths, self._dtype = [unit.path(".bin") for unit in units], units[0].tokenizer.dtype
-        self._pieces = pieces
-        self._ends = np.cumsum(pieces[:, 2] - pieces[:, 1])
-        self._length = int(self._ends[-1]) if length is None else length
-
-    def __len__(self) -> int:
-        return self._length
-
-    def __getitem__(self, places: slice) -> np.ndarray:
-        """The ids of a slice with step 1, read anew: pages that stay mapped would count as memory of the process."""
-        start, stop, _ = places.indices(len(self))
-        found, number = [np.empty(0, self._dtype)], int(np.searchsorted(self._ends, start, "right"))
-        while start < stop:
-            unit, _, last = self._pieces[number].tolist()
-            first = last - (int(self._ends[number]) - start)
-            count = min(stop - start, last - first)
-            ids = np.fromfile(self._paths[unit], self._dtype, count, offset=first * self._dtype.itemsize)
-            if len(ids) < count:
-                raise damaged(self._paths[unit])
-            found.append(ids)
-            start, number = start + count, number + 1
-        return np.concatenate(found)
 
 
 def write_ids(file: BinaryIO, documents: Iterable[Document], tokenizer: Tokenizer) -> np.ndarray:
-    """Append the ids of documents to an open file; a row of `DOCUMENT` for each."""
-    dtype, rows = tokenizer.dtype, array("Q")
-    begin = np.array([] if tokenizer.bos_id is None else [tokenizer.bos_id], dtype)
-    end = np.array([tokenizer.eos_id], dtype)
-    for _, batch in itertools.groupby(numbered_blocks(documents), itemgetter(0)):
-        _, texts, starts = zip(*batch, strict=True)
-        for block, starts_document, ids in zip(texts, starts, tokenizer.encode_batch(texts), strict=True):
-            if starts_document:
-                file.write(end if rows else b"")
-                file.write(begin)
-                content = hashlib.blake2b(digest_size=8)
-                rows.extend((0, 0, len(begin) + len(end)))
-            encoded = block.encode("utf-8")
-            content.update(encoded)
-            rows[-3] = int.from_bytes(content.digest(), "little")
-            rows[-2] += len(encoded)
-            rows[-1] += len(ids)
-            file.write(np.asarray(ids, dtype))
-    file.write(end if rows else b"")
-    return np.array(rows, "<u8").view(DOCUMENT)
+    """Append the ids of documents to an open file; a row of `DOCUMENT` for each that is not empty."""
+    begin = np.array([] if tokenizer.bos_id is None else [tokenizer.bos_id], tokenizer.dtype)
+    end = np.array([tokenizer.eos_id], tokenizer.dtype)
+    table = array("Q")
+    content, size, tokens = hashlib.blake2b(digest_size=8), 0, 0  # of a document so far
+    for blocks in batches(documents):
+        for block, ids in zip(blocks, tokenizer.encode_batch(blocks), strict=True):
+            if block != END:
+                if size == 0:
+                    file.write(begin)
+                file.write(np.asarray(ids, tokenizer.dtype))
+                encoded = block.encode("utf-8")
+                content.update(encoded)
+                size += len(encoded)
+                tokens += len(ids)
+            elif size > 0:
+                file.write(end)
+                hash = int.from_bytes(content.digest(), "little")
+                table.extend((hash, size, len(begin) + tokens + len(end)))
+                content, size, tokens = hashlib.blake2b(digest_size=8), 0, 0
+    return np.array(table, "<u8").view(DOCUMENT)
 
 
-def numbered_blocks(documents: Iterable[Document]) -> Iterator[tuple[int, str, bool]]:
-    """The blocks of documents, each with the number of its batch and whether a document starts there."""
-    characters = 0
+def batches(documents: Iterable[Document]) -> Iterator[list[str]]:
+    """The blocks of documents, with `END` after each document, in lists of about `BATCH` characters."""
+    blocks, characters = [], 0
     for document in documents:
-        for number, block in enumerate(document):
+        for block in itertools.chain(document, [END]):
+            blocks.append(block)
             characters += len(block)
-            yield characters // BATCH, block, number == 0
+            if characters >= BATCH:
+                yield blocks
+                blocks, characters = [], 0
+    yield blocks
 
 
 def prepare_units(files: Iterable[TextFile], tokenizer: Tokenizer, folder: Path) -> list[Unit]:
     """The units of files, made complete by a process per core; this one is one of them."""
     folder.mkdir(parents=True, exist_ok=True)
-    units = [Unit(group, tokenizer, folder) for group in group_files(files)]
+    units = []
+    for group in group_files(files):  # names, sizes and times of files stand for their text
+        units.append(Unit(group, tokenizer, folder / f"{digest(VERSION, group, tokenizer.hash)}.bin"))
     missing = [unit for unit in units if not unit.is_complete()]
     count = min(usable_cores(), len(missing))
     for _ in range(count - 1):
         SPAWN.Process(target=work, args=(missing, usable_cores() // count), daemon=True).start()
     hidden = None if is_main_process() else True  # None: hidden where standard error is no terminal
     for unit in tqdm(missing, "tokenizing", unit="unit", delay=2, disable=hidden):
-        unit.prepare(wait=False)
+        unit.prepare(timeout=0)
     for unit in missing:
-        unit.prepare(wait=True)
+        unit.prepare(timeout=-1)
+    if not any(len(unit.table) for unit in units):
+        raise UserError("there is no text in the files that were named; give files that contain text.")
     return units
+
+
+def group_files(files: Iterable[TextFile]) -> Iterator[tuple[TextFile, ...]]:
+    """Groups of neighbouring files, each of `UNIT_BYTES` or more but for the last."""
+    group, size = [], 0
+    for file in files:
+        group.append(file)
+        size += file.size
+        if size >= UNIT_BYTES:
+            yield tuple(group)
+            group, size = [], 0
+    if group:
+        yield tuple(group)
 
 
 def work(units: list[Unit], threads: int) -> None:
@@ -180,7 +148,7 @@ def work(units: list[Unit], threads: int) -> None:
     os.environ["RAYON_NUM_THREADS"] = str(threads)  # of the tokenizers library
     with contextlib.suppress(Exception):
         for unit in units:
-            unit.prepare(wait=False)
+            unit.prepare(timeout=0)
 
 
 def end_with_parent() -> None:
@@ -191,6 +159,44 @@ def end_with_parent() -> None:
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
+
+
+class TokenStream:
+    """The ids of documents, end to end, read when they are asked for."""
+
+    def __init__(self, units: Sequence[Unit], chosen: list[bool]):
+        """chosen: whether a document is in the stream, for each row of the units' tables."""
+        self._dtype, self.length = units[0].tokenizer.dtype, 0  # in ids; may be set to fewer
+        # For each run of neighbouring documents: its file, its end in the stream, and how much later it is in the file.
+        self._paths, self._ends, self._shifts = [], [], []
+        row = 0
+        for unit in units:
+            place, is_open, last = 0, False, row + len(unit.table)
+            for tokens, is_chosen in zip(unit.table["tokens"].tolist(), chosen[row:last], strict=True):
+                if is_chosen:
+                    if not is_open:
+                        self._paths.append(unit.path)
+                        self._ends.append(self.length)
+                        self._shifts.append(place - self.length)
+                    self.length += tokens
+                    self._ends[-1] = self.length
+                place += tokens
+                is_open = is_chosen
+            row = last
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, places: slice) -> np.ndarray:
+        """The ids of a slice with step 1, read anew: pages that stay mapped would count as memory of the process."""
+        start, stop, _ = places.indices(len(self))
+        found, run = [np.empty(0, self._dtype)], bisect.bisect_right(self._ends, start)
+        while start < stop:
+            end = min(stop, self._ends[run])
+            first = start + self._shifts[run]
+            found.append(np.fromfile(self._paths[run], self._dtype, end - start, offset=first * self._dtype.itemsize))
+            start, run = end, run + 1
+        return np.concatenate(found)
 
 
 def digest(*parts: object) -> str:

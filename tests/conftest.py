@@ -8,6 +8,7 @@ import shutil
 import struct
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -182,13 +183,29 @@ class HubRequest(http.server.BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def hub() -> Iterator[HubServer]:
-    """A server without files; tests give it some."""
+def hub(monkeypatch, tmp_path) -> Iterator[HubServer]:
+    """A server without files, which huggingface_hub takes for the Hub; it caches in `tmp_path`."""
+    from huggingface_hub import constants
+
     server = HubServer()
     threading.Thread(target=server.serve_forever, daemon=True).start()
+    url = f"http://127.0.0.1:{server.server_port}"
+    monkeypatch.setattr(constants, "ENDPOINT", url)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    monkeypatch.setattr(time, "sleep", lambda _: None)  # before another try
     yield server
     server.shutdown()
     server.server_close()
+
+
+@pytest.fixture
+def no_network(monkeypatch) -> Callable[[], None]:
+    """From the call on, huggingface_hub has an address where nobody listens."""
+    from huggingface_hub import constants
+
+    return lambda: monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
 
 
 @pytest.fixture

@@ -122,6 +122,9 @@ TABLE = r"""
 + "qkv_proj": ("q_proj", "v_proj", "k_proj")
 ! checkpoints/test_pretrained.py::test_packed_matrices_are_unpacked_in_files_with_their_rows_in_order
 @ checkpoints/families.py
+- if tensors is not None and name in tensors and tensors[name].read().any():
++ if False:
+! checkpoints/test_transformers.py::test_a_model_that_transformers_has_trained_further_has_equal_logits_here
 - fields[family.qkv_bias] = config.attention_bias
 + fields[family.qkv_bias] = False
 ! checkpoints/test_transformers.py::test_a_saved_model_has_equal_logits_in_transformers_and_is_read_back_bit_equal
@@ -207,17 +210,26 @@ TABLE = r"""
 + return settings.learning_rate * step / warmup
 ! training/test_schedule.py::test_warm_up_rises_linearly_to_the_peak
 @ data/split.py
-- kinds[np.unique(hashes, return_index=True)[1]] = TRAIN
+- kinds[first] = TRAIN
 + kinds[:] = TRAIN
 ! data/test_split.py::test_of_equal_documents_the_first_is_kept
-- most = 2 * min(split.fraction * float(table["bytes"][kept].sum()), MAX_VALIDATION)
+- most = 2 * min(split.fraction * float(table["bytes"][first].sum()), MAX_VALIDATION)
 + most = 2 * min(split.fraction * float(table["bytes"].sum()), MAX_VALIDATION)
 ! data/test_split.py::test_one_huge_document_is_not_for_validation
 @ data/units.py
 - content.update(encoded)
 + content = hashlib.blake2b(encoded, digest_size=8)
 ! data/test_corpus.py::test_the_hash_of_a_document_is_that_of_its_complete_text_also_of_several_blocks
-@ data/tokenizer.py
+- if not is_open:
++ if place == 0:
+! data/test_split.py::test_a_stream_is_the_chosen_documents_end_to_end
+- return self.path.with_suffix(".docs").is_file() and self.path.is_file()
++ return self.path.is_file()
+! data/test_corpus.py::test_what_is_missing_in_the_cache_and_a_damaged_tokenizer_are_made_anew
+@ data/corpus.py
+- read_model(found.files["tokenizer.model"])
++ pass
+! data/test_corpus.py::test_what_is_missing_in_the_cache_and_a_damaged_tokenizer_are_made_anew
 - byte_fallback=True,
 + byte_fallback=False,
 ! data/test_tokenizer.py::test_the_round_trip_is_exact_for_any_text

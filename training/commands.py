@@ -12,7 +12,7 @@ import numpy as np
 
 import kernels
 from checkpoints.pretrained import load_pretrained
-from data.conversations import has_conversations
+from data.conversations import find_conversations
 from data.corpus import Corpus, tokenize
 from data.sources import resolve
 from data.tokenizer import check_vocabulary, load_tokenizer
@@ -92,7 +92,7 @@ def evaluate_checkpoint(settings: Settings) -> None:
     tokenizer = load_tokenizer(data.tokenizer or directory)
     model = load_pretrained(directory, device=device, compute_dtype=dtype)
     check_vocabulary(tokenizer, model.config.vocab_size)
-    if has_conversations(resolve(data.data, data.text_field, Path(data.cache))):
+    if find_conversations(resolve(data.data, data.text_field, Path(data.cache))):
         corpus = prepare_corpus(settings)
         corpus = dataclasses.replace(corpus, validation=np.concatenate([corpus.train, corpus.validation], 1))
     else:

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 import kernels
-from data.conversations import has_conversations
+from data.conversations import find_conversations
 from data.sources import KNOWN, resolve
 from errors import UserError
 from model.config import ModelConfig
@@ -49,7 +49,7 @@ def estimate(settings: Settings) -> float:
         parts = [f"{format_bytes((2 * weights + moments) / count)} on each of {count}" for count in (2, 4, 8)]
         print(f"sharded   {', '.join(parts)}", flush=True)
     seconds = measure_time(settings, device, dtype)
-    if settings.run.init_from and has_conversations(resolve(data.data, data.text_field, Path(data.cache))):
+    if settings.run.init_from and find_conversations(resolve(data.data, data.text_field, Path(data.cache))):
         print(f"a row of conversations, in which lines with + are learned:\n{prepare_corpus(settings).show_row()}")
     return seconds
 

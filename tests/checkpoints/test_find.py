@@ -5,16 +5,12 @@ The Hub is a local server that answers like it.
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from checkpoints.find import eos_ids, find_checkpoint, newest_run
 from errors import UserError
-
-ROOT = Path(__file__).parents[2]
 
 
 def checkpoint(directory, **config):
@@ -40,9 +36,7 @@ def test_the_newest_run_is_the_one_that_saved_a_checkpoint_last(tmp_path):
     with pytest.raises(UserError, match=r"there is no run in .* `python train.py`"):
         newest_run(tmp_path)
     for age, (run, save) in enumerate([("c", "best"), ("a", "last.new"), ("b", "last.old"), ("a", "best")]):
-        directory = checkpoint(tmp_path / run / save)
-        os.utime(directory, (2_000_000_000 - age, 2_000_000_000 - age))
-    (tmp_path / "not-a-run").mkdir()
+        os.utime(checkpoint(tmp_path / run / save), (2_000_000_000 - age, 2_000_000_000 - age))
     (tmp_path / "a-file").write_text("x")
     assert newest_run(tmp_path) == tmp_path / "c"
     os.utime(tmp_path / "b" / "last.old", (2_100_000_000, 2_100_000_000))
@@ -58,18 +52,6 @@ def test_eos_ids_are_those_of_the_tokenizer_and_of_generation_config_or_else_of_
     assert eos_ids(directory, 7) == {7}
 
 
-FIND = """
-import sys, time
-time.sleep = lambda seconds: None  # before another try
-from errors import UserError
-from checkpoints.find import find_checkpoint
-for name in sys.argv[1:]:
-    try:
-        print(find_checkpoint(name))
-    except UserError as error:
-        print("error:", error)
-assert "torch" not in sys.modules
-"""
 UNWANTED = ("pytorch_model.bin", "consolidated.safetensors", "original/params.json", "onnx/model.onnx", "README.md")
 
 
@@ -88,42 +70,40 @@ def model(hub, stories260k_directory) -> dict[str, bytes]:
     return files
 
 
-def find(tmp_path: Path, port: int, *names: str, **more: str) -> list[str]:
-    """The lines that a new process prints, which finds checkpoints (the library reads its environment once)."""
-    kept = {key: value for key, value in os.environ.items() if not key.upper().startswith(("HF_", "HUGGINGFACE"))}
-    endpoint = {"HF_HOME": str(tmp_path), "HF_ENDPOINT": f"http://127.0.0.1:{port}", "NO_PROXY": "127.0.0.1"}
-    env = kept | endpoint | {"PYTHONPATH": str(ROOT)} | more
-    command = [sys.executable, "-c", FIND, *names]
-    result = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
-    assert result.returncode == 0, result.stderr
-    return result.stdout.splitlines()
-
-
-def test_only_the_needed_files_of_a_model_are_downloaded_once_and_used_without_a_network(tmp_path, hub, model):
+def test_only_the_needed_files_of_a_model_are_downloaded_once_and_used_without_a_network(
+    tmp_path, hub, model, no_network
+):
     snapshot = tmp_path / "hub" / "models--org--stories" / "snapshots" / hub.commit
-    assert find(tmp_path, hub.server_port, "org/stories", "org/stories@v2") == [str(snapshot)] * 2
+    assert find_checkpoint("org/stories") == find_checkpoint("org/stories@v2") == snapshot
     assert {path.name: path.read_bytes() for path in snapshot.iterdir()} == model
     downloads = [path for method, path in hub.asked if method == "GET" and "/resolve/" in path]
     assert sorted(downloads) == sorted(f"/org/stories/resolve/{hub.commit}/{name}" for name in model)
-    hub.asked.clear()
-    assert find(tmp_path, hub.server_port, "org/stories", HF_HUB_OFFLINE="1") == [str(snapshot)] and not hub.asked
-    unreachable, error = find(tmp_path, 9, "org/stories", "org/other")  # nobody listens on port 9
-    assert unreachable == str(snapshot) and error.startswith("error: org/other is no local path, and the Hugging Face")
+    no_network()
+    assert find_checkpoint("org/stories") == snapshot
+    with pytest.raises(UserError, match=r"^org/other is no local path, and the Hugging Face"):
+        find_checkpoint("org/other")
 
 
-def test_what_the_hub_refuses_is_one_line_with_its_reason_and_a_mistyped_path_is_no_request(tmp_path, hub, model):
+def test_what_the_hub_refuses_is_one_line_with_its_reason(hub, model):
     hub.errors = {
         "/api/models/org/none/revision/main": (404, "RepoNotFound"),
         "/api/models/org/closed/revision/main": (403, "GatedRepo"),
         "/api/models/org/stories/revision/v9": (404, "RevisionNotFound"),
     }
     names = {"org/none": "404", "org/closed": "403", "org/stories@v9": "404", "org/a--b": "Cannot have -- or .."}
-    (tmp_path / "other").mkdir()
-    (tmp_path / "runs" / "tiny-rms").mkdir(parents=True)
-    paths = ["runs/stories", "other/stories", "./org/stories", "org/stories/best", "stories", "run/tiny-rms"]
-    lines = find(tmp_path, hub.server_port, *names, *paths)
-    for line, (name, reason) in zip(lines, names.items(), strict=False):
-        assert line.startswith(f"error: {name.partition('@')[0]} is no local path") and reason in line
-    assert ["does not exist" in line for line in lines] == [False] * len(names) + [True] * len(paths)
-    assert lines[-1].endswith("did you mean runs/tiny-rms?")
+    for name, reason in names.items():
+        with pytest.raises(UserError, match=f"^{name.partition('@')[0]} is no local path.*{reason}"):
+            find_checkpoint(name)
     assert {path for _, path in hub.asked if path.startswith("/api/models/")} == {*hub.errors}
+
+
+def test_a_mistyped_path_is_no_request(tmp_path, hub, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("other").mkdir()
+    Path("runs/tiny-rms").mkdir(parents=True)
+    for name in ("runs/stories", "other/stories", "./org/stories", "org/stories/best", "stories"):
+        with pytest.raises(UserError, match="does not exist"):
+            find_checkpoint(name)
+    with pytest.raises(UserError, match=r"does not exist; did you mean runs/tiny-rms\?"):
+        find_checkpoint("run/tiny-rms")
+    assert not hub.asked

@@ -11,16 +11,11 @@ from checkpoints.inference import cast_weights
 from checkpoints.pretrained import load_pretrained, open_checkpoint, save_pretrained
 from errors import UserError
 
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
-@pytest.mark.parametrize(
-    ("stored", "dtype"),
-    [
-        (torch.float32, torch.bfloat16),
-        (torch.bfloat16, torch.float32),
-        (torch.float16, torch.bfloat16),
-        (torch.float64, torch.float32),
-    ],
-)
+
+@pytest.mark.parametrize("dtype", DTYPES[1:3])
+@pytest.mark.parametrize("stored", DTYPES)
 def test_weights_cast_while_they_are_read_are_those_that_are_cast_afterwards(make_decoder, tmp_path, stored, dtype):
     save_pretrained(make_decoder(attention_bias=True).to(stored), tmp_path)
     checkpoint = open_checkpoint(tmp_path)
@@ -34,7 +29,7 @@ def test_weights_cast_while_they_are_read_are_those_that_are_cast_afterwards(mak
         assert torch.equal(found, tensor)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_a_bias_of_o_proj_is_read_where_one_of_its_elements_is_neither_0_nor_minus_0(saved, edit_weights, dtype):
     directory, bias = saved(attention_bias=True), torch.full((48,), -0.0, dtype=dtype)
     smallest = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
@@ -66,9 +61,7 @@ def test_a_base_model_without_a_head_is_read_when_the_embedding_is_the_head(edit
     assert relative(load_pretrained(tmp_path)(tokens), model(tokens).logits) <= 1e-6
 
 
-@pytest.mark.parametrize(
-    "name", ["../outside.safetensors", "/tmp/outside.safetensors", "..\\x", "C:x", "a/b", ".", "pipe"]
-)
+@pytest.mark.parametrize("name", ["../outside.safetensors", "/tmp/outside.safetensors", "..\\x", "C:x", ".", "pipe"])
 def test_an_index_may_only_name_files_beside_it(saved, tmp_path, name):
     directory = saved()
     (directory / "model.safetensors").rename(tmp_path / "outside.safetensors")
@@ -80,29 +73,19 @@ def test_an_index_may_only_name_files_beside_it(saved, tmp_path, name):
 
 
 def test_missing_unexpected_and_wrongly_shaped_tensors_are_named(saved, edit_weights):
-    directory = saved()
-
-    def damage(tensors):
-        tensors["model.extra"] = tensors.pop("model.layers.0.mlp.up_proj.weight")
-        tensors["model.norm.weight"] = torch.zeros(7)
-
-    edit_weights(directory, damage)
-    wrong = ("model.layers.0.mlp.up_proj.weight is missing", "model.extra is unexpected", "model.norm.weight has shape")
-    with pytest.raises(UserError, match=", ".join(wrong)):
+    directory, names = saved(), ("model.layers.0.mlp.up_proj.weight", "model.extra", "model.norm.weight")
+    edit_weights(directory, lambda t: t.update({names[1]: t.pop(names[0]), names[2]: torch.zeros(7)}))
+    with pytest.raises(UserError, match="{} is missing, {} is unexpected, {} has shape".format(*names)):
         load_pretrained(directory)
 
 
 def test_what_cannot_be_read_is_one_line(saved, edit_weights):
     directory = saved()
-    path, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
+    path = directory / "model.safetensors"
     edit_weights(directory, lambda t: t.update({"model.norm.weight": torch.ones(48, dtype=torch.int8)}))
     with pytest.raises(UserError, match=r"cannot be read \(no 'I8'\); give the unquantized model"):
         load_pretrained(directory)
-    index.write_text(json.dumps({"weight_map": {"a": "model-1.safetensors"}}))
     path.unlink()
-    with pytest.raises(UserError, match=r"index\.json cannot be read \(model-1\.safetensors is not beside it"):
-        load_pretrained(directory)
-    index.unlink()
     torch.save({}, directory / "old.bin", _use_new_zipfile_serialization=False)
     torch.save({}, directory / "new.bin")
     old, new = ((directory / name).read_bytes() for name in ("old.bin", "new.bin"))

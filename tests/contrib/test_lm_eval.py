@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from checkpoints.pretrained import save_pretrained
-from data.tokenizer import train_tokenizer
+from data.corpus import train_tokenizer
 from model.config import ModelConfig
 from model.decoder import Decoder
 

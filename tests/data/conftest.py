@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from data.corpus import train_tokenizer
 from data.readers import read_documents
 from data.sources import resolve
-from data.tokenizer import load_tokenizer, train_tokenizer
+from data.tokenizer import load_tokenizer
 
 
 def read(sources: list, field: str = "text", cache_dir: Path = Path("nowhere")) -> list[str]:

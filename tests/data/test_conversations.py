@@ -1,7 +1,6 @@
 """Which tokens of a conversation are learned, against transformers and against marks made by hand; and packed rows."""
 
 import gzip
-import importlib.util
 import json
 import os
 import random
@@ -10,7 +9,10 @@ import shutil
 from pathlib import Path
 
 import numpy as np
+import pyarrow
 import pytest
+import transformers
+from pyarrow import parquet
 
 from data.chat import ChatFormat
 from data.conversations import pack
@@ -19,9 +21,6 @@ from data.python_chat import questions_and_answers
 from data.sources import resolve
 from data.tokenizer import load_tokenizer
 from errors import UserError
-
-TRL = importlib.util.find_spec("trl")
-TEMPLATES = sorted((Path(TRL.origin).parent / "chat_templates").glob("*_training.jinja")) if TRL else []
 
 
 def said(*contents: str, system: str | None = None) -> list[dict]:
@@ -32,11 +31,9 @@ def said(*contents: str, system: str | None = None) -> list[dict]:
 
 
 CONVERSATIONS = [
-    said("Hello", "Hi."),
     said("What is 2 + 2?", "4", "And 漢字 é ☺?", "漢字 ☺"),
     said(" Lead and trail ", " a  b \n", "\n\nx", "\n\ny\n"),
     said("assistant", "user", "assistant\n", "assistant: I am the assistant."),
-    said("Be brief?", "Yes.\n\n```py\nx = 1\n```", "q", "a", "q", "a"),
     said("Hello", "Hi.", "q", "a", system="You are terse."),
 ]
 
@@ -48,43 +45,18 @@ def encode(chat: ChatFormat, messages: list[dict]) -> tuple[list[int], list[int]
     return ids.tolist(), learned.astype(int).tolist()
 
 
-@pytest.fixture(scope="module")
-def with_markers(qwen_folder, tmp_path_factory):
-    """Qwen2.5's tokenizer with the special tokens of all templates, as transformers has it and as we do."""
-    transformers = pytest.importorskip("transformers")
-    source = "".join(path.read_text(encoding="utf-8") for path in TEMPLATES)
-    markers = sorted(set(re.findall(r"<[|\w\uff5c\u2581]+>|</?s>|\[/?\w+\]", source)))
-    theirs = transformers.AutoTokenizer.from_pretrained(qwen_folder)
-    theirs.add_special_tokens({"additional_special_tokens": markers, "bos_token": "<s>"})
-    theirs.save_pretrained(folder := tmp_path_factory.mktemp("markers"))
-    return theirs, load_tokenizer(folder)
-
-
-@pytest.mark.skipif(not TEMPLATES, reason="TRL is not installed")
-@pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.stem)
-def test_what_is_learned_is_what_transformers_marks_in_the_training_templates_of_trl(with_markers, path):
-    """What a template refuses there, such as a system prompt, it refuses here; texts that some leave out, too."""
-    theirs, tokenizer = with_markers
-    source = path.read_text(encoding="utf-8")
-    tokenizer.files["chat_template.jinja"] = source.encode()
-    options = dict(chat_template=source, return_assistant_tokens_mask=True, return_dict=True)
-    compared = 0
-    if path.stem.startswith(("idefics3", "llava_next", "smolvlm")):  # they are for images
-        with pytest.raises(UserError, match="leaves out message 1"):
-            ChatFormat(tokenizer)
-        return
+@pytest.mark.parametrize("begin", ["{% generation %}", "{%- generation -%}"])
+def test_what_is_learned_in_generation_blocks_is_what_transformers_marks(ours, tmp_path, begin):
+    ours.for_conversations().save(tmp_path)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    theirs.chat_template = theirs.chat_template.replace("{% generation %}", begin)
+    theirs.save_pretrained(tmp_path)
     for messages in CONVERSATIONS:
-        try:
-            expected = theirs.apply_chat_template(messages, **options)
-        except Exception:
-            with pytest.raises(UserError):
-                ChatFormat(tokenizer).encode_learned(messages)
-            continue
-        ids, mask = encode(ChatFormat(tokenizer), messages)
+        options = dict(return_assistant_tokens_mask=True, return_dict=True)
+        expected = theirs.apply_chat_template(messages, **options)
+        ids, mask = encode(ChatFormat(load_tokenizer(tmp_path)), messages)
         assert ids == expected["input_ids"]
         assert mask == expected["assistant_masks"] and 0 < sum(mask) < len(mask)
-        compared += 1
-    assert compared >= 5
 
 
 def without_generation(tokenizer):
@@ -104,17 +76,16 @@ def hand_marked(tokenizer, parts: list[tuple[str, bool]]) -> tuple[list[int], li
 
 def test_without_generation_blocks_answers_are_the_spans_that_were_marked_by_hand(qwen, ours):
     """Qwen2.5's template, which has none, and ours without them."""
-    for messages in (said("Hello", "Hi."), said("What is 2 + 2?", "4", "And 漢字 ☺?", "漢字 ☺", system="Be terse.")):
-        first = messages[0]["content"] if messages[0]["role"] == "system" else None
-        default = "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."
-        parts = [(f"<|im_start|>system\n{first or default}<|im_end|>\n", False)]
-        own = [("<s>", False)] + ([(f"<|system|>{first}<|end|>", False)] if first else [])
-        for message in messages[bool(first) :]:
-            role, text = message["role"], message["content"]
-            is_answer = role == "assistant"
+    assert not re.search("{%-? generation", qwen.chat_template)
+    for messages in (
+        said("Hello", "Hi.", system="x"),
+        said("2 + 2?", "4", "And 漢字 ☺?", "漢字 ☺", system="Be terse."),
+    ):
+        parts, own = [], [("<s>", False)]
+        for message in messages:
+            role, text, is_answer = message["role"], message["content"], message["role"] == "assistant"
             parts += [(f"<|im_start|>{role}\n", False), (f"{text}<|im_end|>\n", is_answer)]
             own += [(f"<|{role}|>", False), (f"{text}<|end|>", is_answer)]
-        assert "{% generation" not in qwen.chat_template and "{%- generation" not in qwen.chat_template
         assert encode(ChatFormat(qwen), messages) == hand_marked(qwen, parts)
         for tokenizer in (ours.for_conversations(), without_generation(ours)):
             assert encode(ChatFormat(tokenizer), messages) == hand_marked(ours, own)
@@ -127,13 +98,9 @@ def test_what_a_person_types_changes_neither_the_mask_nor_a_special_token(qwen, 
         (ids, mask), (harmless, _) = (encode(chat, said(text, "Hi.", "q", "a")) for text in (typed, "x"))
         special = {i for i, token in tokenizer.added_tokens.items() if token.special}
         assert [i for i in ids if i in special] == [i for i in harmless if i in special]
-        learned = [i for i, is_learned in zip(ids, mask, strict=True) if is_learned]
-        answers = (
-            tokenizer.decode(learned, special=True)
-            .replace("\n", "")
-            .split(tokenizer.decode([chat.end_of_turn], special=True))
-        )
-        assert answers == ["Hi.", "a", ""]
+        learned = tokenizer.decode([i for i, is_learned in zip(ids, mask, strict=True) if is_learned], special=True)
+        end = tokenizer.decode([chat.end_of_turn], special=True)
+        assert learned.replace("\n", "").split(end) == ["Hi.", "a", ""]
 
 
 def test_an_answer_that_the_template_changes_later_is_not_learned_and_is_named(ours):
@@ -154,9 +121,6 @@ def write_rows(folder: Path, rows: list[list[dict]]) -> None:
 
     Some have a byte order mark, CRLF, columns of null, or the system prompt beside the messages.
     """
-    import pyarrow
-    from pyarrow import parquet
-
     folder.mkdir()
     with_keys = [{("messages", "conversations")[n % 2]: row, "id": n} for n, row in enumerate(rows)]
     with_keys[0]["text"] = None
@@ -171,6 +135,12 @@ def write_rows(folder: Path, rows: list[list[dict]]) -> None:
     (folder / "README.md").write_text("Conversations.")
 
 
+def write_jsonl(folder: Path, rows: list[list[dict]]) -> str:
+    """Conversations in a file, which is returned."""
+    (folder / "rows.jsonl").write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
+    return str(folder / "rows.jsonl")
+
+
 def packed(part: np.ndarray, tokenizer) -> list[tuple[str, str]]:
     """The conversations in rows: the text of each, and the text of what is learned."""
     found = []
@@ -183,20 +153,16 @@ def packed(part: np.ndarray, tokenizer) -> list[tuple[str, str]]:
 
 
 def test_rows_of_all_formats_and_keys_are_packed_whole_and_once(tokenizer_file, tmp_path, capsys):
-    pytest.importorskip("pyarrow")
     write_rows(tmp_path / "rows", ROWS)
     arguments = dict(tokenizer=tokenizer_file, cache_dir=tmp_path, sequence_length=100, validation_fraction=0.3)
     corpus = prepare([str(tmp_path / "rows")], **arguments)
     assert "1 files left out: they are text, not rows (the first: " in capsys.readouterr().err
     train, validation = (packed(part, corpus.tokenizer) for part in (corpus.train, corpus.validation))
-    expected = {
-        "<s>" + "".join(f"<|{m['role']}|>{m['content']}<|end|>" for m in row): "".join(
-            m["content"] for m in row if m["role"] == "assistant"
-        )
-        for row in ROWS
-    }
-    assert 0.1 < len(validation) / len(expected) < 0.5 and not {*train} & {*validation}
-    assert sorted(train + validation) == sorted(expected.items())
+    expected = []
+    for row in ROWS:
+        text = "<s>" + "".join(f"<|{m['role']}|>{m['content']}<|end|>" for m in row)
+        expected.append((text, "".join(m["content"] for m in row if m["role"] == "assistant")))
+    assert 0.1 < len(validation) / len(expected) < 0.5 and sorted(train + validation) == sorted(expected)
     for part in (corpus.train, corpus.validation):
         assert part.shape[2] == 101 and part.dtype == np.uint16
     (inputs, targets, documents), *_ = corpus.validation_batches(100, 3)
@@ -222,61 +188,51 @@ def test_packing_wastes_little_and_keeps_every_length():
 
 
 def test_batches_depend_on_seed_and_step_alone_and_an_epoch_has_every_row_once(tokenizer_file, tmp_path):
-    pytest.importorskip("pyarrow")
-    write_rows(tmp_path / "rows", ROWS)
-    corpus = prepare([str(tmp_path / "rows")], tokenizer=tokenizer_file, cache_dir=tmp_path, sequence_length=60)
+    corpus = prepare([write_jsonl(tmp_path, ROWS)], tokenizer=tokenizer_file, cache_dir=tmp_path, sequence_length=60)
     count = corpus.train.shape[1]
-    steps = [corpus.batch(seed=1, first=4 * step, size=4, sequence_length=60) for step in range(count)]
-    inputs = np.concatenate([batch[0] for batch in steps])
-    for epoch in np.split(inputs[: 4 * count], 4):
+    inputs = np.concatenate([corpus.batch(seed=1, first=4 * step, size=4)[0] for step in range(count)])
+    for epoch in np.split(inputs, 4):
         assert sorted(map(bytes, epoch)) == sorted(map(bytes, corpus.train[0, :, :-1].astype(np.int64)))
     assert not np.array_equal(inputs[:count], inputs[count : 2 * count])
-    for step, batch in enumerate(steps[:9]):
-        shares = [corpus.batch(seed=1, first=4 * step + start, size=2) for start in (0, 2)]
-        for array, *parts in zip(batch, *shares, strict=True):
-            assert np.array_equal(array, np.concatenate(parts))
-    assert not np.array_equal(steps[0][0], corpus.batch(seed=2, first=0, size=4)[0])
+    for start in range(0, 36, 2):
+        assert np.array_equal(corpus.batch(seed=1, first=start, size=2)[0], inputs[start : start + 2])
+    assert not np.array_equal(inputs[:4], corpus.batch(seed=2, first=0, size=4)[0])
 
 
 def test_what_is_unusual_is_one_line_with_a_count_and_the_first_place(tokenizer_file, tmp_path, capsys):
-    rows = [{"messages": said(f"Question {n}?", "An answer.")} for n in range(8)]
-    rows += [rows[0], {"messages": said("q")}, {"messages": 7}, {"text": "a"}, {"messages": [{"role": "user"}]}]
-    rows += [{"messages": said("word " * 99, "a")}, {"messages": said("q", "short", "r", "long " * 99, "s", "t")}]
-    rows += [{"messages": [*said("q"), {"role": "assistant", "content": "", "tool_calls": [1]}]}, rows[:1]]
-    rows += [{"messages": [*said("q", "a"), {"role": "tool", "content": "x"}]}]
-    rows += [{"messages": [message | {"weight": 0} for message in rows[n]["messages"]], "tools": [1]} for n in (0, 1)]
-    rows += [{"messages": said("q", "", system="s"), "system": "t", "source": None}]
+    rows = [said(f"Question {n}?", "An answer.") for n in range(8)]
+    rows += [rows[0], said("q"), 7, [{"role": "user"}]]
+    rows += [said("word " * 99, "a"), said("q", "short", "r", "long " * 99, "s", "t")]
+    rows += [[*said("q"), {"role": "assistant", "content": "", "tool_calls": [1]}]]
+    rows += [[*said("q", "a"), {"role": "tool", "content": "x"}]]
+    lines = [{"messages": row} for row in rows] + [{"text": "a"}, rows[:1]]
+    lines += [{"messages": [message | {"weight": 0} for message in rows[n]], "tools": [1]} for n in (0, 1)]
+    lines += [{"messages": said("q", "", system="s"), "system": "t", "source": None}]
     path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"messages": [\n')
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"messages": [\n')
     corpus = prepare([str(path)], tokenizer=tokenizer_file, cache_dir=tmp_path, sequence_length=60)
     assert sorted(capsys.readouterr().err.splitlines()) == sorted([
         f"2 conversations dropped: no answer is left to learn (the first: {path}, row 10)",
         f"7 rows skipped: each must be one object, with messages that the template supports (the first: {path}, row "
         "11: messages must be a list, and not an empty one.)",
-        f"2 conversations cut after the last answer that fits into --sequence-length (the first: {path}, row 14)",
+        f"2 conversations cut after the last answer that fits into --sequence-length (the first: {path}, row 13)",
         f"2 rows in which nothing uses these keys: tools, weight (the first: {path}, row 19)",
         f"1 rows in which nothing uses these keys: system (the first: {path}, row 21)",
     ])  # fmt: skip
     texts = packed(corpus.train, corpus.tokenizer) + packed(corpus.validation, corpus.tokenizer)
-    assert (
-        corpus.description.startswith("9 conversations, ") and "for validation 1 conversations, " in corpus.description
-    )
+    assert re.match("9 conversations, .*\n.* for validation 1 conversations, ", corpus.description)
     assert len(texts) == 10 and ("<s><|user|>q<|end|><|assistant|>short<|end|>", "short") in texts
 
 
 def test_a_template_that_does_not_teach_the_end_of_an_answer_is_named(tokenizer_file, ours, tmp_path, capsys):
     folder = shutil.copytree(tokenizer_file.parent, tmp_path / "tokenizer")
-    source = ours.for_conversations().chat_template.replace(
-        " + '<|end|>' }}{% endgeneration %}", " }}{% endgeneration %}<|end|>"
-    )
-    (folder / "chat_template.jinja").write_text(source)
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps({"messages": said(f"{n}?", "a")}) + "\n" for n in range(8)))
-    prepare([str(path)], tokenizer=folder, cache_dir=tmp_path, sequence_length=60)
-    assert capsys.readouterr().err == (
-        "8 conversations whose end-of-turn token is not learned: {% generation %} leaves it out "
-        f"(the first: {path}, row 1)\n"
-    )
+    source = ours.for_conversations().chat_template
+    unmarked = source.replace(" + '<|end|>' }}{% endgeneration %}", " }}{% endgeneration %}<|end|>")
+    (folder / "chat_template.jinja").write_text(unmarked)
+    path = write_jsonl(tmp_path, [said(f"{n}?", "a") for n in range(8)])
+    prepare([path], tokenizer=folder, cache_dir=tmp_path, sequence_length=60)
+    notice = "conversations whose end-of-turn token is not learned: {% generation %} leaves it out"
+    assert capsys.readouterr().err == f"8 {notice} (the first: {path}, row 1)\n"
 
 
 def test_conversations_need_a_template_and_rows_with_a_text_are_a_text(tokenizer_file, shared, tmp_path):
@@ -285,9 +241,7 @@ def test_conversations_need_a_template_and_rows_with_a_text_are_a_text(tokenizer
     with pytest.raises(UserError, match=r"stories260K has no chat template.*chat_template.jinja in its folder"):
         prepare([str(path)], tokenizer=shared / "stories260K" / "tok512.model", cache_dir=tmp_path)
     path.write_text(json.dumps({"text": "A text.", "messages": said("q", "a")}) + "\n")
-    assert prepare([str(path)], tokenizer=tokenizer_file, cache_dir=tmp_path).description.startswith("1 documents"), (
-        "a text"
-    )
+    assert prepare([str(path)], tokenizer=tokenizer_file, cache_dir=tmp_path).description.startswith("1 documents")
 
 
 def test_a_tokenizer_of_ours_gets_a_template_that_ends_answers_and_saves_it(ours, llama, qwen, tmp_path):
@@ -299,33 +253,38 @@ def test_a_tokenizer_of_ours_gets_a_template_that_ends_answers_and_saves_it(ours
     end = saved.encode_special("<|end|>", "mark").ids
     assert saved.chat_template == taught.chat_template and [ChatFormat(saved).end_of_turn] == end
     assert json.loads((tmp_path / "generation_config.json").read_text())["eos_token_id"] == [saved.eos_id, *end]
-    assert (
-        saved.for_conversations() is saved and qwen.for_conversations() is qwen and llama.for_conversations() is llama
-    )
+    assert all(other.for_conversations() is other for other in (saved, qwen, llama))
 
 
 def test_questions_about_python_come_from_its_own_docstrings():
-    files = resolve(["python-chat"], "text", Path())
-    found = [row["messages"] for file in files for row in questions_and_answers(file.fetch())]
+    files = {Path(file.name).stem: file for file in resolve(["python-chat"], "text", Path())}
+    assert len(files) > 400
+    chosen = [files[name] for name in ("shutil", "posixpath", "ntpath", "_strptime")]
+    found = [row["messages"] for file in chosen for row in questions_and_answers(file.fetch())]
     assert [[m["role"] for m in messages] for messages in found] == [["user", "assistant"]] * len(found)
     pairs = {question["content"]: answer["content"] for question, answer in found}
-    assert 7_000 < len(pairs) < 15_000
     copytree = "Recursively copy a directory tree and return the destination directory"
     assert pairs["What does shutil.copytree do?"] == f"{copytree}."
     assert pairs[f"Which function of shutil does this: {copytree}?"] == "That is shutil.copytree."
-    assert (
-        pairs["What are the arguments of shutil.copymode?"]
-        == "It is called as copymode(src, dst, *, follow_symlinks=True)."
-    )
+    signature = "copymode(src, dst, *, follow_symlinks=True)"
+    assert pairs["What are the arguments of shutil.copymode?"] == f"It is called as {signature}."
     assert pairs["What are the arguments of os.path.join?"] == "It is called as join(a, *p)."
     assert not any(re.search(r"\b_|ntpath|\n", question) for question in pairs if question.startswith("What "))
 
 
-def test_rows_of_the_cache_that_were_cut_short_are_refused(tokenizer_file, tmp_path):
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"messages": row}) + "\n" for row in ROWS))
+@pytest.mark.parametrize("suffix", ["npy", "json"])
+def test_a_cache_that_was_cut_short_is_refused(tokenizer_file, tmp_path, suffix):
+    path = write_jsonl(tmp_path, ROWS)
     options = dict(tokenizer=tokenizer_file, cache_dir=tmp_path, sequence_length=60)
-    prepare([str(tmp_path / "a.jsonl")], **options)
-    (rows,) = (tmp_path / "conversations").glob("*.npy")
-    os.truncate(rows, rows.stat().st_size - 200)
-    with pytest.raises(UserError, match=r"npy cannot be read .*; delete .*conversations, which is made anew"):
-        prepare([str(tmp_path / "a.jsonl")], **options)
+    prepare([path], **options)
+    (damaged,) = (tmp_path / "conversations").glob(f"*.{suffix}")
+    os.truncate(damaged, damaged.stat().st_size - 200)
+    with pytest.raises(UserError, match=r"cannot be read .*; delete .*conversations, which is made anew"):
+        prepare([path], **options)
+
+
+def test_a_file_of_conversations_among_texts_is_named(tmp_path):
+    (tmp_path / "notes.md").write_text("A note.")
+    write_jsonl(tmp_path, ROWS)
+    with pytest.raises(UserError, match=r"has conversations; give a model .* or leave out .*rows\.jsonl\."):
+        prepare([str(tmp_path)], cache_dir=tmp_path / "cache")

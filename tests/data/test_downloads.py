@@ -2,31 +2,17 @@
 
 import io
 import json
-import os
 import random
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pyarrow
 import pytest
 from pyarrow import parquet
 
+from data import units
+from data.corpus import Corpus, prepare
 from data.sources import KNOWN
-
-ROOT = Path(__file__).parents[2]
-SCRIPT = """
-import json, sys
-if __name__ == "__main__":
-    from data import corpus, units
-    from errors import exit_on_user_error
-    units.UNIT_BYTES = 1
-    with exit_on_user_error():
-        text = corpus.prepare([sys.argv[1]], cache_dir=sys.argv[2], tokenizer=sys.argv[3])
-        print(json.dumps(text.tokenizer.decode(text.train[:])))
-        print(text.text_hash, text.validation.tolist())
-"""
+from errors import UserError
 
 
 def publish(hub, dataset: str, revision: str, texts: dict[str, str]) -> list[str]:
@@ -42,17 +28,16 @@ def publish(hub, dataset: str, revision: str, texts: dict[str, str]) -> list[str
     return [*files]
 
 
-def start(name: str, folder: Path, port: int, tokenizer: Path) -> subprocess.Popen:
-    """Prepare a data set in a new process (the library reads its environment once), which then prints it."""
-    (folder / "script.py").write_text(SCRIPT)
-    environment = {
-        key: value for key, value in os.environ.items() if not key.upper().startswith(("HF_", "HUGGINGFACE"))
-    }
-    environment |= {"HF_HOME": str(folder), "HF_ENDPOINT": f"http://127.0.0.1:{port}", "NO_PROXY": "127.0.0.1"}
-    environment |= {"PYTHONPATH": str(ROOT), "HF_HUB_DISABLE_XET": "1"}
-    command = [sys.executable, folder / "script.py", name, folder / "cache", tokenizer]
-    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    return subprocess.Popen([*map(str, command)], cwd=folder, env=environment, text=True, **pipes)
+@pytest.fixture
+def prepared(tmp_path, monkeypatch, tokenizer_file):
+    """Prepare a data set: a unit for each file, in this process."""
+    monkeypatch.setattr(units, "UNIT_BYTES", 1)
+    monkeypatch.setattr(units, "usable_cores", lambda: 1)
+    return lambda name: prepare([name], cache_dir=tmp_path / "cache", tokenizer=tokenizer_file)
+
+
+def text_of(corpus: Corpus) -> str:
+    return corpus.tokenizer.decode(corpus.train[:])
 
 
 def downloads(hub) -> list[str]:
@@ -68,51 +53,43 @@ def numbers(hub) -> list[str]:
     return publish(hub, "owner/numbers", "main", texts | beside)
 
 
-def test_a_data_set_is_read_in_order_and_downloaded_once(tmp_path, hub, numbers, tokenizer_file):
-    process = start("hub:owner/numbers/part", tmp_path, hub.server_port, tokenizer_file)
-    out, error = process.communicate()
-    assert process.returncode == 0, error
-    assert list(dict.fromkeys(re.findall("file [0-9]", out))) == [f"file {n}" for n in range(9)] and "other" not in out
-    assert downloads(hub) == [f"{n}.parquet" for n in range(9)]
+def test_a_data_set_is_read_in_order_and_downloaded_once(hub, numbers, prepared):
+    corpus = prepared("hub:owner/numbers/part")
+    found = list(dict.fromkeys(re.findall("file [0-9]|other", text_of(corpus))))
+    assert found == [f"file {n}" for n in range(9)] and downloads(hub) == [f"{n}.parquet" for n in range(9)]
     hub.asked.clear()
-    again = start("hub:owner/numbers/part", tmp_path, hub.server_port, tokenizer_file)
-    assert again.communicate()[0] == out
-    assert not downloads(hub)
+    again = prepared("hub:owner/numbers/part")
+    assert again.text_hash == corpus.text_hash and not hub.asked
 
 
 @pytest.mark.parametrize("name", KNOWN)
-def test_a_known_text_is_its_files_of_a_data_set(tmp_path, hub, tokenizer_file, name):
+def test_a_known_text_is_its_files_of_a_data_set(tmp_path, hub, prepared, name):
     dataset, revision, begin = KNOWN[name]
     publish(hub, dataset, revision.replace("/", "%2F"), {f"{begin}{n}.parquet": f"{name} {n}" for n in range(2)})
-    process = start(name, tmp_path, hub.server_port, tokenizer_file)
-    out, error = process.communicate()
-    assert f"{name} 0 " in out and f"{name} 1 " in out, error
+    text = text_of(prepared(name))
+    assert f"{name} 0 " in text and f"{name} 1 " in text
     assert list((tmp_path / "hub").glob("datasets--*")), "where every other program looks"
 
 
-def test_the_list_of_a_data_set_is_kept_for_each_revision(tmp_path, hub, tokenizer_file):
+def test_the_list_of_a_data_set_is_kept_for_each_revision(hub, prepared):
     dataset, revision, begin = KNOWN["shakespeare"]
     publish(hub, dataset, "main", {"plain.parquet": "of main"})
-    assert "of main" in start(f"hub:{dataset}", tmp_path, hub.server_port, tokenizer_file).communicate()[0]
+    assert "of main" in text_of(prepared(f"hub:{dataset}"))
     publish(hub, dataset, revision.replace("/", "%2F"), {f"{begin}0.parquet": "of another"})
-    assert "of another" in start("shakespeare", tmp_path, hub.server_port, tokenizer_file).communicate()[0]
+    assert "of another" in text_of(prepared("shakespeare"))
 
 
-def error_message(process: subprocess.Popen) -> str:
-    error = process.communicate()[1]
-    assert process.returncode == 2
-    assert len(error.splitlines()) == 1 and error.startswith("error: "), error
-    return error
-
-
-def test_what_cannot_be_downloaded_is_one_line(tmp_path, hub, numbers, tokenizer_file):
-    unreachable = error_message(start("hub:owner/numbers", tmp_path, 9, tokenizer_file))  # nobody listens there
-    assert "the data set owner/numbers of the Hub cannot be read" in unreachable and "connection" in unreachable
-    missing = error_message(start("hub:owner/nothing", tmp_path, hub.server_port, tokenizer_file))
-    assert "404" in missing and "owner/nothing" in missing
-    nowhere = error_message(start("hub:owner/numbers/nowhere", tmp_path, hub.server_port, tokenizer_file))
-    assert "hub:owner/numbers/nowhere names no file to read" in nowhere
+def test_what_cannot_be_downloaded_is_one_line(hub, numbers, prepared, no_network):
+    reasons = {
+        "owner/nothing": "the data set owner/nothing of the Hub cannot be read .*404",
+        "owner/numbers/nowhere": "^hub:owner/numbers/nowhere names no file to read",
+        "owner/numbers/part": "part/0.parquet of .* cannot be read .*404",
+    }
     for path in numbers:
         del hub.files[path]
-    message = error_message(start("hub:owner/numbers/part", tmp_path, hub.server_port, tokenizer_file))
-    assert "part/0.parquet" in message and "404" in message
+    for name, reason in reasons.items():
+        with pytest.raises(UserError, match=reason):
+            prepared(f"hub:{name}")
+    no_network()
+    with pytest.raises(UserError, match=r"the data set owner/other of the Hub cannot be read .*connection"):
+        prepared("hub:owner/other")

@@ -34,19 +34,19 @@ def write_jsonl(path: Path, rows: list[object]) -> Path:
 
 
 def test_the_default_corpus_is_the_standard_library_and_its_prose_without_tests_and_tables(library_text):
-    names = [Path(file.name) for file in resolve(["python"], "text", Path())]
     root = Path(sysconfig.get_path("stdlib"))
-    inside = {part for path in names for part in path.relative_to(root).parts[:-1]}
-    assert not inside & {"test", "tests", "idlelib", "tkinter", "lib2to3", "distutils", "site-packages", "__pycache__"}
-    kept = {path.relative_to(root).as_posix() for path in names}
-    assert {"argparse.py", "json/decoder.py", "encodings/utf_8.py", "encodings/idna.py"} <= kept
-    assert not kept & {"encodings/cp037.py", "encodings/mac_arabic.py", "encodings/koi8_r.py"}
+    names = {Path(file.name).relative_to(root).as_posix() for file in resolve(["python"], "text", Path())}
+    folders = {part for name in names for part in Path(name).parts[:-1]}
+    assert not folders & {"test", "tests", "idlelib", "tkinter", "lib2to3", "distutils", "site-packages", "__pycache__"}
+    assert {"argparse.py", "json/decoder.py", "encodings/utf_8.py", "encodings/idna.py"} <= names
+    assert not names & {"encodings/cp037.py", "encodings/mac_arabic.py", "encodings/koi8_r.py"}
     assert any("The `with` statement" in text or 'The "with" statement' in text for text in library_text), "prose"
     assert 5e6 < sum(len(text) for text in library_text) < 20e6
 
 
-def test_text_is_never_changed_in_any_format_and_a_row_is_a_document(tmp_path):
-    texts = ["a\ufeff\r\nb\tc\0d  \n\n  e▁😀\u2028\x85", " ", "a" * 3_000_000]
+def test_text_is_never_changed_in_any_format_and_a_row_is_a_document(tmp_path, monkeypatch):
+    monkeypatch.setattr("data.readers.BLOCK", 7)
+    texts = ["a\ufeff\r\nb\tc\0d  \n\n  e▁😀\u2028\x85", " ", "Übermäßig 😀 größer\n" * 50 + "x" * 99]
     rows = [{"story": text, "n": 1} for text in (*texts, "")]
     for number, text in enumerate(texts):
         (tmp_path / f"{number}.txt").write_bytes(text.encode("utf-8"))
@@ -71,13 +71,6 @@ def test_folders_and_patterns_are_sorted_and_take_only_text_and_links_to_folders
     assert line == f"skipped: {tmp_path}/b/linked is a link to a folder; name it in --data too"
 
 
-def test_a_file_of_many_blocks_is_one_document_with_characters_across_blocks(tmp_path, monkeypatch):
-    monkeypatch.setattr("data.readers.BLOCK", 7)
-    text = "Übermäßig 😀 größer\n" * 50 + "x" * 99
-    (tmp_path / "a.txt").write_text(text, encoding="utf-8", newline="")
-    assert documents(tmp_path / "a.txt") == [text]
-
-
 def test_files_of_a_folder_that_are_not_utf8_are_left_out_with_the_reason_and_so_are_nulls(
     tmp_path, monkeypatch, capsys
 ):
@@ -94,13 +87,22 @@ def test_files_of_a_folder_that_are_not_utf8_are_left_out_with_the_reason_and_so
 
 
 def test_a_row_whose_text_is_missing_or_is_no_text_is_named_with_its_line(tmp_path):
-    rows = [{"text": "a"}, {"text": 5}, {"body": "c", "n": 1}, {"text": "\ud800"}]
-    for number, reason in ((1, "'text' is int, not text"), (2, "no field 'text' among body, n"), (3, "surrogates")):
-        path = write_jsonl(tmp_path / f"{number}.jsonl", [rows[0], rows[number]])
-        message = error_message(path)
-        assert f"{path}, row 2 cannot be read" in message and reason in message and "--text-field" in message
-    for number in (1, 2):
-        parquet.write_table(pyarrow.Table.from_pylist([rows[number]]), tmp_path / "a.parquet")
+    reasons = {
+        '{"text": 5}': "'text' is int, not text",
+        '{"body": "c", "n": 1}': "no field 'text' among body, n",
+        r'{"text": "\ud800"}': "surrogates",
+        '[{"text": "a"}]': "the line is of type list, not an object",
+        '"text"': "the line is of type str, not an object",
+        "null": "the line is of type NoneType, not an object",
+        "{": "Expecting property name",
+        "\0\0": "Expecting value",
+    }
+    for line, reason in reasons.items():
+        (tmp_path / "a.jsonl").write_text('{"text": "a"}\n' + line)
+        message = error_message(tmp_path / "a.jsonl")
+        assert "a.jsonl, row 2 cannot be read" in message and reason in message and "--text-field" in message
+    for row in ({"text": 5}, {"body": "c"}):
+        parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "a.parquet")
         assert "a.parquet, row 1 cannot be read" in error_message(tmp_path / "a.parquet")
 
 
@@ -119,3 +121,12 @@ def test_a_name_wins_over_a_folder_and_a_path_is_the_folder(tmp_path, monkeypatc
     monkeypatch.chdir(tmp_path)
     assert len(resolve(["python"], "text", tmp_path)) > 100
     assert documents("./python") == ["own"]
+
+
+def test_a_byte_order_mark_is_not_text(tmp_path):
+    for name in ("a.txt", "a.md", "a.py", "b.jsonl", "b.jsonl.gz"):
+        for content in (b"", b'{"text": "one"}\r\n\r\n{"text": "two"}\r\n'):
+            marked = b"\xef\xbb\xbf" + content
+            (tmp_path / name).write_bytes(gzip.compress(marked) if name.endswith("gz") else marked)
+            expected = content.decode() if name[0] == "a" else "onetwo" if content else ""
+            assert "".join(documents(tmp_path / name)) == expected

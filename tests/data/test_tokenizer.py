@@ -12,7 +12,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from sentencepiece.sentencepiece_model_pb2 import ModelProto
 
-from data.tokenizer import check_vocabulary, load_tokenizer, train_tokenizer
+from data.corpus import train_tokenizer
+from data.tokenizer import check_vocabulary, load_tokenizer
 from data.tokenizer_json import PIECE, merges
 from errors import UserError
 
@@ -23,7 +24,6 @@ TRAPS = st.sampled_from(
     "</s>|<s>|<unk>|<0x0A>|====|----|#########|__|self.|return|12".split("|")
 )
 TEXTS = st.lists(st.one_of(SCALARS, TRAPS), max_size=30).map("".join)
-
 
 LLAMA_TEXTS = st.lists(st.one_of(SCALARS, TRAPS, st.sampled_from(["Once upon", "the ", "▁"])), max_size=20).map("".join)
 
@@ -37,16 +37,11 @@ def test_the_round_trip_is_exact_for_any_text(ours, text):
     assert all(type(i) is int and 6 < i < ours.vocab_size for i in ids), "no special token, whatever the text"
 
 
-def test_decoding_leaves_out_special_tokens_and_unknown_ids(ours):
-    assert ours.decode([ours.bos_id, *ours.encode("text"), 10**6, ours.eos_id]) == "text"
-
-
 def test_training_prints_nothing_and_gives_the_same_file_each_time(tmp_path, library_text, capfd):
     made = [train_tokenizer(library_text[:40], 700, tmp_path / str(i)) for i in range(2)]
-    assert made[0].vocab_size == 700
     assert (tmp_path / "0").read_bytes() == (tmp_path / "1").read_bytes()
     assert made[0].hash == made[1].hash == load_tokenizer(tmp_path / "0").hash
-    assert (made[0].bos_id, made[0].eos_id) == (1, 2) and capfd.readouterr() == ("", "")
+    assert (made[0].vocab_size, made[0].bos_id, made[0].eos_id) == (700, 1, 2) and capfd.readouterr() == ("", "")
 
 
 def test_training_takes_tabs_long_lines_and_nul_characters(tmp_path):
@@ -60,13 +55,10 @@ def test_tokens_for_conversations_are_reserved_and_never_come_from_text(ours):
     tokens = [ours.added_tokens[i].content for i in range(7)]
     assert tokens == ["<unk>", "<s>", "</s>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"]
     assert all(token.special for token in ours.added_tokens.values())
-    assert min(ours.encode("<|user|>Hi<|end|>")) > 6 and ours.encode_special("<|user|>Hi<|end|>", "mark").ids[::6] == [
-        4
-    ]
-    assert min(ours.encode_batch(["<|user|>Hi<|end|>"])[0]) > 6
-
-
-# The same ids in SentencePiece and in Hugging Face's libraries
+    text = "<|user|>Hi<|end|>"
+    assert min(ours.encode(text)) > 6 and ours.encode_special(text, "mark").ids[::6] == [4]
+    assert min(ours.encode(text)) > 6, "also afterwards"
+    assert ours.decode([ours.bos_id, *ours.encode("text"), 10**6, ours.eos_id]) == "text"
 
 
 def processor(tokenizer) -> sentencepiece.SentencePieceProcessor:
@@ -75,6 +67,7 @@ def processor(tokenizer) -> sentencepiece.SentencePieceProcessor:
 
 @settings(max_examples=300, deadline=None)
 @given(text=LLAMA_TEXTS)
+@example(text=Path(__file__).read_text(encoding="utf-8").replace("▁", ""))
 @pytest.mark.parametrize("kind", ["ours", "llama"])
 def test_ids_and_texts_are_those_of_sentencepiece_for_any_text(kind, text, request):
     tokenizer = request.getfixturevalue(kind)
@@ -89,19 +82,6 @@ def test_ids_and_texts_are_those_of_sentencepiece_for_any_text(kind, text, reque
 @given(ids=st.lists(st.integers(1, 300), max_size=20))
 def test_bytes_that_are_no_character_do_not_change_the_text_around_them(ours, ids):
     assert ours.decode(ids) == processor(ours).decode(ids)
-
-
-def test_ids_are_those_of_sentencepiece_for_real_text_and_where_pieces_overlap(ours, library_text):
-    trained, generator = processor(ours), random.Random(0)
-    pieces = [p.piece for p in ModelProto.FromString(ours.files["tokenizer.model"]).pieces if p.type == PIECE.NORMAL]
-    texts = library_text[::4] + [run * n for run in (" ", "\n", "=", "ab", "\t", "é", "  x") for n in range(1, 101)]
-    for _ in range(5000):
-        chosen = [piece.replace("▁", " ") for piece in generator.choices(pieces, k=generator.randint(2, 6))]
-        # overlap: the end of one piece is the start of the next, which is where merges compete
-        text = "".join(one[: generator.randint(1, len(one))] for one in chosen) * generator.randint(1, 4)
-        texts.append(text)
-    for text, ids in zip(texts, ours.encode_batch(texts), strict=True):
-        assert ids.tolist() == trained.encode(text), text
 
 
 @settings(max_examples=600, deadline=None)
@@ -137,15 +117,14 @@ def saved(ours, tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize("model_type", [None, "llama", "qwen3", "stablelm"])
-def test_autotokenizer_gives_the_same_ids_in_every_family(ours, saved, tmp_path, model_type):
+def test_autotokenizer_gives_the_same_ids_in_every_family(ours, tmp_path, model_type):
     ours.save(tmp_path)
     if model_type:
         (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
     auto = transformers.AutoTokenizer.from_pretrained(tmp_path)
     assert (auto.bos_token_id, auto.eos_token_id) == (ours.bos_id, ours.eos_id)
     assert auto.add_prefix_space is False  # what llama.cpp's converter reads
-    texts = ["", "a", " a", "</s><s><unk>", "<0x0A>\n", "\t\tif x:\r\n", "Grüße 😀", "a .  b , c n't", " " * 33, "\0"]
-    for text in texts:
+    for text in ["", " a", "</s><s><unk>", "<0x0A>\n", "\t\tif x:\r\n", "Grüße 😀", "a .  b , c n't", " " * 33, "\0"]:
         assert auto(text).input_ids == [ours.bos_id, *ours.encode(text)], text
         assert auto.decode(ours.encode(text)) == text
 
@@ -161,9 +140,6 @@ def test_a_saved_tokenizer_loads_as_the_same_tokenizer_and_saves_the_same_files(
         tokenizer = again
     one, two = ({path.name: path.read_bytes() for path in folder.iterdir()} for folder in folders)
     assert one == two and {"tokenizer.json", "tokenizer_config.json"} <= set(one)
-
-
-# Tokenizers that were given
 
 
 def test_a_bare_model_has_bos_and_drops_the_space_in_front_only_at_the_start(llama):
@@ -182,27 +158,14 @@ def test_a_folder_with_a_model_alone_keeps_its_configuration_and_its_chat_templa
     assert load_tokenizer(tmp_path).hash == tokenizer.hash and (tmp_path / "tokenizer.json").is_file()
 
 
-def test_a_model_of_another_kind_is_refused(tmp_path):
-    words = ["the quick brown fox", "jumps over the lazy dog", "and runs away"] * 50
-    with open(tmp_path / "tokenizer.model", "wb") as file:
-        sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(words), model_writer=file, vocab_size=32, model_type="unigram", minloglevel=2
-        )
-    with pytest.raises(UserError, match=r"tokenizer\.model cannot be read \(it is not a byte-pair encoding\); give a"):
-        load_tokenizer(tmp_path)
-
-
 def test_qwen_gives_the_golden_ids_and_its_special_tokens_are_text(qwen, shared):
     assert (qwen.bos_id, qwen.eos_id, qwen.vocab_size) == (None, 151645, 151665)
     assert qwen.eos_id not in qwen.encode("<|im_end|>")
-    with open(shared / "qwen2_5" / "golden_strings.inp", encoding="utf-8", newline="") as file:
-        strings = file.read().split("\n__ggml_vocab_test__\n")
-    with open(shared / "qwen2_5" / "golden_ids.out", encoding="utf-8") as file:
-        expected = [[int(one) for one in line.split()] for line in file.read().split("\n")]
-    assert len(strings) == len(expected) == 47
-    for text, ids in zip(strings, expected, strict=True):
-        assert qwen.encode(text) == ids, text
-        assert qwen.decode(ids) == text
+    strings = (shared / "qwen2_5" / "golden_strings.inp").read_bytes().decode().split("\n__ggml_vocab_test__\n")
+    lines = (shared / "qwen2_5" / "golden_ids.out").read_text().split("\n")
+    assert len(strings) == len(lines) == 47
+    for text, line in zip(strings, lines, strict=True):
+        assert qwen.encode(text) == [int(one) for one in line.split()] and qwen.decode(qwen.encode(text)) == text
 
 
 def edited(saved: Path, folder: Path, generation: dict | None = None, **changes) -> Path:
@@ -217,23 +180,23 @@ def edited(saved: Path, folder: Path, generation: dict | None = None, **changes)
     return folder
 
 
-def test_bos_follows_the_configuration_and_then_the_post_processor(saved, tmp_path):
-    assert load_tokenizer(edited(saved, tmp_path / "a", add_bos_token=False)).bos_id is None
-    assert load_tokenizer(edited(saved, tmp_path / "b", add_bos_token=True)).bos_id == 1
-    assert load_tokenizer(edited(saved, tmp_path / "c", add_bos_token=...)).bos_id == 1
-    changed = load_tokenizer(edited(saved, tmp_path / "d", add_bos_token=True, bos_token={"content": "<unk>"}))
-    assert changed.bos_id == 0
-    plain = edited(saved, tmp_path / "e", add_bos_token=...)
+def test_bos_and_eos_follow_the_configuration_then_the_post_processor_and_the_generation_configuration(saved, tmp_path):
+    cases = [
+        ({"add_bos_token": False}, None, (None, 2)),
+        ({"add_bos_token": ...}, None, (1, 2)),
+        ({"add_bos_token": True, "bos_token": {"content": "<unk>"}}, None, (0, 2)),
+        ({"eos_token": {"content": "<unk>"}}, None, (1, 0)),
+        ({"eos_token": None}, {"eos_token_id": [7, 8]}, (1, 7)),
+    ]
+    for number, (changes, generation, expected) in enumerate(cases):
+        tokenizer = load_tokenizer(edited(saved, tmp_path / str(number), generation, **changes))
+        assert (tokenizer.bos_id, tokenizer.eos_id) == expected
+    with pytest.raises(UserError, match="eos_token"):
+        load_tokenizer(edited(saved, tmp_path / "without", eos_token=None))
+    plain = edited(saved, tmp_path / "plain", add_bos_token=...)
     content = json.loads((plain / "tokenizer.json").read_text(encoding="utf-8")) | {"post_processor": None}
     (plain / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8-sig")  # as some editors write it
     assert load_tokenizer(plain).bos_id is None
-
-
-def test_eos_follows_the_tokenizer_configuration_and_then_the_generation_configuration(saved, tmp_path):
-    assert load_tokenizer(edited(saved, tmp_path / "a", eos_token={"content": "<unk>"})).eos_id == 0
-    assert load_tokenizer(edited(saved, tmp_path / "b", {"eos_token_id": [7, 8]}, eos_token=None)).eos_id == 7
-    with pytest.raises(UserError, match="eos_token"):
-        load_tokenizer(edited(saved, tmp_path / "c", eos_token=None))
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -262,14 +225,19 @@ def test_a_panic_of_the_library_is_one_line(saved, tmp_path, normalizer):
         load_tokenizer(path).encode_batch(["some text"])
 
 
-def test_files_that_are_no_tokenizers_are_named(saved, tmp_path):
+def test_files_that_are_no_tokenizers_or_of_another_kind_are_named(saved, tmp_path):
     folder = edited(saved, tmp_path / "broken")
     (folder / "tokenizer_config.json").write_text("{")
     for name, content in (("a.model", b"nothing"), ("b.json", b"{}"), ("c.model", b"")):
         (tmp_path / name).write_bytes(content)
+    words, unigram = iter(["the quick brown fox", "and runs away"] * 50), dict(model_type="unigram", vocab_size=25)
+    prefix = str(tmp_path / "d")
+    sentencepiece.SentencePieceTrainer.train(sentence_iterator=words, model_prefix=prefix, minloglevel=2, **unigram)
     for path in ("a.model", "b.json", "c.model", "broken"):
         with pytest.raises(UserError, match=r"(\.model|tokenizer\.json|tokenizer_config\.json) cannot be read"):
             load_tokenizer(tmp_path / path)
+    with pytest.raises(UserError, match=r"d\.model cannot be read \(it is not a byte-pair encoding\); give a"):
+        load_tokenizer(tmp_path / "d.model")
     for path in (tmp_path, tmp_path / "missing"):
         with pytest.raises(UserError, match="there is no"):
             load_tokenizer(path)
@@ -284,12 +252,15 @@ def test_a_vocabulary_that_does_not_fit_the_model_is_refused(ours, saved, tmp_pa
         check_vocabulary(load_tokenizer(edited(saved, tmp_path / "b", eos_token="<end>")), 2000)
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["今天天气很好我们去公园玩", "おはようございます東京", "😀🎉🚀✨", "x=y;a[0]=f(b,c)\t{}\n", "abcd" * 1000 + " "],
-)
-def test_a_space_stays_a_space_where_the_text_has_few_or_none(tmp_path, text):
-    texts = [text[i % 7 :] * 40 + str(i) for i in range(50)]
-    tokenizer = train_tokenizer(texts, 300, tmp_path / "tokenizer.model")
-    for again in (texts[0], "a b", " hello  world ", "今 天\n  x", "😀 😀"):
-        assert tokenizer.decode(tokenizer.encode(again)) == again
+def test_a_space_stays_a_space_where_the_text_has_few_or_none(tmp_path):
+    for text in (
+        "今天天气很好我们去公园玩",
+        "おはようございます東京",
+        "😀🎉🚀✨",
+        "x=y;a[0]=f(b,c)\t{}\n",
+        "abcd" * 1000 + " ",
+    ):
+        texts = [text[i % 7 :] * 40 + str(i) for i in range(50)]
+        tokenizer = train_tokenizer(texts, 300, tmp_path / "tokenizer.model")
+        for again in (texts[0], "a b", " hello  world ", "今 天\n  x", "😀 😀"):
+            assert tokenizer.decode(tokenizer.encode(again)) == again
