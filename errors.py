@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 # A text of others may contain escape sequences, which move the cursor, rename the window or hide text. All control
 # characters but tab and newline are shown as their Unicode pictures; C1 has none.
@@ -24,6 +24,21 @@ PICTURES |= {0x7F: 0x2421} | dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
 def printable(text: str) -> str:
     """The text with its control characters made visible, except tab and newline."""
     return text.translate(PICTURES)
+
+
+def fit_terminal(text: str, stream: TextIO) -> str:
+    """For a terminal, long lines are broken between words; a line with a command stays whole, to be copied."""
+    if not stream.isatty():
+        return text
+    import shutil  # these two only here, as Ctrl-C in an import is a traceback
+    import textwrap
+
+    options = {"subsequent_indent": "  ", "break_long_words": False, "break_on_hyphens": False}
+    columns, lines = shutil.get_terminal_size().columns, text.split("\n")
+    for i, line in enumerate(lines):
+        if len(line) > columns and "python " not in line:
+            lines[i] = textwrap.fill(line, columns, **options)
+    return "\n".join(lines)
 
 
 class UserError(Exception):
@@ -45,14 +60,16 @@ def reading(path: Path | str, fix: str = "download or save it again") -> Iterato
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # of libraries in Rust
             raise
         reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
-        raise UserError(f"{path} cannot be read ({'no ' * isinstance(error, KeyError)}{reason}); {fix}.") from error
+        if isinstance(error, KeyError):
+            reason = f"no {reason}"
+        raise UserError(f"{path} cannot be read ({reason}); {fix}.") from error
 
 
 @functools.cache
 def note(text: str) -> None:
     """Print a line to standard error, once, if this is the main process."""
     if is_main_process():
-        print(printable(text), file=sys.stderr)
+        print(fit_terminal(printable(text), sys.stderr), file=sys.stderr)
 
 
 def usable_cores() -> int:
@@ -78,11 +95,13 @@ def exit_on_user_error() -> Iterator[None]:
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(encoding="utf-8", errors="replace")
     signal.signal(signal.SIGINT, interrupt)
-    if show_traceback := "--traceback" in sys.argv:
+    show_traceback = "--traceback" in sys.argv
+    if show_traceback:
         sys.argv.remove("--traceback")
     try:
-        if wrong := [text for text in (__file__, *sys.argv[1:]) if text != text.encode("utf-8", "replace").decode()]:
-            raise UserError(f"{wrong[0]} is not UTF-8; give texts and names of files in UTF-8.")
+        for text in (__file__, *sys.argv[1:]):
+            if text != text.encode("utf-8", "replace").decode():
+                raise UserError(f"{text} is not UTF-8; give texts and names of files in UTF-8.")
         try:
             yield
         finally:
@@ -106,7 +125,7 @@ def exit_on_user_error() -> Iterator[None]:
 def end(message: str, status: int) -> NoReturn:
     """Print the message to standard error and exit."""
     wait_for_main_process(status)
-    for stream, text in ((sys.stdout, ""), (sys.stderr, message + "\n")):
+    for stream, text in ((sys.stdout, ""), (sys.stderr, fit_terminal(message, sys.stderr) + "\n")):
         try:
             print(text, end="", file=stream, flush=True)
         except OSError:  # Python would report it again on exit

@@ -2,20 +2,18 @@
 
 import sys
 
-from errors import UserError, exit_on_user_error
+from errors import UserError, exit_on_user_error, note
 
 
 def main() -> None:
-    """Parse the command line, find the checkpoint, read the prompt; then import torch, which is slow, and generate."""
+    """Parse the command line, find the checkpoint; then import torch, which is slow, read the prompt and generate."""
     with exit_on_user_error():  # around the imports too: they take time, in which Ctrl-C may come
         from pathlib import Path
 
         import tyro
 
         from checkpoints.find import find_checkpoint, newest_run
-        from generation.prompts import read_prompts
         from generation.settings import Settings, recommended_sampling
-        from generation.terminal import log
 
         settings = tyro.cli(Settings, prog="generate.py")
         checkpoint = find_checkpoint(newest_run(Path("runs")) if settings.run is None else settings.run)
@@ -23,14 +21,14 @@ def main() -> None:
         if recommended is not None and (settings.chat or recommended.temperature > 0):  # a text would repeat itself
             settings = tyro.cli(Settings, prog="generate.py", default=Settings(sampling=recommended))
             values = ", ".join(f"{name} {value:g}" for name, value in vars(settings.sampling).items())
-            log(f"sampling (generation_config.json, then flags): {values}")
+            note(f"sampling (generation_config.json, then flags): {values}")
         sys.stdout.reconfigure(newline="\n")  # the same bytes on Windows
-        prompts = [] if settings.merge else read_prompts(settings)
+        from generation import cli  # imports torch
+
+        prompts = [] if settings.merge else cli.read_prompts(settings)
         if settings.chat and prompts == [""]:
             raise UserError("there is no message to answer; give one after the run, or on standard input.")
-        from generation.session import run  # imports torch
-
-        run(settings, checkpoint, prompts)
+        cli.run(settings, checkpoint, prompts)
 
 
 if __name__ == "__main__":

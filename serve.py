@@ -1,11 +1,14 @@
 """Serve models to a browser and to OpenAI's clients: `python serve.py RUN [RUN]`. See `python serve.py --help`."""
 
+import errno
 import gc
 import os
 import signal
 
 if __name__ == "__main__":  # before imports, some of which would ignore a KeyboardInterrupt
-    signal.signal(signal.SIGINT, lambda *_: os._exit(os.write(2, b"stopped.\n") and 130))
+    from errors import interrupt
+
+    signal.signal(signal.SIGINT, interrupt)
 
 import socket
 from typing import Annotated, Literal
@@ -19,7 +22,8 @@ from generation.settings import Settings
 
 def stop(*_: object) -> None:
     """End the process: nothing has to be saved, and the thread may be in the middle of a long prompt."""
-    os._exit(os.write(2, b"stopped.\n") and 130)
+    os.write(2, b"stopped.\n")
+    os._exit(130)
 
 
 def main(
@@ -40,7 +44,9 @@ def main(
     try:
         listener = socket.create_server((host, port))
     except (OSError, OverflowError) as error:
-        raise UserError(f"cannot listen on port {port} ({error}); give another --port.") from None
+        of_port = isinstance(error, OverflowError) or error.errno in (errno.EADDRINUSE, errno.EACCES)
+        flag = "--port" if of_port else "--host"
+        raise UserError(f"cannot listen on port {port} ({error}); give another {flag}.") from None
     from serving.server import Server  # imports torch
 
     server = Server(directories, Settings(dtype=dtype), host)

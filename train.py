@@ -8,7 +8,7 @@ import io
 import os
 import sys
 
-from errors import exit_on_user_error, is_main_process, printable
+from errors import exit_on_user_error, fit_terminal, is_main_process, printable
 
 DESCRIPTION = """Train a small LLaMA-style transformer on text, on a GPU or a CPU.
 
@@ -42,7 +42,7 @@ def main() -> int:
     with contextlib.nullcontext() if is_main_process() else contextlib.redirect_stderr(io.StringIO()):
         command = parse(sys.argv[1:], DESCRIPTION)
     write = sys.stdout.write
-    sys.stdout.write = lambda text: write(printable(text))  # it has names and texts of others
+    sys.stdout.write = lambda text: write(fit_terminal(printable(text), sys.stdout))  # of names and texts of others too
     from training import commands  # imports torch, which --help does not wait for
 
     return commands.run(command)

@@ -69,8 +69,9 @@ def differences_over_steps(study: Study) -> Figure | None:
         lowest, highest = min(lowest, *low[late:]), max(highest, *high[late:])
     for axes in every:
         axes.set_ylim(lowest - study.plan.margin, highest + study.plan.margin)  # all alike, to be compared
-    for axes in every[len(curves) :]:
-        axes.set_visible(False)
+    for empty in range(len(curves), len(every)):
+        every[empty].set_visible(False)
+        every[empty - columns].tick_params(labelbottom=True)
     figure.supxlabel("step (line: mean of the pairs; band: its 95% interval)", fontsize=9)
     figure.supylabel("loss minus the baseline's, nats per token (lower: better)", fontsize=9)
     return figure

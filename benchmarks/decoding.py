@@ -28,8 +28,8 @@ import kernels
 from benchmarks import timing
 from benchmarks.timing import Block
 from checkpoints.families import to_json
+from checkpoints.inference import cast_weights, quantize_matrices
 from errors import exit_on_user_error
-from generation.weights import cast_weights, quantize_matrices
 from model.config import ModelConfig
 from model.count import num_parameters
 from model.decoder import Decoder

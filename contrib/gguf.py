@@ -4,22 +4,25 @@ A model is written as the llama.cpp architecture that computes the same function
 else is refused. Tensors are read, converted and written one at a time.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import os
-import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Literal
 
-if __name__ == "__main__":  # before the slow imports
-    from errors import interrupt
+if __name__ == "__main__":  # Ctrl-C and a missing package are one line in the slow imports below, too
+    from errors import exit_on_user_error
 
-    signal.signal(signal.SIGINT, interrupt)
+    with exit_on_user_error():
+        from tyro import cli
 
+        from contrib.gguf import main
+
+        sys.exit(cli(main, prog="python -m contrib.gguf"))
+
+import gguf
 import numpy as np
 import torch
 import tyro
@@ -31,24 +34,15 @@ from checkpoints.find import eos_ids, find_checkpoint
 from checkpoints.pretrained import Checkpoint, open_checkpoint
 from contrib.llama_cpp_vocab import Vocabulary, llama_cpp_vocabulary
 from data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
-from errors import UserError, exit_on_user_error, printable
+from errors import UserError, note, printable
+from files import writing
 from model.config import ModelConfig
 from model.rope import frequencies
 
-try:
-    import gguf
-except ImportError:
-    gguf = None
-
 ARCHITECTURES = ("llama", "qwen3", "stablelm")  # model types that are architectures of llama.cpp under the same name
 ROPE_TYPES = ("llama3", "linear")  # scalings of the rotary frequencies that a factor for each frequency expresses
-# --dtype -> llama.cpp's names of it: of a tensor, and of a file whose matrices have it
-DTYPES = {
-    "float32": ("F32", "ALL_F32"),
-    "float16": ("F16", "MOSTLY_F16"),
-    "bfloat16": ("BF16", "MOSTLY_BF16"),
-    "q8_0": ("Q8_0", "MOSTLY_Q8_0"),  # 8 bits, with a float16 scale for each 32 weights of a row
-}
+# --dtype -> llama.cpp's name of it. Q8_0: 8 bits, with a float16 scale for each 32 weights of a row.
+DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "q8_0": "Q8_0"}
 
 
 def main(
@@ -74,18 +68,15 @@ def write_gguf(checkpoint: Path, out: Path, dtype: str | None = None, *, name: s
     """Write the model of a checkpoint's directory to the file `out`, completely or not at all.
 
     `dtype` is one of `DTYPES`; None keeps that of the stored embedding. `name` is what llama.cpp shows. Raises
-    `UserError` when `out` exists, when llama.cpp cannot compute the same function, and when the disk is full.
+    `UserError` when `out` exists, and when llama.cpp cannot compute the same function.
     """
-    if gguf is None:
-        raise UserError("writing GGUF files needs the gguf package; install it with `pip install gguf`.")
     if out.exists():
         raise UserError(f"{out} exists and is not overwritten; give another name, or delete it first.")
     temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
     try:
-        convert(checkpoint, temporary, dtype, name)
-        temporary.replace(out)
-    except OSError as error:
-        raise UserError(f"{out} could not be written ({error}); free space, or choose another folder.") from None
+        with writing(out):
+            convert(checkpoint, temporary, dtype, name)
+            temporary.replace(out)
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -97,8 +88,8 @@ def convert(checkpoint: Path, path: Path, dtype: str | None, name: str) -> None:
     tokenizer = load_tokenizer(checkpoint)
     check_vocabulary(tokenizer, config.vocab_size)
     vocabulary = llama_cpp_vocabulary(tokenizer, config.vocab_size)
-    for note in vocabulary.notes:
-        print(f"note: {note}", file=sys.stderr)
+    for difference in vocabulary.notes:
+        note(f"note: {difference}")
     stored_dtype = str(opened.dtype("model.embed_tokens.weight")).removeprefix("torch.")
     dtype = dtype or (stored_dtype if stored_dtype in DTYPES else "float32")
     tensors = gguf_tensors(opened, architecture)
@@ -108,7 +99,7 @@ def convert(checkpoint: Path, path: Path, dtype: str | None, name: str) -> None:
         add_tokenizer(writer, checkpoint, tokenizer, vocabulary)
         sizes = {}
         for target, tensor in tensors.items():
-            kind = gguf.GGMLQuantizationType[DTYPES[dtype if len(tensor.shape) > 1 else "float32"][0]]
+            kind = gguf.GGMLQuantizationType[DTYPES[dtype] if len(tensor.shape) > 1 else "F32"]
             per_block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
             if tensor.shape[-1] % per_block:
                 raise UserError(f"{target} has rows that --dtype {dtype} cannot divide by {per_block}; use bfloat16.")
@@ -200,7 +191,7 @@ def to_array(source: Source, dtype: str, name: str) -> np.ndarray:
 def add_model(writer: gguf.GGUFWriter, config: ModelConfig, name: str, dtype: str) -> None:
     """Describe the model's shape, in llama.cpp's keys."""
     writer.add_name(name)
-    writer.add_file_type(gguf.LlamaFileType[DTYPES[dtype][1]])
+    writer.add_file_type(gguf.LlamaFileType["ALL_F32" if dtype == "float32" else f"MOSTLY_{DTYPES[dtype]}"])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     writer.add_vocab_size(config.vocab_size)
     writer.add_context_length(config.max_position_embeddings)
@@ -236,13 +227,9 @@ def add_tokenizer(writer: gguf.GGUFWriter, checkpoint: Path, tokenizer: Tokenize
     # Without BOS, EOS stands between documents; llama.cpp would take some other id for BOS if none were given.
     writer.add_bos_token_id(tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id)
     writer.add_eos_token_id(tokenizer.eos_id)
-    others = sorted(eos_ids(checkpoint, tokenizer.eos_id) - {tokenizer.eos_id})
-    for another in [i for i in others if 0 <= i < len(vocabulary.tokens)][:1]:
-        writer.add_eot_token_id(another)
+    for token in sorted(eos_ids(checkpoint, tokenizer.eos_id)):
+        if token != tokenizer.eos_id and 0 <= token < len(vocabulary.tokens):
+            writer.add_eot_token_id(token)  # llama.cpp has a place for one
+            break
     if tokenizer.chat_template is not None:
         writer.add_chat_template(tokenizer.chat_template)
-
-
-if __name__ == "__main__":
-    with exit_on_user_error():
-        tyro.cli(main, prog="python -m contrib.gguf")

@@ -49,6 +49,8 @@ def plain_messages(messages: Sequence[dict]) -> list[Message]:
             given = {key: value for key, value in message.items() if value not in (None, [], {})}
             role, content = given.pop("role", given.pop("from", None)), given.pop("content", given.pop("value", None))
             parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+            if not all(isinstance(part, dict) for part in parts):
+                raise ValueError("a part of its content is no object with type and text")
             refused = {str(part["type"]) for part in parts} - {"text"} | given.keys() & {"tool_calls", "function_call"}
             if refused:
                 raise ValueError(f"{', '.join(sorted(refused))} is not supported")

@@ -1,99 +1,95 @@
 """A conversation with a chat model: what was said, within the model's context, and the key/value cache of it."""
 
-import itertools
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from data.chat import ChatFormat, Message
 from errors import UserError
-from generation.generate import Generation, PrefixCache
-from generation.prompts import check_prompts
+from generation.generate import Generation, PrefixCache, check_prompts
 from generation.settings import Settings
 from generation.stream import TextStream
 
 
+@dataclass
 class Conversation:
-    """The turns so far. An answer that was interrupted counts with the text that it has.
+    """What was said so far, of an interrupted answer what it has. An exception undoes the turn that raised it."""
 
-    `write` gets the answers bit by bit, `log` lines about them. A turn takes effect completely or not at all:
-    after an exception the conversation is as it was before.
-    """
-
-    def __init__(
-        self,
-        continue_prompts: Callable[..., Generation],
-        chat_format: ChatFormat,
-        settings: Settings,
-        context: int,
-        write: Callable[[str], object],
-        log: Callable[[str], object],
-    ):
-        """continue_prompts: `generate` with a decoder and the settings; context: the decoder's, in tokens."""
-        self._continue_prompts, self._format, self._settings = continue_prompts, chat_format, settings
-        self._context, self._write, self._log = context, write, log
-        self.turns: list[tuple[Message, Message]] = []  # questions and their answers
-        self._answers = 0  # since the start: the number of the next sample
-        self._prefix = PrefixCache()
+    continue_prompts: Callable[..., Generation]  # `generate` with a decoder and the settings
+    format: ChatFormat
+    settings: Settings
+    context: int  # of the decoder, in tokens
+    write: Callable[[str], object]  # gets the answers bit by bit
+    log: Callable[[str], object]  # gets lines about them
+    messages: list[Message] = field(default_factory=list)  # questions and their answers in turn
+    answers: int = 0  # since the start: the number of the next sample
+    prefix: PrefixCache = field(default_factory=PrefixCache)
 
     def run(self, read: Callable[[], str]) -> None:
         """Answer the lines that are typed until the input ends. A `UserError` ends an answer, not the conversation."""
-        leave = "/quit leaves"
-        self._log(f"Ctrl-C stops an answer, /reset starts a new conversation, {leave}")
+        self.log("Ctrl-C stops an answer, /reset starts a new conversation, /quit leaves")
         while True:
             try:
                 line = read()
                 if line.strip() in ("/quit", "/exit", "exit", "quit"):
                     return
                 if line.strip() == "/reset":  # others are text: models have commands of their own, such as /no_think
-                    self.turns = []
-                    self._log("a new conversation begins")
+                    self.messages = []
+                    self.log("a new conversation begins")
                 elif line.strip():
                     self.answer(line)
             except EOFError:
-                self._log("")  # the next prompt of the shell starts on a line of its own
+                self.log("")  # the next prompt of the shell starts on a line of its own
                 return
             except UserError as error:
-                self._log(f"error: {error}")
+                self.log(f"error: {error}")
             except KeyboardInterrupt:
-                self._log(f"\n{leave}")
+                self.log("\n/quit leaves")
 
     def answer(self, text: str) -> None:
         """Generate the answer to `text` and write it."""
-        question, turns = {"role": "user", "content": text}, [*self.turns]
-        # An answer may need `max_new_tokens`, but at most half of the context is kept free for it.
-        room = self._context - min(self._settings.token_limit, self._context // 2)
-        while len(prompt := self._format.encode([*itertools.chain(*turns), question])) > room and turns:
-            del turns[0]
-        check_prompts([prompt], self._context)
-        if dropped := len(self.turns) - len(turns):
-            self._log(f"dropped the oldest {dropped} of {len(self.turns)} turns: the context is {self._context} tokens")
-        stream, parts = TextStream(self._format.tokenizer, self._settings.stop), []
+        messages, prompt = self.fit([*self.messages, {"role": "user", "content": text}])
+        stream, parts = TextStream(self.format.tokenizer, self.settings.stop), []
 
         def emit(part: str) -> bool:
             parts.append(part)
-            self._write(part)
+            self.write(part)
             return stream.stopped
 
         try:
-            result = self._continue_prompts(
+            result = self.continue_prompts(
                 [prompt],
-                sample_numbers=[self._answers],
+                sample_numbers=[self.answers],
                 on_token=lambda _, token: emit(stream.push(token)),
-                prefix=self._prefix,
+                prefix=self.prefix,
             )
             emit(stream.flush())
             end = result.finish_reasons[0]
         except KeyboardInterrupt:
             if not any(parts):
-                self._log("\nstopped before the answer began; your message is forgotten")
+                self.log("\nstopped before the answer began; your message is forgotten")
                 return
             end = "interrupted"
-        self._write("\n")
-        self.turns = [*turns, (question, {"role": "assistant", "content": "".join(parts)})]
-        self._answers += 1
+        self.write("\n")
+        self.messages = [*messages, {"role": "assistant", "content": "".join(parts)}]
+        self.answers += 1
         reasons = {
             "interrupted": "stopped",
-            "length": f"the answer was cut after {self._settings.token_limit} tokens (--max-new-tokens)",
+            "length": f"the answer was cut after {self.settings.token_limit} tokens (--max-new-tokens)",
             "context": "the answer ends here because the model's context is full",
         }
         if end in reasons:
-            self._log(reasons[end])
+            self.log(reasons[end])
+
+    def fit(self, messages: list[Message]) -> tuple[list[Message], list[int]]:
+        """The messages and their ids; without the oldest turns if there is no room for an answer."""
+        # An answer may need `max_new_tokens`, but at most half of the context is kept free for it.
+        room, turns = self.context - min(self.settings.token_limit, self.context // 2), len(messages) // 2
+        prompt = self.format.encode(messages)
+        while len(prompt) > room and len(messages) > 1:
+            messages = messages[2:]
+            prompt = self.format.encode(messages)
+        check_prompts([prompt], self.context)
+        dropped = turns - len(messages) // 2
+        if dropped:
+            self.log(f"dropped the oldest {dropped} of {turns} turns: the context is {self.context} tokens")
+        return messages, prompt

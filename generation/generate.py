@@ -1,12 +1,10 @@
 """Token ids in, token ids out: one prefill of the left-padded prompts, then one decoding step per new token.
 
-A sequence's tokens do not depend on the other sequences of its batch, up to the rounding of a batched matrix product.
 A finished sequence stays in the batch and its further tokens are dropped, until the last one has finished: simple, and
 good enough for small batches.
 """
 
 import contextlib
-import functools
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
@@ -15,8 +13,8 @@ from typing import Literal
 import torch
 
 import kernels
+from data.tokenizer import Tokenizer
 from errors import UserError, note
-from generation.prompts import check_prompts
 from generation.sampling import generator_for, sample
 from generation.settings import Sampling
 from model.cache import KeyValueCache
@@ -33,25 +31,24 @@ FinishReason = Literal["eos", "stop", "length", "context"]
 class Generation:
     """What `generate` produced. Lists have an element per prompt."""
 
-    tokens: list[list[int]]
-    """New tokens of each sequence, without the EOS that ended it."""
-    finish_reasons: list[FinishReason | None]
-    """Why each sequence ended: EOS token, stopped by `on_token`, max_new_tokens reached, or context full."""
+    tokens: list[list[int]]  # new ones, without the EOS that ended the sequence
+    finish_reasons: list[FinishReason | None]  # EOS, stopped by `on_token`, max_new_tokens reached, or context full
 
 
 @dataclass
 class PrefixCache:
     """The tokens of the last call of `generate`, and their keys and values: the next call computes only what is new."""
 
-    tokens: list[int] = field(default_factory=list)
-    """At least those that the cache holds, in order."""
+    tokens: list[int] = field(default_factory=list)  # at least those that the cache holds, in order
     cache: KeyValueCache | None = None
 
     def cached_tokens(self, prompt: Sequence[int]) -> int:
         """How many tokens at the start of the prompt the cache holds. Not the last one: its logits are needed."""
-        cached = self.tokens[: self.cache.length] if self.cache is not None else []
-        pairs = enumerate(zip(cached, prompt[:-1], strict=False))
-        return next((i for i, (a, b) in pairs if a != b), min(len(cached), len(prompt) - 1))
+        count = 0
+        if self.cache is not None:
+            while count < min(self.cache.length, len(prompt) - 1) and self.tokens[count] == prompt[count]:
+                count += 1
+        return count
 
 
 @torch.inference_mode()
@@ -71,23 +68,23 @@ def generate(
     on_logits: Callable[[torch.Tensor], object] = lambda logits: None,
     prefix: PrefixCache | None = None,
 ) -> Generation:
-    """Continue each prompt (one token or more), deterministically.
+    """Continue each prompt (one token or more); a sequence's tokens do not depend on the others in its batch.
 
     Sequence i has its own random generator, seeded by (seed, sample_numbers[i]), by default (seed, 0). For several
     samples of one prompt, repeat the prompt with the numbers 0, 1, 2. Its first token is one of `first_tokens[i]`,
-    unless that is None or empty.
+    unless that is None or empty. Only ids below `vocab_size` are sampled: a model may have more than its tokenizer.
 
-    Sequence i ends at an EOS id, when `on_token(i, token)` returns true, after max_new_tokens, or when prompt and new
-    tokens together fill `max_position_embeddings`; then `on_finish(i, reason)` is called once. A prompt that is too
-    long to generate even one token raises `UserError`. Only ids below `vocab_size` are sampled: a model may have more
-    ids than its tokenizer, or fewer. `on_logits` gets the logits (B, V) of each step before anything is sampled; they
-    are valid until it returns.
+    Sequence i ends at an EOS id, when `on_token(i, token)` returns true, after max_new_tokens, or when it fills
+    `max_position_embeddings`; then `on_finish(i, reason)` is called once. A prompt without room for one token raises
+    `UserError`. `on_logits` gets the logits (B, V) of each step, valid until it returns.
 
     With `prefix`, for a single prompt: what the prompt has in common with the last call's tokens is not computed again.
     It stays valid if this call is interrupted anywhere, but not if a call without it comes in between.
     """
-    check_prompts(prompts, context := decoder.config.max_position_embeddings)
-    if (last := max(map(max, prompts))) >= decoder.config.vocab_size:
+    context = decoder.config.max_position_embeddings
+    check_prompts(prompts, context)
+    last = max(map(max, prompts))
+    if last >= decoder.config.vocab_size:
         raise UserError(f"the model has no embedding of token {last}; leave it out of the prompt or the chat template.")
     device = decoder.embed_tokens.weight.device
     sampling, vocab_size = sampling or Sampling(), min(vocab_size or math.inf, decoder.config.vocab_size)
@@ -97,7 +94,7 @@ def generate(
     seen = token_mask(prompts, vocab_size, device) if sampling.repetition_penalty != 1 else None
     tokens, padding = left_pad(prompts, device)
     shape = len(prompts), tokens.shape[1] + max(limits)
-    cached = 0 if prefix is None else prefix.cached_tokens(prompts[0])
+    cached = 0 if prefix is None else prefix.cached_tokens(prompts[0])  # before the step, which empties its cache
     result = Generation([[] for _ in prompts], [None] * len(prompts))
 
     def add_token(i: int, token: int) -> FinishReason | None:
@@ -136,19 +133,18 @@ def generate(
             sampled = sample(logits, sampling, generators, seen)  # (B,)
             ids = sampled.tolist()  # the only wait for the device in a step
             if min(ids) < 0:
-                raise UserError(
-                    "the model's logits are not finite; its weights are damaged, or its activations overflow: "
-                    "try float32."
-                )
+                reason = "its weights are damaged, or its activations overflow"
+                raise UserError(f"the model's logits are not finite; {reason}: try float32.")
             if prefix is not None:
                 prefix.tokens += ids
             tokens = sampled[:, None]
             if seen is not None:
                 seen.scatter_(1, tokens, True)
             for i, token in enumerate(ids):
-                if result.finish_reasons[i] is None and (reason := add_token(i, token)) is not None:
-                    result.finish_reasons[i] = reason
-                    on_finish(i, reason)
+                if result.finish_reasons[i] is None:
+                    result.finish_reasons[i] = add_token(i, token)
+                    if result.finish_reasons[i] is not None:
+                        on_finish(i, result.finish_reasons[i])
     return result
 
 
@@ -167,21 +163,48 @@ def decode_step(decoder: Decoder, batch_size: int, positions: int) -> contextlib
 
 
 def has_cpu_step(config: ModelConfig, device: torch.device, dtype: torch.dtype, batch_size: int) -> bool:
-    """Whether `CpuDecodeStep` computes the steps of a model."""
+    """Whether `CpuDecodeStep` computes the steps of a model; a note where only Numba is missing."""
     usual = (config.norm_placement, config.mlp) == ("pre", "swiglu") and config.norm in kernels.NORM_KINDS
     small = batch_size <= MAX_CPU_SEQUENCES and dtype in (torch.float32, torch.bfloat16)
-    return kernels.implementation(device) is kernels.cpu and usual and small and has_numba()
-
-
-@functools.cache
-def has_numba() -> bool:
-    """Whether Numba can be imported, which new versions of Python wait for; one line where it cannot."""
+    if not usual or not small or kernels.implementation(device) is not kernels.cpu:
+        return False
     try:
         import numba  # noqa: F401
-    except ImportError as error:
+    except ImportError as error:  # new versions of Python wait for it
         note(f"decoding on the CPU is slower here ({error}); pip install numba")
         return False
     return True
+
+
+def encode_prompt(tokenizer: Tokenizer, prompt: str) -> list[int]:
+    """The prompt's token ids, starting as documents start in training: with BOS, if the tokenizer has one.
+
+    An empty prompt becomes BOS alone, or EOS for a tokenizer without BOS: there, the EOS of one document is what
+    precedes the next. A space at the end has no id: see `tokens_after`.
+    """
+    ids = tokenizer.encode(prompt[:-1] if tokens_after(tokenizer, prompt) else prompt)
+    if tokenizer.bos_id is not None:
+        return [tokenizer.bos_id, *ids]
+    return ids or [tokenizer.eos_id]
+
+
+def tokens_after(tokenizer: Tokenizer, prompt: str) -> list[int] | None:
+    """The token ids that may follow a prompt: those that begin with a space if the prompt ends with one, else all.
+
+    A word's token begins with the space before it, so in training text a lone space rarely precedes a word.
+    """
+    return tokenizer.tokens_with_space if prompt.endswith(" ") else None
+
+
+def check_prompts(prompts: Sequence[Sequence[int]], context: int) -> None:
+    """Raise `UserError` for a prompt that leaves no position of the model's context for a new token."""
+    for number, prompt in enumerate(prompts, 1):
+        if len(prompt) >= context:
+            name = f"prompt {number}" if len(prompts) > 1 else "the prompt"
+            raise UserError(
+                f"{name} has {len(prompt)} tokens, but the model's context is {context} tokens for prompt and "
+                f"continuation together; shorten it to at most {context - 1} tokens."
+            )
 
 
 def left_pad(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:

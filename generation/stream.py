@@ -92,7 +92,7 @@ class OrderedTexts:
         self._write_waiting()
         return self._streams[index].stopped
 
-    def finish(self, index: int) -> None:
+    def finish(self, index: int, reason: str) -> None:
         """Complete a text. If it is the current one, write those after it, up to the next unfinished one."""
         self._waiting[index] += self._streams[index].flush()
         self._finished[index] = True

@@ -7,12 +7,13 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import msgspec
 import uvicorn
 from starlette import applications, exceptions, requests, responses, routing
 
 from errors import UserError, reading
-from generation.settings import Settings
-from serving.answer import Request, ServedModel
+from generation.settings import Sampling, Settings
+from serving.answer import ChatRequest, CompletionRequest, Request, ServedModel, Step, to_choices
 
 MAX_WAITING, MAX_BODY = 8, 1_000_000  # requests, bytes
 
@@ -45,17 +46,30 @@ class Server(uvicorn.Server):
     def card(self, http: requests.Request) -> responses.Response:
         return responses.JSONResponse(self.find(http.path_params["id"]).card)
 
-    async def answer(self, http: requests.Request) -> responses.Response:
-        content, chat = await read_body(http), "chat" in http.url.path
+    def read(self, content: bytes, kind: type[Request]) -> Request:
+        """The request of a body, in which null means nothing. The model of a chat has defaults for its sampling."""
         with reading("the request", "see OpenAI's reference of the API"):
-            request = Request.read(content, chat, self.models)
+            given = msgspec.json.decode(content, type=dict)
+            body = {name: value for name, value in given.items() if value is not None}
+            body.setdefault("model", next(iter(self.models)))
+            if "max_completion_tokens" in body:
+                body["max_tokens"] = body["max_completion_tokens"]
+            if body.get("top_k") == -1:  # as vLLM writes "all"
+                body["top_k"] = 0
+            model = self.models.get(str(body["model"]))
+            default = model.sampling if model is not None and kind is ChatRequest else Sampling()
+            return msgspec.convert(body | {"sampling": msgspec.convert(vars(default) | body, Sampling)}, kind)
+
+    async def answer(self, http: requests.Request) -> responses.Response:
+        kind = ChatRequest if http.url.path == "/v1/chat/completions" else CompletionRequest
+        request = self.read(await read_body(http), kind)
         model = self.find(request.model)
         if len(self.answers) > MAX_WAITING:
             raise exceptions.HTTPException(429, f"{MAX_WAITING} requests are waiting; try again later")
         loop, steps = asyncio.get_running_loop(), asyncio.Queue()
         left = asyncio.ensure_future(http.receive())  # the only message after the body: the client has left
 
-        def emit(*step) -> None:  # in the worker's thread
+        def emit(step: Step) -> None:  # in the worker's thread
             if left.done() or self.should_exit:
                 raise UserError("the answer was ended")
             loop.call_soon_threadsafe(steps.put_nowait, step)
@@ -65,28 +79,32 @@ class Server(uvicorn.Server):
         answer.add_done_callback(self.answers.discard)
         answer.add_done_callback(steps.put_nowait)
         left.add_done_callback(lambda _: answer.cancel())  # if it has not begun
+        about = {"id": f"cmpl-{secrets.token_hex(12)}", "object": "text_completion"}
+        if kind is ChatRequest:
+            chunk = ".chunk" if request.stream else ""
+            about = {"id": f"chat{about['id']}", "object": f"chat.completion{chunk}"}
+        about |= {"model": request.model, "created": int(time.time())}
 
-        reply = {"id": f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}", "model": model.card["id"]}
-        reply |= {"object": "chat.completion" + ".chunk" * request.stream if chat else "text_completion"}
-        reply |= {"created": int(time.time())}
+        def response(steps: list[Step], **usage: dict) -> str:
+            return json.dumps(about | {"choices": to_choices(request, steps)} | usage)
 
-        def body(steps: list[tuple], usage: dict | None = None) -> str:
-            return json.dumps(reply | {"choices": request.choices(steps)} | ({"usage": usage} if usage else {}))
-
-        async def chunks(step: tuple | asyncio.Future):
+        async def chunks(step: Step | asyncio.Future):
             while step is not answer:
-                yield f"data: {body([step])}\n\n"
+                yield f"data: {response([step])}\n\n"
                 step = await steps.get()
             if answer.exception():
                 yield f"data: {refuse(http, answer.exception()).body.decode()}\n\n"
             elif request.stream_options.get("include_usage"):
-                yield f"data: {body([], answer.result())}\n\n"
+                yield f"data: {response([], usage=answer.result())}\n\n"
             yield "data: [DONE]\n\n"
 
-        if request.stream and (first := await steps.get()) is not answer:
-            return responses.StreamingResponse(chunks(first), media_type="text/event-stream")
+        if request.stream:
+            first = await steps.get()
+            if first is not answer:  # which has failed
+                return responses.StreamingResponse(chunks(first), media_type="text/event-stream")
         usage = await answer
-        return responses.Response(body([*iter(steps.get_nowait, answer)], usage), media_type="application/json")
+        emitted = [steps.get_nowait() for _ in range(steps.qsize() - 1)]  # all but the answer itself
+        return responses.Response(response(emitted, usage=usage), media_type="application/json")
 
 
 async def read_body(http: requests.Request) -> bytes:

@@ -20,7 +20,8 @@ from ablation.run import measure
 from errors import exit_on_user_error, printable
 from files import locked
 from training.checkpoint import load_moments
-from training.loop import save, train_steps
+from training.loop import train_steps
+from training.save import save
 from training.session import no_log, set_up
 
 SEED_OFFSET = 5000  # of converted models that train again, so that their batches differ from those of the run
@@ -54,7 +55,6 @@ def train_models(plan: Plan, seed: int, device: str, folder: Path) -> list[Row]:
         rows.append(row)
         if start is None:
             save(dataclasses.replace(session, run_dir=folder / arm.name))
-            session.saver.finish()
     return rows
 
 

@@ -12,6 +12,7 @@ from ablation.plots import COLOURS, panels
 from checkpoints.find import find_checkpoint
 from checkpoints.pretrained import load_pretrained
 from data.tokenizer import load_tokenizer
+from errors import exit_on_user_error
 from kernels import reference
 from model.decoder import Decoder
 from model.norm import Norm
@@ -47,4 +48,5 @@ def main(run: tyro.conf.Positional[Path], out: Path = Path("docs/stream.png")) -
 
 
 if __name__ == "__main__":
-    tyro.cli(main, prog="python -m studies.stream")
+    with exit_on_user_error():
+        tyro.cli(main, prog="python -m studies.stream")

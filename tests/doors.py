@@ -76,8 +76,8 @@ def main() -> int:
         text.mkdir()
         for number in range(200):
             (text / f"{number}.txt").write_text(f"{number} {MARK} {number * 7919}. {number**3}\n" * 30)
-        flags = ["--steps", "2", "--hidden-size", "64", "--num-hidden-layers", "1", "--sequence-length", "64"]
-        flags += ["--batch-size", "2", "--vocab-size", "320", "--data", str(text)]
+        shape = "--hidden-size 64 --num-hidden-layers 1 --sequence-length 64 --batch-size 2 --vocab-size 320 --steps 2"
+        flags = [*shape.split(), "--data", str(text)]
         count("train.py", [*flags, "--cache", str(folder / "cache"), "--out", str(folder / "first")], [0] * 9)
         tokenizer = load_tokenizer(folder / "first" / "last")
         ids = tokenizer.encode(f"0 {MARK} 0")[3:-3]

@@ -1,6 +1,7 @@
 """What a program does about output that nobody takes, and about a folder that another process uses."""
 
 import errno
+import io
 import os
 import subprocess
 import sys
@@ -8,22 +9,23 @@ from pathlib import Path
 
 import pytest
 
-from errors import UserError, exit_on_user_error, note, reading
+from errors import UserError, fit_terminal, note, reading
 from files import locked, read_json, read_toml
 
 ROOT = Path(__file__).parent.parent
 FULL = Path("/dev/full")  # every write to it fails as on a full disk
 
 
-def python(code: str, extra: list[str] = (), **options) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, "-c", code, *extra], cwd=ROOT, timeout=60, **options)
+def python(code: str, *arguments: str, **options) -> subprocess.CompletedProcess:
+    """Run code that uses `errors` in another process; what it writes to standard error is kept."""
+    command = [sys.executable, "-c", f"import errors\n{code}", *arguments]
+    return subprocess.run(command, cwd=ROOT, timeout=60, **{"stderr": subprocess.PIPE, "text": True} | options)
 
 
 @pytest.mark.skipif(not FULL.exists(), reason="this system has no /dev/full")
 def test_output_that_is_the_product_and_cannot_be_written_is_one_line():
-    code = "import errors\nwith errors.exit_on_user_error(): print('x')"
     with FULL.open("w") as full:
-        done = python(code, stdout=full, stderr=subprocess.PIPE, text=True)
+        done = python("with errors.exit_on_user_error(): print('x')", stdout=full)
     assert (done.returncode, done.stderr) == (2, f"error: [Errno {errno.ENOSPC}] {os.strerror(errno.ENOSPC)}\n")
 
 
@@ -39,13 +41,13 @@ def test_a_closed_pipe_is_the_status_of_sigpipe_also_at_the_end():
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no such descriptors")
 @pytest.mark.parametrize("closed", [{0}, {1}, {2}, {0, 1, 2}], ids=str)
 def test_standard_streams_may_be_closed_and_files_do_not_get_what_is_printed(tmp_path, closed):
-    code = f"""import errors, sys
+    code = f"""import sys
 with errors.exit_on_user_error(), open({str(tmp_path / "file")!r}, "w") as file:
     print("x" + sys.stdin.read())
     print("y", file=sys.stderr)
     file.write("kept")
     assert file.fileno() > 2"""
-    done = python(code, preexec_fn=lambda: [os.close(n) for n in closed], stdin=subprocess.DEVNULL)
+    done = python(code, preexec_fn=lambda: [os.close(n) for n in closed], stdin=subprocess.DEVNULL, stderr=None)
     assert done.returncode == 0 and (tmp_path / "file").read_text() == "kept"
 
 
@@ -60,19 +62,28 @@ def test_a_command_line_that_is_not_utf_8_is_one_line_before_anything_is_made(tm
 @pytest.mark.parametrize("work", ["import slow", "signal.raise_signal(2)"])
 def test_ctrl_c_is_one_line_in_an_import_that_would_lose_it_and_again_while_the_process_ends(tmp_path, work):
     (tmp_path / "slow.py").write_text("import signal\ntry: signal.raise_signal(2)\nexcept BaseException: pass")
-    code = f"""import atexit, errors, signal, sys
+    code = f"""import atexit, signal, sys
 sys.path.append({str(tmp_path)!r})
 with errors.exit_on_user_error():
     atexit.register(signal.raise_signal, 2)
     {work}"""
-    done = python(code, stderr=subprocess.PIPE, text=True)
+    done = python(code)
     assert (done.returncode, done.stderr) == (130, "stopped.\n")
 
 
-def test_files_may_begin_with_a_byte_order_mark_and_notes_cannot_change_the_state_of_a_terminal(tmp_path, capsys):
+def test_files_may_begin_with_a_byte_order_mark(tmp_path):
     for reader, text in ((read_toml, "seed = 3\n"), (read_json, '{"seed": 3}')):
         (tmp_path / "file").write_text(text, encoding="utf-8-sig")
         assert reader(tmp_path / "file") == {"seed": 3}
+
+
+def test_a_terminal_gets_no_control_characters_lines_that_end_between_words_and_whole_commands(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "20")
+    terminal, text = io.StringIO(), "one long line of many words\nshort\nnext: python generate.py run"
+    assert fit_terminal(text, terminal) == text
+    terminal.isatty = lambda: True
+    assert fit_terminal(text, terminal) == text.replace(" many", "\n  many")
+    assert str(UserError("é ▁ a\nb\x1b[31m\x9b\ud800\t")) == r"é ▁ a\nb\x1b[31m\x9b\ud800\t"
     note("a/\x1b]0;title\x07/b")
     assert capsys.readouterr().err == "a/␛]0;title␇/b\n"
 
@@ -87,39 +98,24 @@ def test_what_is_wrong_in_a_file_is_one_line_with_its_name_and_the_fix(tmp_path)
     assert read_json(tmp_path / "none.json") == {}
 
 
-def test_a_traceback_is_shown_where_it_is_asked_for():
-    code = "import errors\nwith errors.exit_on_user_error(): raise errors.UserError('wrong')"
-    plain, shown = (python(code, stderr=subprocess.PIPE, text=True, extra=extra) for extra in ([], ["--traceback"]))
-    assert plain.stderr == "error: wrong\n" and plain.returncode == shown.returncode == 2
-    assert shown.stderr.startswith("Traceback") and shown.stderr.endswith("error: wrong\n")
+def test_a_mistake_or_a_missing_package_is_one_line_and_a_traceback_is_shown_where_it_is_asked_for():
+    for wrong, line in (
+        ("raise errors.UserError('wrong')", "error: wrong\n"),
+        ("import no_such_package", "error: this needs the package no_such_package: pip install no_such_package\n"),
+    ):
+        done = python(f"with errors.exit_on_user_error(): {wrong}")
+        assert (done.returncode, done.stderr) == (2, line)
+    shown = python("with errors.exit_on_user_error(): raise errors.UserError('wrong')", "--traceback").stderr
+    assert shown.startswith("Traceback") and shown.endswith("error: wrong\n")
 
 
-def test_a_missing_package_is_one_line(capsys):
-    with pytest.raises(SystemExit) as end, exit_on_user_error():
-        import nothing_of_this_name  # noqa: F401
-    assert end.value.code == 2
-    assert capsys.readouterr().err == (
-        "error: this needs the package nothing_of_this_name: pip install nothing_of_this_name\n"
-    )
-
-
-def test_an_error_is_one_line_without_control_characters():
-    assert str(UserError("é ▁ a\nb\x1b[31m\x9b\ud800\t")) == r"é ▁ a\nb\x1b[31m\x9b\ud800\t"
-
-
-def test_a_folder_is_used_by_one_process_at_a_time(tmp_path):
+def test_a_folder_is_used_by_one_process_at_a_time_until_that_ends(tmp_path):
     folder = tmp_path / "new" / "run"
     with locked(folder), pytest.raises(UserError, match="in use by another process"), locked(folder):
         pass
-    with locked(folder):  # released
-        pass
-
-
-def test_a_lock_ends_with_its_process(tmp_path):
     code = "import os, sys, pathlib, files\nwith files.locked(pathlib.Path(sys.argv[1])): os.kill(os.getpid(), 9)"
-    killed = subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, timeout=60)
-    assert killed.returncode != 0
-    with locked(tmp_path):
+    assert python(code, str(folder)).returncode < 0
+    with locked(folder):
         pass
 
 
@@ -137,5 +133,5 @@ sys.meta_path.insert(0, CtrlC())
 sys.argv = ["program", "run", "out"]
 runpy.run_module({program!r}, run_name="__main__")
 """
-    done = python(code, stderr=subprocess.PIPE, text=True)
+    done = python(code)
     assert (done.returncode, done.stderr) == (130, "stopped.\n")

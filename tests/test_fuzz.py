@@ -20,6 +20,7 @@ import generate
 from data.readers import read_documents
 from data.sources import resolve
 from errors import exit_on_user_error
+from tests.test_mistakes import train_small_run
 from training import commands
 from training.settings import parse
 
@@ -64,21 +65,16 @@ def damage(path: Path, source: random.Random) -> None:
 def folders(tmp_path_factory) -> dict[str, Path]:
     """For each reader a folder of what it reads: a run of two steps with a chat template, and texts."""
     folder = tmp_path_factory.mktemp("fuzz")
-    (folder / "a.txt").write_text(
-        "".join(f"The quick brown fox jumps {n} times over {n * n} dogs.\n" for n in range(900))
-    )
-    shape = "--vocab-size 300 --hidden-size 16 --intermediate-size 24 --num-hidden-layers 1 --num-attention-heads 2"
-    shape += " --num-key-value-heads 1 --max-position-embeddings 64 --sequence-length 16 --batch-size 2 --device cpu"
-    places = ["--data", str(folder / "a.txt"), "--cache", str(folder / "cache"), "--out", str(folder / "run")]
-    commands.run(parse([*shape.split(), *places, *"--steps 2 --warmup-steps 1 --evaluate-every 1".split()], ""))
-    for path in (folder / "run").glob("*/tokenizer_config.json"):
+    train_small_run(folder, "--evaluate-every", "1")
+    for path in (folder / "RUN").glob("*/tokenizer_config.json"):
         template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
         path.write_text(json.dumps(json.loads(path.read_text("utf-8")) | {"chat_template": template}))
     texts = tmp_path_factory.mktemp("texts")
+    rows = "".join(json.dumps({"text": f"Document {n} é 漢字\n" * (n % 7 + 1)}) + "\n" for n in range(30))
     for name in ("a.txt", "b.jsonl", "c.jsonl"):
-        rows = (json.dumps({"text": f"Document {n} é 漢字\n" * (n % 7 + 1)}) + "\n" for n in range(30))
-        (texts / name).write_text("".join(rows), encoding="utf-8")
-    return {"model": folder / "run" / "best", "chat": folder / "run" / "best", "run": folder / "run", "texts": texts}
+        (texts / name).write_text(rows, encoding="utf-8")
+    run = folder / "RUN"
+    return {"model": run / "best", "chat": run / "best", "run": run, "texts": texts}
 
 
 def generate_text(folder: Path, *flags: str) -> None:
@@ -102,8 +98,8 @@ READERS = {  # share of the examples of a profile, and what reads the files
 
 @pytest.mark.parametrize("reader", READERS)
 def test_a_damaged_file_is_read_or_ends_in_one_line(folders, reader, tmp_path, monkeypatch):
-    share, act = READERS[reader]
     monkeypatch.setattr(sys, "argv", ["program"])
+    share, act = READERS[reader]
     examples = round(share * settings.default.max_examples)
 
     @settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck))

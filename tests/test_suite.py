@@ -8,8 +8,7 @@ from tests import mutations
 
 @pytest.mark.skipif(gpu is None, reason="Triton is not installed")
 def test_kernels_are_interpreted_without_m_gpu():
-    """With it they are compiled, as tests/kernels/test_gpu.py demands."""
-    assert gpu.INTERPRETED
+    assert gpu.INTERPRETED  # with it they are compiled, as tests/kernels/test_gpu.py demands
 
 
 def test_every_mutation_has_its_line_and_its_test():

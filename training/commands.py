@@ -12,9 +12,8 @@ import numpy as np
 
 import kernels
 from checkpoints.pretrained import load_pretrained
-from data.batches import number_documents, validation_windows
 from data.conversations import has_conversations
-from data.corpus import tokenize
+from data.corpus import Corpus, tokenize
 from data.sources import resolve
 from data.tokenizer import check_vocabulary, load_tokenizer
 from errors import UserError, is_main_process
@@ -32,16 +31,18 @@ LESS_MEMORY = "use a smaller --micro-batch-size, --activation-checkpointing, a s
 
 def run(command: Command) -> int:
     """Run what the command line asks for; returns the exit status, 128 + the number of the signal that stopped it."""
-    actions, settings = command.actions, command.settings
-    if actions.dry_run and settings.run.lora is not None:
-        raise UserError("--dry-run estimates training of all parameters; leave out --lora.")
+    actions, settings, action, stopped_by = command.actions, command.settings, None, 0
+    if actions.dry_run:
+        action = estimate
+    elif actions.prepare:
+        action = prepare_text
+    elif actions.eval_only:
+        action = evaluate_checkpoint
     with explain_out_of_memory(f"too little memory; {LESS_MEMORY}."), explain_lost_process():
-        if actions.dry_run or actions.prepare or actions.eval_only:
-            action = estimate if actions.dry_run else prepare_text if actions.prepare else evaluate_checkpoint
+        if action is not None:
             if is_main_process():
                 action(settings)
-            return 0
-        if is_main_process():
+        elif is_main_process():
             stopped_by = train_in_own_folder(command)
         else:
             stopped_by = train(settings, Path(actions.resume or "runs"), resume=actions.resume is not None)
@@ -66,12 +67,10 @@ def make_run_dir(settings: Settings, config: str) -> Path:
     """The folder of a new run: `--out`, or runs/CONFIG-NORM with a number, made here so that no other run gets it."""
     if settings.run.out is not None:
         return Path(settings.run.out)
-    text = re.sub(r"\W+", "-", Path(settings.data.data[0]).stem)[:64].strip(
-        "-"
-    )  # of a folder, file or data set its name
-    name = f"{config if not text or text == 'python' else text}-{settings.model.norm}"
+    text = re.sub(r"\W+", "-", Path(settings.data.data[0]).stem)[:64].strip("-")  # of a file, folder or data set
+    first = Path("runs", f"{config if text in ('', 'python') else text}-{settings.model.norm}")
     for number in itertools.count(1):
-        run_dir = Path("runs") / (name if number == 1 else f"{name}-{number}")
+        run_dir = first if number == 1 else first.with_name(f"{first.name}-{number}")
         with contextlib.suppress(FileExistsError):
             run_dir.mkdir(parents=True)
             return run_dir
@@ -93,15 +92,13 @@ def evaluate_checkpoint(settings: Settings) -> None:
     tokenizer = load_tokenizer(data.tokenizer or directory)
     model = load_pretrained(directory, device=device, compute_dtype=dtype)
     check_vocabulary(tokenizer, model.config.vocab_size)
-    size = data.micro_batch_size or data.batch_size
     if has_conversations(resolve(data.data, data.text_field, Path(data.cache))):
         corpus = prepare_corpus(settings)
-        rows = np.concatenate([corpus.train, corpus.validation], 1)
-        windows, text_bytes = dataclasses.replace(corpus, validation=rows).validation_batches(0, size), None
+        corpus = dataclasses.replace(corpus, validation=np.concatenate([corpus.train, corpus.validation], 1))
     else:
         tokens, text_bytes = tokenize(list(data.data), tokenizer, data.text_field, data.cache)
         document_start = tokenizer.document_start if data.document_mask else None
-        windows = validation_windows(tokens, data.sequence_length, size)
-        windows = (number_documents(window, document_start) for window in windows)
+        corpus = Corpus("", "", tokenizer, tokens, tokens, text_bytes, document_start)
     print(f"{directory} on {', '.join(data.data)}, in windows of {data.sequence_length} tokens")
-    print(evaluate(model, windows, text_bytes, device))
+    windows = corpus.validation_batches(data.sequence_length, data.micro_batch_size or data.batch_size)
+    print(evaluate(model, windows, corpus.validation_bytes, device))

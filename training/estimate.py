@@ -8,46 +8,47 @@ import torch
 
 import kernels
 from data.conversations import has_conversations
-from data.sources import resolve
+from data.sources import KNOWN, resolve
+from errors import UserError
 from model.config import ModelConfig
 from model.count import flops_per_token, layer_matrices, num_parameters
 from model.decoder import Decoder
 from model.device import choose_device, choose_training_dtype, device_name
-from training.optimizer import build_optimizer, freeze_parameters
 from training.processes import ALONE
-from training.session import prepare_corpus
+from training.session import prepare_corpus, prepare_training
 from training.settings import Settings
 from training.step import train_step
 
 STEPS = 3
 QUICK_FLOPS, MAX_FLOPS = 5e11, 5e12  # of a step that is measured on a CPU: seconds, and a minute
+BYTES_PER_TOKEN = 3.5  # of text: see TOKENIZER_BYTES in data/corpus.py
 
 
 def estimate(settings: Settings) -> float:
-    """Print what one process needs, and return the seconds, NaN where none were measured.
-
-    It trains a model of the shape on random tokens for three steps if it can.
-    """
+    """Print what one process needs, and return the seconds of all steps, NaN where they are not measured."""
+    if settings.run.lora is not None:
+        raise UserError("--dry-run estimates training of all parameters; leave out --lora.")
     device = choose_device(settings.machine.device)
     kernels.use(settings.machine.kernels, device)
     dtype = choose_training_dtype(settings.machine.dtype, device)
     model, data, steps = settings.model, settings.data, settings.optimizer.steps
-    tokens = steps * data.batch_size * data.sequence_length
-    flops = flops_per_token(model, data.sequence_length)
+    tokens, flops = steps * data.batch_size * data.sequence_length, flops_per_token(model, data.sequence_length)
     weights, moments, kept = memory(settings, dtype, device)
-    lines = {
-        "model": f"{num_parameters(model):,} parameters, {model.norm} norm",
-        "training": f"{tokens:,} tokens in {steps:,} steps of {data.batch_size} sequences of {data.sequence_length}",
-        "compute": f"{flops * tokens:.2e} FLOPs, {flops / 1e6:,.1f} million per token",
-        "memory": f"{format_bytes(2 * weights + moments + kept)}: weights {format_bytes(weights)}, "
-        f"gradients {format_bytes(weights)}, moments {format_bytes(moments)}, activations {format_bytes(kept)} "
-        f"for {data.micro_batch_size or data.batch_size} sequences in {str(dtype)[6:]}",
-    }
+    print(f"model     {num_parameters(model):,} parameters, {model.norm} norm")
+    print(f"training  {tokens:,} tokens in {steps:,} steps of {data.batch_size} sequences of {data.sequence_length}")
+    if not any(name in KNOWN or name.startswith("hub:") for name in data.data):  # on this machine
+        size = sum(file.size for file in resolve(data.data, data.text_field, Path(data.cache))) / BYTES_PER_TOKEN
+        print(f"epochs    about {tokens / size:.2g} of {size / 1e6:.3g}M tokens")
+    print(f"compute   {flops * tokens:.2e} FLOPs, {flops / 1e6:,.1f} million per token")
+    print(
+        f"memory    {format_bytes(2 * weights + moments + kept)}: weights {format_bytes(weights)}, gradients "
+        f"{format_bytes(weights)}, moments {format_bytes(moments)}, activations {format_bytes(kept)} for "
+        f"{data.micro_batch_size or data.batch_size} sequences in {str(dtype).removeprefix('torch.')}"
+    )
     if settings.machine.shard:
-        lines["sharded"] = ", ".join(f"{format_bytes((2 * weights + moments) / n)} on each of {n}" for n in (2, 4, 8))
-    print("\n".join(f"{name:9} {line}" for name, line in lines.items()), flush=True)
-    seconds, how = measure_time(settings, device, dtype)
-    print(f"{'time':9} {how}")
+        parts = [f"{format_bytes((2 * weights + moments) / count)} on each of {count}" for count in (2, 4, 8)]
+        print(f"sharded   {', '.join(parts)}", flush=True)
+    seconds = measure_time(settings, device, dtype)
     if settings.run.init_from and has_conversations(resolve(data.data, data.text_field, Path(data.cache))):
         print(f"a row of conversations, in which lines with + are learned:\n{prepare_corpus(settings).show_row()}")
     return seconds
@@ -57,8 +58,9 @@ def memory(settings: Settings, dtype: torch.dtype, device: torch.device) -> tupl
     """Bytes of the float32 weights (the gradients need as many), of the optimizer's moments, and of the activations."""
     model, data = settings.model, settings.data
     weights = 4 * num_parameters(model)
-    of_muon = 4 * model.num_hidden_layers * layer_matrices(model)  # it keeps one moment, AdamW two
-    moments = 2 * weights - (of_muon if settings.optimizer.optimizer == "muon" else 0)
+    moments = 2 * weights
+    if settings.optimizer.optimizer == "muon":  # it keeps one moment, AdamW two
+        moments -= 4 * model.num_hidden_layers * layer_matrices(model)
     tokens = (data.micro_batch_size or data.batch_size) * data.sequence_length
     kept = tokens * dtype.itemsize * kept_elements(model, settings.machine.activation_checkpointing)
     logits = tokens * dtype.itemsize * model.vocab_size  # or their gradient
@@ -71,40 +73,37 @@ def kept_elements(config: ModelConfig, checkpointing: bool) -> int:
     """Elements that the forward pass keeps per token, without logits. What is not fused keeps more.
 
     A layer keeps the inputs and outputs of two norms; the packed q, k and v, and these rotated; the attention's output;
-    the MLP's packed gate and up, and their product.
+    the MLP's packed gate and up, and their product. With checkpointing, each layer keeps its two inputs, and one layer
+    at a time is computed again.
     """
     width, heads = config.hidden_size, config.num_attention_heads + config.num_key_value_heads
     layer = 4 * width + 3 * heads * config.resolved_head_dim + 3 * config.intermediate_size
-    # With checkpointing: the two inputs of each layer, and one layer that is computed again.
     layers = config.num_hidden_layers * 2 * width + layer if checkpointing else config.num_hidden_layers * layer
     return layers + 2 * width  # the final norm
 
 
-def measure_time(settings: Settings, device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
-    """The seconds of all steps, from the fastest of three with as many sequences as are quick; or NaN; and in words."""
-    data, name = settings.data, device_name(device)
-    flops = data.sequence_length * flops_per_token(settings.model, data.sequence_length)
-    sequences = data.micro_batch_size or data.batch_size
+def measure_time(settings: Settings, device: torch.device, dtype: torch.dtype) -> float:
+    """Print and return the seconds of all steps: NaN, or by the fastest of three with a quick number of sequences."""
+    data, sequences = settings.data, settings.data.micro_batch_size or settings.data.batch_size
     if device.type == "cpu":
-        sequences = min(sequences, max(1, int(QUICK_FLOPS / flops)))
+        flops = data.sequence_length * flops_per_token(settings.model, data.sequence_length)
         if flops > MAX_FLOPS:
-            return math.nan, f"not measured: the model is too large for {name}"
-    model = Decoder(settings.model, seed=1, compute_dtype=dtype).to(device)
-    model.activation_checkpointing = settings.machine.activation_checkpointing
-    freeze_parameters(model, settings.run.train_only)
-    optimizer = build_optimizer(model, settings.optimizer, device)
-    scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
-    forward = kernels.compile_model(model) if settings.machine.compile else model
+            print(f"time      not measured: the model is too large for {device_name(device)}")
+            return math.nan
+        sequences = min(sequences, max(1, int(QUICK_FLOPS / flops)))
+    model = Decoder(settings.model, seed=1, compute_dtype=dtype)
+    forward, optimizer, scaler = prepare_training(model, settings, device, ALONE)
     batch = torch.randint(settings.model.vocab_size, (2, sequences, data.sequence_length))
     measured = []
     for _ in range(STEPS):
         start = time.perf_counter()
         train_step(forward, [tuple(batch)], optimizer, scaler, settings.optimizer.clip, ALONE, device)
         measured.append(time.perf_counter() - start)
-    seconds = min(measured) * data.batch_size / sequences
-    total = seconds * settings.optimizer.steps
-    how = f"{seconds:,.2f} s a step, the fastest of {STEPS} with {sequences} sequences"
-    return total, f"{format_time(total)} on {name}: {how}"
+    step = min(measured) * data.batch_size / sequences
+    seconds = step * settings.optimizer.steps
+    how = f"{step:,.2f} s a step, the fastest of {STEPS} with {sequences} sequences"
+    print(f"time      {format_time(seconds)} on {device_name(device)}: {how}")
+    return seconds
 
 
 def format_time(seconds: float) -> str:

@@ -15,12 +15,9 @@ from training.processes import ALONE, Processes
 class Evaluation:
     """The loss summed over a text, and the means that follow from it."""
 
-    nats: float
-    """Negative log-likelihood of the whole text, nats."""
-    tokens: int
-    """Tokens predicted, including those that begin and end documents."""
-    text_bytes: int | None
-    """Length of the text in bytes of UTF-8; None for conversations, of which only answers are predicted."""
+    nats: float  # negative log-likelihood of the whole text
+    tokens: int  # predicted, including those that begin and end documents
+    text_bytes: int | None  # of UTF-8; None for conversations, of which only answers are predicted
 
     @property
     def loss(self) -> float:
@@ -54,11 +51,9 @@ def evaluate(
     nats, tokens = 0.0, 0
     model.eval()  # matters to BatchNorm, the one norm that keeps running statistics
     for i, batch in enumerate(windows):
-        if i % processes.count != processes.rank:
-            continue
-        losses = model(*(torch.from_numpy(array).to(device) for array in batch))
-        nats += losses.sum().item()
-        tokens += int((batch[1] >= 0).sum())
+        if i % processes.count == processes.rank:
+            nats += model(*(torch.from_numpy(array).to(device) for array in batch)).sum().item()
+            tokens += int((batch[1] >= 0).sum())
     if i % processes.count < processes.rank:  # a sharded model runs in all processes or in none
         model(*(torch.from_numpy(array).to(device) for array in batch))
     model.train()

@@ -4,9 +4,10 @@ The batches and the learning rate are functions of the step number. So weights, 
 are the whole state of a run, and a resumed run continues bit for bit.
 """
 
+import contextlib
 import dataclasses
-import itertools
 import math
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,39 +17,32 @@ from tqdm import tqdm
 from errors import UserError
 from training import checkpoint, metrics
 from training.evaluate import evaluate
-from training.metrics import Metrics
 from training.processes import finish_processes
-from training.progress import report_end, samples, show_step
+from training.progress import report_end, show_evaluation, show_step
+from training.save import save
 from training.schedule import learning_rate
-from training.session import Session, StepResult, open_run, set_up
-from training.settings import Settings
-from training.signals import stop_signals
-from training.step import Diverged, split_batch, train_step
-
-RISING = (
-    "note: the validation loss has risen twice: the model learns its text by heart. best/ keeps the best weights; give "
-    "more text, fewer --steps or a smaller model"
-)
+from training.session import Session, set_up
+from training.settings import Settings, save_settings
+from training.step import Diverged, StepResult, split_batch, train_step
 
 
 def train_steps(session: Session) -> Iterator[StepResult]:
     """Take one optimizer step per iteration, from `session.state.step` to `session.steps`.
 
-    Whenever a result is yielded, the weights and `session.state` include its step: the caller can evaluate, `save`,
-    change `session.state`, or stop iterating. Writes nothing to disk and prints nothing.
-    Raises `Diverged` when the loss or gradient is not finite; the weights are then those of the step before.
+    When a result is yielded, the weights and `session.state` include its step: the caller can evaluate, save, change
+    the state, or stop. Raises `Diverged` when the loss or gradient is not finite; the weights are then those before.
     """
-    data, optimizer, scaler = session.settings.data, session.optimizer, session.scaler
+    settings, optimizer, scaler = session.settings, session.optimizer, session.scaler
+    data, clip, processes = settings.data, settings.optimizer.clip, session.processes
     while session.state.step < session.steps:
         start = time.perf_counter()
         state = session.state
-        lr = learning_rate(state.step, session.steps, session.settings.optimizer)
+        lr = learning_rate(state.step, session.steps, settings.optimizer)
         for group in optimizer.param_groups:
             group["lr"] = lr * group["lr_multiplier"]
         batch = session.batch(state.step)
         sequences = session.micro_batch_size * data.sequence_length // batch[0].shape[1]
         micro_batches = split_batch(batch, sequences, session.device)
-        clip, processes = session.settings.optimizer.clip, session.processes
         try:
             loss, norm = train_step(session.forward, micro_batches, optimizer, scaler, clip, processes, session.device)
         except Diverged as error:
@@ -70,71 +64,86 @@ def train(settings: Settings, run_dir: Path, *, resume: bool = False) -> int:
     Raises `UserError` for what a user can fix; the last complete checkpoint is then still there.
     """
     session = set_up(settings, run_dir, resume=resume)
-    processes = session.processes
-    stopped_by = int(processes.max(0))  # waits: all have read the save that `open_run` may rename
-    log = open_run(session) if processes.is_main else None
-    if log is not None:
-        print(f"run: {run_dir} (metrics.jsonl, settings.toml); Ctrl-C stops and saves", flush=True)
-    hidden = True if log is None else None  # None: hidden where standard error is no terminal
+    processes, stopped_by, saved = session.processes, 0, True
+    processes.max(0)  # waits: all have read the save that `open_run` may rename
+    if processes.is_main:
+        open_run(session, run_dir)
+    hidden = None if processes.is_main else True  # None: hidden where standard error is no terminal
     progress = tqdm(total=session.steps, initial=session.state.step, unit="step", disable=hidden, dynamic_ncols=True)
-    with stop_signals(second_interrupts=processes.count == 1) as received, progress as bar, session.saver.pool:
+    with stop_signals(second_interrupts=processes.count == 1) as received, progress as bar:
         if settings.run.init_from is not None and not resume:
-            evaluate_and_save(session, log, bar)
+            evaluate_and_save(session, bar)
         for result in train_steps(session):
-            session.saver.finish(wait=False)
-            if log is not None:
-                if not run_dir.is_dir():
-                    raise UserError(f"{run_dir} was deleted or moved, so the run ends at step {result.step}.")
-                log.write(**vars(result) | {"tokens": session.state.tokens, "seconds": session.state.seconds})
+            if processes.is_main:
+                so_far = {"tokens": session.state.tokens, "seconds": session.state.seconds}
+                metrics.write(run_dir, **vars(result) | so_far)
                 show_step(session, bar, result)
             stopped_by = int(processes.max(received[-1]))
             if result.step % settings.run.evaluate_every == 0 or result.step == session.steps:
-                evaluate_and_save(session, log, bar)
+                saved = evaluate_and_save(session, bar)
             elif stopped_by:
-                save(session)
+                saved = save(session)
             if stopped_by:
                 break
-        if not session.saver.finish():
-            raise UserError(f"{run_dir}: the end is not saved, as noted; {checkpoint.describe_saves(run_dir)}.")
-    if log is not None:
-        log.file.close()
+    if not saved:
+        raise UserError(f"{run_dir}: the end is not saved, as noted; {checkpoint.describe_saves(run_dir)}.")
+    if processes.is_main:
         report_end(session)
     finish_processes(processes)
     return 0 if session.state.step == session.steps else stopped_by
 
 
+def open_run(session: Session, run_dir: Path) -> None:
+    """Make the run folder, finish an interrupted save, shorten metrics.jsonl to it, and write settings.toml."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    for name in ("last", "best"):
+        checkpoint.recover_interrupted_save(run_dir / name)
+    metrics.keep_until(run_dir, session.state.step)
+    save_settings(session.settings, run_dir / "settings.toml")  # once nothing else can refuse to start
+    print(f"run: {run_dir} (metrics.jsonl, settings.toml); Ctrl-C stops and saves", flush=True)
+
+
+def evaluate_and_save(session: Session, bar: tqdm) -> bool:
+    """Evaluate on all processes and save, also `best/` if the loss is the lowest so far; returns what `save` does."""
+    corpus = session.corpus
+    windows = corpus.validation_batches(session.settings.data.sequence_length, session.micro_batch_size)
+    result = evaluate(session.model, windows, corpus.validation_bytes, session.device, session.processes)
+    if not math.isfinite(result.loss):
+        raise diverged(session, session.state.step, f"the validation loss is {result.loss:g}")
+    if session.processes.is_main:
+        means = dict(validation_loss=result.loss, perplexity=result.perplexity, bits_per_byte=result.bits_per_byte)
+        metrics.write(session.run_dir, session.state.step, **means)
+    saved = save(session, result.loss)
+    if session.processes.is_main:
+        show_evaluation(session, bar, result)
+    return saved
+
+
 def diverged(session: Session, step: int, what: str) -> Diverged:
-    """The error for a loss, gradient or evaluation that is not finite; all processes come here and finish a save."""
-    session.saver.finish()
+    """The error for a loss, gradient or evaluation that is not finite."""
     kept = checkpoint.describe_saves(session.run_dir)
     return Diverged(f"step {step}: {what}; {kept}. Try a lower --learning-rate, or --dtype float32.")
 
 
-def evaluate_and_save(session: Session, log: Metrics | None, bar: tqdm) -> None:
-    """Evaluate on all processes and save; then the main one prints a text sample."""
-    corpus, state = session.corpus, session.state
-    windows = corpus.validation_batches(session.settings.data.sequence_length, session.micro_batch_size)
-    result = evaluate(session.model, windows, corpus.validation_bytes, session.device, session.processes)
-    if not math.isfinite(result.loss):
-        raise diverged(session, state.step, f"the validation loss is {result.loss:g}")
-    measured = {"validation_loss": result.loss, "perplexity": result.perplexity, "bits_per_byte": result.bits_per_byte}
-    if log is not None:
-        log.write(state.step, **{name: value for name, value in measured.items() if value is not None})
-    save(session, result.loss)
-    if log is not None:
-        bar.write(f"step {state.step}: validation {result}")
-        losses = [line["validation_loss"] for line in metrics.read(session.run_dir) if "validation_loss" in line]
-        rises = [after > before for before, after in itertools.pairwise(losses)]
-        if rises[-2:] == [True, True] and rises[-3:-2] != [True]:
-            bar.write(RISING)
-        if not session.saver.sharded and state.step < session.steps:  # else each token would gather all weights
-            bar.write(samples(session))
+@contextlib.contextmanager
+def stop_signals(*, second_interrupts: bool) -> Iterator[list[int]]:
+    """A list that begins with 0 and gets each SIGINT (Ctrl-C), SIGTERM and SIGHUP (a closed terminal) inside the block.
 
+    A second one may interrupt. With several processes it is ignored: the terminal signals each, and then torchrun does.
+    """
+    received = [0]
 
-def save(session: Session, validation_loss: float = math.inf) -> None:
-    """Begin to save all that a resumed run needs as `last/`, and a model with the lowest loss so far as `best/` too."""
-    session.saver.finish()
-    best = session.saver.saved.best_validation_loss  # if that save failed, of the one before
-    better = validation_loss < (math.inf if best is None else best)
-    session.state = dataclasses.replace(session.state, best_validation_loss=validation_loss if better else best)
-    session.saver.start(session.state, session.run_dir, ["best", "last"] if better else ["last"])
+    def receive(number: int, _: object) -> None:
+        if received[-1] and second_interrupts:
+            raise KeyboardInterrupt
+        received.append(number)
+
+    handled = [signal.SIGINT, signal.SIGTERM]
+    if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as nohup sets it
+        handled.append(signal.SIGHUP)
+    previous = {number: signal.signal(number, receive) for number in handled}
+    try:
+        yield received
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

@@ -24,8 +24,8 @@ BATCH = 8  # matrices orthogonalized together: on two cores a third of the time 
 class Muon(torch.optim.Optimizer):
     """Muon for the matrices in `group`, and the given AdamW for all other parameters, as one optimizer.
 
-    rows: for each of these matrices, the rows of the matrices that it packs; each is orthogonalized by itself.
-    dtype: in which they are orthogonalized. bfloat16 is exact enough, but slow where a machine lacks its instructions.
+    rows: of the matrices that each packs, which are orthogonalized by themselves. dtype: in which that happens;
+    bfloat16 is exact enough, but slow where a machine lacks its instructions.
     """
 
     def __init__(self, group: dict, rows: dict[nn.Parameter, list[int]], adamw: torch.optim.AdamW, dtype: torch.dtype):

@@ -21,8 +21,9 @@ from training.settings import OptimizerSettings
 
 def freeze_parameters(model: nn.Module, train_only: str) -> None:
     """Freeze all parameters but those of the norms when `train_only` is "norms"."""
-    for name, parameter in model.named_parameters() if train_only == "norms" else ():
-        parameter.requires_grad_(is_norm_parameter(name))
+    if train_only == "norms":
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(is_norm_parameter(name))
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UserError("--train-only norms: this model's norms have no parameters; use --train-only all.")
 

@@ -6,52 +6,43 @@
 import argparse
 from pathlib import Path
 
+import numpy as np
+
 from errors import UserError, exit_on_user_error, printable
 from files import replacing
 from training import metrics
 
-# Distinguishable without colour vision (Okabe and Ito 2008); the line style differs as well.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")  # told apart without colour vision: Okabe and Ito 2008
 DASHES = ("-", "--", "-.", ":")
+SMOOTHED = 20  # steps whose mean is a point of the training loss
 
 
 def draw(runs: list[Path], path: Path) -> None:
     """Draw the loss curves of `runs` into the PNG or SVG file `path`."""
     from matplotlib.figure import Figure  # takes half a second to import: only when something is drawn
 
-    figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
-    axes = figure.add_subplot()
+    axes = Figure(figsize=(8, 4.5), dpi=120, layout="constrained").add_subplot()
     for i, run in enumerate(runs):
-        lines = metrics.read(run)
-        training = [(line["step"], line["loss"]) for line in lines if isinstance(line.get("loss"), float)]
-        evaluations = [line for line in lines if "validation_loss" in line]
-        validation = [(line["step"], line["validation_loss"]) for line in evaluations]
-        colour, dash = COLOURS[i % len(COLOURS)], DASHES[i % len(DASHES)]
+        lines, style = metrics.read(run), {"color": COLOURS[i % 4], "linestyle": DASHES[i % 4]}
+        training = [line for line in lines if isinstance(line.get("loss"), float)]
         if training:
-            axes.plot(*zip(*smooth(training), strict=True), color=colour, alpha=0.45, linewidth=1, linestyle=dash)
-        if validation:
-            (step, loss), bits = validation[-1], evaluations[-1].get("bits_per_byte")
-            label = f"{run.name}: {step:,} steps, {loss:.3f} nats per token"
-            label += "" if bits is None else f", {bits:.3f} bits per byte"
-            axes.plot(*zip(*validation, strict=True), "o", color=colour, linestyle=dash, markersize=4, label=label)
+            size = min(SMOOTHED, len(training))
+            means = np.convolve([line["loss"] for line in training], np.full(size, 1 / size), "valid")
+            axes.plot([line["step"] for line in training[size - 1 :]], means, alpha=0.45, linewidth=1, **style)
+        evaluations = [line for line in lines if "validation_loss" in line]
+        if evaluations:
+            steps, losses = ([line[key] for line in evaluations] for key in ("step", "validation_loss"))
+            label = f"{run.name}: {steps[-1]:,} steps, {losses[-1]:.3f} nats per token"
+            if "bits_per_byte" in evaluations[-1]:
+                label += f", {evaluations[-1]['bits_per_byte']:.3f} bits per byte"
+            axes.plot(steps, losses, marker="o", markersize=4, label=label, **style)
+            axes.legend(frameon=False, title="thin: training, smoothed     dots: validation")
     # On a linear axis the steep first steps would press the rest of the curve into a flat line.
     axes.set(yscale="log", xlabel="step", ylabel="loss (nats per token)")
     axes.yaxis.set(major_formatter="{x:g}", minor_formatter="{x:g}")
     axes.grid(alpha=0.25)
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend(frameon=False, title="thin: training, smoothed     dots: validation")
     with replacing(path) as file:
-        figure.savefig(file, format=path.suffix[1:])
-
-
-def smooth(points: list[tuple[int, float]], keep: float = 0.95) -> list[tuple[int, float]]:
-    """Exponential moving average with bias correction (Kingma and Ba 2015, section 3)."""
-    average, weight, out = 0.0, 0.0, []
-    for step, value in points:
-        average = keep * average + (1 - keep) * value
-        weight = keep * weight + (1 - keep)
-        out.append((step, average / weight))
-    return out
+        axes.figure.savefig(file, format=path.suffix[1:])
 
 
 def main() -> None:
@@ -60,8 +51,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default="loss.png", help="the picture to write, PNG or SVG (loss.png)")
     arguments = parser.parse_args()
     for run in arguments.runs:
-        if not (run / "metrics.jsonl").is_file():
-            raise UserError(f"{run} has no metrics.jsonl; give the folder of a run, such as runs/tiny-rms.")
+        if not (run / metrics.NAME).is_file():
+            raise UserError(f"{run} has no {metrics.NAME}; give the folder of a run, such as runs/tiny-rms.")
     if arguments.out.suffix not in (".png", ".svg"):
         raise UserError(f"--out {arguments.out} must end in .png or .svg.")
     draw(arguments.runs, arguments.out)

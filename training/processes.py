@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -28,10 +29,8 @@ class Processes:
 
     rank: int = 0
     count: int = 1
-    store: dist.Store | None = None
-    """Keys that all processes see; None with a single process."""
-    device: torch.device | None = None
-    """This process's; a single process chooses its own."""
+    store: dist.Store | None = None  # keys that all processes see
+    device: torch.device | None = None  # of this one of several; a single process chooses its own
 
     @property
     def is_main(self) -> bool:
@@ -47,13 +46,18 @@ class Processes:
         if self.count > 1 and self.is_main:
             self.store.set(key, "")
 
+    def folder_of_main(self, folder: Path) -> Path:
+        """The run folder, which only the main process knows; the others get its absolute path."""
+        if self.count > 1 and self.is_main:
+            self.store.set("folder", str(folder.absolute()))
+        return folder if self.is_main else Path(self.store.get("folder").decode())
+
     def check_equal(self, **values: object) -> None:
         """Raise `UserError` in all processes unless each has the same values, by their `repr`."""
         for name, value in values.items():
             number = int(hashlib.blake2b(repr(value).encode(), digest_size=6).hexdigest(), 16)  # exact as a float64
             if self.max(number) != -self.max(-number):
-                what = name.replace("_", " ")
-                raise UserError(f"the {what} of the processes differ; give all the same files, settings and Python.")
+                raise UserError(f"the {name} of the processes differ; give all the same files, settings and Python.")
 
     def max(self, value: float) -> float:
         """The maximum of a value over the processes."""
@@ -79,10 +83,7 @@ ALONE = Processes()
 
 
 def start_processes(device_name: str, timeout_minutes: int) -> Processes:
-    """Join the process group if several processes were started.
-
-    timeout_minutes: how long a process waits for the others in one collective before it gives up.
-    """
+    """Join the process group if several processes were started; each waits so long for the others in a collective."""
     count, local_rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0"))
     if count == 1:
         return ALONE
@@ -91,12 +92,13 @@ def start_processes(device_name: str, timeout_minutes: int) -> Processes:
         raise UserError(f"there are only {torch.cuda.device_count()} CUDA devices here; start one process for each.")
     if not on_cuda and device_name not in ("auto", "cpu"):
         raise UserError(f"--device {device_name} cannot be shared by {count} processes; use cuda or cpu.")
+    device = torch.device("cuda", local_rank) if on_cuda else torch.device("cpu")
     if on_cuda:
-        torch.cuda.set_device(local_rank)
+        torch.cuda.set_device(device)
     store, rank, count = next(dist.rendezvous("env://"))
     timeout = timedelta(minutes=timeout_minutes)
     dist.init_process_group("nccl" if on_cuda else "gloo", store=store, rank=rank, world_size=count, timeout=timeout)
-    return Processes(rank, count, store, torch.device("cuda", local_rank) if on_cuda else torch.device("cpu"))
+    return Processes(rank, count, store, device)
 
 
 @contextlib.contextmanager
@@ -105,20 +107,15 @@ def explain_lost_process() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if isinstance(error, dist.DistError) or "gloo" in str(error):
-            raise UserError(
-                "another process ended or does not answer; --resume RUN takes the last save, if there is one."
-            ) from error
-        raise
+        if not isinstance(error, dist.DistError) and "gloo" not in str(error):
+            raise
+        message = "another process ended or does not answer; --resume RUN takes the last save, if there is one."
+        raise UserError(message) from error
 
 
 def finish_processes(processes: Processes) -> None:
-    """Wait until every process is done, the main one with its summary, and leave the process group.
-
-    With torch 2.13, a process that ends too soon after a collective may hang: deleting the model holds Python's lock,
-    for which a thread of Gloo waits to release its tensors.
-    """
+    """Wait until every process is done, the main one with its summary, and leave the process group."""
     if processes.count > 1:
         dist.barrier()
         dist.destroy_process_group()
-        time.sleep(0.2)
+        time.sleep(0.2)  # torch 2.13: at once, deleting the model and a thread of Gloo may wait for each other

@@ -1,5 +1,6 @@
-"""What a run prints: the progress bar, text samples, and the summary at its end."""
+"""What a run prints: the progress bar, evaluations, text samples, and the summary at its end."""
 
+import itertools
 import math
 import shlex
 
@@ -8,77 +9,93 @@ from tqdm import tqdm
 from checkpoints import pretrained
 from data.corpus import Corpus
 from errors import printable
-from generation.generate import generate
-from generation.prompts import encode_prompt, first_tokens
+from generation.generate import encode_prompt, generate, tokens_after
 from generation.settings import SMALL_MODELS
-from training import checkpoint, plot
-from training.session import Session, StepResult
+from training import checkpoint, metrics, plot
+from training.evaluate import Evaluation
+from training.session import Session
+from training.step import StepResult
 
 SAMPLE_TOKENS = 100
+RISING = (
+    "note: the validation loss has risen twice: the model learns its text by heart. best/ keeps the best weights; give "
+    "more text, fewer --steps or a smaller model"
+)
 
 
 def show_step(session: Session, bar: tqdm, result: StepResult) -> None:
     """Advance the bar, or where there is none print a line after every hundredth of the steps."""
     if math.isinf(result.gradient_norm):
-        scale = session.scaler.get_scale()
-        bar.write(f"step {result.step}: float16 overflow, update skipped; loss scale {scale:g}")
-    data, steps = session.settings.data, session.steps
-    speed = data.batch_size * data.sequence_length / result.seconds
-    shown = {"loss": f"{result.loss:.3f}", "tok/s": f"{speed:,.0f}"}
-    bar.set_postfix(shown, refresh=result.step == 1)
+        bar.write(f"step {result.step}: float16 overflow, update skipped; loss scale {session.scaler.get_scale():g}")
+    data = session.settings.data
+    speed = f"{data.batch_size * data.sequence_length / result.seconds:,.0f}"
+    bar.set_postfix({"loss": f"{result.loss:.3f}", "tok/s": speed}, refresh=result.step == 1)
     bar.update()
-    if bar.disable and result.step % max(1, steps // 100) == 0:
-        line = ", ".join(f"{name} {value}" for name, value in shown.items())
-        print(f"step {result.step} of {steps}: {line}", flush=True)
+    if bar.disable and result.step % max(1, session.steps // 100) == 0:
+        print(f"step {result.step} of {session.steps}: loss {result.loss:.3f}, tok/s {speed}", flush=True)
 
 
-def samples(session: Session) -> str:
-    """The first of --sample-prompts, at the end of the run all, and what the current weights continue them with.
+def show_evaluation(session: Session, bar: tqdm, result: Evaluation) -> None:
+    """Print an evaluation, what it means when the loss has risen twice, and before the end a text sample."""
+    bar.write(f"step {session.state.step}: validation {result}")
+    losses = [line["validation_loss"] for line in metrics.read(session.run_dir) if "validation_loss" in line]
+    rises = [after > before for before, after in itertools.pairwise(losses)]
+    if rises[-3:] in ([True, True], [False, True, True]):  # said once
+        bar.write(RISING)
+    if session.state.step < session.steps and not session.sharded:  # sharded, each token would gather all weights
+        bar.write(samples(session, sample_prompts(session)[:1]))
 
-    Of conversations: these or else a question that is held out, and the answers to them.
-    """
-    corpus, prompts = session.corpus, session.settings.run.sample_prompts
-    context = session.settings.model.max_position_embeddings
-    new, tokenizer, texts = min(SAMPLE_TOKENS, context - 1), corpus.tokenizer, []
-    prompts = prompts or (corpus.first_words() if isinstance(corpus, Corpus) else [""])
+
+def sample_prompts(session: Session) -> list[str]:
+    """--sample-prompts, or else the first words of held-out documents; "" stands for a held-out question."""
+    corpus, given = session.corpus, [*session.settings.run.sample_prompts]
+    return given or (corpus.first_words() if isinstance(corpus, Corpus) else [""])
+
+
+def samples(session: Session, prompts: list[str]) -> str:
+    """What the current weights continue prompts with, or how they answer questions."""
     session.model.eval()
-    for prompt in prompts if session.state.step == session.steps else prompts[:1]:
-        if isinstance(corpus, Corpus):
-            ids, first, ends = encode_prompt(tokenizer, prompt), first_tokens(tokenizer, prompt), {tokenizer.eos_id}
-        else:
-            messages = [{"role": "user", "content": prompt}] if prompt else corpus.question
-            ids, first, ends = corpus.chat.encode(messages), None, {tokenizer.eos_id, *corpus.chat.ends}
-        ids = ids[min(new, context // 2) - context :]  # of a longer prompt, the end
-        options = dict(eos_ids=ends, vocab_size=tokenizer.vocab_size, first_tokens=[first], sampling=SMALL_MODELS)
-        tokens = generate(session.model, [ids], max_new_tokens=new, **options).tokens[0]
-        if isinstance(corpus, Corpus):
-            texts.append(tokenizer.decode(ids + tokens))
-        else:
-            texts.append(f"{messages[-1]['content']}\n> {tokenizer.decode(tokens)}")
+    texts = [printable(sample(session, prompt)).replace("\n", "\n  | ") for prompt in prompts]
     session.model.train()
-    return "\n\n".join("  | " + printable(text).replace("\n", "\n  | ") for text in texts)
+    return "\n\n".join(f"  | {text}" for text in texts)
+
+
+def sample(session: Session, prompt: str) -> str:
+    """A prompt with its continuation, or a question with its answer."""
+    corpus, tokenizer, context = session.corpus, session.corpus.tokenizer, session.model.config.max_position_embeddings
+    if isinstance(corpus, Corpus):
+        ids, first, ends = encode_prompt(tokenizer, prompt), tokens_after(tokenizer, prompt), {tokenizer.eos_id}
+    else:
+        messages = [{"role": "user", "content": prompt}] if prompt else corpus.question
+        ids, first, ends = corpus.chat.encode(messages), None, {tokenizer.eos_id, *corpus.chat.ends}
+    new = min(SAMPLE_TOKENS, context - 1)
+    ids = ids[min(new, context // 2) - context :]  # of a longer prompt, the end
+    options = dict(eos_ids=ends, vocab_size=tokenizer.vocab_size, first_tokens=[first], sampling=SMALL_MODELS)
+    tokens = generate(session.model, [ids], max_new_tokens=new, **options).tokens[0]
+    if isinstance(corpus, Corpus):
+        return tokenizer.decode(ids + tokens)
+    return f"{messages[-1]['content']}\n> {tokenizer.decode(tokens)}"
 
 
 def report_end(session: Session) -> None:
     """Draw loss.png; print samples of the best weights, how the run ended and the command to type next."""
-    state, corpus = session.state, session.corpus
-    folder = str(session.run_dir)
+    state, corpus, folder = session.state, session.corpus, str(session.run_dir)
     run_dir = shlex.quote(f"./{folder}" if folder.startswith("-") else folder)  # no flag
     plot.draw([session.run_dir], session.run_dir / "loss.png")
     if state.step < session.steps:
-        resume = f"python train.py --resume {run_dir}"
-        print(f"stopped and saved at step {state.step} of {session.steps}; resume with: {resume}")
+        print(f"stopped and saved at step {state.step} of {session.steps}; resume with:")
+        print(f"  python train.py --resume {run_dir}")
         return
-    if not session.saver.sharded:
-        if (best := checkpoint.find_complete(session.run_dir / "best")) is not None:
+    if not session.sharded:
+        best = checkpoint.find_complete(session.run_dir / "best")
+        if best is not None:
             pretrained.load_weights(session.model, best)
-        print(samples(session))
-    is_text = isinstance(corpus, Corpus)
-    if is_text:
+        print(samples(session, sample_prompts(session)))
+    words = "--chat"
+    if isinstance(corpus, Corpus):
         print(f"xz -9e on the same text: {corpus.xz_bits_per_byte():.4f} bits per byte; text hash {corpus.text_hash}")
-    speed = state.tokens / state.seconds
-    print(f"{state.step:,} steps, {state.tokens:,} tokens in {state.seconds:.0f} s of training, {speed:,.0f} tokens/s")
+        words = shlex.quote(printable(" ".join(sample_prompts(session)[0].split()[:5])))
+    speed = f"{state.tokens / state.seconds:,.0f} tokens/s"
+    print(f"{state.step:,} steps, {state.tokens:,} tokens in {state.seconds:.0f} s of training, {speed}")
     print(f"best/ has the weights with the lowest validation loss, {state.best_validation_loss:.4f} nats per token")
-    prompts = session.settings.run.sample_prompts or (corpus.first_words() if is_text else [])
-    prompt = printable(" ".join([*prompts, ""][0].split()[:5]))
-    print(f"next: python generate.py {run_dir} {shlex.quote(prompt) if is_text else '--chat'}")
+    print(f"next: python generate.py {run_dir} {words}")

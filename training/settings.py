@@ -29,16 +29,12 @@ class Actions:
     """What to do, and where the settings come from. These flags are not saved with the run."""
 
     config: str = "tiny"
-    """TOML file with the settings: a path, or a name in configs/ (tiny, small, 124m, 1b, finetune). Flags override it.
-    With --init-from, the default is finetune."""
+    """TOML file with the settings: a path, or a name in configs/ (tiny, small, 124m, 1b; finetune with --init-from)."""
     resume: Annotated[str | None, optional("RUN")] = None
     """Resume this run folder (runs/NAME) exactly where it stopped, with its own settings and any flags given now."""
-    prepare: bool = False
-    """Do not train; make the tokenizer and the tokens of --data, all of them, so that training starts at once."""
-    eval_only: bool = False
-    """Do not train; evaluate the weights of --init-from on all of --data: nats per token, perplexity, bits per byte."""
-    dry_run: bool = False
-    """Do not train; print the parameters, FLOPs, memory and, from three measured steps, the time that the run needs."""
+    prepare: bool = False  # Do not train; make the tokenizer and all tokens of --data, so that training starts at once.
+    eval_only: bool = False  # Do not train; evaluate the weights of --init-from on all of --data.
+    dry_run: bool = False  # Do not train; print the parameters, FLOPs, memory and, from three steps, the time it needs.
 
 
 @dataclass(frozen=True)
@@ -46,15 +42,11 @@ class RunSettings:
     """The run itself: its folder, its seed, the weights it starts from, and how often it is evaluated."""
 
     out: Annotated[str | None, optional("FOLDER")] = None
-    """Folder of the run, new or empty. Default: runs/CONFIG-NORM, with --data runs/DATA-NORM, and a number appended if
-    that exists."""
-    seed: int = 1
-    """Seed of the initial weights, the order of the batches and the text samples."""
+    """Folder of the run, new or empty. Default: a new runs/CONFIG-NORM, with --data runs/DATA-NORM."""
+    seed: int = 1  # Seed of the initial weights, the order of the batches and the text samples.
     init_from: Annotated[str | None, optional("RUN")] = None
-    """Start from the weights of this run folder, checkpoint directory, or model on the Hugging Face Hub (org/name or
-    org/name@revision), with a new optimizer; --norm may differ."""
-    previous_token_head: bool = False
-    """With --attention-bias, without --init-from: begin with a head that attends to the token before each."""
+    """Start from the weights of a run, a checkpoint directory or a Hub model (org/name@revision); --norm may differ."""
+    previous_token_head: bool = False  # With --attention-bias: begin with a head that attends to the token before each.
     center_weights: bool = True
     """With --init-from a LayerNorm run and --norm rms: center the weights that write to the residual stream. With the
     bias (--norm-bias, the default then) and an untied head, the model computes the same as before."""
@@ -62,13 +54,10 @@ class RunSettings:
     """Train an adapter of this rank to --init-from (LoRA). best/ and last/ then have only that, as PEFT writes it."""
     lora_alpha: Annotated[int | None, optional("INT")] = None
     """The adapter's output is multiplied by this divided by RANK. Default: 2 RANK."""
-    train_only: Literal["all", "norms"] = "all"
-    """Which parameters learn: all, or only the weights and biases of the norms."""
-    evaluate_every: int = 500
-    """Steps between evaluations on the validation set; each also saves and prints a text sample."""
+    train_only: Literal["all", "norms"] = "all"  # Which parameters learn: all, or only those of the norms.
+    evaluate_every: int = 500  # Steps between evaluations; each also saves and prints a text sample.
     sample_prompts: tuple[str, ...] = ("",)
-    """Prompts of the text samples: the first at each evaluation, all at the end. An empty one starts a new document.
-    With --data, by default the first words of held-out documents."""
+    """Prompts of the samples: the first at each evaluation, all at the end. With --data, of held-out documents."""
 
 
 @dataclass(frozen=True)
@@ -79,25 +68,17 @@ class DataSettings:
     """Files, folders or globs of .txt .md .py .jsonl .jsonl.gz .parquet; hub:OWNER/NAME[/FOLDER], a data set of the
     Hugging Face Hub; or python (the standard library of this interpreter), python-chat (questions and answers about
     it), shakespeare, tinystories (these two are downloaded)."""
-    text_field: str = "text"
-    """Field of jsonl and parquet rows that contains the text."""
-    tokenizer: Annotated[str | None, optional("FILE")] = None
-    """A tokenizer.model, a tokenizer.json, or a directory with one. Default: train a tokenizer on the text."""
-    validation_fraction: float = 0.05
-    """Fraction of the text, in complete documents, that is held out for validation (at most 4 MB)."""
-    validation_salt: int = 0
-    """Another number holds out other documents, for example to choose settings without looking at the usual ones."""
-    cache: str = ".cache"
-    """Folder where trained tokenizers and tokenized texts are cached."""
-    sequence_length: int = 256
-    """Tokens per sequence."""
+    text_field: str = "text"  # Field of jsonl and parquet rows that contains the text.
+    tokenizer: Annotated[str | None, optional("FILE")] = None  # A tokenizer or its folder. Default: made of the text.
+    validation_fraction: float = 0.05  # Fraction of the text, in complete documents, that is held out (at most 4 MB).
+    validation_salt: int = 0  # Another number holds out other documents, to choose settings on others than the usual.
+    cache: str = ".cache"  # Folder where trained tokenizers and tokenized texts are cached.
+    sequence_length: int = 256  # Tokens per sequence.
     first_sequence_length: Annotated[int | None, optional("INT")] = None
     """Tokens per sequence at first, then twice as many in equal parts of the first 40% of the steps until it is
     --sequence-length; giving that one overrides what the TOML file sets here. None: all steps have the same."""
-    document_mask: bool = False
-    """Attention sees the token's own document alone, not those before it in a sequence. Conversations always do so."""
-    batch_size: int = 16
-    """Sequences per optimizer step, over all processes and micro-batches."""
+    document_mask: bool = False  # Attention sees the token's own document alone, as it always does in conversations.
+    batch_size: int = 16  # Sequences per optimizer step, over all processes and micro-batches.
     micro_batch_size: Annotated[int | None, optional("INT")] = None
     """Sequences that go through the model at once; fewer need less memory (gradients accumulate). Default: all."""
 
@@ -106,75 +87,53 @@ class DataSettings:
 class OptimizerSettings:
     """The optimizer and the schedule of its learning rate."""
 
-    optimizer: Literal["adamw", "muon"] = "adamw"
-    """AdamW for all parameters, or Muon for the matrices of the layers and AdamW for the rest."""
-    steps: int = 1000
-    """Number of optimizer steps."""
-    learning_rate: float = 3e-3
-    """Peak learning rate."""
-    embedding_lr_multiplier: float = 1.0
-    """Learning rate of the embedding and the head, as a multiple of --learning-rate."""
-    norm_lr_multiplier: float = 1.0
-    """Learning rate of the norms' parameters and of biases, as a multiple of --learning-rate."""
-    schedule: Literal["cosine", "wsd"] = "wsd"
-    """Learning rate after the warm-up: cosine decay, or constant and then a linear decay (warmup-stable-decay)."""
-    warmup_steps: int = 50
-    """Steps of linear warm-up."""
-    decay_fraction: float = 0.5
-    """Fraction of the steps that wsd spends in its decay, at the end."""
-    final_learning_rate: float = 0.0
-    """Learning rate at the last step, as a fraction of the peak."""
-    weight_decay: float = 0.1
-    """Decoupled weight decay of matrices, and of the offsets of --norm offset; other vectors and scalars have none."""
+    optimizer: Literal["adamw", "muon"] = "adamw"  # AdamW, or Muon for matrices of the layers and AdamW for the rest.
+    steps: int = 1000  # Number of optimizer steps.
+    learning_rate: float = 3e-3  # Peak learning rate.
+    embedding_lr_multiplier: float = 1.0  # Learning rate of embedding and head, in multiples of --learning-rate.
+    norm_lr_multiplier: float = 1.0  # That of the norms' parameters and of biases, in multiples of --learning-rate.
+    schedule: Literal["cosine", "wsd"] = "wsd"  # After the warm-up: cosine decay, or constant and then a linear one.
+    warmup_steps: int = 50  # Steps of linear warm-up.
+    decay_fraction: float = 0.5  # Fraction of the steps that wsd spends in its decay, at the end.
+    final_learning_rate: float = 0.0  # Learning rate at the last step, as a fraction of the peak.
+    weight_decay: float = 0.1  # Decoupled weight decay of matrices, and of the offsets of --norm offset.
     embedding_weight_decay: Annotated[float | None, optional("FLOAT")] = None
     """The same for the embedding and the head. Default: --weight-decay."""
-    beta1: float = 0.9
-    """AdamW: decay of the moving average of the gradient (Muon's is 0.95)."""
-    beta2: float = 0.95
-    """AdamW: decay of the moving average of the squared gradient."""
-    clip: float = 1.0
-    """Maximum norm of the gradient of all parameters together; a larger gradient is scaled down to it."""
+    beta1: float = 0.9  # AdamW: decay of the moving average of the gradient (Muon's is 0.95).
+    beta2: float = 0.95  # AdamW: decay of the moving average of the squared gradient.
+    clip: float = 1.0  # Maximum norm of the gradient of all parameters; a larger gradient is scaled down to it.
 
 
 @dataclass(frozen=True)
 class MachineSettings:
     """Where the run computes, and in which precision."""
 
-    device: str = "auto"
-    """auto (CUDA, else MPS, else CPU) or a torch device such as cuda:1."""
+    device: str = "auto"  # auto (CUDA, else MPS, else CPU) or a torch device such as cuda:1.
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Of activations; weights stay float32. auto: bfloat16 if that is fast, else float16 on CUDA, else float32."""
-    kernels: Literal["auto", "triton", "torch"] = "auto"
-    """Fused Triton kernels or plain PyTorch. auto: Triton on an NVIDIA or AMD GPU."""
-    compile: bool = False
-    """Compile the model with torch.compile: slow first step, faster training."""
-    activation_checkpointing: bool = False
-    """Recompute the activations of each layer in the backward pass: less memory, about a third more time."""
-    shard: bool = False
-    """With several processes: divide weights, gradients and moments among them (FSDP2), if one GPU cannot hold them."""
-    timeout_minutes: int = 10
-    """With several processes: give up when one has not answered the others for this long."""
+    kernels: Literal["auto", "triton", "torch"] = "auto"  # Fused Triton kernels, or plain PyTorch.
+    compile: bool = False  # Compile the model with torch.compile: slow first step, faster training.
+    activation_checkpointing: bool = False  # Recompute activations in the backward pass: less memory, more time.
+    shard: bool = False  # With several processes: divide weights, gradients and moments among them (FSDP2).
+    timeout_minutes: int = 10  # With several processes: give up when one has not answered the others for this long.
 
 
-# What numbers must be, in the words of the error -> a test, and the settings, here and of comparisons, that it is for.
+# What numbers must be, in the words of the error -> a test, and the settings, here and of comparisons. All are finite.
 RULES = {
     "at least 1": (
-        lambda value: value >= 1,
+        lambda number: number >= 1,
         "steps batch_size micro_batch_size sequence_length first_sequence_length evaluate_every timeout_minutes "
         "sweep_seeds",
     ),
-    "at least 2": (lambda value: value >= 2, "pilot_seeds"),
-    "greater than 0": (
-        lambda value: 0 < value < math.inf,
-        "learning_rate clip lora lora_alpha hours learning_rates",
-    ),
+    "at least 2": (lambda number: number >= 2, "pilot_seeds"),
+    "greater than 0": (lambda number: number > 0, "learning_rate clip lora lora_alpha hours learning_rates"),
     "0 or more": (
-        lambda value: 0 <= value < math.inf,
+        lambda number: number >= 0,
         "seed validation_salt warmup_steps weight_decay embedding_weight_decay embedding_lr_multiplier "
         "norm_lr_multiplier first_seed rerun_seeds perturbations margin",
     ),
-    "between 0 and 1": (lambda value: 0 <= value <= 1, "validation_fraction decay_fraction final_learning_rate"),
-    "at least 0 and below 1": (lambda value: 0 <= value < 1, "beta1 beta2"),
+    "between 0 and 1": (lambda number: 0 <= number <= 1, "validation_fraction decay_fraction final_learning_rate"),
+    "at least 0 and below 1": (lambda number: 0 <= number < 1, "beta1 beta2"),
 }
 
 
@@ -182,10 +141,13 @@ def check_numbers(values: dict[str, object]) -> None:
     """Raise `UserError` for a number, or one of several, that breaks its rule; None is always allowed."""
     for words, (works, keys) in RULES.items():
         for key in keys.split():
-            value = values.get(key)
-            for number in value if isinstance(value, tuple) else (value,):
+            numbers = values.get(key)
+            for number in numbers if isinstance(numbers, tuple) else [numbers]:
+                name = f"--{key.replace('_', '-')}"
+                if number == math.inf:
+                    raise UserError(f"{name} is inf and must be finite.")
                 if number is not None and not works(number):
-                    raise UserError(f"--{key.replace('_', '-')} is {number} and must be {words}.")
+                    raise UserError(f"{name} is {number} and must be {words}.")
 
 
 @dataclass(frozen=True)
@@ -205,15 +167,16 @@ class Settings:
         lora = run.lora and run.init_from and self.optimizer.optimizer == "adamw" and run.train_only == "all"
         if (run.lora or run.lora_alpha) and not lora:
             raise UserError("LoRA needs --lora RANK, --init-from MODEL, --optimizer adamw and --train-only all.")
-        if data.sequence_length > model.max_position_embeddings:
+        length, first = data.sequence_length, data.first_sequence_length or data.sequence_length
+        if length > model.max_position_embeddings:
             raise UserError(
-                f"--sequence-length {data.sequence_length} is longer than the model's context of "
-                f"{model.max_position_embeddings} tokens; shorten it or raise --max-position-embeddings."
+                f"--sequence-length {length} is longer than the model's context of {model.max_position_embeddings} "
+                "tokens; shorten it or raise --max-position-embeddings."
             )
-        if data.sequence_length not in ((data.first_sequence_length or data.sequence_length) << n for n in range(31)):
+        if length % first or (length // first).bit_count() != 1:
             raise UserError(
-                f"--first-sequence-length {data.first_sequence_length} is not --sequence-length {data.sequence_length} "
-                f"divided by 2, 4, 8 or another power of two; None: the same length from the start."
+                f"--first-sequence-length {first} is not --sequence-length {length} divided by 2, 4, 8 or another "
+                "power of two; None: the same length from the start."
             )
         if model.norm == "batch" and self.machine.activation_checkpointing:
             raise UserError("--norm batch would update its statistics twice; leave out --activation-checkpointing.")
@@ -223,8 +186,8 @@ class Settings:
 class Command:
     """All flags of train.py. The defaults shown here are those of the TOML file."""
 
-    actions: Annotated[Actions, arg(name="what-to-do")] = field(default_factory=Actions)
-    settings: Annotated[Settings, arg(name="")] = field(default_factory=Settings)
+    actions: Annotated[Actions, arg(name="what-to-do")]
+    settings: Annotated[Settings, arg(name="")]
 
 
 def parse(arguments: list[str], description: str) -> Command:
@@ -235,7 +198,7 @@ def parse(arguments: list[str], description: str) -> Command:
     """
     if any(argument.partition("=")[0] == "--epochs" for argument in arguments):
         raise UserError("--epochs is not a setting: training is measured in --steps, each of --batch-size sequences.")
-    if {"-h", "--help"} & {*arguments}:
+    if "-h" in arguments or "--help" in arguments:
         print(description)
         sys.exit()
     import tyro
@@ -246,30 +209,36 @@ def parse(arguments: list[str], description: str) -> Command:
         parser.add_argument(f"--{name}", f"--{name.replace('-', '_')}")
     parser.add_argument("--norm-bias", "--norm_bias", action=argparse.BooleanOptionalAction)
     sources, _ = parser.parse_known_args(arguments)
+    default = defaults(sources)
+    command = tyro.cli(Command, args=arguments, default=default, prog="train.py", config=(tyro.conf.OmitArgPrefixes,))
+    before, given = default.settings, command.settings
+    run, model = given.run, given.model
+    if given.data.data != before.data.data and run.sample_prompts == before.run.sample_prompts:  # made for other text
+        run = dataclasses.replace(run, sample_prompts=())
+    if sources.init_from is not None:
+        run = dataclasses.replace(run, init_from=before.run.init_from)
+        if sources.norm_bias is None and before.model.has_norm_bias:
+            model = dataclasses.replace(model, norm_bias=True)
+    return dataclasses.replace(command, settings=dataclasses.replace(given, run=run, model=model))
+
+
+def defaults(sources: argparse.Namespace) -> Command:
+    """What holds for flags that are not given: the run to resume, or the TOML file and the shape of --init-from."""
     config = sources.config or ("finetune" if sources.init_from else "tiny")
     if sources.resume is None:
         settings = load_settings(config_path(config))
-    elif any((sources.config, sources.init_from, sources.out)):
+    elif sources.config or sources.init_from or sources.out:
         raise UserError("--resume uses the settings of the run itself; leave out --config, --init-from and --out.")
     else:
         settings = load_settings(Path(sources.resume) / "settings.toml")
-    weights = None if sources.init_from is None else find_checkpoint(sources.init_from)
-    model = settings.model if weights is None else load_config(weights)
-    data, context = settings.data, model.max_position_embeddings
-    if sources.sequence_length is not None or context < data.sequence_length:  # also of the first sequences
-        data = dataclasses.replace(data, sequence_length=min(context, data.sequence_length), first_sequence_length=None)
-    default = Command(Actions(config), dataclasses.replace(settings, model=model, data=data))
-    command = tyro.cli(Command, args=arguments, default=default, prog="train.py", config=(tyro.conf.OmitArgPrefixes,))
-    given = command.settings
-    if given.data.data != data.data and given.run.sample_prompts == settings.run.sample_prompts:  # made for other text
-        run = dataclasses.replace(given.run, sample_prompts=())
-        command = dataclasses.replace(command, settings=dataclasses.replace(given, run=run))
-    if weights is None:
-        return command
-    run = dataclasses.replace(command.settings.run, init_from=str(weights))
-    keeps_bias = {"norm_bias": True} if sources.norm_bias is None and model.has_norm_bias else {}
-    model = dataclasses.replace(command.settings.model, **keeps_bias)
-    return dataclasses.replace(command, settings=dataclasses.replace(command.settings, run=run, model=model))
+    run, model, data = settings.run, settings.model, settings.data
+    if sources.init_from is not None:
+        run = dataclasses.replace(run, init_from=str(find_checkpoint(sources.init_from)))
+        model = load_config(run.init_from)
+    length = min(data.sequence_length, model.max_position_embeddings)
+    if sources.sequence_length is not None or length < data.sequence_length:  # also of the first sequences
+        data = dataclasses.replace(data, sequence_length=length, first_sequence_length=None)
+    return Command(Actions(config), dataclasses.replace(settings, run=run, model=model, data=data))
 
 
 def config_path(name: str, folder: Path = CONFIGS) -> Path:

@@ -25,8 +25,9 @@ def shard(model: Decoder, device: torch.device, *, compiled: bool) -> None:
         raise UserError("--shard needs --dtype bfloat16 or float32, and a --norm without scalar parameters.")
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")  # nothing is written into it
     mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
-    for layer in model.layers if compiled else ():
-        layer.forward = kernels.compile_model(layer.forward)  # without the hooks that gather the weights
+    if compiled:
+        for layer in model.layers:
+            layer.forward = kernels.compile_model(layer.forward)  # without the hooks that gather the weights
     for module in (*model.layers, model):
         fully_shard(module, mesh=mesh)
 

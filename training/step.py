@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -9,6 +10,17 @@ from torch import nn
 from data.batches import Batch
 from errors import UserError
 from training.processes import Processes
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step measured."""
+
+    step: int  # done so far, this one included
+    loss: float  # mean of the batch before the update, nats per token
+    gradient_norm: float  # before clipping; infinite when float16 overflowed and the update was skipped
+    learning_rate: float  # of the update, before the multiplier of a parameter group
+    seconds: float  # wall-clock time of the step
 
 
 class Diverged(UserError):

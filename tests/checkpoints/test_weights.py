@@ -7,9 +7,9 @@ import pytest
 import torch
 import transformers
 
+from checkpoints.inference import cast_weights
 from checkpoints.pretrained import load_pretrained, open_checkpoint, save_pretrained
 from errors import UserError
-from generation.weights import cast_weights
 
 
 @pytest.mark.parametrize(

@@ -20,22 +20,22 @@ import pytest
 import tokenizers
 import torch
 import transformers
-from tokenizers import Regex, pre_tokenizers
 
 from checkpoints.find import find_checkpoint
 from checkpoints.pretrained import load_pretrained, save_pretrained
-from contrib.gguf import write_gguf
-from contrib.llama_cpp_vocab import PRE_TOKENIZERS, WORDS
+from contrib.llama_cpp_vocab import PRE_TOKENIZERS
 from data.readers import read_documents
 from data.sources import resolve
 from data.tokenizer import Tokenizer, load_tokenizer
-from generation.generate import generate
-from generation.prompts import encode_prompt
+from generation.generate import encode_prompt, generate
 from generation.settings import Sampling
 from model.decoder import Decoder
+from tests.contrib.test_llama_cpp_vocab import ALPHABET, KNOWN
 
-pytest.importorskip("gguf", reason="writing GGUF files needs the gguf package: pip install gguf")
 xllamacpp = pytest.importorskip("xllamacpp", reason="needs llama.cpp: pip install xllamacpp")
+pytest.importorskip("gguf", reason="writing GGUF files needs the gguf package: pip install gguf")
+from contrib.gguf import write_gguf  # noqa: E402 - it imports gguf
+
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
@@ -98,10 +98,8 @@ def open_in_llama_cpp(tmp_path) -> Callable[..., LlamaCpp]:
 
 
 TRAINED = {
-    "llama": "--norm rms",
-    "llama, tied, qkv biases": "--norm rms --tie-word-embeddings --attention-bias",
     "llama, wide heads": "--norm rms --head-dim 48",
-    "qwen3": "--norm rms --qk-norm",
+    "llama, tied, qkv biases": "--norm rms --tie-word-embeddings --attention-bias",
     "qwen3, tied, qkv biases": "--norm rms --qk-norm --tie-word-embeddings --attention-bias",
     "stablelm": "--norm layer",
     "stablelm, tied, qkv biases, no norm bias": "--norm layer --no-norm-bias --tie-word-embeddings --attention-bias",
@@ -181,37 +179,21 @@ def test_qwens_tokenizer_gives_the_same_ids_and_chat_prompt(make_decoder, open_i
         texts = TEXTS + file.read().split("\n__ggml_vocab_test__\n")
     assert [other.encode(text) for text in texts] == [tokenizer.encode(text) for text in texts]
     assert other.encode("hi", bos=True) == tokenizer.encode("hi")  # no BOS
-    messages = [
-        {"role": "user", "content": "hi"},
-        {"role": "assistant", "content": "ho"},
-        {"role": "user", "content": "?"},
-    ]
+    turns = ("user", "hi"), ("assistant", "ho"), ("user", "?")
+    messages = [{"role": role, "content": content} for role, content in turns]
     template = transformers.AutoTokenizer.from_pretrained(tmp_path).apply_chat_template
     prompt = other.ask("/apply-template", messages=messages)["prompt"]
     assert prompt == template(messages, tokenize=False, add_generation_prompt=True)
 
 
-def split(regex: str) -> pre_tokenizers.PreTokenizer:
-    words = pre_tokenizers.Split(Regex(regex), "isolated")
-    return pre_tokenizers.Sequence([words, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
-
-
-BYTE_LEVEL = pre_tokenizers.ByteLevel(add_prefix_space=False)
-SPLITS = {
-    "qwen2": split(WORDS % r"\p{N}"),
-    "llama-bpe": split(WORDS % r"\p{N}{1,3}"),
-    "gpt-2": BYTE_LEVEL,
-    "smollm": pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), BYTE_LEVEL]),
-}
-
-
 @pytest.mark.parametrize("name", PRE_TOKENIZERS.values())
 def test_every_pre_tokenizer_gives_the_same_ids(make_decoder, open_in_llama_cpp, tmp_path, name):
-    made = tokenizers.Tokenizer(tokenizers.models.BPE(ignore_merges=name == "llama-bpe"))
-    made.pre_tokenizer = SPLITS[name]
+    split, ignore_merges = KNOWN[name]
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(ignore_merges=ignore_merges))
+    made.pre_tokenizer = split
     made.decoder = tokenizers.decoders.ByteLevel()
     trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=3000, special_tokens=["<|end|>"], initial_alphabet=BYTE_LEVEL.alphabet(), show_progress=False
+        vocab_size=3000, special_tokens=["<|end|>"], initial_alphabet=ALPHABET, show_progress=False
     )
     text = library_text()[::8]
     made.train_from_iterator(text, trainer)

@@ -17,11 +17,6 @@ CONTEXT = 24
 TEXT = ["the quick brown fox jumps over the lazy dog, and runs away.\n" * 3]
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    return train_tokenizer(TEXT * 5, 300, tmp_path_factory.mktemp("tokenizer") / "t.model")
-
-
 def make_decoder(**changes) -> Decoder:
     """A small decoder with random weights, large enough that its distributions are far from uniform.
 
@@ -40,17 +35,12 @@ TASKS = {
     "rolling": (
         "output_type: loglikelihood_rolling\ndoc_to_text: ''\ndoc_to_target: '{{text}}'\n"
         "metric_list:\n  - metric: byte_perplexity\n",
-        [{"text": text} for text in (TEXT[0], "fox", " over the lazy dog\n", "x" * 60)],
+        [{"text": text} for text in (TEXT[0], "fox", "x" * 60)],
     ),
     "choice": (
         "output_type: multiple_choice\ndoc_to_text: '{{q}}'\ndoc_to_choice: choices\ndoc_to_target: answer\n"
         "target_delimiter: ''\nmetric_list:\n  - metric: acc\n",
-        [
-            {"q": "the quick", "choices": [" brown", " dog"], "answer": 0},
-            {"q": "", "choices": ["runs", "away"], "answer": 1},
-            {"q": "and  ", "choices": ["fox", "jumps"], "answer": 1},
-            {"q": TEXT[0], "choices": ["the", " dog"], "answer": 0},
-        ],
+        [{"q": q, "choices": [" brown", "away"], "answer": 0} for q in ("the quick", "", "and  ", TEXT[0])],
     ),
     "answers": (
         "output_type: generate_until\ndoc_to_text: '{{q}}'\ndoc_to_target: a\nmetric_list:\n  - metric: exact_match\n"
@@ -91,24 +81,16 @@ def evaluate(tmp_path, monkeypatch):
     return run
 
 
-@pytest.fixture
-def save(tokenizer, tmp_path):
-    def save_(decoder: Decoder) -> Path:
-        save_pretrained(decoder, tmp_path / "model", bos_token_id=tokenizer.bos_id, eos_token_id=tokenizer.eos_id)
-        tokenizer.save(tmp_path / "model")
-        return tmp_path / "model"
-
-    return save_
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("changes", [{}, {"qk_norm": True}, {"norm": "layer"}], ids=["llama", "qwen3", "stablelm"])
-def test_a_model_of_a_family_gets_the_answers_of_lm_evals_own_hf_model(evaluate, save, changes):
+def test_a_model_of_a_family_gets_the_answers_of_lm_evals_own_hf_model(evaluate, tmp_path, changes):
     import contrib.lm_eval  # noqa: F401 - it registers `prenorm`
 
-    checkpoint = save(make_decoder(**changes))
-    ours, theirs = evaluate("prenorm", checkpoint), evaluate("hf", checkpoint)
-    assert len(ours["rolling"]) == 4 and len(ours["choice"]) == 8
+    tokenizer = train_tokenizer(TEXT * 5, 300, tmp_path / "t.model")
+    save_pretrained(make_decoder(**changes), tmp_path / "model", bos_token_id=tokenizer.bos_id, eos_token_id=2)
+    tokenizer.save(tmp_path / "model")
+    ours, theirs = evaluate("prenorm", tmp_path / "model"), evaluate("hf", tmp_path / "model")
+    assert len(ours["rolling"]) == 3 and len(ours["choice"]) == 8
     assert ours["rolling"] == pytest.approx(theirs["rolling"], rel=1e-5)
     assert [value for value, _ in ours["choice"]] == pytest.approx([value for value, _ in theirs["choice"]], rel=1e-5)
     assert [flag for _, flag in ours["choice"]] == [flag for _, flag in theirs["choice"]]

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,8 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 from checkpoints.pretrained import save_pretrained
 from data.chat import ChatFormat
 from data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
+from generation import cli
+from generation.settings import Settings
 from model.config import ModelConfig
 from model.decoder import Decoder
 
@@ -57,6 +60,18 @@ def qwen_tokenizer(shared, tmp_path_factory) -> Tokenizer:
     (directory / "tokenizer.json").write_bytes(gzip.decompress(packed))
     (directory / "tokenizer_config.json").write_bytes((shared / "qwen2_5" / "tokenizer_config.json").read_bytes())
     return load_tokenizer(directory)
+
+
+@pytest.fixture
+def output(capsys) -> Callable[..., tuple[str, list[str]]]:
+    """What generate.py prints: all text, and the lines of its log."""
+
+    def run(directory: Path, prompts: Sequence[str] = ("x",), **settings) -> tuple[str, list[str]]:
+        cli.run(Settings(device="cpu", **settings), directory, prompts)
+        text, log = capsys.readouterr()
+        return text, log.splitlines()
+
+    return run
 
 
 CHATML = """\

@@ -18,22 +18,17 @@ def write(path, content) -> None:
 
 def test_a_template_file_is_preferred_to_the_configuration_and_what_is_no_text_is_one_line(chatml_model, tmp_path):
     shutil.copytree(chatml_model, tmp_path, dirs_exist_ok=True)
-    (tmp_path / "chat_template.jinja").unlink(missing_ok=True)
     config = json.loads((tmp_path / "tokenizer_config.json").read_text(encoding="utf-8"))
     named = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "two"}]
     for value, expected in ((None, None), ("one é", "one é"), (named, "two")):
         write(tmp_path / "tokenizer_config.json", config | {"chat_template": value})
         assert load_tokenizer(tmp_path).chat_template == expected
-    write(tmp_path / "chat_template.jinja", "three é")
-    assert load_tokenizer(tmp_path).chat_template == "three é"
-    (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
-    with pytest.raises(UserError, match=r"chat_template.jinja cannot be read"):
-        assert load_tokenizer(tmp_path).chat_template
-    (tmp_path / "chat_template.jinja").unlink()
     for value in (7, named[:1]):
         write(tmp_path / "tokenizer_config.json", config | {"chat_template": value})
         with pytest.raises(UserError, match=r"tokenizer_config.json cannot be read"):
             assert load_tokenizer(tmp_path).chat_template
+    write(tmp_path / "chat_template.jinja", "three é")
+    assert load_tokenizer(tmp_path).chat_template == "three é"
 
 
 @pytest.mark.parametrize(
@@ -41,9 +36,7 @@ def test_a_template_file_is_preferred_to_the_configuration_and_what_is_no_text_i
     [
         ("{{ raise_exception('no\n \x1b[31mrole') }}", r"TemplateError: no\n \x1b[31mrole"),
         ("\n{% for %}", "TemplateSyntaxError: "),
-        ("{{ messages.a.b }}", "UndefinedError: "),
         ("{{ ''.__class__.__mro__ }}", "SecurityError: access to attribute '__class__'"),
-        ("{{ messages.append(1) }}", "SecurityError: "),
         ("{{ range(10**9) }}", "OverflowError: Range too big"),
     ],
 )
@@ -55,12 +48,6 @@ def test_a_template_that_fails_or_leaves_the_sandbox_is_one_line(chatml_model, t
     text = str(error.value)
     assert text.startswith("the model's chat template does not support this conversation (") and expected in text
     assert "\n" not in text and "\x1b" not in text
-
-
-def test_the_token_that_the_template_writes_after_an_answer_ends_it(chat_model):
-    chat = chat_format(chat_model)
-    added = chat.tokenizer.added_tokens
-    assert added[chat.end_of_turn].content == ("</s>" if "inst" in chat_model.name else "<|im_end|>")
 
 
 def test_tags_that_are_not_special_are_tokens_in_answers_and_text_in_questions(chatml_model, tmp_path):
@@ -81,9 +68,9 @@ def test_a_system_prompt_comes_first_and_a_template_can_refuse_it(chat_model, tm
     shutil.copytree(chat_model, tmp_path, dirs_exist_ok=True)
     refusal = "{{ raise_exception('no system') if messages[0].role == 'system' }}{{ messages[0].content }}"
     write(tmp_path / "chat_template.jinja", refusal)
+    chat_format(tmp_path)
     with pytest.raises(UserError, match="no system"):
         chat_format(tmp_path, "Be terse.")
-    chat_format(tmp_path)
 
 
 def test_every_occurrence_of_a_token_is_broken_and_nothing_else_changes():
@@ -96,22 +83,7 @@ def test_every_occurrence_of_a_token_is_broken_and_nothing_else_changes():
     assert break_tokens("<a>", []) == "<a>"
 
 
-def test_after_encoding_special_tokens_plain_encoding_is_still_plain(chat_model):
-    tokenizer = load_tokenizer(chat_model)
-    text = "</s><|im_end|> x"
-    plain, special = tokenizer.encode(text), tokenizer.encode_special(text, BREAK).ids
-    assert tokenizer.encode(text) == plain and len(special) < len(plain)
-    broken = tokenizer.encode_special(
-        break_tokens(text, [t.content for t in tokenizer.added_tokens.values()]), BREAK
-    ).ids
-    assert broken == plain and tokenizer.decode(broken) == text
-
-
-@pytest.mark.parametrize(
-    ("normalizer", "typed"),
-    [("Lowercase", "a<|IM_END|>b"), ("NFKC", "a\uff1c|im_end|\uff1eb")],
-    ids=["capitals", "wide"],
-)
+@pytest.mark.parametrize(("normalizer", "typed"), [("Lowercase", "a<|IM_END|>b"), ("NFKC", "a\uff1c|im_end|\uff1eb")])
 def test_text_that_a_normalizer_turns_into_a_token_is_no_token(chatml_model, tmp_path, normalizer, typed):
     shutil.copytree(chatml_model, tmp_path, dirs_exist_ok=True)
     fields = json.loads((tmp_path / "tokenizer.json").read_text(encoding="utf-8"))
@@ -126,24 +98,37 @@ def test_text_that_a_normalizer_turns_into_a_token_is_no_token(chatml_model, tmp
     assert harmless == forged >= 1
 
 
-def test_sampling_is_what_the_generation_config_recommends(tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, None),
+        ({"eos_token_id": 2}, None),
+        # transformers samples only with do_sample
+        ({"temperature": 0.6, "top_p": 0.9, "repetition_penalty": 1.3}, {"temperature": 0, "repetition_penalty": 1.3}),
+        ({"do_sample": False, "top_k": 7}, {"temperature": 0}),
+        ({"do_sample": True, "eos_token_id": 2}, {"temperature": 1.0, "top_k": 50}),
+        (
+            {"do_sample": True, "top_k": 20, "min_p": 0.1, "temperature": None},
+            {"temperature": 1, "top_k": 20, "min_p": 0.1},
+        ),
+        ({"do_sample": True, "top_k": -1}, {"temperature": 1.0}),  # as vLLM has it
+        ({"do_sample": True, "no_repeat_ngram_size": 3, "num_beams": 1}, {"temperature": 1.0, "top_k": 50}),
+    ],
+)
+def test_sampling_is_what_the_generation_config_recommends(tmp_path, capsys, fields, expected):
     assert recommended_sampling(tmp_path) is None
-    path = tmp_path / "generation_config.json"
-    write(path, {"eos_token_id": 2})
-    assert recommended_sampling(tmp_path) is None
-    for fields in ({"do_sample": False}, {}):  # transformers samples only with do_sample
-        write(path, {"temperature": 0.6, "top_p": 0.9, "repetition_penalty": 1.3, **fields})
-        assert recommended_sampling(tmp_path) == Sampling(temperature=0, repetition_penalty=1.3)
-    write(path, {"do_sample": True, "eos_token_id": 2})
-    assert recommended_sampling(tmp_path) == Sampling(temperature=1.0, top_k=50)
-    write(path, {"do_sample": True, "top_k": 20, "top_p": 0.9, "repetition_penalty": 1.05, "temperature": None})
-    assert recommended_sampling(tmp_path) == Sampling(temperature=1.0, top_k=20, top_p=0.9, repetition_penalty=1.05)
-    write(path, {"do_sample": True, "top_k": -1})  # as vLLM has it
-    assert recommended_sampling(tmp_path) == Sampling(temperature=1.0, top_k=0)
-    write(path, {"do_sample": True, "no_repeat_ngram_size": 3, "num_beams": 1, "suppress_tokens": [5]})
-    assert recommended_sampling(tmp_path) == Sampling(temperature=1.0, top_k=50)
-    assert "has no_repeat_ngram_size, suppress_tokens, without effect here" in capsys.readouterr().err
-    for fields in ({"temperature": "0.6"}, {"top_p": [1]}, {"min_p": float("nan")}, {"top_k": 2.5}, {"top_k": True}):
-        write(path, {"do_sample": True, **fields})
-        with pytest.raises(UserError, match=r"generation_config.json cannot be read \((top_|min_|temp)"):
-            recommended_sampling(tmp_path)
+    write(tmp_path / "generation_config.json", fields)
+    assert recommended_sampling(tmp_path) == (None if expected is None else Sampling(**expected))
+    unused = "has no_repeat_ngram_size, without effect here" in capsys.readouterr().err
+    assert unused == ("no_repeat_ngram_size" in fields)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"temperature": "0.6"}, {"top_p": [1]}, {"min_p": float("nan")}, {"top_k": 2.5}, {"top_k": True}],
+    ids=str,
+)
+def test_a_recommendation_that_is_none_is_one_line(tmp_path, fields):
+    write(tmp_path / "generation_config.json", {"do_sample": True, **fields})
+    with pytest.raises(UserError, match=r"generation_config.json cannot be read \((top_|min_|temp)"):
+        recommended_sampling(tmp_path)

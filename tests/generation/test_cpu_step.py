@@ -14,12 +14,12 @@ import numba
 import pytest
 import torch
 
+from checkpoints.inference import quantize_matrices
 from errors import note
 from generation import cpu_step
 from generation import generate as generation
 from generation.cpu_step import CpuDecodeStep
 from generation.generate import MAX_CPU_SEQUENCES, decode_step, generate
-from generation.weights import quantize_matrices
 from model.cache import KeyValueCache
 from model.linear import Linear
 
@@ -83,42 +83,35 @@ def test_positions_after_the_first_table_of_angles_and_scores_too_large_for_exp_
 
 
 @pytest.mark.parametrize("norm", ["rms", "layer"])
-@pytest.mark.parametrize("lengths", [[4], [5, 2, 1]], ids=str)
 @torch.inference_mode()
-def test_bfloat16_errs_less_than_the_decoder_does(make_decoder, relative, norm, lengths):
+def test_bfloat16_errs_less_than_the_decoder_does(make_decoder, relative, norm):
     decoder = make_decoder(norm=norm, attention_bias=True, qk_norm=True).eval()
-    exact, _, _ = steps(decoder, lengths)
+    exact, _, _ = steps(decoder, [5, 2, 1])
     decoder.compute_dtype = torch.bfloat16  # the weights stay float32, as in training: the step casts them once
-    found, expected, _ = steps(decoder, lengths)
+    found, expected, _ = steps(decoder, [5, 2, 1])
     assert 0 < relative(found, exact) < relative(expected, exact)
 
 
 @torch.inference_mode()
 def test_int8_matrices_are_rounded_to_the_closest_integers_and_computed_with_exactly(make_decoder, relative):
     decoder = make_decoder(attention_bias=True, tie_word_embeddings=False).eval()
+    head = decoder.lm_head.weight.data
+    head[0], head[1] = 0, 1e-42
     quantize_matrices(decoder)
+    assert (decoder.lm_head.int8[1] > 0).all() and not decoder.lm_head.int8[0][:2].any()
     expected = copy.deepcopy(decoder)
     for module in expected.modules():
         if isinstance(module, Linear) and module.int8 is not None:
             values, scales = module.int8
             rounded = values * scales[:, None]
             assert ((module.weight - rounded).abs() <= 0.5001 * scales[:, None]).all()
-            assert (values.abs().amax(1) == 127).all()
+            assert (values[2:].abs().amax(1) == 127).all()
             module.weight.data, module.int8 = rounded, None
     assert decoder.embed_tokens.int8 is None and decoder.lm_head.int8 is not None
     tokens = torch.randint(97, (2, 6), generator=torch.Generator().manual_seed(3))
     step = CpuDecodeStep(decoder, KeyValueCache(decoder.config, 2, 6))
     found = torch.cat([step(token, None) for token in tokens.split(1, 1)], 1)
     assert relative(found, expected(tokens)) < 3e-6 < relative(found, decoder(tokens))
-
-
-def test_rows_of_zeros_and_of_the_smallest_numbers_are_quantized_to_finite_ones(make_decoder):
-    decoder = make_decoder()
-    weight = decoder.embed_tokens.weight.data
-    weight[0], weight[1] = 0, 1e-42
-    quantize_matrices(decoder)
-    values, scales = decoder.embed_tokens.int8
-    assert (scales > 0).all() and not values[:2].any()
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -137,9 +130,8 @@ def test_sequences_in_a_batch_have_the_logits_that_they_have_alone_whatever_the_
     assert torch.equal(together, torch.cat(alone))
 
 
-@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS.keys())
-def test_text_is_the_same_with_and_without_the_step(make_decoder, monkeypatch, variant):
-    decoder = make_decoder(**variant).eval()
+def test_text_is_the_same_with_and_without_the_step(make_decoder, monkeypatch):
+    decoder = make_decoder(attention_bias=True, qk_norm=True).eval()
     prompts = [[1, 2, 3], [4], list(range(30))]
     with decode_step(decoder, 3, 80) as step:
         assert isinstance(step, CpuDecodeStep)
@@ -153,11 +145,9 @@ def test_where_numba_is_missing_the_decoder_decodes_and_says_so_once(make_decode
     decoder = make_decoder().eval()
     found = generate(decoder, [[1, 2, 3]], max_new_tokens=20).tokens
     monkeypatch.setitem(sys.modules, "numba", None)
-    generation.has_numba.cache_clear()
+    note.cache_clear()
     assert [generate(decoder, [[1, 2, 3]], max_new_tokens=20).tokens for _ in range(2)] == [found, found]
     assert capsys.readouterr().err.count("pip install numba") == 1
-    monkeypatch.undo()
-    generation.has_numba.cache_clear()
 
 
 def test_there_is_a_step_for_small_batches_and_the_layers_that_it_computes(make_decoder):
@@ -168,14 +158,6 @@ def test_there_is_a_step_for_small_batches_and_the_layers_that_it_computes(make_
     assert exists(MAX_CPU_SEQUENCES) and not exists(MAX_CPU_SEQUENCES + 1)
     assert not any(exists(norm=norm) for norm in ("none", "srms", "offset")) and not exists(mlp="geglu")
     assert not any(exists(norm_placement=placement) for placement in ("post", "sandwich", "output"))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
-def test_a_decoder_that_was_cast_as_a_whole_can_generate(make_decoder, dtype):
-    decoder = make_decoder(attention_bias=True, qk_norm=True, norm_bias=True).eval().to(dtype)
-    for compute_dtype in (torch.float32, dtype):
-        decoder.compute_dtype = compute_dtype
-        assert len(generate(decoder, [[1, 2]], max_new_tokens=5).tokens[0]) == 5
 
 
 def add_one(x):
@@ -198,6 +180,7 @@ def test_a_cache_that_is_cut_short_is_made_again_and_a_full_disk_is_one_note(tmp
     assert cpu_step.compiled(add_one)(1) == 2 and capsys.readouterr().err == "" and len(files) == 2
 
 
+@pytest.mark.slow
 def test_where_no_cache_can_be_written_every_process_compiles(tmp_path):
     shutil.copytree(ROOT / "generation", tmp_path / "generation", ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "generation" / "__pycache__").touch()  # no folder
@@ -206,15 +189,3 @@ def test_where_no_cache_can_be_written_every_process_compiles(tmp_path):
     environment = {key: value for key, value in os.environ.items() if key != "NUMBA_CACHE_DIR"} | {"HOME": "/dev/null"}
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0 and len(done.stderr.splitlines()) == 1 and "in each process" in done.stderr
-
-
-@pytest.mark.slow
-def test_the_first_process_says_that_it_compiles_and_the_next_ones_need_not(tmp_path, monkeypatch):
-    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
-    code = (
-        "from generation.generate import generate, Decoder; from model.config import ModelConfig\n"
-        "generate(Decoder(ModelConfig(64, 32, 48, 1)), [[1]], max_new_tokens=3)"
-    )
-    command = [sys.executable, "-c", code]
-    said = [subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stderr for _ in range(2)]
-    assert said == ["compiling the decoding step for this processor, once: a few seconds\n", ""]

@@ -35,15 +35,6 @@ def test_the_texts_of_a_stream_joined_equal_decode_of_all_ids(any_tokenizer, dat
     assert text + stream.flush() == any_tokenizer.decode(ids)
 
 
-@EASY
-@given(text=st.text(st.characters(codec="utf-8", exclude_characters="\ufffd\u2581") | st.sampled_from(" \n😀")))
-def test_a_stream_never_returns_part_of_a_character(any_tokenizer, text):
-    ids = any_tokenizer.encode(text)
-    parts = stream_texts(any_tokenizer, ids)
-    assert not any("\ufffd" in part for part in parts)
-    assert "".join(parts) == any_tokenizer.decode(ids)
-
-
 def byte_ids(tokenizer, text: str) -> list[int]:
     """The ids of the single bytes that spell a text for which the tokenizer has no token."""
     ids = tokenizer.encode(text)

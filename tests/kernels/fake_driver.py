@@ -22,7 +22,7 @@ from triton.runtime.jit import JITFunction
 
 import kernels
 from benchmarks.kernels import OURS, loss_case, make_blocks, mlp_case, norm_case, rotary_case
-from generation.weights import cast_weights
+from checkpoints.inference import cast_weights
 from kernels import cross_entropy, decode, norm, rope, swiglu
 from model.cache import KeyValueCache
 from model.config import ModelConfig

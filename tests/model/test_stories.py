@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from checkpoints.inference import cast_weights, quantize_matrices
 from checkpoints.pretrained import load_pretrained
 from generation.cpu_step import CpuDecodeStep
 from generation.generate import generate
 from generation.settings import Sampling
-from generation.weights import cast_weights, quantize_matrices
 from model.cache import KeyValueCache
 
 LOGIT, LOSS = 3e-5, 3e-6

@@ -1,14 +1,13 @@
 """A small text and small settings, so that a complete run takes seconds."""
 
-import os
 import random
-import subprocess
-import sys
+import shutil
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent.parent
+from tests.training.runs import settings_of, train_run
+
 WORDS = "the quick brown fox jumps over a lazy dog while seven wizards mix potions beneath an old stone bridge".split()
 
 
@@ -44,34 +43,16 @@ def flags(text_folder, cache) -> list[str]:
 @pytest.fixture
 def settings(flags):
     """The settings that `flags` give."""
-    from training.settings import parse
-
-    return parse(flags, "test").settings
-
-
-@pytest.fixture
-def run(settings, tmp_path) -> Path:
-    """A finished run."""
-    from training.loop import train
-
-    train(settings, tmp_path / "run")
-    return tmp_path / "run"
+    return settings_of(*flags)
 
 
 @pytest.fixture(scope="session")
-def train_script():
-    """A function that runs train.py in a subprocess and returns what subprocess.run returns."""
+def finished_run(flags, tmp_path_factory) -> Path:
+    """A finished run, which no test changes."""
+    return train_run(tmp_path_factory.mktemp("finished") / "run", *flags)
 
-    def run(*arguments: str, cwd: Path, **options) -> subprocess.CompletedProcess:
-        return subprocess.run(
-            [sys.executable, str(ROOT / "train.py"), *arguments],
-            cwd=cwd,
-            capture_output=True,
-            text=True,
-            encoding="utf-8",
-            timeout=120,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            **options,
-        )
 
-    return run
+@pytest.fixture
+def run(finished_run, tmp_path) -> Path:
+    """A copy of it."""
+    return shutil.copytree(finished_run, tmp_path / "run")

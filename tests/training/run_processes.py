@@ -1,13 +1,12 @@
 """Start groups of processes of train.py one after another, as torchrun would: `python run_processes.py`.
 
 groups.json has for each group its number of processes, its arguments, in which RANK is the process's, and what happens
-to the last process, by step: `stop` (a signal to all), `kill` and `fail` (in a save), `diverge` (after it), or `hang`.
+to the last process, by step: `stop` (a signal to all), `kill` and `fail` (in a save), or `hang`.
 They are forked from one that has imported torch.
 Prints the exit statuses of each group. Each process writes how many elements it holds to rank-K.json.
 """
 
 import json
-import math
 import os
 import signal
 import socket
@@ -23,14 +22,14 @@ import tyro  # noqa: E402, F401 - imported once for all
 
 import train  # noqa: E402
 from errors import exit_on_user_error  # noqa: E402
-from training import checkpoint, commands, loop  # noqa: E402, F401
+from training import commands, loop, save  # noqa: E402, F401
 
 torch.set_num_threads(1)
 
 
 def disturb(rank: int, count: int, happens: dict[str, str]) -> None:
     """Let the things happen."""
-    train_steps, save_tensors = loop.train_steps, checkpoint.save_tensors
+    train_steps, save_tensors = loop.train_steps, save.save_tensors
     now = [None]
 
     def steps(session):
@@ -41,13 +40,11 @@ def disturb(rank: int, count: int, happens: dict[str, str]) -> None:
             if now[0] == "hang" and rank == count - 1:
                 os.kill(os.getpid(), signal.SIGSTOP)
             yield result
-            if now[0] == "diverge":  # after the step's save
-                next(session.model.parameters()).detach().fill_(math.nan)
         tensors = [*session.model.parameters(), *(t for s in session.optimizer.state.values() for t in s.values())]
         held = sum((t.to_local() if hasattr(t, "to_local") else t).numel() for t in tensors)
         Path(f"rank-{rank}.json").write_text(json.dumps([held, sum(t.numel() for t in tensors)]))
 
-    def save(tensors, path):
+    def write(tensors, path):
         if now[0] == "kill" and rank == count - 1:
             path.write_bytes(b"half of a file")
             os.kill(os.getpid(), signal.SIGKILL)
@@ -55,7 +52,7 @@ def disturb(rank: int, count: int, happens: dict[str, str]) -> None:
             raise OSError(28, "No space left on device", str(path))
         save_tensors(tensors, path)
 
-    loop.train_steps, checkpoint.save_tensors = steps, save
+    loop.train_steps, save.save_tensors = steps, write
 
 
 def run(count: int, arguments: list[str], happens: dict[str, str]) -> list[int]:

@@ -1,20 +1,14 @@
-"""Saves that are interrupted anywhere, what readers then find, and how transformers opens a checkpoint."""
+"""Saves that are interrupted anywhere, and what readers then find."""
 
 import shutil
 from pathlib import Path
 
 import pytest
-import torch
-import transformers
 
-from checkpoints.pretrained import load_pretrained
-from data.tokenizer import load_tokenizer
 from training import checkpoint
-from training.loop import train
-from training.settings import parse
 
 
-def save(target: Path, content: str) -> None:
+def write(target: Path, content: str) -> None:
     checkpoint.recover_interrupted_save(target)
     (new := target.with_name("last.new")).mkdir()
     (new / "weights").write_text(content)
@@ -38,7 +32,7 @@ def killed_rmtree(path: Path, **_: object) -> None:
 def test_a_save_killed_at_any_rename_leaves_a_complete_checkpoint_and_the_next_save_works(
     tmp_path, monkeypatch, renames_done
 ):
-    save(tmp_path / "last", "before")
+    write(tmp_path / "last", "before")
     rename, calls = Path.rename, []
 
     def killed_rename(path: Path, target: Path) -> Path:
@@ -51,26 +45,11 @@ def test_a_save_killed_at_any_rename_leaves_a_complete_checkpoint_and_the_next_s
     if renames_done == 2:  # both done: killed while the old directory is deleted
         monkeypatch.setattr(shutil, "rmtree", killed_rmtree)
     with pytest.raises(Killed):
-        save(tmp_path / "last", "after")
+        write(tmp_path / "last", "after")
     monkeypatch.undo()
     for _ in range(2):
         assert found(tmp_path) == ("before" if renames_done == 0 else "after")
         checkpoint.recover_interrupted_save(tmp_path / "last")
-    save(tmp_path / "last", "later")
+    write(tmp_path / "last", "later")
     assert found(tmp_path) == "later"
     assert [path.name for path in tmp_path.iterdir()] == ["last"]
-
-
-@pytest.mark.parametrize("norm", ["rms", "layer"])
-def test_the_last_checkpoint_opens_in_transformers_with_equal_logits_and_ids(flags, tmp_path, norm):
-    train(parse([*flags, "--norm", norm, "--steps", "12"], "test").settings, tmp_path / "run")
-    last = tmp_path / "run" / "last"
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(last, dtype=torch.float32)
-    tokenizer, our_tokenizer = transformers.AutoTokenizer.from_pretrained(last), load_tokenizer(last)
-    text = "the quick</s> brown fox,  7 wizards\n\tmix é potions 🦊"
-    ids = tokenizer(text)["input_ids"]
-    assert ids == [our_tokenizer.bos_id, *our_tokenizer.encode(text)]
-    tokens = torch.tensor([ids])[:, :32]
-    with torch.no_grad():
-        ours, expected = load_pretrained(last)(tokens), theirs(tokens).logits
-    assert (ours - expected).norm() / expected.norm() < 2e-6

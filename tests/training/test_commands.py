@@ -21,18 +21,17 @@ def test_two_runs_that_start_at_the_same_time_get_different_folders(settings, tm
 
 
 def test_two_processes_never_share_a_run_folder(flags, run, tmp_path):
-    for arguments in ([*flags, "--out", str(tmp_path / "new")], ["--resume", str(run), "--steps", "50"]):
-        command = parse(arguments, "test")
-        folder = run if command.actions.resume else tmp_path / "new"
+    new = tmp_path / "new"
+    for folder, arguments in ((new, [*flags, "--out", str(new), "--steps", "2"]), (run, ["--resume", str(run)])):
         with locked(folder), pytest.raises(UserError, match="in use by another process"):
-            commands.run(command)
-        before = set(folder.iterdir())
-        assert commands.run(command) == 0 and set(folder.iterdir()) >= before
+            commands.run(parse(arguments, "test"))
+    assert commands.run(parse([*flags, "--out", str(new), "--steps", "2"], "test")) == 0
 
 
-def test_a_run_that_cannot_start_leaves_no_folder(train_script, flags, tmp_path):
-    out = train_script(*flags, "--data", "nowhere.txt", cwd=tmp_path)
-    assert out.returncode == 2 and "nowhere.txt" in out.stderr
+def test_a_run_that_cannot_start_leaves_no_folder(flags, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=r"nowhere\.txt"):
+        commands.run(parse([*flags, "--data", "nowhere.txt"], "test"))
     assert not list((tmp_path / "runs").iterdir())
 
 
@@ -40,12 +39,11 @@ def test_a_finished_run_prints_a_text_the_next_command_and_its_checkpoint_can_be
     flags, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.chdir(tmp_path)
-    assert commands.run(parse([*flags, "--sample-prompts", "the quick"], "test")) == 0
+    assert commands.run(parse([*flags, "--steps", "6", "--sample-prompts", "the quick"], "test")) == 0
     out = capsys.readouterr().out
     assert (tmp_path / "runs" / "text0-rms" / "best" / "config.json").exists()
     assert "bits per byte" in out and "xz -9e" in out
     assert "\n  | the quick" in out and out.endswith("next: python generate.py runs/text0-rms 'the quick'\n")
-    assert commands.run(parse([*flags, "--steps", "2"], "test")) == 0 and (tmp_path / "runs" / "text0-rms-2").exists()
     assert commands.run(parse(["--eval-only", "--init-from", "runs/text0-rms", *flags[:4]], "test")) == 0
     assert "nats per token, perplexity" in capsys.readouterr().out
     said = [{"role": "user", "content": "the"}, {"role": "assistant", "content": "quick brown fox"}]
@@ -57,8 +55,9 @@ def test_a_finished_run_prints_a_text_the_next_command_and_its_checkpoint_can_be
     assert f"({tokens} tokens)" in capsys.readouterr().out
 
 
-def test_a_dry_run_trains_nothing_and_prints_what_the_run_would_need(train_script, tmp_path):
-    out = train_script("--config", "1b", "--dry-run", cwd=tmp_path)
-    assert out.returncode == 0, out.stderr
-    assert "1,235,814,400 parameters" in out.stdout and "not measured" in out.stdout
+def test_a_dry_run_trains_nothing_and_prints_what_the_run_would_need(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert commands.run(parse(["--config", "1b", "--dry-run"], "test")) == 0
+    out = capsys.readouterr().out
+    assert "1,235,814,400 parameters" in out and "not measured" in out
     assert not list(tmp_path.iterdir())

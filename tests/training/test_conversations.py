@@ -12,16 +12,15 @@ from data.conversations import batch_of, encode_conversations, pack
 from data.sources import resolve
 from data.tokenizer import load_tokenizer
 from errors import UserError
-from generation.session import run as generate
+from generation import cli
 from generation.settings import Sampling
 from generation.settings import Settings as GenerationSettings
 from model.decoder import Decoder
-from tests.training.test_resume import assert_equal_runs, stop_at
+from tests.training.runs import assert_equal_runs, evaluations, open_session, resume, settings_of, stop_at, train_run
 from tests.training.test_step import KeepsGradients
-from training import checkpoint, commands, metrics
-from training.loop import train
+from training import checkpoint
+from training.estimate import estimate
 from training.processes import Processes
-from training.settings import parse
 from training.step import split_batch, train_step
 
 CPU = torch.device("cpu")
@@ -45,27 +44,33 @@ def chat_file(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def chat_flags(flags, run, chat_file) -> list[str]:
-    """Flags of a run that teaches `run` to talk."""
-    return [*flags, "--init-from", str(run), "--data", str(chat_file), "--learning-rate", "1e-2", "--batch-size", "4"]
+def chat_flags(flags, finished_run, chat_file) -> list[str]:
+    """Flags of a run that teaches a finished one to talk."""
+    start = ["--init-from", str(finished_run), "--data", str(chat_file)]
+    return [*flags, *start, "--learning-rate", "1e-2", "--batch-size", "4"]
 
 
-def test_loss_and_gradients_equal_those_of_trl_on_the_same_conversations(flags, run, chat_file, tmp_path, relative):
+@pytest.fixture
+def decoder(request, flags, finished_run, tmp_path) -> Decoder:
+    """An untrained model with the given flags, and in the test's folder its directory with a chat template."""
+    settings = settings_of(*flags, "--max-position-embeddings", "128", *request.param.split())
+    tokenizer, decoder = load_tokenizer(finished_run / "last").for_conversations(), Decoder(settings.model, seed=3)
+    save_pretrained(decoder, tmp_path / "model", bos_token_id=tokenizer.bos_id, eos_token_id=tokenizer.eos_id)
+    tokenizer.save(tmp_path / "model")
+    torch.manual_seed(1)
+    return decoder
+
+
+@pytest.mark.parametrize("decoder", ["--no-attention-bias"], indirect=True)
+def test_loss_and_gradients_equal_those_of_trl_on_the_same_conversations(decoder, tmp_path, relative):
     """Ours packed, TRL's padded. Gradients: 1e-5, float32 sums of other orders; rows of the embedding that no input
     has are 0."""
     trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    torch.manual_seed(1)
-    rows = [conversation(number) for number in (1, 2, 3, 4, 5, 8)]
-    settings = parse([*flags, "--max-position-embeddings", "128", "--no-attention-bias"], "test").settings
-    tokenizer = load_tokenizer(run / "last").for_conversations()
-    decoder = Decoder(settings.model, seed=3)
-    save_pretrained(decoder, tmp_path / "model", bos_token_id=tokenizer.bos_id, eos_token_id=tokenizer.eos_id)
-    tokenizer.save(tmp_path / "model")
-
-    path = tmp_path / "rows.jsonl"
+    rows, path = [conversation(number) for number in (1, 2, 3, 4, 5, 8)], tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
+    tokenizer = load_tokenizer(tmp_path / "model")
     found = encode_conversations(resolve([str(path)], "text", tmp_path), ChatFormat(tokenizer), 129)
     packed = pack([*found.values()], 129, tokenizer.dtype)
     assert packed.shape[1] < len(rows) == len(found)
@@ -84,10 +89,8 @@ def test_loss_and_gradients_equal_those_of_trl_on_the_same_conversations(flags, 
         processing_class=AutoTokenizer.from_pretrained(tmp_path / "model", pad_token="<unk>"),
     )
     (batch,) = trainer.get_train_dataloader()
-    rows_of_ids = [
-        ids[mask > 0].tolist() for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)
-    ]
-    assert sorted(rows_of_ids) == sorted(ids.tolist() for _, ids, _ in found.values())
+    pairs = zip(batch["input_ids"], batch["attention_mask"], strict=True)
+    assert sorted(ids[mask > 0].tolist() for ids, mask in pairs) == sorted(ids.tolist() for _, ids, _ in found.values())
     theirs = trainer.compute_loss(trainer.model, batch)
     theirs.backward()
     assert int((batch["labels"] >= 0).sum()) == int((batch_of(packed)[1] >= 0).sum())
@@ -100,16 +103,11 @@ def test_loss_and_gradients_equal_those_of_trl_on_the_same_conversations(flags, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("norm", ["rms", "layer"])
-def test_trl_learns_preferences_from_our_directory_and_it_comes_back(norm, flags, run, tmp_path, relative):
+@pytest.mark.parametrize("decoder", ["--norm rms", "--norm layer"], indirect=True)
+def test_trl_learns_preferences_from_our_directory_and_it_comes_back(decoder, tmp_path, relative):
     trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    torch.manual_seed(1)
-    settings = parse([*flags, "--norm", norm, "--max-position-embeddings", "128"], "test").settings
-    decoder, tokenizer = Decoder(settings.model, seed=3), load_tokenizer(run / "last").for_conversations()
-    save_pretrained(decoder, tmp_path / "model", bos_token_id=tokenizer.bos_id, eos_token_id=tokenizer.eos_id)
-    tokenizer.save(tmp_path / "model")
     rows = []
     for number in range(0, 8, 2):
         question, answer = conversation(number)
@@ -129,41 +127,38 @@ def test_trl_learns_preferences_from_our_directory_and_it_comes_back(norm, flags
     back, ids = load_pretrained(tmp_path / "preferred").eval(), torch.randint(9, 200, (2, 16))
     with torch.no_grad():
         ours, theirs, before = back(ids), trainer.model.eval()(ids).logits, decoder.eval()(ids)
-    assert back.config.norm == norm
+    assert back.config.norm == decoder.config.norm
     assert relative(ours, theirs) < 1e-5 and relative(ours, before) > 1e-3
 
 
 def test_a_resumed_run_on_conversations_equals_one_that_was_not_stopped(chat_flags, tmp_path, monkeypatch):
-    settings = parse([*chat_flags, "--steps", "14", "--seed", "3"], "test").settings
-    assert train(settings, tmp_path / "straight") == 0
+    chat_flags += ["--steps", "14", "--seed", "3"]
+    straight = train_run(tmp_path / "straight", *chat_flags)
     stop_at(monkeypatch, 6)
-    train(settings, tmp_path / "stopped")
+    stopped = train_run(tmp_path / "stopped", *chat_flags)
     monkeypatch.undo()
-    assert checkpoint.read_state(tmp_path / "stopped" / "last").step == 6
-    resumed = parse(["--resume", str(tmp_path / "stopped"), "--cache", str(tmp_path / "new")], "test").settings
-    assert train(resumed, tmp_path / "stopped", resume=True) == 0
-    assert_equal_runs(tmp_path / "stopped", tmp_path / "straight")
+    assert checkpoint.read_state(stopped / "last").step == 6
+    assert resume(stopped, "--cache", str(tmp_path / "new")) == 0
+    assert_equal_runs(stopped, straight)
 
 
 def test_a_run_learns_to_answer_and_its_answers_end(chat_flags, chat_file, tmp_path, capsys):
-    train(parse([*chat_flags, "--steps", "120", "--evaluate-every", "60"], "test").settings, tmp_path / "talk")
+    found = evaluations(train_run(tmp_path / "talk", *chat_flags, "--steps", "120", "--evaluate-every", "60"))
     out = capsys.readouterr().out
-    evaluations = [line for line in metrics.read(tmp_path / "talk") if "validation_loss" in line]
-    assert [line["step"] for line in evaluations] == [0, 60, 120] and "bits_per_byte" not in evaluations[0]
-    assert evaluations[0]["validation_loss"] > 4 and evaluations[-1]["validation_loss"] < 0.6
+    assert [line["step"] for line in found] == [0, 60, 120] and "bits_per_byte" not in found[0]
+    assert found[0]["validation_loss"] > 4 and found[-1]["validation_loss"] < 0.6
     assert "nats per answer token" in out and "  | Say " in out and "  | > " in out
     assert "xz" not in out and "talk --chat" in out.splitlines()[-1]
-    assert (tmp_path / "talk" / "loss.png").exists()
-    texts = []  # without an end of the turn, of sixteen tokens
+    # Without an end of the turn, answers would have sixteen tokens.
     settings = GenerationSettings(chat=True, sampling=Sampling(temperature=0), max_new_tokens=16)
     questions = [f"Say {word}, 31" for word in WORDS]
-    generate(settings, tmp_path / "talk" / "best", questions, write=texts.append, log=lambda line: None)
-    answers = "".join(texts).split("\n\n")
+    cli.run(settings, tmp_path / "talk" / "best", questions)
+    answers = capsys.readouterr().out.split("\n\n")
     assert len(answers) == 6 and all(0 < len(answer) < 12 for answer in answers), answers
 
 
 def test_a_dry_run_prints_a_row_with_the_learned_part_marked(chat_flags, capsys):
-    commands.run(parse([*chat_flags, "--dry-run"], "test"))
+    estimate(settings_of(*chat_flags))
     row = capsys.readouterr().out.partition("a row of conversations, in which lines with + are learned:\n")[2]
     lines = row.splitlines()
     assert lines[0].startswith("  <s><|user|>Say ") and lines[0].endswith("<|end|><|assistant|>")
@@ -171,12 +166,10 @@ def test_a_dry_run_prints_a_row_with_the_learned_part_marked(chat_flags, capsys)
 
 
 def test_a_question_of_the_user_is_asked_at_each_evaluation(chat_flags, tmp_path, capsys):
-    train(parse([*chat_flags, "--steps", "2", "--sample-prompts", "Who?"], "test").settings, tmp_path / "run")
+    train_run(tmp_path / "run", *chat_flags, "--steps", "2", "--sample-prompts", "Who?")
     assert capsys.readouterr().out.count("  | Who?\n  | > ") == 2
 
 
 def test_conversations_are_not_cut_into_shorter_sequences(chat_flags, tmp_path):
-    settings = parse([*chat_flags, "--first-sequence-length", "16"], "test").settings
     with pytest.raises(UserError, match=r"--first-sequence-length would cut conversations .*-length None"):
-        train(settings, tmp_path / "run")
-    parse([*chat_flags, "--first-sequence-length", "None"], "test")
+        open_session(tmp_path, *chat_flags, "--first-sequence-length", "16")

@@ -12,13 +12,10 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from errors import UserError
+from tests.training.runs import assert_equal_tensors, resume, train_run
 from training import checkpoint
-from training.loop import train
-from training.settings import parse
 
 CHANGES = ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate", "shutil.rmtree")
 
@@ -68,7 +65,7 @@ def crashed(flags, tmp_path, monkeypatch) -> tuple[Path, list[Path]]:
     monkeypatch.setattr(RECORDER, "copies", [])
     RECORDER.folder = tmp_path / "run"
     try:
-        train(parse([*flags, "--steps", "8", "--evaluate-every", "4"], "test").settings, tmp_path / "run")
+        train_run(tmp_path / "run", *flags, "--steps", "8", "--evaluate-every", "4")
     finally:
         RECORDER.folder = None
     return tmp_path / "run", RECORDER.copies
@@ -77,21 +74,14 @@ def crashed(flags, tmp_path, monkeypatch) -> tuple[Path, list[Path]]:
 def resumes_like(run: Path, straight: Path) -> bool:
     """Resume a copy and compare its end; False where it says that nothing was saved yet."""
     try:
-        settings = parse(["--resume", str(run)], "test").settings
-        train(settings, run, resume=True)
+        resume(run)
     except UserError as error:
-        if (
-            "nothing was saved yet" in str(error)
-            or "only best/ was saved" in str(error)
-            or "settings.toml" in str(error)
-        ):
+        if any(text in str(error) for text in ("nothing was saved yet", "only best/ was saved", "settings.toml")):
             assert checkpoint.find_complete(run / "last") is None, error
             return False
         assert "has already done" in str(error), error
     for name in ("model.safetensors", "training_state.safetensors"):
-        found, expected = (load_file(checkpoint.find_last(path) / name) for path in (run, straight))
-        assert found.keys() == expected.keys()
-        assert all(torch.equal(found[key], expected[key]) for key in found), (run.name, name)
+        assert_equal_tensors(*(checkpoint.find_last(path) / name for path in (run, straight)))
     for target in ("last", "best"):
         found, expected = (checkpoint.find_complete(path / target) for path in (run, straight))
         assert {path.name for path in found.iterdir()} == {path.name for path in expected.iterdir()}, (run.name, target)

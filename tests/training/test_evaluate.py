@@ -13,8 +13,8 @@ from data.tokenizer import load_tokenizer
 from training.evaluate import evaluate
 
 
-def test_an_evaluation_is_the_mean_over_every_token_of_the_text(run, text_folder, tmp_path):
-    tokenizer, model = load_tokenizer(run / "last"), load_pretrained(run / "last")
+def test_an_evaluation_is_the_mean_over_every_token_of_the_text(finished_run, text_folder, tmp_path):
+    tokenizer, model = load_tokenizer(finished_run / "last"), load_pretrained(finished_run / "last")
     text = (text_folder / "07.txt").read_text(encoding="utf-8")
     ids = [tokenizer.bos_id, *tokenizer.encode(text), tokenizer.eos_id]
     nats = 0.0
@@ -30,8 +30,8 @@ def test_an_evaluation_is_the_mean_over_every_token_of_the_text(run, text_folder
     assert found.bits_per_byte == pytest.approx(nats / math.log(2) / len(text.encode()), rel=1e-6)
 
 
-def test_with_document_mask_the_loss_of_a_document_does_not_depend_on_those_before_it(run):
-    tokenizer, model = load_tokenizer(run / "last"), load_pretrained(run / "last")
+def test_with_document_mask_the_loss_of_a_document_does_not_depend_on_those_before_it(finished_run):
+    tokenizer, model = load_tokenizer(finished_run / "last"), load_pretrained(finished_run / "last")
     random = np.random.default_rng(1)
     documents = [np.array([tokenizer.bos_id, *random.integers(10, 300, length)]) for length in (9, 14, 7)]
     (window,) = validation_windows(np.concatenate(documents), 32, 1)

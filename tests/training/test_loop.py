@@ -1,10 +1,11 @@
-"""The files that a run leaves, the steps it takes, and the errors that end it."""
+"""The files that a run leaves, the steps it takes, what it prints, and the errors that end it."""
 
 import dataclasses
 import json
 import math
 import random
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,125 +15,121 @@ from safetensors.torch import load_file
 from checkpoints import pretrained
 from data.tokenizer import Tokenizer
 from errors import UserError
-from training import commands, loop, metrics
+from tests.training.runs import assert_equal_tensors, evaluations, losses, open_session, settings_of, train_run
+from training import commands, loop, metrics, plot
 from training.evaluate import Evaluation
 from training.loop import train, train_steps
-from training.session import set_up
 from training.settings import load_settings, parse
 
 
-def test_a_run_leaves_settings_metrics_a_plot_and_two_checkpoints(run, settings):
+def test_a_run_learns_and_leaves_settings_metrics_a_plot_and_two_checkpoints(run, settings, tmp_path):
     assert {path.name for path in run.iterdir()} == {"settings.toml", "metrics.jsonl", "loss.png", "last", "best"}
     assert (run / "loss.png").read_bytes().startswith(b"\x89PNG")
-    saved = load_settings(run / "settings.toml")
-    assert dataclasses.replace(saved, run=settings.run) == settings
-    lines = metrics.read(run)
-    assert [line["step"] for line in lines if "loss" in line] == list(range(1, 41))
-    assert [line["step"] for line in lines if "validation_loss" in line] == [10, 20, 30, 40]
+    assert dataclasses.replace(load_settings(run / "settings.toml"), run=settings.run) == settings
+    assert [line["step"] for line in metrics.read(run) if "loss" in line] == list(range(1, 41))
+    assert losses(run)[0] == pytest.approx(math.log(400), rel=0.02)  # an untrained model predicts every token alike
+    found = evaluations(run)
+    assert [line["step"] for line in found] == [10, 20, 30, 40] and found[-1]["validation_loss"] < 4.5
+    assert found[-1]["perplexity"] == pytest.approx(math.exp(found[-1]["validation_loss"]))
     state = json.loads((run / "last" / "state.json").read_text())
-    assert state["step"] == 40 and state["tokens"] == 40 * 8 * 32
-    assert state["best_validation_loss"] == min(line.get("validation_loss", 9e9) for line in lines)
-    assert state["text_hash"]
+    assert state["step"] == 40 and state["tokens"] == 40 * 8 * 32 and state["text_hash"]
+    assert state["best_validation_loss"] == min(line["validation_loss"] for line in found)
+    metrics.write(run, 41, loss=math.nan)  # can still be drawn
+    plot.draw([run, run], tmp_path / "two.svg")
+    assert b"<svg" in (tmp_path / "two.svg").read_bytes()
 
 
-def test_the_model_learns(run):
-    lines = metrics.read(run)
-    assert lines[0]["loss"] == pytest.approx(math.log(400), rel=0.02)  # an untrained model predicts every token alike
-    last = next(line for line in reversed(lines) if "validation_loss" in line)
-    assert last["validation_loss"] < 4.5
-    assert last["perplexity"] == pytest.approx(math.exp(last["validation_loss"]))
-
-
-def test_the_same_seed_gives_the_same_run_and_another_seed_another(flags, tmp_path):
-    for name, seed in (("a", "7"), ("b", "7"), ("c", "8")):
-        train(parse([*flags, "--steps", "6", "--seed", seed], "test").settings, tmp_path / name)
-    a, b, c = (load_file(tmp_path / name / "last" / "model.safetensors") for name in "abc")
-    assert all(torch.equal(a[name], b[name]) for name in a)
-    assert not any(torch.equal(a[name], c[name]) for name in a if a[name].ndim == 2)
+def test_the_same_seed_gives_the_same_run_and_another_seed_another_without_global_random_numbers(flags, tmp_path):
+    flags = [*flags, "--steps", "6", "--seed", "7"]
+    settings, a = settings_of(*flags), tmp_path / "a" / "last" / "model.safetensors"
+    before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1]
+    train(settings, tmp_path / "a")
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert random.getstate() == before[1] and np.array_equal(np.random.get_state()[1], before[2])
+    assert_equal_tensors(train_run(tmp_path / "b", *flags, "--activation-checkpointing") / "last" / a.name, a)
+    a, other = load_file(a), load_file(train_run(tmp_path / "c", *flags, "--seed", "8") / "last" / a.name)
+    assert not any(torch.equal(a[name], other[name]) for name in a if a[name].ndim == 2)
 
 
 def test_micro_batches_change_nothing_but_rounding(flags, tmp_path):
-    for name, size in (("one", "8"), ("four", "2")):
-        train(parse([*flags, "--steps", "10", "--micro-batch-size", size], "test").settings, tmp_path / name)
-    one, four = ([line["loss"] for line in metrics.read(tmp_path / name) if "loss" in line] for name in ("one", "four"))
+    sessions = [open_session(tmp_path, *flags, "--steps", "10", "--micro-batch-size", size) for size in ("8", "2")]
+    one, four = ([result.loss for result in train_steps(session)] for session in sessions)
     # Adam divides by the size of the gradient, so the rounding of tiny gradients shows after some steps
     assert four == pytest.approx(one, rel=1e-4)
 
 
-def test_activation_checkpointing_changes_no_bit(flags, tmp_path):
-    for name in ("off", "on"):
-        extra = ["--activation-checkpointing"] if name == "on" else []
-        train(parse([*flags, "--steps", "6", *extra], "test").settings, tmp_path / name)
-    off, on = (load_file(tmp_path / name / "last" / "model.safetensors") for name in ("off", "on"))
-    assert all(torch.equal(off[name], on[name]) for name in off)
+@pytest.fixture
+def after_step(monkeypatch):
+    """A function that lets something happen when a step has been logged."""
+    write = metrics.write
+
+    def happens(number: int, action) -> None:
+        def write_and_act(run_dir: Path, step: int, **values: float) -> None:
+            write(run_dir, step, **values)
+            if step == number and "loss" in values:
+                action()
+
+        monkeypatch.setattr(metrics, "write", write_and_act)
+
+    return happens
 
 
-def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_good_checkpoint(flags, tmp_path, monkeypatch):
-    write = metrics.Metrics.write
-
-    def poison(self, step: int, **values: float) -> None:
-        write(self, step, **values)
-        if step == 13:
-            poisoned.append(step)
-
-    poisoned = []
-    monkeypatch.setattr(metrics.Metrics, "write", poison)
-    learning_rate = loop.learning_rate
-    monkeypatch.setattr(loop, "learning_rate", lambda *args: float("nan") if poisoned else learning_rate(*args))
+def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_good_checkpoint(
+    flags, tmp_path, monkeypatch, after_step
+):
+    after_step(13, lambda: monkeypatch.setattr(loop, "learning_rate", lambda *_: math.nan))
     with pytest.raises(UserError, match=r"step 15: the loss is nan .*; the last save is kept: .*learning-rate"):
-        train(parse(flags, "test").settings, tmp_path / "run")
+        train_run(tmp_path / "run", *flags)
     assert json.loads((tmp_path / "run" / "last" / "state.json").read_text())["step"] == 10
     weights = load_file(tmp_path / "run" / "last" / "model.safetensors")
     assert all(tensor.isfinite().all() for tensor in weights.values())
 
 
+def test_a_run_whose_folder_is_deleted_ends_and_does_not_make_it_again(flags, tmp_path, after_step):
+    after_step(13, lambda: shutil.rmtree(tmp_path / "run"))
+    with pytest.raises(FileNotFoundError, match=r"run/metrics.jsonl"):
+        train_run(tmp_path / "run", *flags)
+    assert not (tmp_path / "run").exists()
+
+
 def test_float16_skips_updates_that_overflow_and_saves_the_loss_scale(flags, tmp_path, monkeypatch, capsys):
     scaler = torch.amp.GradScaler
     monkeypatch.setattr(torch.amp, "GradScaler", lambda *args, **kwargs: scaler(*args, init_scale=2.0**30, **kwargs))
-    train(parse([*flags, "--dtype", "float16", "--steps", "20"], "test").settings, tmp_path / "run")
+    run = train_run(tmp_path / "run", *flags, "--dtype", "float16", "--steps", "20")
     assert "float16 overflow, update skipped" in capsys.readouterr().out
-    state = json.loads((tmp_path / "run" / "last" / "state.json").read_text())
+    state = json.loads((run / "last" / "state.json").read_text())
     assert 1 < state["scaler"]["scale"] < 2.0**30
-    assert any(line.get("gradient_norm") == "inf" for line in metrics.read(tmp_path / "run"))
+    assert any(line.get("gradient_norm") == "inf" for line in metrics.read(run))
 
 
 def test_the_steps_report_what_the_run_logs_and_neither_print_nor_write(flags, tmp_path, capfd):
     extended = [*flags, "--steps", "6", *"--embedding-lr-multiplier 5 --norm-lr-multiplier 3".split()]
-    settings = parse(extended, "test").settings
-    train(settings, tmp_path / "run")
+    logged = metrics.read(train_run(tmp_path / "run", *extended))
     capfd.readouterr()
-    lines, seconds = [], 0.0
-    session = set_up(settings, tmp_path / "steps", resume=False, log=lines.append)
-    for result, logged in zip(train_steps(session), metrics.read(tmp_path / "run")[:6], strict=True):
-        assert result.step == session.state.step == logged["step"]
+    session, seconds = open_session(tmp_path / "steps", *extended), 0.0
+    for result, line in zip(train_steps(session), logged[:6], strict=True):
+        assert result.step == session.state.step == line["step"]
         seconds += result.seconds
-        assert session.state.tokens == logged["tokens"] and session.state.seconds == seconds >= result.seconds > 0
+        assert session.state.tokens == line["tokens"] and session.state.seconds == seconds >= result.seconds > 0
         for name in ("loss", "gradient_norm", "learning_rate"):
-            assert getattr(result, name) == logged[name]
+            assert getattr(result, name) == line[name]
         rates = {group["lr"] for group in session.optimizer.param_groups}
         assert rates == {multiplier * result.learning_rate for multiplier in (1, 3, 5)}
     assert session.state.step == 6
-    assert [line.split(":")[0] for line in lines] == ["text", "model"]
     assert capfd.readouterr() == ("", "") and not (tmp_path / "steps").exists()
-
-
-def test_training_draws_nothing_from_the_global_random_generators(flags, tmp_path):
-    settings = parse([*flags, "--steps", "12"], "test").settings
-    before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1]
-    train(settings, tmp_path / "run")
-    assert torch.equal(torch.get_rng_state(), before[0])
-    assert random.getstate() == before[1] and np.array_equal(np.random.get_state()[1], before[2])
 
 
 def test_an_evaluation_that_is_not_finite_saves_nothing(flags, tmp_path, monkeypatch):
     monkeypatch.setattr(loop, "evaluate", lambda *_: Evaluation(math.nan, 10, 10))
     with pytest.raises(UserError, match=r"step 10: the validation loss is nan; nothing was saved yet"):
-        train(parse(flags, "test").settings, tmp_path / "run")
+        train_run(tmp_path / "run", *flags)
     assert not (tmp_path / "run" / "last").exists()
 
 
-def test_a_model_whose_save_failed_is_not_the_best(flags, tmp_path, monkeypatch, capsys):
-    found, writes = iter([20.0, 10.0, 15.0]), iter([None, OSError(28, "No space left on device")])
+def test_a_model_whose_save_failed_is_not_the_best_and_a_loss_that_rises_twice_is_a_note(
+    flags, tmp_path, monkeypatch, capsys
+):
+    found, writes = iter([20.0, 10.0, 15.0, 16.0, 17.0]), iter([None, OSError(28, "No space left on device")])
     write = pretrained.save_pretrained
 
     def save_pretrained(*arguments, **options) -> None:
@@ -142,49 +139,33 @@ def test_a_model_whose_save_failed_is_not_the_best(flags, tmp_path, monkeypatch,
 
     monkeypatch.setattr(pretrained, "save_pretrained", save_pretrained)
     monkeypatch.setattr(loop, "evaluate", lambda *_: Evaluation(next(found), 10, 10))
-    train(parse([*flags, "--steps", "12", "--evaluate-every", "4"], "test").settings, tmp_path / "run")
+    run = train_run(tmp_path / "run", *flags, "--steps", "10", "--evaluate-every", "2")
     out = capsys.readouterr().out
-    assert out.count("note: step 8 is not saved ([Errno 28] No space left on device") == 1
+    assert out.count("note: step 4 is not saved ([Errno 28] No space left on device") == 1
+    assert out.count("note: the validation loss has risen twice") == 1
     assert "best/ has the weights with the lowest validation loss, 1.5000" in out
-    states = [json.loads((tmp_path / "run" / name / "state.json").read_text()) for name in ("best", "last")]
-    assert [(state["step"], state["best_validation_loss"]) for state in states] == [(12, 1.5)] * 2
-    assert not [*(tmp_path / "run").glob("*.new")]
+    states = [json.loads((run / name / "state.json").read_text()) for name in ("best", "last")]
+    assert [(state["step"], state["best_validation_loss"]) for state in states] == [(6, 1.5), (10, 1.5)]
+    assert not [*run.glob("*.new")]
 
 
-def test_a_sample_cannot_send_commands_to_the_terminal(flags, tmp_path, monkeypatch, capsys):
+def test_a_sample_is_cut_to_the_context_and_cannot_send_commands_to_the_terminal(flags, tmp_path, monkeypatch, capsys):
+    long = " ".join(map(str, range(200)))
+    train_run(tmp_path / "run", *flags, "--steps", "2", "--sample-prompts", long, "one")
+    out = capsys.readouterr().out
+    assert "198 199" in out and " 150 " not in out and "\n  | one" in out and "next: " in out
     monkeypatch.setattr(Tokenizer, "decode", lambda *_, **__: "\x1b]0;title\x07\nnext")
-    train(parse([*flags, "--steps", "2"], "test").settings, tmp_path / "run")
+    train_run(tmp_path / "other", *flags, "--steps", "2")
     out = capsys.readouterr().out
     assert "  | \u241b]0;title\u2407\n  | next" in out and "\x1b" not in out
 
 
-def test_a_prompt_of_a_sample_that_is_longer_than_the_context_is_cut(flags, tmp_path, capsys):
-    long = " ".join(map(str, range(200)))
-    train(parse([*flags, "--steps", "2", "--sample-prompts", long, "one"], "test").settings, tmp_path / "run")
-    out = capsys.readouterr().out
-    assert "198 199" in out and " 150 " not in out and "\n  | one" in out and "next: " in out
-
-
-def test_a_run_whose_folder_is_deleted_ends_and_does_not_make_it_again(flags, tmp_path, monkeypatch):
-    write = metrics.Metrics.write
-
-    def delete(self, step: int, **values: float) -> None:
-        write(self, step, **values)
-        if step == 13:
-            shutil.rmtree(tmp_path / "run")
-
-    monkeypatch.setattr(metrics.Metrics, "write", delete)
-    with pytest.raises(UserError, match=r"run was deleted or moved, so the run ends at step 14"):
-        train(parse(flags, "test").settings, tmp_path / "run")
-    assert not (tmp_path / "run").exists()
-
-
-def test_a_log_file_gets_plain_lines(settings, tmp_path, capsys):
-    train(settings, tmp_path / "run")
+def test_a_log_file_gets_plain_lines(flags, tmp_path, capsys):
+    train_run(tmp_path / "run", *flags, "--steps", "12")
     out, err = capsys.readouterr()
     steps = [line.split(":")[0] for line in out.splitlines() if "tok/s" in line]
-    assert steps == [f"step {step} of 40" for step in range(1, 41)]
-    assert "\r" not in out + err
+    assert steps == [f"step {step} of 12" for step in range(1, 13)]
+    assert "\n  12 steps: 0." in out and "\r" not in out + err
 
 
 OUT_OF_MEMORY = [

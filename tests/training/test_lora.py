@@ -9,23 +9,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 import generate
 from checkpoints.pretrained import load_pretrained, open_checkpoint
 from errors import UserError
-from training import checkpoint, metrics
-from training.loop import save, train, train_steps
-from training.session import no_log, set_up
-from training.settings import parse, save_settings
+from tests.training.runs import assert_equal_tensors, evaluations, open_session, resume, train_run
+from training import checkpoint
+from training.loop import save, train_steps
+from training.settings import save_settings
 
 
 @pytest.fixture(scope="module")
-def base(flags, tmp_path_factory) -> Path:
-    """A run of a few steps."""
-    folder = tmp_path_factory.mktemp("base") / "run"
-    train(parse([*flags, "--steps", "6"], "test").settings, folder)
-    return folder
+def base(finished_run, tmp_path_factory) -> Path:
+    """A run to start from."""
+    return shutil.copytree(finished_run, tmp_path_factory.mktemp("base") / "run")
 
 
 @pytest.fixture(scope="module")
@@ -37,16 +34,13 @@ def start(flags, base) -> list[str]:
 @pytest.fixture(scope="module")
 def folder(start, tmp_path_factory) -> Path:
     """Such a run."""
-    folder = tmp_path_factory.mktemp("lora") / "run"
-    train(parse(start, "test").settings, folder)
-    return folder
+    return train_run(tmp_path_factory.mktemp("lora") / "run", *start)
 
 
 def test_the_base_stays_bit_equal_and_the_optimizer_has_state_for_a_and_b_alone(start, base, tmp_path):
     before = load_pretrained(base / "best").state_dict()
-    session = set_up(parse(start, "test").settings, tmp_path / "lora", resume=False, log=no_log)
-    for _ in train_steps(session):
-        pass
+    session = open_session(tmp_path, *start)
+    assert next(train_steps(session)).step == 1
     after = session.model.state_dict()
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
     assert all(".lora_" in name for name in after.keys() - before.keys())
@@ -60,31 +54,28 @@ def test_a_run_saves_its_adapter_without_the_model_and_learns(folder, base):
         assert {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json", "state.json"} <= files
         assert not {"config.json", "model.safetensors"} & files
         assert ("training_state.safetensors" in files) == (name == "last")
-    losses = [line["validation_loss"] for line in metrics.read(folder) if "validation_loss" in line]
-    assert losses[-1] < losses[0]
+    before, *_, after = evaluations(folder)
+    assert after["validation_loss"] < before["validation_loss"]
     fields = json.loads((folder / "best" / "adapter_config.json").read_text())
     assert (fields["r"], fields["lora_alpha"], fields["base_model_name_or_path"]) == (4, 8, str(base / "best"))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_run_stopped_and_resumed_equals_one_that_was_not(start, tmp_path, dtype):
-    settings = parse([*start, "--lora-alpha", "6", "--dtype", dtype], "test").settings
-    train(settings, tmp_path / "straight")
+    start = [*start, "--lora-alpha", "6", "--dtype", dtype]
+    straight, run = train_run(tmp_path / "straight", *start), tmp_path / "run"
     for stop in (1, 7, 12):
-        session = set_up(settings, tmp_path / "resumed", resume=stop > 1, log=no_log)
+        session = open_session(run, *start, resume=stop > 1)
         for result in train_steps(session):
             if result.step == stop:
                 break
-        save(session)
-        assert session.saver.finish()
-        save_settings(settings, tmp_path / "resumed" / "settings.toml")
+        assert save(session)
+        save_settings(session.settings, run / "settings.toml")
     for file in ("adapter_model.safetensors", "training_state.safetensors"):
-        found, straight = (load_file(tmp_path / name / "last" / file) for name in ("resumed", "straight"))
-        assert found.keys() == straight.keys() and all(torch.equal(found[name], straight[name]) for name in straight)
-    assert checkpoint.read_state(tmp_path / "resumed" / "last").step == 12
-    changed = parse(["--resume", str(tmp_path / "resumed"), "--steps", "20", "--lora", "2"], "test").settings
+        assert_equal_tensors(run / "last" / file, straight / "last" / file)
+    assert checkpoint.read_state(run / "last").step == 12
     with pytest.raises(UserError, match="cannot be resumed: lora: 4 -> 2"):
-        set_up(changed, tmp_path / "resumed", resume=True, log=no_log)
+        resume(run, "--steps", "20", "--lora", "2")
 
 
 @pytest.fixture
@@ -130,18 +121,15 @@ def test_a_run_its_adapter_on_the_base_and_the_two_merged_generate_the_same_text
 
 @pytest.mark.parametrize("extra", [["--norm", "layer"], ["--rope-theta", "500"]])
 def test_a_changed_model_is_refused(start, tmp_path, extra):
-    settings = parse([*start, *extra], "test").settings
     with pytest.raises(UserError, match="--lora leaves the model as it is; leave out --norm and other flags"):
-        set_up(settings, tmp_path / "lora", resume=False, log=no_log)
+        open_session(tmp_path, *start, *extra)
 
 
 def test_a_run_whose_base_is_gone_says_so(folder, base, tmp_path):
-    settings = parse(["--resume", str(folder), "--steps", "20"], "test").settings
     base.rename(tmp_path / "moved")
+    gone = r"best cannot be read \(No such .*\); the adapter needs the model that its run"
     try:
-        with pytest.raises(
-            UserError, match=r"best cannot be read \(No such .*\); the adapter needs the model that its run"
-        ):
-            set_up(settings, folder, resume=True, log=no_log)
+        with pytest.raises(UserError, match=gone):
+            resume(folder, "--steps", "20")
     finally:
         (tmp_path / "moved").rename(base)

@@ -11,11 +11,11 @@ from safetensors.torch import load_file
 from checkpoints.pretrained import unpacked_tensors
 from model.config import NORMS
 from model.decoder import Decoder
+from tests.training.runs import open_session
 from training.estimate import memory
-from training.loop import train
+from training.loop import save, train_steps
 from training.muon import COEFFICIENTS, orthogonalize
 from training.optimizer import build_optimizer, takes_muon
-from training.settings import parse
 
 CPU = torch.device("cpu")
 
@@ -45,14 +45,9 @@ def polynomial_of_singular_values(matrix: torch.Tensor) -> torch.Tensor:
 def test_orthogonalizing_applies_the_polynomial_to_the_singular_values(shape, relative):
     matrices = 0.2 + torch.randn(shape)
     expected = torch.stack([polynomial_of_singular_values(matrix) for matrix in matrices])
-    assert relative(orthogonalize_in(torch.float32, matrices), expected) < 1e-4
-    assert relative(orthogonalize_in(torch.bfloat16, matrices), expected) < 0.1
-
-
-def orthogonalize_in(dtype: torch.dtype, matrices: torch.Tensor) -> torch.Tensor:
-    found = orthogonalize(matrices.to(dtype))
-    assert found.dtype == dtype
-    return found
+    for dtype, tolerance in ((torch.float32, 1e-4), (torch.bfloat16, 0.1)):
+        found = orthogonalize(matrices.to(dtype))
+        assert found.dtype == dtype and relative(found, expected) < tolerance
 
 
 def unpacked(model: Decoder, of: Callable[[torch.nn.Parameter], torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -88,15 +83,6 @@ def test_steps_equal_the_definition_in_float64(settings, relative, bias):
     assert len(weights) == 7 * model.config.num_hidden_layers
 
 
-def test_a_matrix_without_a_gradient_stays_finite(settings):
-    model = Decoder(with_muon(settings).model, seed=3)
-    optimizer = build_optimizer(model, with_muon(settings).optimizer, CPU)
-    set_gradients(model, 0)
-    model.layers[0].self_attn.qkv_proj.weight.grad.zero_()  # as in sequences of one token
-    optimizer.step()
-    assert all(parameter.isfinite().all() for parameter in model.parameters())
-
-
 @pytest.mark.parametrize("norm", NORMS)
 def test_the_matrices_of_the_layers_take_muon_and_the_rest_what_it_has_without(settings, norm):
     shape = {"attention_bias": True, "qk_norm": True, "tie_word_embeddings": False, "norm_placement": "sandwich"}
@@ -115,31 +101,32 @@ def test_the_matrices_of_the_layers_take_muon_and_the_rest_what_it_has_without(s
         assert torch.equal(found, expected) != matrix, name
 
 
-def test_a_gradient_that_overflows_under_float16_changes_nothing(settings):
+def test_a_gradient_that_overflows_under_float16_changes_nothing_and_one_of_zeros_stays_finite(settings):
     settings = with_muon(settings)
     model = Decoder(settings.model, seed=3)
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     optimizer, scaler = build_optimizer(model, settings.optimizer, CPU), torch.amp.GradScaler("cpu", enabled=True)
     scaler.scale(torch.zeros(()))
-    for scale, moves in ((math.inf, False), (1.0, True)):
+    for value, moves in ((math.inf, False), (0.0, True)):
         set_gradients(model, 1)
-        model.layers[1].self_attn.qkv_proj.weight.grad[0, 0] = scale
+        model.layers[1].self_attn.qkv_proj.weight.grad.fill_(value)  # zero: as in sequences of one token
         scaler.unscale_(optimizer)
         scaler.step(optimizer)
         scaler.update()
         assert any(not torch.equal(before[n], p) for n, p in model.named_parameters()) == moves
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
 
 
 def test_a_run_saves_one_moment_of_each_matrix_and_two_of_the_rest(flags, tmp_path):
     wide = ["--hidden-size", "192", "--intermediate-size", "512", "--steps", "3", "--optimizer", "muon"]
-    settings = parse([*flags, *wide], "test").settings
-    train(settings, tmp_path / "run")
-    tensors = load_file(tmp_path / "run" / "last" / "training_state.safetensors")
-    model = load_file(tmp_path / "run" / "last" / "model.safetensors")
+    session = open_session(tmp_path, *flags, *wide)
+    next(train_steps(session))
+    assert save(session)
+    tensors, model = (load_file(tmp_path / "last" / f"{name}.safetensors") for name in ("training_state", "model"))
     moments = {name.partition(".")[0] for name in tensors if ".layers.0.mlp.down_proj" in name}
     assert moments == {"momentum_buffer", "row_squares"}
     moments = {name.partition(".")[0] for name in tensors if name.endswith("norm.weight")}
     assert moments == {"exp_avg", "exp_avg_sq", "step"}
     size = sum(tensor.nbytes for name, tensor in tensors.items() if not name.startswith("step."))
-    assert memory(settings, torch.float32, torch.device("cpu"))[1] == pytest.approx(size, rel=0.01) and size > 3e6
+    assert memory(session.settings, torch.float32, CPU)[1] == pytest.approx(size, rel=0.01) and size > 3e6
     assert size < 1.5 * sum(tensor.nbytes for tensor in model.values())

@@ -1,40 +1,36 @@
 """Training the norms alone, and starting from weights with another norm: for every norm that `--norm` offers."""
 
 import pytest
-from safetensors.torch import load_file
+import torch
 
 from model.config import NORMS
-from training.loop import train
-from training.settings import parse
+from tests.training.runs import open_session, settings_of
+from training.loop import train_steps
+from training.session import set_up
 
 LEARNING = [norm for norm, parameters in NORMS.items() if parameters]
 
 
 @pytest.mark.parametrize("norm", LEARNING)
-def test_norms_alone_learn_when_asked_and_weight_decay_reaches_only_what_their_row_says(flags, tmp_path, norm):
+def test_norms_alone_learn_when_asked(flags, tmp_path, norm):
     # Weights large enough that norms which do not divide by the stream's size get a gradient to speak of.
-    flags = [*flags, "--norm", norm, "--train-only", "norms", "--warmup-steps", "0", "--initializer-range", "0.02"]
-    states, weights = [], []
-    for decay, steps in (("0", "3"), ("5", "3"), ("5", "1")):
-        folder = tmp_path / f"decay-{decay}-steps-{steps}"
-        train(parse([*flags, "--weight-decay", decay, "--steps", steps], "test").settings, folder)
-        states.append(load_file(folder / "last" / "training_state.safetensors"))
-        weights.append(load_file(folder / "last" / "model.safetensors"))
-    names = {parameter.name for parameter in NORMS[norm]}
-    decaying = {parameter.name for parameter in NORMS[norm] if parameter.decays}
+    asked = ["--norm", norm, "--train-only", "norms", "--warmup-steps", "0", "--initializer-range", "0.02"]
+    session = open_session(tmp_path, *flags, *asked, "--weight-decay", "5")
+    before = {name: parameter.detach().clone() for name, parameter in session.model.named_parameters()}
+    next(train_steps(session))
+    names = [parameter.name for parameter in NORMS[norm]]
     modules = [f"layers.{i}.{place}_layernorm" for i in (0, 1) for place in ("input", "post_attention")]
     expected = {f"{module}.{name}" for module in [*modules, "norm"] for name in names}
-    assert {name.removeprefix("exp_avg.") for name in states[0] if name.startswith("exp_avg.")} == expected
-    for name, tensor in weights[0].items():
-        assert tensor.equal(weights[1][name]) != (name.rpartition(".")[2] in decaying), name
-        moved = not tensor.equal(weights[2][name])
-        assert moved == (name.removeprefix("model.") in expected or "running_" in name), name
+    parameters = dict(session.model.named_parameters())
+    assert {name for name, parameter in parameters.items() if parameter.requires_grad} == expected
+    assert {name for name, parameter in parameters.items() if not torch.equal(before[name], parameter)} == expected
 
 
 @pytest.mark.parametrize("norm", NORMS)
-def test_a_run_starts_from_weights_with_another_norm_and_names_what_is_new(flags, run, tmp_path, capsys, norm):
-    settings = parse([*flags, "--steps", "1", "--init-from", str(run), "--norm", norm], "test").settings
-    train(settings, tmp_path / "converted")
-    out = capsys.readouterr().out
+def test_a_run_starts_from_weights_with_another_norm_and_names_what_is_new(flags, finished_run, tmp_path, norm):
+    lines = []
+    settings = settings_of(*flags, "--init-from", str(finished_run), "--norm", norm)
+    set_up(settings, tmp_path, resume=False, log=lines.append)
+    assert f"weights: those of {finished_run / 'best'}" in lines
     for parameter in NORMS[norm]:
-        assert parameter.name == "weight" or f"norm.{parameter.name}" in out
+        assert parameter.name == "weight" or f"norm.{parameter.name}" in "".join(lines)

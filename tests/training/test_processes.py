@@ -1,8 +1,8 @@
 """One run in several processes, as torchrun starts them."""
 
-import dataclasses
+import itertools
 import os
-import signal
+import shutil
 import subprocess
 import sys
 import time
@@ -12,67 +12,37 @@ import psutil
 import pytest
 
 from errors import UserError, is_main_process
-from training import metrics, session
+from tests.training.runs import losses, open_session, resume, train_run
+from training import session
 from training.checkpoint import find_last, read_state
-from training.loop import train
+from training.loop import train_steps
 from training.processes import Processes, start_processes
-from training.settings import parse
 
 ROOT = Path(__file__).parent.parent.parent
 
 
-@pytest.fixture
-def start(tmp_path):
-    """A function that starts `torchrun train.py` in the folder of the test, with a pipe for each stream."""
-    children = []
-
-    def popen(*arguments: str) -> subprocess.Popen:
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
-        command = [*torchrun, str(ROOT / "train.py"), *arguments]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        pipe = subprocess.PIPE
-        children.append(subprocess.Popen(command, cwd=tmp_path, stdout=pipe, stderr=pipe, text=True, env=environment))
-        return children[-1]
-
-    yield popen
-    for child in children:
-        child.terminate()  # torchrun then stops its own
-        child.communicate()
-
-
-@pytest.mark.parametrize("way", ["--activation-checkpointing", pytest.param("--compile", marks=pytest.mark.slow)])
-def test_two_processes_train_the_run_of_one(flags, tmp_path, start, way):
-    few = [*flags, "--steps", "10", "--micro-batch-size", "2"]
-    train(parse(few, "test").settings, tmp_path / "one")
-    process = start(*few, "--out", "two", way)
-    out, errors = process.communicate(timeout=300)
-    assert process.returncode == 0, errors[-3000:]
-    assert out.count("next: ") == 1 and "Warning" not in errors  # only the main process prints
-    one, two = ([line["loss"] for line in metrics.read(tmp_path / name) if "loss" in line] for name in ("one", "two"))
-    assert two == pytest.approx(one, rel=1e-4)
-    assert read_state(tmp_path / "two" / "last").tokens == 10 * 8 * 32
-
-
-def test_a_mistake_is_a_line_of_the_main_process(flags, start):
-    process = start(*flags, "--batch-size", "3")
-    _, errors = process.communicate(timeout=100)
-    assert process.returncode == 1 and errors.count("error: --batch-size 3 cannot be divided by 2 processes") == 1
-
-
 @pytest.mark.parametrize("stopped", ["SIGTERM", pytest.param("kill", marks=pytest.mark.slow)])
-def test_a_run_whose_process_is_killed_or_that_is_stopped_resumes(flags, tmp_path, start, stopped):
-    process = start(*flags, "--steps", "100000", "--out", "run")
-    wait_for_lines(tmp_path / "run" / "metrics.jsonl", 16)  # past the evaluation of step 10, which saves
-    if stopped == "kill":
-        psutil.Process(process.pid).children()[1].kill()
-    else:
-        process.send_signal(signal.SIGTERM)
-    out, _ = process.communicate(timeout=200)
-    assert process.returncode != 0 and ("stopped and saved at step" in out) == (stopped == "SIGTERM")
-    done = read_state(find_last(tmp_path / "run")).step
-    resumed = parse(["--resume", str(tmp_path / "run"), "--steps", str(done + 2)], "test").settings
-    assert train(resumed, tmp_path / "run", resume=True) == 0
-    assert read_state(tmp_path / "run" / "last").step == done + 2
+def test_two_processes_train_the_run_of_one_and_it_resumes_after_a_signal_or_a_kill(flags, tmp_path, stopped):
+    flags = [*flags, "--steps", "100000", "--micro-batch-size", "2", "--activation-checkpointing"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+    command, run = [*torchrun, str(ROOT / "train.py"), *flags, "--out", "run"], tmp_path / "run"
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"}, **pipes)
+    try:
+        wait_for_lines(run / "metrics.jsonl", 16)  # past the evaluation of step 10, which saves
+        if stopped == "kill":
+            psutil.Process(process.pid).children()[1].kill()
+    finally:
+        process.terminate()
+        out, errors = process.communicate(timeout=200)
+    assert process.returncode != 0 and out.count("stopped and saved at step") == (1 if stopped == "SIGTERM" else 0)
+    assert out.count("run: ") == 1 and "Warning" not in errors  # only the main process prints
+    state = read_state(find_last(run))
+    assert state.tokens == state.step * 8 * 32
+    one = itertools.islice(train_steps(open_session(tmp_path, *flags)), state.step)
+    assert losses(run)[: state.step] == pytest.approx([result.loss for result in one], rel=1e-4)
+    assert resume(run, "--steps", str(state.step + 2)) == 0
+    assert read_state(run / "last").step == state.step + 2
 
 
 def wait_for_lines(path: Path, count: int) -> None:
@@ -83,11 +53,48 @@ def wait_for_lines(path: Path, count: int) -> None:
         time.sleep(0.1)
 
 
-def test_batchnorm_in_several_processes_is_refused(settings, tmp_path, monkeypatch):
-    monkeypatch.setattr(session, "start_processes", lambda *_: Processes(count=2))
-    batch = dataclasses.replace(settings, model=dataclasses.replace(settings.model, norm="batch"))
-    with pytest.raises(UserError, match="--norm batch has statistics of its own in each process"):
-        session.set_up(batch, tmp_path / "run", resume=False)
+def test_processes_must_be_given_equal_texts_tokenizers_settings_and_saves(flags, text_folder, tmp_path, monkeypatch):
+    def compared(*more: str, resume: bool = False) -> dict[str, object]:
+        """What a process compares with the others."""
+        found = {}
+        with monkeypatch.context() as patch:
+            patch.setattr(Processes, "check_equal", lambda _, **values: found.update(values))
+            open_session(tmp_path / "run", *more, resume=resume)
+        return found
+
+    copy = shutil.copytree(text_folder, tmp_path / "copy")
+    run = train_run(tmp_path / "run", *flags, "--steps", "2")
+    tokenizer = ["--tokenizer", str(shutil.copytree(run / "last", tmp_path / "tokenizer"))]
+    config = tmp_path / "tokenizer" / "tokenizer_config.json"
+    alike = compared(*flags)
+    assert compared(*flags, "--data", str(copy), *tokenizer, "--out", "x", "--cache", str(tmp_path / "cache")) == alike
+    config.write_text(config.read_text().replace('"add_bos_token": true', '"add_bos_token": false'))
+    (copy / "00.txt").write_text("another text")
+    others = {
+        "texts": compared(*flags, "--data", str(copy), "--tokenizer", str(run / "last")),
+        "tokenizers": compared(*flags, *tokenizer),
+        "settings": compared(*flags, "--learning-rate", "1e-3"),
+        "saves": compared("--resume", str(run), *flags, resume=True),
+    }
+    for name, values in others.items():
+        assert [key for key in alike if values[key] != alike[key]] == [name]
+    Processes().check_equal(**alike)
+    monkeypatch.setattr(Processes, "max", lambda _, value: value if value < 0 else value + 1)  # one has another number
+    with pytest.raises(UserError, match="the texts of the processes differ; give all the same files"):
+        Processes().check_equal(**alike)
+
+
+@pytest.mark.parametrize(
+    ("count", "flag", "message"),
+    [
+        (2, "--norm batch", "--norm batch has statistics of its own in each process"),
+        (4, "--batch-size 2", "--batch-size 2 cannot be divided by 4 processes"),
+    ],
+)
+def test_what_several_processes_cannot_train_is_a_line(flags, tmp_path, monkeypatch, count, flag, message):
+    monkeypatch.setattr(session, "start_processes", lambda *_: Processes(count=count))
+    with pytest.raises(UserError, match=message):
+        open_session(tmp_path, *flags, *flag.split())
 
 
 def test_a_process_alone_is_the_main_one_whatever_rank_the_environment_has(monkeypatch):

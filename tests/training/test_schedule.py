@@ -2,22 +2,20 @@ import math
 
 import pytest
 
+from tests.training.runs import open_session
 from training.loop import train_steps
 from training.schedule import learning_rate, sequence_length
-from training.session import set_up
-from training.settings import DataSettings, OptimizerSettings, parse
+from training.settings import DataSettings, OptimizerSettings
 
 
-def learning_rates(**settings) -> list[float]:
-    steps = settings.pop("steps", 100)
-    return [
-        learning_rate(step, steps, OptimizerSettings(steps=steps, learning_rate=2.0, **settings))
-        for step in range(steps)
-    ]
+def learning_rates(steps: int = 100, **settings) -> list[float]:
+    settings = OptimizerSettings(steps=steps, learning_rate=2.0, **settings)
+    return [learning_rate(step, steps, settings) for step in range(steps)]
 
 
 def test_warm_up_rises_linearly_to_the_peak():
     assert learning_rates(warmup_steps=10)[:10] == pytest.approx([0.2 * (step + 1) for step in range(10)])
+    assert max(learning_rates(steps=5, warmup_steps=50)) == 2.0  # never above it
 
 
 def test_wsd_is_constant_and_then_falls_linearly_to_the_final_learning_rate():
@@ -33,10 +31,6 @@ def test_cosine_follows_half_a_cosine_to_the_final_learning_rate():
     assert found[-1] == pytest.approx(0.2)
 
 
-def test_a_warm_up_longer_than_the_run_never_exceeds_the_peak():
-    assert max(learning_rates(steps=5, warmup_steps=50)) == 2.0
-
-
 def lengths(steps: int, **data: int) -> list[int]:
     return [sequence_length(step, steps, DataSettings(**data)) for step in range(steps)]
 
@@ -49,14 +43,14 @@ def test_sequences_double_in_equal_parts_of_40_percent_of_the_steps():
 
 
 def test_every_step_has_as_many_tokens_in_as_many_micro_batches(flags, tmp_path, monkeypatch):
-    settings = parse(
-        [*flags, "--first-sequence-length", "8", "--micro-batch-size", "4", "--steps", "10"], "test"
-    ).settings
-    session = set_up(settings, tmp_path, resume=False, log=lambda line: None)
-    shapes = []
-    monkeypatch.setattr(
-        "training.loop.train_step", lambda _, micro, *__: shapes.append([x.shape for x, _ in micro]) or (1, 1)
-    )
+    growing = ["--first-sequence-length", "8", "--micro-batch-size", "4", "--steps", "10"]
+    session, shapes = open_session(tmp_path, *flags, *growing), []
+
+    def train_step(_, micro_batches, *__) -> tuple[float, float]:
+        shapes.append([inputs.shape for inputs, _ in micro_batches])
+        return 1.0, 1.0
+
+    monkeypatch.setattr("training.loop.train_step", train_step)
     assert [result.step for result in train_steps(session)] == [*range(1, 11)]
     assert shapes == [[(16, 8)] * 2] * 2 + [[(8, 16)] * 2] * 2 + [[(4, 32)] * 2] * 6
     assert session.state.tokens == 10 * 8 * 32
@@ -64,10 +58,7 @@ def test_every_step_has_as_many_tokens_in_as_many_micro_batches(flags, tmp_path,
 
 def test_shorter_sequences_read_the_same_text_in_the_same_order(flags, tmp_path):
     """Step by step the tokens are those of a run without the schedule, and so are the targets."""
-    whole, growing = (
-        set_up(parse([*flags, *more], "test").settings, tmp_path / name, resume=False, log=lambda line: None)
-        for name, more in (("whole", []), ("growing", ["--first-sequence-length", "8"]))
-    )
+    whole, growing = (open_session(tmp_path, *flags, *more) for more in ([], ["--first-sequence-length", "8"]))
     for step in range(whole.steps):
         for expected, cut in zip(whole.batch(step), growing.batch(step), strict=True):
             assert cut.tolist() == expected.reshape(cut.shape).tolist()

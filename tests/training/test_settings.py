@@ -94,7 +94,7 @@ def test_norm_bias_is_a_pair_of_flags_and_reads_back_as_it_was_saved(tmp_path):
         ("[optimizer]\nsteps = 0\n", "--steps is 0 and must be at least 1"),
         ("[optimizer]\nnorm_lr_multiplier = -1\n", "multiplier is -1.0 and must be 0 or more"),
         ("[optimizer]\nembedding_lr_multiplier = nan\n", "multiplier is nan and must be 0 or more"),
-        ("[optimizer]\nweight_decay = inf\n", "weight-decay is inf and must be 0 or more"),
+        ("[optimizer]\nweight_decay = inf\n", "weight-decay is inf and must be finite"),
         ("[model]\nmax_position_embeddings = 1\n", "must be an integer of at least 2"),
     ],
 )

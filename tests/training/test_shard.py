@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,10 +13,7 @@ import transformers
 from checkpoints.pretrained import load_pretrained
 from errors import UserError
 from model.decoder import Decoder
-from training import metrics, session
-from training.loop import train
-from training.processes import Processes
-from training.settings import parse
+from tests.training.runs import losses, resume, train_run
 from training.shard import shard
 
 SCRIPT = Path(__file__).parent / "run_processes.py"
@@ -39,10 +35,6 @@ def groups(tmp_path):
     return run
 
 
-def losses(run: Path) -> list[float]:
-    return [line["loss"] for line in metrics.read(run) if "loss" in line]
-
-
 def sharded(flags: list[str], *more: str) -> list[str]:
     return [*flags, "--shard", "--steps", "16", "--evaluate-every", "8", "--vocab-size", "401", *more]
 
@@ -52,34 +44,9 @@ def one(flags, tmp_path):
     """A function that trains the same run in one process and returns its losses."""
 
     def run(*more: str) -> list[float]:
-        train(parse(sharded(flags, *more), "test").settings, tmp_path / "one")
-        return losses(tmp_path / "one")
+        return losses(train_run(tmp_path / "one", *sharded(flags, *more)))
 
     return run
-
-
-def test_processes_that_were_given_different_files_do_not_begin(flags, text_folder, tmp_path, groups):
-    for rank, lr in enumerate(("1e-3", "2e-3")):
-        shutil.copytree(text_folder, tmp_path / f"text-{rank}")
-        (tmp_path / f"{rank}.toml").write_text(f"[optimizer]\nlearning_rate = {lr}\n")
-        short = [*flags, "--steps", str(8 + 8 * rank), "--evaluate-every", "4"]
-        train(parse(short, "test").settings, tmp_path / f"run-{rank}")
-        shutil.copytree(tmp_path / f"run-{rank}" / "last", tmp_path / f"tokenizer-{rank}")
-    (tmp_path / "text-1" / "00.txt").write_text("another text")
-    plain = [flag for flag in flags if flag not in ("--learning-rate", "3e-3")]
-    others = [*plain, "--tokenizer", "tokenizer-RANK"]
-    config = tmp_path / "tokenizer-1" / "tokenizer_config.json"
-    config.write_text(config.read_text().replace('"add_bos_token": true', '"add_bos_token": false'))
-    statuses, _, errors = groups(
-        (2, [*plain, "--data", "text-RANK", "--out", "a"], {}),
-        (2, [*others, "--out", "b"], {}),
-        (2, [*plain, "--config", "RANK.toml", "--out", "c"], {}),
-        (2, ["--resume", "run-RANK", "--steps", "24"], {}),
-    )
-    assert statuses == [[2, 2]] * 4, errors[-3000:]
-    for what in ("texts", "tokenizers", "settings", "saves"):
-        assert f"error: the {what} of the processes differ" in errors, (what, errors[-3000:])
-    assert not [path for path in tmp_path.glob("[abc]")]
 
 
 def test_neither_a_failed_write_nor_a_kill_in_a_save_changes_a_loss(flags, tmp_path, groups, one):
@@ -99,7 +66,7 @@ def test_neither_a_failed_write_nor_a_kill_in_a_save_changes_a_loss(flags, tmp_p
     for file in ("training_state-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"):
         (run / "last" / file).unlink()
         with pytest.raises(UserError, match=f"{file} is not beside it"):
-            train(parse(["--resume", str(run), "--steps", "30"], "test").settings, run, resume=True)
+            resume(run, "--steps", "30")
 
 
 @pytest.mark.slow
@@ -118,22 +85,6 @@ def test_a_run_resumed_by_other_numbers_of_processes_is_that_of_one(flags, tmp_p
         tokens = torch.arange(30)[None]
         with torch.no_grad():
             assert torch.allclose(theirs(tokens).logits, load_pretrained(directory)(tokens), atol=1e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("shard", ["--shard", "--no-shard"])
-def test_a_run_that_diverges_right_after_a_save_has_that_save(flags, tmp_path, groups, one, shard):
-    new = sharded(flags, shard, "--evaluate-every", "2", "--out", "run")
-    statuses, out, errors = groups((2, new, {4: "diverge"}), (2, ["--resume", "run"], {}))
-    assert statuses == [[2, 2], [0, 0]] and errors.count("error: step 5: the loss is nan") == 2
-    assert out.count("resuming from run/last, step 4 of 16") == 1
-    assert losses(tmp_path / "run") == pytest.approx(one(), abs=3e-6)
-
-
-def test_more_processes_than_sequences_is_a_line(flags, tmp_path, monkeypatch):
-    monkeypatch.setattr(session, "start_processes", lambda *_: Processes(count=4))
-    with pytest.raises(UserError, match="--batch-size 2 cannot be divided by 4 processes"):
-        session.set_up(parse(sharded(flags, "--batch-size", "2"), "test").settings, tmp_path, resume=False)
 
 
 @pytest.mark.parametrize("norm, dtype", [("dyt", torch.float32), ("rms", torch.float16)])
@@ -170,9 +121,8 @@ def test_an_adapter_is_trained_beside_a_sharded_model(flags, tmp_path, groups, o
     few = sharded(flags, "--steps", "10", "--dtype", dtype, "--lora", "4", "--init-from", str(tmp_path / "one"))
     statuses, _, errors = groups((2, [*few, "--out", "run"], {5: "stop"}), (2, ["--resume", "run"], {}))
     assert statuses == [[143] * 2, [0] * 2], errors[-3000:]
-    train(parse(few, "test").settings, tmp_path / "alone")
-    tolerance = 3e-6 if dtype == "float32" else 0.01
-    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "alone"), abs=tolerance)
+    alone = losses(train_run(tmp_path / "alone", *few))
+    assert losses(tmp_path / "run") == pytest.approx(alone, abs=3e-6 if dtype == "float32" else 0.01)
     assert (tmp_path / "run" / "best" / "adapter_model.safetensors").exists()
 
 

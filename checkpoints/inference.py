@@ -1,4 +1,4 @@
-"""Weights for inference: stored in the dtype they are used in."""
+"""Weights for inference, in the dtype they are used in. Imports no tokenizer: benchmarks run where there is none."""
 
 import torch
 

@@ -1,0 +1,173 @@
+"""What generate.py does: read the prompts, load the model, then continue them in batches or hold a conversation."""
+
+import contextlib
+import functools
+import json
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+import kernels
+from checkpoints.bundle import merge, open_model
+from checkpoints.inference import quantize_matrices
+from checkpoints.pretrained import Checkpoint, load_pretrained
+from data.chat import ChatFormat
+from data.tokenizer import Tokenizer
+from errors import UserError, printable, reading
+from generation.conversation import Conversation
+from generation.generate import MAX_CPU_SEQUENCES, check_prompts, encode_prompt, generate, has_cpu_step, tokens_after
+from generation.settings import Settings
+from generation.stream import OrderedTexts, TextStream
+from model.decoder import Decoder
+from model.device import choose_device, choose_inference_dtype, explain_out_of_memory
+
+
+@explain_out_of_memory("out of memory; use a smaller --batch-size, fewer --max-new-tokens, or --device cpu.")
+def run(settings: Settings, directory: Path, prompts: Sequence[str]) -> None:
+    """Print the continuations of the prompts, in a chat the answers. A chat without prompts is a conversation."""
+    checkpoint, tokenizer, ends = open_model(directory, settings.adapter)
+    if settings.merge is not None:
+        merge(checkpoint, tokenizer, ends, settings.merge)
+        log(f"written: {settings.merge}; try it: python generate.py {shlex.quote(str(settings.merge))}")
+        return
+    if settings.chat and tokenizer.chat_template is None:
+        teach = f"python train.py --init-from {shlex.quote(str(directory))} --data python-chat, or your own chat.jsonl"
+        raise UserError(f"{directory} has no chat template, so it only continues text; teach it to talk: {teach}")
+    if settings.chat:
+        chat = ChatFormat(tokenizer, settings.system)
+        ends |= chat.ends
+        encoded = [chat.encode([{"role": "user", "content": text}]) for text in prompts]
+    else:
+        encoded = [encode_prompt(tokenizer, text) for text in prompts]
+    context = checkpoint.config.max_position_embeddings
+    check_prompts(encoded, context)  # before the weights are read
+    decoder = load_decoder(checkpoint, settings)
+    del checkpoint  # with the mapping of its files
+    device, dtype = next(decoder.parameters()).device, str(decoder.compute_dtype).removeprefix("torch.")
+    if settings.dtype == "int8":
+        dtype += " with int8 matrices"
+    log(f"{directory} on {device} in {dtype}, kernels: {kernels.describe(device)}")
+
+    continue_prompts = functools.partial(
+        generate,
+        decoder,
+        max_new_tokens=settings.token_limit,
+        sampling=settings.sampling,
+        seed=settings.seed,
+        eos_ids=ends,
+        vocab_size=tokenizer.vocab_size,
+    )
+    if settings.chat and not prompts:
+        Conversation(continue_prompts, chat, settings, context, write, log).run(read_line)
+    else:
+        print_texts(continue_prompts, settings, tokenizer, list(zip(prompts, encoded, strict=True)))
+
+
+def print_texts(continue_prompts: Callable, settings: Settings, tokenizer: Tokenizer, prompts: list[tuple]) -> None:
+    """Generate all samples of the prompts (text, ids) in batches, and print them in order or as lines of JSON."""
+    requests, streams, labels = [], [], []
+    for text, ids in prompts:
+        first, said = (None, ()) if settings.chat else (tokens_after(tokenizer, text), ids)
+        for number in range(settings.samples):
+            requests.append((ids, first, number))
+            streams.append(TextStream(tokenizer, settings.stop, said))
+            labels.append({"prompt": text, "sample": number})
+    output = JsonLines(streams, labels, write) if settings.jsonl else OrderedTexts(streams, write)
+    for start in range(0, len(requests), settings.batch_size):
+        batch, first, numbers = zip(*requests[start : start + settings.batch_size], strict=True)
+        result = continue_prompts(
+            batch,
+            sample_numbers=numbers,
+            first_tokens=first,
+            on_token=lambda i, token, start=start: output.push(start + i, token),
+            on_finish=lambda i, reason, start=start: output.finish(start + i, reason),
+        )
+        if "context" in result.finish_reasons:
+            log("a text ends where the model's context is full")
+
+
+class JsonLines:
+    """Writes the texts of several streams as JSON, one object a line, each when it is complete."""
+
+    def __init__(self, streams: Sequence[TextStream], labels: Sequence[dict], write: Callable[[str], object]):
+        self._streams, self._labels, self._write = streams, labels, write
+        self._texts = [stream.prompt for stream in streams]
+
+    def push(self, index: int, token: int) -> bool:
+        """Add a token to a text; returns whether a stop string ends it."""
+        self._texts[index] += self._streams[index].push(token)
+        return self._streams[index].stopped
+
+    def finish(self, index: int, reason: str) -> None:
+        text = self._texts[index] + self._streams[index].flush()
+        self._write(json.dumps(self._labels[index] | {"text": text, "end": reason}, ensure_ascii=False) + "\n")
+
+
+def load_decoder(checkpoint: Checkpoint, settings: Settings) -> Decoder:
+    """The model on its device, with its weights in the dtype it computes in."""
+    device, int8 = choose_device(settings.device), settings.dtype == "int8"
+    kernels.use(settings.kernels, device)
+    if int8 and not has_cpu_step(checkpoint.config, device, torch.bfloat16, settings.batch_size):
+        raise UserError(
+            f"--dtype int8 needs a CPU, a --batch-size (now {settings.batch_size}) of at most {MAX_CPU_SEQUENCES}, and "
+            "a pre-norm model with RMSNorm or LayerNorm and SwiGLU; use bfloat16."
+        )
+    dtype = choose_inference_dtype("bfloat16" if int8 else settings.dtype, device, checkpoint.dtype())
+    decoder = load_pretrained(checkpoint, device=device, compute_dtype=dtype, cast=True).eval()
+    if int8:
+        quantize_matrices(decoder)
+    return decoder
+
+
+def read_prompts(settings: Settings) -> list[str]:
+    """The prompts of the command line, else those on standard input; none for a conversation in a terminal."""
+    prompts = [*settings.prompt] if settings.text is None else [settings.text, *settings.prompt]
+    if prompts:
+        return prompts
+    if settings.jsonl:
+        with reading("standard input", 'give a JSON text, or an object with "prompt", in each line'):
+            return [read_json_prompt(line) for line in sys.stdin.buffer if line.strip()]
+    if not sys.stdin.isatty():
+        log("reading the prompt from standard input")  # if nobody writes to that pipe, the program seems to hang
+        with reading("standard input", "convert it to UTF-8"):
+            text = sys.stdin.buffer.read().decode("utf-8")
+        return [text.removesuffix("\n").removesuffix("\r")]  # the one line break that `echo` and editors append
+    if settings.chat:
+        return []
+    log("no prompt: the model starts a text of its own; give one after the run, or talk with a chat model with --chat")
+    return [""]
+
+
+def read_json_prompt(line: bytes) -> str:
+    """The prompt of a line of JSON."""
+    row = json.loads(line)
+    prompt = row["prompt"] if isinstance(row, dict) else row
+    if not isinstance(prompt, str):
+        raise ValueError(f"{prompt!r} is no text")
+    prompt.encode()  # JSON can have half a surrogate pair as an escape
+    return prompt
+
+
+def write(text: str) -> None:
+    """Write to standard output and flush, to a terminal without control characters."""
+    print(printable(text) if sys.stdout.isatty() else text, end="", flush=True)
+
+
+def log(line: str) -> None:
+    """Print a line to standard error."""
+    print(printable(line), file=sys.stderr, flush=True)
+
+
+def read_line() -> str:
+    """One line that the user types, with the editing keys and the history of readline where Python has it."""
+    with contextlib.suppress(ImportError):  # Windows, whose console edits lines itself
+        import readline  # noqa: F401
+    if sys.stdin.errors != "replace":  # the first time
+        sys.stdin.reconfigure(encoding="utf-8", errors="replace")
+    if sys.stdout.isatty():
+        return input("> ")
+    print("> ", end="", file=sys.stderr, flush=True)  # standard output is for the text
+    return input()

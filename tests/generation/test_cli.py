@@ -1,0 +1,203 @@
+"""Where generate.py takes its prompts from, what it prints, and which errors it finds before the weights are read."""
+
+import io
+import json
+import random
+import sys
+import unittest.mock
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from checkpoints import weights
+from checkpoints.bundle import open_model
+from checkpoints.find import find_checkpoint
+from checkpoints.pretrained import load_pretrained, save_pretrained
+from errors import UserError
+from generation import cli
+from generation.generate import encode_prompt, tokens_after
+from generation.settings import Sampling, Settings, recommended_sampling
+from model.config import ModelConfig
+from model.decoder import Decoder
+from model.lora import add_lora
+
+GREEDY = Sampling(temperature=0)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory, decoder, tokenizer):
+    directory = tmp_path_factory.mktemp("run") / "best"
+    save_pretrained(decoder, directory, bos_token_id=tokenizer.bos_id, eos_token_id=tokenizer.eos_id)
+    tokenizer.save(directory)
+    (directory / "state.json").write_text("{}")  # the last file of a save
+    return directory
+
+
+@pytest.fixture
+def set_stdin(monkeypatch):
+    def set_stdin(content: bytes, terminal: bool = False, encoding: str = "utf-8"):
+        stream = io.TextIOWrapper(io.BytesIO(content), encoding)
+        stream.isatty = lambda: terminal
+        monkeypatch.setattr(sys, "stdin", stream)
+
+    return set_stdin
+
+
+@pytest.mark.parametrize(
+    ("content", "prompt"),
+    [(b"a\nb\n", "a\nb"), (b"a\r\n", "a"), (b"a\n\n", "a\n"), (b" a ", " a "), (b"", ""), ("é☺".encode(), "é☺")],
+)
+def test_standard_input_is_one_prompt_without_its_last_line_break(set_stdin, content, prompt):
+    set_stdin(content)
+    assert cli.read_prompts(Settings()) == [prompt]
+
+
+def test_a_terminal_is_not_read_and_gives_an_empty_prompt_with_a_hint_or_a_conversation(set_stdin, capsys):
+    set_stdin(b"typed", terminal=True)
+    assert cli.read_prompts(Settings(chat=True)) == [] and cli.read_prompts(Settings()) == [""]
+    hint = capsys.readouterr().err
+    assert hint.startswith("no prompt: the model starts a text of its own;") and "--chat" in hint
+
+
+@pytest.mark.parametrize(
+    ("content", "settings", "words"),
+    [
+        (b"\xff\xfe", {}, "standard input cannot be read"),
+        (b'"a"\n5\n', {"jsonl": True}, r"standard input cannot be read \(5 is no text\); give a JSON text, or an obj"),
+        (b'{"text": "x"}', {"jsonl": True}, r"\(no 'prompt'\)"),
+        (b'{"prompt": ["x"]}', {"jsonl": True}, "is no text"),
+        (b'"\\ud800"', {"jsonl": True}, "surrogates"),
+    ],
+)
+def test_input_that_is_no_prompt_is_a_user_error(set_stdin, content, settings, words):
+    set_stdin(content)
+    with pytest.raises(UserError, match=words):
+        cli.read_prompts(Settings(**settings))
+
+
+def test_what_is_typed_may_be_anything_and_its_prompt_is_not_printed_to_redirected_output(set_stdin, capsys):
+    set_stdin("é\n".encode() + b"\xe9\n", encoding="ascii")
+    assert [cli.read_line(), cli.read_line()] == ["é", "\ufffd"]
+    assert capsys.readouterr() == ("", "> > ")
+    with pytest.raises(EOFError):
+        cli.read_line()
+
+
+def test_prompts_start_with_bos_and_an_empty_prompt_is_bos_or_else_eos():
+    def tokenizer(bos, eos):
+        return SimpleNamespace(bos_id=bos, eos_id=eos, encode=lambda text: [ord(c) for c in text])
+
+    assert encode_prompt(tokenizer(1, 2), "AB") == [1, 65, 66] and encode_prompt(tokenizer(1, 2), "") == [1]
+    assert encode_prompt(tokenizer(None, 2), "AB") == [65, 66] and encode_prompt(tokenizer(None, 2), "") == [2]
+    assert encode_prompt(tokenizer(0, 2), "A") == [0, 65]  # a BOS id of 0 counts too
+
+
+@pytest.mark.parametrize("kind", ["stories_tokenizer", "qwen_tokenizer"])
+def test_a_space_at_the_end_of_a_prompt_is_left_to_the_first_token(kind, request):
+    tokenizer = request.getfixturevalue(kind)
+    assert encode_prompt(tokenizer, "def  ") == encode_prompt(tokenizer, "def ") + tokenizer.encode("a ")[1:]
+    assert tokens_after(tokenizer, "def") is None
+    ids = set(tokens_after(tokenizer, "def "))
+    for i in random.Random(0).sample(range(3, tokenizer.vocab_size), 290):  # without <unk>, which has spaces
+        if tokenizer.decode([i]).strip():  # not the byte of a space
+            assert (i in ids) == tokenizer.decode([*tokenizer.encode("a"), i]).startswith("a "), i
+
+
+def test_texts_are_printed_in_order_and_do_not_depend_on_other_prompts_or_samples(checkpoint, output):
+    prompts = ("def add ", "x", "def add_b(x, y):", " ", "def add_b(x,  ")
+    alone = [output(checkpoint, [prompt], max_new_tokens=9)[0] for prompt in prompts]
+    assert all(text.startswith(prompt) and text.endswith("\n") for text, prompt in zip(alone, prompts, strict=True))
+    for batch_size in (2, 16):
+        assert output(checkpoint, prompts, max_new_tokens=9, batch_size=batch_size)[0] == "\n".join(alone)
+    both, _ = output(checkpoint, ["x"], samples=2, max_new_tokens=9)
+    assert both.startswith(alone[1] + "\n") and both != alone[1] + "\n" + alone[1]
+    others, _ = output(checkpoint, ["def", "x"], samples=2, max_new_tokens=9, batch_size=3)
+    assert others.startswith("def") and others.endswith("\n\n" + both)
+
+
+def test_lines_of_json_have_the_texts_and_why_they_end(checkpoint, output):
+    text = output(checkpoint, ["def"], max_new_tokens=20, sampling=GREEDY)[0].removesuffix("\n")
+    settings = dict(max_new_tokens=20, sampling=GREEDY, jsonl=True)
+    lines = output(checkpoint, ["def", "x"], samples=2, batch_size=3, **settings)[0].splitlines()
+    found = [json.loads(line) for line in lines]
+    assert found[0] == {"prompt": "def", "sample": 0, "text": text, "end": "length"}
+    assert [(one["prompt"], one["sample"]) for one in found] == [("def", 0), ("def", 1), ("x", 0), ("x", 1)]
+    [stopped] = output(checkpoint, ["def"], stop=(text[12:15],), **settings)[0].splitlines()
+    assert json.loads(stopped)["text"] == text[: text.index(text[12:15], 3)] and json.loads(stopped)["end"] == "stop"
+
+
+def test_a_text_is_printed_as_it_is_generated_and_ends_before_a_stop_string(checkpoint, output, monkeypatch):
+    writes, write = [], cli.write
+    monkeypatch.setattr(cli, "write", lambda part: writes.append(part) or write(part))
+    text, _ = output(checkpoint, ["def"], max_new_tokens=20, sampling=GREEDY)
+    assert "".join(writes) == text and sum(map(bool, writes)) > 10
+    stop = text[12:15]
+    stopped, _ = output(checkpoint, ["def"], max_new_tokens=20, sampling=GREEDY, stop=(stop, "not there"))
+    assert stopped == text[: text.index(stop, 3)] + "\n"
+
+
+def test_a_start_opens_the_configuration_the_weights_and_the_tokenizer_once(checkpoint, monkeypatch, output):
+    opened = []
+
+    def record(module, name) -> None:
+        real = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda path, *a, **b: opened.append(Path(path).name) or real(path, *a, **b))
+
+    record(io, "open")
+    record(weights, "safe_open")
+    output(find_checkpoint(checkpoint.parent), max_new_tokens=2)
+    assert [opened.count(name) for name in ("config.json", "model.safetensors", "tokenizer.json")] == [1, 1, 1]
+
+
+def test_errors_are_found_before_the_weights_are_read(checkpoint, monkeypatch, tmp_path, tokenizer, output):
+    monkeypatch.setattr(cli, "load_pretrained", lambda *_, **__: pytest.fail("the weights were read"))
+    with pytest.raises(UserError, match="context is 48 tokens"):
+        output(checkpoint, ["☺" * 60])
+    with pytest.raises(UserError, match="has no chat template, so it only continues text; teach it to talk: python"):
+        output(checkpoint, chat=True)
+    with pytest.raises(UserError, match="--dtype int8 needs a CPU, a --batch-size"):
+        output(checkpoint, dtype="int8", batch_size=17)
+    save_pretrained(Decoder(ModelConfig(vocab_size=320, hidden_size=32, norm="dyt")), tmp_path)
+    with pytest.raises(UserError, match=r"there is no .*tokenizer"):
+        output(tmp_path)
+    tokenizer.save(tmp_path)
+    with pytest.raises(UserError, match="--dtype int8 needs a CPU, a --batch-size"):
+        output(tmp_path, dtype="int8")
+
+
+@pytest.mark.parametrize("place", ["load_pretrained", "generate"])
+def test_out_of_memory_is_a_user_error_that_names_the_flag(checkpoint, monkeypatch, place, output):
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+    monkeypatch.setattr(cli, place, unittest.mock.Mock(side_effect=error))
+    with pytest.raises(UserError, match="smaller --batch-size"):
+        output(checkpoint)
+
+
+def test_matrices_are_quantized_for_int8_and_the_log_says_so(checkpoint, output):
+    text, lines = output(checkpoint, max_new_tokens=5, dtype="int8")
+    assert "in bfloat16 with int8 matrices, kernels: " in lines[0] and len(text) > 2
+    loaded = cli.load_decoder(open_model(checkpoint)[0], Settings(device="cpu", dtype="int8"))
+    assert all(layer.self_attn.qkv_proj.int8 is not None for layer in loaded.layers)
+
+
+def test_tokenizer_template_and_ends_are_those_of_the_adapter_alone_beside_its_model_and_merged(
+    checkpoint, tokenizer, tmp_path, output
+):
+    decoder = load_pretrained(checkpoint)
+    add_lora(decoder, {"r": 2, "lora_alpha": 4, "base_model_name_or_path": str(checkpoint)}, seed=1)
+    bare, adapter, merged = (tmp_path / name for name in ("bare", "adapter", "merged"))
+    for directory in (bare, adapter):
+        save_pretrained(decoder, directory)
+    tokenizer.for_conversations().save(adapter)
+    fields = {"do_sample": True, "temperature": 0.3, "eos_token_id": [5, tokenizer.eos_id]}
+    (adapter / "generation_config.json").write_text(json.dumps(fields))
+    _, lines = output(checkpoint, [], merge=merged, adapter=str(adapter))
+    assert lines == [f"written: {merged}; try it: python generate.py {merged}"]
+    for directory, option in ((adapter, None), (checkpoint, str(adapter)), (merged, None)):
+        _, found, ends = open_model(directory, option)
+        assert found.chat_template is not None and ends == {5, tokenizer.eos_id}
+        assert recommended_sampling(directory, option) == Sampling(temperature=0.3, top_k=50)
+    _, found, ends = open_model(checkpoint, str(bare))
+    assert found.chat_template is None and ends == {tokenizer.eos_id}

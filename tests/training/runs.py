@@ -1,0 +1,72 @@
+"""What tests do with runs: start them from flags, stop and resume them, and compare what they leave."""
+
+import json
+import signal
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from training import checkpoint, metrics
+from training.loop import train
+from training.session import Session, no_log, set_up
+from training.settings import Settings, parse
+
+
+def settings_of(*flags: str) -> Settings:
+    return parse(list(flags), "test").settings
+
+
+def train_run(folder: Path, *flags: str) -> Path:
+    """Train in the folder, which is returned."""
+    train(settings_of(*flags), folder)
+    return folder
+
+
+def resume(folder: Path, *flags: str) -> int:
+    return train(settings_of("--resume", str(folder), *flags), folder, resume=True)
+
+
+def open_session(folder: Path, *flags: str, resume: bool = False) -> Session:
+    return set_up(settings_of(*flags), folder, resume=resume, log=no_log)
+
+
+def losses(run: Path) -> list[float]:
+    return [line["loss"] for line in metrics.read(run) if "loss" in line]
+
+
+def evaluations(run: Path) -> list[dict]:
+    return [line for line in metrics.read(run) if "validation_loss" in line]
+
+
+def assert_equal_tensors(found: Path, expected: Path) -> None:
+    """The tensors of two files are equal bit for bit."""
+    left, right = load_file(found), load_file(expected)
+    assert left.keys() == right.keys()
+    assert [name for name in left if not torch.equal(left[name], right[name])] == []
+
+
+def assert_equal_runs(found: Path, expected: Path) -> None:
+    """Weights, moments, tokenizers, progress and every logged number are equal bit for bit; times are not."""
+    last = [checkpoint.find_last(run) for run in (found, expected)]  # a kill may have left it as last.new
+    for file in ("model.safetensors", "training_state.safetensors"):
+        assert_equal_tensors(*(directory / file for directory in last))
+    left, right = ({p.name: p.read_bytes() for p in directory.glob("*token*")} for directory in last)
+    assert left == right and len(left) >= 3
+    states = [json.loads((directory / "state.json").read_text()) for directory in last]
+    lines = [metrics.read(run) for run in (found, expected)]
+    for values in (*states, *lines[0], *lines[1]):
+        values.pop("seconds", None)
+    assert lines[0] == lines[1] and states[0] == states[1]
+
+
+def stop_at(monkeypatch, last: int, number: int = signal.SIGTERM) -> None:
+    """Send this process a signal while it logs the step `last`."""
+    write = metrics.write
+
+    def write_and_signal(run_dir: Path, step: int, **values: float) -> None:
+        write(run_dir, step, **values)
+        if step == last and "loss" in values:
+            signal.raise_signal(number)
+
+    monkeypatch.setattr(metrics, "write", write_and_signal)
