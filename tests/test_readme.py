@@ -1,4 +1,4 @@
-"""README.md, its Chinese version, CONTRIBUTING.md and docs/ name only commands, flags, files and sections that exist."""
+"""Documents (README, its Chinese version, CONTRIBUTING, docs/) name only commands, flags, files and sections there are."""
 
 import re
 import shutil
