@@ -63,14 +63,18 @@ def set_rows(*studies: Study) -> list[dict]:
 
 
 def claim_rows(*studies: Study) -> list[dict]:
-    """Each claim with the first effect that decides; `python -m studies.claims` prints all of them."""
+    """Each claim with the first effect that decides, but those not measured or true by arithmetic alone."""
     rows = []
     for line in claims_table([ROOT / "studies" / study.plan.name for study in studies]).splitlines()[2:]:
-        name, claim, source, region, measured, _, verdict = line.strip("| ").split(" | ")
+        name, claim, source, region, measured, place, verdict = line.strip("| ").split(" | ")
+        if verdict == "not measured" or (place, verdict) == ("arithmetic", "holds"):
+            continue
         effect = next((effect for effect in measured.split("; ") if f"({verdict})" in effect), measured)
         effect = effect.replace(f" ({verdict})", "").replace(" nats per token", "")
         effect = re.sub(r"[\d.]+e-\d+", lambda small: f"{float(small[0]):.2g}", effect)  # more depends on the processor
-        row = {"": name, "claim": claim, "arXiv": source.partition("arXiv ")[2], "measured": in_words(effect)}
+        row = {"": name, "claim": claim, "arXiv": source.partition("arXiv ")[2]}
+        row |= {"measured": re.sub(r"\b(\w+): \1\b", r"\1", in_words(effect))}  # once "LayerNorm", not twice
+        region = re.sub("above (.*) and below", r"between \1 and", region)
         rows.append(row | {"holds if": region, "verdict": verdict})
     return rows
 
