@@ -320,10 +320,10 @@ TABLE = r"""
 - inside = effect.interval_90 if two_sided else effect.interval
 + inside = effect.interval
 ! studies/test_claims.py::test_a_claim_holds_inside_its_region_does_not_outside_and_is_inconclusive_at_its_ends
-@ studies/effects.py
+@ studies/known_effects.py
 - (spread - first[1]).dropna()
 + (first[1] - spread).dropna()
-! studies/test_claims.py::test_the_table_of_claims_in_the_findings_is_that_of_its_command
+! docs/test_tables.py::test_the_tables_of_a_document_are_what_the_records_give[claims.md]
 @ ablation/stats.py
 - float(values.std(ddof=1) / np.sqrt(len(values)))
 + float(values.std(ddof=0) / np.sqrt(len(values)))

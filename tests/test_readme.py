@@ -1,4 +1,4 @@
-"""Documents (README, its Chinese version, CONTRIBUTING, docs/) name only commands, flags, files and sections there are."""
+"""Documents (README, its Chinese version, CONTRIBUTING, docs/) name commands, flags, files and sections that exist."""
 
 import re
 import shutil
