@@ -9,6 +9,7 @@ import struct
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -302,3 +303,12 @@ def edit_weights() -> Callable[[Path, Callable], None]:
 def tokens() -> torch.Tensor:
     """Two rows of 24 tokens."""
     return torch.randint(0, SHAPE["vocab_size"], (2, 24), generator=torch.Generator().manual_seed(11))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """One line at the end: why tests were skipped, and how many."""
+    reasons = Counter(
+        report.longrepr[2].removeprefix("Skipped: ") for report in terminalreporter.stats.get("skipped", [])
+    )
+    if reasons:
+        terminalreporter.line("not tested here: " + "; ".join(f"{why} ({count})" for why, count in reasons.items()))
