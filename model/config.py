@@ -129,6 +129,15 @@ class ModelConfig:
         return self.head_dim if self.head_dim is not None else self.hidden_size // self.num_attention_heads
 
     @property
+    def packed_matrices(self) -> dict[str, dict[str, int]]:
+        """The matrices that each packed matrix of the decoder consists of: their names in files, and their rows."""
+        q, kv = (n * self.resolved_head_dim for n in (self.num_attention_heads, self.num_key_value_heads))
+        return {
+            "qkv_proj": {"q_proj": q, "k_proj": kv, "v_proj": kv},
+            "gate_up_proj": {"gate_proj": self.intermediate_size, "up_proj": self.intermediate_size},
+        }
+
+    @property
     def norm_parameters(self) -> tuple[NormParameter, ...]:
         """The learned parameters of each norm: its row in `NORMS`, with the bias that `norm_bias` asks for."""
         row = NORMS[self.norm]
