@@ -24,9 +24,9 @@ WORKSPACE = 2**30  # bytes of logits at once
 IGNORED = tl.constexpr(reference.IGNORED)
 
 
-@triton.jit(do_not_specialize=["rows", "width", "stride"])
+@triton.jit(do_not_specialize=["rows", "width"])
 def cross_entropy_kernel(
-    logits_ptr,  # (rows, 8 stride), of which the columns from `width` are -inf; overwritten with GRADIENT
+    logits_ptr,  # (rows, stride), of which the columns from `width` are -inf; overwritten with GRADIENT
     target_ptr, weight_ptr, loss_ptr,  # int64, float32 and float32 output, (rows,) each; weight only with GRADIENT
     rows, width, stride,
     BLOCK: tl.constexpr, GRADIENT: tl.constexpr,
@@ -41,7 +41,6 @@ def cross_entropy_kernel(
     No barrier is needed before the logits are replaced: a thread replaces the columns that it has read itself, and the
     target's logit is taken from the registers of the thread that read it.
     """
-    stride = stride * 8
     offset = 8 * tl.arange(0, BLOCK // 8)[:, None] + tl.arange(0, 8)[None, :]
     for i in range(tl.program_id(0), rows, tl.num_programs(0)):
         row = tl.cast(i, tl.int64)
@@ -89,7 +88,7 @@ def cross_entropy_kernel(
 def cross_entropy(logits: Tensor, targets: Tensor, weights: Tensor | None, loss: Tensor) -> None:
     """Write losses (n,) of logits (n, V); with weights (n,), the gradient overwrites the logits.
 
-    Rows of logits have a stride divisible by 8, and what follows a row up to the next is -inf.
+    Rows of logits have a stride divisible by 16, and what follows a row up to the next is -inf.
     A row is read twice, and the second read should find it in the cache. A multiprocessor therefore works on few rows
     at once, with 1,024 threads of 8 elements in total: rows of at most 16 blocks are 256 KB of bfloat16, where an
     H100's L2 cache has 380 KB for each multiprocessor.
@@ -98,14 +97,14 @@ def cross_entropy(logits: Tensor, targets: Tensor, weights: Tensor | None, loss:
     limits = launch.device_limits(logits.device)
     block = min(max(tile_width(width) // 16, 256), 8192)
     cross_entropy_kernel[(min(rows, limits.multiprocessors * (8192 // block)),)](
-        logits, targets, weights, loss, rows, width, logits.stride(0) // 8,
+        logits, targets, weights, loss, rows, width, logits.stride(0),
         BLOCK=block, GRADIENT=weights is not None, num_warps=min(block // 256, limits.max_warps),
     )  # fmt: skip
 
 
 def allocate_logits(rows: int, vocabulary: int, like: Tensor) -> Tensor:
-    """Uninitialized rows of V rounded up to a multiple of 8: 16-byte accesses and aligned products for any V."""
-    return like.new_empty(rows, -(-vocabulary // 8) * 8)
+    """Uninitialized rows of V rounded up to a multiple of 16: 16-byte accesses and aligned products for any V."""
+    return like.new_empty(rows, triton.cdiv(vocabulary, 16) * 16)
 
 
 def chunk_rows(rows: int, vocabulary: int, itemsize: int) -> int:
@@ -140,7 +139,7 @@ def run_chunks(
         part = slice(start, start + chunk)
         logits = buffer[: rows - start, :vocabulary]
         torch.mm(x[part], weight.t(), out=logits)
-        if vocabulary % 8:
+        if vocabulary % 16:
             buffer[:, vocabulary:] = float("-inf")  # classes without probability: the kernel needs no other mask
         weights = None if token_weights is None else token_weights[part]
         cross_entropy(logits, targets[part], weights, loss[part])

@@ -14,7 +14,7 @@ s (B, D) is the residual stream and is updated in place. All arithmetic is float
 A position is a slot of the KV cache. It is read from a tensor on the device, so that one CUDA graph of a step serves
 every position. A sequence's result has the same bits in a batch of any size, at any place in it: the order of its sums
 depends on the model and on the number of positions that the cache has room for, not on the other sequences.
-Nothing here is differentiable. The kernels take sizes and strides in units of ALIGNMENT (`launch.alignment`).
+Nothing here is differentiable.
 """
 
 import triton
@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 from triton import next_power_of_2
 
-from kernels.launch import alignment, tile_width
+from kernels.launch import tile_width
 
 POSITIONS_PER_SPLIT, MAX_SPLITS = 128, 32  # 32 ranges and 8 key/value heads fill the 132 multiprocessors of an H100
 MEAN_BLOCK = tl.constexpr(2048)  # columns of x that are read at once for LayerNorm's mean
@@ -35,9 +35,9 @@ def multiply_rows(
     x_ptr, norm_weight_ptr, norm_bias_ptr,  # (B, width) and (width,); norm weight and bias may be None
     weight_ptr, row, inside_rows,  # (rows, width), and which of them: (ROWS,)
     width, eps,
-    NORM: tl.constexpr, SEQUENCES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    KIND: tl.constexpr, SEQUENCES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """W norm(x) for some rows of W: a tuple of (ROWS,) for each sequence. NORM is "rms", "layer" or None, for W x.
+    """W norm(x) for some rows of W: a tuple of (ROWS,) for each sequence. KIND is "rms", "layer" or None, for W x.
 
     rstd is a factor of the whole sum, so that it can follow the loop that also sums the squares:
     W norm(x) = rstd (W weight) (x - mean) + W bias, where RMSNorm has mean 0. LayerNorm reads x once more for the mean.
@@ -55,7 +55,7 @@ def multiply_rows(
         means += (tl.cast(0.0, tl.float32),)
         totals += (tl.zeros((ROWS, groups), tl.float32),)
         squares += (tl.zeros((1, groups), tl.float32),)
-    if NORM == "layer":
+    if KIND == "layer":
         wide_column = tl.arange(0, MEAN_BLOCK)
         for start in range(0, width, MEAN_BLOCK):
             new_means = ()
@@ -78,20 +78,20 @@ def multiply_rows(
         new_totals, new_squares = (), ()
         for i in tl.static_range(SEQUENCES):
             x = tl.load(x_ptr + i * width + start + column, mask=inside, other=0.0).to(tl.float32)
-            if NORM == "layer":
+            if KIND == "layer":
                 x = tl.where(inside, x - means[i], 0.0)
             x = tl.reshape(x, (1, groups, 8))
-            if NORM is not None:
+            if KIND is not None:
                 new_squares += (squares[i] + tl.sum(x * x, 2),)
             new_totals += (totals[i] + tl.sum(rows * x, 2),)
         totals = new_totals
-        if NORM is not None:
+        if KIND is not None:
             squares = new_squares
         tile = next_tile
     results = ()
     for i in tl.static_range(SEQUENCES):
         y = tl.sum(totals[i], 1)
-        if NORM is not None:
+        if KIND is not None:
             y *= tl.rsqrt(tl.sum(squares[i]) / width + tl.cast(eps, tl.float32))
         if norm_bias_ptr is not None:
             y += tl.sum(bias_total, 1)
@@ -99,19 +99,19 @@ def multiply_rows(
     return results
 
 
-@triton.jit(do_not_specialize=["rows", "width"])
+@triton.jit(do_not_specialize=["rows"])
 def decode_qkv_kernel(
     s_ptr, norm_weight_ptr, norm_bias_ptr,  # (B, D) and (D,); norm weight and bias may be None
     weight_ptr, bias_ptr,  # (rows, D) and (rows,); bias may be None
     qkv_ptr,  # float32 output (B, rows)
     rows, width, eps,
-    NORM: tl.constexpr, ALIGNMENT: tl.constexpr, SEQUENCES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    KIND: tl.constexpr, SEQUENCES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """qkv = W norm(s) + bias for ROWS rows of W and all sequences."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     results = multiply_rows(
-        s_ptr, norm_weight_ptr, norm_bias_ptr, weight_ptr, row, row < rows, width * ALIGNMENT, eps,
-        NORM, SEQUENCES, ROWS, BLOCK,
+        s_ptr, norm_weight_ptr, norm_bias_ptr, weight_ptr, row, row < rows, width, eps,
+        KIND, SEQUENCES, ROWS, BLOCK,
     )  # fmt: skip
     for i in tl.static_range(SEQUENCES):
         y = results[i]
@@ -120,13 +120,13 @@ def decode_qkv_kernel(
         tl.store(qkv_ptr + i * rows + row, y, mask=row < rows)
 
 
-@triton.jit(do_not_specialize=["rows", "width"])
+@triton.jit(do_not_specialize=["rows"])
 def decode_gate_up_kernel(
     s_ptr, norm_weight_ptr, norm_bias_ptr,  # (B, D) and (D,); norm weight and bias may be None
     weight_ptr,  # (2F, D): rows of W_gate, then of W_up
     hidden_ptr,  # output (B, F)
     rows, width, eps,
-    NORM: tl.constexpr, ALIGNMENT: tl.constexpr, SEQUENCES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    KIND: tl.constexpr, SEQUENCES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """hidden = silu(W_gate norm(s)) * (W_up norm(s)) for ROWS/2 of its elements and all sequences; rows is F."""
     half: tl.constexpr = ROWS // 2
@@ -134,8 +134,8 @@ def decode_gate_up_kernel(
     element = first + tl.arange(0, ROWS) % half  # each twice: its row of W_gate, and then its row of W_up
     row = element + tl.arange(0, ROWS) // half * rows
     results = multiply_rows(
-        s_ptr, norm_weight_ptr, norm_bias_ptr, weight_ptr, row, element < rows, width * ALIGNMENT, eps,
-        NORM, SEQUENCES, ROWS, BLOCK,
+        s_ptr, norm_weight_ptr, norm_bias_ptr, weight_ptr, row, element < rows, width, eps,
+        KIND, SEQUENCES, ROWS, BLOCK,
     )  # fmt: skip
     element = first + tl.arange(0, half)
     for i in tl.static_range(SEQUENCES):
@@ -144,19 +144,17 @@ def decode_gate_up_kernel(
         tl.store(hidden_ptr + i * rows + element, hidden.to(hidden_ptr.dtype.element_ty), mask=element < rows)
 
 
-@triton.jit(do_not_specialize=["rows", "width"])
+@triton.jit(do_not_specialize=["rows"])
 def decode_project_kernel(
     x_ptr,  # (B, width)
     weight_ptr,  # (rows, width)
     s_ptr,  # (B, rows), updated in place
     rows, width,
-    ALIGNMENT: tl.constexpr, SEQUENCES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    SEQUENCES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """s += W x for ROWS rows of W and all sequences."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    results = multiply_rows(
-        x_ptr, None, None, weight_ptr, row, row < rows, width * ALIGNMENT, 0.0, None, SEQUENCES, ROWS, BLOCK
-    )
+    results = multiply_rows(x_ptr, None, None, weight_ptr, row, row < rows, width, 0.0, None, SEQUENCES, ROWS, BLOCK)
     for i in tl.static_range(SEQUENCES):
         s = tl.load(s_ptr + i * rows + row, mask=row < rows, other=0.0).to(tl.float32) + results[i]
         tl.store(s_ptr + i * rows + row, s.to(s_ptr.dtype.element_ty), mask=row < rows)
@@ -176,7 +174,7 @@ def load_head(head_ptr, weight_ptr, cos, sin, eps, HALF: tl.constexpr, BLOCK: tl
     return x * cos + tl.where(element < HALF, -other, other) * sin
 
 
-@triton.jit(do_not_specialize=["cache_batch_stride", "cache_head_stride"])
+@triton.jit
 def decode_attention_kernel(
     qkv_ptr,  # float32 (B, H + 2K, d)
     q_norm_weight_ptr, k_norm_weight_ptr,  # (d,), or None without the norm of each head
@@ -185,7 +183,7 @@ def decode_attention_kernel(
     key_ptr, value_ptr,  # the cache (B, K, S, d); its slot `position` is filled here
     weighted_ptr, max_ptr, total_ptr,  # outputs (B, H, SPLITS, d) and twice (B, H, SPLITS)
     cache_batch_stride, cache_head_stride, eps,
-    ALIGNMENT: tl.constexpr, H: tl.constexpr, K: tl.constexpr, HALF: tl.constexpr, SPLITS: tl.constexpr,
+    H: tl.constexpr, K: tl.constexpr, HALF: tl.constexpr, SPLITS: tl.constexpr,
     HEADS_PER_PROGRAM: tl.constexpr,  # query heads that share what is loaded of the cache
     LANES: tl.constexpr,  # positions that the threads of a program read at once
     UNROLL: tl.constexpr,  # positions of each lane in a turn of the loop
@@ -210,7 +208,7 @@ def decode_attention_kernel(
     cos = tl.load(cos_ptr + angle, mask=in_head, other=0.0)
     sin = tl.load(sin_ptr + angle, mask=in_head, other=0.0)
     qkv_ptr += sequence * ((H + 2 * K) * 2 * HALF)
-    cache_offset = sequence * (cache_batch_stride * ALIGNMENT) + kv_head.to(tl.int64) * (cache_head_stride * ALIGNMENT)
+    cache_offset = sequence * cache_batch_stride + kv_head.to(tl.int64) * cache_head_stride
     key_ptr += cache_offset + element
     value_ptr += cache_offset + element
     new_k = load_head(qkv_ptr + (H + kv_head) * (2 * HALF), k_norm_weight_ptr, cos, sin, eps, HALF, BLOCK)
@@ -306,9 +304,9 @@ def product_geometry(rows: int, width: int) -> dict[str, int]:
 def launch_product(kernel: triton.JITFunction, tensors: tuple, weight: Tensor, rows: int, **options: object) -> None:
     """Launch a kernel that multiplies by weight (N, width); `rows` is what the kernel calls so."""
     matrix_rows, width = weight.shape
-    align, geometry = alignment(width), product_geometry(matrix_rows, width)
+    geometry = product_geometry(matrix_rows, width)
     grid = (triton.cdiv(matrix_rows, geometry["ROWS"]),)
-    kernel[grid](*tensors, rows, width // align, ALIGNMENT=align, **options, **geometry)
+    kernel[grid](*tensors, rows, width, **options, **geometry)
 
 
 def qkv(
@@ -320,7 +318,7 @@ def qkv(
     """
     kind, norm_weight, norm_bias, eps = norm
     tensors = s, norm_weight, norm_bias, weight, bias, out
-    launch_product(decode_qkv_kernel, tensors, weight, len(weight), eps=eps, NORM=kind, SEQUENCES=len(s))
+    launch_product(decode_qkv_kernel, tensors, weight, len(weight), eps=eps, KIND=kind, SEQUENCES=len(s))
 
 
 def attention(
@@ -344,15 +342,14 @@ def attention(
     (batch, heads, head_dim), kv_heads = out.shape, keys.shape[1]
     splits = splits_for(keys.shape[2])
     width = tile_width(head_dim)
-    align = alignment(keys.stride(0), keys.stride(1))
     weighted, maxima, totals = partials
     group = heads // kv_heads
     heads_per_program = next(n for n in range(MAX_HEADS_PER_PROGRAM, 0, -1) if group % n == 0)
     lanes = 1024 // min(width, 256)  # positions that 128 threads read at once, 16 bytes of bfloat16 each
     decode_attention_kernel[batch * heads // heads_per_program, splits](
         qkv, *head_norm_weights, *tables, position, padding, keys, values,
-        out if splits == 1 else weighted, maxima, totals, keys.stride(0) // align, keys.stride(1) // align, eps,
-        ALIGNMENT=align, H=heads, K=kv_heads, HALF=head_dim // 2, SPLITS=splits,
+        out if splits == 1 else weighted, maxima, totals, keys.stride(0), keys.stride(1), eps,
+        H=heads, K=kv_heads, HALF=head_dim // 2, SPLITS=splits,
         HEADS_PER_PROGRAM=heads_per_program, LANES=lanes, UNROLL=4, BLOCK=width, num_warps=4,
     )  # fmt: skip
     if splits > 1:
@@ -370,4 +367,4 @@ def gate_up(s: Tensor, norm: tuple[str, Tensor | None, Tensor | None, float], we
     """Fill hidden (B, F) from the stream s (B, D) and the packed weight (2F, D)."""
     kind, norm_weight, norm_bias, eps = norm
     tensors = s, norm_weight, norm_bias, weight, hidden
-    launch_product(decode_gate_up_kernel, tensors, weight, hidden.shape[1], eps=eps, NORM=kind, SEQUENCES=len(s))
+    launch_product(decode_gate_up_kernel, tensors, weight, hidden.shape[1], eps=eps, KIND=kind, SEQUENCES=len(s))

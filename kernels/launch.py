@@ -1,9 +1,11 @@
-"""What all Triton launches share: registration as torch operators, row strides, alignment and device limits.
+"""What all Triton launches share: registration as torch operators, rows, tiles and device limits.
 
 Each kernel launch is an operator `torch.ops.prenorm.NAME` that returns new tensors and writes to none of its inputs, so
 that torch.compile accepts it (fullgraph) and CUDA graphs capture it. An operator cannot return an optional tensor:
 where an output does not exist for the given inputs, an empty tensor (0 elements) stands for None. Launch geometry is a
 closed formula of the shape: nothing is autotuned, and the number of tokens never causes a recompile.
+Triton compiles a kernel once for sizes and strides that 16 divides, which are read 16 bytes at a time, and once for
+others; of the number of tokens (`do_not_specialize`) it knows nothing.
 """
 
 from collections.abc import Callable
@@ -44,18 +46,6 @@ def as_rows(x: Tensor) -> Tensor:
     """x (..., D) as (M, D) whose rows are contiguous and one stride apart; copies only if no such view exists."""
     rows = x.reshape(-1, x.shape[-1])
     return rows if rows.stride(1) == 1 else rows.contiguous()
-
-
-def alignment(*sizes: int) -> int:
-    """8 if it divides all sizes and strides, else 1: the constant ALIGNMENT of a kernel.
-
-    Callers pass sizes and strides divided by it, and the kernel multiplies them by it again. Triton widens loads to
-    128 bits only where it can prove divisibility, and all it knows of an integer argument is whether 16 divides it:
-    without this, rows of 4,104 elements would be read 2 bytes at a time. The product with a constant 8 is provably
-    divisible by 8, without a recompile for each size. `tl.multiple_of` on the arguments is no replacement: Triton 3.7.1
-    then loads 2 bytes at a time and needs up to twice the registers.
-    """
-    return 8 if all(size % 8 == 0 for size in sizes) else 1
 
 
 class DeviceLimits(NamedTuple):

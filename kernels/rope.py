@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from kernels import launch
-from kernels.launch import alignment, register_op, tile_width
+from kernels.launch import register_op, tile_width
 
 TILE = 2048  # pairs in a tile: eight for each of 256 threads, for loads of 16 bytes and few registers
 NUM_WARPS = 8
@@ -65,7 +65,7 @@ def locate_tokens(block, length, TOKENS: tl.constexpr):
     return (block // blocks).to(tl.int64), first + tl.arange(0, TOKENS)[:, None, None]
 
 
-@triton.jit(do_not_specialize=["length", "batch_stride", "token_stride", "angle_stride"])
+@triton.jit(do_not_specialize=["length"])
 def rotary_forward_kernel(
     qkv_ptr,  # (B, length, (H + 2K) d) with the strides below, 1 in the last dimension
     cos_ptr, sin_ptr,  # float32 (length, d/2), or (B, length, d/2) with angle_stride between sequences
@@ -73,7 +73,7 @@ def rotary_forward_kernel(
     q_ptr, k_ptr, v_ptr,  # outputs (B, length, H or K, d), contiguous; v only without the norms
     length, batch_stride, token_stride, angle_stride, eps,
     H: tl.constexpr, K: tl.constexpr, HALF: tl.constexpr,
-    ALIGNMENT: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
+    TOKENS: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """TOKENS tokens of a sequence and HEADS heads of q, of k or of v, which is copied.
 
@@ -88,9 +88,9 @@ def rotary_forward_kernel(
     head = tile * HEADS + tl.arange(0, HEADS)[None, :, None]  # of the packed row
     pair = tl.arange(0, BLOCK)[None, None, :]
     inside = (position < length) & (pair < HALF)
-    row = (batch * batch_stride + position * token_stride) * ALIGNMENT
+    row = batch * batch_stride + position * token_stride
     a, b = load_pairs(qkv_ptr, row + head * (2 * HALF) + pair, HALF, inside)
-    angle = batch * angle_stride * ALIGNMENT + position * HALF + pair
+    angle = batch * angle_stride + position * HALF + pair
     cos, sin = load_angles(cos_ptr, sin_ptr, angle, inside & is_rotated, HEADS)
     if q_weight_ptr is not None:
         weight_ptr = q_weight_ptr if is_q else k_weight_ptr
@@ -106,10 +106,7 @@ def rotary_forward_kernel(
     store_pairs(out_ptr, target, HALF, inside, a * cos - b * sin, b * cos + a * sin)
 
 
-@triton.jit(
-    do_not_specialize=["blocks", "length", "batch_stride", "token_stride", "angle_stride"]
-    + [f"{name}_{axis}_stride" for name in ("dq", "dk", "dv") for axis in ("batch", "token", "head")]
-)
+@triton.jit(do_not_specialize=["blocks", "length"])
 def rotary_backward_kernel(
     dq_ptr, dk_ptr, dv_ptr,  # gradients (B, length, H or K, d) with the strides below, 1 in the last dimension
     qkv_ptr, cos_ptr, sin_ptr, q_weight_ptr, k_weight_ptr,  # of the forward pass; qkv only with the norms
@@ -120,7 +117,7 @@ def rotary_backward_kernel(
     dk_batch_stride, dk_token_stride, dk_head_stride,
     dv_batch_stride, dv_token_stride, dv_head_stride,
     eps, H: tl.constexpr, K: tl.constexpr, HALF: tl.constexpr,
-    ALIGNMENT: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    TOKENS: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Every n-th of `blocks` blocks of tokens, for HEADS heads of q, of k or of v, whose gradient is copied.
 
@@ -148,12 +145,12 @@ def rotary_backward_kernel(
     for block in tl.range(program, blocks, tl.num_programs(0) // tiles, num_stages=STAGES):
         batch, position = locate_tokens(block, length, TOKENS)
         inside = (position < length) & (pair < HALF)
-        source = (batch * grad_batch_stride + position * grad_token_stride + head * grad_head_stride) * ALIGNMENT + pair
+        source = batch * grad_batch_stride + position * grad_token_stride + head * grad_head_stride + pair
         a, b = load_pairs(grad_ptr, source, HALF, inside)
         if q_weight_ptr is not None:
-            row = (batch * batch_stride + position * token_stride) * ALIGNMENT
+            row = batch * batch_stride + position * token_stride
             xhat_a, xhat_b = load_pairs(qkv_ptr, row + packed_head * (2 * HALF) + pair, HALF, inside & is_rotated)
-        angle = batch * angle_stride * ALIGNMENT + position * HALF + pair
+        angle = batch * angle_stride + position * HALF + pair
         cos, sin = load_angles(cos_ptr, sin_ptr, angle, inside & is_rotated, HEADS)
         da, db = a * cos + b * sin, b * cos - a * sin
         if q_weight_ptr is not None:
@@ -214,13 +211,10 @@ def rotary_forward(qkv, cos, sin, num_heads, num_kv_heads, q_weight, k_weight, e
     constants = kernel_constants(num_heads, num_kv_heads, cos.shape[-1])
     tiles = (q.shape[2] + k.shape[2] + v.shape[2]) // constants["HEADS"]
     programs = batch * triton.cdiv(length, constants["TOKENS"]) * tiles
-    strides = qkv.stride(0), qkv.stride(1), angle_stride
-    align = alignment(*strides)
     if programs:
         rotary_forward_kernel[(programs,)](
             qkv, cos, sin, q_weight, k_weight, q, k, v if q_weight is None else None,
-            length, *(stride // align for stride in strides), eps,
-            **constants, ALIGNMENT=align, num_warps=NUM_WARPS,
+            length, qkv.stride(0), qkv.stride(1), angle_stride, eps, **constants, num_warps=NUM_WARPS,
         )  # fmt: skip
     return q, k, v
 
@@ -252,13 +246,12 @@ def rotary_backward(dq, dk, dv, qkv, cos, sin, q_weight, k_weight, eps):
         parts = dweights.new_empty(programs * (num_heads // constants["HEADS"]), dweights.numel())
         qkv = with_unit_stride(qkv)
         qkv_strides = qkv.stride(0), qkv.stride(1)
-    strides = [*qkv_strides, angle_stride, *(grad.stride(axis) for grad in grads for axis in range(3))]
-    align = alignment(*strides)
+    grad_strides = [grad.stride(axis) for grad in grads for axis in range(3)]
     if programs:
         rotary_backward_kernel[(programs * tiles,)](
-            *grads, qkv, cos, sin, q_weight, k_weight, dqkv, parts, blocks, length,
-            *(stride // align for stride in strides), eps,
-            **constants, ALIGNMENT=align, STAGES=1 if parts is None else 3, num_warps=NUM_WARPS,
+            *grads, qkv, cos, sin, q_weight, k_weight, dqkv, parts,
+            blocks, length, *qkv_strides, angle_stride, *grad_strides, eps,
+            **constants, STAGES=1 if parts is None else 3, num_warps=NUM_WARPS,
         )  # fmt: skip
     return dqkv, dweights if parts is None else parts.sum(0).view_as(dweights)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.nn import functional as F
 
-from kernels.launch import alignment, as_rows, register_op, tile_width
+from kernels.launch import as_rows, register_op, tile_width
 
 TILE = 1024  # hidden elements in a tile: eight for each of 128 threads, for loads of 16 bytes
 
@@ -25,39 +25,36 @@ def locate_tile(width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     return row, tl.program_id(0) % tiles * BLOCK + tl.arange(0, BLOCK)[None, :]
 
 
-@triton.jit(do_not_specialize=["rows", "stride", "width"])
+@triton.jit(do_not_specialize=["rows"])
 def swiglu_forward_kernel(
     gate_up_ptr,  # (rows, 2F), rows `stride` apart
     hidden_ptr,  # output (rows, F), contiguous
-    rows, stride, width, ALIGNMENT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    rows, stride, width, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """hidden = silu(gate) up, for a tile of ROWS rows and BLOCK columns."""
-    width = width * ALIGNMENT
     row, column = locate_tile(width, ROWS, BLOCK)
     inside = (row < rows) & (column < width)
-    gate_ptr = gate_up_ptr + row * stride * ALIGNMENT + column
+    gate_ptr = gate_up_ptr + row * stride + column
     gate = tl.load(gate_ptr, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_ptr + width, mask=inside, other=0.0).to(tl.float32)
     hidden = gate * tl.sigmoid(gate) * up
     tl.store(hidden_ptr + row * width + column, hidden.to(hidden_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["rows", "dhidden_stride", "stride", "width"])
+@triton.jit(do_not_specialize=["rows"])
 def swiglu_backward_kernel(
     dhidden_ptr,  # gradient (rows, F) of hidden
     gate_up_ptr,  # (rows, 2F) of the forward pass
     dgate_up_ptr, hidden_ptr,  # outputs (rows, 2F) and (rows, F), contiguous
-    rows, dhidden_stride, stride, width,
-    ALIGNMENT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    rows, dhidden_stride, stride, width, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Gradients of gate and up, and hidden again; with p = sigmoid(gate), silu' = p (1 + gate (1 - p))."""
-    width = width * ALIGNMENT
     row, column = locate_tile(width, ROWS, BLOCK)
     inside = (row < rows) & (column < width)
-    gate_ptr = gate_up_ptr + row * stride * ALIGNMENT + column
+    gate_ptr = gate_up_ptr + row * stride + column
     gate = tl.load(gate_ptr, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_ptr + width, mask=inside, other=0.0).to(tl.float32)
-    dhidden = tl.load(dhidden_ptr + row * dhidden_stride * ALIGNMENT + column, mask=inside, other=0.0).to(tl.float32)
+    dhidden = tl.load(dhidden_ptr + row * dhidden_stride + column, mask=inside, other=0.0).to(tl.float32)
     p = tl.sigmoid(gate)
     silu = gate * p
     dgate = dhidden * up * (p + silu * (1 - p))
@@ -84,12 +81,9 @@ def swiglu_forward(gate_up):
     hidden = swiglu_forward_fake(gate_up)
     gate_up = as_rows(gate_up)
     rows, width = gate_up.shape[0], hidden.shape[-1]
-    align = alignment(width, gate_up.stride(0))
     grid, constants = elementwise_geometry(rows, width)
     if rows:
-        swiglu_forward_kernel[grid](
-            gate_up, hidden, rows, gate_up.stride(0) // align, width // align, ALIGNMENT=align, **constants
-        )
+        swiglu_forward_kernel[grid](gate_up, hidden, rows, gate_up.stride(0), width, **constants)
     return hidden
 
 
@@ -105,14 +99,11 @@ def swiglu_backward(dhidden, gate_up):
     dgate_up, hidden = swiglu_backward_fake(dhidden, gate_up)
     dhidden, gate_up = as_rows(dhidden), as_rows(gate_up)
     rows, width = dhidden.shape
-    strides = dhidden.stride(0), gate_up.stride(0)
-    align = alignment(width, *strides)
     grid, constants = elementwise_geometry(rows, width)
     if rows:
         swiglu_backward_kernel[grid](
-            dhidden, gate_up, dgate_up, hidden, rows, *(stride // align for stride in strides), width // align,
-            ALIGNMENT=align, **constants,
-        )  # fmt: skip
+            dhidden, gate_up, dgate_up, hidden, rows, dhidden.stride(0), gate_up.stride(0), width, **constants
+        )
     return dgate_up, hidden
 
 
