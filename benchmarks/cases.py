@@ -103,7 +103,10 @@ def mlp(device: torch.device, rows: int, hidden: int, width: int) -> Case:
         shapes = (2 * width, hidden), (hidden, width)
         return random(device, rows, hidden), *(random(device, *shape, mean=0.0, std=std) for shape in shapes)
 
-    baselines = by_all(device, lambda module: module.swiglu_mlp)
+    def using(module):
+        return lambda x, gate_up, down: module.linear(module.swiglu(module.linear(x, gate_up)), down)
+
+    baselines = by_all(device, using)
     name = f"SwiGLU MLP, {rows} x {hidden}, {width} wide"
     return Case(name, make, 3, baselines, flops=18.0 * rows * hidden * width)
 

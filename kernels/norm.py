@@ -2,8 +2,7 @@
 
 KIND, a compile-time constant, adds LayerNorm's mean; all else is shared, so that a comparison of the two norms
 compares the mathematics. A row stays in registers; for wider rows both norms are the reference's. Statistics are
-float32, each result is rounded once, and the backward pass sums in a fixed order without atomics: equal inputs give
-equal bits.
+float32, each result is rounded once, and sums over rows have a fixed order: equal inputs give equal bits.
 
 Formulas: RMSNorm, Zhang and Sennrich 2019, equation 4; LayerNorm, Ba et al. 2016, equation 4 (`reference.normalize`).
 In the kernels, s = x + residual (or x alone) and xhat = (s - mean) rstd, where RMSNorm has mean 0.
@@ -13,10 +12,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 
-from kernels import launch, reference
-from kernels.launch import as_rows, register_op, tile_width
+from kernels import reference
+from kernels.launch import as_rows, max_warps, multiprocessors, register_op, tile_width
 
 # Of a row, padded to a power of two: with more, LayerNorm's backward pass spills registers, which also hold the sums of
 # dweight and dbias, and two tiles of dy, ds and s exceed the 99 KB of shared memory that a program has from Ampere on.
@@ -121,12 +120,10 @@ def norm_forward_fake(x, residual, weight, bias, kind, eps):
     return x.new_empty(x.shape), s, x.new_empty((2 if kind == "layer" else 1, rows), dtype=torch.float32)
 
 
-@register_op(
-    "norm_forward(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, str kind, float eps)"
-    " -> (Tensor y, Tensor s, Tensor statistics)",
-    norm_forward_fake,
-)
-def norm_forward(x, residual, weight, bias, kind, eps):
+@register_op(norm_forward_fake)
+def norm_forward(
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, kind: str, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
     """y and s in x's shape, s empty without a residual; float32 statistics (1 or 2, rows): rstd, for LayerNorm mean."""
     y, s, statistics = norm_forward_fake(x, residual, weight, bias, kind, eps)
     x, residual = as_rows(x), None if residual is None else as_rows(residual)
@@ -139,7 +136,7 @@ def norm_forward(x, residual, weight, bias, kind, eps):
     warps = max(block * tile // 1024, 1)  # 32 elements a thread: four loads of 16 bytes
     norm_forward_kernel[(triton.cdiv(rows, tile),)](
         x, residual, weight, bias, y, s, statistics, rows, x_stride, residual_stride, width, eps,
-        KIND=kind, ROWS=tile, BLOCK=block, num_warps=min(warps, launch.device_limits(x.device).max_warps),
+        KIND=kind, ROWS=tile, BLOCK=block, num_warps=min(warps, max_warps(x.device)),
     )  # fmt: skip
     return y, s, statistics
 
@@ -148,19 +145,18 @@ def norm_backward_fake(dy, ds, s, weight, statistics, kind, needs_dweight, needs
     return s.new_empty(s.shape), s.new_empty((needs_dweight + needs_dbias, s.shape[-1]), dtype=torch.float32)
 
 
-@register_op(
-    "norm_backward(Tensor dy, Tensor? ds, Tensor s, Tensor? weight, Tensor statistics, str kind,"
-    " bool needs_dweight, bool needs_dbias) -> (Tensor dx, Tensor sums)",
-    norm_backward_fake,
-)
-def norm_backward(dy, ds, s, weight, statistics, kind, needs_dweight, needs_dbias):
+@register_op(norm_backward_fake)
+def norm_backward(
+    dy: Tensor, ds: Tensor | None, s: Tensor, weight: Tensor | None, statistics: Tensor,
+    kind: str, needs_dweight: bool, needs_dbias: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """dx in the shape and dtype of s; sums float32 (0 to 2, D): of dweight and of dbias those that are needed."""
     dx, width = s.new_empty(s.shape), s.shape[-1]
     dy, s, ds = as_rows(dy), as_rows(s), None if ds is None else as_rows(ds)
     rows, sums = s.shape[0], needs_dweight + needs_dbias
     dy_stride, ds_stride, s_stride = dy.stride(0), 0 if ds is None else ds.stride(0), s.stride(0)
     block = tile_width(width)
-    programs, options = backward_geometry(block, rows, launch.device_limits(s.device))
+    programs, options = backward_geometry(block, rows, s.device)
     parts = torch.empty((programs, sums * width), device=s.device, dtype=torch.float32)
     norm_backward_kernel[(programs,)](
         dy, ds, s, weight, statistics, dx, parts, rows, dy_stride, ds_stride, s_stride, width,
@@ -169,7 +165,7 @@ def norm_backward(dy, ds, s, weight, statistics, kind, needs_dweight, needs_dbia
     return dx, parts.sum(0).view(sums, width)
 
 
-def backward_geometry(block: int, rows: int, limits: launch.DeviceLimits) -> tuple[int, dict[str, int]]:
+def backward_geometry(block: int, rows: int, device: torch.device) -> tuple[int, dict[str, int]]:
     """Programs of norm_backward_kernel, and its options, for rows of `block` columns.
 
     What is loaded ahead must cover the latency of memory, about 30 KB in flight on each multiprocessor of an H100. So
@@ -179,9 +175,10 @@ def backward_geometry(block: int, rows: int, limits: launch.DeviceLimits) -> tup
     tile = min(32, max(1024 // block, 1))
     threads = block * tile // (8 if block <= 4096 else 16)  # loads of 16 bytes, one or two for each tensor
     registers = 96 if block <= 512 else 64 if block <= 4096 else 128  # enough not to spill
-    resident = limits.multiprocessors * (REGISTERS // (threads * registers))
-    options = {"ROWS": tile, "num_warps": min(max(threads * limits.max_warps // 1024, 1), limits.max_warps)}
-    if limits.max_warps == 32 and torch.version.hip is None:
+    resident = multiprocessors(device) * (REGISTERS // (threads * registers))
+    warps = max_warps(device)
+    options = {"ROWS": tile, "num_warps": min(max(threads * warps // 1024, 1), warps)}
+    if torch.version.hip is None:
         options["maxnreg"] = registers  # the compiler for AMD has no such option
     return max(1, min(resident, rows // max(tile, 8))), options
 
@@ -190,15 +187,7 @@ class Norm(torch.autograd.Function):
     """See `normalize`. Returns y and s, which is empty without a residual."""
 
     @staticmethod
-    def forward(
-        ctx: FunctionCtx,
-        x: Tensor,
-        residual: Tensor | None,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        kind: str,
-        eps: float,
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx, x, residual, weight, bias, kind, eps):
         """Keeps s (x without a residual) and the one or two statistics of each row for the backward pass."""
         y, s, statistics = norm_forward(x, residual, weight, bias, kind, eps)
         ctx.save_for_backward(x if residual is None else s, weight, bias, statistics)
@@ -210,7 +199,7 @@ class Norm(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, dy: Tensor | None, ds: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx, dy, ds):
         """x and residual share one gradient."""
         s, weight, bias, statistics = ctx.saved_tensors
         if dy is None:
@@ -218,25 +207,13 @@ class Norm(torch.autograd.Function):
         needs_dweight, needs_dbias = ctx.needs_input_grad[2:4]
         ds = ds if ctx.has_residual else None
         dx, sums = norm_backward(dy, ds, s, weight, statistics, ctx.kind, needs_dweight, needs_dbias)
-        return (
-            dx.to(dy.dtype),
-            dx if ctx.has_residual else None,
-            sums[0].to(weight.dtype) if needs_dweight else None,
-            sums[-1].to(bias.dtype) if needs_dbias else None,
-            None,
-            None,
-        )
+        dresidual = dx if ctx.has_residual else None
+        dweight = sums[0].to(weight.dtype) if needs_dweight else None
+        dbias = sums[-1].to(bias.dtype) if needs_dbias else None
+        return dx.to(dy.dtype), dresidual, dweight, dbias, None, None
 
 
-def normalize(
-    x: Tensor,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    *,
-    kind: str,
-    eps: float,
-) -> tuple[Tensor, Tensor]:
+def normalize(x, weight=None, bias=None, residual=None, *, kind, eps):
     """As `reference.normalize`, which runs for rows of more than 8,192 elements of 2 bytes, or 4,096 of 4 bytes."""
     element_size = max(x.element_size(), 0 if residual is None else residual.element_size())
     if tile_width(x.shape[-1]) * element_size > MAX_ROW_BYTES:

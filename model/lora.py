@@ -39,7 +39,6 @@ def add_lora(decoder: Decoder, fields: dict, seed: int) -> Decoder:
     decoder.lora = fields
     packed, scale = decoder.config.packed_matrices, fields["lora_alpha"] / fields["r"]
     for layer in decoder.layers:
-        layer.mlp.fused = False
         for block in (layer.self_attn, layer.mlp):
             for name, linear in [*block.named_children()]:
                 if isinstance(linear, Linear):

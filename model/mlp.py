@@ -8,23 +8,24 @@ from model.config import ModelConfig
 from model.linear import Linear
 
 # The activation of the gate (Shazeer 2020, equations 5 and 6), or of the plain MLP.
-ACTIVATIONS = {"swiglu": F.silu, "geglu": F.gelu, "reglu": F.relu, "glu": F.sigmoid, "relu": F.relu, "gelu": F.gelu}
+ACTIVATIONS = {"geglu": F.gelu, "reglu": F.relu, "glu": F.sigmoid, "relu": F.relu, "gelu": F.gelu}
 
 
 class MLP(nn.Module):
-    """down(activation(gate(x)) * up(x)), without biases. SwiGLU is fused, except with LoRA."""
+    """down(activation(gate(x)) * up(x)), without biases."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        self.kind, self.fused = config.mlp, config.mlp == "swiglu"
+        self.kind = config.mlp
         self.gate_up_proj = Linear(config.hidden_size, 2 * config.intermediate_size)  # rows of gate, then rows of up
         self.down_proj = Linear(config.intermediate_size, config.hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, T, D) -> (B, T, D)."""
-        if self.fused:
-            return kernels.swiglu_mlp(x, self.gate_up_proj.weight, self.down_proj.weight)
-        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
+        gate_up = self.gate_up_proj(x)
+        if self.kind == "swiglu":
+            return self.down_proj(kernels.swiglu(gate_up))
+        gate, up = gate_up.chunk(2, dim=-1)
         return self.down_proj((ACTIVATIONS[self.kind](gate.float()) * up.float()).to(x.dtype))
 
 
