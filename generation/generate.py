@@ -14,7 +14,6 @@ from typing import Literal
 
 import torch
 
-import kernels
 from errors import UserError, note
 from generation.prompts import check_prompts
 from generation.sampling import generator_for, sample
@@ -23,7 +22,7 @@ from model.cache import KeyValueCache
 from model.config import ModelConfig
 from model.decoder import Decoder
 from model.device import threads_for
-from model.fused_decode import decode_step_for
+from model.fused_decode import decode_step_for, fused_step
 
 MAX_CPU_SEQUENCES = 16  # the largest batch that `CpuDecodeStep` was measured with
 FinishReason = Literal["eos", "stop", "length", "context"]
@@ -168,9 +167,8 @@ def decode_step(decoder: Decoder, batch_size: int, positions: int) -> contextlib
 
 def has_cpu_step(config: ModelConfig, device: torch.device, dtype: torch.dtype, batch_size: int) -> bool:
     """Whether `CpuDecodeStep` computes the steps of a model."""
-    usual = (config.norm_placement, config.mlp) == ("pre", "swiglu") and config.norm in kernels.NORM_KINDS
-    small = batch_size <= MAX_CPU_SEQUENCES and dtype in (torch.float32, torch.bfloat16)
-    return kernels.implementation(device) is kernels.cpu and usual and small and has_numba()
+    fits = batch_size <= MAX_CPU_SEQUENCES and dtype in (torch.float32, torch.bfloat16)
+    return fused_step(config, device) == "cpu" and fits and has_numba()
 
 
 @functools.cache
