@@ -111,8 +111,8 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """Logits of tokens (B, T) int64: float32 (B, T, V), or (B, 1, V) of the last position with `last_only`.
 
-        targets (B, T) int64, -100 to ignore a position: return the losses instead, in nats, float32 (B, T), 0 if ignored.
-        token_weights, float32 (B, T) or 0-dimensional: return the sum of weight times loss, a scalar, cheaper to train on.
+        targets (B, T) int64, -100 to ignore a position: return losses instead, in nats, float32 (B, T), 0 if ignored.
+        token_weights, float32 (B, T) or 0-dimensional: return the sum of weight times loss, cheaper to train on.
         documents (B, T) int64: the number of each token's document, without a cache. A token sees its own document
         alone; its rotary position is still its place in the row, since attention depends on differences of positions.
         cache: earlier keys and values of the same sequences; the tokens follow them and are appended.
@@ -129,8 +129,8 @@ class Decoder(nn.Module):
         x, residual = F.embedding(tokens, self.embed_tokens.weight).to(self.compute_dtype), None  # (B, T, D)
         for layer in self.layers:
             if self.activation_checkpointing and torch.is_grad_enabled():
-                options = {"use_reentrant": False, "preserve_rng_state": False}
-                x, residual = checkpoint(layer, x, residual, *context, **options)
+                inputs = x, residual, *context
+                x, residual = checkpoint(layer, *inputs, use_reentrant=False, preserve_rng_state=False)
             else:
                 x, residual = layer(x, residual, *context)
         if cache is not None:
@@ -142,10 +142,10 @@ class Decoder(nn.Module):
         head = self.embed_tokens if self.lm_head is None else self.lm_head
         if targets is None:
             return head(x).float()
-        x, labels = x.flatten(0, 1), targets.flatten()
+        inputs = x.flatten(0, 1), head.weight, targets.flatten()
         if token_weights is not None:
-            return kernels.linear_cross_entropy(x, head.weight, labels, token_weights=token_weights.flatten())
-        return kernels.linear_cross_entropy(x, head.weight, labels).view_as(targets)
+            return kernels.linear_cross_entropy(*inputs, token_weights.flatten())
+        return kernels.linear_cross_entropy(*inputs).view_as(targets)
 
     def num_parameters(self) -> int:
         """Number of parameters."""

@@ -6,7 +6,7 @@ Every choice is a rule and no measurement, so that two runs on one machine never
 import contextlib
 import ctypes
 import importlib.util
-import itertools
+import math
 import platform
 import shutil
 import sys
@@ -122,11 +122,11 @@ def allocate(sizes: Sequence[tuple[torch.Size, torch.dtype]], device: torch.devi
     """
     if device.type != "cpu":
         return [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in sizes]
-    counts = [shape.numel() * dtype.itemsize for shape, dtype in sizes]
-    starts = [0, *itertools.accumulate(-(-count // 64) * 64 for count in counts)]  # each begins a cache line
-    memory = torch.from_numpy(np.empty(starts[-1], np.uint8))
-    parts = (memory[start : start + count] for start, count in zip(starts, counts, strict=False))
-    return [part.view(dtype).view(shape) for part, (shape, dtype) in zip(parts, sizes, strict=True)]
+    bytes_of = [shape.numel() * dtype.itemsize for shape, dtype in sizes]
+    rounded = [math.ceil(count / 64) * 64 for count in bytes_of]  # each begins a cache line
+    parts = torch.from_numpy(np.empty(sum(rounded), np.uint8)).split(rounded)
+    found = zip(parts, bytes_of, sizes, strict=True)
+    return [part[:count].view(dtype).view(shape) for part, count, (shape, dtype) in found]
 
 
 def device_name(device: torch.device) -> str:

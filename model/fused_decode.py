@@ -37,8 +37,7 @@ def fused_step(config: ModelConfig, device: torch.device) -> Literal["gpu", "cpu
 class DecodeStep:
     """Computes the logits that follow one new token of every sequence in a cache.
 
-    If the kernels or the capture of their graph fail, one line on stderr says so, and the decoder itself computes them
-    from then on, with the same cache.
+    If the kernels or the capture of their graph fail, one line on stderr says so, and the decoder itself takes over.
     """
 
     def __init__(self, decoder: Decoder, cache: KeyValueCache):
@@ -59,8 +58,7 @@ class DecodeStep:
         self.rope = decoder.rope.cos, decoder.rope.sin  # a graph keeps reading this memory
         self.logits: Tensor | None = None
         self.graph: torch.cuda.CUDAGraph | None = None
-        self.unavailable_reason: str | None = None
-        """Why the kernels cannot run, known after the first step."""
+        self.unavailable_reason: str | None = None  # why the kernels cannot run, known after the first step
 
     def __call__(self, tokens: Tensor, padding: Tensor | None) -> Tensor:
         """Append tokens (B, 1) int64 to the cache; returns float32 logits (B, 1, V), valid until the next call.
@@ -126,8 +124,8 @@ class DecodeStep:
         return head(x).float()
 
 
+# At most one step that nobody uses at the moment, with what must not change for its graph to be valid.
 _kept: weakref.WeakKeyDictionary[Decoder, tuple[tuple, DecodeStep]] = weakref.WeakKeyDictionary()
-"""At most one step that nobody uses at the moment, with what must not change for its graph to be valid."""
 
 
 @contextlib.contextmanager
@@ -148,8 +146,8 @@ def decode_step_for(decoder: Decoder, batch_size: int, positions: int) -> Iterat
     valid_for = batch_size, room, dtype, *((w.data_ptr(), w.dtype, w.device) for w in weights)
     kept_for, step = _kept.pop(decoder, (None, None))  # taken out, so that a nested call makes its own
     if kept_for != valid_for:
-        step = None
-        _kept.clear()  # frees memory before more is allocated
+        step = None  # frees memory before more is allocated
+        _kept.clear()
         step = DecodeStep(decoder, KeyValueCache(config, batch_size, room, device=device, dtype=dtype))
     step.cache.length = 0
     try:

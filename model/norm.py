@@ -15,9 +15,7 @@ from torch.nn import functional as F
 import kernels
 from model.config import NORM_GROUPS, ModelConfig
 
-# BatchNorm alone also has buffers: saved with the weights, updated in training, not learned by gradients.
-RUNNING_STATISTICS = {"running_mean": 0.0, "running_var": 1.0}
-MOMENTUM = 0.1  # of the running statistics (Ioffe and Szegedy 2015, algorithm 2; torch's default)
+MOMENTUM = 0.1  # of BatchNorm's running statistics (Ioffe and Szegedy 2015, algorithm 2; torch's default)
 # Norms that are kernels, and the kind there (formulas: `reference.normalize`). `srms` is RMSNorm without a weight (Qin
 # et al. 2023, arXiv 2307.14995), `offset` RMSNorm with the weight 1 + offset (Gemma, arXiv 2403.08295).
 FUSED = {"rms": "rms", "layer": "layer", "srms": "rms", "offset": "rms"}
@@ -35,9 +33,9 @@ class Norm(nn.Module):
         for parameter in config.norm_parameters:
             shape = (config.hidden_size,) if parameter.per_channel else ()
             self.register_parameter(parameter.name, nn.Parameter(torch.empty(shape)))
-        if self.kind == "batch":
-            for name, initial in RUNNING_STATISTICS.items():
-                self.register_buffer(name, torch.full((config.hidden_size,), initial))
+        if self.kind == "batch":  # saved with the weights, updated in training, not learned by gradients
+            self.register_buffer("running_mean", torch.zeros(config.hidden_size))
+            self.register_buffer("running_var", torch.ones(config.hidden_size))
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return norm(x + residual) in x's dtype and the sum x + residual, the new residual stream; all (B, T, D)."""

@@ -9,7 +9,7 @@ from model.config import ModelConfig
 
 
 def frequencies(config: ModelConfig) -> Tensor:
-    """Rotation per position of each pair of elements, in radians, float64 (d/2,): theta^(-2i/d) (Su et al. 2021, 3.2.2).
+    """Rotation per position of each pair of elements, in radians, float64 (d/2,): theta^(-2i/d) (Su et al. 2021).
 
     For longer contexts, a scaling divides by `factor` the part of each that `unscaled_part` does not keep.
     """
