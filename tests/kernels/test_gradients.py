@@ -15,7 +15,8 @@ CALLS = {  # a call, and the shapes of its inputs
         [(1, 5, 64), (16,), (16,)],
     ),
     "attention": (lambda kernel, q, k, v: kernel.attention(q, k, v), [(2, 4, 5, 16), (2, 2, 5, 16), (2, 2, 5, 16)]),
-    "mlp": (lambda kernel, *inputs: kernel.swiglu_mlp(*inputs), [(2, 5, 16), (48, 16), (16, 24)]),
+    "swiglu": (lambda kernel, gate_up: kernel.swiglu(gate_up), [(2, 5, 48)]),
+    "linear": (lambda kernel, x, weight, bias: kernel.linear(x, weight, bias), [(2, 5, 16), (24, 16), (24,)]),
     "losses": (lambda kernel, x, weight: kernel.linear_cross_entropy(x, weight, TARGETS), [(10, 16), (50, 16)]),
     "weighted loss": (
         lambda kernel, x, weight: kernel.linear_cross_entropy(x, weight, TARGETS, token_weights=TOKEN_WEIGHTS),
