@@ -2,11 +2,11 @@
 
 import triton
 
+from kernels.activation import swiglu
 from kernels.cross_entropy import WORKSPACE, linear_cross_entropy
 from kernels.norm import normalize
 from kernels.reference import attention, linear  # torch's kernels for them (FlashAttention, cuDNN, cuBLAS) are fast
 from kernels.rope import rotary
-from kernels.swiglu import swiglu
 
 __all__ = ["WORKSPACE", "attention", "linear", "linear_cross_entropy", "normalize", "rotary", "swiglu"]
 

@@ -24,7 +24,7 @@ import kernels
 from benchmarks import cases
 from benchmarks.kernels import make_blocks
 from generation.weights import cast_weights
-from kernels import cross_entropy, decode, norm, rope, swiglu
+from kernels import activation, cross_entropy, decode, norm, rope
 from model.cache import KeyValueCache
 from model.config import ModelConfig
 from model.decoder import Decoder
@@ -64,7 +64,7 @@ def read_binary(name: str, binary: bytes, shared: int, device: int) -> tuple[obj
 
 def compiled_kernels() -> Iterator[CompiledKernel]:
     """All kernels that this process has compiled: `n_regs`, `n_spills` and `metadata` say what they need."""
-    for module in (cross_entropy, decode, norm, rope, swiglu):
+    for module in (activation, cross_entropy, decode, norm, rope):
         for function in vars(module).values():
             if isinstance(function, JITFunction):
                 for compiled, *_ in function.device_caches.values():

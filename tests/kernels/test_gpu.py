@@ -8,6 +8,7 @@ from model.cache import KeyValueCache
 from model.config import ModelConfig
 from model.decoder import Decoder
 from model.fused_decode import DecodeStep
+from tests.kernels import test_norm, test_rotary, test_swiglu, test_triton_loss
 
 pytestmark = [
     pytest.mark.gpu,
@@ -47,16 +48,8 @@ SIZES = [(4099, 64), (4099, 512), (4099, 1000), (2048, 1024), (3001, 2048), (409
 def test_norms_are_within_one_rounding_of_float64(assert_exact_and_repeatable, kind, rows, width, dtype):
     x, residual = (normal(rows, width, seed=i).mul(16).round().clamp(-64, 64).div(16).to(dtype) for i in range(2))
     weight, bias = normal(width, mean=1.0), normal(width)  # the sum of x and residual is exact
-
-    def ours(x, weight, bias, residual):
-        return gpu.normalize(x, weight, bias, residual, kind=kind, eps=1e-5)
-
-    def exact(x, weight, bias, residual):
-        s = x + residual
-        c = s - s.mean(-1, keepdim=True) if kind == "layer" else s
-        return c / (c.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight + bias, s
-
     upstream = [normal(rows, width, dtype=dtype, seed=i) for i in (2, 3)]
+    ours, exact = test_norm.pair(gpu.normalize, kind, 1e-5)
     y, *_ = assert_exact_and_repeatable(ours, exact, (x, weight, bias, residual), upstream)
     alone, _ = ours(x[7:8], weight, bias, residual[7:8])
     assert torch.equal(alone, y[7:8])  # a row's result does not depend on the other rows
@@ -81,40 +74,25 @@ def test_rotary_is_within_one_rounding_of_float64(
 ):
     batch, length = 3, 1000
     angles = normal(length, width // 2, std=300.0).double()
-    cos, sin = angles.cos().float(), angles.sin().float()
     inputs = [normal(batch, length, (heads + 2 * kv_heads) * width + gap, dtype=dtype)[..., gap:]]
     inputs += [normal(width, mean=1.0, seed=i) for i in range(2 * head_norms)]
     # as from attention, heads before positions, or with odd strides
     upstream = [normal(batch, n, length, width + gap, dtype=dtype, seed=n) for n in (heads, kv_heads, kv_heads + 1)]
     upstream = [u[:, :n, :, gap:].transpose(1, 2) for u, n in zip(upstream, (heads, kv_heads, kv_heads), strict=True)]
 
-    def ours(qkv, *weights):
-        return gpu.rotary(qkv, cos, sin, heads, kv_heads, *(weights or (None, None)), 1e-5)
-
-    def exact(qkv, *weights):
-        q, k, v = qkv.unflatten(-1, (-1, width)).split((heads, kv_heads, kv_heads), dim=2)
-        if weights:
-            pairs = zip((q, k), weights, strict=True)
-            q, k = (x * weight / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() for x, weight in pairs)
-        turn = torch.complex(cos.double(), sin.double())[:, None]
-        turned = (torch.complex(*x.chunk(2, -1)) * turn for x in (q, k))
-        return *(torch.cat((z.real, z.imag), -1) for z in turned), v
-
     def tolerance(found, count):
         return 3e-6 if count == width else rounding(found, count)  # gradients of weights: sums over all tokens
 
-    assert_exact_and_repeatable(ours, exact, inputs, upstream, tolerance)
+    pair = test_rotary.pair(gpu, angles, heads, kv_heads)
+    assert_exact_and_repeatable(*pair, inputs, upstream, tolerance)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "width"), [(4099, 704), (1000, 2816), (5000, 40), (300, 1030)])
 def test_the_activation_is_within_one_rounding_of_float64(assert_exact_and_repeatable, rounding, rows, width, dtype):
-    def exact(gate_up):
-        gate, up = gate_up.chunk(2, -1)
-        return gate / (1 + torch.exp(-gate)) * up
-
     inputs, upstream = [normal(rows, 2 * width, std=3.0, dtype=dtype)], [normal(rows, width + 3, dtype=dtype)[:, 3:]]
-    assert_exact_and_repeatable(gpu.swiglu, exact, inputs, upstream, lambda *size: 1.05 * rounding(*size))
+    pair = gpu.swiglu, test_swiglu.definition
+    assert_exact_and_repeatable(*pair, inputs, upstream, lambda *size: 1.05 * rounding(*size))
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
@@ -134,16 +112,10 @@ def test_the_loss_and_its_gradients_are_within_one_rounding_of_float64(
     x, weight = normal(1500, 256, mean=0.05, dtype=dtype), normal(vocabulary, 256, mean=0.0, std=0.1)
     targets = torch.arange(1500, device=GPU) * 7 % vocabulary
     targets[::5] = -100
-    weights, rounded = normal(1500), weight.to(dtype).double()
+    weights = normal(1500)
     logits = cross_entropy.allocate_logits(1500, vocabulary, x)[:, :vocabulary]  # the same product, bit for bit
-    logits = torch.mm(x, weight.to(dtype).T, out=logits).double()
-    labels, factor = targets.clamp(min=0), weights.double() * (targets != -100)
-    losses = torch.nn.functional.cross_entropy(logits, labels, reduction="none")
-    delta = torch.softmax(logits, -1)
-    delta[torch.arange(1500), labels] -= 1
-    largest = factor.abs().max()
-    delta = (delta * (factor / largest)[:, None]).to(dtype).double() * largest
-    expected = (losses * factor).sum(), delta @ rounded, delta.T @ x.double()
+    torch.mm(x, weight.to(dtype).T, out=logits)
+    expected = test_triton_loss.rounded_reference(x, weight, targets, weights, logits)
     found = []
     for workspace in (2**30, 2**30, 1):
         monkeypatch.setattr(cross_entropy, "WORKSPACE", workspace)
