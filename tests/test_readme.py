@@ -115,7 +115,7 @@ def test_a_norm_that_is_added_as_in_the_example_leaves_the_tests_of_norms_green(
     row, function = re.findall(r"```python\n(.*?)```", section("Compare your own"), re.DOTALL)
     for name, before, added in (
         ("config.py", '    "none": ', f"    {row}"),
-        ("norm.py", "FUNCTIONS = ", f"{function}\n\n"),
+        ("norm.py", "# Names as in files", f"{function}\n\n"),
     ):
         path = copy / "model" / name
         text = path.read_text(encoding="utf-8")
