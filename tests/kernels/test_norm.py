@@ -189,24 +189,6 @@ def test_wider_rows_are_those_of_the_reference_for_both_norms(draw, evaluate, ki
     assert all(map(torch.equal, found, expected))
 
 
-@triton_only
-def test_a_gradient_that_two_norms_share_is_right_for_both_and_a_second_backward_pass_equals_the_first(draw, relative):
-    x, weight, dy = draw(20, 96).requires_grad_(), draw(96, mean=1.0).requires_grad_(), draw(20, 96)
-
-    def twice(function):
-        a, s = function(x, weight, None, x, kind="rms", eps=EPS)
-        b, _ = function(a + x, weight, None, s, kind="layer", eps=EPS)
-        return a + b  # the same upstream gradient goes to both
-
-    out = twice(gpu.normalize)
-    first = torch.autograd.grad(out, (x, weight), dy, retain_graph=True)
-    second = torch.autograd.grad(out, (x, weight), dy)
-    assert all(map(torch.equal, first, second))
-    expected = torch.autograd.grad(twice(definition), (x, weight), dy)
-    for ours, other in zip(first, expected, strict=True):
-        assert relative(ours, other.double()) < 3e-6
-
-
 # Tiles of 16 rows, at most 20 programs; tiles of a row, at most 32 and 8 programs.
 @triton_only
 @pytest.mark.parametrize(("rows", "width"), [(1, 64), (337, 64), (7, 1024), (65, 4096)])

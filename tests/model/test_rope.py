@@ -76,17 +76,6 @@ def test_a_table_grows_with_the_text_to_what_a_complete_one_has(make_config, rel
     )
 
 
-SCALED = {
-    "linear": {"rope_type": "linear", "factor": 4.0},
-    "yarn of Qwen2.5": {
-        "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768, "rope_theta": 1e6,
-    },
-    "yarn, the factor from the contexts": {
-        "rope_type": "yarn", "factor": None, "original_max_position_embeddings": 1000, "beta_fast": 5, "beta_slow": 0.5,
-    },
-}  # fmt: skip
-
-
 def assert_equals_transformers(scaling: dict, ends: float = 1.0, **changes: int) -> None:
     """Tolerance: transformers computes the frequencies in float32, with about four roundings of 6e-8.
 
@@ -101,11 +90,6 @@ def assert_equals_transformers(scaling: dict, ends: float = 1.0, **changes: int)
     rtol = 4e-7 + 2**-24 * ends * config.rope_scaling["factor"]
     torch.testing.assert_close(frequencies(config), expected.double(), rtol=rtol, atol=0)
     assert config.rope_scaling.get("attention_factor", 1.0) == pytest.approx(factor, rel=1e-12)
-
-
-@pytest.mark.parametrize("scaling", SCALED.values(), ids=SCALED.keys())
-def test_scaled_frequencies_and_the_factor_of_cos_and_sin_equal_transformers(scaling):
-    assert_equals_transformers(scaling)
 
 
 def test_any_scaling_has_the_frequencies_of_transformers_also_with_ramps_beyond_the_pairs():
