@@ -26,12 +26,16 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: KeyValueCache | None) -> Tensor:
         """The attention output (B, T, D) of normalized x (B, T, D); appends k and v to the cache, if there is one."""
-        norms = (None, None) if self.q_norm is None else (self.q_norm.weight, self.k_norm.weight)
-        heads = kernels.rotary(self.qkv_proj(x), cos, sin, self.heads, self.kv_heads, *norms, eps=self.eps)
-        q, k, v = (part.transpose(1, 2) for part in heads)  # (B, H, T, d), and (B, K, T, d) twice
+        q, k, v = self.queries_keys_values(x, cos, sin)
         if cache is not None:
             k, v = cache.update(self.index, k, v)  # (B, K, S, d), S positions so far
         return self.o_proj(kernels.attention(q, k, v, mask).transpose(1, 2).flatten(2))
+
+    def queries_keys_values(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Rotated queries (B, H, T, d) and keys (B, K, T, d), and values (B, K, T, d)."""
+        norms = (None, None) if self.q_norm is None else (self.q_norm.weight, self.k_norm.weight)
+        q, k, v = kernels.rotary(self.qkv_proj(x), cos, sin, self.heads, self.kv_heads, *norms, eps=self.eps)
+        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
 
 def attention_mask(

@@ -83,15 +83,6 @@ def test_logits_and_cache_equal_the_decoders(make_decoder, relative, variant):
             assert relative(theirs[:, b, :, first:7], ours[:, b, :, first:7]) < 2e-6
 
 
-@torch.inference_mode()
-def test_a_prompt_of_one_token_and_one_of_more_tokens_than_a_range_are_right(make_decoder, relative, monkeypatch):
-    monkeypatch.setattr(kernels.decode, "splits_for", lambda positions: 2)
-    decoder = make_decoder(max_position_embeddings=200, num_hidden_layers=1).eval()
-    for lengths in ([170, 33, 1], [1]):
-        found, expected, *_ = steps(decoder, 1, lengths)
-        assert relative(found, expected) < 2e-6
-
-
 def test_a_fused_step_exists_for_triton_small_batches_and_the_layers_that_it_computes(make_decoder, request):
     def exists(batch_size=1, **changes):
         with decode_step_for(make_decoder(**changes).eval(), batch_size, 4) as step:
