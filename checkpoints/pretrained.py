@@ -23,12 +23,9 @@ from errors import UserError, reading
 from model.config import ModelConfig
 from model.decoder import Decoder
 from model.device import allocate
-from model.lora import packed_rows
 from model.norm import is_norm_parameter
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-# Our packed matrix -> Hugging Face's, in the order of the rows. All other names are the same, after "model.".
-PACKED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 # Fields that must be equal for the weights of one model to be loaded into another. `norm` need not be.
 FIELDS_THAT_MUST_MATCH = (
     *(*SHAPE_FIELDS, "num_key_value_heads", "resolved_head_dim", "attention_bias", "attention_output_bias", "qk_norm"),
@@ -36,13 +33,13 @@ FIELDS_THAT_MUST_MATCH = (
 )
 
 
-def unpacked_names(name: str) -> list[str]:
-    """Hugging Face's names for one of our parameters: several if it is packed, in the order of the rows."""
+def unpacked_names(name: str, config: ModelConfig) -> dict[str, int | None]:
+    """Hugging Face's names for one of our parameters; if it is packed, several in order, with the rows of each."""
     name = name if name.startswith("lm_head.") else f"model.{name}"
-    for packed, parts in PACKED.items():
+    for packed, parts in config.packed_matrices.items():
         if f".{packed}." in name:
-            return [name.replace(f".{packed}.", f".{part}.") for part in parts]
-    return [name]
+            return {name.replace(f".{packed}.", f".{part}."): rows for part, rows in parts.items()}
+    return {name: None}
 
 
 def unpacked_tensors(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
@@ -50,11 +47,15 @@ def unpacked_tensors(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict
 
     The views work both ways: saving reads them, loading copies a file's tensors into them.
     """
-    rows, unpacked = {len(sizes): sizes for sizes in packed_rows(config).values()}, {}
+    unpacked = {}
     for name, tensor in tensors.items():
-        names = unpacked_names(name)
-        sizes = len(tensor) // len(names) if ".lora_A." in name else rows.get(len(names))
-        parts = tensor.split(sizes) if len(names) > 1 else [tensor]
+        names = unpacked_names(name, config)
+        if len(names) == 1:
+            parts = [tensor]
+        elif ".lora_A." in name:  # r rows for each
+            parts = tensor.chunk(len(names))
+        else:
+            parts = tensor.split([*names.values()])
         unpacked.update(zip(names, parts, strict=True))
     return unpacked
 
@@ -168,10 +169,13 @@ def load_pretrained(
     with torch.device("meta"):
         decoder = Decoder(checkpoint.config, seed=None, compute_dtype=compute_dtype)
     parameters = decoder.state_dict()
-    sizes = [
-        (one.shape, inference_dtype(one, compute_dtype) if cast else checkpoint.dtype(*unpacked_names(name)))
-        for name, one in parameters.items()
-    ]
+    sizes = []
+    for name, parameter in parameters.items():
+        if cast:
+            dtype = inference_dtype(parameter, compute_dtype)
+        else:
+            dtype = checkpoint.dtype(*unpacked_names(name, checkpoint.config))
+        sizes.append((parameter.shape, dtype))
     state = dict(zip(parameters, allocate(sizes, torch.device(device)), strict=True))
     weights = unpacked_tensors(state, checkpoint.config)
     copy_tensors(checkpoint.tensors, weights)

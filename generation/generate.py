@@ -12,7 +12,6 @@ from typing import Literal
 
 import torch
 
-import kernels
 from data.tokenizer import Tokenizer
 from errors import UserError, note
 from generation.sampling import generator_for, sample
@@ -21,7 +20,7 @@ from model.cache import KeyValueCache
 from model.config import ModelConfig
 from model.decoder import Decoder
 from model.device import threads_for
-from model.fused_decode import decode_step_for
+from model.fused_decode import decode_step_for, fused_step
 
 MAX_CPU_SEQUENCES = 16  # the largest batch that `CpuDecodeStep` was measured with
 FinishReason = Literal["eos", "stop", "length", "context"]
@@ -164,9 +163,8 @@ def decode_step(decoder: Decoder, batch_size: int, positions: int) -> contextlib
 
 def has_cpu_step(config: ModelConfig, device: torch.device, dtype: torch.dtype, batch_size: int) -> bool:
     """Whether `CpuDecodeStep` computes the steps of a model; a note where only Numba is missing."""
-    usual = (config.norm_placement, config.mlp) == ("pre", "swiglu") and config.norm in kernels.NORM_KINDS
-    small = batch_size <= MAX_CPU_SEQUENCES and dtype in (torch.float32, torch.bfloat16)
-    if not usual or not small or kernels.implementation(device) is not kernels.cpu:
+    fits = batch_size <= MAX_CPU_SEQUENCES and dtype in (torch.float32, torch.bfloat16)
+    if fused_step(config, device) != "cpu" or not fits:
         return False
     try:
         import numba  # noqa: F401

@@ -1,7 +1,7 @@
 """Functions on tensors that the model is made of. They know nothing of modules, text or training.
 
-This is the one place that picks an implementation; callers never see which one ran.
-Every implementation is tested against `kernels.reference`.
+`reference` defines each function: its formula, types and shapes. `cpu` and `gpu` have faster ones with the same
+arguments, tested against it. This is the one place that picks an implementation; who calls a function never sees which.
 """
 
 import functools
@@ -23,19 +23,13 @@ if importlib.util.find_spec("triton"):  # Linux only
 else:
     decode = gpu = None
 
-__all__ = ["attention", "compile_model", "describe", "linear", "linear_cross_entropy", "normalize", "rotary"]
-__all__ += ["swiglu_mlp", "use"]
-
-NORM_KINDS = ("rms", "layer")
-
 _choice = "auto"
 
 
 def use(choice: str, device: torch.device) -> None:
     """Choose the implementation for this process: `triton`, `torch`, or `auto`, Triton wherever a GPU can run it.
 
-    `reference` is plain PyTorch on every device, for comparisons; on a CPU, `torch` means faster functions than that.
-    Raises `UserError` for `triton` where it does not run on the device.
+    `reference`: plain PyTorch even on a CPU. Raises `UserError` for `triton` where it does not run on the device.
     """
     global _choice
     if choice == "triton" and (reason := triton_unavailable_reason(device)) is not None:
@@ -48,8 +42,7 @@ def triton_unavailable_reason(device: torch.device) -> str | None:
     return "Triton is not installed" if gpu is None else cached_unavailable_reason(device)
 
 
-# Called, not traced: Dynamo would trace into functools.cache and shutil.which. This is all that
-# torch.compiler.assume_constant_result does, but it imports Dynamo, and every command would start a second later.
+# Called, not traced, by Dynamo: what torch.compiler.assume_constant_result does, which takes a second to import Dynamo.
 triton_unavailable_reason._dynamo_marked_constant = True
 
 
@@ -74,9 +67,8 @@ def implementation(device: torch.device) -> ModuleType:
     """The module whose functions run on a device, as `use` chose."""
     if _choice == "reference":
         return reference
-    if _choice == "triton":
-        return gpu
-    if _choice == "auto" and device.type == "cuda" and triton_unavailable_reason(device) is None:
+    runs_triton = device.type == "cuda" and triton_unavailable_reason(device) is None
+    if _choice == "triton" or (_choice == "auto" and runs_triton):
         return gpu
     # torch.compile fuses the reference itself
     return cpu if device.type == "cpu" and not torch.compiler.is_compiling() else reference
@@ -85,8 +77,8 @@ def implementation(device: torch.device) -> ModuleType:
 def compile_model(model: Callable) -> Callable:
     """torch.compile without graph breaks.
 
-    For its log torch 2.11 formats the arguments of each custom operator, a text that doubles with each layer (12 layers
-    were not compiled after seven minutes), so its name replaces it. torch 2.13 formats it only if the log is on.
+    For its log torch 2.11 formats the arguments of each operator of ours, a text that doubles with each layer: the
+    operator's name replaces it. torch 2.13 formats it only if the log is on.
     """
     from torch._inductor.exc import OperatorIssue
 
@@ -104,50 +96,20 @@ def describe(device: torch.device) -> str:
     return "plain PyTorch" if _choice != "auto" else f"plain PyTorch ({triton_unavailable_reason(device)})"
 
 
-def normalize(
-    x: Tensor,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    *,
-    kind: str,
-    eps: float,
-) -> tuple[Tensor, Tensor]:
-    """RMSNorm or LayerNorm of x, or of x + residual, and the residual stream; see `reference.normalize`."""
-    assert kind in NORM_KINDS
-    return implementation(x.device).normalize(x, weight, bias, residual, kind=kind, eps=eps)
+def by_device(function: Callable) -> Callable:
+    """A function of `reference`, run by the implementation for the device of its first argument."""
+
+    @functools.wraps(function)
+    def run(x: Tensor, *arguments, **options):
+        return getattr(implementation(x.device), function.__name__)(x, *arguments, **options)
+
+    return run
 
 
-def rotary(
-    qkv: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    num_heads: int,
-    num_kv_heads: int,
-    q_norm_weight: Tensor | None = None,
-    k_norm_weight: Tensor | None = None,
-    eps: float = 1e-6,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Packed rows split into q, k and v, with q and k rotated by their positions; see `reference.rotary`."""
-    run = implementation(qkv.device).rotary
-    return run(qkv, cos, sin, num_heads, num_kv_heads, q_norm_weight, k_norm_weight, eps)
-
-
-def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Grouped-query attention, causal or as the mask says; see `reference.attention`."""
-    return implementation(q.device).attention(q, k, v, mask)
-
-
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x W^T + b in x's dtype; see `reference.linear`."""
-    return implementation(x.device).linear(x, weight, bias)
-
-
-def swiglu_mlp(x: Tensor, gate_up_weight: Tensor, down_weight: Tensor) -> Tensor:
-    """The gated MLP; see `reference.swiglu_mlp`."""
-    return implementation(x.device).swiglu_mlp(x, gate_up_weight, down_weight)
-
-
-def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, token_weights: Tensor | None = None) -> Tensor:
-    """The loss of each token from the head's input x, or their weighted sum; see `reference.linear_cross_entropy`."""
-    return implementation(x.device).linear_cross_entropy(x, weight, targets, token_weights)
+normalize = by_device(reference.normalize)
+rotary = by_device(reference.rotary)
+attention = by_device(reference.attention)
+linear = by_device(reference.linear)
+swiglu = by_device(reference.swiglu)
+swiglu_mlp = by_device(reference.swiglu_mlp)
+linear_cross_entropy = by_device(reference.linear_cross_entropy)

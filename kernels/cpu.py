@@ -2,16 +2,15 @@
 
 On a CPU a small model spends its time moving data: every operation reads and writes whole tensors, and autograd keeps
 float32 copies of what the reference upcasts. Here each function keeps only what its backward pass needs, in the
-activations' dtype, and writes in place where it owns the memory. Both norms are one source. docs/kernels.md has the
-measurements, also of slower formulations.
+activations' dtype, and writes in place where it owns the memory. docs/kernels.md has the measurements.
 
-A few of torch's own kernels are called (torch.ops.aten, torch.ops.mkldnn, torch._softmax_backward_data). They are not a
-public interface, but stable in the versions that requirements.txt allows (below torch 2.14), and tests/kernels check.
+A few of torch's own kernels are called (torch.ops.aten, torch.ops.mkldnn, torch._softmax_backward_data). They are no
+public interface, but stable in the versions that requirements.txt allows, and tests/kernels check.
 """
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from kernels import reference
@@ -36,14 +35,13 @@ class Linear(torch.autograd.Function):
     """See `linear`, without a bias. x (..., in_features), weight (out_features, in_features)."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, x: Tensor, weight: Tensor) -> Tensor:
-        """x W^T."""
+    def forward(ctx, x, weight):
         ctx.save_for_backward(x, weight)
         return product(x, weight)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    def backward(ctx, grad):
         """The gradient of W is torch's own product: oneDNN would have to copy x or grad to be as fast."""
         x, weight = ctx.saved_tensors
         dx = product(grad, weight.t()) if ctx.needs_input_grad[0] else None
@@ -51,7 +49,7 @@ class Linear(torch.autograd.Function):
         return dx, dweight
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear(x, weight, bias=None):
     """As `reference.linear`. Without gradients it is that, because few rows are slower in oneDNN."""
     if x.dtype != torch.float32 or not torch.is_grad_enabled():
         return reference.linear(x, weight, bias)
@@ -63,7 +61,7 @@ class Norm(torch.autograd.Function):
     """See `normalize`. s (..., D); the result is the normalized s alone."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, s: Tensor, weight: Tensor, bias: Tensor | None, kind: str, eps: float) -> Tensor:
+    def forward(ctx, s, weight, bias, kind, eps):
         """Statistics and affine in float32 on one copy of the rows."""
         rows = s.to(torch.float32, copy=True)
         if kind == "layer":
@@ -82,12 +80,11 @@ class Norm(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """torch's LayerNorm kernel, for both kinds.
+    def backward(ctx, grad):
+        """torch's LayerNorm kernel, for both kinds, in float32, because it sums over tokens in the dtype of its input.
 
         With xhat = (s - mean) rstd and h = grad * weight it computes ds = rstd (h - mean(h) - xhat mean(h xhat)),
-        dweight = sum(grad xhat) and dbias = sum(grad) for any mean and rstd it is given. RMSNorm has mean 0 and
-        no term mean(h), which is added back. The kernel sums over tokens in the dtype it is given: hence float32.
+        for any mean and rstd it is given. RMSNorm has mean 0 and no term mean(h), which is added back.
         """
         s, weight, bias, mean, rstd = ctx.saved_tensors
         width, grad = s.shape[-1], grad.float()
@@ -99,15 +96,7 @@ class Norm(torch.autograd.Function):
         return ds.to(s.dtype), dweight, dbias, None, None
 
 
-def normalize(
-    x: Tensor,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    *,
-    kind: str,
-    eps: float,
-) -> tuple[Tensor, Tensor]:
+def normalize(x, weight=None, bias=None, residual=None, *, kind, eps):
     """As `reference.normalize`. Only for float32 weights: the reference handles others."""
     if weight is None or weight.dtype != torch.float32:
         return reference.normalize(x, weight, bias, residual, kind=kind, eps=eps)
@@ -120,14 +109,14 @@ class Rotary(torch.autograd.Function):
     """Rotate the pairs (i, i + d/2) of each head of x (B, T, N, d); cos and sin are float32 (T or B, T; 1, d/2)."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(ctx, x, cos, sin):
         """(a, b) -> (a cos - b sin, b cos + a sin) in float32, rounded once."""
         ctx.save_for_backward(cos, sin)
         return rotate(x, cos, sin)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx, grad):
         """Rotate back: the transpose of a rotation is the rotation by the opposite angle."""
         cos, sin = ctx.saved_tensors
         return rotate(grad, cos, -sin), None, None
@@ -143,16 +132,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return out.to(x.dtype)
 
 
-def rotary(
-    qkv: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    num_heads: int,
-    num_kv_heads: int,
-    q_norm_weight: Tensor | None = None,
-    k_norm_weight: Tensor | None = None,
-    eps: float = 1e-6,
-) -> tuple[Tensor, Tensor, Tensor]:
+def rotary(qkv, cos, sin, num_heads, num_kv_heads, q_norm_weight=None, k_norm_weight=None, eps=1e-6):
     """As `reference.rotary`, which is called with per-head norms."""
     if q_norm_weight is not None:
         return reference.rotary(qkv, cos, sin, num_heads, num_kv_heads, q_norm_weight, k_norm_weight, eps)
@@ -166,7 +146,7 @@ class CausalAttention(torch.autograd.Function):
     """See `attention`. q (B, H, T, d), k and v (B, K, T, d), mask (B or 1, 1, T, T) or None."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    def forward(ctx, q, k, v, mask):
         """Plain products; the query heads of a group are rows of one product, so keys are never repeated."""
         batch, heads, length, width = q.shape
         groups = heads // k.shape[1]
@@ -183,7 +163,7 @@ class CausalAttention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+    def backward(ctx, grad):
         """dS = P (dP - sum(dP P)), the sums over a group's query heads inside the products."""
         q, k, v, p = ctx.saved_tensors
         batch, heads, length, width = grad.shape
@@ -196,11 +176,10 @@ class CausalAttention(torch.autograd.Function):
         return dq.view(batch, heads, length, width), dk.view(shape), dv.view(shape), None
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-    """As `reference.attention`, faster for short sequences of wide heads in bfloat16 without earlier keys in a cache.
+def attention(q, k, v, mask=None):
+    """As `reference.attention`, 2 to 4 times as fast for short sequences of wide heads in bfloat16 without a cache.
 
-    torch's fused kernel takes 2 to 4 times as long there. The price is one more rounding: scores are bfloat16 before
-    the float32 softmax (relative error of the output 3.3e-3 instead of 2.0e-3 on normal inputs).
+    The price is one more rounding: scores are bfloat16 before the softmax (relative error 3.3e-3 instead of 2.0e-3).
     """
     if q.dtype == torch.bfloat16 and 1 < q.shape[2] == k.shape[2] <= 512 and q.shape[3] >= 64:
         return CausalAttention.apply(q, k, v, mask)
@@ -208,27 +187,28 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Te
 
 
 class SwiGLU(torch.autograd.Function):
-    """silu(gate) * up, of which only gate and up themselves are kept."""
+    """silu(gate) * up of (..., F) each, of which only gate and up themselves are kept."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, gate: Tensor, up: Tensor) -> Tensor:
-        """(..., F), (..., F) -> (..., F)."""
+    def forward(ctx, gate, up):
         ctx.save_for_backward(gate, up)
         return F.silu(gate).mul_(up)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx, grad):
         """silu'(gate) up grad, silu(gate) grad."""
         gate, up = ctx.saved_tensors
         return torch.ops.aten.silu_backward(grad * up, gate), F.silu(gate).mul_(grad)
 
 
-def swiglu_mlp(x: Tensor, gate_up_weight: Tensor, down_weight: Tensor) -> Tensor:
-    """As `reference.swiglu_mlp`, with silu rounded to x's dtype before the product with up.
+def swiglu(gate_up):
+    """As `reference.swiglu`, with silu rounded to the dtype before the product with up."""
+    return SwiGLU.apply(*(half.contiguous() for half in gate_up.chunk(2, dim=-1)))
 
-    Two products, because elementwise operations on halves of rows take twice as long as on contiguous tensors.
-    """
+
+def swiglu_mlp(x, gate_up_weight, down_weight):
+    """As `reference.swiglu_mlp`. Two products: elementwise operations on halves of rows would take twice as long."""
     gate, up = (linear(x, weight) for weight in gate_up_weight.to(x.dtype).chunk(2))
     return linear(SwiGLU.apply(gate, up), down_weight)
 
@@ -237,31 +217,33 @@ class LinearCrossEntropy(torch.autograd.Function):
     """See `linear_cross_entropy`. x and weight of one dtype."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, x: Tensor, weight: Tensor, targets: Tensor, keep: bool) -> Tensor:
+    def forward(ctx, x, weight, targets, keep):
         """Loss of each token, chunk by chunk; with `keep` also softmax - onehot, rounded as a gradient would be."""
         counted = targets != reference.IGNORED
         target = targets.masked_fill(~counted, 0)[:, None]
         loss = torch.empty(len(x), dtype=torch.float32)
         delta = x.new_empty(len(x) if keep else 0, len(weight))
-        p = torch.empty(SOFTMAX_ROWS, len(weight), dtype=torch.float32)
+        buffer = torch.empty(SOFTMAX_ROWS, len(weight), dtype=torch.float32)
         minus_one = torch.full((SOFTMAX_ROWS, 1), -1.0)
         for start in range(0, len(x), PRODUCT_ROWS):
-            rows = slice(start, start + PRODUCT_ROWS)
-            logits = product(x[rows], weight)
-            out = delta[rows] if keep else logits
-            chunks = (tensor.split(SOFTMAX_ROWS) for tensor in (logits, out, target[rows], loss[rows]))
-            for chunk, chunk_out, chunk_target, chunk_loss in zip(*chunks, strict=True):
-                chunk_loss.copy_(softmax_and_loss(chunk, chunk_target, p[: len(chunk)]))
+            logits = product(x[start : start + PRODUCT_ROWS], weight)
+            for first in range(0, len(logits), SOFTMAX_ROWS):
+                some = logits[first : first + SOFTMAX_ROWS]
+                rows, p = slice(start + first, start + first + len(some)), buffer[: len(some)]
+                largest = p.copy_(some).amax(-1)
+                torch.softmax(p, -1, out=p)
+                # logsumexp = the largest logit - log of its probability, which is never too small for a logarithm
+                loss[rows] = largest - p.amax(-1).log_() - some.gather(1, target[rows])[:, 0]
                 if keep:
-                    p[: len(chunk)].scatter_add_(1, chunk_target, minus_one[: len(chunk)])  # before the rounding
-                    chunk_out.copy_(p[: len(chunk)])
+                    p.scatter_add_(1, target[rows], minus_one[: len(some)])  # before the rounding
+                    delta[rows] = p
         if keep:
             ctx.save_for_backward(x, weight, delta, counted)
         return loss.masked_fill_(~counted, 0.0)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx, grad):
         """The loss's gradient scales rows, which commutes with both products: it is applied to the narrower matrix."""
         x, weight, delta, counted = ctx.saved_tensors
         grad = (grad * counted)[:, None]
@@ -270,15 +252,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         return dx, dweight, None, None
 
 
-def softmax_and_loss(logits: Tensor, target: Tensor, out: Tensor) -> Tensor:
-    """Write the softmax of logits (N, V) into float32 `out`; returns the loss (N,) of target (N, 1)."""
-    largest = out.copy_(logits).amax(-1)
-    torch.softmax(out, -1, out=out)
-    # logsumexp = the largest logit - log of its probability, which is never too small for a logarithm
-    return largest - out.amax(-1).log_() - logits.gather(1, target)[:, 0]
-
-
-def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, token_weights: Tensor | None = None) -> Tensor:
+def linear_cross_entropy(x, weight, targets, token_weights=None):
     """As `reference.linear_cross_entropy`, without float32 logits of all tokens."""
     keep = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     losses = LinearCrossEntropy.apply(x, weight.to(x.dtype), targets, keep)

@@ -1,47 +1,42 @@
 """The head's loss, -log softmax(W x)[target], without the logits of all tokens; cuBLAS computes the products.
 
 Tokens are processed in chunks whose logits fit in WORKSPACE bytes. A kernel turns a chunk's logits, as the product
-rounded them, into losses and, in place, into the gradient: weight times (softmax - onehot), where `weight` is what the
-token's loss is multiplied by. Two products make dx and dweight from it, in float32; they are rounded once, at the end.
-The next chunk reuses the memory of the logits.
+rounded them, into losses and, in place, into the gradient: the token's weight times (softmax - onehot). Two products
+make dx and dweight from it, in float32, rounded once at the end. The next chunk reuses the memory of the logits.
 
-A caller that passes the weights of the tokens gets the weighted sum of the losses, and the forward pass computes both
-gradients: 3 products, the minimum. A caller that passes none gets the loss of each token, whose gradients would need
-the upstream gradient first: where they are needed, the reference runs, with the logits of all tokens in memory.
-The host never waits for a result.
+With the weights of the tokens, the forward pass computes both gradients of the weighted sum: 3 products, the minimum.
+The losses of single tokens have gradients that need the upstream gradient first: where they are needed, the reference
+runs, with the logits of all tokens in memory. The host never waits for a result.
 """
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 
-from kernels import launch, reference
-from kernels.launch import register_op, tile_width
+from kernels import reference
+from kernels.launch import max_warps, multiprocessors, register_op, tile_width
 
 WORKSPACE = 2**30  # bytes of logits at once
 IGNORED = tl.constexpr(reference.IGNORED)
 
 
-@triton.jit(do_not_specialize=["rows", "width", "stride"])
+@triton.jit(do_not_specialize=["rows", "width"])
 def cross_entropy_kernel(
-    logits_ptr,  # (rows, 8 stride), of which the columns from `width` are -inf; overwritten with GRADIENT
+    logits_ptr,  # (rows, stride), of which the columns from `width` are -inf; overwritten with GRADIENT
     target_ptr, weight_ptr, loss_ptr,  # int64, float32 and float32 output, (rows,) each; weight only with GRADIENT
-    rows, width, stride,
-    BLOCK: tl.constexpr, GRADIENT: tl.constexpr,
+    rows, width, stride, BLOCK: tl.constexpr, GRADIENT: tl.constexpr,
 ):  # fmt: skip
     """Each program takes every n-th row: loss = log sum exp(logits) - logits[target].
 
     With GRADIENT, weight (softmax - onehot) overwrites the logits, rounded once. Ignored rows are not read; they get
     loss 0 and gradient 0. A target that is no column gives NaN for both.
 
-    Each 8 columns that a thread reads at once have their own maximum and sum, which is rescaled whenever a larger logit
-    appears (Milakov and Gimelshein 2018, algorithm 3): threads meet at the end of a row, not once for each block.
-    No barrier is needed before the logits are replaced: a thread replaces the columns that it has read itself, and the
-    target's logit is taken from the registers of the thread that read it.
+    Each 8 columns that a thread reads at once have their own maximum and sum, rescaled whenever a larger logit appears
+    (Milakov and Gimelshein 2018, algorithm 3): threads meet at the end of a row only. No barrier is needed before the
+    logits are replaced: a thread replaces what it has read itself, and the target's logit is in its registers.
     """
-    stride = stride * 8
     offset = 8 * tl.arange(0, BLOCK // 8)[:, None] + tl.arange(0, 8)[None, :]
     for i in range(tl.program_id(0), rows, tl.num_programs(0)):
         row = tl.cast(i, tl.int64)
@@ -73,13 +68,11 @@ def cross_entropy_kernel(
             weight = tl.where(valid, tl.load(weight_ptr + row), float("nan"))
             scale = tl.where(counted, weight / normalizer, 0.0)
             for start in range(0, stride, BLOCK):
+                inside = offset < end - start
                 logits = tl.load(
-                    row_ptr + start + offset,
-                    mask=offset < end - start,
-                    other=float("-inf"),
-                    eviction_policy="evict_first",
-                ).to(tl.float32)
-                delta = tl.exp(logits - highest) * scale
+                    row_ptr + start + offset, mask=inside, other=float("-inf"), eviction_policy="evict_first"
+                )
+                delta = tl.exp(logits.to(tl.float32) - highest) * scale
                 if (column >= start) & (column < start + BLOCK):
                     delta -= tl.where(offset == column - start, weight, 0.0)
                 delta = delta.to(logits_ptr.dtype.element_ty)
@@ -89,43 +82,31 @@ def cross_entropy_kernel(
 def cross_entropy(logits: Tensor, targets: Tensor, weights: Tensor | None, loss: Tensor) -> None:
     """Write losses (n,) of logits (n, V); with weights (n,), the gradient overwrites the logits.
 
-    Rows of logits have a stride divisible by 8, and what follows a row up to the next is -inf.
-    A row is read twice, and the second read should find it in the cache. A multiprocessor therefore works on few rows
-    at once, with 1,024 threads of 8 elements in total: rows of at most 16 blocks are 256 KB of bfloat16, where an
-    H100's L2 cache has 380 KB for each multiprocessor.
+    Rows of logits have a stride divisible by 16, and what follows a row up to the next is -inf. A row is read twice,
+    and should be in the cache the second time. A multiprocessor therefore works on few rows at once, with 1,024 threads
+    of 8 elements: rows of 16 blocks are 256 KB of bfloat16; an H100's L2 cache has 380 KB for each multiprocessor.
     """
     rows, width = logits.shape
-    limits = launch.device_limits(logits.device)
     block = min(max(tile_width(width) // 16, 256), 8192)
-    cross_entropy_kernel[(min(rows, limits.multiprocessors * (8192 // block)),)](
-        logits, targets, weights, loss, rows, width, logits.stride(0) // 8,
-        BLOCK=block, GRADIENT=weights is not None, num_warps=min(block // 256, limits.max_warps),
+    programs = min(rows, multiprocessors(logits.device) * (8192 // block))
+    cross_entropy_kernel[(programs,)](
+        logits, targets, weights, loss, rows, width, logits.stride(0),
+        BLOCK=block, GRADIENT=weights is not None, num_warps=min(block // 256, max_warps(logits.device)),
     )  # fmt: skip
 
 
 def allocate_logits(rows: int, vocabulary: int, like: Tensor) -> Tensor:
-    """Uninitialized rows of V rounded up to a multiple of 8: 16-byte accesses and aligned products for any V."""
-    return like.new_empty(rows, -(-vocabulary // 8) * 8)
+    """Uninitialized rows of V rounded up to a multiple of 16: 16-byte accesses and aligned products for any V."""
+    return like.new_empty(rows, triton.cdiv(vocabulary, 16) * 16)
 
 
 def chunk_rows(rows: int, vocabulary: int, itemsize: int) -> int:
     """Tokens in a chunk: all if their logits fit in WORKSPACE, else the multiple of 128 that fits, at least 128."""
     fitting = WORKSPACE // (vocabulary * itemsize)
-    return max(rows, 1) if rows <= fitting else max(fitting // 128 * 128, 128)
+    return rows if rows <= fitting else max(fitting // 128 * 128, 128)
 
 
-def largest_magnitude(weights: Tensor) -> Tensor:
-    """The largest absolute value, 0-dimensional; 1 where it would be 0."""
-    if not weights.numel():
-        return weights.new_ones(())
-    largest = torch.linalg.vector_norm(weights, float("inf"))
-    return largest.masked_fill(largest == 0, 1.0)
-
-
-def run_chunks(
-    x: Tensor, weight: Tensor, targets: Tensor, token_weights: Tensor | None,
-    needs_dx: bool, needs_dweight: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+def run_chunks(x, weight, targets, token_weights, needs_dx, needs_dweight):
     """Losses (N,), and with token_weights (N,) the gradients of their weighted sum, in float32, as x and weight."""
     rows, vocabulary = x.shape[0], weight.shape[0]
     chunk = chunk_rows(rows, vocabulary, x.element_size())
@@ -133,14 +114,12 @@ def run_chunks(
     loss = x.new_empty(rows, dtype=torch.float32)
     dx = x.new_empty(x.shape if needs_dx else 0, dtype=torch.float32)
     dweight = weight.new_empty(weight.shape if needs_dweight else 0, dtype=torch.float32)
-    if not rows:
-        dweight.zero_()
     buffer = allocate_logits(min(chunk, rows), vocabulary, x)
     for start in range(0, rows, chunk):
         part = slice(start, start + chunk)
         logits = buffer[: rows - start, :vocabulary]
         torch.mm(x[part], weight.t(), out=logits)
-        if vocabulary % 8:
+        if vocabulary % 16:
             buffer[:, vocabulary:] = float("-inf")  # classes without probability: the kernel needs no other mask
         weights = None if token_weights is None else token_weights[part]
         cross_entropy(logits, targets[part], weights, loss[part])
@@ -164,22 +143,24 @@ def loss_gradients_fake(x, weight, targets, token_weights, needs_dx, needs_dweig
     return tuple(x.new_empty(shape, dtype=torch.float32) for shape in shapes)
 
 
-@register_op(
-    "loss_gradients(Tensor x, Tensor weight, Tensor targets, Tensor? token_weights, bool needs_dx,"
-    " bool needs_dweight) -> (Tensor loss, Tensor dx, Tensor dweight, Tensor scale)",
-    loss_gradients_fake,
-)
-def loss_gradients(x, weight, targets, token_weights, needs_dx, needs_dweight):
+@register_op(loss_gradients_fake)
+def loss_gradients(
+    x: Tensor, weight: Tensor, targets: Tensor, token_weights: Tensor | None, needs_dx: bool, needs_dweight: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Losses (N,), and the gradients of the weighted sum of the losses divided by `scale`, in float32 or empty.
 
     The weights are divided by the largest of them, and the caller multiplies the gradients by it (see `rescale`):
     1/N times a small probability would vanish in float16, and where all weights are equal, -1 of -onehot needs no
     rounding, whereas -1/N would be rounded in the same direction for all tokens. Without weights: the losses alone.
     """
+    if not len(x):
+        outputs = loss_gradients_fake(x, weight, targets, token_weights, needs_dx, needs_dweight)
+        return tuple(output.zero_() for output in outputs)
     if token_weights is None:
         return *run_chunks(x, weight, targets, None, False, False), x.new_ones((), dtype=torch.float32)
     token_weights = token_weights.float().masked_fill(targets == reference.IGNORED, 0.0)
-    scale = largest_magnitude(token_weights)
+    scale = torch.linalg.vector_norm(token_weights, float("inf"))  # the largest of them
+    scale = scale.masked_fill(scale == 0, 1.0)
     loss, dx, dweight = run_chunks(x, weight, targets, token_weights / scale, needs_dx, needs_dweight)
     return loss, dx, dweight, scale
 
@@ -193,28 +174,25 @@ class WeightedLoss(torch.autograd.Function):
     """The weighted sum of the losses; the forward pass makes the gradients. See `linear_cross_entropy`."""
 
     @staticmethod
-    def forward(
-        ctx: FunctionCtx, x: Tensor, weight: Tensor, targets: Tensor, token_weights: Tensor,
-        needs_dx: bool, needs_dweight: bool,
-    ) -> Tensor:  # fmt: skip
-        arguments = targets, token_weights, needs_dx, needs_dweight
-        losses, dx, dweight, scale = loss_gradients(x, weight.to(x.dtype), *arguments)
+    def forward(ctx, x, weight, targets, token_weights, *needs):
+        losses, dx, dweight, scale = loss_gradients(x, weight.to(x.dtype), targets, token_weights, *needs)
         ctx.dtypes = x.dtype, weight.dtype
         ctx.save_for_backward(dx, dweight, scale)
         return (losses * token_weights).sum()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx, grad):
         """Scaled out of place: what was saved must serve a second backward pass (retain_graph)."""
         dx, dweight, scale = ctx.saved_tensors
         factor = (grad * scale)[None]
         needs_dx, needs_dweight = ctx.needs_input_grad[:2]
         dx = rescale(dx, factor, ctx.dtypes[0]) if needs_dx else None
-        return dx, rescale(dweight, factor, ctx.dtypes[1]) if needs_dweight else None, *[None] * 4
+        dweight = rescale(dweight, factor, ctx.dtypes[1]) if needs_dweight else None
+        return dx, dweight, None, None, None, None
 
 
-def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, token_weights: Tensor | None = None) -> Tensor:
+def linear_cross_entropy(x, weight, targets, token_weights=None):
     """As `reference.linear_cross_entropy`, which runs for gradients of the losses of single tokens.
 
     A target that is no class gives a NaN loss and NaN gradients.

@@ -1,7 +1,7 @@
 """One new token for each of up to 8 sequences: five or six launches per layer, which read every weight once for all.
 
-With one token per sequence every product is a matrix times a few vectors, and its time is about that of reading the
-matrix. What precedes or follows a product is computed in the same launch: norm, bias, activation, residual addition.
+With one token per sequence a product takes as long as reading its matrix. What precedes or follows it is computed in
+the same launch: norm, bias, activation, residual addition.
 
     1 qkv          s -> norm -> W_qkv + bias
     2 attention    norm of each head -> rotation -> the new k and v into the cache, q over SPLITS ranges of the cache
@@ -10,19 +10,16 @@ matrix. What precedes or follows a product is computed in the same launch: norm,
     4 gate_up      s -> norm -> W_gate, W_up -> silu and product
     5 project      -> W_down -> + s
 
-s (B, D) is the residual stream and is updated in place. All arithmetic is float32; weights may have any dtype.
-A position is a slot of the KV cache. It is read from a tensor on the device, so that one CUDA graph of a step serves
-every position. A sequence's result has the same bits in a batch of any size, at any place in it: the order of its sums
-depends on the model and on the number of positions that the cache has room for, not on the other sequences.
-Nothing here is differentiable. The kernels take sizes and strides in units of ALIGNMENT (`launch.alignment`).
+s (B, D) is the residual stream, updated in place. All arithmetic is float32; weights may have any dtype. The position,
+a slot of the KV cache, is read from a tensor on the device, so that one CUDA graph serves every position. A sequence's
+result has the same bits in a batch of any size, at any place in it: the order of its sums depends on the model and on
+the number of positions that the cache has room for. Nothing here is differentiable.
 """
 
 import triton
 import triton.language as tl
-from torch import Tensor
-from triton import next_power_of_2
 
-from kernels.launch import alignment, tile_width
+from kernels.launch import tile_width
 
 POSITIONS_PER_SPLIT, MAX_SPLITS = 128, 32  # 32 ranges and 8 key/value heads fill the 132 multiprocessors of an H100
 MEAN_BLOCK = tl.constexpr(2048)  # columns of x that are read at once for LayerNorm's mean
@@ -34,10 +31,9 @@ LOWEST = tl.constexpr(-1e30)  # the maximum of no score: finite, so that the dif
 def multiply_rows(
     x_ptr, norm_weight_ptr, norm_bias_ptr,  # (B, width) and (width,); norm weight and bias may be None
     weight_ptr, row, inside_rows,  # (rows, width), and which of them: (ROWS,)
-    width, eps,
-    NORM: tl.constexpr, SEQUENCES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    width, eps, KIND: tl.constexpr, SEQUENCES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """W norm(x) for some rows of W: a tuple of (ROWS,) for each sequence. NORM is "rms", "layer" or None, for W x.
+    """W norm(x) for some rows of W: a tuple of (ROWS,) for each sequence. KIND is "rms", "layer" or None, for W x.
 
     rstd is a factor of the whole sum, so that it can follow the loop that also sums the squares:
     W norm(x) = rstd (W weight) (x - mean) + W bias, where RMSNorm has mean 0. LayerNorm reads x once more for the mean.
@@ -55,7 +51,7 @@ def multiply_rows(
         means += (tl.cast(0.0, tl.float32),)
         totals += (tl.zeros((ROWS, groups), tl.float32),)
         squares += (tl.zeros((1, groups), tl.float32),)
-    if NORM == "layer":
+    if KIND == "layer":
         wide_column = tl.arange(0, MEAN_BLOCK)
         for start in range(0, width, MEAN_BLOCK):
             new_means = ()
@@ -78,20 +74,20 @@ def multiply_rows(
         new_totals, new_squares = (), ()
         for i in tl.static_range(SEQUENCES):
             x = tl.load(x_ptr + i * width + start + column, mask=inside, other=0.0).to(tl.float32)
-            if NORM == "layer":
+            if KIND == "layer":
                 x = tl.where(inside, x - means[i], 0.0)
             x = tl.reshape(x, (1, groups, 8))
-            if NORM is not None:
+            if KIND is not None:
                 new_squares += (squares[i] + tl.sum(x * x, 2),)
             new_totals += (totals[i] + tl.sum(rows * x, 2),)
         totals = new_totals
-        if NORM is not None:
+        if KIND is not None:
             squares = new_squares
         tile = next_tile
     results = ()
     for i in tl.static_range(SEQUENCES):
         y = tl.sum(totals[i], 1)
-        if NORM is not None:
+        if KIND is not None:
             y *= tl.rsqrt(tl.sum(squares[i]) / width + tl.cast(eps, tl.float32))
         if norm_bias_ptr is not None:
             y += tl.sum(bias_total, 1)
@@ -99,20 +95,18 @@ def multiply_rows(
     return results
 
 
-@triton.jit(do_not_specialize=["rows", "width"])
+@triton.jit(do_not_specialize=["rows"])
 def decode_qkv_kernel(
     s_ptr, norm_weight_ptr, norm_bias_ptr,  # (B, D) and (D,); norm weight and bias may be None
     weight_ptr, bias_ptr,  # (rows, D) and (rows,); bias may be None
     qkv_ptr,  # float32 output (B, rows)
-    rows, width, eps,
-    NORM: tl.constexpr, ALIGNMENT: tl.constexpr, SEQUENCES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    rows, width, eps, KIND: tl.constexpr, SEQUENCES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """qkv = W norm(s) + bias for ROWS rows of W and all sequences."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     results = multiply_rows(
-        s_ptr, norm_weight_ptr, norm_bias_ptr, weight_ptr, row, row < rows, width * ALIGNMENT, eps,
-        NORM, SEQUENCES, ROWS, BLOCK,
-    )  # fmt: skip
+        s_ptr, norm_weight_ptr, norm_bias_ptr, weight_ptr, row, row < rows, width, eps, KIND, SEQUENCES, ROWS, BLOCK
+    )
     for i in tl.static_range(SEQUENCES):
         y = results[i]
         if bias_ptr is not None:
@@ -120,13 +114,11 @@ def decode_qkv_kernel(
         tl.store(qkv_ptr + i * rows + row, y, mask=row < rows)
 
 
-@triton.jit(do_not_specialize=["rows", "width"])
+@triton.jit(do_not_specialize=["rows"])
 def decode_gate_up_kernel(
     s_ptr, norm_weight_ptr, norm_bias_ptr,  # (B, D) and (D,); norm weight and bias may be None
-    weight_ptr,  # (2F, D): rows of W_gate, then of W_up
-    hidden_ptr,  # output (B, F)
-    rows, width, eps,
-    NORM: tl.constexpr, ALIGNMENT: tl.constexpr, SEQUENCES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    weight_ptr, hidden_ptr,  # (2F, D), rows of W_gate before those of W_up; output (B, F)
+    rows, width, eps, KIND: tl.constexpr, SEQUENCES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """hidden = silu(W_gate norm(s)) * (W_up norm(s)) for ROWS/2 of its elements and all sequences; rows is F."""
     half: tl.constexpr = ROWS // 2
@@ -134,9 +126,8 @@ def decode_gate_up_kernel(
     element = first + tl.arange(0, ROWS) % half  # each twice: its row of W_gate, and then its row of W_up
     row = element + tl.arange(0, ROWS) // half * rows
     results = multiply_rows(
-        s_ptr, norm_weight_ptr, norm_bias_ptr, weight_ptr, row, element < rows, width * ALIGNMENT, eps,
-        NORM, SEQUENCES, ROWS, BLOCK,
-    )  # fmt: skip
+        s_ptr, norm_weight_ptr, norm_bias_ptr, weight_ptr, row, element < rows, width, eps, KIND, SEQUENCES, ROWS, BLOCK
+    )
     element = first + tl.arange(0, half)
     for i in tl.static_range(SEQUENCES):
         gate, up = tl.split(tl.permute(tl.reshape(results[i], (2, half)), (1, 0)))
@@ -144,19 +135,14 @@ def decode_gate_up_kernel(
         tl.store(hidden_ptr + i * rows + element, hidden.to(hidden_ptr.dtype.element_ty), mask=element < rows)
 
 
-@triton.jit(do_not_specialize=["rows", "width"])
+@triton.jit(do_not_specialize=["rows"])
 def decode_project_kernel(
-    x_ptr,  # (B, width)
-    weight_ptr,  # (rows, width)
-    s_ptr,  # (B, rows), updated in place
-    rows, width,
-    ALIGNMENT: tl.constexpr, SEQUENCES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    x_ptr, weight_ptr, s_ptr,  # (B, width), (rows, width), and (B, rows), which is updated in place
+    rows, width, SEQUENCES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """s += W x for ROWS rows of W and all sequences."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    results = multiply_rows(
-        x_ptr, None, None, weight_ptr, row, row < rows, width * ALIGNMENT, 0.0, None, SEQUENCES, ROWS, BLOCK
-    )
+    results = multiply_rows(x_ptr, None, None, weight_ptr, row, row < rows, width, 0.0, None, SEQUENCES, ROWS, BLOCK)
     for i in tl.static_range(SEQUENCES):
         s = tl.load(s_ptr + i * rows + row, mask=row < rows, other=0.0).to(tl.float32) + results[i]
         tl.store(s_ptr + i * rows + row, s.to(s_ptr.dtype.element_ty), mask=row < rows)
@@ -176,7 +162,7 @@ def load_head(head_ptr, weight_ptr, cos, sin, eps, HALF: tl.constexpr, BLOCK: tl
     return x * cos + tl.where(element < HALF, -other, other) * sin
 
 
-@triton.jit(do_not_specialize=["cache_batch_stride", "cache_head_stride"])
+@triton.jit
 def decode_attention_kernel(
     qkv_ptr,  # float32 (B, H + 2K, d)
     q_norm_weight_ptr, k_norm_weight_ptr,  # (d,), or None without the norm of each head
@@ -185,7 +171,7 @@ def decode_attention_kernel(
     key_ptr, value_ptr,  # the cache (B, K, S, d); its slot `position` is filled here
     weighted_ptr, max_ptr, total_ptr,  # outputs (B, H, SPLITS, d) and twice (B, H, SPLITS)
     cache_batch_stride, cache_head_stride, eps,
-    ALIGNMENT: tl.constexpr, H: tl.constexpr, K: tl.constexpr, HALF: tl.constexpr, SPLITS: tl.constexpr,
+    H: tl.constexpr, K: tl.constexpr, HALF: tl.constexpr, SPLITS: tl.constexpr,
     HEADS_PER_PROGRAM: tl.constexpr,  # query heads that share what is loaded of the cache
     LANES: tl.constexpr,  # positions that the threads of a program read at once
     UNROLL: tl.constexpr,  # positions of each lane in a turn of the loop
@@ -210,7 +196,7 @@ def decode_attention_kernel(
     cos = tl.load(cos_ptr + angle, mask=in_head, other=0.0)
     sin = tl.load(sin_ptr + angle, mask=in_head, other=0.0)
     qkv_ptr += sequence * ((H + 2 * K) * 2 * HALF)
-    cache_offset = sequence * (cache_batch_stride * ALIGNMENT) + kv_head.to(tl.int64) * (cache_head_stride * ALIGNMENT)
+    cache_offset = sequence * cache_batch_stride + kv_head.to(tl.int64) * cache_head_stride
     key_ptr += cache_offset + element
     value_ptr += cache_offset + element
     new_k = load_head(qkv_ptr + (H + kv_head) * (2 * HALF), k_norm_weight_ptr, cos, sin, eps, HALF, BLOCK)
@@ -284,13 +270,10 @@ def combine_splits_kernel(
 
 
 def splits_for(positions: int) -> int:
-    """Ranges in which programs attend in parallel to a cache that has room for so many positions: a power of two.
-
-    256 positions are one range: a launch to combine ranges would take longer than it saves.
-    """
+    """Ranges of a cache of so many positions to attend to in parallel, a power of two; combining them is a launch."""
     if positions <= 2 * POSITIONS_PER_SPLIT:
         return 1
-    return min(MAX_SPLITS, next_power_of_2(triton.cdiv(positions, POSITIONS_PER_SPLIT)))
+    return min(MAX_SPLITS, triton.next_power_of_2(triton.cdiv(positions, POSITIONS_PER_SPLIT)))
 
 
 def product_geometry(rows: int, width: int) -> dict[str, int]:
@@ -303,56 +286,40 @@ def product_geometry(rows: int, width: int) -> dict[str, int]:
     return {"ROWS": 4, "BLOCK": min(256 * warps, tile_width(width)), "num_warps": warps}
 
 
-def launch_product(kernel: triton.JITFunction, tensors: tuple, weight: Tensor, rows: int, **options: object) -> None:
+def launch_product(kernel, tensors, weight, rows, **options):
     """Launch a kernel that multiplies by weight (N, width); `rows` is what the kernel calls so."""
-    matrix_rows, width = weight.shape
-    align, geometry = alignment(width), product_geometry(matrix_rows, width)
-    grid = (triton.cdiv(matrix_rows, geometry["ROWS"]),)
-    kernel[grid](*tensors, rows, width // align, ALIGNMENT=align, **options, **geometry)
+    geometry = product_geometry(*weight.shape)
+    grid = (triton.cdiv(len(weight), geometry["ROWS"]),)
+    kernel[grid](*tensors, rows, weight.shape[1], **options, **geometry)
 
 
-def qkv(
-    s: Tensor, norm: tuple[str, Tensor | None, Tensor | None, float], weight: Tensor, bias: Tensor | None, out: Tensor
-) -> None:
+def qkv(s, norm, weight, bias, out):
     """Fill out (B, rows) float32 with W norm(s) + bias, from the stream s (B, D), weight (rows, D) and bias (rows,).
 
-    norm: kind, weight, bias and eps.
+    norm: its kind, weight (D,) or None, bias (D,) or None, and eps.
     """
     kind, norm_weight, norm_bias, eps = norm
     tensors = s, norm_weight, norm_bias, weight, bias, out
-    launch_product(decode_qkv_kernel, tensors, weight, len(weight), eps=eps, NORM=kind, SEQUENCES=len(s))
+    launch_product(decode_qkv_kernel, tensors, weight, len(weight), eps=eps, KIND=kind, SEQUENCES=len(s))
 
 
-def attention(
-    qkv: Tensor,
-    head_norm_weights: tuple[Tensor | None, Tensor | None],
-    eps: float,
-    tables: tuple[Tensor, Tensor],
-    position: Tensor,
-    padding: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    partials: tuple[Tensor, ...],
-    out: Tensor,
-) -> None:
+def attention(qkv, head_norm_weights, eps, tables, position, padding, keys, values, partials, out):
     """Fill `position` (1,) int64 of keys and values (B, K, S, d), and out (B, H, d) with attention over them.
 
     qkv (B, (H + 2K) d) float32; head_norm_weights: of q and k, (d,) or None; tables: cos and sin (max positions, d/2);
     padding (B,) int64: positions in front of each sequence that hold no token. partials are overwritten: weighted
     values (B, H, splits, d), maxima and totals (B, H, splits), float32, with `splits_for(S)` splits.
     """
-    (batch, heads, head_dim), kv_heads = out.shape, keys.shape[1]
-    splits = splits_for(keys.shape[2])
-    width = tile_width(head_dim)
-    align = alignment(keys.stride(0), keys.stride(1))
+    batch, heads, head_dim = out.shape
+    kv_heads, splits, width = keys.shape[1], splits_for(keys.shape[2]), tile_width(head_dim)
     weighted, maxima, totals = partials
     group = heads // kv_heads
-    heads_per_program = next(n for n in range(MAX_HEADS_PER_PROGRAM, 0, -1) if group % n == 0)
+    heads_per_program = max(n for n in range(1, MAX_HEADS_PER_PROGRAM + 1) if group % n == 0)
     lanes = 1024 // min(width, 256)  # positions that 128 threads read at once, 16 bytes of bfloat16 each
     decode_attention_kernel[batch * heads // heads_per_program, splits](
         qkv, *head_norm_weights, *tables, position, padding, keys, values,
-        out if splits == 1 else weighted, maxima, totals, keys.stride(0) // align, keys.stride(1) // align, eps,
-        ALIGNMENT=align, H=heads, K=kv_heads, HALF=head_dim // 2, SPLITS=splits,
+        out if splits == 1 else weighted, maxima, totals, keys.stride(0), keys.stride(1), eps,
+        H=heads, K=kv_heads, HALF=head_dim // 2, SPLITS=splits,
         HEADS_PER_PROGRAM=heads_per_program, LANES=lanes, UNROLL=4, BLOCK=width, num_warps=4,
     )  # fmt: skip
     if splits > 1:
@@ -361,13 +328,13 @@ def attention(
         )
 
 
-def project(x: Tensor, weight: Tensor, s: Tensor) -> None:
+def project(x, weight, s):
     """s (B, D) += W x, of x (B, N) and weight (D, N)."""
     launch_product(decode_project_kernel, (x, weight, s), weight, len(weight), SEQUENCES=len(x))
 
 
-def gate_up(s: Tensor, norm: tuple[str, Tensor | None, Tensor | None, float], weight: Tensor, hidden: Tensor) -> None:
+def gate_up(s, norm, weight, hidden):
     """Fill hidden (B, F) from the stream s (B, D) and the packed weight (2F, D)."""
     kind, norm_weight, norm_bias, eps = norm
     tensors = s, norm_weight, norm_bias, weight, hidden
-    launch_product(decode_gate_up_kernel, tensors, weight, hidden.shape[1], eps=eps, NORM=kind, SEQUENCES=len(s))
+    launch_product(decode_gate_up_kernel, tensors, weight, hidden.shape[1], eps=eps, KIND=kind, SEQUENCES=len(s))

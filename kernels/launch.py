@@ -1,14 +1,14 @@
-"""What all Triton launches share: registration as torch operators, row strides, alignment and device limits.
+"""What all Triton launches share: registration as torch operators, rows, tiles and the limits of a device.
 
-Each kernel launch is an operator `torch.ops.prenorm.NAME` that returns new tensors and writes to none of its inputs, so
-that torch.compile accepts it (fullgraph) and CUDA graphs capture it. An operator cannot return an optional tensor:
-where an output does not exist for the given inputs, an empty tensor (0 elements) stands for None. Launch geometry is a
-closed formula of the shape: nothing is autotuned, and the number of tokens never causes a recompile.
+Each launch is an operator `torch.ops.prenorm.NAME` that returns new tensors and writes to none of its inputs, so that
+torch.compile accepts it (fullgraph) and CUDA graphs capture it. An operator cannot return an optional tensor: an empty
+one stands for None. Nothing is autotuned: launch geometry is a closed formula of the shape. Triton compiles a kernel
+for sizes and strides that 16 divides, to read 16 bytes at a time, and again for others. The number of tokens is
+excepted (`do_not_specialize`): it never causes a recompile.
 """
 
 from collections.abc import Callable
 from functools import cache, wraps
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,11 +16,8 @@ from torch import Tensor
 LIBRARY = torch.library.Library("prenorm", "DEF")
 
 
-def register_op(schema: str, fake: Callable) -> Callable[[Callable], Callable]:
-    """Register a function as the operator `schema`; `fake` makes outputs of the same shapes, dtypes and strides.
-
-    The functions serve CUDA (and ROCm, which torch also calls "cuda"); the CPU is for Triton's interpreter.
-    """
+def register_op(fake: Callable) -> Callable[[Callable], Callable]:
+    """Register a function as an operator of its name; `fake` makes outputs of the same shapes, dtypes and strides."""
 
     def register(function: Callable) -> Callable:
         @wraps(function)
@@ -31,8 +28,9 @@ def register_op(schema: str, fake: Callable) -> Callable[[Callable], Callable]:
             with torch.cuda.device(device):  # Triton launches on the current device, wherever its tensors are
                 return function(*arguments)
 
+        schema = torch.library.infer_schema(function, mutates_args=(), op_name=function.__name__)
         name = LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-        for key in ("CUDA", "CPU"):
+        for key in ("CUDA", "CPU"):  # CUDA is also ROCm; the CPU is for Triton's interpreter
             LIBRARY.impl(name, run, key)
         torch.library.register_fake(f"prenorm::{name}", fake, lib=LIBRARY)
         return getattr(torch.ops.prenorm, name)
@@ -46,35 +44,18 @@ def as_rows(x: Tensor) -> Tensor:
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
-def alignment(*sizes: int) -> int:
-    """8 if it divides all sizes and strides, else 1: the constant ALIGNMENT of a kernel.
-
-    Callers pass sizes and strides divided by it, and the kernel multiplies them by it again. Triton widens loads to
-    128 bits only where it can prove divisibility, and all it knows of an integer argument is whether 16 divides it:
-    without this, rows of 4,104 elements would be read 2 bytes at a time. The product with a constant 8 is provably
-    divisible by 8, without a recompile for each size. `tl.multiple_of` on the arguments is no replacement: Triton 3.7.1
-    then loads 2 bytes at a time and needs up to twice the registers.
-    """
-    return 8 if all(size % 8 == 0 for size in sizes) else 1
-
-
-class DeviceLimits(NamedTuple):
-    """What launch geometry needs to know about a device."""
-
-    multiprocessors: int
-    max_warps: int
-    """Warps in the largest block, 1,024 threads on CUDA and ROCm: 32, or 16 where a warp has 64 threads (AMD)."""
-
-
-@cache
-def device_limits(device: torch.device) -> DeviceLimits:
-    """Limits of a GPU. Triton's interpreter on a CPU runs programs one after another: it gets those of a tiny GPU."""
-    if device.type != "cuda":
-        return DeviceLimits(multiprocessors=4, max_warps=32)
-    found = torch.cuda.get_device_properties(device)
-    return DeviceLimits(found.multi_processor_count, 1024 // found.warp_size)
-
-
 def tile_width(width: int) -> int:
     """Columns of a tile that holds a complete row: the next power of two, at least 16."""
     return max(16, 1 << (width - 1).bit_length())
+
+
+@cache
+def multiprocessors(device: torch.device) -> int:
+    """Multiprocessors of a GPU. Triton's interpreter on a CPU runs programs one after another: as if there were 4."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+@cache
+def max_warps(device: torch.device) -> int:
+    """Warps of the largest block, 1,024 threads on CUDA and ROCm: 32, or 16 where a warp has 64 threads (AMD)."""
+    return 1024 // torch.cuda.get_device_properties(device).warp_size if device.type == "cuda" else 32

@@ -28,7 +28,7 @@ def normalize(
 
     x, residual (..., D); weight w and bias b (D,) or None, of any float dtype. s is `x` itself without a residual, else
     the sum, added in float32 and rounded to the residual's dtype: what is normalized is what the next block adds to.
-    Returns y in x's dtype and s. `kernels.normalize` refuses other kinds.
+    Returns y in x's dtype and s.
     """
     s = x if residual is None else (x.float() + residual.float()).to(residual.dtype)
     y = s.float()
@@ -79,15 +79,19 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
 
+def swiglu(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up of packed rows (..., 2F), gate before up (Shazeer 2020, equation 6): (..., F) in their dtype."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return (F.silu(gate.float()) * up.float()).to(gate_up.dtype)
+
+
 def swiglu_mlp(x: Tensor, gate_up_weight: Tensor, down_weight: Tensor) -> Tensor:
     """The gated MLP W_down (silu(W_gate x) * W_up x) (Shazeer 2020, equation 6).
 
     x (..., D); gate_up_weight (2F, D), the rows of the gate and then those of up; down_weight (D, F). Matrix products
     run in x's dtype, silu and the product with up in float32. Returns (..., D) in x's dtype.
     """
-    gate, up = linear(x, gate_up_weight).chunk(2, dim=-1)  # (..., F) each
-    hidden = (F.silu(gate.float()) * up.float()).to(x.dtype)
-    return linear(hidden, down_weight)
+    return linear(swiglu(linear(x, gate_up_weight)), down_weight)
 
 
 def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, token_weights: Tensor | None = None) -> Tensor:

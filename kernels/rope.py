@@ -1,16 +1,12 @@
 """Rotary positions in Triton: q and k in one launch, straight from the packed product, with Qwen3's norm of each head.
 
-The norm is inside because the norm kernel in front of it would add a rounding (in bfloat16 2.35e-3 instead of 1.66e-3)
-and, for heads inside packed rows, a copy.
+The norm is inside because a norm kernel in front would add a rounding (in bfloat16 2.35e-3 instead of 1.66e-3) and, for
+heads inside packed rows, a copy. Arithmetic is float32; results are rounded once. The backward pass rotates back by the
+same angles and writes the packed gradient of q, k and v in one launch. Formula: `reference.rotary`.
 
-The tables of cos and sin are float32 and so is the arithmetic; the result is rounded once. The backward pass rotates
-back by the same angles and writes the packed gradient of q, k and v in one launch. Formula: Su et al. 2021, equation
-34, in the half-split convention: elements i and i + d/2 of a head are one pair (`reference.rotary`).
-
-Attention keeps q, k and v for its backward pass. If v were a view of the packed product, it would keep that product
-too: (2H + 3K) d elements of each token. The same launch therefore copies v, and (H + 2K) d are kept. With the norm of
-each head the backward pass needs the product again, and v stays a view of it. Rotating in place would keep as little
-without a copy, but an operator that writes to its input changes it for everyone who still uses it.
+Attention keeps q, k and v for its backward pass. A v that is a view of the packed product would keep all of it, (2H +
+3K) d elements of each token. The launch therefore copies v, and (H + 2K) d are kept. With the norm of each head the
+backward pass needs the product again, and v stays a view.
 """
 
 import math
@@ -19,10 +15,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 
-from kernels import launch
-from kernels.launch import alignment, register_op, tile_width
+from kernels.launch import multiprocessors, register_op, tile_width
 
 TILE = 2048  # pairs in a tile: eight for each of 256 threads, for loads of 16 bytes and few registers
 NUM_WARPS = 8
@@ -47,8 +42,7 @@ def store_pairs(x_ptr, offset, half, inside, a, b):
 def load_angles(cos_ptr, sin_ptr, offset, inside, HEADS: tl.constexpr):
     """cos and sin of each pair for each of HEADS heads; those of angle 0, which copies, outside.
 
-    A thread loads what it needs, mostly from the cache: one load for all heads, of offset (tokens, 1, pairs), would
-    have to be spread to other threads through shared memory, with a barrier.
+    Each thread loads its own, mostly from the cache: one load for all heads would go through shared memory.
     """
     offset = tl.broadcast_to(offset, (offset.shape[0], HEADS, offset.shape[2]))
     return tl.load(cos_ptr + offset, mask=inside, other=1.0), tl.load(sin_ptr + offset, mask=inside, other=0.0)
@@ -65,7 +59,7 @@ def locate_tokens(block, length, TOKENS: tl.constexpr):
     return (block // blocks).to(tl.int64), first + tl.arange(0, TOKENS)[:, None, None]
 
 
-@triton.jit(do_not_specialize=["length", "batch_stride", "token_stride", "angle_stride"])
+@triton.jit(do_not_specialize=["length"])
 def rotary_forward_kernel(
     qkv_ptr,  # (B, length, (H + 2K) d) with the strides below, 1 in the last dimension
     cos_ptr, sin_ptr,  # float32 (length, d/2), or (B, length, d/2) with angle_stride between sequences
@@ -73,7 +67,7 @@ def rotary_forward_kernel(
     q_ptr, k_ptr, v_ptr,  # outputs (B, length, H or K, d), contiguous; v only without the norms
     length, batch_stride, token_stride, angle_stride, eps,
     H: tl.constexpr, K: tl.constexpr, HALF: tl.constexpr,
-    ALIGNMENT: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
+    TOKENS: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """TOKENS tokens of a sequence and HEADS heads of q, of k or of v, which is copied.
 
@@ -88,9 +82,9 @@ def rotary_forward_kernel(
     head = tile * HEADS + tl.arange(0, HEADS)[None, :, None]  # of the packed row
     pair = tl.arange(0, BLOCK)[None, None, :]
     inside = (position < length) & (pair < HALF)
-    row = (batch * batch_stride + position * token_stride) * ALIGNMENT
+    row = batch * batch_stride + position * token_stride
     a, b = load_pairs(qkv_ptr, row + head * (2 * HALF) + pair, HALF, inside)
-    angle = batch * angle_stride * ALIGNMENT + position * HALF + pair
+    angle = batch * angle_stride + position * HALF + pair
     cos, sin = load_angles(cos_ptr, sin_ptr, angle, inside & is_rotated, HEADS)
     if q_weight_ptr is not None:
         weight_ptr = q_weight_ptr if is_q else k_weight_ptr
@@ -106,10 +100,7 @@ def rotary_forward_kernel(
     store_pairs(out_ptr, target, HALF, inside, a * cos - b * sin, b * cos + a * sin)
 
 
-@triton.jit(
-    do_not_specialize=["blocks", "length", "batch_stride", "token_stride", "angle_stride"]
-    + [f"{name}_{axis}_stride" for name in ("dq", "dk", "dv") for axis in ("batch", "token", "head")]
-)
+@triton.jit(do_not_specialize=["blocks", "length"])
 def rotary_backward_kernel(
     dq_ptr, dk_ptr, dv_ptr,  # gradients (B, length, H or K, d) with the strides below, 1 in the last dimension
     qkv_ptr, cos_ptr, sin_ptr, q_weight_ptr, k_weight_ptr,  # of the forward pass; qkv only with the norms
@@ -120,7 +111,7 @@ def rotary_backward_kernel(
     dk_batch_stride, dk_token_stride, dk_head_stride,
     dv_batch_stride, dv_token_stride, dv_head_stride,
     eps, H: tl.constexpr, K: tl.constexpr, HALF: tl.constexpr,
-    ALIGNMENT: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    TOKENS: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Every n-th of `blocks` blocks of tokens, for HEADS heads of q, of k or of v, whose gradient is copied.
 
@@ -148,12 +139,12 @@ def rotary_backward_kernel(
     for block in tl.range(program, blocks, tl.num_programs(0) // tiles, num_stages=STAGES):
         batch, position = locate_tokens(block, length, TOKENS)
         inside = (position < length) & (pair < HALF)
-        source = (batch * grad_batch_stride + position * grad_token_stride + head * grad_head_stride) * ALIGNMENT + pair
+        source = batch * grad_batch_stride + position * grad_token_stride + head * grad_head_stride + pair
         a, b = load_pairs(grad_ptr, source, HALF, inside)
         if q_weight_ptr is not None:
-            row = (batch * batch_stride + position * token_stride) * ALIGNMENT
+            row = batch * batch_stride + position * token_stride
             xhat_a, xhat_b = load_pairs(qkv_ptr, row + packed_head * (2 * HALF) + pair, HALF, inside & is_rotated)
-        angle = batch * angle_stride * ALIGNMENT + position * HALF + pair
+        angle = batch * angle_stride + position * HALF + pair
         cos, sin = load_angles(cos_ptr, sin_ptr, angle, inside & is_rotated, HEADS)
         da, db = a * cos + b * sin, b * cos - a * sin
         if q_weight_ptr is not None:
@@ -190,10 +181,9 @@ def with_unit_stride(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def contiguous_tables(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, int]:
-    """cos and sin, contiguous, and their stride between sequences: 0 if all share the same."""
-    angle_stride = cos[0].numel() if cos.dim() == 3 and len(cos) > 1 else 0
-    return cos.contiguous(), sin.contiguous(), angle_stride
+def sequence_stride(table: Tensor) -> int:
+    """The stride between the sequences of a contiguous table of cosines or sines: 0 if all share the same."""
+    return table.stride(0) if table.dim() == 3 and len(table) > 1 else 0
 
 
 def rotary_forward_fake(qkv, cos, sin, num_heads, num_kv_heads, q_weight, k_weight, eps):
@@ -201,26 +191,22 @@ def rotary_forward_fake(qkv, cos, sin, num_heads, num_kv_heads, q_weight, k_weig
     return tuple(qkv.new_empty((*qkv.shape[:2], n, 2 * cos.shape[-1])) for n in heads)
 
 
-@register_op(
-    "rotary_forward(Tensor qkv, Tensor cos, Tensor sin, int num_heads, int num_kv_heads, Tensor? q_weight,"
-    " Tensor? k_weight, float eps) -> (Tensor q, Tensor k, Tensor v)",
-    rotary_forward_fake,
-)
-def rotary_forward(qkv, cos, sin, num_heads, num_kv_heads, q_weight, k_weight, eps):
+@register_op(rotary_forward_fake)
+def rotary_forward(
+    qkv: Tensor, cos: Tensor, sin: Tensor, num_heads: int, num_kv_heads: int,
+    q_weight: Tensor | None, k_weight: Tensor | None, eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """q (B, T, H, d), k and v (B, T, K, d) of packed rows (B, T, (H + 2K) d); v has no heads with the norms."""
     q, k, v = rotary_forward_fake(qkv, cos, sin, num_heads, num_kv_heads, q_weight, k_weight, eps)
-    qkv, (cos, sin, angle_stride) = with_unit_stride(qkv), contiguous_tables(cos, sin)
+    qkv, cos, sin = with_unit_stride(qkv), cos.contiguous(), sin.contiguous()
     batch, length, _ = qkv.shape
     constants = kernel_constants(num_heads, num_kv_heads, cos.shape[-1])
     tiles = (q.shape[2] + k.shape[2] + v.shape[2]) // constants["HEADS"]
     programs = batch * triton.cdiv(length, constants["TOKENS"]) * tiles
-    strides = qkv.stride(0), qkv.stride(1), angle_stride
-    align = alignment(*strides)
     if programs:
         rotary_forward_kernel[(programs,)](
             qkv, cos, sin, q_weight, k_weight, q, k, v if q_weight is None else None,
-            length, *(stride // align for stride in strides), eps,
-            **constants, ALIGNMENT=align, num_warps=NUM_WARPS,
+            length, qkv.stride(0), qkv.stride(1), sequence_stride(cos), eps, **constants, num_warps=NUM_WARPS,
         )  # fmt: skip
     return q, k, v
 
@@ -231,16 +217,15 @@ def rotary_backward_fake(dq, dk, dv, qkv, cos, sin, q_weight, k_weight, eps):
     return dq.new_empty((*dq.shape[:2], rows)), dweights
 
 
-@register_op(
-    "rotary_backward(Tensor dq, Tensor dk, Tensor dv, Tensor? qkv, Tensor cos, Tensor sin, Tensor? q_weight,"
-    " Tensor? k_weight, float eps) -> (Tensor dqkv, Tensor dweights)",
-    rotary_backward_fake,
-)
-def rotary_backward(dq, dk, dv, qkv, cos, sin, q_weight, k_weight, eps):
+@register_op(rotary_backward_fake)
+def rotary_backward(
+    dq: Tensor, dk: Tensor, dv: Tensor, qkv: Tensor | None, cos: Tensor, sin: Tensor,
+    q_weight: Tensor | None, k_weight: Tensor | None, eps: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The packed gradient (B, T, (H + 2K) d), and the float32 one (2, d) of both norm weights, empty without norms."""
     dqkv, dweights = rotary_backward_fake(dq, dk, dv, qkv, cos, sin, q_weight, k_weight, eps)
     grads = [with_unit_stride(grad) for grad in (dq, dk, dv)]
-    cos, sin, angle_stride = contiguous_tables(cos, sin)
+    cos, sin = cos.contiguous(), sin.contiguous()
     batch, length, num_heads, _ = dq.shape
     constants = kernel_constants(num_heads, dk.shape[2], cos.shape[-1])
     tiles = (num_heads + 2 * dk.shape[2]) // constants["HEADS"]
@@ -248,17 +233,16 @@ def rotary_backward(dq, dk, dv, qkv, cos, sin, q_weight, k_weight, eps):
     programs, qkv_strides, parts = blocks, (0, 0), None
     if q_weight is not None:
         # As many programs as run at the same time, since each leaves a partial sum of the norm weights' gradients.
-        programs = min(blocks, max(1, RESIDENT * launch.device_limits(dq.device).multiprocessors // tiles))
+        programs = min(blocks, max(1, RESIDENT * multiprocessors(dq.device) // tiles))
         parts = dweights.new_empty(programs * (num_heads // constants["HEADS"]), dweights.numel())
         qkv = with_unit_stride(qkv)
         qkv_strides = qkv.stride(0), qkv.stride(1)
-    strides = [*qkv_strides, angle_stride, *(grad.stride(axis) for grad in grads for axis in range(3))]
-    align = alignment(*strides)
+    grad_strides = [grad.stride(axis) for grad in grads for axis in range(3)]
     if programs:
         rotary_backward_kernel[(programs * tiles,)](
-            *grads, qkv, cos, sin, q_weight, k_weight, dqkv, parts, blocks, length,
-            *(stride // align for stride in strides), eps,
-            **constants, ALIGNMENT=align, STAGES=1 if parts is None else 3, num_warps=NUM_WARPS,
+            *grads, qkv, cos, sin, q_weight, k_weight, dqkv, parts,
+            blocks, length, *qkv_strides, sequence_stride(cos), *grad_strides, eps,
+            **constants, STAGES=1 if parts is None else 3, num_warps=NUM_WARPS,
         )  # fmt: skip
     return dqkv, dweights if parts is None else parts.sum(0).view_as(dweights)
 
@@ -267,17 +251,7 @@ class Rotary(torch.autograd.Function):
     """See `rotary`."""
 
     @staticmethod
-    def forward(
-        ctx: FunctionCtx,
-        qkv: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        num_heads: int,
-        num_kv_heads: int,
-        q_weight: Tensor | None,
-        k_weight: Tensor | None,
-        eps: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(ctx, qkv, cos, sin, num_heads, num_kv_heads, q_weight, k_weight, eps):
         """Keeps the tables, and qkv only if the norm of each head needs it again: then v is a view of it."""
         q, k, v = rotary_forward(qkv, cos, sin, num_heads, num_kv_heads, q_weight, k_weight, eps)
         ctx.save_for_backward(None if q_weight is None else qkv, cos, sin, q_weight, k_weight)
@@ -288,8 +262,7 @@ class Rotary(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:
-        """Packs three gradients into one."""
+    def backward(ctx, dq, dk, dv):
         qkv, cos, sin, q_weight, k_weight = ctx.saved_tensors
         dqkv, dweights = rotary_backward(dq, dk, dv, qkv, cos, sin, q_weight, k_weight, ctx.eps)
         if q_weight is None:
@@ -297,15 +270,6 @@ class Rotary(torch.autograd.Function):
         return dqkv, None, None, None, None, dweights[0].to(q_weight.dtype), dweights[1].to(k_weight.dtype), None
 
 
-def rotary(
-    qkv: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    num_heads: int,
-    num_kv_heads: int,
-    q_norm_weight: Tensor | None = None,
-    k_norm_weight: Tensor | None = None,
-    eps: float = 1e-6,
-) -> tuple[Tensor, Tensor, Tensor]:
+def rotary(qkv, cos, sin, num_heads, num_kv_heads, q_norm_weight=None, k_norm_weight=None, eps=1e-6):
     """As `reference.rotary`."""
     return Rotary.apply(qkv, cos, sin, num_heads, num_kv_heads, q_norm_weight, k_norm_weight, eps)

@@ -1,4 +1,1 @@
-"""The decoder: its configuration, its modules, and the device it runs on.
-
-Imports `kernels`; knows nothing of text, files or training.
-"""
+"""The decoder: its configuration, its modules, and its device. Knows nothing of text, files or training."""

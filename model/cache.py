@@ -12,15 +12,7 @@ class KeyValueCache:
     Padding takes up cache positions too, so `max_length` may exceed the model's context although no sequence does.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        batch_size: int,
-        max_length: int,
-        *,
-        device: torch.device | str = "cpu",
-        dtype: torch.dtype = torch.float32,
-    ):
+    def __init__(self, config: ModelConfig, batch_size: int, max_length: int, *, device="cpu", dtype=torch.float32):
         shape = (config.num_hidden_layers, batch_size, config.num_key_value_heads, max_length, config.resolved_head_dim)
         self.keys = torch.empty(shape, device=device, dtype=dtype)  # (L, B, K, max_length, d)
         self.values = torch.empty(shape, device=device, dtype=dtype)

@@ -15,19 +15,14 @@ from flags import DisallowNone, Suppress, arg, optional
 class NormParameter:
     """One learned parameter of a norm."""
 
-    name: str
-    """Its name in the module and, after the norm's own name, in files."""
-    initial: float
-    """The value that every element starts with."""
-    per_channel: bool = True
-    """Whether it has shape (D,), one element per channel of the residual stream, or is a scalar of shape ()."""
-    decays: bool = False
-    """Whether weight decay pulls it towards 0."""
+    name: str  # in the module and, after the norm's own name, in files
+    initial: float  # the value that every element starts with
+    per_channel: bool = True  # shape (D,), one element per channel of the residual stream; else a scalar of shape ()
+    decays: bool = False  # whether weight decay pulls it towards 0
 
 
-# To add a norm: a row here with its learned parameters, and a function of the same name in model/norm.py.
-# Initialization, weight decay, parameter counts, freezing, files and norm conversion follow from the row. For the bias,
-# the row is only the default: `norm_bias` adds or drops it.
+# To add a norm: a row here with its learned parameters, and a function of the same name in model/norm.py. All else
+# follows from the row, from initialization to files. For the bias it is only the default: `norm_bias` adds or drops it.
 WEIGHT, BIAS = NormParameter("weight", initial=1.0), NormParameter("bias", initial=0.0)
 NORMS: dict[str, tuple[NormParameter, ...]] = {
     "rms": (WEIGHT,),
@@ -129,6 +124,15 @@ class ModelConfig:
         return self.head_dim if self.head_dim is not None else self.hidden_size // self.num_attention_heads
 
     @property
+    def packed_matrices(self) -> dict[str, dict[str, int]]:
+        """The matrices that each packed matrix of the decoder consists of: their names in files, and their rows."""
+        q, kv = (n * self.resolved_head_dim for n in (self.num_attention_heads, self.num_key_value_heads))
+        return {
+            "qkv_proj": {"q_proj": q, "k_proj": kv, "v_proj": kv},
+            "gate_up_proj": {"gate_proj": self.intermediate_size, "up_proj": self.intermediate_size},
+        }
+
+    @property
     def norm_parameters(self) -> tuple[NormParameter, ...]:
         """The learned parameters of each norm: its row in `NORMS`, with the bias that `norm_bias` asks for."""
         row = NORMS[self.norm]
@@ -158,13 +162,15 @@ def check(config: ModelConfig) -> None:
                 raise UserError(f"{name} is {value!r} and must be an integer of at least {least}.")
         elif kind is float and not (type(value) in (int, float) and low < value < 1e18):
             raise UserError(f"{name} is {value!r} and must be a number greater than {low} and below 1e18.")
-        elif get_origin(kind) is Literal and value not in (choices := get_args(kind)):
-            raise UserError(f"{name} is {value!r} and must be {', '.join(choices[:-1])} or {choices[-1]}.")
+        elif get_origin(kind) is Literal and value not in get_args(kind):
+            *choices, last = get_args(kind)
+            raise UserError(f"{name} is {value!r} and must be {', '.join(choices)} or {last}.")
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     if heads % kv_heads:
+        divisors = ", ".join(str(n) for n in range(1, min(heads, 256) + 1) if heads % n == 0)
         raise UserError(
             f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}; "
-            f"use one of {', '.join(str(n) for n in range(1, min(heads, 256) + 1) if heads % n == 0)} key/value heads."
+            f"use one of {divisors} key/value heads."
         )
     if config.head_dim is None and config.hidden_size % heads:
         raise UserError(f"hidden_size {config.hidden_size} is no multiple of {heads} heads; set head_dim.")

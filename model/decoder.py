@@ -31,9 +31,9 @@ from torch.utils.checkpoint import checkpoint
 import kernels
 from model.attention import Attention, attention_mask
 from model.cache import KeyValueCache
-from model.config import PLAIN, ModelConfig
+from model.config import ModelConfig
 from model.linear import Linear
-from model.mlp import MLP, PlainMLP
+from model.mlp import MLP
 from model.norm import Norm, is_norm_parameter
 from model.rope import Rope
 
@@ -50,34 +50,27 @@ class Layer(nn.Module):
         self.input_layernorm = Norm(config) if of_stream else None
         self.self_attn = Attention(config, index)
         self.post_attention_layernorm = Norm(config) if of_stream else None
-        self.mlp = PlainMLP(config) if config.mlp in PLAIN else MLP(config)
+        self.mlp = MLP(config)
         self.attention_output_layernorm = Norm(config) if of_output else None
         self.mlp_output_layernorm = Norm(config) if of_output else None
 
-    def forward(
-        self,
-        x: Tensor,
-        residual: Tensor | None,
-        cos: Tensor,
-        sin: Tensor,
-        mask: Tensor | None,
-        cache: KeyValueCache | None,
-    ) -> tuple[Tensor, Tensor | None]:
+    def forward(self, x: Tensor, residual: Tensor | None, *context) -> tuple[Tensor, Tensor | None]:
         """Take and return the output of the last block and the residual stream without it, (B, T, D) each.
 
         A `residual` of None stands for zeros: before the first layer, and always with `post` and `output`.
+        context: the tables, the mask and the cache that `Attention.forward` takes.
         """
         if self.placement == "post":  # x = norm(x + attention(x)); x = norm(x + mlp(x))  (Vaswani et al. 2017)
-            x, _ = self.input_layernorm(self.self_attn(x, cos, sin, mask, cache), x)
+            x, _ = self.input_layernorm(self.self_attn(x, *context), x)
             x, _ = self.post_attention_layernorm(self.mlp(x), x)
             return x, None
         if self.placement == "output":  # x = x + norm(attention(x)); x = x + norm(mlp(x))  (OLMo 2, arXiv 2501.00656)
-            y, _ = self.attention_output_layernorm(self.self_attn(x, cos, sin, mask, cache))
+            y, _ = self.attention_output_layernorm(self.self_attn(x, *context))
             x = x + y
             y, _ = self.mlp_output_layernorm(self.mlp(x))
             return x + y, None
         x, residual = self.input_layernorm(x, residual)  # residual += x; x = norm(residual)
-        x = self.self_attn(x, cos, sin, mask, cache)
+        x = self.self_attn(x, *context)
         if self.placement == "sandwich":
             x, _ = self.attention_output_layernorm(x)
         x, residual = self.post_attention_layernorm(x, residual)  # residual += x; x = norm(residual)
@@ -118,12 +111,10 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """Logits of tokens (B, T) int64: float32 (B, T, V), or (B, 1, V) of the last position with `last_only`.
 
-        targets (B, T) int64, -100 to ignore a position: return the loss of each token instead, in nats, float32 (B, T),
-        0 where ignored.
+        targets (B, T) int64, -100 to ignore a position: return losses instead, in nats, float32 (B, T), 0 if ignored.
+        token_weights, float32 (B, T) or 0-dimensional: return the sum of weight times loss, cheaper to train on.
         documents (B, T) int64: the number of each token's document, without a cache. A token sees its own document
-        alone. Its rotary position is still its place in the row: attention depends on differences of positions.
-        token_weights, float32 (B, T) or 0-dimensional: return the sum of weight times loss, a scalar, instead of the
-        losses. It costs less to train on: see `kernels.linear_cross_entropy`.
+        alone; its rotary position is still its place in the row, since attention depends on differences of positions.
         cache: earlier keys and values of the same sequences; the tokens follow them and are appended.
         padding (B,) int64: number of padding positions at the start of each sequence. A token's rotary position is its
         cache position minus the padding, and must be below max_position_embeddings.
@@ -134,14 +125,14 @@ class Decoder(nn.Module):
         if padding is None and start + length > self.config.max_position_embeddings:
             raise ValueError(f"{start + length} tokens exceed the context of {self.config.max_position_embeddings}")
         cos, sin = self.rope(start, length, padding)
-        mask = attention_mask(start, length, padding, tokens.device, documents)
+        context = cos, sin, attention_mask(start, length, padding, tokens.device, documents), cache
         x, residual = F.embedding(tokens, self.embed_tokens.weight).to(self.compute_dtype), None  # (B, T, D)
         for layer in self.layers:
             if self.activation_checkpointing and torch.is_grad_enabled():
-                inputs = (x, residual, cos, sin, mask, cache)
+                inputs = x, residual, *context
                 x, residual = checkpoint(layer, *inputs, use_reentrant=False, preserve_rng_state=False)
             else:
-                x, residual = layer(x, residual, cos, sin, mask, cache)
+                x, residual = layer(x, residual, *context)
         if cache is not None:
             cache.length += length
         if last_only:
@@ -151,10 +142,10 @@ class Decoder(nn.Module):
         head = self.embed_tokens if self.lm_head is None else self.lm_head
         if targets is None:
             return head(x).float()
-        x, labels = x.flatten(0, 1), targets.flatten()
+        inputs = x.flatten(0, 1), head.weight, targets.flatten()
         if token_weights is not None:
-            return kernels.linear_cross_entropy(x, head.weight, labels, token_weights=token_weights.flatten())
-        return kernels.linear_cross_entropy(x, head.weight, labels).view_as(targets)
+            return kernels.linear_cross_entropy(*inputs, token_weights.flatten())
+        return kernels.linear_cross_entropy(*inputs).view_as(targets)
 
     def num_parameters(self) -> int:
         """Number of parameters."""
@@ -192,38 +183,36 @@ def generator_for(seed: int, name: str) -> torch.Generator:
 def attend_to_previous_token(decoder: Decoder, gap: float = 4.0, pairs: int = 6) -> None:
     """Set biases of q and k so that the first head of the first layer attends to the token before each token.
 
-    Heads that copy what followed an earlier occurrence need one below them (Olsson et al. 2022, arXiv 2209.11895),
-    which a small model learns late or never. k's bias is a in the first of the two elements of some pairs, q's the same
-    turned back by a position: the score at distance n is a^2 sum cos((n - 1) theta_i) / sqrt(d), the largest at n = 1,
-    and there `gap` larger than at 0 and 2. The fastest pairs suffice: slower ones tell near positions apart less.
+    Heads that copy what followed an earlier occurrence need one below them (Olsson et al. 2022, arXiv 2209.11895). k's
+    bias is a in the first of the two elements of the fastest pairs, q's the same turned back by a position: the score
+    at distance n is a^2 sum cos((n - 1) theta_i) / sqrt(d), and at n = 1 `gap` larger than at 0 and 2.
     """
     attention = decoder.layers[0].self_attn
     cos, sin = decoder.rope.cos[1, :pairs], decoder.rope.sin[1, :pairs]
     pairs, half = len(cos), decoder.rope.cos.shape[1]  # d / 2; a pair is the elements i and i + d / 2
     a = (gap * math.sqrt(2 * half) / (1 - cos).sum()).sqrt()
     q, k = attention.qkv_proj.bias, attention.qkv_proj.bias[2 * half * attention.heads :]
-    q[:pairs], q[half : half + pairs], k[:pairs] = a * cos, -a * sin, a
+    q[:pairs] = a * cos
+    q[half : half + pairs] = -a * sin
+    k[:pairs] = a
 
 
 @torch.no_grad()
 def center_residual_writers(decoder: Decoder) -> None:
     """Change all weights that write to the residual stream so that the mean of what they write is 0 over the channels.
 
-    A matrix W that writes W x gets W - 1 m, m its mean over the rows (outputs): mean(W x) = m x is subtracted from each
-    channel; so is the mean of o_proj's bias. LayerNorm subtracts these means anyway, so a pre-norm decoder with
-    LayerNorm computes the same function as before. And since the mean of the stream is then 0, RMSNorm with LayerNorm's
-    weight and bias computes it as well (Jiang et al. 2023, arXiv 2305.14858, section 3.1).
+    A matrix W gets W - 1 m, m its mean over the rows (outputs); so does o_proj's bias. LayerNorm subtracts these means
+    anyway: a pre-norm decoder with LayerNorm computes the same function as before. And as the mean of the stream is
+    then 0, RMSNorm with LayerNorm's weight and bias computes it too (Jiang et al. 2023, arXiv 2305.14858, section 3.1).
 
-    A tied embedding is left as it is, because it is also the head: centering its rows e_v changes the logit of token v
-    by -mean(e_v) sum(h), h the final norm's output, which depends on v, and sum(h) is not 0 with a weight and a bias.
+    A tied embedding is left as it is, because it is also the head: centering row v would change the logit of token v.
     The stream's mean then stays that of the embedding, and RMSNorm only approximates LayerNorm.
     Raises `ValueError` for another placement than pre: there norms write to the stream.
     """
     if decoder.config.norm_placement != "pre":
         raise ValueError(f"norms placed {decoder.config.norm_placement} write to the residual stream themselves")
-    writers = [layer.self_attn.o_proj.weight for layer in decoder.layers]  # (D, H d)
-    writers += [layer.mlp.down_proj.weight for layer in decoder.layers]  # (D, F)
-    writers += [layer.self_attn.o_proj.bias for layer in decoder.layers if decoder.config.attention_output_bias]  # (D,)
+    endings = (*BLOCK_OUTPUTS, "o_proj.bias")  # (D, H d), (D, F), (D,)
+    writers = [parameter for name, parameter in decoder.named_parameters() if name.endswith(endings)]
     if decoder.lm_head is not None:
         writers.append(decoder.embed_tokens.weight.T)  # (D, V)
     for weight in writers:

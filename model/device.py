@@ -6,7 +6,7 @@ Every choice is a rule and no measurement, so that two runs on one machine never
 import contextlib
 import ctypes
 import importlib.util
-import itertools
+import math
 import platform
 import shutil
 import sys
@@ -37,8 +37,7 @@ def choose_device(name: str) -> torch.device:
 def choose_training_dtype(name: str, device: torch.device) -> torch.dtype:
     """The dtype of activations that `--dtype name` means in training; master weights are float32 in any case.
 
-    `auto` is bfloat16 where the device is fast at it. Where it is not, GPUs get float16 (with loss scaling) and all
-    other devices float32.
+    `auto` is bfloat16 where the device is fast at it, else float16 on a GPU (with loss scaling) and float32 elsewhere.
     """
     if name != "auto":
         return getattr(torch, name)
@@ -50,22 +49,15 @@ def choose_training_dtype(name: str, device: torch.device) -> torch.dtype:
 def choose_inference_dtype(name: str, device: torch.device, stored: torch.dtype) -> torch.dtype:
     """The dtype of weights and activations that `--dtype name` means in generation, for weights stored as `stored`.
 
-    `auto` is bfloat16 on GPUs that are fast at it and float16 on others. On a CPU that is fast at it, bfloat16 weights
-    stay bfloat16: half the bytes to read. All others are float32, so that a float32 checkpoint keeps its exact weights.
+    `auto` is that of training, but float32 on a CPU unless the weights are bfloat16: other weights stay exact.
     """
-    if name != "auto":
-        return getattr(torch, name)
-    fast = fast_at_bfloat16(device)
-    if device.type == "cuda":
-        return torch.bfloat16 if fast else torch.float16
-    return torch.bfloat16 if fast and stored == torch.bfloat16 else torch.float32
+    if name == "auto" and device.type != "cuda" and stored != torch.bfloat16:
+        return torch.float32
+    return choose_training_dtype(name, device)
 
 
 def fast_at_bfloat16(device: torch.device) -> bool:
-    """Whether the device has instructions that multiply bfloat16 matrices.
-
-    True for CUDA from compute capability 8.0 on and for CPUs with AVX-512-BF16 or AMX; False for MPS.
-    """
+    """Whether the device multiplies bfloat16 matrices: CUDA from capability 8.0 on, CPUs with AVX-512-BF16 or AMX."""
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 0)
     found = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
@@ -85,8 +77,7 @@ def why_not_compile(device: torch.device) -> str | None:
 def threads_for(model: torch.nn.Module, rows: int) -> Iterator[None]:
     """Use one CPU thread for decoding steps of `rows` sequences so small that threads mostly wait for each other.
 
-    On 2 cores beside other busy programs, two threads decoded 5 to 30 times slower than one, with models of 4 and 0.3
-    million parameters.
+    On 2 busy cores, two threads decoded 5 to 30 times slower than one, with models of 4 and 0.3 million parameters.
     """
     before = torch.get_num_threads()
     on_cpu = next(model.parameters()).device.type == "cpu"
@@ -111,11 +102,10 @@ def explain_out_of_memory(message: str) -> Iterator[None]:
 
 
 def keep_freed_memory() -> None:
-    """Let glibc keep large freed blocks instead of returning them to the operating system.
+    """Let glibc keep large freed blocks; other allocators (macOS, Windows, musl) are left as they are.
 
-    A training step frees and allocates the same large buffers again and again. By default each is a new mapping, which
-    the kernel has to create and fill with zeros every time: a third of the time of a step in the default run. Other
-    allocators (macOS, Windows, musl) are left as they are.
+    A training step frees and allocates the same large buffers again and again. By default each is a new mapping that
+    the operating system fills with zeros: a third of the time of a step in the default run.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform.startswith("linux") else None
     if mallopt is not None:
@@ -127,16 +117,16 @@ def keep_freed_memory() -> None:
 def allocate(sizes: Sequence[tuple[torch.Size, torch.dtype]], device: torch.device) -> list[torch.Tensor]:
     """Uninitialized tensors for weights that decoding reads again and again.
 
-    On a CPU they lie in one large array of NumPy's, which asks Linux for pages of 2 MB. From pages of 4 KB, which
-    torch's own tensors have, a decoding step took 1.2 to 1.4 times as long: see docs/generate.md.
+    On a CPU they lie in one large array of NumPy's, which asks Linux for pages of 2 MB. From torch's pages of 4 KB a
+    decoding step takes 1.2 to 1.4 times as long (docs/generate.md).
     """
     if device.type != "cpu":
         return [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in sizes]
-    counts = [shape.numel() * dtype.itemsize for shape, dtype in sizes]
-    starts = [0, *itertools.accumulate(-(-count // 64) * 64 for count in counts)]  # each begins a cache line
-    memory = torch.from_numpy(np.empty(starts[-1], np.uint8))
-    parts = (memory[start : start + count] for start, count in zip(starts, counts, strict=False))
-    return [part.view(dtype).view(shape) for part, (shape, dtype) in zip(parts, sizes, strict=True)]
+    bytes_of = [shape.numel() * dtype.itemsize for shape, dtype in sizes]
+    rounded = [math.ceil(count / 64) * 64 for count in bytes_of]  # each begins a cache line
+    parts = torch.from_numpy(np.empty(sum(rounded), np.uint8)).split(rounded)
+    found = zip(parts, bytes_of, sizes, strict=True)
+    return [part[:count].view(dtype).view(shape) for part, count, (shape, dtype) in found]
 
 
 def device_name(device: torch.device) -> str:

@@ -9,6 +9,7 @@ import contextlib
 import sys
 import weakref
 from collections.abc import Iterator
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -16,17 +17,27 @@ from torch.nn import functional as F
 
 import kernels
 from model.cache import KeyValueCache
+from model.config import ModelConfig
 from model.decoder import Decoder
 
 MAX_SEQUENCES = 8  # more need more registers than a thread has; an ordinary matrix product is good at more
 MIN_POSITIONS = 256  # of a kept cache
 
 
+def fused_step(config: ModelConfig, device: torch.device) -> Literal["gpu", "cpu"] | None:
+    """Which fused step computes the layers of a model: "gpu" `DecodeStep`, "cpu" that of generation; None: neither."""
+    if config.norm_placement != "pre" or config.norm not in ("rms", "layer") or config.mlp != "swiglu":
+        return None
+    chosen = kernels.implementation(device)
+    if chosen is kernels.gpu and not config.attention_output_bias:
+        return "gpu"
+    return "cpu" if chosen is kernels.cpu else None
+
+
 class DecodeStep:
     """Computes the logits that follow one new token of every sequence in a cache.
 
-    If the kernels or the capture of their graph fail, one line on stderr says so, and the decoder itself computes them
-    from then on, with the same cache.
+    If the kernels or the capture of their graph fail, one line on stderr says so, and the decoder itself takes over.
     """
 
     def __init__(self, decoder: Decoder, cache: KeyValueCache):
@@ -47,40 +58,33 @@ class DecodeStep:
         self.rope = decoder.rope.cos, decoder.rope.sin  # a graph keeps reading this memory
         self.logits: Tensor | None = None
         self.graph: torch.cuda.CUDAGraph | None = None
-        self.unavailable_reason: str | None = None
-        """Why the kernels cannot run, known after the first step."""
+        self.unavailable_reason: str | None = None  # why the kernels cannot run, known after the first step
 
     def __call__(self, tokens: Tensor, padding: Tensor | None) -> Tensor:
         """Append tokens (B, 1) int64 to the cache; returns float32 logits (B, 1, V), valid until the next call.
 
-        padding (B,) int64 as in `Decoder.forward`. The kernels do not check the rotary position (cache position minus
-        padding): the caller keeps it below max_position_embeddings.
+        padding (B,) int64 as in `Decoder.forward`; that rotary positions are in the context is not checked.
         """
         if self.cache.length >= self.cache.max_length:
             raise ValueError(f"the cache has room for {self.cache.max_length} tokens, and it is full")
         if self.unavailable_reason is None:
-            # Kernels are launched and graphs captured on the current device, which need not be the decoder's.
-            device = torch.cuda.device(self.tokens.device) if self.tokens.is_cuda else contextlib.nullcontext()
             try:
-                with device:
+                with torch.cuda.device_of(self.tokens):  # graphs are captured on the current device
                     self.step(tokens, padding)
+                self.cache.length += 1
+                return self.logits[:, None]
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:  # whatever Triton, ptxas or the driver may raise
                 self.unavailable_reason = f"{type(error).__name__}: {error}".partition("\n")[0]
                 print(f"fused decoding: {self.unavailable_reason}; the decoder runs without it.", file=sys.stderr)
-            else:
-                self.cache.length += 1
-                return self.logits[:, None]
         # The decoder overwrites this position of the cache, whatever the kernels have left there.
         return self._decoder()(tokens, cache=self.cache, padding=padding, last_only=True)
 
     def step(self, tokens: Tensor, padding: Tensor | None) -> None:
         """Copy the inputs into the graph's tensors and run it; leaves the result in `self.logits`.
 
-        The first step launches the kernels one by one, although it could be captured: the first launch of a kernel
-        compiles it and loads it into the device, and the first matrix product creates cuBLAS's handle. Both allocate
-        memory and wait for the device, which fails while a graph is being captured.
+        The second step captures the graph: compiling kernels and creating cuBLAS's handle would fail meanwhile.
         """
         self.tokens.copy_(tokens[:, 0])
         self.position.fill_(self.cache.length)
@@ -100,64 +104,51 @@ class DecodeStep:
 
     def run(self) -> Tensor:
         """Launch the kernels of all layers, then the final norm and the head; returns float32 logits (B, V)."""
-        decoder, cache = self._decoder(), self.cache
-        residual = F.embedding(self.tokens, decoder.embed_tokens.weight).to(decoder.compute_dtype)  # (B, D)
+        decoder, cache, decode = self._decoder(), self.cache, kernels.decode
+        s = F.embedding(self.tokens, decoder.embed_tokens.weight).to(decoder.compute_dtype)  # (B, D), the stream
         for index, layer in enumerate(decoder.layers):
-            block = layer.self_attn
+            block, mlp = layer.self_attn, layer.mlp
             norms = layer.input_layernorm, layer.post_attention_layernorm
             qkv_norm, mlp_norm = ((norm.kind, norm.weight, norm.bias, norm.eps) for norm in norms)
-            kernels.decode.qkv(residual, qkv_norm, block.qkv_proj.weight, block.qkv_proj.bias, self.qkv)
-            kernels.decode.attention(
-                self.qkv,
-                (None, None) if block.q_norm is None else (block.q_norm.weight, block.k_norm.weight),
-                block.eps,
-                self.rope,
-                self.position,
-                self.padding,
-                cache.keys[index],
-                cache.values[index],
-                self.partials,
-                self.attended,
-            )
-            kernels.decode.project(self.attended.flatten(1), block.o_proj.weight, residual)
-            kernels.decode.gate_up(residual, mlp_norm, layer.mlp.gate_up_proj.weight, self.hidden)
-            kernels.decode.project(self.hidden, layer.mlp.down_proj.weight, residual)
+            head_norms = (None, None) if block.q_norm is None else (block.q_norm.weight, block.k_norm.weight)
+            caches = cache.keys[index], cache.values[index]
+            where = self.rope, self.position, self.padding
+            decode.qkv(s, qkv_norm, block.qkv_proj.weight, block.qkv_proj.bias, self.qkv)
+            decode.attention(self.qkv, head_norms, block.eps, *where, *caches, self.partials, self.attended)
+            decode.project(self.attended.flatten(1), block.o_proj.weight, s)
+            decode.gate_up(s, mlp_norm, mlp.gate_up_proj.weight, self.hidden)
+            decode.project(self.hidden, mlp.down_proj.weight, s)
         # The head is an ordinary matrix product: it has so many rows that cuBLAS reads them near the memory's rate.
-        x, _ = decoder.norm(residual)
+        x, _ = decoder.norm(s)
         head = decoder.embed_tokens if decoder.lm_head is None else decoder.lm_head
         return head(x).float()
 
 
+# At most one step that nobody uses at the moment, with what must not change for its graph to be valid.
 _kept: weakref.WeakKeyDictionary[Decoder, tuple[tuple, DecodeStep]] = weakref.WeakKeyDictionary()
-"""At most one step that nobody uses at the moment, with what must not change for its graph to be valid."""
 
 
 @contextlib.contextmanager
 def decode_step_for(decoder: Decoder, batch_size: int, positions: int) -> Iterator[DecodeStep | None]:
     """A step whose empty cache has room for `positions`; None if no kernels fit device, model and batch size.
 
-    The last step is kept with its cache and graph, until it does not fit or its decoder is
-    gone. Its cache has room for a power of two of positions, at least 256, so that prompts of different lengths share
-    it; a power of two beyond the model's context is cut to that. The cache thus holds up to twice the memory that it
-    needs, and longer.
+    The last step is kept with its cache and graph, until it does not fit or its decoder is gone. Its cache has room for
+    a power of two of positions, at least 256 and at most the context, so that prompts of different lengths share it.
     """
-    device, config = decoder.embed_tokens.weight.device, decoder.config
-    usual = (config.norm_placement, config.mlp, config.attention_output_bias) == ("pre", "swiglu", False)
-    on_gpu = kernels.gpu is not None and kernels.implementation(device) is kernels.gpu
-    if not on_gpu or not usual or config.norm not in kernels.NORM_KINDS or batch_size > MAX_SEQUENCES:
+    config, device, dtype = decoder.config, decoder.embed_tokens.weight.device, decoder.compute_dtype
+    if fused_step(config, device) != "gpu" or batch_size > MAX_SEQUENCES:
         yield None
         return
     room = 1 << (max(positions, MIN_POSITIONS) - 1).bit_length()
     room = max(positions, min(room, config.max_position_embeddings))
     # A graph reads the memory that held the weights when it was captured: if they are now elsewhere, it is useless.
     weights = [*decoder.parameters(), *decoder.buffers()]
-    valid_for = batch_size, room, decoder.compute_dtype, *((w.data_ptr(), w.dtype, w.device) for w in weights)
+    valid_for = batch_size, room, dtype, *((w.data_ptr(), w.dtype, w.device) for w in weights)
     kept_for, step = _kept.pop(decoder, (None, None))  # taken out, so that a nested call makes its own
     if kept_for != valid_for:
-        step = None
-        _kept.clear()  # frees memory before more is allocated
-        cache = KeyValueCache(config, batch_size, room, device=device, dtype=decoder.compute_dtype)
-        step = DecodeStep(decoder, cache)
+        step = None  # frees memory before more is allocated
+        _kept.clear()
+        step = DecodeStep(decoder, KeyValueCache(config, batch_size, room, device=device, dtype=dtype))
     step.cache.length = 0
     try:
         yield step

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 import kernels
-from model.config import ModelConfig
 from model.decoder import Decoder, generator_for
 from model.linear import Linear
 
@@ -30,12 +29,6 @@ class LoraLinear(nn.Module):
         return kernels.linear(x, self.weight, self.bias) + torch.cat(update, dim=-1)
 
 
-def packed_rows(config: ModelConfig) -> dict[str, list[int]]:
-    """The rows of each matrix that a packed matrix of the decoder consists of."""
-    q, kv = (n * config.resolved_head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
-    return {"qkv_proj": [q, kv, kv], "gate_up_proj": [config.intermediate_size] * 2}
-
-
 @torch.no_grad()
 def add_lora(decoder: Decoder, fields: dict, seed: int) -> Decoder:
     """Freeze the decoder; give each matrix of its layers an A, uniform within 1/sqrt(in) of 0 as in PEFT, and a B of 0.
@@ -44,14 +37,13 @@ def add_lora(decoder: Decoder, fields: dict, seed: int) -> Decoder:
     """
     decoder.requires_grad_(False)
     decoder.lora = fields
-    packed, scale = packed_rows(decoder.config), fields["lora_alpha"] / fields["r"]
+    packed, scale = decoder.config.packed_matrices, fields["lora_alpha"] / fields["r"]
     for layer in decoder.layers:
-        layer.mlp.fused = False
         for block in (layer.self_attn, layer.mlp):
             for name, linear in [*block.named_children()]:
                 if isinstance(linear, Linear):
-                    rows = packed.get(name, [len(linear.weight)])
-                    setattr(block, name, LoraLinear(linear, rows, fields["r"], scale))
+                    parts = packed.get(name, {name: len(linear.weight)})
+                    setattr(block, name, LoraLinear(linear, [*parts.values()], fields["r"], scale))
     for name, parameter in decoder.named_parameters():
         if ".lora_" in name:
             bound = 1 / math.sqrt(parameter.shape[1]) if ".lora_A." in name else 0

@@ -4,39 +4,38 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import kernels
-from model.config import ModelConfig
+from model.config import PLAIN, ModelConfig
 from model.linear import Linear
 
 # The activation of the gate (Shazeer 2020, equations 5 and 6), or of the plain MLP.
-ACTIVATIONS = {"swiglu": F.silu, "geglu": F.gelu, "reglu": F.relu, "glu": F.sigmoid, "relu": F.relu, "gelu": F.gelu}
+ACTIVATIONS = {"geglu": F.gelu, "reglu": F.relu, "glu": F.sigmoid, "relu": F.relu, "gelu": F.gelu}
 
 
 class MLP(nn.Module):
-    """down(activation(gate(x)) * up(x)), without biases. SwiGLU is fused, except with LoRA."""
+    """down(activation(gate(x)) * up(x)) or, without a gate, down(activation(up(x))); no biases.
+
+    Without a gate it is 1.5 times as wide, and so has as many parameters.
+    """
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        self.kind, self.fused = config.mlp, config.mlp == "swiglu"
-        self.gate_up_proj = Linear(config.hidden_size, 2 * config.intermediate_size)  # rows of gate, then rows of up
-        self.down_proj = Linear(config.intermediate_size, config.hidden_size)
+        self.kind, width = config.mlp, config.intermediate_size
+        if self.kind in PLAIN:
+            width = config.intermediate_size * 3 // 2
+            self.up_proj = Linear(config.hidden_size, width)
+        else:
+            self.gate_up_proj = Linear(config.hidden_size, 2 * width)  # rows of gate, then rows of up
+        self.down_proj = Linear(width, config.hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, T, D) -> (B, T, D)."""
-        if self.fused:
+        if self.kind == "swiglu" and isinstance(self.down_proj, Linear):
             return kernels.swiglu_mlp(x, self.gate_up_proj.weight, self.down_proj.weight)
-        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
-        return self.down_proj((ACTIVATIONS[self.kind](gate.float()) * up.float()).to(x.dtype))
-
-
-class PlainMLP(nn.Module):
-    """down(activation(up(x))), 1.5 times as wide as a gated MLP and so with as many parameters."""
-
-    def __init__(self, config: ModelConfig):
-        super().__init__()
-        self.activation = ACTIVATIONS[config.mlp]
-        self.up_proj = Linear(config.hidden_size, config.intermediate_size * 3 // 2)
-        self.down_proj = Linear(config.intermediate_size * 3 // 2, config.hidden_size)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(B, T, D) -> (B, T, D)."""
-        return self.down_proj(self.activation(self.up_proj(x).float()).to(x.dtype))
+        if self.kind == "swiglu":  # with LoRA
+            hidden = kernels.swiglu(self.gate_up_proj(x))
+        elif self.kind in PLAIN:
+            hidden = ACTIVATIONS[self.kind](self.up_proj(x).float())
+        else:
+            gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
+            hidden = ACTIVATIONS[self.kind](gate.float()) * up.float()
+        return self.down_proj(hidden.to(x.dtype))

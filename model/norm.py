@@ -1,11 +1,9 @@
 """The norms that `ModelConfig.norm` chooses from.
 
 To add one: a row in `NORMS` of model/config.py with its name and learned parameters, and a function of that name here.
-`rms` and `layer` are fused kernels; `srms` and `offset` call the one of `rms`. The others exist to be compared with
-them and are written to be read.
+Those in `FUSED` are kernels, which add the residual too. The others are for comparisons, and written to be read.
 """
 
-import functools
 import math
 import re
 from collections.abc import Callable
@@ -15,11 +13,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import kernels
-from model.config import NORM_GROUPS, NORMS, ModelConfig
+from model.config import NORM_GROUPS, ModelConfig
 
-# BatchNorm alone also has buffers: saved with the weights, updated in training, not learned by gradients.
-RUNNING_STATISTICS = {"running_mean": 0.0, "running_var": 1.0}
-MOMENTUM = 0.1  # of the running statistics (Ioffe and Szegedy 2015, algorithm 2; torch's default)
+MOMENTUM = 0.1  # of BatchNorm's running statistics (Ioffe and Szegedy 2015, algorithm 2; torch's default)
+# Norms that are kernels, and the kind there (formulas: `reference.normalize`). `srms` is RMSNorm without a weight (Qin
+# et al. 2023, arXiv 2307.14995), `offset` RMSNorm with the weight 1 + offset (Gemma, arXiv 2403.08295).
+FUSED = {"rms": "rms", "layer": "layer", "srms": "rms", "offset": "rms"}
+FUNCTIONS: dict[str, Callable] = {}  # all others, below
 
 
 class Norm(nn.Module):
@@ -33,53 +33,29 @@ class Norm(nn.Module):
         for parameter in config.norm_parameters:
             shape = (config.hidden_size,) if parameter.per_channel else ()
             self.register_parameter(parameter.name, nn.Parameter(torch.empty(shape)))
-        if self.kind == "batch":
-            for name, initial in RUNNING_STATISTICS.items():
-                self.register_buffer(name, torch.full((config.hidden_size,), initial))
+        if self.kind == "batch":  # saved with the weights, updated in training, not learned by gradients
+            self.register_buffer("running_mean", torch.zeros(config.hidden_size))
+            self.register_buffer("running_var", torch.ones(config.hidden_size))
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return norm(x + residual) in x's dtype and the sum x + residual, the new residual stream; all (B, T, D)."""
-        return FUNCTIONS[self.kind](self, x, residual)
-
-
-def rms(norm: Norm, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-    """weight * s / sqrt(mean(s^2) + eps), s = x + residual: Zhang and Sennrich 2019, equation 4."""
-    return kernels.normalize(x, norm.weight, norm.bias, residual, kind="rms", eps=norm.eps)
-
-
-def layer(norm: Norm, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-    """weight * (s - mean(s)) / sqrt(var(s) + eps) + bias, s = x + residual: Ba et al. 2016, equation 4."""
-    return kernels.normalize(x, norm.weight, norm.bias, residual, kind="layer", eps=norm.eps)
-
-
-def srms(norm: Norm, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-    """s / sqrt(mean(s^2) + eps), s = x + residual: SRMSNorm of TransNormerLLM, Qin et al. 2023 (arXiv 2307.14995)."""
-    return kernels.normalize(x, None, None, residual, kind="rms", eps=norm.eps)
-
-
-def offset(norm: Norm, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(1 + offset) * s / sqrt(mean(s^2) + eps) + bias, s = x + residual: RMSNorm as Gemma has it (arXiv 2403.08295).
-
-    Its point is weight decay, which pulls the offset towards 0 and so the weight 1 + offset towards 1. The weight of
-    `rms` does not decay, because 0 would switch channels off. Without decay both train alike, up to rounding.
-    """
-    return kernels.normalize(x, 1 + norm.offset.float(), norm.bias, residual, kind="rms", eps=norm.eps)
-
-
-def unfused(normalize: Callable[[Norm, Tensor], Tensor]) -> Callable:
-    """Complete a function of float32 rows s (..., D): add the residual before it, apply weight and bias after it."""
-
-    @functools.wraps(normalize)
-    def add_and_normalize(norm: Norm, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        if self.kind in FUSED:
+            # Weight decay pulls an offset towards 0. The weight of `rms` has none, because 0 would switch channels off.
+            weight = 1 + self.offset.float() if self.kind == "offset" else self.weight
+            return kernels.normalize(x, weight, self.bias, residual, kind=FUSED[self.kind], eps=self.eps)
         s = x if residual is None else (x.float() + residual.float()).to(residual.dtype)
-        y = normalize(norm, s.float())
-        if norm.weight is not None:
-            y = y * norm.weight
-        if norm.bias is not None:
-            y = y + norm.bias
+        y = FUNCTIONS[self.kind](self, s.float())
+        if self.weight is not None:
+            y = y * self.weight
+        if self.bias is not None:
+            y = y + self.bias
         return y.to(x.dtype), s
 
-    return add_and_normalize
+
+def unfused(function: Callable[[Norm, Tensor], Tensor]) -> Callable[[Norm, Tensor], Tensor]:
+    """Register a norm: a function of the float32 stream s (..., D), to which weight and bias are applied afterwards."""
+    FUNCTIONS[function.__name__] = function
+    return function
 
 
 @unfused
@@ -138,14 +114,8 @@ def none(norm: Norm, s: Tensor) -> Tensor:
     return s
 
 
-FUNCTIONS = {name: globals()[name] for name in NORMS}
-
 # Names as in files; in the decoder they lack "model.". The norms of q and k are not switched and do not match.
-TENSORS = {parameter.name for row in NORMS.values() for parameter in row} | RUNNING_STATISTICS.keys()
-NORM_TENSOR = re.compile(
-    r"(model\.)?(layers\.\d+\.(input|post_attention|attention_output|mlp_output)_layernorm|norm)"
-    rf"\.({'|'.join(sorted(TENSORS))})"
-)
+NORM_TENSOR = re.compile(r"(model\.)?(layers\.\d+\.\w+_layernorm|norm)\.\w+")
 
 
 def is_norm_parameter(name: str) -> bool:

@@ -9,10 +9,9 @@ from model.config import ModelConfig
 
 
 def frequencies(config: ModelConfig) -> Tensor:
-    """Rotation per position of each pair of elements, in radians, float64 (d/2,): theta^(-2i/d).
+    """Rotation per position of each pair of elements, in radians, float64 (d/2,): theta^(-2i/d) (Su et al. 2021).
 
-    Su et al. 2021, section 3.2.2. For contexts longer than the original one, a scaling divides by `factor` the
-    frequencies, or the part of each that `unscaled_part` does not keep.
+    For longer contexts, a scaling divides by `factor` the part of each that `unscaled_part` does not keep.
     """
     exponents = torch.arange(0, config.resolved_head_dim, 2, dtype=torch.float64, device="cpu")
     frequency = config.rope_theta ** -(exponents / config.resolved_head_dim)
@@ -23,24 +22,17 @@ def frequencies(config: ModelConfig) -> Tensor:
 
 
 def unscaled_part(config: ModelConfig, frequency: Tensor) -> Tensor:
-    """How much of each frequency (d/2,) its scaling leaves as it is: from 0, divided by `factor`, to 1, unchanged.
-
-    linear  0 everywhere: positions are interpolated (Chen et al. 2023, arXiv 2306.15595, equation 4).
-    llama3  Wavelengths longer than the original context divided by `low_freq_factor` get 0, and those shorter than the
-            context divided by `high_freq_factor` 1. In between, it is linear in the number of turns that fit into the
-            original context (Grattafiori et al. 2024, section 3.2).
-    yarn    Pairs that make more than `beta_fast` turns in the original context get 1, and those that make fewer than
-            `beta_slow` get 0 (Peng et al. 2023, arXiv 2309.00071, section 3.2). In between, it is linear in the pair's
-            index, as in the authors' code and in transformers; in the paper, in the number of turns. `truncate` rounds
-            the two ends to whole indices.
-    """
+    """How much of each frequency (d/2,) its scaling leaves as it is: from 0, divided by `factor`, to 1, unchanged."""
     scaling, context = config.rope_scaling, config.rope_scaling.get("original_max_position_embeddings")
-    if scaling["rope_type"] == "linear":
+    if scaling["rope_type"] == "linear":  # positions are interpolated: Chen et al. 2023, arXiv 2306.15595, equation 4
         return torch.zeros_like(frequency)
-    if scaling["rope_type"] == "llama3":
+    if scaling["rope_type"] == "llama3":  # linear in the turns that fit into the context: Grattafiori et al. 2024, 3.2
         low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
         return ((context * frequency / (2 * math.pi) - low) / (high - low)).clamp(0, 1)
 
+    # yarn (Peng et al. 2023, arXiv 2309.00071, section 3.2): 1 for pairs that make more than `beta_fast` turns in the
+    # context, 0 for fewer than `beta_slow`; in between linear in the pair's index, as in the authors' code and in
+    # transformers; in the paper, in the number of turns. `truncate` rounds the two ends to whole indices.
     def index_with(turns: float) -> float:
         """Index of the pair that makes this many turns in the original context; in general not a whole number."""
         return config.resolved_head_dim * math.log(context / (2 * math.pi * turns)) / (2 * math.log(config.rope_theta))
@@ -55,10 +47,9 @@ def unscaled_part(config: ModelConfig, frequency: Tensor) -> Tensor:
 
 
 class Rope(nn.Module):
-    """cos and sin of (position, pair): computed once in float64, kept as float32 (positions, d/2).
+    """cos and sin of (position, pair): computed in float64, kept as float32 (positions, d/2).
 
-    The tables have at most 32,768 positions until a longer text needs more: for 4 million tokens they are gigabytes.
-    yarn multiplies them by `attention_factor`, and so all scores by its square (Peng et al. 2023, section 3.4).
+    At most 32,768 positions until a longer text needs more: for 4 million they are gigabytes.
     """
 
     def __init__(self, config: ModelConfig):
@@ -69,7 +60,7 @@ class Rope(nn.Module):
         self.register_buffer("sin", sin, persistent=False)
 
     def tables(self, count: int) -> tuple[Tensor, Tensor]:
-        """cos and sin of the first `count` positions, on the CPU."""
+        """cos and sin of the first `count` positions, on the CPU; yarn scales them (Peng et al. 2023, section 3.4)."""
         angles = torch.outer(torch.arange(count, dtype=torch.float64, device="cpu"), frequencies(self.config))
         scaling = self.config.rope_scaling
         factor = scaling["attention_factor"] if scaling is not None and scaling["rope_type"] == "yarn" else 1.0

@@ -100,7 +100,7 @@ def test_the_example_of_a_norm_consists_of_lines_of_the_source():
 def test_a_norm_that_is_added_as_in_the_example_leaves_the_tests_of_norms_green(tmp_path):
     copy = shutil.copytree(ROOT, tmp_path / "copy", ignore=shutil.ignore_patterns(".*", "runs"))
     row, function = re.findall(r"```python\n(.*?)```", section("Compare two settings"), re.DOTALL)
-    added = {"config.py": ('    "none": ', f"    {row}"), "norm.py": ("FUNCTIONS = ", f"{function}\n\n")}
+    added = {"config.py": ('    "none": ', f"    {row}"), "norm.py": ("# Names as in files", f"{function}\n\n")}
     for name, (before, lines) in added.items():
         text = (copy / "model" / name).read_text(encoding="utf-8")
         assert text.count(before) == 1

@@ -13,7 +13,6 @@ from torch import nn
 
 from errors import UserError
 from model.decoder import Decoder
-from model.lora import packed_rows
 from model.norm import is_norm_parameter
 from training.muon import Muon
 from training.settings import OptimizerSettings
@@ -56,8 +55,11 @@ def build_optimizer(model: Decoder, settings: OptimizerSettings, device: torch.d
     )
     if not matrices:
         return adamw
-    packed = packed_rows(model.config)
-    rows = {p: packed.get(name.split(".")[-2], [len(p)]) for name, p in matrices.items()}
+    rows = {}
+    for name, parameter in matrices.items():
+        module = name.split(".")[-2]
+        parts = model.config.packed_matrices.get(module, {module: len(parameter)})
+        rows[parameter] = [*parts.values()]
     dtype = torch.bfloat16 if model.compute_dtype == torch.bfloat16 else torch.float32
     return Muon({"params": [*matrices.values()], "weight_decay": decay, "lr_multiplier": 1.0}, rows, adamw, dtype)
 

@@ -45,6 +45,38 @@ def draw():
 
 
 @pytest.fixture
+def evaluate():
+    """Outputs of a function, then the gradients of its inputs; None among inputs and upstream gradients is left out."""
+
+    def run(function, inputs, upstream):
+        leaves = [None if t is None else t.detach().requires_grad_() for t in inputs]
+        outputs = function(*leaves)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        used = [(out, u.to(out.dtype)) for out, u in zip(outputs, upstream, strict=True) if u is not None]
+        needed = [t for t in leaves if t is not None]
+        heads, grads = zip(*used, strict=True)
+        found = torch.autograd.grad(heads, needed, grads, materialize_grads=True)
+        assert [gradient.dtype for gradient in found] == [t.dtype for t in needed]
+        return [*(out.detach() for out in outputs), *found]
+
+    return run
+
+
+@pytest.fixture
+def assert_exact(evaluate, relative, rounding):
+    """Outputs and gradients are those of the definition in float64, within one rounding or as `tolerance` says."""
+
+    def check(function, definition, inputs, upstream, tolerance=rounding):
+        ours = evaluate(function, inputs, upstream)
+        exact = evaluate(definition, *([t if t is None else t.double() for t in ts] for ts in (inputs, upstream)))
+        for i, (found, expected) in enumerate(zip(ours, exact, strict=True)):
+            assert relative(found, expected) < tolerance(found.dtype, found.numel()), i
+        return ours
+
+    return check
+
+
+@pytest.fixture
 def triton():
     """Triton kernels for `kernels`' functions."""
     kernels.use("triton", torch.device("cpu"))

@@ -80,46 +80,32 @@ products = pytest.mark.parametrize(
 
 
 @products
-def test_norm_product_and_bias_are_one_launch(
+def test_norm_and_bias_or_activation_or_residual_addition_are_in_the_launch_of_a_product(
     draw, relative, rounding, draw_norm, dtype, name, batch, rows, width, geometry
 ):
+    def assert_equal(found, expected):
+        assert intact(found)
+        for ours, row in zip(found, expected, strict=True):
+            assert relative(ours, row) < rounding(found.dtype, rows)
+
     s, norm = guarded(draw(batch, width, mean=0.7, dtype=dtype)), draw_norm(name, width)
-    weight = guarded(draw(rows, width, std=0.1, mean=0.01, dtype=dtype))
+    weight = guarded(draw(2 * rows, width, std=0.1, mean=0.01, dtype=dtype))
+    gate, up = (normalized(s, *norm) @ weight.double().T).chunk(2, -1)
+    hidden = empty(batch, rows, dtype=dtype)
+    decode.gate_up(s, norm, weight, hidden)
+    assert_equal(hidden, gate * torch.sigmoid(gate) * up)
+
+    weight = guarded(weight[:rows])
     for bias in (None, guarded(draw(rows, mean=1.0, dtype=dtype))):
         out = empty(batch, rows)
         decode.qkv(s, norm, weight, bias, out)
-        expected = normalized(s, *norm) @ weight.double().T + (0 if bias is None else bias.double())
-        for found, row in zip(out, expected, strict=True):
-            assert relative(found, row) < rounding(torch.float32, rows)
-        assert intact(out)
+        assert_equal(out, gate + (0 if bias is None else bias.double()))
 
-
-@products
-def test_norm_gate_up_and_activation_are_one_launch(
-    draw, relative, rounding, draw_norm, dtype, name, batch, rows, width, geometry
-):
-    s, norm = guarded(draw(batch, width, mean=0.7, dtype=dtype)), draw_norm(name, width)
-    weight = guarded(draw(2 * rows, width, std=0.1, mean=0.01, dtype=dtype))
-    hidden = empty(batch, rows, dtype=dtype)
-    decode.gate_up(s, norm, weight, hidden)
-    gate, up = (normalized(s, *norm) @ weight.double().T).chunk(2, -1)
-    for found, row in zip(hidden, gate * torch.sigmoid(gate) * up, strict=True):
-        assert relative(found, row) < rounding(dtype, rows)
-    assert intact(hidden)
-
-
-@products
-def test_a_product_is_added_to_the_stream_with_one_rounding(
-    draw, relative, rounding, dtype, name, batch, rows, width, geometry
-):
-    x = guarded(draw(batch, width, dtype=dtype))
     weight = guarded(draw(rows, width, std=3 * width**-0.5, dtype=dtype))  # a product larger than the stream
-    s = guarded(draw(batch, rows, dtype=dtype))
-    expected = s.double() + x.double() @ weight.double().T
-    decode.project(x, weight, s)
-    for found, row in zip(s, expected, strict=True):
-        assert relative(found, row) < rounding(dtype, rows)
-    assert intact(s)
+    stream = guarded(draw(batch, rows, dtype=dtype))
+    expected = stream.double() + s.double() @ weight.double().T
+    decode.project(s, weight, stream)
+    assert_equal(stream, expected)
 
 
 def test_layernorm_keeps_the_digits_of_a_small_deviation_from_a_large_mean(draw, relative):

@@ -1,105 +1,111 @@
-"""`rotary` against multiplication by complex numbers of modulus one, in float64.
+"""`rotary` against multiplication by complex numbers of modulus one, in float64; the Triton kernels for any heads.
 
-Tolerances: two products and a sum of float32, 2^-24 each: 2e-7; with float32 tables of their own rounding: 3e-7; with
-the per-head norm in front: 5e-7. One rounding to bfloat16 is 1.66e-3: 1.75e-3.
+Tolerances: a few float32 roundings of 2^-24: 1e-6; half precision adds one (`rounding` in conftest.py).
 """
 
 import pytest
 import torch
 
+from kernels import gpu
+
 B, T, H, K, D = 2, 7, 6, 3, 16
+F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 
 
-def tables(positions, theta=10000.0):
+def angles_at(positions, theta=10000.0):
     """float64 angles (..., d/2) of positions, computed independently, with powers instead of exponentials."""
     return torch.stack([positions.double() / theta ** (2 * i / D) for i in range(D // 2)], dim=-1)
 
 
-def rotated(x, angles):
-    """Half-split pairs as complex numbers, times e^(i angle)."""
-    x = x.double()
-    z = torch.complex(x[..., : D // 2], x[..., D // 2 :]) * torch.polar(torch.ones_like(angles), angles)[..., None, :]
-    return torch.cat((z.real, z.imag), dim=-1)
+def pair(kernel, angles, heads=H, kv_heads=K, tables=None):
+    """Ours and the definition: RMSNorm per head where there are weights, then half-split pairs times e^(i angle)."""
+    cos, sin = (angles.cos().float(), angles.sin().float()) if tables is None else tables
 
+    def ours(qkv, *weights):
+        return kernel.rotary(qkv, cos, sin, heads, kv_heads, *(weights or (None, None)), 1e-3)
 
-def split(qkv):
-    """q (B, T, H, d), k and v (B, T, K, d) of packed rows."""
-    q, k, v = qkv[..., : H * D], qkv[..., H * D : (H + K) * D], qkv[..., (H + K) * D :]
-    return q.reshape(B, T, H, D), k.reshape(B, T, K, D), v.reshape(B, T, K, D)
+    def definition(qkv, *weights):
+        q, k, v = qkv.unflatten(-1, (heads + 2 * kv_heads, -1)).split((heads, kv_heads, kv_heads), dim=-2)
+        if weights:
+            q, k = (g * x / ((x**2).mean(-1, keepdim=True) + 1e-3).sqrt() for g, x in zip(weights, (q, k), strict=True))
+        turn = torch.complex(cos.double(), sin.double()).unsqueeze(-2)
+        q, k = (torch.complex(*x.chunk(2, -1)) * turn for x in (q, k))
+        return *(torch.cat((z.real, z.imag), dim=-1) for z in (q, k)), v
+
+    return ours, definition
 
 
 @pytest.mark.parametrize("first", [0, 1, 4095, 131071 - T + 1])
 def test_queries_and_keys_are_multiplied_by_complex_numbers_at_any_position(kernel, draw, relative, first):
-    qkv = draw(B, T, (H + 2 * K) * D)
-    angles = tables(torch.arange(first, first + T))
-    q, k, v = kernel.rotary(qkv, angles.cos().float(), angles.sin().float(), H, K)
-    q64, k64, v64 = split(qkv)
-    assert relative(q, rotated(q64, angles)) < 3e-7
-    assert relative(k, rotated(k64, angles)) < 3e-7
-    assert torch.equal(v, v64)
-
-
-def test_sequences_may_have_different_positions(kernel, draw, relative):
-    qkv = draw(B, T, (H + 2 * K) * D)
-    angles = tables(torch.stack((torch.arange(T), torch.arange(T) + 100)))  # (B, T, d/2)
-    q, k, _ = kernel.rotary(qkv, angles.cos().float(), angles.sin().float(), H, K)
-    q64, k64, _ = split(qkv)
-    assert relative(q, rotated(q64, angles)) < 3e-7
-    assert relative(k, rotated(k64, angles)) < 3e-7
-
-
-def test_the_product_of_a_query_and_a_key_depends_only_on_their_distance(kernel, draw):
-    vector = draw(1, 1, (1 + 2) * D).expand(1, T, -1)
-    products = []
-    for first in (0, 1000):
-        angles = tables(torch.arange(first, first + T))
-        q, k, _ = kernel.rotary(vector, angles.cos().float(), angles.sin().float(), 1, 1)
-        products.append(q[0, :, 0] @ k[0, :, 0].T)
-    torch.testing.assert_close(products[0], products[1], rtol=0, atol=1e-5)
-    assert (products[0][0] - products[0][0, 0]).abs().max() > 0.1  # and it does depend on it
-
-
-def test_queries_and_keys_are_normalized_per_head_before_the_rotation(kernel, draw, relative):
-    qkv, q_weight, k_weight = draw(B, T, (H + 2 * K) * D), draw(D, mean=1.0), draw(D, mean=1.0)
-    angles = tables(torch.arange(T))
-    q, k, v = kernel.rotary(qkv, angles.cos().float(), angles.sin().float(), H, K, q_weight, k_weight, 1e-3)
-    for actual, x, weight in ((q, split(qkv)[0], q_weight), (k, split(qkv)[1], k_weight)):
-        x = x.double()
-        normalized = weight.double() * x / ((x**2).mean(-1, keepdim=True) + 1e-3).sqrt()
-        assert relative(actual, rotated(normalized, angles)) < 5e-7
-    assert torch.equal(v, split(qkv)[2])
+    qkv, positions = draw(B, T, (H + 2 * K) * D), torch.arange(first, first + T)
+    ours, definition = pair(kernel, angles_at(positions))
+    q, k, v = ours(qkv)
+    q64, k64, v64 = definition(qkv.double())
+    assert relative(q, q64) < 3e-7 and relative(k, k64) < 3e-7 and torch.equal(v, v64.float())
 
 
 @pytest.mark.parametrize("with_norm", [False, True])
-def test_gradients_equal_those_of_the_float64_definition(kernel, draw, relative, with_norm):
-    qkv, weights = draw(B, T, (H + 2 * K) * D), [draw(D, mean=1.0), draw(D, mean=1.0)] if with_norm else []
-    angles = tables(torch.stack((torch.arange(50, 50 + T), torch.arange(T))))  # each sequence at its own positions
-    upstream = [draw(B, T, H, D), draw(B, T, K, D), draw(B, T, K, D)]
-
-    def definition(qkv, *weights):
-        q, k, v = split(qkv)
-        if weights:
-            q, k = (g * x / ((x**2).mean(-1, keepdim=True) + 1e-3).sqrt() for g, x in zip(weights, (q, k), strict=True))
-        return rotated(q, angles), rotated(k, angles), v
-
-    def gradients(function, inputs):
-        inputs = [x.detach().clone().requires_grad_() for x in inputs]
-        outputs = function(*inputs)
-        return torch.autograd.grad(outputs, inputs, [g.to(outputs[0].dtype) for g in upstream])
-
-    def ours(qkv, *weights):
-        return kernel.rotary(qkv, angles.cos().float(), angles.sin().float(), H, K, *(weights or (None, None)), 1e-3)
-
-    expected = gradients(definition, [x.double() for x in (qkv, *weights)])
-    for actual, gradient in zip(gradients(ours, [qkv, *weights]), expected, strict=True):
-        assert relative(actual, gradient) < 1e-6
+def test_gradients_equal_those_of_the_float64_definition(kernel, draw, assert_exact, with_norm):
+    inputs = [draw(B, T, (H + 2 * K) * D), *(draw(D, mean=1.0) for _ in range(2) if with_norm)]
+    angles = angles_at(torch.stack((torch.arange(50, 50 + T), torch.arange(T))))  # each sequence at its own positions
+    assert_exact(*pair(kernel, angles), inputs, [draw(B, T, heads, D) for heads in (H, K, K)])
 
 
-def test_half_precision_is_rounded_once(kernel, draw, relative):
-    qkv = draw(B, T, (H + 2 * K) * D, dtype=torch.bfloat16)
-    angles = tables(torch.arange(T) + 1000)
-    q, k, _ = kernel.rotary(qkv, angles.cos().float(), angles.sin().float(), H, K)
-    assert q.dtype == k.dtype == torch.bfloat16
-    # 672 and 336 values: their sample of the rounding error scatters by a few percent around 1.66e-3
-    assert relative(q, rotated(split(qkv)[0], angles)) < 1.9e-3
-    assert relative(k, rotated(split(qkv)[1], angles)) < 1.9e-3
+def test_half_precision_is_rounded_once(kernel, draw, relative, rounding):
+    qkv = draw(B, T, (H + 2 * K) * D, dtype=BF16)
+    ours, definition = pair(kernel, angles_at(torch.arange(T) + 1000))
+    for found, expected in zip(ours(qkv), definition(qkv.double()), strict=True):
+        assert found.dtype == BF16 and relative(found, expected) < rounding(BF16, found.numel())
+
+
+SHAPES = {  # heads of q and of k, width of a head, sequences, length: blocks of tokens end inside sequences
+    "one token of one head": (1, 1, 64, 1, 1),
+    "one tile of k for three of q": (3, 1, 80, 2, 37),
+    "two tiles of q, several blocks for each program": (8, 4, 128, 2, 19),
+    "half a head is no power of two": (6, 2, 96, 2, 17),
+    "half a head is not divisible by 8": (4, 2, 20, 3, 65),
+    "as many heads of k as of q": (3, 3, 32, 2, 5),
+}
+CASES = [*zip(SHAPES, [False, True] * 3, [F32, F32, F16, F16, BF16, BF16], strict=True)]  # norms of heads, dtypes
+triton_only = pytest.mark.skipif(gpu is None, reason="Triton is not installed")
+
+
+@triton_only
+@pytest.mark.parametrize(("shape", "head_norms", "dtype"), CASES)
+def test_triton_results_are_rounded_once_for_any_heads(draw, assert_exact, shape, head_norms, dtype):
+    heads, kv_heads, width, batch, length = SHAPES[shape]
+    angles = draw(length, width // 2, mean=500.0, std=300.0, dtype=torch.float64)
+    inputs = [draw(batch, length, (heads + 2 * kv_heads) * width, dtype=dtype)]
+    inputs += [draw(width, mean=1.0) for _ in range(2 * head_norms)]
+    # as from attention: heads before positions
+    upstream = [draw(batch, n, length, width, dtype=dtype).transpose(1, 2) for n in (heads, kv_heads)]
+    upstream.append(draw(1, 1, 1, width, dtype=dtype).expand(batch, length, kv_heads, width))
+    before = [tensor.clone() for tensor in inputs]
+    assert_exact(*pair(gpu, angles, heads, kv_heads), inputs, upstream)
+    assert all(map(torch.equal, inputs, before))
+
+
+@pytest.fixture
+def strided(draw):
+    """Random tensors whose strides and first address are all odd and, thanks to `gap`, all different."""
+
+    def make(*shape: int, gap: int) -> torch.Tensor:
+        *outer, last = shape
+        wide = draw(*(n + 2 for n in outer), last + last % 2 + gap)
+        return wide[(*(slice(1, -1) for _ in outer), slice(1, last + 1))]
+
+    return make
+
+
+@triton_only
+@pytest.mark.parametrize(("shape", "head_norms"), [*zip([*SHAPES][1::2], [False, True, True], strict=True)])
+def test_all_tensors_may_have_strides_of_their_own(draw, strided, assert_exact, shape, head_norms):
+    heads, kv_heads, width, batch, length = SHAPES[shape]
+    angles = draw(batch, length, width // 2, mean=500.0, std=300.0, dtype=torch.float64)
+    cos, sin = strided(*angles.shape, gap=3), strided(*angles.shape, gap=7)  # of sequences with their own positions
+    tables = cos.copy_(angles.cos()), sin.copy_(angles.sin())
+    inputs = [strided(batch, length, (heads + 2 * kv_heads) * width, gap=9)]
+    inputs += [draw(width, mean=1.0).bfloat16() for _ in range(2 * head_norms)]
+    upstream = [strided(batch, length, n, width, gap=gap) for n, gap in ((heads, 3), (kv_heads, 5), (kv_heads, 7))]
+    for gradients in (upstream, [gradient.transpose(2, 3).contiguous().transpose(2, 3) for gradient in upstream]):
+        assert_exact(*pair(gpu, None, heads, kv_heads, tables), inputs, gradients)

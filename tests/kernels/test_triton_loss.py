@@ -32,64 +32,67 @@ def make_inputs(draw, rows: int, dtype=torch.bfloat16, mean: float = 0.0):
     return x, weight, targets
 
 
-def rounded_reference(x, weight, targets, weights):
-    """Losses, dx and dweight in float64, of logits and of their gradient, each rounded once to x's dtype."""
+def rounded_reference(x, weight, targets, weights, logits=None):
+    """Weighted loss, dx and dweight in float64, of logits and of their gradient, each rounded once to x's dtype."""
     weight = weight.to(x.dtype)
-    logits = torch.mm(x, weight.T).double()
-    counted = targets != -100
-    labels = targets.clamp(min=0)
-    losses = F.cross_entropy(logits, labels, reduction="none") * counted
-    weights = weights.double() * counted
+    logits = (torch.mm(x, weight.T) if logits is None else logits).double()
+    labels, weights = targets.clamp(min=0), weights.double() * (targets != -100)
+    loss = (F.cross_entropy(logits, labels, reduction="none") * weights).sum()
     delta = (torch.softmax(logits, -1) - F.one_hot(labels, len(weight))) * weights[:, None]
     scale = weights.abs().max().clamp(min=1e-30)
     delta = (delta / scale).to(x.dtype).double() * scale
-    return losses, delta @ weight.double(), delta.T @ x.double()
+    return loss, delta @ weight.double(), delta.T @ x.double()
 
 
-def run(x, weight, targets, weights):
+@pytest.fixture
+def run(evaluate):
     """The weighted sum of the losses, dx and dweight."""
-    x, weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
-    loss = gpu.linear_cross_entropy(x, weight, targets, token_weights=weights)
-    return loss.detach(), *torch.autograd.grad(loss, (x, weight))
+
+    def run(x, weight, targets, weights, upstream=1.0):
+        loss = lambda x, weight: gpu.linear_cross_entropy(x, weight, targets, token_weights=weights)  # noqa: E731
+        return evaluate(loss, (x, weight), [torch.tensor(upstream)])
+
+    return run
 
 
-def assert_exact(found, expected, weights, rounding, relative):
-    assert [tensor.dtype for tensor in found[::2]] == [torch.float32] * 2
-    assert relative(found[0], (expected[0] * weights.double()).sum()) < 1e-6
-    dtype = found[1].dtype
-    flips = 0 if dtype == torch.float32 else 1e-4
-    assert relative(found[1], expected[1]) < rounding(dtype, expected[1].numel()) + flips
-    assert relative(found[2], expected[2]) < 1e-6 + flips
+@pytest.fixture
+def assert_rounded_once(relative, rounding):
+    def check(found, expected):
+        dtype = found[1].dtype
+        flips = 0 if dtype == torch.float32 else 1e-4
+        assert relative(found[0], expected[0]) < 1e-6
+        assert relative(found[1], expected[1]) < rounding(dtype, found[1].numel()) + flips
+        assert relative(found[2], expected[2]) < 1e-6 + flips
+
+    return check
 
 
 @pytest.mark.parametrize(
     ("dtype", "mean"),
     [(torch.float32, 0.0), (torch.float32, 50.0), (torch.bfloat16, -50.0), (torch.float16, 50.0)],
 )
-def test_each_of_logits_their_gradient_and_dx_is_rounded_once_and_nothing_else(draw, relative, rounding, dtype, mean):
+def test_each_of_logits_their_gradient_and_dx_is_rounded_once_and_nothing_else(
+    draw, run, assert_rounded_once, relative, dtype, mean
+):
     x, weight, targets = make_inputs(draw, 37, dtype, mean)
     weights = draw(37)  # of both signs
     weights[7:9] = 0
-    found = run(x, weight, targets, weights)
-    assert found[1].dtype == dtype
-    expected = rounded_reference(x, weight, targets, weights)
+    found, expected = run(x, weight, targets, weights), rounded_reference(x, weight, targets, weights)
     if dtype == torch.float32 and mean:
         # dx is of size 1, and weights of 50 multiply errors of 2e-7 in softmax - onehot
         assert relative(found[1], expected[1]) < 2e-5
-        found = found[0], expected[1].float(), found[2]
-    assert_exact(found, expected, weights, rounding, relative)
+        found[1] = expected[1].float()
+    assert_rounded_once(found, expected)
 
 
 @pytest.mark.parametrize("rows", [1, 8, 9, 20])
-def test_chunks_change_nothing(draw, relative, rounding, monkeypatch, rows):
+def test_chunks_change_nothing(draw, run, assert_rounded_once, monkeypatch, rows):
     monkeypatch.setattr(cross_entropy, "chunk_rows", lambda rows, vocabulary, itemsize: 8)
-    x, weight, targets = make_inputs(draw, rows)
-    weights = draw(rows)
-    expected = rounded_reference(x, weight, targets, weights)
-    assert_exact(run(x, weight, targets, weights), expected, weights, rounding, relative)
+    inputs = *make_inputs(draw, rows), draw(rows)
+    assert_rounded_once(run(*inputs), rounded_reference(*inputs))
 
 
-def test_without_a_counted_token_losses_and_gradients_are_0(draw):
+def test_without_a_counted_token_losses_and_gradients_are_0(draw, run):
     x, weight, _ = make_inputs(draw, 9)
     weight[:, 0] = torch.where(torch.arange(V) % 2 == 0, float("nan"), float("-inf"))  # ignored rows are not read
     targets = torch.full((9,), -100)
@@ -104,74 +107,64 @@ def test_without_a_counted_token_losses_and_gradients_are_0(draw):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_a_second_backward_pass_gives_equal_gradients_and_leaves_those_of_the_first(draw, relative, dtype):
     x, weight, targets = make_inputs(draw, 9, dtype)
-    weight = weight.to(dtype)  # the gradient has the weight's dtype
-    x.requires_grad_()
-    weight.requires_grad_()
-    loss = gpu.linear_cross_entropy(x, weight, targets, token_weights=draw(9))
+    inputs = x.requires_grad_(), weight.to(dtype).requires_grad_()  # the gradient has the weight's dtype
+    loss = gpu.linear_cross_entropy(*inputs, targets, token_weights=draw(9))
     upstream = torch.tensor(0.37)
-    first = torch.autograd.grad(loss, (x, weight), upstream, retain_graph=True)
+    first = torch.autograd.grad(loss, inputs, upstream, retain_graph=True)
     copies = [gradient.clone() for gradient in first]
-    plain = torch.autograd.grad(loss, (x, weight), retain_graph=True)
-    second = torch.autograd.grad(loss, (x, weight), upstream)
+    plain = torch.autograd.grad(loss, inputs, retain_graph=True)
+    second = torch.autograd.grad(loss, inputs, upstream)
     assert all(map(torch.equal, first, second)) and all(map(torch.equal, first, copies))
     for scaled, gradient in zip(first, plain, strict=True):
         assert scaled.dtype == dtype
         assert relative(scaled, gradient.double() * 0.37) < (1e-6 if dtype == torch.float32 else 3e-3)  # two roundings
 
 
-def test_float16_keeps_small_weights_under_a_gradient_scaler(draw, relative, rounding):
+def test_float16_keeps_small_weights_under_a_gradient_scaler_and_those_of_ignored_tokens_do_not_matter(
+    draw, run, relative, rounding
+):
     """1/N of a large batch times a small probability is below 6e-8, the smallest number of float16."""
     x, weight, targets = make_inputs(draw, 37, torch.float16)
-    weights, upstream = torch.tensor(1e-7), torch.tensor(2.0**20)
-    x, weight = x.requires_grad_(), weight.requires_grad_()
-    loss = gpu.linear_cross_entropy(x, weight, targets, token_weights=weights)
-    found = torch.autograd.grad(loss, (x, weight), upstream)
-    _, dx, dweight = rounded_reference(x.detach(), weight.detach(), targets, weights.expand(37))
+    _, *found = run(x, weight, targets, torch.tensor(1e-7), upstream=2.0**20)
+    _, dx, dweight = rounded_reference(x, weight, targets, torch.tensor(1e-7).expand(37))
     assert relative(found[0], dx * 2.0**20) < rounding(torch.float16, dx.numel()) + 1e-4
     assert relative(found[1], dweight * 2.0**20) < 1e-4
-
-
-def test_weights_of_ignored_tokens_do_not_matter(draw):
-    x, weight, targets = make_inputs(draw, 9, torch.float16)
-    weights = draw(9)
+    weights = draw(37)
     expected = run(x, weight, targets, weights)
     weights[targets == -100] = 1e30
     assert all(map(torch.equal, run(x, weight, targets, weights), expected))
 
 
-def loss_and_gradient(logits, targets, weights=None):
-    """One call of the kernel on a copy of logits (n, V): losses, and weight (softmax - onehot)."""
+def loss_and_gradient(logits, targets):
+    """One call of the kernel on a copy of logits (n, V): losses, and softmax - onehot."""
     buffer = cross_entropy.allocate_logits(*logits.shape, logits)
     buffer[:, logits.shape[1] :] = float("-inf")
     view = buffer[:, : logits.shape[1]]
     view.copy_(logits)
-    loss = torch.full((len(logits),), float("nan"))
-    weights = torch.ones(len(logits)) if weights is None else weights
-    cross_entropy.cross_entropy(view, targets, weights, loss)
+    loss, alone = torch.full((2, len(logits)), float("nan"))
+    cross_entropy.cross_entropy(view, targets, torch.ones(len(logits)), loss)
     assert not buffer[loss.isfinite(), logits.shape[1] :].any()  # some products read the padding: 0 times NaN is NaN
-    alone = torch.full_like(loss, float("nan"))
-    buffer[:, logits.shape[1] :], copy = float("-inf"), view.clone()
+    buffer[:, logits.shape[1] :], gradient = float("-inf"), view.clone()
     view.copy_(logits)
     cross_entropy.cross_entropy(view, targets, None, alone)
-    assert torch.equal(view.view(torch.int32), logits.view(torch.int32)) and torch.equal(alone.isnan(), loss.isnan())
-    assert torch.equal(alone.nan_to_num(), loss.nan_to_num())
-    return loss, copy
+    assert torch.equal(view.view(torch.int32), logits.view(torch.int32))
+    assert torch.equal(alone.isnan(), loss.isnan()) and torch.equal(alone.nan_to_num(), loss.nan_to_num())
+    return loss, gradient
 
 
 @pytest.mark.parametrize("width", [8, 13, 257, 4099, 140_003])
-def test_rows_of_any_length_with_logits_of_80_are_exact_to_float32(draw, relative, width):
+def test_rows_of_any_length_with_logits_of_80_are_exact_to_float32(draw, width):
     logits = draw(4, width, std=1.0) * torch.tensor([[1.0], [30.0], [-30.0], [1.0]])
     logits[0, width // 2], logits[1, -1], logits[2, 0] = 80.0, -80.0, 80.0
     logits[3] -= 90  # all below 0: sums that begin at a maximum of 0 would vanish
     targets = torch.tensor([width // 2, width - 1, 5, 0])
     exact = logits.double().requires_grad_()
     expected = F.cross_entropy(exact, targets, reduction="none")
-    (delta,) = torch.autograd.grad(expected, exact, torch.ones(4, dtype=torch.float64))
+    (delta,) = torch.autograd.grad(expected.sum(), exact)
     loss, found = loss_and_gradient(logits, targets)
     for row in range(4):
-        assert loss[row].item() == pytest.approx(
-            expected[row].item(), rel=1e-6, abs=2e-7 * logits[row].abs().max().item()
-        )
+        tolerance = 2e-7 * logits[row].abs().max().item()
+        assert loss[row].item() == pytest.approx(expected[row].item(), rel=1e-6, abs=tolerance)
         assert (found[row] - delta[row]).norm() < 1e-6 * delta[row].norm() + 3e-7
 
 

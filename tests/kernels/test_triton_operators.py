@@ -14,22 +14,15 @@ pytestmark = pytest.mark.skipif(gpu is None, reason="Triton is not installed")
 
 def operators():
     """Each operator with valid arguments."""
-    x, s, weight, bias, targets = (
-        torch.randn(6, 16),
-        torch.randn(6, 16),
-        torch.randn(16),
-        torch.randn(16),
-        torch.arange(6),
-    )
-    qkv, cos, sin = torch.randn(1, 6, 4 * 16), torch.randn(6, 8), torch.randn(6, 8)
-    heads = torch.randn(1, 6, 2, 16), torch.randn(1, 6, 1, 16), torch.randn(1, 6, 1, 16)
-    head, statistics = torch.randn(9, 16), torch.randn(2, 6)
+    x, s, head, qkv = (torch.randn(*shape) for shape in ((6, 16), (6, 16), (9, 16), (1, 6, 4 * 16)))
+    weight, bias, cos, sin, statistics = (torch.randn(*shape) for shape in ((16,), (16,), (6, 8), (6, 8), (2, 6)))
+    heads, targets = [torch.randn(1, 6, n, 16) for n in (2, 1, 1)], torch.arange(6)
     ops = torch.ops.prenorm
     return {
-        "norm_forward": (ops.norm_forward, (x, s, weight, bias, True, 1e-5)),
-        "norm_forward of rms": (ops.norm_forward, (x, None, weight, None, False, 1e-5)),
-        "norm_backward": (ops.norm_backward, (x, s, s.clone(), weight, statistics, True, True, True)),
-        "norm_backward of rms": (ops.norm_backward, (x, None, s, weight, statistics[:1], False, True, False)),
+        "norm_forward": (ops.norm_forward, (x, s, weight, bias, "layer", 1e-5)),
+        "norm_forward of rms": (ops.norm_forward, (x, None, weight, None, "rms", 1e-5)),
+        "norm_backward": (ops.norm_backward, (x, s, s.clone(), weight, statistics, "layer", True, True)),
+        "norm_backward of rms": (ops.norm_backward, (x, None, s, weight, statistics[:1], "rms", True, False)),
         "swiglu_forward": (ops.swiglu_forward, (x,)),
         "swiglu_backward": (ops.swiglu_backward, (s[:, :8], x)),
         "rotary_forward": (ops.rotary_forward, (qkv, cos, sin, 2, 1, None, None, 1e-5)),
@@ -73,7 +66,7 @@ def test_all_kernels_compile_into_one_graph_for_any_number_of_tokens_with_equal_
         q = kernels.rotary(packed, cos, sin, 2, 1)[0] + q
         a = kernels.attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)).transpose(1, 2).flatten(2)
         y, s = kernels.normalize(a, weight, bias, s, kind="layer", eps=1e-5)
-        y, _ = kernels.normalize(kernels.swiglu_mlp(y, gate_up, down), weight, None, s, kind="rms", eps=1e-5)
+        y, _ = kernels.normalize(kernels.swiglu(y @ gate_up.T) @ down.T, weight, None, s, kind="rms", eps=1e-5)
         return kernels.linear_cross_entropy(y.flatten(0, 1), head, targets, token_weights=token_weights)
 
     torch._dynamo.reset()

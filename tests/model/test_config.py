@@ -12,24 +12,10 @@ from model.config import NORMS, PLACEMENTS, ModelConfig
 from model.count import flops_per_token, num_parameters
 from model.decoder import Decoder
 
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
-
-
 YARN = {
-    "rope_type": "yarn",
-    "factor": 4.0,
-    "original_max_position_embeddings": 16,
-    "attention_factor": 1.1,
-    "beta_fast": 32,
-    "beta_slow": 1,
-    "truncate": True,
-}
+    "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "truncate": True,
+    "attention_factor": 1.1, "beta_fast": 32, "beta_slow": 1,
+}  # fmt: skip
 
 
 def test_configuration_and_families_import_no_torch():

@@ -83,31 +83,21 @@ def test_logits_and_cache_equal_the_decoders(make_decoder, relative, variant):
             assert relative(theirs[:, b, :, first:7], ours[:, b, :, first:7]) < 2e-6
 
 
-@torch.inference_mode()
-def test_a_prompt_of_one_token_and_one_of_more_tokens_than_a_range_are_right(make_decoder, relative, monkeypatch):
-    monkeypatch.setattr(kernels.decode, "splits_for", lambda positions: 2)
-    decoder = make_decoder(max_position_embeddings=200, num_hidden_layers=1).eval()
-    for lengths in ([170, 33, 1], [1]):
-        found, expected, *_ = steps(decoder, 1, lengths)
-        assert relative(found, expected) < 2e-6
-
-
-def test_a_fused_step_exists_for_triton_small_batches_and_the_layers_that_it_computes(make_decoder):
+def test_a_fused_step_exists_for_triton_small_batches_and_the_layers_that_it_computes(make_decoder, request):
     def exists(batch_size=1, **changes):
         with decode_step_for(make_decoder(**changes).eval(), batch_size, 4) as step:
             return isinstance(step, DecodeStep)
 
     assert not exists()
-    kernels.use("triton", torch.device("cpu"))
-    try:
-        assert exists(1) and exists(MAX_SEQUENCES) and exists(norm="layer")
-        assert not exists(MAX_SEQUENCES + 1)
-        others = {"mlp": "geglu"}, {"attention_output_bias": True}
-        for changes in (*({"norm": norm} for norm in ("none", "srms", "offset")), *others):
-            assert not exists(**changes), changes
-        assert not any(exists(norm_placement=placement) for placement in ("post", "sandwich", "output"))
-    finally:
-        kernels.use("auto", torch.device("cpu"))
+    request.getfixturevalue("triton_kernels")
+    assert exists(1) and exists(MAX_SEQUENCES) and exists(norm="layer") and not exists(MAX_SEQUENCES + 1)
+    others = [
+        {"mlp": "geglu"},
+        {"attention_output_bias": True},
+        *({"norm": norm} for norm in ("none", "srms", "offset")),
+    ]
+    others += [{"norm_placement": placement} for placement in ("post", "sandwich", "output")]
+    assert not any(exists(**changes) for changes in others)
 
 
 def decode(decoder, tokens, positions=8):
@@ -133,24 +123,27 @@ def test_the_next_prompt_uses_the_same_step_an_empty_cache_no_padding_of_the_las
 
 
 @pytest.mark.usefixtures("triton_kernels")
-@pytest.mark.parametrize("change", ["weight", "dtype", "batch", "room", "table"])
-def test_a_step_is_made_again_where_its_graph_would_read_other_memory_or_the_shape_changes(make_decoder, change):
-    decoder, size = make_decoder(max_position_embeddings=600).eval(), {"batch_size": 1, "positions": 8}
-    with decode_step_for(decoder, **size) as before:
-        pass
+def test_a_step_is_made_again_where_its_graph_would_read_other_memory_or_the_shape_changes(make_decoder):
+    decoder = make_decoder(max_position_embeddings=600).eval()
     weight = decoder.layers[0].mlp.down_proj.weight
-    if change == "weight":
-        weight.data = weight.data * 2
-    elif change == "dtype":
-        decoder.compute_dtype = torch.bfloat16
-    elif change == "batch":
-        size["batch_size"] = 3
-    elif change == "room":
-        size["positions"] = 300
-    elif change == "table":
-        decoder.rope.cos = decoder.rope.cos.clone()
-    with decode_step_for(decoder, **size) as after:
-        assert after is not before
+    steps = []
+
+    def use_step(batch_size=1, positions=8):
+        with decode_step_for(decoder, batch_size, positions) as step:
+            steps.append(step)
+
+    use_step()
+    weight.data = weight.data * 2
+    use_step()
+    decoder.compute_dtype = torch.bfloat16
+    use_step()
+    decoder.rope.cos = decoder.rope.cos.clone()
+    use_step()
+    use_step(positions=9)
+    assert steps.pop() is steps[-1]
+    use_step(batch_size=3)
+    use_step(positions=300)
+    assert len({id(step) for step in steps}) == 6
 
 
 @pytest.mark.usefixtures("triton_kernels")

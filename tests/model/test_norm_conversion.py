@@ -48,10 +48,7 @@ def test_master_weights_stay_float32_when_the_checkpoint_is_bfloat16(make_decode
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        (
-            {"vocab_size": 100, "intermediate_size": 88},
-            "vocab_size 97 instead of 100, intermediate_size 80 instead of 88",
-        ),
+        ({"vocab_size": 100, "intermediate_size": 88}, "vocab_size 97 instead of 100, intermediate_size 80 instead of"),
         ({"num_attention_heads": 12, "num_key_value_heads": 4}, "num_attention_heads 6 instead of 12"),  # equal shapes
         ({"attention_bias": True, "qk_norm": True}, "attention_bias False instead of True, qk_norm False"),
         ({"tie_word_embeddings": False}, "tie_word_embeddings True instead of False"),

@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 
-from checkpoints.pretrained import load_pretrained, save_pretrained, unpacked_tensors
+from checkpoints.pretrained import load_pretrained, save_pretrained
 from model.cache import KeyValueCache
 
 LOGITS = 2e-6
@@ -81,7 +81,7 @@ def test_logits_at_once_and_of_greedy_decoding_in_a_padded_batch_equal_those_of_
 
     tokens = torch.randint(0, shape["vocab_size"], (2, decoder.config.max_position_embeddings))
     expected = model(tokens).logits
-    errors = [relative(decoder(tokens), expected), relative(again(tokens), expected)]
+    assert max(relative(decoder(tokens), expected), relative(again(tokens), expected)) <= LOGITS
 
     lengths, steps = [40, 23, 3], 12
     prompt = torch.randint(0, shape["vocab_size"], (3, 40))
@@ -100,31 +100,4 @@ def test_logits_at_once_and_of_greedy_decoding_in_a_padded_batch_equal_those_of_
         found.append(decoder(last, cache=cache, padding=padding, last_only=True)[:, 0])
         last = found[-1].argmax(-1, keepdim=True)
     assert torch.equal(torch.stack(found, 1).argmax(-1), generated.sequences[:, 40:])
-    errors.append(relative(torch.stack(found, 1), torch.stack(generated.logits, 1)))
-    print(family, rope, *(f"{error:.1e}" for error in errors))
-    assert max(errors) <= LOGITS
-
-
-@pytest.mark.parametrize("family", ["qwen2", "qwen3, windows by layer"])
-def test_gradients_of_models_with_yarn_equal_those_of_transformers_in_float64(shape, relative, tmp_path, family):
-    """Tolerance: three times the error of the same gradient in transformers in float32, plus that of the logits."""
-    model = random_model(family, "yarn", shape)
-    model.save_pretrained(tmp_path)
-    decoder = load_pretrained(tmp_path)
-    tokens = torch.randint(0, shape["vocab_size"], (2, 40))
-    weights = torch.randn(tokens.numel()) + 0.5  # of the tokens' losses: the upstream gradient
-    (decoder(tokens, tokens.roll(-1, 1)).flatten() * weights).sum().backward()
-    found = unpacked_tensors({name: parameter.grad for name, parameter in decoder.named_parameters()}, decoder.config)
-
-    def gradients():
-        model.zero_grad()
-        logits = model(tokens).logits.flatten(0, 1)
-        losses = torch.nn.functional.cross_entropy(logits, tokens.roll(-1, 1).flatten(), reduction="none")
-        (losses * weights).sum().backward()
-        return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
-
-    single, double = gradients(), (model.double(), gradients())[1]
-    for name, expected in double.items():
-        theirs = relative(single[name], expected)  # largest for biases of keys, whose gradients nearly cancel
-        assert theirs < 1e-3
-        assert relative(found[name], expected) <= 3 * theirs + LOGITS, name
+    assert relative(torch.stack(found, 1), torch.stack(generated.logits, 1)) <= LOGITS
