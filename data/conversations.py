@@ -21,7 +21,7 @@ import numpy as np
 from filelock import FileLock
 from tqdm import tqdm
 
-from data.batches import IGNORE, Batch, draw
+from data.batches import IGNORED, Batch, draw
 from data.chat import ChatFormat, Message, plain_messages
 from data.readers import MESSAGES, decode, read_rows
 from data.sources import TextFile
@@ -69,9 +69,9 @@ class Conversations:
 
 
 def batch_of(rows: np.ndarray) -> Batch:
-    """Inputs, targets and documents, int64; targets that are not learned are `IGNORE`."""
+    """Inputs, targets and documents, int64; targets that are not learned are `IGNORED`."""
     ids, learned, documents = rows.astype(np.int64)
-    return ids[:, :-1], np.where(learned, ids, IGNORE)[:, 1:], documents[:, :-1]
+    return ids[:, :-1], np.where(learned, ids, IGNORED)[:, 1:], documents[:, :-1]
 
 
 def find_conversations(files: Sequence[TextFile]) -> str | None:

@@ -87,7 +87,7 @@ def resolve(names: Iterable[str], text_field: str, cache_dir: Path) -> list[Text
 
 
 def text_files(paths: Iterable[str | Path], text_field: str, optional: bool = True) -> list[TextFile]:
-    """Those of the paths that are files of known formats, not pipes or folders."""
+    """The paths that are files of known formats, not pipes or folders."""
     files = []
     for path in paths:
         format = find_format(path)

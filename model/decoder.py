@@ -111,7 +111,7 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """Logits of tokens (B, T) int64: float32 (B, T, V), or (B, 1, V) of the last position with `last_only`.
 
-        targets (B, T) int64, -100 to ignore a position: return losses instead, in nats, float32 (B, T), 0 if ignored.
+        targets (B, T) int64: return the losses instead, in nats, float32 (B, T), 0 where a target is `IGNORED`.
         token_weights, float32 (B, T) or 0-dimensional: return the sum of weight times loss, cheaper to train on.
         documents (B, T) int64: the number of each token's document, without a cache. A token sees its own document
         alone; its rotary position is still its place in the row, since attention depends on differences of positions.

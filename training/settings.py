@@ -91,7 +91,7 @@ class OptimizerSettings:
     steps: int = 1000  # Number of optimizer steps.
     learning_rate: float = 3e-3  # Peak learning rate.
     embedding_lr_multiplier: float = 1.0  # Learning rate of embedding and head, in multiples of --learning-rate.
-    norm_lr_multiplier: float = 1.0  # That of the norms' parameters and of biases, in multiples of --learning-rate.
+    norm_lr_multiplier: float = 1.0  # Learning rate of norms and biases, in multiples of --learning-rate.
     schedule: Literal["cosine", "wsd"] = "wsd"  # After the warm-up: cosine decay, or constant and then a linear one.
     warmup_steps: int = 50  # Steps of linear warm-up.
     decay_fraction: float = 0.5  # Fraction of the steps that wsd spends in its decay, at the end.
@@ -110,7 +110,7 @@ class MachineSettings:
 
     device: str = "auto"  # auto (CUDA, else MPS, else CPU) or a torch device such as cuda:1.
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Of activations; weights stay float32. auto: bfloat16 if that is fast, else float16 on CUDA, else float32."""
+    """Dtype of activations; weights stay float32. auto: bfloat16 if that is fast, else float16 on CUDA, else float32."""
     kernels: Literal["auto", "triton", "torch"] = "auto"  # Fused Triton kernels, or plain PyTorch.
     compile: bool = False  # Compile the model with torch.compile: slow first step, faster training.
     activation_checkpointing: bool = False  # Recompute activations in the backward pass: less memory, more time.
