@@ -27,7 +27,7 @@ def printable(text: str) -> str:
 
 
 def fit_terminal(text: str, stream: TextIO) -> str:
-    """For a terminal, long lines are broken between words; a line with a command stays whole, to be copied."""
+    """The text, for a terminal with long lines broken between words; a command stays on one line, to be copied."""
     if not stream.isatty():
         return text
     import shutil  # these two only here, as Ctrl-C in an import is a traceback
@@ -57,7 +57,7 @@ def reading(path: Path | str, fix: str = "download or save it again") -> Iterato
     except (UserError, MemoryError):
         raise
     except BaseException as error:
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # of libraries in Rust
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # a panic in Rust
             raise
         reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
         if isinstance(error, KeyError):

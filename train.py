@@ -42,7 +42,7 @@ def main() -> int:
     with contextlib.nullcontext() if is_main_process() else contextlib.redirect_stderr(io.StringIO()):
         command = parse(sys.argv[1:], DESCRIPTION)
     write = sys.stdout.write
-    sys.stdout.write = lambda text: write(fit_terminal(printable(text), sys.stdout))  # of names and texts of others too
+    sys.stdout.write = lambda text: write(fit_terminal(printable(text), sys.stdout))  # also what others wrote
     from training import commands  # imports torch, which --help does not wait for
 
     return commands.run(command)

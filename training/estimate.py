@@ -20,8 +20,8 @@ from training.settings import Settings
 from training.step import train_step
 
 STEPS = 3
-QUICK_FLOPS, MAX_FLOPS = 5e11, 5e12  # of a step that is measured on a CPU: seconds, and a minute
-BYTES_PER_TOKEN = 3.5  # of text: see TOKENIZER_BYTES in data/corpus.py
+QUICK_FLOPS, MAX_FLOPS = 5e11, 5e12  # work of a step that a CPU measures: seconds, and at most a minute
+BYTES_PER_TOKEN = 3.5  # bytes of text: see TOKENIZER_BYTES in data/corpus.py
 
 
 def estimate(settings: Settings) -> float:
@@ -62,22 +62,25 @@ def memory(settings: Settings, dtype: torch.dtype, device: torch.device) -> tupl
     if settings.optimizer.optimizer == "muon":  # it keeps one moment, AdamW two
         moments -= 4 * model.num_hidden_layers * layer_matrices(model)
     tokens = (data.micro_batch_size or data.batch_size) * data.sequence_length
-    kept = tokens * dtype.itemsize * kept_elements(model, settings.machine.activation_checkpointing)
+    fused = kernels.implementation(device) is kernels.gpu
+    kept = tokens * dtype.itemsize * kept_elements(model, settings.machine.activation_checkpointing, fused)
     logits = tokens * dtype.itemsize * model.vocab_size  # or their gradient
-    if kernels.implementation(device) is kernels.gpu:  # some tokens at a time
+    if fused:  # some tokens at a time
         logits = min(logits, kernels.gpu.WORKSPACE)
     return weights, moments, kept + logits
 
 
-def kept_elements(config: ModelConfig, checkpointing: bool) -> int:
-    """Elements that the forward pass keeps per token, without logits. What is not fused keeps more.
+def kept_elements(config: ModelConfig, checkpointing: bool, fused: bool) -> int:
+    """Elements that the forward pass keeps per token, without logits.
 
-    A layer keeps the inputs and outputs of two norms; the packed q, k and v, and these rotated; the attention's output;
-    the MLP's packed gate and up, and their product. With checkpointing, each layer keeps its two inputs, and one layer
-    at a time is computed again.
+    A layer keeps the inputs and outputs of two norms; q, k and v, rotated; the attention's output; and the MLP's packed
+    gate and up. What is not `fused` also keeps q, k and v as they were packed, and the product of gate and up. With
+    checkpointing, each layer keeps its two inputs, and one layer at a time is computed again.
     """
     width, heads = config.hidden_size, config.num_attention_heads + config.num_key_value_heads
-    layer = 4 * width + 3 * heads * config.resolved_head_dim + 3 * config.intermediate_size
+    layer = 4 * width + 2 * heads * config.resolved_head_dim + 2 * config.intermediate_size
+    if not fused:
+        layer += heads * config.resolved_head_dim + config.intermediate_size
     layers = config.num_hidden_layers * 2 * width + layer if checkpointing else config.num_hidden_layers * layer
     return layers + 2 * width  # the final norm
 

@@ -12,6 +12,7 @@ from torch import nn
 
 import kernels
 from checkpoints import pretrained
+from checkpoints.families import load_config
 from data.batches import Batch
 from data.conversations import Conversations
 from data.corpus import Corpus, prepare
@@ -210,7 +211,7 @@ def load_given_weights(model: Decoder, directory: str, center: bool, log: Log) -
     for what, names in (("new", new), ("dropped", dropped)):
         if names:
             log(f"  {len(names)} {what}: {', '.join(names)}")
-    before = pretrained.load_config(directory)
+    before = load_config(directory)
     if center and (before.norm, before.norm_placement, model.config.norm) == ("layer", "pre", "rms"):
         log("  LayerNorm to RMSNorm: weights centered")
         center_residual_writers(model)

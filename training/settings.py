@@ -110,7 +110,7 @@ class MachineSettings:
 
     device: str = "auto"  # auto (CUDA, else MPS, else CPU) or a torch device such as cuda:1.
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Dtype of activations; weights stay float32. auto: bfloat16 where it is fast, else float16 on CUDA, else float32."""
+    """Dtype of activations; weights stay float32. auto: bfloat16 if it is fast, else float16 on CUDA, else float32."""
     kernels: Literal["auto", "triton", "torch"] = "auto"  # Fused Triton kernels, or plain PyTorch.
     compile: bool = False  # Compile the model with torch.compile: slow first step, faster training.
     activation_checkpointing: bool = False  # Recompute activations in the backward pass: less memory, more time.
@@ -164,8 +164,8 @@ class Settings:
         """Raise `UserError` for values that cannot work."""
         data, model, run = self.data, self.model, self.run
         check_numbers(vars(run) | vars(data) | vars(self.optimizer) | vars(self.machine))
-        lora = run.lora and run.init_from and self.optimizer.optimizer == "adamw" and run.train_only == "all"
-        if (run.lora or run.lora_alpha) and not lora:
+        lora_works = self.optimizer.optimizer == "adamw" and run.train_only == "all" and run.init_from is not None
+        if (run.lora or run.lora_alpha) and not (run.lora and lora_works):
             raise UserError("LoRA needs --lora RANK, --init-from MODEL, --optimizer adamw and --train-only all.")
         length, first = data.sequence_length, data.first_sequence_length or data.sequence_length
         if length > model.max_position_embeddings:
@@ -223,7 +223,7 @@ def parse(arguments: list[str], description: str) -> Command:
 
 
 def defaults(sources: argparse.Namespace) -> Command:
-    """What holds for flags that are not given: the run to resume, or the TOML file and the shape of --init-from."""
+    """The defaults of all flags: the run to resume, or the TOML file and the shape of --init-from."""
     config = sources.config or ("finetune" if sources.init_from else "tiny")
     if sources.resume is None:
         settings = load_settings(config_path(config))
