@@ -122,12 +122,12 @@ def test_a_folder_is_used_by_one_process_at_a_time_until_that_ends(tmp_path):
 @pytest.mark.parametrize("program", ["train", "generate", "ablate"])
 def test_ctrl_c_while_a_program_is_imported_is_one_line(program):
     code = f"""
-import runpy, sys
+import runpy, signal, sys
 
 class CtrlC:
     def find_spec(self, name, *_):
         if name in ("torch", "tyro", "numpy", "msgspec"):  # the slow ones
-            raise KeyboardInterrupt
+            signal.raise_signal(signal.SIGINT)
 
 sys.meta_path.insert(0, CtrlC())
 sys.argv = ["program", "run", "out"]
