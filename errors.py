@@ -109,8 +109,8 @@ def exit_on_user_error() -> Iterator[None]:
     except SystemExit as error:  # such as after a wrong flag
         wait_for_main_process(error.code)
         raise
-    except BrokenPipeError as error:
-        end(f"stopped: {error}", 141)
+    except BrokenPipeError:  # nobody wants the rest
+        end("", 141)
     except (UserError, OSError) as error:
         if show_traceback:
             sys.excepthook(*sys.exc_info())
@@ -125,7 +125,8 @@ def exit_on_user_error() -> Iterator[None]:
 def end(message: str, status: int) -> NoReturn:
     """Print the message to standard error and exit."""
     wait_for_main_process(status)
-    for stream, text in ((sys.stdout, ""), (sys.stderr, fit_terminal(message, sys.stderr) + "\n")):
+    said = fit_terminal(message, sys.stderr) + "\n" if message else ""
+    for stream, text in ((sys.stdout, ""), (sys.stderr, said)):
         try:
             print(text, end="", file=stream, flush=True)
         except OSError:  # Python would report it again on exit

@@ -15,7 +15,8 @@ DESCRIPTION = """Train a small LLaMA-style transformer on text, on a GPU or a CP
   python train.py --norm rms                     on Python's standard library
   python train.py --norm layer                   the same run with LayerNorm
   python train.py --data my/texts --steps 3000   on your own text
-  python train.py --init-from RUN --data chat.jsonl      teach it to talk
+  python train.py --init-from RUN --data chat.jsonl --learning-rate 1e-3
+                                                 teach a small model to talk
   python train.py --config small --dry-run       what a larger model would need
   python train.py --resume runs/tiny-rms         resume a stopped or killed run
 

@@ -15,7 +15,7 @@ from model.count import flops_per_token, layer_matrices, num_parameters
 from model.decoder import Decoder
 from model.device import choose_device, choose_training_dtype, device_name
 from training.processes import ALONE
-from training.session import prepare_corpus, prepare_training
+from training.session import epochs, prepare_corpus, prepare_training
 from training.settings import Settings
 from training.step import train_step
 
@@ -38,7 +38,7 @@ def estimate(settings: Settings) -> float:
     print(f"training  {tokens:,} tokens in {steps:,} steps of {data.batch_size} sequences of {data.sequence_length}")
     if not any(name in KNOWN or name.startswith("hub:") for name in data.data):  # on this machine
         size = sum(file.size for file in resolve(data.data, data.text_field, Path(data.cache))) / BYTES_PER_TOKEN
-        print(f"epochs    about {tokens / size:.2g} of {size / 1e6:.3g}M tokens")
+        print(f"text      about {epochs(tokens, size)}")
     print(f"compute   {flops * tokens:.2e} FLOPs, {flops / 1e6:,.1f} million per token")
     print(
         f"memory    {format_bytes(2 * weights + moments + kept)}: weights {format_bytes(weights)}, gradients "

@@ -93,6 +93,8 @@ def report_end(session: Session) -> None:
             pretrained.load_weights(session.model, best)
         print(samples(session, sample_prompts(session)))
     words = "--chat"
+    if state.best_validation_loss > math.log(session.model.config.vocab_size):
+        print("note: it predicts this text worse than chance; give more text, or fewer tokens with --vocab-size 500")
     if isinstance(corpus, Corpus):
         print(f"xz -9e on the same text: {corpus.xz_bits_per_byte():.4f} bits per byte; text hash {corpus.text_hash}")
         words = shlex.quote(printable(" ".join(sample_prompts(session)[0].split()[:5])))

@@ -151,12 +151,17 @@ def open_text(settings: Settings, last: Path | None, processes: Processes, log: 
         )
     if not is_text and settings.data.first_sequence_length not in (None, length):
         raise UserError("--first-sequence-length would cut conversations into parts; use --first-sequence-length None.")
-    epochs = f"{steps * size / sequences:.3g} epochs of {sequences * length / 1e6:.3g}M tokens"
-    log(f"text: {corpus.description}\n  {steps:,} steps: {epochs}")
+    log(f"text: {corpus.description}\n  {steps:,} steps: {epochs(steps * size * length, sequences * length)}")
     if last is None and settings.run.init_from is None and settings.data.tokenizer is None:
         model = dataclasses.replace(settings.model, vocab_size=corpus.tokenizer.vocab_size)
         settings = dataclasses.replace(settings, model=model)
     return settings, corpus
+
+
+def epochs(read: float, tokens: float) -> str:
+    """How often a text is read, in words."""
+    times = f"{read / tokens:,.0f}" if read >= 10 * tokens else f"{read / tokens:.3g}"
+    return f"{times} epochs of {tokens / 1e6:.3g}M tokens"
 
 
 def prepare_corpus(settings: Settings, last: Path | None = None) -> Text:

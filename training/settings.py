@@ -163,6 +163,8 @@ class Settings:
     def __post_init__(self) -> None:
         """Raise `UserError` for values that cannot work."""
         data, model, run = self.data, self.model, self.run
+        if not data.data:
+            raise UserError("--data needs a file, a folder or another text; leave it out for that of Python itself.")
         check_numbers(vars(run) | vars(data) | vars(self.optimizer) | vars(self.machine))
         lora_works = self.optimizer.optimizer == "adamw" and run.train_only == "all" and run.init_from is not None
         if (run.lora or run.lora_alpha) and not (run.lora and lora_works):
@@ -198,6 +200,8 @@ def parse(arguments: list[str], description: str) -> Command:
     """
     if any(argument.partition("=")[0] == "--epochs" for argument in arguments):
         raise UserError("--epochs is not a setting: training is measured in --steps, each of --batch-size sequences.")
+    if arguments and not arguments[0].startswith("-"):
+        raise UserError(f"{arguments[0]} is no flag; give a text with --data {arguments[0]}.")
     if "-h" in arguments or "--help" in arguments:
         print(description)
         sys.exit()
