@@ -24,7 +24,7 @@ TABLE = r"""
 @ kernels/reference.py
 - y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
 + y = y / (y.square().mean(-1, keepdim=True).sqrt() + eps)
-! kernels/test_norm.py::test_eps_is_inside_the_root
+! kernels/test_norm.py::test_output_and_all_gradients_equal_the_float64_definition
 - return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(qkv.dtype)
 + return torch.cat((a * cos + b * sin, b * cos - a * sin), dim=-1).to(qkv.dtype)
 ! kernels/test_rotary.py::test_queries_and_keys_are_multiplied_by_complex_numbers_at_any_position
@@ -38,30 +38,30 @@ TABLE = r"""
 @ kernels/norm.py
 - mean = tl.sum(s, 1, keep_dims=True) / width
 + mean = tl.sum(s, 1, keep_dims=True) / BLOCK
-! kernels/test_norm.py::test_half_precision_output_is_rounded_once[triton-layer-dtype0]
+! kernels/test_norm.py::test_half_precision_output_is_rounded_once_and_squares_do_not_overflow
 - dx = h - xhat * mean_h_xhat
 + dx = dy - xhat * mean_h_xhat
-! kernels/test_norm.py::test_rms_input_gradient_is_the_closed_formula_with_the_weight_inside_the_sum[triton]
+! kernels/test_norm.py::test_output_and_all_gradients_equal_the_float64_definition
 @ kernels/cpu.py
 - rows = s.to(torch.float32, copy=True)
 + rows = s.clone()
-! kernels/test_norm.py::test_half_precision_output_is_rounded_once[cpu-rms-dtype0]
+! kernels/test_norm.py::test_half_precision_output_is_rounded_once_and_squares_do_not_overflow
 - ds.add_((grad @ weight)[..., None].mul_(rstd).div_(width))
 + ds.add_((grad @ weight)[..., None].div_(width))
-! kernels/test_norm.py::test_rms_input_gradient_is_the_closed_formula_with_the_weight_inside_the_sum[cpu]
+! kernels/test_norm.py::test_output_and_all_gradients_equal_the_float64_definition
 - grad = (grad * counted)[:, None]
 + grad = grad[:, None]
-! kernels/test_cross_entropy.py::test_ignored_tokens_have_no_loss_and_no_gradient[cpu]
+! kernels/test_cross_entropy.py::test_losses_and_gradients_equal_the_float64_definition
 - return torch.ops.aten.silu_backward(grad * up, gate), F.silu(gate).mul_(grad)
 + return torch.ops.aten.silu_backward(grad, gate), F.silu(gate).mul_(grad)
 ! kernels/test_swiglu.py::test_silu_and_product_are_rounded_once_forward_and_backward[cpu-dtype0-3-704]
 @ kernels/rope.py
 - da, db = a * cos + b * sin, b * cos - a * sin
 + da, db = a * cos - b * sin, b * cos + a * sin
-! kernels/test_rotary.py::test_gradients_equal_those_of_the_float64_definition[triton-False]
+! kernels/test_rotary.py::test_gradients_equal_those_of_the_float64_definition[triton-False-dtype0]
 -         angle = batch * angle_stride + position * HALF + pair
 +         angle = position * HALF + pair
-! kernels/test_rotary.py::test_gradients_equal_those_of_the_float64_definition[triton-False]
+! kernels/test_rotary.py::test_gradients_equal_those_of_the_float64_definition[triton-False-dtype0]
 @ kernels/activation.py
 - dgate = dhidden * up * (p + silu * (1 - p))
 + dgate = dhidden * up * (p + silu * p)

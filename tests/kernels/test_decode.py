@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from kernels import decode, gpu
+from tests.kernels import test_norm, test_rotary
 
 pytestmark = pytest.mark.skipif(gpu is None, reason="Triton is not installed")
 
@@ -32,13 +33,10 @@ def empty(*shape, dtype=torch.float32):
     return guarded(torch.full(shape, float("nan"), dtype=dtype))
 
 
-def normalized(s, kind, weight, bias, eps):
-    """The textbook formulas in float64."""
-    s = s.double()
-    if kind == "layer":
-        s = s - s.mean(-1, keepdim=True)
-    s = s / (s.square().mean(-1, keepdim=True) + eps).sqrt()
-    return s * (1 if weight is None else weight.double()) + (0 if bias is None else bias.double())
+def normalized(s, *norm):
+    """In float64."""
+    kind, weight, bias, eps = norm
+    return test_norm.definition(s.double(), weight, bias, kind=kind, eps=eps)[0]
 
 
 @pytest.fixture
@@ -116,11 +114,6 @@ def test_layernorm_keeps_the_digits_of_a_small_deviation_from_a_large_mean(draw,
     assert relative(out, normalized(s, "layer", None, None, 1e-5) @ weight.double().T) < 6e-5
 
 
-def rotate(x, cos, sin):
-    a, b = x.chunk(2, -1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
-
-
 # Fillings of the cache before the new position, counted in positions that a program reads at once (a turn) and one more
 # or less, so that the last turn of a range, the last range and empty ranges all occur; in one batch, since each
 # sequence may have its own padding.
@@ -168,11 +161,9 @@ def test_attention_over_every_filling_of_the_cache(
     out = empty(batch, heads, width, dtype=dtype)
     decode.attention(qkv, head_weights, EPS, tables, torch.tensor([position]), padding, keys, values, partials, out)
 
-    q, k, v = qkv.double().unflatten(-1, (-1, width)).split((heads, kv_heads, kv_heads), dim=1)
-    if head_norms:
-        q, k = (normalized(x, "rms", weight, None, EPS) for x, weight in zip((q, k), head_weights, strict=True))
-    cos, sin = (table[position - padding].double()[:, None] for table in tables)
-    q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+    tables = [table[position - padding] for table in tables]
+    _, definition = test_rotary.pair(None, None, heads, kv_heads, tables, EPS)
+    q, k, v = definition(qkv.double(), *(head_weights if head_norms else ()))
     assert relative(keys[:, :, position], k) < rounding(dtype, k.numel())
     assert torch.equal(values[:, :, position], v.to(dtype))
     expected, largest = torch.empty(out.shape, dtype=torch.float64), 0.0

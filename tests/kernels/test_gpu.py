@@ -130,16 +130,6 @@ def test_the_loss_and_its_gradients_are_within_one_rounding_of_float64(
     assert all(map(torch.equal, found[0], found[1]))
 
 
-def test_a_label_that_is_no_class_gives_nan_and_no_illegal_access():
-    x, weight = normal(6, 64, dtype=HALF).requires_grad_(), normal(1000, 64, dtype=HALF)
-    targets = torch.tensor([1000, 2**62, -1, -100, 5, 2**32 + 5], device=GPU)
-    loss = gpu.linear_cross_entropy(x.detach(), weight, targets)
-    gpu.linear_cross_entropy(x, weight, targets, token_weights=torch.ones(6, device=GPU)).backward()
-    torch.cuda.synchronize()
-    assert loss.isnan().tolist() == [True, True, True, False, False, True]
-    assert x.grad.isnan().any(-1).tolist() == loss.isnan().tolist()
-
-
 CONFIG = ModelConfig(
     vocab_size=1000, hidden_size=256, intermediate_size=704, num_hidden_layers=2, num_attention_heads=4,
     num_key_value_heads=2, max_position_embeddings=256, qk_norm=True,
