@@ -39,19 +39,6 @@ def normalized(s, *norm):
     return test_norm.definition(s.double(), weight, bias, kind=kind, eps=eps)[0]
 
 
-@pytest.fixture
-def draw_norm(draw):
-    """The norm argument of a launch: kind, weight, bias, eps."""
-
-    def make(name, width):
-        has_weight, has_bias = NORMS[name]
-        weight = guarded(draw(width, mean=1.0)) if has_weight else None
-        bias = guarded(draw(width)) if has_bias else None
-        return name.split()[0], weight, bias, EPS
-
-    return make
-
-
 # Batches of one, an odd number and all; rows that the rows of a program do not divide; widths that 8 divides and not
 # 16, that nothing divides, and that take one and two turns of the loop.
 PRODUCTS = [
@@ -64,29 +51,22 @@ PRODUCTS = [
 ]
 
 
-@pytest.fixture
-def geometry(request, monkeypatch):
-    """The geometry for few rows, which is that of the small matrices here, or that for many."""
-    if request.param == "many rows":
-        choose = decode.product_geometry
+@pytest.mark.parametrize(("dtype", "name", "batch", "rows", "width", "geometry"), PRODUCTS)
+def test_norm_and_bias_or_activation_or_residual_addition_are_in_the_launch_of_a_product(
+    draw, relative, rounding, monkeypatch, dtype, name, batch, rows, width, geometry
+):
+    choose = decode.product_geometry
+    if geometry == "many rows":  # these matrices are small
         monkeypatch.setattr(decode, "product_geometry", lambda rows, width: choose(10000, width))
 
-
-products = pytest.mark.parametrize(
-    ("dtype", "name", "batch", "rows", "width", "geometry"), PRODUCTS, indirect=["geometry"]
-)
-
-
-@products
-def test_norm_and_bias_or_activation_or_residual_addition_are_in_the_launch_of_a_product(
-    draw, relative, rounding, draw_norm, dtype, name, batch, rows, width, geometry
-):
     def assert_equal(found, expected):
         assert intact(found)
         for ours, row in zip(found, expected, strict=True):
             assert relative(ours, row) < rounding(found.dtype, rows)
 
-    s, norm = guarded(draw(batch, width, mean=0.7, dtype=dtype)), draw_norm(name, width)
+    s = guarded(draw(batch, width, mean=0.7, dtype=dtype))
+    vectors = [guarded(draw(width, mean=1.0)) if present else None for present in NORMS[name]]
+    norm = name.split()[0], *vectors, EPS
     weight = guarded(draw(2 * rows, width, std=0.1, mean=0.01, dtype=dtype))
     gate, up = (normalized(s, *norm) @ weight.double().T).chunk(2, -1)
     hidden = empty(batch, rows, dtype=dtype)

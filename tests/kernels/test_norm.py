@@ -97,8 +97,6 @@ def test_layernorm_of_a_large_mean_is_as_exact_as_its_input(kernel, draw, assert
 
 
 LAYOUTS = {  # six rows of 96 elements
-    "every other row": lambda draw: draw(12, 96)[::2],
-    "every other element": lambda draw: draw(6, 192)[:, ::2],
     "transposed": lambda draw: draw(96, 6).t(),
     "four dimensions": lambda draw: draw(2, 1, 3, 192)[..., :96],
     "one number for all": lambda draw: draw(1, 1).expand(6, 96),
@@ -174,11 +172,3 @@ def test_sums_over_rows_are_right_for_fewer_and_more_rows_than_programs(draw, as
     nan = lambda *shape, **options: empty(*shape, **options).fill_(float("nan"))  # noqa: E731
     monkeypatch.setattr(torch, "empty", nan)  # a partial sum that no program wrote is then NaN
     assert_exact(*pair(gpu.normalize, "layer"), inputs, upstream)
-
-
-@triton_only
-def test_a_matrix_without_rows_has_gradients():
-    x, weight = torch.empty(0, 96, requires_grad=True), torch.ones(96, requires_grad=True)
-    y, _ = gpu.normalize(x, weight, kind="layer", eps=EPS)
-    dx, dweight = torch.autograd.grad(y, (x, weight), torch.empty(0, 96))
-    assert y.shape == dx.shape == (0, 96) and torch.equal(dweight, torch.zeros(96))

@@ -63,42 +63,33 @@ CASES = [*zip(SHAPES, [False, True] * 3, [F32, F32, F16, F16, BF16, BF16], stric
 triton_only = pytest.mark.skipif(gpu is None, reason="Triton is not installed")
 
 
-@triton_only
-@pytest.mark.parametrize(("shape", "head_norms", "dtype"), CASES)
-def test_triton_results_are_rounded_once_for_any_heads(draw, assert_exact, shape, head_norms, dtype):
-    heads, kv_heads, width, batch, length = SHAPES[shape]
-    angles = draw(length, width // 2, mean=500.0, std=300.0, dtype=torch.float64)
-    inputs = [draw(batch, length, (heads + 2 * kv_heads) * width, dtype=dtype)]
-    inputs += [draw(width, mean=1.0) for _ in range(2 * head_norms)]
-    # as from attention: heads before positions
-    upstream = [draw(batch, n, length, width, dtype=dtype).transpose(1, 2) for n in (heads, kv_heads)]
-    upstream.append(draw(1, 1, 1, width, dtype=dtype).expand(batch, length, kv_heads, width))
-    before = [tensor.clone() for tensor in inputs]
-    assert_exact(*pair(gpu, angles, heads, kv_heads), inputs, upstream)
-    assert all(map(torch.equal, inputs, before))
-
-
 @pytest.fixture
 def strided(draw):
     """Random tensors whose strides and first address are all odd and, thanks to `gap`, all different."""
 
-    def make(*shape: int, gap: int) -> torch.Tensor:
+    def make(*shape: int, gap: int, dtype: torch.dtype = F32) -> torch.Tensor:
         *outer, last = shape
-        wide = draw(*(n + 2 for n in outer), last + last % 2 + gap)
+        wide = draw(*(n + 2 for n in outer), last + last % 2 + gap, dtype=dtype)
         return wide[(*(slice(1, -1) for _ in outer), slice(1, last + 1))]
 
     return make
 
 
 @triton_only
-@pytest.mark.parametrize(("shape", "head_norms"), [*zip([*SHAPES][1::2], [False, True, True], strict=True)])
-def test_all_tensors_may_have_strides_of_their_own(draw, strided, assert_exact, shape, head_norms):
+@pytest.mark.parametrize(("shape", "head_norms", "dtype"), CASES)
+def test_triton_results_are_rounded_once_for_any_heads_and_strides(
+    draw, strided, assert_exact, shape, head_norms, dtype
+):
     heads, kv_heads, width, batch, length = SHAPES[shape]
     angles = draw(batch, length, width // 2, mean=500.0, std=300.0, dtype=torch.float64)
     cos, sin = strided(*angles.shape, gap=3), strided(*angles.shape, gap=7)  # of sequences with their own positions
     tables = cos.copy_(angles.cos()), sin.copy_(angles.sin())
-    inputs = [strided(batch, length, (heads + 2 * kv_heads) * width, gap=9)]
-    inputs += [draw(width, mean=1.0).bfloat16() for _ in range(2 * head_norms)]
-    upstream = [strided(batch, length, n, width, gap=gap) for n, gap in ((heads, 3), (kv_heads, 5), (kv_heads, 7))]
-    for gradients in (upstream, [gradient.transpose(2, 3).contiguous().transpose(2, 3) for gradient in upstream]):
+    inputs = [strided(batch, length, (heads + 2 * kv_heads) * width, gap=9, dtype=dtype)]
+    inputs += [draw(width, mean=1.0, dtype=BF16) for _ in range(2 * head_norms)]
+    gaps = (heads, 3), (kv_heads, 5), (kv_heads, 7)
+    upstream = [strided(batch, length, n, width, gap=gap, dtype=dtype) for n, gap in gaps]
+    q, k, v = upstream  # as from attention, heads before positions; elements before heads; one gradient for all
+    other = [x.transpose(i, 2).contiguous().transpose(i, 2) for i, x in ((1, q), (3, k))]
+    other.append(v[:1, :1, :1].expand(v.shape))
+    for gradients in (upstream, other):
         assert_exact(*pair(gpu, None, heads, kv_heads, tables), inputs, gradients)
