@@ -30,7 +30,7 @@ TABLE = r"""
 ! kernels/test_rotary.py::test_queries_and_keys_are_multiplied_by_complex_numbers_at_any_position
 - return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=groups > 1)
 + return F.scaled_dot_product_attention(q, k, v, is_causal=False, enable_gqa=groups > 1)
-! model/test_decoder.py::test_changing_a_token_does_not_change_earlier_outputs
+! kernels/test_attention.py::test_output_and_gradients_equal_the_float64_definition
 @ kernels/__init__.py
 - if _choice == "triton" or (_choice == "auto" and runs_triton):
 + if _choice == "triton":
@@ -76,7 +76,7 @@ TABLE = r"""
 @ model/norm.py
 - return kernels.normalize(x, weight, self.bias, residual, kind=FUSED[self.kind], eps=self.eps)
 + return kernels.normalize(x, weight, self.bias, residual, kind="rms", eps=self.eps)
-! model/test_norm_switch.py::test_decoders_with_different_norms_compute_different_functions
+! model/test_norm.py::test_values_and_gradients_equal_those_of_the_float64_formula[layer-True]
 - return kernels.normalize(x, weight, self.bias, residual, kind=FUSED[self.kind], eps=self.eps)
 + return kernels.normalize(x, weight, None, residual, kind=FUSED[self.kind], eps=self.eps)
 ! model/test_norm.py::test_values_and_gradients_equal_those_of_the_float64_formula[rms-True]
@@ -102,7 +102,7 @@ TABLE = r"""
 ! model/test_lora.py::test_a_new_adapter_changes_nothing_and_is_a_function_of_the_seed
 - packed, scale = decoder.config.packed_matrices, fields["lora_alpha"] / fields["r"]
 + packed, scale = decoder.config.packed_matrices, fields["lora_alpha"]
-! model/test_lora.py::test_each_part_of_a_matrix_gets_its_own_b_times_a_times_alpha_over_r
+! model/test_lora.py::test_logits_and_gradients_equal_those_of_peft_on_the_same_base
 @ model/fused_decode.py
 - if chosen is kernels.gpu and not config.attention_output_bias:
 + if chosen is kernels.gpu:
