@@ -33,7 +33,7 @@ tests() { # NAME PATTERN [TOOL...]
 
 ours="Triton and torch.compile" programs=(transformers "transformers compiled" "plain decoder" ours)
 # Tests that run each kernel once against float64.
-smoke="norms_are_within and 2048-1024 or 1000-2816-dtype2 or rotary_is_within and dtype2-0.00175-32-8-128-0"
+smoke="norms_are_within and 2048-1024 or 1000-2816-dtype2 or rotary_is_within and dtype2-32-8-128-0-False"
 smoke+=" or 5003-dtype2 or graph_of_the_decoding and lengths0"
 
 tests smoke "$smoke"

@@ -24,13 +24,13 @@ TABLE = r"""
 @ kernels/reference.py
 - y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
 + y = y / (y.square().mean(-1, keepdim=True).sqrt() + eps)
-! kernels/test_norm.py::test_eps_is_inside_the_root
+! kernels/test_norm.py::test_output_and_all_gradients_equal_the_float64_definition
 - return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(qkv.dtype)
 + return torch.cat((a * cos + b * sin, b * cos - a * sin), dim=-1).to(qkv.dtype)
 ! kernels/test_rotary.py::test_queries_and_keys_are_multiplied_by_complex_numbers_at_any_position
 - return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=groups > 1)
 + return F.scaled_dot_product_attention(q, k, v, is_causal=False, enable_gqa=groups > 1)
-! model/test_decoder.py::test_changing_a_token_does_not_change_earlier_outputs
+! kernels/test_attention.py::test_output_and_gradients_equal_the_float64_definition
 @ kernels/__init__.py
 - if _choice == "triton" or (_choice == "auto" and runs_triton):
 + if _choice == "triton":
@@ -38,30 +38,30 @@ TABLE = r"""
 @ kernels/norm.py
 - mean = tl.sum(s, 1, keep_dims=True) / width
 + mean = tl.sum(s, 1, keep_dims=True) / BLOCK
-! kernels/test_norm.py::test_half_precision_output_is_rounded_once[triton-layer-dtype0]
+! kernels/test_norm.py::test_half_precision_output_is_rounded_once_and_squares_do_not_overflow
 - dx = h - xhat * mean_h_xhat
 + dx = dy - xhat * mean_h_xhat
-! kernels/test_norm.py::test_rms_input_gradient_is_the_closed_formula_with_the_weight_inside_the_sum[triton]
+! kernels/test_norm.py::test_output_and_all_gradients_equal_the_float64_definition
 @ kernels/cpu.py
 - rows = s.to(torch.float32, copy=True)
 + rows = s.clone()
-! kernels/test_norm.py::test_half_precision_output_is_rounded_once[cpu-rms-dtype0]
+! kernels/test_norm.py::test_half_precision_output_is_rounded_once_and_squares_do_not_overflow
 - ds.add_((grad @ weight)[..., None].mul_(rstd).div_(width))
 + ds.add_((grad @ weight)[..., None].div_(width))
-! kernels/test_norm.py::test_rms_input_gradient_is_the_closed_formula_with_the_weight_inside_the_sum[cpu]
+! kernels/test_norm.py::test_output_and_all_gradients_equal_the_float64_definition
 - grad = (grad * counted)[:, None]
 + grad = grad[:, None]
-! kernels/test_cross_entropy.py::test_ignored_tokens_have_no_loss_and_no_gradient[cpu]
+! kernels/test_cross_entropy.py::test_losses_and_gradients_equal_the_float64_definition
 - return torch.ops.aten.silu_backward(grad * up, gate), F.silu(gate).mul_(grad)
 + return torch.ops.aten.silu_backward(grad, gate), F.silu(gate).mul_(grad)
 ! kernels/test_swiglu.py::test_silu_and_product_are_rounded_once_forward_and_backward[cpu-dtype0-3-704]
 @ kernels/rope.py
 - da, db = a * cos + b * sin, b * cos - a * sin
 + da, db = a * cos - b * sin, b * cos + a * sin
-! kernels/test_rotary.py::test_gradients_equal_those_of_the_float64_definition[triton-False]
+! kernels/test_rotary.py::test_gradients_equal_those_of_the_float64_definition[triton-False-dtype0]
 -         angle = batch * angle_stride + position * HALF + pair
 +         angle = position * HALF + pair
-! kernels/test_rotary.py::test_gradients_equal_those_of_the_float64_definition[triton-False]
+! kernels/test_rotary.py::test_gradients_equal_those_of_the_float64_definition[triton-False-dtype0]
 @ kernels/activation.py
 - dgate = dhidden * up * (p + silu * (1 - p))
 + dgate = dhidden * up * (p + silu * p)
@@ -76,7 +76,7 @@ TABLE = r"""
 @ model/norm.py
 - return kernels.normalize(x, weight, self.bias, residual, kind=FUSED[self.kind], eps=self.eps)
 + return kernels.normalize(x, weight, self.bias, residual, kind="rms", eps=self.eps)
-! model/test_norm_switch.py::test_decoders_with_different_norms_compute_different_functions
+! model/test_norm.py::test_values_and_gradients_equal_those_of_the_float64_formula[layer-True]
 - return kernels.normalize(x, weight, self.bias, residual, kind=FUSED[self.kind], eps=self.eps)
 + return kernels.normalize(x, weight, None, residual, kind=FUSED[self.kind], eps=self.eps)
 ! model/test_norm.py::test_values_and_gradients_equal_those_of_the_float64_formula[rms-True]
@@ -102,7 +102,7 @@ TABLE = r"""
 ! model/test_lora.py::test_a_new_adapter_changes_nothing_and_is_a_function_of_the_seed
 - packed, scale = decoder.config.packed_matrices, fields["lora_alpha"] / fields["r"]
 + packed, scale = decoder.config.packed_matrices, fields["lora_alpha"]
-! model/test_lora.py::test_each_part_of_a_matrix_gets_its_own_b_times_a_times_alpha_over_r
+! model/test_lora.py::test_logits_and_gradients_equal_those_of_peft_on_the_same_base
 @ model/fused_decode.py
 - if chosen is kernels.gpu and not config.attention_output_bias:
 + if chosen is kernels.gpu:

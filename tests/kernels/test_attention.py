@@ -45,35 +45,16 @@ def test_output_and_gradients_equal_the_float64_definition(kernel, draw, evaluat
         assert relative(ours, theirs) < (out if i == 0 or dtype == torch.float32 else 1e-2)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_position_does_not_depend_on_later_ones(kernel, draw, dtype):
-    q, k, v = (draw(B, heads, T, D).to(dtype) for heads in (H, K, K))
-    before = kernel.attention(q, k, v)
-    k[:, :, 12:], v[:, :, 12:] = 100.0, -100.0
-    after = kernel.attention(q, k, v)
-    assert torch.equal(before[:, :, :12], after[:, :, :12])
-    assert not torch.equal(before[:, :, 12:], after[:, :, 12:])
-
-
 @DTYPES
 def test_a_query_sees_the_positions_of_its_mask_and_a_single_query_without_a_mask_sees_all(
     kernel, draw, relative, dtype, out
 ):
     k, v = (draw(B, K, T, D).to(dtype) for _ in range(2))
-    for length, masked in ((5, True), (1, True), (1, False)):
+    for length, masks in ((5, B), (1, B), (1, None), (T, 1)):  # the last for all sequences
         q = draw(B, H, length, D).to(dtype)
-        mask = draw(B, 1, length, T) > 0 if masked else torch.ones(B, 1, length, T, dtype=torch.bool)
+        mask = draw(masks or 1, 1, length, T) > (0 if masks else -100)
         mask[..., 3] = True  # each query sees at least one position
         scores = q.double() @ k.double().repeat_interleave(H // K, dim=1).transpose(2, 3) / D**0.5
         p = torch.softmax(scores.masked_fill(~mask, float("-inf")), -1)
         expected = p @ v.double().repeat_interleave(H // K, dim=1)
-        assert relative(kernel.attention(q, k, v, mask if masked else None), expected) < out
-
-
-def test_one_mask_applies_to_all_sequences_of_a_batch(kernel, draw):
-    q, k, v = (draw(B, heads, T, D) for heads in (H, K, K))
-    mask = draw(1, 1, T, T) > -0.5
-    mask |= torch.eye(T, dtype=torch.bool)
-    together = kernel.attention(q, k, v, mask)
-    alone = [kernel.attention(*(x[row : row + 1] for x in (q, k, v)), mask) for row in range(B)]
-    torch.testing.assert_close(together, torch.cat(alone), rtol=1e-6, atol=1e-6)
+        assert relative(kernel.attention(q, k, v, mask if masks else None), expected) < out

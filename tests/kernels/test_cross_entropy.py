@@ -69,16 +69,6 @@ def test_the_weighted_sum_is_a_scalar_with_the_gradients_of_float64(kernel, draw
     assert loss.shape == () and not plain.requires_grad and plain == loss  # the weights are constants
 
 
-def test_ignored_tokens_have_no_loss_and_no_gradient(kernel, draw):
-    x, weight, targets = inputs(draw)
-    x.requires_grad_()
-    losses = kernel.linear_cross_entropy(x, weight, targets)
-    losses.backward(draw(N))
-    ignored = targets == -100
-    assert (losses[ignored] == 0).all() and (losses[~ignored] > 0).all()
-    assert (x.grad[ignored] == 0).all() and (x.grad[~ignored] != 0).any(-1).all()
-
-
 def test_huge_logits_do_not_overflow_and_a_target_of_probability_0_in_float32_has_an_exact_loss(kernel, draw, relative):
     """Logits of 5, 200 and 200 a row: -log softmax of the first is 195 + log 2."""
     x, weight, targets = inputs(draw)

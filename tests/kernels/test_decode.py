@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from kernels import decode, gpu
+from tests.kernels import test_norm, test_rotary
 
 pytestmark = pytest.mark.skipif(gpu is None, reason="Triton is not installed")
 
@@ -32,26 +33,10 @@ def empty(*shape, dtype=torch.float32):
     return guarded(torch.full(shape, float("nan"), dtype=dtype))
 
 
-def normalized(s, kind, weight, bias, eps):
-    """The textbook formulas in float64."""
-    s = s.double()
-    if kind == "layer":
-        s = s - s.mean(-1, keepdim=True)
-    s = s / (s.square().mean(-1, keepdim=True) + eps).sqrt()
-    return s * (1 if weight is None else weight.double()) + (0 if bias is None else bias.double())
-
-
-@pytest.fixture
-def draw_norm(draw):
-    """The norm argument of a launch: kind, weight, bias, eps."""
-
-    def make(name, width):
-        has_weight, has_bias = NORMS[name]
-        weight = guarded(draw(width, mean=1.0)) if has_weight else None
-        bias = guarded(draw(width)) if has_bias else None
-        return name.split()[0], weight, bias, EPS
-
-    return make
+def normalized(s, *norm):
+    """In float64."""
+    kind, weight, bias, eps = norm
+    return test_norm.definition(s.double(), weight, bias, kind=kind, eps=eps)[0]
 
 
 # Batches of one, an odd number and all; rows that the rows of a program do not divide; widths that 8 divides and not
@@ -66,29 +51,22 @@ PRODUCTS = [
 ]
 
 
-@pytest.fixture
-def geometry(request, monkeypatch):
-    """The geometry for few rows, which is that of the small matrices here, or that for many."""
-    if request.param == "many rows":
-        choose = decode.product_geometry
+@pytest.mark.parametrize(("dtype", "name", "batch", "rows", "width", "geometry"), PRODUCTS)
+def test_norm_and_bias_or_activation_or_residual_addition_are_in_the_launch_of_a_product(
+    draw, relative, rounding, monkeypatch, dtype, name, batch, rows, width, geometry
+):
+    choose = decode.product_geometry
+    if geometry == "many rows":  # these matrices are small
         monkeypatch.setattr(decode, "product_geometry", lambda rows, width: choose(10000, width))
 
-
-products = pytest.mark.parametrize(
-    ("dtype", "name", "batch", "rows", "width", "geometry"), PRODUCTS, indirect=["geometry"]
-)
-
-
-@products
-def test_norm_and_bias_or_activation_or_residual_addition_are_in_the_launch_of_a_product(
-    draw, relative, rounding, draw_norm, dtype, name, batch, rows, width, geometry
-):
     def assert_equal(found, expected):
         assert intact(found)
         for ours, row in zip(found, expected, strict=True):
             assert relative(ours, row) < rounding(found.dtype, rows)
 
-    s, norm = guarded(draw(batch, width, mean=0.7, dtype=dtype)), draw_norm(name, width)
+    s = guarded(draw(batch, width, mean=0.7, dtype=dtype))
+    vectors = [guarded(draw(width, mean=1.0)) if present else None for present in NORMS[name]]
+    norm = name.split()[0], *vectors, EPS
     weight = guarded(draw(2 * rows, width, std=0.1, mean=0.01, dtype=dtype))
     gate, up = (normalized(s, *norm) @ weight.double().T).chunk(2, -1)
     hidden = empty(batch, rows, dtype=dtype)
@@ -114,11 +92,6 @@ def test_layernorm_keeps_the_digits_of_a_small_deviation_from_a_large_mean(draw,
     out = empty(2, 6)
     decode.qkv(s, ("layer", None, None, 1e-5), weight, None, out)
     assert relative(out, normalized(s, "layer", None, None, 1e-5) @ weight.double().T) < 6e-5
-
-
-def rotate(x, cos, sin):
-    a, b = x.chunk(2, -1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
 
 
 # Fillings of the cache before the new position, counted in positions that a program reads at once (a turn) and one more
@@ -168,11 +141,9 @@ def test_attention_over_every_filling_of_the_cache(
     out = empty(batch, heads, width, dtype=dtype)
     decode.attention(qkv, head_weights, EPS, tables, torch.tensor([position]), padding, keys, values, partials, out)
 
-    q, k, v = qkv.double().unflatten(-1, (-1, width)).split((heads, kv_heads, kv_heads), dim=1)
-    if head_norms:
-        q, k = (normalized(x, "rms", weight, None, EPS) for x, weight in zip((q, k), head_weights, strict=True))
-    cos, sin = (table[position - padding].double()[:, None] for table in tables)
-    q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+    tables = [table[position - padding] for table in tables]
+    _, definition = test_rotary.pair(None, None, heads, kv_heads, tables, EPS)
+    q, k, v = definition(qkv.double(), *(head_weights if head_norms else ()))
     assert relative(keys[:, :, position], k) < rounding(dtype, k.numel())
     assert torch.equal(values[:, :, position], v.to(dtype))
     expected, largest = torch.empty(out.shape, dtype=torch.float64), 0.0

@@ -1,9 +1,9 @@
-"""What only a GPU can show: compiled values, repeatability, huge rows, CUDA graphs. `python -m pytest -m gpu`."""
+"""What only a GPU can show: compiled values, repeatability, CUDA graphs. `python -m pytest -m gpu`."""
 
 import pytest
 import torch
 
-from kernels import gpu, reference
+from kernels import gpu
 from model.cache import KeyValueCache
 from model.config import ModelConfig
 from model.decoder import Decoder
@@ -53,17 +53,6 @@ def test_norms_are_within_one_rounding_of_float64(assert_exact_and_repeatable, k
     y, *_ = assert_exact_and_repeatable(ours, exact, (x, weight, bias, residual), upstream)
     alone, _ = ours(x[7:8], weight, bias, residual[7:8])
     assert torch.equal(alone, y[7:8])  # a row's result does not depend on the other rows
-
-
-def test_tensors_may_have_more_than_2_to_the_31_elements(relative):
-    rows, width = 2**31 // 1024 + 3, 1024
-    x = torch.empty(rows, width, device=GPU, dtype=HALF).normal_()
-    y, _ = gpu.normalize(x, kind="rms", eps=1e-5)
-    expected, _ = reference.normalize(x[-4:], kind="rms", eps=1e-5)
-    assert relative(y[-4:], expected.double()) < 1.75e-3
-    hidden = gpu.swiglu(x)
-    gate, up = x[-4:].double().chunk(2, -1)
-    assert relative(hidden[-4:], gate * torch.sigmoid(gate) * up) < 1.8e-3
 
 
 @pytest.mark.parametrize(("gap", "head_norms"), [(0, False), (0, True), (3, True)])
@@ -128,16 +117,6 @@ def test_the_loss_and_its_gradients_are_within_one_rounding_of_float64(
         for ours, exact, tolerance in zip(found[-1], expected, tolerances, strict=True):
             assert relative(ours, exact) < tolerance
     assert all(map(torch.equal, found[0], found[1]))
-
-
-def test_a_label_that_is_no_class_gives_nan_and_no_illegal_access():
-    x, weight = normal(6, 64, dtype=HALF).requires_grad_(), normal(1000, 64, dtype=HALF)
-    targets = torch.tensor([1000, 2**62, -1, -100, 5, 2**32 + 5], device=GPU)
-    loss = gpu.linear_cross_entropy(x.detach(), weight, targets)
-    gpu.linear_cross_entropy(x, weight, targets, token_weights=torch.ones(6, device=GPU)).backward()
-    torch.cuda.synchronize()
-    assert loss.isnan().tolist() == [True, True, True, False, False, True]
-    assert x.grad.isnan().any(-1).tolist() == loss.isnan().tolist()
 
 
 CONFIG = ModelConfig(

@@ -39,38 +39,27 @@ def pair(function, kind, eps=EPS):
 def test_output_and_all_gradients_equal_the_float64_definition(
     kernel, draw, assert_exact, kind, with_bias, with_residual, dtype, shape
 ):
-    """With a residual, later blocks also use the stream, so that it has a gradient; on a CPU it is rounded twice."""
+    """With a residual, later blocks also use the stream, so that it has a gradient; on a CPU it is rounded twice.
+
+    Gradients of the parameters are sums in float32, of the rounded stream.
+    """
     x, residual = draw(*shape, dtype=dtype), draw(*shape, mean=-0.7, dtype=dtype) if with_residual else None
     weight, bias = draw(shape[-1], mean=1.0), draw(shape[-1]) if with_bias else None
     upstream = draw(*shape, dtype=dtype), draw(*shape, dtype=dtype) if with_residual else None
-    tolerance = 1e-6 if dtype == F32 else 3.6e-3 * (2 if shape == (1, 1, 37) else 1)
-    assert_exact(*pair(kernel.normalize, kind), (x, weight, bias, residual), upstream, lambda *_: tolerance)
+    rounded = 3.6e-3 * (2 if shape == (1, 1, 37) else 1)
+
+    def tolerance(found, count):
+        return 1e-6 if found == F32 and (dtype == F32 or not with_residual) else rounded
+
+    assert_exact(*pair(kernel.normalize, kind), (x, weight, bias, residual), upstream, tolerance)
 
 
-def test_gradients_of_the_parameters_are_summed_in_float32(kernel, draw, evaluate, relative):
-    x, weight, bias, upstream = draw(4096, 32, dtype=BF16), draw(32, mean=1.0), draw(32), draw(4096, 32, dtype=BF16)
-    ours, exact = pair(kernel.normalize, "layer")
-    found = evaluate(ours, (x, weight, bias), (upstream, None))
-    expected = evaluate(exact, (x.double(), weight.double(), bias.double()), (upstream.double(), None))
-    for gradient, other in zip(found[3:], expected[3:], strict=True):  # in bfloat16 the error would be 5e-2
-        assert relative(gradient, other) < 1e-5
-
-
-def test_rms_input_gradient_is_the_closed_formula_with_the_weight_inside_the_sum(kernel, draw, relative):
-    x, g, dy = draw(ROWS, WIDTH).requires_grad_(), draw(WIDTH, mean=1.0), draw(ROWS, WIDTH)
-    kernel.normalize(x, g, kind="rms", eps=EPS)[0].backward(dy)
-    x64, g64, dy64 = x.detach().double(), g.double(), dy.double()
-    r = ((x64**2).mean(-1, keepdim=True) + EPS).sqrt()
-    coupling = (g64 * dy64 * x64).sum(-1, keepdim=True)  # every element of a row reaches every other
-    expected = g64 * dy64 / r - x64 / (WIDTH * r**3) * coupling
-    assert relative(x.grad, expected) < 1e-6
-    assert relative(g64 * (dy64 / r - x64 / (WIDTH * r**3) * coupling), expected) > 0.1  # the common wrong one
-
-
-@pytest.mark.parametrize("dtype", [BF16, F16])
+@pytest.mark.parametrize(("dtype", "std"), [(BF16, 1.0), (F16, 3e4)])
 @kinds
-def test_half_precision_output_is_rounded_once(kernel, draw, relative, rounding, kind, dtype):
-    x, weight, bias = draw(512, WIDTH, dtype=dtype), draw(WIDTH, mean=1.0), draw(WIDTH)
+def test_half_precision_output_is_rounded_once_and_squares_do_not_overflow(
+    kernel, draw, relative, rounding, kind, dtype, std
+):
+    x, weight, bias = draw(512, WIDTH, std=std).clamp(-6e4, 6e4).to(dtype), draw(WIDTH, mean=1.0), draw(WIDTH)
     y, s = kernel.normalize(x, weight, bias, kind=kind, eps=EPS)
     assert y.dtype == dtype and s is x
     expected, _ = definition(x.double(), weight.double(), bias.double(), kind=kind)
@@ -87,20 +76,6 @@ def test_the_residual_sum_is_rounded_once_and_what_is_normalized_is_the_rounded_
     exact, unrounded = (definition(t, weight.double(), kind=kind)[0].bfloat16() for t in (s.double(), total))
     # float32 statistics round a few values differently; normalizing the exact sum rounds many differently
     assert (y != exact).float().mean() < 0.002 and (unrounded != exact).float().mean() > 0.05
-
-
-@kinds
-def test_eps_is_inside_the_root(kernel, kind):
-    x = torch.tensor([[3e-4, -3e-4, 3e-4, -3e-4]])
-    y, _ = kernel.normalize(x, torch.ones(4), kind=kind, eps=1e-6)
-    torch.testing.assert_close(y, x / (9e-8 + 1e-6) ** 0.5, rtol=1e-6, atol=0)
-
-
-@kinds
-def test_large_half_precision_values_do_not_overflow_in_their_squares(kernel, draw, relative, rounding, kind):
-    x = draw(512, WIDTH, mean=100.0, std=3e4).clamp(-6e4, 6e4).half()
-    y, _ = kernel.normalize(x, torch.ones(WIDTH), kind=kind, eps=EPS)
-    assert relative(y, definition(x.double(), kind=kind)[0]) < rounding(F16, y.numel())
 
 
 @kinds
@@ -122,8 +97,6 @@ def test_layernorm_of_a_large_mean_is_as_exact_as_its_input(kernel, draw, assert
 
 
 LAYOUTS = {  # six rows of 96 elements
-    "every other row": lambda draw: draw(12, 96)[::2],
-    "every other element": lambda draw: draw(6, 192)[:, ::2],
     "transposed": lambda draw: draw(96, 6).t(),
     "four dimensions": lambda draw: draw(2, 1, 3, 192)[..., :96],
     "one number for all": lambda draw: draw(1, 1).expand(6, 96),
@@ -199,11 +172,3 @@ def test_sums_over_rows_are_right_for_fewer_and_more_rows_than_programs(draw, as
     nan = lambda *shape, **options: empty(*shape, **options).fill_(float("nan"))  # noqa: E731
     monkeypatch.setattr(torch, "empty", nan)  # a partial sum that no program wrote is then NaN
     assert_exact(*pair(gpu.normalize, "layer"), inputs, upstream)
-
-
-@triton_only
-def test_a_matrix_without_rows_has_gradients():
-    x, weight = torch.empty(0, 96, requires_grad=True), torch.ones(96, requires_grad=True)
-    y, _ = gpu.normalize(x, weight, kind="layer", eps=EPS)
-    dx, dweight = torch.autograd.grad(y, (x, weight), torch.empty(0, 96))
-    assert y.shape == dx.shape == (0, 96) and torch.equal(dweight, torch.zeros(96))

@@ -31,6 +31,7 @@ def test_silu_and_product_are_rounded_once_forward_and_backward(
 ):
     """In Triton narrow rows share a program. Strides may be odd, 0, or 2 in the last dimension."""
     packed, upstream = draw(rows, 2 * width, std=3.0, dtype=dtype), draw(rows, width, dtype=dtype)
+    packed[0, 0] = -100  # exp(100) is infinite in float32, and silu(-100) is 0
 
     def spread(t, stride, step=1):
         """The same numbers in a wider tensor."""
@@ -48,15 +49,6 @@ def test_silu_and_product_are_rounded_once_forward_and_backward(
         assert_exact(kernel.swiglu, definition, (gate_up,), (dhidden,), tolerance)
 
 
-def test_the_first_half_is_the_gate_and_gates_far_from_zero_saturate(kernel):
-    gate_up = torch.tensor([[-80.0, -30.0, 30.0, 80.0, 2.0, 2.0, 2.0, 2.0]], requires_grad=True)
-    hidden = kernel.swiglu(gate_up)
-    hidden.sum().backward()
-    torch.testing.assert_close(hidden, torch.tensor([[0.0, 0.0, 60.0, 160.0]]), rtol=0, atol=1e-10)
-    expected = torch.tensor([[0.0, 0.0, 2.0, 2.0, 0.0, 0.0, 30.0, 80.0]])  # silu' is 0 or 1, times up; and silu
-    torch.testing.assert_close(gate_up.grad, expected, rtol=0, atol=1e-10)
-
-
 def test_only_gate_and_up_are_kept_for_the_backward_pass_in_their_dtype(kernel, draw):
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
@@ -64,22 +56,19 @@ def test_only_gate_and_up_are_kept_for_the_backward_pass_in_their_dtype(kernel, 
     assert kernel.__name__.endswith("reference") or sum(t.nbytes for t in kept) == 2 * 6 * 96
 
 
-# Float32 sums of about a hundred products, twice: 1e-6. In bfloat16 both products, that of gate and up and (on a CPU)
+# Float32 sums of about a hundred products, twice: 1e-6. In bfloat16 the two products, that of gate and up and on a CPU
 # silu are rounded, each 1.66e-3, and each output adds the errors of three of them: 5e-3.
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 5e-3)])
-def test_the_mlp_equals_the_float64_definition_and_keeps_no_hidden_elements(kernel, draw, relative, dtype, tolerance):
-    x, gate_up, down = draw(3, 11, 64).to(dtype), draw(176, 64, mean=0.02, std=0.2), draw(64, 88, mean=0.02, std=0.2)
+def test_the_mlp_equals_the_float64_definition_and_keeps_no_hidden_elements(
+    kernel, draw, evaluate, relative, dtype, tolerance
+):
+    inputs = draw(3, 11, 64).to(dtype), draw(176, 64, mean=0.02, std=0.2), draw(64, 88, mean=0.02, std=0.2)
     upstream, kept = draw(3, 11, 64).to(dtype), []
-
-    def run(function, inputs):
-        inputs = [tensor.detach().clone().requires_grad_() for tensor in inputs]
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-            y = function(*inputs)
-        return y, *torch.autograd.grad(y, inputs, upstream.to(y.dtype))
-
-    actual = run(kernel.swiglu_mlp, [x, gate_up, down])
-    assert [tensor.dtype for tensor in actual] == [dtype, dtype, torch.float32, torch.float32]
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        found = evaluate(kernel.swiglu_mlp, inputs, (upstream,))
+    assert found[0].dtype == dtype
     assert kernel is not gpu or {t.shape for t in kept if t.ndim == 3} == {(3, 11, 64), (3, 11, 176)}
-    rounded = [x.double(), gate_up.to(dtype).double(), down.to(dtype).double()]
-    expected = run(lambda x, gate_up, down: definition(x @ gate_up.T) @ down.T, rounded)
-    assert all(relative(ours, theirs) < tolerance for ours, theirs in zip(actual, expected, strict=True))
+    rounded = [tensor.to(dtype).double() for tensor in inputs]
+    mlp = lambda x, gate_up, down: definition(x @ gate_up.T) @ down.T  # noqa: E731
+    expected = evaluate(mlp, rounded, (upstream.double(),))
+    assert all(relative(ours, exact) < tolerance for ours, exact in zip(found, expected, strict=True))

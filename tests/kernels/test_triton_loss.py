@@ -67,22 +67,14 @@ def assert_rounded_once(relative, rounding):
     return check
 
 
-@pytest.mark.parametrize(
-    ("dtype", "mean"),
-    [(torch.float32, 0.0), (torch.float32, 50.0), (torch.bfloat16, -50.0), (torch.float16, 50.0)],
-)
+@pytest.mark.parametrize(("dtype", "mean"), [(torch.float32, 0.0), (torch.bfloat16, -50.0), (torch.float16, 50.0)])
 def test_each_of_logits_their_gradient_and_dx_is_rounded_once_and_nothing_else(
-    draw, run, assert_rounded_once, relative, dtype, mean
+    draw, run, assert_rounded_once, dtype, mean
 ):
     x, weight, targets = make_inputs(draw, 37, dtype, mean)
     weights = draw(37)  # of both signs
     weights[7:9] = 0
-    found, expected = run(x, weight, targets, weights), rounded_reference(x, weight, targets, weights)
-    if dtype == torch.float32 and mean:
-        # dx is of size 1, and weights of 50 multiply errors of 2e-7 in softmax - onehot
-        assert relative(found[1], expected[1]) < 2e-5
-        found[1] = expected[1].float()
-    assert_rounded_once(found, expected)
+    assert_rounded_once(run(x, weight, targets, weights), rounded_reference(x, weight, targets, weights))
 
 
 @pytest.mark.parametrize("rows", [1, 8, 9, 20])

@@ -1,7 +1,5 @@
 """The Triton kernels as torch operators: their registration, and one graph for torch.compile."""
 
-from functools import partial
-
 import pytest
 import torch
 from torch._dynamo.backends.debugging import aot_eager
@@ -43,12 +41,9 @@ def test_every_operator_passes_torch_library_opcheck(name):
     torch.library.opcheck(operator.default, arguments, test_utils=checks)
 
 
-def test_every_operator_is_checked_and_runs_on_a_gpu_and_on_the_cpu():
+def test_every_operator_is_checked():
     registered = {name for name in dir(torch.ops.prenorm) if not name.startswith("_")} - {"name"}
     assert {name.partition(" ")[0] for name in operators()} == registered
-    for name in registered:
-        has_kernel = partial(torch._C._dispatch_has_kernel_for_dispatch_key, f"prenorm::{name}")
-        assert has_kernel("CUDA") and has_kernel("CPU"), name
 
 
 def test_all_kernels_compile_into_one_graph_for_any_number_of_tokens_with_equal_bits(triton, draw):

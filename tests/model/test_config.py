@@ -12,11 +12,6 @@ from model.config import NORMS, PLACEMENTS, ModelConfig
 from model.count import flops_per_token, num_parameters
 from model.decoder import Decoder
 
-YARN = {
-    "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "truncate": True,
-    "attention_factor": 1.1, "beta_fast": 32, "beta_slow": 1,
-}  # fmt: skip
-
 
 def test_configuration_and_families_import_no_torch():
     code = "import sys, model.config, checkpoints.families, checkpoints.find; sys.exit('torch' in sys.modules)"
@@ -36,8 +31,8 @@ def test_the_default_model_has_four_million_parameters():
         ({"norm": "instance"}, "norm is 'instance' and must be rms, layer, "),
         ({"norm_eps": 0.0}, "norm_eps is 0.0"),
         ({"rope_theta": float("inf")}, "rope_theta is inf"),
-        ({"rope_scaling": {**YARN, "beta_slow": 0}}, "beta_slow 0 and needs a number"),
-        ({"rope_scaling": {**YARN, "factor": "4"}}, "factor '4' and needs a number"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, "factor 0 and needs a number"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": "4"}}, "factor '4' and needs a number"),
     ],
 )
 def test_an_impossible_configuration_is_an_error_that_says_how_to_fix_it(make_config, changes, words):

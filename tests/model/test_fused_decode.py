@@ -51,36 +51,28 @@ def random_tokens(batch, count):
     return torch.randint(97, (batch, count), generator=torch.Generator().manual_seed(3))
 
 
-def steps(decoder, count, lengths):
-    """Logits of `count` tokens after left-padded prompts of these lengths, from the fused step and from the decoder."""
-    padding = torch.tensor([max(lengths) - length for length in lengths])
-    padding = padding if padding.any() else None
-    tokens = random_tokens(len(lengths), max(lengths) + count)
-    caches = [KeyValueCache(decoder.config, len(lengths), max(lengths) + count + 3) for _ in range(2)]
-    found, expected = [], []
-    for cache in caches:
-        cache.keys.fill_(float("nan"))  # positions that are not filled must not be read
-        cache.values.fill_(float("nan"))
-        decoder(tokens[:, : max(lengths)], cache=cache, padding=padding)
-    step = DecodeStep(decoder, caches[1])
-    for position in range(max(lengths), max(lengths) + count):
-        token = tokens[:, position : position + 1]
-        expected.append(decoder(token, cache=caches[0], padding=padding))
-        found.append(step(token, padding).clone())
-        assert caches[0].length == caches[1].length == position + 1
-    assert step.unavailable_reason is None  # otherwise the decoder would be compared with itself
-    return torch.cat(found, 1), torch.cat(expected, 1), [cache.keys for cache in caches], caches
-
-
 @pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS.keys())
 @torch.inference_mode()
 def test_logits_and_cache_equal_the_decoders(make_decoder, relative, variant):
+    """Of two tokens after left-padded prompts of 5, 2 and 1 tokens."""
     decoder = make_decoder(num_hidden_layers=2 if variant.get("qk_norm") else 1, **variant).eval()
-    found, expected, keys, caches = steps(decoder, 2, [5, 2, 1])
-    assert relative(found, expected) < 2e-6
-    for b, first in enumerate((0, 3, 4)):
-        for ours, theirs in (keys, [cache.values for cache in caches]):
-            assert relative(theirs[:, b, :, first:7], ours[:, b, :, first:7]) < 2e-6
+    padding, tokens = torch.tensor([0, 3, 4]), random_tokens(3, 7)
+    caches = [KeyValueCache(decoder.config, 3, 10) for _ in range(2)]
+    for cache in caches:
+        cache.keys.fill_(float("nan"))  # positions that are not filled must not be read
+        cache.values.fill_(float("nan"))
+        decoder(tokens[:, :5], cache=cache, padding=padding)
+    step = DecodeStep(decoder, caches[1])
+    for position in (5, 6):
+        token = tokens[:, position : position + 1]
+        expected = decoder(token, cache=caches[0], padding=padding)
+        assert relative(step(token, padding), expected) < 2e-6
+        assert caches[0].length == caches[1].length == position + 1
+    assert step.unavailable_reason is None  # otherwise the decoder would be compared with itself
+    for b, first in enumerate(padding):
+        for kind in ("keys", "values"):
+            expected, found = (getattr(cache, kind)[:, b, :, first:7] for cache in caches)
+            assert relative(found, expected) < 2e-6
 
 
 def test_a_fused_step_exists_for_triton_small_batches_and_the_layers_that_it_computes(make_decoder, request):

@@ -108,16 +108,3 @@ def test_lora_keeps_as_much_for_the_backward_pass_as_full_training_and_a_rank_fo
 
     decoder, base = make_lora()
     assert kept(decoder) <= kept(load_pretrained(base)) + 4 * 1000 * 2 * 3 * RANK
-
-
-@torch.no_grad()
-def test_each_part_of_a_matrix_gets_its_own_b_times_a_times_alpha_over_r(make_lora, tokens, relative):
-    """Also without PEFT: the same as a decoder without LoRA, into whose matrices the products are added here."""
-    decoder, base = make_lora(attention_bias=True)
-    merged = load_pretrained(base)
-    rows = {"self_attn.qkv_proj": [48, 16, 16], "self_attn.o_proj": [48], "mlp.gate_up_proj": [80, 80]}
-    for layer, adapted in zip(merged.layers, decoder.layers, strict=True):
-        for name, parts in (rows | {"mlp.down_proj": [48]}).items():
-            a, b = (adapted.get_parameter(f"{name}.lora_{m}.weight").split(n) for m, n in (("A", RANK), ("B", parts)))
-            layer.get_parameter(f"{name}.weight").add_(5 / RANK * torch.cat([b @ a for a, b in zip(a, b, strict=True)]))
-    assert relative(decoder(tokens), merged(tokens)) <= LOGITS

@@ -17,14 +17,8 @@ from checkpoints.families import from_json
 from model.rope import Rope, frequencies
 
 LONG = 131072
-SHAPE = dict(
-    vocab_size=9,
-    hidden_size=128,
-    intermediate_size=9,
-    num_hidden_layers=1,
-    num_attention_heads=2,
-    num_key_value_heads=2,
-)
+SHAPE = dict(vocab_size=9, hidden_size=128, intermediate_size=9, max_position_embeddings=LONG, num_hidden_layers=1)
+SHAPE |= dict(num_attention_heads=2, num_key_value_heads=2)
 
 
 @pytest.mark.parametrize("theta", [10000.0, 500000.0])
@@ -70,29 +64,16 @@ def test_a_table_grows_with_the_text_to_what_a_complete_one_has(make_config, rel
         padded, _ = rope(70_000, 1, torch.tensor([0, 69_000]))
     angles = torch.outer(torch.arange(2**15 - 1, 2**15 + 1).double(), frequencies(config))
     assert relative(cos, angles.cos()) < 1e-7 and relative(sin, angles.sin()) < 1e-7
-    assert (
-        torch.equal(padded[1, 0], rope.cos[1000])
-        and relative(padded[0, 0], (70_000 * frequencies(config)).cos()) < 1e-7
-    )
-
-
-def assert_equals_transformers(scaling: dict, ends: float = 1.0, **changes: int) -> None:
-    """Tolerance: transformers computes the frequencies in float32, with about four roundings of 6e-8.
-
-    It also rounds the kept part of yarn, 1 minus the ramp, to 2^-24, which counts `factor` times as much in a frequency
-    that is nearly divided by it; and the ramp's ends, which may be `ends` times its length.
-    """
-    shape = dict(SHAPE, max_position_embeddings=LONG, **changes)
-    rope = {"rope_theta": 10000.0, **scaling}
-    config = from_json({"model_type": "llama", **shape, "rope_parameters": rope})
-    theirs = transformers.LlamaConfig(**shape, rope_parameters=rope)
-    expected, factor = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](theirs)
-    rtol = 4e-7 + 2**-24 * ends * config.rope_scaling["factor"]
-    torch.testing.assert_close(frequencies(config), expected.double(), rtol=rtol, atol=0)
-    assert config.rope_scaling.get("attention_factor", 1.0) == pytest.approx(factor, rel=1e-12)
+    assert torch.equal(padded[1, 0], rope.cos[1000])
+    assert relative(padded[0, 0], (70_000 * frequencies(config)).cos()) < 1e-7
 
 
 def test_any_scaling_has_the_frequencies_of_transformers_also_with_ramps_beyond_the_pairs():
+    """Tolerance: transformers computes the frequencies in float32, with about four roundings of 6e-8.
+
+    It also rounds the kept part of yarn, 1 minus the ramp, to 2^-24, which counts `factor` times as much in a frequency
+    that is nearly divided by it; and the ramp's ends, which may be 25 times its length.
+    """
     random = np.random.default_rng(8)
 
     def between(low: float, high: float) -> float:
@@ -101,8 +82,14 @@ def test_any_scaling_has_the_frequencies_of_transformers_also_with_ramps_beyond_
     for _ in range(100):
         scaling = {"factor": between(0.3, 100), "rope_theta": between(10, 1e7)}
         scaling["original_max_position_embeddings"], slow = int(between(4, 1e6)), between(0.01, 10)
-        fast, truncate, width = slow * between(2, 50), bool(random.integers(2)), 2 * int(random.integers(1, 65))
+        fast, truncate = slow * between(2, 50), bool(random.integers(2))
+        shape = SHAPE | {"head_dim": 2 * int(random.integers(1, 65))}
         llama3 = {"rope_type": "llama3", "low_freq_factor": slow, "high_freq_factor": fast}
-        assert_equals_transformers(scaling | llama3, 25.0, head_dim=width)
         yarn = {"rope_type": "yarn", "beta_slow": slow, "beta_fast": fast, "truncate": truncate}
-        assert_equals_transformers(scaling | yarn, 25.0, head_dim=width)
+        for rope in (scaling | llama3, scaling | yarn):
+            config = from_json({"model_type": "llama", **shape, "rope_parameters": rope})
+            theirs = transformers.LlamaConfig(**shape, rope_parameters=rope)
+            expected, factor = ROPE_INIT_FUNCTIONS[rope["rope_type"]](theirs)
+            rtol = 4e-7 + 2**-24 * 25 * rope["factor"]
+            torch.testing.assert_close(frequencies(config), expected.double(), rtol=rtol, atol=0)
+            assert config.rope_scaling.get("attention_factor", 1.0) == pytest.approx(factor, rel=1e-12)

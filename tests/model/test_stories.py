@@ -28,7 +28,7 @@ def decoder(stories260k_directory):
 
 @pytest.mark.parametrize("prompt", ["from_BOS", "from_prompt"])
 @torch.no_grad()
-def test_logits_after_a_prompt_are_as_expected(decoder, golden, prompt):
+def test_logits_after_a_prompt_and_the_loss_of_its_greedy_continuation_are_as_expected(decoder, golden, prompt):
     known = golden[prompt]
     logits = decoder(torch.tensor([known["prompt_ids"]]))[0]
     assert logits.mean().item() == pytest.approx(known["logits_mean"], abs=LOGIT)
@@ -39,11 +39,6 @@ def test_logits_after_a_prompt_are_as_expected(decoder, golden, prompt):
     assert ids.tolist() == [token for token, _ in known["last_prompt_top5"]]
     expected = torch.tensor([value for _, value in known["last_prompt_top5"]])
     torch.testing.assert_close(values, expected, rtol=0, atol=LOGIT)
-
-
-@pytest.mark.parametrize("prompt", ["from_BOS", "from_prompt"])
-@torch.no_grad()
-def test_the_loss_of_the_greedy_continuation_is_as_expected(decoder, golden, prompt):
-    ids = torch.tensor([golden[prompt]["greedy_ids"]])
+    ids = torch.tensor([known["greedy_ids"]])
     loss = decoder(ids[:, :-1], ids[:, 1:]).mean().item()
-    assert loss == pytest.approx(golden[prompt]["mean_nll_of_greedy_ids"], abs=LOSS)
+    assert loss == pytest.approx(known["mean_nll_of_greedy_ids"], abs=LOSS)
