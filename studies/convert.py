@@ -6,11 +6,11 @@ batches. With `init_from = "quarter 2"` it is converted after two quarters of th
 same batches and moments. With bias and centered weights nothing is lost, unless the embedding is tied to the head.
 """
 
-import argparse
 import dataclasses
 import tempfile
 from pathlib import Path
 
+import tyro
 from tqdm import tqdm
 
 from ablation import report, study
@@ -58,7 +58,7 @@ def train_models(plan: Plan, seed: int, device: str, folder: Path) -> list[Row]:
     return rows
 
 
-def main(folder: Path, device: str = "auto") -> None:
+def main(folder: tyro.conf.Positional[Path], device: str = "auto") -> None:
     """Train the models of all seeds that have no runs yet, and write the report."""
     with locked(folder):
         plan = load_plan(folder / "plan.toml")
@@ -73,7 +73,4 @@ def main(folder: Path, device: str = "auto") -> None:
 
 if __name__ == "__main__":
     with exit_on_user_error():
-        parser = argparse.ArgumentParser(prog="python -m studies.convert", description=__doc__.split("\n\n")[0])
-        parser.add_argument("folder", type=Path, metavar="FOLDER", help="of the study, with its plan.toml")
-        parser.add_argument("--device", default="auto", help="auto or a torch device (default: %(default)s)")
-        main(**vars(parser.parse_args()))
+        tyro.cli(main, prog="python -m studies.convert")

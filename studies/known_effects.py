@@ -5,6 +5,7 @@ import functools
 import itertools
 import math
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -13,23 +14,25 @@ from torch import Tensor
 
 import kernels
 from ablation.plan import arm_settings, base_settings
-from ablation.report import time_ratios
+from ablation.records import read_lines
+from ablation.report import TIMINGS, time_ratios
 from ablation.stats import Effect, mean_effect
-from ablation.study import Study
+from ablation.study import Study, load
 from model.count import flops_per_token, num_norm_parameters
 
 EPS = 1e-5
 
 
-def measured(study: Study, timings: list[dict]) -> list[Effect]:
-    """Everything that a study has measured, and the times of RMSNorm over those of LayerNorm."""
+def measured(folder: Path) -> tuple[Study, list[Effect]]:
+    """A study and everything that it has measured, with the times of RMSNorm over those of LayerNorm."""
+    study, timings = load(folder), read_lines(folder / TIMINGS)
     pairs = itertools.permutations(study.arms, 2)
     differences = [study.mean_loss(f"{arm} minus {base}", {arm: 1.0, base: -1.0}) for arm, base in pairs]
     times = []
     for part in ("step", "forward"):
         for effect in time_ratios(timings, part, "rms", "layer"):
             times.append(dataclasses.replace(effect, name=f"{part}: {effect.name}"))
-    return [*filter(None, differences), *study.effects, *sweeps(study), *streams(study), *times]
+    return study, [*filter(None, differences), *study.effects, *sweeps(study), *streams(study), *times]
 
 
 def sweeps(study: Study) -> Iterator[Effect]:

@@ -4,13 +4,13 @@ One model of this size leaves a GPU mostly idle. `torch.func.vmap` stacks those 
 and batches that `ablate.py` gives to its seed. AdamW only: Muon would orthogonalize the matrices of all seeds as one.
 """
 
-import argparse
 import dataclasses
 import time
 from pathlib import Path
 
 import numpy as np
 import torch
+import tyro
 from torch import Tensor
 from torch.func import functional_call, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -101,7 +101,7 @@ def can_stack(arm: Settings, first: Settings) -> bool:
     return alike and arm.model.norm != "batch" and fixed == ("adamw", "all", False, None)
 
 
-def main(folder: Path, device: str = "auto") -> None:
+def main(folder: tyro.conf.Positional[Path], device: str = "auto") -> None:
     """Train the arms that have no runs yet, and write the report."""
     with locked(folder):
         plan = load_plan(folder / "plan.toml")
@@ -122,7 +122,4 @@ def main(folder: Path, device: str = "auto") -> None:
 
 if __name__ == "__main__":
     with exit_on_user_error():
-        parser = argparse.ArgumentParser(prog="python -m studies.many_seeds", description=__doc__.split("\n\n")[0])
-        parser.add_argument("folder", type=Path, metavar="FOLDER", help="of the study, with its plan.toml")
-        parser.add_argument("--device", default="auto", help="auto or a torch device (default: %(default)s)")
-        main(**vars(parser.parse_args()))
+        tyro.cli(main, prog="python -m studies.many_seeds")
