@@ -47,7 +47,7 @@ def describe(study: Study, workers: int) -> str:
         f"arms: {'; '.join(study.arms)}\n"
         f"learning rates: {numbers(rates)}{sweep}\n"
         f"final pairs: {pairs}; at most {hours:g} hours in all, and Ctrl-C stops it until the same command resumes it\n"
-        f"runs: {len(study.rows)} done, {len(study.missing(study.wanted))} can start, {workers} at once ({kinds})"
+        f"runs: {len(study.rows)} done, {len(study.remaining)} can start, {workers} at once ({kinds})"
     )
 
 

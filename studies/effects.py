@@ -64,18 +64,15 @@ def cells_of(study: Study) -> dict[str, dict[tuple[str, bool], str]]:
 
 def parts(study: Study) -> dict[str, dict[str, Effect]]:
     """By the values of the other settings: each part that the study has the arms of, a mean over its pairs of arms."""
-    found: dict[str, dict[str, Effect]] = {}
+    effects: dict[str, dict[str, Effect]] = {}
     for group, cells in cells_of(study).items():
         for part, pairs in PARTS.items():
-            known = [pair for pair in pairs if {*pair} <= {*cells}]
-            weights = {}
-            for changed, base in known:
-                weights[cells[changed]] = 1 / len(known)
-                weights[cells[base]] = -1 / len(known)
-            effect = study.mean_loss(part, weights) if known else None
+            there = [(cells[arm], cells[base]) for arm, base in pairs if arm in cells and base in cells]
+            weights = {arm: 1 / len(there) for arm, _ in there} | {base: -1 / len(there) for _, base in there}
+            effect = study.mean_loss(part, weights) if there else None
             if effect is not None:
-                found.setdefault(group, {})[part] = effect
-    return found
+                effects.setdefault(group, {})[part] = effect
+    return effects
 
 
 def named(study: Study, group: str) -> str:

@@ -43,22 +43,19 @@ class Stack:
         for group in session.optimizer.param_groups:
             group["params"] = [self.weights[names[parameter]] for parameter in group["params"]]
 
-    def losses(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """The loss of each token, (S, B, T), of the tokens of each seed, (S, B, T)."""
-
-        def of_one(weights: dict[str, Tensor], *batch: Tensor) -> Tensor:
-            return functional_call(self.session.model, weights, batch)
-
-        with sdpa_kernel(SDPBackend.MATH):  # with the fused ones, bfloat16 ended at NaN on an H200 (torch 2.11)
-            return vmap(of_one)(self.weights, tokens, targets)
-
     def step(self, number: int) -> Tensor:
         """Train by step `number` of the schedule; the mean losses (S,)."""
+
+        def losses_of_one(weights: dict[str, Tensor], *batch: Tensor) -> Tensor:
+            return functional_call(self.session.model, weights, batch)
+
         pairs = [session.batch(number)[:2] for session in self.sessions]
         arrays = (np.stack(of_seeds) for of_seeds in zip(*pairs, strict=True))
         tokens, targets = (torch.from_numpy(array).to(self.session.device) for array in arrays)  # (S, B, T)
         settings, optimizer = self.session.settings.optimizer, self.session.optimizer
-        means = self.losses(tokens, targets).sum((1, 2)) / (targets >= 0).sum((1, 2))
+        with sdpa_kernel(SDPBackend.MATH):  # with the fused ones, bfloat16 ended at NaN on an H200 (torch 2.11)
+            losses = vmap(losses_of_one)(self.weights, tokens, targets)  # (S, B, T)
+        means = losses.sum((1, 2)) / (targets >= 0).sum((1, 2))
         means.sum().backward()
         gradients = [weight.grad for weight in self.weights.values()]
         norms = torch.stack([one.reshape(len(one), -1).norm(dim=1) for one in gradients]).norm(dim=0)  # (S,)
