@@ -58,17 +58,17 @@ def judge(experiment: Experiment, start: Callable[[Run, str], Future] | None = N
 def summary(study: Study, look: int, pairs: int) -> dict:
     """What is known at a look, for people and programs. `interval` is of this look, as in `repeated_interval`."""
     base, arm = study.arms
-    found = next(iter(study.comparisons), None)
+    c = next(iter(study.comparisons), None)
     diverged = {name: study.final(name).loss.isna().any() for name in study.arms}
     result = {"verdict": "inconclusive", "reason": f"look {look} of {LOOKS}", "a": base, "b": arm}
-    result |= {"pairs": found.effect.n if found else 0, "difference": None, "interval": None, "unit": study.unit}
+    result |= {"pairs": c.effect.n if c else 0, "difference": None, "interval": None, "unit": study.unit}
     result["learning_rates"] = study.learning_rates
     result["hours"] = six_digits((study.rows.seconds / study.rows.workers).sum() / 3600)
     if diverged[arm] and not diverged[base]:
         return result | {"verdict": "discard", "reason": f"{arm} did not complete"}
     if result["pairs"] < pairs:
         return result | {"reason": "runs did not complete, or the hours are used up"}
-    low, high = repeated_interval(np.array(found.differences), look)
+    low, high = repeated_interval(np.array(c.differences), look)
     verdict = "keep" if high < 0 else "discard" if low > 0 else "inconclusive"
-    result |= {"difference": six_digits(found.effect.estimate), "interval": [six_digits(low), six_digits(high)]}
+    result |= {"difference": six_digits(c.effect.estimate), "interval": [six_digits(low), six_digits(high)]}
     return result | {"verdict": verdict}

@@ -56,7 +56,7 @@ def all_cases(device: torch.device) -> list[Case]:
 
 
 def random(device: torch.device, *shape: int, mean: float = 0.3, std: float = 1.0) -> Tensor:
-    """Normal numbers, which get a gradient: vectors, the weights of norms, in float32 as in training, all else not."""
+    """Normal numbers, which get a gradient: vectors in float32, as those of norms in training, else in bfloat16."""
     dtype = torch.float32 if len(shape) == 1 else BF16
     return (torch.randn(shape, device=device) * std + mean).to(dtype).requires_grad_()
 
@@ -165,10 +165,10 @@ def make_blocks(baseline: Callable, sets: list[tuple], device: torch.device, rep
         "backward": lambda i: torch.autograd.grad(outputs[i], learned[i], upstream[i], retain_graph=True),
         "both": lambda i: torch.autograd.grad(baseline(*sets[i]), learned[i], upstream[i]),
     }
-    every = range(len(sets))
-    return {
-        part: partial(timing.block, [partial(call, i) for i in every], device, repeats) for part, call in calls.items()
-    }
+    blocks = {}
+    for part, call in calls.items():
+        blocks[part] = partial(timing.block, [partial(call, i) for i in range(len(sets))], device, repeats)
+    return blocks
 
 
 def compare(case: Case, device: torch.device, copy: float, product: float) -> dict:

@@ -32,11 +32,11 @@ def train_models(plan: Plan, seed: int, device: str, folder: Path) -> list[Row]:
     starts = {arm.settings.get("init_from") for arm in plan.compared.values()}
     rows = []
     for arm in plan.compared.values():
-        run, start = Run(arm.name, "final", seed, plan.fixed_rate(arm)), arm.settings.get("init_from")
-        is_branch = start is not None and start.startswith("quarter")
-        is_converted = start is not None and not is_branch
+        run, start = Run(arm.name, "final", seed, plan.fixed_rate(arm)), arm.settings.get("init_from", "")
+        is_branch = start.startswith("quarter")
+        is_converted = start != "" and not is_branch
         changes = {"device": device}
-        if start is not None:
+        if start:
             changes["init_from"] = str(folder / start / "last")
         if is_converted:
             changes["seed"] = seed + SEED_OFFSET
@@ -44,31 +44,28 @@ def train_models(plan: Plan, seed: int, device: str, folder: Path) -> list[Row]:
         if is_branch:
             moments = load_moments(folder / start / "last", session.model, session.optimizer)
             session.state = dataclasses.replace(moments, seconds=0.0)
-        if start is None:
-            for quarter in (1, 2, 3):
-                if f"quarter {quarter}" in starts:
-                    next(result for result in train_steps(session) if result.step == quarter * session.steps // 4)
-                    save(dataclasses.replace(session, run_dir=folder / f"quarter {quarter}"))
+        for quarter in (1, 2, 3):
+            if not start and f"quarter {quarter}" in starts:
+                next(result for result in train_steps(session) if result.step == quarter * session.steps // 4)
+                save(dataclasses.replace(session, run_dir=folder / f"quarter {quarter}"))
         row = measure(session, run, "", 1, train=not is_converted or "steps" in arm.settings)
-        if is_converted:
-            row = dataclasses.replace(row, batches_hash="")
-        rows.append(row)
-        if start is None:
+        rows.append(dataclasses.replace(row, batches_hash="") if is_converted else row)
+        if not start:
             save(dataclasses.replace(session, run_dir=folder / arm.name))
     return rows
 
 
 def main(folder: tyro.conf.Positional[Path], device: str = "auto") -> None:
-    """Train the models of all seeds that have no runs yet, and write the report."""
+    """Train and convert the models of a study, of all seeds that have no runs yet, and write its report."""
     with locked(folder):
         plan = load_plan(folder / "plan.toml")
         done = {row.seed for row in read_rows(folder)}
         for seed in tqdm(sorted({*plan.phase_seeds["final"]} - done), unit="model", disable=None):
             with tempfile.TemporaryDirectory() as checkpoints:
                 append_rows(folder, *train_models(plan, seed, device, Path(checkpoints)))
-        found = study.load(folder)
-        written = report.write(found, folder)
-    print(*report.headline(found), printable(f"report: {written[0]}"), sep="\n")
+        finished = study.load(folder)
+        written = report.write(finished, folder)
+    print(*report.headline(finished), printable(f"report: {written[0]}"), sep="\n")
 
 
 if __name__ == "__main__":

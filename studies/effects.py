@@ -23,7 +23,7 @@ PARTS = {
     "no mean": [(RMS_BIAS, LAYER), (RMS, LAYER_NO_BIAS)],
     "no bias": [(LAYER_NO_BIAS, LAYER), (RMS, RMS_BIAS)],
 }
-# What a study's runs are, with {} for one choice of its other settings; one without an entry keeps its own name.
+# What a study's runs are, or those of one choice of its other settings; a study without an entry keeps its own name.
 NAMES = {
     "recipe": "default run, longer decay",
     "factorial": "small model, 2,400 steps",
@@ -36,13 +36,18 @@ NAMES = {
     "scale-4m": "4M parameters",
     "scale-10m": "10M parameters",
     "shakespeare": "plays of Shakespeare",
-    "bias-rates": "bias alone, {}",
+    "bias-rates": "bias alone, three rates",
+    "bias-rates learning_rate=0.0005": "bias alone, rate 5e-4",
+    "bias-rates learning_rate=0.001": "bias alone, rate 1e-3",
+    "bias-rates learning_rate=0.0014": "bias alone, rate 1.4e-3",
     "bias-2e-3": "bias alone, rate 2e-3",
-    "branches": "converted at {}, rate 5e-4",
-    "branches-2e-3": "converted at {}, rate 2e-3",
+    "branches quarter 1": "converted at 1/4, rate 5e-4",
+    "branches quarter 2": "converted at 2/4, rate 5e-4",
+    "branches quarter 3": "converted at 3/4, rate 5e-4",
+    "branches-2e-3 quarter 1": "converted at 1/4, rate 2e-3",
+    "branches-2e-3 quarter 2": "converted at 2/4, rate 2e-3",
+    "branches-2e-3 quarter 3": "converted at 3/4, rate 2e-3",
 }
-CHOICES = {"": "three rates", "learning_rate=0.0005": "rate 5e-4", "learning_rate=0.001": "rate 1e-3"}
-CHOICES |= {"learning_rate=0.0014": "rate 1.4e-3", "quarter 1": "1/4", "quarter 2": "2/4", "quarter 3": "3/4"}
 WORDS = {"no mean": "mean not subtracted"}  # of a part, in the legend
 MARGIN = "margin: counts as equal"
 TICKS = (-0.1, -0.03, -0.01, -0.005, 0, 0.005, 0.01, 0.03, 0.1)
@@ -77,8 +82,8 @@ def parts(study: Study) -> dict[str, dict[str, Effect]]:
 
 def named(study: Study, group: str) -> str:
     """What these runs are, in words."""
-    name = study.plan.name
-    return NAMES.get(name, f"{name} {group}".strip()).replace("{}", CHOICES.get(group, group))
+    name = f"{study.plan.name} {group}".strip()
+    return NAMES.get(name, name)
 
 
 def draw(studies: Sequence[Study]) -> Figure:

@@ -99,7 +99,7 @@ def can_stack(arm: Settings, first: Settings) -> bool:
 
 
 def main(folder: tyro.conf.Positional[Path], device: str = "auto") -> None:
-    """Train the arms that have no runs yet, and write the report."""
+    """Train all final seeds of a study together on one GPU, for arms that have no runs yet, and write its report."""
     with locked(folder):
         plan = load_plan(folder / "plan.toml")
         arms = [arm_settings(plan, arm) for arm in plan.compared.values()]
@@ -112,9 +112,9 @@ def main(folder: tyro.conf.Positional[Path], device: str = "auto") -> None:
         for arm in plan.compared:
             if arm not in done:
                 append_rows(folder, *train_stack(plan, arm, device))
-        found = study.load(folder)
-        written = report.write(found, folder)
-    print(*report.headline(found), printable(f"report: {written[0]}"), sep="\n")
+        finished = study.load(folder)
+        written = report.write(finished, folder)
+    print(*report.headline(finished), printable(f"report: {written[0]}"), sep="\n")
 
 
 if __name__ == "__main__":
