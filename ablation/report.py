@@ -100,10 +100,10 @@ def pairs_needed(c: Comparison) -> str | None:
 def write(study: Study, folder: Path, *, text_only: bool = False) -> list[Path]:
     """Write report.md, its pictures (PNG and PDF) and its first table (CSV and LaTeX); the paths, report.md first."""
     drawn = {} if text_only else pictures(study)
-    texts, compared = {"report.md": markdown_text(study, folder, drawn)}, study.comparisons
-    if compared and not text_only:
-        compared = pd.DataFrame(map(comparison_row, compared))
-        texts |= {"differences.csv": compared.to_csv(index=False), "differences.tex": compared.to_latex(index=False)}
+    texts = {"report.md": markdown_text(study, folder, drawn)}
+    if study.comparisons and not text_only:
+        rows = pd.DataFrame(map(comparison_row, study.comparisons))
+        texts |= {"differences.csv": rows.to_csv(index=False), "differences.tex": rows.to_latex(index=False)}
     for name, text in texts.items():
         replace_text(folder / name, text)
     paths = [folder / f"{name}.{kind}" for name in drawn for kind in ("png", "pdf")]

@@ -49,10 +49,10 @@ class Case:
 def all_cases(device: torch.device) -> list[Case]:
     """The cases of a device."""
     on, both = device.type, (False, True)
-    found = [norm_case(device, k, *shape, after) for k in ("rms", "layer") for shape in NORMS[on] for after in both]
-    found += [mlp_case(device, *shape) for shape in MLPS[on]]
-    found += [rotary_case(device, *shape, normed) for shape in ROTARIES[on] for normed in both]
-    return found + [loss_case(device, *shape) for shape in LOSSES[on]]
+    cases = [norm_case(device, k, *shape, after) for k in ("rms", "layer") for shape in NORMS[on] for after in both]
+    cases += [mlp_case(device, *shape) for shape in MLPS[on]]
+    cases += [rotary_case(device, *shape, normed) for shape in ROTARIES[on] for normed in both]
+    return cases + [loss_case(device, *shape) for shape in LOSSES[on]]
 
 
 def random(device: torch.device, *shape: int, mean: float = 0.3, std: float = 1.0) -> Tensor:

@@ -49,7 +49,9 @@ def difference_rows(*studies: Study) -> list[dict]:
 
 def set_rows(*studies: Study) -> list[dict]:
     """RMSNorm minus LayerNorm in sets of pairs at 5e-4, and their means, weighted by the inverse of their variances."""
-    rows = [row for row in difference_rows(*studies) if row.pop("arm") == "RMSNorm"]
+    rows = [row for row in difference_rows(*studies) if row["arm"] == "RMSNorm"]
+    for row in rows:
+        del row["arm"]
     few = load_study("factorial-tuned").rows.query("phase == 'sweep' and learning_rate == 5e-4").set_index("seed")
     sets = [study.paired("final", "rms").difference for study in studies]  # then a pilot, and three pairs of a sweep
     sets += [studies[0].paired("pilot", "rms").difference, few.loss[few.arm == "rms"] - few.loss[few.arm == "layer"]]
