@@ -9,7 +9,6 @@ if __name__ == "__main__":  # so that Ctrl-C in the imports ends in one line
 
 import contextlib
 import dataclasses
-import functools
 import hashlib
 import os
 import re
@@ -121,7 +120,7 @@ def compare(command: Command, *, judged: bool) -> int:
             execute.estimate_run(experiment)
             return 0
         if judged:
-            said = judge.judge(experiment, functools.partial(execute.execute, start=start))
+            said = judge.judge(experiment, start)
         else:
             execute.write_plan(experiment)
             execute.execute(experiment, start)

@@ -41,12 +41,6 @@ class Experiment:
     def study(self) -> Study:
         return Study(self.plan, as_table(self.rows))
 
-    @property
-    def remaining(self) -> list[Run]:
-        """The runs that are wanted and have not ended."""
-        study = self.study
-        return study.missing(study.wanted)
-
     @functools.cached_property
     def workers(self) -> list[str]:
         """The device of each: GPUs of one model, so that arms of a seed share it."""
@@ -96,8 +90,6 @@ def load_or_create(plan: Plan, folder: Path, device: str = "auto", jobs: int | N
     if rows and not {row.arm for row in rows} & {*plan.compared}:
         raise UserError(f"{folder} has the runs of another comparison; give another --out.")
     for row in rows:
-        if not row.settings_hash:
-            raise UserError(f"the runs of {folder} did not record their settings; give another --out to repeat them.")
         if row.arm in plan.compared and settings_hash(run_settings(plan, row)) != row.settings_hash:
             raise UserError(f"a finished run ({row}) of {folder} had other settings; give another --out.")
     return Experiment(plan, folder, device, jobs, rows)
@@ -105,14 +97,14 @@ def load_or_create(plan: Plan, folder: Path, device: str = "auto", jobs: int | N
 
 def execute(experiment: Experiment, start: Callable[[Run, str], Future] | None = None) -> None:
     """Do all runs that are wanted, each begun by `start`, and again those of unfinished seeds on other hardware."""
-    unfinished, here = {(run.phase, run.seed) for run in experiment.remaining}, experiment.hardware
+    unfinished, here = {(run.phase, run.seed) for run in experiment.study.remaining}, experiment.hardware
     experiment.rows = [r for r in experiment.rows if r.device == here or (r.phase, r.seed) not in unfinished]
     begin, free, running = start or functools.partial(start_process, experiment), [*experiment.workers], {}
     bar = tqdm(unit="run", initial=len(experiment.rows), dynamic_ncols=True, disable=None)
     try:
         while True:
             started = {run for run, _ in running.values()}
-            waiting = [run for run in experiment.remaining if run not in started]
+            waiting = [run for run in experiment.study.remaining if run not in started]
             bar.total = len(experiment.rows) + len(running) + len(waiting)
             bar.refresh()
             for run in waiting[: len(free)]:
@@ -158,6 +150,6 @@ def estimate_run(experiment: Experiment) -> None:
     """Print what a run of the first arm needs, its time from a few steps, and that of all runs that remain."""
     settings = arm_settings(experiment.plan, next(iter(experiment.plan.compared.values())))
     torch.set_num_threads(experiment.threads or torch.get_num_threads())
-    runs, workers = len(experiment.remaining), len(experiment.workers)
+    runs, workers = len(experiment.study.remaining), len(experiment.workers)
     seconds = estimate(replace_settings(settings, {"device": experiment.device})) * runs / workers
     print(f"all runs that can start: {runs}, {workers} at once, about {format_time(seconds)}")

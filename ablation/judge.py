@@ -8,12 +8,13 @@ Turnbull 2000, Group Sequential Methods, table 2.3 and section 4.4). docs/judge.
 import dataclasses
 import json
 from collections.abc import Callable
+from concurrent.futures import Future
 
 import numpy as np
 from scipy import special
 
-from ablation.execute import Experiment, write_plan
-from ablation.plan import Plan
+from ablation.execute import Experiment, execute, write_plan
+from ablation.plan import Plan, Run
 from ablation.run import six_digits
 from ablation.study import Study
 from errors import UserError
@@ -40,15 +41,15 @@ def check(plan: Plan) -> None:
         raise UserError(f"judge needs two arms (--a and --b), and --seeds of at least {2 * LOOKS}.")
 
 
-def judge(experiment: Experiment, run_all: Callable[[Experiment], None]) -> list[str]:
-    """Train pairs, by `run_all`, until the verdict; what was known at each look, as lines of JSON."""
+def judge(experiment: Experiment, start: Callable[[Run, str], Future] | None = None) -> list[str]:
+    """Train pairs, as `execute` does, until the verdict; what was known at each look, as lines of JSON."""
     plan, said = experiment.plan, []
     for look, pairs in enumerate(pairs_of_looks(plan.seeds), 1):
         experiment.plan = dataclasses.replace(plan, seeds=pairs)
-        run_all(experiment)
-        found = summary(experiment.study, look, pairs)
-        said.append(json.dumps(found))
-        if found["verdict"] != "inconclusive" or found["pairs"] < pairs:
+        execute(experiment, start)
+        result = summary(experiment.study, look, pairs)
+        said.append(json.dumps(result))
+        if result["verdict"] != "inconclusive" or result["pairs"] < pairs:
             break
     write_plan(experiment)  # with the pairs that there are
     return said
@@ -57,17 +58,17 @@ def judge(experiment: Experiment, run_all: Callable[[Experiment], None]) -> list
 def summary(study: Study, look: int, pairs: int) -> dict:
     """What is known at a look, for people and programs. `interval` is of this look, as in `repeated_interval`."""
     base, arm = study.arms
-    found = next(iter(study.comparisons), None)
+    c = next(iter(study.comparisons), None)
     diverged = {name: study.final(name).loss.isna().any() for name in study.arms}
     result = {"verdict": "inconclusive", "reason": f"look {look} of {LOOKS}", "a": base, "b": arm}
-    result |= {"pairs": found.effect.n if found else 0, "difference": None, "interval": None, "unit": study.unit}
+    result |= {"pairs": c.effect.n if c else 0, "difference": None, "interval": None, "unit": study.unit}
     result["learning_rates"] = study.learning_rates
     result["hours"] = six_digits((study.rows.seconds / study.rows.workers).sum() / 3600)
     if diverged[arm] and not diverged[base]:
         return result | {"verdict": "discard", "reason": f"{arm} did not complete"}
     if result["pairs"] < pairs:
         return result | {"reason": "runs did not complete, or the hours are used up"}
-    low, high = repeated_interval(np.array(found.differences), look)
+    low, high = repeated_interval(np.array(c.differences), look)
     verdict = "keep" if high < 0 else "discard" if low > 0 else "inconclusive"
-    result |= {"difference": six_digits(found.effect.estimate), "interval": [six_digits(low), six_digits(high)]}
+    result |= {"difference": six_digits(c.effect.estimate), "interval": [six_digits(low), six_digits(high)]}
     return result | {"verdict": verdict}

@@ -45,9 +45,9 @@ def describe(study: Study, workers: int) -> str:
     sweep = " (a sweep)" if study.rates else ""
     return (
         f"arms: {'; '.join(study.arms)}\n"
-        f"learning rates: {numbers(rates)}{sweep}\n"
+        f"learning rates: {listed(rates)}{sweep}\n"
         f"final pairs: {pairs}; at most {hours:g} hours in all, and Ctrl-C stops it until the same command resumes it\n"
-        f"runs: {len(study.rows)} done, {len(study.missing(study.wanted))} can start, {workers} at once ({kinds})"
+        f"runs: {len(study.rows)} done, {len(study.remaining)} can start, {workers} at once ({kinds})"
     )
 
 
@@ -100,10 +100,10 @@ def pairs_needed(c: Comparison) -> str | None:
 def write(study: Study, folder: Path, *, text_only: bool = False) -> list[Path]:
     """Write report.md, its pictures (PNG and PDF) and its first table (CSV and LaTeX); the paths, report.md first."""
     drawn = {} if text_only else pictures(study)
-    texts, compared = {"report.md": markdown_text(study, folder, drawn)}, study.comparisons
-    if compared and not text_only:
-        compared = pd.DataFrame(map(comparison_row, compared))
-        texts |= {"differences.csv": compared.to_csv(index=False), "differences.tex": compared.to_latex(index=False)}
+    texts = {"report.md": markdown_text(study, folder, drawn)}
+    if study.comparisons and not text_only:
+        rows = pd.DataFrame(map(comparison_row, study.comparisons))
+        texts |= {"differences.csv": rows.to_csv(index=False), "differences.tex": rows.to_latex(index=False)}
     for name, text in texts.items():
         replace_text(folder / name, text)
     paths = [folder / f"{name}.{kind}" for name in drawn for kind in ("png", "pdf")]
@@ -142,8 +142,8 @@ def markdown_text(study: Study, folder: Path, drawn: dict[str, Figure]) -> str:
 
 def parts(study: Study, folder: Path) -> Iterator[tuple[str, ...]]:
     """Title, picture and blocks of every part of the report; a block is empty where nothing was measured."""
-    interval, found = "mean and 95% interval", grid_effects(study)
-    effects = [{"effect": effect.name, interval: with_interval(effect), "p (Holm)": p} for effect, p in found]
+    interval, of_grid = "mean and 95% interval", grid_effects(study)
+    effects = [{"effect": effect.name, interval: with_interval(effect), "p (Holm)": p} for effect, p in of_grid]
     sweep = study.sweep.reset_index().to_dict("records") if study.rates else []
     incomplete = study.rows[study.rows.status != "completed"]
     yield "Differences", "differences", about(study), table(map(comparison_row, study.comparisons)), COLUMNS
@@ -163,10 +163,10 @@ def about(study: Study) -> str:
     """How the arms were compared, in words."""
     plan, pairs, done = study.plan, [c.effect.n for c in study.comparisons], len(study.final_seeds)
     steps = {arm_settings(plan, arm).optimizer.steps for arm in study.arms.values()}
-    text = f"Final validation loss minus that of the baseline over paired seeds, {numbers(steps)} steps: means and "
+    text = f"Final validation loss minus that of the baseline over paired seeds, {listed(steps)} steps: means and "
     text += f"95% intervals. Differences within {plan.margin:g} {study.unit}, shaded in pictures, count as equivalent."
     if study.shares_rate:
-        rates = numbers({*study.learning_rates.values()})
+        rates = listed({*study.learning_rates.values()})
         text += f" All arms share the learning rate {rates}: none was chosen for each of them."
     if plan.seeds is None and study.pairs is not None:
         text += f" The pilot asked for {study.pairs} pairs; {done} are finished, within {plan.hours:g} hours."
@@ -223,18 +223,18 @@ def time_rows(study: Study, timings: list[dict]) -> Iterator[dict]:
 def origin_rows(study: Study) -> list[dict]:
     """What the runs were made on and from, and what the arms of a seed share."""
     rows = study.rows
-    found = {name: numbers(value for value in rows[name].dropna().unique() if value != "") for name in ORIGIN}
+    origin = {name: listed(value for value in rows[name].dropna().unique() if value != "") for name in ORIGIN}
     for name in ("batches", "weights"):  # those of the norms apart
         hashes = rows[rows[f"{name}_hash"] != ""].groupby("seed")[f"{name}_hash"].nunique()
         if len(hashes):
-            found[f"{name} of a seed"] = "differ between its runs" if hashes.max() > 1 else "equal in all its runs"
+            origin[f"{name} of a seed"] = "differ between its runs" if hashes.max() > 1 else "equal in all its runs"
         else:
-            found[f"{name} of a seed"] = ""
-    found["training time"] = f"{rows.seconds.sum() / 3600:.2f} hours, summed over {len(rows)} runs"
-    return [{"what": name, "which": value or "not recorded"} for name, value in found.items()]
+            origin[f"{name} of a seed"] = ""
+    origin["training time"] = f"{rows.seconds.sum() / 3600:.2f} hours, summed over {len(rows)} runs"
+    return [{"what": name, "which": value or "not recorded"} for name, value in origin.items()]
 
 
-def numbers(values: Iterable) -> str:
+def listed(values: Iterable) -> str:
     return ", ".join(f"{value:,}" if isinstance(value, int) else str(value) for value in values)
 
 

@@ -112,6 +112,11 @@ class Study:
                 chosen += runs
         return chosen
 
+    @property
+    def remaining(self) -> list[Run]:
+        """The runs that are wanted and have not ended."""
+        return self.missing(self.wanted)
+
     @functools.cached_property
     def final_seeds(self) -> set[int]:
         """The seeds that count: none before all final runs are there, since stopping at a good moment is a bias."""

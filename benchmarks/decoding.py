@@ -33,7 +33,7 @@ from errors import exit_on_user_error
 from model.config import ModelConfig
 from model.count import num_parameters
 from model.decoder import Decoder
-from model.device import choose_device, device_name, processor
+from model.device import device_name, processor
 from model.fused_decode import decode_step_for
 
 SHAPES = {
@@ -222,20 +222,17 @@ def bytes_read(case: Case) -> float:
 def main(flags: list[str] | None = None) -> dict:
     """Measure what the command line asks for, and print it as tables in Markdown; returns all of it."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.decoding", description=__doc__.split("\n\n")[0])
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["26m"], help="default: 26m")
     parser.add_argument("--prompt", type=int, nargs="+", default=[1], help="tokens before (default: 1)")
     parser.add_argument("--sequences", type=int, nargs="+", default=[1, 8], help="default: 1 8")
-    parser.add_argument(
-        "--dtypes", nargs="+", choices=WEIGHT_BYTES, default=[*WEIGHT_BYTES], help="default: all that there are"
-    )
+    parser.add_argument("--dtypes", nargs="+", choices=WEIGHT_BYTES, default=[*WEIGHT_BYTES], help="default: all")
     parser.add_argument("--turns", type=int, default=7, help="turns of each program (default: %(default)s)")
     parser.add_argument("--minutes", type=float, default=math.inf, help="after that no fourth turn begins")
     parser.add_argument("--tokens", type=int, default=128, help="tokens of a sequence in a turn (default: %(default)s)")
     parser.add_argument("--programs", nargs="+", choices=PROGRAMS, default=USUAL, help=f"default: all but {COMPILED}")
     parser.add_argument("--llama2c", type=Path, metavar="PATH", help="llama2.c's program, built with `make runomp`")
     arguments = parser.parse_args(flags)
-    device = choose_device(arguments.device)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     rate = timing.read_rate() if device.type == "cpu" else timing.copy_rate(device)
     print(f"{device_name(device)}, {processor()}: memory at {rate / 1e9:,.1f} GB/s")
     settings = itertools.product(arguments.shapes, arguments.prompt, arguments.sequences, arguments.dtypes)

@@ -21,9 +21,10 @@ import kernels
 from benchmarks import timing
 from errors import exit_on_user_error
 from kernels import reference
-from model.device import choose_device, device_name, keep_freed_memory
+from model.device import device_name, keep_freed_memory
 
 BF16, OURS, TURNS = torch.bfloat16, "ours", 5
+REPEATS, REPEATS_OF_PRODUCTS = 10, 2  # calls in a turn; products take milliseconds and vary less
 # Shapes by device: large ones on a GPU, those of configs/tiny.toml and small.toml on a CPU.
 NORMS = {
     "cuda": [(8192, 4096), (16384, 8192), (65536, 1024), (32768, 768), (8192, 4104)],
@@ -48,20 +49,16 @@ class Case:
 def all_cases(device: torch.device) -> list[Case]:
     """The cases of a device."""
     on, both = device.type, (False, True)
-    found = [norm_case(device, k, *shape, after) for k in ("rms", "layer") for shape in NORMS[on] for after in both]
-    found += [mlp_case(device, *shape) for shape in MLPS[on]]
-    found += [rotary_case(device, *shape, normed) for shape in ROTARIES[on] for normed in both]
-    return found + [loss_case(device, *shape) for shape in LOSSES[on]]
+    cases = [norm_case(device, k, *shape, after) for k in ("rms", "layer") for shape in NORMS[on] for after in both]
+    cases += [mlp_case(device, *shape) for shape in MLPS[on]]
+    cases += [rotary_case(device, *shape, normed) for shape in ROTARIES[on] for normed in both]
+    return cases + [loss_case(device, *shape) for shape in LOSSES[on]]
 
 
-def random(device: torch.device, *shape: int, dtype: torch.dtype = BF16, mean: float = 0.3, std: float = 1.0) -> Tensor:
-    """Normal numbers with a mean away from zero, which get a gradient."""
+def random(device: torch.device, *shape: int, mean: float = 0.3, std: float = 1.0) -> Tensor:
+    """Normal numbers, which get a gradient: vectors in float32, as those of norms in training, else in bfloat16."""
+    dtype = torch.float32 if len(shape) == 1 else BF16
     return (torch.randn(shape, device=device) * std + mean).to(dtype).requires_grad_()
-
-
-def random_vector(device: torch.device, width: int) -> Tensor:
-    """The weight or bias of a norm, float32 as in training."""
-    return random(device, width, dtype=torch.float32, mean=1.0, std=0.1)
 
 
 def by_all(device: torch.device, call: Callable) -> dict[str, Callable]:
@@ -75,9 +72,9 @@ def norm_case(device: torch.device, kind: str, rows: int, width: int, after_addi
     outputs = 2 if after_addition else 1  # y, and the sum
 
     def make():
-        bias = random_vector(device, width) if kind == "layer" else None
+        bias = random(device, width, mean=1.0, std=0.1) if kind == "layer" else None
         residual = random(device, rows, width) if after_addition else None
-        return random(device, rows, width), random_vector(device, width), bias, residual
+        return random(device, rows, width), random(device, width, mean=1.0, std=0.1), bias, residual
 
     def call(module, x, weight, bias, residual):
         return module.normalize(x, weight, bias, residual, kind=kind, eps=1e-5)[:outputs]
@@ -119,7 +116,7 @@ def rotary_case(device: torch.device, tokens: int, heads: int, kv_heads: int, wi
     def make():
         angles = torch.rand(length, width // 2, device=device) * 100
         qkv = random(device, tokens // length, length, (heads + 2 * kv_heads) * width)
-        weights = [random_vector(device, width) if normed else None for _ in range(2)]
+        weights = [random(device, width, mean=1.0, std=0.1) if normed else None for _ in range(2)]
         return qkv, angles.cos(), angles.sin(), *weights
 
     def call(module, qkv, cos, sin, *weights):
@@ -163,28 +160,23 @@ def make_blocks(baseline: Callable, sets: list[tuple], device: torch.device, rep
     learned = [[x for x in inputs if x is not None and x.requires_grad] for inputs in sets]
     outputs = [baseline(*inputs) for inputs in sets]
     upstream = [[torch.randn_like(out) for out in one] for one in outputs]
-
-    def forward(i):
-        return baseline(*sets[i])
-
-    def backward(i):
-        return torch.autograd.grad(outputs[i], learned[i], upstream[i], retain_graph=True)
-
-    def both(i):
-        return torch.autograd.grad(baseline(*sets[i]), learned[i], upstream[i])
-
-    def block_of(run):
-        return partial(timing.block, [partial(run, i) for i in range(len(sets))], device, repeats)
-
-    return {"forward": block_of(forward), "backward": block_of(backward), "both": block_of(both)}
+    calls = {
+        "forward": lambda i: baseline(*sets[i]),
+        "backward": lambda i: torch.autograd.grad(outputs[i], learned[i], upstream[i], retain_graph=True),
+        "both": lambda i: torch.autograd.grad(baseline(*sets[i]), learned[i], upstream[i]),
+    }
+    blocks = {}
+    for part, call in calls.items():
+        blocks[part] = partial(timing.block, [partial(call, i) for i in range(len(sets))], device, repeats)
+    return blocks
 
 
-def compare(case: Case, device: torch.device, repeats: int, copy: float, product: float) -> dict:
+def compare(case: Case, device: torch.device, copy: float, product: float) -> dict:
     """Measure a case and print its table; the limit is the machine's `copy` (bytes/s) or `product` (FLOP/s)."""
     size = sum(x.nbytes for x in case.make() if x is not None)
     count = math.ceil(timing.BEYOND_CACHE / size) if device.type == "cuda" else 2
     sets = [case.make() for _ in range(count)]  # inputs that take turns; on a GPU they exceed its cache together
-    repeats = max(2, repeats // (5 * TURNS if case.flops else TURNS))  # products take milliseconds and vary less
+    repeats = REPEATS_OF_PRODUCTS if case.flops else REPEATS
     makers = {name: partial(make_blocks, call, sets, device, repeats) for name, call in case.baselines.items()}
     forward, backward = case.moved
     limits = {"forward": forward / copy, "backward": backward / copy, "both": (forward + backward) / copy}
@@ -197,10 +189,8 @@ def main() -> dict:
     """Measure what the command line asks for, and print it as tables in Markdown; returns all of it."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.kernels", description=__doc__.split("\n\n")[0])
     parser.add_argument("--only", default="", metavar="PATTERN", help="cases whose name matches, such as 'rms norm'")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
-    parser.add_argument("--repeats", type=int, default=50, help="calls of each part (default: %(default)s)")
     arguments = parser.parse_args()
-    device = choose_device(arguments.device)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     keep_freed_memory()
     torch.manual_seed(0)
     copy, product = timing.copy_rate(device), timing.product_rate(device, torch.bfloat16)
@@ -208,7 +198,7 @@ def main() -> dict:
     tables = []
     for case in all_cases(device):
         if re.search(arguments.only, case.name):
-            tables.append(compare(case, device, arguments.repeats, copy, product))
+            tables.append(compare(case, device, copy, product))
             torch.compiler.reset()
             gc.collect()
     rates = {"copy_bytes_per_second": copy, "product_flops_per_second": product}

@@ -26,7 +26,7 @@ from errors import UserError, exit_on_user_error, printable
 from model.config import ModelConfig
 from model.count import flops_per_token
 from model.decoder import Decoder
-from model.device import choose_device, choose_training_dtype, device_name, keep_freed_memory
+from model.device import choose_training_dtype, device_name, keep_freed_memory
 from training.optimizer import build_optimizer
 from training.processes import Processes
 from training.settings import Settings, config_path, load_settings
@@ -121,18 +121,6 @@ def time_arms(folder: Path, variants: list[str], device: torch.device, turns: in
                 file.write(json.dumps(row) + "\n")
 
 
-def time_steps(
-    title: str, settings: Settings, variants: list[str], device: torch.device, turns: int, end: float
-) -> dict:
-    """Time a step of every variant, and print a table. The limit is the rate of torch's product, measured here."""
-    product = timing.product_rate(device, choose_training_dtype(settings.machine.dtype, device))
-    tokens = math.prod(micro_batch(settings))
-    limit = tokens * flops_per_token(settings.model, settings.data.sequence_length) / product
-    makers = {variant: partial(make_blocks, settings, variant, device, "step") for variant in variants}
-    limits = {variant: {"step": limit} for variant in variants}
-    return timing.compare(f"{title}; products at {product / 1e12:.2f} TFLOP/s", makers, limits, turns, end, tokens)
-
-
 def main(flags: list[str] | None = None) -> dict:
     """Measure what the command line asks for, and print it as tables in Markdown; returns all of it."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.training", description=__doc__.split("\n\n")[0])
@@ -141,12 +129,11 @@ def main(flags: list[str] | None = None) -> dict:
     parser.add_argument("--dtypes", nargs="+", metavar="DTYPE", help="default: that of the configuration")
     parser.add_argument("--norms", nargs="+", default=["rms", "layer"], help="default: %(default)s")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, help=f"default: all but {TRANSFORMERS}")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
     parser.add_argument("--turns", type=int, default=10, help="of 4 steps each (default: %(default)s)")
     parser.add_argument("--minutes", type=float, default=math.inf, help="after that no fourth turn begins")
     parser.add_argument("--arms", type=Path, metavar="FOLDER", help="instead, time the arms of a study, for its report")
     arguments = parser.parse_args(flags)
-    device, tables = choose_device(arguments.device), []
+    device, tables = torch.device("cuda" if torch.cuda.is_available() else "cpu"), []
     keep_freed_memory()
     variants = arguments.variants or USUAL[device.type]
     if arguments.arms is not None:
@@ -159,11 +146,16 @@ def main(flags: list[str] | None = None) -> dict:
         settings = replace_settings(settings, vars(SHAPES[arguments.shape]) | data)
     kinds = [*itertools.product(arguments.dtypes or [settings.machine.dtype], arguments.norms)]
     for dtype, norm in kinds:
-        title = f"A step of {arguments.shape or arguments.config}, {norm} norm, {dtype}, on {device_name(device)}"
+        product = timing.product_rate(device, choose_training_dtype(dtype, device))  # the limit is at this rate
+        title = f"A step of {arguments.shape or arguments.config}, {norm} norm, {dtype}, on {device_name(device)}; "
+        title += f"products at {product / 1e12:.2f} TFLOP/s"
+        of_kind, tokens = replace_settings(settings, {"dtype": dtype, "norm": norm}), math.prod(micro_batch(settings))
+        limit = tokens * flops_per_token(of_kind.model, settings.data.sequence_length) / product
         able = [variant for variant in variants if norm == "rms" or not variant.startswith(TRANSFORMERS)]
-        of_kind = replace_settings(settings, {"dtype": dtype, "norm": norm})
+        makers = {variant: partial(make_blocks, of_kind, variant, device, "step") for variant in able}
+        limits = {variant: {"step": limit} for variant in able}
         end = time.monotonic() + 60 * arguments.minutes / len(kinds)
-        tables.append(time_steps(title, of_kind, able, device, arguments.turns, end))
+        tables.append(timing.compare(title, makers, limits, arguments.turns, end, tokens))
     return timing.results(device, tables=tables)
 
 

@@ -4,15 +4,17 @@ Each claim of claims.toml names effects, and the region in which they lie. It is
 that measured one of them, or else from arithmetic.
 """
 
-import argparse
 import math
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Annotated
 
-from ablation.records import read_lines
-from ablation.report import MISSING, TIMINGS, table, with_interval
+import tyro
+
+from ablation.report import MISSING, table, with_interval
 from ablation.stats import MIN_PAIRS_FOR_EQUIVALENCE, Effect
-from ablation.study import Study, load
+from ablation.study import Study
 from errors import exit_on_user_error
 from files import read_toml
 from studies.known_effects import facts, measured
@@ -53,36 +55,29 @@ def judge_claim(claim: dict, effects: list[Effect], study: Study | None) -> dict
     return {"measured": "; ".join(texts), "judged at": place, "verdict": min(verdicts, key=VERDICTS.index)}
 
 
-def claim_row(claim: dict, known: list[tuple[Study | None, list[Effect]]]) -> dict[str, str]:
+def claim_row(claim: dict, sources: list[tuple[Study | None, list[Effect]]]) -> dict[str, str]:
     """A claim and its verdict, from the first of the studies that has an effect of it."""
     ends = [f"{word} {claim[end]:g}" for word, end in (("above", "low"), ("below", "high")) if end in claim]
-    row = {
-        "id": claim["id"],
-        "claim": claim["text"],
-        "source": claim["source"],
-        "region": " and ".join(ends) or MISSING,
-    }
-    for study, effects in known:
+    row = {"id": claim["id"], "claim": claim["text"], "source": claim["source"]}
+    row["region"] = " and ".join(ends) or MISSING
+    for study, effects in sources:
         about = [effect for effect in effects if any(fnmatchcase(effect.name, name) for name in claim["effects"])]
         if about:
             return row | judge_claim(claim, about, study)
     return row | {"measured": MISSING, "judged at": MISSING, "verdict": "not measured"}
 
 
-def claims_table(folders: list[Path]) -> str:
-    """The table of all claims."""
-    known = []
-    for folder in folders:
-        study = load(folder)
-        known.append((study, measured(study, read_lines(folder / TIMINGS))))
-    known.append((None, [*facts("rms"), *facts("layer")]))
-    return table(claim_row(claim, known) for claim in read_toml(CLAIMS)["claims"])
+def judge_all(folders: Sequence[Path]) -> list[dict[str, str]]:
+    """The rows of all claims."""
+    sources = [*map(measured, folders), (None, facts("rms") + facts("layer"))]
+    return [claim_row(claim, sources) for claim in read_toml(CLAIMS)["claims"]]
+
+
+def main(folders: Annotated[tuple[Path, ...], tyro.conf.Positional]) -> None:
+    """Verdicts on published claims about norms, as a table: of several folders of studies, the first is asked first."""
+    print(table(judge_all(folders)))
 
 
 if __name__ == "__main__":
     with exit_on_user_error():
-        parser = argparse.ArgumentParser(prog="python -m studies.claims", description=__doc__.split("\n\n")[0])
-        parser.add_argument(
-            "folders", nargs="+", type=Path, metavar="FOLDER", help="of a study, the first to ask first"
-        )
-        print(claims_table(parser.parse_args().folders))
+        tyro.cli(main, prog="python -m studies.claims")

@@ -6,11 +6,11 @@ batches. With `init_from = "quarter 2"` it is converted after two quarters of th
 same batches and moments. With bias and centered weights nothing is lost, unless the embedding is tied to the head.
 """
 
-import argparse
 import dataclasses
 import tempfile
 from pathlib import Path
 
+import tyro
 from tqdm import tqdm
 
 from ablation import report, study
@@ -32,11 +32,11 @@ def train_models(plan: Plan, seed: int, device: str, folder: Path) -> list[Row]:
     starts = {arm.settings.get("init_from") for arm in plan.compared.values()}
     rows = []
     for arm in plan.compared.values():
-        run, start = Run(arm.name, "final", seed, plan.fixed_rate(arm)), arm.settings.get("init_from")
-        is_branch = start is not None and start.startswith("quarter")
-        is_converted = start is not None and not is_branch
+        run, start = Run(arm.name, "final", seed, plan.fixed_rate(arm)), arm.settings.get("init_from", "")
+        is_branch = start.startswith("quarter")
+        is_converted = start != "" and not is_branch
         changes = {"device": device}
-        if start is not None:
+        if start:
             changes["init_from"] = str(folder / start / "last")
         if is_converted:
             changes["seed"] = seed + SEED_OFFSET
@@ -44,36 +44,30 @@ def train_models(plan: Plan, seed: int, device: str, folder: Path) -> list[Row]:
         if is_branch:
             moments = load_moments(folder / start / "last", session.model, session.optimizer)
             session.state = dataclasses.replace(moments, seconds=0.0)
-        if start is None:
-            for quarter in (1, 2, 3):
-                if f"quarter {quarter}" in starts:
-                    next(result for result in train_steps(session) if result.step == quarter * session.steps // 4)
-                    save(dataclasses.replace(session, run_dir=folder / f"quarter {quarter}"))
+        for quarter in (1, 2, 3):
+            if not start and f"quarter {quarter}" in starts:
+                next(result for result in train_steps(session) if result.step == quarter * session.steps // 4)
+                save(dataclasses.replace(session, run_dir=folder / f"quarter {quarter}"))
         row = measure(session, run, "", 1, train=not is_converted or "steps" in arm.settings)
-        if is_converted:
-            row = dataclasses.replace(row, batches_hash="")
-        rows.append(row)
-        if start is None:
+        rows.append(dataclasses.replace(row, batches_hash="") if is_converted else row)
+        if not start:
             save(dataclasses.replace(session, run_dir=folder / arm.name))
     return rows
 
 
-def main(folder: Path, device: str = "auto") -> None:
-    """Train the models of all seeds that have no runs yet, and write the report."""
+def main(folder: tyro.conf.Positional[Path], device: str = "auto") -> None:
+    """Train and convert the models of a study, of all seeds that have no runs yet, and write its report."""
     with locked(folder):
         plan = load_plan(folder / "plan.toml")
         done = {row.seed for row in read_rows(folder)}
         for seed in tqdm(sorted({*plan.phase_seeds["final"]} - done), unit="model", disable=None):
             with tempfile.TemporaryDirectory() as checkpoints:
                 append_rows(folder, *train_models(plan, seed, device, Path(checkpoints)))
-        found = study.load(folder)
-        written = report.write(found, folder)
-    print(*report.headline(found), printable(f"report: {written[0]}"), sep="\n")
+        finished = study.load(folder)
+        written = report.write(finished, folder)
+    print(*report.headline(finished), printable(f"report: {written[0]}"), sep="\n")
 
 
 if __name__ == "__main__":
     with exit_on_user_error():
-        parser = argparse.ArgumentParser(prog="python -m studies.convert", description=__doc__.split("\n\n")[0])
-        parser.add_argument("folder", type=Path, metavar="FOLDER", help="of the study, with its plan.toml")
-        parser.add_argument("--device", default="auto", help="auto or a torch device (default: %(default)s)")
-        main(**vars(parser.parse_args()))
+        tyro.cli(main, prog="python -m studies.convert")

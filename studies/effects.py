@@ -56,31 +56,28 @@ TICKS = (-0.1, -0.03, -0.01, -0.005, 0, 0.005, 0.01, 0.03, 0.1)
 def cells_of(study: Study) -> dict[str, dict[tuple[str, bool], str]]:
     """For each choice of the settings that vary beside the norm: the arm with each norm, with and without a bias."""
     others = {*study.plan.varied} - {"norm", "norm_bias", "center_weights"}
-    found: dict[str, dict[tuple[str, bool], str]] = {}
+    groups: dict[str, dict[tuple[str, bool], str]] = {}
     for name, arm in study.arms.items():
         group = ", ".join(label(key, value) for key, value in arm.settings.items() if key in others)
-        cells, model = found.setdefault(group, {}), arm_settings(study.plan, arm).model
+        cells, model = groups.setdefault(group, {}), arm_settings(study.plan, arm).model
         if arm.baseline is not None and "init_from" in arm.settings:  # a branch is compared with the run it left
             base = arm_settings(study.plan, study.arms[arm.baseline]).model
             cells.setdefault((base.norm, base.has_norm_bias), arm.baseline)
         cells[model.norm, model.has_norm_bias] = name
-    return found
+    return groups
 
 
 def parts(study: Study) -> dict[str, dict[str, Effect]]:
     """By the values of the other settings: each part that the study has the arms of, a mean over its pairs of arms."""
-    found: dict[str, dict[str, Effect]] = {}
+    effects: dict[str, dict[str, Effect]] = {}
     for group, cells in cells_of(study).items():
         for part, pairs in PARTS.items():
-            known = [pair for pair in pairs if {*pair} <= {*cells}]
-            weights = {}
-            for changed, base in known:
-                weights[cells[changed]] = 1 / len(known)
-                weights[cells[base]] = -1 / len(known)
-            effect = study.mean_loss(part, weights) if known else None
+            there = [(cells[arm], cells[base]) for arm, base in pairs if arm in cells and base in cells]
+            weights = {arm: 1 / len(there) for arm, _ in there} | {base: -1 / len(there) for _, base in there}
+            effect = study.mean_loss(part, weights) if there else None
             if effect is not None:
-                found.setdefault(group, {})[part] = effect
-    return found
+                effects.setdefault(group, {})[part] = effect
+    return effects
 
 
 def named(study: Study, group: str) -> str:
@@ -96,15 +93,15 @@ def draw(studies: Sequence[Study]) -> Figure:
         raise UserError("these folders have no finished comparison of RMSNorm and LayerNorm, or of their bias.")
     figure, [axes] = panels(1.6 + 0.42 * len(rows))
     axes.axvline(0, color=MUTED, linewidth=1)
-    for row, (study, _, found) in enumerate(rows):
+    for row, (study, _, effects) in enumerate(rows):
         margin = study.plan.margin
         axes.fill_betweenx((row - 0.5, row + 0.5), -margin, margin, color=MUTED, alpha=0.15, linewidth=0, label=MARGIN)
-        for name, effect in found.items():
+        for name, effect in effects.items():
             number = [*PARTS].index(name)
             place, colour = row + 0.22 * (number - 1), COLOURS[number]
             axes.plot(effect.interval, (place, place), color=colour, linewidth=3, alpha=0.5, solid_capstyle="butt")
             axes.plot(effect.estimate, place, MARKERS[number], color=colour, markersize=4, label=WORDS.get(name, name))
-    names = [f"{named(study, group)}\n{next(iter(found.values())).n} pairs" for study, group, found in rows]
+    names = [f"{named(study, group)}\n{next(iter(effects.values())).n} pairs" for study, group, effects in rows]
     axes.set_yticks(range(len(rows)), names, fontsize=8)
     axes.set_xscale("symlog", linthresh=0.01)
     axes.set_xticks(TICKS, [f"{tick:g}" for tick in TICKS], fontsize=8)

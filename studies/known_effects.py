@@ -5,6 +5,7 @@ import functools
 import itertools
 import math
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -13,23 +14,25 @@ from torch import Tensor
 
 import kernels
 from ablation.plan import arm_settings, base_settings
-from ablation.report import time_ratios
+from ablation.records import read_lines
+from ablation.report import TIMINGS, time_ratios
 from ablation.stats import Effect, mean_effect
-from ablation.study import Study
+from ablation.study import Study, load
 from model.count import flops_per_token, num_norm_parameters
 
 EPS = 1e-5
 
 
-def measured(study: Study, timings: list[dict]) -> list[Effect]:
-    """Everything that a study has measured, and the times of RMSNorm over those of LayerNorm."""
+def measured(folder: Path) -> tuple[Study, list[Effect]]:
+    """A study and everything that it has measured, with the times of RMSNorm over those of LayerNorm."""
+    study, timings = load(folder), read_lines(folder / TIMINGS)
     pairs = itertools.permutations(study.arms, 2)
     differences = [study.mean_loss(f"{arm} minus {base}", {arm: 1.0, base: -1.0}) for arm, base in pairs]
     times = []
     for part in ("step", "forward"):
         for effect in time_ratios(timings, part, "rms", "layer"):
             times.append(dataclasses.replace(effect, name=f"{part}: {effect.name}"))
-    return [*filter(None, differences), *study.effects, *sweeps(study), *streams(study), *times]
+    return study, [*filter(None, differences), *study.effects, *sweeps(study), *streams(study), *times]
 
 
 def sweeps(study: Study) -> Iterator[Effect]:
@@ -78,33 +81,33 @@ def facts(kind: str) -> list[Effect]:
     """All that is known exactly of RMSNorm (`rms`) or LayerNorm (`layer`)."""
     x, ones, norm = normal_rows(0) + 0.3, torch.ones(256), functools.partial(kernels.normalize, kind=kind, eps=EPS)
     y = norm(x, ones)[0]
-    found = {
+    values = {
         "change by scale": (change(norm(10 * x, ones)[0], y), "relative change"),
         "cosine": (torch.cosine_similarity(x.double(), y.double(), dim=-1).mean(), "cosine"),
         "others": (change(norm(x[:1], ones)[0], y[:1]), "relative change"),
         "float16 overflows": ((400 * normal_rows(4)).half().square().mean(-1).isinf().double().mean(), "of rows"),
     }
     mean_square = x.square().mean(-1, keepdim=True) + EPS
-    found["rsqrt"] = change(x * torch.rsqrt(mean_square), x / mean_square.sqrt()), "relative change"
+    values["rsqrt"] = change(x * torch.rsqrt(mean_square), x / mean_square.sqrt()), "relative change"
 
     lengths = []  # of the gradient of weights before the norm, 10 times as large and as they are
     for scale in (10.0, 1.0):
         weight = (scale * normal_rows(2, 64)[:256]).requires_grad_()
         output = norm(normal_rows(1, 64) @ weight.T, ones)[0]
         lengths.append(torch.autograd.grad(output, weight, normal_rows(3))[0].norm())
-    found["gradient by scale"] = lengths[0] / lengths[1], "ratio"
+    values["gradient by scale"] = lengths[0] / lengths[1], "ratio"
 
     def jacobian(gain: Tensor) -> Tensor:
         return torch.autograd.functional.jacobian(lambda row: norm(row[None], gain)[0][0], x[0]).abs()
 
     learned = jacobian(ones)
     off_diagonal = learned - learned.diagonal().diag()
-    found["coupling"] = off_diagonal.max() / learned.diagonal().max(), "of the diagonal"
-    found["weight 0"] = jacobian(0 * ones).max(), "largest derivative"
+    values["coupling"] = off_diagonal.max() / learned.diagonal().max(), "of the diagonal"
+    values["weight 0"] = jacobian(0 * ones).max(), "largest derivative"
 
     large, rms = (base_settings(config).model for config in ("ablation-10m", "ablation"))
     layer = dataclasses.replace(rms, norm="layer")
-    found["norm parameters"] = num_norm_parameters(rms) / num_norm_parameters(layer), "rms over layer"
+    values["norm parameters"] = num_norm_parameters(rms) / num_norm_parameters(layer), "rms over layer"
     shares = [8 * config.num_norms * config.hidden_size / flops_per_token(config, 128) for config in (large, rms)]
-    found["operations"] = shares[0] / shares[1], "of 10M over 1.3M parameters"
-    return [exact_effect(f"{name}: {kind}", float(value), unit) for name, (value, unit) in found.items()]
+    values["operations"] = shares[0] / shares[1], "of 10M over 1.3M parameters"
+    return [exact_effect(f"{name}: {kind}", float(value), unit) for name, (value, unit) in values.items()]

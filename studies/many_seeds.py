@@ -4,13 +4,13 @@ One model of this size leaves a GPU mostly idle. `torch.func.vmap` stacks those 
 and batches that `ablate.py` gives to its seed. AdamW only: Muon would orthogonalize the matrices of all seeds as one.
 """
 
-import argparse
 import dataclasses
 import time
 from pathlib import Path
 
 import numpy as np
 import torch
+import tyro
 from torch import Tensor
 from torch.func import functional_call, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -43,22 +43,19 @@ class Stack:
         for group in session.optimizer.param_groups:
             group["params"] = [self.weights[names[parameter]] for parameter in group["params"]]
 
-    def losses(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """The loss of each token, (S, B, T), of the tokens of each seed, (S, B, T)."""
-
-        def of_one(weights: dict[str, Tensor], *batch: Tensor) -> Tensor:
-            return functional_call(self.session.model, weights, batch)
-
-        with sdpa_kernel(SDPBackend.MATH):  # with the fused ones, bfloat16 ended at NaN on an H200 (torch 2.11)
-            return vmap(of_one)(self.weights, tokens, targets)
-
     def step(self, number: int) -> Tensor:
         """Train by step `number` of the schedule; the mean losses (S,)."""
+
+        def losses_of_one(weights: dict[str, Tensor], *batch: Tensor) -> Tensor:
+            return functional_call(self.session.model, weights, batch)
+
         pairs = [session.batch(number)[:2] for session in self.sessions]
         arrays = (np.stack(of_seeds) for of_seeds in zip(*pairs, strict=True))
         tokens, targets = (torch.from_numpy(array).to(self.session.device) for array in arrays)  # (S, B, T)
         settings, optimizer = self.session.settings.optimizer, self.session.optimizer
-        means = self.losses(tokens, targets).sum((1, 2)) / (targets >= 0).sum((1, 2))
+        with sdpa_kernel(SDPBackend.MATH):  # with the fused ones, bfloat16 ended at NaN on an H200 (torch 2.11)
+            losses = vmap(losses_of_one)(self.weights, tokens, targets)  # (S, B, T)
+        means = losses.sum((1, 2)) / (targets >= 0).sum((1, 2))
         means.sum().backward()
         gradients = [weight.grad for weight in self.weights.values()]
         norms = torch.stack([one.reshape(len(one), -1).norm(dim=1) for one in gradients]).norm(dim=0)  # (S,)
@@ -101,8 +98,8 @@ def can_stack(arm: Settings, first: Settings) -> bool:
     return alike and arm.model.norm != "batch" and fixed == ("adamw", "all", False, None)
 
 
-def main(folder: Path, device: str = "auto") -> None:
-    """Train the arms that have no runs yet, and write the report."""
+def main(folder: tyro.conf.Positional[Path], device: str = "auto") -> None:
+    """Train all final seeds of a study together on one GPU, for arms that have no runs yet, and write its report."""
     with locked(folder):
         plan = load_plan(folder / "plan.toml")
         arms = [arm_settings(plan, arm) for arm in plan.compared.values()]
@@ -115,14 +112,11 @@ def main(folder: Path, device: str = "auto") -> None:
         for arm in plan.compared:
             if arm not in done:
                 append_rows(folder, *train_stack(plan, arm, device))
-        found = study.load(folder)
-        written = report.write(found, folder)
-    print(*report.headline(found), printable(f"report: {written[0]}"), sep="\n")
+        finished = study.load(folder)
+        written = report.write(finished, folder)
+    print(*report.headline(finished), printable(f"report: {written[0]}"), sep="\n")
 
 
 if __name__ == "__main__":
     with exit_on_user_error():
-        parser = argparse.ArgumentParser(prog="python -m studies.many_seeds", description=__doc__.split("\n\n")[0])
-        parser.add_argument("folder", type=Path, metavar="FOLDER", help="of the study, with its plan.toml")
-        parser.add_argument("--device", default="auto", help="auto or a torch device (default: %(default)s)")
-        main(**vars(parser.parse_args()))
+        tyro.cli(main, prog="python -m studies.many_seeds")

@@ -7,7 +7,7 @@ from pathlib import Path
 from ablation.report import table, with_interval
 from ablation.study import Study, load
 from files import replace_text
-from studies.claims import claims_table
+from studies.claims import judge_all
 from studies.effects import PARTS, named, parts
 
 ROOT = Path(__file__).parent.parent
@@ -49,7 +49,9 @@ def difference_rows(*studies: Study) -> list[dict]:
 
 def set_rows(*studies: Study) -> list[dict]:
     """RMSNorm minus LayerNorm in sets of pairs at 5e-4, and their means, weighted by the inverse of their variances."""
-    rows = [row for row in difference_rows(*studies) if row.pop("arm") == "RMSNorm"]
+    rows = [row for row in difference_rows(*studies) if row["arm"] == "RMSNorm"]
+    for row in rows:
+        del row["arm"]
     few = load_study("factorial-tuned").rows.query("phase == 'sweep' and learning_rate == 5e-4").set_index("seed")
     sets = [study.paired("final", "rms").difference for study in studies]  # then a pilot, and three pairs of a sweep
     sets += [studies[0].paired("pilot", "rms").difference, few.loss[few.arm == "rms"] - few.loss[few.arm == "layer"]]
@@ -65,14 +67,14 @@ def set_rows(*studies: Study) -> list[dict]:
 def claim_rows(*studies: Study) -> list[dict]:
     """Each claim with the first effect that decides, but those not measured or true by arithmetic alone."""
     rows = []
-    for line in claims_table([ROOT / "studies" / study.plan.name for study in studies]).splitlines()[2:]:
-        name, claim, source, region, measured, place, verdict = line.strip("| ").split(" | ")
+    for claim in judge_all([ROOT / "studies" / study.plan.name for study in studies]):
+        name, text, source, region, measured, place, verdict = claim.values()
         if verdict == "not measured" or (place, verdict) == ("arithmetic", "holds"):
             continue
         effect = next((effect for effect in measured.split("; ") if f"({verdict})" in effect), measured)
         effect = effect.replace(f" ({verdict})", "").replace(" nats per token", "")
         effect = re.sub(r"[\d.]+e-\d+", lambda small: f"{float(small[0]):.2g}", effect)  # more depends on the processor
-        row = {"": name, "claim": claim, "arXiv": source.partition("arXiv ")[2]}
+        row = {"": name, "claim": text, "arXiv": source.partition("arXiv ")[2]}
         row |= {"measured": re.sub(r"\b(\w+): \1\b", r"\1", in_words(effect))}  # once "LayerNorm", not twice
         region = re.sub("above (.*) and below", r"between \1 and", region)
         rows.append(row | {"holds if": region, "verdict": verdict})

@@ -80,7 +80,7 @@ def judged_with(row, at_once, config, tmp_path):
     def verdict(loss, **fields) -> list[dict]:
         experiment = execute.Experiment(dataclasses.replace(PLAN, config=str(config), **fields), tmp_path, "cpu", 1)
         start = at_once(lambda run, device: row(run, loss(run), device=experiment.hardware))
-        return [json.loads(line) for line in judge(experiment, lambda experiment: execute.execute(experiment, start))]
+        return [json.loads(line) for line in judge(experiment, start)]
 
     return verdict
 
