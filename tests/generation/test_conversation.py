@@ -1,5 +1,7 @@
 """A conversation: what is computed in each turn, what is dropped when the context is full, and interrupted answers."""
 
+from unittest.mock import Mock
+
 import pytest
 
 from checkpoints.pretrained import load_pretrained
@@ -95,15 +97,6 @@ def test_no_more_turns_are_dropped_than_the_answer_needs_room(chatml_model, monk
     assert "".join(talk.written) == talk.fresh_answer()
 
 
-def test_a_message_that_does_not_fit_changes_nothing(talk):
-    talk.ask("def add")
-    before = list(talk.conversation.messages)
-    with pytest.raises(UserError, match=r"the prompt has \d+ tokens, but the model's context is 256"):
-        talk.ask("0123456789" * 30)
-    assert talk.conversation.messages == before and not talk.written
-    assert talk.ask("x") == talk.fresh_answer()
-
-
 def test_an_interrupted_answer_stays_with_the_text_that_it_has(talk):
     talk.ask("def add")
 
@@ -144,17 +137,9 @@ def test_an_answer_interrupted_inside_the_decoder_leaves_a_valid_cache(talk, mon
     assert talk.ask("x") == talk.fresh_answer()
 
 
-def type_lines(monkeypatch, *lines: str) -> None:
-    """What `read_line` returns, until the input ends."""
-    typed = iter(lines)
-
-    def read_line() -> str:
-        line = next(typed, EOFError())
-        if isinstance(line, BaseException):
-            raise line
-        return line
-
-    monkeypatch.setattr(cli, "read_line", read_line)
+def type_lines(monkeypatch, *lines: str | BaseException) -> None:
+    """What `read_line` returns or raises, until the input ends."""
+    monkeypatch.setattr(cli, "read_line", Mock(side_effect=[*lines, EOFError]))
 
 
 def test_messages_on_the_command_line_are_conversations_of_their_own_and_only_answers_are_printed(
@@ -171,30 +156,23 @@ def test_messages_on_the_command_line_are_conversations_of_their_own_and_only_an
 
 
 def test_every_id_that_ends_a_turn_ends_an_answer(chatml_model, output, monkeypatch):
-    tokenizer, seen = load_tokenizer(chatml_model), []
+    tokenizer, record = load_tokenizer(chatml_model), Mock(side_effect=generate)
     markers = "<|endoftext|>", "<|im_end|>", "<|im_start|>"  # the last one begins another turn
     ids = {i for i, token in tokenizer.added_tokens.items() if token.content in markers}
-
-    def record(*arguments, eos_ids, **options):
-        seen.append(eos_ids)
-        return generate(*arguments, eos_ids=eos_ids, **options)
-
     monkeypatch.setattr(cli, "generate", record)
     type_lines(monkeypatch, "x")
     for prompts in (["x"], []):
         output(chatml_model, prompts, chat=True, max_new_tokens=9)
-    assert seen == [ids, ids] and len(ids) == 3
+    assert [call.kwargs["eos_ids"] for call in record.call_args_list] == [ids, ids] and len(ids) == 3
 
 
-def test_an_error_or_ctrl_c_does_not_end_the_conversation(talk, monkeypatch):
+def test_an_error_or_ctrl_c_neither_ends_nor_changes_the_conversation(talk, monkeypatch):
+    talk.ask("def add")
+    talk.lines.clear(), talk.written.clear()
     type_lines(monkeypatch, "", "  ", "0123456789" * 30, KeyboardInterrupt(), UserError("not UTF-8"), "/rest", "/quit")
     talk.conversation.run(cli.read_line)
     first, too_long, interrupted, not_utf8, _ = talk.lines
     assert "/quit" in first and "/quit" in interrupted
     assert too_long.startswith("error: the prompt has") and not_utf8 == "error: not UTF-8"
-    assert [message["content"] for message in talk.conversation.messages[::2]] == ["/rest"]
-
-
-def test_a_system_prompt_outside_a_chat_is_a_user_error():
-    with pytest.raises(UserError, match="--system is for conversations"):
-        Settings(system="x")
+    assert [message["content"] for message in talk.conversation.messages[::2]] == ["def add", "/rest"]
+    assert "".join(talk.written) == talk.fresh_answer()
