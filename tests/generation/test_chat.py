@@ -35,9 +35,7 @@ def test_a_template_file_is_preferred_to_the_configuration_and_what_is_no_text_i
     ("source", "expected"),
     [
         ("{{ raise_exception('no\n \x1b[31mrole') }}", r"TemplateError: no\n \x1b[31mrole"),
-        ("\n{% for %}", "TemplateSyntaxError: "),
         ("{{ ''.__class__.__mro__ }}", "SecurityError: access to attribute '__class__'"),
-        ("{{ range(10**9) }}", "OverflowError: Range too big"),
     ],
 )
 def test_a_template_that_fails_or_leaves_the_sandbox_is_one_line(chatml_model, tmp_path, source, expected):
@@ -101,16 +99,10 @@ def test_text_that_a_normalizer_turns_into_a_token_is_no_token(chatml_model, tmp
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [
-        ({}, None),
         ({"eos_token_id": 2}, None),
         # transformers samples only with do_sample
         ({"temperature": 0.6, "top_p": 0.9, "repetition_penalty": 1.3}, {"temperature": 0, "repetition_penalty": 1.3}),
-        ({"do_sample": False, "top_k": 7}, {"temperature": 0}),
-        ({"do_sample": True, "eos_token_id": 2}, {"temperature": 1.0, "top_k": 50}),
-        (
-            {"do_sample": True, "top_k": 20, "min_p": 0.1, "temperature": None},
-            {"temperature": 1, "top_k": 20, "min_p": 0.1},
-        ),
+        ({"do_sample": True, "min_p": 0.1, "temperature": None}, {"temperature": 1, "top_k": 50, "min_p": 0.1}),
         ({"do_sample": True, "top_k": -1}, {"temperature": 1.0}),  # as vLLM has it
         ({"do_sample": True, "no_repeat_ngram_size": 3, "num_beams": 1}, {"temperature": 1.0, "top_k": 50}),
     ],

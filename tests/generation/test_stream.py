@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from generation.stream import TextStream
 
-# BPE of ours; SentencePiece, which adds and drops spaces; byte-level BPE, whose tokens may have parts of two characters.
+# BPE of ours; SentencePiece, which adds and drops spaces; byte-level BPE: a token may have parts of two characters.
 KINDS = ["tokenizer", "llama", "qwen"]
 EASY = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
