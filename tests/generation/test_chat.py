@@ -34,7 +34,7 @@ def test_a_template_file_is_preferred_to_the_configuration_and_what_is_no_text_i
 @pytest.mark.parametrize(
     ("source", "expected"),
     [
-        ("{{ raise_exception('no\n \x1b[31mrole') }}", r"TemplateError: no\n \x1b[31mrole"),
+        ("{{ raise_exception('no\n \x1b[31m') if messages[0].role == 'system' }}", r"TemplateError: no\n \x1b[31m"),
         ("{{ ''.__class__.__mro__ }}", "SecurityError: access to attribute '__class__'"),
     ],
 )
@@ -42,7 +42,7 @@ def test_a_template_that_fails_or_leaves_the_sandbox_is_one_line(chatml_model, t
     shutil.copytree(chatml_model, tmp_path, dirs_exist_ok=True)
     write(tmp_path / "chat_template.jinja", source)
     with pytest.raises(UserError) as error:
-        chat_format(tmp_path)
+        chat_format(tmp_path, "Be terse.")
     text = str(error.value)
     assert text.startswith("the model's chat template does not support this conversation (") and expected in text
     assert "\n" not in text and "\x1b" not in text
@@ -56,19 +56,6 @@ def test_tags_that_are_not_special_are_tokens_in_answers_and_text_in_questions(c
     (think,) = chat.encode(answer)
     assert chat.tokenizer.added_tokens[think].content == "<think>"
     assert think not in chat.encode(question) and len(chat.encode(question)) > 3
-
-
-def test_a_system_prompt_comes_first_and_a_template_can_refuse_it(chat_model, tmp_path):
-    question = [{"role": "user", "content": "q"}]
-    with_system = chat_format(chat_model, " Be <s> terse<|im_end|>. ")
-    text = with_system.tokenizer.decode(with_system.encode(question), special=True)
-    assert "Be <s> terse<|im_end|>." in text and text.index("terse") < text.index("q")
-    shutil.copytree(chat_model, tmp_path, dirs_exist_ok=True)
-    refusal = "{{ raise_exception('no system') if messages[0].role == 'system' }}{{ messages[0].content }}"
-    write(tmp_path / "chat_template.jinja", refusal)
-    chat_format(tmp_path)
-    with pytest.raises(UserError, match="no system"):
-        chat_format(tmp_path, "Be terse.")
 
 
 def test_every_occurrence_of_a_token_is_broken_and_nothing_else_changes():

@@ -1,6 +1,6 @@
 """A conversation: what is computed in each turn, what is dropped when the context is full, and interrupted answers."""
 
-from unittest.mock import Mock
+from unittest.mock import DEFAULT, Mock
 
 import pytest
 
@@ -61,17 +61,14 @@ def talk(chatml_model, monkeypatch):
     return Talk(chatml_model, monkeypatch)
 
 
-def test_only_tokens_that_are_not_in_the_cache_go_through_the_decoder(talk):
-    for turn, question in enumerate(("def add", "x + y", "and é ☺?")):
+def test_answers_are_those_of_a_fresh_cache_but_only_new_tokens_are_computed(talk):
+    answers, before = [], 0
+    for question in ("def add", "x + é ☺?", "def add", "def add"):
         talk.fed.clear()
-        talk.ask(question)
+        answers.append(talk.ask(question))
         [(known, tokens)] = talk.fed  # new tokens go through the step for a CPU
-        assert tokens == talk.calls[turn][0][known:] and tokens
-        assert known >= (len(talk.calls[turn - 1][0]) if turn else 0)  # the last prompt is computed once
-
-
-def test_answers_are_those_of_a_fresh_cache_and_the_messages_hold_what_was_written(talk):
-    answers = [talk.ask(question) for question in ("def add", "x + y", "def add", "def add")]
+        assert tokens == talk.calls[-1][0][known:] and tokens and known >= before  # the last prompt is computed once
+        before = len(talk.calls[-1][0])
     assert answers == [talk.fresh_answer(turn) for turn in range(4)] and len(set(answers)) == 4
     assert [number for _, number in talk.calls] == [[0], [1], [2], [3]]
     assert [message["content"] + "\n" for message in talk.conversation.messages[1::2]] == answers
@@ -97,44 +94,29 @@ def test_no_more_turns_are_dropped_than_the_answer_needs_room(chatml_model, monk
     assert "".join(talk.written) == talk.fresh_answer()
 
 
-def test_an_interrupted_answer_stays_with_the_text_that_it_has(talk):
+@pytest.mark.parametrize("stage", ["prefill", "step", "write"])
+def test_an_interrupted_answer_stays_with_the_text_that_it_has_and_its_cache_is_valid(talk, monkeypatch, stage):
     talk.ask("def add")
-
-    def interrupt(text):
-        talk.written.append(text)
-        if len([part for part in talk.written if part]) == 4:
-            raise KeyboardInterrupt
-
-    talk.conversation.write = interrupt
-    partial = talk.ask("x + y")
-    talk.conversation.write = talk.written.append
-    assert talk.lines[-1] == "stopped" and partial.endswith("\n")
-    assert talk.conversation.messages[-1]["content"] == partial[:-1] != talk.fresh_answer()[:-1]
-    assert talk.fresh_answer().startswith(partial[:-1])
-    assert talk.ask("and?") == talk.fresh_answer()
-    assert partial[:-1].strip() in talk.format.tokenizer.decode(talk.calls[-1][0])
-
-
-@pytest.mark.parametrize("stage", ["prefill", "step"])
-def test_an_answer_interrupted_inside_the_decoder_leaves_a_valid_cache(talk, monkeypatch, stage):
-    talk.ask("def add")
-    calls = []
-
-    def interrupt(*_):
-        calls.append(1)
-        if stage == "prefill" or len(calls) > 5:
-            raise KeyboardInterrupt
-
+    places = {
+        "prefill": (talk.decoder.layers[1], "forward", 0),
+        "step": (cpu_step, "normalize_rows", 5),  # called between the last layer and the head
+        "write": (talk.conversation, "write", 4),
+    }
+    owner, name, calls = places[stage]
+    effects = [*[DEFAULT] * calls, KeyboardInterrupt, *[DEFAULT] * 9]
     with monkeypatch.context() as patch:
-        if stage == "prefill":
-            patch.setattr(talk.decoder.layers[1], "forward", interrupt)
-        else:
-            normalize = cpu_step.normalize_rows  # called between the last layer and the head
-            patch.setattr(cpu_step, "normalize_rows", lambda *arguments: interrupt() or normalize(*arguments))
-        talk.ask("a longer question " * 2)
-    assert len(talk.conversation.messages) == (4 if stage == "step" else 2)
-    assert talk.lines[-1].strip().startswith("stopped" if stage == "step" else "stopped before the answer began; your")
+        patch.setattr(owner, name, Mock(wraps=getattr(owner, name), side_effect=effects))
+        written = talk.ask("a longer question " * 2)
+    if stage == "prefill":
+        assert talk.lines[-1].strip().startswith("stopped before the answer began; your")
+        assert not written and len(talk.conversation.messages) == 2
+    else:
+        partial = talk.conversation.messages[-1]["content"]
+        assert talk.lines[-1] == "stopped" and partial.startswith(written.removesuffix("\n")) and written.endswith("\n")
+        assert talk.fresh_answer().startswith(partial) and 1 < len(partial) < len(talk.fresh_answer()) - 1
     assert talk.ask("x") == talk.fresh_answer()
+    if stage != "prefill":
+        assert partial.strip() in talk.format.tokenizer.decode(talk.calls[-1][0])
 
 
 def type_lines(monkeypatch, *lines: str | BaseException) -> None:
