@@ -9,10 +9,9 @@ import time
 import pytest
 
 from generation.settings import Settings
-from tests.generation.conftest import write_chat_model
+from tests.generation.conftest import output, write_chat_model  # noqa: F401 - a fixture
 
 pytest.importorskip("uvicorn", reason="needs starlette and uvicorn")
-pytest.importorskip("starlette")
 
 
 @contextlib.contextmanager

@@ -46,7 +46,7 @@ def wait(window, text: str, column: int = 0) -> None:
     window.locator("section .status").nth(column).filter(has_text=text).wait_for()
 
 
-def test_two_models_stream_side_by_side_and_a_text_is_compared(directories, open_page, tmp_path):
+def test_two_models_stream_side_by_side(directories, open_page, tmp_path):
     other = write_chat_model(tmp_path / "other", "inst")  # with another tokenizer
     with served(directories[1], other) as server:
         window = open_page(server, permissions=["clipboard-read", "clipboard-write"])
@@ -64,14 +64,6 @@ def test_two_models_stream_side_by_side_and_a_text_is_compared(directories, open
         window.locator("#why button").nth(2).click()
         wait(window, "tokens, ", 1)
         assert window.locator("section").nth(0).inner_text() == before
-        window.select_option("#mode", "compare")
-        window.fill("#prompt", "def add(x, y): ☺\n    <script>alert(1)</script>")
-        window.click("#go")
-        window.locator("#summary").filter(has_text="Second model minus first").wait_for()
-        assert window.locator("#columns script").count() == 0 and "<script>" in window.inner_text("#columns")
-        bits = [float(text.split()[4]) for text in window.locator("section .status").all_inner_texts()]
-        minus = window.inner_text("#summary").split(": ")[1]
-        assert abs(bits[1] - bits[0] - float(minus.split()[0])) < 2e-4 and "bits per byte" in minus
         window.reload()
         window.locator("#max_tokens").wait_for(state="attached")
         assert window.locator("#max_tokens").input_value() == "20"
@@ -138,7 +130,8 @@ def test_an_empty_page_on_a_phone_explains_itself_and_settings_refuse_nonsense(d
 
 def test_a_text_of_any_length_is_compared_and_an_error_is_told_where_it_belongs(directories, open_page, tmp_path):
     small = write_chat_model(tmp_path / "small", "inst", context=128)
-    text = "".join(random.Random(2).choices(["def f(x):\n", "    ", "归一化", "é☺", "\n", " word", ";"], k=600))
+    parts = ["def f(x):\n", "    ", "归一化", "é☺", "\n", " word", ";", "<script>alert(1)</script>"]
+    text = "".join(random.Random(2).choices(parts, k=600))
     with served(directories[1], small) as server:
         window = open_page(server)
         window.select_option("#mode", "compare")
@@ -147,6 +140,10 @@ def test_a_text_of_any_length_is_compared_and_an_error_is_told_where_it_belongs(
         window.locator("#summary").filter(has_text="Second model minus first").wait_for()
         scored = window.evaluate("columns.map(column => column.tokens.flatMap(token => token.bytes))")
         assert [bytes(column).decode() for column in scored] == [text, text]
+        assert window.locator("#columns script").count() == 0 and "<script>" in window.inner_text("#columns")
+        bits = [float(text.split()[4]) for text in window.locator("section .status").all_inner_texts()]
+        minus = window.inner_text("#summary").split(": ")[1]
+        assert abs(bits[1] - bits[0] - float(minus.split()[0])) < 2e-4 and "bits per byte" in minus
         del server.models["small"]
         window.click("#go")
         wait(window, "there is no model 'small'", 1), wait(window, "bits per byte", 0)

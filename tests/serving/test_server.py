@@ -17,9 +17,9 @@ import pytest
 
 import serve
 from errors import UserError
-from generation import cli, generate
+from generation import generate
 from generation.generate import encode_prompt
-from generation.settings import Sampling, Settings
+from generation.settings import Sampling
 from model.decoder import Decoder
 from serving.answer import by_text
 from tests.serving.conftest import served
@@ -53,22 +53,13 @@ def post(server, *request, **headers) -> tuple[int, dict]:
     return answer.status, json.load(answer)
 
 
-def generated(directory, prompt: str, **settings) -> str:
-    """What generate.py prints."""
-    parts = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cli, "write", parts.append)
-        cli.run(Settings(device="cpu", **settings), directory, [prompt])
-    return "".join(parts).removesuffix("\n")
-
-
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.5, "top_p": 0.9, "top_k": 9, "min_p": 0.01}])
-def test_the_text_equals_that_of_generate_py_streamed_or_not(client, directories, options):
+def test_the_text_equals_that_of_generate_py_streamed_or_not(client, directories, output, options):
     settings = {"seed": 7, "max_new_tokens": 30, "sampling": Sampling(**options)}
     options = {"extra_body": options, "seed": 7, "max_tokens": 30}
     arguments = {"model": "text", "prompt": "def add ", **options}
     whole = client.completions.create(**arguments)
-    assert "def add" + whole.choices[0].text == generated(directories[1], "def add ", **settings)
+    assert "def add" + whole.choices[0].text + "\n" == output(directories[1], ["def add "], **settings)[0]
     assert whole.usage.completion_tokens == 30 and whole.choices[0].finish_reason == "length"
     parts = [chunk.choices[0].text for chunk in client.completions.create(**arguments, stream=True)]
     assert "".join(parts) == whole.choices[0].text and len(parts) > 10
@@ -76,7 +67,8 @@ def test_the_text_equals_that_of_generate_py_streamed_or_not(client, directories
     *chunks, last = client.chat.completions.create(model="chat", messages=HELLO, **options)
     answer = "".join(chunk.choices[0].delta.content for chunk in chunks)
     assert [chunk.choices[0].delta.role for chunk in chunks[:3]] == ["assistant", None, None]
-    assert answer == generated(directories[0], "hello", chat=True, **settings) and last.usage.completion_tokens == 30
+    assert answer + "\n" == output(directories[0], ["hello"], chat=True, **settings)[0]
+    assert last.usage.completion_tokens == 30
 
 
 def test_samples_stop_strings_and_models(client, server, monkeypatch):
@@ -162,11 +154,10 @@ def test_others_are_answered_while_a_prompt_is_tokenized(server, monkeypatch):
     tokenizing, answered = threading.Event(), threading.Event()
     wait = lambda *_: tokenizing.set() or (answered.wait(10) and encode_prompt(*_))  # noqa: E731
     monkeypatch.setattr("serving.answer.encode_prompt", wait)
-    with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        slow = pool.submit(post, server, {"model": "text", "prompt": "a", "max_tokens": 1})
-        assert tokenizing.wait(10) and post(server, {"n": 0})[0] == 400 and not slow.done()
-        answered.set()
-        assert slow.result()[0] == 200
+    slow = send(server.port, {"model": "text", "prompt": "a", "max_tokens": 1})
+    assert tokenizing.wait(10) and post(server, {"n": 0})[0] == 400
+    answered.set()
+    assert slow.getresponse().status == 200
 
 
 def test_a_conversation_computes_only_what_is_new(client, monkeypatch):
@@ -183,23 +174,14 @@ def test_malformed_bodies_get_an_error_in_openais_format(server, capfd):
     wrong = (-1, 1e400, "\ud800", [[]], {"a": 1}, True, [None], 10**30, -0.5, [-1], [10**9])
     pairs = [{field: value} for field, value in itertools.product(fields, wrong)]
     bodies = [json.dumps({"prompt": "a", "max_tokens": 2} | pair).encode() for pair in pairs]
-    bodies += [
-        b"",
-        b"[]",
-        b"null",
-        b"3",
-        b'"a"',
-        b"[" * 100_000,
-        b'{"prompt": NaN}',
-        *(bodies[0][:n] for n in range(30)),
-    ]
+    bodies += [b"[]", b"[" * 100_000, b'{"prompt": NaN}', *(bodies[0][:n] for n in range(30))]
     answers = [post(server, body, "completions" if n % 7 else "chat/completions") for n, body in enumerate(bodies)]
     refused = [answer for answer in answers if answer[0] != 200]  # `true` is a number of logprobs
-    refused += [post(server, b" " * 1_000_001), post(server, {}, "nothing"), post(server, {}, "models")]
+    refused += [post(server, {}, "nothing"), post(server, {}, "models")]
     refused += [post(server, {"model": "text", "messages": HELLO}, "chat/completions")]
     refused += [post(server, {"messages": [{"role": "user", "content": ["a", "b"]}]}, "chat/completions")]
     refused += [post(server, {"prompt": "a " * 5000}), post(server, {"prompt": "a"}, Host="evil.com")]
-    assert len(refused) >= 130 and {status for status, _ in refused} == {400, 403, 404, 405, 413}
+    assert len(refused) >= 130 and {status for status, _ in refused} == {400, 403, 404, 405}
     assert {answer["error"]["type"] for _, answer in refused} == {"invalid_request_error"}
     said = ("no chat template", "(a part of its content is no object", "context is 4096", "'evil.com'")
     assert all(words in answer["error"]["message"] for (_, answer), words in zip(refused[-4:], said, strict=True))
