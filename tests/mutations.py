@@ -282,7 +282,7 @@ TABLE = r"""
 @ serving/answer.py
 - rows = rows[-1:]  # those of the token that follows
 + rows = [None]
-! serving/test_server.py::test_the_bytes_of_tokens_join_to_the_text_and_no_two_tokens_have_one_name
+! serving/test_server.py::test_logprobs_of_an_answer_are_those_of_its_text_and_its_ids_continue_it
 @ generation/stream.py
 - incomplete = min(len(text) - len(text.rstrip(REPLACEMENT)), 3)
 + incomplete = len(text) - len(text.rstrip(REPLACEMENT))
