@@ -271,7 +271,7 @@ TABLE = r"""
 @ generation/generate.py
 - while count < min(self.cache.length, len(prompt) - 1) and self.tokens[count] == prompt[count]:
 + while count < min(self.cache.length, len(prompt) - 1):
-! generation/test_conversation.py::test_answers_are_those_of_a_fresh_cache_and_the_messages_hold_what_was_written
+! generation/test_conversation.py::test_answers_are_those_of_a_fresh_cache_but_only_new_tokens_are_computed
 - padding = padding.clamp(min=cache.length + 1 - context)
 + pass
 ! generation/test_generate.py::test_fused_decoding_gives_the_same_tokens_to_the_end_of_the_context
@@ -282,7 +282,7 @@ TABLE = r"""
 @ serving/answer.py
 - rows = rows[-1:]  # those of the token that follows
 + rows = [None]
-! serving/test_server.py::test_the_bytes_of_tokens_join_to_the_text_and_no_two_tokens_have_one_name
+! serving/test_server.py::test_logprobs_of_an_answer_are_those_of_its_text_and_its_ids_continue_it
 @ generation/stream.py
 - incomplete = min(len(text) - len(text.rstrip(REPLACEMENT)), 3)
 + incomplete = len(text) - len(text.rstrip(REPLACEMENT))
@@ -302,19 +302,19 @@ TABLE = r"""
 ! generation/test_sampling.py::test_temperature_divides_the_logits
 - if sampling.top_p < 1:
 + if sampling.top_p < 0.9:
-! generation/test_sampling.py::test_top_p_keeps_the_smallest_set_with_that_probability
+! generation/test_sampling.py::test_a_filter_keeps_the_tokens_of_its_reference_and_their_logits[top_p]
 - (1 - torch.stack(uniform)) * sums[:, -1:]
 + 1 - torch.stack(uniform)
 ! generation/test_sampling.py::test_no_filtered_token_or_none_at_all_is_sampled_whatever_the_random_number_is
 - logits.topk(min(sampling.top_k, logits.shape[-1]))
 + logits.topk(min(sampling.top_k + 1, logits.shape[-1]))
-! generation/test_sampling.py::test_top_k_keeps_the_k_most_likely_tokens_and_their_logits
+! generation/test_sampling.py::test_a_filter_keeps_the_tokens_of_its_reference_and_their_logits[top_k]
 - dropped = (mass_before >= p) & (mass_before > 0)
 + dropped = (mass_before > p) & (mass_before > 0)
 ! generation/test_sampling.py::test_top_p_keeps_no_more_tokens_when_their_probability_is_exactly_p
 - return logits.masked_fill(logits < logits.amax(-1, keepdim=True) + math.log(p), -math.inf)
 + return logits.masked_fill(logits.softmax(-1) < p, -math.inf)
-! generation/test_sampling.py::test_min_p_keeps_tokens_with_at_least_that_fraction_of_the_highest_probability
+! generation/test_sampling.py::test_a_filter_keeps_the_tokens_of_its_reference_and_their_logits[min_p]
 @ benchmarks/timing.py
 - yield from keys if turn % 2 else reversed(list(keys))
 + yield from keys

@@ -18,10 +18,10 @@ CONTROL, USER_DEFINED, UNUSED = 3, 4, 5
 ALPHABET = sorted(ByteLevel.alphabet())
 
 
-def words(regex: str, *after: pre_tokenizers.PreTokenizer, behavior: str = "isolated") -> pre_tokenizers.Sequence:
-    """Split by the expression; then, unless given otherwise, map bytes to characters."""
+def words(regex: str, behavior: str = "isolated") -> pre_tokenizers.Sequence:
+    """Split by the expression, then map bytes to characters."""
     bytes_alone = ByteLevel(add_prefix_space=False, use_regex=False)
-    return pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(regex), behavior), *(after or [bytes_alone])])
+    return pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(regex), behavior), bytes_alone])
 
 
 @pytest.fixture
@@ -33,8 +33,7 @@ def byte_level(tmp_path) -> Callable:
         bpe = tokenizers.models.BPE(vocabulary, [("a", "b"), ("ab", "c")], ignore_merges=ignore_merges, **model)
         tokenizer = tokenizers.Tokenizer(bpe)
         tokenizer.pre_tokenizer = pre_tokenizer
-        if normalizer is not None:
-            tokenizer.normalizer = normalizer
+        tokenizer.normalizer = normalizer
         tokenizer.add_special_tokens(["<|end|>"])
         tokenizer.add_tokens(["<think>"])
         tokenizer.save(str(tmp_path / "tokenizer.json"))
@@ -44,14 +43,12 @@ def byte_level(tmp_path) -> Callable:
     return make
 
 
+PLAIN, SINGLE_DIGITS = ByteLevel(add_prefix_space=False), pre_tokenizers.Digits(individual_digits=True)
 KNOWN = {
     "qwen2": (words(WORDS % r"\p{N}"), False),
     "llama-bpe": (words(WORDS % r"\p{N}{1,3}"), True),
-    "gpt-2": (ByteLevel(add_prefix_space=False), False),
-    "smollm": (
-        pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), ByteLevel(add_prefix_space=False)]),
-        False,
-    ),
+    "gpt-2": (PLAIN, False),
+    "smollm": (pre_tokenizers.Sequence([SINGLE_DIGITS, PLAIN]), False),
 }
 
 
@@ -67,8 +64,7 @@ UNKNOWN = {
     "another expression": words(WORDS % r"\p{N}{1,2}"),
     "an expression that is removed": words(WORDS % r"\p{N}", behavior="removed"),
     "a space in front": ByteLevel(add_prefix_space=True),
-    "words twice": words(WORDS % r"\p{N}", ByteLevel(add_prefix_space=False)),
-    "groups of digits": pre_tokenizers.Sequence([pre_tokenizers.Digits(), ByteLevel(add_prefix_space=False)]),
+    "groups of digits": pre_tokenizers.Sequence([pre_tokenizers.Digits(), PLAIN]),
     "no expression": ByteLevel(add_prefix_space=False, use_regex=False),
 }
 
@@ -80,14 +76,13 @@ def test_an_unknown_way_to_split_text_is_refused(byte_level, pre_tokenizer):
 
 
 def test_other_normalizers_and_encodings_are_refused(byte_level):
-    plain = ByteLevel(add_prefix_space=False)
-    assert "drops bytes" in llama_cpp_vocabulary(byte_level(plain, alphabet=ALPHABET[1:]), 300).notes[0]
+    assert "drops bytes" in llama_cpp_vocabulary(byte_level(PLAIN, alphabet=ALPHABET[1:]), 300).notes[0]
     with pytest.raises(UserError, match="normalizer Lowercase"):
-        llama_cpp_vocabulary(byte_level(plain, normalizers.Lowercase()), 300)
+        llama_cpp_vocabulary(byte_level(PLAIN, normalizers.Lowercase()), 300)
     with pytest.raises(UserError, match="unknown bytes"):
-        llama_cpp_vocabulary(byte_level(plain, alphabet=ALPHABET[1:], unk_token="ab"), 300)
+        llama_cpp_vocabulary(byte_level(PLAIN, alphabet=ALPHABET[1:], unk_token="ab"), 300)
     with pytest.raises(UserError, match="marks the parts of words or is random"):
-        llama_cpp_vocabulary(byte_level(plain, dropout=0.1), 300)
+        llama_cpp_vocabulary(byte_level(PLAIN, dropout=0.1), 300)
 
 
 def test_a_sentencepiece_model_keeps_its_pieces_scores_and_types(tmp_path):
@@ -96,7 +91,7 @@ def test_a_sentencepiece_model_keeps_its_pieces_scores_and_types(tmp_path):
     (tmp_path / "added_tokens.json").write_text('{"<pad>": 290}')
     found = llama_cpp_vocabulary(load_tokenizer(tmp_path), 300)
     processor = sentencepiece.SentencePieceProcessor(model_proto=ours.files["tokenizer.model"])
-    assert (found.kind, found.add_space_prefix, found.merges) == ("llama", False, [])
+    assert (found.kind, found.add_space_prefix, found.merges, found.notes) == ("llama", False, [], [])
     pieces = [processor.id_to_piece(i) for i in range(290)]
     assert found.tokens == [*pieces, "<pad>"] + [f"[PAD{i}]" for i in range(291, 300)]
     assert found.scores[:290] == [processor.get_score(i) for i in range(290)]
@@ -114,8 +109,6 @@ def test_a_model_that_adds_and_drops_spaces_says_so(llama):
 
 
 def test_special_tokens_that_llama_cpp_finds_in_plain_text_are_named(tmp_path):
-    harmless = train_tokenizer(["a small text"] * 9, 280, tmp_path / "a.model")
-    assert llama_cpp_vocabulary(harmless, 280).notes == []
     # `<s` becomes a piece, and `<s` + `>` is the text of BOS.
     tags = train_tokenizer(["<s <s <s <sp <sp ></ > >"] * 9, 273, tmp_path / "b.model")
     assert any(note.startswith("llama.cpp reads the texts <s> as") for note in llama_cpp_vocabulary(tags, 273).notes)

@@ -1,13 +1,11 @@
-"""A tiny random model, and a tokenizer of each kind that a stream must support."""
+"""A tiny random model, tokenizers of each kind that a stream must support, and models with a chat template."""
 
-import gzip
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 import tokenizers
-import torch
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from checkpoints.pretrained import save_pretrained
@@ -18,18 +16,10 @@ from generation import cli
 from generation.settings import Settings
 from model.config import ModelConfig
 from model.decoder import Decoder
+from tests.data.conftest import llama, qwen, qwen_folder  # noqa: F401 - fixtures
 
 TEXT = [f"def add_{name}(x, y):\n    return x + y  # {name} ☺ é 漢字\n" for name in "abcdefghijklmnop" * 8]
 LIMIT = 48
-
-
-@pytest.fixture(scope="package", autouse=True)
-def one_thread():
-    """Models this small spend more time on synchronizing threads than on computing."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")
@@ -45,22 +35,6 @@ def decoder() -> Decoder:
 def tokenizer(tmp_path_factory) -> Tokenizer:
     """A tokenizer that this project trains: SentencePiece BPE with byte fallback."""
     return train_tokenizer(TEXT, 300, tmp_path_factory.mktemp("tokenizer") / "tokenizer.model")
-
-
-@pytest.fixture(scope="session")
-def stories_tokenizer(shared) -> Tokenizer:
-    """SentencePiece with byte fallback. Encoding puts a space in front of every text and decoding removes it."""
-    return load_tokenizer(shared / "stories260K" / "tok512.model")
-
-
-@pytest.fixture(scope="session")
-def qwen_tokenizer(shared, tmp_path_factory) -> Tokenizer:
-    """Byte-level BPE: a token may contain parts of two characters."""
-    directory = tmp_path_factory.mktemp("qwen2_5")
-    packed = (shared / "qwen2_5" / "tokenizer.json.gz").read_bytes()
-    (directory / "tokenizer.json").write_bytes(gzip.decompress(packed))
-    (directory / "tokenizer_config.json").write_bytes((shared / "qwen2_5" / "tokenizer_config.json").read_bytes())
-    return load_tokenizer(directory)
 
 
 @pytest.fixture

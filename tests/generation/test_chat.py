@@ -34,17 +34,15 @@ def test_a_template_file_is_preferred_to_the_configuration_and_what_is_no_text_i
 @pytest.mark.parametrize(
     ("source", "expected"),
     [
-        ("{{ raise_exception('no\n \x1b[31mrole') }}", r"TemplateError: no\n \x1b[31mrole"),
-        ("\n{% for %}", "TemplateSyntaxError: "),
+        ("{{ raise_exception('no\n \x1b[31m') if messages[0].role == 'system' }}", r"TemplateError: no\n \x1b[31m"),
         ("{{ ''.__class__.__mro__ }}", "SecurityError: access to attribute '__class__'"),
-        ("{{ range(10**9) }}", "OverflowError: Range too big"),
     ],
 )
 def test_a_template_that_fails_or_leaves_the_sandbox_is_one_line(chatml_model, tmp_path, source, expected):
     shutil.copytree(chatml_model, tmp_path, dirs_exist_ok=True)
     write(tmp_path / "chat_template.jinja", source)
     with pytest.raises(UserError) as error:
-        chat_format(tmp_path)
+        chat_format(tmp_path, "Be terse.")
     text = str(error.value)
     assert text.startswith("the model's chat template does not support this conversation (") and expected in text
     assert "\n" not in text and "\x1b" not in text
@@ -58,19 +56,6 @@ def test_tags_that_are_not_special_are_tokens_in_answers_and_text_in_questions(c
     (think,) = chat.encode(answer)
     assert chat.tokenizer.added_tokens[think].content == "<think>"
     assert think not in chat.encode(question) and len(chat.encode(question)) > 3
-
-
-def test_a_system_prompt_comes_first_and_a_template_can_refuse_it(chat_model, tmp_path):
-    question = [{"role": "user", "content": "q"}]
-    with_system = chat_format(chat_model, " Be <s> terse<|im_end|>. ")
-    text = with_system.tokenizer.decode(with_system.encode(question), special=True)
-    assert "Be <s> terse<|im_end|>." in text and text.index("terse") < text.index("q")
-    shutil.copytree(chat_model, tmp_path, dirs_exist_ok=True)
-    refusal = "{{ raise_exception('no system') if messages[0].role == 'system' }}{{ messages[0].content }}"
-    write(tmp_path / "chat_template.jinja", refusal)
-    chat_format(tmp_path)
-    with pytest.raises(UserError, match="no system"):
-        chat_format(tmp_path, "Be terse.")
 
 
 def test_every_occurrence_of_a_token_is_broken_and_nothing_else_changes():
@@ -101,16 +86,10 @@ def test_text_that_a_normalizer_turns_into_a_token_is_no_token(chatml_model, tmp
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [
-        ({}, None),
         ({"eos_token_id": 2}, None),
         # transformers samples only with do_sample
         ({"temperature": 0.6, "top_p": 0.9, "repetition_penalty": 1.3}, {"temperature": 0, "repetition_penalty": 1.3}),
-        ({"do_sample": False, "top_k": 7}, {"temperature": 0}),
-        ({"do_sample": True, "eos_token_id": 2}, {"temperature": 1.0, "top_k": 50}),
-        (
-            {"do_sample": True, "top_k": 20, "min_p": 0.1, "temperature": None},
-            {"temperature": 1, "top_k": 20, "min_p": 0.1},
-        ),
+        ({"do_sample": True, "min_p": 0.1, "temperature": None}, {"temperature": 1, "top_k": 50, "min_p": 0.1}),
         ({"do_sample": True, "top_k": -1}, {"temperature": 1.0}),  # as vLLM has it
         ({"do_sample": True, "no_repeat_ngram_size": 3, "num_beams": 1}, {"temperature": 1.0, "top_k": 50}),
     ],

@@ -1,5 +1,7 @@
 """A conversation: what is computed in each turn, what is dropped when the context is full, and interrupted answers."""
 
+from unittest.mock import DEFAULT, Mock
+
 import pytest
 
 from checkpoints.pretrained import load_pretrained
@@ -59,17 +61,14 @@ def talk(chatml_model, monkeypatch):
     return Talk(chatml_model, monkeypatch)
 
 
-def test_only_tokens_that_are_not_in_the_cache_go_through_the_decoder(talk):
-    for turn, question in enumerate(("def add", "x + y", "and é ☺?")):
+def test_answers_are_those_of_a_fresh_cache_but_only_new_tokens_are_computed(talk):
+    answers, before = [], 0
+    for question in ("def add", "x + é ☺?", "def add", "def add"):
         talk.fed.clear()
-        talk.ask(question)
+        answers.append(talk.ask(question))
         [(known, tokens)] = talk.fed  # new tokens go through the step for a CPU
-        assert tokens == talk.calls[turn][0][known:] and tokens
-        assert known >= (len(talk.calls[turn - 1][0]) if turn else 0)  # the last prompt is computed once
-
-
-def test_answers_are_those_of_a_fresh_cache_and_the_messages_hold_what_was_written(talk):
-    answers = [talk.ask(question) for question in ("def add", "x + y", "def add", "def add")]
+        assert tokens == talk.calls[-1][0][known:] and tokens and known >= before  # the last prompt is computed once
+        before = len(talk.calls[-1][0])
     assert answers == [talk.fresh_answer(turn) for turn in range(4)] and len(set(answers)) == 4
     assert [number for _, number in talk.calls] == [[0], [1], [2], [3]]
     assert [message["content"] + "\n" for message in talk.conversation.messages[1::2]] == answers
@@ -95,66 +94,34 @@ def test_no_more_turns_are_dropped_than_the_answer_needs_room(chatml_model, monk
     assert "".join(talk.written) == talk.fresh_answer()
 
 
-def test_a_message_that_does_not_fit_changes_nothing(talk):
+@pytest.mark.parametrize("stage", ["prefill", "step", "write"])
+def test_an_interrupted_answer_stays_with_the_text_that_it_has_and_its_cache_is_valid(talk, monkeypatch, stage):
     talk.ask("def add")
-    before = list(talk.conversation.messages)
-    with pytest.raises(UserError, match=r"the prompt has \d+ tokens, but the model's context is 256"):
-        talk.ask("0123456789" * 30)
-    assert talk.conversation.messages == before and not talk.written
-    assert talk.ask("x") == talk.fresh_answer()
-
-
-def test_an_interrupted_answer_stays_with_the_text_that_it_has(talk):
-    talk.ask("def add")
-
-    def interrupt(text):
-        talk.written.append(text)
-        if len([part for part in talk.written if part]) == 4:
-            raise KeyboardInterrupt
-
-    talk.conversation.write = interrupt
-    partial = talk.ask("x + y")
-    talk.conversation.write = talk.written.append
-    assert talk.lines[-1] == "stopped" and partial.endswith("\n")
-    assert talk.conversation.messages[-1]["content"] == partial[:-1] != talk.fresh_answer()[:-1]
-    assert talk.fresh_answer().startswith(partial[:-1])
-    assert talk.ask("and?") == talk.fresh_answer()
-    assert partial[:-1].strip() in talk.format.tokenizer.decode(talk.calls[-1][0])
-
-
-@pytest.mark.parametrize("stage", ["prefill", "step"])
-def test_an_answer_interrupted_inside_the_decoder_leaves_a_valid_cache(talk, monkeypatch, stage):
-    talk.ask("def add")
-    calls = []
-
-    def interrupt(*_):
-        calls.append(1)
-        if stage == "prefill" or len(calls) > 5:
-            raise KeyboardInterrupt
-
+    places = {
+        "prefill": (talk.decoder.layers[1], "forward", 0),
+        "step": (cpu_step, "normalize_rows", 5),  # called between the last layer and the head
+        "write": (talk.conversation, "write", 4),
+    }
+    owner, name, calls = places[stage]
+    effects = [*[DEFAULT] * calls, KeyboardInterrupt, *[DEFAULT] * 9]
     with monkeypatch.context() as patch:
-        if stage == "prefill":
-            patch.setattr(talk.decoder.layers[1], "forward", interrupt)
-        else:
-            normalize = cpu_step.normalize_rows  # called between the last layer and the head
-            patch.setattr(cpu_step, "normalize_rows", lambda *arguments: interrupt() or normalize(*arguments))
-        talk.ask("a longer question " * 2)
-    assert len(talk.conversation.messages) == (4 if stage == "step" else 2)
-    assert talk.lines[-1].strip().startswith("stopped" if stage == "step" else "stopped before the answer began; your")
+        patch.setattr(owner, name, Mock(wraps=getattr(owner, name), side_effect=effects))
+        written = talk.ask("a longer question " * 2)
+    if stage == "prefill":
+        assert talk.lines[-1].strip().startswith("stopped before the answer began; your")
+        assert not written and len(talk.conversation.messages) == 2
+    else:
+        partial = talk.conversation.messages[-1]["content"]
+        assert talk.lines[-1] == "stopped" and partial.startswith(written.removesuffix("\n")) and written.endswith("\n")
+        assert talk.fresh_answer().startswith(partial) and 1 < len(partial) < len(talk.fresh_answer()) - 1
     assert talk.ask("x") == talk.fresh_answer()
+    if stage != "prefill":
+        assert partial.strip() in talk.format.tokenizer.decode(talk.calls[-1][0])
 
 
-def type_lines(monkeypatch, *lines: str) -> None:
-    """What `read_line` returns, until the input ends."""
-    typed = iter(lines)
-
-    def read_line() -> str:
-        line = next(typed, EOFError())
-        if isinstance(line, BaseException):
-            raise line
-        return line
-
-    monkeypatch.setattr(cli, "read_line", read_line)
+def type_lines(monkeypatch, *lines: str | BaseException) -> None:
+    """What `read_line` returns or raises, until the input ends."""
+    monkeypatch.setattr(cli, "read_line", Mock(side_effect=[*lines, EOFError]))
 
 
 def test_messages_on_the_command_line_are_conversations_of_their_own_and_only_answers_are_printed(
@@ -171,30 +138,23 @@ def test_messages_on_the_command_line_are_conversations_of_their_own_and_only_an
 
 
 def test_every_id_that_ends_a_turn_ends_an_answer(chatml_model, output, monkeypatch):
-    tokenizer, seen = load_tokenizer(chatml_model), []
+    tokenizer, record = load_tokenizer(chatml_model), Mock(side_effect=generate)
     markers = "<|endoftext|>", "<|im_end|>", "<|im_start|>"  # the last one begins another turn
     ids = {i for i, token in tokenizer.added_tokens.items() if token.content in markers}
-
-    def record(*arguments, eos_ids, **options):
-        seen.append(eos_ids)
-        return generate(*arguments, eos_ids=eos_ids, **options)
-
     monkeypatch.setattr(cli, "generate", record)
     type_lines(monkeypatch, "x")
     for prompts in (["x"], []):
         output(chatml_model, prompts, chat=True, max_new_tokens=9)
-    assert seen == [ids, ids] and len(ids) == 3
+    assert [call.kwargs["eos_ids"] for call in record.call_args_list] == [ids, ids] and len(ids) == 3
 
 
-def test_an_error_or_ctrl_c_does_not_end_the_conversation(talk, monkeypatch):
+def test_an_error_or_ctrl_c_neither_ends_nor_changes_the_conversation(talk, monkeypatch):
+    talk.ask("def add")
+    talk.lines.clear(), talk.written.clear()
     type_lines(monkeypatch, "", "  ", "0123456789" * 30, KeyboardInterrupt(), UserError("not UTF-8"), "/rest", "/quit")
     talk.conversation.run(cli.read_line)
     first, too_long, interrupted, not_utf8, _ = talk.lines
     assert "/quit" in first and "/quit" in interrupted
     assert too_long.startswith("error: the prompt has") and not_utf8 == "error: not UTF-8"
-    assert [message["content"] for message in talk.conversation.messages[::2]] == ["/rest"]
-
-
-def test_a_system_prompt_outside_a_chat_is_a_user_error():
-    with pytest.raises(UserError, match="--system is for conversations"):
-        Settings(system="x")
+    assert [message["content"] for message in talk.conversation.messages[::2]] == ["def add", "/rest"]
+    assert "".join(talk.written) == talk.fresh_answer()

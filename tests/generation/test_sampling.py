@@ -27,19 +27,21 @@ def kept(logits: torch.Tensor) -> list[set[int]]:
     return [{i for i, value in enumerate(row) if value > -math.inf} for row in logits.tolist()]
 
 
-def by_likelihood(row: list[float]) -> list[int]:
-    return sorted(range(len(row)), key=lambda i: -row[i])
+def reference_top_k(row: list[float], k: int) -> set[int]:
+    return set(sorted(range(len(row)), key=lambda i: -row[i])[:k])
 
 
 def reference_top_p(row: list[float], p: float) -> set[int]:
     """The smallest set of most likely tokens with mass p or more, found by trying every size."""
-    probabilities, order = softmax(row), by_likelihood(row)
-    sizes = (n for n in range(1, len(row) + 1) if math.fsum(probabilities[i] for i in order[:n]) >= p)
-    return set(order[: next(sizes, len(row))])
+    probabilities, sets = softmax(row), [reference_top_k(row, k) for k in range(1, len(row) + 1)]
+    return next((ids for ids in sets if math.fsum(probabilities[i] for i in ids) >= p), sets[-1])
 
 
 def reference_min_p(row: list[float], p: float) -> set[int]:
     return {i for i, probability in enumerate(softmax(row)) if probability >= p * max(softmax(row))}
+
+
+REFERENCES = {"top_k": reference_top_k, "top_p": reference_top_p, "min_p": reference_min_p}
 
 
 def test_repetition_penalty_divides_positive_and_multiplies_negative_logits_of_seen_tokens(logits):
@@ -57,18 +59,20 @@ def test_temperature_divides_the_logits(logits, temperature):
     torch.testing.assert_close(sampling.apply_temperature(logits, temperature).softmax(-1), torch.tensor(expected))
 
 
-@pytest.mark.parametrize("k", [1, 2, 7, VOCABULARY, VOCABULARY + 5])
-def test_top_k_keeps_the_k_most_likely_tokens_and_their_logits(logits, k):
-    result = sampling.filter_logits(logits, Sampling(temperature=1.0, top_k=k))
-    assert kept(result) == [set(by_likelihood(row)[:k]) for row in logits.tolist()]
-    expected = sampling.apply_temperature(logits, 1.0)
-    torch.testing.assert_close(result[result > -math.inf], expected[result > -math.inf], rtol=0, atol=0)
+VALUES = {
+    "top_k": [1, 2, 7, VOCABULARY, VOCABULARY + 5],
+    "top_p": [1e-6, 0.1, 0.5, 0.9, 0.999],
+    "min_p": [0.01, 0.1, 0.5, 1.0],
+}
 
 
-@pytest.mark.parametrize("p", [1e-6, 0.1, 0.5, 0.9, 0.999])
-def test_top_p_keeps_the_smallest_set_with_that_probability(logits, p):
-    result = sampling.filter_logits(logits, Sampling(temperature=1.0, top_p=p))
-    assert kept(result) == [reference_top_p(row, p) for row in logits.tolist()]
+@pytest.mark.parametrize("name", REFERENCES)
+def test_a_filter_keeps_the_tokens_of_its_reference_and_their_logits(logits, name):
+    for value in VALUES[name]:
+        result = sampling.filter_logits(logits, Sampling(temperature=1.0, **{name: value}))
+        assert kept(result) == [REFERENCES[name](row, value) for row in logits.tolist()]
+        expected = sampling.apply_temperature(logits, 1.0)
+        assert torch.equal(result[result > -math.inf], expected[result > -math.inf])
 
 
 def test_top_p_keeps_no_more_tokens_when_their_probability_is_exactly_p():
@@ -76,23 +80,13 @@ def test_top_p_keeps_no_more_tokens_when_their_probability_is_exactly_p():
     assert kept(sampling.keep_top_p(logits, 0.75)) == [{0, 1}]
 
 
-@pytest.mark.parametrize("p", [0.01, 0.1, 0.5, 1.0])
-def test_min_p_keeps_tokens_with_at_least_that_fraction_of_the_highest_probability(logits, p):
-    result = sampling.filter_logits(logits, Sampling(temperature=1.0, min_p=p))
-    assert kept(result) == [reference_min_p(row, p) for row in logits.tolist()]
-
-
 def test_filters_apply_in_the_order_temperature_top_k_top_p_min_p(logits):
     settings = Sampling(temperature=1.8, top_k=20, top_p=0.8, min_p=0.12)
     steps = []
     for row in logits.tolist():
         row = [x / settings.temperature for x in row]
-        for keep in (
-            lambda row: set(by_likelihood(row)[: settings.top_k]),
-            lambda row: reference_top_p(row, settings.top_p),
-            lambda row: reference_min_p(row, settings.min_p),
-        ):
-            ids = keep(row)
+        for name, reference in REFERENCES.items():
+            ids = reference(row, getattr(settings, name))
             row = [x if i in ids else -math.inf for i, x in enumerate(row)]
             steps.append(len(ids))
         assert kept(sampling.filter_logits(logits[len(steps) // 3 - 1][None], settings)) == [ids]
