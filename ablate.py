@@ -2,7 +2,7 @@
 
 import signal
 
-from errors import UserError, end, exit_on_user_error, interrupt, printable
+from errors import UserError, end, exit_on_user_error, fit_terminal, interrupt, printable
 
 if __name__ == "__main__":  # so that Ctrl-C in the imports ends in one line
     signal.signal(signal.SIGINT, interrupt)
@@ -40,6 +40,9 @@ QUICK = """quick: few pairs show only large differences, fewer than five never e
 run; all arms share a learning rate, which may suit one of them better. More pairs: the same command with --seeds 8"""
 
 
+RUNS_DEPEND_ON = ("steps", "learning_rates", "perturbations")  # flags that make other runs, for another folder
+
+
 @dataclass(frozen=True)  # comments and docstrings of fields are the help of the flags
 class Command:
     plan_file: Annotated[str | None, optional("[PLAN]"), tyro.conf.Positional] = None
@@ -64,7 +67,11 @@ def parse(arguments: list[str]) -> Command:
     first = tyro.cli(Command, args=arguments, **options)
     plan = starting_plan(first)
     start = dataclasses.replace(Command(), plan=quick(plan) if first.quick else plan)
-    return tyro.cli(Command, args=arguments, default=start, **options)
+    command = tyro.cli(Command, args=arguments, default=start, **options)
+    others = [name for name in RUNS_DEPEND_ON if getattr(command.plan, name) != getattr(start.plan, name)]
+    suffix = "".join(f"-{name}-{getattr(command.plan, name)}" for name in others)
+    name = command.plan.name + re.sub(r"[^\w.]+", "-", suffix).rstrip("-")
+    return dataclasses.replace(command, plan=dataclasses.replace(command.plan, name=name))
 
 
 def starting_plan(command: Command) -> Plan:
@@ -105,6 +112,7 @@ def compare(command: Command, *, judged: bool) -> int:
     if judged:  # no pilot: `seeds` is the most pairs that there will be
         plan = dataclasses.replace(plan, seeds=plan.seeds or JUDGED_PAIRS, rerun_seeds=0)
         judge.check(plan)
+    plan.compared.keys()  # refuses what cannot be compared, before there is a folder
     with contextlib.nullcontext() if command.dry_run else locked(folder):
         experiment = execute.load_or_create(plan, folder, command.device, command.jobs)
         start = None
@@ -112,9 +120,9 @@ def compare(command: Command, *, judged: bool) -> int:
             from ablation import cluster
 
             start = cluster.join(experiment, command.ray)
-        print(report.describe(experiment.study, len(experiment.workers)), flush=True)
+        print(fit_terminal(report.describe(experiment.study, len(experiment.workers)), sys.stdout), flush=True)
         if command.quick:
-            print(QUICK, flush=True)
+            print(fit_terminal(QUICK, sys.stdout), flush=True)
         if command.dry_run:
             print("one run:", flush=True)
             execute.estimate_run(experiment)
@@ -128,21 +136,21 @@ def compare(command: Command, *, judged: bool) -> int:
         written = report.write(experiment.study, folder)
     for row in experiment.failed:
         print(printable(f"failed: {row}: {row.reason}"), file=sys.stderr)
-    print(printable(f"report: {written[0]}"), *said, sep="\n")
+    print(printable(f"report: {written[0]}"))
+    print("\n".join(said) if judged else fit_terminal("\n".join(said), sys.stdout))
     return 1 if experiment.failed else 0
 
 
-def write_report(folder: Annotated[str, tyro.conf.Positional], text_only: bool = False) -> None:
+def write_report(folder: tyro.conf.Positional[str]) -> None:
     """Write the report of a comparison again, from its plan.toml, runs.jsonl and machine.toml.
 
     Args:
         folder: Folder of the comparison, or a study in studies/.
-        text_only: Write report.md alone, without pictures.
     """
     from ablation import report, study
 
     path = find_plan(folder).parent
-    written = report.write(study.load(path), path, text_only=text_only)
+    written = report.write(study.load(path), path)
     print(printable("written: " + ", ".join(map(str, written))))
 
 

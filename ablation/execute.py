@@ -152,4 +152,4 @@ def estimate_run(experiment: Experiment) -> None:
     torch.set_num_threads(experiment.threads or torch.get_num_threads())
     runs, workers = len(experiment.study.remaining), len(experiment.workers)
     seconds = estimate(replace_settings(settings, {"device": experiment.device})) * runs / workers
-    print(f"all runs that can start: {runs}, {workers} at once, about {format_time(seconds)}")
+    print(f"all runs that can start: {runs}, {workers} at once, about {format_time(seconds)} of training")

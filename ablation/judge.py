@@ -2,7 +2,7 @@
 
 After each fifth of the pairs the p-value of a t-test is compared with that of the boundary of O'Brien and Fleming
 (1979, Biometrics 35), |z| = 2.040 sqrt(5 / k) at the k-th of five looks, for a two-sided error of 5% (Jennison and
-Turnbull 2000, Group Sequential Methods, table 2.3 and section 4.4). docs/judge.md has the error rates.
+Turnbull 2000, Group Sequential Methods, table 2.3 and section 4.4). docs/compare.md has the error rates.
 """
 
 import dataclasses

@@ -156,7 +156,9 @@ def read_setting(name: str, value: object) -> tuple[str, Any]:
         texts = [value] if get_origin(kind) is tuple and isinstance(value, str) else value
         return short, msgspec.convert(texts, kind, strict=False)
     except msgspec.ValidationError as error:
-        raise UserError(f"{name}={value}: {error}.{nearest(str(value), map(str, get_args(kind)))}") from None
+        choices = [str(choice) for choice in get_args(kind) if isinstance(choice, str)]
+        known = f" Known: {', '.join(choices)}." if choices else ""
+        raise UserError(f"{name}={value}: {error}.{nearest(str(value), choices) or known}") from None
 
 
 def read_settings(given: dict[str, Any], *, several: bool = False) -> dict[str, Any]:
@@ -218,6 +220,8 @@ def find_plan(name: str) -> Path:
     for path in (Path(name), Path(name) / "plan.toml", STUDIES / name / "plan.toml"):
         if path.is_file():
             return path
+    if Path(name).is_dir():
+        raise UserError(f"{name} has no plan.toml; give the folder of a comparison, such as runs/ablation-norms.")
     known = sorted(path.parent.name for path in STUDIES.glob("*/plan.toml"))
     raise UserError(f"{name} is neither a file nor a study ({', '.join(known)}).{nearest(name, known)}")
 

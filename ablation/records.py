@@ -28,6 +28,7 @@ class Row(Run):
     curve: list[tuple[int, float]] = dataclasses.field(default_factory=list)  # (step, nats per token), 12 along the run
     spikes: int = 0  # steps whose loss is far above the median of the 20 before; consecutive ones count as one
     seconds: float = 0.0  # of training, without evaluations
+    all_seconds: float = 0.0  # with set-up, evaluations and probes; 0 in older records
     mean_over_std: float | None = None  # |mean| / std of the residual stream, at the norms of the deeper half
     cosine_with_ones: float | None = None  # |cosine| of the stream with the vector of ones, mean over all norms
     kurtosis: float | None = None  # E[x^4] / E[x^2]^2 over channels, mean over tokens, at the norm where it is largest

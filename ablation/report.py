@@ -12,7 +12,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from ablation import plots
-from ablation.plan import arm_settings
+from ablation.plan import STUDIES, arm_settings
 from ablation.records import read_lines
 from ablation.stats import MAX_PAIRS, MIN_PAIRS_FOR_EQUIVALENCE, SIGNIFICANCE, Comparison, Effect, holm, mean_effect
 from ablation.study import KEY, Study
@@ -34,6 +34,11 @@ equivalence: of two one-sided t-tests against the margin, adjusted likewise. std
 seeds. It would take: pairs that decide with a power of 80%, from the deviation of these pairs (in brackets from the
 ends of its interval). `python ablate.py report FOLDER` writes this page again, with its pictures, from
 plan.toml and runs.jsonl; `python ablate.py NAME` runs a plan of studies/ again."""
+
+
+INSIDE = """Means over the runs, of the residual stream: |mean| over standard deviation of a row, in the deeper half of
+the layers; |cosine| with (1, ..., 1); kurtosis over the channels (3: normal), where it is largest; the largest channel
+over the median one. Attention of later queries to the first token. Spikes: losses far above those before."""
 
 
 def describe(study: Study, workers: int) -> str:
@@ -97,11 +102,15 @@ def pairs_needed(c: Comparison) -> str | None:
     return f"{best} pairs for 80% power ({fewest} to {most})"
 
 
-def write(study: Study, folder: Path, *, text_only: bool = False) -> list[Path]:
-    """Write report.md, its pictures (PNG and PDF) and its first table (CSV and LaTeX); the paths, report.md first."""
-    drawn = {} if text_only else pictures(study)
-    texts = {"report.md": markdown_text(study, folder, drawn)}
-    if study.comparisons and not text_only:
+def write(study: Study, folder: Path) -> list[Path]:
+    """Write report.md, its pictures (PNG and PDF) and its first table (CSV and LaTeX); the paths, report.md first.
+
+    In the reports of studies/, which are kept without pictures, there are no links to them.
+    """
+    drawn = pictures(study)
+    shown = {} if folder.resolve().parent == STUDIES else drawn
+    texts = {"report.md": markdown_text(study, folder, shown)}
+    if study.comparisons:
         rows = pd.DataFrame(map(comparison_row, study.comparisons))
         texts |= {"differences.csv": rows.to_csv(index=False), "differences.tex": rows.to_latex(index=False)}
     for name, text in texts.items():
@@ -153,7 +162,8 @@ def parts(study: Study, folder: Path) -> Iterator[tuple[str, ...]]:
     yield "Learning rates", "sweep", table(sweep)
     yield "Rerun spread and placebo", "", table(study.spread.reset_index().to_dict("records"))
     yield "Runs that did not complete", "", table(incomplete[[*KEY, "status", "reason"]].to_dict("records"))
-    yield "Inside the model", "", table(probe_rows(study))
+    inside = table(probe_rows(study))
+    yield "Inside the model", "", inside, INSIDE if inside else ""
     yield "Time of a run's parts over that of the baseline", "", table(time_rows(study, read_lines(folder / TIMINGS)))
     yield "Changes of the plan", "", table(read_lines(folder / "changes.jsonl"))
     yield "Machine, versions and hashes", "", table(origin_rows(study))

@@ -3,11 +3,13 @@ nothing: a run that is killed starts again.
 """
 
 import contextlib
+import dataclasses
 import hashlib
 import itertools
 import math
 import platform
 import subprocess
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -35,12 +37,13 @@ SPIKE = 0.5  # nats above the median of the 20 steps before
 
 def train_run(plan: Plan, run: Run, device: str, threads: int | None, workers: int) -> Row:
     """Train a run and return its row. threads: of a CPU; workers: how many runs are made at once."""
-    settings = run_settings(plan, run)
+    start, settings = time.perf_counter(), run_settings(plan, run)
     torch.set_num_threads(threads or torch.get_num_threads())
     session = set_up(replace_settings(settings, {"device": device}), Path(), resume=False, log=no_log)
     if run.perturbation:
         perturb(session.model, run.seed, run.perturbation)
-    return measure(session, run, settings_hash(settings), workers)
+    row = measure(session, run, settings_hash(settings), workers)
+    return dataclasses.replace(row, all_seconds=time.perf_counter() - start)
 
 
 def measure(session: Session, run: Run, hash_of_settings: str, workers: int, *, train: bool = True) -> Row:

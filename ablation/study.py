@@ -102,7 +102,7 @@ class Study:
             wanted = wanted + self.runs("pilot", seeds["pilot"])
             wanted += self.runs("rerun", again, baselines, self.plan.perturbations)
             wanted += self.runs("final", seeds["final"][: self.pairs or 0])
-        hours = self.rows.seconds / self.rows.workers / 3600
+        hours = self.rows[["seconds", "all_seconds"]].max(axis=1) / self.rows.workers / 3600
         end, chosen = hours.sum(), []
         for _, of_seed in itertools.groupby(wanted, lambda run: (run.phase, run.seed)):
             runs = [*of_seed]

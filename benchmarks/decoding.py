@@ -103,6 +103,9 @@ def ours(case: Case, choice: str = "auto") -> dict[str, Block]:
     from generation.generate import generate
     from generation.settings import Sampling
 
+    if case.device == "cpu":
+        import numba  # noqa: F401 - without it `generate` would use the decoder itself
+
     decoder, prompts, greedy = our_decoder(case), [[0] * case.prompt] * case.sequences, Sampling(temperature=0)
 
     def run() -> float:

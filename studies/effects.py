@@ -105,7 +105,9 @@ def draw(studies: Sequence[Study]) -> Figure:
     axes.set_yticks(range(len(rows)), names, fontsize=8)
     axes.set_xscale("symlog", linthresh=0.01)
     axes.set_xticks(TICKS, [f"{tick:g}" for tick in TICKS], fontsize=8)
-    axes.set(xlim=(-0.12, 0.12), ylim=(len(rows) - 0.5, -0.5), xlabel="difference in loss, nats per token")
+    units = {effect.unit for _, _, effects in rows for effect in effects.values()}
+    reach = 1.1 * max(abs(end) for _, _, effects in rows for effect in effects.values() for end in effect.interval)
+    axes.set(xlim=(-reach, reach), ylim=(len(rows) - 0.5, -0.5), xlabel=f"difference in loss, {' or '.join(units)}")
     axes.set_title("← better", loc="left", fontsize=9)
     axes.set_title("worse →", loc="right", fontsize=9)
     figure.suptitle("Is RMSNorm worse than LayerNorm, and by which part?", fontsize=11)

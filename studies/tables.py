@@ -4,7 +4,10 @@ import functools
 import re
 from pathlib import Path
 
+import numpy as np
+
 from ablation.report import table, with_interval
+from ablation.stats import mean_effect
 from ablation.study import Study, load
 from files import replace_text
 from studies.claims import judge_all
@@ -48,19 +51,18 @@ def difference_rows(*studies: Study) -> list[dict]:
 
 
 def set_rows(*studies: Study) -> list[dict]:
-    """RMSNorm minus LayerNorm in sets of pairs at 5e-4, and their means, weighted by the inverse of their variances."""
+    """RMSNorm minus LayerNorm in sets of pairs at 5e-4, and all pairs together."""
     rows = [row for row in difference_rows(*studies) if row["arm"] == "RMSNorm"]
     for row in rows:
         del row["arm"]
     few = load_study("factorial-tuned").rows.query("phase == 'sweep' and learning_rate == 5e-4").set_index("seed")
     sets = [study.paired("final", "rms").difference for study in studies]  # then a pilot, and three pairs of a sweep
     sets += [studies[0].paired("pilot", "rms").difference, few.loss[few.arm == "rms"] - few.loss[few.arm == "layer"]]
-    for name, chosen in {"these, a pilot and a sweep, pooled": sets, "the same without the first": sets[1:]}.items():
-        weights = [len(values) / values.var() for values in chosen]
-        mean = sum(w * values.mean() for w, values in zip(weights, chosen, strict=True)) / sum(weights)
-        low, high = (mean + reach * sum(weights) ** -0.5 for reach in (-1.96, 1.96))
-        row = {"runs": name, "pairs": sum(map(len, chosen)), "worse in": sum((v > 0).sum() for v in chosen)}
-        rows.append(row | {"mean and 95% interval": f"{mean:+.4f} [{low:+.4f}, {high:+.4f}]", "verdict": "exploratory"})
+    for name, chosen in {"these, a pilot and a sweep together": sets, "the same without the first": sets[1:]}.items():
+        pooled = np.concatenate(chosen)
+        row = {"runs": name, "pairs": len(pooled), "worse in": (pooled > 0).sum()}
+        effect = mean_effect(name, pooled, studies[0].unit)
+        rows.append(row | {"mean and 95% interval": shown(effect), "verdict": "exploratory"})
     return rows
 
 
