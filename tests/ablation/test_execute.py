@@ -56,7 +56,8 @@ def test_a_comparison_killed_within_a_line_resumes_to_the_rows_of_an_uninterrupt
     resumed = load_or_create(trained.plan, tmp_path, "cpu", 1)
     execute.execute(resumed, here(resumed))
     folders = (tmp_path, trained.folder)
-    found, wanted = ([dataclasses.replace(row, seconds=0, all_seconds=0) for row in read_rows(folder)] for folder in folders)
+    timeless = {"seconds": 0, "all_seconds": 0}
+    found, wanted = ([dataclasses.replace(row, **timeless) for row in read_rows(folder)] for folder in folders)
     assert found == wanted
 
 
