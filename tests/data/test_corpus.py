@@ -196,6 +196,29 @@ def test_the_workers_of_a_killed_preparation_end_with_it(tmp_path, small_units):
     assert made < len(list(units_made("*.docs")))
 
 
+MEASURED = """
+import sys
+from data import corpus, units
+units.BATCH = 200_000
+corpus.prepare([sys.argv[1]], cache_dir=sys.argv[2], tokenizer=sys.argv[3], validation_fraction=float(sys.argv[4]))
+print(next(line for line in open('/proc/self/status') if line.startswith('VmHWM')).split()[1])
+"""
+
+
+# Not resource.getrusage: its peak counts the memory of the process that started this one, too.
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from Linux's /proc")
+def test_more_text_takes_no_more_memory(tmp_path, tokenizer_file):
+    generator, peaks = random.Random(0), []
+    words = ["".join(generator.choices("etaoinshrdlu", k=generator.randint(2, 9))) for _ in range(3000)]
+    text = "".join(word + " " for word in generator.choices(words, k=300_000))
+    for size in (len(text), 4 * len(text)):  # 2 and 8 MB in one document; the same bytes for validation each time
+        (tmp_path / f"{size}.txt").write_text(text * (size // len(text)), newline="")
+        arguments = [tmp_path / f"{size}.txt", tmp_path / "cache", tokenizer_file, 200_000 / size]
+        command = [sys.executable, "-c", MEASURED, *map(str, arguments)]
+        peaks.append(int(subprocess.check_output(command, cwd=ROOT, stderr=subprocess.DEVNULL)) / 1000)
+    assert peaks[1] - peaks[0] < 4, f"{peaks} MB: 6 MB more text, held anywhere, would be 6 MB or more"
+
+
 def test_a_text_of_one_document_is_validated_on_its_end(tmp_path):
     text = "".join(f"line {n} of {n * n}\n" for n in range(2000))
     (tmp_path / "text").mkdir()

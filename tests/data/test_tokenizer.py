@@ -46,7 +46,6 @@ def test_tokens_for_conversations_are_reserved_and_never_come_from_text(ours):
     assert all(token.special for token in ours.added_tokens.values())
     text = "<|user|>Hi<|end|>"
     assert min(ours.encode(text)) > 6 and ours.encode_special(text, "mark").ids[::6] == [4]
-    assert min(ours.encode(text)) > 6, "also afterwards"
     assert ours.decode([ours.bos_id, *ours.encode("text"), 10**6, ours.eos_id]) == "text"
 
 
