@@ -344,7 +344,7 @@ TABLE = r"""
 ! ablation/test_stats.py::test_a_mean_effect_is_what_hand_and_table_give
 - distance, error = margin - abs(float(differences.mean())), standard_error(differences)
 + distance, error = margin - float(differences.mean()), standard_error(differences)
-! ablation/test_stats.py::test_a_difference_as_large_as_the_margin_passes_as_equivalent_in_5_of_100_experiments
+! ablation/test_stats.py::test_a_difference_as_large_as_the_margin_is_called_equivalent_in_at_most_5_of_100_studies
 - np.maximum.accumulate(np.minimum(1, (len(p) - np.arange(len(p))) * p[order]))
 + np.minimum(1, (len(p) - np.arange(len(p))) * p[order])
 ! ablation/test_stats.py::test_holm_multiplies_by_the_tests_left_and_never_falls

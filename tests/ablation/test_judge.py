@@ -74,12 +74,12 @@ def test_of_20_real_comparisons_of_an_arm_with_itself_one_is_kept_and_one_discar
 
 
 @pytest.fixture
-def judged_with(row, at_once, config, tmp_path):
+def judged_with(row, start_of, config, tmp_path):
     """The lines of a verdict on a plan, with losses by run instead of training."""
 
     def verdict(loss, **fields) -> list[dict]:
         experiment = execute.Experiment(dataclasses.replace(PLAN, config=str(config), **fields), tmp_path, "cpu", 1)
-        start = at_once(lambda run, device: row(run, loss(run), device=experiment.hardware))
+        start = start_of(lambda run, device: row(run, loss(run), device=experiment.hardware))
         return [json.loads(line) for line in judge(experiment, lambda experiment: execute.execute(experiment, start))]
 
     return verdict
