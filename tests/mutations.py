@@ -333,7 +333,7 @@ TABLE = r"""
 @ studies/claims.py
 - inside = effect.interval_90 if two_sided else effect.interval
 + inside = effect.interval
-! studies/test_claims.py::test_a_claim_holds_inside_its_region_does_not_outside_and_is_inconclusive_at_its_ends
+! studies/test_effects.py::test_a_claim_holds_inside_its_region_does_not_outside_and_is_inconclusive_at_its_ends
 @ studies/known_effects.py
 - (spread - first[1]).dropna()
 + (first[1] - spread).dropna()

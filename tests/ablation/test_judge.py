@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 
 from ablation import execute, study
-from ablation.judge import BOUNDARY, LOOKS, check, judge, pairs_of_looks, repeated_interval
+from ablation.judge import check, judge, pairs_of_looks, repeated_interval
 from ablation.plan import JUDGED_PAIRS, STUDIES, Plan
 from errors import UserError
 
@@ -30,20 +30,12 @@ def simulate(draw: Callable, most: int = JUDGED_PAIRS) -> dict:
     return {"keep": (verdict < 0).mean(), "discard": (verdict > 0).mean(), "pairs": pairs.mean()}
 
 
-def test_the_boundaries_spend_the_error_of_the_published_table():
-    """Under a normal distribution of known variance five looks cross them on either side in 5% of cases."""
-    sums = np.random.default_rng(1).standard_normal((400_000, LOOKS)).cumsum(1)
-    z = np.abs(sums) / np.sqrt(np.arange(1, LOOKS + 1))
-    crossed = (z > BOUNDARY * np.sqrt(LOOKS / np.arange(1, LOOKS + 1))).any(1).mean()
-    assert crossed == pytest.approx(0.05, abs=0.0015)
-
-
 @pytest.mark.parametrize("most", [10, 20])
 def test_changes_that_do_nothing_are_kept_in_at_most_5_of_100_and_large_ones_nearly_always(most):
     generator = np.random.default_rng(most)
     for nothing in (lambda shape: generator.normal(0, 1, shape), lambda shape: generator.standard_t(3, shape)):
         found = simulate(nothing, most)
-        assert max(found["keep"], found["discard"]) < 0.035 and found["pairs"] > 0.95 * most
+        assert 0.015 < found["keep"] < 0.035 > found["discard"] > 0.015 and found["pairs"] > 0.95 * most
     better = simulate(lambda shape: generator.normal(-2, 1, shape), most)
     assert better["keep"] > 0.99 and better["discard"] == 0 and better["pairs"] < 0.8 * most
 
