@@ -134,8 +134,8 @@ def test_unfinished_seeds_of_another_device_are_made_again_and_finished_ones_kep
 @pytest.mark.slow
 def test_runs_in_other_processes_are_those_of_this_one_and_a_killed_one_costs_itself(experiment, trained, monkeypatch):
     execute.execute(experiment)
-    found, here = ({(r.arm, r.seed): r.loss for r in e.rows if r.phase == "final"} for e in (experiment, trained))
-    assert len(found) == 4 and found.items() <= here.items()
+    found, wanted = ({(r.arm, r.seed): r.loss for r in e.rows if r.phase == "final"} for e in (experiment, trained))
+    assert len(found) == 4 and found.items() <= wanted.items()
     killed = load_or_create(dataclasses.replace(experiment.plan, seeds=3), experiment.folder, "cpu", 2)
     monkeypatch.setattr(execute, "train_run", kill_itself)
     execute.execute(killed)

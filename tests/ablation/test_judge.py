@@ -54,11 +54,10 @@ def test_on_recorded_differences_changes_that_do_nothing_are_kept_in_at_most_5_o
 
 
 def test_of_20_real_comparisons_of_an_arm_with_itself_one_is_kept_and_one_discarded():
-    table = pd.read_csv(STUDIES / "arm-with-itself" / "pairs.csv")
-    said = []
-    for _, pairs in table.assign(difference=table.loss_again - table.loss).groupby("comparison"):
-        known = ((look, pairs.difference[pairs.look <= look].to_numpy()) for look in pairs.look.unique())
-        ends = [repeated_interval(differences, look) for look, differences in known]
+    said, table = [], pd.read_csv(STUDIES / "arm-with-itself" / "pairs.csv")
+    for _, pairs in table.groupby("comparison"):
+        differences = (pairs.loss_again - pairs.loss).to_numpy()
+        ends = [repeated_interval(differences[pairs.look <= look], look) for look in pairs.look.unique()]
         verdicts = ["keep" if high < 0 else "discard" if low > 0 else "inconclusive" for low, high in ends]
         assert verdicts == pairs.verdict.dropna().tolist() and set(verdicts[:-1]) <= {"inconclusive"}
         said.append(verdicts[-1])

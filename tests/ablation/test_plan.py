@@ -39,7 +39,6 @@ def test_a_sweep_is_the_default_where_one_learning_rate_would_be_unfair():
         ({"vary": {"norm": ["rms", "lay"]}}, "norm=lay: Invalid enum value 'lay'. Did you mean layer?"),
         ({"vary": {"seed": [1, 2]}}, "seed is not a setting that arms can have"),
         ({"vary": GRID, "seeds": 1}, "--seeds is 1"),
-        ({"vary": GRID, "steps": 0}, "--steps is 0 and must be at least 1"),
         ({"vary": GRID, "margin": float("nan")}, "--margin is nan"),
         ({"vary": {"norm": ["layer", "rms"], "model.norm": ["dyt", "derf"]}}, "norm is given twice"),
         ({"arms": {"a": {}, "b": {"norm": "layer", "model.norm": "rms"}}}, "norm is given twice"),

@@ -21,13 +21,8 @@ RUN = Run("rms", "final", 1, 2e-2)
 
 
 @pytest.fixture
-def finals(trained) -> dict[tuple[str, int], Row]:
-    return {(row.arm, row.seed): row for row in trained.rows if row.phase == "final"}
-
-
-@pytest.fixture
-def trained_rms(finals) -> Row:
-    return finals["rms", 1]
+def trained_rms(trained) -> Row:
+    return next(row for row in trained.rows if (row.arm, row.phase, row.seed) == ("rms", "final", 1))
 
 
 @pytest.fixture
@@ -35,7 +30,8 @@ def session(trained, tmp_path) -> Session:
     return set_up(run_settings(trained.plan, RUN), tmp_path, resume=False, log=lambda _: None)
 
 
-def test_arms_of_a_seed_share_text_batches_and_initial_weights_and_differ_in_their_loss(finals, trained_rms):
+def test_arms_of_a_seed_share_text_batches_and_initial_weights_and_differ_in_their_loss(trained, trained_rms):
+    finals = {(row.arm, row.seed): row for row in trained.rows if row.phase == "final"}
     layer, other = finals["layer", 1], finals["rms", 2]
     for name in ("weights_hash", "batches_hash"):
         assert getattr(layer, name) == getattr(trained_rms, name) != getattr(other, name)

@@ -1,5 +1,6 @@
 """Statistics against values worked by hand, and the truth in simulated experiments."""
 
+import functools
 import math
 from collections.abc import Sequence
 
@@ -44,11 +45,7 @@ def comparison(differences: Sequence[float]) -> Comparison:
 
 def simulated_studies(truth: float) -> list[Comparison]:
     """What studies of a true difference find, each with as many pairs as its pilot asks for."""
-    generator = np.random.default_rng(1)
-
-    def pairs(n: int) -> np.ndarray:
-        return generator.normal(truth, 0.004, n)
-
+    pairs = functools.partial(np.random.default_rng(1).normal, truth, 0.004)
     return [comparison(pairs(final_pairs([pairs(8)], MARGIN))) for _ in range(STUDIES)]
 
 

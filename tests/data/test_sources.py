@@ -88,7 +88,6 @@ def test_a_row_whose_text_is_missing_or_is_no_text_is_named_with_its_line(tmp_pa
         r'{"text": "\ud800"}': "surrogates",
         '[{"text": "a"}]': "the line is of type list, not an object",
         "{": "Expecting property name",
-        "\0\0": "Expecting value",
     }
     for line, reason in reasons.items():
         (tmp_path / "a.jsonl").write_text('{"text": "a"}\n' + line)
@@ -99,8 +98,7 @@ def test_a_row_whose_text_is_missing_or_is_no_text_is_named_with_its_line(tmp_pa
         assert "a.parquet, row 1 cannot be read" in error_message(tmp_path / "a.parquet")
 
 
-def test_sources_that_are_not_there_or_hold_nothing_are_named(tmp_path):
-    assert "no file" in error_message("~nobody-of-this-name/x")
+def test_sources_that_hold_nothing_are_named(tmp_path):
     (tmp_path / "a.docx").write_bytes(b"x")
     for source in (tmp_path / "*", tmp_path / "a.docx"):
         assert error_message(source) == f"{source} names no file to read; the formats are {' '.join(FORMATS)}."
