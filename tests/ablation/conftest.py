@@ -1,7 +1,8 @@
 """A small comparison that is really trained, once a session, and studies of made-up rows."""
 
-from collections.abc import Callable
-from concurrent.futures import Future
+import functools
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -46,27 +47,16 @@ def config(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def at_once() -> Callable[[Callable[[Run, str], Row]], Callable[[Run, str], Future]]:
-    """Makes the `start` of `execute` whose runs end at once, with the row that a function of run and device returns."""
-
-    def starter(make: Callable[[Run, str], Row]) -> Callable[[Run, str], Future]:
-        def start(run: Run, device: str) -> Future:
-            future = Future()
-            try:
-                future.set_result(make(run, device))
-            except Exception as error:
-                future.set_exception(error)
-            return future
-
-        return start
-
-    return starter
+def start_of() -> Iterator[Callable[[Callable[[Run, str], Row]], Callable[[Run, str], Future]]]:
+    """Makes the `start` of `execute` from the function of run and device that makes a row, one run after another."""
+    with ThreadPoolExecutor(1) as pool:
+        yield lambda make: functools.partial(pool.submit, make)
 
 
 @pytest.fixture(scope="session")
-def here(at_once) -> Callable[[Experiment], Callable[[Run, str], Future]]:
+def here(start_of) -> Callable[[Experiment], Callable[[Run, str], Future]]:
     """Makes the `start` of `execute` that trains in this process, since others would import torch again."""
-    return lambda experiment: at_once(lambda run, device: train_run(experiment.plan, run, device, 1, 1))
+    return lambda experiment: start_of(lambda run, device: train_run(experiment.plan, run, device, 1, 1))
 
 
 @pytest.fixture(scope="session")

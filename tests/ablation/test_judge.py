@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 
 from ablation import execute, study
-from ablation.judge import BOUNDARY, LOOKS, check, judge, pairs_of_looks, repeated_interval
+from ablation.judge import check, judge, pairs_of_looks, repeated_interval
 from ablation.plan import JUDGED_PAIRS, STUDIES, Plan
 from errors import UserError
 
@@ -30,20 +30,12 @@ def simulate(draw: Callable, most: int = JUDGED_PAIRS) -> dict:
     return {"keep": (verdict < 0).mean(), "discard": (verdict > 0).mean(), "pairs": pairs.mean()}
 
 
-def test_the_boundaries_spend_the_error_of_the_published_table():
-    """Under a normal distribution of known variance five looks cross them on either side in 5% of cases."""
-    sums = np.random.default_rng(1).standard_normal((400_000, LOOKS)).cumsum(1)
-    z = np.abs(sums) / np.sqrt(np.arange(1, LOOKS + 1))
-    crossed = (z > BOUNDARY * np.sqrt(LOOKS / np.arange(1, LOOKS + 1))).any(1).mean()
-    assert crossed == pytest.approx(0.05, abs=0.0015)
-
-
 @pytest.mark.parametrize("most", [10, 20])
 def test_changes_that_do_nothing_are_kept_in_at_most_5_of_100_and_large_ones_nearly_always(most):
     generator = np.random.default_rng(most)
     for nothing in (lambda shape: generator.normal(0, 1, shape), lambda shape: generator.standard_t(3, shape)):
         found = simulate(nothing, most)
-        assert max(found["keep"], found["discard"]) < 0.035 and found["pairs"] > 0.95 * most
+        assert 0.015 < found["keep"] < 0.035 > found["discard"] > 0.015 and found["pairs"] > 0.95 * most
     better = simulate(lambda shape: generator.normal(-2, 1, shape), most)
     assert better["keep"] > 0.99 and better["discard"] == 0 and better["pairs"] < 0.8 * most
 
@@ -62,11 +54,10 @@ def test_on_recorded_differences_changes_that_do_nothing_are_kept_in_at_most_5_o
 
 
 def test_of_20_real_comparisons_of_an_arm_with_itself_one_is_kept_and_one_discarded():
-    table = pd.read_csv(STUDIES / "arm-with-itself" / "pairs.csv")
-    said = []
-    for _, pairs in table.assign(difference=table.loss_again - table.loss).groupby("comparison"):
-        known = ((look, pairs.difference[pairs.look <= look].to_numpy()) for look in pairs.look.unique())
-        ends = [repeated_interval(differences, look) for look, differences in known]
+    said, table = [], pd.read_csv(STUDIES / "arm-with-itself" / "pairs.csv")
+    for _, pairs in table.groupby("comparison"):
+        differences = (pairs.loss_again - pairs.loss).to_numpy()
+        ends = [repeated_interval(differences[pairs.look <= look], look) for look in pairs.look.unique()]
         verdicts = ["keep" if high < 0 else "discard" if low > 0 else "inconclusive" for low, high in ends]
         assert verdicts == pairs.verdict.dropna().tolist() and set(verdicts[:-1]) <= {"inconclusive"}
         said.append(verdicts[-1])
@@ -74,12 +65,12 @@ def test_of_20_real_comparisons_of_an_arm_with_itself_one_is_kept_and_one_discar
 
 
 @pytest.fixture
-def judged_with(row, at_once, config, tmp_path):
+def judged_with(row, start_of, config, tmp_path):
     """The lines of a verdict on a plan, with losses by run instead of training."""
 
     def verdict(loss, **fields) -> list[dict]:
         experiment = execute.Experiment(dataclasses.replace(PLAN, config=str(config), **fields), tmp_path, "cpu", 1)
-        start = at_once(lambda run, device: row(run, loss(run), device=experiment.hardware))
+        start = start_of(lambda run, device: row(run, loss(run), device=experiment.hardware))
         return [json.loads(line) for line in judge(experiment, start)]
 
     return verdict

@@ -32,24 +32,16 @@ def test_a_sweep_is_the_default_where_one_learning_rate_would_be_unfair():
         assert dataclasses.replace(plan, learning_rates=(2e-3, 1e-3)).rates == (1e-3, 2e-3)
 
 
-def test_seeds_of_sweep_pilot_and_final_runs_are_disjoint():
-    seeds = Plan(vary=GRID).phase_seeds
-    assert len({*seeds["sweep"], *seeds["pilot"], *seeds["final"]}) == sum(map(len, seeds.values()))
-    assert len(seeds["pilot"]) == 8 and len(Plan(vary=GRID, seeds=4).phase_seeds["pilot"]) == 0
-
-
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
         ({"arms": {"a": {"norm": "rms"}, "b": {"norm": "rms", "norm_bias": False}}}, "a and b have the same settings"),
         ({"vary": {"norm": ["rms", "lay"]}}, "norm=lay: Invalid enum value 'lay'. Did you mean layer?"),
-        ({"vary": {"weight_decay": ["a", "0.1"]}}, "weight_decay=a: Expected `float`"),
         ({"vary": {"seed": [1, 2]}}, "seed is not a setting that arms can have"),
         ({"vary": GRID, "seeds": 1}, "--seeds is 1"),
-        ({"vary": GRID, "steps": 0}, "--steps is 0 and must be at least 1"),
         ({"vary": GRID, "margin": float("nan")}, "--margin is nan"),
-        ({"vary": GRID, "learning_rates": (1e-3, float("inf"))}, "--learning-rates is inf"),
-        ({"vary": GRID, "first_seed": 1000}, "seeds of the sweep or the pilot"),
+        ({"vary": {"norm": ["layer", "rms"], "model.norm": ["dyt", "derf"]}}, "norm is given twice"),
+        ({"arms": {"a": {}, "b": {"norm": "layer", "model.norm": "rms"}}}, "norm is given twice"),
         ({"vary": GRID, "first_seed": 2003}, "seeds of the sweep or the pilot"),
     ],
 )
@@ -74,25 +66,13 @@ def test_the_command_line_makes_plans():
     assert pair.arms == {"default": {}, "weight_decay=0.5 qk_norm=true": {"weight_decay": 0.5, "qk_norm": True}}
     quick = ablate.parse(["placement", "--quick"]).plan
     assert (quick.seeds, quick.steps, quick.rates) == (3, 300, ())
-    assert ablate.parse(["--quick", "--steps", "20"]).plan.steps == 20
     assert ablate.parse(["--config", "tiny", "--quick", "--vary", "norm=rms,layer"]).plan.learning_rates == (0.0024,)
     more = ablate.parse(["family", "--vary", "qk_norm=true,false", "--margin", "0.02"]).plan
     assert len(more.compared) == 24 and more.margin == 0.02 and more.seeds == 6
     with pytest.raises(UserError, match="differ"):
         ablate.parse(["--a", "", "--b", ""])
-
-
-@pytest.mark.parametrize(
-    "flags",
-    [["--vary", "norm=layer,rms", "--vary", "norm=dyt,derf"], ["--a", "", "--b", "norm=rms norm=layer"]],
-)
-def test_a_setting_given_twice_is_refused_and_not_silently_the_last(flags):
     with pytest.raises(UserError, match="norm is given twice"):
-        ablate.parse(flags)
-    with pytest.raises(UserError, match="norm is given twice"):
-        Plan(vary={"norm": ["layer", "rms"], "model.norm": ["dyt", "derf"]})
-    with pytest.raises(UserError, match="norm is given twice"):
-        Plan(arms={"a": {}, "b": {"norm": "layer", "model.norm": "rms"}})
+        ablate.parse(["--a", "", "--b", "norm=rms norm=layer"])
 
 
 def test_ideas_that_begin_alike_or_swap_their_arms_have_folders_of_their_own():

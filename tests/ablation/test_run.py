@@ -20,31 +20,26 @@ from training.session import Session, set_up
 RUN = Run("rms", "final", 1, 2e-2)
 
 
-@pytest.fixture(scope="module")
-def plan(config) -> Plan:
-    return Plan(config=str(config), vary={"norm": ["rms", "layer"]})
-
-
-@pytest.fixture(scope="module")
-def trained_rms(plan) -> Row:
-    return train_run(plan, RUN, "cpu", 1, 1)
+@pytest.fixture
+def trained_rms(trained) -> Row:
+    return next(row for row in trained.rows if (row.arm, row.phase, row.seed) == ("rms", "final", 1))
 
 
 @pytest.fixture
-def session(plan, tmp_path) -> Session:
-    return set_up(run_settings(plan, RUN), tmp_path, resume=False, log=lambda _: None)
+def session(trained, tmp_path) -> Session:
+    return set_up(run_settings(trained.plan, RUN), tmp_path, resume=False, log=lambda _: None)
 
 
-def test_arms_of_a_seed_share_text_batches_and_initial_weights_and_differ_in_their_loss(plan, trained_rms):
-    runs = Run("layer", "final", 1, 2e-2), Run("rms", "final", 2, 2e-2)
-    layer, other = (train_run(plan, run, "cpu", 1, 1) for run in runs)
+def test_arms_of_a_seed_share_text_batches_and_initial_weights_and_differ_in_their_loss(trained, trained_rms):
+    finals = {(row.arm, row.seed): row for row in trained.rows if row.phase == "final"}
+    layer, other = finals["layer", 1], finals["rms", 2]
     for name in ("weights_hash", "batches_hash"):
         assert getattr(layer, name) == getattr(trained_rms, name) != getattr(other, name)
     assert layer.settings_hash != trained_rms.settings_hash and layer.loss != trained_rms.loss
     assert layer.text_hash == trained_rms.text_hash == other.text_hash
 
 
-def test_a_row_holds_what_the_run_measured(plan, session, trained_rms):
+def test_a_row_holds_what_the_run_measured(session, trained_rms):
     assert (trained_rms.status, trained_rms.tokens) == ("completed", 12 * 4 * 32) and trained_rms.seconds > 0
     # From a model that predicts each of the 300 tokens alike, to the final loss: the whole validation set is used.
     assert [step for step, _ in trained_rms.curve] == list(range(1, 13))
@@ -62,8 +57,8 @@ def test_a_run_with_document_masks_is_measured_with_them(config, trained_rms):
     assert row.status == "completed" and row.curve[-1][1] == float(f"{row.loss:.6g}") != trained_rms.curve[-1][1]
 
 
-def test_a_run_that_diverges_is_a_row_and_not_an_error(plan):
-    row = train_run(plan, dataclasses.replace(RUN, learning_rate=1e30), "cpu", 1, 1)
+def test_a_run_that_diverges_is_a_row_and_not_an_error(trained):
+    row = train_run(trained.plan, dataclasses.replace(RUN, learning_rate=1e30), "cpu", 1, 1)
     assert (row.status, row.loss, row.kurtosis) == ("diverged", None, None)
     assert row.reason.startswith("step 2: the loss is ") and row.tokens == 4 * 32 and len(row.curve) == 1
 

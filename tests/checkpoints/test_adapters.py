@@ -21,7 +21,6 @@ from generation.settings import Sampling
 from model.lora import add_lora
 
 LOGITS = 2e-6
-LAYER = {"norm": "layer"}
 
 
 def load(directory):
@@ -86,21 +85,12 @@ def test_adapters_of_peft_have_equal_logits_here(peft_model, tokens, relative, t
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("changes", [{}, LAYER, {"qk_norm": True, "tie_word_embeddings": False}])
+@pytest.mark.parametrize("changes", [{}, {"norm": "layer"}, {"qk_norm": True, "tie_word_embeddings": False}])
 def test_ours_open_in_peft_by_their_directory_alone_with_equal_logits(lora, tokens, relative, tmp_path, changes):
     peft, decoder = pytest.importorskip("peft"), lora(**changes)
     save_pretrained(decoder, tmp_path / "adapter")
     model = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter")
     assert relative(decoder(tokens), model(tokens).logits) <= LOGITS
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("changes", [LAYER, {"mlp": "gelu", "attention_bias": True}])
-def test_merged_equals_not_merged_within_1e_6(lora, tokens, relative, tmp_path, changes):
-    decoder = lora(**changes)
-    save_pretrained(decoder, tmp_path / "adapter")
-    merged = load(tmp_path / "adapter")
-    assert merged.lora is None and relative(merged(tokens), decoder(tokens)) <= 1e-6
 
 
 @torch.no_grad()
@@ -127,9 +117,12 @@ def test_a_merged_matrix_is_computed_in_float32_and_rounded_once(lora, tmp_path,
         assert ((found.double() - exact).abs() <= exact.abs() * (2**-8 + 1e-5) + 1e-6).all()
 
 
+OTHER = {"mlp": "gelu", "attention_bias": True, "tie_word_embeddings": False}
+
+
 @pytest.fixture
 def adapter(lora, tmp_path):
-    save_pretrained(lora(tie_word_embeddings=False), tmp_path / "adapter")
+    save_pretrained(lora(**OTHER), tmp_path / "adapter")
     return tmp_path / "adapter"
 
 
@@ -146,8 +139,6 @@ def edit(adapter, change=None, **fields):
 HEAD, Q = "base_model.model.lm_head.base_layer.weight", "base_model.model.model.layers.1.self_attn.q_proj.lora_"
 REFUSED = [
     ({"use_dora": True}, None, "use_dora True is not supported"),
-    ({"bias": "all"}, None, "bias 'all' is not supported"),
-    ({"rank_pattern": {"v_proj": 2}}, None, "rank_pattern {'v_proj': 2} is not supported"),
     ({"init_lora_weights": "pissa"}, None, "init_lora_weights 'pissa' is not supported"),
     ({"peft_type": "IA3"}, None, "peft_type 'IA3' is not supported"),
     ({"r": 8}, None, "sizes .* and r is 8"),
@@ -168,19 +159,19 @@ def test_what_is_more_than_a_and_b_or_does_not_agree_is_refused(adapter, lora, f
         load(adapter)
     if Q in reason:  # and the run that wrote them is not resumed
         with pytest.raises(UserError, match="the run cannot be resumed"):
-            load_weights(lora(tie_word_embeddings=False), adapter)
+            load_weights(lora(**OTHER), adapter)
 
 
 def test_an_adapter_of_another_model_is_refused(adapter, lora):
     for other, reason in ({"num_hidden_layers": 2}, r"no 'model\.layers\.2\."), ({"intermediate_size": 96}, "size"):
-        lora(**other)
+        lora(**OTHER | other)
         with pytest.raises(UserError, match=rf"adapter cannot be read .*{reason}"):
             load(adapter)
 
 
 @torch.no_grad()
 def test_with_config_json_or_a_copy_of_the_head_it_is_the_same_adapter_and_no_model(adapter, lora, tokens, relative):
-    model, expected = adapter.parent / "model", lora(tie_word_embeddings=False)(tokens)
+    model, expected = adapter.parent / "model", lora(**OTHER)(tokens)
     head = load_file(model / "model.safetensors")["lm_head.weight"]
     edit(adapter, lambda t: t.update({HEAD: head.bfloat16()}))  # as of a model that PEFT opened in bfloat16
     for file in ("generation_config.json", "config.json", "model.safetensors"):  # the last: a model with its adapter
@@ -192,7 +183,7 @@ def test_with_config_json_or_a_copy_of_the_head_it_is_the_same_adapter_and_no_mo
                 command(adapter)
 
 
-@pytest.mark.parametrize("base", [None, "", ["a"], 7, {}, "nothere", "a\0b"])
+@pytest.mark.parametrize("base", [None, "", ["a"], "a\0b"])
 def test_an_adapter_that_names_no_model_says_what_to_give(adapter, base):
     edit(adapter, base_model_name_or_path=base)
     with pytest.raises(UserError, match=r"Give the model itself: python generate.py MODEL --adapter .*adapter"):

@@ -8,8 +8,10 @@ import json
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 
 from checkpoints.pretrained import load_config, load_pretrained, save_pretrained
+from model.config import NORMS, PLACEMENTS
 from model.decoder import Decoder
 
 LOGITS = 2e-6
@@ -44,6 +46,9 @@ WRITTEN = {
     "rms with bias": (None, {"norm_bias": True}),
     "rms with the bias of o_proj alone": (None, {"attention_output_bias": True}),
     "layer with all biases": (None, {"norm": "layer", **ALL_BIASES}),
+    "offset with bias": (None, {"norm": "offset", "norm_bias": True}),
+    **{norm: (None, {"norm": norm}) for norm in NORMS if norm not in ("rms", "layer")},
+    **{place: (None, {"norm_placement": place}) for place in PLACEMENTS if place != "pre"},
 }
 
 
@@ -68,9 +73,10 @@ def test_a_saved_model_has_equal_logits_in_transformers_and_is_read_back_bit_equ
     make_decoder, tokens, relative, tmp_path, load_with_transformers, tied, name
 ):
     architecture, changes = WRITTEN[name]
-    decoder = make_decoder(tie_word_embeddings=tied, **changes)
+    decoder = make_decoder(tie_word_embeddings=tied, **changes).eval()
     ids = (3, 4) if tied else (None, None)
     save_pretrained(decoder, tmp_path, bos_token_id=ids[0], eos_token_id=ids[1])
+    assert ("lm_head.weight" in load_file(tmp_path / "model.safetensors")) != tied
     if architecture is None:
         with pytest.raises(ValueError, match="prenorm"):
             transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
@@ -80,10 +86,11 @@ def test_a_saved_model_has_equal_logits_in_transformers_and_is_read_back_bit_equ
         for config in (model.config, model.generation_config):
             assert (config.bos_token_id, config.eos_token_id) == ids
         assert relative(decoder(tokens), model(tokens).logits) <= LOGITS
-    again = load_pretrained(tmp_path)
+    again = load_pretrained(tmp_path).eval()
     assert again.config == decoder.config
     assert again.state_dict().keys() == decoder.state_dict().keys()
     assert all(torch.equal(tensor, decoder.state_dict()[name]) for name, tensor in again.state_dict().items())
+    assert torch.equal(again(tokens), decoder(tokens))
 
 
 FOREIGN = {

@@ -6,9 +6,10 @@ import os
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 
 from checkpoints.inference import cast_weights
-from checkpoints.pretrained import load_pretrained, open_checkpoint, save_pretrained
+from checkpoints.pretrained import load_pretrained, open_checkpoint, save_pretrained, unpacked_tensors
 from errors import UserError
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -94,3 +95,24 @@ def test_what_cannot_be_read_is_one_line(saved, edit_weights):
         (directory / "a.bin").write_bytes(start)
         with pytest.raises(UserError, match=f"model has {reason}"):
             load_pretrained(directory)
+
+
+def test_weights_of_different_dtypes_in_one_file_are_read_exactly(saved, edit_weights):
+    directory = saved()
+    halved = [f"model.layers.{i}.{name}_proj.weight" for i in range(3) for name in ("self_attn.q", "mlp.down")]
+    edit_weights(directory, lambda t: t.update({name: t[name].bfloat16() for name in halved}))
+    tensors, decoder = load_file(directory / "model.safetensors"), load_pretrained(directory)
+    for name, tensor in unpacked_tensors(decoder.state_dict(), decoder.config).items():
+        assert torch.equal(tensor.float(), tensors[name].float())
+    assert decoder.layers[0].mlp.down_proj.weight.dtype == torch.bfloat16
+    assert decoder.layers[0].self_attn.qkv_proj.weight.dtype == torch.float32
+
+
+def test_copies_of_the_head_must_equal_the_tied_embedding_and_old_rotary_tables_are_ignored(saved, edit_weights):
+    directory = saved()
+    more = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
+    edit_weights(directory, lambda t: t.update(more | {"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
+    assert load_pretrained(directory).lm_head is None
+    edit_weights(directory, lambda t: t["lm_head.weight"].add_(1))
+    with pytest.raises(UserError, match="a head beside its tied embedding"):
+        load_pretrained(directory)

@@ -12,16 +12,16 @@ from data.sources import resolve
 from data.tokenizer import load_tokenizer
 
 
-def read(sources: list, field: str = "text", cache_dir: Path = Path("nowhere")) -> list[str]:
+def read(*sources: str | Path, field: str = "text") -> list[str]:
     """The documents of the sources."""
-    files = resolve([str(source) for source in sources], field, cache_dir)
+    files = resolve([str(source) for source in sources], field, Path("nowhere"))
     return ["".join(document) for file in files for document in read_documents(file)]
 
 
 @pytest.fixture(scope="session")
 def library_text() -> list[str]:
     """Every document of the default corpus."""
-    return read(["python"])
+    return read("python")
 
 
 def write_corpus(folder: Path, documents: int = 60, seed: int = 0) -> list[str]:

@@ -29,10 +29,8 @@ def message(role: str, content: object, **others: object) -> dict:
 
 def test_a_thought_is_learned_where_the_generation_prompt_has_an_empty_one(ours):
     chat = chat_with(ours, THINKS)
-    for thought in (
-        message("assistant", "<think>hm</think>Yes."),
-        message("assistant", "Yes.", reasoning_content="hm"),
-    ):
+    for content, others in (("<think>hm</think>Yes.", {}), ("Yes.", {"reasoning_content": "hm"})):
+        thought = message("assistant", content, **others)
         messages = [message("user", "</think> q"), thought, message("user", "r"), message("assistant", "No.")]
         ids, learned, unknown = chat.encode_learned(messages)
         assert chat.tokenizer.decode(ids[learned], special=True) == "hm\n</think>\n\nYes.<|end|>No.<|end|>"
@@ -71,8 +69,7 @@ def test_roles_that_mean_the_same_and_parts_of_text_are_one(ours):
         ("messages must be a list", [None, [], "hi", {"role": "user"}]),
         ("1 .*image_url is not supported", [[message("user", [{"type": "image_url"}])]]),
         ("1 .*tool_calls is not supported", [[message("assistant", None, tool_calls=[1])]]),
-        ("1 .*its role or its content is not text", [[message("user", text)] for text in (None, 7, [])]),
-        ("1 .*its role or its content is not text", [[message(role, "a")] for role in (None, 7, ["user"])]),
+        ("1 .*its role or its content is not text", [[message("user", None)], [message(["user"], "a")]]),
         ("surrogates not allowed", [[message("user", "\ud800")], [message("user\udfff", "a")]]),
     ],
 )

@@ -14,23 +14,18 @@ from errors import UserError
 from tests.data.conftest import read
 
 
-def documents(*sources: str | Path, field: str = "text") -> list[str]:
-    return read(list(sources), field)
-
-
-def error_message(*sources: str | Path, field: str = "text") -> str:
+def error_message(source: str | Path) -> str:
     """What a user reads: one line that ends with a full stop."""
     with pytest.raises(UserError) as caught:
-        documents(*sources, field=field)
+        read(source)
     message = str(caught.value)
     assert "\n" not in message and message.endswith((".", "?")), message
     return message
 
 
-def write_jsonl(path: Path, rows: list[object]) -> Path:
-    content = "".join(json.dumps(row) + "\n" for row in rows).encode("utf-8")
+def write_jsonl(path: Path, rows: list[object]) -> None:
+    content = ("\ufeff" + "".join(json.dumps(row) + "\r\n\r\n" for row in rows)).encode("utf-8")
     path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
-    return path
 
 
 def test_the_default_corpus_is_the_standard_library_and_its_prose_without_tests_and_tables(library_text):
@@ -44,28 +39,28 @@ def test_the_default_corpus_is_the_standard_library_and_its_prose_without_tests_
     assert 5e6 < sum(len(text) for text in library_text) < 20e6
 
 
-def test_text_is_never_changed_in_any_format_and_a_row_is_a_document(tmp_path, monkeypatch):
+def test_text_is_never_changed_in_any_format_a_row_is_a_document_and_a_byte_order_mark_no_text(tmp_path, monkeypatch):
     monkeypatch.setattr("data.readers.BLOCK", 7)
     texts = ["a\ufeff\r\nb\tc\0d  \n\n  e▁😀\u2028\x85", " ", "Übermäßig 😀 größer\n" * 50 + "x" * 99]
     rows = [{"story": text, "n": 1} for text in (*texts, "")]
-    for number, text in enumerate(texts):
-        (tmp_path / f"{number}.txt").write_bytes(text.encode("utf-8"))
+    for number, text in enumerate([*texts, ""]):
+        (tmp_path / f"{number}.txt").write_bytes(text.encode("utf-8-sig"))
     write_jsonl(tmp_path / "a.jsonl", rows)
     write_jsonl(tmp_path / "b.jsonl.gz", rows)
     parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "c.parquet")
     for name in ("*.txt", "a.jsonl", "b.jsonl.gz", "c.parquet"):
-        assert documents(tmp_path / name, field="story") == texts, name
+        assert [*filter(None, read(tmp_path / name, field="story"))] == texts, name
 
 
 def test_folders_and_patterns_are_sorted_and_take_only_text_and_links_to_folders_are_named(tmp_path, capsys):
     (tmp_path / "b" / ".git").mkdir(parents=True)
     for name in ("b/2.md", "b/1.TXT", "a[1].py", "b/.git/config.txt", ".hidden.txt", "b/picture.png"):
         (tmp_path / name).write_text(name, encoding="utf-8")
-    assert documents(tmp_path) == ["a[1].py", "b/1.TXT", "b/2.md"]
-    assert documents(tmp_path / "**" / "*") == ["a[1].py", "b/1.TXT", "b/2.md"]
-    assert documents(tmp_path / "b" / "*.md", tmp_path / "a[1].py") == ["b/2.md", "a[1].py"]
+    assert read(tmp_path) == ["a[1].py", "b/1.TXT", "b/2.md"]
+    assert read(tmp_path / "**" / "*") == ["a[1].py", "b/1.TXT", "b/2.md"]
+    assert read(tmp_path / "b" / "*.md", tmp_path / "a[1].py") == ["b/2.md", "a[1].py"]
     (tmp_path / "b" / "linked").symlink_to(tmp_path.parent)
-    assert documents(tmp_path) == ["a[1].py", "b/1.TXT", "b/2.md"]
+    assert read(tmp_path) == ["a[1].py", "b/1.TXT", "b/2.md"]
     left_out, line = capsys.readouterr().err.splitlines()[-2:]
     assert left_out.startswith(f"left out of {tmp_path}: 1 .png; ")
     assert line == f"skipped: {tmp_path}/b/linked is a link to a folder; name it in --data too"
@@ -80,7 +75,7 @@ def test_files_of_a_folder_that_are_not_utf8_are_left_out_with_the_reason_and_so
     (tmp_path / "c.txt").write_bytes(b"ascii for many blocks\n" * 1000 + b"\xe9")
     write_jsonl(tmp_path / "d.jsonl", [{"text": None}, {"text": "d"}, {"text": None}])
     parquet.write_table(pyarrow.table({"text": ["e", None]}), tmp_path / "e.parquet")
-    assert documents(tmp_path) == ["a\0b", "d", "e"]
+    assert read(tmp_path) == ["a\0b", "d", "e"]
     notes = capsys.readouterr().err.replace(f"{tmp_path}/", "").splitlines()
     assert [note.partition(" cannot")[0] for note in notes] == ["skipped: a.txt", "skipped: c.txt"]
     assert "convert it to UTF-8, or leave it out" in error_message(tmp_path / "c.txt"), "named by itself"
@@ -92,10 +87,7 @@ def test_a_row_whose_text_is_missing_or_is_no_text_is_named_with_its_line(tmp_pa
         '{"body": "c", "n": 1}': "no field 'text' among body, n",
         r'{"text": "\ud800"}': "surrogates",
         '[{"text": "a"}]': "the line is of type list, not an object",
-        '"text"': "the line is of type str, not an object",
-        "null": "the line is of type NoneType, not an object",
         "{": "Expecting property name",
-        "\0\0": "Expecting value",
     }
     for line, reason in reasons.items():
         (tmp_path / "a.jsonl").write_text('{"text": "a"}\n' + line)
@@ -106,12 +98,9 @@ def test_a_row_whose_text_is_missing_or_is_no_text_is_named_with_its_line(tmp_pa
         assert "a.parquet, row 1 cannot be read" in error_message(tmp_path / "a.parquet")
 
 
-def test_sources_that_are_not_there_or_hold_nothing_are_named(tmp_path):
-    assert "or one of python, python-chat, shakespeare" in error_message("shakespear")
-    for source in ("missing.txt", "~nobody-of-this-name/x"):
-        assert "no file" in error_message(source)
+def test_sources_that_hold_nothing_are_named(tmp_path):
     (tmp_path / "a.docx").write_bytes(b"x")
-    for source in (tmp_path, tmp_path / "*", tmp_path / "a.docx"):
+    for source in (tmp_path / "*", tmp_path / "a.docx"):
         assert error_message(source) == f"{source} names no file to read; the formats are {' '.join(FORMATS)}."
 
 
@@ -120,13 +109,4 @@ def test_a_name_wins_over_a_folder_and_a_path_is_the_folder(tmp_path, monkeypatc
     (tmp_path / "python" / "own.txt").write_text("own", encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     assert len(resolve(["python"], "text", tmp_path)) > 100
-    assert documents("./python") == ["own"]
-
-
-def test_a_byte_order_mark_is_not_text(tmp_path):
-    for name in ("a.txt", "a.md", "a.py", "b.jsonl", "b.jsonl.gz"):
-        for content in (b"", b'{"text": "one"}\r\n\r\n{"text": "two"}\r\n'):
-            marked = b"\xef\xbb\xbf" + content
-            (tmp_path / name).write_bytes(gzip.compress(marked) if name.endswith("gz") else marked)
-            expected = content.decode() if name[0] == "a" else "onetwo" if content else ""
-            assert "".join(documents(tmp_path / name)) == expected
+    assert read("./python") == ["own"]

@@ -12,11 +12,9 @@ from data.split import DUPLICATE, TRAIN, VALIDATION, Split, split_documents
 from data.units import DOCUMENT, TokenStream
 
 
-def table_of(hashes, sizes=None, tokens=None) -> np.ndarray:
+def table_of(hashes, sizes=100, tokens=3) -> np.ndarray:
     table = np.ones(len(hashes), DOCUMENT)
-    table["hash"] = hashes
-    table["bytes"] = 100 if sizes is None else sizes
-    table["tokens"] = 3 if tokens is None else tokens
+    table["hash"], table["bytes"], table["tokens"] = hashes, sizes, tokens
     return table
 
 

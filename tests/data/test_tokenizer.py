@@ -23,18 +23,7 @@ TRAPS = st.sampled_from(
     "\n|\r\n|\t|\0| |  |             |    def |\xa0|\u2028|\ufeff|\u200b|\ufffd|e\u0301|é|😀|👩‍👩‍👧|"
     "</s>|<s>|<unk>|<0x0A>|====|----|#########|__|self.|return|12".split("|")
 )
-TEXTS = st.lists(st.one_of(SCALARS, TRAPS), max_size=30).map("".join)
-
-LLAMA_TEXTS = st.lists(st.one_of(SCALARS, TRAPS, st.sampled_from(["Once upon", "the ", "▁"])), max_size=20).map("".join)
-
-
-@settings(max_examples=400, deadline=None)
-@given(text=TEXTS)
-@example(text="\0\t \r\n\x7f\x80\U0010ffff\ud7ff\ue000\ufffe")
-def test_the_round_trip_is_exact_for_any_text(ours, text):
-    ids = ours.encode(text)
-    assert ours.decode(ids) == text
-    assert all(type(i) is int and 6 < i < ours.vocab_size for i in ids), "no special token, whatever the text"
+TEXTS = st.lists(st.one_of(SCALARS, TRAPS, st.sampled_from(["Once upon", "the ", "▁"])), max_size=20).map("".join)
 
 
 def test_training_prints_nothing_and_gives_the_same_file_each_time(tmp_path, library_text, capfd):
@@ -57,7 +46,6 @@ def test_tokens_for_conversations_are_reserved_and_never_come_from_text(ours):
     assert all(token.special for token in ours.added_tokens.values())
     text = "<|user|>Hi<|end|>"
     assert min(ours.encode(text)) > 6 and ours.encode_special(text, "mark").ids[::6] == [4]
-    assert min(ours.encode(text)) > 6, "also afterwards"
     assert ours.decode([ours.bos_id, *ours.encode("text"), 10**6, ours.eos_id]) == "text"
 
 
@@ -65,15 +53,19 @@ def processor(tokenizer) -> sentencepiece.SentencePieceProcessor:
     return sentencepiece.SentencePieceProcessor(model_proto=tokenizer.files["tokenizer.model"])
 
 
-@settings(max_examples=300, deadline=None)
-@given(text=LLAMA_TEXTS)
+@settings(max_examples=400, deadline=None)
+@given(text=TEXTS)
+@example(text="\0\t \r\n\x7f\x80\U0010ffff\ud7ff\ue000\ufffe")
 @example(text=Path(__file__).read_text(encoding="utf-8").replace("▁", ""))
 @pytest.mark.parametrize("kind", ["ours", "llama"])
-def test_ids_and_texts_are_those_of_sentencepiece_for_any_text(kind, text, request):
+def test_ids_and_texts_are_those_of_sentencepiece_for_any_text_and_ours_come_back_exactly(kind, text, request):
     tokenizer = request.getfixturevalue(kind)
     trained = processor(tokenizer)
     ids = tokenizer.encode(text)
     assert ids == trained.encode(text)
+    if kind == "ours":
+        assert tokenizer.decode(ids) == text.replace("▁", " ")
+        assert all(type(i) is int and 6 < i < tokenizer.vocab_size for i in ids), "no special token, whatever the text"
     if kind == "ours" or "▁" not in text:  # llama's decoding drops more than one space in front, if there is one
         assert tokenizer.decode(ids) == trained.decode(ids)
 
@@ -109,13 +101,6 @@ def test_pieces_of_the_same_score_that_are_no_runs_of_two_and_more_are_refused(t
         merges(ModelProto(pieces=pieces))
 
 
-@pytest.fixture(scope="module")
-def saved(ours, tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("saved")
-    ours.save(folder)
-    return folder
-
-
 @pytest.mark.parametrize("model_type", [None, "llama", "qwen3", "stablelm"])
 def test_autotokenizer_gives_the_same_ids_in_every_family(ours, tmp_path, model_type):
     ours.save(tmp_path)
@@ -142,14 +127,8 @@ def test_a_saved_tokenizer_loads_as_the_same_tokenizer_and_saves_the_same_files(
     assert one == two and {"tokenizer.json", "tokenizer_config.json"} <= set(one)
 
 
-def test_a_bare_model_has_bos_and_drops_the_space_in_front_only_at_the_start(llama):
-    assert (llama.vocab_size, llama.bos_id, llama.eos_id) == (512, 1, 2)
-    ids = llama.encode("Once upon a time")
-    assert llama.decode(ids) == llama.decode([llama.bos_id, *ids]) == "Once upon a time"
-    assert llama.decode(ids + ids) == "Once upon a time Once upon a time"
-
-
 def test_a_folder_with_a_model_alone_keeps_its_configuration_and_its_chat_template(llama, tmp_path):
+    assert (llama.vocab_size, llama.bos_id, llama.eos_id) == (512, 1, 2)
     (tmp_path / "tokenizer.model").write_bytes(llama.files["tokenizer.model"])
     (tmp_path / "tokenizer_config.json").write_text('{"add_bos_token": false, "chat_template": "x"}')
     tokenizer = load_tokenizer(tmp_path)
@@ -168,11 +147,12 @@ def test_qwen_gives_the_golden_ids_and_its_special_tokens_are_text(qwen, shared)
         assert qwen.encode(text) == [int(one) for one in line.split()] and qwen.decode(qwen.encode(text)) == text
 
 
-def edited(saved: Path, folder: Path, generation: dict | None = None, **changes) -> Path:
-    """A folder with our tokenizer.json alone and another configuration."""
+def edited(tokenizer, folder: Path, generation: dict | None = None, **changes) -> Path:
+    """A folder with a tokenizer.json alone and another configuration."""
     folder.mkdir()
-    (folder / "tokenizer.json").write_bytes((saved / "tokenizer.json").read_bytes())
-    config = json.loads((saved / "tokenizer_config.json").read_text()) | changes
+    tokenizer.save(folder)
+    (folder / "tokenizer.model").unlink()
+    config = json.loads((folder / "tokenizer_config.json").read_text()) | changes
     config = {key: value for key, value in config.items() if value is not ...}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     if generation:
@@ -180,7 +160,7 @@ def edited(saved: Path, folder: Path, generation: dict | None = None, **changes)
     return folder
 
 
-def test_bos_and_eos_follow_the_configuration_then_the_post_processor_and_the_generation_configuration(saved, tmp_path):
+def test_bos_and_eos_follow_the_configuration_then_the_post_processor_and_the_generation_configuration(ours, tmp_path):
     cases = [
         ({"add_bos_token": False}, None, (None, 2)),
         ({"add_bos_token": ...}, None, (1, 2)),
@@ -189,44 +169,47 @@ def test_bos_and_eos_follow_the_configuration_then_the_post_processor_and_the_ge
         ({"eos_token": None}, {"eos_token_id": [7, 8]}, (1, 7)),
     ]
     for number, (changes, generation, expected) in enumerate(cases):
-        tokenizer = load_tokenizer(edited(saved, tmp_path / str(number), generation, **changes))
+        tokenizer = load_tokenizer(edited(ours, tmp_path / str(number), generation, **changes))
         assert (tokenizer.bos_id, tokenizer.eos_id) == expected
     with pytest.raises(UserError, match="eos_token"):
-        load_tokenizer(edited(saved, tmp_path / "without", eos_token=None))
-    plain = edited(saved, tmp_path / "plain", add_bos_token=...)
+        load_tokenizer(edited(ours, tmp_path / "without", eos_token=None))
+    plain = edited(ours, tmp_path / "plain", add_bos_token=...)
     content = json.loads((plain / "tokenizer.json").read_text(encoding="utf-8")) | {"post_processor": None}
     (plain / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8-sig")  # as some editors write it
     assert load_tokenizer(plain).bos_id is None
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_tokens_of_the_configuration_get_the_ids_that_autotokenizer_gives_them(saved, tmp_path, seed):
+def test_tokens_of_the_configuration_get_the_ids_that_autotokenizer_gives_them(ours, tmp_path, seed):
     draw, texts = random.Random(seed), ["<a>", "<|b|>", "<|im_end|>", "<pad>", "self", "</s>"]
     ids = dict(zip(draw.sample(texts, 3), draw.sample(range(1998, 2009), 3), strict=True))
     changes = {"pad_token": draw.choice(texts), "additional_special_tokens": draw.sample(texts, 2)}
     listed = {i: {"content": text, "lstrip": draw.random() < 0.5, "normalized": True} for text, i in ids.items()}
-    given = edited(saved, tmp_path / "given", **changes, **({"added_tokens_decoder": listed} if seed % 2 else {}))
+    given = edited(ours, tmp_path / "given", **changes, **({"added_tokens_decoder": listed} if seed % 2 else {}))
     (given / "added_tokens.json").write_text(json.dumps(ids))
     (given / "special_tokens_map.json").write_text(json.dumps({"eos_token": draw.choice(texts)}))
     load_tokenizer(given).save(tmp_path)
-    ours, theirs, again = load_tokenizer(tmp_path), *map(transformers.AutoTokenizer.from_pretrained, (given, tmp_path))
+    loaded, theirs, again = (
+        load_tokenizer(tmp_path),
+        *map(transformers.AutoTokenizer.from_pretrained, (given, tmp_path)),
+    )
     found = [(one.get_vocab(), one.eos_token_id) for one in (theirs, again)]
-    assert found == [(ours.vocabulary, ours.eos_id)] * 2
+    assert found == [(loaded.vocabulary, loaded.eos_id)] * 2
     text = "".join(draw.choices([*texts, " ", "def "], k=40))
-    assert ours.encode_special(text, "\uffff").ids == again(text, split_special_tokens=False).input_ids[1:]
+    assert loaded.encode_special(text, "\uffff").ids == again(text, split_special_tokens=False).input_ids[1:]
 
 
 @pytest.mark.parametrize("normalizer", ["", "CAAAAKRUTr27FjNvYWJjAA=="])  # the second panics on texts alone
-def test_a_panic_of_the_library_is_one_line(saved, tmp_path, normalizer):
-    path = edited(saved, tmp_path / "given") / "tokenizer.json"
+def test_a_panic_of_the_library_is_one_line(ours, tmp_path, normalizer):
+    path = edited(ours, tmp_path / "given") / "tokenizer.json"
     changes = {"normalizer": {"type": "Precompiled", "precompiled_charsmap": normalizer}}
     path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | changes))
     with pytest.raises(UserError, match=r"tokenizer\.json cannot be read"):
         load_tokenizer(path).encode_batch(["some text"])
 
 
-def test_files_that_are_no_tokenizers_or_of_another_kind_are_named(saved, tmp_path):
-    folder = edited(saved, tmp_path / "broken")
+def test_files_that_are_no_tokenizers_or_of_another_kind_are_named(ours, tmp_path):
+    folder = edited(ours, tmp_path / "broken")
     (folder / "tokenizer_config.json").write_text("{")
     for name, content in (("a.model", b"nothing"), ("b.json", b"{}"), ("c.model", b"")):
         (tmp_path / name).write_bytes(content)
@@ -243,23 +226,17 @@ def test_files_that_are_no_tokenizers_or_of_another_kind_are_named(saved, tmp_pa
             load_tokenizer(path)
 
 
-def test_a_vocabulary_that_does_not_fit_the_model_is_refused(ours, saved, tmp_path):
+def test_a_vocabulary_that_does_not_fit_the_model_is_refused(ours, tmp_path):
     check_vocabulary(ours, 2000)
     with pytest.raises(UserError, match="2,000 ids but the model only 1,999"):
         check_vocabulary(ours, 1999)
-    check_vocabulary(load_tokenizer(edited(saved, tmp_path / "a", pad_token="<pad>")), 2000)  # text never gives it
+    check_vocabulary(load_tokenizer(edited(ours, tmp_path / "a", pad_token="<pad>")), 2000)  # text never gives it
     with pytest.raises(UserError, match="2,001 ids"):
-        check_vocabulary(load_tokenizer(edited(saved, tmp_path / "b", eos_token="<end>")), 2000)
+        check_vocabulary(load_tokenizer(edited(ours, tmp_path / "b", eos_token="<end>")), 2000)
 
 
 def test_a_space_stays_a_space_where_the_text_has_few_or_none(tmp_path):
-    for text in (
-        "今天天气很好我们去公园玩",
-        "おはようございます東京",
-        "😀🎉🚀✨",
-        "x=y;a[0]=f(b,c)\t{}\n",
-        "abcd" * 1000 + " ",
-    ):
+    for text in ("今天天气很好我们去公园玩", "😀🎉🚀✨", "x=y;a[0]=f(b,c)\t{}\n", "abcd" * 1000 + " "):
         texts = [text[i % 7 :] * 40 + str(i) for i in range(50)]
         tokenizer = train_tokenizer(texts, 300, tmp_path / "tokenizer.model")
         for again in (texts[0], "a b", " hello  world ", "今 天\n  x", "😀 😀"):

@@ -1,12 +1,15 @@
-"""What RMSNorm, the mean and the bias do, derived from the arms of a study."""
+"""What RMSNorm, the mean and the bias do, derived from the arms of a study, and verdicts on published claims."""
 
 import dataclasses
+import math
 from pathlib import Path
 
 import pytest
 
 from ablation import study
 from ablation.plan import Plan, find_plan, load_plan
+from ablation.stats import Effect, mean_effect
+from studies.claims import judge
 from studies.effects import draw, parts
 
 STUDIES = Path(__file__).parents[2] / "studies"
@@ -41,3 +44,21 @@ def test_they_are_the_effects_of_a_grid_and_drawn_for_every_study():
     drawn = draw([found, budget]).axes[0]
     rows = ["small model, 2,400 steps\n30 pairs", "small model, 600 steps\n6 pairs"]
     assert [label.get_text() for label in drawn.get_yticklabels()] == rows
+
+
+def effect(low: float, high: float, n: int = 9) -> Effect:
+    middle, reach = (low + high) / 2, 0.4 * (high - low)
+    return Effect("e", middle, (low, high), (middle - reach, middle + reach), 0.5, "", n)
+
+
+def test_a_claim_holds_inside_its_region_does_not_outside_and_is_inconclusive_at_its_ends():
+    assert judge(effect(0.1, 0.2), 0.0, math.inf) == "holds"
+    assert judge(effect(-0.2, -0.1), 0.0, math.inf) == "does not hold"
+    assert judge(effect(-0.1, 0.2), 0.0, math.inf) == "inconclusive"
+    assert judge(effect(0.0, 0.0, n=0), 0.0, math.inf) == "does not hold"
+    assert judge(mean_effect("e", [0.1], ""), 0.0, math.inf) == "inconclusive"  # one pair
+    # Between two bounds the 90% interval of five pairs decides: two one-sided tests at 5%.
+    assert judge(effect(-1.1, 1.1), -1.0, 1.0) == "holds"
+    assert judge(effect(-1.1, 1.1, n=4), -1.0, 1.0) == "inconclusive"
+    assert judge(effect(-1.1, 1.1), -1.0, math.inf) == "inconclusive"
+    assert judge(effect(1.1, 1.2, n=4), -1.0, 1.0) == "does not hold"
