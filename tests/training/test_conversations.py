@@ -1,6 +1,7 @@
 """Runs on conversations: the loss and its gradients against TRL, exact resume, and what a run prints and saves."""
 
 import json
+import signal
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from generation import cli
 from generation.settings import Sampling
 from generation.settings import Settings as GenerationSettings
 from model.decoder import Decoder
-from tests.training.runs import assert_equal_runs, evaluations, open_session, resume, settings_of, stop_at, train_run
+from tests.training.runs import after_step, assert_equal_runs, evaluations, open_session, resume, settings_of, train_run
 from tests.training.test_step import KeepsGradients
 from training import checkpoint
 from training.estimate import estimate
@@ -134,7 +135,7 @@ def test_trl_learns_preferences_from_our_directory_and_it_comes_back(decoder, tm
 def test_a_resumed_run_on_conversations_equals_one_that_was_not_stopped(chat_flags, tmp_path, monkeypatch):
     chat_flags += ["--steps", "14", "--seed", "3"]
     straight = train_run(tmp_path / "straight", *chat_flags)
-    stop_at(monkeypatch, 6)
+    after_step(monkeypatch, 6, lambda: signal.raise_signal(signal.SIGTERM))
     stopped = train_run(tmp_path / "stopped", *chat_flags)
     monkeypatch.undo()
     assert checkpoint.read_state(stopped / "last").step == 6
@@ -157,15 +158,14 @@ def test_a_run_learns_to_answer_and_its_answers_end(chat_flags, chat_file, tmp_p
     assert len(answers) == 6 and all(0 < len(answer) < 12 for answer in answers), answers
 
 
-def test_a_dry_run_prints_a_row_with_the_learned_part_marked(chat_flags, capsys):
+def test_a_dry_run_marks_the_learned_part_of_a_row_and_a_question_is_asked_at_each_evaluation(
+    chat_flags, tmp_path, capsys
+):
     estimate(settings_of(*chat_flags))
     row = capsys.readouterr().out.partition("a row of conversations, in which lines with + are learned:\n")[2]
     lines = row.splitlines()
     assert lines[0].startswith("  <s><|user|>Say ") and lines[0].endswith("<|end|><|assistant|>")
     assert lines[1].strip("+ ").removesuffix("<|end|>") in WORDS and lines[1].startswith("+ ")
-
-
-def test_a_question_of_the_user_is_asked_at_each_evaluation(chat_flags, tmp_path, capsys):
     train_run(tmp_path / "run", *chat_flags, "--steps", "2", "--sample-prompts", "Who?")
     assert capsys.readouterr().out.count("  | Who?\n  | > ") == 2
 

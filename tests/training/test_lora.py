@@ -13,10 +13,9 @@ import torch
 import generate
 from checkpoints.pretrained import load_pretrained, open_checkpoint
 from errors import UserError
-from tests.training.runs import assert_equal_tensors, evaluations, open_session, resume, train_run
+from tests.training.runs import assert_equal_tensors, evaluations, open_session, resume, train_in_parts, train_run
 from training import checkpoint
-from training.loop import save, train_steps
-from training.settings import save_settings
+from training.loop import train_steps
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +32,6 @@ def start(flags, base) -> list[str]:
 
 @pytest.fixture(scope="module")
 def folder(start, tmp_path_factory) -> Path:
-    """Such a run."""
     return train_run(tmp_path_factory.mktemp("lora") / "run", *start)
 
 
@@ -64,13 +62,7 @@ def test_a_run_saves_its_adapter_without_the_model_and_learns(folder, base):
 def test_a_run_stopped_and_resumed_equals_one_that_was_not(start, tmp_path, dtype):
     start = [*start, "--lora-alpha", "6", "--dtype", dtype]
     straight, run = train_run(tmp_path / "straight", *start), tmp_path / "run"
-    for stop in (1, 7, 12):
-        session = open_session(run, *start, resume=stop > 1)
-        for result in train_steps(session):
-            if result.step == stop:
-                break
-        assert save(session)
-        save_settings(session.settings, run / "settings.toml")
+    train_in_parts(run, (1, 7, 12), *start)
     for file in ("adapter_model.safetensors", "training_state.safetensors"):
         assert_equal_tensors(run / "last" / file, straight / "last" / file)
     assert checkpoint.read_state(run / "last").step == 12

@@ -10,16 +10,7 @@ from training.step import Diverged, split_batch, train_step
 
 CPU = torch.device("cpu")
 NO_SCALER = torch.amp.GradScaler("cpu", enabled=False)
-CONFIG = ModelConfig(
-    vocab_size=61,
-    hidden_size=16,
-    intermediate_size=24,
-    num_hidden_layers=2,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    max_position_embeddings=12,
-    attention_bias=True,
-)
+CONFIG = ModelConfig(vocab_size=61, hidden_size=16, intermediate_size=24, num_hidden_layers=2, attention_bias=True)
 
 
 class KeepsGradients(torch.optim.SGD):
