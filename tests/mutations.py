@@ -218,7 +218,7 @@ TABLE = r"""
 @ training/muon.py
 - update = parameter.grad.lerp(momentum, MOMENTUM)
 + update = momentum
-! training/test_muon.py::test_steps_equal_the_definition_in_float64
+! training/test_muon.py::test_steps_equal_the_definition_in_float64_and_those_of_all_other_parameters_adamw
 @ training/schedule.py
 - return settings.learning_rate * (step + 1) / warmup
 + return settings.learning_rate * step / warmup

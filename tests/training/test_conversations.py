@@ -1,7 +1,6 @@
 """Runs on conversations: the loss and its gradients against TRL, exact resume, and what a run prints and saves."""
 
 import json
-import signal
 from pathlib import Path
 
 import pytest
@@ -17,9 +16,16 @@ from generation import cli
 from generation.settings import Sampling
 from generation.settings import Settings as GenerationSettings
 from model.decoder import Decoder
-from tests.training.runs import after_step, assert_equal_runs, evaluations, open_session, resume, settings_of, train_run
+from tests.training.runs import (
+    assert_equal_tensors,
+    evaluations,
+    losses,
+    open_session,
+    settings_of,
+    train_in_parts,
+    train_run,
+)
 from tests.training.test_step import KeepsGradients
-from training import checkpoint
 from training.estimate import estimate
 from training.processes import Processes
 from training.step import split_batch, train_step
@@ -132,15 +138,12 @@ def test_trl_learns_preferences_from_our_directory_and_it_comes_back(decoder, tm
     assert relative(ours, theirs) < 1e-5 and relative(ours, before) > 1e-3
 
 
-def test_a_resumed_run_on_conversations_equals_one_that_was_not_stopped(chat_flags, tmp_path, monkeypatch):
+def test_a_resumed_run_on_conversations_equals_one_that_was_not_stopped(chat_flags, tmp_path):
     chat_flags += ["--steps", "14", "--seed", "3"]
     straight = train_run(tmp_path / "straight", *chat_flags)
-    after_step(monkeypatch, 6, lambda: signal.raise_signal(signal.SIGTERM))
-    stopped = train_run(tmp_path / "stopped", *chat_flags)
-    monkeypatch.undo()
-    assert checkpoint.read_state(stopped / "last").step == 6
-    assert resume(stopped, "--cache", str(tmp_path / "new")) == 0
-    assert_equal_runs(stopped, straight)
+    assert train_in_parts(tmp_path / "parts", (6, 14), *chat_flags) == losses(straight)
+    for name in ("model.safetensors", "training_state.safetensors"):
+        assert_equal_tensors(tmp_path / "parts" / "last" / name, straight / "last" / name)
 
 
 def test_a_run_learns_to_answer_and_its_answers_end(chat_flags, chat_file, tmp_path, capsys):

@@ -14,15 +14,7 @@ from safetensors.torch import load_file
 from checkpoints import pretrained
 from data.tokenizer import Tokenizer
 from errors import UserError
-from tests.training.runs import (
-    after_step,
-    assert_equal_tensors,
-    evaluations,
-    losses,
-    open_session,
-    settings_of,
-    train_run,
-)
+from tests.training.runs import after_step, assert_equal_tensors, evaluations, losses, open_session, train_run
 from training import commands, loop, metrics, plot
 from training.evaluate import Evaluation
 from training.loop import train_steps
@@ -48,7 +40,7 @@ def test_a_run_learns_and_leaves_settings_metrics_a_plot_and_two_checkpoints(run
 
 def test_the_same_seed_gives_the_same_run_and_another_seed_another_without_global_random_numbers(flags, tmp_path):
     flags = [*flags, "--steps", "6", "--seed", "7"]
-    settings, a = settings_of(*flags), tmp_path / "a" / "last" / "model.safetensors"
+    settings, a = parse(flags, "test").settings, tmp_path / "a" / "last" / "model.safetensors"
     before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1]
     loop.train(settings, tmp_path / "a")
     assert torch.equal(torch.get_rng_state(), before[0])

@@ -84,17 +84,14 @@ def test_processes_must_be_given_equal_texts_tokenizers_settings_and_saves(flags
         Processes().check_equal(**alike)
 
 
-@pytest.mark.parametrize(
-    ("count", "flag", "message"),
-    [
-        (2, "--norm batch", "--norm batch has statistics of its own in each process"),
-        (4, "--batch-size 2", "--batch-size 2 cannot be divided by 4 processes"),
-    ],
-)
-def test_what_several_processes_cannot_train_is_a_line(flags, tmp_path, monkeypatch, count, flag, message):
-    monkeypatch.setattr(session, "start_processes", lambda *_: Processes(count=count))
-    with pytest.raises(UserError, match=message):
-        open_session(tmp_path, *flags, *flag.split())
+def test_what_several_processes_cannot_train_is_a_line(flags, tmp_path, monkeypatch):
+    monkeypatch.setattr(session, "start_processes", lambda *_: Processes(count=4))
+    for flag, value, message in (
+        ("--norm", "batch", "has statistics of its own in each process"),
+        ("--batch-size", "2", "cannot be divided by 4 processes"),
+    ):
+        with pytest.raises(UserError, match=f"{flag} {value} {message}"):
+            open_session(tmp_path, *flags, flag, value)
 
 
 def test_a_process_alone_is_the_main_one_whatever_rank_the_environment_has(monkeypatch):

@@ -1,5 +1,4 @@
 import dataclasses
-import os
 import re
 import subprocess
 import sys
@@ -17,14 +16,12 @@ def settings_from(*flags: str) -> Settings:
     return parse(list(flags), "test").settings
 
 
-def test_help_shows_what_people_use_and_help_all_every_flag_in_80_columns_without_importing_torch():
+def test_help_shows_what_people_use_and_help_all_every_flag_in_80_columns_without_importing_torch(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
     code = "import sys, train\ntry: train.main()\nfinally: print('torch' in sys.modules)"
     shown = {}
     for flag in ("--help", "--help-all"):
-        environment = {**os.environ, "COLUMNS": "80"}
-        done = subprocess.run(
-            [sys.executable, "-c", code, flag], cwd=ROOT, env=environment, capture_output=True, text=True
-        )
+        done = subprocess.run([sys.executable, "-c", code, flag], cwd=ROOT, capture_output=True, text=True)
         *lines, imported = done.stdout.splitlines()
         assert (imported, done.returncode) == ("False", 0) and max(map(len, lines)) <= 80
         shown[flag] = {*re.findall(r"^(?:│ |  )(--[\w-]+)", done.stdout, re.MULTILINE)}
