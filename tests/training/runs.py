@@ -73,12 +73,14 @@ def after_step(monkeypatch, number: int, action: Callable[[], object]) -> None:
     monkeypatch.setattr(metrics, "write", write_and_act)
 
 
-def train_in_parts(folder: Path, stops: Sequence[int], *flags: str) -> list[float]:
-    """Train to each of the steps, save, and resume from there; the losses of all steps."""
-    found = []
+def assert_parts_equal_a_run(folder: Path, stops: Sequence[int], *flags: str) -> None:
+    """A run that is saved at each of the steps and resumed from there equals, bit for bit, one that is not."""
+    straight, run, found = train_run(folder / "straight", *flags), folder / "run", []
     for number, stop in enumerate(stops):
-        session = open_session(folder, *flags, resume=number > 0)
+        session = open_session(run, *flags, resume=number > 0)
         found += [result.loss for result in itertools.islice(train_steps(session), stop - session.state.step)]
         assert save(session)
-        save_settings(session.settings, folder / "settings.toml")
-    return found
+        save_settings(session.settings, run / "settings.toml")
+    assert found == losses(straight)
+    for path in (straight / "last").glob("*.safetensors"):
+        assert_equal_tensors(run / "last" / path.name, path)

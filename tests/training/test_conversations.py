@@ -16,15 +16,7 @@ from generation import cli
 from generation.settings import Sampling
 from generation.settings import Settings as GenerationSettings
 from model.decoder import Decoder
-from tests.training.runs import (
-    assert_equal_tensors,
-    evaluations,
-    losses,
-    open_session,
-    settings_of,
-    train_in_parts,
-    train_run,
-)
+from tests.training.runs import assert_parts_equal_a_run, evaluations, settings_of, train_run
 from tests.training.test_step import KeepsGradients
 from training.estimate import estimate
 from training.processes import Processes
@@ -139,11 +131,7 @@ def test_trl_learns_preferences_from_our_directory_and_it_comes_back(decoder, tm
 
 
 def test_a_resumed_run_on_conversations_equals_one_that_was_not_stopped(chat_flags, tmp_path):
-    chat_flags += ["--steps", "14", "--seed", "3"]
-    straight = train_run(tmp_path / "straight", *chat_flags)
-    assert train_in_parts(tmp_path / "parts", (6, 14), *chat_flags) == losses(straight)
-    for name in ("model.safetensors", "training_state.safetensors"):
-        assert_equal_tensors(tmp_path / "parts" / "last" / name, straight / "last" / name)
+    assert_parts_equal_a_run(tmp_path, (6, 14), *chat_flags, "--steps", "14", "--seed", "3")
 
 
 def test_a_run_learns_to_answer_and_its_answers_end(chat_flags, chat_file, tmp_path, capsys):
@@ -175,4 +163,4 @@ def test_a_dry_run_marks_the_learned_part_of_a_row_and_a_question_is_asked_at_ea
 
 def test_conversations_are_not_cut_into_shorter_sequences(chat_flags, tmp_path):
     with pytest.raises(UserError, match=r"--first-sequence-length would cut conversations .*-length None"):
-        open_session(tmp_path, *chat_flags, "--first-sequence-length", "16")
+        train_run(tmp_path / "run", *chat_flags, "--first-sequence-length", "16")

@@ -1,7 +1,6 @@
 """A run that was stopped or killed and then resumed equals, bit for bit, the run that was not."""
 
 import json
-import os
 import re
 import shutil
 import signal
@@ -38,11 +37,7 @@ def test_16_steps_equal_8_and_8_resumed(flags, tmp_path, monkeypatch, capsys, dt
 
 
 def test_a_caller_of_the_steps_can_stop_at_any_of_them_save_and_resume_bit_for_bit(flags, tmp_path):
-    flags = [*flags, "--steps", "16"]
-    straight = runs.train_run(tmp_path / "straight", *flags)
-    assert runs.train_in_parts(tmp_path / "run", (1, 7, 16), *flags) == runs.losses(straight)
-    for file in ("model.safetensors", "training_state.safetensors"):
-        runs.assert_equal_tensors(tmp_path / "run" / "last" / file, straight / "last" / file)
+    runs.assert_parts_equal_a_run(tmp_path, (1, 7, 16), *flags, "--steps", "16")
 
 
 @pytest.fixture(scope="module")
@@ -117,11 +112,10 @@ def test_a_run_with_best_and_without_last_keeps_its_model(stopped_run):
 
 
 def test_a_resumed_run_needs_neither_the_weights_it_started_from_nor_the_cache(flags, stopped_run, tmp_path):
-    start = [*flags, "--init-from", str(stopped_run), "--norm", "layer"]
-    runs.train_in_parts(tmp_path / "second", [3], *start)
+    start = ["--init-from", str(stopped_run), "--norm", "layer", "--steps", "3"]
+    second = runs.train_run(tmp_path / "second", *flags, *start)
     shutil.rmtree(stopped_run)
-    assert runs.resume(tmp_path / "second", "--steps", "5", "--cache", str(tmp_path / "new cache")) == 0
-    assert step_of(tmp_path / "second") == 5
+    assert runs.resume(second, "--steps", "5", "--cache", str(tmp_path / "new cache")) == 0
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="this system has no SIGHUP")
@@ -161,10 +155,8 @@ def test_a_resumed_run_writes_nothing_through_links(stopped_run, tmp_path):
     assert sorted((tmp_path / "others").rglob("*")) == [file, folder] and file.read_text() == "kept"
 
 
-@pytest.mark.skipif(os.name == "nt", reason="Windows has no limit on the size of a file to simulate a full disk with")
 def test_a_disk_that_fills_up_during_a_run_leaves_the_last_save_intact(stopped_run, capsys):
-    import resource
-
+    resource = pytest.importorskip("resource")  # Windows has no limit on the size of a file
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, before[1]))
     try:
