@@ -15,10 +15,6 @@ def write(target: Path, content: str) -> None:
     checkpoint.finish_save(target, checkpoint.State(0, 0, 0.0, None, ""))
 
 
-def found(run: Path) -> str:
-    return (checkpoint.find_last(run) / "weights").read_text()
-
-
 @pytest.mark.parametrize("renames_done", [0, 1, 2])
 def test_a_save_killed_at_any_rename_leaves_a_complete_checkpoint_and_the_next_save_works(
     tmp_path, monkeypatch, renames_done
@@ -38,8 +34,9 @@ def test_a_save_killed_at_any_rename_leaves_a_complete_checkpoint_and_the_next_s
         write(tmp_path / "last", "after")
     monkeypatch.undo()
     for _ in range(2):
-        assert found(tmp_path) == ("before" if renames_done == 0 else "after")
+        found = (checkpoint.find_last(tmp_path) / "weights").read_text()
+        assert found == ("before" if renames_done == 0 else "after")
         checkpoint.recover_interrupted_save(tmp_path / "last")
     write(tmp_path / "last", "later")
-    assert found(tmp_path) == "later"
+    assert (checkpoint.find_last(tmp_path) / "weights").read_text() == "later"
     assert [path.name for path in tmp_path.iterdir()] == ["last"]

@@ -75,7 +75,6 @@ def test_norm_bias_is_a_pair_of_flags_and_reads_back_as_it_was_saved(tmp_path):
         ("steps = 1\n", "unknown key steps. Known: run, model, data"),
         ("[optimizer\n", "cannot be read"),
         ('[optimizer]\nsteps = "many"\n', r"Expected `int`, got `str` - at `\$\.steps`"),
-        ('[model]\nnorm = "rsm"\n', "Invalid enum value 'rsm'"),
         ("[optimizer]\nsteps = 0\n", "--steps is 0 and must be at least 1"),
         ("[optimizer]\nembedding_lr_multiplier = nan\n", "multiplier is nan and must be 0 or more"),
         ("[model]\nmax_position_embeddings = 1\n", "must be an integer of at least 2"),
