@@ -13,7 +13,6 @@ from errors import UserError, fit_terminal, note, reading
 from files import locked, read_json, read_toml
 
 ROOT = Path(__file__).parent.parent
-FULL = Path("/dev/full")  # every write to it fails as on a full disk
 
 
 def python(code: str, *arguments: str, **options) -> subprocess.CompletedProcess:
@@ -22,9 +21,9 @@ def python(code: str, *arguments: str, **options) -> subprocess.CompletedProcess
     return subprocess.run(command, cwd=ROOT, timeout=60, **{"stderr": subprocess.PIPE, "text": True} | options)
 
 
-@pytest.mark.skipif(not FULL.exists(), reason="this system has no /dev/full")
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
 def test_output_that_is_the_product_and_cannot_be_written_is_one_line():
-    with FULL.open("w") as full:
+    with open("/dev/full", "w") as full:  # every write to it fails as on a full disk
         done = python("with errors.exit_on_user_error(): print('x')", stdout=full)
     assert (done.returncode, done.stderr) == (2, f"error: [Errno {errno.ENOSPC}] {os.strerror(errno.ENOSPC)}\n")
 
@@ -71,12 +70,6 @@ with errors.exit_on_user_error():
     assert (done.returncode, done.stderr) == (130, "stopped.\n")
 
 
-def test_files_may_begin_with_a_byte_order_mark(tmp_path):
-    for reader, text in ((read_toml, "seed = 3\n"), (read_json, '{"seed": 3}')):
-        (tmp_path / "file").write_text(text, encoding="utf-8-sig")
-        assert reader(tmp_path / "file") == {"seed": 3}
-
-
 def test_a_terminal_gets_no_control_characters_lines_that_end_between_words_and_whole_commands(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "20")
     terminal, text = io.StringIO(), "one long line of many words\nshort\nnext: python generate.py run"
@@ -88,7 +81,10 @@ def test_a_terminal_gets_no_control_characters_lines_that_end_between_words_and_
     assert capsys.readouterr().err == "a/␛]0;title␇/b\n"
 
 
-def test_what_is_wrong_in_a_file_is_one_line_with_its_name_and_the_fix(tmp_path):
+def test_what_is_wrong_in_a_file_is_one_line_with_its_name_and_the_fix_and_a_byte_order_mark_is_not_wrong(tmp_path):
+    for reader, text in ((read_toml, "seed = 3\n"), (read_json, '{"seed": 3}')):
+        (tmp_path / "file").write_text(text, encoding="utf-8-sig")
+        assert reader(tmp_path / "file") == {"seed": 3}
     (tmp_path / "a.json").write_text("[1]")
     with pytest.raises(UserError, match=r"a.json cannot be read \(.+\); download or"):
         read_json(tmp_path / "a.json")
@@ -121,17 +117,13 @@ def test_a_folder_is_used_by_one_process_at_a_time_until_that_ends(tmp_path):
 
 @pytest.mark.parametrize("program", ["train", "generate", "ablate"])
 def test_ctrl_c_while_a_program_is_imported_is_one_line(program):
-    code = f"""
-import runpy, sys
-
+    code = f"""import runpy, sys
 class CtrlC:
     def find_spec(self, name, *_):
         if name in ("torch", "tyro", "numpy", "msgspec"):  # the slow ones
             raise KeyboardInterrupt
-
 sys.meta_path.insert(0, CtrlC())
 sys.argv = ["program", "run", "out"]
-runpy.run_module({program!r}, run_name="__main__")
-"""
+runpy.run_module({program!r}, run_name="__main__")"""
     done = python(code)
     assert (done.returncode, done.stderr) == (130, "stopped.\n")

@@ -1,6 +1,5 @@
 """`python generate.py` as a user runs it: standard output, standard error and exit status."""
 
-import io
 import os
 import shutil
 import subprocess
@@ -55,16 +54,6 @@ def test_standard_input_and_the_newest_run_are_the_default_and_a_chat_prints_the
     assert b"hello" not in answer.stdout and b"assistant" not in answer.stdout
 
 
-def test_a_closed_pipe_ends_the_program_quietly(folder):
-    command = [sys.executable, str(SCRIPT), "--prompt", "def", "--samples", "30", "--batch-size", "1"]
-    process = subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    assert process.stdout.read(3) == b"def"
-    process.stdout.close()
-    stderr = process.stderr.read().decode()
-    assert process.wait(60) == 141
-    assert "Traceback" not in stderr and "error" not in stderr.lower() and "tokens/s" not in stderr
-
-
 def test_the_stories_model_prints_the_bytes_of_the_reference_program_without_importing_the_compiler_of_torch(
     stories260k_directory, shared
 ):
@@ -104,11 +93,3 @@ def test_flags_that_are_given_win_over_the_recommended_sampling_even_with_the_va
     config.write_text('{"do_sample": false}')  # greedy is for conversations: a text would repeat itself
     assert main("x")[0].sampling.temperature == 0.8 and main("--chat", "--prompt=x")[0].sampling.temperature == 0
     config.write_text("{}")
-
-
-def test_an_empty_message_and_a_wrong_value_are_one_line_with_exit_status_2(main, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\n")))
-    for flags, words in {("--chat",): "there is no message to answer", ("--temperature", "-1"): "-1.0 but"}.items():
-        with pytest.raises(SystemExit, match="2"):
-            main(*flags)
-        assert words in capsys.readouterr().err.splitlines()[-1]

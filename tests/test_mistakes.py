@@ -36,14 +36,11 @@ train --epochs 3 -> --epochs is not a setting: training is measured in --steps
 train --sequence-length 4096 -> --sequence-length 4096 is longer than the model's context of 512 tokens; shorten it
 train --first-sequence-length 100 -> --first-sequence-length 100 is not --sequence-length 512 divided by
 train --beta1 1.0 -> --beta1 is 1.0 and must be at least 0 and below 1
-train --learning-rate 0 -> --learning-rate is 0.0 and must be greater than 0
 train --clip inf -> --clip is inf and must be finite
 train --norm batch --activation-checkpointing -> --norm batch .*leave out --activation-checkpointing
 train --device gpu -> --device gpu cannot be used here
 train --resume nothere -> .*nothere.* does not exist; a run folder contains settings.toml
-train --resume RUN -> .*RUN has already done 2 steps; for more, raise --steps
 train --resume RUN --out other -> --resume uses the settings of the run itself; leave out --config
-train --resume RUN --steps 9 --data BAD/other.txt -> .*RUN cannot be resumed: the text differs
 train --out RUN -> .*RUN is not empty, and runs are never overwritten; use another --out, or --resume
 train --init-from nothere -> nothere does not exist; give a directory .* Existing runs: RUN
 train --init-from BAD/pickled -> .*pickled has pickled weights, which can run code and are never opened; save them
@@ -60,6 +57,7 @@ generate BAD/empty -> .*BAD/empty has no config.json, best/ or last/
 generate BAD/quantized --prompt a -> .*config.json cannot be read \(quantization_config is .*; give another model
 generate BAD/no_tokenizer --prompt a -> there is no .*no_tokenizer/tokenizer.model; give
 generate RUN --prompt a --temperature -1 -> temperature is -1
+generate RUN --chat -> there is no message to answer
 generate RUN --prompt a --max-new-tokens 0 -> --max-new-tokens, .* must be at least 1
 generate RUN --prompt LONG -> the prompt has .* tokens, .* context is 64 tokens .*; shorten it
 serve RUN --port 99999 -> cannot listen on port 99999 .*; give another --port
@@ -104,7 +102,6 @@ def folder(tmp_path_factory) -> Path:
         "chat.jsonl": b'{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n',
         "broken.jsonl": b'{"text": "a"\n',
         "broken.parquet": b"PAR1",
-        "other.txt": b"Another text. " * 2000,
         "pickled/config.json": (folder / "RUN" / "best" / "config.json").read_bytes(),
         "pickled/pytorch_model.bin": b"",
         "gguf/model.gguf": b"GGUF",
@@ -127,7 +124,7 @@ def test_a_mistake_is_one_line(folder, command, line, monkeypatch, capsys):
     arguments = [re.sub("^(RUN|BAD|LONG)", lambda match: replaced[match[0]], argument) for argument in arguments]
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "argv", [f"{program}.py", *arguments])
-    monkeypatch.setattr(sys, "stdin", io.StringIO())
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\n")))
     with pytest.raises(SystemExit) as end, exit_on_user_error():
         PROGRAMS[program]()
     *notes, said = capsys.readouterr().err.splitlines()
