@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import psutil
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from data import corpus
@@ -14,12 +15,6 @@ from data.batches import batch
 from data.units import DOCUMENT
 
 LENGTH = 1000  # tokens of a document
-
-
-def private_memory() -> float:
-    """MB that this process shares with no other and cannot drop."""
-    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
-    return sum(int(line.split()[1]) for line in lines if line.startswith("Private")) / 1000
 
 
 def make(text: Path, tokens: int, **arguments) -> None:
@@ -47,7 +42,8 @@ def measure(tokens: int) -> None:
         seconds = time.perf_counter() - began
         for step in range(1000):
             batch(opened.train, seed=1, first=8 * step, size=8, sequence_length=512)
-        print(f"{len(opened.train):,} tokens: {seconds:.2f} s to open, {private_memory():.1f} MB of private memory")
+        memory = psutil.Process().memory_full_info().uss / 1e6
+        print(f"{len(opened.train):,} tokens: {seconds:.2f} s to open, {memory:.1f} MB of private memory")
 
 
 if __name__ == "__main__":
