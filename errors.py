@@ -27,7 +27,7 @@ def printable(text: str) -> str:
 
 
 def fit_terminal(text: str, stream: TextIO) -> str:
-    """For a terminal, long lines are broken between words; a line with a command stays whole, to be copied."""
+    """The text, for a terminal with long lines broken between words; a command stays on one line, to be copied."""
     if not stream.isatty():
         return text
     import shutil  # these two only here, as Ctrl-C in an import is a traceback
@@ -57,7 +57,7 @@ def reading(path: Path | str, fix: str = "download or save it again") -> Iterato
     except (UserError, MemoryError):
         raise
     except BaseException as error:
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # of libraries in Rust
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # a panic in Rust
             raise
         reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
         if isinstance(error, KeyError):
@@ -109,8 +109,8 @@ def exit_on_user_error() -> Iterator[None]:
     except SystemExit as error:  # such as after a wrong flag
         wait_for_main_process(error.code)
         raise
-    except BrokenPipeError as error:
-        end(f"stopped: {error}", 141)
+    except BrokenPipeError:  # nobody wants the rest
+        end("", 141)
     except (UserError, OSError) as error:
         if show_traceback:
             sys.excepthook(*sys.exc_info())
@@ -125,7 +125,8 @@ def exit_on_user_error() -> Iterator[None]:
 def end(message: str, status: int) -> NoReturn:
     """Print the message to standard error and exit."""
     wait_for_main_process(status)
-    for stream, text in ((sys.stdout, ""), (sys.stderr, fit_terminal(message, sys.stderr) + "\n")):
+    said = fit_terminal(message, sys.stderr) + "\n" if message else ""
+    for stream, text in ((sys.stdout, ""), (sys.stderr, said)):
         try:
             print(text, end="", file=stream, flush=True)
         except OSError:  # Python would report it again on exit

@@ -8,7 +8,7 @@ from typing import BinaryIO
 
 from errors import UserError, reading
 
-LOCK = ".lock"  # of the file in a folder; the system releases its lock when the process ends, however it ends
+LOCK = ".lock"  # name of the lock file in a folder; the system releases the lock when the process ends, however it ends
 
 
 def read_json(path: Path) -> dict:

@@ -8,7 +8,7 @@ except ImportError:  # models and benchmarks do not need a command line
 
 
 def optional(metavar: str, **options: object) -> object:
-    """For a setting that may be absent; its docstring says what happens then."""
+    """The mark of a setting that may be absent; the setting's docstring says what happens then."""
     return arg(metavar=metavar, help_behavior_hint="", **options)
 
 

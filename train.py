@@ -15,7 +15,8 @@ DESCRIPTION = """Train a small LLaMA-style transformer on text, on a GPU or a CP
   python train.py --norm rms                     on Python's standard library
   python train.py --norm layer                   the same run with LayerNorm
   python train.py --data my/texts --steps 3000   on your own text
-  python train.py --init-from RUN --data chat.jsonl      teach it to talk
+  python train.py --init-from RUN --data chat.jsonl --learning-rate 1e-3
+                                                 teach a small model to talk
   python train.py --config small --dry-run       what a larger model would need
   python train.py --resume runs/tiny-rms         resume a stopped or killed run
 
@@ -42,7 +43,7 @@ def main() -> int:
     with contextlib.nullcontext() if is_main_process() else contextlib.redirect_stderr(io.StringIO()):
         command = parse(sys.argv[1:], DESCRIPTION)
     write = sys.stdout.write
-    sys.stdout.write = lambda text: write(fit_terminal(printable(text), sys.stdout))  # of names and texts of others too
+    sys.stdout.write = lambda text: write(fit_terminal(printable(text), sys.stdout))  # also what others wrote
     from training import commands  # imports torch, which --help does not wait for
 
     return commands.run(command)

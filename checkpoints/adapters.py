@@ -37,7 +37,7 @@ def add_adapter(weights: Mapping[str, Tensor], directory: Path, stored: Mapping[
         tensors = load_file(*find_weight_files(directory, WEIGHTS))
         matrices = {name.partition(".lora_")[0] for name in tensors if ".lora_" in name}
         if isinstance(targets, list) and not (fields.get("layers_to_transform") or fields.get("exclude_modules")):
-            ends = tuple(f".{target}.weight" for target in targets)  # of the matrices that must have A and B
+            ends = tuple(f".{target}.weight" for target in targets)  # names of the matrices that must have A and B
             matrices |= {PREFIX + name.removesuffix(".weight") for name in weights if f".{name}".endswith(ends)}
         for matrix in sorted(matrices):
             a, b = (tensors.pop(f"{matrix}.lora_{letter}.weight") for letter in "AB")

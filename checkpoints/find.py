@@ -30,8 +30,9 @@ def find_checkpoint(path: Path | str) -> Path:
         return download(model[1], model[3])
     if (path / "config.json").is_file() or (path / "adapter_config.json").is_file():
         return path
-    for save in saves_in(path):
-        return save
+    saves = saves_in(path)
+    if saves:
+        return saves[0]
     problem = f"{path} does not exist; give a directory with"
     if path.is_dir():
         check_format(path)

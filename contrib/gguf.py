@@ -227,9 +227,11 @@ def add_tokenizer(writer: gguf.GGUFWriter, checkpoint: Path, tokenizer: Tokenize
     # Without BOS, EOS stands between documents; llama.cpp would take some other id for BOS if none were given.
     writer.add_bos_token_id(tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id)
     writer.add_eos_token_id(tokenizer.eos_id)
-    for token in sorted(eos_ids(checkpoint, tokenizer.eos_id)):
-        if token != tokenizer.eos_id and 0 <= token < len(vocabulary.tokens):
-            writer.add_eot_token_id(token)  # llama.cpp has a place for one
-            break
+    ends = sorted(eos_ids(checkpoint, tokenizer.eos_id) - {tokenizer.eos_id})
+    ends = [token for token in ends if 0 <= token < len(vocabulary.tokens)]
+    if ends:
+        writer.add_eot_token_id(ends[0])
+    if len(ends) > 1:
+        note(f"note: llama.cpp has a place for one more end token, {ends[0]}; {ends[1:]} are left out")
     if tokenizer.chat_template is not None:
         writer.add_chat_template(tokenizer.chat_template)

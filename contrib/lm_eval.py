@@ -15,8 +15,8 @@ from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel, Pre
 from transformers.modeling_outputs import CausalLMOutput
 
 from checkpoints.find import find_checkpoint
-from checkpoints.pretrained import load_pretrained
-from errors import exit_on_user_error
+from checkpoints.pretrained import load_pretrained, open_checkpoint
+from errors import exit_on_user_error, note
 from model.decoder import Decoder
 from model.device import choose_device, choose_inference_dtype
 
@@ -49,10 +49,12 @@ class Prenorm(HFLM):
     def __init__(self, pretrained: str, device: str = "auto", dtype: str = "auto", **options):
         if device.startswith("cuda") and not torch.cuda.is_available():
             device = "auto"  # lm-eval's command line asks for cuda:0 where its user asked for nothing
-        checkpoint, device = find_checkpoint(pretrained), choose_device(device)
-        compute_dtype = choose_inference_dtype(dtype, device, torch.float32)
+            note("note: there is no CUDA device; computing on the CPU")
+        directory, device = find_checkpoint(pretrained), choose_device(device)
+        checkpoint = open_checkpoint(directory)
+        compute_dtype = choose_inference_dtype(dtype, device, checkpoint.dtype())
         decoder = load_pretrained(checkpoint, device=device, compute_dtype=compute_dtype, cast=True).eval()
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(checkpoint)
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(directory)
         super().__init__(TransformersModel(decoder), tokenizer=tokenizer, backend="causal", **options)
 
 

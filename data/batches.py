@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-IGNORE = -100  # the target that no loss counts
+IGNORED = -100  # the target that no loss counts, as `kernels.reference` has it
 Batch = tuple[np.ndarray, ...]  # inputs, targets and, where attention keeps documents apart, each input's document
 
 
@@ -75,11 +75,11 @@ def mix(values: np.ndarray) -> np.ndarray:
 def validation_windows(tokens: np.ndarray, sequence_length: int, batch_size: int) -> Iterator[Batch]:
     """Yield inputs and targets, int64 (batch_size, sequence_length), that predict every token but the first once.
 
-    All batches have one shape, so the last is padded with inputs 0 and targets -100, which no loss counts.
+    All batches have one shape, so the last is padded with inputs 0 and targets `IGNORED`.
     """
     size = batch_size * sequence_length
     for start in range(0, len(tokens) - 1, size):
         ids = np.asarray(tokens[start : start + size + 1], np.int64)
-        inputs, targets = np.zeros(size, np.int64), np.full(size, IGNORE, np.int64)
+        inputs, targets = np.zeros(size, np.int64), np.full(size, IGNORED, np.int64)
         inputs[: len(ids) - 1], targets[: len(ids) - 1] = ids[:-1], ids[1:]
         yield inputs.reshape(batch_size, sequence_length), targets.reshape(batch_size, sequence_length)

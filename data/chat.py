@@ -78,7 +78,7 @@ class ChatFormat:
         """The token that the template writes after an answer. Not every model lists it as EOS."""
         written = tokenizer.encode_special(text, BREAK).ids
         self.ends = {*ends, *(i for i in written if i in added and added[i].special)}
-        """What ends an answer: that token, and those that begin other turns, with which a small model may run on."""
+        """The tokens that end an answer: that one, and those that begin other turns, as small models may run on."""
 
     def encode(self, messages: Sequence[Message]) -> list[int]:
         """The token ids of the conversation, up to where the model's answer begins."""

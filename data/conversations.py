@@ -21,7 +21,7 @@ import numpy as np
 from filelock import FileLock
 from tqdm import tqdm
 
-from data.batches import IGNORE, Batch, draw
+from data.batches import IGNORED, Batch, draw
 from data.chat import ChatFormat, Message, plain_messages
 from data.readers import MESSAGES, decode, read_rows
 from data.sources import TextFile
@@ -69,9 +69,9 @@ class Conversations:
 
 
 def batch_of(rows: np.ndarray) -> Batch:
-    """Inputs, targets and documents, int64; targets that are not learned are `IGNORE`."""
+    """Inputs, targets and documents, int64; targets that are not learned are `IGNORED`."""
     ids, learned, documents = rows.astype(np.int64)
-    return ids[:, :-1], np.where(learned, ids, IGNORE)[:, 1:], documents[:, :-1]
+    return ids[:, :-1], np.where(learned, ids, IGNORED)[:, 1:], documents[:, :-1]
 
 
 def find_conversations(files: Sequence[TextFile]) -> str | None:
@@ -112,16 +112,17 @@ def write_rows(facts: Path, found: dict[int, Encoded], size: int, tokenizer: Tok
     is_held_out = split_documents(table, split) == VALIDATION
     if not is_held_out.any():
         is_held_out[-1] = True
+    train = [one for one, held_out in zip(found.values(), is_held_out, strict=True) if not held_out]
+    validation = [one for one, held_out in zip(found.values(), is_held_out, strict=True) if held_out]
     arrays, texts = [], []
-    for wanted in (False, True):
-        part = [one for one, held_out in zip(found.values(), is_held_out, strict=True) if held_out == wanted]
+    for part in (train, validation):
         rows = pack(part, size, tokenizer.dtype)
         texts.append(f"{len(part):,} conversations, {rows[1].sum():,} tokens to learn in {rows.shape[1]:,} rows")
         arrays.append(rows)
     with replacing(facts.with_suffix(".npy")) as file:
         np.save(file, np.concatenate(arrays, 1))
     text_hash = digest(*found)
-    asked = itertools.takewhile(lambda message: message["role"] != "assistant", part[0][0])
+    asked = itertools.takewhile(lambda message: message["role"] != "assistant", validation[0][0])
     description = f"{texts[0]}, hash {text_hash[:12]}\n  for validation {texts[1]}"
     question = list(asked) or [{"role": "user", "content": "Hello."}]
     values = dict(description=description, text_hash=text_hash, question=question, train_rows=arrays[0].shape[1])

@@ -75,7 +75,7 @@ class Corpus:
         return [self.tokenizer.decode(self.validation[start : start + 8]).rstrip("\ufffd ") for start in starts]
 
     def batch(self, **order: int) -> Batch:
-        """Some sequences of the run, see `batches.batch`."""
+        """The sequences of one step, see `batches.batch`."""
         return number_documents(batch(self.train, **order), self.document_start)
 
     def validation_batches(self, sequence_length: int, batch_size: int) -> Iterator[Batch]:

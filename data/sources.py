@@ -74,7 +74,7 @@ def resolve(names: Iterable[str], text_field: str, cache_dir: Path) -> list[Text
             left_out = Counter(Path(path).suffix or "without a suffix" for path in paths if not find_format(path))
             if left_out:
                 kinds = ", ".join(f"{count} {suffix}" for suffix, count in left_out.most_common(8))
-                note(f"left out of {name}: {kinds}; export or rename to .txt what should be read")
+                note(f"left out of {name}: {kinds}; export what should be read as .txt")
         elif glob.has_magic(path):
             found = text_files(sorted(glob.glob(path, recursive=True)), text_field)
         else:
@@ -87,7 +87,7 @@ def resolve(names: Iterable[str], text_field: str, cache_dir: Path) -> list[Text
 
 
 def text_files(paths: Iterable[str | Path], text_field: str, optional: bool = True) -> list[TextFile]:
-    """Those of the paths that are files of known formats, not pipes or folders."""
+    """The paths that are files of known formats, not pipes or folders."""
     files = []
     for path in paths:
         format = find_format(path)

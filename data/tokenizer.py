@@ -150,7 +150,7 @@ class Tokenizer:
             self._tokenizer.normalizer, self._tokenizer.encode_special_tokens = normalizer, True
 
     def for_conversations(self) -> "Tokenizer":
-        """Itself, with `CHAT_TEMPLATE` if it has no template but the tokens for roles, as those trained here."""
+        """This tokenizer, with `CHAT_TEMPLATE` if it has tokens for roles and no template, as those trained here."""
         names = {token.content: i for i, token in self.added_tokens.items()}
         if self.chat_template is not None or not names.keys() >= {*TURNS}:
             return self
@@ -181,7 +181,7 @@ class Tokenizer:
             return found
 
     def _find_bos(self) -> int | None:
-        """From the configuration or, if it does not say, what the post-processor puts in front of a text."""
+        """The id of BOS: from the configuration or, if it does not say, what the post-processor puts before a text."""
         if "add_bos_token" not in self.config:
             plain, full = self.encode("a"), self._tokenizer.encode("a").ids
             return full[0] if full[:1] != plain[:1] else None
@@ -190,7 +190,7 @@ class Tokenizer:
         return None
 
     def _find_eos(self) -> int:
-        """From the configuration, or the first of generation_config.json."""
+        """The id of EOS: from the configuration, or the first of generation_config.json."""
         eos = self._tokenizer.token_to_id(self.special_tokens.get("eos_token", ""))
         if eos is None:
             eos = self.fields("generation_config.json").get("eos_token_id")

@@ -76,7 +76,7 @@ def write_ids(file: BinaryIO, documents: Iterable[Document], tokenizer: Tokenize
     begin = np.array([] if tokenizer.bos_id is None else [tokenizer.bos_id], tokenizer.dtype)
     end = np.array([tokenizer.eos_id], tokenizer.dtype)
     table = array("Q")
-    content, size, tokens = hashlib.blake2b(digest_size=8), 0, 0  # of a document so far
+    content, size, tokens = hashlib.blake2b(digest_size=8), 0, 0  # hash and sizes of the document so far
     for blocks in batches(documents):
         for block, ids in zip(blocks, tokenizer.encode_batch(blocks), strict=True):
             if block != END:
@@ -142,10 +142,10 @@ def group_files(files: Iterable[TextFile]) -> Iterator[tuple[TextFile, ...]]:
 
 
 def work(units: list[Unit], threads: int) -> None:
-    """What each other process does. Where something is wrong it just ends, and the main process meets that, too."""
+    """Prepare units in another process. On an error it only ends: the main process meets the same error."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C does
     end_with_parent()
-    os.environ["RAYON_NUM_THREADS"] = str(threads)  # of the tokenizers library
+    os.environ["RAYON_NUM_THREADS"] = str(threads)  # threads of the tokenizers library
     with contextlib.suppress(Exception):
         for unit in units:
             unit.prepare(timeout=0)

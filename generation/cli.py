@@ -16,7 +16,7 @@ from checkpoints.inference import quantize_matrices
 from checkpoints.pretrained import Checkpoint, load_pretrained
 from data.chat import ChatFormat
 from data.tokenizer import Tokenizer
-from errors import UserError, printable, reading
+from errors import UserError, fit_terminal, printable, reading
 from generation.conversation import Conversation
 from generation.generate import MAX_CPU_SEQUENCES, check_prompts, encode_prompt, generate, has_cpu_step, tokens_after
 from generation.settings import Settings
@@ -34,7 +34,7 @@ def run(settings: Settings, directory: Path, prompts: Sequence[str]) -> None:
         log(f"written: {settings.merge}; try it: python generate.py {shlex.quote(str(settings.merge))}")
         return
     if settings.chat and tokenizer.chat_template is None:
-        teach = f"python train.py --init-from {shlex.quote(str(directory))} --data python-chat, or your own chat.jsonl"
+        teach = f"python train.py --init-from {shlex.quote(str(directory))} --data python-chat --learning-rate 1e-3"
         raise UserError(f"{directory} has no chat template, so it only continues text; teach it to talk: {teach}")
     if settings.chat:
         chat = ChatFormat(tokenizer, settings.system)
@@ -158,7 +158,7 @@ def write(text: str) -> None:
 
 def log(line: str) -> None:
     """Print a line to standard error."""
-    print(printable(line), file=sys.stderr, flush=True)
+    print(fit_terminal(printable(line), sys.stderr), file=sys.stderr, flush=True)
 
 
 def read_line() -> str:

@@ -194,12 +194,18 @@ def tokens_after(tokenizer: Tokenizer, prompt: str) -> list[int] | None:
     return tokenizer.tokens_with_space if prompt.endswith(" ") else None
 
 
+class PromptTooLong(UserError):
+    """A prompt that leaves no room in the model's context."""
+
+    code = "context_length_exceeded"  # as OpenAI's API calls it
+
+
 def check_prompts(prompts: Sequence[Sequence[int]], context: int) -> None:
-    """Raise `UserError` for a prompt that leaves no position of the model's context for a new token."""
+    """Raise `PromptTooLong` for a prompt that leaves no position of the model's context for a new token."""
     for number, prompt in enumerate(prompts, 1):
         if len(prompt) >= context:
             name = f"prompt {number}" if len(prompts) > 1 else "the prompt"
-            raise UserError(
+            raise PromptTooLong(
                 f"{name} has {len(prompt)} tokens, but the model's context is {context} tokens for prompt and "
                 f"continuation together; shorten it to at most {context - 1} tokens."
             )

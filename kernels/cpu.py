@@ -2,7 +2,7 @@
 
 On a CPU a small model spends its time moving data: every operation reads and writes whole tensors, and autograd keeps
 float32 copies of what the reference upcasts. Here each function keeps only what its backward pass needs, in the
-activations' dtype, and writes in place where it owns the memory. docs/kernels.md has the measurements.
+activations' dtype, and writes in place where it owns the memory. docs/lab/training-cpu.md has the measurements.
 
 A few of torch's own kernels are called (torch.ops.aten, torch.ops.mkldnn, torch._softmax_backward_data). They are no
 public interface, but stable in the versions that requirements.txt allows, and tests/kernels check.

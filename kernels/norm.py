@@ -17,8 +17,8 @@ from torch.autograd.function import once_differentiable
 from kernels import reference
 from kernels.launch import as_rows, max_warps, multiprocessors, register_op, tile_width
 
-# Of a row, padded to a power of two: with more, LayerNorm's backward pass spills registers, which also hold the sums of
-# dweight and dbias, and two tiles of dy, ds and s exceed the 99 KB of shared memory that a program has from Ampere on.
+# The widest row, padded to a power of two: with more, LayerNorm's backward pass spills registers, which also hold the
+# sums of dweight and dbias, and two tiles of dy, ds and s exceed the 99 KB of shared memory of a program (Ampere on).
 MAX_ROW_BYTES = 16384
 REGISTERS = 65536  # 32-bit registers of a multiprocessor, which its programs share
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-IGNORED = -100  # a target that does not count
+IGNORED = -100  # the target that no loss counts
 
 
 def normalize(

@@ -111,7 +111,7 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """Logits of tokens (B, T) int64: float32 (B, T, V), or (B, 1, V) of the last position with `last_only`.
 
-        targets (B, T) int64, -100 to ignore a position: return losses instead, in nats, float32 (B, T), 0 if ignored.
+        targets (B, T) int64: return the losses instead, in nats, float32 (B, T), 0 where a target is `IGNORED`.
         token_weights, float32 (B, T) or 0-dimensional: return the sum of weight times loss, cheaper to train on.
         documents (B, T) int64: the number of each token's document, without a cache. A token sees its own document
         alone; its rotary position is still its place in the row, since attention depends on differences of positions.
@@ -180,17 +180,17 @@ def generator_for(seed: int, name: str) -> torch.Generator:
 
 
 @torch.no_grad()
-def attend_to_previous_token(decoder: Decoder, gap: float = 4.0, pairs: int = 6) -> None:
+def attend_to_previous_token(decoder: Decoder) -> None:
     """Set biases of q and k so that the first head of the first layer attends to the token before each token.
 
     Heads that copy what followed an earlier occurrence need one below them (Olsson et al. 2022, arXiv 2209.11895). k's
     bias is a in the first of the two elements of the fastest pairs, q's the same turned back by a position: the score
-    at distance n is a^2 sum cos((n - 1) theta_i) / sqrt(d), and at n = 1 `gap` larger than at 0 and 2.
+    at distance n is a^2 sum cos((n - 1) theta_i) / sqrt(d), and at n = 1 by 4 larger than at 0 and 2.
     """
     attention = decoder.layers[0].self_attn
-    cos, sin = decoder.rope.cos[1, :pairs], decoder.rope.sin[1, :pairs]
+    cos, sin = decoder.rope.cos[1, :6], decoder.rope.sin[1, :6]
     pairs, half = len(cos), decoder.rope.cos.shape[1]  # d / 2; a pair is the elements i and i + d / 2
-    a = (gap * math.sqrt(2 * half) / (1 - cos).sum()).sqrt()
+    a = (4.0 * math.sqrt(2 * half) / (1 - cos).sum()).sqrt()
     q, k = attention.qkv_proj.bias, attention.qkv_proj.bias[2 * half * attention.heads :]
     q[:pairs] = a * cos
     q[half : half + pairs] = -a * sin

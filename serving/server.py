@@ -4,6 +4,7 @@ import asyncio
 import json
 import secrets
 import time
+from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -63,6 +64,37 @@ class Server(uvicorn.Server):
     async def answer(self, http: requests.Request) -> responses.Response:
         kind = ChatRequest if http.url.path == "/v1/chat/completions" else CompletionRequest
         request = self.read(await read_body(http), kind)
+        answer, steps = self.submit(http, request)
+        about = {"id": f"cmpl-{secrets.token_hex(12)}", "object": "text_completion"}
+        if kind is ChatRequest:
+            chunk = ".chunk" if request.stream else ""
+            about = {"id": f"chat{about['id']}", "object": f"chat.completion{chunk}"}
+        about |= {"model": request.model, "created": int(time.time())}
+
+        def response(steps: list[Step], **usage: dict) -> str:
+            return json.dumps(about | {"choices": to_choices(request, steps)} | usage)
+
+        async def chunks(step: Step | None) -> AsyncIterator[str]:
+            while step is not None:
+                yield f"data: {response([step])}\n\n"
+                step = await steps.get()
+            if answer.exception():
+                yield f"data: {refuse(http, answer.exception()).body.decode()}\n\n"
+            elif request.stream_options.get("include_usage"):
+                yield f"data: {response([], usage=answer.result())}\n\n"
+            yield "data: [DONE]\n\n"
+
+        emitted, step = [], await steps.get()
+        if request.stream and step is not None:  # else it has failed
+            return responses.StreamingResponse(chunks(step), media_type="text/event-stream")
+        while step is not None:
+            emitted.append(step)
+            step = await steps.get()
+        usage = await answer
+        return responses.Response(response(emitted, usage=usage), media_type="application/json")
+
+    def submit(self, http: requests.Request, request: Request) -> tuple[asyncio.Future, asyncio.Queue]:
+        """Give a request to the worker: its usage, and a queue of its steps, which None ends."""
         model = self.find(request.model)
         if len(self.answers) > MAX_WAITING:
             raise exceptions.HTTPException(429, f"{MAX_WAITING} requests are waiting; try again later")
@@ -77,34 +109,9 @@ class Server(uvicorn.Server):
         answer = loop.run_in_executor(self.worker, model.answer, request, emit)
         self.answers.add(answer)
         answer.add_done_callback(self.answers.discard)
-        answer.add_done_callback(steps.put_nowait)
+        answer.add_done_callback(lambda _: steps.put_nowait(None))
         left.add_done_callback(lambda _: answer.cancel())  # if it has not begun
-        about = {"id": f"cmpl-{secrets.token_hex(12)}", "object": "text_completion"}
-        if kind is ChatRequest:
-            chunk = ".chunk" if request.stream else ""
-            about = {"id": f"chat{about['id']}", "object": f"chat.completion{chunk}"}
-        about |= {"model": request.model, "created": int(time.time())}
-
-        def response(steps: list[Step], **usage: dict) -> str:
-            return json.dumps(about | {"choices": to_choices(request, steps)} | usage)
-
-        async def chunks(step: Step | asyncio.Future):
-            while step is not answer:
-                yield f"data: {response([step])}\n\n"
-                step = await steps.get()
-            if answer.exception():
-                yield f"data: {refuse(http, answer.exception()).body.decode()}\n\n"
-            elif request.stream_options.get("include_usage"):
-                yield f"data: {response([], usage=answer.result())}\n\n"
-            yield "data: [DONE]\n\n"
-
-        if request.stream:
-            first = await steps.get()
-            if first is not answer:  # which has failed
-                return responses.StreamingResponse(chunks(first), media_type="text/event-stream")
-        usage = await answer
-        emitted = [steps.get_nowait() for _ in range(steps.qsize() - 1)]  # all but the answer itself
-        return responses.Response(response(emitted, usage=usage), media_type="application/json")
+        return answer, steps
 
 
 async def read_body(http: requests.Request) -> bytes:
@@ -127,4 +134,5 @@ def refuse(http: requests.Request, error: Exception) -> responses.JSONResponse:
     status = getattr(error, "status_code", 400 if isinstance(error, UserError) else 500)
     message = getattr(error, "detail", str(error) if status < 500 else repr(error))
     kind = "invalid_request_error" if status < 500 else "server_error"
-    return responses.JSONResponse({"error": {"message": message, "type": kind, "param": None, "code": None}}, status)
+    about = {"message": message, "type": kind, "param": None, "code": getattr(error, "code", None)}
+    return responses.JSONResponse({"error": about}, status)

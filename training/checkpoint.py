@@ -57,7 +57,7 @@ def finish_save(target: Path, state: State) -> None:
 
 
 def delete(directory: Path) -> None:
-    """Delete a directory; of a link or a file, which a run of others may have, only that."""
+    """Delete a directory, or the link or file of that name that a run of others may have."""
     if directory.is_symlink() or directory.is_file():
         directory.unlink()
     shutil.rmtree(directory, ignore_errors=True)

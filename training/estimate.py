@@ -15,13 +15,13 @@ from model.count import flops_per_token, layer_matrices, num_parameters
 from model.decoder import Decoder
 from model.device import choose_device, choose_training_dtype, device_name
 from training.processes import ALONE
-from training.session import prepare_corpus, prepare_training
+from training.session import epochs, prepare_corpus, prepare_training
 from training.settings import Settings
 from training.step import train_step
 
 STEPS = 3
-QUICK_FLOPS, MAX_FLOPS = 5e11, 5e12  # of a step that is measured on a CPU: seconds, and a minute
-BYTES_PER_TOKEN = 3.5  # of text: see TOKENIZER_BYTES in data/corpus.py
+QUICK_FLOPS, MAX_FLOPS = 5e11, 5e12  # work of a step that a CPU measures: seconds, and at most a minute
+BYTES_PER_TOKEN = 3.5  # bytes of text: see TOKENIZER_BYTES in data/corpus.py
 
 
 def estimate(settings: Settings) -> float:
@@ -38,7 +38,7 @@ def estimate(settings: Settings) -> float:
     print(f"training  {tokens:,} tokens in {steps:,} steps of {data.batch_size} sequences of {data.sequence_length}")
     if not any(name in KNOWN or name.startswith("hub:") for name in data.data):  # on this machine
         size = sum(file.size for file in resolve(data.data, data.text_field, Path(data.cache))) / BYTES_PER_TOKEN
-        print(f"epochs    about {tokens / size:.2g} of {size / 1e6:.3g}M tokens")
+        print(f"text      about {epochs(tokens, size)}")
     print(f"compute   {flops * tokens:.2e} FLOPs, {flops / 1e6:,.1f} million per token")
     print(
         f"memory    {format_bytes(2 * weights + moments + kept)}: weights {format_bytes(weights)}, gradients "
@@ -62,22 +62,25 @@ def memory(settings: Settings, dtype: torch.dtype, device: torch.device) -> tupl
     if settings.optimizer.optimizer == "muon":  # it keeps one moment, AdamW two
         moments -= 4 * model.num_hidden_layers * layer_matrices(model)
     tokens = (data.micro_batch_size or data.batch_size) * data.sequence_length
-    kept = tokens * dtype.itemsize * kept_elements(model, settings.machine.activation_checkpointing)
+    fused = kernels.implementation(device) is kernels.gpu
+    kept = tokens * dtype.itemsize * kept_elements(model, settings.machine.activation_checkpointing, fused)
     logits = tokens * dtype.itemsize * model.vocab_size  # or their gradient
-    if kernels.implementation(device) is kernels.gpu:  # some tokens at a time
+    if fused:  # some tokens at a time
         logits = min(logits, kernels.gpu.WORKSPACE)
     return weights, moments, kept + logits
 
 
-def kept_elements(config: ModelConfig, checkpointing: bool) -> int:
-    """Elements that the forward pass keeps per token, without logits. What is not fused keeps more.
+def kept_elements(config: ModelConfig, checkpointing: bool, fused: bool) -> int:
+    """Elements that the forward pass keeps per token, without logits.
 
-    A layer keeps the inputs and outputs of two norms; the packed q, k and v, and these rotated; the attention's output;
-    the MLP's packed gate and up, and their product. With checkpointing, each layer keeps its two inputs, and one layer
-    at a time is computed again.
+    A layer keeps the inputs and outputs of two norms; q, k and v, rotated; the attention's output; and the MLP's packed
+    gate and up. What is not `fused` also keeps q, k and v as they were packed, and the product of gate and up. With
+    checkpointing, each layer keeps its two inputs, and one layer at a time is computed again.
     """
     width, heads = config.hidden_size, config.num_attention_heads + config.num_key_value_heads
-    layer = 4 * width + 3 * heads * config.resolved_head_dim + 3 * config.intermediate_size
+    layer = 4 * width + 2 * heads * config.resolved_head_dim + 2 * config.intermediate_size
+    if not fused:
+        layer += heads * config.resolved_head_dim + config.intermediate_size
     layers = config.num_hidden_layers * 2 * width + layer if checkpointing else config.num_hidden_layers * layer
     return layers + 2 * width  # the final norm
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from data.batches import Batch
+from data.batches import IGNORED, Batch
 from model.decoder import Decoder
 from training.processes import ALONE, Processes
 
@@ -53,7 +53,7 @@ def evaluate(
     for i, batch in enumerate(windows):
         if i % processes.count == processes.rank:
             nats += model(*(torch.from_numpy(array).to(device) for array in batch)).sum().item()
-            tokens += int((batch[1] >= 0).sum())
+            tokens += int((batch[1] != IGNORED).sum())
     if i % processes.count < processes.rank:  # a sharded model runs in all processes or in none
         model(*(torch.from_numpy(array).to(device) for array in batch))
     model.train()

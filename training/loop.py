@@ -65,7 +65,7 @@ def train(settings: Settings, run_dir: Path, *, resume: bool = False) -> int:
     """
     session = set_up(settings, run_dir, resume=resume)
     processes, stopped_by, saved = session.processes, 0, True
-    processes.max(0)  # waits: all have read the save that `open_run` may rename
+    processes.wait()  # all have read the save that `open_run` may rename
     if processes.is_main:
         open_run(session, run_dir)
     hidden = None if processes.is_main else True  # None: hidden where standard error is no terminal

@@ -40,7 +40,8 @@ class Muon(torch.optim.Optimizer):
         self.adamw.step()
         lr, decay = self.matrices["lr"], self.matrices["weight_decay"]
         parameters = [parameter for parameter in self.matrices["params"] if parameter.grad is not None]
-        updates, same_shape = [], defaultdict(list)  # (R, C + 1): momentum, and the mean squares of rows
+        # (R, C + 1) each: one column more than the momentum has the mean squares of rows, so one gather moves both.
+        updates, same_shape = [], defaultdict(list)
         for parameter in parameters:
             state = self.state[parameter]
             if "momentum_buffer" not in state:
@@ -59,7 +60,8 @@ class Muon(torch.optim.Optimizer):
         for parameter, packed in zip(parameters, updates, strict=True):
             update = packed[:, :-1]
             self.state[parameter]["row_squares"].copy_(packed[:, -1:])
-            parameter.sub_(parameter * (update * parameter > 0), alpha=lr * decay)
+            same_sign = update * parameter > 0  # decay only where the update shrinks the weight, too
+            parameter.sub_(parameter * same_sign, alpha=lr * decay)
             parameter.sub_(update, alpha=lr)
 
 

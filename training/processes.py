@@ -56,8 +56,13 @@ class Processes:
         """Raise `UserError` in all processes unless each has the same values, by their `repr`."""
         for name, value in values.items():
             number = int(hashlib.blake2b(repr(value).encode(), digest_size=6).hexdigest(), 16)  # exact as a float64
-            if self.max(number) != -self.max(-number):
+            least, most = -self.max(-number), self.max(number)
+            if least != most:
                 raise UserError(f"the {name} of the processes differ; give all the same files, settings and Python.")
+
+    def wait(self) -> None:
+        """Return when all processes have come here."""
+        self.max(0)
 
     def max(self, value: float) -> float:
         """The maximum of a value over the processes."""

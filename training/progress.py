@@ -40,7 +40,8 @@ def show_evaluation(session: Session, bar: tqdm, result: Evaluation) -> None:
     bar.write(f"step {session.state.step}: validation {result}")
     losses = [line["validation_loss"] for line in metrics.read(session.run_dir) if "validation_loss" in line]
     rises = [after > before for before, after in itertools.pairwise(losses)]
-    if rises[-3:] in ([True, True], [False, True, True]):  # said once
+    risen_twice, said_before = all(rises[-2:]) and len(rises) >= 2, all(rises[-3:]) and len(rises) >= 3
+    if risen_twice and not said_before:
         bar.write(RISING)
     if session.state.step < session.steps and not session.sharded:  # sharded, each token would gather all weights
         bar.write(samples(session, sample_prompts(session)[:1]))
@@ -92,6 +93,8 @@ def report_end(session: Session) -> None:
             pretrained.load_weights(session.model, best)
         print(samples(session, sample_prompts(session)))
     words = "--chat"
+    if state.best_validation_loss > math.log(session.model.config.vocab_size):
+        print("note: it predicts this text worse than chance; give more text, or fewer tokens with --vocab-size 500")
     if isinstance(corpus, Corpus):
         print(f"xz -9e on the same text: {corpus.xz_bits_per_byte():.4f} bits per byte; text hash {corpus.text_hash}")
         words = shlex.quote(printable(" ".join(sample_prompts(session)[0].split()[:5])))

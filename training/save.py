@@ -42,7 +42,8 @@ def save(session: Session, validation_loss: float | None = None) -> bool:
             break
     if failed == processes.rank + 1:  # one of those with an error
         for target in targets:
-            shutil.rmtree(candidates(target)[1], ignore_errors=True)  # it may fill the disk
+            _, unfinished, _ = candidates(target)
+            shutil.rmtree(unfinished, ignore_errors=True)  # it may fill the disk
         print(f"note: step {state.step} is not saved ({error}); {describe_saves(session.run_dir)}", flush=True)
     if not failed:
         session.state = state
@@ -66,7 +67,7 @@ def write_tensors(session: Session, _: State, targets: list[Path]) -> None:
     part = f"-{rank + 1:05}-of-{count:05}" if session.sharded else ""
     ids = dict(bos_token_id=tokenizer.bos_id, eos_token_id=tokenizer.eos_id)
     for target in targets:
-        directory = candidates(target)[1]
+        _, directory, _ = candidates(target)
         pretrained.save_pretrained(model, directory, **ids, state=weights, file=f"model{part}.safetensors")
         if target.name == "last":
             save_tensors(moments, directory / f"training_state{part}.safetensors")
@@ -74,11 +75,11 @@ def write_tensors(session: Session, _: State, targets: list[Path]) -> None:
 
 
 def complete(session: Session, state: State, targets: list[Path]) -> None:
-    """In the main process: write the other files, with the indexes of several, and replace the saves before."""
+    """Write the other files and the indexes of several, in the main process, and replace the saves before."""
     if not session.processes.is_main:
         return
     for target in targets:
-        directory = candidates(target)[1]
+        _, directory, _ = candidates(target)
         session.corpus.tokenizer.save(directory)  # it may have a generation_config.json of its own
         path = directory / "generation_config.json"
         recommended = read_json(path)

@@ -4,7 +4,7 @@ import math
 
 from training.settings import DataSettings, OptimizerSettings
 
-SHORTER = 0.4  # of the steps have sequences shorter than --sequence-length, with --first-sequence-length
+SHORTER = 0.4  # share of the steps with shorter sequences than --sequence-length, with --first-sequence-length
 
 
 def learning_rate(step: int, steps: int, settings: OptimizerSettings) -> float:

@@ -12,6 +12,7 @@ from torch import nn
 
 import kernels
 from checkpoints import pretrained
+from checkpoints.families import load_config
 from data.batches import Batch
 from data.conversations import Conversations
 from data.corpus import Corpus, prepare
@@ -150,12 +151,17 @@ def open_text(settings: Settings, last: Path | None, processes: Processes, log: 
         )
     if not is_text and settings.data.first_sequence_length not in (None, length):
         raise UserError("--first-sequence-length would cut conversations into parts; use --first-sequence-length None.")
-    epochs = f"{steps * size / sequences:.3g} epochs of {sequences * length / 1e6:.3g}M tokens"
-    log(f"text: {corpus.description}\n  {steps:,} steps: {epochs}")
+    log(f"text: {corpus.description}\n  {steps:,} steps: {epochs(steps * size * length, sequences * length)}")
     if last is None and settings.run.init_from is None and settings.data.tokenizer is None:
         model = dataclasses.replace(settings.model, vocab_size=corpus.tokenizer.vocab_size)
         settings = dataclasses.replace(settings, model=model)
     return settings, corpus
+
+
+def epochs(read: float, tokens: float) -> str:
+    """How often a text is read, in words."""
+    times = f"{read / tokens:,.0f}" if read >= 10 * tokens else f"{read / tokens:.3g}"
+    return f"{times} epochs of {tokens / 1e6:.3g}M tokens"
 
 
 def prepare_corpus(settings: Settings, last: Path | None = None) -> Text:
@@ -210,7 +216,7 @@ def load_given_weights(model: Decoder, directory: str, center: bool, log: Log) -
     for what, names in (("new", new), ("dropped", dropped)):
         if names:
             log(f"  {len(names)} {what}: {', '.join(names)}")
-    before = pretrained.load_config(directory)
+    before = load_config(directory)
     if center and (before.norm, before.norm_placement, model.config.norm) == ("layer", "pre", "rms"):
         log("  LayerNorm to RMSNorm: weights centered")
         center_residual_writers(model)

@@ -91,7 +91,7 @@ class OptimizerSettings:
     steps: int = 1000  # Number of optimizer steps.
     learning_rate: float = 3e-3  # Peak learning rate.
     embedding_lr_multiplier: float = 1.0  # Learning rate of embedding and head, in multiples of --learning-rate.
-    norm_lr_multiplier: float = 1.0  # That of the norms' parameters and of biases, in multiples of --learning-rate.
+    norm_lr_multiplier: float = 1.0  # Learning rate of norms and biases, in multiples of --learning-rate.
     schedule: Literal["cosine", "wsd"] = "wsd"  # After the warm-up: cosine decay, or constant and then a linear one.
     warmup_steps: int = 50  # Steps of linear warm-up.
     decay_fraction: float = 0.5  # Fraction of the steps that wsd spends in its decay, at the end.
@@ -110,7 +110,7 @@ class MachineSettings:
 
     device: str = "auto"  # auto (CUDA, else MPS, else CPU) or a torch device such as cuda:1.
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Of activations; weights stay float32. auto: bfloat16 if that is fast, else float16 on CUDA, else float32."""
+    """Dtype of activations; weights stay float32. auto: bfloat16 if it is fast, else float16 on CUDA, else float32."""
     kernels: Literal["auto", "triton", "torch"] = "auto"  # Fused Triton kernels, or plain PyTorch.
     compile: bool = False  # Compile the model with torch.compile: slow first step, faster training.
     activation_checkpointing: bool = False  # Recompute activations in the backward pass: less memory, more time.
@@ -163,9 +163,11 @@ class Settings:
     def __post_init__(self) -> None:
         """Raise `UserError` for values that cannot work."""
         data, model, run = self.data, self.model, self.run
+        if not data.data:
+            raise UserError("--data needs a file, a folder or another text; leave it out for that of Python itself.")
         check_numbers(vars(run) | vars(data) | vars(self.optimizer) | vars(self.machine))
-        lora = run.lora and run.init_from and self.optimizer.optimizer == "adamw" and run.train_only == "all"
-        if (run.lora or run.lora_alpha) and not lora:
+        lora_works = self.optimizer.optimizer == "adamw" and run.train_only == "all" and run.init_from is not None
+        if (run.lora or run.lora_alpha) and not (run.lora and lora_works):
             raise UserError("LoRA needs --lora RANK, --init-from MODEL, --optimizer adamw and --train-only all.")
         length, first = data.sequence_length, data.first_sequence_length or data.sequence_length
         if length > model.max_position_embeddings:
@@ -198,6 +200,8 @@ def parse(arguments: list[str], description: str) -> Command:
     """
     if any(argument.partition("=")[0] == "--epochs" for argument in arguments):
         raise UserError("--epochs is not a setting: training is measured in --steps, each of --batch-size sequences.")
+    if arguments and not arguments[0].startswith("-"):
+        raise UserError(f"{arguments[0]} is no flag; give a text with --data {arguments[0]}.")
     if "-h" in arguments or "--help" in arguments:
         print(description)
         sys.exit()
@@ -223,7 +227,7 @@ def parse(arguments: list[str], description: str) -> Command:
 
 
 def defaults(sources: argparse.Namespace) -> Command:
-    """What holds for flags that are not given: the run to resume, or the TOML file and the shape of --init-from."""
+    """The defaults of all flags: the run to resume, or the TOML file and the shape of --init-from."""
     config = sources.config or ("finetune" if sources.init_from else "tiny")
     if sources.resume is None:
         settings = load_settings(config_path(config))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from data.batches import Batch
+from data.batches import IGNORED, Batch
 from errors import UserError
 from training.processes import Processes
 
@@ -47,11 +47,11 @@ def train_step(
     """Take one optimizer step; returns the loss in nats per token and the gradient's norm before clipping.
 
     micro_batches: this process's inputs, targets and, if need be, documents, each int64 (b, T), on the host or the
-    device; a target of -100 is not predicted. The loss is the mean over the predicted tokens of all processes.
+    device; a target `IGNORED` is not predicted. The loss is the mean over the predicted tokens of all processes.
     Under float16 a gradient that overflows makes the scaler skip the update; the returned norm is then infinite.
     Any other loss or gradient that is not finite raises `Diverged` and leaves the weights as they were.
     """
-    predicted = sum(int((targets >= 0).sum()) for _, targets, *_ in micro_batches)
+    predicted = sum(int((targets != IGNORED).sum()) for _, targets, *_ in micro_batches)
     predicted = max(1, processes.sum(predicted)[0])
     # One weight for all tokens. DistributedDataParallel averages gradients over the processes, we want their sum.
     weight = torch.full((), processes.count / predicted, device=device)

@@ -64,7 +64,7 @@ def test_only_gate_and_up_are_kept_for_the_backward_pass_in_their_dtype(kernel, 
     assert kernel.__name__.endswith("reference") or sum(t.nbytes for t in kept) == 2 * 6 * 96
 
 
-# Float32 sums of about a hundred products, twice: 1e-6. In bfloat16 the two products, that of gate and up and (on a CPU)
+# Float32 sums of about a hundred products, twice: 1e-6. In bfloat16 both products, that of gate and up and (on a CPU)
 # silu are rounded, each 1.66e-3, and each output adds the errors of three of them: 5e-3.
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 5e-3)])
 def test_the_mlp_equals_the_float64_definition_and_keeps_no_hidden_elements(kernel, draw, relative, dtype, tolerance):

@@ -14,8 +14,10 @@ from training.settings import CONFIGS, config_path, load_settings
 CPU = torch.device("cpu")
 
 
-def test_the_formula_counts_what_the_forward_pass_keeps(settings):
-    kept = {}
+@pytest.mark.parametrize("name", ["cpu", "gpu"])
+def test_the_formula_counts_what_the_forward_pass_keeps(settings, name, monkeypatch):
+    chosen, kept = pytest.importorskip(f"kernels.{name}"), {}
+    monkeypatch.setattr(kernels, "implementation", lambda device: chosen)
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
@@ -28,7 +30,7 @@ def test_the_formula_counts_what_the_forward_pass_keeps(settings):
     found = sum(storage.nbytes() for address, storage in kept.items() if address not in weights)
     assert estimate.memory(settings, torch.float32, CPU)[2] == pytest.approx(found, rel=0.05)
     deep = dataclasses.replace(settings.model, num_hidden_layers=8)
-    assert estimate.kept_elements(deep, True) < 0.5 * estimate.kept_elements(deep, False)
+    assert estimate.kept_elements(deep, True, True) < 0.5 * estimate.kept_elements(deep, False, True)
 
 
 @pytest.mark.parametrize(
@@ -46,4 +48,4 @@ def test_a_small_run_is_timed(flags, optimizer, capsys):
     estimate.estimate(settings_of(*flags, "--optimizer", optimizer))
     out = capsys.readouterr().out
     assert re.search(r"time +\d+ seconds on CPU, 1 threads: \S+ s a step, the fastest of 3 with 8 sequences", out)
-    assert "epochs    about 0.37 of 0.02" in out
+    assert "text      about 0.37" in out and "epochs of 0.02" in out
