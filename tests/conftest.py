@@ -279,8 +279,7 @@ def tokens() -> torch.Tensor:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """One line at the end: why tests were skipped, and how many."""
-    reasons = Counter(
-        report.longrepr[2].removeprefix("Skipped: ") for report in terminalreporter.stats.get("skipped", [])
-    )
+    skipped = terminalreporter.stats.get("skipped", [])
+    reasons = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in skipped)
     if reasons:
         terminalreporter.line("not tested here: " + "; ".join(f"{why} ({count})" for why, count in reasons.items()))

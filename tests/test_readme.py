@@ -73,9 +73,8 @@ def test_the_readme_links_every_document_and_lists_every_package():
 
 def test_both_languages_of_the_readme_have_the_same_code():
     for pattern in (r"^(?:python|pip|lm_eval)(?: \S+)+", r"```python\n.*?```", r"\]\((docs/\w+\.png)\)"):
-        found = [
-            re.findall(pattern, TEXTS[ROOT / name], re.MULTILINE | re.DOTALL) for name in ("README.md", "README.zh.md")
-        ]
+        texts = README, TEXTS[ROOT / "README.zh.md"]
+        found = [re.findall(pattern, text, re.MULTILINE | re.DOTALL) for text in texts]
         assert found[0] == found[1] and found[0]
 
 

@@ -6,12 +6,14 @@ import re
 import pytest
 import torch
 
+import kernels
 from model.decoder import Decoder
 from tests.training.runs import settings_of
 from training import estimate
-from training.settings import CONFIGS, config_path, load_settings
+from training.settings import CONFIGS, load_settings
 
 CPU = torch.device("cpu")
+MODELS = sorted(path for path in CONFIGS.glob("*.toml") if "[model]" in path.read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize("name", ["cpu", "gpu"])
@@ -33,11 +35,8 @@ def test_the_formula_counts_what_the_forward_pass_keeps(settings, name, monkeypa
     assert estimate.kept_elements(deep, True, True) < 0.5 * estimate.kept_elements(deep, False, True)
 
 
-@pytest.mark.parametrize(
-    "config", sorted(path.stem for path in CONFIGS.glob("*.toml") if "[model]" in path.read_text(encoding="utf-8"))
-)
-def test_the_header_of_a_config_states_the_memory_of_the_formula(config):
-    path = config_path(config)
+@pytest.mark.parametrize("path", MODELS, ids=lambda path: path.stem)
+def test_the_header_of_a_config_states_the_memory_of_the_formula(path):
     weights, moments, kept = estimate.memory(load_settings(path), torch.bfloat16, CPU)
     stated = re.search(r"# Memory: (\S+ [MG]B), by the formula", path.read_text(encoding="utf-8"))[1]
     assert stated == estimate.format_bytes(2 * weights + moments + kept)

@@ -17,7 +17,6 @@ from training.loop import train_steps
 
 @pytest.fixture(scope="module")
 def start(flags, finished_run) -> list[str]:
-    """The flags of a run of 12 steps with LoRA from that run."""
     return [*flags, "--init-from", str(finished_run), "--lora", "4", "--steps", "12"]
 
 
