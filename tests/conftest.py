@@ -66,10 +66,15 @@ if os.environ.get("TRITON_INTERPRET") and importlib.util.find_spec("triton"):
     InterpreterBuilder.cast_impl, InterpreterBuilder.create_dot = rounding_cast, upcasting_dot
 
 
+SHAPE = dict(hidden_size=48, intermediate_size=80, num_hidden_layers=3, num_attention_heads=6)  # in llama2c's order
+SHAPE |= dict(num_key_value_heads=2, vocab_size=97, max_position_embeddings=64)
+
+
 def read_llama2c(path: Path) -> tuple[dict, dict[str, np.ndarray]]:
     """Read a llama2.c model file: the fields of a config.json, and float32 tensors under Hugging Face's names."""
     content = path.read_bytes()
-    hidden, ffn, layers, heads, kv_heads, vocab, context = struct.unpack("<7i", content[:28])
+    config = dict(zip(SHAPE, struct.unpack("<7i", content[:28]), strict=True))
+    hidden, ffn, layers, heads, kv_heads, vocab, _ = config.values()
     values, position = np.frombuffer(content, dtype="<f4", offset=28), 0
     width, kv_rows = hidden // heads, kv_heads * (hidden // heads)
 
@@ -99,23 +104,8 @@ def read_llama2c(path: Path) -> tuple[dict, dict[str, np.ndarray]]:
             rotated = name in ("self_attn.q_proj", "self_attn.k_proj")
             tensors[f"model.layers.{index}.{name}.weight"] = half_split(tensor) if rotated else tensor
     tensors["model.norm.weight"] = take(hidden)
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": vocab,
-        "hidden_size": hidden,
-        "intermediate_size": ffn,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "max_position_embeddings": context,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0,
-        "tie_word_embeddings": True,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    }
-    return config, tensors
+    config |= {"model_type": "llama", "rms_norm_eps": 1e-5, "tie_word_embeddings": True}
+    return config | {"bos_token_id": 1, "eos_token_id": 2}, tensors
 
 
 @pytest.fixture(scope="session")
@@ -147,22 +137,13 @@ class HubServer(http.server.ThreadingHTTPServer):
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), HubRequest)
-        self.files: dict[str, bytes] = {}
-        """Answers by path, without the query."""
-        self.errors: dict[str, tuple[int, str]] = {}
-        """HTTP status and error code by path; all other paths without a file are 404 EntryNotFound."""
-        self.asked: list[tuple[str, str]] = []
-        """The method and path of each request."""
+        self.files: dict[str, bytes] = {}  # answers by path, without the query
+        self.errors: dict[str, tuple[int, str]] = {}  # HTTP status and code by path; others are 404 EntryNotFound
+        self.asked: list[tuple[str, str]] = []  # the method and path of each request
 
 
 class HubRequest(http.server.BaseHTTPRequestHandler):
-    def do_HEAD(self) -> None:
-        self.answer(body=False)
-
     def do_GET(self) -> None:
-        self.answer(body=True)
-
-    def answer(self, body: bool) -> None:
         path = self.path.partition("?")[0]
         self.server.asked.append((self.command, path))
         found = self.server.files.get(path)
@@ -176,8 +157,10 @@ class HubRequest(http.server.BaseHTTPRequestHandler):
             self.send_header("X-Error-Code", code)
         self.send_header("Content-Length", str(len(found)))
         self.end_headers()
-        if body:
+        if self.command == "GET":
             self.wfile.write(found)
+
+    do_HEAD = do_GET
 
     def log_message(self, *arguments) -> None:
         pass
@@ -218,17 +201,6 @@ def relative() -> Callable[[torch.Tensor, torch.Tensor], float]:
         return ((actual.double() - expected.double()).norm() / expected.double().norm()).item()
 
     return error
-
-
-SHAPE = dict(
-    vocab_size=97,
-    hidden_size=48,
-    intermediate_size=80,
-    num_hidden_layers=3,
-    num_attention_heads=6,
-    num_key_value_heads=2,
-    max_position_embeddings=64,
-)
 
 
 @pytest.fixture
@@ -307,8 +279,7 @@ def tokens() -> torch.Tensor:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """One line at the end: why tests were skipped, and how many."""
-    reasons = Counter(
-        report.longrepr[2].removeprefix("Skipped: ") for report in terminalreporter.stats.get("skipped", [])
-    )
+    skipped = terminalreporter.stats.get("skipped", [])
+    reasons = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in skipped)
     if reasons:
         terminalreporter.line("not tested here: " + "; ".join(f"{why} ({count})" for why, count in reasons.items()))

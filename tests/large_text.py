@@ -1,24 +1,13 @@
-"""Texts for the figures of docs/train.md.
+"""The time to open a prepared text of so many tokens, and the memory of its batches: `tests/large_text.py open 1e9`."""
 
-python tests/large_text.py write FOLDER 1e9     bytes of text in four files, as jsonl and again as parquet
-python tests/large_text.py open 1e9             tokens of a prepared text: the time to open it, memory of its batches
-"""
-
-import itertools
-import json
 import os
-import random
-import re
-import string
 import sys
 import tempfile
 import time
 from pathlib import Path
-from pydoc_data.topics import topics
 
 import numpy as np
-import pyarrow
-from pyarrow import parquet
+import psutil
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from data import corpus
@@ -26,30 +15,6 @@ from data.batches import batch
 from data.units import DOCUMENT
 
 LENGTH = 1000  # tokens of a document
-
-
-def write(folder: Path, size: int) -> None:
-    """Documents of 3 to 60 sentences of Python's documentation; every second has a new word, as other text would."""
-    generator, sentences = random.Random(0), re.split(r"(?<=[.:])\s+", "\n".join(topics.values()))
-    for kind, number in itertools.product(("jsonl", "parquet"), range(4)):
-        texts, written = [], 0
-        while written < size / 4:
-            chosen = generator.choices(sentences, k=generator.randint(3, 60))
-            chosen[::2] = [f"{one} {''.join(generator.choices(string.ascii_lowercase, k=8))}" for one in chosen[::2]]
-            texts.append(" ".join(chosen))
-            written += len(texts[-1])
-        (folder / kind).mkdir(parents=True, exist_ok=True)
-        path = folder / kind / f"{number}.{kind}"
-        if kind == "jsonl":
-            path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
-        else:
-            parquet.write_table(pyarrow.table({"text": texts}), path)
-
-
-def private_memory() -> float:
-    """MB that this process shares with no other and cannot drop."""
-    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
-    return sum(int(line.split()[1]) for line in lines if line.startswith("Private")) / 1000
 
 
 def make(text: Path, tokens: int, **arguments) -> None:
@@ -77,11 +42,9 @@ def measure(tokens: int) -> None:
         seconds = time.perf_counter() - began
         for step in range(1000):
             batch(opened.train, seed=1, first=8 * step, size=8, sequence_length=512)
-        print(f"{len(opened.train):,} tokens: {seconds:.2f} s to open, {private_memory():.1f} MB of private memory")
+        memory = psutil.Process().memory_full_info().uss / 1e6
+        print(f"{len(opened.train):,} tokens: {seconds:.2f} s to open, {memory:.1f} MB of private memory")
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "write":
-        write(Path(sys.argv[2]), int(float(sys.argv[3])))
-    else:
-        measure(int(float(sys.argv[2])))
+    measure(int(float(sys.argv[2])))

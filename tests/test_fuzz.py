@@ -73,8 +73,7 @@ def folders(tmp_path_factory) -> dict[str, Path]:
     rows = "".join(json.dumps({"text": f"Document {n} é 漢字\n" * (n % 7 + 1)}) + "\n" for n in range(30))
     for name in ("a.txt", "b.jsonl", "c.jsonl"):
         (texts / name).write_text(rows, encoding="utf-8")
-    run = folder / "RUN"
-    return {"model": run / "best", "chat": run / "best", "run": run, "texts": texts}
+    return {"model": folder / "RUN/best", "chat": folder / "RUN/best", "run": folder / "RUN", "texts": texts}
 
 
 def generate_text(folder: Path, *flags: str) -> None:

@@ -1,11 +1,11 @@
 """`python generate.py` as a user runs it: standard output, standard error and exit status."""
 
-import io
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -32,15 +32,13 @@ def script(folder, *args, prompt: str = "") -> subprocess.CompletedProcess:
     return subprocess.run(command, cwd=folder, input=prompt.encode(), capture_output=True, timeout=120)
 
 
-def test_help_answers_within_a_second_without_importing_torch(folder):
+def test_help_answers_within_a_second(folder):
     before = os.times()
     result = script(folder, "--help")
     after = os.times()
     assert result.returncode == 0 and b"--repetition-penalty" in result.stdout and b"runs/NAME" in result.stdout
-    # CPU time, which does not depend on other programs (on Windows, children count as 0).
+    # CPU time, which does not depend on other programs; importing torch takes longer
     assert after.children_user + after.children_system - before.children_user - before.children_system < 1
-    code = "import sys, generate, generation.settings; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=SCRIPT.parent).returncode == 0
 
 
 def test_standard_input_and_the_newest_run_are_the_default_and_a_chat_prints_the_answer_alone(folder):
@@ -55,16 +53,6 @@ def test_standard_input_and_the_newest_run_are_the_default_and_a_chat_prints_the
     assert b"hello" not in answer.stdout and b"assistant" not in answer.stdout
 
 
-def test_a_closed_pipe_ends_the_program_quietly(folder):
-    command = [sys.executable, str(SCRIPT), "--prompt", "def", "--samples", "30", "--batch-size", "1"]
-    process = subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    assert process.stdout.read(3) == b"def"
-    process.stdout.close()
-    stderr = process.stderr.read().decode()
-    assert process.wait(60) == 141
-    assert "Traceback" not in stderr and "error" not in stderr.lower() and "tokens/s" not in stderr
-
-
 def test_the_stories_model_prints_the_bytes_of_the_reference_program_without_importing_the_compiler_of_torch(
     stories260k_directory, shared
 ):
@@ -76,23 +64,17 @@ def test_the_stories_model_prints_the_bytes_of_the_reference_program_without_imp
     assert result.returncode == 0 and result.stdout == expected.read_bytes()
 
 
-@pytest.fixture
-def main(monkeypatch, folder):
-    """Runs the script in this process, up to `cli.run`; returns the settings and the prompts that this gets."""
-    seen = []
-    monkeypatch.setattr("generation.cli.run", lambda settings, checkpoint, prompts: seen.append((settings, prompts)))
+def test_flags_that_are_given_win_over_the_recommended_sampling_even_with_the_value_of_the_default(
+    monkeypatch, folder, capsys
+):
+    monkeypatch.setattr("generation.cli.run", run := Mock())
 
-    def main(*flags: str):
+    def main(*flags: str) -> tuple:
         monkeypatch.setattr(sys, "argv", ["generate.py", str(folder / "runs" / "newest"), *flags])
         generate.main()
-        return seen[-1]
+        settings, _, prompts = run.call_args.args
+        return settings, prompts
 
-    return main
-
-
-def test_flags_that_are_given_win_over_the_recommended_sampling_even_with_the_value_of_the_default(
-    main, folder, capsys
-):
     config = folder / "runs" / "newest" / "best" / "generation_config.json"
     config.write_text('{"do_sample": true, "temperature": 0.6, "top_k": 3}')
     assert main("hello", "--prompt", "x", "--prompt", "y")[1] == ["hello", "x", "y"]
@@ -104,11 +86,3 @@ def test_flags_that_are_given_win_over_the_recommended_sampling_even_with_the_va
     config.write_text('{"do_sample": false}')  # greedy is for conversations: a text would repeat itself
     assert main("x")[0].sampling.temperature == 0.8 and main("--chat", "--prompt=x")[0].sampling.temperature == 0
     config.write_text("{}")
-
-
-def test_an_empty_message_and_a_wrong_value_are_one_line_with_exit_status_2(main, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\n")))
-    for flags, words in {("--chat",): "there is no message to answer", ("--temperature", "-1"): "-1.0 but"}.items():
-        with pytest.raises(SystemExit, match="2"):
-            main(*flags)
-        assert words in capsys.readouterr().err.splitlines()[-1]

@@ -42,7 +42,6 @@ def flags(text_folder, cache) -> list[str]:
 
 @pytest.fixture
 def settings(flags):
-    """The settings that `flags` give."""
     return settings_of(*flags)
 
 
@@ -54,5 +53,4 @@ def finished_run(flags, tmp_path_factory) -> Path:
 
 @pytest.fixture
 def run(finished_run, tmp_path) -> Path:
-    """A copy of it."""
     return shutil.copytree(finished_run, tmp_path / "run")

@@ -65,8 +65,8 @@ def run(count: int, arguments: list[str], happens: dict[str, str]) -> list[int]:
         if child := os.fork():
             children.append(child)
             continue
-        names = dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(count))
-        os.environ.update(names, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+        names = dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(count), MASTER_ADDR="127.0.0.1")
+        os.environ.update(names, MASTER_PORT=port)
         disturb(rank, count, happens)
         sys.argv[1:] = [argument.replace("RANK", str(rank)) for argument in arguments]
         status = 1
@@ -76,7 +76,6 @@ def run(count: int, arguments: list[str], happens: dict[str, str]) -> list[int]:
         except SystemExit as exit:
             status = exit.code
         finally:
-            sys.stdout.flush()
             os._exit(status)
     statuses = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children[:-1]]
     if "hang" in happens.values():  # all others have ended by themselves

@@ -1,16 +1,17 @@
 """What tests do with runs: start them from flags, stop and resume them, and compare what they leave."""
 
+import itertools
 import json
-import signal
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
 
 from training import checkpoint, metrics
-from training.loop import train
+from training.loop import save, train, train_steps
 from training.session import Session, no_log, set_up
-from training.settings import Settings, parse
+from training.settings import Settings, parse, save_settings
 
 
 def settings_of(*flags: str) -> Settings:
@@ -60,13 +61,26 @@ def assert_equal_runs(found: Path, expected: Path) -> None:
     assert lines[0] == lines[1] and states[0] == states[1]
 
 
-def stop_at(monkeypatch, last: int, number: int = signal.SIGTERM) -> None:
-    """Send this process a signal while it logs the step `last`."""
+def after_step(monkeypatch, number: int, action: Callable[[], object]) -> None:
+    """Let something happen when a step has been logged."""
     write = metrics.write
 
-    def write_and_signal(run_dir: Path, step: int, **values: float) -> None:
+    def write_and_act(run_dir: Path, step: int, **values: float) -> None:
         write(run_dir, step, **values)
-        if step == last and "loss" in values:
-            signal.raise_signal(number)
+        if step == number and "loss" in values:
+            action()
 
-    monkeypatch.setattr(metrics, "write", write_and_signal)
+    monkeypatch.setattr(metrics, "write", write_and_act)
+
+
+def assert_parts_equal_a_run(folder: Path, stops: Sequence[int], *flags: str) -> None:
+    """A run that is saved at each of the steps and resumed from there equals, bit for bit, one that is not."""
+    straight, run, found = train_run(folder / "straight", *flags), folder / "run", []
+    for number, stop in enumerate(stops):
+        session = open_session(run, *flags, resume=number > 0)
+        found += [result.loss for result in itertools.islice(train_steps(session), stop - session.state.step)]
+        assert save(session)
+        save_settings(session.settings, run / "settings.toml")
+    assert found == losses(straight)
+    for path in (straight / "last").glob("*.safetensors"):
+        assert_equal_tensors(run / "last" / path.name, path)

@@ -16,9 +16,8 @@ from generation import cli
 from generation.settings import Sampling
 from generation.settings import Settings as GenerationSettings
 from model.decoder import Decoder
-from tests.training.runs import assert_equal_runs, evaluations, open_session, resume, settings_of, stop_at, train_run
+from tests.training.runs import assert_parts_equal_a_run, evaluations, settings_of, train_run
 from tests.training.test_step import KeepsGradients
-from training import checkpoint
 from training.estimate import estimate
 from training.processes import Processes
 from training.step import split_batch, train_step
@@ -131,15 +130,8 @@ def test_trl_learns_preferences_from_our_directory_and_it_comes_back(decoder, tm
     assert relative(ours, theirs) < 1e-5 and relative(ours, before) > 1e-3
 
 
-def test_a_resumed_run_on_conversations_equals_one_that_was_not_stopped(chat_flags, tmp_path, monkeypatch):
-    chat_flags += ["--steps", "14", "--seed", "3"]
-    straight = train_run(tmp_path / "straight", *chat_flags)
-    stop_at(monkeypatch, 6)
-    stopped = train_run(tmp_path / "stopped", *chat_flags)
-    monkeypatch.undo()
-    assert checkpoint.read_state(stopped / "last").step == 6
-    assert resume(stopped, "--cache", str(tmp_path / "new")) == 0
-    assert_equal_runs(stopped, straight)
+def test_a_resumed_run_on_conversations_equals_one_that_was_not_stopped(chat_flags, tmp_path):
+    assert_parts_equal_a_run(tmp_path, (6, 14), *chat_flags, "--steps", "14", "--seed", "3")
 
 
 def test_a_run_learns_to_answer_and_its_answers_end(chat_flags, chat_file, tmp_path, capsys):
@@ -157,19 +149,18 @@ def test_a_run_learns_to_answer_and_its_answers_end(chat_flags, chat_file, tmp_p
     assert len(answers) == 6 and all(0 < len(answer) < 12 for answer in answers), answers
 
 
-def test_a_dry_run_prints_a_row_with_the_learned_part_marked(chat_flags, capsys):
+def test_a_dry_run_marks_the_learned_part_of_a_row_and_a_question_is_asked_at_each_evaluation(
+    chat_flags, tmp_path, capsys
+):
     estimate(settings_of(*chat_flags))
     row = capsys.readouterr().out.partition("a row of conversations, in which lines with + are learned:\n")[2]
     lines = row.splitlines()
     assert lines[0].startswith("  <s><|user|>Say ") and lines[0].endswith("<|end|><|assistant|>")
     assert lines[1].strip("+ ").removesuffix("<|end|>") in WORDS and lines[1].startswith("+ ")
-
-
-def test_a_question_of_the_user_is_asked_at_each_evaluation(chat_flags, tmp_path, capsys):
     train_run(tmp_path / "run", *chat_flags, "--steps", "2", "--sample-prompts", "Who?")
     assert capsys.readouterr().out.count("  | Who?\n  | > ") == 2
 
 
 def test_conversations_are_not_cut_into_shorter_sequences(chat_flags, tmp_path):
     with pytest.raises(UserError, match=r"--first-sequence-length would cut conversations .*-length None"):
-        open_session(tmp_path, *chat_flags, "--first-sequence-length", "16")
+        train_run(tmp_path / "run", *chat_flags, "--first-sequence-length", "16")

@@ -90,23 +90,14 @@ def resumes_like(run: Path, straight: Path) -> bool:
     return True
 
 
-def check(straight: Path, copies: list[Path]) -> None:
-    resumed = [resumes_like(copy, straight) for copy in copies]
-    first = resumed.index(True)
-    assert all(resumed[first + 1 :]), "a later kill loses what an earlier one kept"
-
-
 @pytest.mark.skipif(os.name == "nt", reason="the copies are told apart by inode")
-def test_a_run_resumes_from_some_of_its_crash_points(crashed):
+@pytest.mark.parametrize("part", ["some", pytest.param("all", marks=pytest.mark.slow)])
+def test_a_run_resumes_from_the_crash_points_after_its_first_save(crashed, part):
+    """All take three minutes: python -m pytest -m slow tests/training/test_crash_points.py"""
     straight, copies = crashed
     assert len(copies) > 100
-    chosen = sorted(random.Random(1).sample(range(len(copies)), 2))
-    check(straight, [copies[number] for number in [*chosen, len(copies) - 1]])
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(os.name == "nt", reason="the copies are told apart by inode")
-def test_a_run_resumes_from_every_crash_point_after_its_first_save(crashed):
-    """Run with: python -m pytest -m slow tests/training/test_crash_points.py (three minutes)."""
-    straight, copies = crashed
-    check(straight, copies)
+    if part == "some":
+        chosen = sorted(random.Random(1).sample(range(len(copies)), 2))
+        copies = [copies[number] for number in [*chosen, len(copies) - 1]]
+    resumed = [resumes_like(copy, straight) for copy in copies]
+    assert all(resumed[resumed.index(True) :]), "a later kill loses what an earlier one kept"

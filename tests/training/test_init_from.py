@@ -51,7 +51,6 @@ def test_a_run_keeps_the_generation_config_of_its_parent_and_writes_one_if_it_ha
     path.write_text(content)
     config = run / "best" / "config.json"  # numbers of other programs may have no point; settings.toml gives them one
     config.write_text(config.read_text().replace('"rope_theta": 10000.0', '"rope_theta": 10000'))
-    assert '"rope_theta": 10000,' in config.read_text() or '"rope_theta": 10000\n' in config.read_text()
     for name in {"tokenizer.model", "tokenizer.json"} - {tokenizer}:
         (run / "best" / name).unlink()
     child = train_run(tmp_path / "child", *flags, "--init-from", str(run), "--steps", "2")

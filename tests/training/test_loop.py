@@ -4,8 +4,7 @@ import dataclasses
 import json
 import math
 import random
-import shutil
-from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -15,10 +14,10 @@ from safetensors.torch import load_file
 from checkpoints import pretrained
 from data.tokenizer import Tokenizer
 from errors import UserError
-from tests.training.runs import assert_equal_tensors, evaluations, losses, open_session, settings_of, train_run
+from tests.training.runs import after_step, assert_equal_tensors, evaluations, losses, open_session, train_run
 from training import commands, loop, metrics, plot
 from training.evaluate import Evaluation
-from training.loop import train, train_steps
+from training.loop import train_steps
 from training.settings import load_settings, parse
 
 
@@ -41,9 +40,9 @@ def test_a_run_learns_and_leaves_settings_metrics_a_plot_and_two_checkpoints(run
 
 def test_the_same_seed_gives_the_same_run_and_another_seed_another_without_global_random_numbers(flags, tmp_path):
     flags = [*flags, "--steps", "6", "--seed", "7"]
-    settings, a = settings_of(*flags), tmp_path / "a" / "last" / "model.safetensors"
+    settings, a = parse(flags, "test").settings, tmp_path / "a" / "last" / "model.safetensors"
     before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1]
-    train(settings, tmp_path / "a")
+    loop.train(settings, tmp_path / "a")
     assert torch.equal(torch.get_rng_state(), before[0])
     assert random.getstate() == before[1] and np.array_equal(np.random.get_state()[1], before[2])
     assert_equal_tensors(train_run(tmp_path / "b", *flags, "--activation-checkpointing") / "last" / a.name, a)
@@ -51,45 +50,18 @@ def test_the_same_seed_gives_the_same_run_and_another_seed_another_without_globa
     assert not any(torch.equal(a[name], other[name]) for name in a if a[name].ndim == 2)
 
 
-def test_micro_batches_change_nothing_but_rounding(flags, tmp_path):
-    sessions = [open_session(tmp_path, *flags, "--steps", "10", "--micro-batch-size", size) for size in ("8", "2")]
-    one, four = ([result.loss for result in train_steps(session)] for session in sessions)
-    # Adam divides by the size of the gradient, so the rounding of tiny gradients shows after some steps
-    assert four == pytest.approx(one, rel=1e-4)
-
-
-@pytest.fixture
-def after_step(monkeypatch):
-    """A function that lets something happen when a step has been logged."""
-    write = metrics.write
-
-    def happens(number: int, action) -> None:
-        def write_and_act(run_dir: Path, step: int, **values: float) -> None:
-            write(run_dir, step, **values)
-            if step == number and "loss" in values:
-                action()
-
-        monkeypatch.setattr(metrics, "write", write_and_act)
-
-    return happens
-
-
-def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_good_checkpoint(
-    flags, tmp_path, monkeypatch, after_step
-):
-    after_step(13, lambda: monkeypatch.setattr(loop, "learning_rate", lambda *_: math.nan))
+def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_good_checkpoint(flags, tmp_path, monkeypatch):
+    after_step(monkeypatch, 13, lambda: monkeypatch.setattr(loop, "learning_rate", lambda *_: math.nan))
     with pytest.raises(UserError, match=r"step 15: the loss is nan .*; the last save is kept: .*learning-rate"):
         train_run(tmp_path / "run", *flags)
     assert json.loads((tmp_path / "run" / "last" / "state.json").read_text())["step"] == 10
     weights = load_file(tmp_path / "run" / "last" / "model.safetensors")
     assert all(tensor.isfinite().all() for tensor in weights.values())
-
-
-def test_a_run_whose_folder_is_deleted_ends_and_does_not_make_it_again(flags, tmp_path, after_step):
-    after_step(13, lambda: shutil.rmtree(tmp_path / "run"))
-    with pytest.raises(FileNotFoundError, match=r"run/metrics.jsonl"):
-        train_run(tmp_path / "run", *flags)
-    assert not (tmp_path / "run").exists()
+    monkeypatch.undo()
+    monkeypatch.setattr(loop, "evaluate", lambda *_: Evaluation(math.nan, 10, 10))
+    with pytest.raises(UserError, match=r"step 10: the validation loss is nan; nothing was saved yet"):
+        train_run(tmp_path / "other", *flags)
+    assert not (tmp_path / "other" / "last").exists()
 
 
 def test_float16_skips_updates_that_overflow_and_saves_the_loss_scale(flags, tmp_path, monkeypatch, capsys):
@@ -105,7 +77,9 @@ def test_float16_skips_updates_that_overflow_and_saves_the_loss_scale(flags, tmp
 def test_the_steps_report_what_the_run_logs_and_neither_print_nor_write(flags, tmp_path, capfd):
     extended = [*flags, "--steps", "6", *"--embedding-lr-multiplier 5 --norm-lr-multiplier 3".split()]
     logged = metrics.read(train_run(tmp_path / "run", *extended))
-    capfd.readouterr()
+    out, err = capfd.readouterr()
+    steps = [line.split(":")[0] for line in out.splitlines() if "tok/s" in line]
+    assert steps == [f"step {step} of 6" for step in range(1, 7)] and "\r" not in out + err
     session, seconds = open_session(tmp_path / "steps", *extended), 0.0
     for result, line in zip(train_steps(session), logged[:6], strict=True):
         assert result.step == session.state.step == line["step"]
@@ -117,13 +91,6 @@ def test_the_steps_report_what_the_run_logs_and_neither_print_nor_write(flags, t
         assert rates == {multiplier * result.learning_rate for multiplier in (1, 3, 5)}
     assert session.state.step == 6
     assert capfd.readouterr() == ("", "") and not (tmp_path / "steps").exists()
-
-
-def test_an_evaluation_that_is_not_finite_saves_nothing(flags, tmp_path, monkeypatch):
-    monkeypatch.setattr(loop, "evaluate", lambda *_: Evaluation(math.nan, 10, 10))
-    with pytest.raises(UserError, match=r"step 10: the validation loss is nan; nothing was saved yet"):
-        train_run(tmp_path / "run", *flags)
-    assert not (tmp_path / "run" / "last").exists()
 
 
 def test_a_model_whose_save_failed_is_not_the_best_and_a_loss_that_rises_twice_is_a_note(
@@ -160,26 +127,13 @@ def test_a_sample_is_cut_to_the_context_and_cannot_send_commands_to_the_terminal
     assert "  | \u241b]0;title\u2407\n  | next" in out and "\x1b" not in out
 
 
-def test_a_log_file_gets_plain_lines(flags, tmp_path, capsys):
-    train_run(tmp_path / "run", *flags, "--steps", "12")
-    out, err = capsys.readouterr()
-    steps = [line.split(":")[0] for line in out.splitlines() if "tok/s" in line]
-    assert steps == [f"step {step} of 12" for step in range(1, 13)]
-    assert "\n  12 steps: 0." in out and "\r" not in out + err
-
-
-OUT_OF_MEMORY = [
-    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
-    RuntimeError("[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory"),
-    MemoryError(),
-]
-
-
-@pytest.mark.parametrize(("error", "where"), [*zip(OUT_OF_MEMORY, ("set_up", "train_step", "train_step"), strict=True)])
-def test_too_little_memory_is_one_line(flags, tmp_path, monkeypatch, error, where):
-    def fail(*_, **__) -> None:
-        raise error
-
-    monkeypatch.setattr(loop, where, fail)
-    with pytest.raises(UserError, match="too little memory; use a smaller --micro-batch-size"):
-        commands.run(parse([*flags, "--out", str(tmp_path / "run")], "test"))
+def test_too_little_memory_is_one_line(flags, tmp_path, monkeypatch):
+    errors = [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory"),
+        MemoryError(),
+    ]
+    monkeypatch.setattr(loop, "train_step", Mock(side_effect=[*errors]))
+    for number in range(len(errors)):
+        with pytest.raises(UserError, match="too little memory; use a smaller --micro-batch-size"):
+            commands.run(parse([*flags, "--out", str(tmp_path / str(number))], "test"))

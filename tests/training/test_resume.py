@@ -1,36 +1,19 @@
 """A run that was stopped or killed and then resumed equals, bit for bit, the run that was not."""
 
 import json
-import os
-import random
 import re
 import shutil
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from errors import UserError
-from tests.training.runs import (
-    assert_equal_runs,
-    assert_equal_tensors,
-    losses,
-    open_session,
-    resume,
-    settings_of,
-    stop_at,
-    train_run,
-)
+from tests.training import runs
 from training import checkpoint, metrics
 from training.evaluate import Evaluation
-from training.loop import save, train, train_steps
-from training.settings import save_settings
-
-ROOT = Path(__file__).parent.parent.parent
+from training.loop import train, train_steps
 
 
 def step_of(run: Path) -> int:
@@ -43,52 +26,25 @@ def step_of(run: Path) -> int:
 def test_16_steps_equal_8_and_8_resumed(flags, tmp_path, monkeypatch, capsys, dtype, number, optimizer):
     growing = ["--first-sequence-length", "8"] if optimizer == "muon" else []
     flags = [*flags, "--steps", "16", "--evaluate-every", "6", "--dtype", dtype, "--optimizer", optimizer, *growing]
-    straight = train_run(tmp_path / "straight", *flags)
-    stop_at(monkeypatch, 8, number)
-    assert train(settings_of(*flags), tmp_path / "run") == number
+    straight = runs.train_run(tmp_path / "straight", *flags)
+    runs.after_step(monkeypatch, 8, lambda: signal.raise_signal(number))
+    assert train(runs.settings_of(*flags), tmp_path / "run") == number
     monkeypatch.undo()
     assert f"resume with:\n  python train.py --resume {tmp_path / 'run'}\n" in capsys.readouterr().out
     assert step_of(tmp_path / "run") == 8
-    assert resume(tmp_path / "run") == 0
-    assert_equal_runs(tmp_path / "run", straight)
+    assert runs.resume(tmp_path / "run") == 0
+    runs.assert_equal_runs(tmp_path / "run", straight)
 
 
 def test_a_caller_of_the_steps_can_stop_at_any_of_them_save_and_resume_bit_for_bit(flags, tmp_path):
-    flags, found = [*flags, "--steps", "16"], []
-    straight = train_run(tmp_path / "straight", *flags)
-    for stop in (1, 7, 16):
-        session = open_session(tmp_path / "run", *flags, resume=stop > 1)
-        for result in train_steps(session):
-            found.append(result.loss)
-            if result.step == stop:
-                break
-        assert save(session)
-        save_settings(session.settings, tmp_path / "run" / "settings.toml")
-    assert found == losses(straight)
-    for file in ("model.safetensors", "training_state.safetensors"):
-        assert_equal_tensors(tmp_path / "run" / "last" / file, straight / "last" / file)
-
-
-def test_a_run_that_is_killed_ends_bit_for_bit_like_one_that_was_not(flags, tmp_path):
-    flags, killed = [*flags, "--evaluate-every", "2"], tmp_path / "killed"
-    straight = train_run(tmp_path / "straight", *flags)
-    command = [sys.executable, str(ROOT / "train.py"), *flags, "--out", str(killed)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # rounding depends on how many threads share a sum
-    with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL) as process:
-        while checkpoint.find_complete(killed / "last") is None and process.poll() is None:
-            time.sleep(0.005)
-        time.sleep(random.uniform(0, 0.1))
-        process.kill()
-    assert process.returncode != 0, "it ended before it was killed"
-    assert resume(killed) == 0
-    assert_equal_runs(killed, straight)
+    runs.assert_parts_equal_a_run(tmp_path, (1, 7, 16), *flags, "--steps", "16")
 
 
 @pytest.fixture(scope="module")
 def run_of_five_steps(flags, tmp_path_factory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
-        stop_at(patch, 5)
-        return train_run(tmp_path_factory.mktemp("stopped") / "run", *flags)
+        runs.after_step(patch, 5, lambda: signal.raise_signal(signal.SIGTERM))
+        return runs.train_run(tmp_path_factory.mktemp("stopped") / "run", *flags)
 
 
 @pytest.fixture
@@ -98,49 +54,40 @@ def stopped_run(run_of_five_steps, tmp_path) -> Path:
 
 
 def test_resuming_with_another_text_tokenizer_model_or_optimizer_says_what_differs(stopped_run, tmp_path):
-    (tmp_path / "other").mkdir()
-    for number in range(60):
-        (tmp_path / "other" / f"{number}.txt").write_text(f"something else number {number}\n" * 40)
-    for change, message in (
-        (("--data", str(tmp_path / "other")), "the text differs"),
-        (("--hidden-size", "64"), "hidden_size: 32 -> 64"),
-        (("--norm", "layer"), "norm: rms -> layer"),
-        (("--qk-norm",), "qk_norm: False -> True"),
-        (("--optimizer", "adamw"), "optimizer: muon -> adamw"),
-        (("--tokenizer", str(stopped_run / "last")), "tokenizer: None -> "),
-        (("--validation-salt", "1"), "validation_salt: 0 -> 1"),
-        (("--validation-fraction", "0.1"), "validation_fraction: 0.05 -> 0.1"),
-        (("--seed", "2"), "seed: 1 -> 2"),
+    (tmp_path / "other.txt").write_text("".join(f"something else number {number}\n" * 40 for number in range(60)))
+    for flag, value, message in (
+        ("--data", str(tmp_path / "other.txt"), "the text differs"),
+        ("--norm", "layer", "norm: rms -> layer"),
+        ("--optimizer", "adamw", "optimizer: muon -> adamw"),
+        ("--tokenizer", str(stopped_run / "last"), "tokenizer: None -> "),
     ):
         with pytest.raises(UserError, match=f"cannot be resumed: {message}"):
-            resume(stopped_run, *change)
+            runs.resume(stopped_run, flag, value)
     assert step_of(stopped_run) == 5
 
 
-@pytest.mark.parametrize(
-    "change", ["validation_salt = 9", "validation_fraction = 0.6", "seed = 2", "norm_eps = 0.5", 'optimizer = "adamw"']
-)
+@pytest.mark.parametrize("change", ["validation_salt = 9", "validation_fraction = 0.6", "seed = 2", "norm_eps = 0.5"])
 def test_an_edited_file_of_settings_does_not_change_what_a_run_must_keep(stopped_run, change):
     path, name = stopped_run / "settings.toml", change.partition(" =")[0]
     path.write_text(re.sub(rf"^{name} = .*$", change, path.read_text(), flags=re.MULTILINE))
     with pytest.raises(UserError, match=rf"cannot be resumed: .*{name}: .* -> "):
-        resume(stopped_run)
+        runs.resume(stopped_run)
 
 
 def test_a_resumed_run_lists_other_changes_and_ends_at_its_own_number_of_steps_or_the_given_one(stopped_run, capsys):
-    resume(stopped_run, "--steps", "7", "--learning-rate", "0.001")
+    runs.resume(stopped_run, "--steps", "7", "--learning-rate", "0.001")
     out = capsys.readouterr().out
     assert step_of(stopped_run) == 7 and "learning_rate: 0.003 -> 0.001" in out and "steps: 40 -> 7" in out
     with pytest.raises(UserError, match=r"has already done 7 steps; for more, raise --steps"):
-        resume(stopped_run)
+        runs.resume(stopped_run)
 
 
 @pytest.mark.parametrize("size", [1, 3, 16])
 def test_a_resumed_run_with_another_batch_size_goes_on_with_the_text_where_it_was(flags, stopped_run, size):
-    whole = open_session(stopped_run, *flags)
+    whole = runs.open_session(stopped_run, *flags)
     expected = np.concatenate([whole.batch(step)[0] for step in range(5 + 6)])[5 * 8 :]
     changed = ["--resume", str(stopped_run), "--batch-size", str(size), "--steps", "60"]
-    resumed = open_session(stopped_run, *changed, resume=True)
+    resumed = runs.open_session(stopped_run, *changed, resume=True)
     found = [resumed.batch(step)[0] for step in range(5, 5 + 48 // size)]
     assert np.array_equal(np.concatenate(found), expected[: 48 // size * size])
     next(train_steps(resumed))
@@ -151,26 +98,24 @@ def test_a_resumed_run_whose_best_was_deleted_ends_with_its_summary(stopped_run,
     state = checkpoint.read_state(stopped_run / "last")
     (stopped_run / "last" / "state.json").write_text(json.dumps(vars(state) | {"best_validation_loss": 1.0}))
     monkeypatch.setattr("training.loop.evaluate", lambda *_: Evaluation(1e6, 10, 10))  # never better: no best/
-    assert resume(stopped_run, "--steps", "8") == 0
+    assert runs.resume(stopped_run, "--steps", "8") == 0
     assert "next: python generate.py" in capsys.readouterr().out
 
 
 def test_a_run_with_best_and_without_last_keeps_its_model(stopped_run):
     (stopped_run / "last").rename(stopped_run / "best")
     with pytest.raises(UserError, match=rf"only best/ was saved, .* --init-from {stopped_run} .*; start a new run"):
-        resume(stopped_run)
+        runs.resume(stopped_run)
     shutil.rmtree(stopped_run / "best")
     with pytest.raises(UserError, match="cannot be resumed: nothing was saved yet; start a new run"):
-        resume(stopped_run)
+        runs.resume(stopped_run)
 
 
 def test_a_resumed_run_needs_neither_the_weights_it_started_from_nor_the_cache(flags, stopped_run, tmp_path):
-    with pytest.MonkeyPatch.context() as patch:
-        stop_at(patch, 3)
-        second = train_run(tmp_path / "second", *flags, "--init-from", str(stopped_run), "--norm", "layer")
+    start = ["--init-from", str(stopped_run), "--norm", "layer", "--steps", "3"]
+    second = runs.train_run(tmp_path / "second", *flags, *start)
     shutil.rmtree(stopped_run)
-    assert resume(second, "--steps", "5", "--cache", str(tmp_path / "new cache")) == 0
-    assert step_of(second) == 5
+    assert runs.resume(second, "--steps", "5", "--cache", str(tmp_path / "new cache")) == 0
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="this system has no SIGHUP")
@@ -178,8 +123,8 @@ def test_a_resumed_run_needs_neither_the_weights_it_started_from_nor_the_cache(f
 def test_a_closed_terminal_stops_a_run_unless_it_ignores_that(flags, tmp_path, monkeypatch, ignored):
     previous = signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
     try:
-        stop_at(monkeypatch, 5, signal.SIGHUP)
-        stopped_by = train(settings_of(*flags, "--steps", "7"), tmp_path / "run")
+        runs.after_step(monkeypatch, 5, lambda: signal.raise_signal(signal.SIGHUP))
+        stopped_by = train(runs.settings_of(*flags, "--steps", "7"), tmp_path / "run")
     finally:
         signal.signal(signal.SIGHUP, previous)
     assert stopped_by == (0 if ignored else signal.SIGHUP)
@@ -196,32 +141,27 @@ def test_lines_after_the_checkpoint_are_removed_on_resume(stopped_run):
     assert metrics.read(stopped_run) == lines
 
 
-@pytest.mark.parametrize("exists", [True, False])
-def test_a_resumed_run_writes_nothing_through_links(stopped_run, tmp_path, exists):
+def test_a_resumed_run_writes_nothing_through_links(stopped_run, tmp_path):
     folder, file = tmp_path / "others" / "folder", tmp_path / "others" / "file"
-    if exists:
-        folder.mkdir(parents=True)
-        file.write_text("kept")
+    folder.mkdir(parents=True)
+    file.write_text("kept")
     files = ("settings.toml.new", "metrics.jsonl.new", "loss.png", "loss.png.new")
     for name in ("best", "best.new", "best.old", "last.new", "last.old", *files):
         (stopped_run / name).unlink(missing_ok=True)
         (stopped_run / name).symlink_to(file if name in files else folder)
-    resume(stopped_run, "--steps", "7")
+    runs.resume(stopped_run, "--steps", "7")
     assert not any(path.is_symlink() for path in stopped_run.iterdir())
     assert step_of(stopped_run) == 7 and (stopped_run / "best" / "state.json").is_file()
-    assert sorted((tmp_path / "others").rglob("*")) == ([file, folder] if exists else [])
-    assert not exists or file.read_text() == "kept"
+    assert sorted((tmp_path / "others").rglob("*")) == [file, folder] and file.read_text() == "kept"
 
 
-@pytest.mark.skipif(os.name == "nt", reason="Windows has no limit on the size of a file to simulate a full disk with")
 def test_a_disk_that_fills_up_during_a_run_leaves_the_last_save_intact(stopped_run, capsys):
-    import resource
-
+    resource = pytest.importorskip("resource")  # Windows has no limit on the size of a file
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, before[1]))
     try:
         with pytest.raises(UserError, match=r"the end is not saved, as noted; the last save is kept: --resume"):
-            resume(stopped_run, "--steps", "7")
+            runs.resume(stopped_run, "--steps", "7")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     out = capsys.readouterr().out

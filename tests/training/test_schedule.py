@@ -1,4 +1,5 @@
 import math
+from unittest.mock import Mock
 
 import pytest
 
@@ -28,7 +29,6 @@ def test_cosine_follows_half_a_cosine_to_the_final_learning_rate():
     found = learning_rates(schedule="cosine", warmup_steps=10, final_learning_rate=0.1)
     expected = [2.0 * (0.1 + 0.9 * (1 + math.cos(math.pi * (i + 1) / 90)) / 2) for i in range(90)]
     assert found[10:] == pytest.approx(expected)
-    assert found[-1] == pytest.approx(0.2)
 
 
 def lengths(steps: int, **data: int) -> list[int]:
@@ -38,20 +38,15 @@ def lengths(steps: int, **data: int) -> list[int]:
 def test_sequences_double_in_equal_parts_of_40_percent_of_the_steps():
     found = lengths(100, first_sequence_length=64, sequence_length=256)
     assert found == [64] * 20 + [128] * 20 + [256] * 60
-    assert lengths(10, first_sequence_length=8, sequence_length=16) == [8] * 4 + [16] * 6
     assert lengths(20, first_sequence_length=256, sequence_length=256) == [256] * 20 == lengths(20)
 
 
 def test_every_step_has_as_many_tokens_in_as_many_micro_batches(flags, tmp_path, monkeypatch):
     growing = ["--first-sequence-length", "8", "--micro-batch-size", "4", "--steps", "10"]
-    session, shapes = open_session(tmp_path, *flags, *growing), []
-
-    def train_step(_, micro_batches, *__) -> tuple[float, float]:
-        shapes.append([inputs.shape for inputs, _ in micro_batches])
-        return 1.0, 1.0
-
-    monkeypatch.setattr("training.loop.train_step", train_step)
+    session = open_session(tmp_path, *flags, *growing)
+    monkeypatch.setattr("training.loop.train_step", step := Mock(return_value=(1.0, 1.0)))
     assert [result.step for result in train_steps(session)] == [*range(1, 11)]
+    shapes = [[inputs.shape for inputs, _ in call.args[1]] for call in step.call_args_list]
     assert shapes == [[(16, 8)] * 2] * 2 + [[(8, 16)] * 2] * 2 + [[(4, 32)] * 2] * 6
     assert session.state.tokens == 10 * 8 * 32
 

@@ -1,5 +1,4 @@
 import dataclasses
-import os
 import re
 import subprocess
 import sys
@@ -17,14 +16,12 @@ def settings_from(*flags: str) -> Settings:
     return parse(list(flags), "test").settings
 
 
-def test_help_shows_what_people_use_and_help_all_every_flag_in_80_columns_without_importing_torch():
+def test_help_shows_what_people_use_and_help_all_every_flag_in_80_columns_without_importing_torch(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
     code = "import sys, train\ntry: train.main()\nfinally: print('torch' in sys.modules)"
     shown = {}
     for flag in ("--help", "--help-all"):
-        environment = {**os.environ, "COLUMNS": "80"}
-        done = subprocess.run(
-            [sys.executable, "-c", code, flag], cwd=ROOT, env=environment, capture_output=True, text=True
-        )
+        done = subprocess.run([sys.executable, "-c", code, flag], cwd=ROOT, capture_output=True, text=True)
         *lines, imported = done.stdout.splitlines()
         assert (imported, done.returncode) == ("False", 0) and max(map(len, lines)) <= 80
         shown[flag] = {*re.findall(r"^(?:│ |  )(--[\w-]+)", done.stdout, re.MULTILINE)}
@@ -33,18 +30,6 @@ def test_help_shows_what_people_use_and_help_all_every_flag_in_80_columns_withou
     without_flag = {"rope_scaling", "layer_types", "attention_output_bias"}
     assert shown["--help-all"] == {"--" + name.replace("_", "-") for name in names - without_flag}
     assert {"--norm", "--data", "--dry-run"} < shown["--help"] <= shown["--help-all"] | {"--help-all"}
-
-
-def test_the_flags_have_the_names_of_the_fields_without_their_table():
-    settings = settings_from(
-        *"--config small --norm layer --steps 7 --seed 3 --out here --data a.txt b.txt --device cpu".split(),
-        *"--dtype float32 --batch-size 4 --sequence-length 64 --learning-rate 1e-4 --compile".split(),
-    )
-    assert settings.model.norm == "layer" and settings.model.hidden_size == 512
-    assert settings.optimizer.steps == 7 and settings.optimizer.learning_rate == 1e-4
-    assert settings.run.seed == 3 and settings.run.out == "here"
-    assert settings.data.data == ("a.txt", "b.txt") and settings.data.batch_size == 4
-    assert settings.machine.device == "cpu" and settings.machine.dtype == "float32" and settings.machine.compile
 
 
 def test_a_flag_overrides_the_file_and_the_file_the_default(tmp_path):
@@ -90,11 +75,8 @@ def test_norm_bias_is_a_pair_of_flags_and_reads_back_as_it_was_saved(tmp_path):
         ("steps = 1\n", "unknown key steps. Known: run, model, data"),
         ("[optimizer\n", "cannot be read"),
         ('[optimizer]\nsteps = "many"\n', r"Expected `int`, got `str` - at `\$\.steps`"),
-        ('[model]\nnorm = "rsm"\n', "Invalid enum value 'rsm'"),
         ("[optimizer]\nsteps = 0\n", "--steps is 0 and must be at least 1"),
-        ("[optimizer]\nnorm_lr_multiplier = -1\n", "multiplier is -1.0 and must be 0 or more"),
         ("[optimizer]\nembedding_lr_multiplier = nan\n", "multiplier is nan and must be 0 or more"),
-        ("[optimizer]\nweight_decay = inf\n", "weight-decay is inf and must be finite"),
         ("[model]\nmax_position_embeddings = 1\n", "must be an integer of at least 2"),
     ],
 )

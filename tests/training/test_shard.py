@@ -41,7 +41,7 @@ def sharded(flags: list[str], *more: str) -> list[str]:
 
 @pytest.fixture
 def one(flags, tmp_path):
-    """A function that trains the same run in one process and returns its losses."""
+    """Trains the same run in one process and returns its losses."""
 
     def run(*more: str) -> list[float]:
         return losses(train_run(tmp_path / "one", *sharded(flags, *more)))
