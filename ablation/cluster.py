@@ -13,7 +13,7 @@ from ablation.plan import Run
 from ablation.run import hardware, train_run
 
 ROOT = Path(__file__).parent.parent
-EXCLUDED = [".git", ".cache", "runs", "tests", "docs", "studies", "speed"]  # of the code that workers get
+EXCLUDED = [".git", ".cache", "runs", "tests", "docs", "studies", "speed"]  # what workers do not need
 
 
 def join(experiment: Experiment, address: str) -> Callable[[Run, str], Future]:

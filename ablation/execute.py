@@ -35,7 +35,7 @@ class Experiment:
     device: str = "auto"  # all GPUs, else MPS, else the CPU's cores; or a torch device
     jobs: int | None = None  # runs at once on a CPU, one for each core by default; on GPUs how many of them are used
     rows: list[Row] = field(default_factory=list)
-    failed: list[Row] = field(default_factory=list)  # of this command; another one tries them again
+    failed: list[Row] = field(default_factory=list)  # runs that failed in this command; another one tries them again
 
     @property
     def study(self) -> Study:
@@ -60,7 +60,7 @@ class Experiment:
 
     @property
     def threads(self) -> int | None:
-        """Of a run: on a CPU those of this process (OMP_NUM_THREADS, or its cores) divided by the workers."""
+        """Threads of a run: on a CPU those of this process (OMP_NUM_THREADS, or its cores) divided by the workers."""
         return max(1, torch.get_num_threads() // len(self.workers)) if self.workers[0] == "cpu" else None
 
     def add(self, run: Run, future: Future) -> None:

@@ -16,10 +16,10 @@ from training.settings import CONFIGS, Settings, check_numbers, config_path, loa
 
 STUDIES = CONFIGS.parent / "studies"
 FIRST_SEEDS = {"sweep": 1001, "pilot": 2001}
-MAX_SEEDS = 500  # of the final runs
+MAX_SEEDS = 500  # final runs of an arm
 JUDGED_PAIRS = 20  # at most
 EVALUATIONS = 12  # along a run
-SWEEP_FACTORS = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0)  # of the config's learning rate, in a sweep without given ones
+SWEEP_FACTORS = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0)  # multiples of the config's learning rate that a sweep tries
 GIVEN = ("seed", "out", "device", "evaluate_every")  # settings of the program, not of an arm
 
 

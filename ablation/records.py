@@ -27,7 +27,7 @@ class Row(Run):
     bits_per_byte: float | None = None
     curve: list[tuple[int, float]] = dataclasses.field(default_factory=list)  # (step, nats per token), 12 along the run
     spikes: int = 0  # steps whose loss is far above the median of the 20 before; consecutive ones count as one
-    seconds: float = 0.0  # of training, without evaluations
+    seconds: float = 0.0  # time of training, without evaluations
     all_seconds: float = 0.0  # with set-up, evaluations and probes; 0 in older records
     mean_over_std: float | None = None  # |mean| / std of the residual stream, at the norms of the deeper half
     cosine_with_ones: float | None = None  # |cosine| of the stream with the vector of ones, mean over all norms
@@ -36,17 +36,17 @@ class Row(Run):
     first_token_attention: float | None = None  # that queries of the later half pay to it, mean over all heads
     tokens: int = 0  # that it trained on
     parameters: int = 0
-    settings_hash: str = ""  # of its settings but for device and folder
-    weights_hash: str = ""  # of the initial weights without those of the norms
-    batches_hash: str = ""  # of all tokens that it trained on, in their order; empty if there were none
+    settings_hash: str = ""  # hash of its settings but for device and folder
+    weights_hash: str = ""  # hash of the initial weights without those of the norms
+    batches_hash: str = ""  # hash of all tokens that it trained on, in their order; empty if there were none
     text_hash: str = ""
     device: str = ""  # model of the GPU or CPU; arms of a pair never come from different ones
     kernels: str = ""
-    dtype: str = ""  # of the activations
-    commit: str = ""  # of this project
+    dtype: str = ""  # dtype of the activations
+    commit: str = ""  # commit of this project
     torch: str = ""
     python: str = ""  # its standard library is the default text
-    threads: int | None = None  # of PyTorch on the CPU
+    threads: int | None = None  # CPU threads of PyTorch
     workers: int = 1  # runs that were made at once
 
 

@@ -234,7 +234,7 @@ def origin_rows(study: Study) -> list[dict]:
     """What the runs were made on and from, and what the arms of a seed share."""
     rows = study.rows
     origin = {name: listed(value for value in rows[name].dropna().unique() if value != "") for name in ORIGIN}
-    for name in ("batches", "weights"):  # those of the norms apart
+    for name in ("batches", "weights"):  # weights without those of the norms
         hashes = rows[rows[f"{name}_hash"] != ""].groupby("seed")[f"{name}_hash"].nunique()
         if len(hashes):
             origin[f"{name} of a seed"] = "differ between its runs" if hashes.max() > 1 else "equal in all its runs"

@@ -31,7 +31,7 @@ from training.session import Session, initial_model, no_log, set_up
 from training.settings import Settings, changed_fields
 from training.step import Diverged
 
-CURVE_TOKENS = 16_384  # of the validation set, for the points along a run; the final loss uses all of it
+CURVE_TOKENS = 16_384  # of the validation set, for points along a run; the final loss uses all
 SPIKE = 0.5  # nats above the median of the 20 steps before
 
 

@@ -43,7 +43,7 @@ def mean_effect(name: str, values: Sequence[float], unit: str) -> Effect:
 
 
 def standard_error(values: np.ndarray) -> float:
-    """Of the mean of independent values; where all are equal it is not 0, so that each test still has an answer."""
+    """Standard error of the mean of independent values; not 0 where all are equal, so that each test has an answer."""
     return max(float(values.std(ddof=1) / np.sqrt(len(values))), 1e-12)
 
 
@@ -103,11 +103,11 @@ class Comparison:
 
     arm: str
     baseline: str
-    differences: list[float]  # of each pair, in order of the seeds
+    differences: list[float]  # one for each pair, in order of the seeds
     effect: Effect  # their mean
     margin: float
-    p_holm: float  # of a difference of 0, adjusted for all comparisons of the plan
-    p_equivalence: float  # of the two one-sided tests, adjusted in the same way
+    p_holm: float  # p of a difference of 0, adjusted for all comparisons of the plan
+    p_equivalence: float  # p of the two one-sided tests, adjusted in the same way
     comparisons: int  # how many those are
 
     @property

@@ -34,7 +34,7 @@ class Study:
         return self.plan.compared
 
     def missing(self, runs: list[Run]) -> list[Run]:
-        """Those that have not ended, well or not."""
+        """The runs that have not ended, well or not."""
         ended = set(self.rows[KEY].itertuples(index=False, name=None))
         return [run for run in runs if dataclasses.astuple(run) not in ended]
 
@@ -66,7 +66,7 @@ class Study:
 
     @functools.cached_property
     def best_rates(self) -> dict[str, float]:
-        """Of every arm that is swept and has a learning rate at which no run diverged, the best."""
+        """The best learning rate of every swept arm that has one at which no run diverged."""
         return self.sweep.dropna(how="all").idxmin(axis=1).to_dict()
 
     @functools.cached_property
@@ -186,7 +186,7 @@ class Study:
 
     @functools.cached_property
     def effects(self) -> list[Effect]:
-        """Of a grid: main effects against the first value of a setting, means over all others, and interactions."""
+        """A grid's main effects against the first value of a setting, means over all others, and interactions."""
         grid = {name: [self.plan.value(arm, name) for arm in self.arms.values()] for name in self.plan.varied}
         if len(grid) < 2 or len(self.arms) != math.prod(len({*values}) for values in grid.values()):
             return []
@@ -198,7 +198,7 @@ class Study:
             signs = np.ones(len(self.arms))
             for name, value in choice:
                 signs *= [1 if of == value else -1 if of == grid[name][0] else 0 for of in grid[name]]
-            weights = signs * 2 ** (len(choice) - 1) / (signs > 0).sum()  # of the arms; the positive ones are as many
+            weights = signs * 2 ** (len(choice) - 1) / (signs > 0).sum()  # as many arms are positive as negative
             found.append(self.mean_loss(title, dict(zip(self.arms, weights, strict=True))))
         return [effect for effect in found if effect is not None]
 

@@ -54,7 +54,7 @@ class Case(NamedTuple):
     prompt: int  # tokens
     sequences: int
     dtype: str  # a key of WEIGHT_BYTES
-    tokens: int  # of each sequence, to decode in a turn
+    tokens: int  # to decode in a turn, for each sequence
     device: str
     llama2c: Path | None  # llama2.c's program
 
@@ -142,7 +142,7 @@ def transformers(case: Case, compiled: bool = False) -> dict[str, Block]:
 def llama2c(case: Case) -> dict[str, Block]:
     """llama2.c prints its own tokens per second. It is given random weights, and a tokenizer of numbers."""
     config, width, folder = case.config, case.config.hidden_size, tempfile.TemporaryDirectory(prefix="benchmark")
-    tables = config.max_position_embeddings * config.resolved_head_dim  # of angles, which it skips
+    tables = config.max_position_embeddings * config.resolved_head_dim  # tables of angles, which it skips
     weights = np.random.default_rng(1).normal(0, 0.02, num_parameters(config) + tables)
     weights[width : 2 * width] = 0  # token 1, <s>, ends the program's loop: with a logit of 0 it is never the likeliest
     sizes = (width, config.intermediate_size, config.num_hidden_layers, config.num_attention_heads)

@@ -43,7 +43,7 @@ class Case:
     make: Callable[[], tuple]  # new random inputs, tensors or None
     baselines: dict[str, Callable]  # functions of the inputs that return tuples, `ours` first
     moved: tuple[int, int] = (0, 0)  # bytes that the forward and the backward pass must move once
-    flops: float = 0.0  # of all products, forward and backward; if not 0, they are the limit instead of the bytes
+    flops: float = 0.0  # of all products, forward and backward: the limit instead of the bytes, if not 0
 
 
 def all_cases(device: torch.device) -> list[Case]:

@@ -13,7 +13,7 @@ from errors import reading
 from files import read_json
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-PREFIX = "base_model.model."  # of PEFT's names for tensors; what follows is Hugging Face's
+PREFIX = "base_model.model."  # PEFT's names of tensors begin with it, and go on as Hugging Face's
 # Keys of adapter_config.json with the values that are supported; those in KNOWN may have any, all others must be off.
 SUPPORTED = {"peft_type": ("LORA",), "init_lora_weights": (True, False, "gaussian")}
 KNOWN = """

@@ -33,7 +33,7 @@ class Family:
     head_dim: Literal["free", "divides", "exact"] = "free"
     constants: dict[str, object] = field(default_factory=dict)  # keys that are always written, with their values
     written: bool = True  # whether models are written as this family, not only read
-    defaults: dict[str, object] = field(default_factory=dict)  # of keys that are missing, beside `DEFAULTS`
+    defaults: dict[str, object] = field(default_factory=dict)  # values of missing keys, beside `DEFAULTS`
 
 
 QWEN_DEFAULTS = {"num_key_value_heads": 32, "max_position_embeddings": 32768, "use_sliding_window": False}

@@ -95,7 +95,7 @@ def save_pretrained(
 def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
     """Write contiguous tensors as a safetensors file; `OSError` when that fails."""
     path.touch()
-    permissions = path.stat().st_mode  # of any other new file; the library's would be for its owner only
+    permissions = path.stat().st_mode  # those of any new file; the library makes files for their owner only
     try:
         save_file(tensors, path, metadata={"format": "pt"})
     except SafetensorError as error:
@@ -114,7 +114,7 @@ class Checkpoint:
 
     directory: Path
     config: ModelConfig
-    tensors: dict[str, StoredTensor]  # those that the decoder has, by their names in files
+    tensors: dict[str, StoredTensor]  # what the decoder has, by names in files
     adapter: Path | None = None  # a LoRA adapter to add to them
 
     def dtype(self, *names: str) -> torch.dtype:

@@ -23,7 +23,7 @@ DOWNLOAD = "download or save it again, in a clone with `git lfs pull`"
 SIDE_FILES = ("*.json", "*.model", "*.jinja", "merges.txt")
 PICKLED = "pickled weights, which can run code and are never opened; save them with transformers as safetensors"
 OTHER_FORMATS = {  # the first four bytes of a file -> what a directory without safetensors has, and what to do
-    **dict.fromkeys((b"PK\3\4", b"\x80\2\x8a\n", b""), PICKLED),  # of torch.save, today and before 2020
+    **dict.fromkeys((b"PK\3\4", b"\x80\2\x8a\n", b""), PICKLED),  # how files of torch.save begin, today and before 2020
     b"GGUF": "GGUF weights, which are only written here; give the model that they were made from",
 }
 

@@ -37,9 +37,9 @@ class Vocabulary:
 
     kind: Literal["llama", "gpt2"]  # SentencePiece with scores, or byte-level byte-pair encoding with merges
     tokens: list[str]  # the text of each id; where the model has more ids than the tokenizer, unused tokens
-    types: list[int]  # of each id: 1 normal, 2 unknown, 3 control, 4 user-defined, 5 unused, 6 byte
-    scores: list[float] = field(default_factory=list)  # of "llama": the pair with the best score is merged first
-    merges: list[str] = field(default_factory=list)  # of "gpt2": pairs, best first, with a space between the two
+    types: list[int]  # what each id is: 1 normal, 2 unknown, 3 control, 4 user-defined, 5 unused, 6 byte
+    scores: list[float] = field(default_factory=list)  # in "llama": the pair with the best score is merged first
+    merges: list[str] = field(default_factory=list)  # in "gpt2": pairs, best first, with a space between the two
     pre_tokenizer: str = "default"  # llama.cpp's name for how text is split before merging
     add_space_prefix: bool = False  # whether a space is put in front of a text
     notes: list[str] = field(default_factory=list)  # a line for each kind of text that llama.cpp encodes differently

@@ -96,7 +96,7 @@ class ChatFormat:
         """
         parts, unknown = self.render(messages, answer_follows=False), []
         text, borders = "".join(parts), list(itertools.accumulate(map(len, parts)))
-        spans = list(zip(borders[::2], borders[1::2], strict=False))  # of the characters that are learned
+        spans = list(zip(borders[::2], borders[1::2], strict=False))  # begin and end of the characters that are learned
         if "endgeneration" not in self._template:
             spans, unknown = self._find_answers(messages, text)
         encoding = self.tokenizer.encode_special(text, BREAK)

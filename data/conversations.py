@@ -31,7 +31,7 @@ from data.units import DOCUMENT, content_hash, digest
 from errors import UserError, reading
 from files import replace_text, replacing
 
-VERSION = 4  # of the files; raised when the same conversations and tokenizer would give other rows
+VERSION = 4  # version of the files; raised when the same conversations and tokenizer would give other rows
 Encoded = tuple[list[Message], np.ndarray, np.ndarray]  # a conversation, its ids and which of them are learned
 
 
@@ -40,8 +40,8 @@ class Conversations:
     """Conversations that can be trained on: what `corpus.Corpus` is for a text."""
 
     description: str  # two lines to print
-    text_hash: str  # of the messages, in order
-    question: list[Message]  # of a conversation for validation, up to its first answer
+    text_hash: str  # hash of the messages, in order
+    question: list[Message]  # a conversation for validation, up to its first answer
     chat: ChatFormat
     tokenizer: Tokenizer
     train: np.ndarray  # (3, rows, T + 1): ids; whether they are learned; their conversations in the row, 0: padding
@@ -158,7 +158,7 @@ def encode_conversations(files: Sequence[TextFile], chat: ChatFormat, size: int)
         if length > size:
             notes["conversations cut after the last answer that fits into --sequence-length"].append(place)
             length = max(np.flatnonzero(last[:size]), default=-1) + 1
-        if learned[1:length].any():  # of equal conversations the first is kept
+        if learned[1:length].any():  # the first of equal conversations is kept
             found.setdefault(content_hash(json.dumps(messages)), (messages, ids[:length], learned[:length]))
         else:
             notes["conversations dropped: no answer is left to learn"].append(place)

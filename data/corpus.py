@@ -29,7 +29,7 @@ from errors import UserError, reading
 
 # Text to train a tokenizer on. Python sources: 3.47 bytes per token from 3 MB, 3.54 from 8 MB, in 3 s on two cores.
 TOKENIZER_BYTES = 10_000_000
-SAMPLE_BYTES = 64_000  # of a larger text that are read in one place
+SAMPLE_BYTES = 64_000  # bytes of a larger text that are read in one place
 TRAINER_OPTIONS = dict(
     model_type="bpe",
     byte_fallback=True,  # a character without a piece becomes its UTF-8 bytes, so no text is unknown
@@ -56,11 +56,11 @@ class Corpus:
     """A text that can be trained on."""
 
     description: str  # three lines to print
-    text_hash: str  # of the documents, in order
+    text_hash: str  # hash of the documents, in order
     tokenizer: Tokenizer
     train: TokenStream
     validation: np.ndarray  # (tokens,) uint16, or uint32 for a vocabulary over 65,536
-    validation_bytes: int  # of UTF-8 text
+    validation_bytes: int  # bytes of its text in UTF-8
     document_start: int | None = None  # the id that begins a document, where attention keeps documents apart
 
     def xz_bits_per_byte(self) -> float:

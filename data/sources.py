@@ -31,7 +31,7 @@ class TextFile:
 
     name: str  # absolute path, or path in the data set
     format: str  # a value of `FORMATS`, "topics" or "python-chat"
-    field: str  # of each row, which holds the text
+    field: str  # the field of each row that holds the text
     size: int  # bytes
     version: int | str  # time of the last change in nanoseconds, or commit of the data set
     dataset: str | None = None  # on the Hub

@@ -46,7 +46,7 @@ class Unit:
 
     files: tuple[TextFile, ...]
     tokenizer: Tokenizer
-    path: Path  # of the ids; the table lies beside it
+    path: Path  # file of the ids; the table lies beside it
 
     def is_complete(self) -> bool:
         return self.path.with_suffix(".docs").is_file() and self.path.is_file()

@@ -17,7 +17,7 @@ class Conversation:
     continue_prompts: Callable[..., Generation]  # `generate` with a decoder and the settings
     format: ChatFormat
     settings: Settings
-    context: int  # of the decoder, in tokens
+    context: int  # context of the decoder, in tokens
     write: Callable[[str], object]  # gets the answers bit by bit
     log: Callable[[str], object]  # gets lines about them
     messages: list[Message] = field(default_factory=list)  # questions and their answers in turn

@@ -63,7 +63,7 @@ class LayerWeights(NamedTuple):
 
     attention_norm: np.ndarray  # (2, D)
     qkv: Matrix  # ((H + 2K) d, D)
-    head_norms: np.ndarray  # of q and k, (2, 2, d); (0, 2, d) if the model has none
+    head_norms: np.ndarray  # norm weights of q and k, (2, 2, d); (0, 2, d) if the model has none
     o: Matrix  # (D, H d)
     mlp_norm: np.ndarray  # (2, D)
     gate_up: Matrix  # (2F, D)

@@ -58,7 +58,7 @@ def norm_forward_kernel(
 @triton.jit(do_not_specialize=["rows"])
 def norm_backward_kernel(
     dy_ptr, ds_ptr,  # gradients (rows, width) of y and of s; ds may be None
-    s_ptr, weight_ptr, statistics_ptr,  # of the forward pass
+    s_ptr, weight_ptr, statistics_ptr,  # from the forward pass
     dx_ptr,  # output (rows, width), contiguous
     parts_ptr,  # float32 output (programs, DWEIGHT + DBIAS, width): each program's share of dweight and of dbias
     rows, dy_stride, ds_stride, s_stride, width,

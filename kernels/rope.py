@@ -54,7 +54,7 @@ def locate_tokens(block, length, TOKENS: tl.constexpr):
 
     A block never spans two sequences, so the only division is one of 32 bits for the whole block.
     """
-    blocks = tl.cdiv(length, TOKENS)  # of one sequence
+    blocks = tl.cdiv(length, TOKENS)  # programs of one sequence
     first = (block % blocks).to(tl.int64) * TOKENS
     return (block // blocks).to(tl.int64), first + tl.arange(0, TOKENS)[:, None, None]
 
@@ -79,7 +79,7 @@ def rotary_forward_kernel(
     tile = tl.program_id(0) % tiles
     is_q, is_rotated = tile < q_tiles, tile < q_tiles + k_tiles
     batch, position = locate_tokens(tl.program_id(0) // tiles, length, TOKENS)
-    head = tile * HEADS + tl.arange(0, HEADS)[None, :, None]  # of the packed row
+    head = tile * HEADS + tl.arange(0, HEADS)[None, :, None]  # heads of the packed row
     pair = tl.arange(0, BLOCK)[None, None, :]
     inside = (position < length) & (pair < HALF)
     row = batch * batch_stride + position * token_stride
@@ -103,7 +103,7 @@ def rotary_forward_kernel(
 @triton.jit(do_not_specialize=["blocks", "length"])
 def rotary_backward_kernel(
     dq_ptr, dk_ptr, dv_ptr,  # gradients (B, length, H or K, d) with the strides below, 1 in the last dimension
-    qkv_ptr, cos_ptr, sin_ptr, q_weight_ptr, k_weight_ptr,  # of the forward pass; qkv only with the norms
+    qkv_ptr, cos_ptr, sin_ptr, q_weight_ptr, k_weight_ptr,  # from the forward pass; qkv only with the norms
     dqkv_ptr,  # output (B, length, (H + 2K) d), contiguous
     dweight_parts_ptr,  # float32 output (programs of q, 2 d): sums for q and k, only with the norms
     blocks, length, batch_stride, token_stride, angle_stride,

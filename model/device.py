@@ -27,7 +27,7 @@ def choose_device(name: str) -> torch.device:
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     try:
         device = torch.device(name)
-        torch.zeros(1, device=device).item()  # of `meta` there are no values
+        torch.zeros(1, device=device).item()  # there are no values on `meta`
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
         raise UserError(f"--device {name} cannot be used here ({reason}); use --device auto.") from None

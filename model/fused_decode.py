@@ -21,7 +21,7 @@ from model.config import ModelConfig
 from model.decoder import Decoder
 
 MAX_SEQUENCES = 8  # more need more registers than a thread has; an ordinary matrix product is good at more
-MIN_POSITIONS = 256  # of a kept cache
+MIN_POSITIONS = 256  # room of a kept cache
 
 
 def fused_step(config: ModelConfig, device: torch.device) -> Literal["gpu", "cpu"] | None:
@@ -47,7 +47,7 @@ class DecodeStep:
         self.cache = cache
         self.tokens = torch.zeros(batch, dtype=torch.int64, device=device)
         self.padding = torch.zeros(batch, dtype=torch.int64, device=device)
-        self.position = torch.zeros(1, dtype=torch.int64, device=device)  # of the new tokens in the cache
+        self.position = torch.zeros(1, dtype=torch.int64, device=device)  # place of the new tokens in the cache
         self.qkv = torch.empty(batch, (heads + 2 * config.num_key_value_heads) * head_dim, device=device)
         splits = batch, heads, kernels.decode.splits_for(cache.max_length)
         # Attention over each split of the cache: the weighted sum of v, the maximum score, and the sum of exp.

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import kernels
 from model.config import NORM_GROUPS, ModelConfig
 
-MOMENTUM = 0.1  # of BatchNorm's running statistics (Ioffe and Szegedy 2015, algorithm 2; torch's default)
+MOMENTUM = 0.1  # momentum of BatchNorm's running statistics (Ioffe and Szegedy 2015, algorithm 2; torch's default)
 # Norms that are kernels, and the kind there (formulas: `reference.normalize`). `srms` is RMSNorm without a weight (Qin
 # et al. 2023, arXiv 2307.14995), `offset` RMSNorm with the weight 1 + offset (Gemma, arXiv 2403.08295).
 FUSED = {"rms": "rms", "layer": "layer", "srms": "rms", "offset": "rms"}

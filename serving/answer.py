@@ -21,7 +21,7 @@ from model.cache import KeyValueCache
 from model.count import num_parameters
 from model.device import explain_out_of_memory
 
-MAX_CHOICES = 128  # of one request
+MAX_CHOICES = 128  # choices of one request
 SCORED_AT_ONCE = 256  # tokens of a prompt: the logits of a long one would take gigabytes
 Likeliest = Annotated[int, Meta(ge=0, le=20)]
 
@@ -115,7 +115,7 @@ class ServedModel:
     def __init__(self, name: str, directory: Path, settings: Settings):
         checkpoint, self.tokenizer, self.eos_ids = open_model(directory)
         self.decoder, self.prefix = load_decoder(checkpoint, settings), PrefixCache()
-        self.sampling = recommended_sampling(directory) or Sampling()  # of chats
+        self.sampling = recommended_sampling(directory) or Sampling()  # default of chats
         self.vocab_size = min(self.tokenizer.vocab_size, checkpoint.config.vocab_size)
         self.card = {"id": name, "object": "model", "owned_by": "prenorm", "sampling": vars(self.sampling)}
         self.card |= {"created": 0, "chat": bool(self.tokenizer.chat_template), "tokenizer": self.tokenizer.hash}
@@ -195,7 +195,7 @@ class ServedModel:
                 described = [self.describe(token, logprobs, request.top_logprobs)]
                 for choice in choices:
                     emit(Step(choice, "", described))
-            rows = rows[-1:]  # those of the token that follows
+            rows = rows[-1:]  # logprobs of the token that follows
         self.prefix = PrefixCache(ids, cache)
 
     def sample(

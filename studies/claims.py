@@ -20,7 +20,7 @@ from files import read_toml
 from studies.known_effects import facts, measured
 
 CLAIMS = Path(__file__).with_suffix(".toml")
-VERDICTS = ("does not hold", "inconclusive", "holds")  # of several effects the first of these counts
+VERDICTS = ("does not hold", "inconclusive", "holds")  # the first of these counts where there are several effects
 
 
 def judge(effect: Effect, low: float, high: float) -> str:

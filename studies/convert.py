@@ -24,7 +24,7 @@ from training.loop import train_steps
 from training.save import save
 from training.session import no_log, set_up
 
-SEED_OFFSET = 5000  # of converted models that train again, so that their batches differ from those of the run
+SEED_OFFSET = 5000  # added for converted models that train again: their batches differ from those of the run
 
 
 def train_models(plan: Plan, seed: int, device: str, folder: Path) -> list[Row]:

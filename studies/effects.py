@@ -48,7 +48,7 @@ NAMES = {
     "branches-2e-3 quarter 2": "converted at 2/4, rate 2e-3",
     "branches-2e-3 quarter 3": "converted at 3/4, rate 2e-3",
 }
-WORDS = {"no mean": "mean not subtracted"}  # of a part, in the legend
+WORDS = {"no mean": "mean not subtracted"}  # what the legend calls a part
 MARGIN = "margin: counts as equal"
 TICKS = (-0.1, -0.03, -0.01, -0.005, 0, 0.005, 0.01, 0.03, 0.1)
 

@@ -90,7 +90,7 @@ def facts(kind: str) -> list[Effect]:
     mean_square = x.square().mean(-1, keepdim=True) + EPS
     values["rsqrt"] = change(x * torch.rsqrt(mean_square), x / mean_square.sqrt()), "relative change"
 
-    lengths = []  # of the gradient of weights before the norm, 10 times as large and as they are
+    lengths = []  # lengths of the gradient of weights before the norm, 10 times as large and as they are
     for scale in (10.0, 1.0):
         weight = (scale * normal_rows(2, 64)[:256]).requires_grad_()
         output = norm(normal_rows(1, 64) @ weight.T, ones)[0]

@@ -59,7 +59,7 @@ class Stack:
         means.sum().backward()
         gradients = [weight.grad for weight in self.weights.values()]
         norms = torch.stack([one.reshape(len(one), -1).norm(dim=1) for one in gradients]).norm(dim=0)  # (S,)
-        scale = (settings.clip / (norms + 1e-6)).clamp(max=1)  # of each seed by itself
+        scale = (settings.clip / (norms + 1e-6)).clamp(max=1)  # each seed by itself
         for gradient in gradients:
             gradient.mul_(scale.view(-1, *[1] * (gradient.ndim - 1)))
         for group in optimizer.param_groups:

@@ -36,9 +36,9 @@ class State:
 
     step: int  # optimizer steps done so far
     tokens: int  # trained on so far
-    seconds: float  # of training so far, from the first start over all resumes
+    seconds: float  # time of training so far, from the first start over all resumes
     best_validation_loss: float | None  # lowest so far, nats per token; None before the first evaluation
-    text_hash: str  # of the text that it trains on
+    text_hash: str  # hash of the text that it trains on
     scaler: dict | None = None  # state of the float16 gradient scaler, None in other dtypes
     fixed: dict | None = None  # settings that a resumed run must keep, as settings.toml may have been edited
 

@@ -67,7 +67,7 @@ def make_run_dir(settings: Settings, config: str) -> Path:
     """The folder of a new run: `--out`, or runs/CONFIG-NORM with a number, made here so that no other run gets it."""
     if settings.run.out is not None:
         return Path(settings.run.out)
-    text = re.sub(r"\W+", "-", Path(settings.data.data[0]).stem)[:64].strip("-")  # of a file, folder or data set
+    text = re.sub(r"\W+", "-", Path(settings.data.data[0]).stem)[:64].strip("-")  # name of a file, folder or data set
     first = Path("runs", f"{config if text in ('', 'python') else text}-{settings.model.norm}")
     for number in itertools.count(1):
         run_dir = first if number == 1 else first.with_name(f"{first.name}-{number}")

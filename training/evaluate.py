@@ -17,7 +17,7 @@ class Evaluation:
 
     nats: float  # negative log-likelihood of the whole text
     tokens: int  # predicted, including those that begin and end documents
-    text_bytes: int | None  # of UTF-8; None for conversations, of which only answers are predicted
+    text_bytes: int | None  # bytes of UTF-8; None for conversations, of which only answers are predicted
 
     @property
     def loss(self) -> float:

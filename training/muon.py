@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from training.shard import whole
 
 MOMENTUM = 0.95
-ROW_DECAY = 0.95  # of the moving average of a row's mean square
-COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the polynomial that each iteration applies to the singular values
+ROW_DECAY = 0.95  # decay of the moving average of a row's mean square
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # polynomial that each iteration applies to the singular values
 ITERATIONS = 5
 BATCH = 8  # matrices orthogonalized together: on two cores a third of the time of `torch.optim.Muon`
 

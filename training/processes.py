@@ -30,7 +30,7 @@ class Processes:
     rank: int = 0
     count: int = 1
     store: dist.Store | None = None  # keys that all processes see
-    device: torch.device | None = None  # of this one of several; a single process chooses its own
+    device: torch.device | None = None  # device of this process; a single one chooses its own
 
     @property
     def is_main(self) -> bool:

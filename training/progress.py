@@ -70,7 +70,7 @@ def sample(session: Session, prompt: str) -> str:
         messages = [{"role": "user", "content": prompt}] if prompt else corpus.question
         ids, first, ends = corpus.chat.encode(messages), None, {tokenizer.eos_id, *corpus.chat.ends}
     new = min(SAMPLE_TOKENS, context - 1)
-    ids = ids[min(new, context // 2) - context :]  # of a longer prompt, the end
+    ids = ids[min(new, context // 2) - context :]  # the end of a longer prompt
     options = dict(eos_ids=ends, vocab_size=tokenizer.vocab_size, first_tokens=[first], sampling=SMALL_MODELS)
     tokens = generate(session.model, [ids], max_new_tokens=new, **options).tokens[0]
     if isinstance(corpus, Corpus):

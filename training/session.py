@@ -41,7 +41,7 @@ class Session:
     run_dir: Path
     processes: Processes
     device: torch.device
-    dtype: torch.dtype  # of the activations
+    dtype: torch.dtype  # dtype of the activations
     corpus: Text
     model: Decoder  # the weights: what is evaluated and saved
     forward: nn.Module  # the same weights, compiled and wrapped for several processes: what is trained

@@ -19,7 +19,7 @@ class StepResult:
     step: int  # done so far, this one included
     loss: float  # mean of the batch before the update, nats per token
     gradient_norm: float  # before clipping; infinite when float16 overflowed and the update was skipped
-    learning_rate: float  # of the update, before the multiplier of a parameter group
+    learning_rate: float  # learning rate before the multiplier of a parameter group
     seconds: float  # wall-clock time of the step
 
 
