@@ -1,6 +1,6 @@
 """Decoding beside other programs and training beside transformers, in a quarter of an hour: `python -m benchmarks`.
 
-Prints the tables of docs/lab/decoding.md and docs/lab/training-cpu.md; all that was measured goes to a JSON file in --out.
+Prints the tables of docs/lab/decoding.md and docs/lab/training-cpu.md; what was measured goes to a JSON file in --out.
 """
 
 import argparse
