@@ -1,6 +1,7 @@
 """LoRA adapters in PEFT's format: A and B of each matrix, which are added to the weights of a model as it is loaded."""
 
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -36,6 +37,14 @@ def add_adapter(weights: Mapping[str, Tensor], directory: Path, stored: Mapping[
         scale = alpha / (math.sqrt(rank) if fields.get("use_rslora") else rank)
         tensors = load_file(*find_weight_files(directory, WEIGHTS))
         matrices = {name.partition(".lora_")[0] for name in tensors if ".lora_" in name}
+        layers = fields.get("layers_to_transform")
+        layers = [layers] if isinstance(layers, int) else layers
+        for matrix in sorted(matrices):  # PEFT would leave it out, without a word
+            layer = re.search(r"\.layers\.(\d+)\.", matrix)
+            if isinstance(targets, list) and not f".{matrix}".endswith(tuple(f".{target}" for target in targets)):
+                raise ValueError(f"{matrix} is none of target_modules {targets}")
+            if layers and layer is not None and int(layer[1]) not in layers:
+                raise ValueError(f"{matrix} is in none of layers_to_transform {layers}")
         if isinstance(targets, list) and not (fields.get("layers_to_transform") or fields.get("exclude_modules")):
             ends = tuple(f".{target}.weight" for target in targets)  # names of the matrices that must have A and B
             matrices |= {PREFIX + name.removesuffix(".weight") for name in weights if f".{name}".endswith(ends)}

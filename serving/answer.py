@@ -34,7 +34,7 @@ class Request(msgspec.Struct, kw_only=True):
     max_tokens: Annotated[int, Meta(ge=0)] = 200
     begin_ids: list[int] = []  # not OpenAI's: the answer begins with them, and they are not sent again
     n: Annotated[int, Meta(ge=1, le=16)] = 1
-    stop: str | list[str] = []
+    stop: str | Annotated[list[str], Meta(max_length=64)] = []
     seed: int = msgspec.field(default_factory=lambda: secrets.randbelow(1 << 31))
     logprobs: bool | Likeliest = False
     top_logprobs: Likeliest = 0

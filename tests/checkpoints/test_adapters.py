@@ -141,6 +141,8 @@ REFUSED = [
     ({"use_dora": True}, None, "use_dora True is not supported"),
     ({"init_lora_weights": "pissa"}, None, "init_lora_weights 'pissa' is not supported"),
     ({"peft_type": "IA3"}, None, "peft_type 'IA3' is not supported"),
+    ({"target_modules": ["v_proj"]}, None, "is none of target_modules"),
+    ({"layers_to_transform": [0]}, None, "is in none of layers_to_transform"),
     ({"r": 8}, None, "sizes .* and r is 8"),
     ({"r": 0}, None, "r 0 "),
     ({"lora_alpha": math.nan}, None, "lora_alpha nan"),

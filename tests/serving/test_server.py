@@ -159,6 +159,7 @@ def test_malformed_bodies_get_an_error_in_openais_format(server, capfd):
     fields = "prompt model max_tokens temperature top_p top_k min_p n seed stop logprobs".split()
     wrong = (-1, 1e400, "\ud800", [[]], {"a": 1}, True, [None], 10**30, -0.5, [-1], [10**9])
     requests = [{"prompt": "a", "max_tokens": 2, field: value} for field, value in itertools.product(fields, wrong)]
+    requests.append({"prompt": "a", "stop": ["x"] * 65})  # each is looked for in every step
     bodies = [json.dumps(request).encode() for request in requests]
     bodies += [b"[]", b"[" * 100_000, b'{"prompt": NaN}', *(bodies[0][:n] for n in range(30))]
     answers = [post(server, body, "completions" if n % 7 else "chat/completions") for n, body in enumerate(bodies)]
