@@ -25,15 +25,15 @@ from flags import optional
 
 DESCRIPTION = """Compare any settings of train.py over paired seeds, with intervals and a verdict.
 
-python ablate.py                        RMSNorm or LayerNorm in hours; --quick: in minutes, and what that cannot show
+python ablate.py                   RMSNorm or LayerNorm; --quick: in minutes
 
-python ablate.py --vary norm=layer,dyt  each at its best learning rate of a sweep; several --vary: effects of a grid
+python ablate.py --vary norm=layer,dyt    values of a setting, or of several
 
-python ablate.py factorial              repeat a study of studies/, such as factorial
+python ablate.py factorial         repeat a study of studies/
 
-python ablate.py judge --a "" --b "weight_decay=0.5 qk_norm=true"   keep or discard a change: stops as soon as it can
+python ablate.py judge --a "" --b "qk_norm=true"    keep or discard a change
 
-python ablate.py report FOLDER          write the report of a comparison again
+python ablate.py report FOLDER     write the report of a comparison again
 
 Ctrl-C stops it and the same command resumes it. Its folder gets runs.jsonl, and report.md, which is derived from it."""
 QUICK = """quick: few pairs show only large differences, fewer than five never equivalence; 300 steps are the start of a
@@ -120,9 +120,9 @@ def compare(command: Command, *, judged: bool) -> int:
             from ablation import cluster
 
             start = cluster.join(experiment, command.ray)
-        print(fit_terminal(report.describe(experiment.study, len(experiment.workers)), sys.stdout), flush=True)
+        print(report.describe(experiment.study, len(experiment.workers)), flush=True)
         if command.quick:
-            print(fit_terminal(QUICK, sys.stdout), flush=True)
+            print(QUICK, flush=True)
         if command.dry_run:
             print("one run:", flush=True)
             execute.estimate_run(experiment)
@@ -136,8 +136,7 @@ def compare(command: Command, *, judged: bool) -> int:
         written = report.write(experiment.study, folder)
     for row in experiment.failed:
         print(printable(f"failed: {row}: {row.reason}"), file=sys.stderr)
-    print(printable(f"report: {written[0]}"))
-    print("\n".join(said) if judged else fit_terminal("\n".join(said), sys.stdout))
+    print(printable(f"report: {written[0]}"), *said, sep="\n")
     return 1 if experiment.failed else 0
 
 
@@ -157,6 +156,8 @@ def write_report(folder: tyro.conf.Positional[str]) -> None:
 def main() -> int:
     """Do what the command line says; returns the exit status."""
     os.environ["MPLBACKEND"] = "agg"  # figures are only saved, and a backend that is not there would fail
+    write = sys.stdout.write
+    sys.stdout.write = lambda text: write(fit_terminal(text, sys.stdout))
     name, *others = sys.argv[1:] or [""]
     if name == "report":
         tyro.cli(write_report, args=others, prog="ablate.py report")

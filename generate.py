@@ -2,7 +2,7 @@
 
 import sys
 
-from errors import UserError, exit_on_user_error, note
+from errors import UserError, exit_on_user_error, fit_terminal, note
 
 
 def main() -> None:
@@ -15,6 +15,9 @@ def main() -> None:
         from checkpoints.find import find_checkpoint, newest_run
         from generation.settings import Settings, recommended_sampling
 
+        if {"-h", "--help"} & {*sys.argv}:
+            write = sys.stdout.write
+            sys.stdout.write = lambda text: write(fit_terminal(text, sys.stdout))
         settings = tyro.cli(Settings, prog="generate.py")
         checkpoint = find_checkpoint(newest_run(Path("runs")) if settings.run is None else settings.run)
         recommended = recommended_sampling(checkpoint, settings.adapter)
