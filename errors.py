@@ -27,7 +27,7 @@ def printable(text: str) -> str:
 
 
 def fit_terminal(text: str, stream: TextIO) -> str:
-    """The text, for a terminal with long lines broken between words; a command stays on one line, to be copied."""
+    """The text, for a terminal with long lines broken between words; a command or a JSON object stays on one line."""
     if not stream.isatty():
         return text
     import shutil  # these two only here, as Ctrl-C in an import is a traceback
@@ -36,7 +36,7 @@ def fit_terminal(text: str, stream: TextIO) -> str:
     options = {"subsequent_indent": "  ", "break_long_words": False, "break_on_hyphens": False}
     columns, lines = shutil.get_terminal_size().columns, text.split("\n")
     for i, line in enumerate(lines):
-        if len(line) > columns and "python " not in line:
+        if len(line) > columns and "python " not in line and not line.startswith("{"):
             lines[i] = textwrap.fill(line, columns, **options)
     return "\n".join(lines)
 

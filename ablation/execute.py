@@ -90,6 +90,8 @@ def load_or_create(plan: Plan, folder: Path, device: str = "auto", jobs: int | N
     if rows and not {row.arm for row in rows} & {*plan.compared}:
         raise UserError(f"{folder} has the runs of another comparison; give another --out.")
     for row in rows:
+        if not row.settings_hash:
+            raise UserError(f"the runs of {folder} did not record their settings; give another --out to repeat them.")
         if row.arm in plan.compared and settings_hash(run_settings(plan, row)) != row.settings_hash:
             raise UserError(f"a finished run ({row}) of {folder} had other settings; give another --out.")
     return Experiment(plan, folder, device, jobs, rows)

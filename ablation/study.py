@@ -197,7 +197,8 @@ class Study:
             title = " x ".join(f"{name}: {value} minus {grid[name][0]}" for name, value in choice)
             signs = np.ones(len(self.arms))
             for name, value in choice:
-                signs *= [1 if of == value else -1 if of == grid[name][0] else 0 for of in grid[name]]
+                sign = {value: 1, grid[name][0]: -1}
+                signs *= [sign.get(of, 0) for of in grid[name]]
             weights = signs * 2 ** (len(choice) - 1) / (signs > 0).sum()  # as many arms are positive as negative
             found.append(self.mean_loss(title, dict(zip(self.arms, weights, strict=True))))
         return [effect for effect in found if effect is not None]

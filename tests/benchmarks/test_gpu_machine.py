@@ -34,7 +34,9 @@ def run_script(folder: Path, *steps: str, failing: str = "nothing") -> subproces
     return subprocess.run(["bash", ROOT / "benchmarks/gpu.sh", *steps], capture_output=True, text=True, env=environment)
 
 
-@pytest.mark.skipif(shutil.which("bash") is None or shutil.which("timeout") is None, reason="needs bash")
+@pytest.mark.skipif(
+    shutil.which("bash") is None or shutil.which("timeout") is None, reason="gpu.sh needs bash and timeout"
+)
 def test_commands_of_the_script_are_understood_and_one_that_fails_does_not_stop_the_others(tmp_path, monkeypatch):
     done = run_script(tmp_path, failing=" 1b ")
     assert re.findall(r"^== (\S+), after", done.stdout, re.MULTILINE)[:3] == ["smoke", "124m", "train.py"]

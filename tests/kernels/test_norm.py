@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from kernels import gpu, launch, reference
+from tests.kernels.conftest import triton_only
 
-triton_only = pytest.mark.skipif(gpu is None, reason="Triton is not installed")
 kinds = pytest.mark.parametrize("kind", ["rms", "layer"])
 
 ROWS, WIDTH, EPS = 37, 96, 1e-3

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from kernels import gpu
+from tests.kernels.conftest import triton_only
 
 B, T, H, K, D = 2, 7, 6, 3, 16
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -60,7 +61,6 @@ SHAPES = {  # heads of q and of k, width of a head, sequences, length: blocks of
     "as many heads of k as of q": (3, 3, 32, 2, 5),
 }
 CASES = [*zip(SHAPES, [False, True] * 3, [F32, F32, F16, F16, BF16, BF16], strict=True)]  # norms of heads, dtypes
-triton_only = pytest.mark.skipif(gpu is None, reason="Triton is not installed")
 
 
 @pytest.fixture
