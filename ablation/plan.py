@@ -39,6 +39,7 @@ class Plan:
     name: Annotated[str, Suppress] = "norms"
     arms: Annotated[dict[str, dict[str, Any]], Suppress] = field(default_factory=dict)
     vary: Annotated[dict[str, list[Any]], Suppress] = field(default_factory=dict)
+    titles: Annotated[dict[str, str], Suppress] = field(default_factory=dict)  # in documents, by choice in `vary`
     config: str = "ablation"  # What the arms share: a TOML file, or a name in configs/
     steps: Annotated[int | None, optional("INT")] = None  # Steps of a run; by default the config's
     seeds: Annotated[int | None, optional("INT")] = None  # Final pairs; by default as many as the pilot asks for

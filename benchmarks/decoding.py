@@ -1,21 +1,21 @@
 """Decoding beside other programs and beside the time it takes to read the weights: `python -m benchmarks.decoding`.
 
-All programs have the same shape and random weights, and take turns. Each is a function that prepares it for a case; the
-block that it returns decodes once, greedily, and returns the seconds of a step, without what the prompt takes. With
-weights in a cache a step is faster than the limit. Exit status 1: a program did not run.
+All programs have the same shape and random weights, and take turns. Each is a function that prepares it for a case and
+returns its turn: to decode once, greedily, and say the seconds of a step, without what the prompt takes. With weights
+in a cache a step is faster than the limit. Exit status 1: a program did not run.
 """
 
 import argparse
 import dataclasses
 import importlib.util
 import itertools
-import math
 import re
 import struct
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -26,14 +26,12 @@ import torch
 
 import kernels
 from benchmarks import timing
-from benchmarks.timing import Block
 from checkpoints.families import to_json
 from checkpoints.inference import cast_weights, quantize_matrices
 from errors import exit_on_user_error
 from model.config import ModelConfig
 from model.count import num_parameters
 from model.decoder import Decoder
-from model.device import device_name, processor
 from model.fused_decode import decode_step_for
 
 SHAPES = {
@@ -43,8 +41,9 @@ SHAPES = {
     "135m": ModelConfig(32000, 768, 2048, 16, 12, 12, max_position_embeddings=256),
     "1b": ModelConfig(128256, 2048, 8192, 16, 32, 8, max_position_embeddings=256),  # Llama-3.2-1B
 }
-TRANSFORMERS, COMPILED = "transformers", "transformers compiled"
+TRANSFORMERS, COMPILED = "transformers", "transformers and torch.compile"
 WEIGHT_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
+Run = Callable[[], float]
 
 
 class Case(NamedTuple):
@@ -65,21 +64,18 @@ class Case(NamedTuple):
         return dataclasses.replace(shape, max_position_embeddings=max(shape.max_position_embeddings, positions))
 
 
-class Clock:
+class Clock(list[float]):
     """When each token came. transformers takes it for a streamer, which gets the prompt first."""
 
-    def __init__(self) -> None:
-        self.times: list[float] = []
-
     def put(self, _: object) -> None:
-        self.times.append(time.perf_counter())
+        self.append(time.perf_counter())
 
     def end(self) -> None:
         """Called after the last token."""
 
     def seconds_per_step(self, tokens: int) -> float:
         """Between the last `tokens`."""
-        return (self.times[-1] - self.times[-tokens]) / (tokens - 1)
+        return (self[-1] - self[-tokens]) / (tokens - 1)
 
 
 def our_decoder(case: Case) -> Decoder:
@@ -98,7 +94,7 @@ def transformers_model(config: ModelConfig) -> torch.nn.Module:
     return LlamaForCausalLM(LlamaConfig(**to_json(config, dtype="float32", bos_token_id=None, eos_token_id=None)))
 
 
-def ours(case: Case, choice: str = "auto") -> dict[str, Block]:
+def ours(case: Case, choice: str = "auto") -> Run:
     """`generate` with the fast steps of the chosen kernels; the reference has none, so the decoder itself is called."""
     from generation.generate import generate
     from generation.settings import Sampling
@@ -117,10 +113,10 @@ def ours(case: Case, choice: str = "auto") -> dict[str, Block]:
                 raise RuntimeError(step.unavailable_reason)
         return clock.seconds_per_step(case.tokens)
 
-    return {"step": run}
+    return run
 
 
-def transformers(case: Case, compiled: bool = False) -> dict[str, Block]:
+def transformers(case: Case, compiled: bool = False) -> Run:
     """transformers' `generate`: eager with its usual cache, or compiled with a static one."""
     with torch.device(case.device):
         model = transformers_model(case.config).to(getattr(torch, case.dtype)).eval()
@@ -136,10 +132,10 @@ def transformers(case: Case, compiled: bool = False) -> dict[str, Block]:
         model.generate(tokens, attention_mask=torch.ones_like(tokens), streamer=clock, **options)
         return clock.seconds_per_step(case.tokens)
 
-    return {"step": run}
+    return run
 
 
-def llama2c(case: Case) -> dict[str, Block]:
+def llama2c(case: Case) -> Run:
     """llama2.c prints its own tokens per second. It is given random weights, and a tokenizer of numbers."""
     config, width, folder = case.config, case.config.hidden_size, tempfile.TemporaryDirectory(prefix="benchmark")
     tables = config.max_position_embeddings * config.resolved_head_dim  # tables of angles, which it skips
@@ -156,10 +152,10 @@ def llama2c(case: Case) -> dict[str, Block]:
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", cwd=folder.name)
         return 1 / float(re.search(r"achieved tok/s: ([\d.]+)", done.stderr)[1])
 
-    return {"step": run}
+    return run
 
 
-def llama_cpp(case: Case) -> dict[str, Block]:
+def llama_cpp(case: Case) -> Run:
     """llama.cpp's server in this process, with a file that `contrib.gguf` wrote; all sequences are asked for at once.
 
     Its settings are its own, except for the number of threads, which is torch's.
@@ -189,11 +185,10 @@ def llama_cpp(case: Case) -> dict[str, Block]:
         assert all(answer["usage"]["completion_tokens"] == case.tokens for answer in answers)
         return max(answer["timings"]["predicted_per_token_ms"] for answer in answers) / 1e3
 
-    return {"step": run}
+    return run
 
 
-# The first that runs is what the speed of the others is relative to.
-PROGRAMS = {
+PROGRAMS = {  # the speed of the others is relative to that of the first that runs
     TRANSFORMERS: transformers,
     COMPILED: partial(transformers, compiled=True),
     "llama2.c": llama2c,
@@ -222,34 +217,39 @@ def bytes_read(case: Case) -> float:
     return weights + 2 * case.sequences * keys * (case.prompt + case.tokens // 2)
 
 
-def main(flags: list[str] | None = None) -> dict:
-    """Measure what the command line asks for, and print it as tables in Markdown; returns all of it."""
+def all_cases(shapes, prompts, sequences, dtypes, tokens: int, llama2c: Path | None) -> list[Case]:
+    """Every combination of the lists."""
+    device, combinations = timing.default_device().type, itertools.product(shapes, prompts, sequences, dtypes)
+    return [Case(*combination, tokens, device, llama2c) for combination in combinations]
+
+
+def compare(case: Case, programs: list[str], turns: int, memory: float) -> dict:
+    """Time the programs that have the case, and print a table in Markdown; returns it for a record.
+
+    memory: bytes per second that the machine reads.
+    """
+    possible = [name for name in programs if is_possible(name, case)]
+    makers = {name: lambda name=name: {"step": PROGRAMS[name](case)} for name in possible}
+    title = f"{case.shape}, {case.dtype}, {case.sequences} sequences after {case.prompt} tokens"
+    return timing.compare(title, makers, {"step": bytes_read(case) / memory}, turns, case.sequences)
+
+
+def main() -> dict:
+    """Measure what the command line asks for; returns the record."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.decoding", description=__doc__.split("\n\n")[0])
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["26m"], help="default: 26m")
     parser.add_argument("--prompt", type=int, nargs="+", default=[1], help="tokens before (default: 1)")
     parser.add_argument("--sequences", type=int, nargs="+", default=[1, 8], help="default: 1 8")
     parser.add_argument("--dtypes", nargs="+", choices=WEIGHT_BYTES, default=[*WEIGHT_BYTES], help="default: all")
-    parser.add_argument("--turns", type=int, default=7, help="turns of each program (default: %(default)s)")
-    parser.add_argument("--minutes", type=float, default=math.inf, help="after that no fourth turn begins")
-    parser.add_argument("--tokens", type=int, default=128, help="tokens of a sequence in a turn (default: %(default)s)")
     parser.add_argument("--programs", nargs="+", choices=PROGRAMS, default=USUAL, help=f"default: all but {COMPILED}")
+    parser.add_argument("--turns", type=int, default=7, help="turns of each program (default: %(default)s)")
+    parser.add_argument("--tokens", type=int, default=128, help="tokens of a sequence in a turn (default: %(default)s)")
     parser.add_argument("--llama2c", type=Path, metavar="PATH", help="llama2.c's program, built with `make runomp`")
-    arguments = parser.parse_args(flags)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    rate = timing.read_rate() if device.type == "cpu" else timing.copy_rate(device)
-    print(f"{device_name(device)}, {processor()}: memory at {rate / 1e9:,.1f} GB/s")
-    settings = itertools.product(arguments.shapes, arguments.prompt, arguments.sequences, arguments.dtypes)
-    cases = [Case(*setting, arguments.tokens, device.type, arguments.llama2c) for setting in settings]
-    tables = []
-    for case in cases:
-        programs = [program for program in arguments.programs if is_possible(program, case)]
-        makers = {program: partial(PROGRAMS[program], case) for program in programs}
-        limits = {program: {"step": bytes_read(case) / rate} for program in programs}
-        title = f"Decoding {case.shape}, {case.sequences} sequences after {case.prompt} tokens, {case.dtype}"
-        end = time.monotonic() + 60 * arguments.minutes / len(cases)
-        if programs:
-            tables.append(timing.compare(title, makers, limits, arguments.turns, end, case.sequences))
-    return timing.results(device, bytes_per_second=rate, tables=tables)
+    chosen = parser.parse_args()
+    memory = timing.memory_rate(timing.default_device())
+    cases = all_cases(chosen.shapes, chosen.prompt, chosen.sequences, chosen.dtypes, chosen.tokens, chosen.llama2c)
+    tables = [compare(case, chosen.programs, chosen.turns, memory) for case in cases]
+    return timing.results(timing.default_device(), tables, memory_bytes_per_second=memory)
 
 
 if __name__ == "__main__":

@@ -8,17 +8,17 @@ same batches and moments. With bias and centered weights nothing is lost, unless
 
 import dataclasses
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import tyro
 from tqdm import tqdm
 
-from ablation import report, study
-from ablation.plan import Plan, Run, load_plan, replace_settings, run_settings
-from ablation.records import Row, append_rows, read_rows
+from ablation.plan import Plan, Run, replace_settings, run_settings
+from ablation.records import Row
 from ablation.run import measure
-from errors import exit_on_user_error, printable
-from files import locked
+from errors import exit_on_user_error
+from studies.train import fill
 from training.checkpoint import load_moments
 from training.loop import train_steps
 from training.save import save
@@ -57,15 +57,14 @@ def train_models(plan: Plan, seed: int, device: str, folder: Path) -> list[Row]:
 
 def main(folder: tyro.conf.Positional[Path], device: str = "auto") -> None:
     """Train and convert the models of a study, of all seeds that have no runs yet, and write its report."""
-    with locked(folder):
-        plan = load_plan(folder / "plan.toml")
-        done = {row.seed for row in read_rows(folder)}
-        for seed in tqdm(sorted({*plan.phase_seeds["final"]} - done), unit="model", disable=None):
+
+    def train(plan: Plan, earlier: list[Row]) -> Iterator[list[Row]]:
+        seeds = {*plan.phase_seeds["final"]} - {row.seed for row in earlier}
+        for seed in tqdm(sorted(seeds), unit="model", disable=None):
             with tempfile.TemporaryDirectory() as checkpoints:
-                append_rows(folder, *train_models(plan, seed, device, Path(checkpoints)))
-        finished = study.load(folder)
-        written = report.write(finished, folder)
-    print(*report.headline(finished), printable(f"report: {written[0]}"), sep="\n")
+                yield train_models(plan, seed, device, Path(checkpoints))
+
+    fill(folder, train)
 
 
 if __name__ == "__main__":

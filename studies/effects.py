@@ -3,6 +3,7 @@
 """
 
 import itertools
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -23,32 +24,8 @@ PARTS = {
     "no mean": [(RMS_BIAS, LAYER), (RMS, LAYER_NO_BIAS)],
     "no bias": [(LAYER_NO_BIAS, LAYER), (RMS, RMS_BIAS)],
 }
-# What a study's runs are, or those of one choice of its other settings; a study without an entry keeps its own name.
-NAMES = {
-    "recipe": "default run, longer decay",
-    "factorial": "small model, 2,400 steps",
-    "budget-1200": "small model, 1,200 steps",
-    "budget-600": "small model, 600 steps",
-    "placebo": "1,200 steps, another processor",
-    "factorial-tuned": "1,200 steps, each at its best rate",
-    "tuned-2e-3": "1,200 steps, rate 2e-3",
-    "tuned-4e-3": "1,200 steps, rate 4e-3",
-    "scale-4m": "4M parameters",
-    "scale-10m": "10M parameters",
-    "shakespeare": "plays of Shakespeare",
-    "bias-rates": "bias alone, three rates",
-    "bias-rates learning_rate=0.0005": "bias alone, rate 5e-4",
-    "bias-rates learning_rate=0.001": "bias alone, rate 1e-3",
-    "bias-rates learning_rate=0.0014": "bias alone, rate 1.4e-3",
-    "bias-2e-3": "bias alone, rate 2e-3",
-    "branches quarter 1": "converted at 1/4, rate 5e-4",
-    "branches quarter 2": "converted at 2/4, rate 5e-4",
-    "branches quarter 3": "converted at 3/4, rate 5e-4",
-    "branches-2e-3 quarter 1": "converted at 1/4, rate 2e-3",
-    "branches-2e-3 quarter 2": "converted at 2/4, rate 2e-3",
-    "branches-2e-3 quarter 3": "converted at 3/4, rate 2e-3",
-}
-WORDS = {"no mean": "mean not subtracted"}  # what the legend calls a part
+WORDS = {"rms": "RMSNorm", "layer": "LayerNorm", "with bias": "with a bias", "without bias": "without a bias"}
+LEGEND = {"no mean": "mean not subtracted"}
 MARGIN = "margin: counts as equal"
 TICKS = (-0.1, -0.03, -0.01, -0.005, 0, 0.005, 0.01, 0.03, 0.1)
 
@@ -80,10 +57,14 @@ def parts(study: Study) -> dict[str, dict[str, Effect]]:
     return effects
 
 
-def named(study: Study, group: str) -> str:
+def title(study: Study, group: str = "") -> str:
     """What these runs are, in words."""
-    name = f"{study.plan.name} {group}".strip()
-    return NAMES.get(name, name)
+    return study.plan.titles.get(group, f"{study.plan.name} {group}".strip())
+
+
+def in_words(text: str) -> str:
+    """The names of arms in a text, as documents call them."""
+    return re.sub(rf"\b({'|'.join(WORDS)})", lambda match: WORDS[match[0]], text)
 
 
 def draw(studies: Sequence[Study]) -> Figure:
@@ -100,8 +81,8 @@ def draw(studies: Sequence[Study]) -> Figure:
             number = [*PARTS].index(name)
             place, colour = row + 0.22 * (number - 1), COLOURS[number]
             axes.plot(effect.interval, (place, place), color=colour, linewidth=3, alpha=0.5, solid_capstyle="butt")
-            axes.plot(effect.estimate, place, MARKERS[number], color=colour, markersize=4, label=WORDS.get(name, name))
-    names = [f"{named(study, group)}\n{next(iter(effects.values())).n} pairs" for study, group, effects in rows]
+            axes.plot(effect.estimate, place, MARKERS[number], color=colour, markersize=4, label=LEGEND.get(name, name))
+    names = [f"{title(study, group)}\n{next(iter(effects.values())).n} pairs" for study, group, effects in rows]
     axes.set_yticks(range(len(rows)), names, fontsize=8)
     axes.set_xscale("symlog", linthresh=0.01)
     axes.set_xticks(TICKS, [f"{tick:g}" for tick in TICKS], fontsize=8)

@@ -6,6 +6,7 @@ and batches that `ablate.py` gives to its seed. AdamW only: Muon would orthogona
 
 import dataclasses
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -17,12 +18,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from tqdm import tqdm
 
 import kernels
-from ablation import report, study
-from ablation.plan import Plan, Run, arm_settings, load_plan, replace_settings, run_settings
-from ablation.records import Row, append_rows, read_rows
+from ablation.plan import Plan, Run, arm_settings, replace_settings, run_settings
+from ablation.records import Row
 from ablation.run import count_spikes, measure, settings_hash
-from errors import UserError, exit_on_user_error, printable
-from files import locked
+from errors import UserError, exit_on_user_error
+from studies.train import fill
 from training.schedule import learning_rate
 from training.session import Session, initial_model, no_log, set_up
 from training.settings import Settings
@@ -100,21 +100,19 @@ def can_stack(arm: Settings, first: Settings) -> bool:
 
 def main(folder: tyro.conf.Positional[Path], device: str = "auto") -> None:
     """Train all final seeds of a study together on one GPU, for arms that have no runs yet, and write its report."""
-    with locked(folder):
-        plan = load_plan(folder / "plan.toml")
+
+    def train(plan: Plan, earlier: list[Row]) -> Iterator[list[Row]]:
         arms = [arm_settings(plan, arm) for arm in plan.compared.values()]
         if plan.seeds is None or plan.rates or not all(can_stack(arm, arms[0]) for arm in arms):
             raise UserError(
                 "models are stacked for a plan with seeds and one learning rate, whose arms differ in the model alone: "
                 "with AdamW, sequences of one length, and no batch norm or document masks; for any other use ablate.py."
             )
-        done = {row.arm for row in read_rows(folder)}
         for arm in plan.compared:
-            if arm not in done:
-                append_rows(folder, *train_stack(plan, arm, device))
-        finished = study.load(folder)
-        written = report.write(finished, folder)
-    print(*report.headline(finished), printable(f"report: {written[0]}"), sep="\n")
+            if arm not in {row.arm for row in earlier}:
+                yield train_stack(plan, arm, device)
+
+    fill(folder, train)
 
 
 if __name__ == "__main__":

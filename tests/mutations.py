@@ -313,16 +313,16 @@ TABLE = r"""
 + return logits.masked_fill(logits.softmax(-1) < p, -math.inf)
 ! generation/test_sampling.py::test_a_filter_keeps_the_tokens_of_its_reference_and_their_logits[min_p]
 @ benchmarks/timing.py
-- yield from keys if turn % 2 else reversed(list(keys))
-+ yield from keys
+- for name in programs if turn % 2 else reversed(programs):
++ for name in programs:
 ! benchmarks/test_timing.py::test_blocks_take_turns_in_an_order_that_reverses_after_every_turn
 - ratios = [theirs / ours for theirs, ours in pairs]
 + ratios = [ours / theirs for theirs, ours in pairs]
 ! benchmarks/test_timing.py::test_a_row_has_medians_tokens_per_second_the_share_of_the_limit_and_the_ratios_within_turns
 @ benchmarks/training.py
-- process = uuid.uuid4().hex
-+ process = __import__("os").getpid()
-! benchmarks/test_programs.py::test_the_arms_of_a_study_are_timed_into_the_file_that_its_report_reads
+- if norm == "rms" or name != variant:
++ if True:
+! benchmarks/test_programs.py::test_norms_take_turns_in_every_variant_and_transformers_has_rmsnorm_alone
 @ benchmarks/kernels.py
 - 2 * rotated, 2 * packed + rotated
 + 2 * rotated, 2 * packed
@@ -331,9 +331,8 @@ TABLE = r"""
 - inside = effect.interval_90 if two_sided else effect.interval
 + inside = effect.interval
 ! studies/test_effects.py::test_a_claim_holds_inside_its_region_does_not_outside_and_is_inconclusive_at_its_ends
-@ studies/known_effects.py
-- (spread - first[1]).dropna()
-+ (first[1] - spread).dropna()
+- (spread - base).dropna()
++ (base - spread).dropna()
 ! docs/test_tables.py::test_the_tables_of_a_document_are_what_the_records_give[claims.md]
 @ ablation/stats.py
 - float(values.std(ddof=1) / np.sqrt(len(values)))

@@ -9,6 +9,7 @@ import pytest
 from ablation import study
 from ablation.plan import Plan, find_plan, load_plan
 from ablation.stats import Effect, mean_effect
+from studies import claims
 from studies.claims import judge
 from studies.effects import draw, parts
 
@@ -44,6 +45,14 @@ def test_they_are_the_effects_of_a_grid_and_drawn_for_every_study():
     drawn = draw([found, budget]).axes[0]
     rows = ["small model, 2,400 steps\n30 pairs", "small model, 600 steps\n6 pairs"]
     assert [label.get_text() for label in drawn.get_yticklabels()] == rows
+
+
+def test_times_are_means_over_processes_of_medians_of_ratios_within_turns(monkeypatch):
+    processes = [([1, 1, 9], [2, 2, 2]), ([3, 3, 3], [4, 4, 4])]
+    tables = [{"seconds": {"eager, rms": {"step": rms}, "eager, layer": {"step": layer}}} for rms, layer in processes]
+    monkeypatch.setattr(claims, "read_speed", lambda _: tables)
+    [ratio] = claims.norm_times("record", "step")
+    assert (ratio.name, ratio.estimate, ratio.n) == ("step: eager", 0.625, 2)  # the mean of 0.5 and 0.75
 
 
 def effect(low: float, high: float, n: int = 9) -> Effect:
