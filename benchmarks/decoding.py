@@ -217,21 +217,21 @@ def bytes_read(case: Case) -> float:
     return weights + 2 * case.sequences * keys * (case.prompt + case.tokens // 2)
 
 
-def all_cases(shapes, prompts, sequences, dtypes, tokens: int, llama2c: Path | None) -> list[Case]:
-    """Every combination of the lists."""
-    device, combinations = timing.default_device().type, itertools.product(shapes, prompts, sequences, dtypes)
-    return [Case(*combination, tokens, device, llama2c) for combination in combinations]
-
-
-def compare(case: Case, programs: list[str], turns: int, memory: float) -> dict:
-    """Time the programs that have the case, and print a table in Markdown; returns it for a record.
-
-    memory: bytes per second that the machine reads.
-    """
-    possible = [name for name in programs if is_possible(name, case)]
-    makers = {name: lambda name=name: {"step": PROGRAMS[name](case)} for name in possible}
-    title = f"{case.shape}, {case.dtype}, {case.sequences} sequences after {case.prompt} tokens"
-    return timing.compare(title, makers, {"step": bytes_read(case) / memory}, turns, case.sequences)
+def measure(
+    shapes: list[str], prompt: list[int], sequences: list[int], dtypes: list[str], programs: list[str], turns: int,
+    tokens: int, llama2c: Path | None,
+) -> dict:  # fmt: skip
+    """Time the programs on every combination, and print tables in Markdown; returns the record."""
+    device, tables = timing.default_device(), []
+    memory = timing.memory_rate(device)
+    for combination in itertools.product(shapes, prompt, sequences, dtypes):
+        case = Case(*combination, tokens, device.type, llama2c)
+        possible = [name for name in programs if is_possible(name, case)]
+        makers = {name: lambda name=name, case=case: {"step": PROGRAMS[name](case)} for name in possible}
+        title = f"{case.shape}, {case.dtype}, {case.sequences} sequences after {case.prompt} tokens"
+        limits = {"step": bytes_read(case) / memory}
+        tables.append(timing.compare(title, makers, limits, turns, case.sequences))
+    return timing.results(device, tables, memory_bytes_per_second=memory)
 
 
 def main() -> dict:
@@ -245,11 +245,7 @@ def main() -> dict:
     parser.add_argument("--turns", type=int, default=7, help="turns of each program (default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=128, help="tokens of a sequence in a turn (default: %(default)s)")
     parser.add_argument("--llama2c", type=Path, metavar="PATH", help="llama2.c's program, built with `make runomp`")
-    chosen = parser.parse_args()
-    memory = timing.memory_rate(timing.default_device())
-    cases = all_cases(chosen.shapes, chosen.prompt, chosen.sequences, chosen.dtypes, chosen.tokens, chosen.llama2c)
-    tables = [compare(case, chosen.programs, chosen.turns, memory) for case in cases]
-    return timing.results(timing.default_device(), tables, memory_bytes_per_second=memory)
+    return measure(**vars(parser.parse_args()))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
-"""Training steps and their parts in every variant of the code, side by side: `python -m benchmarks.training`.
+"""Training steps in every variant of the code, side by side: `python -m benchmarks.training`.
 
 Variants: the reference in plain PyTorch, torch.compile of it, our functions for the device and, if it is asked for,
-transformers' LLaMA of the same shape. They take turns in blocks of a few calls on random tokens; a step has one
-micro-batch. Exit status 1: a variant did not run.
+transformers' LLaMA of the same shape. They take turns in blocks of a few steps. Exit status 1: a variant did not run.
 """
 
 import argparse
@@ -38,8 +37,7 @@ VARIANTS = {  # what `kernels.use` is told, and whether the model is compiled
     TRANSFORMERS: ("auto", False),
     f"{TRANSFORMERS} and torch.compile": ("auto", True),
 }
-TURNS = 10  # of 4 calls each
-SECTIONS = "forward", "forward and backward", "step"
+TURNS = 10  # of 4 steps each
 
 
 class TransformersModel(nn.Module):
@@ -55,8 +53,8 @@ class TransformersModel(nn.Module):
             return self.model(input_ids=tokens, labels=tokens, shift_labels=targets, use_cache=False).loss
 
 
-def make_blocks(settings: Settings, variant: str, sections: list[str], device: torch.device) -> timing.Blocks:
-    """The blocks of some SECTIONS: the model's passes on random tokens, and an optimizer step."""
+def make_step(settings: Settings, variant: str, device: torch.device) -> timing.Blocks:
+    """The block of training steps on random tokens, of one micro-batch each."""
     choice, compiled = VARIANTS[variant]
     kernels.use(choice, device)
     dtype = choose_training_dtype(settings.machine.dtype, device)
@@ -70,21 +68,19 @@ def make_blocks(settings: Settings, variant: str, sections: list[str], device: t
         optimizer = build_optimizer(model, settings.optimizer, device)
         run = kernels.compile_model(model) if compiled else model
     scaler = torch.amp.GradScaler(device.type, enabled=False)
-    shape, pinned = micro_batch(settings), device.type == "cuda"
-    on_host = [torch.randint(settings.model.vocab_size, shape, pin_memory=pinned) for _ in range(2)]  # tokens, targets
-    batch = [tensor.to(device) for tensor in on_host]
-    mean = torch.full((), 1 / batch[1].numel(), device=device)
-    calls = {
-        "forward": lambda: run(*batch),
-        "forward and backward": lambda: run(*batch, token_weights=mean).backward(),
-        "step": lambda: train_step(run, [on_host], optimizer, scaler, settings.optimizer.clip, Processes(), device),
-    }
+    batch = [
+        torch.randint(settings.model.vocab_size, micro_batch(settings), pin_memory=device.type == "cuda")
+        for _ in ("tokens", "targets")
+    ]
 
-    def use_and_time(section: str) -> float:
+    def step() -> None:
+        train_step(run, [batch], optimizer, scaler, settings.optimizer.clip, Processes(), device)
+
+    def use_and_time() -> float:
         kernels.use(choice, device)
-        return timing.block([calls[section]], device)
+        return timing.block([step], device)
 
-    return {section: partial(use_and_time, section) for section in sections}
+    return {"step": use_and_time}
 
 
 def micro_batch(settings: Settings) -> tuple[int, int]:
@@ -93,10 +89,8 @@ def micro_batch(settings: Settings) -> tuple[int, int]:
     return min(data.micro_batch_size or data.batch_size, data.batch_size), data.sequence_length
 
 
-def compare(
-    config: str, changes: dict[str, Any], norms: list[str], variants: list[str], sections: list[str], turns: int
-) -> dict:
-    """Time every norm in every variant side by side, and print a table in Markdown; returns it for a record.
+def compare(config: str, changes: dict[str, Any], norms: list[str], variants: list[str], turns: int = TURNS) -> dict:
+    """Time every norm in every variant, and print a table in Markdown; returns it for a record.
 
     changes: of the configuration's settings.
     """
@@ -104,14 +98,15 @@ def compare(
     settings = replace_settings(load_settings(config_path(config)), changes)
     device, makers = timing.default_device(), {}
     for norm, variant in itertools.product(norms, variants):
-        name = variant if variant.startswith(TRANSFORMERS) else f"{variant}, {norm}"
-        if norm == "rms" or name != variant:
-            of_norm = replace_settings(settings, {"norm": norm})
-            makers[name] = partial(make_blocks, of_norm, variant, sections, device)
+        of_norm = replace_settings(settings, {"norm": norm})
+        if not variant.startswith(TRANSFORMERS):
+            makers[f"{variant}, {norm}"] = partial(make_step, of_norm, variant, device)
+        elif norm == "rms":
+            makers[variant] = partial(make_step, of_norm, variant, device)
     tokens, dtype = math.prod(micro_batch(settings)), settings.machine.dtype
     flops = tokens * flops_per_token(settings.model, settings.data.sequence_length)
-    limits = {"step": flops / timing.product_rate(device, choose_training_dtype(dtype, device))}
-    return timing.compare(f"training {config}, {dtype}", makers, limits if "step" in sections else {}, turns, tokens)
+    limit = flops / timing.product_rate(device, choose_training_dtype(dtype, device))
+    return timing.compare(f"training {config}, {dtype}", makers, {"step": limit}, turns, tokens)
 
 
 def main() -> dict:
@@ -121,12 +116,10 @@ def main() -> dict:
     parser.add_argument("--dtypes", nargs="+", metavar="DTYPE", default=["auto"], help="default: auto")
     parser.add_argument("--norms", nargs="+", default=["rms", "layer"], help="default: rms layer")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, help=f"default: all but {TRANSFORMERS}")
-    parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=["step"], help="default: step")
-    chosen, device, tables = parser.parse_args(), timing.default_device(), []
+    chosen, device = parser.parse_args(), timing.default_device()
     usual = ("reference", "triton" if device.type == "cuda" else "torch")
     variants = chosen.variants or [name for name, (choice, _) in VARIANTS.items() if choice in usual]
-    for dtype in chosen.dtypes:
-        tables.append(compare(chosen.config, {"dtype": dtype}, chosen.norms, variants, chosen.sections, TURNS))
+    tables = [compare(chosen.config, {"dtype": dtype}, chosen.norms, variants) for dtype in chosen.dtypes]
     return timing.results(device, tables)
 
 

@@ -1,27 +1,24 @@
-"""Verdicts on published claims about norms: `python -m studies.claims FOLDER ...` prints them as a table in Markdown.
+"""Verdicts on published claims about norms, which `python -m studies.tables` writes into docs/lab/claims.md.
 
 A claim of claims.toml names effects and the region in which they lie, or its verdict follows from arithmetic. It is
-judged from the first of the folders that measured one of its effects, and speed from a record of speed/.
+judged from the first of the studies that measured one of its effects, and speed from a record of speed/.
 """
 
 import itertools
 import json
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Annotated
 
 import numpy as np
 import pandas as pd
-import tyro
 
 from ablation.plan import arm_settings
-from ablation.report import MISSING, table, with_interval
+from ablation.report import MISSING, with_interval
 from ablation.stats import MIN_PAIRS_FOR_EQUIVALENCE, Effect, mean_effect
-from ablation.study import Study, load
-from errors import exit_on_user_error
+from ablation.study import Study
 from files import read_toml
 from studies.effects import in_words
 
@@ -116,18 +113,8 @@ def claim_row(claim: dict, sources: list[list[Effect]]) -> dict[str, str]:
     return row
 
 
-def judge_all(folders: Sequence[Path]) -> list[dict[str, str]]:
+def judge_all(studies: list[Study]) -> list[dict[str, str]]:
     """The rows of all claims."""
-    sources = [measured(load(folder)) for folder in folders]
+    sources = [measured(study) for study in studies]
     sources.append([*norm_times("training-norms-amd-epyc", "step"), *norm_times("training-norms-amd-epyc", "forward")])
     return [claim_row(claim, sources) for claim in read_toml(CLAIMS)["claims"]]
-
-
-def main(folders: Annotated[tuple[Path, ...], tyro.conf.Positional]) -> None:
-    """Verdicts on published claims about norms, as a table: of several folders of studies, the first is asked first."""
-    print(table(judge_all(folders)))
-
-
-if __name__ == "__main__":
-    with exit_on_user_error():
-        tyro.cli(main, prog="python -m studies.claims")

@@ -11,14 +11,12 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-import tyro
 from tqdm import tqdm
 
 from ablation.plan import Plan, Run, replace_settings, run_settings
 from ablation.records import Row
 from ablation.run import measure
-from errors import exit_on_user_error
-from studies.train import fill
+from studies.train import run_command
 from training.checkpoint import load_moments
 from training.loop import train_steps
 from training.save import save
@@ -55,18 +53,13 @@ def train_models(plan: Plan, seed: int, device: str, folder: Path) -> list[Row]:
     return rows
 
 
-def main(folder: tyro.conf.Positional[Path], device: str = "auto") -> None:
+def train(plan: Plan, earlier: list[Row], device: str) -> Iterator[list[Row]]:
     """Train and convert the models of a study, of all seeds that have no runs yet, and write its report."""
-
-    def train(plan: Plan, earlier: list[Row]) -> Iterator[list[Row]]:
-        seeds = {*plan.phase_seeds["final"]} - {row.seed for row in earlier}
-        for seed in tqdm(sorted(seeds), unit="model", disable=None):
-            with tempfile.TemporaryDirectory() as checkpoints:
-                yield train_models(plan, seed, device, Path(checkpoints))
-
-    fill(folder, train)
+    seeds = {*plan.phase_seeds["final"]} - {row.seed for row in earlier}
+    for seed in tqdm(sorted(seeds), unit="model", disable=None):
+        with tempfile.TemporaryDirectory() as checkpoints:
+            yield train_models(plan, seed, device, Path(checkpoints))
 
 
 if __name__ == "__main__":
-    with exit_on_user_error():
-        tyro.cli(main, prog="python -m studies.convert")
+    run_command(train, "convert")

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import tyro
 from torch import Tensor
 from torch.func import functional_call, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -21,8 +20,8 @@ import kernels
 from ablation.plan import Plan, Run, arm_settings, replace_settings, run_settings
 from ablation.records import Row
 from ablation.run import count_spikes, measure, settings_hash
-from errors import UserError, exit_on_user_error
-from studies.train import fill
+from errors import UserError
+from studies.train import run_command
 from training.schedule import learning_rate
 from training.session import Session, initial_model, no_log, set_up
 from training.settings import Settings
@@ -98,23 +97,18 @@ def can_stack(arm: Settings, first: Settings) -> bool:
     return alike and arm.model.norm != "batch" and fixed == ("adamw", "all", False, None)
 
 
-def main(folder: tyro.conf.Positional[Path], device: str = "auto") -> None:
+def train(plan: Plan, earlier: list[Row], device: str) -> Iterator[list[Row]]:
     """Train all final seeds of a study together on one GPU, for arms that have no runs yet, and write its report."""
-
-    def train(plan: Plan, earlier: list[Row]) -> Iterator[list[Row]]:
-        arms = [arm_settings(plan, arm) for arm in plan.compared.values()]
-        if plan.seeds is None or plan.rates or not all(can_stack(arm, arms[0]) for arm in arms):
-            raise UserError(
-                "models are stacked for a plan with seeds and one learning rate, whose arms differ in the model alone: "
-                "with AdamW, sequences of one length, and no batch norm or document masks; for any other use ablate.py."
-            )
-        for arm in plan.compared:
-            if arm not in {row.arm for row in earlier}:
-                yield train_stack(plan, arm, device)
-
-    fill(folder, train)
+    arms = [arm_settings(plan, arm) for arm in plan.compared.values()]
+    if plan.seeds is None or plan.rates or not all(can_stack(arm, arms[0]) for arm in arms):
+        raise UserError(
+            "models are stacked for a plan with seeds and one learning rate, whose arms differ in the model alone: "
+            "with AdamW, sequences of one length, and no batch norm or document masks; for any other use ablate.py."
+        )
+    for arm in plan.compared:
+        if arm not in {row.arm for row in earlier}:
+            yield train_stack(plan, arm, device)
 
 
 if __name__ == "__main__":
-    with exit_on_user_error():
-        tyro.cli(main, prog="python -m studies.many_seeds")
+    run_command(train, "many_seeds")

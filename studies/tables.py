@@ -69,10 +69,6 @@ def set_rows(*names: str) -> list[dict]:
     return rows
 
 
-def claim_rows(*names: str) -> list[dict]:
-    return judge_all([ROOT / "studies" / name for name in names])
-
-
 def speed_rows(record: str, unit: str, *words: str) -> list[dict]:
     """A row for each table of a record whose title has the words: the speed or time of each program, the best bold."""
     rows, text = [], " ".join(words)
@@ -109,7 +105,7 @@ KINDS: dict[str, Callable[..., list[dict]]] = {
     "parts": parts_rows,
     "differences": difference_rows,
     "sets": set_rows,
-    "claims": claim_rows,
+    "claims": lambda *names: judge_all([*map(load_study, names)]),
     "speeds": speed_rows,
     "programs": program_table,
     "norm_times": norm_time_rows,

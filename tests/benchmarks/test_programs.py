@@ -1,16 +1,15 @@
 """Decoding and training steps beside other programs, and `python -m benchmarks`: what is measured, and of what."""
 
+import importlib
 import json
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 import kernels
 from ablation.plan import replace_settings
-from benchmarks import training
+from benchmarks import decoding, training
 from benchmarks.decoding import Case, bytes_read, llama2c
 from training.settings import Settings
 
@@ -36,28 +35,32 @@ def test_a_variant_runs_with_the_kernels_that_it_names(monkeypatch):
     settings, used, cpu = replace_settings(Settings(), small), [], torch.device("cpu")
     monkeypatch.setattr(training, "train_step", lambda *_: used.append(kernels.implementation(cpu)))
     variants = ("reference, eager", "CPU functions")
-    reference, functions = (training.make_blocks(settings, variant, ["step"], cpu)["step"] for variant in variants)
+    reference, functions = (training.make_step(settings, variant, cpu)["step"] for variant in variants)
     assert reference() > 0 and functions() > 0 and reference() > 0
     assert used[::4] == [kernels.reference, kernels.cpu, kernels.reference]  # a block calls it four times
 
 
 def test_norms_take_turns_in_every_variant_and_transformers_has_rmsnorm_alone(monkeypatch):
-    monkeypatch.setattr(training, "make_blocks", lambda *_: {"step": lambda: 0.1})
+    monkeypatch.setattr(training, "make_step", lambda *_: {"step": lambda: 0.1})
     monkeypatch.setattr(training.timing, "product_rate", lambda *_: 1e12)
     variants = ["transformers", "CPU functions"]
-    table = training.compare("tiny", {"dtype": "float32"}, ["rms", "layer"], variants, ["step"], 2)
+    table = training.compare("tiny", {"dtype": "float32"}, ["rms", "layer"], variants, 2)
     assert [*table["seconds"]] == ["transformers", "CPU functions, rms", "CPU functions, layer"]
     assert table["tokens"] == 8 * 512 and table["title"] == "training tiny, float32"
 
 
 @pytest.mark.slow
-def test_all_benchmarks_of_a_cpu_run_in_turns_and_the_record_comes_last():
-    command = [sys.executable, "-m", "benchmarks", "--quick", "--llama2c", "missing"]
-    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True)
-    assert done.returncode == 1 and "| llama2.c | not run: FileNotFoundError" in done.stdout, done.stderr
-    record = json.loads(done.stdout.splitlines()[-1])
-    *decoding, _, last = record["tables"]
+def test_all_benchmarks_of_a_cpu_run_in_turns_and_the_record_comes_last(monkeypatch, capsys):
+    measure, compare = decoding.measure, training.compare
+    tiny = {"batch_size": 2, "sequence_length": 64}
+    monkeypatch.setattr(sys, "argv", ["benchmarks", "--llama2c", "missing"])
+    monkeypatch.setattr(decoding, "measure", lambda shapes, *rest: measure(["260k"], *rest[:4], 1, 8, rest[-1]))
+    monkeypatch.setattr(training, "compare", lambda _, changes, *rest: compare("tiny", changes | tiny, *rest[:2], 1))
+    assert importlib.import_module("benchmarks.__main__").main() == 1  # llama2.c did not run
+    printed = capsys.readouterr().out
+    assert "| llama2.c | not run: FileNotFoundError" in printed
+    *of_decoding, _, last = json.loads(printed.splitlines()[-1])["tables"]
     programs = {"transformers", "plain decoder", "ours"}
-    measured = {frozenset(table["seconds"]) - {"llama.cpp"} for table in decoding}
+    measured = {frozenset(table["seconds"]) - {"llama.cpp"} for table in of_decoding}
     assert measured == {frozenset(programs), frozenset(["ours"])}
-    assert len(decoding) == 6 and [*last["seconds"]] == ["transformers", "CPU functions, rms"]
+    assert len(of_decoding) == 6 and [*last["seconds"]] == ["transformers", "CPU functions, rms"]
