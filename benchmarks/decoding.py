@@ -12,7 +12,6 @@ import itertools
 import re
 import struct
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -28,7 +27,6 @@ import kernels
 from benchmarks import timing
 from checkpoints.families import to_json
 from checkpoints.inference import cast_weights, quantize_matrices
-from errors import exit_on_user_error
 from model.config import ModelConfig
 from model.count import num_parameters
 from model.decoder import Decoder
@@ -249,5 +247,4 @@ def main() -> dict:
 
 
 if __name__ == "__main__":
-    with exit_on_user_error():
-        sys.exit(timing.finish(main()))
+    timing.run(main)

@@ -8,7 +8,6 @@ import argparse
 import gc
 import math
 import re
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +18,6 @@ from torch.nn import functional as F
 
 import kernels
 from benchmarks import timing
-from errors import exit_on_user_error
 from kernels import reference
 from model.device import device_name, keep_freed_memory
 
@@ -198,5 +196,4 @@ def main() -> dict:
 
 
 if __name__ == "__main__":
-    with exit_on_user_error():
-        sys.exit(timing.finish(main()))
+    timing.run(main)

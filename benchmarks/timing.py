@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 import torch
 
+from errors import exit_on_user_error
 from model.device import device_name, processor
 
 BEYOND_CACHE = 256e6  # bytes, more than a GPU's cache holds
@@ -165,3 +166,9 @@ def finish(record: dict) -> int:
     """Print a record as the last line; the exit status, 1 if something did not run."""
     print(json.dumps(record))
     return int(any(table["not_run"] for table in record["tables"]))
+
+
+def run(main: Callable[[], dict]) -> None:
+    """Run the program of a benchmark, whose `main` returns the record."""
+    with exit_on_user_error():
+        sys.exit(finish(main()))

@@ -7,7 +7,6 @@ transformers' LLaMA of the same shape. They take turns in blocks of a few steps.
 import argparse
 import itertools
 import math
-import sys
 from functools import partial
 from typing import Any
 
@@ -18,7 +17,6 @@ import kernels
 from ablation.plan import replace_settings
 from benchmarks import timing
 from benchmarks.decoding import TRANSFORMERS, transformers_model
-from errors import exit_on_user_error
 from model.config import ModelConfig
 from model.count import flops_per_token
 from model.decoder import Decoder
@@ -124,5 +122,4 @@ def main() -> dict:
 
 
 if __name__ == "__main__":
-    with exit_on_user_error():
-        sys.exit(timing.finish(main()))
+    timing.run(main)

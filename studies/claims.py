@@ -93,16 +93,18 @@ def judge(effect: Effect, low: float, high: float) -> str:
     return "holds" if enough and low < inside[0] and inside[1] < high else "inconclusive"
 
 
-def claim_row(claim: dict, sources: list[list[Effect]]) -> dict[str, str]:
+def claim_row(name: str, claim: dict, sources: list[list[Effect]]) -> dict[str, str]:
     """A claim with its verdict, and of its effects the first that decides it."""
     low, high = claim.get("low", -math.inf), claim.get("high", math.inf)
-    row = {"": claim["id"], "claim": claim["text"], "arXiv": claim.get("arxiv", "")}
+    row = {"": name, "claim": claim["text"], "arXiv": claim.get("arxiv", "")}
     if "verdict" in claim:
         return row | {"measured": claim["proof"], "holds if": MISSING, "verdict": claim["verdict"]}
     region = f"between {low:g} and {high:g}" if "low" in claim else f"below {high:g}"
     row |= {"measured": MISSING, "holds if": region if "high" in claim else f"above {low:g}", "verdict": "not measured"}
     for effects in sources:
-        matching = [effect for effect in effects if any(fnmatchcase(effect.name, name) for name in claim["effects"])]
+        matching = [
+            effect for effect in effects if any(fnmatchcase(effect.name, pattern) for pattern in claim["effects"])
+        ]
         if matching:
             verdicts = [judge(effect, low, high) for effect in matching]
             row["verdict"] = min(verdicts, key=VERDICTS.index)
@@ -117,4 +119,4 @@ def judge_all(studies: list[Study]) -> list[dict[str, str]]:
     """The rows of all claims."""
     sources = [measured(study) for study in studies]
     sources.append([*norm_times("training-norms-amd-epyc", "step"), *norm_times("training-norms-amd-epyc", "forward")])
-    return [claim_row(claim, sources) for claim in read_toml(CLAIMS)["claims"]]
+    return [claim_row(name, claim, sources) for name, claim in read_toml(CLAIMS).items()]

@@ -19,7 +19,7 @@ from errors import UserError, exit_on_user_error
 from files import replacing
 
 LAYER, LAYER_NO_BIAS, RMS_BIAS, RMS = itertools.product(("layer", "rms"), (True, False))  # the norm, and its bias
-PARTS = {
+CONTRASTS = {
     "RMSNorm minus LayerNorm": [(RMS, LAYER)],
     "no mean": [(RMS_BIAS, LAYER), (RMS, LAYER_NO_BIAS)],
     "no bias": [(LAYER_NO_BIAS, LAYER), (RMS, RMS_BIAS)],
@@ -44,16 +44,16 @@ def cells_of(study: Study) -> dict[str, dict[tuple[str, bool], str]]:
     return groups
 
 
-def parts(study: Study) -> dict[str, dict[str, Effect]]:
-    """By the values of the other settings: each part that the study has the arms of, a mean over its pairs of arms."""
+def contrasts(study: Study) -> dict[str, dict[str, Effect]]:
+    """By the values of the other settings: each contrast that the study has arms for, a mean over its pairs of arms."""
     effects: dict[str, dict[str, Effect]] = {}
     for group, cells in cells_of(study).items():
-        for part, pairs in PARTS.items():
+        for name, pairs in CONTRASTS.items():
             there = [(cells[arm], cells[base]) for arm, base in pairs if arm in cells and base in cells]
             weights = {arm: 1 / len(there) for arm, _ in there} | {base: -1 / len(there) for _, base in there}
-            effect = study.mean_loss(part, weights) if there else None
+            effect = study.mean_loss(name, weights) if there else None
             if effect is not None:
-                effects.setdefault(group, {})[part] = effect
+                effects.setdefault(group, {})[name] = effect
     return effects
 
 
@@ -68,8 +68,8 @@ def in_words(text: str) -> str:
 
 
 def draw(studies: Sequence[Study]) -> Figure:
-    """A row for each study, or choice of its other settings, with a mark and a 95% interval for each part."""
-    rows = [(study, *part) for study in studies for part in parts(study).items()]
+    """A row for each study, or choice of its other settings, with a mark and a 95% interval for each contrast."""
+    rows = [(study, *of_group) for study in studies for of_group in contrasts(study).items()]
     if not rows:
         raise UserError("these folders have no finished comparison of RMSNorm and LayerNorm, or of their bias.")
     figure, [axes] = panels(1.6 + 0.42 * len(rows))
@@ -78,10 +78,10 @@ def draw(studies: Sequence[Study]) -> Figure:
         margin = study.plan.margin
         axes.fill_betweenx((row - 0.5, row + 0.5), -margin, margin, color=MUTED, alpha=0.15, linewidth=0, label=MARGIN)
         for name, effect in effects.items():
-            number = [*PARTS].index(name)
-            place, colour = row + 0.22 * (number - 1), COLOURS[number]
+            index = [*CONTRASTS].index(name)
+            place, colour = row + 0.22 * (index - 1), COLOURS[index]
             axes.plot(effect.interval, (place, place), color=colour, linewidth=3, alpha=0.5, solid_capstyle="butt")
-            axes.plot(effect.estimate, place, MARKERS[number], color=colour, markersize=4, label=LEGEND.get(name, name))
+            axes.plot(effect.estimate, place, MARKERS[index], color=colour, markersize=4, label=LEGEND.get(name, name))
     names = [f"{title(study, group)}\n{next(iter(effects.values())).n} pairs" for study, group, effects in rows]
     axes.set_yticks(range(len(rows)), names, fontsize=8)
     axes.set_xscale("symlog", linthresh=0.01)

@@ -42,13 +42,13 @@ class Stack:
         for group in session.optimizer.param_groups:
             group["params"] = [self.weights[names[parameter]] for parameter in group["params"]]
 
-    def step(self, number: int) -> Tensor:
-        """Train by step `number` of the schedule; the mean losses (S,)."""
+    def step(self, index: int) -> Tensor:
+        """Train by step `index` of the schedule; the mean losses (S,)."""
 
         def losses_of_one(weights: dict[str, Tensor], *batch: Tensor) -> Tensor:
             return functional_call(self.session.model, weights, batch)
 
-        pairs = [session.batch(number)[:2] for session in self.sessions]
+        pairs = [session.batch(index)[:2] for session in self.sessions]
         arrays = (np.stack(of_seeds) for of_seeds in zip(*pairs, strict=True))
         tokens, targets = (torch.from_numpy(array).to(self.session.device) for array in arrays)  # (S, B, T)
         settings, optimizer = self.session.settings.optimizer, self.session.optimizer
@@ -62,7 +62,7 @@ class Stack:
         for gradient in gradients:
             gradient.mul_(scale.view(-1, *[1] * (gradient.ndim - 1)))
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(number, self.session.steps, settings) * group["lr_multiplier"]
+            group["lr"] = learning_rate(index, self.session.steps, settings) * group["lr_multiplier"]
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         return means.detach()

@@ -34,11 +34,11 @@ def main(run: tyro.conf.Positional[Path], out: Path = Path("docs/stream.png")) -
     directory = find_checkpoint(run)
     model = load_pretrained(directory, device=torch.device("cpu"), compute_dtype=torch.float32)
     tokens = load_tokenizer(directory).encode(inspect.getsource(argparse))[:4096]
-    found = sizes(model, torch.tensor(tokens).view(8, 512))
-    blocks = [f"+ {block}\n{layer + 1}" for layer in range(len(found) // 2) for block in ("attention", "MLP")]
+    of_norms = sizes(model, torch.tensor(tokens).view(8, 512))
+    blocks = [f"+ {block}\n{layer + 1}" for layer in range(len(of_norms) // 2) for block in ("attention", "MLP")]
     figure, [axes] = panels(3.4)
     for i, name in enumerate(("the residual stream itself", "divided by the norm")):
-        low, median, high = found[:, i].quantile(torch.tensor([0.05, 0.5, 0.95]), -1)
+        low, median, high = of_norms[:, i].quantile(torch.tensor([0.05, 0.5, 0.95]), -1)
         print(name, *(f"{value:.3f}" for value in median))
         axes.fill_between(["embedding", *blocks], low, high, color=COLOURS[i], alpha=0.25, linewidth=0)
         axes.plot(median, "os"[i] + "-", color=COLOURS[i], label=name)

@@ -14,11 +14,10 @@ from ablation.study import Study, load
 from benchmarks.timing import program_rows, shares_of_limit, three_digits
 from files import replace_text
 from studies.claims import judge_all, norm_times, read_speed
-from studies.effects import PARTS, in_words, parts, title
+from studies.effects import CONTRASTS, contrasts, in_words, title
 
 ROOT = Path(__file__).parent.parent
 MARKED = re.compile(r"(<!-- table: (\w+) ([^>]*) -->\n).*?(<!-- end -->)", re.DOTALL)
-VERDICTS = {"higher": "worse", "lower": "better", "different, within": "worse, but within"}
 UNITS = {"ms": 1e3, "µs": 1e6}
 load_study = functools.cache(lambda name: load(ROOT / "studies" / name))
 
@@ -31,13 +30,13 @@ def link(study: Study, group: str = "") -> str:
     return f"[{title(study, group)}](studies/{study.plan.name}/report.md)"
 
 
-def parts_rows(*names: str) -> list[dict]:
+def contrast_rows(*names: str) -> list[dict]:
     """What the bias, the mean and both do, for each study or choice of its other settings."""
     rows = []
     for study in map(load_study, names):
-        for group, effects in parts(study).items():
+        for group, effects in contrasts(study).items():
             row = {"runs": link(study, group), "pairs": max(effect.n for effect in effects.values())}
-            rows.append(row | {part: shown(effects.get(part)) for part in reversed(PARTS)})
+            rows.append(row | {name: shown(effects.get(name)) for name in reversed(CONTRASTS)})
     return rows
 
 
@@ -49,8 +48,9 @@ def difference_rows(*names: str) -> list[dict]:
             row = {"runs": link(study)} if len(names) > 1 else {}
             row["arm"] = in_words(c.arm).replace("learning_rate=", "rate ")
             row |= {"pairs": c.effect.n, "worse in": sum(d > 0 for d in c.differences)}
-            verdict = functools.reduce(lambda text, word: text.replace(word, VERDICTS[word]), VERDICTS, c.verdict)
-            rows.append(row | {"mean and 95% interval": shown(c.effect), "verdict": verdict})
+            verdict = c.verdict.replace("higher", "worse").replace("lower", "better")
+            row["mean and 95% interval"] = shown(c.effect)
+            rows.append(row | {"verdict": verdict.replace("different, within", "worse, but within")})
     return rows
 
 
@@ -102,7 +102,7 @@ def norm_time_rows(record: str) -> list[dict]:
 
 
 KINDS: dict[str, Callable[..., list[dict]]] = {
-    "parts": parts_rows,
+    "contrasts": contrast_rows,
     "differences": difference_rows,
     "sets": set_rows,
     "claims": lambda *names: judge_all([*map(load_study, names)]),

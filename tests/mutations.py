@@ -320,8 +320,8 @@ TABLE = r"""
 + ratios = [ours / theirs for theirs, ours in pairs]
 ! benchmarks/test_timing.py::test_a_row_has_medians_tokens_per_second_the_share_of_the_limit_and_the_ratios_within_turns
 @ benchmarks/training.py
-- if norm == "rms" or name != variant:
-+ if True:
+- elif norm == "rms":
++ elif norm == "layer":
 ! benchmarks/test_programs.py::test_norms_take_turns_in_every_variant_and_transformers_has_rmsnorm_alone
 @ benchmarks/kernels.py
 - 2 * rotated, 2 * packed + rotated

@@ -1,5 +1,10 @@
 """The timing harness: whose turn it is, what a block's time is, and what the tables say."""
 
+import json
+from pathlib import Path
+
+import torch
+
 from benchmarks import timing
 
 
@@ -35,3 +40,12 @@ def test_a_row_has_medians_tokens_per_second_the_share_of_the_limit_and_the_rati
     lines = capsys.readouterr().out.splitlines()
     assert "|  | step, ms | tokens/s | of the limit | times a |" in lines
     assert "| b | 20.0 | 400 | 50% | 2.00 (1.00 to 3.00) |" in lines
+
+
+def test_published_records_look_like_what_a_benchmark_prints_today(capsys):
+    table = timing.compare("title", {"a": lambda: {"step": lambda: 0.1}}, {"step": 0.1}, 1)
+    printed = timing.results(torch.device("cpu"), [table])
+    for path in (Path(__file__).parents[2] / "speed").glob("*.json"):
+        record = json.loads(path.read_text(encoding="utf-8"))
+        assert record.keys() == printed.keys() and record["machine"].keys() >= printed["machine"].keys()
+        assert all(measured.keys() == table.keys() for measured in record["tables"]), path
