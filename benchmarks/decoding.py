@@ -227,8 +227,8 @@ def measure(
         possible = [name for name in programs if is_possible(name, case)]
         makers = {name: lambda name=name, case=case: {"step": PROGRAMS[name](case)} for name in possible}
         title = f"{case.shape}, {case.dtype}, {case.sequences} sequences after {case.prompt} tokens"
-        limits = {"step": bytes_read(case) / memory}
-        tables.append(timing.compare(title, makers, limits, turns, case.sequences))
+        if makers:
+            tables.append(timing.compare(title, makers, {"step": bytes_read(case) / memory}, turns, case.sequences))
     return timing.results(device, tables, memory_bytes_per_second=memory)
 
 

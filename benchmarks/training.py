@@ -101,10 +101,10 @@ def compare(config: str, changes: dict[str, Any], norms: list[str], variants: li
             makers[f"{variant}, {norm}"] = partial(make_step, of_norm, variant, device)
         elif norm == "rms":
             makers[variant] = partial(make_step, of_norm, variant, device)
-    tokens, dtype = math.prod(micro_batch(settings)), settings.machine.dtype
+    tokens, dtype = math.prod(micro_batch(settings)), choose_training_dtype(settings.machine.dtype, device)
     flops = tokens * flops_per_token(settings.model, settings.data.sequence_length)
-    limit = flops / timing.product_rate(device, choose_training_dtype(dtype, device))
-    return timing.compare(f"training {config}, {dtype}", makers, {"step": limit}, turns, tokens)
+    limits = {"step": flops / timing.product_rate(device, dtype)}
+    return timing.compare(f"training {config}, {str(dtype)[6:]}", makers, limits, turns, tokens)  # without "torch."
 
 
 def main() -> dict:

@@ -1,9 +1,9 @@
-"""What a trained LayerNorm model loses when it becomes an RMSNorm model: `python -m studies.convert FOLDER`.
+"""What a trained LayerNorm model loses when it becomes an RMSNorm model.
 
-Trains what plan.toml in FOLDER asks for, adds the runs to runs.jsonl there and writes the report. An arm with
-`init_from = "layer"` is the trained model of the arm `layer`, converted; if it has steps, it trains again, on other
-batches. With `init_from = "quarter 2"` it is converted after two quarters of the steps, and continues the run with the
-same batches and moments. With bias and centered weights nothing is lost, unless the embedding is tied to the head.
+An arm with `init_from = "layer"` is the trained model of the arm `layer`, converted; if it has steps, it trains again,
+on other batches. With `init_from = "quarter 2"` it is converted after two quarters of the steps, and continues the run
+with the same batches and moments. With bias and centered weights nothing is lost, unless the embedding is tied to the
+head.
 """
 
 import dataclasses
@@ -16,7 +16,6 @@ from tqdm import tqdm
 from ablation.plan import Plan, Run, replace_settings, run_settings
 from ablation.records import Row
 from ablation.run import measure
-from studies.train import run_command
 from training.checkpoint import load_moments
 from training.loop import train_steps
 from training.save import save
@@ -54,12 +53,8 @@ def train_models(plan: Plan, seed: int, device: str, folder: Path) -> list[Row]:
 
 
 def train(plan: Plan, earlier: list[Row], device: str) -> Iterator[list[Row]]:
-    """Train and convert the models of a study, of all seeds that have no runs yet, and write its report."""
+    """Train and convert the models of all seeds that have no runs yet: the rows of each seed."""
     seeds = {*plan.phase_seeds["final"]} - {row.seed for row in earlier}
     for seed in tqdm(sorted(seeds), unit="model", disable=None):
         with tempfile.TemporaryDirectory() as checkpoints:
             yield train_models(plan, seed, device, Path(checkpoints))
-
-
-if __name__ == "__main__":
-    run_command(train, "convert")

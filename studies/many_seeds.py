@@ -1,4 +1,4 @@
-"""Train all final seeds of a study together on one GPU: `python -m studies.many_seeds FOLDER`, which has its plan.toml.
+"""Train all final seeds of a study together on one GPU.
 
 One model of this size leaves a GPU mostly idle. `torch.func.vmap` stacks those of an arm: each has the initial weights
 and batches that `ablate.py` gives to its seed. AdamW only: Muon would orthogonalize the matrices of all seeds as one.
@@ -21,7 +21,6 @@ from ablation.plan import Plan, Run, arm_settings, replace_settings, run_setting
 from ablation.records import Row
 from ablation.run import count_spikes, measure, settings_hash
 from errors import UserError
-from studies.train import run_command
 from training.schedule import learning_rate
 from training.session import Session, initial_model, no_log, set_up
 from training.settings import Settings
@@ -98,7 +97,7 @@ def can_stack(arm: Settings, first: Settings) -> bool:
 
 
 def train(plan: Plan, earlier: list[Row], device: str) -> Iterator[list[Row]]:
-    """Train all final seeds of a study together on one GPU, for arms that have no runs yet, and write its report."""
+    """Train all final seeds of the arms that have no runs yet: the rows of each arm."""
     arms = [arm_settings(plan, arm) for arm in plan.compared.values()]
     if plan.seeds is None or plan.rates or not all(can_stack(arm, arms[0]) for arm in arms):
         raise UserError(
@@ -108,7 +107,3 @@ def train(plan: Plan, earlier: list[Row], device: str) -> Iterator[list[Row]]:
     for arm in plan.compared:
         if arm not in {row.arm for row in earlier}:
             yield train_stack(plan, arm, device)
-
-
-if __name__ == "__main__":
-    run_command(train, "many_seeds")

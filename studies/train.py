@@ -1,35 +1,33 @@
-"""What studies that train in their own way share: the command that fills a study's folder and writes its report."""
+"""Train studies that `ablate.py` cannot, and write their reports: `python -m studies.train FOLDER`, with its plan.toml.
 
-from collections.abc import Callable, Iterator
+Where arms have `init_from`, trained models are converted (`convert`). Else all seeds train as one stack on a GPU
+(`many_seeds`).
+"""
+
 from pathlib import Path
 
 import tyro
 
 from ablation import report, study
-from ablation.plan import Plan, load_plan
-from ablation.records import Row, append_rows, read_rows
+from ablation.plan import load_plan
+from ablation.records import append_rows, read_rows
 from errors import exit_on_user_error, printable
 from files import locked
-
-Train = Callable[[Plan, list[Row], str], Iterator[list[Row]]]
-"""Trains what a plan asks for and the earlier rows lack, on a device, and yields rows to append."""
+from studies import convert, many_seeds
 
 
-def fill(train: Train, folder: Path, device: str) -> None:
-    """Add the runs to runs.jsonl, as soon as they are there, and write the report."""
+def main(folder: tyro.conf.Positional[Path], device: str = "auto") -> None:
+    """Add the runs that a study lacks to runs.jsonl, as soon as they are there, and write its report."""
     with locked(folder):
-        for rows in train(load_plan(folder / "plan.toml"), read_rows(folder), device):
+        plan = load_plan(folder / "plan.toml")
+        converts = any("init_from" in arm.settings for arm in plan.compared.values())
+        for rows in (convert if converts else many_seeds).train(plan, read_rows(folder), device):
             append_rows(folder, *rows)
         finished = study.load(folder)
         paths = report.write(finished, folder)
     print(*report.headline(finished), printable(f"report: {paths[0]}"), sep="\n")
 
 
-def run_command(train: Train, name: str) -> None:
-    """The command line: `python -m studies.NAME FOLDER [--device DEVICE]`."""
-
-    def main(folder: tyro.conf.Positional[Path], device: str = "auto") -> None:
-        fill(train, folder, device)
-
+if __name__ == "__main__":
     with exit_on_user_error():
-        tyro.cli(main, prog=f"python -m studies.{name}", description=train.__doc__)
+        tyro.cli(main, prog="python -m studies.train")

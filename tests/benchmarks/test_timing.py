@@ -38,7 +38,7 @@ def test_a_row_has_medians_tokens_per_second_the_share_of_the_limit_and_the_rati
     table = timing.compare("title", makers, {"step": 0.01}, 3, tokens=8)
     assert table["seconds"]["b"] == {"step": [0.01, 0.02, 0.04]}
     lines = capsys.readouterr().out.splitlines()
-    assert "|  | step, ms | tokens/s | of the limit | times a |" in lines
+    assert "|  | step, ms | tokens/s | of the limit | speed, times a |" in lines
     assert "| b | 20.0 | 400 | 50% | 2.00 (1.00 to 3.00) |" in lines
 
 
