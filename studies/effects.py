@@ -49,9 +49,11 @@ def contrasts(study: Study) -> dict[str, dict[str, Effect]]:
     effects: dict[str, dict[str, Effect]] = {}
     for group, cells in cells_of(study).items():
         for name, pairs in CONTRASTS.items():
-            there = [(cells[arm], cells[base]) for arm, base in pairs if arm in cells and base in cells]
-            weights = {arm: 1 / len(there) for arm, _ in there} | {base: -1 / len(there) for _, base in there}
-            effect = study.mean_loss(name, weights) if there else None
+            available = [(cells[arm], cells[base]) for arm, base in pairs if arm in cells and base in cells]
+            weights = {arm: 1 / len(available) for arm, _ in available} | {
+                base: -1 / len(available) for _, base in available
+            }
+            effect = study.mean_loss(name, weights) if available else None
             if effect is not None:
                 effects.setdefault(group, {})[name] = effect
     return effects
