@@ -50,7 +50,7 @@ def grid(inside: Inspection, tokens: list[str], show: str) -> Figure:
     low, high = shown.quantile(torch.tensor([0.05, 1]))  # single values near 0 would take most of the scale
     figure, [axes] = panels(1.6 + 0.22 * len(inside.norms))
     figure.set_figwidth(3 + 0.16 * len(tokens))
-    image = axes.imshow(shown, norm=LogNorm(low, high), origin="lower", aspect="auto")
+    image = axes.imshow(shown.numpy(), norm=LogNorm(low, high), origin="lower", aspect="auto")
     axes.grid(False)
     axes.set_xticks(range(len(tokens)), tokens, rotation=90, family="monospace", fontsize=7, parse_math=False)
     axes.set_yticks(range(len(inside.norms)), inside.norms)
