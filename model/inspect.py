@@ -39,7 +39,7 @@ class Inspection:
     to_previous: Tensor  # (L, H, T) attention to the token before; 0 at the first
     to_itself: Tensor  # (L, H, T)
     to_first: Tensor  # (L, H, T)
-    after_same: Tensor  # (L, H, T) to all tokens that follow an earlier occurrence of the same token, summed
+    after_same: Tensor  # (L, H, T) to all tokens after an earlier occurrence of the same token, summed (induction)
     top_ids: Tensor  # (L, T, 5) int64, logit lens: likeliest next tokens if final norm and head read the stream here
     top_probabilities: Tensor  # (L, T, 5)
     losses: Tensor  # (T - 1,) -log p in nats, of each token but the first
@@ -83,7 +83,7 @@ def surgery(decoder: Decoder, ids: Sequence[int], change: str, norm: str | None 
 def token_losses(decoder: Decoder, ids: Sequence[int], modules: Iterable[nn.Module], hook: Callable) -> Tensor:
     """The losses (T - 1,) of one forward pass with a forward hook on these modules."""
     if not 1 <= len(ids) <= min(MAX_TOKENS, decoder.config.max_position_embeddings):
-        raise UserError(f"the text has {len(ids)} tokens; give 1 to {MAX_TOKENS}, and no more than its context.")
+        raise UserError(f"the text has {len(ids)} tokens; give 1 to {MAX_TOKENS}, within the model's context.")
     tokens = torch.tensor([[*ids]], device=decoder.embed_tokens.weight.device)
     with contextlib.ExitStack() as at_the_end:
         at_the_end.callback(setattr, decoder, "compute_dtype", decoder.compute_dtype)

@@ -1,17 +1,15 @@
-"""Draw what `model.inspect` measures: `python -m studies.inside runs/tiny-rms "a text" --show kurtosis`.
+"""Draw what `model.inspect` measures on a text: `python -m studies.inside runs/tiny-rms "a text" --show kurtosis`.
 
-Without a text: how the stream of a run with RMSNorm grows from block to block, with and without the norm's division, on
-4,096 tokens of the source of Python's argparse: `python -m studies.inside runs/tiny-rms --out docs/stream.png`.
+Without a text, docs/stream.png: how the stream of a run with RMSNorm grows from block to block, with and without the
+norm's division, on 4,096 tokens of the source of Python's argparse.
 """
 
 import argparse
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
 import torch
 import tyro
-from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 
 from ablation.plots import COLOURS, panels
@@ -46,18 +44,16 @@ def growth(rms: torch.Tensor, eps: float) -> Figure:
 
 def grid(inside: Inspection, tokens: list[str], show: str) -> Figure:
     """A cell for each norm (upwards) and token, coloured on a logarithmic scale."""
-    shown = getattr(inside, show)
-    low, high = shown.quantile(torch.tensor([0.05, 1]))  # single values near 0 would take most of the scale
     figure, [axes] = panels(1.6 + 0.22 * len(inside.norms))
     figure.set_figwidth(3 + 0.16 * len(tokens))
-    image = axes.imshow(shown.numpy(), norm=LogNorm(low, high), origin="lower", aspect="auto")
+    shown = getattr(inside, show)
+    low, high = shown.quantile(torch.tensor([0.05, 1])).tolist()  # single values near 0 would take most of the scale
+    image = axes.imshow(shown.numpy(), norm="log", vmin=low, vmax=high, origin="lower", aspect="auto")
     axes.grid(False)
     axes.set_xticks(range(len(tokens)), tokens, rotation=90, family="monospace", fontsize=7, parse_math=False)
     axes.set_yticks(range(len(inside.norms)), inside.norms)
-    label = LEGENDS[show].format(chance=inside.chance)
-    bar = figure.colorbar(image, location="bottom", extend="min", format="%.2g", label=label)
-    bar.set_ticks(np.geomspace(low, high, 5))
-    bar.minorticks_off()
+    ticks, label = [low, (low * high) ** 0.5, high], LEGENDS[show].format(chance=inside.chance)
+    figure.colorbar(image, location="bottom", extend="min", ticks=ticks, format="%.2g", label=label).minorticks_off()
     return figure
 
 
