@@ -6,12 +6,14 @@ import re
 from pathlib import Path
 from statistics import median
 
+import numpy as np
 import pytest
 import torch
 
 from model.config import ModelConfig
 from model.decoder import Decoder
-from studies.stream import sizes
+from model.inspect import inspect
+from studies.inside import growth
 
 ROOT = Path(__file__).parents[2]
 ENGLISH, CHINESE = ((ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("rmsnorm.md", "rmsnorm.zh.md"))
@@ -111,8 +113,8 @@ def test_the_times_of_the_gpu_and_their_limits_are_those_of_the_record(text):
 
 def test_the_picture_shows_what_the_norms_read_and_divide():
     config = ModelConfig(vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=3, norm_eps=1e-12)
-    decoder, tokens = Decoder(config, seed=1), torch.arange(40).view(2, 20)
-    found = sizes(decoder, tokens)
-    assert found.shape == (7, 2, 40)
-    torch.testing.assert_close(found[0, 0], decoder.embed_tokens.weight[:40].detach().square().mean(-1).sqrt())
-    torch.testing.assert_close(found[:, 1], torch.ones(7, 40))
+    decoder = Decoder(config, seed=1)
+    rms = inspect(decoder, range(40)).rms
+    torch.testing.assert_close(rms[0], decoder.embed_tokens.weight[:40].detach().square().mean(-1).sqrt())
+    stream, divided = (line.get_ydata() for line in growth(rms, config.norm_eps).axes[0].lines)
+    assert stream == pytest.approx(rms.quantile(0.5, dim=1).numpy()) and divided == pytest.approx(np.ones(7))
