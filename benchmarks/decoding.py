@@ -1,8 +1,8 @@
 """Decoding beside other programs and beside the time it takes to read the weights: `python -m benchmarks.decoding`.
 
-All programs have the same shape and random weights, and take turns. Each is a function that prepares it for a case and
-returns its turn: to decode once, greedily, and say the seconds of a step, without what the prompt takes. With weights
-in a cache a step is faster than the limit. Exit status 1: a program did not run.
+All programs have the same shape and random weights, and take turns. Each is a function that prepares it for a case; the
+block that it returns decodes once, greedily, and returns the seconds of a step, without what the prompt takes. With
+weights in a cache a step is faster than the limit. Exit status 1: a program did not run.
 """
 
 import argparse
@@ -14,7 +14,6 @@ import struct
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -41,7 +40,6 @@ SHAPES = {
 }
 TRANSFORMERS, COMPILED = "transformers", "transformers and torch.compile"
 WEIGHT_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
-Run = Callable[[], float]
 
 
 class Case(NamedTuple):
@@ -92,7 +90,7 @@ def transformers_model(config: ModelConfig) -> torch.nn.Module:
     return LlamaForCausalLM(LlamaConfig(**to_json(config, dtype="float32", bos_token_id=None, eos_token_id=None)))
 
 
-def ours(case: Case, choice: str = "auto") -> Run:
+def ours(case: Case, choice: str = "auto") -> timing.Blocks:
     """`generate` with the fast steps of the chosen kernels; the reference has none, so the decoder itself is called."""
     from generation.generate import generate
     from generation.settings import Sampling
@@ -111,10 +109,10 @@ def ours(case: Case, choice: str = "auto") -> Run:
                 raise RuntimeError(step.unavailable_reason)
         return clock.seconds_per_step(case.tokens)
 
-    return run
+    return {"step": run}
 
 
-def transformers(case: Case, compiled: bool = False) -> Run:
+def transformers(case: Case, compiled: bool = False) -> timing.Blocks:
     """transformers' `generate`: eager with its usual cache, or compiled with a static one."""
     with torch.device(case.device):
         model = transformers_model(case.config).to(getattr(torch, case.dtype)).eval()
@@ -130,10 +128,10 @@ def transformers(case: Case, compiled: bool = False) -> Run:
         model.generate(tokens, attention_mask=torch.ones_like(tokens), streamer=clock, **options)
         return clock.seconds_per_step(case.tokens)
 
-    return run
+    return {"step": run}
 
 
-def llama2c(case: Case) -> Run:
+def llama2c(case: Case) -> timing.Blocks:
     """llama2.c prints its own tokens per second. It is given random weights, and a tokenizer of numbers."""
     config, width, folder = case.config, case.config.hidden_size, tempfile.TemporaryDirectory(prefix="benchmark")
     tables = config.max_position_embeddings * config.resolved_head_dim  # tables of angles, which it skips
@@ -150,10 +148,10 @@ def llama2c(case: Case) -> Run:
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", cwd=folder.name)
         return 1 / float(re.search(r"achieved tok/s: ([\d.]+)", done.stderr)[1])
 
-    return run
+    return {"step": run}
 
 
-def llama_cpp(case: Case) -> Run:
+def llama_cpp(case: Case) -> timing.Blocks:
     """llama.cpp's server in this process, with a file that `contrib.gguf` wrote; all sequences are asked for at once.
 
     Its settings are its own, except for the number of threads, which is torch's.
@@ -183,7 +181,7 @@ def llama_cpp(case: Case) -> Run:
         assert all(answer["usage"]["completion_tokens"] == case.tokens for answer in answers)
         return max(answer["timings"]["predicted_per_token_ms"] for answer in answers) / 1e3
 
-    return run
+    return {"step": run}
 
 
 PROGRAMS = {  # the speed of the others is relative to that of the first that runs
@@ -224,8 +222,7 @@ def measure(
     memory = timing.memory_rate(device)
     for combination in itertools.product(shapes, prompt, sequences, dtypes):
         case = Case(*combination, tokens, device.type, llama2c)
-        possible = [name for name in programs if is_possible(name, case)]
-        makers = {name: lambda name=name, case=case: {"step": PROGRAMS[name](case)} for name in possible}
+        makers = {name: partial(PROGRAMS[name], case) for name in programs if is_possible(name, case)}
         title = f"{case.shape}, {case.dtype}, {case.sequences} sequences after {case.prompt} tokens"
         if makers:
             tables.append(timing.compare(title, makers, {"step": bytes_read(case) / memory}, turns, case.sequences))

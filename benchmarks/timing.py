@@ -152,7 +152,8 @@ def shares_of_limit(table: dict, program: str) -> str:
 
 def three_digits(value: float) -> str:
     """At least three significant digits: 0.813, 2.00, 13.4, 1,263."""
-    return f"{value:,.{sum(value < limit for limit in (1, 10, 100))}f}"
+    decimals = 3 if value < 1 else 2 if value < 10 else 1 if value < 100 else 0
+    return f"{value:,.{decimals}f}"
 
 
 def results(device: torch.device, tables: list[dict], **rates: float) -> dict:

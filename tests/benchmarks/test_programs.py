@@ -20,7 +20,7 @@ def test_llama2c_gets_a_checkpoint_of_the_right_size_and_its_tokens_per_second_a
     program.write_text(f"#!{sys.executable}\n{code}\n")
     program.chmod(0o755)
     tables = 512 * 8  # of cosines and sines, which the program skips
-    assert llama2c(Case("260k", 1, 1, "float32", 4, "cpu", program))() == 1 / (4 * (7 + 260_032 + tables))
+    assert llama2c(Case("260k", 1, 1, "float32", 4, "cpu", program))["step"]() == 1 / (4 * (7 + 260_032 + tables))
 
 
 def test_the_limit_of_a_step_counts_weights_keys_and_values_in_their_stored_width():
