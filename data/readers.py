@@ -62,9 +62,9 @@ def read_rows(file: TextFile) -> Iterator[tuple[str, bytes | dict]]:
         rows = read_table(path, file.field)
     else:
         rows = questions_and_answers(path)
-    for number, row in enumerate(rows, 1):
+    for index, row in enumerate(rows, 1):
         if row:
-            yield f"{path}, row {number}", row
+            yield f"{path}, row {index}", row
 
 
 def read_lines(path: Path) -> Iterator[bytes]:

@@ -1,4 +1,4 @@
-"""Which documents of prepared units are for training and which for validation: it depends on the text alone."""
+"""Which documents are for training and which for validation: it depends on the text alone."""
 
 from dataclasses import dataclass
 
@@ -26,7 +26,7 @@ class Split:
 
 
 def split_documents(table: np.ndarray, split: Split) -> np.ndarray:
-    """TRAIN, VALIDATION or DUPLICATE for each row of `units.DOCUMENT`.
+    """TRAIN, VALIDATION or DUPLICATE for each row of `tokens.DOCUMENT`.
 
     Of equal documents the first is kept. For validation are, in order, candidates until they have 4 MB, but none that
     would take them past twice their share of the bytes; and none at all if nothing else remained.

@@ -1,21 +1,16 @@
 """The actions of `train.py`: train, resume, evaluate, or estimate."""
 
 import contextlib
-import dataclasses
 import itertools
 import os
 import re
 import shutil
 from pathlib import Path
 
-import numpy as np
-
 import kernels
 from checkpoints.pretrained import load_pretrained
-from data.conversations import find_conversations
-from data.corpus import Corpus, tokenize
-from data.sources import resolve
-from data.tokenizer import check_vocabulary, load_tokenizer
+from data.corpus import all_batches
+from data.tokenizer import load_tokenizer
 from errors import UserError, is_main_process
 from files import LOCK, locked
 from model.device import choose_device, choose_training_dtype, explain_out_of_memory
@@ -91,14 +86,7 @@ def evaluate_checkpoint(settings: Settings) -> None:
     dtype = choose_training_dtype(settings.machine.dtype, device)
     tokenizer = load_tokenizer(data.tokenizer or directory)
     model = load_pretrained(directory, device=device, compute_dtype=dtype)
-    check_vocabulary(tokenizer, model.config.vocab_size)
-    if find_conversations(resolve(data.data, data.text_field, Path(data.cache))):
-        corpus = prepare_corpus(settings)
-        corpus = dataclasses.replace(corpus, validation=np.concatenate([corpus.train, corpus.validation], 1))
-    else:
-        tokens, text_bytes = tokenize(list(data.data), tokenizer, data.text_field, data.cache)
-        document_start = tokenizer.document_start if data.document_mask else None
-        corpus = Corpus("", "", tokenizer, tokens, tokens, text_bytes, document_start)
+    size = data.micro_batch_size or data.batch_size
+    batches, text_bytes = all_batches(data, tokenizer, model.config.vocab_size, size)
     print(f"{directory} on {', '.join(data.data)}, in windows of {data.sequence_length} tokens")
-    windows = corpus.validation_batches(data.sequence_length, data.micro_batch_size or data.batch_size)
-    print(evaluate(model, windows, corpus.validation_bytes, device))
+    print(evaluate(model, batches, text_bytes, device))

@@ -1,0 +1,125 @@
+"""Documents to ids, written once, and read from the file wherever they are needed.
+
+CACHE/tokens/KEY.bin     ids: BOS a a a EOS BOS b b EOS, or without a BOS in the tokenizer a a a EOS b b EOS
+CACHE/tokens/KEY.docs    a row of `DOCUMENT` for each document; written last, so it says that the ids are complete
+"""
+
+import hashlib
+import itertools
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+from filelock import FileLock
+from tqdm import tqdm
+
+from data.readers import Document, read_documents
+from data.sources import TextFile
+from data.tokenizer import Tokenizer
+from errors import UserError, is_main_process
+from files import replacing
+
+VERSION = 6  # raised when the same text and tokenizer would give other files
+BATCH = 4_000_000  # characters that are encoded together, on all cores
+DOCUMENT = np.dtype([("hash", "<u8"), ("bytes", "<u8"), ("tokens", "<u8")])
+END = ""  # stands after the blocks of a document
+
+
+def prepare_tokens(files: Sequence[TextFile], tokenizer: Tokenizer, folder: Path) -> tuple[Path, np.ndarray]:
+    """The file of all ids, written unless the cache has it, and its rows of `DOCUMENT`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{digest(VERSION, tuple(files), tokenizer.hash)}.bin"  # names, sizes and times stand for the text
+    table_file = path.with_suffix(".docs")
+    with FileLock(path.with_suffix(".lock")):
+        if not (table_file.is_file() and path.is_file()):
+            hidden = None if is_main_process() else True  # None: hidden where standard error is no terminal
+            progress = tqdm(files, "tokenizing", unit="file", delay=2, disable=hidden)
+            with replacing(path) as file:
+                table = write_ids(file, itertools.chain.from_iterable(map(read_documents, progress)), tokenizer)
+            with replacing(table_file) as file:
+                file.write(table.tobytes())
+    table = np.fromfile(table_file, DOCUMENT)
+    if int(table["tokens"].sum()) * tokenizer.dtype.itemsize != path.stat().st_size:
+        raise UserError(f"{path} is damaged: its table has other ids; delete {folder}, which is made anew.")
+    if len(table) == 0:
+        raise UserError("there is no text in the files that were named; give files that contain text.")
+    return path, table
+
+
+def write_ids(file: BinaryIO, documents: Iterable[Document], tokenizer: Tokenizer) -> np.ndarray:
+    """Append the ids of documents to an open file; a row of `DOCUMENT` for each that is not empty."""
+    begin = np.array([] if tokenizer.bos_id is None else [tokenizer.bos_id], tokenizer.dtype)
+    end = np.array([tokenizer.eos_id], tokenizer.dtype)
+    table = array("Q")
+    content, size, tokens = hashlib.blake2b(digest_size=8), 0, 0  # hash and sizes of the document so far
+    for blocks in batches(documents):
+        for block, ids in zip(blocks, tokenizer.encode_batch(blocks), strict=True):
+            if block != END:
+                if size == 0:
+                    file.write(begin)
+                file.write(np.asarray(ids, tokenizer.dtype))
+                encoded = block.encode("utf-8")
+                content.update(encoded)
+                size += len(encoded)
+                tokens += len(ids)
+            elif size > 0:
+                file.write(end)
+                hash = int.from_bytes(content.digest(), "little")
+                table.extend((hash, size, len(begin) + tokens + len(end)))
+                content, size, tokens = hashlib.blake2b(digest_size=8), 0, 0
+    return np.array(table, "<u8").view(DOCUMENT)
+
+
+def batches(documents: Iterable[Document]) -> Iterator[list[str]]:
+    """The blocks of documents, with `END` after each document, in lists of about `BATCH` characters."""
+    blocks, characters = [], 0
+    for document in documents:
+        for block in itertools.chain(document, [END]):
+            blocks.append(block)
+            characters += len(block)
+            if characters >= BATCH:
+                yield blocks
+                blocks, characters = [], 0
+    yield blocks
+
+
+class TokenStream:
+    """The ids of chosen documents, end to end, read when they are asked for."""
+
+    def __init__(self, path: Path, dtype: np.dtype, tokens: np.ndarray, chosen: np.ndarray):
+        """tokens: the ids of each document in the file; chosen: whether it is in the stream."""
+        borders = np.flatnonzero(np.diff(chosen, prepend=False, append=False))  # of runs of chosen neighbours
+        starts, ends = np.append(0, np.cumsum(tokens, dtype=np.int64))[borders].reshape(-1, 2).T
+        self._path, self._dtype = path, dtype
+        self._ends = np.cumsum(ends - starts)  # of each run in the stream,
+        self._shifts = ends - self._ends  # and how much later it is in the file
+        self.length = int((ends - starts).sum())  # in ids; may be set to fewer
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, places: slice) -> np.ndarray:
+        """The ids of a slice with step 1, read anew: pages that stay mapped would count as memory of the process."""
+        start, stop, _ = places.indices(len(self))
+        ids, run = [np.empty(0, self._dtype)], int(np.searchsorted(self._ends, start, "right"))
+        while start < stop:
+            end = min(stop, int(self._ends[run]))
+            first = start + int(self._shifts[run])
+            ids.append(np.fromfile(self._path, self._dtype, end - start, offset=first * self._dtype.itemsize))
+            start, run = end, run + 1
+        return np.concatenate(ids)
+
+
+def digest(*parts: object) -> str:
+    """A hash of values that have the same `repr` wherever they are equal."""
+    return hashlib.blake2b(repr(parts).encode("utf-8", "surrogateescape"), digest_size=12).hexdigest()
+
+
+def content_hash(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode("utf-8"), digest_size=8).digest(), "little")
+
+
+def counted(count: int, noun: str) -> str:
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
