@@ -26,13 +26,13 @@ from data.chat import ChatFormat, Message, add_chat_template, plain_messages
 from data.readers import MESSAGES, decode, read_rows
 from data.settings import DataSettings
 from data.sources import TextFile
-from data.split import VALIDATION, Split, split_documents
+from data.split import VALIDATION, split_documents
 from data.tokenizer import Tokenizer
 from data.tokens import DOCUMENT, content_hash, counted, digest
 from errors import UserError, reading
 from files import replace_text, replacing
 
-VERSION = 4  # version of the files; raised when the same conversations and tokenizer would give other rows
+VERSION = 5  # version of the files; raised when the same conversations and tokenizer would give other rows
 Encoded = tuple[list[Message], np.ndarray, np.ndarray]  # a conversation, its ids and which of them are learned
 
 
@@ -42,12 +42,12 @@ class Conversations:
 
     description: str  # two lines to print
     text_hash: str  # hash of the messages, in order
-    question: list[Message]  # a conversation for validation, up to its first answer
+    question: str  # the first of a conversation for validation
     chat: ChatFormat
     tokenizer: Tokenizer
     train: np.ndarray  # (3, rows, T + 1): ids; whether they are learned; their conversations in the row, 0: padding
     validation: np.ndarray
-    validation_bytes = None  # bits per byte would count what is not learned
+    validation_bytes = everything_bytes = None  # bits per byte would count what is not learned
 
     def count_sequences(self, settings: DataSettings) -> int:
         """The rows of an epoch; `UserError` for a schedule that would cut them."""
@@ -64,20 +64,18 @@ class Conversations:
     def validation_batches(self, _: int, batch_size: int) -> Iterator[Batch]:
         return row_batches(self.validation, batch_size)
 
+    def all_batches(self, _: int, batch_size: int) -> Iterator[Batch]:
+        return row_batches(np.concatenate([self.train, self.validation], 1), batch_size)
+
     def sample_prompts(self) -> list[str]:
-        """An empty prompt, which stands for the held-out question."""
-        return [""]
+        return [self.question]
 
     def encode_prompt(self, prompt: str) -> tuple[list[int], None, set[int]]:
-        """The ids of a question up to its answer, None as any may follow, and those that end the answer."""
-        return self.chat.encode(self._messages(prompt)), None, {self.tokenizer.eos_id, *self.chat.ends}
+        ids = self.chat.encode([{"role": "user", "content": prompt}])
+        return ids, None, {self.tokenizer.eos_id, *self.chat.ends}
 
     def show_sample(self, prompt: str, _: list[int], tokens: list[int]) -> str:
-        """A question and the tokens of its answer as text."""
-        return f"{self._messages(prompt)[-1]['content']}\n> {self.tokenizer.decode(tokens)}"
-
-    def _messages(self, prompt: str) -> list[Message]:
-        return [{"role": "user", "content": prompt}] if prompt else self.question
+        return f"{prompt}\n> {self.tokenizer.decode(tokens)}"
 
     def baseline(self) -> None:
         """None: a compressor would count what is not learned."""
@@ -119,17 +117,18 @@ def find_conversations(files: Sequence[TextFile]) -> str | None:
 
 
 def prepare_conversations(
-    files: Sequence[TextFile], settings: DataSettings, split: Split, tokenizer: Tokenizer, vocab_size: int
+    files: Sequence[TextFile], settings: DataSettings, tokenizer: Tokenizer, vocab_size: int
 ) -> Conversations:
     """Rows of --sequence-length + 1 ids, packed unless the cache has them."""
     tokenizer, size = add_chat_template(tokenizer), settings.sequence_length + 1
     chat, folder = ChatFormat(tokenizer), Path(settings.cache, "conversations")
+    split = (settings.validation_fraction, settings.validation_salt)
     path = folder / digest(VERSION, [*files], tokenizer.hash, tokenizer.chat_template, size, split)
     array_file, description_file = path.with_suffix(".npy"), path.with_suffix(".json")  # the last that is written
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(path.with_suffix(".lock")):
         if not (array_file.is_file() and description_file.is_file()):
-            fields, rows = pack_split(encode_conversations(files, chat, size), size, tokenizer.dtype, split)
+            fields, rows = pack_split(encode_conversations(files, chat, size), settings, tokenizer.dtype)
             with replacing(array_file) as file:
                 np.save(file, rows)
             replace_text(description_file, json.dumps(fields))
@@ -142,29 +141,29 @@ def prepare_conversations(
 
 
 def pack_split(
-    conversations: dict[int, Encoded], size: int, dtype: np.dtype, split: Split
+    conversations: dict[int, Encoded], settings: DataSettings, dtype: np.dtype
 ) -> tuple[dict[str, object], np.ndarray]:
     """Conversations, by their hash, for training and validation as rows; and the fields that describe them."""
     if len(conversations) < 2:
         fewer = counted(len(conversations), "different conversation")
         raise UserError(f"the files have {fewer}, too few to learn from; give more.")
     table = np.array([(hash, len(ids), len(ids)) for hash, (_, ids, _) in conversations.items()], DOCUMENT)
-    is_held_out = split_documents(table, split) == VALIDATION
+    is_held_out = split_documents(table, settings) == VALIDATION
     if not is_held_out.any():
         is_held_out[-1] = True
     arrays, texts = [], []
     for held_out in (False, True):
         chosen = [*itertools.compress(conversations.values(), is_held_out == held_out)]
-        rows = pack(chosen, size, dtype)
+        rows = pack(chosen, settings.sequence_length + 1, dtype)
         learned = f"{rows[1].sum():,} tokens to learn in {counted(rows.shape[1], 'row')}"
         texts.append(f"{counted(len(chosen), 'conversation')}, {learned}")
         arrays.append(rows)
-    asked = [*itertools.takewhile(lambda message: message["role"] != "assistant", chosen[0][0])]
+    questions = [message["content"] for message in chosen[0][0] if message["role"] == "user"]
     text_hash = digest(*conversations)
     fields = dict(
         description=f"{texts[0]}, hash {text_hash[:12]}\n  for validation {texts[1]}",
         text_hash=text_hash,
-        question=asked or [{"role": "user", "content": "Hello."}],
+        question=(questions or ["Hello."])[0],
         train_rows=arrays[0].shape[1],
     )
     return fields, np.concatenate(arrays, 1)

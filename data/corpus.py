@@ -13,10 +13,10 @@ from pathlib import Path
 import numpy as np
 
 from data.batches import Batch, batch, validation_windows
-from data.conversations import Conversations, find_conversations, prepare_conversations, row_batches
+from data.conversations import Conversations, find_conversations, prepare_conversations
 from data.settings import DataSettings
 from data.sources import TextFile, resolve
-from data.split import DUPLICATE, MAX_VALIDATION, TRAIN, VALIDATION, Split, split_documents
+from data.split import DUPLICATE, MAX_VALIDATION, TRAIN, VALIDATION, split_documents
 from data.tokenizer import Tokenizer, check_vocabulary, encode_prompt, load_tokenizer, tokens_after
 from data.tokenizer_training import trained_tokenizer
 from data.tokens import TokenStream, counted, prepare_tokens
@@ -33,6 +33,8 @@ class Corpus:
     train: TokenStream
     validation: np.ndarray  # (tokens,) uint16, or uint32 for a vocabulary over 65,536
     validation_bytes: int  # bytes of its text in UTF-8
+    everything: TokenStream  # also what stands there twice
+    everything_bytes: int
     document_start: int | None = None  # the id that begins a document, where attention keeps documents apart
 
     def count_sequences(self, settings: DataSettings) -> int:
@@ -52,6 +54,9 @@ class Corpus:
     def validation_batches(self, sequence_length: int, batch_size: int) -> Iterator[Batch]:
         return validation_windows(self.validation, sequence_length, batch_size, self.document_start)
 
+    def all_batches(self, sequence_length: int, batch_size: int) -> Iterator[Batch]:
+        return validation_windows(self.everything, sequence_length, batch_size, self.document_start)
+
     def sample_prompts(self) -> list[str]:
         """The first words of up to three held-out documents."""
         starts = np.flatnonzero(self.validation == self.tokenizer.document_start)[:3].tolist() or [0]
@@ -67,12 +72,10 @@ class Corpus:
 
     def baseline(self) -> str:
         """A line for the end of a run: what `xz -9e` makes of the validation text, to compare the model with."""
-        return f"xz -9e on the same text: {self.xz_bits_per_byte():.4f} bits per byte; text hash {self.text_hash}"
-
-    def xz_bits_per_byte(self) -> float:
         text = self.tokenizer.decode(self.validation).encode("utf-8")
         # 7e is 9e with a dictionary of 16 MB, not 64: the text is shorter, and 64 would take 700 MB of memory.
-        return 8 * len(lzma.compress(text, preset=7 | lzma.PRESET_EXTREME)) / max(1, len(text))
+        bits = 8 * len(lzma.compress(text, preset=7 | lzma.PRESET_EXTREME)) / max(1, len(text))
+        return f"xz -9e on the same text: {bits:.4f} bits per byte; text hash {self.text_hash}"
 
     def generate_arguments(self, prompt: str) -> str:
         """What to give generate.py to try the model: the first words of a prompt."""
@@ -86,49 +89,33 @@ def prepare(
 
     tokenizer: the file or folder to load, or None to train one; vocab_size: pieces of that, embeddings of the model.
     """
-    split = Split(settings.validation_fraction, settings.validation_salt)
     files = resolve(settings)
     loaded, chat_file = tokenizer and load_tokenizer(tokenizer), find_conversations(files)
     if chat_file is not None and loaded is None:
         fix = f"give a model to teach them with --init-from, or leave out {chat_file}"
         raise UserError(f"{', '.join(settings.data)} has conversations; {fix}.")
-    loaded = loaded or trained_tokenizer(files, vocab_size, split, Path(settings.cache))
+    loaded = loaded or trained_tokenizer(files, settings, vocab_size)
     check_vocabulary(loaded, vocab_size)
-    if chat_file is not None:
-        return prepare_conversations(files, settings, split, loaded, vocab_size)
-    return split_text(files, settings, split, loaded)
+    if chat_file is None:
+        return split_text(files, settings, loaded)
+    return prepare_conversations(files, settings, loaded, vocab_size)
 
 
-def all_batches(
-    settings: DataSettings, tokenizer: Tokenizer, vocab_size: int, batch_size: int
-) -> tuple[Iterator[Batch], int | None]:
-    """Batches of all of --data, in order, without a split; and its bytes of text, None for conversations."""
-    files = resolve(settings)
-    check_vocabulary(tokenizer, vocab_size)
-    if find_conversations(files) is not None:
-        split = Split(settings.validation_fraction, settings.validation_salt)
-        rows = prepare_conversations(files, settings, split, tokenizer, vocab_size)
-        return row_batches(np.concatenate([rows.train, rows.validation], 1), batch_size), None
-    path, documents = prepare_tokens(files, tokenizer, Path(settings.cache, "tokens"))
-    stream = TokenStream(path, tokenizer.dtype, documents["tokens"], np.ones(len(documents), bool))
-    document_start = tokenizer.document_start if settings.document_mask else None
-    windows = validation_windows(stream, settings.sequence_length, batch_size, document_start)
-    return windows, int(documents["bytes"].sum())
-
-
-def split_text(files: list[TextFile], settings: DataSettings, split: Split, tokenizer: Tokenizer) -> Corpus:
+def split_text(files: list[TextFile], settings: DataSettings, tokenizer: Tokenizer) -> Corpus:
     """The documents of files as one stream for training and one for validation."""
     path, table = prepare_tokens(files, tokenizer, Path(settings.cache, "tokens"))
-    kinds = split_documents(table, split)
+    kinds = split_documents(table, settings)
     documents, held_out = table[kinds != DUPLICATE], table[kinds == VALIDATION]
     size, validation_bytes = int(documents["bytes"].sum()), int(held_out["bytes"].sum())
-    train = TokenStream(path, tokenizer.dtype, table["tokens"], kinds == TRAIN)
+    train, held_out_ids, everything = (
+        TokenStream(path, tokenizer.dtype, table["tokens"], chosen)
+        for chosen in (kinds == TRAIN, kinds == VALIDATION, kinds >= 0)
+    )
     if len(held_out) > 0:
-        origin = counted(len(held_out), "document")
-        validation = TokenStream(path, tokenizer.dtype, table["tokens"], kinds == VALIDATION)[:]
+        origin, validation = counted(len(held_out), "document"), held_out_ids[:]
     else:
         origin = "the end of the text"
-        fraction = min(split.fraction, MAX_VALIDATION / size)
+        fraction = min(settings.validation_fraction, MAX_VALIDATION / size)
         end = len(train) - max(2, round(fraction * len(train)))
         validation = train[end:]
         validation_bytes = len(tokenizer.decode(validation).encode("utf-8"))
@@ -141,5 +128,6 @@ def split_text(files: list[TextFile], settings: DataSettings, split: Split, toke
         f"vocabulary {tokenizer.vocab_size:,}\n"
         f"  {len(validation):,} for validation ({origin}, {validation_bytes / 1e6:.2f} MB)"
     )
-    document_start = tokenizer.document_start if settings.document_mask else None
-    return Corpus(description, text_hash, tokenizer, train, validation, validation_bytes, document_start)
+    total, document_start = int(table["bytes"].sum()), tokenizer.document_start if settings.document_mask else None
+    numbers = validation_bytes, everything, total, document_start
+    return Corpus(description, text_hash, tokenizer, train, validation, *numbers)

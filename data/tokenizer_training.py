@@ -1,6 +1,5 @@
 """The tokenizer that is trained on a sample of a text, by SentencePiece, and kept in CACHE/tokenizers/KEY/."""
 
-import contextlib
 import io
 import re
 import sys
@@ -12,13 +11,13 @@ import numpy as np
 from filelock import FileLock
 
 from data.readers import BLOCK, read_documents
+from data.settings import DataSettings
 from data.sources import TextFile
 from data.special_tokens import TURNS
-from data.split import MAX_VALIDATION, Split
+from data.split import MAX_VALIDATION, candidates
 from data.tokenizer import Tokenizer, load_tokenizer
-from data.tokenizer_json import read_model
 from data.tokens import VERSION, content_hash, digest
-from errors import UserError, reading
+from errors import UserError
 
 # Text to train a tokenizer on. Python sources: 3.47 bytes per token from 3 MB, 3.54 from 8 MB, in 3 s on two cores.
 TOKENIZER_BYTES = 10_000_000
@@ -44,22 +43,20 @@ TRAINER_OPTIONS = dict(
 )
 
 
-def trained_tokenizer(files: list[TextFile], vocab_size: int, split: Split, cache_dir: Path) -> Tokenizer:
-    """A tokenizer that is trained on a sample of the files, unless the cache has it, complete."""
-    folder = cache_dir / "tokenizers" / digest(VERSION, vocab_size, split, sorted(TRAINER_OPTIONS.items()), files)
+def trained_tokenizer(files: list[TextFile], settings: DataSettings, vocab_size: int) -> Tokenizer:
+    """A tokenizer that is trained on a sample of the files, unless the cache has it."""
+    split = (settings.validation_fraction, settings.validation_salt)
+    key = digest(VERSION, vocab_size, split, sorted(TRAINER_OPTIONS.items()), files)
+    folder = Path(settings.cache, "tokenizers", key)
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(folder / ".lock"):
-        with contextlib.suppress(UserError), reading(folder):
-            tokenizer = load_tokenizer(folder / "tokenizer.json")  # the last file that is saved
-            read_model(tokenizer.files["tokenizer.model"])  # it goes into every checkpoint
-            return tokenizer
-        print(f"training a tokenizer of {vocab_size:,} pieces (once) ...", file=sys.stderr, flush=True)
-        tokenizer = train_tokenizer(sample_text(files, split), vocab_size, folder / "tokenizer.model")
-        tokenizer.save(folder)
-        return tokenizer
+        if not (folder / "tokenizer.json").is_file():  # the last file that is saved
+            print(f"training a tokenizer of {vocab_size:,} pieces (once) ...", file=sys.stderr, flush=True)
+            train_tokenizer(sample_text(files, settings), vocab_size, folder / "tokenizer.model").save(folder)
+    return load_tokenizer(folder)
 
 
-def sample_text(files: list[TextFile], split: Split) -> list[str]:
+def sample_text(files: list[TextFile], settings: DataSettings) -> list[str]:
     """About `TOKENIZER_BYTES` of text from places all over the files, without documents that may be for validation."""
     texts, due = [], 0.0
     fraction = TOKENIZER_BYTES / max(1, sum(file.size for file in files))
@@ -72,7 +69,7 @@ def sample_text(files: list[TextFile], split: Split) -> list[str]:
             due -= len(texts[-1])
             if due <= 0:
                 break
-    held_out = split.candidates(np.array([content_hash(text) for text in texts], np.uint64))
+    held_out = candidates(np.array([content_hash(text) for text in texts], np.uint64), settings)
     return [text for text, is_held_out in zip(texts, held_out, strict=True) if not is_held_out] or texts
 
 

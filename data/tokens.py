@@ -18,7 +18,7 @@ from tqdm import tqdm
 from data.readers import Document, read_documents
 from data.sources import TextFile
 from data.tokenizer import Tokenizer
-from errors import UserError, is_main_process
+from errors import UserError
 from files import replacing
 
 VERSION = 6  # raised when the same text and tokenizer would give other files
@@ -28,14 +28,13 @@ END = ""  # stands after the blocks of a document
 
 
 def prepare_tokens(files: Sequence[TextFile], tokenizer: Tokenizer, folder: Path) -> tuple[Path, np.ndarray]:
-    """The file of all ids, written unless the cache has it, and its rows of `DOCUMENT`."""
+    """The file of all ids and its rows of `DOCUMENT`, written unless the cache has them."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{digest(VERSION, tuple(files), tokenizer.hash)}.bin"  # names, sizes and times stand for the text
     table_file = path.with_suffix(".docs")
     with FileLock(path.with_suffix(".lock")):
         if not (table_file.is_file() and path.is_file()):
-            hidden = None if is_main_process() else True  # None: hidden where standard error is no terminal
-            progress = tqdm(files, "tokenizing", unit="file", delay=2, disable=hidden)
+            progress = tqdm(files, "tokenizing", unit="file", delay=2, disable=None)  # None: shown on terminals alone
             with replacing(path) as file:
                 table = write_ids(file, itertools.chain.from_iterable(map(read_documents, progress)), tokenizer)
             with replacing(table_file) as file:

@@ -9,8 +9,6 @@ from pathlib import Path
 
 import kernels
 from checkpoints.pretrained import load_pretrained
-from data.corpus import all_batches
-from data.tokenizer import load_tokenizer
 from errors import UserError, is_main_process
 from files import LOCK, locked
 from model.device import choose_device, choose_training_dtype, explain_out_of_memory
@@ -78,15 +76,13 @@ def prepare_text(settings: Settings) -> None:
 
 def evaluate_checkpoint(settings: Settings) -> None:
     """Print the loss of the checkpoint --init-from on all of --data (`--eval-only`)."""
-    if settings.run.init_from is None:
+    data, directory = settings.data, settings.run.init_from
+    if directory is None:
         raise UserError("--eval-only needs --init-from: the run folder, checkpoint directory or Hub id to evaluate.")
-    data, directory = settings.data, Path(settings.run.init_from)
     device = choose_device(settings.machine.device)
     kernels.use(settings.machine.kernels, device)
     dtype = choose_training_dtype(settings.machine.dtype, device)
-    tokenizer = load_tokenizer(data.tokenizer or directory)
-    model = load_pretrained(directory, device=device, compute_dtype=dtype)
-    size = data.micro_batch_size or data.batch_size
-    batches, text_bytes = all_batches(data, tokenizer, model.config.vocab_size, size)
+    corpus, model = prepare_corpus(settings), load_pretrained(Path(directory), device=device, compute_dtype=dtype)
     print(f"{directory} on {', '.join(data.data)}, in windows of {data.sequence_length} tokens")
-    print(evaluate(model, batches, text_bytes, device))
+    batches = corpus.all_batches(data.sequence_length, data.micro_batch_size or data.batch_size)
+    print(evaluate(model, batches, corpus.everything_bytes, device))

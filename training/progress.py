@@ -53,20 +53,17 @@ def sample_prompts(session: Session) -> list[str]:
 
 def samples(session: Session, prompts: list[str]) -> str:
     """What the current weights continue prompts with, or how they answer questions."""
-    session.model.eval()
-    texts = [printable(sample(session, prompt)).replace("\n", "\n  | ") for prompt in prompts]
-    session.model.train()
-    return "\n\n".join(f"  | {text}" for text in texts)
-
-
-def sample(session: Session, prompt: str) -> str:
-    """A prompt with its continuation, or a question with its answer."""
-    corpus, context = session.corpus, session.model.config.max_position_embeddings
-    ids, first, ends = corpus.encode_prompt(prompt)
+    corpus, context, texts = session.corpus, session.model.config.max_position_embeddings, []
     new = min(SAMPLE_TOKENS, context - 1)
-    ids = ids[min(new, context // 2) - context :]  # the end of a longer prompt
-    options = dict(eos_ids=ends, vocab_size=corpus.tokenizer.vocab_size, first_tokens=[first], sampling=SMALL_MODELS)
-    return corpus.show_sample(prompt, ids, generate(session.model, [ids], max_new_tokens=new, **options).tokens[0])
+    options = dict(max_new_tokens=new, vocab_size=corpus.tokenizer.vocab_size, sampling=SMALL_MODELS)
+    session.model.eval()
+    for prompt in prompts:
+        ids, first, ends = corpus.encode_prompt(prompt)
+        ids = ids[min(new, context // 2) - context :]  # the end of a longer prompt
+        tokens = generate(session.model, [ids], first_tokens=[first], eos_ids=ends, **options).tokens[0]
+        texts.append("  | " + printable(corpus.show_sample(prompt, ids, tokens)).replace("\n", "\n  | "))
+    session.model.train()
+    return "\n\n".join(texts)
 
 
 def report_end(session: Session) -> None:

@@ -1,6 +1,5 @@
 """From text to token streams, and what the cache holds after kills, changes of the text and other processes."""
 
-import dataclasses
 import io
 import lzma
 import os
@@ -15,7 +14,7 @@ import numpy as np
 import pytest
 
 from data import readers, tokenizer_training, tokens
-from data.corpus import Corpus, all_batches, prepare
+from data.corpus import Corpus, prepare
 from data.settings import DataSettings
 from data.tokens import TokenStream
 from errors import UserError
@@ -73,17 +72,16 @@ def test_all_batches_keep_duplicates_and_blocks_get_the_ids_of_the_undivided_tex
         (tmp_path / file).write_bytes(content.encode("utf-8"))
     monkeypatch.setattr(readers, "BLOCK", 200)
     monkeypatch.setattr(tokens, "BATCH", 1000)
-    settings = DataSettings(data=(str(tmp_path / "*.txt"),), cache=str(tmp_path), sequence_length=10)
-    batches, size = all_batches(settings, tokenizer, tokenizer.vocab_size, 3)
+    arguments = dict(tokenizer=tokenizer.folder, vocab_size=tokenizer.vocab_size, cache=str(tmp_path))
+    corpus = prepared(tmp_path, data=(str(tmp_path / "*.txt"),), **arguments)
     begin, end = [] if tokenizer.bos_id is None else [tokenizer.bos_id], [tokenizer.eos_id]
     short = begin + tokenizer.encode(" short") + end
-    (first, *_), *_ = batches = [*batches]
+    (first, *_), *_ = batches = [*corpus.all_batches(10, 3)]
     ids = first[0, :1].tolist() + np.concatenate([targets[targets >= 0] for _, targets in batches]).tolist()
     assert ids == begin + tokenizer.encode(text) + end + 2 * short and first.shape == (3, 10)
-    assert size == len(text.encode("utf-8")) + 2 * 6
-    settings = dataclasses.replace(settings, data=(str(tmp_path / "blank.jsonl"),))
+    assert corpus.everything_bytes == len(text.encode("utf-8")) + 2 * 6
     with pytest.raises(UserError, match="no text"):
-        all_batches(settings, tokenizer, tokenizer.vocab_size, 3)
+        prepared(tmp_path, data=(str(tmp_path / "blank.jsonl"),), **arguments)
 
 
 def test_the_tokenizer_is_trained_on_a_sample_from_all_of_the_text_without_validation_documents(tmp_path, monkeypatch):
@@ -116,17 +114,13 @@ def test_only_other_text_another_vocabulary_or_another_split_are_prepared_anew(t
     assert prepared(tmp_path).text_hash != first.text_hash
 
 
-@pytest.mark.parametrize("kept", [None, 0.9])
-@pytest.mark.parametrize("name", ["docs", "tokenizer.json", "tokenizer.model"])
-def test_what_is_missing_in_the_cache_and_a_damaged_tokenizer_are_made_anew(tmp_path, name, kept):
+@pytest.mark.parametrize("name", ["docs", "bin", "tokenizer.json"])
+def test_what_is_missing_in_the_cache_is_made_anew(tmp_path, name):
     write_corpus(tmp_path / "text")
     prepared(tmp_path)
     before = contents(tmp_path / "cache")
     (path,) = (tmp_path / "cache").glob(f"*/**/*{name}")
-    if kept is None or name == "docs":
-        path.unlink()
-    else:
-        os.truncate(path, int(kept * path.stat().st_size))
+    path.unlink()
     prepared(tmp_path)
     assert contents(tmp_path / "cache") == before
 
