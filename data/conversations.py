@@ -4,7 +4,7 @@
     learned     .     .     . . . .    .          .       +    +     .     .      .     .          .       +     +
     documents   1     1     1 1 1 1    1          1       1    1     2     2      2     2          2       2     2
 
-A row has T + 1 ids of complete conversations. CACHE/conversations/KEY.npy holds all rows, KEY.json describes them.
+A row has T + 1 ids of complete conversations. CACHE/conversations/KEY.npz holds all rows and what describes them.
 """
 
 import bisect
@@ -30,9 +30,9 @@ from data.split import VALIDATION, split_documents
 from data.tokenizer import Tokenizer
 from data.tokens import DOCUMENT, content_hash, counted, digest
 from errors import UserError, reading
-from files import replace_text, replacing
+from files import replacing
 
-VERSION = 5  # version of the files; raised when the same conversations and tokenizer would give other rows
+VERSION = 4  # version of the files; raised when the same conversations and tokenizer would give other rows
 Encoded = tuple[list[Message], np.ndarray, np.ndarray]  # a conversation, its ids and which of them are learned
 
 
@@ -40,11 +40,11 @@ Encoded = tuple[list[Message], np.ndarray, np.ndarray]  # a conversation, its id
 class Conversations:
     """Conversations that can be trained on: what `corpus.Corpus` is for a text, with the same methods."""
 
-    description: str  # two lines to print
-    text_hash: str  # hash of the messages, in order
-    question: str  # the first of a conversation for validation
     chat: ChatFormat
     tokenizer: Tokenizer
+    description: str  # two lines to print
+    text_hash: str  # hash of the messages, in order
+    prompts: list[str]  # for samples: the first question of a conversation for validation
     train: np.ndarray  # (3, rows, T + 1): ids; whether they are learned; their conversations in the row, 0: padding
     validation: np.ndarray
     validation_bytes = everything_bytes = None  # bits per byte would count what is not learned
@@ -67,9 +67,6 @@ class Conversations:
     def all_batches(self, _: int, batch_size: int) -> Iterator[Batch]:
         return row_batches(np.concatenate([self.train, self.validation], 1), batch_size)
 
-    def sample_prompts(self) -> list[str]:
-        return [self.question]
-
     def encode_prompt(self, prompt: str) -> tuple[list[int], None, set[int]]:
         ids = self.chat.encode([{"role": "user", "content": prompt}])
         return ids, None, {self.tokenizer.eos_id, *self.chat.ends}
@@ -77,8 +74,8 @@ class Conversations:
     def show_sample(self, prompt: str, _: list[int], tokens: list[int]) -> str:
         return f"{prompt}\n> {self.tokenizer.decode(tokens)}"
 
-    def baseline(self) -> None:
-        """None: a compressor would count what is not learned."""
+    def summary(self) -> str:
+        return f"hash of the conversations {self.text_hash}"  # a compressor would count what is not learned
 
     def generate_arguments(self, _: str) -> str:
         return "--chat"
@@ -120,30 +117,25 @@ def prepare_conversations(
     files: Sequence[TextFile], settings: DataSettings, tokenizer: Tokenizer, vocab_size: int
 ) -> Conversations:
     """Rows of --sequence-length + 1 ids, packed unless the cache has them."""
-    tokenizer, size = add_chat_template(tokenizer), settings.sequence_length + 1
-    chat, folder = ChatFormat(tokenizer), Path(settings.cache, "conversations")
+    tokenizer, folder = add_chat_template(tokenizer), Path(settings.cache, "conversations")
+    chat, size = ChatFormat(tokenizer), settings.sequence_length + 1
     split = (settings.validation_fraction, settings.validation_salt)
-    path = folder / digest(VERSION, [*files], tokenizer.hash, tokenizer.chat_template, size, split)
-    array_file, description_file = path.with_suffix(".npy"), path.with_suffix(".json")  # the last that is written
+    path = folder / f"{digest(VERSION, [*files], tokenizer.hash, tokenizer.chat_template, size, split)}.npz"
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(path.with_suffix(".lock")):
-        if not (array_file.is_file() and description_file.is_file()):
-            fields, rows = pack_split(encode_conversations(files, chat, size), settings, tokenizer.dtype)
-            with replacing(array_file) as file:
-                np.save(file, rows)
-            replace_text(description_file, json.dumps(fields))
-    with reading(path, f"delete {folder}, which is made anew"):
-        fields, rows = json.loads(description_file.read_bytes()), np.load(array_file, mmap_mode="r")
-        train, validation = np.split(rows, [fields.pop("train_rows")], 1)
-    if rows[0].max() >= vocab_size:
+        if not path.is_file():
+            fields = pack_split(encode_conversations(files, chat, size), settings, tokenizer.dtype)
+            with replacing(path) as file:
+                np.savez(file, **fields)
+    with reading(path, f"delete {folder}, which is made anew"), np.load(path) as arrays:
+        fields = {name: array if array.ndim else str(array) for name, array in arrays.items()}
+    if max(fields["train"][0].max(), fields["validation"][0].max()) >= vocab_size:
         raise UserError("the chat template writes tokens that the model has no embeddings of; give another one.")
-    return Conversations(**fields, chat=chat, tokenizer=tokenizer, train=train, validation=validation)
+    return Conversations(chat, tokenizer, prompts=[fields.pop("question")], **fields)
 
 
-def pack_split(
-    conversations: dict[int, Encoded], settings: DataSettings, dtype: np.dtype
-) -> tuple[dict[str, object], np.ndarray]:
-    """Conversations, by their hash, for training and validation as rows; and the fields that describe them."""
+def pack_split(conversations: dict[int, Encoded], settings: DataSettings, dtype: np.dtype) -> dict[str, object]:
+    """Conversations, by their hash, for training and validation as rows, and what describes them."""
     if len(conversations) < 2:
         fewer = counted(len(conversations), "different conversation")
         raise UserError(f"the files have {fewer}, too few to learn from; give more.")
@@ -160,13 +152,9 @@ def pack_split(
         arrays.append(rows)
     questions = [message["content"] for message in chosen[0][0] if message["role"] == "user"]
     text_hash = digest(*conversations)
-    fields = dict(
-        description=f"{texts[0]}, hash {text_hash[:12]}\n  for validation {texts[1]}",
-        text_hash=text_hash,
-        question=(questions or ["Hello."])[0],
-        train_rows=arrays[0].shape[1],
-    )
-    return fields, np.concatenate(arrays, 1)
+    description = f"{texts[0]}, hash {text_hash[:12]}\n  for validation {texts[1]}"
+    fields = dict(description=description, text_hash=text_hash, question=(questions or ["Hello."])[0])
+    return fields | {"train": arrays[0], "validation": arrays[1]}
 
 
 def encode_conversations(files: Sequence[TextFile], chat: ChatFormat, size: int) -> dict[int, Encoded]:

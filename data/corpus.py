@@ -35,6 +35,7 @@ class Corpus:
     validation_bytes: int  # bytes of its text in UTF-8
     everything: TokenStream  # also what stands there twice
     everything_bytes: int
+    prompts: list[str]  # for samples: the first words of up to three held-out documents
     document_start: int | None = None  # the id that begins a document, where attention keeps documents apart
 
     def count_sequences(self, settings: DataSettings) -> int:
@@ -57,11 +58,6 @@ class Corpus:
     def all_batches(self, sequence_length: int, batch_size: int) -> Iterator[Batch]:
         return validation_windows(self.everything, sequence_length, batch_size, self.document_start)
 
-    def sample_prompts(self) -> list[str]:
-        """The first words of up to three held-out documents."""
-        starts = np.flatnonzero(self.validation == self.tokenizer.document_start)[:3].tolist() or [0]
-        return [self.tokenizer.decode(self.validation[start : start + 8]).rstrip("\ufffd ") for start in starts]
-
     def encode_prompt(self, prompt: str) -> tuple[list[int], list[int] | None, set[int]]:
         """The ids of a prompt, those that may follow it (None: all), and those that end its continuation."""
         return encode_prompt(self.tokenizer, prompt), tokens_after(self.tokenizer, prompt), {self.tokenizer.eos_id}
@@ -70,7 +66,7 @@ class Corpus:
         """The text of a prompt's ids and the tokens that continue it."""
         return self.tokenizer.decode(ids + tokens)
 
-    def baseline(self) -> str:
+    def summary(self) -> str:
         """A line for the end of a run: what `xz -9e` makes of the validation text, to compare the model with."""
         text = self.tokenizer.decode(self.validation).encode("utf-8")
         # 7e is 9e with a dictionary of 16 MB, not 64: the text is shorter, and 64 would take 700 MB of memory.
@@ -128,6 +124,16 @@ def split_text(files: list[TextFile], settings: DataSettings, tokenizer: Tokeniz
         f"vocabulary {tokenizer.vocab_size:,}\n"
         f"  {len(validation):,} for validation ({origin}, {validation_bytes / 1e6:.2f} MB)"
     )
-    total, document_start = int(table["bytes"].sum()), tokenizer.document_start if settings.document_mask else None
-    numbers = validation_bytes, everything, total, document_start
-    return Corpus(description, text_hash, tokenizer, train, validation, *numbers)
+    starts = np.flatnonzero(validation == tokenizer.document_start)[:3].tolist() or [0]
+    return Corpus(
+        description=description,
+        text_hash=text_hash,
+        tokenizer=tokenizer,
+        train=train,
+        validation=validation,
+        validation_bytes=validation_bytes,
+        everything=everything,
+        everything_bytes=int(table["bytes"].sum()),
+        prompts=[tokenizer.decode(validation[start : start + 8]).rstrip("\ufffd ") for start in starts],
+        document_start=tokenizer.document_start if settings.document_mask else None,
+    )

@@ -71,7 +71,7 @@ def read_lines(path: Path) -> Iterator[bytes]:
     """The lines of a jsonl file, not decoded, because the reader of conversations skips bad ones."""
     open_file = gzip.open if path.suffix.lower() == ".gz" else open
     with reading(path), open_file(path, "rb") as lines:
-        yield from (line.removeprefix(b"\xef\xbb\xbf").strip() for line in lines)
+        yield from (line.strip() for line in lines)
 
 
 def decode(row: bytes | dict) -> dict:

@@ -177,8 +177,8 @@ TABLE = r"""
 - np.random.SeedSequence([seed, epoch])
 + np.random.SeedSequence([seed, 0])
 ! data/test_batches.py::test_an_epoch_takes_every_window_once_in_another_order_each_time
-- *keys, number = np.random.SeedSequence([seed, epoch])
-+ *keys, number = np.random.SeedSequence([seed + epoch])
+- *keys, offset = np.random.SeedSequence([seed, epoch])
++ *keys, offset = np.random.SeedSequence([seed + epoch])
 ! data/test_batches.py::test_an_epoch_takes_every_window_once_in_another_order_each_time
 @ training/step.py
 - predicted = sum(int((targets != IGNORED).sum()) for _, targets, *_ in micro_batches)

@@ -48,7 +48,7 @@ def show_evaluation(session: Session, bar: tqdm, result: Evaluation) -> None:
 
 def sample_prompts(session: Session) -> list[str]:
     """--sample-prompts, or else those of the text itself."""
-    return [*session.settings.run.sample_prompts] or session.corpus.sample_prompts()
+    return [*session.settings.run.sample_prompts] or session.corpus.prompts
 
 
 def samples(session: Session, prompts: list[str]) -> str:
@@ -68,8 +68,7 @@ def samples(session: Session, prompts: list[str]) -> str:
 
 def report_end(session: Session) -> None:
     """Draw loss.png; print samples of the best weights, how the run ended and the command to type next."""
-    state, corpus, folder = session.state, session.corpus, str(session.run_dir)
-    run_dir = shlex.quote(f"./{folder}" if folder.startswith("-") else folder)  # no flag
+    state, corpus, run_dir = session.state, session.corpus, shlex.quote(str(session.run_dir))
     plot.draw([session.run_dir], session.run_dir / "loss.png")
     if state.step < session.steps:
         print(f"stopped and saved at step {state.step} of {session.steps}; resume with:")
@@ -81,9 +80,7 @@ def report_end(session: Session) -> None:
         print(samples(session, prompts))
     if state.best_validation_loss > math.log(session.model.config.vocab_size):
         print("note: it predicts this text worse than chance; give more text, or fewer tokens with --vocab-size 500")
-    baseline = corpus.baseline()
-    if baseline:
-        print(baseline)
+    print(corpus.summary())
     speed = f"{state.tokens / state.seconds:,.0f} tokens/s"
     print(f"{state.step:,} steps, {state.tokens:,} tokens in {state.seconds:.0f} s of training, {speed}")
     print(f"best/ has the weights with the lowest validation loss, {state.best_validation_loss:.4f} nats per token")

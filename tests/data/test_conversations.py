@@ -163,11 +163,11 @@ def test_rows_of_all_formats_and_keys_are_packed_whole_and_once_and_a_damaged_ca
     assert inputs.dtype == targets.dtype == documents.dtype == np.int64
     kept = targets >= 0
     assert np.array_equal(targets[:, :-1][kept[:, :-1]], inputs[:, 1:][kept[:, :-1]]) and kept.any()
-    assert corpus.question.startswith("What is ")
+    assert corpus.prompts[0].startswith("What is ")
     assert "+ It is" in corpus.show_row() and "  <s><|system|>Be.<|end|><|user|>What is" in corpus.show_row()
     again = prepared(tmp_path / "rows", tokenizer_file, tmp_path, **changes)
     assert np.array_equal(again.train, corpus.train) and not capsys.readouterr().err
-    (damaged,) = (tmp_path / "conversations").glob("*.npy")
+    (damaged,) = (tmp_path / "conversations").glob("*.npz")
     os.truncate(damaged, damaged.stat().st_size - 200)
     with pytest.raises(UserError, match=r"cannot be read .*; delete .*conversations, which is made anew"):
         prepared(tmp_path / "rows", tokenizer_file, tmp_path, **changes)
