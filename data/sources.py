@@ -54,11 +54,11 @@ def resolve(settings: DataSettings) -> list[TextFile]:
     out, and only files with a suffix in `FORMATS` taken. A source without any is an error.
     """
     files = []
-    for name in settings.data or [""]:
-        from_source = find_files(name, settings)
-        if not from_source:
+    for name in settings.data:
+        of_source = find_files(name, settings)
+        if not of_source:
             raise UserError(f"{name} names no file to read; the formats are {' '.join(FORMATS)}.")
-        files += from_source
+        files += of_source
     return files
 
 

@@ -62,8 +62,8 @@ def make_run_dir(settings: Settings, config: str) -> Path:
         return Path(settings.run.out)
     text = re.sub(r"\W+", "-", Path(settings.data.data[0]).stem)[:64].strip("-")  # name of a file, folder or data set
     first = Path("runs", f"{config if text in ('', 'python') else text}-{settings.model.norm}")
-    for number in itertools.count(1):
-        run_dir = first if number == 1 else first.with_name(f"{first.name}-{number}")
+    for copy in itertools.count(1):
+        run_dir = first if copy == 1 else first.with_name(f"{first.name}-{copy}")
         with contextlib.suppress(FileExistsError):
             run_dir.mkdir(parents=True)
             return run_dir

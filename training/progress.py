@@ -39,8 +39,7 @@ def show_evaluation(session: Session, bar: tqdm, result: Evaluation) -> None:
     bar.write(f"step {session.state.step}: validation {result}")
     losses = [line["validation_loss"] for line in metrics.read(session.run_dir) if "validation_loss" in line]
     rises = [after > before for before, after in itertools.pairwise(losses)]
-    risen_twice, said_before = all(rises[-2:]) and len(rises) >= 2, all(rises[-3:]) and len(rises) >= 3
-    if risen_twice and not said_before:
+    if rises[-2:] == [True] * 2 and rises[-3:] != [True] * 3:  # after the third it has been said
         bar.write(RISING)
     if session.state.step < session.steps and not session.sharded:  # sharded, each token would gather all weights
         bar.write(samples(session, sample_prompts(session)[:1]))
