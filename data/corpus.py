@@ -18,8 +18,7 @@ from data.settings import DataSettings
 from data.sources import TextFile, resolve
 from data.split import DUPLICATE, MAX_VALIDATION, TRAIN, VALIDATION, split_documents
 from data.tokenizer import Tokenizer, check_vocabulary, encode_prompt, load_tokenizer, tokens_after
-from data.tokenizer_training import trained_tokenizer
-from data.tokens import TokenStream, counted, prepare_tokens
+from data.tokens import TokenStream, counted, prepare_tokens, trained_tokenizer
 from errors import UserError, printable
 
 

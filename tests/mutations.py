@@ -237,7 +237,6 @@ TABLE = r"""
 - if not (table_file.is_file() and path.is_file()):
 + if not path.is_file():
 ! data/test_corpus.py::test_what_is_missing_in_the_cache_is_made_anew
-@ data/tokenizer_training.py
 - byte_fallback=True,
 + byte_fallback=False,
 ! data/test_tokenizer.py::test_ids_and_texts_are_those_of_sentencepiece_for_any_text_and_ours_come_back_exactly

@@ -20,7 +20,7 @@ from training.step import train_step
 
 STEPS = 3
 QUICK_FLOPS, MAX_FLOPS = 5e11, 5e12  # work of a step that a CPU measures: seconds, and at most a minute
-BYTES_PER_TOKEN = 3.5  # bytes of text: see TOKENIZER_BYTES in data/corpus.py
+BYTES_PER_TOKEN = 3.5  # bytes of text: see TOKENIZER_BYTES in data/tokens.py
 
 
 def estimate(settings: Settings) -> float:

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data import readers, tokenizer_training, tokens
+from data import readers, tokens
 from data.corpus import Corpus, prepare
 from data.settings import DataSettings
 from data.tokens import TokenStream
@@ -85,13 +85,13 @@ def test_all_batches_keep_duplicates_and_blocks_get_the_ids_of_the_undivided_tex
 
 
 def test_the_tokenizer_is_trained_on_a_sample_from_all_of_the_text_without_validation_documents(tmp_path, monkeypatch):
-    texts, seen, train = write_corpus(tmp_path / "text", documents=400), [], tokenizer_training.train_tokenizer
+    texts, seen, train = write_corpus(tmp_path / "text", documents=400), [], tokens.train_tokenizer
     spy = lambda sample, *arguments: seen.append(sample) or train(sample, *arguments)  # noqa: E731
-    monkeypatch.setattr(tokenizer_training, "train_tokenizer", spy)
+    monkeypatch.setattr(tokens, "train_tokenizer", spy)
     corpus = prepared(tmp_path)
     assert set(seen[0]) == set(documents_of(corpus.train, corpus.tokenizer))
-    monkeypatch.setattr(tokenizer_training, "TOKENIZER_BYTES", sum(len(text.encode()) for text in texts) // 5)
-    monkeypatch.setattr(tokenizer_training, "SAMPLE_BYTES", 1000)
+    monkeypatch.setattr(tokens, "TOKENIZER_BYTES", sum(len(text.encode()) for text in texts) // 5)
+    monkeypatch.setattr(tokens, "SAMPLE_BYTES", 1000)
     prepared(tmp_path, vocab_size=410)
     assert 40 < len(seen[1]) < 80 and not set(seen[1]) - set(seen[0])
     places = [texts.index(text) for text in seen[1]]
@@ -103,7 +103,6 @@ def test_only_other_text_another_vocabulary_or_another_split_are_prepared_anew(t
     first = prepared(tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(tokens, "read_documents", None)
-        patch.setattr(tokenizer_training, "read_documents", None)
         again = prepared(tmp_path)
     assert np.array_equal(again.train[:], first.train[:]) and np.array_equal(again.validation, first.validation)
     assert again.description == first.description and again.tokenizer.hash == first.tokenizer.hash
