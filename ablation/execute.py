@@ -6,9 +6,7 @@ A run that raises or is killed is a row with status "failed" and costs nothing e
 import dataclasses
 import functools
 import multiprocessing
-import os
 import signal
-import threading
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -22,6 +20,7 @@ from ablation.plan import Plan, Run, arm_settings, load_plan, replace_settings, 
 from ablation.records import Row, append, append_rows, read_rows
 from ablation.run import hardware, settings_hash, train_run
 from ablation.study import Study, as_table
+from data.tokens import end_with_parent
 from errors import UserError, usable_cores
 from model.device import choose_device
 from training.estimate import estimate, format_time
@@ -147,16 +146,6 @@ def start_process(experiment: Experiment, run: Run, device: str) -> Future:
     signal.signal(signal.SIGINT, handler)
     pool.shutdown(wait=False)
     return future
-
-
-def end_with_parent() -> None:
-    """End this process, in whatever it is doing, when the one that started it has died."""
-
-    def watch() -> None:
-        multiprocessing.parent_process().join()
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
 
 
 def estimate_run(experiment: Experiment) -> None:

@@ -1,6 +1,6 @@
 """A text as token streams, one for training and one for validation; and what `--data` names, a text or conversations.
 
-CACHE/tokenizers/, tokens/ and conversations/   see the modules     CACHE/hub/   lists of files of the Hub
+CACHE/tokenizers/, units/ and conversations/   see the modules     CACHE/hub/   lists of files of the Hub
 """
 
 import hashlib
@@ -18,7 +18,7 @@ from data.settings import DataSettings
 from data.sources import TextFile, resolve
 from data.split import DUPLICATE, MAX_VALIDATION, TRAIN, VALIDATION, split_documents
 from data.tokenizer import Tokenizer, check_vocabulary, encode_prompt, load_tokenizer, tokens_after
-from data.tokens import TokenStream, counted, prepare_tokens, trained_tokenizer
+from data.tokens import TokenStream, counted, prepare_units, trained_tokenizer
 from errors import UserError, printable
 
 
@@ -98,13 +98,13 @@ def prepare(
 
 def split_text(files: list[TextFile], settings: DataSettings, tokenizer: Tokenizer) -> Corpus:
     """The documents of files as one stream for training and one for validation."""
-    path, table = prepare_tokens(files, tokenizer, Path(settings.cache, "tokens"))
+    units = prepare_units(files, tokenizer, Path(settings.cache, "units"))
+    table = np.concatenate([unit.table for unit in units])
     kinds = split_documents(table, settings)
     documents, held_out = table[kinds != DUPLICATE], table[kinds == VALIDATION]
     size, validation_bytes = int(documents["bytes"].sum()), int(held_out["bytes"].sum())
     train, held_out_ids, everything = (
-        TokenStream(path, tokenizer.dtype, table["tokens"], chosen)
-        for chosen in (kinds == TRAIN, kinds == VALIDATION, kinds >= 0)
+        TokenStream(units, chosen.tolist()) for chosen in (kinds == TRAIN, kinds == VALIDATION, kinds >= 0)
     )
     if len(held_out) > 0:
         origin, validation = counted(len(held_out), "document"), held_out_ids[:]

@@ -26,7 +26,7 @@ def make(text: Path, tokens: int) -> None:
     """Prepare a small text, and make its ids as many as `tokens`."""
     text.write_text("".join(f"line {n} of {n * n}\n" for n in range(3000)))
     prepare(text)
-    (table,) = (text.parent / "cache" / "tokens").glob("*.docs")
+    (table,) = (text.parent / "cache" / "units").glob("*.docs")
     documents = np.zeros(tokens // LENGTH, DOCUMENT)
     documents["hash"] = np.random.default_rng(0).integers(0, 2**63, len(documents))
     documents["bytes"], documents["tokens"] = 3 * LENGTH, LENGTH

@@ -231,12 +231,15 @@ TABLE = r"""
 - content.update(encoded)
 + content = hashlib.blake2b(encoded, digest_size=8)
 ! data/test_corpus.py::test_the_hash_of_a_document_is_that_of_its_complete_text_also_of_several_blocks
-- np.append(0, np.cumsum(tokens, dtype=np.int64))[borders]
-+ np.cumsum(tokens, dtype=np.int64)[borders - 1]
+- if not is_open:
++ if place == 0:
 ! data/test_split.py::test_a_stream_is_the_chosen_documents_end_to_end
-- if not (table_file.is_file() and path.is_file()):
-+ if not path.is_file():
-! data/test_corpus.py::test_what_is_missing_in_the_cache_is_made_anew
+- return self.path.with_suffix(".docs").is_file() and self.path.is_file()
++ return self.path.is_file()
+! data/test_corpus.py::test_what_is_missing_in_the_cache_and_a_damaged_tokenizer_are_made_anew
+- read_model(tokenizer.files["tokenizer.model"])
++ pass
+! data/test_corpus.py::test_what_is_missing_in_the_cache_and_a_damaged_tokenizer_are_made_anew
 - byte_fallback=True,
 + byte_fallback=False,
 ! data/test_tokenizer.py::test_ids_and_texts_are_those_of_sentencepiece_for_any_text_and_ours_come_back_exactly

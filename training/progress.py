@@ -67,7 +67,8 @@ def samples(session: Session, prompts: list[str]) -> str:
 
 def report_end(session: Session) -> None:
     """Draw loss.png; print samples of the best weights, how the run ended and the command to type next."""
-    state, corpus, run_dir = session.state, session.corpus, shlex.quote(str(session.run_dir))
+    state, corpus, folder = session.state, session.corpus, str(session.run_dir)
+    run_dir = shlex.quote(f"./{folder}" if folder.startswith("-") else folder)  # no flag
     plot.draw([session.run_dir], session.run_dir / "loss.png")
     if state.step < session.steps:
         print(f"stopped and saved at step {state.step} of {session.steps}; resume with:")

@@ -40,11 +40,17 @@ def prepared(tmp_path: Path, tokenizer: Path | None = None, vocab_size: int = 40
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Every file of the cache; the hash of a tokenizer is in the names of files of ids."""
+    """Every file of the cache; the hash of a tokenizer is in the names of units."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_the_streams_are_the_documents_between_bos_and_eos(tmp_path, qwen_folder):
+@pytest.fixture
+def small_units(monkeypatch):
+    """Several units for the texts of these tests, in processes of their own where there is more than one core."""
+    monkeypatch.setattr(tokens, "UNIT_BYTES", 20_000)
+
+
+def test_the_streams_are_the_documents_between_bos_and_eos(tmp_path, small_units, qwen_folder):
     texts = write_corpus(tmp_path / "text")
     corpus = prepared(tmp_path)
     train, validation = (documents_of(stream, corpus.tokenizer) for stream in (corpus.train, corpus.validation))
@@ -84,6 +90,23 @@ def test_all_batches_keep_duplicates_and_blocks_get_the_ids_of_the_undivided_tex
         prepared(tmp_path, data=(str(tmp_path / "blank.jsonl"),), **arguments)
 
 
+def test_the_bytes_of_the_cache_do_not_depend_on_the_number_of_processes(tmp_path, small_units, monkeypatch):
+    write_corpus(tmp_path / "text", documents=200)
+    started = []
+    for count in (1, 2, 3):
+        monkeypatch.setattr("data.tokens.usable_cores", lambda count=count: started.append(count) or count)
+        prepared(tmp_path, cache=str(tmp_path / str(count)))
+    assert set(started) == {1, 2, 3} and len(list((tmp_path / "3" / "units").glob("*.bin"))) > 3
+    assert contents(tmp_path / "1") == contents(tmp_path / "2") == contents(tmp_path / "3")
+
+
+def test_what_a_process_raises_is_what_the_user_reads(tmp_path, small_units, tokenizer_file):
+    write_corpus(tmp_path / "text", documents=200)
+    (tmp_path / "text" / "150.jsonl").write_text('{"text": 5}\n')
+    with pytest.raises(UserError, match=r"150.jsonl, row 1 .*'text' is int, not text"):
+        prepared(tmp_path, tokenizer_file, 500)
+
+
 def test_the_tokenizer_is_trained_on_a_sample_from_all_of_the_text_without_validation_documents(tmp_path, monkeypatch):
     texts, seen, train = write_corpus(tmp_path / "text", documents=400), [], tokens.train_tokenizer
     spy = lambda sample, *arguments: seen.append(sample) or train(sample, *arguments)  # noqa: E731
@@ -113,13 +136,17 @@ def test_only_other_text_another_vocabulary_or_another_split_are_prepared_anew(t
     assert prepared(tmp_path).text_hash != first.text_hash
 
 
-@pytest.mark.parametrize("name", ["docs", "bin", "tokenizer.json"])
-def test_what_is_missing_in_the_cache_is_made_anew(tmp_path, name):
+@pytest.mark.parametrize("size_left", [None, 0.9])
+@pytest.mark.parametrize("name", ["docs", "tokenizer.json", "tokenizer.model"])
+def test_what_is_missing_in_the_cache_and_a_damaged_tokenizer_are_made_anew(tmp_path, name, size_left):
     write_corpus(tmp_path / "text")
     prepared(tmp_path)
     before = contents(tmp_path / "cache")
     (path,) = (tmp_path / "cache").glob(f"*/**/*{name}")
-    path.unlink()
+    if size_left is None or name == "docs":
+        path.unlink()
+    else:
+        os.truncate(path, int(size_left * path.stat().st_size))
     prepared(tmp_path)
     assert contents(tmp_path / "cache") == before
 
@@ -128,16 +155,16 @@ def test_what_is_missing_in_the_cache_is_made_anew(tmp_path, name):
 def test_a_file_of_the_cache_with_another_size_is_refused(tmp_path, pattern, change):
     write_corpus(tmp_path / "text")
     prepared(tmp_path)
-    (damaged,) = (tmp_path / "cache" / "tokens").glob(f"*.{pattern}")
+    (damaged,) = (tmp_path / "cache" / "units").glob(f"*.{pattern}")
     os.truncate(damaged, damaged.stat().st_size + change)
-    with pytest.raises(UserError, match=r"is damaged: .*; delete .*tokens, which is made anew"):
+    with pytest.raises(UserError, match=r"is damaged: .*; delete .*units, which is made anew"):
         prepared(tmp_path)
 
 
 def start(tmp_path: Path, cache: str) -> subprocess.Popen:
     code = (
-        "import sys; from data.corpus import prepare; from data.settings import DataSettings\n"
-        "print('ready', flush=True)\n"
+        "import sys; from data import tokens; tokens.UNIT_BYTES = 20_000\n"
+        "from data.corpus import prepare; from data.settings import DataSettings; print('ready', flush=True)\n"
         "prepare(DataSettings(data=(sys.argv[1],), cache=sys.argv[2], validation_fraction=0.2), vocab_size=400)\n"
         "assert 'torch' not in sys.modules"
     )
@@ -145,7 +172,7 @@ def start(tmp_path: Path, cache: str) -> subprocess.Popen:
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
 
 
-def test_killed_preparations_and_two_at_once_give_what_an_undisturbed_one_gives(tmp_path):
+def test_killed_preparations_and_two_at_once_give_what_an_undisturbed_one_gives(tmp_path, small_units):
     write_corpus(tmp_path / "text", documents=300)
     began = time.perf_counter()
     prepared(tmp_path, cache=str(tmp_path / "untouched"))
@@ -159,6 +186,19 @@ def test_killed_preparations_and_two_at_once_give_what_an_undisturbed_one_gives(
     processes = [start(tmp_path, "cache") for _ in range(2)]
     assert [process.wait() for process in processes] == [0, 0]
     assert contents(tmp_path / "cache") == contents(tmp_path / "untouched")
+
+
+def test_the_workers_of_a_killed_preparation_end_with_it(tmp_path, small_units):
+    write_corpus(tmp_path / "text", documents=1000)
+    process, units_made = start(tmp_path, "cache"), (tmp_path / "cache" / "units").glob
+    while not list(units_made("*.docs")):
+        time.sleep(0.01)
+    process.kill()
+    process.wait()
+    time.sleep(1)
+    made = len(list(units_made("*.docs")))
+    prepared(tmp_path)
+    assert made < len(list(units_made("*.docs")))
 
 
 MEASURED = """

@@ -1,5 +1,7 @@
 """Which documents are for training, which for validation, and which are duplicates; and streams of pieces."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -71,14 +73,19 @@ def test_something_remains_to_train_on(sizes, fraction):
 @settings(max_examples=100, deadline=None)
 @given(data=st.data())
 def test_a_stream_is_the_chosen_documents_end_to_end(tmp_path_factory, data):
-    """Against plain lists, for any documents, any choice of them and any slice."""
-    documents = data.draw(st.lists(st.tuples(st.integers(1, 5), st.booleans()), max_size=12))
-    tokens, chosen = (np.array([one[i] for one in documents], kind) for i, kind in ((0, "<u8"), (1, bool)))
-    ids, path, expected = np.arange(tokens.sum(), dtype="<u2"), tmp_path_factory.mktemp("stream") / "ids", []
-    ids.tofile(path)
-    for document, is_chosen in zip(np.split(ids, np.cumsum(tokens.astype(int))), chosen, strict=False):
-        expected += document.tolist() if is_chosen else []
-    stream = TokenStream(path, ids.dtype, tokens, chosen)
+    """Against plain lists, for any documents in any units, any choice of them and any slice."""
+    folder, units, chosen, expected = tmp_path_factory.mktemp("stream"), [], [], []
+    draw_unit = st.lists(st.tuples(st.integers(1, 5), st.booleans()), max_size=4)
+    for number, unit in enumerate(data.draw(st.lists(draw_unit, min_size=1, max_size=4))):
+        ids, path = np.arange(sum(tokens for tokens, _ in unit), dtype="<u2") + 1000 * number, folder / f"{number}.bin"
+        ids.tofile(path)
+        table = table_of([0] * len(unit), tokens=[tokens for tokens, _ in unit])
+        units.append(SimpleNamespace(path=path, table=table, tokenizer=SimpleNamespace(dtype=ids.dtype)))
+        for tokens, is_chosen in unit:
+            chosen.append(is_chosen)
+            expected += ids[:tokens].tolist() * is_chosen
+            ids = ids[tokens:]
+    stream = TokenStream(units, chosen)
     assert len(stream) == len(expected) and stream[:].tolist() == expected
     start, stop = data.draw(st.integers(0, len(expected) + 1)), data.draw(st.integers(0, len(expected) + 3))
     assert stream[start:stop].tolist() == expected[start:stop]
