@@ -15,10 +15,10 @@ from checkpoints.bundle import merge, open_model
 from checkpoints.inference import quantize_matrices
 from checkpoints.pretrained import Checkpoint, load_pretrained
 from data.chat import ChatFormat
-from data.tokenizer import Tokenizer
+from data.tokenizer import Tokenizer, encode_prompt, tokens_after
 from errors import UserError, fit_terminal, printable, reading
 from generation.conversation import Conversation
-from generation.generate import MAX_CPU_SEQUENCES, check_prompts, encode_prompt, generate, has_cpu_step, tokens_after
+from generation.generate import MAX_CPU_SEQUENCES, check_prompts, generate, has_cpu_step
 from generation.settings import Settings
 from generation.stream import OrderedTexts, TextStream
 from model.decoder import Decoder

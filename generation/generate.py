@@ -12,7 +12,6 @@ from typing import Literal
 
 import torch
 
-from data.tokenizer import Tokenizer
 from errors import UserError, note
 from generation.sampling import generator_for, sample
 from generation.settings import Sampling
@@ -172,26 +171,6 @@ def has_cpu_step(config: ModelConfig, device: torch.device, dtype: torch.dtype, 
         note(f"decoding on the CPU is slower here ({error}); pip install numba")
         return False
     return True
-
-
-def encode_prompt(tokenizer: Tokenizer, prompt: str) -> list[int]:
-    """The prompt's token ids, starting as documents start in training: with BOS, if the tokenizer has one.
-
-    An empty prompt becomes BOS alone, or EOS for a tokenizer without BOS: there, the EOS of one document is what
-    precedes the next. A space at the end has no id: see `tokens_after`.
-    """
-    ids = tokenizer.encode(prompt[:-1] if tokens_after(tokenizer, prompt) else prompt)
-    if tokenizer.bos_id is not None:
-        return [tokenizer.bos_id, *ids]
-    return ids or [tokenizer.eos_id]
-
-
-def tokens_after(tokenizer: Tokenizer, prompt: str) -> list[int] | None:
-    """The token ids that may follow a prompt: those that begin with a space if the prompt ends with one, else all.
-
-    A word's token begins with the space before it, so in training text a lone space rarely precedes a word.
-    """
-    return tokenizer.tokens_with_space if prompt.endswith(" ") else None
 
 
 class PromptTooLong(UserError):

@@ -2,7 +2,6 @@
 
 import math
 import time
-from pathlib import Path
 
 import torch
 
@@ -21,7 +20,7 @@ from training.step import train_step
 
 STEPS = 3
 QUICK_FLOPS, MAX_FLOPS = 5e11, 5e12  # work of a step that a CPU measures: seconds, and at most a minute
-BYTES_PER_TOKEN = 3.5  # bytes of text: see TOKENIZER_BYTES in data/corpus.py
+BYTES_PER_TOKEN = 3.5  # bytes of text: see TOKENIZER_BYTES in data/tokens.py
 
 
 def estimate(settings: Settings) -> float:
@@ -37,7 +36,7 @@ def estimate(settings: Settings) -> float:
     print(f"model     {num_parameters(model):,} parameters, {model.norm} norm")
     print(f"training  {tokens:,} tokens in {steps:,} steps of {data.batch_size} sequences of {data.sequence_length}")
     if not any(name in KNOWN or name.startswith("hub:") for name in data.data):  # on this machine
-        size = sum(file.size for file in resolve(data.data, data.text_field, Path(data.cache))) / BYTES_PER_TOKEN
+        size = sum(file.size for file in resolve(data)) / BYTES_PER_TOKEN
         print(f"text      about {epochs(tokens, size)}")
     print(f"compute   {flops * tokens:.2e} FLOPs, {flops / 1e6:,.1f} million per token")
     print(
@@ -49,7 +48,7 @@ def estimate(settings: Settings) -> float:
         parts = [f"{format_bytes((2 * weights + moments) / count)} on each of {count}" for count in (2, 4, 8)]
         print(f"sharded   {', '.join(parts)}", flush=True)
     seconds = measure_time(settings, device, dtype)
-    if settings.run.init_from and find_conversations(resolve(data.data, data.text_field, Path(data.cache))):
+    if settings.run.init_from and find_conversations(resolve(data)):
         print(f"a row of conversations, in which lines with + are learned:\n{prepare_corpus(settings).show_row()}")
     return seconds
 
