@@ -104,7 +104,7 @@ def test_what_a_process_raises_is_what_the_user_reads(tmp_path, small_units, tok
     write_corpus(tmp_path / "text", documents=200)
     (tmp_path / "text" / "150.jsonl").write_text('{"text": 5}\n')
     with pytest.raises(UserError, match=r"150.jsonl, row 1 .*'text' is int, not text"):
-        prepared(tmp_path, tokenizer_file, 500)
+        prepared(tmp_path, tokenizer_file, 2000)
 
 
 def test_the_tokenizer_is_trained_on_a_sample_from_all_of_the_text_without_validation_documents(tmp_path, monkeypatch):
