@@ -23,9 +23,9 @@ def ask(program: Callable[..., Answers], questions: dict, **files: str) -> dict:
                 answers[name] = {text: answer(text) for text in questions["texts"]}
             elif name == "conversations":
                 answers[name] = {}
-                for number, messages in enumerate(questions[name], 1):
+                for i, messages in enumerate(questions[name], 1):
                     with contextlib.suppress(Exception):  # the template refuses the conversation, or is missing
-                        answers[name][f"conversation {number}"] = answer(messages)
+                        answers[name][f"conversation {i}"] = answer(messages)
             elif name == "logits":
                 ids, positions, greedy = questions["ids"], questions["positions"], questions["ids"][:8]
                 logits, targets = answer(ids, positions), [ids[position + 1] for position in positions]
@@ -34,7 +34,7 @@ def ask(program: Callable[..., Answers], questions: dict, **files: str) -> dict:
                     greedy = [*greedy, int(answer(greedy, [len(greedy) - 1]).argmax())]
                 answers |= {"logits": logits, "loss per token": loss.item(), "greedy tokens": greedy[8:]}
             else:
-                answers[name] = [i for i in questions[name] if answer(i)] if callable(answer) else answer
+                answers[name] = [token for token in questions[name] if answer(token)] if callable(answer) else answer
     except Exception as error:
         answers["refused"] = f"refused: {error}"
     return answers
@@ -73,7 +73,7 @@ def transformers(model: str, adapter: str | None = None, tokenizer: str | None =
         yield "program", f"peft {peft.__version__}, transformers {__version__}"
         decoder = peft.PeftModel.from_pretrained(decoder, adapter)
     decoder.eval().requires_grad_(False)
-    yield "logits", lambda ids, kept: decoder(torch.tensor([ids]), logits_to_keep=torch.tensor(kept)).logits[0].numpy()
+    yield "logits", lambda ids, keep: decoder(torch.tensor([ids]), logits_to_keep=torch.tensor(keep)).logits[0].numpy()
 
 
 def llama_cpp(place: str, context: int) -> Answers:
