@@ -159,6 +159,23 @@ TABLE = r"""
 - return source.read().unflatten(0, (heads, 2, -1))
 + return source.read().unflatten(0, (heads, -1, 2))
 ! contrib/test_gguf.py::test_the_file_computes_the_same_logits_by_the_conventions_of_llama_cpp
+@ contrib/same.py
+- tolerances = 2 * 2.0**-24 *
++ tolerances = 2.0**-6 *
+! contrib/test_same.py::test_a_fault_in_a_copy_is_named_in_all_programs
+- for i in np.flatnonzero(~(np.linalg.norm(theirs - ours, axis=1) <= tolerances)):
++ for i in np.flatnonzero(np.linalg.norm(theirs - ours, axis=1) > tolerances):
+! contrib/test_same.py::test_logits_that_are_not_finite_or_too_many_are_differences
+@ contrib/programs.py
+- tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
++ tokenizer.encode(text, add_special_tokens=False)
+! contrib/test_same.py::test_a_good_directory_of_every_family_has_no_difference
+- "trust_remote_code": False}
++ "trust_remote_code": True}
+! contrib/test_same.py::test_no_code_of_a_checkpoint_is_executed_and_nothing_is_unpickled
+- decoder = peft.PeftModel.from_pretrained(decoder, adapter)
++ peft.PeftModel.from_pretrained(decoder, adapter).unload()
+! contrib/test_same.py::test_an_adapter_is_asked_in_peft_and_half_of_its_alpha_is_found
 @ training/session.py
 - if fixed.get(name, value) != value:
 + if False:
