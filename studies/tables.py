@@ -6,16 +6,13 @@ import statistics
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
-import pandas as pd
-
 from ablation.report import table, with_interval
-from ablation.stats import Effect, standard_error
+from ablation.stats import Effect
 from ablation.study import Study, load
 from benchmarks.timing import program_rows, shares_of_limit, three_digits
 from files import replace_text
 from studies.claims import judge_all, norm_times, read_speed
-from studies.effects import CONTRASTS, contrasts, in_words, title
+from studies.effects import CONTRASTS, contrasts, in_words, pairs_at_5e_4, pooled, title
 
 ROOT = Path(__file__).parent.parent
 MARKED = re.compile(r"(<!-- table: (\w+) ([^>]*) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -58,22 +55,11 @@ def difference_rows(*names: str) -> list[dict]:
 def set_rows(*names: str) -> list[dict]:
     """RMSNorm minus LayerNorm in sets of pairs at 5e-4, and all pairs together."""
     rows = [row for row in difference_rows(*names) if row.pop("arm") == "RMSNorm"]
-    few = load_study("factorial-tuned").rows.query("phase == 'sweep' and learning_rate == 5e-4").set_index("seed")
-    studies = [*map(load_study, names)]
-    sets = [study.paired("final", "rms").difference for study in studies]  # then a pilot, and three pairs of a sweep
-    sets += [studies[0].paired("pilot", "rms").difference, few.loss[few.arm == "rms"] - few.loss[few.arm == "layer"]]
+    sets = pairs_at_5e_4()
     for name, chosen in {"these, a pilot and a sweep together": sets, "the same without the first": sets[1:]}.items():
         row = {"runs": name, "pairs": sum(map(len, chosen)), "worse in": sum((pairs > 0).sum() for pairs in chosen)}
-        rows.append(row | {"mean and 95% interval": pooled(chosen), "verdict": "exploratory"})
+        rows.append(row | {"mean and 95% interval": shown(pooled(chosen)), "verdict": "exploratory"})
     return rows
-
-
-def pooled(sets: list[pd.Series]) -> str:
-    """The mean of the sets' means, weighted by the inverse of their squared standard errors, and its 95% interval."""
-    precisions = np.array([standard_error(pairs) ** -2 for pairs in sets])
-    estimate = precisions @ [pairs.mean() for pairs in sets] / precisions.sum()
-    reach = 1.96 * precisions.sum() ** -0.5
-    return f"{estimate:+.4f} [{estimate - reach:+.4f}, {estimate + reach:+.4f}]"
 
 
 def speed_rows(record: str, unit: str, *words: str) -> list[dict]:

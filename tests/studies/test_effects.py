@@ -44,6 +44,7 @@ def test_they_are_the_effects_of_a_grid_and_drawn_for_every_study():
         assert contrasts(found)[""][name].interval == pytest.approx(effect.interval)
     drawn = draw([found, budget]).axes[0]
     rows = ["small model, 2,400 steps\n30 pairs", "small model, 600 steps\n6 pairs"]
+    rows.append("all at rate 5e-4, exploratory\n77 pairs")
     assert [label.get_text() for label in drawn.get_yticklabels()] == rows
 
 
