@@ -6,6 +6,7 @@ occurs, so these two take a larger learning rate than the matrices that learn fr
 Tensor Programs V, table 3: the embedding keeps its learning rate where wider matrices need a smaller one).
 """
 
+import fnmatch
 from collections import defaultdict
 
 import torch
@@ -18,13 +19,16 @@ from training.muon import Muon
 from training.settings import OptimizerSettings
 
 
-def freeze_parameters(model: nn.Module, train_only: str) -> None:
-    """Freeze all parameters but those of the norms when `train_only` is "norms"."""
-    if train_only == "norms":
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_(is_norm_parameter(name))
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise UserError("--train-only norms: this model's norms have no parameters; use --train-only all.")
+def freeze_parameters(model: nn.Module, patterns: tuple[str, ...]) -> None:
+    """Freeze the parameters whose names match one of the patterns; `UserError` if one matches nothing, or all are."""
+    parameters = dict(model.named_parameters())
+    for pattern in patterns:
+        frozen = fnmatch.filter(parameters, pattern)
+        for name in frozen:
+            parameters[name].requires_grad_(False)
+        if not frozen or not any(parameter.requires_grad for parameter in parameters.values()):
+            problem = "leaves nothing to train" if frozen else "matches no parameter"
+            raise UserError(f"--freeze {pattern} {problem}; the names are {', '.join([*parameters][:8])}, ...")
 
 
 def build_optimizer(model: Decoder, settings: OptimizerSettings, device: torch.device) -> torch.optim.Optimizer:
@@ -58,8 +62,7 @@ def build_optimizer(model: Decoder, settings: OptimizerSettings, device: torch.d
     rows = {}
     for name, parameter in matrices.items():
         module = name.split(".")[-2]
-        parts = model.config.packed_matrices.get(module, {module: len(parameter)})
-        rows[parameter] = [*parts.values()]
+        rows[parameter] = [*model.config.packed_matrices.get(module, {module: len(parameter)}).values()]
     dtype = torch.bfloat16 if model.compute_dtype == torch.bfloat16 else torch.float32
     return Muon({"params": [*matrices.values()], "weight_decay": decay, "lr_multiplier": 1.0}, rows, adamw, dtype)
 

@@ -26,31 +26,32 @@ def save(session: Session, validation_loss: float | None = None) -> bool:
 
     All processes call it. Where a file cannot be written it prints a line, the saves before stay, and it returns False.
     """
-    processes, state, targets = session.processes, session.state, [session.run_dir / "last"]
+    processes, state, targets, error = session.processes, session.state, [session.run_dir / "last"], None
     best = math.inf if state.best_validation_loss is None else state.best_validation_loss
     if validation_loss is not None and validation_loss < best:
         state = dataclasses.replace(state, best_validation_loss=validation_loss)
         targets = [session.run_dir / "best", *targets]
-    error = None
-    for write in (write_tensors, complete):  # completing needs the files of all processes
+    try:
+        write_tensors(session, targets)
+    except OSError as caught:
+        error = caught
+    all_processes_wrote = not processes.max(error is not None)
+    if all_processes_wrote and processes.is_main:
         try:
-            write(session, state, targets)
+            complete(session, state, targets)
         except OSError as caught:
             error = caught
-        failed = int(processes.max(processes.rank + 1 if error else 0))
-        if failed:
-            break
-    if failed == processes.rank + 1:  # one of those with an error
-        for target in targets:
-            _, unfinished, _ = candidates(target)
-            shutil.rmtree(unfinished, ignore_errors=True)  # it may fill the disk
-        print(f"note: step {state.step} is not saved ({error}); {describe_saves(session.run_dir)}", flush=True)
-    if not failed:
+    saved = not processes.max(error is not None)
+    if saved:
         session.state = state
-    return not failed
+    if error is not None:
+        for target in targets:
+            shutil.rmtree(candidates(target)[1], ignore_errors=True)  # it may fill the disk
+        print(f"note: step {state.step} is not saved ({error}); {describe_saves(session.run_dir)}", flush=True)
+    return saved
 
 
-def write_tensors(session: Session, _: State, targets: list[Path]) -> None:
+def write_tensors(session: Session, targets: list[Path]) -> None:
     """Write this process's share of the tensors, and config.json, which is the same in all processes."""
     model, rank, count = session.model, session.processes.rank, session.processes.count
     lora, tokenizer = model.lora is not None, session.corpus.tokenizer
@@ -75,9 +76,7 @@ def write_tensors(session: Session, _: State, targets: list[Path]) -> None:
 
 
 def complete(session: Session, state: State, targets: list[Path]) -> None:
-    """Write the other files and the indexes of several, in the main process, and replace the saves before."""
-    if not session.processes.is_main:
-        return
+    """Write all other files, and the indexes of what several processes wrote, and replace the saves before."""
     for target in targets:
         _, directory, _ = candidates(target)
         session.corpus.tokenizer.save(directory)  # it may have a generation_config.json of its own
