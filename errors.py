@@ -87,11 +87,8 @@ def exit_on_user_error() -> Iterator[None]:
     """Turn a `UserError`, or what the system says about a file, into one line and exit status 2; Ctrl-C into 130.
 
     A pipe that its reader has closed (`| head`) is status 141, as if SIGPIPE had ended the program. Standard output and
-    error are UTF-8 on every system, and so must the command line be.
+    error are UTF-8 on every system.
     """
-    for name in ("stdin", "stdout", "stderr"):
-        if getattr(sys, name) is None:  # closed, so that the next file to be opened would get its number
-            setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(encoding="utf-8", errors="replace")
     signal.signal(signal.SIGINT, interrupt)
@@ -99,9 +96,6 @@ def exit_on_user_error() -> Iterator[None]:
     if show_traceback:
         sys.argv.remove("--traceback")
     try:
-        for text in (__file__, *sys.argv[1:]):
-            if text != text.encode("utf-8", "replace").decode():
-                raise UserError(f"{text} is not UTF-8; give texts and names of files in UTF-8.")
         try:
             yield
         finally:
@@ -125,8 +119,7 @@ def exit_on_user_error() -> Iterator[None]:
 def end(message: str, status: int) -> NoReturn:
     """Print the message to standard error and exit."""
     wait_for_main_process(status)
-    said = fit_terminal(message, sys.stderr) + "\n" if message else ""
-    for stream, text in ((sys.stdout, ""), (sys.stderr, said)):
+    for stream, text in ((sys.stdout, ""), (sys.stderr, message and fit_terminal(message, sys.stderr) + "\n")):
         try:
             print(text, end="", file=stream, flush=True)
         except OSError:  # Python would report it again on exit

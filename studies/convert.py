@@ -20,8 +20,7 @@ from ablation.run import measure
 from errors import exit_on_user_error, printable
 from files import locked
 from training.checkpoint import load_moments
-from training.loop import train_steps
-from training.save import save
+from training.loop import save, train_steps
 from training.session import no_log, set_up
 
 SEED_OFFSET = 5000  # added for converted models that train again: their batches differ from those of the run

@@ -1,7 +1,6 @@
 """What a program does about output that nobody takes, and about a folder that another process uses."""
 
 import io
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -34,27 +33,6 @@ def test_a_closed_pipe_is_the_status_of_sigpipe_also_at_the_end():
     program.stdout.close()
     program.stdin.close()
     assert program.wait(60) == 141
-
-
-@pytest.mark.skipif(os.name == "nt", reason="Windows has no such descriptors")
-@pytest.mark.parametrize("closed", [{0}, {1}, {2}, {0, 1, 2}], ids=str)
-def test_standard_streams_may_be_closed_and_files_do_not_get_what_is_printed(tmp_path, closed):
-    code = f"""import sys
-with errors.exit_on_user_error(), open({str(tmp_path / "file")!r}, "w") as file:
-    print("x" + sys.stdin.read())
-    print("y", file=sys.stderr)
-    file.write("kept")
-    assert file.fileno() > 2"""
-    done = python(code, preexec_fn=lambda: [os.close(n) for n in closed], stdin=subprocess.DEVNULL, stderr=None)
-    assert done.returncode == 0 and (tmp_path / "file").read_text() == "kept"
-
-
-@pytest.mark.skipif(os.name == "nt", reason="there, command lines are Unicode")
-def test_a_command_line_that_is_not_utf_8_is_one_line_before_anything_is_made(tmp_path):
-    command = [sys.executable, ROOT / "train.py", "--out", tmp_path / "run", "--sample-prompts", b"caf\xe9"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 2 and done.stderr.startswith(r"error: caf\udce9 is not UTF-8")
-    assert len(done.stderr.splitlines()) == 1 and not os.listdir(tmp_path)
 
 
 @pytest.mark.parametrize("work", ["import slow", "signal.raise_signal(2)"])

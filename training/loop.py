@@ -1,12 +1,12 @@
 """The training loop: `train_steps` takes optimizer steps, `train` logs, evaluates and saves between them.
 
-The batches and the learning rate are functions of the step number. So weights, optimizer moments and the step number
-are the whole state of a run, and a resumed run continues bit for bit.
+Batches and learning rates are functions of the step number: weights, moments and that number are all of a run's state.
 """
 
 import contextlib
 import dataclasses
 import math
+import shutil
 import signal
 import time
 from collections.abc import Iterator
@@ -19,7 +19,6 @@ from training import checkpoint, metrics
 from training.evaluate import evaluate
 from training.processes import finish_processes
 from training.progress import report_end, show_evaluation, show_step
-from training.save import save
 from training.schedule import learning_rate
 from training.session import Session, set_up
 from training.settings import Settings, save_settings
@@ -65,7 +64,7 @@ def train(settings: Settings, run_dir: Path, *, resume: bool = False) -> int:
     """
     session = set_up(settings, run_dir, resume=resume)
     processes, stopped_by, saved = session.processes, 0, True
-    processes.wait()  # all have read the save that `open_run` may rename
+    processes.max(0)  # all have read the save that `open_run` may rename
     if processes.is_main:
         open_run(session, run_dir)
     hidden = None if processes.is_main else True  # None: hidden where standard error is no terminal
@@ -101,6 +100,8 @@ def open_run(session: Session, run_dir: Path) -> None:
     metrics.keep_until(run_dir, session.state.step)
     save_settings(session.settings, run_dir / "settings.toml")  # once nothing else can refuse to start
     print(f"run: {run_dir} (metrics.jsonl, settings.toml); Ctrl-C stops and saves", flush=True)
+    if session.settings.optimizer.warmup_steps >= session.steps:
+        print("note: the learning rate rises until the last step, as --warmup-steps is not below --steps")
 
 
 def evaluate_and_save(session: Session, bar: tqdm) -> bool:
@@ -116,6 +117,38 @@ def evaluate_and_save(session: Session, bar: tqdm) -> bool:
     saved = save(session, result.loss)
     if session.processes.is_main:
         show_evaluation(session, bar, result)
+    return saved
+
+
+def save(session: Session, validation_loss: float | None = None) -> bool:
+    """Save all that a resumed run needs as `last/`, and a model with the lowest loss so far as `best/` too.
+
+    All processes call it. Where a file cannot be written it prints a line, the saves before stay, and it returns False.
+    """
+    processes, state, tokenizer, error = session.processes, session.state, session.corpus.tokenizer, None
+    best = math.inf if state.best_validation_loss is None else state.best_validation_loss
+    is_best = validation_loss is not None and validation_loss < best
+    if is_best:
+        state = dataclasses.replace(state, best_validation_loss=validation_loss)
+    run_dir, model = session.run_dir, session.model
+    writers = processes.count if session.sharded and model.lora is None else 1  # an adapter is one file
+    try:
+        checkpoint.write_tensors(run_dir / "last", model, session.optimizer, tokenizer, processes.rank, writers)
+    except OSError as caught:
+        error = caught
+    all_processes_wrote = not processes.max(error is not None)
+    if all_processes_wrote and processes.is_main:
+        try:
+            checkpoint.complete(run_dir / "last", state, tokenizer, is_best=is_best)
+        except OSError as caught:
+            error = caught
+    saved = not processes.max(error is not None)
+    if saved:
+        session.state = state
+    if error is not None:
+        for name in ("last.new", "best.new"):
+            shutil.rmtree(run_dir / name, ignore_errors=True)  # it may fill the disk
+        print(f"note: step {state.step} is not saved ({error}); {checkpoint.describe_saves(run_dir)}", flush=True)
     return saved
 
 
@@ -138,9 +171,8 @@ def stop_signals(*, second_interrupts: bool) -> Iterator[list[int]]:
             raise KeyboardInterrupt
         received.append(number)
 
-    handled = [signal.SIGINT, signal.SIGTERM]
-    if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as nohup sets it
-        handled.append(signal.SIGHUP)
+    numbers = {signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)}  # Windows has no SIGHUP
+    handled = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]  # as nohup sets it
     previous = {number: signal.signal(number, receive) for number in handled}
     try:
         yield received

@@ -56,16 +56,11 @@ class Processes:
         """Raise `UserError` in all processes unless each has the same values, by their `repr`."""
         for name, value in values.items():
             number = int(hashlib.blake2b(repr(value).encode(), digest_size=6).hexdigest(), 16)  # exact as a float64
-            least, most = -self.max(-number), self.max(number)
-            if least != most:
+            if -self.max(-number) != self.max(number):
                 raise UserError(f"the {name} of the processes differ; give all the same files, settings and Python.")
 
-    def wait(self) -> None:
-        """Return when all processes have come here."""
-        self.max(0)
-
     def max(self, value: float) -> float:
-        """The maximum of a value over the processes."""
+        """The maximum of a value over the processes, which wait for each other."""
         return self.sum(value, operation=dist.ReduceOp.MAX)[0]
 
     def sum(self, *values: float, operation: dist.ReduceOp = dist.ReduceOp.SUM) -> list[float]:

@@ -142,23 +142,20 @@ class Settings:
     def __post_init__(self) -> None:
         """Raise `UserError` for values that cannot work."""
         data, model, run = self.data, self.model, self.run
-        if not data.data:
-            raise UserError("--data needs a file, a folder or another text; leave it out for that of Python itself.")
         for table in vars(self).values():
             check_fields(table)
         lora_works = run.lora and run.init_from and self.optimizer.optimizer == "adamw" and not run.freeze
+        if not data.data:
+            raise UserError("--data needs a file, a folder or another text.")
         if (run.lora or run.lora_alpha) and not lora_works:
             raise UserError("LoRA needs --lora RANK, --init-from MODEL, --optimizer adamw and no --freeze.")
         length, first = data.sequence_length, data.first_sequence_length or data.sequence_length
         if length > model.max_position_embeddings:
-            raise UserError(
-                f"--sequence-length {length} is longer than the model's context of {model.max_position_embeddings} "
-                "tokens; shorten it or raise --max-position-embeddings."
-            )
+            context = f"--max-position-embeddings {model.max_position_embeddings}"
+            raise UserError(f"--sequence-length {length} is longer than the model's context, {context}.")
         if length % first or (length // first).bit_count() != 1:
             raise UserError(
-                f"--first-sequence-length {first} is not --sequence-length {length} divided by 2, 4, 8 or another "
-                "power of two; None: the same length from the start."
+                f"--first-sequence-length {first} is not --sequence-length {length} divided by 2, 4, 8, ..."
             )
         if model.norm == "batch" and self.machine.activation_checkpointing:
             raise UserError("--norm batch would update its statistics twice; leave out --activation-checkpointing.")
