@@ -1,13 +1,9 @@
-"""Types and marks of the fields of settings: ranges of values, and command lines. Models need neither library."""
+"""Types of settings: the range of a number, and what the command line says of a value that may be absent."""
 
 from typing import Annotated
 
-try:
-    from msgspec import Meta
-    from tyro.conf import DisallowNone, Suppress, arg
-except ImportError:
-    DisallowNone = Suppress = None
-    arg = Meta = dict
+from msgspec import Meta
+from tyro.conf import arg
 
 Name = Annotated[str, Meta(min_length=1)]
 PositiveInt = Annotated[int, Meta(ge=1)]

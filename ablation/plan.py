@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 import msgspec
+from msgspec import Meta
+from tyro.conf import Suppress, arg
 
 from errors import UserError
 from files import read_toml, replace_text
-from flags import Meta, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Suppress, arg, optional
+from flags import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, optional
 from training.settings import CONFIGS, Settings, check_fields, config_path, load_settings, nearest, read_table
 
 STUDIES = CONFIGS.parent / "studies"

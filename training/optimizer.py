@@ -1,9 +1,8 @@
 """AdamW or Muon, with weight decay on matrices, and a separate learning rate for embedding and head.
 
-Norm weights and biases are vectors, and decaying those towards zero would switch channels off; only the parameters of
-norms whose row in `NORMS` says so decay as well. A row of the embedding, or of the head, learns only when its token
-occurs, so these two take a larger learning rate than the matrices that learn from every token (as in Yang et al. 2022,
-Tensor Programs V, table 3: the embedding keeps its learning rate where wider matrices need a smaller one).
+Of the vectors, which decay would switch off, only the parameters of norms whose row in `NORMS` says so decay. A row of
+the embedding, or of the head, learns only when its token occurs, so these two take a larger learning rate than the
+matrices that learn from every token (as in Yang et al. 2022, Tensor Programs V, table 3).
 """
 
 import fnmatch

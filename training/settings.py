@@ -1,7 +1,7 @@
 """Every setting of a training run, as one tree of dataclasses that TOML files and command-line flags both fill.
 
 Each source overrides the one before: the defaults here, the TOML file (`--config`), the shape of the checkpoint
-(`--init-from`), the flags. The type of a field is also the range of its values. Imports neither torch nor tyro.
+(`--init-from`), the flags. The type of a field is also the range of its values. Imports no torch.
 """
 
 import argparse
@@ -13,24 +13,27 @@ from pathlib import Path
 from typing import Annotated, Literal, TypeVar
 
 import msgspec
+import tomli_w
+import tyro
+from tyro.conf import arg
 
 from checkpoints.families import load_config
 from checkpoints.find import find_checkpoint, newest_runs
 from errors import UserError, note, reading
 from files import read_toml, replace_text
-from flags import Beta, Fraction, Name, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, arg, optional
+from flags import Beta, Fraction, Name, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, optional
 from model.config import ModelConfig
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 Table = TypeVar("Table")
+OptionalInt = Annotated[PositiveInt | None, optional("INT")]
 
 
 @dataclass(frozen=True)
 class Actions:
     """What to do, and where the settings come from. These flags are not saved with the run."""
 
-    config: str = "tiny"
-    """TOML file with the settings: a path, or a name in configs/ (tiny, small, 124m, 1b; finetune with --init-from)."""
+    config: str = "tiny"  # TOML file: a path, or a name in configs/ (tiny, small, 124m, 1b; with --init-from finetune).
     resume: Annotated[str | None, optional("RUN")] = None
     """Resume this run folder (runs/NAME) exactly where it stopped, with its own settings and any flags given now."""
     prepare: bool = False  # Do not train; make the tokenizer and all tokens of --data, so that training starts at once.
@@ -53,8 +56,7 @@ class RunSettings:
     bias (--norm-bias, the default then) and an untied head, the model computes the same as before."""
     lora: Annotated[PositiveInt | None, optional("RANK")] = None
     """Train an adapter of this rank to --init-from (LoRA). best/ and last/ then have only that, as PEFT writes it."""
-    lora_alpha: Annotated[PositiveInt | None, optional("INT")] = None
-    """The adapter's output is multiplied by this divided by RANK. Default: 2 RANK."""
+    lora_alpha: OptionalInt = None  # The adapter's output is multiplied by this divided by RANK. Default: 2 RANK.
     freeze: tuple[str, ...] = ()  # Parameters that keep their initial value: names, or patterns like 'layers.*.bias'.
     evaluate_every: PositiveInt = 500  # Steps between evaluations; each also saves and prints a text sample.
     sample_prompts: tuple[str, ...] = ("",)
@@ -75,13 +77,12 @@ class DataSettings:
     validation_salt: NonNegativeInt = 0  # Another number holds out other documents, to choose settings.
     cache: str = ".cache"  # Folder where trained tokenizers and tokenized texts are cached.
     sequence_length: PositiveInt = 256  # Tokens per sequence.
-    first_sequence_length: Annotated[PositiveInt | None, optional("INT")] = None
+    first_sequence_length: OptionalInt = None
     """Tokens per sequence at first, then twice as many in equal parts of the first 40% of the steps until it is
     --sequence-length; giving that one overrides what the TOML file sets here. None: all steps have the same."""
     document_mask: bool = False  # Attention sees the token's own document alone, as it always does in conversations.
     batch_size: PositiveInt = 16  # Sequences per optimizer step, over all processes and micro-batches.
-    micro_batch_size: Annotated[PositiveInt | None, optional("INT")] = None
-    """Sequences that go through the model at once; fewer need less memory (gradients accumulate). Default: all."""
+    micro_batch_size: OptionalInt = None  # Sequences that go through the model at once: less memory. Default: all.
 
 
 @dataclass(frozen=True)
@@ -154,9 +155,7 @@ class Settings:
             context = f"--max-position-embeddings {model.max_position_embeddings}"
             raise UserError(f"--sequence-length {length} is longer than the model's context, {context}.")
         if length % first or (length // first).bit_count() != 1:
-            raise UserError(
-                f"--first-sequence-length {first} is not --sequence-length {length} divided by 2, 4, 8, ..."
-            )
+            raise UserError(f"--first-sequence-length {first} is not --sequence-length {length} divided by 2, 4, ...")
         if model.norm == "batch" and self.machine.activation_checkpointing:
             raise UserError("--norm batch would update its statistics twice; leave out --activation-checkpointing.")
 
@@ -170,10 +169,7 @@ class Command:
 
 
 def parse(arguments: list[str], description: str) -> Command:
-    """Read the command line; unknown flags and bad values end the program with status 2 and the nearest known name.
-
-    A few flags are read first: they decide the defaults of all others.
-    """
+    """Read the command line: first the few flags that decide the defaults of all others."""
     if any(argument.partition("=")[0] == "--epochs" for argument in arguments):
         raise UserError("--epochs is not a setting: training is measured in --steps, each of --batch-size sequences.")
     if arguments and not arguments[0].startswith("-"):
@@ -181,8 +177,6 @@ def parse(arguments: list[str], description: str) -> Command:
     if "-h" in arguments or "--help" in arguments:
         print(description)
         sys.exit()
-    import tyro
-
     parser = argparse.ArgumentParser(usage="train.py [FLAGS]", add_help=False, allow_abbrev=False)
     for name in ("config", "resume", "init-from", "norm"):
         parser.add_argument(f"--{name}", f"--{name.replace('-', '_')}")
@@ -193,10 +187,7 @@ def parse(arguments: list[str], description: str) -> Command:
 
 
 def defaults(sources: argparse.Namespace, others: set[str]) -> Command:
-    """The values of the flags in `sources`, and the defaults of all others, of which the given ones are in `others`.
-
-    They are those of the run to resume, or of the TOML file and the model of --init-from.
-    """
+    """What `sources` say, and the defaults of all other flags, of which `others` are given."""
     config = sources.config or ("finetune" if sources.init_from else "tiny")
     if sources.resume is None:
         settings = load_settings(config_path(config))
@@ -218,8 +209,8 @@ def defaults(sources: argparse.Namespace, others: set[str]) -> Command:
     length = min(data.sequence_length, model.max_position_embeddings)
     if "--sequence-length" in others or length < data.sequence_length:  # also of the first sequences
         data = dataclasses.replace(data, sequence_length=length, first_sequence_length=None)
-    actions = Actions(config, sources.resume)
-    return Command(actions, dataclasses.replace(settings, run=run, model=model, data=data))
+    settings = dataclasses.replace(settings, run=run, model=model, data=data)
+    return Command(Actions(config, sources.resume), settings)
 
 
 def config_path(name: str) -> Path:
@@ -259,8 +250,6 @@ def read_table(path: Path, kind: type[Table], values: dict) -> Table:
 
 def save_settings(settings: Settings, path: Path) -> None:
     """Write settings as TOML, without the fields that are None."""
-    import tomli_w
-
     tables = dataclasses.asdict(settings)
     given = {name: {k: v for k, v in table.items() if v is not None} for name, table in tables.items()}
     replace_text(path, tomli_w.dumps(given))
