@@ -193,12 +193,9 @@ TABLE = r"""
 + if not (finite or scaler.is_enabled()):
 ! training/test_step.py::test_a_gradient_that_is_not_finite_leaves_the_weights_alone
 @ training/loop.py
-- saved = not processes.max(error is not None)
-+ saved = True
-! training/test_loop.py::test_a_model_whose_save_failed_is_not_the_best_and_a_loss_that_rises_twice_is_a_note
 - is_best = validation_loss is not None and validation_loss < best
 + is_best = validation_loss is not None
-! training/test_loop.py::test_a_model_whose_save_failed_is_not_the_best_and_a_loss_that_rises_twice_is_a_note
+! training/test_loop.py::test_a_loss_that_rises_twice_is_a_note_and_best_is_the_lowest
 - group["lr"] = lr * group["lr_multiplier"]
 + group["lr"] = lr
 ! training/test_loop.py::test_the_steps_report_what_the_run_logs_and_neither_print_nor_write

@@ -6,7 +6,6 @@ Batches and learning rates are functions of the step number: weights, moments an
 import contextlib
 import dataclasses
 import math
-import shutil
 import signal
 import time
 from collections.abc import Iterator
@@ -63,7 +62,7 @@ def train(settings: Settings, run_dir: Path, *, resume: bool = False) -> int:
     Raises `UserError` for what a user can fix; the last complete checkpoint is then still there.
     """
     session = set_up(settings, run_dir, resume=resume)
-    processes, stopped_by, saved = session.processes, 0, True
+    processes, stopped_by = session.processes, 0
     processes.max(0)  # all have read the save that `open_run` may rename
     if processes.is_main:
         open_run(session, run_dir)
@@ -79,13 +78,11 @@ def train(settings: Settings, run_dir: Path, *, resume: bool = False) -> int:
                 show_step(session, bar, result)
             stopped_by = int(processes.max(received[-1]))
             if result.step % settings.run.evaluate_every == 0 or result.step == session.steps:
-                saved = evaluate_and_save(session, bar)
+                evaluate_and_save(session, bar)
             elif stopped_by:
-                saved = save(session)
+                save(session)
             if stopped_by:
                 break
-    if not saved:
-        raise UserError(f"{run_dir}: the end is not saved, as noted; {checkpoint.describe_saves(run_dir)}.")
     if processes.is_main:
         report_end(session)
     finish_processes(processes)
@@ -104,8 +101,8 @@ def open_run(session: Session, run_dir: Path) -> None:
         print("note: the learning rate rises until the last step, as --warmup-steps is not below --steps")
 
 
-def evaluate_and_save(session: Session, bar: tqdm) -> bool:
-    """Evaluate on all processes and save, also `best/` if the loss is the lowest so far; returns what `save` does."""
+def evaluate_and_save(session: Session, bar: tqdm) -> None:
+    """Evaluate on all processes and save, also `best/` if the loss is the lowest so far."""
     corpus = session.corpus
     windows = corpus.validation_batches(session.settings.data.sequence_length, session.micro_batch_size)
     result = evaluate(session.model, windows, corpus.validation_bytes, session.device, session.processes)
@@ -114,42 +111,32 @@ def evaluate_and_save(session: Session, bar: tqdm) -> bool:
     if session.processes.is_main:
         means = dict(validation_loss=result.loss, perplexity=result.perplexity, bits_per_byte=result.bits_per_byte)
         metrics.write(session.run_dir, session.state.step, **means)
-    saved = save(session, result.loss)
+    save(session, result.loss)
     if session.processes.is_main:
         show_evaluation(session, bar, result)
-    return saved
 
 
-def save(session: Session, validation_loss: float | None = None) -> bool:
+def save(session: Session, validation_loss: float | None = None) -> None:
     """Save all that a resumed run needs as `last/`, and a model with the lowest loss so far as `best/` too.
 
-    All processes call it. Where a file cannot be written it prints a line, the saves before stay, and it returns False.
+    All processes call it. Where a file cannot be written the run ends, and the saves before stay.
     """
-    processes, state, tokenizer, error = session.processes, session.state, session.corpus.tokenizer, None
+    processes, state, tokenizer = session.processes, session.state, session.corpus.tokenizer
     best = math.inf if state.best_validation_loss is None else state.best_validation_loss
     is_best = validation_loss is not None and validation_loss < best
     if is_best:
         state = dataclasses.replace(state, best_validation_loss=validation_loss)
-    run_dir, model = session.run_dir, session.model
+    last, model = session.run_dir / "last", session.model
     writers = processes.count if session.sharded and model.lora is None else 1  # an adapter is one file
     try:
-        checkpoint.write_tensors(run_dir / "last", model, session.optimizer, tokenizer, processes.rank, writers)
-    except OSError as caught:
-        error = caught
-    all_processes_wrote = not processes.max(error is not None)
-    if all_processes_wrote and processes.is_main:
-        try:
-            checkpoint.complete(run_dir / "last", state, tokenizer, is_best=is_best)
-        except OSError as caught:
-            error = caught
-    saved = not processes.max(error is not None)
-    if saved:
-        session.state = state
-    if error is not None:
-        for name in ("last.new", "best.new"):
-            shutil.rmtree(run_dir / name, ignore_errors=True)  # it may fill the disk
-        print(f"note: step {state.step} is not saved ({error}); {checkpoint.describe_saves(run_dir)}", flush=True)
-    return saved
+        checkpoint.write_tensors(last, model, session.optimizer, tokenizer, processes.rank, writers)
+        processes.max(0)  # what follows needs the files of all processes
+        if processes.is_main:
+            checkpoint.complete(last, state, tokenizer, is_best=is_best)
+    except OSError as error:
+        saves = checkpoint.describe_saves(session.run_dir)
+        raise UserError(f"step {state.step} cannot be saved ({error}); {saves}.") from error
+    session.state = state
 
 
 def diverged(session: Session, step: int, what: str) -> Diverged:

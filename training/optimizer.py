@@ -36,34 +36,33 @@ def build_optimizer(model: Decoder, settings: OptimizerSettings, device: torch.d
     With `--optimizer muon` it has all parameters but the matrices of the layers, which `Muon` updates.
     """
     decaying = {row.name for row in model.config.norm_parameters if row.decays}
-    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    decay = settings.weight_decay
-    vocabulary_decay = decay if settings.embedding_weight_decay is None else settings.embedding_weight_decay
-    matrices = {name: p for name, p in trained.items() if settings.optimizer == "muon" and takes_muon(name, p)}
-    parameters = defaultdict(list)  # by weight decay and learning rate multiplier
-    for name, parameter in trained.items():
-        key = decay, 1.0
-        if name.startswith(("embed_tokens.", "lm_head.")):
-            key = vocabulary_decay, settings.embedding_lr_multiplier
+    decay, vocabulary_decay = settings.weight_decay, settings.embedding_weight_decay
+    vocabulary_decay = decay if vocabulary_decay is None else vocabulary_decay
+    groups, rows = defaultdict(list), {}  # parameters by weight decay and learning rate multiplier; matrices of Muon
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        if settings.optimizer == "muon" and takes_muon(name, parameter):
+            module = name.split(".")[-2]
+            rows[parameter] = [*model.config.packed_matrices.get(module, {module: len(parameter)}).values()]
+        elif name.startswith(("embed_tokens.", "lm_head.")):
+            groups[vocabulary_decay, settings.embedding_lr_multiplier].append(parameter)
         elif parameter.ndim < 2:
             decays = is_norm_parameter(name) and name.rpartition(".")[2] in decaying
-            key = decay if decays else 0.0, settings.norm_lr_multiplier
-        if name not in matrices:
-            parameters[key].append(parameter)
+            groups[decay if decays else 0.0, settings.norm_lr_multiplier].append(parameter)
+        else:
+            groups[decay, 1.0].append(parameter)
+    groups = groups or {(decay, 1.0): []}  # AdamW wants one
     adamw = torch.optim.AdamW(
-        [{"params": chosen, "weight_decay": key[0], "lr_multiplier": key[1]} for key, chosen in parameters.items()],
+        [{"params": groups[key], "weight_decay": key[0], "lr_multiplier": key[1]} for key in groups],
         lr=settings.learning_rate,
         betas=(settings.beta1, settings.beta2),
         fused=device.type in ("cuda", "cpu", "mps"),
     )
-    if not matrices:
+    if not rows:
         return adamw
-    rows = {}
-    for name, parameter in matrices.items():
-        module = name.split(".")[-2]
-        rows[parameter] = [*model.config.packed_matrices.get(module, {module: len(parameter)}).values()]
     dtype = torch.bfloat16 if model.compute_dtype == torch.bfloat16 else torch.float32
-    return Muon({"params": [*matrices.values()], "weight_decay": decay, "lr_multiplier": 1.0}, rows, adamw, dtype)
+    return Muon({"params": [*rows], "weight_decay": decay, "lr_multiplier": 1.0}, rows, adamw, dtype)
 
 
 def takes_muon(name: str, parameter: nn.Parameter) -> bool:

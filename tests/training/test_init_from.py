@@ -75,7 +75,7 @@ def test_a_layernorm_run_continues_as_rmsnorm_with_the_same_function_if_it_is_ce
 
 def test_a_run_continues_a_model_with_yarn_and_a_bias_of_o_proj_and_its_settings_keep_them(flags, tmp_path):
     rope = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 16}
-    assert save(open_session(tmp_path, *flags, "--qk-norm", "--attention-bias"))
+    save(open_session(tmp_path, *flags, "--qk-norm", "--attention-bias"))
     path = tmp_path / "last" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"rope_scaling": rope}))
     weights = load_file(path.with_name("model.safetensors"))

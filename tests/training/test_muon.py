@@ -98,7 +98,7 @@ def test_a_run_saves_one_moment_of_each_matrix_and_two_of_the_rest(flags, tmp_pa
     wide = ["--hidden-size", "192", "--intermediate-size", "512", "--steps", "3", "--optimizer", "muon"]
     session = open_session(tmp_path, *flags, *wide)
     next(train_steps(session))
-    assert save(session)
+    save(session)
     tensors, model = (load_file(tmp_path / "last" / f"{name}.safetensors") for name in ("training_state", "model"))
     moments = {name.partition(".")[0] for name in tensors if ".layers.0.mlp.down_proj" in name}
     assert moments == {"momentum_buffer", "row_squares"}
