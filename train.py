@@ -1,7 +1,4 @@
-"""Train a LLaMA-style decoder: `python train.py --norm rms`.
-
-Thin: reads the command line and hands it to training/.
-"""
+"""Train a LLaMA-style decoder: reads the command line and hands it to training/."""
 
 import os
 import sys

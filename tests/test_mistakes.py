@@ -26,7 +26,7 @@ train --data BAD/broken.jsonl -> .*broken.jsonl, row 1 .*
 train --data BAD/broken.parquet -> .*broken.parquet .*Parquet file size is 4 bytes
 train --config tinny -> tinny is neither a file nor one of .* Did you mean tiny\?
 train --epochs 3 -> --epochs is not a setting: training is measured in --steps
-train --sequence-length 4096 -> --sequence-length 4096 is longer than the model's context, --max-position-embeddings 512
+train --sequence-length 4096 -> --sequence-length 4096 is above --max-position-embeddings 512
 train --first-sequence-length 100 -> --first-sequence-length 100 is not --sequence-length 512 divided by
 train --beta1 1.0 -> --beta1 is 1.0: Expected `float` < 1
 train --clip inf -> --clip is inf: Expected `float` < 1e\+18

@@ -61,7 +61,7 @@ def write_tensors(
     weights, moments = (share_out(tensors, writers, rank, "cpu")[1] for tensors in (weights, moments))
     if rank < writers:
         suffix = f"-{rank + 1:05}-of-{writers:05}.safetensors" if writers > 1 else ".safetensors"
-        ids = dict(bos_token_id=tokenizer.bos_id, eos_token_id=tokenizer.eos_id)
+        ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
         save_pretrained(model, new, **ids, state=weights, file=f"model{suffix}")
         save_tensors(moments, new / f"training_state{suffix}")
         fsync(*new.glob(f"*{suffix}"))
@@ -123,10 +123,9 @@ def find_complete(target: Path) -> Path | None:
 
 def find_last(run_dir: Path) -> Path:
     """The complete checkpoint that a run resumes from."""
-    last = find_complete(run_dir / "last")
-    if last is None:
-        raise UserError(f"{run_dir} cannot be resumed: {describe_saves(run_dir)}; start a new run.")
-    return last
+    if last := find_complete(run_dir / "last"):
+        return last
+    raise UserError(f"{run_dir} cannot be resumed: {describe_saves(run_dir)}; start a new run.")
 
 
 def describe_saves(run_dir: Path) -> str:

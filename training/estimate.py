@@ -40,9 +40,9 @@ def estimate(settings: Settings) -> float:
         print(f"text      about {epochs(tokens, size)}")
     print(f"compute   {flops * tokens:.2e} FLOPs, {flops / 1e6:,.1f} million per token")
     sizes = memory(settings, dtype, device)
-    parts = ", ".join(f"{what} {format_bytes(size)}" for what, size in sizes.items())
+    listed = ", ".join(f"{what} {format_bytes(size)}" for what, size in sizes.items())
     micro_batch = f"{data.micro_batch_size or data.batch_size} sequences in {str(dtype).removeprefix('torch.')}"
-    print(f"memory    {format_bytes(sum(sizes.values()))}: {parts} for {micro_batch}", flush=True)
+    print(f"memory    {format_bytes(sum(sizes.values()))}: {listed} for {micro_batch}", flush=True)
     if settings.machine.shard:
         sharded = sum(sizes.values()) - sizes["activations"]
         print("sharded   " + ", ".join(f"{format_bytes(sharded / count)} on each of {count}" for count in (2, 4, 8)))
@@ -62,22 +62,20 @@ def memory(settings: Settings, dtype: torch.dtype, device: torch.device) -> dict
     logits = tokens * dtype.itemsize * model.vocab_size  # or their gradient
     if fused:  # some tokens at a time
         logits = min(logits, kernels.gpu.WORKSPACE)
-    kept = tokens * dtype.itemsize * kept_elements(model, settings.machine.activation_checkpointing, fused)
+    activations = tokens * dtype.itemsize * kept_elements(model, settings.machine.activation_checkpointing, fused)
     moments = 2 * weights - one_moment  # AdamW keeps two, Muon one
-    return {"weights": weights, "gradients": weights, "moments": moments, "activations": kept + logits}
+    return {"weights": weights, "gradients": weights, "moments": moments, "activations": activations + logits}
 
 
 def kept_elements(config: ModelConfig, checkpointing: bool, fused: bool) -> int:
-    """Elements that the forward pass keeps per token, without logits.
-
-    A layer keeps the inputs and outputs of two norms; q, k and v, rotated; the attention's output; and the MLP's packed
-    gate and up. What is not `fused` also keeps q, k and v as they were packed, and the product of gate and up. With
-    checkpointing, each layer keeps its two inputs, and one layer at a time is computed again.
+    """Elements that the forward pass keeps per token, without logits: in a layer the inputs and outputs of two norms;
+    q, k and v, rotated; the attention's output; and the MLP's packed gate and up. What is not `fused` also keeps q, k
+    and v as they were packed, and the product of gate and up. With checkpointing, each layer keeps its two inputs, and
+    one layer at a time is computed again.
     """
     width, heads = config.hidden_size, config.num_attention_heads + config.num_key_value_heads
-    layer = 4 * width + 2 * heads * config.resolved_head_dim + 2 * config.intermediate_size
-    if not fused:
-        layer += heads * config.resolved_head_dim + config.intermediate_size
+    projections = heads * config.resolved_head_dim + config.intermediate_size
+    layer = 4 * width + (2 if fused else 3) * projections
     layers = config.num_hidden_layers * 2 * width + layer if checkpointing else config.num_hidden_layers * layer
     return layers + 2 * width  # the final norm
 
@@ -103,10 +101,9 @@ def measure_time(settings: Settings, device: torch.device, dtype: torch.dtype) -
         fastest[count] = min(fastest[count], time.perf_counter() - start)
     one_pass = fastest[counts[-1]] - fastest[1]  # of one more micro-batch, without an update of the weights
     step = fastest[1] + (data.batch_size / sequences - 1) * one_pass
-    seconds = step * settings.optimizer.steps
     how = f"{step:,.2f} s a step, the fastest of {STEPS} with {sequences} sequences"
-    print(f"time      {format_time(seconds)} on {device_name(device)}: {how}")
-    return seconds
+    print(f"time      {format_time(step * settings.optimizer.steps)} on {device_name(device)}: {how}")
+    return step * settings.optimizer.steps
 
 
 def format_time(seconds: float) -> str:

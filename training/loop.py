@@ -25,16 +25,13 @@ from training.step import Diverged, StepResult, split_batch, train_step
 
 
 def train_steps(session: Session) -> Iterator[StepResult]:
-    """Take one optimizer step per iteration, from `session.state.step` to `session.steps`.
-
-    When a result is yielded, the weights and `session.state` include its step: the caller can evaluate, save, change
-    the state, or stop. Raises `Diverged` when the loss or gradient is not finite; the weights are then those before.
+    """Take one optimizer step per iteration, from `session.state.step` to `session.steps`. When a result is yielded,
+    weights and `session.state` include its step, and the caller can evaluate, save, change the state, or stop.
     """
     settings, optimizer, scaler = session.settings, session.optimizer, session.scaler
     data, clip, processes = settings.data, settings.optimizer.clip, session.processes
     while session.state.step < session.steps:
-        start = time.perf_counter()
-        state = session.state
+        start, state = time.perf_counter(), session.state
         lr = learning_rate(state.step, session.steps, settings.optimizer)
         for group in optimizer.param_groups:
             group["lr"] = lr * group["lr_multiplier"]
@@ -57,10 +54,7 @@ def train_steps(session: Session) -> Iterator[StepResult]:
 
 
 def train(settings: Settings, run_dir: Path, *, resume: bool = False) -> int:
-    """Train a run in the folder `run_dir`; returns 0, or the number of the signal that stopped it after a save.
-
-    Raises `UserError` for what a user can fix; the last complete checkpoint is then still there.
-    """
+    """Train a run in the folder `run_dir`; returns 0, or the number of the signal that stopped it after a save."""
     session = set_up(settings, run_dir, resume=resume)
     processes, stopped_by = session.processes, 0
     processes.max(0)  # all have read the save that `open_run` may rename
@@ -117,9 +111,8 @@ def evaluate_and_save(session: Session, bar: tqdm) -> None:
 
 
 def save(session: Session, validation_loss: float | None = None) -> None:
-    """Save all that a resumed run needs as `last/`, and a model with the lowest loss so far as `best/` too.
-
-    All processes call it. Where a file cannot be written the run ends, and the saves before stay.
+    """Save all that a resumed run needs as `last/`, and a model with the lowest loss so far as `best/` too, in all
+    processes. Where a file cannot be written the run ends, and the saves before stay.
     """
     processes, state, tokenizer = session.processes, session.state, session.corpus.tokenizer
     best = math.inf if state.best_validation_loss is None else state.best_validation_loss
@@ -141,28 +134,27 @@ def save(session: Session, validation_loss: float | None = None) -> None:
 
 def diverged(session: Session, step: int, what: str) -> Diverged:
     """The error for a loss, gradient or evaluation that is not finite."""
-    kept = checkpoint.describe_saves(session.run_dir)
-    return Diverged(f"step {step}: {what}; {kept}. Try a lower --learning-rate, or --dtype float32.")
+    saves = checkpoint.describe_saves(session.run_dir)
+    return Diverged(f"step {step}: {what}; {saves}. Try a lower --learning-rate, or --dtype float32.")
 
 
 @contextlib.contextmanager
 def stop_signals(*, second_interrupts: bool) -> Iterator[list[int]]:
     """A list that begins with 0 and gets each SIGINT (Ctrl-C), SIGTERM and SIGHUP (a closed terminal) inside the block.
-
-    A second one may interrupt. With several processes it is ignored: the terminal signals each, and then torchrun does.
+    With several processes a second one is ignored: the terminal signals each, and then torchrun does.
     """
     received = [0]
 
-    def receive(number: int, _: object) -> None:
+    def receive(signum: int, _: object) -> None:
         if received[-1] and second_interrupts:
             raise KeyboardInterrupt
-        received.append(number)
+        received.append(signum)
 
-    numbers = {signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)}  # Windows has no SIGHUP
-    handled = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]  # as nohup sets it
-    previous = {number: signal.signal(number, receive) for number in handled}
+    signums = {signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)}  # Windows has no SIGHUP
+    handled = [signum for signum in signums if signal.getsignal(signum) != signal.SIG_IGN]  # as nohup sets it
+    previous = {signum: signal.signal(signum, receive) for signum in handled}
     try:
         yield received
     finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+        for signum, handler in previous.items():
+            signal.signal(signum, handler)

@@ -42,7 +42,7 @@ def build_optimizer(model: Decoder, settings: OptimizerSettings, device: torch.d
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        if settings.optimizer == "muon" and takes_muon(name, parameter):
+        if settings.optimizer == "muon" and parameter.ndim == 2 and name.startswith("layers."):
             module = name.split(".")[-2]
             rows[parameter] = [*model.config.packed_matrices.get(module, {module: len(parameter)}).values()]
         elif name.startswith(("embed_tokens.", "lm_head.")):
@@ -63,8 +63,3 @@ def build_optimizer(model: Decoder, settings: OptimizerSettings, device: torch.d
         return adamw
     dtype = torch.bfloat16 if model.compute_dtype == torch.bfloat16 else torch.float32
     return Muon({"params": [*rows], "weight_decay": decay, "lr_multiplier": 1.0}, rows, adamw, dtype)
-
-
-def takes_muon(name: str, parameter: nn.Parameter) -> bool:
-    """Whether `--optimizer muon` updates this parameter by Muon: the matrices of the layers."""
-    return parameter.ndim == 2 and name.startswith("layers.")

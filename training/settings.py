@@ -1,16 +1,17 @@
 """Every setting of a training run, as one tree of dataclasses that TOML files and command-line flags both fill.
 
-Each source overrides the one before: the defaults here, the TOML file (`--config`), the shape of the checkpoint
-(`--init-from`), the flags. The type of a field is also the range of its values. Imports no torch.
+Each overrides the one before: the defaults here, the TOML file (`--config`), the model of `--init-from`, the flags.
+The type of a field is also the range of its values. Imports no torch.
 """
 
 import argparse
 import dataclasses
 import difflib
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 import msgspec
 import tomli_w
@@ -25,7 +26,6 @@ from flags import Beta, Fraction, Name, NonNegativeFloat, NonNegativeInt, Positi
 from model.config import ModelConfig
 
 CONFIGS = Path(__file__).parent.parent / "configs"
-Table = TypeVar("Table")
 OptionalInt = Annotated[PositiveInt | None, optional("INT")]
 
 
@@ -34,8 +34,7 @@ class Actions:
     """What to do, and where the settings come from. These flags are not saved with the run."""
 
     config: str = "tiny"  # TOML file: a path, or a name in configs/ (tiny, small, 124m, 1b; with --init-from finetune).
-    resume: Annotated[str | None, optional("RUN")] = None
-    """Resume this run folder (runs/NAME) exactly where it stopped, with its own settings and any flags given now."""
+    resume: Annotated[str | None, optional("RUN")] = None  # Resume this run where it stopped; flags override its own.
     prepare: bool = False  # Do not train; make the tokenizer and all tokens of --data, so that training starts at once.
     eval_only: bool = False  # Do not train; evaluate the weights of --init-from on all of --data.
     dry_run: bool = False  # Do not train; print the parameters, FLOPs, memory and, from three steps, the time it needs.
@@ -59,8 +58,7 @@ class RunSettings:
     lora_alpha: OptionalInt = None  # The adapter's output is multiplied by this divided by RANK. Default: 2 RANK.
     freeze: tuple[str, ...] = ()  # Parameters that keep their initial value: names, or patterns like 'layers.*.bias'.
     evaluate_every: PositiveInt = 500  # Steps between evaluations; each also saves and prints a text sample.
-    sample_prompts: tuple[str, ...] = ("",)
-    """Prompts of the samples: the first at each evaluation, all at the end. With --data, of held-out documents."""
+    sample_prompts: tuple[str, ...] = ("",)  # Prompts of the text samples. With --data: of held-out documents.
 
 
 @dataclass(frozen=True)
@@ -150,10 +148,10 @@ class Settings:
             raise UserError("--data needs a file, a folder or another text.")
         if (run.lora or run.lora_alpha) and not lora_works:
             raise UserError("LoRA needs --lora RANK, --init-from MODEL, --optimizer adamw and no --freeze.")
-        length, first = data.sequence_length, data.first_sequence_length or data.sequence_length
-        if length > model.max_position_embeddings:
-            context = f"--max-position-embeddings {model.max_position_embeddings}"
-            raise UserError(f"--sequence-length {length} is longer than the model's context, {context}.")
+        length, context = data.sequence_length, model.max_position_embeddings
+        first = data.first_sequence_length or length
+        if length > context:
+            raise UserError(f"--sequence-length {length} is above --max-position-embeddings {context}.")
         if length % first or (length // first).bit_count() != 1:
             raise UserError(f"--first-sequence-length {first} is not --sequence-length {length} divided by 2, 4, ...")
         if model.norm == "batch" and self.machine.activation_checkpointing:
@@ -218,8 +216,8 @@ def config_path(name: str) -> Path:
     for path in (Path(name), CONFIGS / f"{name}.toml"):
         if path.is_file():
             return path
-    known = sorted(path.stem for path in CONFIGS.glob("*.toml"))
-    raise UserError(f"{name} is neither a file nor one of {', '.join(known)}.{nearest(name, known)}")
+    names = sorted(path.stem for path in CONFIGS.glob("*.toml"))
+    raise UserError(f"{name} is neither a file nor one of {', '.join(names)}.{nearest(name, names)}")
 
 
 def load_settings(path: Path) -> Settings:
@@ -232,7 +230,7 @@ def load_settings(path: Path) -> Settings:
     return read_table(path, Settings, tables)
 
 
-def read_table(path: Path, kind: type[Table], values: dict) -> Table:
+def read_table(path: Path, kind: type, values: dict) -> Any:
     """The dataclass `kind`, and those in its fields, from the values of a TOML file."""
     types = {f.name: f.type for f in dataclasses.fields(kind)}
     with reading(path, "correct it"):
@@ -262,7 +260,7 @@ def changed_fields(before: Settings, after: Settings) -> list[str]:
     return [f"{key}: {old} -> {new}" for key, old, new in changes if key != "out"]
 
 
-def nearest(name: str, known) -> str:
-    """` Did you mean X?`, or an empty string when no known name is close."""
-    close = difflib.get_close_matches(name, known, n=1)
+def nearest(name: str, names: Iterable[str]) -> str:
+    """` Did you mean X?`, or an empty string when none of the names is close."""
+    close = difflib.get_close_matches(name, names, n=1)
     return f" Did you mean {close[0]}?" if close else ""
