@@ -53,10 +53,8 @@ class Processes:
     def check_equal(self, **values: object) -> None:
         """Raise `UserError` in all processes unless each has the same values, by their `repr`."""
         for name, value in values.items():
-            fingerprint = int(
-                hashlib.blake2b(repr(value).encode(), digest_size=6).hexdigest(), 16
-            )  # exact as a float64
-            if -self.max(-fingerprint) != self.max(fingerprint):
+            digest = int(hashlib.blake2b(repr(value).encode(), digest_size=6).hexdigest(), 16)  # exact as a float64
+            if -self.max(-digest) != self.max(digest):
                 raise UserError(f"the {name} of the processes differ; give all the same files, settings and Python.")
 
     def max(self, value: float) -> float:

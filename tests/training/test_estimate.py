@@ -42,6 +42,18 @@ def test_the_header_of_a_config_states_the_memory_of_the_formula(path):
     assert stated == estimate.format_bytes(sum(sizes.values()))
 
 
+def test_a_step_of_several_micro_batches_has_one_update_of_the_weights(flags, monkeypatch):
+    now = [0.0]
+
+    def train_step(model, micro_batches, *_):
+        now[0] += 2.0 + len(micro_batches)  # seconds of an update, and of each pass
+
+    monkeypatch.setattr(estimate, "train_step", train_step)
+    monkeypatch.setattr(estimate.time, "perf_counter", lambda: now[0])
+    settings = settings_of(*flags, "--micro-batch-size", "2", "--steps", "10")  # of 8 sequences
+    assert estimate.measure_time(settings, CPU, torch.float32) == 10 * (2 + 4)
+
+
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_a_small_run_is_timed(flags, optimizer, capsys):
     estimate.estimate(settings_of(*flags, "--optimizer", optimizer))

@@ -23,10 +23,11 @@ def test_the_given_weights_are_evaluated_before_the_first_step_and_stay_the_best
     assert_equal_tensors(*(folder / "best" / "model.safetensors" for folder in (finished_run, tmp_path / "worse")))
 
 
-def test_init_from_without_a_config_uses_finetune(flags, finished_run):
+def test_init_from_without_a_config_uses_finetune(flags, finished_run, capsys):
     start = ["--init-from", str(finished_run), *flags[:4]]
     assert settings_of(*start).optimizer == load_settings(CONFIGS / "finetune.toml").optimizer
     assert settings_of(*start, "--config", "tiny").optimizer.optimizer == "muon"
+    assert capsys.readouterr().err.startswith(f"note: the model is that of {finished_run / 'best'}; the [model] of")
 
 
 @pytest.fixture(scope="module")

@@ -49,6 +49,10 @@ def test_an_explicit_sequence_length_overrides_the_first_length_of_the_file(tmp_
     assert settings_from(*config, *flags).data.first_sequence_length == 50
 
 
+def test_the_learning_rate_has_a_short_name():
+    assert settings_from("--lr", "0.5") == settings_from("--learning-rate", "0.5")
+
+
 @pytest.mark.parametrize("config", sorted(path.stem for path in CONFIGS.glob("*.toml")))
 def test_every_config_survives_saving_and_loading(config, tmp_path):
     settings = settings_from("--config", config)
