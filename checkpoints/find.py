@@ -37,8 +37,13 @@ def find_checkpoint(path: Path | str) -> Path:
     if path.is_dir():
         check_format(path)
         problem = f"{path} has no"
-    runs = ", ".join(map(str, runs_in(path.parent) or runs_in(Path("runs"))))
-    raise UserError(f"{problem} config.json, best/ or last/." + (f" Existing runs: {runs}." if runs else ""))
+    raise UserError(f"{problem} config.json, best/ or last/.{newest_runs(path.parent)}")
+
+
+def newest_runs(folder: Path) -> str:
+    """` Newest runs: ...`, up to five of `folder`, else of runs/; an empty string where there is none."""
+    runs = ", ".join(map(str, (runs_in(folder) or runs_in(Path("runs")))[:5]))
+    return f" Newest runs: {runs}." if runs else ""
 
 
 def find_adapter(directory: Path, adapter: str | None = None) -> tuple[Path, Path | None]:
@@ -84,12 +89,13 @@ def newest_run(folder: Path) -> Path:
     if not runs:
         fix = "train one with `python train.py`, or give a run folder or a checkpoint"
         raise UserError(f"there is no run in {folder}/; {fix}.")
-    return max(runs, key=lambda run: max(save.stat().st_mtime for save in saves_in(run)))
+    return runs[0]
 
 
 def runs_in(folder: Path) -> list[Path]:
-    """The run folders in `folder`, by name."""
-    return sorted(run for run in folder.glob("*") if saves_in(run))
+    """The run folders in `folder`, in which a checkpoint was saved last the first."""
+    saved = {run: max(save.stat().st_mtime for save in saves_in(run)) for run in folder.glob("*") if saves_in(run)}
+    return sorted(saved, key=saved.get, reverse=True)
 
 
 def saves_in(run: Path) -> list[Path]:

@@ -17,8 +17,7 @@ from ablation.plan import Plan, Run, replace_settings, run_settings
 from ablation.records import Row
 from ablation.run import measure
 from training.checkpoint import load_moments
-from training.loop import train_steps
-from training.save import save
+from training.loop import save, train_steps
 from training.session import no_log, set_up
 
 SEED_OFFSET = 5000  # added for converted models that train again: their batches differ from those of the run

@@ -91,9 +91,9 @@ def train_stack(plan: Plan, arm: str, device: str) -> list[Row]:
 
 def can_stack(arm: Settings, first: Settings) -> bool:
     """Whether `Stack` trains this arm as `ablate.py` would, beside the first one."""
-    fixed = arm.optimizer.optimizer, arm.run.train_only, arm.data.document_mask, arm.data.first_sequence_length
+    fixed = arm.optimizer.optimizer, arm.run.freeze, arm.data.document_mask, arm.data.first_sequence_length
     alike = dataclasses.replace(arm, model=first.model) == first and arm.model.vocab_size == first.model.vocab_size
-    return alike and arm.model.norm != "batch" and fixed == ("adamw", "all", False, None)
+    return alike and arm.model.norm != "batch" and fixed == ("adamw", (), False, None)
 
 
 def train(plan: Plan, earlier: list[Row], device: str) -> Iterator[list[Row]]:

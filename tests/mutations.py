@@ -186,13 +186,6 @@ TABLE = r"""
 - return saved
 + return dataclasses.replace(saved, step=saved.step - 1)
 ! training/test_resume.py::test_a_caller_of_the_steps_can_stop_at_any_of_them_save_and_resume_bit_for_bit
-@ training/save.py
-- for write in (write_tensors, complete):
-+ for write in (complete, write_tensors):
-! training/test_loop.py::test_a_model_whose_save_failed_is_not_the_best_and_a_loss_that_rises_twice_is_a_note
-- if validation_loss is not None and validation_loss < best:
-+ if validation_loss is not None:
-! training/test_loop.py::test_a_model_whose_save_failed_is_not_the_best_and_a_loss_that_rises_twice_is_a_note
 @ training/checkpoint.py
 - value = value.to(parameters[name].device, copy=True)
 + value = torch.zeros_like(value, device=parameters[name].device)
@@ -230,6 +223,9 @@ TABLE = r"""
 + if not (finite or scaler.is_enabled()):
 ! training/test_step.py::test_a_gradient_that_is_not_finite_leaves_the_weights_alone
 @ training/loop.py
+- is_best = validation_loss is not None and validation_loss < best
++ is_best = validation_loss is not None
+! training/test_loop.py::test_a_loss_that_rises_twice_is_a_note_and_best_is_the_lowest
 - group["lr"] = lr * group["lr_multiplier"]
 + group["lr"] = lr
 ! training/test_loop.py::test_the_steps_report_what_the_run_logs_and_neither_print_nor_write

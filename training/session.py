@@ -194,7 +194,7 @@ def prepare_training(
     """Bring the model to the device; returns what is called in training (`Session.forward`), optimizer and scaler."""
     machine, forward = settings.machine, model
     model.activation_checkpointing = machine.activation_checkpointing
-    freeze_parameters(model, settings.run.train_only)
+    freeze_parameters(model, settings.run.freeze)
     if machine.shard and processes.count > 1:
         shard(model, device, compiled=machine.compile)
     optimizer = build_optimizer(model.to(device), settings.optimizer, device)

@@ -20,7 +20,7 @@ def test_every_model_is_converted_in_every_way_and_compared_with_itself(config, 
     start = {"init_from": "layer", "center_weights": False}
     arms = {"layer": {"norm": "layer"}, "rms": start | {"norm": "rms", "norm_bias": False}}
     arms["centered rms with bias"] = start | {"norm": "rms", "norm_bias": True, "center_weights": True}
-    arms["rms, norms trained"] = arms["rms"] | {"train_only": "norms", "steps": 1, "learning_rate": 1e-2}
+    arms["rms, norms trained"] = arms["rms"] | {"freeze": ["*_proj.*"], "steps": 1, "learning_rate": 1e-2}
     save_plan(make_plan(config, tmp_path, arms), tmp_path / "plan.toml")
     for _ in range(2):  # the second has no more to do
         train.main(tmp_path, "cpu")
