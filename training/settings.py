@@ -8,6 +8,7 @@ import argparse
 import dataclasses
 import difflib
 import math
+import re
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -279,6 +280,7 @@ def changed_fields(before: Settings, after: Settings) -> list[str]:
 
 
 def nearest(name: str, known) -> str:
-    """` Did you mean X?`, or an empty string when no known name is close."""
-    close = difflib.get_close_matches(name, known, n=1)
-    return f" Did you mean {close[0]}?" if close else ""
+    """` Did you mean X?`, or an empty string when no known name is close or has these initials, as lr and wd."""
+    by_initials = {"".join(word[:1] for word in re.split("[-_]", other)): other for other in known}
+    close = by_initials.get(name.strip("-")) or next(iter(difflib.get_close_matches(name, known)), None)
+    return f" Did you mean {close}?" if close else ""
