@@ -22,7 +22,7 @@ from ablation import report
 from ablation.judge import judged, pairs_of_looks, summary
 from ablation.plan import Plan, Run, arm_settings, load_plan, run_settings, save_plan
 from ablation.records import Row, append, append_rows, as_table, read_rows
-from ablation.run import device_model, settings_hash, train_run
+from ablation.run import commit, device_model, settings_hash, train_run
 from ablation.settings import replace_settings
 from ablation.study import Study
 from data.tokens import end_with_parent
@@ -52,6 +52,7 @@ class Experiment:
         texts, reason = {row.text_hash for row in self.rows} - {""}, None
         try:
             row = future.result()
+            row = dataclasses.replace(row, commit=row.commit or commit())  # a cluster gets the code without git
             if row.device != self.device:
                 reason = f"it ran on {row.device}, and the others on {self.device}"
             elif texts and row.text_hash not in texts:
@@ -147,18 +148,18 @@ def start_process(experiment: Experiment, run: Run, torch_device: str) -> Future
     return future
 
 
-def judge(experiment: Experiment, start: Callable[[Run, str], Future] | None = None) -> list[str]:
-    """Train pairs, as `execute` does, until the verdict; what was known at each look, as lines of JSON."""
-    plan, lines, looks = experiment.plan, [], pairs_of_looks(experiment.plan.seeds)
+def judge(experiment: Experiment, start: Callable[[Run, str], Future] | None = None) -> str:
+    """Train pairs, as `execute` does, until the verdict, which is returned as JSON; looks before it are printed."""
+    plan, looks = experiment.plan, pairs_of_looks(experiment.plan.seeds)
     for look, pairs in enumerate(looks, 1):
         experiment.plan = dataclasses.replace(plan, seeds=pairs)
         execute(experiment, start)
         result = summary(experiment.study, look, looks)
-        lines.append(json.dumps(result))
-        if result["verdict"] != "inconclusive" or result["pairs"] < pairs:
+        if result["verdict"] != "inconclusive" or result["pairs"] < pairs or look == len(looks):
             break
+        print(json.dumps(result), flush=True)
     write_plan(experiment)  # with the pairs that there are
-    return lines
+    return json.dumps(result)
 
 
 def estimate_run(experiment: Experiment, torch_device: str) -> None:
@@ -188,7 +189,7 @@ def compare(
             estimate_run(experiment, torch_device)
             return 0
         if judging:
-            lines = judge(experiment, start)
+            lines = [judge(experiment, start)]
         else:
             write_plan(experiment)
             execute(experiment, start)

@@ -74,14 +74,15 @@ def test_of_20_real_comparisons_of_an_arm_with_itself_one_is_kept_and_one_discar
 
 
 @pytest.fixture
-def judged_with(row, start_of, config, tmp_path):
+def judged_with(row, start_of, config, tmp_path, capsys):
     """The lines of a verdict on a plan, with losses by run instead of training."""
 
     def verdict(loss, **fields) -> list[dict]:
         plan = dataclasses.replace(PLAN, config=str(config), **fields)
         experiment = execute.Experiment(plan, tmp_path, ["cpu"], "CPU", 1, [])
         start = start_of(lambda run, device: row(run, loss(run)))
-        return [json.loads(line) for line in execute.judge(experiment, start)]
+        last = execute.judge(experiment, start)
+        return [json.loads(line) for line in [*capsys.readouterr().out.splitlines(), last]]
 
     return verdict
 
