@@ -12,6 +12,7 @@ from training.plot import COLOURS
 
 WIDTH, DPI = 5.4, 110  # inches; 594 pixels
 MUTED = "0.45"
+MARKERS = "os^D"
 
 
 def panels(height: float, rows: int = 1) -> tuple[Figure, list[Axes]]:
@@ -70,4 +71,20 @@ def differences_over_steps(study: Study) -> Figure | None:
         axes.locator_params(nbins=5)
     figure.supxlabel("step (line: mean of the pairs; band: its 95% interval)", fontsize=9)
     figure.supylabel("loss minus the baseline's, nats per token (lower: better)", fontsize=9)
+    return figure
+
+
+def sweep(study: Study) -> Figure | None:
+    """Mean loss of every arm over the learning rates of the sweep, if there is one; no point where a run diverged."""
+    losses = study.schedule.sweep
+    if losses.empty:
+        return None
+    figure, [axes] = panels(3.6 + 0.1 * len(losses))
+    for i, (arm, of_arm) in enumerate(losses.iterrows()):
+        style = {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i // len(COLOURS) % len(MARKERS)]}
+        axes.plot(losses.columns, of_arm, **style, markersize=5, linewidth=1, label=arm)
+    axes.set(xscale="log", xlabel="learning rate", ylabel=f"validation loss, {study.unit}")
+    axes.set_xticks(losses.columns, [f"{rate:g}" for rate in losses.columns], rotation=45)
+    axes.minorticks_off()
+    figure.legend(loc="outside lower center", frameon=False, fontsize=8, ncols=3)
     return figure

@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
+import pandas as pd
+
 from ablation import plots
 from ablation.plan import STUDIES, arm_settings
 from ablation.records import KEY, MACHINE, read_lines
@@ -86,7 +88,10 @@ def pairs_to_decide(c: Comparison) -> str | None:
 
 
 def write(study: Study, folder: Path) -> Path:
-    """Write report.md, whose path is returned, and its pictures, to which the reports of studies/ have no links."""
+    """Write report.md, whose path is returned, the first table as CSV and LaTeX, and pictures as PNG and PDF.
+
+    The reports of studies/, which are kept without pictures, have no links to them.
+    """
     compared = [(f"{c.arm}: {c.verdict}", c.effect) for c in study.comparisons]
     effects = [(effect.name.replace(" x ", "\nx "), effect) for effect in study.effects]
     bases = ", ".join(dict.fromkeys(c.baseline for c in study.comparisons))
@@ -95,11 +100,15 @@ def write(study: Study, folder: Path) -> Path:
         "differences": plots.forest(compared, label, study.plan.margin),
         "effects": plots.forest(effects, label, study.plan.margin),
         "steps": plots.differences_over_steps(study),
+        "sweep": plots.sweep(study),
     }
     pictures = [name for name in figures if figures[name] is not None]
     for name, kind in itertools.product(pictures, ("png", "pdf")):
         with replacing(folder / f"{name}.{kind}") as file:
             figures[name].savefig(file, format=kind)
+    rows = pd.DataFrame(map(comparison_row, study.comparisons))
+    replace_text(folder / "differences.csv", rows.to_csv(index=False))
+    replace_text(folder / "differences.tex", rows.to_latex(index=False))
     text = markdown_text(study, folder, () if folder.resolve().parent == STUDIES else pictures)
     replace_text(folder / "report.md", text)
     return folder / "report.md"
@@ -117,7 +126,7 @@ def markdown_text(study: Study, folder: Path, drawn: Collection[str]) -> str:
         ("Effects of the grid", "effects", [table(effects)]),
         ("Paired difference over steps", "steps", []),
         ("Arms", None, [table(arm_row(study, arm) for arm in study.plan.all_arms)]),
-        ("Learning rates", None, [table(study.schedule.sweep.reset_index().to_dict("records"))]),
+        ("Learning rates", "sweep", [table(study.schedule.sweep.reset_index().to_dict("records"))]),
         ("Rerun spread and placebo", None, [table(study.spread.reset_index().to_dict("records"))]),
         ("Runs that did not complete", None, [table(incomplete[[*KEY, "status", "reason"]].to_dict("records"))]),
         ("Changes of the plan", None, [table(read_lines(folder / "changes.jsonl"))]),
