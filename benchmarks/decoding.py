@@ -34,7 +34,6 @@ from model.config import ModelConfig
 from model.count import num_parameters
 from model.decoder import Decoder
 from model.device import device_name, processor
-from model.fused_decode import decode_step_for
 
 SHAPES = {
     "260k": ModelConfig(512, 64, 172, 5, 8, 4, max_position_embeddings=512),  # stories260K of llama2.c
@@ -101,7 +100,9 @@ def transformers_model(config: ModelConfig) -> torch.nn.Module:
 def ours(case: Case, choice: str = "auto") -> dict[str, Block]:
     """`generate` with the fast steps of the chosen kernels; the reference has none, so the decoder itself is called."""
     from generation.generate import generate
+    from generation.gpu_step import GpuDecodeStep
     from generation.settings import Sampling
+    from generation.steps import decode_step
 
     if case.device == "cpu":
         import numba  # noqa: F401 - without it `generate` would use the decoder itself
@@ -112,8 +113,8 @@ def ours(case: Case, choice: str = "auto") -> dict[str, Block]:
         kernels.use(choice, torch.device(case.device))
         clock = Clock()
         generate(decoder, prompts, max_new_tokens=case.tokens, sampling=greedy, on_logits=clock.put)
-        with decode_step_for(decoder, case.sequences, case.prompt + case.tokens) as step:
-            if step is not None and step.unavailable_reason is not None:  # what was timed is the decoder
+        with decode_step(decoder, case.sequences, case.prompt + case.tokens) as step:
+            if isinstance(step, GpuDecodeStep) and step.unavailable_reason is not None:  # the decoder was timed
                 raise RuntimeError(step.unavailable_reason)
         return clock.seconds_per_step(case.tokens)
 

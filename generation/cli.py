@@ -18,8 +18,9 @@ from data.chat import ChatFormat
 from data.tokenizer import Tokenizer
 from errors import UserError, fit_terminal, printable, reading
 from generation.conversation import Conversation
-from generation.generate import MAX_CPU_SEQUENCES, check_prompts, encode_prompt, generate, has_cpu_step, tokens_after
+from generation.generate import check_prompts, encode_prompt, generate, tokens_after
 from generation.settings import Settings
+from generation.steps import MAX_CPU_SEQUENCES, decode_step_kind
 from generation.stream import OrderedTexts, TextStream
 from model.decoder import Decoder
 from model.device import choose_device, choose_inference_dtype, explain_out_of_memory
@@ -110,7 +111,7 @@ def load_decoder(checkpoint: Checkpoint, settings: Settings) -> Decoder:
     """The model on its device, with its weights in the dtype it computes in."""
     device, int8 = choose_device(settings.device), settings.dtype == "int8"
     kernels.use(settings.kernels, device)
-    if int8 and not has_cpu_step(checkpoint.config, device, torch.bfloat16, settings.batch_size):
+    if int8 and decode_step_kind(checkpoint.config, device, torch.bfloat16, settings.batch_size) != "cpu":
         raise UserError(
             f"--dtype int8 needs a CPU, a --batch-size (now {settings.batch_size}) of at most {MAX_CPU_SEQUENCES}, and "
             "a pre-norm model with RMSNorm or LayerNorm and SwiGLU; use bfloat16."

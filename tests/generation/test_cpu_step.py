@@ -18,7 +18,8 @@ from checkpoints.inference import quantize_matrices
 from errors import note
 from generation import cpu_step
 from generation.cpu_step import CpuDecodeStep
-from generation.generate import MAX_CPU_SEQUENCES, decode_step, generate
+from generation.generate import generate
+from generation.steps import MAX_CPU_SEQUENCES, decode_step
 from model.cache import KeyValueCache
 from model.linear import Linear
 

@@ -1,40 +1,23 @@
-"""Decoding with the fused kernels: one token for each sequence through all layers, on CUDA replayed as one graph.
+"""Decoding on a GPU: one token for each sequence through all layers in fused kernels, on CUDA replayed as one graph.
 
 Replaying a graph is one call for the host instead of a hundred kernel launches. A graph always reads and writes the
 same memory, so the tokens, the position, the padding, the cache and the logits are tensors that stay where they are.
-Capturing one takes longer than many steps, so the last step is kept, with its graph and cache, for the next prompts.
+Pre-norm decoders with SwiGLU and RMSNorm or LayerNorm have a step, unless they have a bias of the attention's output.
 """
 
-import contextlib
-import sys
 import weakref
-from collections.abc import Iterator
-from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 import kernels
+from errors import note
 from model.cache import KeyValueCache
-from model.config import ModelConfig
 from model.decoder import Decoder
 
-MAX_SEQUENCES = 8  # more need more registers than a thread has; an ordinary matrix product is good at more
-MIN_POSITIONS = 256  # room of a kept cache
 
-
-def fused_step(config: ModelConfig, device: torch.device) -> Literal["gpu", "cpu"] | None:
-    """Which fused step computes the layers of a model: "gpu" `DecodeStep`, "cpu" that of generation; None: neither."""
-    if config.norm_placement != "pre" or config.norm not in ("rms", "layer") or config.mlp != "swiglu":
-        return None
-    chosen = kernels.implementation(device)
-    if chosen is kernels.gpu and not config.attention_output_bias:
-        return "gpu"
-    return "cpu" if chosen is kernels.cpu else None
-
-
-class DecodeStep:
+class GpuDecodeStep:
     """Computes the logits that follow one new token of every sequence in a cache.
 
     If the kernels or the capture of their graph fail, one line on stderr says so, and the decoder itself takes over.
@@ -70,39 +53,36 @@ class DecodeStep:
         if self.unavailable_reason is None:
             try:
                 with torch.cuda.device_of(self.tokens):  # graphs are captured on the current device
-                    self.step(tokens, padding)
+                    self.compute_logits(tokens, padding)
                 self.cache.length += 1
                 return self.logits[:, None]
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:  # whatever Triton, ptxas or the driver may raise
                 self.unavailable_reason = f"{type(error).__name__}: {error}".partition("\n")[0]
-                print(f"fused decoding: {self.unavailable_reason}; the decoder runs without it.", file=sys.stderr)
+                note(f"fused decoding: {self.unavailable_reason}; the decoder runs without it.")
         # The decoder overwrites this position of the cache, whatever the kernels have left there.
         return self._decoder()(tokens, cache=self.cache, padding=padding, last_only=True)
 
-    def step(self, tokens: Tensor, padding: Tensor | None) -> None:
+    def compute_logits(self, tokens: Tensor, padding: Tensor | None) -> None:
         """Copy the inputs into the graph's tensors and run it; leaves the result in `self.logits`.
 
         The second step captures the graph: compiling kernels and creating cuBLAS's handle would fail meanwhile.
         """
         self.tokens.copy_(tokens[:, 0])
         self.position.fill_(self.cache.length)
-        if padding is None:
-            self.padding.zero_()
-        else:
-            self.padding.copy_(padding)
+        self.padding[:] = 0 if padding is None else padding
         if self.logits is not None and self.graph is None and self.tokens.is_cuda:
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):  # records a step, on a stream of its own, and does not run it yet
-                self.logits = self.run()
+                self.logits = self.launch()
             self.graph = graph
         if self.graph is not None:
             self.graph.replay()
         else:
-            self.logits = self.run()
+            self.logits = self.launch()
 
-    def run(self) -> Tensor:
+    def launch(self) -> Tensor:
         """Launch the kernels of all layers, then the final norm and the head; returns float32 logits (B, V)."""
         decoder, cache, decode = self._decoder(), self.cache, kernels.decode
         s = F.embedding(self.tokens, decoder.embed_tokens.weight).to(decoder.compute_dtype)  # (B, D), the stream
@@ -122,36 +102,3 @@ class DecodeStep:
         x, _ = decoder.norm(s)
         head = decoder.embed_tokens if decoder.lm_head is None else decoder.lm_head
         return head(x).float()
-
-
-# At most one step that nobody uses at the moment, with what must not change for its graph to be valid.
-_kept: weakref.WeakKeyDictionary[Decoder, tuple[tuple, DecodeStep]] = weakref.WeakKeyDictionary()
-
-
-@contextlib.contextmanager
-def decode_step_for(decoder: Decoder, batch_size: int, positions: int) -> Iterator[DecodeStep | None]:
-    """A step whose empty cache has room for `positions`; None if no kernels fit device, model and batch size.
-
-    The last step is kept with its cache and graph, until it does not fit or its decoder is gone. Its cache has room for
-    a power of two of positions, at least 256 and at most the context, so that prompts of different lengths share it.
-    """
-    config, device, dtype = decoder.config, decoder.embed_tokens.weight.device, decoder.compute_dtype
-    if fused_step(config, device) != "gpu" or batch_size > MAX_SEQUENCES:
-        yield None
-        return
-    room = 1 << (max(positions, MIN_POSITIONS) - 1).bit_length()
-    room = max(positions, min(room, config.max_position_embeddings))
-    # A graph reads the memory that held the weights when it was captured: if they are now elsewhere, it is useless.
-    weights = [*decoder.parameters(), *decoder.buffers()]
-    valid_for = batch_size, room, dtype, *((w.data_ptr(), w.dtype, w.device) for w in weights)
-    kept_for, step = _kept.pop(decoder, (None, None))  # taken out, so that a nested call makes its own
-    if kept_for != valid_for:
-        step = None  # frees memory before more is allocated
-        _kept.clear()
-        step = DecodeStep(decoder, KeyValueCache(config, batch_size, room, device=device, dtype=dtype))
-    step.cache.length = 0
-    try:
-        yield step
-    finally:
-        _kept.clear()
-        _kept[decoder] = valid_for, step
