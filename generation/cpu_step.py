@@ -7,8 +7,9 @@ pre-norm decoders with SwiGLU and RMSNorm or LayerNorm have a step.
 """
 
 import contextlib
+import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,29 +26,28 @@ from model.cache import KeyValueCache
 from model.decoder import Decoder
 from model.linear import Linear
 
-# Sums may be added in any order, so that they become vectors of sums; NaN stays NaN.
-OPTIONS = {"cache": True, "error_model": "numpy", "fastmath": {"reassoc", "contract", "nsz", "arcp"}}
+class LoopCache(FunctionCache):
+    """Numba's cache on disk. What cannot be read or written there is compiled anew, after one note."""
+
+    @contextlib.contextmanager
+    def _guard_against_spurious_io_errors(self) -> Iterator[None]:  # Numba's lets most errors of its files pass
+        try:
+            yield
+        except Exception as error:
+            reason = str(error).partition(":")[0]
+            note(f"the decoding step is compiled anew: its cache in {self.cache_path} cannot be used ({reason})")
+            with contextlib.suppress(OSError):
+                self.flush()  # a file that is cut short
 
 
-@contextlib.contextmanager
-def optional(cache: FunctionCache) -> Iterator[None]:
-    """What fails in this block, reading or writing the cache, is compiled anew, after one note."""
+def compiled(function: Callable, parallel: bool = False) -> Callable:
+    """The loops of a function in machine code, where sums are added in any order, as vectors; NaN stays NaN."""
+    loops = njit(function, parallel=parallel, error_model="numpy", fastmath={"reassoc", "contract", "nsz", "arcp"})
     try:
-        yield
-    except Exception as error:
-        reason = str(error).partition(":")[0]
-        note(f"the decoding step is compiled anew: its cache in {cache.cache_path} cannot be used ({reason})")
-        with contextlib.suppress(OSError):
-            cache.flush()  # a file that is cut short
-
-
-FunctionCache._guard_against_spurious_io_errors = optional  # Numba's own passes over some errors of Windows
-try:
-    FunctionCache(optional.__wrapped__)
-except RuntimeError:  # nor in the home directory
-    OPTIONS["cache"] = False
-    note(f"the decoding step is compiled in each process: {Path(__file__).parent} cannot be written")
-compiled, compiled_in_parallel = njit(**OPTIONS), njit(**OPTIONS, parallel=True)
+        loops._cache = LoopCache(function)
+    except RuntimeError:  # nor in the home directory
+        note(f"the decoding step is compiled in each process: {Path(__file__).parent} cannot be written")
+    return loops
 
 
 class Matrix(NamedTuple):
@@ -83,7 +83,7 @@ def _widen(x):
     return lambda x: np.float32(x)
 
 
-@compiled_in_parallel
+@functools.partial(compiled, parallel=True)
 def add_product(out, matrix, x):
     """out += W x + bias for each row of x (B, in_features) and out (B, out_features)."""
     for row in prange(len(matrix.values)):
@@ -126,7 +126,7 @@ def rotate(head, cos, sin):
         head[i], head[half + i] = a * cos[i] - b * sin[i], b * cos[i] + a * sin[i]
 
 
-@compiled_in_parallel
+@functools.partial(compiled, parallel=True)
 def attend(qkv, keys, values, padding, end):
     """Attention of the queries in qkv (B, (H + 2K) d) to the cache's first `end` positions: (B, H d)."""
     batch, kv_heads, _, width = keys.shape

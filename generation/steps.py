@@ -1,7 +1,7 @@
 """The step that computes the logits of the next tokens: which one fits a model, and the one that is kept.
 
 A step has a key/value cache and is called with tokens (B, 1) and padding. On a CPU it is `CpuDecodeStep`, with the
-kernels for a GPU `GpuDecodeStep`; other models and larger batches have none, and the decoder itself computes the logits.
+kernels for a GPU `GpuDecodeStep`; for other models and larger batches the decoder itself computes the logits.
 """
 
 import contextlib
