@@ -28,12 +28,13 @@ import kernels
 from benchmarks import timing
 from benchmarks.timing import Block
 from checkpoints.families import to_json
-from checkpoints.inference import cast_weights, quantize_matrices
+from checkpoints.pretrained import inference_dtype
 from errors import exit_on_user_error
+from generation.steps import decode_step, quantize_matrices
 from model.config import ModelConfig
 from model.count import num_parameters
 from model.decoder import Decoder
-from model.device import device_name, processor
+from model.device import allocate, device_name, processor
 
 SHAPES = {
     "260k": ModelConfig(512, 64, 172, 5, 8, 4, max_position_embeddings=512),  # stories260K of llama2.c
@@ -81,6 +82,15 @@ class Clock:
         return (self.times[-1] - self.times[-tokens]) / (tokens - 1)
 
 
+def cast_weights(decoder: Decoder, dtype: torch.dtype) -> None:
+    """Compute in `dtype` and store the matrices in it, so that no step casts them. Norm weights and biases: float32."""
+    decoder.compute_dtype = dtype
+    parameters = [*decoder.parameters()]
+    sizes = [(parameter.shape, inference_dtype(parameter, dtype)) for parameter in parameters]
+    for parameter, data in zip(parameters, allocate(sizes, parameters[0].device), strict=True):
+        parameter.data = data.copy_(parameter.data)
+
+
 def our_decoder(case: Case) -> Decoder:
     """Our decoder with random weights, as `generate.py --dtype` stores it."""
     decoder = Decoder(case.config, seed=1).eval()
@@ -102,7 +112,6 @@ def ours(case: Case, choice: str = "auto") -> dict[str, Block]:
     from generation.generate import generate
     from generation.gpu_step import GpuDecodeStep
     from generation.settings import Sampling
-    from generation.steps import decode_step
 
     if case.device == "cpu":
         import numba  # noqa: F401 - without it `generate` would use the decoder itself

@@ -6,7 +6,7 @@ Nothing is ever unpickled. Writing is not atomic: callers write into a new direc
 import functools
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -117,12 +117,15 @@ class Checkpoint:
     tensors: dict[str, StoredTensor]  # what the decoder has, by names in files
     adapter: Path | None = None  # a LoRA adapter to add to them
 
-    def dtype(self, *names: str) -> torch.dtype:
-        """The smallest dtype that holds the named tensors exactly; without names, the dtype of the largest tensor."""
-        largest = max(self.tensors, key=lambda name: math.prod(self.tensors[name].shape))
-        chosen = [self.tensors[name] for name in names or [largest]]
-        with reading(chosen[0].path, "give the unquantized model"):
-            return functools.reduce(torch.promote_types, [DTYPES[tensor.dtype] for tensor in chosen])
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the largest tensor."""
+        return self.common_dtype([max(self.tensors, key=lambda name: math.prod(self.tensors[name].shape))])
+
+    def common_dtype(self, names: Iterable[str]) -> torch.dtype:
+        """The smallest dtype that holds the named tensors exactly."""
+        with reading(self.directory, "give the unquantized model"):
+            return functools.reduce(torch.promote_types, [DTYPES[self.tensors[name].dtype] for name in names])
 
 
 def open_checkpoint(directory: Path | str, adapter: Path | None = None) -> Checkpoint:
@@ -174,7 +177,7 @@ def load_pretrained(
         if cast:
             dtype = inference_dtype(parameter, compute_dtype)
         else:
-            dtype = checkpoint.dtype(*unpacked_names(name, checkpoint.config))
+            dtype = checkpoint.common_dtype(unpacked_names(name, checkpoint.config))
         sizes.append((parameter.shape, dtype))
     state = dict(zip(parameters, allocate(sizes, torch.device(device)), strict=True))
     weights = unpacked_tensors(state, checkpoint.config)

@@ -90,7 +90,7 @@ def convert(checkpoint: Path, path: Path, dtype: str | None, name: str) -> None:
     vocabulary = llama_cpp_vocabulary(tokenizer, config.vocab_size)
     for difference in vocabulary.notes:
         note(f"note: {difference}")
-    stored_dtype = str(opened.dtype("model.embed_tokens.weight")).removeprefix("torch.")
+    stored_dtype = str(opened.common_dtype(["model.embed_tokens.weight"])).removeprefix("torch.")
     dtype = dtype or (stored_dtype if stored_dtype in DTYPES else "float32")
     tensors = gguf_tensors(opened, architecture)
     writer = gguf.GGUFWriter(path, architecture)

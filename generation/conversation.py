@@ -48,29 +48,28 @@ class Conversation:
     def answer(self, text: str) -> None:
         """Generate the answer to `text` and write it."""
         messages, prompt = self.fit([*self.messages, {"role": "user", "content": text}])
-        stream, parts = TextStream(self.format.tokenizer, self.settings.stop), []
+        stream = TextStream(self.format.tokenizer, self.settings.stop)
 
-        def emit(part: str) -> bool:
-            parts.append(part)
-            self.write(part)
+        def on_token(_: int, token: int) -> bool:
+            self.write(stream.push(token))
             return stream.stopped
 
         try:
             result = self.continue_prompts(
                 [prompt],
                 sample_numbers=[self.answers],
-                on_token=lambda _, token: emit(stream.push(token)),
+                on_token=on_token,
                 prefix=self.prefix,
             )
-            emit(stream.flush())
+            self.write(stream.finish())
             end = result.finish_reasons[0]
         except KeyboardInterrupt:
-            if not any(parts):
+            if not stream.text:
                 self.log("\nstopped before the answer began; your message is forgotten")
                 return
             end = "interrupted"
         self.write("\n")
-        self.messages = [*messages, {"role": "assistant", "content": "".join(parts)}]
+        self.messages = [*messages, {"role": "assistant", "content": stream.text}]
         self.answers += 1
         reasons = {
             "interrupted": "stopped",

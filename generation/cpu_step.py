@@ -26,6 +26,7 @@ from model.cache import KeyValueCache
 from model.decoder import Decoder
 from model.linear import Linear
 
+
 class LoopCache(FunctionCache):
     """Numba's cache on disk. What cannot be read or written there is compiled anew, after one note."""
 

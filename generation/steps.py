@@ -18,6 +18,8 @@ from generation.gpu_step import GpuDecodeStep
 from model.cache import KeyValueCache
 from model.config import ModelConfig
 from model.decoder import Decoder
+from model.device import allocate
+from model.linear import Linear
 
 MAX_CPU_SEQUENCES = 16  # the largest batch that was measured
 MAX_GPU_SEQUENCES = 8  # more need more registers than a thread has; an ordinary matrix product is good at more
@@ -87,3 +89,21 @@ def last_gpu_step(decoder: Decoder, batch_size: int, positions: int) -> Iterator
     finally:
         _last_step.clear()
         _last_step[decoder] = valid_for, step
+
+
+def quantize_matrices(decoder: Decoder) -> None:
+    """Give decoding steps on a CPU the matrices of the layers and the head in int8 too; prompts use the others.
+
+    Absmax quantization (Dettmers et al. 2022, arXiv 2208.07339, section 2): a row w is stored as the integers closest
+    to w / s, with s = max |w| / 127. Inputs are not quantized.
+    """
+    lookup = None if decoder.lm_head is None else decoder.embed_tokens  # an untied embedding multiplies nothing
+    linears = [module for module in decoder.modules() if isinstance(module, Linear) and module is not lookup]
+    sizes = []
+    for linear in linears:
+        sizes += [(linear.weight.shape, torch.int8), (linear.weight.shape[:1], torch.float32)]
+    memory = iter(allocate(sizes, linears[0].weight.device))
+    for linear in linears:
+        weight = linear.weight.detach().float()
+        scales = weight.abs().amax(1).clamp(min=torch.finfo(torch.float32).tiny) / 127
+        linear.int8 = next(memory).copy_((weight / scales[:, None]).round()), next(memory).copy_(scales)

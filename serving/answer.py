@@ -9,12 +9,11 @@ import msgspec
 import torch
 from msgspec import Meta
 
-from checkpoints.bundle import open_model
 from data.chat import ChatFormat
 from errors import UserError
 from files import read_json, read_toml
-from generation.cli import load_decoder
 from generation.generate import PrefixCache, check_prompts, encode_prompt, generate, tokens_after
+from generation.load import load_decoder, open_model
 from generation.settings import Sampling, Settings, recommended_sampling
 from generation.stream import TextStream
 from model.cache import KeyValueCache
@@ -154,7 +153,7 @@ class ServedModel:
             streams = {}
             for choice in range(number * request.n, (number + 1) * request.n):
                 streams[choice] = TextStream(self.tokenizer, request.stop, ids)
-                emit(Step(choice, streams[choice].prompt if request.echo else "", begins=True))
+                emit(Step(choice, streams[choice].text if request.echo else "", begins=True))
             if request.echo and request.logprobs is not False:
                 self.score(request, emit, streams, ids)
             if request.max_tokens:
@@ -163,7 +162,7 @@ class ServedModel:
                 new += self.sample(request, emit, streams, ids, eos_ids=self.eos_ids, first_tokens=first)
             else:
                 for choice, stream in streams.items():
-                    emit(Step(choice, stream.flush(), end="length"))
+                    emit(Step(choice, stream.finish(), end="length"))
         return sum(map(len, encoded)), new
 
     def encode(self, prompt: str | list[int], request: CompletionRequest) -> list[int]:
@@ -217,7 +216,7 @@ class ServedModel:
 
         def on_finish(i: int, reason: str) -> None:
             end = "stop" if reason in ("eos", "stop") else "length"
-            emit(Step(choices[i], streams[choices[i]].flush(), end=end))
+            emit(Step(choices[i], streams[choices[i]].finish(), end=end))
 
         if request.n > 1:
             self.prefix = PrefixCache()

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from checkpoints import weights
-from checkpoints.bundle import open_model
 from checkpoints.find import find_checkpoint
 from checkpoints.pretrained import load_pretrained, save_pretrained
 from errors import UserError
 from generation import cli
 from generation.generate import encode_prompt, tokens_after
+from generation.load import load_decoder, open_model
 from generation.settings import Sampling, Settings, recommended_sampling
 from model.lora import add_lora
 
@@ -145,7 +145,7 @@ def test_a_start_opens_the_configuration_the_weights_and_the_tokenizer_once(chec
 
 
 def test_errors_are_found_before_the_weights_are_read(checkpoint, monkeypatch, output):
-    monkeypatch.setattr(cli, "load_pretrained", lambda *_, **__: pytest.fail("the weights were read"))
+    monkeypatch.setattr("generation.load.load_pretrained", lambda *_, **__: pytest.fail("the weights were read"))
     with pytest.raises(UserError, match="context is 48 tokens"):
         output(checkpoint, ["☺" * 60])
     with pytest.raises(UserError, match="has no chat template, so it only continues text; teach it to talk: python"):
@@ -166,7 +166,7 @@ def test_out_of_memory_is_a_user_error_that_names_the_flag(checkpoint, monkeypat
 def test_matrices_are_quantized_for_int8_and_the_log_says_so(checkpoint, output):
     text, lines = output(checkpoint, max_new_tokens=5, dtype="int8")
     assert "in bfloat16 with int8 matrices, kernels: " in lines[0] and len(text) > 2
-    loaded = cli.load_decoder(open_model(checkpoint)[0], Settings(device="cpu", dtype="int8"))
+    loaded = load_decoder(open_model(checkpoint)[0], Settings(device="cpu", dtype="int8"))
     assert all(layer.self_attn.qkv_proj.int8 is not None for layer in loaded.layers)
 
 

@@ -21,8 +21,8 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 import kernels
+from benchmarks.decoding import cast_weights
 from benchmarks.kernels import OURS, loss_case, make_blocks, mlp_case, norm_case, rotary_case
-from checkpoints.inference import cast_weights
 from generation.gpu_step import GpuDecodeStep
 from kernels import activation, cross_entropy, decode, norm, rope
 from model.cache import KeyValueCache
