@@ -26,11 +26,11 @@ from model.device import allocate
 from model.norm import is_norm_parameter
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-# Fields that must be equal for the weights of one model to be loaded into another. `norm` need not be.
-FIELDS_THAT_MUST_MATCH = (
-    *(*SHAPE_FIELDS, "num_key_value_heads", "resolved_head_dim", "attention_bias", "attention_output_bias", "qk_norm"),
-    *("tie_word_embeddings", "norm_placement", "mlp"),
-)
+# Fields that must be equal, beside `SHAPE_FIELDS`, for the weights of one model to be loaded into another.
+FIELDS_THAT_MUST_MATCH = """
+    num_key_value_heads resolved_head_dim attention_bias attention_output_bias qk_norm tie_word_embeddings
+    norm_placement mlp
+""".split()
 
 
 def unpacked_names(name: str, config: ModelConfig) -> dict[str, int | None]:
@@ -189,9 +189,10 @@ def load_pretrained(
 
 
 def copy_tensors(stored: Mapping[str, StoredTensor], targets: Mapping[str, Tensor]) -> None:
-    """Copy stored tensors to their targets, with a progress bar when that takes more than two seconds."""
+    """Copy stored tensors to their targets, if they have one; a progress bar when that takes more than two seconds."""
     for name, tensor in tqdm(stored.items(), "reading the weights", delay=2, leave=False, disable=None):
-        targets[name].copy_(tensor.read())
+        if name in targets:
+            targets[name].copy_(tensor.read())
 
 
 def inference_dtype(parameter: Tensor, compute_dtype: torch.dtype) -> torch.dtype:
@@ -215,21 +216,17 @@ def load_weights(decoder: Decoder, directory: Path | str) -> tuple[list[str], li
         return [], []
     checkpoint = open_checkpoint(directory)
     check_fields_match(checkpoint.config, decoder.config, directory)
-    kept = {name: tensor for name, tensor in checkpoint.tensors.items() if name in views}
-    new = [name for name in views if name not in kept]
-    dropped = [name for name in checkpoint.tensors if name not in kept]
+    new = [name for name in views if name not in checkpoint.tensors]
+    dropped = [name for name in checkpoint.tensors if name not in views]
     assert all(map(is_norm_parameter, [*new, *dropped]))
-    copy_tensors(kept, views)
+    copy_tensors(checkpoint.tensors, views)
     return new, dropped
 
 
 def check_fields_match(theirs: ModelConfig, ours: ModelConfig, directory: Path | str) -> None:
     """`UserError` with all fields in which two models differ: other numbers of heads can give the same shapes."""
-    different = []
-    for key in FIELDS_THAT_MUST_MATCH:
-        found, wanted = getattr(theirs, key), getattr(ours, key)
-        if found != wanted:
-            different.append(f"{key.removeprefix('resolved_')} {found} instead of {wanted}")
+    fields = [(key, getattr(theirs, key), getattr(ours, key)) for key in (*SHAPE_FIELDS, *FIELDS_THAT_MUST_MATCH)]
+    different = [f"{key.removeprefix('resolved_')} {a} instead of {b}" for key, a, b in fields if a != b]
     if different:
         problem = ", ".join(different)
         raise UserError(f"the weights of {directory} do not fit this model: {problem}; use the same values.")

@@ -210,21 +210,13 @@ class CpuDecodeStep:
 
         self.layers = []
         for layer, keys, values in zip(decoder.layers, cache.keys, cache.values, strict=True):
-            attention, before, after = layer.self_attn, layer.input_layernorm, layer.post_attention_layernorm
+            attention, mlp = layer.self_attn, layer.mlp
+            before, after = (norm(n.weight, n.bias) for n in (layer.input_layernorm, layer.post_attention_layernorm))
             head_norms = [norm(n.weight) for n in (attention.q_norm, attention.k_norm) if n is not None]
-            self.layers.append(
-                LayerWeights(
-                    norm(before.weight, before.bias),
-                    matrix(attention.qkv_proj),
-                    np.array(head_norms, np.float32).reshape(-1, 2, config.resolved_head_dim),
-                    matrix(attention.o_proj),
-                    norm(after.weight, after.bias),
-                    matrix(layer.mlp.gate_up_proj),
-                    matrix(layer.mlp.down_proj),
-                    keys.numpy(),
-                    values.numpy(),
-                )
-            )
+            head_norms = np.array(head_norms, np.float32).reshape(-1, 2, config.resolved_head_dim)
+            qkv, o, gate_up, down = map(matrix, (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj))
+            cached = keys.numpy(), values.numpy()
+            self.layers.append(LayerWeights(before, qkv, head_norms, o, after, gate_up, down, *cached))
         self.norm = norm(decoder.norm.weight, decoder.norm.bias)
         self.head = matrix(decoder.embed_tokens if decoder.lm_head is None else decoder.lm_head)
         decoder.rope.grow(cache.max_length)

@@ -1,4 +1,4 @@
-"""Device, dtype and threads: how each setting is resolved here, and what is known about a device.
+"""What --device and --dtype mean on this machine, how memory and threads are used on it, and what it is called.
 
 Every choice is a rule and no measurement, so that two runs on one machine never differ because it was busy.
 """
@@ -60,16 +60,16 @@ def fast_at_bfloat16(device: torch.device) -> bool:
     """Whether the device multiplies bfloat16 matrices: CUDA from capability 8.0 on, CPUs with AVX-512-BF16 or AMX."""
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 0)
-    found = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    allowed = torch.backends.cpu.get_cpu_capability() == "AVX512"  # ATEN_CPU_CAPABILITY can rule it out
-    return device.type == "cpu" and found and allowed
+    has_instructions = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    uses_them = torch.backends.cpu.get_cpu_capability() == "AVX512"  # ATEN_CPU_CAPABILITY can rule it out
+    return device.type == "cpu" and has_instructions and uses_them
 
 
 def why_not_compile(device: torch.device) -> str | None:
     """What torch.compile lacks on this device, or None: a C++ compiler on a CPU, Triton elsewhere."""
     if device.type == "cpu":
-        found = any(map(shutil.which, ("g++", "clang++", "c++", "cl")))
-        return None if found else "no C++ compiler found (install g++, clang++ or Visual C++)"
+        has_compiler = any(map(shutil.which, ("g++", "clang++", "c++", "cl")))
+        return None if has_compiler else "no C++ compiler found (install g++, clang++ or Visual C++)"
     return None if importlib.util.find_spec("triton") else "Triton is not installed"
 
 
@@ -107,11 +107,10 @@ def keep_freed_memory() -> None:
     A training step frees and allocates the same large buffers again and again. By default each is a new mapping that
     the operating system fills with zeros: a third of the time of a step in the default run.
     """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform.startswith("linux") else None
-    if mallopt is not None:
+    if sys.platform.startswith("linux") and hasattr(ctypes.CDLL(None), "mallopt"):
         m_trim_threshold, m_mmap_max = -1, -4  # from glibc's malloc.h
-        mallopt(m_mmap_max, 0)
-        mallopt(m_trim_threshold, 2**31 - 1)
+        ctypes.CDLL(None).mallopt(m_mmap_max, 0)
+        ctypes.CDLL(None).mallopt(m_trim_threshold, 2**31 - 1)
 
 
 def allocate(sizes: Sequence[tuple[torch.Size, torch.dtype]], device: torch.device) -> list[torch.Tensor]:
@@ -122,11 +121,13 @@ def allocate(sizes: Sequence[tuple[torch.Size, torch.dtype]], device: torch.devi
     """
     if device.type != "cpu":
         return [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in sizes]
-    bytes_of = [shape.numel() * dtype.itemsize for shape, dtype in sizes]
-    rounded = [math.ceil(count / 64) * 64 for count in bytes_of]  # each begins a cache line
-    parts = torch.from_numpy(np.empty(sum(rounded), np.uint8)).split(rounded)
-    found = zip(parts, bytes_of, sizes, strict=True)
-    return [part[:count].view(dtype).view(shape) for part, count, (shape, dtype) in found]
+    counts = [shape.numel() * dtype.itemsize for shape, dtype in sizes]  # of bytes
+    rounded = [math.ceil(count / 64) * 64 for count in counts]  # each begins a cache line
+    blocks = torch.from_numpy(np.empty(sum(rounded), np.uint8)).split(rounded)
+    return [
+        block[:count].view(dtype).view(shape)
+        for block, count, (shape, dtype) in zip(blocks, counts, sizes, strict=True)
+    ]
 
 
 def device_name(device: torch.device) -> str:
@@ -138,11 +139,7 @@ def device_name(device: torch.device) -> str:
 
 def processor() -> str:
     """The CPU's model, as the operating system names it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    for line in lines:
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
