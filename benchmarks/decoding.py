@@ -30,7 +30,7 @@ from benchmarks.timing import Block
 from checkpoints.families import to_json
 from checkpoints.pretrained import inference_dtype
 from errors import exit_on_user_error
-from generation.steps import decode_step, quantize_matrices
+from generation.steps import GpuDecodeStep, decode_step, quantize_matrices
 from model.config import ModelConfig
 from model.count import num_parameters
 from model.decoder import Decoder
@@ -110,7 +110,6 @@ def transformers_model(config: ModelConfig) -> torch.nn.Module:
 def ours(case: Case, choice: str = "auto") -> dict[str, Block]:
     """`generate` with the fast steps of the chosen kernels; the reference has none, so the decoder itself is called."""
     from generation.generate import generate
-    from generation.gpu_step import GpuDecodeStep
     from generation.settings import Sampling
 
     if case.device == "cpu":

@@ -9,6 +9,8 @@ from generation.generate import Generation, PrefixCache, check_prompts
 from generation.settings import Settings
 from generation.stream import TextStream
 
+COMMANDS = "Ctrl-C stops an answer, /reset starts a new conversation, /quit leaves"
+
 
 @dataclass
 class Conversation:
@@ -26,16 +28,19 @@ class Conversation:
 
     def run(self, read: Callable[[], str]) -> None:
         """Answer the lines that are typed until the input ends. A `UserError` ends an answer, not the conversation."""
-        self.log("Ctrl-C stops an answer, /reset starts a new conversation, /quit leaves")
+        self.log(COMMANDS)
         while True:
             try:
                 line = read()
-                if line.strip() in ("/quit", "/exit", "exit", "quit"):
+                command = line.strip()  # others are text: models have commands of their own, such as /no_think
+                if command in ("/quit", "/exit", "exit", "quit"):
                     return
-                if line.strip() == "/reset":  # others are text: models have commands of their own, such as /no_think
+                if command in ("/help", "/?"):
+                    self.log(COMMANDS)
+                elif command == "/reset":
                     self.messages = []
                     self.log("a new conversation begins")
-                elif line.strip():
+                elif command:
                     self.answer(line)
             except EOFError:
                 self.log("")  # the next prompt of the shell starts on a line of its own

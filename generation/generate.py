@@ -1,7 +1,6 @@
 """Token ids in, token ids out: one prefill of the left-padded prompts, then one decoding step per new token.
 
-A finished sequence stays in the batch and its further tokens are dropped, until the last one has finished: simple, and
-good enough for small batches.
+A finished sequence stays in the batch and its further tokens are dropped, until the last one has finished.
 """
 
 import math
@@ -95,12 +94,10 @@ def generate(
 ) -> Generation:
     """Continue each prompt (one token or more); a sequence's tokens do not depend on the others in its batch.
 
-    Sequence i has its own random generator, seeded by (seed, sample_numbers[i]), by default (seed, 0). For several
-    samples of one prompt, repeat the prompt with the numbers 0, 1, 2. Its first token is one of `first_tokens[i]`,
-    unless that is None or empty. Only ids below `vocab_size` are sampled: a model may have more than its tokenizer.
-
-    Sequence i ends at an EOS id, when `on_token(i, token)` returns true, after max_new_tokens, or when it fills
-    `max_position_embeddings`; then `on_finish(i, reason)` is called once. A prompt without room for one token raises
+    Sequence i has its own random generator, seeded by (seed, sample_numbers[i]), by default (seed, 0). Its first token
+    is one of `first_tokens[i]`, unless that is None or empty. Only ids below `vocab_size` are sampled: a model may have
+    more than its tokenizer. It ends at an EOS id, when `on_token(i, token)` returns true, after max_new_tokens, or when
+    it fills the context; then `on_finish(i, reason)` is called once. A prompt without room for one token is a
     `UserError`. `on_logits` gets the logits (B, V) of each step, valid until it returns.
 
     With `prefix`, for a single prompt: what the prompt has in common with the last call's tokens is not computed again.
@@ -172,10 +169,9 @@ def next_logits(
 
 
 def encode_prompt(tokenizer: Tokenizer, prompt: str) -> list[int]:
-    """The prompt's token ids, starting as documents start in training: with BOS, if the tokenizer has one.
+    """The prompt's token ids, starting as documents do in training: with BOS, if the tokenizer has one.
 
-    An empty prompt becomes BOS alone, or EOS for a tokenizer without BOS: there, the EOS of one document is what
-    precedes the next. A space at the end has no id: see `tokens_after`.
+    An empty prompt becomes BOS or else EOS, which ends the document before. A space at its end: see `tokens_after`.
     """
     ids = tokenizer.encode(prompt[:-1] if tokens_after(tokenizer, prompt) else prompt)
     if tokenizer.bos_id is not None:

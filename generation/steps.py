@@ -1,4 +1,4 @@
-"""The step that computes the logits of the next tokens: which one fits a model, and the one that is kept.
+"""Decoding steps: which one computes the logits of the next tokens of a model, and the one for a GPU.
 
 A step has a key/value cache and is called with tokens (B, 1) and padding. On a CPU it is `CpuDecodeStep`, with the
 kernels for a GPU `GpuDecodeStep`; for other models and larger batches the decoder itself computes the logits.
@@ -11,10 +11,10 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 import kernels
 from errors import note
-from generation.gpu_step import GpuDecodeStep
 from model.cache import KeyValueCache
 from model.config import ModelConfig
 from model.decoder import Decoder
@@ -24,8 +24,6 @@ from model.linear import Linear
 MAX_CPU_SEQUENCES = 16  # the largest batch that was measured
 MAX_GPU_SEQUENCES = 8  # more need more registers than a thread has; an ordinary matrix product is good at more
 MIN_POSITIONS = 256  # room of a cache that is kept
-# At most one step that nobody uses now, by its decoder, with which it goes: a graph takes as long as many steps.
-_last_step: weakref.WeakKeyDictionary[Decoder, tuple[tuple, GpuDecodeStep]] = weakref.WeakKeyDictionary()
 
 
 def decode_step_kind(
@@ -65,6 +63,115 @@ def decode_step(decoder: Decoder, batch_size: int, positions: int) -> Iterator[C
         yield None
 
 
+def quantize_matrices(decoder: Decoder) -> None:
+    """Give decoding steps on a CPU the matrices of the layers and the head in int8 too; prompts use the others.
+
+    Absmax quantization (Dettmers et al. 2022, arXiv 2208.07339, section 2): a row w is stored as the integers closest
+    to w / s, with s = max |w| / 127. Inputs are not quantized.
+    """
+    lookup = None if decoder.lm_head is None else decoder.embed_tokens  # an untied embedding multiplies nothing
+    linears = [module for module in decoder.modules() if isinstance(module, Linear) and module is not lookup]
+    sizes = []
+    for linear in linears:
+        sizes += [(linear.weight.shape, torch.int8), (linear.weight.shape[:1], torch.float32)]
+    memory = iter(allocate(sizes, linears[0].weight.device))
+    for linear in linears:
+        weight = linear.weight.detach().float()
+        scales = weight.abs().amax(1).clamp(min=torch.finfo(torch.float32).tiny) / 127
+        linear.int8 = next(memory).copy_((weight / scales[:, None]).round()), next(memory).copy_(scales)
+
+
+class GpuDecodeStep:
+    """Computes the logits that follow one new token of every sequence in a cache, on CUDA by replaying one graph.
+
+    That is one call for the host instead of a hundred kernel launches. A graph always reads and writes the same memory,
+    so the tokens, the position, the padding, the cache and the logits are tensors that stay where they are. If the
+    kernels or the capture of their graph fail, one line on stderr says so, and the decoder itself takes over.
+    """
+
+    def __init__(self, decoder: Decoder, cache: KeyValueCache):
+        config, device, dtype = decoder.config, cache.keys.device, decoder.compute_dtype
+        batch, heads, head_dim = cache.keys.shape[1], config.num_attention_heads, config.resolved_head_dim
+        self.tokens, self.padding = torch.zeros(2, batch, dtype=torch.int64, device=device)
+        self._decoder = weakref.ref(decoder)  # the step is kept for as long as the decoder exists, and no longer
+        self.cache = cache
+        self.position = torch.zeros(1, dtype=torch.int64, device=device)  # place of the new tokens in the cache
+        self.qkv = torch.empty(batch, (heads + 2 * config.num_key_value_heads) * head_dim, device=device)
+        splits = batch, heads, kernels.decode.splits_for(cache.max_length)
+        # Attention over each split of the cache: the weighted sum of v, the maximum score, and the sum of exp.
+        self.partials = tuple(torch.empty(shape, device=device) for shape in ((*splits, head_dim), splits, splits))
+        self.attended = torch.empty(batch, heads, head_dim, device=device, dtype=dtype)
+        self.hidden = torch.empty(batch, config.intermediate_size, device=device, dtype=dtype)
+        decoder.rope.grow(cache.max_length)
+        self.rope = decoder.rope.cos, decoder.rope.sin  # a graph keeps reading this memory
+        self.logits: Tensor | None = None
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.unavailable_reason: str | None = None  # why the kernels cannot run, known after the first step
+
+    def __call__(self, tokens: Tensor, padding: Tensor | None) -> Tensor:
+        """Append tokens (B, 1) int64 to the cache; returns float32 logits (B, 1, V), valid until the next call.
+
+        padding (B,) int64 as in `Decoder.forward`; that rotary positions are in the context is not checked.
+        """
+        assert self.cache.length < self.cache.max_length, "the cache is full"
+        if self.unavailable_reason is None:
+            try:
+                with torch.cuda.device_of(self.tokens):  # graphs are captured on the current device
+                    self.compute_logits(tokens, padding)
+                self.cache.length += 1
+                return self.logits[:, None]
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:  # whatever Triton, ptxas or the driver may raise
+                self.unavailable_reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+                note(f"fused decoding: {self.unavailable_reason}; the decoder runs without it.")
+        # The decoder overwrites this position of the cache, whatever the kernels have left there.
+        return self._decoder()(tokens, cache=self.cache, padding=padding, last_only=True)
+
+    def compute_logits(self, tokens: Tensor, padding: Tensor | None) -> None:
+        """Copy the inputs into the graph's tensors and run it; leaves the result in `self.logits`.
+
+        The second step captures the graph: compiling kernels and creating cuBLAS's handle would fail meanwhile.
+        """
+        self.tokens.copy_(tokens[:, 0])
+        self.position.fill_(self.cache.length)
+        self.padding[:] = 0 if padding is None else padding
+        if self.logits is None or not self.tokens.is_cuda:
+            self.logits = self.launch()
+            return
+        if self.graph is None:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):  # records a step, on a stream of its own, and does not run it yet
+                self.logits = self.launch()
+            self.graph = graph
+        self.graph.replay()
+
+    def launch(self) -> Tensor:
+        """Launch the kernels of all layers, then the final norm and the head; returns float32 logits (B, V)."""
+        decoder, cache, decode = self._decoder(), self.cache, kernels.decode
+        s = F.embedding(self.tokens, decoder.embed_tokens.weight).to(decoder.compute_dtype)  # (B, D), the stream
+        for index, layer in enumerate(decoder.layers):
+            block, mlp = layer.self_attn, layer.mlp
+            norms = layer.input_layernorm, layer.post_attention_layernorm
+            qkv_norm, mlp_norm = ((norm.kind, norm.weight, norm.bias, norm.eps) for norm in norms)
+            head_norms = (None, None) if block.q_norm is None else (block.q_norm.weight, block.k_norm.weight)
+            caches = cache.keys[index], cache.values[index]
+            where = self.rope, self.position, self.padding
+            decode.qkv(s, qkv_norm, block.qkv_proj.weight, block.qkv_proj.bias, self.qkv)
+            decode.attention(self.qkv, head_norms, block.eps, *where, *caches, self.partials, self.attended)
+            decode.project(self.attended.flatten(1), block.o_proj.weight, s)
+            decode.gate_up(s, mlp_norm, mlp.gate_up_proj.weight, self.hidden)
+            decode.project(self.hidden, mlp.down_proj.weight, s)
+        # The head is an ordinary matrix product: it has so many rows that cuBLAS reads them near the memory's rate.
+        x, _ = decoder.norm(s)
+        head = decoder.embed_tokens if decoder.lm_head is None else decoder.lm_head
+        return head(x).float()
+
+
+# At most one step that nobody uses now, by its decoder, with which it goes: a graph takes as long as many steps.
+_last_step: weakref.WeakKeyDictionary[Decoder, tuple[tuple, GpuDecodeStep]] = weakref.WeakKeyDictionary()
+
+
 @contextlib.contextmanager
 def last_gpu_step(decoder: Decoder, batch_size: int, positions: int) -> Iterator[GpuDecodeStep]:
     """The last step with its graph and its cache, emptied, if it fits; else a new one.
@@ -89,21 +196,3 @@ def last_gpu_step(decoder: Decoder, batch_size: int, positions: int) -> Iterator
     finally:
         _last_step.clear()
         _last_step[decoder] = valid_for, step
-
-
-def quantize_matrices(decoder: Decoder) -> None:
-    """Give decoding steps on a CPU the matrices of the layers and the head in int8 too; prompts use the others.
-
-    Absmax quantization (Dettmers et al. 2022, arXiv 2208.07339, section 2): a row w is stored as the integers closest
-    to w / s, with s = max |w| / 127. Inputs are not quantized.
-    """
-    lookup = None if decoder.lm_head is None else decoder.embed_tokens  # an untied embedding multiplies nothing
-    linears = [module for module in decoder.modules() if isinstance(module, Linear) and module is not lookup]
-    sizes = []
-    for linear in linears:
-        sizes += [(linear.weight.shape, torch.int8), (linear.weight.shape[:1], torch.float32)]
-    memory = iter(allocate(sizes, linears[0].weight.device))
-    for linear in linears:
-        weight = linear.weight.detach().float()
-        scales = weight.abs().amax(1).clamp(min=torch.finfo(torch.float32).tiny) / 127
-        linear.int8 = next(memory).copy_((weight / scales[:, None]).round()), next(memory).copy_(scales)

@@ -17,8 +17,7 @@ class TextStream:
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), prompt: Sequence[int] = ()):
         self._decode = tokenizer.decode
-        # Once the text has begun, new ids are decoded behind this token instead of all earlier ids: that is cheap, and
-        # keeps their leading spaces.
+        # Once the text has begun, new ids are decoded behind this token alone: cheap, and it keeps their leading spaces.
         self._anchor = tokenizer.encode("a")
         self._context: list[int] = []
         self._pending: list[int] = []

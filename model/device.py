@@ -124,10 +124,8 @@ def allocate(sizes: Sequence[tuple[torch.Size, torch.dtype]], device: torch.devi
     counts = [shape.numel() * dtype.itemsize for shape, dtype in sizes]  # of bytes
     rounded = [math.ceil(count / 64) * 64 for count in counts]  # each begins a cache line
     blocks = torch.from_numpy(np.empty(sum(rounded), np.uint8)).split(rounded)
-    return [
-        block[:count].view(dtype).view(shape)
-        for block, count, (shape, dtype) in zip(blocks, counts, sizes, strict=True)
-    ]
+    each = zip(blocks, counts, sizes, strict=True)
+    return [block[:count].view(dtype).view(shape) for block, count, (shape, dtype) in each]
 
 
 def device_name(device: torch.device) -> str:

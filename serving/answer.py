@@ -12,8 +12,8 @@ from msgspec import Meta
 from data.chat import ChatFormat
 from errors import UserError
 from files import read_json, read_toml
+from generation.cli import load_decoder, open_model
 from generation.generate import PrefixCache, check_prompts, encode_prompt, generate, tokens_after
-from generation.load import load_decoder, open_model
 from generation.settings import Sampling, Settings, recommended_sampling
 from generation.stream import TextStream
 from model.cache import KeyValueCache

@@ -34,7 +34,8 @@ class Server(uvicorn.Server):
         ]
         # Against DNS rebinding: a page of another site can send requests here, but with that site's name as Host.
         names, handlers = ("localhost", "{a:int}.{b:int}.{c:int}.{d:int}", host), (exceptions.HTTPException, Exception)
-        hosts = [routing.Host(name, routing.Router(routes)) for name in names]
+        self.paths = ", ".join(route.path for route in routes)
+        hosts = [routing.Host(name, routing.Router(routes, default=self.refuse_path)) for name in names]
         app = applications.Starlette(routes=hosts, exception_handlers=dict.fromkeys(handlers, refuse))
         app.router.default = refuse_host
         super().__init__(uvicorn.Config(app, lifespan="off", log_level="critical", timeout_graceful_shutdown=0.5))
@@ -46,6 +47,9 @@ class Server(uvicorn.Server):
 
     def card(self, http: requests.Request) -> responses.Response:
         return responses.JSONResponse(self.find(http.path_params["id"]).card)
+
+    async def refuse_path(self, scope: dict, *_) -> None:
+        raise exceptions.HTTPException(404, f"there is no path {scope['path']}, only {self.paths}")
 
     def read(self, content: bytes, kind: type[Request]) -> Request:
         """The request of a body, in which null means nothing. The model of a chat has defaults for its sampling."""

@@ -103,7 +103,7 @@ TABLE = r"""
 @ generation/steps.py
 - if chosen is kernels.gpu and not config.attention_output_bias:
 + if chosen is kernels.gpu:
-! generation/test_gpu_step.py::test_a_fused_step_exists_for_triton_small_batches_and_the_layers_that_it_computes
+! generation/test_steps.py::test_a_fused_step_exists_for_triton_small_batches_and_the_layers_that_it_computes
 @ model/mlp.py
 - return kernels.swiglu_mlp(x, self.gate_up_proj.weight, self.down_proj.weight)
 + return kernels.swiglu_mlp(x, self.gate_up_proj.weight.flip(0), self.down_proj.weight)

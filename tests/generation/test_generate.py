@@ -6,9 +6,9 @@ import torch
 import kernels
 from errors import UserError
 from generation.generate import generate
-from generation.gpu_step import GpuDecodeStep
 from generation.sampling import generator_for, sample
 from generation.settings import Sampling
+from generation.steps import GpuDecodeStep
 from model.config import ModelConfig
 from model.decoder import Decoder
 

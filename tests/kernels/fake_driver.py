@@ -23,7 +23,7 @@ from triton.runtime.jit import JITFunction
 import kernels
 from benchmarks.decoding import cast_weights
 from benchmarks.kernels import OURS, loss_case, make_blocks, mlp_case, norm_case, rotary_case
-from generation.gpu_step import GpuDecodeStep
+from generation.steps import GpuDecodeStep
 from kernels import activation, cross_entropy, decode, norm, rope
 from model.cache import KeyValueCache
 from model.config import ModelConfig

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from generation.gpu_step import GpuDecodeStep
+from generation.steps import GpuDecodeStep
 from kernels import gpu
 from model.cache import KeyValueCache
 from model.config import ModelConfig

@@ -11,8 +11,7 @@ import torch
 
 import kernels
 from generation import steps
-from generation.gpu_step import GpuDecodeStep
-from generation.steps import MAX_GPU_SEQUENCES, decode_step
+from generation.steps import MAX_GPU_SEQUENCES, GpuDecodeStep, decode_step
 from model.cache import KeyValueCache
 
 pytestmark = pytest.mark.skipif(kernels.gpu is None, reason="Triton is not installed")
