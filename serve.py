@@ -1,6 +1,5 @@
 """Serve models to a browser and to OpenAI's clients: `python serve.py RUN [RUN]`. See `python serve.py --help`."""
 
-import errno
 import gc
 import os
 import signal
@@ -45,9 +44,7 @@ def main(
     try:
         listener = socket.create_server((host, port))
     except (OSError, OverflowError) as error:
-        of_port = isinstance(error, OverflowError) or error.errno in (errno.EADDRINUSE, errno.EACCES)
-        flag = "--port" if of_port else "--host"
-        raise UserError(f"cannot listen on port {port} ({error}); give another {flag}.") from None
+        raise UserError(f"cannot listen on port {port} of {host} ({error}); give another --port or --host.") from None
     from serving.server import Server  # imports torch
 
     server = Server(directories, Settings(dtype=dtype), host)

@@ -1,8 +1,7 @@
 """config.json <-> ModelConfig: which Hugging Face model_type a model is written as, and which models can be read.
 
-A model is written as a Hugging Face family only when that family computes exactly the same function. All others are
-written as `model_type: prenorm`, which transformers refuses instead of computing something else. Reading refuses what
-changes the function in transformers, and ignores all other keys, as transformers does. Imports no torch.
+A model is written as a family that computes exactly the same function, else as `model_type: prenorm`, which
+transformers refuses. Reading refuses what changes the function there, and ignores other keys. Imports no torch.
 """
 
 import dataclasses
@@ -132,10 +131,7 @@ def to_json(config: ModelConfig, *, dtype: str, bos_token_id: int | None, eos_to
 
 
 def load_config(directory: Path | str, tensors: Mapping[str, StoredTensor] | None = None) -> ModelConfig:
-    """The configuration of a model's directory, ours or Hugging Face's; `UserError` if it cannot be represented.
-
-    Where transformers has trained a bias that the decoder would lack, the decoder gets it. tensors: of the directory.
-    """
+    """The configuration of a directory with these tensors, ours or Hugging Face's; `UserError` for other functions."""
     path = Path(directory) / "config.json"
     if tensors is None and check_format(path.parent):
         tensors = stored_tensors(path.parent)
@@ -156,6 +152,7 @@ def load_config(directory: Path | str, tensors: Mapping[str, StoredTensor] | Non
         context = config.max_position_embeddings
         note(f"note: {path} has a sliding window, which is the context here: {context} tokens")
     for name in zero_biases(config, fields["model_type"]):
+        # Where transformers has trained a bias that the decoder would lack, the decoder gets it.
         if tensors is not None and name in tensors and tensors[name].read().any():
             trained = "norm_bias" if config.norm == "layer" else "attention_output_bias"
             return dataclasses.replace(config, **{trained: True})
@@ -163,9 +160,8 @@ def load_config(directory: Path | str, tensors: Mapping[str, StoredTensor] | Non
 
 
 def zero_biases(config: ModelConfig, model_type: str | None = None) -> list[str]:
-    """The biases that a family (by default that of the file) has and the decoder lacks; files have zeros for them.
-
-    Without the zeros, transformers computes the same, but warns that it has made up new weights.
+    """The biases that a family (by default that of the file) has and the decoder lacks: zeros in files, as transformers
+    would warn of new weights.
     """
     family = FAMILIES.get(model_type or choose_model_type(config))
     layers = [f"model.layers.{index}" for index in range(config.num_hidden_layers)]
@@ -219,11 +215,8 @@ def from_json(fields: dict) -> ModelConfig:
 
 
 def read_rope(fields: dict) -> dict:
-    """`rope_theta`, `partial_rotary_factor` and, unless it is the default, the scaling as `ModelConfig` has it.
-
-    Transformers 4 writes the key rope_scaling, and 5 rope_parameters.
-    """
-    rope = fields.get("rope_scaling") or fields.get("rope_parameters") or {}
+    """`rope_theta`, `partial_rotary_factor` and, unless it is the default, the scaling as `ModelConfig` has it."""
+    rope = fields.get("rope_scaling") or fields.get("rope_parameters") or {}  # of transformers 4, and of 5
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ("default", *ROPE_SCALING) or not ROPE_KEYS.issuperset(rope):
         raise ValueError(f"rotary positions are {rope}, and only default, {', '.join(ROPE_SCALING)} are supported")

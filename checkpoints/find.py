@@ -1,7 +1,4 @@
-"""Which checkpoint directory a RUN argument means: itself, the best one in a run folder, or a download of the Hub's.
-
-Reads only file names and JSON. Imports no torch, and huggingface_hub only when the id of a model is given.
-"""
+"""What a RUN argument means: its directory, an adapter's model, and what ends its texts. Imports no torch."""
 
 import operator
 import re
@@ -16,10 +13,7 @@ HUB_ID = re.compile(r"((?!runs/)\w[\w.-]*/(\w[\w.-]*))(?:@(.+))?", re.ASCII)  # 
 
 
 def find_checkpoint(path: Path | str) -> Path:
-    """The checkpoint or adapter directory that `path` means: itself, or in a run folder the best complete one.
-
-    A path that does not exist may be a model of the Hugging Face Hub, which is downloaded. `UserError` if it is none.
-    """
+    """The checkpoint or adapter that `path` means: itself, the best one of a run, or a download from the Hub."""
     name, path = str(path), Path(path)
     if path.is_file():
         raise UserError(f"{path} is a file; give the directory of a checkpoint or a run.")

@@ -1,6 +1,6 @@
 """A directory on disk <-> a Decoder: weights in *.safetensors under Hugging Face's names, and config.json.
 
-Nothing is ever unpickled. Writing is not atomic: callers write into a new directory and rename it.
+Writing is not atomic: callers write into a new directory and rename it.
 """
 
 import functools
@@ -43,10 +43,7 @@ def unpacked_names(name: str, config: ModelConfig) -> dict[str, int | None]:
 
 
 def unpacked_tensors(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """Our tensors under Hugging Face's names, packed ones as views of their rows.
-
-    The views work both ways: saving reads them, loading copies a file's tensors into them.
-    """
+    """Our tensors under Hugging Face's names, packed ones as views of their rows, to be saved or filled."""
     unpacked = {}
     for name, tensor in tensors.items():
         names = unpacked_names(name, config)
@@ -129,10 +126,7 @@ class Checkpoint:
 
 
 def open_checkpoint(directory: Path | str, adapter: Path | None = None) -> Checkpoint:
-    """The configuration and the stored tensors of a directory; `UserError` unless their names and shapes match.
-
-    Drops what the decoder does not need: zero biases, a copy of a tied head, rotary tables of old files.
-    """
+    """The configuration and the stored tensors of a directory; `UserError` unless their names and shapes match."""
     if adapter != directory:
         check_format(Path(directory))
     stored = stored_tensors(Path(directory))
@@ -140,8 +134,9 @@ def open_checkpoint(directory: Path | str, adapter: Path | None = None) -> Check
     with torch.device("meta"):  # shapes without memory
         decoder = Decoder(config, seed=None)
     shapes = {name: tensor.shape for name, tensor in unpacked_tensors(decoder.state_dict(), config).items()}
+    # What the decoder does not need: zero biases, rotary tables of old files, a copy of a tied head.
     redundant = {*zero_biases(config), *(name for name in stored if name.endswith("rotary_emb.inv_freq"))}
-    if config.tie_word_embeddings and "lm_head.weight" in stored:  # one of them is enough
+    if config.tie_word_embeddings and "lm_head.weight" in stored:
         head = stored["lm_head.weight"]
         if not torch.equal(stored.setdefault("model.embed_tokens.weight", head).read(), head.read()):
             raise UserError(f"{directory} has a head beside its tied embedding; set tie_word_embeddings to false.")
@@ -164,10 +159,7 @@ def load_pretrained(
     compute_dtype: torch.dtype = torch.float32,
     cast: bool = False,
 ) -> Decoder:
-    """The decoder of a directory of llama, qwen2, qwen3, mistral, stablelm or prenorm; activations in `compute_dtype`.
-
-    Each weight has the dtype of its file, or with `cast` that of `inference_dtype`.
-    """
+    """The decoder of a directory; each weight has the dtype of its file, or with `cast` that of `inference_dtype`."""
     checkpoint = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
     with torch.device("meta"):
         decoder = Decoder(checkpoint.config, seed=None, compute_dtype=compute_dtype)
@@ -204,8 +196,7 @@ def inference_dtype(parameter: Tensor, compute_dtype: torch.dtype) -> torch.dtyp
 def load_weights(decoder: Decoder, directory: Path | str) -> tuple[list[str], list[str]]:
     """Copy a directory's weights into a decoder, which keeps its dtypes. With LoRA, the directory is an adapter's.
 
-    Norms may differ, and parameters of both are loaded. Returns the names in files of tensors that only the decoder
-    has, and of those that only the file has.
+    Norms may differ: returns the names in files of tensors that only the decoder has, and of those that only they have.
     """
     views = unpacked_tensors(decoder.state_dict(), decoder.config)
     if decoder.lora is not None:

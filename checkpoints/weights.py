@@ -1,7 +1,4 @@
-"""The weight files of a checkpoint directory: which they are, and the tensors that their headers list.
-
-Nothing is ever unpickled. Imports no torch before a file is opened.
-"""
+"""The weight files of a checkpoint directory, and the tensors that their headers list. Nothing is ever unpickled."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from safetensors import safe_open
 from errors import UserError, reading
 from files import read_json
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # torch is imported when a file is opened
     from torch import Tensor
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"

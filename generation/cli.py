@@ -49,19 +49,11 @@ def run(settings: Settings, directory: Path, prompts: Sequence[str]) -> None:
     decoder = load_decoder(checkpoint, settings)
     del checkpoint  # with the mapping of its files
     device, dtype = next(decoder.parameters()).device, str(decoder.compute_dtype).removeprefix("torch.")
-    if settings.dtype == "int8":
-        dtype += " with int8 matrices"
+    dtype += " with int8 matrices" if settings.dtype == "int8" else ""
     log(f"{directory} on {device} in {dtype}, kernels: {kernels.describe(device)}")
-
-    continue_prompts = functools.partial(
-        generate,
-        decoder,
-        max_new_tokens=settings.token_limit,
-        sampling=settings.sampling,
-        seed=settings.seed,
-        eos_ids=ends,
-        vocab_size=tokenizer.vocab_size,
-    )
+    options = dict(max_new_tokens=settings.token_limit, sampling=settings.sampling, seed=settings.seed)
+    options |= dict(eos_ids=ends, vocab_size=tokenizer.vocab_size)
+    continue_prompts = functools.partial(generate, decoder, **options)
     if settings.chat and not prompts:
         Conversation(continue_prompts, chat, settings, context, write, log).run(read_line)
     else:
@@ -85,8 +77,7 @@ def print_texts(continue_prompts: Callable, settings: Settings, tokenizer: Token
         first, said = (None, ()) if settings.chat else (tokens_after(tokenizer, prompt), ids)
         for number in range(settings.samples):
             texts.append(Text(prompt, number, ids, first, TextStream(tokenizer, settings.stop, said)))
-    streams = [] if settings.jsonl else [text.stream for text in texts]
-    in_order = OrderedTexts(streams, write)
+    in_order = OrderedTexts([] if settings.jsonl else [text.stream for text in texts], write)
 
     def push(text: Text, token: int) -> bool:
         text.stream.push(token)

@@ -60,14 +60,9 @@ class Conversation:
             return stream.stopped
 
         try:
-            result = self.continue_prompts(
-                [prompt],
-                sample_numbers=[self.answers],
-                on_token=on_token,
-                prefix=self.prefix,
-            )
+            options = dict(sample_numbers=[self.answers], on_token=on_token, prefix=self.prefix)
+            end = self.continue_prompts([prompt], **options).finish_reasons[0]
             self.write(stream.finish())
-            end = result.finish_reasons[0]
         except KeyboardInterrupt:
             if not stream.text:
                 self.log("\nstopped before the answer began; your message is forgotten")

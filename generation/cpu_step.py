@@ -2,8 +2,7 @@
 
 A step of a small model should take as long as reading its weights does. So each matrix is read once, in the form in
 which it is stored: float32, the 16 bits of bfloat16, or 8 bits with a scale for each row; everything else is float32.
-The first call compiles the loops for this processor; later processes find them in a cache beside this file. Only
-pre-norm decoders with SwiGLU and RMSNorm or LayerNorm have a step.
+The first call compiles the loops for this processor; later processes find them in a cache beside this file.
 """
 
 import contextlib

@@ -1,7 +1,4 @@
-"""Token ids in, token ids out: one prefill of the left-padded prompts, then one decoding step per new token.
-
-A finished sequence stays in the batch and its further tokens are dropped, until the last one has finished.
-"""
+"""Token ids in, token ids out: one prefill of the left-padded prompts, then one decoding step per new token."""
 
 import math
 from collections.abc import Callable, Collection, Sequence
@@ -108,8 +105,8 @@ def generate(
     last = max(map(max, prompts))
     if last >= decoder.config.vocab_size:
         raise UserError(f"the model has no embedding of token {last}; leave it out of the prompt or the chat template.")
-    device, vocab_size = decoder.embed_tokens.weight.device, min(vocab_size or math.inf, decoder.config.vocab_size)
-    sampling = sampling or Sampling()
+    device, dtype = decoder.embed_tokens.weight.device, decoder.compute_dtype
+    sampling, vocab_size = sampling or Sampling(), min(vocab_size or math.inf, decoder.config.vocab_size)
     sampler = Sampler(
         sampling,
         generators=[generator_for(seed, number, device) for number in sample_numbers or [0] * len(prompts)],
@@ -133,10 +130,7 @@ def generate(
     shape = len(prompts), tokens.shape[1] + max(limits)
     cached = 0 if prefix is None else prefix.cached_tokens(prompts[0])  # before the step, which empties its cache
     with threads_for(decoder, len(prompts)), decode_step(decoder, *shape) as step:
-        if step is None:
-            cache = KeyValueCache(decoder.config, *shape, device=device, dtype=decoder.compute_dtype)
-        else:
-            cache = step.cache
+        cache = step.cache if step else KeyValueCache(decoder.config, *shape, device=device, dtype=dtype)
         if prefix is not None:
             prefix.move_to(cache, prompts[0], cached)
             tokens = tokens[:, cached:]
@@ -147,7 +141,7 @@ def generate(
             if prefix is not None:
                 prefix.tokens += ids
             for i, token in enumerate(ids):
-                if result.finish_reasons[i] is None:
+                if result.finish_reasons[i] is None:  # further tokens of a finished sequence are dropped
                     result.finish_reasons[i] = add_token(i, token)
                     if result.finish_reasons[i] is not None:
                         on_finish(i, result.finish_reasons[i])
@@ -180,10 +174,7 @@ def encode_prompt(tokenizer: Tokenizer, prompt: str) -> list[int]:
 
 
 def tokens_after(tokenizer: Tokenizer, prompt: str) -> list[int] | None:
-    """The token ids that may follow a prompt: those that begin with a space if the prompt ends with one, else all.
-
-    A word's token begins with the space before it, so in training text a lone space rarely precedes a word.
-    """
+    """The ids that may follow a prompt: tokens with a space in front, as words have, if it ends with one, else all."""
     return tokenizer.tokens_with_space if prompt.endswith(" ") else None
 
 

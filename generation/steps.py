@@ -6,7 +6,7 @@ kernels for a GPU `GpuDecodeStep`; for other models and larger batches the decod
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Literal
 
 import torch
@@ -45,29 +45,23 @@ def decode_step_kind(
     return "cpu"
 
 
-@contextlib.contextmanager
-def decode_step(decoder: Decoder, batch_size: int, positions: int) -> Iterator[Callable[..., Tensor] | None]:
+def decode_step(decoder: Decoder, batch_size: int, positions: int) -> contextlib.AbstractContextManager:
     """The fastest step for a decoder, its empty cache with room for `positions`; None where the decoder itself is."""
-    kind = None
-    if decoder.lora is None:  # an adapter in training; elsewhere it is part of the weights
-        weight = decoder.embed_tokens.weight
-        kind = decode_step_kind(decoder.config, weight.device, decoder.compute_dtype, batch_size)
-    if kind == "gpu":
-        with last_gpu_step(decoder, batch_size, positions) as step:
-            yield step
-    elif kind == "cpu":
-        from generation.cpu_step import CpuDecodeStep  # imports Numba, which a GPU does not need
+    if decoder.lora is not None:  # in training; elsewhere an adapter is part of the weights
+        return contextlib.nullcontext()
+    device, dtype = decoder.embed_tokens.weight.device, decoder.compute_dtype
+    kind = decode_step_kind(decoder.config, device, dtype, batch_size)
+    if kind != "cpu":
+        return last_gpu_step(decoder, batch_size, positions) if kind == "gpu" else contextlib.nullcontext()
+    from generation.cpu_step import CpuDecodeStep  # imports Numba, which a GPU does not need
 
-        yield CpuDecodeStep(decoder, KeyValueCache(decoder.config, batch_size, positions))
-    else:
-        yield None
+    return contextlib.nullcontext(CpuDecodeStep(decoder, KeyValueCache(decoder.config, batch_size, positions)))
 
 
 def quantize_matrices(decoder: Decoder) -> None:
     """Give decoding steps on a CPU the matrices of the layers and the head in int8 too; prompts use the others.
 
-    Absmax quantization (Dettmers et al. 2022, arXiv 2208.07339, section 2): a row w is stored as the integers closest
-    to w / s, with s = max |w| / 127. Inputs are not quantized.
+    Absmax quantization (Dettmers et al. 2022, arXiv 2208.07339, section 2) of each row; inputs are not quantized.
     """
     lookup = None if decoder.lm_head is None else decoder.embed_tokens  # an untied embedding multiplies nothing
     linears = [module for module in decoder.modules() if isinstance(module, Linear) and module is not lookup]
@@ -109,10 +103,7 @@ class GpuDecodeStep:
         self.unavailable_reason: str | None = None  # why the kernels cannot run, known after the first step
 
     def __call__(self, tokens: Tensor, padding: Tensor | None) -> Tensor:
-        """Append tokens (B, 1) int64 to the cache; returns float32 logits (B, 1, V), valid until the next call.
-
-        padding (B,) int64 as in `Decoder.forward`; that rotary positions are in the context is not checked.
-        """
+        """Append tokens (B, 1) int64 to the cache; returns float32 logits (B, 1, V), valid until the next call."""
         assert self.cache.length < self.cache.max_length, "the cache is full"
         if self.unavailable_reason is None:
             try:
@@ -129,17 +120,14 @@ class GpuDecodeStep:
         return self._decoder()(tokens, cache=self.cache, padding=padding, last_only=True)
 
     def compute_logits(self, tokens: Tensor, padding: Tensor | None) -> None:
-        """Copy the inputs into the graph's tensors and run it; leaves the result in `self.logits`.
-
-        The second step captures the graph: compiling kernels and creating cuBLAS's handle would fail meanwhile.
-        """
+        """Copy the inputs into the graph's tensors and run it; leaves the result in `self.logits`."""
         self.tokens.copy_(tokens[:, 0])
         self.position.fill_(self.cache.length)
         self.padding[:] = 0 if padding is None else padding
         if self.logits is None or not self.tokens.is_cuda:
             self.logits = self.launch()
             return
-        if self.graph is None:
+        if self.graph is None:  # not in the first step, whose compiling and handle of cuBLAS cannot be captured
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):  # records a step, on a stream of its own, and does not run it yet
                 self.logits = self.launch()
@@ -174,12 +162,9 @@ _last_step: weakref.WeakKeyDictionary[Decoder, tuple[tuple, GpuDecodeStep]] = we
 
 @contextlib.contextmanager
 def last_gpu_step(decoder: Decoder, batch_size: int, positions: int) -> Iterator[GpuDecodeStep]:
-    """The last step with its graph and its cache, emptied, if it fits; else a new one.
-
-    The cache has room for a power of two of positions, at least 256 and at most the context, so that prompts of
-    different lengths share it.
-    """
+    """The last step with its graph and its cache, emptied, if it fits; else a new one."""
     config, device, dtype = decoder.config, decoder.embed_tokens.weight.device, decoder.compute_dtype
+    # Prompts of different lengths share a cache: its room is a power of two, but at most the context.
     room = 1 << (max(positions, MIN_POSITIONS) - 1).bit_length()
     room = max(positions, min(room, config.max_position_embeddings))
     # A graph reads the memory that held the weights when it was captured: if they are now elsewhere, it is useless.

@@ -1,8 +1,7 @@
 """Token ids in one at a time, printable text out: never part of a character, and nothing from a stop string on.
 
-The texts of a stream joined equal `tokenizer.decode` of all ids, for tokenizers of the LLaMA and Qwen families. There,
-a token's text depends on its neighbours in two ways only: a character's bytes may be spread over several tokens, and
-spaces at the very start of the text may be dropped.
+The texts joined equal `tokenizer.decode` of all ids, for tokenizers like LLaMA's and Qwen's: there, a character's bytes
+may be spread over several tokens, and spaces at the very start of the text may be dropped.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +16,7 @@ class TextStream:
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), prompt: Sequence[int] = ()):
         self._decode = tokenizer.decode
-        # Once the text has begun, new ids are decoded behind this token alone: cheap, and it keeps their leading spaces.
+        # Once the text has begun, new ids are decoded behind this token alone: that keeps their leading spaces.
         self._anchor = tokenizer.encode("a")
         self._context: list[int] = []
         self._pending: list[int] = []

@@ -1,14 +1,9 @@
-"""What --device and --dtype mean on this machine, how memory and threads are used on it, and what it is called.
-
-Every choice is a rule and no measurement, so that two runs on one machine never differ because it was busy.
-"""
+"""What --device and --dtype mean on this machine: rules, no measurements. Its memory, its threads and its name."""
 
 import contextlib
 import ctypes
-import importlib.util
 import math
 import platform
-import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -35,10 +30,7 @@ def choose_device(name: str) -> torch.device:
 
 
 def choose_training_dtype(name: str, device: torch.device) -> torch.dtype:
-    """The dtype of activations that `--dtype name` means in training; master weights are float32 in any case.
-
-    `auto` is bfloat16 where the device is fast at it, else float16 on a GPU (with loss scaling) and float32 elsewhere.
-    """
+    """The dtype of activations that `--dtype name` means in training; master weights are float32 in any case."""
     if name != "auto":
         return getattr(torch, name)
     if fast_at_bfloat16(device):
@@ -47,10 +39,8 @@ def choose_training_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def choose_inference_dtype(name: str, device: torch.device, stored: torch.dtype) -> torch.dtype:
-    """The dtype of weights and activations that `--dtype name` means in generation, for weights stored as `stored`.
-
-    `auto` is that of training, but float32 on a CPU unless the weights are bfloat16: other weights stay exact.
-    """
+    """The dtype of weights and activations that `--dtype name` means in generation; `stored` is that of the file."""
+    # auto on a CPU: other weights than bfloat16 stay exact
     if name == "auto" and device.type != "cuda" and stored != torch.bfloat16:
         return torch.float32
     return choose_training_dtype(name, device)
@@ -65,20 +55,9 @@ def fast_at_bfloat16(device: torch.device) -> bool:
     return device.type == "cpu" and has_instructions and uses_them
 
 
-def why_not_compile(device: torch.device) -> str | None:
-    """What torch.compile lacks on this device, or None: a C++ compiler on a CPU, Triton elsewhere."""
-    if device.type == "cpu":
-        has_compiler = any(map(shutil.which, ("g++", "clang++", "c++", "cl")))
-        return None if has_compiler else "no C++ compiler found (install g++, clang++ or Visual C++)"
-    return None if importlib.util.find_spec("triton") else "Triton is not installed"
-
-
 @contextlib.contextmanager
 def threads_for(model: torch.nn.Module, rows: int) -> Iterator[None]:
-    """Use one CPU thread for decoding steps of `rows` sequences so small that threads mostly wait for each other.
-
-    On 2 busy cores, two threads decoded 5 to 30 times slower than one, with models of 4 and 0.3 million parameters.
-    """
+    """Use one CPU thread for steps of `rows` sequences so small that two, on busy cores, take 5 to 30 times as long."""
     before = torch.get_num_threads()
     on_cpu = next(model.parameters()).device.type == "cpu"
     if on_cpu and rows * sum(p.numel() for p in model.parameters()) < ONE_THREAD_BELOW:
@@ -102,10 +81,9 @@ def explain_out_of_memory(message: str) -> Iterator[None]:
 
 
 def keep_freed_memory() -> None:
-    """Let glibc keep large freed blocks; other allocators (macOS, Windows, musl) are left as they are.
+    """Let glibc, if that is the allocator, keep large freed blocks for the next training step.
 
-    A training step frees and allocates the same large buffers again and again. By default each is a new mapping that
-    the operating system fills with zeros: a third of the time of a step in the default run.
+    Else each is a new mapping that the operating system fills with zeros: a third of a step's time in the default run.
     """
     if sys.platform.startswith("linux") and hasattr(ctypes.CDLL(None), "mallopt"):
         m_trim_threshold, m_mmap_max = -1, -4  # from glibc's malloc.h
@@ -114,10 +92,9 @@ def keep_freed_memory() -> None:
 
 
 def allocate(sizes: Sequence[tuple[torch.Size, torch.dtype]], device: torch.device) -> list[torch.Tensor]:
-    """Uninitialized tensors for weights that decoding reads again and again.
+    """Uninitialized tensors for weights, on a CPU in one large array of NumPy's, which asks Linux for pages of 2 MB.
 
-    On a CPU they lie in one large array of NumPy's, which asks Linux for pages of 2 MB. From torch's pages of 4 KB a
-    decoding step takes 1.2 to 1.4 times as long (docs/generate.md).
+    From torch's pages of 4 KB a decoding step takes 1.2 to 1.4 times as long.
     """
     if device.type != "cpu":
         return [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in sizes]

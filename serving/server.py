@@ -66,13 +66,12 @@ class Server(uvicorn.Server):
             return msgspec.convert(body | {"sampling": msgspec.convert(vars(default) | body, Sampling)}, kind)
 
     async def answer(self, http: requests.Request) -> responses.Response:
-        kind = ChatRequest if http.url.path == "/v1/chat/completions" else CompletionRequest
-        request = self.read(await read_body(http), kind)
+        is_chat, id = http.url.path == "/v1/chat/completions", f"cmpl-{secrets.token_hex(12)}"
+        request = self.read(await read_body(http), ChatRequest if is_chat else CompletionRequest)
         answer, steps = self.submit(http, request)
-        about = {"id": f"cmpl-{secrets.token_hex(12)}", "object": "text_completion"}
-        if kind is ChatRequest:
-            chunk = ".chunk" if request.stream else ""
-            about = {"id": f"chat{about['id']}", "object": f"chat.completion{chunk}"}
+        about = {"id": id, "object": "text_completion"}
+        if is_chat:
+            about = {"id": f"chat{id}", "object": "chat.completion.chunk" if request.stream else "chat.completion"}
         about |= {"model": request.model, "created": int(time.time())}
 
         def response(steps: list[Step], **usage: dict) -> str:
@@ -88,14 +87,13 @@ class Server(uvicorn.Server):
                 yield f"data: {response([], usage=answer.result())}\n\n"
             yield "data: [DONE]\n\n"
 
-        emitted, step = [], await steps.get()
-        if request.stream and step is not None:  # else it has failed
-            return responses.StreamingResponse(chunks(step), media_type="text/event-stream")
-        while step is not None:
-            emitted.append(step)
-            step = await steps.get()
+        emitted = [await steps.get()]
+        if request.stream and emitted[0] is not None:  # else it has failed
+            return responses.StreamingResponse(chunks(emitted[0]), media_type="text/event-stream")
+        while emitted[-1] is not None:
+            emitted.append(await steps.get())
         usage = await answer
-        return responses.Response(response(emitted, usage=usage), media_type="application/json")
+        return responses.Response(response(emitted[:-1], usage=usage), media_type="application/json")
 
     def submit(self, http: requests.Request, request: Request) -> tuple[asyncio.Future, asyncio.Queue]:
         """Give a request to the worker: its usage, and a queue of its steps, which None ends."""

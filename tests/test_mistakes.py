@@ -34,7 +34,7 @@ train --norm batch --activation-checkpointing -> --norm batch .*leave out --acti
 train --resume nothere -> .*nothere.* does not exist; a run folder contains settings.toml
 train --resume RUN --out other -> --resume uses the settings of the run itself; leave out --config
 train --out RUN -> .*RUN is not empty, and runs are never overwritten; use another --out, or --resume
-train --init-from nothere -> nothere does not exist; give a directory .* Existing runs: RUN
+train --init-from nothere -> nothere does not exist; give a directory .* Newest runs: RUN
 train --init-from BAD/pickled -> .*pickled has pickled weights, which can run code and are never opened; save them
 train --init-from BAD/gguf -> .*gguf has GGUF weights
 generate BAD/adapter --prompt a -> .*nothere does not exist; .*: python generate.py MODEL --adapter .*adapter
