@@ -84,10 +84,8 @@ def is_main_process() -> bool:
 
 @contextlib.contextmanager
 def exit_on_user_error() -> Iterator[None]:
-    """Turn a `UserError`, or what the system says about a file, into one line and exit status 2; Ctrl-C into 130.
-
-    A pipe that its reader has closed (`| head`) is status 141, as if SIGPIPE had ended the program. Standard output and
-    error are UTF-8 on every system, and so must the command line be.
+    """Turn a `UserError`, or what the system says about a file, into one line and exit status 2; Ctrl-C into 130; and a
+    pipe that its reader has closed (`| head`) into 141, that of SIGPIPE. Standard output and error become UTF-8.
     """
     for name in ("stdin", "stdout", "stderr"):
         if getattr(sys, name) is None:  # closed, so that the next file to be opened would get its number
@@ -125,8 +123,7 @@ def exit_on_user_error() -> Iterator[None]:
 def end(message: str, status: int) -> NoReturn:
     """Print the message to standard error and exit."""
     wait_for_main_process(status)
-    said = fit_terminal(message, sys.stderr) + "\n" if message else ""
-    for stream, text in ((sys.stdout, ""), (sys.stderr, said)):
+    for stream, text in ((sys.stdout, ""), (sys.stderr, message and fit_terminal(message, sys.stderr) + "\n")):
         try:
             print(text, end="", file=stream, flush=True)
         except OSError:  # Python would report it again on exit
@@ -137,9 +134,7 @@ def end(message: str, status: int) -> NoReturn:
 
 
 def interrupt(_: int, frame: FrameType | None) -> None:
-    """Raise `KeyboardInterrupt`, but end the process where that may be lost or become another error: in an import, and
-    in a callback of Numba's compiler.
-    """
+    """Raise `KeyboardInterrupt`; in an import or in Numba's compiler, which may lose it, end the process."""
     while frame is not None:
         if "<frozen importlib" in frame.f_code.co_filename or "llvmlite" in frame.f_code.co_filename:
             os.write(2, b"stopped.\n")

@@ -1,10 +1,17 @@
-"""Marks on the fields of settings, for their command line. Without its library they mean nothing."""
+"""Types of settings: the range of a number, and what the command line says of a value that may be absent."""
 
-try:
-    from tyro.conf import DisallowNone, Suppress, arg
-except ImportError:  # models and benchmarks do not need a command line
-    DisallowNone = Suppress = None
-    arg = dict
+from typing import Annotated
+
+from msgspec import Meta
+from tyro.conf import arg
+
+Name = Annotated[str, Meta(min_length=1)]
+PositiveInt = Annotated[int, Meta(ge=1)]
+NonNegativeInt = Annotated[int, Meta(ge=0)]
+PositiveFloat = Annotated[float, Meta(gt=0, lt=1e18)]  # finite
+NonNegativeFloat = Annotated[float, Meta(ge=0, lt=1e18)]
+Fraction = Annotated[float, Meta(ge=0, le=1)]
+Beta = Annotated[float, Meta(ge=0, lt=1)]
 
 
 def optional(metavar: str, **options: object) -> object:
@@ -12,4 +19,4 @@ def optional(metavar: str, **options: object) -> object:
     return arg(metavar=metavar, help_behavior_hint="", **options)
 
 
-__all__ = ["DisallowNone", "Suppress", "arg", "optional"]
+OptionalInt = Annotated[PositiveInt | None, optional("INT")]

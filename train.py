@@ -1,7 +1,4 @@
-"""Train a LLaMA-style decoder: `python train.py --norm rms`.
-
-Thin: reads the command line and hands it to training/.
-"""
+"""Train a LLaMA-style decoder: reads the command line and hands it to training/."""
 
 import contextlib
 import io
@@ -24,7 +21,7 @@ DESCRIPTION = """Train a small LLaMA-style transformer on text, on a GPU or a CP
   --data PATH ...      files, folders, patterns, hub:OWNER/NAME, or a known text
   --config NAME        tiny, small, 124m, 1b or finetune of configs/, or a file
   --steps N            optimizer steps, each of --batch-size sequences
-  --learning-rate X    its peak
+  --learning-rate X    its peak, also --lr X
   --out FOLDER         folder of the run; by default a new runs/CONFIG-NORM
   --resume RUN         resume this run exactly where it stopped
   --init-from RUN      start from the weights of a run or a model of the Hub

@@ -20,7 +20,7 @@ from ablation.plan import Plan, Run, arm_settings, load_plan, replace_settings, 
 from ablation.records import Row, append, append_rows, read_rows
 from ablation.run import hardware, settings_hash, train_run
 from ablation.study import Study, as_table
-from data.units import end_with_parent
+from data.tokens import end_with_parent
 from errors import UserError, usable_cores
 from model.device import choose_device
 from training.estimate import estimate, format_time

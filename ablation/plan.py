@@ -9,10 +9,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
+import msgspec
+from msgspec import Meta
+from tyro.conf import Suppress, arg
+
 from errors import UserError
 from files import read_toml, replace_text
-from flags import Suppress, arg, optional
-from training.settings import CONFIGS, Settings, check_numbers, config_path, load_settings, nearest, read_table
+from flags import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, optional
+from training.settings import CONFIGS, Settings, check_fields, config_path, load_settings, nearest, read_table
 
 STUDIES = CONFIGS.parent / "studies"
 FIRST_SEEDS = {"sweep": 1001, "pilot": 2001}
@@ -39,24 +43,25 @@ class Plan:
     name: Annotated[str, Suppress] = "norms"
     arms: Annotated[dict[str, dict[str, Any]], Suppress] = field(default_factory=dict)
     vary: Annotated[dict[str, list[Any]], Suppress] = field(default_factory=dict)
+    titles: Annotated[dict[str, str], Suppress] = field(default_factory=dict)  # in documents, by choice in `vary`
     config: str = "ablation"  # What the arms share: a TOML file, or a name in configs/
-    steps: Annotated[int | None, optional("INT")] = None  # Steps of a run; by default the config's
-    seeds: Annotated[int | None, optional("INT")] = None  # Final pairs; by default as many as the pilot asks for
-    pilot_seeds: int = 8  # Runs of each arm that only fix the number of final ones; unused with --seeds
-    rerun_seeds: int = 3  # Seeds that a baseline repeats from changed initial weights
-    perturbations: tuple[float, ...] = (1e-6, 0.05)  # How much, relatively: rounding, and a change that means nothing
-    first_seed: int = 1  # Seed of the first final runs; the others follow
-    hours: float = 12.0  # The most that all runs may take, sweep and pilot included
-    learning_rates: Annotated[tuple[float, ...], arg(help_behavior_hint="")] = ()
+    steps: Annotated[PositiveInt | None, optional("INT")] = None  # Steps of a run; by default the config's
+    seeds: Annotated[Annotated[int, Meta(ge=2, le=MAX_SEEDS)] | None, optional("INT")] = None
+    """Final pairs; by default as many as the pilot asks for"""
+    pilot_seeds: Annotated[int, Meta(ge=2)] = 8  # Runs of each arm that fix how many are final; unused with --seeds
+    rerun_seeds: NonNegativeInt = 3  # Seeds that a baseline repeats from changed initial weights
+    perturbations: tuple[NonNegativeFloat, ...] = (1e-6, 0.05)
+    """How much, relatively: rounding, and a change that means nothing"""
+    first_seed: NonNegativeInt = 1  # Seed of the first final runs; the others follow
+    hours: PositiveFloat = 12.0  # The most that all runs may take, sweep and pilot included
+    learning_rates: Annotated[tuple[PositiveFloat, ...], arg(help_behavior_hint="")] = ()
     """One for all arms, or several to sweep. By default the config's, or a sweep around it where the arms differ in the
     norm (beyond rms and layer), its placement, the MLP or the optimizer"""
-    sweep_seeds: int = 3  # Runs of each arm at each learning rate of the sweep
-    margin: float = 0.005  # Smaller differences, in nats per token or the unit of the report, count as equivalent
+    sweep_seeds: PositiveInt = 3  # Runs of each arm at each learning rate of the sweep
+    margin: NonNegativeFloat = 0.005  # Smaller differences (nats per token, or the report's unit) are equivalent
 
     def __post_init__(self) -> None:
-        check_numbers(vars(self))
-        if self.seeds is not None and not 2 <= self.seeds <= MAX_SEEDS:
-            raise UserError(f"--seeds is {self.seeds} and must be from 2 to {MAX_SEEDS}.")
+        check_fields(self)
         if {*self.phase_seeds["final"]} & {*self.phase_seeds["sweep"], *self.phase_seeds["pilot"]}:
             raise UserError(f"--first-seed {self.first_seed}: final runs would have seeds of the sweep or the pilot.")
         vars(self).update(arms={name: read_settings(given) for name, given in self.arms.items()})
@@ -146,8 +151,6 @@ def known_settings() -> dict[str, tuple[str, Any]]:
 
 def read_setting(name: str, value: object) -> tuple[str, Any]:
     """The short name and the value of a setting, from a TOML file or as text; `model.norm` is `norm`."""
-    import msgspec  # benchmarks work without it
-
     table, _, short = name.rpartition(".")
     if short in GIVEN or short not in known_settings() or table not in ("", known_settings()[short][0]):
         raise UserError(f"{name} is not a setting that arms can have.{nearest(short, {*known_settings()} - {*GIVEN})}")

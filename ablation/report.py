@@ -7,19 +7,18 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
 from ablation import plots
 from ablation.plan import STUDIES, arm_settings
 from ablation.records import read_lines
-from ablation.stats import MAX_PAIRS, MIN_PAIRS_FOR_EQUIVALENCE, SIGNIFICANCE, Comparison, Effect, holm, mean_effect
+from ablation.stats import MAX_PAIRS, MIN_PAIRS_FOR_EQUIVALENCE, SIGNIFICANCE, Comparison, Effect, holm
 from ablation.study import KEY, Study
 from files import replace_text, replacing
 from model.count import num_norm_parameters, num_parameters
 
-MISSING, TIMINGS = "-", "timings.jsonl"
+MISSING = "-"
 PROBES = ["mean_over_std", "cosine_with_ones", "kurtosis", "largest_channel", "first_token_attention", "spikes"]
 ORIGIN = ["commit", "device", "workers", "threads", "kernels", "dtype", "torch", "python", "parameters", "tokens"]
 ORIGIN += ["text_hash"]
@@ -164,7 +163,6 @@ def parts(study: Study, folder: Path) -> Iterator[tuple[str, ...]]:
     yield "Runs that did not complete", "", table(incomplete[[*KEY, "status", "reason"]].to_dict("records"))
     inside = table(probe_rows(study))
     yield "Inside the model", "", inside, INSIDE if inside else ""
-    yield "Time of a run's parts over that of the baseline", "", table(time_rows(study, read_lines(folder / TIMINGS)))
     yield "Changes of the plan", "", table(read_lines(folder / "changes.jsonl"))
     yield "Machine, versions and hashes", "", table(origin_rows(study))
 
@@ -211,23 +209,6 @@ def probe_rows(study: Study) -> Iterator[dict]:
         chance = math.sqrt(2 / (math.pi * arm_settings(study.plan, study.arms[arm]).model.hidden_size))
         if "mean_over_std" in means:
             yield {"arm": arm, "chance level of mean_over_std": chance} | means.to_dict()
-
-
-def time_ratios(timings: list[dict], part: str, arm: str, base: str) -> list[Effect]:
-    """Time of an arm over that of another, by variant of the code: a mean over processes of medians of block pairs."""
-    seconds = {(t["variant"], t["process"], t["arm"]): np.array(t["seconds"]) for t in timings if t["part"] == part}
-    medians: dict[str, list[float]] = {}
-    for (variant, process, timed), values in seconds.items():
-        if timed == arm and (variant, process, base) in seconds:
-            medians.setdefault(variant, []).append(np.median(values / seconds[variant, process, base]))
-    return [mean_effect(variant, values, "ratio") for variant, values in medians.items()]
-
-
-def time_rows(study: Study, timings: list[dict]) -> Iterator[dict]:
-    for part in dict.fromkeys(timing["part"] for timing in timings):
-        for name, arm in study.arms.items():
-            if ratios := time_ratios(timings, part, name, arm.baseline):
-                yield {"part": part, "arm": name} | {e.name: with_interval(e, ".3f") for e in ratios}
 
 
 def origin_rows(study: Study) -> list[dict]:

@@ -9,11 +9,9 @@ import argparse
 import dataclasses
 import importlib.util
 import itertools
-import math
 import re
 import struct
 import subprocess
-import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -26,15 +24,13 @@ import torch
 
 import kernels
 from benchmarks import timing
-from benchmarks.timing import Block
 from checkpoints.families import to_json
 from checkpoints.pretrained import inference_dtype
-from errors import exit_on_user_error
 from generation.steps import GpuDecodeStep, decode_step, quantize_matrices
 from model.config import ModelConfig
 from model.count import num_parameters
 from model.decoder import Decoder
-from model.device import allocate, device_name, processor
+from model.device import allocate
 
 SHAPES = {
     "260k": ModelConfig(512, 64, 172, 5, 8, 4, max_position_embeddings=512),  # stories260K of llama2.c
@@ -43,7 +39,7 @@ SHAPES = {
     "135m": ModelConfig(32000, 768, 2048, 16, 12, 12, max_position_embeddings=256),
     "1b": ModelConfig(128256, 2048, 8192, 16, 32, 8, max_position_embeddings=256),  # Llama-3.2-1B
 }
-TRANSFORMERS, COMPILED = "transformers", "transformers compiled"
+TRANSFORMERS, COMPILED = "transformers", "transformers and torch.compile"
 WEIGHT_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
 
 
@@ -65,21 +61,18 @@ class Case(NamedTuple):
         return dataclasses.replace(shape, max_position_embeddings=max(shape.max_position_embeddings, positions))
 
 
-class Clock:
+class Clock(list[float]):
     """When each token came. transformers takes it for a streamer, which gets the prompt first."""
 
-    def __init__(self) -> None:
-        self.times: list[float] = []
-
     def put(self, _: object) -> None:
-        self.times.append(time.perf_counter())
+        self.append(time.perf_counter())
 
     def end(self) -> None:
         """Called after the last token."""
 
     def seconds_per_step(self, tokens: int) -> float:
         """Between the last `tokens`."""
-        return (self.times[-1] - self.times[-tokens]) / (tokens - 1)
+        return (self[-1] - self[-tokens]) / (tokens - 1)
 
 
 def cast_weights(decoder: Decoder, dtype: torch.dtype) -> None:
@@ -107,7 +100,7 @@ def transformers_model(config: ModelConfig) -> torch.nn.Module:
     return LlamaForCausalLM(LlamaConfig(**to_json(config, dtype="float32", bos_token_id=None, eos_token_id=None)))
 
 
-def ours(case: Case, choice: str = "auto") -> dict[str, Block]:
+def ours(case: Case, choice: str = "auto") -> timing.Blocks:
     """`generate` with the fast steps of the chosen kernels; the reference has none, so the decoder itself is called."""
     from generation.generate import generate
     from generation.settings import Sampling
@@ -129,7 +122,7 @@ def ours(case: Case, choice: str = "auto") -> dict[str, Block]:
     return {"step": run}
 
 
-def transformers(case: Case, compiled: bool = False) -> dict[str, Block]:
+def transformers(case: Case, compiled: bool = False) -> timing.Blocks:
     """transformers' `generate`: eager with its usual cache, or compiled with a static one."""
     with torch.device(case.device):
         model = transformers_model(case.config).to(getattr(torch, case.dtype)).eval()
@@ -148,7 +141,7 @@ def transformers(case: Case, compiled: bool = False) -> dict[str, Block]:
     return {"step": run}
 
 
-def llama2c(case: Case) -> dict[str, Block]:
+def llama2c(case: Case) -> timing.Blocks:
     """llama2.c prints its own tokens per second. It is given random weights, and a tokenizer of numbers."""
     config, width, folder = case.config, case.config.hidden_size, tempfile.TemporaryDirectory(prefix="benchmark")
     tables = config.max_position_embeddings * config.resolved_head_dim  # tables of angles, which it skips
@@ -168,7 +161,7 @@ def llama2c(case: Case) -> dict[str, Block]:
     return {"step": run}
 
 
-def llama_cpp(case: Case) -> dict[str, Block]:
+def llama_cpp(case: Case) -> timing.Blocks:
     """llama.cpp's server in this process, with a file that `contrib.gguf` wrote; all sequences are asked for at once.
 
     Its settings are its own, except for the number of threads, which is torch's.
@@ -177,7 +170,7 @@ def llama_cpp(case: Case) -> dict[str, Block]:
 
     from checkpoints.pretrained import save_pretrained
     from contrib.gguf import write_gguf
-    from data.corpus import train_tokenizer
+    from data.tokens import train_tokenizer
 
     with tempfile.TemporaryDirectory(prefix="benchmark") as folder:  # the server has read the file when it is deleted
         train_tokenizer([" ".join(map(str, range(1000)))], 300, Path(folder, "tokenizer.model")).save(folder)
@@ -201,8 +194,7 @@ def llama_cpp(case: Case) -> dict[str, Block]:
     return {"step": run}
 
 
-# The first that runs is what the speed of the others is relative to.
-PROGRAMS = {
+PROGRAMS = {  # the speed of the others is relative to that of the first that runs
     TRANSFORMERS: transformers,
     COMPILED: partial(transformers, compiled=True),
     "llama2.c": llama2c,
@@ -231,36 +223,35 @@ def bytes_read(case: Case) -> float:
     return weights + 2 * case.sequences * keys * (case.prompt + case.tokens // 2)
 
 
-def main(flags: list[str] | None = None) -> dict:
-    """Measure what the command line asks for, and print it as tables in Markdown; returns all of it."""
+def measure(
+    shapes: list[str], prompt: list[int], sequences: list[int], dtypes: list[str], programs: list[str], turns: int,
+    tokens: int, llama2c: Path | None,
+) -> dict:  # fmt: skip
+    """Time the programs on every combination, and print tables in Markdown; returns the record."""
+    device, tables = timing.default_device(), []
+    memory = timing.memory_rate(device)
+    for combination in itertools.product(shapes, prompt, sequences, dtypes):
+        case = Case(*combination, tokens, device.type, llama2c)
+        makers = {name: partial(PROGRAMS[name], case) for name in programs if is_possible(name, case)}
+        title = f"{case.shape}, {case.dtype}, {case.sequences} sequences after {case.prompt} tokens"
+        if makers:
+            tables.append(timing.compare(title, makers, {"step": bytes_read(case) / memory}, turns, case.sequences))
+    return timing.results(device, tables, memory_bytes_per_second=memory)
+
+
+def main() -> dict:
+    """Measure what the command line asks for; returns the record."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.decoding", description=__doc__.split("\n\n")[0])
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["26m"], help="default: 26m")
     parser.add_argument("--prompt", type=int, nargs="+", default=[1], help="tokens before (default: 1)")
     parser.add_argument("--sequences", type=int, nargs="+", default=[1, 8], help="default: 1 8")
     parser.add_argument("--dtypes", nargs="+", choices=WEIGHT_BYTES, default=[*WEIGHT_BYTES], help="default: all")
-    parser.add_argument("--turns", type=int, default=7, help="turns of each program (default: %(default)s)")
-    parser.add_argument("--minutes", type=float, default=math.inf, help="after that no fourth turn begins")
-    parser.add_argument("--tokens", type=int, default=128, help="tokens of a sequence in a turn (default: %(default)s)")
     parser.add_argument("--programs", nargs="+", choices=PROGRAMS, default=USUAL, help=f"default: all but {COMPILED}")
+    parser.add_argument("--turns", type=int, default=7, help="turns of each program (default: %(default)s)")
+    parser.add_argument("--tokens", type=int, default=128, help="tokens of a sequence in a turn (default: %(default)s)")
     parser.add_argument("--llama2c", type=Path, metavar="PATH", help="llama2.c's program, built with `make runomp`")
-    arguments = parser.parse_args(flags)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    rate = timing.read_rate() if device.type == "cpu" else timing.copy_rate(device)
-    print(f"{device_name(device)}, {processor()}: memory at {rate / 1e9:,.1f} GB/s")
-    settings = itertools.product(arguments.shapes, arguments.prompt, arguments.sequences, arguments.dtypes)
-    cases = [Case(*setting, arguments.tokens, device.type, arguments.llama2c) for setting in settings]
-    tables = []
-    for case in cases:
-        programs = [program for program in arguments.programs if is_possible(program, case)]
-        makers = {program: partial(PROGRAMS[program], case) for program in programs}
-        limits = {program: {"step": bytes_read(case) / rate} for program in programs}
-        title = f"Decoding {case.shape}, {case.sequences} sequences after {case.prompt} tokens, {case.dtype}"
-        end = time.monotonic() + 60 * arguments.minutes / len(cases)
-        if programs:
-            tables.append(timing.compare(title, makers, limits, arguments.turns, end, case.sequences))
-    return timing.results(device, bytes_per_second=rate, tables=tables)
+    return measure(**vars(parser.parse_args()))
 
 
 if __name__ == "__main__":
-    with exit_on_user_error():
-        sys.exit(timing.finish(main()))
+    timing.run(main)

@@ -8,7 +8,6 @@ import argparse
 import gc
 import math
 import re
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -19,11 +18,11 @@ from torch.nn import functional as F
 
 import kernels
 from benchmarks import timing
-from errors import exit_on_user_error
 from kernels import reference
 from model.device import device_name, keep_freed_memory
 
-BF16, OURS, TURNS = torch.bfloat16, "ours", 5
+BF16, TURNS = torch.bfloat16, 5
+OURS, REFERENCE, COMPILED, PYTORCH = "ours", "reference", "torch.compile", "PyTorch's function"
 REPEATS, REPEATS_OF_PRODUCTS = 10, 2  # calls in a turn; products take milliseconds and vary less
 # Shapes by device: large ones on a GPU, those of configs/tiny.toml and small.toml on a CPU.
 NORMS = {
@@ -41,7 +40,7 @@ class Case:
 
     name: str
     make: Callable[[], tuple]  # new random inputs, tensors or None
-    baselines: dict[str, Callable]  # functions of the inputs that return tuples, `ours` first
+    baselines: dict[str, Callable]  # functions of the inputs that return tuples
     moved: tuple[int, int] = (0, 0)  # bytes that the forward and the backward pass must move once
     flops: float = 0.0  # of all products, forward and backward: the limit instead of the bytes, if not 0
 
@@ -64,12 +63,12 @@ def random(device: torch.device, *shape: int, mean: float = 0.3, std: float = 1.
 def by_all(device: torch.device, call: Callable) -> dict[str, Callable]:
     """Ours, the reference and its compiled version; `call` gets a module of functions and the inputs."""
     ours, eager = partial(call, kernels.implementation(device)), partial(call, reference)
-    return {OURS: ours, "reference, eager": eager, "torch.compile": torch.compile(lambda *inputs: eager(*inputs))}
+    return {OURS: ours, REFERENCE: eager, COMPILED: torch.compile(lambda *inputs: eager(*inputs))}
 
 
 def norm_case(device: torch.device, kind: str, rows: int, width: int, after_addition: bool) -> Case:
     """RMSNorm, or LayerNorm with its bias. torch's own norm gets both vectors in bfloat16."""
-    outputs = 2 if after_addition else 1  # y, and the sum
+    size, outputs = rows * width * BF16.itemsize, 2 if after_addition else 1  # y, and the sum
 
     def make():
         bias = random(device, width, mean=1.0, std=0.1) if kind == "layer" else None
@@ -87,11 +86,10 @@ def norm_case(device: torch.device, kind: str, rows: int, width: int, after_addi
             y = F.layer_norm(total, (width,), weight.to(BF16), bias.to(BF16), 1e-5)
         return (y, total)[:outputs]
 
-    baselines = by_all(device, call) | {f"F.{kind}_norm": torch_own}
-    size = rows * width * BF16.itemsize
+    name, moved = f"{kind} norm, {rows} x {width}", (2 * size, 3 * size)
     if after_addition:
-        return Case(f"{kind} norm after addition, {rows} x {width}", make, baselines, (4 * size, 4 * size))
-    return Case(f"{kind} norm, {rows} x {width}", make, baselines, (2 * size, 3 * size))
+        name, moved = f"{kind} norm after addition, {rows} x {width}", (4 * size, 4 * size)
+    return Case(name, make, by_all(device, call) | {PYTORCH: torch_own}, moved)
 
 
 def mlp_case(device: torch.device, rows: int, hidden: int, width: int) -> Case:
@@ -102,11 +100,8 @@ def mlp_case(device: torch.device, rows: int, hidden: int, width: int) -> Case:
         gate_up, down = random(device, 2 * width, hidden, **matrices), random(device, hidden, width, **matrices)
         return random(device, rows, hidden), gate_up, down
 
-    def call(module, *inputs):
-        return (module.swiglu_mlp(*inputs),)
-
-    name = f"SwiGLU MLP, {rows} x {hidden}, {width} wide"
-    return Case(name, make, by_all(device, call), flops=18.0 * rows * hidden * width)
+    baselines = by_all(device, lambda module, *inputs: (module.swiglu_mlp(*inputs),))
+    return Case(f"SwiGLU MLP, {rows} x {hidden}, {width} wide", make, baselines, flops=18.0 * rows * hidden * width)
 
 
 def rotary_case(device: torch.device, tokens: int, heads: int, kv_heads: int, width: int, normed: bool) -> Case:
@@ -126,10 +121,10 @@ def rotary_case(device: torch.device, tokens: int, heads: int, kv_heads: int, wi
     # gradients of q, k and v become packed ones; with the norms, q and k are read again.
     size = BF16.itemsize * tokens * width
     rotated, packed = size * (heads + kv_heads), size * (heads + 2 * kv_heads)
-    name, baselines = f"{tokens} tokens, {heads} + {kv_heads} heads of {width}", by_all(device, call)
+    name, moved = "rotary", (2 * rotated, 2 * packed)
     if normed:
-        return Case(f"rotary with norms of heads, {name}", make, baselines, (2 * rotated, 2 * packed + rotated))
-    return Case(f"rotary, {name}", make, baselines, (2 * rotated, 2 * packed))
+        name, moved = "rotary with norms of heads", (2 * rotated, 2 * packed + rotated)
+    return Case(f"{name}, {tokens} tokens, {heads} + {kv_heads} heads of {width}", make, by_all(device, call), moved)
 
 
 def loss_case(device: torch.device, rows: int, hidden: int, vocabulary: int) -> Case:
@@ -145,18 +140,15 @@ def loss_case(device: torch.device, rows: int, hidden: int, vocabulary: int) -> 
     def all_logits(x, weight, targets, _):
         return (reference.linear_cross_entropy(x, weight, targets).mean(),)
 
-    def torch_own(x, weight, targets, _):
-        return (F.linear_cross_entropy(x, weight, targets),)
-
-    baselines = {OURS: ours, "F.cross_entropy, all logits": all_logits, "torch.compile": torch.compile(all_logits)}
+    baselines = {OURS: ours, REFERENCE: all_logits, COMPILED: torch.compile(all_logits)}
     if hasattr(F, "linear_cross_entropy"):  # from torch 2.13 on
-        baselines["F.linear_cross_entropy"] = torch_own
+        baselines[PYTORCH] = lambda x, weight, targets, _: (F.linear_cross_entropy(x, weight, targets),)
     name = f"head and loss, {rows} x {hidden}, vocabulary {vocabulary}"
     return Case(name, make, baselines, flops=6.0 * rows * hidden * vocabulary)
 
 
-def make_blocks(baseline: Callable, sets: list[tuple], device: torch.device, repeats: int) -> dict[str, timing.Block]:
-    """A baseline's block for each part: calls on all sets of inputs in turn."""
+def make_blocks(baseline: Callable, sets: list[tuple], device: torch.device, repeats: int) -> timing.Blocks:
+    """A baseline's blocks: calls on all sets of inputs in turn."""
     learned = [[x for x in inputs if x is not None and x.requires_grad] for inputs in sets]
     outputs = [baseline(*inputs) for inputs in sets]
     upstream = [[torch.randn_like(out) for out in one] for one in outputs]
@@ -166,8 +158,8 @@ def make_blocks(baseline: Callable, sets: list[tuple], device: torch.device, rep
         "both": lambda i: torch.autograd.grad(baseline(*sets[i]), learned[i], upstream[i]),
     }
     blocks = {}
-    for part, call in calls.items():
-        blocks[part] = partial(timing.block, [partial(call, i) for i in range(len(sets))], device, repeats)
+    for section, call in calls.items():
+        blocks[section] = partial(timing.block, [partial(call, i) for i in range(len(sets))], device, repeats)
     return blocks
 
 
@@ -182,29 +174,26 @@ def compare(case: Case, device: torch.device, copy: float, product: float) -> di
     limits = {"forward": forward / copy, "backward": backward / copy, "both": (forward + backward) / copy}
     if case.flops:
         limits = {"both": case.flops / product}
-    return timing.compare(case.name, makers, dict.fromkeys(makers, limits), TURNS)
+    return timing.compare(case.name, makers, limits, TURNS)
 
 
 def main() -> dict:
-    """Measure what the command line asks for, and print it as tables in Markdown; returns all of it."""
+    """Measure what the command line asks for; returns the record."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.kernels", description=__doc__.split("\n\n")[0])
     parser.add_argument("--only", default="", metavar="PATTERN", help="cases whose name matches, such as 'rms norm'")
     arguments = parser.parse_args()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device, tables = timing.default_device(), []
     keep_freed_memory()
     torch.manual_seed(0)
     copy, product = timing.copy_rate(device), timing.product_rate(device, torch.bfloat16)
     print(f"{device_name(device)}: copies {copy / 1e9:.4g} GB/s, products {product / 1e12:.3g} TFLOP/s\n")
-    tables = []
     for case in all_cases(device):
         if re.search(arguments.only, case.name):
             tables.append(compare(case, device, copy, product))
             torch.compiler.reset()
             gc.collect()
-    rates = {"copy_bytes_per_second": copy, "product_flops_per_second": product}
-    return timing.results(device, kernels=kernels.describe(device), **rates, tables=tables)
+    return timing.results(device, tables, copy_bytes_per_second=copy, product_flops_per_second=product)
 
 
 if __name__ == "__main__":
-    with exit_on_user_error():
-        sys.exit(timing.finish(main()))
+    timing.run(main)

@@ -1,18 +1,20 @@
 """The harness: what is compared takes turns, and every speed stands beside a limit that the machine reached.
 
+A record, such as those in speed/, is a JSON object: the machine, and tables of seconds by program and section.
 The programs of `benchmarks.decoding` time themselves; all else is timed by `block`.
 """
 
+import itertools
 import json
-import math
 import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable, Collection, Hashable, Iterator
+from collections.abc import Callable
 
 import torch
 
+from errors import exit_on_user_error
 from model.device import device_name, processor
 
 BEYOND_CACHE = 256e6  # bytes, more than a GPU's cache holds
@@ -20,47 +22,39 @@ PAUSE = 20_000_000  # cycles of a GPU, about 11 ms, in which the host queues the
 COPY_BYTES = {"cuda": 2**30, "cpu": 2**27}
 READ_BYTES = 2**30  # more than a server's cache holds
 PRODUCT_SIZE = {"cuda": 8192, "cpu": 2048}
-MIN_TURNS = 3
 
-Block = Callable[[], float]
-"""What has a turn. It returns the seconds of one call."""
+Blocks = dict[str, Callable[[], float]]
+"""What a program runs in its turn, by section. Each returns the seconds of one call."""
 
 
-def measure(
-    makers: dict[Hashable, Callable[[], dict[str, Block]]], turns: int, deadline: float = math.inf
-) -> tuple[dict[Hashable, dict[str, list[float]]], dict[Hashable, str]]:
-    """Seconds of the blocks that the makers make, by key and part, and for each key that cannot run, why.
+def default_device() -> torch.device:
+    """The GPU, if there is one, else the CPU."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def measure(makers: dict[str, Callable[[], Blocks]], turns: int) -> tuple[dict[str, dict], dict[str, str]]:
+    """Seconds by program and section, and why a program cannot run. `makers` make the blocks of each program.
 
     Equal places in two lists were measured next to each other. Before the first turn every block runs once, to compile
     and to fill caches.
     """
-    blocks, failures = {}, {}
-    for key, make in makers.items():
-        print("preparing", *(key if isinstance(key, tuple) else [key]), file=sys.stderr, flush=True)
+    programs, failures = {}, {}
+    for name, make in makers.items():
+        print("preparing", name, file=sys.stderr, flush=True)
         try:
-            made = make()
-            for run in made.values():
+            blocks = make()
+            for run in blocks.values():
                 run()
         except Exception as error:  # whatever a program, a compiler or the capture of a graph may raise
-            failures[key] = f"{type(error).__name__}: {error}".partition("\n")[0]
+            failures[name] = f"{type(error).__name__}: {error}".partition("\n")[0]
         else:
-            blocks[key] = made
-    seconds = {key: {part: [] for part in made} for key, made in blocks.items()}
-    for key in in_turns(blocks, turns, deadline):
-        for part, run in blocks[key].items():
-            seconds[key][part].append(run())
+            programs[name] = blocks
+    seconds = {name: {section: [] for section in blocks} for name, blocks in programs.items()}
+    for turn in range(turns):  # C B A A B C ...: a drift of the machine's speed cancels
+        for name in programs if turn % 2 else reversed(programs):
+            for section, run in programs[name].items():
+                seconds[name][section].append(run())
     return seconds, failures
-
-
-def in_turns(keys: Collection[Hashable], turns: int, deadline: float = math.inf) -> Iterator[Hashable]:
-    """C B A A B C ...: the order of each turn is that of the one before, reversed, so that a drift of speed cancels.
-
-    After MIN_TURNS no turn begins beyond the deadline, a time of `time.monotonic`.
-    """
-    for turn in range(turns):
-        if turn >= MIN_TURNS and time.monotonic() > deadline:
-            return
-        yield from keys if turn % 2 else reversed(list(keys))
 
 
 def block(calls: list[Callable[[], object]], device: torch.device, repeats: int = 4) -> float:
@@ -69,21 +63,20 @@ def block(calls: list[Callable[[], object]], device: torch.device, repeats: int 
     On a GPU the host first queues all of them behind a pause, so that what is measured is the device's time alone.
     """
     if device.type != "cuda":
-        found = []
+        ends = [time.perf_counter()]
         for i in range(repeats):
-            start = time.perf_counter()
             calls[i % len(calls)]()
-            found.append(time.perf_counter() - start)
-        return statistics.median(found)
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(2 * repeats)]
+            ends.append(time.perf_counter())
+        return statistics.median(end - start for start, end in itertools.pairwise(ends))
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
     torch.cuda.synchronize(device)
     torch.cuda._sleep(PAUSE)
+    events[0].record()
     for i in range(repeats):
-        events[2 * i].record()
         calls[i % len(calls)]()
-        events[2 * i + 1].record()
+        events[i + 1].record()
     torch.cuda.synchronize(device)
-    return statistics.median(events[2 * i].elapsed_time(events[2 * i + 1]) / 1e3 for i in range(repeats))
+    return statistics.median(start.elapsed_time(end) / 1e3 for start, end in itertools.pairwise(events))
 
 
 def rate(call: Callable[[], object], amount: float, device: torch.device) -> float:
@@ -99,10 +92,12 @@ def copy_rate(device: torch.device) -> float:
     return rate(lambda: target.copy_(source), 2 * COPY_BYTES[device.type], device)
 
 
-def read_rate() -> float:
-    """Bytes per second that the CPU reads from memory, in a dot product: the limit for what reads weights."""
+def memory_rate(device: torch.device) -> float:
+    """The limit for what reads weights: bytes per second that a CPU reads in a dot product, or that a GPU copies."""
+    if device.type == "cuda":
+        return copy_rate(device)
     x = torch.ones(READ_BYTES // 4)
-    return rate(lambda: torch.dot(x, x), READ_BYTES, x.device)
+    return rate(lambda: torch.dot(x, x), READ_BYTES, device)
 
 
 def product_rate(device: torch.device, dtype: torch.dtype) -> float:
@@ -113,53 +108,68 @@ def product_rate(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def compare(
-    title: str,
-    makers: dict[str, Callable[[], dict[str, Block]]],
-    limits: dict[str, dict[str, float]],
-    turns: int,
-    deadline: float = math.inf,
-    tokens: int | None = None,
+    title: str, makers: dict[str, Callable[[], Blocks]], limits: dict[str, float], turns: int, tokens: int | None = None
 ) -> dict:
-    """Measure, and print a table in Markdown: a row for each maker; returns it with all seconds.
+    """Measure the programs, print a table in Markdown, and return it for a record.
 
-    limits: by maker and part, the seconds that the machine's measured rates allow. tokens: of the last part; it is also
-    the one whose speed is compared with the first maker's, by the median of the ratios within turns, and their range.
+    limits: by section, the seconds that the machine's measured rates allow. tokens: of a call of the last section.
     """
-    seconds, failures = measure(makers, turns, deadline)
-    first = next(iter(seconds), "")
-    parts = [*seconds.get(first, [""])]
-    columns = [f"{part}, ms" for part in parts] + ["tokens/s"] * (tokens is not None)
+    seconds, failures = measure(makers, turns)
+    table = {"title": title, "tokens": tokens, "limits": limits, "seconds": seconds, "not_run": failures}
     print(f"\n### {title}\n")
-    print_row("", *columns, "of the limit", f"speed relative to {first}")
-    print("|---" * (len(columns) + 3) + "|")
-    for name in makers:
-        if name in failures:
-            print_row(name, f"not run: {failures[name]}")
-            continue
-        medians = {part: statistics.median(values) for part, values in seconds[name].items()}
-        shares = ", ".join(f"{limit / medians[part]:.0%}" for part, limit in limits[name].items())
-        rates = [] if tokens is None else [f"{tokens / medians[parts[-1]]:,.0f}"]
-        times_in_ms = (f"{1e3 * one:,.{3 if one < 0.01 else 1}f}" for one in medians.values())
-        pairs = zip(seconds[first][parts[-1]], seconds[name][parts[-1]], strict=True)
+    for i, row in enumerate(program_rows(table)):
+        if i == 0:
+            print(f"| {' | '.join(row)} |\n|{'---|' * len(row)}")
+        print(f"| {' | '.join(row.values())} |", flush=True)
+    return table
+
+
+def program_rows(table: dict) -> list[dict[str, str]]:
+    """Medians of each program, and its speed relative to the first one's in the last section: the median and the range
+    of the ratios within turns.
+    """
+    rows, first = [], next(iter(table["seconds"]), "")
+    for name, sections in table["seconds"].items():
+        medians = {section: statistics.median(values) for section, values in sections.items()}
+        row = {"": name} | {f"{section}, ms": three_digits(1e3 * median) for section, median in medians.items()}
+        last = [*sections][-1]
+        if table["tokens"] is not None:
+            row["tokens/s"] = three_digits(table["tokens"] / medians[last])
+        if table["limits"]:
+            row["of the limit"] = shares_of_limit(table, name)
+        pairs = zip(table["seconds"][first][last], sections[last], strict=True)
         ratios = [theirs / ours for theirs, ours in pairs]
-        speed = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
-        print_row(name, *times_in_ms, *rates, shares, speed)
-    return {"title": title, "tokens": tokens, "limits": limits, "seconds": seconds, "not_run": failures}
+        row[f"speed, times {first}"] = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+        rows.append(row)
+    return rows + [{"": name, "ms": f"not run: {reason}"} for name, reason in table["not_run"].items()]
 
 
-def print_row(*cells: object) -> None:
-    """A row of a table in Markdown."""
-    print("| " + " | ".join(map(str, cells)) + " |", flush=True)
+def shares_of_limit(table: dict, program: str) -> str:
+    """How much of the speed that the limit allows a program reaches, for each section with a limit."""
+    seconds = table["seconds"][program]
+    return ", ".join(f"{limit / statistics.median(seconds[name]):.0%}" for name, limit in table["limits"].items())
 
 
-def results(device: torch.device, **measured: object) -> dict:
-    """What a benchmark returns: the machine and everything that was measured."""
-    names = {"device": device_name(device), "processor": processor(), "threads": torch.get_num_threads()}
-    names |= {"torch": torch.__version__, "python": platform.python_version()}
-    return {"machine": names, **measured}
+def three_digits(value: float) -> str:
+    """At least three significant digits: 0.813, 2.00, 13.4, 1,263."""
+    decimals = 3 if value < 1 else 2 if value < 10 else 1 if value < 100 else 0
+    return f"{value:,.{decimals}f}"
 
 
-def finish(found: dict) -> int:
-    """Print what a benchmark returned as its last line; the exit status, 1 if something did not run."""
-    print(json.dumps(found))
-    return int(any(table["not_run"] for table in found["tables"]))
+def results(device: torch.device, tables: list[dict], **rates: float) -> dict:
+    """The record of a benchmark: the machine with its measured rates, and the tables."""
+    machine = {"device": device_name(device), "processor": processor(), "threads": torch.get_num_threads()}
+    machine |= {"torch": torch.__version__, "python": platform.python_version()}
+    return {"machine": machine | rates, "tables": tables}
+
+
+def finish(record: dict) -> int:
+    """Print a record as the last line; the exit status, 1 if something did not run."""
+    print(json.dumps(record))
+    return int(any(table["not_run"] for table in record["tables"]))
+
+
+def run(main: Callable[[], dict]) -> None:
+    """Run the program of a benchmark, whose `main` returns the record."""
+    with exit_on_user_error():
+        sys.exit(finish(main()))

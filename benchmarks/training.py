@@ -1,32 +1,26 @@
-"""Training steps and their parts in every variant of the code, side by side: `python -m benchmarks.training`.
+"""Training steps in every variant of the code, side by side: `python -m benchmarks.training`.
 
 Variants: the reference in plain PyTorch, torch.compile of it, our functions for the device and, if it is asked for,
-transformers' LLaMA of the same shape. They take turns in blocks of a few calls on random tokens; a step has one
-micro-batch. Exit status 1: a variant did not run.
+transformers' LLaMA of the same shape. They take turns in blocks of a few steps. Exit status 1: a variant did not run.
 """
 
 import argparse
 import itertools
-import json
 import math
-import sys
-import time
-import uuid
 from functools import partial
-from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import kernels
-from ablation.plan import arm_settings, load_plan, replace_settings
+from ablation.plan import replace_settings
 from benchmarks import timing
-from benchmarks.decoding import SHAPES, TRANSFORMERS, transformers_model
-from errors import UserError, exit_on_user_error, printable
+from benchmarks.decoding import TRANSFORMERS, transformers_model
 from model.config import ModelConfig
 from model.count import flops_per_token
 from model.decoder import Decoder
-from model.device import choose_training_dtype, device_name, keep_freed_memory
+from model.device import choose_training_dtype, keep_freed_memory
 from training.optimizer import build_optimizer
 from training.processes import Processes
 from training.settings import Settings, config_path, load_settings
@@ -41,11 +35,7 @@ VARIANTS = {  # what `kernels.use` is told, and whether the model is compiled
     TRANSFORMERS: ("auto", False),
     f"{TRANSFORMERS} and torch.compile": ("auto", True),
 }
-USUAL = {
-    "cpu": ["reference, eager", "torch.compile", "CPU functions"],
-    "cuda": ["reference, eager", "torch.compile", "Triton", "Triton and torch.compile"],
-}
-PARTS = "forward", "forward and backward", "step"
+TURNS = 10  # of 4 steps each
 
 
 class TransformersModel(nn.Module):
@@ -61,14 +51,8 @@ class TransformersModel(nn.Module):
             return self.model(input_ids=tokens, labels=tokens, shift_labels=targets, use_cache=False).loss
 
 
-def micro_batch(settings: Settings) -> tuple[int, int]:
-    """Sequences and their length in a step that is timed."""
-    data = settings.data
-    return min(data.micro_batch_size or data.batch_size, data.batch_size), data.sequence_length
-
-
-def make_blocks(settings: Settings, variant: str, device: torch.device, *parts: str) -> dict[str, timing.Block]:
-    """The blocks of parts of PARTS: the model's passes on random tokens, and an optimizer step."""
+def make_step(settings: Settings, variant: str, device: torch.device) -> timing.Blocks:
+    """The block of training steps on random tokens, of one micro-batch each."""
     choice, compiled = VARIANTS[variant]
     kernels.use(choice, device)
     dtype = choose_training_dtype(settings.machine.dtype, device)
@@ -82,83 +66,60 @@ def make_blocks(settings: Settings, variant: str, device: torch.device, *parts: 
         optimizer = build_optimizer(model, settings.optimizer, device)
         run = kernels.compile_model(model) if compiled else model
     scaler = torch.amp.GradScaler(device.type, enabled=False)
-    shape, pinned = micro_batch(settings), device.type == "cuda"
-    on_host = [torch.randint(settings.model.vocab_size, shape, pin_memory=pinned) for _ in range(2)]  # tokens, targets
-    batch = [part.to(device) for part in on_host]
-    mean = torch.full((), 1 / batch[1].numel(), device=device)
-    calls = {
-        "forward": lambda: run(*batch),
-        "forward and backward": lambda: run(*batch, token_weights=mean).backward(),
-        "step": lambda: train_step(run, [on_host], optimizer, scaler, settings.optimizer.clip, Processes(), device),
-    }
+    batch = [
+        torch.randint(settings.model.vocab_size, micro_batch(settings), pin_memory=device.type == "cuda")
+        for _ in ("tokens", "targets")
+    ]
 
-    def use_and_time(part: str) -> float:
+    def step() -> None:
+        train_step(run, [batch], optimizer, scaler, settings.optimizer.clip, Processes(), device)
+
+    def use_and_time() -> float:
         kernels.use(choice, device)
-        return timing.block([calls[part]], device)
+        return timing.block([step], device)
 
-    return {part: partial(use_and_time, part) for part in parts}
+    return {"step": use_and_time}
 
 
-def time_arms(folder: Path, variants: list[str], device: torch.device, turns: int) -> None:
-    """Add the times of every part of training, for all arms of a study, to its timings.jsonl, which its report reads.
+def micro_batch(settings: Settings) -> tuple[int, int]:
+    """Sequences and their length in a step that is timed."""
+    data = settings.data
+    return min(data.micro_batch_size or data.batch_size, data.batch_size), data.sequence_length
 
-    A process gives one value: intervals take several.
+
+def compare(config: str, changes: dict[str, Any], norms: list[str], variants: list[str], turns: int = TURNS) -> dict:
+    """Time every norm in every variant, and print a table in Markdown; returns it for a record.
+
+    changes: of the configuration's settings.
     """
-    plan = load_plan(folder / "plan.toml")
-    makers = {
-        (variant, name): partial(make_blocks, arm_settings(plan, arm), variant, device, *PARTS)
-        for variant in variants
-        for name, arm in plan.compared.items()
-    }
-    found, failures = timing.measure(makers, turns)
-    for (variant, arm), reason in failures.items():
-        raise UserError(f"{variant}, {arm}: {reason}")
-    process = uuid.uuid4().hex  # the ids of processes in two containers may be equal
-    with (folder / "timings.jsonl").open("a", encoding="utf-8") as file:
-        for (variant, arm), parts in found.items():
-            for part, seconds in parts.items():
-                row = {"process": process, "variant": variant, "part": part, "arm": arm, "seconds": seconds}
-                file.write(json.dumps(row) + "\n")
+    keep_freed_memory()
+    settings = replace_settings(load_settings(config_path(config)), changes)
+    device, makers = timing.default_device(), {}
+    for norm, variant in itertools.product(norms, variants):
+        of_norm = replace_settings(settings, {"norm": norm})
+        if not variant.startswith(TRANSFORMERS):
+            makers[f"{variant}, {norm}"] = partial(make_step, of_norm, variant, device)
+        elif norm == "rms":
+            makers[variant] = partial(make_step, of_norm, variant, device)
+    tokens, dtype = math.prod(micro_batch(settings)), choose_training_dtype(settings.machine.dtype, device)
+    flops = tokens * flops_per_token(settings.model, settings.data.sequence_length)
+    limits = {"step": flops / timing.product_rate(device, dtype)}
+    return timing.compare(f"training {config}, {str(dtype)[6:]}", makers, limits, turns, tokens)  # without "torch."
 
 
-def main(flags: list[str] | None = None) -> dict:
-    """Measure what the command line asks for, and print it as tables in Markdown; returns all of it."""
+def main() -> dict:
+    """Measure what the command line asks for; returns the record."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.training", description=__doc__.split("\n\n")[0])
     parser.add_argument("--config", default="tiny", help="a name in configs/ (default: %(default)s)")
-    parser.add_argument("--shape", choices=SHAPES, help="instead, this model and 8 sequences of 256 tokens")
-    parser.add_argument("--dtypes", nargs="+", metavar="DTYPE", help="default: that of the configuration")
-    parser.add_argument("--norms", nargs="+", default=["rms", "layer"], help="default: %(default)s")
+    parser.add_argument("--dtypes", nargs="+", metavar="DTYPE", default=["auto"], help="default: auto")
+    parser.add_argument("--norms", nargs="+", default=["rms", "layer"], help="default: rms layer")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, help=f"default: all but {TRANSFORMERS}")
-    parser.add_argument("--turns", type=int, default=10, help="of 4 steps each (default: %(default)s)")
-    parser.add_argument("--minutes", type=float, default=math.inf, help="after that no fourth turn begins")
-    parser.add_argument("--arms", type=Path, metavar="FOLDER", help="instead, time the arms of a study, for its report")
-    arguments = parser.parse_args(flags)
-    device, tables = torch.device("cuda" if torch.cuda.is_available() else "cpu"), []
-    keep_freed_memory()
-    variants = arguments.variants or USUAL[device.type]
-    if arguments.arms is not None:
-        time_arms(arguments.arms, variants, device, arguments.turns)
-        print(printable(f"written: {arguments.arms / 'timings.jsonl'}"))
-        return timing.results(device, tables=tables)
-    settings = load_settings(config_path(arguments.config))
-    if arguments.shape is not None:
-        data = {"batch_size": 8, "sequence_length": 256}
-        settings = replace_settings(settings, vars(SHAPES[arguments.shape]) | data)
-    kinds = [*itertools.product(arguments.dtypes or [settings.machine.dtype], arguments.norms)]
-    for dtype, norm in kinds:
-        product = timing.product_rate(device, choose_training_dtype(dtype, device))  # the limit is at this rate
-        title = f"A step of {arguments.shape or arguments.config}, {norm} norm, {dtype}, on {device_name(device)}; "
-        title += f"products at {product / 1e12:.2f} TFLOP/s"
-        of_kind, tokens = replace_settings(settings, {"dtype": dtype, "norm": norm}), math.prod(micro_batch(settings))
-        limit = tokens * flops_per_token(of_kind.model, settings.data.sequence_length) / product
-        able = [variant for variant in variants if norm == "rms" or not variant.startswith(TRANSFORMERS)]
-        makers = {variant: partial(make_blocks, of_kind, variant, device, "step") for variant in able}
-        limits = {variant: {"step": limit} for variant in able}
-        end = time.monotonic() + 60 * arguments.minutes / len(kinds)
-        tables.append(timing.compare(title, makers, limits, arguments.turns, end, tokens))
-    return timing.results(device, tables=tables)
+    chosen, device = parser.parse_args(), timing.default_device()
+    usual = ("reference", "triton" if device.type == "cuda" else "torch")
+    variants = chosen.variants or [name for name, (choice, _) in VARIANTS.items() if choice in usual]
+    tables = [compare(chosen.config, {"dtype": dtype}, chosen.norms, variants) for dtype in chosen.dtypes]
+    return timing.results(device, tables)
 
 
 if __name__ == "__main__":
-    with exit_on_user_error():
-        sys.exit(timing.finish(main()))
+    timing.run(main)

@@ -32,7 +32,7 @@ def find_checkpoint(path: Path | str) -> Path:
     if path.is_dir():
         check_format(path)
         problem = f"{path} has no"
-    raise UserError(f"{problem} config.json, best/ or last/.{name_runs(path.parent)}")
+    raise UserError(f"{problem} config.json, best/ or last/.{newest_runs(path.parent)}")
 
 
 def find_adapter(directory: Path, adapter: str | None = None) -> tuple[Path, Path | None]:
@@ -70,7 +70,7 @@ def download(name: str, revision: str | None) -> Path:
         return Path(snapshot_download(name, revision=revision, allow_patterns=wanted, ignore_patterns="*/*"))
     except LocalEntryNotFoundError as error:  # no network, and nothing in the cache
         where = "is no local path, and the Hugging Face Hub cannot be reached"
-        raise UserError(f"{name} {where}; connect to it, or give a run.{name_runs()}") from error
+        raise UserError(f"{name} {where}; connect to it, or give a run.{newest_runs()}") from error
     except Exception as error:  # a network fails in many ways, and each version of the library has other classes
         reason = " ".join(str(error).split())
         raise UserError(f"{name} is no local path, and the Hugging Face Hub gives no model: {reason}") from error
@@ -84,7 +84,7 @@ def newest_run(folder: Path = RUNS) -> Path:
     raise UserError(f"there is no run in {folder}/; {fix}.")
 
 
-def name_runs(folder: Path = RUNS) -> str:
+def newest_runs(folder: Path = RUNS) -> str:
     """A sentence for an error: the newest runs in `folder`, or else in runs/."""
     runs = runs_in(folder) or runs_in(RUNS)
     return f" Newest runs: {', '.join(map(str, runs[:5]))}." if runs else ""

@@ -56,6 +56,8 @@ def main(
     Models with RMSNorm are written as llama (qwen3 with --qk-norm), those with LayerNorm as stablelm; llama.cpp has no
     architecture for the other norms, placements and MLPs. For fewer than 8 bits, quantize the file with llama-quantize.
 
+    Whether other programs read the same model from the file: python -m contrib.same RUN --with OUT.gguf
+
     Args:
         run: A run folder or a checkpoint, as for generate.py.
         out: The file to write; an existing file is kept.

@@ -19,26 +19,28 @@ IGNORED = -100  # the target that no loss counts, as `kernels.reference` has it
 Batch = tuple[np.ndarray, ...]  # inputs, targets and, where attention keeps documents apart, each input's document
 
 
-def batch(stream: Sequence, *, seed: int, first: int, size: int, sequence_length: int) -> Batch:
+def batch(
+    stream: Sequence, *, seed: int, first: int, size: int, sequence_length: int, document_start: int | None = None
+) -> Batch:
     """Inputs and targets, each int64 (size, sequence_length), of the sequences from `first` on, counted over the run.
 
     The shares of processes are consecutive: in the order of ranks, they are what one process would get.
     """
     rows = []
-    for windows, number in draw(len(stream) // sequence_length, seed, first, size):
+    for windows, offset in draw(len(stream) // sequence_length, seed, first, size):
         for window in windows:
-            start = number % sequence_length + int(window) * sequence_length
+            start = offset % sequence_length + int(window) * sequence_length
             row = stream[start : start + sequence_length + 1]
             rows.append(np.concatenate([row, stream[: sequence_length + 1 - len(row)]]))
     ids = np.stack(rows).astype(np.int64)
-    return ids[:, :-1].copy(), ids[:, 1:].copy()
+    return number_documents((ids[:, :-1].copy(), ids[:, 1:].copy()), document_start)
 
 
 def draw(count: int, seed: int, first: int, size: int) -> Iterator[tuple[np.ndarray, int]]:
-    """The numbers below `count` of the sequences from `first` on, by epoch, and a random number for each epoch."""
-    for epoch, group in itertools.groupby(range(first, first + size), lambda index: index // count):
-        *keys, number = np.random.SeedSequence([seed, epoch]).generate_state(5, np.uint64)
-        yield permute(np.array([*group]) % count, count, keys), int(number)
+    """Which of `count` sequences are those from `first` on, by epoch, and a random offset for each epoch."""
+    for epoch, places in itertools.groupby(range(first, first + size), lambda place: place // count):
+        *keys, offset = np.random.SeedSequence([seed, epoch]).generate_state(5, np.uint64)
+        yield permute(np.array([*places]) % count, count, keys), int(offset)
 
 
 def number_documents(batch: Batch, document_start: int | None) -> Batch:
@@ -54,15 +56,15 @@ def permute(index: np.ndarray, count: int, keys: Sequence[int]) -> np.ndarray:
     """
     bits = np.uint64(max(1, ((count - 1).bit_length() + 1) // 2))
     mask = (np.uint64(1) << bits) - np.uint64(1)
-    found = np.array(index, np.uint64)
-    outside = np.ones(len(found), bool)
+    places = np.array(index, np.uint64)
+    outside = np.ones(len(places), bool)
     while outside.any():
-        left, right = found[outside] >> bits, found[outside] & mask
+        left, right = places[outside] >> bits, places[outside] & mask
         for key in keys:
             left, right = right, left ^ (mix(right ^ np.uint64(key)) & mask)
-        found[outside] = left << bits | right
-        outside = found >= count
-    return found
+        places[outside] = left << bits | right
+        outside = places >= count
+    return places
 
 
 def mix(values: np.ndarray) -> np.ndarray:
@@ -72,14 +74,16 @@ def mix(values: np.ndarray) -> np.ndarray:
     return values ^ (values >> np.uint64(31))
 
 
-def validation_windows(tokens: np.ndarray, sequence_length: int, batch_size: int) -> Iterator[Batch]:
+def validation_windows(
+    tokens: Sequence, sequence_length: int, batch_size: int, document_start: int | None = None
+) -> Iterator[Batch]:
     """Yield inputs and targets, int64 (batch_size, sequence_length), that predict every token but the first once.
 
     All batches have one shape, so the last is padded with inputs 0 and targets `IGNORED`.
     """
-    size = batch_size * sequence_length
+    shape, size = (batch_size, sequence_length), batch_size * sequence_length
     for start in range(0, len(tokens) - 1, size):
-        ids = np.asarray(tokens[start : start + size + 1], np.int64)
-        inputs, targets = np.zeros(size, np.int64), np.full(size, IGNORED, np.int64)
-        inputs[: len(ids) - 1], targets[: len(ids) - 1] = ids[:-1], ids[1:]
-        yield inputs.reshape(batch_size, sequence_length), targets.reshape(batch_size, sequence_length)
+        ids = tokens[start : start + size + 1]
+        inputs, targets = np.zeros(shape, np.int64), np.full(shape, IGNORED, np.int64)
+        inputs.flat[: len(ids) - 1], targets.flat[: len(ids) - 1] = ids[:-1], ids[1:]
+        yield number_documents((inputs, targets), document_start)

@@ -19,6 +19,7 @@ import numpy as np
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from data.special_tokens import TURNS
 from data.tokenizer import Tokenizer
 from errors import UserError, reading
 
@@ -26,6 +27,13 @@ Message = dict[str, Any]
 # Random numbers that no text contains. Digits, because templates may change letters (`upper`), but not digits.
 BREAK, BORDER = (str(10**20 + secrets.randbelow(10**20)) for _ in range(2))
 NUMBERS = re.compile("(?=([0-9]{21}))")  # such numbers, also where two overlap
+# The template of tokenizers that are trained here, with their `TURNS`.
+CHAT_TEMPLATE = """{{ bos_token }}{% for message in messages %}
+{%- if message.role not in ['system', 'user', 'assistant'] %}{{ raise_exception('no role ' + message.role) }}{% endif %}
+{{- '<|' + message.role + '|>' }}
+{%- if message.role == 'assistant' %}{% generation %}{{ message.content + '<|end|>' }}{% endgeneration %}
+{%- else %}{{ message.content + '<|end|>' }}{% endif %}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"""
 ROLES = {"developer": "system", "human": "user"} | dict.fromkeys(("gpt", "chatgpt", "bing", "bard"), "assistant")
 
 
@@ -51,6 +59,20 @@ def plain_messages(messages: Sequence[dict]) -> list[Message]:
             plain.append({"role": ROLES.get(role, role), "content": "".join(texts)} | others)
             "".join(plain[-1].values()).encode("utf-8")  # JSON can have half a surrogate pair as an escape
     return plain
+
+
+def add_chat_template(tokenizer: Tokenizer) -> Tokenizer:
+    """The tokenizer, with `CHAT_TEMPLATE` if it has tokens for roles and no template, as those trained here."""
+    ids = {token.content: i for i, token in tokenizer.added_tokens.items()}
+    if tokenizer.chat_template is not None or not ids.keys() >= {*TURNS}:
+        return tokenizer
+    # For other programs: special tokens are tokens where the template writes them, and <|end|> ends a text, too.
+    config = tokenizer.config | {"chat_template": CHAT_TEMPLATE, "split_special_tokens": False}
+    ends = tokenizer.fields("generation_config.json") | {"eos_token_id": [tokenizer.eos_id, ids["<|end|>"]]}
+    files = {"tokenizer_config.json": config, "generation_config.json": ends}
+    changed = {name: json.dumps(fields, indent=2).encode() for name, fields in files.items()}
+    others = {name: content for name, content in tokenizer.files.items() if name not in changed}
+    return Tokenizer(changed | others, tokenizer.folder)
 
 
 class ChatFormat:

@@ -4,7 +4,7 @@
     learned     .     .     . . . .    .          .       +    +     .     .      .     .          .       +     +
     documents   1     1     1 1 1 1    1          1       1    1     2     2      2     2          2       2     2
 
-A row has T + 1 ids of complete conversations. CACHE/conversations/KEY.npy holds all rows, KEY.json what is known.
+A row has T + 1 ids of complete conversations. CACHE/conversations/KEY.npz holds all rows and what describes them.
 """
 
 import bisect
@@ -22,14 +22,15 @@ from filelock import FileLock
 from tqdm import tqdm
 
 from data.batches import IGNORED, Batch, draw
-from data.chat import ChatFormat, Message, plain_messages
+from data.chat import ChatFormat, Message, add_chat_template, plain_messages
 from data.readers import MESSAGES, decode, read_rows
+from data.settings import DataSettings
 from data.sources import TextFile
-from data.split import VALIDATION, Split, split_documents
+from data.split import VALIDATION, split_documents
 from data.tokenizer import Tokenizer
-from data.units import DOCUMENT, content_hash, digest
+from data.tokens import DOCUMENT, content_hash, counted, digest
 from errors import UserError, reading
-from files import replace_text, replacing
+from files import replacing
 
 VERSION = 4  # version of the files; raised when the same conversations and tokenizer would give other rows
 Encoded = tuple[list[Message], np.ndarray, np.ndarray]  # a conversation, its ids and which of them are learned
@@ -37,35 +38,62 @@ Encoded = tuple[list[Message], np.ndarray, np.ndarray]  # a conversation, its id
 
 @dataclass(frozen=True)
 class Conversations:
-    """Conversations that can be trained on: what `corpus.Corpus` is for a text."""
+    """Conversations that can be trained on: what `corpus.Corpus` is for a text, with the same methods."""
 
-    description: str  # two lines to print
-    text_hash: str  # hash of the messages, in order
-    question: list[Message]  # a conversation for validation, up to its first answer
     chat: ChatFormat
     tokenizer: Tokenizer
+    description: str  # two lines to print
+    text_hash: str  # hash of the messages, in order
+    prompts: list[str]  # for samples: the first question of a conversation for validation
     train: np.ndarray  # (3, rows, T + 1): ids; whether they are learned; their conversations in the row, 0: padding
     validation: np.ndarray
-    validation_bytes = None  # bits per byte would count what is not learned
+    validation_bytes = everything_bytes = None  # bits per byte would count what is not learned
+
+    def count_sequences(self, settings: DataSettings) -> int:
+        """The rows of an epoch; `UserError` for a schedule that would cut them."""
+        if settings.first_sequence_length not in (None, settings.sequence_length):
+            fix = "use --first-sequence-length None"
+            raise UserError(f"--first-sequence-length would cut conversations into parts; {fix}.")
+        return self.train.shape[1]
 
     def batch(self, seed: int, first: int, size: int, **_: int) -> Batch:
         """The rows from `first` on. An epoch takes every row once, in an order given by (seed, epoch)."""
         drawn = draw(self.train.shape[1], seed, first, size)
-        return batch_of(self.train[:, np.concatenate([numbers for numbers, _ in drawn]).astype(np.int64)])
+        return batch_of(self.train[:, np.concatenate([rows for rows, _ in drawn]).astype(np.int64)])
 
     def validation_batches(self, _: int, batch_size: int) -> Iterator[Batch]:
-        for start in range(0, self.validation.shape[1], batch_size):
-            yield batch_of(self.validation[:, start : start + batch_size])
+        return row_batches(self.validation, batch_size)
+
+    def all_batches(self, _: int, batch_size: int) -> Iterator[Batch]:
+        return row_batches(np.concatenate([self.train, self.validation], 1), batch_size)
+
+    def encode_prompt(self, prompt: str) -> tuple[list[int], None, set[int]]:
+        ids = self.chat.encode([{"role": "user", "content": prompt}])
+        return ids, None, {self.tokenizer.eos_id, *self.chat.ends}
+
+    def show_sample(self, prompt: str, _: list[int], tokens: list[int]) -> str:
+        return f"{prompt}\n> {self.tokenizer.decode(tokens)}"
+
+    def summary(self) -> str:
+        return f"hash of the conversations {self.text_hash}"  # a compressor would count what is not learned
+
+    def generate_arguments(self, _: str) -> str:
+        return "--chat"
 
     def show_row(self) -> str:
         """The first row to train on, as text; `+` marks the lines that are learned."""
         ids, learned, documents = self.train[:, 0]
         lines = []
-        for (number, is_learned), run in itertools.groupby(range(len(ids)), lambda i: (documents[i], learned[i])):
-            if number > 0:
+        for (document, is_learned), run in itertools.groupby(range(len(ids)), lambda i: (documents[i], learned[i])):
+            if document > 0:
                 text = self.tokenizer.decode(ids[list(run)], special=True)
                 lines += [("+ " if is_learned else "  ") + line for line in text.split("\n")]
         return "\n".join(lines)
+
+
+def row_batches(rows: np.ndarray, batch_size: int) -> Iterator[Batch]:
+    """All rows once, in order."""
+    return (batch_of(rows[:, start : start + batch_size]) for start in range(0, rows.shape[1], batch_size))
 
 
 def batch_of(rows: np.ndarray) -> Batch:
@@ -80,91 +108,97 @@ def find_conversations(files: Sequence[TextFile]) -> str | None:
         for _, row in read_rows(file):
             with contextlib.suppress(ValueError, RecursionError):
                 row = decode(row)
-                found = row.get(file.field) is None and any(key in row for key in MESSAGES)
-                return file.name if found else None
+                is_conversation = row.get(file.field) is None and any(key in row for key in MESSAGES)
+                return file.name if is_conversation else None
     return None
 
 
 def prepare_conversations(
-    files: Sequence[TextFile], tokenizer: Tokenizer, sequence_length: int, cache_dir: Path, split: Split
+    files: Sequence[TextFile], settings: DataSettings, tokenizer: Tokenizer, vocab_size: int
 ) -> Conversations:
-    """Rows of `sequence_length` + 1 ids, packed unless the cache has them."""
-    tokenizer = tokenizer.for_conversations()
-    chat, size = ChatFormat(tokenizer), sequence_length + 1
-    key = digest(VERSION, [*files], tokenizer.hash, tokenizer.chat_template, size, split)
-    facts = cache_dir / "conversations" / f"{key}.json"  # the last file that is written
-    facts.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(facts.with_suffix(".lock")):
-        if not (facts.is_file() and facts.with_suffix(".npy").is_file()):
-            write_rows(facts, encode_conversations(files, chat, size), size, tokenizer, split)
-    with reading(facts.with_suffix(""), f"delete {facts.parent}, which is made anew"):
-        known = json.loads(facts.read_bytes())
-        rows, count = np.load(facts.with_suffix(".npy"), mmap_mode="r"), known.pop("train_rows")
-        train, validation = rows[:, :count], rows[:, count:]
-    return Conversations(**known, chat=chat, tokenizer=tokenizer, train=train, validation=validation)
+    """Rows of --sequence-length + 1 ids, packed unless the cache has them."""
+    tokenizer, folder = add_chat_template(tokenizer), Path(settings.cache, "conversations")
+    chat, size = ChatFormat(tokenizer), settings.sequence_length + 1
+    split = (settings.validation_fraction, settings.validation_salt)
+    path = folder / f"{digest(VERSION, [*files], tokenizer.hash, tokenizer.chat_template, size, split)}.npz"
+    folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(path.with_suffix(".lock")):
+        if not path.is_file():
+            fields = pack_split(encode_conversations(files, chat, size), settings, tokenizer.dtype)
+            with replacing(path) as file:
+                np.savez(file, **fields)
+    with reading(path, f"delete {folder}, which is made anew"), np.load(path) as arrays:
+        fields = {name: array if array.ndim else str(array) for name, array in arrays.items()}
+    if max(fields["train"][0].max(), fields["validation"][0].max()) >= vocab_size:
+        raise UserError("the chat template writes tokens that the model has no embeddings of; give another one.")
+    return Conversations(chat, tokenizer, prompts=[fields.pop("question")], **fields)
 
 
-def write_rows(facts: Path, found: dict[int, Encoded], size: int, tokenizer: Tokenizer, split: Split) -> None:
-    """Divide and pack conversations, and write them with what is known of them."""
-    if len(found) < 2:
-        raise UserError(f"{len(found)} different conversations are too few to learn from; give more.")
-    table = np.array([(hash, len(ids), len(ids)) for hash, (_, ids, _) in found.items()], DOCUMENT)
-    is_held_out = split_documents(table, split) == VALIDATION
+def pack_split(conversations: dict[int, Encoded], settings: DataSettings, dtype: np.dtype) -> dict[str, object]:
+    """Conversations, by their hash, for training and validation as rows, and what describes them."""
+    if len(conversations) < 2:
+        fewer = counted(len(conversations), "different conversation")
+        raise UserError(f"the files have {fewer}, too few to learn from; give more.")
+    table = np.array([(hash, len(ids), len(ids)) for hash, (_, ids, _) in conversations.items()], DOCUMENT)
+    is_held_out = split_documents(table, settings) == VALIDATION
     if not is_held_out.any():
         is_held_out[-1] = True
-    train = [one for one, held_out in zip(found.values(), is_held_out, strict=True) if not held_out]
-    validation = [one for one, held_out in zip(found.values(), is_held_out, strict=True) if held_out]
     arrays, texts = [], []
-    for part in (train, validation):
-        rows = pack(part, size, tokenizer.dtype)
-        texts.append(f"{len(part):,} conversations, {rows[1].sum():,} tokens to learn in {rows.shape[1]:,} rows")
+    for held_out in (False, True):
+        chosen = [*itertools.compress(conversations.values(), is_held_out == held_out)]
+        rows = pack(chosen, settings.sequence_length + 1, dtype)
+        learned = f"{rows[1].sum():,} tokens to learn in {counted(rows.shape[1], 'row')}"
+        texts.append(f"{counted(len(chosen), 'conversation')}, {learned}")
         arrays.append(rows)
-    with replacing(facts.with_suffix(".npy")) as file:
-        np.save(file, np.concatenate(arrays, 1))
-    text_hash = digest(*found)
-    asked = itertools.takewhile(lambda message: message["role"] != "assistant", validation[0][0])
+    questions = [message["content"] for message in chosen[0][0] if message["role"] == "user"]
+    text_hash = digest(*conversations)
     description = f"{texts[0]}, hash {text_hash[:12]}\n  for validation {texts[1]}"
-    question = list(asked) or [{"role": "user", "content": "Hello."}]
-    values = dict(description=description, text_hash=text_hash, question=question, train_rows=arrays[0].shape[1])
-    replace_text(facts, json.dumps(values))
+    fields = dict(description=description, text_hash=text_hash, question=(questions or ["Hello."])[0])
+    return fields | {"train": arrays[0], "validation": arrays[1]}
 
 
 def encode_conversations(files: Sequence[TextFile], chat: ChatFormat, size: int) -> dict[int, Encoded]:
     """The conversations of all files that can be learned from, by their hash; what is unusual is printed, counted."""
-    found: dict[int, Encoded] = {}
-    notes = defaultdict(list)  # what is unusual -> where
+    conversations: dict[int, Encoded] = {}
+    places = defaultdict(list)  # what is unusual -> where
     for file in files:
         if file.format in ("text", "topics"):
-            notes["files left out: they are text, not rows"].append(file.name)
+            places["files left out, as they are text and not rows"].append(file.name)
     rows = itertools.chain.from_iterable(map(read_rows, files))
     for place, row in tqdm(rows, "conversations", delay=2, unit="", disable=None):
         try:
-            messages, unused = messages_of(decode(row))
-            unused |= chat.find_left_out(messages, answer_follows=False)
-            ids, learned, unknown = chat.encode_learned(messages)
+            encoded, remarks = encode_conversation(decode(row), chat, size)
         except Exception as error:  # whatever a row of another shape, or the template for it, raises
-            unfit = "rows skipped: each must be one object, with messages that the template supports"
-            notes[unfit].append(f"{place}: {error!s:.200}")
+            skipped = "rows skipped, as each must be one object with messages that the template supports"
+            places[skipped].append(f"{place}: {error!s:.200}")
             continue
-        if unused:
-            notes[f"rows in which nothing uses these keys: {', '.join(sorted(unused))}"].append(place)
-        for number in unknown:
-            later = "answers not learned: the template changes them when the conversation continues"
-            notes[later].append(f"{place}, message {number}")
-        last = learned & ~np.append(learned[1:], False)  # the last token of each answer
-        if (last[:-1] & (ids[1:] == chat.end_of_turn)).any():
-            notes["conversations whose end-of-turn token is not learned: {% generation %} leaves it out"].append(place)
-        length = len(ids)
-        if length > size:
-            notes["conversations cut after the last answer that fits into --sequence-length"].append(place)
-            length = max(np.flatnonzero(last[:size]), default=-1) + 1
-        if learned[1:length].any():  # the first of equal conversations is kept
-            found.setdefault(content_hash(json.dumps(messages)), (messages, ids[:length], learned[:length]))
-        else:
-            notes["conversations dropped: no answer is left to learn"].append(place)
-    for text, places in notes.items():
-        print(f"{len(places):,} {text} (the first: {places[0]})", file=sys.stderr)
-    return found
+        for remark in remarks:
+            places[remark].append(place)
+        if encoded[2][1:].any():  # the first of equal conversations is kept
+            conversations.setdefault(content_hash(json.dumps(encoded[0])), encoded)
+    for text, where in places.items():
+        print(f"{text}: {len(where):,} (the first: {where[0]})", file=sys.stderr)
+    return conversations
+
+
+def encode_conversation(row: dict, chat: ChatFormat, size: int) -> tuple[Encoded, list[str]]:
+    """A conversation, cut after an answer to at most `size` ids, and what is unusual about it."""
+    messages, unused = messages_of(row)
+    unused |= chat.find_left_out(messages, answer_follows=False)
+    ids, learned, changed_answers = chat.encode_learned(messages)
+    remarks = [f"rows in which nothing uses the keys {', '.join(sorted(unused))}"] if unused else []
+    later = "answers not learned, as the template changes them when the conversation continues"
+    remarks += [later] * len(changed_answers)
+    ends_answer = learned & ~np.append(learned[1:], False)
+    if (ends_answer[:-1] & (ids[1:] == chat.end_of_turn)).any():
+        remarks.append("conversations whose end-of-turn token is not learned, as {% generation %} leaves it out")
+    length = len(ids)
+    if length > size:
+        remarks.append("conversations cut after the last answer that fits into --sequence-length")
+        length = max(np.flatnonzero(ends_answer[:size]), default=-1) + 1
+    if not learned[1:length].any():
+        remarks.append("conversations dropped, as no answer is left to learn")
+    return (messages, ids[:length], learned[:length]), remarks
 
 
 def messages_of(row: dict) -> tuple[list[Message], set[str]]:
@@ -181,15 +215,15 @@ def messages_of(row: dict) -> tuple[list[Message], set[str]]:
 def pack(conversations: Sequence[Encoded], size: int, dtype: np.dtype) -> np.ndarray:
     """All conversations in rows (see `Conversations.train`): the longest first, each where the least room is left."""
     rows: list[np.ndarray] = []  # each (3, size)
-    free: list[tuple[int, int]] = []  # sorted: the room in a row, and its number
+    free: list[tuple[int, int]] = []  # sorted: the room in a row, and its index
     for _, ids, learned in sorted(conversations, key=lambda one: -len(one[1])):
         place = bisect.bisect_left(free, (len(ids), 0))
         if place == len(free):
             free.append((size, len(rows)))
             rows.append(np.zeros((3, size), dtype))
-        room, number = free.pop(place)
-        start, row = size - room, rows[number]
+        room, index = free.pop(place)
+        start, row = size - room, rows[index]
         row[:, start : start + len(ids)] = ids, learned, np.full(len(ids), row[2].max() + 1)
         row[1, start] = False  # no token of its conversation comes before it
-        bisect.insort(free, (room - len(ids), number))
+        bisect.insort(free, (room - len(ids), index))
     return np.stack(rows, 1)

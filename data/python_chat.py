@@ -42,5 +42,5 @@ def about(node: ast.AST, name: str) -> Iterator[tuple[str, str]]:
 def first_sentence(node: ast.AST) -> str | None:
     """The first sentence of a docstring in one line, None unless it has a sensible length."""
     text = " ".join((ast.get_docstring(node) or "").partition("\n\n")[0].split())
-    found = re.match(r"[A-Z].*?[\w)\]'\"`]\.(?= [A-Z]|$)", text)
-    return found[0] if found and len(found[0]) in LENGTH and found[0].count(" ") > 2 else None
+    sentence = re.match(r"[A-Z].*?[\w)\]'\"`]\.(?= [A-Z]|$)", text)
+    return sentence[0] if sentence and len(sentence[0]) in LENGTH and sentence[0].count(" ") > 2 else None

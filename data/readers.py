@@ -62,16 +62,16 @@ def read_rows(file: TextFile) -> Iterator[tuple[str, bytes | dict]]:
         rows = read_table(path, file.field)
     else:
         rows = questions_and_answers(path)
-    for number, row in enumerate(rows, 1):
+    for index, row in enumerate(rows, 1):
         if row:
-            yield f"{path}, row {number}", row
+            yield f"{path}, row {index}", row
 
 
 def read_lines(path: Path) -> Iterator[bytes]:
     """The lines of a jsonl file, not decoded, because the reader of conversations skips bad ones."""
     open_file = gzip.open if path.suffix.lower() == ".gz" else open
     with reading(path), open_file(path, "rb") as lines:
-        yield from (line.removeprefix(b"\xef\xbb\xbf").strip() for line in lines)
+        yield from (line.strip() for line in lines)
 
 
 def decode(row: bytes | dict) -> dict:

@@ -1,5 +1,6 @@
 """What `--data` names, as a list of files; a file of the Hugging Face Hub is downloaded when its turn comes."""
 
+import contextlib
 import dataclasses
 import glob
 import json
@@ -10,7 +11,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from errors import UserError, note, reading
+from data.settings import DataSettings
+from errors import UserError, note
 from files import read_json, replace_text
 
 # What a file's name ends in -> how it is read.
@@ -19,8 +21,6 @@ KNOWN = {  # name -> data set, its revision, what the names of its files begin w
     "shakespeare": ("karpathy/tiny_shakespeare", "refs/convert/parquet", "default/"),
     "tinystories": ("roneneldan/TinyStories", "main", "data/train-"),
 }
-NO_NETWORK = "check the connection and the name, or give your own text with --data FILE"
-
 # Folders of the standard library that are tests, applications, third-party code or generated.
 EXCLUDED = "test tests idle_test idlelib tkinter lib2to3 distutils site-packages dist-packages __pycache__ pydoc_data"
 
@@ -43,47 +43,51 @@ class TextFile:
             return Path(self.name)
         from huggingface_hub import hf_hub_download
 
-        with reading(f"{self.name} of the data set {self.dataset} of the Hub", NO_NETWORK):
+        with reading_hub(f"{self.name} of hub:{self.dataset}"):
             return Path(hf_hub_download(self.dataset, self.name, revision=self.version, repo_type="dataset"))
 
 
-def resolve(names: Iterable[str], text_field: str, cache_dir: Path) -> list[TextFile]:
+def resolve(settings: DataSettings) -> list[TextFile]:
     """The files behind names, paths, folders, patterns and `hub:OWNER/NAME[/folder]`, in that order.
 
     A name wins over a folder of that name; `./python` is the folder. Folders and patterns are sorted, hidden files left
     out, and only files with a suffix in `FORMATS` taken. A source without any is an error.
     """
     files = []
-    for name in names or [""]:
-        path = os.path.expanduser(name)
-        if name == "python":
-            found = standard_library()
-        elif name == "python-chat":
-            found = [dataclasses.replace(file, format=name) for file in standard_library() if file.format == "text"]
-        elif name in KNOWN:
-            found = hub_files(*KNOWN[name], text_field, cache_dir)
-        elif name.startswith("hub:"):
-            parts = name.removeprefix("hub:").rstrip("/").split("/")
-            start = "".join(f"{part}/" for part in parts[2:])  # files are compared with a slash at their end, too
-            found = hub_files("/".join(parts[:2]), "main", start, text_field, cache_dir)
-        elif os.path.isfile(path):
-            found = text_files([path], text_field, optional=False)
-        elif os.path.isdir(path):
-            paths = list(visible_files(path))
-            found = text_files(paths, text_field)
-            left_out = Counter(Path(path).suffix or "without a suffix" for path in paths if not find_format(path))
-            if left_out:
-                kinds = ", ".join(f"{count} {suffix}" for suffix, count in left_out.most_common(8))
-                note(f"left out of {name}: {kinds}; export what should be read as .txt")
-        elif glob.has_magic(path):
-            found = text_files(sorted(glob.glob(path, recursive=True)), text_field)
-        else:
-            choices = f"a path, a pattern, hub:OWNER/NAME, or one of python, python-chat, {', '.join(KNOWN)}"
-            raise UserError(f'no file, folder or known text is called "{name}"; give {choices}.')
-        if not found:
+    for name in settings.data:
+        of_source = find_files(name, settings)
+        if not of_source:
             raise UserError(f"{name} names no file to read; the formats are {' '.join(FORMATS)}.")
-        files += found
+        files += of_source
     return files
+
+
+def find_files(name: str, settings: DataSettings) -> list[TextFile]:
+    """The files of one source."""
+    path, field = os.path.expanduser(name), settings.text_field
+    if name == "python":
+        return standard_library()
+    if name == "python-chat":
+        return [dataclasses.replace(file, format=name) for file in standard_library() if file.format == "text"]
+    if name in KNOWN:
+        return hub_files(*KNOWN[name], settings)
+    if name.startswith("hub:"):
+        parts = name.removeprefix("hub:").rstrip("/").split("/")
+        start = "".join(f"{folder}/" for folder in parts[2:])  # files are compared with a slash at their end, too
+        return hub_files("/".join(parts[:2]), "main", start, settings)
+    if os.path.isfile(path):
+        return text_files([path], field, optional=False)
+    if os.path.isdir(path):
+        paths = list(visible_files(path))
+        left_out = Counter(Path(path).suffix or "without a suffix" for path in paths if not find_format(path))
+        if left_out:
+            counts = ", ".join(f"{count} {suffix}" for suffix, count in left_out.most_common(8))
+            note(f"left out of {name}: {counts}; export what should be read as .txt")
+        return text_files(paths, field)
+    if glob.has_magic(path):
+        return text_files(sorted(glob.glob(path, recursive=True)), field)
+    choices = f"a path, a pattern, hub:OWNER/NAME, or one of python, python-chat, {', '.join(KNOWN)}"
+    raise UserError(f'no file, folder or known text is called "{name}"; give {choices}.')
 
 
 def text_files(paths: Iterable[str | Path], text_field: str, optional: bool = True) -> list[TextFile]:
@@ -118,26 +122,38 @@ def standard_library() -> list[TextFile]:
     root = Path(sysconfig.get_path("stdlib"))
     paths = (Path(path) for path in visible_files(root, EXCLUDED.split()) if path.endswith(".py"))
     # 1 MB of `encodings` is generated character tables.
-    kept = (path for path in paths if path.parent.name != "encodings" or b"decoding_table" not in path.read_bytes())
-    files = text_files(kept, "text")
+    paths = (path for path in paths if path.parent.name != "encodings" or b"decoding_table" not in path.read_bytes())
+    files = text_files(paths, "text")
     topics = text_files([root / "pydoc_data" / "topics.py"], "text", optional=False)
     return files + [dataclasses.replace(file, format="topics") for file in topics]
 
 
-def hub_files(dataset: str, revision: str, start: str, text_field: str, cache_dir: Path) -> list[TextFile]:
+def hub_files(dataset: str, revision: str, start: str, settings: DataSettings) -> list[TextFile]:
     """The files of a data set whose paths begin with `start`. The list is kept: a resumed run reads the same commit."""
-    list_file = cache_dir / "hub" / f"{dataset}@{revision}.json".replace("/", "--")
+    list_file = Path(settings.cache, "hub", f"{dataset}@{revision}.json".replace("/", "--"))
     if not list_file.is_file():
         from huggingface_hub import HfApi
 
-        with reading(f"the data set {dataset} of the Hub", NO_NETWORK):
+        with reading_hub(f"hub:{dataset}"):
             info = HfApi().dataset_info(dataset, revision=revision, files_metadata=True)
         sizes = {file.rfilename: file.size for file in info.siblings}
         list_file.parent.mkdir(parents=True, exist_ok=True)
         replace_text(list_file, json.dumps({"commit": info.sha, "sizes": sizes}))
     listed = read_json(list_file)
     return [
-        TextFile(path, find_format(path), text_field, size, listed["commit"], dataset)
+        TextFile(path, find_format(path), settings.text_field, size, listed["commit"], dataset)
         for path, size in sorted(listed["sizes"].items())
         if f"{path}/".startswith(start) and find_format(path) and not path.endswith((".md", ".py"))
     ]
+
+
+@contextlib.contextmanager
+def reading_hub(what: str) -> Iterator[None]:
+    """Read from the Hub in this block: an error of its library, often a paragraph, becomes a short `UserError`."""
+    try:
+        yield
+    except Exception as error:
+        status = getattr(getattr(error, "response", None), "status_code", None)
+        reason = f"HTTP {status}" if status else getattr(error, "strerror", None) or type(error).__name__
+        fix = "check the connection and the name, or give a text of your own with --data FILE"
+        raise UserError(f"{what} cannot be downloaded ({reason}); {fix}.") from error

@@ -17,7 +17,7 @@ import tokenizers
 from tokenizers import AddedToken, normalizers
 from tokenizers.pre_tokenizers import ByteLevel
 
-from data.added_tokens import NAMED, read_added_tokens
+from data.special_tokens import NAMED, add_tokens, find_bos, find_eos
 from errors import UserError, reading
 from files import replacing
 
@@ -26,15 +26,6 @@ FILES = ("tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", 
 FILES += ("generation_config.json", "added_tokens.json", "tokenizer.json")
 KEPT = (*NAMED, "add_bos_token", "chat_template", "added_tokens_decoder", "additional_special_tokens")
 KEPT += ("extra_special_tokens",)  # fields of tokenizer_config.json beside a tokenizer.model
-
-# Special tokens of conversations in tokenizers that are trained here; no text gives them.
-TURNS = ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
-CHAT_TEMPLATE = """{{ bos_token }}{% for message in messages %}
-{%- if message.role not in ['system', 'user', 'assistant'] %}{{ raise_exception('no role ' + message.role) }}{% endif %}
-{{- '<|' + message.role + '|>' }}
-{%- if message.role == 'assistant' %}{% generation %}{{ message.content + '<|end|>' }}{% endgeneration %}
-{%- else %}{{ message.content + '<|end|>' }}{% endif %}{% endfor %}
-{%- if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"""
 # How byte-level vocabularies write each byte: as Latin-1 has it, or, what cannot be printed, as U+0100 on, in order.
 PRINTABLE = [byte for byte in range(256) if chr(byte) in ByteLevel.alphabet()]
 OTHERS = [byte for byte in range(256) if byte not in PRINTABLE]
@@ -53,9 +44,10 @@ class Tokenizer:
             self._tokenizer.no_truncation()
             self._tokenizer.no_padding()
         with reading(folder / "tokenizer_config.json"):
-            self.config = self.fields("tokenizer_config.json")
             self._add_tokens()
-            self.bos_id, self.eos_id = self._find_bos(), self._find_eos()
+            bos, eos = (self.special_tokens.get(name) for name in ("bos_token", "eos_token"))
+            self.bos_id = find_bos(self._tokenizer, self.config, bos)
+            self.eos_id = find_eos(self._tokenizer, eos, self.fields("generation_config.json"))
         self.vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)  # the id of each token
         self.vocab_size = max(self.vocabulary.values()) + 1
         self.dtype = np.dtype("<u2" if self.vocab_size <= 1 << 16 else "<u4")  # holds every id
@@ -63,27 +55,6 @@ class Tokenizer:
         # BOS and EOS belong to the hash because they are in the token stream.
         content = self.files["tokenizer.json"] + f"{self.bos_id},{self.eos_id}".encode()
         self.hash = hashlib.blake2b(content, digest_size=16).hexdigest()
-
-    def __reduce__(self) -> tuple:  # for other processes
-        return Tokenizer, (self.files, self.folder)
-
-    def _add_tokens(self) -> None:
-        """Add tokens that only the configuration has, to both files; as in transformers, each gets the next free id."""
-        old = [self.fields(name) for name in ("special_tokens_map.json", "added_tokens.json")]
-        known = {i: token.__getstate__() for i, token in self.added_tokens.items()}
-        tokens, self.special_tokens = read_added_tokens(self.config, *old, known)
-        # Text that a normalizer turns into a token, such as the same in capitals, is no token.
-        self._tokenizer.add_tokens([AddedToken(text, normalized=False, **flags) for text, flags in tokens.items()])
-        every = {i: token.__getstate__() for i, token in self.added_tokens.items()}
-        if every != known or len(self.config.get("added_tokens_decoder", every)) < len(every):
-            self.config = self.config | self.special_tokens | {"added_tokens_decoder": every}
-            texts = {"tokenizer_config.json": json.dumps(self.config), "tokenizer.json": self._tokenizer.to_str()}
-            self.files = {"tokenizer_config.json": b"", **self.files} | {name: texts[name].encode() for name in texts}
-
-    def fields(self, name: str) -> dict:
-        """The fields of one of its JSON files, none if there is no such file."""
-        with reading(self.folder / name):
-            return dict(json.loads(self.files.get(name, b"{}")))
 
     def encode(self, text: str) -> list[int]:
         """The ids of plain text: no BOS or EOS is added, and special tokens in the text are text."""
@@ -94,6 +65,20 @@ class Tokenizer:
         with reading(self.folder / "tokenizer.json"):
             encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [array("I", encoding.ids) for encoding in encodings]
+
+    def encode_special(self, text: str, mark: str) -> tokenizers.Encoding:
+        """Encode a text whose special tokens are tokens, as in the text that a chat template writes.
+
+        `mark` is removed once they are found: what it breaks is plain text. Offsets count the marks' characters, too.
+        """
+        normalizer, remove_mark = self._tokenizer.normalizer, normalizers.Replace(mark, "")
+        steps = [remove_mark] if normalizer is None else [remove_mark, normalizer]
+        self._tokenizer.normalizer, self._tokenizer.encode_special_tokens = normalizers.Sequence(steps), False
+        try:
+            with reading(self.folder / "tokenizer.json"):
+                return self._tokenizer.encode_batch([text], add_special_tokens=False)[0]  # lets other threads run
+        finally:
+            self._tokenizer.normalizer, self._tokenizer.encode_special_tokens = normalizer, True
 
     def decode(self, ids: Iterable[int], *, special: bool = False) -> str:
         """Text of ids. Special tokens (without `special`) and unknown ids give nothing, bytes that are no character
@@ -135,38 +120,19 @@ class Tokenizer:
         """The tokens that are found in a text before the rest of it is tokenized, by id: special ones and others."""
         return self._tokenizer.get_added_tokens_decoder()
 
-    def encode_special(self, text: str, mark: str) -> tokenizers.Encoding:
-        """Encode a text whose special tokens are tokens, as in the text that a chat template writes.
+    def _add_tokens(self) -> None:
+        """Add tokens that only the configuration has, to both files."""
+        names = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+        config, *old = (self.fields(name) for name in names)
+        self.config, self.special_tokens = add_tokens(self._tokenizer, config, *old)
+        if self.config is not config:
+            texts = {"tokenizer_config.json": json.dumps(self.config), "tokenizer.json": self._tokenizer.to_str()}
+            self.files = {"tokenizer_config.json": b"", **self.files} | {name: texts[name].encode() for name in texts}
 
-        `mark` is removed once they are found: what it breaks is plain text. Offsets count the marks' characters, too.
-        """
-        normalizer, remove_mark = self._tokenizer.normalizer, normalizers.Replace(mark, "")
-        steps = [remove_mark] if normalizer is None else [remove_mark, normalizer]
-        self._tokenizer.normalizer, self._tokenizer.encode_special_tokens = normalizers.Sequence(steps), False
-        try:
-            with reading(self.folder / "tokenizer.json"):
-                return self._tokenizer.encode_batch([text], add_special_tokens=False)[0]  # lets other threads run
-        finally:
-            self._tokenizer.normalizer, self._tokenizer.encode_special_tokens = normalizer, True
-
-    def for_conversations(self) -> "Tokenizer":
-        """This tokenizer, with `CHAT_TEMPLATE` if it has tokens for roles and no template, as those trained here."""
-        names = {token.content: i for i, token in self.added_tokens.items()}
-        if self.chat_template is not None or not names.keys() >= {*TURNS}:
-            return self
-        # For other programs: special tokens are tokens where the template writes them, and <|end|> ends a text, too.
-        config = self.config | {"chat_template": CHAT_TEMPLATE, "split_special_tokens": False}
-        ends = self.fields("generation_config.json") | {"eos_token_id": [self.eos_id, names["<|end|>"]]}
-        files = {"tokenizer_config.json": config, "generation_config.json": ends}
-        changed = {name: json.dumps(fields, indent=2).encode() for name, fields in files.items()}
-        kept = {name: content for name, content in self.files.items() if name not in changed}
-        return Tokenizer(changed | kept, self.folder)
-
-    def save(self, directory: str | Path) -> None:
-        """Write the files, from which `AutoTokenizer` gives the same ids; tokenizer.json is the last of them."""
-        for name, content in self.files.items():
-            with replacing(Path(directory) / name) as file:
-                file.write(content)
+    def fields(self, name: str) -> dict:
+        """The fields of one of its JSON files, none if there is no such file."""
+        with reading(self.folder / name):
+            return dict(json.loads(self.files.get(name, b"{}")))
 
     @property
     def chat_template(self) -> str | None:
@@ -175,30 +141,16 @@ class Tokenizer:
             with reading(self.folder / "chat_template.jinja"):
                 return self.files["chat_template.jinja"].decode("utf-8-sig")
         with reading(self.folder / "tokenizer_config.json"):
-            found = self.config.get("chat_template")
-            if not isinstance(found, str | None):
-                found = {template["name"]: template["template"] for template in found}["default"]
-            return found
+            template = self.config.get("chat_template")
+            if not isinstance(template, str | None):
+                template = {one["name"]: one["template"] for one in template}["default"]
+            return template
 
-    def _find_bos(self) -> int | None:
-        """The id of BOS: from the configuration or, if it does not say, what the post-processor puts before a text."""
-        if "add_bos_token" not in self.config:
-            plain, full = self.encode("a"), self._tokenizer.encode("a").ids
-            return full[0] if full[:1] != plain[:1] else None
-        if self.config["add_bos_token"] and "bos_token" in self.special_tokens:
-            return self._tokenizer.token_to_id(self.special_tokens["bos_token"])
-        return None
-
-    def _find_eos(self) -> int:
-        """The id of EOS: from the configuration, or the first of generation_config.json."""
-        eos = self._tokenizer.token_to_id(self.special_tokens.get("eos_token", ""))
-        if eos is None:
-            eos = self.fields("generation_config.json").get("eos_token_id")
-        if isinstance(eos, list):
-            eos = eos[0]
-        if eos is None:
-            raise ValueError('it names no "eos_token" of the tokenizer')
-        return eos
+    def save(self, directory: str | Path) -> None:
+        """Write the files, from which `AutoTokenizer` gives the same ids; tokenizer.json is the last of them."""
+        for name, content in self.files.items():
+            with replacing(Path(directory) / name) as file:
+                file.write(content)
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
@@ -220,6 +172,26 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         config = json.loads(files.get("tokenizer_config.json", b"{}"))
         made = tokenizer_files(content, {key: config[key] for key in KEPT if key in config})
     return Tokenizer(files | {"tokenizer.model": content} | made, path.parent)
+
+
+def encode_prompt(tokenizer: Tokenizer, prompt: str) -> list[int]:
+    """The prompt's token ids, starting as documents start in training: with BOS, if the tokenizer has one.
+
+    An empty prompt becomes BOS alone, or EOS for a tokenizer without BOS: there, the EOS of one document is what
+    precedes the next. A space at the end has no id: see `tokens_after`.
+    """
+    ids = tokenizer.encode(prompt[:-1] if tokens_after(tokenizer, prompt) else prompt)
+    if tokenizer.bos_id is not None:
+        return [tokenizer.bos_id, *ids]
+    return ids or [tokenizer.eos_id]
+
+
+def tokens_after(tokenizer: Tokenizer, prompt: str) -> list[int] | None:
+    """The token ids that may follow a prompt: those that begin with a space if the prompt ends with one, else all.
+
+    A word's token begins with the space before it, so in training text a lone space rarely precedes a word.
+    """
+    return tokenizer.tokens_with_space if prompt.endswith(" ") else None
 
 
 def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:

@@ -15,11 +15,11 @@ import kernels
 from checkpoints.find import eos_ids, find_adapter, generation_config
 from checkpoints.pretrained import Checkpoint, load_pretrained, open_checkpoint, save_pretrained, write_json
 from data.chat import ChatFormat
-from data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
+from data.tokenizer import Tokenizer, check_vocabulary, encode_prompt, load_tokenizer, tokens_after
 from errors import UserError, fit_terminal, printable, reading
 from files import read_json
 from generation.conversation import Conversation
-from generation.generate import check_prompts, encode_prompt, generate, tokens_after
+from generation.generate import check_prompts, generate
 from generation.settings import Settings
 from generation.steps import MAX_CPU_SEQUENCES, decode_step_kind, quantize_matrices
 from generation.stream import OrderedTexts, TextStream

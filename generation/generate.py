@@ -7,7 +7,6 @@ from typing import Literal
 
 import torch
 
-from data.tokenizer import Tokenizer
 from errors import UserError
 from generation.sampling import generator_for, sample
 from generation.settings import Sampling
@@ -160,22 +159,6 @@ def next_logits(
     if step is None or tokens.shape[1] > 1:
         return decoder(tokens, cache=cache, padding=padding, last_only=True)[:, -1]
     return step(tokens, padding)[:, -1]
-
-
-def encode_prompt(tokenizer: Tokenizer, prompt: str) -> list[int]:
-    """The prompt's token ids, starting as documents do in training: with BOS, if the tokenizer has one.
-
-    An empty prompt becomes BOS or else EOS, which ends the document before. A space at its end: see `tokens_after`.
-    """
-    ids = tokenizer.encode(prompt[:-1] if tokens_after(tokenizer, prompt) else prompt)
-    if tokenizer.bos_id is not None:
-        return [tokenizer.bos_id, *ids]
-    return ids or [tokenizer.eos_id]
-
-
-def tokens_after(tokenizer: Tokenizer, prompt: str) -> list[int] | None:
-    """The ids that may follow a prompt: tokens with a space in front, as words have, if it ends with one, else all."""
-    return tokenizer.tokens_with_space if prompt.endswith(" ") else None
 
 
 class PromptTooLong(UserError):

@@ -65,7 +65,8 @@ class Settings:
     adapter: Annotated[str | None, optional("ADAPTER")] = None
     """A LoRA adapter of RUN, as PEFT writes it, or the run that trained it. RUN may also be an adapter itself."""
     merge: Annotated[Path | None, optional("NEW")] = None
-    """Do not generate; write RUN and its adapter as one model, the new directory NEW."""
+    """Do not generate; write RUN and its adapter as one model, the new directory NEW. Whether other programs read the
+    same model from it: python -m contrib.same NEW"""
     text: Annotated[str | None, optional("[TEXT]"), tyro.conf.Positional] = None
     """Text to continue, or with --chat the message to answer. Default: standard input, minus one final line break; if
     that is a terminal or empty, the model starts a text of its own."""

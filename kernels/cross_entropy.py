@@ -116,17 +116,17 @@ def run_chunks(x, weight, targets, token_weights, needs_dx, needs_dweight):
     dweight = weight.new_empty(weight.shape if needs_dweight else 0, dtype=torch.float32)
     buffer = allocate_logits(min(chunk, rows), vocabulary, x)
     for start in range(0, rows, chunk):
-        part = slice(start, start + chunk)
+        tokens = slice(start, start + chunk)
         logits = buffer[: rows - start, :vocabulary]
-        torch.mm(x[part], weight.t(), out=logits)
+        torch.mm(x[tokens], weight.t(), out=logits)
         if vocabulary % 16:
             buffer[:, vocabulary:] = float("-inf")  # classes without probability: the kernel needs no other mask
-        weights = None if token_weights is None else token_weights[part]
-        cross_entropy(logits, targets[part], weights, loss[part])
+        weights = None if token_weights is None else token_weights[tokens]
+        cross_entropy(logits, targets[tokens], weights, loss[tokens])
         if needs_dx:
-            multiply(logits, weight, dx[part], add=False)
+            multiply(logits, weight, dx[tokens], add=False)
         if needs_dweight:
-            multiply(logits.t(), x[part], dweight, add=start > 0)
+            multiply(logits.t(), x[tokens], dweight, add=start > 0)
     return loss, dx, dweight
 
 

@@ -7,8 +7,10 @@ the text under a field is its help on the command line.
 from dataclasses import dataclass, fields
 from typing import Annotated, Literal, get_args, get_origin
 
+from tyro.conf import DisallowNone, Suppress, arg
+
 from errors import UserError
-from flags import DisallowNone, Suppress, arg, optional
+from flags import optional
 
 
 @dataclass(frozen=True)

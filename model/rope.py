@@ -17,8 +17,8 @@ def frequencies(config: ModelConfig) -> Tensor:
     frequency = config.rope_theta ** -(exponents / config.resolved_head_dim)
     if config.rope_scaling is None:
         return frequency
-    kept = unscaled_part(config, frequency)
-    return frequency * (kept + (1 - kept) / config.rope_scaling["factor"])
+    unscaled = unscaled_part(config, frequency)
+    return frequency * (unscaled + (1 - unscaled) / config.rope_scaling["factor"])
 
 
 def unscaled_part(config: ModelConfig, frequency: Tensor) -> Tensor:

@@ -10,10 +10,11 @@ import torch
 from msgspec import Meta
 
 from data.chat import ChatFormat
+from data.tokenizer import encode_prompt, tokens_after
 from errors import UserError
 from files import read_json, read_toml
 from generation.cli import load_decoder, open_model
-from generation.generate import PrefixCache, check_prompts, encode_prompt, generate, tokens_after
+from generation.generate import PrefixCache, check_prompts, generate
 from generation.settings import Sampling, Settings, recommended_sampling
 from generation.stream import TextStream
 from model.cache import KeyValueCache

@@ -1,26 +1,84 @@
-"""Verdicts on published claims about norms: `python -m studies.claims FOLDER ...` prints them as a table in Markdown.
+"""Verdicts on published claims about norms, which `python -m studies.tables` writes into docs/lab/claims.md.
 
-Each claim of claims.toml names effects, and the region in which they lie. It is judged from the first of the folders
-that measured one of them, or else from arithmetic.
+A claim of claims.toml names effects and the region in which they lie, or its verdict follows from arithmetic. It is
+judged from the first of the studies that measured one of its effects, and speed from a record of speed/.
 """
 
+import itertools
+import json
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Annotated
 
-import tyro
+import numpy as np
+import pandas as pd
 
-from ablation.report import MISSING, table, with_interval
-from ablation.stats import MIN_PAIRS_FOR_EQUIVALENCE, Effect
+from ablation.plan import arm_settings
+from ablation.report import MISSING, with_interval
+from ablation.stats import MIN_PAIRS_FOR_EQUIVALENCE, Effect, mean_effect
 from ablation.study import Study
-from errors import exit_on_user_error
 from files import read_toml
-from studies.known_effects import facts, measured
+from studies.effects import in_words
 
 CLAIMS = Path(__file__).with_suffix(".toml")
+SPEED = CLAIMS.parent.parent / "speed"
 VERDICTS = ("does not hold", "inconclusive", "holds")  # the first of these counts where there are several effects
+
+
+def measured(study: Study) -> list[Effect]:
+    """Everything that a study has measured."""
+    pairs = itertools.permutations(study.arms, 2)
+    differences = [study.mean_loss(f"{arm} minus {base}", {arm: 1.0, base: -1.0}) for arm, base in pairs]
+    return [*filter(None, differences), *study.effects, *sweeps(study), *streams(study)]
+
+
+def sweeps(study: Study) -> Iterator[Effect]:
+    """For each setting, how much more the losses of arms with one of its values vary over the learning rates than those
+    of arms with its first value. A seed with a diverged run is left out: leaving out the learning rate would flatter.
+    """
+    spreads = pd.DataFrame(index=study.arms, columns=study.plan.phase_seeds["sweep"], dtype=float)
+    for arm in study.arms if study.rates else ():
+        losses = study.of("sweep", arm).pivot(index="learning_rate", columns="seed", values=study.measure)
+        spreads.loc[arm] = losses.max(skipna=False) - losses.min(skipna=False)
+    for setting in study.plan.varied:
+        values = [str(study.plan.value(arm, setting)) for arm in study.arms.values()]
+        (first, base), *others = spreads.groupby(np.array(values), sort=False).mean().iterrows()
+        for value, spread in others:
+            differences = (spread - base).dropna()
+            if len(differences):
+                yield mean_effect(f"{setting}: {value} minus {first}, spread over the sweep", differences, study.unit)
+
+
+def streams(study: Study) -> Iterator[Effect]:
+    """What a norm before a block gets: |mean| / std over that of random rows, and the cosine with x minus its mean."""
+    for name, arm in study.arms.items():
+        model, rows = arm_settings(study.plan, arm).model, study.final(name)
+        over_chance = rows.mean_over_std * math.sqrt(math.pi * model.hidden_size / 2)
+        cosine = (1 - rows.cosine_with_ones**2) ** 0.5
+        for what, column in (("mean over chance", over_chance), ("cosine without mean", cosine)):
+            values = column.dropna()
+            if model.norm_placement == "pre" and len(values) > 1:
+                yield mean_effect(f"{what}: {name}", values, "")
+
+
+def read_speed(name: str) -> list[dict]:
+    """The tables of a record in speed/."""
+    return json.loads((SPEED / f"{name}.json").read_text(encoding="utf-8"))["tables"]
+
+
+def norm_times(name: str, section: str) -> list[Effect]:
+    """RMSNorm's time over LayerNorm's for each variant of the code: means over the tables, each of one process, of the
+    median ratio within turns.
+    """
+    ratios: dict[str, list[float]] = {}
+    for process in read_speed(name):
+        seconds = process["seconds"]
+        for variant in (program.removesuffix(", rms") for program in seconds if program.endswith(", rms")):
+            rms, layer = (np.array(seconds[f"{variant}, {norm}"][section]) for norm in ("rms", "layer"))
+            ratios.setdefault(variant, []).append(np.median(rms / layer))
+    return [mean_effect(f"{section}: {variant}", values, "ratio") for variant, values in ratios.items()]
 
 
 def judge(effect: Effect, low: float, high: float) -> str:
@@ -31,53 +89,34 @@ def judge(effect: Effect, low: float, high: float) -> str:
         return "does not hold"
     two_sided = math.isfinite(low) and math.isfinite(high)
     inside = effect.interval_90 if two_sided else effect.interval
-    enough = not two_sided or effect.n == 0 or effect.n >= MIN_PAIRS_FOR_EQUIVALENCE
+    enough = not two_sided or effect.n >= MIN_PAIRS_FOR_EQUIVALENCE
     return "holds" if enough and low < inside[0] and inside[1] < high else "inconclusive"
 
 
-def judged_at(study: Study, effects: list[Effect]) -> str:
-    """Scale and learning rates of the runs that the effects are of."""
-    named = {arm for effect in effects for arm in effect.name.split(" minus ") if arm in study.learning_rates}
-    swept = any("sweep" in effect.name for effect in effects)
-    rates = study.rates if swept else {study.learning_rates[arm] for arm in named or study.learning_rates}
-    scale = f"{study.rows.parameters.max() / 1e6:.3g}M parameters, {study.rows.tokens.max() / 1e6:.2g}M tokens"
-    shared = " of all arms" if study.shares_rate else ""
-    return f"{scale}, learning rate {', '.join(f'{rate:g}' for rate in sorted(rates))}{shared}"
+def claim_row(name: str, claim: dict, sources: list[list[Effect]]) -> dict[str, str]:
+    """A claim with its verdict, and of its effects the first that decides it."""
+    low, high = claim.get("low", -math.inf), claim.get("high", math.inf)
+    row = {"": name, "claim": claim["text"], "arXiv": claim.get("arxiv", "")}
+    if "verdict" in claim:
+        return row | {"measured": claim["proof"], "holds if": MISSING, "verdict": claim["verdict"]}
+    region = f"between {low:g} and {high:g}" if "low" in claim else f"below {high:g}"
+    row |= {"measured": MISSING, "holds if": region if "high" in claim else f"above {low:g}", "verdict": "not measured"}
+    for effects in sources:
+        matching = [
+            effect for effect in effects if any(fnmatchcase(effect.name, pattern) for pattern in claim["effects"])
+        ]
+        if matching:
+            verdicts = [judge(effect, low, high) for effect in matching]
+            row["verdict"] = min(verdicts, key=VERDICTS.index)
+            effect = matching[verdicts.index(row["verdict"])]
+            numbers = with_interval(effect, ".4g") + (" ratio" if effect.unit == "ratio" else "")
+            numbers = re.sub(r"[\d.]+e-\d+", lambda small: f"{float(small[0]):.2g}", numbers)  # more: the processor's
+            return row | {"measured": f"{in_words(effect.name)} {numbers}"}
+    return row
 
 
-def judge_claim(claim: dict, effects: list[Effect], study: Study | None) -> dict[str, str]:
-    """The last cells of a claim's row: each effect with its verdict if there are several, and where."""
-    verdicts = [judge(effect, claim.get("low", -math.inf), claim.get("high", math.inf)) for effect in effects]
-    texts = [f"{effect.name} {with_interval(effect, '.4g')} {effect.unit}".rstrip() for effect in effects]
-    if len(effects) > 1:
-        texts = [f"{text} ({verdict})" for text, verdict in zip(texts, verdicts, strict=True)]
-    place = "arithmetic" if study is None else judged_at(study, effects)
-    return {"measured": "; ".join(texts), "judged at": place, "verdict": min(verdicts, key=VERDICTS.index)}
-
-
-def claim_row(claim: dict, sources: list[tuple[Study | None, list[Effect]]]) -> dict[str, str]:
-    """A claim and its verdict, from the first of the studies that has an effect of it."""
-    ends = [f"{word} {claim[end]:g}" for word, end in (("above", "low"), ("below", "high")) if end in claim]
-    row = {"id": claim["id"], "claim": claim["text"], "source": claim["source"]}
-    row["region"] = " and ".join(ends) or MISSING
-    for study, effects in sources:
-        about = [effect for effect in effects if any(fnmatchcase(effect.name, name) for name in claim["effects"])]
-        if about:
-            return row | judge_claim(claim, about, study)
-    return row | {"measured": MISSING, "judged at": MISSING, "verdict": "not measured"}
-
-
-def judge_all(folders: Sequence[Path]) -> list[dict[str, str]]:
+def judge_all(studies: list[Study]) -> list[dict[str, str]]:
     """The rows of all claims."""
-    sources = [*map(measured, folders), (None, facts("rms") + facts("layer"))]
-    return [claim_row(claim, sources) for claim in read_toml(CLAIMS)["claims"]]
-
-
-def main(folders: Annotated[tuple[Path, ...], tyro.conf.Positional]) -> None:
-    """Verdicts on published claims about norms, as a table: of several folders of studies, the first is asked first."""
-    print(table(judge_all(folders)))
-
-
-if __name__ == "__main__":
-    with exit_on_user_error():
-        tyro.cli(main, prog="python -m studies.claims")
+    sources = [measured(study) for study in studies]
+    sources.append([*norm_times("training-norms-amd-epyc", "step"), *norm_times("training-norms-amd-epyc", "forward")])
+    return [claim_row(name, claim, sources) for name, claim in read_toml(CLAIMS).items()]

@@ -1,27 +1,23 @@
-"""What a trained LayerNorm model loses when it becomes an RMSNorm model: `python -m studies.convert FOLDER`.
+"""What a trained LayerNorm model loses when it becomes an RMSNorm model.
 
-Trains what plan.toml in FOLDER asks for, adds the runs to runs.jsonl there and writes the report. An arm with
-`init_from = "layer"` is the trained model of the arm `layer`, converted; if it has steps, it trains again, on other
-batches. With `init_from = "quarter 2"` it is converted after two quarters of the steps, and continues the run with the
-same batches and moments. With bias and centered weights nothing is lost, unless the embedding is tied to the head.
+An arm with `init_from = "layer"` is the trained model of the arm `layer`, converted; if it has steps, it trains again,
+on other batches. With `init_from = "quarter 2"` it is converted after two quarters of the steps, and continues the run
+with the same batches and moments. With bias and centered weights nothing is lost, unless the embedding is tied to the
+head.
 """
 
 import dataclasses
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
-import tyro
 from tqdm import tqdm
 
-from ablation import report, study
-from ablation.plan import Plan, Run, load_plan, replace_settings, run_settings
-from ablation.records import Row, append_rows, read_rows
+from ablation.plan import Plan, Run, replace_settings, run_settings
+from ablation.records import Row
 from ablation.run import measure
-from errors import exit_on_user_error, printable
-from files import locked
 from training.checkpoint import load_moments
-from training.loop import train_steps
-from training.save import save
+from training.loop import save, train_steps
 from training.session import no_log, set_up
 
 SEED_OFFSET = 5000  # added for converted models that train again: their batches differ from those of the run
@@ -55,19 +51,9 @@ def train_models(plan: Plan, seed: int, device: str, folder: Path) -> list[Row]:
     return rows
 
 
-def main(folder: tyro.conf.Positional[Path], device: str = "auto") -> None:
-    """Train and convert the models of a study, of all seeds that have no runs yet, and write its report."""
-    with locked(folder):
-        plan = load_plan(folder / "plan.toml")
-        done = {row.seed for row in read_rows(folder)}
-        for seed in tqdm(sorted({*plan.phase_seeds["final"]} - done), unit="model", disable=None):
-            with tempfile.TemporaryDirectory() as checkpoints:
-                append_rows(folder, *train_models(plan, seed, device, Path(checkpoints)))
-        finished = study.load(folder)
-        written = report.write(finished, folder)
-    print(*report.headline(finished), printable(f"report: {written[0]}"), sep="\n")
-
-
-if __name__ == "__main__":
-    with exit_on_user_error():
-        tyro.cli(main, prog="python -m studies.convert")
+def train(plan: Plan, earlier: list[Row], device: str) -> Iterator[list[Row]]:
+    """Train and convert the models of all seeds that have no runs yet: the rows of each seed."""
+    seeds = {*plan.phase_seeds["final"]} - {row.seed for row in earlier}
+    for seed in tqdm(sorted(seeds), unit="model", disable=None):
+        with tempfile.TemporaryDirectory() as checkpoints:
+            yield train_models(plan, seed, device, Path(checkpoints))

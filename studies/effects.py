@@ -1,55 +1,38 @@
-"""RMSNorm minus LayerNorm, and what the mean and the bias do in it, one picture for many studies:
-`python -m studies.effects studies/factorial studies/recipe ... --out docs/effects.png`.
+"""RMSNorm minus LayerNorm, and what the mean and the bias do in it, one picture for many studies: `python -m
+studies.effects` draws docs/effects.png.
 """
 
 import itertools
+import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
+import numpy as np
+import pandas as pd
 import tyro
 from matplotlib.figure import Figure
 
-from ablation.plan import arm_settings, label
+from ablation.plan import STUDIES, arm_settings, label
 from ablation.plots import COLOURS, MARKERS, MUTED, panels
-from ablation.stats import Effect
+from ablation.stats import Effect, standard_error
 from ablation.study import Study, load
 from errors import UserError, exit_on_user_error
 from files import replacing
 
 LAYER, LAYER_NO_BIAS, RMS_BIAS, RMS = itertools.product(("layer", "rms"), (True, False))  # the norm, and its bias
-PARTS = {
+CONTRASTS = {
     "RMSNorm minus LayerNorm": [(RMS, LAYER)],
     "no mean": [(RMS_BIAS, LAYER), (RMS, LAYER_NO_BIAS)],
     "no bias": [(LAYER_NO_BIAS, LAYER), (RMS, RMS_BIAS)],
 }
-# What a study's runs are, or those of one choice of its other settings; a study without an entry keeps its own name.
-NAMES = {
-    "recipe": "default run, longer decay",
-    "factorial": "small model, 2,400 steps",
-    "budget-1200": "small model, 1,200 steps",
-    "budget-600": "small model, 600 steps",
-    "placebo": "1,200 steps, another processor",
-    "factorial-tuned": "1,200 steps, each at its best rate",
-    "tuned-2e-3": "1,200 steps, rate 2e-3",
-    "tuned-4e-3": "1,200 steps, rate 4e-3",
-    "scale-4m": "4M parameters",
-    "scale-10m": "10M parameters",
-    "shakespeare": "plays of Shakespeare",
-    "bias-rates": "bias alone, three rates",
-    "bias-rates learning_rate=0.0005": "bias alone, rate 5e-4",
-    "bias-rates learning_rate=0.001": "bias alone, rate 1e-3",
-    "bias-rates learning_rate=0.0014": "bias alone, rate 1.4e-3",
-    "bias-2e-3": "bias alone, rate 2e-3",
-    "branches quarter 1": "converted at 1/4, rate 5e-4",
-    "branches quarter 2": "converted at 2/4, rate 5e-4",
-    "branches quarter 3": "converted at 3/4, rate 5e-4",
-    "branches-2e-3 quarter 1": "converted at 1/4, rate 2e-3",
-    "branches-2e-3 quarter 2": "converted at 2/4, rate 2e-3",
-    "branches-2e-3 quarter 3": "converted at 3/4, rate 2e-3",
-}
-WORDS = {"no mean": "mean not subtracted"}  # what the legend calls a part
+WORDS = {"rms": "RMSNorm", "layer": "LayerNorm", "with bias": "with a bias", "without bias": "without a bias"}
+LEGEND = {"no mean": "mean not subtracted"}
 MARGIN = "margin: counts as equal"
+SETS = ("factorial", "budget-1200", "budget-600", "placebo", "scale-4m", "scale-10m", "shakespeare")  # pairs at 5e-4
+DRAWN = ("factorial", "budget-1200", "budget-600", "scale-4m", "scale-10m", "shakespeare", "tuned-2e-3", "recipe")
+DRAWN += ("bias-rates", "bias-2e-3", "branches", "branches-2e-3")
 TICKS = (-0.1, -0.03, -0.01, -0.005, 0, 0.005, 0.01, 0.03, 0.1)
 
 
@@ -67,41 +50,70 @@ def cells_of(study: Study) -> dict[str, dict[tuple[str, bool], str]]:
     return groups
 
 
-def parts(study: Study) -> dict[str, dict[str, Effect]]:
-    """By the values of the other settings: each part that the study has the arms of, a mean over its pairs of arms."""
+def contrasts(study: Study) -> dict[str, dict[str, Effect]]:
+    """By the values of the other settings: each contrast that the study has arms for, a mean over its pairs of arms."""
     effects: dict[str, dict[str, Effect]] = {}
     for group, cells in cells_of(study).items():
-        for part, pairs in PARTS.items():
-            there = [(cells[arm], cells[base]) for arm, base in pairs if arm in cells and base in cells]
-            weights = {arm: 1 / len(there) for arm, _ in there} | {base: -1 / len(there) for _, base in there}
-            effect = study.mean_loss(part, weights) if there else None
+        for name, pairs in CONTRASTS.items():
+            available = [(cells[arm], cells[base]) for arm, base in pairs if arm in cells and base in cells]
+            weights = {arm: 1 / len(available) for arm, _ in available}
+            weights |= {base: -1 / len(available) for _, base in available}
+            effect = study.mean_loss(name, weights) if available else None
             if effect is not None:
-                effects.setdefault(group, {})[part] = effect
+                effects.setdefault(group, {})[name] = effect
     return effects
 
 
-def named(study: Study, group: str) -> str:
+def pairs_at_5e_4() -> list[pd.Series]:
+    """The losses of RMSNorm minus those of LayerNorm, in SETS, and those of a pilot and of a sweep."""
+    studies = [load(STUDIES / name) for name in SETS]
+    sweep = load(STUDIES / "factorial-tuned").rows.query("phase == 'sweep' and learning_rate == 5e-4").set_index("seed")
+    differences = [study.paired("final", "rms").difference for study in studies]
+    differences.append(studies[0].paired("pilot", "rms").difference)
+    return [*differences, sweep.loss[sweep.arm == "rms"] - sweep.loss[sweep.arm == "layer"]]
+
+
+def pooled(sets: Sequence[pd.Series]) -> Effect:
+    """The mean of the sets' means, weighted by the inverse of their squared standard errors."""
+    precisions = np.array([standard_error(pairs) ** -2 for pairs in sets])
+    estimate, error = precisions @ [pairs.mean() for pairs in sets] / precisions.sum(), precisions.sum() ** -0.5
+    intervals = [(estimate - z * error, estimate + z * error) for z in (1.96, 1.645)]
+    return Effect("RMSNorm minus LayerNorm", estimate, *intervals, math.nan, "nats per token", sum(map(len, sets)))
+
+
+def title(study: Study, group: str = "") -> str:
     """What these runs are, in words."""
-    name = f"{study.plan.name} {group}".strip()
-    return NAMES.get(name, name)
+    return study.plan.titles.get(group, f"{study.plan.name} {group}".strip())
+
+
+def in_words(text: str) -> str:
+    """The names of arms in a text, as documents call them."""
+    return re.sub(rf"\b({'|'.join(WORDS)})", lambda match: WORDS[match[0]], text)
 
 
 def draw(studies: Sequence[Study]) -> Figure:
-    """A row for each study, or choice of its other settings, with a mark and a 95% interval for each part."""
-    rows = [(study, *part) for study in studies for part in parts(study).items()]
+    """A row for each study, or choice of its other settings, with a mark and a 95% interval for each contrast.
+
+    The last row is the mean of `pairs_at_5e_4`.
+    """
+    rows = []
+    for study in studies:
+        for group, effects in contrasts(study).items():
+            rows.append((title(study, group), study.plan.margin, effects))
     if not rows:
         raise UserError("these folders have no finished comparison of RMSNorm and LayerNorm, or of their bias.")
+    all_pairs = pooled(pairs_at_5e_4())
+    rows.append(("all at rate 5e-4, exploratory", rows[0][1], {all_pairs.name: all_pairs}))
     figure, [axes] = panels(1.6 + 0.42 * len(rows))
     axes.axvline(0, color=MUTED, linewidth=1)
-    for row, (study, _, effects) in enumerate(rows):
-        margin = study.plan.margin
+    for row, (_, margin, effects) in enumerate(rows):
         axes.fill_betweenx((row - 0.5, row + 0.5), -margin, margin, color=MUTED, alpha=0.15, linewidth=0, label=MARGIN)
         for name, effect in effects.items():
-            number = [*PARTS].index(name)
-            place, colour = row + 0.22 * (number - 1), COLOURS[number]
+            index = [*CONTRASTS].index(name)
+            place, colour = row + 0.22 * (index - 1), COLOURS[index]
             axes.plot(effect.interval, (place, place), color=colour, linewidth=3, alpha=0.5, solid_capstyle="butt")
-            axes.plot(effect.estimate, place, MARKERS[number], color=colour, markersize=4, label=WORDS.get(name, name))
-    names = [f"{named(study, group)}\n{next(iter(effects.values())).n} pairs" for study, group, effects in rows]
+            axes.plot(effect.estimate, place, MARKERS[index], color=colour, markersize=4, label=LEGEND.get(name, name))
+    names = [f"{name}\n{next(iter(effects.values())).n} pairs" for name, _, effects in rows]
     axes.set_yticks(range(len(rows)), names, fontsize=8)
     axes.set_xscale("symlog", linthresh=0.01)
     axes.set_xticks(TICKS, [f"{tick:g}" for tick in TICKS], fontsize=8)
@@ -116,10 +128,12 @@ def draw(studies: Sequence[Study]) -> Figure:
     return figure
 
 
-def main(folders: Annotated[tuple[Path, ...], tyro.conf.Positional], out: Path = Path("docs/effects.png")) -> None:
-    """Draw what RMSNorm, the mean and the bias do in the comparisons of these folders."""
+def main(
+    studies: Annotated[tuple[str, ...], tyro.conf.Positional] = DRAWN, out: Path = Path("docs/effects.png")
+) -> None:
+    """Draw what RMSNorm, the mean and the bias do in these studies."""
     with replacing(out) as file:
-        draw([load(folder) for folder in folders]).savefig(file)
+        draw([load(STUDIES / name) for name in studies]).savefig(file)
     print(f"written: {out}")
 
 

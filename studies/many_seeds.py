@@ -1,4 +1,4 @@
-"""Train all final seeds of a study together on one GPU: `python -m studies.many_seeds FOLDER`, which has its plan.toml.
+"""Train all final seeds of a study together on one GPU.
 
 One model of this size leaves a GPU mostly idle. `torch.func.vmap` stacks those of an arm: each has the initial weights
 and batches that `ablate.py` gives to its seed. AdamW only: Muon would orthogonalize the matrices of all seeds as one.
@@ -6,23 +6,21 @@ and batches that `ablate.py` gives to its seed. AdamW only: Muon would orthogona
 
 import dataclasses
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import torch
-import tyro
 from torch import Tensor
 from torch.func import functional_call, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from tqdm import tqdm
 
 import kernels
-from ablation import report, study
-from ablation.plan import Plan, Run, arm_settings, load_plan, replace_settings, run_settings
-from ablation.records import Row, append_rows, read_rows
+from ablation.plan import Plan, Run, arm_settings, replace_settings, run_settings
+from ablation.records import Row
 from ablation.run import count_spikes, measure, settings_hash
-from errors import UserError, exit_on_user_error, printable
-from files import locked
+from errors import UserError
 from training.schedule import learning_rate
 from training.session import Session, initial_model, no_log, set_up
 from training.settings import Settings
@@ -43,13 +41,13 @@ class Stack:
         for group in session.optimizer.param_groups:
             group["params"] = [self.weights[names[parameter]] for parameter in group["params"]]
 
-    def step(self, number: int) -> Tensor:
-        """Train by step `number` of the schedule; the mean losses (S,)."""
+    def step(self, index: int) -> Tensor:
+        """Train by step `index` of the schedule; the mean losses (S,)."""
 
         def losses_of_one(weights: dict[str, Tensor], *batch: Tensor) -> Tensor:
             return functional_call(self.session.model, weights, batch)
 
-        pairs = [session.batch(number)[:2] for session in self.sessions]
+        pairs = [session.batch(index)[:2] for session in self.sessions]
         arrays = (np.stack(of_seeds) for of_seeds in zip(*pairs, strict=True))
         tokens, targets = (torch.from_numpy(array).to(self.session.device) for array in arrays)  # (S, B, T)
         settings, optimizer = self.session.settings.optimizer, self.session.optimizer
@@ -63,7 +61,7 @@ class Stack:
         for gradient in gradients:
             gradient.mul_(scale.view(-1, *[1] * (gradient.ndim - 1)))
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(number, self.session.steps, settings) * group["lr_multiplier"]
+            group["lr"] = learning_rate(index, self.session.steps, settings) * group["lr_multiplier"]
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         return means.detach()
@@ -93,30 +91,19 @@ def train_stack(plan: Plan, arm: str, device: str) -> list[Row]:
 
 def can_stack(arm: Settings, first: Settings) -> bool:
     """Whether `Stack` trains this arm as `ablate.py` would, beside the first one."""
-    fixed = arm.optimizer.optimizer, arm.run.train_only, arm.data.document_mask, arm.data.first_sequence_length
+    fixed = arm.optimizer.optimizer, arm.run.freeze, arm.data.document_mask, arm.data.first_sequence_length
     alike = dataclasses.replace(arm, model=first.model) == first and arm.model.vocab_size == first.model.vocab_size
-    return alike and arm.model.norm != "batch" and fixed == ("adamw", "all", False, None)
+    return alike and arm.model.norm != "batch" and fixed == ("adamw", (), False, None)
 
 
-def main(folder: tyro.conf.Positional[Path], device: str = "auto") -> None:
-    """Train all final seeds of a study together on one GPU, for arms that have no runs yet, and write its report."""
-    with locked(folder):
-        plan = load_plan(folder / "plan.toml")
-        arms = [arm_settings(plan, arm) for arm in plan.compared.values()]
-        if plan.seeds is None or plan.rates or not all(can_stack(arm, arms[0]) for arm in arms):
-            raise UserError(
-                "models are stacked for a plan with seeds and one learning rate, whose arms differ in the model alone: "
-                "with AdamW, sequences of one length, and no batch norm or document masks; for any other use ablate.py."
-            )
-        done = {row.arm for row in read_rows(folder)}
-        for arm in plan.compared:
-            if arm not in done:
-                append_rows(folder, *train_stack(plan, arm, device))
-        finished = study.load(folder)
-        written = report.write(finished, folder)
-    print(*report.headline(finished), printable(f"report: {written[0]}"), sep="\n")
-
-
-if __name__ == "__main__":
-    with exit_on_user_error():
-        tyro.cli(main, prog="python -m studies.many_seeds")
+def train(plan: Plan, earlier: list[Row], device: str) -> Iterator[list[Row]]:
+    """Train all final seeds of the arms that have no runs yet: the rows of each arm."""
+    arms = [arm_settings(plan, arm) for arm in plan.compared.values()]
+    if plan.seeds is None or plan.rates or not all(can_stack(arm, arms[0]) for arm in arms):
+        raise UserError(
+            "models are stacked for a plan with seeds and one learning rate, whose arms differ in the model alone: "
+            "with AdamW, sequences of one length, and no batch norm or document masks; for any other use ablate.py."
+        )
+    for arm in plan.compared:
+        if arm not in {row.arm for row in earlier}:
+            yield train_stack(plan, arm, device)

@@ -1,93 +1,114 @@
-"""Tables of docs/ from the records of studies: `python -m studies.tables` writes them again between their marks."""
+"""Tables of docs/ from the records in studies/ and speed/: `python -m studies.tables` writes them between marks."""
 
 import functools
 import re
+import statistics
+from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
-
 from ablation.report import table, with_interval
-from ablation.stats import mean_effect
+from ablation.stats import Effect
 from ablation.study import Study, load
+from benchmarks.timing import program_rows, shares_of_limit, three_digits
 from files import replace_text
-from studies.claims import judge_all
-from studies.effects import PARTS, named, parts
+from studies.claims import judge_all, norm_times, read_speed
+from studies.effects import CONTRASTS, contrasts, in_words, pairs_at_5e_4, pooled, title
 
 ROOT = Path(__file__).parent.parent
 MARKED = re.compile(r"(<!-- table: (\w+) ([^>]*) -->\n).*?(<!-- end -->)", re.DOTALL)
-WORDS = {"rms": "RMSNorm", "layer": "LayerNorm", "with bias": "with a bias", "without bias": "without a bias"}
-WORDS |= {"higher": "worse", "lower": "better", "different, within": "worse, but within", "learning_rate=": "rate "}
+UNITS = {"ms": 1e3, "µs": 1e6}
 load_study = functools.cache(lambda name: load(ROOT / "studies" / name))
 
 
-def in_words(text: str) -> str:
-    return re.sub(rf"\b({'|'.join(WORDS)})", lambda match: WORDS[match[0]], text)
-
-
-def shown(effect) -> str:  # with a fifth digit where the interval is that narrow
+def shown(effect: Effect | None) -> str:  # with a fifth digit where the interval is that narrow
     return with_interval(effect, "+.5f" if effect and effect.interval[1] - effect.interval[0] < 3.5e-4 else "+.4f")
 
 
-def parts_rows(*studies: Study) -> list[dict]:
+def link(study: Study, group: str = "") -> str:
+    return f"[{title(study, group)}](studies/{study.plan.name}/report.md)"
+
+
+def contrast_rows(*names: str) -> list[dict]:
     """What the bias, the mean and both do, for each study or choice of its other settings."""
     rows = []
-    for study in studies:
-        for group, effects in parts(study).items():
-            row = {"runs": f"[{named(study, group)}](studies/{study.plan.name}/report.md)"}
-            row |= {"pairs": max(effect.n for effect in effects.values())}
-            rows.append(row | {part: shown(effects.get(part)) for part in reversed(PARTS)})
+    for study in map(load_study, names):
+        for group, effects in contrasts(study).items():
+            row = {"runs": link(study, group), "pairs": max(effect.n for effect in effects.values())}
+            rows.append(row | {name: shown(effects.get(name)) for name in reversed(CONTRASTS)})
     return rows
 
 
-def difference_rows(*studies: Study) -> list[dict]:
+def difference_rows(*names: str) -> list[dict]:
     """Every arm of the studies against its baseline."""
     rows = []
-    for study in studies:
+    for study in map(load_study, names):
         for c in study.comparisons:
-            runs = {"runs": f"[{named(study, '')}](studies/{study.plan.name}/report.md)"} if len(studies) > 1 else {}
-            row = {"arm": in_words(c.arm), "pairs": c.effect.n, "worse in": sum(d > 0 for d in c.differences)}
-            rows.append(runs | row | {"mean and 95% interval": shown(c.effect), "verdict": in_words(c.verdict)})
+            row = {"runs": link(study)} if len(names) > 1 else {}
+            row["arm"] = in_words(c.arm).replace("learning_rate=", "rate ")
+            row |= {"pairs": c.effect.n, "worse in": sum(d > 0 for d in c.differences)}
+            verdict = c.verdict.replace("higher", "worse").replace("lower", "better")
+            row["mean and 95% interval"] = shown(c.effect)
+            rows.append(row | {"verdict": verdict.replace("different, within", "worse, but within")})
     return rows
 
 
-def set_rows(*studies: Study) -> list[dict]:
+def set_rows(*names: str) -> list[dict]:
     """RMSNorm minus LayerNorm in sets of pairs at 5e-4, and all pairs together."""
-    rows = [row for row in difference_rows(*studies) if row["arm"] == "RMSNorm"]
-    for row in rows:
-        del row["arm"]
-    few = load_study("factorial-tuned").rows.query("phase == 'sweep' and learning_rate == 5e-4").set_index("seed")
-    sets = [study.paired("final", "rms").difference for study in studies]  # then a pilot, and three pairs of a sweep
-    sets += [studies[0].paired("pilot", "rms").difference, few.loss[few.arm == "rms"] - few.loss[few.arm == "layer"]]
+    rows = [row for row in difference_rows(*names) if row.pop("arm") == "RMSNorm"]
+    sets = pairs_at_5e_4()
     for name, chosen in {"these, a pilot and a sweep together": sets, "the same without the first": sets[1:]}.items():
-        pooled = np.concatenate(chosen)
-        row = {"runs": name, "pairs": len(pooled), "worse in": (pooled > 0).sum()}
-        effect = mean_effect(name, pooled, studies[0].unit)
-        rows.append(row | {"mean and 95% interval": shown(effect), "verdict": "exploratory"})
+        row = {"runs": name, "pairs": sum(map(len, chosen)), "worse in": sum((pairs > 0).sum() for pairs in chosen)}
+        rows.append(row | {"mean and 95% interval": shown(pooled(chosen)), "verdict": "exploratory"})
     return rows
 
 
-def claim_rows(*studies: Study) -> list[dict]:
-    """Each claim with the first effect that decides, but those not measured or true by arithmetic alone."""
-    rows = []
-    for claim in judge_all([ROOT / "studies" / study.plan.name for study in studies]):
-        name, text, source, region, measured, place, verdict = claim.values()
-        if verdict == "not measured" or (place, verdict) == ("arithmetic", "holds"):
+def speed_rows(record: str, unit: str, *words: str) -> list[dict]:
+    """A row for each table of a record whose title has the words: the speed or time of each program, the best bold."""
+    rows, text = [], " ".join(words)
+    for measured in read_speed(record):
+        if text not in measured["title"]:
             continue
-        effect = next((effect for effect in measured.split("; ") if f"({verdict})" in effect), measured)
-        effect = effect.replace(f" ({verdict})", "").replace(" nats per token", "")
-        effect = re.sub(r"[\d.]+e-\d+", lambda small: f"{float(small[0]):.2g}", effect)  # more depends on the processor
-        row = {"": name, "claim": text, "arXiv": source.partition("arXiv ")[2]}
-        row |= {"measured": re.sub(r"\b(\w+): \1\b", r"\1", in_words(effect))}  # once "LayerNorm", not twice
-        region = re.sub("above (.*) and below", r"between \1 and", region)
-        rows.append(row | {"holds if": region, "verdict": verdict})
+        row = {"": measured["title"].replace(text, "")}
+        medians = {name: statistics.median([*of.values()][-1]) for name, of in measured["seconds"].items()}
+        for name, seconds in medians.items():
+            cell = three_digits(measured["tokens"] / seconds if unit == "tokens/s" else seconds * UNITS[unit])
+            row[name] = f"**{cell}**" if seconds == min(medians.values()) else cell
+        if measured["limits"]:
+            row["ours, of the limit"] = shares_of_limit(measured, "ours")
+        rows.append(row)
     return rows
+
+
+def program_table(record: str, *words: str) -> list[dict]:
+    """A row for each program of one table of a record."""
+    return next(program_rows(measured) for measured in read_speed(record) if measured["title"] == " ".join(words))
+
+
+def norm_time_rows(record: str) -> list[dict]:
+    """RMSNorm's time over LayerNorm's, for each variant of the code and section of a step."""
+    rows: dict[str, dict] = {}
+    for section in next(iter(read_speed(record)[0]["seconds"].values())):
+        for effect in norm_times(record, section):
+            variant = effect.name.removeprefix(f"{section}: ")
+            rows.setdefault(variant, {"code": variant})[section] = with_interval(effect, ".3f")
+    return [*rows.values()]
+
+
+KINDS: dict[str, Callable[..., list[dict]]] = {
+    "contrasts": contrast_rows,
+    "differences": difference_rows,
+    "sets": set_rows,
+    "claims": lambda *names: judge_all([*map(load_study, names)]),
+    "speeds": speed_rows,
+    "programs": program_table,
+    "norm_times": norm_time_rows,
+}
 
 
 def filled(text: str, depth: int) -> str:
-    """A document in `depth` folders with its tables, from `<!-- table: KIND STUDY ... -->` to `<!-- end -->`."""
-    kinds = {"parts": parts_rows, "differences": difference_rows, "sets": set_rows, "claims": claim_rows}
+    """A document in `depth` folders with its tables, from `<!-- table: KIND NAME ... -->` to `<!-- end -->`."""
     for match in MARKED.finditer(text):
-        rows = table(kinds[match[2]](*map(load_study, match[3].split())))
+        rows = table(KINDS[match[2]](*match[3].split()))
         rows = rows.replace("](studies/", f"]({'../' * depth}studies/")
         text = text.replace(match[0], f"{match[1]}{rows}\n{match[4]}")
     return text

@@ -12,15 +12,20 @@ import psutil
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from data import corpus
 from data.batches import batch
-from data.units import DOCUMENT
+from data.settings import DataSettings
+from data.tokens import DOCUMENT
 
 LENGTH = 1000  # tokens of a document
 
 
-def make(text: Path, tokens: int, **arguments) -> None:
-    """Prepare a small text, make its unit as long as `tokens`, and split that."""
+def prepare(text: Path) -> corpus.Corpus:
+    return corpus.prepare(DataSettings(data=(str(text),), cache=str(text.parent / "cache")), vocab_size=400)
+
+
+def make(text: Path, tokens: int) -> None:
+    """Prepare a small text, and make its ids as many as `tokens`."""
     text.write_text("".join(f"line {n} of {n * n}\n" for n in range(3000)))
-    corpus.prepare([str(text)], **arguments)
+    prepare(text)
     (table,) = (text.parent / "cache" / "units").glob("*.docs")
     documents = np.zeros(tokens // LENGTH, DOCUMENT)
     documents["hash"] = np.random.default_rng(0).integers(0, 2**63, len(documents))
@@ -32,13 +37,13 @@ def make(text: Path, tokens: int, **arguments) -> None:
 def measure(tokens: int) -> None:
     """Print how long the text takes to open, and the memory after a thousand batches."""
     with tempfile.TemporaryDirectory() as name:
-        text, arguments = Path(name) / "text.txt", dict(vocab_size=400, cache_dir=Path(name) / "cache")
+        text = Path(name) / "text.txt"
         if os.fork() == 0:  # the memory that this takes is not in the figures
-            make(text, tokens, **arguments)
+            make(text, tokens)
             os._exit(0)
         assert os.wait()[1] == 0
         began = time.perf_counter()
-        opened = corpus.prepare([str(text)], **arguments)
+        opened = prepare(text)
         seconds = time.perf_counter() - began
         for step in range(1000):
             batch(opened.train, seed=1, first=8 * step, size=8, sequence_length=512)

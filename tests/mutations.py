@@ -115,6 +115,19 @@ TABLE = r"""
 - mask = mask & ((keys >= padding[:, None, None, None]) | (keys == queries))
 + mask = mask & ((keys > padding[:, None, None, None]) | (keys == queries))
 ! model/test_decoder.py::test_attention_masks_are_as_drawn_in_the_docstring
+@ model/inspect.py
+- x, _ = decoder.norm.forward(x, residual)  # without its hook
++ x, _ = decoder.norm(x, residual)
+! model/test_inspect.py::test_every_norm_and_placement_has_the_figures_of_a_float64_model[rms-pre]
+- changed.weight.mul_(math.sqrt(s.shape[1]))
++ pass
+! model/test_inspect.py::test_surgery_on_all_norms_changes_losses_as_in_a_float64_model[l2-pre]
+- at_the_end.callback(decoder.train, decoder.training)
++ pass
+! model/test_inspect.py::test_the_decoder_is_left_as_it_was_and_evaluated_in_float32_whatever_its_dtypes_and_mode[batch]
+- fields = {"to_previous": nn.functional.pad(weights.diagonal(-1, 1, 2), (1, 0)), "to_first": weights[..., 0]}
++ fields = {"to_previous": nn.functional.pad(weights.diagonal(-1, 1, 2), (0, 1)), "to_first": weights[..., 0]}
+! model/test_inspect.py::test_figures_are_those_of_hidden_states_and_attentions_in_transformers[Qwen2]
 @ model/config.py
 - if config.head_dim is None and config.hidden_size % heads:
 + if config.hidden_size % heads:
@@ -146,6 +159,23 @@ TABLE = r"""
 - return source.read().unflatten(0, (heads, 2, -1))
 + return source.read().unflatten(0, (heads, -1, 2))
 ! contrib/test_gguf.py::test_the_file_computes_the_same_logits_by_the_conventions_of_llama_cpp
+@ contrib/same.py
+- tolerances = 2 * 2.0**-24 *
++ tolerances = 2.0**-6 *
+! contrib/test_same.py::test_a_fault_in_a_copy_is_named_in_all_programs
+- for i in np.flatnonzero(~(np.linalg.norm(theirs - ours, axis=1) <= tolerances)):
++ for i in np.flatnonzero(np.linalg.norm(theirs - ours, axis=1) > tolerances):
+! contrib/test_same.py::test_logits_that_are_not_finite_or_too_many_are_differences
+@ contrib/programs.py
+- tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
++ tokenizer.encode(text, add_special_tokens=False)
+! contrib/test_same.py::test_a_good_directory_of_every_family_has_no_difference
+- "trust_remote_code": False}
++ "trust_remote_code": True}
+! contrib/test_same.py::test_no_code_of_a_checkpoint_is_executed_and_nothing_is_unpickled
+- decoder = peft.PeftModel.from_pretrained(decoder, adapter)
++ peft.PeftModel.from_pretrained(decoder, adapter).unload()
+! contrib/test_same.py::test_an_adapter_is_asked_in_peft_and_half_of_its_alpha_is_found
 @ training/session.py
 - if fixed.get(name, value) != value:
 + if False:
@@ -156,13 +186,6 @@ TABLE = r"""
 - return saved
 + return dataclasses.replace(saved, step=saved.step - 1)
 ! training/test_resume.py::test_a_caller_of_the_steps_can_stop_at_any_of_them_save_and_resume_bit_for_bit
-@ training/save.py
-- for write in (write_tensors, complete):
-+ for write in (complete, write_tensors):
-! training/test_loop.py::test_a_model_whose_save_failed_is_not_the_best_and_a_loss_that_rises_twice_is_a_note
-- if validation_loss is not None and validation_loss < best:
-+ if validation_loss is not None:
-! training/test_loop.py::test_a_model_whose_save_failed_is_not_the_best_and_a_loss_that_rises_twice_is_a_note
 @ training/checkpoint.py
 - value = value.to(parameters[name].device, copy=True)
 + value = torch.zeros_like(value, device=parameters[name].device)
@@ -177,8 +200,8 @@ TABLE = r"""
 - np.random.SeedSequence([seed, epoch])
 + np.random.SeedSequence([seed, 0])
 ! data/test_batches.py::test_an_epoch_takes_every_window_once_in_another_order_each_time
-- *keys, number = np.random.SeedSequence([seed, epoch])
-+ *keys, number = np.random.SeedSequence([seed + epoch])
+- *keys, offset = np.random.SeedSequence([seed, epoch])
++ *keys, offset = np.random.SeedSequence([seed + epoch])
 ! data/test_batches.py::test_an_epoch_takes_every_window_once_in_another_order_each_time
 @ training/step.py
 - predicted = sum(int((targets != IGNORED).sum()) for _, targets, *_ in micro_batches)
@@ -200,6 +223,9 @@ TABLE = r"""
 + if not (finite or scaler.is_enabled()):
 ! training/test_step.py::test_a_gradient_that_is_not_finite_leaves_the_weights_alone
 @ training/loop.py
+- is_best = validation_loss is not None and validation_loss < best
++ is_best = validation_loss is not None
+! training/test_loop.py::test_a_loss_that_rises_twice_is_a_note_and_best_is_the_lowest
 - group["lr"] = lr * group["lr_multiplier"]
 + group["lr"] = lr
 ! training/test_loop.py::test_the_steps_report_what_the_run_logs_and_neither_print_nor_write
@@ -224,10 +250,10 @@ TABLE = r"""
 - kinds[first] = TRAIN
 + kinds[:] = TRAIN
 ! data/test_split.py::test_of_equal_documents_the_first_is_kept
-- most = 2 * min(split.fraction * float(table["bytes"][first].sum()), MAX_VALIDATION)
-+ most = 2 * min(split.fraction * float(table["bytes"].sum()), MAX_VALIDATION)
+- most = 2 * min(settings.validation_fraction * float(table["bytes"][first].sum()), MAX_VALIDATION)
++ most = 2 * min(settings.validation_fraction * float(table["bytes"].sum()), MAX_VALIDATION)
 ! data/test_split.py::test_one_huge_document_is_not_for_validation
-@ data/units.py
+@ data/tokens.py
 - content.update(encoded)
 + content = hashlib.blake2b(encoded, digest_size=8)
 ! data/test_corpus.py::test_the_hash_of_a_document_is_that_of_its_complete_text_also_of_several_blocks
@@ -237,8 +263,7 @@ TABLE = r"""
 - return self.path.with_suffix(".docs").is_file() and self.path.is_file()
 + return self.path.is_file()
 ! data/test_corpus.py::test_what_is_missing_in_the_cache_and_a_damaged_tokenizer_are_made_anew
-@ data/corpus.py
-- read_model(found.files["tokenizer.model"])
+- read_model(tokenizer.files["tokenizer.model"])
 + pass
 ! data/test_corpus.py::test_what_is_missing_in_the_cache_and_a_damaged_tokenizer_are_made_anew
 - byte_fallback=True,
@@ -313,16 +338,16 @@ TABLE = r"""
 + return logits.masked_fill(logits.softmax(-1) < p, -math.inf)
 ! generation/test_sampling.py::test_a_filter_keeps_the_tokens_of_its_reference_and_their_logits[min_p]
 @ benchmarks/timing.py
-- yield from keys if turn % 2 else reversed(list(keys))
-+ yield from keys
+- for name in programs if turn % 2 else reversed(programs):
++ for name in programs:
 ! benchmarks/test_timing.py::test_blocks_take_turns_in_an_order_that_reverses_after_every_turn
 - ratios = [theirs / ours for theirs, ours in pairs]
 + ratios = [ours / theirs for theirs, ours in pairs]
 ! benchmarks/test_timing.py::test_a_row_has_medians_tokens_per_second_the_share_of_the_limit_and_the_ratios_within_turns
 @ benchmarks/training.py
-- process = uuid.uuid4().hex
-+ process = __import__("os").getpid()
-! benchmarks/test_programs.py::test_the_arms_of_a_study_are_timed_into_the_file_that_its_report_reads
+- elif norm == "rms":
++ elif norm == "layer":
+! benchmarks/test_programs.py::test_norms_take_turns_in_every_variant_and_transformers_has_rmsnorm_alone
 @ benchmarks/kernels.py
 - 2 * rotated, 2 * packed + rotated
 + 2 * rotated, 2 * packed
@@ -331,9 +356,8 @@ TABLE = r"""
 - inside = effect.interval_90 if two_sided else effect.interval
 + inside = effect.interval
 ! studies/test_effects.py::test_a_claim_holds_inside_its_region_does_not_outside_and_is_inconclusive_at_its_ends
-@ studies/known_effects.py
-- (spread - first[1]).dropna()
-+ (first[1] - spread).dropna()
+- (spread - base).dropna()
++ (base - spread).dropna()
 ! docs/test_tables.py::test_the_tables_of_a_document_are_what_the_records_give[claims.md]
 @ ablation/stats.py
 - float(values.std(ddof=1) / np.sqrt(len(values)))

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 import generate
 from data.readers import read_documents
+from data.settings import DataSettings
 from data.sources import resolve
 from errors import exit_on_user_error
 from tests.test_mistakes import train_small_run
@@ -85,7 +86,7 @@ def generate_text(folder: Path, *flags: str) -> None:
 
 
 def read_texts(folder: Path) -> None:
-    for file in resolve([str(path) for path in folder.iterdir()], "text", folder):
+    for file in resolve(DataSettings(data=tuple(map(str, folder.iterdir())))):
         for document in read_documents(file):
             "".join(document).encode("utf-8")
 

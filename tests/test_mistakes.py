@@ -21,17 +21,19 @@ MISTAKES = r"""
 train --data nothere -> no file, folder or known text is called "nothere"; give a path
 train --data BAD/small.txt -> the text has 1 tokens to train on, but one batch .* needs 4,096; give more text, or
 train --data BAD/chat.jsonl -> .*chat.jsonl has conversations; give a model to teach them with --init-from
-train --init-from RUN --data BAD/chat.jsonl -> 1 different conversations are too few to learn from; give more
+train --init-from RUN --data BAD/chat.jsonl -> the files have 1 different conversation, too few to learn from; give more
 train --data BAD/broken.jsonl -> .*broken.jsonl, row 1 .*
 train --data BAD/broken.parquet -> .*broken.parquet .*Parquet file size is 4 bytes
 train --config tinny -> tinny is neither a file nor one of .* Did you mean tiny\?
 train --epochs 3 -> --epochs is not a setting: training is measured in --steps
-train --sequence-length 4096 -> --sequence-length 4096 is longer than the model's context of 512 tokens; shorten it
+train --sequence-length 4096 -> --sequence-length 4096 is above --max-position-embeddings 512
 train --first-sequence-length 100 -> --first-sequence-length 100 is not --sequence-length 512 divided by
-train --beta1 1.0 -> --beta1 is 1.0 and must be at least 0 and below 1
-train --clip inf -> --clip is inf and must be finite
+train --beta1 1.0 -> --beta1 is 1.0: Expected `float` < 1
+train --clip inf -> --clip is inf: Expected `float` < 1e\+18
+train --out= -> --out is '': Expected `str` of length >= 1
+train --init-from RUN --freeze norms -> --freeze norms matches no parameter; the names are embed_tokens.weight,
 train --norm batch --activation-checkpointing -> --norm batch .*leave out --activation-checkpointing
-train --resume nothere -> .*nothere.* does not exist; a run folder contains settings.toml
+train --resume nothere -> .*nothere.* does not exist; give the folder of a run. Newest runs: RUN
 train --resume RUN --out other -> --resume uses the settings of the run itself; leave out --config
 train --out RUN -> .*RUN is not empty, and runs are never overwritten; use another --out, or --resume
 train --init-from nothere -> nothere does not exist; give a directory .* Newest runs: RUN
@@ -39,7 +41,7 @@ train --init-from BAD/pickled -> .*pickled has pickled weights, which can run co
 train --init-from BAD/gguf -> .*gguf has GGUF weights
 generate BAD/adapter --prompt a -> .*nothere does not exist; .*: python generate.py MODEL --adapter .*adapter
 train --init-from BAD/adapter -> .*adapter is an adapter; make it a model: python generate.py '.*adapter' --merge NEW
-train --init-from RUN --lora 4 --optimizer muon -> LoRA needs --lora RANK, --init-from MODEL, --optimizer adamw and
+train --init-from RUN --lora 4 --optimizer muon -> LoRA needs --lora RANK, .* --optimizer adamw and no --freeze
 train --init-from RUN --lora 4 --dry-run -> --dry-run estimates training of all parameters; leave out --lora
 train --init-from BAD/lfs -> .*lfs/model.safetensors .*git lfs pull
 train --eval-only -> --eval-only needs --init-from
@@ -55,6 +57,7 @@ ablate --a norm=rms -> --a and --b need each other
 ablate --vary norm=rms -> a comparison needs two arms or more
 ablate --jobs -1 --dry-run -> --jobs -1 must be at least 1
 plot nothere -> nothere has no metrics.jsonl; give the folder of a run
+plot RUN RUN -> several runs need --out
 plot RUN --out loss.txt -> --out loss.txt must end in .png or .svg
 """
 ROWS = [line.split(" -> ") for line in MISTAKES.strip().splitlines()]

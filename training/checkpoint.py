@@ -3,9 +3,9 @@
     last/    config.json model.safetensors generation_config.json tokenizer.* : what Hugging Face tools open
              training_state.safetensors : the optimizer's moments
              state.json : step, tokens, hashes; written last, so a directory that has it is complete
-    best/    the same without training_state.safetensors; with LoRA, both have an adapter instead of a model
+    best/    a copy without training_state.safetensors; with LoRA, both have an adapter instead of a model
 
-With --shard they have files such as model-00001-of-00004.safetensors and an index instead, as Hugging Face does.
+With --shard every process writes files such as model-00001-of-00004.safetensors, with an index as of Hugging Face.
 A save writes `last.new`, fsyncs it, renames `last` to `last.old` and `last.new` to `last`, and deletes `last.old`:
 wherever that is interrupted, one of the three is complete, and readers take the first complete one. Nothing is pickled.
 There is no random state: nothing in training draws from torch's global generators.
@@ -20,14 +20,18 @@ from pathlib import Path
 
 import msgspec
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 
 from checkpoints.find import candidates, is_complete
+from checkpoints.pretrained import save_pretrained, save_tensors, write_json
 from checkpoints.weights import find_weight_files
+from data.tokenizer import Tokenizer
 from errors import UserError, reading
-from files import fsync, replace_text
+from files import fsync, read_json, replace_text
+from generation.settings import SMALL_MODELS
 from model.decoder import Decoder
-from training.shard import divide
+from training.shard import divide, share_out
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,46 @@ class State:
     text_hash: str  # hash of the text that it trains on
     scaler: dict | None = None  # state of the float16 gradient scaler, None in other dtypes
     fixed: dict | None = None  # settings that a resumed run must keep, as settings.toml may have been edited
+
+
+def write_tensors(
+    last: Path, model: Decoder, optimizer: torch.optim.Optimizer, tokenizer: Tokenizer, rank: int, writers: int
+) -> None:
+    """Write a process's share of the tensors into `last`.new, and config.json, which is the same in all processes."""
+    _, new, _ = candidates(last)
+    weights = {name: tensor for name, tensor in model.state_dict().items() if model.lora is None or ".lora_" in name}
+    moments = {  # as `load_moments` reads them
+        f"{moment}.{name}": value
+        for name, parameter in model.named_parameters()
+        for moment, value in optimizer.state.get(parameter, {}).items()
+    }
+    weights, moments = (share_out(tensors, writers, rank, "cpu")[1] for tensors in (weights, moments))
+    if rank < writers:
+        suffix = f"-{rank + 1:05}-of-{writers:05}.safetensors" if writers > 1 else ".safetensors"
+        ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
+        save_pretrained(model, new, **ids, state=weights, file=f"model{suffix}")
+        save_tensors(moments, new / f"training_state{suffix}")
+        fsync(*new.glob(f"*{suffix}"))
+
+
+def complete(last: Path, state: State, tokenizer: Tokenizer, *, is_best: bool) -> None:
+    """Write all other files, and the indexes of what several processes wrote, and replace the saves before."""
+    _, new, _ = candidates(last)
+    tokenizer.save(new)  # it may have a generation_config.json of its own
+    path = new / "generation_config.json"
+    recommended = read_json(path)
+    if recommended and not {"do_sample", "temperature"} & recommended.keys():
+        write_json(path, recommended | {"do_sample": True} | vars(SMALL_MODELS))
+    for kind in ("model", "training_state"):
+        shards = [*new.glob(f"{kind}-*.safetensors")]
+        names = {key: shard.name for shard in shards for key in safe_open(shard, "pt").keys()}  # noqa: SIM118
+        if names:
+            write_json(new / f"{kind}.safetensors.index.json", {"metadata": {}, "weight_map": names})
+    if is_best:
+        best = last.with_name("best")
+        shutil.copytree(new, candidates(best)[1], ignore=shutil.ignore_patterns("training_state*"), dirs_exist_ok=True)
+        finish_save(best, state)
+    finish_save(last, state)
 
 
 def finish_save(target: Path, state: State) -> None:
@@ -79,10 +123,9 @@ def find_complete(target: Path) -> Path | None:
 
 def find_last(run_dir: Path) -> Path:
     """The complete checkpoint that a run resumes from."""
-    last = find_complete(run_dir / "last")
-    if last is None:
-        raise UserError(f"{run_dir} cannot be resumed: {describe_saves(run_dir)}; start a new run.")
-    return last
+    if last := find_complete(run_dir / "last"):
+        return last
+    raise UserError(f"{run_dir} cannot be resumed: {describe_saves(run_dir)}; start a new run.")
 
 
 def describe_saves(run_dir: Path) -> str:

@@ -1,21 +1,14 @@
 """The actions of `train.py`: train, resume, evaluate, or estimate."""
 
 import contextlib
-import dataclasses
 import itertools
 import os
 import re
 import shutil
 from pathlib import Path
 
-import numpy as np
-
 import kernels
 from checkpoints.pretrained import load_pretrained
-from data.conversations import find_conversations
-from data.corpus import Corpus, tokenize
-from data.sources import resolve
-from data.tokenizer import check_vocabulary, load_tokenizer
 from errors import UserError, is_main_process
 from files import LOCK, locked
 from model.device import choose_device, choose_training_dtype, explain_out_of_memory
@@ -69,8 +62,8 @@ def make_run_dir(settings: Settings, config: str) -> Path:
         return Path(settings.run.out)
     text = re.sub(r"\W+", "-", Path(settings.data.data[0]).stem)[:64].strip("-")  # name of a file, folder or data set
     first = Path("runs", f"{config if text in ('', 'python') else text}-{settings.model.norm}")
-    for number in itertools.count(1):
-        run_dir = first if number == 1 else first.with_name(f"{first.name}-{number}")
+    for copy in itertools.count(1):
+        run_dir = first if copy == 1 else first.with_name(f"{first.name}-{copy}")
         with contextlib.suppress(FileExistsError):
             run_dir.mkdir(parents=True)
             return run_dir
@@ -83,22 +76,13 @@ def prepare_text(settings: Settings) -> None:
 
 def evaluate_checkpoint(settings: Settings) -> None:
     """Print the loss of the checkpoint --init-from on all of --data (`--eval-only`)."""
-    if settings.run.init_from is None:
+    data, directory = settings.data, settings.run.init_from
+    if directory is None:
         raise UserError("--eval-only needs --init-from: the run folder, checkpoint directory or Hub id to evaluate.")
-    data, directory = settings.data, Path(settings.run.init_from)
     device = choose_device(settings.machine.device)
     kernels.use(settings.machine.kernels, device)
     dtype = choose_training_dtype(settings.machine.dtype, device)
-    tokenizer = load_tokenizer(data.tokenizer or directory)
-    model = load_pretrained(directory, device=device, compute_dtype=dtype)
-    check_vocabulary(tokenizer, model.config.vocab_size)
-    if find_conversations(resolve(data.data, data.text_field, Path(data.cache))):
-        corpus = prepare_corpus(settings)
-        corpus = dataclasses.replace(corpus, validation=np.concatenate([corpus.train, corpus.validation], 1))
-    else:
-        tokens, text_bytes = tokenize(list(data.data), tokenizer, data.text_field, data.cache)
-        document_start = tokenizer.document_start if data.document_mask else None
-        corpus = Corpus("", "", tokenizer, tokens, tokens, text_bytes, document_start)
+    corpus, model = prepare_corpus(settings), load_pretrained(Path(directory), device=device, compute_dtype=dtype)
     print(f"{directory} on {', '.join(data.data)}, in windows of {data.sequence_length} tokens")
-    windows = corpus.validation_batches(data.sequence_length, data.micro_batch_size or data.batch_size)
-    print(evaluate(model, windows, corpus.validation_bytes, device))
+    batches = corpus.all_batches(data.sequence_length, data.micro_batch_size or data.batch_size)
+    print(evaluate(model, batches, corpus.everything_bytes, device))

@@ -2,7 +2,6 @@
 
 import math
 import time
-from pathlib import Path
 
 import torch
 
@@ -20,8 +19,8 @@ from training.settings import Settings
 from training.step import train_step
 
 STEPS = 3
-QUICK_FLOPS, MAX_FLOPS = 5e11, 5e12  # work of a step that a CPU measures: seconds, and at most a minute
-BYTES_PER_TOKEN = 3.5  # bytes of text: see TOKENIZER_BYTES in data/corpus.py
+QUICK_FLOPS, MAX_FLOPS = 5e11, 5e12  # work of a pass that a CPU measures: seconds, and at most a minute
+BYTES_PER_TOKEN = 3.5  # bytes of text: see TOKENIZER_BYTES in data/tokens.py
 
 
 def estimate(settings: Settings) -> float:
@@ -33,61 +32,57 @@ def estimate(settings: Settings) -> float:
     dtype = choose_training_dtype(settings.machine.dtype, device)
     model, data, steps = settings.model, settings.data, settings.optimizer.steps
     tokens, flops = steps * data.batch_size * data.sequence_length, flops_per_token(model, data.sequence_length)
-    weights, moments, kept = memory(settings, dtype, device)
     print(f"model     {num_parameters(model):,} parameters, {model.norm} norm")
     print(f"training  {tokens:,} tokens in {steps:,} steps of {data.batch_size} sequences of {data.sequence_length}")
     if not any(name in KNOWN or name.startswith("hub:") for name in data.data):  # on this machine
-        size = sum(file.size for file in resolve(data.data, data.text_field, Path(data.cache))) / BYTES_PER_TOKEN
+        size = sum(file.size for file in resolve(data)) / BYTES_PER_TOKEN
         print(f"text      about {epochs(tokens, size)}")
     print(f"compute   {flops * tokens:.2e} FLOPs, {flops / 1e6:,.1f} million per token")
-    print(
-        f"memory    {format_bytes(2 * weights + moments + kept)}: weights {format_bytes(weights)}, gradients "
-        f"{format_bytes(weights)}, moments {format_bytes(moments)}, activations {format_bytes(kept)} for "
-        f"{data.micro_batch_size or data.batch_size} sequences in {str(dtype).removeprefix('torch.')}"
-    )
+    sizes = memory(settings, dtype, device)
+    listed = ", ".join(f"{what} {format_bytes(size)}" for what, size in sizes.items())
+    micro_batch = f"{data.micro_batch_size or data.batch_size} sequences in {str(dtype).removeprefix('torch.')}"
+    print(f"memory    {format_bytes(sum(sizes.values()))}: {listed} for {micro_batch}", flush=True)
     if settings.machine.shard:
-        parts = [f"{format_bytes((2 * weights + moments) / count)} on each of {count}" for count in (2, 4, 8)]
-        print(f"sharded   {', '.join(parts)}", flush=True)
+        sharded = sum(sizes.values()) - sizes["activations"]
+        print("sharded   " + ", ".join(f"{format_bytes(sharded / count)} on each of {count}" for count in (2, 4, 8)))
     seconds = measure_time(settings, device, dtype)
-    if settings.run.init_from and find_conversations(resolve(data.data, data.text_field, Path(data.cache))):
+    if settings.run.init_from and find_conversations(resolve(data)):
         print(f"a row of conversations, in which lines with + are learned:\n{prepare_corpus(settings).show_row()}")
     return seconds
 
 
-def memory(settings: Settings, dtype: torch.dtype, device: torch.device) -> tuple[int, int, int]:
-    """Bytes of the float32 weights (the gradients need as many), of the optimizer's moments, and of the activations."""
+def memory(settings: Settings, dtype: torch.dtype, device: torch.device) -> dict[str, int]:
+    """Bytes of the float32 weights, their gradients, the optimizer's moments, and the activations of a micro-batch."""
     model, data = settings.model, settings.data
     weights = 4 * num_parameters(model)
-    moments = 2 * weights
-    if settings.optimizer.optimizer == "muon":  # it keeps one moment, AdamW two
-        moments -= 4 * model.num_hidden_layers * layer_matrices(model)
+    one_moment = 4 * model.num_hidden_layers * layer_matrices(model) if settings.optimizer.optimizer == "muon" else 0
     tokens = (data.micro_batch_size or data.batch_size) * data.sequence_length
     fused = kernels.implementation(device) is kernels.gpu
-    kept = tokens * dtype.itemsize * kept_elements(model, settings.machine.activation_checkpointing, fused)
     logits = tokens * dtype.itemsize * model.vocab_size  # or their gradient
     if fused:  # some tokens at a time
         logits = min(logits, kernels.gpu.WORKSPACE)
-    return weights, moments, kept + logits
+    activations = tokens * dtype.itemsize * kept_elements(model, settings.machine.activation_checkpointing, fused)
+    moments = 2 * weights - one_moment  # AdamW keeps two, Muon one
+    return {"weights": weights, "gradients": weights, "moments": moments, "activations": activations + logits}
 
 
 def kept_elements(config: ModelConfig, checkpointing: bool, fused: bool) -> int:
-    """Elements that the forward pass keeps per token, without logits.
-
-    A layer keeps the inputs and outputs of two norms; q, k and v, rotated; the attention's output; and the MLP's packed
-    gate and up. What is not `fused` also keeps q, k and v as they were packed, and the product of gate and up. With
-    checkpointing, each layer keeps its two inputs, and one layer at a time is computed again.
+    """Elements that the forward pass keeps per token, without logits: in a layer the inputs and outputs of two norms;
+    q, k and v, rotated; the attention's output; and the MLP's packed gate and up. What is not `fused` also keeps q, k
+    and v as they were packed, and the product of gate and up. With checkpointing, each layer keeps its two inputs, and
+    one layer at a time is computed again.
     """
     width, heads = config.hidden_size, config.num_attention_heads + config.num_key_value_heads
-    layer = 4 * width + 2 * heads * config.resolved_head_dim + 2 * config.intermediate_size
-    if not fused:
-        layer += heads * config.resolved_head_dim + config.intermediate_size
+    projections = heads * config.resolved_head_dim + config.intermediate_size
+    layer = 4 * width + (2 if fused else 3) * projections
     layers = config.num_hidden_layers * 2 * width + layer if checkpointing else config.num_hidden_layers * layer
     return layers + 2 * width  # the final norm
 
 
 def measure_time(settings: Settings, device: torch.device, dtype: torch.dtype) -> float:
-    """Print and return the seconds of all steps: NaN, or by the fastest of three with a quick number of sequences."""
-    data, sequences = settings.data, settings.data.micro_batch_size or settings.data.batch_size
+    """Print and return the seconds of all steps: NaN, or from the fastest of three with a quick number of sequences."""
+    data, clip = settings.data, settings.optimizer.clip
+    sequences = min(data.micro_batch_size or data.batch_size, data.batch_size)
     if device.type == "cpu":
         flops = data.sequence_length * flops_per_token(settings.model, data.sequence_length)
         if flops > MAX_FLOPS:
@@ -97,16 +92,17 @@ def measure_time(settings: Settings, device: torch.device, dtype: torch.dtype) -
     model = Decoder(settings.model, seed=1, compute_dtype=dtype)
     forward, optimizer, scaler = prepare_training(model, settings, device, ALONE)
     batch = torch.randint(settings.model.vocab_size, (2, sequences, data.sequence_length))
-    measured = []
-    for _ in range(STEPS):
+    counts = [1, 2] if sequences < data.batch_size else [1]  # micro-batches of a measured step
+    fastest = dict.fromkeys(counts, math.inf)
+    for count in counts * STEPS:
         start = time.perf_counter()
-        train_step(forward, [tuple(batch)], optimizer, scaler, settings.optimizer.clip, ALONE, device)
-        measured.append(time.perf_counter() - start)
-    step = min(measured) * data.batch_size / sequences
-    seconds = step * settings.optimizer.steps
+        train_step(forward, [tuple(batch)] * count, optimizer, scaler, clip, ALONE, device)
+        fastest[count] = min(fastest[count], time.perf_counter() - start)
+    one_pass = fastest[counts[-1]] - fastest[1]  # of one more micro-batch, without an update of the weights
+    step = fastest[1] + (data.batch_size / sequences - 1) * one_pass
     how = f"{step:,.2f} s a step, the fastest of {STEPS} with {sequences} sequences"
-    print(f"time      {format_time(seconds)} on {device_name(device)}: {how}")
-    return seconds
+    print(f"time      {format_time(step * settings.optimizer.steps)} on {device_name(device)}: {how}")
+    return step * settings.optimizer.steps
 
 
 def format_time(seconds: float) -> str:

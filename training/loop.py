@@ -1,7 +1,6 @@
 """The training loop: `train_steps` takes optimizer steps, `train` logs, evaluates and saves between them.
 
-The batches and the learning rate are functions of the step number. So weights, optimizer moments and the step number
-are the whole state of a run, and a resumed run continues bit for bit.
+Batches and learning rates are functions of the step number: weights, moments and that number are all of a run's state.
 """
 
 import contextlib
@@ -19,7 +18,6 @@ from training import checkpoint, metrics
 from training.evaluate import evaluate
 from training.processes import finish_processes
 from training.progress import report_end, show_evaluation, show_step
-from training.save import save
 from training.schedule import learning_rate
 from training.session import Session, set_up
 from training.settings import Settings, save_settings
@@ -27,16 +25,13 @@ from training.step import Diverged, StepResult, split_batch, train_step
 
 
 def train_steps(session: Session) -> Iterator[StepResult]:
-    """Take one optimizer step per iteration, from `session.state.step` to `session.steps`.
-
-    When a result is yielded, the weights and `session.state` include its step: the caller can evaluate, save, change
-    the state, or stop. Raises `Diverged` when the loss or gradient is not finite; the weights are then those before.
+    """Take one optimizer step per iteration, from `session.state.step` to `session.steps`. When a result is yielded,
+    weights and `session.state` include its step, and the caller can evaluate, save, change the state, or stop.
     """
     settings, optimizer, scaler = session.settings, session.optimizer, session.scaler
     data, clip, processes = settings.data, settings.optimizer.clip, session.processes
     while session.state.step < session.steps:
-        start = time.perf_counter()
-        state = session.state
+        start, state = time.perf_counter(), session.state
         lr = learning_rate(state.step, session.steps, settings.optimizer)
         for group in optimizer.param_groups:
             group["lr"] = lr * group["lr_multiplier"]
@@ -59,13 +54,10 @@ def train_steps(session: Session) -> Iterator[StepResult]:
 
 
 def train(settings: Settings, run_dir: Path, *, resume: bool = False) -> int:
-    """Train a run in the folder `run_dir`; returns 0, or the number of the signal that stopped it after a save.
-
-    Raises `UserError` for what a user can fix; the last complete checkpoint is then still there.
-    """
+    """Train a run in the folder `run_dir`; returns 0, or the number of the signal that stopped it after a save."""
     session = set_up(settings, run_dir, resume=resume)
-    processes, stopped_by, saved = session.processes, 0, True
-    processes.wait()  # all have read the save that `open_run` may rename
+    processes, stopped_by = session.processes, 0
+    processes.max(0)  # all have read the save that `open_run` may rename
     if processes.is_main:
         open_run(session, run_dir)
     hidden = None if processes.is_main else True  # None: hidden where standard error is no terminal
@@ -80,13 +72,11 @@ def train(settings: Settings, run_dir: Path, *, resume: bool = False) -> int:
                 show_step(session, bar, result)
             stopped_by = int(processes.max(received[-1]))
             if result.step % settings.run.evaluate_every == 0 or result.step == session.steps:
-                saved = evaluate_and_save(session, bar)
+                evaluate_and_save(session, bar)
             elif stopped_by:
-                saved = save(session)
+                save(session)
             if stopped_by:
                 break
-    if not saved:
-        raise UserError(f"{run_dir}: the end is not saved, as noted; {checkpoint.describe_saves(run_dir)}.")
     if processes.is_main:
         report_end(session)
     finish_processes(processes)
@@ -101,10 +91,12 @@ def open_run(session: Session, run_dir: Path) -> None:
     metrics.keep_until(run_dir, session.state.step)
     save_settings(session.settings, run_dir / "settings.toml")  # once nothing else can refuse to start
     print(f"run: {run_dir} (metrics.jsonl, settings.toml); Ctrl-C stops and saves", flush=True)
+    if session.settings.optimizer.warmup_steps >= session.steps:
+        print("note: the learning rate rises until the last step, as --warmup-steps is not below --steps")
 
 
-def evaluate_and_save(session: Session, bar: tqdm) -> bool:
-    """Evaluate on all processes and save, also `best/` if the loss is the lowest so far; returns what `save` does."""
+def evaluate_and_save(session: Session, bar: tqdm) -> None:
+    """Evaluate on all processes and save, also `best/` if the loss is the lowest so far."""
     corpus = session.corpus
     windows = corpus.validation_batches(session.settings.data.sequence_length, session.micro_batch_size)
     result = evaluate(session.model, windows, corpus.validation_bytes, session.device, session.processes)
@@ -113,37 +105,56 @@ def evaluate_and_save(session: Session, bar: tqdm) -> bool:
     if session.processes.is_main:
         means = dict(validation_loss=result.loss, perplexity=result.perplexity, bits_per_byte=result.bits_per_byte)
         metrics.write(session.run_dir, session.state.step, **means)
-    saved = save(session, result.loss)
+    save(session, result.loss)
     if session.processes.is_main:
         show_evaluation(session, bar, result)
-    return saved
+
+
+def save(session: Session, validation_loss: float | None = None) -> None:
+    """Save all that a resumed run needs as `last/`, and a model with the lowest loss so far as `best/` too, in all
+    processes. Where a file cannot be written the run ends, and the saves before stay.
+    """
+    processes, state, tokenizer = session.processes, session.state, session.corpus.tokenizer
+    best = math.inf if state.best_validation_loss is None else state.best_validation_loss
+    is_best = validation_loss is not None and validation_loss < best
+    if is_best:
+        state = dataclasses.replace(state, best_validation_loss=validation_loss)
+    last, model = session.run_dir / "last", session.model
+    writers = processes.count if session.sharded and model.lora is None else 1  # an adapter is one file
+    try:
+        checkpoint.write_tensors(last, model, session.optimizer, tokenizer, processes.rank, writers)
+        processes.max(0)  # what follows needs the files of all processes
+        if processes.is_main:
+            checkpoint.complete(last, state, tokenizer, is_best=is_best)
+    except OSError as error:
+        saves = checkpoint.describe_saves(session.run_dir)
+        raise UserError(f"step {state.step} cannot be saved ({error}); {saves}.") from error
+    session.state = state
 
 
 def diverged(session: Session, step: int, what: str) -> Diverged:
     """The error for a loss, gradient or evaluation that is not finite."""
-    kept = checkpoint.describe_saves(session.run_dir)
-    return Diverged(f"step {step}: {what}; {kept}. Try a lower --learning-rate, or --dtype float32.")
+    saves = checkpoint.describe_saves(session.run_dir)
+    return Diverged(f"step {step}: {what}; {saves}. Try a lower --learning-rate, or --dtype float32.")
 
 
 @contextlib.contextmanager
 def stop_signals(*, second_interrupts: bool) -> Iterator[list[int]]:
     """A list that begins with 0 and gets each SIGINT (Ctrl-C), SIGTERM and SIGHUP (a closed terminal) inside the block.
-
-    A second one may interrupt. With several processes it is ignored: the terminal signals each, and then torchrun does.
+    With several processes a second one is ignored: the terminal signals each, and then torchrun does.
     """
     received = [0]
 
-    def receive(number: int, _: object) -> None:
+    def receive(signum: int, _: object) -> None:
         if received[-1] and second_interrupts:
             raise KeyboardInterrupt
-        received.append(number)
+        received.append(signum)
 
-    handled = [signal.SIGINT, signal.SIGTERM]
-    if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as nohup sets it
-        handled.append(signal.SIGHUP)
-    previous = {number: signal.signal(number, receive) for number in handled}
+    signums = {signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)}  # Windows has no SIGHUP
+    handled = [signum for signum in signums if signal.getsignal(signum) != signal.SIG_IGN]  # as nohup sets it
+    previous = {signum: signal.signal(signum, receive) for signum in handled}
     try:
         yield received
     finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+        for signum, handler in previous.items():
+            signal.signal(signum, handler)

@@ -12,8 +12,8 @@ NAME = "metrics.jsonl"
 
 def write(run_dir: Path, step: int, **values: float | None) -> None:
     """Add one line, without what is None; infinity and NaN, which JSON lacks, are written as strings."""
-    known = {key: value for key, value in values.items() if value is not None}
-    line = {key: value if math.isfinite(value) else str(value) for key, value in known.items()}
+    given = {key: value for key, value in values.items() if value is not None}
+    line = {key: value if math.isfinite(value) else str(value) for key, value in given.items()}
     with writing(run_dir / NAME), (run_dir / NAME).open("a", encoding="utf-8") as file:
         file.write(json.dumps({"step": step, **line}) + "\n")
 
@@ -27,5 +27,5 @@ def read(run_dir: Path) -> list[dict]:
 
 def keep_until(run_dir: Path, step: int) -> None:
     """Remove the lines of later steps: the file of a resumed run reads as if it had never stopped."""
-    kept = [json.dumps(line) + "\n" for line in read(run_dir) if line["step"] <= step]
-    replace_text(run_dir / NAME, "".join(kept))
+    lines = [json.dumps(line) + "\n" for line in read(run_dir) if line["step"] <= step]
+    replace_text(run_dir / NAME, "".join(lines))

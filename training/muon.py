@@ -24,8 +24,8 @@ BATCH = 8  # matrices orthogonalized together: on two cores a third of the time 
 class Muon(torch.optim.Optimizer):
     """Muon for the matrices in `group`, and the given AdamW for all other parameters, as one optimizer.
 
-    rows: of the matrices that each packs, which are orthogonalized by themselves. dtype: in which that happens;
-    bfloat16 is exact enough, but slow where a machine lacks its instructions.
+    rows: of the matrices that each parameter packs, which are orthogonalized by themselves, in `dtype`: bfloat16 is
+    exact enough, but slow where a machine lacks its instructions.
     """
 
     def __init__(self, group: dict, rows: dict[nn.Parameter, list[int]], adamw: torch.optim.AdamW, dtype: torch.dtype):
@@ -52,11 +52,11 @@ class Muon(torch.optim.Optimizer):
             updates.append(torch.cat([update, state["row_squares"]], dim=1))
         with whole(updates) as share:
             for i, packed in share.items():
-                for part in packed.split(self.rows[parameters[i]]):
-                    same_shape[part.shape].append(part)
-            for parts in same_shape.values():
-                for i in range(0, len(parts), BATCH):
-                    scale_rows(parts[i : i + BATCH], self.dtype)
+                for matrix in packed.split(self.rows[parameters[i]]):
+                    same_shape[matrix.shape].append(matrix)
+            for matrices in same_shape.values():
+                for i in range(0, len(matrices), BATCH):
+                    scale_rows(matrices[i : i + BATCH], self.dtype)
         for parameter, packed in zip(parameters, updates, strict=True):
             update = packed[:, :-1]
             self.state[parameter]["row_squares"].copy_(packed[:, -1:])

@@ -1,11 +1,11 @@
 """AdamW or Muon, with weight decay on matrices, and a separate learning rate for embedding and head.
 
-Norm weights and biases are vectors, and decaying those towards zero would switch channels off; only the parameters of
-norms whose row in `NORMS` says so decay as well. A row of the embedding, or of the head, learns only when its token
-occurs, so these two take a larger learning rate than the matrices that learn from every token (as in Yang et al. 2022,
-Tensor Programs V, table 3: the embedding keeps its learning rate where wider matrices need a smaller one).
+Of the vectors, which decay would switch off, only the parameters of norms whose row in `NORMS` says so decay. A row of
+the embedding, or of the head, learns only when its token occurs, so these two take a larger learning rate than the
+matrices that learn from every token (as in Yang et al. 2022, Tensor Programs V, table 3).
 """
 
+import fnmatch
 from collections import defaultdict
 
 import torch
@@ -18,13 +18,16 @@ from training.muon import Muon
 from training.settings import OptimizerSettings
 
 
-def freeze_parameters(model: nn.Module, train_only: str) -> None:
-    """Freeze all parameters but those of the norms when `train_only` is "norms"."""
-    if train_only == "norms":
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_(is_norm_parameter(name))
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise UserError("--train-only norms: this model's norms have no parameters; use --train-only all.")
+def freeze_parameters(model: nn.Module, patterns: tuple[str, ...]) -> None:
+    """Freeze the parameters whose names match one of the patterns; `UserError` if one matches nothing, or all are."""
+    parameters = dict(model.named_parameters())
+    for pattern in patterns:
+        frozen = fnmatch.filter(parameters, pattern)
+        for name in frozen:
+            parameters[name].requires_grad_(False)
+        if not frozen or not any(parameter.requires_grad for parameter in parameters.values()):
+            problem = "leaves nothing to train" if frozen else "matches no parameter"
+            raise UserError(f"--freeze {pattern} {problem}; the names are {', '.join([*parameters][:8])}, ...")
 
 
 def build_optimizer(model: Decoder, settings: OptimizerSettings, device: torch.device) -> torch.optim.Optimizer:
@@ -33,37 +36,30 @@ def build_optimizer(model: Decoder, settings: OptimizerSettings, device: torch.d
     With `--optimizer muon` it has all parameters but the matrices of the layers, which `Muon` updates.
     """
     decaying = {row.name for row in model.config.norm_parameters if row.decays}
-    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    decay = settings.weight_decay
-    vocabulary_decay = decay if settings.embedding_weight_decay is None else settings.embedding_weight_decay
-    matrices = {name: p for name, p in trained.items() if settings.optimizer == "muon" and takes_muon(name, p)}
-    parameters = defaultdict(list)  # by weight decay and learning rate multiplier
-    for name, parameter in trained.items():
-        key = decay, 1.0
-        if name.startswith(("embed_tokens.", "lm_head.")):
-            key = vocabulary_decay, settings.embedding_lr_multiplier
+    decay, vocabulary_decay = settings.weight_decay, settings.embedding_weight_decay
+    vocabulary_decay = decay if vocabulary_decay is None else vocabulary_decay
+    groups, rows = defaultdict(list), {}  # parameters by weight decay and learning rate multiplier; matrices of Muon
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        if settings.optimizer == "muon" and parameter.ndim == 2 and name.startswith("layers."):
+            module = name.split(".")[-2]
+            rows[parameter] = [*model.config.packed_matrices.get(module, {module: len(parameter)}).values()]
+        elif name.startswith(("embed_tokens.", "lm_head.")):
+            groups[vocabulary_decay, settings.embedding_lr_multiplier].append(parameter)
         elif parameter.ndim < 2:
             decays = is_norm_parameter(name) and name.rpartition(".")[2] in decaying
-            key = decay if decays else 0.0, settings.norm_lr_multiplier
-        if name not in matrices:
-            parameters[key].append(parameter)
+            groups[decay if decays else 0.0, settings.norm_lr_multiplier].append(parameter)
+        else:
+            groups[decay, 1.0].append(parameter)
+    groups = groups or {(decay, 1.0): []}  # AdamW wants one
     adamw = torch.optim.AdamW(
-        [{"params": chosen, "weight_decay": key[0], "lr_multiplier": key[1]} for key, chosen in parameters.items()],
+        [{"params": groups[key], "weight_decay": key[0], "lr_multiplier": key[1]} for key in groups],
         lr=settings.learning_rate,
         betas=(settings.beta1, settings.beta2),
         fused=device.type in ("cuda", "cpu", "mps"),
     )
-    if not matrices:
+    if not rows:
         return adamw
-    rows = {}
-    for name, parameter in matrices.items():
-        module = name.split(".")[-2]
-        parts = model.config.packed_matrices.get(module, {module: len(parameter)})
-        rows[parameter] = [*parts.values()]
     dtype = torch.bfloat16 if model.compute_dtype == torch.bfloat16 else torch.float32
-    return Muon({"params": [*matrices.values()], "weight_decay": decay, "lr_multiplier": 1.0}, rows, adamw, dtype)
-
-
-def takes_muon(name: str, parameter: nn.Parameter) -> bool:
-    """Whether `--optimizer muon` updates this parameter by Muon: the matrices of the layers."""
-    return parameter.ndim == 2 and name.startswith("layers.")
+    return Muon({"params": [*rows], "weight_decay": decay, "lr_multiplier": 1.0}, rows, adamw, dtype)

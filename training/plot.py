@@ -48,15 +48,18 @@ def draw(runs: list[Path], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m training.plot", description=__doc__.splitlines()[0])
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run folder, such as runs/tiny-rms")
-    parser.add_argument("--out", type=Path, default="loss.png", help="the picture to write, PNG or SVG (loss.png)")
+    parser.add_argument("--out", type=Path, help="the picture to write, PNG or SVG; of one run by default its loss.png")
     arguments = parser.parse_args()
     for run in arguments.runs:
         if not (run / metrics.NAME).is_file():
             raise UserError(f"{run} has no {metrics.NAME}; give the folder of a run, such as runs/tiny-rms.")
-    if arguments.out.suffix not in (".png", ".svg"):
-        raise UserError(f"--out {arguments.out} must end in .png or .svg.")
-    draw(arguments.runs, arguments.out)
-    print(printable(f"written: {arguments.out}"))
+    if arguments.out is None and len(arguments.runs) > 1:
+        raise UserError("several runs need --out, such as --out losses.png.")
+    path = arguments.out or arguments.runs[0] / "loss.png"
+    if path.suffix not in (".png", ".svg"):
+        raise UserError(f"--out {path} must end in .png or .svg.")
+    draw(arguments.runs, path)
+    print(printable(f"written: {path}"))
 
 
 if __name__ == "__main__":

@@ -20,8 +20,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from errors import UserError
 
-PREPARATION_TIMEOUT = timedelta(hours=6)  # for the main process to download and prepare the text
-
 
 @dataclass(frozen=True)
 class Processes:
@@ -41,7 +39,7 @@ class Processes:
     def main_first(self, key: str) -> Iterator[None]:
         """A block that the other processes enter when the main one has left it. Not a collective: it may take hours."""
         if not self.is_main:
-            self.store.wait([key], PREPARATION_TIMEOUT)
+            self.store.wait([key], timedelta(hours=6))
         yield
         if self.count > 1 and self.is_main:
             self.store.set(key, "")
@@ -55,17 +53,12 @@ class Processes:
     def check_equal(self, **values: object) -> None:
         """Raise `UserError` in all processes unless each has the same values, by their `repr`."""
         for name, value in values.items():
-            number = int(hashlib.blake2b(repr(value).encode(), digest_size=6).hexdigest(), 16)  # exact as a float64
-            least, most = -self.max(-number), self.max(number)
-            if least != most:
+            digest = int(hashlib.blake2b(repr(value).encode(), digest_size=6).hexdigest(), 16)  # exact as a float64
+            if -self.max(-digest) != self.max(digest):
                 raise UserError(f"the {name} of the processes differ; give all the same files, settings and Python.")
 
-    def wait(self) -> None:
-        """Return when all processes have come here."""
-        self.max(0)
-
     def max(self, value: float) -> float:
-        """The maximum of a value over the processes."""
+        """The maximum of a value over the processes, which wait for each other."""
         return self.sum(value, operation=dist.ReduceOp.MAX)[0]
 
     def sum(self, *values: float, operation: dist.ReduceOp = dist.ReduceOp.SUM) -> list[float]:
@@ -114,8 +107,7 @@ def explain_lost_process() -> Iterator[None]:
     except RuntimeError as error:
         if not isinstance(error, dist.DistError) and "gloo" not in str(error):
             raise
-        message = "another process ended or does not answer; --resume RUN takes the last save, if there is one."
-        raise UserError(message) from error
+        raise UserError("another process ended or does not answer; --resume takes the last save, if any.") from error
 
 
 def finish_processes(processes: Processes) -> None:

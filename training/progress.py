@@ -7,9 +7,8 @@ import shlex
 from tqdm import tqdm
 
 from checkpoints import pretrained
-from data.corpus import Corpus
 from errors import printable
-from generation.generate import encode_prompt, generate, tokens_after
+from generation.generate import generate
 from generation.settings import SMALL_MODELS
 from training import checkpoint, metrics, plot
 from training.evaluate import Evaluation
@@ -40,42 +39,30 @@ def show_evaluation(session: Session, bar: tqdm, result: Evaluation) -> None:
     bar.write(f"step {session.state.step}: validation {result}")
     losses = [line["validation_loss"] for line in metrics.read(session.run_dir) if "validation_loss" in line]
     rises = [after > before for before, after in itertools.pairwise(losses)]
-    risen_twice, said_before = all(rises[-2:]) and len(rises) >= 2, all(rises[-3:]) and len(rises) >= 3
-    if risen_twice and not said_before:
+    if rises[-2:] == [True] * 2 and rises[-3:] != [True] * 3:  # after the third it has been said
         bar.write(RISING)
     if session.state.step < session.steps and not session.sharded:  # sharded, each token would gather all weights
         bar.write(samples(session, sample_prompts(session)[:1]))
 
 
 def sample_prompts(session: Session) -> list[str]:
-    """--sample-prompts, or else the first words of held-out documents; "" stands for a held-out question."""
-    corpus, given = session.corpus, [*session.settings.run.sample_prompts]
-    return given or (corpus.first_words() if isinstance(corpus, Corpus) else [""])
+    """--sample-prompts, or else those of the text itself."""
+    return [*session.settings.run.sample_prompts] or session.corpus.prompts
 
 
 def samples(session: Session, prompts: list[str]) -> str:
     """What the current weights continue prompts with, or how they answer questions."""
-    session.model.eval()
-    texts = [printable(sample(session, prompt)).replace("\n", "\n  | ") for prompt in prompts]
-    session.model.train()
-    return "\n\n".join(f"  | {text}" for text in texts)
-
-
-def sample(session: Session, prompt: str) -> str:
-    """A prompt with its continuation, or a question with its answer."""
-    corpus, tokenizer, context = session.corpus, session.corpus.tokenizer, session.model.config.max_position_embeddings
-    if isinstance(corpus, Corpus):
-        ids, first, ends = encode_prompt(tokenizer, prompt), tokens_after(tokenizer, prompt), {tokenizer.eos_id}
-    else:
-        messages = [{"role": "user", "content": prompt}] if prompt else corpus.question
-        ids, first, ends = corpus.chat.encode(messages), None, {tokenizer.eos_id, *corpus.chat.ends}
+    corpus, context, texts = session.corpus, session.model.config.max_position_embeddings, []
     new = min(SAMPLE_TOKENS, context - 1)
-    ids = ids[min(new, context // 2) - context :]  # the end of a longer prompt
-    options = dict(eos_ids=ends, vocab_size=tokenizer.vocab_size, first_tokens=[first], sampling=SMALL_MODELS)
-    tokens = generate(session.model, [ids], max_new_tokens=new, **options).tokens[0]
-    if isinstance(corpus, Corpus):
-        return tokenizer.decode(ids + tokens)
-    return f"{messages[-1]['content']}\n> {tokenizer.decode(tokens)}"
+    options = dict(max_new_tokens=new, vocab_size=corpus.tokenizer.vocab_size, sampling=SMALL_MODELS)
+    session.model.eval()
+    for prompt in prompts:
+        ids, first, ends = corpus.encode_prompt(prompt)
+        ids = ids[min(new, context // 2) - context :]  # the end of a longer prompt
+        tokens = generate(session.model, [ids], first_tokens=[first], eos_ids=ends, **options).tokens[0]
+        texts.append("  | " + printable(corpus.show_sample(prompt, ids, tokens)).replace("\n", "\n  | "))
+    session.model.train()
+    return "\n\n".join(texts)
 
 
 def report_end(session: Session) -> None:
@@ -87,18 +74,21 @@ def report_end(session: Session) -> None:
         print(f"stopped and saved at step {state.step} of {session.steps}; resume with:")
         print(f"  python train.py --resume {run_dir}")
         return
+    prompts = sample_prompts(session)
     if not session.sharded:
-        best = checkpoint.find_complete(session.run_dir / "best")
-        if best is not None:
-            pretrained.load_weights(session.model, best)
-        print(samples(session, sample_prompts(session)))
-    words = "--chat"
+        load_best(session)
+        print(samples(session, prompts))
     if state.best_validation_loss > math.log(session.model.config.vocab_size):
         print("note: it predicts this text worse than chance; give more text, or fewer tokens with --vocab-size 500")
-    if isinstance(corpus, Corpus):
-        print(f"xz -9e on the same text: {corpus.xz_bits_per_byte():.4f} bits per byte; text hash {corpus.text_hash}")
-        words = shlex.quote(printable(" ".join(sample_prompts(session)[0].split()[:5])))
+    print(corpus.summary())
     speed = f"{state.tokens / state.seconds:,.0f} tokens/s"
     print(f"{state.step:,} steps, {state.tokens:,} tokens in {state.seconds:.0f} s of training, {speed}")
     print(f"best/ has the weights with the lowest validation loss, {state.best_validation_loss:.4f} nats per token")
-    print(f"next: python generate.py {run_dir} {words}")
+    print(f"next: python generate.py {run_dir} {corpus.generate_arguments(prompts[0])}")
+
+
+def load_best(session: Session) -> None:
+    """Replace the weights of the session, which has taken its last step, with those of best/, if there are any."""
+    best = checkpoint.find_complete(session.run_dir / "best")
+    if best is not None:
+        pretrained.load_weights(session.model, best)

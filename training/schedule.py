@@ -2,7 +2,8 @@
 
 import math
 
-from training.settings import DataSettings, OptimizerSettings
+from data.settings import DataSettings
+from training.settings import OptimizerSettings
 
 SHORTER = 0.4  # share of the steps with shorter sequences than --sequence-length, with --first-sequence-length
 

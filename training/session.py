@@ -18,7 +18,6 @@ from checkpoints.families import load_config
 from data.batches import Batch
 from data.conversations import Conversations
 from data.corpus import Corpus, prepare
-from data.tokenizer import check_vocabulary
 from errors import UserError, reading
 from model.decoder import Decoder, attend_to_previous_token, center_residual_writers
 from model.device import choose_device, choose_training_dtype, device_name, keep_freed_memory
@@ -43,7 +42,6 @@ class Session:
     run_dir: Path
     processes: Processes
     device: torch.device
-    dtype: torch.dtype  # dtype of the activations
     corpus: Text
     model: Decoder  # the weights: what is evaluated and saved
     forward: nn.Module  # the same weights, compiled and wrapped for several processes: what is trained
@@ -120,19 +118,8 @@ def set_up(settings: Settings, run_dir: Path, *, resume: bool, log: Log = print)
         f"model: {model.num_parameters() / 1e6:.2f}M parameters, {settings.model.norm} norm; "
         f"{device_name(device)}, {machine.dtype} activations, kernels: {kernels.describe(device)}"
     )
-    return Session(
-        settings=settings,
-        run_dir=processes.folder_of_main(run_dir),
-        processes=processes,
-        device=device,
-        dtype=dtype,
-        corpus=corpus,
-        model=model,
-        forward=forward,
-        optimizer=optimizer,
-        scaler=scaler,
-        state=state,
-    )
+    run_dir = processes.folder_of_main(run_dir)
+    return Session(settings, run_dir, processes, device, corpus, model, forward, optimizer, scaler, state)
 
 
 def why_not_compile(device: torch.device) -> str | None:
@@ -151,17 +138,10 @@ def open_text(settings: Settings, last: Path | None, processes: Processes, log: 
     """The text to train on, and the settings with the size of its vocabulary: a small text has a smaller one."""
     with processes.main_first("text"):
         corpus = prepare_corpus(settings, last)
-    steps, size, length = settings.optimizer.steps, settings.data.batch_size, settings.data.sequence_length
-    is_text = isinstance(corpus, Corpus)
-    sequences = len(corpus.train) // length if is_text else corpus.train.shape[1]
-    if is_text and sequences < size:
-        raise UserError(
-            f"the text has {len(corpus.train):,} tokens to train on, but one batch of {size} sequences of {length} "
-            f"needs {size * length:,}; give more text, or a smaller --batch-size or --sequence-length."
-        )
-    if not is_text and settings.data.first_sequence_length not in (None, length):
-        raise UserError("--first-sequence-length would cut conversations into parts; use --first-sequence-length None.")
-    log(f"text: {corpus.description}\n  {steps:,} steps: {epochs(steps * size * length, sequences * length)}")
+    steps, length = settings.optimizer.steps, settings.data.sequence_length
+    sequences = corpus.count_sequences(settings.data)
+    read = steps * settings.data.batch_size * length
+    log(f"text: {corpus.description}\n  {steps:,} steps: {epochs(read, sequences * length)}")
     if last is None and settings.run.init_from is None and settings.data.tokenizer is None:
         model = dataclasses.replace(settings.model, vocab_size=corpus.tokenizer.vocab_size)
         settings = dataclasses.replace(settings, model=model)
@@ -176,25 +156,11 @@ def epochs(read: float, tokens: float) -> str:
 
 def prepare_corpus(settings: Settings, last: Path | None = None) -> Text:
     """The text as tokens, by the tokenizer of `last`, else --tokenizer, else that of --init-from, else a new one."""
-    data, size = settings.data, settings.model.vocab_size
+    data, tokenizer = settings.data, last or settings.data.tokenizer or settings.run.init_from
     try:
-        corpus = prepare(
-            list(data.data),
-            text_field=data.text_field,
-            tokenizer=last or data.tokenizer or settings.run.init_from,
-            vocab_size=size,
-            cache_dir=data.cache,
-            validation_fraction=data.validation_fraction,
-            validation_salt=data.validation_salt,
-            document_mask=data.document_mask,
-            sequence_length=data.sequence_length,
-        )
+        return prepare(data, tokenizer, settings.model.vocab_size)
     except OSError as error:
         raise UserError(f"the text cannot be kept in --cache {data.cache} ({error}); give another folder.") from error
-    check_vocabulary(corpus.tokenizer, size)
-    if isinstance(corpus, Conversations) and max(corpus.train[0].max(), corpus.validation[0].max()) >= size:
-        raise UserError("the chat template writes tokens that the model has no embeddings of; give another one.")
-    return corpus
 
 
 def initial_model(settings: Settings, dtype: torch.dtype, log: Log, last: Path | None = None) -> Decoder:
@@ -238,7 +204,7 @@ def prepare_training(
     """Bring the model to the device; returns what is called in training (`Session.forward`), optimizer and scaler."""
     machine, forward = settings.machine, model
     model.activation_checkpointing = machine.activation_checkpointing
-    freeze_parameters(model, settings.run.train_only)
+    freeze_parameters(model, settings.run.freeze)
     if machine.shard and processes.count > 1:
         shard(model, device, compiled=machine.compile)
     optimizer = build_optimizer(model.to(device), settings.optimizer, device)

@@ -1,37 +1,50 @@
 """Every setting of a training run, as one tree of dataclasses that TOML files and command-line flags both fill.
 
-Each source overrides the one before: the defaults here, the TOML file (`--config`), the shape of the checkpoint
-(`--init-from`), the flags. `--help` and benchmarks need neither torch nor the command-line library.
+Each overrides the one before: the defaults here, the TOML file (`--config`), the model of `--init-from`, the flags.
+The type of a field is also the range of its values. Imports no torch.
 """
 
 import argparse
 import dataclasses
 import difflib
-import math
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal, TypedDict, TypeVar
+from typing import Annotated, Any, Literal
+
+import msgspec
+import tomli_w
+import tyro
+from tyro.conf import arg
 
 from checkpoints.families import load_config
-from checkpoints.find import find_checkpoint
-from errors import UserError, reading
+from checkpoints.find import find_checkpoint, newest_runs
+from data.settings import DataSettings
+from errors import UserError, note, reading
 from files import read_toml, replace_text
-from flags import arg, optional
+from flags import (
+    Beta,
+    Fraction,
+    Name,
+    NonNegativeFloat,
+    NonNegativeInt,
+    OptionalInt,
+    PositiveFloat,
+    PositiveInt,
+    optional,
+)
 from model.config import ModelConfig
 
 CONFIGS = Path(__file__).parent.parent / "configs"
-Table = TypeVar("Table")
 
 
 @dataclass(frozen=True)
 class Actions:
     """What to do, and where the settings come from. These flags are not saved with the run."""
 
-    config: str = "tiny"
-    """TOML file with the settings: a path, or a name in configs/ (tiny, small, 124m, 1b; finetune with --init-from)."""
-    resume: Annotated[str | None, optional("RUN")] = None
-    """Resume this run folder (runs/NAME) exactly where it stopped, with its own settings and any flags given now."""
+    config: str = "tiny"  # TOML file: a path, or a name in configs/ (tiny, small, 124m, 1b; with --init-from finetune).
+    resume: Annotated[str | None, optional("RUN")] = None  # Resume this run where it stopped; flags override its own.
     prepare: bool = False  # Do not train; make the tokenizer and all tokens of --data, so that training starts at once.
     eval_only: bool = False  # Do not train; evaluate the weights of --init-from on all of --data.
     dry_run: bool = False  # Do not train; print the parameters, FLOPs, memory and, from three steps, the time it needs.
@@ -41,46 +54,21 @@ class Actions:
 class RunSettings:
     """The run itself: its folder, its seed, the weights it starts from, and how often it is evaluated."""
 
-    out: Annotated[str | None, optional("FOLDER")] = None
+    out: Annotated[Name | None, optional("FOLDER")] = None
     """Folder of the run, new or empty. Default: a new runs/CONFIG-NORM, with --data runs/DATA-NORM."""
-    seed: int = 1  # Seed of the initial weights, the order of the batches and the text samples.
+    seed: NonNegativeInt = 1  # Seed of the initial weights, the order of the batches and the text samples.
     init_from: Annotated[str | None, optional("RUN")] = None
     """Start from the weights of a run, a checkpoint directory or a Hub model (org/name@revision); --norm may differ."""
     previous_token_head: bool = False  # With --attention-bias: begin with a head that attends to the token before each.
     center_weights: bool = True
     """With --init-from a LayerNorm run and --norm rms: center the weights that write to the residual stream. With the
     bias (--norm-bias, the default then) and an untied head, the model computes the same as before."""
-    lora: Annotated[int | None, optional("RANK")] = None
+    lora: Annotated[PositiveInt | None, optional("RANK")] = None
     """Train an adapter of this rank to --init-from (LoRA). best/ and last/ then have only that, as PEFT writes it."""
-    lora_alpha: Annotated[int | None, optional("INT")] = None
-    """The adapter's output is multiplied by this divided by RANK. Default: 2 RANK."""
-    train_only: Literal["all", "norms"] = "all"  # Which parameters learn: all, or only those of the norms.
-    evaluate_every: int = 500  # Steps between evaluations; each also saves and prints a text sample.
-    sample_prompts: tuple[str, ...] = ("",)
-    """Prompts of the samples: the first at each evaluation, all at the end. With --data, of held-out documents."""
-
-
-@dataclass(frozen=True)
-class DataSettings:
-    """The text and how it becomes batches."""
-
-    data: tuple[str, ...] = ("python",)
-    """Files, folders or globs of .txt .md .py .jsonl .jsonl.gz .parquet; hub:OWNER/NAME[/FOLDER], a data set of the
-    Hugging Face Hub; or python (the standard library of this interpreter), python-chat (questions and answers about
-    it), shakespeare, tinystories (these two are downloaded)."""
-    text_field: str = "text"  # Field of jsonl and parquet rows that contains the text.
-    tokenizer: Annotated[str | None, optional("FILE")] = None  # A tokenizer or its folder. Default: made of the text.
-    validation_fraction: float = 0.05  # Fraction of the text, in complete documents, that is held out (at most 4 MB).
-    validation_salt: int = 0  # Another number holds out other documents, to choose settings on others than the usual.
-    cache: str = ".cache"  # Folder where trained tokenizers and tokenized texts are cached.
-    sequence_length: int = 256  # Tokens per sequence.
-    first_sequence_length: Annotated[int | None, optional("INT")] = None
-    """Tokens per sequence at first, then twice as many in equal parts of the first 40% of the steps until it is
-    --sequence-length; giving that one overrides what the TOML file sets here. None: all steps have the same."""
-    document_mask: bool = False  # Attention sees the token's own document alone, as it always does in conversations.
-    batch_size: int = 16  # Sequences per optimizer step, over all processes and micro-batches.
-    micro_batch_size: Annotated[int | None, optional("INT")] = None
-    """Sequences that go through the model at once; fewer need less memory (gradients accumulate). Default: all."""
+    lora_alpha: OptionalInt = None  # The adapter's output is multiplied by this divided by RANK. Default: 2 RANK.
+    freeze: tuple[str, ...] = ()  # Parameters that keep their initial value: names, or patterns like 'layers.*.bias'.
+    evaluate_every: PositiveInt = 500  # Steps between evaluations; each also saves and prints a text sample.
+    sample_prompts: tuple[str, ...] = ("",)  # Prompts of the text samples. With --data: of held-out documents.
 
 
 @dataclass(frozen=True)
@@ -88,20 +76,20 @@ class OptimizerSettings:
     """The optimizer and the schedule of its learning rate."""
 
     optimizer: Literal["adamw", "muon"] = "adamw"  # AdamW, or Muon for matrices of the layers and AdamW for the rest.
-    steps: int = 1000  # Number of optimizer steps.
-    learning_rate: float = 3e-3  # Peak learning rate.
-    embedding_lr_multiplier: float = 1.0  # Learning rate of embedding and head, in multiples of --learning-rate.
-    norm_lr_multiplier: float = 1.0  # Learning rate of norms and biases, in multiples of --learning-rate.
+    steps: PositiveInt = 1000  # Number of optimizer steps.
+    learning_rate: Annotated[PositiveFloat, arg(aliases=("--lr",))] = 3e-3  # Peak learning rate.
+    embedding_lr_multiplier: NonNegativeFloat = 1.0  # Learning rate of embedding and head, times --learning-rate.
+    norm_lr_multiplier: NonNegativeFloat = 1.0  # Learning rate of norms and biases, times --learning-rate.
     schedule: Literal["cosine", "wsd"] = "wsd"  # After the warm-up: cosine decay, or constant and then a linear one.
-    warmup_steps: int = 50  # Steps of linear warm-up.
-    decay_fraction: float = 0.5  # Fraction of the steps that wsd spends in its decay, at the end.
-    final_learning_rate: float = 0.0  # Learning rate at the last step, as a fraction of the peak.
-    weight_decay: float = 0.1  # Decoupled weight decay of matrices, and of the offsets of --norm offset.
-    embedding_weight_decay: Annotated[float | None, optional("FLOAT")] = None
+    warmup_steps: NonNegativeInt = 50  # Steps of linear warm-up.
+    decay_fraction: Fraction = 0.5  # Fraction of the steps that wsd spends in its decay, at the end.
+    final_learning_rate: Fraction = 0.0  # Learning rate at the last step, as a fraction of the peak.
+    weight_decay: NonNegativeFloat = 0.1  # Decoupled weight decay of matrices, and of the offsets of --norm offset.
+    embedding_weight_decay: Annotated[NonNegativeFloat | None, optional("FLOAT")] = None
     """The same for the embedding and the head. Default: --weight-decay."""
-    beta1: float = 0.9  # AdamW: decay of the moving average of the gradient (Muon's is 0.95).
-    beta2: float = 0.95  # AdamW: decay of the moving average of the squared gradient.
-    clip: float = 1.0  # Maximum norm of the gradient of all parameters; a larger gradient is scaled down to it.
+    beta1: Beta = 0.9  # AdamW: decay of the moving average of the gradient (Muon's is 0.95).
+    beta2: Beta = 0.95  # AdamW: decay of the moving average of the squared gradient.
+    clip: PositiveFloat = 1.0  # Maximum norm of the gradient of all parameters; a larger gradient is scaled down to it.
 
 
 @dataclass(frozen=True)
@@ -115,39 +103,17 @@ class MachineSettings:
     compile: bool = False  # Compile the model with torch.compile: slow first step, faster training.
     activation_checkpointing: bool = False  # Recompute activations in the backward pass: less memory, more time.
     shard: bool = False  # With several processes: divide weights, gradients and moments among them (FSDP2).
-    timeout_minutes: int = 10  # With several processes: give up when one has not answered the others for this long.
+    timeout_minutes: PositiveInt = 10  # With several processes: give up when one has not answered for this long.
 
 
-# What numbers must be, in the words of the error -> a test, and the settings, here and of comparisons. All are finite.
-RULES = {
-    "at least 1": (
-        lambda number: number >= 1,
-        "steps batch_size micro_batch_size sequence_length first_sequence_length evaluate_every timeout_minutes "
-        "sweep_seeds",
-    ),
-    "at least 2": (lambda number: number >= 2, "pilot_seeds"),
-    "greater than 0": (lambda number: number > 0, "learning_rate clip lora lora_alpha hours learning_rates"),
-    "0 or more": (
-        lambda number: number >= 0,
-        "seed validation_salt warmup_steps weight_decay embedding_weight_decay embedding_lr_multiplier "
-        "norm_lr_multiplier first_seed rerun_seeds perturbations margin",
-    ),
-    "between 0 and 1": (lambda number: 0 <= number <= 1, "validation_fraction decay_fraction final_learning_rate"),
-    "at least 0 and below 1": (lambda number: 0 <= number < 1, "beta1 beta2"),
-}
-
-
-def check_numbers(values: dict[str, object]) -> None:
-    """Raise `UserError` for a number, or one of several, that breaks its rule; None is always allowed."""
-    for words, (works, keys) in RULES.items():
-        for key in keys.split():
-            numbers = values.get(key)
-            for number in numbers if isinstance(numbers, tuple) else [numbers]:
-                name = f"--{key.replace('_', '-')}"
-                if number == math.inf:
-                    raise UserError(f"{name} is inf and must be finite.")
-                if number is not None and not works(number):
-                    raise UserError(f"{name} is {number} and must be {words}.")
+def check_fields(table: object) -> None:
+    """Convert each field of a dataclass to its type; `UserError` for a value of another type or out of range."""
+    for f in dataclasses.fields(table):
+        value = getattr(table, f.name)
+        try:
+            vars(table)[f.name] = msgspec.convert(value, f.type)
+        except msgspec.ValidationError as error:
+            raise UserError(f"--{f.name.replace('_', '-')} is {value!r}: {error}.") from None
 
 
 @dataclass(frozen=True)
@@ -163,23 +129,21 @@ class Settings:
     def __post_init__(self) -> None:
         """Raise `UserError` for values that cannot work."""
         data, model, run = self.data, self.model, self.run
+        for table in vars(self).values():
+            check_fields(table)
+        lora_works = run.lora and run.init_from and self.optimizer.optimizer == "adamw" and not run.freeze
         if not data.data:
-            raise UserError("--data needs a file, a folder or another text; leave it out for that of Python itself.")
-        check_numbers(vars(run) | vars(data) | vars(self.optimizer) | vars(self.machine))
-        lora_works = self.optimizer.optimizer == "adamw" and run.train_only == "all" and run.init_from is not None
-        if (run.lora or run.lora_alpha) and not (run.lora and lora_works):
-            raise UserError("LoRA needs --lora RANK, --init-from MODEL, --optimizer adamw and --train-only all.")
-        length, first = data.sequence_length, data.first_sequence_length or data.sequence_length
-        if length > model.max_position_embeddings:
+            raise UserError("--data needs a file, a folder or another text.")
+        if (run.lora or run.lora_alpha) and not lora_works:
+            raise UserError("LoRA needs --lora RANK, --init-from MODEL, --optimizer adamw and no --freeze.")
+        length, context = data.sequence_length, model.max_position_embeddings
+        first = data.first_sequence_length or length
+        if length > context:
             raise UserError(
-                f"--sequence-length {length} is longer than the model's context of {model.max_position_embeddings} "
-                "tokens; shorten it or raise --max-position-embeddings."
+                f"--sequence-length {length} is above --max-position-embeddings {context}; lower it, or raise that."
             )
         if length % first or (length // first).bit_count() != 1:
-            raise UserError(
-                f"--first-sequence-length {first} is not --sequence-length {length} divided by 2, 4, 8 or another "
-                "power of two; None: the same length from the start."
-            )
+            raise UserError(f"--first-sequence-length {first} is not --sequence-length {length} divided by 2, 4, ...")
         if model.norm == "batch" and self.machine.activation_checkpointing:
             raise UserError("--norm batch would update its statistics twice; leave out --activation-checkpointing.")
 
@@ -193,11 +157,7 @@ class Command:
 
 
 def parse(arguments: list[str], description: str) -> Command:
-    """Read the command line; unknown flags and bad values end the program with status 2 and the nearest known name.
-
-    It is read twice: first for the few flags that decide the defaults of all others, then for all flags.
-    `init_from` is resolved here, once: in the returned settings it is the checkpoint directory itself.
-    """
+    """Read the command line: first the few flags that decide the defaults of all others."""
     if any(argument.partition("=")[0] == "--epochs" for argument in arguments):
         raise UserError("--epochs is not a setting: training is measured in --steps, each of --batch-size sequences.")
     if arguments and not arguments[0].startswith("-"):
@@ -205,33 +165,21 @@ def parse(arguments: list[str], description: str) -> Command:
     if "-h" in arguments or "--help" in arguments:
         print(description)
         sys.exit()
-    import tyro
-
-    arguments = ["--help" if argument == "--help-all" else argument for argument in arguments]
     parser = argparse.ArgumentParser(usage="train.py [FLAGS]", add_help=False, allow_abbrev=False)
-    for name in ("config", "resume", "init-from", "out", "sequence-length"):
+    for name in ("config", "resume", "init-from", "norm"):
         parser.add_argument(f"--{name}", f"--{name.replace('-', '_')}")
-    parser.add_argument("--norm-bias", "--norm_bias", action=argparse.BooleanOptionalAction)
-    sources, _ = parser.parse_known_args(arguments)
-    default = defaults(sources)
-    command = tyro.cli(Command, args=arguments, default=default, prog="train.py", config=(tyro.conf.OmitArgPrefixes,))
-    before, given = default.settings, command.settings
-    run, model = given.run, given.model
-    if given.data.data != before.data.data and run.sample_prompts == before.run.sample_prompts:  # made for other text
-        run = dataclasses.replace(run, sample_prompts=())
-    if sources.init_from is not None:
-        run = dataclasses.replace(run, init_from=before.run.init_from)
-        if sources.norm_bias is None and before.model.has_norm_bias:
-            model = dataclasses.replace(model, norm_bias=True)
-    return dataclasses.replace(command, settings=dataclasses.replace(given, run=run, model=model))
+    sources, others = parser.parse_known_args(arguments)
+    default = defaults(sources, {other.partition("=")[0].replace("_", "-") for other in others})
+    others = ["--help" if other == "--help-all" else other for other in others]
+    return tyro.cli(Command, args=others, default=default, prog="train.py", config=(tyro.conf.OmitArgPrefixes,))
 
 
-def defaults(sources: argparse.Namespace) -> Command:
-    """The defaults of all flags: the run to resume, or the TOML file and the shape of --init-from."""
+def defaults(sources: argparse.Namespace, others: set[str]) -> Command:
+    """What `sources` say, and the defaults of all other flags, of which `others` are given."""
     config = sources.config or ("finetune" if sources.init_from else "tiny")
     if sources.resume is None:
         settings = load_settings(config_path(config))
-    elif sources.config or sources.init_from or sources.out:
+    elif sources.config or sources.init_from or "--out" in others:
         raise UserError("--resume uses the settings of the run itself; leave out --config, --init-from and --out.")
     else:
         settings = load_settings(Path(sources.resume) / "settings.toml")
@@ -239,32 +187,41 @@ def defaults(sources: argparse.Namespace) -> Command:
     if sources.init_from is not None:
         run = dataclasses.replace(run, init_from=str(find_checkpoint(sources.init_from)))
         model = load_config(run.init_from)
+        if settings.model not in (ModelConfig(), model):
+            note(f"note: the model is that of {run.init_from}; the [model] of --config {config} is not used.")
+    if sources.norm is not None:
+        bias = True if sources.init_from and model.has_norm_bias else model.norm_bias  # converted with its bias
+        model = dataclasses.replace(model, norm=sources.norm, norm_bias=bias)
+    if "--data" in others:
+        run = dataclasses.replace(run, sample_prompts=())  # those of the file are for its own text
     length = min(data.sequence_length, model.max_position_embeddings)
-    if sources.sequence_length is not None or length < data.sequence_length:  # also of the first sequences
+    if "--sequence-length" in others or length < data.sequence_length:  # also of the first sequences
         data = dataclasses.replace(data, sequence_length=length, first_sequence_length=None)
-    return Command(Actions(config), dataclasses.replace(settings, run=run, model=model, data=data))
+    settings = dataclasses.replace(settings, run=run, model=model, data=data)
+    return Command(Actions(config, sources.resume), settings)
 
 
-def config_path(name: str, folder: Path = CONFIGS) -> Path:
-    """The TOML file that a name stands for: a path, or a name in the folder."""
-    for path in (Path(name), folder / f"{name}.toml"):
+def config_path(name: str) -> Path:
+    """The TOML file that a name stands for: a path, or a name in configs/."""
+    for path in (Path(name), CONFIGS / f"{name}.toml"):
         if path.is_file():
             return path
-    known = sorted(path.stem for path in folder.glob("*.toml"))
-    raise UserError(f"{name} is neither a file nor one of {', '.join(known)}.{nearest(name, known)}")
+    names = sorted(path.stem for path in CONFIGS.glob("*.toml"))
+    raise UserError(f"{name} is neither a file nor one of {', '.join(names)}.{nearest(name, names)}")
 
 
 def load_settings(path: Path) -> Settings:
     """Read a TOML file; its tables and keys are the names in this module, and any other is refused."""
     if not path.is_file():
-        raise UserError(f"{path} does not exist; a run folder contains settings.toml, last/ and best/.")
-    return read_table(path, Settings, read_toml(path))
+        raise UserError(f"{path} does not exist; give the folder of a run.{newest_runs(path.parent.parent)}")
+    tables = read_toml(path)
+    if tables.get("run", {}).pop("train_only", "all") != "all":  # of earlier versions
+        raise UserError(f"{path}: train_only is now freeze, with patterns of the parameters that do not learn.")
+    return read_table(path, Settings, tables)
 
 
-def read_table(path: Path, kind: type[Table], values: dict) -> Table:
-    """The dataclass `kind`, and those in its fields, from the values of a TOML file; checks their names and types."""
-    import msgspec
-
+def read_table(path: Path, kind: type, values: dict) -> Any:
+    """The dataclass `kind`, and those in its fields, from the values of a TOML file."""
     types = {f.name: f.type for f in dataclasses.fields(kind)}
     with reading(path, "correct it"):
         for name, value in values.items():
@@ -273,17 +230,14 @@ def read_table(path: Path, kind: type[Table], values: dict) -> Table:
                 raise UserError(f"{path}: unknown key {name}.{close}")
             if dataclasses.is_dataclass(types[name]):
                 values[name] = read_table(path, types[name], value)
-        converted = msgspec.convert(values, TypedDict(kind.__name__, types, total=False))
         try:
-            return kind(**converted)
+            return kind(**values)
         except UserError as error:
             raise UserError(f"{path}: {error}") from None
 
 
 def save_settings(settings: Settings, path: Path) -> None:
     """Write settings as TOML, without the fields that are None."""
-    import tomli_w
-
     tables = dataclasses.asdict(settings)
     given = {name: {k: v for k, v in table.items() if v is not None} for name, table in tables.items()}
     replace_text(path, tomli_w.dumps(given))
@@ -291,16 +245,12 @@ def save_settings(settings: Settings, path: Path) -> None:
 
 def changed_fields(before: Settings, after: Settings) -> list[str]:
     """The fields in which two settings differ, as `key: before -> after`; `out` is left out."""
-    old, new = dataclasses.asdict(before), dataclasses.asdict(after)
-    return [
-        f"{key}: {old[table][key]} -> {value}"
-        for table, values in new.items()
-        for key, value in values.items()
-        if old[table][key] != value and key != "out"
-    ]
+    tables = zip(dataclasses.asdict(before).values(), dataclasses.asdict(after).values(), strict=True)
+    changes = [(key, old[key], value) for old, new in tables for key, value in new.items() if value != old[key]]
+    return [f"{key}: {old} -> {new}" for key, old, new in changes if key != "out"]
 
 
-def nearest(name: str, known) -> str:
-    """` Did you mean X?`, or an empty string when no known name is close."""
-    close = difflib.get_close_matches(name, known, n=1)
+def nearest(name: str, names: Iterable[str]) -> str:
+    """` Did you mean X?`, or an empty string when none of the names is close."""
+    close = difflib.get_close_matches(name, names, n=1)
     return f" Did you mean {close[0]}?" if close else ""

@@ -1,7 +1,6 @@
 """Every weight, gradient and moment divided by rows among the processes (`--shard`): PyTorch's FSDP2.
 
-The weights of a layer are gathered just before it runs, in float32, and freed after it: what is computed is what one
-process computes.
+A layer's weights are gathered just before it runs, in float32, and freed after it: it computes what one process does.
 """
 
 import contextlib

@@ -5,6 +5,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -54,7 +55,7 @@ def test_on_recorded_differences_changes_that_do_nothing_are_kept_in_at_most_5_o
 
 
 def test_of_20_real_comparisons_of_an_arm_with_itself_one_is_kept_and_one_discarded():
-    said, table = [], pd.read_csv(STUDIES / "arm-with-itself" / "pairs.csv")
+    said, table = [], pd.read_csv(Path(__file__).with_name("arm_with_itself.csv"))
     for _, pairs in table.groupby("comparison"):
         differences = (pairs.loss_again - pairs.loss).to_numpy()
         ends = [repeated_interval(differences[pairs.look <= look], look) for look in pairs.look.unique()]

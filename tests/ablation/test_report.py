@@ -7,7 +7,6 @@ import pytest
 
 from ablation import report, study
 from ablation.plan import STUDIES, Plan
-from ablation.records import append
 from ablation.study import Study
 
 PLAN = Plan(vary={"norm": ["layer", "rms"]}, seeds=6, rerun_seeds=3, learning_rates=(1e-3,))
@@ -49,16 +48,6 @@ def test_arms_that_are_open_unfinished_or_diverged_say_so(finish):
     assert "rms: not finished, 3 of 6 final runs" in report.headline(unfinished)
     diverged = finish(pair.plan, lambda run: None if (run.arm, run.seed) == ("rms", 2) else losses(run))
     assert any(line.startswith("rms: 5 of 6 runs completed") for line in report.headline(diverged))
-
-
-def test_times_are_means_over_processes_of_ratios_of_medians(finish, tmp_path):
-    seconds = {("a", "rms"): [1, 1, 9], ("a", "layer"): [2, 2, 2], ("b", "rms"): [3, 3, 3], ("b", "layer"): [4, 4, 4]}
-    for (process, arm), found in seconds.items():
-        time = {"variant": "eager", "part": "step", "process": process, "arm": arm, "seconds": found}
-        append(tmp_path / report.TIMINGS, time)
-    shown = report.markdown_text(finish(PLAN, losses), tmp_path, {})
-    (timed,) = rows_of(shown, "Time of a run's parts over that of the baseline")
-    assert timed["eager"].startswith("0.625 ")  # the mean of 0.5 and 0.75
 
 
 @pytest.mark.parametrize(

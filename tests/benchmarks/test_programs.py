@@ -1,17 +1,15 @@
 """Decoding and training steps beside other programs, and `python -m benchmarks`: what is measured, and of what."""
 
+import importlib
 import json
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 import kernels
-from ablation.plan import find_plan, load_plan, replace_settings, save_plan
-from ablation.report import read_lines, time_ratios
-from benchmarks import training
+from ablation.plan import replace_settings
+from benchmarks import decoding, training
 from benchmarks.decoding import Case, bytes_read, llama2c
 from training.settings import Settings
 
@@ -37,31 +35,32 @@ def test_a_variant_runs_with_the_kernels_that_it_names(monkeypatch):
     settings, used, cpu = replace_settings(Settings(), small), [], torch.device("cpu")
     monkeypatch.setattr(training, "train_step", lambda *_: used.append(kernels.implementation(cpu)))
     variants = ("reference, eager", "CPU functions")
-    reference, functions = (training.make_blocks(settings, variant, cpu, "step")["step"] for variant in variants)
+    reference, functions = (training.make_step(settings, variant, cpu)["step"] for variant in variants)
     assert reference() > 0 and functions() > 0 and reference() > 0
     assert used[::4] == [kernels.reference, kernels.cpu, kernels.reference]  # a block calls it four times
 
 
-def test_the_arms_of_a_study_are_timed_into_the_file_that_its_report_reads(monkeypatch, tmp_path):
-    monkeypatch.setattr(training, "make_blocks", lambda *_: dict.fromkeys(("forward", "step"), lambda: 0.1))
-    save_plan(load_plan(find_plan("norms")), tmp_path / "plan.toml")
-    for _ in range(2):  # in one process, as if containers had processes with one id
-        training.time_arms(tmp_path, ["reference, eager"], torch.device("cpu"), 2)
-    timings = read_lines(tmp_path / "timings.jsonl")
-    assert [t["arm"] for t in timings[:6:2]] == ["layer", "rms", "rms-bias"] and len(timings) == 2 * 6
-    assert [time_ratios(timings, part, "rms", "layer")[0].n for part in ("forward", "step")] == [2, 2]
+def test_norms_take_turns_in_every_variant_and_transformers_has_rmsnorm_alone(monkeypatch):
+    monkeypatch.setattr(training, "make_step", lambda *_: {"step": lambda: 0.1})
+    monkeypatch.setattr(training.timing, "product_rate", lambda *_: 1e12)
+    variants = ["transformers", "CPU functions"]
+    table = training.compare("tiny", {"dtype": "float32"}, ["rms", "layer"], variants, 2)
+    assert [*table["seconds"]] == ["transformers", "CPU functions, rms", "CPU functions, layer"]
+    assert table["tokens"] == 8 * 512 and table["title"] == "training tiny, float32"
 
 
 @pytest.mark.slow
-def test_all_benchmarks_of_a_cpu_run_in_turns_and_are_written_with_the_machines_name(tmp_path):
-    command = [sys.executable, "-m", "benchmarks", "--quick", "--out", tmp_path / "new", "--llama2c", "missing"]
-    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True)
-    assert done.returncode == 1 and "| llama2.c | not run: FileNotFoundError" in done.stdout, done.stderr
-    (path,) = (tmp_path / "new").glob("*-quick.json")
-    decoding, training = (part["tables"] for part in json.loads(path.read_text()).values())
+def test_all_benchmarks_of_a_cpu_run_in_turns_and_the_record_comes_last(monkeypatch, capsys):
+    measure, compare = decoding.measure, training.compare
+    tiny = {"batch_size": 2, "sequence_length": 64}
+    monkeypatch.setattr(sys, "argv", ["benchmarks", "--llama2c", "missing"])
+    monkeypatch.setattr(decoding, "measure", lambda shapes, *rest: measure(["260k"], *rest[:4], 1, 8, rest[-1]))
+    monkeypatch.setattr(training, "compare", lambda _, changes, *rest: compare("tiny", changes | tiny, *rest[:2], 1))
+    assert importlib.import_module("benchmarks.__main__").main() == 1  # llama2.c did not run
+    printed = capsys.readouterr().out
+    assert "| llama2.c | not run: FileNotFoundError" in printed
+    *of_decoding, _, last = json.loads(printed.splitlines()[-1])["tables"]
     programs = {"transformers", "plain decoder", "ours"}
-    assert {frozenset(table["seconds"]) - {"llama.cpp"} for table in decoding} == {
-        frozenset(programs),
-        frozenset(["ours"]),
-    }
-    assert len(decoding) == 6 and [[*table["seconds"]] for table in training] == [["transformers", "CPU functions"]] * 2
+    measured = {frozenset(table["seconds"]) - {"llama.cpp"} for table in of_decoding}
+    assert measured == {frozenset(programs), frozenset(["ours"])}
+    assert len(of_decoding) == 6 and [*last["seconds"]] == ["transformers", "CPU functions, rms"]

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from checkpoints.pretrained import save_pretrained
-from data.corpus import train_tokenizer
 from data.tokenizer import load_tokenizer
+from data.tokens import train_tokenizer
 from errors import UserError
 
 gguf = pytest.importorskip("gguf", reason="needs the gguf package: pip install gguf")

@@ -24,8 +24,8 @@ import transformers
 from checkpoints.find import find_checkpoint
 from checkpoints.pretrained import load_pretrained, save_pretrained
 from contrib.llama_cpp_vocab import PRE_TOKENIZERS
-from data.tokenizer import load_tokenizer
-from generation.generate import encode_prompt, generate
+from data.tokenizer import encode_prompt, load_tokenizer
+from generation.generate import generate
 from generation.settings import Sampling
 from tests.contrib.test_llama_cpp_vocab import ALPHABET, KNOWN
 

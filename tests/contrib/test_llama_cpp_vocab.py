@@ -10,8 +10,8 @@ from tokenizers import Regex, normalizers, pre_tokenizers
 from tokenizers.pre_tokenizers import ByteLevel
 
 from contrib.llama_cpp_vocab import WORDS, llama_cpp_vocabulary
-from data.corpus import train_tokenizer
 from data.tokenizer import load_tokenizer
+from data.tokens import train_tokenizer
 from errors import UserError
 
 CONTROL, USER_DEFINED, UNUSED = 3, 4, 5

@@ -6,15 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from data.corpus import train_tokenizer
 from data.readers import read_documents
+from data.settings import DataSettings
 from data.sources import resolve
 from data.tokenizer import load_tokenizer
+from data.tokens import train_tokenizer
 
 
 def read(*sources: str | Path, field: str = "text") -> list[str]:
     """The documents of the sources."""
-    files = resolve([str(source) for source in sources], field, Path("nowhere"))
+    files = resolve(DataSettings(data=tuple(map(str, sources)), text_field=field, cache="nowhere"))
     return ["".join(document) for file in files for document in read_documents(file)]
 
 

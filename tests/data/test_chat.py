@@ -2,7 +2,7 @@
 
 import pytest
 
-from data.chat import ChatFormat, plain_messages
+from data.chat import ChatFormat, add_chat_template, plain_messages
 from data.tokenizer import load_tokenizer
 from errors import UserError
 
@@ -53,7 +53,7 @@ def test_a_template_may_change_a_content_but_not_leave_it_out(ours):
 
 
 def test_roles_that_mean_the_same_and_parts_of_text_are_one(ours):
-    chat = ChatFormat(ours.for_conversations())
+    chat = ChatFormat(add_chat_template(ours))
     expected = chat.encode([message("system", "Be terse."), message("user", "q"), message("assistant", "a")])
     parts = [{"type": "text", "text": text} for text in ("Be ", "terse.")]
     for role in ("gpt", "chatgpt", "bing", "bard"):

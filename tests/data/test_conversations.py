@@ -1,5 +1,6 @@
 """Which tokens of a conversation are learned, against transformers and against marks made by hand; and packed rows."""
 
+import dataclasses
 import json
 import os
 import random
@@ -13,10 +14,11 @@ import pytest
 import transformers
 from pyarrow import parquet
 
-from data.chat import ChatFormat
-from data.conversations import pack
+from data.chat import ChatFormat, add_chat_template
+from data.conversations import Conversations, pack
 from data.corpus import prepare
 from data.python_chat import questions_and_answers
+from data.settings import DataSettings
 from data.sources import resolve
 from data.tokenizer import load_tokenizer
 from errors import UserError
@@ -46,7 +48,7 @@ def encode(chat: ChatFormat, messages: list[dict]) -> tuple[list[int], list[int]
 
 @pytest.mark.parametrize("begin", ["{% generation %}", "{%- generation -%}"])
 def test_what_is_learned_in_generation_blocks_is_what_transformers_marks(ours, tmp_path, begin):
-    ours.for_conversations().save(tmp_path)
+    add_chat_template(ours).save(tmp_path)
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
     theirs.chat_template = theirs.chat_template.replace("{% generation %}", begin)
     theirs.save_pretrained(tmp_path)
@@ -60,7 +62,7 @@ def test_what_is_learned_in_generation_blocks_is_what_transformers_marks(ours, t
 
 def without_generation(tokenizer):
     """The tokenizer with its template's answers unmarked."""
-    source = re.sub(r"\{% (end)?generation %\}", "", tokenizer.for_conversations().chat_template)
+    source = re.sub(r"\{% (end)?generation %\}", "", add_chat_template(tokenizer).chat_template)
     tokenizer = load_tokenizer(tokenizer.folder)
     tokenizer.files["chat_template.jinja"] = source.encode()
     assert "generation %}" not in source
@@ -87,7 +89,7 @@ def test_without_generation_blocks_answers_are_the_spans_that_were_marked_by_han
             parts += [(f"<|im_start|>{role}\n", False), (qwen.encode(text), is_answer), ("<|im_end|>\n", is_answer)]
             own += [(f"<|{role}|>", False), (ours.encode(text), is_answer), ("<|end|>", is_answer)]
         assert encode(ChatFormat(qwen), messages) == hand_marked(qwen, parts)
-        for tokenizer in (ours.for_conversations(), without_generation(ours)):
+        for tokenizer in (add_chat_template(ours), without_generation(ours)):
             assert encode(ChatFormat(tokenizer), messages) == hand_marked(ours, own)
 
 
@@ -126,6 +128,12 @@ def write_jsonl(folder: Path, rows: list[list[dict]]) -> str:
     return str(folder / "rows.jsonl")
 
 
+def prepared(path: str | Path, tokenizer: Path, cache: Path, **changes) -> Conversations:
+    """The rows of a file or folder, of 61 ids if `changes` do not say otherwise."""
+    settings = DataSettings(data=(str(path),), cache=str(cache), sequence_length=60)
+    return prepare(dataclasses.replace(settings, **changes), tokenizer)
+
+
 def packed(part: np.ndarray, tokenizer) -> list[tuple[str, str]]:
     """The conversations in rows: the text of each, and the text of what is learned."""
     found = []
@@ -141,9 +149,9 @@ def test_rows_of_all_formats_and_keys_are_packed_whole_and_once_and_a_damaged_ca
     tokenizer_file, tmp_path, capsys
 ):
     write_rows(tmp_path / "rows", ROWS)
-    arguments = dict(tokenizer=tokenizer_file, cache_dir=tmp_path, sequence_length=100, validation_fraction=0.3)
-    corpus = prepare([str(tmp_path / "rows")], **arguments)
-    assert "1 files left out: they are text, not rows (the first: " in capsys.readouterr().err
+    changes = dict(sequence_length=100, validation_fraction=0.3)
+    corpus = prepared(tmp_path / "rows", tokenizer_file, tmp_path, **changes)
+    assert "files left out, as they are text and not rows: 1 (the first: " in capsys.readouterr().err
     train, validation = (packed(part, corpus.tokenizer) for part in (corpus.train, corpus.validation))
     expected = []
     for row in ROWS:
@@ -155,14 +163,14 @@ def test_rows_of_all_formats_and_keys_are_packed_whole_and_once_and_a_damaged_ca
     assert inputs.dtype == targets.dtype == documents.dtype == np.int64
     kept = targets >= 0
     assert np.array_equal(targets[:, :-1][kept[:, :-1]], inputs[:, 1:][kept[:, :-1]]) and kept.any()
-    assert corpus.question[-1]["role"] == "user" and "<s>" not in corpus.question[0]["content"]
+    assert corpus.prompts[0].startswith("What is ")
     assert "+ It is" in corpus.show_row() and "  <s><|system|>Be.<|end|><|user|>What is" in corpus.show_row()
-    again = prepare([str(tmp_path / "rows")], **arguments)
+    again = prepared(tmp_path / "rows", tokenizer_file, tmp_path, **changes)
     assert np.array_equal(again.train, corpus.train) and not capsys.readouterr().err
-    (damaged,) = (tmp_path / "conversations").glob("*.npy")
+    (damaged,) = (tmp_path / "conversations").glob("*.npz")
     os.truncate(damaged, damaged.stat().st_size - 200)
     with pytest.raises(UserError, match=r"cannot be read .*; delete .*conversations, which is made anew"):
-        prepare([str(tmp_path / "rows")], **arguments)
+        prepared(tmp_path / "rows", tokenizer_file, tmp_path, **changes)
 
 
 def test_packing_wastes_little_and_keeps_every_length():
@@ -178,7 +186,7 @@ def test_packing_wastes_little_and_keeps_every_length():
 
 
 def test_batches_depend_on_seed_and_step_alone_and_an_epoch_has_every_row_once(tokenizer_file, tmp_path):
-    corpus = prepare([write_jsonl(tmp_path, ROWS)], tokenizer=tokenizer_file, cache_dir=tmp_path, sequence_length=60)
+    corpus = prepared(write_jsonl(tmp_path, ROWS), tokenizer_file, tmp_path)
     count = corpus.train.shape[1]
     inputs = np.concatenate([corpus.batch(seed=1, first=4 * step, size=4)[0] for step in range(count)])
     for epoch in np.split(inputs, 4):
@@ -198,42 +206,43 @@ def test_what_is_unusual_is_one_line_with_a_count_and_the_first_place(tokenizer_
     lines += [{"messages": said("q", "", system="s"), "system": "t", "source": None}]
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"messages": [\n')
-    corpus = prepare([str(path)], tokenizer=tokenizer_file, cache_dir=tmp_path, sequence_length=60)
+    corpus = prepared(path, tokenizer_file, tmp_path)
     assert sorted(capsys.readouterr().err.splitlines()) == sorted([
-        f"2 conversations dropped: no answer is left to learn (the first: {path}, row 10)",
-        f"7 rows skipped: each must be one object, with messages that the template supports (the first: {path}, row "
-        "11: messages must be a list, and not an empty one.)",
-        f"2 conversations cut after the last answer that fits into --sequence-length (the first: {path}, row 13)",
-        f"2 rows in which nothing uses these keys: tools, weight (the first: {path}, row 19)",
-        f"1 rows in which nothing uses these keys: system (the first: {path}, row 21)",
+        f"conversations dropped, as no answer is left to learn: 2 (the first: {path}, row 10)",
+        "rows skipped, as each must be one object with messages that the template supports: 7 (the first: "
+        f"{path}, row 11: messages must be a list, and not an empty one.)",
+        f"conversations cut after the last answer that fits into --sequence-length: 2 (the first: {path}, row 13)",
+        f"rows in which nothing uses the keys tools, weight: 2 (the first: {path}, row 19)",
+        f"rows in which nothing uses the keys system: 1 (the first: {path}, row 21)",
     ])  # fmt: skip
     texts = packed(corpus.train, corpus.tokenizer) + packed(corpus.validation, corpus.tokenizer)
-    assert re.match("9 conversations, .*\n.* for validation 1 conversations, ", corpus.description)
+    assert re.match("9 conversations, .*\n.* for validation 1 conversation, .* in 1 row$", corpus.description)
     assert len(texts) == 10 and ("<s><|user|>q<|end|><|assistant|>short<|end|>", "short") in texts
 
 
 def test_a_template_that_does_not_teach_the_end_of_an_answer_is_named(tokenizer_file, ours, tmp_path, capsys):
     folder = shutil.copytree(tokenizer_file.parent, tmp_path / "tokenizer")
-    source = ours.for_conversations().chat_template
+    source = add_chat_template(ours).chat_template
     unmarked = source.replace(" + '<|end|>' }}{% endgeneration %}", " }}{% endgeneration %}<|end|>")
     (folder / "chat_template.jinja").write_text(unmarked)
     path = write_jsonl(tmp_path, [said(f"{n}?", "a") for n in range(8)])
-    prepare([path], tokenizer=folder, cache_dir=tmp_path, sequence_length=60)
-    notice = "conversations whose end-of-turn token is not learned: {% generation %} leaves it out"
-    assert capsys.readouterr().err == f"8 {notice} (the first: {path}, row 1)\n"
+    prepared(path, folder, tmp_path)
+    notice = "conversations whose end-of-turn token is not learned, as {% generation %} leaves it out"
+    assert capsys.readouterr().err == f"{notice}: 8 (the first: {path}, row 1)\n"
 
 
 def test_conversations_need_a_template_and_rows_with_a_text_are_a_text(tokenizer_file, shared, tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text("[1]\n" + json.dumps({"messages": said("q", "a")}) + "\n")
     with pytest.raises(UserError, match=r"stories260K has no chat template.*chat_template.jinja in its folder"):
-        prepare([str(path)], tokenizer=shared / "stories260K" / "tok512.model", cache_dir=tmp_path)
+        prepared(path, shared / "stories260K" / "tok512.model", tmp_path)
     path.write_text(json.dumps({"text": "A text.", "messages": said("q", "a")}) + "\n")
-    assert prepare([str(path)], tokenizer=tokenizer_file, cache_dir=tmp_path).description.startswith("1 documents")
+    description = prepared(path, tokenizer_file, tmp_path).description
+    assert description.startswith("1 document (0 duplicates dropped)")
 
 
 def test_a_tokenizer_of_ours_gets_a_template_that_ends_answers_and_saves_it(ours, llama, qwen, tmp_path):
-    taught = ours.for_conversations()
+    taught = add_chat_template(ours)
     assert taught.hash == ours.hash and ours.chat_template is None
     taught.save(tmp_path)
     assert [*taught.files][-1] == "tokenizer.json"
@@ -241,11 +250,11 @@ def test_a_tokenizer_of_ours_gets_a_template_that_ends_answers_and_saves_it(ours
     end = saved.encode_special("<|end|>", "mark").ids
     assert saved.chat_template == taught.chat_template and [ChatFormat(saved).end_of_turn] == end
     assert json.loads((tmp_path / "generation_config.json").read_text())["eos_token_id"] == [saved.eos_id, *end]
-    assert all(other.for_conversations() is other for other in (saved, qwen, llama))
+    assert all(add_chat_template(other) is other for other in (saved, qwen, llama))
 
 
 def test_questions_about_python_come_from_its_own_docstrings():
-    files = {Path(file.name).stem: file for file in resolve(["python-chat"], "text", Path())}
+    files = {Path(file.name).stem: file for file in resolve(DataSettings(data=("python-chat",)))}
     chosen = [files[name] for name in ("shutil", "posixpath", "ntpath", "_strptime")]
     found = [row["messages"] for file in chosen for row in questions_and_answers(file.fetch())]
     assert [[m["role"] for m in messages] for messages in found] == [["user", "assistant"]] * len(found)

@@ -4,6 +4,7 @@ import io
 import lzma
 import os
 import random
+import re
 import subprocess
 import sys
 import time
@@ -12,10 +13,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data import corpus as corpus_module
-from data import readers, units
-from data.corpus import Corpus, prepare, tokenize
-from data.units import TokenStream
+from data import readers, tokens
+from data.corpus import Corpus, prepare
+from data.settings import DataSettings
+from data.tokens import TokenStream
 from errors import UserError
 from tests.data.conftest import write_corpus
 
@@ -32,10 +33,10 @@ def documents_of(stream: TokenStream | np.ndarray, tokenizer) -> list[str]:
     return [tokenizer.decode(document[begin:-1]) for document in documents]
 
 
-def prepared(tmp_path: Path, **changes) -> Corpus:
+def prepared(tmp_path: Path, tokenizer: Path | None = None, vocab_size: int = 400, **changes) -> Corpus:
     """The corpus of the folder `text`, with a small vocabulary."""
-    arguments = dict(vocab_size=400, cache_dir=tmp_path / "cache", validation_fraction=0.2) | changes
-    return prepare([str(tmp_path / "text")], **arguments)
+    values = dict(data=(str(tmp_path / "text"),), cache=str(tmp_path / "cache"), validation_fraction=0.2) | changes
+    return prepare(DataSettings(**values), tokenizer, vocab_size)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -46,7 +47,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 @pytest.fixture
 def small_units(monkeypatch):
     """Several units for the texts of these tests, in processes of their own where there is more than one core."""
-    monkeypatch.setattr(units, "UNIT_BYTES", 20_000)
+    monkeypatch.setattr(tokens, "UNIT_BYTES", 20_000)
 
 
 def test_the_streams_are_the_documents_between_bos_and_eos(tmp_path, small_units, qwen_folder):
@@ -55,42 +56,46 @@ def test_the_streams_are_the_documents_between_bos_and_eos(tmp_path, small_units
     train, validation = (documents_of(stream, corpus.tokenizer) for stream in (corpus.train, corpus.validation))
     assert [text for text in texts if text in set(train)] == train, "in order"
     assert sorted(train + validation) == sorted(texts) and len(validation) > 3
-    other = prepared(tmp_path, tokenizer=str(qwen_folder))  # without BOS
+    other = prepared(tmp_path, qwen_folder, 151_665)  # without BOS
     streams = other.train, other.validation
     assert sorted(text for stream in streams for text in documents_of(stream, other.tokenizer)) == sorted(texts)
     assert (corpus.validation.dtype, other.validation.dtype) == (np.uint16, np.uint32), "151,665 ids"
     size, description = sum(len(text.encode()) for text in texts), corpus.description
-    assert f"60 documents (1 duplicates dropped), {size / 1e6:.2f} MB, hash {corpus.text_hash[:12]}\n" in description
+    assert f"60 documents (1 duplicate dropped), {size / 1e6:.2f} MB, hash {corpus.text_hash[:12]}\n" in description
     assert f" for validation ({len(validation)} documents, " in description and description.count("\n") == 2
     assert corpus.validation_bytes == sum(len(text.encode()) for text in validation)
     expected = 8 * len(lzma.compress("".join(validation).encode(), preset=9 | lzma.PRESET_EXTREME))
-    assert corpus.xz_bits_per_byte() == pytest.approx(expected / corpus.validation_bytes, rel=2e-3)
+    found = re.search("same text: (.*) bits per byte", corpus.summary())[1]
+    assert float(found) == pytest.approx(expected / corpus.validation_bytes, rel=2e-3)
 
 
 @pytest.mark.parametrize("name", ["ours", "qwen"])
-def test_tokenize_keeps_duplicates_and_blocks_get_the_ids_of_the_undivided_text(tmp_path, monkeypatch, request, name):
+def test_all_batches_keep_duplicates_and_blocks_get_the_ids_of_the_undivided_text(tmp_path, monkeypatch, request, name):
     tokenizer = request.getfixturevalue(name)
     lines = [line for line in Path(readers.__file__).read_text(encoding="utf-8").split("\n") if line[:1].strip()]
     text = "\n".join(lines * 3)
     for file, content in {"a.txt": text, "b.txt": " short", "c.txt": " short", "blank.jsonl": "\n\n"}.items():
         (tmp_path / file).write_bytes(content.encode("utf-8"))
     monkeypatch.setattr(readers, "BLOCK", 200)
-    monkeypatch.setattr(units, "BATCH", 1000)
-    stream, size = tokenize([str(tmp_path / "*.txt")], tokenizer, cache_dir=tmp_path)
+    monkeypatch.setattr(tokens, "BATCH", 1000)
+    arguments = dict(tokenizer=tokenizer.folder, vocab_size=tokenizer.vocab_size, cache=str(tmp_path))
+    corpus = prepared(tmp_path, data=(str(tmp_path / "*.txt"),), **arguments)
     begin, end = [] if tokenizer.bos_id is None else [tokenizer.bos_id], [tokenizer.eos_id]
     short = begin + tokenizer.encode(" short") + end
-    assert stream[:].tolist() == begin + tokenizer.encode(text) + end + 2 * short
-    assert size == len(text.encode("utf-8")) + 2 * 6
+    (first, *_), *_ = batches = [*corpus.all_batches(10, 3)]
+    ids = first[0, :1].tolist() + np.concatenate([targets[targets >= 0] for _, targets in batches]).tolist()
+    assert ids == begin + tokenizer.encode(text) + end + 2 * short and first.shape == (3, 10)
+    assert corpus.everything_bytes == len(text.encode("utf-8")) + 2 * 6
     with pytest.raises(UserError, match="no text"):
-        tokenize([str(tmp_path / "blank.jsonl")], tokenizer, cache_dir=tmp_path)
+        prepared(tmp_path, data=(str(tmp_path / "blank.jsonl"),), **arguments)
 
 
 def test_the_bytes_of_the_cache_do_not_depend_on_the_number_of_processes(tmp_path, small_units, monkeypatch):
     write_corpus(tmp_path / "text", documents=200)
     started = []
     for count in (1, 2, 3):
-        monkeypatch.setattr("data.units.usable_cores", lambda count=count: started.append(count) or count)
-        prepared(tmp_path, cache_dir=tmp_path / str(count))
+        monkeypatch.setattr("data.tokens.usable_cores", lambda count=count: started.append(count) or count)
+        prepared(tmp_path, cache=str(tmp_path / str(count)))
     assert set(started) == {1, 2, 3} and len(list((tmp_path / "3" / "units").glob("*.bin"))) > 3
     assert contents(tmp_path / "1") == contents(tmp_path / "2") == contents(tmp_path / "3")
 
@@ -99,16 +104,17 @@ def test_what_a_process_raises_is_what_the_user_reads(tmp_path, small_units, tok
     write_corpus(tmp_path / "text", documents=200)
     (tmp_path / "text" / "150.jsonl").write_text('{"text": 5}\n')
     with pytest.raises(UserError, match=r"150.jsonl, row 1 .*'text' is int, not text"):
-        prepared(tmp_path, tokenizer=tokenizer_file)
+        prepared(tmp_path, tokenizer_file, 2000)
 
 
 def test_the_tokenizer_is_trained_on_a_sample_from_all_of_the_text_without_validation_documents(tmp_path, monkeypatch):
-    texts, seen, train = write_corpus(tmp_path / "text", documents=400), [], corpus_module.train_tokenizer
-    monkeypatch.setattr(corpus_module, "train_tokenizer", lambda sample, *_: seen.append(sample) or train(sample, *_))
+    texts, seen, train = write_corpus(tmp_path / "text", documents=400), [], tokens.train_tokenizer
+    spy = lambda sample, *arguments: seen.append(sample) or train(sample, *arguments)  # noqa: E731
+    monkeypatch.setattr(tokens, "train_tokenizer", spy)
     corpus = prepared(tmp_path)
     assert set(seen[0]) == set(documents_of(corpus.train, corpus.tokenizer))
-    monkeypatch.setattr(corpus_module, "TOKENIZER_BYTES", sum(len(text.encode()) for text in texts) // 5)
-    monkeypatch.setattr(corpus_module, "SAMPLE_BYTES", 1000)
+    monkeypatch.setattr(tokens, "TOKENIZER_BYTES", sum(len(text.encode()) for text in texts) // 5)
+    monkeypatch.setattr(tokens, "SAMPLE_BYTES", 1000)
     prepared(tmp_path, vocab_size=410)
     assert 40 < len(seen[1]) < 80 and not set(seen[1]) - set(seen[0])
     places = [texts.index(text) for text in seen[1]]
@@ -119,8 +125,7 @@ def test_only_other_text_another_vocabulary_or_another_split_are_prepared_anew(t
     write_corpus(tmp_path / "text")
     first = prepared(tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr(units, "read_documents", None)
-        patch.setattr(corpus_module, "read_documents", None)
+        patch.setattr(tokens, "read_documents", None)
         again = prepared(tmp_path)
     assert np.array_equal(again.train[:], first.train[:]) and np.array_equal(again.validation, first.validation)
     assert again.description == first.description and again.tokenizer.hash == first.tokenizer.hash
@@ -131,17 +136,17 @@ def test_only_other_text_another_vocabulary_or_another_split_are_prepared_anew(t
     assert prepared(tmp_path).text_hash != first.text_hash
 
 
-@pytest.mark.parametrize("kept", [None, 0.9])
+@pytest.mark.parametrize("size_left", [None, 0.9])
 @pytest.mark.parametrize("name", ["docs", "tokenizer.json", "tokenizer.model"])
-def test_what_is_missing_in_the_cache_and_a_damaged_tokenizer_are_made_anew(tmp_path, name, kept):
+def test_what_is_missing_in_the_cache_and_a_damaged_tokenizer_are_made_anew(tmp_path, name, size_left):
     write_corpus(tmp_path / "text")
     prepared(tmp_path)
     before = contents(tmp_path / "cache")
     (path,) = (tmp_path / "cache").glob(f"*/**/*{name}")
-    if kept is None or name == "docs":
+    if size_left is None or name == "docs":
         path.unlink()
     else:
-        os.truncate(path, int(kept * path.stat().st_size))
+        os.truncate(path, int(size_left * path.stat().st_size))
     prepared(tmp_path)
     assert contents(tmp_path / "cache") == before
 
@@ -156,21 +161,21 @@ def test_a_file_of_the_cache_with_another_size_is_refused(tmp_path, pattern, cha
         prepared(tmp_path)
 
 
-def start(tmp_path: Path, cache_dir: str) -> subprocess.Popen:
+def start(tmp_path: Path, cache: str) -> subprocess.Popen:
     code = (
-        "import sys; from data import units; units.UNIT_BYTES = 20_000\n"
-        "from data.corpus import prepare; print('ready', flush=True)\n"
-        "prepare([sys.argv[1]], vocab_size=400, cache_dir=sys.argv[2], validation_fraction=0.2)\n"
+        "import sys; from data import tokens; tokens.UNIT_BYTES = 20_000\n"
+        "from data.corpus import prepare; from data.settings import DataSettings; print('ready', flush=True)\n"
+        "prepare(DataSettings(data=(sys.argv[1],), cache=sys.argv[2], validation_fraction=0.2), vocab_size=400)\n"
         "assert 'torch' not in sys.modules"
     )
-    command = [sys.executable, "-c", code, str(tmp_path / "text"), str(tmp_path / cache_dir)]
+    command = [sys.executable, "-c", code, str(tmp_path / "text"), str(tmp_path / cache)]
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
 
 
 def test_killed_preparations_and_two_at_once_give_what_an_undisturbed_one_gives(tmp_path, small_units):
     write_corpus(tmp_path / "text", documents=300)
     began = time.perf_counter()
-    prepared(tmp_path, cache_dir=tmp_path / "untouched")
+    prepared(tmp_path, cache=str(tmp_path / "untouched"))
     duration = time.perf_counter() - began
     for _ in range(2):
         process = start(tmp_path, "cache")
@@ -198,9 +203,11 @@ def test_the_workers_of_a_killed_preparation_end_with_it(tmp_path, small_units):
 
 MEASURED = """
 import sys
-from data import corpus, units
-units.BATCH = 200_000
-corpus.prepare([sys.argv[1]], cache_dir=sys.argv[2], tokenizer=sys.argv[3], validation_fraction=float(sys.argv[4]))
+from data import corpus, tokens
+from data.settings import DataSettings
+tokens.BATCH = 200_000
+settings = DataSettings(data=(sys.argv[1],), cache=sys.argv[2], validation_fraction=float(sys.argv[4]))
+corpus.prepare(settings, sys.argv[3])
 print(next(line for line in open('/proc/self/status') if line.startswith('VmHWM')).split()[1])
 """
 
@@ -240,13 +247,13 @@ def test_a_text_of_one_document_is_validated_on_its_end(tmp_path):
 
 def test_a_text_too_small_for_the_vocabulary_gets_a_smaller_one_and_one_without_text_is_refused(tmp_path):
     (tmp_path / "two.txt").write_text("too little to learn four thousand pieces from\n" * 9, encoding="utf-8")
-    corpus = prepare([str(tmp_path / "two.txt")], cache_dir=tmp_path / "cache")
+    corpus = prepare(DataSettings(data=(str(tmp_path / "two.txt"),), cache=str(tmp_path)))
     assert 263 < corpus.tokenizer.vocab_size < 400
     (tmp_path / "empty.txt").touch()
     with pytest.raises(UserError, match="give more text"):
-        prepare([str(tmp_path / "empty.txt")], cache_dir=tmp_path / "cache")
+        prepare(DataSettings(data=(str(tmp_path / "empty.txt"),), cache=str(tmp_path)))
 
 
 def test_the_hash_of_a_document_is_that_of_its_complete_text_also_of_several_blocks(ours):
-    rows = units.write_ids(io.BytesIO(), [["one ", "end"], ["two ", "end"]], ours)
-    assert rows["hash"].tolist() == [units.content_hash(text) for text in ("one end", "two end")]
+    rows = tokens.write_ids(io.BytesIO(), [["one ", "end"], ["two ", "end"]], ours)
+    assert rows["hash"].tolist() == [tokens.content_hash(text) for text in ("one end", "two end")]

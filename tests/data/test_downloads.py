@@ -9,8 +9,8 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from data import units
 from data.corpus import Corpus, prepare
+from data.settings import DataSettings
 from data.sources import KNOWN
 from errors import UserError
 
@@ -29,11 +29,8 @@ def publish(hub, dataset: str, revision: str, texts: dict[str, str]) -> list[str
 
 
 @pytest.fixture
-def prepared(tmp_path, monkeypatch, tokenizer_file):
-    """Prepare a data set: a unit for each file, in this process."""
-    monkeypatch.setattr(units, "UNIT_BYTES", 1)
-    monkeypatch.setattr(units, "usable_cores", lambda: 1)
-    return lambda name: prepare([name], cache_dir=tmp_path / "cache", tokenizer=tokenizer_file)
+def prepared(tmp_path, tokenizer_file):
+    return lambda name: prepare(DataSettings(data=(name,), cache=str(tmp_path / "cache")), tokenizer_file)
 
 
 def text_of(corpus: Corpus) -> str:
@@ -77,9 +74,9 @@ def test_the_list_of_a_data_set_is_kept_for_each_revision(hub, prepared):
 
 def test_what_cannot_be_downloaded_is_one_line(hub, numbers, prepared, no_network):
     reasons = {
-        "owner/nothing": "the data set owner/nothing of the Hub cannot be read .*404",
+        "owner/nothing": "^hub:owner/nothing cannot be downloaded .HTTP 404.; check the connection and the name",
         "owner/numbers/nowhere": "^hub:owner/numbers/nowhere names no file to read",
-        "owner/numbers/part": "part/0.parquet of .* cannot be read .*404",
+        "owner/numbers/part": "^part/0.parquet of hub:owner/numbers cannot be downloaded .HTTP 404",
     }
     for path in numbers:
         del hub.files[path]
@@ -87,5 +84,5 @@ def test_what_cannot_be_downloaded_is_one_line(hub, numbers, prepared, no_networ
         with pytest.raises(UserError, match=reason):
             prepared(f"hub:{name}")
     no_network()
-    with pytest.raises(UserError, match=r"the data set owner/other of the Hub cannot be read .*connection"):
+    with pytest.raises(UserError, match=r"hub:owner/other cannot be downloaded \(ConnectError\); check the connection"):
         prepared("hub:owner/other")

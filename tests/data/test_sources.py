@@ -9,6 +9,7 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
+from data.settings import DataSettings
 from data.sources import FORMATS, resolve
 from errors import UserError
 from tests.data.conftest import read
@@ -30,7 +31,7 @@ def write_jsonl(path: Path, rows: list[object]) -> None:
 
 def test_the_default_corpus_is_the_standard_library_and_its_prose_without_tests_and_tables(library_text):
     root = Path(sysconfig.get_path("stdlib"))
-    names = {Path(file.name).relative_to(root).as_posix() for file in resolve(["python"], "text", Path())}
+    names = {Path(file.name).relative_to(root).as_posix() for file in resolve(DataSettings())}
     folders = {part for name in names for part in Path(name).parts[:-1]}
     assert not folders & {"test", "tests", "idlelib", "tkinter", "lib2to3", "distutils", "site-packages", "__pycache__"}
     assert {"argparse.py", "json/decoder.py", "encodings/utf_8.py", "encodings/idna.py"} <= names
@@ -108,5 +109,5 @@ def test_a_name_wins_over_a_folder_and_a_path_is_the_folder(tmp_path, monkeypatc
     (tmp_path / "python").mkdir()
     (tmp_path / "python" / "own.txt").write_text("own", encoding="utf-8")
     monkeypatch.chdir(tmp_path)
-    assert len(resolve(["python"], "text", tmp_path)) > 100
+    assert len(resolve(DataSettings())) > 100
     assert read("./python") == ["own"]

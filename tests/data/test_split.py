@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data import split as split_module
-from data.split import DUPLICATE, TRAIN, VALIDATION, Split, split_documents
-from data.units import DOCUMENT, TokenStream
+from data.settings import DataSettings
+from data.split import DUPLICATE, TRAIN, VALIDATION, split_documents
+from data.tokens import DOCUMENT, TokenStream
 
 
 def table_of(hashes, sizes=100, tokens=3) -> np.ndarray:
@@ -24,7 +25,7 @@ def random_table(count: int) -> np.ndarray:
 
 
 def kinds_of(table: np.ndarray, fraction: float = 0.05, salt: int = 0) -> np.ndarray:
-    return split_documents(table, Split(fraction, salt))
+    return split_documents(table, DataSettings(validation_fraction=fraction, validation_salt=salt))
 
 
 def test_of_equal_documents_the_first_is_kept():

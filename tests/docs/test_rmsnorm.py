@@ -6,12 +6,14 @@ import re
 from pathlib import Path
 from statistics import median
 
+import numpy as np
 import pytest
 import torch
 
 from model.config import ModelConfig
 from model.decoder import Decoder
-from studies.stream import sizes
+from model.inspect import inspect
+from studies.inside import growth
 
 ROOT = Path(__file__).parents[2]
 ENGLISH, CHINESE = ((ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("rmsnorm.md", "rmsnorm.zh.md"))
@@ -92,27 +94,27 @@ def test_all_matrices_that_write_to_the_stream_can_be_scaled_together():
 
 @LANGUAGES
 def test_the_times_of_the_gpu_and_their_limits_are_those_of_the_record(text):
-    [path] = [path for folder in ("speed", "benchmarks") for path in (ROOT / folder).rglob("norms-nvidia-h200.json")]
-    record = json.loads(path.read_text(encoding="utf-8"))
+    record = json.loads((ROOT / "speed" / "norms-nvidia-h200.json").read_text(encoding="utf-8"))
+    rates = record["machine"]
     cases = {case["title"]: case for case in record["tables"]}
     expected = []
     for after in ("", " after addition"):
         rms, layer = (cases[f"{kind} norm{after}, 8192 x 4096"] for kind in ("rms", "layer"))
         for part in ("forward", "backward"):
-            times = rms["limits"]["ours"][part], *(median(case["seconds"]["ours"][part]) for case in (rms, layer))
+            times = rms["limits"][part], *(median(case["seconds"]["ours"][part]) for case in (rms, layer))
             expected.append([round(seconds * 1e6) for seconds in times])
     rows = re.findall(r"^\|[^|]+\| (\d) \+ (\d) \|[^|]+\| (\d+) \| (\d+) \| (\d+) \|$", text, re.MULTILINE)
     assert [[int(cell) for cell in row[2:]] for row in rows] == expected
     for read, written, limit, *_ in rows:
         moved = 8192 * 4096 * (int(read) + int(written))
-        assert round(moved / record["copy_bytes_per_second"] * 1e6) == int(limit)
-    assert f"{record['product_flops_per_second'] / record['copy_bytes_per_second']:.0f} " in text
+        assert round(moved / rates["copy_bytes_per_second"] * 1e6) == int(limit)
+    assert f"{rates['product_flops_per_second'] / rates['copy_bytes_per_second']:.0f} " in text
 
 
 def test_the_picture_shows_what_the_norms_read_and_divide():
     config = ModelConfig(vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=3, norm_eps=1e-12)
-    decoder, tokens = Decoder(config, seed=1), torch.arange(40).view(2, 20)
-    found = sizes(decoder, tokens)
-    assert found.shape == (7, 2, 40)
-    torch.testing.assert_close(found[0, 0], decoder.embed_tokens.weight[:40].detach().square().mean(-1).sqrt())
-    torch.testing.assert_close(found[:, 1], torch.ones(7, 40))
+    decoder = Decoder(config, seed=1)
+    rms = inspect(decoder, range(40)).rms
+    torch.testing.assert_close(rms[0], decoder.embed_tokens.weight[:40].detach().square().mean(-1).sqrt())
+    stream, divided = (line.get_ydata() for line in growth(rms, config.norm_eps).axes[0].lines)
+    assert stream == pytest.approx(rms.quantile(0.5, dim=1).numpy()) and divided == pytest.approx(np.ones(7))

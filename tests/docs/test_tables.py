@@ -18,7 +18,7 @@ def test_the_tables_of_a_document_are_what_the_records_give(document):
 
 
 def test_a_table_that_differs_from_its_records_is_written_again_and_the_text_around_it_is_kept():
-    marks = "<!-- table: parts factorial bias-2e-3 -->\n{}\n<!-- end -->\nafter\n"
+    marks = "<!-- table: contrasts factorial bias-2e-3 -->\n{}\n<!-- end -->\nafter\n"
     first, second = (filled(marks.format(text), depth=1) for text in ("| 0.5 |", ""))
     assert first == second and first.endswith("<!-- end -->\nafter\n")
     row = "| [small model, 2,400 steps](../studies/factorial/report.md) | 30 | +0.0029 [+0.0021, +0.0038] |"

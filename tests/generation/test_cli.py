@@ -14,9 +14,10 @@ import torch
 from checkpoints import weights
 from checkpoints.find import find_checkpoint
 from checkpoints.pretrained import load_pretrained, save_pretrained
+from data.chat import add_chat_template
+from data.tokenizer import encode_prompt, tokens_after
 from errors import UserError
 from generation import cli
-from generation.generate import encode_prompt, tokens_after
 from generation.settings import Sampling, Settings, recommended_sampling
 from model.lora import add_lora
 
@@ -177,7 +178,7 @@ def test_tokenizer_template_and_ends_are_those_of_the_adapter_alone_beside_its_m
     bare, adapter, merged = (tmp_path / name for name in ("bare", "adapter", "merged"))
     for directory in (bare, adapter):
         save_pretrained(decoder, directory)
-    tokenizer.for_conversations().save(adapter)
+    add_chat_template(tokenizer).save(adapter)
     fields = {"do_sample": True, "temperature": 0.3, "eos_token_id": [5, tokenizer.eos_id]}
     (adapter / "generation_config.json").write_text(json.dumps(fields))
     _, lines = output(checkpoint, [], merge=merged, adapter=str(adapter))

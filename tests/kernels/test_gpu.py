@@ -1,5 +1,7 @@
 """What only a GPU can show: compiled values, repeatability, CUDA graphs. `python -m pytest -m gpu`."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -20,6 +22,12 @@ if gpu is not None:
 
 GPU = torch.device("cuda")
 HALF, DTYPES = torch.bfloat16, [torch.float32, torch.float16, torch.bfloat16]
+
+
+def cases(smoke: tuple, *axes: list) -> list:
+    """All combinations; the one that is `smoke` runs with `-m smoke` too, so that each kernel runs once."""
+    marks = [pytest.mark.smoke]
+    return [pytest.param(*case, marks=marks if case == smoke else []) for case in itertools.product(*axes)]
 
 
 def normal(*shape, mean=0.3, std=1.0, dtype=torch.float32, seed=0):
@@ -44,8 +52,9 @@ SIZES = [(4099, 64), (4099, 512), (4099, 1000), (2048, 1024), (3001, 2048), (409
 
 
 @pytest.mark.parametrize("kind", ["rms", "layer"])
-@pytest.mark.parametrize(("rows", "width", "dtype"), [*((*size, HALF) for size in SIZES), (64, 4096, torch.float32)])
-def test_norms_are_within_one_rounding_of_float64(assert_exact_and_repeatable, kind, rows, width, dtype):
+@pytest.mark.parametrize(("size", "dtype"), [*cases(((2048, 1024), HALF), SIZES, [HALF]), ((64, 4096), torch.float32)])
+def test_norms_are_within_one_rounding_of_float64(assert_exact_and_repeatable, kind, size, dtype):
+    rows, width = size
     x, residual = (normal(rows, width, seed=i).mul(16).round().clamp(-64, 64).div(16).to(dtype) for i in range(2))
     weight, bias = normal(width, mean=1.0), normal(width)  # the sum of x and residual is exact
     upstream = [normal(rows, width, dtype=dtype, seed=i) for i in (2, 3)]
@@ -55,13 +64,14 @@ def test_norms_are_within_one_rounding_of_float64(assert_exact_and_repeatable, k
     assert torch.equal(alone, y[7:8])  # a row's result does not depend on the other rows
 
 
-@pytest.mark.parametrize(("gap", "head_norms"), [(0, False), (0, True), (3, True)])
-@pytest.mark.parametrize(("heads", "kv_heads", "width"), [(32, 8, 128), (16, 8, 64), (3, 1, 80), (6, 2, 256)])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_rotary_is_within_one_rounding_of_float64(
-    assert_exact_and_repeatable, rounding, head_norms, gap, heads, kv_heads, width, dtype
-):
-    batch, length = 3, 1000
+HEADS = [(32, 8, 128), (16, 8, 64), (3, 1, 80), (6, 2, 256)]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "heads", "gap"), cases((HALF, HEADS[0], (0, False)), DTYPES, HEADS, [(0, False), (0, True), (3, True)])
+)
+def test_rotary_is_within_one_rounding_of_float64(assert_exact_and_repeatable, rounding, dtype, heads, gap):
+    (heads, kv_heads, width), (gap, head_norms), batch, length = heads, gap, 3, 1000
     angles = normal(length, width // 2, std=300.0).double()
     inputs = [normal(batch, length, (heads + 2 * kv_heads) * width + gap, dtype=dtype)[..., gap:]]
     inputs += [normal(width, mean=1.0, seed=i) for i in range(2 * head_norms)]
@@ -76,9 +86,11 @@ def test_rotary_is_within_one_rounding_of_float64(
     assert_exact_and_repeatable(*pair, inputs, upstream, tolerance)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("rows", "width"), [(4099, 704), (1000, 2816), (5000, 40), (300, 1030)])
-def test_the_activation_is_within_one_rounding_of_float64(assert_exact_and_repeatable, rounding, rows, width, dtype):
+@pytest.mark.parametrize(
+    ("dtype", "size"), cases((HALF, (1000, 2816)), DTYPES, [(4099, 704), (1000, 2816), (5000, 40), (300, 1030)])
+)
+def test_the_activation_is_within_one_rounding_of_float64(assert_exact_and_repeatable, rounding, dtype, size):
+    rows, width = size
     inputs, upstream = [normal(rows, 2 * width, std=3.0, dtype=dtype)], [normal(rows, width + 3, dtype=dtype)[:, 3:]]
     pair = gpu.swiglu, test_swiglu.definition
     assert_exact_and_repeatable(*pair, inputs, upstream, lambda *size: 1.05 * rounding(*size))
@@ -91,8 +103,7 @@ def test_kernels_run_on_the_device_of_their_tensors():
         assert torch.equal(function(x.to("cuda:1")).cpu(), function(x).cpu())
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("vocabulary", [5003, 50304])
+@pytest.mark.parametrize(("dtype", "vocabulary"), cases((HALF, 5003), DTYPES, [5003, 50304]))
 def test_the_loss_and_its_gradients_are_within_one_rounding_of_float64(
     relative, evaluate, monkeypatch, vocabulary, dtype
 ):
@@ -161,7 +172,7 @@ def test_a_training_step_can_be_captured_in_a_cuda_graph_and_compiled_without_gr
         assert relative(compiled, eager.double()) < 3e-2
 
 
-@pytest.mark.parametrize("lengths", [[37], [37, 5, 20], [3, 37, 5, 20, 1, 9, 36, 2]])
+@pytest.mark.parametrize("lengths", [*cases(([37],), [[37]]), [37, 5, 20], [3, 37, 5, 20, 1, 9, 36, 2]])
 @torch.inference_mode()
 def test_a_graph_of_the_decoding_step_gives_the_decoders_logits_at_every_position(relative, lengths):
     decoder = Decoder(CONFIG, seed=1, compute_dtype=torch.float32).to(GPU).eval()

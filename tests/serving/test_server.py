@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 import serve
+from data.tokenizer import encode_prompt
 from errors import UserError
 from generation import generate
-from generation.generate import encode_prompt
 from generation.settings import Sampling
 from model.decoder import Decoder
 from serving.answer import by_text

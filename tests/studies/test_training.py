@@ -6,7 +6,7 @@ from ablation import study
 from ablation.plan import Plan, Run, save_plan
 from ablation.run import train_run
 from errors import UserError
-from studies import convert, many_seeds
+from studies import convert, train
 
 
 def make_plan(config, folder, arms: dict) -> Plan:
@@ -20,10 +20,10 @@ def test_every_model_is_converted_in_every_way_and_compared_with_itself(config, 
     start = {"init_from": "layer", "center_weights": False}
     arms = {"layer": {"norm": "layer"}, "rms": start | {"norm": "rms", "norm_bias": False}}
     arms["centered rms with bias"] = start | {"norm": "rms", "norm_bias": True, "center_weights": True}
-    arms["rms, norms trained"] = arms["rms"] | {"train_only": "norms", "steps": 1, "learning_rate": 1e-2}
+    arms["rms, norms trained"] = arms["rms"] | {"freeze": ["*_proj.*"], "steps": 1, "learning_rate": 1e-2}
     save_plan(make_plan(config, tmp_path, arms), tmp_path / "plan.toml")
     for _ in range(2):  # the second has no more to do
-        convert.main(tmp_path, "cpu")
+        train.main(tmp_path, "cpu")
     found = study.load(tmp_path)
     assert len(found.rows) == 2 * 4
     costs = {c.arm: abs(c.effect.estimate) for c in found.comparisons}
@@ -51,7 +51,7 @@ def test_a_stack_trains_each_model_like_a_run_of_its_own(config, tmp_path):
     plan = Plan("stack", arms, config=str(config), seeds=2, rerun_seeds=0, learning_rates=(5e-3,))
     save_plan(plan, tmp_path / "plan.toml")
     for _ in range(2):  # the second has no more to do
-        many_seeds.main(tmp_path, "cpu")
+        train.main(tmp_path, "cpu")
     found = study.load(tmp_path)
     assert len(found.rows) == 4 and len(found.comparisons) == 1
     for row in found.rows.to_dict("records"):
@@ -67,4 +67,4 @@ def test_a_plan_that_cannot_be_stacked_is_refused(tmp_path):
     for vary in ({"optimizer": ["muon", "adamw"]}, {"norm": ["rms", "batch"]}, {"document_mask": [True, False]}):
         save_plan(Plan(vary=vary, seeds=2, learning_rates=(5e-3,)), tmp_path / "plan.toml")
         with pytest.raises(UserError, match="for any other use ablate"):
-            many_seeds.main(tmp_path, "cpu")
+            train.main(tmp_path, "cpu")

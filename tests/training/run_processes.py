@@ -22,14 +22,14 @@ import tyro  # noqa: E402, F401 - imported once for all
 
 import train  # noqa: E402
 from errors import exit_on_user_error  # noqa: E402
-from training import commands, loop, save  # noqa: E402, F401
+from training import checkpoint, commands, loop  # noqa: E402, F401
 
 torch.set_num_threads(1)
 
 
 def disturb(rank: int, count: int, happens: dict[str, str]) -> None:
     """Let the things happen."""
-    train_steps, save_tensors = loop.train_steps, save.save_tensors
+    train_steps, save_tensors = loop.train_steps, checkpoint.save_tensors
     now = [None]
 
     def steps(session):
@@ -52,7 +52,7 @@ def disturb(rank: int, count: int, happens: dict[str, str]) -> None:
             raise OSError(28, "No space left on device", str(path))
         save_tensors(tensors, path)
 
-    loop.train_steps, save.save_tensors = steps, write
+    loop.train_steps, checkpoint.save_tensors = steps, write
 
 
 def run(count: int, arguments: list[str], happens: dict[str, str]) -> list[int]:

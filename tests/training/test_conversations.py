@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from checkpoints.pretrained import load_pretrained, save_pretrained, unpacked_tensors
-from data.chat import ChatFormat
+from data.chat import ChatFormat, add_chat_template
 from data.conversations import batch_of, encode_conversations, pack
+from data.settings import DataSettings
 from data.sources import resolve
 from data.tokenizer import load_tokenizer
 from errors import UserError
@@ -53,7 +54,7 @@ def chat_flags(flags, finished_run, chat_file) -> list[str]:
 def decoder(request, flags, finished_run, tmp_path) -> Decoder:
     """An untrained model with the given flags, and in the test's folder its directory with a chat template."""
     settings = settings_of(*flags, "--max-position-embeddings", "128", *request.param.split())
-    tokenizer, decoder = load_tokenizer(finished_run / "last").for_conversations(), Decoder(settings.model, seed=3)
+    tokenizer, decoder = add_chat_template(load_tokenizer(finished_run / "last")), Decoder(settings.model, seed=3)
     save_pretrained(decoder, tmp_path / "model", bos_token_id=tokenizer.bos_id, eos_token_id=tokenizer.eos_id)
     tokenizer.save(tmp_path / "model")
     torch.manual_seed(1)
@@ -70,7 +71,7 @@ def test_loss_and_gradients_equal_those_of_trl_on_the_same_conversations(decoder
     rows, path = [conversation(number) for number in (1, 2, 3, 4, 5, 8)], tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
     tokenizer = load_tokenizer(tmp_path / "model")
-    found = encode_conversations(resolve([str(path)], "text", tmp_path), ChatFormat(tokenizer), 129)
+    found = encode_conversations(resolve(DataSettings(data=(str(path),))), ChatFormat(tokenizer), 129)
     packed = pack([*found.values()], 129, tokenizer.dtype)
     assert packed.shape[1] < len(rows) == len(found)
     scaler = torch.amp.GradScaler("cpu", enabled=False)

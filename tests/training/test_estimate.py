@@ -30,16 +30,28 @@ def test_the_formula_counts_what_the_forward_pass_keeps(settings, name, monkeypa
         model(tokens, tokens)
     weights = {p.data_ptr() for p in model.parameters()}
     found = sum(storage.nbytes() for address, storage in kept.items() if address not in weights)
-    assert estimate.memory(settings, torch.float32, CPU)[2] == pytest.approx(found, rel=0.05)
+    assert estimate.memory(settings, torch.float32, CPU)["activations"] == pytest.approx(found, rel=0.05)
     deep = dataclasses.replace(settings.model, num_hidden_layers=8)
     assert estimate.kept_elements(deep, True, True) < 0.5 * estimate.kept_elements(deep, False, True)
 
 
 @pytest.mark.parametrize("path", MODELS, ids=lambda path: path.stem)
 def test_the_header_of_a_config_states_the_memory_of_the_formula(path):
-    weights, moments, kept = estimate.memory(load_settings(path), torch.bfloat16, CPU)
+    sizes = estimate.memory(load_settings(path), torch.bfloat16, CPU)
     stated = re.search(r"# Memory: (\S+ [MG]B), by the formula", path.read_text(encoding="utf-8"))[1]
-    assert stated == estimate.format_bytes(2 * weights + moments + kept)
+    assert stated == estimate.format_bytes(sum(sizes.values()))
+
+
+def test_a_step_of_several_micro_batches_has_one_update_of_the_weights(flags, monkeypatch):
+    now = [0.0]
+
+    def train_step(model, micro_batches, *_):
+        now[0] += 2.0 + len(micro_batches)  # seconds of an update, and of each pass
+
+    monkeypatch.setattr(estimate, "train_step", train_step)
+    monkeypatch.setattr(estimate.time, "perf_counter", lambda: now[0])
+    settings = settings_of(*flags, "--micro-batch-size", "2", "--steps", "10")  # of 8 sequences
+    assert estimate.measure_time(settings, CPU, torch.float32) == 10 * (2 + 4)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])

@@ -8,7 +8,8 @@ import torch
 
 from checkpoints.pretrained import load_pretrained
 from data.batches import number_documents, validation_windows
-from data.corpus import tokenize
+from data.corpus import prepare
+from data.settings import DataSettings
 from data.tokenizer import load_tokenizer
 from training.evaluate import evaluate
 
@@ -23,8 +24,9 @@ def test_an_evaluation_is_the_mean_over_every_token_of_the_text(finished_run, te
             window = torch.tensor([ids[start : start + 33]])
             log_p = model(window[:, :-1]).double().log_softmax(-1)
             nats -= log_p.gather(2, window[:, 1:, None]).sum().item()
-    tokens, text_bytes = tokenize([str(text_folder / "07.txt")], tokenizer, cache_dir=tmp_path)
-    found = evaluate(model, validation_windows(tokens, 32, 4), text_bytes, torch.device("cpu"))
+    settings = DataSettings(data=(str(text_folder / "07.txt"),), cache=str(tmp_path))
+    corpus = prepare(settings, finished_run / "last")
+    found = evaluate(model, corpus.all_batches(32, 4), corpus.everything_bytes, torch.device("cpu"))
     assert found.tokens == len(ids) - 1 and found.text_bytes == len(text.encode())
     assert found.nats == pytest.approx(nats, rel=1e-6)
     assert found.bits_per_byte == pytest.approx(nats / math.log(2) / len(text.encode()), rel=1e-6)

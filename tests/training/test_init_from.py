@@ -23,10 +23,11 @@ def test_the_given_weights_are_evaluated_before_the_first_step_and_stay_the_best
     assert_equal_tensors(*(folder / "best" / "model.safetensors" for folder in (finished_run, tmp_path / "worse")))
 
 
-def test_init_from_without_a_config_uses_finetune(flags, finished_run):
+def test_init_from_without_a_config_uses_finetune(flags, finished_run, capsys):
     start = ["--init-from", str(finished_run), *flags[:4]]
     assert settings_of(*start).optimizer == load_settings(CONFIGS / "finetune.toml").optimizer
     assert settings_of(*start, "--config", "tiny").optimizer.optimizer == "muon"
+    assert capsys.readouterr().err.startswith(f"note: the model is that of {finished_run / 'best'}; the [model] of")
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +76,7 @@ def test_a_layernorm_run_continues_as_rmsnorm_with_the_same_function_if_it_is_ce
 
 def test_a_run_continues_a_model_with_yarn_and_a_bias_of_o_proj_and_its_settings_keep_them(flags, tmp_path):
     rope = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 16}
-    assert save(open_session(tmp_path, *flags, "--qk-norm", "--attention-bias"))
+    save(open_session(tmp_path, *flags, "--qk-norm", "--attention-bias"))
     path = tmp_path / "last" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"rope_scaling": rope}))
     weights = load_file(path.with_name("model.safetensors"))

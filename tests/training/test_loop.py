@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import random
+import sys
 from unittest.mock import Mock
 
 import numpy as np
@@ -11,7 +12,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from checkpoints import pretrained
 from data.tokenizer import Tokenizer
 from errors import UserError
 from tests.training.runs import after_step, assert_equal_tensors, evaluations, losses, open_session, train_run
@@ -21,7 +21,7 @@ from training.loop import train_steps
 from training.settings import load_settings, parse
 
 
-def test_a_run_learns_and_leaves_settings_metrics_a_plot_and_two_checkpoints(run, settings, tmp_path):
+def test_a_run_learns_and_leaves_settings_metrics_a_plot_and_two_checkpoints(run, settings, tmp_path, monkeypatch):
     assert {path.name for path in run.iterdir()} == {"settings.toml", "metrics.jsonl", "loss.png", "last", "best"}
     assert (run / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert dataclasses.replace(load_settings(run / "settings.toml"), run=settings.run) == settings
@@ -33,6 +33,10 @@ def test_a_run_learns_and_leaves_settings_metrics_a_plot_and_two_checkpoints(run
     state = json.loads((run / "last" / "state.json").read_text())
     assert state["step"] == 40 and state["tokens"] == 40 * 8 * 32 and state["text_hash"]
     assert state["best_validation_loss"] == min(line["validation_loss"] for line in found)
+    (run / "loss.png").unlink()
+    monkeypatch.setattr(sys, "argv", ["plot", str(run)])
+    plot.main()
+    assert (run / "loss.png").is_file()
     metrics.write(run, 41, loss=math.nan)  # can still be drawn
     plot.draw([run, run], tmp_path / "two.svg")
     assert b"<svg" in (tmp_path / "two.svg").read_bytes()
@@ -93,27 +97,18 @@ def test_the_steps_report_what_the_run_logs_and_neither_print_nor_write(flags, t
     assert capfd.readouterr() == ("", "") and not (tmp_path / "steps").exists()
 
 
-def test_a_model_whose_save_failed_is_not_the_best_and_a_loss_that_rises_twice_is_a_note(
-    flags, tmp_path, monkeypatch, capsys
-):
-    found, writes = iter([20.0, 10.0, 15.0, 16.0, 17.0]), iter([None, OSError(28, "No space left on device")])
-    write = pretrained.save_pretrained
-
-    def save_pretrained(*arguments, **options) -> None:
-        write(*arguments, **options)
-        if arguments[1].name == "best.new" and (error := next(writes, None)):
-            raise error
-
-    monkeypatch.setattr(pretrained, "save_pretrained", save_pretrained)
-    monkeypatch.setattr(loop, "evaluate", lambda *_: Evaluation(next(found), 10, 10))
+def test_a_loss_that_rises_twice_is_a_note_and_best_is_the_lowest(flags, tmp_path, monkeypatch, capsys):
+    nats = iter([20.0, 15.0, 16.0, 17.0, 18.0, 19.0])
+    monkeypatch.setattr(loop, "evaluate", lambda *_: Evaluation(next(nats), 10, 10))
     run = train_run(tmp_path / "run", *flags, "--steps", "10", "--evaluate-every", "2")
     out = capsys.readouterr().out
-    assert out.count("note: step 4 is not saved ([Errno 28] No space left on device") == 1
     assert out.count("note: the validation loss has risen twice") == 1
     assert "best/ has the weights with the lowest validation loss, 1.5000" in out
     states = [json.loads((run / name / "state.json").read_text()) for name in ("best", "last")]
-    assert [(state["step"], state["best_validation_loss"]) for state in states] == [(6, 1.5), (10, 1.5)]
-    assert not [*run.glob("*.new")]
+    assert [(state["step"], state["best_validation_loss"]) for state in states] == [(4, 1.5), (10, 1.5)]
+    assert "the learning rate rises until the last step" not in out
+    train_run(tmp_path / "short", *flags, "--steps", "5")
+    assert "note: the learning rate rises until the last step" in capsys.readouterr().out
 
 
 def test_a_sample_is_cut_to_the_context_and_cannot_send_commands_to_the_terminal(flags, tmp_path, monkeypatch, capsys):

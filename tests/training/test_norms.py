@@ -11,7 +11,8 @@ from training.session import set_up
 
 @pytest.mark.parametrize("norm", [norm for norm, parameters in NORMS.items() if parameters])
 def test_norms_alone_learn_from_weights_with_another_norm_and_what_is_new_is_named(flags, finished_run, tmp_path, norm):
-    asked = ["--norm", norm, "--train-only", "norms", "--warmup-steps", "0", "--weight-decay", "5"]
+    frozen = ["--freeze", "*_proj.*", "embed_tokens.*", "lm_head.*"]
+    asked = ["--norm", norm, *frozen, "--warmup-steps", "0", "--weight-decay", "5"]
     settings, lines = settings_of(*flags, "--init-from", str(finished_run), *asked), []
     session = set_up(settings, tmp_path, resume=False, log=lines.append)
     assert f"weights: those of {finished_run / 'best'}" in lines

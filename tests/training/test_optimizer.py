@@ -7,13 +7,15 @@ import torch
 
 from model.config import NORMS
 from model.decoder import Decoder
-from training.optimizer import build_optimizer
+from training.optimizer import build_optimizer, freeze_parameters
 from training.settings import OptimizerSettings
+
+CPU = torch.device("cpu")
 
 
 def groups_by_parameter(model: Decoder, settings: OptimizerSettings) -> dict[str, dict]:
     """The optimizer's group of each parameter, by name; each is in one."""
-    groups = build_optimizer(model, settings, torch.device("cpu")).param_groups
+    groups = build_optimizer(model, settings, CPU).param_groups
     found = {id(parameter): group for group in groups for parameter in group["params"]}
     assert len(found) == sum(len(group["params"]) for group in groups) == len(list(model.parameters()))
     return {name: found[id(parameter)] for name, parameter in model.named_parameters()}
@@ -39,6 +41,17 @@ def test_vocabulary_matrices_and_vectors_have_learning_rates_and_weight_decays_o
         else:
             expected = 3.0, 2.0 if name.endswith(decaying) else 0.0
         assert (group["lr_multiplier"], group["weight_decay"]) == expected, name
+
+
+def test_frozen_parameters_are_in_no_group_and_a_group_may_be_empty(settings):
+    for optimizer in ("adamw", "muon"):
+        model = Decoder(dataclasses.replace(settings.model, tie_word_embeddings=False))
+        freeze_parameters(model, ("*norm.*", "embed_tokens.*", "lm_head.*"))
+        chosen = build_optimizer(model, dataclasses.replace(settings.optimizer, optimizer=optimizer), CPU)
+        trained = {parameter for group in chosen.param_groups for parameter in group["params"]}
+        assert trained == {parameter for name, parameter in model.named_parameters() if "_proj." in name}
+        model(torch.ones(1, 8, dtype=torch.long)).sum().backward()
+        chosen.step()
 
 
 def test_a_row_whose_weight_decays_leaves_the_norms_of_q_and_k_alone(settings, monkeypatch):

@@ -3,10 +3,11 @@ from unittest.mock import Mock
 
 import pytest
 
+from data.settings import DataSettings
 from tests.training.runs import open_session
 from training.loop import train_steps
 from training.schedule import learning_rate, sequence_length
-from training.settings import DataSettings, OptimizerSettings
+from training.settings import OptimizerSettings
 
 
 def learning_rates(steps: int = 100, **settings) -> list[float]:

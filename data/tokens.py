@@ -1,7 +1,9 @@
-"""Units: files of about 64 MB or more that are read, tokenized and written once, by any number of processes.
+"""What is made of a text once and kept: the tokenizer that is trained on a sample of it, and its ids in units, files of
+about 64 MB of text or more that are read, tokenized and written once, by any number of processes.
 
-    KEY.bin     ids: BOS a a a EOS BOS b b EOS, or without a BOS in the tokenizer a a a EOS b b EOS
-    KEY.docs    a row of `DOCUMENT` for each document; it is written last, so a unit that has it is complete
+    CACHE/tokenizers/KEY/   the tokenizer
+    CACHE/units/KEY.bin     ids: BOS a a a EOS BOS b b EOS, or without a BOS in the tokenizer a a a EOS b b EOS
+    CACHE/units/KEY.docs    a row of `DOCUMENT` for each document; written last, so a unit that has it is complete
 
 Each process goes through all units, and a lock per unit decides who makes it, so other commands and machines may join
 at any time. What a killed process has not completed is made anew.
@@ -11,10 +13,13 @@ import bisect
 import contextlib
 import functools
 import hashlib
+import io
 import itertools
 import multiprocessing
 import os
+import re
 import signal
+import sys
 import threading
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
@@ -26,10 +31,14 @@ import numpy as np
 from filelock import FileLock, Timeout
 from tqdm import tqdm
 
-from data.readers import Document, read_documents
+from data.readers import BLOCK, Document, read_documents
+from data.settings import DataSettings
 from data.sources import TextFile
-from data.tokenizer import Tokenizer
-from errors import UserError, is_main_process, usable_cores
+from data.special_tokens import TURNS
+from data.split import MAX_VALIDATION, candidates
+from data.tokenizer import Tokenizer, load_tokenizer
+from data.tokenizer_json import read_model
+from errors import UserError, is_main_process, reading, usable_cores
 from files import replacing
 
 VERSION = 6  # raised when the same text and tokenizer would give other files
@@ -38,6 +47,86 @@ BATCH = 4_000_000  # characters that are encoded together, on all cores of a pro
 SPAWN = multiprocessing.get_context("spawn")  # torch's threads do not survive a fork
 DOCUMENT = np.dtype([("hash", "<u8"), ("bytes", "<u8"), ("tokens", "<u8")])
 END = ""  # stands after the blocks of a document
+# Text to train a tokenizer on. Python sources: 3.47 bytes per token from 3 MB, 3.54 from 8 MB, in 3 s on two cores.
+TOKENIZER_BYTES = 10_000_000
+SAMPLE_BYTES = 64_000  # bytes of a larger text that are read in one place
+TRAINER_OPTIONS = dict(
+    model_type="bpe",
+    byte_fallback=True,  # a character without a piece becomes its UTF-8 bytes, so no text is unknown
+    character_coverage=0.9995,  # the rarest characters are left to the bytes
+    required_chars="▁",  # a space, which would come back as ▁ where a text has few
+    normalization_rule_name="identity",
+    add_dummy_prefix=False,
+    remove_extra_whitespaces=False,
+    allow_whitespace_only_pieces=True,  # indentation: one id for a run of spaces
+    split_by_unicode_script=False,  # pieces such as "(self" and "):": 7 % more bytes per token on Python sources
+    max_sentence_length=1 << 16,  # bytes; longer lines would be left out, so they are cut
+    unk_id=0,
+    bos_id=1,
+    eos_id=2,
+    pad_id=-1,
+    control_symbols=[*TURNS],
+    hard_vocab_limit=False,  # a small text has fewer pieces
+    minloglevel=2,
+)
+
+
+def trained_tokenizer(files: list[TextFile], settings: DataSettings, vocab_size: int) -> Tokenizer:
+    """A tokenizer that is trained on a sample of the files, unless the cache has it, complete."""
+    split = (settings.validation_fraction, settings.validation_salt)
+    key = digest(VERSION, vocab_size, split, sorted(TRAINER_OPTIONS.items()), files)
+    folder = Path(settings.cache, "tokenizers", key)
+    folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder / ".lock"):
+        with contextlib.suppress(UserError), reading(folder):
+            tokenizer = load_tokenizer(folder / "tokenizer.json")  # the last file that is saved
+            read_model(tokenizer.files["tokenizer.model"])  # it goes into every checkpoint
+            return tokenizer
+        print(f"training a tokenizer of {vocab_size:,} pieces (once) ...", file=sys.stderr, flush=True)
+        tokenizer = train_tokenizer(sample_text(files, settings), vocab_size, folder / "tokenizer.model")
+        tokenizer.save(folder)
+        return tokenizer
+
+
+def sample_text(files: list[TextFile], settings: DataSettings) -> list[str]:
+    """About `TOKENIZER_BYTES` of text from places all over the files, without documents that may be for validation."""
+    texts, due = [], 0.0
+    fraction = TOKENIZER_BYTES / max(1, sum(file.size for file in files))
+    for file in files:
+        due += fraction * file.size  # what the sample lacks up to here
+        if due < SAMPLE_BYTES and fraction < 1:
+            continue
+        for document in read_documents(file):
+            texts.append("".join(itertools.islice(document, 1 + 2 * MAX_VALIDATION // BLOCK)))
+            due -= len(texts[-1])
+            if due <= 0:
+                break
+    held_out = candidates(np.array([content_hash(text) for text in texts], np.uint64), settings)
+    return [text for text, is_held_out in zip(texts, held_out, strict=True) if not is_held_out] or texts
+
+
+def train_tokenizer(texts: Sequence[str], vocab_size: int, path: str | Path) -> Tokenizer:
+    """Train a byte-pair encoding of `vocab_size` pieces, or of all that the texts have; write it to the file `path`.
+
+    The same texts in the same order give the same file. No piece contains a newline or a tab: those are bytes.
+    """
+    import sentencepiece
+
+    model, options = io.BytesIO(), TRAINER_OPTIONS | {"vocab_size": vocab_size}
+    try:
+        sentencepiece.SentencePieceTrainer.train(sentence_iterator=lines(texts), model_writer=model, **options)
+    except (RuntimeError, ValueError, OSError) as error:
+        raise UserError(f"no tokenizer could be trained on this text ({error}); give more text.") from None
+    Path(path).write_bytes(model.getvalue())
+    return load_tokenizer(path)
+
+
+def lines(texts: Iterable[str]) -> Iterator[str]:
+    """Lines that the trainer does not skip: without newline, tab and NUL, and not too long."""
+    max_length = TRAINER_OPTIONS["max_sentence_length"] // 4  # a character has at most 4 bytes
+    for text in texts:
+        for line in re.split("[\n\t\0]+", text):
+            yield from (line[start : start + max_length] for start in range(0, len(line), max_length))
 
 
 @dataclass(frozen=True)
@@ -190,13 +279,13 @@ class TokenStream:
     def __getitem__(self, places: slice) -> np.ndarray:
         """The ids of a slice with step 1, read anew: pages that stay mapped would count as memory of the process."""
         start, stop, _ = places.indices(len(self))
-        found, run = [np.empty(0, self._dtype)], bisect.bisect_right(self._ends, start)
+        ids, run = [np.empty(0, self._dtype)], bisect.bisect_right(self._ends, start)
         while start < stop:
             end = min(stop, self._ends[run])
             first = start + self._shifts[run]
-            found.append(np.fromfile(self._paths[run], self._dtype, end - start, offset=first * self._dtype.itemsize))
+            ids.append(np.fromfile(self._paths[run], self._dtype, end - start, offset=first * self._dtype.itemsize))
             start, run = end, run + 1
-        return np.concatenate(found)
+        return np.concatenate(ids)
 
 
 def digest(*parts: object) -> str:
@@ -206,3 +295,7 @@ def digest(*parts: object) -> str:
 
 def content_hash(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode("utf-8"), digest_size=8).digest(), "little")
+
+
+def counted(count: int, noun: str) -> str:
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"

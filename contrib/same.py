@@ -1,0 +1,181 @@
+"""Does a model mean the same in every program? `python -m contrib.same RUN` prints where their answers part first.
+
+Text is text, special tokens typed in it too: `transformers` is asked with split_special_tokens, whatever its default
+for the model. Conversations have none, and the markers of their template are tokens. Logits are computed in float32. A
+program that refuses does not agree. Nothing is downloaded, and no code of a checkpoint is executed.
+"""
+
+import importlib.util
+import inspect
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import torch
+import tyro
+
+from checkpoints.find import find_adapter, find_checkpoint
+from checkpoints.pretrained import load_pretrained
+from contrib.programs import Answers, ask, llama_cpp, transformers
+from data.chat import BREAK, ChatFormat
+from errors import UserError, exit_on_user_error, printable
+from generation.cli import merge, open_model
+from generation.settings import Sampling, recommended_sampling
+
+TEXTS = ["", " ", "  ", " lead", "trail ", "two  spaces", "\t", "\ta\tb", "\n\n", "a\r\nb\n", " " * 33, "\0a", "\x7f"]
+TEXTS += ["0", "12 345", "1234567890", "3.14e-10", "²½", "I'm you're WE'LL", "x = {'a': [1]}  # y", "camelCase_snake"]
+TEXTS += ["中文", "日本語のテキスト", "한국어", "a 中文 b", "😀", "👩‍👩‍👧 family", "e\u0301 or é", "ก็", "नमस्ते", "\xa0b"]
+TEXTS += ["مرحبا", "Привет", "\u200b\ufeff", "\U0010ffff", "▁x", "<s>a</s>", "<|im_start|>a", "ab 1\n" * 1000]
+USER, SYSTEM, ANSWER = ("user", "Why\tis\n\n2 + 2 = 4?  "), ("system", "Be brief. 简短"), ("assistant", "It is 😀.\n")
+CONVERSATIONS = [[USER], [SYSTEM, USER], [USER, ANSWER], [USER, ANSWER, USER], [SYSTEM, USER, ANSWER, USER], [SYSTEM]]
+
+
+def main(
+    run: Annotated[str, tyro.conf.arg(metavar="RUN"), tyro.conf.Positional],
+    other: Annotated[str | None, tyro.conf.arg(name="with", metavar="OTHER")] = None,
+    python: tyro.conf.UseAppendAction[tuple[str, ...]] = (),
+    as_json: Annotated[bool, tyro.conf.arg(name="json")] = False,
+) -> int:
+    """Ask every installed program what a model means. Exit status 0 only if all agree with prenorm.
+
+    Args:
+        run: A run folder, a checkpoint or an adapter, as for generate.py.
+        other: What should be the same model: such a directory, or a GGUF file.
+        python: Another Python with transformers, such as version 4. Repeat the flag for several.
+        as_json: Print a JSON object instead of a table.
+    """
+    checkpoint, tokenizer, ends = open_model(find_checkpoint(run))
+    config, context = checkpoint.config, checkpoint.config.max_position_embeddings
+    length = min(max(context // 2, 2048), 4096, context)
+    ids = tokenizer.encode(Path(inspect.__file__).read_text(encoding="utf-8")[: 8 * length])
+    # The first are those of a short text. An error in the rotation grows with the position.
+    positions = np.unique([*range(min(16, length - 1)), *np.linspace(0, length - 2, 64, dtype=int)])
+    questions = {
+        "texts": [*TEXTS, "a".join(token.content for token in tokenizer.added_tokens.values())],
+        "conversations": [[{"role": role, "content": text} for role, text in turns] for turns in CONVERSATIONS],
+        "EOS": sorted(ends),
+        "ids": (ids * (length // len(ids) + 1))[:length],
+        "positions": positions.tolist(),
+    }
+    programs = ask_programs(run, python, questions)
+    reference = next(programs)
+    if "refused" in reference:
+        raise UserError(reference["refused"])
+    # A sum of n products is off by about sqrt(n) roundings (Higham and Mary 2019), the seven of each layer add up in
+    # quadrature, and the angle at position p is off by p roundings. Both programs round.
+    products = 7 * config.num_hidden_layers * max(config.hidden_size, config.intermediate_size)
+    tolerances = 2 * 2.0**-24 * (products**0.5 + positions) * np.linalg.norm(reference["logits"], axis=1)
+    columns = {answers["program"]: answers for answers in programs}
+    if other is not None:
+        columns |= {f"OTHER in {answers['program']}": answers for answers in ask_programs(other, python, questions)}
+    if not columns:
+        raise UserError("no other program is installed: pip install transformers, or give --with OTHER.")
+    table = {}
+    for program, answers in columns.items():
+        table[program] = {name: answers.get("refused", "not asked") for name in reference if name != "program"}
+        for name in table[program].keys() & answers.keys():
+            table[program][name] = difference(reference[name], answers[name], questions["positions"], tolerances)
+    print(json.dumps(table, indent=2, ensure_ascii=False) if as_json else as_text(table))
+    return int(any(cell not in ("equal", "not asked") for cells in table.values() for cell in cells.values()))
+
+
+def as_text(table: dict[str, dict[str, str]]) -> str:
+    """The table with a line for each question."""
+    names = next(iter(table.values()), {})
+    rows = [["", *table], *([name, *(cells[name] for cells in table.values())] for name in names)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return printable("\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows))
+
+
+def ask_programs(place: str, pythons: tuple[str, ...], questions: dict) -> Iterator[dict]:
+    """The answers of each program that opens a directory, this one first, or a GGUF file."""
+    if place.endswith(".gguf"):
+        files, llama = {"model": Path(place).parent, "gguf_file": Path(place)}, llama_cpp
+    else:
+        model, adapter = find_adapter(find_checkpoint(place))
+        has_tokenizer = adapter is not None and any(adapter.glob("tokenizer.*"))
+        files = {"model": model, "adapter": adapter, "tokenizer": adapter if has_tokenizer else model}
+        llama = exported_to_llama_cpp
+        yield ask(prenorm, questions, place=place)
+    files = {name: str(path.absolute()) for name, path in files.items() if path is not None}
+    if importlib.util.find_spec("transformers"):
+        yield ask(transformers, questions, **files)
+    for python in pythons:
+        yield ask_other_python(python, {"questions": questions, **files})
+    if importlib.util.find_spec("llama_cpp"):
+        yield ask(llama, questions, place=place, context=len(questions["ids"]))
+
+
+def prenorm(place: str) -> Answers:
+    """This program."""
+    checkpoint, tokenizer, ends = open_model(find_checkpoint(place))
+
+    def chat(messages: list[dict]) -> dict:
+        text = "".join(ChatFormat(tokenizer).render(messages))
+        return {"text": text.replace(BREAK, ""), "ids": tokenizer.encode_special(text, BREAK).ids}
+
+    yield "ids of texts", tokenizer.encode
+    yield "ids with BOS", [tokenizer.bos_id] * (tokenizer.bos_id is not None) + tokenizer.encode("a")
+    yield "conversations", chat
+    yield "EOS", sorted(ends)
+    yield "sampling", vars(recommended_sampling(find_checkpoint(place)) or Sampling(temperature=0))
+    decoder = load_pretrained(checkpoint, cast=True).eval().requires_grad_(False)
+    yield "logits", lambda ids, positions: decoder(torch.tensor([ids]))[0, positions].numpy()
+
+
+def exported_to_llama_cpp(place: str, context: int) -> Answers:
+    """llama.cpp, for which the model is written as a GGUF file, with its adapter merged."""
+    from contrib.gguf import write_gguf
+
+    with tempfile.TemporaryDirectory() as folder:
+        merge(*open_model(find_checkpoint(place)), Path(folder) / "merged")
+        write_gguf(Path(folder) / "merged", Path(folder) / "model.gguf", "float32")
+        yield from llama_cpp(f"{folder}/model.gguf", context)
+
+
+def ask_other_python(python: str, arguments: dict) -> dict:
+    """The answers of transformers in another Python."""
+    with tempfile.TemporaryDirectory() as folder:
+        asked, answered = Path(folder) / "questions.json", Path(folder) / "answers.npz"
+        asked.write_text(json.dumps(arguments), encoding="utf-8")
+        command = [os.path.abspath(shutil.which(python) or python), "-m", "contrib.programs", asked, answered]
+        done = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True)
+        if done.returncode:
+            return {"program": python, "refused": f"refused: {done.stderr.strip().splitlines()[-1]}"}
+        with np.load(answered) as arrays:
+            return {name: json.loads(str(array)) if array.ndim == 0 else array for name, array in arrays.items()}
+
+
+def difference(ours: object, theirs: object, positions: Sequence = (), tolerances: np.ndarray | float = 0.0) -> str:
+    """Where two answers part first, with both sides; or "equal"."""
+    if isinstance(ours, np.ndarray):  # logits (P, V)
+        if ours.shape != theirs.shape:
+            return f"{ours.shape[1]} logits, here {theirs.shape[1]}"
+        for i in np.flatnonzero(~(np.linalg.norm(theirs - ours, axis=1) <= tolerances)):
+            token = np.abs(theirs[i] - ours[i]).argmax()
+            return f"position {positions[i]}, token {token}: {ours[i, token]:.5g}, here {theirs[i, token]:.5g}"
+        return "equal"
+    if isinstance(ours, float):  # such as the loss: off by at most twice the largest error of a logit
+        return "equal" if abs(theirs - ours) <= 2 * np.max(tolerances) else f"{ours:.6g}, here {theirs:.6g}"
+    if isinstance(ours, dict) and isinstance(theirs, dict):
+        for key in {**ours, **theirs}:
+            if ours.get(key) != theirs.get(key):
+                return f"{key!r:.24} {difference(ours.get(key, 'refused'), theirs.get(key, 'refused'))}"
+        return "equal"
+    if type(ours) is type(theirs) and isinstance(ours, str | list) and ours != theirs:
+        start = len(os.path.commonprefix([ours, theirs]))  # noqa: RUF071 - no paths
+        return f"from {start}: {ours[start:][:20]!r:.24}, here {theirs[start:][:20]!r:.24}"
+    return "equal" if ours == theirs else f"{ours!s:.24}, here {theirs!s:.24}"
+
+
+if __name__ == "__main__":
+    os.environ["HF_HUB_OFFLINE"] = "1"  # a model of the Hub must be in its cache
+    with exit_on_user_error():
+        sys.exit(tyro.cli(main, prog="python -m contrib.same"))

@@ -1,0 +1,150 @@
+"""What happens inside a decoder while it reads a text: `inspect` measures it, `surgery` changes a norm. Both run the
+network as it is, in float32 and evaluation mode, with forward hooks; so not in two threads at once."""
+
+import contextlib
+import copy
+import functools
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from errors import UserError
+from kernels.reference import IGNORED
+from model.attention import Attention
+from model.decoder import Decoder, Layer
+from model.norm import Norm
+
+MAX_TOKENS = 1024  # the attention weights of a layer are H T^2 numbers
+QUANTILES = (0.0, 0.05, 0.5, 0.95, 1.0)
+CHANGES = ("mean", "bias", "gain", "statistics", "norm")
+NOT_CENTERED = {"layer": "rms", "center": "none"}  # norms that subtract a row's mean, and what they are without that
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """Measurements of T tokens, on the CPU. N norms in the order in which they run; a norm reads rows of D channels."""
+
+    norms: tuple[str, ...]  # names of the modules, such as "layers.0.input_layernorm"
+    rms: Tensor  # (N, T) root mean square of the row: the residual stream or, behind a block, the block's output
+    mean_over_std: Tensor  # (N, T) |mean| / standard deviation of the row: what LayerNorm would subtract
+    chance: float  # sqrt(2 / (pi D)), the mean of `mean_over_std` if channels are independent and normal
+    kurtosis: Tensor  # (N, T) E[x^4] / E[x^2]^2 over the channels; 3 if they are normal
+    largest_channel: Tensor  # (N, T) int64
+    largest_share: Tensor  # (N, T) its square as a share of the row's sum of squares
+    gain: Tensor  # (N, 5) `QUANTILES` over the channels of what a norm multiplies by; 1 without a gain
+    bias: Tensor  # (N, 5) the same of what it adds; 0 without a bias
+    to_previous: Tensor  # (L, H, T) attention to the token before; 0 at the first
+    to_itself: Tensor  # (L, H, T)
+    to_first: Tensor  # (L, H, T)
+    after_same: Tensor  # (L, H, T) to all tokens after an earlier occurrence of the same token, summed (induction)
+    top_ids: Tensor  # (L, T, 5) int64, logit lens: likeliest next tokens if final norm and head read the stream here
+    top_probabilities: Tensor  # (L, T, 5)
+    losses: Tensor  # (T - 1,) -log p in nats, of each token but the first
+
+
+def inspect(decoder: Decoder, ids: Sequence[int]) -> Inspection:
+    """Measure one forward pass over 1 to `MAX_TOKENS` ids; `UserError` for any other number of them."""
+    names = {module: name for name, module in decoder.named_modules() if isinstance(module, Norm | Attention | Layer)}
+    norms, measured = [], {}
+
+    def record(module: nn.Module, inputs: tuple, outputs: Tensor | tuple) -> None:
+        if isinstance(module, Norm):
+            norms.append(names[module])
+            fields = measure_norm(module, outputs[1][0])
+        elif isinstance(module, Attention):
+            fields = measure_attention(module, *inputs[:3], ids)
+        else:
+            fields = predict(decoder, *outputs)
+        for field, tensor in fields.items():
+            measured.setdefault(field, []).append(tensor.cpu())
+
+    losses, chance = token_losses(decoder, ids, names, record), math.sqrt(2 / (math.pi * decoder.config.hidden_size))
+    stacked = {field: torch.stack(tensors) for field, tensors in measured.items()}
+    return Inspection(tuple(norms), chance=chance, losses=losses, **stacked)
+
+
+def surgery(decoder: Decoder, ids: Sequence[int], change: str, norm: str | None = None) -> Tensor:
+    """Losses (T - 1,) after one of `CHANGES` in the norm of this name, or in all, minus those before it, in nats.
+
+    mean: subtracted from each row first; where the norm does that itself (layer, center), not subtracted. bias: none.
+    gain: 1. statistics: those of all tokens together instead of each token's. norm: none, its input is its output.
+    """
+    norms = {name: module for name, module in decoder.named_modules() if isinstance(module, Norm)}
+    if change not in CHANGES or norm not in (None, *norms):
+        raise UserError(f"{change} of {norm}: changes are {', '.join(CHANGES)}; norms are {', '.join(norms)}.")
+    chosen, hook = norms.values() if norm is None else [norms[norm]], functools.partial(replace_output, change)
+    return token_losses(decoder, ids, chosen, hook) - token_losses(decoder, ids, [], hook)
+
+
+@torch.no_grad()
+def token_losses(decoder: Decoder, ids: Sequence[int], modules: Iterable[nn.Module], hook: Callable) -> Tensor:
+    """The losses (T - 1,) of one forward pass with a forward hook on these modules."""
+    if not 1 <= len(ids) <= min(MAX_TOKENS, decoder.config.max_position_embeddings):
+        raise UserError(f"the text has {len(ids)} tokens; give 1 to {MAX_TOKENS}, within the model's context.")
+    tokens = torch.tensor([[*ids]], device=decoder.embed_tokens.weight.device)
+    with contextlib.ExitStack() as at_the_end:
+        at_the_end.callback(setattr, decoder, "compute_dtype", decoder.compute_dtype)
+        at_the_end.callback(decoder.train, decoder.training)
+        for module in modules:
+            at_the_end.enter_context(module.register_forward_hook(hook))
+        decoder.eval().compute_dtype = torch.float32
+        return decoder(tokens, nn.functional.pad(tokens[:, 1:], (0, 1), value=IGNORED))[0, :-1].cpu()
+
+
+def measure_norm(norm: Norm, rows: Tensor) -> dict[str, Tensor]:
+    """The fields of `Inspection` that come from what a norm reads, (T, D), and from its parameters."""
+    rms = rows.square().mean(-1).sqrt()
+    squares = (rows / rms.clamp(min=1e-20)[:, None]).square()  # with the mean 1
+    (largest, channel), std = squares.max(-1), rows.std(-1, correction=0).clamp(min=1e-20)
+    gain = 1 + norm.offset if norm.kind == "offset" else norm.weight
+    gain = torch.ones_like(rows[0]) if gain is None else gain
+    bias = torch.zeros_like(rows[0]) if norm.bias is None else norm.bias
+    gain, bias = torch.stack((gain, bias)).float().quantile(rows.new_tensor(QUANTILES), -1).mT
+    fields = {"rms": rms, "mean_over_std": rows.mean(-1).abs() / std, "kurtosis": squares.square().mean(-1)}
+    return fields | {"largest_channel": channel, "largest_share": largest / rows.shape[1], "gain": gain, "bias": bias}
+
+
+def measure_attention(module: Attention, x: Tensor, cos: Tensor, sin: Tensor, ids: Sequence[int]) -> dict[str, Tensor]:
+    """The fields of `Inspection` that come from the attention weights, which fused attention does not return."""
+    q, k, _ = module.queries_keys_values(x, cos, sin)  # (1, H, T, d), (1, K, T, d)
+    scores = (q @ k.repeat_interleave(module.heads // module.kv_heads, 1).mT)[0] / math.sqrt(q.shape[-1])
+    weights = scores.masked_fill(torch.ones_like(scores).triu(1) > 0, -math.inf).softmax(-1)  # (H, T, T)
+    tokens = torch.tensor([*ids], device=x.device)
+    after_same = nn.functional.pad(tokens[:, None] == tokens[:-1], (1, 0))  # (t, j): is token j - 1 as token t?
+    fields = {"to_previous": nn.functional.pad(weights.diagonal(-1, 1, 2), (1, 0)), "to_first": weights[..., 0]}
+    return fields | {"to_itself": weights.diagonal(0, 1, 2), "after_same": (weights * after_same).sum(-1)}
+
+
+def predict(decoder: Decoder, x: Tensor, residual: Tensor | None) -> dict[str, Tensor]:
+    """The logit lens (nostalgebraist 2020): final norm and head read what a layer returns."""
+    if decoder.norm is not None:
+        x, _ = decoder.norm.forward(x, residual)  # without its hook
+    head = decoder.embed_tokens if decoder.lm_head is None else decoder.lm_head
+    probabilities, ids = head(x)[0].softmax(-1).topk(min(5, decoder.config.vocab_size))
+    return {"top_ids": ids, "top_probabilities": probabilities}
+
+
+def replace_output(change: str, norm: Norm, _: tuple, outputs: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """A forward hook that makes one of `CHANGES` on a copy of the norm, and gives the copy's output instead."""
+    s, changed = outputs[1], copy.deepcopy(norm)  # s (1, T, D)
+    if change == "statistics":  # all tokens as one row, channel by channel, so that slices of channels stay slices
+        for tensor in (*changed.parameters(), *changed.buffers()):
+            tensor.data = tensor.repeat_interleave(s.shape[1]) if tensor.ndim else tensor
+        if norm.kind == "l2":  # a row's length grows with the square root of its width
+            changed.weight.mul_(math.sqrt(s.shape[1]))
+        return changed.forward(s.mT.reshape(1, 1, -1))[0].view(s.mT.shape).mT.contiguous(), s
+    if change == "mean":
+        changed.kind = NOT_CENTERED.get(norm.kind, norm.kind)
+        return changed.forward(s if norm.kind in NOT_CENTERED else s - s.mean(-1, keepdim=True))[0], s
+    if change == "norm":
+        return s, s
+    if change == "bias":
+        changed.bias = None
+    elif norm.kind == "offset":  # gain
+        changed.offset.zero_()
+    elif norm.weight is not None:
+        changed.weight.fill_(1)
+    return changed.forward(s)[0], s

@@ -1,0 +1,209 @@
+"""`contrib.same`: good directories have no difference, and each fault that is put in on purpose is named.
+
+With transformers 4: `TRANSFORMERS_4=PYTHON python -m pytest -m slow tests/contrib/test_same.py`, PYTHON of that
+environment. With llama.cpp: `pip install llama-cpp-python gguf`.
+"""
+
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from checkpoints.pretrained import load_pretrained, save_pretrained
+from contrib import same
+from data.tokens import train_tokenizer
+from errors import UserError
+from model.lora import add_lora
+
+ROOT = Path(__file__).parents[2]
+TEXT = ["the quick brown fox jumps over the lazy dog and runs  away"] * 20
+FAMILIES = {
+    "llama": {},
+    "llama, biases of q, k and v": {"attention_bias": True, "tie_word_embeddings": False},
+    "qwen3": {"qk_norm": True},
+    "stablelm, long": {"norm": "layer", "attention_bias": True, "max_position_embeddings": 2100},
+}
+HAS_LLAMA_CPP = importlib.util.find_spec("llama_cpp") is not None
+REFUSED = {"norm_placement": "post"}  # by transformers and llama.cpp
+
+
+@pytest.fixture
+def good(make_decoder, tmp_path):
+    """Write a small chat model with the given changes, and return its directory."""
+
+    def make(name: str = "good", **changes) -> Path:
+        tokenizer = train_tokenizer(TEXT, 290, tmp_path / "tokenizer.model").for_conversations()
+        save_pretrained(make_decoder(**{"vocab_size": 300} | changes), tmp_path / name, bos_token_id=1, eos_token_id=2)
+        tokenizer.save(tmp_path / name)
+        return tmp_path / name
+
+    return make
+
+
+@pytest.fixture
+def compare(capsys):
+    """The exit status, and of the columns whose program matches the cells that are not equal."""
+
+    def run(*arguments: Path, programs: str = "", **options) -> tuple[int, dict[str, dict[str, str]]]:
+        status = same.main(*map(str, arguments), as_json=True, **options)
+        table = json.loads(capsys.readouterr().out)
+        chosen = {program: cells for program, cells in table.items() if re.match(programs, program)}
+        assert chosen
+        differences = {}
+        for program, cells in chosen.items():
+            differences[program] = {name: cell for name, cell in cells.items() if cell not in ("equal", "not asked")}
+        return status, differences
+
+    return run
+
+
+def edit_json(path: Path, **changes) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | changes), encoding="utf-8")
+
+
+@pytest.mark.parametrize("changes", FAMILIES.values(), ids=FAMILIES.keys())
+def test_a_good_directory_of_every_family_has_no_difference(good, compare, changes):
+    status, differences = compare(good(**changes))
+    assert status == 0 and {*map(len, differences.values())} == {0}
+    assert next(iter(differences)).startswith("transformers 5")
+    assert any("llama" in program for program in differences) == HAS_LLAMA_CPP
+
+
+def rope_theta(folder: Path) -> None:
+    edit_json(folder / "config.json", rope_theta=2e4, rope_parameters={"rope_type": "default", "rope_theta": 2e4})
+
+
+def no_special_flag(folder: Path) -> None:
+    tokens = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))["added_tokens"]
+    changed = [token | {"special": token["content"] != "<|end|>"} for token in tokens]
+    edit_json(folder / "tokenizer.json", added_tokens=changed)
+
+
+def two_bos(folder: Path) -> None:
+    template = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))["chat_template"]
+    edit_json(folder / "tokenizer_config.json", chat_template="{{ bos_token }}" + template)
+
+
+def other_head(folder: Path) -> None:
+    edit_json(folder / "config.json", tie_word_embeddings=False)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] * 1.001
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+LOGITS = {"logits", "loss per token"}
+FAULTS = {
+    "another base of the rotation": (rope_theta, LOGITS, r"position ([1-9]|\d\d), token \d+: -?\d.*, here -?\d"),
+    "a token that is not special": (no_special_flag, {"ids of texts"}, r"'<unk>a<s>.* from \d+: \[.*, here \[6\]"),
+    "a second BOS": (two_bos, {"conversations"}, r"'conversation 1' 'text' from 4: .*, here 's><\|user"),
+    "another head": (other_head, LOGITS, r"position 0, token \d+: "),
+    "ten times the eps": (lambda d: edit_json(d / "config.json", rms_norm_eps=1e-4), LOGITS, "position 0, token"),
+    "another EOS": (lambda d: edit_json(d / "generation_config.json", eos_token_id=2), {"EOS"}, r"\[6\], here \[\]"),
+    "another temperature": (
+        lambda d: edit_json(d / "generation_config.json", do_sample=True, temperature=0.71, top_k=0),
+        {"sampling"},
+        r"'temperature' 0, here 0\.71",
+    ),
+}
+
+
+@pytest.mark.parametrize(("fault", "names", "cell"), FAULTS.values(), ids=FAULTS.keys())
+def test_a_fault_in_a_copy_is_named_in_all_programs(good, compare, tmp_path, fault, names, cell):
+    model = good()
+    other = shutil.copytree(model, tmp_path / "other")
+    fault(other)
+    status, differences = compare(model, programs="OTHER in (prenorm|transformers)", other=str(other))
+    assert status == 1 and len(differences) == 2
+    for cells in differences.values():
+        assert names <= cells.keys() <= names | {"greedy tokens"}
+        assert re.search(cell, cells[min(names, key=["logits", *cells].index)])
+
+
+def test_faults_that_only_one_program_falls_for_are_found_in_the_directory_alone(good, compare):
+    """transformers makes text of a template's markers; it adds BOS although add_bos_token says that there is none."""
+    model = good()
+    edit_json(model / "tokenizer_config.json", split_special_tokens=True)
+    [cells] = compare(model, programs="transformers")[1].values()
+    assert cells.keys() == {"conversations"} and " 'ids' from 0: [1, 4" in cells["conversations"]
+    edit_json(model / "tokenizer_config.json", split_special_tokens=False, add_bos_token=False)
+    [cells] = compare(model, programs="transformers")[1].values()
+    assert cells.keys() == {"ids with BOS"} and re.fullmatch(
+        r"from 0: \[(\d+)\], here \[1, \1\]", cells["ids with BOS"]
+    )
+
+
+def test_an_adapter_is_asked_in_peft_and_half_of_its_alpha_is_found(good, compare, tmp_path):
+    pytest.importorskip("peft")
+    model = good()
+    decoder = load_pretrained(model).requires_grad_(False)
+    adapted = add_lora(decoder, {"r": 4, "lora_alpha": 8, "base_model_name_or_path": str(model)}, 1)
+    for parameter in adapted.parameters():
+        if parameter.requires_grad:
+            parameter.data = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(6)) * 0.1
+    save_pretrained(adapted, tmp_path / "adapter")
+    other = shutil.copytree(tmp_path / "adapter", tmp_path / "other")
+    edit_json(other / "adapter_config.json", lora_alpha=4)
+    _, differences = compare(tmp_path / "adapter", programs=".*(prenorm|peft)", other=str(other))
+    assert [{*cells} - {"greedy tokens"} for cells in differences.values()] == [set(), LOGITS, LOGITS]
+    assert compare(model, other=str(tmp_path / "adapter"))[0] == 1
+
+
+def test_who_refuses_says_so_and_does_not_agree(good, compare):
+    status, differences = compare(good(**REFUSED))
+    assert status == 1
+    assert all(re.match("refused: .*(prenorm|llama.cpp)", cells["logits"]) for cells in differences.values())
+    [cells] = [cells for program, cells in differences.items() if program.startswith("transformers")]
+    assert "ids of texts" not in cells  # its tokenizer opens
+
+
+def test_logits_that_are_not_finite_or_too_many_are_differences(good, compare, tmp_path):
+    model, other = good(), good("other", vocab_size=301)
+    assert compare(model, other=str(other))[1]["OTHER in prenorm"]["logits"] == "300 logits, here 301"
+    broken = np.full((2, 3), np.nan)
+    assert same.difference(np.ones((2, 3)), broken, [0, 7], np.ones(2)).startswith("position 0, token 0: 1, here nan")
+
+
+def test_no_code_of_a_checkpoint_is_executed_and_nothing_is_unpickled(good, compare, tmp_path):
+    model = good()
+    (model / "evil.py").write_text(f"open({str(tmp_path / 'executed')!r}, 'w')\n")
+    evil = {"AutoConfig": "evil.A", "AutoModelForCausalLM": "evil.B", "AutoTokenizer": ["evil.C", "evil.C"]}
+    edit_json(model / "config.json", auto_map=evil)
+    edit_json(model / "tokenizer_config.json", auto_map=evil)
+    assert compare(model)[0] == 0 and not (tmp_path / "executed").exists()
+    (model / "model.safetensors").rename(model / "pytorch_model.bin")
+    with pytest.raises(UserError, match="safetensors"):
+        compare(model)
+
+
+def test_a_gguf_file_is_asked_as_the_other_model(good, compare, tmp_path):
+    """transformers reads it without the biases of q, k and v, and its ids differ: see docs/generate.md."""
+    pytest.importorskip("gguf")
+    from contrib.gguf import write_gguf
+
+    write_gguf(good(), tmp_path / "model.gguf")
+    status, differences = compare(tmp_path / "good", other=str(tmp_path / "model.gguf"))
+    [cells] = [cells for program, cells in differences.items() if program.startswith("OTHER in transformers")]
+    assert status == int(any(differences.values())) and not LOGITS & cells.keys()
+    if HAS_LLAMA_CPP:
+        assert differences[next(program for program in differences if program.startswith("OTHER in llama"))] == {}
+
+
+@pytest.mark.slow
+def test_the_command_asks_another_python_and_says_which_directory_only_transformers_4_reads_otherwise(good):
+    model, python = good(), os.environ.get("TRANSFORMERS_4", sys.executable)
+    command = [sys.executable, "-m", "contrib.same", str(model), "--python", python]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.count("equal") >= 16, done.stderr
+    edit_json(model / "config.json", rope_theta=2e4)  # transformers 5 reads rope_parameters
+    done = subprocess.run([*command, "--json"], cwd=ROOT, capture_output=True, text=True)
+    differences = [any(cell != "equal" for cell in cells.values()) for cells in json.loads(done.stdout).values()]
+    assert differences[:2] == [False, "TRANSFORMERS_4" in os.environ] and done.returncode == int(any(differences))
