@@ -10,16 +10,16 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ablation.execute import Experiment
 from ablation.plan import Run
-from ablation.run import hardware, train_run
+from ablation.run import device_model, train_run
 
-ROOT = Path(__file__).parent.parent
 EXCLUDED = [".git", ".cache", "runs", "tests", "docs", "studies", "speed"]  # what workers do not need
 
 
 def join(experiment: Experiment, address: str) -> Callable[[Run, str], Future]:
     """Make GPUs, or else CPUs, of the cluster's most frequent model the workers; returns the `start` of `execute`."""
-    ray.init(address, runtime_env={"working_dir": str(ROOT), "excludes": EXCLUDED}, log_to_driver=False)
-    kind, device = ("GPU", "cuda") if ray.cluster_resources().get("GPU") else ("CPU", "cpu")
+    root = str(Path(__file__).parent.parent)
+    ray.init(address, runtime_env={"working_dir": root, "excludes": EXCLUDED}, log_to_driver=False)
+    kind, torch_device = ("GPU", "cuda") if ray.cluster_resources().get("GPU") else ("CPU", "cpu")
     options = {f"num_{kind.lower()}s": 1, "max_retries": 3}
 
     def on_node(function: Callable, node: str) -> ray.remote_function.RemoteFunction:
@@ -28,12 +28,13 @@ def join(experiment: Experiment, address: str) -> Callable[[Run, str], Future]:
 
     alive = [node for node in ray.nodes() if node["Alive"]]
     nodes = [node["NodeID"] for node in alive for _ in range(int(node["Resources"].get(kind, 0)))]
-    models = {node: ray.get(on_node(hardware, node).remote(device)) for node in {*nodes}}
-    experiment.hardware = Counter(models[node] for node in nodes).most_common(1)[0][0]
-    experiment.workers = [node for node in nodes if models[node] == experiment.hardware]
-    threads = 1 if device == "cpu" else None
+    models = {node: ray.get(on_node(device_model, node).remote(torch_device)) for node in {*nodes}}
+    experiment.device = Counter(models[node] for node in nodes).most_common(1)[0][0]
+    experiment.workers = [node for node in nodes if models[node] == experiment.device]
 
     def start(run: Run, node: str) -> Future:
-        return on_node(train_run, node).remote(experiment.plan, run, device, threads, len(experiment.workers)).future()
+        threads = 1 if torch_device == "cpu" else None
+        arguments = experiment.plan, run, torch_device, threads, len(experiment.workers)
+        return on_node(train_run, node).remote(*arguments).future()
 
     return start

@@ -1,75 +1,60 @@
-"""Do the runs that a study still wants: a fresh process for each, and each device owned by one worker.
-
-A run that raises or is killed is a row with status "failed" and costs nothing else. All processes end with this one.
+"""Carry out a comparison: do the runs that its schedule wants, and report. Each run has a process of its own, and each
+device one run at a time. A run that raises or is killed is a row with status "failed" and costs nothing else.
 """
 
+import contextlib
 import dataclasses
 import functools
+import json
 import multiprocessing
 import signal
+import sys
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from tqdm import tqdm
 
-from ablation.plan import Plan, Run, arm_settings, load_plan, replace_settings, run_settings, save_plan
-from ablation.records import Row, append, append_rows, read_rows
-from ablation.run import hardware, settings_hash, train_run
-from ablation.study import Study, as_table
+from ablation import report
+from ablation.judge import judged, pairs_of_looks, summary
+from ablation.plan import Plan, Run, arm_settings, load_plan, run_settings, save_plan
+from ablation.records import Row, append, append_rows, as_table, read_rows
+from ablation.run import commit, device_model, settings_hash, train_run
+from ablation.settings import replace_settings
+from ablation.study import Study
 from data.tokens import end_with_parent
-from errors import UserError, usable_cores
+from errors import UserError, printable, usable_cores
+from files import locked
 from model.device import choose_device
 from training.estimate import estimate, format_time
 
 
 @dataclass
 class Experiment:
-    """The folder of a comparison: its plan, and what has been measured so far."""
+    """A comparison: its plan, what has been measured so far, and what its runs are made on."""
 
     plan: Plan
     folder: Path
-    device: str = "auto"  # all GPUs, else MPS, else the CPU's cores; or a torch device
-    jobs: int | None = None  # runs at once on a CPU, one for each core by default; on GPUs how many of them are used
-    rows: list[Row] = field(default_factory=list)
-    failed: list[Row] = field(default_factory=list)  # runs that failed in this command; another one tries them again
+    workers: list[str]  # a torch device each, or a node of a cluster
+    device: str  # the model of all workers, as in `Row`
+    threads: int | None  # of a run on a CPU: those of this process divided by the workers
+    rows: list[Row]  # those that failed did so in this command; another one tries them again
 
     @property
     def study(self) -> Study:
         return Study(self.plan, as_table(self.rows))
-
-    @functools.cached_property
-    def workers(self) -> list[str]:
-        """The device of each: GPUs of one model, so that arms of a seed share it."""
-        if self.jobs is not None and self.jobs < 1:
-            raise UserError(f"--jobs {self.jobs} must be at least 1.")
-        chosen = choose_device(self.device)
-        if chosen.type == "cpu":
-            return ["cpu"] * (self.jobs or usable_cores())
-        all_gpus = chosen.type == "cuda" and self.device == "auto"
-        devices = [f"cuda:{number}" for number in range(torch.cuda.device_count())] if all_gpus else [str(chosen)]
-        return [device for device in devices if hardware(device) == hardware(devices[0])][: self.jobs]
-
-    @functools.cached_property
-    def hardware(self) -> str:
-        """The model of all workers."""
-        return hardware(self.workers[0])
-
-    @property
-    def threads(self) -> int | None:
-        """Threads of a run: on a CPU those of this process (OMP_NUM_THREADS, or its cores) divided by the workers."""
-        return max(1, torch.get_num_threads() // len(self.workers)) if self.workers[0] == "cpu" else None
 
     def add(self, run: Run, future: Future) -> None:
         """Append the row of a run that has ended. On another device or text than the runs before it has failed."""
         texts, reason = {row.text_hash for row in self.rows} - {""}, None
         try:
             row = future.result()
-            if row.device != self.hardware:
-                reason = f"it ran on {row.device}, and the others on {self.hardware}"
+            row = dataclasses.replace(row, commit=row.commit or commit())  # a cluster gets the code without git
+            if row.device != self.device:
+                reason = f"it ran on {row.device}, and the others on {self.device}"
             elif texts and row.text_hash not in texts:
                 reason = f"the text has hash {row.text_hash}, and that of the runs before is {texts.pop()}"
         except BrokenProcessPool:
@@ -79,39 +64,54 @@ class Experiment:
             reason = f"{type(error).__name__}: {error}"
         if reason is not None:
             row = Row(**vars(run), status="failed", reason=reason)
-            self.failed.append(row)
         self.rows.append(row)
         append_rows(self.folder, row)
 
 
-def load_or_create(plan: Plan, folder: Path, device: str = "auto", jobs: int | None = None) -> Experiment:
+def local_workers(torch_device: str, jobs: int | None) -> list[str]:
+    """The torch device of each. For auto: GPUs of one model, as arms of a seed share it, else MPS, else the cores."""
+    if jobs is not None and jobs < 1:
+        raise UserError(f"--jobs {jobs} must be at least 1.")
+    chosen = choose_device(torch_device)
+    if chosen.type == "cpu":
+        return ["cpu"] * (jobs or usable_cores())
+    if chosen.type != "cuda" or torch_device != "auto":
+        return [str(chosen)]
+    gpus = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
+    return [gpu for gpu in gpus if device_model(gpu) == device_model(gpus[0])][:jobs]
+
+
+def load_experiment(plan: Plan, folder: Path, torch_device: str = "auto", jobs: int | None = None) -> Experiment:
     """The experiment of a folder with its finished runs; those that failed are forgotten and made again."""
     rows = [row for row in read_rows(folder) if row.status != "failed"]
-    if rows and not {row.arm for row in rows} & {*plan.compared}:
+    if rows and not {row.arm for row in rows} & {*plan.all_arms}:
         raise UserError(f"{folder} has the runs of another comparison; give another --out.")
     for row in rows:
         if not row.settings_hash:
             raise UserError(f"the runs of {folder} did not record their settings; give another --out to repeat them.")
-        if row.arm in plan.compared and settings_hash(run_settings(plan, row)) != row.settings_hash:
+        if row.arm in plan.all_arms and settings_hash(run_settings(plan, row)) != row.settings_hash:
             raise UserError(f"a finished run ({row}) of {folder} had other settings; give another --out.")
-    return Experiment(plan, folder, device, jobs, rows)
+    workers = local_workers(torch_device, jobs)
+    threads = max(1, torch.get_num_threads() // len(workers)) if workers[0] == "cpu" else None
+    return Experiment(plan, folder, workers, device_model(workers[0]), threads, rows)
 
 
 def execute(experiment: Experiment, start: Callable[[Run, str], Future] | None = None) -> None:
     """Do all runs that are wanted, each begun by `start`, and again those of unfinished seeds on other hardware."""
-    unfinished, here = {(run.phase, run.seed) for run in experiment.study.remaining}, experiment.hardware
+    start, here = start or functools.partial(start_process, experiment), experiment.device
+    unfinished = {(run.phase, run.seed) for run in experiment.study.schedule.remaining}
     experiment.rows = [r for r in experiment.rows if r.device == here or (r.phase, r.seed) not in unfinished]
-    begin, free, running = start or functools.partial(start_process, experiment), [*experiment.workers], {}
+    free, running = [*experiment.workers], {}
     bar = tqdm(unit="run", initial=len(experiment.rows), dynamic_ncols=True, disable=None)
     try:
         while True:
             started = {run for run, _ in running.values()}
-            waiting = [run for run in experiment.study.remaining if run not in started]
+            waiting = [run for run in experiment.study.schedule.remaining if run not in started]
             bar.total = len(experiment.rows) + len(running) + len(waiting)
             bar.refresh()
             for run in waiting[: len(free)]:
                 worker = free.pop()
-                running[begin(run, worker)] = run, worker
+                running[start(run, worker)] = run, worker
             if not running:
                 return
             for future in wait(running, timeout=5, return_when=FIRST_COMPLETED).done:  # the bar shows that time passes
@@ -138,20 +138,65 @@ def write_plan(experiment: Experiment) -> None:
         save_plan(experiment.plan, path)
 
 
-def start_process(experiment: Experiment, run: Run, device: str) -> Future:
+def start_process(experiment: Experiment, run: Run, torch_device: str) -> Future:
     """Begin a run in a fresh process, which inherits that Ctrl-C is ignored: this one ends the others."""
     handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
     pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), initializer=end_with_parent)
-    future = pool.submit(train_run, experiment.plan, run, device, experiment.threads, len(experiment.workers))
+    future = pool.submit(train_run, experiment.plan, run, torch_device, experiment.threads, len(experiment.workers))
     signal.signal(signal.SIGINT, handler)
     pool.shutdown(wait=False)
     return future
 
 
-def estimate_run(experiment: Experiment) -> None:
+def judge(experiment: Experiment, start: Callable[[Run, str], Future] | None = None) -> str:
+    """Train pairs, as `execute` does, until the verdict, which is returned as JSON; looks before it are printed."""
+    plan, looks = experiment.plan, pairs_of_looks(experiment.plan.seeds)
+    for look, pairs in enumerate(looks, 1):
+        experiment.plan = dataclasses.replace(plan, seeds=pairs)
+        execute(experiment, start)
+        result = summary(experiment.study, look, looks)
+        if result["verdict"] != "inconclusive" or result["pairs"] < pairs or look == len(looks):
+            break
+        print(json.dumps(result), flush=True)
+    write_plan(experiment)  # with the pairs that there are
+    return json.dumps(result)
+
+
+def estimate_run(experiment: Experiment, torch_device: str) -> None:
     """Print what a run of the first arm needs, its time from a few steps, and that of all runs that remain."""
-    settings = arm_settings(experiment.plan, next(iter(experiment.plan.compared.values())))
+    settings = arm_settings(experiment.plan, next(iter(experiment.plan.all_arms.values())))
     torch.set_num_threads(experiment.threads or torch.get_num_threads())
-    runs, workers = len(experiment.study.remaining), len(experiment.workers)
-    seconds = estimate(replace_settings(settings, {"device": experiment.device})) * runs / workers
+    runs, workers = len(experiment.study.schedule.remaining), len(experiment.workers)
+    print("one run:", flush=True)
+    seconds = estimate(replace_settings(settings, {"device": torch_device})) * runs / workers
     print(f"all runs that can start: {runs}, {workers} at once, about {format_time(seconds)} of training")
+
+
+def compare(
+    plan: Plan, folder: Path, torch_device: str, jobs: int | None, ray: str | None, *, judging: bool, dry_run: bool
+) -> int:
+    """Train the runs that are missing, and report; returns the exit status. ray: the address of a cluster."""
+    plan = judged(plan) if judging else plan
+    _ = plan.all_arms  # refuses what cannot be compared, before there is a folder
+    with contextlib.nullcontext() if dry_run else locked(folder):
+        experiment, start = load_experiment(plan, folder, torch_device, jobs), None
+        if ray is not None:
+            from ablation import cluster
+
+            start = cluster.join(experiment, ray)
+        print(report.describe(experiment.study, len(experiment.workers)), flush=True)
+        if dry_run:
+            estimate_run(experiment, torch_device)
+            return 0
+        if judging:
+            lines = [judge(experiment, start)]
+        else:
+            write_plan(experiment)
+            execute(experiment, start)
+            lines = report.headline(experiment.study)
+        path = report.write(experiment.study, folder)
+    failed = [row for row in experiment.rows if row.status == "failed"]
+    for row in failed:
+        print(printable(f"failed: {row}: {row.reason}"), file=sys.stderr)
+    print(printable(f"report: {path}"), *lines, sep="\n")
+    return 1 if failed else 0

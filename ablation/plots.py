@@ -12,13 +12,12 @@ from training.plot import COLOURS
 
 WIDTH, DPI = 5.4, 110  # inches; 594 pixels
 MUTED = "0.45"
-MARKERS = "os^D"
 
 
-def panels(height: float, rows: int = 1, columns: int = 1) -> tuple[Figure, list[Axes]]:
-    """A figure of this height in inches and its axes, row by row."""
+def panels(height: float, rows: int = 1) -> tuple[Figure, list[Axes]]:
+    """A figure of this height in inches and its axes, one below the other."""
     figure = Figure(figsize=(WIDTH, height), dpi=DPI, layout="constrained")
-    every = [*figure.subplots(rows, columns, sharex=True, squeeze=False).flat]
+    every = [*figure.subplots(rows, sharex=True, squeeze=False).flat]
     for axes in every:
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
@@ -26,8 +25,10 @@ def panels(height: float, rows: int = 1, columns: int = 1) -> tuple[Figure, list
     return figure, every
 
 
-def forest(rows: Sequence[tuple[str, Effect]], xlabel: str, margin: float) -> Figure:
-    """Effects by name: a dot with its 95% interval each; the equivalence margin is shaded."""
+def forest(rows: Sequence[tuple[str, Effect]], xlabel: str, margin: float) -> Figure | None:
+    """Effects by name: a dot with its 95% interval each; the equivalence margin is shaded. None without effects."""
+    if not rows:
+        return None
     figure, [axes] = panels(0.8 + 0.32 * len(rows))
     axes.axvspan(-margin, margin, color=MUTED, alpha=0.2, linewidth=0)
     axes.axvline(0, color=MUTED, linewidth=1)
@@ -42,7 +43,7 @@ def forest(rows: Sequence[tuple[str, Effect]], xlabel: str, margin: float) -> Fi
 
 def curve_differences(study: Study, arm: str) -> list[tuple[int, Effect]]:
     """Loss of an arm minus that of its baseline at each step at which all final runs of both were evaluated."""
-    pairs = study.paired("final", arm)
+    pairs = study.schedule.paired("final", arm)
     own, base = (pd.DataFrame([*map(dict, curves)]) for curves in (pairs.curve, pairs.curve_base))
     return [(step, mean_effect(arm, values, study.unit)) for step, values in (own - base).dropna(axis=1).items()]
 
@@ -51,40 +52,22 @@ def differences_over_steps(study: Study) -> Figure | None:
     """A panel for each comparison: the mean difference along the runs, and its 95% interval; None without curves."""
     curves = {c.arm: curve_differences(study, c.arm) for c in study.comparisons}
     curves = {arm: curve for arm, curve in curves.items() if len(curve) > 1}
-    if not curves or study.measure != "loss":  # with other tokens, curves in nats are not comparable
+    if not curves or study.schedule.measure != "loss":  # with other tokens, curves in nats are not comparable
         return None
-    columns, rows = min(2, len(curves)), -(-len(curves) // 2)
-    figure, every = panels(0.4 + 1.9 * rows, rows, columns)
-    lowest, highest = 0.0, 0.0
-    for (arm, curve), axes in zip(curves.items(), every, strict=False):
+    figure, every = panels(0.6 + 1.6 * len(curves), len(curves))
+    margin = study.plan.margin
+    # Limits for all, to be compared. The first quarter may leave them: it would flatten the rest.
+    late = [end for curve in curves.values() for _, effect in curve[len(curve) // 4 :] for end in effect.interval]
+    for (arm, curve), axes in zip(curves.items(), every, strict=True):
         steps, effects = zip(*curve, strict=True)
         low, high = zip(*(effect.interval for effect in effects), strict=True)
-        axes.axhspan(-study.plan.margin, study.plan.margin, color=MUTED, alpha=0.2, linewidth=0)
+        axes.axhspan(-margin, margin, color=MUTED, alpha=0.2, linewidth=0)
         axes.axhline(0, color=MUTED, linewidth=1)
         axes.fill_between(steps, low, high, color=COLOURS[0], alpha=0.25, linewidth=0)
         axes.plot(steps, [effect.estimate for effect in effects], "o-", color=COLOURS[0], markersize=3)
+        axes.set_ylim(min(0, *late) - margin, max(0, *late) + margin)
         axes.set_title(arm, fontsize=9)
         axes.locator_params(nbins=5)
-        late = len(steps) // 4  # the first quarter may leave the axis: it would flatten the rest
-        lowest, highest = min(lowest, *low[late:]), max(highest, *high[late:])
-    for axes in every:
-        axes.set_ylim(lowest - study.plan.margin, highest + study.plan.margin)  # all alike, to be compared
-    for empty in range(len(curves), len(every)):
-        every[empty].set_visible(False)
-        every[empty - columns].tick_params(labelbottom=True)
     figure.supxlabel("step (line: mean of the pairs; band: its 95% interval)", fontsize=9)
     figure.supylabel("loss minus the baseline's, nats per token (lower: better)", fontsize=9)
-    return figure
-
-
-def sweep(study: Study) -> Figure:
-    """Mean loss of every arm over the learning rates of the sweep; no point where a run diverged or is missing."""
-    figure, [axes] = panels(3.6 + 0.1 * len(study.sweep))
-    for number, (arm, losses) in enumerate(study.sweep.iterrows()):
-        look = {"color": COLOURS[number % len(COLOURS)], "marker": MARKERS[number // len(COLOURS) % len(MARKERS)]}
-        axes.plot(study.rates, losses, **look, markersize=5, linewidth=1, label=arm)
-    axes.set(xscale="log", xlabel="learning rate", ylabel=f"validation loss, {study.unit}")
-    axes.set_xticks(study.rates, [f"{rate:g}" for rate in study.rates], rotation=45)
-    axes.minorticks_off()
-    figure.legend(loc="outside lower center", frameon=False, fontsize=8, ncols=3)
     return figure

@@ -1,6 +1,5 @@
-"""What a run leaves behind: one flat row, a line of runs.jsonl. What its machine and versions were stands once in
-machine.toml, for all rows with the same. With plan.toml and changes.jsonl that is all that a study keeps: everything
-else is derived from it.
+"""What a run leaves behind: one flat row, a line of runs.jsonl; its machine and versions stand once in machine.toml.
+With plan.toml and changes.jsonl that is all that a study keeps: everything else is derived from it.
 """
 
 import dataclasses
@@ -9,11 +8,13 @@ from pathlib import Path
 from typing import Literal
 
 import msgspec
+import pandas as pd
 
 from ablation.plan import Run
 from errors import reading
 from files import read_toml, replace_text, replacing
 
+KEY = [field.name for field in dataclasses.fields(Run)]  # the columns that make a row that of one particular run
 MACHINE = ("device", "kernels", "dtype", "commit", "torch", "python", "threads", "workers", "text_hash")
 
 
@@ -26,14 +27,10 @@ class Row(Run):
     loss: float | None = None  # on the whole validation set after the last step, nats per token
     bits_per_byte: float | None = None
     curve: list[tuple[int, float]] = dataclasses.field(default_factory=list)  # (step, nats per token), 12 along the run
-    spikes: int = 0  # steps whose loss is far above the median of the 20 before; consecutive ones count as one
     seconds: float = 0.0  # time of training, without evaluations
     all_seconds: float = 0.0  # with set-up, evaluations and probes; 0 in older records
     mean_over_std: float | None = None  # |mean| / std of the residual stream, at the norms of the deeper half
     cosine_with_ones: float | None = None  # |cosine| of the stream with the vector of ones, mean over all norms
-    kurtosis: float | None = None  # E[x^4] / E[x^2]^2 over channels, mean over tokens, at the norm where it is largest
-    largest_channel: float | None = None  # root mean square over that of the median channel, likewise
-    first_token_attention: float | None = None  # that queries of the later half pay to it, mean over all heads
     tokens: int = 0  # that it trained on
     parameters: int = 0
     settings_hash: str = ""  # hash of its settings but for device and folder
@@ -48,6 +45,14 @@ class Row(Run):
     python: str = ""  # its standard library is the default text
     threads: int | None = None  # CPU threads of PyTorch
     workers: int = 1  # runs that were made at once
+
+
+def as_table(rows: list[Row]) -> pd.DataFrame:
+    """One row for each run, with the fields of `Row` as columns: of rows of the same run the last."""
+    fields = dataclasses.fields(Row)
+    numbers = [field.name for field in fields if field.type in (float, float | None)]
+    table = pd.DataFrame(rows, columns=[field.name for field in fields]).astype(dict.fromkeys(numbers, float))
+    return table.drop_duplicates(KEY, keep="last", ignore_index=True)
 
 
 def append(path: Path, *records: dict) -> None:
@@ -68,27 +73,23 @@ def append_rows(folder: Path, *rows: Row) -> None:
     """Append rows to runs.jsonl, without what has its default, and their machines to machine.toml."""
     import tomli_w
 
+    path, lines = folder / "machine.toml", []
+    machines = read_toml(path) if path.is_file() else {}
     defaults = {field.name: field.default for field in dataclasses.fields(Row)}
-    machines, lines = read_machines(folder), []
     for row in rows:
         line = {name: value for name, value in vars(row).items() if value != defaults[name]}
         machine = {name: line.pop(name) for name in MACHINE if name in line}
-        if machine and machine not in machines.values():
-            machines[str(len(machines) + 1)] = machine
         if machine:
-            line["machine"] = next(number for number, known in machines.items() if known == machine)
+            line["machine"] = next((name for name in machines if machines[name] == machine), str(len(machines) + 1))
+            machines[line["machine"]] = machine
         lines.append(line)
-    replace_text(folder / "machine.toml", tomli_w.dumps(machines))  # first: a row names a machine that is there
+    replace_text(path, tomli_w.dumps(machines))  # first: a row names a machine that is there
     append(folder / "runs.jsonl", *lines)
 
 
 def read_rows(folder: Path) -> list[Row]:
     """The rows of a study; none if there is no runs.jsonl."""
-    machines, lines = read_machines(folder), read_lines(folder / "runs.jsonl")
+    lines = read_lines(folder / "runs.jsonl")
+    machines = read_toml(folder / "machine.toml") if any("machine" in line for line in lines) else {}
     with reading(folder / "runs.jsonl", "delete the line that is damaged"):
         return [msgspec.convert(line | machines.get(line.get("machine"), {}), Row) for line in lines]
-
-
-def read_machines(folder: Path) -> dict[str, dict]:
-    path = folder / "machine.toml"
-    return read_toml(path) if path.is_file() else {}

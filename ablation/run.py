@@ -1,8 +1,5 @@
-"""One run of a comparison: the training loop's own steps, with evaluations and probes between them, to one row. Writes
-nothing: a run that is killed starts again.
-"""
+"""One run of a comparison, to one row. Writes nothing: a run that is killed starts again."""
 
-import contextlib
 import dataclasses
 import hashlib
 import itertools
@@ -18,10 +15,10 @@ import torch
 from torch import Tensor
 
 import kernels
-from ablation.plan import Plan, Run, replace_settings, run_settings
+from ablation.plan import Plan, Run, run_settings
 from ablation.records import Row
+from ablation.settings import replace_settings
 from data.batches import Batch
-from model.attention import Attention
 from model.decoder import Decoder
 from model.device import processor
 from model.norm import Norm, is_norm_parameter
@@ -32,14 +29,13 @@ from training.settings import Settings, changed_fields
 from training.step import Diverged
 
 CURVE_TOKENS = 16_384  # of the validation set, for points along a run; the final loss uses all
-SPIKE = 0.5  # nats above the median of the 20 steps before
 
 
-def train_run(plan: Plan, run: Run, device: str, threads: int | None, workers: int) -> Row:
+def train_run(plan: Plan, run: Run, torch_device: str, threads: int | None, workers: int) -> Row:
     """Train a run and return its row. threads: of a CPU; workers: how many runs are made at once."""
     start, settings = time.perf_counter(), run_settings(plan, run)
     torch.set_num_threads(threads or torch.get_num_threads())
-    session = set_up(replace_settings(settings, {"device": device}), Path(), resume=False, log=no_log)
+    session = set_up(replace_settings(settings, {"device": torch_device}), Path(), resume=False, log=no_log)
     if run.perturbation:
         perturb(session.model, run.seed, run.perturbation)
     row = measure(session, run, settings_hash(settings), workers)
@@ -48,24 +44,22 @@ def train_run(plan: Plan, run: Run, device: str, threads: int | None, workers: i
 
 def measure(session: Session, run: Run, hash_of_settings: str, workers: int, *, train: bool = True) -> Row:
     """The row of a session, which is trained to its end first; train: False only evaluates the model as it is."""
-    settings, losses, points, found = session.settings, [], {}, {"status": "completed"}
+    settings, curve = session.settings, []
     try:
         for result in train_steps(session) if train else ():
-            losses.append(result.loss)
             if result.step % settings.run.evaluate_every == 0 or result.step == session.steps:
                 windows = first_windows(session, CURVE_TOKENS)
-                points[result.step] = evaluate(session.model, windows, None, session.device).loss
+                curve.append((result.step, evaluate(session.model, windows, None, session.device).loss))
         final = evaluate(session.model, first_windows(session), session.corpus.validation_bytes, session.device)
         if not math.isfinite(final.loss):
             raise Diverged(f"the validation loss is {final.loss:g}, not finite")
-        found |= {"loss": final.loss, "bits_per_byte": final.bits_per_byte} | probe(session)
+        outcome = {"loss": final.loss, "bits_per_byte": final.bits_per_byte} | probe(session)
     except Diverged as error:
-        found = {"status": "diverged", "reason": str(error).partition(";")[0]}
+        outcome = {"status": "diverged", "reason": str(error).partition(";")[0]}
     return Row(
         **vars(run),
-        **found,
-        curve=[(step, six_digits(loss)) for step, loss in points.items() if math.isfinite(loss)],
-        spikes=count_spikes(losses),
+        **outcome,
+        curve=[(step, six_digits(loss)) for step, loss in curve if math.isfinite(loss)],
         seconds=session.state.seconds,
         tokens=session.state.tokens,
         parameters=session.model.num_parameters(),
@@ -73,7 +67,7 @@ def measure(session: Session, run: Run, hash_of_settings: str, workers: int, *, 
         weights_hash=weights_hash(settings),
         batches_hash=digest(array for step in range(session.state.step) for array in session.batch(step)[:2]),
         text_hash=session.corpus.text_hash,
-        device=hardware(str(session.device)),
+        device=device_model(str(session.device)),
         kernels=kernels.describe(session.device),
         dtype=settings.machine.dtype,
         commit=commit(),
@@ -84,9 +78,9 @@ def measure(session: Session, run: Run, hash_of_settings: str, workers: int, *, 
     )
 
 
-def hardware(device: str) -> str:
+def device_model(torch_device: str) -> str:
     """The model of the GPU, or else of the CPU."""
-    return torch.cuda.get_device_name(device) if device.startswith("cuda") else processor()
+    return torch.cuda.get_device_name(torch_device) if torch_device.startswith("cuda") else processor()
 
 
 def commit() -> str:
@@ -107,47 +101,22 @@ def first_windows(session: Session, tokens: int | None = None) -> Iterable[Batch
 
 @torch.no_grad()
 def probe(session: Session) -> dict[str, float]:
-    """What `Row` says of the stream (with pre, the input of norms) and attention, on a batch of the validation set."""
-    of_norms, first_token = [], []
+    """What `Row` says of the residual stream (with pre, the input of norms), on a batch of the validation set."""
+    over_std, cosines = [], []
 
-    def probe_stream(module: Norm, inputs: tuple, outputs: tuple[Tensor, Tensor]) -> None:
+    def probe_stream(norm: Norm, inputs: tuple, outputs: tuple[Tensor, Tensor]) -> None:
         x = outputs[1].float().flatten(0, 1)  # (N, D)
-        mean, squares = x.mean(-1).abs(), x.square()
-        length, channels = squares.mean(-1).sqrt().clamp(min=1e-20), squares.mean(0).sqrt()
-        over_std = (mean / x.std(-1, correction=0).clamp(min=1e-20)).mean()
-        kurtosis = (x / length[:, None]).pow(4).mean()
-        largest = channels.max() / channels.median().clamp(min=1e-20)
-        of_norms.append([value.item() for value in (over_std, (mean / length).mean(), kurtosis, largest)])
+        mean, std, length = x.mean(-1).abs(), x.std(-1, correction=0), x.square().mean(-1).sqrt()
+        over_std.append((mean / std.clamp(min=1e-20)).mean().item())
+        cosines.append((mean / length.clamp(min=1e-20)).mean().item())
 
-    def probe_attention(module: Attention, inputs: tuple, output: Tensor) -> None:
-        x, cos, sin, mask, _ = inputs
-        q, k, _ = module.queries_keys_values(x, cos, sin)  # (B, H, T, d), (B, K, T, d)
-        scores = (q @ k.repeat_interleave(module.heads // module.kv_heads, 1).mT).float() / math.sqrt(q.shape[-1])
-        visible = torch.ones_like(scores, dtype=torch.bool).tril() if mask is None else mask
-        weights = scores.masked_fill(~visible, -math.inf).softmax(-1)  # (B, H, T, T)
-        first_token.append(weights[..., weights.shape[-1] // 2 :, 0].mean().item())
-
-    hooks = {Norm: probe_stream, Attention: probe_attention}
-    with contextlib.ExitStack() as handles:
-        for module in session.model.modules():
-            if type(module) in hooks:
-                handles.enter_context(module.register_forward_hook(hooks[type(module)]))
-        evaluate(session.model, first_windows(session, 1), None, session.device)
-    mean_over_std, cosine, kurtosis, channel = np.array(of_norms).T
-    found = {
-        "mean_over_std": mean_over_std[len(of_norms) // 2 :].mean(),
-        "cosine_with_ones": cosine.mean(),
-        "kurtosis": kurtosis.max(),
-        "largest_channel": channel.max(),
-        "first_token_attention": np.mean(first_token),
-    }
-    return {name: six_digits(value) for name, value in found.items() if np.isfinite(value)}
-
-
-def count_spikes(losses: list[float]) -> int:
-    """Steps whose loss is far above the median of the 20 before; consecutive ones count as one."""
-    high = [not losses[step] <= np.median(losses[step - 20 : step]) + SPIKE for step in range(20, len(losses))]
-    return sum(now and not before for before, now in itertools.pairwise([False, *high]))
+    norms = [module for module in session.model.modules() if isinstance(module, Norm)]
+    hooks = [norm.register_forward_hook(probe_stream) for norm in norms]
+    evaluate(session.model, first_windows(session, 1), None, session.device)
+    for hook in hooks:
+        hook.remove()
+    deeper = over_std[len(over_std) // 2 :]
+    return {"mean_over_std": six_digits(np.mean(deeper)), "cosine_with_ones": six_digits(np.mean(cosines))}
 
 
 def six_digits(value: float) -> float:
@@ -173,11 +142,11 @@ def weights_hash(settings: Settings) -> str:
     """Hash of the weights that training starts from, without the norms: what the arms of a seed share."""
     weights = sorted(initial_model(settings, torch.float32, log=no_log).named_parameters())
     shared = [(name.encode(), weight.detach().numpy()) for name, weight in weights if not is_norm_parameter(name)]
-    return digest(part for pair in shared for part in pair)
+    return digest(itertools.chain.from_iterable(shared))
 
 
-def digest(parts: Iterable[bytes | np.ndarray]) -> str:
-    found = hashlib.blake2b(digest_size=16)
-    for part in parts:
-        found.update(part)
-    return found.hexdigest()
+def digest(chunks: Iterable[bytes | np.ndarray]) -> str:
+    hasher = hashlib.blake2b(digest_size=16)
+    for chunk in chunks:
+        hasher.update(chunk)
+    return hasher.hexdigest()

@@ -1,6 +1,4 @@
-"""Numbers to effects: means of paired differences, their intervals, equivalence, multiple testing, power. Tests are at
-5%; intervals are 95% unless their name says otherwise.
-"""
+"""Means of paired differences, their intervals (95%), tests (at 5%) of difference and equivalence, and power."""
 
 import bisect
 import math
@@ -31,8 +29,6 @@ class Effect:
 def mean_effect(name: str, values: Sequence[float], unit: str) -> Effect:
     """Mean of independent values with Student's t interval and test (Student 1908)."""
     values = np.asarray(values, float)
-    if not len(values) or not np.isfinite(values).all():
-        raise ValueError(f"{name} needs finite values, not {values.tolist()}")
     mean, n = float(values.mean()), len(values)
     if n == 1:
         return Effect(name, mean, (-math.inf, math.inf), (-math.inf, math.inf), 1.0, unit, 1)
@@ -84,11 +80,9 @@ def deviation_limit(values: Sequence[float], confidence: float) -> float:
 
 
 def final_pairs(differences: Sequence[np.ndarray], margin: float) -> int:
-    """Pairs that a pilot's differences ask for, one array for each comparison of a family; at least five.
-
-    Enough to show equivalence, or a difference as large as the end nearer to 0 of its 95% interval in the pilot, where
-    that is beyond the margin. The deviation is its upper 80% limit, because planning with the estimate gives too few
-    pairs in about half of all cases (Browne 1995, Statistics in Medicine 14).
+    """Pairs to show equivalence after a pilot, with an array for each comparison of a family; or a difference as large
+    as the end nearer to 0 of its 95% interval, where that is beyond the margin. The deviation is its upper 80% limit,
+    as planning with the estimate gives too few pairs in about half of all cases (Browne 1995, Stat. in Medicine 14).
     """
     needed = [MIN_PAIRS_FOR_EQUIVALENCE]
     for values in differences:

@@ -29,7 +29,7 @@ VERDICTS = ("does not hold", "inconclusive", "holds")  # the first of these coun
 
 def measured(study: Study) -> list[Effect]:
     """Everything that a study has measured."""
-    pairs = itertools.permutations(study.arms, 2)
+    pairs = itertools.permutations(study.plan.all_arms, 2)
     differences = [study.mean_loss(f"{arm} minus {base}", {arm: 1.0, base: -1.0}) for arm, base in pairs]
     return [*filter(None, differences), *study.effects, *sweeps(study), *streams(study)]
 
@@ -38,12 +38,14 @@ def sweeps(study: Study) -> Iterator[Effect]:
     """For each setting, how much more the losses of arms with one of its values vary over the learning rates than those
     of arms with its first value. A seed with a diverged run is left out: leaving out the learning rate would flatter.
     """
-    spreads = pd.DataFrame(index=study.arms, columns=study.plan.phase_seeds["sweep"], dtype=float)
-    for arm in study.arms if study.rates else ():
-        losses = study.of("sweep", arm).pivot(index="learning_rate", columns="seed", values=study.measure)
+    spreads = pd.DataFrame(index=study.plan.all_arms, columns=study.plan.phase_seeds["sweep"], dtype=float)
+    for arm in study.schedule.sweep.index:
+        losses = study.schedule.rows_of("sweep", arm).pivot(
+            index="learning_rate", columns="seed", values=study.schedule.measure
+        )
         spreads.loc[arm] = losses.max(skipna=False) - losses.min(skipna=False)
     for setting in study.plan.varied:
-        values = [str(study.plan.value(arm, setting)) for arm in study.arms.values()]
+        values = [str(study.plan.value(arm, setting)) for arm in study.plan.all_arms.values()]
         (first, base), *others = spreads.groupby(np.array(values), sort=False).mean().iterrows()
         for value, spread in others:
             differences = (spread - base).dropna()
@@ -53,8 +55,8 @@ def sweeps(study: Study) -> Iterator[Effect]:
 
 def streams(study: Study) -> Iterator[Effect]:
     """What a norm before a block gets: |mean| / std over that of random rows, and the cosine with x minus its mean."""
-    for name, arm in study.arms.items():
-        model, rows = arm_settings(study.plan, arm).model, study.final(name)
+    for name, arm in study.plan.all_arms.items():
+        model, rows = arm_settings(study.plan, arm).model, study.schedule.rows_of("final", name)
         over_chance = rows.mean_over_std * math.sqrt(math.pi * model.hidden_size / 2)
         cosine = (1 - rows.cosine_with_ones**2) ** 0.5
         for what, column in (("mean over chance", over_chance), ("cosine without mean", cosine)):

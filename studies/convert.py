@@ -13,9 +13,10 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from ablation.plan import Plan, Run, replace_settings, run_settings
+from ablation.plan import Plan, Run, run_settings
 from ablation.records import Row
 from ablation.run import measure
+from ablation.settings import replace_settings
 from training.checkpoint import load_moments
 from training.loop import save, train_steps
 from training.session import no_log, set_up
@@ -25,10 +26,11 @@ SEED_OFFSET = 5000  # added for converted models that train again: their batches
 
 def train_models(plan: Plan, seed: int, device: str, folder: Path) -> list[Row]:
     """Train the models of a seed, with checkpoints in `folder`: those that others start from, then those others."""
-    starts = {arm.settings.get("init_from") for arm in plan.compared.values()}
+    starts = {arm.settings.get("init_from") for arm in plan.all_arms.values()}
     rows = []
-    for arm in plan.compared.values():
-        run, start = Run(arm.name, "final", seed, plan.fixed_rate(arm)), arm.settings.get("init_from", "")
+    for arm in plan.all_arms.values():
+        start, rate = arm.settings.get("init_from", ""), plan.candidate_learning_rates[arm.name][0]
+        run = Run(arm.name, "final", seed, rate)
         is_branch = start.startswith("quarter")
         is_converted = start != "" and not is_branch
         changes = {"device": device}

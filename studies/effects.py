@@ -14,8 +14,9 @@ import pandas as pd
 import tyro
 from matplotlib.figure import Figure
 
-from ablation.plan import STUDIES, arm_settings, label
-from ablation.plots import COLOURS, MARKERS, MUTED, panels
+from ablation.plan import STUDIES, arm_settings
+from ablation.plots import COLOURS, MUTED, panels
+from ablation.settings import label
 from ablation.stats import Effect, standard_error
 from ablation.study import Study, load
 from errors import UserError, exit_on_user_error
@@ -40,11 +41,11 @@ def cells_of(study: Study) -> dict[str, dict[tuple[str, bool], str]]:
     """For each choice of the settings that vary beside the norm: the arm with each norm, with and without a bias."""
     others = {*study.plan.varied} - {"norm", "norm_bias", "center_weights"}
     groups: dict[str, dict[tuple[str, bool], str]] = {}
-    for name, arm in study.arms.items():
+    for name, arm in study.plan.all_arms.items():
         group = ", ".join(label(key, value) for key, value in arm.settings.items() if key in others)
         cells, model = groups.setdefault(group, {}), arm_settings(study.plan, arm).model
         if arm.baseline is not None and "init_from" in arm.settings:  # a branch is compared with the run it left
-            base = arm_settings(study.plan, study.arms[arm.baseline]).model
+            base = arm_settings(study.plan, study.plan.all_arms[arm.baseline]).model
             cells.setdefault((base.norm, base.has_norm_bias), arm.baseline)
         cells[model.norm, model.has_norm_bias] = name
     return groups
@@ -68,8 +69,8 @@ def pairs_at_5e_4() -> list[pd.Series]:
     """The losses of RMSNorm minus those of LayerNorm, in SETS, and those of a pilot and of a sweep."""
     studies = [load(STUDIES / name) for name in SETS]
     sweep = load(STUDIES / "factorial-tuned").rows.query("phase == 'sweep' and learning_rate == 5e-4").set_index("seed")
-    differences = [study.paired("final", "rms").difference for study in studies]
-    differences.append(studies[0].paired("pilot", "rms").difference)
+    differences = [study.schedule.paired("final", "rms").difference for study in studies]
+    differences.append(studies[0].schedule.paired("pilot", "rms").difference)
     return [*differences, sweep.loss[sweep.arm == "rms"] - sweep.loss[sweep.arm == "layer"]]
 
 
@@ -112,7 +113,7 @@ def draw(studies: Sequence[Study]) -> Figure:
             index = [*CONTRASTS].index(name)
             place, colour = row + 0.22 * (index - 1), COLOURS[index]
             axes.plot(effect.interval, (place, place), color=colour, linewidth=3, alpha=0.5, solid_capstyle="butt")
-            axes.plot(effect.estimate, place, MARKERS[index], color=colour, markersize=4, label=LEGEND.get(name, name))
+            axes.plot(effect.estimate, place, "os^"[index], color=colour, markersize=4, label=LEGEND.get(name, name))
     names = [f"{name}\n{next(iter(effects.values())).n} pairs" for name, _, effects in rows]
     axes.set_yticks(range(len(rows)), names, fontsize=8)
     axes.set_xscale("symlog", linthresh=0.01)

@@ -17,9 +17,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from tqdm import tqdm
 
 import kernels
-from ablation.plan import Plan, Run, arm_settings, replace_settings, run_settings
+from ablation.plan import Plan, Run, arm_settings, run_settings
 from ablation.records import Row
-from ablation.run import count_spikes, measure, settings_hash
+from ablation.run import measure, settings_hash
+from ablation.settings import replace_settings
 from errors import UserError
 from training.schedule import learning_rate
 from training.session import Session, initial_model, no_log, set_up
@@ -69,14 +70,16 @@ class Stack:
 
 def train_stack(plan: Plan, arm: str, device: str) -> list[Row]:
     """Train the models of an arm side by side; the row of each."""
-    seeds, rate = plan.phase_seeds["final"], plan.fixed_rate(plan.compared[arm])
+    seeds, rate = plan.phase_seeds["final"], plan.candidate_learning_rates[arm][0]
     runs = [Run(arm, "final", seed, rate) for seed in seeds]
     settings = replace_settings(run_settings(plan, runs[0]), {"device": device})
     session = set_up(settings, Path(), resume=False, log=no_log)
     kernels.use("reference", session.device)  # the only one that vmap can transform
     stack, start = Stack(session, seeds), time.perf_counter()
     steps = tqdm(range(session.steps), desc=arm, unit="step", disable=None)
-    losses = torch.stack([stack.step(step) for step in steps]).T.tolist()  # waits for the GPU
+    for step in steps:
+        losses = stack.step(step)
+    losses.tolist()  # waits for the GPU
     seconds = (time.perf_counter() - start) / len(seeds)
     tokens = session.steps * settings.data.batch_size * settings.data.sequence_length
     rows = []
@@ -85,7 +88,7 @@ def train_stack(plan: Plan, arm: str, device: str) -> list[Row]:
         state = dataclasses.replace(session.state, step=session.steps, tokens=tokens, seconds=seconds)
         trained = dataclasses.replace(stack.sessions[i], state=state)
         row = measure(trained, run, settings_hash(run_settings(plan, run)), 1, train=False)
-        rows.append(dataclasses.replace(row, spikes=count_spikes(losses[i]), kernels=f"{row.kernels}, stacked"))
+        rows.append(dataclasses.replace(row, kernels=f"{row.kernels}, stacked"))
     return rows
 
 
@@ -98,12 +101,13 @@ def can_stack(arm: Settings, first: Settings) -> bool:
 
 def train(plan: Plan, earlier: list[Row], device: str) -> Iterator[list[Row]]:
     """Train all final seeds of the arms that have no runs yet: the rows of each arm."""
-    arms = [arm_settings(plan, arm) for arm in plan.compared.values()]
-    if plan.seeds is None or plan.rates or not all(can_stack(arm, arms[0]) for arm in arms):
+    arms = [arm_settings(plan, arm) for arm in plan.all_arms.values()]
+    swept = any(len(rates) > 1 for rates in plan.candidate_learning_rates.values())
+    if plan.seeds is None or swept or not all(can_stack(arm, arms[0]) for arm in arms):
         raise UserError(
             "models are stacked for a plan with seeds and one learning rate, whose arms differ in the model alone: "
             "with AdamW, sequences of one length, and no batch norm or document masks; for any other use ablate.py."
         )
-    for arm in plan.compared:
+    for arm in plan.all_arms:
         if arm not in {row.arm for row in earlier}:
             yield train_stack(plan, arm, device)

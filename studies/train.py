@@ -20,12 +20,12 @@ def main(folder: tyro.conf.Positional[Path], device: str = "auto") -> None:
     """Add the runs that a study lacks to runs.jsonl, as soon as they are there, and write its report."""
     with locked(folder):
         plan = load_plan(folder / "plan.toml")
-        converts = any("init_from" in arm.settings for arm in plan.compared.values())
+        converts = any("init_from" in arm.settings for arm in plan.all_arms.values())
         for rows in (convert if converts else many_seeds).train(plan, read_rows(folder), device):
             append_rows(folder, *rows)
         finished = study.load(folder)
-        paths = report.write(finished, folder)
-    print(*report.headline(finished), printable(f"report: {paths[0]}"), sep="\n")
+        path = report.write(finished, folder)
+    print(*report.headline(finished), printable(f"report: {path}"), sep="\n")
 
 
 if __name__ == "__main__":

@@ -55,6 +55,8 @@ generate RUN --prompt a --max-new-tokens 0 -> --max-new-tokens, .* must be at le
 ablate nothere -> nothere is neither a file nor a study
 ablate --a norm=rms -> --a and --b need each other
 ablate --vary norm=rms -> a comparison needs two arms or more
+ablate --lr 1e-3 -> --lr is not a flag; --help lists them. Did you mean --learning-rates\?
+ablate --norm layer -> --norm is a setting of train.py; --vary norm=VALUE,VALUE compares values of it
 ablate --jobs -1 --dry-run -> --jobs -1 must be at least 1
 plot nothere -> nothere has no metrics.jsonl; give the folder of a run
 plot RUN RUN -> several runs need --out

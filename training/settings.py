@@ -7,6 +7,7 @@ The type of a field is also the range of its values. Imports no torch.
 import argparse
 import dataclasses
 import difflib
+import re
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -251,6 +252,8 @@ def changed_fields(before: Settings, after: Settings) -> list[str]:
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """` Did you mean X?`, or an empty string when none of the names is close."""
-    close = difflib.get_close_matches(name, names, n=1)
-    return f" Did you mean {close[0]}?" if close else ""
+    """` Did you mean X?`, or an empty string when no name is close or has these initials, as lr and wd."""
+    names = [*names]
+    by_initials = {"".join(word[:1] for word in re.split("[-_]", other)): other for other in names}
+    close = by_initials.get(name.strip("-")) or next(iter(difflib.get_close_matches(name, names)), None)
+    return f" Did you mean {close}?" if close else ""

@@ -10,9 +10,9 @@ import pytest
 from ablation import execute
 from ablation.execute import Experiment
 from ablation.plan import Plan, Run
-from ablation.records import Row
+from ablation.records import Row, as_table
 from ablation.run import train_run
-from ablation.study import Study, as_table
+from ablation.study import Study
 
 CONFIG = """[model]
 vocab_size = 300
@@ -64,7 +64,7 @@ def trained(config, here, tmp_path_factory) -> Experiment:
     """Three norms: two final pairs, and reruns."""
     norms = {"norm": ["layer", "rms", "none"]}
     plan = Plan(config=str(config), vary=norms, seeds=2, rerun_seeds=1, learning_rates=(2e-2,))
-    experiment = execute.load_or_create(plan, tmp_path_factory.mktemp("comparison"), "cpu", 1)
+    experiment = execute.load_experiment(plan, tmp_path_factory.mktemp("comparison"), "cpu", 1)
     execute.write_plan(experiment)
     execute.execute(experiment, here(experiment))
     return experiment
@@ -87,8 +87,8 @@ def finish(row) -> Callable[..., Study]:
 
     def finished(plan: Plan, loss: Callable[[Run], float | None], **more: object) -> Study:
         rows = []
-        while missing := (study := Study(plan, as_table(rows))).missing(study.wanted):
-            rows += [row(run, loss(run), **more) for run in missing]
+        while remaining := (study := Study(plan, as_table(rows))).schedule.remaining:
+            rows += [row(run, loss(run), **more) for run in remaining]
         return study
 
     return finished

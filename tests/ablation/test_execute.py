@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from ablation import execute, study
-from ablation.execute import Experiment, load_or_create, write_plan
+from ablation.execute import Experiment, load_experiment, write_plan
 from ablation.plan import Plan, Run, run_settings
 from ablation.records import Row, append_rows, read_lines, read_rows
 from ablation.run import settings_hash
@@ -25,9 +25,9 @@ PLAN = Plan(vary={"norm": ["layer", "rms"]}, seeds=2, rerun_seeds=0, learning_ra
 @pytest.fixture
 def experiment(config, tmp_path) -> Experiment:
     """Nothing is done yet."""
-    found = load_or_create(dataclasses.replace(PLAN, config=str(config)), tmp_path / "out", "cpu", 2)
-    write_plan(found)
-    return found
+    started = load_experiment(dataclasses.replace(PLAN, config=str(config)), tmp_path / "out", "cpu", 2)
+    write_plan(started)
+    return started
 
 
 @pytest.fixture
@@ -35,17 +35,21 @@ def ended(experiment, row) -> Callable[..., Row]:
     """The row of a run that ended with this loss on this machine, with the hash that its settings have."""
 
     def made(run: Run, loss: float = 3.0, **more: object) -> Row:
-        recorded = {"settings_hash": settings_hash(run_settings(experiment.plan, run)), "device": experiment.hardware}
+        recorded = {"settings_hash": settings_hash(run_settings(experiment.plan, run)), "device": experiment.device}
         return row(run, loss, **recorded | more)
 
     return made
 
 
+def failed(experiment) -> list[Row]:
+    return [row for row in experiment.rows if row.status == "failed"]
+
+
 def test_a_trained_comparison_has_a_row_for_each_run_and_is_never_repeated(trained):
-    found = study.load(trained.folder)
-    assert found.final_seeds and not trained.failed and {c.effect.n for c in found.comparisons} == {2}
-    assert len(read_rows(trained.folder)) == len(found.rows) == len(found.wanted)
-    again, made = load_or_create(trained.plan, trained.folder, "cpu", 1), []
+    loaded = study.load(trained.folder)
+    assert loaded.schedule.counted_seeds and not failed(trained) and {c.effect.n for c in loaded.comparisons} == {2}
+    assert len(read_rows(trained.folder)) == len(loaded.rows) == len(loaded.schedule.wanted)
+    again, made = load_experiment(trained.plan, trained.folder, "cpu", 1), []
     execute.execute(again, lambda run, device: made.append(run))
     assert not made
 
@@ -54,12 +58,12 @@ def test_a_comparison_killed_within_a_line_resumes_to_the_rows_of_an_uninterrupt
     shutil.copy(trained.folder / "machine.toml", tmp_path)
     lines = (trained.folder / "runs.jsonl").read_bytes().splitlines(keepends=True)
     (tmp_path / "runs.jsonl").write_bytes(b"".join(lines[:5]) + lines[5][:100])
-    resumed = load_or_create(trained.plan, tmp_path, "cpu", 1)
+    resumed = load_experiment(trained.plan, tmp_path, "cpu", 1)
     execute.execute(resumed, here(resumed))
     folders = (tmp_path, trained.folder)
     timeless = {"seconds": 0, "all_seconds": 0}
-    found, wanted = ([dataclasses.replace(row, **timeless) for row in read_rows(folder)] for folder in folders)
-    assert found == wanted
+    ours, theirs = ([dataclasses.replace(row, **timeless) for row in read_rows(folder)] for folder in folders)
+    assert ours == theirs
 
 
 def test_a_run_that_raises_is_a_failed_row_that_costs_no_other_and_is_tried_again(experiment, ended, start_of):
@@ -67,16 +71,16 @@ def test_a_run_that_raises_is_a_failed_row_that_costs_no_other_and_is_tried_agai
         return ended(run, 3.0 if (run.arm, run.seed) != ("rms", 1) else 1 / 0)
 
     execute.execute(experiment, start_of(raising))
-    assert [(r.arm, r.seed, r.reason[:17]) for r in experiment.failed] == [("rms", 1, "ZeroDivisionError")]
+    assert [(r.arm, r.seed, r.reason[:17]) for r in failed(experiment)] == [("rms", 1, "ZeroDivisionError")]
     assert len(experiment.rows) == 4 and experiment.study.comparisons == []
-    again = load_or_create(experiment.plan, experiment.folder, "cpu", 1)
+    again = load_experiment(experiment.plan, experiment.folder, "cpu", 1)
     execute.execute(again, start_of(lambda run, device: ended(run, 4.0)))
     finished = study.load(experiment.folder).rows
     assert [(r.arm, r.seed) for r in finished[finished.loss == 4].itertuples()] == [("rms", 1)] and len(finished) == 4
 
 
 def test_each_device_is_used_by_one_run_at_a_time(experiment, ended):
-    assert experiment.hardware  # of the CPU, whatever the workers are
+    assert experiment.device  # of the CPU, whatever the workers are
     experiment.workers = ["cuda:0", "cuda:1", "cuda:2"]
     experiment.plan = dataclasses.replace(experiment.plan, seeds=10)
     used, most = set(), []
@@ -96,12 +100,12 @@ def test_each_device_is_used_by_one_run_at_a_time(experiment, ended):
 
 def test_runs_with_other_settings_are_refused_and_changes_of_the_plan_written_down(trained, tmp_path):
     append_rows(tmp_path, *trained.rows)
-    write_plan(load_or_create(trained.plan, tmp_path))
+    write_plan(load_experiment(trained.plan, tmp_path))
     with pytest.raises(UserError, match="had other settings"):
-        load_or_create(dataclasses.replace(trained.plan, steps=5), tmp_path)
+        load_experiment(dataclasses.replace(trained.plan, steps=5), tmp_path)
     with pytest.raises(UserError, match="runs of another comparison"):
-        load_or_create(dataclasses.replace(trained.plan, vary={"qk_norm": [True, False]}), tmp_path)
-    write_plan(load_or_create(dataclasses.replace(trained.plan, margin=0.5), tmp_path))
+        load_experiment(dataclasses.replace(trained.plan, vary={"qk_norm": [True, False]}), tmp_path)
+    write_plan(load_experiment(dataclasses.replace(trained.plan, margin=0.5), tmp_path))
     (change,) = read_lines(tmp_path / "changes.jsonl")
     assert change == {"field": "margin", "before": "0.005", "after": "0.5", "finished_runs": len(trained.rows)}
 
@@ -119,28 +123,28 @@ def test_rows_say_what_they_ran_on_once_for_all_of_a_machine_and_are_read_as_the
 def test_a_run_on_another_text_or_device_has_failed(experiment, ended, start_of):
     others = iter([{}, {}, {"text_hash": "two"}, {"device": "GPU"}])
     execute.execute(experiment, start_of(lambda run, device: ended(run, **{"text_hash": "one"} | next(others))))
-    reasons = sorted(row.reason for row in experiment.failed)
+    reasons = sorted(row.reason for row in failed(experiment))
     assert len(reasons) == 2 and "it ran on GPU" in reasons[0] and "the text has hash two" in reasons[1]
 
 
 def test_unfinished_seeds_of_another_device_are_made_again_and_finished_ones_kept(experiment, ended, start_of):
-    wanted = experiment.study.wanted
+    wanted = experiment.study.schedule.wanted
     append_rows(experiment.folder, *(ended(run, device="GPU") for run in wanted[:3]))
-    again = load_or_create(experiment.plan, experiment.folder, "cpu", 1)
+    again = load_experiment(experiment.plan, experiment.folder, "cpu", 1)
     execute.execute(again, start_of(lambda run, device: ended(run)))
     devices = study.load(experiment.folder).rows.set_index(["seed", "arm"]).device.sort_index()
-    assert devices.tolist() == ["GPU"] * 2 + [experiment.hardware] * 2 and again.study.comparisons[0].effect.n == 2
+    assert devices.tolist() == ["GPU"] * 2 + [experiment.device] * 2 and again.study.comparisons[0].effect.n == 2
 
 
 @pytest.mark.slow
 def test_runs_in_other_processes_are_those_of_this_one_and_a_killed_one_costs_itself(experiment, trained, monkeypatch):
     execute.execute(experiment)
-    found, wanted = ({(r.arm, r.seed): r.loss for r in e.rows if r.phase == "final"} for e in (experiment, trained))
-    assert len(found) == 4 and found.items() <= wanted.items()
-    killed = load_or_create(dataclasses.replace(experiment.plan, seeds=3), experiment.folder, "cpu", 2)
+    ours, theirs = ({(r.arm, r.seed): r.loss for r in e.rows if r.phase == "final"} for e in (experiment, trained))
+    assert len(ours) == 4 and ours.items() <= theirs.items()
+    killed = load_experiment(dataclasses.replace(experiment.plan, seeds=3), experiment.folder, "cpu", 2)
     monkeypatch.setattr(execute, "train_run", kill_itself)
     execute.execute(killed)
-    assert [row.reason for row in killed.failed] == ["its process was killed, perhaps for lack of memory"] * 2
+    assert [row.reason for row in failed(killed)] == ["its process was killed, perhaps for lack of memory"] * 2
 
 
 def kill_itself(*_) -> None:

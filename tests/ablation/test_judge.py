@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -12,15 +13,15 @@ import pandas as pd
 import pytest
 
 from ablation import execute, study
-from ablation.judge import check, judge, pairs_of_looks, repeated_interval
-from ablation.plan import JUDGED_PAIRS, STUDIES, Plan
+from ablation.judge import MAX_PAIRS, judged, pairs_of_looks, repeated_interval
+from ablation.plan import STUDIES, Plan
 from errors import UserError
 
 SIMULATED = 10_000
 PLAN = Plan(arms={"default": {}, "qk_norm=true": {"qk_norm": True}}, learning_rates=(1e-3,), seeds=20, rerun_seeds=0)
 
 
-def simulate(draw: Callable, most: int = JUDGED_PAIRS) -> dict:
+def simulate(draw: Callable, most: int = MAX_PAIRS) -> dict:
     """Shares of the verdicts, and the mean number of pairs, over many comparisons with differences from `draw`."""
     differences = draw((SIMULATED, most))
     verdict, pairs = np.zeros(SIMULATED), np.full(SIMULATED, most)
@@ -35,23 +36,30 @@ def simulate(draw: Callable, most: int = JUDGED_PAIRS) -> dict:
 def test_changes_that_do_nothing_are_kept_in_at_most_5_of_100_and_large_ones_nearly_always(most):
     generator = np.random.default_rng(most)
     for nothing in (lambda shape: generator.normal(0, 1, shape), lambda shape: generator.standard_t(3, shape)):
-        found = simulate(nothing, most)
-        assert 0.015 < found["keep"] < 0.035 > found["discard"] > 0.015 and found["pairs"] > 0.95 * most
+        shares = simulate(nothing, most)
+        assert 0.015 < shares["keep"] < 0.035 > shares["discard"] > 0.015 and shares["pairs"] > 0.95 * most
     better = simulate(lambda shape: generator.normal(-2, 1, shape), most)
     assert better["keep"] > 0.99 and better["discard"] == 0 and better["pairs"] < 0.8 * most
 
 
 @pytest.mark.slow
-def test_on_recorded_differences_changes_that_do_nothing_are_kept_in_at_most_5_of_100():
-    """Each simulated comparison draws from the centered differences of one of the committed ones."""
+def test_on_recorded_differences_verdicts_are_as_often_right_and_wrong_as_the_documents_say():
+    """Each simulated comparison draws from the differences of one of the committed ones, with their mean replaced."""
     folders = [path.parent for path in sorted(STUDIES.glob("*/runs.jsonl"))]
     recorded = [np.array(c.differences) for folder in folders for c in study.load(folder).comparisons]
     centered = [values - values.mean() for values in recorded if len(values) >= 5]
     assert len(centered) > 30
-    generator = np.random.default_rng(1)
-    chosen = generator.integers(len(centered), size=SIMULATED)
-    found = simulate(lambda shape: np.stack([generator.choice(centered[n], shape[1]) for n in chosen]))
-    assert found["keep"] <= 0.05 and found["discard"] <= 0.055
+
+    def shares(deviations: float) -> tuple[float, float]:
+        generator = np.random.default_rng(1)
+        chosen = [centered[n] for n in generator.integers(len(centered), size=SIMULATED)]
+        better = [values - deviations * values.std(ddof=1) for values in chosen]
+        verdicts = simulate(lambda shape: np.stack([generator.choice(values, shape[1]) for values in better]))
+        return verdicts["keep"], verdicts["discard"]
+
+    assert shares(0) == pytest.approx((0.035, 0.049), abs=0.01)
+    assert shares(0.5) == pytest.approx((0.61, 0.003), abs=0.01)
+    assert shares(1) == pytest.approx((0.995, 0.001), abs=0.005)
 
 
 def test_of_20_real_comparisons_of_an_arm_with_itself_one_is_kept_and_one_discarded():
@@ -66,13 +74,15 @@ def test_of_20_real_comparisons_of_an_arm_with_itself_one_is_kept_and_one_discar
 
 
 @pytest.fixture
-def judged_with(row, start_of, config, tmp_path):
+def judged_with(row, start_of, config, tmp_path, capsys):
     """The lines of a verdict on a plan, with losses by run instead of training."""
 
     def verdict(loss, **fields) -> list[dict]:
-        experiment = execute.Experiment(dataclasses.replace(PLAN, config=str(config), **fields), tmp_path, "cpu", 1)
-        start = start_of(lambda run, device: row(run, loss(run), device=experiment.hardware))
-        return [json.loads(line) for line in judge(experiment, start)]
+        plan = dataclasses.replace(PLAN, config=str(config), **fields)
+        experiment = execute.Experiment(plan, tmp_path, ["cpu"], "CPU", 1, [])
+        start = start_of(lambda run, device: row(run, loss(run)))
+        last = execute.judge(experiment, start)
+        return [json.loads(line) for line in [*capsys.readouterr().out.splitlines(), last]]
 
     return verdict
 
@@ -87,14 +97,17 @@ def test_a_clear_difference_is_a_verdict_at_an_early_look_as_one_object(judged_w
     assert last["difference"] == pytest.approx(shift, abs=0.001) and last["unit"] == "nats per token"
     assert last["interval"][0] < last["difference"] < last["interval"][1]
     assert last["learning_rates"] == {"default": 1e-3, "qk_norm=true": 1e-3}
-    found = study.load(tmp_path)
-    assert found.final_seeds and found.comparisons[0].effect.n == 4
+    assert last["reason"] == "decided after 4 of at most 20 pairs"
+    (comparison,) = study.load(tmp_path).comparisons
+    assert comparison.effect.n == 4
 
 
 def test_no_difference_and_used_up_hours_decide_nothing_and_a_change_that_diverges_is_discarded(judged_with):
     lines = judged_with(lambda run: 3 + (run.arm != "default") * math.sin(run.seed), seeds=12)
     assert [line["pairs"] for line in lines] == [2, 4, 7, 9, 12]
     assert {line["verdict"] for line in lines} == {"inconclusive"}
+    reasons = [lines[i]["reason"] for i in (0, 1, -1)]
+    assert [re.search(r"\d+", reason)[0] for reason in reasons] == ["2", "3", "12"] and "next look" in reasons[0]
     (short,) = judged_with(lambda run: 3.0 - (run.arm != "default"), hours=5 / 3600)
     assert short["verdict"] == "inconclusive" and "hours" in short["reason"]
     assert judged_with(lambda run: None if run.arm != "default" else 3.0)[-1]["verdict"] == "discard"
@@ -103,4 +116,4 @@ def test_no_difference_and_used_up_hours_decide_nothing_and_a_change_that_diverg
 def test_what_cannot_be_judged_is_refused():
     for fields in ({"seeds": 8}, {"arms": {"a": {}, "b": {"qk_norm": True}, "c": {"norm": "layer"}}}):
         with pytest.raises(UserError, match="judge needs two arms"):
-            check(dataclasses.replace(PLAN, **fields))
+            judged(dataclasses.replace(PLAN, **fields))

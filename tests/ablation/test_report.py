@@ -27,15 +27,16 @@ def rows_of(markdown: str, title: str) -> list[dict[str, str]]:
 def test_the_numbers_are_those_of_the_study(finish, tmp_path):
     pair = finish(PLAN, losses)
     rms, layer = report.headline(pair)  # in order of the loss
-    found = pair.comparisons[0]
-    low, high = found.effect.interval
-    loss = f"{pair.final('layer').loss.mean():.4f}"
+    comparison = pair.comparisons[0]
+    low, high = comparison.effect.interval
+    loss = f"{pair.schedule.rows_of('final', 'layer').loss.mean():.4f}"
     assert layer.startswith(f"layer: {loss} nats per token")
-    assert rms.startswith(f"rms: lower, {found.effect.estimate:+.4f} [{low:+.4f}, {high:+.4f}]")
-    shown = report.markdown_text(pair, tmp_path, report.pictures(pair))
+    assert rms.startswith(f"rms: lower, {comparison.effect.estimate:+.4f} [{low:+.4f}, {high:+.4f}]")
+    shown = report.write(pair, tmp_path).read_text(encoding="utf-8")
+    assert "](differences.png)" in shown and (tmp_path / "differences.png").is_file()
     (row,) = rows_of(shown, "Differences")
     assert row["verdict"] == "lower" and row["pairs"] == "6"
-    assert float(row["p (Holm)"]) == pytest.approx(found.p_holm, rel=1e-4)
+    assert float(row["p (Holm)"]) == pytest.approx(comparison.p_holm, rel=1e-4)
     assert rows_of(shown, "Arms")[0]["nats per token"].split()[0] == loss
 
 
@@ -43,7 +44,7 @@ def test_arms_that_are_open_unfinished_or_diverged_say_so(finish):
     pair = finish(PLAN, losses)
     noisy = finish(dataclasses.replace(PLAN, rerun_seeds=0), lambda run: 3 + math.sin(run.seed * len(run.arm)))
     assert noisy.comparisons[0].verdict == "inconclusive" and noisy.comparisons[0].more_pairs[0] > 6
-    assert "it would take " + report.pairs_needed(noisy.comparisons[0]) in " ".join(report.headline(noisy))
+    assert "it would take " + report.pairs_to_decide(noisy.comparisons[0]) in " ".join(report.headline(noisy))
     unfinished = Study(pair.plan, pair.rows[pair.rows.seed < 4])
     assert "rms: not finished, 3 of 6 final runs" in report.headline(unfinished)
     diverged = finish(pair.plan, lambda run: None if (run.arm, run.seed) == ("rms", 2) else losses(run))

@@ -23,11 +23,11 @@ def t_tail(t: float, freedom: int) -> float:
 def test_a_mean_effect_is_what_hand_and_table_give():
     # 1 to 5: mean 3, squares about it 10, s = sqrt(10 / 4), s / sqrt(5) = sqrt(1 / 2). Table of t with 4 degrees of
     # freedom: 2.776 (97.5%), 2.132 (95%).
-    found = mean_effect("a minus b", [1, 3, 2, 4, 5], "nats")
-    assert (found.name, found.unit, found.n, found.estimate) == ("a minus b", "nats", 5, 3)
-    assert found.interval == pytest.approx((3 - 2.776 * math.sqrt(0.5), 3 + 2.776 * math.sqrt(0.5)), abs=1e-3)
-    assert found.interval_90 == pytest.approx((3 - 2.132 * math.sqrt(0.5), 3 + 2.132 * math.sqrt(0.5)), abs=1e-3)
-    assert found.p == pytest.approx(2 * t_tail(3 / math.sqrt(0.5), 4))
+    effect = mean_effect("a minus b", [1, 3, 2, 4, 5], "nats")
+    assert (effect.name, effect.unit, effect.n, effect.estimate) == ("a minus b", "nats", 5, 3)
+    assert effect.interval == pytest.approx((3 - 2.776 * math.sqrt(0.5), 3 + 2.776 * math.sqrt(0.5)), abs=1e-3)
+    assert effect.interval_90 == pytest.approx((3 - 2.132 * math.sqrt(0.5), 3 + 2.132 * math.sqrt(0.5)), abs=1e-3)
+    assert effect.p == pytest.approx(2 * t_tail(3 / math.sqrt(0.5), 4))
     assert equivalence_p(np.array([1, 3, 2, 4, 5.0]), 5) == pytest.approx(t_tail(2 / math.sqrt(0.5), 4))
     assert equivalence_p(np.array([1, 3, 2, 4, 5.0]), 2) == pytest.approx(1 - t_tail(1 / math.sqrt(0.5), 4))
 
@@ -51,15 +51,15 @@ def simulated_studies(truth: float) -> list[Comparison]:
 
 def test_equal_arms_are_found_equivalent_in_80_of_100_studies_and_the_interval_covers_the_truth():
     studies = simulated_studies(0.0)
-    covered = [found.effect.interval[0] <= 0 <= found.effect.interval[1] for found in studies]
-    assert np.mean(covered) == pytest.approx(0.95, abs=ERROR) and min(found.effect.n for found in studies) >= 5
-    assert np.mean([found.verdict in EQUIVALENT for found in studies]) > 0.8
-    assert np.mean([found.verdict in ("lower", "higher") for found in studies]) < 0.05 + ERROR
+    covered = [study.effect.interval[0] <= 0 <= study.effect.interval[1] for study in studies]
+    assert np.mean(covered) == pytest.approx(0.95, abs=ERROR) and min(study.effect.n for study in studies) >= 5
+    assert np.mean([study.verdict in EQUIVALENT for study in studies]) > 0.8
+    assert np.mean([study.verdict in ("lower", "higher") for study in studies]) < 0.05 + ERROR
 
 
 def test_a_difference_as_large_as_the_margin_is_called_equivalent_in_at_most_5_of_100_studies():
     for side in (-1, 1):
-        called = np.mean([found.verdict in EQUIVALENT for found in simulated_studies(side * MARGIN)])
+        called = np.mean([study.verdict in EQUIVALENT for study in simulated_studies(side * MARGIN)])
         assert called < 0.05 + ERROR
 
 

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from ablation.plan import Plan
+from ablation.records import as_table
 from ablation.stats import holm
-from ablation.study import Study, as_table
+from ablation.study import Study
 
 ARMS = {"layer": {"norm": "layer"}, "rms": {"norm": "rms"}, "none": {"norm": "none"}}
 PLAN = Plan(arms=ARMS, seeds=5, rerun_seeds=1, learning_rates=(1e-2, 2e-2, 4e-2))
@@ -28,9 +29,11 @@ def study(finish) -> Study:
 
 def test_a_sweep_comes_first_then_reruns_and_final_pairs_at_its_best_learning_rates(study):
     empty = Study(PLAN, as_table([]))
-    assert {run.phase for run in empty.wanted} == {"sweep"} and len(empty.wanted) == 3 * 3 * 3
-    assert empty.comparisons == [] and not empty.final_seeds and empty.learning_rates == {}
-    assert study.learning_rates == dict.fromkeys(ARMS, 2e-2) and study.final_seeds == {1, 2, 3, 4, 5}
+    schedule = empty.schedule
+    assert {run.phase for run in schedule.wanted} == {"sweep"} and len(schedule.wanted) == 3 * 3 * 3
+    assert empty.comparisons == [] and not schedule.counted_seeds and schedule.chosen_learning_rates == {}
+    assert study.schedule.chosen_learning_rates == dict.fromkeys(ARMS, 2e-2)
+    assert study.schedule.counted_seeds == {1, 2, 3, 4, 5}
     assert study.rows.phase.value_counts().to_dict() == {"sweep": 27, "rerun": 2, "final": 15}
     assert sorted(study.rows[study.rows.phase == "rerun"].perturbation) == [1e-6, 0.05]
 
@@ -38,18 +41,19 @@ def test_a_sweep_comes_first_then_reruns_and_final_pairs_at_its_best_learning_ra
 def test_a_learning_rate_at_which_a_run_diverged_or_is_missing_is_not_chosen(finish):
     bad = ("rms", 1002, 2e-2)
     diverged = finish(PLAN, lambda run: None if (run.arm, run.seed, run.learning_rate) == bad else bowl(run))
-    assert diverged.best_rates["layer"] == 2e-2 != diverged.best_rates["rms"]
+    assert diverged.schedule.chosen_learning_rates["layer"] == 2e-2 != diverged.schedule.chosen_learning_rates["rms"]
     rows = diverged.rows
     swept = Study(PLAN, rows[(rows.arm != "rms") | (rows.seed != 1002) | (rows.learning_rate != 2e-2)])
-    assert math.isnan(swept.sweep.loc["rms", 2e-2]) and swept.learning_rates == {}
+    assert math.isnan(swept.schedule.sweep.loc["rms", 2e-2]) and swept.schedule.chosen_learning_rates == {}
     nowhere = finish(PLAN, lambda run: None if run.arm == "none" else bowl(run))
-    assert {*nowhere.learning_rates} == {"layer", "rms"} and [c.arm for c in nowhere.comparisons] == ["rms"]
+    assert {*nowhere.schedule.chosen_learning_rates} == {"layer", "rms"}
+    assert [c.arm for c in nowhere.comparisons] == ["rms"]
 
 
 def test_pairs_are_of_one_seed_and_one_device_whatever_the_order_of_the_rows(study):
-    found = {c.arm: c for c in Study(PLAN, study.rows.sample(frac=1, random_state=3)).comparisons}
+    by_arm = {c.arm: c for c in Study(PLAN, study.rows.sample(frac=1, random_state=3)).comparisons}
     finals = study.rows[study.rows.phase == "final"].pivot_table("loss", "seed", "arm")
-    assert found["rms"].differences == pytest.approx((finals["rms"] - finals["layer"]).tolist())
+    assert by_arm["rms"].differences == pytest.approx((finals["rms"] - finals["layer"]).tolist())
     assert [c.p_holm for c in study.comparisons] == holm([c.effect.p for c in study.comparisons])
     elsewhere = (study.rows.phase == "final") & (study.rows.arm == "rms") & (study.rows.seed == 3)
     other = Study(PLAN, study.rows.assign(device=study.rows.device.mask(elsewhere, "another GPU")))
@@ -63,17 +67,23 @@ def test_a_pilot_fixes_the_number_of_final_pairs_and_decides_nothing_else(finish
         return 3 + (np.random.default_rng([run.seed, len(run.phase)]).normal(0, 0.01) if run.arm == "b" else 0)
 
     study = finish(plan, noisy)
-    pilot = study.paired("pilot", "b").difference
-    assert len(pilot) == 8 and study.pairs == len(study.final("b")) > 5
-    assert len(study.comparisons[0].differences) == study.pairs and not {*pilot} & {*study.comparisons[0].differences}
-    started = Study(plan, study.rows[study.rows.phase == "pilot"].iloc[:-1])
-    assert started.pairs is None and {run.phase for run in started.missing(started.wanted)} == {"pilot"}
+    pilot = study.schedule.paired("pilot", "b").difference
+    assert len(pilot) == 8 and study.schedule.pairs == len(study.schedule.rows_of("final", "b")) > 5
+    assert len(study.comparisons[0].differences) == study.schedule.pairs and not {*pilot} & {
+        *study.comparisons[0].differences
+    }
+    started = Study(plan, study.rows[study.rows.phase == "pilot"].iloc[:-1]).schedule
+    assert started.pairs is None and {run.phase for run in started.remaining} == {"pilot"}
 
 
 def test_hours_limit_all_runs_and_cut_whole_seeds(finish):
     limited = dataclasses.replace(PLAN, hours=(27 + 2 + 3 * 3 + 1) * 10 / 3600)
     cut = finish(limited, bowl, seconds=20.0, workers=2)
-    assert len(cut.final_seeds) == 3 and {c.effect.n for c in cut.comparisons} == {3} and cut.pairs == 5
+    assert (
+        len(cut.schedule.counted_seeds) == 3
+        and {c.effect.n for c in cut.comparisons} == {3}
+        and cut.schedule.pairs == 5
+    )
 
 
 def test_reruns_tell_rounding_from_a_change_that_means_nothing(finish):
@@ -90,13 +100,13 @@ def test_a_grid_has_main_effects_and_interactions_averaged_within_a_seed(finish)
         rms, qk = run.arm.startswith("rms"), "no " not in run.arm
         return 3 + 0.1 * rms + 0.02 * qk + 0.04 * (rms and qk) + 0.001 * run.seed * rms
 
-    found = {effect.name: effect for effect in finish(GRID, loss).effects}
-    assert {name: round(effect.estimate, 6) for name, effect in found.items()} == {
+    effects = {effect.name: effect for effect in finish(GRID, loss).effects}
+    assert {name: round(effect.estimate, 6) for name, effect in effects.items()} == {
         "norm: rms minus layer": 0.1225,
         "qk_norm: True minus False": 0.04,
         "norm: rms minus layer x qk_norm: True minus False": 0.04,
     }
-    assert found["norm: rms minus layer"].n == 4 and found["norm: rms minus layer"].p < 0.01
+    assert effects["norm: rms minus layer"].n == 4 and effects["norm: rms minus layer"].p < 0.01
 
 
 def test_arms_without_common_batches_are_compared_in_bits_per_byte(study):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import kernels
-from ablation.plan import replace_settings
+from ablation.settings import replace_settings
 from benchmarks import decoding, training
 from benchmarks.decoding import Case, bytes_read, llama2c
 from training.settings import Settings
