@@ -8,7 +8,7 @@ from errors import UserError, exit_on_user_error, fit_terminal, note
 def main() -> None:
     """Parse the command line, find the checkpoint; then import torch, which is slow, read the prompt and generate."""
     with exit_on_user_error():  # around the imports too: they take time, in which Ctrl-C may come
-        from pathlib import Path
+        import shlex
 
         import tyro
 
@@ -18,9 +18,13 @@ def main() -> None:
         if {"-h", "--help"} & {*sys.argv}:
             write = sys.stdout.write
             sys.stdout.write = lambda text: write(fit_terminal(text, sys.stdout))
-        settings = tyro.cli(Settings, prog="generate.py")
-        checkpoint = find_checkpoint(newest_run(Path("runs")) if settings.run is None else settings.run)
-        recommended = recommended_sampling(checkpoint, settings.adapter)
+        settings, more = tyro.cli(Settings, prog="generate.py", return_unknown_args=True)
+        if more and not any(word.startswith("-") for word in more):
+            raise UserError(f"put a text of several words in quotes: {shlex.quote(' '.join([settings.text, *more]))}")
+        if more:
+            tyro.cli(Settings, prog="generate.py")  # ends with what is wrong
+        checkpoint = find_checkpoint(newest_run() if settings.run is None else settings.run)
+        recommended = None if settings.merge else recommended_sampling(checkpoint, settings.adapter)
         if recommended is not None and (settings.chat or recommended.temperature > 0):  # a text would repeat itself
             settings = tyro.cli(Settings, prog="generate.py", default=Settings(sampling=recommended))
             values = ", ".join(f"{name} {value:g}" for name, value in vars(settings.sampling).items())

@@ -1,6 +1,5 @@
 """Serve models to a browser and to OpenAI's clients: `python serve.py RUN [RUN]`. See `python serve.py --help`."""
 
-import errno
 import gc
 import os
 import signal
@@ -15,8 +14,9 @@ from typing import Annotated, Literal
 
 import tyro
 
-from checkpoints.find import find_checkpoint
+from checkpoints.find import find_checkpoint, newest_run
 from errors import UserError, exit_on_user_error
+from flags import optional
 from generation.settings import Settings
 
 
@@ -27,7 +27,7 @@ def stop(*_: object) -> None:
 
 
 def main(
-    runs: Annotated[tuple[str, ...], tyro.conf.arg(metavar="RUN"), tyro.conf.Positional] = ("runs/tiny-rms",),
+    runs: Annotated[tuple[str, ...], optional("[RUN ...]"), tyro.conf.Positional] = (),
     host: str = "127.0.0.1",
     port: int = 8000,
     dtype: Literal["auto", "float32", "bfloat16", "float16", "int8"] = "auto",
@@ -35,18 +35,16 @@ def main(
     """Serve models to a browser, two side by side, and to clients of OpenAI's API under /v1.
 
     Args:
-        runs: Runs, checkpoint directories or models of the Hugging Face Hub.
+        runs: Runs, checkpoint directories or models of the Hugging Face Hub. Default: the newest run in runs/.
         host: Address to listen on. 0.0.0.0 lets the whole network in, without a password.
         port: Port to listen on (0: any).
         dtype: As in generate.py.
     """
-    directories = {run: find_checkpoint(run) for run in runs}
+    directories = {run: find_checkpoint(run) for run in runs or [str(newest_run())]}
     try:
         listener = socket.create_server((host, port))
     except (OSError, OverflowError) as error:
-        of_port = isinstance(error, OverflowError) or error.errno in (errno.EADDRINUSE, errno.EACCES)
-        flag = "--port" if of_port else "--host"
-        raise UserError(f"cannot listen on port {port} ({error}); give another {flag}.") from None
+        raise UserError(f"cannot listen on port {port} of {host} ({error}); give another --port or --host.") from None
     from serving.server import Server  # imports torch
 
     server = Server(directories, Settings(dtype=dtype), host)

@@ -25,11 +25,12 @@ import torch
 import kernels
 from benchmarks import timing
 from checkpoints.families import to_json
-from checkpoints.inference import cast_weights, quantize_matrices
+from checkpoints.pretrained import inference_dtype
+from generation.steps import GpuDecodeStep, decode_step, quantize_matrices
 from model.config import ModelConfig
 from model.count import num_parameters
 from model.decoder import Decoder
-from model.fused_decode import decode_step_for
+from model.device import allocate
 
 SHAPES = {
     "260k": ModelConfig(512, 64, 172, 5, 8, 4, max_position_embeddings=512),  # stories260K of llama2.c
@@ -74,6 +75,15 @@ class Clock(list[float]):
         return (self[-1] - self[-tokens]) / (tokens - 1)
 
 
+def cast_weights(decoder: Decoder, dtype: torch.dtype) -> None:
+    """Compute in `dtype` and store the matrices in it, so that no step casts them. Norm weights and biases: float32."""
+    decoder.compute_dtype = dtype
+    parameters = [*decoder.parameters()]
+    sizes = [(parameter.shape, inference_dtype(parameter, dtype)) for parameter in parameters]
+    for parameter, data in zip(parameters, allocate(sizes, parameters[0].device), strict=True):
+        parameter.data = data.copy_(parameter.data)
+
+
 def our_decoder(case: Case) -> Decoder:
     """Our decoder with random weights, as `generate.py --dtype` stores it."""
     decoder = Decoder(case.config, seed=1).eval()
@@ -104,8 +114,8 @@ def ours(case: Case, choice: str = "auto") -> timing.Blocks:
         kernels.use(choice, torch.device(case.device))
         clock = Clock()
         generate(decoder, prompts, max_new_tokens=case.tokens, sampling=greedy, on_logits=clock.put)
-        with decode_step_for(decoder, case.sequences, case.prompt + case.tokens) as step:
-            if step is not None and step.unavailable_reason is not None:  # what was timed is the decoder
+        with decode_step(decoder, case.sequences, case.prompt + case.tokens) as step:
+            if isinstance(step, GpuDecodeStep) and step.unavailable_reason is not None:  # the decoder was timed
                 raise RuntimeError(step.unavailable_reason)
         return clock.seconds_per_step(case.tokens)
 

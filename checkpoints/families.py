@@ -1,8 +1,7 @@
 """config.json <-> ModelConfig: which Hugging Face model_type a model is written as, and which models can be read.
 
-A model is written as a Hugging Face family only when that family computes exactly the same function. All others are
-written as `model_type: prenorm`, which transformers refuses instead of computing something else. Reading refuses what
-changes the function in transformers, and ignores all other keys, as transformers does. Imports no torch.
+A model is written as a family that computes exactly the same function, else as `model_type: prenorm`, which
+transformers refuses. Reading refuses what changes the function there, and ignores other keys. Imports no torch.
 """
 
 import dataclasses
@@ -23,7 +22,7 @@ from model.count import num_parameters
 class Family:
     """How one Hugging Face model_type expresses a `ModelConfig` in config.json."""
 
-    architecture: str  # the class of transformers that loads it
+    architecture: str | None  # the class of transformers for which models are written; None: they are only read
     norm: Literal["rms", "layer"]
     qkv_bias: str | bool  # the key that says whether q, k and v have biases, or whether the family always has them
     output_bias: bool = False  # whether that key gives o_proj a bias too, which is zeros where the decoder has none
@@ -32,7 +31,6 @@ class Family:
     # Widths of heads. divides: any, but num_attention_heads divides hidden_size. exact: that quotient alone.
     head_dim: Literal["free", "divides", "exact"] = "free"
     constants: dict[str, object] = field(default_factory=dict)  # keys that are always written, with their values
-    written: bool = True  # whether models are written as this family, not only read
     defaults: dict[str, object] = field(default_factory=dict)  # values of missing keys, beside `DEFAULTS`
 
 
@@ -43,57 +41,32 @@ QWEN_DEFAULTS = {"num_key_value_heads": 32, "max_position_embeddings": 32768, "u
 # would warn of wrong ids, and change them if it is told to.
 FAMILIES = {
     "llama": Family(
-        "LlamaForCausalLM",
-        "rms",
-        "attention_bias",
-        output_bias=True,
-        head_dim="divides",
-        constants={"mlp_bias": False},
-        defaults={"max_position_embeddings": 2048},
+        "LlamaForCausalLM", "rms", "attention_bias", output_bias=True, head_dim="divides",
+        constants={"mlp_bias": False}, defaults={"max_position_embeddings": 2048},
     ),
     "qwen3": Family(
-        "Qwen3ForCausalLM",
-        "rms",
-        "attention_bias",
-        output_bias=True,
-        qk_norm=True,
+        "Qwen3ForCausalLM", "rms", "attention_bias", output_bias=True, qk_norm=True,
         defaults=QWEN_DEFAULTS | {"head_dim": 128},
     ),
     "stablelm": Family(
-        "StableLmForCausalLM",
-        "layer",
-        "use_qkv_bias",
-        eps="layer_norm_eps",
-        head_dim="exact",
+        "StableLmForCausalLM", "layer", "use_qkv_bias", eps="layer_norm_eps", head_dim="exact",
         constants={"partial_rotary_factor": 1.0, "use_parallel_residual": False, "qk_layernorm": False},
         defaults={"num_key_value_heads": 32, "max_position_embeddings": 4096, "partial_rotary_factor": 0.25},
     ),
-    "qwen2": Family("Qwen2ForCausalLM", "rms", qkv_bias=True, written=False, defaults=QWEN_DEFAULTS),
+    "qwen2": Family(None, "rms", qkv_bias=True, defaults=QWEN_DEFAULTS),
     "mistral": Family(
-        "MistralForCausalLM",
-        "rms",
-        qkv_bias=False,
-        written=False,
+        None, "rms", qkv_bias=False,
         defaults={"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096},
     ),
-}
+}  # fmt: skip
 SHAPE_FIELDS = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
 # The meaning of a missing key, from the configuration classes of transformers. null key/value heads: as many as heads.
 DEFAULTS = {
-    "num_key_value_heads": None,
-    "head_dim": None,
-    "rope_theta": 10000.0,
-    "rms_norm_eps": 1e-6,
-    "layer_norm_eps": 1e-5,
-    "attention_bias": False,
-    "use_qkv_bias": False,
-    "tie_word_embeddings": False,
-    "initializer_range": 0.02,
-    "sliding_window": None,
-    "use_sliding_window": True,
-    "layer_types": None,
-}
+    "num_key_value_heads": None, "head_dim": None, "rope_theta": 10000.0, "rms_norm_eps": 1e-6, "layer_norm_eps": 1e-5,
+    "attention_bias": False, "use_qkv_bias": False, "tie_word_embeddings": False, "initializer_range": 0.02,
+    "sliding_window": None, "use_sliding_window": True, "layer_types": None,
+}  # fmt: skip
 # Keys that change what a model computes, with the values under which they do not.
 HARMLESS: dict[str, tuple] = {
     "is_causal": (True,),
@@ -121,7 +94,7 @@ def choose_model_type(config: ModelConfig) -> str:
     }
     for model_type, family in FAMILIES.items():
         same = (family.norm, family.qk_norm) == (config.norm, config.qk_norm) and allowed[family.head_dim]
-        if family.written and same and (family.output_bias or not config.attention_output_bias):
+        if family.architecture and same and (family.output_bias or not config.attention_output_bias):
             return model_type
     return "prenorm"
 
@@ -158,10 +131,7 @@ def to_json(config: ModelConfig, *, dtype: str, bos_token_id: int | None, eos_to
 
 
 def load_config(directory: Path | str, tensors: Mapping[str, StoredTensor] | None = None) -> ModelConfig:
-    """The configuration of a model's directory, ours or Hugging Face's; `UserError` if it cannot be represented.
-
-    Where transformers has trained a bias that the decoder would lack, the decoder gets it. tensors: of the directory.
-    """
+    """The configuration of a directory with these tensors, ours or Hugging Face's; `UserError` for other functions."""
     path = Path(directory) / "config.json"
     if tensors is None and check_format(path.parent):
         tensors = stored_tensors(path.parent)
@@ -182,6 +152,7 @@ def load_config(directory: Path | str, tensors: Mapping[str, StoredTensor] | Non
         context = config.max_position_embeddings
         note(f"note: {path} has a sliding window, which is the context here: {context} tokens")
     for name in zero_biases(config, fields["model_type"]):
+        # Where transformers has trained a bias that the decoder would lack, the decoder gets it.
         if tensors is not None and name in tensors and tensors[name].read().any():
             trained = "norm_bias" if config.norm == "layer" else "attention_output_bias"
             return dataclasses.replace(config, **{trained: True})
@@ -189,9 +160,8 @@ def load_config(directory: Path | str, tensors: Mapping[str, StoredTensor] | Non
 
 
 def zero_biases(config: ModelConfig, model_type: str | None = None) -> list[str]:
-    """The biases that a family (by default that of the file) has and the decoder lacks; files have zeros for them.
-
-    Without the zeros, transformers computes the same, but warns that it has made up new weights.
+    """The biases that a family (by default that of the file) has and the decoder lacks: zeros in files, as transformers
+    would warn of new weights.
     """
     family = FAMILIES.get(model_type or choose_model_type(config))
     layers = [f"model.layers.{index}" for index in range(config.num_hidden_layers)]
@@ -245,17 +215,14 @@ def from_json(fields: dict) -> ModelConfig:
 
 
 def read_rope(fields: dict) -> dict:
-    """`rope_theta`, `partial_rotary_factor` and, unless it is the default, the scaling as `ModelConfig` has it.
-
-    Transformers 4 writes the key rope_scaling, and 5 rope_parameters.
-    """
-    rope = fields.get("rope_scaling") or fields.get("rope_parameters") or {}
+    """`rope_theta`, `partial_rotary_factor` and, unless it is the default, the scaling as `ModelConfig` has it."""
+    rope = fields.get("rope_scaling") or fields.get("rope_parameters") or {}  # of transformers 4, and of 5
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ("default", *ROPE_SCALING) or not ROPE_KEYS.issuperset(rope):
         raise ValueError(f"rotary positions are {rope}, and only default, {', '.join(ROPE_SCALING)} are supported")
-    found = {key: rope.get(key, fields.get(key)) for key in ("rope_theta", "partial_rotary_factor")}
+    always = {key: rope.get(key, fields.get(key)) for key in ("rope_theta", "partial_rotary_factor")}
     if kind == "default":
-        return found
+        return always
     scaling = {key: rope.get(key) for key in ROPE_SCALING[kind]}
     if "original_max_position_embeddings" in scaling:
         context, key = fields["max_position_embeddings"], "original_max_position_embeddings"
@@ -269,4 +236,4 @@ def read_rope(fields: dict) -> dict:
             scaling["factor"] = context / scaling["original_max_position_embeddings"]
         if scaling["attention_factor"] is None:  # Peng et al. 2023, equation 22
             scaling["attention_factor"] = 0.1 * math.log(max(scaling["factor"], 1.0)) + 1
-    return {**found, "rope_type": kind, **scaling}
+    return {**always, "rope_type": kind, **scaling}

@@ -1,7 +1,4 @@
-"""Which checkpoint directory a RUN argument means: itself, the best one in a run folder, or a download of the Hub's.
-
-Reads only file names and JSON. Imports no torch, and huggingface_hub only when the id of a model is given.
-"""
+"""What a RUN argument means: its directory, an adapter's model, and what ends its texts. Imports no torch."""
 
 import operator
 import re
@@ -11,20 +8,18 @@ from checkpoints.weights import INDEX, SIDE_FILES, SINGLE, check_format
 from errors import UserError, reading
 from files import read_json
 
+RUNS = Path("runs")
 HUB_ID = re.compile(r"((?!runs/)\w[\w.-]*/(\w[\w.-]*))(?:@(.+))?", re.ASCII)  # org/name or org/name@revision
 
 
 def find_checkpoint(path: Path | str) -> Path:
-    """The checkpoint or adapter directory that `path` means: itself, or in a run folder the best complete one.
-
-    A path that does not exist may be a model of the Hugging Face Hub, which is downloaded. `UserError` if it is none.
-    """
+    """The checkpoint or adapter that `path` means: itself, the best one of a run, or a download from the Hub."""
     name, path = str(path), Path(path)
     if path.is_file():
         raise UserError(f"{path} is a file; give the directory of a checkpoint or a run.")
     model = HUB_ID.fullmatch(name)
     if model and not path.exists() and not Path(name.partition("/")[0]).is_dir():
-        run = Path("runs") / model[2]
+        run = RUNS / model[2]
         if run.is_dir():
             raise UserError(f"{name} does not exist; did you mean {run}?")
         return download(model[1], model[3])
@@ -38,12 +33,6 @@ def find_checkpoint(path: Path | str) -> Path:
         check_format(path)
         problem = f"{path} has no"
     raise UserError(f"{problem} config.json, best/ or last/.{newest_runs(path.parent)}")
-
-
-def newest_runs(folder: Path) -> str:
-    """` Newest runs: ...`, up to five of `folder`, else of runs/; an empty string where there is none."""
-    runs = ", ".join(map(str, (runs_in(folder) or runs_in(Path("runs")))[:5]))
-    return f" Newest runs: {runs}." if runs else ""
 
 
 def find_adapter(directory: Path, adapter: str | None = None) -> tuple[Path, Path | None]:
@@ -73,27 +62,36 @@ def generation_config(model: Path, adapter: Path | None) -> Path:
 def download(name: str, revision: str | None) -> Path:
     """The directory of a Hub model's files that are read here, after downloading those that its cache lacks."""
     from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
 
     wanted = ["model.safetensors", "model-*.safetensors", "adapter_model.safetensors", *SIDE_FILES]
     try:
         # `*` matches `/` too, so that folders such as original/ and onnx/ are excluded separately
         return Path(snapshot_download(name, revision=revision, allow_patterns=wanted, ignore_patterns="*/*"))
+    except LocalEntryNotFoundError as error:  # no network, and nothing in the cache
+        where = "is no local path, and the Hugging Face Hub cannot be reached"
+        raise UserError(f"{name} {where}; connect to it, or give a run.{newest_runs()}") from error
     except Exception as error:  # a network fails in many ways, and each version of the library has other classes
         reason = " ".join(str(error).split())
         raise UserError(f"{name} is no local path, and the Hugging Face Hub gives no model: {reason}") from error
 
 
-def newest_run(folder: Path) -> Path:
+def newest_run(folder: Path = RUNS) -> Path:
     """The run folder in `folder` whose newest checkpoint was saved last."""
-    runs = runs_in(folder)
-    if not runs:
-        fix = "train one with `python train.py`, or give a run folder or a checkpoint"
-        raise UserError(f"there is no run in {folder}/; {fix}.")
-    return runs[0]
+    for run in runs_in(folder):
+        return run
+    fix = "train one with `python train.py`, or give a run folder or a checkpoint"
+    raise UserError(f"there is no run in {folder}/; {fix}.")
+
+
+def newest_runs(folder: Path = RUNS) -> str:
+    """A sentence for an error: the newest runs in `folder`, or else in runs/."""
+    runs = runs_in(folder) or runs_in(RUNS)
+    return f" Newest runs: {', '.join(map(str, runs[:5]))}." if runs else ""
 
 
 def runs_in(folder: Path) -> list[Path]:
-    """The run folders in `folder`, in which a checkpoint was saved last the first."""
+    """The run folders in `folder`, that with the newest checkpoint first."""
     saved = {run: max(save.stat().st_mtime for save in saves_in(run)) for run in folder.glob("*") if saves_in(run)}
     return sorted(saved, key=saved.get, reverse=True)
 

@@ -1,12 +1,12 @@
 """A directory on disk <-> a Decoder: weights in *.safetensors under Hugging Face's names, and config.json.
 
-Nothing is ever unpickled. Writing is not atomic: callers write into a new directory and rename it.
+Writing is not atomic: callers write into a new directory and rename it.
 """
 
 import functools
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,11 +26,11 @@ from model.device import allocate
 from model.norm import is_norm_parameter
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-# Fields that must be equal for the weights of one model to be loaded into another. `norm` need not be.
-FIELDS_THAT_MUST_MATCH = (
-    *(*SHAPE_FIELDS, "num_key_value_heads", "resolved_head_dim", "attention_bias", "attention_output_bias", "qk_norm"),
-    *("tie_word_embeddings", "norm_placement", "mlp"),
-)
+# Fields that must be equal, beside `SHAPE_FIELDS`, for the weights of one model to be loaded into another.
+FIELDS_THAT_MUST_MATCH = """
+    num_key_value_heads resolved_head_dim attention_bias attention_output_bias qk_norm tie_word_embeddings
+    norm_placement mlp
+""".split()
 
 
 def unpacked_names(name: str, config: ModelConfig) -> dict[str, int | None]:
@@ -43,10 +43,7 @@ def unpacked_names(name: str, config: ModelConfig) -> dict[str, int | None]:
 
 
 def unpacked_tensors(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """Our tensors under Hugging Face's names, packed ones as views of their rows.
-
-    The views work both ways: saving reads them, loading copies a file's tensors into them.
-    """
+    """Our tensors under Hugging Face's names, packed ones as views of their rows, to be saved or filled."""
     unpacked = {}
     for name, tensor in tensors.items():
         names = unpacked_names(name, config)
@@ -117,19 +114,19 @@ class Checkpoint:
     tensors: dict[str, StoredTensor]  # what the decoder has, by names in files
     adapter: Path | None = None  # a LoRA adapter to add to them
 
-    def dtype(self, *names: str) -> torch.dtype:
-        """The smallest dtype that holds the named tensors exactly; without names, the dtype of the largest tensor."""
-        largest = max(self.tensors, key=lambda name: math.prod(self.tensors[name].shape))
-        chosen = [self.tensors[name] for name in names or [largest]]
-        with reading(chosen[0].path, "give the unquantized model"):
-            return functools.reduce(torch.promote_types, [DTYPES[tensor.dtype] for tensor in chosen])
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the largest tensor."""
+        return self.common_dtype([max(self.tensors, key=lambda name: math.prod(self.tensors[name].shape))])
+
+    def common_dtype(self, names: Iterable[str]) -> torch.dtype:
+        """The smallest dtype that holds the named tensors exactly."""
+        with reading(self.directory, "give the unquantized model"):
+            return functools.reduce(torch.promote_types, [DTYPES[self.tensors[name].dtype] for name in names])
 
 
 def open_checkpoint(directory: Path | str, adapter: Path | None = None) -> Checkpoint:
-    """The configuration and the stored tensors of a directory; `UserError` unless their names and shapes match.
-
-    Drops what the decoder does not need: zero biases, a copy of a tied head, rotary tables of old files.
-    """
+    """The configuration and the stored tensors of a directory; `UserError` unless their names and shapes match."""
     if adapter != directory:
         check_format(Path(directory))
     stored = stored_tensors(Path(directory))
@@ -137,8 +134,9 @@ def open_checkpoint(directory: Path | str, adapter: Path | None = None) -> Check
     with torch.device("meta"):  # shapes without memory
         decoder = Decoder(config, seed=None)
     shapes = {name: tensor.shape for name, tensor in unpacked_tensors(decoder.state_dict(), config).items()}
+    # What the decoder does not need: zero biases, rotary tables of old files, a copy of a tied head.
     redundant = {*zero_biases(config), *(name for name in stored if name.endswith("rotary_emb.inv_freq"))}
-    if config.tie_word_embeddings and "lm_head.weight" in stored:  # one of them is enough
+    if config.tie_word_embeddings and "lm_head.weight" in stored:
         head = stored["lm_head.weight"]
         if not torch.equal(stored.setdefault("model.embed_tokens.weight", head).read(), head.read()):
             raise UserError(f"{directory} has a head beside its tied embedding; set tie_word_embeddings to false.")
@@ -161,10 +159,7 @@ def load_pretrained(
     compute_dtype: torch.dtype = torch.float32,
     cast: bool = False,
 ) -> Decoder:
-    """The decoder of a directory of llama, qwen2, qwen3, mistral, stablelm or prenorm; activations in `compute_dtype`.
-
-    Each weight has the dtype of its file, or with `cast` that of `inference_dtype`.
-    """
+    """The decoder of a directory; each weight has the dtype of its file, or with `cast` that of `inference_dtype`."""
     checkpoint = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
     with torch.device("meta"):
         decoder = Decoder(checkpoint.config, seed=None, compute_dtype=compute_dtype)
@@ -174,7 +169,7 @@ def load_pretrained(
         if cast:
             dtype = inference_dtype(parameter, compute_dtype)
         else:
-            dtype = checkpoint.dtype(*unpacked_names(name, checkpoint.config))
+            dtype = checkpoint.common_dtype(unpacked_names(name, checkpoint.config))
         sizes.append((parameter.shape, dtype))
     state = dict(zip(parameters, allocate(sizes, torch.device(device)), strict=True))
     weights = unpacked_tensors(state, checkpoint.config)
@@ -186,9 +181,10 @@ def load_pretrained(
 
 
 def copy_tensors(stored: Mapping[str, StoredTensor], targets: Mapping[str, Tensor]) -> None:
-    """Copy stored tensors to their targets, with a progress bar when that takes more than two seconds."""
+    """Copy stored tensors to their targets, if they have one; a progress bar when that takes more than two seconds."""
     for name, tensor in tqdm(stored.items(), "reading the weights", delay=2, leave=False, disable=None):
-        targets[name].copy_(tensor.read())
+        if name in targets:
+            targets[name].copy_(tensor.read())
 
 
 def inference_dtype(parameter: Tensor, compute_dtype: torch.dtype) -> torch.dtype:
@@ -200,8 +196,7 @@ def inference_dtype(parameter: Tensor, compute_dtype: torch.dtype) -> torch.dtyp
 def load_weights(decoder: Decoder, directory: Path | str) -> tuple[list[str], list[str]]:
     """Copy a directory's weights into a decoder, which keeps its dtypes. With LoRA, the directory is an adapter's.
 
-    Norms may differ, and parameters of both are loaded. Returns the names in files of tensors that only the decoder
-    has, and of those that only the file has.
+    Norms may differ: returns the names in files of tensors that only the decoder has, and of those that only they have.
     """
     views = unpacked_tensors(decoder.state_dict(), decoder.config)
     if decoder.lora is not None:
@@ -212,21 +207,17 @@ def load_weights(decoder: Decoder, directory: Path | str) -> tuple[list[str], li
         return [], []
     checkpoint = open_checkpoint(directory)
     check_fields_match(checkpoint.config, decoder.config, directory)
-    kept = {name: tensor for name, tensor in checkpoint.tensors.items() if name in views}
-    new = [name for name in views if name not in kept]
-    dropped = [name for name in checkpoint.tensors if name not in kept]
+    new = [name for name in views if name not in checkpoint.tensors]
+    dropped = [name for name in checkpoint.tensors if name not in views]
     assert all(map(is_norm_parameter, [*new, *dropped]))
-    copy_tensors(kept, views)
+    copy_tensors(checkpoint.tensors, views)
     return new, dropped
 
 
 def check_fields_match(theirs: ModelConfig, ours: ModelConfig, directory: Path | str) -> None:
     """`UserError` with all fields in which two models differ: other numbers of heads can give the same shapes."""
-    different = []
-    for key in FIELDS_THAT_MUST_MATCH:
-        found, wanted = getattr(theirs, key), getattr(ours, key)
-        if found != wanted:
-            different.append(f"{key.removeprefix('resolved_')} {found} instead of {wanted}")
+    fields = [(key, getattr(theirs, key), getattr(ours, key)) for key in (*SHAPE_FIELDS, *FIELDS_THAT_MUST_MATCH)]
+    different = [f"{key.removeprefix('resolved_')} {a} instead of {b}" for key, a, b in fields if a != b]
     if different:
         problem = ", ".join(different)
         raise UserError(f"the weights of {directory} do not fit this model: {problem}; use the same values.")

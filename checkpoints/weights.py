@@ -1,7 +1,4 @@
-"""The weight files of a checkpoint directory: which they are, and the tensors that their headers list.
-
-Nothing is ever unpickled. Imports no torch before a file is opened.
-"""
+"""The weight files of a checkpoint directory, and the tensors that their headers list. Nothing is ever unpickled."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from safetensors import safe_open
 from errors import UserError, reading
 from files import read_json
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # torch is imported when a file is opened
     from torch import Tensor
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -22,10 +19,9 @@ DOWNLOAD = "download or save it again, in a clone with `git lfs pull`"
 # The small files that belong to a checkpoint: configurations, tokenizers and chat templates.
 SIDE_FILES = ("*.json", "*.model", "*.jinja", "merges.txt")
 PICKLED = "pickled weights, which can run code and are never opened; save them with transformers as safetensors"
-OTHER_FORMATS = {  # the first four bytes of a file -> what a directory without safetensors has, and what to do
-    **dict.fromkeys((b"PK\3\4", b"\x80\2\x8a\n", b""), PICKLED),  # how files of torch.save begin, today and before 2020
-    b"GGUF": "GGUF weights, which are only written here; give the model that they were made from",
-}
+# The first four bytes of a file -> what a directory without safetensors has, and what to do.
+OTHER_FORMATS = {b"GGUF": "GGUF weights, which are only written here; give the model that they were made from"}
+OTHER_FORMATS |= dict.fromkeys((b"PK\3\4", b"\x80\2\x8a\n", b""), PICKLED)  # of torch.save, today and before 2020
 
 
 @dataclass(frozen=True)

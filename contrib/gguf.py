@@ -36,6 +36,7 @@ from contrib.llama_cpp_vocab import Vocabulary, llama_cpp_vocabulary
 from data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from errors import UserError, note, printable
 from files import writing
+from flags import optional
 from model.config import ModelConfig
 from model.rope import frequencies
 
@@ -48,7 +49,7 @@ DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "q8_0": "Q8_0"
 def main(
     run: Annotated[str, tyro.conf.arg(metavar="RUN"), tyro.conf.Positional],
     out: Annotated[Path, tyro.conf.arg(metavar="OUT.gguf"), tyro.conf.Positional],
-    dtype: Literal[None, *DTYPES] = None,
+    dtype: Annotated[Literal[None, *DTYPES], optional(f"{{{','.join(DTYPES)}}}")] = None,
 ) -> None:
     """Write a trained model with its tokenizer as one GGUF file: llama-cli -m OUT.gguf
 
@@ -92,7 +93,7 @@ def convert(checkpoint: Path, path: Path, dtype: str | None, name: str) -> None:
     vocabulary = llama_cpp_vocabulary(tokenizer, config.vocab_size)
     for difference in vocabulary.notes:
         note(f"note: {difference}")
-    stored_dtype = str(opened.dtype("model.embed_tokens.weight")).removeprefix("torch.")
+    stored_dtype = str(opened.common_dtype(["model.embed_tokens.weight"])).removeprefix("torch.")
     dtype = dtype or (stored_dtype if stored_dtype in DTYPES else "float32")
     tensors = gguf_tensors(opened, architecture)
     writer = gguf.GGUFWriter(path, architecture)

@@ -52,7 +52,7 @@ class Prenorm(HFLM):
             note("note: there is no CUDA device; computing on the CPU")
         directory, device = find_checkpoint(pretrained), choose_device(device)
         checkpoint = open_checkpoint(directory)
-        compute_dtype = choose_inference_dtype(dtype, device, checkpoint.dtype())
+        compute_dtype = choose_inference_dtype(dtype, device, checkpoint.dtype)
         decoder = load_pretrained(checkpoint, device=device, compute_dtype=compute_dtype, cast=True).eval()
         tokenizer = PreTrainedTokenizerFast.from_pretrained(directory)
         super().__init__(TransformersModel(decoder), tokenizer=tokenizer, backend="causal", **options)

@@ -21,12 +21,12 @@ import numpy as np
 import torch
 import tyro
 
-from checkpoints.bundle import merge, open_model
 from checkpoints.find import find_adapter, find_checkpoint
 from checkpoints.pretrained import load_pretrained
 from contrib.programs import Answers, ask, llama_cpp, transformers
 from data.chat import BREAK, ChatFormat
 from errors import UserError, exit_on_user_error, printable
+from generation.cli import merge, open_model
 from generation.settings import Sampling, recommended_sampling
 
 TEXTS = ["", " ", "  ", " lead", "trail ", "two  spaces", "\t", "\ta\tb", "\n\n", "a\r\nb\n", " " * 33, "\0a", "\x7f"]

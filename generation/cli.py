@@ -7,19 +7,21 @@ import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 import kernels
-from checkpoints.bundle import merge, open_model
-from checkpoints.inference import quantize_matrices
-from checkpoints.pretrained import Checkpoint, load_pretrained
+from checkpoints.find import eos_ids, find_adapter, generation_config
+from checkpoints.pretrained import Checkpoint, load_pretrained, open_checkpoint, save_pretrained, write_json
 from data.chat import ChatFormat
-from data.tokenizer import Tokenizer, encode_prompt, tokens_after
+from data.tokenizer import Tokenizer, check_vocabulary, encode_prompt, load_tokenizer, tokens_after
 from errors import UserError, fit_terminal, printable, reading
+from files import read_json
 from generation.conversation import Conversation
-from generation.generate import MAX_CPU_SEQUENCES, check_prompts, generate, has_cpu_step
+from generation.generate import check_prompts, generate
 from generation.settings import Settings
+from generation.steps import MAX_CPU_SEQUENCES, decode_step_kind, quantize_matrices
 from generation.stream import OrderedTexts, TextStream
 from model.decoder import Decoder
 from model.device import choose_device, choose_inference_dtype, explain_out_of_memory
@@ -47,79 +49,98 @@ def run(settings: Settings, directory: Path, prompts: Sequence[str]) -> None:
     decoder = load_decoder(checkpoint, settings)
     del checkpoint  # with the mapping of its files
     device, dtype = next(decoder.parameters()).device, str(decoder.compute_dtype).removeprefix("torch.")
-    if settings.dtype == "int8":
-        dtype += " with int8 matrices"
+    dtype += " with int8 matrices" if settings.dtype == "int8" else ""
     log(f"{directory} on {device} in {dtype}, kernels: {kernels.describe(device)}")
-
-    continue_prompts = functools.partial(
-        generate,
-        decoder,
-        max_new_tokens=settings.token_limit,
-        sampling=settings.sampling,
-        seed=settings.seed,
-        eos_ids=ends,
-        vocab_size=tokenizer.vocab_size,
-    )
+    options = dict(max_new_tokens=settings.token_limit, sampling=settings.sampling, seed=settings.seed)
+    options |= dict(eos_ids=ends, vocab_size=tokenizer.vocab_size)
+    continue_prompts = functools.partial(generate, decoder, **options)
     if settings.chat and not prompts:
         Conversation(continue_prompts, chat, settings, context, write, log).run(read_line)
     else:
         print_texts(continue_prompts, settings, tokenizer, list(zip(prompts, encoded, strict=True)))
 
 
+class Text(NamedTuple):
+    """A sample of a prompt."""
+
+    prompt: str
+    number: int
+    ids: list[int]  # of the prompt
+    first_tokens: list[int] | None
+    stream: TextStream
+
+
 def print_texts(continue_prompts: Callable, settings: Settings, tokenizer: Tokenizer, prompts: list[tuple]) -> None:
     """Generate all samples of the prompts (text, ids) in batches, and print them in order or as lines of JSON."""
-    requests, streams, labels = [], [], []
-    for text, ids in prompts:
-        first, said = (None, ()) if settings.chat else (tokens_after(tokenizer, text), ids)
+    texts = []
+    for prompt, ids in prompts:
+        first, said = (None, ()) if settings.chat else (tokens_after(tokenizer, prompt), ids)
         for number in range(settings.samples):
-            requests.append((ids, first, number))
-            streams.append(TextStream(tokenizer, settings.stop, said))
-            labels.append({"prompt": text, "sample": number})
-    output = JsonLines(streams, labels, write) if settings.jsonl else OrderedTexts(streams, write)
-    for start in range(0, len(requests), settings.batch_size):
-        batch, first, numbers = zip(*requests[start : start + settings.batch_size], strict=True)
+            texts.append(Text(prompt, number, ids, first, TextStream(tokenizer, settings.stop, said)))
+    in_order = OrderedTexts([] if settings.jsonl else [text.stream for text in texts], write)
+
+    def push(text: Text, token: int) -> bool:
+        text.stream.push(token)
+        in_order.update()
+        return text.stream.stopped
+
+    def finish(text: Text, reason: str) -> None:
+        text.stream.finish()
+        in_order.update()
+        if settings.jsonl:
+            row = {"prompt": text.prompt, "sample": text.number, "text": text.stream.text, "end": reason}
+            write(json.dumps(row, ensure_ascii=False) + "\n")
+
+    for start in range(0, len(texts), settings.batch_size):
+        batch = texts[start : start + settings.batch_size]
         result = continue_prompts(
-            batch,
-            sample_numbers=numbers,
-            first_tokens=first,
-            on_token=lambda i, token, start=start: output.push(start + i, token),
-            on_finish=lambda i, reason, start=start: output.finish(start + i, reason),
+            [text.ids for text in batch],
+            sample_numbers=[text.number for text in batch],
+            first_tokens=[text.first_tokens for text in batch],
+            on_token=lambda i, token, batch=batch: push(batch[i], token),
+            on_finish=lambda i, reason, batch=batch: finish(batch[i], reason),
         )
         if "context" in result.finish_reasons:
             log("a text ends where the model's context is full")
 
 
-class JsonLines:
-    """Writes the texts of several streams as JSON, one object a line, each when it is complete."""
-
-    def __init__(self, streams: Sequence[TextStream], labels: Sequence[dict], write: Callable[[str], object]):
-        self._streams, self._labels, self._write = streams, labels, write
-        self._texts = [stream.prompt for stream in streams]
-
-    def push(self, index: int, token: int) -> bool:
-        """Add a token to a text; returns whether a stop string ends it."""
-        self._texts[index] += self._streams[index].push(token)
-        return self._streams[index].stopped
-
-    def finish(self, index: int, reason: str) -> None:
-        text = self._texts[index] + self._streams[index].flush()
-        self._write(json.dumps(self._labels[index] | {"text": text, "end": reason}, ensure_ascii=False) + "\n")
+def open_model(directory: Path, adapter: str | None = None) -> tuple[Checkpoint, Tokenizer, frozenset[int]]:
+    """A checkpoint whose weights are not read yet, its tokenizer, and the ids that end a text."""
+    model, adapter_directory = find_adapter(directory, adapter)
+    checkpoint = open_checkpoint(model, adapter_directory)
+    has_tokenizer = adapter_directory is not None and any(adapter_directory.glob("tokenizer.*"))
+    tokenizer = load_tokenizer(adapter_directory if has_tokenizer else model)
+    check_vocabulary(tokenizer, checkpoint.config.vocab_size)
+    return checkpoint, tokenizer, eos_ids(model, tokenizer.eos_id, adapter_directory)
 
 
 def load_decoder(checkpoint: Checkpoint, settings: Settings) -> Decoder:
     """The model on its device, with its weights in the dtype it computes in."""
     device, int8 = choose_device(settings.device), settings.dtype == "int8"
     kernels.use(settings.kernels, device)
-    if int8 and not has_cpu_step(checkpoint.config, device, torch.bfloat16, settings.batch_size):
+    if int8 and decode_step_kind(checkpoint.config, device, torch.bfloat16, settings.batch_size) != "cpu":
         raise UserError(
             f"--dtype int8 needs a CPU, a --batch-size (now {settings.batch_size}) of at most {MAX_CPU_SEQUENCES}, and "
             "a pre-norm model with RMSNorm or LayerNorm and SwiGLU; use bfloat16."
         )
-    dtype = choose_inference_dtype("bfloat16" if int8 else settings.dtype, device, checkpoint.dtype())
+    dtype = choose_inference_dtype("bfloat16" if int8 else settings.dtype, device, checkpoint.dtype)
     decoder = load_pretrained(checkpoint, device=device, compute_dtype=dtype, cast=True).eval()
     if int8:
         quantize_matrices(decoder)
     return decoder
+
+
+def merge(checkpoint: Checkpoint, tokenizer: Tokenizer, ends: frozenset[int], new: Path) -> None:
+    """Write a model with its adapter added, in the dtypes of its files, as the directory `new`."""
+    if new.exists():
+        raise UserError(f"--merge {new} exists; give a new directory.")
+    decoder, unfinished = load_pretrained(checkpoint), new.with_name(f"{new.name}.new")
+    save_pretrained(decoder, unfinished, bos_token_id=tokenizer.bos_id, eos_token_id=tokenizer.eos_id)
+    tokenizer.save(unfinished)
+    fields = read_json(generation_config(checkpoint.directory, checkpoint.adapter))
+    fields["eos_token_id"] = [tokenizer.eos_id, *sorted(ends - {tokenizer.eos_id})]
+    write_json(unfinished / "generation_config.json", fields)
+    unfinished.rename(new)
 
 
 def read_prompts(settings: Settings) -> list[str]:

@@ -9,6 +9,8 @@ from generation.generate import Generation, PrefixCache, check_prompts
 from generation.settings import Settings
 from generation.stream import TextStream
 
+COMMANDS = "Ctrl-C stops an answer, /reset starts a new conversation, /quit leaves"
+
 
 @dataclass
 class Conversation:
@@ -26,16 +28,19 @@ class Conversation:
 
     def run(self, read: Callable[[], str]) -> None:
         """Answer the lines that are typed until the input ends. A `UserError` ends an answer, not the conversation."""
-        self.log("Ctrl-C stops an answer, /reset starts a new conversation, /quit leaves")
+        self.log(COMMANDS)
         while True:
             try:
                 line = read()
-                if line.strip() in ("/quit", "/exit", "exit", "quit"):
+                command = line.strip()  # others are text: models have commands of their own, such as /no_think
+                if command in ("/quit", "/exit", "exit", "quit"):
                     return
-                if line.strip() == "/reset":  # others are text: models have commands of their own, such as /no_think
+                if command in ("/help", "/?"):
+                    self.log(COMMANDS)
+                elif command == "/reset":
                     self.messages = []
                     self.log("a new conversation begins")
-                elif line.strip():
+                elif command:
                     self.answer(line)
             except EOFError:
                 self.log("")  # the next prompt of the shell starts on a line of its own
@@ -48,29 +53,23 @@ class Conversation:
     def answer(self, text: str) -> None:
         """Generate the answer to `text` and write it."""
         messages, prompt = self.fit([*self.messages, {"role": "user", "content": text}])
-        stream, parts = TextStream(self.format.tokenizer, self.settings.stop), []
+        stream = TextStream(self.format.tokenizer, self.settings.stop)
 
-        def emit(part: str) -> bool:
-            parts.append(part)
-            self.write(part)
+        def on_token(_: int, token: int) -> bool:
+            self.write(stream.push(token))
             return stream.stopped
 
         try:
-            result = self.continue_prompts(
-                [prompt],
-                sample_numbers=[self.answers],
-                on_token=lambda _, token: emit(stream.push(token)),
-                prefix=self.prefix,
-            )
-            emit(stream.flush())
-            end = result.finish_reasons[0]
+            options = dict(sample_numbers=[self.answers], on_token=on_token, prefix=self.prefix)
+            end = self.continue_prompts([prompt], **options).finish_reasons[0]
+            self.write(stream.finish())
         except KeyboardInterrupt:
-            if not any(parts):
+            if not stream.text:
                 self.log("\nstopped before the answer began; your message is forgotten")
                 return
             end = "interrupted"
         self.write("\n")
-        self.messages = [*messages, {"role": "assistant", "content": "".join(parts)}]
+        self.messages = [*messages, {"role": "assistant", "content": stream.text}]
         self.answers += 1
         reasons = {
             "interrupted": "stopped",

@@ -2,13 +2,13 @@
 
 A step of a small model should take as long as reading its weights does. So each matrix is read once, in the form in
 which it is stored: float32, the 16 bits of bfloat16, or 8 bits with a scale for each row; everything else is float32.
-The first call compiles the loops for this processor; later processes find them in a cache beside this file. Only
-pre-norm decoders with SwiGLU and RMSNorm or LayerNorm have a step.
+The first call compiles the loops for this processor; later processes find them in a cache beside this file.
 """
 
 import contextlib
+import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,29 +25,29 @@ from model.cache import KeyValueCache
 from model.decoder import Decoder
 from model.linear import Linear
 
-# Sums may be added in any order, so that they become vectors of sums; NaN stays NaN.
-OPTIONS = {"cache": True, "error_model": "numpy", "fastmath": {"reassoc", "contract", "nsz", "arcp"}}
+
+class LoopCache(FunctionCache):
+    """Numba's cache on disk. What cannot be read or written there is compiled anew, after one note."""
+
+    @contextlib.contextmanager
+    def _guard_against_spurious_io_errors(self) -> Iterator[None]:  # Numba's lets most errors of its files pass
+        try:
+            yield
+        except Exception as error:
+            reason = str(error).partition(":")[0]
+            note(f"the decoding step is compiled anew: its cache in {self.cache_path} cannot be used ({reason})")
+            with contextlib.suppress(OSError):
+                self.flush()  # a file that is cut short
 
 
-@contextlib.contextmanager
-def optional(cache: FunctionCache) -> Iterator[None]:
-    """What fails in this block, reading or writing the cache, is compiled anew, after one note."""
+def compiled(function: Callable, parallel: bool = False) -> Callable:
+    """The loops of a function in machine code, where sums are added in any order, as vectors; NaN stays NaN."""
+    loops = njit(function, parallel=parallel, error_model="numpy", fastmath={"reassoc", "contract", "nsz", "arcp"})
     try:
-        yield
-    except Exception as error:
-        reason = str(error).partition(":")[0]
-        note(f"the decoding step is compiled anew: its cache in {cache.cache_path} cannot be used ({reason})")
-        with contextlib.suppress(OSError):
-            cache.flush()  # a file that is cut short
-
-
-FunctionCache._guard_against_spurious_io_errors = optional  # Numba's own passes over some errors of Windows
-try:
-    FunctionCache(optional.__wrapped__)
-except RuntimeError:  # nor in the home directory
-    OPTIONS["cache"] = False
-    note(f"the decoding step is compiled in each process: {Path(__file__).parent} cannot be written")
-compiled, compiled_in_parallel = njit(**OPTIONS), njit(**OPTIONS, parallel=True)
+        loops._cache = LoopCache(function)
+    except RuntimeError:  # nor in the home directory
+        note(f"the decoding step is compiled in each process: {Path(__file__).parent} cannot be written")
+    return loops
 
 
 class Matrix(NamedTuple):
@@ -83,7 +83,7 @@ def _widen(x):
     return lambda x: np.float32(x)
 
 
-@compiled_in_parallel
+@functools.partial(compiled, parallel=True)
 def add_product(out, matrix, x):
     """out += W x + bias for each row of x (B, in_features) and out (B, out_features)."""
     for row in prange(len(matrix.values)):
@@ -126,7 +126,7 @@ def rotate(head, cos, sin):
         head[i], head[half + i] = a * cos[i] - b * sin[i], b * cos[i] + a * sin[i]
 
 
-@compiled_in_parallel
+@functools.partial(compiled, parallel=True)
 def attend(qkv, keys, values, padding, end):
     """Attention of the queries in qkv (B, (H + 2K) d) to the cache's first `end` positions: (B, H d)."""
     batch, kv_heads, _, width = keys.shape
@@ -209,21 +209,13 @@ class CpuDecodeStep:
 
         self.layers = []
         for layer, keys, values in zip(decoder.layers, cache.keys, cache.values, strict=True):
-            attention, before, after = layer.self_attn, layer.input_layernorm, layer.post_attention_layernorm
+            attention, mlp = layer.self_attn, layer.mlp
+            before, after = (norm(n.weight, n.bias) for n in (layer.input_layernorm, layer.post_attention_layernorm))
             head_norms = [norm(n.weight) for n in (attention.q_norm, attention.k_norm) if n is not None]
-            self.layers.append(
-                LayerWeights(
-                    norm(before.weight, before.bias),
-                    matrix(attention.qkv_proj),
-                    np.array(head_norms, np.float32).reshape(-1, 2, config.resolved_head_dim),
-                    matrix(attention.o_proj),
-                    norm(after.weight, after.bias),
-                    matrix(layer.mlp.gate_up_proj),
-                    matrix(layer.mlp.down_proj),
-                    keys.numpy(),
-                    values.numpy(),
-                )
-            )
+            head_norms = np.array(head_norms, np.float32).reshape(-1, 2, config.resolved_head_dim)
+            qkv, o, gate_up, down = map(matrix, (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj))
+            cached = keys.numpy(), values.numpy()
+            self.layers.append(LayerWeights(before, qkv, head_norms, o, after, gate_up, down, *cached))
         self.norm = norm(decoder.norm.weight, decoder.norm.bias)
         self.head = matrix(decoder.embed_tokens if decoder.lm_head is None else decoder.lm_head)
         decoder.rope.grow(cache.max_length)

@@ -1,10 +1,5 @@
-"""Token ids in, token ids out: one prefill of the left-padded prompts, then one decoding step per new token.
+"""Token ids in, token ids out: one prefill of the left-padded prompts, then one decoding step per new token."""
 
-A finished sequence stays in the batch and its further tokens are dropped, until the last one has finished: simple, and
-good enough for small batches.
-"""
-
-import contextlib
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
@@ -12,16 +7,14 @@ from typing import Literal
 
 import torch
 
-from errors import UserError, note
+from errors import UserError
 from generation.sampling import generator_for, sample
 from generation.settings import Sampling
+from generation.steps import decode_step
 from model.cache import KeyValueCache
-from model.config import ModelConfig
 from model.decoder import Decoder
 from model.device import threads_for
-from model.fused_decode import decode_step_for, fused_step
 
-MAX_CPU_SEQUENCES = 16  # the largest batch that `CpuDecodeStep` was measured with
 FinishReason = Literal["eos", "stop", "length", "context"]
 
 
@@ -48,6 +41,35 @@ class PrefixCache:
                 count += 1
         return count
 
+    def move_to(self, cache: KeyValueCache, prompt: Sequence[int], count: int) -> None:
+        """Use `cache` for a prompt from now on, and begin it with the first `count` positions of the last one."""
+        if count:
+            cache.keep_prefix(self.cache, count)
+        self.cache, self.tokens = cache, list(prompt)
+
+
+@dataclass
+class Sampler:
+    """Chooses the next token of each sequence of a batch."""
+
+    sampling: Sampling
+    generators: list[torch.Generator]
+    allowed: torch.Tensor | None  # (B, V) bool: what the first token may be
+    seen: torch.Tensor | None  # (B, V) bool: the tokens so far, if repeating them is penalized
+
+    def next_tokens(self, logits: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
+        """The next tokens for logits (B, V): as (B, 1) int64, and as a list."""
+        if self.allowed is not None:
+            logits, self.allowed = logits.masked_fill(~self.allowed, -math.inf), None
+        tokens = sample(logits, self.sampling, self.generators, self.seen)
+        ids = tokens.tolist()  # the only wait for the device in a step
+        if min(ids) < 0:
+            reason = "its weights are damaged, or its activations overflow"
+            raise UserError(f"the model's logits are not finite; {reason}: try float32.")
+        if self.seen is not None:
+            self.seen.scatter_(1, tokens[:, None], True)
+        return tokens[:, None], ids
+
 
 @torch.inference_mode()
 def generate(
@@ -68,12 +90,10 @@ def generate(
 ) -> Generation:
     """Continue each prompt (one token or more); a sequence's tokens do not depend on the others in its batch.
 
-    Sequence i has its own random generator, seeded by (seed, sample_numbers[i]), by default (seed, 0). For several
-    samples of one prompt, repeat the prompt with the numbers 0, 1, 2. Its first token is one of `first_tokens[i]`,
-    unless that is None or empty. Only ids below `vocab_size` are sampled: a model may have more than its tokenizer.
-
-    Sequence i ends at an EOS id, when `on_token(i, token)` returns true, after max_new_tokens, or when it fills
-    `max_position_embeddings`; then `on_finish(i, reason)` is called once. A prompt without room for one token raises
+    Sequence i has its own random generator, seeded by (seed, sample_numbers[i]), by default (seed, 0). Its first token
+    is one of `first_tokens[i]`, unless that is None or empty. Only ids below `vocab_size` are sampled: a model may have
+    more than its tokenizer. It ends at an EOS id, when `on_token(i, token)` returns true, after max_new_tokens, or when
+    it fills the context; then `on_finish(i, reason)` is called once. A prompt without room for one token is a
     `UserError`. `on_logits` gets the logits (B, V) of each step, valid until it returns.
 
     With `prefix`, for a single prompt: what the prompt has in common with the last call's tokens is not computed again.
@@ -84,15 +104,15 @@ def generate(
     last = max(map(max, prompts))
     if last >= decoder.config.vocab_size:
         raise UserError(f"the model has no embedding of token {last}; leave it out of the prompt or the chat template.")
-    device = decoder.embed_tokens.weight.device
+    device, dtype = decoder.embed_tokens.weight.device, decoder.compute_dtype
     sampling, vocab_size = sampling or Sampling(), min(vocab_size or math.inf, decoder.config.vocab_size)
+    sampler = Sampler(
+        sampling,
+        generators=[generator_for(seed, number, device) for number in sample_numbers or [0] * len(prompts)],
+        allowed=token_mask(first_tokens, vocab_size, device) if any(first_tokens or ()) else None,
+        seen=token_mask(prompts, vocab_size, device) if sampling.repetition_penalty != 1 else None,
+    )
     limits = [min(max_new_tokens, context - len(prompt)) for prompt in prompts]
-    generators = [generator_for(seed, number, device) for number in sample_numbers or [0] * len(prompts)]
-    allowed = token_mask(first_tokens, vocab_size, device) if any(first_tokens or ()) else None
-    seen = token_mask(prompts, vocab_size, device) if sampling.repetition_penalty != 1 else None
-    tokens, padding = left_pad(prompts, device)
-    shape = len(prompts), tokens.shape[1] + max(limits)
-    cached = 0 if prefix is None else prefix.cached_tokens(prompts[0])  # before the step, which empties its cache
     result = Generation([[] for _ in prompts], [None] * len(prompts))
 
     def add_token(i: int, token: int) -> FinishReason | None:
@@ -105,72 +125,40 @@ def generate(
             return "length" if limits[i] == max_new_tokens else "context"
         return None
 
+    tokens, padding = left_pad(prompts, device)
+    shape = len(prompts), tokens.shape[1] + max(limits)
+    cached = 0 if prefix is None else prefix.cached_tokens(prompts[0])  # before the step, which empties its cache
     with threads_for(decoder, len(prompts)), decode_step(decoder, *shape) as step:
-        if step is None:
-            cache = KeyValueCache(decoder.config, *shape, device=device, dtype=decoder.compute_dtype)
-        else:
-            cache = step.cache
+        cache = step.cache if step else KeyValueCache(decoder.config, *shape, device=device, dtype=dtype)
         if prefix is not None:
-            if cached:
-                cache.keep_prefix(prefix.cache, cached)
-            prefix.cache, prefix.tokens = cache, list(prompts[0])
+            prefix.move_to(cache, prompts[0], cached)
             tokens = tokens[:, cached:]
         while None in result.finish_reasons:
-            if cache.length >= context:
-                # Only shorter, padded prompts still have room in the context. The sequences that have filled it are
-                # finished but still computed: more padding keeps their rotary positions below max_position_embeddings.
-                padding = padding.clamp(min=cache.length + 1 - context)
-            if tokens.shape[1] == 1 and step is not None:
-                logits = step(tokens, padding)
-            else:
-                logits = decoder(tokens, cache=cache, padding=padding, last_only=True)
-            logits = logits[:, -1, :vocab_size]  # (B, V)
+            logits = next_logits(decoder, step, cache, tokens, padding)[:, :vocab_size]
             on_logits(logits)
-            if allowed is not None:
-                logits, allowed = logits.masked_fill(~allowed, -math.inf), None
-            sampled = sample(logits, sampling, generators, seen)  # (B,)
-            ids = sampled.tolist()  # the only wait for the device in a step
-            if min(ids) < 0:
-                reason = "its weights are damaged, or its activations overflow"
-                raise UserError(f"the model's logits are not finite; {reason}: try float32.")
+            tokens, ids = sampler.next_tokens(logits)
             if prefix is not None:
                 prefix.tokens += ids
-            tokens = sampled[:, None]
-            if seen is not None:
-                seen.scatter_(1, tokens, True)
             for i, token in enumerate(ids):
-                if result.finish_reasons[i] is None:
+                if result.finish_reasons[i] is None:  # further tokens of a finished sequence are dropped
                     result.finish_reasons[i] = add_token(i, token)
                     if result.finish_reasons[i] is not None:
                         on_finish(i, result.finish_reasons[i])
     return result
 
 
-def decode_step(decoder: Decoder, batch_size: int, positions: int) -> contextlib.AbstractContextManager:
-    """The fastest step for the decoder's device, with an empty cache of `positions`; None where the decoder itself is.
-
-    A step takes tokens (B, 1) and padding, and returns logits (B, 1, V) that are valid until the next call.
-    """
-    if decoder.lora is not None:  # in training; elsewhere an adapter is part of the weights
-        return contextlib.nullcontext()
-    if not has_cpu_step(decoder.config, decoder.embed_tokens.weight.device, decoder.compute_dtype, batch_size):
-        return decode_step_for(decoder, batch_size, positions)
-    from generation.cpu_step import CpuDecodeStep  # imports Numba, which a GPU does not need
-
-    return contextlib.nullcontext(CpuDecodeStep(decoder, KeyValueCache(decoder.config, batch_size, positions)))
-
-
-def has_cpu_step(config: ModelConfig, device: torch.device, dtype: torch.dtype, batch_size: int) -> bool:
-    """Whether `CpuDecodeStep` computes the steps of a model; a note where only Numba is missing."""
-    fits = batch_size <= MAX_CPU_SEQUENCES and dtype in (torch.float32, torch.bfloat16)
-    if fused_step(config, device) != "cpu" or not fits:
-        return False
-    try:
-        import numba  # noqa: F401
-    except ImportError as error:  # new versions of Python wait for it
-        note(f"decoding on the CPU is slower here ({error}); pip install numba")
-        return False
-    return True
+def next_logits(
+    decoder: Decoder, step: Callable | None, cache: KeyValueCache, tokens: torch.Tensor, padding: torch.Tensor | None
+) -> torch.Tensor:
+    """Append tokens (B, T) to the cache; the logits (B, V) that follow them."""
+    context = decoder.config.max_position_embeddings
+    if cache.length >= context:
+        # Only shorter, padded prompts still have room in the context. The sequences that have filled it are finished
+        # but still computed: more padding keeps their rotary positions below max_position_embeddings.
+        padding = padding.clamp(min=cache.length + 1 - context)
+    if step is None or tokens.shape[1] > 1:
+        return decoder(tokens, cache=cache, padding=padding, last_only=True)[:, -1]
+    return step(tokens, padding)[:, -1]
 
 
 class PromptTooLong(UserError):

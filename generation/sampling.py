@@ -1,7 +1,6 @@
 """From logits to the next token: filters as pure functions on (B, V) float32 logits, and sampling.
 
-A filtered token's logit is -inf. The order is repetition penalty, temperature, top-k, top-p, min-p, as in transformers:
-the same settings give the same distribution there. Nothing here waits for the device.
+A filtered token's logit is -inf. The filters, in their order, are those of transformers. Nothing waits for the device.
 """
 
 import hashlib
@@ -13,10 +12,7 @@ from generation.settings import Sampling
 
 
 def penalize_repetition(logits: torch.Tensor, seen: torch.Tensor, penalty: float) -> torch.Tensor:
-    """Make the `seen` tokens (B, V bool) less likely: Keskar et al. 2019 (CTRL), section 4.1.
-
-    The paper divides logits by the penalty. That would raise negative ones, so they are multiplied instead.
-    """
+    """Make `seen` tokens (B, V bool) less likely: Keskar et al. 2019, section 4.1, but multiply negative logits."""
     return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 
@@ -41,10 +37,8 @@ def keep_min_p(logits: torch.Tensor, p: float) -> torch.Tensor:
 
 
 def filter_logits(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """Apply the temperature and the filters that are enabled, in order. (B, V) float32 to the same.
-
-    Top-k keeps exactly k logits, even if some are equal, and the filters after it see these k alone: sorting a large
-    vocabulary takes longer than a decoding step of a small model.
+    """Apply the temperature and the enabled filters, in order. Those after top-k see its k logits alone, as sorting a
+    large vocabulary takes longer than a decoding step of a small model.
     """
     logits = apply_temperature(logits, sampling.temperature)
     kept, ids = (logits, None) if sampling.top_k == 0 else logits.topk(min(sampling.top_k, logits.shape[-1]))
@@ -56,10 +50,7 @@ def filter_logits(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
 
 
 def generator_for(seed: int, sample: int, device: torch.device) -> torch.Generator:
-    """A random generator for one sequence, so that it samples the same tokens alone and in any batch.
-
-    The seed is a hash of both numbers: their sum would be the same for seed 1, sample 2 and seed 2, sample 1.
-    """
+    """A generator for one sequence, alone and in any batch. Seeded by a hash: sums of (1, 2) and (2, 1) are equal."""
     digest = hashlib.blake2b(f"generation {seed} {sample}".encode(), digest_size=7).digest()
     return torch.Generator(device).manual_seed(int.from_bytes(digest, "big"))
 
@@ -67,8 +58,7 @@ def generator_for(seed: int, sample: int, device: torch.device) -> torch.Generat
 def sample_inverse_cdf(logits: torch.Tensor, generators: list[torch.Generator]) -> torch.Tensor:
     """Sample from softmax(logits): the first token at which the sum of probabilities reaches a number in (0, 1].
 
-    A filtered token, at which the sum does not grow, is never the first. One random number for each row: on a CPU, one
-    for each token of a large vocabulary takes as long as a step of a small model. A GPU's sums may differ between runs.
+    A filtered token is never the first. On a CPU one random number for each row is much faster than one for each token.
     """
     sums = logits.softmax(-1).cumsum(-1, dtype=torch.float64)
     uniform = [torch.rand(1, generator=generator, dtype=torch.float64) for generator in generators]  # in [0, 1)
@@ -87,10 +77,7 @@ def sample_gumbel(logits: torch.Tensor, generators: list[torch.Generator]) -> to
 def sample(
     logits: torch.Tensor, sampling: Sampling, generators: list[torch.Generator], seen: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The next token of each row, (B,) int64. -1 for a row whose logits are not finite: checking needs no host sync.
-
-    Only the repetition penalty needs `seen` (B, V bool); only temperatures above 0 need `generators`.
-    """
+    """The next token of each row, (B,) int64. -1 for a row whose logits are not finite: checking needs no host sync."""
     if seen is not None:
         logits = penalize_repetition(logits, seen, sampling.repetition_penalty)
     if sampling.temperature == 0:

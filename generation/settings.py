@@ -1,7 +1,4 @@
-"""The command line of generate.py as dataclasses: each field is a flag, its docstring the flag's help text.
-
-Imports no torch: `python generate.py --help` answers at once, and wrong values are reported before anything is loaded.
-"""
+"""The command line of generate.py: each field is a flag, its docstring the flag's help. Imports no torch."""
 
 from dataclasses import dataclass, field
 from pathlib import Path

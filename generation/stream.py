@@ -1,8 +1,7 @@
 """Token ids in one at a time, printable text out: never part of a character, and nothing from a stop string on.
 
-The texts of a stream joined equal `tokenizer.decode` of all ids, for tokenizers of the LLaMA and Qwen families. There,
-a token's text depends on its neighbours in two ways only: a character's bytes may be spread over several tokens, and
-spaces at the very start of the text may be dropped.
+The texts joined equal `tokenizer.decode` of all ids, for tokenizers like LLaMA's and Qwen's: there, a character's bytes
+may be spread over several tokens, and spaces at the very start of the text may be dropped.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,28 +16,28 @@ class TextStream:
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), prompt: Sequence[int] = ()):
         self._decode = tokenizer.decode
-        # Once the text has begun, new ids are decoded behind this token instead of all earlier ids: that is cheap, and
-        # keeps their leading spaces.
+        # Once the text has begun, new ids are decoded behind this token alone: that keeps their leading spaces.
         self._anchor = tokenizer.encode("a")
         self._context: list[int] = []
         self._pending: list[int] = []
         self._returned = 0  # characters of decode(context + pending) that have been returned
         self._stop = stop
         self._held = ""  # what may be the beginning of a stop string
-        self.stopped = False
-        """Whether a stop string was found."""
-        self.prompt = self._completed(prompt)
-        """The text of the prompt, which is not searched for stop strings."""
+        self.stopped = False  # whether a stop string was found
+        self.finished = False
+        self.text = self._completed(prompt)  # all so far; that of the prompt is not searched for stop strings
 
     def push(self, token: int) -> str:
         """The text that the next token completes, as far as it is certain to be before any stop string."""
-        return self._before_stop(self._completed([token]))
+        new = self._before_stop(self._completed([token]))
+        self.text += new
+        return new
 
-    def flush(self) -> str:
+    def finish(self) -> str:
         """The text held back so far: what is no stop string, and the bytes of an incomplete character as U+FFFD."""
-        text = self._before_stop(self._decode(self._context + self._pending)[self._returned :]) + self._held
-        self._held = ""
-        return text
+        new = self._before_stop(self._decode(self._context + self._pending)[self._returned :]) + self._held
+        self.text, self._held, self.finished = self.text + new, "", True
+        return new
 
     def _completed(self, ids: Sequence[int]) -> str:
         """The characters that these ids complete."""
@@ -74,35 +73,20 @@ def overlap(text: str, stop: str) -> int:
 
 
 class OrderedTexts:
-    """Writes the texts of several streams in order, with a blank line between them.
-
-    The first unfinished text is written as it is generated; the text of later ones is kept until it is their turn.
-    """
+    """Writes the texts of several streams in order, with a blank line between them, each as far as it is generated."""
 
     def __init__(self, streams: Sequence[TextStream], write: Callable[[str], object]):
         self._streams, self._write = streams, write
-        self._waiting = [stream.prompt for stream in streams]
-        self._finished = [False] * len(streams)
-        self._current = 0
-        self._write_waiting()
+        self._current, self._written = 0, 0  # the first text that is not complete, and its characters that are written
+        self.update()
 
-    def push(self, index: int, token: int) -> bool:
-        """Add a token to a text; returns whether a stop string ends it."""
-        self._waiting[index] += self._streams[index].push(token)
-        self._write_waiting()
-        return self._streams[index].stopped
-
-    def finish(self, index: int, reason: str) -> None:
-        """Complete a text. If it is the current one, write those after it, up to the next unfinished one."""
-        self._waiting[index] += self._streams[index].flush()
-        self._finished[index] = True
-        self._write_waiting()
-
-    def _write_waiting(self) -> None:
+    def update(self) -> None:
+        """Write what the streams have gained: of the first unfinished one, and of those that are finished before it."""
         while self._current < len(self._streams):
-            self._write(self._waiting[self._current])
-            self._waiting[self._current] = ""
-            if not self._finished[self._current]:
+            stream = self._streams[self._current]
+            self._write(stream.text[self._written :])
+            self._written = len(stream.text)
+            if not stream.finished:
                 break
-            self._current += 1
+            self._current, self._written = self._current + 1, 0
             self._write("\n" if self._current == len(self._streams) else "\n\n")

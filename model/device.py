@@ -1,14 +1,9 @@
-"""Device, dtype and threads: how each setting is resolved here, and what is known about a device.
-
-Every choice is a rule and no measurement, so that two runs on one machine never differ because it was busy.
-"""
+"""What --device and --dtype mean on this machine: rules, no measurements. Its memory, its threads and its name."""
 
 import contextlib
 import ctypes
-import importlib.util
 import math
 import platform
-import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -35,10 +30,7 @@ def choose_device(name: str) -> torch.device:
 
 
 def choose_training_dtype(name: str, device: torch.device) -> torch.dtype:
-    """The dtype of activations that `--dtype name` means in training; master weights are float32 in any case.
-
-    `auto` is bfloat16 where the device is fast at it, else float16 on a GPU (with loss scaling) and float32 elsewhere.
-    """
+    """The dtype of activations that `--dtype name` means in training; master weights are float32 in any case."""
     if name != "auto":
         return getattr(torch, name)
     if fast_at_bfloat16(device):
@@ -47,10 +39,8 @@ def choose_training_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def choose_inference_dtype(name: str, device: torch.device, stored: torch.dtype) -> torch.dtype:
-    """The dtype of weights and activations that `--dtype name` means in generation, for weights stored as `stored`.
-
-    `auto` is that of training, but float32 on a CPU unless the weights are bfloat16: other weights stay exact.
-    """
+    """The dtype of weights and activations that `--dtype name` means in generation; `stored` is that of the file."""
+    # auto on a CPU: other weights than bfloat16 stay exact
     if name == "auto" and device.type != "cuda" and stored != torch.bfloat16:
         return torch.float32
     return choose_training_dtype(name, device)
@@ -60,25 +50,14 @@ def fast_at_bfloat16(device: torch.device) -> bool:
     """Whether the device multiplies bfloat16 matrices: CUDA from capability 8.0 on, CPUs with AVX-512-BF16 or AMX."""
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 0)
-    found = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    allowed = torch.backends.cpu.get_cpu_capability() == "AVX512"  # ATEN_CPU_CAPABILITY can rule it out
-    return device.type == "cpu" and found and allowed
-
-
-def why_not_compile(device: torch.device) -> str | None:
-    """What torch.compile lacks on this device, or None: a C++ compiler on a CPU, Triton elsewhere."""
-    if device.type == "cpu":
-        found = any(map(shutil.which, ("g++", "clang++", "c++", "cl")))
-        return None if found else "no C++ compiler found (install g++, clang++ or Visual C++)"
-    return None if importlib.util.find_spec("triton") else "Triton is not installed"
+    has_instructions = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    uses_them = torch.backends.cpu.get_cpu_capability() == "AVX512"  # ATEN_CPU_CAPABILITY can rule it out
+    return device.type == "cpu" and has_instructions and uses_them
 
 
 @contextlib.contextmanager
 def threads_for(model: torch.nn.Module, rows: int) -> Iterator[None]:
-    """Use one CPU thread for decoding steps of `rows` sequences so small that threads mostly wait for each other.
-
-    On 2 busy cores, two threads decoded 5 to 30 times slower than one, with models of 4 and 0.3 million parameters.
-    """
+    """Use one CPU thread for steps of `rows` sequences so small that two, on busy cores, take 5 to 30 times as long."""
     before = torch.get_num_threads()
     on_cpu = next(model.parameters()).device.type == "cpu"
     if on_cpu and rows * sum(p.numel() for p in model.parameters()) < ONE_THREAD_BELOW:
@@ -102,31 +81,28 @@ def explain_out_of_memory(message: str) -> Iterator[None]:
 
 
 def keep_freed_memory() -> None:
-    """Let glibc keep large freed blocks; other allocators (macOS, Windows, musl) are left as they are.
+    """Let glibc, if that is the allocator, keep large freed blocks for the next training step.
 
-    A training step frees and allocates the same large buffers again and again. By default each is a new mapping that
-    the operating system fills with zeros: a third of the time of a step in the default run.
+    Else each is a new mapping that the operating system fills with zeros: a third of a step's time in the default run.
     """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform.startswith("linux") else None
-    if mallopt is not None:
+    if sys.platform.startswith("linux") and hasattr(ctypes.CDLL(None), "mallopt"):
         m_trim_threshold, m_mmap_max = -1, -4  # from glibc's malloc.h
-        mallopt(m_mmap_max, 0)
-        mallopt(m_trim_threshold, 2**31 - 1)
+        ctypes.CDLL(None).mallopt(m_mmap_max, 0)
+        ctypes.CDLL(None).mallopt(m_trim_threshold, 2**31 - 1)
 
 
 def allocate(sizes: Sequence[tuple[torch.Size, torch.dtype]], device: torch.device) -> list[torch.Tensor]:
-    """Uninitialized tensors for weights that decoding reads again and again.
+    """Uninitialized tensors for weights, on a CPU in one large array of NumPy's, which asks Linux for pages of 2 MB.
 
-    On a CPU they lie in one large array of NumPy's, which asks Linux for pages of 2 MB. From torch's pages of 4 KB a
-    decoding step takes 1.2 to 1.4 times as long (docs/generate.md).
+    From torch's pages of 4 KB a decoding step takes 1.2 to 1.4 times as long.
     """
     if device.type != "cpu":
         return [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in sizes]
-    bytes_of = [shape.numel() * dtype.itemsize for shape, dtype in sizes]
-    rounded = [math.ceil(count / 64) * 64 for count in bytes_of]  # each begins a cache line
-    parts = torch.from_numpy(np.empty(sum(rounded), np.uint8)).split(rounded)
-    found = zip(parts, bytes_of, sizes, strict=True)
-    return [part[:count].view(dtype).view(shape) for part, count, (shape, dtype) in found]
+    counts = [shape.numel() * dtype.itemsize for shape, dtype in sizes]  # of bytes
+    rounded = [math.ceil(count / 64) * 64 for count in counts]  # each begins a cache line
+    blocks = torch.from_numpy(np.empty(sum(rounded), np.uint8)).split(rounded)
+    each = zip(blocks, counts, sizes, strict=True)
+    return [block[:count].view(dtype).view(shape) for block, count, (shape, dtype) in each]
 
 
 def device_name(device: torch.device) -> str:
@@ -138,11 +114,7 @@ def device_name(device: torch.device) -> str:
 
 def processor() -> str:
     """The CPU's model, as the operating system names it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    for line in lines:
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()

@@ -9,12 +9,11 @@ import msgspec
 import torch
 from msgspec import Meta
 
-from checkpoints.bundle import open_model
 from data.chat import ChatFormat
 from data.tokenizer import encode_prompt, tokens_after
 from errors import UserError
 from files import read_json, read_toml
-from generation.cli import load_decoder
+from generation.cli import load_decoder, open_model
 from generation.generate import PrefixCache, check_prompts, generate
 from generation.settings import Sampling, Settings, recommended_sampling
 from generation.stream import TextStream
@@ -43,8 +42,7 @@ class Request(msgspec.Struct, kw_only=True):
     stream_options: dict = {}
 
     def __post_init__(self) -> None:
-        stops = [self.stop] if isinstance(self.stop, str) else self.stop
-        self.stop = [text for text in stops if text]
+        self.stop = [text for text in ([self.stop] if isinstance(self.stop, str) else self.stop) if text]
 
 
 class ChatRequest(Request, kw_only=True):
@@ -130,10 +128,7 @@ class ServedModel:
     @torch.inference_mode()
     def answer(self, request: Request, emit: Callable[[Step], object]) -> dict:
         """Emit the steps of the answer, and return the usage. What is wrong with a prompt is raised before them."""
-        if isinstance(request, ChatRequest):
-            old, new = self.chat(request, emit)
-        else:
-            old, new = self.complete(request, emit)
+        old, new = (self.chat if isinstance(request, ChatRequest) else self.complete)(request, emit)
         return {"prompt_tokens": old, "completion_tokens": new, "total_tokens": old + new}
 
     def chat(self, request: ChatRequest, emit: Callable[[Step], object]) -> tuple[int, int]:
@@ -155,7 +150,7 @@ class ServedModel:
             streams = {}
             for choice in range(number * request.n, (number + 1) * request.n):
                 streams[choice] = TextStream(self.tokenizer, request.stop, ids)
-                emit(Step(choice, streams[choice].prompt if request.echo else "", begins=True))
+                emit(Step(choice, streams[choice].text if request.echo else "", begins=True))
             if request.echo and request.logprobs is not False:
                 self.score(request, emit, streams, ids)
             if request.max_tokens:
@@ -164,18 +159,16 @@ class ServedModel:
                 new += self.sample(request, emit, streams, ids, eos_ids=self.eos_ids, first_tokens=first)
             else:
                 for choice, stream in streams.items():
-                    emit(Step(choice, stream.flush(), end="length"))
+                    emit(Step(choice, stream.finish(), end="length"))
         return sum(map(len, encoded)), new
 
     def encode(self, prompt: str | list[int], request: CompletionRequest) -> list[int]:
         """The ids of a prompt. A text that is only scored begins with the token that begins a document in training."""
-        if not isinstance(prompt, str):
-            ids = prompt
-        elif request.max_tokens:
-            ids = encode_prompt(self.tokenizer, prompt)
-        else:
-            ids = [self.tokenizer.document_start, *self.tokenizer.encode(prompt)]
-        return ids + request.begin_ids
+        if isinstance(prompt, str) and request.max_tokens:
+            prompt = encode_prompt(self.tokenizer, prompt)
+        elif isinstance(prompt, str):
+            prompt = [self.tokenizer.document_start, *self.tokenizer.encode(prompt)]
+        return prompt + request.begin_ids
 
     def check(self, prompts: Sequence[Sequence[int]]) -> None:
         """Raise `UserError` unless the model has a token for each id, and room for one more."""
@@ -199,9 +192,7 @@ class ServedModel:
             rows = rows[-1:]  # logprobs of the token that follows
         self.prefix = PrefixCache(ids, cache)
 
-    def sample(
-        self, request: Request, emit: Callable, streams: dict[int, TextStream], ids: list[int], **options
-    ) -> int:
+    def sample(self, request: Request, emit: Callable, streams: dict[int, TextStream], ids: list, **options) -> int:
         """Emit a sample for each choice of `streams`; returns the number of new tokens. `options` are `generate`'s."""
         choices, logprobs = list(streams), None
 
@@ -212,22 +203,21 @@ class ServedModel:
 
         def on_token(i: int, token: int) -> bool:
             described = [] if logprobs is None else [self.describe(token, logprobs[i], request.top_logprobs)]
-            stream = streams[choices[i]]
-            emit(Step(choices[i], stream.push(token), described))
-            return stream.stopped
+            emit(Step(choices[i], streams[choices[i]].push(token), described))
+            return streams[choices[i]].stopped
 
         def on_finish(i: int, reason: str) -> None:
             end = "stop" if reason in ("eos", "stop") else "length"
-            emit(Step(choices[i], streams[choices[i]].flush(), end=end))
+            emit(Step(choices[i], streams[choices[i]].finish(), end=end))
 
-        if request.n > 1:
-            self.prefix = PrefixCache()
         options |= dict(sampling=request.sampling, max_new_tokens=request.max_tokens, seed=request.seed)
         options |= dict(sample_numbers=range(request.n), vocab_size=self.vocab_size)
         options |= dict(on_logits=on_logits, on_token=on_token, on_finish=on_finish)
-        prefix = self.prefix if request.n == 1 else None
-        result = generate(self.decoder, [ids] * request.n, prefix=prefix, **options)
-        return sum(map(len, result.tokens))
+        if request.n == 1:
+            options["prefix"] = self.prefix
+        else:
+            self.prefix = PrefixCache()
+        return sum(map(len, generate(self.decoder, [ids] * request.n, **options).tokens))
 
     def describe(self, token: int, logprobs: torch.Tensor | None, top: int) -> dict:
         """A token in OpenAI's format, and its id; `top_logprobs` has the most likely ones in its place."""

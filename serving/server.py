@@ -34,7 +34,8 @@ class Server(uvicorn.Server):
         ]
         # Against DNS rebinding: a page of another site can send requests here, but with that site's name as Host.
         names, handlers = ("localhost", "{a:int}.{b:int}.{c:int}.{d:int}", host), (exceptions.HTTPException, Exception)
-        hosts = [routing.Host(name, routing.Router(routes)) for name in names]
+        self.paths = ", ".join(route.path for route in routes)
+        hosts = [routing.Host(name, routing.Router(routes, default=self.refuse_path)) for name in names]
         app = applications.Starlette(routes=hosts, exception_handlers=dict.fromkeys(handlers, refuse))
         app.router.default = refuse_host
         super().__init__(uvicorn.Config(app, lifespan="off", log_level="critical", timeout_graceful_shutdown=0.5))
@@ -46,6 +47,9 @@ class Server(uvicorn.Server):
 
     def card(self, http: requests.Request) -> responses.Response:
         return responses.JSONResponse(self.find(http.path_params["id"]).card)
+
+    async def refuse_path(self, scope: dict, *_) -> None:
+        raise exceptions.HTTPException(404, f"there is no path {scope['path']}, only {self.paths}")
 
     def read(self, content: bytes, kind: type[Request]) -> Request:
         """The request of a body, in which null means nothing. The model of a chat has defaults for its sampling."""
@@ -62,13 +66,12 @@ class Server(uvicorn.Server):
             return msgspec.convert(body | {"sampling": msgspec.convert(vars(default) | body, Sampling)}, kind)
 
     async def answer(self, http: requests.Request) -> responses.Response:
-        kind = ChatRequest if http.url.path == "/v1/chat/completions" else CompletionRequest
-        request = self.read(await read_body(http), kind)
+        is_chat, id = http.url.path == "/v1/chat/completions", f"cmpl-{secrets.token_hex(12)}"
+        request = self.read(await read_body(http), ChatRequest if is_chat else CompletionRequest)
         answer, steps = self.submit(http, request)
-        about = {"id": f"cmpl-{secrets.token_hex(12)}", "object": "text_completion"}
-        if kind is ChatRequest:
-            chunk = ".chunk" if request.stream else ""
-            about = {"id": f"chat{about['id']}", "object": f"chat.completion{chunk}"}
+        about = {"id": id, "object": "text_completion"}
+        if is_chat:
+            about = {"id": f"chat{id}", "object": "chat.completion.chunk" if request.stream else "chat.completion"}
         about |= {"model": request.model, "created": int(time.time())}
 
         def response(steps: list[Step], **usage: dict) -> str:
@@ -84,14 +87,13 @@ class Server(uvicorn.Server):
                 yield f"data: {response([], usage=answer.result())}\n\n"
             yield "data: [DONE]\n\n"
 
-        emitted, step = [], await steps.get()
-        if request.stream and step is not None:  # else it has failed
-            return responses.StreamingResponse(chunks(step), media_type="text/event-stream")
-        while step is not None:
-            emitted.append(step)
-            step = await steps.get()
+        emitted = [await steps.get()]
+        if request.stream and emitted[0] is not None:  # else it has failed
+            return responses.StreamingResponse(chunks(emitted[0]), media_type="text/event-stream")
+        while emitted[-1] is not None:
+            emitted.append(await steps.get())
         usage = await answer
-        return responses.Response(response(emitted, usage=usage), media_type="application/json")
+        return responses.Response(response(emitted[:-1], usage=usage), media_type="application/json")
 
     def submit(self, http: requests.Request, request: Request) -> tuple[asyncio.Future, asyncio.Queue]:
         """Give a request to the worker: its usage, and a queue of its steps, which None ends."""

@@ -100,10 +100,10 @@ TABLE = r"""
 - packed, scale = decoder.config.packed_matrices, fields["lora_alpha"] / fields["r"]
 + packed, scale = decoder.config.packed_matrices, fields["lora_alpha"]
 ! model/test_lora.py::test_logits_and_gradients_equal_those_of_peft_on_the_same_base
-@ model/fused_decode.py
+@ generation/steps.py
 - if chosen is kernels.gpu and not config.attention_output_bias:
 + if chosen is kernels.gpu:
-! model/test_fused_decode.py::test_a_fused_step_exists_for_triton_small_batches_and_the_layers_that_it_computes
+! generation/test_steps.py::test_a_fused_step_exists_for_triton_small_batches_and_the_layers_that_it_computes
 @ model/mlp.py
 - return kernels.swiglu_mlp(x, self.gate_up_proj.weight, self.down_proj.weight)
 + return kernels.swiglu_mlp(x, self.gate_up_proj.weight.flip(0), self.down_proj.weight)

@@ -1,8 +1,10 @@
 """Everything a run needs before its first step: device, text, model, optimizer, and the state to resume from."""
 
 import dataclasses
+import importlib.util
 import json
 import math
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +20,7 @@ from data.conversations import Conversations
 from data.corpus import Corpus, prepare
 from errors import UserError, reading
 from model.decoder import Decoder, attend_to_previous_token, center_residual_writers
-from model.device import choose_device, choose_training_dtype, device_name, keep_freed_memory, why_not_compile
+from model.device import choose_device, choose_training_dtype, device_name, keep_freed_memory
 from model.lora import add_lora
 from training import checkpoint
 from training.checkpoint import State
@@ -118,6 +120,14 @@ def set_up(settings: Settings, run_dir: Path, *, resume: bool, log: Log = print)
     )
     run_dir = processes.folder_of_main(run_dir)
     return Session(settings, run_dir, processes, device, corpus, model, forward, optimizer, scaler, state)
+
+
+def why_not_compile(device: torch.device) -> str | None:
+    """What torch.compile lacks on this device, or None: a C++ compiler on a CPU, Triton elsewhere."""
+    if device.type == "cpu":
+        has_compiler = any(map(shutil.which, ("g++", "clang++", "c++", "cl")))
+        return None if has_compiler else "no C++ compiler found (install g++, clang++ or Visual C++)"
+    return None if importlib.util.find_spec("triton") else "Triton is not installed"
 
 
 def no_log(_: str) -> None:

@@ -41,6 +41,10 @@ def test_the_newest_run_is_the_one_that_saved_a_checkpoint_last(tmp_path):
     assert newest_run(tmp_path) == tmp_path / "c"
     os.utime(tmp_path / "b" / "last.old", (2_100_000_000, 2_100_000_000))
     assert newest_run(tmp_path) == tmp_path / "b"
+    with pytest.raises(
+        UserError, match=f"does not exist; .* Newest runs: {tmp_path / 'b'}, {tmp_path / 'c'}, {tmp_path / 'a'}"
+    ):
+        find_checkpoint(tmp_path / "d")
 
 
 def test_eos_ids_are_those_of_the_tokenizer_and_of_generation_config_or_else_of_config(tmp_path):
@@ -80,7 +84,9 @@ def test_only_the_needed_files_of_a_model_are_downloaded_once_and_used_without_a
     assert sorted(downloads) == sorted(f"/org/stories/resolve/{hub.commit}/{name}" for name in model)
     no_network()
     assert find_checkpoint("org/stories") == snapshot
-    with pytest.raises(UserError, match=r"^org/other is no local path, and the Hugging Face"):
+    with pytest.raises(
+        UserError, match=r"^org/other is no local path, and the Hugging Face Hub cannot be reached; conn"
+    ):
         find_checkpoint("org/other")
 
 

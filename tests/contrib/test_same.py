@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from checkpoints.pretrained import load_pretrained, save_pretrained
 from contrib import same
-from data.corpus import train_tokenizer
+from data.tokens import train_tokenizer
 from errors import UserError
 from model.lora import add_lora
 

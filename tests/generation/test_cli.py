@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from checkpoints import weights
-from checkpoints.bundle import open_model
 from checkpoints.find import find_checkpoint
 from checkpoints.pretrained import load_pretrained, save_pretrained
 from data.chat import add_chat_template
@@ -167,7 +166,7 @@ def test_out_of_memory_is_a_user_error_that_names_the_flag(checkpoint, monkeypat
 def test_matrices_are_quantized_for_int8_and_the_log_says_so(checkpoint, output):
     text, lines = output(checkpoint, max_new_tokens=5, dtype="int8")
     assert "in bfloat16 with int8 matrices, kernels: " in lines[0] and len(text) > 2
-    loaded = cli.load_decoder(open_model(checkpoint)[0], Settings(device="cpu", dtype="int8"))
+    loaded = cli.load_decoder(cli.open_model(checkpoint)[0], Settings(device="cpu", dtype="int8"))
     assert all(layer.self_attn.qkv_proj.int8 is not None for layer in loaded.layers)
 
 
@@ -185,8 +184,8 @@ def test_tokenizer_template_and_ends_are_those_of_the_adapter_alone_beside_its_m
     _, lines = output(checkpoint, [], merge=merged, adapter=str(adapter))
     assert lines == [f"written: {merged}; try it: python generate.py {merged}"]
     for directory, option in ((adapter, None), (checkpoint, str(adapter)), (merged, None)):
-        _, found, ends = open_model(directory, option)
+        _, found, ends = cli.open_model(directory, option)
         assert found.chat_template is not None and ends == {5, tokenizer.eos_id}
         assert recommended_sampling(directory, option) == Sampling(temperature=0.3, top_k=50)
-    _, found, ends = open_model(checkpoint, str(bare))
+    _, found, ends = cli.open_model(checkpoint, str(bare))
     assert found.chat_template is None and ends == {tokenizer.eos_id}

@@ -151,10 +151,12 @@ def test_every_id_that_ends_a_turn_ends_an_answer(chatml_model, output, monkeypa
 def test_an_error_or_ctrl_c_neither_ends_nor_changes_the_conversation(talk, monkeypatch):
     talk.ask("def add")
     talk.lines.clear(), talk.written.clear()
-    type_lines(monkeypatch, "", "  ", "0123456789" * 30, KeyboardInterrupt(), UserError("not UTF-8"), "/rest", "/quit")
+    type_lines(
+        monkeypatch, "", "  ", "0123456789" * 30, KeyboardInterrupt(), UserError("not UTF-8"), "/?", "/rest", "/quit"
+    )
     talk.conversation.run(cli.read_line)
-    first, too_long, interrupted, not_utf8, _ = talk.lines
-    assert "/quit" in first and "/quit" in interrupted
+    first, too_long, interrupted, not_utf8, again, _ = talk.lines
+    assert "/reset" in first and "/quit" in interrupted and again == first
     assert too_long.startswith("error: the prompt has") and not_utf8 == "error: not UTF-8"
     assert [message["content"] for message in talk.conversation.messages[::2]] == ["def add", "/rest"]
     assert "".join(talk.written) == talk.fresh_answer()

@@ -14,11 +14,11 @@ import numba
 import pytest
 import torch
 
-from checkpoints.inference import quantize_matrices
 from errors import note
 from generation import cpu_step
 from generation.cpu_step import CpuDecodeStep
-from generation.generate import MAX_CPU_SEQUENCES, decode_step, generate
+from generation.generate import generate
+from generation.steps import MAX_CPU_SEQUENCES, decode_step, quantize_matrices
 from model.cache import KeyValueCache
 from model.linear import Linear
 

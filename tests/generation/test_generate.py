@@ -8,9 +8,9 @@ from errors import UserError
 from generation.generate import generate
 from generation.sampling import generator_for, sample
 from generation.settings import Sampling
+from generation.steps import GpuDecodeStep
 from model.config import ModelConfig
 from model.decoder import Decoder
-from model.fused_decode import DecodeStep
 
 LIMIT = 48  # of the decoder in conftest.py
 GREEDY = Sampling(temperature=0)
@@ -58,8 +58,8 @@ def test_fused_decoding_gives_the_same_tokens_to_the_end_of_the_context(monkeypa
     shape = dict(vocab_size=64, hidden_size=16, intermediate_size=16, num_attention_heads=2, num_key_value_heads=1)
     config = ModelConfig(**shape, num_hidden_layers=1, max_position_embeddings=14, initializer_range=0.5)
     decoder, prompts, calls = Decoder(config, seed=3).eval(), [[1, 7, 9, 4, 5, 6, 8], [1]], []
-    step = DecodeStep.__call__
-    monkeypatch.setattr(DecodeStep, "__call__", lambda *arguments: calls.append(1) or step(*arguments))
+    step = GpuDecodeStep.__call__
+    monkeypatch.setattr(GpuDecodeStep, "__call__", lambda *arguments: calls.append(1) or step(*arguments))
     options = dict(max_new_tokens=99, sampling=SAMPLED, seed=4)
     expected = generate(decoder, prompts, **options)
     assert not calls and expected.finish_reasons == ["context", "context"]

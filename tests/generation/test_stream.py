@@ -26,8 +26,8 @@ def test_the_texts_of_a_stream_joined_equal_decode_of_all_ids(any_tokenizer, dat
     ids = data.draw(st.lists(token, max_size=30))
     prompt = data.draw(st.integers(0, len(ids)))
     stream = TextStream(any_tokenizer, prompt=ids[:prompt])
-    text = stream.prompt + "".join([stream.push(token) for token in ids[prompt:]])
-    assert text + stream.flush() == any_tokenizer.decode(ids)
+    text = stream.text + "".join([stream.push(token) for token in ids[prompt:]])
+    assert text + stream.finish() == any_tokenizer.decode(ids)
 
 
 @pytest.mark.parametrize("kind", KINDS[:2])
@@ -36,7 +36,7 @@ def test_an_emoji_of_byte_tokens_is_returned_with_its_last_byte_and_bytes_of_non
     ids = tokenizer.encode("🦜")[-4:]  # the bytes
     for pushed, expected in ((ids, ["", "", "", "🦜", ""]), (ids[:1] * 6, ["", "", "", *"\ufffd" * 3, "\ufffd" * 3])):
         stream = TextStream(tokenizer)
-        assert [*map(stream.push, pushed), stream.flush()] == expected
+        assert [*map(stream.push, pushed), stream.finish()] == expected
 
 
 def reference_stop(text: str, stops: list[str]) -> str:
@@ -64,21 +64,21 @@ def test_text_ends_before_the_first_stop_string_however_it_is_split(parts, stops
     for i in range(len(parts)):
         returned += stream.push(i)
         assert expected.startswith(returned)  # what was returned is final
-    assert returned + stream.flush() == expected
+    assert returned + stream.finish() == expected
     assert stream.stopped == (expected != "".join(parts))
 
 
 def test_only_a_possible_beginning_of_a_stop_string_is_held_back():
     stream = stop_stream(["a", "b\n", "\n", "clean", "E", "N", "T", ".", "EN"], ["\n\nclass", "END"])
     assert [stream.push(i) for i in range(9)] == ["a", "b", "", "\n\nclean", "", "", "ENT", ".", ""]
-    assert (stream.flush(), stream.stopped) == ("EN", False)
+    assert (stream.finish(), stream.stopped) == ("EN", False)
 
 
 def test_a_stop_string_split_over_tokens_ends_the_text_before_it_but_not_the_prompt(tokenizer):
     stream, stopped = TextStream(tokenizer, ["+ y ☺", " z"], tokenizer.encode("a + y ☺")), []
-    text = stream.prompt
+    text = stream.text
     for token in tokenizer.encode(" return x + y ☺ é"):
         text += stream.push(token)
         stopped.append(stream.stopped)
-    assert text + stream.flush() == "a + y ☺ return x "
+    assert text + stream.finish() == "a + y ☺ return x "
     assert stopped.index(True) == len(tokenizer.encode(" return x + y ☺")) - 1 and stopped.count(False) > 5

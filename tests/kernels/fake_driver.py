@@ -21,13 +21,13 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 import kernels
+from benchmarks.decoding import cast_weights
 from benchmarks.kernels import OURS, loss_case, make_blocks, mlp_case, norm_case, rotary_case
-from checkpoints.inference import cast_weights
+from generation.steps import GpuDecodeStep
 from kernels import activation, cross_entropy, decode, norm, rope
 from model.cache import KeyValueCache
 from model.config import ModelConfig
 from model.decoder import Decoder
-from model.fused_decode import DecodeStep
 
 CPU = torch.device("cpu")
 TARGETS = {"sm_80": 163, "sm_90": 227, "sm_100": 227}  # KB of shared memory that a program can have
@@ -92,7 +92,7 @@ def decoding_step(config: ModelConfig, sequences: int) -> None:
     decoder = Decoder(config, seed=None).eval()
     cast_weights(decoder, torch.bfloat16)
     cache = KeyValueCache(config, sequences, config.max_position_embeddings, device=CPU, dtype=torch.bfloat16)
-    DecodeStep(decoder, cache).step(torch.zeros(sequences, 1, dtype=torch.int64), None)
+    GpuDecodeStep(decoder, cache).compute_logits(torch.zeros(sequences, 1, dtype=torch.int64), None)
 
 
 if __name__ == "__main__":

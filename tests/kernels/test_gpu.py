@@ -5,11 +5,11 @@ import itertools
 import pytest
 import torch
 
+from generation.steps import GpuDecodeStep
 from kernels import gpu
 from model.cache import KeyValueCache
 from model.config import ModelConfig
 from model.decoder import Decoder
-from model.fused_decode import DecodeStep
 from tests.kernels import test_norm, test_rotary, test_swiglu, test_triton_loss
 
 pytestmark = [
@@ -183,7 +183,7 @@ def test_a_graph_of_the_decoding_step_gives_the_decoders_logits_at_every_positio
     prompt = torch.randint(1000, (len(lengths), max(lengths)), device=GPU)
     for cache in caches:
         decoder(prompt, cache=cache, padding=padding)
-    step = DecodeStep(decoder, caches[1])
+    step = GpuDecodeStep(decoder, caches[1])
     for _ in range(160):
         token = torch.randint(1000, (len(lengths), 1), device=GPU)
         expected = decoder(token, cache=caches[0], padding=padding)
@@ -205,7 +205,7 @@ def test_a_decoding_step_in_bfloat16_gives_a_sequence_the_same_bits_in_a_batch_o
             decoder(prompt[i : i + 1], cache=alone)
             cache.keys[:, i], cache.values[:, i] = alone.keys[:, 0], alone.values[:, 0]
         cache.length = 150
-        step = DecodeStep(decoder, cache)
+        step = GpuDecodeStep(decoder, cache)
         step(token[:batch], None)
         assert step.unavailable_reason is None
         found[batch] = step.hidden.clone(), step.qkv.clone()

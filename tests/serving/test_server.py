@@ -164,7 +164,8 @@ def test_malformed_bodies_get_an_error_in_openais_format(server, capfd):
     bodies += [b"[]", b"[" * 100_000, b'{"prompt": NaN}', *(bodies[0][:n] for n in range(30))]
     answers = [post(server, body, "completions" if n % 7 else "chat/completions") for n, body in enumerate(bodies)]
     refused = [answer for answer in answers if answer[0] != 200]  # `true` is a number of logprobs
-    refused += [post(server, {}, "nothing"), post(server, {}, "models")]
+    refused += [post(server, {}, "models"), post(server, {}, "embeddings")]
+    assert "there is no path /v1/embeddings, only /, /health, /v1/models, " in refused[-1][1]["error"]["message"]
     refused += [post(server, {"model": "text", "messages": HELLO}, "chat/completions")]
     refused += [post(server, {"messages": [{"role": "user", "content": ["a", "b"]}]}, "chat/completions")]
     refused += [post(server, {"prompt": "a " * 5000}), post(server, {"prompt": "a"}, Host="evil.com")]
@@ -220,5 +221,5 @@ def test_ctrl_c_while_it_starts_is_one_line(directories, seconds):
 
 
 def test_a_port_in_use_is_one_line(server, directories):
-    with pytest.raises(UserError, match=rf"cannot listen on port {server.port} .*; give another --port\.$"):
+    with pytest.raises(UserError, match=rf"cannot listen on port {server.port} of .*; give another --port or --host"):
         serve.main([str(directories[0])], port=server.port)

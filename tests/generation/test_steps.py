@@ -1,4 +1,4 @@
-"""The fused decoding step against `Decoder.forward`, in Triton's interpreter, and what keeps a step and its graph.
+"""The decoding step for a GPU against `Decoder.forward`, in Triton's interpreter, and what keeps a step and its graph.
 
 Tolerance: the two add the same float32 numbers in different orders, through two layers: 2e-6, as in test_decoder.py.
 """
@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import kernels
-from model import fused_decode
+from generation import steps
+from generation.steps import MAX_GPU_SEQUENCES, GpuDecodeStep, decode_step
 from model.cache import KeyValueCache
-from model.fused_decode import MAX_SEQUENCES, DecodeStep, decode_step_for
 
 pytestmark = pytest.mark.skipif(kernels.gpu is None, reason="Triton is not installed")
 
@@ -62,7 +62,7 @@ def test_logits_and_cache_equal_the_decoders(make_decoder, relative, variant):
         cache.keys.fill_(float("nan"))  # positions that are not filled must not be read
         cache.values.fill_(float("nan"))
         decoder(tokens[:, :5], cache=cache, padding=padding)
-    step = DecodeStep(decoder, caches[1])
+    step = GpuDecodeStep(decoder, caches[1])
     for position in (5, 6):
         token = tokens[:, position : position + 1]
         expected = decoder(token, cache=caches[0], padding=padding)
@@ -77,12 +77,12 @@ def test_logits_and_cache_equal_the_decoders(make_decoder, relative, variant):
 
 def test_a_fused_step_exists_for_triton_small_batches_and_the_layers_that_it_computes(make_decoder, request):
     def exists(batch_size=1, **changes):
-        with decode_step_for(make_decoder(**changes).eval(), batch_size, 4) as step:
-            return isinstance(step, DecodeStep)
+        with decode_step(make_decoder(**changes).eval(), batch_size, 4) as step:
+            return isinstance(step, GpuDecodeStep)
 
     assert not exists()
     request.getfixturevalue("triton_kernels")
-    assert exists(1) and exists(MAX_SEQUENCES) and exists(norm="layer") and not exists(MAX_SEQUENCES + 1)
+    assert exists(1) and exists(MAX_GPU_SEQUENCES) and exists(norm="layer") and not exists(MAX_GPU_SEQUENCES + 1)
     others = [
         {"mlp": "geglu"},
         {"attention_output_bias": True},
@@ -94,7 +94,7 @@ def test_a_fused_step_exists_for_triton_small_batches_and_the_layers_that_it_com
 
 def decode(decoder, tokens, positions=8):
     """Logits of tokens (B, T), one after another, from the step that is kept for this decoder; and the step."""
-    with decode_step_for(decoder, len(tokens), positions) as step:
+    with decode_step(decoder, len(tokens), positions) as step:
         return torch.cat([step(token[:, None], None).clone() for token in tokens.unbind(1)], 1), step
 
 
@@ -105,7 +105,7 @@ def test_the_next_prompt_uses_the_same_step_an_empty_cache_no_padding_of_the_las
 ):
     decoder, padding = make_decoder(num_hidden_layers=1).eval(), torch.tensor([2])
     first, second = random_tokens(1, 3), random_tokens(1, 6)[:, 3:]
-    with decode_step_for(decoder, 1, 8) as step:
+    with decode_step(decoder, 1, 8) as step:
         decoder(first, cache=step.cache, padding=padding)
         step(first[:, :1], padding)
     decoder.layers[0].mlp.down_proj.weight.data *= 2
@@ -118,11 +118,11 @@ def test_the_next_prompt_uses_the_same_step_an_empty_cache_no_padding_of_the_las
 def test_a_step_is_made_again_where_its_graph_would_read_other_memory_or_the_shape_changes(make_decoder):
     decoder = make_decoder(max_position_embeddings=600).eval()
     weight = decoder.layers[0].mlp.down_proj.weight
-    steps = []
+    made = []
 
     def use_step(batch_size=1, positions=8):
-        with decode_step_for(decoder, batch_size, positions) as step:
-            steps.append(step)
+        with decode_step(decoder, batch_size, positions) as step:
+            made.append(step)
 
     use_step()
     weight.data = weight.data * 2
@@ -132,27 +132,27 @@ def test_a_step_is_made_again_where_its_graph_would_read_other_memory_or_the_sha
     decoder.rope.cos = decoder.rope.cos.clone()
     use_step()
     use_step(positions=9)
-    assert steps.pop() is steps[-1]
+    assert made.pop() is made[-1]
     use_step(batch_size=3)
     use_step(positions=300)
-    assert len({id(step) for step in steps}) == 6
+    assert len({id(step) for step in made}) == 6
 
 
 @pytest.mark.usefixtures("triton_kernels")
 @torch.inference_mode()
 def test_one_step_is_kept_as_long_as_its_decoder_and_not_shared_by_calls_at_the_same_time(make_decoder):
     first, second = (make_decoder(seed, num_hidden_layers=1).eval() for seed in (1, 2))
-    with decode_step_for(first, 1, 8) as outer, decode_step_for(first, 1, 8) as inner:
+    with decode_step(first, 1, 8) as outer, decode_step(first, 1, 8) as inner:
         assert outer is not inner and outer.cache is not inner.cache
-    with decode_step_for(first, 1, 8) as again:
+    with decode_step(first, 1, 8) as again:
         assert again is outer
-    with decode_step_for(second, 1, 8) as other:
+    with decode_step(second, 1, 8) as other:
         assert other is not outer
-    assert [step for _, step in fused_decode._kept.values()] == [other]
+    assert [step for _, step in steps._last_step.values()] == [other]
     cache = weakref.ref(other.cache)
     del outer, inner, again, other, second
     gc.collect()
-    assert cache() is None and not fused_decode._kept
+    assert cache() is None and not steps._last_step
 
 
 @pytest.mark.usefixtures("triton_kernels")

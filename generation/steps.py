@@ -1,0 +1,183 @@
+"""Decoding steps: which one computes the logits of the next tokens of a model, and the one for a GPU.
+
+A step has a key/value cache and is called with tokens (B, 1) and padding. On a CPU it is `CpuDecodeStep`, with the
+kernels for a GPU `GpuDecodeStep`; for other models and larger batches the decoder itself computes the logits.
+"""
+
+import contextlib
+import weakref
+from collections.abc import Iterator
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import kernels
+from errors import note
+from model.cache import KeyValueCache
+from model.config import ModelConfig
+from model.decoder import Decoder
+from model.device import allocate
+from model.linear import Linear
+
+MAX_CPU_SEQUENCES = 16  # the largest batch that was measured
+MAX_GPU_SEQUENCES = 8  # more need more registers than a thread has; an ordinary matrix product is good at more
+MIN_POSITIONS = 256  # room of a cache that is kept
+
+
+def decode_step_kind(
+    config: ModelConfig, device: torch.device, dtype: torch.dtype, batch_size: int
+) -> Literal["cpu", "gpu"] | None:
+    """The kind of step that computes a model's logits faster than the decoder does; a note if only Numba is missing."""
+    if config.norm_placement != "pre" or config.norm not in ("rms", "layer") or config.mlp != "swiglu":
+        return None
+    chosen = kernels.implementation(device)
+    if chosen is kernels.gpu and not config.attention_output_bias:
+        return "gpu" if batch_size <= MAX_GPU_SEQUENCES else None
+    if chosen is not kernels.cpu or batch_size > MAX_CPU_SEQUENCES or dtype not in (torch.float32, torch.bfloat16):
+        return None
+    try:
+        import numba  # noqa: F401
+    except ImportError as error:  # new versions of Python wait for it
+        note(f"decoding on the CPU is slower here ({error}); pip install numba")
+        return None
+    return "cpu"
+
+
+def decode_step(decoder: Decoder, batch_size: int, positions: int) -> contextlib.AbstractContextManager:
+    """The fastest step for a decoder, its empty cache with room for `positions`; None where the decoder itself is."""
+    if decoder.lora is not None:  # in training; elsewhere an adapter is part of the weights
+        return contextlib.nullcontext()
+    device, dtype = decoder.embed_tokens.weight.device, decoder.compute_dtype
+    kind = decode_step_kind(decoder.config, device, dtype, batch_size)
+    if kind != "cpu":
+        return last_gpu_step(decoder, batch_size, positions) if kind == "gpu" else contextlib.nullcontext()
+    from generation.cpu_step import CpuDecodeStep  # imports Numba, which a GPU does not need
+
+    return contextlib.nullcontext(CpuDecodeStep(decoder, KeyValueCache(decoder.config, batch_size, positions)))
+
+
+def quantize_matrices(decoder: Decoder) -> None:
+    """Give decoding steps on a CPU the matrices of the layers and the head in int8 too; prompts use the others.
+
+    Absmax quantization (Dettmers et al. 2022, arXiv 2208.07339, section 2) of each row; inputs are not quantized.
+    """
+    lookup = None if decoder.lm_head is None else decoder.embed_tokens  # an untied embedding multiplies nothing
+    linears = [module for module in decoder.modules() if isinstance(module, Linear) and module is not lookup]
+    sizes = []
+    for linear in linears:
+        sizes += [(linear.weight.shape, torch.int8), (linear.weight.shape[:1], torch.float32)]
+    memory = iter(allocate(sizes, linears[0].weight.device))
+    for linear in linears:
+        weight = linear.weight.detach().float()
+        scales = weight.abs().amax(1).clamp(min=torch.finfo(torch.float32).tiny) / 127
+        linear.int8 = next(memory).copy_((weight / scales[:, None]).round()), next(memory).copy_(scales)
+
+
+class GpuDecodeStep:
+    """Computes the logits that follow one new token of every sequence in a cache, on CUDA by replaying one graph.
+
+    That is one call for the host instead of a hundred kernel launches. A graph always reads and writes the same memory,
+    so the tokens, the position, the padding, the cache and the logits are tensors that stay where they are. If the
+    kernels or the capture of their graph fail, one line on stderr says so, and the decoder itself takes over.
+    """
+
+    def __init__(self, decoder: Decoder, cache: KeyValueCache):
+        config, device, dtype = decoder.config, cache.keys.device, decoder.compute_dtype
+        batch, heads, head_dim = cache.keys.shape[1], config.num_attention_heads, config.resolved_head_dim
+        self.tokens, self.padding = torch.zeros(2, batch, dtype=torch.int64, device=device)
+        self._decoder = weakref.ref(decoder)  # the step is kept for as long as the decoder exists, and no longer
+        self.cache = cache
+        self.position = torch.zeros(1, dtype=torch.int64, device=device)  # place of the new tokens in the cache
+        self.qkv = torch.empty(batch, (heads + 2 * config.num_key_value_heads) * head_dim, device=device)
+        splits = batch, heads, kernels.decode.splits_for(cache.max_length)
+        # Attention over each split of the cache: the weighted sum of v, the maximum score, and the sum of exp.
+        self.partials = tuple(torch.empty(shape, device=device) for shape in ((*splits, head_dim), splits, splits))
+        self.attended = torch.empty(batch, heads, head_dim, device=device, dtype=dtype)
+        self.hidden = torch.empty(batch, config.intermediate_size, device=device, dtype=dtype)
+        decoder.rope.grow(cache.max_length)
+        self.rope = decoder.rope.cos, decoder.rope.sin  # a graph keeps reading this memory
+        self.logits: Tensor | None = None
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.unavailable_reason: str | None = None  # why the kernels cannot run, known after the first step
+
+    def __call__(self, tokens: Tensor, padding: Tensor | None) -> Tensor:
+        """Append tokens (B, 1) int64 to the cache; returns float32 logits (B, 1, V), valid until the next call."""
+        assert self.cache.length < self.cache.max_length, "the cache is full"
+        if self.unavailable_reason is None:
+            try:
+                with torch.cuda.device_of(self.tokens):  # graphs are captured on the current device
+                    self.compute_logits(tokens, padding)
+                self.cache.length += 1
+                return self.logits[:, None]
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:  # whatever Triton, ptxas or the driver may raise
+                self.unavailable_reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+                note(f"fused decoding: {self.unavailable_reason}; the decoder runs without it.")
+        # The decoder overwrites this position of the cache, whatever the kernels have left there.
+        return self._decoder()(tokens, cache=self.cache, padding=padding, last_only=True)
+
+    def compute_logits(self, tokens: Tensor, padding: Tensor | None) -> None:
+        """Copy the inputs into the graph's tensors and run it; leaves the result in `self.logits`."""
+        self.tokens.copy_(tokens[:, 0])
+        self.position.fill_(self.cache.length)
+        self.padding[:] = 0 if padding is None else padding
+        if self.logits is None or not self.tokens.is_cuda:
+            self.logits = self.launch()
+            return
+        if self.graph is None:  # not in the first step, whose compiling and handle of cuBLAS cannot be captured
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):  # records a step, on a stream of its own, and does not run it yet
+                self.logits = self.launch()
+            self.graph = graph
+        self.graph.replay()
+
+    def launch(self) -> Tensor:
+        """Launch the kernels of all layers, then the final norm and the head; returns float32 logits (B, V)."""
+        decoder, cache, decode = self._decoder(), self.cache, kernels.decode
+        s = F.embedding(self.tokens, decoder.embed_tokens.weight).to(decoder.compute_dtype)  # (B, D), the stream
+        for index, layer in enumerate(decoder.layers):
+            block, mlp = layer.self_attn, layer.mlp
+            norms = layer.input_layernorm, layer.post_attention_layernorm
+            qkv_norm, mlp_norm = ((norm.kind, norm.weight, norm.bias, norm.eps) for norm in norms)
+            head_norms = (None, None) if block.q_norm is None else (block.q_norm.weight, block.k_norm.weight)
+            caches = cache.keys[index], cache.values[index]
+            where = self.rope, self.position, self.padding
+            decode.qkv(s, qkv_norm, block.qkv_proj.weight, block.qkv_proj.bias, self.qkv)
+            decode.attention(self.qkv, head_norms, block.eps, *where, *caches, self.partials, self.attended)
+            decode.project(self.attended.flatten(1), block.o_proj.weight, s)
+            decode.gate_up(s, mlp_norm, mlp.gate_up_proj.weight, self.hidden)
+            decode.project(self.hidden, mlp.down_proj.weight, s)
+        # The head is an ordinary matrix product: it has so many rows that cuBLAS reads them near the memory's rate.
+        x, _ = decoder.norm(s)
+        head = decoder.embed_tokens if decoder.lm_head is None else decoder.lm_head
+        return head(x).float()
+
+
+# At most one step that nobody uses now, by its decoder, with which it goes: a graph takes as long as many steps.
+_last_step: weakref.WeakKeyDictionary[Decoder, tuple[tuple, GpuDecodeStep]] = weakref.WeakKeyDictionary()
+
+
+@contextlib.contextmanager
+def last_gpu_step(decoder: Decoder, batch_size: int, positions: int) -> Iterator[GpuDecodeStep]:
+    """The last step with its graph and its cache, emptied, if it fits; else a new one."""
+    config, device, dtype = decoder.config, decoder.embed_tokens.weight.device, decoder.compute_dtype
+    # Prompts of different lengths share a cache: its room is a power of two, but at most the context.
+    room = 1 << (max(positions, MIN_POSITIONS) - 1).bit_length()
+    room = max(positions, min(room, config.max_position_embeddings))
+    # A graph reads the memory that held the weights when it was captured: if they are now elsewhere, it is useless.
+    weights = [*decoder.parameters(), *decoder.buffers()]
+    valid_for = batch_size, room, dtype, *((w.data_ptr(), w.dtype, w.device) for w in weights)
+    was_valid_for, step = _last_step.pop(decoder, (None, None))  # taken out, so that a nested call makes its own
+    if was_valid_for != valid_for:
+        step = None  # frees memory before more is allocated
+        _last_step.clear()
+        step = GpuDecodeStep(decoder, KeyValueCache(config, batch_size, room, device=device, dtype=dtype))
+    step.cache.length = 0
+    try:
+        yield step
+    finally:
+        _last_step.clear()
+        _last_step[decoder] = valid_for, step
