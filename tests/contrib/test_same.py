@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from checkpoints.pretrained import load_pretrained, save_pretrained
 from contrib import same
+from data.chat import add_chat_template
 from data.tokens import train_tokenizer
 from errors import UserError
 from model.lora import add_lora
@@ -41,7 +42,7 @@ def good(make_decoder, tmp_path):
     """Write a small chat model with the given changes, and return its directory."""
 
     def make(name: str = "good", **changes) -> Path:
-        tokenizer = train_tokenizer(TEXT, 290, tmp_path / "tokenizer.model").for_conversations()
+        tokenizer = add_chat_template(train_tokenizer(TEXT, 290, tmp_path / "tokenizer.model"))
         save_pretrained(make_decoder(**{"vocab_size": 300} | changes), tmp_path / name, bos_token_id=1, eos_token_id=2)
         tokenizer.save(tmp_path / name)
         return tmp_path / name
