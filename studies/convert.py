@@ -2,8 +2,8 @@
 
 An arm with `init_from = "layer"` is the trained model of the arm `layer`, converted; if it has steps, it trains again,
 on other batches. With `init_from = "quarter 2"` it is converted after two quarters of the steps, and continues the run
-with the same batches and moments. With bias and centered weights nothing is lost, unless the embedding is tied to the
-head.
+with the same batches and moments; `init_from = "quarter 2, centered"` also centers the weights that write to the
+stream, whatever the norm. With bias and centered weights nothing is lost, unless the embedding is tied to the head.
 """
 
 import dataclasses
@@ -17,6 +17,7 @@ from ablation.plan import Plan, Run, run_settings
 from ablation.records import Row
 from ablation.run import measure
 from ablation.settings import replace_settings
+from model.decoder import center_residual_writers
 from training.checkpoint import load_moments
 from training.loop import save, train_steps
 from training.session import no_log, set_up
@@ -26,11 +27,12 @@ SEED_OFFSET = 5000  # added for converted models that train again: their batches
 
 def train_models(plan: Plan, seed: int, device: str, folder: Path) -> list[Row]:
     """Train the models of a seed, with checkpoints in `folder`: those that others start from, then those others."""
-    starts = {arm.settings.get("init_from") for arm in plan.all_arms.values()}
+    origins = {arm.name: arm.settings.get("init_from", "").partition(", centered") for arm in plan.all_arms.values()}
+    starts = {start for start, *_ in origins.values()}
     rows = []
     for arm in plan.all_arms.values():
-        start, rate = arm.settings.get("init_from", ""), plan.candidate_learning_rates[arm.name][0]
-        run = Run(arm.name, "final", seed, rate)
+        start, centered, _ = origins[arm.name]
+        run = Run(arm.name, "final", seed, plan.candidate_learning_rates[arm.name][0])
         is_branch = start.startswith("quarter")
         is_converted = start != "" and not is_branch
         changes = {"device": device}
@@ -39,6 +41,8 @@ def train_models(plan: Plan, seed: int, device: str, folder: Path) -> list[Row]:
         if is_converted:
             changes["seed"] = seed + SEED_OFFSET
         session = set_up(replace_settings(run_settings(plan, run), changes), folder, resume=False, log=no_log)
+        if centered:
+            center_residual_writers(session.model)
         if is_branch:
             moments = load_moments(folder / start / "last", session.model, session.optimizer)
             session.state = dataclasses.replace(moments, seconds=0.0)
