@@ -3,7 +3,7 @@
 import secrets
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 import torch
@@ -20,6 +20,7 @@ from generation.stream import TextStream
 from model.cache import KeyValueCache
 from model.count import num_parameters
 from model.device import explain_out_of_memory
+from model.inspect import CHANGES, inspect, surgery
 
 MAX_CHOICES = 128  # choices of one request
 SCORED_AT_ONCE = 256  # tokens of a prompt: the logits of a long one would take gigabytes
@@ -65,6 +66,15 @@ class CompletionRequest(Request, kw_only=True):
             raise ValueError(f"at most {MAX_CHOICES} choices can be asked for at once")
         if not self.max_tokens and not self.echo:
             raise ValueError("`max_tokens` must be at least 1, or 0 with `echo`")
+
+
+class InspectRequest(msgspec.Struct, kw_only=True):
+    """Asks what happens while the model reads a text or, with `change`, what a surgery on its norms costs."""
+
+    model: str
+    text: str
+    change: Literal[*CHANGES] | None = None
+    norm: str | None = None  # all
 
 
 class Step(NamedTuple):
@@ -130,6 +140,20 @@ class ServedModel:
         """Emit the steps of the answer, and return the usage. What is wrong with a prompt is raised before them."""
         old, new = (self.chat if isinstance(request, ChatRequest) else self.complete)(request, emit)
         return {"prompt_tokens": old, "completion_tokens": new, "total_tokens": old + new}
+
+    @explain_out_of_memory("out of memory; send a shorter text.")
+    def inspect(self, request: InspectRequest) -> dict:
+        """The fields of `Inspection` as lists with five decimals, and tokens as texts; or the losses of a surgery."""
+        ids = [self.tokenizer.document_start, *self.tokenizer.encode(request.text)]
+        if request.change is not None:
+            differences = surgery(self.decoder, ids, request.change, request.norm)
+            return {"differences": differences.double().round(decimals=5).tolist()}
+        inside = inspect(self.decoder, ids)
+        text_by_id = {i: self.describe(i, None, 0)["token"] for i in {*ids, *inside.top_ids.flatten().tolist()}}
+        tensors = {name: value for name, value in vars(inside).items() if torch.is_tensor(value)}
+        fields = vars(inside) | {name: value.double().round(decimals=5).tolist() for name, value in tensors.items()}
+        fields["top_texts"] = [[[text_by_id[i] for i in top] for top in tops] for tops in fields.pop("top_ids")]
+        return fields | {"tokens": [text_by_id[i] for i in ids]}
 
     def chat(self, request: ChatRequest, emit: Callable[[Step], object]) -> tuple[int, int]:
         """Answer a conversation; returns the numbers of tokens of the prompt and of the answers."""

@@ -14,7 +14,7 @@ from starlette import applications, exceptions, requests, responses, routing
 
 from errors import UserError, reading
 from generation.settings import Sampling, Settings
-from serving.answer import ChatRequest, CompletionRequest, Request, ServedModel, Step, to_choices
+from serving.answer import ChatRequest, CompletionRequest, InspectRequest, Request, ServedModel, Step, to_choices
 
 MAX_WAITING, MAX_BODY = 8, 1_000_000  # requests, bytes
 
@@ -31,6 +31,7 @@ class Server(uvicorn.Server):
             routing.Route("/v1/models/{id:path}", self.card),
             routing.Route("/v1/completions", self.answer, methods=["POST"]),
             routing.Route("/v1/chat/completions", self.answer, methods=["POST"]),
+            routing.Route("/inspect", self.inspect, methods=["POST"]),
         ]
         # Against DNS rebinding: a page of another site can send requests here, but with that site's name as Host.
         names, handlers = ("localhost", "{a:int}.{b:int}.{c:int}.{d:int}", host), (exceptions.HTTPException, Exception)
@@ -51,7 +52,7 @@ class Server(uvicorn.Server):
     async def refuse_path(self, scope: dict, *_) -> None:
         raise exceptions.HTTPException(404, f"there is no path {scope['path']}, only {self.paths}")
 
-    def read(self, content: bytes, kind: type[Request]) -> Request:
+    def read(self, content: bytes, kind: type[Request | InspectRequest]) -> Request | InspectRequest:
         """The request of a body, in which null means nothing. The model of a chat has defaults for its sampling."""
         with reading("the request", "see OpenAI's reference of the API"):
             given = msgspec.json.decode(content, type=dict)
@@ -95,7 +96,11 @@ class Server(uvicorn.Server):
         usage = await answer
         return responses.Response(response(emitted[:-1], usage=usage), media_type="application/json")
 
-    def submit(self, http: requests.Request, request: Request) -> tuple[asyncio.Future, asyncio.Queue]:
+    async def inspect(self, http: requests.Request) -> responses.Response:
+        answer, _ = self.submit(http, self.read(await read_body(http), InspectRequest))
+        return responses.Response(msgspec.json.encode(await answer), media_type="application/json")  # NaN as null
+
+    def submit(self, http: requests.Request, request: Request | InspectRequest) -> tuple[asyncio.Future, asyncio.Queue]:
         """Give a request to the worker: its usage, and a queue of its steps, which None ends."""
         model = self.find(request.model)
         if len(self.answers) > MAX_WAITING:
@@ -108,7 +113,8 @@ class Server(uvicorn.Server):
                 raise UserError("the answer was ended")
             loop.call_soon_threadsafe(steps.put_nowait, step)
 
-        answer = loop.run_in_executor(self.worker, model.answer, request, emit)
+        call = [model.inspect, request] if isinstance(request, InspectRequest) else [model.answer, request, emit]
+        answer = loop.run_in_executor(self.worker, *call)
         self.answers.add(answer)
         answer.add_done_callback(self.answers.discard)
         answer.add_done_callback(lambda _: steps.put_nowait(None))
