@@ -305,6 +305,12 @@ TABLE = r"""
 - rows = rows[-1:]  # logprobs of the token that follows
 + rows = [None]
 ! serving/test_server.py::test_logprobs_of_an_answer_are_those_of_its_text_and_its_ids_continue_it
+- ids = [self.tokenizer.document_start, *self.tokenizer.encode(request.text)]
++ ids = self.tokenizer.encode(request.text)
+! serving/test_inspect.py::test_the_reply_is_what_inspect_measures_and_surgery_changes
+- surgery(self.decoder, ids, request.change, request.norm)
++ surgery(self.decoder, ids, request.change)
+! serving/test_inspect.py::test_the_reply_is_what_inspect_measures_and_surgery_changes
 @ generation/stream.py
 - incomplete = min(len(text) - len(text.rstrip(REPLACEMENT)), 3)
 + incomplete = len(text) - len(text.rstrip(REPLACEMENT))

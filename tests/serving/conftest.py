@@ -1,14 +1,18 @@
 """A server with two models in this process: `chat` has a template, `text` has none."""
 
 import contextlib
+import dataclasses
 import shutil
 import socket
 import threading
 import time
 
 import pytest
+import torch
 
+from checkpoints.pretrained import load_pretrained, save_pretrained
 from generation.settings import Settings
+from model.decoder import Decoder
 from tests.generation.conftest import output, write_chat_model  # noqa: F401 - a fixture
 
 pytest.importorskip("uvicorn", reason="needs starlette and uvicorn")
@@ -26,9 +30,11 @@ def served(*directories):
     thread.start()
     while not server.started:
         time.sleep(0.01)
-    yield server
-    server.should_exit = True
-    thread.join(10)
+    try:
+        yield server
+    finally:  # a failing test would else wait for the thread forever
+        server.should_exit = True
+        thread.join(10)
     assert not thread.is_alive()
 
 
@@ -39,3 +45,16 @@ def directories(tmp_path_factory):
     text = shutil.copytree(chat, chat.with_name("text"))
     (text / "tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>"}')
     return chat, text
+
+
+def write_layer_norm_model(rms, directory):
+    """A random model with LayerNorm, whose gains are not 1 and biases not 0, and with the tokenizer of `rms`."""
+    shutil.copytree(rms, directory)
+    config = dataclasses.replace(load_pretrained(rms).config, norm="layer", norm_bias=True)
+    decoder = Decoder(config, seed=4)
+    generator = torch.Generator().manual_seed(4)
+    for parameter in decoder.parameters():
+        if parameter.ndim == 1:
+            parameter.data += torch.randn(parameter.shape, generator=generator) / 2
+    save_pretrained(decoder, directory)
+    return directory

@@ -1,5 +1,6 @@
 """The page in a real browser, the Chromium of the system: `python -m pytest -m slow tests/serving`."""
 
+import math
 import random
 import shutil
 import subprocess
@@ -9,7 +10,7 @@ import pytest
 
 from generation import generate
 from tests.generation.conftest import write_chat_model
-from tests.serving.conftest import served
+from tests.serving.conftest import served, write_layer_norm_model
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="needs the package playwright")
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -134,3 +135,122 @@ def test_an_empty_page_on_a_phone_explains_itself_and_settings_refuse_nonsense(d
         window.fill("#temperature", "0.3")
         window.click("text=Reset")
         assert window.input_value("#temperature") == "0.8" and window.evaluate("localStorage.length") == 0
+
+
+def inspect(window, text: str) -> list[dict]:
+    """Look inside the models; the columns' replies."""
+    window.select_option("#mode", "inspect")
+    window.fill("#prompt", text)
+    window.click("#go")
+    for column in range(window.locator("section").count()):
+        wait(window, "nats per token", column)
+    return window.evaluate("columns.map(column => column.inside)")
+
+
+def shades(window, table: int) -> list[list[int]]:
+    """The colors of a table's cells from 0 to 45, its last row first."""
+    script = (
+        "table => [...table.rows].map(row => [...row.cells].map(cell => Number(cell.style.getPropertyValue('%s'))))"
+    )
+    rows = window.locator(".cells").nth(table).evaluate(script % "--shade")
+    return [row[1:] for row in rows[-2::-1]]
+
+
+def numbers(window, column: int) -> dict[str, str]:
+    """What the page says of the chosen cell."""
+    return dict(
+        window.evaluate(
+            "i => [...columns[i].about.querySelector('table').rows].map(row => "
+            "[...row.cells].map(cell => cell.textContent))",
+            column,
+        )
+    )
+
+
+def test_two_models_are_inspected_with_one_scale_and_cells_are_chosen_by_click_and_by_arrow_keys(
+    directories, open_page, tmp_path
+):
+    layer = write_layer_norm_model(directories[1], tmp_path / "layer")
+    with served(directories[1], layer) as server:
+        window = open_page(server)
+        replies = inspect(window, "def add(a, b):\n    return a\n\ndef add")
+        for name in ("kurtosis", "largest_share", "mean_over_std", "rms"):
+            window.select_option("#shown", name)
+            values = sorted(value for reply in replies for row in reply[name] for value in row)
+            low, high = max(values[len(values) // 20], values[-1] / 1e4), values[-1]
+            for reply, table in zip(replies, (0, 2), strict=True):
+                for row, shown in zip(reply[name], shades(window, table), strict=True):
+                    parts = [math.log(value / low) / math.log(high / low) for value in row]
+                    assert shown == pytest.approx([45 * min(1, max(0, part)) for part in parts], abs=0.51)
+            assert float(window.locator("#scale span").last.inner_text()) == pytest.approx(high, rel=5e-3)
+        assert "RMSNorm divides by it" in window.inner_text("#meaning")
+        first = window.locator(".cells").nth(0).locator("td")
+        assert (
+            first.all_inner_texts()[0] == "output" and window.locator(".cells tr").nth(4).inner_text()[:7] == "layer 1"
+        )
+        window.locator(".cells").nth(0).locator("tr").nth(2).locator("td").nth(3).click()  # the third of five norms
+        for key in ("ArrowRight", "ArrowUp", "ArrowLeft", "ArrowLeft"):
+            window.keyboard.press(key)
+        for column, reply in enumerate(replies):  # both show the fourth norm and the second token
+            told = numbers(window, column)
+            assert float(told["size of the stream"]) == pytest.approx(reply["rms"][3][1], rel=5e-3)
+            chance, bias = told["|mean| / deviation"].split("chance: ")[1], told["bias (90% of channels)"].split()[0]
+            assert float(chance[:-1]) == pytest.approx(reply["chance"], rel=5e-3)
+            assert float(bias) == pytest.approx(reply["bias"][3][2], rel=5e-3)
+            assert told["loss of the next token"].endswith(f"{reply['losses'][1]:.3g} nats")
+            text = window.evaluate("i => columns[i].about.textContent", column)
+            assert (
+                "def, layer 2 MLP" in text and f"after layer 1{reply['top_texts'][0][1][0].replace(' ', '␣')}" in text
+            )
+            assert window.locator("section").nth(column).locator(".token.here").inner_text() == "def"
+        window.locator(".token").nth(2).focus()
+        assert "␣add, layer 2 MLP" in window.evaluate("columns[1].about.textContent")
+
+
+def test_a_head_and_a_change_of_the_norms_color_the_text_and_a_long_text_is_refused(directories, open_page, tmp_path):
+    with served(write_layer_norm_model(directories[1], tmp_path / "layer")) as server:
+        window = open_page(server)
+        [reply] = inspect(window, "def add(a, b):\n    return a\n\ndef add")
+        tokens, second = window.locator(".token"), "tokens => tokens[1].className"
+        window.select_option("#kind", "after_same")
+        window.locator(".cells").nth(1).locator("tr").nth(0).locator("td").nth(2).click()  # second head, last layer
+        attention, texts = reply["after_same"][1][1], reply["tokens"]
+        shown = tokens.evaluate_all("tokens => tokens.map(token => Number(token.style.getPropertyValue('--shade')))")
+        assert shown == pytest.approx([45 * share for share in attention], abs=0.51)
+        assert "seen" in tokens.evaluate_all(second).split()
+        repeated = [share for i, share in enumerate(attention) if texts.index(texts[i]) < i]
+        mean = sum(repeated) / len(repeated)
+        wait(window, "Head 2 of layer 2 attends"), wait(window, f"{100 * mean:.1f}% after earlier occurrences of it.")
+        assert shades(window, 1)[1][1] == round(45 * mean)
+        for select, value in (("#change", "bias"), ("#where", "norm")):
+            with window.expect_response("**/inspect") as response:
+                window.select_option(select, value)
+            differences = response.value.json()["differences"]
+            wait(window, f"adds {float(f'{sum(differences) / len(differences):.3g}'):g} nats per token. Green: better")
+            assert numbers(window, 0)["added by the change"] == f"{float(f'{differences[1]:.3g}'):g} nats"
+            assert ("better" in tokens.evaluate_all(second).split()) == (differences[0] < 0)
+        window.fill("#prompt", "ab " * 3000)
+        window.click("#go")
+        wait(window, "give 1 to 1024, within the model's context")
+        assert window.locator(".cells").count() == 0 and tokens.count() == 0
+        window.select_option("#mode", "complete")
+        assert window.locator("#inside").is_hidden() and window.locator("#tap").is_visible()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_grid_fits_a_phone(directories, open_page, scheme):
+    with served(directories[1]) as server:
+        window = open_page(server, width=390, color_scheme=scheme, is_mobile=True, has_touch=True)
+        inspect(window, "def add(a, b):\n    return a + b\n" * 9)
+        assert window.evaluate("document.documentElement.scrollWidth") <= 390
+        cells = window.locator(".cells").nth(0)
+        cells.locator("tr").nth(1).locator("td").nth(40).tap()
+        assert cells.locator(".here").evaluate("cell => cell.cellIndex") == 40
+        names = cells.locator("tr").nth(1).locator("td").nth(0).bounding_box()
+        chosen = cells.locator(".here").bounding_box()
+        assert names["x"] >= 0 and names["x"] + names["width"] <= chosen["x"] and chosen["x"] + chosen["width"] <= 390
+        assert chosen["width"] >= 24 and chosen["height"] >= 24
+        colors = cells.locator("td").evaluate_all("all => all.map(td => getComputedStyle(td).backgroundColor)")
+        assert len({*colors}) > 10
+        select = [box.bounding_box() for box in window.locator("#inside select").all()]
+        assert all(box["height"] >= 44 and box["x"] + box["width"] <= 390 for box in select)
