@@ -34,7 +34,10 @@ class Stack:
         self.session, self.weights = session, {}
         of_seeds = [replace_settings(session.settings, {"seed": seed}) for seed in seeds]
         self.sessions = [dataclasses.replace(session, settings=settings) for settings in of_seeds]
-        states = [dict(initial_model(settings, session.model.compute_dtype, no_log).named_parameters()) for settings in of_seeds]
+        states = [
+            dict(initial_model(settings, session.model.compute_dtype, no_log).named_parameters())
+            for settings in of_seeds
+        ]
         for name in states[0]:
             stacked = torch.stack([state[name].detach() for state in states])
             self.weights[name] = stacked.to(session.device).requires_grad_()
