@@ -44,10 +44,11 @@ def summary(study: Study, look: int, looks: list[int]) -> dict:
     """What is known at a look, for people and programs. `interval` is of this look, as in `repeated_interval`."""
     base, arm = study.plan.all_arms
     differences = np.array(study.comparisons[0].differences if study.comparisons else [])
-    base_diverged, arm_diverged = (study.schedule.rows_of("final", name).loss.isna().any() for name in (base, arm))
+    rows = [study.schedule.rows_of("final", name) for name in (base, arm)]
+    base_diverged, arm_diverged = ((rows_of_arm.status == "diverged").any() for rows_of_arm in rows)
     verdict, difference, interval = "inconclusive", None, None
     if arm_diverged and not base_diverged:
-        verdict, reason = "discard", f"{arm} did not complete"
+        verdict, reason = "discard", f"{arm} diverged"
     elif len(differences) < looks[look - 1]:
         reason = "runs did not complete, or the hours are used up"
     else:

@@ -108,7 +108,7 @@ def write(study: Study, folder: Path) -> Path:
             figures[name].savefig(file, format=kind)
     rows = pd.DataFrame(map(comparison_row, study.comparisons))
     replace_text(folder / "differences.csv", rows.to_csv(index=False))
-    replace_text(folder / "differences.tex", rows.to_latex(index=False))
+    replace_text(folder / "differences.tex", rows.to_latex(index=False, escape=True))
     text = markdown_text(study, folder, () if folder.resolve().parent == STUDIES else pictures)
     replace_text(folder / "report.md", text)
     return folder / "report.md"

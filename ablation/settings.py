@@ -4,6 +4,8 @@ import functools
 from dataclasses import fields, replace
 from typing import Any, get_args, get_origin
 
+import msgspec
+
 from errors import UserError
 from training.settings import Settings, config_path, load_settings, nearest
 
@@ -14,8 +16,6 @@ for name in ("seed", "out", "device", "evaluate_every"):  # those of a run or th
 
 def read_value(name: str, value: object) -> Any:
     """The value of a setting of an arm, from a TOML file or as text."""
-    import msgspec  # benchmarks work without it
-
     if name not in TYPES:
         raise UserError(f"{name} is not a setting that arms can have.{nearest(name, TYPES)}")
     is_tuple = get_origin(TYPES[name]) is tuple

@@ -23,7 +23,7 @@ class Effect:
     interval_90: tuple[float, float]  # inside (-margin, margin) exactly where both tests of equivalence pass at 5%
     p: float  # two-sided, against an effect of 0
     unit: str
-    n: int  # values: seeds, pairs, or processes that measured a time; 0: it is exact
+    n: int  # values: seeds, pairs, or processes that measured a time
 
 
 def mean_effect(name: str, values: Sequence[float], unit: str) -> Effect:

@@ -100,11 +100,11 @@ class Schedule:
             asked_for += [run for run in reruns if self.plan.all_arms[run.arm].baseline is None]
             asked_for += self.runs("final", seeds["final"][: self.pairs or 0])
         hours = self.rows[["seconds", "all_seconds"]].max(axis=1) / self.rows.workers / 3600
-        end, wanted = hours.sum(), []
+        end, mean, wanted = hours.sum(), hours[self.rows.status != "failed"].mean(), []
         for _, of_seed in itertools.groupby(asked_for, lambda run: (run.phase, run.seed)):
             runs = [*of_seed]
             missing = self.missing(runs)
-            end += len(missing) * hours.mean() if len(hours) else 0.0
+            end += 0.0 if math.isnan(mean) else len(missing) * mean
             if not missing or end <= self.plan.hours:
                 wanted += runs
         return wanted

@@ -25,7 +25,7 @@ step() { # NAME COMMAND...
     if timeout --signal=ABRT --kill-after=10 600 "$@" | tee "$scratch/output"; then
         echo '{"passed": true}' > "$result"
     else
-        failed+=("$name")
+        failed+=("$name") result=${result%.json}.partial.json
     fi
     if tail -n 1 "$scratch/output" | grep '^{' > "$scratch/json"; then cp "$scratch/json" "$result"; fi
 }

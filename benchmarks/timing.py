@@ -138,7 +138,7 @@ def program_rows(table: dict) -> list[dict[str, str]]:
         if table["limits"]:
             row["of the limit"] = shares_of_limit(table, name)
         pairs = zip(table["seconds"][first][last], sections[last], strict=True)
-        ratios = [theirs / ours for theirs, ours in pairs]
+        ratios = [first_seconds / seconds for first_seconds, seconds in pairs]
         row[f"speed, times {first}"] = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
         rows.append(row)
     return rows + [{"": name, "ms": f"not run: {reason}"} for name, reason in table["not_run"].items()]

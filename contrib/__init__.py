@@ -1,1 +1,1 @@
-"""Bridges to other programs that nothing here imports: GGUF for llama.cpp, and lm-eval."""
+"""Bridges to other programs: GGUF for llama.cpp, lm-eval, and whether a model means the same in each (`same`)."""

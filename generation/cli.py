@@ -4,6 +4,7 @@ import contextlib
 import functools
 import json
 import shlex
+import shutil
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -120,8 +121,8 @@ def load_decoder(checkpoint: Checkpoint, settings: Settings) -> Decoder:
     kernels.use(settings.kernels, device)
     if int8 and decode_step_kind(checkpoint.config, device, torch.bfloat16, settings.batch_size) != "cpu":
         raise UserError(
-            f"--dtype int8 needs a CPU, a --batch-size (now {settings.batch_size}) of at most {MAX_CPU_SEQUENCES}, and "
-            "a pre-norm model with RMSNorm or LayerNorm and SwiGLU; use bfloat16."
+            f"--dtype int8 needs a CPU, Numba, a --batch-size (now {settings.batch_size}) of at most "
+            f"{MAX_CPU_SEQUENCES}, and a pre-norm model with RMSNorm or LayerNorm and SwiGLU; use bfloat16."
         )
     dtype = choose_inference_dtype("bfloat16" if int8 else settings.dtype, device, checkpoint.dtype)
     decoder = load_pretrained(checkpoint, device=device, compute_dtype=dtype, cast=True).eval()
@@ -135,6 +136,7 @@ def merge(checkpoint: Checkpoint, tokenizer: Tokenizer, ends: frozenset[int], ne
     if new.exists():
         raise UserError(f"--merge {new} exists; give a new directory.")
     decoder, unfinished = load_pretrained(checkpoint), new.with_name(f"{new.name}.new")
+    shutil.rmtree(unfinished, ignore_errors=True)  # what an interrupted merge left
     save_pretrained(decoder, unfinished, bos_token_id=tokenizer.bos_id, eos_token_id=tokenizer.eos_id)
     tokenizer.save(unfinished)
     fields = read_json(generation_config(checkpoint.directory, checkpoint.adapter))

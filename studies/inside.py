@@ -1,6 +1,6 @@
 """Draw what `model.inspect` measures on a text: `python -m studies.inside runs/tiny-rms "a text" --show kurtosis`.
 
-Without a text, docs/stream.png: how the stream of a run with RMSNorm grows from block to block, with and without the
+Without a text it draws how the stream of a run with RMSNorm grows from block to block, with and without the
 norm's division, on 4,096 tokens of the source of Python's argparse.
 """
 
@@ -16,7 +16,7 @@ from ablation.plots import COLOURS, panels
 from checkpoints.find import find_checkpoint
 from checkpoints.pretrained import load_pretrained
 from data.tokenizer import load_tokenizer
-from errors import exit_on_user_error
+from errors import exit_on_user_error, printable
 from model.inspect import Inspection, inspect
 
 LEGENDS = {
@@ -74,6 +74,7 @@ def main(
         rms = [inspect(decoder, ids[start : start + 512]).rms for start in range(0, 4096, 512)]
         figure = growth(torch.cat(rms, dim=1), decoder.config.norm_eps)
     figure.savefig(out)
+    print(printable(f"written: {out}"))
 
 
 if __name__ == "__main__":

@@ -347,8 +347,8 @@ TABLE = r"""
 - for name in programs if turn % 2 else reversed(programs):
 + for name in programs:
 ! benchmarks/test_timing.py::test_blocks_take_turns_in_an_order_that_reverses_after_every_turn
-- ratios = [theirs / ours for theirs, ours in pairs]
-+ ratios = [ours / theirs for theirs, ours in pairs]
+- ratios = [first_seconds / seconds for first_seconds, seconds in pairs]
++ ratios = [seconds / first_seconds for first_seconds, seconds in pairs]
 ! benchmarks/test_timing.py::test_a_row_has_medians_tokens_per_second_the_share_of_the_limit_and_the_ratios_within_turns
 @ benchmarks/training.py
 - elif norm == "rms":

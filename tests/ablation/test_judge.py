@@ -113,6 +113,11 @@ def test_no_difference_and_used_up_hours_decide_nothing_and_a_change_that_diverg
     assert judged_with(lambda run: None if run.arm != "default" else 3.0)[-1]["verdict"] == "discard"
 
 
+def test_a_change_whose_process_was_killed_is_not_discarded(judged_with):
+    (last,) = judged_with(lambda run: 3.0 if run.arm == "default" else 1 / 0)
+    assert last["verdict"] == "inconclusive" and "did not complete" in last["reason"]
+
+
 def test_what_cannot_be_judged_is_refused():
     for fields in ({"seeds": 8}, {"arms": {"a": {}, "b": {"qk_norm": True}, "c": {"norm": "layer"}}}):
         with pytest.raises(UserError, match="judge needs two arms"):

@@ -86,6 +86,14 @@ def test_hours_limit_all_runs_and_cut_whole_seeds(finish):
     )
 
 
+def test_runs_that_failed_at_once_do_not_make_others_look_shorter(row):
+    plan = dataclasses.replace(PLAN, learning_rates=(1e-3,), seeds=8, rerun_seeds=0, hours=22)
+    first = Study(plan, as_table([])).schedule.remaining[: 3 * len(plan.all_arms)]
+    rows = [row(run, 3.0, seconds=3600.0) for run in first[:-1]] + [row(first[-1], None, status="failed", seconds=0.0)]
+    used, of_seed = len(rows) - 1, len(plan.all_arms)
+    assert len(Study(plan, as_table(rows)).schedule.remaining) == (22 - used) // of_seed * of_seed
+
+
 def test_reruns_tell_rounding_from_a_change_that_means_nothing(finish):
     moved = finish(dataclasses.replace(PLAN, rerun_seeds=2), lambda run: bowl(run) + 30 * run.perturbation * run.seed)
     assert moved.spread.index.tolist() == [("layer", 2e-2, 1e-6), ("layer", 2e-2, 0.05)]

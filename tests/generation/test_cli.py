@@ -150,7 +150,7 @@ def test_errors_are_found_before_the_weights_are_read(checkpoint, monkeypatch, o
         output(checkpoint, ["☺" * 60])
     with pytest.raises(UserError, match="has no chat template, so it only continues text; teach it to talk: python"):
         output(checkpoint, chat=True)
-    with pytest.raises(UserError, match="--dtype int8 needs a CPU, a --batch-size"):
+    with pytest.raises(UserError, match="--dtype int8 needs a CPU, Numba, a --batch-size"):
         output(checkpoint, dtype="int8", batch_size=17)
     with pytest.raises(UserError, match="--system is for conversations"):
         output(checkpoint, system="x")
