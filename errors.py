@@ -27,7 +27,10 @@ def printable(text: str) -> str:
 
 
 def fit_terminal(text: str, stream: TextIO) -> str:
-    """The text, for a terminal with long lines broken between words; a command or a JSON object stays on one line."""
+    """The text, for a terminal with long lines broken between words.
+
+    A command, a JSON object and a line with colours, which was made for a terminal's width, stay as they are.
+    """
     if not stream.isatty():
         return text
     import shutil  # these two only here, as Ctrl-C in an import is a traceback
@@ -36,7 +39,7 @@ def fit_terminal(text: str, stream: TextIO) -> str:
     options = {"subsequent_indent": "  ", "break_long_words": False, "break_on_hyphens": False}
     columns, lines = shutil.get_terminal_size().columns, text.split("\n")
     for i, line in enumerate(lines):
-        if len(line) > columns and "python " not in line and not line.startswith("{"):
+        if len(line) > columns and "python " not in line and "\x1b" not in line and not line.startswith("{"):
             lines[i] = textwrap.fill(line, columns, **options)
     return "\n".join(lines)
 
