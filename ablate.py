@@ -110,7 +110,7 @@ def assignments(text: str) -> dict[str, str]:
     for assignment in text.split():
         name, equals, value = assignment.partition("=")
         if not equals:
-            raise UserError(f"{assignment} must be SETTING=VALUE.")
+            raise UserError(f"{assignment} must be SETTING=VALUE; several are one text in quotes.")
         if name in values:
             raise UserError(f"{name} is given twice; --vary takes all values of a setting at once: {name}=V,V,V.")
         values[name] = value
@@ -126,7 +126,9 @@ def main() -> int:
     from ablation import execute, report, study  # import torch
 
     if action == "report":
-        folder = find_plan(command.plan_file or ".").parent
+        if command.plan_file is None:
+            raise UserError("report needs the folder of a comparison, such as runs/ablation-norms.")
+        folder = find_plan(command.plan_file).parent
         print(printable(f"written: {report.write(study.load(folder), folder)}"))
         return 0
     folder = command.out or Path("runs") / f"ablation-{command.plan.name}"

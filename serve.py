@@ -44,7 +44,8 @@ def main(
     try:
         listener = socket.create_server((host, port))
     except (OSError, OverflowError) as error:
-        raise UserError(f"cannot listen on port {port} of {host} ({error}); give another --port or --host.") from None
+        reason = os.strerror(error.errno) if getattr(error, "errno", 0) else error
+        raise UserError(f"cannot listen on port {port} of {host} ({reason}); give another --port or --host.") from None
     from serving.server import Server  # imports torch
 
     server = Server(directories, Settings(dtype=dtype), host)

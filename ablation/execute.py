@@ -119,6 +119,8 @@ def execute(experiment: Experiment, start: Callable[[Run, str], Future] | None =
                 free.append(worker)
                 experiment.add(run, future)
                 bar.update()
+                if bar.disable:
+                    print(f"{len(experiment.rows)} of {bar.total} runs ended: {run}", file=sys.stderr)
     finally:
         bar.close()
         for process in multiprocessing.active_children():  # after Ctrl-C

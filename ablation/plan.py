@@ -149,8 +149,11 @@ def find_plan(name: str) -> Path:
             return path
     if Path(name).is_dir():
         raise UserError(f"{name} has no plan.toml; give the folder of a comparison, such as runs/ablation-norms.")
-    studies = sorted(path.parent.name for path in STUDIES.glob("*/plan.toml"))
-    raise UserError(f"{name} is neither a file nor a study ({', '.join(studies)}).{nearest(name, studies)}")
+    studies = [path.parent.name for path in STUDIES.glob("*/plan.toml")]
+    comparisons = sorted(Path("runs").glob("ablation-*"), key=lambda folder: -folder.stat().st_mtime)[:5]
+    listed = f" Newest comparisons: {', '.join(map(str, comparisons))}." if comparisons else ""
+    close = nearest(name, [*studies, "judge", "report", "--quick", *map(str, comparisons)])
+    raise UserError(f"{name} is no file, comparison or study in studies/.{close or listed}")
 
 
 def load_plan(path: Path) -> Plan:

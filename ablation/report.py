@@ -17,6 +17,12 @@ from files import replace_text, replacing
 from model.count import num_norm_parameters, num_parameters
 
 MISSING = "-"
+PHASES = {
+    "sweep": "to find learning rates",
+    "pilot": "to fix the number of pairs",
+    "rerun": "again from changed initial weights",
+    "final": "in pairs",
+}
 COLUMNS = """p (Holm): of a paired t-test over the seeds, adjusted for the number of comparisons (Holm 1979). p of
 equivalence: of two one-sided t-tests against the margin, adjusted likewise. std of a pair: of the differences over the
 seeds. It would take: pairs that decide with a power of 80%, from the deviation of these pairs (in brackets from the
@@ -30,12 +36,13 @@ def describe(study: Study, workers: int) -> str:
     rates = [*schedule.sweep.columns] or sorted({*schedule.chosen_learning_rates.values()})
     pairs = schedule.pairs or "as many as the pilot asks for"
     phases = Counter(run.phase for run in schedule.remaining)
-    counts = ", ".join(f"{phase} {count}" for phase, count in phases.items())
+    counts = ", ".join(f"{count} {PHASES[phase]}" for phase, count in phases.items())
+    later = "" if "final" in phases or not phases else ", and then those in pairs"
     return (
         f"arms: {'; '.join(study.plan.all_arms)}\n"
         f"learning rates: {', '.join(map(str, rates))}{' (a sweep)' if schedule.sweep_runs else ''}\n"
         f"final pairs: {pairs}; at most {hours:g} hours in all, and Ctrl-C stops it until the same command resumes it\n"
-        f"runs: {len(study.rows)} done, {len(schedule.remaining)} can start ({counts}), {workers} at once"
+        f"runs: {len(study.rows)} done, {len(schedule.remaining)} can start ({counts}){later}, {workers} at once"
     )
 
 
@@ -108,7 +115,9 @@ def write(study: Study, folder: Path) -> Path:
             figures[name].savefig(file, format=kind)
     rows = pd.DataFrame(map(comparison_row, study.comparisons))
     replace_text(folder / "differences.csv", rows.to_csv(index=False))
-    replace_text(folder / "differences.tex", rows.to_latex(index=False, escape=True))
+    replace_text(
+        folder / "differences.tex", rows.to_latex(index=False, escape=True, na_rep=MISSING, float_format="%.3g")
+    )
     text = markdown_text(study, folder, () if folder.resolve().parent == STUDIES else pictures)
     replace_text(folder / "report.md", text)
     return folder / "report.md"

@@ -19,6 +19,8 @@ def read_value(name: str, value: object) -> Any:
     if name not in TYPES:
         raise UserError(f"{name} is not a setting that arms can have.{nearest(name, TYPES)}")
     is_tuple = get_origin(TYPES[name]) is tuple
+    if is_tuple and value == "":
+        return ()
     try:
         return msgspec.convert([value] if is_tuple and isinstance(value, str) else value, TYPES[name], strict=False)
     except msgspec.ValidationError as error:
@@ -31,6 +33,8 @@ def label(name: str, value: object) -> str:
     """A setting as a part of an arm's name: layer, attention_bias, no attention_bias, weight_decay=0.5."""
     if isinstance(value, bool):
         return name if value else f"no {name}"
+    if isinstance(value, tuple):
+        return f"{name}={' '.join(map(str, value))}" if value else f"no {name}"
     return value if isinstance(value, str) else f"{name}={value}"
 
 

@@ -39,7 +39,10 @@ def find_adapter(directory: Path, adapter: str | None = None) -> tuple[Path, Pat
     """The directories of a model and its adapter, if it has one; an adapter as `directory` has or names its model."""
     path = directory / "adapter_config.json"
     if adapter is not None:
-        return directory, find_checkpoint(adapter)
+        adapter_directory = find_checkpoint(adapter)
+        if not (adapter_directory / path.name).is_file():
+            raise UserError(f"{adapter} is no adapter, as it has no {path.name}; give one of --lora or PEFT.")
+        return directory, adapter_directory
     if not path.is_file():
         return directory, None
     if any((directory / name).is_file() for name in (SINGLE, INDEX)):  # as in transformers

@@ -96,6 +96,13 @@ def prepare(
     return prepare_conversations(files, settings, loaded, vocab_size)
 
 
+def first_words(text: str) -> str:
+    """The first five words of a text, of the first line with a letter; at most 24 characters."""
+    line = next((line for line in text.split("\n") if any(map(str.isalpha, line))), text)
+    words = " ".join(line.split()[:5]).rstrip("\ufffd")
+    return words if len(words) <= 24 else words[:24].rpartition(" ")[0] or words[:24]
+
+
 def split_text(files: list[TextFile], settings: DataSettings, tokenizer: Tokenizer) -> Corpus:
     """The documents of files as one stream for training and one for validation."""
     units = prepare_units(files, tokenizer, Path(settings.cache, "units"))
@@ -133,6 +140,6 @@ def split_text(files: list[TextFile], settings: DataSettings, tokenizer: Tokeniz
         validation_bytes=validation_bytes,
         everything=everything,
         everything_bytes=int(table["bytes"].sum()),
-        prompts=[tokenizer.decode(validation[start : start + 8]).rstrip("\ufffd ") for start in starts],
+        prompts=[first_words(tokenizer.decode(validation[start : start + 64])) for start in starts],
         document_start=tokenizer.document_start if settings.document_mask else None,
     )

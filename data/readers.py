@@ -12,7 +12,7 @@ from errors import UserError, note, reading
 BLOCK = 1 << 17  # characters of a text file that are read at a time, and then up to the end of a line
 ROWS = 256  # rows of parquet that are decoded at a time
 MESSAGES = ("messages", "conversations")  # fields of a row that is a conversation
-ROW = "each line or row is an object with its text in the field of --text-field (conversations need --init-from)"
+ROW = "each row is an object; name the field of its text with --text-field (conversations need --init-from)"
 
 Document = Iterable[str]  # its text in blocks, to be read at most once
 

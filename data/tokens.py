@@ -112,6 +112,8 @@ def train_tokenizer(texts: Sequence[str], vocab_size: int, path: str | Path) -> 
     """
     import sentencepiece
 
+    if not any(texts):
+        raise UserError("there is no text in the files that were named; give files that contain text.")
     model, options = io.BytesIO(), TRAINER_OPTIONS | {"vocab_size": vocab_size}
     try:
         sentencepiece.SentencePieceTrainer.train(sentence_iterator=lines(texts), model_writer=model, **options)

@@ -152,7 +152,7 @@ def read_prompts(settings: Settings) -> list[str]:
         return prompts
     if settings.jsonl:
         with reading("standard input", 'give a JSON text, or an object with "prompt", in each line'):
-            return [read_json_prompt(line) for line in sys.stdin.buffer if line.strip()]
+            return [read_json_prompt(line, number) for number, line in enumerate(sys.stdin.buffer, 1) if line.strip()]
     if not sys.stdin.isatty():
         log("reading the prompt from standard input")  # if nobody writes to that pipe, the program seems to hang
         with reading("standard input", "convert it to UTF-8"):
@@ -164,12 +164,15 @@ def read_prompts(settings: Settings) -> list[str]:
     return [""]
 
 
-def read_json_prompt(line: bytes) -> str:
+def read_json_prompt(line: bytes, number: int) -> str:
     """The prompt of a line of JSON."""
-    row = json.loads(line)
-    prompt = row["prompt"] if isinstance(row, dict) else row
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"line {number}: {error}") from None
+    prompt = row.get("prompt") if isinstance(row, dict) else row
     if not isinstance(prompt, str):
-        raise ValueError(f"{prompt!r} is no text")
+        raise ValueError(f"line {number}: {prompt!r} is no text")
     prompt.encode()  # JSON can have half a surrogate pair as an escape
     return prompt
 

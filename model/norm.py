@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import kernels
+from errors import UserError
 from model.config import NORM_GROUPS, ModelConfig
 
 MOMENTUM = 0.1  # momentum of BatchNorm's running statistics (Ioffe and Szegedy 2015, algorithm 2; torch's default)
@@ -28,6 +29,8 @@ class Norm(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.kind, self.eps = config.norm, config.norm_eps
+        if self.kind not in (*FUSED, *FUNCTIONS):
+            raise UserError(f"the norm {self.kind} is a row of NORMS, but model/norm.py has no function of that name.")
         self.register_parameter("weight", None)  # None unless the loop below replaces it
         self.register_parameter("bias", None)
         for parameter in config.norm_parameters:

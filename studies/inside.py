@@ -45,7 +45,7 @@ def growth(rms: torch.Tensor, eps: float) -> Figure:
 def grid(inside: Inspection, tokens: list[str], show: str) -> Figure:
     """A cell for each norm (upwards) and token, coloured on a logarithmic scale."""
     figure, [axes] = panels(1.6 + 0.22 * len(inside.norms))
-    figure.set_figwidth(3 + 0.16 * len(tokens))
+    figure.set_figwidth(max(6, 3 + 0.16 * len(tokens)))
     shown = getattr(inside, show)
     low, high = shown.quantile(torch.tensor([0.05, 1])).tolist()  # single values near 0 would take most of the scale
     image = axes.imshow(shown.numpy(), norm="log", vmin=low, vmax=high, origin="lower", aspect="auto")

@@ -41,7 +41,7 @@ train --init-from BAD/pickled -> .*pickled has pickled weights, which can run co
 train --init-from BAD/gguf -> .*gguf has GGUF weights
 generate BAD/adapter --prompt a -> .*nothere does not exist; .*: python generate.py MODEL --adapter .*adapter
 train --init-from BAD/adapter -> .*adapter is an adapter; make it a model: python generate.py '.*adapter' --merge NEW
-train --init-from RUN --lora 4 --optimizer muon -> LoRA needs --lora RANK, .* --optimizer adamw and no --freeze
+train --init-from RUN --lora 4 --optimizer muon -> LoRA needs --optimizer adamw\.
 train --init-from RUN --lora 4 --dry-run -> --dry-run estimates training of all parameters; leave out --lora
 train --init-from BAD/lfs -> .*lfs/model.safetensors .*git lfs pull
 train --eval-only -> --eval-only needs --init-from
@@ -52,7 +52,12 @@ generate BAD/no_tokenizer --prompt a -> there is no .*no_tokenizer/tokenizer.mod
 generate RUN --prompt a --temperature -1 -> temperature is -1
 generate RUN --chat -> there is no message to answer
 generate RUN --prompt a --max-new-tokens 0 -> --max-new-tokens, .* must be at least 1
-ablate nothere -> nothere is neither a file nor a study
+ablate nothere -> nothere is no file, comparison or study
+ablate reprot nothere -> reprot is no .* Did you mean report\?
+ablate report -> report needs the folder of a comparison
+train --freeze --norm rms -> --freeze needs a value
+train --resume -> --resume needs a value
+generate RUN --prompt a --adapter RUN -> RUN is no adapter, as it has no adapter_config.json
 ablate --a norm=rms -> --a and --b need each other
 ablate --vary norm=rms -> a comparison needs two arms or more
 ablate --lr 1e-3 -> --lr is not a flag; --help lists them. Did you mean --learning-rates\?

@@ -134,7 +134,7 @@ def describe_saves(run_dir: Path) -> str:
         return f"the last save is kept: --resume {run_dir}"
     if find_complete(run_dir / "best"):
         return f"only best/ was saved, whose weights --init-from {run_dir} takes"
-    return "nothing was saved yet"
+    return "nothing was saved yet, as the first save is at the first evaluation (--evaluate-every)"
 
 
 def read_state(directory: Path) -> State:

@@ -83,6 +83,7 @@ def evaluate_checkpoint(settings: Settings) -> None:
     kernels.use(settings.machine.kernels, device)
     dtype = choose_training_dtype(settings.machine.dtype, device)
     corpus, model = prepare_corpus(settings), load_pretrained(Path(directory), device=device, compute_dtype=dtype)
-    print(f"{directory} on {', '.join(data.data)}, in windows of {data.sequence_length} tokens")
+    windows = f"in windows of {data.sequence_length} tokens"
+    print(f"{directory} on all of {', '.join(data.data)}, also what a run on it trains on, {windows}")
     batches = corpus.all_batches(data.sequence_length, data.micro_batch_size or data.batch_size)
     print(evaluate(model, batches, corpus.everything_bytes, device))

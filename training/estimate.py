@@ -34,9 +34,12 @@ def estimate(settings: Settings) -> float:
     tokens, flops = steps * data.batch_size * data.sequence_length, flops_per_token(model, data.sequence_length)
     print(f"model     {num_parameters(model):,} parameters, {model.norm} norm")
     print(f"training  {tokens:,} tokens in {steps:,} steps of {data.batch_size} sequences of {data.sequence_length}")
-    if not any(name in KNOWN or name.startswith("hub:") for name in data.data):  # on this machine
+    is_here = not any(name in KNOWN or name.startswith("hub:") for name in data.data)
+    conversations = is_here and find_conversations(resolve(data)) is not None
+    if is_here and not conversations:
         size = sum(file.size for file in resolve(data)) / BYTES_PER_TOKEN
-        print(f"text      about {epochs(tokens, size)}")
+        small = ": too small for a batch" if size < data.batch_size * data.sequence_length else ""
+        print(f"text      about {epochs(tokens, size)}{small}")
     print(f"compute   {flops * tokens:.2e} FLOPs, {flops / 1e6:,.1f} million per token")
     sizes = memory(settings, dtype, device)
     listed = ", ".join(f"{what} {format_bytes(size)}" for what, size in sizes.items())
@@ -46,8 +49,10 @@ def estimate(settings: Settings) -> float:
         sharded = sum(sizes.values()) - sizes["activations"]
         print("sharded   " + ", ".join(f"{format_bytes(sharded / count)} on each of {count}" for count in (2, 4, 8)))
     seconds = measure_time(settings, device, dtype)
-    if settings.run.init_from and find_conversations(resolve(data)):
-        print(f"a row of conversations, in which lines with + are learned:\n{prepare_corpus(settings).show_row()}")
+    if conversations and settings.run.init_from:
+        corpus = prepare_corpus(settings)
+        print(f"text      {epochs(tokens, corpus.count_sequences(data) * data.sequence_length)}")
+        print(f"a row of conversations, in which lines with + are learned:\n{corpus.show_row()}")
     return seconds
 
 

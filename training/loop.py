@@ -92,7 +92,7 @@ def open_run(session: Session, run_dir: Path) -> None:
     save_settings(session.settings, run_dir / "settings.toml")  # once nothing else can refuse to start
     print(f"run: {run_dir} (metrics.jsonl, settings.toml); Ctrl-C stops and saves", flush=True)
     if session.settings.optimizer.warmup_steps >= session.steps:
-        print("note: the learning rate rises until the last step, as --warmup-steps is not below --steps")
+        print("note: the learning rate rises until the last step; for a short run give a smaller --warmup-steps")
 
 
 def evaluate_and_save(session: Session, bar: tqdm) -> None:

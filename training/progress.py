@@ -79,7 +79,7 @@ def report_end(session: Session) -> None:
         load_best(session)
         print(samples(session, prompts))
     if state.best_validation_loss > math.log(session.model.config.vocab_size):
-        print("note: it predicts this text worse than chance; give more text, or fewer tokens with --vocab-size 500")
+        print("note: it predicts this text worse than chance; give more text, more --steps or a smaller --vocab-size")
     print(corpus.summary())
     speed = f"{state.tokens / state.seconds:,.0f} tokens/s"
     print(f"{state.step:,} steps, {state.tokens:,} tokens in {state.seconds:.0f} s of training, {speed}")

@@ -151,7 +151,7 @@ def open_text(settings: Settings, last: Path | None, processes: Processes, log: 
 def epochs(read: float, tokens: float) -> str:
     """How often a text is read, in words."""
     times = f"{read / tokens:,.0f}" if read >= 10 * tokens else f"{read / tokens:.3g}"
-    return f"{times} epochs of {tokens / 1e6:.3g}M tokens"
+    return f"{times} epochs of {f'{tokens / 1e6:.3g}M' if tokens >= 1e5 else f'{tokens:,.0f}'} tokens"
 
 
 def prepare_corpus(settings: Settings, last: Path | None = None) -> Text:

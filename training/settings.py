@@ -7,6 +7,7 @@ The type of a field is also the range of its values. Imports no torch.
 import argparse
 import dataclasses
 import difflib
+import itertools
 import re
 import sys
 from collections.abc import Iterable
@@ -136,7 +137,9 @@ class Settings:
         if not data.data:
             raise UserError("--data needs a file, a folder or another text.")
         if (run.lora or run.lora_alpha) and not lora_works:
-            raise UserError("LoRA needs --lora RANK, --init-from MODEL, --optimizer adamw and no --freeze.")
+            needs = {"--lora RANK": run.lora, "--init-from MODEL": run.init_from, "no --freeze": not run.freeze}
+            needs["--optimizer adamw"] = self.optimizer.optimizer == "adamw"
+            raise UserError(f"LoRA needs {', '.join(name for name, is_met in needs.items() if not is_met)}.")
         length, context = data.sequence_length, model.max_position_embeddings
         first = data.first_sequence_length or length
         if length > context:
@@ -168,7 +171,10 @@ def parse(arguments: list[str], description: str) -> Command:
         sys.exit()
     parser = argparse.ArgumentParser(usage="train.py [FLAGS]", add_help=False, allow_abbrev=False)
     for name in ("config", "resume", "init-from", "norm"):
-        parser.add_argument(f"--{name}", f"--{name.replace('-', '_')}")
+        parser.add_argument(*{f"--{name}", f"--{name.replace('-', '_')}"})
+    for argument, value in itertools.pairwise([*arguments, "--"]):
+        if argument in ("--config", "--resume", "--init-from", "--norm", "--freeze") and value.startswith("--"):
+            raise UserError(f"{argument} needs a value after it; --help-all says which.")
     sources, others = parser.parse_known_args(arguments)
     default = defaults(sources, {other.partition("=")[0].replace("_", "-") for other in others})
     others = ["--help" if other == "--help-all" else other for other in others]

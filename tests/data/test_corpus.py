@@ -250,7 +250,7 @@ def test_a_text_too_small_for_the_vocabulary_gets_a_smaller_one_and_one_without_
     corpus = prepare(DataSettings(data=(str(tmp_path / "two.txt"),), cache=str(tmp_path)))
     assert 263 < corpus.tokenizer.vocab_size < 400
     (tmp_path / "empty.txt").touch()
-    with pytest.raises(UserError, match="give more text"):
+    with pytest.raises(UserError, match="there is no text in the files"):
         prepare(DataSettings(data=(str(tmp_path / "empty.txt"),), cache=str(tmp_path)))
 
 

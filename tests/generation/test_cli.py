@@ -63,8 +63,12 @@ def test_a_terminal_is_not_read_and_gives_an_empty_prompt_with_a_hint_or_a_conve
     ("content", "settings", "words"),
     [
         (b"\xff\xfe", {}, "standard input cannot be read"),
-        (b'"a"\n5\n', {"jsonl": True}, r"standard input cannot be read \(5 is no text\); give a JSON text, or an obj"),
-        (b'{"text": "x"}', {"jsonl": True}, r"\(no 'prompt'\)"),
+        (
+            b'"a"\n5\n',
+            {"jsonl": True},
+            r"standard input cannot be read \(line 2: 5 is no text\); give a JSON text, or an obj",
+        ),
+        (b'{"text": "x"}', {"jsonl": True}, r"\(line 1: None is no text\)"),
         (b'"\\ud800"', {"jsonl": True}, "surrogates"),
     ],
 )

@@ -59,4 +59,4 @@ def test_a_small_run_is_timed(flags, optimizer, capsys):
     estimate.estimate(settings_of(*flags, "--optimizer", optimizer))
     out = capsys.readouterr().out
     assert re.search(r"time +\d+ seconds on CPU, 1 threads: \S+ s a step, the fastest of 3 with 8 sequences", out)
-    assert "text      about 0.37" in out and "epochs of 0.02" in out
+    assert "text      about 0.37" in out and "epochs of 2" in out
