@@ -57,7 +57,7 @@ ablate reprot nothere -> reprot is no .* Did you mean report\?
 ablate report -> report needs the folder of a comparison
 train --freeze --norm rms -> --freeze needs a value
 train --resume -> --resume needs a value
-generate RUN --prompt a --adapter RUN -> RUN is no adapter, as it has no adapter_config.json
+generate RUN --prompt a --adapter RUN -> .*RUN is no adapter, as it has no adapter_config.json
 ablate --a norm=rms -> --a and --b need each other
 ablate --vary norm=rms -> a comparison needs two arms or more
 ablate --lr 1e-3 -> --lr is not a flag; --help lists them. Did you mean --learning-rates\?
