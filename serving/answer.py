@@ -13,8 +13,8 @@ from data.chat import ChatFormat
 from data.tokenizer import encode_prompt, tokens_after
 from errors import UserError
 from files import read_json, read_toml
-from generation.cli import load_decoder, open_model
 from generation.generate import PrefixCache, check_prompts, generate
+from generation.load import load_decoder, open_model
 from generation.settings import Sampling, Settings, recommended_sampling
 from generation.stream import TextStream
 from model.cache import KeyValueCache
@@ -123,7 +123,7 @@ class ServedModel:
 
     def __init__(self, name: str, directory: Path, settings: Settings):
         checkpoint, self.tokenizer, self.eos_ids = open_model(directory)
-        self.decoder, self.prefix = load_decoder(checkpoint, settings), PrefixCache()
+        self.decoder, self.prefix = load_decoder(checkpoint, settings.device, settings.dtype), PrefixCache()
         self.sampling = recommended_sampling(directory) or Sampling()  # default of chats
         self.vocab_size = min(self.tokenizer.vocab_size, checkpoint.config.vocab_size)
         self.card = {"id": name, "object": "model", "owned_by": "prenorm", "sampling": vars(self.sampling)}
