@@ -31,7 +31,7 @@ def tokenizer_directory(model: Path, adapter: Path | None) -> Path:
 
 
 def load_decoder(
-    checkpoint: Checkpoint, device: str, dtype: str, implementation: str = "auto", batch_size: int = 1
+    checkpoint: Checkpoint, device: str, dtype: str, implementation: str = "auto", batch_size: int = MAX_CPU_SEQUENCES
 ) -> Decoder:
     """The model on its device, with its weights in the dtype it computes in; arguments are as generate.py's flags."""
     device, int8 = choose_device(device), dtype == "int8"
