@@ -1,17 +1,20 @@
 """Compare any settings of train.py over paired seeds: `python ablate.py`. Thin: parses, and calls ablation/."""
 
-import signal
+import sys
 
-from errors import UserError, end, exit_on_user_error, fit_terminal, interrupt, printable
+if __name__ == "__main__":  # Ctrl-C and a missing package are one line in the slow imports below, too
+    from errors import exit_on_user_error
 
-if __name__ == "__main__":  # so that Ctrl-C in the imports ends in one line
-    signal.signal(signal.SIGINT, interrupt)
+    with exit_on_user_error():
+        from ablate import main
+
+        sys.exit(main())
 
 import dataclasses
 import hashlib
 import re
 import shlex
-import sys
+import signal
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
@@ -20,6 +23,7 @@ import tyro
 
 from ablation.plan import Plan, find_plan, load_plan
 from ablation.settings import TYPES, base_settings
+from errors import UserError, end, fit_stdout, printable
 from flags import optional
 from training.settings import nearest
 
@@ -82,11 +86,13 @@ def refuse_unknown_flags(arguments: list[str]) -> None:
     """Raise `UserError` for a flag that ablate.py does not have, with what was probably meant."""
     names = {field.name for fields in map(dataclasses.fields, (Plan, Command)) for field in fields}
     flags = ["--" + name.replace("_", "-") for name in names - {"name", "arms", "plan", "plan_file", "varied"}]
-    for flag in (argument.partition("=")[0] for argument in arguments if argument.startswith("--")):
-        name = flag[2:].replace("-", "_")
-        if name in TYPES:
-            raise UserError(f"{flag} is a setting of train.py; --vary {name}=VALUE,VALUE compares values of it.")
-        raise UserError(f"{flag} is not a flag; --help lists them.{nearest(flag, flags)}")
+    unknown = next((argument.partition("=")[0] for argument in arguments if argument.startswith("--")), None)
+    if unknown is None:
+        return
+    name = unknown[2:].replace("-", "_")
+    if name in TYPES:
+        raise UserError(f"{unknown} is a setting of train.py; --vary {name}=VALUE,VALUE compares values of it.")
+    raise UserError(f"{unknown} is not a flag; --help lists them.{nearest(unknown, flags)}")
 
 
 def starting_plan(command: Command) -> Plan:
@@ -119,8 +125,7 @@ def assignments(text: str) -> dict[str, str]:
 
 def main() -> int:
     """Do what the command line says; returns the exit status."""
-    write = sys.stdout.write
-    sys.stdout.write = lambda text: write(fit_terminal(text, sys.stdout))
+    fit_stdout()
     action = sys.argv[1] if sys.argv[1:2] in (["judge"], ["report"]) else "compare"
     command = parse(sys.argv[1 if action == "compare" else 2 :])
     from ablation import execute, report, study  # import torch
@@ -138,8 +143,3 @@ def main() -> int:
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # until the process has ended
         end(f"stopped; the same command resumes it: python {shlex.join(sys.argv)}", 130)
-
-
-if __name__ == "__main__":
-    with exit_on_user_error():
-        sys.exit(main())

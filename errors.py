@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn, TextIO
@@ -42,6 +42,12 @@ def fit_terminal(text: str, stream: TextIO) -> str:
         if len(line) > columns and "python " not in line and "\x1b" not in line and not line.startswith("{"):
             lines[i] = textwrap.fill(line, columns, **options)
     return "\n".join(lines)
+
+
+def fit_stdout(clean: Callable[[str], str] = str) -> None:
+    """From now on, pass what is printed to standard output through `clean` and `fit_terminal`."""
+    write = sys.stdout.write
+    sys.stdout.write = lambda text: write(fit_terminal(clean(text), sys.stdout))
 
 
 class UserError(Exception):

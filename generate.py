@@ -2,41 +2,42 @@
 
 import sys
 
-from errors import UserError, exit_on_user_error, fit_terminal, note
+if __name__ == "__main__":  # Ctrl-C and a missing package are one line in the slow imports below, too
+    from errors import exit_on_user_error
+
+    with exit_on_user_error():
+        from generate import main
+
+        sys.exit(main())
+
+import shlex
+
+import tyro
+
+from checkpoints.find import find_checkpoint, newest_run
+from errors import UserError, fit_stdout, note
+from generation.settings import Settings, recommended_sampling
 
 
 def main() -> None:
     """Parse the command line, find the checkpoint; then import torch, which is slow, read the prompt and generate."""
-    with exit_on_user_error():  # around the imports too: they take time, in which Ctrl-C may come
-        import shlex
+    if {"-h", "--help"} & {*sys.argv}:
+        fit_stdout()
+    settings, unknown = tyro.cli(Settings, prog="generate.py", return_unknown_args=True)
+    if unknown and not any(word.startswith("-") for word in unknown):
+        raise UserError(f"put a text of several words in quotes: {shlex.quote(' '.join([settings.text, *unknown]))}")
+    if unknown:
+        tyro.cli(Settings, prog="generate.py")  # ends with what is wrong
+    checkpoint = find_checkpoint(newest_run() if settings.run is None else settings.run)
+    recommended = None if settings.merge else recommended_sampling(checkpoint, settings.adapter)
+    if recommended is not None and (settings.chat or recommended.temperature > 0):  # a text would repeat itself
+        settings = tyro.cli(Settings, prog="generate.py", default=Settings(sampling=recommended))
+        values = ", ".join(f"{name} {value:g}" for name, value in vars(settings.sampling).items())
+        note(f"sampling (generation_config.json, then flags): {values}")
+    sys.stdout.reconfigure(newline="\n")  # the same bytes on Windows
+    from generation import cli  # imports torch
 
-        import tyro
-
-        from checkpoints.find import find_checkpoint, newest_run
-        from generation.settings import Settings, recommended_sampling
-
-        if {"-h", "--help"} & {*sys.argv}:
-            write = sys.stdout.write
-            sys.stdout.write = lambda text: write(fit_terminal(text, sys.stdout))
-        settings, more = tyro.cli(Settings, prog="generate.py", return_unknown_args=True)
-        if more and not any(word.startswith("-") for word in more):
-            raise UserError(f"put a text of several words in quotes: {shlex.quote(' '.join([settings.text, *more]))}")
-        if more:
-            tyro.cli(Settings, prog="generate.py")  # ends with what is wrong
-        checkpoint = find_checkpoint(newest_run() if settings.run is None else settings.run)
-        recommended = None if settings.merge else recommended_sampling(checkpoint, settings.adapter)
-        if recommended is not None and (settings.chat or recommended.temperature > 0):  # a text would repeat itself
-            settings = tyro.cli(Settings, prog="generate.py", default=Settings(sampling=recommended))
-            values = ", ".join(f"{name} {value:g}" for name, value in vars(settings.sampling).items())
-            note(f"sampling (generation_config.json, then flags): {values}")
-        sys.stdout.reconfigure(newline="\n")  # the same bytes on Windows
-        from generation import cli  # imports torch
-
-        prompts = [] if settings.merge else cli.read_prompts(settings)
-        if settings.chat and prompts == [""]:
-            raise UserError("there is no message to answer; give one after the run, or on standard input.")
-        cli.run(settings, checkpoint, prompts)
-
-
-if __name__ == "__main__":
-    main()
+    prompts = [] if settings.merge else cli.read_prompts(settings)
+    if settings.chat and prompts == [""]:
+        raise UserError("there is no message to answer; give one after the run, or on standard input.")
+    cli.run(settings, checkpoint, prompts)

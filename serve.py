@@ -1,21 +1,27 @@
 """Serve models to a browser and to OpenAI's clients: `python serve.py RUN [RUN]`. See `python serve.py --help`."""
 
+import sys
+
+if __name__ == "__main__":  # Ctrl-C and a missing package are one line in the slow imports below, too
+    from errors import exit_on_user_error
+
+    with exit_on_user_error():
+        from tyro import cli
+
+        from serve import main
+
+        sys.exit(cli(main, prog="serve.py"))
+
 import gc
 import os
 import signal
-
-if __name__ == "__main__":  # before imports, some of which would ignore a KeyboardInterrupt
-    from errors import interrupt
-
-    signal.signal(signal.SIGINT, interrupt)
-
 import socket
 from typing import Annotated, Literal
 
 import tyro
 
 from checkpoints.find import find_checkpoint, newest_run
-from errors import UserError, exit_on_user_error
+from errors import UserError
 from flags import optional
 from generation.settings import Settings
 
@@ -53,8 +59,3 @@ def main(
     gc.freeze()  # else a body of many lists stops all answers for half a second, to look for cycles in all of torch
     signal.signal(signal.SIGINT, stop)
     server.run(sockets=[listener])
-
-
-if __name__ == "__main__":
-    with exit_on_user_error():
-        tyro.cli(main, prog="serve.py")

@@ -5,7 +5,7 @@ import io
 import os
 import sys
 
-from errors import exit_on_user_error, fit_terminal, is_main_process, printable
+from errors import exit_on_user_error, fit_stdout, is_main_process, printable
 
 DESCRIPTION = """Train a small LLaMA-style transformer on text, on a GPU or a CPU.
 
@@ -39,8 +39,7 @@ def main() -> int:
 
     with contextlib.nullcontext() if is_main_process() else contextlib.redirect_stderr(io.StringIO()):
         command = parse(sys.argv[1:], DESCRIPTION)
-    write = sys.stdout.write
-    sys.stdout.write = lambda text: write(fit_terminal(printable(text), sys.stdout))  # also what others wrote
+    fit_stdout(printable)  # also what others wrote
     from training import commands  # imports torch, which --help does not wait for
 
     return commands.run(command)

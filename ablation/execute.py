@@ -41,14 +41,14 @@ class Experiment:
     workers: list[str]  # a torch device each, or a node of a cluster
     device: str  # the model of all workers, as in `Row`
     threads: int | None  # of a run on a CPU: those of this process divided by the workers
-    rows: list[Row]  # those that failed did so in this command; another one tries them again
+    rows: list[Row]  # failed ones only of this command: the next command repeats them
 
     @property
     def study(self) -> Study:
         return Study(self.plan, as_table(self.rows))
 
     def add(self, run: Run, future: Future) -> None:
-        """Append the row of a run that has ended. On another device or text than the runs before it has failed."""
+        """Append the row of a run that has ended. One on another device or text than earlier runs has failed."""
         texts, reason = {row.text_hash for row in self.rows} - {""}, None
         try:
             row = future.result()
@@ -141,7 +141,7 @@ def write_plan(experiment: Experiment) -> None:
 
 
 def start_process(experiment: Experiment, run: Run, torch_device: str) -> Future:
-    """Begin a run in a fresh process, which inherits that Ctrl-C is ignored: this one ends the others."""
+    """Begin a run in a fresh process. It ignores Ctrl-C, as this process ends it."""
     handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
     pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), initializer=end_with_parent)
     future = pool.submit(train_run, experiment.plan, run, torch_device, experiment.threads, len(experiment.workers))
@@ -179,7 +179,7 @@ def compare(
 ) -> int:
     """Train the runs that are missing, and report; returns the exit status. ray: the address of a cluster."""
     plan = judged(plan) if judging else plan
-    _ = plan.all_arms  # refuses what cannot be compared, before there is a folder
+    plan.check_arms()  # before there is a folder
     with contextlib.nullcontext() if dry_run else locked(folder):
         experiment, start = load_experiment(plan, folder, torch_device, jobs), None
         if ray is not None:

@@ -15,7 +15,7 @@ from ablation.run import six_digits
 from ablation.study import Study
 from errors import UserError
 
-MAX_PAIRS = 20  # without --seeds
+DEFAULT_PAIRS = 20  # without --seeds
 LOOKS = 5
 BOUNDARY = 2.040  # times sqrt(LOOKS / look)
 
@@ -34,7 +34,7 @@ def pairs_of_looks(maximum: int) -> list[int]:
 
 def judged(plan: Plan) -> Plan:
     """The plan without pilot and reruns, where `seeds` is the most pairs that there will be."""
-    plan = dataclasses.replace(plan, seeds=plan.seeds or MAX_PAIRS, rerun_seeds=0)
+    plan = dataclasses.replace(plan, seeds=plan.seeds or DEFAULT_PAIRS, rerun_seeds=0)
     if len(plan.all_arms) != 2 or plan.seeds < 2 * LOOKS:
         raise UserError(f"judge needs two arms (--a and --b), and --seeds of at least {2 * LOOKS}.")
     return plan

@@ -61,7 +61,8 @@ class Plan:
             raise UserError(f"--first-seed {self.first_seed}: final runs would have seeds of the sweep or the pilot.")
         arms = {arm: {name: read_value(name, value) for name, value in own.items()} for arm, own in self.arms.items()}
         vary = {name: [read_value(name, value) for value in values] for name, values in self.vary.items()}
-        vars(self).update(arms=arms, vary=vary)
+        object.__setattr__(self, "arms", arms)  # as the class is frozen
+        object.__setattr__(self, "vary", vary)
 
     @functools.cached_property
     def all_arms(self) -> dict[str, Arm]:
@@ -82,6 +83,10 @@ class Plan:
             if arm_settings(self, a) == arm_settings(self, b):
                 raise UserError(f"the arms {a.name} and {b.name} have the same settings.")
         return combined
+
+    def check_arms(self) -> None:
+        """Raise `UserError` where the arms cannot be compared."""
+        self.all_arms  # noqa: B018
 
     @functools.cached_property
     def candidate_learning_rates(self) -> dict[str, tuple[float, ...]]:

@@ -32,7 +32,6 @@ class Row(Run):
     mean_over_std: float | None = None  # |mean| / std of the residual stream, at the norms of the deeper half
     cosine_with_ones: float | None = None  # |cosine| of the stream with the vector of ones, mean over all norms
     tokens: int = 0  # that it trained on
-    parameters: int = 0
     settings_hash: str = ""  # hash of its settings but for device and folder
     weights_hash: str = ""  # hash of the initial weights without those of the norms
     batches_hash: str = ""  # hash of all tokens that it trained on, in their order; empty if there were none

@@ -67,10 +67,10 @@ def pairs_needed(std: float, distance: float, alpha: float, power: float, minimu
     return bisect.bisect_left(range(MAX_PAIRS), -distance, lo=minimum, key=lambda n: -reach(n))
 
 
-def pairs_for_equivalence(std: float, margin: float, comparisons: int) -> int:
+def pairs_for_equivalence(std: float, margin: float, family_size: int) -> int:
     """Pairs that show equivalence with 80% power if there is no difference, where Holm is hardest."""
     power = (1 + POWER) / 2  # each of the two one-sided tests may fail in half of the other 20%
-    return pairs_needed(std, margin, SIGNIFICANCE / comparisons, power, MIN_PAIRS_FOR_EQUIVALENCE)
+    return pairs_needed(std, margin, SIGNIFICANCE / family_size, power, MIN_PAIRS_FOR_EQUIVALENCE)
 
 
 def deviation_limit(values: Sequence[float], confidence: float) -> float:
@@ -102,7 +102,7 @@ class Comparison:
     margin: float
     p_holm: float  # p of a difference of 0, adjusted for all comparisons of the plan
     p_equivalence: float  # p of the two one-sided tests, adjusted in the same way
-    comparisons: int  # how many those are
+    family_size: int  # the number of comparisons of the plan
 
     @property
     def deviation(self) -> float:
@@ -124,7 +124,7 @@ class Comparison:
         stds = self.deviation, *(deviation_limit(self.differences, level) for level in (0.025, 0.975))
         distance, alpha = abs(self.effect.estimate), SIGNIFICANCE / 2 * min(1, self.effect.p / self.p_holm)  # by Holm
         if distance < self.margin:
-            best, *ends = (pairs_for_equivalence(std, self.margin, self.comparisons) for std in stds)
+            best, *ends = (pairs_for_equivalence(std, self.margin, self.family_size) for std in stds)
         else:
             best, *ends = (pairs_needed(std, distance, alpha, POWER) for std in stds)
         return max(best, self.effect.n + 1), *ends

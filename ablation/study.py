@@ -25,12 +25,12 @@ class Schedule:
     rows: pd.DataFrame
 
     def missing(self, runs: list[Run]) -> list[Run]:
-        """The runs that have not ended, well or not."""
+        """The runs without a row; a run that diverged or failed has one."""
         ended = set(self.rows[KEY].itertuples(index=False, name=None))
         return [run for run in runs if dataclasses.astuple(run) not in ended]
 
     def rows_of(self, phase: str, arm: str) -> pd.DataFrame:
-        """Rows of an arm by seed, of a sweep all, else those at its learning rate; of final runs those that count."""
+        """Rows of an arm by seed, outside of a sweep at the chosen learning rate; of final runs those that count."""
         rates = self.sweep.columns if phase == "sweep" else [self.chosen_learning_rates.get(arm)]
         seeds = self.counted_seeds if phase == "final" else self.plan.phase_seeds[phase]
         rows = self.rows[(self.rows.phase == phase) & (self.rows.arm == arm)]

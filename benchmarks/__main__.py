@@ -3,11 +3,20 @@
 Prints a table for each comparison, and the record last. Exit status 1: a program did not run.
 """
 
-import argparse
 import sys
+
+if __name__ == "__main__":  # Ctrl-C and a missing package are one line in the slow imports below, too
+    from errors import exit_on_user_error
+
+    with exit_on_user_error():
+        from benchmarks.__main__ import main
+
+        sys.exit(main())
+
+import argparse
 from pathlib import Path
 
-from errors import exit_on_user_error
+from benchmarks import decoding, timing, training
 
 TURNS = 5
 
@@ -17,8 +26,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__.split("\n\n")[0])
     parser.add_argument("--llama2c", type=Path, metavar="PATH", help="llama2.c's program, built with `make runomp`")
     arguments = parser.parse_args()
-
-    from benchmarks import decoding, timing, training  # here, so that Ctrl-C at any time ends in one line
 
     if timing.default_device().type == "cuda":
         shapes, dtypes, config, changes = ["1b"], ["float32", "bfloat16"], "124m", {}
@@ -31,8 +38,3 @@ def main() -> int:
         variants = [training.TRANSFORMERS, ours]
         record["tables"].append(training.compare(config, changes | {"dtype": dtype}, ["rms"], variants, TURNS))
     return timing.finish(record)
-
-
-if __name__ == "__main__":
-    with exit_on_user_error():
-        sys.exit(main())

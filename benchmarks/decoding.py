@@ -26,7 +26,7 @@ import kernels
 from benchmarks import timing
 from checkpoints.families import to_json
 from checkpoints.pretrained import inference_dtype
-from generation.steps import GpuDecodeStep, decode_step, quantize_matrices
+from generation.steps import MAX_CPU_SEQUENCES, GpuDecodeStep, decode_step, quantize_matrices
 from model.config import ModelConfig
 from model.count import num_parameters
 from model.decoder import Decoder
@@ -206,13 +206,13 @@ USUAL = [name for name in PROGRAMS if name != COMPILED]  # which compiles for mi
 
 
 def is_possible(program: str, case: Case) -> bool:
-    """Whether a program is here and has a setting: llama2.c decodes one sequence in float32, ours up to 16 in int8."""
+    """Whether a program is here and has a setting: llama2.c decodes one sequence in float32, ours few in int8."""
     if program == "llama2.c":
         return case.llama2c is not None and (case.prompt, case.sequences, case.dtype) == (1, 1, "float32")
     if program == "llama.cpp":
         installed = all(map(importlib.util.find_spec, ("xllamacpp", "gguf"))) and case.device == "cpu"
         return installed and (case.dtype != "int8" or case.config.intermediate_size % 32 == 0)  # blocks of q8_0
-    return case.dtype != "int8" or (program == "ours" and case.device == "cpu" and case.sequences <= 16)
+    return case.dtype != "int8" or (program == "ours" and case.device == "cpu" and case.sequences <= MAX_CPU_SEQUENCES)
 
 
 def bytes_read(case: Case) -> float:

@@ -38,7 +38,7 @@ VARIANTS = {  # what `kernels.use` is told, and whether the model is compiled
 TURNS = 10  # of 4 steps each
 
 
-class TransformersModel(nn.Module):
+class TransformersBaseline(nn.Module):
     """transformers' LLaMA called like our decoder. Its users train float32 weights under autocast."""
 
     def __init__(self, config: ModelConfig, compute_dtype: torch.dtype):
@@ -57,7 +57,7 @@ def make_step(settings: Settings, variant: str, device: torch.device) -> timing.
     kernels.use(choice, device)
     dtype = choose_training_dtype(settings.machine.dtype, device)
     if variant.startswith(TRANSFORMERS):
-        model = TransformersModel(settings.model, dtype).to(device)
+        model = TransformersBaseline(settings.model, dtype).to(device)
         optimizer = torch.optim.AdamW(model.parameters(), lr=settings.optimizer.learning_rate, fused=True)
         run = torch.compile(model) if compiled else model
     else:

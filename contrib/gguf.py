@@ -92,7 +92,7 @@ def convert(checkpoint: Path, path: Path, dtype: str | None, name: str) -> None:
     check_vocabulary(tokenizer, config.vocab_size)
     vocabulary = llama_cpp_vocabulary(tokenizer, config.vocab_size)
     for difference in vocabulary.notes:
-        note(f"note: {difference}")
+        note(difference)
     stored_dtype = str(opened.common_dtype(["model.embed_tokens.weight"])).removeprefix("torch.")
     dtype = dtype or (stored_dtype if stored_dtype in DTYPES else "float32")
     tensors = gguf_tensors(opened, architecture)
@@ -235,6 +235,6 @@ def add_tokenizer(writer: gguf.GGUFWriter, checkpoint: Path, tokenizer: Tokenize
     if ends:
         writer.add_eot_token_id(ends[0])
     if len(ends) > 1:
-        note(f"note: llama.cpp has a place for one more end token, {ends[0]}; {ends[1:]} are left out")
+        note(f"llama.cpp has a place for one more end token, {ends[0]}; {ends[1:]} are left out")
     if tokenizer.chat_template is not None:
         writer.add_chat_template(tokenizer.chat_template)

@@ -21,7 +21,7 @@ from model.decoder import Decoder
 from model.device import choose_device, choose_inference_dtype
 
 
-class TransformersModel(PreTrainedModel, GenerationMixin):
+class DecoderForTransformers(PreTrainedModel, GenerationMixin):
     """A decoder with the methods of a model of transformers. It generates without a key/value cache."""
 
     config_class = PreTrainedConfig
@@ -49,13 +49,13 @@ class Prenorm(HFLM):
     def __init__(self, pretrained: str, device: str = "auto", dtype: str = "auto", **options):
         if device.startswith("cuda") and not torch.cuda.is_available():
             device = "auto"  # lm-eval's command line asks for cuda:0 where its user asked for nothing
-            note("note: there is no CUDA device; computing on the CPU")
+            note("there is no CUDA device; computing on the CPU")
         directory, device = find_checkpoint(pretrained), choose_device(device)
         checkpoint = open_checkpoint(directory)
         compute_dtype = choose_inference_dtype(dtype, device, checkpoint.dtype)
         decoder = load_pretrained(checkpoint, device=device, compute_dtype=compute_dtype, cast=True).eval()
         tokenizer = PreTrainedTokenizerFast.from_pretrained(directory)
-        super().__init__(TransformersModel(decoder), tokenizer=tokenizer, backend="causal", **options)
+        super().__init__(DecoderForTransformers(decoder), tokenizer=tokenizer, backend="causal", **options)
 
 
 if __name__ == "__main__":

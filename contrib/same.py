@@ -23,10 +23,10 @@ import tyro
 
 from checkpoints.find import find_adapter, find_checkpoint
 from checkpoints.pretrained import load_pretrained
-from contrib.programs import Answers, ask, llama_cpp, transformers
+from contrib.programs import Program, ask, llama_cpp, transformers
 from data.chat import BREAK, ChatFormat
 from errors import UserError, exit_on_user_error, printable
-from generation.cli import merge, open_model
+from generation.load import merge, open_model, tokenizer_directory
 from generation.settings import Sampling, recommended_sampling
 
 TEXTS = ["", " ", "  ", " lead", "trail ", "two  spaces", "\t", "\ta\tb", "\n\n", "a\r\nb\n", " " * 33, "\0a", "\x7f"]
@@ -100,8 +100,7 @@ def ask_programs(place: str, pythons: tuple[str, ...], questions: dict) -> Itera
         files, llama = {"model": Path(place).parent, "gguf_file": Path(place)}, llama_cpp
     else:
         model, adapter = find_adapter(find_checkpoint(place))
-        has_tokenizer = adapter is not None and any(adapter.glob("tokenizer.*"))
-        files = {"model": model, "adapter": adapter, "tokenizer": adapter if has_tokenizer else model}
+        files = {"model": model, "adapter": adapter, "tokenizer": tokenizer_directory(model, adapter)}
         llama = exported_to_llama_cpp
         yield ask(prenorm, questions, place=place)
     files = {name: str(path.absolute()) for name, path in files.items() if path is not None}
@@ -113,7 +112,7 @@ def ask_programs(place: str, pythons: tuple[str, ...], questions: dict) -> Itera
         yield ask(llama, questions, place=place, context=len(questions["ids"]))
 
 
-def prenorm(place: str) -> Answers:
+def prenorm(program: Program, place: str) -> None:
     """This program."""
     checkpoint, tokenizer, ends = open_model(find_checkpoint(place))
 
@@ -121,23 +120,22 @@ def prenorm(place: str) -> Answers:
         text = "".join(ChatFormat(tokenizer).render(messages))
         return {"text": text.replace(BREAK, ""), "ids": tokenizer.encode_special(text, BREAK).ids}
 
-    yield "ids of texts", tokenizer.encode
-    yield "ids with BOS", [tokenizer.bos_id] * (tokenizer.bos_id is not None) + tokenizer.encode("a")
-    yield "conversations", chat
-    yield "EOS", sorted(ends)
-    yield "sampling", vars(recommended_sampling(find_checkpoint(place)) or Sampling(temperature=0))
+    bos = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
+    program.encode, program.encode_with_bos = tokenizer.encode, lambda text: bos + tokenizer.encode(text)
+    program.chat, program.ends = chat, sorted(ends)
+    program.sampling = vars(recommended_sampling(find_checkpoint(place)) or Sampling(temperature=0))
     decoder = load_pretrained(checkpoint, cast=True).eval().requires_grad_(False)
-    yield "logits", lambda ids, positions: decoder(torch.tensor([ids]))[0, positions].numpy()
+    program.logits = lambda ids, positions: decoder(torch.tensor([ids]))[0, positions].numpy()
 
 
-def exported_to_llama_cpp(place: str, context: int) -> Answers:
+def exported_to_llama_cpp(program: Program, place: str, context: int) -> None:
     """llama.cpp, for which the model is written as a GGUF file, with its adapter merged."""
     from contrib.gguf import write_gguf
 
     with tempfile.TemporaryDirectory() as folder:
         merge(*open_model(find_checkpoint(place)), Path(folder) / "merged")
         write_gguf(Path(folder) / "merged", Path(folder) / "model.gguf", "float32")
-        yield from llama_cpp(f"{folder}/model.gguf", context)
+        llama_cpp(program, f"{folder}/model.gguf", context)  # which keeps the file open
 
 
 def ask_other_python(python: str, arguments: dict) -> dict:
@@ -158,10 +156,12 @@ def difference(ours: object, theirs: object, positions: Sequence = (), tolerance
     if isinstance(ours, np.ndarray):  # logits (P, V)
         if ours.shape != theirs.shape:
             return f"{ours.shape[1]} logits, here {theirs.shape[1]}"
-        for i in np.flatnonzero(~(np.linalg.norm(theirs - ours, axis=1) <= tolerances)):
-            token = np.abs(theirs[i] - ours[i]).argmax()
-            return f"position {positions[i]}, token {token}: {ours[i, token]:.5g}, here {theirs[i, token]:.5g}"
-        return "equal"
+        different = ~(np.linalg.norm(theirs - ours, axis=1) <= tolerances)
+        if not different.any():
+            return "equal"
+        i = different.argmax()  # the first
+        token = np.abs(theirs[i] - ours[i]).argmax()
+        return f"position {positions[i]}, token {token}: {ours[i, token]:.5g}, here {theirs[i, token]:.5g}"
     if isinstance(ours, float):  # such as the loss: off by at most twice the largest error of a logit
         return "equal" if abs(theirs - ours) <= 2 * np.max(tolerances) else f"{ours:.6g}, here {theirs:.6g}"
     if isinstance(ours, dict) and isinstance(theirs, dict):

@@ -4,28 +4,21 @@ import contextlib
 import functools
 import json
 import shlex
-import shutil
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-
 import kernels
-from checkpoints.find import eos_ids, find_adapter, generation_config
-from checkpoints.pretrained import Checkpoint, load_pretrained, open_checkpoint, save_pretrained, write_json
 from data.chat import ChatFormat
-from data.tokenizer import Tokenizer, check_vocabulary, encode_prompt, load_tokenizer, tokens_after
+from data.tokenizer import Tokenizer, encode_prompt, tokens_after
 from errors import UserError, fit_terminal, printable, reading
-from files import read_json
 from generation.conversation import Conversation
 from generation.generate import check_prompts, generate
+from generation.load import load_decoder, merge, open_model
 from generation.settings import Settings
-from generation.steps import MAX_CPU_SEQUENCES, decode_step_kind, quantize_matrices
 from generation.stream import OrderedTexts, TextStream
-from model.decoder import Decoder
-from model.device import choose_device, choose_inference_dtype, explain_out_of_memory
+from model.device import explain_out_of_memory
 
 
 @explain_out_of_memory("out of memory; use a smaller --batch-size, fewer --max-new-tokens, or --device cpu.")
@@ -47,7 +40,7 @@ def run(settings: Settings, directory: Path, prompts: Sequence[str]) -> None:
         encoded = [encode_prompt(tokenizer, text) for text in prompts]
     context = checkpoint.config.max_position_embeddings
     check_prompts(encoded, context)  # before the weights are read
-    decoder = load_decoder(checkpoint, settings)
+    decoder = load_decoder(checkpoint, settings.device, settings.dtype, settings.kernels, settings.batch_size)
     del checkpoint  # with the mapping of its files
     device, dtype = next(decoder.parameters()).device, str(decoder.compute_dtype).removeprefix("torch.")
     dtype += " with int8 matrices" if settings.dtype == "int8" else ""
@@ -103,46 +96,6 @@ def print_texts(continue_prompts: Callable, settings: Settings, tokenizer: Token
         )
         if "context" in result.finish_reasons:
             log("a text ends where the model's context is full")
-
-
-def open_model(directory: Path, adapter: str | None = None) -> tuple[Checkpoint, Tokenizer, frozenset[int]]:
-    """A checkpoint whose weights are not read yet, its tokenizer, and the ids that end a text."""
-    model, adapter_directory = find_adapter(directory, adapter)
-    checkpoint = open_checkpoint(model, adapter_directory)
-    has_tokenizer = adapter_directory is not None and any(adapter_directory.glob("tokenizer.*"))
-    tokenizer = load_tokenizer(adapter_directory if has_tokenizer else model)
-    check_vocabulary(tokenizer, checkpoint.config.vocab_size)
-    return checkpoint, tokenizer, eos_ids(model, tokenizer.eos_id, adapter_directory)
-
-
-def load_decoder(checkpoint: Checkpoint, settings: Settings) -> Decoder:
-    """The model on its device, with its weights in the dtype it computes in."""
-    device, int8 = choose_device(settings.device), settings.dtype == "int8"
-    kernels.use(settings.kernels, device)
-    if int8 and decode_step_kind(checkpoint.config, device, torch.bfloat16, settings.batch_size) != "cpu":
-        raise UserError(
-            f"--dtype int8 needs a CPU, Numba, a --batch-size (now {settings.batch_size}) of at most "
-            f"{MAX_CPU_SEQUENCES}, and a pre-norm model with RMSNorm or LayerNorm and SwiGLU; use bfloat16."
-        )
-    dtype = choose_inference_dtype("bfloat16" if int8 else settings.dtype, device, checkpoint.dtype)
-    decoder = load_pretrained(checkpoint, device=device, compute_dtype=dtype, cast=True).eval()
-    if int8:
-        quantize_matrices(decoder)
-    return decoder
-
-
-def merge(checkpoint: Checkpoint, tokenizer: Tokenizer, ends: frozenset[int], new: Path) -> None:
-    """Write a model with its adapter added, in the dtypes of its files, as the directory `new`."""
-    if new.exists():
-        raise UserError(f"--merge {new} exists; give a new directory.")
-    decoder, unfinished = load_pretrained(checkpoint), new.with_name(f"{new.name}.new")
-    shutil.rmtree(unfinished, ignore_errors=True)  # what an interrupted merge left
-    save_pretrained(decoder, unfinished, bos_token_id=tokenizer.bos_id, eos_token_id=tokenizer.eos_id)
-    tokenizer.save(unfinished)
-    fields = read_json(generation_config(checkpoint.directory, checkpoint.adapter))
-    fields["eos_token_id"] = [tokenizer.eos_id, *sorted(ends - {tokenizer.eos_id})]
-    write_json(unfinished / "generation_config.json", fields)
-    unfinished.rename(new)
 
 
 def read_prompts(settings: Settings) -> list[str]:

@@ -118,7 +118,7 @@ def recommended_sampling(directory: Path, adapter: str | None = None) -> Samplin
     fields = {key: value for key, value in read_json(path).items() if value is not None}
     unused = [key for key in UNUSED if fields.get(key) not in (None, 0, 1, [])]
     if unused:
-        note(f"note: {path} has {', '.join(unused)}, without effect here")
+        note(f"{path} has {', '.join(unused)}, without effect here")
     given = {name: fields[name] for name in vars(Sampling()) if name in fields}
     if not given and "do_sample" not in fields:
         return None

@@ -46,7 +46,7 @@ def decode_step_kind(
 
 
 def decode_step(decoder: Decoder, batch_size: int, positions: int) -> contextlib.AbstractContextManager:
-    """The fastest step for a decoder, its empty cache with room for `positions`; None where the decoder itself is."""
+    """The fastest step for a decoder, with an empty cache for `positions`; None if the decoder itself is faster."""
     if decoder.lora is not None:  # in training; elsewhere an adapter is part of the weights
         return contextlib.nullcontext()
     device, dtype = decoder.embed_tokens.weight.device, decoder.compute_dtype

@@ -10,14 +10,15 @@ import torch
 from msgspec import Meta
 
 from data.chat import ChatFormat
-from data.tokenizer import encode_prompt, tokens_after
+from data.tokenizer import Tokenizer, encode_prompt, tokens_after
 from errors import UserError
 from files import read_json, read_toml
-from generation.cli import load_decoder, open_model
 from generation.generate import PrefixCache, check_prompts, generate
+from generation.load import load_decoder, open_model
 from generation.settings import Sampling, Settings, recommended_sampling
 from generation.stream import TextStream
 from model.cache import KeyValueCache
+from model.config import ModelConfig
 from model.count import num_parameters
 from model.device import explain_out_of_memory
 from model.inspect import CHANGES, inspect, surgery
@@ -118,28 +119,36 @@ def by_text(tokens: list[dict]) -> dict[str, float]:
     return logprobs
 
 
+def model_card(name: str, directory: Path, config: ModelConfig, tokenizer: Tokenizer, sampling: Sampling) -> dict:
+    """What /v1/models says of a model: OpenAI's fields, and what the page shows."""
+    run = directory.parent / "settings.toml"
+    prompts = read_toml(run).get("run", {}).get("sample_prompts", ()) if run.exists() else ()
+    card = {"id": name, "object": "model", "owned_by": "prenorm", "sampling": vars(sampling), "created": 0}
+    card |= {"chat": bool(tokenizer.chat_template), "tokenizer": tokenizer.hash, "norm": config.norm}
+    card |= {"placement": config.norm_placement, "parameters": num_parameters(config)}
+    best_loss = read_json(directory / "state.json").get("best_validation_loss")
+    card |= {"context": config.max_position_embeddings, "validation_loss": best_loss}
+    return card | {"examples": [prompt for prompt in prompts if prompt]}
+
+
 class ServedModel:
     """A checkpoint with its tokenizer, its chat template if it has one, and the keys and values of its last chat."""
 
     def __init__(self, name: str, directory: Path, settings: Settings):
         checkpoint, self.tokenizer, self.eos_ids = open_model(directory)
-        self.decoder, self.prefix = load_decoder(checkpoint, settings), PrefixCache()
+        self.decoder, self.prefix = load_decoder(checkpoint, settings.device, settings.dtype), PrefixCache()
         self.sampling = recommended_sampling(directory) or Sampling()  # default of chats
         self.vocab_size = min(self.tokenizer.vocab_size, checkpoint.config.vocab_size)
-        self.card = {"id": name, "object": "model", "owned_by": "prenorm", "sampling": vars(self.sampling)}
-        self.card |= {"created": 0, "chat": bool(self.tokenizer.chat_template), "tokenizer": self.tokenizer.hash}
-        config, state, run = checkpoint.config, read_json(directory / "state.json"), directory.parent / "settings.toml"
-        self.card |= {"norm": config.norm, "placement": config.norm_placement, "parameters": num_parameters(config)}
-        self.card |= {"context": config.max_position_embeddings, "validation_loss": state.get("best_validation_loss")}
-        prompts = read_toml(run).get("run", {}).get("sample_prompts", ()) if run.exists() else ()
-        self.card["examples"] = [prompt for prompt in prompts if prompt]
+        self.card = model_card(name, directory, checkpoint.config, self.tokenizer, self.sampling)
 
     @explain_out_of_memory("out of memory; send a shorter prompt, or ask for fewer samples.")
     @torch.inference_mode()
     def answer(self, request: Request, emit: Callable[[Step], object]) -> dict:
         """Emit the steps of the answer, and return the usage. What is wrong with a prompt is raised before them."""
-        old, new = (self.chat if isinstance(request, ChatRequest) else self.complete)(request, emit)
-        return {"prompt_tokens": old, "completion_tokens": new, "total_tokens": old + new}
+        answer = self.chat if isinstance(request, ChatRequest) else self.complete
+        prompt_tokens, completion_tokens = answer(request, emit)
+        total = prompt_tokens + completion_tokens
+        return {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens, "total_tokens": total}
 
     @explain_out_of_memory("out of memory; send a shorter text.")
     def inspect(self, request: InspectRequest) -> dict:
@@ -167,10 +176,10 @@ class ServedModel:
 
     def complete(self, request: CompletionRequest, emit: Callable[[Step], object]) -> tuple[int, int]:
         """Continue each prompt, or only score it; returns the numbers of tokens of the prompts and of the texts."""
-        encoded, new = [self.encode(prompt, request) for prompt in request.prompt], 0
+        encoded, completion_tokens = [self.encode(prompt, request) for prompt in request.prompt], 0
         self.check(encoded)
         for number, (prompt, ids) in enumerate(zip(request.prompt, encoded, strict=True)):
-            self.prefix = PrefixCache()  # a completion is computed exactly as generate.py does
+            self.prefix = PrefixCache()  # in one pass over the prompt, as generate.py; after `score`, from its chunks
             streams = {}
             for choice in range(number * request.n, (number + 1) * request.n):
                 streams[choice] = TextStream(self.tokenizer, request.stop, ids)
@@ -180,11 +189,12 @@ class ServedModel:
             if request.max_tokens:
                 is_text = isinstance(prompt, str) and not request.begin_ids
                 first = [tokens_after(self.tokenizer, prompt) if is_text else None] * request.n
-                new += self.sample(request, emit, streams, ids, eos_ids=self.eos_ids, first_tokens=first)
+                options = {"eos_ids": self.eos_ids, "first_tokens": first}
+                completion_tokens += self.sample(request, emit, streams, ids, **options)
             else:
                 for choice, stream in streams.items():
                     emit(Step(choice, stream.finish(), end="length"))
-        return sum(map(len, encoded)), new
+        return sum(map(len, encoded)), completion_tokens
 
     def encode(self, prompt: str | list[int], request: CompletionRequest) -> list[int]:
         """The ids of a prompt. A text that is only scored begins with the token that begins a document in training."""
@@ -202,18 +212,17 @@ class ServedModel:
 
     def score(self, request: Request, emit: Callable[[Step], object], choices: Iterable[int], ids: list[int]) -> None:
         """Emit the tokens of a prompt with their logprobs, which the first one does not have."""
-        rows: list[torch.Tensor | None] = [None]
+        logprobs = None  # of the next token
         device = self.decoder.embed_tokens.weight.device
         cache = KeyValueCache(self.decoder.config, 1, len(ids), device=device, dtype=self.decoder.compute_dtype)
         for start in range(0, len(ids), SCORED_AT_ONCE):
-            part = ids[start : start + SCORED_AT_ONCE]
-            logits = self.decoder(torch.tensor([part], device=device), cache=cache)[0, :, : self.vocab_size]
-            rows += logits.log_softmax(-1)
-            for token, logprobs in zip(part, rows, strict=False):
+            chunk = ids[start : start + SCORED_AT_ONCE]
+            logits = self.decoder(torch.tensor([chunk], device=device), cache=cache)[0, :, : self.vocab_size]
+            for token, following in zip(chunk, logits.log_softmax(-1), strict=True):
                 described = [self.describe(token, logprobs, request.top_logprobs)]
                 for choice in choices:
                     emit(Step(choice, "", described))
-            rows = rows[-1:]  # logprobs of the token that follows
+                logprobs = following
         self.prefix = PrefixCache(ids, cache)
 
     def sample(self, request: Request, emit: Callable, streams: dict[int, TextStream], ids: list, **options) -> int:

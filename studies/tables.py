@@ -69,7 +69,7 @@ def speed_rows(record: str, unit: str, *words: str) -> list[dict]:
         if text not in measured["title"]:
             continue
         row = {"": measured["title"].replace(text, "")}
-        medians = {name: statistics.median([*of.values()][-1]) for name, of in measured["seconds"].items()}
+        medians = {name: statistics.median([*sections.values()][-1]) for name, sections in measured["seconds"].items()}
         for name, seconds in medians.items():
             cell = three_digits(measured["tokens"] / seconds if unit == "tokens/s" else seconds * UNITS[unit])
             row[name] = f"**{cell}**" if seconds == min(medians.values()) else cell

@@ -163,8 +163,8 @@ TABLE = r"""
 - tolerances = 2 * 2.0**-24 *
 + tolerances = 2.0**-6 *
 ! contrib/test_same.py::test_a_fault_in_a_copy_is_named_in_all_programs
-- for i in np.flatnonzero(~(np.linalg.norm(theirs - ours, axis=1) <= tolerances)):
-+ for i in np.flatnonzero(np.linalg.norm(theirs - ours, axis=1) > tolerances):
+- different = ~(np.linalg.norm(theirs - ours, axis=1) <= tolerances)
++ different = np.linalg.norm(theirs - ours, axis=1) > tolerances
 ! contrib/test_same.py::test_logits_that_are_not_finite_or_too_many_are_differences
 @ contrib/programs.py
 - tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
@@ -302,8 +302,8 @@ TABLE = r"""
 + while len(prompt) > self.context and len(messages) > 1:
 ! generation/test_conversation.py::test_no_more_turns_are_dropped_than_the_answer_needs_room
 @ serving/answer.py
-- rows = rows[-1:]  # logprobs of the token that follows
-+ rows = [None]
+- logprobs = following
++ pass
 ! serving/test_server.py::test_logprobs_of_an_answer_are_those_of_its_text_and_its_ids_continue_it
 - ids = [self.tokenizer.document_start, *self.tokenizer.encode(request.text)]
 + ids = self.tokenizer.encode(request.text)

@@ -111,7 +111,7 @@ def test_a_folder_is_used_by_one_process_at_a_time_until_that_ends(tmp_path):
         pass
 
 
-@pytest.mark.parametrize("program", ["train", "generate", "ablate"])
+@pytest.mark.parametrize("program", ["train", "generate", "ablate", "serve", "benchmarks", "contrib.gguf"])
 def test_ctrl_c_while_a_program_is_imported_is_one_line(program):
     code = f"""import runpy, signal, sys
 class CtrlC:

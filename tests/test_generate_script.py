@@ -10,6 +10,7 @@ from unittest.mock import Mock
 import pytest
 
 import generate
+from errors import UserError
 from tests.generation.conftest import write_chat_model
 
 SCRIPT = Path(generate.__file__)
@@ -83,9 +84,8 @@ def test_flags_that_are_given_win_over_the_recommended_sampling_even_with_the_va
         assert (settings.sampling.temperature, settings.sampling.top_k) == expected
     said = "sampling (generation_config.json, then flags): repetition_penalty 1, temperature 0.8, top_k 3"
     assert said in capsys.readouterr().err
-    with pytest.raises(SystemExit):
+    with pytest.raises(UserError, match=r"put a text of several words in quotes: 'The old sailor'$"):
         main("The", "old", "sailor")
-    assert capsys.readouterr().err.endswith("put a text of several words in quotes: 'The old sailor'\n")
     config.write_text('{"do_sample": false}')  # greedy is for conversations: a text would repeat itself
     assert main("x")[0].sampling.temperature == 0.8 and main("--chat", "--prompt=x")[0].sampling.temperature == 0
     config.write_text("{}")

@@ -13,7 +13,7 @@ import pandas as pd
 import pytest
 
 from ablation import execute, study
-from ablation.judge import MAX_PAIRS, judged, pairs_of_looks, repeated_interval
+from ablation.judge import DEFAULT_PAIRS, judged, pairs_of_looks, repeated_interval
 from ablation.plan import STUDIES, Plan
 from errors import UserError
 
@@ -21,7 +21,7 @@ SIMULATED = 10_000
 PLAN = Plan(arms={"default": {}, "qk_norm=true": {"qk_norm": True}}, learning_rates=(1e-3,), seeds=20, rerun_seeds=0)
 
 
-def simulate(draw: Callable, most: int = MAX_PAIRS) -> dict:
+def simulate(draw: Callable, most: int = DEFAULT_PAIRS) -> dict:
     """Shares of the verdicts, and the mean number of pairs, over many comparisons with differences from `draw`."""
     differences = draw((SIMULATED, most))
     verdict, pairs = np.zeros(SIMULATED), np.full(SIMULATED, most)

@@ -17,7 +17,7 @@ from checkpoints.pretrained import load_pretrained, save_pretrained
 from data.chat import add_chat_template
 from data.tokenizer import encode_prompt, tokens_after
 from errors import UserError
-from generation import cli
+from generation import cli, load
 from generation.settings import Sampling, Settings, recommended_sampling
 from model.lora import add_lora
 
@@ -149,7 +149,7 @@ def test_a_start_opens_the_configuration_the_weights_and_the_tokenizer_once(chec
 
 
 def test_errors_are_found_before_the_weights_are_read(checkpoint, monkeypatch, output):
-    monkeypatch.setattr(cli, "load_pretrained", lambda *_, **__: pytest.fail("the weights were read"))
+    monkeypatch.setattr(load, "load_pretrained", lambda *_, **__: pytest.fail("the weights were read"))
     with pytest.raises(UserError, match="context is 48 tokens"):
         output(checkpoint, ["☺" * 60])
     with pytest.raises(UserError, match="has no chat template, so it only continues text; teach it to talk: python"):
@@ -170,7 +170,7 @@ def test_out_of_memory_is_a_user_error_that_names_the_flag(checkpoint, monkeypat
 def test_matrices_are_quantized_for_int8_and_the_log_says_so(checkpoint, output):
     text, lines = output(checkpoint, max_new_tokens=5, dtype="int8")
     assert "in bfloat16 with int8 matrices, kernels: " in lines[0] and len(text) > 2
-    loaded = cli.load_decoder(cli.open_model(checkpoint)[0], Settings(device="cpu", dtype="int8"))
+    loaded = load.load_decoder(load.open_model(checkpoint)[0], "cpu", "int8")
     assert all(layer.self_attn.qkv_proj.int8 is not None for layer in loaded.layers)
 
 
@@ -188,8 +188,8 @@ def test_tokenizer_template_and_ends_are_those_of_the_adapter_alone_beside_its_m
     _, lines = output(checkpoint, [], merge=merged, adapter=str(adapter))
     assert lines == [f"written: {merged}; try it: python generate.py {merged}"]
     for directory, option in ((adapter, None), (checkpoint, str(adapter)), (merged, None)):
-        _, found, ends = cli.open_model(directory, option)
+        _, found, ends = load.open_model(directory, option)
         assert found.chat_template is not None and ends == {5, tokenizer.eos_id}
         assert recommended_sampling(directory, option) == Sampling(temperature=0.3, top_k=50)
-    _, found, ends = cli.open_model(checkpoint, str(bare))
+    _, found, ends = load.open_model(checkpoint, str(bare))
     assert found.chat_template is None and ends == {tokenizer.eos_id}

@@ -1,0 +1,62 @@
+"""From the directory of a model to what generates: its tokenizer, and its decoder in a dtype for inference."""
+
+import shutil
+from pathlib import Path
+
+import torch
+
+import kernels
+from checkpoints.find import eos_ids, find_adapter, generation_config
+from checkpoints.pretrained import Checkpoint, load_pretrained, open_checkpoint, save_pretrained, write_json
+from data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
+from errors import UserError
+from files import read_json
+from generation.steps import MAX_CPU_SEQUENCES, decode_step_kind, quantize_matrices
+from model.decoder import Decoder
+from model.device import choose_device, choose_inference_dtype
+
+
+def open_model(directory: Path, adapter: str | None = None) -> tuple[Checkpoint, Tokenizer, frozenset[int]]:
+    """A checkpoint whose weights are not read yet, its tokenizer, and the ids that end a text."""
+    model, adapter_directory = find_adapter(directory, adapter)
+    checkpoint = open_checkpoint(model, adapter_directory)
+    tokenizer = load_tokenizer(tokenizer_directory(model, adapter_directory))
+    check_vocabulary(tokenizer, checkpoint.config.vocab_size)
+    return checkpoint, tokenizer, eos_ids(model, tokenizer.eos_id, adapter_directory)
+
+
+def tokenizer_directory(model: Path, adapter: Path | None) -> Path:
+    """The directory with the tokenizer: that of the adapter, if it has one, or else its model's."""
+    return adapter if adapter is not None and any(adapter.glob("tokenizer.*")) else model
+
+
+def load_decoder(
+    checkpoint: Checkpoint, device: str, dtype: str, implementation: str = "auto", batch_size: int = MAX_CPU_SEQUENCES
+) -> Decoder:
+    """The model on its device, with its weights in the dtype it computes in; arguments are as generate.py's flags."""
+    device, int8 = choose_device(device), dtype == "int8"
+    kernels.use(implementation, device)
+    if int8 and decode_step_kind(checkpoint.config, device, torch.bfloat16, batch_size) != "cpu":
+        raise UserError(
+            f"--dtype int8 needs a CPU, Numba, a --batch-size (now {batch_size}) of at most "
+            f"{MAX_CPU_SEQUENCES}, and a pre-norm model with RMSNorm or LayerNorm and SwiGLU; use bfloat16."
+        )
+    dtype = choose_inference_dtype("bfloat16" if int8 else dtype, device, checkpoint.dtype)
+    decoder = load_pretrained(checkpoint, device=device, compute_dtype=dtype, cast=True).eval()
+    if int8:
+        quantize_matrices(decoder)
+    return decoder
+
+
+def merge(checkpoint: Checkpoint, tokenizer: Tokenizer, ends: frozenset[int], new: Path) -> None:
+    """Write a model with its adapter added, in the dtypes of its files, as the directory `new`."""
+    if new.exists():
+        raise UserError(f"--merge {new} exists; give a new directory.")
+    decoder, unfinished = load_pretrained(checkpoint), new.with_name(f"{new.name}.new")
+    shutil.rmtree(unfinished, ignore_errors=True)  # what an interrupted merge left
+    save_pretrained(decoder, unfinished, bos_token_id=tokenizer.bos_id, eos_token_id=tokenizer.eos_id)
+    tokenizer.save(unfinished)
+    fields = read_json(generation_config(checkpoint.directory, checkpoint.adapter))
+    fields["eos_token_id"] = [tokenizer.eos_id, *sorted(ends - {tokenizer.eos_id})]
+    write_json(unfinished / "generation_config.json", fields)
+    unfinished.rename(new)
