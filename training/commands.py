@@ -84,5 +84,5 @@ def evaluate_checkpoint(settings: Settings) -> None:
     dtype = choose_training_dtype(settings.machine.dtype, device)
     corpus, model = prepare_corpus(settings), load_pretrained(Path(directory), device=device, compute_dtype=dtype)
     print(f"{directory} on {', '.join(data.data)}, in windows of {data.sequence_length} tokens")
-    batches = corpus.all_batches(data.sequence_length, data.micro_batch_size or data.batch_size)
+    batches = corpus.all_batches(data.sequence_length, data.micro_batch())
     print(evaluate(model, batches, corpus.everything_bytes, device))
