@@ -93,7 +93,7 @@ def commit() -> str:
 
 def first_windows(session: Session, tokens: int | None = None) -> Iterable[Batch]:
     """The first so many tokens of the validation set, at least a batch, or all of them."""
-    length, sequences = session.settings.data.sequence_length, session.micro_batch_size
+    length, sequences = session.settings.data.sequence_length, session.settings.data.micro_batch()
     windows = session.corpus.validation_batches(length, sequences)
     return itertools.islice(windows, None if tokens is None else max(1, tokens // (sequences * length)))
 

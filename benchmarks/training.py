@@ -84,7 +84,7 @@ def make_step(settings: Settings, variant: str, device: torch.device) -> timing.
 def micro_batch(settings: Settings) -> tuple[int, int]:
     """Sequences and their length in a step that is timed."""
     data = settings.data
-    return min(data.micro_batch_size or data.batch_size, data.batch_size), data.sequence_length
+    return data.micro_batch(), data.sequence_length
 
 
 def compare(config: str, changes: dict[str, Any], norms: list[str], variants: list[str], turns: int = TURNS) -> dict:

@@ -15,9 +15,9 @@ from files import read_json
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."  # PEFT's names of tensors begin with it, and go on as Hugging Face's
-# Keys of adapter_config.json with the values that are supported; those in KNOWN may have any, all others must be off.
+# Keys of adapter_config.json with the values that are supported; those in ANY_VALUE may have any, others must be off.
 SUPPORTED = {"peft_type": ("LORA",), "init_lora_weights": (True, False, "gaussian")}
-KNOWN = """
+ANY_VALUE = """
     r lora_alpha use_rslora target_modules exclude_modules layers_to_transform layers_pattern lora_dropout revision
     base_model_name_or_path task_type inference_mode peft_version auto_mapping megatron_core runtime_config
     qalora_group_size
@@ -29,7 +29,7 @@ def add_adapter(weights: Mapping[str, Tensor], directory: Path, stored: Mapping[
     fields = {"peft_type": None, **read_json(directory / CONFIG)}
     with reading(directory, "give a plain LoRA adapter of this model, or the result of peft's merge_and_unload()"):
         for key, value in fields.items():
-            if key not in KNOWN and value not in SUPPORTED.get(key, (None, False, "none", [], {})):
+            if key not in ANY_VALUE and value not in SUPPORTED.get(key, (None, False, "none", [], {})):
                 raise ValueError(f"{key} {value!r} is not supported")
         rank, alpha, targets = fields["r"], fields["lora_alpha"], fields.get("target_modules")
         if type(rank) is not int or rank < 1 or type(alpha) not in (int, float) or not math.isfinite(alpha):
@@ -37,7 +37,7 @@ def add_adapter(weights: Mapping[str, Tensor], directory: Path, stored: Mapping[
         scale = alpha / (math.sqrt(rank) if fields.get("use_rslora") else rank)
         tensors = load_file(*find_weight_files(directory, WEIGHTS))
         matrices = {name.partition(".lora_")[0] for name in tensors if ".lora_" in name}
-        layers = fields.get("layers_to_transform")
+        layers = fields.get("layers_to_transform")  # a number, a list or null
         layers = [layers] if isinstance(layers, int) else layers
         for matrix in sorted(matrices):  # PEFT would leave it out, without a word
             layer = re.search(r"\.layers\.(\d+)\.", matrix)
@@ -45,7 +45,7 @@ def add_adapter(weights: Mapping[str, Tensor], directory: Path, stored: Mapping[
                 raise ValueError(f"{matrix} is none of target_modules {targets}")
             if layers and layer is not None and int(layer[1]) not in layers:
                 raise ValueError(f"{matrix} is in none of layers_to_transform {layers}")
-        if isinstance(targets, list) and not (fields.get("layers_to_transform") or fields.get("exclude_modules")):
+        if isinstance(targets, list) and not (layers or fields.get("exclude_modules")):
             ends = tuple(f".{target}.weight" for target in targets)  # names of the matrices that must have A and B
             matrices |= {PREFIX + name.removesuffix(".weight") for name in weights if f".{name}".endswith(ends)}
         for matrix in sorted(matrices):
@@ -55,6 +55,6 @@ def add_adapter(weights: Mapping[str, Tensor], directory: Path, stored: Mapping[
                 raise ValueError(f"{matrix} has sizes {[*a.shape]} and {[*b.shape]}, and r is {rank}")
             weight.copy_(weight.float() + scale * (b.to(weight.device).float() @ a.to(weight.device).float()))
         for name, tensor in tensors.items():  # beside the A and B of a head, PEFT writes the head itself
-            own = stored.get(name.removeprefix(PREFIX).replace(".base_layer.", "."))
-            if own is None or not torch.equal(own.read().to(tensor.dtype), tensor):
+            original = stored.get(name.removeprefix(PREFIX).replace(".base_layer.", "."))
+            if original is None or not torch.equal(original.read().to(tensor.dtype), tensor):
                 raise ValueError(f"{name} is not supported")

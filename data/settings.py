@@ -26,3 +26,8 @@ class DataSettings:
     document_mask: bool = False  # Attention sees the token's own document alone, as it always does in conversations.
     batch_size: PositiveInt = 16  # Sequences per optimizer step, over all processes and micro-batches.
     micro_batch_size: OptionalInt = None  # Sequences that go through the model at once: less memory. Default: all.
+
+    def micro_batch(self, processes: int = 1) -> int:
+        """Sequences of --sequence-length that go through the model at once, in each of so many processes."""
+        share = self.batch_size // processes
+        return min(self.micro_batch_size or share, share)

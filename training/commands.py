@@ -85,5 +85,5 @@ def evaluate_checkpoint(settings: Settings) -> None:
     corpus, model = prepare_corpus(settings), load_pretrained(Path(directory), device=device, compute_dtype=dtype)
     windows = f"in windows of {data.sequence_length} tokens"
     print(f"{directory} on all of {', '.join(data.data)}, also what a run on it trains on, {windows}")
-    batches = corpus.all_batches(data.sequence_length, data.micro_batch_size or data.batch_size)
+    batches = corpus.all_batches(data.sequence_length, data.micro_batch())
     print(evaluate(model, batches, corpus.everything_bytes, device))

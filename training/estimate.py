@@ -43,7 +43,7 @@ def estimate(settings: Settings) -> float:
     print(f"compute   {flops * tokens:.2e} FLOPs, {flops / 1e6:,.1f} million per token")
     sizes = memory(settings, dtype, device)
     listed = ", ".join(f"{what} {format_bytes(size)}" for what, size in sizes.items())
-    micro_batch = f"{data.micro_batch_size or data.batch_size} sequences in {str(dtype).removeprefix('torch.')}"
+    micro_batch = f"{data.micro_batch()} sequences in {str(dtype).removeprefix('torch.')}"
     print(f"memory    {format_bytes(sum(sizes.values()))}: {listed} for {micro_batch}", flush=True)
     if settings.machine.shard:
         sharded = sum(sizes.values()) - sizes["activations"]
@@ -61,7 +61,7 @@ def memory(settings: Settings, dtype: torch.dtype, device: torch.device) -> dict
     model, data = settings.model, settings.data
     weights = 4 * num_parameters(model)
     one_moment = 4 * model.num_hidden_layers * layer_matrices(model) if settings.optimizer.optimizer == "muon" else 0
-    tokens = (data.micro_batch_size or data.batch_size) * data.sequence_length
+    tokens = data.micro_batch() * data.sequence_length
     fused = kernels.implementation(device) is kernels.gpu
     logits = tokens * dtype.itemsize * model.vocab_size  # or their gradient
     if fused:  # some tokens at a time
@@ -87,7 +87,7 @@ def kept_elements(config: ModelConfig, checkpointing: bool, fused: bool) -> int:
 def measure_time(settings: Settings, device: torch.device, dtype: torch.dtype) -> float:
     """Print and return the seconds of all steps: NaN, or from the fastest of three with a quick number of sequences."""
     data, clip = settings.data, settings.optimizer.clip
-    sequences = min(data.micro_batch_size or data.batch_size, data.batch_size)
+    sequences = data.micro_batch()
     if device.type == "cpu":
         flops = data.sequence_length * flops_per_token(settings.model, data.sequence_length)
         if flops > MAX_FLOPS:

@@ -36,7 +36,7 @@ def train_steps(session: Session) -> Iterator[StepResult]:
         for group in optimizer.param_groups:
             group["lr"] = lr * group["lr_multiplier"]
         batch = session.batch(state.step)
-        sequences = session.micro_batch_size * data.sequence_length // batch[0].shape[1]
+        sequences = data.micro_batch(processes.count) * data.sequence_length // batch[0].shape[1]
         micro_batches = split_batch(batch, sequences, session.device)
         try:
             loss, norm = train_step(session.forward, micro_batches, optimizer, scaler, clip, processes, session.device)
@@ -97,9 +97,9 @@ def open_run(session: Session, run_dir: Path) -> None:
 
 def evaluate_and_save(session: Session, bar: tqdm) -> None:
     """Evaluate on all processes and save, also `best/` if the loss is the lowest so far."""
-    corpus = session.corpus
-    windows = corpus.validation_batches(session.settings.data.sequence_length, session.micro_batch_size)
-    result = evaluate(session.model, windows, corpus.validation_bytes, session.device, session.processes)
+    corpus, data, processes = session.corpus, session.settings.data, session.processes
+    windows = corpus.validation_batches(data.sequence_length, data.micro_batch(processes.count))
+    result = evaluate(session.model, windows, corpus.validation_bytes, session.device, processes)
     if not math.isfinite(result.loss):
         raise diverged(session, session.state.step, f"the validation loss is {result.loss:g}")
     if session.processes.is_main:

@@ -3,7 +3,6 @@
 import dataclasses
 import importlib.util
 import json
-import math
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -58,12 +57,6 @@ class Session:
     def sharded(self) -> bool:
         """Whether the weights are divided among the processes."""
         return self.settings.machine.shard and self.processes.count > 1
-
-    @property
-    def micro_batch_size(self) -> int:
-        """Sequences of --sequence-length that go through the model at once."""
-        data = self.settings.data
-        return min(data.micro_batch_size or math.inf, data.batch_size // self.processes.count)
 
     def batch(self, step: int) -> Batch:
         """This process's share of a step, arrays of int64 (b, t): windows, cut into equal parts of the scheduled t."""
@@ -178,6 +171,8 @@ def initial_model(settings: Settings, dtype: torch.dtype, log: Log, last: Path |
         model = Decoder(settings.model, seed=run.seed, compute_dtype=dtype)
         if run.previous_token_head and settings.model.attention_bias:
             attend_to_previous_token(model)
+        elif run.previous_token_head:
+            log("note: --previous-token-head does nothing without --attention-bias")
         if run.init_from is not None and last is None:
             load_given_weights(model, run.init_from, run.center_weights, log)
     if last is not None:

@@ -191,13 +191,14 @@ def defaults(sources: argparse.Namespace, others: set[str]) -> Command:
     else:
         settings = load_settings(Path(sources.resume) / "settings.toml")
     run, model, data = settings.run, settings.model, settings.data
-    if sources.init_from is not None:
-        run = dataclasses.replace(run, init_from=str(find_checkpoint(sources.init_from)))
+    init_from = sources.init_from or run.init_from
+    if init_from is not None and sources.resume is None:
+        run = dataclasses.replace(run, init_from=str(find_checkpoint(init_from)))
         model = load_config(run.init_from)
         if settings.model not in (ModelConfig(), model):
             note(f"note: the model is that of {run.init_from}; the [model] of --config {config} is not used.")
     if sources.norm is not None:
-        bias = True if sources.init_from and model.has_norm_bias else model.norm_bias  # converted with its bias
+        bias = True if init_from and model.has_norm_bias else model.norm_bias  # converted with its bias
         model = dataclasses.replace(model, norm=sources.norm, norm_bias=bias)
     if "--data" in others:
         run = dataclasses.replace(run, sample_prompts=())  # those of the file are for its own text

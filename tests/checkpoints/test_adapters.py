@@ -67,6 +67,7 @@ SUBSETS = {
     "one part of the MLP": {"target_modules": ["up_proj"], "lora_dropout": 0.1},
     "rank-stabilized, a pattern": {"target_modules": r".*\.1\..*(k|o|down)_proj", "use_rslora": True, "r": 5},
     "some layers": {"target_modules": ["gate_proj", "o_proj"], "layers_to_transform": [0, 2]},
+    "the first layer": {"target_modules": ["up_proj"], "layers_to_transform": 0},
     "gaussian, the head too": {"target_modules": ["lm_head", "q_proj"], "init_lora_weights": "gaussian"},
 }
 

@@ -54,6 +54,12 @@ def test_a_step_of_several_micro_batches_has_one_update_of_the_weights(flags, mo
     assert estimate.measure_time(settings, CPU, torch.float32) == 10 * (2 + 4)
 
 
+def test_a_micro_batch_is_never_larger_than_the_batch(flags):
+    large, default = (settings_of(*flags, *more) for more in (["--micro-batch-size", "64"], []))  # of 8 sequences
+    assert estimate.memory(large, torch.float32, CPU) == estimate.memory(default, torch.float32, CPU)
+    assert (large.data.micro_batch(), large.data.micro_batch(processes=2)) == (8, 4)
+
+
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_a_small_run_is_timed(flags, optimizer, capsys):
     estimate.estimate(settings_of(*flags, "--optimizer", optimizer))

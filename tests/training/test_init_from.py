@@ -10,6 +10,7 @@ from checkpoints.families import load_config
 from generation.settings import SMALL_MODELS
 from tests.training.runs import assert_equal_tensors, evaluations, open_session, resume, settings_of, train_run
 from training.loop import save
+from training.session import set_up
 from training.settings import CONFIGS, load_settings
 
 
@@ -28,6 +29,18 @@ def test_init_from_without_a_config_uses_finetune(flags, finished_run, capsys):
     assert settings_of(*start).optimizer == load_settings(CONFIGS / "finetune.toml").optimizer
     assert settings_of(*start, "--config", "tiny").optimizer.optimizer == "muon"
     assert capsys.readouterr().err.startswith(f"note: the model is that of {finished_run / 'best'}; the [model] of")
+
+
+def test_init_from_in_a_file_is_that_of_the_command_line(finished_run, tmp_path):
+    (tmp_path / "mine.toml").write_text(f'[run]\ninit_from = "{finished_run}"\n')
+    settings = settings_of("--config", str(tmp_path / "mine.toml"))
+    assert settings.run.init_from == str(finished_run / "best")
+    assert settings.model == load_config(finished_run / "best")
+
+
+def test_a_previous_token_head_without_attention_bias_is_a_note(flags, tmp_path, capsys):
+    set_up(settings_of(*flags, "--previous-token-head", "--no-attention-bias"), tmp_path, resume=False)
+    assert "note: --previous-token-head does nothing without --attention-bias" in capsys.readouterr().out
 
 
 @pytest.fixture(scope="module")
