@@ -107,7 +107,7 @@ def test_a_run_with_best_and_without_last_keeps_its_model(stopped_run):
     with pytest.raises(UserError, match=rf"only best/ was saved, .* --init-from {stopped_run} .*; start a new run"):
         runs.resume(stopped_run)
     shutil.rmtree(stopped_run / "best")
-    with pytest.raises(UserError, match="cannot be resumed: nothing was saved yet, .*; start a new run"):
+    with pytest.raises(UserError, match=r"cannot be resumed: nothing was saved yet, .*; start a new run"):
         runs.resume(stopped_run)
 
 
