@@ -8,15 +8,17 @@ from pathlib import Path
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from ablation.execute import Experiment
 from ablation.plan import Run
 from ablation.run import device_model, train_run
 
 EXCLUDED = [".git", ".cache", "runs", "tests", "docs", "studies", "speed"]  # what workers do not need
 
 
-def join(experiment: Experiment, address: str) -> Callable[[Run, str], Future]:
-    """Make GPUs, or else CPUs, of the cluster's most frequent model the workers; returns the `start` of `execute`."""
+def join(experiment, address: str) -> Callable[[Run, str], Future]:
+    """Make GPUs, or CPUs without any, of a cluster's most frequent model the workers of an `execute.Experiment`.
+
+    Returns the `start` of `execute`.
+    """
     root = str(Path(__file__).parent.parent)
     ray.init(address, runtime_env={"working_dir": root, "excludes": EXCLUDED}, log_to_driver=False)
     kind, torch_device = ("GPU", "cuda") if ray.cluster_resources().get("GPU") else ("CPU", "cpu")

@@ -45,6 +45,6 @@ def test_a_judge_ends_with_one_json_object_and_failed_runs_are_named_with_status
     judging = start("judge", *arguments)
     output, errors = judging.communicate(timeout=500)
     last = json.loads(output.splitlines()[-1])
-    assert (last["verdict"], last["reason"]) == ("discard", "data=/nowhere did not complete")
+    assert (last["verdict"], last["reason"]) == ("inconclusive", "runs did not complete, or the hours are used up")
     assert judging.returncode == 1 and "failed: data=/nowhere, final seed 1, " in errors
     assert [row.status for row in read_rows(tmp_path)].count("failed") == 2
