@@ -150,7 +150,7 @@ def load_config(directory: Path | str, tensors: Mapping[str, StoredTensor] | Non
                 raise ValueError("the weights beside it have other numbers of layers, heads or parameters")
     if config.max_position_embeddings < fields.get("max_position_embeddings", 0):
         context = config.max_position_embeddings
-        note(f"note: {path} has a sliding window, which is the context here: {context} tokens")
+        note(f"{path} has a sliding window, which is the context here: {context} tokens")
     for name in zero_biases(config, fields["model_type"]):
         # Where transformers has trained a bias that the decoder would lack, the decoder gets it.
         if tensors is not None and name in tensors and tensors[name].read().any():

@@ -196,7 +196,7 @@ def defaults(sources: argparse.Namespace, others: set[str]) -> Command:
         run = dataclasses.replace(run, init_from=str(find_checkpoint(init_from)))
         model = load_config(run.init_from)
         if settings.model not in (ModelConfig(), model):
-            note(f"note: the model is that of {run.init_from}; the [model] of --config {config} is not used.")
+            note(f"the model is that of {run.init_from}; the [model] of --config {config} is not used.")
     if sources.norm is not None:
         bias = True if init_from and model.has_norm_bias else model.norm_bias  # converted with its bias
         model = dataclasses.replace(model, norm=sources.norm, norm_bias=bias)

@@ -28,7 +28,7 @@ def test_init_from_without_a_config_uses_finetune(flags, finished_run, capsys):
     start = ["--init-from", str(finished_run), *flags[:4]]
     assert settings_of(*start).optimizer == load_settings(CONFIGS / "finetune.toml").optimizer
     assert settings_of(*start, "--config", "tiny").optimizer.optimizer == "muon"
-    assert capsys.readouterr().err.startswith(f"note: the model is that of {finished_run / 'best'}; the [model] of")
+    assert capsys.readouterr().err.startswith(f"the model is that of {finished_run / 'best'}; the [model] of")
 
 
 def test_init_from_in_a_file_is_that_of_the_command_line(finished_run, tmp_path):
