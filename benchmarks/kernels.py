@@ -182,13 +182,15 @@ def main() -> dict:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.kernels", description=__doc__.split("\n\n")[0])
     parser.add_argument("--only", default="", metavar="PATTERN", help="cases whose name matches, such as 'rms norm'")
     arguments = parser.parse_args()
+    with reading(f"--only {arguments.only}", "give a regular expression"):
+        pattern = re.compile(arguments.only)
     device, tables = timing.default_device(), []
     keep_freed_memory()
     torch.manual_seed(0)
     copy, product = timing.copy_rate(device), timing.product_rate(device, torch.bfloat16)
     print(f"{device_name(device)}: copies {copy / 1e9:.4g} GB/s, products {product / 1e12:.3g} TFLOP/s\n")
     for case in all_cases(device):
-        if re.search(arguments.only, case.name):
+        if pattern.search(case.name):
             tables.append(compare(case, device, copy, product))
             torch.compiler.reset()
             gc.collect()

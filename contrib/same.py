@@ -97,6 +97,8 @@ def as_text(table: dict[str, dict[str, str]]) -> str:
 def ask_programs(place: str, pythons: tuple[str, ...], questions: dict) -> Iterator[dict]:
     """The answers of each program that opens a directory, this one first, or a GGUF file."""
     if place.endswith(".gguf"):
+        if not Path(place).is_file():
+            raise UserError(f"{place} does not exist; give a GGUF file.")
         files, llama = {"model": Path(place).parent, "gguf_file": Path(place)}, llama_cpp
     else:
         model, adapter = find_adapter(find_checkpoint(place))

@@ -18,8 +18,8 @@ from studies import convert, many_seeds
 
 def main(folder: tyro.conf.Positional[Path], device: str = "auto") -> None:
     """Add the runs that a study lacks to runs.jsonl, as soon as they are there, and write its report."""
+    plan = load_plan(folder / "plan.toml")
     with locked(folder):
-        plan = load_plan(folder / "plan.toml")
         converts = any("init_from" in arm.settings for arm in plan.all_arms.values())
         for rows in (convert if converts else many_seeds).train(plan, read_rows(folder), device):
             append_rows(folder, *rows)
