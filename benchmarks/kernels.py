@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 import kernels
 from benchmarks import timing
+from errors import reading
 from kernels import reference
 from model.device import device_name, keep_freed_memory
 

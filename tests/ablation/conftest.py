@@ -37,7 +37,7 @@ warmup_steps = 2
 @pytest.fixture(scope="session")
 def config(tmp_path_factory) -> Path:
     """A configuration that trains in less than a second, with its text beside it."""
-    folder = tmp_path_factory.mktemp("text")
+    folder = tmp_path_factory.mktemp("words")
     for i in range(40):
         words = " ".join(f"word{(i * j) % 23} runs over {j}" for j in range(120))
         (folder / f"{i}.txt").write_text(words, encoding="utf-8")
