@@ -1,7 +1,7 @@
 """Verdicts on published claims about norms, which `python -m studies.tables` writes into docs/lab/claims.md.
 
-A claim of claims.toml names effects and the region in which they lie, or its verdict follows from arithmetic. It is
-judged from the first of the studies that measured one of its effects, and speed from a record of speed/.
+A claim of claims.toml names effects and the region in which they lie. It is judged from the first of the studies that
+measured one of its effects, and speed from a record of speed/. Claims that need no run are in claims.md alone.
 """
 
 import itertools
@@ -20,10 +20,10 @@ from ablation.report import MISSING, with_interval
 from ablation.stats import MIN_PAIRS_FOR_EQUIVALENCE, Effect, mean_effect
 from ablation.study import Study
 from files import read_toml
-from studies.effects import in_words
 
 CLAIMS = Path(__file__).with_suffix(".toml")
 SPEED = CLAIMS.parent.parent / "speed"
+TIMES = "training-norms-amd-epyc"  # the record of a training step with both norms
 VERDICTS = ("does not hold", "inconclusive", "holds")  # the first of these counts where there are several effects
 
 
@@ -95,30 +95,29 @@ def judge(effect: Effect, low: float, high: float) -> str:
     return "holds" if enough and low < inside[0] and inside[1] < high else "inconclusive"
 
 
-def claim_row(name: str, claim: dict, sources: list[list[Effect]]) -> dict[str, str]:
-    """A claim with its verdict, and of its effects the first that decides it."""
+def claim_row(name: str, claim: dict, effects_by_page: dict[str, list[Effect]]) -> dict[str, str]:
+    """A claim with its verdict, and of its effects the first that decides it, with a link to its page."""
     low, high = claim.get("low", -math.inf), claim.get("high", math.inf)
-    row = {"": name, "claim": claim["text"], "arXiv": claim.get("arxiv", "")}
-    if "verdict" in claim:
-        return row | {"measured": claim["proof"], "holds if": MISSING, "verdict": claim["verdict"]}
-    region = f"between {low:g} and {high:g}" if "low" in claim else f"below {high:g}"
+    region = f"{low:.3g} to {high:g}" if "low" in claim else f"below {high:g}"
+    row = {"": name, "claim": claim["text"] + (f" ({claim['arxiv']})" if "arxiv" in claim else "")}
     row |= {"measured": MISSING, "holds if": region if "high" in claim else f"above {low:g}", "verdict": "not measured"}
-    for effects in sources:
+    for page, effects in effects_by_page.items():
         matching = [
             effect for effect in effects if any(fnmatchcase(effect.name, pattern) for pattern in claim["effects"])
         ]
         if matching:
             verdicts = [judge(effect, low, high) for effect in matching]
             row["verdict"] = min(verdicts, key=VERDICTS.index)
-            effect = matching[verdicts.index(row["verdict"])]
-            numbers = with_interval(effect, ".4g") + (" ratio" if effect.unit == "ratio" else "")
+            numbers = with_interval(matching[verdicts.index(row["verdict"])], ".4g")
             numbers = re.sub(r"[\d.]+e-\d+", lambda small: f"{float(small[0]):.2g}", numbers)  # more: the processor's
-            return row | {"measured": f"{in_words(effect.name)} {numbers}"}
+            mean, interval = numbers.split(" ", 1)
+            return row | {"measured": f"[{mean}]({page}) {interval}"}
     return row
 
 
 def judge_all(studies: list[Study]) -> list[dict[str, str]]:
     """The rows of all claims."""
-    sources = [measured(study) for study in studies]
-    sources.append([*norm_times("training-norms-amd-epyc", "step"), *norm_times("training-norms-amd-epyc", "forward")])
-    return [claim_row(name, claim, sources) for name, claim in read_toml(CLAIMS).items()]
+    effects_by_page = {f"studies/{study.plan.name}/report.md": measured(study) for study in studies}
+    times = [effect for section in ("step", "forward") for effect in norm_times(TIMES, section)]
+    effects_by_page[f"speed/{TIMES}.json"] = times
+    return [claim_row(name, claim, effects_by_page) for name, claim in read_toml(CLAIMS).items()]

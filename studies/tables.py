@@ -9,7 +9,7 @@ from pathlib import Path
 from ablation.report import table, with_interval
 from ablation.stats import Effect
 from ablation.study import Study, load
-from benchmarks.timing import program_rows, shares_of_limit, three_digits
+from benchmarks.timing import shares_of_limit, three_digits
 from files import replace_text
 from studies.claims import judge_all, norm_times, read_speed
 from studies.effects import CONTRASTS, contrasts, in_words, pairs_at_5e_4, pooled, title
@@ -68,29 +68,25 @@ def speed_rows(record: str, unit: str, *words: str) -> list[dict]:
     for measured in read_speed(record):
         if text not in measured["title"]:
             continue
-        row = {"": measured["title"].replace(text, "")}
+        row = {"": measured["title"].replace(text, "").strip(", ")}
         medians = {name: statistics.median([*sections.values()][-1]) for name, sections in measured["seconds"].items()}
         for name, seconds in medians.items():
             cell = three_digits(measured["tokens"] / seconds if unit == "tokens/s" else seconds * UNITS[unit])
             row[name] = f"**{cell}**" if seconds == min(medians.values()) else cell
-        if measured["limits"]:
+        if measured["limits"] and "ours" in measured["seconds"]:
             row["ours, of the limit"] = shares_of_limit(measured, "ours")
         rows.append(row)
     return rows
 
 
-def program_table(record: str, *words: str) -> list[dict]:
-    """A row for each program of one table of a record."""
-    return next(program_rows(measured) for measured in read_speed(record) if measured["title"] == " ".join(words))
-
-
-def norm_time_rows(record: str) -> list[dict]:
-    """RMSNorm's time over LayerNorm's, for each variant of the code and section of a step."""
+def norm_time_rows(*records: str) -> list[dict]:
+    """RMSNorm's time of a step over LayerNorm's, for each variant of the code and each record."""
     rows: dict[str, dict] = {}
-    for section in next(iter(read_speed(record)[0]["seconds"].values())):
-        for effect in norm_times(record, section):
-            variant = effect.name.removeprefix(f"{section}: ")
-            rows.setdefault(variant, {"code": variant})[section] = with_interval(effect, ".3f")
+    for record in records:
+        for effect in norm_times(record, "step"):
+            variant = effect.name.removeprefix("step: ")
+            machine = record.removeprefix("training-norms-")
+            rows.setdefault(variant, {"code": variant})[machine] = with_interval(effect, ".3f")
     return [*rows.values()]
 
 
@@ -100,7 +96,6 @@ KINDS: dict[str, Callable[..., list[dict]]] = {
     "sets": set_rows,
     "claims": lambda *names: judge_all([*map(load_study, names)]),
     "speeds": speed_rows,
-    "programs": program_table,
     "norm_times": norm_time_rows,
 }
 
@@ -109,7 +104,7 @@ def filled(text: str, depth: int) -> str:
     """A document in `depth` folders with its tables, from `<!-- table: KIND NAME ... -->` to `<!-- end -->`."""
     for match in MARKED.finditer(text):
         rows = table(KINDS[match[2]](*match[3].split()))
-        rows = rows.replace("](studies/", f"]({'../' * depth}studies/")
+        rows = re.sub(r"\]\((?=studies/|speed/)", f"]({'../' * depth}", rows)
         text = text.replace(match[0], f"{match[1]}{rows}\n{match[4]}")
     return text
 
