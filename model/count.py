@@ -17,6 +17,13 @@ def num_norm_parameters(config: ModelConfig) -> int:
     return config.num_norms * sum(config.hidden_size if p.per_channel else 1 for p in config.norm_parameters)
 
 
+def adapter_parameters(config: ModelConfig, rank: int) -> int:
+    """Number of parameters of a LoRA adapter: rank * (in + out) for each of q, k, v, o, gate, up and down."""
+    heads, key_value_heads = config.num_attention_heads, config.num_key_value_heads
+    attention = 4 * config.hidden_size + 2 * (heads + key_value_heads) * config.resolved_head_dim
+    return config.num_hidden_layers * rank * (attention + 3 * (config.hidden_size + config.intermediate_size))
+
+
 def layer_matrices(config: ModelConfig) -> int:
     """Number of weights in one layer's matrix products."""
     heads = config.num_attention_heads + config.num_key_value_heads  # q and o; k and v

@@ -42,7 +42,6 @@ train --init-from BAD/gguf -> .*gguf has GGUF weights
 generate BAD/adapter --prompt a -> .*nothere does not exist; .*: python generate.py MODEL --adapter .*adapter
 train --init-from BAD/adapter -> .*adapter is an adapter; make it a model: python generate.py '.*adapter' --merge NEW
 train --init-from RUN --lora 4 --optimizer muon -> LoRA needs --optimizer adamw\.
-train --init-from RUN --lora 4 --dry-run -> --dry-run estimates training of all parameters; leave out --lora
 train --init-from BAD/lfs -> .*lfs/model.safetensors .*git lfs pull
 train --eval-only -> --eval-only needs --init-from
 train --init-from RUN/best/model.safetensors -> .*model.safetensors is a file; give the directory

@@ -8,13 +8,11 @@ import torch
 import kernels
 from data.conversations import find_conversations
 from data.sources import KNOWN, resolve
-from errors import UserError
-from model.config import ModelConfig
-from model.count import flops_per_token, layer_matrices, num_parameters
+from model.count import adapter_parameters, flops_per_token, layer_matrices, num_parameters
 from model.decoder import Decoder
 from model.device import choose_device, choose_training_dtype, device_name
 from training.processes import ALONE
-from training.session import epochs, prepare_corpus, prepare_training
+from training.session import epochs, initial_model, no_log, prepare_corpus, prepare_training
 from training.settings import Settings
 from training.step import train_step
 
@@ -25,14 +23,13 @@ BYTES_PER_TOKEN = 3.5  # bytes of text: see TOKENIZER_BYTES in data/tokens.py
 
 def estimate(settings: Settings) -> float:
     """Print what one process needs, and return the seconds of all steps, NaN where they are not measured."""
-    if settings.run.lora is not None:
-        raise UserError("--dry-run estimates training of all parameters; leave out --lora.")
     device = choose_device(settings.machine.device)
     kernels.use(settings.machine.kernels, device)
     dtype = choose_training_dtype(settings.machine.dtype, device)
-    model, data, steps = settings.model, settings.data, settings.optimizer.steps
+    model, data, steps, rank = settings.model, settings.data, settings.optimizer.steps, settings.run.lora
     tokens, flops = steps * data.batch_size * data.sequence_length, flops_per_token(model, data.sequence_length)
-    print(f"model     {num_parameters(model):,} parameters, {model.norm} norm")
+    adapter = "" if rank is None else f", of which none learns; {adapter_parameters(model, rank):,} of an adapter do"
+    print(f"model     {num_parameters(model):,} parameters, {model.norm} norm{adapter}")
     print(f"training  {tokens:,} tokens in {steps:,} steps of {data.batch_size} sequences of {data.sequence_length}")
     is_here = not any(name in KNOWN or name.startswith("hub:") for name in data.data)
     conversations = is_here and find_conversations(resolve(data)) is not None
@@ -57,31 +54,40 @@ def estimate(settings: Settings) -> float:
 
 
 def memory(settings: Settings, dtype: torch.dtype, device: torch.device) -> dict[str, int]:
-    """Bytes of the float32 weights, their gradients, the optimizer's moments, and the activations of a micro-batch."""
-    model, data = settings.model, settings.data
-    weights = 4 * num_parameters(model)
+    """Bytes of the float32 weights, their gradients, the optimizer's moments, and the activations of a micro-batch.
+
+    With LoRA, the weights of the model are in `dtype`, and only those of the adapter have gradients and moments.
+    """
+    model, data, rank = settings.model, settings.data, settings.run.lora
+    learned = 4 * (num_parameters(model) if rank is None else adapter_parameters(model, rank))
+    weights = learned if rank is None else learned + dtype.itemsize * num_parameters(model)
     one_moment = 4 * model.num_hidden_layers * layer_matrices(model) if settings.optimizer.optimizer == "muon" else 0
     tokens = data.micro_batch() * data.sequence_length
     fused = kernels.implementation(device) is kernels.gpu
     logits = tokens * dtype.itemsize * model.vocab_size  # or their gradient
     if fused:  # some tokens at a time
         logits = min(logits, kernels.gpu.WORKSPACE)
-    activations = tokens * dtype.itemsize * kept_elements(model, settings.machine.activation_checkpointing, fused)
-    moments = 2 * weights - one_moment  # AdamW keeps two, Muon one
-    return {"weights": weights, "gradients": weights, "moments": moments, "activations": activations + logits}
+    activations = tokens * dtype.itemsize * kept_elements(settings, fused)
+    moments = 2 * learned - one_moment  # AdamW keeps two, Muon one
+    return {"weights": weights, "gradients": learned, "moments": moments, "activations": activations + logits}
 
 
-def kept_elements(config: ModelConfig, checkpointing: bool, fused: bool) -> int:
+def kept_elements(settings: Settings, fused: bool) -> int:
     """Elements that the forward pass keeps per token, without logits: in a layer the inputs and outputs of two norms;
     q, k and v, rotated; the attention's output; and the MLP's packed gate and up. What is not `fused` also keeps q, k
-    and v as they were packed, and the product of gate and up. With checkpointing, each layer keeps its two inputs, and
-    one layer at a time is computed again.
+    and v as they were packed, and the product of gate and up, as LoRA does. With checkpointing, each layer keeps its
+    two inputs, and one layer at a time is computed again.
     """
-    width, heads = config.hidden_size, config.num_attention_heads + config.num_key_value_heads
-    projections = heads * config.resolved_head_dim + config.intermediate_size
-    layer = 4 * width + (2 if fused else 3) * projections
-    layers = config.num_hidden_layers * 2 * width + layer if checkpointing else config.num_hidden_layers * layer
-    return layers + 2 * width  # the final norm
+    config, layers = settings.model, settings.model.num_hidden_layers
+    width, hidden = config.hidden_size, config.intermediate_size
+    heads = (config.num_attention_heads + config.num_key_value_heads) * config.resolved_head_dim
+    layer = 4 * width + 2 * (heads + hidden)
+    if not fused:
+        layer += heads
+    if not fused or settings.run.lora is not None:
+        layer += hidden
+    kept = layers * 2 * width + layer if settings.machine.activation_checkpointing else layers * layer
+    return kept + 2 * width  # the final norm
 
 
 def measure_time(settings: Settings, device: torch.device, dtype: torch.dtype) -> float:
@@ -94,7 +100,10 @@ def measure_time(settings: Settings, device: torch.device, dtype: torch.dtype) -
             print(f"time      not measured: the model is too large for {device_name(device)}")
             return math.nan
         sequences = min(sequences, max(1, int(QUICK_FLOPS / flops)))
-    model = Decoder(settings.model, seed=1, compute_dtype=dtype)
+    if settings.run.lora is None:
+        model = Decoder(settings.model, seed=1, compute_dtype=dtype)
+    else:
+        model = initial_model(settings, dtype, no_log)
     forward, optimizer, scaler = prepare_training(model, settings, device, ALONE)
     batch = torch.randint(settings.model.vocab_size, (2, sequences, data.sequence_length))
     counts = [1, 2] if sequences < data.batch_size else [1]  # micro-batches of a measured step

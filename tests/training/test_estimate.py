@@ -8,16 +8,18 @@ import torch
 
 import kernels
 from model.decoder import Decoder
+from model.lora import add_lora
 from tests.training.runs import settings_of
 from training import estimate
-from training.settings import CONFIGS, load_settings
+from training.settings import CONFIGS, OptimizerSettings, load_settings
 
 CPU = torch.device("cpu")
 MODELS = sorted(path for path in CONFIGS.glob("*.toml") if "[model]" in path.read_text(encoding="utf-8"))
 
 
+@pytest.mark.parametrize("rank", [None, 4])
 @pytest.mark.parametrize("name", ["cpu", "gpu"])
-def test_the_formula_counts_what_the_forward_pass_keeps(settings, name, monkeypatch):
+def test_the_formula_counts_what_the_forward_pass_keeps(settings, name, rank, monkeypatch):
     chosen, kept = pytest.importorskip(f"kernels.{name}"), {}
     monkeypatch.setattr(kernels, "implementation", lambda device: chosen)
 
@@ -26,13 +28,20 @@ def test_the_formula_counts_what_the_forward_pass_keeps(settings, name, monkeypa
         return tensor
 
     model, tokens = Decoder(settings.model), torch.randint(0, 400, (8, 32))
+    if rank is not None:
+        run = dataclasses.replace(settings.run, lora=rank, init_from="x")
+        settings = dataclasses.replace(settings, run=run, optimizer=OptimizerSettings())
+        add_lora(model, {"r": rank, "lora_alpha": 8, "base_model_name_or_path": "x"}, seed=1)
+        learned = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+        assert estimate.memory(settings, torch.float32, CPU)["gradients"] == 4 * learned
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         model(tokens, tokens)
     weights = {p.data_ptr() for p in model.parameters()}
-    found = sum(storage.nbytes() for address, storage in kept.items() if address not in weights)
-    assert estimate.memory(settings, torch.float32, CPU)["activations"] == pytest.approx(found, rel=0.05)
-    deep = dataclasses.replace(settings.model, num_hidden_layers=8)
-    assert estimate.kept_elements(deep, True, True) < 0.5 * estimate.kept_elements(deep, False, True)
+    size = sum(storage.nbytes() for address, storage in kept.items() if address not in weights)
+    assert estimate.memory(settings, torch.float32, CPU)["activations"] == pytest.approx(size, rel=0.05)
+    deep = dataclasses.replace(settings, model=dataclasses.replace(settings.model, num_hidden_layers=8))
+    less = dataclasses.replace(deep, machine=dataclasses.replace(deep.machine, activation_checkpointing=True))
+    assert estimate.kept_elements(less, fused=True) < 0.5 * estimate.kept_elements(deep, fused=True)
 
 
 @pytest.mark.parametrize("path", MODELS, ids=lambda path: path.stem)
