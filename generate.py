@@ -30,14 +30,16 @@ def main() -> None:
         tyro.cli(Settings, prog="generate.py")  # ends with what is wrong
     checkpoint = find_checkpoint(newest_run() if settings.run is None else settings.run)
     recommended = None if settings.merge else recommended_sampling(checkpoint, settings.adapter)
-    if recommended is not None and (settings.chat or recommended.temperature > 0):  # a text would repeat itself
+    follow = recommended is not None and (settings.chat or recommended.temperature > 0)  # a text would repeat itself
+    if follow:
         settings = tyro.cli(Settings, prog="generate.py", default=Settings(sampling=recommended))
-        values = ", ".join(f"{name} {value:g}" for name, value in vars(settings.sampling).items())
-        note(f"sampling (generation_config.json, then flags): {values}")
     sys.stdout.reconfigure(newline="\n")  # the same bytes on Windows
     from generation import cli  # imports torch
 
     prompts = [] if settings.merge else cli.read_prompts(settings)
     if settings.chat and prompts == [""]:
         raise UserError("there is no message to answer; give one after the run, or on standard input.")
+    if follow:
+        values = ", ".join(f"{name} {value:g}" for name, value in vars(settings.sampling).items())
+        note(f"sampling (the flags, else the model's generation_config.json): {values}")
     cli.run(settings, checkpoint, prompts)

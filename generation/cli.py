@@ -12,7 +12,7 @@ from typing import NamedTuple
 import kernels
 from data.chat import ChatFormat
 from data.tokenizer import Tokenizer, encode_prompt, tokens_after
-from errors import UserError, fit_terminal, printable, reading
+from errors import UserError, fit_terminal, note, printable, reading
 from generation.conversation import Conversation
 from generation.generate import check_prompts, generate
 from generation.load import load_decoder, merge, open_model
@@ -124,6 +124,8 @@ def read_json_prompt(line: bytes, number: int) -> str:
     except ValueError as error:
         raise ValueError(f"line {number}: {error}") from None
     prompt = row.get("prompt") if isinstance(row, dict) else row
+    if isinstance(row, dict) and len(row) > 1:
+        note(f'standard input: only "prompt" is read of {", ".join(row)}; sampling is set by flags')
     if not isinstance(prompt, str):
         raise ValueError(f"line {number}: {prompt!r} is no text")
     prompt.encode()  # JSON can have half a surrogate pair as an escape

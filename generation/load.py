@@ -52,6 +52,8 @@ def merge(checkpoint: Checkpoint, tokenizer: Tokenizer, ends: frozenset[int], ne
     """Write a model with its adapter added, in the dtypes of its files, as the directory `new`."""
     if new.exists():
         raise UserError(f"--merge {new} exists; give a new directory.")
+    if checkpoint.adapter is None:
+        raise UserError(f"--merge: {checkpoint.directory} is no adapter, and --adapter names none; nothing to merge.")
     decoder, unfinished = load_pretrained(checkpoint), new.with_name(f"{new.name}.new")
     shutil.rmtree(unfinished, ignore_errors=True)  # what an interrupted merge left
     save_pretrained(decoder, unfinished, bos_token_id=tokenizer.bos_id, eos_token_id=tokenizer.eos_id)

@@ -82,7 +82,7 @@ def test_flags_that_are_given_win_over_the_recommended_sampling_even_with_the_va
     for flags, expected in {(): (0.6, 3), ("--temperature", "0.8"): (0.8, 3), ("--top-k", "0"): (0.6, 0)}.items():
         settings, _ = main("x", *flags)
         assert (settings.sampling.temperature, settings.sampling.top_k) == expected
-    said = "sampling (generation_config.json, then flags): repetition_penalty 1, temperature 0.8, top_k 3"
+    said = "generation_config.json): repetition_penalty 1, temperature 0.8, top_k 3"
     assert said in capsys.readouterr().err
     with pytest.raises(UserError, match=r"put a text of several words in quotes: 'The old sailor'$"):
         main("The", "old", "sailor")

@@ -56,6 +56,7 @@ ablate reprot nothere -> reprot is no .* Did you mean report\?
 ablate report -> report needs the folder of a comparison
 train --freeze --norm rms -> --freeze needs a value
 train --resume -> --resume needs a value
+generate RUN --merge NEW -> --merge: .* is no adapter
 generate RUN --prompt a --adapter RUN -> .*RUN is no adapter, as it has no adapter_config.json
 ablate --a norm=rms -> --a and --b need each other
 ablate --vary norm=rms -> a comparison needs two arms or more

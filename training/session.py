@@ -87,11 +87,14 @@ def set_up(settings: Settings, run_dir: Path, *, resume: bool, log: Log = print)
     settings = dataclasses.replace(settings, machine=machine)
 
     last = checkpoint.find_last(run_dir) if resume else None
+    saved = None if last is None else checkpoint.read_state(last)
+    if saved is not None and saved.step >= settings.optimizer.steps:
+        raise UserError(f"{run_dir} has already done {saved.step} steps; for more, raise --steps.")
     settings, corpus = open_text(settings, last, processes, log)
     if last is None:
         state = State(0, 0, 0.0, None, corpus.text_hash, fixed=fixed_settings(settings))
     else:
-        state = check_unchanged(settings, run_dir, last, corpus.text_hash, log)
+        state = check_unchanged(settings, run_dir, saved, corpus.text_hash, log)
     model = initial_model(settings, dtype, log, last)
     given_data = dataclasses.replace(settings.data, data=(), tokenizer=None, cache="")  # paths may differ
     given_run = dataclasses.replace(settings.run, out=None, init_from=None)
@@ -215,9 +218,9 @@ def fixed_settings(settings: Settings) -> dict[str, object]:
     return json.loads(json.dumps({name: values[name] for name in names} | vars(settings.model)))
 
 
-def check_unchanged(settings: Settings, run_dir: Path, last: Path, text_hash: str, log: Log) -> State:
-    """The state of the checkpoint `last`, if the text, the model and the optimizer have not changed."""
-    saved, before = checkpoint.read_state(last), load_settings(run_dir / "settings.toml")
+def check_unchanged(settings: Settings, run_dir: Path, saved: State, text_hash: str, log: Log) -> State:
+    """The saved state, if the text, the model and the optimizer have not changed."""
+    before = load_settings(run_dir / "settings.toml")
     fixed = saved.fixed or fixed_settings(before)
     problems = ["the text differs"] if saved.text_hash != text_hash else []
     for name, value in fixed_settings(settings).items():
@@ -228,6 +231,4 @@ def check_unchanged(settings: Settings, run_dir: Path, last: Path, text_hash: st
     changed = changed_fields(before, settings)
     if changed:
         log(f"changed since the run was started: {', '.join(changed)}")
-    if saved.step >= settings.optimizer.steps:
-        raise UserError(f"{run_dir} has already done {saved.step} steps; for more, raise --steps.")
     return saved

@@ -78,6 +78,12 @@ def test_input_that_is_no_prompt_is_a_user_error(set_stdin, content, settings, w
         cli.read_prompts(Settings(**settings))
 
 
+def test_keys_beside_a_prompt_are_said_to_do_nothing(set_stdin, capsys):
+    set_stdin(b'{"prompt": "a", "temperature": 0}')
+    assert cli.read_prompts(Settings(jsonl=True)) == ["a"]
+    assert 'only "prompt" is read of prompt, temperature; sampling is set by flags' in capsys.readouterr().err
+
+
 def test_what_is_typed_may_be_anything_and_its_prompt_is_not_printed_to_redirected_output(set_stdin, capsys):
     set_stdin("é\n".encode() + b"\xe9\n", encoding="ascii")
     assert [cli.read_line(), cli.read_line()] == ["é", "\ufffd"]
