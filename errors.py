@@ -121,6 +121,8 @@ def exit_on_user_error() -> Iterator[None]:
     except (UserError, OSError) as error:
         if show_traceback:
             sys.excepthook(*sys.exc_info())
+        if isinstance(error, OSError) and error.filename is not None:
+            error = f"{error.filename}: {error.strerror}."
         end(f"error: {error}", 2)
     except ModuleNotFoundError as error:
         end(f"error: this needs the package {error.name}: pip install {error.name}", 2)

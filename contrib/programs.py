@@ -5,6 +5,7 @@ with another version of transformers, can run it too: `python -m contrib.program
 import contextlib
 import json
 import sys
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,7 +37,7 @@ def ask(open_model: Callable[..., None], questions: dict, **files: str) -> dict:
         finally:  # what a program has opened before it refuses, such as the tokenizer, is asked too
             answer(program, questions, answers)
     except Exception as error:
-        answers["refused"] = f"refused: {error}"
+        answers["refused"] = f"refused: {f'{error} '.splitlines()[0]:.120}"
     return {"program": program.name} | answers
 
 
@@ -72,6 +73,7 @@ def transformers(
     """transformers, with PEFT for an adapter. Nothing is downloaded, unpickled or executed."""
     from transformers import AutoModelForCausalLM, AutoTokenizer, __version__, logging
 
+    warnings.simplefilter("ignore", FutureWarning)
     program.name = f"transformers {__version__}"
     logging.set_verbosity_error()
     logging.disable_progress_bar()

@@ -51,6 +51,9 @@ def main(
         python: Another Python with transformers, such as version 4. Repeat the flag for several.
         as_json: Print a JSON object instead of a table.
     """
+    missing = next((name for name in python if shutil.which(name) is None), None)
+    if missing is not None:
+        raise UserError(f"--python {missing} is no program; give the Python of an environment with transformers.")
     checkpoint, tokenizer, ends = open_model(find_checkpoint(run))
     config, context = checkpoint.config, checkpoint.config.max_position_embeddings
     length = min(max(context // 2, 2048), 4096, context)
@@ -74,13 +77,16 @@ def main(
     tolerances = 2 * 2.0**-24 * (products**0.5 + positions) * np.linalg.norm(reference["logits"], axis=1)
     columns = {answers["program"]: answers for answers in programs}
     if other is not None:
-        columns |= {f"OTHER in {answers['program']}": answers for answers in ask_programs(other, python, questions)}
+        for answers in ask_programs(other, python, questions):
+            columns[f"{Path(other).name} in {answers['program']}"] = answers
     if not columns:
         raise UserError("no other program is installed: pip install transformers, or give --with OTHER.")
     table = {}
     for program, answers in columns.items():
-        table[program] = {name: answers.get("refused", "not asked") for name in reference if name != "program"}
-        for name in table[program].keys() & answers.keys():
+        unanswered = "refused" if "refused" in answers else "not asked"
+        table[program] = {"opens": answers.get("refused", "equal")}
+        table[program] |= {name: unanswered for name in reference if name != "program"}
+        for name in reference.keys() & answers.keys() - {"program"}:
             table[program][name] = difference(reference[name], answers[name], questions["positions"], tolerances)
     print(json.dumps(table, indent=2, ensure_ascii=False) if as_json else as_text(table))
     return int(any(cell not in ("equal", "not asked") for cells in table.values() for cell in cells.values()))
@@ -157,15 +163,16 @@ def difference(ours: object, theirs: object, positions: Sequence = (), tolerance
     """Where two answers part first, with both sides; or "equal"."""
     if isinstance(ours, np.ndarray):  # logits (P, V)
         if ours.shape != theirs.shape:
-            return f"{ours.shape[1]} logits, here {theirs.shape[1]}"
+            return f"ours {ours.shape[1]} logits, theirs {theirs.shape[1]}"
         different = ~(np.linalg.norm(theirs - ours, axis=1) <= tolerances)
         if not different.any():
             return "equal"
         i = different.argmax()  # the first
         token = np.abs(theirs[i] - ours[i]).argmax()
-        return f"position {positions[i]}, token {token}: {ours[i, token]:.5g}, here {theirs[i, token]:.5g}"
-    if isinstance(ours, float):  # such as the loss: off by at most twice the largest error of a logit
-        return "equal" if abs(theirs - ours) <= 2 * np.max(tolerances) else f"{ours:.6g}, here {theirs:.6g}"
+        return f"position {positions[i]}, token {token}: ours {ours[i, token]:.5g}, theirs {theirs[i, token]:.5g}"
+    if isinstance(ours, float):  # the loss: a mean of errors that are independent, each at most sqrt(2) of its logits'
+        error = np.sqrt(2 * np.mean(np.square(tolerances)) / np.size(tolerances))
+        return "equal" if abs(theirs - ours) <= error else f"ours {ours:.6g}, theirs {theirs:.6g}"
     if isinstance(ours, dict) and isinstance(theirs, dict):
         for key in {**ours, **theirs}:
             if ours.get(key) != theirs.get(key):
@@ -173,11 +180,12 @@ def difference(ours: object, theirs: object, positions: Sequence = (), tolerance
         return "equal"
     if type(ours) is type(theirs) and isinstance(ours, str | list) and ours != theirs:
         start = len(os.path.commonprefix([ours, theirs]))  # noqa: RUF071 - no paths
-        return f"from {start}: {ours[start:][:20]!r:.24}, here {theirs[start:][:20]!r:.24}"
-    return "equal" if ours == theirs else f"{ours!s:.24}, here {theirs!s:.24}"
+        return f"from {start}: ours {ours[start:][:20]!r:.24}, theirs {theirs[start:][:20]!r:.24}"
+    return "equal" if ours == theirs else f"ours {ours!s:.24}, theirs {theirs!s:.24}"
 
 
 if __name__ == "__main__":
     os.environ["HF_HUB_OFFLINE"] = "1"  # a model of the Hub must be in its cache
+    os.environ["TQDM_DISABLE"] = "1"  # bars of other programs
     with exit_on_user_error():
         sys.exit(tyro.cli(main, prog="python -m contrib.same"))

@@ -44,7 +44,8 @@ def run(settings: Settings, directory: Path, prompts: Sequence[str]) -> None:
     del checkpoint  # with the mapping of its files
     device, dtype = next(decoder.parameters()).device, str(decoder.compute_dtype).removeprefix("torch.")
     dtype += " with int8 matrices" if settings.dtype == "int8" else ""
-    log(f"{directory} on {device} in {dtype}, kernels: {kernels.describe(device)}")
+    adapter = "" if settings.adapter is None else f" with the adapter {settings.adapter}"
+    log(f"{directory}{adapter} on {device} in {dtype}, kernels: {kernels.describe(device)}")
     options = dict(max_new_tokens=settings.token_limit, sampling=settings.sampling, seed=settings.seed)
     options |= dict(eos_ids=ends, vocab_size=tokenizer.vocab_size)
     continue_prompts = functools.partial(generate, decoder, **options)
@@ -101,6 +102,8 @@ def print_texts(continue_prompts: Callable, settings: Settings, tokenizer: Token
 def read_prompts(settings: Settings) -> list[str]:
     """The prompts of the command line, else those on standard input; none for a conversation in a terminal."""
     prompts = [*settings.prompt] if settings.text is None else [settings.text, *settings.prompt]
+    if prompts and settings.jsonl and Path(prompts[0]).is_file():
+        raise UserError(f"--jsonl reads standard input: python generate.py RUN --jsonl < {prompts[0]}")
     if prompts:
         return prompts
     if settings.jsonl:
@@ -127,7 +130,7 @@ def read_json_prompt(line: bytes, number: int) -> str:
     if isinstance(row, dict) and len(row) > 1:
         note(f'standard input: only "prompt" is read of {", ".join(row)}; sampling is set by flags')
     if not isinstance(prompt, str):
-        raise ValueError(f"line {number}: {prompt!r} is no text")
+        raise ValueError(f"line {number}: {line.decode(errors='replace').strip():.60} is no text, and has no prompt")
     prompt.encode()  # JSON can have half a surrogate pair as an escape
     return prompt
 

@@ -109,7 +109,7 @@ def device_name(device: torch.device) -> str:
     """A name to print: the GPU's model, or the number of threads on a CPU."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"CPU, {torch.get_num_threads()} threads" if device.type == "cpu" else device.type.upper()
+    return f"CPU (threads: {torch.get_num_threads()})" if device.type == "cpu" else device.type.upper()
 
 
 def processor() -> str:

@@ -1,5 +1,6 @@
 """What a run would need, without training: parameters, FLOPs, memory, and its time from three measured steps."""
 
+import dataclasses
 import math
 import time
 
@@ -8,6 +9,7 @@ import torch
 import kernels
 from data.conversations import find_conversations
 from data.sources import KNOWN, resolve
+from errors import note
 from model.count import adapter_parameters, flops_per_token, layer_matrices, num_parameters
 from model.decoder import Decoder
 from model.device import choose_device, choose_training_dtype, device_name
@@ -40,11 +42,15 @@ def estimate(settings: Settings) -> float:
     print(f"compute   {flops * tokens:.2e} FLOPs, {flops / 1e6:,.1f} million per token")
     sizes = memory(settings, dtype, device)
     listed = ", ".join(f"{what} {format_bytes(size)}" for what, size in sizes.items())
-    micro_batch = f"{data.micro_batch()} sequences in {str(dtype).removeprefix('torch.')}"
+    micro_batch = f"a micro-batch of {data.micro_batch()} in {str(dtype).removeprefix('torch.')}"
     print(f"memory    {format_bytes(sum(sizes.values()))}: {listed} for {micro_batch}", flush=True)
     if settings.machine.shard:
-        sharded = sum(sizes.values()) - sizes["activations"]
-        print("sharded   " + ", ".join(f"{format_bytes(sharded / count)} on each of {count}" for count in (2, 4, 8)))
+        divided = sum(sizes.values()) - sizes["activations"]
+        if settings.optimizer.optimizer == "muon":  # a process has the whole matrices that it orthogonalizes
+            divided += 8 * num_parameters(model)
+        # Also the gathered weights of embedding, head and two layers, and their gradients.
+        each = sizes["activations"] + 8 * num_parameters(dataclasses.replace(model, num_hidden_layers=2))
+        print("sharded   " + ", ".join(f"{format_bytes(divided / n + each)} on each of {n}" for n in (2, 4, 8)))
     seconds = measure_time(settings, device, dtype)
     if conversations and settings.run.init_from:
         corpus = prepare_corpus(settings)
@@ -105,6 +111,7 @@ def measure_time(settings: Settings, device: torch.device, dtype: torch.dtype) -
     else:
         model = initial_model(settings, dtype, no_log)
     forward, optimizer, scaler = prepare_training(model, settings, device, ALONE)
+    note(f"measuring {STEPS} steps ...")
     batch = torch.randint(settings.model.vocab_size, (2, sequences, data.sequence_length))
     counts = [1, 2] if sequences < data.batch_size else [1]  # micro-batches of a measured step
     fastest = dict.fromkeys(counts, math.inf)
@@ -114,7 +121,7 @@ def measure_time(settings: Settings, device: torch.device, dtype: torch.dtype) -
         fastest[count] = min(fastest[count], time.perf_counter() - start)
     one_pass = fastest[counts[-1]] - fastest[1]  # of one more micro-batch, without an update of the weights
     step = fastest[1] + (data.batch_size / sequences - 1) * one_pass
-    how = f"{step:,.2f} s a step, the fastest of {STEPS} with {sequences} sequences"
+    how = f"{step:,.2f} s a step, the fastest of {STEPS} at a batch size of {sequences}"
     print(f"time      {format_time(step * settings.optimizer.steps)} on {device_name(device)}: {how}")
     return step * settings.optimizer.steps
 

@@ -103,16 +103,24 @@ def other_head(folder: Path) -> None:
 
 LOGITS = {"logits", "loss per token"}
 FAULTS = {
-    "another base of the rotation": (rope_theta, LOGITS, r"position ([1-9]|\d\d), token \d+: -?\d.*, here -?\d"),
-    "a token that is not special": (no_special_flag, {"ids of texts"}, r"'<unk>a<s>.* from \d+: \[.*, here \[6\]"),
-    "a second BOS": (two_bos, {"conversations"}, r"'conversation 1' 'text' from 4: .*, here 's><\|user"),
+    "another base of the rotation": (rope_theta, LOGITS, r"position ([1-9]|\d\d), token \d+: ours -?\d.*, theirs -?\d"),
+    "a token that is not special": (
+        no_special_flag,
+        {"ids of texts"},
+        r"'<unk>a<s>.* from \d+: ours \[.*, theirs \[6\]",
+    ),
+    "a second BOS": (two_bos, {"conversations"}, r"'conversation 1' 'text' from 4: ours .*, theirs 's><\|user"),
     "another head": (other_head, LOGITS, r"position 0, token \d+: "),
     "ten times the eps": (lambda d: edit_json(d / "config.json", rms_norm_eps=1e-4), LOGITS, "position 0, token"),
-    "another EOS": (lambda d: edit_json(d / "generation_config.json", eos_token_id=2), {"EOS"}, r"\[6\], here \[\]"),
+    "another EOS": (
+        lambda d: edit_json(d / "generation_config.json", eos_token_id=2),
+        {"EOS"},
+        r"ours \[6\], theirs \[\]",
+    ),
     "another temperature": (
         lambda d: edit_json(d / "generation_config.json", do_sample=True, temperature=0.71, top_k=0),
         {"sampling"},
-        r"'temperature' 0, here 0\.71",
+        r"'temperature' ours 0, theirs 0\.71",
     ),
 }
 
@@ -122,7 +130,7 @@ def test_a_fault_in_a_copy_is_named_in_all_programs(good, compare, tmp_path, fau
     model = good()
     other = shutil.copytree(model, tmp_path / "other")
     fault(other)
-    status, differences = compare(model, programs="OTHER in (prenorm|transformers)", other=str(other))
+    status, differences = compare(model, programs="other in (prenorm|transformers)", other=str(other))
     assert status == 1 and len(differences) == 2
     for cells in differences.values():
         assert names <= cells.keys() <= names | {"greedy tokens"}
@@ -134,11 +142,11 @@ def test_faults_that_only_one_program_falls_for_are_found_in_the_directory_alone
     model = good()
     edit_json(model / "tokenizer_config.json", split_special_tokens=True)
     [cells] = compare(model, programs="transformers")[1].values()
-    assert cells.keys() == {"conversations"} and " 'ids' from 0: [1, 4" in cells["conversations"]
+    assert cells.keys() == {"conversations"} and " 'ids' from 0: ours [1, 4" in cells["conversations"]
     edit_json(model / "tokenizer_config.json", split_special_tokens=False, add_bos_token=False)
     [cells] = compare(model, programs="transformers")[1].values()
     assert cells.keys() == {"ids with BOS"} and re.fullmatch(
-        r"from 0: \[(\d+)\], here \[1, \1\]", cells["ids with BOS"]
+        r"from 0: ours \[(\d+)\], theirs \[1, \1\]", cells["ids with BOS"]
     )
 
 
@@ -161,16 +169,18 @@ def test_an_adapter_is_asked_in_peft_and_half_of_its_alpha_is_found(good, compar
 def test_who_refuses_says_so_and_does_not_agree(good, compare):
     status, differences = compare(good(**REFUSED))
     assert status == 1
-    assert all(re.match("refused: .*(prenorm|llama.cpp)", cells["logits"]) for cells in differences.values())
+    assert all(re.match("refused: .*(prenorm|llama.cpp)", cells["opens"]) for cells in differences.values())
     [cells] = [cells for program, cells in differences.items() if program.startswith("transformers")]
     assert "ids of texts" not in cells  # its tokenizer opens
 
 
 def test_logits_that_are_not_finite_or_too_many_are_differences(good, compare, tmp_path):
     model, other = good(), good("other", vocab_size=301)
-    assert compare(model, other=str(other))[1]["OTHER in prenorm"]["logits"] == "300 logits, here 301"
+    assert compare(model, other=str(other))[1]["other in prenorm"]["logits"] == "ours 300 logits, theirs 301"
     broken = np.full((2, 3), np.nan)
-    assert same.difference(np.ones((2, 3)), broken, [0, 7], np.ones(2)).startswith("position 0, token 0: 1, here nan")
+    assert same.difference(np.ones((2, 3)), broken, [0, 7], np.ones(2)).startswith(
+        "position 0, token 0: ours 1, theirs nan"
+    )
 
 
 def test_no_code_of_a_checkpoint_is_executed_and_nothing_is_unpickled(good, compare, tmp_path):
@@ -192,10 +202,10 @@ def test_a_gguf_file_is_asked_as_the_other_model(good, compare, tmp_path):
 
     write_gguf(good(), tmp_path / "model.gguf")
     status, differences = compare(tmp_path / "good", other=str(tmp_path / "model.gguf"))
-    [cells] = [cells for program, cells in differences.items() if program.startswith("OTHER in transformers")]
+    [cells] = [cells for program, cells in differences.items() if program.startswith("model.gguf in transformers")]
     assert status == int(any(differences.values())) and not LOGITS & cells.keys()
     if HAS_LLAMA_CPP:
-        assert differences[next(program for program in differences if program.startswith("OTHER in llama"))] == {}
+        assert differences[next(program for program in differences if program.startswith("model.gguf in llama"))] == {}
 
 
 @pytest.mark.slow

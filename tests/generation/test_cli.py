@@ -66,9 +66,9 @@ def test_a_terminal_is_not_read_and_gives_an_empty_prompt_with_a_hint_or_a_conve
         (
             b'"a"\n5\n',
             {"jsonl": True},
-            r"standard input cannot be read \(line 2: 5 is no text\); give a JSON text, or an obj",
+            r"standard input cannot be read \(line 2: 5 is no text, and has no prompt\); give a JSON text, or an obj",
         ),
-        (b'{"text": "x"}', {"jsonl": True}, r"\(line 1: None is no text\)"),
+        (b'{"text": "x"}', {"jsonl": True}, r"\(line 1: {\"text\": \"x\"} is no text, and has no prompt\)"),
         (b'"\\ud800"', {"jsonl": True}, "surrogates"),
     ],
 )

@@ -73,5 +73,7 @@ def test_a_micro_batch_is_never_larger_than_the_batch(flags):
 def test_a_small_run_is_timed(flags, optimizer, capsys):
     estimate.estimate(settings_of(*flags, "--optimizer", optimizer))
     out = capsys.readouterr().out
-    assert re.search(r"time +\d+ seconds on CPU, 1 threads: \S+ s a step, the fastest of 3 with 8 sequences", out)
+    assert re.search(
+        r"time +\d+ seconds on CPU \(threads: 1\): \S+ s a step, the fastest of 3 at a batch size of 8", out
+    )
     assert "text      about 0.37" in out and "epochs of 2" in out
