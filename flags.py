@@ -1,9 +1,13 @@
 """Types of settings: the range of a number, and what the command line says of a value that may be absent."""
 
-from typing import Annotated
+import dataclasses
+from typing import Annotated, Literal, get_args, get_origin
 
+import msgspec
 from msgspec import Meta
 from tyro.conf import arg
+
+from errors import UserError
 
 Name = Annotated[str, Meta(min_length=1)]
 PositiveInt = Annotated[int, Meta(ge=1)]
@@ -20,3 +24,15 @@ def optional(metavar: str, **options: object) -> object:
 
 
 OptionalInt = Annotated[PositiveInt | None, optional("INT")]
+
+
+def check_fields(table: object) -> None:
+    """Convert each field of a dataclass to its type; `UserError` for a value of another type or out of range."""
+    for field in dataclasses.fields(table):
+        value = getattr(table, field.name)
+        try:
+            vars(table)[field.name] = msgspec.convert(value, field.type)
+        except msgspec.ValidationError as error:
+            is_choice = get_origin(field.type) is Literal
+            reason = f"Expected {', '.join(get_args(field.type))}" if is_choice else error
+            raise UserError(f"{field.name} is {value!r}: {reason}.") from None

@@ -7,8 +7,10 @@ import dataclasses
 import functools
 import json
 import multiprocessing
+import os
 import signal
 import sys
+import threading
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -25,7 +27,6 @@ from ablation.records import Row, append, append_rows, as_table, read_rows
 from ablation.run import commit, device_model, settings_hash, train_run
 from ablation.settings import replace_settings
 from ablation.study import Study
-from data.tokens import end_with_parent
 from errors import UserError, printable, usable_cores
 from files import locked
 from model.device import choose_device
@@ -138,6 +139,16 @@ def write_plan(experiment: Experiment) -> None:
         append(experiment.folder / "changes.jsonl", change)
     if changed or not before:  # else it keeps its comments
         save_plan(experiment.plan, path)
+
+
+def end_with_parent() -> None:
+    """End this process, in whatever it is doing, when the one that started it has died."""
+
+    def watch() -> None:
+        multiprocessing.parent_process().join()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def start_process(experiment: Experiment, run: Run, torch_device: str) -> Future:

@@ -13,8 +13,8 @@ from tyro.conf import Suppress, arg
 from ablation.settings import base_settings, label, read_value, replace_settings
 from errors import UserError
 from files import read_toml, replace_text
-from flags import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, optional
-from training.settings import CONFIGS, Settings, check_fields, nearest, read_table
+from flags import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, check_fields, optional
+from training.settings import CONFIGS, Settings, nearest, read_table
 
 STUDIES = CONFIGS.parent / "studies"
 MAX_SEEDS = 500  # final runs of an arm

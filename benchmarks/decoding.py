@@ -170,7 +170,7 @@ def llama_cpp(case: Case) -> timing.Blocks:
 
     from checkpoints.pretrained import save_pretrained
     from contrib.gguf import write_gguf
-    from data.tokens import train_tokenizer
+    from data.train_tokenizer import train_tokenizer
 
     with tempfile.TemporaryDirectory(prefix="benchmark") as folder:  # the server has read the file when it is deleted
         train_tokenizer([" ".join(map(str, range(1000)))], 300, Path(folder, "tokenizer.model")).save(folder)

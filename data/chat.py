@@ -44,19 +44,20 @@ def plain_messages(messages: Sequence[dict]) -> list[Message]:
     plain = []
     for number, message in enumerate(messages, 1):
         with reading(f"message {number}", "a message has a role, and its content is text or a list of text parts"):
-            given = {key: value for key, value in message.items() if value not in (None, [], {})}
-            role, content = given.pop("role", given.pop("from", None)), given.pop("content", given.pop("value", None))
+            fields = {key: value for key, value in message.items() if value not in (None, [], {})}
+            role = fields.pop("role", fields.pop("from", None))
+            content = fields.pop("content", fields.pop("value", None))
             parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
             if not all(isinstance(part, dict) for part in parts):
                 raise ValueError("a part of its content is no object with type and text")
-            refused = {str(part["type"]) for part in parts} - {"text"} | given.keys() & {"tool_calls", "function_call"}
+            refused = {str(part["type"]) for part in parts} - {"text"} | fields.keys() & {"tool_calls", "function_call"}
             if refused:
                 raise ValueError(f"{', '.join(sorted(refused))} is not supported")
             texts = [part["text"] for part in parts]
             if not all(isinstance(text, str) for text in (role, *texts)):
                 raise ValueError("its role or its content is not text")
-            others = {key: value for key, value in given.items() if isinstance(value, str)}
-            plain.append({"role": ROLES.get(role, role), "content": "".join(texts)} | others)
+            more_texts = {key: value for key, value in fields.items() if isinstance(value, str)}
+            plain.append({"role": ROLES.get(role, role), "content": "".join(texts)} | more_texts)
             "".join(plain[-1].values()).encode("utf-8")  # JSON can have half a surrogate pair as an escape
     return plain
 
@@ -69,10 +70,9 @@ def add_chat_template(tokenizer: Tokenizer) -> Tokenizer:
     # For other programs: special tokens are tokens where the template writes them, and <|end|> ends a text, too.
     config = tokenizer.config | {"chat_template": CHAT_TEMPLATE, "split_special_tokens": False}
     ends = tokenizer.fields("generation_config.json") | {"eos_token_id": [tokenizer.eos_id, ids["<|end|>"]]}
-    files = {"tokenizer_config.json": config, "generation_config.json": ends}
-    changed = {name: json.dumps(fields, indent=2).encode() for name, fields in files.items()}
-    others = {name: content for name, content in tokenizer.files.items() if name not in changed}
-    return Tokenizer(changed | others, tokenizer.folder)
+    changed = {"tokenizer_config.json": config, "generation_config.json": ends}
+    changed = {name: json.dumps(fields, indent=2).encode() for name, fields in changed.items()}
+    return Tokenizer(changed | tokenizer.files | changed, tokenizer.folder)  # tokenizer.json stays the last
 
 
 class ChatFormat:
@@ -111,30 +111,30 @@ class ChatFormat:
             raise UserError("the model's chat template writes nothing for these messages; give them a content.")
         return ids
 
-    def encode_learned(self, messages: Sequence[Message]) -> tuple[np.ndarray, np.ndarray, list[int]]:
-        """The ids of the complete conversation; which of them the model learns, bool; the messages it cannot learn.
+    def encode_learned(self, messages: Sequence[Message]) -> tuple[np.ndarray, np.ndarray, int]:
+        """The ids of the complete conversation; which of them the model learns, bool; how many answers it cannot learn.
 
         It learns what is inside `{% generation %}` blocks, or in a template without them the answers that it finds.
         """
-        parts, unknown = self.render(messages, answer_follows=False), []
+        parts, not_found = self.render(messages, answer_follows=False), 0
         text, borders = "".join(parts), list(itertools.accumulate(map(len, parts)))
         spans = list(zip(borders[::2], borders[1::2], strict=False))  # begin and end of the characters that are learned
         if "endgeneration" not in self._template:
-            spans, unknown = self._find_answers(messages, text)
+            spans, not_found = self._find_answers(messages, text)
         encoding = self.tokenizer.encode_special(text, BREAK)
         begins, ends = np.array(encoding.offsets).reshape(-1, 2).T
         learned = np.zeros(len(begins), bool)
         for start, end in spans:
             learned |= (ends > start) & (begins < end)
-        return np.array(encoding.ids), learned, unknown
+        return np.array(encoding.ids), learned, not_found
 
-    def _find_answers(self, messages: Sequence[Message], text: str) -> tuple[list[tuple[int, int]], list[int]]:
-        """Where the answers are in the text of a conversation, and which messages are not found there.
+    def _find_answers(self, messages: Sequence[Message], text: str) -> tuple[list[tuple[int, int]], int]:
+        """Where the answers are in the text of a conversation, and how many are not found there.
 
         An answer begins where it parts from the generation prompt, which may have an empty thought for it. One that
         the template changes when the conversation continues (as Qwen3's does) is not found.
         """
-        spans, unknown = [], []
+        spans, not_found = [], 0
         for i, message in enumerate(messages):
             if message["role"] == "assistant":
                 [before], [after] = self.render(messages[:i]), self.render(messages[: i + 1], answer_follows=False)
@@ -143,8 +143,8 @@ class ChatFormat:
                 if text.startswith(after) and (prompt == before or prompt.startswith(question)):
                     spans.append((len(prompt), len(after)))
                 else:
-                    unknown.append(i + 1)
-        return spans, unknown
+                    not_found += 1
+        return spans, not_found
 
     def find_left_out(self, messages: Sequence[Message], *, answer_follows: bool = True) -> set[str]:
         """The keys, "<think>" for thoughts, that the template leaves out; `UserError` if it leaves out a content."""
@@ -175,8 +175,8 @@ class ChatFormat:
             texts = {key: break_tokens(text, tokens) for key, text in message.items() if key != "role"}
             broken.append(message | texts)
         try:
-            template, given = compile_template(self._template), self.tokenizer.special_tokens
-            return template.render(messages=broken, add_generation_prompt=answer_follows, **given).split(BORDER)
+            names = {"add_generation_prompt": answer_follows} | self.tokenizer.special_tokens
+            return compile_template(self._template).render(messages=broken, **names).split(BORDER)
         except Exception as error:  # whatever the template raises
             reason = f"{type(error).__name__}: {error}"
             raise UserError(f"the model's chat template does not support this conversation ({reason}).") from error

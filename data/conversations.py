@@ -33,7 +33,15 @@ from errors import UserError, reading
 from files import replacing
 
 VERSION = 4  # version of the files; raised when the same conversations and tokenizer would give other rows
-Encoded = tuple[list[Message], np.ndarray, np.ndarray]  # a conversation, its ids and which of them are learned
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """A conversation as ids."""
+
+    messages: list[Message]
+    ids: np.ndarray
+    learned: np.ndarray  # bool: which ids the model learns
 
 
 @dataclass(frozen=True)
@@ -134,13 +142,13 @@ def prepare_conversations(
     return Conversations(chat, tokenizer, prompts=[fields.pop("question")], **fields)
 
 
-def pack_split(conversations: dict[int, Encoded], settings: DataSettings, dtype: np.dtype) -> dict[str, object]:
+def pack_split(conversations: dict[int, Conversation], settings: DataSettings, dtype: np.dtype) -> dict[str, object]:
     """Conversations, by their hash, for training and validation as rows, and what describes them."""
     if len(conversations) < 2:
         fewer = counted(len(conversations), "different conversation")
         raise UserError(f"the files have {fewer}, too few to learn from; give more.")
-    table = np.array([(hash, len(ids), len(ids)) for hash, (_, ids, _) in conversations.items()], DOCUMENT)
-    is_held_out = split_documents(table, settings) == VALIDATION
+    sizes = [(hash, len(conversation.ids), len(conversation.ids)) for hash, conversation in conversations.items()]
+    is_held_out = split_documents(np.array(sizes, DOCUMENT), settings) == VALIDATION
     if not is_held_out.any():
         is_held_out[-1] = True
     arrays, texts = [], []
@@ -150,16 +158,16 @@ def pack_split(conversations: dict[int, Encoded], settings: DataSettings, dtype:
         learned = f"{rows[1].sum():,} tokens to learn in {counted(rows.shape[1], 'row')}"
         texts.append(f"{counted(len(chosen), 'conversation')}, {learned}")
         arrays.append(rows)
-    questions = [message["content"] for message in chosen[0][0] if message["role"] == "user"]
+    questions = [message["content"] for message in chosen[0].messages if message["role"] == "user"]
     text_hash = digest(*conversations)
     description = f"{texts[0]}, hash {text_hash[:12]}\n  for validation {texts[1]}"
     fields = dict(description=description, text_hash=text_hash, question=(questions or ["Hello."])[0])
     return fields | {"train": arrays[0], "validation": arrays[1]}
 
 
-def encode_conversations(files: Sequence[TextFile], chat: ChatFormat, size: int) -> dict[int, Encoded]:
+def encode_conversations(files: Sequence[TextFile], chat: ChatFormat, size: int) -> dict[int, Conversation]:
     """The conversations of all files that can be learned from, by their hash; what is unusual is printed, counted."""
-    conversations: dict[int, Encoded] = {}
+    conversations: dict[int, Conversation] = {}
     places = defaultdict(list)  # what is unusual -> where
     for file in files:
         if file.format in ("text", "topics"):
@@ -167,28 +175,27 @@ def encode_conversations(files: Sequence[TextFile], chat: ChatFormat, size: int)
     rows = itertools.chain.from_iterable(map(read_rows, files))
     for place, row in tqdm(rows, "conversations", delay=2, unit="", disable=None):
         try:
-            encoded, remarks = encode_conversation(decode(row), chat, size)
+            conversation, remarks = encode_conversation(decode(row), chat, size)
         except Exception as error:  # whatever a row of another shape, or the template for it, raises
             skipped = "rows skipped, as each must be one object with messages that the template supports"
             places[skipped].append(f"{place}: {error!s:.200}")
             continue
         for remark in remarks:
             places[remark].append(place)
-        if encoded[2][1:].any():  # the first of equal conversations is kept
-            conversations.setdefault(content_hash(json.dumps(encoded[0])), encoded)
+        if conversation.learned[1:].any():  # the first of equal conversations is kept
+            conversations.setdefault(content_hash(json.dumps(conversation.messages)), conversation)
     for text, where in places.items():
         print(f"{text}: {len(where):,} (the first: {where[0]})", file=sys.stderr)
     return conversations
 
 
-def encode_conversation(row: dict, chat: ChatFormat, size: int) -> tuple[Encoded, list[str]]:
+def encode_conversation(row: dict, chat: ChatFormat, size: int) -> tuple[Conversation, list[str]]:
     """A conversation, cut after an answer to at most `size` ids, and what is unusual about it."""
     messages, unused = messages_of(row)
     unused |= chat.find_left_out(messages, answer_follows=False)
-    ids, learned, changed_answers = chat.encode_learned(messages)
+    ids, learned, not_found = chat.encode_learned(messages)
     remarks = [f"rows in which nothing uses the keys {', '.join(sorted(unused))}"] if unused else []
-    later = "answers not learned, as the template changes them when the conversation continues"
-    remarks += [later] * len(changed_answers)
+    remarks += ["answers not learned, as the template changes them when the conversation continues"] * not_found
     ends_answer = learned & ~np.append(learned[1:], False)
     if (ends_answer[:-1] & (ids[1:] == chat.end_of_turn)).any():
         remarks.append("conversations whose end-of-turn token is not learned, as {% generation %} leaves it out")
@@ -198,7 +205,7 @@ def encode_conversation(row: dict, chat: ChatFormat, size: int) -> tuple[Encoded
         length = max(np.flatnonzero(ends_answer[:size]), default=-1) + 1
     if not learned[1:length].any():
         remarks.append("conversations dropped, as no answer is left to learn")
-    return (messages, ids[:length], learned[:length]), remarks
+    return Conversation(messages, ids[:length], learned[:length]), remarks
 
 
 def messages_of(row: dict) -> tuple[list[Message], set[str]]:
@@ -208,22 +215,23 @@ def messages_of(row: dict) -> tuple[list[Message], set[str]]:
     if row.get("system") and messages[0]["role"] != "system":
         messages = plain_messages([{"role": "system", "content": row["system"]}, *messages])
         used.add("system")
-    given = {key for one in (row, *row[name]) for key in one if one[key] not in (None, "", [], {})}
-    return messages, given - used.union(*messages)
+    fields = itertools.chain(row.items(), *(message.items() for message in row[name]))
+    return messages, {key for key, value in fields if value not in (None, "", [], {})} - used.union(*messages)
 
 
-def pack(conversations: Sequence[Encoded], size: int, dtype: np.dtype) -> np.ndarray:
+def pack(conversations: Sequence[Conversation], size: int, dtype: np.dtype) -> np.ndarray:
     """All conversations in rows (see `Conversations.train`): the longest first, each where the least room is left."""
     rows: list[np.ndarray] = []  # each (3, size)
     free: list[tuple[int, int]] = []  # sorted: the room in a row, and its index
-    for _, ids, learned in sorted(conversations, key=lambda one: -len(one[1])):
+    for conversation in sorted(conversations, key=lambda one: -len(one.ids)):
+        ids = conversation.ids
         place = bisect.bisect_left(free, (len(ids), 0))
         if place == len(free):
             free.append((size, len(rows)))
             rows.append(np.zeros((3, size), dtype))
         room, index = free.pop(place)
         start, row = size - room, rows[index]
-        row[:, start : start + len(ids)] = ids, learned, np.full(len(ids), row[2].max() + 1)
+        row[:, start : start + len(ids)] = ids, conversation.learned, np.full(len(ids), row[2].max() + 1)
         row[1, start] = False  # no token of its conversation comes before it
         bisect.insort(free, (room - len(ids), index))
     return np.stack(rows, 1)

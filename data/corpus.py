@@ -18,7 +18,8 @@ from data.settings import DataSettings
 from data.sources import TextFile, resolve
 from data.split import DUPLICATE, MAX_VALIDATION, TRAIN, VALIDATION, split_documents
 from data.tokenizer import Tokenizer, check_vocabulary, encode_prompt, load_tokenizer, tokens_after
-from data.tokens import TokenStream, counted, prepare_units, trained_tokenizer
+from data.tokens import TokenStream, counted, prepare_units
+from data.train_tokenizer import trained_tokenizer
 from errors import UserError, printable
 
 

@@ -53,25 +53,33 @@ def read_blocks(path: Path) -> Iterator[str]:
 
 def read_rows(file: TextFile) -> Iterator[tuple[str, bytes | dict]]:
     """The rows of a file, to pass to `decode`, each with its place for error messages. A text file has none."""
-    if file.format in ("text", "topics"):
-        return
-    path = file.fetch()
-    if file.format == "jsonl":
-        rows = read_lines(path)
-    elif file.format == "parquet":
-        rows = read_table(path, file.field)
-    else:
-        rows = questions_and_answers(path)
-    for index, row in enumerate(rows, 1):
-        if row:
-            yield f"{path}, row {index}", row
+    if file.format in ROW_FORMATS:
+        path = file.fetch()
+        for number, row in enumerate(ROW_FORMATS[file.format](path, file.field), 1):
+            if row:
+                yield f"{path}, row {number}", row
 
 
-def read_lines(path: Path) -> Iterator[bytes]:
+def read_lines(path: Path, _: str) -> Iterator[bytes]:
     """The lines of a jsonl file, not decoded, because the reader of conversations skips bad ones."""
     open_file = gzip.open if path.suffix.lower() == ".gz" else open
     with reading(path), open_file(path, "rb") as lines:
         yield from (line.strip() for line in lines)
+
+
+def read_table(path: Path, field: str) -> Iterator[dict]:
+    """The rows of a parquet file. Only the columns of text and of conversations are read; the others are True."""
+    from pyarrow import parquet
+
+    # Without these two settings the whole column is read ahead into memory.
+    with reading(path, ROW), parquet.ParquetFile(path, pre_buffer=False, buffer_size=BLOCK) as file:
+        names = file.schema_arrow.names
+        columns = [name for name in (field, *MESSAGES, "system") if name in names]
+        for batch in file.iter_batches(batch_size=ROWS, columns=columns, use_threads=False):
+            yield from (dict.fromkeys(names, True) | row for row in batch.to_pylist())
+
+
+ROW_FORMATS = {"jsonl": read_lines, "parquet": read_table, "python-chat": lambda path, _: questions_and_answers(path)}
 
 
 def decode(row: bytes | dict) -> dict:
@@ -81,24 +89,12 @@ def decode(row: bytes | dict) -> dict:
     return row
 
 
-def read_table(path: Path, field: str) -> Iterator[dict]:
-    """The rows of a parquet file. Only the columns of text and of conversations are read; the others are True."""
-    from pyarrow import parquet
-
-    # Without these two settings the whole column is read ahead into memory.
-    with reading(path, ROW), parquet.ParquetFile(path, pre_buffer=False, buffer_size=BLOCK) as file:
-        others = dict.fromkeys(file.schema_arrow.names, True)
-        columns = [name for name in (field, *MESSAGES, "system") if name in others]
-        for batch in file.iter_batches(batch_size=ROWS, columns=columns, use_threads=False):
-            yield from (others | row for row in batch.to_pylist())
-
-
 def text_of(row: dict, field: str) -> str:
     """The text of a row, empty for a null."""
     if field not in row:
         raise ValueError(f"no field {field!r} among {', '.join(row)}")
-    text = "" if row[field] is None else row[field]
-    if not isinstance(text, str):
-        raise ValueError(f"{field!r} is {type(text).__name__}, not text")
+    if not isinstance(row[field], str | None):
+        raise ValueError(f"{field!r} is {type(row[field]).__name__}, not text")
+    text = row[field] or ""
     text.encode("utf-8")  # JSON can have half a surrogate pair as an escape
     return text

@@ -11,7 +11,7 @@ MAX_VALIDATION = 4_000_000  # bytes
 TRAIN, VALIDATION, DUPLICATE = 0, 1, 2
 
 
-def candidates(hashes: np.ndarray, settings: DataSettings) -> np.ndarray:
+def may_be_held_out(hashes: np.ndarray, settings: DataSettings) -> np.ndarray:
     """Whether each document, given by its hash, may be for validation: a fraction of them, others with another salt."""
     limit = np.uint64(min(settings.validation_fraction * 2**64, 2**64 - 2048))
     return mix(hashes ^ mix(np.array([settings.validation_salt], np.uint64))) < limit
@@ -28,7 +28,7 @@ def split_documents(table: np.ndarray, settings: DataSettings) -> np.ndarray:
     kinds[first] = TRAIN
     most = 2 * min(settings.validation_fraction * float(table["bytes"][first].sum()), MAX_VALIDATION)
     taken = 0
-    for row in np.flatnonzero(candidates(table["hash"], settings)):
+    for row in np.flatnonzero(may_be_held_out(table["hash"], settings)):
         size = int(table["bytes"][row])
         if kinds[row] == TRAIN and taken < MAX_VALIDATION and taken + size <= most:
             kinds[row] = VALIDATION

@@ -4,13 +4,14 @@ Imports no torch, so that `--help` answers at once. Fields have the names of Hug
 the text under a field is its help on the command line.
 """
 
-from dataclasses import dataclass, fields
-from typing import Annotated, Literal, get_args, get_origin
+from dataclasses import dataclass
+from typing import Annotated, Literal
 
+from msgspec import Meta
 from tyro.conf import DisallowNone, Suppress, arg
 
 from errors import UserError
-from flags import optional
+from flags import OptionalInt, PositiveFloat, PositiveInt, check_fields
 
 
 @dataclass(frozen=True)
@@ -60,23 +61,23 @@ GATED, PLAIN = ("swiglu", "geglu", "reglu", "glu"), ("relu", "gelu")  # MLPs wit
 class ModelConfig:
     """A decoder: grouped-query attention with rotary positions; by default pre-norm, with RMSNorm and a SwiGLU MLP."""
 
-    vocab_size: int = 4096
+    vocab_size: PositiveInt = 4096
     """Number of different tokens: rows of the embedding matrix, and logits per position."""
-    hidden_size: int = 256
+    hidden_size: PositiveInt = 256
     """Width of the residual stream, the vector that each token carries from layer to layer."""
-    intermediate_size: int = 704
+    intermediate_size: PositiveInt = 704
     """Width inside the MLP; about 8/3 of hidden_size is usual."""
-    num_hidden_layers: int = 4
+    num_hidden_layers: PositiveInt = 4
     """Number of layers, each with an attention block and an MLP."""
-    num_attention_heads: int = 4
+    num_attention_heads: PositiveInt = 4
     """Number of query heads."""
-    num_key_value_heads: int = 2
+    num_key_value_heads: PositiveInt = 2
     """Number of key/value heads. Each is shared by an equal number of query heads; fewer make the KV cache smaller."""
-    head_dim: Annotated[int | None, optional("INT")] = None
+    head_dim: OptionalInt = None
     """Width of a head; by default hidden_size / num_attention_heads."""
-    max_position_embeddings: int = 1024
+    max_position_embeddings: Annotated[int, Meta(ge=2)] = 1024  # a token, and the one that follows
     """Longest context in tokens."""
-    rope_theta: float = 10000.0
+    rope_theta: Annotated[float, Meta(gt=1, lt=1e18)] = 10000.0
     """Base of the rotary frequencies; models with longer contexts use larger ones."""
     rope_scaling: Annotated[dict | None, Suppress] = None  # no flag: it comes with loaded weights
     """Scaling of the rotary frequencies for longer contexts: `rope_type`, and the numbers that this type needs
@@ -96,7 +97,7 @@ class ModelConfig:
     norm_bias: Annotated[bool | None, DisallowNone, arg(help_behavior_hint="")] = None
     """Whether the norms have a bias. Default: layer, center, group, batch, dyt and derf do; rms, prms, offset and l2 do
     not. srms and none have no parameters, and never a bias."""
-    norm_eps: float = 1e-5
+    norm_eps: PositiveFloat = 1e-5
     """Added to the mean square (LayerNorm: the variance) under the square root, so that nothing is divided by zero."""
     attention_bias: bool = False
     """Whether the query, key and value projections have biases, as in Qwen2."""
@@ -106,19 +107,20 @@ class ModelConfig:
     """Whether the vector of each query head and key head goes through RMSNorm, as in Qwen3."""
     tie_word_embeddings: bool = True
     """Whether the output head uses the embedding matrix, instead of a matrix of its own."""
-    initializer_range: float = 0.02
+    initializer_range: PositiveFloat = 0.02
     """Standard deviation of the initial weights; o_proj and down_proj get 1/sqrt(2 num_hidden_layers) of it."""
     mlp: Literal[*GATED, *PLAIN] = "swiglu"
     """The MLP. swiglu, geglu, reglu, glu: gated, the gate's activation being silu, gelu, relu or sigmoid. relu, gelu:
     not gated, with 3/2 of intermediate_size and so as many parameters."""
 
     def __post_init__(self) -> None:
-        check(self)
+        check_fields(self)
+        check_combinations(self)
         if self.head_dim is not None and self.head_dim * self.num_attention_heads == self.hidden_size:
-            object.__setattr__(self, "head_dim", None)  # equal models must have equal configurations
+            vars(self)["head_dim"] = None  # equal models must have equal configurations
         row = NORMS[self.norm]
         if not row or self.norm_bias == (BIAS in row):  # the default; a norm without parameters never has a bias
-            object.__setattr__(self, "norm_bias", None)
+            vars(self)["norm_bias"] = None
 
     @property
     def resolved_head_dim(self) -> int:
@@ -153,20 +155,8 @@ class ModelConfig:
         return self.num_hidden_layers * PLACEMENTS[self.norm_placement] + (self.norm_placement != "post")
 
 
-def check(config: ModelConfig) -> None:
+def check_combinations(config: ModelConfig) -> None:
     """Raise `UserError`, which says how to fix it, for a configuration that no decoder can have."""
-    for field in fields(config):
-        name, kind, value = field.name, field.type, getattr(config, field.name)
-        low = 1 if name == "rope_theta" else 0
-        if kind is int or (name == "head_dim" and value is not None):
-            least = 2 if name == "max_position_embeddings" else 1  # a token, and the one that follows
-            if type(value) is not int or value < least:
-                raise UserError(f"{name} is {value!r} and must be an integer of at least {least}.")
-        elif kind is float and not (type(value) in (int, float) and low < value < 1e18):
-            raise UserError(f"{name} is {value!r} and must be a number greater than {low} and below 1e18.")
-        elif get_origin(kind) is Literal and value not in get_args(kind):
-            *choices, last = get_args(kind)
-            raise UserError(f"{name} is {value!r} and must be {', '.join(choices)} or {last}.")
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     if heads % kv_heads:
         divisors = ", ".join(str(n) for n in range(1, min(heads, 256) + 1) if heads % n == 0)

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import msgspec
 import tomli_w
 import tyro
 from tyro.conf import arg
@@ -34,6 +33,7 @@ from flags import (
     OptionalInt,
     PositiveFloat,
     PositiveInt,
+    check_fields,
     optional,
 )
 from model.config import ModelConfig
@@ -106,16 +106,6 @@ class MachineSettings:
     activation_checkpointing: bool = False  # Recompute activations in the backward pass: less memory, more time.
     shard: bool = False  # With several processes: divide weights, gradients and moments among them (FSDP2).
     timeout_minutes: PositiveInt = 10  # With several processes: give up when one has not answered for this long.
-
-
-def check_fields(table: object) -> None:
-    """Convert each field of a dataclass to its type; `UserError` for a value of another type or out of range."""
-    for f in dataclasses.fields(table):
-        value = getattr(table, f.name)
-        try:
-            vars(table)[f.name] = msgspec.convert(value, f.type)
-        except msgspec.ValidationError as error:
-            raise UserError(f"--{f.name.replace('_', '-')} is {value!r}: {error}.") from None
 
 
 @dataclass(frozen=True)
@@ -223,8 +213,6 @@ def load_settings(path: Path) -> Settings:
     if not path.is_file():
         raise UserError(f"{path} does not exist; give the folder of a run.{newest_runs(path.parent.parent)}")
     tables = read_toml(path)
-    if tables.get("run", {}).pop("train_only", "all") != "all":  # of earlier versions
-        raise UserError(f"{path}: train_only is now freeze, with patterns of the parameters that do not learn.")
     return read_table(path, Settings, tables)
 
 

@@ -15,7 +15,7 @@ import torch
 
 from checkpoints.pretrained import save_pretrained
 from data.tokenizer import load_tokenizer
-from data.tokens import train_tokenizer
+from data.train_tokenizer import train_tokenizer
 from errors import UserError
 
 gguf = pytest.importorskip("gguf", reason="needs the gguf package: pip install gguf")

@@ -11,7 +11,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 from contrib.llama_cpp_vocab import WORDS, llama_cpp_vocabulary
 from data.tokenizer import load_tokenizer
-from data.tokens import train_tokenizer
+from data.train_tokenizer import train_tokenizer
 from errors import UserError
 
 CONTROL, USER_DEFINED, UNUSED = 3, 4, 5

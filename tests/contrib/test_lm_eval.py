@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from checkpoints.pretrained import save_pretrained
-from data.tokens import train_tokenizer
+from data.train_tokenizer import train_tokenizer
 
 TEXT = ["the quick brown fox jumps over the lazy dog, and runs away.\n" * 3]
 

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from checkpoints.pretrained import load_pretrained, save_pretrained
 from contrib import same
 from data.chat import add_chat_template
-from data.tokens import train_tokenizer
+from data.train_tokenizer import train_tokenizer
 from errors import UserError
 from model.lora import add_lora
 

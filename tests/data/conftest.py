@@ -10,7 +10,7 @@ from data.readers import read_documents
 from data.settings import DataSettings
 from data.sources import resolve
 from data.tokenizer import load_tokenizer
-from data.tokens import train_tokenizer
+from data.train_tokenizer import train_tokenizer
 
 
 def read(*sources: str | Path, field: str = "text") -> list[str]:

@@ -15,7 +15,7 @@ import transformers
 from pyarrow import parquet
 
 from data.chat import ChatFormat, add_chat_template
-from data.conversations import Conversations, pack
+from data.conversations import Conversation, Conversations, pack
 from data.corpus import prepare
 from data.python_chat import questions_and_answers
 from data.settings import DataSettings
@@ -99,7 +99,7 @@ def test_an_answer_that_the_template_changes_later_is_not_learned_and_is_named(o
     source = tokenizer.chat_template.replace("message.content +", "(message.content if loop.last else 'Hm.') +", 1)
     tokenizer.files["chat_template.jinja"] = source.encode()
     ids, learned, unknown = ChatFormat(tokenizer).encode_learned(said("q", "first", "r", "second"))
-    assert unknown == [2] and tokenizer.decode(ids[learned]) == "second"
+    assert unknown == 1 and tokenizer.decode(ids[learned]) == "second"
 
 
 SHAREGPT = {"user": "human", "assistant": "bing"}
@@ -176,7 +176,7 @@ def test_rows_of_all_formats_and_keys_are_packed_whole_and_once_and_a_damaged_ca
 def test_packing_wastes_little_and_keeps_every_length():
     generator = random.Random(1)
     lengths = [min(64, int(generator.expovariate(1 / 15)) + 2) for _ in range(2000)]
-    ones = [([], np.full(length, n + 1), np.ones(length, bool)) for n, length in enumerate(lengths)]
+    ones = [Conversation([], np.full(length, n + 1), np.ones(length, bool)) for n, length in enumerate(lengths)]
     ids, learned, documents = pack(ones, 64, np.dtype(np.uint16))
     counts = np.bincount(ids.ravel(), minlength=2001)[1:]
     assert counts.tolist() == lengths

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data import readers, tokens
+from data import readers, tokens, train_tokenizer
 from data.corpus import Corpus, prepare
 from data.settings import DataSettings
 from data.tokens import TokenStream
@@ -46,7 +46,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 @pytest.fixture
 def small_units(monkeypatch):
-    """Several units for the texts of these tests, in processes of their own where there is more than one core."""
+    """Several units for the texts of these tests."""
     monkeypatch.setattr(tokens, "UNIT_BYTES", 20_000)
 
 
@@ -90,16 +90,6 @@ def test_all_batches_keep_duplicates_and_blocks_get_the_ids_of_the_undivided_tex
         prepared(tmp_path, data=(str(tmp_path / "blank.jsonl"),), **arguments)
 
 
-def test_the_bytes_of_the_cache_do_not_depend_on_the_number_of_processes(tmp_path, small_units, monkeypatch):
-    write_corpus(tmp_path / "text", documents=200)
-    started = []
-    for count in (1, 2, 3):
-        monkeypatch.setattr("data.tokens.usable_cores", lambda count=count: started.append(count) or count)
-        prepared(tmp_path, cache=str(tmp_path / str(count)))
-    assert set(started) == {1, 2, 3} and len(list((tmp_path / "3" / "units").glob("*.bin"))) > 3
-    assert contents(tmp_path / "1") == contents(tmp_path / "2") == contents(tmp_path / "3")
-
-
 def test_what_a_process_raises_is_what_the_user_reads(tmp_path, small_units, tokenizer_file):
     write_corpus(tmp_path / "text", documents=200)
     (tmp_path / "text" / "150.jsonl").write_text('{"text": 5}\n')
@@ -108,13 +98,13 @@ def test_what_a_process_raises_is_what_the_user_reads(tmp_path, small_units, tok
 
 
 def test_the_tokenizer_is_trained_on_a_sample_from_all_of_the_text_without_validation_documents(tmp_path, monkeypatch):
-    texts, seen, train = write_corpus(tmp_path / "text", documents=400), [], tokens.train_tokenizer
+    texts, seen, train = write_corpus(tmp_path / "text", documents=400), [], train_tokenizer.train_tokenizer
     spy = lambda sample, *arguments: seen.append(sample) or train(sample, *arguments)  # noqa: E731
-    monkeypatch.setattr(tokens, "train_tokenizer", spy)
+    monkeypatch.setattr(train_tokenizer, "train_tokenizer", spy)
     corpus = prepared(tmp_path)
     assert set(seen[0]) == set(documents_of(corpus.train, corpus.tokenizer))
-    monkeypatch.setattr(tokens, "TOKENIZER_BYTES", sum(len(text.encode()) for text in texts) // 5)
-    monkeypatch.setattr(tokens, "SAMPLE_BYTES", 1000)
+    monkeypatch.setattr(train_tokenizer, "TOKENIZER_BYTES", sum(len(text.encode()) for text in texts) // 5)
+    monkeypatch.setattr(train_tokenizer, "SAMPLE_BYTES", 1000)
     prepared(tmp_path, vocab_size=410)
     assert 40 < len(seen[1]) < 80 and not set(seen[1]) - set(seen[0])
     places = [texts.index(text) for text in seen[1]]
@@ -186,19 +176,6 @@ def test_killed_preparations_and_two_at_once_give_what_an_undisturbed_one_gives(
     processes = [start(tmp_path, "cache") for _ in range(2)]
     assert [process.wait() for process in processes] == [0, 0]
     assert contents(tmp_path / "cache") == contents(tmp_path / "untouched")
-
-
-def test_the_workers_of_a_killed_preparation_end_with_it(tmp_path, small_units):
-    write_corpus(tmp_path / "text", documents=1000)
-    process, units_made = start(tmp_path, "cache"), (tmp_path / "cache" / "units").glob
-    while not list(units_made("*.docs")):
-        time.sleep(0.01)
-    process.kill()
-    process.wait()
-    time.sleep(1)
-    made = len(list(units_made("*.docs")))
-    prepared(tmp_path)
-    assert made < len(list(units_made("*.docs")))
 
 
 MEASURED = """

@@ -14,7 +14,7 @@ from sentencepiece.sentencepiece_model_pb2 import ModelProto
 
 from data.tokenizer import check_vocabulary, load_tokenizer
 from data.tokenizer_json import PIECE, merges
-from data.tokens import train_tokenizer
+from data.train_tokenizer import train_tokenizer
 from errors import UserError
 
 # Every Unicode scalar value but U+2581, and the texts that tokenizers often get wrong.

@@ -11,7 +11,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 from checkpoints.pretrained import save_pretrained
 from data.chat import ChatFormat
 from data.tokenizer import Tokenizer, load_tokenizer
-from data.tokens import train_tokenizer
+from data.train_tokenizer import train_tokenizer
 from generation import cli
 from generation.settings import Settings
 from model.config import ModelConfig

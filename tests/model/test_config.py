@@ -28,7 +28,7 @@ def test_the_default_model_has_four_million_parameters():
         ({"hidden_size": 50}, "hidden_size 50 is no multiple of 6 heads; set head_dim"),
         ({"head_dim": 7}, "heads are 7 wide"),
         ({"hidden_size": "64"}, "hidden_size is '64'"),
-        ({"norm": "instance"}, "norm is 'instance' and must be rms, layer, "),
+        ({"norm": "instance"}, "norm is 'instance': Expected rms, layer, "),
         ({"norm_eps": 0.0}, "norm_eps is 0.0"),
         ({"rope_theta": float("inf")}, "rope_theta is inf"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, "factor 0 and needs a number"),
