@@ -66,7 +66,7 @@ def save_pretrained(
     state: Mapping[str, Tensor] | None = None,
     file: str = SINGLE,
 ) -> None:
-    """Write config.json, generation_config.json and weights in their own dtype; of a decoder with LoRA, the adapter.
+    """Write config.json and weights in their own dtype; of a decoder with LoRA, the adapter.
 
     state: write some of the decoder's tensors alone, as `file`. After an `OSError` the directory is incomplete.
     """
@@ -82,7 +82,6 @@ def save_pretrained(
         return
     ids, dtype = {"bos_token_id": bos_token_id, "eos_token_id": eos_token_id}, decoder.embed_tokens.weight.dtype
     write_json(directory / "config.json", to_json(decoder.config, dtype=str(dtype).removeprefix("torch."), **ids))
-    write_json(directory / "generation_config.json", {key: value for key, value in ids.items() if value is not None})
     for name in zero_biases(decoder.config):
         if name.removesuffix("bias") + "weight" in tensors:
             tensors[name] = torch.zeros(decoder.config.hidden_size, dtype=dtype)

@@ -177,14 +177,14 @@ TABLE = r"""
 + peft.PeftModel.from_pretrained(decoder, adapter).unload()
 ! contrib/test_same.py::test_an_adapter_is_asked_in_peft_and_half_of_its_alpha_is_found
 @ training/session.py
-- if fixed.get(name, value) != value:
+- if state.fixed.get(name, value) != value:
 + if False:
 ! training/test_resume.py::test_an_edited_file_of_settings_does_not_change_what_a_run_must_keep
 - saves=(state.step, state.seconds),
 + saves=None,
 ! training/test_processes.py::test_processes_must_be_given_equal_texts_tokenizers_settings_and_saves
-- return saved
-+ return dataclasses.replace(saved, step=saved.step - 1)
+- return state
++ return dataclasses.replace(state, step=state.step - 1)
 ! training/test_resume.py::test_a_caller_of_the_steps_can_stop_at_any_of_them_save_and_resume_bit_for_bit
 @ training/checkpoint.py
 - value = value.to(parameters[name].device, copy=True)

@@ -28,10 +28,10 @@ from checkpoints.pretrained import save_pretrained, save_tensors, write_json
 from checkpoints.weights import find_weight_files
 from data.tokenizer import Tokenizer
 from errors import UserError, reading
-from files import fsync, read_json, replace_text
+from files import fsync, replace_text
 from generation.settings import SMALL_MODELS
 from model.decoder import Decoder
-from training.shard import divide, share_out
+from training.shard import distribute_like, owned_tensors
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ class State:
     seconds: float  # time of training so far, from the first start over all resumes
     best_validation_loss: float | None  # lowest so far, nats per token; None before the first evaluation
     text_hash: str  # hash of the text that it trains on
+    fixed: dict  # settings that a resumed run must keep, as settings.toml may have been edited
     scaler: dict | None = None  # state of the float16 gradient scaler, None in other dtypes
-    fixed: dict | None = None  # settings that a resumed run must keep, as settings.toml may have been edited
 
 
 def write_tensors(
@@ -58,7 +58,7 @@ def write_tensors(
         for name, parameter in model.named_parameters()
         for moment, value in optimizer.state.get(parameter, {}).items()
     }
-    weights, moments = (share_out(tensors, writers, rank, "cpu")[1] for tensors in (weights, moments))
+    weights, moments = (owned_tensors(tensors, writers, rank, "cpu")[1] for tensors in (weights, moments))
     if rank < writers:
         suffix = f"-{rank + 1:05}-of-{writers:05}.safetensors" if writers > 1 else ".safetensors"
         ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
@@ -67,14 +67,16 @@ def write_tensors(
         fsync(*new.glob(f"*{suffix}"))
 
 
-def complete(last: Path, state: State, tokenizer: Tokenizer, *, is_best: bool) -> None:
-    """Write all other files, and the indexes of what several processes wrote, and replace the saves before."""
+def publish_save(last: Path, state: State, tokenizer: Tokenizer, *, is_adapter: bool, is_best: bool) -> None:
+    """Write the files beside the tensors, and the indexes of what several processes wrote, and publish the folder."""
     _, new, _ = candidates(last)
-    tokenizer.save(new)  # it may have a generation_config.json of its own
-    path = new / "generation_config.json"
-    recommended = read_json(path)
-    if recommended and not {"do_sample", "temperature"} & recommended.keys():
-        write_json(path, recommended | {"do_sample": True} | vars(SMALL_MODELS))
+    tokenizer.save(new)
+    generation = tokenizer.fields("generation_config.json")
+    if not generation and not is_adapter:
+        bos = {} if tokenizer.bos_id is None else {"bos_token_id": tokenizer.bos_id}
+        generation = bos | {"eos_token_id": tokenizer.eos_id}
+    if generation and not {"do_sample", "temperature"} & generation.keys():
+        write_json(new / "generation_config.json", generation | {"do_sample": True} | vars(SMALL_MODELS))
     for kind in ("model", "training_state"):
         shards = [*new.glob(f"{kind}-*.safetensors")]
         names = {key: shard.name for shard in shards for key in safe_open(shard, "pt").keys()}  # noqa: SIM118
@@ -83,11 +85,11 @@ def complete(last: Path, state: State, tokenizer: Tokenizer, *, is_best: bool) -
     if is_best:
         best = last.with_name("best")
         shutil.copytree(new, candidates(best)[1], ignore=shutil.ignore_patterns("training_state*"), dirs_exist_ok=True)
-        finish_save(best, state)
-    finish_save(last, state)
+        publish(best, state)
+    publish(last, state)
 
 
-def finish_save(target: Path, state: State) -> None:
+def publish(target: Path, state: State) -> None:
     """Write state.json into `target`.new and rename that to `target`. At any instant one directory is complete."""
     _, new, old = candidates(target)
     fsync(*new.iterdir(), new)  # before state.json, which says that everything else is there
@@ -118,7 +120,7 @@ def recover_interrupted_save(target: Path) -> None:
 
 def find_complete(target: Path) -> Path | None:
     """The complete directory of the save `target`: itself, or what an interrupted save left; None if there is none."""
-    return next((candidate for candidate in candidates(target) if is_complete(candidate)), None)
+    return next(filter(is_complete, candidates(target)), None)
 
 
 def find_last(run_dir: Path) -> Path:
@@ -138,7 +140,6 @@ def describe_saves(run_dir: Path) -> str:
 
 
 def read_state(directory: Path) -> State:
-    """Read state.json."""
     with reading(directory / "state.json", "the run cannot be resumed"):
         return msgspec.json.decode((directory / "state.json").read_bytes(), type=State)
 
@@ -153,5 +154,5 @@ def load_moments(directory: Path, model: Decoder, optimizer: torch.optim.Optimiz
             moment, name = key.split(".", 1)
             if name in parameters:
                 value = value.to(parameters[name].device, copy=True)  # not the mapped file
-                optimizer.state[parameters[name]][moment] = divide(value, parameters[name])
+                optimizer.state[parameters[name]][moment] = distribute_like(value, parameters[name])
     return read_state(directory)

@@ -102,6 +102,7 @@ def evaluate_and_save(session: Session, bar: tqdm) -> None:
     result = evaluate(session.model, windows, corpus.validation_bytes, session.device, processes)
     if not math.isfinite(result.loss):
         raise diverged(session, session.state.step, f"the validation loss is {result.loss:g}")
+    session.validation_losses.append(result.loss)
     if session.processes.is_main:
         means = dict(validation_loss=result.loss, perplexity=result.perplexity, bits_per_byte=result.bits_per_byte)
         metrics.write(session.run_dir, session.state.step, **means)
@@ -125,7 +126,7 @@ def save(session: Session, validation_loss: float | None = None) -> None:
         checkpoint.write_tensors(last, model, session.optimizer, tokenizer, processes.rank, writers)
         processes.max(0)  # what follows needs the files of all processes
         if processes.is_main:
-            checkpoint.complete(last, state, tokenizer, is_best=is_best)
+            checkpoint.publish_save(last, state, tokenizer, is_adapter=model.lora is not None, is_best=is_best)
     except OSError as error:
         saves = checkpoint.describe_saves(session.run_dir)
         raise UserError(f"step {state.step} cannot be saved ({error}); {saves}.") from error

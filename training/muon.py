@@ -12,7 +12,7 @@ from collections import defaultdict
 import torch
 from torch import Tensor, nn
 
-from training.shard import whole
+from training.shard import gathered
 
 MOMENTUM = 0.95
 ROW_DECAY = 0.95  # decay of the moving average of a row's mean square
@@ -50,8 +50,8 @@ class Muon(torch.optim.Optimizer):
             momentum = state["momentum_buffer"].lerp_(parameter.grad, 1 - MOMENTUM)
             update = parameter.grad.lerp(momentum, MOMENTUM)  # Nesterov's
             updates.append(torch.cat([update, state["row_squares"]], dim=1))
-        with whole(updates) as share:
-            for i, packed in share.items():
+        with gathered(updates) as owned:
+            for i, packed in owned.items():
                 for matrix in packed.split(self.rows[parameters[i]]):
                     same_shape[matrix.shape].append(matrix)
             for matrices in same_shape.values():

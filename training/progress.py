@@ -10,7 +10,7 @@ from checkpoints import pretrained
 from errors import printable
 from generation.generate import generate
 from generation.settings import SMALL_MODELS
-from training import checkpoint, metrics, plot
+from training import checkpoint, plot
 from training.evaluate import Evaluation
 from training.session import Session
 from training.step import StepResult
@@ -37,8 +37,7 @@ def show_step(session: Session, bar: tqdm, result: StepResult) -> None:
 def show_evaluation(session: Session, bar: tqdm, result: Evaluation) -> None:
     """Print an evaluation, what it means when the loss has risen twice, and before the end a text sample."""
     bar.write(f"step {session.state.step}: validation {result}")
-    losses = [line["validation_loss"] for line in metrics.read(session.run_dir) if "validation_loss" in line]
-    rises = [after > before for before, after in itertools.pairwise(losses)]
+    rises = [after > before for before, after in itertools.pairwise(session.validation_losses)]
     if rises[-2:] == [True] * 2 and rises[-3:] != [True] * 3:  # after the third it has been said
         bar.write(RISING)
     if session.state.step < session.steps and not session.sharded:  # sharded, each token would gather all weights

@@ -5,7 +5,7 @@ import importlib.util
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -27,7 +27,7 @@ from training.optimizer import build_optimizer, freeze_parameters
 from training.processes import Processes, start_processes
 from training.schedule import sequence_length
 from training.settings import Settings, changed_fields, load_settings
-from training.shard import shard
+from training.shard import is_sharded, shard
 
 Log = Callable[[str], object]
 Text = Corpus | Conversations
@@ -47,6 +47,7 @@ class Session:
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
     state: State
+    validation_losses: list[float] = field(default_factory=list)  # since this process began
 
     @property
     def steps(self) -> int:
@@ -55,8 +56,7 @@ class Session:
 
     @property
     def sharded(self) -> bool:
-        """Whether the weights are divided among the processes."""
-        return self.settings.machine.shard and self.processes.count > 1
+        return is_sharded(self.model.embed_tokens.weight)
 
     def batch(self, step: int) -> Batch:
         """This process's share of a step, arrays of int64 (b, t): windows, cut into equal parts of the scheduled t."""
@@ -92,16 +92,16 @@ def set_up(settings: Settings, run_dir: Path, *, resume: bool, log: Log = print)
         raise UserError(f"{run_dir} has already done {saved.step} steps; for more, raise --steps.")
     settings, corpus = open_text(settings, last, processes, log)
     if last is None:
-        state = State(0, 0, 0.0, None, corpus.text_hash, fixed=fixed_settings(settings))
+        state = State(0, 0, 0.0, None, corpus.text_hash, fixed_settings(settings))
     else:
         state = check_unchanged(settings, run_dir, saved, corpus.text_hash, log)
     model = initial_model(settings, dtype, log, last)
-    given_data = dataclasses.replace(settings.data, data=(), tokenizer=None, cache="")  # paths may differ
-    given_run = dataclasses.replace(settings.run, out=None, init_from=None)
+    data = dataclasses.replace(settings.data, data=(), tokenizer=None, cache="")  # paths may differ
+    run = dataclasses.replace(settings.run, out=None, init_from=None)
     processes.check_equal(
         texts=corpus.text_hash,
         tokenizers=(corpus.tokenizer.hash, corpus.tokenizer.chat_template),
-        settings=(settings.model, settings.optimizer, given_data, machine.dtype, given_run),
+        settings=(settings.model, settings.optimizer, data, machine.dtype, run),
         saves=(state.step, state.seconds),
     )
     forward, optimizer, scaler = prepare_training(model, settings, device, processes)
@@ -177,13 +177,13 @@ def initial_model(settings: Settings, dtype: torch.dtype, log: Log, last: Path |
         elif run.previous_token_head:
             log("note: --previous-token-head does nothing without --attention-bias")
         if run.init_from is not None and last is None:
-            load_given_weights(model, run.init_from, run.center_weights, log)
+            load_initial_weights(model, run.init_from, run.center_weights, log)
     if last is not None:
         pretrained.load_weights(model, last)
     return model
 
 
-def load_given_weights(model: Decoder, directory: str, center: bool, log: Log) -> None:
+def load_initial_weights(model: Decoder, directory: str, center: bool, log: Log) -> None:
     """Load the weights of --init-from; `center` them where LayerNorm becomes RMSNorm."""
     new, dropped = pretrained.load_weights(model, directory)
     log(f"weights: those of {directory}")
@@ -203,10 +203,11 @@ def prepare_training(
     machine, forward = settings.machine, model
     model.activation_checkpointing = machine.activation_checkpointing
     freeze_parameters(model, settings.run.freeze)
-    if machine.shard and processes.count > 1:
+    sharded = machine.shard and processes.count > 1
+    if sharded:
         shard(model, device, compiled=machine.compile)
     optimizer = build_optimizer(model.to(device), settings.optimizer, device)
-    if not machine.shard or processes.count == 1:
+    if not sharded:
         forward = processes.wrap(kernels.compile_model(model) if machine.compile else model)
     return forward, optimizer, torch.amp.GradScaler(device.type, enabled=model.compute_dtype == torch.float16)
 
@@ -218,17 +219,16 @@ def fixed_settings(settings: Settings) -> dict[str, object]:
     return json.loads(json.dumps({name: values[name] for name in names} | vars(settings.model)))
 
 
-def check_unchanged(settings: Settings, run_dir: Path, saved: State, text_hash: str, log: Log) -> State:
+def check_unchanged(settings: Settings, run_dir: Path, state: State, text_hash: str, log: Log) -> State:
     """The saved state, if the text, the model and the optimizer have not changed."""
     before = load_settings(run_dir / "settings.toml")
-    fixed = saved.fixed or fixed_settings(before)
-    problems = ["the text differs"] if saved.text_hash != text_hash else []
+    problems = ["the text differs"] if state.text_hash != text_hash else []
     for name, value in fixed_settings(settings).items():
-        if fixed.get(name, value) != value:
-            problems.append(f"{name}: {fixed[name]} -> {value}")
+        if state.fixed.get(name, value) != value:
+            problems.append(f"{name}: {state.fixed[name]} -> {value}")
     if problems:
         raise UserError(f"{run_dir} cannot be resumed: {'; '.join(problems)}; start a new run in another --out.")
     changed = changed_fields(before, settings)
     if changed:
         log(f"changed since the run was started: {', '.join(changed)}")
-    return saved
+    return state

@@ -31,33 +31,38 @@ def shard(model: Decoder, device: torch.device, *, compiled: bool) -> None:
         fully_shard(module, mesh=mesh)
 
 
-def share_out(tensors: Mapping, count: int, rank: int, device: torch.device | str) -> tuple[dict, dict]:
-    """Which process takes each tensor, in turns from the largest on; and complete copies of those that `rank` takes."""
-    by_size, share = sorted(tensors, key=lambda key: -tensors[key].numel()), {}
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether this process has only a part of the tensor."""
+    return hasattr(tensor, "full_tensor")
+
+
+def owned_tensors(tensors: Mapping, count: int, rank: int, device: torch.device | str) -> tuple[dict, dict]:
+    """Which process owns each tensor, in turns from the largest on; and the complete ones that `rank` owns."""
+    by_size, owned = sorted(tensors, key=lambda key: -tensors[key].numel()), {}
     owners = {key: i % count for i, key in enumerate(by_size)}
     for key, tensor in tensors.items():
-        full = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # gathered by all, one at a time
+        full = tensor.full_tensor() if is_sharded(tensor) else tensor  # gathered by all, one at a time
         if owners[key] == rank:
-            share[key] = full.to(device, copy=True).contiguous()
-    return owners, share
+            owned[key] = full.to(device)
+    return owners, owned
 
 
-def divide(tensor: Tensor, like: Tensor, source: int | None = None) -> Tensor:
+def distribute_like(tensor: Tensor, like: Tensor, source: int | None = None) -> Tensor:
     """The tensor divided as `like` is, if that is divided; `source` is the process that has it, None: all have it."""
-    if not hasattr(like, "full_tensor") or tensor.ndim == 0:
+    if not is_sharded(like) or tensor.ndim == 0:
         return tensor
     return torch.distributed.tensor.distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=source)
 
 
 @contextlib.contextmanager
-def whole(tensors: list[Tensor]) -> Iterator[dict[int, Tensor]]:
-    """This process's share of the tensors, complete, by index. What the block writes into them is divided again."""
-    if not tensors or not hasattr(tensors[0], "full_tensor"):
+def gathered(tensors: list[Tensor]) -> Iterator[dict[int, Tensor]]:
+    """The tensors that this process owns, complete, by index. What the block writes into them is divided again."""
+    if not tensors or not is_sharded(tensors[0]):
         yield dict(enumerate(tensors))
         return
     mesh, device = tensors[0].device_mesh, tensors[0].device
-    owners, share = share_out(dict(enumerate(tensors)), mesh.size(), mesh.get_rank(), device)
-    yield share
+    owners, owned = owned_tensors(dict(enumerate(tensors)), mesh.size(), mesh.get_rank(), device)
+    yield owned
     for i, tensor in enumerate(tensors):
-        full = share[i] if i in share else tensor.to_local().new_empty(tensor.shape)
-        tensor.copy_(divide(full, tensor, owners[i]))
+        full = owned[i] if i in owned else tensor.to_local().new_empty(tensor.shape)
+        tensor.copy_(distribute_like(full, tensor, owners[i]))

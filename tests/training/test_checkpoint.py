@@ -12,7 +12,7 @@ def write(target: Path, content: str) -> None:
     checkpoint.recover_interrupted_save(target)
     (new := target.with_name("last.new")).mkdir()
     (new / "weights").write_text(content)
-    checkpoint.finish_save(target, checkpoint.State(0, 0, 0.0, None, ""))
+    checkpoint.publish(target, checkpoint.State(0, 0, 0.0, None, "", {}))
 
 
 @pytest.mark.parametrize("renames_done", [0, 1, 2])
