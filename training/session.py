@@ -1,8 +1,6 @@
 """Everything a run needs before its first step: device, text, model, optimizer, and the state to resume from."""
 
 import dataclasses
-import importlib.util
-import json
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -27,10 +25,11 @@ from training.optimizer import build_optimizer, freeze_parameters
 from training.processes import Processes, start_processes
 from training.schedule import sequence_length
 from training.settings import Settings, changed_fields, load_settings
-from training.shard import is_sharded, shard
+from training.shard import shard
 
 Log = Callable[[str], object]
 Text = Corpus | Conversations
+COMPILERS = ("g++", "clang++", "c++", "cl")
 
 
 @dataclass
@@ -47,16 +46,12 @@ class Session:
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
     state: State
+    sharded: bool  # whether the weights are divided among the processes
     validation_losses: list[float] = field(default_factory=list)  # since this process began
 
     @property
     def steps(self) -> int:
-        """Optimizer steps of the complete run."""
         return self.settings.optimizer.steps
-
-    @property
-    def sharded(self) -> bool:
-        return is_sharded(self.model.embed_tokens.weight)
 
     def batch(self, step: int) -> Batch:
         """This process's share of a step, arrays of int64 (b, t): windows, cut into equal parts of the scheduled t."""
@@ -77,9 +72,8 @@ def set_up(settings: Settings, run_dir: Path, *, resume: bool, log: Log = print)
         raise UserError("--norm batch has statistics of its own in each process; use one process.")
     if settings.data.batch_size % processes.count:
         raise UserError(f"--batch-size {settings.data.batch_size} cannot be divided by {processes.count} processes.")
-    reason = why_not_compile(device)
-    if settings.machine.compile and reason:
-        raise UserError(f"--compile: {reason}.")
+    if settings.machine.compile and device.type == "cpu" and not any(map(shutil.which, COMPILERS)):
+        raise UserError(f"--compile needs a C++ compiler: one of {', '.join(COMPILERS)}.")
     kernels.use(settings.machine.kernels, device)
     keep_freed_memory()
     dtype = choose_training_dtype(settings.machine.dtype, device)
@@ -104,7 +98,8 @@ def set_up(settings: Settings, run_dir: Path, *, resume: bool, log: Log = print)
         settings=(settings.model, settings.optimizer, data, machine.dtype, run),
         saves=(state.step, state.seconds),
     )
-    forward, optimizer, scaler = prepare_training(model, settings, device, processes)
+    sharded = machine.shard and processes.count > 1
+    forward, optimizer, scaler = prepare_training(model, settings, device, processes, sharded=sharded)
     if last is not None:
         checkpoint.load_moments(last, model, optimizer)
         if state.scaler is not None and scaler.is_enabled():
@@ -115,15 +110,7 @@ def set_up(settings: Settings, run_dir: Path, *, resume: bool, log: Log = print)
         f"{device_name(device)}, {machine.dtype} activations, kernels: {kernels.describe(device)}"
     )
     run_dir = processes.folder_of_main(run_dir)
-    return Session(settings, run_dir, processes, device, corpus, model, forward, optimizer, scaler, state)
-
-
-def why_not_compile(device: torch.device) -> str | None:
-    """What torch.compile lacks on this device, or None: a C++ compiler on a CPU, Triton elsewhere."""
-    if device.type == "cpu":
-        has_compiler = any(map(shutil.which, ("g++", "clang++", "c++", "cl")))
-        return None if has_compiler else "no C++ compiler found (install g++, clang++ or Visual C++)"
-    return None if importlib.util.find_spec("triton") else "Triton is not installed"
+    return Session(settings, run_dir, processes, device, corpus, model, forward, optimizer, scaler, state, sharded)
 
 
 def no_log(_: str) -> None:
@@ -134,11 +121,11 @@ def open_text(settings: Settings, last: Path | None, processes: Processes, log: 
     """The text to train on, and the settings with the size of its vocabulary: a small text has a smaller one."""
     with processes.main_first("text"):
         corpus = prepare_corpus(settings, last)
-    steps, length = settings.optimizer.steps, settings.data.sequence_length
-    sequences = corpus.count_sequences(settings.data)
-    read = steps * settings.data.batch_size * length
-    log(f"text: {corpus.description}\n  {steps:,} steps: {epochs(read, sequences * length)}")
-    if last is None and settings.run.init_from is None and settings.data.tokenizer is None:
+    steps, data = settings.optimizer.steps, settings.data
+    tokens = corpus.count_sequences(data) * data.sequence_length
+    read = epochs(steps * data.batch_size * data.sequence_length, tokens)
+    log(f"text: {corpus.description}\n  {steps:,} steps: {read}")
+    if last is None and settings.run.init_from is None and data.tokenizer is None:
         model = dataclasses.replace(settings.model, vocab_size=corpus.tokenizer.vocab_size)
         settings = dataclasses.replace(settings, model=model)
     return settings, corpus
@@ -197,26 +184,26 @@ def load_initial_weights(model: Decoder, directory: str, center: bool, log: Log)
 
 
 def prepare_training(
-    model: Decoder, settings: Settings, device: torch.device, processes: Processes
+    model: Decoder, settings: Settings, device: torch.device, processes: Processes, *, sharded: bool = False
 ) -> tuple[nn.Module, torch.optim.Optimizer, torch.amp.GradScaler]:
     """Bring the model to the device; returns what is called in training (`Session.forward`), optimizer and scaler."""
-    machine, forward = settings.machine, model
+    machine = settings.machine
     model.activation_checkpointing = machine.activation_checkpointing
     freeze_parameters(model, settings.run.freeze)
-    sharded = machine.shard and processes.count > 1
     if sharded:
         shard(model, device, compiled=machine.compile)
-    optimizer = build_optimizer(model.to(device), settings.optimizer, device)
-    if not sharded:
-        forward = processes.wrap(kernels.compile_model(model) if machine.compile else model)
+        forward = model.to(device)
+    else:
+        forward = processes.wrap(kernels.compile_model(model.to(device)) if machine.compile else model.to(device))
+    optimizer = build_optimizer(model, settings.optimizer, device)
     return forward, optimizer, torch.amp.GradScaler(device.type, enabled=model.compute_dtype == torch.float16)
 
 
 def fixed_settings(settings: Settings) -> dict[str, object]:
-    """What a resumed run must keep, as JSON has it; another split would validate on documents that were trained on."""
+    """What a resumed run must keep; another split would validate on documents that were trained on."""
     values = vars(settings.run) | vars(settings.data) | vars(settings.optimizer)
     names = ("optimizer", "lora", "lora_alpha", "seed", "tokenizer", "validation_fraction", "validation_salt")
-    return json.loads(json.dumps({name: values[name] for name in names} | vars(settings.model)))
+    return {name: values[name] for name in names} | vars(settings.model)
 
 
 def check_unchanged(settings: Settings, run_dir: Path, state: State, text_hash: str, log: Log) -> State:

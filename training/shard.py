@@ -32,7 +32,7 @@ def shard(model: Decoder, device: torch.device, *, compiled: bool) -> None:
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether this process has only a part of the tensor."""
+    """Whether this process has only a part of the tensor. Weights may be gathered after a forward pass."""
     return hasattr(tensor, "full_tensor")
 
 

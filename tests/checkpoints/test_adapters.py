@@ -177,7 +177,7 @@ def test_with_config_json_or_a_copy_of_the_head_it_is_the_same_adapter_and_no_mo
     model, expected = adapter.parent / "model", lora(**OTHER)(tokens)
     head = load_file(model / "model.safetensors")["lm_head.weight"]
     edit(adapter, lambda t: t.update({HEAD: head.bfloat16()}))  # as of a model that PEFT opened in bfloat16
-    for file in ("generation_config.json", "config.json", "model.safetensors"):  # the last: a model with its adapter
+    for file in ("config.json", "model.safetensors"):  # the last: a model with its adapter
         shutil.copy(model / file, adapter)
         assert find_adapter(adapter) == (adapter if file == "model.safetensors" else model, find_checkpoint(adapter))
         assert relative(load(adapter)(tokens), expected) <= 1e-6 < relative(load_pretrained(model)(tokens), expected)
