@@ -44,7 +44,12 @@ class Tokenizer:
             self._tokenizer.no_truncation()
             self._tokenizer.no_padding()
         with reading(folder / "tokenizer_config.json"):
-            self._add_tokens()
+            names = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+            config, *old = (self.fields(name) for name in names)
+            self.config, self.special_tokens = add_tokens(self._tokenizer, config, *old)
+            if self.config is not config:  # it has tokens that tokenizer.json lacks
+                texts = {"tokenizer_config.json": json.dumps(self.config), "tokenizer.json": self._tokenizer.to_str()}
+                self.files = {names[0]: b"", **files} | {name: text.encode() for name, text in texts.items()}
             bos, eos = (self.special_tokens.get(name) for name in ("bos_token", "eos_token"))
             self.bos_id = find_bos(self._tokenizer, self.config, bos)
             self.eos_id = find_eos(self._tokenizer, eos, self.fields("generation_config.json"))
@@ -119,15 +124,6 @@ class Tokenizer:
     def added_tokens(self) -> dict[int, AddedToken]:
         """The tokens that are found in a text before the rest of it is tokenized, by id: special ones and others."""
         return self._tokenizer.get_added_tokens_decoder()
-
-    def _add_tokens(self) -> None:
-        """Add tokens that only the configuration has, to both files."""
-        names = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
-        config, *old = (self.fields(name) for name in names)
-        self.config, self.special_tokens = add_tokens(self._tokenizer, config, *old)
-        if self.config is not config:
-            texts = {"tokenizer_config.json": json.dumps(self.config), "tokenizer.json": self._tokenizer.to_str()}
-            self.files = {"tokenizer_config.json": b"", **self.files} | {name: texts[name].encode() for name in texts}
 
     def fields(self, name: str) -> dict:
         """The fields of one of its JSON files, none if there is no such file."""

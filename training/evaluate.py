@@ -21,12 +21,10 @@ class Evaluation:
 
     @property
     def loss(self) -> float:
-        """Nats per token."""
         return self.nats / self.tokens
 
     @property
     def perplexity(self) -> float:
-        """e to the power of the loss."""
         return math.exp(self.loss) if self.loss < 700 else math.inf
 
     @property

@@ -32,7 +32,6 @@ class Processes:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is the process that prints and writes files."""
         return self.rank == 0
 
     @contextlib.contextmanager

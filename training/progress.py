@@ -16,10 +16,8 @@ from training.session import Session
 from training.step import StepResult
 
 SAMPLE_TOKENS = 100
-RISING = (
-    "note: the validation loss has risen twice: the model learns its text by heart. best/ keeps the best weights; give "
-    "more text, fewer --steps or a smaller model"
-)
+RISING = "note: the validation loss has risen twice: the model learns its text by heart. best/ keeps the best weights; "
+RISING += "give more text, fewer --steps or a smaller model"
 
 
 def show_step(session: Session, bar: tqdm, result: StepResult) -> None:
@@ -45,7 +43,6 @@ def show_evaluation(session: Session, bar: tqdm, result: Evaluation) -> None:
 
 
 def sample_prompts(session: Session) -> list[str]:
-    """--sample-prompts, or else those of the text itself."""
     return [*session.settings.run.sample_prompts] or session.corpus.prompts
 
 
@@ -66,8 +63,7 @@ def samples(session: Session, prompts: list[str]) -> str:
 
 def report_end(session: Session) -> None:
     """Draw loss.png; print samples of the best weights, how the run ended and the command to type next."""
-    state, corpus, folder = session.state, session.corpus, str(session.run_dir)
-    run_dir = shlex.quote(f"./{folder}" if folder.startswith("-") else folder)  # no flag
+    state, corpus, run_dir = session.state, session.corpus, shlex.quote(str(session.run_dir))
     plot.draw([session.run_dir], session.run_dir / "loss.png")
     if state.step < session.steps:
         print(f"stopped and saved at step {state.step} of {session.steps}; resume with:")
@@ -75,7 +71,9 @@ def report_end(session: Session) -> None:
         return
     prompts = sample_prompts(session)
     if not session.sharded:
-        load_best(session)
+        best = checkpoint.find_complete(session.run_dir / "best")
+        if best is not None:
+            pretrained.load_weights(session.model, best)
         print(samples(session, prompts))
     if state.best_validation_loss > math.log(session.model.config.vocab_size):
         print("note: it predicts this text worse than chance; give more text, more --steps or a smaller --vocab-size")
@@ -84,10 +82,3 @@ def report_end(session: Session) -> None:
     print(f"{state.step:,} steps, {state.tokens:,} tokens in {state.seconds:.0f} s of training, {speed}")
     print(f"best/ has the weights with the lowest validation loss, {state.best_validation_loss:.4f} nats per token")
     print(f"next: python generate.py {run_dir} {corpus.generate_arguments(prompts[0])}")
-
-
-def load_best(session: Session) -> None:
-    """Replace the weights of the session, which has taken its last step, with those of best/, if there are any."""
-    best = checkpoint.find_complete(session.run_dir / "best")
-    if best is not None:
-        pretrained.load_weights(session.model, best)

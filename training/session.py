@@ -139,11 +139,8 @@ def epochs(read: float, tokens: float) -> str:
 
 def prepare_corpus(settings: Settings, last: Path | None = None) -> Text:
     """The text as tokens, by the tokenizer of `last`, else --tokenizer, else that of --init-from, else a new one."""
-    data, tokenizer = settings.data, last or settings.data.tokenizer or settings.run.init_from
-    try:
-        return prepare(data, tokenizer, settings.model.vocab_size)
-    except OSError as error:
-        raise UserError(f"the text cannot be kept in --cache {data.cache} ({error}); give another folder.") from error
+    tokenizer = last or settings.data.tokenizer or settings.run.init_from
+    return prepare(settings.data, tokenizer, settings.model.vocab_size)
 
 
 def initial_model(settings: Settings, dtype: torch.dtype, log: Log, last: Path | None = None) -> Decoder:
