@@ -48,46 +48,44 @@ class TextFile:
 
 
 def resolve(settings: DataSettings) -> list[TextFile]:
-    """The files behind names, paths, folders, patterns and `hub:OWNER/NAME[/folder]`, in that order.
-
-    A name wins over a folder of that name; `./python` is the folder. Folders and patterns are sorted, hidden files left
-    out, and only files with a suffix in `FORMATS` taken. A source without any is an error.
-    """
-    files = []
-    for name in settings.data:
-        of_source = find_files(name, settings)
-        if not of_source:
-            raise UserError(f"{name} names no file to read; the formats are {' '.join(FORMATS)}.")
-        files += of_source
-    return files
+    """The files that --data names, in that order."""
+    return [file for name in settings.data for file in find_files(name, settings)]
 
 
 def find_files(name: str, settings: DataSettings) -> list[TextFile]:
-    """The files of one source."""
-    path, field = os.path.expanduser(name), settings.text_field
+    """The files of a name, path, folder, pattern or `hub:OWNER/NAME[/folder]`; `UserError` if there are none.
+
+    A name wins over a folder of that name; `./python` is the folder. Folders and patterns are sorted, hidden files left
+    out, and only files with a suffix in `FORMATS` taken.
+    """
+    path, field, files = os.path.expanduser(name), settings.text_field, []
     if name == "python":
         return standard_library()
     if name == "python-chat":
         return [dataclasses.replace(file, format=name) for file in standard_library() if file.format == "text"]
     if name in KNOWN:
-        return hub_files(*KNOWN[name], settings)
-    if name.startswith("hub:"):
+        files = hub_files(*KNOWN[name], settings)
+    elif name.startswith("hub:"):
         parts = name.removeprefix("hub:").rstrip("/").split("/")
         start = "".join(f"{folder}/" for folder in parts[2:])  # files are compared with a slash at their end, too
-        return hub_files("/".join(parts[:2]), "main", start, settings)
-    if os.path.isfile(path):
-        return text_files([path], field, optional=False)
-    if os.path.isdir(path):
+        files = hub_files("/".join(parts[:2]), "main", start, settings)
+    elif os.path.isfile(path):
+        files = text_files([path], field, optional=False)
+    elif os.path.isdir(path):
         paths = list(visible_files(path))
         left_out = Counter(Path(path).suffix or "without a suffix" for path in paths if not find_format(path))
         if left_out:
             counts = ", ".join(f"{count} {suffix}" for suffix, count in left_out.most_common(8))
             note(f"left out of {name}: {counts}; export what should be read as .txt")
-        return text_files(paths, field)
-    if glob.has_magic(path):
-        return text_files(sorted(glob.glob(path, recursive=True)), field)
-    choices = f"a path, a pattern, hub:OWNER/NAME, or one of python, python-chat, {', '.join(KNOWN)}"
-    raise UserError(f'no file, folder or known text is called "{name}"; give {choices}.')
+        files = text_files(paths, field)
+    elif glob.has_magic(path):
+        files = text_files(sorted(glob.glob(path, recursive=True)), field)
+    else:
+        choices = f"a path, a pattern, hub:OWNER/NAME, or one of python, python-chat, {', '.join(KNOWN)}"
+        raise UserError(f'no file, folder or known text is called "{name}"; give {choices}.')
+    if not files:
+        raise UserError(f"{name} names no file to read; the formats are {' '.join(FORMATS)}.")
+    return files
 
 
 def text_files(paths: Iterable[str | Path], text_field: str, optional: bool = True) -> list[TextFile]:

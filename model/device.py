@@ -101,8 +101,8 @@ def allocate(sizes: Sequence[tuple[torch.Size, torch.dtype]], device: torch.devi
     counts = [shape.numel() * dtype.itemsize for shape, dtype in sizes]  # of bytes
     rounded = [math.ceil(count / 64) * 64 for count in counts]  # each begins a cache line
     blocks = torch.from_numpy(np.empty(sum(rounded), np.uint8)).split(rounded)
-    each = zip(blocks, counts, sizes, strict=True)
-    return [block[:count].view(dtype).view(shape) for block, count, (shape, dtype) in each]
+    bytes_and_sizes = zip(blocks, counts, sizes, strict=True)
+    return [block[:count].view(dtype).view(shape) for block, count, (shape, dtype) in bytes_and_sizes]
 
 
 def device_name(device: torch.device) -> str:

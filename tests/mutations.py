@@ -223,7 +223,7 @@ TABLE = r"""
 + if not (finite or scaler.is_enabled()):
 ! training/test_step.py::test_a_gradient_that_is_not_finite_leaves_the_weights_alone
 @ training/loop.py
-- is_best = validation_loss is not None and validation_loss < best
+- is_best = validation_loss is not None and (best is None or validation_loss < best)
 + is_best = validation_loss is not None
 ! training/test_loop.py::test_a_loss_that_rises_twice_is_a_note_and_best_is_the_lowest
 - group["lr"] = lr * group["lr_multiplier"]

@@ -116,8 +116,8 @@ def save(session: Session, validation_loss: float | None = None) -> None:
     processes. Where a file cannot be written the run ends, and the saves before stay.
     """
     processes, state, tokenizer = session.processes, session.state, session.corpus.tokenizer
-    best = math.inf if state.best_validation_loss is None else state.best_validation_loss
-    is_best = validation_loss is not None and validation_loss < best
+    best = state.best_validation_loss
+    is_best = validation_loss is not None and (best is None or validation_loss < best)
     if is_best:
         state = dataclasses.replace(state, best_validation_loss=validation_loss)
     last, model = session.run_dir / "last", session.model

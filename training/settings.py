@@ -123,19 +123,16 @@ class Settings:
         data, model, run = self.data, self.model, self.run
         for table in vars(self).values():
             check_fields(table)
-        lora_works = run.lora and run.init_from and self.optimizer.optimizer == "adamw" and not run.freeze
         if not data.data:
             raise UserError("--data needs a file, a folder or another text.")
-        if (run.lora or run.lora_alpha) and not lora_works:
-            needs = {"--lora RANK": run.lora, "--init-from MODEL": run.init_from, "no --freeze": not run.freeze}
-            needs["--optimizer adamw"] = self.optimizer.optimizer == "adamw"
+        needs = {"--lora RANK": run.lora, "--init-from MODEL": run.init_from, "no --freeze": not run.freeze}
+        needs["--optimizer adamw"] = self.optimizer.optimizer == "adamw"
+        if (run.lora or run.lora_alpha) and not all(needs.values()):
             raise UserError(f"LoRA needs {', '.join(name for name, is_met in needs.items() if not is_met)}.")
         length, context = data.sequence_length, model.max_position_embeddings
         first = data.first_sequence_length or length
         if length > context:
-            raise UserError(
-                f"--sequence-length {length} is above --max-position-embeddings {context}; lower it, or raise that."
-            )
+            raise UserError(f"--sequence-length {length} is above --max-position-embeddings {context}; lower it.")
         if length % first or (length // first).bit_count() != 1:
             raise UserError(f"--first-sequence-length {first} is not --sequence-length {length} divided by 2, 4, ...")
         if model.norm == "batch" and self.machine.activation_checkpointing:
@@ -165,18 +162,18 @@ def parse(arguments: list[str], description: str) -> Command:
     for argument, value in itertools.pairwise([*arguments, "--"]):
         if argument in ("--config", "--resume", "--init-from", "--norm", "--freeze") and value.startswith("--"):
             raise UserError(f"{argument} needs a value after it; --help-all says which.")
-    sources, others = parser.parse_known_args(arguments)
-    default = defaults(sources, {other.partition("=")[0].replace("_", "-") for other in others})
-    others = ["--help" if other == "--help-all" else other for other in others]
-    return tyro.cli(Command, args=others, default=default, prog="train.py", config=(tyro.conf.OmitArgPrefixes,))
+    sources, rest = parser.parse_known_args(arguments)
+    default = defaults(sources, {argument.partition("=")[0].replace("_", "-") for argument in rest})
+    rest = ["--help" if argument == "--help-all" else argument for argument in rest]
+    return tyro.cli(Command, args=rest, default=default, prog="train.py", config=(tyro.conf.OmitArgPrefixes,))
 
 
-def defaults(sources: argparse.Namespace, others: set[str]) -> Command:
-    """What `sources` say, and the defaults of all other flags, of which `others` are given."""
+def defaults(sources: argparse.Namespace, flags: set[str]) -> Command:
+    """What `sources` say, and the defaults of all other flags, of which the command line has `flags`."""
     config = sources.config or ("finetune" if sources.init_from else "tiny")
     if sources.resume is None:
         settings = load_settings(config_path(config))
-    elif sources.config or sources.init_from or "--out" in others:
+    elif sources.config or sources.init_from or "--out" in flags:
         raise UserError("--resume uses the settings of the run itself; leave out --config, --init-from and --out.")
     else:
         settings = load_settings(Path(sources.resume) / "settings.toml")
@@ -190,10 +187,10 @@ def defaults(sources: argparse.Namespace, others: set[str]) -> Command:
     if sources.norm is not None:
         bias = True if init_from and model.has_norm_bias else model.norm_bias  # converted with its bias
         model = dataclasses.replace(model, norm=sources.norm, norm_bias=bias)
-    if "--data" in others:
+    if "--data" in flags:
         run = dataclasses.replace(run, sample_prompts=())  # those of the file are for its own text
     length = min(data.sequence_length, model.max_position_embeddings)
-    if "--sequence-length" in others or length < data.sequence_length:  # also of the first sequences
+    if "--sequence-length" in flags or length < data.sequence_length:  # also of the first sequences
         data = dataclasses.replace(data, sequence_length=length, first_sequence_length=None)
     settings = dataclasses.replace(settings, run=run, model=model, data=data)
     return Command(Actions(config, sources.resume), settings)
@@ -212,8 +209,7 @@ def load_settings(path: Path) -> Settings:
     """Read a TOML file; its tables and keys are the names in this module, and any other is refused."""
     if not path.is_file():
         raise UserError(f"{path} does not exist; give the folder of a run.{newest_runs(path.parent.parent)}")
-    tables = read_toml(path)
-    return read_table(path, Settings, tables)
+    return read_table(path, Settings, read_toml(path))
 
 
 def read_table(path: Path, kind: type, values: dict) -> Any:
@@ -234,9 +230,8 @@ def read_table(path: Path, kind: type, values: dict) -> Any:
 
 def save_settings(settings: Settings, path: Path) -> None:
     """Write settings as TOML, without the fields that are None."""
-    tables = dataclasses.asdict(settings)
-    given = {name: {k: v for k, v in table.items() if v is not None} for name, table in tables.items()}
-    replace_text(path, tomli_w.dumps(given))
+    tables = dataclasses.asdict(settings).items()
+    replace_text(path, tomli_w.dumps({name: {k: v for k, v in t.items() if v is not None} for name, t in tables}))
 
 
 def changed_fields(before: Settings, after: Settings) -> list[str]:
