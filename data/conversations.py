@@ -37,8 +37,6 @@ VERSION = 4  # version of the files; raised when the same conversations and toke
 
 @dataclass(frozen=True)
 class Conversation:
-    """A conversation as ids."""
-
     messages: list[Message]
     ids: np.ndarray
     learned: np.ndarray  # bool: which ids the model learns
@@ -100,7 +98,6 @@ class Conversations:
 
 
 def row_batches(rows: np.ndarray, batch_size: int) -> Iterator[Batch]:
-    """All rows once, in order."""
     return (batch_of(rows[:, start : start + batch_size]) for start in range(0, rows.shape[1], batch_size))
 
 

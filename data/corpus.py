@@ -49,7 +49,6 @@ class Corpus:
         return len(self.train) // length
 
     def batch(self, **order: int) -> Batch:
-        """The sequences of one step, see `batches.batch`."""
         return batch(self.train, document_start=self.document_start, **order)
 
     def validation_batches(self, sequence_length: int, batch_size: int) -> Iterator[Batch]:
@@ -63,7 +62,6 @@ class Corpus:
         return encode_prompt(self.tokenizer, prompt), tokens_after(self.tokenizer, prompt), {self.tokenizer.eos_id}
 
     def show_sample(self, _: str, ids: list[int], tokens: list[int]) -> str:
-        """The text of a prompt's ids and the tokens that continue it."""
         return self.tokenizer.decode(ids + tokens)
 
     def summary(self) -> str:
@@ -105,7 +103,6 @@ def first_words(text: str) -> str:
 
 
 def split_text(files: list[TextFile], settings: DataSettings, tokenizer: Tokenizer) -> Corpus:
-    """The documents of files as one stream for training and one for validation."""
     units = prepare_units(files, tokenizer, Path(settings.cache, "units"))
     table = np.concatenate([unit.table for unit in units])
     kinds = split_documents(table, settings)

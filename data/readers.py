@@ -90,7 +90,6 @@ def decode(row: bytes | dict) -> dict:
 
 
 def text_of(row: dict, field: str) -> str:
-    """The text of a row, empty for a null."""
     if field not in row:
         raise ValueError(f"no field {field!r} among {', '.join(row)}")
     if not isinstance(row[field], str | None):

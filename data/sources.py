@@ -38,7 +38,6 @@ class TextFile:
     optional: bool = False  # found in a folder or by a pattern: left out where it is not text
 
     def fetch(self) -> Path:
-        """Its path on this machine, after a download if need be."""
         if self.dataset is None:
             return Path(self.name)
         from huggingface_hub import hf_hub_download

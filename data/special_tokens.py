@@ -27,11 +27,11 @@ def add_tokens(
 
     fields = dict.fromkeys(NAMED) | config | old_names
     named = {name: as_dict(token) for name, token in fields.items() if name.endswith("_token")}
-    others = config.get("extra_special_tokens") or {}
-    if isinstance(others, dict):
-        named |= {name: as_dict(token) for name, token in others.items()}
-        others = (old_names | config).get("additional_special_tokens") or []
-    for token in filter(None, [*named.values(), *map(as_dict, others)]):
+    unnamed = config.get("extra_special_tokens") or {}
+    if isinstance(unnamed, dict):
+        named |= {name: as_dict(token) for name, token in unnamed.items()}
+        unnamed = (old_names | config).get("additional_special_tokens") or []
+    for token in filter(None, [*named.values(), *map(as_dict, unnamed)]):
         text = token["content"]
         tokens[text] = token | tokens.get(text, {}) | {"special": True}
     flags = {text: {flag: token.get(flag, False) for flag in FLAGS} for text, token in tokens.items()}

@@ -126,7 +126,6 @@ class Tokenizer:
         return self._tokenizer.get_added_tokens_decoder()
 
     def fields(self, name: str) -> dict:
-        """The fields of one of its JSON files, none if there is no such file."""
         with reading(self.folder / name):
             return dict(json.loads(self.files.get(name, b"{}")))
 

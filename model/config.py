@@ -16,8 +16,6 @@ from flags import OptionalInt, PositiveFloat, PositiveInt, check_fields
 
 @dataclass(frozen=True)
 class NormParameter:
-    """One learned parameter of a norm."""
-
     name: str  # in the module and, after the norm's own name, in files
     initial: float  # the value that every element starts with
     per_channel: bool = True  # shape (D,), one element per channel of the residual stream; else a scalar of shape ()
@@ -124,7 +122,6 @@ class ModelConfig:
 
     @property
     def resolved_head_dim(self) -> int:
-        """Width of a head."""
         return self.head_dim if self.head_dim is not None else self.hidden_size // self.num_attention_heads
 
     @property
@@ -146,7 +143,6 @@ class ModelConfig:
 
     @property
     def has_norm_bias(self) -> bool:
-        """Whether each norm has a bias."""
         return BIAS in self.norm_parameters
 
     @property

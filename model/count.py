@@ -4,7 +4,6 @@ from model.config import ModelConfig
 
 
 def num_parameters(config: ModelConfig) -> int:
-    """Number of parameters."""
     head_dim = config.resolved_head_dim
     attention = 2 * head_dim * config.qk_norm + config.hidden_size * config.attention_output_bias
     attention += (config.num_attention_heads + 2 * config.num_key_value_heads) * head_dim * config.attention_bias
@@ -25,7 +24,6 @@ def adapter_parameters(config: ModelConfig, rank: int) -> int:
 
 
 def layer_matrices(config: ModelConfig) -> int:
-    """Number of weights in one layer's matrix products."""
     heads = config.num_attention_heads + config.num_key_value_heads  # q and o; k and v
     return config.hidden_size * (2 * heads * config.resolved_head_dim + 3 * config.intermediate_size)
 

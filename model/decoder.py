@@ -147,10 +147,6 @@ class Decoder(nn.Module):
             return kernels.linear_cross_entropy(*inputs, token_weights.flatten())
         return kernels.linear_cross_entropy(*inputs).view_as(targets)
 
-    def num_parameters(self) -> int:
-        """Number of parameters."""
-        return sum(parameter.numel() for parameter in self.parameters())
-
 
 @torch.no_grad()
 def initialize(decoder: Decoder, seed: int) -> None:

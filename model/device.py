@@ -113,7 +113,6 @@ def device_name(device: torch.device) -> str:
 
 
 def processor() -> str:
-    """The CPU's model, as the operating system names it."""
     path = Path("/proc/cpuinfo")
     lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]

@@ -17,5 +17,4 @@ class Linear(nn.Module):
         """The weight as integers and the scale of each row, for decoding on a CPU; not updated with the weight."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., in_features) -> (..., out_features), in x's dtype."""
         return kernels.linear(x, self.weight, self.bias)

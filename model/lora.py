@@ -23,7 +23,6 @@ class LoraLinear(nn.Module):
         self.lora_B = Linear(rank, len(self.weight))
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., in) -> (..., out), in x's dtype."""
         low = (self.scale * self.lora_A(x)).chunk(len(self.rows), dim=-1)  # (..., r) each
         update = [kernels.linear(z, b) for z, b in zip(low, self.lora_B.weight.split(self.rows), strict=True)]
         return kernels.linear(x, self.weight, self.bias) + torch.cat(update, dim=-1)

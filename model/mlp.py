@@ -28,7 +28,6 @@ class MLP(nn.Module):
         self.down_proj = Linear(width, config.hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, T, D) -> (B, T, D)."""
         if self.kind == "swiglu" and isinstance(self.down_proj, Linear):
             return kernels.swiglu_mlp(x, self.gate_up_proj.weight, self.down_proj.weight)
         if self.kind == "swiglu":  # with LoRA

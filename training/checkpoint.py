@@ -124,7 +124,6 @@ def find_complete(target: Path) -> Path | None:
 
 
 def find_last(run_dir: Path) -> Path:
-    """The complete checkpoint that a run resumes from."""
     if last := find_complete(run_dir / "last"):
         return last
     raise UserError(f"{run_dir} cannot be resumed: {describe_saves(run_dir)}; start a new run.")

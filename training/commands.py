@@ -70,7 +70,6 @@ def make_run_dir(settings: Settings, config: str) -> Path:
 
 
 def prepare_text(settings: Settings) -> None:
-    """Make the tokenizer and the tokens of all of --data (`--prepare`)."""
     print(f"text: {prepare_corpus(settings).description}")
 
 

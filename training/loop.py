@@ -134,7 +134,6 @@ def save(session: Session, validation_loss: float | None = None) -> None:
 
 
 def diverged(session: Session, step: int, what: str) -> Diverged:
-    """The error for a loss, gradient or evaluation that is not finite."""
     saves = checkpoint.describe_saves(session.run_dir)
     return Diverged(f"step {step}: {what}; {saves}. Try a lower --learning-rate, or --dtype float32.")
 

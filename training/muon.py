@@ -36,7 +36,6 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self) -> None:
-        """Update every parameter that has a gradient."""
         self.adamw.step()
         lr, decay = self.matrices["lr"], self.matrices["weight_decay"]
         parameters = [parameter for parameter in self.matrices["params"] if parameter.grad is not None]

@@ -18,7 +18,6 @@ SMOOTHED = 20  # steps whose mean is a point of the training loss
 
 
 def draw(runs: list[Path], path: Path) -> None:
-    """Draw the loss curves of `runs` into the PNG or SVG file `path`."""
     from matplotlib.figure import Figure  # takes half a second to import: only when something is drawn
 
     axes = Figure(figsize=(8, 4.5), dpi=120, layout="constrained").add_subplot()

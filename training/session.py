@@ -105,8 +105,9 @@ def set_up(settings: Settings, run_dir: Path, *, resume: bool, log: Log = print)
         if state.scaler is not None and scaler.is_enabled():
             scaler.load_state_dict(state.scaler)
         log(f"resuming from {last}, step {state.step} of {settings.optimizer.steps}")
+    parameters = sum(parameter.numel() for parameter in model.parameters())
     log(
-        f"model: {model.num_parameters() / 1e6:.2f}M parameters, {settings.model.norm} norm; "
+        f"model: {parameters / 1e6:.2f}M parameters, {settings.model.norm} norm; "
         f"{device_name(device)}, {machine.dtype} activations, kernels: {kernels.describe(device)}"
     )
     run_dir = processes.folder_of_main(run_dir)

@@ -14,8 +14,6 @@ from training.processes import Processes
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one optimizer step measured."""
-
     step: int  # done so far, this one included
     loss: float  # mean of the batch before the update, nats per token
     gradient_norm: float  # before clipping; infinite when float16 overflowed and the update was skipped
