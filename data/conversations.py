@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from data.batches import IGNORED, Batch, draw
 from data.chat import ChatFormat, Message, add_chat_template, plain_messages
-from data.readers import MESSAGES, decode, read_rows
+from data.readers import MESSAGES, ROW_FORMATS, decode, read_rows
 from data.settings import DataSettings
 from data.sources import TextFile
 from data.split import VALIDATION, split_documents
@@ -167,7 +167,7 @@ def encode_conversations(files: Sequence[TextFile], chat: ChatFormat, size: int)
     conversations: dict[int, Conversation] = {}
     places = defaultdict(list)  # what is unusual -> where
     for file in files:
-        if file.format in ("text", "topics"):
+        if file.format not in ROW_FORMATS:
             places["files left out, as they are text and not rows"].append(file.name)
     rows = itertools.chain.from_iterable(map(read_rows, files))
     for place, row in tqdm(rows, "conversations", delay=2, unit="", disable=None):
@@ -220,7 +220,7 @@ def pack(conversations: Sequence[Conversation], size: int, dtype: np.dtype) -> n
     """All conversations in rows (see `Conversations.train`): the longest first, each where the least room is left."""
     rows: list[np.ndarray] = []  # each (3, size)
     free: list[tuple[int, int]] = []  # sorted: the room in a row, and its index
-    for conversation in sorted(conversations, key=lambda one: -len(one.ids)):
+    for conversation in sorted(conversations, key=lambda conversation: -len(conversation.ids)):
         ids = conversation.ids
         place = bisect.bisect_left(free, (len(ids), 0))
         if place == len(free):

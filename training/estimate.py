@@ -21,7 +21,7 @@ from training.step import train_step
 STEPS = 3
 QUICK_FLOPS, MAX_FLOPS = 5e11, 5e12  # work of a pass that a CPU measures: seconds, and at most a minute
 QUICK_TEXT = 2e7  # bytes that are tokenized in seconds
-BYTES_PER_TOKEN = 3.5  # bytes of text: see TOKENIZER_BYTES in data/tokens.py
+BYTES_PER_TOKEN = 3.5  # bytes of text: see TOKENIZER_BYTES in data/train_tokenizer.py
 
 
 def estimate(settings: Settings) -> float:
