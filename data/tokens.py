@@ -138,11 +138,11 @@ class TokenStream:
         """chosen: whether a document is in the stream, for each row of the units' tables."""
         chosen = np.asarray(chosen, bool)
         tokens = [unit.table["tokens"].astype(np.int64) for unit in units]
-        unit = np.repeat(np.arange(len(units)), [*map(len, tokens)])
+        indices = np.repeat(np.arange(len(units)), [*map(len, tokens)])  # the unit of each document
         # Chosen neighbours in a file are read at once. For the last of each run of them: its file, its end in the
         # stream, and how much later it is in the file.
-        is_last = chosen & ~np.append(chosen[1:] & (unit[1:] == unit[:-1]), False)
-        self._paths = [units[index].path for index in unit[is_last]]
+        is_last = chosen & ~np.append(chosen[1:] & (indices[1:] == indices[:-1]), False)
+        self._paths = [units[index].path for index in indices[is_last]]
         self._ends = np.cumsum(np.concatenate(tokens) * chosen)[is_last]
         self._shifts = np.concatenate([*map(np.cumsum, tokens)])[is_last] - self._ends
         self._dtype, self.length = units[0].tokenizer.dtype, int(max(self._ends, default=0))  # may be set to less

@@ -236,7 +236,7 @@ TABLE = r"""
 + seconds=seconds,
 ! training/test_loop.py::test_the_steps_report_what_the_run_logs_and_neither_print_nor_write
 - tokens=state.tokens + data.batch_size * data.sequence_length,
-+ tokens=state.tokens + batch[0].size,
++ tokens=state.tokens + data.batch_size // processes.count * data.sequence_length,
 ! training/test_processes.py::test_two_processes_train_the_run_of_one_and_it_resumes_after_a_signal_or_a_kill
 @ training/muon.py
 - update = parameter.grad.lerp(momentum, MOMENTUM)
@@ -257,7 +257,7 @@ TABLE = r"""
 - content.update(encoded)
 + content = hashlib.blake2b(encoded, digest_size=8)
 ! data/test_corpus.py::test_the_hash_of_a_document_is_that_of_its_complete_text_also_of_several_blocks
-- is_last = chosen & ~np.append(chosen[1:] & (unit[1:] == unit[:-1]), False)
+- is_last = chosen & ~np.append(chosen[1:] & (indices[1:] == indices[:-1]), False)
 + is_last = chosen & ~np.append(chosen[1:], False)
 ! data/test_split.py::test_a_stream_is_the_chosen_documents_end_to_end
 - return self.path.with_suffix(".docs").is_file() and self.path.is_file()

@@ -21,7 +21,7 @@ from training.progress import report_end, show_evaluation, show_step
 from training.schedule import learning_rate
 from training.session import Session, set_up
 from training.settings import Settings, save_settings
-from training.step import Diverged, StepResult, split_batch, train_step
+from training.step import Diverged, StepResult, train_step
 
 
 def train_steps(session: Session) -> Iterator[StepResult]:
@@ -35,11 +35,10 @@ def train_steps(session: Session) -> Iterator[StepResult]:
         lr = learning_rate(state.step, session.steps, settings.optimizer)
         for group in optimizer.param_groups:
             group["lr"] = lr * group["lr_multiplier"]
-        batch = session.batch(state.step)
-        sequences = data.micro_batch(processes.count) * data.sequence_length // batch[0].shape[1]
-        micro_batches = split_batch(batch, sequences, session.device)
         try:
-            loss, norm = train_step(session.forward, micro_batches, optimizer, scaler, clip, processes, session.device)
+            loss, norm = train_step(
+                session.forward, session.micro_batches(state.step), optimizer, scaler, clip, processes, session.device
+            )
         except Diverged as error:
             raise diverged(session, state.step + 1, str(error)) from None
         seconds = time.perf_counter() - start

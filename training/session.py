@@ -26,6 +26,7 @@ from training.processes import Processes, start_processes
 from training.schedule import sequence_length
 from training.settings import Settings, changed_fields, load_settings
 from training.shard import shard
+from training.step import split_batch
 
 Log = Callable[[str], object]
 Text = Corpus | Conversations
@@ -61,6 +62,12 @@ class Session:
         first, seed = before + self.processes.rank * share, self.settings.run.seed
         batch = self.corpus.batch(seed=seed, first=first, size=share, sequence_length=data.sequence_length)
         return tuple(array.reshape(-1, sequence_length(step, self.steps, data)) for array in batch)
+
+    def micro_batches(self, step: int) -> list[tuple[torch.Tensor, ...]]:
+        """The same share, as what goes through the model at once, still on the host."""
+        batch, data = self.batch(step), self.settings.data
+        sequences = data.micro_batch(self.processes.count) * data.sequence_length // batch[0].shape[1]
+        return split_batch(batch, sequences, self.device)
 
 
 def set_up(settings: Settings, run_dir: Path, *, resume: bool, log: Log = print) -> Session:
