@@ -155,11 +155,7 @@ def check_combinations(config: ModelConfig) -> None:
     """Raise `UserError`, which says how to fix it, for a configuration that no decoder can have."""
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     if heads % kv_heads:
-        divisors = ", ".join(str(n) for n in range(1, min(heads, 256) + 1) if heads % n == 0)
-        raise UserError(
-            f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}; "
-            f"use one of {divisors} key/value heads."
-        )
+        raise UserError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}.")
     if config.head_dim is None and config.hidden_size % heads:
         raise UserError(f"hidden_size {config.hidden_size} is no multiple of {heads} heads; set head_dim.")
     if config.resolved_head_dim % 2:
