@@ -12,7 +12,7 @@ import itertools
 import json
 
 from sentencepiece.sentencepiece_model_pb2 import ModelProto
-from tokenizers import AddedToken, Tokenizer, decoders, normalizers, processors
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, processors
 from tokenizers.models import BPE
 
 SPACE = "▁"  # U+2581: how SentencePiece writes a space
@@ -25,8 +25,7 @@ def tokenizer_files(content: bytes, config: dict) -> dict[str, bytes]:
     ids = {piece.piece: i for i, piece in enumerate(model.pieces)}
     unknown, bos, eos = (getattr(model.trainer_spec, f"{name}_piece") for name in ("unk", "bos", "eos"))
     tokenizer = Tokenizer(BPE(ids, merges(model), unk_token=unknown, byte_fallback=True, fuse_unk=False))
-    prefix = [normalizers.Prepend(SPACE)] * model.normalizer_spec.add_dummy_prefix
-    tokenizer.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", SPACE)])
+    tokenizer.normalizer = normalizers.Sequence(_normalizers(model.normalizer_spec))
     tokenizer.decoder = decoders.Sequence(
         [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
         + [decoders.Strip(" ", 1, 0)] * model.normalizer_spec.add_dummy_prefix
@@ -53,6 +52,19 @@ def tokenizer_files(content: bytes, config: dict) -> dict[str, bytes]:
     fields |= {key: value for key, value in config.items() if value and key != "add_bos_token"}
     texts = {"tokenizer_config.json": json.dumps(fields, indent=2), "tokenizer.json": tokenizer.to_str(pretty=True)}
     return {name: text.encode() for name, text in texts.items()}
+
+
+def _normalizers(spec) -> list[normalizers.Normalizer]:
+    """What SentencePiece does to a text before it merges pieces, in the same order."""
+    steps = []
+    if spec.remove_extra_whitespaces:
+        steps += [normalizers.Replace(Regex(r"\A +"), ""), normalizers.Replace(Regex(" +"), " ")]
+    if spec.add_dummy_prefix:
+        steps.append(normalizers.Prepend(SPACE))
+    steps.append(normalizers.Replace(" ", SPACE))
+    if spec.remove_extra_whitespaces:
+        steps.append(normalizers.Replace(Regex(rf"{SPACE}+\z"), ""))
+    return steps
 
 
 def merges(model: ModelProto) -> list[tuple[str, str]]:
@@ -90,7 +102,7 @@ def read_model(content: bytes) -> ModelProto:
         raise ValueError("it is not a byte-pair encoding")
     if not trainer.byte_fallback or kinds.count(PIECE.BYTE) != 256:
         raise ValueError("it has no byte fallback")
-    if normalizer.precompiled_charsmap or normalizer.normalization_rule_tsv or normalizer.remove_extra_whitespaces:
+    if normalizer.precompiled_charsmap or normalizer.normalization_rule_tsv:
         raise ValueError("it changes characters")
     if PIECE.USER_DEFINED in kinds or PIECE.UNUSED in kinds:
         raise ValueError("it has user-defined or unused pieces")

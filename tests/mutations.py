@@ -183,8 +183,8 @@ TABLE = r"""
 - saves=(state.step, state.seconds),
 + saves=None,
 ! training/test_processes.py::test_processes_must_be_given_equal_texts_tokenizers_settings_and_saves
-- return state
-+ return dataclasses.replace(state, step=state.step - 1)
+- checkpoint.load_moments(last, model, optimizer)
++ pass
 ! training/test_resume.py::test_a_caller_of_the_steps_can_stop_at_any_of_them_save_and_resume_bit_for_bit
 @ training/checkpoint.py
 - value = value.to(parameters[name].device, copy=True)

@@ -88,14 +88,14 @@ def set_up(settings: Settings, run_dir: Path, *, resume: bool, log: Log = print)
     settings = dataclasses.replace(settings, machine=machine)
 
     last = checkpoint.find_last(run_dir) if resume else None
-    saved = None if last is None else checkpoint.read_state(last)
-    if saved is not None and saved.step >= settings.optimizer.steps:
-        raise UserError(f"{run_dir} has already done {saved.step} steps; for more, raise --steps.")
+    state = None if last is None else checkpoint.read_state(last)
+    if state is not None and state.step >= settings.optimizer.steps:
+        raise UserError(f"{run_dir} has already done {state.step} steps; for more, raise --steps.")
     settings, corpus = open_text(settings, last, processes, log)
-    if last is None:
+    if state is None:
         state = State(0, 0, 0.0, None, corpus.text_hash, fixed_settings(settings))
     else:
-        state = check_unchanged(settings, run_dir, saved, corpus.text_hash, log)
+        check_unchanged(settings, run_dir, state, corpus.text_hash, log)
     model = initial_model(settings, dtype, log, last)
     data = dataclasses.replace(settings.data, data=(), tokenizer=None, cache="")  # paths may differ
     run = dataclasses.replace(settings.run, out=None, init_from=None)
@@ -211,8 +211,8 @@ def fixed_settings(settings: Settings) -> dict[str, object]:
     return {name: values[name] for name in names} | vars(settings.model)
 
 
-def check_unchanged(settings: Settings, run_dir: Path, state: State, text_hash: str, log: Log) -> State:
-    """The saved state, if the text, the model and the optimizer have not changed."""
+def check_unchanged(settings: Settings, run_dir: Path, state: State, text_hash: str, log: Log) -> None:
+    """`UserError` if the text, the model or the optimizer have changed since the run was started."""
     before = load_settings(run_dir / "settings.toml")
     problems = ["the text differs"] if state.text_hash != text_hash else []
     for name, value in fixed_settings(settings).items():
@@ -223,4 +223,3 @@ def check_unchanged(settings: Settings, run_dir: Path, state: State, text_hash: 
     changed = changed_fields(before, settings)
     if changed:
         log(f"changed since the run was started: {', '.join(changed)}")
-    return state
