@@ -7,6 +7,7 @@ A lock per unit decides who makes it, so several commands share the work, also o
 has not completed is made anew.
 """
 
+import bisect
 import contextlib
 import functools
 import hashlib
@@ -134,18 +135,25 @@ def group_files(files: Iterable[TextFile]) -> Iterator[tuple[TextFile, ...]]:
 class TokenStream:
     """The ids of documents, end to end, read when they are asked for."""
 
-    def __init__(self, units: Sequence[Unit], chosen: Sequence[bool]):
+    def __init__(self, units: Sequence[Unit], chosen: list[bool]):
         """chosen: whether a document is in the stream, for each row of the units' tables."""
-        chosen = np.asarray(chosen, bool)
-        tokens = [unit.table["tokens"].astype(np.int64) for unit in units]
-        indices = np.repeat(np.arange(len(units)), [*map(len, tokens)])  # the unit of each document
-        # Chosen neighbours in a file are read at once. For the last of each run of them: its file, its end in the
-        # stream, and how much later it is in the file.
-        is_last = chosen & ~np.append(chosen[1:] & (indices[1:] == indices[:-1]), False)
-        self._paths = [units[index].path for index in indices[is_last]]
-        self._ends = np.cumsum(np.concatenate(tokens) * chosen)[is_last]
-        self._shifts = np.concatenate([*map(np.cumsum, tokens)])[is_last] - self._ends
-        self._dtype, self.length = units[0].tokenizer.dtype, int(max(self._ends, default=0))  # may be set to less
+        self._dtype, self.length = units[0].tokenizer.dtype, 0  # in ids; may be set to fewer
+        # For each run of neighbouring documents: its file, its end in the stream, and how much later it is in the file.
+        self._paths, self._ends, self._shifts = [], [], []
+        row = 0
+        for unit in units:
+            place, is_open, last = 0, False, row + len(unit.table)
+            for tokens, is_chosen in zip(unit.table["tokens"].tolist(), chosen[row:last], strict=True):
+                if is_chosen:
+                    if not is_open:
+                        self._paths.append(unit.path)
+                        self._ends.append(self.length)
+                        self._shifts.append(place - self.length)
+                    self.length += tokens
+                    self._ends[-1] = self.length
+                place += tokens
+                is_open = is_chosen
+            row = last
 
     def __len__(self) -> int:
         return self.length
@@ -153,7 +161,7 @@ class TokenStream:
     def __getitem__(self, places: slice) -> np.ndarray:
         """The ids of a slice with step 1, read anew: pages that stay mapped would count as memory of the process."""
         start, stop, _ = places.indices(len(self))
-        ids, run = [np.empty(0, self._dtype)], np.searchsorted(self._ends, start, "right")
+        ids, run = [np.empty(0, self._dtype)], bisect.bisect_right(self._ends, start)
         while start < stop:
             end = min(stop, self._ends[run])
             first = start + self._shifts[run]
