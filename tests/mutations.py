@@ -148,7 +148,7 @@ TABLE = r"""
 @ checkpoints/families.py
 - if tensors is not None and name in tensors and tensors[name].read().any():
 + if False:
-! checkpoints/test_transformers.py::test_a_model_that_transformers_has_trained_further_has_equal_logits_here
+! checkpoints/test_transformers.py::test_a_model_trained_further_by_transformers_has_equal_logits_here
 - fields[family.qkv_bias] = config.attention_bias
 + fields[family.qkv_bias] = False
 ! checkpoints/test_transformers.py::test_a_saved_model_has_equal_logits_in_transformers_and_is_read_back_bit_equal
