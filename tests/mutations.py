@@ -192,10 +192,10 @@ TABLE = r"""
 ! training/test_resume.py::test_a_caller_of_the_steps_can_stop_at_any_of_them_save_and_resume_bit_for_bit
 - if not is_complete(target) and is_complete(candidate):
 + if is_complete(candidate):
-! training/test_checkpoint.py::test_a_save_killed_at_any_rename_leaves_a_complete_checkpoint_and_the_next_save_works
+! training/test_crash_points.py::test_a_save_killed_at_any_rename_leaves_a_complete_checkpoint
 - target.rename(old)
 + shutil.rmtree(target)
-! training/test_checkpoint.py::test_a_save_killed_at_any_rename_leaves_a_complete_checkpoint_and_the_next_save_works
+! training/test_crash_points.py::test_a_save_killed_at_any_rename_leaves_a_complete_checkpoint
 @ data/batches.py
 - np.random.SeedSequence([seed, epoch])
 + np.random.SeedSequence([seed, 0])
@@ -245,7 +245,7 @@ TABLE = r"""
 @ training/schedule.py
 - return settings.learning_rate * (step + 1) / warmup
 + return settings.learning_rate * step / warmup
-! training/test_schedule.py::test_warm_up_rises_linearly_to_the_peak
+! training/test_step.py::test_warm_up_rises_linearly_to_the_peak
 @ data/split.py
 - kinds[first] = TRAIN
 + kinds[:] = TRAIN

@@ -51,8 +51,8 @@ def test_logits_and_gradients_equal_those_of_peft_on_the_same_base(make_lora, to
 
     weights = torch.randn(tokens.numel(), generator=torch.Generator().manual_seed(4)) + 0.5
     (decoder(tokens, tokens.roll(-1, 1)).flatten() * weights).sum().backward()
-    found = {name: parameter.grad for name, parameter in learning(decoder).items()}
-    found = {f"base_model.model.{name}": grad for name, grad in unpacked_tensors(found, decoder.config).items()}
+    ours = unpacked_tensors({name: p.grad for name, p in learning(decoder).items()}, decoder.config)
+    ours = {f"base_model.model.{name}": gradient for name, gradient in ours.items()}
 
     def gradients() -> dict[str, torch.Tensor]:
         theirs.zero_grad()
@@ -62,9 +62,9 @@ def test_logits_and_gradients_equal_those_of_peft_on_the_same_base(make_lora, to
         return {name.replace(".default", ""): p.grad.clone() for name, p in parameters if p.requires_grad}
 
     single, double = gradients(), (theirs.double(), gradients())[1]
-    assert found.keys() == double.keys() and len(found) == 2 * 7 * decoder.config.num_hidden_layers
+    assert ours.keys() == double.keys() and len(ours) == 2 * 7 * decoder.config.num_hidden_layers
     for name, expected in double.items():
-        assert relative(found[name], expected) <= 3 * relative(single[name], expected) + LOGITS, name
+        assert relative(ours[name], expected) <= 3 * relative(single[name], expected) + LOGITS, name
 
 
 @pytest.mark.parametrize("changes", [{"attention_bias": True, "attention_output_bias": True}, {"mlp": "relu"}])
@@ -99,12 +99,12 @@ def test_frozen_matrices_in_bfloat16_change_no_result_and_only_a_and_b_have_grad
 def test_lora_keeps_as_much_for_the_backward_pass_as_full_training_and_a_rank_for_each_product(make_lora, tokens):
     """The inputs of A where full training keeps those of W, and A x for the gradient of B."""
 
-    def kept(decoder):
-        found, parameters = {}, {p.untyped_storage().data_ptr() for p in decoder.parameters()}
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: found.setdefault(id(t), t), lambda t: t):
+    def bytes_for_backward(decoder):
+        saved, parameters = {}, {p.untyped_storage().data_ptr() for p in decoder.parameters()}
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.setdefault(id(t), t), lambda t: t):
             decoder.layers[0].mlp(torch.randn(1, 1000, 48, requires_grad=True))
-        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in found.values()}
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in saved.values()}
         return sum(size for pointer, size in storages.items() if pointer not in parameters)
 
     decoder, base = make_lora()
-    assert kept(decoder) <= kept(load_pretrained(base)) + 4 * 1000 * 2 * 3 * RANK
+    assert bytes_for_backward(decoder) <= bytes_for_backward(load_pretrained(base)) + 4 * 1000 * 2 * 3 * RANK

@@ -29,16 +29,16 @@ def decoder(stories260k_directory):
 @pytest.mark.parametrize("prompt", ["from_BOS", "from_prompt"])
 @torch.no_grad()
 def test_logits_after_a_prompt_and_the_loss_of_its_greedy_continuation_are_as_expected(decoder, golden, prompt):
-    known = golden[prompt]
-    logits = decoder(torch.tensor([known["prompt_ids"]]))[0]
-    assert logits.mean().item() == pytest.approx(known["logits_mean"], abs=LOGIT)
-    assert logits.std().item() == pytest.approx(known["logits_std"], abs=LOGIT)
-    expected = torch.tensor(known["last_prompt_logits_first8"])
-    torch.testing.assert_close(logits[-1, :8], expected, rtol=0, atol=LOGIT)
+    expected = golden[prompt]
+    logits = decoder(torch.tensor([expected["prompt_ids"]]))[0]
+    assert logits.mean().item() == pytest.approx(expected["logits_mean"], abs=LOGIT)
+    assert logits.std().item() == pytest.approx(expected["logits_std"], abs=LOGIT)
+    first = torch.tensor(expected["last_prompt_logits_first8"])
+    torch.testing.assert_close(logits[-1, :8], first, rtol=0, atol=LOGIT)
     values, ids = logits[-1].topk(5)
-    assert ids.tolist() == [token for token, _ in known["last_prompt_top5"]]
-    expected = torch.tensor([value for _, value in known["last_prompt_top5"]])
-    torch.testing.assert_close(values, expected, rtol=0, atol=LOGIT)
-    ids = torch.tensor([known["greedy_ids"]])
+    assert ids.tolist() == [token for token, _ in expected["last_prompt_top5"]]
+    highest = torch.tensor([value for _, value in expected["last_prompt_top5"]])
+    torch.testing.assert_close(values, highest, rtol=0, atol=LOGIT)
+    ids = torch.tensor([expected["greedy_ids"]])
     loss = decoder(ids[:, :-1], ids[:, 1:]).mean().item()
-    assert loss == pytest.approx(known["mean_nll_of_greedy_ids"], abs=LOSS)
+    assert loss == pytest.approx(expected["mean_nll_of_greedy_ids"], abs=LOSS)
