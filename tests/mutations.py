@@ -31,7 +31,7 @@ TABLE = r"""
 @ kernels/__init__.py
 - if _choice == "triton" or (_choice == "auto" and runs_triton):
 + if _choice == "triton":
-! kernels/test_triton_choices.py::test_the_chosen_implementation_runs_and_is_described
+! kernels/test_triton.py::test_the_chosen_implementation_runs_and_is_described
 @ kernels/norm.py
 - mean = tl.sum(s, 1, keep_dims=True) / width
 + mean = tl.sum(s, 1, keep_dims=True) / BLOCK
@@ -249,17 +249,17 @@ TABLE = r"""
 @ data/split.py
 - kinds[first] = TRAIN
 + kinds[:] = TRAIN
-! data/test_split.py::test_of_equal_documents_the_first_is_kept
+! data/test_batches.py::test_of_equal_documents_the_first_is_kept
 - most = 2 * min(settings.validation_fraction * float(table["bytes"][first].sum()), MAX_VALIDATION)
 + most = 2 * min(settings.validation_fraction * float(table["bytes"].sum()), MAX_VALIDATION)
-! data/test_split.py::test_one_huge_document_is_not_for_validation
+! data/test_batches.py::test_one_huge_document_is_not_for_validation
 @ data/tokens.py
 - content.update(encoded)
 + content = hashlib.blake2b(encoded, digest_size=8)
 ! data/test_corpus.py::test_the_hash_of_a_document_is_that_of_its_complete_text_also_of_several_blocks
 - if not is_open:
 + if place == 0:
-! data/test_split.py::test_a_stream_is_the_chosen_documents_end_to_end
+! data/test_batches.py::test_a_stream_is_the_chosen_documents_end_to_end
 - return self.path.with_suffix(".docs").is_file() and self.path.is_file()
 + return self.path.is_file()
 ! data/test_corpus.py::test_what_is_missing_in_the_cache_and_a_damaged_tokenizer_are_made_anew
@@ -346,22 +346,22 @@ TABLE = r"""
 @ benchmarks/timing.py
 - for name in programs if turn % 2 else reversed(programs):
 + for name in programs:
-! benchmarks/test_timing.py::test_blocks_take_turns_in_an_order_that_reverses_after_every_turn
+! benchmarks/test_benchmarks.py::test_blocks_take_turns_in_an_order_that_reverses_after_every_turn
 - ratios = [first_seconds / seconds for first_seconds, seconds in pairs]
 + ratios = [seconds / first_seconds for first_seconds, seconds in pairs]
-! benchmarks/test_timing.py::test_a_row_has_medians_tokens_per_second_the_share_of_the_limit_and_the_ratios_within_turns
+! benchmarks/test_benchmarks.py::test_a_row_has_medians_tokens_per_second_the_share_of_the_limit_and_the_ratios_within_turns
 @ benchmarks/training.py
 - elif norm == "rms":
 + elif norm == "layer":
-! benchmarks/test_programs.py::test_norms_take_turns_in_every_variant_and_transformers_has_rmsnorm_alone
+! benchmarks/test_benchmarks.py::test_norms_take_turns_in_every_variant_and_transformers_has_rmsnorm_alone
 @ benchmarks/kernels.py
 - 2 * rotated, 2 * packed + rotated
 + 2 * rotated, 2 * packed
-! benchmarks/test_kernels.py::test_the_baselines_of_a_case_compute_what_ours_does_and_are_timed_in_all_parts
+! benchmarks/test_benchmarks.py::test_the_baselines_of_a_case_compute_what_ours_does_and_are_timed_in_all_parts
 @ studies/claims.py
 - inside = effect.interval_90 if two_sided else effect.interval
 + inside = effect.interval
-! studies/test_effects.py::test_a_claim_holds_inside_its_region_does_not_outside_and_is_inconclusive_at_its_ends
+! studies/test_studies.py::test_a_claim_holds_inside_its_region_does_not_outside_and_is_inconclusive_at_its_ends
 - (spread - base).dropna()
 + (base - spread).dropna()
 ! docs/test_tables.py::test_the_tables_of_a_document_are_what_the_records_give[claims.md]

@@ -1,8 +1,10 @@
-"""The tables of the documents are what the records of the studies give."""
+"""The tables of the documents are what the records of the studies give, and the block of docs/model.md runs."""
 
+import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from studies.tables import MARKED, filled
 
@@ -23,3 +25,17 @@ def test_a_table_that_differs_from_its_records_is_written_again_and_the_text_aro
     assert first == second and first.endswith("<!-- end -->\nafter\n")
     row = "| [small model, 2,400 steps](../studies/factorial/report.md) | 30 | +0.0029 [+0.0021, +0.0038] |"
     assert row[:-2] in first and "| [bias alone, rate 2e-3](../studies/bias-2e-3/report.md) | 17 |" in first
+
+
+def test_the_block_runs_and_the_changed_weight_changes_the_losses(stories260k_directory, tmp_path, monkeypatch, capsys):
+    [block] = re.findall(r"^```python\n(.*?)^```", Path("docs/model.md").read_text(), re.MULTILINE | re.DOTALL)
+    assert block.count("\n") == 10
+    (tmp_path / "runs" / "tiny-rms").mkdir(parents=True)
+    (tmp_path / "runs" / "tiny-rms" / "best").symlink_to(stories260k_directory)
+    monkeypatch.chdir(tmp_path)
+    namespace = {}
+    exec(compile(block, "docs/model.md", "exec"), namespace)
+    inside, ids, [output, *_] = namespace["inside"], namespace["ids"], namespace["outputs"]
+    stream = namespace["decoder"].embed_tokens.weight[ids]
+    assert inside.rms.shape == (11, len(ids)) and output.shape == (1, len(ids), 64) and stream.shape == output[0].shape
+    assert capsys.readouterr().out.count("tensor(") == 2 and torch.isfinite(inside.losses).all()

@@ -166,7 +166,7 @@ def sequence_lengths(steps: int, **data: int) -> list[int]:
 def test_sequences_double_in_equal_parts_of_40_percent_of_the_steps():
     growing = sequence_lengths(100, first_sequence_length=64, sequence_length=256)
     assert growing == [64] * 20 + [128] * 20 + [256] * 60
-    assert lengths(20, first_sequence_length=256, sequence_length=256) == [256] * 20 == sequence_lengths(20)
+    assert sequence_lengths(20, first_sequence_length=256, sequence_length=256) == [256] * 20 == sequence_lengths(20)
 
 
 def test_every_step_has_as_many_tokens_in_as_many_micro_batches(flags, tmp_path, monkeypatch):
