@@ -40,7 +40,7 @@ def test_what_cannot_run_is_left_out_with_its_reason_and_the_others_are_measured
     assert "| late | not run: ZeroDivisionError: none of this |" in lines
 
 
-def test_a_row_has_medians_tokens_per_second_the_share_of_the_limit_and_the_ratios_within_turns(capsys):
+def test_a_row_has_medians_tokens_per_second_share_of_the_limit_and_ratios_within_turns(capsys):
     values = {"a": iter([9, 0.02, 0.06, 0.04]), "b": iter([9, 0.01, 0.02, 0.04])}
     makers = {name: lambda name=name: {"step": lambda: next(values[name])} for name in values}
     table = timing.compare("title", makers, {"step": 0.01}, 3, tokens=8)

@@ -41,9 +41,8 @@ def test_the_newest_run_is_the_one_that_saved_a_checkpoint_last(tmp_path):
     assert newest_run(tmp_path) == tmp_path / "c"
     os.utime(tmp_path / "b" / "last.old", (2_100_000_000, 2_100_000_000))
     assert newest_run(tmp_path) == tmp_path / "b"
-    with pytest.raises(
-        UserError, match=f"does not exist; .* Newest runs: {tmp_path / 'b'}, {tmp_path / 'c'}, {tmp_path / 'a'}"
-    ):
+    newest = ", ".join(str(tmp_path / run) for run in "bca")
+    with pytest.raises(UserError, match=f"does not exist; .* Newest runs: {newest}"):
         find_checkpoint(tmp_path / "d")
 
 
@@ -74,9 +73,7 @@ def model(hub, stories260k_directory) -> dict[str, bytes]:
     return files
 
 
-def test_only_the_needed_files_of_a_model_are_downloaded_once_and_used_without_a_network(
-    tmp_path, hub, model, no_network
-):
+def test_only_the_needed_files_of_a_model_are_downloaded_once_and_used_offline(tmp_path, hub, model, no_network):
     snapshot = tmp_path / "hub" / "models--org--stories" / "snapshots" / hub.commit
     assert find_checkpoint("org/stories") == find_checkpoint("org/stories@v2") == snapshot
     assert {path.name: path.read_bytes() for path in snapshot.iterdir()} == model
@@ -84,9 +81,7 @@ def test_only_the_needed_files_of_a_model_are_downloaded_once_and_used_without_a
     assert sorted(downloads) == sorted(f"/org/stories/resolve/{hub.commit}/{name}" for name in model)
     no_network()
     assert find_checkpoint("org/stories") == snapshot
-    with pytest.raises(
-        UserError, match=r"^org/other is no local path, and the Hugging Face Hub cannot be reached; conn"
-    ):
+    with pytest.raises(UserError, match=r"^org/other is no local path, and the Hugging Face Hub cannot be reached;"):
         find_checkpoint("org/other")
 
 

@@ -23,8 +23,8 @@ def test_weights_cast_while_they_are_read_are_those_that_are_cast_afterwards(mak
     read, expected = load_pretrained(checkpoint, compute_dtype=dtype, cast=True), load_pretrained(tmp_path)
     assert read.compute_dtype == dtype
     for name, tensor in expected.state_dict().items():
-        found, cast = read.state_dict()[name], tensor.to(dtype if tensor.ndim == 2 else torch.float32)
-        assert found.dtype == cast.dtype and torch.equal(found, cast)
+        ours, cast = read.state_dict()[name], tensor.to(dtype if tensor.ndim == 2 else torch.float32)
+        assert ours.dtype == cast.dtype and torch.equal(ours, cast)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -87,8 +87,8 @@ def test_what_cannot_be_read_is_one_line(saved, edit_weights):
     torch.save({}, directory / "old.bin", _use_new_zipfile_serialization=False)
     torch.save({}, directory / "new.bin")
     old, new = ((directory / name).read_bytes() for name in ("old.bin", "new.bin"))
-    found = {old: "pickled", new: "pickled", b"GGUF": "GGUF", b"\x80\2\0\0": "a.bin, whose"}  # the last: of llama2.c
-    for start, reason in found.items():
+    reasons = {old: "pickled", new: "pickled", b"GGUF": "GGUF", b"\x80\2\0\0": "a.bin, whose"}  # the last: of llama2.c
+    for start, reason in reasons.items():
         (directory / "a.bin").write_bytes(start)
         with pytest.raises(UserError, match=f"model has {reason}"):
             load_pretrained(directory)

@@ -122,9 +122,7 @@ def test_the_file_computes_the_same_logits_by_the_conventions_of_llama_cpp(check
 @pytest.mark.parametrize(
     ("stored", "dtype"), [(torch.float32, "float16"), (torch.bfloat16, "float32"), (torch.bfloat16, None)]
 )
-def test_matrices_have_the_dtype_that_was_asked_for_or_stored_and_the_rest_is_float32(
-    checkpoint, tmp_path, dtype, stored
-):
+def test_matrices_have_the_dtype_asked_for_or_stored_and_the_rest_is_float32(checkpoint, tmp_path, dtype, stored):
     decoder, directory = checkpoint(stored, attention_bias=True)
     write_gguf(directory, tmp_path / "model.gguf", dtype)
     dtype = dtype or str(stored).removeprefix("torch.")
@@ -143,9 +141,9 @@ def test_matrices_in_8_bits_are_within_half_a_step_of_their_block_and_other_rows
     fields, tensors = read(tmp_path / "model.gguf")
     assert gguf.LlamaFileType(fields["general.file_type"]).name == "MOSTLY_Q8_0"
     blocks = decoder.layers[0].mlp.down_proj.weight.double().unflatten(1, (-1, 32))
-    found = torch.from_numpy(tensors["blk.0.ffn_down.weight"]).view_as(blocks)
+    quantized = torch.from_numpy(tensors["blk.0.ffn_down.weight"]).view_as(blocks)
     steps = blocks.abs().amax(-1, keepdim=True) / 127
-    assert (found - blocks).abs().max() > 0 and ((found - blocks).abs() <= 0.6 * steps).all()
+    assert (quantized - blocks).abs().max() > 0 and ((quantized - blocks).abs() <= 0.6 * steps).all()
     _, directory = checkpoint(hidden_size=96, intermediate_size=100)
     with pytest.raises(UserError, match=r"ffn_down.* rows that --dtype q8_0 cannot divide by 32"):
         write_gguf(directory, tmp_path / "other.gguf", "q8_0")

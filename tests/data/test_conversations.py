@@ -145,9 +145,7 @@ def packed(part: np.ndarray, tokenizer) -> list[tuple[str, str]]:
     return found
 
 
-def test_rows_of_all_formats_and_keys_are_packed_whole_and_once_and_a_damaged_cache_is_refused(
-    tokenizer_file, tmp_path, capsys
-):
+def test_rows_of_all_formats_are_packed_whole_and_once_and_a_damaged_cache_is_refused(tokenizer_file, tmp_path, capsys):
     write_rows(tmp_path / "rows", ROWS)
     changes = dict(sequence_length=100, validation_fraction=0.3)
     corpus = prepared(tmp_path / "rows", tokenizer_file, tmp_path, **changes)

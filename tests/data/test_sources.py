@@ -1,4 +1,4 @@
-"""Where text comes from: names, files, folders, patterns, formats, data sets of the Hub (a local server), and errors."""
+"""Where text comes from: names, files, folders, patterns, formats, data sets of the Hub, and errors."""
 
 import gzip
 import io

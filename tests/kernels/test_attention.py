@@ -46,9 +46,7 @@ def test_output_and_gradients_equal_the_float64_definition(kernel, draw, evaluat
 
 
 @DTYPES
-def test_a_query_sees_the_positions_of_its_mask_and_a_single_query_without_a_mask_sees_all(
-    kernel, draw, relative, dtype, out
-):
+def test_a_query_sees_the_positions_of_its_mask_and_a_single_one_without_mask_all(kernel, draw, relative, dtype, out):
     k, v = (draw(B, K, T, D).to(dtype) for _ in range(2))
     for length, masks in ((5, B), (1, B), (1, None), (T, 1)):  # the last for all sequences
         q = draw(B, H, length, D).to(dtype)

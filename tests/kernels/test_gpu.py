@@ -104,9 +104,7 @@ def test_kernels_run_on_the_device_of_their_tensors():
 
 
 @pytest.mark.parametrize(("dtype", "vocabulary"), cases((HALF, 5003), DTYPES, [5003, 50304]))
-def test_the_loss_and_its_gradients_are_within_one_rounding_of_float64(
-    relative, evaluate, monkeypatch, vocabulary, dtype
-):
+def test_the_loss_and_gradients_are_within_one_rounding_of_float64(relative, evaluate, monkeypatch, vocabulary, dtype):
     """Of the logits as the product rounded them, and of softmax - onehot rounded once; see test_triton_loss.py."""
     torch.backends.cuda.matmul.allow_tf32 = False
     x, weight = normal(1500, 256, mean=0.05, dtype=dtype), normal(vocabulary, 256, mean=0.0, std=0.1)

@@ -36,9 +36,7 @@ def pair(function, kind, eps=EPS):
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("with_residual", [False, True])
 @pytest.mark.parametrize(("dtype", "shape"), [(F32, (ROWS, WIDTH)), (BF16, (3, 5, 64)), (BF16, (1, 1, 37))])
-def test_output_and_all_gradients_equal_the_float64_definition(
-    kernel, draw, assert_exact, kind, with_bias, with_residual, dtype, shape
-):
+def test_output_and_gradients_equal_float64(kernel, draw, assert_exact, kind, with_bias, with_residual, dtype, shape):
     """With a residual, later blocks also use the stream, so that it has a gradient; on a CPU it is rounded twice.
 
     Gradients of the parameters are sums in float32, of the rounded stream.
@@ -56,9 +54,7 @@ def test_output_and_all_gradients_equal_the_float64_definition(
 
 @pytest.mark.parametrize(("dtype", "std"), [(BF16, 1.0), (F16, 3e4)])
 @kinds
-def test_half_precision_output_is_rounded_once_and_squares_do_not_overflow(
-    kernel, draw, relative, rounding, kind, dtype, std
-):
+def test_half_precision_is_rounded_once_and_squares_do_not_overflow(kernel, draw, relative, rounding, kind, dtype, std):
     x, weight, bias = draw(512, WIDTH, std=std).clamp(-6e4, 6e4).to(dtype), draw(WIDTH, mean=1.0), draw(WIDTH)
     y, s = kernel.normalize(x, weight, bias, kind=kind, eps=EPS)
     assert y.dtype == dtype and s is x

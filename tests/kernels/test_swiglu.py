@@ -26,9 +26,7 @@ def definition(gate_up):
         (torch.float32, 33, 7),
     ],
 )
-def test_silu_and_product_are_rounded_once_forward_and_backward(
-    kernel, draw, assert_exact, rounding, dtype, rows, width
-):
+def test_silu_and_product_are_rounded_once_in_both_passes(kernel, draw, assert_exact, rounding, dtype, rows, width):
     """In Triton narrow rows share a program. Strides may be odd, 0, or 2 in the last dimension."""
     packed, upstream = draw(rows, 2 * width, std=3.0, dtype=dtype), draw(rows, width, dtype=dtype)
     packed[0, 0] = -100  # exp(100) is infinite in float32, and silu(-100) is 0
@@ -59,9 +57,7 @@ def test_only_gate_and_up_are_kept_for_the_backward_pass_in_their_dtype(kernel, 
 # Float32 sums of about a hundred products, twice: 1e-6. In bfloat16 the two products, that of gate and up and on a CPU
 # silu are rounded, each 1.66e-3, and each output adds the errors of three of them: 5e-3.
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 5e-3)])
-def test_the_mlp_equals_the_float64_definition_and_keeps_no_hidden_elements(
-    kernel, draw, evaluate, relative, dtype, tolerance
-):
+def test_the_mlp_equals_float64_and_keeps_no_hidden_elements(kernel, draw, evaluate, relative, dtype, tolerance):
     inputs = draw(3, 11, 64).to(dtype), draw(176, 64, mean=0.02, std=0.2), draw(64, 88, mean=0.02, std=0.2)
     upstream, kept = draw(3, 11, 64).to(dtype), []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):

@@ -68,9 +68,7 @@ def assert_rounded_once(relative, rounding):
 
 
 @pytest.mark.parametrize(("dtype", "mean"), [(torch.float32, 0.0), (torch.bfloat16, -50.0), (torch.float16, 50.0)])
-def test_each_of_logits_their_gradient_and_dx_is_rounded_once_and_nothing_else(
-    draw, run, assert_rounded_once, dtype, mean
-):
+def test_logits_their_gradient_and_dx_are_rounded_once_and_nothing_else(draw, run, assert_rounded_once, dtype, mean):
     x, weight, targets = make_inputs(draw, 37, dtype, mean)
     weights = draw(37)  # of both signs
     weights[7:9] = 0
@@ -112,9 +110,7 @@ def test_a_second_backward_pass_gives_equal_gradients_and_leaves_those_of_the_fi
         assert relative(scaled, gradient.double() * 0.37) < (1e-6 if dtype == torch.float32 else 3e-3)  # two roundings
 
 
-def test_float16_keeps_small_weights_under_a_gradient_scaler_and_those_of_ignored_tokens_do_not_matter(
-    draw, run, relative, rounding
-):
+def test_float16_keeps_small_weights_under_a_scaler_and_ignored_tokens_have_none(draw, run, relative, rounding):
     """1/N of a large batch times a small probability is below 6e-8, the smallest number of float16."""
     x, weight, targets = make_inputs(draw, 37, torch.float16)
     _, *found = run(x, weight, targets, torch.tensor(1e-7), upstream=2.0**20)

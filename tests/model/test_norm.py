@@ -24,9 +24,7 @@ def make_norm(make_config):
 
 @pytest.mark.parametrize("norm_bias", [True, False])
 @pytest.mark.parametrize("norm", NORMS)
-def test_values_and_gradients_equal_those_of_the_float64_formula(
-    make_norm, make_config, norm_formula, relative, norm, norm_bias
-):
+def test_values_and_gradients_equal_a_float64_formula(make_norm, make_config, norm_formula, relative, norm, norm_bias):
     """Tolerance: rounding of float32, more where three elements alone give the statistic, which may all be small."""
     module, generator = make_norm(norm, norm_bias=norm_bias, norm_eps=1e-3).eval(), torch.Generator().manual_seed(6)
     for buffer in module.buffers():

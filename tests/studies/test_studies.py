@@ -1,4 +1,4 @@
-"""Effects of the norm, the mean and the bias in a study; verdicts on claims; studies that train; pictures of a model."""
+"""Effects of the norm, the mean and the bias; verdicts on claims; studies that train; pictures of a model."""
 
 import dataclasses
 import math
@@ -31,8 +31,8 @@ def test_parts_are_found_for_each_learning_rate_and_for_branches_against_the_run
     bias = {name: {"norm": "layer", "norm_bias": "without" not in name} for name in ("layer", "layer without bias")}
     rates = Plan(arms=bias, vary={"learning_rate": [1e-3, 2e-3]}, seeds=2, rerun_seeds=0)
     branches = dataclasses.replace(load_plan(find_plan("branches")), seeds=2)
-    found = [contrasts(finish(plan, loss)) for plan in (rates, branches)]
-    rounded = [{at: {k: round(e.estimate, 6) for k, e in known.items()} for at, known in f.items()} for f in found]
+    tables = [contrasts(finish(plan, loss)) for plan in (rates, branches)]
+    rounded = [{at: {k: round(e.estimate, 6) for k, e in row.items()} for at, row in table.items()} for table in tables]
     assert rounded[0] == {"learning_rate=0.001": {"no bias": 0.01}, "learning_rate=0.002": {"no bias": 0.02}}
     quarter = {"RMSNorm minus LayerNorm": 0.013, "no mean": 0.002, "no bias": 0.011}
     half = {"RMSNorm minus LayerNorm": 0.023, "no mean": 0.002, "no bias": 0.021}
@@ -40,15 +40,17 @@ def test_parts_are_found_for_each_learning_rate_and_for_branches_against_the_run
     three = [("layer", {}), ("layer 0.5", {"weight_decay": 0.5}), ("rms 0.5", {"weight_decay": 0.5, "norm": "rms"})]
     for order in (three, [three[0], *three[:0:-1]]):  # a baseline with another setting is nobody's partner
         arms = {name: {"norm": "layer"} | settings for name, settings in order}
-        [(group, known)] = contrasts(finish(Plan(arms=arms, seeds=2, rerun_seeds=0), lambda run: len(run.arm))).items()
-        assert group == "weight_decay=0.5" and known["RMSNorm minus LayerNorm"].estimate == len("rms") - len("layer")
+        [(group, effects)] = contrasts(
+            finish(Plan(arms=arms, seeds=2, rerun_seeds=0), lambda run: len(run.arm))
+        ).items()
+        assert group == "weight_decay=0.5" and effects["RMSNorm minus LayerNorm"].estimate == len("rms") - len("layer")
 
 
 def test_they_are_the_effects_of_a_grid_and_drawn_for_every_study():
-    found, budget = (study.load(STUDIES / name) for name in ("factorial", "budget-600"))
-    for effect, name in zip(found.effects, ("no mean", "no bias"), strict=False):
-        assert contrasts(found)[""][name].interval == pytest.approx(effect.interval)
-    drawn = draw([found, budget]).axes[0]
+    factorial, budget = (study.load(STUDIES / name) for name in ("factorial", "budget-600"))
+    for effect, name in zip(factorial.effects, ("no mean", "no bias"), strict=False):
+        assert contrasts(factorial)[""][name].interval == pytest.approx(effect.interval)
+    drawn = draw([factorial, budget]).axes[0]
     rows = ["small model, 2,400 steps\n30 pairs", "small model, 600 steps\n6 pairs"]
     rows.append("all at rate 5e-4, exploratory\n77 pairs")
     assert [label.get_text() for label in drawn.get_yticklabels()] == rows
@@ -113,11 +115,11 @@ def test_every_model_is_converted_in_every_way_and_compared_with_itself(config, 
     save_plan(make_plan(config, tmp_path, arms), tmp_path / "plan.toml")
     for _ in range(2):  # the second has no more to do
         train.main(tmp_path, "cpu")
-    found = study.load(tmp_path)
-    assert len(found.rows) == 2 * 4
-    costs = {c.arm: abs(c.effect.estimate) for c in found.comparisons}
+    result = study.load(tmp_path)
+    assert len(result.rows) == 2 * 4
+    costs = {c.arm: abs(c.effect.estimate) for c in result.comparisons}
     assert costs["centered rms with bias"] < 1e-3 < costs["rms"] < 0.5
-    tokens = found.rows.set_index("arm").tokens.groupby(level=0).first() / (4 * 32)
+    tokens = result.rows.set_index("arm").tokens.groupby(level=0).first() / (4 * 32)
     assert tokens.to_dict() == {"layer": 12, "rms": 0, "centered rms with bias": 0, "rms, norms trained": 1}
 
 
@@ -141,9 +143,9 @@ def test_a_stack_trains_each_model_like_a_run_of_its_own(config, tmp_path):
     save_plan(plan, tmp_path / "plan.toml")
     for _ in range(2):  # the second has no more to do
         train.main(tmp_path, "cpu")
-    found = study.load(tmp_path)
-    assert len(found.rows) == 4 and len(found.comparisons) == 1
-    for row in found.rows.to_dict("records"):
+    result = study.load(tmp_path)
+    assert len(result.rows) == 4 and len(result.comparisons) == 1
+    for row in result.rows.to_dict("records"):
         alone = vars(train_run(plan, Run(row["arm"], "final", row["seed"], row["learning_rate"]), "cpu", 1, 1))
         # Sums in another order differ by 1e-7; twelve steps at 5e-3 enlarge that. Gradients that are clipped over all
         # seeds, or batches of another seed, change the loss by 1e-2.

@@ -150,9 +150,7 @@ def test_a_run_learns_to_answer_and_its_answers_end(chat_flags, chat_file, tmp_p
     assert len(answers) == 6 and all(0 < len(answer) < 12 for answer in answers), answers
 
 
-def test_a_dry_run_marks_the_learned_part_of_a_row_and_a_question_is_asked_at_each_evaluation(
-    chat_flags, tmp_path, capsys
-):
+def test_a_dry_run_marks_what_is_learned_and_a_question_is_asked_at_each_evaluation(chat_flags, tmp_path, capsys):
     estimate(settings_of(*chat_flags))
     row = capsys.readouterr().out.partition("a row of conversations, in which lines with + are learned:\n")[2]
     lines = row.splitlines()
