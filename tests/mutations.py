@@ -182,7 +182,7 @@ TABLE = r"""
 ! training/test_resume.py::test_an_edited_file_of_settings_does_not_change_what_a_run_must_keep
 - saves=(state.step, state.seconds),
 + saves=None,
-! training/test_processes.py::test_processes_must_be_given_equal_texts_tokenizers_settings_and_saves
+! training/test_shard.py::test_processes_must_be_given_equal_texts_tokenizers_settings_and_saves
 - return saved
 + return dataclasses.replace(saved, step=saved.step - 1)
 ! training/test_resume.py::test_a_caller_of_the_steps_can_stop_at_any_of_them_save_and_resume_bit_for_bit
@@ -237,11 +237,11 @@ TABLE = r"""
 ! training/test_loop.py::test_the_steps_report_what_the_run_logs_and_neither_print_nor_write
 - tokens=state.tokens + data.batch_size * data.sequence_length,
 + tokens=state.tokens + batch[0].size,
-! training/test_processes.py::test_two_processes_train_the_run_of_one_and_it_resumes_after_a_signal_or_a_kill
+! training/test_shard.py::test_two_processes_train_the_run_of_one_and_it_resumes_after_a_signal_or_a_kill
 @ training/muon.py
 - update = parameter.grad.lerp(momentum, MOMENTUM)
 + update = momentum
-! training/test_muon.py::test_steps_equal_the_definition_in_float64_and_those_of_all_other_parameters_adamw
+! training/test_optimizer.py::test_steps_equal_the_definition_in_float64_and_those_of_all_other_parameters_adamw
 @ training/schedule.py
 - return settings.learning_rate * (step + 1) / warmup
 + return settings.learning_rate * step / warmup

@@ -1,4 +1,4 @@
-"""Documents (README, its Chinese version, CONTRIBUTING, docs/) name what exists; their tables and examples are right."""
+"""Documents (README, its Chinese version, CONTRIBUTING, docs/) name what exists; their tables and code are right."""
 
 import re
 import subprocess
