@@ -20,6 +20,7 @@ import transformers
 from checkpoints.families import FAMILIES, HARMLESS, SHAPE_FIELDS
 from checkpoints.pretrained import load_config, load_pretrained
 from errors import UserError
+from tests.conftest import edit_json
 
 LOGITS = 2e-6
 SHAPE = dict(vocab_size=29, hidden_size=32, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4)
@@ -77,9 +78,7 @@ def base(request, tmp_path_factory) -> Path:
         parameter.data = torch.randn(parameter.shape) * 0.3 + (1.0 if parameter.ndim == 1 else 0.02)
     model.save_pretrained(directory)
     if "rope_scaling" in changes:  # as transformers 4 saved it
-        fields = json.loads((directory / "config.json").read_text())
-        del fields["rope_parameters"]
-        (directory / "config.json").write_text(json.dumps(fields | changes))
+        edit_json(directory / "config.json", without=("rope_parameters",), **changes)
     return directory
 
 
@@ -170,10 +169,10 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("changes", REFUSED.values(), ids=REFUSED.keys())
-def test_a_model_that_computes_another_function_is_refused_in_one_line_that_names_the_file(saved, changes, edit_config):
+def test_a_model_that_computes_another_function_is_refused_in_one_line_that_names_the_file(saved, changes):
     directory = saved()
-    edit_config(directory, without=("rope_scaling", "rope_parameters"))
-    edit_config(directory, **changes)
+    edit_json(directory / "config.json", without=("rope_scaling", "rope_parameters"))
+    edit_json(directory / "config.json", **changes)
     with pytest.raises(UserError) as refusal:
         load_config(directory)
     assert str(refusal.value).startswith(f"{directory / 'config.json'} cannot be read (")

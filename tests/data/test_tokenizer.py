@@ -16,6 +16,7 @@ from data.tokenizer import check_vocabulary, load_tokenizer
 from data.tokenizer_json import PIECE, merges
 from data.tokens import train_tokenizer
 from errors import UserError
+from tests.conftest import edit_json
 
 # Every Unicode scalar value but U+2581, and the texts that tokenizers often get wrong.
 SCALARS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="▁"))
@@ -152,9 +153,9 @@ def edited(tokenizer, folder: Path, generation: dict | None = None, **changes) -
     folder.mkdir()
     tokenizer.save(folder)
     (folder / "tokenizer.model").unlink()
-    config = json.loads((folder / "tokenizer_config.json").read_text()) | changes
-    config = {key: value for key, value in config.items() if value is not ...}
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    without = tuple(key for key, value in changes.items() if value is ...)
+    given = {key: value for key, value in changes.items() if value is not ...}
+    edit_json(folder / "tokenizer_config.json", without=without, **given)
     if generation:
         (folder / "generation_config.json").write_text(json.dumps(generation))
     return folder
@@ -202,8 +203,7 @@ def test_tokens_of_the_configuration_get_the_ids_that_autotokenizer_gives_them(o
 @pytest.mark.parametrize("normalizer", ["", "CAAAAKRUTr27FjNvYWJjAA=="])  # the second panics on texts alone
 def test_a_panic_of_the_library_is_one_line(ours, tmp_path, normalizer):
     path = edited(ours, tmp_path / "given") / "tokenizer.json"
-    changes = {"normalizer": {"type": "Precompiled", "precompiled_charsmap": normalizer}}
-    path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | changes))
+    edit_json(path, normalizer={"type": "Precompiled", "precompiled_charsmap": normalizer})
     with pytest.raises(UserError, match=r"tokenizer\.json cannot be read"):
         load_tokenizer(path).encode_batch(["some text"])
 

@@ -14,6 +14,7 @@ from checkpoints.families import load_config
 from checkpoints.pretrained import load_pretrained, open_checkpoint
 from errors import UserError
 from generation.settings import SMALL_MODELS
+from tests.conftest import edit_json
 from tests.training.runs import (
     assert_equal_tensors,
     assert_parts_equal_a_run,
@@ -99,7 +100,7 @@ def test_a_run_continues_a_model_with_yarn_and_a_bias_of_o_proj_and_its_settings
     rope = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 16}
     save(open_session(tmp_path, *flags, "--qk-norm", "--attention-bias"))
     path = tmp_path / "last" / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"rope_scaling": rope}))
+    edit_json(path, rope_scaling=rope)
     weights = load_file(path.with_name("model.safetensors"))
     weights["model.layers.0.self_attn.o_proj.bias"] += 0.1
     save_file(weights, path.with_name("model.safetensors"))

@@ -18,18 +18,12 @@ from data.tokenizer import Tokenizer
 from errors import UserError
 from model.decoder import Decoder
 from model.lora import add_lora
-from tests.training.runs import (
-    after_step,
-    assert_equal_tensors,
-    evaluations,
-    losses,
-    open_session,
-    settings_of,
-    train_run,
-)
+from tests.training import runs
+from tests.training.runs import after_step, evaluations, losses, open_session, train_run
 from training import commands, estimate, loop, metrics, plot
 from training.evaluate import Evaluation
 from training.loop import train_steps
+from training.settings import CONFIGS, OptimizerSettings, load_settings, parse
 
 
 def test_a_run_learns_and_leaves_settings_metrics_a_plot_and_two_checkpoints(run, settings, tmp_path, monkeypatch):
@@ -60,7 +54,7 @@ def test_the_same_seed_gives_the_same_run_and_another_seed_another_without_globa
     loop.train(settings, tmp_path / "a")
     assert torch.equal(torch.get_rng_state(), before[0])
     assert random.getstate() == before[1] and np.array_equal(np.random.get_state()[1], before[2])
-    assert_equal_tensors(train_run(tmp_path / "b", *flags, "--activation-checkpointing") / "last" / a.name, a)
+    runs.assert_equal_tensors(train_run(tmp_path / "b", *flags, "--activation-checkpointing") / "last" / a.name, a)
     a, other = load_file(a), load_file(train_run(tmp_path / "c", *flags, "--seed", "8") / "last" / a.name)
     assert not any(torch.equal(a[name], other[name]) for name in a if a[name].ndim == 2)
 
@@ -191,19 +185,19 @@ def test_a_step_of_several_micro_batches_has_one_update_of_the_weights(flags, mo
 
     monkeypatch.setattr(estimate, "train_step", train_step)
     monkeypatch.setattr(estimate.time, "perf_counter", lambda: now[0])
-    settings = settings_of(*flags, "--micro-batch-size", "2", "--steps", "10")  # of 8 sequences
+    settings = runs.settings_of(*flags, "--micro-batch-size", "2", "--steps", "10")  # of 8 sequences
     assert estimate.measure_time(settings, CPU, torch.float32) == 10 * (2 + 4)
 
 
 def test_a_micro_batch_is_never_larger_than_the_batch(flags):
-    large, default = (settings_of(*flags, *more) for more in (["--micro-batch-size", "64"], []))  # of 8 sequences
+    large, default = (runs.settings_of(*flags, *more) for more in (["--micro-batch-size", "64"], []))  # of 8 sequences
     assert estimate.memory(large, torch.float32, CPU) == estimate.memory(default, torch.float32, CPU)
     assert (large.data.micro_batch(), large.data.micro_batch(processes=2)) == (8, 4)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_a_small_run_is_timed(flags, optimizer, capsys):
-    estimate.estimate(settings_of(*flags, "--optimizer", optimizer))
+    estimate.estimate(runs.settings_of(*flags, "--optimizer", optimizer))
     out = capsys.readouterr().out
     assert re.search(
         r"time +\d+ seconds on CPU \(threads: 1\): \S+ s a step, the fastest of 3 at a batch size of 8", out
