@@ -89,8 +89,8 @@ def test_one_pair_per_piece_is_enough_for_any_ranking_of_pieces(ranked, tied, dr
     merged = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, merges(model)))
     text = draw.draw(st.text(st.sampled_from("aaab"), min_size=1, max_size=40))
     symbols = list(text)
-    while found := [(-scores[a + b], i) for i, (a, b) in enumerate(zip(symbols, symbols[1:])) if a + b in scores]:  # noqa: B905, RUF007
-        i = min(found)[1]
+    while pairs := [(-scores[a + b], i) for i, (a, b) in enumerate(zip(symbols, symbols[1:])) if a + b in scores]:  # noqa: B905, RUF007
+        i = min(pairs)[1]
         symbols[i : i + 2] = [symbols[i] + symbols[i + 1]]
     assert merged.encode(text).tokens == symbols
 
@@ -194,8 +194,8 @@ def test_tokens_of_the_configuration_get_the_ids_that_autotokenizer_gives_them(o
         load_tokenizer(tmp_path),
         *map(transformers.AutoTokenizer.from_pretrained, (given, tmp_path)),
     )
-    found = [(one.get_vocab(), one.eos_token_id) for one in (theirs, again)]
-    assert found == [(loaded.vocabulary, loaded.eos_id)] * 2
+    of_transformers = [(one.get_vocab(), one.eos_token_id) for one in (theirs, again)]
+    assert of_transformers == [(loaded.vocabulary, loaded.eos_id)] * 2
     text = "".join(draw.choices([*texts, " ", "def "], k=40))
     assert loaded.encode_special(text, "\uffff").ids == again(text, split_special_tokens=False).input_ids[1:]
 

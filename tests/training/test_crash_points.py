@@ -83,10 +83,13 @@ def resumes_like(run: Path, straight: Path) -> bool:
     for name in ("model.safetensors", "training_state.safetensors"):
         assert_equal_tensors(*(checkpoint.find_last(path) / name for path in (run, straight)))
     for target in ("last", "best"):
-        found, expected = (checkpoint.find_complete(path / target) for path in (run, straight))
-        assert {path.name for path in found.iterdir()} == {path.name for path in expected.iterdir()}, (run.name, target)
+        actual, expected = (checkpoint.find_complete(path / target) for path in (run, straight))
+        assert {path.name for path in actual.iterdir()} == {path.name for path in expected.iterdir()}, (
+            run.name,
+            target,
+        )
         for path in expected.glob("*token*"):
-            assert (found / path.name).read_bytes() == path.read_bytes(), (run.name, path)
+            assert (actual / path.name).read_bytes() == path.read_bytes(), (run.name, path)
     return True
 
 
