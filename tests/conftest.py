@@ -137,6 +137,13 @@ def edit_json(path: Path, *, without: tuple[str, ...] = (), **changes) -> None:
     path.write_text(json.dumps(fields), encoding="utf-8")
 
 
+def edit_tensors(path: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    """Change the tensors of a safetensors file in place."""
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
 def randomize_trained(model: torch.nn.Module) -> torch.nn.Module:
     """Random values for all that a model trains, such as its adapter."""
     generator = torch.Generator().manual_seed(6)
@@ -280,14 +287,7 @@ def make_lora(saved) -> Callable[..., torch.nn.Module]:
 @pytest.fixture
 def edit_weights() -> Callable[[Path, Callable], None]:
     """Change the tensors of a directory's model.safetensors in place."""
-
-    def edit(directory: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
-        path = directory / "model.safetensors"
-        tensors = load_file(path)
-        change(tensors)
-        save_file(tensors, path)
-
-    return edit
+    return lambda directory, change: edit_tensors(directory / "model.safetensors", change)
 
 
 @pytest.fixture

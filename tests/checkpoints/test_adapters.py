@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from checkpoints.families import load_config
 from checkpoints.find import find_adapter, find_checkpoint
@@ -14,7 +14,7 @@ from checkpoints.pretrained import load_pretrained, load_weights, open_checkpoin
 from errors import UserError
 from generation.generate import generate
 from generation.settings import Sampling
-from tests.conftest import edit_json, randomize_trained
+from tests.conftest import edit_json, edit_tensors, randomize_trained
 
 LOGITS = 2e-6
 
@@ -96,10 +96,7 @@ def adapter(make_lora, tmp_path):
 def edit(adapter, change=None, **fields):
     """Change the fields and the tensors of an adapter in place."""
     edit_json(adapter / "adapter_config.json", **fields)
-    if change is not None:
-        tensors = load_file(adapter / "adapter_model.safetensors")
-        change(tensors)
-        save_file(tensors, adapter / "adapter_model.safetensors")
+    edit_tensors(adapter / "adapter_model.safetensors", change or dict)
 
 
 HEAD, Q = "base_model.model.lm_head.base_layer.weight", "base_model.model.model.layers.1.self_attn.q_proj.lora_"

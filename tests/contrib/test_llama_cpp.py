@@ -97,11 +97,8 @@ def trained(request, tmp_path_factory) -> Path:
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", TOLERANCES)
 def test_a_trained_model_gives_the_same_ids_text_and_perplexity(trained, tmp_path, dtype):
-    tokenizer, decoder, other = (
-        load_tokenizer(trained),
-        load_pretrained(trained).eval(),
-        LlamaCpp(trained, tmp_path, dtype),
-    )
+    tokenizer, decoder = load_tokenizer(trained), load_pretrained(trained).eval()
+    other = LlamaCpp(trained, tmp_path, dtype)
     for parameter in decoder.parameters():
         if parameter.ndim > 1:
             parameter.data = parameter.data.to(getattr(torch, dtype)).float()

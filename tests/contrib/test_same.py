@@ -15,13 +15,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from safetensors.torch import load_file, save_file
 
 from checkpoints.pretrained import load_pretrained, save_pretrained
 from contrib import same
 from errors import UserError
 from model.lora import add_lora
-from tests.conftest import edit_json, randomize_trained
+from tests.conftest import edit_json, edit_tensors, randomize_trained
 
 ROOT = Path(__file__).parents[2]
 FAMILIES = {
@@ -78,9 +77,8 @@ def two_bos(folder: Path) -> None:
 
 def other_head(folder: Path) -> None:
     edit_json(folder / "config.json", tie_word_embeddings=False)
-    tensors = load_file(folder / "model.safetensors")
-    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] * 1.001
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    larger = lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"] * 1.001})  # noqa: E731
+    edit_tensors(folder / "model.safetensors", larger)
 
 
 LOGITS = {"logits", "loss per token"}
@@ -123,9 +121,8 @@ def test_faults_that_only_one_program_falls_for_are_found_in_the_directory_alone
     assert cells.keys() == {"conversations"} and " 'ids' from 0: ours [1, 4" in cells["conversations"]
     edit_json(model / "tokenizer_config.json", split_special_tokens=False, add_bos_token=False)
     [cells] = compare(model, programs="transformers")[1].values()
-    assert cells.keys() == {"ids with BOS"} and re.fullmatch(
-        r"from 0: ours \[(\d+)\], theirs \[1, \1\]", cells["ids with BOS"]
-    )
+    assert cells.keys() == {"ids with BOS"}
+    assert re.fullmatch(r"from 0: ours \[(\d+)\], theirs \[1, \1\]", cells["ids with BOS"])
 
 
 def test_an_adapter_is_asked_in_peft_and_half_of_its_alpha_is_found(good, compare, tmp_path):
@@ -151,10 +148,8 @@ def test_who_refuses_says_so_and_does_not_agree(good, compare):
 def test_logits_that_are_not_finite_or_too_many_are_differences(good, compare, tmp_path):
     model, other = good(), good("other", vocab_size=301)
     assert compare(model, other=str(other))[1]["other in prenorm"]["logits"] == "ours 300 logits, theirs 301"
-    broken = np.full((2, 3), np.nan)
-    assert same.difference(np.ones((2, 3)), broken, [0, 7], np.ones(2)).startswith(
-        "position 0, token 0: ours 1, theirs nan"
-    )
+    cell = same.difference(np.ones((2, 3)), np.full((2, 3), np.nan), [0, 7], np.ones(2))
+    assert cell.startswith("position 0, token 0: ours 1, theirs nan")
 
 
 def test_no_code_of_a_checkpoint_is_executed_and_nothing_is_unpickled(good, compare, tmp_path):

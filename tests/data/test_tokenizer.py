@@ -190,10 +190,8 @@ def test_tokens_of_the_configuration_get_the_ids_that_autotokenizer_gives_them(o
     (given / "added_tokens.json").write_text(json.dumps(ids))
     (given / "special_tokens_map.json").write_text(json.dumps({"eos_token": draw.choice(texts)}))
     load_tokenizer(given).save(tmp_path)
-    loaded, theirs, again = (
-        load_tokenizer(tmp_path),
-        *map(transformers.AutoTokenizer.from_pretrained, (given, tmp_path)),
-    )
+    loaded = load_tokenizer(tmp_path)
+    theirs, again = map(transformers.AutoTokenizer.from_pretrained, (given, tmp_path))
     of_transformers = [(one.get_vocab(), one.eos_token_id) for one in (theirs, again)]
     assert of_transformers == [(loaded.vocabulary, loaded.eos_id)] * 2
     text = "".join(draw.choices([*texts, " ", "def "], k=40))

@@ -7,14 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 import generate
 from checkpoints.families import load_config
 from checkpoints.pretrained import load_pretrained, open_checkpoint
 from errors import UserError
 from generation.settings import SMALL_MODELS
-from tests.conftest import edit_json
+from tests.conftest import edit_json, edit_tensors
 from tests.training.runs import (
     assert_equal_tensors,
     assert_parts_equal_a_run,
@@ -101,9 +100,7 @@ def test_a_run_continues_a_model_with_yarn_and_a_bias_of_o_proj_and_its_settings
     save(open_session(tmp_path, *flags, "--qk-norm", "--attention-bias"))
     path = tmp_path / "last" / "config.json"
     edit_json(path, rope_scaling=rope)
-    weights = load_file(path.with_name("model.safetensors"))
-    weights["model.layers.0.self_attn.o_proj.bias"] += 0.1
-    save_file(weights, path.with_name("model.safetensors"))
+    edit_tensors(path.with_name("model.safetensors"), lambda t: t["model.layers.0.self_attn.o_proj.bias"].add_(0.1))
     run = train_run(tmp_path / "next", *flags, "--init-from", str(path.parent), "--norm", "layer", "--steps", "2")
     for model in (load_settings(run / "settings.toml").model, load_config(run / "last")):
         assert model.norm == "layer" and model.attention_output_bias
